@@ -12,13 +12,14 @@ Protocol: a `ScheduledGemm` is spec, schedule and GPU; its kernel follows from t
 """
 from __future__ import annotations
 
-import functools
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from tinygrad_nv.errors import PTXError, RequestError
+from tinygrad_nv.patterns.target import Chosen
 from tinygrad_nv.ptx.assemble import Assembly, Resources, assemble, find_program
 from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
@@ -31,7 +32,6 @@ from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.template import GPU
-from tinygrad_nv.tile.templates import TABLE
 
 LEVELS = ("spec", "tile", "ptx", "sass", "c")
 # how the builder declares shared memory: its own, or a part of what a launch gives
@@ -56,19 +56,13 @@ class ScheduledGemm:
     @property
     def kernel(self) -> GemmKernel:
         """The kernel. Raises `ScheduleError` for an impossible schedule."""
-        return _kernel(self)
+        gpu = GPU(self.arch, self.sm_count, self.clusters)
+        return cast(GemmKernel, Chosen(self.spec, self.schedule, gpu).built())
 
     @property
     def prediction(self) -> Prediction:
         """What the cost model says of it."""
         return predict(self.spec, self.schedule, gpu_model_for(self.arch, self.sm_count))
-
-
-@functools.lru_cache(256)
-def _kernel(matmul: ScheduledGemm) -> GemmKernel:
-    gpu = GPU(matmul.arch, matmul.sm_count, matmul.clusters)
-    made: GemmKernel = TABLE.build(matmul.spec, matmul.schedule, gpu)
-    return made
 
 
 def show(matmul: ScheduledGemm, level: str) -> str:

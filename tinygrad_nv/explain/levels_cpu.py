@@ -6,10 +6,10 @@ text of a level, `table` a line for each of several matmuls. Times are the roofl
 """
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from tinygrad.dtype import DType
 
@@ -21,9 +21,9 @@ from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.explain.levels import WIDEST, least_bytes, nbytes, scaled, seconds, shortened, spec_of
+from tinygrad_nv.patterns.target import Chosen
 from tinygrad_nv.table import aligned
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.templates import TABLE
 
 LEVELS = ("spec", "tile", "c")
 
@@ -38,19 +38,13 @@ class CPUMatmul:
     @property
     def kernel(self) -> CPUKernel:
         """The kernel."""
-        return _kernel(self.spec, self.schedule, self.target)
+        return cast(CPUKernel, Chosen(self.spec, self.schedule, self.target).built())
 
     @property
     def seconds(self) -> float:
         """How long it takes at best."""
         return predicted(self.spec, self.schedule, self.spec.flops, least_bytes(self.spec),
                          measure.rates(self.target))
-
-
-@functools.lru_cache(256)
-def _kernel(spec: GemmSpec, schedule: CPUGemmSchedule, target: CPU) -> CPUKernel:
-    made: CPUKernel = TABLE.build(spec, schedule, target)
-    return made
 
 
 def predicted(spec: Hashable, schedule: Hashable, flops: float, moved: float, rates: Rates) -> float:

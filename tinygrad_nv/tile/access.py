@@ -22,84 +22,84 @@ def place(base: Value, nbytes: int) -> MemoryOperand:
     return (base + nbytes if nbytes > 0 else base - -nbytes).at()
 
 
-def advanced(k: Kernel, base: Value, index: Value, nbytes: int) -> Value:
+def advanced(kb: Kernel, base: Value, index: Value, nbytes: int) -> Value:
     """`base` (u64) plus `index` (u32) times a stride in bytes."""
     if nbytes == 0: return base
     if not 0 < nbytes < 1 << 31:
         step = index.to("u64") * abs(nbytes)
         return base + step if nbytes > 0 else base - step
-    made = k.reg("u64")
-    k.emit("mad.wide.u32", made, index, nbytes, base)
+    made = kb.reg("u64")
+    kb.emit("mad.wide.u32", made, index, nbytes, base)
     return made
 
 
-def row_start(k: Kernel, pointer: Value, rows: Rows, batch: Sequence[Value], first: Value) -> Value:
+def row_start(kb: Kernel, pointer: Value, rows: Rows, batch: Sequence[Value], first: Value) -> Value:
     """Where row `first` (u32) of an element of the batch begins; of indices that are left out, the first."""
-    at = k.reg("u64", rows.offset)
+    at = kb.reg("u64", rows.offset)
     strides = (*rows.batch[:len(batch)], rows.row)
     for index, stride in zip((*batch, first), strides, strict=True):
         if stride: at = at + index.to("u64") * stride
     return pointer + at * rows.dtype.itemsize
 
 
-def read(k: Kernel, base: Value, nbytes: int, dtype: DType, count: int, guard: Value | None = None,
+def read(kb: Kernel, base: Value, nbytes: int, dtype: DType, count: int, guard: Value | None = None,
          space: str = "global") -> Lanes:
     """`count` (1 or 2) elements side by side."""
     at = place(base, nbytes)
 
     def fetched(kind: str, memory: str, number: int) -> list[Value]:
-        made = k.regs(kind, number) if guard is None else k.regs(kind, number, 0.0 if kind == "f32" else 0)
+        made = kb.regs(kind, number) if guard is None else kb.regs(kind, number, 0.0 if kind == "f32" else 0)
         vector = f".v{number}" if number > 1 else ""
-        k.emit(f"ld.{space}{vector}.{memory}", made if number > 1 else made[0], at, guard=guard)
+        kb.emit(f"ld.{space}{vector}.{memory}", made if number > 1 else made[0], at, guard=guard)
         return made
 
     if dtype in FLOAT16S:
-        if count == 2: return Lanes(k, dtype, [], fetched("b32", "b32", 1)[0])
-        half, wide = fetched("b16", "b16", 1)[0], k.reg("f32")
-        k.emit(f"cvt.f32.{FLOAT16S[dtype]}", wide, half)
-        return Lanes(k, dtype, [wide])
+        if count == 2: return Lanes(kb, dtype, [], fetched("b32", "b32", 1)[0])
+        half, wide = fetched("b16", "b16", 1)[0], kb.reg("f32")
+        kb.emit(f"cvt.f32.{FLOAT16S[dtype]}", wide, half)
+        return Lanes(kb, dtype, [wide])
     if dtype in FP8:
         pair = fetched("b16", "b16" if count == 2 else "u8", 1)[0]
-        return Lanes(k, dtype, from_fp8(k, pair, dtype)[:count])
+        return Lanes(kb, dtype, from_fp8(kb, pair, dtype)[:count])
     if dtype == dtypes.bool:
-        return Lanes(k, dtype, [byte != 0 for byte in fetched("u32", "u8", count)])
+        return Lanes(kb, dtype, [byte != 0 for byte in fetched("u32", "u8", count)])
     if dtype in NARROW:
         sign = "u" if dtypes.is_unsigned(dtype) else "s"
-        return Lanes(k, dtype, list(fetched("s32", f"{sign}{8 * dtype.itemsize}", count)))
+        return Lanes(kb, dtype, list(fetched("s32", f"{sign}{8 * dtype.itemsize}", count)))
     kind = "f32" if dtype == dtypes.float32 else "u32" if dtype == dtypes.uint32 else "s32"
-    return Lanes(k, dtype, list(fetched(kind, kind, count)))
+    return Lanes(kb, dtype, list(fetched(kind, kind, count)))
 
 
-def write(k: Kernel, base: Value, nbytes: int, value: Lanes, count: int, guard: Value | None = None,
+def write(kb: Kernel, base: Value, nbytes: int, value: Lanes, count: int, guard: Value | None = None,
           space: str = "global", first: int = 0) -> None:
     """`count` (1 or 2) elements side by side, from element `first` on."""
-    kind, words = stored_form(k, value, count, first)
+    kind, words = stored_form(kb, value, count, first)
     vector = ".v2" if len(words) > 1 else ""
-    k.emit(f"st.{space}{vector}.{kind}", place(base, nbytes), words if len(words) > 1 else words[0],
+    kb.emit(f"st.{space}{vector}.{kind}", place(base, nbytes), words if len(words) > 1 else words[0],
            guard=guard)
 
 
-def stored_form(k: Kernel, value: Lanes, count: int, first: int = 0) -> tuple[str, list[Value]]:
+def stored_form(kb: Kernel, value: Lanes, count: int, first: int = 0) -> tuple[str, list[Value]]:
     """The type of a store and its registers."""
     dtype = value.dtype
-    if dtype in FLOAT16S: return ("b32", [value.pair()]) if count == 2 else ("b16", [half(k, value, first)])
+    if dtype in FLOAT16S: return ("b32", [value.pair()]) if count == 2 else ("b16", [half(kb, value, first)])
     if dtype in FP8:
         each = [value.at(first)] if count == 1 else value.each()
-        return ("b16" if count == 2 else "b8"), [to_fp8(k, each, dtype)]
-    words = [k.select(value.register(i), 1, 0, "s32") if dtype == dtypes.bool else value.register(i)
+        return ("b16" if count == 2 else "b8"), [to_fp8(kb, each, dtype)]
+    words = [kb.select(value.register(i), 1, 0, "s32") if dtype == dtypes.bool else value.register(i)
              for i in range(first, first + count)]
     if dtype.itemsize == 4 or count == 1: return f"b{8 * dtype.itemsize}", words
-    pair = k.reg("b32")  # bytes, or halves, of both
-    k.emit("prmt.b32", pair, words[0], words[1], 0x0040 if dtype.itemsize == 1 else 0x5410)
+    pair = kb.reg("b32")  # bytes, or halves, of both
+    kb.emit("prmt.b32", pair, words[0], words[1], 0x0040 if dtype.itemsize == 1 else 0x5410)
     return ("b16" if dtype.itemsize == 1 else "b32"), [pair]
 
 
-def half(k: Kernel, value: Lanes, i: int) -> Value:
+def half(kb: Kernel, value: Lanes, i: int) -> Value:
     """Element `i` of a 16-bit float, as b16."""
     if value.packed is None:
-        made = k.reg("b16")
-        k.emit(f"cvt.rn.{FLOAT16S[value.dtype]}.f32", made, value.at(i))
+        made = kb.reg("b16")
+        kb.emit(f"cvt.rn.{FLOAT16S[value.dtype]}.f32", made, value.at(i))
         return made
-    halves = k.regs("b16", 2)
-    k.emit("mov.b32", halves, value.packed)
+    halves = kb.regs("b16", 2)
+    kb.emit("mov.b32", halves, value.packed)
     return halves[i]

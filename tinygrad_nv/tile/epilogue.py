@@ -90,7 +90,7 @@ def steps(*roots: Expression) -> list[EpilogueStep]:
 @dataclass
 class EpilogueEmitter:
     """Evaluates `root` for pairs of elements; and what `before` has, which may share nodes with it."""
-    k: Kernel
+    kb: Kernel
     root: Expression
     sources: Sources
     width: int = 2
@@ -99,7 +99,7 @@ class EpilogueEmitter:
     factors: dict[str, Value] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if found := problems(self.root, self.k.arch):
+        if found := problems(self.root, self.kb.arch):
             raise SpecError("; ".join(found), "dtypes that kernels of this architecture compute",
                             "leave the operation to tinygrad")
         self.steps = steps(*self.before, self.root)
@@ -124,19 +124,19 @@ class EpilogueEmitter:
         return values
 
     def _made(self, step: EpilogueStep, args: list[Lanes], row: int, pair: int, last: bool) -> Lanes:
-        k, node = self.k, step.node
-        if isinstance(node, Sum): return Lanes(k, node.dtype, list(self.sources.sums(node.part, row, pair)))
+        kb, node = self.kb, step.node
+        if isinstance(node, Sum): return Lanes(kb, node.dtype, list(self.sources.sums(node.part, row, pair)))
         if isinstance(node, Load): return self.sources.load(node, row, pair)
         if isinstance(node, Position):
-            return Lanes(k, node.dtype, list(self.sources.position(node.axis, row, pair)))
-        if isinstance(node, Constant): return Lanes(k, node.dtype, [constant(k, node)])
+            return Lanes(kb, node.dtype, list(self.sources.position(node.axis, row, pair)))
+        if isinstance(node, Constant): return Lanes(kb, node.dtype, [constant(kb, node)])
         assert isinstance(node, Apply)
         if node.op == "cast":
             # bytes of a result are made when they are stored
             if last and node.dtype in FP8:
-                return Lanes(k, node.dtype, converted(args[0], dtypes.float32).each())
+                return Lanes(kb, node.dtype, converted(args[0], dtypes.float32).each())
             return converted(args[0], node.dtype)
-        if (number := of_constants(k, node, args)) is not None: return number
+        if (number := of_constants(kb, node, args)) is not None: return number
         if (argument := unchanged(node)) is not None: return args[argument]
         two = step.on_columns and self.width == 2
         if rectified(node): return self._float(OPERATIONS["max"], node.dtype, args[1:], two)
@@ -147,14 +147,14 @@ class EpilogueEmitter:
     # **** floats ****
 
     def _float(self, op: Operation, dtype: DType, args: list[Lanes], two: bool) -> Lanes:
-        k = self.k
+        kb = self.kb
         if two and dtype in FLOAT16S and op.ptx_pair:
-            return Lanes(k, dtype, [], self._pair(op, FLOAT16S[dtype], [arg.pair() for arg in args]))
+            return Lanes(kb, dtype, [], self._pair(op, FLOAT16S[dtype], [arg.pair() for arg in args]))
         if op.name == "reciprocal" and dtype == dtypes.float32:
-            return Lanes(k, dtype, each_lane(args, self._reciprocal))
+            return Lanes(kb, dtype, each_lane(args, self._reciprocal))
         opcode = op.ptx_short if op.ptx_short and dtype != dtypes.float32 else op.ptx_f32
         wide = each_lane(args, lambda *operands: self._emitted(opcode, "f32", *operands))
-        return Lanes(k, dtype, wide) if op.exact else rounded(k, wide, dtype)
+        return Lanes(kb, dtype, wide) if op.exact else rounded(kb, wide, dtype)
 
     def _reciprocal(self, x: Number) -> Value:
         """1 / x to nearest: Newton's step, which is the fast path of rcp.rn, without a branch to its slow
@@ -163,49 +163,49 @@ class EpilogueEmitter:
         error = self._emitted("fma.rn.f32", "f32", self._emitted("neg.f32", "f32", x), close, 1.0)
         made = self._emitted("fma.rn.f32", "f32", close, error, close)
         small = self._emitted("setp.lt.f32", "pred", self._emitted("abs.f32", "f32", error), 0.5)
-        return self.k.select(small, made, close)
+        return self.kb.select(small, made, close)
 
     def _pair(self, op: Operation, kind: str, args: list[Value]) -> Value:
         """An operation of two 16-bit floats at a time."""
-        if op.ptx_fused is None or kind == "f16" or self.k.arch >= "sm_90":
+        if op.ptx_fused is None or kind == "f16" or self.kb.arch >= "sm_90":
             return self._emitted(op.ptx_pair.format(kind=kind), "b32", *args)
         order, factor = op.ptx_fused
         if op.name not in self.factors:
-            self.factors[op.name] = self.k.reg("b32", bits16(factor, dtypes.bfloat16) * 0x10001)
+            self.factors[op.name] = self.kb.reg("b32", bits16(factor, dtypes.bfloat16) * 0x10001)
         named = {"a": args[0], "b": args[1], "f": self.factors[op.name]}
         return self._emitted("fma.rn.bf16x2", "b32", *(named[operand] for operand in order))
 
     def _emitted(self, opcode: str, kind: str, *operands: Number) -> Value:
-        made = self.k.reg(kind)
-        self.k.emit(opcode, made, *operands)
+        made = self.kb.reg(kind)
+        self.kb.emit(opcode, made, *operands)
         return made
 
     # **** integers, booleans, comparisons, choices ****
 
     def _plain(self, node: Apply, args: list[Lanes], two: bool) -> Lanes:
-        k, op = self.k, OPERATIONS[node.op]
+        kb, op = self.kb, OPERATIONS[node.op]
         if op.name == "where": return self._chosen(node.dtype, args, two)
         source = args[-1].dtype
         kind = kind_of(source)
         opcode = op.ptx(source).format(kind=kind)
         if kind == "pred" and op.name == "less":  # false before true
-            return Lanes(k, node.dtype, each_lane(
+            return Lanes(kb, node.dtype, each_lane(
                 args, lambda a, b: self._emitted(opcode, kind, _not(a), b)))
         made = each_lane(args, lambda *operands: self._emitted(
             opcode, "pred" if op.compares else kind, *operands))
         kept = op.compares or op.closed or kind == "pred"
-        return Lanes(k, node.dtype, made if kept else [wrapped(k, each, node.dtype) for each in made])
+        return Lanes(kb, node.dtype, made if kept else [wrapped(kb, each, node.dtype) for each in made])
 
     def _chosen(self, dtype: DType, args: list[Lanes], two: bool) -> Lanes:
-        k, kind = self.k, kind_of(dtype)
+        kb, kind = self.kb, kind_of(dtype)
         if kind == "pred":
-            return Lanes(k, dtype, each_lane(args, lambda p, a, b: self._emitted(
+            return Lanes(kb, dtype, each_lane(args, lambda p, a, b: self._emitted(
                 "or.pred", "pred", self._emitted("and.pred", "pred", p, a),
                 self._emitted("and.pred", "pred", _not(p), b))))
         if two and dtype in FLOAT16S and len(args[0].each()) == 1:
-            return Lanes(k, dtype, [], k.select(args[0].register(), args[1].pair(), args[2].pair(), "b32"))
+            return Lanes(kb, dtype, [], kb.select(args[0].register(), args[1].pair(), args[2].pair(), "b32"))
         opcode = OPERATIONS["where"].ptx(dtype).format(kind=kind)
-        return Lanes(k, dtype, each_lane(args, lambda p, a, b: self._emitted(opcode, kind, a, b, p)))
+        return Lanes(kb, dtype, each_lane(args, lambda p, a, b: self._emitted(opcode, kind, a, b, p)))
 
 
 def _not(predicate: Number) -> Value:
@@ -227,13 +227,13 @@ def rectified(node: Apply) -> bool:
     return otherwise == nothing and test == Apply("less", (nothing, x), dtypes.bool)
 
 
-def of_constants(k: Kernel, node: Apply, args: Sequence[Lanes]) -> Lanes | None:
+def of_constants(kb: Kernel, node: Apply, args: Sequence[Lanes]) -> Lanes | None:
     """What constants alone make, where they are floats and the operation is arithmetic."""
     numbers = [float(arg.wide[0]) for arg in args if arg.wide and not isinstance(arg.wide[0], Value)]
     if not (OPERATIONS[node.op].arithmetic and len(numbers) == len(args) and dtypes.is_float(node.dtype)):
         return None
     number = folded(node.op, *numbers)
-    return None if number is None else Lanes(k, node.dtype, [nearest(number, node.dtype)])
+    return None if number is None else Lanes(kb, node.dtype, [nearest(number, node.dtype)])
 
 
 def unchanged(node: Apply) -> int | None:
@@ -247,11 +247,11 @@ def unchanged(node: Apply) -> int | None:
     return None
 
 
-def constant(k: Kernel, node: Constant) -> Number:
+def constant(kb: Kernel, node: Constant) -> Number:
     """A constant as an operand: a predicate must be in a register."""
-    if node.dtype == dtypes.bool: return k.reg("pred", int(node.value))
+    if node.dtype == dtypes.bool: return kb.reg("pred", int(node.value))
     if dtypes.is_float(node.dtype): return nearest(float(node.value), node.dtype)
-    return wrapped(k, int(node.value), node.dtype)
+    return wrapped(kb, int(node.value), node.dtype)
 
 
 # **** one element ****
@@ -259,7 +259,7 @@ def constant(k: Kernel, node: Constant) -> Number:
 @dataclass
 class _Single:
     """The sources of one element, from functions."""
-    k: Kernel
+    kb: Kernel
     values: Sequence[Value]
     loader: Callable[[Load], Value]
     index: Callable[[str | int], Value]
@@ -267,24 +267,24 @@ class _Single:
     def sums(self, part: int, row: int, pair: int) -> Sequence[Value]: return [self.values[part]]
 
     def load(self, load: Load, row: int, pair: int) -> Lanes:
-        return Lanes(self.k, load.dtype, [self.loader(load)])
+        return Lanes(self.kb, load.dtype, [self.loader(load)])
 
     def position(self, axis: str | int, row: int, pair: int) -> Sequence[Value]: return [self.index(axis)]
 
 
-def finished(k: Kernel, root: Expression, sums: Sequence[Value], load: Callable[[Load], Value],
+def finished(kb: Kernel, root: Expression, sums: Sequence[Value], load: Callable[[Load], Value],
              position: Callable[[str | int], Value]) -> Value:
     """The value of `root` for one element: f32 for floats (rounded to its dtype, but for 8-bit floats),
     s32 or u32 for integers, a predicate for booleans. `load` gives a load's element in the same form,
     `position` an index as s32."""
-    return EpilogueEmitter(k, root, _Single(k, sums, load, position), width=1).at(0, 0).register()
+    return EpilogueEmitter(kb, root, _Single(kb, sums, load, position), width=1).at(0, 0).register()
 
 
-def loaded(k: Kernel, pointer: Value, index: Value, dtype: DType) -> Value:
+def loaded(kb: Kernel, pointer: Value, index: Value, dtype: DType) -> Value:
     """Element `index` (u64) of `dtype` in the form `finished` wants."""
-    return read(k, pointer + index * dtype.itemsize, 0, dtype, 1).register()
+    return read(kb, pointer + index * dtype.itemsize, 0, dtype, 1).register()
 
 
-def stored(k: Kernel, address: Value, value: Value, dtype: DType) -> None:
+def stored(kb: Kernel, address: Value, value: Value, dtype: DType) -> None:
     """Stores a value of `finished` as one element of `dtype`."""
-    write(k, address, 0, Lanes(k, dtype, [value]), 1)
+    write(kb, address, 0, Lanes(kb, dtype, [value]), 1)

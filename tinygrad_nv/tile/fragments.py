@@ -32,7 +32,7 @@ def instruction(a: DType, b: DType) -> tuple[str, str]:
 class Fragments:
     """Reads a warp's `extent` rows (A) or columns (B) of a tile `start` bytes after a stage's beginning, from
     row or column `first` (u32) on."""
-    k: Kernel
+    kb: Kernel
     dtype: DType
     tile: SharedTile
     mn_major: bool
@@ -43,7 +43,7 @@ class Fragments:
     start: int
 
     def __post_init__(self) -> None:
-        k, lane, size = self.k, self.k.special("laneid"), self.dtype.itemsize
+        kb, lane, size = self.kb, self.kb.special("laneid"), self.dtype.itemsize
         if self.mn_major and size != 2:  # a lane's own element: row 4 / size · q, column g
             row, byte = lane % 4 * (4 // size), (self.first + lane // 4) * size
         else:
@@ -52,14 +52,14 @@ class Fragments:
             along_mn, along_k = (high, mid) if self.is_b else (mid, high)
             if self.mn_major: row, byte = low + along_k * 8, (self.first + along_mn * 8) * size
             else: row, byte = self.first + low + along_mn * 8, along_k * 16
-        self.places = Places(k, self.tile, swizzled(self.tile, row, byte))
+        self.places = Places(kb, self.tile, swizzled(self.tile, row, byte))
         self.places.prepare([self._plain(mn, step, r) + j * self.tile.span
                              for mn in range(0, self.extent, 16) for step in range(self.steps)
                              for r in range(4) for j in range(4 if size == 1 and self.mn_major else 1)])
 
     def registers(self) -> list[list[Value]]:
         """Registers for a step: four for each 16 rows or columns."""
-        return [self.k.regs("b32", 4) for _ in range(0, self.extent, 16)]
+        return [self.kb.regs("b32", 4) for _ in range(0, self.extent, 16)]
 
     def move(self, stage: Value) -> None:
         """Reads from the stage at a shared address (u32) from now on."""
@@ -74,7 +74,7 @@ class Fragments:
         if self.mn_major and self.dtype.itemsize != 2: self._load_elements(16 * i, step, four)
         else:
             trans = ".trans" if self.mn_major else ""
-            self.k.emit(f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16", four,
+            self.kb.emit(f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16", four,
                         self.places(self._plain(16 * i, step, 0), self.start))
         if self.dtype == dtypes.float32: self._round(four)
 
@@ -88,19 +88,19 @@ class Fragments:
         return tile.plain(step * rows + half * rows // 2, (mn + 8 * far) * size)
 
     def _load_elements(self, mn: int, step: int, four: list[Value]) -> None:
-        k, tile = self.k, self.tile
+        kb, tile = self.kb, self.tile
         for r, register in enumerate(four):
             plain = self._plain(mn, step, r)
             if self.dtype.itemsize == 4:
-                k.emit("ld.shared.b32", register, self.places(plain, self.start))
+                kb.emit("ld.shared.b32", register, self.places(plain, self.start))
                 continue
-            parts = k.regs("b32", 4)
+            parts = kb.regs("b32", 4)
             for j, part in enumerate(parts):
-                k.emit("ld.shared.u8", part, self.places(plain + j * tile.span, self.start))
-            register.set(joined(k, parts))
+                kb.emit("ld.shared.u8", part, self.places(plain + j * tile.span, self.start))
+            register.set(joined(kb, parts))
 
     def _round(self, four: list[Value]) -> None:
         """To nearest, 10 bits of mantissa. The instruction would cut the rest off, which is twice the error
         and always towards zero. In SASS of sm_80 that is 2.5 instructions for each product of m16n8k8, which
         keeps the tensor core busy for 8 cycles."""
-        for register in four: self.k.emit("cvt.rna.tf32.f32", register, register)
+        for register in four: self.kb.emit("cvt.rna.tf32.f32", register, register)

@@ -35,7 +35,7 @@ def kind_of(dtype: DType) -> str:
 @dataclass
 class Lanes:
     """A node's value. At least one of the forms is there."""
-    k: Kernel
+    kb: Kernel
     dtype: DType
     wide: list[Number] = field(default_factory=list)
     packed: Value | None = None
@@ -44,7 +44,7 @@ class Lanes:
         """The wide form: one value where both elements have the same, else two."""
         if not self.wide:
             assert self.packed is not None
-            self.wide = list(unpacked(self.k, self.packed, self.dtype))
+            self.wide = list(unpacked(self.kb, self.packed, self.dtype))
         return self.wide
 
     def at(self, i: int) -> Number:
@@ -55,21 +55,21 @@ class Lanes:
     def register(self, i: int = 0) -> Value:
         """The same, in a register."""
         value = self.at(i)
-        return value if isinstance(value, Value) else self.k.reg(kind_of(self.dtype), value)
+        return value if isinstance(value, Value) else self.kb.reg(kind_of(self.dtype), value)
 
     def pair(self) -> Value:
         """The packed form."""
-        if self.packed is None: self.packed = packed(self.k, self.wide, self.dtype)
+        if self.packed is None: self.packed = packed(self.kb, self.wide, self.dtype)
         return self.packed
 
 
-def packed(k: Kernel, wide: Sequence[Number], dtype: DType) -> Value:
+def packed(kb: Kernel, wide: Sequence[Number], dtype: DType) -> Value:
     """One or two floats, rounded to a 16-bit dtype, in a b32."""
-    made = k.reg("b32")
+    made = kb.reg("b32")
     if all(not isinstance(value, Value) for value in wide):
         low, high = (bits16(float(value), dtype) for value in (wide[0], wide[-1]))  # type: ignore[arg-type]
         return made.set(high << 16 | low)
-    k.emit(f"cvt.rn.{FLOAT16S[dtype]}x2.f32", made, wide[-1], wide[0])
+    kb.emit(f"cvt.rn.{FLOAT16S[dtype]}x2.f32", made, wide[-1], wide[0])
     return made
 
 
@@ -80,70 +80,70 @@ def bits16(value: float, dtype: DType) -> int:
     return int.from_bytes(struct.pack("<f", exact), "little") >> 16
 
 
-def unpacked(k: Kernel, pair: Value, dtype: DType) -> tuple[Value, Value]:
+def unpacked(kb: Kernel, pair: Value, dtype: DType) -> tuple[Value, Value]:
     """Both halves of a b32, as f32."""
-    low, high = k.reg("f32"), k.reg("f32")
+    low, high = kb.reg("f32"), kb.reg("f32")
     if dtype == dtypes.bfloat16:  # a bf16 is the upper half of a float
-        k.emit("shl.b32", low, pair, 16)
-        k.emit("and.b32", high, pair, 0xFFFF0000)
+        kb.emit("shl.b32", low, pair, 16)
+        kb.emit("and.b32", high, pair, 0xFFFF0000)
         return low, high
-    halves = k.regs("b16", 2)
-    k.emit("mov.b32", halves, pair)
-    for made, half in zip((low, high), halves, strict=True): k.emit("cvt.f32.f16", made, half)
+    halves = kb.regs("b16", 2)
+    kb.emit("mov.b32", halves, pair)
+    for made, half in zip((low, high), halves, strict=True): kb.emit("cvt.f32.f16", made, half)
     return low, high
 
 
-def rounded(k: Kernel, wide: list[Number], dtype: DType) -> Lanes:
+def rounded(kb: Kernel, wide: list[Number], dtype: DType) -> Lanes:
     """Floats as float32 computed them, rounded to `dtype`."""
-    if dtype in FLOAT16S: return Lanes(k, dtype, [], packed(k, wide, dtype)) if len(wide) > 1 else \
-        Lanes(k, dtype, [_rounded_one(k, wide[0], dtype)])
-    if dtype in FP8: return Lanes(k, dtype, from_fp8(k, to_fp8(k, wide, dtype), dtype)[:len(wide)])
-    return Lanes(k, dtype, wide)
+    if dtype in FLOAT16S: return Lanes(kb, dtype, [], packed(kb, wide, dtype)) if len(wide) > 1 else \
+        Lanes(kb, dtype, [_rounded_one(kb, wide[0], dtype)])
+    if dtype in FP8: return Lanes(kb, dtype, from_fp8(kb, to_fp8(kb, wide, dtype), dtype)[:len(wide)])
+    return Lanes(kb, dtype, wide)
 
 
-def _rounded_one(k: Kernel, value: Number, dtype: DType) -> Number:
+def _rounded_one(kb: Kernel, value: Number, dtype: DType) -> Number:
     if not isinstance(value, Value): return nearest(value, dtype)
-    half, made = k.reg("b16"), k.reg("f32")
-    k.emit(f"cvt.rn.{FLOAT16S[dtype]}.f32", half, value)
-    k.emit(f"cvt.f32.{FLOAT16S[dtype]}", made, half)
+    half, made = kb.reg("b16"), kb.reg("f32")
+    kb.emit(f"cvt.rn.{FLOAT16S[dtype]}.f32", half, value)
+    kb.emit(f"cvt.f32.{FLOAT16S[dtype]}", made, half)
     return made
 
 
-def to_fp8(k: Kernel, wide: Sequence[Number], dtype: DType) -> Value:
+def to_fp8(kb: Kernel, wide: Sequence[Number], dtype: DType) -> Value:
     """One or two floats as bytes of a b16, what is too large as the largest finite number."""
-    made = k.reg("b16")
-    k.emit(f"cvt.rn.satfinite.{FP8[dtype]}.f32", made, wide[-1], wide[0])
+    made = kb.reg("b16")
+    kb.emit(f"cvt.rn.satfinite.{FP8[dtype]}.f32", made, wide[-1], wide[0])
     return made
 
 
-def from_fp8(k: Kernel, pair: Value, dtype: DType) -> list[Number]:
+def from_fp8(kb: Kernel, pair: Value, dtype: DType) -> list[Number]:
     """Both bytes of a b16, as f32."""
-    halves = k.reg("b32")
-    k.emit(f"cvt.rn.f16x2.{FP8[dtype]}", halves, pair)
-    return list(unpacked(k, halves, dtypes.float16))
+    halves = kb.reg("b32")
+    kb.emit(f"cvt.rn.f16x2.{FP8[dtype]}", halves, pair)
+    return list(unpacked(kb, halves, dtypes.float16))
 
 
-def wrapped(k: Kernel, value: Number, dtype: DType) -> Number:
+def wrapped(kb: Kernel, value: Number, dtype: DType) -> Number:
     """An integer cut to the width of a dtype of 8 or 16 bits."""
     if dtype not in NARROW: return value
     opcode, width = NARROW[dtype]
     if not isinstance(value, Value):
         value &= (1 << width) - 1  # type: ignore[operator]
         return value - (value >> width - 1 << width) * (opcode == "bfe.s32")
-    made = k.reg("s32")
-    k.emit(opcode, made, value, 0, width)
+    made = kb.reg("s32")
+    kb.emit(opcode, made, value, 0, width)
     return made
 
 
 def converted(value: Lanes, target: DType) -> Lanes:
     """A value cast to another dtype. Floats become integers towards zero; booleans are what is not 0."""
-    k, source = value.k, value.dtype
+    kb, source = value.kb, value.dtype
     if source == target: return value
-    if target == dtypes.bool: return Lanes(k, target, [_not_zero(k, each, source) for each in value.each()])
+    if target == dtypes.bool: return Lanes(kb, target, [_not_zero(kb, each, source) for each in value.each()])
     if dtypes.is_float(target):
-        wide = [_as_float(k, each, source) for each in value.each()]
-        return Lanes(k, target, wide) if exact(source, target) else rounded(k, wide, target)
-    return Lanes(k, target, [wrapped(k, _as_integer(k, each, source, target), target)
+        wide = [_as_float(kb, each, source) for each in value.each()]
+        return Lanes(kb, target, wide) if exact(source, target) else rounded(kb, wide, target)
+    return Lanes(kb, target, [wrapped(kb, _as_integer(kb, each, source, target), target)
                              for each in value.each()])
 
 
@@ -155,27 +155,27 @@ def exact(source: DType, target: DType) -> bool:
     return source in (dtypes.int8, dtypes.uint8) and target in FLOAT16S  # 8 bits of mantissa hold them
 
 
-def _not_zero(k: Kernel, value: Number, source: DType) -> Number:
-    if not isinstance(value, Value): return k.reg("pred", int(value != 0))
-    made, kind = k.reg("pred"), kind_of(source)
-    k.emit("setp.neu.f32" if kind == "f32" else f"setp.ne.{kind}", made, value, 0.0 if kind == "f32" else 0)
+def _not_zero(kb: Kernel, value: Number, source: DType) -> Number:
+    if not isinstance(value, Value): return kb.reg("pred", int(value != 0))
+    made, kind = kb.reg("pred"), kind_of(source)
+    kb.emit("setp.neu.f32" if kind == "f32" else f"setp.ne.{kind}", made, value, 0.0 if kind == "f32" else 0)
     return made
 
 
-def _as_float(k: Kernel, value: Number, source: DType) -> Number:
+def _as_float(kb: Kernel, value: Number, source: DType) -> Number:
     if not isinstance(value, Value): return nearest(float(value), dtypes.float32)
     if dtypes.is_float(source): return value
-    if source == dtypes.bool: return k.select(value, 1.0, 0.0, "f32")
-    made = k.reg("f32")
-    k.emit(f"cvt.rn.f32.{kind_of(source)}", made, value)
+    if source == dtypes.bool: return kb.select(value, 1.0, 0.0, "f32")
+    made = kb.reg("f32")
+    kb.emit(f"cvt.rn.f32.{kind_of(source)}", made, value)
     return made
 
 
-def _as_integer(k: Kernel, value: Number, source: DType, target: DType) -> Number:
+def _as_integer(kb: Kernel, value: Number, source: DType, target: DType) -> Number:
     if not isinstance(value, Value): return int(value)
     kind = kind_of(target)
-    if source == dtypes.bool: return k.select(value, 1, 0, kind)
-    made = k.reg(kind)
-    if dtypes.is_float(source): k.emit(f"cvt.rzi.{kind}.f32", made, value)
-    else: k.emit("mov.b32", made, value)
+    if source == dtypes.bool: return kb.select(value, 1, 0, kind)
+    made = kb.reg(kind)
+    if dtypes.is_float(source): kb.emit(f"cvt.rzi.{kind}.f32", made, value)
+    else: kb.emit("mov.b32", made, value)
     return made

@@ -25,7 +25,7 @@ MOST_OFFSET = (1 << 31) - 1  # bytes that an instruction of PTX takes
 class Places:
     """Places of a tile whose plain offsets are `own` + constants without bits in common with it. `own` (u32)
     is swizzled already. Call with a plain offset; `at_stage` says where the tile is from now on."""
-    k: Kernel
+    kb: Kernel
     tile: SharedTile
     own: Value
     variants: dict[int, Value] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Passes:
 class TileCopy(Passes):
     """Copies tiles of `block_mn` × `block_k` elements of `operand`, at `pointer` (u64). Rows along MN begin
     at `first` of `extent`; the first tile has `residue` of K. `start` is where the tile lies in a stage."""
-    k: Kernel
+    kb: Kernel
     operand: Operand
     pointer: Value
     first: Value
@@ -115,12 +115,12 @@ class TileCopy(Passes):
     start: int
 
     def __post_init__(self) -> None:
-        k, operand, self.size = self.k, self.operand, self.operand.dtype.itemsize
+        kb, operand, self.size = self.kb, self.operand, self.operand.dtype.itemsize
         self.mn_major = operand.major == "MN"
         self.tile = tile = tile_of(operand, self.block_mn, self.block_k)
-        self.threads, a_row = k.threads[0], tile.span // CHUNK
-        lane = k.tid.x
-        self.places = Places(k, tile, swizzled_plain(lane * CHUNK, tile))
+        self.threads, a_row = kb.threads[0], tile.span // CHUNK
+        lane = kb.tid.x
+        self.places = Places(kb, tile, swizzled_plain(lane * CHUNK, tile))
         byte, row = lane % a_row * CHUNK, lane // a_row
         if self.threads > a_row * tile.rows:
             byte, row = byte + row // tile.rows * tile.span, row % tile.rows
@@ -134,8 +134,8 @@ class TileCopy(Passes):
 
     def _edge(self) -> Value:
         """How many rows, or bytes of rows, there are from this thread's own on: s32."""
-        k, left = self.k, self.k.reg("s32")
-        k.emit("sub.s32", left, self.extent, self.first)
+        kb, left = self.kb, self.kb.reg("s32")
+        kb.emit("sub.s32", left, self.extent, self.first)
         if not self.mn_major: return left - self.row.to("s32")
         return left * self.size - self.byte.to("s32")
 
@@ -146,23 +146,23 @@ class TileCopy(Passes):
 
     def ask(self) -> None:
         """Has L2 fetch the line of the thread's first chunk."""
-        k, outside, chunks = self.k, self._outside(0, 0, self.partial), self.tile.nbytes // CHUNK
+        kb, outside, chunks = self.kb, self._outside(0, 0, self.partial), self.tile.nbytes // CHUNK
         guard = None if outside is None else ~outside
         if chunks < self.threads:
-            mine = k.tid.x < chunks
-            guard = mine if guard is None else _both(k, mine, guard)
-        k.emit("prefetch.global.L2", self.source.at(), guard=guard)
+            mine = kb.tid.x < chunks
+            guard = mine if guard is None else _both(kb, mine, guard)
+        kb.emit("prefetch.global.L2", self.source.at(), guard=guard)
 
     def next(self, stage: Value, when: Value | None = None, first: bool = False) -> None:
         """Copies the next tile along K to the stage at a shared address (u32), where the predicate holds."""
-        k = self.k
+        kb = self.kb
         self.places.at_stage(stage)
         masked = first and self.partial
         for i in range(self.passes):
             left = self.tile.nbytes // CHUNK - i * self.threads
             guard = when
             if left < self.threads:
-                guard = k.tid.x < left
+                guard = kb.tid.x < left
                 if when is not None: guard = guard & when
             plain = i * self.threads * CHUNK
             if self.width < 4:
@@ -176,11 +176,11 @@ class TileCopy(Passes):
         else: self.source += elements.to("u64") * step
 
     def _asynchronous(self, i: int, plain: int, guard: Value | None, masked: bool) -> None:
-        k, (row, column) = self.k, self.where(i)
+        kb, (row, column) = self.kb, self.where(i)
         cache = "cg" if self.width == CHUNK else "ca"
         for at in range(0, CHUNK, self.width):
             outside = self._outside(row, column + at, masked)
-            k.emit(f"cp.async.{cache}.shared.global.L2::128B", self.places(plain, self.start + at),
+            kb.emit(f"cp.async.{cache}.shared.global.L2::128B", self.places(plain, self.start + at),
                    self._at(row, column + at), self.width, *([] if outside is None else [outside]),
                    guard=guard)
 
@@ -204,42 +204,42 @@ class TileCopy(Passes):
 
     def _elements(self, i: int, plain: int, guard: Value | None, masked: bool) -> None:
         """16 bytes, each element alone."""
-        k, (row, column) = self.k, self.where(i)
+        kb, (row, column) = self.kb, self.where(i)
         words = []
         for word in range(0, CHUNK, 4):
             parts = [self._element(row, column + at, guard, masked)
                      for at in range(word, word + 4, self.size)]
-            words.append(joined(k, parts))
-        k.emit("st.shared.v4.b32", self.places(plain, self.start), words, guard=guard)
+            words.append(joined(kb, parts))
+        kb.emit("st.shared.v4.b32", self.places(plain, self.start), words, guard=guard)
 
     def _element(self, row: int, column: int, guard: Value | None, masked: bool) -> Value:
-        k, outside = self.k, self._outside(row, column, masked)
-        made = k.reg("b16" if self.size == 2 else "b32", 0)
+        kb, outside = self.kb, self._outside(row, column, masked)
+        made = kb.reg("b16" if self.size == 2 else "b32", 0)
         inside = None if outside is None else ~outside
-        if guard is not None: inside = guard if inside is None else _both(k, guard, inside)
-        k.emit(f"ld.global.{'u8' if self.size == 1 else f'b{8 * self.size}'}", made, self._at(row, column),
+        if guard is not None: inside = guard if inside is None else _both(kb, guard, inside)
+        kb.emit(f"ld.global.{'u8' if self.size == 1 else f'b{8 * self.size}'}", made, self._at(row, column),
                guard=inside)
         return made
 
 
-def _both(k: Kernel, guard: Value, inside: Value) -> Value:
+def _both(kb: Kernel, guard: Value, inside: Value) -> Value:
     """guard and inside, which may be negated."""
-    made = k.reg("pred")
+    made = kb.reg("pred")
     if inside.negated:
-        k.emit("not.pred", made, ~inside)
+        kb.emit("not.pred", made, ~inside)
         return guard & made
     return guard & inside
 
 
-def joined(k: Kernel, parts: list[Value]) -> Value:
+def joined(kb: Kernel, parts: list[Value]) -> Value:
     """A b32 of one element, two of 16 bits, or four of 8 bits in b32 registers."""
     if len(parts) == 1: return parts[0]
-    made = k.reg("b32")
+    made = kb.reg("b32")
     if len(parts) == 2:
-        k.emit("mov.b32", made, parts)
+        kb.emit("mov.b32", made, parts)
         return made
-    low, high = k.regs("b32", 2)
-    k.emit("prmt.b32", low, parts[0], parts[1], 0x0040)
-    k.emit("prmt.b32", high, parts[2], parts[3], 0x0040)
-    k.emit("prmt.b32", made, low, high, 0x5410)
+    low, high = kb.regs("b32", 2)
+    kb.emit("prmt.b32", low, parts[0], parts[1], 0x0040)
+    kb.emit("prmt.b32", high, parts[2], parts[3], 0x0040)
+    kb.emit("prmt.b32", made, low, high, 0x5410)
     return made

@@ -53,20 +53,20 @@ class PipelineState:
 
     def _wrap(self) -> None:
         # selected, not predicated: two instructions fewer in the main loop
-        k, depth = self.ring.k, self.ring.depth
+        kb, depth = self.ring.kb, self.ring.depth
         wrapped = self.stage >= depth
-        self.parity.__ixor__(k.select(wrapped, 1, 0, "u32"))
-        self.stage.set(k.select(wrapped, self.stage - depth, self.stage, "u32"))
+        self.parity.__ixor__(kb.select(wrapped, 1, 0, "u32"))
+        self.stage.set(kb.select(wrapped, self.stage - depth, self.stage, "u32"))
 
 
 class Pipeline:
     """`depth` stages of `nbytes` bytes. `warps` read a stage in each CTA; `peers` CTAs are reached by this
     one's copies, itself among them, and as many CTAs' copies reach it. `name` is that of the barriers."""
 
-    def __init__(self, k: Kernel, depth: int, nbytes: int, warps: int, peers: int = 1,
+    def __init__(self, kb: Kernel, depth: int, nbytes: int, warps: int, peers: int = 1,
                  name: str = "full_and_empty") -> None:
-        self.k, self.depth, self.nbytes, self.warps, self.peers = k, depth, nbytes, warps, peers
-        self.barriers: Barriers = k.mbarriers(name, 2 * depth)
+        self.kb, self.depth, self.nbytes, self.warps, self.peers = kb, depth, nbytes, warps, peers
+        self.barriers: Barriers = kb.mbarriers(name, 2 * depth)
         self.base = self.barriers.address()
 
     @property
@@ -82,36 +82,36 @@ class Pipeline:
     def init(self) -> None:
         """Makes the barriers: one thread; a fence and a barrier of all follow."""
         for stage in range(self.depth):
-            self.k.mbarrier_init(self.barriers[stage], self.full_arrivals)
-            self.k.mbarrier_init(self.barriers[self.depth + stage], self.empty_arrivals)
+            self.kb.mbarrier_init(self.barriers[stage], self.full_arrivals)
+            self.kb.mbarrier_init(self.barriers[self.depth + stage], self.empty_arrivals)
 
     def cursor(self, producer: bool = False) -> PipelineState:
         """The first stage."""
-        return PipelineState(self, self.k.reg("u32", 0), self.k.reg("u32", int(producer)))
+        return PipelineState(self, self.kb.reg("u32", 0), self.kb.reg("u32", int(producer)))
 
     def _full(self, at: PipelineState) -> Value: return self.base + at.stage * 8
 
     def acquire(self, at: PipelineState) -> MemoryOperand:
         """Waits until the stage's readers are done, names the bytes to come; the barrier for the copies."""
         full = self._full(at)
-        self.k.mbarrier_wait(full.at(8 * self.depth), at.parity)
-        self.k.mbarrier_expect(full.at(), self.nbytes)
+        self.kb.mbarrier_wait(full.at(8 * self.depth), at.parity)
+        self.kb.mbarrier_expect(full.at(), self.nbytes)
         return full.at()
 
     def wait(self, at: PipelineState) -> None:
         """Waits until the stage's bytes are there."""
-        self.k.mbarrier_wait(self._full(at).at(), at.parity)
+        self.kb.mbarrier_wait(self._full(at).at(), at.parity)
 
     def empty_barriers(self, rank: Value | None = None) -> Value:
         """The address (u32) of the `empty` barriers that this lane arrives at: its own CTA's, or those of
         the CTA of a cluster rank."""
         own = self.base + 8 * self.depth
-        return own if rank is None else self.k.mapa(own, rank)
+        return own if rank is None else self.kb.mapa(own, rank)
 
     def release(self, empty_barriers: Value, stage: Value, mine: Value) -> None:
         """Arrives at the stage's barrier among `empty_barriers`, in lanes where `mine` holds."""
         space = "cta" if self.peers == 1 else "cluster"
-        self.k.emit(f"mbarrier.arrive.shared::{space}.b64", SINK, (empty_barriers + stage * 8).at(),
+        self.kb.emit(f"mbarrier.arrive.shared::{space}.b64", SINK, (empty_barriers + stage * 8).at(),
                     guard=mine)
 
 
@@ -119,27 +119,27 @@ class OrderedBarrier:
     """Readers that take turns at whole tiles: while one multiplies, the others finish theirs. A phase of a
     reader's barrier is one turn given to it; the first reader's first turn is there from the beginning."""
 
-    def __init__(self, k: Kernel, readers: int, warps: int) -> None:
-        self.k, self.readers, self.warps = k, readers, warps
-        self.barriers: Barriers = k.mbarriers("turns", readers)
+    def __init__(self, kb: Kernel, readers: int, warps: int) -> None:
+        self.kb, self.readers, self.warps = kb, readers, warps
+        self.barriers: Barriers = kb.mbarriers("turns", readers)
 
     def init(self) -> None:
         """Makes the barriers: every warp of the reader before gives the turn."""
-        for reader in range(self.readers): self.k.mbarrier_init(self.barriers[reader], self.warps)
+        for reader in range(self.readers): self.kb.mbarrier_init(self.barriers[reader], self.warps)
 
     def begin(self, reader: Value, mine: Value) -> None:
         """As reader number `reader`; lanes where `mine` holds, one of each warp, give the turn."""
         self.mine = mine
         self.own = self.barriers.address() + reader * 8
-        following = self.k.select(reader == self.readers - 1, 0, reader + 1, "u32")
+        following = self.kb.select(reader == self.readers - 1, 0, reader + 1, "u32")
         self.next = self.barriers.address() + following * 8
-        self.parity = self.k.select(reader == 0, 1, 0, "u32")
+        self.parity = self.kb.select(reader == 0, 1, 0, "u32")
 
     def wait(self) -> None:
         """Waits for the turn."""
-        self.k.mbarrier_wait(self.own.at(), self.parity)
+        self.kb.mbarrier_wait(self.own.at(), self.parity)
         self.parity ^= 1
 
     def arrive(self) -> None:
         """Gives it to the next reader."""
-        self.k.emit("mbarrier.arrive.shared::cta.b64", SINK, self.next.at(), guard=self.mine)
+        self.kb.emit("mbarrier.arrive.shared::cta.b64", SINK, self.next.at(), guard=self.mine)

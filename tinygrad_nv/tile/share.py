@@ -24,7 +24,7 @@ class Cell:
 @dataclass
 class Destination:
     """Where a result goes, and how (store.py)."""
-    k: Kernel
+    kb: Kernel
     stored: Stored
     plan: StorePlan
     out: Value
@@ -41,9 +41,9 @@ class Share:
 
     def __init__(self, store: Destination, first_m: Value, first_n: Value, batch: Sequence[Value],
                  cells: Sequence[Cell]) -> None:
-        self.store, self.k, self.stored, self.batch = store, store.k, store.stored, batch
-        self.finish = EpilogueEmitter(store.k, store.stored.epilogue, self)
-        lane = self.k.special("laneid")
+        self.store, self.kb, self.stored, self.batch = store, store.kb, store.stored, batch
+        self.finish = EpilogueEmitter(store.kb, store.stored.epilogue, self)
+        lane = self.kb.special("laneid")
         self.m0, self.n0 = first_m, first_n
         self.m, self.n = first_m + (lane >> 2), first_n + ((lane & 3) << 1)
         self.halves = {(cell.row + 8 * h, cell.column): [part[2 * h:2 * h + 2] for part in cell.sums]
@@ -91,16 +91,16 @@ class Share:
 
     def load(self, load: Load, row: int, pair: int) -> Lanes:
         if (load, row, pair) in self.handed: return self.handed[load, row, pair]
-        size, k = load.dtype.itemsize, self.k
+        size, kb = load.dtype.itemsize, self.kb
         if load not in self.bases:
             self.bases[load] = self.base_at(self.store.extras[load.parameter], load, self.m, self.n)
         base, at = self.bases[load], (row * load.m + pair * load.n) * size
         on_row = row if load.m else None
-        if not load.n: return read(k, base, at, load.dtype, 1, self.guard(on_row, None))
+        if not load.n: return read(kb, base, at, load.dtype, 1, self.guard(on_row, None))
         strides = (load.m, load.offset, *load.batch)
         if load.n == 1 and self.whole_pairs() and not any(stride % 2 for stride in strides):
-            return read(k, base, at, load.dtype, 2, self.guard(on_row, pair))
-        return Lanes(k, load.dtype, [read(k, base, at + i * load.n * size, load.dtype, 1,
+            return read(kb, base, at, load.dtype, 2, self.guard(on_row, pair))
+        return Lanes(kb, load.dtype, [read(kb, base, at + i * load.n * size, load.dtype, 1,
                                           self.guard(on_row, pair + i)).at(0) for i in range(2)])
 
     def base_at(self, pointer: Value, tensor: Load | Result, m: Value, n: Value) -> Value:
@@ -108,18 +108,18 @@ class Share:
         size = tensor.dtype.itemsize
         base = pointer + tensor.offset * size if tensor.offset else pointer
         for index, stride in zip(self.batch, tensor.batch or [0] * len(self.batch), strict=True):
-            base = advanced(self.k, base, index, stride * size)
-        return advanced(self.k, advanced(self.k, base, m, tensor.m * size), n, tensor.n * size)
+            base = advanced(self.kb, base, index, stride * size)
+        return advanced(self.kb, advanced(self.kb, base, m, tensor.m * size), n, tensor.n * size)
 
     # **** the result ****
 
     def put(self, row: int, pair: int, value: Lanes) -> None:
         """Stores a pair."""
-        out, k, size = self.stored.out, self.k, self.stored.out.dtype.itemsize
+        out, kb, size = self.stored.out, self.kb, self.stored.out.dtype.itemsize
         if None not in self.bases: self.bases[None] = self.base_at(self.store.out, out, self.m, self.n)
         base, at = self.bases[None], (row * out.m + pair * out.n) * size
         aligned = out.n == 1 and not any(stride % 2 for stride in (out.m, out.offset, *out.batch))
-        if aligned and self.whole_pairs(): return write(k, base, at, value, 2, self.guard(row, pair))
+        if aligned and self.whole_pairs(): return write(kb, base, at, value, 2, self.guard(row, pair))
         for i in range(2):
-            write(k, base, at + i * out.n * size, value, 1, self.guard(row, pair + i), first=i)
+            write(kb, base, at + i * out.n * size, value, 1, self.guard(row, pair + i), first=i)
         return None

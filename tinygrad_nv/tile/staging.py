@@ -36,7 +36,7 @@ MASKS = {128: 7, 64: 3, 32: 1}
 @dataclass
 class Lines:
     """Places in a panel: `line` and `byte` (u32) are this lane's, others are constants away from them."""
-    k: Kernel
+    kb: Kernel
     panel: Panel
     base: Value
     line: Value
@@ -68,16 +68,16 @@ class Staged:
     """Writes a group's tile, panel by panel. Rows and columns are counted from the group's first."""
 
     def __init__(self, share: Share) -> None:
-        self.share, self.k, self.stored = share, share.k, share.stored
-        store, k = share.store, share.k
+        self.share, self.kb, self.stored = share, share.kb, share.stored
+        store, kb = share.store, share.kb
         panel = store.plan.panel
         assert panel is not None
         assert store.staging is not None
         self.panel, self.size = panel, self.stored.out.dtype.itemsize
         self.start = store.staging if isinstance(store.staging, Value) else store.staging.address()
-        self.warp = k.tid.x >> 5
+        self.warp = kb.tid.x >> 5
         self.number = self.warp // panel.group
-        self.inner = self.warp % panel.group * 16 if panel.group > 1 else k.reg("u32", 0)
+        self.inner = self.warp % panel.group * 16 if panel.group > 1 else kb.reg("u32", 0)
         self.base = self.start + self.number * (2 * panel.nbytes)
         self.first_m = share.m0 - self.inner if panel.group > 1 else share.m0
         self.first_n = share.n0
@@ -97,16 +97,16 @@ class Staged:
         fetched = self._fetch(*panels[0][:2])
         for turn, (row, column, halves) in enumerate(panels):
             start = turn % 2 * self.panel.nbytes
-            with self.k.comment(f"rows {row} and on, columns {column} and on of the group's tile"):
+            with self.kb.comment(f"rows {row} and on, columns {column} and on of the group's tile"):
                 if not self.load: values = {at: self.share.finish.at(*at) for at in halves}
                 self._free(turn, len(panels))
                 if self.load:
                     self._hand_out(start, row, column, halves, fetched)
                     if turn + 1 < len(panels): fetched = self._fetch(*panels[turn + 1][:2])
                     values = {at: self.share.finish.at(*at) for at in halves}
-                    self.k.emit("bar.warp.sync", -1)  # a warp writes where it has read
+                    self.kb.emit("bar.warp.sync", -1)  # a warp writes where it has read
                 self._write(start, row, column, values)
-                if self.tma: self.k.fence_proxy_async()
+                if self.tma: self.kb.fence_proxy_async()
                 self._together()
                 if self.tma: self._store_boxes(start, row, column)
                 else: self._store_chunks(start, row, column)
@@ -115,15 +115,15 @@ class Staged:
         """Waits until the memory of this turn may be written."""
         if self.tma:
             # what is pending may be in the other half; the first panel of a tile cannot tell
-            self.k.tma_wait(1 if turn or turns % 2 == 0 else 0, read=True)
+            self.kb.tma_wait(1 if turn or turns % 2 == 0 else 0, read=True)
             self._together()
         elif turn == 0: self._together()
 
     def _together(self) -> None:
         """A barrier of the group."""
-        if self.panel.group == 1: return self.k.emit("bar.warp.sync", -1)
+        if self.panel.group == 1: return self.kb.emit("bar.warp.sync", -1)
         barrier = self.number + self.share.store.barrier
-        return self.k.sync(barrier, 32 * self.panel.group)
+        return self.kb.sync(barrier, 32 * self.panel.group)
 
     # **** sums to shared memory ****
 
@@ -133,23 +133,23 @@ class Staged:
         if self.size == 4: return self._write_words(start, row, column, values)
         lines = self._lines("rows", lambda lane: (self.inner + (lane >> 2), (lane & 3) * (2 * self.size)))
         for (r, c), value in values.items():
-            kind, words = stored_form(self.k, value, 2)
-            self.k.st("shared", kind, lines.at(r - row, (c - column) * self.size, start), words[0])
+            kind, words = stored_form(self.kb, value, 2)
+            self.kb.st("shared", kind, lines.at(r - row, (c - column) * self.size, start), words[0])
         return None
 
     def _lines(self, name: str, at: Callable[[Value], tuple[Value, Value]]) -> Lines:
         """Places of a kind; `at` gives the line and the byte of a lane."""
         if name not in self.kinds:
-            line, byte = at(self.k.special("laneid"))
-            self.kinds[name] = Lines(self.k, self.panel, self.base, line, byte)
+            line, byte = at(self.kb.special("laneid"))
+            self.kinds[name] = Lines(self.kb, self.panel, self.base, line, byte)
         return self.kinds[name]
 
     def _write_halves(self, start: int, row: int, column: int, values: Values) -> None:
         """16-bit elements, as matrices of 8 × 8: four at a time where there is stmatrix."""
-        k, along_m = self.k, self.panel.major == "M"
-        if k.arch >= "sm_90":
+        kb, along_m = self.kb, self.panel.major == "M"
+        if kb.arch >= "sm_90":
             for at, matrices in self._matrices(start, row, column, list(values)):
-                k.stmatrix(at, [values[each].pair() for each in matrices], trans=along_m)
+                kb.stmatrix(at, [values[each].pair() for each in matrices], trans=along_m)
             return
         def own(lane: Value) -> tuple[Value, Value]:
             g, q = lane >> 2, (lane & 3) * 4
@@ -158,10 +158,10 @@ class Staged:
         for (r, c), value in values.items():
             pair = value.pair()
             if along_m:
-                turned = k.reg("b32")
-                k.emit("movmatrix.sync.aligned.m8n8.trans.b16", turned, pair)
-                k.st("shared", "b32", lines.at(c - column, (r - row) * 2, start), turned)
-            else: k.st("shared", "b32", lines.at(r - row, (c - column) * 2, start), pair)
+                turned = kb.reg("b32")
+                kb.emit("movmatrix.sync.aligned.m8n8.trans.b16", turned, pair)
+                kb.st("shared", "b32", lines.at(c - column, (r - row) * 2, start), turned)
+            else: kb.st("shared", "b32", lines.at(r - row, (c - column) * 2, start), pair)
 
     def _matrices(self, start: int, row: int, column: int,
                   halves: Sequence[tuple[int, int]]) -> Iterator[tuple[MemoryOperand, list[tuple[int, int]]]]:
@@ -185,68 +185,69 @@ class Staged:
     def _write_words(self, start: int, row: int, column: int, values: Values) -> None:
         """Pairs of 32-bit elements along rows. Half a warp's eight bytes a lane would meet in the banks of
         two rows at a time; so lanes of some rows write another cell first."""
-        k, span = self.k, self.panel.span
+        kb, span = self.kb, self.panel.span
         lines = self._lines("rows", lambda lane: (self.inner + (lane >> 2), (lane & 3) << 3))
         apart, bit = {128: (64, 4), 64: (32, 8), 32: (0, 0)}[span]  # bytes between the two cells; of the lane
         if not apart:
             for (r, c), value in values.items():
-                k.st("shared", "b32", lines.at(r - row, (c - column) * 4, start), stored_form(k, value, 2)[1])
+                kb.st("shared", "b32", lines.at(r - row, (c - column) * 4, start),
+                      stored_form(kb, value, 2)[1])
             return
-        if ("other",) not in self.made: self.made["other",] = (k.special("laneid") & bit) != 0
+        if ("other",) not in self.made: self.made["other",] = (kb.special("laneid") & bit) != 0
         other = self.made["other",]
         for (r, c), value in values.items():
             byte = (c - column) * 4
             if byte & apart: continue
-            first = stored_form(k, value, 2)[1]
-            second = stored_form(k, values[r, c + apart // 4], 2)[1]
+            first = stored_form(kb, value, 2)[1]
+            second = stored_form(kb, values[r, c + apart // 4], 2)[1]
             for one, two, swap in ((first, second, False), (second, first, True)):
-                words = [k.select(other, b, a, "b32") for a, b in zip(one, two, strict=True)]
+                words = [kb.select(other, b, a, "b32") for a, b in zip(one, two, strict=True)]
                 own = lines.at(r - row, byte + (apart if swap else 0), start)
                 theirs = lines.at(r - row, byte + (0 if swap else apart), start)
-                k.st("shared", "b32", self._either(other, theirs, own), words)
+                kb.st("shared", "b32", self._either(other, theirs, own), words)
 
     def _either(self, condition: Value, yes: MemoryOperand, no: MemoryOperand) -> MemoryOperand:
         assert isinstance(yes.base, Value)
         assert isinstance(no.base, Value)
         assert yes.offset == no.offset
         key = (yes.base.name, no.base.name)
-        if key not in self.made: self.made[key] = self.k.select(condition, yes.base, no.base)
+        if key not in self.made: self.made[key] = self.kb.select(condition, yes.base, no.base)
         return self.made[key].at(yes.offset)
 
     def _write_elements(self, start: int, row: int, column: int, values: Values) -> None:
         """Elements one by one, where those of a column lie side by side."""
-        k, size = self.k, self.size
+        kb, size = self.kb, self.size
         lines = self._lines("columns", lambda lane: ((lane & 3) << 1, (self.inner + (lane >> 2)) * size))
         for (r, c), value in values.items():
             for i in range(2):
-                kind, words = stored_form(k, value, 1, i)
-                k.st("shared", kind, lines.at(c - column + i, (r - row) * size, start), words[0])
+                kind, words = stored_form(kb, value, 1, i)
+                kb.st("shared", kind, lines.at(c - column + i, (r - row) * size, start), words[0])
 
     # **** shared memory to the result ****
 
     def _store_boxes(self, start: int, row: int, column: int) -> None:
         """One thread stores the panel, a column of 128 bytes at a time."""
-        k, panel, store = self.k, self.panel, self.share.store
+        kb, panel, store = self.kb, self.panel, self.share.store
         assert store.out_map is not None
-        first = k.if_(self.warp % panel.group == 0) if panel.group > 1 else nullcontext()
-        with first, k.if_(k.elect()):
+        first = kb.if_(self.warp % panel.group == 0) if panel.group > 1 else nullcontext()
+        with first, kb.if_(kb.elect()):
             for part in range(panel.line_bytes // panel.span):
                 on = part * panel.span // self.size
                 down, across = (row, column + on) if panel.major == "N" else (row + on, column)
                 m, n = (self.first_m + down).to("s32"), (self.first_n + across).to("s32")
                 at = [n, m] if panel.major == "N" else [m, n]
                 batch = [self.share.batch[i].to("s32") for i in store.plan.batch_dimensions]
-                k.tma_store(store.out_map, [*at, *batch],
+                kb.tma_store(store.out_map, [*at, *batch],
                             place(self.base, start + part * panel.lines * panel.span))
-            k.tma_commit()
+            kb.tma_commit()
 
     def _chunks(self, start: int, row: int,
                 column: int) -> Iterator[tuple[int, int, MemoryOperand, Value | None]]:
         """A panel by 16 bytes a thread: their row and column, from this thread's first; where in shared
         memory; whether they are inside."""
-        k, panel, size, share = self.k, self.panel, self.size, self.share
+        kb, panel, size, share = self.kb, self.panel, self.size, self.share
         a_line, threads, along_m = panel.span // 16, 32 * panel.group, panel.major == "M"
-        thread = k.tid.x % threads
+        thread = kb.tid.x % threads
         lines = self._lines("chunks", lambda _: (thread // a_line, thread % a_line * 16))
         if not self.chunk:
             inner = lines.byte // size
@@ -269,39 +270,40 @@ class Staged:
 
     def _store_chunks(self, start: int, row: int, column: int) -> None:
         """All threads store 16 bytes of lines at a time."""
-        k, out = self.k, self.stored.out
+        kb, out = self.kb, self.stored.out
         for r, c, at, guard in self._chunks(start, row, column):
-            words = k.regs("b32", 4) if guard is None else k.regs("b32", 4, 0)
-            k.emit("ld.shared.v4.b32", words, at, guard=guard)
+            words = kb.regs("b32", 4) if guard is None else kb.regs("b32", 4, 0)
+            kb.emit("ld.shared.v4.b32", words, at, guard=guard)
             to = place(self._address(self.share.store.out, out), (r * out.m + c * out.n) * self.size)
-            k.emit("st.global.v4.b32", to, words, guard=guard)
+            kb.emit("st.global.v4.b32", to, words, guard=guard)
 
     # **** a further parameter by way of shared memory ****
 
     def _fetch(self, row: int, column: int) -> list[list[Value]]:
         """The load's elements of a panel, 16 bytes at a time."""
-        k, load, made = self.k, self.load, []
+        kb, load, made = self.kb, self.load, []
         if load is None: return []
         for r, c, _, guard in self._chunks(0, row, column):
-            words = k.regs("b32", 4) if guard is None else k.regs("b32", 4, 0)
+            words = kb.regs("b32", 4) if guard is None else kb.regs("b32", 4, 0)
             base = self._address(self.share.store.extras[load.parameter], load)
-            k.emit("ld.global.v4.b32", words, place(base, (r * load.m + c * load.n) * self.size), guard=guard)
+            kb.emit("ld.global.v4.b32", words, place(base, (r * load.m + c * load.n) * self.size),
+                    guard=guard)
             made.append(words)
         return made
 
     def _hand_out(self, start: int, row: int, column: int, halves: Sequence[tuple[int, int]],
                   fetched: list[list[Value]]) -> None:
         """What has been fetched, to the lanes that have the elements."""
-        k, load, panel = self.k, self.load, self.panel
+        kb, load, panel = self.kb, self.load, self.panel
         fewer = panel.lines < 32 * panel.group // (panel.span // 16)
         assert load is not None
         for words, (_, _, at, guard) in zip(fetched, self._chunks(start, row, column), strict=True):
-            k.emit("st.shared.v4.b32", at, words, guard=guard if fewer else None)
+            kb.emit("st.shared.v4.b32", at, words, guard=guard if fewer else None)
         self._together()
         for at, matrices in self._matrices(start, row, column, halves):
-            for each, word in zip(matrices, k.ldmatrix(at, len(matrices), trans=self.panel.major == "M"),
+            for each, word in zip(matrices, kb.ldmatrix(at, len(matrices), trans=self.panel.major == "M"),
                                   strict=True):
-                self.share.handed[load, *each] = Lanes(k, load.dtype, [], word)
+                self.share.handed[load, *each] = Lanes(kb, load.dtype, [], word)
 
 
 def staged_load(stored: Stored, plan: StorePlan) -> Load | None:

@@ -54,4 +54,4 @@ class Store(Destination):
 
     def finish(self) -> None:
         """Waits until shared memory may go."""
-        if self.staged and self.out_map is not None: self.k.tma_wait(0, read=True)
+        if self.staged and self.out_map is not None: self.kb.tma_wait(0, read=True)

@@ -23,7 +23,7 @@ class TileScheduler:
     """`m`, `n` (u32): the tile; `batch`: the index along each dimension of the batch; `split` (u32);
     `number`: of the tile among all tiles of all matrices."""
 
-    def __init__(self, k: Kernel, spec: GemmSpec, schedule: Mma, rows: Value | int) -> None:
+    def __init__(self, kb: Kernel, spec: GemmSpec, schedule: Mma, rows: Value | int) -> None:
         s = schedule
         self.tiles_m = -(-spec.m // s.block_m)
         self.tiles_n = tiles_of(spec, s) // self.tiles_m
@@ -32,30 +32,30 @@ class TileScheduler:
         self.deep = -(-matrices // MOST_GRID_Y)
         self.high = -(-matrices // self.deep)
         self.grid = (self.tiles_m * self.ctas_of_rows, self.high, self.deep)
-        tile = k.ctaid.x
-        self.split = tile % s.splits if s.splits > 1 else k.reg("u32", 0)
+        tile = kb.ctaid.x
+        self.split = tile % s.splits if s.splits > 1 else kb.reg("u32", 0)
         if s.splits > 1: tile = tile // s.splits
         tiles_m = self.tiles_m if isinstance(rows, int) else (rows + (s.block_m - 1)) // s.block_m
-        self.m, self.n = _grouped(k, tile, tiles_m, self.tiles_n, s.group)
-        matrix = k.ctaid.y if self.deep == 1 else k.ctaid.y + k.ctaid.z * self.high
-        if matrices == 1: matrix = k.reg("u32", 0)
-        if self.high * self.deep > matrices: k.emit("exit", guard=matrix >= matrices)
+        self.m, self.n = _grouped(kb, tile, tiles_m, self.tiles_n, s.group)
+        matrix = kb.ctaid.y if self.deep == 1 else kb.ctaid.y + kb.ctaid.z * self.high
+        if matrices == 1: matrix = kb.reg("u32", 0)
+        if self.high * self.deep > matrices: kb.emit("exit", guard=matrix >= matrices)
         self.matrix = matrix
         self.number = matrix * (self.tiles_m * self.tiles_n) + tile
         self.batch = _indices(matrix, spec.batch)
 
 
-def _grouped(k: Kernel, tile: Value, tiles_m: Value | int, tiles_n: int, group: int) -> tuple[Value, Value]:
+def _grouped(kb: Kernel, tile: Value, tiles_m: Value | int, tiles_n: int, group: int) -> tuple[Value, Value]:
     """Row and column of a tile's number."""
-    if tiles_n == 1: return tile, k.reg("u32", 0)
+    if tiles_n == 1: return tile, kb.reg("u32", 0)
     if isinstance(tiles_m, int):
-        if tiles_m == 1: return k.reg("u32", 0), tile
+        if tiles_m == 1: return kb.reg("u32", 0), tile
         if tiles_m <= group: return tile % tiles_m, tile // tiles_m
     first, inside = tile // (group * tiles_n) * group, tile % (group * tiles_n)
     if isinstance(tiles_m, int) and tiles_m % group == 0: return first + inside % group, inside // group
-    height = k.reg("u32")
-    if isinstance(tiles_m, int): tiles_m = k.reg("u32", tiles_m)
-    k.emit("min.u32", height, tiles_m - first, group)
+    height = kb.reg("u32")
+    if isinstance(tiles_m, int): tiles_m = kb.reg("u32", tiles_m)
+    kb.emit("min.u32", height, tiles_m - first, group)
     return first + inside % height, inside // height
 
 

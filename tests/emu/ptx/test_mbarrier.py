@@ -390,3 +390,17 @@ def test_an_arrival_that_nothing_orders_is_found() -> None:
     """The other CTA's lanes arrive at this one alone: of its own phase nothing is known here."""
     arrivals = f"@%p4 {REMOTE} bar.warp.sync -1; @%p3 {REMOTE}"
     found(run(RINGS.format(arrivals), grid=2, cluster=2, variables=SHARED), "barrier", "does not know phase")
+
+
+@pytest.mark.parametrize("waited", [False, True])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_an_arrival_does_not_say_that_bytes_have_come(seed: int, waited: bool) -> None:
+    """One's own arrival ended its phase only with what a copy brought, of which a wait alone tells."""
+    text = INIT.format(1) + "fence.proxy.async.shared::cta; mov.u32 %r1, tile; mov.u32 %r2, bar;" \
+        f"mbarrier.arrive.expect_tx.shared.b64 _, [bar], 16; {LOAD[0]} mov.u32 %r3, 0;" \
+        "IDLE: add.u32 %r3, %r3, 1; setp.lt.u32 %p3, %r3, 500; @%p3 bra IDLE;"
+    emu = Emulator(seed=seed)
+    report = run(text + wait(0, 0) * waited + ARRIVE, emu.alloc(np.zeros(4, np.uint32)), emu=emu, block=1,
+                 variables=SHARED)
+    if waited: sound(report)
+    else: found(report, "barrier", "does not know phase 0")

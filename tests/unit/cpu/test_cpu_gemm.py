@@ -224,3 +224,17 @@ def test_products_of_a_layer_and_of_its_gradients_are_ours():
         told = [each for each in explain(made).kernels if each.template == "gemm"]
         assert len(told) == 1
         assert np.array_equal(made.numpy(), want)
+
+
+@pytest.mark.parametrize(("last", "parts"), [(32, (3, 16 * 64)), (48, (1, 0))], ids=["even", "uneven"])
+def test_three_parts_of_a_weight(last: int, parts: tuple[int, int]):
+    """One matmul of three parts where they are evenly apart; else the whole sum is stored first."""
+    x, w = (torch.randint(-2, 3, (rows, 64), generator=torch.Generator().manual_seed(rows)).float()
+            for rows in (24, last + 16))
+    def combined(y): return y[:, :16].relu() * y[:, 16:32] - y[:, last:last + 16]
+
+    x_there, w_there = (Tensor(each.numpy(), device="CPU").realize() for each in (x, w))
+    z = combined(x_there @ w_there.T)
+    specs = [kernel.spec for kernel in explain(z).kernels if isinstance(kernel.spec, GemmSpec)]
+    assert [(spec.parts, spec.part) for spec in specs] == [parts]
+    np.testing.assert_array_equal(z.numpy(), combined(x @ w.T).numpy())

@@ -12,6 +12,7 @@ from tinygrad_nv.errors import RequestError, ScheduleError, ToolchainError
 from tinygrad_nv.explain import KernelRecord, Lowering, levels
 from tinygrad_nv.explain.levels import ScheduledGemm, show
 from tinygrad_nv.patterns.program import Output, called, program
+from tinygrad_nv.patterns.target import Chosen
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Mma, Wgmma
@@ -58,7 +59,7 @@ def test_a_note_leads_to_the_kernel_that_runs(emu: None, schedule: GemmSchedule)
     assert record.matmul == ScheduledGemm(dense(96, 64, 128, "f16"), schedule, "sm_90a", 132, clusters)
     assert record.matmul.kernel.ptx == record.source
     assert record.matmul.kernel.launch == record.launch
-    levels._kernel.cache_clear()
+    Chosen.built.cache_clear()
     assert record.matmul.kernel.ptx == record.source
 
 

@@ -41,12 +41,13 @@ class TurnedScores(Scores):
     """Those of a warp's keys, from `first` (u32) on."""
 
     @staticmethod
-    def of_spec(k: Kernel, spec: AttentionSpec, extents: Extents, extras: Sequence[Value],
+    def of_spec(kb: Kernel, spec: AttentionSpec, extents: Extents, extras: Sequence[Value],
                 batch: Sequence[Value], first: Value, keys: int, rows: int) -> TurnedScores:
         """Of blocks of `keys` by `rows`."""
         other = replace(spec, s_q=spec.s_kv, s_kv=spec.s_q, score=turned(spec.score), band=FULL, start=0,
                         symbolic=())
-        return TurnedScores(k, other, Extents(extents.s_kv, extents.s_q, extents.start), extras, batch, first,
+        return TurnedScores(kb, other, Extents(extents.s_kv, extents.s_q, extents.start), extras, batch,
+                            first,
                             keys, rows)
 
     def __post_init__(self) -> None:
@@ -62,9 +63,9 @@ class TurnedScores(Scores):
     def turned(self, sums: Cells, base: Value) -> tuple[Cells, Cells | None]:
         """Scores of sums, and slopes."""
         if self.linear: return sums, None
-        k, same = self.k, isinstance(self.derivative, Constant)
+        kb, same = self.kb, isinstance(self.derivative, Constant)
         self.sums_of, self.at = sums, base.to("u32") + self.column
-        finish = EpilogueEmitter(k, self.spec.score, self, before=() if same else (self.derivative,))
+        finish = EpilogueEmitter(kb, self.spec.score, self, before=() if same else (self.derivative,))
         scores: Cells = [[[] for _ in row] for row in sums]
         slopes: Cells = [[[] for _ in row] for row in sums]
         for i, row in enumerate(sums):
@@ -73,5 +74,5 @@ class TurnedScores(Scores):
                     values = finish.all(16 * i + 8 * h, 8 * j)
                     for made, node in ((scores, self.spec.score), (slopes, self.derivative)):
                         if node in values:
-                            made[i][j] += [k.reg("f32", each) for each in self._two(values[node])]
+                            made[i][j] += [kb.reg("f32", each) for each in self._two(values[node])]
         return scores, None if same else slopes

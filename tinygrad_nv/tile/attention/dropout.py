@@ -82,7 +82,7 @@ Counter = list[Value | None]
 @dataclass
 class Generator:
     """Philox in a kernel."""
-    k: Kernel
+    kb: Kernel
     kept: int
 
     @property
@@ -92,8 +92,8 @@ class Generator:
 
     def read(self, seed: Value) -> None:
         """Reads the seed, where the pointer points."""
-        self.key = self.k.regs("u32", 2)
-        self.k.emit("ld.global.v2.u32", self.key, seed.at())
+        self.key = self.kb.regs("u32", 2)
+        self.kb.emit("ld.global.v2.u32", self.key, seed.at())
 
     def keeps(self, word: Value) -> Value:
         """Whether the highest byte of a word keeps its element: what is below it decides no more than what
@@ -114,16 +114,16 @@ class Generator:
 
     def _wide(self, value: Value, which: int) -> tuple[Value, Value]:
         """Both halves of a product with a multiplier."""
-        k, product = self.k, self.k.reg("u64")
-        low, high = k.regs("u32", 2)
-        k.emit("mul.wide.u32", product, value, MULTIPLIERS[which])
-        k.emit("mov.b64", [low, high], product)
+        kb, product = self.kb, self.kb.reg("u64")
+        low, high = kb.regs("u32", 2)
+        kb.emit("mul.wide.u32", product, value, MULTIPLIERS[which])
+        kb.emit("mov.b64", [low, high], product)
         return low, high
 
     def _mixed(self, a: Value, b: Value | None, c: Value) -> Value:
         if b is None: return a ^ c
-        made = self.k.reg("u32")
-        self.k.emit("lop3.b32", made, a, b, c, 0x96)  # a ^ b ^ c
+        made = self.kb.reg("u32")
+        self.kb.emit("lop3.b32", made, a, b, c, 0x96)  # a ^ b ^ c
         return made
 
 
@@ -150,7 +150,7 @@ class Dropout(Generator):
     def _drop(self, register: Value, word: Value, byte: int) -> None:
         """An element, by a byte of a word."""
         shifted = word if byte == 3 else word << (24 - 8 * byte)
-        self.k.emit("selp.f32", register, register, 0.0, self.keeps(shifted))
+        self.kb.emit("selp.f32", register, register, 0.0, self.keeps(shifted))
 
     def _halves(self, down: int, chunk: Value, chunks: int) -> list[list[Value]]:
         """Words of rows `down` and `down` + 8, one for each of `chunks` 16 columns from number `chunk` on."""
@@ -159,13 +159,13 @@ class Dropout(Generator):
         group = chunk >> 2
         made: list[list[Value]] = [[], []]
         for call in range(calls):
-            at = ((group + call) << 2) + (self.k.special("laneid") & 3)
+            at = ((group + call) << 2) + (self.kb.special("laneid") & 3)
             rows: list[Counter] = [[self.row + (down + 8 * h), at, self.matrix, None] for h in range(2)]
             for h, words in enumerate(self.words(rows)): made[h] += words
         for step in (2, 1):
             if step < loose: continue
             on = (chunk & step) != 0
-            made = [[self.k.select(on, words[min(i + step, len(words) - 1)], word, "u32")
+            made = [[self.kb.select(on, words[min(i + step, len(words) - 1)], word, "u32")
                      for i, word in enumerate(words)] for words in made]
         return [words[:chunks] for words in made]
 
@@ -177,7 +177,7 @@ class Turned(Generator):
 
     def mark(self, cells: Sequence[Sequence[Sequence[Value]]], base: Value, matrix: Value) -> None:
         """Elements, by 16 keys and by 8 rows from `base` (s32) on, that are at least 0."""
-        k, lane = self.k, self.k.special("laneid")
+        kb, lane = self.kb, self.kb.special("laneid")
         odd = lane >> 2 & 1  # which key of a pair is the lane's; and of which row of a pair it makes calls
         mine, raised = odd != 0, (odd ^ 1) << 3
         row = base.to("u32") + ((lane & 3) << 1) + odd
@@ -186,33 +186,33 @@ class Turned(Generator):
             words = self.words([[row + 8 * j, at, matrix, None]])[0]
             for i, part in enumerate(cells):
                 own = self._own(words, i, len(cells))
-                other = k.reg("b32")
-                k.emit("shfl.sync.bfly.b32", other, own, 4, 31, -1)
+                other = kb.reg("b32")
+                kb.emit("shfl.sync.bfly.b32", other, own, 4, 31, -1)
                 for e, (yes, no) in enumerate(((other, own), (own, other))):
-                    word = k.select(mine, yes, no, "u32") << raised
+                    word = kb.select(mine, yes, no, "u32") << raised
                     for h, each in enumerate((word << 16, word)):
                         register = part[j][2 * h + e]
-                        k.emit("selp.f32", register, register, -register, self.keeps(each))
+                        kb.emit("selp.f32", register, register, -register, self.keeps(each))
 
     def change(self, dp: Value, p: Value, minus: Value, scale: float = 1.0) -> None:
         """dp becomes ds of a marked p: `minus` is −delta, both times `scale`, which dp is not yet."""
-        k = self.k
-        k.emit("fma.rn.f32", dp, dp, k.select(p < 0.0, 0.0, scale * self.scale, "f32"), minus)
-        k.emit("abs.f32", size := k.reg("f32"), p)
+        kb = self.kb
+        kb.emit("fma.rn.f32", dp, dp, kb.select(p < 0.0, 0.0, scale * self.scale, "f32"), minus)
+        kb.emit("abs.f32", size := kb.reg("f32"), p)
         dp.set(dp * size)
 
     def of_values(self, p: Value) -> Value:
         """What dv is made of, of a marked p."""
-        made = self.k.reg("f32")
-        self.k.emit("max.f32", made, p, 0.0)
+        made = self.kb.reg("f32")
+        self.kb.emit("max.f32", made, p, 0.0)
         return made
 
     def _own(self, words: list[Value], i: int, count: int) -> Value:
         """The word of 16 keys, number `i` of the warp's `count`."""
-        k, chunk = self.k, self.first >> 4
+        kb, chunk = self.kb, self.first >> 4
         if count == 4: return words[i]
         upper = (chunk & 2) != 0
-        if count == 2: return k.select(upper, words[2 + i], words[i], "u32")
+        if count == 2: return kb.select(upper, words[2 + i], words[i], "u32")
         odd = (chunk & 1) != 0
-        high, low = (k.select(odd, words[n + 1], words[n], "u32") for n in (2, 0))
-        return k.select(upper, high, low, "u32")
+        high, low = (kb.select(odd, words[n + 1], words[n], "u32") for n in (2, 0))
+        return kb.select(upper, high, low, "u32")

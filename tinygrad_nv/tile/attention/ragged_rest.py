@@ -14,7 +14,7 @@ from tinygrad_nv.tile.attention.spec import AttentionSpec
 STORES = {2: ("b16", 1), 4: ("b32", 1), 8: ("v2.b32", 2), 16: ("v4.b32", 4)}  # of so many bytes
 
 
-def clear(k: Kernel, spec: AttentionSpec, out: Value, cu_q: Value, batch: Sequence[Value], block: Value,
+def clear(kb: Kernel, spec: AttentionSpec, out: Value, cu_q: Value, batch: Sequence[Value], block: Value,
           block_m: int) -> None:
     """Ends CTAs whose `batch` (u32) is no sequence; `block` (u32) numbers those of a head."""
     assert spec.total is not None
@@ -22,28 +22,28 @@ def clear(k: Kernel, spec: AttentionSpec, out: Value, cu_q: Value, batch: Sequen
     nbytes = spec.d_v * size
     width = min(rows.aligned_bytes, nbytes & -nbytes)
     kind, count = STORES[width]
-    with k.if_(batch[0] == spec.batch[0]), k.comment("rows after the last sequence"):
-        begin = k.reg("u32")
-        k.emit("ld.global.u32", begin, cu_q.at(4 * spec.batch[0]))
+    with kb.if_(batch[0] == spec.batch[0]), kb.comment("rows after the last sequence"):
+        begin = kb.reg("u32")
+        kb.emit("ld.global.u32", begin, cu_q.at(4 * spec.batch[0]))
         base = out + rows.offset * size
         for index, stride in zip(batch[1:], rows.batch[1:], strict=True):
-            base = advanced(k, base, index, stride * size)
-        with k.loop(begin + block * block_m, spec.total[0], k.nctaid.x * block_m) as first, \
-             k.loop(k.tid.x, block_m * (nbytes // width), k.threads[0]) as i:
+            base = advanced(kb, base, index, stride * size)
+        with kb.loop(begin + block * block_m, spec.total[0], kb.nctaid.x * block_m) as first, \
+             kb.loop(kb.tid.x, block_m * (nbytes // width), kb.threads[0]) as i:
             row = first + i // (nbytes // width)
-            at = advanced(k, advanced(k, base, row, rows.row * size), i % (nbytes // width), width)
-            k.emit(f"st.global.{kind}", at.at(), [0] * count if count > 1 else 0, guard=row < spec.total[0])
-        k.emit("exit")
+            at = advanced(kb, advanced(kb, base, row, rows.row * size), i % (nbytes // width), width)
+            kb.emit(f"st.global.{kind}", at.at(), [0] * count if count > 1 else 0, guard=row < spec.total[0])
+        kb.emit("exit")
 
 
-def store_logs(k: Kernel, spec: AttentionSpec, pointer: Value, logs: Sequence[Value], batch: Sequence[Value],
+def store_logs(kb: Kernel, spec: AttentionSpec, pointer: Value, logs: Sequence[Value], batch: Sequence[Value],
                row: Value, rows: Value) -> None:
     """l of every row lane / 4 + 8 i, from the first of the four lanes that have it."""
     _, heads, group = spec.batch
     matrix = (batch[0] * heads + batch[1]) * group + batch[2]
-    lane = k.special("laneid")
+    lane = kb.special("laneid")
     own = row + (lane >> 2)
     at = pointer + (matrix.to("u64") * spec.s_q + own.to("u64")) * 4
     mine = (lane & 3) == 0
     for i, log in enumerate(logs):
-        k.emit("st.global.f32", at.at(32 * i), log, guard=mine & (own + 8 * i < rows))
+        kb.emit("st.global.f32", at.at(32 * i), log, guard=mine & (own + 8 * i < rows))

@@ -58,36 +58,36 @@ class Extents:
     first: tuple[Value, Value] | None = None
 
     @staticmethod
-    def declared(k: Kernel, spec: AttentionSpec) -> Extents:
+    def declared(kb: Kernel, spec: AttentionSpec) -> Extents:
         """Declares those that are symbolic."""
-        s_q, s_kv, start = (k.param(name, "u32") if name in spec.symbolic else getattr(spec, name)
+        s_q, s_kv, start = (kb.param(name, "u32") if name in spec.symbolic else getattr(spec, name)
                             for name in ("s_q", "s_kv", "start"))
         return Extents(s_q, s_kv, start)
 
     @staticmethod
-    def read(k: Kernel, spec: AttentionSpec, cu: tuple[Value, Value], sequence: Value) -> Extents:
+    def read(kb: Kernel, spec: AttentionSpec, cu: tuple[Value, Value], sequence: Value) -> Extents:
         """Reads those of a sequence (u32), where the arrays `cu` point. No more rows than the spec's, which
         the results have room for, and no fewer than 0: what is too long is cut off at its end."""
         firsts, counts = [], []
         for pointer, most in zip(cu, (spec.s_q, spec.s_kv), strict=True):
-            at, (first, end) = advanced(k, pointer, sequence, 4), k.regs("s32", 2)
-            k.emit("ld.global.s32", first, at.at())
-            k.emit("ld.global.s32", end, at.at(4))
-            counts.append(least(k, least(k, end - first, most), 0, "max"))
+            at, (first, end) = advanced(kb, pointer, sequence, 4), kb.regs("s32", 2)
+            kb.emit("ld.global.s32", first, at.at())
+            kb.emit("ld.global.s32", end, at.at(4))
+            counts.append(least(kb, least(kb, end - first, most), 0, "max"))
             firsts.append(first.to("u32"))
         s_q, s_kv = counts
         return Extents(s_q.to("u32"), s_kv.to("u32"), s_kv - s_q, (firsts[0], firsts[1]))
 
 
-def signed(k: Kernel, value: Value | int) -> Value:
+def signed(kb: Kernel, value: Value | int) -> Value:
     """A count as s32."""
-    return value.to("s32") if isinstance(value, Value) else k.reg("s32", value)
+    return value.to("s32") if isinstance(value, Value) else kb.reg("s32", value)
 
 
-def least(k: Kernel, a: Value, b: Value | int, op: str = "min") -> Value:
+def least(kb: Kernel, a: Value, b: Value | int, op: str = "min") -> Value:
     """The smaller of two s32."""
-    made = k.reg("s32")
-    k.emit(f"{op}.s32", made, a, b)
+    made = kb.reg("s32")
+    kb.emit(f"{op}.s32", made, a, b)
     return made
 
 
@@ -95,7 +95,7 @@ def least(k: Kernel, a: Value, b: Value | int, op: str = "min") -> Value:
 class Columns:
     """The blocks of columns that a block of rows sees: `first` (u32, its first row), `rows` of them. Blocks
     low … high - 1 (s32) have something to see; there are `count`, at least 0."""
-    k: Kernel
+    kb: Kernel
     spec: AttentionSpec
     extents: Extents
     first: Value
@@ -103,23 +103,23 @@ class Columns:
     block_n: int
 
     def __post_init__(self) -> None:
-        k, band = self.k, self.spec.band
-        s_kv = signed(k, self.extents.s_kv)
+        kb, band = self.kb, self.spec.band
+        s_kv = signed(kb, self.extents.s_kv)
         self.end, self.full_end = s_kv, s_kv
         low: Value | None = None
         self.full_begin: Value | None = None
         if not band.full:
-            start = self.first.to("s32") + signed(k, self.extents.start)
-            bottom = least(k, self.first.to("s32") + self.rows, signed(k, self.extents.s_q)) \
-                + signed(k, self.extents.start)
+            start = self.first.to("s32") + signed(kb, self.extents.start)
+            bottom = least(kb, self.first.to("s32") + self.rows, signed(kb, self.extents.s_q)) \
+                + signed(kb, self.extents.start)
             if band.last is not None:
-                self.end = least(k, least(k, bottom + band.last, s_kv), 0, "max")
-                self.full_end = least(k, start + band.last + 1, s_kv)
+                self.end = least(kb, least(kb, bottom + band.last, s_kv), 0, "max")
+                self.full_end = least(kb, start + band.last + 1, s_kv)
             if band.first is not None:
-                low = least(k, start + band.first, 0, "max") // self.block_n
+                low = least(kb, start + band.first, 0, "max") // self.block_n
                 self.full_begin = bottom - 1 + band.first
         self.high = (self.end + self.block_n - 1) // self.block_n
-        self.count = self.high if low is None else least(k, self.high - low, 0, "max")
+        self.count = self.high if low is None else least(kb, self.high - low, 0, "max")
 
     @property
     def whole_blocks(self) -> bool:
@@ -143,7 +143,7 @@ class Columns:
 class Scores:
     """The score of a lane's elements. `first` (u32) is the warp's first row; `extras` the score's parameters,
     `batch` the indices (u32)."""
-    k: Kernel
+    kb: Kernel
     spec: AttentionSpec
     extents: Extents
     extras: Sequence[Value]
@@ -154,7 +154,7 @@ class Scores:
     bases: dict[Load, Value] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        lane = self.k.special("laneid")
+        lane = self.kb.special("laneid")
         self.row, self.column = self.first + (lane >> 2), (lane & 3) << 1
         scale = multiple(self.spec.score)
         self.linear = scale is not None
@@ -165,12 +165,12 @@ class Scores:
     def of(self, sums: Cells, base: Value) -> Cells:
         """The scores of a block's sums, which may be the same registers."""
         if self.linear: return sums
-        k = self.k
+        kb = self.kb
         self.sums_of, self.at = sums, base.to("u32") + self.column
         self.inside = {key: value for key, value in self.inside.items() if key[0] == "row"}
-        finish, made = EpilogueEmitter(k, self.spec.score, self), []
+        finish, made = EpilogueEmitter(kb, self.spec.score, self), []
         for i, row in enumerate(sums):
-            made.append([[k.reg("f32", value) for h in range(2)
+            made.append([[kb.reg("f32", value) for h in range(2)
                           for value in self._two(finish.at(16 * i + 8 * h, 8 * j))] for j in range(len(row))])
         return made
 
@@ -187,21 +187,21 @@ class Scores:
         """Indices of the pair."""
         if axis == "m": return [(self.row + row).to("s32")]
         if axis == "n": return [(self.at + (pair + i)).to("s32") for i in range(2)]
-        if axis == "start": return [signed(self.k, self.extents.start)]
+        if axis == "start": return [signed(self.kb, self.extents.start)]
         return [self.batch[int(axis)].to("s32")]
 
     def load(self, load: Load, row: int, pair: int) -> Lanes:
         """Elements of a parameter; 0 outside."""
-        k, size = self.k, load.dtype.itemsize
+        kb, size = self.kb, load.dtype.itemsize
         if load not in self.bases: self.bases[load] = self._base(load)
-        base = advanced(k, self.bases[load], self.at, load.n * size)
+        base = advanced(kb, self.bases[load], self.at, load.n * size)
         at, on_row = (row * load.m + pair * load.n) * size, row if load.m else None
-        if not load.n: return read(k, base, at, load.dtype, 1, self._guard(on_row, None))
+        if not load.n: return read(kb, base, at, load.dtype, 1, self._guard(on_row, None))
         s_kv = self.extents.s_kv
         whole = isinstance(s_kv, int) and s_kv % 2 == 0
         if load.n == 1 and whole and not any(x % 2 for x in (load.m, load.offset, *load.batch)):
-            return read(k, base, at, load.dtype, 2, self._guard(on_row, pair))
-        return Lanes(k, load.dtype, [read(k, base, at + i * load.n * size, load.dtype, 1,
+            return read(kb, base, at, load.dtype, 2, self._guard(on_row, pair))
+        return Lanes(kb, load.dtype, [read(kb, base, at + i * load.n * size, load.dtype, 1,
                                           self._guard(on_row, pair + i)).at(0) for i in range(2)])
 
     def prepare(self, loads: Sequence[Load]) -> None:
@@ -212,8 +212,8 @@ class Scores:
         size, made = load.dtype.itemsize, self.extras[load.parameter]
         if load.offset: made = made + load.offset * size
         for index, stride in zip(self.batch, load.batch or (0, 0, 0), strict=True):
-            made = advanced(self.k, made, index, stride * size)
-        return advanced(self.k, made, self.row, load.m * size)
+            made = advanced(self.kb, made, index, stride * size)
+        return advanced(self.kb, made, self.row, load.m * size)
 
     def _guard(self, row: int | None, column: int | None) -> Value | None:
         """A predicate that holds inside; None where all is."""
@@ -231,21 +231,21 @@ class Scores:
 
     def mask(self, cells: Cells, base: Value) -> None:
         """−inf in columns that a row does not see."""
-        k, band = self.k, self.spec.band
+        kb, band = self.kb, self.spec.band
         own = base + self.column.to("s32")
-        end = signed(k, self.extents.s_kv) - own
-        here = self.row.to("s32") + signed(k, self.extents.start) - own
+        end = signed(kb, self.extents.s_kv) - own
+        here = self.row.to("s32") + signed(kb, self.extents.start) - own
         for i, row in enumerate(cells):
             for h in range(2):
                 at = here + (16 * i + 8 * h)
-                last = end if band.last is None else least(k, at + (band.last + 1), end)
+                last = end if band.last is None else least(kb, at + (band.last + 1), end)
                 first = None if band.first is None else at + band.first
                 for j, cell in enumerate(row):
                     for e in range(2):
                         register = cell[2 * h + e]
                         sees = last > 8 * j + e
                         if first is not None: sees = sees & (first <= 8 * j + e)
-                        k.emit("selp.f32", register, register, -math.inf, sees)
+                        kb.emit("selp.f32", register, register, -math.inf, sees)
 
 
 @dataclass
@@ -254,76 +254,76 @@ class OnlineSoftmax:
     largest itself, not one a little below that would move less often: its weight is 1, which nothing rounds,
     and rows of few large weights are the more exact for it. Weights, and their sum, are 2^`lift` times as
     large. `factor` may be a register, of a positive number."""
-    k: Kernel
+    kb: Kernel
     tiles: int
     factor: float | Value
     lift: float = 0.0
 
     def __post_init__(self) -> None:
-        self.row_max = self.k.regs("f32", 2 * self.tiles, -math.inf)
-        self.row_sum = self.k.regs("f32", 2 * self.tiles, 0.0)
+        self.row_max = self.kb.regs("f32", 2 * self.tiles, -math.inf)
+        self.row_sum = self.kb.regs("f32", 2 * self.tiles, 0.0)
 
     def step(self, cells: Cells) -> list[Value]:
         """Cells become powers of two; returns the factors that rescale each row's sums so far."""
-        k, rescales = self.k, []
+        kb, rescales = self.kb, []
         for number, row_max in enumerate(self.row_max):
             row = [cell[2 * (number % 2) + e] for cell in cells[number // 2] for e in range(2)]
             new = self._moved(row, row_max)
-            safe, rescale = k.select(new == -math.inf, 0.0, new), k.reg("f32")
+            safe, rescale = kb.select(new == -math.inf, 0.0, new), kb.reg("f32")
             factor = self._factor(safe)
             scaled = safe * factor
-            k.emit("ex2.approx.ftz.f32", rescale, row_max * factor - scaled)
+            kb.emit("ex2.approx.ftz.f32", rescale, row_max * factor - scaled)
             row_max.set(new)
             minus = self.lift - scaled if self.lift else -scaled
             for value in row: value.set(self._power(value, factor, minus))
             row_sum = self.row_sum[number]
-            k.emit("fma.rn.f32", row_sum, row_sum, rescale, row[0])
+            kb.emit("fma.rn.f32", row_sum, row_sum, rescale, row[0])
             for value in row[1:]: row_sum += value
             rescales.append(rescale)
         return rescales
 
     def _moved(self, row: Sequence[Value], row_max: Value) -> Value:
         """The new max of a row, in all four lanes that have it."""
-        k, made = self.k, self.k.reg("f32", row[0])
-        for value in row[1:]: k.emit("max.f32", made, made, value)
-        most = across(k, made, "max.f32")
-        k.emit("max.f32", most, most, row_max)
+        kb, made = self.kb, self.kb.reg("f32", row[0])
+        for value in row[1:]: kb.emit("max.f32", made, made, value)
+        most = across(kb, made, "max.f32")
+        kb.emit("max.f32", most, most, row_max)
         return most
 
     def _factor(self, row_max: Value) -> Value:
         """The factor; for maxima beyond LARGE the power of two next to it, whose product with the max is
         exact: other products would be rounded by more than weights can bear. Scores below such a max are so
         far below that their weights are as good as 0 with either."""
-        k, size = self.k, self.k.reg("f32")
-        k.emit("abs.f32", size, row_max)
+        kb, size = self.kb, self.kb.reg("f32")
+        kb.emit("abs.f32", size, row_max)
         if isinstance(self.factor, Value):  # the power of two next to a register: half a mantissa added
-            power = k.reg("b32")
-            k.emit("mov.b32", power, self.factor)
-            k.emit("add.u32", power, power, 0x00400000)
-            k.emit("and.b32", power, power, 0x7F800000)
-            rounded = k.reg("f32")
-            k.emit("mov.b32", rounded, power)
-            return k.select(size * self.factor > LARGE, rounded, self.factor)
-        return k.select(size > LARGE / self.factor, nearest_power(self.factor), self.factor, "f32")
+            power = kb.reg("b32")
+            kb.emit("mov.b32", power, self.factor)
+            kb.emit("add.u32", power, power, 0x00400000)
+            kb.emit("and.b32", power, power, 0x7F800000)
+            rounded = kb.reg("f32")
+            kb.emit("mov.b32", rounded, power)
+            return kb.select(size * self.factor > LARGE, rounded, self.factor)
+        return kb.select(size > LARGE / self.factor, nearest_power(self.factor), self.factor, "f32")
 
     def _power(self, value: Value, factor: Value, minus: Value) -> Value:
-        k, made = self.k, self.k.reg("f32")
-        k.emit("fma.rn.f32", made, value, factor, minus)
+        kb, made = self.kb, self.kb.reg("f32")
+        kb.emit("fma.rn.f32", made, value, factor, minus)
         # without ftz three instructions more, for results below 2^-126
-        k.emit("ex2.approx.ftz.f32", made, made)
+        kb.emit("ex2.approx.ftz.f32", made, made)
         return made
 
     def finish(self) -> tuple[list[Value], list[Value]]:
         """1 / row_sum of every row, 0 for rows that saw nothing, and l."""
-        k, inverses, logs = self.k, [], []
+        kb, inverses, logs = self.kb, [], []
         for row_max, row_sum in zip(self.row_max, self.row_sum, strict=True):
-            whole = across(k, row_sum, "add.f32")
-            inverse, log = k.regs("f32", 2)
-            k.emit("rcp.approx.ftz.f32", inverse, whole)
-            inverses.append(k.select(whole == 0.0, 0.0, inverse))
-            k.emit("lg2.approx.f32", log, whole)
+            whole = across(kb, row_sum, "add.f32")
+            inverse, log = kb.regs("f32", 2)
+            kb.emit("rcp.approx.ftz.f32", inverse, whole)
+            inverses.append(kb.select(whole == 0.0, 0.0, inverse))
+            kb.emit("lg2.approx.f32", log, whole)
             # not factor · row_max first, which may be too large where l is not
-            k.emit("fma.rn.f32", log, row_max, self.factor * LN2,
+            kb.emit("fma.rn.f32", log, row_max, self.factor * LN2,
                    (log - self.lift if self.lift else log) * LN2)
             logs.append(log)
         return inverses, logs
@@ -334,11 +334,11 @@ def nearest_power(x: float) -> float:
     return 2.0**(math.floor(math.log2(x / 1.5)) + 1)
 
 
-def across(k: Kernel, value: Value, opcode: str) -> Value:
+def across(kb: Kernel, value: Value, opcode: str) -> Value:
     """An operation over the four lanes of a row."""
     for distance in (1, 2):
-        other, made = k.regs("f32", 2)
-        k.emit("shfl.sync.bfly.b32", other, value, distance, 31, -1)
-        k.emit(opcode, made, value, other)
+        other, made = kb.regs("f32", 2)
+        kb.emit("shfl.sync.bfly.b32", other, value, distance, 31, -1)
+        kb.emit(opcode, made, value, other)
         value = made
     return value

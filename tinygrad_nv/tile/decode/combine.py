@@ -28,41 +28,41 @@ COMBINE_WARPS = 4
 MOST_SPLITS = 32  # a lane of a warp for each
 
 
-def largest(k: Kernel, values: Sequence[Value]) -> Value:
+def largest(kb: Kernel, values: Sequence[Value]) -> Value:
     """The largest of some."""
-    made = k.reg("f32", values[0])
-    for value in values[1:]: k.emit("max.f32", made, made, value)
+    made = kb.reg("f32", values[0])
+    for value in values[1:]: kb.emit("max.f32", made, made, value)
     return made
 
 
-def inverse(k: Kernel, row_sum: Value) -> Value:
+def inverse(kb: Kernel, row_sum: Value) -> Value:
     """1 / row_sum, 0 for 0."""
-    made = k.reg("f32")
-    k.emit("rcp.approx.ftz.f32", made, row_sum)
-    return k.select(row_sum == 0.0, 0.0, made)
+    made = kb.reg("f32")
+    kb.emit("rcp.approx.ftz.f32", made, row_sum)
+    return kb.select(row_sum == 0.0, 0.0, made)
 
 
-def store_out(k: Kernel, spec: DecodeSpec, out: Value, indices: Sequence[Value], row: Value, column: Value,
+def store_out(kb: Kernel, spec: DecodeSpec, out: Value, indices: Sequence[Value], row: Value, column: Value,
               values: Sequence[Value]) -> None:
     """Four elements of a row of the result, from `column` (u32) on. `indices` are request and key head."""
     o = spec.out
-    at = k.reg("u64", o.offset)
+    at = kb.reg("u64", o.offset)
     for index, stride in zip((*indices, row % spec.group, row // spec.group), (*o.batch, o.row), strict=True):
         at = at + index.to("u64") * stride
     address, pairs = out + (at + column.to("u64")) * 2, []
     for i in (0, 2):
-        pairs.append(k.reg("b32"))
-        k.emit(f"cvt.rn.{FLOAT16S[o.dtype]}x2.f32", pairs[-1], values[i + 1], values[i])
-    if o.aligned_bytes >= 8: k.st("global", "b32", address.at(), pairs)
+        pairs.append(kb.reg("b32"))
+        kb.emit(f"cvt.rn.{FLOAT16S[o.dtype]}x2.f32", pairs[-1], values[i + 1], values[i])
+    if o.aligned_bytes >= 8: kb.st("global", "b32", address.at(), pairs)
     else:
-        for i, pair in enumerate(pairs): k.st("global", "b32", address.at(4 * i), pair)
+        for i, pair in enumerate(pairs): kb.st("global", "b32", address.at(4 * i), pair)
 
 
 @dataclass
 class Workspace:
     """Sums of a row's split, and its row_max and row_sum beside each other, as plan.py has them. `row` is
     the row's number among all."""
-    k: Kernel
+    kb: Kernel
     plan: DecodePlan
     pointer: Value
 
@@ -85,7 +85,7 @@ class Workspace:
 @dataclass
 class Merge:
     """The warps of a CTA, in shared memory at `base` (u32)."""
-    k: Kernel
+    kb: Kernel
     plan: DecodePlan
     base: Value
 
@@ -97,7 +97,7 @@ class Merge:
               row_sum: list[Value]) -> None:
         """A warp's sums: by 8 columns, two of each of a lane's rows; `row` (u32) is the lane's first, `group`
         the warp's number along keys."""
-        k, plan, lane = self.k, self.plan, self.k.special("laneid") % 4
+        kb, plan, lane = self.kb, self.plan, self.kb.special("laneid") % 4
         line = group * plan.block_rows + row
         for h in range(2):
             at = self.base + (line + 8 * h) * (4 * plan.pitch)
@@ -105,94 +105,94 @@ class Merge:
                 at = at + lane * 16
                 for j in range(0, len(sums), 2):
                     even, odd = (sums[j + i][2 * h:2 * h + 2] for i in range(2))
-                    k.st("shared", "f32", at.at(32 * j), [even[0], odd[0], even[1], odd[1]])
+                    kb.st("shared", "f32", at.at(32 * j), [even[0], odd[0], even[1], odd[1]])
             else:
                 at = at + lane * 8
-                for j, cell in enumerate(sums): k.st("shared", "f32", at.at(32 * j), cell[2 * h:2 * h + 2])
-            with k.if_(lane == 0):
+                for j, cell in enumerate(sums): kb.st("shared", "f32", at.at(32 * j), cell[2 * h:2 * h + 2])
+            with kb.if_(lane == 0):
                 stats = self.base + (line + 8 * h) * 8
-                k.st("shared", "f32", stats.at(self.stats_start), [row_max[h], row_sum[h]])
+                kb.st("shared", "f32", stats.at(self.stats_start), [row_max[h], row_sum[h]])
 
     def merged(self, row: Value, column: Value) -> tuple[list[Value], Value, Value]:
         """Four sums of a row, its row_max and row_sum."""
-        k, plan = self.k, self.plan
+        kb, plan = self.kb, self.plan
         stats, at = self.base + row * 8, self.base + row * (4 * plan.pitch) + column * 4
         groups = range(plan.schedule.warps_n)
-        maxima, row_sums = zip(*(k.ld("shared", "f32", stats.at(self.stats_start + 8 * plan.block_rows * i),
+        maxima, row_sums = zip(*(kb.ld("shared", "f32", stats.at(self.stats_start + 8 * plan.block_rows * i),
                                       2)
                              for i in groups), strict=True)
-        row_max = largest(k, maxima)
-        base = base_of(k, row_max)
-        sums, row_sum = k.regs("f32", 4, 0.0), k.reg("f32", 0.0)
+        row_max = largest(kb, maxima)
+        base = base_of(kb, row_max)
+        sums, row_sum = kb.regs("f32", 4, 0.0), kb.reg("f32", 0.0)
         for i in groups:
-            weight = power(k, maxima[i] - base)
-            k.emit("fma.rn.f32", row_sum, row_sums[i], weight, row_sum)
-            part = k.ld("shared", "f32", at.at(4 * plan.block_rows * plan.pitch * i), 4)
-            for mine, other in zip(sums, part, strict=True): k.emit("fma.rn.f32", mine, other, weight, mine)
+            weight = power(kb, maxima[i] - base)
+            kb.emit("fma.rn.f32", row_sum, row_sums[i], weight, row_sum)
+            part = kb.ld("shared", "f32", at.at(4 * plan.block_rows * plan.pitch * i), 4)
+            for mine, other in zip(sums, part, strict=True): kb.emit("fma.rn.f32", mine, other, weight, mine)
         return sums, row_max, row_sum
 
 
 class Combine:
     """The kernel `combine`, a row for each CTA."""
 
-    def __init__(self, k: Kernel, plan: DecodePlan, workspace: Workspace, out: Value) -> None:
-        self.k, self.plan, self.spec, self.workspace, self.out = k, plan, plan.spec, workspace, out
-        self.lane, self.warp = k.special("laneid"), k.tid.x >> 5
+    def __init__(self, kb: Kernel, plan: DecodePlan, workspace: Workspace, out: Value) -> None:
+        self.kb, self.plan, self.spec, self.workspace, self.out = kb, plan, plan.spec, workspace, out
+        self.lane, self.warp = kb.special("laneid"), kb.tid.x >> 5
         self.quads = self.spec.d_v // 4
-        self.weights = k.shared("weights", 4 * MOST_SPLITS)
-        self.sums = k.shared("sums", 4 * COMBINE_WARPS * self.spec.d_v)
+        self.weights = kb.shared("weights", 4 * MOST_SPLITS)
+        self.sums = kb.shared("sums", 4 * COMBINE_WARPS * self.spec.d_v)
 
     def write(self, count: Value) -> None:
         """Everything for a request of `count` (u32) splits."""
-        k, spec, row, indices = self.k, self.spec, self.k.ctaid.x, [self.k.ctaid.z, self.k.ctaid.y]
+        kb, spec, row, indices = self.kb, self.spec, self.kb.ctaid.x, [self.kb.ctaid.z, self.kb.ctaid.y]
         number = self.workspace.number(indices, row)
         whole = self._weigh(number, count)
-        k.sync()
+        kb.sync()
         for first in range(0, self.quads, 32):
             quad = self.lane + first
-            with k.if_(quad < self.quads):
+            with kb.if_(quad < self.quads):
                 place = self.sums.address(self.warp * (4 * spec.d_v)) + quad * 16
-                k.st("shared", "f32", place.at(), self._share(number, quad, count))
-        k.sync()
-        with k.if_(k.tid.x < self.quads):
-            at, scale = self.sums.address(k.tid.x * 16), inverse(k, whole)
-            parts = [k.ld("shared", "f32", at.at(4 * spec.d_v * i), 4) for i in range(COMBINE_WARPS)]
+                kb.st("shared", "f32", place.at(), self._share(number, quad, count))
+        kb.sync()
+        with kb.if_(kb.tid.x < self.quads):
+            at, scale = self.sums.address(kb.tid.x * 16), inverse(kb, whole)
+            parts = [kb.ld("shared", "f32", at.at(4 * spec.d_v * i), 4) for i in range(COMBINE_WARPS)]
             made = parts[0]
             for part in parts[1:]: made = [a + b for a, b in zip(made, part, strict=True)]
-            store_out(k, spec, self.out, indices, row, k.tid.x * 4, [value * scale for value in made])
+            store_out(kb, spec, self.out, indices, row, kb.tid.x * 4, [value * scale for value in made])
 
     def _weigh(self, number: Value, count: Value) -> Value:
         """The splits' weights, to shared memory; the row_sum of all."""
-        k, (row_max, row_sum) = self.k, (self.k.reg("f32", -math.inf), self.k.reg("f32", 0.0))
-        with k.if_(self.lane < count):
-            stats = k.ld("global", "f32", self.workspace.stats(number, self.lane).at(), 2)
+        kb, (row_max, row_sum) = self.kb, (self.kb.reg("f32", -math.inf), self.kb.reg("f32", 0.0))
+        with kb.if_(self.lane < count):
+            stats = kb.ld("global", "f32", self.workspace.stats(number, self.lane).at(), 2)
             row_max.set(stats[0])
             row_sum.set(stats[1])
-        weight = power(k, row_max - base_of(k, self._over_lanes(row_max, "max.f32")))
-        with k.if_(k.tid.x < MOST_SPLITS):
-            k.st("shared", "f32", self.weights.address(k.tid.x * 4).at(), weight)
+        weight = power(kb, row_max - base_of(kb, self._over_lanes(row_max, "max.f32")))
+        with kb.if_(kb.tid.x < MOST_SPLITS):
+            kb.st("shared", "f32", self.weights.address(kb.tid.x * 4).at(), weight)
         return self._over_lanes(row_sum * weight, "add.f32")
 
     def _share(self, number: Value, quad: Value, count: Value) -> list[Value]:
         """A warp's part of four columns: every fourth split."""
-        k, taken = self.k, []
+        kb, taken = self.kb, []
         at = self.workspace.sums(number, self.warp) + (quad * 16).to("u64")
         for first in range(0, self.plan.most_splits, COMBINE_WARPS):
-            there, four = self.warp + first < count, k.regs("f32", 4, 0.0)
-            k.emit("ld.global.v4.f32", four, at.at(4 * self.spec.d_v * first), guard=there)
-            weight = k.ld("shared", "f32", self.weights.address(self.warp * 4).at(4 * first))[0]
+            there, four = self.warp + first < count, kb.regs("f32", 4, 0.0)
+            kb.emit("ld.global.v4.f32", four, at.at(4 * self.spec.d_v * first), guard=there)
+            weight = kb.ld("shared", "f32", self.weights.address(self.warp * 4).at(4 * first))[0]
             taken.append((four, weight))
-        made = k.regs("f32", 4, 0.0)
+        made = kb.regs("f32", 4, 0.0)
         for four, weight in taken:
-            for mine, value in zip(made, four, strict=True): k.emit("fma.rn.f32", mine, value, weight, mine)
+            for mine, value in zip(made, four, strict=True): kb.emit("fma.rn.f32", mine, value, weight, mine)
         return made
 
     def _over_lanes(self, value: Value, opcode: str) -> Value:
         """An operation over a warp."""
-        k = self.k
+        kb = self.kb
         for distance in (16, 8, 4, 2, 1):
-            other, made = k.regs("f32", 2)
-            k.emit("shfl.sync.bfly.b32", other, value, distance, 31, -1)
-            k.emit(opcode, made, value, other)
+            other, made = kb.regs("f32", 2)
+            kb.emit("shfl.sync.bfly.b32", other, value, distance, 31, -1)
+            kb.emit(opcode, made, value, other)
             value = made
         return value

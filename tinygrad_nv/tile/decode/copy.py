@@ -20,10 +20,10 @@ from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.ops import CHUNK, Places, swizzled_plain
 
 
-def evict_first(k: Kernel) -> Value:
+def evict_first(kb: Kernel) -> Value:
     """A cache policy for what is read once."""
-    made = k.reg("b64", name="read_once")
-    k.emit("createpolicy.fractional.L2::evict_first.b64", made)
+    made = kb.reg("b64", name="read_once")
+    kb.emit("createpolicy.fractional.L2::evict_first.b64", made)
     return made
 
 
@@ -41,7 +41,7 @@ class PagedTileCopy:
     element of page 0. `thread` (u32) is the thread's number among `threads`; `table` the shared address (u32)
     of the split's pages, None for a contiguous cache, where `pointer` is the request's first element; `start`
     is where the tile lies in a stage."""
-    k: Kernel
+    kb: Kernel
     pages: Pages
     page_size: int
     pointer: Value
@@ -54,8 +54,8 @@ class PagedTileCopy:
     policy: Value
 
     def __post_init__(self) -> None:
-        k, tile = self.k, self.tile
-        self.places = Places(k, tile, swizzled_plain(self.thread * CHUNK, tile))
+        kb, tile = self.kb, self.tile
+        self.places = Places(kb, tile, swizzled_plain(self.thread * CHUNK, tile))
         across = tile.span // CHUNK
         self.at_once = min(tile.rows, self.threads // across)  # rows of a pass
         byte, row = self.thread % across * CHUNK, self.thread // across
@@ -75,7 +75,7 @@ class PagedTileCopy:
 
     def copy(self, stage: Value, first: Value, bounds: Bounds) -> None:
         """The tile of keys from `first` (s32) on, to the stage at a shared address (u32)."""
-        k = self.k
+        kb = self.kb
         self.places.at_stage(stage)
         key = first + self.row
         run = self.tile.rows if self.table is None else max(self.page_size, self.at_once)
@@ -84,26 +84,26 @@ class PagedTileCopy:
         for row, column in self._passes():
             if column == 0:
                 if row % run == 0: source = self._look_up(key + row if row else key, bounds)
-                outside = k.reg("pred")
-                k.emit("setp.ge.u32", outside, (inside + row if row else inside).to("u32"), extent.to("u32"))
-            k.emit("cp.async.cg.shared.global.L2::cache_hint.L2::128B",
+                outside = kb.reg("pred")
+                kb.emit("setp.ge.u32", outside, (inside + row if row else inside).to("u32"), extent.to("u32"))
+            kb.emit("cp.async.cg.shared.global.L2::cache_hint.L2::128B",
                    self.places(self._plain(row, column), self.start),
                    source.at(row % run * self.pages.token * self.pages.dtype.itemsize + column), CHUNK,
                    outside, self.policy, guard=self._guard(column))
 
     def _look_up(self, key: Value, bounds: Bounds) -> Value:
         """Where the thread's bytes of a key lie: u64."""
-        k, size = self.k, self.pages.dtype.itemsize
+        kb, size = self.kb, self.pages.dtype.itemsize
         if self.table is None:
-            made = k.reg("u64")
-            k.emit("mad.wide.u32", made, key.to("u32"), self.pages.token * size, self.source)
+            made = kb.reg("u64")
+            kb.emit("mad.wide.u32", made, key.to("u32"), self.pages.token * size, self.source)
             return made
         slot = (key - bounds.begin).to("u32") // self.page_size
-        page = k.ld("shared", "u32", (self.table + slot * 4).at())[0]
-        made = k.reg("u64")
-        k.emit("mad.wide.u32", made, page, self.pages.page * size, self.source)
+        page = kb.ld("shared", "u32", (self.table + slot * 4).at())[0]
+        made = kb.reg("u64")
+        kb.emit("mad.wide.u32", made, page, self.pages.page * size, self.source)
         within = key.to("u32") & (self.page_size - 1)
-        k.emit("mad.wide.u32", made, within, self.pages.token * size, made)
+        kb.emit("mad.wide.u32", made, within, self.pages.token * size, made)
         return made
 
     def _guard(self, column: int) -> Value | None:

@@ -44,20 +44,20 @@ def decode_attention(spec: DecodeSpec, schedule: Decode, gpu: GPU) -> DecodeKern
 
 def _split(plan: DecodePlan, arch: str) -> AttentionKernel:
     spec, s = plan.spec, plan.schedule
-    k = Kernel("decode_split", arch=arch, threads=s.threads, min_ctas=1)
-    SplitKernel(k, plan, Parameters(k, plan)).write()
+    kb = Kernel("decode_split", arch=arch, threads=s.threads, min_ctas=1)
+    SplitKernel(kb, plan, Parameters(kb, plan)).write()
     grid = plan.most_splits, spec.heads * plan.row_blocks, spec.batch
-    return AttentionKernel("decode_split", k.ptx(), grid, s.threads, k.dynamic_smem, pdl=k.hopper)
+    return AttentionKernel("decode_split", kb.ptx(), grid, s.threads, kb.dynamic_smem, pdl=kb.hopper)
 
 
 def _combine(plan: DecodePlan, arch: str) -> AttentionKernel:
     spec, threads = plan.spec, 32 * COMBINE_WARPS
-    k = Kernel("decode_combine", arch=arch, threads=threads)
-    given = Parameters(k, plan)
-    if k.hopper: k.wait_for_previous_grid()
-    span = Span(k, plan, given.length(k.ctaid.z))
-    with k.if_(span.several):
-        Combine(k, plan, Workspace(k, plan, given.workspace), given.out).write(span.count())
-    if k.hopper: k.launch_dependents()
-    return AttentionKernel("decode_combine", k.ptx(), (spec.rows, spec.heads, spec.batch), threads,
-                           k.dynamic_smem, pdl=k.hopper)
+    kb = Kernel("decode_combine", arch=arch, threads=threads)
+    given = Parameters(kb, plan)
+    if kb.hopper: kb.wait_for_previous_grid()
+    span = Span(kb, plan, given.length(kb.ctaid.z))
+    with kb.if_(span.several):
+        Combine(kb, plan, Workspace(kb, plan, given.workspace), given.out).write(span.count())
+    if kb.hopper: kb.launch_dependents()
+    return AttentionKernel("decode_combine", kb.ptx(), (spec.rows, spec.heads, spec.batch), threads,
+                           kb.dynamic_smem, pdl=kb.hopper)

@@ -26,10 +26,10 @@ Pairs = list[list[Value]]  # by 8 keys or columns: two registers
 class Keys:
     """Fragments of a warp's tile of keys, `start` bytes after a stage's beginning."""
 
-    def __init__(self, k: Kernel, dtype: DType, wide: DType, tile: SharedTile, d: int, start: int) -> None:
-        self.k, self.dtype, self.wide = k, dtype, wide
+    def __init__(self, kb: Kernel, dtype: DType, wide: DType, tile: SharedTile, d: int, start: int) -> None:
+        self.kb, self.dtype, self.wide = kb, dtype, wide
         self.per_load = STEP_BYTES // dtype.itemsize // 16  # steps of 16 elements that one load has
-        self.fragments = Fragments(k, dtype, tile, False, True, k.reg("u32", 0), tile.rows,
+        self.fragments = Fragments(kb, dtype, tile, False, True, kb.reg("u32", 0), tile.rows,
                                    d // 16 // self.per_load, start)
         self.loaded: list[list[Value]] = []
 
@@ -41,17 +41,17 @@ class Keys:
             self.fragments.load(load, self.loaded)
         eights = [four[at:at + 2] for four in self.loaded for at in (0, 2)]
         if self.per_load == 1: return eights
-        return [[widened(self.k, two[half], at, at + 1, self.dtype, self.wide) for at in (0, 2)]
+        return [[widened(self.kb, two[half], at, at + 1, self.dtype, self.wide) for at in (0, 2)]
                 for two in eights]
 
 
 class Values:
     """The same of values."""
 
-    def __init__(self, k: Kernel, dtype: DType, wide: DType, tile: SharedTile, d_v: int, start: int) -> None:
-        self.k, self.dtype, self.wide = k, dtype, wide
+    def __init__(self, kb: Kernel, dtype: DType, wide: DType, tile: SharedTile, d_v: int, start: int) -> None:
+        self.kb, self.dtype, self.wide = kb, dtype, wide
         # pairs of bytes are moved as elements of 16 bits
-        self.fragments = Fragments(k, wide, tile, True, True, k.reg("u32", 0), d_v * dtype.itemsize // 2,
+        self.fragments = Fragments(kb, wide, tile, True, True, kb.reg("u32", 0), d_v * dtype.itemsize // 2,
                                    tile.rows // 16, start)
 
     def of(self, step: int) -> Pairs:
@@ -60,35 +60,35 @@ class Values:
         self.fragments.load(step, loaded)
         eights = [four[at:at + 2] for four in loaded for at in (0, 2)]
         if self.dtype.itemsize == 2: return eights
-        return [[widened(self.k, word, at, at + 2, self.dtype, self.wide) for word in two]
+        return [[widened(self.kb, word, at, at + 2, self.dtype, self.wide) for word in two]
                 for two in eights for at in (0, 1)]
 
 
-def widened(k: Kernel, word: Value, first: int, second: int, dtype: DType, wide: DType) -> Value:
+def widened(kb: Kernel, word: Value, first: int, second: int, dtype: DType, wide: DType) -> Value:
     """Two bytes of a b32 as two numbers of a 16-bit float, exactly."""
-    made = k.reg("b32")
-    if dtype == dtypes.int8: return _integers(k, word, first, second, wide, made)
+    made = kb.reg("b32")
+    if dtype == dtypes.int8: return _integers(kb, word, first, second, wide, made)
     # sign, exponent and mantissa to their places; the exponents' offsets differ by a power of two
     shift, keep, power = (1, 0x3F803F80, 0x5C005C00) if wide == dtypes.float16 else \
         (4, 0x07F007F0, 0x7B807B80)
-    k.emit("prmt.b32", made, word, 0, second << 12 | 4 << 8 | first << 4 | 4)
-    moved = k.reg("b32")
-    k.emit("shr.u32", moved, made, shift)
+    kb.emit("prmt.b32", made, word, 0, second << 12 | 4 << 8 | first << 4 | 4)
+    moved = kb.reg("b32")
+    kb.emit("shr.u32", moved, made, shift)
     kept = (moved & keep) | (made & 0x80008000)
-    return _fused(k, wide, kept, k.reg("b32", power), k.reg("b32", 0x80008000))
+    return _fused(kb, wide, kept, kb.reg("b32", power), kb.reg("b32", 0x80008000))
 
 
-def _integers(k: Kernel, word: Value, first: int, second: int, wide: DType, made: Value) -> Value:
+def _integers(kb: Kernel, word: Value, first: int, second: int, wide: DType, made: Value) -> Value:
     """A byte x with its sign s is (128 + x mod 128) − (128 + 128 s): both are bytes with a constant above
     them, which is 128 in bfloat16, and 1024 in float16."""
     high = 0x43434343 if wide == dtypes.bfloat16 else 0x64646464
-    k.emit("prmt.b32", made, word, high, 4 << 12 | second << 8 | 4 << 4 | first)
-    minus_one = k.reg("b32", 0xBF80BF80 if wide == dtypes.bfloat16 else 0xBC00BC00)
-    return _fused(k, wide, made & 0xFF80FF80, minus_one, made & 0xFF7FFF7F)
+    kb.emit("prmt.b32", made, word, high, 4 << 12 | second << 8 | 4 << 4 | first)
+    minus_one = kb.reg("b32", 0xBF80BF80 if wide == dtypes.bfloat16 else 0xBC00BC00)
+    return _fused(kb, wide, made & 0xFF80FF80, minus_one, made & 0xFF7FFF7F)
 
 
-def _fused(k: Kernel, wide: DType, a: Value, b: Value, c: Value) -> Value:
+def _fused(kb: Kernel, wide: DType, a: Value, b: Value, c: Value) -> Value:
     """a · b + c, of two numbers each."""
-    made = k.reg("b32")
-    k.emit(f"fma.rn.{'bf16x2' if wide == dtypes.bfloat16 else 'f16x2'}", made, a, b, c)
+    made = kb.reg("b32")
+    kb.emit(f"fma.rn.{'bf16x2' if wide == dtypes.bfloat16 else 'f16x2'}", made, a, b, c)
     return made

@@ -160,40 +160,40 @@ class DecodePlan:
 class Parameters:
     """Those of both kernels."""
 
-    def __init__(self, k: Kernel, plan: DecodePlan) -> None:
-        self.k, self.out = k, k.pointer("out")
-        if plan.workspace_bytes: self.workspace = k.pointer("workspace")
+    def __init__(self, kb: Kernel, plan: DecodePlan) -> None:
+        self.kb, self.out = kb, kb.pointer("out")
+        if plan.workspace_bytes: self.workspace = kb.pointer("workspace")
         self.spec = spec = plan.spec
-        self.q, self.keys, self.values = (k.pointer(name) for name in ("q", "keys", "values"))
-        if spec.table: self.table = k.pointer("table")
-        if spec.length == "memory": self.lengths = k.pointer("lengths")
-        if spec.quantised: self.scales = [k.pointer(name) for name in ("k_scale", "v_scale")]
-        self.extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
-        if spec.length == "argument": self.argument = k.param("length", "u32")
+        self.q, self.keys, self.values = (kb.pointer(name) for name in ("q", "keys", "values"))
+        if spec.table: self.table = kb.pointer("table")
+        if spec.length == "memory": self.lengths = kb.pointer("lengths")
+        if spec.quantised: self.scales = [kb.pointer(name) for name in ("k_scale", "v_scale")]
+        self.extras = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
+        if spec.length == "argument": self.argument = kb.param("length", "u32")
 
     def length(self, request: Value) -> Value:
         """Tokens of a request: s32."""
         if self.spec.length == "argument": return self.argument.to("s32")
-        if self.spec.length == "most": return self.k.reg("s32", self.spec.longest, name="length")
-        made = self.k.reg("s32", name="length")
-        self.k.emit("ld.global.s32", made, (self.lengths + request.to("u64") * 4).at())
+        if self.spec.length == "most": return self.kb.reg("s32", self.spec.longest, name="length")
+        made = self.kb.reg("s32", name="length")
+        self.kb.emit("ld.global.s32", made, (self.lengths + request.to("u64") * 4).at())
         return made
 
 
 class Span:
     """A request's keys that rows see, and how they are split. All s32."""
 
-    def __init__(self, k: Kernel, plan: DecodePlan, length: Value) -> None:
-        self.k, spec, unit = k, plan.spec, plan.unit
+    def __init__(self, kb: Kernel, plan: DecodePlan, length: Value) -> None:
+        self.kb, spec, unit = kb, plan.spec, plan.unit
         self.high = length
-        self.first, self.low = k.reg("s32", 0), k.reg("s32", 0)  # that a row sees; of the first split
+        self.first, self.low = kb.reg("s32", 0), kb.reg("s32", 0)  # that a row sees; of the first split
         if spec.window is not None:
-            k.emit("max.s32", self.first, length - (spec.s_q + spec.window - 1), 0)
-            k.emit("and.b32", self.low, self.first, -unit)
+            kb.emit("max.s32", self.first, length - (spec.s_q + spec.window - 1), 0)
+            kb.emit("and.b32", self.low, self.first, -unit)
         self.all = self.high - self.low
         splits = plan.schedule.splits
-        self.keys = k.reg("s32")
-        k.emit("max.s32", self.keys, (self.all + (splits * unit - 1)) // (splits * unit) * unit, plan.least)
+        self.keys = kb.reg("s32")
+        kb.emit("max.s32", self.keys, (self.all + (splits * unit - 1)) // (splits * unit) * unit, plan.least)
 
     @property
     def several(self) -> Value: return self.all > self.keys

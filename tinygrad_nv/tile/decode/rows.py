@@ -41,16 +41,16 @@ def multiple(score: Expression) -> float | None:
     return None
 
 
-def base_of(k: Kernel, row_max: Value) -> Value:
+def base_of(kb: Kernel, row_max: Value) -> Value:
     """The subtrahend of scores: the max, or 0 for −inf."""
-    return k.select(row_max == -math.inf, 0.0, row_max)
+    return kb.select(row_max == -math.inf, 0.0, row_max)
 
 
-def power(k: Kernel, exponent: Value) -> Value:
+def power(kb: Kernel, exponent: Value) -> Value:
     """2^x."""
-    made = k.reg("f32")
+    made = kb.reg("f32")
     # without ftz three instructions more, for results below 2^-126
-    k.emit("ex2.approx.ftz.f32", made, exponent)
+    kb.emit("ex2.approx.ftz.f32", made, exponent)
     return made
 
 
@@ -58,14 +58,14 @@ def power(k: Kernel, exponent: Value) -> Value:
 class LaneRows:
     """A lane's two rows, the first of them number `first` (u32) of the key head. `length` (s32) is the
     request's, `batch` are request and key head (u32)."""
-    k: Kernel
+    kb: Kernel
     spec: DecodeSpec
     first: Value
     length: Value
     batch: Sequence[Value]
 
     def __post_init__(self) -> None:
-        k, spec = self.k, self.spec
+        kb, spec = self.kb, self.spec
         self.number = [self.first + 8 * h if h else self.first for h in range(2)]
         self.there = [number < spec.rows for number in self.number]
         self.head = [number % spec.group for number in self.number]
@@ -73,29 +73,29 @@ class LaneRows:
         # how many keys the row sees: its own place, and 1; 0 for rows beyond the last
         places = [self.length + (row.to("s32") - (spec.s_q - 1)) if spec.causal else self.length
                   for row in self.row]
-        self.seen = [k.select(there, place, 0, "s32")
+        self.seen = [kb.select(there, place, 0, "s32")
                      for there, place in zip(self.there, places, strict=True)]
 
     def queries(self, pointer: Value) -> list[list[Value]]:
         """Fragments of q, for each 16 elements of the head; 0 beyond the last row."""
-        k, spec, q = self.k, self.spec, self.spec.q
-        lane, at = self.k.special("laneid"), []
+        kb, spec, q = self.kb, self.spec, self.spec.q
+        lane, at = self.kb.special("laneid"), []
         for row, head in zip(self.row, self.head, strict=True):
-            elements = k.reg("u64", q.offset)
+            elements = kb.reg("u64", q.offset)
             for index, stride in zip((*self.batch, head, row), (*q.batch, q.row), strict=True):
                 elements = elements + index.to("u64") * stride
             elements = elements + (lane % 4 * (4 if spec.quantised else 2)).to("u64")
             at.append(pointer + elements * 2)
         made = []
         for step in range(0, spec.d, 16):
-            four = k.regs("b32", 4, 0)
+            four = kb.regs("b32", 4, 0)
             for h in range(2):
                 if spec.quantised:
-                    k.emit("ld.global.v2.b32", [four[h], four[h + 2]], at[h].at(2 * step),
+                    kb.emit("ld.global.v2.b32", [four[h], four[h + 2]], at[h].at(2 * step),
                            guard=self.there[h])
                     continue
                 for half in range(2):
-                    k.emit("ld.global.b32", four[h + 2 * half], at[h].at(2 * step + 16 * half),
+                    kb.emit("ld.global.b32", four[h + 2 * half], at[h].at(2 * step + 16 * half),
                            guard=self.there[h])
             made.append(four)
         return made
@@ -104,32 +104,32 @@ class LaneRows:
 class DecodeSoftmax:
     """Scores and weights of a lane's rows."""
 
-    def __init__(self, k: Kernel, spec: DecodeSpec, rows: LaneRows, extras: Sequence[Value]) -> None:
-        self.k, self.spec, self.rows = k, spec, rows
+    def __init__(self, kb: Kernel, spec: DecodeSpec, rows: LaneRows, extras: Sequence[Value]) -> None:
+        self.kb, self.spec, self.rows = kb, spec, rows
         self.scale = multiple(spec.score)
-        self.loaded = {load: [_Loaded(k, spec, load, extras[load.parameter], rows, h) for h in range(2)]
+        self.loaded = {load: [_Loaded(kb, spec, load, extras[load.parameter], rows, h) for h in range(2)]
                        for load in loads(spec.score)}
-        self.row_max, self.row_sum = k.regs("f32", 2, -math.inf), k.regs("f32", 2, 0.0)
+        self.row_max, self.row_sum = kb.regs("f32", 2, -math.inf), kb.regs("f32", 2, 0.0)
 
     def step(self, sums: Cells, first: Value) -> list[Value]:
         """Sums of keys from `first` (s32) on become weights; returns the factors that rescale each row's sums
         so far."""
-        k = self.k
-        column = first + (k.special("laneid") % 4 * 2).to("s32")
+        kb = self.kb
+        column = first + (kb.special("laneid") % 4 * 2).to("s32")
         cells, rescales = self._scores(sums, column), []
         for h, row_max in enumerate(self.row_max):
             seen = self.rows.seen[h] - column
             row = []
             for j, cell in enumerate(cells):
                 for e in range(2): row.append(self._masked(cell[2 * h + e], seen, 8 * j + e))
-            new = k.reg("f32", row_max)
-            for value in row: k.emit("max.f32", new, new, value)
-            new = across(k, new, "max.f32")
-            base = base_of(k, new)
-            rescales.append(power(k, row_max - base))
+            new = kb.reg("f32", row_max)
+            for value in row: kb.emit("max.f32", new, new, value)
+            new = across(kb, new, "max.f32")
+            base = base_of(kb, new)
+            rescales.append(power(kb, row_max - base))
             row_max.set(new)
             for j, cell in enumerate(sums):
-                for e in range(2): cell[2 * h + e].set(power(k, row[2 * j + e] - base))
+                for e in range(2): cell[2 * h + e].set(power(kb, row[2 * j + e] - base))
             self.row_sum[h] *= rescales[h]
             for cell in sums:
                 for e in range(2): self.row_sum[h] += cell[2 * h + e]
@@ -137,28 +137,28 @@ class DecodeSoftmax:
 
     def row_sums(self) -> list[Value]:
         """The sums of whole rows."""
-        return [across(self.k, row_sum, "add.f32") for row_sum in self.row_sum]
+        return [across(self.kb, row_sum, "add.f32") for row_sum in self.row_sum]
 
     def _masked(self, value: Value, seen: Value, column: int) -> Value:
         """−inf where the row sees `seen` keys from the lane's first column on, and this is not one."""
         sees = seen > column
         if self.spec.window is not None: sees = sees & (seen <= column + self.spec.window)
-        return self.k.select(sees, value, -math.inf)
+        return self.kb.select(sees, value, -math.inf)
 
     def _scores(self, sums: Cells, column: Value) -> Cells:
         """Scores times log2 e, of which the lane's first column is that of key `column`."""
         if self.scale is not None: return [[value * (self.scale * LOG2E) for value in cell] for cell in sums]
-        sources = _Pairs(self.k, sums, lambda axis, h: self._position(axis, h, column), self.loaded, column)
+        sources = _Pairs(self.kb, sums, lambda axis, h: self._position(axis, h, column), self.loaded, column)
         # one for each row: they differ in query heads, which it takes to be the same for all
-        finishes = [EpilogueEmitter(self.k, self.spec.score, sources) for _ in range(2)]
+        finishes = [EpilogueEmitter(self.kb, self.spec.score, sources) for _ in range(2)]
         return [[self._scaled(finish.at(h, j).register(e)) for h, finish in enumerate(finishes)
                  for e in range(2)] for j in range(len(sums))]
 
     def _scaled(self, score: Value) -> Value:
         """Times log2 e; the smallest numbers, with which some masks hide keys, do not become −inf."""
-        k, made = self.k, self.k.reg("f32")
-        k.emit("max.f32", made, score * LOG2E, -LARGEST)
-        return k.select(score == -math.inf, -math.inf, made)
+        kb, made = self.kb, self.kb.reg("f32")
+        kb.emit("max.f32", made, score * LOG2E, -LARGEST)
+        return kb.select(score == -math.inf, -math.inf, made)
 
     def _position(self, axis: str | int, h: int, column: Value) -> Value:
         """An index: s32; of keys, that of the lane's first column."""
@@ -171,33 +171,33 @@ class DecodeSoftmax:
 class _Loaded:
     """A parameter of the score, as the lane's row `h` has it."""
 
-    def __init__(self, k: Kernel, spec: DecodeSpec, load: Load, pointer: Value, rows: LaneRows,
+    def __init__(self, kb: Kernel, spec: DecodeSpec, load: Load, pointer: Value, rows: LaneRows,
                  h: int) -> None:
-        self.k, self.load, self.seen, size = k, load, rows.seen[h], load.dtype.itemsize
+        self.kb, self.load, self.seen, size = kb, load, rows.seen[h], load.dtype.itemsize
         base = pointer + load.offset * size if load.offset else pointer
         indices, strides = (*rows.batch, rows.head[h], rows.row[h]), (*(load.batch or (0, 0, 0)), load.m)
         for index, stride in zip(indices, strides, strict=True):
-            base = advanced(k, base, index, stride * size)
+            base = advanced(kb, base, index, stride * size)
         self.base = base
         # pairs begin at even keys; the last one has two where all keys that there are do
         even = not any(x % 2 for x in (spec.longest, load.m, load.offset, *load.batch))
         self.pairs = load.n == 1 and spec.length == "most" and even
-        self.fixed = None if load.n else read(k, base, 0, load.dtype, 1, rows.there[h])
+        self.fixed = None if load.n else read(kb, base, 0, load.dtype, 1, rows.there[h])
 
     def at(self, column: Value, pair: int) -> Lanes:
         """Of a pair of keys, the lane's first of which is `column` (s32); 0 where the row does not see it."""
         if self.fixed is not None: return self.fixed
-        k, load, size = self.k, self.load, self.load.dtype.itemsize
-        base, after = advanced(k, self.base, column.to("u32"), load.n * size), self.seen - column
-        if self.pairs: return read(k, base, 8 * pair * size, load.dtype, 2, after > 8 * pair)
-        return Lanes(k, load.dtype, [read(k, base, (8 * pair + e) * load.n * size, load.dtype, 1,
+        kb, load, size = self.kb, self.load, self.load.dtype.itemsize
+        base, after = advanced(kb, self.base, column.to("u32"), load.n * size), self.seen - column
+        if self.pairs: return read(kb, base, 8 * pair * size, load.dtype, 2, after > 8 * pair)
+        return Lanes(kb, load.dtype, [read(kb, base, (8 * pair + e) * load.n * size, load.dtype, 1,
                                           after > 8 * pair + e).at(0) for e in range(2)])
 
 
 @dataclass
 class _Pairs:
     """What a score reads, for pairs of columns: `row` 0 or 1 is the lane's row, `pair` counts 8 columns."""
-    k: Kernel
+    kb: Kernel
     cells: Cells
     index: Callable[[str | int, int], Value]
     loaded: Mapping[Load, Sequence[_Loaded]]

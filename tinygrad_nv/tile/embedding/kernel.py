@@ -31,61 +31,61 @@ def embedding(spec: EmbeddingSpec, schedule: Schedule, gpu: GPU) -> TileKernel:
     deep = min(DEEP, -(-pieces // team))
     tokens = max(32 // team, min(CTA // team, spec.tokens.count))  # of a CTA
     tokens = 1 << (tokens - 1).bit_length()
-    k = Kernel("embedding", arch=gpu.arch, threads=team * tokens)
-    _write(k, spec, team, tokens, piece, deep)
+    kb = Kernel("embedding", arch=gpu.arch, threads=team * tokens)
+    _write(kb, spec, team, tokens, piece, deep)
     grid = (-(-spec.tokens.count // tokens), -(-pieces // (team * deep)), 1)
-    return TileKernel("embedding", k.ptx(), grid, team * tokens, rows_of_cta=tokens, pdl=k.hopper)
+    return TileKernel("embedding", kb.ptx(), grid, team * tokens, rows_of_cta=tokens, pdl=kb.hopper)
 
 
-def _write(k: Kernel, spec: EmbeddingSpec, team: int, tokens: int, piece: int, deep: int) -> None:
-    out, weight, numbers = (k.pointer(name) for name in ("out", "weight", "tokens"))
-    count = k.param("m", "u32") if spec.symbolic else k.reg("u32", spec.tokens.count)
+def _write(kb: Kernel, spec: EmbeddingSpec, team: int, tokens: int, piece: int, deep: int) -> None:
+    out, weight, numbers = (kb.pointer(name) for name in ("out", "weight", "tokens"))
+    count = kb.param("m", "u32") if spec.symbolic else kb.reg("u32", spec.tokens.count)
     row_bytes = spec.width * spec.dtype.itemsize
-    with k.comment("this thread's token and pieces"):
-        token, lane = k.ctaid.x * tokens + k.tid.x // team, k.tid.x % team
+    with kb.comment("this thread's token and pieces"):
+        token, lane = kb.ctaid.x * tokens + kb.tid.x // team, kb.tid.x % team
         there = token < count
-        first = (k.ctaid.y * (team * deep) + lane) * piece
-        number = k.reg("s64", -1 - spec.rows)
-        at = _place(k, spec, numbers, token)
-        if k.hopper: k.wait_for_previous_grid()
+        first = (kb.ctaid.y * (team * deep) + lane) * piece
+        number = kb.reg("s64", -1 - spec.rows)
+        at = _place(kb, spec, numbers, token)
+        if kb.hopper: kb.wait_for_previous_grid()
         kind = f"s{8 * spec.tokens.dtype.itemsize}"
-        short = number if kind == "s64" else k.reg("s32", -1 - spec.rows)
-        k.emit(f"ld.global.{kind}", short, at.at(), guard=there)
+        short = number if kind == "s64" else kb.reg("s32", -1 - spec.rows)
+        kb.emit(f"ld.global.{kind}", short, at.at(), guard=there)
         if kind == "s32": number = short.to("s64")
-        row = k.select(number < 0, number + spec.rows, number, "s64")
-        known = k.reg("pred")
-        k.emit("setp.lt.u64", known, _unsigned(k, row), spec.rows)
-    source = weight + _unsigned(k, row) * row_bytes + first.to("u64")
-    target = advanced(k, out, token, row_bytes) + first.to("u64")
+        row = kb.select(number < 0, number + spec.rows, number, "s64")
+        known = kb.reg("pred")
+        kb.emit("setp.lt.u64", known, _unsigned(kb, row), spec.rows)
+    source = weight + _unsigned(kb, row) * row_bytes + first.to("u64")
+    target = advanced(kb, out, token, row_bytes) + first.to("u64")
     kind, registers = PIECES[piece]
     vector = f".v{registers}" if registers > 1 else ""
     loaded, whole = [], row_bytes % (deep * team * piece) == 0
-    with k.comment("the row"):
+    with kb.comment("the row"):
         for i in range(deep):
             inside = None if whole else first + i * team * piece < row_bytes
-            words = k.regs(kind, registers, 0)
-            k.emit(f"ld.global{vector}.{kind}", words if vector else words[0], source.at(i * team * piece),
+            words = kb.regs(kind, registers, 0)
+            kb.emit(f"ld.global{vector}.{kind}", words if vector else words[0], source.at(i * team * piece),
                    guard=known if inside is None else known & inside)
             loaded.append((words, there if inside is None else there & inside))
-        if k.hopper: k.launch_dependents()
+        if kb.hopper: kb.launch_dependents()
         for i, (words, guard) in enumerate(loaded):
-            k.emit(f"st.global{vector}.{kind}", target.at(i * team * piece), words if vector else words[0],
+            kb.emit(f"st.global{vector}.{kind}", target.at(i * team * piece), words if vector else words[0],
                    guard=guard)
 
 
-def _place(k: Kernel, spec: EmbeddingSpec, numbers: Value, token: Value) -> Value:
+def _place(kb: Kernel, spec: EmbeddingSpec, numbers: Value, token: Value) -> Value:
     """Where a token's number lies: u64."""
     size, rest = spec.tokens.dtype.itemsize, token
     at = numbers + spec.tokens.offset * size if spec.tokens.offset else numbers
-    if len(spec.tokens.extents) == 1: return advanced(k, at, token, spec.tokens.strides[0] * size)
+    if len(spec.tokens.extents) == 1: return advanced(kb, at, token, spec.tokens.strides[0] * size)
     for extent, stride in reversed(list(zip(spec.tokens.extents, spec.tokens.strides, strict=True))):
-        at = advanced(k, at, rest % extent, stride * size)
+        at = advanced(kb, at, rest % extent, stride * size)
         rest = rest // extent
     return at
 
 
-def _unsigned(k: Kernel, value: Value) -> Value:
+def _unsigned(kb: Kernel, value: Value) -> Value:
     """An s64 as u64: what is below 0 is beyond every row."""
-    made = k.reg("u64")
-    k.emit("mov.b64", made, value)
+    made = kb.reg("u64")
+    kb.emit("mov.b64", made, value)
     return made

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 
 from tinygrad_nv.ptx.gpcs import most_clusters
 from tinygrad_nv.tile.gemm import work
-from tinygrad_nv.tile.gemm.schedules import GemmSchedule
+from tinygrad_nv.tile.gemm.schedules import CTATile, GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
 from tinygrad_nv.tile.gemm.work import L2_BYTES_PER_CYCLE, Ending, Work
 from tinygrad_nv.tile.gpu import GPUModel, gpu_model_for
@@ -128,6 +128,7 @@ class _Tiles(NamedTuple):
     usable: int          # SMs
     resident: int        # CTAs of an SM at once
     lanes: int           # tiles of an SM at once
+    tile: CTATile        # of a CTA
 
 
 class CostModel:
@@ -139,7 +140,8 @@ class CostModel:
         self.a_bytes = spec.m * spec.k * self.size
         self.b_bytes = spec.n * spec.k * self.size * spec.parts
         self.a_matrices, self.b_matrices = self._matrices(spec.a), self._matrices(spec.b)
-        elements = spec.m * spec.n * spec.matrices
+        self.matrices = spec.matrices
+        elements = spec.m * spec.n * self.matrices
         self.result_bytes = elements * (self.ending.load_bytes + self.ending.store_bytes)
 
     def _matrices(self, operand: Operand) -> int:
@@ -176,7 +178,7 @@ class CostModel:
         else:
             per_sm = ceil(units / t.usable)
             turns, ends = float(ceil(per_sm / t.lanes)), 1
-        l2 = self._l2_cycles(s, active)
+        l2 = self._l2_cycles(s, t.tile, active)
         fetch = gpu_model.load_s * gpu_model.clock_hz
         wait = fetch / max(done.ahead, 1)
         step = max(cost.compute(s, done, at_once), done.issue, l2, wait / at_once) \
@@ -200,17 +202,19 @@ class CostModel:
                           t.tiles * s.splits / (t.usable * t.lanes))
 
     def _tiles(self, s: GemmSchedule, resident: int) -> _Tiles:
-        rows, columns = (-(-count // ctas) * ctas  # whole clusters
-                         for count, ctas in zip(s.grid(self.spec), s.cluster_shape, strict=True))
+        tile, (above, across) = s.tile(self.spec), s.cluster_shape
+        m, n = (self.spec.n, self.spec.m) if s.swap else (self.spec.m, self.spec.n)
+        rows = -(-m // (tile.rows * above)) * above             # whole clusters
+        columns = -(-n // (tile.columns * across)) * across
         usable = max(most_clusters(s.cluster_ctas, self.gpu_model.sm_count), 1) * s.cluster_ctas
         steps = -(-self.spec.k // s.block_k)
-        return _Tiles(rows, columns, rows * columns * self.spec.matrices, -(-steps // s.splits), usable,
-                      resident, resident * s.turns)
+        return _Tiles(rows, columns, rows * columns * self.matrices, -(-steps // s.splits), usable,
+                      resident, resident * s.turns, tile)
 
-    def _l2_cycles(self, s: GemmSchedule, active: int) -> float:
+    def _l2_cycles(self, s: GemmSchedule, tile: CTATile, active: int) -> float:
         """Cycles in which L2 brings a step's operands to an SM while as many SMs as are active ask."""
         m, n = (self.spec.n, self.spec.m) if s.swap else (self.spec.m, self.spec.n * self.spec.parts)
-        tile, (above, across) = s.tile(self.spec), s.cluster_shape
+        above, across = s.cluster_shape
         rows, columns = min(tile.rows, m) / across, min(tile.width, n) / above
         rate = min(L2_BYTES_PER_CYCLE, self.gpu_model.l2_bytes_per_s / self.gpu_model.clock_hz / active)
         return (rows + columns) * s.block_k * self.size / rate
@@ -233,8 +237,7 @@ class CostModel:
         """What it costs to join partial sums. In a cluster: each CTA leaves a tile's and reads a share of the
         others'. Beyond: zero flags, write a tile's, wait, read those of the others."""
         if s.splits == 1 and not s.stream: return 0.0
-        tile = s.tile(self.spec)
-        tile_s = 4 * tile.rows * tile.width / L2_BYTES_PER_CYCLE / self.gpu_model.clock_hz
+        tile_s = 4 * t.tile.rows * t.tile.width / L2_BYTES_PER_CYCLE / self.gpu_model.clock_hz
         if not flags: return JOIN_S + cost_of(s).cluster_tiles * tile_s
         if not s.stream: return self.gpu_model.launch_s + JOIN_S + s.splits * tile_s
         if t.tiles % t.usable == 0: return self.gpu_model.launch_s

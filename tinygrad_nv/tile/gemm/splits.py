@@ -26,8 +26,8 @@ class Splits:
     at 0); `residue`: elements of K in the first of them; `one_or_two`: some have two, others one. `cells` of
     four sums each a thread holds."""
 
-    def __init__(self, k: Kernel, spec: GemmSpec, schedule: Mma, cells: int) -> None:
-        self.k, self.spec, self.schedule, self.cells = k, spec, schedule, cells
+    def __init__(self, kb: Kernel, spec: GemmSpec, schedule: Mma, cells: int) -> None:
+        self.kb, self.spec, self.schedule, self.cells = kb, spec, schedule, cells
         self.count = schedule.splits
         self.least_tiles, self.more = divmod(-(-spec.k // schedule.block_k), self.count)
         self.one_or_two = self.least_tiles == 1 and self.more > 0
@@ -41,24 +41,24 @@ class Splits:
     def declare(self) -> None:
         """The kernel's parameters."""
         if self.count > 1:
-            self.workspace, self.flag = self.k.pointer("workspace"), self.k.pointer("flags")
+            self.workspace, self.flag = self.kb.pointer("workspace"), self.kb.pointer("flags")
 
     def begin(self, walk: TileScheduler) -> None:
         """What this CTA has of K."""
         if self.count == 1: return
-        k, block = self.k, self.schedule.block_k
+        kb, block = self.kb, self.schedule.block_k
         self.number, self.split = walk.number, walk.split
         first = self.split * self.least_tiles
         if self.more:
-            smaller = k.reg("u32")
-            k.emit("min.u32", smaller, self.split, self.more)
+            smaller = kb.reg("u32")
+            kb.emit("min.u32", smaller, self.split, self.more)
             first = first + smaller
-            self.tiles = k.select(self.split < self.more, self.least_tiles + 1, self.least_tiles)
+            self.tiles = kb.select(self.split < self.more, self.least_tiles + 1, self.least_tiles)
         missing = self.spec.k % block and block - self.spec.k % block
         self.first_k = first * block
         if missing:  # the first tile of all is the one that is not full
-            self.first_k = k.select(self.split == 0, 0, self.first_k - missing)
-            self.residue = k.select(self.split == 0, block - missing, block, "u32")
+            self.first_k = kb.select(self.split == 0, 0, self.first_k - missing)
+            self.residue = kb.select(self.split == 0, block - missing, block, "u32")
 
     @contextmanager
     def finished_last(self, cells: Sequence[Sequence[Value]]) -> Iterator[None]:
@@ -66,10 +66,10 @@ class Splits:
         if self.count == 1:
             yield
             return
-        with self.k.comment(f"sums of {self.count} CTAs"): mine = self._slot(self.split)
-        for i, cell in enumerate(cells): self.k.st("global", self._kind(cell), self._at(mine, i), cell)
-        told = self.k.shared("arrived", 4)
-        with self.k.if_(is_last(self.k, self.flag, self.number, told.at(), self.count)):
+        with self.kb.comment(f"sums of {self.count} CTAs"): mine = self._slot(self.split)
+        for i, cell in enumerate(cells): self.kb.st("global", self._kind(cell), self._at(mine, i), cell)
+        told = self.kb.shared("arrived", 4)
+        with self.kb.if_(is_last(self.kb, self.flag, self.number, told.at(), self.count)):
             self._gather(cells)
             yield
 
@@ -78,32 +78,32 @@ class Splits:
     def _slot(self, split: Value) -> Value:
         """A split's place in the workspace, of this thread: u64."""
         slot = (self.number * self.count + split).to("u64") * self.slot_bytes
-        return self.workspace + slot + (self.k.tid.x * CELL_BYTES).to("u64")
+        return self.workspace + slot + (self.kb.tid.x * CELL_BYTES).to("u64")
 
     def _at(self, slot: Value, cell: int) -> MemoryOperand:
         return slot.at(cell * CELL_BYTES * self.schedule.threads)
 
     def _gather(self, cells: Sequence[Sequence[Value]]) -> None:
         """The sums of all splits, in their order."""
-        k, slot = self.k, self._slot(self.k.reg("u32", 0))
+        kb, slot = self.kb, self._slot(self.kb.reg("u32", 0))
         for i, cell in enumerate(cells):
-            parts = k.ld("global", self._kind(cell), self._at(slot, i), 4)
+            parts = kb.ld("global", self._kind(cell), self._at(slot, i), 4)
             for register, part in zip(cell, parts, strict=True): register.set(part)
-        with k.loop(1, self.count):
+        with kb.loop(1, self.count):
             slot += self.slot_bytes
             for i, cell in enumerate(cells):
-                parts = k.ld("global", self._kind(cell), self._at(slot, i), 4)
+                parts = kb.ld("global", self._kind(cell), self._at(slot, i), 4)
                 for register, part in zip(cell, parts, strict=True): register += part
 
 
-def is_last(k: Kernel, flags: Value, tile: Value, told: MemoryOperand, count: int) -> Value:
+def is_last(kb: Kernel, flags: Value, tile: Value, told: MemoryOperand, count: int) -> Value:
     """Counts this CTA in at the flag of a tile; whether it is the last of `count`, which all threads learn by
     the shared word `told`. One thread releases and acquires for all: what the barriers order before its
     atomic, and after, is ordered too."""
-    k.sync()
-    with k.if_(k.tid.x == 0):
-        before, flag = k.reg("u32"), flags + tile.to("u64") * 4
-        k.emit("atom.acq_rel.gpu.global.add.u32", before, flag.at(), 1)
-        k.st("shared", "u32", told, before)
-    k.sync()
-    return k.ld("shared", "u32", told)[0] == count - 1
+    kb.sync()
+    with kb.if_(kb.tid.x == 0):
+        before, flag = kb.reg("u32"), flags + tile.to("u64") * 4
+        kb.emit("atom.acq_rel.gpu.global.add.u32", before, flag.at(), 1)
+        kb.st("shared", "u32", told, before)
+    kb.sync()
+    return kb.ld("shared", "u32", told)[0] == count - 1

@@ -33,9 +33,9 @@ Operation = tuple[str, Value, Value]  # name, operands
 def kv_append(spec: AppendSpec, schedule: Schedule, gpu: GPU) -> TileKernel:
     """The kernel of an append. Parameters in this order: pages of keys, of values; rotated q; k, v; q; table;
     lengths; cos, sin; scales of keys, of values: those that there are."""
-    k = Kernel("kv_append", arch=gpu.arch, threads=_threads(spec))
-    _Append(k, spec).write()
-    return TileKernel("kv_append", k.ptx(), (spec.rows, spec.batch, 1), k.threads[0], pdl=k.hopper)
+    kb = Kernel("kv_append", arch=gpu.arch, threads=_threads(spec))
+    _Append(kb, spec).write()
+    return TileKernel("kv_append", kb.ptx(), (spec.rows, spec.batch, 1), kb.threads[0], pdl=kb.hopper)
 
 
 def _threads(spec: AppendSpec) -> int:
@@ -57,36 +57,36 @@ class AppendTarget:
 class _Append:
     """The kernel of a spec under construction."""
 
-    def __init__(self, k: Kernel, spec: AppendSpec) -> None:
-        self.k, self.spec, self.count = k, spec, vector(spec)
-        self.k_pages, self.v_pages = k.pointer("k_pages"), k.pointer("v_pages")
-        if spec.q: self.q_out = k.pointer("q_out")
-        self.new_k, self.new_v = k.pointer("k"), k.pointer("v")
-        if spec.q: self.q = k.pointer("q")
-        if spec.table: self.table = k.pointer("table")
-        self.lengths = k.pointer("lengths")
-        if spec.rope: self.cos, self.sin = k.pointer("cos"), k.pointer("sin")
-        self.scales = {name: k.pointer(name) for name, scale in
+    def __init__(self, kb: Kernel, spec: AppendSpec) -> None:
+        self.kb, self.spec, self.count = kb, spec, vector(spec)
+        self.k_pages, self.v_pages = kb.pointer("k_pages"), kb.pointer("v_pages")
+        if spec.q: self.q_out = kb.pointer("q_out")
+        self.new_k, self.new_v = kb.pointer("k"), kb.pointer("v")
+        if spec.q: self.q = kb.pointer("q")
+        if spec.table: self.table = kb.pointer("table")
+        self.lengths = kb.pointer("lengths")
+        if spec.rope: self.cos, self.sin = kb.pointer("cos"), kb.pointer("sin")
+        self.scales = {name: kb.pointer(name) for name, scale in
                        (("k_scale", spec.k_scale), ("v_scale", spec.v_scale)) if scale is not None}
-        self.row, self.request = k.ctaid.x, k.ctaid.y
+        self.row, self.request = kb.ctaid.x, kb.ctaid.y
 
     def write(self) -> None:
-        k, spec = self.k, self.spec
-        if k.hopper: k.wait_for_previous_grid()
-        with k.comment("where the row stands"): self.find()
+        kb, spec = self.kb, self.spec
+        if kb.hopper: kb.wait_for_previous_grid()
+        with kb.comment("where the row stands"): self.find()
         if spec.q is not None:
-            with k.comment("q"):
+            with kb.comment("q"):
                 start = (self.request * spec.rows + self.row).to("u64") * (spec.q_heads * spec.d)
                 to = AppendTarget(spec.q.dtype, self.q_out + start * spec.q.dtype.itemsize, spec.d)
                 self.part(self.q, spec.q, spec.q_heads, spec.d, spec.rope, to)
-        with k.if_(self.there):
-            with k.comment("keys"):
+        with kb.if_(self.there):
+            with kb.comment("keys"):
                 to = self.token_of(self.k_pages, spec.k_pages, "k_scale", spec.k_scale)
                 self.part(self.new_k, spec.k, spec.heads, spec.d, spec.rope, to)
-            with k.comment("values"):
+            with kb.comment("values"):
                 to = self.token_of(self.v_pages, spec.v_pages, "v_scale", spec.v_scale)
                 self.part(self.new_v, spec.v, spec.heads, spec.d_v, None, to)
-        if k.hopper: k.launch_dependents()
+        if kb.hopper: kb.launch_dependents()
 
     def token_of(self, base: Value, pages: Pages, name: str, scale: Scales | None) -> AppendTarget:
         """The row's token in its page."""
@@ -100,29 +100,29 @@ class _Append:
 
     def find(self) -> None:
         """Its place, page and token, and whether there is a page."""
-        k, spec = self.k, self.spec
-        length = k.ld("global", "s32", self.moved(self.lengths, self.request, 4).at())[0]
+        kb, spec = self.kb, self.spec
+        length = kb.ld("global", "s32", self.moved(self.lengths, self.request, 4).at())[0]
         place = length + self.row.to("s32") - spec.rows
         inside = place.to("u32") < spec.longest
         if spec.table:
-            self.page = k.reg("u32", 0xFFFFFFFF, name="page")
+            self.page = kb.reg("u32", 0xFFFFFFFF, name="page")
             entry = self.moved(self.moved(self.table, self.request, 4 * spec.pages),
                                place.to("u32") // spec.page_size, 4)
-            k.emit("ld.global.u32", self.page, entry.at(), guard=inside)
-        else: self.page = k.select(inside, self.request, 0xFFFFFFFF, "u32")
+            kb.emit("ld.global.u32", self.page, entry.at(), guard=inside)
+        else: self.page = kb.select(inside, self.request, 0xFFFFFFFF, "u32")
         self.there = self.page < spec.stored
         self.token = place.to("u32") % spec.page_size
         if spec.rope is None: return
-        k.emit("max.s32", place, place, 0)
-        k.emit("min.s32", place, place, spec.longest - 1)
+        kb.emit("max.s32", place, place, 0)
+        kb.emit("min.s32", place, place, spec.longest - 1)
         angles = place.to("u32") * spec.rope.half
         self.angles = [self.moved(table, angles, spec.rope.dtype.itemsize) for table in (self.cos, self.sin)]
 
     def moved(self, base: Value, count: Value, nbytes: int) -> Value:
         """An address (u64) and so many strides (u32) of bytes further."""
         if nbytes < 1 << 31:
-            made = self.k.reg("u64")
-            self.k.emit("mad.wide.u32", made, count, nbytes, base)
+            made = self.kb.reg("u64")
+            self.kb.emit("mad.wide.u32", made, count, nbytes, base)
             return made
         return base + count.to("u64") * nbytes
 
@@ -158,12 +158,12 @@ class _Append:
 
     def each(self, heads: int, vectors: int) -> Iterator[tuple[Value, Value]]:
         """This thread's head and first element, vector after vector."""
-        k, threads, total = self.k, self.k.threads[0], heads * vectors
+        kb, threads, total = self.kb, self.kb.threads[0], heads * vectors
         for start in range(0, total, threads):
-            index = k.tid.x + start if start else k.tid.x
+            index = kb.tid.x + start if start else kb.tid.x
             if start + threads <= total: yield index // vectors, index % vectors * self.count
             else:
-                with k.if_(index < total): yield index // vectors, index % vectors * self.count
+                with kb.if_(index < total): yield index // vectors, index % vectors * self.count
 
     def rotated(self, rope: Rope, values: list[list[Value]], first: Value) -> list[list[Value]]:
         """Vectors after the rotation of their pairs."""
@@ -180,22 +180,22 @@ class _Append:
 
     def turn(self, rope: Rope, a: Value, b: Value, cos: Value, sin: Value) -> tuple[Value, Value]:
         """a cos − b sin, b cos + a sin."""
-        k = self.k
+        kb = self.kb
         if rope.rounded:
             p, q = self.narrowed(("mul", a, cos), ("mul", b, sin), rope.dtype)
             r, s = self.narrowed(("mul", b, cos), ("mul", a, sin), rope.dtype)
             return self.narrowed(("sub", p, q), ("add", r, s), rope.dtype)
-        first, second = k.regs("f32", 2)
-        k.emit("fma.rn.f32", first, a, cos, -(b * sin))
-        k.emit("fma.rn.f32", second, b, cos, a * sin)
+        first, second = kb.regs("f32", 2)
+        kb.emit("fma.rn.f32", first, a, cos, -(b * sin))
+        kb.emit("fma.rn.f32", second, b, cos, a * sin)
         return first, second
 
     def narrowed(self, first: Operation, second: Operation, dtype: DType) -> tuple[Value, Value]:
         """The results of two operations in float32, each rounded to a dtype."""
-        k, made = self.k, self.k.regs("f32", 2)
+        kb, made = self.kb, self.kb.regs("f32", 2)
         for result, (opcode, x, y) in zip(made, (first, second), strict=True):
-            k.emit(f"{opcode}.rn.f32", result, x, y)  # .rn: not to be made one with another
-        low, high = made if dtype == dtypes.float32 else unpacked(k, packed(k, made, dtype), dtype)
+            kb.emit(f"{opcode}.rn.f32", result, x, y)  # .rn: not to be made one with another
+        low, high = made if dtype == dtypes.float32 else unpacked(kb, packed(kb, made, dtype), dtype)
         return low, high
 
     def inverse(self, scale: tuple[Value, Scales] | None, head: Value) -> Value | None:
@@ -203,8 +203,8 @@ class _Append:
         if scale is None: return None
         pointer, lies = scale
         at = self.moved(self.moved(pointer + 4 * lies.offset, self.page, 4 * lies.page), head, 4 * lies.head)
-        made = self.k.reg("f32")
-        self.k.emit("rcp.rn.f32", made, self.k.ld("global", "f32", at.at())[0])
+        made = self.kb.reg("f32")
+        self.kb.emit("rcp.rn.f32", made, self.kb.ld("global", "f32", at.at())[0])
         return made
 
     # **** vectors ****
@@ -213,34 +213,34 @@ class _Append:
         """So many elements as f32."""
         words = count * dtype.itemsize // 4
         kind = "f32" if dtype == dtypes.float32 else "b32"
-        pieces = [self.k.ld("global", kind, at.at(4 * i), min(4, words - i)) for i in range(0, words, 4)]
+        pieces = [self.kb.ld("global", kind, at.at(4 * i), min(4, words - i)) for i in range(0, words, 4)]
         loaded = [word for piece in pieces for word in piece]
         if dtype == dtypes.float32: return loaded
-        return [x for word in loaded for x in unpacked(self.k, word, dtype)]
+        return [x for word in loaded for x in unpacked(self.kb, word, dtype)]
 
     def store(self, at: Value, dtype: DType, values: list[Value], inverse: Value | None) -> None:
         """The elements rounded to a dtype, times the inverse of a scale."""
-        k = self.k
+        kb = self.kb
         if inverse is not None: values = [value * inverse for value in values]
         if dtype == dtypes.float32: words = values
-        elif dtype in FLOAT16S: words = [packed(k, values[i:i + 2], dtype) for i in range(0, len(values), 2)]
+        elif dtype in FLOAT16S: words = [packed(kb, values[i:i + 2], dtype) for i in range(0, len(values), 2)]
         else: words = [self.bytes_of(values[i:i + 4], dtype) for i in range(0, len(values), 4)]
         kind = "f32" if dtype == dtypes.float32 else "b32"
-        for i in range(0, len(words), 4): k.st("global", kind, at.at(4 * i), words[i:i + 4])
+        for i in range(0, len(words), 4): kb.st("global", kind, at.at(4 * i), words[i:i + 4])
 
     def bytes_of(self, values: list[Value], dtype: DType) -> Value:
         """Four numbers of 8 bits as a b32."""
-        k, made = self.k, self.k.reg("b32")
+        kb, made = self.kb, self.kb.reg("b32")
         if dtype != dtypes.int8:
-            k.emit("mov.b32", made, [to_fp8(k, values[i:i + 2], dtype) for i in (0, 2)])
+            kb.emit("mov.b32", made, [to_fp8(kb, values[i:i + 2], dtype) for i in (0, 2)])
             return made
-        whole = k.regs("s32", 4)
+        whole = kb.regs("s32", 4)
         for number, value in zip(whole, values, strict=True):
-            k.emit("max.f32", value, value, -128.0)
-            k.emit("min.f32", value, value, 127.0)
-            k.emit("cvt.rni.s32.f32", number, value)
-        pairs = k.regs("b32", 2)
+            kb.emit("max.f32", value, value, -128.0)
+            kb.emit("min.f32", value, value, 127.0)
+            kb.emit("cvt.rni.s32.f32", number, value)
+        pairs = kb.regs("b32", 2)
         for pair, (low, high) in zip(pairs, (whole[:2], whole[2:]), strict=True):
-            k.emit("prmt.b32", pair, low, high, 0x0040)
-        k.emit("prmt.b32", made, *pairs, 0x5410)
+            kb.emit("prmt.b32", pair, low, high, 0x0040)
+        kb.emit("prmt.b32", made, *pairs, 0x5410)
         return made

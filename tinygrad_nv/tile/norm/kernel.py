@@ -42,23 +42,23 @@ Vector = list[Lanes]    # pairs of elements that lie side by side, or one elemen
 def norm(spec: NormSpec, plan: Norm, gpu: GPU) -> TileKernel:
     """The kernel of rows, by a legal schedule. Parameters in this order: results; x0, x1, …; u32 rows, of a
     symbolic spec."""
-    k = Kernel("norm" if spec.statistics else "elements", arch=gpu.arch, threads=plan.threads)
-    _NormKernel(k, spec, plan).write()
+    kb = Kernel("norm" if spec.statistics else "elements", arch=gpu.arch, threads=plan.threads)
+    _NormKernel(kb, spec, plan).write()
     grid = (-(-spec.m // plan.rows), prod(spec.batch), plan.blocks)
-    return TileKernel(k.name, k.ptx(), grid, plan.threads, rows_of_cta=plan.rows, pdl=k.hopper)
+    return TileKernel(kb.name, kb.ptx(), grid, plan.threads, rows_of_cta=plan.rows, pdl=kb.hopper)
 
 
 class _Row:
     """A thread's row, as what expressions read: indices, and numbers of the row by what stands for them."""
 
-    def __init__(self, k: Kernel, spec: NormSpec, plan: Norm, rows: Value | int) -> None:
-        if plan.rows == 1: self.m, lane = k.ctaid.x, k.tid.x
-        else: self.m, lane = k.ctaid.x * plan.rows + k.tid.x // plan.team, k.tid.x % plan.team
+    def __init__(self, kb: Kernel, spec: NormSpec, plan: Norm, rows: Value | int) -> None:
+        if plan.rows == 1: self.m, lane = kb.ctaid.x, kb.tid.x
+        else: self.m, lane = kb.ctaid.x * plan.rows + kb.tid.x // plan.team, kb.tid.x % plan.team
         whole = plan.rows == 1 or (not spec.symbolic and spec.m % plan.rows == 0)
-        self.k, self.there = k, None if whole else self.m < rows
+        self.kb, self.there = kb, None if whole else self.m < rows
         self.first = lane * plan.vector  # of the thread's elements
-        if plan.blocks > 1: self.first = self.first + k.ctaid.z * (plan.span * plan.chunks)
-        self.batch, rest = list[Value](), k.ctaid.y
+        if plan.blocks > 1: self.first = self.first + kb.ctaid.z * (plan.span * plan.chunks)
+        self.batch, rest = list[Value](), kb.ctaid.y
         for extent in reversed(spec.batch):
             self.batch.insert(0, rest % extent)
             rest = rest // extent
@@ -70,7 +70,7 @@ class _Row:
         at = pointer + lies.offset * size if lies.offset else pointer
         strides = (*(lies.batch or [0] * len(self.batch)), lies.m, lies.n)
         for index, stride in zip((*self.batch, self.m, self.first), strides, strict=True):
-            at = advanced(self.k, at, index, stride * size)
+            at = advanced(self.kb, at, index, stride * size)
         return at
 
     def sums(self, part: int, row: int, pair: int) -> Sequence[Value]: raise AssertionError("known by name")
@@ -100,7 +100,7 @@ class _Elements:
         chunk, element = divmod(pair, self.plan.vector)
         made = self.vectors[load][chunk][element // 2]
         # in memory's form: conversions are cheaper than registers
-        return Lanes(made.k, made.dtype, [] if made.packed is not None else made.wide, made.packed)
+        return Lanes(made.kb, made.dtype, [] if made.packed is not None else made.wide, made.packed)
 
     def position(self, axis: str | int, row: int, pair: int) -> Sequence[Value]:
         if axis != "n": return self.row.position(axis, row, pair)
@@ -116,44 +116,44 @@ class _Elements:
 class _NormKernel:
     """The kernel of a spec under construction."""
 
-    def __init__(self, k: Kernel, spec: NormSpec, plan: Norm) -> None:
-        self.k, self.spec, self.plan, self.width = k, spec, plan, min(2, plan.vector)
-        self.outs = [k.pointer(f"out{i}") for i in range(len(spec.results))]
-        self.inputs = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
-        self.row = _Row(k, spec, plan, k.param("m", "u32") if spec.symbolic else spec.m)
+    def __init__(self, kb: Kernel, spec: NormSpec, plan: Norm) -> None:
+        self.kb, self.spec, self.plan, self.width = kb, spec, plan, min(2, plan.vector)
+        self.outs = [kb.pointer(f"out{i}") for i in range(len(spec.results))]
+        self.inputs = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
+        self.row = _Row(kb, spec, plan, kb.param("m", "u32") if spec.symbolic else spec.m)
         # ptxas moves ld.global.nc to before griddepcontrol.wait
-        self.space = "global" if k.hopper else "global.nc"
+        self.space = "global" if kb.hopper else "global.nc"
         self.guards: dict[int, Value] = {}
         self.warps = plan.team // 32
         if spec.statistics and self.warps > 1:
-            self.parts = k.shared("parts", 4 * self.warps * len(spec.statistics))
+            self.parts = kb.shared("parts", 4 * self.warps * len(spec.statistics))
 
     def write(self) -> None:
         """The kernel."""
-        k, spec, row = self.k, self.spec, self.row
-        with k.comment("where this thread's elements lie"):
+        kb, spec, row = self.kb, self.spec, self.row
+        with kb.comment("where this thread's elements lie"):
             self.at = {load: row.address(self.inputs[load.parameter], load) for load in every(spec)}
             self.to = [row.address(out, each.result)
                        for out, each in zip(self.outs, spec.results, strict=True)]
-        if k.hopper:
+        if kb.hopper:
             if spec.rows <= MANY_ROWS:
                 for load in along(spec): self.ask(load)
-            k.wait_for_previous_grid()
-        with k.comment("numbers of the row"):
+            kb.wait_for_previous_grid()
+        with kb.comment("numbers of the row"):
             for load, at in self.at.items():
-                if not load.n: row.known[load] = read(k, at, 0, load.dtype, 1, row.there, self.space)
+                if not load.n: row.known[load] = read(kb, at, 0, load.dtype, 1, row.there, self.space)
         if self.plan.held:
-            with k.comment("its elements"):
+            with kb.comment("its elements"):
                 self.held = self.loaded(along(spec), self.at, range(self.plan.chunks))
         stands: dict[Expression, Expression] = {}
         for number, each in enumerate(spec.statistics):
-            with k.comment(f"statistic {number}"):
+            with kb.comment(f"statistic {number}"):
                 term = self.of_elements(substituted(each.term, stands))
                 total = self.of_team(self.reduced(Statistic(each.op, term)), each, number)
-                stands[Sum(each.dtype, number)] = self.named(Lanes(k, each.dtype, [total]))
-        with k.comment("results"):
+                stands[Sum(each.dtype, number)] = self.named(Lanes(kb, each.dtype, [total]))
+        with kb.comment("results"):
             values = [self.of_elements(substituted(each.value, stands)) for each in spec.results]
-            if k.hopper: k.launch_dependents()
+            if kb.hopper: kb.launch_dependents()
             self.store(values)
 
     def ask(self, load: Load) -> None:
@@ -163,7 +163,7 @@ class _NormKernel:
         for chunk in range(min(self.plan.chunks, TOGETHER)):
             inside = self.inside(chunk)
             start = chunk * self.plan.span * load.dtype.itemsize
-            self.k.emit("prefetch.global.L2", place(self.at[load], start),
+            self.kb.emit("prefetch.global.L2", place(self.at[load], start),
                         guard=line if inside is None else line & inside)
 
     # **** what belongs to a row ****
@@ -183,7 +183,7 @@ class _NormKernel:
         def once(node: Expression) -> None:
             leaf = isinstance(node, Constant) or (isinstance(node, Load) and node in self.row.known)
             if not (varies[node] or fixed[node] or leaf or node in known):
-                known[node] = self.named(EpilogueEmitter(self.k, node, self.row, width=1).at(0, 0))
+                known[node] = self.named(EpilogueEmitter(self.kb, node, self.row, width=1).at(0, 0))
 
         for node in walk(root):
             args = node.args if isinstance(node, Apply) else ()
@@ -216,26 +216,26 @@ class _NormKernel:
         return made
 
     def vector(self, load: Load, at: Value, chunk: int) -> Vector:
-        k, dtype, count = self.k, load.dtype, self.plan.vector
+        kb, dtype, count = self.kb, load.dtype, self.plan.vector
         start, guard = chunk * self.plan.span * dtype.itemsize, self.inside(chunk)
-        if count == 1: return [read(k, at, start, dtype, 1, guard, self.space)]
+        if count == 1: return [read(kb, at, start, dtype, 1, guard, self.space)]
         if dtype not in FLOAT16S and dtype.itemsize != 4:
-            return [read(k, at, start + i * dtype.itemsize, dtype, 2, guard, self.space)
+            return [read(kb, at, start + i * dtype.itemsize, dtype, 2, guard, self.space)
                     for i in range(0, count, 2)]
         words, kind = count * dtype.itemsize // 4, "b32" if dtype in FLOAT16S else kind_of(dtype)
-        made = k.regs(kind, words) if guard is None else k.regs(kind, words, 0.0 if kind == "f32" else 0)
+        made = kb.regs(kind, words) if guard is None else kb.regs(kind, words, 0.0 if kind == "f32" else 0)
         for i in range(0, words, 4):
             piece = made[i:i + 4]
             some = f".v{len(piece)}" if len(piece) > 1 else ""
-            k.emit(f"ld.{self.space}{some}.{kind}", piece if some else piece[0], place(at, start + 4 * i),
+            kb.emit(f"ld.{self.space}{some}.{kind}", piece if some else piece[0], place(at, start + 4 * i),
                    guard=guard)
-        if dtype in FLOAT16S: return [Lanes(k, dtype, [], word) for word in made]
-        return [Lanes(k, dtype, [*made[i:i + 2]]) for i in range(0, words, 2)]
+        if dtype in FLOAT16S: return [Lanes(kb, dtype, [], word) for word in made]
+        return [Lanes(kb, dtype, [*made[i:i + 2]]) for i in range(0, words, 2)]
 
     def passes(self, *roots: Expression) -> Iterator[_Elements]:
         """A row's chunks, as registers or a loop have them; what uses them is written as often as this
         yields."""
-        k, plan, row = self.k, self.plan, self.row
+        kb, plan, row = self.kb, self.plan, self.row
         every = range(plan.chunks)
         if plan.held:
             yield _Elements(row, plan, row.first, every, self.inside, self.held, self.to)
@@ -243,8 +243,8 @@ class _NormKernel:
         wanted = [load for load in along(self.spec) if any(load in set(walk(root)) for root in roots)]
         whole = self.spec.n // plan.span // TOGETHER
         if whole:
-            with k.loop(0, whole, kind="u32") as i:
-                at, to = ([advanced(k, base, i, TOGETHER * plan.span * lies.n * lies.dtype.itemsize)
+            with kb.loop(0, whole, kind="u32") as i:
+                at, to = ([advanced(kb, base, i, TOGETHER * plan.span * lies.n * lies.dtype.itemsize)
                            for lies, base in listed] for listed in (
                     [(load, self.at[load]) for load in wanted],
                     list(zip((each.result for each in self.spec.results), self.to, strict=True))))
@@ -260,44 +260,44 @@ class _NormKernel:
 
     def reduced(self, statistic: Statistic) -> Value:
         """A statistic of this thread's elements."""
-        k, kind = self.k, kind_of(statistic.dtype)
+        kb, kind = self.kb, kind_of(statistic.dtype)
         opcode = f"{statistic.op}.{kind}"
         nothing = NOTHING[statistic.op, kind]
-        totals = k.regs(kind, min(ACCUMULATORS, self.plan.vector), nothing)
+        totals = kb.regs(kind, min(ACCUMULATORS, self.plan.vector), nothing)
         for elements in self.passes(statistic.term):
-            finish = EpilogueEmitter(k, statistic.term, elements, self.width)
+            finish = EpilogueEmitter(kb, statistic.term, elements, self.width)
             for chunk in elements.chunks:
                 for pair in elements.pairs(chunk):
                     value = finish.at(0, pair)
                     for i in range(self.width):
                         total = totals[(pair + i) % len(totals)]
-                        k.emit(opcode, total, total, value.at(i), guard=elements.inside(chunk))
+                        kb.emit(opcode, total, total, value.at(i), guard=elements.inside(chunk))
         while len(totals) > 1:
             half = len(totals) // 2
-            for low, high in zip(totals[:half], totals[half:], strict=True): k.emit(opcode, low, low, high)
+            for low, high in zip(totals[:half], totals[half:], strict=True): kb.emit(opcode, low, low, high)
             totals = totals[:half]
         return totals[0]
 
     def of_team(self, total: Value, statistic: Statistic, number: int) -> Value:
         """A statistic of the row, in all of its threads."""
-        k, kind = self.k, kind_of(statistic.dtype)
+        kb, kind = self.kb, kind_of(statistic.dtype)
         total = self.across(total, statistic, min(32, self.plan.team))
         if self.warps <= 1: return total
-        warp, lane, start = k.tid.x >> 5, k.tid.x & 31, 4 * self.warps * number
-        k.emit("st.shared.b32", self.parts.address(warp * 4).at(start), total, guard=lane == 0)
-        k.sync()
-        part = k.reg(kind)
-        k.emit(f"ld.shared.{kind}", part, self.parts.address((lane & (self.warps - 1)) * 4).at(start))
+        warp, lane, start = kb.tid.x >> 5, kb.tid.x & 31, 4 * self.warps * number
+        kb.emit("st.shared.b32", self.parts.address(warp * 4).at(start), total, guard=lane == 0)
+        kb.sync()
+        part = kb.reg(kind)
+        kb.emit(f"ld.shared.{kind}", part, self.parts.address((lane & (self.warps - 1)) * 4).at(start))
         return self.across(part, statistic, self.warps)
 
     def across(self, value: Value, statistic: Statistic, lanes: int) -> Value:
         """A statistic of so many lanes, in all of them."""
-        k, kind = self.k, kind_of(statistic.dtype)
+        kb, kind = self.kb, kind_of(statistic.dtype)
         while lanes > 1:
             lanes //= 2
-            other, made = k.regs(kind, 2)
-            k.emit("shfl.sync.bfly.b32", other, value, lanes, 31, -1)
-            k.emit(f"{statistic.op}.{kind}", made, value, other)
+            other, made = kb.regs(kind, 2)
+            kb.emit("shfl.sync.bfly.b32", other, value, lanes, 31, -1)
+            kb.emit(f"{statistic.op}.{kind}", made, value, other)
             value = made
         return value
 
@@ -305,12 +305,12 @@ class _NormKernel:
 
     def store(self, values: list[Expression]) -> None:
         """Elements of every thread, and numbers of a row by its first one."""
-        k, results = self.k, [each.result for each in self.spec.results]
+        kb, results = self.kb, [each.result for each in self.spec.results]
         elements = [i for i, result in enumerate(results) if result.n]
         if elements:
             roots = [values[i] for i in elements]
             for block in self.passes(*roots):
-                finish = EpilogueEmitter(k, roots[-1], block, self.width, before=tuple(roots[:-1]))
+                finish = EpilogueEmitter(kb, roots[-1], block, self.width, before=tuple(roots[:-1]))
                 for chunk in block.chunks:
                     found = [finish.all(0, pair) for pair in block.pairs(chunk)]
                     for i in elements:
@@ -320,18 +320,19 @@ class _NormKernel:
             if result.n: continue
             guard = self.row.first == 0
             if self.row.there is not None: guard = guard & self.row.there
-            write(k, self.to[i], 0, self.row.known[values[i]], 1, guard)
+            write(kb, self.to[i], 0, self.row.known[values[i]], 1, guard)
 
     def put(self, at: Value, values: Vector, chunk: int, guard: Value | None) -> None:
         """Stores a vector of a result."""
-        k, dtype = self.k, values[0].dtype
+        kb, dtype = self.kb, values[0].dtype
         start = chunk * self.plan.span * dtype.itemsize
         if self.width == 1 or (dtype not in FLOAT16S and dtype.itemsize != 4):
             for i, each in enumerate(values):
-                write(k, at, start + 2 * i * dtype.itemsize, each, self.width, guard)
+                write(kb, at, start + 2 * i * dtype.itemsize, each, self.width, guard)
             return
-        words = [word for each in values for word in stored_form(k, each, 2)[1]]
+        words = [word for each in values for word in stored_form(kb, each, 2)[1]]
         for i in range(0, len(words), 4):
             piece = words[i:i + 4]
             some = f".v{len(piece)}" if len(piece) > 1 else ""
-            k.emit(f"st.global{some}.b32", place(at, start + 4 * i), piece if some else piece[0], guard=guard)
+            kb.emit(f"st.global{some}.b32", place(at, start + 4 * i), piece if some else piece[0],
+                    guard=guard)

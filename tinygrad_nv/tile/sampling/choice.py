@@ -49,90 +49,90 @@ def choice(spec: ChoiceSpec, schedule: Schedule, gpu: GPU) -> TileKernel | Chain
 def first(spec: ChoiceSpec, arch: str) -> TileKernel:
     """The kernel of a choice, or of its pieces. Parameters in this order: out, int32 [rows], or uint64 [rows,
     pieces]; logits; numbers and places, of a draw."""
-    k = Kernel("choice", arch=arch, threads=THREADS)
-    _write(k, spec)
-    return TileKernel(k.name, k.ptx(), (pieces(spec), spec.rows, 1), THREADS, pdl=k.hopper)
+    kb = Kernel("choice", arch=arch, threads=THREADS)
+    _write(kb, spec)
+    return TileKernel(kb.name, kb.ptx(), (pieces(spec), spec.rows, 1), THREADS, pdl=kb.hopper)
 
 
 def merged(spec: ChoiceSpec, arch: str) -> TileKernel:
     """The second kernel. Parameters in this order: out, int32 [rows]; what the first has found."""
-    k = Kernel("pieces", arch=arch, threads=32)
-    out, found, cut = k.pointer("out"), k.pointer("found"), pieces(spec)
-    if k.hopper: k.wait_for_previous_grid()
-    row = k.ctaid.x * 32 + k.tid.x
-    with k.if_(row < spec.rows):
-        best, at = k.reg("u64", 0), advanced(k, found, row, 8 * cut)
-        at = k.reg("u64", at)
-        with k.loop(0, cut, kind="u32"):
-            k.emit("max.u64", best, best, k.ld("global", "u64", at.at())[0])
+    kb = Kernel("pieces", arch=arch, threads=32)
+    out, found, cut = kb.pointer("out"), kb.pointer("found"), pieces(spec)
+    if kb.hopper: kb.wait_for_previous_grid()
+    row = kb.ctaid.x * 32 + kb.tid.x
+    with kb.if_(row < spec.rows):
+        best, at = kb.reg("u64", 0), advanced(kb, found, row, 8 * cut)
+        at = kb.reg("u64", at)
+        with kb.loop(0, cut, kind="u32"):
+            kb.emit("max.u64", best, best, kb.ld("global", "u64", at.at())[0])
             at += 8
-        if k.hopper: k.launch_dependents()
-        k.st("global", "u32", advanced(k, out, row, 4).at(), _token(k, spec, best))
-    return TileKernel(k.name, k.ptx(), (-(-spec.rows // 32), 1, 1), 32, pdl=k.hopper)
+        if kb.hopper: kb.launch_dependents()
+        kb.st("global", "u32", advanced(kb, out, row, 4).at(), _token(kb, spec, best))
+    return TileKernel(kb.name, kb.ptx(), (-(-spec.rows // 32), 1, 1), 32, pdl=kb.hopper)
 
 
-def _write(k: Kernel, spec: ChoiceSpec) -> None:
+def _write(kb: Kernel, spec: ChoiceSpec) -> None:
     cut = pieces(spec)
-    out, logits = k.pointer("out"), k.pointer("logits")
-    noise = _Noise(k, k.pointer("numbers"), k.pointer("places")) if spec.draw else None
+    out, logits = kb.pointer("out"), kb.pointer("logits")
+    noise = _Noise(kb, kb.pointer("numbers"), kb.pointer("places")) if spec.draw else None
     span = -(-spec.size // (cut * THREADS)) * THREADS
-    row, start = k.ctaid.y, k.ctaid.x * span
-    end = k.reg("u32")
-    k.emit("min.u32", end, start + span, spec.size)
-    if k.hopper: k.wait_for_previous_grid()
+    row, start = kb.ctaid.y, kb.ctaid.x * span
+    end = kb.reg("u32")
+    kb.emit("min.u32", end, start + span, spec.size)
+    if kb.hopper: kb.wait_for_previous_grid()
     if noise is not None: noise.of_row(row)
-    base = advanced(k, logits, row, 4 * spec.size)
-    best = k.reg("u64", 0)
-    with k.comment("this thread's elements"), k.loop(start + k.tid.x, end, THREADS, kind="u32") as i:
-        x = k.ld("global", "f32", advanced(k, base, i, 4).at())[0]
+    base = advanced(kb, logits, row, 4 * spec.size)
+    best = kb.reg("u64", 0)
+    with kb.comment("this thread's elements"), kb.loop(start + kb.tid.x, end, THREADS, kind="u32") as i:
+        x = kb.ld("global", "f32", advanced(kb, base, i, 4).at())[0]
         if noise is not None:
             wanted = noise.drawn & (x != -math.inf)
-            with k.if_(wanted): x += noise.at(i)
-        k.emit("max.u64", best, best, _rank(k, x, i))
-    warps = k.shared("warps", 8 * (THREADS // 32))
-    best = _largest(k, best, 32)
-    k.emit("st.shared.u64", warps.address((k.tid.x >> 5) * 8).at(), best, guard=k.tid.x & 31 == 0)
-    k.sync()
-    if k.hopper: k.launch_dependents()
-    with k.if_(k.tid.x < 32):
+            with kb.if_(wanted): x += noise.at(i)
+        kb.emit("max.u64", best, best, _rank(kb, x, i))
+    warps = kb.shared("warps", 8 * (THREADS // 32))
+    best = _largest(kb, best, 32)
+    kb.emit("st.shared.u64", warps.address((kb.tid.x >> 5) * 8).at(), best, guard=kb.tid.x & 31 == 0)
+    kb.sync()
+    if kb.hopper: kb.launch_dependents()
+    with kb.if_(kb.tid.x < 32):
         lanes = THREADS // 32
-        best = k.ld("shared", "u64", warps.address((k.tid.x & (lanes - 1)) * 8).at())[0]
-        best = _largest(k, best, lanes)
-        at = advanced(k, out, row, 4) if cut == 1 else advanced(k, out, row * cut + k.ctaid.x, 8)
-        made = _token(k, spec, best) if cut == 1 else best
-        k.emit(f"st.global.{made.kind}", at.at(), made, guard=k.tid.x == 0)
+        best = kb.ld("shared", "u64", warps.address((kb.tid.x & (lanes - 1)) * 8).at())[0]
+        best = _largest(kb, best, lanes)
+        at = advanced(kb, out, row, 4) if cut == 1 else advanced(kb, out, row * cut + kb.ctaid.x, 8)
+        made = _token(kb, spec, best) if cut == 1 else best
+        kb.emit(f"st.global.{made.kind}", at.at(), made, guard=kb.tid.x == 0)
 
 
-def _rank(k: Kernel, y: Value, index: Value) -> Value:
+def _rank(kb: Kernel, y: Value, index: Value) -> Value:
     """A u64 that is larger for a larger number, and for the first of equals; all bits of NaN."""
-    plus, bits, made = k.reg("f32"), k.reg("b32"), k.reg("u64")
-    k.emit("add.f32", plus, y, 0.0)  # -0 is as large as 0
-    k.emit("mov.b32", bits, plus)
-    nan = k.reg("pred")
-    k.emit("setp.nan.f32", nan, y, y)
-    high = k.select(nan, 0xFFFFFFFF, ordered(k, bits), "u32")
-    k.emit("mov.b64", made, [~index, high])
+    plus, bits, made = kb.reg("f32"), kb.reg("b32"), kb.reg("u64")
+    kb.emit("add.f32", plus, y, 0.0)  # -0 is as large as 0
+    kb.emit("mov.b32", bits, plus)
+    nan = kb.reg("pred")
+    kb.emit("setp.nan.f32", nan, y, y)
+    high = kb.select(nan, 0xFFFFFFFF, ordered(kb, bits), "u32")
+    kb.emit("mov.b64", made, [~index, high])
     return made
 
 
-def _token(k: Kernel, spec: ChoiceSpec, best: Value) -> Value:
+def _token(kb: Kernel, spec: ChoiceSpec, best: Value) -> Value:
     """The index of a rank."""
-    low, high = k.regs("u32", 2)
-    k.emit("mov.b64", [low, high], best)
-    return k.select(high == 0xFFFFFFFF, spec.size, ~low, "u32")
+    low, high = kb.regs("u32", 2)
+    kb.emit("mov.b64", [low, high], best)
+    return kb.select(high == 0xFFFFFFFF, spec.size, ~low, "u32")
 
 
-def _largest(k: Kernel, value: Value, lanes: int) -> Value:
+def _largest(kb: Kernel, value: Value, lanes: int) -> Value:
     """The largest u64 of so many lanes, in all of them."""
     while lanes > 1:
         lanes //= 2
-        halves, others = k.regs("b32", 2), k.regs("b32", 2)
-        k.emit("mov.b64", halves, value)
+        halves, others = kb.regs("b32", 2), kb.regs("b32", 2)
+        kb.emit("mov.b64", halves, value)
         for half, other in zip(halves, others, strict=True):
-            k.emit("shfl.sync.bfly.b32", other, half, lanes, 31, -1)
-        there, made = k.regs("u64", 2)
-        k.emit("mov.b64", there, others)
-        k.emit("max.u64", made, value, there)
+            kb.emit("shfl.sync.bfly.b32", other, half, lanes, 31, -1)
+        there, made = kb.regs("u64", 2)
+        kb.emit("mov.b64", there, others)
+        kb.emit("max.u64", made, value, there)
         value = made
     return value
 
@@ -140,50 +140,50 @@ def _largest(k: Kernel, value: Value, lanes: int) -> Value:
 class _Noise:
     """A row's noise."""
 
-    def __init__(self, k: Kernel, numbers: Value, places: Value) -> None:
-        self.k, self.numbers, self.places = k, numbers, places
+    def __init__(self, kb: Kernel, numbers: Value, places: Value) -> None:
+        self.kb, self.numbers, self.places = kb, numbers, places
 
     def of_row(self, row: Value) -> None:
         """The key, the place, and whether there is noise at all."""
-        k = self.k
-        at = advanced(k, self.numbers, row, 4 * NUMBERS)
-        self.drawn = k.ld("global", "f32", at.at(4 * Number.temperature))[0] > 0.0
-        words = [k.ld("global", "f32", at.at(4 * (Number.seed + i)))[0].to("u32") for i in range(4)]
+        kb = self.kb
+        at = advanced(kb, self.numbers, row, 4 * NUMBERS)
+        self.drawn = kb.ld("global", "f32", at.at(4 * Number.temperature))[0] > 0.0
+        words = [kb.ld("global", "f32", at.at(4 * (Number.seed + i)))[0].to("u32") for i in range(4)]
         low, high = (words[i] | (words[i + 1] << 16) for i in (0, 2))
         self.key = [high, low ^ high ^ PARITY, low]
-        self.place = k.ld("global", "u32", advanced(k, self.places, row, 4).at())[0]
+        self.place = kb.ld("global", "u32", advanced(kb, self.places, row, 4).at())[0]
 
     def at(self, index: Value) -> Value:
         """-log(-log u) of a token's u."""
-        k = self.k
+        kb = self.kb
         a, b = index + self.key[2], self.place + self.key[0]
         for number in range(5):
             for bits in ROTATIONS[number % 2]:
-                a, turned = a + b, k.reg("b32")
-                k.emit("shf.l.wrap.b32", turned, b, b, bits)
+                a, turned = a + b, kb.reg("b32")
+                kb.emit("shf.l.wrap.b32", turned, b, b, bits)
                 b = a ^ turned
             a, b = a + self.key[number % 3], b + self.key[(number + 1) % 3] + (number + 1)
         uniform = ((a >> 9).to("f32") + 0.5) * 2.0 ** -23
-        log, made = k.regs("f32", 2)
-        k.emit("lg2.approx.f32", log, self.minus_log(uniform))
-        k.emit("mul.f32", made, log, -math.log(2))
+        log, made = kb.regs("f32", 2)
+        kb.emit("lg2.approx.f32", log, self.minus_log(uniform))
+        kb.emit("mul.f32", made, log, -math.log(2))
         return made
 
     def minus_log(self, x: Value) -> Value:
         """-log of a number in (0, 1), by the series of the logarithm of (1 + s) / (1 - s): m lies in [3/4,
         3/2), so |s| < 1/5 and m - 1 is exact."""
-        k, bits, exponent = self.k, self.k.reg("s32"), self.k.reg("s32")
-        k.emit("mov.b32", bits, x)
-        k.emit("sub.s32", exponent, bits, 0x3F400000)  # the bits of 3/4
-        k.emit("shr.s32", exponent, exponent, 23)
-        m, scaled = k.reg("f32"), exponent << 23
-        k.emit("sub.s32", scaled, bits, scaled)
-        k.emit("mov.b32", m, scaled)
-        s, t, y = k.reg("f32"), k.reg("f32"), k.reg("f32", 0.0)
-        k.emit("div.full.f32", s, m - 1.0, m + 1.0)
-        k.emit("mul.f32", t, s, s)
-        for power in (9, 7, 5, 3, 1): k.emit("fma.rn.f32", y, y, t, 2 / power)
-        k.emit("mul.f32", y, y, s)
-        made = k.reg("f32")
-        k.emit("fma.rn.f32", made, exponent.to("f32"), math.log(2), y)
+        kb, bits, exponent = self.kb, self.kb.reg("s32"), self.kb.reg("s32")
+        kb.emit("mov.b32", bits, x)
+        kb.emit("sub.s32", exponent, bits, 0x3F400000)  # the bits of 3/4
+        kb.emit("shr.s32", exponent, exponent, 23)
+        m, scaled = kb.reg("f32"), exponent << 23
+        kb.emit("sub.s32", scaled, bits, scaled)
+        kb.emit("mov.b32", m, scaled)
+        s, t, y = kb.reg("f32"), kb.reg("f32"), kb.reg("f32", 0.0)
+        kb.emit("div.full.f32", s, m - 1.0, m + 1.0)
+        kb.emit("mul.f32", t, s, s)
+        for power in (9, 7, 5, 3, 1): kb.emit("fma.rn.f32", y, y, t, 2 / power)
+        kb.emit("mul.f32", y, y, s)
+        made = kb.reg("f32")
+        kb.emit("fma.rn.f32", made, exponent.to("f32"), math.log(2), y)
         return -made

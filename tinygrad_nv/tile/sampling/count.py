@@ -18,14 +18,14 @@ THREADS = 64
 
 def count(spec: CountSpec, schedule: Schedule, gpu: GPU) -> TileKernel:
     """The kernel of counts. Parameters in this order: counts; slots of the rows; tokens."""
-    k = Kernel("count", arch=gpu.arch, threads=THREADS)
-    counts, slots, tokens = (k.pointer(name) for name in ("counts", "slots", "tokens"))
-    row = k.ctaid.x * THREADS + k.tid.x
-    if k.hopper: k.wait_for_previous_grid()
-    with k.if_(row < spec.rows):
-        slot, token = (k.ld("global", "u32", advanced(k, each, row, 4).at())[0] for each in (slots, tokens))
-        if k.hopper: k.launch_dependents()
-        with k.if_((slot < spec.slots) & (token < spec.size)):
-            at = advanced(k, advanced(k, counts, slot, 4 * spec.size), token, 4)
-            k.st("global", "f32", at.at(), k.ld("global", "f32", at.at())[0] + 1.0)
-    return TileKernel(k.name, k.ptx(), (-(-spec.rows // THREADS), 1, 1), THREADS, pdl=k.hopper)
+    kb = Kernel("count", arch=gpu.arch, threads=THREADS)
+    counts, slots, tokens = (kb.pointer(name) for name in ("counts", "slots", "tokens"))
+    row = kb.ctaid.x * THREADS + kb.tid.x
+    if kb.hopper: kb.wait_for_previous_grid()
+    with kb.if_(row < spec.rows):
+        slot, token = (kb.ld("global", "u32", advanced(kb, each, row, 4).at())[0] for each in (slots, tokens))
+        if kb.hopper: kb.launch_dependents()
+        with kb.if_((slot < spec.slots) & (token < spec.size)):
+            at = advanced(kb, advanced(kb, counts, slot, 4 * spec.size), token, 4)
+            kb.st("global", "f32", at.at(), kb.ld("global", "f32", at.at())[0] + 1.0)
+    return TileKernel(kb.name, kb.ptx(), (-(-spec.rows // THREADS), 1, 1), THREADS, pdl=kb.hopper)

@@ -39,127 +39,128 @@ def threshold(spec: FilterSpec, schedule: Schedule, gpu: GPU) -> TileKernel:
     """The kernel of a filter. Parameters in this order: out; logits; weights, unless they are counted;
     numbers."""
     threads = LANES if spec.length <= SHORT else THREADS
-    k = Kernel("threshold", arch=gpu.arch, threads=threads)
-    _ThresholdKernel(k, spec, threads).write()
-    return TileKernel(k.name, k.ptx(), (spec.rows, 1, 1), threads, pdl=k.hopper)
+    kb = Kernel("threshold", arch=gpu.arch, threads=threads)
+    _ThresholdKernel(kb, spec, threads).write()
+    return TileKernel(kb.name, kb.ptx(), (spec.rows, 1, 1), threads, pdl=kb.hopper)
 
 
 class _ThresholdKernel:
     """The kernel of a spec under construction."""
 
-    def __init__(self, k: Kernel, spec: FilterSpec, threads: int) -> None:
-        self.k, self.spec, self.threads, self.bits = k, spec, threads, 4 if threads == LANES else 2
-        self.out, self.logits = k.pointer("out"), k.pointer("logits")
-        self.weights = None if spec.counted else k.pointer("weights")
-        self.numbers = k.pointer("numbers")
+    def __init__(self, kb: Kernel, spec: FilterSpec, threads: int) -> None:
+        self.kb, self.spec, self.threads, self.bits = kb, spec, threads, 4 if threads == LANES else 2
+        self.out, self.logits = kb.pointer("out"), kb.pointer("logits")
+        self.weights = None if spec.counted else kb.pointer("weights")
+        self.numbers = kb.pointer("numbers")
         # vectors of lanes that begin at multiples of 16 bytes, and are whole
         self.wide = DEEP if spec.size % DEEP == 0 and spec.length % DEEP == 0 else 1
-        self.sums = k.shared("sums", STRIDE * ((1 << self.bits) - 1))
-        self.met = k.shared("met", 4)
-        self.one = k.reg("f32", 1.0)
-        self.sift = Sift(k, spec) if threads > LANES else None
+        self.sums = kb.shared("sums", STRIDE * ((1 << self.bits) - 1))
+        self.met = kb.shared("met", 4)
+        self.one = kb.reg("f32", 1.0)
+        self.sift = Sift(kb, spec) if threads > LANES else None
 
     def write(self) -> None:
         """The kernel."""
-        k, spec = self.k, self.spec
-        with k.comment("this thread's lane"):
-            row, first = k.ctaid.x, k.tid.x * spec.length
-            count = k.reg("s32")
-            k.emit("sub.s32", count, spec.size, first)
-            k.emit("min.s32", count, count, spec.length)
-            rows = [advanced(k, each, row, 4 * spec.size) for each in (self.logits, self.weights)
+        kb, spec = self.kb, self.spec
+        with kb.comment("this thread's lane"):
+            row, first = kb.ctaid.x, kb.tid.x * spec.length
+            count = kb.reg("s32")
+            kb.emit("sub.s32", count, spec.size, first)
+            kb.emit("min.s32", count, count, spec.length)
+            rows = [advanced(kb, each, row, 4 * spec.size) for each in (self.logits, self.weights)
                     if each is not None]
-            sources = [advanced(k, each, first, 4) for each in rows]
-        if k.hopper: k.wait_for_previous_grid()
-        at = advanced(k, self.numbers, row, 4 * NUMBERS)
-        target = k.ld("global", "f32", at.at(4 * spec.number))[0]
-        found = k.reg("u32", 0, name="found")
-        limited, bits = k.reg("pred"), k.reg("b32")
-        k.emit("mov.b32", bits, target)
-        k.emit("setp.ne.u32", limited, bits, INFINITY)
+            sources = [advanced(kb, each, first, 4) for each in rows]
+        if kb.hopper: kb.wait_for_previous_grid()
+        at = advanced(kb, self.numbers, row, 4 * NUMBERS)
+        target = kb.ld("global", "f32", at.at(4 * spec.number))[0]
+        found = kb.reg("u32", 0, name="found")
+        limited, bits = kb.reg("pred"), kb.reg("b32")
+        kb.emit("mov.b32", bits, target)
+        kb.emit("setp.ne.u32", limited, bits, INFINITY)
         def whole() -> Elements: return self.elements(sources, count)
-        with k.if_(limited):
+        with kb.if_(limited):
             if self.sift is None: self.turns(found, target, whole)
             else: self.sifted(self.sift, found, target, rows, whole)
-        if k.hopper: k.launch_dependents()
+        if kb.hopper: kb.launch_dependents()
         self.store(row, found)
 
     def sifted(self, sift: Sift, found: Value, target: Value, rows: list[Value],
                whole: Callable[[], Elements]) -> None:
         """All passes over lists of what is above a floor, if these have the mass, or over all elements."""
-        k, enough = self.k, self.k.reg("u32", 0)
+        kb, enough = self.kb, self.kb.reg("u32", 0)
         floor, lists = sift.of(rows[0], rows[1] if len(rows) > 1 else None, target)
-        with k.if_(lists): k.emit("mov.u32", enough, self.reached([floor], target, sift.elements))
-        with k.if_(enough != 0): self.turns(found, target, sift.elements)
-        with k.else_(): self.turns(found, target, whole)
+        with kb.if_(lists): kb.emit("mov.u32", enough, self.reached([floor], target, sift.elements))
+        with kb.if_(enough != 0): self.turns(found, target, sift.elements)
+        with kb.else_(): self.turns(found, target, whole)
 
     def turns(self, found: Value, target: Value, elements: Callable[[], Elements]) -> None:
         """All passes."""
-        k, digits = self.k, (1 << self.bits) - 1
-        with k.loop(0, 32 // self.bits, kind="u32") as turn:
-            shift = k.reg("u32")
-            k.emit("sub.u32", shift, 32 - self.bits, turn * self.bits)
-            edges = [found + (k.reg("u32", d + 1) << shift) for d in range(digits)]
-            k.emit("add.u32", found, found, self.reached(edges, target, elements) << shift)
+        kb, digits = self.kb, (1 << self.bits) - 1
+        with kb.loop(0, 32 // self.bits, kind="u32") as turn:
+            shift = kb.reg("u32")
+            kb.emit("sub.u32", shift, 32 - self.bits, turn * self.bits)
+            edges = [found + (kb.reg("u32", d + 1) << shift) for d in range(digits)]
+            kb.emit("add.u32", found, found, self.reached(edges, target, elements) << shift)
 
     def reached(self, edges: list[Value], target: Value, elements: Callable[[], Elements]) -> Value:
         """How many of the sums of what is not below edges reach the target."""
-        k, totals = self.k, self.k.regs("f32", len(edges), 0.0)
-        with k.comment("sums of this thread's lane"), k.if_(k.tid.x < LANES):
+        kb, totals = self.kb, self.kb.regs("f32", len(edges), 0.0)
+        with kb.comment("sums of this thread's lane"), kb.if_(kb.tid.x < LANES):
             for keys, weights in elements():
                 for key, weight in zip(keys, weights, strict=True):
                     for edge, total in zip(edges, totals, strict=True):
-                        k.emit("add.f32", total, total, weight, guard=key >= edge)
+                        kb.emit("add.f32", total, total, weight, guard=key >= edge)
             for d, total in enumerate(totals):
-                k.emit("st.shared.f32", self.sums.address(k.tid.x * 4).at(STRIDE * d), total)
-        with k.comment("of all lanes"):
-            k.sync()
-            with k.if_(k.tid.x < 32): self.meet(target, len(edges))
-            k.sync()
-            return k.ld("shared", "u32", self.met.at())[0]
+                kb.emit("st.shared.f32", self.sums.address(kb.tid.x * 4).at(STRIDE * d), total)
+        with kb.comment("of all lanes"):
+            kb.sync()
+            with kb.if_(kb.tid.x < 32): self.meet(target, len(edges))
+            kb.sync()
+            return kb.ld("shared", "u32", self.met.at())[0]
 
     def meet(self, target: Value, digits: int) -> None:
         """The first warp adds up the lanes, and writes how many sums reach the target."""
-        k, total, reached = self.k, self.k.reg("f32", 0.0), self.k.reg("pred")
-        mine = k.tid.x < digits
-        k.emit("setp.ne.u32", reached, 0, 0)
-        with k.if_(mine):
-            at = self.sums.address(k.tid.x * STRIDE)
-            with k.loop(0, LANES // 16, kind="u32"):
+        kb, total, reached = self.kb, self.kb.reg("f32", 0.0), self.kb.reg("pred")
+        mine = kb.tid.x < digits
+        kb.emit("setp.ne.u32", reached, 0, 0)
+        with kb.if_(mine):
+            at = self.sums.address(kb.tid.x * STRIDE)
+            with kb.loop(0, LANES // 16, kind="u32"):
                 for i in range(4):
-                    for each in k.ld("shared", "f32", at.at(16 * i), 4): k.emit("add.f32", total, total, each)
+                    for each in kb.ld("shared", "f32", at.at(16 * i), 4):
+                        kb.emit("add.f32", total, total, each)
                 at += 64
-            k.emit("setp.ge.f32", reached, total, target)
-        votes, many = k.reg("b32"), k.reg("u32")
-        k.emit("vote.sync.ballot.b32", votes, reached, -1)
-        k.emit("popc.b32", many, votes)
-        k.emit("st.shared.u32", self.met.at(), many, guard=k.tid.x == 0)
+            kb.emit("setp.ge.f32", reached, total, target)
+        votes, many = kb.reg("b32"), kb.reg("u32")
+        kb.emit("vote.sync.ballot.b32", votes, reached, -1)
+        kb.emit("popc.b32", many, votes)
+        kb.emit("st.shared.u32", self.met.at(), many, guard=kb.tid.x == 0)
 
     def elements(self, sources: list[Value], count: Value) -> Elements:
         """Keys and weights, `DEEP` at a time; what uses them is written once, in a loop."""
-        k = self.k
-        at = [k.reg("u64", each) for each in sources]
-        with k.loop(0, count, DEEP, kind="s32") as j:
-            keys = [ordered(k, x) for x in self.loaded("b32", at[0], j, count)]
+        kb = self.kb
+        at = [kb.reg("u64", each) for each in sources]
+        with kb.loop(0, count, DEEP, kind="s32") as j:
+            keys = [ordered(kb, x) for x in self.loaded("b32", at[0], j, count)]
             yield keys, self.loaded("f32", at[1], j, count) if len(at) > 1 else [self.one] * DEEP
             for each in at: each += 4 * DEEP
 
     def loaded(self, kind: str, at: Value, j: Value, count: Value) -> list[Value]:
         """Elements j … of a lane; beyond its end those of key 0, which is below every edge."""
-        k = self.k
-        if self.wide > 1: return k.ld("global", kind, at.at(), DEEP)
-        made = k.regs(kind, DEEP, -1 if kind == "b32" else 0.0)  # -1: the bits of key 0
+        kb = self.kb
+        if self.wide > 1: return kb.ld("global", kind, at.at(), DEEP)
+        made = kb.regs(kind, DEEP, -1 if kind == "b32" else 0.0)  # -1: the bits of key 0
         for i, x in enumerate(made):
-            k.emit(f"ld.global.{kind}", x, at.at(4 * i), guard=(j + i if i else j) < count)
+            kb.emit(f"ld.global.{kind}", x, at.at(4 * i), guard=(j + i if i else j) < count)
         return made
 
     def store(self, row: Value, found: Value) -> None:
         """The result."""
-        k, size = self.k, self.spec.size
-        start = advanced(k, k.reg("u64", 0), row, 4 * size)
+        kb, size = self.kb, self.spec.size
+        start = advanced(kb, kb.reg("u64", 0), row, 4 * size)
         step, wide = self.threads * self.wide, self.wide
-        with k.comment("what is kept"), k.loop(k.tid.x * wide, size, step, kind="u32") as i:
-            source, target = (advanced(k, each + start, i, 4) for each in (self.logits, self.out))
-            values = k.ld("global", "b32", source.at(), wide)
-            kept = [k.select(ordered(k, x) >= found, x, 0xFF800000, "b32") for x in values]
-            k.st("global", "b32", target.at(), kept)
+        with kb.comment("what is kept"), kb.loop(kb.tid.x * wide, size, step, kind="u32") as i:
+            source, target = (advanced(kb, each + start, i, 4) for each in (self.logits, self.out))
+            values = kb.ld("global", "b32", source.at(), wide)
+            kept = [kb.select(ordered(kb, x) >= found, x, 0xFF800000, "b32") for x in values]
+            kb.st("global", "b32", target.at(), kept)

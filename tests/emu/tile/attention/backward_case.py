@@ -12,7 +12,8 @@ Gradients are `Gradients(dq, dk, dv)`, float64: [batch, heads, group, s_q, d], [
 
 `near` bounds the error by twice the largest error of `plain`, which has sums and softmax in float32 and
 rounds p and ds to 16 bits (ds before or after it is scaled, whichever is worse), by the rounding of the
-result, and by FINE of the sum of magnitudes, which is what float32 may lose where nothing else is rounded.
+result, by FINE of the sum of magnitudes, which is what float32 may lose where nothing else is rounded, and
+by 2⁻²³ of them times the largest |l|, since weights are exponentials of differences of numbers as large as l.
 """
 from __future__ import annotations
 
@@ -208,9 +209,11 @@ def near(spec: BackwardSpec, given: Given, got: Gradients, c: float = C, **exten
     exact = reference(spec, given, **extents)
     usual = [plain(spec, given, rounded, **extents) for rounded in ("before", "after")]
     sizes = differentiated(spec, given, torch.float64, magnitudes=True, **extents)
+    log = lies(spec, given, "l")
+    fine = FINE + 2.0**-23 * torch.where(log.isfinite(), log, 0).abs().max().item()
     for name, mine, right, size, *others in zip(RESULTS, got, exact, sizes, *usual, strict=True):
         unit, error = UNIT[places(spec)[name][0]], max((other - right).abs().max() for other in others)
-        bound = c * error + unit * right.abs() + FINE * size + 1e-30
+        bound = c * error + unit * right.abs() + fine * size + 1e-30
         assert mine.shape == right.shape, f"{name}: {mine.shape}, {right.shape}"
         wrong = (mine - right).abs()
         worst = torch.where(wrong.isnan(), torch.inf, wrong - bound).max()

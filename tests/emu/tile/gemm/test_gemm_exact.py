@@ -177,9 +177,9 @@ WGMMA = [
 
 # **** gemv ****
 
-def gemv(spec: GemmSpec, warps: int = 4, splits: int = 1) -> tuple[GemmSpec, GemmSchedule]:
+def gemv(spec: GemmSpec, warps: int = 4, splits: int = 1, granules: int = 1) -> tuple[GemmSpec, GemmSchedule]:
     """One granule of columns, one step of K."""
-    return spec, scheduled(spec, 1, 1, warps, splits)
+    return spec, scheduled(spec, granules, 1, warps, splits)
 
 
 def long(m: int, majors: str, rest: int = 24, steps: int = 15) -> GemmSpec:
@@ -214,6 +214,11 @@ GEMVS = [
     *[case for arch in ARCHES for case in each(f"long-{arch}", arch, (
         gemv(long(m, majors), 2, splits) for splits in (1, 3, 8, 11)
         for m, majors in ((1, "KK"), (1, "KM"), (5, "KK"), (9, "KM"))))],
+    # lanes that have several rows of weights exchange sums of them, as long as their number is even
+    *each("rows-of-lanes", "sm_80", (
+        gemv(product(m, 45, k, dtype, exact(dtype), "KK"), warps, 1, granules)
+        for granules, warps in ((2, 1), (3, 1), (4, 2), (6, 1), (8, 1)) for k in (40, 264)
+        for m, dtype in ((1, BF16), (1, S8), (3, F32)))),
     *each("gates", "sm_90a", (
         gemv(parted(m, 40, 264, 2, relu_gate(F32), dtype, "K" if majors[1] == "K" else "MN"), splits=splits)
         for m, majors, dtype in GATED for splits in (1, 2))),

@@ -23,7 +23,7 @@ from tinygrad_nv.tile.ops import Places, swizzled
 class QueryGradient:
     """Adds blocks of dq. `keys` is how the keys lie at `memory` (u32), ds is at `weights` (u32); `dq` (u64)
     is where row `low` of the first query head begins; `slope` is what ds lacks."""
-    k: Kernel
+    kb: Kernel
     plan: BackwardMmaPlan
     keys: SharedTile
     memory: Value
@@ -33,16 +33,16 @@ class QueryGradient:
     slope: float
 
     def __post_init__(self) -> None:
-        k, one, s = self.k, self.plan.spec.forward, self.plan.schedule
+        kb, one, s = self.kb, self.plan.spec.forward, self.plan.schedule
         found = self.plan.dq_warps
         assert found is not None
         self.rows, self.apart = s.block_m // found[0], found[1]
         self.columns = range(0, self.plan.d, 16 * self.apart)  # but for the first
-        warp, lane, dtype = k.tid.x >> 5, k.special("laneid"), one.q.dtype
+        warp, lane, dtype = kb.tid.x >> 5, kb.special("laneid"), one.q.dtype
         self.tile, steps = SharedTile(s.block_n, s.block_m * 2), s.block_n // 16
         row, column = warp % found[0] * self.rows, warp // found[0] * 16
-        self.left = Fragments(k, dtype, self.tile, True, False, row, self.rows, steps, 0)
-        self.right = Fragments(k, dtype, self.keys, True, True, column,
+        self.left = Fragments(kb, dtype, self.tile, True, False, row, self.rows, steps, 0)
+        self.right = Fragments(kb, dtype, self.keys, True, True, column,
                                self.plan.d - 16 * (self.apart - 1), steps, 0)
         self.left.move(self.weights)
         self.right.move(self.memory)
@@ -54,37 +54,37 @@ class QueryGradient:
     def keep(self, weights: list[list[list[Value]]], key: Value, row: Value, to: Value) -> None:
         """Writes a warp's ds, or p, to a tile (u32): from `key` and `row` (u32) on, fragments by 16 keys, by
         16 rows."""
-        k, lane = self.k, self.k.special("laneid")
-        places = Places(k, self.tile, swizzled(self.tile, key + (lane >> 2), row * 2 + ((lane & 3) << 2)))
+        kb, lane = self.kb, self.kb.special("laneid")
+        places = Places(kb, self.tile, swizzled(self.tile, key + (lane >> 2), row * 2 + ((lane & 3) << 2)))
         places.at_stage(to)
         for i, fours in enumerate(weights):
             for step, four in enumerate(fours):
                 for r, value in enumerate(four):
                     plain = self.tile.plain(16 * i + 8 * (r % 2), 32 * step + 16 * (r // 2))
-                    k.emit("st.shared.b32", places(plain), value)
+                    kb.emit("st.shared.b32", places(plain), value)
 
     def add(self) -> None:
         """Multiplies and adds the block, and goes on to the next."""
-        k, one = self.k, self.plan.spec.forward
+        kb, one = self.kb, self.plan.spec.forward
         shape, types = instruction(one.q.dtype, one.q.dtype)
-        cells: Cells = [[k.regs("f32", 4, 0.0) for _ in range(2 * len(self.columns))]
+        cells: Cells = [[kb.regs("f32", 4, 0.0) for _ in range(2 * len(self.columns))]
                         for _ in range(self.rows // 16)]
         for step in range(self.left.steps):
             self.left.load(step, left := self.left.registers())
             for j in range(len(self.columns)):
-                self.right.load_one(j * self.apart, step, keys := k.regs("b32", 4))
+                self.right.load_one(j * self.apart, step, keys := kb.regs("b32", 4))
                 for row, four in zip(cells, left, strict=True):
                     for half in range(2):
                         cell = row[2 * j + half]
-                        k.mma(shape, types, cell, four, keys[2 * half:2 * half + 2], cell)
+                        kb.mma(shape, types, cell, four, keys[2 * half:2 * half + 2], cell)
         self._added(cells)
         self.walk.advance()
 
     def _added(self, cells: Cells) -> None:
         """Adds cells to memory, where there are rows and columns."""
-        k, one = self.k, self.plan.spec.forward
+        kb, one = self.kb, self.plan.spec.forward
         left = None if self.blocks.whole_rows else \
-            signed(k, self.blocks.extents.s_q) - self.walk.row - self.row.to("s32")
+            signed(kb, self.blocks.extents.s_q) - self.walk.row - self.row.to("s32")
         for i, row in enumerate(cells):
             for h in range(2):
                 down = 16 * i + 8 * h
@@ -99,7 +99,7 @@ class QueryGradient:
                     at = (down * one.d + right) * 4
                     assert at < MOST_OFFSET
                     two = [value * self.slope for value in cell[2 * h:2 * h + 2]]
-                    if k.hopper: k.emit("red.global.add.v2.f32", self.dq.at(at), two, guard=guard)
+                    if kb.hopper: kb.emit("red.global.add.v2.f32", self.dq.at(at), two, guard=guard)
                     else:
                         for e, value in enumerate(two):
-                            k.emit("red.global.add.f32", self.dq.at(at + 4 * e), value, guard=guard)
+                            kb.emit("red.global.add.f32", self.dq.at(at + 4 * e), value, guard=guard)

@@ -53,12 +53,12 @@ Four = list[Value]  # registers of a fragment
 def flash_backward_mma(spec: BackwardSpec, schedule: BackwardMma, gpu: GPU) -> BackwardKernel:
     """The kernel of a backward pass, by a legal schedule."""
     # min_ctas: else ptxas may spill for one CTA more on a multiprocessor
-    k = Kernel("flash_backward_mma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
-    _BackwardMmaKernel(k, BackwardMmaPlan.of(spec, schedule)).write()
+    kb = Kernel("flash_backward_mma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
+    _BackwardMmaKernel(kb, BackwardMmaPlan.of(spec, schedule)).write()
     one = spec.forward
     grid = (-(-one.s_kv // schedule.block_n), one.batch[1], one.batch[0])
-    return BackwardKernel("flash_backward_mma", k.ptx(), grid, schedule.threads, k.dynamic_smem,
-                          rows_of_cta=schedule.block_n if "s_kv" in one.symbolic else 0, pdl=k.hopper,
+    return BackwardKernel("flash_backward_mma", kb.ptx(), grid, schedule.threads, kb.dynamic_smem,
+                          rows_of_cta=schedule.block_n if "s_kv" in one.symbolic else 0, pdl=kb.hopper,
                           dq_bytes=spec.dq_bytes,
                           flags=flags_of(one, schedule.block_m) if spec.deterministic else 0)
 
@@ -66,56 +66,56 @@ def flash_backward_mma(spec: BackwardSpec, schedule: BackwardMma, gpu: GPU) -> B
 class _BackwardMmaKernel:
     """The kernel as it is written: the parameters, then the stages of the protocol above."""
 
-    def __init__(self, k: Kernel, plan: BackwardMmaPlan) -> None:
-        self.k, self.plan, self.spec, self.schedule = k, plan, plan.spec, plan.schedule
+    def __init__(self, kb: Kernel, plan: BackwardMmaPlan) -> None:
+        self.kb, self.plan, self.spec, self.schedule = kb, plan, plan.spec, plan.schedule
         spec, s = plan.spec, plan.schedule
         self.one = one = spec.forward
         self.d, self.d_v = plan.d, plan.d_v
         self.warp_keys, self.warp_rows = s.block_n // s.warps_m, s.block_m // s.warps_n
-        self.dq = k.pointer("dq")
-        self.turns = k.pointer("turns") if spec.deterministic else None
-        self.dk, self.dv = k.pointer("dk"), k.pointer("dv")
-        self.q, self.keys, self.values, self.grad = (k.pointer(name) for name in ("q", "k", "v", "grad"))
-        self.log, self.delta = k.pointer("l"), k.pointer("delta")
-        self.seed = k.pointer("seed") if one.kept < EVERY else None
-        self.extras = [k.pointer(f"x{i}") for i in range(len(one.parameters))]
-        self.extents = Extents.declared(k, one)
+        self.dq = kb.pointer("dq")
+        self.turns = kb.pointer("turns") if spec.deterministic else None
+        self.dk, self.dv = kb.pointer("dk"), kb.pointer("dv")
+        self.q, self.keys, self.values, self.grad = (kb.pointer(name) for name in ("q", "k", "v", "grad"))
+        self.log, self.delta = kb.pointer("l"), kb.pointer("delta")
+        self.seed = kb.pointer("seed") if one.kept < EVERY else None
+        self.extras = [kb.pointer(f"x{i}") for i in range(len(one.parameters))]
+        self.extents = Extents.declared(kb, one)
 
     def _own_place(self) -> None:
         """The CTA's keys and head, the warp's keys and rows."""
-        k, one, s = self.k, self.one, self.schedule
-        block, head, batch = (k.ctaid.x, k.ctaid.y, k.ctaid.z) if self.turns is None else \
-            started(k, self.turns, one.batch[1])
+        kb, one, s = self.kb, self.one, self.schedule
+        block, head, batch = (kb.ctaid.x, kb.ctaid.y, kb.ctaid.z) if self.turns is None else \
+            started(kb, self.turns, one.batch[1])
         self.block, self.first = block, block * s.block_n
-        self.batch = [batch, head, k.reg("u32", 0)]
-        warp, self.across = k.tid.x >> 5, k.reg("u32", 0)
+        self.batch = [batch, head, kb.reg("u32", 0)]
+        warp, self.across = kb.tid.x >> 5, kb.reg("u32", 0)
         if s.warps_n > 1: warp, self.across = warp % s.warps_m, warp // s.warps_m
         self.key, self.row = warp * self.warp_keys, self.across * self.warp_rows
-        self.blocks = RowBlocks(k, one, self.extents, self.first, s.block_n, s.block_m,
+        self.blocks = RowBlocks(kb, one, self.extents, self.first, s.block_n, s.block_m,
                                 multiple(one.score) is None)
-        self.scores = TurnedScores.of_spec(k, one, self.extents, self.extras, self.batch,
+        self.scores = TurnedScores.of_spec(kb, one, self.extents, self.extras, self.batch,
                                            self.first + self.key, s.block_n, s.block_m)
 
     def write(self) -> None:
         """The whole kernel."""
-        k, s = self.k, self.schedule
-        self.memory = k.shared("memory", self.plan.memory_bytes, align=1024).address()
-        if k.hopper: k.wait_for_previous_grid()
+        kb, s = self.kb, self.schedule
+        self.memory = kb.shared("memory", self.plan.memory_bytes, align=1024).address()
+        if kb.hopper: kb.wait_for_previous_grid()
         self._own_place()
         self._copies()
         self._fragments()
         self.scores.prepare_for(self.adding.walk)
         self.dropout = None
         if self.seed is not None:
-            self.dropout = Turned(k, self.one.kept, self.first + self.key)
+            self.dropout = Turned(kb, self.one.kept, self.first + self.key)
             self.dropout.read(self.seed)
         self.sums_k, self.sums_v = (self._cells(d // s.warps_n) for d in (self.d, self.d_v))
         self._loop()
-        if k.hopper: k.launch_dependents()
+        if kb.hopper: kb.launch_dependents()
         self._store()
 
     def _cells(self, columns: int) -> Cells:
-        return [[self.k.regs("f32", 4, 0.0) for _ in range(columns // 8)]
+        return [[self.kb.regs("f32", 4, 0.0) for _ in range(columns // 8)]
                 for _ in range(self.warp_keys // 16)]
 
     def _per_row(self, pointer: Value, row: Value, width: int = 1) -> Value:
@@ -128,28 +128,28 @@ class _BackwardMmaKernel:
 
     def _copies(self) -> None:
         """Starts those of the keys and of the first blocks of rows."""
-        k, one, s = self.k, self.one, self.schedule
+        kb, one, s = self.kb, self.one, self.schedule
         self.key_copies, start = [], 0
         for pointer, rows, d in ((self.keys, one.k, one.d), (self.values, one.v, one.d_v)):
             tile = SharedTile(s.block_n, self.plan.width(d) * 2)
-            copy = RowCopy(k, rows, row_start(k, pointer, rows, self.batch[:2], self.first), d, tile, start)
+            copy = RowCopy(kb, rows, row_start(kb, pointer, rows, self.batch[:2], self.first), d, tile, start)
             all_seen = self.blocks.whole_keys and one.band.last is None
             copy.to(self.memory, None, None if all_seen else
                     copy.left(self.blocks.key_end - self.first.to("s32")))
             start += tile.nbytes
             self.key_copies.append(copy)
-        k.cp_async_commit()
+        kb.cp_async_commit()
         self.start = self.memory + start
         self.stage_bytes = self.plan.stage_bytes
         self.slopes = self.start + s.depth * self.stage_bytes
         self.weights = self.slopes + s.block_n * s.block_m * 2  # where p goes, if it goes anywhere
         low, tiles = self.blocks.low.to("u32"), [SharedTile(s.block_m, d * 2) for d in (self.d, self.d_v)]
-        q = RowCopy(k, one.q, row_start(k, self.q, one.q, self.batch[:2], low), one.d, tiles[0])
-        grad = RowCopy(k, self.spec.grad, row_start(k, self.grad, self.spec.grad, self.batch[:2], low),
+        q = RowCopy(kb, one.q, row_start(kb, self.q, one.q, self.batch[:2], low), one.d, tiles[0])
+        grad = RowCopy(kb, self.spec.grad, row_start(kb, self.grad, self.spec.grad, self.batch[:2], low),
                        one.d_v, tiles[1], tiles[0].nbytes)
         self.values_of_rows = tiles[0].nbytes + tiles[1].nbytes
         self.ring = RowPipeline(RowBlockPosition(self.blocks), q, grad, self.log, self.delta,
-                            self._per_row(k.reg("u64", 0), low), self.values_of_rows)
+                            self._per_row(kb.reg("u64", 0), low), self.values_of_rows)
         for stage in range(s.depth - 1):
             at = self.start + stage * self.stage_bytes
             self.ring.bring(at, self.blocks.count > stage)
@@ -158,37 +158,37 @@ class _BackwardMmaKernel:
 
     def _fragments(self) -> None:
         """How operands are read: of the sums, of dk and dv."""
-        k, one, s = self.k, self.one, self.schedule
+        kb, one, s = self.kb, self.one, self.schedule
         dtype, apart = one.q.dtype, 16 * (s.warps_n - 1)
         def steps(d: int) -> int: return -(-d * 2 // STEP_BYTES)
         self.left, self.right, self.third = [], [], []
         for key, row, d in zip(self.key_copies, (self.ring.q, self.ring.grad), (one.d, one.d_v), strict=True):
-            left = Fragments(k, dtype, key.tile, False, False, self.key, self.warp_keys, steps(d), key.start)
+            left = Fragments(kb, dtype, key.tile, False, False, self.key, self.warp_keys, steps(d), key.start)
             left.move(self.memory)
             self.left.append(left)
-            self.right.append(Fragments(k, dtype, row.tile, False, True, self.row, self.warp_rows, steps(d),
+            self.right.append(Fragments(kb, dtype, row.tile, False, True, self.row, self.warp_rows, steps(d),
                                         row.start))
-            self.third.append(Fragments(k, dtype, row.tile, True, True, self.across * 16,
+            self.third.append(Fragments(kb, dtype, row.tile, True, True, self.across * 16,
                                         self.plan.width(d) - apart, s.block_m // 16, row.start))
-        self.fourth = Fragments(k, dtype, SharedTile(s.block_n, s.block_m * 2), False, False, self.key,
+        self.fourth = Fragments(kb, dtype, SharedTile(s.block_n, s.block_m * 2), False, False, self.key,
                                 self.warp_keys, s.block_m // 16, 0)
         low = self.blocks.low.to("u32")
         self.turn = None if self.turns is None else \
-            OrderedBlocks(k, self.one, self.blocks, self.turns, self.block, self.batch)
-        self.adding = QueryGradient(k, self.plan, self.key_copies[0].tile, self.memory, self.slopes,
+            OrderedBlocks(kb, self.one, self.blocks, self.turns, self.block, self.batch)
+        self.adding = QueryGradient(kb, self.plan, self.key_copies[0].tile, self.memory, self.slopes,
                                     self._per_row(self.dq, low, one.d), self.blocks, self.scores.slope)
 
     # **** the loop ****
 
     def _loop(self) -> None:
-        k, s, count = self.k, self.schedule, self.blocks.count
+        kb, s, count = self.kb, self.schedule, self.blocks.count
         ahead = s.depth - 1
-        self.reading = k.reg("u32", name="reading").set(self.start)
-        self.writing = k.reg("u32", name="writing").set(self.start + ahead * self.stage_bytes)
+        self.reading = kb.reg("u32", name="reading").set(self.start)
+        self.writing = kb.reg("u32", name="writing").set(self.start + ahead * self.stage_bytes)
         end = self.start + s.depth * self.stage_bytes
-        with k.loop(0, count, name="block") as block:
-            k.cp_async_wait(ahead - 1)
-            k.sync()
+        with kb.loop(0, count, name="block") as block:
+            kb.cp_async_wait(ahead - 1)
+            kb.sync()
             if self.turn is not None: self.turn.passed(block > 0)
             self.ring.bring(self.writing, block < count - ahead)
             for fragments in (*self.right, *self.third): fragments.move(self.reading)
@@ -200,22 +200,22 @@ class _BackwardMmaKernel:
             self.ring.ask(block < count - ahead)
             if s.warps_n == 1: self._sum_own(packed_weights, packed)
             if self.turn is not None: self.turn.wait(self.adding.walk)
-            k.sync()
+            kb.sync()
             if s.warps_n > 1: self._sum_all()
             self.adding.add()
             self.ring.finish(self.writing)
             self.writing.set(self.reading)
             self.reading += self.stage_bytes
-            self.reading.set(k.select(self.reading == end, self.start, self.reading))
-        k.cp_async_wait(0)
+            self.reading.set(kb.select(self.reading == end, self.start, self.reading))
+        kb.cp_async_wait(0)
 
     def _multiplied(self, which: int, cells: Cells) -> Cells:
         """Cells of keys by rows, and the products of keys (0) or values (1) and the block's rows."""
-        k, left, right = self.k, self.left[which], self.right[which]
+        kb, left, right = self.kb, self.left[which], self.right[which]
         for step in range(left.steps):
             left.load(step, keys := left.registers())
             for j in range(self.warp_rows // 16):
-                right.load_one(j, step, rows := k.regs("b32", 4))
+                right.load_one(j, step, rows := kb.regs("b32", 4))
                 self._products(cells, j, keys, rows)
         return cells
 
@@ -225,13 +225,13 @@ class _BackwardMmaKernel:
         for row, four in zip(cells, left, strict=True):
             for half in range(2):
                 cell = row[2 * j + half]
-                self.k.mma(shape, types, cell, four, right[2 * half:2 * half + 2], cell)
+                self.kb.mma(shape, types, cell, four, right[2 * half:2 * half + 2], cell)
 
     def _of_rows(self, start: int) -> list[list[Value]]:
         """What a stage has of the lane's two rows of each cell."""
-        k, lane = self.k, self.k.special("laneid")
+        kb, lane = self.kb, self.kb.special("laneid")
         at = self.reading + self.row * 4 + (lane & 3) * 8
-        return [k.ld("shared", "f32", at.at(self.values_of_rows + start + 32 * j), 2)
+        return [kb.ld("shared", "f32", at.at(self.values_of_rows + start + 32 * j), 2)
                 for j in range(self.warp_rows // 8)]
 
     @property
@@ -242,16 +242,16 @@ class _BackwardMmaKernel:
 
     def _weights(self) -> tuple[Cells, Cells | None]:
         """p of the block, float32, and the derivatives of its scores where they differ."""
-        k, sums = self.k, self._multiplied(0, self._cells(self.warp_rows))
+        kb, sums = self.kb, self._multiplied(0, self._cells(self.warp_rows))
         cells, slopes = self.scores.turned(sums, self.base)
         logs = self._of_rows(0)
         for row in cells:
             for cell, two in zip(row, logs, strict=True):
                 for r, value in enumerate(cell):
-                    k.emit("fma.rn.f32", value, value, self.scores.factor, two[r % 2])
-                    k.emit("ex2.approx.ftz.f32", value, value)
+                    kb.emit("fma.rn.f32", value, value, self.scores.factor, two[r % 2])
+                    kb.emit("ex2.approx.ftz.f32", value, value)
         if (partly := self.blocks.partly(self.adding.walk.row)) is not None:
-            with k.if_(partly): self._mask(cells)
+            with kb.if_(partly): self._mask(cells)
         if self.dropout is not None:
             _, heads, group = self.one.batch
             matrix = (self.batch[0] * heads + self.batch[1]) * group + self.adding.walk.query
@@ -260,27 +260,27 @@ class _BackwardMmaKernel:
 
     def _mask(self, cells: Cells) -> None:
         """0 where a row does not see a key. From the lane's first row on, rows from `low` to `high` see."""
-        k, band, lane = self.k, self.one.band, self.k.special("laneid")
+        kb, band, lane = self.kb, self.one.band, self.kb.special("laneid")
         key = (self.first + self.key + (lane >> 2)).to("s32")
         row = self.base + ((lane & 3) << 1).to("s32")
-        there = key - row - signed(k, self.extents.start)
-        s_kv = signed(k, self.extents.s_kv)
-        outside = signed(k, self.extents.s_q) - row - 1 \
+        there = key - row - signed(kb, self.extents.start)
+        s_kv = signed(kb, self.extents.s_kv)
+        outside = signed(kb, self.extents.s_q) - row - 1 \
             if self.blocks.hide_rows and not self.blocks.whole_rows else None
         for i, cells_of_row in enumerate(cells):
             for h in range(2):
                 down = 16 * i + 8 * h
-                low = k.reg("s32", 0) if band.last is None else there + (down - band.last)
+                low = kb.reg("s32", 0) if band.last is None else there + (down - band.last)
                 if not self.blocks.whole_keys:
-                    low = k.select(key + down < s_kv, low, self.schedule.block_m)
+                    low = kb.select(key + down < s_kv, low, self.schedule.block_m)
                 high = None if band.first is None else there + (down - band.first)
-                if outside is not None: high = outside if high is None else least(k, high, outside)
+                if outside is not None: high = outside if high is None else least(kb, high, outside)
                 for j, cell in enumerate(cells_of_row):
                     for e in range(2):
                         sees = low <= 8 * j + e
                         if high is not None: sees = sees & (high >= 8 * j + e)
                         value = cell[2 * h + e]
-                        k.emit("selp.f32", value, value, 0.0, sees)
+                        kb.emit("selp.f32", value, value, 0.0, sees)
 
     def _products_of(self, weights: Cells, slopes: Cells | None) -> Cells:
         """ds of the block, without a constant slope, float32."""
@@ -298,19 +298,19 @@ class _BackwardMmaKernel:
         if slopes is not None:
             for value, weight, slope in zip(*map(registers, (cells, weights, slopes)), strict=True):
                 # where p is 0 the slope may be infinite, or v what was never meant to be read
-                value.set(self.k.select(weight == 0.0, 0.0, value * slope))
+                value.set(self.kb.select(weight == 0.0, 0.0, value * slope))
         if self.dropout is not None:
             for weight in registers(weights): weight.set(self.dropout.of_values(weight))
         return cells
 
     def _packed(self, cells: Cells) -> list[list[Four]]:
         """Weights in 16 bits, as fragments of left operands: by 16 keys, by 16 rows."""
-        made = [[self.k.regs("b32", 4) for _ in range(len(row) // 2)] for row in cells]
+        made = [[self.kb.regs("b32", 4) for _ in range(len(row) // 2)] for row in cells]
         for row, fours in zip(cells, made, strict=True):
             for step, four in enumerate(fours):
                 for r, register in enumerate(four):
                     low, high = row[2 * step + r // 2][2 * (r % 2):2 * (r % 2) + 2]
-                    self.k.emit(f"cvt.rn.{FLOAT16S[self.one.q.dtype]}x2.f32", register, high, low)
+                    self.kb.emit(f"cvt.rn.{FLOAT16S[self.one.q.dtype]}x2.f32", register, high, low)
         return made
 
     def _sum_own(self, weights: list[list[Four]], slopes: list[list[Four]]) -> None:
@@ -330,14 +330,14 @@ class _BackwardMmaKernel:
     def _sum(self, sums: Cells, left: list[Four], third: Fragments, step: int) -> None:
         """Adds products of 16 rows, each warp those of every so many 16 elements of d."""
         for j in range(len(sums[0]) // 2):
-            third.load_one(j * self.schedule.warps_n, step, rows := self.k.regs("b32", 4))
+            third.load_one(j * self.schedule.warps_n, step, rows := self.kb.regs("b32", 4))
             self._products(sums, j, left, rows)
 
     def _store(self) -> None:
         """dk and dv."""
-        k, one, s = self.k, self.one, self.schedule
-        rows = self.extents.s_kv if isinstance(self.extents.s_kv, Value) else k.reg("u32", self.extents.s_kv)
-        k.sync()
+        kb, one, s = self.kb, self.one, self.schedule
+        rows = self.extents.s_kv if isinstance(self.extents.s_kv, Value) else kb.reg("u32", self.extents.s_kv)
+        kb.sync()
         if self.turn is not None: self.turn.passed(self.blocks.count > 0)
         for row in self.sums_k:
             for cell in row:
@@ -348,7 +348,7 @@ class _BackwardMmaKernel:
         for pointer, where, d, sums in ((self.dv, self.spec.dv, one.d_v, self.sums_v),
                                         (self.dk, self.spec.dk, one.d, self.sums_k)):
             plan = self.plan.store(where, d)
-            store = Store(k, self.plan.stored(where, d), plan, pointer, [], rows, start)
+            store = Store(kb, self.plan.stored(where, d), plan, pointer, [], rows, start)
             cells = [Cell(16 * i, j // 2 * 16 * s.warps_n + j % 2 * 8, [cell])
                      for i, row in enumerate(sums) for j, cell in enumerate(row)]
             store.tile(self.first + self.key, self.across * 16, self.batch, cells)

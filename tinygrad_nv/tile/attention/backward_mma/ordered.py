@@ -30,23 +30,23 @@ def flags_of(spec: AttentionSpec, block_m: int) -> int:
     return 1 + spec.matrices * -(-spec.s_q // block_m)
 
 
-def started(k: Kernel, turns: Value, heads: int) -> tuple[Value, Value, Value]:
+def started(kb: Kernel, turns: Value, heads: int) -> tuple[Value, Value, Value]:
     """Block of keys, head and element of the batch by the number of CTAs that have started before."""
-    told = k.shared("told", NUMBER_BYTES)
-    with k.if_(k.tid.x == 0):
-        number = k.reg("u32")
-        k.emit("atom.relaxed.gpu.global.add.u32", number, turns.at(), 1)
-        k.st("shared", "u32", told.address().at(), number)
-    k.sync()
-    number = k.ld("shared", "u32", told.address().at())[0]
-    matrix = number // k.nctaid.x
-    return number % k.nctaid.x, matrix % heads, matrix // heads
+    told = kb.shared("told", NUMBER_BYTES)
+    with kb.if_(kb.tid.x == 0):
+        number = kb.reg("u32")
+        kb.emit("atom.relaxed.gpu.global.add.u32", number, turns.at(), 1)
+        kb.st("shared", "u32", told.address().at(), number)
+    kb.sync()
+    number = kb.ld("shared", "u32", told.address().at())[0]
+    matrix = number // kb.nctaid.x
+    return number % kb.nctaid.x, matrix % heads, matrix // heads
 
 
 @dataclass
 class OrderedBlocks:
     """The turns of a CTA, that has the keys of `block` (u32) for `batch`."""
-    k: Kernel
+    kb: Kernel
     spec: AttentionSpec
     blocks: RowBlocks
     flags: Value
@@ -54,27 +54,27 @@ class OrderedBlocks:
     batch: Sequence[Value]
 
     def __post_init__(self) -> None:
-        k, (_, heads, group) = self.k, self.spec.batch
-        self.flag, self.turn = k.reg("u64", self.flags), k.reg("u32", 0)
+        kb, (_, heads, group) = self.kb, self.spec.batch
+        self.flag, self.turn = kb.reg("u64", self.flags), kb.reg("u32", 0)
         self.matrix = (self.batch[0] * heads + self.batch[1]) * group
 
     def wait(self, walk: RowBlockPosition) -> None:
         """Until all with earlier keys have added to the block."""
-        k, first, m = self.k, self.spec.band.first, self.blocks.block_m
-        with k.if_(k.tid.x == 0):
+        kb, first, m = self.kb, self.spec.band.first, self.blocks.block_m
+        with kb.if_(kb.tid.x == 0):
             number = (self.matrix + walk.query) * -(-self.spec.s_q // m) + walk.row.to("u32") // m
             self.flag.set(self.flags + (number.to("u64") * 4 + 4))
             self.turn.set(self.block)
             if first is not None:  # of keys before these, no row of the block sees any
-                begin = least(k, walk.row + signed(k, self.blocks.extents.start) + first, 0, "max")
+                begin = least(kb, walk.row + signed(kb, self.blocks.extents.start) + first, 0, "max")
                 self.turn -= begin.to("u32") // self.blocks.keys
-            now = k.reg("u32")
-            k.emit("ld.acquire.gpu.global.u32", now, self.flag.at())
-            with k.while_(lambda: now != self.turn):
-                k.emit("ld.acquire.gpu.global.u32", now, self.flag.at())
+            now = kb.reg("u32")
+            kb.emit("ld.acquire.gpu.global.u32", now, self.flag.at())
+            with kb.while_(lambda: now != self.turn):
+                kb.emit("ld.acquire.gpu.global.u32", now, self.flag.at())
             self.turn += 1
 
     def passed(self, when: Value) -> None:
         """Where the predicate holds: the next one's turn."""
-        k = self.k
-        k.emit("st.release.gpu.global.u32", self.flag.at(), self.turn, guard=(k.tid.x == 0) & when)
+        kb = self.kb
+        kb.emit("st.release.gpu.global.u32", self.flag.at(), self.turn, guard=(kb.tid.x == 0) & when)

@@ -25,16 +25,16 @@ from tinygrad_nv.tile.attention.score import LOG2E, Extents, least, signed
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 
 
-def exponent(k: Kernel, log: Value) -> Value:
+def exponent(kb: Kernel, log: Value) -> Value:
     """−log₂e · l, or −∞ for l = −∞. Exponents are differences of numbers as large as l, wrong by up to 2⁻²³
     of it: beyond 2²⁵ they are made less by twice that, so that no p is above 2⁸."""
-    size, hidden = k.reg("f32"), k.reg("pred")
+    size, hidden = kb.reg("f32"), kb.reg("pred")
     minus = log * -LOG2E
-    k.emit("abs.f32", size, minus)
-    k.emit("fma.rn.f32", size, size, 2.0**-22, -8.0)
-    k.emit("max.f32", size, size, 0.0)
-    k.emit("setp.eq.f32", hidden, log, -math.inf)
-    return k.select(hidden, -math.inf, minus - size)
+    kb.emit("abs.f32", size, minus)
+    kb.emit("fma.rn.f32", size, size, 2.0**-22, -8.0)
+    kb.emit("max.f32", size, size, 0.0)
+    kb.emit("setp.eq.f32", hidden, log, -math.inf)
+    return kb.select(hidden, -math.inf, minus - size)
 
 
 @dataclass
@@ -42,7 +42,7 @@ class RowBlocks:
     """Those that see keys from `first` (u32) on, `keys` of them. `low` (s32) is the first row of the first
     block, `end` (s32) where the last one ends, `count` (s32) how many there are, of all query heads. With
     `hide_rows` rows beyond s_q do not see keys, else they may, with p = 0."""
-    k: Kernel
+    kb: Kernel
     spec: AttentionSpec
     extents: Extents
     first: Value
@@ -51,21 +51,21 @@ class RowBlocks:
     hide_rows: bool = False
 
     def __post_init__(self) -> None:
-        k, band, first = self.k, self.spec.band, self.first.to("s32")
-        s_q, s_kv, start = (signed(k, each) for each in (self.extents.s_q, self.extents.s_kv,
+        kb, band, first = self.kb, self.spec.band, self.first.to("s32")
+        s_q, s_kv, start = (signed(kb, each) for each in (self.extents.s_q, self.extents.s_kv,
                                                          self.extents.start))
-        last = least(k, first + self.keys, s_kv)
-        self.low, end, self.key_end = k.reg("s32", 0), s_q, s_kv
+        last = least(kb, first + self.keys, s_kv)
+        self.low, end, self.key_end = kb.reg("s32", 0), s_q, s_kv
         self.full_low: Value | None = None
         self.full_end: Value | None = None
         if band.last is not None:
-            self.low = least(k, first - start - band.last, 0, "max") // self.block_m * self.block_m
+            self.low = least(kb, first - start - band.last, 0, "max") // self.block_m * self.block_m
             self.full_low = last - 1 - start - band.last
-            self.key_end = least(k, s_kv, s_q + start + band.last)
+            self.key_end = least(kb, s_kv, s_q + start + band.last)
         if band.first is not None:
-            end = least(k, s_q, last - start - band.first)
+            end = least(kb, s_q, last - start - band.first)
             self.full_end = first - start - band.first + 1
-        blocks = (least(k, end - self.low, 0, "max") + self.block_m - 1) // self.block_m
+        blocks = (least(kb, end - self.low, 0, "max") + self.block_m - 1) // self.block_m
         self.end = self.low + blocks * self.block_m
         self.count = blocks * self.spec.batch[2]
         self.beyond = None if self.whole_keys else first + self.keys > s_kv
@@ -92,7 +92,7 @@ class RowBlocks:
             late = base + self.block_m > self.full_end
             made = late if made is None else made | late
         if self.hide_rows and not self.whole_rows:
-            outside = base + self.block_m > signed(self.k, self.extents.s_q)
+            outside = base + self.block_m > signed(self.kb, self.extents.s_q)
             made = outside if made is None else made | outside
         return made
 
@@ -104,8 +104,8 @@ class RowBlockPosition:
     blocks: RowBlocks
 
     def __post_init__(self) -> None:
-        self.k, self.group = self.blocks.k, self.blocks.spec.batch[2]
-        self.row, self.query = self.k.reg("s32", self.blocks.low), self.k.reg("u32", 0)
+        self.kb, self.group = self.blocks.kb, self.blocks.spec.batch[2]
+        self.row, self.query = self.kb.reg("s32", self.blocks.low), self.kb.reg("u32", 0)
         self.addresses: list[tuple[Value, int, int]] = []
         if self.group > 1: self.span = self.blocks.low - self.blocks.end
 
@@ -115,16 +115,16 @@ class RowBlockPosition:
 
     def advance(self) -> None:
         """The next block."""
-        k, step = self.k, self.blocks.block_m
+        kb, step = self.kb, self.blocks.block_m
         self.row += step
         for address, row_bytes, _ in self.addresses: address += step * row_bytes
         if self.group == 1: return
-        with k.if_(self.row >= self.blocks.end):  # once for a head: a branch, not a choice for each address
+        with kb.if_(self.row >= self.blocks.end):  # once for a head: a branch, not a choice for each address
             self.row.set(self.blocks.low)
             self.query += 1
             for address, row_bytes, head_bytes in self.addresses:
-                back = k.reg("s64")
-                k.emit("mad.wide.s32", back, self.span, row_bytes, head_bytes)
+                back = kb.reg("s64")
+                kb.emit("mad.wide.s32", back, self.span, row_bytes, head_bytes)
                 address += back.to("u64")
 
 
@@ -144,37 +144,37 @@ class RowPipeline:
 
     def __post_init__(self) -> None:
         blocks, spec = self.walk.blocks, self.walk.blocks.spec
-        self.k, self.block_m = blocks.k, blocks.block_m
+        self.kb, self.block_m = blocks.kb, blocks.block_m
         for copy in (self.q, self.grad):
             size = copy.rows.dtype.itemsize
             self.walk.follow(copy.source, copy.rows.row * size, copy.rows.batch[2] * size)
-        self.at = self.at + self.k.tid.x.to("u64") * 4
+        self.at = self.at + self.kb.tid.x.to("u64") * 4
         self.walk.follow(self.at, 4, spec.s_q * 4)
 
     def bring(self, stage: Value, when: Value) -> None:
         """Starts the copies of the next block to a stage (u32), where the predicate holds."""
         left = self._left()
         for copy in (self.q, self.grad): copy.to(stage, when, None if left is None else copy.left(left))
-        self.k.cp_async_commit()
+        self.kb.cp_async_commit()
 
     def _left(self) -> Value | None:
         """Rows that there are from the block's first on, None where there are as many as it has."""
-        k, blocks = self.k, self.walk.blocks
-        return None if blocks.whole_rows else signed(k, blocks.extents.s_q) - self.walk.row
+        kb, blocks = self.kb, self.walk.blocks
+        return None if blocks.whole_rows else signed(kb, blocks.extents.s_q) - self.walk.row
 
     def ask(self, when: Value) -> None:
         """Starts the loads of l and delta, where the predicate holds, and goes on to the next block."""
-        k, left = self.k, self._left()
-        mine = (k.tid.x < self.block_m) & when
-        if left is not None: mine = mine & (k.tid.x.to("s32") < left)
-        self.pending = [k.reg("f32", -math.inf), k.reg("f32", 0.0)]
+        kb, left = self.kb, self._left()
+        mine = (kb.tid.x < self.block_m) & when
+        if left is not None: mine = mine & (kb.tid.x.to("s32") < left)
+        self.pending = [kb.reg("f32", -math.inf), kb.reg("f32", 0.0)]
         for made, address in zip(self.pending, (self.log, self.delta), strict=True):
-            k.emit("ld.global.f32", made, (address + self.at).at(), guard=mine)
+            kb.emit("ld.global.f32", made, (address + self.at).at(), guard=mine)
         self.walk.advance()
 
     def finish(self, stage: Value) -> None:
         """Writes −l · log2 e and −delta."""
-        k, (log, delta) = self.k, self.pending
-        at = stage + k.tid.x * 4
-        for value, start in ((exponent(k, log), self.place), (-delta, self.place + 4 * self.block_m)):
-            k.emit("st.shared.f32", at.at(start), value, guard=k.tid.x < self.block_m)
+        kb, (log, delta) = self.kb, self.pending
+        at = stage + kb.tid.x * 4
+        for value, start in ((exponent(kb, log), self.place), (-delta, self.place + 4 * self.block_m)):
+            kb.emit("st.shared.f32", at.at(start), value, guard=kb.tid.x < self.block_m)

@@ -23,21 +23,21 @@ FAR = 1 << 30  # beyond all places
 class BackwardBlocks:
     """The blocks of rows of a CTA."""
 
-    def __init__(self, k: Kernel, plan: BackwardWgmmaPlan, column: Value, extents: Extents) -> None:
-        self.k, self.plan, self.column = k, plan, column
+    def __init__(self, kb: Kernel, plan: BackwardWgmmaPlan, column: Value, extents: Extents) -> None:
+        self.kb, self.plan, self.column = kb, plan, column
         self.s_q, self.s_kv, self.start = (each.to("s32") if isinstance(each, Value) else each
                                            for each in (extents.s_q, extents.s_kv, extents.start))
         band, m, n = plan.spec.forward.band, plan.schedule.block_m, plan.schedule.block_n
-        zero = k.reg("s32", 0)
+        zero = kb.reg("s32", 0)
         self.first: Extent = 0
-        if band.last is not None: self.first = least(k, column - self.start - band.last, 0, "max") // m
+        if band.last is not None: self.first = least(kb, column - self.start - band.last, 0, "max") // m
         last_row: Extent = self.s_q
         if band.first is not None:
-            inside = least(k, column + n, self.s_kv) - self.start - band.first
-            last_row = least(k, least(k, inside, self.s_q), 0, "max")
+            inside = least(kb, column + n, self.s_kv) - self.start - band.first
+            last_row = least(kb, least(kb, inside, self.s_q), 0, "max")
         end = zero + (last_row + (m - 1)) // m
         self.end = end
-        self.count = least(k, end - self.first, 0, "max")
+        self.count = least(kb, end - self.first, 0, "max")
         self.total = self.count * plan.spec.forward.batch[2]
 
     @property
@@ -61,7 +61,7 @@ class BackwardBlocks:
         """The first block of keys that rows from `row` (s32) on see, a block of them, if they see any."""
         first = self.plan.spec.forward.band.first
         if first is None: return 0
-        return least(self.k, row + self.start + first, 0, "max") // self.plan.schedule.block_n
+        return least(self.kb, row + self.start + first, 0, "max") // self.plan.schedule.block_n
 
     def unseen(self) -> Value | None:
         """Whether no row sees some of the keys; None where that cannot be."""
@@ -82,32 +82,32 @@ class BackwardBlocks:
 
     def _after(self) -> Value:
         """The place after that of the last row."""
-        return self.k.reg("s32", self.s_q) + self.start
+        return self.kb.reg("s32", self.s_q) + self.start
 
     def _before(self, first: int) -> Value:
         """The first key that row 0 sees."""
-        return self.k.reg("s32", self.start) + first
+        return self.kb.reg("s32", self.start) + first
 
     def rows_of(self, key: Value) -> tuple[Value | None, Value | None]:
         """The first row that sees a key, and the last; None without a bound."""
-        k, band = self.k, self.plan.spec.forward.band
+        kb, band = self.kb, self.plan.spec.forward.band
         low = None if band.last is None else key - self.start - band.last
         high = None if band.first is None else key - self.start - band.first
         if self.plan.ragged:
-            low = k.select(key < self.s_kv, -FAR if low is None else low, FAR, "s32")
+            low = kb.select(key < self.s_kv, -FAR if low is None else low, FAR, "s32")
         if self.plan.hides_rows:
-            last = k.reg("s32", self.s_q) - 1
-            high = last if high is None else least(k, high, last)
+            last = kb.reg("s32", self.s_q) - 1
+            high = last if high is None else least(kb, high, last)
         return low, high
 
 
 class BlockPosition:
     """Where a walker is: `block` (s32), `row` (s32, the block's first) and `head` (u32, of the group)."""
 
-    def __init__(self, k: Kernel, blocks: BackwardBlocks) -> None:
-        self.k, self.blocks = k, blocks
-        self.block = k.reg("s32", blocks.first)
-        self.head = k.reg("u32", 0)
+    def __init__(self, kb: Kernel, blocks: BackwardBlocks) -> None:
+        self.kb, self.blocks = kb, blocks
+        self.block = kb.reg("s32", blocks.first)
+        self.head = kb.reg("u32", 0)
 
     @property
     def row(self) -> Value: return self.block * self.blocks.plan.schedule.block_m
@@ -115,7 +115,7 @@ class BlockPosition:
     @contextmanager
     def each(self) -> Iterator[None]:
         """What is written inside is done for each block."""
-        with self.k.loop(0, self.blocks.total):
+        with self.kb.loop(0, self.blocks.total):
             yield
             self.advance()
 
@@ -124,5 +124,5 @@ class BlockPosition:
         self.block += 1
         if self.blocks.plan.spec.forward.batch[2] == 1: return
         over = self.block >= self.blocks.end
-        self.block.set(self.k.select(over, self.blocks.first, self.block, "s32"))
-        self.head += self.k.select(over, 1, 0, "u32")
+        self.block.set(self.kb.select(over, self.blocks.first, self.block, "s32"))
+        self.head += self.kb.select(over, 1, 0, "u32")

@@ -27,25 +27,26 @@ BOX_BYTES = WARP_ROWS * DQ_COLUMNS * 4
 class QueryMap:
     """The tensor map of dq: dense, all heads one after the other."""
 
-    def __init__(self, k: Kernel, plan: BackwardWgmmaPlan) -> None:
+    def __init__(self, kb: Kernel, plan: BackwardWgmmaPlan) -> None:
         one = plan.spec.forward
         pitch = one.d * 4
         integer = one.symbolic.index("s_q") if "s_q" in one.symbolic else -1
         self.map = MapArgument(0, "f32", (one.d, one.s_q, one.matrices), (pitch, pitch * one.s_q),
                                (DQ_COLUMNS, WARP_ROWS, 1), "128B", 0, 1 if integer >= 0 else -1, integer)
-        self.tensor_map = k.tensor_map("map_dq")
+        self.tensor_map = kb.tensor_map("map_dq")
 
 
 class QuerySums(ABC):
     """Sums of one warp; `warp` (u32) is its number among the consumers', `head` (u32) the number of the first
     query head in the whole batch."""
 
-    def __init__(self, k: Kernel, plan: BackwardWgmmaPlan, turns: Value | None, blocks: BackwardBlocks,
+    def __init__(self, kb: Kernel, plan: BackwardWgmmaPlan, turns: Value | None, blocks: BackwardBlocks,
                  warp: Value,
                  head: Value) -> None:
-        self.k, self.plan, self.turns, self.blocks, self.warp, self.head = k, plan, turns, blocks, warp, head
-        self.sums = k.regs("f32", plan.dq_columns // 2)
-        self.turn = k.reg("u64", 0)  # the counter of the block before
+        self.kb, self.plan, self.turns, self.blocks = kb, plan, turns, blocks
+        self.warp, self.head = warp, head
+        self.sums = kb.regs("f32", plan.dq_columns // 2)
+        self.turn = kb.reg("u64", 0)  # the counter of the block before
 
     @abstractmethod
     def add(self, walk: BlockPosition) -> None:
@@ -57,37 +58,37 @@ class QuerySums(ABC):
 
     def _place(self, walk: BlockPosition) -> tuple[Value, Value]:
         """The first of the warp's rows, and of its columns (s32)."""
-        k, plan = self.k, self.plan
+        kb, plan = self.kb, self.plan
         warp_row = self.warp & 3 if plan.shared_rows else self.warp
         row = walk.row + (warp_row * WARP_ROWS).to("s32")
-        return row, (self.warp >> 2).to("s32") * plan.dq_columns if plan.shared_rows else k.reg("s32", 0)
+        return row, (self.warp >> 2).to("s32") * plan.dq_columns if plan.shared_rows else kb.reg("s32", 0)
 
     def _take_turn(self, turns: Value, walk: BlockPosition) -> None:
         """One lane: waits until the CTAs before this one have added theirs."""
-        k, plan, seen = self.k, self.plan, self.k.reg("u32")
+        kb, plan, seen = self.kb, self.plan, self.kb.reg("u32")
         block = (self.head + walk.head) * plan.blocks_of_rows + walk.block.to("u32")
         self.turn.set(turns + (block * (4 * plan.consumers) + self.warp).to("u64") * 4)
-        before = k.ctaid.x.to("s32") - self.blocks.first_keys(walk.row)
-        k.emit("ld.acquire.gpu.global.u32", seen, self.turn.at())
-        with k.while_(lambda: seen != before.to("u32")):
-            k.emit("ld.acquire.gpu.global.u32", seen, self.turn.at())
+        before = kb.ctaid.x.to("s32") - self.blocks.first_keys(walk.row)
+        kb.emit("ld.acquire.gpu.global.u32", seen, self.turn.at())
+        with kb.while_(lambda: seen != before.to("u32")):
+            kb.emit("ld.acquire.gpu.global.u32", seen, self.turn.at())
 
     def _give_turn(self) -> None:
         """One lane: lets the next CTA add its own."""
-        self.k.emit("red.release.gpu.global.add.u32", self.turn.at(), 1)
+        self.kb.emit("red.release.gpu.global.add.u32", self.turn.at(), 1)
 
 
 class BoxedSums(QuerySums):
     """By TMA."""
 
-    def __init__(self, k: Kernel, plan: BackwardWgmmaPlan, to: QueryMap, turns: Value | None,
+    def __init__(self, kb: Kernel, plan: BackwardWgmmaPlan, to: QueryMap, turns: Value | None,
                  blocks: BackwardBlocks, warp: Value,
                  head: Value) -> None:
-        super().__init__(k, plan, turns, blocks, warp, head)
+        super().__init__(kb, plan, turns, blocks, warp, head)
         self.to = to
-        shared = k.shared("dq_staging", 4 * plan.consumers * plan.warp_staging_bytes, align=1024)
+        shared = kb.shared("dq_staging", 4 * plan.consumers * plan.warp_staging_bytes, align=1024)
         self.staging = shared.address() + warp * plan.warp_staging_bytes
-        lane = k.special("laneid")
+        lane = kb.special("laneid")
         row = (lane >> 2 & 3) * 2 + (lane >> 4)
         self.place = self.staging + (row * 128 + ((lane & 3) << 3) ^ (row << 4))
 
@@ -95,79 +96,79 @@ class BoxedSums(QuerySums):
 
     def _clear(self) -> None:
         """Columns of the last box that are none of the consumer's: zeros are added there."""
-        k, lane = self.k, self.k.special("laneid")
+        kb, lane = self.kb, self.kb.special("laneid")
         for at in range(0, self.plan.warp_staging_bytes, 512):
-            k.st("shared", "b32", (self.staging + lane * 16).at(at), [0] * 4)
+            kb.st("shared", "b32", (self.staging + lane * 16).at(at), [0] * 4)
 
     def add(self, walk: BlockPosition) -> None:
         """Adds the sums of the walker's block."""
-        k = self.k
-        with k.if_(k.elect()): self.drain()
-        k.emit("bar.warp.sync", -1)
+        kb = self.kb
+        with kb.if_(kb.elect()): self.drain()
+        kb.emit("bar.warp.sync", -1)
         places = [self.place ^ at if at else self.place for at in range(0, 128, 32)]
         for j in range(len(self.sums) // 4):
             box, inside = divmod(32 * j, 128)
             for h in range(2):
                 at = box * BOX_BYTES + 8 * 128 * h
-                k.st("shared", "f32", places[inside // 32].at(at),
+                kb.st("shared", "f32", places[inside // 32].at(at),
                      self.sums[4 * j + 2 * h:4 * j + 2 * h + 2])
-        k.fence_proxy_async()
-        k.emit("bar.warp.sync", -1)
-        with k.if_(k.elect()): self._reduce(walk)
+        kb.fence_proxy_async()
+        kb.emit("bar.warp.sync", -1)
+        with kb.if_(kb.elect()): self._reduce(walk)
 
     def drain(self) -> None:
         """One lane: waits until the boxes may be written again, and gives their turn to the next CTA."""
-        k = self.k
-        k.tma_wait(0, read=self.turns is None)
+        kb = self.kb
+        kb.tma_wait(0, read=self.turns is None)
         if self.turns is None: return
-        with k.if_(self.turn != 0): self._give_turn()
+        with kb.if_(self.turn != 0): self._give_turn()
 
     def _reduce(self, walk: BlockPosition) -> None:
         """One lane."""
-        k, plan = self.k, self.plan
+        kb, plan = self.kb, self.plan
         row, first = self._place(walk)
         matrix = (self.head + walk.head).to("s32")
         if self.turns is not None:
             self._take_turn(self.turns, walk)
-            k.emit("fence.proxy.async.global")
+            kb.emit("fence.proxy.async.global")
         for box in range(plan.dq_boxes):
             place = self.to.tensor_map.at(coordinates=[first + DQ_COLUMNS * box, row, matrix])
-            k.emit("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group", place,
+            kb.emit("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group", place,
                    self.staging.at(box * BOX_BYTES))
-        k.tma_commit()
+        kb.tma_commit()
 
 
 class DirectSums(QuerySums):
     """From registers, two elements of a row at a time. Turns are given at once: nothing is left to drain."""
 
-    def __init__(self, k: Kernel, plan: BackwardWgmmaPlan, to: Value, turns: Value | None,
+    def __init__(self, kb: Kernel, plan: BackwardWgmmaPlan, to: Value, turns: Value | None,
                  blocks: BackwardBlocks, warp: Value,
                  head: Value) -> None:
-        super().__init__(k, plan, turns, blocks, warp, head)
+        super().__init__(kb, plan, turns, blocks, warp, head)
         self.to = to
 
     def add(self, walk: BlockPosition) -> None:
         """Adds the sums of the walker's block."""
-        k, d, lane = self.k, self.plan.spec.forward.d, self.k.special("laneid")
+        kb, d, lane = self.kb, self.plan.spec.forward.d, self.kb.special("laneid")
         row, first = (each.to("u32") for each in self._place(walk))
         row, first = row + (lane >> 2), first + ((lane & 3) << 1)
-        at = advanced(k, self.to, self.head + walk.head, self.plan.spec.forward.s_q * d * 4)
-        at = advanced(k, advanced(k, at, row, d * 4), first, 4)
+        at = advanced(kb, self.to, self.head + walk.head, self.plan.spec.forward.s_q * d * 4)
+        at = advanced(kb, advanced(kb, at, row, d * 4), first, 4)
         if self.turns is not None:
-            with k.if_(k.elect()): self._take_turn(self.turns, walk)
-            k.emit("bar.warp.sync", -1)
+            with kb.if_(kb.elect()): self._take_turn(self.turns, walk)
+            kb.emit("bar.warp.sync", -1)
         whole = 2 * self.plan.dq_columns == d
         for h in range(2):
             # a branch around them all: ptxas would make one around each
-            with k.if_((row + 8 * h).to("s32") < self.blocks.s_q):
+            with kb.if_((row + 8 * h).to("s32") < self.blocks.s_q):
                 for j in range(len(self.sums) // 4):
-                    k.emit("red.relaxed.gpu.global.add.v2.f32", at.at(32 * h * d + 32 * j),
+                    kb.emit("red.relaxed.gpu.global.add.v2.f32", at.at(32 * h * d + 32 * j),
                            self.sums[4 * j + 2 * h:4 * j + 2 * h + 2],
                            guard=None if whole else first + 8 * j < d)
         if self.turns is None: return
-        k.emit("fence.acq_rel.gpu")
-        k.emit("bar.warp.sync", -1)
-        with k.if_(k.elect()): self._give_turn()
+        kb.emit("fence.acq_rel.gpu")
+        kb.emit("bar.warp.sync", -1)
+        with kb.if_(kb.elect()): self._give_turn()
 
     def drain(self) -> None:
         """One lane."""

@@ -40,71 +40,71 @@ OWN = ROWS // 2  # rows of a consumer
 class HalvedMainLoop(BackwardMainLoop):
     """One consumer's main loop; `consumer` is its number (u32), the same in all its lanes."""
 
-    def __init__(self, k: Kernel, plan: BackwardWgmmaPlan, loads: BackwardLoads, weights: Weights,
+    def __init__(self, kb: Kernel, plan: BackwardWgmmaPlan, loads: BackwardLoads, weights: Weights,
                  queries: QuerySums,
                  blocks: BackwardBlocks, consumer: Value) -> None:
-        self.k, self.plan, self.loads, self.weights, self.queries = k, plan, loads, weights, queries
+        self.kb, self.plan, self.loads, self.weights, self.queries = kb, plan, loads, weights, queries
         self.blocks, self.consumer, self.threads = blocks, consumer, WARPGROUP * plan.consumers
-        self.mine = k.special("laneid") == 0
+        self.mine = kb.special("laneid") == 0
         self.at, self.empty_barriers = loads.ring.cursor(), loads.ring.empty_barriers()
-        self.weighed, self.slopes = (k.shared(name, DS_BUFFERS * plan.ds.nbytes, align=1024)
+        self.weighed, self.slopes = (kb.shared(name, DS_BUFFERS * plan.ds.nbytes, align=1024)
                                      for name in ("p", "ds"))
         self._operands()
-        self.s, self.dp = [k.regs("f32", OWN // 2)], k.regs("f32", OWN // 2)
-        self.p, self.ds = [k.regs("b32", OWN // 4)], [k.regs("b32", OWN // 4)]
-        self.dk = k.regs("f32", plan.q_right.mn // 4, 0.0)
-        self.dv = k.regs("f32", plan.grad_right.mn // 4, 0.0)
-        self.buffer = k.reg("u32", 0)
+        self.s, self.dp = [kb.regs("f32", OWN // 2)], kb.regs("f32", OWN // 2)
+        self.p, self.ds = [kb.regs("b32", OWN // 4)], [kb.regs("b32", OWN // 4)]
+        self.dk = kb.regs("f32", plan.q_right.mn // 4, 0.0)
+        self.dv = kb.regs("f32", plan.grad_right.mn // 4, 0.0)
+        self.buffer = kb.reg("u32", 0)
 
     def _operands(self) -> None:
-        k, plan, loads, consumer = self.k, self.plan, self.loads, self.consumer
+        kb, plan, loads, consumer = self.kb, self.plan, self.loads, self.consumer
 
         def half(tile: OperandTile, start: Value, mn: int) -> Descriptors:
-            return Descriptors.of(k, tile, start + consumer * tile.at_mn(mn))
+            return Descriptors.of(kb, tile, start + consumer * tile.at_mn(mn))
 
         keys, values, queries, grads = (each.address() for each in (loads.keys, loads.values, loads.queries,
                                                                     loads.grads))
-        self.keys, self.values = Descriptors.of(k, plan.k, keys), Descriptors.of(k, plan.v, values)
+        self.keys, self.values = Descriptors.of(kb, plan.k, keys), Descriptors.of(kb, plan.v, values)
         self.q, self.grad = half(plan.q, queries, OWN), half(plan.grad, grads, OWN)
         self.q_right = half(plan.q_right, queries, plan.q_right.mn // 2)
         self.grad_right = half(plan.grad_right, grads, plan.grad_right.mn // 2)
         self.keys_right = half(plan.k_right, keys, plan.dq_columns)
         turned = OperandTile(plan.ds.dtype, "MN", ROWS, ROWS, plan.ds.span)
         slopes, weighed = self.slopes.address(), self.weighed.address()
-        self.p_left, self.ds_left = (Descriptors.of(k, plan.ds, start) for start in (weighed, slopes))
-        self.ds_turned = Descriptors.of(k, turned, slopes)
+        self.p_left, self.ds_left = (Descriptors.of(kb, plan.ds, start) for start in (weighed, slopes))
+        self.ds_turned = Descriptors.of(kb, turned, slopes)
         own = self._place()
         self.p_place, self.ds_place = weighed + own, slopes + own
 
     def _place(self) -> Value:
         """Where a lane's row of the four matrices of a stmatrix goes, of 16 rows: keys 0 … 7 and 8 … 15 of
         the warp, of rows 0 … 7, then of rows 8 … 15."""
-        k, lane = self.k, self.k.special("laneid")
-        key = (k.tid.x // 32 & 3) * 16 + (lane & 15)
+        kb, lane = self.kb, self.kb.special("laneid")
+        key = (kb.tid.x // 32 & 3) * 16 + (lane & 15)
         chunk = (self.consumer << 2) + (lane >> 4)
         return (key << 7) + ((chunk ^ (key & 7)) << 4)
 
     def _block(self, walk: BlockPosition, further: Value) -> None:
-        k, ring, consumer = self.k, self.loads.ring, self.consumer
+        kb, ring, consumer = self.kb, self.loads.ring, self.consumer
         ring.wait(self.at)
         self._issue(self.s[0], self.keys, self.q, 0)
         self._issue(self.dp, self.values, self.grad, 0)
         row = walk.row + (consumer * OWN).to("s32")
-        k.wgmma_wait(1)
+        kb.wgmma_wait(1)
         self.weights.of(self.s[0], self.p[0], row, walk.head, self._row_values(0, 0) + consumer * (4 * OWN))
         self._write(self.p_place, self.p[0])
-        k.wgmma_wait(0)
+        kb.wgmma_wait(0)
         self.weights.slopes(self.s[0], self.dp, self.ds[0], self._row_values(0, 1) + consumer * (4 * OWN))
         self._write(self.ds_place, self.ds[0])
-        k.fence_proxy_async()
-        k.sync(WRITTEN, self.threads)
+        kb.fence_proxy_async()
+        kb.sync(WRITTEN, self.threads)
         self._issue_columns(self.queries.sums, self.ds_turned, self.keys_right, self.keys_right.base, False)
         stage = self.at.stage
         self._issue_columns(self.dv, self.p_left, self.grad_right, self.grad_right.stage(stage))
         self._issue_columns(self.dk, self.ds_left, self.q_right, self.q_right.stage(stage))
-        k.wgmma_wait(2)
+        kb.wgmma_wait(2)
         self.queries.add(walk)
-        k.wgmma_wait(0)
+        kb.wgmma_wait(0)
         ring.release(self.empty_barriers, stage, self.mine)
         self.at.advance()
         self.buffer ^= 1
@@ -114,16 +114,16 @@ class HalvedMainLoop(BackwardMainLoop):
         """A fragment of the consumer's rows to its buffer."""
         place = start + self.buffer * self.plan.ds.nbytes
         for c in range(len(fragment) // 4):
-            self.k.stmatrix((place ^ 32 * c if c else place).at(), fragment[4 * c:4 * c + 4])
+            self.kb.stmatrix((place ^ 32 * c if c else place).at(), fragment[4 * c:4 * c + 4])
 
     def _issue_columns(self, sums: list[Value], left: Descriptors, right: Descriptors, low: Value,
                        further: bool = True) -> None:
         """sums += left right, or without what they were: the consumer's columns."""
-        k, kind = self.k, self.plan.kind
-        k.wgmma_fence()
+        kb, kind = self.kb, self.plan.kind
+        kb.wgmma_fence()
         a = left.stage(self.buffer)
         for step in range(ROWS // STEP):
-            k.wgmma(f"m64n{2 * len(sums)}k16", f"f32.{kind}.{kind}", sums,
+            kb.wgmma(f"m64n{2 * len(sums)}k16", f"f32.{kind}.{kind}", sums,
                     left.at(a, left.tile.at_step(step)), right.at(low, right.tile.at_step(step)),
                     further or step > 0, trans=(left.tile.major == "MN", True))
-        k.wgmma_commit()
+        kb.wgmma_commit()

@@ -40,10 +40,10 @@ from tinygrad_nv.tile.template import GPU
 def flash_backward_wgmma(spec: BackwardSpec, schedule: BackwardWgmma, gpu: GPU) -> BackwardKernel:
     """The kernel of a backward pass, by a legal schedule."""
     plan = BackwardWgmmaPlan.of(spec, schedule)
-    k = Kernel("flash_backward_wgmma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
-    writer = _BackwardWgmmaKernel(k, plan)
+    kb = Kernel("flash_backward_wgmma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
+    writer = _BackwardWgmmaKernel(kb, plan)
     writer.write()
-    return BackwardKernel("flash_backward_wgmma", k.ptx(), plan.grid, schedule.threads, k.dynamic_smem,
+    return BackwardKernel("flash_backward_wgmma", kb.ptx(), plan.grid, schedule.threads, kb.dynamic_smem,
                           maps=tuple(writer.maps), pdl=True, dq_bytes=spec.dq_bytes, flags=plan.flags,
                           rows_of_cta=schedule.block_n if "s_kv" in spec.forward.symbolic else 0)
 
@@ -51,22 +51,22 @@ def flash_backward_wgmma(spec: BackwardSpec, schedule: BackwardWgmma, gpu: GPU) 
 class _BackwardWgmmaKernel:
     """The kernel as it is written: parameters and shared memory, then the roles."""
 
-    def __init__(self, k: Kernel, plan: BackwardWgmmaPlan) -> None:
-        self.k, self.plan, one = k, plan, plan.spec.forward
-        self.dq = k.pointer("dq")
-        self.turns = k.pointer("turns") if plan.flags else None
+    def __init__(self, kb: Kernel, plan: BackwardWgmmaPlan) -> None:
+        self.kb, self.plan, one = kb, plan, plan.spec.forward
+        self.dq = kb.pointer("dq")
+        self.turns = kb.pointer("turns") if plan.flags else None
         first = 1 + bool(plan.flags)  # the number of dk's pointer
-        results = [k.pointer(name) for name in ("dk", "dv")]
-        for name in ("q", "k", "v", "grad"): k.pointer(name)  # the tensor maps'
-        self.l, self.delta = k.pointer("l"), k.pointer("delta")
-        self.seed = k.pointer("seed") if one.kept < EVERY else None
-        self.extras = [k.pointer(f"x{i}") for i in range(len(one.parameters))]
-        self.extents = Extents.declared(k, one)
-        self.loads = BackwardLoads(k, plan, first + 2)
-        self.to = None if plan.halved else QueryMap(k, plan)
-        self.dk = GradientEpilogue(k, plan, plan.spec.dk, one.d, results[0], first, plan.dk, self.loads.keys,
+        results = [kb.pointer(name) for name in ("dk", "dv")]
+        for name in ("q", "k", "v", "grad"): kb.pointer(name)  # the tensor maps'
+        self.l, self.delta = kb.pointer("l"), kb.pointer("delta")
+        self.seed = kb.pointer("seed") if one.kept < EVERY else None
+        self.extras = [kb.pointer(f"x{i}") for i in range(len(one.parameters))]
+        self.extents = Extents.declared(kb, one)
+        self.loads = BackwardLoads(kb, plan, first + 2)
+        self.to = None if plan.halved else QueryMap(kb, plan)
+        self.dk = GradientEpilogue(kb, plan, plan.spec.dk, one.d, results[0], first, plan.dk, self.loads.keys,
                                    "map_dk")
-        self.dv = GradientEpilogue(k, plan, plan.spec.dv, one.d_v, results[1], first + 1, plan.dv,
+        self.dv = GradientEpilogue(kb, plan, plan.spec.dv, one.d_v, results[1], first + 1, plan.dv,
                                    self.loads.values,
                          "map_dv")
         self.maps = [*self.loads.maps, *([self.to.map] if self.to else []), *self.dk.maps, *self.dv.maps]
@@ -75,66 +75,66 @@ class _BackwardWgmmaKernel:
 
     def write(self) -> None:
         """The whole kernel."""
-        k, plan = self.k, self.plan
-        with k.comment("one thread makes the barriers, and has the tensor maps fetched"):
-            with k.if_(k.tid.x == 0):
-                for each in self.tensor_maps: k.emit("prefetch.tensormap", each.at())
+        kb, plan = self.kb, self.plan
+        with kb.comment("one thread makes the barriers, and has the tensor maps fetched"):
+            with kb.if_(kb.tid.x == 0):
+                for each in self.tensor_maps: kb.emit("prefetch.tensormap", each.at())
                 self.loads.init()
-                k.fence_mbarrier_init()
-            k.sync()
-        self.column = k.ctaid.x * plan.schedule.block_n
-        self.batch = k.ctaid.z, k.ctaid.y
+                kb.fence_mbarrier_init()
+            kb.sync()
+        self.column = kb.ctaid.x * plan.schedule.block_n
+        self.batch = kb.ctaid.z, kb.ctaid.y
         _, heads, group = plan.spec.forward.batch
-        self.head = (k.ctaid.z * heads + k.ctaid.y) * group
-        self.blocks = BackwardBlocks(k, plan, self.column.to("s32"), self.extents)
+        self.head = (kb.ctaid.z * heads + kb.ctaid.y) * group
+        self.blocks = BackwardBlocks(kb, plan, self.column.to("s32"), self.extents)
         fewer, more = plan.registers
         threads = WARPGROUP * plan.consumers
-        with k.if_(k.tid.x >= threads), k.comment("producers: a thread of the last warpgroup, and a warp"):
-            if fewer: k.setmaxnreg(fewer, more=False)
-            with k.if_(k.tid.x < threads + 32), k.if_(k.elect()): self.produce()
-            with k.if_((k.tid.x >= threads + 32) & (k.tid.x < threads + 64)): self.produce_rows()
-        with k.else_(), k.comment("consumers"):
-            if more: k.setmaxnreg(more, more=True)
+        with kb.if_(kb.tid.x >= threads), kb.comment("producers: a thread of the last warpgroup, and a warp"):
+            if fewer: kb.setmaxnreg(fewer, more=False)
+            with kb.if_(kb.tid.x < threads + 32), kb.if_(kb.elect()): self.produce()
+            with kb.if_((kb.tid.x >= threads + 32) & (kb.tid.x < threads + 64)): self.produce_rows()
+        with kb.else_(), kb.comment("consumers"):
+            if more: kb.setmaxnreg(more, more=True)
             self.consume()
 
     def produce(self) -> None:
         """Fills the ring with what comes by TMA."""
-        self.k.wait_for_previous_grid()
+        self.kb.wait_for_previous_grid()
         self.loads.produce(self.column.to("s32"), self.batch, self.blocks)
-        self.k.launch_dependents()
+        self.kb.launch_dependents()
 
     def produce_rows(self) -> None:
         """And with l and delta."""
-        self.k.wait_for_previous_grid()
+        self.kb.wait_for_previous_grid()
         self.loads.produce_rows(self.l, self.delta, scale_of(self.plan), self.extents, self.head, self.blocks)
 
     def consume(self) -> None:
         """Multiplies and stores."""
-        k, plan = self.k, self.plan
+        kb, plan = self.kb, self.plan
         # the same in all lanes; ptxas keeps what comes from redux, and all made of it, in uniform registers
-        warp = k.reg("u32")
-        k.emit("redux.sync.min.u32", warp, k.tid.x // 32, -1)
+        warp = kb.reg("u32")
+        kb.emit("redux.sync.min.u32", warp, kb.tid.x // 32, -1)
         consumer = warp >> 2
-        k.wait_for_previous_grid()
+        kb.wait_for_previous_grid()
         first = (warp & 3 if plan.halved else warp) * WARP_ROWS
         key = self.column + first
-        weights = Weights(k, plan, self.blocks, self.extents, self.extras, self.seed, self.batch, key)
+        weights = Weights(kb, plan, self.blocks, self.extents, self.extras, self.seed, self.batch, key)
         queries = self._queries(warp)
         kind = HalvedMainLoop if plan.halved else BackwardMainLoop
-        products = kind(k, plan, self.loads, weights, queries, self.blocks, consumer)
+        products = kind(kb, plan, self.loads, weights, queries, self.blocks, consumer)
         products.sum()
-        with k.if_(k.elect()): queries.drain()
+        with kb.if_(kb.elect()): queries.drain()
         if weights.dropout is not None:
             for each in products.dv: each *= weights.dropout.scale
-        heads = (*self.batch, k.reg("u32", 0))
+        heads = (*self.batch, kb.reg("u32", 0))
         self.dv.store(products.dv, key, first, self.extents.s_kv, heads, consumer)
         # dk comes where keys were that the other consumer's dq is made of, unless each has its own columns
-        if plan.dk is not None and not plan.halved: k.sync(FINISHED, WARPGROUP * plan.consumers)
+        if plan.dk is not None and not plan.halved: kb.sync(FINISHED, WARPGROUP * plan.consumers)
         self.dk.store(products.dk, key, first, self.extents.s_kv, heads, consumer)
-        k.tma_wait(0)
+        kb.tma_wait(0)
 
     def _queries(self, warp: Value) -> QuerySums:
         """How a warp adds its share of dq."""
         rest = self.turns, self.blocks, warp, self.head
-        if self.to is None: return DirectSums(self.k, self.plan, self.dq, *rest)
-        return BoxedSums(self.k, self.plan, self.to, *rest)
+        if self.to is None: return DirectSums(self.kb, self.plan, self.dq, *rest)
+        return BoxedSums(self.kb, self.plan, self.to, *rest)

@@ -39,14 +39,14 @@ class Stages(Pipeline):
 
     def wait_empty(self, at: PipelineState) -> None:
         """Waits until the stage's readers are done."""
-        self.k.mbarrier_wait(self._full(at).at(8 * self.depth), at.parity)
+        self.kb.mbarrier_wait(self._full(at).at(8 * self.depth), at.parity)
 
 
 class BackwardLoads:
     """Tensor maps and shared memory of q, k, v and grad; `first_pointer` is the number of q's pointer."""
 
-    def __init__(self, k: Kernel, plan: BackwardWgmmaPlan, first_pointer: int) -> None:
-        self.k, self.plan = k, plan
+    def __init__(self, kb: Kernel, plan: BackwardWgmmaPlan, first_pointer: int) -> None:
+        self.kb, self.plan = kb, plan
         one, depth = plan.spec.forward, plan.schedule.depth
         self.sources: dict[str, tuple[OperandTile, Rows]] = {
             "q": (plan.q, one.q), "k": (plan.k, one.k), "v": (plan.v, one.v),
@@ -57,29 +57,29 @@ class BackwardLoads:
             width = one.d if name in "qk" else one.d_v
             self.maps.append(map_argument(plan, rows, first_pointer + i, getattr(one, symbol), width,
                                           tile.inner, tile.span, tile.rows, symbol))
-        self.tensor_maps = {name: k.tensor_map(f"map_{name}") for name in self.sources}
-        self.keys = k.shared("keys", plan.k.nbytes, align=1024)
-        self.values = k.shared("values", plan.v.nbytes, align=1024)
-        self.queries = k.shared("queries", plan.q.nbytes * depth, align=1024)
-        self.grads = k.shared("gradients", plan.grad.nbytes * depth, align=1024)
-        self.row_values = k.shared("row_values", plan.row_values_bytes * depth, align=1024)
-        self.ring = Stages(k, depth, plan.q.nbytes + plan.grad.nbytes, 4 * plan.consumers)
-        self.kept = k.mbarriers("keys_and_values_full")
+        self.tensor_maps = {name: kb.tensor_map(f"map_{name}") for name in self.sources}
+        self.keys = kb.shared("keys", plan.k.nbytes, align=1024)
+        self.values = kb.shared("values", plan.v.nbytes, align=1024)
+        self.queries = kb.shared("queries", plan.q.nbytes * depth, align=1024)
+        self.grads = kb.shared("gradients", plan.grad.nbytes * depth, align=1024)
+        self.row_values = kb.shared("row_values", plan.row_values_bytes * depth, align=1024)
+        self.ring = Stages(kb, depth, plan.q.nbytes + plan.grad.nbytes, 4 * plan.consumers)
+        self.kept = kb.mbarriers("keys_and_values_full")
 
     def init(self) -> None:
         """Makes the barriers: one thread."""
         self.ring.init()
-        self.k.mbarrier_init(self.kept[0], 1)
+        self.kb.mbarrier_init(self.kept[0], 1)
 
     def produce(self, column: Value, batch: tuple[Value, Value], blocks: BackwardBlocks) -> None:
         """All copies of a CTA: one thread."""
-        k, plan, at = self.k, self.plan, self.ring.cursor(producer=True)
+        kb, plan, at = self.kb, self.plan, self.ring.cursor(producer=True)
         queries, grads = self.queries.address(), self.grads.address()
-        zero = k.reg("u32", 0)
-        k.mbarrier_expect(self.kept[0], plan.k.nbytes + plan.v.nbytes)
+        zero = kb.reg("u32", 0)
+        kb.mbarrier_expect(self.kept[0], plan.k.nbytes + plan.v.nbytes)
         self._copy("k", self.keys.address(), column, (*batch, zero), self.kept[0])
         self._copy("v", self.values.address(), column, (*batch, zero), self.kept[0])
-        walk = BlockPosition(k, blocks)
+        walk = BlockPosition(kb, blocks)
         with walk.each():
             full, heads = self.ring.acquire(at), (*batch, walk.head)
             self._copy("q", queries + at.stage * plan.q.nbytes, walk.row, heads, full)
@@ -92,33 +92,33 @@ class BackwardLoads:
         tile, rows = self.sources[name]
         outer = [batch[i].to("s32") for i in walked(rows, self.plan.spec.forward.batch)]
         for column in range(tile.columns):
-            self.k.tma_load(target.at(column * tile.column_bytes), self.tensor_maps[name],
+            self.kb.tma_load(target.at(column * tile.column_bytes), self.tensor_maps[name],
                             [column * tile.inner, row, *outer], full)
 
     def produce_rows(self, l: Value, delta: Value, scale: float, extents: Extents, head: Value,
                      blocks: BackwardBlocks) -> None:
         """l and delta of all blocks: a warp. `head` (u32) is the number of the first query head in the whole
         batch, `scale` the number that delta is multiplied by."""
-        k, plan, at = self.k, self.plan, self.ring.cursor(producer=True)
-        lane, m, s_q = k.special("laneid"), plan.schedule.block_m, plan.spec.forward.s_q
+        kb, plan, at = self.kb, self.plan, self.ring.cursor(producer=True)
+        lane, m, s_q = kb.special("laneid"), plan.schedule.block_m, plan.spec.forward.s_q
         base = self.row_values.address()
-        walk = BlockPosition(k, blocks)
+        walk = BlockPosition(kb, blocks)
         with walk.each():
             own = walk.row.to("u32") + lane
             matrix = head + walk.head
-            sources = [advanced(k, advanced(k, each, matrix, 4 * s_q), own, 4) for each in (l, delta)]
+            sources = [advanced(kb, advanced(kb, each, matrix, 4 * s_q), own, 4) for each in (l, delta)]
             values = []
             for i in range(0, m, LANES):
                 inside = own + i < extents.s_q
                 for source, outside in zip(sources, (-math.inf, 0.0), strict=True):
-                    values.append(k.reg("f32", outside))
-                    k.emit("ld.global.f32", values[-1], source.at(4 * i), guard=inside)
+                    values.append(kb.reg("f32", outside))
+                    kb.emit("ld.global.f32", values[-1], source.at(4 * i), guard=inside)
             self.ring.wait_empty(at)
             place = base + at.stage * plan.row_values_bytes + self._place(lane)
             for i, (log, change) in enumerate(zip(values[::2], values[1::2], strict=True)):
-                k.st("shared", "f32", place.at(4 * LANES * i), exponent(k, log))
-                k.st("shared", "f32", place.at(4 * LANES * i + 4 * m), change * -scale)
-            k.emit("mbarrier.arrive.shared::cta.b64", SINK, self.ring.full(at))
+                kb.st("shared", "f32", place.at(4 * LANES * i), exponent(kb, log))
+                kb.st("shared", "f32", place.at(4 * LANES * i + 4 * m), change * -scale)
+            kb.emit("mbarrier.arrive.shared::cta.b64", SINK, self.ring.full(at))
             at.advance()
 
     def _place(self, lane: Value) -> Value:

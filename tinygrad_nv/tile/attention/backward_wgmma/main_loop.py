@@ -44,31 +44,31 @@ WRITTEN, CLEARED, FINISHED = 1, 2, 3  # named barriers of all consumers
 class BackwardMainLoop:
     """One consumer's main loop; `consumer` is its number (u32), the same in all its lanes."""
 
-    def __init__(self, k: Kernel, plan: BackwardWgmmaPlan, loads: BackwardLoads, weights: Weights,
+    def __init__(self, kb: Kernel, plan: BackwardWgmmaPlan, loads: BackwardLoads, weights: Weights,
                  queries: QuerySums,
                  blocks: BackwardBlocks, consumer: Value) -> None:
-        self.k, self.plan, self.loads, self.weights, self.queries = k, plan, loads, weights, queries
+        self.kb, self.plan, self.loads, self.weights, self.queries = kb, plan, loads, weights, queries
         self.blocks, self.consumer, self.threads = blocks, consumer, WARPGROUP * plan.consumers
-        self.mine = k.special("laneid") == 0
+        self.mine = kb.special("laneid") == 0
         self.at, self.empty_barriers = loads.ring.cursor(), loads.ring.empty_barriers()
-        self.before = k.reg("u32", 0)  # the stage of the block before
-        self.slopes = k.shared("ds", plan.smem_parts["ds"], align=1024)
+        self.before = kb.reg("u32", 0)  # the stage of the block before
+        self.slopes = kb.shared("ds", plan.smem_parts["ds"], align=1024)
         self._operands()
-        self.s = [k.regs("f32", ROWS // 2) for _ in range(plan.parts)]
-        self.dp = k.regs("f32", ROWS // 2)
-        self.p, self.ds = ([k.regs("b32", ROWS // 4) for _ in range(plan.parts)] for _ in range(2))
-        self.dk = k.regs("f32", plan.q_right.mn // 2, 0.0)
-        self.dv = k.regs("f32", plan.grad_right.mn // 2, 0.0)
-        self.buffer = k.reg("u32", 0)
+        self.s = [kb.regs("f32", ROWS // 2) for _ in range(plan.parts)]
+        self.dp = kb.regs("f32", ROWS // 2)
+        self.p, self.ds = ([kb.regs("b32", ROWS // 4) for _ in range(plan.parts)] for _ in range(2))
+        self.dk = kb.regs("f32", plan.q_right.mn // 2, 0.0)
+        self.dv = kb.regs("f32", plan.grad_right.mn // 2, 0.0)
+        self.buffer = kb.reg("u32", 0)
 
     def _operands(self) -> None:
         """Descriptors: left operands from the consumer's own rows on."""
-        k, plan, loads, consumer = self.k, self.plan, self.loads, self.consumer
+        kb, plan, loads, consumer = self.kb, self.plan, self.loads, self.consumer
 
         def own(tile: OperandTile, start: Value) -> Descriptors:
-            return Descriptors.of(k, tile, start + consumer * tile.at_mn(ROWS))
+            return Descriptors.of(kb, tile, start + consumer * tile.at_mn(ROWS))
 
-        def whole(tile: OperandTile, start: Value) -> Descriptors: return Descriptors.of(k, tile, start)
+        def whole(tile: OperandTile, start: Value) -> Descriptors: return Descriptors.of(kb, tile, start)
 
         self.keys, self.values = own(plan.k, loads.keys.address()), own(plan.v, loads.values.address())
         queries, grads, slopes = (each.address() for each in (loads.queries, loads.grads, self.slopes))
@@ -83,49 +83,49 @@ class BackwardMainLoop:
     def _place(self) -> Value:
         """Where a lane's row of the four matrices of a stmatrix goes, of 16 rows: keys 0 … 7 and 8 … 15 of
         the warp, of rows 0 … 7, then of rows 8 … 15."""
-        k, plan, lane = self.k, self.plan, self.k.special("laneid")
+        kb, plan, lane = self.kb, self.plan, self.kb.special("laneid")
         row = ((lane & 7) >> 1) + ((lane & 1) << 2)
-        chunk = ((k.tid.x // 32 & 3) << 1) + (lane >> 3 & 1)
+        chunk = ((kb.tid.x // 32 & 3) << 1) + (lane >> 3 & 1)
         return self.consumer * plan.ds.column_bytes + ((lane >> 4) << 10) + (row << 7) + ((chunk ^ row) << 4)
 
     def sum(self) -> None:
         """All blocks."""
-        k, walk, total = self.k, BlockPosition(self.k, self.blocks), self.blocks.total
-        k.mbarrier_wait(self.loads.kept[0], 0)  # without blocks too: dk and dv are stored where they come
-        with k.if_(total > 0):
+        kb, walk, total = self.kb, BlockPosition(self.kb, self.blocks), self.blocks.total
+        kb.mbarrier_wait(self.loads.kept[0], 0)  # without blocks too: dk and dv are stored where they come
+        with kb.if_(total > 0):
             self._clear()
-            with k.loop(0, total) as number: self._block(walk, number > 0)
-            k.wgmma_wait(0)
+            with kb.loop(0, total) as number: self._block(walk, number > 0)
+            kb.wgmma_wait(0)
 
     def _block(self, walk: BlockPosition, further: Value) -> None:
-        k, plan, ring = self.k, self.plan, self.loads.ring
+        kb, plan, ring = self.kb, self.plan, self.loads.ring
         ring.wait(self.at)
         self._issue_scores(0)
         if plan.carried:
-            k.wgmma_wait(1)
+            kb.wgmma_wait(1)
             ring.release(self.empty_barriers, self.before, self.mine & further)
         self._issue_changes(0)
         for part in range(1, plan.parts): self._issue_scores(part)
-        k.wgmma_wait(plan.parts)
+        kb.wgmma_wait(plan.parts)
         self._weigh(walk, 0)
-        k.wgmma_wait(plan.parts)
+        kb.wgmma_wait(plan.parts)
         self._slope(0)
         if plan.parts == 2:
             self._issue_changes(1)
             self._issue_keys(0)
-            k.wgmma_wait(3)
+            kb.wgmma_wait(3)
             self._weigh(walk, 1)
-            k.wgmma_wait(2)
+            kb.wgmma_wait(2)
             self._slope(1)
-        k.fence_proxy_async()
-        k.sync(WRITTEN, self.threads)
+        kb.fence_proxy_async()
+        kb.sync(WRITTEN, self.threads)
         self._issue_queries()
         self._issue_keys(plan.parts - 1)
-        k.wgmma_wait(1)
+        kb.wgmma_wait(1)
         self.queries.add(walk)
         if plan.carried: self.before.set(self.at.stage)
         else:
-            k.wgmma_wait(0)
+            kb.wgmma_wait(0)
             ring.release(self.empty_barriers, self.at.stage, self.mine)
         self.at.advance()
         self.buffer ^= 1
@@ -144,11 +144,11 @@ class BackwardMainLoop:
 
     def _slope(self, part: int) -> None:
         """ds of a part, to its buffer too."""
-        k, plan, ds = self.k, self.plan, self.ds[part]
+        kb, plan, ds = self.kb, self.plan, self.ds[part]
         self.weights.slopes(self.s[part], self.dp, ds, self._row_values(part, 1))
         place = self.place + self.buffer * plan.ds.nbytes
         for c in range(ROWS // STEP):
-            k.stmatrix(place.at((ROWS * part + STEP * c) * plan.ds.span), ds[4 * c:4 * c + 4], trans=True)
+            kb.stmatrix(place.at((ROWS * part + STEP * c) * plan.ds.span), ds[4 * c:4 * c + 4], trans=True)
 
     def _issue_scores(self, part: int) -> None: self._issue(self.s[part], self.keys, self.q, part)
 
@@ -159,49 +159,49 @@ class BackwardMainLoop:
 
     def _issue(self, sums: list[Value], left: Descriptors, right: Descriptors, part: int) -> None:
         """sums = left right, both K-major, of a part of the block's rows."""
-        k, kind = self.k, self.plan.kind
-        k.wgmma_fence()
+        kb, kind = self.kb, self.plan.kind
+        kb.wgmma_fence()
         low, start = right.stage(self.at.stage), right.tile.at_mn(ROWS * part)
         for step in range(right.tile.k // STEP):
-            k.wgmma(f"m64n{2 * len(sums)}k16", f"f32.{kind}.{kind}", sums,
+            kb.wgmma(f"m64n{2 * len(sums)}k16", f"f32.{kind}.{kind}", sums,
                     left.at(left.base, left.tile.at_step(step)),
                     right.at(low, start + right.tile.at_step(step)), step > 0)
-        k.wgmma_commit()
+        kb.wgmma_commit()
 
     def _issue_transposed(self, sums: list[Value], left: list[Value], right: Descriptors, part: int) -> None:
         """sums += left right, the left operand in registers, over a part of the block's rows."""
-        k, kind, steps = self.k, self.plan.kind, ROWS // STEP
-        k.wgmma_fence()
+        kb, kind, steps = self.kb, self.plan.kind, ROWS // STEP
+        kb.wgmma_fence()
         low = right.stage(self.at.stage)
         for step in range(steps):
-            k.wgmma(f"m64n{right.tile.mn}k16", f"f32.{kind}.{kind}", sums, left[4 * step:4 * step + 4],
+            kb.wgmma(f"m64n{right.tile.mn}k16", f"f32.{kind}.{kind}", sums, left[4 * step:4 * step + 4],
                     right.at(low, right.tile.at_step(steps * part + step)), trans=(False, True))
-        k.wgmma_commit()
+        kb.wgmma_commit()
 
     def _issue_queries(self) -> None:
         """dQ = dS K."""
-        k, plan, kind = self.k, self.plan, self.plan.kind
-        k.wgmma_fence()
+        kb, plan, kind = self.kb, self.plan, self.plan.kind
+        kb.wgmma_fence()
         low = self.left.stage(self.buffer)
         for step in range(plan.schedule.block_n // STEP):
-            k.wgmma(f"m64n{plan.dq_columns}k16", f"f32.{kind}.{kind}", self.queries.sums,
+            kb.wgmma(f"m64n{plan.dq_columns}k16", f"f32.{kind}.{kind}", self.queries.sums,
                     self.left.at(low, plan.ds.at_step(step)),
                     self.keys_right.at(self.keys_right.base, plan.k_right.at_step(step)), step > 0,
                     trans=(False, True))
-        k.wgmma_commit()
+        kb.wgmma_commit()
 
     def _clear(self) -> None:
         """Keys that exist but that no row sees may be anything, NaN too, and so may their values: zeros
         instead, which ds of 0 is multiplied by."""
-        k, plan, loads, some = self.k, self.plan, self.loads, self.blocks.unseen()
+        kb, plan, loads, some = self.kb, self.plan, self.loads, self.blocks.unseen()
         if some is None: return
-        with k.if_(some):
-            with k.loop(k.tid.x + 0, plan.schedule.block_n, self.threads) as key, \
-                    k.if_(~self.blocks.seen(self.blocks.column + key.to("s32"))):
+        with kb.if_(some):
+            with kb.loop(kb.tid.x + 0, plan.schedule.block_n, self.threads) as key, \
+                    kb.if_(~self.blocks.seen(self.blocks.column + key.to("s32"))):
                 for tile, start in ((plan.k, loads.keys.address()), (plan.v, loads.values.address())):
                     place = start + key * tile.span
                     for column in range(tile.columns):
                         for at in range(0, tile.span, 16):
-                            k.st("shared", "b32", place.at(column * tile.column_bytes + at), [0] * 4)
-            k.fence_proxy_async()
-            k.sync(CLEARED, self.threads)
+                            kb.st("shared", "b32", place.at(column * tile.column_bytes + at), [0] * 4)
+            kb.fence_proxy_async()
+            kb.sync(CLEARED, self.threads)

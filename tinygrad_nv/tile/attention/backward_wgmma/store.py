@@ -21,16 +21,16 @@ class GradientEpilogue:
     """Where one of the two goes: `rows` at `pointer`, the parameter's number, through `tile` and the shared
     memory `staging` if it goes by TMA."""
 
-    def __init__(self, k: Kernel, plan: BackwardWgmmaPlan, rows: Rows, width: int, out: Value, pointer: int,
+    def __init__(self, kb: Kernel, plan: BackwardWgmmaPlan, rows: Rows, width: int, out: Value, pointer: int,
                  tile: OperandTile | None, staging: Shared, name: str) -> None:
-        self.k, self.plan, self.rows, self.width, self.out = k, plan, rows, width, out
+        self.kb, self.plan, self.rows, self.width, self.out = kb, plan, rows, width, out
         self.tile, self.staging = tile, staging
         self.maps: list[MapArgument] = []
         self.tensor_maps: list[Value] = []
         if tile is None: return
         self.maps = [map_argument(plan, rows, pointer, plan.spec.forward.s_kv, width, tile.inner, tile.span,
                                   WARP_ROWS, "s_kv")]
-        self.tensor_maps = [k.tensor_map(name)]
+        self.tensor_maps = [kb.tensor_map(name)]
 
     def store(self, sums: Sequence[Value], key: Value, tile_row: Value, keys: Value | int,
               batch: Sequence[Value], half: Value) -> None:
@@ -41,8 +41,8 @@ class GradientEpilogue:
 
     def _by_tma(self, tile: OperandTile, sums: Sequence[Value], key: Value, tile_row: Value,
                 batch: Sequence[Value], half: Value) -> None:
-        k, lane, columns = self.k, self.k.special("laneid"), tile.columns // (2 if self.plan.halved else 1)
-        base, first = self.staging.address() + tile_row * tile.span, k.reg("s32", 0)
+        kb, lane, columns = self.kb, self.kb.special("laneid"), tile.columns // (2 if self.plan.halved else 1)
+        base, first = self.staging.address() + tile_row * tile.span, kb.reg("s32", 0)
         if self.plan.halved:
             base = base + half * (columns * tile.column_bytes)
             first = (half * (columns * tile.inner)).to("s32")
@@ -51,34 +51,34 @@ class GradientEpilogue:
         own = plain ^ ((plain >> 7) & mask) << 4
         places = [base + (own ^ at if at else own) for at in range(0, tile.span, 32)]
         for pair in range(len(sums) // 8):
-            words = [packed(k, sums[at:at + 2], self.rows.dtype) for at in range(8 * pair, 8 * pair + 8, 2)]
+            words = [packed(kb, sums[at:at + 2], self.rows.dtype) for at in range(8 * pair, 8 * pair + 8, 2)]
             column, inside = divmod(32 * pair, tile.span)
-            k.stmatrix(places[inside // 32].at(column * tile.column_bytes), words)
-        k.fence_proxy_async()
-        k.emit("bar.warp.sync", -1)
-        with k.if_(k.elect()):
+            kb.stmatrix(places[inside // 32].at(column * tile.column_bytes), words)
+        kb.fence_proxy_async()
+        kb.emit("bar.warp.sync", -1)
+        with kb.if_(kb.elect()):
             outer = [batch[i].to("s32") for i in walked(self.rows, self.plan.spec.forward.batch)]
             for column in range(columns):
-                k.tma_store(self.tensor_maps[0], [first + column * tile.inner, key.to("s32"), *outer],
+                kb.tma_store(self.tensor_maps[0], [first + column * tile.inner, key.to("s32"), *outer],
                             base.at(column * tile.column_bytes))
-            k.tma_commit()
+            kb.tma_commit()
 
     def _plain(self, sums: Sequence[Value], key: Value, keys: Value | int, batch: Sequence[Value],
                half: Value) -> None:
-        k, lane, rows, d = self.k, self.k.special("laneid"), self.rows, self.width
+        kb, lane, rows, d = self.kb, self.kb.special("laneid"), self.rows, self.width
         size, own, column = rows.dtype.itemsize, key + (lane >> 2), (lane & 3) << 1
         width = 2 * len(sums) if self.plan.halved else 0
         if width: column = column + half * width
         base = self.out + rows.offset * size if rows.offset else self.out
         for index, stride in zip((*batch, own), (*rows.batch, rows.row), strict=True):
-            base = advanced(k, base, index, stride * size)
-        base = advanced(k, base, column, size)
+            base = advanced(kb, base, index, stride * size)
+        base = advanced(kb, base, column, size)
         pairs = d % 2 == 0 and rows.aligned_bytes >= 2 * size
         for h in range(2):
             inside = own + 8 * h < keys
             for j in range(len(sums) // 4):
-                value = Lanes(k, rows.dtype, list(sums[4 * j + 2 * h:4 * j + 2 * h + 2]))
+                value = Lanes(kb, rows.dtype, list(sums[4 * j + 2 * h:4 * j + 2 * h + 2]))
                 for i in range(0, 2, 2 if pairs else 1):
                     guard = inside & (column + (8 * j + i) < d) if width + 8 * j + 8 > d else inside
                     at = (8 * h * rows.row + 8 * j + i) * size
-                    write(k, base, at, value, 2 if pairs else 1, guard, first=i)
+                    write(kb, base, at, value, 2 if pairs else 1, guard, first=i)

@@ -39,23 +39,23 @@ def scale_of(plan: BackwardWgmmaPlan) -> float:
 class Weights:
     """p and ds of a warp whose first key is `first` (u32)."""
 
-    def __init__(self, k: Kernel, plan: BackwardWgmmaPlan, blocks: BackwardBlocks, extents: Extents,
+    def __init__(self, kb: Kernel, plan: BackwardWgmmaPlan, blocks: BackwardBlocks, extents: Extents,
                  extras: Sequence[Value],
                  seed: Value | None, batch: tuple[Value, Value], first: Value) -> None:
-        self.k, self.plan, self.blocks, self.extents, self.extras = k, plan, blocks, extents, extras
+        self.kb, self.plan, self.blocks, self.extents, self.extras = kb, plan, blocks, extents, extras
         self.batch, self.first = batch, first
-        self.key = first.to("s32") + (k.special("laneid") >> 2).to("s32")
-        self.lane_row = ((k.special("laneid") & 3) << 1).to("s32")
+        self.key = first.to("s32") + (kb.special("laneid") >> 2).to("s32")
+        self.lane_row = ((kb.special("laneid") & 3) << 1).to("s32")
         self.kind = FLOAT16S[plan.spec.forward.q.dtype]
         self.dropout: Turned | None = None
         if seed is not None:
-            self.dropout = Turned(k, plan.spec.forward.kept, first)
+            self.dropout = Turned(kb, plan.spec.forward.kept, first)
             self.dropout.read(seed)
 
     def _scores(self, head: Value) -> TurnedScores:
         """Of the query head `head` (u32): in straight code alone."""
         s = self.plan.schedule
-        return TurnedScores.of_spec(self.k, self.plan.spec.forward, self.extents, self.extras,
+        return TurnedScores.of_spec(self.kb, self.plan.spec.forward, self.extents, self.extras,
                                     (*self.batch, head), self.first, s.block_n, s.block_m)
 
     def of(self, s: Sequence[Value], p: Sequence[Value], row: Value, head: Value, values: Value) -> None:
@@ -69,16 +69,16 @@ class Weights:
 
     def _some(self, s: Sequence[Value], p: Sequence[Value], row: Value, head: Value,
               values: MemoryOperand) -> None:
-        k, scores = self.k, self._scores(head)
+        kb, scores = self.kb, self._scores(head)
         cells, slopes = scores.turned([[list(s[i:i + 4]) for i in range(0, len(s), 4)]], row)
         found = list(registers(cells))
         if self.blocks.masked:
-            with k.if_(self.blocks.partly(row, 2 * len(s))): self._mask(found, row)
+            with kb.if_(self.blocks.partly(row, 2 * len(s))): self._mask(found, row)
         for c in range(len(s) // 8):
-            logs = k.ld("shared", "f32", replace(values, offset=values.offset + 64 * c), 4)
+            logs = kb.ld("shared", "f32", replace(values, offset=values.offset + 64 * c), 4)
             for i in range(8 * c, 8 * c + 8):
-                k.emit("fma.rn.f32", s[i], found[i], scores.factor, logs[2 * (i >> 2 & 1) + (i & 1)])
-                k.emit("ex2.approx.ftz.f32", s[i], s[i])
+                kb.emit("fma.rn.f32", s[i], found[i], scores.factor, logs[2 * (i >> 2 & 1) + (i & 1)])
+                kb.emit("ex2.approx.ftz.f32", s[i], s[i])
         if self.dropout is None: self._pack(p, s)
         else:
             _, heads, group = self.plan.spec.forward.batch
@@ -90,11 +90,11 @@ class Weights:
     def _times(self, s: Sequence[Value], slopes: Cells) -> None:
         """p times the derivative, which may be infinite where p is 0."""
         for value, slope in zip(s, registers(slopes), strict=True):
-            value.set(self.k.select(value == 0.0, 0.0, value * slope))
+            value.set(self.kb.select(value == 0.0, 0.0, value * slope))
 
     def _mask(self, s: Sequence[Value], row: Value) -> None:
         """−∞ where rows do not see keys, of rows from `row` (s32) on."""
-        k, own = self.k, row + self.lane_row
+        kb, own = self.kb, row + self.lane_row
         for h in range(2):
             bounds = [None if each is None else each - own for each in self.blocks.rows_of(self.key + 8 * h)]
             for j in range(len(s) // 4):
@@ -104,25 +104,25 @@ class Weights:
                     if bounds[1] is not None:
                         below = bounds[1] >= at
                         sees = below if sees is None else sees & below
-                    k.emit("selp.f32", register, register, -math.inf, sees)
+                    kb.emit("selp.f32", register, register, -math.inf, sees)
 
     def slopes(self, s: Sequence[Value], dp: Sequence[Value], ds: Sequence[Value], values: Value) -> None:
         """ds of weights and dp; `values` is the shared address (u32) of the rows' −scale · delta."""
-        k, scale, at = self.k, scale_of(self.plan), self._own(values)
+        kb, scale, at = self.kb, scale_of(self.plan), self._own(values)
         for c in range(len(s) // 8):
-            changes = k.ld("shared", "f32", at.at(64 * c), 4)
+            changes = kb.ld("shared", "f32", at.at(64 * c), 4)
             for i in range(8 * c, 8 * c + 8):
                 change = changes[2 * (i >> 2 & 1) + (i & 1)]
                 if self.dropout is not None: self.dropout.change(dp[i], s[i], change, scale)
                 else:
-                    k.emit("fma.rn.f32", dp[i], dp[i], scale, change)
+                    kb.emit("fma.rn.f32", dp[i], dp[i], scale, change)
                     dp[i].__imul__(s[i])
             self._pack(ds[4 * c:4 * c + 4], dp[8 * c:8 * c + 8])
 
     def _own(self, values: Value) -> Value:
         """The address of the lane's four values of rows 0 … 15."""
-        return values + ((self.k.special("laneid") & 3) << 4)
+        return values + ((self.kb.special("laneid") & 3) << 4)
 
     def _pack(self, packed: Sequence[Value], wide: Sequence[Value]) -> None:
         for i, each in enumerate(packed):
-            self.k.emit(f"cvt.rn.{self.kind}x2.f32", each, wide[2 * i + 1], wide[2 * i])
+            self.kb.emit(f"cvt.rn.{self.kind}x2.f32", each, wide[2 * i + 1], wide[2 * i])

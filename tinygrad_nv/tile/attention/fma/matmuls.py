@@ -37,7 +37,7 @@ MOST_BESIDE = 96  # more than so many for the sums
 class ScoreMatmul:
     """q kᵀ of a warp: `rows` of them from row `row` (u32) of the tile of q on, `columns` from row `column`
     (u32) of the tile of keys on. q lies at the shared address `q_start`. A score is the sum of `chains`."""
-    k: Kernel
+    kb: Kernel
     queries: SharedTile
     keys: SharedTile
     row: Value
@@ -48,23 +48,23 @@ class ScoreMatmul:
     q_start: Value
 
     def __post_init__(self) -> None:
-        k, lane, zero = self.k, self.k.special("laneid"), self.k.reg("u32", 0)
-        self.left = Places(k, self.queries, swizzled(self.queries, self.row + (lane >> 2), zero))
-        self.right = Places(k, self.keys, swizzled(self.keys, self.column + ((lane & 3) << 1), zero))
+        kb, lane, zero = self.kb, self.kb.special("laneid"), self.kb.reg("u32", 0)
+        self.left = Places(kb, self.queries, swizzled(self.queries, self.row + (lane >> 2), zero))
+        self.right = Places(kb, self.keys, swizzled(self.keys, self.column + ((lane & 3) << 1), zero))
         self.chunks = range(0, self.keys.span, CHUNK)
         self.left.prepare([self.queries.plain(0, at) for at in self.chunks])
         self.right.prepare([self.keys.plain(e, at) for at in self.chunks for e in range(2)])
 
     def of(self, stage: Value) -> Cells:
         """The sums of a block whose keys lie at the shared address `stage` (u32)."""
-        k = self.k
-        made: list[Cells] = [[[k.regs("f32", 4, 0.0) for _ in range(self.columns // 8)]
+        kb = self.kb
+        made: list[Cells] = [[[kb.regs("f32", 4, 0.0) for _ in range(self.columns // 8)]
                               for _ in range(self.rows // 16)] for _ in range(self.chains)]
-        left, right = k.reg("u32", self.q_start), k.reg("u32", stage)
+        left, right = kb.reg("u32", self.q_start), kb.reg("u32", stage)
         spans = self.keys.row_bytes // self.keys.span
         if spans == 1: self._span(made, left, right)
         else:
-            with k.loop(0, spans):
+            with kb.loop(0, spans):
                 self._span(made, left, right)
                 left += self.queries.rows * self.queries.span
                 right += self.keys.rows * self.keys.span
@@ -93,10 +93,10 @@ class ScoreMatmul:
                     for x in range(4):
                         for i, row in enumerate(rows):
                             sum_ = chains[x % self.chains][i // 2][j][2 * (i % 2) + e]
-                            self.k.emit("fma.rn.f32", sum_, row[x], four[x], sum_)
+                            self.kb.emit("fma.rn.f32", sum_, row[x], four[x], sum_)
 
     def _read(self, places: Places, plain: int) -> list[Value]:
-        return self.k.ld("shared", "f32", places(plain), 4)
+        return self.kb.ld("shared", "f32", places(plain), 4)
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Outputs:
     """p v of a warp: probabilities of `rows` rows and `columns` columns lie at the shared address `weights`
     (u32), rows `pitch` bytes apart; values from row `column` (u32) of their tile on, `start` bytes after a
     stage's beginning. `sums`: by rows, by 32 elements, four registers."""
-    k: Kernel
+    kb: Kernel
     values: SharedTile
     column: Value
     rows: int
@@ -114,32 +114,32 @@ class Outputs:
     start: int
 
     def __post_init__(self) -> None:
-        k, lane = self.k, self.k.special("laneid")
+        kb, lane = self.kb, self.kb.special("laneid")
         self.lane_row = lane >> 3
-        self.right = Places(k, self.values, swizzled(self.values, self.column, (lane & 7) << 4))
+        self.right = Places(kb, self.values, swizzled(self.values, self.column, (lane & 7) << 4))
         self.groups = self.values.row_bytes // 128
         self.right.prepare([self.values.plain(c, 0) for c in range(8)])
         self.read_from = self.weights + self.lane_row * self.pitch
         self.write_to = self.weights + (lane >> 2) * self.pitch + ((lane & 3) << 3)
-        self.sums = [[k.regs("f32", 4, 0.0) for _ in range(self.groups)] for _ in range(self.rows // 4)]
+        self.sums = [[kb.regs("f32", 4, 0.0) for _ in range(self.groups)] for _ in range(self.rows // 4)]
 
     def hand_over(self, cells: Cells) -> None:
         """Writes a warp's probabilities where its lanes read them."""
-        k = self.k
+        kb = self.kb
         for i, row in enumerate(cells):
             for j, cell in enumerate(row):
                 for h in range(2):
-                    k.st("shared", "f32", self.write_to.at((16 * i + 8 * h) * self.pitch + 32 * j),
+                    kb.st("shared", "f32", self.write_to.at((16 * i + 8 * h) * self.pitch + 32 * j),
                          cell[2 * h:2 * h + 2])
-        k.emit("bar.warp.sync", -1)
+        kb.emit("bar.warp.sync", -1)
 
     def of_rows(self, factors: list[Value]) -> list[Value]:
         """Factors of rows lane / 4 + 8 i as those of rows lane / 8 + 4 i: four lanes have one, the first of
         them 4 · (row % 8)."""
-        k, made = self.k, self.k.regs("f32", len(self.sums))
+        kb, made = self.kb, self.kb.regs("f32", len(self.sums))
         for i, factor in enumerate(made):
             lane = (self.lane_row << 2) + 16 * (i % 2)
-            k.emit("shfl.sync.idx.b32", factor, factors[i // 2], lane, 31, -1)
+            kb.emit("shfl.sync.idx.b32", factor, factors[i // 2], lane, 31, -1)
         return made
 
     def scaled(self, factors: list[Value]) -> None:
@@ -151,33 +151,33 @@ class Outputs:
     def add(self, stage: Value, rescales: list[Value]) -> None:
         """Adds the share of a block whose stage begins at a shared address (u32) to what sums have become
         when they have shrunk by factors of rows lane / 8 + 4 i."""
-        k, sums = self.k, self.rows * self.groups
+        kb, sums = self.kb, self.rows * self.groups
         wide = max(1, (MOST_SHARE if sums <= MOST_BESIDE else MOST_SHARE // 2) // self.rows)
         for first in range(0, self.groups, wide):
-            share = [[k.regs("f32", 4, 0.0) for _ in row[first:first + wide]] for row in self.sums]
-            left, right = k.reg("u32", self.read_from), k.reg("u32", stage)
+            share = [[kb.regs("f32", 4, 0.0) for _ in row[first:first + wide]] for row in self.sums]
+            left, right = kb.reg("u32", self.read_from), kb.reg("u32", stage)
             if self.columns == 8: self._eight(share, first, left, right)
             else:
-                with k.loop(0, self.columns // 8):
+                with kb.loop(0, self.columns // 8):
                     self._eight(share, first, left, right)
                     left += 8 * 4
                     right += 8 * self.values.span
             for row, own, rescale in zip(self.sums, share, rescales, strict=True):
                 for four, more in zip(row[first:first + wide], own, strict=True):
                     for register, value in zip(four, more, strict=True):
-                        k.emit("fma.rn.f32", register, register, rescale, value)
+                        kb.emit("fma.rn.f32", register, register, rescale, value)
 
     def _eight(self, share: list[list[list[Value]]], first: int, left: Value, right: Value) -> None:
         """Of eight columns of keys, and of 32 elements of v for each four registers from `first` on."""
-        k = self.k
+        kb = self.kb
         self.right.at_stage(right)
         for half in range(2):
-            weights = [k.ld("shared", "f32", left.at(4 * i * self.pitch + CHUNK * half), 4)
+            weights = [kb.ld("shared", "f32", left.at(4 * i * self.pitch + CHUNK * half), 4)
                        for i in range(self.rows // 4)]
             for c in range(4):
                 for j in range(len(share[0])):
                     place = self.right(self.values.plain(4 * half + c, 128 * (first + j)), self.start)
-                    four = k.ld("shared", "f32", place, 4)
+                    four = kb.ld("shared", "f32", place, 4)
                     for row, own in zip(share, weights, strict=True):
                         for register, value in zip(row[j], four, strict=True):
-                            k.emit("fma.rn.f32", register, own[c], value, register)
+                            kb.emit("fma.rn.f32", register, own[c], value, register)

@@ -23,7 +23,7 @@ class ExactSoftmax(OnlineSoftmax):
 
     def step(self, cells: Cells) -> list[Value]:
         """Cells become powers of two; returns the factors that rescale each row's sums so far."""
-        k, rescales = self.k, []
+        kb, rescales = self.kb, []
         for number, row_max in enumerate(self.row_max):
             row = [cell[2 * (number % 2) + e] for cell in cells[number // 2] for e in range(2)]
             new = self._moved(row, row_max)
@@ -32,16 +32,16 @@ class ExactSoftmax(OnlineSoftmax):
             row_max.set(new)
             for value in row: value.set(self.weight(value, safe))
             row_sum = self.row_sum[number]
-            k.emit("fma.rn.f32", row_sum, row_sum, rescales[-1], row[0])
+            kb.emit("fma.rn.f32", row_sum, row_sum, rescales[-1], row[0])
             for value in row[1:]: row_sum += value
         return rescales
 
     def base(self, row_max: Value) -> Value:
         """What is subtracted from scores."""
-        return self.k.select(row_max == -math.inf, 0.0, row_max)
+        return self.kb.select(row_max == -math.inf, 0.0, row_max)
 
     def weight(self, score: Value, base: Value) -> Value:
         """2^(factor · (score − base)); results below 2^-126 are 0."""
-        made = self.k.reg("f32")
-        self.k.emit("ex2.approx.ftz.f32", made, (score - base) * self.factor)
+        made = self.kb.reg("f32")
+        self.kb.emit("ex2.approx.ftz.f32", made, (score - base) * self.factor)
         return made

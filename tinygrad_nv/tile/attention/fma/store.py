@@ -29,34 +29,34 @@ from tinygrad_nv.tile.lanes import FLOAT16S, packed
 class WarpReduction:
     """Of `warps` neighbouring warps, which have the same rows, in shared memory from `start` (u32) on; `warp`
     (u32) is this warp's number in the CTA."""
-    k: Kernel
+    kb: Kernel
     start: Value
     warp: Value
     warps: int
 
     def __post_init__(self) -> None:
         self.own = self.warp % self.warps
-        self.lane = self.k.special("laneid")
+        self.lane = self.kb.special("laneid")
 
     def row_sums(self, softmax: ExactSoftmax, outputs: Outputs) -> None:
         """Maxima and sums of all rows, in each warp."""
-        k, count = self.k, len(softmax.row_max)
+        kb, count = self.kb, len(softmax.row_max)
         lanes = 32 * 8
         base = self.start + (self.lane << 3)
         first = base + (self.warp - self.own) * (count * lanes)
-        k.sync()
+        kb.sync()
         mine = base + self.warp * (count * lanes)
         for i, pair in enumerate(zip(softmax.row_max, softmax.row_sum, strict=True)):
-            k.st("shared", "f32", mine.at(i * lanes), pair)
-        k.sync()
+            kb.st("shared", "f32", mine.at(i * lanes), pair)
+        kb.sync()
         factors = []
         for i, (row_max, row_sum) in enumerate(zip(softmax.row_max, softmax.row_sum, strict=True)):
-            pairs = [k.ld("shared", "f32", first.at((w * count + i) * lanes), 2) for w in range(self.warps)]
-            most = k.reg("f32", pairs[0][0])
-            for other, _ in pairs[1:]: k.emit("max.f32", most, most, other)
-            whole, base = k.reg("f32", 0.0), softmax.base(most)
+            pairs = [kb.ld("shared", "f32", first.at((w * count + i) * lanes), 2) for w in range(self.warps)]
+            most = kb.reg("f32", pairs[0][0])
+            for other, _ in pairs[1:]: kb.emit("max.f32", most, most, other)
+            whole, base = kb.reg("f32", 0.0), softmax.base(most)
             for other, share in pairs:
-                k.emit("fma.rn.f32", whole, share, softmax.weight(other, base), whole)
+                kb.emit("fma.rn.f32", whole, share, softmax.weight(other, base), whole)
             factors.append(softmax.weight(row_max, base))
             row_max.set(most)
             row_sum.set(whole)
@@ -64,29 +64,29 @@ class WarpReduction:
 
     def sums(self, sums: Sequence[Sequence[Sequence[Value]]]) -> None:
         """Adds the others' sums to those of the first of the warps."""
-        k, fours = self.k, [four for row in sums for four in row]
+        kb, fours = self.kb, [four for row in sums for four in row]
         lanes = 32 * 16
         nbytes = len(fours) * lanes
         others = self.warps - 1
         number = self.warp // self.warps * others
         base = self.start + (self.lane << 4) + number * nbytes
-        k.sync()
-        with k.if_(self.own > 0):
+        kb.sync()
+        with kb.if_(self.own > 0):
             mine = base + (self.own - 1) * nbytes
-            for i, four in enumerate(fours): k.st("shared", "f32", mine.at(i * lanes), four)
-        k.sync()
-        with k.if_(self.own == 0):
+            for i, four in enumerate(fours): kb.st("shared", "f32", mine.at(i * lanes), four)
+        kb.sync()
+        with kb.if_(self.own == 0):
             for other in range(others):
                 for i, four in enumerate(fours):
-                    told = k.ld("shared", "f32", base.at(other * nbytes + i * lanes), 4)
+                    told = kb.ld("shared", "f32", base.at(other * nbytes + i * lanes), 4)
                     for register, value in zip(four, told, strict=True): register += value
 
 
-def store(k: Kernel, spec: AttentionSpec, out: Value, outputs: Outputs, row: Value, rows: Value,
+def store(kb: Kernel, spec: AttentionSpec, out: Value, outputs: Outputs, row: Value, rows: Value,
           edges: bool) -> None:
     """Stores a warp's sums: `out` (u64) is where the lane's first row begins, `row` (u32) the warp's first of
     `rows`; with `edges` it may have more."""
-    size, lane = spec.out.dtype.itemsize, k.special("laneid")
+    size, lane = spec.out.dtype.itemsize, kb.special("laneid")
     width = next(n for n in (4, 2, 1) if n * size <= spec.out.aligned_bytes and spec.d_v % n == 0)
     column, first = (lane & 7) << 2, row + outputs.lane_row
     base = out + (column * size).to("u64")
@@ -99,17 +99,17 @@ def store(k: Kernel, spec: AttentionSpec, out: Value, outputs: Outputs, row: Val
                     seen = column + (32 * j + e) < spec.d_v
                     guard = seen if guard is None else guard & seen
                 at = place(base, (4 * i * spec.out.row + 32 * j + e) * size)
-                kind, values = _as(k, spec, four[e:e + width])
+                kind, values = _as(kb, spec, four[e:e + width])
                 vector = f".v{len(values)}" if len(values) > 1 else ""
-                k.emit(f"st.global{vector}.{kind}", at, values if vector else values[0], guard=guard)
+                kb.emit(f"st.global{vector}.{kind}", at, values if vector else values[0], guard=guard)
 
 
-def _as(k: Kernel, spec: AttentionSpec, values: list[Value]) -> tuple[str, list[Value]]:
+def _as(kb: Kernel, spec: AttentionSpec, values: list[Value]) -> tuple[str, list[Value]]:
     """Elements of a row as the result has them, and their type in PTX."""
     dtype = spec.out.dtype
     if dtype == dtypes.float32: return "f32", values
     if len(values) > 1:
-        return "b32", [packed(k, values[i:i + 2], dtype) for i in range(0, len(values), 2)]
-    half = k.reg("b16")
-    k.emit(f"cvt.rn.{FLOAT16S[dtype]}.f32", half, values[0])
+        return "b32", [packed(kb, values[i:i + 2], dtype) for i in range(0, len(values), 2)]
+    half = kb.reg("b16")
+    kb.emit(f"cvt.rn.{FLOAT16S[dtype]}.f32", half, values[0])
     return "b16", [half]

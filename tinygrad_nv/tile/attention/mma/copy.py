@@ -27,7 +27,7 @@ LEAST_BYTES = 4  # of a cp.async
 class RowCopy(Passes):
     """Copies rows of `rows`, of which `first` (u64) is where the first tile begins, `d` elements of each, to
     `tile`, that lies `start` bytes after a stage's beginning."""
-    k: Kernel
+    kb: Kernel
     rows: Rows
     first: Value
     d: int
@@ -36,9 +36,9 @@ class RowCopy(Passes):
     outside: dict[int, Value] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        k, tile, self.size = self.k, self.tile, self.rows.dtype.itemsize
-        self.threads, a_row, thread = k.threads[0], tile.span // CHUNK, k.tid.x
-        self.places = Places(k, tile, swizzled_plain(thread * CHUNK, tile))
+        kb, tile, self.size = self.kb, self.tile, self.rows.dtype.itemsize
+        self.threads, a_row, thread = kb.threads[0], tile.span // CHUNK, kb.tid.x
+        self.places = Places(kb, tile, swizzled_plain(thread * CHUNK, tile))
         self.byte, self.row = thread % a_row * CHUNK, thread // a_row
         if self.threads > a_row * tile.rows:
             self.byte, self.row = self.byte + self.row // tile.rows * tile.span, self.row % tile.rows
@@ -52,19 +52,19 @@ class RowCopy(Passes):
     def to(self, stage: Value, when: Value | None = None, left: Value | None = None) -> None:
         """Copies the tile to the stage at a shared address (u32), where the predicate holds. `left` is
         `left()` of the rows there are; None where there are all."""
-        k = self.k
+        kb = self.kb
         self.places.at_stage(stage)
         inside = {row: left <= row for row, _ in map(self.where, range(self.passes))} \
             if left is not None else {}
         for i in range(self.passes):
             fewer, guard, (row, column) = self.tile.nbytes // CHUNK - i * self.threads, when, self.where(i)
             if fewer < self.threads:
-                guard = k.tid.x < fewer
+                guard = kb.tid.x < fewer
                 if when is not None: guard = guard & when
             for at in range(0, CHUNK, self.width):
                 beyond = self._beyond(column + at)
                 if (edge := inside.get(row)) is not None: beyond = edge if beyond is None else beyond | edge
-                k.emit(f"cp.async.{'cg' if self.width == CHUNK else 'ca'}.shared.global.L2::128B",
+                kb.emit(f"cp.async.{'cg' if self.width == CHUNK else 'ca'}.shared.global.L2::128B",
                        self.places(i * self.threads * CHUNK, self.start + at),
                        self._place(row, column + at), self.width, *([] if beyond is None else [beyond]),
                        guard=guard)
@@ -88,7 +88,7 @@ class RowCopy(Passes):
 @dataclass
 class ColumnPipeline:
     """Stages of `stage_bytes` each from a shared address (u32) on, and what brings a block's tiles to one."""
-    k: Kernel
+    kb: Kernel
     copies: Sequence[RowCopy]
     start: Value
     stage_bytes: int
@@ -107,8 +107,8 @@ class ColumnPipeline:
 
     def begin(self) -> None:
         """Ahead of the loop: which stage is read, and which written."""
-        self.reading = self.k.reg("u32", name="reading").set(self.start)
-        self.writing = self.k.reg("u32", name="writing").set(self.start + self.ahead * self.stage_bytes)
+        self.reading = self.kb.reg("u32", name="reading").set(self.start)
+        self.writing = self.kb.reg("u32", name="writing").set(self.start + self.ahead * self.stage_bytes)
         self.end = self.start + self.depth * self.stage_bytes
 
     def bring(self, when: Value) -> None:
@@ -119,10 +119,10 @@ class ColumnPipeline:
         """The stage that was read is written next."""
         self.writing.set(self.reading)
         self.reading += self.stage_bytes
-        self.reading.set(self.k.select(self.reading == self.end, self.start, self.reading))
+        self.reading.set(self.kb.select(self.reading == self.end, self.start, self.reading))
 
     def _bring(self, stage: Value, when: Value, left: Value | None) -> None:
         for copy in self.copies:
             copy.to(stage, when, None if left is None else copy.left(left))
             copy.back()
-        self.k.cp_async_commit()
+        self.kb.cp_async_commit()

@@ -45,125 +45,125 @@ from tinygrad_nv.tile.template import GPU
 def flash_mma(spec: AttentionSpec, schedule: FlashMma, gpu: GPU) -> AttentionKernel:
     """The kernel of an attention, by a legal schedule."""
     # min_ctas: else ptxas may spill for one CTA more on a multiprocessor
-    k = Kernel("flash_mma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
-    _FlashMmaKernel(k, FlashMmaPlan.of(spec, schedule)).write()
+    kb = Kernel("flash_mma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
+    _FlashMmaKernel(kb, FlashMmaPlan.of(spec, schedule)).write()
     batch, heads, group = spec.batch
     grid = (-(-spec.s_q // schedule.block_m), heads * group, batch + spec.ragged)
-    return AttentionKernel("flash_mma", k.ptx(), grid, schedule.threads, k.dynamic_smem,
-                           rows_of_cta=schedule.block_m if "s_q" in spec.symbolic else 0, pdl=k.hopper)
+    return AttentionKernel("flash_mma", kb.ptx(), grid, schedule.threads, kb.dynamic_smem,
+                           rows_of_cta=schedule.block_m if "s_q" in spec.symbolic else 0, pdl=kb.hopper)
 
 
 class _FlashMmaKernel:
     """The kernel as it is written: the parameters, then the stages of the protocol above."""
 
-    def __init__(self, k: Kernel, plan: FlashMmaPlan) -> None:
-        self.k, self.plan, self.spec, self.schedule = k, plan, plan.spec, plan.schedule
+    def __init__(self, kb: Kernel, plan: FlashMmaPlan) -> None:
+        self.kb, self.plan, self.spec, self.schedule = kb, plan, plan.spec, plan.schedule
         spec, s = plan.spec, plan.schedule
         self.d, self.d_v, self.warp_m = plan.d, plan.d_v, plan.warp_m
-        self.out = k.pointer("out")
-        self.log = k.pointer("l") if spec.lse else None
-        self.q, self.keys, self.values = (k.pointer(name) for name in "qkv")
-        cu = (k.pointer("cu_q"), k.pointer("cu_k")) if spec.ragged else None
-        self.seed = k.pointer("seed") if spec.kept < EVERY else None
-        self.extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
+        self.out = kb.pointer("out")
+        self.log = kb.pointer("l") if spec.lse else None
+        self.q, self.keys, self.values = (kb.pointer(name) for name in "qkv")
+        cu = (kb.pointer("cu_q"), kb.pointer("cu_k")) if spec.ragged else None
+        self.seed = kb.pointer("seed") if spec.kept < EVERY else None
+        self.extras = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
         self._own_place()
-        self.extents = Extents.declared(k, spec) if cu is None else self._sequence(*cu)
-        self.columns = Columns(k, spec, self.extents, self.first, s.block_m, s.block_n)
-        self.scores = Scores(k, spec, self.extents, self.extras, self.batch, self.first + self.row,
+        self.extents = Extents.declared(kb, spec) if cu is None else self._sequence(*cu)
+        self.columns = Columns(kb, spec, self.extents, self.first, s.block_m, s.block_n)
+        self.scores = Scores(kb, spec, self.extents, self.extras, self.batch, self.first + self.row,
                              s.block_m, s.block_n)
 
     def _own_place(self) -> None:
         """The CTA's rows and head, the warp's rows."""
-        k, s, group = self.k, self.schedule, self.spec.batch[2]
-        block, head = k.ctaid.x, k.ctaid.y
-        if self.spec.band.last is not None: block = k.nctaid.x - 1 - block
+        kb, s, group = self.kb, self.schedule, self.spec.batch[2]
+        block, head = kb.ctaid.x, kb.ctaid.y
+        if self.spec.band.last is not None: block = kb.nctaid.x - 1 - block
         self.first = block * s.block_m
-        self.batch = [k.ctaid.z, head // group, head % group] if group > 1 else \
-            [k.ctaid.z, head, k.reg("u32", 0)]
-        self.row = (k.tid.x >> 5) * self.warp_m
+        self.batch = [kb.ctaid.z, head // group, head % group] if group > 1 else \
+            [kb.ctaid.z, head, kb.reg("u32", 0)]
+        self.row = (kb.tid.x >> 5) * self.warp_m
 
     def _sequence(self, cu_q: Value, cu_k: Value) -> Extents:
         """Extents of the CTA's sequence, whose rows the pointers point to from now on. Blocks that it lacks
         end here."""
-        k, spec = self.k, self.spec
-        if k.hopper: k.wait_for_previous_grid()
-        clear(k, spec, self.out, cu_q, self.batch, k.ctaid.x, self.schedule.block_m)
-        made = Extents.read(k, spec, (cu_q, cu_k), self.batch[0])
-        k.emit("exit", guard=self.first >= made.s_q)
+        kb, spec = self.kb, self.spec
+        if kb.hopper: kb.wait_for_previous_grid()
+        clear(kb, spec, self.out, cu_q, self.batch, kb.ctaid.x, self.schedule.block_m)
+        made = Extents.read(kb, spec, (cu_q, cu_k), self.batch[0])
+        kb.emit("exit", guard=self.first >= made.s_q)
         assert made.first is not None
         q, keys = made.first
         self.out, self.q, self.keys, self.values = (
-            advanced(k, pointer, first, rows.row * rows.dtype.itemsize) for pointer, first, rows in
+            advanced(kb, pointer, first, rows.row * rows.dtype.itemsize) for pointer, first, rows in
             ((self.out, q, spec.out), (self.q, q, spec.q), (self.keys, keys, spec.k),
              (self.values, keys, spec.v)))
         return made
 
     def write(self) -> None:
         """The whole kernel."""
-        k, spec, plan = self.k, self.spec, self.plan
+        kb, spec, plan = self.kb, self.spec, self.plan
         self.held, self.stage_bytes = plan.held, plan.stage_bytes
-        self.start = k.shared("ring", plan.ring_bytes, align=1024).address()
+        self.start = kb.shared("ring", plan.ring_bytes, align=1024).address()
         if plan.q_in_ring:  # fragments are read before the last stage is needed
             self.q_start = self.start + (self.schedule.depth - 1) * self.stage_bytes
-        else: self.q_start = k.shared("q_rows", plan.q_bytes, align=1024).address()
-        if k.hopper and not spec.ragged: k.wait_for_previous_grid()
+        else: self.q_start = kb.shared("q_rows", plan.q_bytes, align=1024).address()
+        if kb.hopper and not spec.ragged: kb.wait_for_previous_grid()
         self._copies()
         self._fragments()
         self.scores.prepare(loads(spec.score))
         self.dropout = None if self.seed is None else self._dropout(self.seed)
-        self.softmax = OnlineSoftmax(k, self.warp_m // 16, self.scores.factor)
+        self.softmax = OnlineSoftmax(kb, self.warp_m // 16, self.scores.factor)
         self.sums: Cells = self._cells(self.d_v)
         self._loop()
-        if k.hopper: k.launch_dependents()
+        if kb.hopper: kb.launch_dependents()
         self._store()
 
     def _dropout(self, seed: Value) -> Dropout:
-        made = Dropout(self.k, self.spec.kept, self.schedule.block_n, self.spec.batch)
+        made = Dropout(self.kb, self.spec.kept, self.schedule.block_n, self.spec.batch)
         made.read(seed)
         made.move(self.batch, self.scores.row)
         return made
 
     def _cells(self, columns: int) -> Cells:
-        return [[self.k.regs("f32", 4, 0.0) for _ in range(columns // 8)] for _ in range(self.warp_m // 16)]
+        return [[self.kb.regs("f32", 4, 0.0) for _ in range(columns // 8)] for _ in range(self.warp_m // 16)]
 
     # **** copies ****
 
     def _copies(self) -> None:
         """Starts those of q and of the first blocks."""
-        k, spec, s = self.k, self.spec, self.schedule
+        kb, spec, s = self.kb, self.spec, self.schedule
         last = (self.columns.high.to("u32") - 1) * s.block_n
         self.base = last.to("s32")
         copies: list[RowCopy] = []
         q_tile = SharedTile(s.block_m, self.d * 2)
-        q = RowCopy(k, spec.q, row_start(k, self.q, spec.q, self.batch, self.first), spec.d, q_tile)
+        q = RowCopy(kb, spec.q, row_start(kb, self.q, spec.q, self.batch, self.first), spec.d, q_tile)
         whole = isinstance(self.extents.s_q, int) and self.extents.s_q % s.block_m == 0
         q.to(self.q_start, None, None if whole else
-             q.left(signed(k, self.extents.s_q) - self.first.to("s32")))
-        k.cp_async_commit()
+             q.left(signed(kb, self.extents.s_q) - self.first.to("s32")))
+        kb.cp_async_commit()
         start = 0
         for pointer, rows, d in ((self.keys, spec.k, spec.d), (self.values, spec.v, spec.d_v)):
             tile = SharedTile(s.block_n, padded(d) * 2)
-            copies.append(RowCopy(k, rows, row_start(k, pointer, rows, self.batch, last), d, tile, start))
+            copies.append(RowCopy(kb, rows, row_start(kb, pointer, rows, self.batch, last), d, tile, start))
             start += tile.nbytes
-        self.ring = ColumnPipeline(k, copies, self.start, self.stage_bytes, s.depth)
+        self.ring = ColumnPipeline(kb, copies, self.start, self.stage_bytes, s.depth)
         self.ring.fill(self.columns, self.base)
 
     def _fragments(self) -> None:
         """Those of q, and how those of keys and values are read."""
-        k, spec, s = self.k, self.spec, self.schedule
+        kb, spec, s = self.kb, self.spec, self.schedule
         keys, values = (copy.tile for copy in self.ring.copies)
-        zero = k.reg("u32", 0)
-        self.left = Fragments(k, spec.q.dtype, SharedTile(s.block_m, self.d * 2), False, False, self.row,
+        zero = kb.reg("u32", 0)
+        self.left = Fragments(kb, spec.q.dtype, SharedTile(s.block_m, self.d * 2), False, False, self.row,
                               self.warp_m, self.d * 2 // STEP_BYTES, 0)
-        self.right = Fragments(k, spec.k.dtype, keys, False, True, zero, s.block_n, self.d * 2 // STEP_BYTES,
+        self.right = Fragments(kb, spec.k.dtype, keys, False, True, zero, s.block_n, self.d * 2 // STEP_BYTES,
                                0)
-        self.third = Fragments(k, spec.v.dtype, values, True, True, zero, self.d_v, s.block_n // 16,
+        self.third = Fragments(kb, spec.v.dtype, values, True, True, zero, self.d_v, s.block_n // 16,
                                keys.nbytes)
         self.left.move(self.q_start)
         self.rows: list[list[list[Value]]] = []
         if not self.held: return
-        k.cp_async_wait(s.depth - 1)
-        k.sync()
+        kb.cp_async_wait(s.depth - 1)
+        kb.sync()
         for step in range(self.left.steps):
             self.rows.append(self.left.registers())
             self.left.load(step, self.rows[-1])
@@ -171,32 +171,32 @@ class _FlashMmaKernel:
     # **** the loop ****
 
     def _loop(self) -> None:
-        k, s, count, ring = self.k, self.schedule, self.columns.count, self.ring
+        kb, s, count, ring = self.kb, self.schedule, self.columns.count, self.ring
         ring.begin()
-        with k.loop(0, count, name="block") as block:
-            k.cp_async_wait(ring.ahead - 1)
-            k.sync()
+        with kb.loop(0, count, name="block") as block:
+            kb.cp_async_wait(ring.ahead - 1)
+            kb.sync()
             ring.bring(block < count - ring.ahead)
             for fragments in (self.right, self.third): fragments.move(ring.reading)
             cells = self.scores.of(self._scores(), self.base)
             if not self.columns.always_full:
-                with k.if_(self.columns.partly(self.base)): self.scores.mask(cells, self.base)
+                with kb.if_(self.columns.partly(self.base)): self.scores.mask(cells, self.base)
             self._rescale(self.softmax.step(cells))
             if self.dropout is not None: self.dropout.drop(cells, self.base)
             self._sum(cells)
             self.base -= s.block_n
             ring.turn()
-        k.cp_async_wait(0)
+        kb.cp_async_wait(0)
 
     def _scores(self) -> Cells:
         """Products of q and the block's keys."""
-        k, made = self.k, self._cells(self.schedule.block_n)
+        kb, made = self.kb, self._cells(self.schedule.block_n)
         shape, types = instruction(self.spec.q.dtype, self.spec.k.dtype)
         for step in range(self.left.steps):
             if self.held: rows = self.rows[step]
             else: self.left.load(step, rows := self.left.registers())
             for j in range(self.schedule.block_n // 16):
-                self.right.load_one(j, step, keys := k.regs("b32", 4))
+                self.right.load_one(j, step, keys := kb.regs("b32", 4))
                 self._products(shape, types, made, j, rows, keys)
         return made
 
@@ -206,7 +206,7 @@ class _FlashMmaKernel:
         for row, four in zip(cells, left, strict=True):
             for half in range(2):
                 cell = row[2 * j + half]
-                self.k.mma(shape, types, cell, four, right[2 * half:2 * half + 2], cell)
+                self.kb.mma(shape, types, cell, four, right[2 * half:2 * half + 2], cell)
 
     def _rescale(self, factors: list[Value]) -> None:
         """What has been summed, rescaled to the new maxima."""
@@ -216,33 +216,33 @@ class _FlashMmaKernel:
 
     def _sum(self, cells: Cells) -> None:
         """Products of probabilities and the block's values."""
-        k, dtype = self.k, self.spec.v.dtype
+        kb, dtype = self.kb, self.spec.v.dtype
         shape, types = instruction(dtype, dtype)
         name = "bf16" if dtype == dtypes.bfloat16 else "f16"
         for step in range(self.third.steps):
             rows = []
             for row in cells:
-                rows.append(k.regs("b32", 4))
+                rows.append(kb.regs("b32", 4))
                 for r, register in enumerate(rows[-1]):
                     low, high = row[2 * step + r // 2][2 * (r % 2):2 * (r % 2) + 2]
-                    k.emit(f"cvt.rn.{name}x2.f32", register, high, low)
+                    kb.emit(f"cvt.rn.{name}x2.f32", register, high, low)
             for j in range(self.d_v // 16):
-                self.third.load_one(j, step, values := k.regs("b32", 4))
+                self.third.load_one(j, step, values := kb.regs("b32", 4))
                 self._products(shape, types, self.sums, j, rows, values)
 
     # **** the result ****
 
     def _store(self) -> None:
         """Divides by the row sums and stores, by way of the ring, which is no longer needed."""
-        k, extents = self.k, self.extents
+        kb, extents = self.kb, self.extents
         inverses, logs = self.softmax.finish()
         if self.dropout is not None: inverses = [inverse * self.dropout.scale for inverse in inverses]
         self._rescale(inverses)
-        rows = extents.s_q if isinstance(extents.s_q, Value) else k.reg("u32", extents.s_q)
+        rows = extents.s_q if isinstance(extents.s_q, Value) else kb.reg("u32", extents.s_q)
         if self.log is not None:
-            store_logs(k, self.spec, self.log, logs, self.batch, self.first + self.row, rows)
-        if self.plan.store.smem_bytes: k.sync()
-        store = Store(k, self.plan.stored, self.plan.store, self.out, [], rows, self.start)
+            store_logs(kb, self.spec, self.log, logs, self.batch, self.first + self.row, rows)
+        if self.plan.store.smem_bytes: kb.sync()
+        store = Store(kb, self.plan.stored, self.plan.store, self.out, [], rows, self.start)
         cells = [Cell(16 * i, 8 * j, [cell]) for i, row in enumerate(self.sums) for j, cell in enumerate(row)]
-        store.tile(self.first + self.row, k.reg("u32", 0), self.batch, cells)
+        store.tile(self.first + self.row, kb.reg("u32", 0), self.batch, cells)
         store.finish()

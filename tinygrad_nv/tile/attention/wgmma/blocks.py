@@ -23,8 +23,8 @@ Extent = Value | int
 class KeyBlocks:
     """The blocks of a CTA, downwards."""
 
-    def __init__(self, k: Kernel, plan: FlashWgmmaPlan, row: Value, extents: Extents) -> None:
-        self.k, self.plan = k, plan
+    def __init__(self, kb: Kernel, plan: FlashWgmmaPlan, row: Value, extents: Extents) -> None:
+        self.kb, self.plan = kb, plan
         s_q, s_kv, start = (each.to("s32") if isinstance(each, Value) else each
                             for each in (extents.s_q, extents.s_kv, extents.start))
         band, n, m = plan.spec.band, plan.schedule.block_n, plan.schedule.block_m
@@ -34,7 +34,7 @@ class KeyBlocks:
         plain_end: Extent = s_kv // n
         if band.last is not None:
             bottom = row + m  # rows beyond the last one see nothing
-            if not isinstance(s_q, int) or s_q % m: k.emit("min.s32", bottom, bottom, s_q)
+            if not isinstance(s_q, int) or s_q % m: kb.emit("min.s32", bottom, bottom, s_q)
             end = self._clamped(bottom + start + band.last, s_kv)
             plain_end = self._clamped(at + (band.last + 1), s_kv) // n
         first: Extent = 0
@@ -48,9 +48,9 @@ class KeyBlocks:
 
     def _clamped(self, column: Value, most: Extent | None = None) -> Value:
         """At least 0, at most `most`."""
-        made = self.k.reg("s32")
-        self.k.emit("max.s32", made, column, 0)
-        if most is not None: self.k.emit("min.s32", made, made, most)
+        made = self.kb.reg("s32")
+        self.kb.emit("max.s32", made, column, 0)
+        if most is not None: self.kb.emit("min.s32", made, made, most)
         return made
 
     @property
@@ -66,7 +66,7 @@ class KeyBlocks:
     def any(self) -> AbstractContextManager[None]:
         """What is written inside is for CTAs that have blocks."""
         if self.always: return nullcontext()
-        return self.k.if_(self.k.reg("s32", self.end) > self.first)
+        return self.kb.if_(self.kb.reg("s32", self.end) > self.first)
 
     def runs(self) -> list[tuple[Extent, bool]]:
         """After the last block: the block with which each run ends, and whether it is masked."""
@@ -74,8 +74,8 @@ class KeyBlocks:
         if self.plan.spec.band.last is not None:
             end = self.plain_end
             if self.masks_left:
-                end = self.k.reg("s32")
-                self.k.emit("max.s32", end, self.plain_end, self.first)
+                end = self.kb.reg("s32")
+                self.kb.emit("max.s32", end, self.plain_end, self.first)
             made.append((end, True))
         made.append((self.plain_first, False))
         if self.masks_left: made.append((self.first, True))

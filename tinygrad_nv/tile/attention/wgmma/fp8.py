@@ -52,9 +52,9 @@ KEYS, WIDE = 32, 16  # of a turner's step: keys, elements of d
 class Written(Pipeline):
     """A ring whose stages `writers` warps write themselves."""
 
-    def __init__(self, k: Kernel, depth: int, writers: int, readers: int, name: str) -> None:
+    def __init__(self, kb: Kernel, depth: int, writers: int, readers: int, name: str) -> None:
         self.writers = writers
-        super().__init__(k, depth, 0, readers, name=name)
+        super().__init__(kb, depth, 0, readers, name=name)
 
     @property
     def full_arrivals(self) -> int:
@@ -64,65 +64,65 @@ class Written(Pipeline):
     def acquire(self, at: PipelineState) -> MemoryOperand:
         """Waits until the stage's readers are done; the barrier at which writers arrive."""
         full = self._full(at)
-        self.k.mbarrier_wait(full.at(8 * self.depth), at.parity)
+        self.kb.mbarrier_wait(full.at(8 * self.depth), at.parity)
         return full.at()
 
 
 class TransposedValues:
     """Turned values in shared memory, and how they come there."""
 
-    def __init__(self, k: Kernel, plan: FlashWgmmaPlan, loads: AttentionLoads) -> None:
+    def __init__(self, kb: Kernel, plan: FlashWgmmaPlan, loads: AttentionLoads) -> None:
         assert plan.turned is not None
-        self.k, self.plan, self.loads, self.tile, depth = k, plan, loads, plan.turned, plan.schedule.depth
-        self.values = k.shared("turned", self.tile.nbytes * depth, align=1024)
-        self.ring = Written(k, depth, TURNERS, WARPGROUP // 32 * plan.consumers, "full_and_empty_turned")
+        self.kb, self.plan, self.loads, self.tile, depth = kb, plan, loads, plan.turned, plan.schedule.depth
+        self.values = kb.shared("turned", self.tile.nbytes * depth, align=1024)
+        self.ring = Written(kb, depth, TURNERS, WARPGROUP // 32 * plan.consumers, "full_and_empty_turned")
 
     def produce(self, walk: AttentionTileScheduler, blocks: Callable[[AttentionTile], KeyBlocks]) -> None:
         """All blocks of all tiles, by the turners: whole warps, of which each has every other 16 elements."""
-        k, ring, n = self.k, self.loads.v_ring, self.plan.schedule.block_n
+        kb, ring, n = self.kb, self.loads.v_ring, self.plan.schedule.block_n
         self._begin()
         at, empty_barriers = ring.cursor(), ring.empty_barriers()
         mine = self.lane == 0
         with walk.tiles() as tile:
             seen = blocks(tile)
             with seen.any():
-                left = k.reg("s32", seen.columns - (seen.end - 1) * n)
-                with k.loop(0, seen.end - seen.first):
+                left = kb.reg("s32", seen.columns - (seen.end - 1) * n)
+                with kb.loop(0, seen.end - seen.first):
                     ring.wait(at)
                     stage = self.loads.values.address() + at.stage * self.plan.v.nbytes
                     if isinstance(seen.columns, Value):
-                        with k.if_(left < n): self._clear(stage, left.to("u32"))
+                        with kb.if_(left < n): self._clear(stage, left.to("u32"))
                         left.set(n)
                     # both rings are as deep: what is read and what is written have the same stage
                     full = self.ring.acquire(PipelineState(self.ring, at.stage, at.parity ^ 1))
                     self._turn(stage, self.values.address() + at.stage * self.tile.nbytes)
-                    k.fence_proxy_async()
-                    k.emit("bar.warp.sync", -1)
+                    kb.fence_proxy_async()
+                    kb.emit("bar.warp.sync", -1)
                     ring.release(empty_barriers, at.stage, mine)
-                    k.emit("mbarrier.arrive.shared::cta.b64", SINK, full, guard=mine)
+                    kb.emit("mbarrier.arrive.shared::cta.b64", SINK, full, guard=mine)
                     at.advance()
 
     def _begin(self) -> None:
         """A lane's places: the row of keys that it reads, the row of d that it writes."""
-        k = self.k
-        self.lane = lane = k.special("laneid")
-        self.wide = (k.tid.x // 32 & 1) * WIDE
+        kb = self.kb
+        self.lane = lane = kb.special("laneid")
+        self.wide = (kb.tid.x // 32 & 1) * WIDE
         self.from_ = _swizzled(self.plan.v, lane) ^ self.wide
         matrix, row = lane >> 3, lane & 7
         odd = (row >> 2 ^ matrix) & 1
         self.to = _swizzled(self.tile, self.wide + row * 2 + odd) ^ (matrix >> 1) * 16
-        self.one = k.select(lane < 16, 0x6420, 0x7531, "b32")
-        self.other = k.select(lane < 16, 0x7531, 0x6420, "b32")
+        self.one = kb.select(lane < 16, 0x6420, 0x7531, "b32")
+        self.other = kb.select(lane < 16, 0x7531, 0x6420, "b32")
 
     def _clear(self, stage: Value, seen: Value) -> None:
         """Values of columns that exist but that no row sees may be anything, NaN too: of the warp's elements
         all from key `seen` (u32) on become 0."""
-        k, tile = self.k, self.plan.v
-        with k.loop(seen + self.lane, tile.rows, 32) as key:
+        kb, tile = self.kb, self.plan.v
+        with kb.loop(seen + self.lane, tile.rows, 32) as key:
             own = _swizzled(tile, key) ^ self.wide
             for base, offset in self._places(tile, stage, own):
-                k.st("shared", "b32", base.at(offset), [0] * 4)
-        k.emit("bar.warp.sync", -1)
+                kb.st("shared", "b32", base.at(offset), [0] * 4)
+        kb.emit("bar.warp.sync", -1)
 
     def _places(self, tile: OperandTile, stage: Value, own: Value) -> list[tuple[Value, int]]:
         """Addresses and offsets of a row's every other 16 bytes."""
@@ -133,16 +133,16 @@ class TransposedValues:
 
     def _turn(self, stage: Value, turned: Value) -> None:
         """A block, 32 keys and 16 elements of d at a time."""
-        k, v, tile = self.k, self.plan.v, self.tile
+        kb, v, tile = self.kb, self.plan.v, self.tile
         targets = self._places(tile, turned, self.to)
         for i, (source, offset) in enumerate(self._places(v, stage, self.from_)):
             for j, (target, column) in enumerate(targets):
-                keys = k.ldmatrix(source.at(offset + j * KEYS * v.span), trans=True)
-                made = k.regs("b32", 4)
+                keys = kb.ldmatrix(source.at(offset + j * KEYS * v.span), trans=True)
+                made = kb.regs("b32", 4)
                 for number, each in enumerate(made):
                     pair = keys[number // 2 * 2:number // 2 * 2 + 2]
-                    k.emit("prmt.b32", each, *pair, self.other if number % 2 else self.one)
-                k.stmatrix(target.at(column + i * 2 * WIDE * tile.span), made)
+                    kb.emit("prmt.b32", each, *pair, self.other if number % 2 else self.one)
+                kb.stmatrix(target.at(column + i * 2 * WIDE * tile.span), made)
 
 
 def _swizzled(tile: OperandTile, row: Value) -> Value:
@@ -154,51 +154,51 @@ def _swizzled(tile: OperandTile, row: Value) -> Value:
 class Fp8MainLoop(AttentionMainLoop):
     """One consumer's main loop; `scales` are pointers to those of q, k and v."""
 
-    def __init__(self, k: Kernel, plan: FlashWgmmaPlan, loads: AttentionLoads, turned: TransposedValues,
+    def __init__(self, kb: Kernel, plan: FlashWgmmaPlan, loads: AttentionLoads, turned: TransposedValues,
                  scales: Sequence[Value],
                  consumer: Value) -> None:
         self.turned, self.pointers = turned, scales
         assert plan.spec.scales is not None
         self.by_block = [each.block != 0 for each in plan.spec.scales]
-        super().__init__(k, plan, loads, consumer)
-        self.part = k.regs("f32", plan.pieces[0][1] // 2)
-        self.now = k.reg("f32")
+        super().__init__(kb, plan, loads, consumer)
+        self.part = kb.regs("f32", plan.pieces[0][1] // 2)
+        self.now = kb.reg("f32")
         self.scale: Value | None = None
 
     def _values(self) -> tuple[Descriptors, Pipeline]:
-        return Descriptors.of(self.k, self.turned.tile, self.turned.values.address()), self.turned.ring
+        return Descriptors.of(self.kb, self.turned.tile, self.turned.values.address()), self.turned.ring
 
     # **** scales ****
 
     def _softmax(self, scores: Scores) -> OnlineSoftmax:
-        k, factor = self.k, scores.factor
+        kb, factor = self.kb, scores.factor
         assert self.plan.spec.scales is not None
         self.bases = [self._base(each, pointer, scores) for each, pointer in
                       zip(self.plan.spec.scales, self.pointers, strict=True)]
-        row = k.reg("u32", scores.extents.s_q) - 1
-        k.emit("min.u32", row, row, scores.first)  # rows beyond the last have no scale
+        row = kb.reg("u32", scores.extents.s_q) - 1
+        kb.emit("min.u32", row, row, scores.first)  # rows beyond the last have no scale
         scale = self._scale(0, row)
         if not self.by_block[1]: scale *= self._scale(1)
         if not self.by_block[2]: self.now = self._scale(2)
         self.scale = None if scores.linear else scale
-        if not scores.linear: return OnlineSoftmax(k, 1, factor, LIFT)
-        least = k.reg("f32")
-        k.emit("max.f32", least, scale * factor, LEAST)
-        return OnlineSoftmax(k, 1, least, LIFT)
+        if not scores.linear: return OnlineSoftmax(kb, 1, factor, LIFT)
+        least = kb.reg("f32")
+        kb.emit("max.f32", least, scale * factor, LEAST)
+        return OnlineSoftmax(kb, 1, least, LIFT)
 
     def _base(self, scales: RowScales, pointer: Value, scores: Scores) -> Value:
         made = pointer + scales.offset * 4 if scales.offset else pointer
         for index, stride in zip(scores.batch, scales.batch, strict=True):
-            made = advanced(self.k, made, index, stride * 4)
+            made = advanced(self.kb, made, index, stride * 4)
         return made
 
     def _scale(self, which: int, row: Value | None = None) -> Value:
         """That of q, k or v in a row (u32)."""
-        k, made, base = self.k, self.k.reg("f32"), self.bases[which]
+        kb, made, base = self.kb, self.kb.reg("f32"), self.bases[which]
         assert self.plan.spec.scales is not None
         scales = self.plan.spec.scales[which]
-        if row is not None and scales.block: base = advanced(k, base, row // scales.rows, scales.block * 4)
-        k.emit("ld.global.f32", made, base.at())
+        if row is not None and scales.block: base = advanced(kb, base, row // scales.rows, scales.block * 4)
+        kb.emit("ld.global.f32", made, base.at())
         return made
 
     def _ahead(self, column: Value) -> None:
@@ -226,31 +226,31 @@ class Fp8MainLoop(AttentionMainLoop):
         """The turners have."""
 
     def _pack(self) -> None:
-        k = self.k
+        kb = self.kb
         for i, each in enumerate(self.p):
             chunk, half, rows = i // 4, i // 2 % 2, i % 2
             at = 16 * chunk + 8 * half + 2 * rows
-            pairs = [to_fp8(k, self.weights[first:first + 2], dtypes.fp8e4m3) for first in (at, at + 4)]
-            k.emit("mov.b32", each, pairs)
+            pairs = [to_fp8(kb, self.weights[first:first + 2], dtypes.fp8e4m3) for first in (at, at + 4)]
+            kb.emit("mov.b32", each, pairs)
 
     def _issue_sums(self) -> None: self._issue_piece(*self.plan.pieces[0])
 
     def _issue_piece(self, first: int, columns: int) -> None:
-        k, plan, tile = self.k, self.plan, self.turned.tile
-        k.wgmma_fence()
+        kb, plan, tile = self.kb, self.plan, self.turned.tile
+        kb.wgmma_fence()
         low = self.values.stage(self.at_v.stage)
         for step in range(plan.schedule.block_n // plan.step):
             place = tile.at_step(step) + tile.at_mn(first)
-            k.wgmma(f"m64n{columns}k{plan.step}", f"f32.{plan.kind}.{plan.kind}", self.part[:columns // 2],
+            kb.wgmma(f"m64n{columns}k{plan.step}", f"f32.{plan.kind}.{plan.kind}", self.part[:columns // 2],
                     self.p[4 * step:4 * step + 4], self.values.at(low, place), step > 0)
-        k.wgmma_commit()
+        kb.wgmma_commit()
 
     def _summed(self) -> None:
-        k = self.k
+        kb = self.kb
         for first, columns in self.plan.pieces:
             if first:
                 self._issue_piece(first, columns)
-                k.wgmma_wait(0)
+                kb.wgmma_wait(0)
             for each, part in zip(self.out[first // 2:], self.part[:columns // 2], strict=False):
-                if self.by_block[2]: k.emit("fma.rn.f32", each, part, self.now, each)
+                if self.by_block[2]: kb.emit("fma.rn.f32", each, part, self.now, each)
                 else: each += part

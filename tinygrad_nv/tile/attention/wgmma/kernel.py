@@ -44,10 +44,10 @@ from tinygrad_nv.tile.template import GPU
 def flash_wgmma(spec: AttentionSpec, schedule: FlashWgmma, gpu: GPU) -> AttentionKernel:
     """The kernel of an attention, by a legal schedule; its CTAs are at most as many as multiprocessors."""
     plan = FlashWgmmaPlan.of(spec, schedule, gpu_model_for(gpu.arch, gpu.sm_count).sm_count)
-    k = Kernel("flash_wgmma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
-    writer = _FlashWgmmaKernel(k, plan)
+    kb = Kernel("flash_wgmma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
+    writer = _FlashWgmmaKernel(kb, plan)
     writer.write()
-    return AttentionKernel("flash_wgmma", k.ptx(), plan.grid, schedule.threads, k.dynamic_smem,
+    return AttentionKernel("flash_wgmma", kb.ptx(), plan.grid, schedule.threads, kb.dynamic_smem,
                            maps=(*writer.loads.maps, *writer.finish.maps),
                            rows_of_cta=schedule.block_m if "s_q" in spec.symbolic and not plan.ctas else 0,
                            pdl=True)
@@ -56,91 +56,91 @@ def flash_wgmma(spec: AttentionSpec, schedule: FlashWgmma, gpu: GPU) -> Attentio
 class _FlashWgmmaKernel:
     """The kernel as it is written: parameters and shared memory, then the two roles."""
 
-    def __init__(self, k: Kernel, plan: FlashWgmmaPlan) -> None:
-        self.k, self.plan, spec = k, plan, plan.spec
-        out = k.pointer("out")
-        lse = k.pointer("l") if spec.lse else None
-        for name in "qkv": k.pointer(name)  # the tensor maps'
-        self.scales = [k.pointer(f"scale_{name}") for name in "qkv"] if spec.scales is not None else []
-        self.cu = (k.pointer("cu_q"), k.pointer("cu_k")) if spec.ragged else None
-        self.seed = k.pointer("seed") if spec.kept < EVERY else None
-        self.extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
-        self.extents = Extents.declared(k, spec)
-        self.loads = AttentionLoads(k, plan, 1 + spec.lse)
-        self.turned = TransposedValues(k, plan, self.loads) if plan.turned is not None else None
-        self.finish = AttentionEpilogue(k, plan, out, lse, self.loads.q)
-        self.walk = AttentionTileScheduler(k, plan, self.extents.s_q)
+    def __init__(self, kb: Kernel, plan: FlashWgmmaPlan) -> None:
+        self.kb, self.plan, spec = kb, plan, plan.spec
+        out = kb.pointer("out")
+        lse = kb.pointer("l") if spec.lse else None
+        for name in "qkv": kb.pointer(name)  # the tensor maps'
+        self.scales = [kb.pointer(f"scale_{name}") for name in "qkv"] if spec.scales is not None else []
+        self.cu = (kb.pointer("cu_q"), kb.pointer("cu_k")) if spec.ragged else None
+        self.seed = kb.pointer("seed") if spec.kept < EVERY else None
+        self.extras = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
+        self.extents = Extents.declared(kb, spec)
+        self.loads = AttentionLoads(kb, plan, 1 + spec.lse)
+        self.turned = TransposedValues(kb, plan, self.loads) if plan.turned is not None else None
+        self.finish = AttentionEpilogue(kb, plan, out, lse, self.loads.q)
+        self.walk = AttentionTileScheduler(kb, plan, self.extents.s_q)
 
     def write(self) -> None:
         """The whole kernel."""
-        k, plan = self.k, self.plan
+        kb, plan = self.kb, self.plan
         if self.cu is not None: self._sequence(*self.cu)
-        with k.comment("one thread makes the barriers, and has the tensor maps fetched"):
-            with k.if_(k.tid.x == 0):
+        with kb.comment("one thread makes the barriers, and has the tensor maps fetched"):
+            with kb.if_(kb.tid.x == 0):
                 for each in (*self.loads.tensor_maps, *self.finish.tensor_maps):
-                    k.emit("prefetch.tensormap", each.at())
+                    kb.emit("prefetch.tensormap", each.at())
                 self.loads.init()
                 if self.turned is not None: self.turned.ring.init()
-                k.fence_mbarrier_init()
-            k.sync()
-        producer = k.tid.x >= WARPGROUP * plan.consumers
+                kb.fence_mbarrier_init()
+            kb.sync()
+        producer = kb.tid.x >= WARPGROUP * plan.consumers
         fewer, more = plan.registers
-        with k.if_(producer), k.comment("producer: a thread of each of two warps of the last warpgroup"):
-            if fewer: k.setmaxnreg(fewer, more=False)
-            with k.if_(k.tid.x < WARPGROUP * plan.consumers + 64), k.if_(k.elect()): self.produce()
+        with kb.if_(producer), kb.comment("producer: a thread of each of two warps of the last warpgroup"):
+            if fewer: kb.setmaxnreg(fewer, more=False)
+            with kb.if_(kb.tid.x < WARPGROUP * plan.consumers + 64), kb.if_(kb.elect()): self.produce()
             if self.turned is not None:
-                with k.if_(k.tid.x >= WARPGROUP * plan.consumers + 64):
+                with kb.if_(kb.tid.x >= WARPGROUP * plan.consumers + 64):
                     self.turned.produce(self.walk, self.blocks)
-        with k.else_(), k.comment("consumers"):
-            if more: k.setmaxnreg(more, more=True)
+        with kb.else_(), kb.comment("consumers"):
+            if more: kb.setmaxnreg(more, more=True)
             self.consume()
 
     def _sequence(self, cu_q: Value, cu_k: Value) -> None:
         """Extents of the CTA's sequence, of a ragged batch. CTAs for whose block it has no rows end here."""
-        k, plan = self.k, self.plan
-        m, spec, number = plan.schedule.block_m, plan.spec, k.ctaid.x
-        k.wait_for_previous_grid()
-        clear(k, spec, self.finish.out, cu_q, (k.ctaid.z, *self._head()), number, m)
-        self.extents = Extents.read(k, spec, (cu_q, cu_k), k.ctaid.z)
+        kb, plan = self.kb, self.plan
+        m, spec, number = plan.schedule.block_m, plan.spec, kb.ctaid.x
+        kb.wait_for_previous_grid()
+        clear(kb, spec, self.finish.out, cu_q, (kb.ctaid.z, *self._head()), number, m)
+        self.extents = Extents.read(kb, spec, (cu_q, cu_k), kb.ctaid.z)
         if self.walk.downwards: number = plan.blocks_of_rows - 1 - number
-        k.emit("exit", guard=number * m >= self.extents.s_q)
+        kb.emit("exit", guard=number * m >= self.extents.s_q)
         assert self.extents.first is not None
         self.loads.sequence = self.extents.first
-        self.finish.out = advanced(k, self.finish.out, self.extents.first[0],
+        self.finish.out = advanced(kb, self.finish.out, self.extents.first[0],
                                    spec.out.row * spec.out.dtype.itemsize)
 
     def _head(self) -> tuple[Value, Value]:
-        head, group = self.k.ctaid.y, self.plan.spec.batch[2]
+        head, group = self.kb.ctaid.y, self.plan.spec.batch[2]
         return head // group, head % group
 
     def blocks(self, tile: AttentionTile) -> KeyBlocks:
         """The blocks of columns of a tile."""
-        return KeyBlocks(self.k, self.plan, tile.row.to("s32"), self.extents)
+        return KeyBlocks(self.kb, self.plan, tile.row.to("s32"), self.extents)
 
     def produce(self) -> None:
         """Fills the rings."""
-        k = self.k
-        k.wait_for_previous_grid()
-        with k.if_(k.tid.x < WARPGROUP * self.plan.consumers + 32):
+        kb = self.kb
+        kb.wait_for_previous_grid()
+        with kb.if_(kb.tid.x < WARPGROUP * self.plan.consumers + 32):
             self.loads.keys_and_values(self.walk, self.blocks)
-        with k.else_(): self.loads.queries(self.walk)
-        k.launch_dependents()
+        with kb.else_(): self.loads.queries(self.walk)
+        kb.launch_dependents()
 
     def consume(self) -> None:
         """Multiplies and stores."""
-        k, plan = self.k, self.plan
+        kb, plan = self.kb, self.plan
         # the same in all lanes; ptxas keeps what comes from redux, and all made of it, in uniform registers
-        warp = k.reg("u32")
-        k.emit("redux.sync.min.u32", warp, k.tid.x // 32, -1)
-        k.wait_for_previous_grid()
+        warp = kb.reg("u32")
+        kb.emit("redux.sync.min.u32", warp, kb.tid.x // 32, -1)
+        kb.wait_for_previous_grid()
         first = warp * (ROWS // 4)  # of a consumer's rows, a warp's
-        products = AttentionMainLoop(k, plan, self.loads, warp >> 2) if self.turned is None else \
-            Fp8MainLoop(k, plan, self.loads, self.turned, self.scales, warp >> 2)
+        products = AttentionMainLoop(kb, plan, self.loads, warp >> 2) if self.turned is None else \
+            Fp8MainLoop(kb, plan, self.loads, self.turned, self.scales, warp >> 2)
         products.begin()
         if self.seed is not None: products.read_seed(self.seed)
         with self.walk.tiles() as tile:
             row = tile.row + first
-            products.tile(self.blocks(tile), Scores(k, plan.spec, self.extents, self.extras, tile.batch, row,
+            products.tile(self.blocks(tile), Scores(kb, plan.spec, self.extents, self.extras, tile.batch, row,
                                                     plan.schedule.block_m, plan.schedule.block_n))
             inverse, logs = products.finish()
             if products.dropout is not None: inverse = [each * products.dropout.scale for each in inverse]

@@ -20,8 +20,8 @@ from tinygrad_nv.tile.pipeline import Pipeline, PipelineState
 class AttentionLoads:
     """Tensor maps and shared memory of q, k and v; `first_pointer` is the number of q's pointer."""
 
-    def __init__(self, k: Kernel, plan: FlashWgmmaPlan, first_pointer: int) -> None:
-        self.k, self.plan = k, plan
+    def __init__(self, kb: Kernel, plan: FlashWgmmaPlan, first_pointer: int) -> None:
+        self.kb, self.plan = kb, plan
         spec, depth, warps = plan.spec, plan.schedule.depth, WARPGROUP // 32 * plan.consumers
         rows, keys = spec.total or (spec.s_q, spec.s_kv)
         self.maps: list[MapArgument] = [
@@ -29,14 +29,14 @@ class AttentionLoads:
             map_argument(plan, spec.k, first_pointer + 1, keys, spec.d, plan.k, plan.k.rows, "s_kv"),
             map_argument(plan, spec.v, first_pointer + 2, keys, spec.d_v, plan.v, plan.v.rows, "s_kv")]
         self.sequence: tuple[Value, Value] | None = None  # its first rows of q and of k, of a ragged batch
-        self.tensor_maps = [k.tensor_map(f"map_{name}") for name in "qkv"]
-        self.q = k.shared("queries", plan.q.nbytes, align=1024)
-        self.keys = k.shared("keys", plan.k.nbytes * depth, align=1024)
-        self.values = k.shared("values", plan.v.nbytes * depth, align=1024)
-        self.k_ring = Pipeline(k, depth, plan.k.nbytes, warps, name="full_and_empty_keys")
+        self.tensor_maps = [kb.tensor_map(f"map_{name}") for name in "qkv"]
+        self.q = kb.shared("queries", plan.q.nbytes, align=1024)
+        self.keys = kb.shared("keys", plan.k.nbytes * depth, align=1024)
+        self.values = kb.shared("values", plan.v.nbytes * depth, align=1024)
+        self.k_ring = Pipeline(kb, depth, plan.k.nbytes, warps, name="full_and_empty_keys")
         readers = warps if plan.turned is None else TURNERS
-        self.v_ring = Pipeline(k, depth, plan.v.nbytes, readers, name="full_and_empty_values")
-        self.q_ring = Pipeline(k, 1, plan.q.nbytes, warps, name="full_and_empty_queries")
+        self.v_ring = Pipeline(kb, depth, plan.v.nbytes, readers, name="full_and_empty_values")
+        self.q_ring = Pipeline(kb, 1, plan.q.nbytes, warps, name="full_and_empty_queries")
         self.rings = self.q_ring, self.k_ring, self.v_ring
 
     def init(self) -> None:
@@ -61,7 +61,7 @@ class AttentionLoads:
 
     def _of_tile(self, tile: AttentionTile, blocks: KeyBlocks, at_k: PipelineState,
                  at_v: PipelineState) -> None:
-        k, plan, n = self.k, self.plan, self.plan.schedule.block_n
+        kb, plan, n = self.kb, self.plan, self.plan.schedule.block_n
         keys, values = self.keys.address(), self.values.address()
 
         def copy_keys(column: Value) -> None:
@@ -74,10 +74,10 @@ class AttentionLoads:
             self._copy(2, tile, column, values + at_v.stage * plan.v.nbytes, full)
             at_v.advance()
 
-        column = k.reg("s32", (blocks.end - 1) * n)
+        column = kb.reg("s32", (blocks.end - 1) * n)
         first = blocks.first * n
         copy_keys(column)
-        with k.while_(lambda: column > first):
+        with kb.while_(lambda: column > first):
             following = column - n
             copy_keys(following)
             copy_values(column)
@@ -91,5 +91,5 @@ class AttentionLoads:
         if self.sequence is not None: at = at + self.sequence[min(which, 1)].to("s32")
         outer = [tile.batch[i].to("s32") for i in walked(rows, spec.batch)]
         for column in range(operand.columns):
-            self.k.tma_load(target.at(column * operand.column_bytes), self.tensor_maps[which],
+            self.kb.tma_load(target.at(column * operand.column_bytes), self.tensor_maps[which],
                             [column * operand.inner, at, *outer], full)

@@ -37,44 +37,44 @@ class IssueOrder:
     one for the last one's turn before. All have as many turns; the last one's start gives the first turn, and
     the first one takes what the last one's last turn gives."""
 
-    def __init__(self, k: Kernel, plan: FlashWgmmaPlan, consumer: Value) -> None:
-        self.k, self.first = k, consumer == 0
+    def __init__(self, kb: Kernel, plan: FlashWgmmaPlan, consumer: Value) -> None:
+        self.kb, self.first = kb, consumer == 0
         self.own = consumer + 1
-        self.next = k.select(consumer == plan.consumers - 1, 1, consumer + 2, "u32")
+        self.next = kb.select(consumer == plan.consumers - 1, 1, consumer + 2, "u32")
 
     def begin(self) -> None:
         """Before all turns."""
-        with self.k.if_(self.next == 1): self.arrive()
+        with self.kb.if_(self.next == 1): self.arrive()
 
     def wait(self) -> None:
         """Waits for the turn."""
-        self.k.sync(self.own, 2 * WARPGROUP)
+        self.kb.sync(self.own, 2 * WARPGROUP)
 
     def arrive(self) -> None:
         """Gives it to the next consumer."""
-        self.k.arrive(self.next, 2 * WARPGROUP)
+        self.kb.arrive(self.next, 2 * WARPGROUP)
 
     def end(self) -> None:
         """After all turns."""
-        with self.k.if_(self.first): self.wait()
+        with self.kb.if_(self.first): self.wait()
 
 
 class AttentionMainLoop:
     """One consumer's main loop; `consumer` is its number, the same in all its lanes."""
 
-    def __init__(self, k: Kernel, plan: FlashWgmmaPlan, loads: AttentionLoads, consumer: Value) -> None:
-        self.k, self.plan, self.loads, self.consumer = k, plan, loads, consumer
-        self.q = Descriptors.of(k, plan.q, loads.q.address() + consumer * plan.q.at_mn(ROWS))
-        self.keys = Descriptors.of(k, plan.k, loads.keys.address())
+    def __init__(self, kb: Kernel, plan: FlashWgmmaPlan, loads: AttentionLoads, consumer: Value) -> None:
+        self.kb, self.plan, self.loads, self.consumer = kb, plan, loads, consumer
+        self.q = Descriptors.of(kb, plan.q, loads.q.address() + consumer * plan.q.at_mn(ROWS))
+        self.keys = Descriptors.of(kb, plan.k, loads.keys.address())
         self.values, self.v_ring = self._values()
         rings = loads.q_ring, loads.k_ring, self.v_ring
         self.at_q, self.at_k, self.at_v = (ring.cursor() for ring in rings)
         self.empty_q, self.empty_k, self.empty_v = (ring.empty_barriers() for ring in rings)
-        self.mine = k.special("laneid") == 0
-        self.s = k.regs("f32", plan.scores)
-        self.p = k.regs("b32", plan.weights)
-        self.out = k.regs("f32", plan.sums)
-        self.ordered = IssueOrder(k, plan, consumer) if plan.pingpong else None
+        self.mine = kb.special("laneid") == 0
+        self.s = kb.regs("f32", plan.scores)
+        self.p = kb.regs("b32", plan.weights)
+        self.out = kb.regs("f32", plan.sums)
+        self.ordered = IssueOrder(kb, plan, consumer) if plan.pingpong else None
         self.dropout: Dropout | None = None
 
     def begin(self) -> None:
@@ -87,8 +87,8 @@ class AttentionMainLoop:
 
     def read_seed(self, seed: Value) -> None:
         """That of dropout, once for all tiles."""
-        k, spec = self.k, self.plan.spec
-        self.dropout = Dropout(k, spec.kept, self.plan.schedule.block_n, spec.batch)
+        kb, spec = self.kb, self.plan.spec
+        self.dropout = Dropout(kb, spec.kept, self.plan.schedule.block_n, spec.batch)
         self.dropout.read(seed)
 
     def tile(self, blocks: KeyBlocks, scores: Scores) -> None:
@@ -99,16 +99,16 @@ class AttentionMainLoop:
         self.loads.q_ring.wait(self.at_q)
         with blocks.any(): self._attend(blocks)
         if not blocks.always and not self.plan.overlaid:
-            with self.k.else_(): self.give_back_queries()
+            with self.kb.else_(): self.give_back_queries()
         self.at_q.advance()
 
     def _attend(self, blocks: KeyBlocks) -> None:
         """All blocks, of which there is at least one."""
-        k, n = self.k, self.plan.schedule.block_n
-        block = k.reg("s32", blocks.end - 1)
+        kb, n = self.kb, self.plan.schedule.block_n
+        block = kb.reg("s32", blocks.end - 1)
         self._first(block * n, blocks)
         for end, masked in blocks.runs():
-            with k.loop(0, block - end):
+            with kb.loop(0, block - end):
                 block -= 1
                 self._further(block * n, masked)
         if not self.plan.overlaid: self.give_back_queries()
@@ -118,9 +118,9 @@ class AttentionMainLoop:
 
     def _values(self) -> tuple[Descriptors, Pipeline]:
         """Values as wgmma takes them, and their ring."""
-        return Descriptors.of(self.k, self.plan.v, self.loads.values.address()), self.loads.v_ring
+        return Descriptors.of(self.kb, self.plan.v, self.loads.values.address()), self.loads.v_ring
 
-    def _softmax(self, scores: Scores) -> OnlineSoftmax: return OnlineSoftmax(self.k, 1, scores.factor)
+    def _softmax(self, scores: Scores) -> OnlineSoftmax: return OnlineSoftmax(self.kb, 1, scores.factor)
 
     def _ahead(self, column: Value) -> None:
         """What is read for the scores of the block that begins at `column`."""
@@ -142,11 +142,11 @@ class AttentionMainLoop:
     # **** blocks ****
 
     def _first(self, column: Value, blocks: KeyBlocks) -> None:
-        k, loads = self.k, self.loads
+        kb, loads = self.kb, self.loads
         self._ahead(column)
         loads.k_ring.wait(self.at_k)
         self._issue_scores()
-        k.wgmma_wait(0)
+        kb.wgmma_wait(0)
         self._give_back_keys()
         if isinstance(blocks.columns, Value): self._clear(blocks.columns - column)
         self._absorb(column, blocks.masked)
@@ -155,20 +155,20 @@ class AttentionMainLoop:
     def _clear(self, seen: Value) -> None:
         """Values of columns that exist but that no row sees may be anything, NaN too: of the first block only
         the first `seen` (s32) are kept, and zeros have weight 0."""
-        k, plan, tile = self.k, self.plan, self.plan.v
+        kb, plan, tile = self.kb, self.plan, self.plan.v
         threads = WARPGROUP * plan.consumers
-        with k.if_(seen < tile.rows):
+        with kb.if_(seen < tile.rows):
             self.v_ring.wait(self.at_v)
             values = self.loads.values.address() + self.at_v.stage * tile.nbytes
-            with k.loop(values + (seen.to("u32") * tile.span + k.tid.x * 16),
+            with kb.loop(values + (seen.to("u32") * tile.span + kb.tid.x * 16),
                         values + tile.rows * tile.span, threads * 16) as place:
                 for column in range(tile.columns):
-                    k.st("shared", "b32", place.at(column * tile.column_bytes), [0] * 4)
-            k.fence_proxy_async()
-            k.sync(CLEARED, threads)
+                    kb.st("shared", "b32", place.at(column * tile.column_bytes), [0] * 4)
+            kb.fence_proxy_async()
+            kb.sync(CLEARED, threads)
 
     def _further(self, column: Value, masked: bool) -> None:
-        k, loads = self.k, self.loads
+        kb, loads = self.kb, self.loads
         self._ahead(column)
         self._ahead_of_sums(column + self.plan.schedule.block_n)
         loads.k_ring.wait(self.at_k)
@@ -177,11 +177,11 @@ class AttentionMainLoop:
         self.v_ring.wait(self.at_v)
         self._issue_sums()
         if self.ordered is not None: self.ordered.arrive()
-        k.wgmma_wait(1)
+        kb.wgmma_wait(1)
         self._give_back_keys()
         factors = self._absorb(column, masked)
         self._before_sums()
-        k.wgmma_wait(0)
+        kb.wgmma_wait(0)
         self._summed()
         self._give_back_values()
         self._rescale(factors)
@@ -193,21 +193,21 @@ class AttentionMainLoop:
         leaves a sleep where it is among waits, and this one needs the row sums, and they every exponential.
         No sum is negative, so that no warp sleeps."""
         low, high = (row_sum < 0.0 for row_sum in self.softmax.row_sum)
-        self.k.emit("nanosleep.u32", 0, guard=low | high)
+        self.kb.emit("nanosleep.u32", 0, guard=low | high)
 
     def _rescale(self, factors: list[Value]) -> None:
         """The further on, the more blocks leave the maxima of all of a warp's rows, and the result, as they
         are."""
-        k, some = self.k, self.k.reg("pred")
-        k.emit("vote.sync.any.pred", some, (factors[0] != 1.0) | (factors[1] != 1.0), -1)
-        with k.if_(some):
+        kb, some = self.kb, self.kb.reg("pred")
+        kb.emit("vote.sync.any.pred", some, (factors[0] != 1.0) | (factors[1] != 1.0), -1)
+        with kb.if_(some):
             for i, each in enumerate(self.out): each *= factors[i >> 1 & 1]
 
     def _last(self, column: Value) -> None:
         self._ahead_of_sums(column)
         self.v_ring.wait(self.at_v)
         self._issue_sums()
-        self.k.wgmma_wait(0)
+        self.kb.wgmma_wait(0)
         self._summed()
         self._give_back_values()
 
@@ -224,27 +224,27 @@ class AttentionMainLoop:
     def _pack(self) -> None:
         kind = FLOAT16S[self.plan.spec.v.dtype]
         for i, each in enumerate(self.p):
-            self.k.emit(f"cvt.rn.{kind}x2.f32", each, self.weights[2 * i + 1], self.weights[2 * i])
+            self.kb.emit(f"cvt.rn.{kind}x2.f32", each, self.weights[2 * i + 1], self.weights[2 * i])
 
     def _issue_scores(self) -> None:
-        k, plan = self.k, self.plan
-        k.wgmma_fence()
+        kb, plan = self.kb, self.plan
+        kb.wgmma_fence()
         low = self.keys.stage(self.at_k.stage)
         for step in range(plan.q.k // plan.step):
-            k.wgmma(f"m64n{plan.schedule.block_n}k{plan.step}", f"f32.{plan.kind}.{plan.kind}", self.s,
+            kb.wgmma(f"m64n{plan.schedule.block_n}k{plan.step}", f"f32.{plan.kind}.{plan.kind}", self.s,
                     self.q.at(self.q.base, plan.q.at_step(step)), self.keys.at(low, plan.k.at_step(step)),
                     step > 0)
-        k.wgmma_commit()
+        kb.wgmma_commit()
 
     def _issue_sums(self) -> None:
-        k, plan = self.k, self.plan
-        k.wgmma_fence()
+        kb, plan = self.kb, self.plan
+        kb.wgmma_fence()
         low = self.values.stage(self.at_v.stage)
         for step in range(plan.schedule.block_n // plan.step):
-            k.wgmma(f"m64n{plan.v.mn}k{plan.step}", f"f32.{plan.kind}.{plan.kind}", self.out,
+            kb.wgmma(f"m64n{plan.v.mn}k{plan.step}", f"f32.{plan.kind}.{plan.kind}", self.out,
                     self.p[4 * step:4 * step + 4], self.values.at(low, plan.v.at_step(step)),
                     trans=(False, True))
-        k.wgmma_commit()
+        kb.wgmma_commit()
 
     def give_back_queries(self) -> None:
         """No lane of this warp reads them any more, nor what lies there instead."""

@@ -25,16 +25,16 @@ WARP_ROWS = 16
 class AttentionEpilogue:
     """Where results go."""
 
-    def __init__(self, k: Kernel, plan: FlashWgmmaPlan, out: Value, lse: Value | None,
+    def __init__(self, kb: Kernel, plan: FlashWgmmaPlan, out: Value, lse: Value | None,
                  queries: Shared) -> None:
-        self.k, self.plan, self.out, self.lse = k, plan, out, lse
+        self.kb, self.plan, self.out, self.lse = kb, plan, out, lse
         self.maps: list[MapArgument] = []
         self.tensor_maps: list[Value] = []
         if plan.out is None: return
         spec = plan.spec
         self.maps = [map_argument(plan, spec.out, 0, spec.s_q, spec.d_v, plan.out, WARP_ROWS, "s_q")]
-        self.tensor_maps = [k.tensor_map("map_out")]
-        self.staging = queries if plan.overlaid else k.shared("staging", plan.staging_bytes, align=1024)
+        self.tensor_maps = [kb.tensor_map("map_out")]
+        self.staging = queries if plan.overlaid else kb.shared("staging", plan.staging_bytes, align=1024)
 
     def store(self, sums: Sequence[Value], inverse: Sequence[Value], logs: Sequence[Value], row: Value,
               tile_row: Value, rows: Value | int, batch: Sequence[Value]) -> None:
@@ -47,7 +47,7 @@ class AttentionEpilogue:
 
     def _by_tma(self, tile: OperandTile, sums: Sequence[Value], row: Value, tile_row: Value,
                 batch: Sequence[Value]) -> None:
-        k, lane, dtype = self.k, self.k.special("laneid"), self.plan.spec.out.dtype
+        kb, lane, dtype = self.kb, self.kb.special("laneid"), self.plan.spec.out.dtype
         if not self.plan.overlaid: self._drain()
         base = self.staging.address() + tile_row * tile.span
         plain = (lane & 15) * tile.span + (lane >> 4) * 16
@@ -55,54 +55,54 @@ class AttentionEpilogue:
         own = plain ^ ((plain >> 7) & mask) << 4
         places = [base + (own ^ at if at else own) for at in range(0, tile.span, 32)]
         for pair in range(len(sums) // 8):
-            words = [packed(k, sums[at:at + 2], dtype) for at in range(8 * pair, 8 * pair + 8, 2)]
+            words = [packed(kb, sums[at:at + 2], dtype) for at in range(8 * pair, 8 * pair + 8, 2)]
             column, inside = divmod(32 * pair, tile.span)
-            k.stmatrix(places[inside // 32].at(column * tile.column_bytes), words)
-        k.fence_proxy_async()
-        k.emit("bar.warp.sync", -1)
-        with k.if_(k.elect()):
+            kb.stmatrix(places[inside // 32].at(column * tile.column_bytes), words)
+        kb.fence_proxy_async()
+        kb.emit("bar.warp.sync", -1)
+        with kb.if_(kb.elect()):
             outer = [batch[i].to("s32") for i in walked(self.plan.spec.out, self.plan.spec.batch)]
             for column in range(tile.columns):
-                k.tma_store(self.tensor_maps[0], [column * tile.inner, row.to("s32"), *outer],
+                kb.tma_store(self.tensor_maps[0], [column * tile.inner, row.to("s32"), *outer],
                             base.at(column * tile.column_bytes))
-            k.tma_commit()
+            kb.tma_commit()
         if self.plan.overlaid: self._drain()
 
     def _drain(self) -> None:
         """Until the last result has been read from shared memory."""
-        with self.k.if_(self.k.elect()): self.k.tma_wait(0, read=True)
-        self.k.emit("bar.warp.sync", -1)
+        with self.kb.if_(self.kb.elect()): self.kb.tma_wait(0, read=True)
+        self.kb.emit("bar.warp.sync", -1)
 
     def finish(self) -> None:
         """After all tiles."""
         if self.plan.out is not None and not self.plan.overlaid: self._drain()
 
     def _plain(self, sums: Sequence[Value], row: Value, rows: Value | int, batch: Sequence[Value]) -> None:
-        k, lane, out, d = self.k, self.k.special("laneid"), self.plan.spec.out, self.plan.spec.d_v
+        kb, lane, out, d = self.kb, self.kb.special("laneid"), self.plan.spec.out, self.plan.spec.d_v
         size, own, column = out.dtype.itemsize, row + (lane >> 2), (lane & 3) << 1
         base = self.out + out.offset * size if out.offset else self.out
         for index, stride in zip((*batch, own), (*out.batch, out.row), strict=True):
-            base = advanced(k, base, index, stride * size)
-        base = advanced(k, base, column, size)
+            base = advanced(kb, base, index, stride * size)
+        base = advanced(kb, base, column, size)
         pairs = d % 2 == 0 and out.aligned_bytes >= 2 * size
         for half in range(2):
             inside = own + 8 * half < rows
             for j in range(len(sums) // 4):
-                value = Lanes(k, out.dtype, list(sums[4 * j + 2 * half:4 * j + 2 * half + 2]))
+                value = Lanes(kb, out.dtype, list(sums[4 * j + 2 * half:4 * j + 2 * half + 2]))
                 for i in range(0, 2, 2 if pairs else 1):
                     guard = inside & (column + (8 * j + i) < d) if 8 * j + 8 > d else inside
                     at = (8 * half * out.row + 8 * j + i) * size
-                    write(k, base, at, value, 2 if pairs else 1, guard, first=i)
+                    write(kb, base, at, value, 2 if pairs else 1, guard, first=i)
 
     def _logs(self, to: Value, logs: Sequence[Value], row: Value, rows: Value | int,
               batch: Sequence[Value]) -> None:
         """One lane of the four that share a row."""
-        k, spec, lane = self.k, self.plan.spec, self.k.special("laneid")
+        kb, spec, lane = self.kb, self.plan.spec, self.kb.special("laneid")
         own = row + (lane >> 2)
-        head = k.reg("u32", 0)
+        head = kb.reg("u32", 0)
         for index, extent in zip(batch, spec.batch, strict=True): head = head * extent + index
-        at = advanced(k, advanced(k, to, head, spec.s_q * 4), own, 4)
+        at = advanced(kb, advanced(kb, to, head, spec.s_q * 4), own, 4)
         first = (lane & 3) == 0
         for half in range(2):
-            value = Lanes(k, dtypes.float32, [logs[half]])
-            write(k, at, 32 * half, value, 1, first & (own + 8 * half < rows))
+            value = Lanes(kb, dtypes.float32, [logs[half]])
+            write(kb, at, 32 * half, value, 1, first & (own + 8 * half < rows))

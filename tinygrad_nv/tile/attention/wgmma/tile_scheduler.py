@@ -35,8 +35,8 @@ class AttentionTile:
 class AttentionTileScheduler:
     """The walk over the tiles of a plan, of `s_q` rows a head."""
 
-    def __init__(self, k: Kernel, plan: FlashWgmmaPlan, s_q: Value | int) -> None:
-        self.k, self.plan, self.heads = k, plan, plan.spec.matrices
+    def __init__(self, kb: Kernel, plan: FlashWgmmaPlan, s_q: Value | int) -> None:
+        self.kb, self.plan, self.heads = kb, plan, plan.spec.matrices
         m, band = plan.schedule.block_m, plan.spec.band
         self.blocks: Value | int = plan.blocks_of_rows if isinstance(s_q, int) else (s_q + (m - 1)) // m
         self.downwards = band.last is not None  # the last rows have the most to see
@@ -46,15 +46,15 @@ class AttentionTileScheduler:
     @contextmanager
     def tiles(self) -> Iterator[AttentionTile]:
         """What is written inside is done for each tile of this CTA."""
-        k, ctas = self.k, self.plan.ctas
+        kb, ctas = self.kb, self.plan.ctas
         if not ctas:
             group = self.plan.spec.batch[2]
-            head = k.ctaid.y // group
-            yield self._tile(k.ctaid.x, (k.ctaid.z, head, k.ctaid.y - head * group))
+            head = kb.ctaid.y // group
+            yield self._tile(kb.ctaid.x, (kb.ctaid.z, head, kb.ctaid.y - head * group))
             return
-        number, total = k.reg("u32", k.ctaid.x), self.blocks * self.heads
-        step = 2 * ctas - 1 - 2 * number if self.uneven else k.reg("u32", ctas)
-        with k.while_(lambda: number < total):
+        number, total = kb.reg("u32", kb.ctaid.x), self.blocks * self.heads
+        step = 2 * ctas - 1 - 2 * number if self.uneven else kb.reg("u32", ctas)
+        with kb.while_(lambda: number < total):
             yield self._tile(*self._place(number))
             number += step
             if self.uneven: step.set(2 * ctas - step)
@@ -65,12 +65,12 @@ class AttentionTileScheduler:
 
     def _place(self, number: Value) -> tuple[Value, tuple[Value, Value, Value]]:
         """Block of rows and head of a tile's number."""
-        k, part, heads = self.k, self.part, self.heads
-        which, rest = self._split(number, self.blocks * part) if part < heads else (k.reg("u32", 0), number)
+        kb, part, heads = self.kb, self.part, self.heads
+        which, rest = self._split(number, self.blocks * part) if part < heads else (kb.reg("u32", 0), number)
         height: Value | int = part
         if heads % part:
-            height = k.reg("u32")
-            k.emit("min.u32", height, heads - which * part, part)
+            height = kb.reg("u32")
+            kb.emit("min.u32", height, heads - which * part, part)
         block, inside = self._split(rest, height)
         head = which * part + inside
         _, keys, group = self.plan.spec.batch
@@ -80,7 +80,7 @@ class AttentionTileScheduler:
 
     def _split(self, number: Value, extent: Value | int) -> tuple[Value, Value]:
         """Quotient and remainder."""
-        if isinstance(extent, int) and extent == 1: return number, self.k.reg("u32", 0)
+        if isinstance(extent, int) and extent == 1: return number, self.kb.reg("u32", 0)
         whole = number // extent
         return whole, number - whole * extent
 

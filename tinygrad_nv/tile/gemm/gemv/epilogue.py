@@ -22,11 +22,11 @@ from tinygrad_nv.tile.gemm.splits import is_last
 class GemvEpilogue:
     """The epilogue of a kernel."""
 
-    def __init__(self, k: Kernel, plan: GemvPlan, lanes: GemvLanes, smem: Shared, rows: Value,
+    def __init__(self, kb: Kernel, plan: GemvPlan, lanes: GemvLanes, smem: Shared, rows: Value,
                  batch: list[Value],
                  batched: Callable[[tuple[int, ...], int], Value], warp_k: Value, warp_n: Value, out: Value,
                  extras: list[Value], shared: Sequence[Value]) -> None:
-        self.k, self.plan, self.spec, self.lanes, self.rows = k, plan, plan.spec, lanes, rows
+        self.kb, self.plan, self.spec, self.lanes, self.rows = kb, plan, plan.spec, lanes, rows
         self.batch, self.batched, self.warp_k, self.warp_n = batch, batched, warp_k, warp_n
         self.out, self.extras, self.shared = out, extras, shared
         self.base = smem.address()
@@ -36,24 +36,24 @@ class GemvEpilogue:
 
     def write(self) -> None:
         """Everything after the loop over K."""
-        k = self.k
-        with k.comment("sums of this warp, where the activations were"):
-            k.sync()
+        kb = self.kb
+        with kb.comment("sums of this warp, where the activations were"):
+            kb.sync()
             self.spill()
-            k.sync()
+            kb.sync()
         if self.plan.splits == 1: self.alone()
-        elif self.k.cluster: self.in_cluster()
+        elif self.kb.cluster: self.in_cluster()
         else: self.last_one()
 
     def spill(self) -> None:
         """Sums of lanes to shared memory."""
-        k, plan = self.k, self.plan
+        kb, plan = self.kb, self.plan
         start = self.base + self.warp_k * (self.spec.parts * self.part_bytes) + self.warp_n * 4
         row, column = self.lanes.corner()
         start = start + (column * 4 + row * (4 * plan.sums_pitch) if isinstance(row, Value) else column * 4)
         for total, part, down, right, has in self.lanes.results():
             offset = part * self.part_bytes + 4 * (down * plan.sums_pitch + right)
-            k.emit("st.shared.b32", start.at(offset), total, guard=has)
+            kb.emit("st.shared.b32", start.at(offset), total, guard=has)
 
     # **** elements ****
 
@@ -70,8 +70,8 @@ class GemvEpilogue:
                             for warp in range(self.plan.warps_k)]) for part in range(self.spec.parts)]
 
     def shared_word(self, at: Value, offset: int) -> Value:
-        made = self.k.reg(self.lanes.total)
-        self.k.emit(f"ld.shared.{self.lanes.total}", made, at.at(offset))
+        made = self.kb.reg(self.lanes.total)
+        self.kb.emit(f"ld.shared.{self.lanes.total}", made, at.at(offset))
         return made
 
     def added(self, values: list[Value]) -> Value:
@@ -86,100 +86,101 @@ class GemvEpilogue:
             number = first + start if start else first
             if start + stride <= self.elements: write(number)
             else:
-                with self.k.if_(number < self.elements): write(number)
+                with self.kb.if_(number < self.elements): write(number)
 
     # **** which lanes run the epilogue ****
 
     def alone(self) -> None:
-        with self.k.comment("elements of this thread"):
-            self.each(lambda number: self.finish(number, self.warps_sums(number)), self.threads, self.k.tid.x)
+        with self.kb.comment("elements of this thread"):
+            self.each(lambda number: self.finish(number, self.warps_sums(number)), self.threads,
+                      self.kb.tid.x)
 
     def in_cluster(self) -> None:
         """The sums over warps go where those of warp 0 were, which no other thread reads."""
-        k, plan, s = self.k, self.plan, self.plan.splits
+        kb, plan, s = self.kb, self.plan, self.plan.splits
 
         def keep(number: Value) -> None:
             row, column = self.row_and_column(number)
             at = self.base + (row * plan.sums_pitch + column) * 4
             for part, total in enumerate(self.warps_sums(number)):
-                k.emit("st.shared.b32", at.at(part * self.part_bytes), total)
+                kb.emit("st.shared.b32", at.at(part * self.part_bytes), total)
 
         def collect(number: Value) -> None:
             row, column = self.row_and_column(number)
             at = self.base + (row * plan.sums_pitch + column) * 4
             found: list[list[Value]] = [[] for _ in range(self.spec.parts)]
             for rank in range(s):
-                there = k.mapa(at, rank)
+                there = kb.mapa(at, rank)
                 for part, values in enumerate(found):
-                    made = k.reg(self.lanes.total)
-                    k.emit(f"ld.shared::cluster.{self.lanes.total}", made, there.at(part * self.part_bytes))
+                    made = kb.reg(self.lanes.total)
+                    kb.emit(f"ld.shared::cluster.{self.lanes.total}", made, there.at(part * self.part_bytes))
                     values.append(made)
             self.finish(number, [self.added(values) for values in found])
 
-        with k.comment("sums of this CTA, for the cluster"):
-            if plan.warps_k > 1: self.each(keep, self.threads, k.tid.x)
-            k.cluster_arrive()
-            k.cluster_wait()
-        with k.comment("this CTA's share of the elements"):
-            self.each(collect, self.threads * s, k.ctaid.y * self.threads + k.tid.x)
-            k.cluster_arrive()  # shared memory is there as long as others read it
-            k.cluster_wait()
+        with kb.comment("sums of this CTA, for the cluster"):
+            if plan.warps_k > 1: self.each(keep, self.threads, kb.tid.x)
+            kb.cluster_arrive()
+            kb.cluster_wait()
+        with kb.comment("this CTA's share of the elements"):
+            self.each(collect, self.threads * s, kb.ctaid.y * self.threads + kb.tid.x)
+            kb.cluster_arrive()  # shared memory is there as long as others read it
+            kb.cluster_wait()
 
     def last_one(self) -> None:
         """Through memory: [tile][split][part][element] of the workspace, one flag a tile."""
-        k, plan, s = self.k, self.plan, self.plan.splits
+        kb, plan, s = self.kb, self.plan, self.plan.splits
         workspace, flags = self.shared
-        tile = k.ctaid.z * plan.blocks_n + k.ctaid.x
+        tile = kb.ctaid.z * plan.blocks_n + kb.ctaid.x
         a_split = 4 * self.spec.parts * self.elements
         tile_at = workspace + tile.to("u64") * (s * a_split)
 
         def keep(number: Value) -> None:
-            at = tile_at + (k.ctaid.y * (a_split // 4) + number).to("u64") * 4
+            at = tile_at + (kb.ctaid.y * (a_split // 4) + number).to("u64") * 4
             for part, total in enumerate(self.warps_sums(number)):
-                k.emit("st.global.b32", at.at(4 * part * self.elements), total)
+                kb.emit("st.global.b32", at.at(4 * part * self.elements), total)
 
         def collect(number: Value) -> None:
             at, found = tile_at + number.to("u64") * 4, []
             for part in range(self.spec.parts):
-                values = k.regs(self.lanes.total, s)
+                values = kb.regs(self.lanes.total, s)
                 for split, value in enumerate(values):
-                    k.emit(f"ld.global.cg.{self.lanes.total}", value,
+                    kb.emit(f"ld.global.cg.{self.lanes.total}", value,
                            at.at(split * a_split + 4 * part * self.elements))
                 found.append(self.added(values))
             self.finish(number, found)
 
-        with k.comment("sums of this CTA, for the last one"):
-            self.each(keep, self.threads, k.tid.x)
+        with kb.comment("sums of this CTA, for the last one"):
+            self.each(keep, self.threads, kb.tid.x)
             told = (self.base + (plan.smem_bytes - 16)).at()
-            last = is_last(k, flags, tile, told, s)
-        with k.comment("the last one"), k.if_(last):
-            self.each(collect, self.threads, k.tid.x)
+            last = is_last(kb, flags, tile, told, s)
+        with kb.comment("the last one"), kb.if_(last):
+            self.each(collect, self.threads, kb.tid.x)
 
     # **** the epilogue ****
 
     def finish(self, number: Value, sums: list[Value]) -> None:
         """One element, when it is inside."""
-        k, spec = self.k, self.spec
+        kb, spec = self.kb, self.spec
         m, column = self.row_and_column(number)
-        n = k.ctaid.x * self.block_n + column
+        n = kb.ctaid.x * self.block_n + column
         inside = n < spec.n if spec.n % self.block_n else None
         if spec.symbolic: inside = m < self.rows if inside is None else inside & (m < self.rows)
         if inside is None: self.store(m, n, sums)
         else:
-            with k.if_(inside): self.store(m, n, sums)
+            with kb.if_(inside): self.store(m, n, sums)
 
     def store(self, m: Value, n: Value, sums: list[Value]) -> None:
         spec = self.spec
-        done = finished(self.k, spec.epilogue, sums, lambda load: self.loaded(load, m, n),
+        done = finished(self.kb, spec.epilogue, sums, lambda load: self.loaded(load, m, n),
                         lambda axis: self.position(axis, m, n))
         at = m.to("u64") * spec.out.m + n.to("u64") * spec.out.n
-        stored(self.k, self.out + at * spec.out.dtype.itemsize, done, spec.out.dtype)
+        stored(self.kb, self.out + at * spec.out.dtype.itemsize, done, spec.out.dtype)
 
     def loaded(self, load: Load, m: Value, n: Value) -> Value:
         """An element of a parameter of the epilogue."""
-        at = self.batched(load.batch, load.offset) if load.batch else self.k.reg("u64", load.offset)
+        at = self.batched(load.batch, load.offset) if load.batch else self.kb.reg("u64", load.offset)
         at = at + m.to("u64") * load.m + n.to("u64") * load.n
-        return loaded(self.k, self.extras[load.parameter], at, load.dtype)
+        return loaded(self.kb, self.extras[load.parameter], at, load.dtype)
 
     def position(self, axis: str | int, m: Value, n: Value) -> Value:
         """An index of the element, as s32."""

@@ -34,57 +34,57 @@ def gemv(spec: GemmSpec, schedule: Gemv, gpu: GPU) -> GemmKernel:
     plan = GemvPlan.of(spec, schedule)
     spec = plan.spec
     cluster = (1, plan.splits, 1) if plan.clustered(gpu.arch) else ()
-    k = Kernel("gemv", arch=gpu.arch, threads=schedule.threads, cluster=cluster,
+    kb = Kernel("gemv", arch=gpu.arch, threads=schedule.threads, cluster=cluster,
                min_ctas=plan.ctas_an_sm)
-    _GemvKernel(k, plan, swapped=schedule.swap).write()
+    _GemvKernel(kb, plan, swapped=schedule.swap).write()
     shared = plan.splits > 1 and not cluster
     tiles = plan.blocks_n * spec.matrices
     nbytes = 4 * tiles * plan.splits * spec.parts * spec.m * schedule.block_n if shared else 0
-    return GemmKernel("gemv", k.ptx(), (plan.blocks_n, plan.splits, spec.matrices), schedule.threads,
-                      k.dynamic_smem, cluster=cluster or (1, 1, 1), workspace_bytes=nbytes,
-                      flags=tiles if shared else 0, pdl=k.hopper)
+    return GemmKernel("gemv", kb.ptx(), (plan.blocks_n, plan.splits, spec.matrices), schedule.threads,
+                      kb.dynamic_smem, cluster=cluster or (1, 1, 1), workspace_bytes=nbytes,
+                      flags=tiles if shared else 0, pdl=kb.hopper)
 
 
 class _GemvKernel:
     """The kernel as it is written."""
 
-    def __init__(self, k: Kernel, plan: GemvPlan, swapped: bool) -> None:
-        self.k, self.plan, self.spec, self.schedule = k, plan, plan.spec, plan.schedule
+    def __init__(self, kb: Kernel, plan: GemvPlan, swapped: bool) -> None:
+        self.kb, self.plan, self.spec, self.schedule = kb, plan, plan.spec, plan.schedule
         spec = plan.spec
-        out = k.pointer("out")
-        self.shared = [k.pointer(name) for name in ("workspace", "flags")
-                       if plan.splits > 1 and not k.cluster]
-        first, second = k.pointer("a"), k.pointer("b")
+        out = kb.pointer("out")
+        self.shared = [kb.pointer(name) for name in ("workspace", "flags")
+                       if plan.splits > 1 and not kb.cluster]
+        first, second = kb.pointer("a"), kb.pointer("b")
         a, b = (second, first) if swapped else (first, second)
-        self.extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
-        self.rows = k.param("m", "u32") if spec.symbolic else k.reg("u32", spec.m)
+        self.extras = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
+        self.rows = kb.param("m", "u32") if spec.symbolic else kb.reg("u32", spec.m)
         self.batch = self.indices()
         self.out, self.a, self.b = (
             pointer + self.batched(place.batch, place.offset) * place.dtype.itemsize
             for pointer, place in ((out, spec.out), (a, spec.a), (b, spec.b)))
-        self.smem = k.shared("activations", plan.smem_bytes, align=128)
-        self.lanes = lanes_of(plan)(k, plan, self.words_of, self.again)
+        self.smem = kb.shared("activations", plan.smem_bytes, align=128)
+        self.lanes = lanes_of(plan)(kb, plan, self.words_of, self.again)
         self.warp_n, self.warp_k = self.warps()
         self.ring: dict[Slot, list[Value]] = {}
         self.policy = self.created_policy()
         # ptxas moves ld.global.nc to before griddepcontrol.wait: it assumes that what they read is never
         # written
-        self.read = "ld.global" if k.hopper else "ld.global.nc"
+        self.read = "ld.global" if kb.hopper else "ld.global.nc"
         self.more: Value | None = None  # whether the warp has an iteration after this one
 
     def warps(self) -> tuple[Value, Value]:
         """The first column of this warp, and its number along K. From lane 0, so that ptxas knows that loops
         over them are the same in all lanes."""
-        k, plan = self.k, self.plan
-        warp = k.reg("u32")
-        k.emit("shfl.sync.idx.b32", warp, k.tid.x >> 5, 0, 31, -1)
-        if plan.warps_k == 1: return warp * plan.warp_n, k.reg("u32", 0)
-        if plan.warps_n == 1: return k.reg("u32", 0), warp
+        kb, plan = self.kb, self.plan
+        warp = kb.reg("u32")
+        kb.emit("shfl.sync.idx.b32", warp, kb.tid.x >> 5, 0, 31, -1)
+        if plan.warps_k == 1: return warp * plan.warp_n, kb.reg("u32", 0)
+        if plan.warps_n == 1: return kb.reg("u32", 0), warp
         return warp % plan.warps_n * plan.warp_n, warp // plan.warps_n
 
     def indices(self) -> list[Value]:
         """This CTA's index along each dimension of the batch."""
-        made, rest = [], self.k.ctaid.z
+        made, rest = [], self.kb.ctaid.z
         for extent in reversed(self.spec.batch):
             made.append(rest % extent)
             rest = rest // extent
@@ -92,7 +92,7 @@ class _GemvKernel:
 
     def batched(self, strides: tuple[int, ...], offset: int) -> Value:
         """Elements before this CTA's matrix: u64."""
-        at = self.k.reg("u64", offset)
+        at = self.kb.reg("u64", offset)
         for index, stride in zip(self.batch, strides, strict=True):
             if stride: at = at + index.to("u64") * stride
         return at
@@ -102,48 +102,48 @@ class _GemvKernel:
         shared = any(extent > 1 and not stride
                      for extent, stride in zip(self.spec.batch, self.spec.b.batch, strict=True))
         if shared: return None
-        made = self.k.reg("b64")
-        self.k.emit("createpolicy.fractional.L2::evict_first.b64", made)
+        made = self.kb.reg("b64")
+        self.kb.emit("createpolicy.fractional.L2::evict_first.b64", made)
         return made
 
     # **** the whole ****
 
     def write(self) -> None:
         """The kernel."""
-        k, plan, s = self.k, self.plan, self.schedule
+        kb, plan, s = self.kb, self.plan, self.schedule
         a_round = plan.warps_k * s.block_k
-        first_block = k.ctaid.y * plan.blocks_a_split
-        with k.comment("iterations of this warp, and its first loads"):
+        first_block = kb.ctaid.y * plan.blocks_a_split
+        with kb.comment("iterations of this warp, and its first loads"):
             count = self.iterations(first_block)
-            self.place(first_block, k.ctaid.x * s.block_n + self.warp_n)
+            self.place(first_block, kb.ctaid.x * s.block_n + self.warp_n)
             self.make_ring()
-            if k.hopper:
+            if kb.hopper:
                 for slot in self.slots(0): self.ask(slot, count > 0)
-                k.wait_for_previous_grid()
+                kb.wait_for_previous_grid()
             if plan.full: self.load_all(count > 0)
-        with k.comment("activations"):
+        with kb.comment("activations"):
             self.stage(first_block)
         start = self.smem.address()
         self.lanes.point(start + self.warp_k * (s.block_k * plan.itemsize))
         if plan.full:
-            with k.comment("the sum"), k.loop(0, count, kind="s32") as i:
+            with kb.comment("the sum"), kb.loop(0, count, kind="s32") as i:
                 self.advance(a_round)
                 self.more = i + 1 < count
                 for step in range(plan.steps): self.lanes.take(step)
                 self.lanes.advance(a_round * plan.itemsize)
         if plan.tail: self.write_tail(start)
-        if k.hopper: k.launch_dependents()
-        GemvEpilogue(k, plan, self.lanes, self.smem, self.rows, self.batch, self.batched, self.warp_k,
+        if kb.hopper: kb.launch_dependents()
+        GemvEpilogue(kb, plan, self.lanes, self.smem, self.rows, self.batch, self.batched, self.warp_k,
                      self.warp_n,
                self.out, self.extras, self.shared).write()
 
     def iterations(self, first_block: Value) -> Value:
         """How many whole ones the warp has: s32."""
-        k, plan = self.k, self.plan
-        left = k.reg("s32")
-        k.emit("sub.s32", left, plan.full, first_block.to("s32"))
-        mine = k.reg("s32")
-        k.emit("min.s32", mine, left, plan.blocks_a_split)
+        kb, plan = self.kb, self.plan
+        left = kb.reg("s32")
+        kb.emit("sub.s32", left, plan.full, first_block.to("s32"))
+        mine = kb.reg("s32")
+        kb.emit("min.s32", mine, left, plan.blocks_a_split)
         return (mine - self.warp_k.to("s32") + (plan.warps_k - 1)) // plan.warps_k
 
     # **** weights ****
@@ -190,7 +190,7 @@ class _GemvKernel:
         """Registers for an iteration's chunks; zeros where columns may be missing."""
         for step in range(self.plan.steps):
             for slot in self.slots(step):
-                self.ring[slot] = w.registers(self.k, self.plan.chunk, self.plan.width)
+                self.ring[slot] = w.registers(self.kb, self.plan.chunk, self.plan.width)
                 if self.inside: self.clear(slot)
 
     def clear(self, slot: Slot) -> None:
@@ -198,7 +198,7 @@ class _GemvKernel:
 
     def words_of(self, slot: Slot) -> list[Value]:
         """A chunk's words."""
-        return w.words(self.k, self.ring[slot], self.plan.width)
+        return w.words(self.kb, self.ring[slot], self.plan.width)
 
     def load_all(self, guard: Value | None) -> None:
         """All chunks of an iteration."""
@@ -219,18 +219,19 @@ class _GemvKernel:
         inside = self.inside.get(self.columns(slot, 0))
         b = self.spec.b
         offset = (self.columns(slot, 0) * b.mn + self.depths(slot, 0) * b.k) * self.plan.itemsize
-        self.k.emit("prefetch.global.L2", self.pointers[slot[1]].at(offset),
+        self.kb.emit("prefetch.global.L2", self.pointers[slot[1]].at(offset),
                     guard=guard if inside is None else guard & inside)
 
     def load_piece(self, slot: Slot, piece: int, *guards: Value | None) -> None:
         """Past L1, which is left to what is read again."""
-        k, b = self.k, self.spec.b
+        kb, b = self.kb, self.spec.b
         said = [guard for guard in guards if guard is not None]
         guard = said[0] & said[1] if len(said) > 1 else said[0] if said else None
         offset = (self.columns(slot, piece) * b.mn + self.depths(slot, piece) * b.k) * self.plan.itemsize
         opcode, policy = f"{self.read}.L1::no_allocate", [self.policy] if self.policy is not None else []
         if policy: opcode += ".L2::cache_hint"
-        w.load(k, opcode, self.ring[slot], piece, self.plan.width, self.pointers[slot[1]].at(offset), *policy,
+        w.load(kb, opcode, self.ring[slot], piece, self.plan.width, self.pointers[slot[1]].at(offset),
+               *policy,
                guard=guard)
 
     def advance(self, elements: int) -> None:
@@ -239,12 +240,12 @@ class _GemvKernel:
 
     def write_tail(self, start: Value) -> None:
         """What is left of K, for the warp whose turn it is: only what is inside is read, the rest is zero."""
-        k, plan, s = self.k, self.plan, self.schedule
+        kb, plan, s = self.kb, self.plan, self.schedule
         split = plan.full // plan.blocks_a_split
         local = plan.full - split * plan.blocks_a_split
         mine = self.warp_k == local % plan.warps_k
-        if plan.splits > 1: mine = mine & (k.ctaid.y == split)
-        with k.comment(f"the last {plan.tail} of K"), k.if_(mine):
+        if plan.splits > 1: mine = mine & (kb.ctaid.y == split)
+        with kb.comment(f"the last {plan.tail} of K"), kb.if_(mine):
             self.more = None
             steps = -(-plan.tail // plan.step)
             for step in range(steps):
@@ -269,28 +270,28 @@ class _GemvKernel:
 
     def stage(self, first_block: Value) -> None:
         """Copies this split's activations to shared memory as they are, zeros beyond K."""
-        k, plan, a = self.k, self.plan, self.spec.a
+        kb, plan, a = self.kb, self.plan, self.spec.a
         width = x_width(a, self.spec.k)
         elements = width // plan.itemsize
         a_row = plan.span // elements
         first = first_block * self.schedule.block_k
         target = self.smem.address()
-        with k.loop(k.tid.x, self.spec.m * a_row, self.schedule.threads, kind="u32") as number:
+        with kb.loop(kb.tid.x, self.spec.m * a_row, self.schedule.threads, kind="u32") as number:
             row, at = number // a_row, number % a_row * elements
             inside = first + at < self.spec.k
             if self.spec.symbolic: inside = inside & (row < self.rows)
             place = target + row * plan.pitch_bytes + at * plan.itemsize
             source = self.a + (row.to("u64") * a.mn + (first + at).to("u64") * a.k) * plan.itemsize
             if width >= 4:
-                cache, some = "cg" if width == 16 else "ca", k.select(inside, width, 0, "u32")
-                k.emit(f"cp.async.{cache}.shared.global", place.at(), source.at(), width, some)
+                cache, some = "cg" if width == 16 else "ca", kb.select(inside, width, 0, "u32")
+                kb.emit(f"cp.async.{cache}.shared.global", place.at(), source.at(), width, some)
             else:
                 bits = "b16" if width == 2 else "u8"
-                value = k.reg("b16" if width == 2 else "u32", 0)
-                k.emit(f"{self.read}.{bits}", value, source.at(), guard=inside)
-                k.emit(f"st.shared.{bits}", place.at(), value)
-        if width >= 4: k.emit("cp.async.wait_all")
-        k.sync()
+                value = kb.reg("b16" if width == 2 else "u32", 0)
+                kb.emit(f"{self.read}.{bits}", value, source.at(), guard=inside)
+                kb.emit(f"st.shared.{bits}", place.at(), value)
+        if width >= 4: kb.emit("cp.async.wait_all")
+        kb.sync()
 
 
 def x_width(a: Operand, depth: int) -> int:

@@ -30,12 +30,12 @@ class GemvLanes:
     """A lane's place, its sums, and how it reads activations. `words_of(slot)` gives a chunk's words,
     `again(slot)` loads the next one in its place."""
 
-    def __init__(self, k: Kernel, plan: GemvPlan, words_of: Callable[[Slot], list[Value]],
+    def __init__(self, kb: Kernel, plan: GemvPlan, words_of: Callable[[Slot], list[Value]],
                  again: Callable[[Slot], None]) -> None:
-        self.k, self.plan, self.words_of, self.again = k, plan, words_of, again
+        self.kb, self.plan, self.words_of, self.again = kb, plan, words_of, again
         self.m, self.parts, self.dtype = plan.spec.m, plan.spec.parts, plan.spec.b.dtype
         self.total = "s32" if self.dtype in INT8S else "f32"
-        lane = k.special("laneid")
+        lane = kb.special("laneid")
         self.lane_k, self.lane_n = lane % plan.lanes_k, lane // plan.lanes_k
         # where this lane's activations begin; mma.sync: for each 8 rows of them
         self.x_offsets = [self.lane_k * plan.x_width]
@@ -48,29 +48,30 @@ class GemvLanes:
 
     def point(self, address: Value) -> None:
         """Activations of the iteration begin at this shared address."""
-        if not self.xs: self.xs = self.k.regs("u32", len(self.x_offsets))
-        for x, offset in zip(self.xs, self.x_offsets, strict=True): self.k.emit("add.u32", x, address, offset)
+        if not self.xs: self.xs = self.kb.regs("u32", len(self.x_offsets))
+        for x, offset in zip(self.xs, self.x_offsets, strict=True):
+            self.kb.emit("add.u32", x, address, offset)
 
     def advance(self, nbytes: int) -> None:
         """They begin so much further."""
         for x in self.xs: x += nbytes
 
     def zeros(self, count: int) -> list[Value]:
-        return self.k.regs(self.total, count, 0 if self.total == "s32" else 0.0)
+        return self.kb.regs(self.total, count, 0 if self.total == "s32" else 0.0)
 
     def activations(self, x: Value, row: int, step: int) -> list[Value]:
         """The words that belong to a step's chunks, `row` rows after the address `x`."""
         plan = self.plan
         width, nbytes = plan.x_width, plan.x_chunk
-        into = w.registers(self.k, nbytes, width)
+        into = w.registers(self.kb, nbytes, width)
         start = row * plan.pitch_bytes + step * plan.step * plan.itemsize
         for piece in range(nbytes // width):
-            w.load(self.k, "ld.shared", into, piece, width, x.at(start + piece * plan.lanes_k * width))
-        return w.spread(self.k, w.words(self.k, into, width), plan.spec.a.dtype)
+            w.load(self.kb, "ld.shared", into, piece, width, x.at(start + piece * plan.lanes_k * width))
+        return w.spread(self.kb, w.words(self.kb, into, width), plan.spec.a.dtype)
 
     def weights(self, slot: Slot) -> list[Value]:
         """A chunk's words, fp8 as float16."""
-        return w.spread(self.k, self.words_of(slot), self.dtype)
+        return w.spread(self.kb, self.words_of(slot), self.dtype)
 
     def column(self, element: int) -> int:
         """The column of an element of a chunk that lies along n, from the lane's first."""
@@ -82,7 +83,7 @@ class GemvLanes:
         return 0, self.lane_n * (1 if self.plan.along == "k" else self.plan.piece)
 
     def multiply_add(self, total: Value, a: Value, b: Value) -> None:
-        self.k.emit("mad.lo.s32" if self.total == "s32" else "fma.rn.f32", total, a, b, total)
+        self.kb.emit("mad.lo.s32" if self.total == "s32" else "fma.rn.f32", total, a, b, total)
 
     def take(self, step: int) -> None:
         """Multiplies the chunks of a step."""
@@ -94,8 +95,8 @@ class GemvLanes:
 
     def from_lane(self, value: Value, distance: int) -> Value:
         """The value of another lane along K."""
-        made = self.k.reg(value.kind)
-        self.k.emit("shfl.sync.bfly.b32", made, value, distance, 31, -1)
+        made = self.kb.reg(value.kind)
+        self.kb.emit("shfl.sync.bfly.b32", made, value, distance, 31, -1)
         return made
 
     def over_lanes(self, total: Value, distance: int) -> Value:
@@ -131,13 +132,13 @@ class RowsByLanes(GemvLanes):
 
     def numbers(self, some: list[Value]) -> list[Value]:
         """A chunk's, of bytes by fours."""
-        return some if self.total == "s32" else w.numbers(self.k, some, self.dtype)
+        return some if self.total == "s32" else w.numbers(self.kb, some, self.dtype)
 
     def dot(self, sums: list[Value], i: int, weights: list[Value], x: list[Value]) -> None:
         signs = ["s32" if operand.dtype == dtypes.int8 else "u32"
                  for operand in (self.plan.spec.b, self.plan.spec.a)]
         for one, other in zip(weights, x, strict=True):
-            if self.total == "s32": self.k.emit(f"dp4a.{'.'.join(signs)}", sums[i], one, other, sums[i])
+            if self.total == "s32": self.kb.emit(f"dp4a.{'.'.join(signs)}", sums[i], one, other, sums[i])
             else: self.multiply_add(sums[i], one, other)
 
     def results(self) -> Sums:
@@ -171,14 +172,14 @@ class RowsByLanes(GemvLanes):
     def corner(self) -> tuple[Value | int, Value]:
         column = self.lane_n
         for distance, half in self.halves:
-            first = self.k.select((self.lane_k & distance) != 0, half * self.plan.lanes_n, 0, "u32")
+            first = self.kb.select((self.lane_k & distance) != 0, half * self.plan.lanes_n, 0, "u32")
             column = column + first
         return 0, column
 
     def exchanged(self, low: Value, high: Value, bit: Value, distance: int) -> Value:
         """Of two sums the one this lane keeps, with what the other lane had of it."""
-        k = self.k
-        keep, give = k.select(bit, high, low, self.total), k.select(bit, low, high, self.total)
+        kb = self.kb
+        keep, give = kb.select(bit, high, low, self.total), kb.select(bit, low, high, self.total)
         return keep + self.from_lane(give, distance)
 
 
@@ -196,7 +197,7 @@ class ColumnsByLanes(GemvLanes):
             now = [self.number(some, at) for some in x]
             for p in range(self.parts):
                 for r in range(self.plan.rows):
-                    weights = w.numbers(self.k, self.words_of((step, p, r, at)), self.dtype)
+                    weights = w.numbers(self.kb, self.words_of((step, p, r, at)), self.dtype)
                     for i, each in enumerate(now):
                         for total, weight in zip(self.sums[p][r][i], weights, strict=True):
                             self.multiply_add(total, weight, each)
@@ -206,7 +207,7 @@ class ColumnsByLanes(GemvLanes):
         """One activation of a lane's."""
         kind = self.plan.spec.a.dtype
         a_word = 4 // kind.itemsize
-        return w.numbers(self.k, [some[at // a_word]], kind)[at % a_word]
+        return w.numbers(self.kb, [some[at // a_word]], kind)[at % a_word]
 
     def results(self) -> Sums:
         mine, plan = self.lane_k == 0, self.plan
@@ -224,7 +225,7 @@ class TensorCoreLanes(GemvLanes):
         self.sums = [[[self.zeros(4) for _ in range(plan.tiles_m)] for _ in range(self.pairs)]
                      for _ in range(self.parts)]
         # lanes beyond the last row of activations read it again: their sums are not stored
-        rows = [at_most(self.k, self.lane_n, self.m - 1 - 8 * tile) for tile in range(plan.tiles_m)]
+        rows = [at_most(self.kb, self.lane_n, self.m - 1 - 8 * tile) for tile in range(plan.tiles_m)]
         self.x_offsets = [row * plan.pitch_bytes + self.x_offsets[0] for row in rows]
 
     def fragments(self, step: int) -> list[list[Value]]:
@@ -242,7 +243,7 @@ class TensorCoreLanes(GemvLanes):
             a = [low[at], high[at], low[at + 1], high[at + 1]]
             for tile, b in enumerate(fragments):
                 c = self.sums[p][pair][tile]
-                self.k.mma(shape, f"{self.total}.{left}.{right}.{self.total}", c, a, b[at:at + 2], c)
+                self.kb.mma(shape, f"{self.total}.{left}.{right}.{self.total}", c, a, b[at:at + 2], c)
 
     def results(self) -> Sums:
         made: Sums = []
@@ -297,10 +298,10 @@ class TensorColumns(TensorCoreLanes):
     def transposed(self, rows: list[Value]) -> list[list[Value]]:
         """Each column of a word of 8 rows: 16-bit numbers by pairs, one prmt each; bytes by fours, two."""
         def paired(words: list[Value], selector: int) -> list[Value]:
-            return [w.permuted(self.k, words[at], words[at + 1], selector) for at in range(0, len(words), 2)]
+            return [w.permuted(self.kb, words[at], words[at + 1], selector) for at in range(0, len(words), 2)]
 
         columns = [rows] if self.plan.itemsize == 2 else [paired(rows, 0x5140), paired(rows, 0x7362)]
-        return [w.spread(self.k, paired(words, both), self.dtype)
+        return [w.spread(self.kb, paired(words, both), self.dtype)
                 for words in columns for both in (0x5410, 0x7632)]
 
     def slot(self, pair: int, high: int) -> int:
@@ -308,11 +309,11 @@ class TensorColumns(TensorCoreLanes):
         return self.column(element) + chunk * self.plan.granule
 
 
-def at_most(k: Kernel, value: Value, most: int) -> Value:
+def at_most(kb: Kernel, value: Value, most: int) -> Value:
     """The smaller of a lane's u32, which is below 8, and a number."""
     if most >= 7: return value
-    made = k.reg("u32")
-    k.emit("min.u32", made, value, most)
+    made = kb.reg("u32")
+    kb.emit("min.u32", made, value, most)
     return made
 
 

@@ -44,52 +44,52 @@ def gemm_mma(spec: GemmSpec, schedule: Mma, gpu: GPU) -> GemmKernel:
     """The kernel of a matmul, by a legal schedule."""
     plan = MmaPlan.of(spec, schedule)
     # min_ctas: else ptxas spills a word here and there for one CTA more on a multiprocessor
-    k = Kernel("gemm_mma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
-    writer = _MmaKernel(k, plan)
+    kb = Kernel("gemm_mma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
+    writer = _MmaKernel(kb, plan)
     writer.write()
     scheduler, splits = writer.scheduler, writer.splits
-    return GemmKernel("gemm_mma", k.ptx(), scheduler.grid, schedule.threads, k.dynamic_smem,
+    return GemmKernel("gemm_mma", kb.ptx(), scheduler.grid, schedule.threads, kb.dynamic_smem,
                       workspace_bytes=splits.workspace_bytes, flags=splits.flags,
                       rows_of_cta=schedule.block_m if plan.spec.symbolic else 0,
-                      ctas_of_rows=scheduler.ctas_of_rows, pdl=k.hopper)
+                      ctas_of_rows=scheduler.ctas_of_rows, pdl=kb.hopper)
 
 
 class _MmaKernel:
     """The kernel as it is written: the parameters, then the stages of the protocol above."""
 
-    def __init__(self, k: Kernel, plan: MmaPlan) -> None:
-        self.k, self.plan, self.spec, self.schedule = k, plan, plan.spec, plan.schedule
+    def __init__(self, kb: Kernel, plan: MmaPlan) -> None:
+        self.kb, self.plan, self.spec, self.schedule = kb, plan, plan.spec, plan.schedule
         spec, s = plan.spec, plan.schedule
         self.columns, self.steps = plan.columns, plan.steps
         self.warp_m, self.warp_n = plan.warp_m, plan.warp_n
-        self.splits = Splits(k, spec, s, self.warp_m // 16 * self.warp_n // 8 * spec.parts)
-        self.out = k.pointer("out")
+        self.splits = Splits(kb, spec, s, self.warp_m // 16 * self.warp_n // 8 * spec.parts)
+        self.out = kb.pointer("out")
         self.splits.declare()
-        a, b = (k.pointer(name) for name in "ab")
+        a, b = (kb.pointer(name) for name in "ab")
         if s.swap: a, b = b, a
-        self.extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
-        self.rows: Value | int = k.param("m", "u32") if spec.symbolic else spec.m
-        self.scheduler = TileScheduler(k, spec, s, self.rows)
+        self.extras = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
+        self.rows: Value | int = kb.param("m", "u32") if spec.symbolic else spec.m
+        self.scheduler = TileScheduler(kb, spec, s, self.rows)
         self.splits.begin(self.scheduler)
         self.first_m, self.first_n = self.scheduler.m * s.block_m, self.scheduler.n * self.columns
         self.copies = self._copies(a, b)
-        warp = k.tid.x >> 5
+        warp = kb.tid.x >> 5
         self.row, self.column = warp % s.warps_m * self.warp_m, warp // s.warps_m * self.warp_n
         self.fragments = [
-            Fragments(k, copy.operand.dtype, copy.tile, copy.mn_major, i > 0, self.column if i else self.row,
+            Fragments(kb, copy.operand.dtype, copy.tile, copy.mn_major, i > 0, self.column if i else self.row,
                       self.warp_n if i else self.warp_m, self.steps, copy.start)
             for i, copy in enumerate(self.copies)]
 
     def batched(self, strides: tuple[int, ...], offset: int) -> Value:
         """Elements before this CTA's matrix: u64."""
-        at = self.k.reg("u64", offset)
+        at = self.kb.reg("u64", offset)
         for index, stride in zip(self.scheduler.batch, strides, strict=True):
             if stride: at = at + index.to("u64") * stride
         return at
 
     def _copies(self, a: Value, b: Value) -> list[TileCopy]:
         """Those of A, then of each part of B, which follow each other in a stage."""
-        k, spec, s = self.k, self.spec, self.schedule
+        kb, spec, s = self.kb, self.spec, self.schedule
         made: list[TileCopy] = []
         residue = spec.k % s.block_k or s.block_k
         parts = [replace(spec.b, offset=spec.b.offset + part * spec.part) for part in range(spec.parts)]
@@ -99,7 +99,7 @@ class _MmaKernel:
                 *((part, b, self.first_n, spec.n, self.columns) for part in parts)):
             runtime = spec.symbolic and not made
             width = width_of(operand, 1 if runtime else extent, residue)
-            made.append(TileCopy(k, operand, self._place(operand, pointer), first,
+            made.append(TileCopy(kb, operand, self._place(operand, pointer), first,
                                  self.rows if runtime else extent,
                                  self.splits.residue, width, block, s.block_k, start))
             start += made[-1].tile.nbytes
@@ -116,53 +116,53 @@ class _MmaKernel:
 
     def write(self) -> None:
         """The whole kernel."""
-        k, spec = self.k, self.spec
+        kb, spec = self.kb, self.spec
         kind = "f32" if instruction(spec.a.dtype, spec.b.dtype)[1].startswith("f32") else "s32"
         zero = 0.0 if kind == "f32" else 0
-        self.sums: list[Sums] = [[[k.regs(kind, 4, zero) for _ in range(self.warp_n // 8)]
+        self.sums: list[Sums] = [[[kb.regs(kind, 4, zero) for _ in range(self.warp_n // 8)]
                                   for _ in range(self.warp_m // 16)] for _ in range(spec.parts)]
         depth = min(self.schedule.depth, max(self.splits.least_tiles, 2 if self.splits.one_or_two else 1))
-        ring = k.shared("ring", max(self.stage_bytes * depth, self.plan.store.smem_bytes), align=1024)
+        ring = kb.shared("ring", max(self.stage_bytes * depth, self.plan.store.smem_bytes), align=1024)
         self.start, self.depth = ring.address(), depth
-        if k.hopper:
+        if kb.hopper:
             for copy in self.copies: copy.ask()
-            k.wait_for_previous_grid()
+            kb.wait_for_previous_grid()
         self._fill()
         self._multiply()
-        if k.hopper: k.launch_dependents()
+        if kb.hopper: kb.launch_dependents()
         with self.splits.finished_last([cell for part in self.sums for row in part for cell in row]):
             self.store()
 
     def _fill(self) -> None:
         """Starts the copies of the first tiles."""
-        k, ahead = self.k, max(self.depth - 1, 1)
-        with k.comment(f"the first {ahead} tiles"):
+        kb, ahead = self.kb, max(self.depth - 1, 1)
+        with kb.comment(f"the first {ahead} tiles"):
             for stage in range(ahead):
                 for copy in self.copies: copy.next(self.start + stage * self.stage_bytes, first=stage == 0)
-                k.cp_async_commit()
+                kb.cp_async_commit()
 
     def _multiply(self) -> None:
-        k, ahead, tiles = self.k, self.depth - 1, self.splits.tiles
-        self.reading = k.reg("u32", name="reading").set(self.start)
-        self.writing = k.reg("u32", name="writing").set(self.start + ahead * self.stage_bytes)
+        kb, ahead, tiles = self.kb, self.depth - 1, self.splits.tiles
+        self.reading = kb.reg("u32", name="reading").set(self.start)
+        self.writing = kb.reg("u32", name="writing").set(self.start + ahead * self.stage_bytes)
         self.end = self.start + self.depth * self.stage_bytes
         double = self.double_buffered()
         sets = [[f.registers() for f in self.fragments] for _ in range(1 + double)]
         if double:
             self._arrived()
             self._load(0, sets[0])
-        with k.loop(0, tiles, name="tile") as tile:
+        with kb.loop(0, tiles, name="tile") as tile:
             if not double: self._arrived()
             else: self._at_stage()  # once more: a sum with what all threads share costs nothing
             if ahead: self._copy(tile < tiles - ahead)
             if double: self._steps_in_turns(sets)
             else: self._steps(sets[0])
-        k.cp_async_wait(0)
+        kb.cp_async_wait(0)
 
     def _steps(self, registers: Operands) -> None:
         """A tile's steps, one after the other."""
         for step in range(self.steps):
-            with self.k.comment(f"step {step}"):
+            with self.kb.comment(f"step {step}"):
                 self._load(step, registers)
                 self._multiply_step(registers)
         self._next_stage()
@@ -171,10 +171,10 @@ class _MmaKernel:
         """A tile's steps; the fragments of each are read while the one before multiplies."""
         for step in range(self.steps):
             if step == self.steps - 1:
-                with self.k.comment("the next tile"):
+                with self.kb.comment("the next tile"):
                     self._next_stage()
                     self._arrived()
-            with self.k.comment(f"step {step}"):
+            with self.kb.comment(f"step {step}"):
                 self._multiply_step(sets[step % 2], (step + 1) % self.steps, sets[(step + 1) % 2])
 
     def double_buffered(self) -> bool:
@@ -188,20 +188,20 @@ class _MmaKernel:
 
     def _arrived(self) -> None:
         """The tile that is read next is in; all warps have read the one whose place is taken next."""
-        self.k.cp_async_wait(max(self.depth - 2, 0))
-        self.k.sync()
+        self.kb.cp_async_wait(max(self.depth - 2, 0))
+        self.kb.sync()
         self._at_stage()
 
     def _copy(self, when: Value) -> None:
         """The tile that takes the place of the one before, if there is one left."""
-        with self.k.comment(f"the tile {self.depth - 1} further on"):
+        with self.kb.comment(f"the tile {self.depth - 1} further on"):
             for copy in self.copies: copy.next(self.writing, when)
-            self.k.cp_async_commit()
+            self.kb.cp_async_commit()
 
     def _next_stage(self) -> None:
         self.writing.set(self.reading)
         self.reading += self.stage_bytes
-        self.reading.set(self.k.select(self.reading == self.end, self.start, self.reading))
+        self.reading.set(self.kb.select(self.reading == self.end, self.start, self.reading))
 
     def _at_stage(self) -> None:
         """Fragments are read from the tile at `reading` from now on."""
@@ -222,17 +222,17 @@ class _MmaKernel:
             for b, sums in zip(parts, self.sums, strict=True):
                 for j, cell in enumerate(sums[i]):
                     half = 2 * (j % 2)
-                    self.k.mma(shape, types, cell, left, b[j // 2][half:half + 2], cell)
+                    self.kb.mma(shape, types, cell, left, b[j // 2][half:half + 2], cell)
             if after: self.fragments[0].load_one(i, step, after[0][i])
 
     # **** the result ****
 
     def store(self) -> None:
         """The epilogue of the warp's share of the tile, by way of the ring, which is no longer needed."""
-        k = self.k
-        if self.plan.store.smem_bytes: k.sync()
-        rows = self.rows if isinstance(self.rows, Value) else k.reg("u32", self.rows)
-        store = Store(k, self.spec.stored, self.plan.store, self.out, self.extras, rows, self.start)
+        kb = self.kb
+        if self.plan.store.smem_bytes: kb.sync()
+        rows = self.rows if isinstance(self.rows, Value) else kb.reg("u32", self.rows)
+        store = Store(kb, self.spec.stored, self.plan.store, self.out, self.extras, rows, self.start)
         cells = [Cell(16 * i, 8 * j, [part[i][j] for part in self.sums])
                  for i in range(self.warp_m // 16) for j in range(self.warp_n // 8)]
         store.tile(self.first_m + self.row, self.first_n + self.column, self.scheduler.batch, cells)

@@ -44,13 +44,13 @@ def gemm_wgmma(spec: GemmSpec, schedule: Wgmma, gpu: GPU) -> GemmKernel:
     """The kernel of a matmul, by a legal schedule, with as many CTAs as the GPU runs at once."""
     plan = WgmmaPlan.of(spec, schedule)
     ctas = plan.ctas(gpu_model_for(gpu.arch, gpu.sm_count).sm_count, gpu.clusters)
-    k = Kernel("gemm_wgmma", arch=gpu.arch, threads=schedule.threads, min_ctas=1,
+    kb = Kernel("gemm_wgmma", arch=gpu.arch, threads=schedule.threads, min_ctas=1,
                cluster=(plan.cluster, 1, 1) if plan.cluster > 1 else ())
-    writer = _WgmmaKernel(k, plan, ctas)
+    writer = _WgmmaKernel(kb, plan, ctas)
     writer.write()
     # a symbolic grid is that of the most rows, unless each cluster has one tile, which it must have
     each = ctas // plan.extents[0] if spec.symbolic and schedule.splits > 1 else 0
-    return GemmKernel("gemm_wgmma", k.ptx(), (ctas, 1, 1), schedule.threads, k.dynamic_smem,
+    return GemmKernel("gemm_wgmma", kb.ptx(), (ctas, 1, 1), schedule.threads, kb.dynamic_smem,
                       cluster=(plan.cluster, 1, 1), maps=writer.maps,
                       workspace_bytes=writer.reduction.workspace_bytes, flags=writer.reduction.flags,
                       rows_of_cta=schedule.block_m if each else 0, ctas_of_rows=each or 1, pdl=True)
@@ -59,20 +59,20 @@ def gemm_wgmma(spec: GemmSpec, schedule: Wgmma, gpu: GPU) -> GemmKernel:
 class _WgmmaKernel:
     """The kernel as it is written: parameters and shared memory, then the two roles."""
 
-    def __init__(self, k: Kernel, plan: WgmmaPlan, ctas: int) -> None:
-        self.k, self.plan, spec = k, plan, plan.spec
-        out = k.pointer("out")
-        shared = [k.pointer(name) for name in ("workspace", "flags")] if plan.schedule.stream else []
-        for name in ("a", "b"): k.pointer(name)  # the tensor maps'
-        extras = [k.pointer(f"x{i}") for i in range(len(spec.parameters))]
-        rows: Value | int = k.param("m", "u32") if spec.symbolic else spec.m
-        self.scheduler = PersistentTileScheduler(k, plan, rows, ctas)
-        self.loads = GemmLoads(k, plan, 1 + len(shared))
-        self.ring = Pipeline(k, plan.schedule.depth, plan.stage_bytes, WARPGROUP // 32 * plan.readers,
+    def __init__(self, kb: Kernel, plan: WgmmaPlan, ctas: int) -> None:
+        self.kb, self.plan, spec = kb, plan, plan.spec
+        out = kb.pointer("out")
+        shared = [kb.pointer(name) for name in ("workspace", "flags")] if plan.schedule.stream else []
+        for name in ("a", "b"): kb.pointer(name)  # the tensor maps'
+        extras = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
+        rows: Value | int = kb.param("m", "u32") if spec.symbolic else spec.m
+        self.scheduler = PersistentTileScheduler(kb, plan, rows, ctas)
+        self.loads = GemmLoads(kb, plan, 1 + len(shared))
+        self.ring = Pipeline(kb, plan.schedule.depth, plan.stage_bytes, WARPGROUP // 32 * plan.readers,
                          plan.peers)
-        self.ordered = OrderedBarrier(k, plan.consumers, WARPGROUP // 32) if plan.pingpong else None
-        self.main_loop = MainLoop(k, plan, self.ring, self.ordered, self.loads)
-        self.epilogue = WgmmaEpilogue(k, plan, out, extras, rows)
+        self.ordered = OrderedBarrier(kb, plan.consumers, WARPGROUP // 32) if plan.pingpong else None
+        self.main_loop = MainLoop(kb, plan, self.ring, self.ordered, self.loads)
+        self.epilogue = WgmmaEpilogue(kb, plan, out, extras, rows)
         self.maps = (*self.loads.maps, *self.epilogue.maps)
         ends = self.main_loop, self.scheduler, self.epilogue
         self.reduction: TileReduction
@@ -81,45 +81,45 @@ class _WgmmaKernel:
 
     def write(self) -> None:
         """The whole kernel."""
-        k, plan = self.k, self.plan
-        with k.comment("one thread makes the barriers, and has the tensor maps fetched"):
-            with k.if_(k.tid.x == 0):
+        kb, plan = self.kb, self.plan
+        with kb.comment("one thread makes the barriers, and has the tensor maps fetched"):
+            with kb.if_(kb.tid.x == 0):
                 for each in (*self.loads.tensor_maps, *self.epilogue.tensor_maps):
-                    k.emit("prefetch.tensormap", each.at())
+                    kb.emit("prefetch.tensormap", each.at())
                 self.ring.init()
                 if self.ordered is not None: self.ordered.init()
-                k.fence_mbarrier_init()
+                kb.fence_mbarrier_init()
             self.together()
-        producer = k.tid.x >= WARPGROUP * plan.consumers
+        producer = kb.tid.x >= WARPGROUP * plan.consumers
         fewer, more = REGISTERS[plan.consumers]
-        with k.if_(producer), k.comment("producer: one thread of the last warpgroup"):
-            if fewer: k.setmaxnreg(fewer, more=False)
-            with k.if_(k.tid.x < WARPGROUP * plan.consumers + 32), k.if_(k.elect()): self.produce()
-            if plan.schedule.splits > 1: cluster_together(k)
-        with k.else_(), k.comment("consumers"):
-            if more: k.setmaxnreg(more, more=True)
+        with kb.if_(producer), kb.comment("producer: one thread of the last warpgroup"):
+            if fewer: kb.setmaxnreg(fewer, more=False)
+            with kb.if_(kb.tid.x < WARPGROUP * plan.consumers + 32), kb.if_(kb.elect()): self.produce()
+            if plan.schedule.splits > 1: cluster_together(kb)
+        with kb.else_(), kb.comment("consumers"):
+            if more: kb.setmaxnreg(more, more=True)
             self.main_loop.begin()
-            k.wait_for_previous_grid()
+            kb.wait_for_previous_grid()
             self.consume()
         if plan.cluster > 1:
-            with k.comment("no CTA exits while others may still write to its shared memory"): self.together()
+            with kb.comment("no CTA exits while others may still write to its shared memory"): self.together()
 
     def together(self) -> None:
         """A barrier of the CTA, or of the cluster."""
-        if self.plan.cluster == 1: self.k.sync()
-        else: cluster_together(self.k)
+        if self.plan.cluster == 1: self.kb.sync()
+        else: cluster_together(self.kb)
 
     def produce(self) -> None:
         """Fills stages, tile after tile."""
-        k, at = self.k, self.ring.cursor(producer=True)
-        k.wait_for_previous_grid()
+        kb, at = self.kb, self.ring.cursor(producer=True)
+        kb.wait_for_previous_grid()
         with self.scheduler.work_tiles() as work_tile:
             self.loads.begin(self.scheduler.corner(work_tile.number), work_tile.first)
-            with k.loop(0, work_tile.count):
+            with kb.loop(0, work_tile.count):
                 full = self.ring.acquire(at)
                 self.loads.issue(at.stage, full)
                 at.advance()
-        k.launch_dependents()
+        kb.launch_dependents()
 
     def consume(self) -> None:
         """Multiplies and stores, tile after tile; in ping-pong every second (or third) one."""

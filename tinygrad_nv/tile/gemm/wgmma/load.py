@@ -36,13 +36,13 @@ class OperandLoads:
 class GemmLoads:
     """Copies of A and B. `first_pointer` is the number of A's pointer among the kernel's."""
 
-    def __init__(self, k: Kernel, plan: WgmmaPlan, first_pointer: int) -> None:
-        self.k, self.plan = k, plan
+    def __init__(self, kb: Kernel, plan: WgmmaPlan, first_pointer: int) -> None:
+        self.kb, self.plan = kb, plan
         self.maps: list[MapArgument] = []
         spec, s = plan.spec, plan.schedule
         a, b = (first_pointer + which for which in plan.pointers)
         a_bytes = -(-plan.a.nbytes * s.depth // 1024) * 1024
-        self.ring = k.shared("ring", a_bytes + plan.b.nbytes * s.depth, align=1024)
+        self.ring = kb.shared("ring", a_bytes + plan.b.nbytes * s.depth, align=1024)
         self.a = self._side("a", 0, spec.a, plan.a, a, spec.m, plan.a_rows, s.cluster_n, spec.symbolic)
         self.b = self._side("b", a_bytes, spec.b, plan.b, b, spec.n, plan.b_rows, s.cluster_m)
 
@@ -53,42 +53,43 @@ class GemmLoads:
 
     def _side(self, name: str, start: int, operand: Operand, tile: OperandTile, pointer: int, extent: int,
               rows: int, peers: int, symbolic: bool = False) -> OperandLoads:
-        k, spec = self.k, self.plan.spec
+        kb, spec = self.kb, self.plan.spec
         maps = []
         for part in range(tile.parts):
             self.maps.append(map_argument(operand, tile, pointer, extent, spec.k, spec.batch, rows,
                                           part * spec.part, symbolic))
-            maps.append(k.tensor_map(f"map_{name}{part or ''}"))
+            maps.append(kb.tensor_map(f"map_{name}{part or ''}"))
         ring = self.ring.address(start)
         number, mask = self._among(name) if peers > 1 else (None, None)
         target = ring if number is None else ring + number * (rows * tile.span)
-        return OperandLoads(operand, tile, ring, target, maps, rows, number, mask, k.reg("s32"), k.reg("s32"))
+        return OperandLoads(operand, tile, ring, target, maps, rows, number, mask, kb.reg("s32"),
+                            kb.reg("s32"))
 
     def _among(self, name: str) -> tuple[Value, Value]:
         """This CTA's number among those of its cluster that share the operand, and their mask: A is shared
         along a row of the cluster, whose ranks are `cluster_m` apart."""
-        k, s, rank = self.k, self.plan.schedule, self.k.special("cluster_ctarank")
+        kb, s, rank = self.kb, self.plan.schedule, self.kb.special("cluster_ctarank")
         row, column = rank % s.cluster_m, rank // s.cluster_m
-        mask = k.reg("b16")
+        mask = kb.reg("b16")
         if name == "a":
-            bits = k.reg("u32", sum(1 << i * s.cluster_m for i in range(s.cluster_n))) << row
+            bits = kb.reg("u32", sum(1 << i * s.cluster_m for i in range(s.cluster_n))) << row
             number = column
         else:
-            bits = k.reg("u32", (1 << s.cluster_m) - 1) << column * s.cluster_m
+            bits = kb.reg("u32", (1 << s.cluster_m) - 1) << column * s.cluster_m
             number = row
-        k.emit("cvt.u16.u32", mask, bits)
+        kb.emit("cvt.u16.u32", mask, bits)
         return number, mask
 
     def begin(self, corner: Corner, first: Value | int = 0) -> None:
         """The next stages are of the tile at `corner`, from the K of its stage number `first` on."""
         start = first * self.plan.schedule.block_k
         for side, mn in ((self.a, corner.m), (self.b, corner.n)):
-            side.mn.set(_signed(self.k, mn))
-            side.at_k.set(start if isinstance(start, int) else _signed(self.k, start))
+            side.mn.set(_signed(self.kb, mn))
+            side.at_k.set(start if isinstance(start, int) else _signed(self.kb, start))
             if side.number is not None:  # this CTA's rows of the boxes
                 along = side.mn if side.tile.major == "K" else side.at_k
-                along += _signed(self.k, side.number * side.rows)
-            side.batch = [_signed(self.k, corner.batch[i])
+                along += _signed(self.kb, side.number * side.rows)
+            side.batch = [_signed(self.kb, corner.batch[i])
                           for i in walked(side.operand, self.plan.spec.batch)]
 
     def issue(self, stage: Value, full: MemoryOperand) -> None:
@@ -107,11 +108,11 @@ class GemmLoads:
             inner, outer = (side.at_k, side.mn) if k_major else (side.mn, side.at_k)
             if column: inner = inner + column * tile.inner
             place = column * tile.column_bytes + tile.at_mn(part * (tile.mn // tile.parts))
-            self.k.tma_load(target.at(place), tensor_map, [inner, outer, *side.batch], full,
+            self.kb.tma_load(target.at(place), tensor_map, [inner, outer, *side.batch], full,
                             multicast=side.mask)
 
 
-def _signed(k: Kernel, value: Value) -> Value:
-    made = k.reg("s32")
-    k.emit("mov.b32", made, value)
+def _signed(kb: Kernel, value: Value) -> Value:
+    made = kb.reg("s32")
+    kb.emit("mov.b32", made, value)
     return made

@@ -26,19 +26,19 @@ Sums = list[list[Value]]  # of each 64 rows, the registers of a wgmma
 @dataclass(frozen=True)
 class Descriptors:
     """Those of one operand: `base` is the low word of the first stage's, `high` the constant word."""
-    k: Kernel
+    kb: Kernel
     tile: OperandTile
     base: Value
     high: Value
 
     @staticmethod
-    def of(k: Kernel, tile: OperandTile, start: Value) -> Descriptors:
+    def of(kb: Kernel, tile: OperandTile, start: Value) -> Descriptors:
         """Of the tile of the first stage, at the shared address `start` (u32)."""
         bits = tile.descriptor
         low = (start & 0x3FFFF) >> 4
         if bits & 0xFFFFFFFF: low = low | (bits & 0xFFFFFFFF)
-        high = k.reg("u32", bits >> 32)
-        return Descriptors(k, tile, low, high)
+        high = kb.reg("u32", bits >> 32)
+        return Descriptors(kb, tile, low, high)
 
     def stage(self, stage: Value) -> Value:
         """The low word for a stage."""
@@ -46,49 +46,49 @@ class Descriptors:
 
     def at(self, low: Value, offset_bytes: int) -> Value:
         """A descriptor so many bytes into the stage whose low word is given."""
-        made = self.k.reg("b64")
-        self.k.emit("mov.b64", made, [low + (offset_bytes >> 4) if offset_bytes else low, self.high])
+        made = self.kb.reg("b64")
+        self.kb.emit("mov.b64", made, [low + (offset_bytes >> 4) if offset_bytes else low, self.high])
         return made
 
 
 class MainLoop:
     """The main loop of one consumer warpgroup."""
 
-    def __init__(self, k: Kernel, plan: WgmmaPlan, ring: Pipeline, ordered: OrderedBarrier | None,
+    def __init__(self, kb: Kernel, plan: WgmmaPlan, ring: Pipeline, ordered: OrderedBarrier | None,
                  loads: GemmLoads) -> None:
-        self.k, self.plan, self.ring, self.ordered = k, plan, ring, ordered
+        self.kb, self.plan, self.ring, self.ordered = kb, plan, ring, ordered
         self.kind = "s32" if plan.spec.accumulate == dtypes.int32 else "f32"
         self.loads = loads
 
     def begin(self) -> None:
         """Registers of the consumer: its place in the ring, its descriptors, the barriers it arrives at."""
-        k, plan, ring = self.k, self.plan, self.ring
+        kb, plan, ring = self.kb, self.plan, self.ring
         self.at = ring.cursor()
-        self.last = k.reg("u32", 0)  # the stage whose products are in flight
+        self.last = kb.reg("u32", 0)  # the stage whose products are in flight
         # the same in all lanes; ptxas keeps what comes from redux, and all made of it, in uniform registers
-        self.consumer = k.reg("u32")
-        k.emit("redux.sync.min.u32", self.consumer, k.tid.x // WARPGROUP, -1)
+        self.consumer = kb.reg("u32")
+        kb.emit("redux.sync.min.u32", self.consumer, kb.tid.x // WARPGROUP, -1)
         a = self.loads.a.ring
         if plan.readers > 1: a = a + self.consumer * plan.a.at_mn(plan.rows)
-        self.a, self.b = Descriptors.of(k, plan.a, a), Descriptors.of(k, plan.b, self.loads.b.ring)
-        lane = k.special("laneid")
+        self.a, self.b = Descriptors.of(kb, plan.a, a), Descriptors.of(kb, plan.b, self.loads.b.ring)
+        lane = kb.special("laneid")
         self.mine = lane < plan.peers
         self.empty_barriers = ring.empty_barriers(self._peer(lane) if plan.peers > 1 else None)
         if self.ordered is not None:
             self.ordered.begin(self.consumer, lane == 0)
             self.at.jump(self.consumer * plan.iterations)
-        self.sums: Sums = [k.regs(self.kind, plan.schedule.block_n // 2) for _ in range(plan.subtiles)]
-        self.partial: Sums = [k.regs("f32", plan.schedule.block_n // 2)
+        self.sums: Sums = [kb.regs(self.kind, plan.schedule.block_n // 2) for _ in range(plan.subtiles)]
+        self.partial: Sums = [kb.regs("f32", plan.schedule.block_n // 2)
                               for _ in range(plan.subtiles)] if plan.promoted else self.sums
 
     def _peer(self, lane: Value) -> Value:
         """The cluster rank that a lane gives stages back to: lanes below `cluster_m` those of this CTA's
         column, further ones those of its row but itself."""
-        k, s, rank = self.k, self.plan.schedule, self.k.special("cluster_ctarank")
+        kb, s, rank = self.kb, self.plan.schedule, self.kb.special("cluster_ctarank")
         row, column = rank % s.cluster_m, rank // s.cluster_m
         others = lane - s.cluster_m
-        others = others + k.select(others >= column, 1, 0, "u32")
-        return k.select(lane < s.cluster_m, column * s.cluster_m + lane, row + others * s.cluster_m, "u32")
+        others = others + kb.select(others >= column, 1, 0, "u32")
+        return kb.select(lane < s.cluster_m, column * s.cluster_m + lane, row + others * s.cluster_m, "u32")
 
     def sum(self, iterations: Number) -> Sums:
         """The sums of the next `iterations` stages (at least one), when it is this consumer's turn."""
@@ -101,34 +101,34 @@ class MainLoop:
         if self.ordered is not None: self.ordered.arrive()
 
     def _summed(self, iterations: Number) -> None:
-        k = self.k
-        with k.loop(0, iterations, kind="u32") as i:
+        kb = self.kb
+        with kb.loop(0, iterations, kind="u32") as i:
             further = i > 0
             self.ring.wait(self.at)
-            k.wgmma_fence()
+            kb.wgmma_fence()
             self._stage(further, 0, self.plan.steps)
-            k.wgmma_commit()
-            k.wgmma_wait(1)
+            kb.wgmma_commit()
+            kb.wgmma_wait(1)
             self.ring.release(self.empty_barriers, self.last, self.mine & further)
             self.last.set(self.at.stage)
             self.at.advance()
         self._issued()
-        k.wgmma_wait(0)
+        kb.wgmma_wait(0)
         self.ring.release(self.empty_barriers, self.last, self.mine)
 
     def _promoted(self, iterations: Number) -> None:
         """Each 128 of K apart."""
-        k, steps = self.k, self.plan.steps
+        kb, steps = self.kb, self.plan.steps
         for row in self.sums:
             for each in row: each.set(0.0)
         at_once = PROMOTED_K * self.plan.a.size // K_BYTES
-        with k.loop(0, iterations, kind="u32"):
+        with kb.loop(0, iterations, kind="u32"):
             self.ring.wait(self.at)
             for first in range(0, steps, at_once):
-                k.wgmma_fence()
+                kb.wgmma_fence()
                 self._stage(False, first, min(first + at_once, steps))
-                k.wgmma_commit()
-                k.wgmma_wait(0)
+                kb.wgmma_commit()
+                kb.wgmma_wait(0)
                 if first + at_once >= steps: self.ring.release(self.empty_barriers, self.at.stage, self.mine)
                 for row, part in zip(self.sums, self.partial, strict=True):
                     for each, more in zip(row, part, strict=True): each += more
@@ -137,12 +137,12 @@ class MainLoop:
 
     def _stage(self, further: Value | bool, first: int, end: int) -> None:
         """wgmmas `first` … `end` of the stage; whether the first adds to what was there before."""
-        k, plan = self.k, self.plan
+        kb, plan = self.kb, self.plan
         a, b = self.a.stage(self.at.stage), self.b.stage(self.at.stage)
         trans = (plan.a.major == "MN", plan.b.major == "MN")
         for step in range(first, end):
             right = self.b.at(b, plan.b.at_step(step))
             for i, row in enumerate(self.partial):
                 left = self.a.at(a, plan.a.at_mn(64 * i) + plan.a.at_step(step))
-                k.wgmma(plan.shape, plan.types, row, left, right, further if step == first else True,
+                kb.wgmma(plan.shape, plan.types, row, left, right, further if step == first else True,
                         trans=trans)

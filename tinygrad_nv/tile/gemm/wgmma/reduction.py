@@ -27,10 +27,10 @@ from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import PersistentTileScheduler, 
 CONSUMERS = 1  # the named barrier of all consumers
 
 
-def cluster_together(k: Kernel) -> None:
+def cluster_together(kb: Kernel) -> None:
     """Every thread of the cluster is here, and sees what the others wrote."""
-    k.emit("barrier.cluster.arrive")
-    k.emit("barrier.cluster.wait")
+    kb.emit("barrier.cluster.arrive")
+    kb.emit("barrier.cluster.wait")
 
 
 class TileReduction:
@@ -41,7 +41,7 @@ class TileReduction:
     def __init__(self, main_loop: MainLoop, scheduler: PersistentTileScheduler,
                  epilogue: WgmmaEpilogue) -> None:
         self.main_loop, self.scheduler, self.epilogue = main_loop, scheduler, epilogue
-        self.k, self.plan, self.kind = main_loop.k, main_loop.plan, main_loop.kind
+        self.kb, self.plan, self.kind = main_loop.kb, main_loop.plan, main_loop.kind
 
     def finalize(self, work_tile: WorkTile, sums: Sums) -> None:
         """Ends a piece."""
@@ -59,7 +59,7 @@ class TileReduction:
     def add(self, space: str, place: Value, sums: Sums, columns: range | None = None) -> None:
         """Adds another CTA's sums."""
         for at, four in self.fours(sums, columns):
-            for each, more in zip(four, self.k.ld(space, self.kind, place.at(at), 4), strict=True):
+            for each, more in zip(four, self.kb.ld(space, self.kind, place.at(at), 4), strict=True):
                 each += more
 
 
@@ -68,21 +68,21 @@ class ClusterReduction(TileReduction):
 
     def finalize(self, work_tile: WorkTile, sums: Sums) -> None:
         """All leave their sums; each stores some columns."""
-        k, plan, splits = self.k, self.plan, self.plan.schedule.splits
-        own = self.main_loop.loads.ring.address(k.tid.x * 16)
-        with k.comment("the ring is no longer read: sums take its place"):
-            k.sync(CONSUMERS, plan.threads)
-            for at, four in self.fours(sums): k.st("shared", self.kind, own.at(at), four)
-            cluster_together(k)
+        kb, plan, splits = self.kb, self.plan, self.plan.schedule.splits
+        own = self.main_loop.loads.ring.address(kb.tid.x * 16)
+        with kb.comment("the ring is no longer read: sums take its place"):
+            kb.sync(CONSUMERS, plan.threads)
+            for at, four in self.fours(sums): kb.st("shared", self.kind, own.at(at), four)
+            cluster_together(kb)
         corner, units = self.scheduler.corner(work_tile.number), plan.columns // self.epilogue.unit
-        rank, ctas = k.special("cluster_ctarank"), k.special("cluster_nctarank")
+        rank, ctas = kb.special("cluster_ctarank"), kb.special("cluster_nctarank")
         for number in range(splits):
             columns = range(*(units * r // splits * self.epilogue.unit for r in (number, number + 1)))
             if not columns: continue
-            with k.if_(rank == number), k.comment(f"columns {columns.start} to {columns.stop - 1}"):
+            with kb.if_(rank == number), kb.comment(f"columns {columns.start} to {columns.stop - 1}"):
                 # a count that ptxas does not know: it would unroll the loop, and spill
-                with k.loop(1, ctas) as step:
-                    self.add("shared::cluster", k.mapa(own, (rank + step) % splits), sums, columns)
+                with kb.loop(1, ctas) as step:
+                    self.add("shared::cluster", kb.mapa(own, (rank + step) % splits), sums, columns)
                 self.epilogue.store(corner, self.main_loop.consumer, sums, columns)
 
 
@@ -98,34 +98,35 @@ class StreamKReduction(TileReduction):
 
     def finalize(self, work_tile: WorkTile, sums: Sums) -> None:
         """Leaves the sums of another's tile; stores its own, with what others have left."""
-        end = self.k.reg("u32", work_tile.first) + work_tile.count
-        with self.k.if_(end < self.plan.iterations): self.leave(sums)
-        with self.k.else_():
+        end = self.kb.reg("u32", work_tile.first) + work_tile.count
+        with self.kb.if_(end < self.plan.iterations): self.leave(sums)
+        with self.kb.else_():
             self.gather(work_tile, sums)
             super().finalize(work_tile, sums)
 
     def slot(self, cta: Value) -> Value:
         """This thread's place in the slot of a CTA."""
-        return self.workspace + cta.to("u64") * self.plan.tile_bytes + (self.k.tid.x * 16).to("u64")
+        return self.workspace + cta.to("u64") * self.plan.tile_bytes + (self.kb.tid.x * 16).to("u64")
 
     def flag_of(self, cta: Value) -> Value:
         """The flag of this warp in a CTA."""
-        return self.flag + ((cta * self.warps + (self.k.tid.x >> 5)) * 4).to("u64")
+        return self.flag + ((cta * self.warps + (self.kb.tid.x >> 5)) * 4).to("u64")
 
     def leave(self, sums: Sums) -> None:
         """Sums to the slot of this CTA; then each warp says so."""
-        k = self.k
-        slot = self.slot(k.ctaid.x)
-        for at, four in self.fours(sums): k.st("global", self.kind, slot.at(at), four)
-        k.emit("bar.warp.sync", -1)
-        k.emit("st.release.gpu.global.u32", self.flag_of(k.ctaid.x).at(), 1, guard=k.special("laneid") == 0)
+        kb = self.kb
+        slot = self.slot(kb.ctaid.x)
+        for at, four in self.fours(sums): kb.st("global", self.kind, slot.at(at), four)
+        kb.emit("bar.warp.sync", -1)
+        kb.emit("st.release.gpu.global.u32", self.flag_of(kb.ctaid.x).at(), 1,
+                guard=kb.special("laneid") == 0)
 
     def gather(self, work_tile: WorkTile, sums: Sums) -> None:
         """Adds what the CTAs before this one have of the tile, from the next one down."""
-        k = self.k
-        first, other = work_tile.number * self.plan.iterations, k.reg("u32", k.ctaid.x)
-        with k.while_(lambda: self.scheduler.stage_of(other) > first):
+        kb = self.kb
+        first, other = work_tile.number * self.plan.iterations, kb.reg("u32", kb.ctaid.x)
+        with kb.while_(lambda: self.scheduler.stage_of(other) > first):
             other -= 1
-            flag, ready = self.flag_of(other), k.reg("u32", 0)
-            with k.while_(lambda: ready == 0): k.emit("ld.acquire.gpu.global.u32", ready, flag.at())
+            flag, ready = self.flag_of(other), kb.reg("u32", 0)
+            with kb.while_(lambda: ready == 0): kb.emit("ld.acquire.gpu.global.u32", ready, flag.at())
             self.add("global", self.slot(other), sums)

@@ -18,20 +18,20 @@ from tinygrad_nv.tile.store import Store
 class WgmmaEpilogue:
     """The epilogue of a tile."""
 
-    def __init__(self, k: Kernel, plan: WgmmaPlan, out: Value, extras: list[Value],
+    def __init__(self, kb: Kernel, plan: WgmmaPlan, out: Value, extras: list[Value],
                  rows: Value | int) -> None:
-        self.k, self.plan = k, plan
+        self.kb, self.plan = kb, plan
         how = plan.store
-        staging = k.shared("staging", how.smem_bytes, align=1024) if how.smem_bytes else None
+        staging = kb.shared("staging", how.smem_bytes, align=1024) if how.smem_bytes else None
         self.maps: tuple[MapArgument, ...] = (how.map,) if how.map else ()
-        self.tensor_maps = [k.tensor_map("map_out")] if how.map else []
-        self.to = Store(k, plan.spec.stored, how, out, extras, rows, staging,
+        self.tensor_maps = [kb.tensor_map("map_out")] if how.map else []
+        self.to = Store(kb, plan.spec.stored, how, out, extras, rows, staging,
                         self.tensor_maps[0] if how.map else None)
 
     def store(self, corner: Corner, consumer: Value, sums: Sums, columns: range | None = None) -> None:
         """Stores the sums of a tile, or of a consumer's rows of it; of some columns only, whole `unit`s."""
-        k, plan = self.k, self.plan
-        m = corner.m + (k.tid.x % WARPGROUP >> 5) * 16
+        kb, plan = self.kb, self.plan
+        m = corner.m + (kb.tid.x % WARPGROUP >> 5) * 16
         if plan.readers > 1: m = m + consumer * plan.rows
         self.to.tile(m, corner.n, corner.batch, self.cells(sums, columns or range(plan.columns)))
 

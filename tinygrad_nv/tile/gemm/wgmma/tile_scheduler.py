@@ -40,40 +40,40 @@ class WorkTile:
 class PersistentTileScheduler:
     """The work tiles of a plan whose result has `rows` rows, of one of `ctas` CTAs."""
 
-    def __init__(self, k: Kernel, plan: WgmmaPlan, rows: Value | int, ctas: int) -> None:
-        self.k, self.plan, self.ctas, s = k, plan, ctas, plan.schedule
+    def __init__(self, kb: Kernel, plan: WgmmaPlan, rows: Value | int, ctas: int) -> None:
+        self.kb, self.plan, self.ctas, s = kb, plan, ctas, plan.schedule
         rows_of_tile = s.block_m * s.cluster_m
         self.tiles_n = plan.extents[1]
         self.tiles_m: Value | int = plan.extents[0] if isinstance(rows, int) else \
             (rows + (rows_of_tile - 1)) // rows_of_tile
         self.total: Value | int = self.tiles_m * (self.tiles_n * plan.spec.matrices)
-        self.first, self.step = k.ctaid.x, k.nctaid.x
+        self.first, self.step = kb.ctaid.x, kb.nctaid.x
         if plan.cluster > 1: self.first, self.step = self.first // plan.cluster, self.step // plan.cluster
 
     @contextmanager
     def work_tiles(self, turn: Value | None = None) -> Iterator[WorkTile]:
         """What is written inside is done for each piece of this CTA; for those of one of the consumers where
         these take turns."""
-        k, plan = self.k, self.plan
+        kb, plan = self.kb, self.plan
         if plan.schedule.stream:
             with self._streamed() as work_tile: yield work_tile
         elif (splits := plan.schedule.splits) > 1:
-            rank = k.special("cluster_ctarank")
+            rank = kb.special("cluster_ctarank")
             first = rank * plan.iterations // splits
             yield WorkTile(self.first, first, (rank + 1) * plan.iterations // splits - first)
         else:
             first, step = self.first, self.step
             if turn is not None: first, step = first + turn * step, step * plan.consumers
-            with k.loop(first, self.total, step) as number: yield WorkTile(number, 0, plan.iterations)
+            with kb.loop(first, self.total, step) as number: yield WorkTile(number, 0, plan.iterations)
 
     @contextmanager
     def _streamed(self) -> Iterator[WorkTile]:
-        k, iterations = self.k, self.plan.iterations
-        begin, end = self.stage_of(k.ctaid.x), k.reg("u32", self.stage_of(k.ctaid.x + 1))
-        with k.while_(lambda: begin < end):
+        kb, iterations = self.kb, self.plan.iterations
+        begin, end = self.stage_of(kb.ctaid.x), kb.reg("u32", self.stage_of(kb.ctaid.x + 1))
+        with kb.while_(lambda: begin < end):
             number = (end - 1) // iterations
-            first = k.reg("u32")
-            k.emit("max.u32", first, begin, number * iterations)
+            first = kb.reg("u32")
+            kb.emit("max.u32", first, begin, number * iterations)
             yield WorkTile(number, first - number * iterations, end - first)
             end.set(first)
 
@@ -81,8 +81,8 @@ class PersistentTileScheduler:
         """The first of all stages that a CTA has: the first ones have one more where they do not divide."""
         total = self.total * self.plan.iterations
         each = total // self.ctas
-        least = self.k.reg("u32")
-        self.k.emit("min.u32", least, cta, total - each * self.ctas)
+        least = self.kb.reg("u32")
+        self.kb.emit("min.u32", least, cta, total - each * self.ctas)
         return cta * each + least
 
     def corner(self, number: Value) -> Corner:
@@ -95,14 +95,14 @@ class PersistentTileScheduler:
                 batch.append(index)
         tile_m, tile_n = self._grouped(rest)
         if self.plan.cluster > 1:
-            rank = self.k.special("cluster_ctarank")
+            rank = self.kb.special("cluster_ctarank")
             if s.cluster_m > 1: tile_m = tile_m * s.cluster_m + rank % s.cluster_m
             if s.cluster_n > 1: tile_n = tile_n * s.cluster_n + rank // s.cluster_m
         return Corner(tile_m * s.block_m, tile_n * self.plan.columns, tuple(batch[::-1]))
 
     def _split(self, number: Value, extent: Number) -> tuple[Value, Value]:
         """Quotient and remainder."""
-        if isinstance(extent, int) and extent == 1: return number, self.k.reg("u32", 0)
+        if isinstance(extent, int) and extent == 1: return number, self.kb.reg("u32", 0)
         whole = number // extent
         return whole, number - whole * extent
 
@@ -116,7 +116,7 @@ class PersistentTileScheduler:
         first = which * group
         if isinstance(rows, int) and rows % group == 0: height: Number = group
         else:
-            height = self.k.reg("u32")
-            self.k.emit("min.u32", height, self.k.reg("u32", rows) - first, group)
+            height = self.kb.reg("u32")
+            self.kb.emit("min.u32", height, self.kb.reg("u32", rows) - first, group)
         column, row = self._split(rest, height)
         return first + row, column
