@@ -11,8 +11,7 @@ query head h, G = H / H_kv, and the columns that a row sees (`FlashAttention`):
 
 A row that sees nothing has weights of 0. With dropout p is multiplied by what dropout.py says,
 after l. The bodies are plain tinygrad, `out` node by node that of the library's method where no mask
-or window hides rows and nothing is dropped. Where l is not used, FlashAttention is inlined, and then
-match.py takes what it takes of any graph. l is asked for by the gradient: FlashAttentionBackward, of
+or window hides rows and nothing is dropped. l is asked for by the gradient: FlashAttentionBackward, of
 q, k, v, mask, l, delta and the result's gradient, with
 
     delta[r]   = Σ_d grad[r, d] out[r, d]                                 float32, outside of the function
