@@ -98,14 +98,14 @@ def _gemm(arguments: argparse.Namespace) -> str:
     spec = dense(m, n, k, SHORT.get(arguments.dtype, arguments.dtype), arguments.out, arguments.majors,
                  tuple(batch), arguments.epilogue)
     if arguments.arch == CPU: return _on_cpu(spec, arguments)
-    machine = gpu_model_for(arguments.arch, arguments.sm_count)
-    schedule = choose(spec, gpu := GPU(arguments.arch, machine.sm_count))
+    gpu_model = gpu_model_for(arguments.arch, arguments.sm_count)
+    schedule = choose(spec, gpu := GPU(arguments.arch, gpu_model.sm_count))
     if schedule is None:
         raise ScheduleError(f"no template takes {spec} on {arguments.arch}: {why_not(spec, gpu)}",
                             "a matmul that one of them supports",
                             "allow tf32 (--dtype tf32)" if arguments.dtype in ("f32", "float32") else
                             "change what the reasons name")
-    matmul = levels.ScheduledGemm(spec, schedule, arguments.arch, machine.sm_count)
+    matmul = levels.ScheduledGemm(spec, schedule, arguments.arch, gpu_model.sm_count)
     if arguments.level is None: return "\n".join(levels.table([(matmul.kernel.name, matmul)]))
     return levels.show(matmul, arguments.level).rstrip()
 

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 class KernelRecord:
     """One kernel or copy. `template` is None where the kernel is not ours, and `reason` says why. Of ours
     there is `source`, the text, and on a GPU of ours `launch`, `arch`, how many multiprocessors it has and
-    for how many `clusters` it has room; on a CPU `machine`, in how many `parts` it runs, and how long that
+    for how many `clusters` it has room; on a CPU `cpu`, in how many `parts` it runs, and how long that
     takes at best. `layer` is known while layers are tracked (runtime/observe/ranges.py)."""
     name: str
     template: str | None
@@ -78,7 +78,7 @@ class KernelRecord:
     arch: str = ""
     sm_count: int = 0
     layer: str = ""
-    machine: CPU | None = field(default=None, compare=False)
+    cpu: CPU | None = field(default=None, compare=False)
     parts: int = field(default=0, compare=False)
     predicted_s: float | None = field(default=None, compare=False)
     clusters: Clusters = field(default=(), repr=False, compare=False)
@@ -90,15 +90,15 @@ class KernelRecord:
         from tinygrad_nv.explain.levels import ScheduledGemm
         from tinygrad_nv.explain.levels_cpu import CPUMatmul
         if not isinstance(self.spec, GemmSpec): return None
-        if isinstance(self.schedule, CPUGemmSchedule) and self.machine is not None:
-            return CPUMatmul(self.spec, self.schedule, self.machine)
+        if isinstance(self.schedule, CPUGemmSchedule) and self.cpu is not None:
+            return CPUMatmul(self.spec, self.schedule, self.cpu)
         if not isinstance(self.schedule, GemmSchedule) or not self.arch: return None
         return ScheduledGemm(self.spec, self.schedule, self.arch, self.sm_count, self.clusters)
 
     @property
     def isa(self) -> str:
         """The instruction set of a kernel of ours for a CPU."""
-        return "" if self.machine is None else str(self.machine.isa)
+        return "" if self.cpu is None else str(self.cpu.isa)
 
     def show(self, level: str) -> str:
         """A kernel of ours at a level: spec, tile, ptx, sass or c. Raises `RequestError` for a level there is
@@ -285,19 +285,19 @@ def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[progr
     gpu = driver.properties if isinstance(driver, Driver) else None
     arch, sm_count = ("", 0) if gpu is None else (gpu.arch, gpu.sm_count)
     clusters = driver.clusters if isinstance(driver, Driver) else ()
-    machine = target.cpu_of(device)
-    taken = None if machine is None else _predicted(machine, note, flops, bytes)
+    cpu = target.cpu_of(device)
+    taken = None if cpu is None else _predicted(cpu, note, flops, bytes)
     return KernelRecord(name, template, reason, device, note.spec, note.schedule, flops, bytes,
-                        call.src[0].src[2].arg, arch, sm_count, layer, machine,
-                        0 if machine is None else _parts(call.src[0]), taken, clusters,
+                        call.src[0].src[2].arg, arch, sm_count, layer, cpu,
+                        0 if cpu is None else _parts(call.src[0]), taken, clusters,
                         None if gpu is None else call.src[0].src[0].arg.aux)
 
 
-def _predicted(machine: CPU, note: Note, flops: int, bytes: int) -> float | None:
+def _predicted(cpu: CPU, note: Note, flops: int, bytes: int) -> float | None:
     """How long a kernel on a CPU takes at best; None where that cannot be measured."""
     from tinygrad_nv.cpu.measure import rates
     from tinygrad_nv.explain.levels_cpu import predicted
-    try: return predicted(note.spec, note.schedule, flops, bytes, rates(machine))
+    try: return predicted(note.spec, note.schedule, flops, bytes, rates(cpu))
     except NVError: return None
 
 

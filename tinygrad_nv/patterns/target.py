@@ -78,8 +78,8 @@ def kind_of(name: str) -> str:
 def configuration() -> Hashable:
     """What kernels are made for now: the CPU, GPUs that are open, and DEV, which chooses their renderers."""
     gpus = sorted(name for name in Device._opened_devices if kind_of(name) in GPUS)
-    machine = host() if config.get("NV_CPU") else None
-    return machine, config.get("EMU_ARCH"), tuple(DEV.value), *map(_arch, gpus)
+    cpu = host() if config.get("NV_CPU") else None
+    return cpu, config.get("EMU_ARCH"), tuple(DEV.value), *map(_arch, gpus)
 
 
 def _arch(name: str) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from backward_case import backward
 from decode_case import decode
 from gemm_case import arguments, product
 from test_cpu_gemv import gate
-from test_flash_backward_mma_scores import SCORES
+from test_flash_backward_scores import scores
 from tinygrad.device import Device
 from tinygrad.dtype import dtypes
 from tinygrad.runtime.support.elf import elf_loader
@@ -89,7 +89,7 @@ PARTS: dict[str, tuple[Callable[[Any], Runs], Any, type[CPUSchedule], ISA, list[
               [{"parts": parts, "rows": 24, "heads": 2} for parts in (1, 3, 8)]),
     # six key heads: they are shared out among up to six parts, blocks of them among more
     "flash_backward": (gradients, backward(210, 260, 20, F32, batch=2, heads=3, group=2, band=Band(-150, 20),
-                                           start=40, score=SCORES["soft-cap"]), CPUFlashBackward, BEST,
+                                           start=40, score=scores(50)["soft-cap"]), CPUFlashBackward, BEST,
                        [{"parts": parts, "block_m": 48, "block_n": 64} for parts in (3, 1, 2, 6, 7, 50)])}
 
 

@@ -13,7 +13,7 @@ from cpu_backward_case import close, here, run, scheduled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_flash_backward_mma_generated import specs
-from test_flash_backward_mma_scores import SCORES
+from test_flash_backward_scores import scores
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.cpu import isa
@@ -30,6 +30,7 @@ from tinygrad_nv.tile.expression import Position, Sum, tanh
 
 F32, F16, BF16 = dtypes.float32, dtypes.float16, dtypes.bfloat16
 CAUSAL = Band(None, 0)
+SCORES = scores(50)
 LEVELS = [one for one in (isa.PORTABLE, isa.AVX2, isa.AVX512, isa.AVX512_BF16)
           if one.level not in ("avx2", "avx512") or not isa.why_not(one.level)]
 HEADS = st.one_of(st.sampled_from([32, 64, 96, 128]), st.integers(1, 100))

@@ -113,7 +113,7 @@ def test_what_repeats_is_said_once():
 
 def test_a_record_without_a_machine_is_a_row_like_others():
     records = [KernelRecord("a", "t", "", "CPU", None, None, 1, 2),
-               KernelRecord("b", "t", "", "CPU", None, None, 1, 2, machine=CPU(PORTABLE, 2), parts=2,
+               KernelRecord("b", "t", "", "CPU", None, None, 1, 2, cpu=CPU(PORTABLE, 2), parts=2,
                             predicted_s=0.5e-3)]
     head, a, b, total = str(Lowering(records)).splitlines()
     assert b.split() == ["b", "t", "CPU", "portable", "2", "1", "2", "500.0", "µs"]

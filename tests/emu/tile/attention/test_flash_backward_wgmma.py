@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-from attention_case import matrix
 from backward_case import Given, arguments, backward, launched, lies, near, run
 from flash_backward_wgmma_case import BF16, CAUSAL, F16, F32, HALVED, LOW, SMALL, WIDE, close
 from tinygrad.dtype import DType
@@ -72,20 +71,6 @@ def test_bands(band: Band, start: int):
 @pytest.mark.parametrize("edge", [-1, 0, 1])
 def test_lengths_at_the_edges_of_blocks(edge: int):
     for band in (FULL, CAUSAL): close(backward(128 + edge, 128 + edge, 64, band=band), WIDE)
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("band", [CAUSAL, Band(160, None)], ids=str)
-def test_keys_that_no_row_sees_do_not_count(band: Band, seed: int):
-    """They and their values are NaN, within a block of others too."""
-    spec = backward(70, 300, 64, band=band, start=40)
-    given = arguments(spec, seed)
-    spoilt = {name: storage.clone() for name, storage in given.items()}
-    beyond = slice(110, None) if band == CAUSAL else slice(200)
-    for name in "kv": matrix(spec.forward, spoilt, name)[..., beyond, :] = torch.nan
-    got = run(TABLE.build(spec, LOW, GPU("sm_90a")), spec, spoilt, "sm_90a", seed)
-    near(spec, given, got)
-    for each in (got.dk, got.dv): assert (each[..., beyond, :] == 0).all()
 
 
 def test_blocks_that_see_nothing_are_skipped():

@@ -1,105 +1,18 @@
-"""The wgmma template of attention's backward pass on the emulator: scores, extents of a launch, generated
-cases."""
+"""The wgmma template of attention's backward pass on the emulator: extents of a launch, generated cases."""
 from __future__ import annotations
 
-import math
-
 import pytest
-import torch
-from attention_case import attended, matrix
-from backward_case import arguments, backward, given_forward, lies, near, run
+from backward_case import backward
 from flash_backward_wgmma_case import BF16, CAUSAL, F16, F32, HALVED, LOW, SMALL, WIDE, close
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.schedules import BackwardWgmma
 from tinygrad_nv.tile.attention.spec import FULL, SYMBOLS, Band
-from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where
+from tinygrad_nv.tile.expression import Expression, Load, Sum, tanh
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
-
-# **** scores: of 70 rows and 100 keys, two key heads of two query heads each ****
-
-SCALED = Sum() * 0.125
-ROW, COLUMN = (Position(axis).cast(F32) for axis in "mn")
-MASK = Load(0, dtypes.bool, 100, 1)
-SCORES: dict[str, Expression] = {
-    "sum": Sum(), "twice": Sum() * 0.5 * 0.25, "negative": Sum() * -0.125, "constant": Sum() * 0.0,
-    "mask": where(MASK, SCALED, Constant(-math.inf)),
-    "mask of a head": where(Load(0, dtypes.bool, 100, 1, (28000, 14000, 7000)), SCALED, Constant(-math.inf)),
-    "mask of keys": where(Load(0, dtypes.bool, 0, 1), SCALED, Constant(-math.inf)),
-    "bias": SCALED + Load(0, F32, 101, 1, (0, 7070, 0), 3),
-    "bias of a head": SCALED + Load(0, BF16, 100, 1, (0, 14000, 7000)).cast(F32),
-    "bias of rows": SCALED + Load(0, F16, 1, 0).cast(F32),
-    "soft-cap": tanh(SCALED * 0.05) * 20.0, "steep soft-cap": tanh(SCALED * 30.0) * 2.0,
-    "soft-cap and mask": where(MASK, tanh(SCALED) * 2.0, Constant(-math.inf)),
-    "alibi": SCALED + (COLUMN - ROW) * (Position(1).cast(F32) + 1.0) * 0.03125,
-    "a temperature for each row": SCALED * Load(0, F32, 1, 0).reciprocal(), "squared": Sum() * Sum() * 0.02}
-
-
-@pytest.mark.parametrize("name", SCORES)
-def test_scores(name: str):
-    """Rows and keys end within blocks; the band too, and rows may see nothing by a mask."""
-    for band in (FULL, Band(-60, 30)):
-        close(backward(70, 100, 32, heads=2, group=2, band=band, score=SCORES[name]), seed=len(name) % 4)
-
-
-@pytest.mark.parametrize("name", ["bias of a head", "soft-cap", "mask"])
-@pytest.mark.parametrize("schedule", [WIDE, SMALL, HALVED], ids=str)
-def test_scores_in_other_blocks(schedule: BackwardWgmma, name: str):
-    close(backward(70, 100, 64, heads=2, group=2, band=CAUSAL, start=20, score=SCORES[name]), schedule)
-
-
-def test_rows_that_are_masked_throughout_have_no_share():
-    spec = backward(70, 100, 64, score=SCORES["mask"])
-    given = arguments(spec)
-    mask = given["x0"].view(70, 100)
-    mask[5] = mask[40:64] = False
-    given_forward(spec, given)
-    assert (lies(spec, given, "l") == -torch.inf).sum() == 25
-    got = run(TABLE.build(spec, LOW, GPU("sm_90a")), spec, given, "sm_90a")
-    near(spec, given, got)
-    assert (got.dq[..., 40:64, :] == 0).all()
-
-
-def test_large_scores():
-    """Weights are as good as 0 and 1; nothing overflows."""
-    close(backward(70, 50, 64, score=Sum() * 8.0), scale=8.0)
-    close(backward(70, 50, 64, score=tanh(Sum() * 4.0) * 300.0), scale=8.0)
-
-
-@pytest.mark.parametrize("score", [Sum() * 0.1, Sum() * -0.1], ids=["folded", "evaluated"])
-def test_scores_near_the_largest_float(score: Expression):
-    """Sums of 2^125, whose roundings are beyond all exponents: no gradient is infinite."""
-    spec = backward(64, 128, 64, score=score)
-    given = arguments(spec)
-    for name in ("q", "k"): given[name].copy_(given[name].sign() * 2.0**60)
-    given_forward(spec, given)
-    got = run(TABLE.build(spec, LOW, GPU("sm_90a")), spec, given, "sm_90a")
-    for each in got: assert each.isfinite().all()
-    near(spec, given, got)
-
-
-def test_finite_differences():
-    """The loss Σ out · grad of the exact forward, changed along the gradient of each operand in turn."""
-    spec = backward(40, 50, 16, F16, group=2, band=Band(None, 20), score=SCORES["soft-cap"], out=F32)
-    given = arguments(spec)
-    got = run(TABLE.build(spec, LOW, GPU("sm_90a")), spec, given, "sm_90a")
-
-    def loss(name: str, step: float, along: torch.Tensor) -> float:
-        moved = {one: given[one].double() for one in (*"qkv", "grad")}
-        there = matrix(spec.forward, moved, name)[:, :, :along.shape[2]]
-        there += step * along
-        out, _ = attended(spec.forward, given | moved, torch.float64)
-        return float((out * lies(spec, moved, "grad")).sum())
-
-    for name, gradient in zip("qkv", got, strict=True):
-        along = gradient if name == "q" else gradient.unsqueeze(2)[:, :, :1]
-        slope = (loss(name, 0.02, along) - loss(name, -0.02, along)) / 0.04
-        assert abs(slope - float((gradient ** 2).sum())) < 2e-3 * abs(slope)
-
 
 # **** extents of a launch ****
 
