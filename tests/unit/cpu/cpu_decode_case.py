@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from decode_case import UNIT, C, Given, named, place, plain, reference, size_of
+from decode_case import LEAST, UNIT, C, Given, named, place, plain, reference, size_of
 from gemm_case import GUARD, TORCH, bits, view
 from tinygrad import dtypes
 
@@ -60,5 +60,6 @@ def near(spec: DecodeSpec, given: Given, got: torch.Tensor) -> None:
     usual = (plain(spec, given) - exact).abs().max()
     least = 8 * UNIT[dtypes.float32] * exact.abs().max()
     if spec.q.dtype == dtypes.float32: usual = torch.maximum(usual, least)
-    worst = ((got.double() - exact).abs() - C * usual - UNIT[spec.out.dtype] * exact.abs() - 1e-30).max()
+    bound = C * usual + UNIT[spec.out.dtype] * exact.abs() + LEAST[spec.out.dtype]
+    worst = ((got.double() - exact).abs() - bound).max()
     assert worst <= 0, f"an error {worst:g} above the bound, a plain one is {usual:g}"

@@ -250,6 +250,8 @@ def run(made: AttentionKernel, spec: AttentionSpec, given: dict[str, torch.Tenso
 
 
 UNIT = {dtypes.float32: 2.0**-24, dtypes.float16: 2.0**-11, dtypes.bfloat16: 2.0**-8}
+# half a step between the smallest numbers of a dtype, which have less digits
+LEAST = {dtypes.float32: 1e-30, dtypes.float16: 2.0**-25, dtypes.bfloat16: 1e-30}
 
 
 def near(spec: AttentionSpec, given: dict[str, torch.Tensor], got: tuple[torch.Tensor, torch.Tensor | None],
@@ -259,7 +261,8 @@ def near(spec: AttentionSpec, given: dict[str, torch.Tensor], got: tuple[torch.T
     exact, l = reference(spec, given, **extents)
     usual, _ = plain(spec, given, **extents)
     top = torch.where(l == -torch.inf, 0, l.abs()).max()
-    bound = c * (usual - exact).abs().max() + (UNIT[spec.out.dtype] + 2.0**-23 * top) * exact.abs() + 1e-30
+    bound = c * (usual - exact).abs().max() + (UNIT[spec.out.dtype] + 2.0**-23 * top) * exact.abs() \
+        + LEAST[spec.out.dtype]
     worst = ((got[0] - exact).abs() - bound).max()
     assert worst <= 0, f"an error {worst:g} above the bound, a plain one is {(usual - exact).abs().max():g}"
     if got[1] is None: return

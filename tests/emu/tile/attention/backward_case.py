@@ -24,7 +24,7 @@ from typing import NamedTuple
 import attention_case
 import numpy as np
 import torch
-from attention_case import UNIT, Place, actual, attention, forget, matrix, rows, seen, tensor_map
+from attention_case import LEAST, UNIT, Place, actual, attention, forget, matrix, rows, seen, tensor_map
 from gemm_case import GUARD, TORCH, bits, dense, evaluate, view
 from tinygrad.dtype import DType, dtypes
 
@@ -212,8 +212,8 @@ def near(spec: BackwardSpec, given: Given, got: Gradients, c: float = C, **exten
     log = lies(spec, given, "l")
     fine = FINE + 2.0**-23 * torch.where(log.isfinite(), log, 0).abs().max().item()
     for name, mine, right, size, *others in zip(RESULTS, got, exact, sizes, *usual, strict=True):
-        unit, error = UNIT[places(spec)[name][0]], max((other - right).abs().max() for other in others)
-        bound = c * error + unit * right.abs() + fine * size + 1e-30
+        dtype, error = places(spec)[name][0], max((other - right).abs().max() for other in others)
+        bound = c * error + UNIT[dtype] * right.abs() + fine * size + LEAST[dtype]
         assert mine.shape == right.shape, f"{name}: {mine.shape}, {right.shape}"
         wrong = (mine - right).abs()
         worst = torch.where(wrong.isnan(), torch.inf, wrong - bound).max()

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from attention_case import UNIT, rows
+from attention_case import LEAST, UNIT, rows
 from gemm_case import GUARD, TORCH, bits, evaluate, view
 from tinygrad.dtype import DType, dtypes
 
@@ -296,7 +296,8 @@ def near(spec: DecodeSpec, given: Given, got: torch.Tensor, c: float = C) -> Non
     """Asserts |got − exact| ≤ c × the largest error of `plain` + the rounding of the result."""
     exact = reference(spec, given)
     usual = (plain(spec, given) - exact).abs().max()
-    worst = ((got.double() - exact).abs() - c * usual - UNIT[spec.out.dtype] * exact.abs() - 1e-30).max()
+    bound = c * usual + UNIT[spec.out.dtype] * exact.abs() + LEAST[spec.out.dtype]
+    worst = ((got.double() - exact).abs() - bound).max()
     assert worst <= 0, f"an error {worst:g} above the bound, a plain one is {usual:g}"
 
 
