@@ -63,7 +63,7 @@ def inputs(seed: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("seed", range(6))
 def test_random_graphs_equal_numpy(seed: int, sm_count: int, monkeypatch: pytest.MonkeyPatch):
     """Side by side where they fit, and all in a chain."""
-    monkeypatch.setattr("tinygrad_nv.runtime.graph.Chain", lambda _: EdgeChain(sm_count))
+    monkeypatch.setattr("tinygrad_nv.runtime.graph.EdgeChain", lambda _: EdgeChain(sm_count))
     graph_cache.clear()
     of = plan(seed)
     jit = by_tinygrad(of)
