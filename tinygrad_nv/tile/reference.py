@@ -123,9 +123,9 @@ def _eight(code: int, dtype: DType) -> float:
 
 
 def rounded(x: Tensor, dtype: DType) -> Tensor:
-    """Numbers of a float dtype nearest to x, ties to even, what is too large the largest: of 8 bits as
-    float32, others of the dtype."""
-    if dtype not in FP8: return x.cast(dtype)
+    """x of another dtype; of 8-bit floats the nearest, ties to even, what is too large the largest, as
+    float32. Contiguous: tinygrad leaves out a cast to float16 and back within a kernel."""
+    if dtype not in FP8: return x.cast(dtype).contiguous()
     mantissa, smallest, largest = FLOATS[dtype]
     x = x.cast(dtypes.float32)
     exponent = ((x.bitcast(dtypes.int32) >> 23) & 0xFF).maximum(smallest + 127) - mantissa

@@ -73,6 +73,7 @@ def _storage(argument: Argument, random: torch.Generator, integers: bool, most: 
         elif whole: lies.copy_(torch.randint(0 if dtypes.is_unsigned(dtype) else -most, most + 1, lies.shape,
                                              generator=random))
         else: lies.copy_(torch.randn(lies.shape, generator=random, dtype=torch.float64))
+        if argument.name.startswith("scale"): lies.abs_()
     if dtype == dtypes.bool: made = made > 0
     return made.to(KINDS[dtype])
 
