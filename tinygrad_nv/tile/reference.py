@@ -40,6 +40,7 @@ from tinygrad_nv.tile.operations import OPERATIONS
 
 FP8 = (dtypes.fp8e4m3, dtypes.fp8e5m2)
 Given = Mapping[str, Tensor]
+Results = tuple[Tensor, ...]
 Axis = str | int
 Role = Literal["in", "out", "inout"]
 

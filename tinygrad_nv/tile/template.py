@@ -18,13 +18,11 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, ClassVar, Generic, TypeVar
 
-from tinygrad import Tensor
-
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.tile.clock import Clock
 from tinygrad_nv.tile.launch import Integer
-from tinygrad_nv.tile.reference import Argument
+from tinygrad_nv.tile.reference import Argument, Given, Results
 from tinygrad_nv.tile.schedule import Schedule
 
 S = TypeVar("S")
@@ -188,9 +186,9 @@ class Table:
         found: tuple[Argument, ...] = self._reference(spec).arguments(spec)
         return found
 
-    def reference(self, spec: Any, given: Mapping[str, Tensor], exact: bool = False) -> tuple[Tensor, ...]:
+    def reference(self, spec: Any, given: Given, exact: bool = False) -> Results:
         """What every template of a spec computes, in plain tinygrad (reference.py)."""
-        found: tuple[Tensor, ...] = self._reference(spec).reference(spec, given, exact)
+        found: Results = self._reference(spec).reference(spec, given, exact)
         return found
 
     def _reference(self, spec: Any) -> Any:
