@@ -37,6 +37,7 @@ from tinygrad_nv.ptx.emulator.lowering import WORKSPACE, WORKSPACE_BYTES
 from tinygrad_nv.ptx.emulator.native import TRACE, Counters, LaunchStruct, Library, Region, library
 from tinygrad_nv.ptx.emulator.program import Program, lower
 from tinygrad_nv.ptx.emulator.report import KINDS, NOTE, Finding, Report, Site, Stats
+from tinygrad_nv.ptx.emulator.tapes import Tapes
 from tinygrad_nv.ptx.emulator.trace import Trace, Tracer
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.syntax import PTXFunction, PTXModule
@@ -170,12 +171,12 @@ class Emulator:
                args: Sequence[object] = (),
                entry: str | None = None, cluster: int | Sequence[int] = (1, 1, 1), dynamic_smem: int = 0,
                trace: Trace | bool | None = None, footprint: bool = False,
-               ahead: Sequence[Footprint] | None = None) -> Report:
+               ahead: Sequence[Footprint] | None = None, tapes: Tapes | None = None) -> Report:
         """Runs an entry function (the only one, when `entry` is None) over a grid and returns what was found
         and counted. `args` are buffers, addresses and other integers, floats, `TensorMap`s or bytes, one for
         each parameter. With `footprint`, the report says which bytes of memory were touched. A launch with
         `ahead` is a programmatic one (griddepcontrol): what the kernels ahead touched conflicts with what it
-        does before it has waited for them. Both need `check`. Raises `PTXError` naming the line or the
+        does before it has waited for them. Both need `check`. `tapes` records chosen CTAs. Raises `PTXError` naming the line or the
         argument that cannot be."""
         loaded = self._load(ptx_text)
         function = self._entry(loaded.module, entry)
@@ -187,7 +188,8 @@ class Emulator:
         shape = check_launch(self.arch, loaded.module, program, *shape, shared, dynamic_smem)
         parameters = pack_arguments(function, args)
         began = time.perf_counter()
-        run = _Run(self, loaded, program, shape, shared, parameters, trace, ptx_text, footprint, ahead)
+        run = _Run(self, loaded, program, shape, shared, parameters, trace, ptx_text, footprint, ahead,
+                   tapes)
         found = run.run()
         notes = [finding for finding in found if finding.kind == NOTE]
         return Report([finding for finding in found if finding.kind != NOTE], run.stats(),
@@ -230,7 +232,8 @@ class _Run:
     def __init__(self, emu: Emulator, loaded: LoadedModule, program: Program,
                  shape: tuple[Triple, Triple, Triple], shared: int, parameters: bytes,
                  trace: Trace | bool | None, text: str, footprint: bool,
-                 ahead: Sequence[Footprint] | None) -> None:
+                 ahead: Sequence[Footprint] | None, tapes: Tapes | None) -> None:
+        self.tapes = tapes
         self.library: Library = library()
         self.program = program
         self.ops, self.lists = loaded.packed(program, self.library.handler)
@@ -256,7 +259,8 @@ class _Run:
             min(emu.resident, resident_clusters(emu.arch, block, cluster, shared)), seed, emu.step_limit,
             emu.seed == LATE,
             TRACE(self.tracer.call), self.tracer.cta, self.tracer.warps, self.footprint is not None,
-            ahead is not None, _names(ahead or ()))
+            ahead is not None, _names(ahead or ()), tapes.first if tapes else 0, tapes.count if tapes else 0,
+            tapes is not None and tapes.idle)
         self.totals: Any = None
         self.steps = 0
         self.held = False
@@ -287,6 +291,7 @@ class _Run:
                            totals.asynchronous)
             self.steps, self.held = c.machine_steps(machine), c.machine_held(machine)
             if self.footprint is not None: self._collect(self.footprint.runs)
+            if self.tapes is not None: self.tapes.read(self.library, machine)
         finally: c.machine_free(machine)
         self.tracer.finish()
         return findings

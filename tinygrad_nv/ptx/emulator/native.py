@@ -65,13 +65,21 @@ class LaunchStruct(ctypes.Structure):
         ("arch", i32), ("check", i32), ("exact", i32), ("uses_wgmma", i32), ("registers", i32),
         ("resident", i32), ("seed", u64), ("step_limit", u64), ("late", i32), ("trace", TRACE),
         ("trace_cta", i64), ("trace_warps", u64), ("footprint", i32), ("pdl", i32),
-        ("ahead", ctypes.c_char_p))
+        ("ahead", ctypes.c_char_p), ("tape_first", i64), ("tape_count", i64), ("idle", i32))
+
+
+class TapeStruct(ctypes.Structure):
+    """tape.c: Tape."""
+    _fields_ = (("steps", ctypes.c_void_p), ("notes", ctypes.c_void_p), ("step_count", u64),
+                ("note_count", u64), ("step_room", u64), ("note_room", u64), ("noted", u64),
+                ("passes", u64), ("cta", i32), ("warp", i32))
 
 
 RESULTS = {"machine_new": ctypes.c_void_p, "machine_run": ctypes.c_int, "machine_free": None,
            "machine_report_running": None, "machine_findings": ctypes.POINTER(FoundHere),
            "machine_finding_count": i32, "machine_totals": ctypes.POINTER(Totals), "machine_steps": u64,
-           "machine_held": ctypes.c_bool, "footprint_runs": i64,
+           "machine_held": ctypes.c_bool,
+           "machine_tape_count": i32, "machine_tape": ctypes.POINTER(TapeStruct), "footprint_runs": i64,
            "warp_registers": ctypes.c_void_p, "warp_id": i32, "warp_number": i32}
 
 

@@ -68,6 +68,12 @@ static bool find_signal(Machine *m, Warp *w, const Op *op, int lane, u64 address
     return true;
 }
 
+/* A copy goes on its way. */
+static void note_load(const Machine *m, const Warp *w, const Signal *s, u64 bytes) {
+    if (w->tape && s->cta)
+        tape_note(w, LOADS, (u32)s->cta->rank, barrier_key(m, s->cta, s->offset), s->epoch, bytes);
+}
+
 /* complete_tx when the data is there. */
 static void send_signal(Machine *m, const Async *a, const Signal *s, u64 bytes) {
     if (!s->cta) return;
@@ -160,6 +166,7 @@ static void count_copies(Machine *m, const Op *op, const u64 *to, const u64 *fro
     Counter *counter = &m->launch.counters[op->source];
     counter->sectors += sectors, counter->requests++;
     m->totals.l2 += 32ull * sectors;
+    if (m->running->tape) note_sectors(m->running, from, read, op->width, sectors, false);
     m->totals.global_read += bytes;
 }
 
@@ -258,6 +265,8 @@ HANDLER(cp_arrive) {
         Mbarrier *b = mbarrier_at(m, w, op, lane, p.region->cta, p.offset);
         if (!b) continue;
         clock_phases(m, w, b->clock[b->phase & 1]);
+        if (w->tape) tape_note(w, FOLLOWS, (u32)popcount(same), barrier_key(m, p.region->cta, p.offset),
+                               b->epoch, 0);
         if (!(op->flags & CP_NOINC)) {
             b->pending += popcount(same);
             mbarrier_changed(m, p.region->cta, b);

@@ -107,9 +107,12 @@ HANDLER(bar) {
         }
         if (op->flags & WAITS) n->waiting |= 1u << w->id;
     }
-    if (n->phase == (u32)g->value) named_check(m, w->cta, n);
+    u32 phase = (u32)g->value;
+    if (n->phase == phase) named_check(m, w->cta, n);
+    if ((op->flags & WAITS) && n->phase == phase) return BLOCKED;
+    if (w->tape) tape_note(w, MEETS, (u32)threads_of(w, op, mask), barrier_key(m, w->cta, NAMED_KEYS | id), phase,
+                           (op->flags & WAITS) != 0);
     if (!(op->flags & WAITS)) return NEXT;
-    if (n->phase == (u32)g->value) return BLOCKED;
     lanes_sync(m, w, mask);
     put_reduction(w, op, mask, n);
     return NEXT;
@@ -141,6 +144,7 @@ HANDLER(cluster_arrive) {
         report(m, BARRIER, op, w, lowest(twice), "barrier.cluster.arrive again, before barrier.cluster.wait");
     w->cluster_arrived |= mask;
     w->cluster_pending |= mask;
+    tape_note(w, JOINS, (u32)popcount(mask), k->sequence, k->phase, 0);
     if (op->flags & RELAXED) release_published(m, w, k->clock[k->phase & 1]);
     else clock_release(m, w, k->clock[k->phase & 1]);
     cluster_check(m, k);
@@ -158,6 +162,7 @@ HANDLER(cluster_wait) {
     if (mask & w->cluster_arrived) cluster_check(m, k);
     if (mask & w->cluster_arrived) return BLOCKED;
     w->cluster_pending &= ~mask;
+    tape_note(w, JOINS, (u32)popcount(mask), k->sequence, k->phase - 1, 1);
     clock_acquire(m, w, k->clock[~k->phase & 1]);
     lanes_sync(m, w, mask);
     return NEXT;

@@ -140,6 +140,7 @@ static void load_to(Machine *m, Warp *w, const Op *op, int lane, u64 to, u64 bar
     Transfer t;
     if (!async_place(m, w, op, lane, SHARED_CLUSTER, to, bytes, 16, WRITE, &p)) return;
     if (!find_signal(m, w, op, lane, barrier, p.region->cta, true, &t.signal)) return;
+    note_load(m, w, &t.signal, bytes);
     Who who = {w, op, lane, t.signal.actor, t.signal.epoch + 1, 2, 0};
     enter_access(m, &who, source->region, source->offset, bytes, READ);
     transfer_write(m, &who, &p, bytes);
@@ -161,6 +162,7 @@ HANDLER(bulk_load) {
         if (!bulk_size(m, w, op, l, bytes)) continue;
         if (!async_place(m, w, op, l, op->more, r64(w, op->b)[l], bytes, 16, READ, &source)) continue;
         count_bulk(m, op->more, SHARED, bytes);
+        if (op->more == GLOBAL) tape_note(w, READS, bytes, r64(w, op->b)[l], 1, 0);
         if (ctas_at < 0) { load_to(m, w, op, l, to[l], barrier, &source, bytes); continue; }
         for (u32 left = target_ctas(m, w, op, l, ctas_at); left; left &= left - 1) {
             u32 rank = (u32)lowest(left);

@@ -55,6 +55,7 @@ static void start_warp(Machine *m, Cta *c, i32 id, u32 threads) {
     }
     set_specials(m, w);
     add_group(w, w->alive, 0, -1);
+    tape_start(m, w);
 }
 
 static void start_cta(Machine *m, Cluster *k, i32 rank) {

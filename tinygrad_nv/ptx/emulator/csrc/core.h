@@ -52,6 +52,7 @@ typedef struct Region Region;
 typedef struct Async Async;
 typedef struct Clock Clock;
 typedef struct Mbarrier Mbarrier;
+typedef struct Tape Tape;
 
 typedef int Handler(Machine *m, Warp *w, const Op *op, u32 mask);
 #define HANDLER(name) int op_##name(Machine *m, Warp *w, const Op *op, u32 mask)
@@ -148,6 +149,7 @@ struct Warp {
     u32 wgmma_groups, wgmma_done;
     i32 in_flight;      /* wgmmas not complete */
     void *tensor;       /* state of tensor.c */
+    Tape *tape;         /* tape.c; NULL: not asked for */
 };
 
 /* A named barrier. */
@@ -248,6 +250,8 @@ typedef struct {
     u64 trace_warps;       /* mask; 0: no trace */
     i32 footprint, pdl;    /* Region.touched is asked for; the launch is programmatic */
     const char *ahead;     /* names of the kernels whose bytes Region.flight has */
+    i64 tape_first, tape_count;  /* CTAs that tapes are kept of */
+    i32 idle;              /* tensor cores compute nothing: only time is asked for */
 } Launch;
 
 enum Special { TID_X, TID_Y, TID_Z, CTAID_X, CTAID_Y, CTAID_Z, LANEID, WARPID, CLUSTERID_X, CLUSTERID_Y,
@@ -279,6 +283,8 @@ struct Machine {
     i32 stuck;                /* rounds in which nothing could be done but to force */
     bool stopped;
     bool held;                /* the next grid cannot begin before the kernels ahead have ended */
+    Tape **tapes;
+    i32 tape_count, tape_room;
 };
 
 /* **** registers **** */
@@ -429,6 +435,10 @@ struct Mbarrier {
 void mbarrier_complete_tx(Machine *m, Warp *w, const Op *op, int lane, Cta *cta, u64 offset, i64 bytes);
 /* NULL: reported */
 Mbarrier *mbarrier_at(Machine *m, Warp *w, const Op *op, int lane, Cta *cta, u64 offset);
+
+/* **** tape.c **** */
+
+void tape_note(const Warp *w, u32 kind, u32 count, u64 key, u64 a, u64 b);
 
 /* **** lifetimes: each part makes and frees what it keeps in a warp or a CTA **** */
 void tensor_free(Machine *m, Warp *w);

@@ -11,6 +11,7 @@
 #include "core.h"
 #include "findings.c"
 #include "queue.c"
+#include "tape.c"
 #include "groups.c"
 #include "clusters.c"
 
@@ -79,11 +80,17 @@ static int execute(Machine *m, Warp *w) {
         m->launch.trace(w, op, mask);
     u32 gathered = w->gathered;
     m->current = op;
+    Counter *c = &m->launch.counters[op->source];
+    u64 passes = c->passes;
     int result = op->handler(m, w, op, mask);
-    if (result == BLOCKED) return BLOCKED;
+    if (result == BLOCKED) {
+        if (w->tape) w->tape->note_count = w->tape->noted;
+        return BLOCKED;
+    }
+    if (w->tape) w->tape->passes += c->passes - passes;
     if (op->aligned & 2) {
-        Counter *c = &m->launch.counters[op->source];
         c->warps++, c->threads += (u64)popcount(mask);
+        if (w->tape) tape_step(w->tape, (u32)op->source);
     }
     m->steps++, w->executed++;
     if (result == JUMPED) return NEXT;
@@ -287,6 +294,7 @@ void machine_free(Machine *m) {
     while (m->cluster_count) free_cluster(m, m->clusters[--m->cluster_count]);
     shadow_finish(m);
     footprint_finish(m);
+    tapes_free(m);
     free(m->clusters), free(m->findings), free(m);
 }
 

@@ -288,7 +288,9 @@ HANDLER(mbarrier_expect_tx) {
     ACTIVE {
         Cta *cta;
         Mbarrier *b = mbarrier_of(m, w, op, l, address[l], ATOMIC, &cta);
-        if (b) mbarrier_add_tx(m, w, op, l, cta, b, r32(w, op->b)[l]);
+        if (!b) continue;
+        if (w->tape) tape_note(w, ARRIVED, 0, barrier_key(m, cta, b->offset), b->epoch, r32(w, op->b)[l]);
+        mbarrier_add_tx(m, w, op, l, cta, b, r32(w, op->b)[l]);
     }
     return NEXT;
 }
@@ -321,6 +323,8 @@ HANDLER(mbarrier_arrive) {
         state[l] = mbarrier_word(b);
         enter_arrival(w, l, b, began);
         mbarrier_release(m, w, op, b);
+        if (w->tape) tape_note(w, ARRIVED, (u32)count, barrier_key(m, cta, b->offset), b->epoch,
+                               op->flags & EXPECT ? operand : 0);
         if (op->flags & EXPECT) mbarrier_add_tx(m, w, op, l, cta, b, operand);
         if (op->flags & NO_COMPLETE && count >= b->pending) {
             report(m, BARRIER, op, w, l,
@@ -374,8 +378,10 @@ HANDLER(mbarrier_wait) {
         w->failed_pc[l] = -1;
         acquire_lanes(m, w, 1u << l, b->clock[~b->phase & 1]);
         clock_observe(m, w, b->actor, b->epoch);
+        if (w->tape) tape_note(w, WAITED, 1, barrier_key(m, cta, b->offset), b->epoch - 1, 0);
     }
     if (first) {
+        tape_note(w, FAILED, 1, 0, 0, 0);
         put_pred(w, op->d, ended, mask);
         return YIELD;
     }
@@ -386,6 +392,7 @@ HANDLER(mbarrier_wait) {
     }
     w->tried_pc = missing ? g->pc : -1;
     w->tried = missing;
+    if (missing) tape_note(w, FAILED, 1, 0, 0, 0);
     put_pred(w, op->d, ended, mask);
     return missing ? YIELD : NEXT;
 }

@@ -342,6 +342,15 @@ static u32 count_sectors(const u64 *addresses, u32 mask, u32 bytes) {
     return count;
 }
 
+static void note_sectors(const Warp *w, const u64 *addresses, u32 mask, u32 bytes, u32 sectors, bool writes) {
+    u64 low = ~0ull, high = 0;
+    ACTIVE {
+        if (addresses[l] < low) low = addresses[l];
+        if (addresses[l] + bytes > high) high = addresses[l] + bytes;
+    }
+    tape_note(w, SECTORS, sectors, low, high - low, writes);
+}
+
 /* Counts a warp's access to shared memory, and to global memory, by what its lanes reached. */
 static void count_access(Machine *m, const Op *op, const u64 *addresses, const Reach *reach, u32 bytes,
                          int kind) {
@@ -358,6 +367,7 @@ static void count_access(Machine *m, const Op *op, const u64 *addresses, const R
     counter->sectors += sectors;
     counter->requests++;
     m->totals.l2 += 32ull * sectors;
+    if (m->running->tape) note_sectors(m->running, addresses, global, bytes, sectors, kind != READ);
     u64 asked = (u64)popcount(global) * bytes;
     if (kind != WRITE) m->totals.global_read += asked;
     if (kind != READ) m->totals.global_written += asked;

@@ -83,6 +83,7 @@ static void store_accumulators(Warp *w, const i32 *places, int rows, int n, int 
 
 /* mma.sync.aligned, and mma.sp with its metadata: every type but f64. */
 HANDLER(mma) {
+    if (m->launch.idle) return NEXT;
     u32 c[DOT_ROWS * 16] __attribute__((aligned(64))) = {0};
     bool sparse = op->flags & MMA_SPARSE;
     Dot d = {.a = op->width, .b = op->vector, .result = (int)(op->flags & MMA_RESULT), .rows = mma_m(op),

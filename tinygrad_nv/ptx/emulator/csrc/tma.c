@@ -139,6 +139,21 @@ static void enter_shared(Machine *m, Who *who, const Box *b, int kind) {
         }
 }
 
+/* The rows in global memory, those that lie evenly as one note. */
+static void note_rows(const Warp *w, const Box *b, u32 kind) {
+    u64 first = 0, pitch = 0, last = 0, rows = 0;
+    if (!w->tape) return;
+    for (u32 r = 0; r < b->rows; r++) {
+        if (!b->row[r].region) continue;
+        u64 at = b->row[r].region->base + b->row[r].offset;
+        if (rows == 1) pitch = at - last;
+        if (rows && at - last != pitch) tape_note(w, kind, b->high - b->low, first, rows, pitch), rows = 0;
+        if (!rows++) first = at;
+        last = at;
+    }
+    if (rows) tape_note(w, kind, b->high - b->low, first, rows, pitch);
+}
+
 /* **** loads **** */
 
 /* What elements outside the tensor become, `pitch` bytes of it. */
@@ -181,6 +196,7 @@ static void load_box(Machine *m, Warp *w, const Op *op, int lane, const Box *box
     Signal signal;
     if (!place_box(m, w, op, lane, to, WRITE, &box->map, &p)) return;
     if (!find_signal(m, w, op, lane, barrier, p.region->cta, true, &signal)) return;
+    note_load(m, w, &signal, box->map.bytes);
     Box *b = malloc(box_size(box));
     memcpy(b, box, box_size(box));
     b->shared = p.region, b->offset = p.offset, b->signal = signal;
@@ -199,6 +215,7 @@ HANDLER(tma_load) {
         u64 barrier = r64(w, op->c)[l];
         if (!read_map(m, w, op, l, r64(w, op->b)[l], &map)) continue;
         Box *box = find_box(m, w, op, l, &map, READ);
+        note_rows(w, box, READS);
         count_bulk(m, GLOBAL, SHARED, map.bytes);
         if (op->e < 0) load_box(m, w, op, l, box, to[l], barrier);
         else for (u32 left = target_ctas(m, w, op, l, op->e); left; left &= left - 1)
@@ -249,6 +266,7 @@ HANDLER(tma_store) {
         if (!place_box(m, w, op, l, from[l], READ, &map, &p)) continue;
         Box *b = find_box(m, w, op, l, &map, WRITE);
         b->shared = p.region, b->offset = p.offset;
+        note_rows(w, b, WRITES);
         Who reads = {w, op, l, actor_of(w, ACTOR_BULK_READ), group, 2, 0};
         Who writes = {w, op, l, actor_of(w, ACTOR_BULK), group, 2, 0};
         w->bulk_issued[l] = group, w->bulk_last = op;

@@ -78,6 +78,7 @@ static void load_operand(const Warp *w, const Product *p, bool is_b) {
 static void product_run(Machine *m, Warp *w, Product *p) {
     const Op *op = p->op;
     Accumulator *c = p->accumulator;
+    if (m->launch.idle) { p->done = true; return; }
     bool sparse = op->flags & MMA_SPARSE, eight = op->width == E4M3 || op->width == E5M2;
     int k = mma_k(op);
     if (!p->scale) memset(c->matrix, 0, sizeof(u32) * DOT_ROWS * (size_t)c->ldc);

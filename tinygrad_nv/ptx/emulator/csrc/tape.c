@@ -1,0 +1,85 @@
+/* Tapes: what the warps of chosen CTAs executed, in each warp's order, for the timing model (ptx/timing/).
+ *
+ * A step is one PTX instruction: its number in the low 20 bits, the passes through shared memory that it took
+ * in the next 11, and whether notes belong to it in the last. Its notes are the warp's next ones, up to the one
+ * without MORE. What a blocked instruction noted before it could go on is forgotten. */
+#include <stdlib.h>
+
+#include "core.h"
+
+enum { SOURCE_BITS = 20, PASSES_BITS = 11, NOTED = 1u << 31, MORE_NOTES = 1u << 31 };
+
+/* What a note says; ptx/timing/tape.py has the same list.
+ *
+ *    WAITED     key: an mbarrier or barrier; a: its phase, which has ended
+ *    FAILED     a try_wait said no
+ *    ARRIVED    key, a: the mbarrier and its phase under way; count: arrivals; b: bytes announced
+ *    LOADS      key, a: mbarrier and phase that the copy reports to; count: rank of the CTA it goes to; b: bytes
+ *    READS      key: address; count: bytes of a row; a: rows; b: bytes from row to row, of global memory
+ *    WRITES     the same
+ *    SECTORS    key: lowest address; count: sectors of 32 bytes; a: bytes up to the highest; b: 1 for a write
+ *    MEETS      key, a: a named barrier and its phase; count: threads it is for; b: 1 for one that waits
+ *    JOINS      key, a: a cluster's barrier and its phase; b: 1 for the wait
+ *    FOLLOWS    key, a: mbarrier and phase that hear of the copies before; count: arrivals */
+enum { NAMED_KEYS = 1 << 30 };  /* of named barriers, beside the offsets of mbarriers */
+enum { WAITED = 1, FAILED, ARRIVED, LOADS, READS, WRITES, SECTORS, MEETS, JOINS, FOLLOWS };
+
+typedef struct { u32 kind, count; u64 key, a, b; } Note;
+
+struct Tape {
+    u32 *steps;
+    Note *notes;
+    u64 step_count, note_count, step_room, note_room;
+    u64 noted, passes;  /* notes at the end of the last step; passes since */
+    i32 cta, warp;
+};
+
+static void tape_start(Machine *m, Warp *w) {
+    i64 number = cta_number(m, w->cta);
+    if (number < m->launch.tape_first || number >= m->launch.tape_first + m->launch.tape_count) return;
+    if (m->tape_count == m->tape_room) {
+        m->tape_room = 2 * m->tape_room + 64;
+        m->tapes = realloc(m->tapes, sizeof *m->tapes * (size_t)m->tape_room);
+    }
+    Tape *t = calloc(1, sizeof *t);
+    t->cta = (i32)number, t->warp = w->id;
+    m->tapes[m->tape_count++] = w->tape = t;
+}
+
+void tape_note(const Warp *w, u32 kind, u32 count, u64 key, u64 a, u64 b) {
+    Tape *t = w->tape;
+    if (!t) return;
+    if (t->note_count == t->note_room) {
+        t->note_room = 2 * t->note_room + 256;
+        t->notes = realloc(t->notes, sizeof *t->notes * t->note_room);
+    }
+    Note *last = t->note_count > t->noted ? &t->notes[t->note_count - 1] : NULL;
+    bool again = last && (last->kind & ~MORE_NOTES) == kind && last->key == key && last->a == a;
+    if (again && kind <= ARRIVED) last->count += count, last->b += b;  /* other lanes' */
+    else t->notes[t->note_count++] = (Note){kind | MORE_NOTES, count, key, a, b};
+}
+
+static void tape_step(Tape *t, u32 source) {
+    u32 most = (1u << PASSES_BITS) - 1, passes = t->passes < most ? (u32)t->passes : most;
+    if (t->step_count == t->step_room) {
+        t->step_room = 2 * t->step_room + 4096;
+        t->steps = realloc(t->steps, sizeof *t->steps * t->step_room);
+    }
+    bool noted = t->note_count > t->noted;
+    if (noted) t->notes[t->note_count - 1].kind &= ~MORE_NOTES;
+    t->steps[t->step_count++] = source | passes << SOURCE_BITS | (noted ? NOTED : 0);
+    t->noted = t->note_count, t->passes = 0;
+}
+
+static void tapes_free(Machine *m) {
+    for (i32 i = 0; i < m->tape_count; i++) free(m->tapes[i]->steps), free(m->tapes[i]->notes), free(m->tapes[i]);
+    free(m->tapes);
+}
+
+i32 machine_tape_count(const Machine *m) { return m->tape_count; }
+const Tape *machine_tape(const Machine *m, i32 number) { return m->tapes[number]; }
+
+/* An mbarrier, by CTA and place. */
+static inline u64 barrier_key(const Machine *m, const Cta *c, u64 offset) {
+    return (u64)cta_number(m, c) << 32 | offset;
+}

@@ -1,0 +1,92 @@
+"""Tapes: the instructions that chosen CTAs' warps executed, in each warp's order, with what tells them apart
+in time: passes through shared memory, phases of barriers, copies and where they lie.
+
+Protocol: `Emulator.launch(..., tapes=Tapes(first, count))` fills `tapes.warps`, one `Tape` a warp of CTAs
+`first` … `first + count − 1`. csrc/tape.c says what a step and a note are.
+"""
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+SOURCE_BITS, PASSES_BITS = 20, 11
+NOTE = np.dtype([("kind", "<u4"), ("count", "<u4"), ("key", "<u8"), ("a", "<u8"), ("b", "<u8")])
+
+
+class Note(IntEnum):
+    """What a note says: csrc/tape.c."""
+    WAITED = 1
+    FAILED = 2
+    ARRIVED = 3
+    LOADS = 4
+    READS = 5
+    WRITES = 6
+    SECTORS = 7
+    MEETS = 8
+    JOINS = 9
+    FOLLOWS = 10
+
+
+@dataclass(frozen=True)
+class Tape:
+    """A warp's. `sources`: the number of each step's PTX instruction; `passes`: through shared memory;
+    `first_note` and `end_note`: its notes. Failed try_waits, and what their loops executed, are left out."""
+    cta: int
+    warp: int
+    sources: np.ndarray
+    passes: np.ndarray
+    first_note: np.ndarray
+    end_note: np.ndarray
+    notes: np.ndarray
+
+
+@dataclass
+class Tapes:
+    """Which CTAs are recorded, and what they did. `idle`: tensor cores compute nothing."""
+    first: int = 0
+    count: int = 1
+    idle: bool = False
+    warps: list[Tape] = field(default_factory=list)
+
+    def read(self, library: Any, machine: Any) -> None:
+        """What C has kept, before the machine is freed."""
+        for number in range(library.c.machine_tape_count(machine)):
+            self.warps.append(_tape(library.c.machine_tape(machine, ctypes.c_int32(number)).contents))
+
+
+def _tape(raw: Any) -> Tape:
+    steps = _copied(raw.steps, raw.step_count, np.dtype("<u4"))
+    notes = _copied(raw.notes, raw.note_count, NOTE)
+    last = notes["kind"] < 1 << 31
+    notes["kind"] &= (1 << 31) - 1
+    noted = steps >> 31 == 1
+    ends = np.flatnonzero(last) + 1
+    end = np.zeros(len(steps), np.int64)
+    end[noted] = ends[:int(noted.sum())]
+    first = np.zeros(len(steps), np.int64)
+    first[noted] = np.concatenate(([0], ends))[:int(noted.sum())]
+    sources = (steps & (1 << SOURCE_BITS) - 1).astype(np.int32)
+    keep = _without_failures(sources, noted, first, notes)
+    passes = (steps >> SOURCE_BITS & (1 << PASSES_BITS) - 1).astype(np.int32)
+    return Tape(raw.cta, raw.warp, sources[keep], passes[keep], first[keep], end[keep], notes)
+
+
+def _copied(address: int | None, count: int, dtype: np.dtype) -> np.ndarray:
+    if not count or address is None: return np.zeros(0, dtype)
+    return np.frombuffer(ctypes.string_at(address, count * dtype.itemsize), dtype).copy()
+
+
+def _without_failures(sources: np.ndarray, noted: np.ndarray, first: np.ndarray,
+                      notes: np.ndarray) -> np.ndarray:
+    """From a try_wait that failed up to where the same is tried again, nothing is kept."""
+    keep = np.ones(len(sources), bool)
+    failed = np.flatnonzero(noted)
+    failed = failed[notes["kind"][first[failed]] == Note.FAILED] if len(failed) else failed
+    for at in failed:
+        again = np.flatnonzero(sources[at + 1:at + 256] == sources[at])
+        keep[at:at + 1 + (int(again[0]) if len(again) else 0)] = False
+    return keep
