@@ -1,0 +1,169 @@
+"""From tapes and a listing to what csrc/sm.c runs.
+
+Protocol: a tape says which PTX instructions a warp executed; blocks of them stand for SASS (`Code`). Each
+execution of a block becomes that block's SASS, in ptxas's order. What a PTX instruction noted, copies, phases
+of barriers, passes through shared memory, goes to the first SASS instruction of its line that does such a
+thing. Events are phases of barriers: they have happened when every signal that the tapes have of them came.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tinygrad_nv.ptx.emulator.tapes import NOTE, Note, Tape
+from tinygrad_nv.ptx.timing.gpu import GPUFigures
+from tinygrad_nv.ptx.timing.units import Cost, Kind, Unit
+
+INSTR = np.dtype([("unit", "u1"), ("kind", "u1"), ("stall", "u1"), ("wait_mask", "u1"), ("write_board", "i1"),
+                  ("read_board", "i1"), ("busy", "<u2"), ("latency", "<u2"), ("tensor", "<u2"),
+                  ("shared", "<u2"), ("number", "<u2")])
+STEP = np.dtype([("instr", "<i4"), ("note", "<i4"), ("notes", "<u2"), ("passes", "<u2")])
+EFFECT = np.dtype([("event", "<i4"), ("bytes", "<u4"), ("far", "<u4"), ("delay", "<u2"), ("waits", "u1"),
+                   ("signals", "u1"), ("late", "u1"), ("unused", "u1", 3)])
+WARP = np.dtype([(name, "<i4") for name in ("first", "end", "sm", "scheduler", "cta")])
+SCHEDULERS = 4
+BAR_DELAY, REMOTE_DELAY, CLUSTER_DELAY = 9, 180, 190  # HOPPER_TIMING.md 7.5: bar.sync 20.7 in all; DSMEM 181
+# what a note is of: an mbarrier, a named barrier, a cluster's barrier
+_CLASSES = {Note.WAITED: 0, Note.ARRIVED: 0, Note.LOADS: 0, Note.FOLLOWS: 0, Note.MEETS: 1, Note.JOINS: 2}
+_NOTED = (Kind.GLOBAL_READ, Kind.GLOBAL_WRITE, Kind.TMA_READ, Kind.TMA_WRITE, Kind.COPY_ASYNC,
+          Kind.SHARED_ACCESS)
+
+
+@dataclass(frozen=True)
+class Code:
+    """A kernel's SASS. `lines`: the PTX line of each instruction; `executed`: what an execution of each block
+    of PTX stands for; `block_of`: the block of each PTX instruction; `line_of`: its line."""
+    costs: Sequence[Cost]
+    control: np.ndarray     # of INSTR, with stalls and scoreboards
+    lines: np.ndarray
+    executed: Mapping[int, np.ndarray]
+    block_of: np.ndarray
+    line_of: np.ndarray
+
+
+@dataclass(frozen=True)
+class Job:
+    """Arrays of csrc/sm.c, and the SM of each recorded CTA."""
+    instrs: np.ndarray
+    steps: np.ndarray
+    effects: np.ndarray
+    warps: np.ndarray
+    need: np.ndarray
+    sms: int
+
+
+def made(code: Code, tapes: Sequence[Tape], gpu: GPUFigures, far: Mapping[int, np.ndarray],
+         ctas_of_sm: int = 1) -> Job:
+    """The job of recorded CTAs, `ctas_of_sm` on each SM. `far`: of each tape's notes, by its place in `tapes`,
+    the share of bytes that HBM moves; below 0 where nothing of it is waited for from there."""
+    steps, warps, notes, begin, count = [], [], [], 0, 0
+    first_cta = min(tape.cta for tape in tapes)
+    for tape in tapes:
+        mine = _stream(code, tape)
+        mine["note"] += count
+        steps.append(mine)
+        notes.append(tape.notes)
+        cta = tape.cta - first_cta
+        warps.append((begin, begin + len(mine), cta // ctas_of_sm, tape.warp % SCHEDULERS, cta))
+        begin, count = begin + len(mine), count + len(tape.notes)
+    every = np.concatenate(notes) if notes else np.zeros(0, NOTE)
+    owner = np.concatenate([np.full(len(tape.notes), tape.cta, np.int64) for tape in tapes])
+    share = np.concatenate([far.get(i, np.zeros(len(tape.notes))) for i, tape in enumerate(tapes)])
+    effects, need = _effects(every, owner, share, gpu)
+    return Job(_instrs(code), np.concatenate(steps), effects, np.array(warps, WARP), need,
+               max(warp[2] for warp in warps) + 1)
+
+
+def _instrs(code: Code) -> np.ndarray:
+    out = code.control.copy()
+    for i, cost in enumerate(code.costs):
+        for name in ("unit", "kind", "busy", "latency", "tensor", "shared", "number"):
+            out[name][i] = getattr(cost, name)
+    return out
+
+
+# **** a warp's stream ****
+
+def _stream(code: Code, tape: Tape) -> np.ndarray:
+    blocks = code.block_of[tape.sources]
+    new = np.ones(len(blocks), bool)
+    new[1:] = (blocks[1:] != blocks[:-1]) | (tape.sources[1:] <= tape.sources[:-1])
+    begins = np.flatnonzero(new)
+    ends = np.append(begins[1:], len(blocks))
+    of = blocks[begins]
+    lengths = np.array([len(code.executed.get(int(block), ())) for block in of], np.int64)
+    at = np.concatenate(([0], np.cumsum(lengths)))
+    out = np.zeros(int(at[-1]), STEP)
+    for block in np.unique(of):
+        body = code.executed.get(int(block))
+        if body is None or not len(body): continue
+        mine = np.flatnonzero(of == block)
+        places = at[mine][:, None] + np.arange(len(body))
+        out["instr"][places] = body
+        _attach(code, tape, body, places, begins[mine], ends[mine], out)
+    return out
+
+
+def _attach(code: Code, tape: Tape, body: np.ndarray, places: np.ndarray, begins: np.ndarray,
+            ends: np.ndarray, out: np.ndarray) -> None:
+    """Notes and passes of the steps that lie in each execution of a block."""
+    by_line: dict[int, list[int]] = {}
+    for place, instr in enumerate(body):
+        if _carries(code.costs[instr]): by_line.setdefault(int(code.lines[instr]), []).append(place)
+    for line, carriers in by_line.items():
+        for source in np.flatnonzero(code.line_of == line):
+            found = np.flatnonzero(tape.sources == source)
+            if not len(found): continue
+            nearest = np.searchsorted(found, begins)
+            inside = nearest < len(found)
+            inside[inside] &= found[nearest[inside]] < ends[inside]
+            step = found[nearest[inside]]
+            rows = places[inside]
+            first = rows[:, carriers[0]]
+            out["note"][first] = tape.first_note[step]
+            out["notes"][first] = tape.end_note[step] - tape.first_note[step]
+            for carrier in carriers:
+                out["passes"][rows[:, carrier]] = np.maximum(1, tape.passes[step] // len(carriers))
+
+
+def _carries(cost: Cost) -> bool:
+    return cost.kind in _NOTED or cost.unit in (Unit.SHARED, Unit.CONTROL) and cost.kind is Kind.PLAIN \
+        and cost.busy > 1
+
+
+# **** what notes do ****
+
+def _effects(notes: np.ndarray, owner: np.ndarray, share: np.ndarray,
+             gpu: GPUFigures) -> tuple[np.ndarray, np.ndarray]:
+    kind = notes["kind"]
+    out = np.zeros(len(notes), EFFECT)
+    out["event"] = -1
+    classes = np.full(16, -1)
+    for note, number in _CLASSES.items(): classes[note] = number
+    timed = np.flatnonzero(classes[kind] >= 0)
+    keys = np.stack([classes[kind[timed]].astype(np.uint64), notes["key"][timed], notes["a"][timed]], 1)
+    _, events = np.unique(keys, axis=0, return_inverse=True)
+    events = events.reshape(-1)
+    out["event"][timed] = events
+    remote = (notes["key"] >> 32 != owner) & (classes[kind] == 0)
+
+    def where(note: Note) -> np.ndarray: return kind == note
+    waits = where(Note.WAITED) | where(Note.MEETS) & (notes["b"] == 1) | where(Note.JOINS) & (notes["b"] == 1)
+    arrives = where(Note.ARRIVED) & (notes["count"] > 0)
+    signals = arrives | where(Note.LOADS) | where(Note.FOLLOWS) | where(Note.MEETS) \
+        | where(Note.JOINS) & (notes["b"] == 0)
+    out["waits"], out["signals"] = waits, signals
+    out["delay"][where(Note.WAITED)] = gpu.wait_latency
+    out["delay"][arrives] = gpu.arrive_latency
+    out["delay"][where(Note.MEETS)] = BAR_DELAY
+    out["delay"][where(Note.JOINS) & (notes["b"] == 0)] = CLUSTER_DELAY
+    out["delay"][remote & signals & ~where(Note.LOADS)] += REMOTE_DELAY
+    rows = where(Note.READS) | where(Note.WRITES)
+    nbytes = np.where(rows, notes["count"].astype(np.int64) * notes["a"].astype(np.int64),
+                      np.where(where(Note.SECTORS), notes["count"].astype(np.int64) * 32, 0))
+    out["bytes"], out["far"] = nbytes, (nbytes * np.abs(share)).astype(np.int64)
+    out["late"] = (share > 0) & (nbytes > 0)
+    need = np.bincount(events[signals[timed]], minlength=int(events.max()) + 1 if len(events) else 0)
+    return out, need.astype(np.int32)

@@ -1,0 +1,99 @@
+"""csrc/sm.c, compiled and called."""
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tinygrad_nv import cache
+from tinygrad_nv.errors import PTXError, ToolchainError
+from tinygrad_nv.ptx.timing.gpu import GPUFigures
+from tinygrad_nv.ptx.timing.job import Job
+from tinygrad_nv.ptx.timing.units import Unit
+from tinygrad_nv.toolchain import find_compiler
+
+SOURCE = Path(__file__).parent / "csrc" / "sm.c"
+FLAGS = ("-O2", "-std=gnu11", "-shared", "-fPIC", "-g0")
+MOST_CYCLES = 2_000_000_000
+REASONS = ("issued", "stall", "result", "unit", "barrier", "group", "turn")
+DONE, STUCK, LIMIT = range(3)
+i32, i64, f64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+
+
+class FiguresStruct(ctypes.Structure):
+    """sm.c: Figures."""
+    _fields_ = (("l2_bytes", f64), ("hbm_bytes", f64), *((name, i32) for name in (
+        "l2_latency", "hbm_latency", "tma_latency", "tma_issue", "write_latency", "wgmma_latency",
+        "wgmma_ahead", "shared_ahead")))
+
+
+class JobStruct(ctypes.Structure):
+    """sm.c: Job."""
+    _fields_ = (*((name, pointer) for name in ("instrs", "steps", "effects", "warps", "need", "happened",
+                                               "waited", "busy", "ends", "log")),
+                *((name, i64) for name in ("log_room", "log_count", "most_cycles", "cycles", "l2_busy",
+                                           "hbm_busy")),
+                *((name, i32) for name in ("warp_count", "event_count", "instr_count", "sm_count", "stuck")),
+                ("figures", FiguresStruct))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What happened. `waited`: warp-cycles [instruction, REASONS]; `busy`: cycles [SM, Unit]; `ends`: of each
+    warp; `log`: [warp, instruction, issue, cycles since the warp's last] of each issue, where it was kept."""
+    cycles: int
+    waited: np.ndarray
+    busy: np.ndarray
+    ends: np.ndarray
+    l2_busy: int
+    hbm_busy: int
+    log: np.ndarray
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The simulator, compiled when its source or the compiler is new. Raises `ToolchainError`."""
+    compiler = find_compiler(any_c=True)
+    key = hashlib.sha256(b"\0".join((SOURCE.read_bytes(), compiler.identity.encode(),
+                                     " ".join(FLAGS).encode()))).hexdigest()[:32]
+    folder = cache.directory() / "timing"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{key}.so"
+    if not path.is_file():
+        part = path.with_suffix(f".{os.getpid()}")
+        done = subprocess.run([*compiler.command, *FLAGS, f"-DTIMING_KEY={key}", str(SOURCE), "-o", str(part)],
+                              capture_output=True, text=True, check=False, env=compiler.environment())
+        if done.returncode:
+            raise ToolchainError(f"{compiler.command[0]} did not compile the timing model:\n"
+                                 f"{done.stderr[-2000:]}", "a C compiler", "unset CC, or point it at clang")
+        os.replace(part, path)
+    return ctypes.CDLL(str(path))
+
+
+def run(job: Job, gpu: GPUFigures, log: int = 0) -> Run:
+    """Runs a job. `log`: issues to keep. Raises `PTXError` where warps wait for what no tape has."""
+    waited = np.zeros((len(job.instrs), len(REASONS)), np.int64)
+    busy = np.zeros((job.sms, len(Unit)), np.int64)
+    ends, happened = np.zeros(len(job.warps), np.int64), np.zeros(len(job.need) + 1, np.int64)
+    need, kept = np.append(job.need, 0).astype(np.int32), np.zeros((max(log, 1), 4), np.int64)
+    arrays = (job.instrs, job.steps, job.effects, job.warps, need, happened, waited, busy, ends, kept)
+    struct = JobStruct(*(each.ctypes.data for each in arrays), log, 0, MOST_CYCLES, 0, 0, 0, len(job.warps),
+                       len(job.need), len(job.instrs), job.sms, -1, _figures(gpu))
+    state = library().sm_run(ctypes.byref(struct))
+    if state != DONE:
+        raise PTXError(f"the timing model does not go on after {struct.cycles} cycles: warp {struct.stuck} waits "
+                       "for a barrier that no recorded warp completes", 0, "tapes of all CTAs that meet there")
+    return Run(struct.cycles, waited, busy, ends, struct.l2_busy, struct.hbm_busy, kept[:struct.log_count])
+
+
+def _figures(gpu: GPUFigures) -> FiguresStruct:
+    hbm = gpu.hbm_bytes_per_s / gpu.clock_hz
+    return FiguresStruct(gpu.l2_bytes_per_cycle / gpu.sms, hbm / gpu.sms, gpu.l2_latency, gpu.hbm_latency,
+                         gpu.tma_latency, gpu.tma_issue, gpu.write_latency, gpu.wgmma_latency,
+                         gpu.wgmma_ahead, 32)
