@@ -12,9 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tinygrad_nv.ptx.emulator.calls import expanded
 from tinygrad_nv.ptx.emulator.tapes import NOTE, Note, Tape
+from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.timing.gpu import GPUFigures
-from tinygrad_nv.ptx.timing.units import Cost, Kind, Unit
+from tinygrad_nv.ptx.timing.instructions import TimedInstruction
+from tinygrad_nv.ptx.timing.listing import Listing
+from tinygrad_nv.ptx.timing.units import Cost, Kind, Unit, cost_of
 
 INSTR = np.dtype([("unit", "u1"), ("kind", "u1"), ("stall", "u1"), ("wait_mask", "u1"), ("write_board", "i1"),
                   ("read_board", "i1"), ("busy", "<u2"), ("latency", "<u2"), ("tensor", "<u2"),
@@ -33,14 +37,42 @@ _NOTED = (Kind.GLOBAL_READ, Kind.GLOBAL_WRITE, Kind.TMA_READ, Kind.TMA_WRITE, Ki
 
 @dataclass(frozen=True)
 class Code:
-    """A kernel's SASS. `lines`: the PTX line of each instruction; `executed`: what an execution of each block
-    of PTX stands for; `block_of`: the block of each PTX instruction; `line_of`: its line."""
+    """A kernel's SASS. `lines`: the PTX line of each instruction; `executed`: instructions, and how many
+    executions of a block of PTX they stand for; `block_of`: the block of each PTX instruction; `line_of`: its
+    line."""
+    instructions: Sequence[TimedInstruction]
     costs: Sequence[Cost]
     control: np.ndarray     # of INSTR, with stalls and scoreboards
     lines: np.ndarray
-    executed: Mapping[int, np.ndarray]
+    executed: Mapping[int, tuple[np.ndarray, int]]
     block_of: np.ndarray
     line_of: np.ndarray
+
+
+def code_of(listing: Listing, entry: str) -> Code:
+    """The SASS of an entry function. Of copies of a block that ptxas unrolled the one for the most executions
+    stands for all."""
+    placement = listing.placement(entry)
+    instructions = [each for block in placement.sass for each in block]
+    number = {each.address: i for i, each in enumerate(instructions)}
+    control = np.zeros(len(instructions), INSTR)
+    for i, each in enumerate(instructions):
+        control[i]["stall"], control[i]["wait_mask"] = each.stall, each.wait_mask
+        control[i]["write_board"] = -1 if each.write_barrier is None else each.write_barrier
+        control[i]["read_board"] = -1 if each.read_barrier is None else each.read_barrier
+    executed = {}
+    for i, copies in enumerate(placement.copies):
+        if not copies: continue
+        body = [number[each.address] for each in copies[0].instructions
+                if each.address not in copies[0].skipped]
+        executed[i] = np.array(body, np.int64), copies[0].executions
+    module = parse(listing.text)
+    function = expanded(module, module.functions[entry])
+    block_of = np.zeros(len(function.body), np.int64)
+    for i, part in enumerate(placement.blocks): block_of[part.start:part.stop] = i
+    return Code(instructions, [cost_of(each) for each in instructions], control,
+                np.array([each.ptx_line for each in instructions]), executed, block_of,
+                np.array([each.line for each in function.body]))
 
 
 @dataclass(frozen=True)
@@ -93,22 +125,32 @@ def _stream(code: Code, tape: Tape) -> np.ndarray:
     begins = np.flatnonzero(new)
     ends = np.append(begins[1:], len(blocks))
     of = blocks[begins]
-    lengths = np.array([len(code.executed.get(int(block), ())) for block in of], np.int64)
+    # the first of as many executions as a copy stands for has the copy
+    run = np.ones(len(of), bool)
+    run[1:] = of[1:] != of[:-1]
+    place = np.arange(len(of)) - np.maximum.accumulate(np.where(run, np.arange(len(of)), 0))
+    times = np.array([code.executed[int(b)][1] if int(b) in code.executed else 1 for b in of], np.int64)
+    heads = place % times == 0
+    lengths = np.array([len(code.executed[int(b)][0]) if head and int(b) in code.executed else 0
+                        for b, head in zip(of, heads, strict=True)], np.int64)
     at = np.concatenate(([0], np.cumsum(lengths)))
     out = np.zeros(int(at[-1]), STEP)
     for block in np.unique(of):
-        body = code.executed.get(int(block))
-        if body is None or not len(body): continue
-        mine = np.flatnonzero(of == block)
+        if int(block) not in code.executed: continue
+        body, count = code.executed[int(block)]
+        mine = np.flatnonzero((of == block) & heads)
         places = at[mine][:, None] + np.arange(len(body))
         out["instr"][places] = body
-        _attach(code, tape, body, places, begins[mine], ends[mine], out)
+        last = np.minimum(mine + count - 1, len(of) - 1)
+        last = np.where(of[last] == block, last, mine)
+        _attach(code, tape, body, count, places, begins[mine], ends[last], out)
     return out
 
 
-def _attach(code: Code, tape: Tape, body: np.ndarray, places: np.ndarray, begins: np.ndarray,
+def _attach(code: Code, tape: Tape, body: np.ndarray, count: int, places: np.ndarray, begins: np.ndarray,
             ends: np.ndarray, out: np.ndarray) -> None:
-    """Notes and passes of the steps that lie in each execution of a block."""
+    """Notes and passes of the steps that lie in each pass of a block: of each PTX instruction to the first
+    instruction of its line that carries such, of each of its `count` executions to its own."""
     by_line: dict[int, list[int]] = {}
     for place, instr in enumerate(body):
         if _carries(code.costs[instr]): by_line.setdefault(int(code.lines[instr]), []).append(place)
@@ -116,16 +158,17 @@ def _attach(code: Code, tape: Tape, body: np.ndarray, places: np.ndarray, begins
         for source in np.flatnonzero(code.line_of == line):
             found = np.flatnonzero(tape.sources == source)
             if not len(found): continue
-            nearest = np.searchsorted(found, begins)
-            inside = nearest < len(found)
-            inside[inside] &= found[nearest[inside]] < ends[inside]
-            step = found[nearest[inside]]
-            rows = places[inside]
-            first = rows[:, carriers[0]]
-            out["note"][first] = tape.first_note[step]
-            out["notes"][first] = tape.end_note[step] - tape.first_note[step]
-            for carrier in carriers:
-                out["passes"][rows[:, carrier]] = np.maximum(1, tape.passes[step] // len(carriers))
+            nearest, each = np.searchsorted(found, begins), max(1, len(carriers) // count)
+            for number in range(count):
+                own = carriers[number * each:(number + 1) * each]
+                if not own: break
+                at = nearest + number
+                inside = at < len(found)
+                inside[inside] &= found[at[inside]] < ends[inside]
+                step, rows = found[at[inside]], places[inside]
+                out["note"][rows[:, own[0]]] = tape.first_note[step]
+                out["notes"][rows[:, own[0]]] = tape.end_note[step] - tape.first_note[step]
+                for carrier in own: out["passes"][rows[:, carrier]] = np.maximum(1, tape.passes[step] // each)
 
 
 def _carries(cost: Cost) -> bool:
