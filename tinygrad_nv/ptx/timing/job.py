@@ -109,7 +109,7 @@ def made(code: Code, tapes: Sequence[Tape], gpu: GPUFigures, far: Mapping[int, n
 
 
 def _instrs(code: Code) -> np.ndarray:
-    out = code.control.copy()
+    out = np.append(code.control, np.array([(0, 0, 1, 0, -1, -1, 1, 1, 0, 0, 0)], INSTR))
     for i, cost in enumerate(code.costs):
         for name in ("unit", "kind", "busy", "latency", "tensor", "shared", "number"):
             out[name][i] = getattr(cost, name)
@@ -144,7 +144,21 @@ def _stream(code: Code, tape: Tape) -> np.ndarray:
         last = np.minimum(mine + count - 1, len(of) - 1)
         last = np.where(of[last] == block, last, mine)
         _attach(code, tape, body, count, places, begins[mine], ends[last], out)
-    return out
+    return _with_the_rest(tape, out, at, np.searchsorted(begins, np.arange(len(blocks)), "right") - 1,
+                          len(code.costs))
+
+
+def _with_the_rest(tape: Tape, out: np.ndarray, at: np.ndarray, execution: np.ndarray,
+                   other: int) -> np.ndarray:
+    """The stream, and a step of instruction number `other` for each PTX instruction with notes that no SASS of
+    its block carries: after what its execution has become."""
+    carried = np.zeros(len(tape.notes) + 1, bool)
+    carried[out["note"][out["notes"] > 0]] = True
+    missing = np.flatnonzero((tape.end_note > tape.first_note) & ~carried[tape.first_note])
+    extra = np.zeros(len(missing), STEP)
+    extra["instr"], extra["note"], extra["passes"] = other, tape.first_note[missing], 1
+    extra["notes"] = tape.end_note[missing] - tape.first_note[missing]
+    return np.insert(out, at[execution[missing] + 1], extra)
 
 
 def _attach(code: Code, tape: Tape, body: np.ndarray, count: int, places: np.ndarray, begins: np.ndarray,
