@@ -176,7 +176,7 @@ class Emulator:
         and counted. `args` are buffers, addresses and other integers, floats, `TensorMap`s or bytes, one for
         each parameter. With `footprint`, the report says which bytes of memory were touched. A launch with
         `ahead` is a programmatic one (griddepcontrol): what the kernels ahead touched conflicts with what it
-        does before it has waited for them. Both need `check`. `tapes` records chosen CTAs. Raises `PTXError` naming the line or the
+        does before it has waited for them. Both need `check`. `tapes` runs chosen clusters alone, and records them. Raises `PTXError` naming the line or the
         argument that cannot be."""
         loaded = self._load(ptx_text)
         function = self._entry(loaded.module, entry)
@@ -259,8 +259,8 @@ class _Run:
             min(emu.resident, resident_clusters(emu.arch, block, cluster, shared)), seed, emu.step_limit,
             emu.seed == LATE,
             TRACE(self.tracer.call), self.tracer.cta, self.tracer.warps, self.footprint is not None,
-            ahead is not None, _names(ahead or ()), tapes.first if tapes else 0, tapes.count if tapes else 0,
-            tapes is not None and tapes.idle)
+            ahead is not None, _names(ahead or ()), None if tapes is None else tapes.numbers.ctypes.data,
+            0 if tapes is None else len(tapes.clusters), tapes is not None and tapes.idle)
         self.totals: Any = None
         self.steps = 0
         self.held = False

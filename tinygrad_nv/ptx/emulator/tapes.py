@@ -1,12 +1,13 @@
-"""Tapes: the instructions that chosen CTAs' warps executed, in each warp's order, with what tells them apart
-in time: passes through shared memory, phases of barriers, copies and where they lie.
+"""Tapes: the instructions that chosen clusters' warps executed, in each warp's order, with what tells them
+apart in time: passes through shared memory, phases of barriers, copies and where they lie.
 
-Protocol: `Emulator.launch(..., tapes=Tapes(first, count))` fills `tapes.warps`, one `Tape` a warp of CTAs
-`first` … `first + count − 1`. csrc/tape.c says what a step and a note are.
+Protocol: `Emulator.launch(..., tapes=Tapes((0, 66)))` runs clusters 0 and 66 of the grid and no other, and fills
+`tapes.warps`, one `Tape` for each warp of theirs. csrc/tape.c says what a step and a note are.
 """
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -46,11 +47,12 @@ class Tape:
 
 @dataclass
 class Tapes:
-    """Which CTAs are recorded, and what they did. `idle`: tensor cores compute nothing."""
-    first: int = 0
-    count: int = 1
+    """Which clusters run and are recorded, and what they did. `idle`: tensor cores compute nothing."""
+    clusters: Sequence[int] = (0,)
     idle: bool = False
     warps: list[Tape] = field(default_factory=list)
+
+    def __post_init__(self) -> None: self.numbers = np.array(self.clusters, np.int32)
 
     def read(self, library: Any, machine: Any) -> None:
         """What C has kept, before the machine is freed."""

@@ -87,25 +87,23 @@ class Job:
 
 
 def made(code: Code, tapes: Sequence[Tape], gpu: GPUFigures, far: Mapping[int, np.ndarray],
-         ctas_of_sm: int = 1) -> Job:
-    """The job of recorded CTAs, `ctas_of_sm` on each SM. `far`: of each tape's notes, by its place in `tapes`,
-    the share of bytes that HBM moves; below 0 where nothing of it is waited for from there."""
+         sms: Sequence[int]) -> Job:
+    """The job of recorded CTAs. `sms`: the SM of each tape. `far`: of each tape's notes, by its place in
+    `tapes`, the share of bytes that HBM moves; below 0 where nothing of it is waited for from there."""
     steps, warps, notes, begin, count = [], [], [], 0, 0
-    first_cta = min(tape.cta for tape in tapes)
-    for tape in tapes:
+    for tape, sm in zip(tapes, sms, strict=True):
         mine = _stream(code, tape)
         mine["note"] += count
         steps.append(mine)
         notes.append(tape.notes)
-        cta = tape.cta - first_cta
-        warps.append((begin, begin + len(mine), cta // ctas_of_sm, tape.warp % SCHEDULERS, cta))
+        warps.append((begin, begin + len(mine), sm, tape.warp % SCHEDULERS, tape.cta))
         begin, count = begin + len(mine), count + len(tape.notes)
     every = np.concatenate(notes) if notes else np.zeros(0, NOTE)
     owner = np.concatenate([np.full(len(tape.notes), tape.cta, np.int64) for tape in tapes])
     share = np.concatenate([far.get(i, np.zeros(len(tape.notes))) for i, tape in enumerate(tapes)])
     effects, need = _effects(every, owner, share, gpu)
     return Job(_instrs(code), np.concatenate(steps), effects, np.array(warps, WARP), need,
-               max(warp[2] for warp in warps) + 1)
+               max(sms) + 1)
 
 
 def _instrs(code: Code) -> np.ndarray:

@@ -80,7 +80,8 @@ static void start_cta(Machine *m, Cluster *k, i32 rank) {
 static void start_cluster(Machine *m) {
     const Launch *a = &m->launch;
     Cluster *k = calloc(1, sizeof *k);
-    u32 number = m->next_cluster++, nx = a->grid[0] / a->cluster[0], ny = a->grid[1] / a->cluster[1];
+    u32 at = m->next_cluster++, number = a->taped ? (u32)a->taped[at] : at;
+    u32 nx = a->grid[0] / a->cluster[0], ny = a->grid[1] / a->cluster[1];
     k->id[0] = number % nx, k->id[1] = number / nx % ny, k->id[2] = number / nx / ny;
     k->sequence = 1 + number % CLUSTERS_TOLD_APART;
     k->size = k->live = (i32)(a->cluster[0] * a->cluster[1] * a->cluster[2]);

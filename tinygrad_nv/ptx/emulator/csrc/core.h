@@ -250,7 +250,8 @@ typedef struct {
     u64 trace_warps;       /* mask; 0: no trace */
     i32 footprint, pdl;    /* Region.touched is asked for; the launch is programmatic */
     const char *ahead;     /* names of the kernels whose bytes Region.flight has */
-    i64 tape_first, tape_count;  /* CTAs that tapes are kept of */
+    const i32 *taped;      /* the clusters that run, in their order, and have tapes; NULL: all run, without */
+    i32 taped_count;
     i32 idle;              /* tensor cores compute nothing: only time is asked for */
 } Launch;
 

@@ -248,6 +248,7 @@ Machine *machine_new(const Launch *launch) {
     m->findings = calloc(MAX_FINDINGS, sizeof *m->findings);
     u64 ctas = (u64)launch->grid[0] * launch->grid[1] * launch->grid[2];
     m->cluster_total = (u32)(ctas / ((u64)m->actors / ACTORS));
+    if (launch->taped) m->cluster_total = (u32)launch->taped_count;
     m->clusters = calloc((size_t)launch->resident + 1, sizeof *m->clusters);
     m->window = launch->resident < WINDOW ? launch->resident : WINDOW;
     m->events = 1;

@@ -1,4 +1,4 @@
-/* Tapes: what the warps of chosen CTAs executed, in each warp's order, for the timing model (ptx/timing/).
+/* Tapes: what the warps of chosen clusters executed, in each warp's order, for the timing model (ptx/timing/).
  *
  * A step is one PTX instruction: its number in the low 20 bits, the passes through shared memory that it took
  * in the next 11, and whether notes belong to it in the last. Its notes are the warp's next ones, up to the one
@@ -35,14 +35,13 @@ struct Tape {
 };
 
 static void tape_start(Machine *m, Warp *w) {
-    i64 number = cta_number(m, w->cta);
-    if (number < m->launch.tape_first || number >= m->launch.tape_first + m->launch.tape_count) return;
+    if (!m->launch.taped) return;
     if (m->tape_count == m->tape_room) {
         m->tape_room = 2 * m->tape_room + 64;
         m->tapes = realloc(m->tapes, sizeof *m->tapes * (size_t)m->tape_room);
     }
     Tape *t = calloc(1, sizeof *t);
-    t->cta = (i32)number, t->warp = w->id;
+    t->cta = cta_number(m, w->cta), t->warp = w->id;
     m->tapes[m->tape_count++] = w->tape = t;
 }
 
