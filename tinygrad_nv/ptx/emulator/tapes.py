@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 SOURCE_BITS, PASSES_BITS = 20, 11
+FAR, LOOP = 256, 8  # steps to the next try; instructions of the loop around it
 NOTE = np.dtype([("kind", "<u4"), ("count", "<u4"), ("key", "<u8"), ("a", "<u8"), ("b", "<u8")])
 
 
@@ -84,11 +85,16 @@ def _copied(address: int | None, count: int, dtype: np.dtype) -> np.ndarray:
 
 def _without_failures(sources: np.ndarray, noted: np.ndarray, first: np.ndarray,
                       notes: np.ndarray) -> np.ndarray:
-    """From a try_wait that failed up to where the same is tried again, nothing is kept."""
+    """From a try_wait that failed up to where the same is tried again, nothing of the loop is kept; other lanes
+    may have gone on meanwhile."""
     keep = np.ones(len(sources), bool)
-    failed = np.flatnonzero(noted)
-    failed = failed[notes["kind"][first[failed]] == Note.FAILED] if len(failed) else failed
+    tried = np.flatnonzero(noted)
+    failed = tried[notes["kind"][first[tried]] == Note.FAILED] if len(tried) else tried
     for at in failed:
-        again = np.flatnonzero(sources[at + 1:at + 256] == sources[at])
-        keep[at:at + 1 + (int(again[0]) if len(again) else 0)] = False
+        keep[at] = False
+        again = np.flatnonzero(sources[at + 1:at + FAR] == sources[at])
+        if not len(again): continue
+        between = slice(at + 1, at + 1 + int(again[0]))
+        beyond = sources[between] - sources[at]
+        keep[between] &= noted[between] | (beyond < 0) | (beyond > LOOP)
     return keep
