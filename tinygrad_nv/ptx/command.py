@@ -1,4 +1,5 @@
-"""`tinygrad-nv ptx check` and `ptx stats`: a PTX file on the emulator, and the resources that ptxas reports.
+"""`tinygrad-nv ptx check`, `ptx time` and `ptx stats`: a PTX file on the emulator, how long it takes on a GPU, and
+the resources that ptxas reports.
 
 Protocol: an argument of the kernel is written as
 
@@ -26,6 +27,8 @@ from tinygrad_nv.ptx.assemble import ARCHITECTURES, Resources, assemble, sass
 from tinygrad_nv.ptx.emulator import LATE, Emulator, Finding, Report, TensorMap, Trace
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.syntax import PTXModule
+from tinygrad_nv.ptx.timing import model
+from tinygrad_nv.ptx.timing.gpu import known
 
 DTYPES = {"f16": np.float16, "bf16": np.uint16, "f32": np.float32, "f64": np.float64,
           "s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64,
@@ -53,6 +56,11 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
                        help="write the buffer of argument N, from 0, to a file when done")
     check.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     check.set_defaults(run=run_check)
+    timing = kinds.add_parser("time", help="predict how long a kernel takes on a GPU")
+    add_launch(timing)
+    timing.add_argument("--gpu", default="h100", metavar="NAME", help=f"one of {', '.join(known())} (default h100)")
+    timing.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    timing.set_defaults(run=run_time)
     stats = kinds.add_parser("stats", help="what ptxas and the disassembler say of a kernel")
     stats.add_argument("file", metavar="FILE.ptx")
     stats.add_argument("--arch", choices=ARCHITECTURES, help="default: the file's target")
@@ -241,6 +249,21 @@ def as_text(report: Report, most: int = 12) -> str:
         sectors = f"{site.sectors / site.requests:.2f}" if site.requests else "-"
         lines.append(f"{site.line:>6} {site.warps:>10,} {site.conflicts:>10,} {sectors:>16}  {site.opcode}")
     return "\n".join(lines)
+
+
+# **** ptx time ****
+
+def run_time(arguments: argparse.Namespace) -> int:
+    """Predicts the time of a launch."""
+    text = read(arguments.file)
+    module = parse(text)
+    emu = Emulator(arguments.arch or module.target)
+    found = emu.launch(text, arguments.grid, arguments.block or block_of(module, arguments.entry),
+                       [argument(emu, word) for word in arguments.arg], arguments.entry, arguments.cluster,
+                       arguments.dynamic_smem, timing=arguments.gpu).timing
+    assert found is not None
+    print(json.dumps(model.as_json(found)) if arguments.json else model.as_text(found))
+    return 0
 
 
 # **** ptx stats ****

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tinygrad_nv.ptx.emulator.footprint import Footprint
+
+if TYPE_CHECKING:
+    from tinygrad_nv.ptx.timing.model import Timing
 
 KINDS = ("race", "proxy-fence", "uninitialized", "out-of-bounds", "misaligned", "barrier", "deadlock",
          "wgmma-hazard", "async-hazard", "instruction-limit")
@@ -89,10 +93,12 @@ class Stats:
 class Report:
     """The findings and counters of one launch; `seconds` is the time it took here. `footprint` is there when
     it was asked for. `early`: a programmatic launch let the next one begin before it had itself waited.
-    `notes` are of what PTX does not promise and GPUs are known to do: no faults."""
+    `notes` are of what PTX does not promise and GPUs are known to do: no faults. `timing`, of a launch that
+    asked for it, is a prediction; there are no findings then."""
     findings: list[Finding] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     seconds: float = 0.0
     footprint: Footprint | None = None
     early: bool = False
     notes: list[Finding] = field(default_factory=list)
+    timing: Timing | None = None

@@ -1,30 +1,34 @@
 """What a launch takes on a GPU: `Timing`, from the emulator's tapes.
 
-Protocol. `Sample.of(...)` chooses the clusters whose warps are recorded: those that share the SMs of one cluster,
-at a few places of the grid where there are several waves. The emulator runs them, without tensor arithmetic,
-and `timed(...)` runs their SASS on a model of these SMs (job.py, csrc/sm.c), each place by itself.
+Protocol. `places(...)` chooses the clusters whose warps are recorded: as many as share the SMs of one cluster,
+at the beginning of the grid, and at a few places more where it has several waves. The emulator runs them,
+without tensor arithmetic, and `timed(...)` runs their SASS on a model of these SMs (job.py, csrc/sm.c), each
+place by itself.
 
-    seconds = launch + cycles / clock       cycles of a grid: its clusters, in their order, each as long as those
-                                            recorded nearest to it, on as many places as the GPU has at once
+    seconds = launch + cycles / clock       cycles of a grid: its clusters, in their order, each as long as
+                                            those recorded nearest to it, as many at once as the GPU has room for
 
-The rest of the GPU takes its share: an SM has its part of the rates of L2 and HBM. What must come from HBM is
-what the clusters that run at once touch first (l2.py).
+The rest of the GPU takes its share: an SM has its part of the rates of L2 and HBM. Of what L2 is asked for HBM
+gives the bytes that the clusters which run at once ask for first: 1 / √n of it, for n that work on a square of
+a result (`far_share`). That is right for matmuls alone; neither it, nor clocks that power limits, are modelled
+further yet, so that `uncertainty` is an estimate.
 """
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
 
-from tinygrad_nv.ptx.assemble import Resources
-from tinygrad_nv.ptx.emulator.tapes import Note, Tape
+from tinygrad_nv.errors import ConfigError
+from tinygrad_nv.ptx.assemble import Resources, assemble
+from tinygrad_nv.ptx.emulator.tapes import Note, Tape, Tapes
 from tinygrad_nv.ptx.gpcs import most_clusters
-from tinygrad_nv.ptx.timing.gpu import GPUFigures
-from tinygrad_nv.ptx.timing.job import Code, code_of, made
-from tinygrad_nv.ptx.timing.listing import Listing
+from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures
+from tinygrad_nv.ptx.timing.job import Code, Job, code_of, made
+from tinygrad_nv.ptx.timing.listing import Listing, listing
 from tinygrad_nv.ptx.timing.simulator import REASONS, Run, run
 from tinygrad_nv.ptx.timing.units import Unit
 
@@ -78,8 +82,8 @@ class Wait:
 @dataclass(frozen=True)
 class Timing:
     """A prediction, never a measurement. `units`: busy shares of the recorded SMs, of L2 and of HBM, while the
-    kernel runs; `limiter`: the busiest of them, "latency" where none is busy for half of the time. `unknown`:
-    SASS instructions without figures."""
+    kernel runs; `limiter`: the busiest of them, "latency" where none is busy for half of the time. `tflops` of
+    tensor cores, `gbytes_per_s` between SMs and L2. `unknown`: SASS instructions without figures."""
     gpu: str
     seconds: float
     uncertainty: float
@@ -88,6 +92,7 @@ class Timing:
     waves: float
     ctas_of_sm: int
     tflops: float
+    gbytes_per_s: float
     units: Mapping[str, float]
     limiter: str
     waits: tuple[Wait, ...]
@@ -103,44 +108,69 @@ def places(shape: Shape, gpu: GPUFigures) -> list[int]:
     return sorted({round(last * i / (PLACES - 1)) for i in range(PLACES)})
 
 
-def timed(listing: Listing, entry: str, shape: Shape, tapes: Sequence[Tape], gpu: GPUFigures, flops: int,
-          far: float = 0.0) -> Timing:
-    """The prediction of tapes, `ctas_of_sm` clusters at each place."""
-    code = code_of(listing, entry)
+def recorded(shape: Shape, gpu: GPUFigures) -> list[int]:
+    """All clusters that are recorded."""
+    return sorted({at + i for at in places(shape, gpu) for i in range(shape.ctas_of_sm())
+                   if at + i < shape.clusters})
+
+
+def far_share(shape: Shape, gpu: GPUFigures) -> float:
+    """Of the bytes that L2 is asked for, those that come from HBM; see the module."""
+    return min(shape.clusters, shape.at_once(gpu)) ** -0.5
+
+
+def timed(code_list: Listing, entry: str, shape: Shape, tapes: Sequence[Tape], gpu: GPUFigures) -> Timing:
+    """The prediction of the tapes of `recorded` clusters."""
+    code = code_of(code_list, entry)
     by_place: dict[int, list[Tape]] = {}
     begins = places(shape, gpu)
     for tape in tapes:
         cluster = tape.cta // shape.ctas
         by_place.setdefault(max(at for at in begins if at <= cluster), []).append(tape)
-    runs = {at: _run(code, some, shape, gpu, far) for at, some in sorted(by_place.items())}
-    cycles = _makespan(shape, gpu, {at: one.cycles for at, one in runs.items()})
+    jobs = {at: _job(code, some, shape, gpu) for at, some in sorted(by_place.items())}
+    runs = {at: run(job, gpu) for at, job in jobs.items()}
+    lengths = _every(shape, gpu, {at: one.cycles for at, one in runs.items()})
+    cycles = _makespan(lengths, shape.at_once(gpu))
     seconds = gpu.launch_s + cycles / gpu.clock_hz
+    flops, nbytes = (sum(_every(shape, gpu, {at: work(code, job) / shape.ctas_of_sm() for at, job in jobs.items()}))
+                     for work in (_flops, _bytes))
     units = _units(list(runs.values()))
     limiter = max(units, key=lambda name: units[name])
     return Timing(gpu.name, seconds, UNCERTAINTY, cycles, gpu.clock_hz, shape.clusters / shape.at_once(gpu),
-                  shape.ctas_of_sm(), flops / seconds / 1e12, units,
+                  shape.ctas_of_sm(), flops / seconds / 1e12, nbytes / seconds / 1e9, units,
                   limiter if units[limiter] >= 0.5 else "latency", _waits(code, list(runs.values())),
                   tuple(dict.fromkeys(each.opcode for each, cost in zip(code.instructions, code.costs, strict=True)
                                       if not cost.known)), tuple(runs.values()))
 
 
-def _run(code: Code, tapes: Sequence[Tape], shape: Shape, gpu: GPUFigures, far: float) -> Run:
+def _job(code: Code, tapes: Sequence[Tape], shape: Shape, gpu: GPUFigures) -> Job:
     """The clusters of one place. Rank r of each lies on SM r."""
+    far = far_share(shape, gpu)
     share = {i: np.where(np.isin(tape.notes["kind"], (Note.READS, Note.SECTORS)), far, 0.0)
              for i, tape in enumerate(tapes)}
-    sms = [tape.cta % shape.ctas for tape in tapes]
-    return run(made(code, tapes, gpu, share, sms), gpu)
+    return made(code, tapes, gpu, share, [tape.cta % shape.ctas for tape in tapes])
 
 
-def _makespan(shape: Shape, gpu: GPUFigures, known: Mapping[int, int]) -> int:
-    """Cycles of all clusters on the places there are, begun in their order. `known`: cycles of the clusters
-    that begin at a number, as many as an SM holds together."""
-    at_once = shape.at_once(gpu)
-    if shape.clusters <= at_once: return known[min(known)]
+def _flops(code: Code, job: Job) -> int:
+    per = np.array([*(each.tensor_flops for each in code.instructions), 0], np.int64)
+    return int(per[job.steps["instr"]].sum())
+
+
+def _bytes(_: Code, job: Job) -> int: return int(job.effects["bytes"].sum(dtype=np.int64))
+
+
+def _every(shape: Shape, gpu: GPUFigures, known: Mapping[int, float]) -> list[float]:
+    """A figure of each cluster, from those of the recorded ones around it."""
+    if shape.clusters <= shape.at_once(gpu): return [known[min(known)]] * shape.clusters
     numbers = sorted(known)
+    found = np.interp(np.arange(shape.clusters), numbers, [known[number] for number in numbers])
+    return [float(each) for each in found]
+
+
+def _makespan(lengths: Sequence[float], at_once: int) -> int:
+    """Cycles until all have ended, begun in their order wherever there is room."""
     ends = [0.0] * at_once
-    lengths = np.interp(np.arange(shape.clusters), numbers, [known[number] for number in numbers])
-    for length in lengths: heapq.heappush(ends, heapq.heappop(ends) + float(length))
+    for length in lengths: heapq.heappush(ends, heapq.heappop(ends) + length)
     return round(max(ends))
 
 
@@ -168,3 +198,42 @@ def _waits(code: Code, runs: Sequence[Run], most: int = 12) -> tuple[Wait, ...]:
             made_.append(Wait(int(code.lines[number]), each.opcode + each.modifiers, REASONS[reason],
                               float(waited[number, reason]) / total))
     return tuple(made_)
+
+
+# **** launches ****
+
+def predicted(text: str, arch: str, entry: str, shape: Callable[[Resources], Shape], name: str,
+              record: Callable[[Tapes], None]) -> Timing:
+    """A launch of an entry function on the GPU `name`. `record` runs chosen clusters on the emulator. Raises
+    `ConfigError` for a GPU without figures, or of another architecture, `ToolchainError` without ptxas or a
+    disassembler."""
+    gpu = figures(name)
+    if arch[:5] != gpu.arch[:5]:
+        raise ConfigError(f"{name} is of {gpu.arch}, the emulator of {arch}", f"an emulator of {gpu.arch}",
+                          "choose another GPU, or another architecture")
+    found = shape(assemble(text, gpu.arch).kernels[entry])
+    tapes = Tapes(recorded(found, gpu), idle=True)
+    record(tapes)
+    return timed(listing(text, gpu.arch), entry, found, tapes.warps, gpu)
+
+
+def as_text(timing: Timing) -> str:
+    """A table for a reader."""
+    rows = [("predicted, not measured", f"{timing.seconds * 1e6:,.1f} us ± {timing.uncertainty:.0%}"),
+            ("GPU", f"{timing.gpu}, {timing.clock_hz / 1e9:.3f} GHz"), ("cycles", f"{timing.cycles:,}"),
+            ("waves", f"{timing.waves:.2f}, {timing.ctas_of_sm} CTAs an SM"),
+            ("tensor cores", f"{timing.tflops:,.1f} TFLOP/s"), ("SMs and L2", f"{timing.gbytes_per_s:,.0f} GB/s"),
+            ("limiter", timing.limiter)]
+    lines = [f"{name:<24}{value:>28}" for name, value in rows]
+    lines += ["", *(f"{name:<24}{share:>28.1%}" for name, share in
+                    sorted(timing.units.items(), key=lambda each: -each[1]))]
+    lines += ["", f"{'line':>6} {'share':>7}  {'waits for':<10} SASS"]
+    lines += [f"{each.ptx_line:>6} {each.share:>7.1%}  {each.reason:<10} {each.sass}" for each in timing.waits]
+    if timing.unknown: lines += ["", "without figures, taken for 20 cycles: " + ", ".join(timing.unknown)]
+    return "\n".join(lines)
+
+
+def as_json(timing: Timing) -> dict[str, object]:
+    """The same for a program."""
+    made_ = {name: value for name, value in vars(timing).items() if name != "runs"}
+    return made_ | {"units": dict(timing.units), "waits": [vars(each) for each in timing.waits]}

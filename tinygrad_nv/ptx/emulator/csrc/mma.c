@@ -83,12 +83,13 @@ static void store_accumulators(Warp *w, const i32 *places, int rows, int n, int 
 
 /* mma.sync.aligned, and mma.sp with its metadata: every type but f64. */
 HANDLER(mma) {
-    if (m->launch.idle) return NEXT;
     u32 c[DOT_ROWS * 16] __attribute__((aligned(64))) = {0};
     bool sparse = op->flags & MMA_SPARSE;
     Dot d = {.a = op->width, .b = op->vector, .result = (int)(op->flags & MMA_RESULT), .rows = mma_m(op),
              .n = mma_n(op),
              .k = mma_k(op), .saturate = op->flags & MMA_SATURATE, .c = c, .ldc = 16};
+    m->launch.counters[op->source].flops += 2ull * (u64)d.rows * (u64)d.n * (u64)d.k;
+    if (m->launch.idle) return NEXT;
     const i32 *places = m->launch.lists + op->list;
     int nd = d.rows * d.n / LANES / (d.result == RESULT_F16 ? 2 : 1), stored = sparse ? d.k / 2 : d.k;
     int na = d.rows * stored * element_bits[d.a] / 1024, nb = d.n * d.k * element_bits[d.b] / 1024;
@@ -105,7 +106,6 @@ HANDLER(mma) {
     if (d.a == B1) dot_bits(&d, op->flags & MMA_XOR);
     else dot(&d, sparse);
     store_accumulators(w, places, d.rows, d.n, d.result, c, 16, mask);
-    m->launch.counters[op->source].flops += 2ull * (u64)d.rows * (u64)d.n * (u64)d.k;
     return NEXT;
 }
 

@@ -1,0 +1,113 @@
+"""The model of an SM in cycles: published latencies of wgmma, units, scoreboards, barriers, copies."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tinygrad_nv.errors import PTXError
+from tinygrad_nv.ptx.timing.gpu import figures
+from tinygrad_nv.ptx.timing.job import EFFECT, INSTR, STEP, WARP, Job
+from tinygrad_nv.ptx.timing.simulator import Run, run
+from tinygrad_nv.ptx.timing.units import Kind, Unit
+
+GPU = figures("h100")
+FFMA = (Unit.FMA, Kind.PLAIN, 1, 0, -1, -1, 1, 4, 0, 0, 0)
+HGMMA = (Unit.TENSOR, Kind.WGMMA, 2, 0, -1, -1, 2, 6, 18, 18, 0)          # m64n8k16
+LAST = (*HGMMA[:10], 1)                                                   # of a group
+DRAIN = (Unit.CONTROL, Kind.WGMMA_WAIT, 1, 0, -1, -1, 1, 6, 0, 0, 0)
+LOAD = (Unit.MEMORY, Kind.GLOBAL_READ, 1, 0, 0, -1, 4, 0, 0, 0, 0)        # sets scoreboard 0
+USE = (Unit.FMA, Kind.PLAIN, 1, 1, -1, -1, 1, 4, 0, 0, 0)                 # waits for it
+SHARED = (Unit.SHARED, Kind.SHARED_ACCESS, 1, 0, 0, -1, 1, 29, 0, 0, 0)
+EXP = (Unit.XU, Kind.PLAIN, 1, 0, -1, -1, 8, 18, 0, 0, 0)
+BARRIER = (Unit.CONTROL, Kind.PLAIN, 1, 0, -1, -1, 2, 6, 0, 0, 0)
+TMA = (Unit.COPY, Kind.TMA_READ, 1, 0, -1, -1, 2, 20, 0, 0, 0)
+INSTRS = (FFMA, HGMMA, LAST, DRAIN, LOAD, USE, SHARED, EXP, BARRIER, TMA)
+
+
+def ran(*warps: list[tuple], effects: list[tuple] = [], passes: int = 1, need: tuple[int, ...] = ()) -> Run:
+    """Warps of (instruction, index of its effect or -1), one on each scheduler in turn."""
+    steps, rows = [], []
+    for number, warp in enumerate(warps):
+        begin = len(steps)
+        for instr, effect in warp:
+            steps.append((INSTRS.index(instr), max(effect, 0), effect >= 0, passes))
+        rows.append((begin, len(steps), 0, number % 4, 0))
+    made = np.zeros(max(1, len(effects)), EFFECT)
+    made["event"] = -1
+    for at, fields in enumerate(effects):
+        for name, value in fields: made[name][at] = value
+    return run(Job(np.array(INSTRS, INSTR), np.array(steps, STEP), made, np.array(rows, WARP),
+                   np.array(need, np.int32), 1), GPU)
+
+
+def plain(*instrs: tuple) -> list[tuple]: return [(each, -1) for each in instrs]
+
+
+@pytest.mark.parametrize(("count", "cycles"), [(1, 57.7), (4, 113.5), (8, 185.5)])
+def test_latency_of_wgmma_is_that_of_an_h200(count: int, cycles: float):
+    """Fence, m64n8k16 wgmmas, commit and wait, of one warpgroup (HOPPER_TIMING.md 7.3)."""
+    warp = plain(*[HGMMA] * (count - 1), LAST, DRAIN)
+    assert ran(warp, warp, warp, warp).cycles == pytest.approx(cycles, abs=2)
+
+
+def test_a_scheduler_issues_one_instruction_a_cycle():
+    assert ran(*[plain(*[FFMA] * 1000)] * 4).cycles == pytest.approx(1000, abs=4)   # one warp on each
+    assert ran(*[plain(*[FFMA] * 1000)] * 8).cycles == pytest.approx(2000, abs=4)
+
+
+def test_exponentials_take_eight_cycles_of_a_scheduler():
+    assert ran(plain(*[EXP] * 100)).cycles == pytest.approx(800, abs=10)
+    assert ran(plain(*[EXP, *[FFMA] * 7] * 100)).cycles == pytest.approx(800, abs=10)  # in their shadow
+
+
+def test_a_result_is_waited_for_by_what_uses_it():
+    read = [(("bytes", 128),)]
+    assert ran([(LOAD, 0), (FFMA, -1)], effects=read).cycles < 20
+    assert ran([(LOAD, 0), (USE, -1)], effects=read).cycles == pytest.approx(GPU.l2_latency, abs=10)
+    late = [(("bytes", 128), ("far", 128), ("late", 1))]
+    assert ran([(LOAD, 0), (USE, -1)], effects=late).cycles >= GPU.hbm_latency
+
+
+def test_bank_conflicts_slow_all_warps():
+    warp = plain(*[SHARED] * 200)
+    once, eightfold = (ran(*[warp] * 4, passes=passes).cycles for passes in (1, 8))
+    assert once == pytest.approx(800, rel=0.1)
+    assert eightfold == pytest.approx(8 * 800, rel=0.1)
+
+
+def test_a_barrier_waits_for_the_last_and_takes_21_cycles():
+    """bar.sync (HOPPER_TIMING.md 7.5)."""
+    meets = [(("event", 0), ("waits", 1), ("signals", 1), ("delay", 9))]
+    alone = [(BARRIER, 0), (FFMA, -1)]
+    assert ran(alone, effects=meets, need=(1,)).cycles == pytest.approx(21, abs=3)
+    late = [*plain(*[FFMA] * 300), *alone]
+    found = ran(alone, late, effects=meets, need=(2,))
+    assert found.ends[0] == pytest.approx(321, abs=5)
+
+
+def test_copies_fill_the_share_of_l2_that_an_sm_has():
+    """64 copies of 16 KiB, and a wait for all of them."""
+    effects = [(("event", -1), ("bytes", 1 << 14)), (("event", 0), ("signals", 1)), (("event", 0), ("waits", 1))]
+    made = np.zeros(3, EFFECT)
+    for at, fields in enumerate(effects):
+        for name, value in fields: made[name][at] = value
+    steps = [(INSTRS.index(TMA), 0, 2, 1)] * 64 + [(INSTRS.index(BARRIER), 2, 1, 1)]
+    job = Job(np.array(INSTRS, INSTR), np.array(steps, STEP), made, np.array([(0, 65, 0, 0, 0)], WARP),
+              np.array([64], np.int32), 1)
+    share = GPU.l2_bytes_per_cycle / GPU.sms
+    assert run(job, GPU).cycles == pytest.approx(64 * (1 << 14) / share + GPU.tma_latency, rel=0.02)
+    faster = replace(GPU, l2_bytes_per_cycle=2 * GPU.l2_bytes_per_cycle)
+    assert run(job, faster).cycles < 0.6 * run(job, GPU).cycles
+
+
+def test_what_nothing_completes_is_refused():
+    waits = [(("event", 0), ("waits", 1))]
+    with pytest.raises(PTXError, match="warp 0 waits for a barrier"):
+        ran([(BARRIER, 0)], effects=waits, need=(1,))
+
+
+def test_the_same_job_takes_the_same_time():
+    warp = plain(*[EXP, FFMA, SHARED] * 50)
+    assert ran(*[warp] * 7).cycles == ran(*[warp] * 7).cycles
