@@ -1,8 +1,8 @@
-"""`tinygrad-nv serve` with the bundled model: one process for all tests, started as a user does."""
+"""`tinygrad-nv serve` with the bundled model, started as a user does. Tests that do not end it share one."""
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import re
 import signal
 import socket
@@ -27,6 +27,16 @@ ROOT = Path(__file__).parents[2]
 HTTP = httpx.Client(timeout=60, verify=False)  # tests run beside each other, on few cores
 PROMPT = "Once upon a time there was a little fox"
 OPTIONS = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-model-len", "256")
+# the command, with a compile worker from the start, as after a cold cache
+WITH_WORKER = """
+from multiprocessing import active_children
+from tinygrad.engine import worker
+from tinygrad_nv.cli import main
+worker.PARALLEL.value = 1
+worker.get_worker_pool().map(abs, [1])
+%s
+main()
+"""
 
 
 @dataclass
@@ -38,9 +48,19 @@ class Process:
     url: str = ""
     ready: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader.start()
+
     def read(self) -> None:
         assert self.popen.stderr is not None
         for line in self.popen.stderr: self.lines.append(line.rstrip())
+
+    def ended(self) -> int:
+        """The status, when it and all processes that it started have ended: they share its stderr."""
+        self.reader.join(60)
+        assert not self.reader.is_alive(), "a process is left behind"
+        return self.popen.wait(10)
 
     def said(self, event: str) -> list[dict[str, str]]:
         """Fields of all lines of an event."""
@@ -53,17 +73,20 @@ class Process:
         return out
 
 
-def started(*options: str, **environment: str) -> Process:
-    command = [sys.executable, "-m", "tinygrad_nv", "serve", "--port", "0", *OPTIONS, *options]
+@contextlib.contextmanager
+def started(*options: str, program: tuple[str, ...] = ("-m", "tinygrad_nv")) -> Iterator[Process]:
+    command = [sys.executable, *program, "serve", "--port", "0", *OPTIONS, *options]
     begun = time.perf_counter()
-    popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
-    process = Process(popen, begun)
-    threading.Thread(target=process.read, daemon=True).start()
-    until(lambda: process.said("ready") or popen.poll() is not None, 120)
-    process.ready = time.perf_counter()
-    assert popen.poll() is None, process.lines
-    process.url = process.said("ready")[0]["url"]
-    return process
+    popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        process = Process(popen, begun)
+        until(lambda: process.said("ready") or popen.poll() is not None, 120)
+        process.ready = time.perf_counter()
+        assert popen.poll() is None, process.lines
+        process.url = process.said("ready")[0]["url"]
+        yield process
+        assert not [line for line in process.lines if "Traceback" in line]
+    finally: popen.kill()
 
 
 def figure(metrics: str, name: str) -> float:
@@ -72,9 +95,10 @@ def figure(metrics: str, name: str) -> float:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Process]:
-    process = started("--log-interval", "0.2", "--seed", "7")
-    try: yield process
-    finally: process.popen.kill()
+    with started("--log-interval", "0.2", "--seed", "7") as process:
+        yield process
+        process.popen.terminate()
+        assert process.ended() == 0
 
 
 @pytest.fixture(scope="module")
@@ -242,26 +266,26 @@ def test_a_load_of_clients_of_which_some_leave(server: Process):
     assert fields["dropped"] >= 2
 
 
-def test_a_signal_drains(server: Process):
-    """The last: it ends the server."""
+def test_a_signal_drains():
     asked = {"prompt": PROMPT, "max_tokens": 150, "stream": True, "ignore_eos": True}
-    with HTTP.stream("POST", server.url + "/v1/completions", json=asked) as answer:
+    with (started("--no-warm-up", program=("-c", WITH_WORKER % "")) as process,
+          HTTP.stream("POST", process.url + "/v1/completions", json=asked) as answer):
         lines = answer.iter_lines()
         next(lines)
-        server.popen.send_signal(signal.SIGTERM)
+        process.popen.send_signal(signal.SIGTERM)
         rest = [line for line in lines if line]
-    assert rest[-1] == "data: [DONE]"
-    assert '"finish_reason":"length"' in rest[-2]
-    assert server.popen.wait(60) == 0
-    assert server.said("drained")[0]["aborted"] == "0"
-    assert server.lines[-1].endswith(" stopped")
-    assert not [line for line in server.lines if "Traceback" in line]
+        assert rest[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in rest[-2]
+        assert process.ended() == 0
+    assert process.said("drained")[0]["aborted"] == "0"
+    assert process.lines[-1].endswith(" stopped")
 
 
 def test_a_second_signal_ends_it_at_once():
-    process = started("--no-warm-up", "--api-key", "secret", "--served-model-name", "one", "two",
-                      "--metrics-prefix", "vllm")
-    try:
+    """Also when a signal to its group has killed the idle compile worker, which held the pool's lock."""
+    kill = "import time; time.sleep(0.2); active_children()[0].kill()"
+    with started("--no-warm-up", "--api-key", "secret", "--served-model-name", "one", "two",
+                 "--metrics-prefix", "vllm", program=("-c", WITH_WORKER % kill)) as process:
         headers = {"Authorization": "Bearer secret"}
         models = HTTP.get(process.url + "/v1/models", headers=headers).json()["data"]
         assert [model["id"] for model in models] == ["one", "two"]
@@ -275,9 +299,9 @@ def test_a_second_signal_ends_it_at_once():
             until(lambda: process.said("draining"))
             begun = time.perf_counter()
             process.popen.send_signal(signal.SIGINT)
-            assert process.popen.wait(30) == 128 + signal.SIGINT
+            assert process.ended() == 128 + signal.SIGINT
             assert time.perf_counter() - begun < 3
-    finally: process.popen.kill()
+    assert " killed signal=SIGINT" in process.lines[-1]
 
 
 def test_an_address_that_is_taken(command):

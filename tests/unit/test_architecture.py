@@ -37,7 +37,8 @@ TINYGRAD = {**dict.fromkeys(("hooks", "runtime", "patterns"), EVERYTHING),
             **dict.fromkeys(("functional", "kvcache", "models", "engine", "server", "explain", "registration",
                              "cli"), USERS)}
 # files that see more of it, and why
-INSIDE = {"tinygrad_nv/graphs/*": "a step is captured as TinyJit does it, with its schedule and buffers",
+INSIDE = {"tinygrad_nv/tile/*reference.py": "what a spec computes is said in plain tinygrad",
+          "tinygrad_nv/graphs/*": "a step is captured as TinyJit does it, with its schedule and buffers",
           "tinygrad_nv/engine/worker/*": "steps are replayed, and inputs written, without a Tensor a step",
           "tinygrad_nv/explain/*": "explain() schedules as realize would, without running"}
 # modules that `from tinygrad import` can name

@@ -7,7 +7,6 @@ port is bound before the model is loaded, so a port conflict is reported at once
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -92,15 +91,13 @@ def _positive(text: str) -> float:
 def run(arguments: argparse.Namespace, directory: Path) -> NoReturn:
     """Runs the server. Ends the process when the server was told to stop."""
     try:
-        from tinygrad_nv.server import startup
+        from tinygrad_nv.server import serving, startup
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("tinygrad_nv"): raise
         raise NVError(f"the Python package {error.name} is not installed",
                       "starlette, uvicorn, prometheus_client and llguidance, which serving needs",
                       "pip install starlette uvicorn prometheus_client llguidance") from error
     startup.run(arguments, directory)
-    # not sys.exit: it waits for tinygrad's compiler processes, for ever if the same signal killed one of them
-    # (a terminal and an init system signal the whole group)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    serving.leave(0)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing.util
 import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 import uvicorn
 
@@ -26,6 +28,7 @@ from tinygrad_nv.server.service import Service
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 POLL_S = 0.02
+WORKERS_END_S = 0.5     # 0.02 s suffice unless a signal killed the compile worker that held the pool's lock
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -82,7 +85,7 @@ class Server(uvicorn.Server):
         if self._draining is None: return self.drain()
         LOG.warning(line("killed", signal=number.name, active=self.service.active))
         # a kernel or a client may still block a normal exit
-        os._exit(128 + number)
+        leave(128 + number)
 
     async def _drain(self) -> None:
         started, ends = time.monotonic(), time.monotonic() + self.service.limits.drain_s
@@ -108,3 +111,15 @@ async def serve(server: Server, sockets: list[socket.socket], log_every_s: float
     try: await server.serve(sockets)
     finally:
         for task in (ticker, announcing): task.cancel()
+
+
+def leave(status: int) -> NoReturn:
+    """Ends tinygrad's compile workers, and the process. Not sys.exit, which waits for them, for ever if the
+    same signal killed one (an init system signals the whole group): the pool waits for the lock it held."""
+    finalize = multiprocessing.util._run_finalizers  # type: ignore[attr-defined]
+    ending = threading.Thread(target=finalize, args=(0,), daemon=True)
+    ending.start()
+    ending.join(WORKERS_END_S)
+    for worker in multiprocessing.active_children(): worker.kill()
+    finalize(0)  # of the semaphores, if the pool's waits
+    os._exit(status)

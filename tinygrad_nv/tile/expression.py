@@ -167,6 +167,18 @@ def substituted(root: Expression, known: Mapping[Expression, Expression]) -> Exp
     return made[root]
 
 
+def transposed(root: Expression) -> Expression:
+    """An expression whose rows and columns have changed places. A node used twice stays one."""
+    made: dict[Expression, Expression] = {}
+    for node in walk(root):
+        if isinstance(node, Apply): made[node] = replace(node, args=tuple(made[arg] for arg in node.args))
+        elif isinstance(node, Load): made[node] = replace(node, m=node.n, n=node.m)
+        elif isinstance(node, Position) and node.axis == "m": made[node] = Position("n")
+        elif isinstance(node, Position) and node.axis == "n": made[node] = Position("m")
+        else: made[node] = node
+    return made[root]
+
+
 def loads(root: Expression) -> tuple[Load, ...]:
     """The loads of an expression, each once."""
     return tuple(node for node in walk(root) if isinstance(node, Load))

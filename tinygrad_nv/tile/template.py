@@ -22,6 +22,7 @@ from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.tile.clock import Clock
 from tinygrad_nv.tile.launch import Integer
+from tinygrad_nv.tile.reference import Argument, Given, Results
 from tinygrad_nv.tile.schedule import Schedule
 
 S = TypeVar("S")
@@ -177,6 +178,23 @@ class Table:
         """Why there is no schedule of a spec on a target."""
         found = self.family(target.kind, type(spec))
         return f"no template for {spec}" if found is None else found.why_not(spec, target)
+
+    # **** what a spec computes ****
+
+    def arguments(self, spec: Any) -> tuple[Argument, ...]:
+        """The pointers of a spec's kernels, and what lies there (reference.py)."""
+        found: tuple[Argument, ...] = self._reference(spec).arguments(spec)
+        return found
+
+    def reference(self, spec: Any, given: Given, exact: bool = False) -> Results:
+        """What every template of a spec computes, in plain tinygrad (reference.py)."""
+        found: Results = self._reference(spec).reference(spec, given, exact)
+        return found
+
+    def _reference(self, spec: Any) -> Any:
+        """A module of the family's folder, for GPUs and CPUs alike."""
+        family = next(each for kind in ("gpu", "cpu") if (each := self.family(kind, type(spec))) is not None)
+        return import_module(f"tinygrad_nv.tile.{family.name}.reference")
 
     # **** what a schedule's template says ****
 

@@ -1,6 +1,7 @@
 """Layers: which kernel belongs where, in all the ways a kernel comes to be; and NVTX ranges."""
 from __future__ import annotations
 
+import pickle
 import sys
 import types
 from collections import Counter
@@ -172,6 +173,16 @@ def test_a_function_and_a_variable(executed):
         executed.clear()
         with layer("rows"): (x[:ROWS.bind(5)] @ w).softmax(-1).sum(0).realize()
     assert {each.layer for each in executed} == {"rows"}
+
+
+def test_a_pickle_of_what_was_tracked_needs_no_package_but_tinygrad():
+    """Nodes are shared: a weight may have the constants of a graph that was tracked."""
+    with tracked(), layer("layers.0"): made = Tensor([1.0, 2.0]) * 3
+    assert all_metadata[made.uop] == (LayerMetadata("__mul__", False, "layers.0"),)
+    pickled = pickle.dumps(made)
+    assert b"tinygrad_nv" not in pickled
+    del made
+    assert (pickle.loads(pickled) + 0).tolist() == [3.0, 6.0]
 
 
 def test_gradients_belong_to_the_layer_of_what_they_are_of(on, executed):

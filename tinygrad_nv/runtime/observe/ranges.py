@@ -64,6 +64,11 @@ class LayerMetadata(Metadata):
 
     def __hash__(self) -> int: return hash((self.name, self.layer))
 
+    def __reduce__(self) -> tuple[type[Metadata], tuple[str, bool]]:
+        """Pickled as tinygrad's own note: constants share theirs with every graph, and a pickled weight must
+        not need this package."""
+        return Metadata, (self.name, self.backward)
+
 
 @dataclass
 class _Session:

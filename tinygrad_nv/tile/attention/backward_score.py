@@ -15,20 +15,7 @@ from tinygrad_nv.tile.attention.derivative import derivative
 from tinygrad_nv.tile.attention.score import Cells, Extents, Scores
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec
 from tinygrad_nv.tile.epilogue import EpilogueEmitter
-from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, loads, walk
-
-
-def turned(score: Expression) -> Expression:
-    """An expression with rows for columns and columns for rows."""
-    made: dict[Expression, Expression] = {}
-    for node in walk(score):
-        made[node] = node
-        if isinstance(node, Load): made[node] = replace(node, m=node.n, n=node.m)
-        elif isinstance(node, Position) and isinstance(node.axis, str):
-            made[node] = replace(node, axis="n" if node.axis == "m" else "m")
-        elif isinstance(node, Apply):
-            made[node] = Apply(node.op, tuple(made[arg] for arg in node.args), node.dtype)
-    return made[score]
+from tinygrad_nv.tile.expression import Constant, loads, transposed
 
 
 def registers(cells: Cells) -> Iterator[Value]:
@@ -44,7 +31,7 @@ class TurnedScores(Scores):
     def of_spec(kb: Kernel, spec: AttentionSpec, extents: Extents, extras: Sequence[Value],
                 batch: Sequence[Value], first: Value, keys: int, rows: int) -> TurnedScores:
         """Of blocks of `keys` by `rows`."""
-        other = replace(spec, s_q=spec.s_kv, s_kv=spec.s_q, score=turned(spec.score), band=FULL, start=0,
+        other = replace(spec, s_q=spec.s_kv, s_kv=spec.s_q, score=transposed(spec.score), band=FULL, start=0,
                         symbolic=())
         return TurnedScores(kb, other, Extents(extents.s_kv, extents.s_q, extents.start), extras, batch,
                             first,

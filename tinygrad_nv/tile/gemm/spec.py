@@ -20,15 +20,13 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.expression import (
-    Apply,
     Expression,
-    Load,
-    Position,
     Sum,
     loads,
     parameters,
     short,
     show,
+    transposed,
     walk,
 )
 
@@ -216,18 +214,6 @@ class GemmSpec:
 def _swapped(spec: GemmSpec) -> GemmSpec:
     out = replace(spec.out, m=spec.out.n, n=spec.out.m)
     return replace(spec, m=spec.n, n=spec.m, a=spec.b, b=spec.a, out=out, epilogue=transposed(spec.epilogue))
-
-
-def transposed(root: Expression) -> Expression:
-    """An epilogue whose rows and columns have changed places. A node used twice stays one."""
-    made: dict[Expression, Expression] = {}
-    for node in walk(root):
-        if isinstance(node, Apply): made[node] = replace(node, args=tuple(made[arg] for arg in node.args))
-        elif isinstance(node, Load): made[node] = replace(node, m=node.n, n=node.m)
-        elif isinstance(node, Position) and node.axis == "m": made[node] = Position("n")
-        elif isinstance(node, Position) and node.axis == "n": made[node] = Position("m")
-        else: made[node] = node
-    return made[root]
 
 
 def sizes(spec: GemmSpec) -> list[int]:
