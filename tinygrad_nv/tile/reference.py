@@ -148,15 +148,17 @@ def widened(dtype: DType, exact: bool) -> DType:
 
 def evaluated(root: Expression, extents: tuple[int, ...], sums: Sequence[Tensor], given: Given, exact: bool,
               at: Mapping[Axis, Tensor] | None = None) -> Tensor:
-    """An expression over [*batch, m, n]. `at`: positions that are not those of the extents."""
-    whole = dict(zip((*range(len(extents) - 2), "m", "n"), axes(extents), strict=True)) | dict(at or {})
+    """An expression over [*batch, m, n]. `at`: what positions are that are not those of the extents, where
+    nothing is loaded from."""
+    own: dict[Axis, Tensor] = dict(zip((*range(len(extents) - 2), "m", "n"), axes(extents), strict=True))
+    whole = own | dict(at or {})
     made: dict[Expression, Tensor] = {}
     for node in walk(root):
         kind = widened(node.dtype, exact)
         if isinstance(node, Sum): found = sums[node.part]
         elif isinstance(node, Constant): found = Tensor(node.value, dtype=kind)
         elif isinstance(node, Position): found = whole[node.axis].cast(kind)
-        elif isinstance(node, Load): found = _loaded(node, whole, given, extents).cast(kind)
+        elif isinstance(node, Load): found = _loaded(node, own, given, extents).cast(kind)
         else:
             assert isinstance(node, Apply)
             found = _applied(node, [made[arg] for arg in node.args], exact)

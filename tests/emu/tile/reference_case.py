@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,8 @@ from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.runtime.cpu.program import load
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
-from tinygrad_nv.tile.kernel import Scratch
-from tinygrad_nv.tile.reference import Argument, Place
+from tinygrad_nv.tile.kernel import Chain, Scratch
+from tinygrad_nv.tile.reference import Argument, Place, dense
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
@@ -85,8 +86,10 @@ def run(spec: Any, schedule: Schedule, target: GPU | CPU, given: Given, seed: in
     """Results [*extents] in float64, by name. `integers`: those of a symbolic spec."""
     made, places = TABLE.build(spec, schedule, target), TABLE.arguments(spec)
     memory = {each.name: bits(given[each.name]) for each in places}
-    if isinstance(target, GPU): _emulated(made, memory, places, target, seed, integers)
-    else: _called(made, memory, places, integers)
+    for one, its in _calls(made, memory, places):
+        held = {each.name: memory[each.name] for each in its}
+        if isinstance(target, GPU): _emulated(one, held, its, target, seed, integers)
+        else: _called(one, held, its, integers)
     found = {}
     for each in places:
         storage = torch.from_numpy(memory[each.name]).view(given[each.name].dtype)
@@ -99,6 +102,16 @@ def run(spec: Any, schedule: Schedule, target: GPU | CPU, given: Given, seed: in
         assert torch.equal(storage.view(torch.uint8), given[each.name].view(torch.uint8)), \
             f"elements beside {each.name} were written"
     return found
+
+
+def _calls(made: Any, memory: dict[str, np.ndarray],
+           places: Sequence[Argument]) -> list[tuple[Any, Sequence[Argument]]]:
+    """What is run, with its pointers. A chain's kernels share memory of their own."""
+    if not isinstance(made, Chain): return [(made, places)]
+    between = Argument("between", made.between.dtype, (dense(made.between.count),), "out")
+    memory["between"] = np.full(made.between.count * made.between.dtype.itemsize, 0xFF, np.uint8)
+    return [(made.first, [between, *(each for each in places if each.role == "in")]),
+            (made.second, [*(each for each in places if each.role != "in"), replace(between, role="in")])]
 
 
 def with_scratch(made: Any, pointers: Sequence[Any], places: Sequence[Argument],
@@ -133,18 +146,24 @@ def _emulated(made: Any, memory: dict[str, np.ndarray], places: Sequence[Argumen
 def _called(made: Any, memory: dict[str, np.ndarray], places: Sequence[Argument],
             integers: Sequence[int]) -> None:
     order = with_scratch(made, list(memory.values()), places, lambda nbytes: np.full(nbytes, 0xFF, np.uint8))
-    load(made)(*order, *integers)
+    for each in made.kernels: load(each)(*order, *integers, order=range(each.parts)[::-1])
 
 
 # **** what is right ****
 
 def answer(spec: Any, given: Given, exact: bool = False) -> dict[str, torch.Tensor]:
     """The reference's results in float64, by name."""
+    known = (each.name for each in TABLE.arguments(spec) if each.name in given)
+    return _answer(spec, tuple((name, bits(given[name]).tobytes()) for name in known), exact)
+
+
+@lru_cache(16)
+def _answer(spec: Any, memory: tuple[tuple[str, bytes], ...], exact: bool) -> dict[str, torch.Tensor]:
+    kinds = {each.name: each.dtype for each in TABLE.arguments(spec)}
     names = [each.name for each in TABLE.arguments(spec) if each.role != "in"]
     with hooks.disabled():
-        kinds = {each.name: each.dtype for each in TABLE.arguments(spec)}
-        tensors = {name: Tensor(bits(given[name]), device="CPU").bitcast(kinds[name]) for name in kinds
-                   if name in given}
+        tensors = {name: Tensor(np.frombuffer(data, np.uint8), device="CPU").bitcast(kinds[name])
+                   for name, data in memory}
         found = TABLE.reference(spec, tensors, exact)
         return {name: torch.from_numpy(np.array(x.cast(dtypes.float64).numpy()))
                 for name, x in zip(names, found, strict=True)}

@@ -1,8 +1,7 @@
-"""Rows of a table on the CPU: the bits of the body, gradients added up in order, whatever the parts."""
+"""Rows of a table on the CPU: the bits of the body, in graphs and steps."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,16 +10,11 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import Context
 
 from tinygrad_nv import disabled, explain
-from tinygrad_nv.cpu import isa
-from tinygrad_nv.cpu.embedding import kernel as template
-from tinygrad_nv.cpu.target import host
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.functional import embedding
-from tinygrad_nv.runtime.cpu.program import load
-from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
+from tinygrad_nv.tile.embedding.spec import EmbeddingSpec, Tokens
 
 F32, BF16, F16 = dtypes.float32, dtypes.bfloat16, dtypes.float16
-LEVELS = [each for each in (isa.PORTABLE, isa.AVX2, isa.AVX512) if not isa.why_not(each.level)]
 RNG = np.random.default_rng
 
 
@@ -42,35 +36,6 @@ def numbers(v: int, *shape: int, dtype: DType = dtypes.int32) -> Tensor:
 
 def templates(*tensors: Tensor) -> list[str | None]:
     return [each.template for each in explain(*tensors).kernels]
-
-
-@pytest.mark.parametrize("level", LEVELS, ids=str)
-@pytest.mark.parametrize("width", [7, 100])
-def test_sums_are_in_order_whatever_the_parts(level: isa.ISA, width: int):
-    v, count = 9, 30
-    tokens = RNG(2).integers(-v - 2, v + 2, (count, 2))
-    grad = RNG(3).standard_normal((count, width)).astype(np.float32)
-    wanted = np.zeros((v, width), np.float32)
-    for row, token in zip(grad, tokens[:, 1], strict=True):
-        if -v <= token < v: wanted[token] += row
-    spec = EmbeddingGradientSpec(v, width, F32, Tokens(dtypes.int64, (5, 6), (12, 2), 1))
-    for parts, order in ((1, None), (2, (1, 0)), (5, (4, 1, 0, 3, 2))):
-        schedule = replace(template.gradient_default(spec, host()), isa=level, parts=parts)
-        kernel = template.gradient(spec, schedule)
-        out, work = np.full(v * width + 2, 77, np.float32), np.full(kernel.workspace_bytes // 4, 3, np.uint32)
-        load(kernel)(out, work, tokens, grad, order=order)
-        np.testing.assert_array_equal(out[:-2].reshape(v, width), wanted)
-        assert (out[-2:] == 77).all()
-
-
-def test_a_copy_writes_its_rows_alone():
-    weight, tokens = RNG(0).standard_normal((6, 5)).astype(np.float32), np.array([5, -7, -6, 6], np.int32)
-    spec = EmbeddingSpec(6, 5, F32, Tokens(dtypes.int32, (4,), (1,)), symbolic=True)
-    for parts in (1, 3):
-        schedule = replace(template.default(spec, host()), parts=parts)
-        out = np.full((5, 5), 77, np.float32)
-        load(template.build(spec, schedule))(out, weight, tokens, 3)
-        np.testing.assert_array_equal(out, [weight[5], [0] * 5, weight[0], [77] * 5, [77] * 5])
 
 
 @pytest.mark.parametrize(("dtype", "of"), [(F32, dtypes.int32), (BF16, dtypes.int64), (F16, dtypes.int32)],

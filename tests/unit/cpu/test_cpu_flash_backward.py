@@ -12,7 +12,7 @@ from backward_case import arguments, backward, given_forward, lies, near, refere
 from cpu_backward_case import close, here, run, scheduled
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_flash_backward_mma_generated import specs
+from test_flash_backward_generated import specs
 from test_flash_backward_scores import scores
 from tinygrad.dtype import DType, dtypes
 

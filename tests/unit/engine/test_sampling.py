@@ -15,7 +15,7 @@ from tinygrad import Tensor, TinyJit, UOp, Variable, dtypes
 import tinygrad_nv
 from tinygrad_nv.engine.sampling import Filters, SamplingParams, fresh_seed
 from tinygrad_nv.engine.worker.sampler import SamplerState, next_tokens
-from tinygrad_nv.patterns.sampling.named import gumbel_of, noisy, ordered_bits, threshold
+from tinygrad_nv.tile.sampling.reference import gumbel_of, noisy, ordered_bits, threshold
 from tinygrad_nv.tile.sampling.spec import NUMBERS, Number
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from tinygrad import Tensor
 
+from tinygrad_nv.tile.decode.reference import weighted
+
 
 @dataclass(frozen=True)
 class PagedAttention:
@@ -29,15 +31,8 @@ def attended(what: PagedAttention, q: Tensor, k_pages: Tensor, v_pages: Tensor, 
     s = (grouped @ k.float().unsqueeze(2).transpose(-1, -2)) * what.scale
     if scales: s = s * spread(scales[0], table, k_pages.shape[1])
     if what.softcap is not None: s = (s / what.softcap).tanh() * what.softcap
-    s = visible.where(s, -float("inf")).contiguous()
-    top = s.max(-1, keepdim=True)
-    e = (s - (top == -float("inf")).where(0, top)).exp()
-    total = e.sum(-1, keepdim=True)
-    p = e / (total == 0).where(1, total)
-    if scales: p = visible.where(p * spread(scales[1], table, k_pages.shape[1]), 0)
-    # what no row sees may be NaN, also beside a weight of 0
-    there = visible.any(-2, keepdim=True).permute(0, 1, 2, 4, 3).squeeze(2)
-    out = p.cast(q.dtype).float().contiguous() @ there.where(v.float(), 0).unsqueeze(2)
+    scale = spread(scales[1], table, k_pages.shape[1]) if scales else None
+    out = weighted(s, visible, v.float(), q.dtype, scale)
     return out.permute(0, 3, 1, 2, 4).reshape(batch, rows, heads, v.shape[-1]).cast(q.dtype).contiguous(),
 
 

@@ -20,6 +20,7 @@ from tinygrad_nv.patterns.index import largest
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.strides import laid
 from tinygrad_nv.patterns.target import Target, choose
+from tinygrad_nv.tile.embedding.reference import gradient
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
 from tinygrad_nv.tile.templates import TABLE
 
@@ -58,9 +59,8 @@ def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
 
 
 def added(what: EmbeddingGradient, tokens: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-    """The gradient as tinygrad has it. It does not depend on the weight."""
-    weight = Tensor.empty(what.rows, grad.shape[-1], dtype=grad.dtype, device=grad.device)
-    return tuple(weight[tokens].gradient(weight, gradient=grad))
+    """The gradient as tinygrad has it."""
+    return (gradient(what.rows, tokens, grad),)
 
 
 # **** kernels ****

@@ -10,10 +10,10 @@ from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
-from tinygrad_nv.patterns.kv_append.reference import Arguments, KVAppend
 from tinygrad_nv.patterns.strides import Laid, copied, laid
 from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.decode.spec import Pages, Scales
+from tinygrad_nv.tile.kv_append.reference import Arguments, KVAppend
 from tinygrad_nv.tile.kv_append.spec import AppendSpec, Heads, Rope
 
 NAME = "kv_append"

@@ -4,7 +4,7 @@ Protocol. `kv_append(k_pages, v_pages, k, v, table, lengths)` writes the T newes
 its pages, in place: k and v are [B, T, H_kv, D], and row t stands at place lengths[b] − T + t. Lengths count
 the new tokens, as for the `paged_attention` that follows, which sees what has been written in the same step.
 With `cos` and `sin` keys are rotated on their way, and with `q` queries too. What exactly is written:
-tile/kv_append/spec.py. Its body (reference.py) is the reference, and what runs wherever no kernel does.
+tile/kv_append/spec.py. Its body (reference.py there) is the reference, and what runs wherever no kernel does.
 
 Like `Tensor.assign` it changes the Tensors of the pages, and is done when they, or what is made of them, are
 realized; keys and values are then written together. Padding: a row before the request's first token (length
@@ -30,9 +30,9 @@ from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns.decode.paged import FLOATS, check_kind, check_pages, check_scales, check_shape
 from tinygrad_nv.patterns.decode.paged_check import Limits, checked
 from tinygrad_nv.patterns.kv_append.lower import NAME, lowered
-from tinygrad_nv.patterns.kv_append.reference import KVAppend, appended
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.tile.decode.spec import BYTES
+from tinygrad_nv.tile.kv_append.reference import KVAppend, appended
 
 
 def kv_append(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, table: Tensor | None, lengths: Tensor,

@@ -1,4 +1,4 @@
-"""Parts of a sampler as functions known by name: bodies in tinygrad, and kernels.
+"""Parts of a sampler as functions known by name, with bodies of tile/sampling/reference.py, and kernels.
 
 Protocol: `largest`, `chosen` and `tallied` are what the sampler calls; tile/sampling/spec.py says what they
 compute. What is kept is the same by body and kernel, bit by bit, whatever the processor; noise has them where
@@ -15,7 +15,8 @@ from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.target import Target, choose
-from tinygrad_nv.tile.sampling.spec import DIGITS, LANES, ChoiceSpec, CountSpec, FilterSpec, Number
+from tinygrad_nv.tile.sampling.reference import choice, filtered, tally
+from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
 
 # **** filters ****
 
@@ -26,47 +27,6 @@ def largest(logits: Tensor, weights: Tensor | None, numbers: Tensor, number: Num
     R, V = map(int, logits.shape)
     spec = FilterSpec(R, V, number, weights is None)
     return call(spec, filtered, logits, *([] if weights is None else [weights]), numbers)[0]
-
-
-def filtered(spec: FilterSpec, logits: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """A filter in tinygrad."""
-    keys, target = ordered_bits(logits), others[-1][:, spec.number:spec.number + 1]
-    floor = threshold(keys, None if spec.counted else others[0], target)
-    return ((keys >= floor).where(logits, -float("inf")).contiguous(),)
-
-
-def ordered_bits(x: Tensor) -> Tensor:
-    """float32 as uint32 in the same order (IEEE 754: flip negatives, set the sign bit of the rest); -0 comes
-    just before 0."""
-    bits = x.bitcast(dtypes.uint32)
-    return (bits >= 1 << 31).where(bits ^ 0xFFFFFFFF, bits | (1 << 31)).contiguous()
-
-
-def threshold(keys: Tensor, weights: Tensor | None, target: Tensor) -> Tensor:
-    """For each row the largest uint32 t with Σ weights[keys ≥ t] ≥ target, [R, 1], or 0 if there is none: the
-    k-th largest key without weights, which are 1 then, and with k for a target; the nucleus' smallest key
-    when weights are probabilities and target is top_p. Keys and float32 weights are [R, V], target is float32
-    [R, 1].
-
-    Radix selection, four bits a pass from the top, eight passes of two kernels instead of a sort. A pass sums
-    for all 16 digits in `LANES` lanes, since one float sum a digit is a chain of additions that no compiler
-    may break up."""
-    if weights is None: weights = Tensor.ones_like(keys, dtype=dtypes.float32)
-    R, size = map(int, keys.shape)
-    length = -(-size // LANES)
-    # weights of the padding are 0
-    keys, weights = (x.pad(((0, 0), (0, length * LANES - size))).reshape(R, LANES, length, 1).contiguous()
-                     for x in (keys, weights))
-    digits = Tensor.arange(DIGITS, dtype=dtypes.uint32)
-    found = Tensor.zeros(R, 1, dtype=dtypes.uint32, device=keys.device)
-    for shift in range(28, -4, -4):
-        edges = (found + digits * (1 << shift)).reshape(R, 1, 1, DIGITS)
-        mass = (keys >= edges).where(weights, 0).sum(2).contiguous().sum(1)
-        # mass falls with the digit, so the count of digits that reach the target is the digit sought, plus
-        # one; at least digit 0: rounding may leave the total just under a target of 1
-        reached = (mass >= target).cast(dtypes.uint32).sum(1, keepdim=True).maximum(1).cast(dtypes.uint32) - 1
-        found = (found + reached * (1 << shift)).contiguous()
-    return found
 
 
 # **** choices ****
@@ -80,33 +40,6 @@ def chosen(logits: Tensor, numbers: Tensor | None, places: Tensor) -> Tensor:
     return call(ChoiceSpec(R, V, numbers is not None), choice, logits, *others)[0]
 
 
-def choice(spec: ChoiceSpec, logits: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """A choice in tinygrad."""
-    x = noisy(logits, *others) if spec.draw else logits
-    nan = (x != x).max(-1)
-    return (nan.where(spec.size, x.argmax(-1)).cast(dtypes.int32).contiguous(),)
-
-
-def noisy(logits: Tensor, numbers: Tensor, places: Tensor) -> Tensor:
-    """A draw's logits."""
-    R, V = map(int, logits.shape)
-    seed = numbers[:, Number.seed:].cast(dtypes.uint64)
-    key = seed[:, 0:1] | (seed[:, 1:2] << 16) | (seed[:, 2:3] << 32) | (seed[:, 3:4] << 48)
-    index = Tensor.arange(V, dtype=dtypes.uint32).cast(dtypes.uint64)
-    counter = (places.reshape(R, 1).cast(dtypes.uint32).cast(dtypes.uint64) << 32) | index
-    # contiguous: in one kernel with argmax the noise is computed more than once and not vectorised
-    noise = gumbel_of(counter.threefry(key.expand(R, V)).cast(dtypes.uint32)).contiguous()
-    drawn = numbers[:, Number.temperature:Number.temperature + 1] > 0
-    return drawn.where(logits + noise, logits).contiguous()
-
-
-def gumbel_of(bits: Tensor) -> Tensor:
-    """Standard Gumbel noise in (-2.9, 16.7), float32, from uniform uint32 of the same shape."""
-    # 23 bits and a half fit float32 exactly; of 24, the largest would round to 1, whose noise is infinite
-    uniform = ((bits >> 9).cast(dtypes.float32) + 0.5) * 2.0 ** -23
-    return -(-uniform.log()).log()
-
-
 # **** counts ****
 
 def tallied(counts: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
@@ -115,13 +48,6 @@ def tallied(counts: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
     slots, V = map(int, counts.shape)
     spec = CountSpec(int(rows.shape[0]), slots, V)
     return call(spec, tally, counts, rows.cast(dtypes.int32), tokens.cast(dtypes.int32))[0]
-
-
-def tally(spec: CountSpec, counts: Tensor, rows: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-    """Counts in tinygrad."""
-    slot = rows.reshape(-1, 1, 1) == Tensor.arange(spec.slots).reshape(-1, 1)
-    here = slot & (tokens.reshape(-1, 1, 1) == Tensor.arange(spec.size))
-    return (counts + here.sum(0).cast(dtypes.float32),)
 
 
 # **** kernels ****

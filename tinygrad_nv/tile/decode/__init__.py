@@ -1,6 +1,7 @@
 """Decode attention: few new queries over a paged or contiguous cache, split along the keys.
 
   spec.py      what is computed
+  reference.py the same in plain tinygrad
   plan.py      the numbers of a kernel: who reads what, what lies where
   legality.py  what the template requires of a schedule
   schedules.py how: the template's type of schedule; templates.py: its record

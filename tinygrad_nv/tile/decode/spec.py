@@ -19,7 +19,7 @@ there are none. Rows that see nothing, as all of a request of length 0, give zer
 
 Keys and values of 8 bits (e4m3, s8) stand for their number times a scale, float32 in memory, one for each
 page and key head: p is then rounded after it has been multiplied by the scale of its value. NaN of e4m3
-counts as 480.
+counts as 480 on a GPU.
 
 The table (int32 [batch, pages], dense) is read from memory by each launch, and so are the lengths (int32
 [batch], at most pages · page_size) where `length` is "memory". "argument" is one length of all requests, an

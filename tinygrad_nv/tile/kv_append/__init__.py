@@ -1,5 +1,6 @@
 """New keys and values into pages.
 
-  spec.py    rotary embedding, rounding and scatter of new keys and values
-  kernel.py  the template: sm_80 and later
+  spec.py       rotary embedding, rounding and scatter of new keys and values
+  reference.py  the same in plain tinygrad
+  kernel.py     the template: sm_80 and later
 """

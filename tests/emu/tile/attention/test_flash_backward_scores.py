@@ -8,34 +8,30 @@ from dataclasses import dataclass
 import pytest
 import torch
 from attention_case import attended, matrix
-from backward_case import Given, Gradients, arguments, backward, given_forward, lies, near, reference, run
-from flash_backward_mma_case import BF16, CAUSAL, F16, F32
-from flash_backward_mma_case import SMALL as MMA
-from flash_backward_wgmma_case import HALVED, LOW, SMALL, WIDE
+from backward_case import arguments, backward, given_forward, lies, near, reference
+from flash_backward_case import HALVED, LOW, MMA, SMALL, WIDE, BackwardSchedule, close, gradients
+from flash_case import BF16, CAUSAL, F16, F32
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
-from tinygrad_nv.tile.attention.schedules import BackwardMma, BackwardWgmma
+from tinygrad_nv.tile.attention.schedules import BackwardMma
 from tinygrad_nv.tile.attention.spec import FULL, Band
 from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where
 from tinygrad_nv.tile.template import GPU
-from tinygrad_nv.tile.templates import TABLE
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A template: a schedule, where it runs, keys and heads' width of its cases, and the batch."""
-    schedule: BackwardMma | BackwardWgmma
-    arch: str
+    """A template: a schedule, keys and heads' width of its cases, and the batch."""
+    schedule: BackwardSchedule
     keys: int
     d: int
     batch: int
     bands: tuple[Band, Band]
 
 
-KINDS = {"mma": Kind(MMA, "sm_80", 50, 16, 2, (FULL, CAUSAL)),
-         "wgmma": Kind(LOW, "sm_90a", 100, 32, 1, (FULL, Band(-60, 30)))}
+KINDS = {"mma": Kind(MMA, 50, 16, 2, (FULL, CAUSAL)),
+         "wgmma": Kind(LOW, 100, 32, 1, (FULL, Band(-60, 30)))}
 EACH = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 ROW, COLUMN = (Position(axis).cast(F32) for axis in "mn")
 
@@ -63,18 +59,6 @@ def scores(n: int) -> dict[str, Expression]:
         "in f16": ((Sum() * 0.1).cast(F16) * Load(0, F16, 0, 1)).cast(F32)}
 
 
-def gradients(kind: Kind, spec: BackwardSpec, given: Given, seed: int = 0) -> Gradients:
-    """By the schedule of a kind."""
-    return run(TABLE.build(spec, kind.schedule, GPU(kind.arch)), spec, given, kind.arch, seed)
-
-
-def close(spec: BackwardSpec, schedule: BackwardMma | BackwardWgmma, arch: str, seed: int = 0,
-          scale: float = 1.0) -> None:
-    """Asserts that the gradients of a random attention are near the exact ones."""
-    given = arguments(spec, seed, scale)
-    near(spec, given, run(TABLE.build(spec, schedule, GPU(arch)), spec, given, arch, seed))
-
-
 @EACH
 @pytest.mark.parametrize("name", scores(1))
 def test_scores(kind: Kind, name: str):
@@ -82,14 +66,14 @@ def test_scores(kind: Kind, name: str):
     for band in kind.bands:
         spec = backward(70, kind.keys, kind.d, batch=kind.batch, heads=2, group=2, band=band,
                         score=scores(kind.keys)[name])
-        close(spec, kind.schedule, kind.arch, len(name) % 4)
+        close(spec, kind.schedule, seed=len(name) % 4)
 
 
 @pytest.mark.parametrize("name", ["bias of a head", "low soft-cap", "mask"])
 @pytest.mark.parametrize("schedule", [WIDE, SMALL, HALVED], ids=str)
-def test_scores_in_other_blocks(schedule: BackwardWgmma, name: str):
+def test_scores_in_other_blocks(schedule: BackwardSchedule, name: str):
     spec = backward(70, 100, 64, heads=2, group=2, band=CAUSAL, start=20, score=scores(100)[name])
-    close(spec, schedule, "sm_90a")
+    close(spec, schedule)
 
 
 @pytest.mark.parametrize("name", ["bias", "soft-cap and mask"])
@@ -98,15 +82,15 @@ def test_scores_by_default_schedules(name: str):
     for arch in ("sm_80", "sm_90a"):
         schedule = ATTENTION.choose(spec, GPU(arch))
         assert schedule is not None
-        if schedule.template == "flash_backward_mma": close(spec, schedule, arch, seed=1)
+        if isinstance(schedule, BackwardMma): close(spec, schedule, arch, seed=1)
 
 
 @EACH
 def test_large_scores(kind: Kind):
     """Weights are as good as 0 and 1; nothing overflows."""
     for score in (Sum() * 8.0, tanh(Sum() * 4.0) * 300.0):
-        spec = backward(70, 50, 64 if kind.arch == "sm_90a" else 16, score=score)
-        close(spec, kind.schedule, kind.arch, scale=8.0)
+        spec = backward(70, 50, 64 if kind.schedule == LOW else 16, score=score)
+        close(spec, kind.schedule, scale=8.0)
 
 
 @EACH
@@ -119,7 +103,7 @@ def test_scores_beyond_all_exponents(kind: Kind, score: Expression, size: float)
     given = arguments(spec)
     for name in ("q", "k"): given[name].copy_(given[name].sign() * size)
     given_forward(spec, given)
-    got = gradients(kind, spec, given)
+    got = gradients(spec, kind.schedule, given)
     for each in got: assert each.isfinite().all()
     near(spec, given, got)
 
@@ -127,14 +111,14 @@ def test_scores_beyond_all_exponents(kind: Kind, score: Expression, size: float)
 @EACH
 def test_rows_that_see_nothing_have_no_share(kind: Kind):
     """By a mask in memory: their l is −inf, whatever grad they have."""
-    d = 64 if kind.arch == "sm_90a" else 16
+    d = 64 if kind.schedule == LOW else 16
     spec = backward(70, kind.keys, d, score=scores(kind.keys)["mask"])
     given = arguments(spec)
     mask = given["x0"].view(70, kind.keys)
     mask[5] = mask[40:64] = False
     given_forward(spec, given)
     assert (lies(spec, given, "l") == -torch.inf).sum() == 25
-    got = gradients(kind, spec, given)
+    got = gradients(spec, kind.schedule, given)
     near(spec, given, got)
     assert (got.dq[..., 40:64, :] == 0).all()
 
@@ -150,7 +134,7 @@ def test_keys_that_no_row_sees_do_not_count(kind: Kind, band: Band, seed: int):
     spoilt = {name: storage.clone() for name, storage in given.items()}
     beyond = slice(110, None) if band == CAUSAL else slice(200)
     for name in "kv": matrix(spec.forward, spoilt, name)[..., beyond, :] = torch.nan
-    got = gradients(kind, spec, spoilt, seed)
+    got = gradients(spec, kind.schedule, spoilt, seed=seed)
     near(spec, given, got)
     for each in (got.dk, got.dv): assert (each[..., beyond, :] == 0).all()
 
@@ -160,7 +144,7 @@ def test_finite_differences(kind: Kind):
     """The loss Σ out · grad of the exact forward, changed along the gradient of each operand in turn."""
     spec = backward(40, 50, 16, F16, group=2, band=Band(None, 20), score=scores(50)["low soft-cap"], out=F32)
     given = arguments(spec)
-    got = gradients(kind, spec, given)
+    got = gradients(spec, kind.schedule, given)
 
     def loss(name: str, step: float, along: torch.Tensor) -> float:
         moved = {one: given[one].double() for one in (*"qkv", "grad")}
@@ -182,6 +166,6 @@ def test_the_formulas_agree_where_nothing_is_random(kind: Kind):
     given = arguments(spec)
     lies(spec, given, "grad").copy_(torch.arange(-320, 320).view(1, 1, 1, 40, 16) / 64)
     given_forward(spec, given)
-    got = gradients(kind, spec, given)
+    got = gradients(spec, kind.schedule, given)
     assert torch.equal(got.dv, reference(spec, given).dv.float().double())
     near(spec, given, got)

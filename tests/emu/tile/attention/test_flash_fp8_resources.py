@@ -8,11 +8,10 @@ import pytest
 from attention_case import arguments, attention, launched
 from flash_case import CAUSAL, W
 from flash_fp8_case import SMALL8, attention8
-from overlap_case import assert_overlapped
+from resources_case import assert_overlapped, code_of
 
 from tinygrad_nv.errors import ScheduleError, SpecError
-from tinygrad_nv.ptx.assemble import assemble
-from tinygrad_nv.ptx.sass import disassembled, functions, loops
+from tinygrad_nv.ptx.sass import loops
 from tinygrad_nv.tile.attention.schedules import FlashMma, FlashWgmma
 from tinygrad_nv.tile.attention.spec import AttentionSpec, Band, RowScales
 from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
@@ -41,12 +40,8 @@ def chosen(d: int, **others: Any) -> tuple[AttentionSpec, FlashWgmma]:
 def test_main_loops_are_short_and_nothing_spills(d: int):
     schedule = chosen(d)[1]
     spec = attention8(LONG, 16 * schedule.block_n, d)
-    made = TABLE.build(spec, schedule, GPU("sm_90a"))
-    assembly = assemble(made.ptx, "sm_90a")  # raises where ptxas serialised anything
-    found = assembly.kernels["flash_wgmma"]
-    assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
+    code = code_of(TABLE.build(spec, schedule, GPU("sm_90a")), "sm_90a")
     products = d // 32 + schedule.block_n // 32 * len(FlashWgmmaPlan.of(spec, schedule).pieces)
-    code = functions(disassembled(assembly.cubin))["flash_wgmma"]
     assert [loop.around for loop in loops(code) if loop.tensor == products] <= [LOOPS[d] * products]
     assert_overlapped(code, 1)
 
@@ -58,10 +53,8 @@ def test_no_default_spills(d: int, name: str):
     """Scales of blocks, grouped heads, extents of a launch, l, persistent CTAs: all that takes registers."""
     spec, schedule = chosen(d, block=(128, 128, 128), heads=2, group=2, lse=True,
                             symbolic=("s_q", "s_kv", "start"), **SPILLS[name])
-    assembly = assemble(TABLE.build(spec, schedule, GPU("sm_90a")).ptx, "sm_90a")
-    found = assembly.kernels["flash_wgmma"]
-    assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
-    assert_overlapped(functions(disassembled(assembly.cubin))["flash_wgmma"], 2 if name == "causal" else 3)
+    code = code_of(TABLE.build(spec, schedule, GPU("sm_90a")), "sm_90a")
+    assert_overlapped(code, 2 if name == "causal" else 3)
 
 
 @pytest.mark.parametrize("d", [32, 64, 96, 192])

@@ -3,21 +3,18 @@ and full sectors in the loop; loops that do little but multiply, no longer than 
 """
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
 import triton_attention
 import triton_case
 from attention_case import arguments, attention, launched
-from flash_case import BF16, CAUSAL, F32, WGMMA, FlashSchedule, W, arch_of, built, fma, mma
-from overlap_case import assert_overlapped
-from tinygrad.dtype import dtypes
+from flash_case import BF16, CAUSAL, F32, WGMMA, FlashSchedule, W, built, fma, mma
+from resources_case import around, assert_overlapped, code_of, fitting, scores
 
 from tinygrad_nv.errors import ScheduleError
-from tinygrad_nv.ptx.assemble import Assembly, assemble
 from tinygrad_nv.ptx.emulator.report import Stats
-from tinygrad_nv.ptx.sass import TENSOR, disassembled, functions, loops, main_loop
+from tinygrad_nv.ptx.sass import TENSOR, loops
 from tinygrad_nv.tile.attention import defaults
 from tinygrad_nv.tile.attention.schedules import FlashFma, FlashMma, FlashWgmma
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band
@@ -25,12 +22,11 @@ from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
 from tinygrad_nv.tile.attention.wgmma.legality import MOST_HELD
 from tinygrad_nv.tile.attention.wgmma.plan import REGISTERS as OF_WARPGROUPS
 from tinygrad_nv.tile.attention.wgmma.plan import FlashWgmmaPlan
-from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where
+from tinygrad_nv.tile.expression import Sum
 from tinygrad_nv.tile.limits import SMEM_BYTES
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
-REGISTERS = 65536  # of an SM
 HEADS = {64: (64, 40), 128: (128, 96), 192: (192, 136), 256: (256, 200)}  # of each row of the table of mma
 TILES: list[tuple[int, FlashMma | FlashFma]] = [
     *[(d, mma(*tile)) for most, heads in HEADS.items()
@@ -42,14 +38,7 @@ TILES: list[tuple[int, FlashMma | FlashFma]] = [
 DEFAULTS = [*(mma(*tile) for tiles in (*defaults.MMA.values(), defaults.FEW) for tile in tiles),
             *(fma(*tile) for tiles in (*defaults.FMA.values(), defaults.FEW_FMA) for tile in tiles)]
 LONG = 7392  # rows and keys
-SCALED = Sum() * 0.125
-DISTANCE = Position("n").cast(F32) - Position("m").cast(F32)
-SCORES: dict[str, Expression] = {
-    "mask": where(Load(0, dtypes.bool, LONG, 1), SCALED, Constant(-math.inf)),
-    "bias": SCALED + Load(0, F32, LONG, 1), "soft-cap": tanh(SCALED * 0.02) * 50.0,
-    "bias of heads": SCALED + Load(0, BF16, LONG, 1, (0, LONG * LONG, 0)).cast(F32),
-    "ALiBi": SCALED + DISTANCE * 0.0625, "ALiBi by head": SCALED + Load(0, F32, 0, 0, (0, 2, 1)) * DISTANCE,
-    "soft-cap and bias": tanh(SCALED * 0.02) * 50.0 + Load(0, F32, LONG, 1)}
+SCORES = scores(LONG, 0.125)
 
 
 def dtype_of(schedule: FlashSchedule): return F32 if isinstance(schedule, FlashFma) else BF16
@@ -59,17 +48,6 @@ def chosen(spec: AttentionSpec, arch: str) -> FlashSchedule:
     found = ATTENTION.choose(spec, GPU(arch))
     assert isinstance(found, FlashMma | FlashFma | FlashWgmma)
     return found
-
-
-def fits(spec: AttentionSpec, schedule: FlashSchedule, arch: str = "") -> Assembly:
-    """The kernel, that neither spills nor takes more than there is; ptxas serialised nothing."""
-    made = built(spec, schedule, arch := arch or arch_of(schedule))
-    assembly = assemble(made.ptx, arch)
-    used = assembly.kernels[made.name]
-    assert (used.spill_store_bytes, used.spill_load_bytes, used.stack_bytes) == (0, 0, 0)
-    assert -(-used.registers // 8) * 8 * made.threads <= REGISTERS
-    assert used.shared_bytes + made.dynamic_smem <= SMEM_BYTES[arch]
-    return assembly
 
 
 def counted(spec: AttentionSpec, schedule: FlashSchedule) -> Stats:
@@ -95,7 +73,7 @@ def test_default_schedules_keep_to_their_resources(d: int, schedule: FlashMma | 
         archs = [arch for arch in SMEM_BYTES if not TABLE.problems(causal, schedule, GPU(arch))]
         cases = [(causal, archs[turn % len(archs)])]
     for spec, arch in cases:
-        if not TABLE.problems(spec, schedule, GPU(arch)): fits(spec, schedule, arch)
+        if not TABLE.problems(spec, schedule, GPU(arch)): fitting(built(spec, schedule, arch), arch)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["mma", "fma"])
@@ -103,7 +81,7 @@ def test_default_schedules_keep_to_their_resources(d: int, schedule: FlashMma | 
 def test_scores_do_not_spill(name: str, dtype):
     for d in (64, 128, 256):
         spec = attention(512, 512, d, dtype, heads=2, group=2, band=CAUSAL, score=SCORES[name], lse=True)
-        fits(spec, chosen(spec, "sm_80"))
+        fitting(built(spec, chosen(spec, "sm_80")), "sm_80")
 
 
 @pytest.mark.parametrize(("d", "score", "few"), [
@@ -116,8 +94,7 @@ def test_no_default_of_wgmma_spills(d: int, score: str | None, few: bool):
     plain = attention(64 if few else LONG, LONG, d, band=Band(-500, 0), score=made)
     spec = attention(64 if few else LONG, LONG, d, band=Band(-500, 0), score=made, heads=2, group=2,
                      lse=True, symbolic=("s_q", "s_kv", "start"))
-    code = functions(disassembled(fits(spec, chosen(plain, "sm_90a")).cubin))
-    assert_overlapped(code["flash_wgmma"], 3)
+    assert_overlapped(code_of(built(spec, chosen(plain, "sm_90a")), "sm_90a"), 3)
 
 
 @pytest.mark.parametrize(("schedule", "d"), [(W.block(64, 256).warps(8), 64), (W.block(128, 240), 64),
@@ -126,7 +103,7 @@ def test_no_default_of_wgmma_spills(d: int, score: str | None, few: bool):
 def test_the_most_that_is_held_fits(schedule: FlashWgmma, d: int):
     spec = attention(LONG, LONG, d, band=Band(-500, 0), lse=True, symbolic=("s_q", "s_kv", "start"))
     assert FlashWgmmaPlan.of(spec, schedule).held >= MOST_HELD[schedule.consumers] - 4
-    fits(spec, schedule)
+    fitting(built(spec, schedule), "sm_90a")
 
 
 def test_registers_are_within_the_pool():
@@ -197,8 +174,7 @@ def test_there_is_a_default(arch: str, d: int, dtype):
 def test_main_loops_of_wgmma_are_short(d: int, most: int):
     schedule = chosen(attention(LONG, LONG, d), "sm_90a")
     assert isinstance(schedule, FlashWgmma)
-    assembly = fits(attention(LONG, 16 * schedule.block_n, d), schedule)
-    code = functions(disassembled(assembly.cubin))["flash_wgmma"]
+    code = code_of(built(attention(LONG, 16 * schedule.block_n, d), schedule), "sm_90a")
     matmuls = -(-d // 16) + schedule.block_n // 16
     assert [loop.around for loop in loops(code) if loop.tensor == matmuls] <= [most * matmuls]
     assert_overlapped(code, 1)
@@ -214,12 +190,6 @@ def triton_loop(d: int, schedule: FlashMma, causal: bool) -> float:
     return around(made.ptx, made.entry)
 
 
-def around(ptx: str, name: str) -> float:
-    loop = main_loop(functions(disassembled(assemble(ptx, "sm_80").cubin))[name])
-    assert loop is not None
-    return loop.around / loop.tensor
-
-
 @pytest.mark.parametrize("band", [FULL, CAUSAL], ids=str)
 @pytest.mark.parametrize("d", [64, 128])
 def test_loops_are_no_longer_than_those_of_triton(d: int, band: Band):
@@ -231,8 +201,7 @@ def test_loops_are_no_longer_than_those_of_triton(d: int, band: Band):
 
 
 def test_only_tensor_cores_multiply():
-    made = built(attention(1024, 1024, 128, band=CAUSAL), mma(*defaults.MMA[128][0]))
-    code = functions(disassembled(assemble(made.ptx, "sm_80").cubin))[made.name]
+    code = code_of(built(attention(1024, 1024, 128, band=CAUSAL), mma(*defaults.MMA[128][0])), "sm_80")
     assert {each.opcode for each in code} & set(TENSOR) == {"HMMA"}
 
 
@@ -240,8 +209,7 @@ def test_only_tensor_cores_multiply():
 def test_loops_of_fma_multiply_and_add(d: int):
     """Seven of eight instructions of both products are FFMA, and no other unit multiplies."""
     spec = attention(4096, 4096, d, F32, band=CAUSAL)
-    made = built(spec, chosen(spec, "sm_90a"), "sm_90a")
-    code = functions(disassembled(assemble(made.ptx, "sm_90a").cubin))["flash_fma"]
+    code = code_of(built(spec, chosen(spec, "sm_90a"), "sm_90a"), "sm_90a")
     inner = [loop.counts for loop in loops(code) if loop.counts["FFMA"] >= 256 and not loop.counts["BAR"]]
     assert len(inner) >= 2
     for counts in inner: assert counts["FFMA"] >= 0.87 * counts.total()

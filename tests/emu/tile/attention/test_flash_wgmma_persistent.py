@@ -10,8 +10,8 @@ import pytest
 import torch
 from attention_case import arguments, attention, launched, near, run
 from flash_case import CAUSAL, F32, WGMMA, W
+from resources_case import fitting
 
-from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.builder import Kernel
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.tile.attention.schedules import FlashWgmma
@@ -168,8 +168,7 @@ def test_nothing_spills(d: int):
     for one in (spec, replace(spec, band=FULL, symbolic=("s_q",))):
         made = TABLE.build(one, schedule, GPU("sm_90a"))
         assert made.grid == (132, 1, 1)
-        found = assemble(made.ptx, "sm_90a").kernels["flash_wgmma"]
-        assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
+        fitting(made, "sm_90a")
 
 
 def test_memory_is_touched_after_the_kernel_before():

@@ -9,8 +9,8 @@ import gemm_case
 import pytest
 import torch
 from backward_case import backward
-from flash_backward_mma_case import scheduled
-from flash_backward_wgmma_case import CAUSAL, WIDE
+from flash_backward_case import WIDE, mma
+from flash_case import CAUSAL
 from gemm_case import product, reference
 
 from tinygrad_nv.ptx.emulator import Emulator
@@ -23,7 +23,7 @@ STREAMED = Wgmma().block(128, 72).stages(3).streamed()
 STEPS = 2_000_000  # warp instructions, after which what locks up ends; the longest grid here has 0.2 million
 THREE = backward(150, 300, 64, band=CAUSAL, start=200, deterministic=True)  # CTAs that add to a block of dq
 TURNS = {"wgmma": (TABLE.build(THREE, WIDE, GPU("sm_90a")), "sm_90a"),
-         "mma": (TABLE.build(THREE, scheduled(32, 128, 8), GPU("sm_80")), "sm_80")}
+         "mma": (TABLE.build(THREE, mma(32, 128, 8), GPU("sm_80")), "sm_80")}
 
 
 def few(monkeypatch: pytest.MonkeyPatch, resident: int) -> None:

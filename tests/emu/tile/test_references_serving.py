@@ -1,0 +1,172 @@
+"""Every template of decode attention, appends, embeddings and sampling computes what its spec's reference
+says, as test_references.py: in two orders of warps, with indices that kernels may get."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import emitted_specs as specs
+import pytest
+import torch
+from emitted_specs import BF16, E4M3, F16, F32, S8, S32, append, decode
+from reference_case import GUARD, Given, answer, right, run, same, storages
+from test_references import HERE, schedules
+from tinygrad.dtype import dtypes
+from tinygrad.helpers import Context
+
+from tinygrad_nv.cpu.isa import AVX2, PORTABLE, why_not
+from tinygrad_nv.cpu.target import CPU
+from tinygrad_nv.tile.decode.spec import DecodeSpec
+from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
+from tinygrad_nv.tile.expression import Load, Sum
+from tinygrad_nv.tile.kv_append.spec import AppendSpec
+from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
+
+LEVELS = [replace(HERE, isa=isa) for isa in (PORTABLE, AVX2) if not why_not(isa.level)]
+TARGETS = GPU("sm_80", 108), GPU("sm_90a", 132), HERE, *LEVELS
+FAMILIES = ("decode", "kv_append", "embedding", "sampling")
+
+
+def caches() -> dict[str, DecodeSpec]:
+    """Decode attentions: kinds of caches, lengths, scores."""
+    bias = Load(0, F32, 300, 1, (600, 0, 0)) + Load(1, BF16, 0, 0, (8, 4, 1)).cast(F32)
+    apart = {"table": False, "pages": 1}
+    return {
+        "pages": decode(3, group=3, d=64, pages=9),
+        "window": decode(3, 1, 3, 3, 96, 8, 11, F16, window=20, score=specs.capped(96)),
+        "8 rows": decode(2, 1, 8, 8, 32, pages=5),
+        "slopes": decode(3, 2, 3, 2, 64, 32, 3, score=specs.sloped()),
+        "e4m3": decode(3, 2, 2, 1, 64, 32, 3, kv=E4M3),
+        "int8": decode(3, 2, 2, 2, 64, 16, 5, F16, S8, causal=False),
+        "f32": decode(2, 1, 3, 2, 20, 8, 9, F32),
+        "several splits": decode(1, 1, 2, 1, 32, 1100, length="argument", **apart),
+        "bias": decode(2, 2, 2, 2, 32, 300, length="most", score=Sum() * 0.1 + bias, **apart)}
+
+
+def appends() -> dict[str, AppendSpec]:
+    """Appends: rotations, kinds of pages, caches."""
+    exact: dict[str, Any] = {"rounded": True, "new": 3}
+    few = {"stored": 15, "pages": 3}
+    made = {
+        "bf16": append(new=5), "f16 interleaved": append(F16, interleaved=True, new=2, angles=F16),
+        "to e4m3": append(BF16, E4M3, angles=BF16, **exact), "to int8": append(F32, S8, half=12, **exact),
+        "copies": append(F32, BF16, 0, 0, new=7), "f32": append(F32, half=16, q_heads=3, **exact),
+        "rounded": append(F16, angles=F16, interleaved=True, **exact)}
+    there = {name: replace(spec, **few) for name, spec in made.items()}
+    wide = replace(append(BF16, angles=BF16, half=8, q_heads=0, **exact), d_v=24, **few)
+    return there | {"contiguous": replace(append(BF16, angles=BF16, table=False, **exact), page_size=40),
+                    "values of another width": wide}
+
+
+def tables() -> dict[str, EmbeddingSpec]:
+    """Rows of tables, and their gradients."""
+    some, long = Tokens(S32, (3, 5), (2, 7), 1), Tokens(dtypes.int64, (30,), (2,), 3)
+    return {"bf16": EmbeddingSpec(20, 33, BF16, some), "f32 odd": EmbeddingSpec(11, 301, F32, long),
+            "f16": EmbeddingSpec(40, 2056, F16, some), "gradient": EmbeddingGradientSpec(9, 37, BF16, some),
+            "gradient f32": EmbeddingGradientSpec(7, 100, F32, long)}
+
+
+def samplers() -> dict[str, Any]:
+    """Filters, choices and counts."""
+    return {"top-k": FilterSpec(4, 300, Number.top_k, counted=True),
+            "top-p": FilterSpec(4, 515, Number.top_p), "draw": ChoiceSpec(5, 700),
+            "draw of few": ChoiceSpec(40, 3), "draw in pieces": ChoiceSpec(1, 20000),
+            "largest": ChoiceSpec(4, 130, draw=False), "count": CountSpec(70, 90, 3)}
+
+
+SPECS = {f"{family}: {name}": spec
+         for family, of in zip(FAMILIES, (caches(), appends(), tables(), samplers()), strict=True)
+         for name, spec in of.items()}
+CASES = [pytest.param(name, target, schedule, id=f"{name}, {schedule.template}, {target.arch}")
+         for name, spec in SPECS.items() for target in TARGETS for schedule in schedules(spec, target)]
+
+
+@pytest.fixture(autouse=True)
+def in_order() -> Iterator[None]:
+    """Sums of references are from first to last, and compiled sooner."""
+    with Context(NOOPT=1): yield
+
+
+def prepared(spec: Any, integers: bool = False) -> Given:
+    """Storages: slots and entries of a table are different ones, scales not 0, masses positive."""
+    made, random = storages(spec, integers=integers), torch.Generator().manual_seed(1)
+    if isinstance(spec, CountSpec):
+        made["slots"].copy_(torch.randperm(spec.slots + 2, generator=random)[:spec.rows] - 1)
+    if isinstance(spec, AppendSpec) and spec.table:
+        made["table"].copy_(torch.randperm(spec.stored + 2, generator=random)[:spec.batch * spec.pages] - 1)
+    for name in (each for each in made if each.startswith("scale")): made[name].mul_(0.02).add_(0.01)
+    if isinstance(spec, FilterSpec | ChoiceSpec) and "numbers" in made: numbered(spec, made, random)
+    return made
+
+
+def numbered(spec: FilterSpec | ChoiceSpec, made: Given, random: torch.Generator) -> None:
+    """Targets, some of which are not reached; temperatures, seeds, tokens left out."""
+    numbers = made["numbers"].view(spec.rows, -1)
+    if isinstance(spec, ChoiceSpec):
+        numbers[:, Number.temperature] = torch.arange(1, spec.rows + 1) % 3
+        numbers[:, Number.seed:] = torch.randint(1 << 16, (spec.rows, 4), generator=random)
+        made["logits"].view(spec.rows, -1)[:, 1] = -torch.inf
+        return
+    if not spec.counted: made["weights"].copy_(made["logits"].view(spec.rows, -1).softmax(-1).flatten())
+    numbers[:, spec.number] = torch.tensor([5, 77, 1000, torch.inf]) if spec.counted else \
+        torch.tensor([0.1, 0.9, 0.999999, torch.inf])
+
+
+def runs(schedule: Schedule, target: GPU | CPU) -> list[tuple[Schedule, int]]:
+    """Schedules and seeds: two orders of warps, or in one part or three."""
+    if target.kind == "gpu": return [(schedule, seed) for seed in (0, 1)]
+    return [(replace(schedule, parts=1 if target == HERE else 3), 0)]
+
+
+def is_exact(spec: Any) -> bool:
+    """Whether sums have one order, and products are rounded before they are added."""
+    if isinstance(spec, AppendSpec): return spec.rope is None or spec.rope.rounded
+    return not isinstance(spec, DecodeSpec)
+
+
+@pytest.mark.parametrize(("name", "target", "schedule"), CASES)
+def test_numbers(name: str, target: GPU | CPU, schedule: Schedule):
+    spec = SPECS[name]
+    given, integers, asked = prepared(spec), [], spec
+    if isinstance(spec, DecodeSpec) and spec.length == "argument":
+        asked, integers = replace(spec, length="memory"), [1013]
+        given["lengths"] = torch.tensor(integers * spec.batch, dtype=torch.int32)
+    for one, seed in runs(schedule, target):
+        got = run(spec, one, target, given, seed, integers)
+        if is_exact(spec): same(asked, given, got)
+        else: right(asked, given, got)
+
+
+@pytest.mark.parametrize(("name", "target", "schedule"), [
+    each for each in CASES if isinstance(spec := SPECS[str(each.values[0])], AppendSpec)
+    and not is_exact(spec)])
+def test_rotations_by_whole_numbers_are_exact(name: str, target: GPU | CPU, schedule: Schedule):
+    spec = SPECS[name]
+    given = prepared(spec, integers=True)
+    same(spec, given, run(spec, schedule, target, given))
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
+def test_fewer_tokens(target: GPU | CPU):
+    spec = EmbeddingSpec(20, 33, F16, Tokens(S32, (12,), (3,), 2), symbolic=True)
+    given, few = prepared(spec), replace(spec, tokens=Tokens(S32, (7,), (3,), 2))
+    for schedule, seed in (each for s in schedules(spec, target) for each in runs(s, target)):
+        out = run(spec, schedule, target, given, seed, [7])["out"]
+        same(few, given, {"out": out[:7]})
+        assert (out[7:] == GUARD).all()
+
+
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if isinstance(spec, ChoiceSpec)])
+def test_draws_are_those_of_exact_noise(name: str):
+    given = prepared(SPECS[name])
+    assert torch.equal(answer(SPECS[name], given, exact=True)["out"], answer(SPECS[name], given)["out"])
+
+
+def test_every_template_is_asked():
+    asked = {(target.kind, schedule.template) for _, target, schedule in (each.values for each in CASES)}
+    assert asked == {(kind, template.name) for kind in ("gpu", "cpu") for family in TABLE.families(kind)
+                     if family.name in FAMILIES for template in family.templates}

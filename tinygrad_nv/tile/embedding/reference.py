@@ -1,0 +1,34 @@
+"""Rows of a table and its gradient in plain tinygrad (tile/reference.py)."""
+from __future__ import annotations
+
+from tinygrad import Tensor
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec
+from tinygrad_nv.tile.reference import Argument, Given, Place, dense, gathered, rounded, widened
+
+
+def arguments(spec: EmbeddingSpec) -> tuple[Argument, ...]:
+    """out, weight, tokens; of a gradient out, tokens, grad."""
+    lies, table = spec.tokens, dense(spec.rows, spec.width)
+    tokens = Argument("tokens", lies.dtype, (Place(lies.offset, lies.extents, lies.strides),),
+                      values=range(-spec.rows - 3, spec.rows + 3))
+    rows = dense(*lies.extents, spec.width)
+    if isinstance(spec, EmbeddingGradientSpec):
+        return Argument("out", spec.dtype, (table,), "out"), tokens, Argument("grad", spec.dtype, (rows,))
+    return Argument("out", spec.dtype, (rows,), "out"), Argument("weight", spec.dtype, (table,)), tokens
+
+
+def reference(spec: EmbeddingSpec, given: Given, exact: bool = False) -> tuple[Tensor, ...]:
+    """[*extents, width], or [rows, width] of a gradient."""
+    _, *inputs = arguments(spec)
+    x = {each.name: gathered(given[each.name], each.places[0]) for each in inputs}
+    if not isinstance(spec, EmbeddingGradientSpec): return x["weight"][x["tokens"]],
+    sums = gradient(spec.rows, x["tokens"], x["grad"].cast(widened(dtypes.float32, exact)).contiguous())
+    return sums if exact else rounded(sums, spec.dtype),
+
+
+def gradient(rows: int, tokens: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of a table of so many rows, which does not depend on what is in them."""
+    weight = Tensor.empty(rows, grad.shape[-1], dtype=grad.dtype, device=grad.device)
+    return weight[tokens].gradient(weight, gradient=grad)[0]

@@ -1,0 +1,131 @@
+"""Filters, choices and counts in plain tinygrad (tile/reference.py): the bodies of patterns/sampling, too.
+
+A filter's sums are what its spec says, of float32 in one order, where nothing else is rounded too (`exact`);
+noise is of float64 then.
+"""
+from __future__ import annotations
+
+from tinygrad import Tensor
+from tinygrad.dtype import DType, dtypes
+
+from tinygrad_nv.tile.reference import Argument, Given, dense, gathered, widened
+from tinygrad_nv.tile.sampling.spec import (
+    DIGITS,
+    LANES,
+    NUMBERS,
+    ChoiceSpec,
+    CountSpec,
+    FilterSpec,
+    Number,
+)
+
+F32, S32 = dtypes.float32, dtypes.int32
+Spec = FilterSpec | ChoiceSpec | CountSpec
+
+
+def arguments(spec: Spec) -> tuple[Argument, ...]:
+    """out, logits, weights, numbers; out, logits, numbers, places; or counts, slots, tokens: those that there
+    are."""
+    row = dense(spec.rows)
+    if isinstance(spec, CountSpec):
+        return (Argument("counts", F32, (dense(spec.slots, spec.size),), "inout"),
+                Argument("slots", S32, (row,), values=range(-1, spec.slots + 1)),
+                Argument("tokens", S32, (row,), values=range(-1, spec.size + 1)))
+    whole = dense(spec.rows, spec.size)
+    logits = Argument("logits", F32, (whole,))
+    numbers = Argument("numbers", F32, (dense(spec.rows, NUMBERS),))
+    if isinstance(spec, ChoiceSpec):
+        drawn = (numbers, Argument("places", S32, (row,), values=range(1 << 20))) if spec.draw else ()
+        return Argument("out", S32, (row,), "out"), logits, *drawn
+    weights = () if spec.counted else (Argument("weights", F32, (whole,)),)
+    return Argument("out", F32, (whole,), "out"), logits, *weights, numbers
+
+
+def reference(spec: Spec, given: Given, exact: bool = False) -> tuple[Tensor, ...]:
+    """[rows, size] of a filter, [rows] of a choice, all counts."""
+    first, *rest = (gathered(given[each.name], each.places[0]) for each in arguments(spec)
+                    if each.role != "out")
+    if isinstance(spec, FilterSpec): return filtered(spec, first, *rest)
+    if isinstance(spec, CountSpec): return tally(spec, first, *rest)
+    return choice(spec, first, *rest, wide=widened(F32, exact))
+
+
+# **** filters ****
+
+def filtered(spec: FilterSpec, logits: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """A filter in tinygrad."""
+    keys, target = ordered_bits(logits), others[-1][:, spec.number:spec.number + 1]
+    floor = threshold(keys, None if spec.counted else others[0], target)
+    return ((keys >= floor).where(logits, -float("inf")).contiguous(),)
+
+
+def ordered_bits(x: Tensor) -> Tensor:
+    """float32 as uint32 in the same order (IEEE 754: flip negatives, set the sign bit of the rest); -0 comes
+    just before 0."""
+    bits = x.bitcast(dtypes.uint32)
+    return (bits >= 1 << 31).where(bits ^ 0xFFFFFFFF, bits | (1 << 31)).contiguous()
+
+
+def threshold(keys: Tensor, weights: Tensor | None, target: Tensor) -> Tensor:
+    """For each row the largest uint32 t with Σ weights[keys ≥ t] ≥ target, [R, 1], or 0 if there is none: the
+    k-th largest key without weights, which are 1 then, and with k for a target; the nucleus' smallest key
+    when weights are probabilities and target is top_p. Keys and float32 weights are [R, V], target is float32
+    [R, 1].
+
+    Radix selection, four bits a pass from the top, eight passes of two kernels instead of a sort. A pass sums
+    for all 16 digits in `LANES` lanes, since one float sum a digit is a chain of additions that no compiler
+    may break up."""
+    if weights is None: weights = Tensor.ones_like(keys, dtype=F32)
+    R, size = map(int, keys.shape)
+    length = -(-size // LANES)
+    # weights of the padding are 0
+    keys, weights = (x.pad(((0, 0), (0, length * LANES - size))).reshape(R, LANES, length, 1).contiguous()
+                     for x in (keys, weights))
+    digits = Tensor.arange(DIGITS, dtype=dtypes.uint32)
+    found = Tensor.zeros(R, 1, dtype=dtypes.uint32, device=keys.device)
+    for shift in range(28, -4, -4):
+        edges = (found + digits * (1 << shift)).reshape(R, 1, 1, DIGITS)
+        mass = (keys >= edges).where(weights, 0).sum(2).contiguous().sum(1)
+        # mass falls with the digit, so the count of digits that reach the target is the digit sought, plus
+        # one; at least digit 0: rounding may leave the total just under a target of 1
+        reached = (mass >= target).cast(dtypes.uint32).sum(1, keepdim=True).maximum(1).cast(dtypes.uint32) - 1
+        found = (found + reached * (1 << shift)).contiguous()
+    return found
+
+
+# **** choices ****
+
+def choice(spec: ChoiceSpec, logits: Tensor, *others: Tensor, wide: DType = F32) -> tuple[Tensor, ...]:
+    """A choice in tinygrad."""
+    x = noisy(logits, others[0], others[1], wide) if spec.draw else logits
+    nan = (x != x).max(-1)
+    return (nan.where(spec.size, x.argmax(-1)).cast(S32).contiguous(),)
+
+
+def noisy(logits: Tensor, numbers: Tensor, places: Tensor, wide: DType = F32) -> Tensor:
+    """A draw's logits, of noise computed in `wide`."""
+    R, V = map(int, logits.shape)
+    seed = numbers[:, Number.seed:].cast(dtypes.uint64)
+    key = seed[:, 0:1] | (seed[:, 1:2] << 16) | (seed[:, 2:3] << 32) | (seed[:, 3:4] << 48)
+    index = Tensor.arange(V, dtype=dtypes.uint32).cast(dtypes.uint64)
+    counter = (places.reshape(R, 1).cast(dtypes.uint32).cast(dtypes.uint64) << 32) | index
+    # contiguous: in one kernel with argmax the noise is computed more than once and not vectorised
+    noise = gumbel_of(counter.threefry(key.expand(R, V)).cast(dtypes.uint32), wide).contiguous()
+    drawn = numbers[:, Number.temperature:Number.temperature + 1] > 0
+    return drawn.where(logits + noise, logits).contiguous()
+
+
+def gumbel_of(bits: Tensor, wide: DType = F32) -> Tensor:
+    """Standard Gumbel noise in (-2.9, 16.7) from uniform uint32 of the same shape."""
+    # 23 bits and a half fit float32 exactly; of 24, the largest would round to 1, whose noise is infinite
+    uniform = ((bits >> 9).cast(wide) + 0.5) * 2.0 ** -23
+    return -(-uniform.log()).log()
+
+
+# **** counts ****
+
+def tally(spec: CountSpec, counts: Tensor, rows: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+    """Counts in tinygrad."""
+    slot = rows.reshape(-1, 1, 1) == Tensor.arange(spec.slots).reshape(-1, 1)
+    here = slot & (tokens.reshape(-1, 1, 1) == Tensor.arange(spec.size))
+    return (counts + here.sum(0).cast(F32),)
