@@ -38,7 +38,7 @@ def ran(*warps: list[tuple], effects: list[tuple] = [], passes: int = 1, need: t
     made["event"] = -1
     for at, fields in enumerate(effects):
         for name, value in fields: made[name][at] = value
-    return run(Job(np.array(INSTRS, INSTR), np.array(steps, STEP), made, np.array(rows, WARP),
+    return run(Job(np.array(list(INSTRS), INSTR), np.array(steps, STEP), made, np.array(rows, WARP),
                    np.array(need, np.int32), 1), GPU)
 
 
@@ -94,7 +94,7 @@ def test_copies_fill_the_share_of_l2_that_an_sm_has():
     for at, fields in enumerate(effects):
         for name, value in fields: made[name][at] = value
     steps = [(INSTRS.index(TMA), 0, 2, 1)] * 64 + [(INSTRS.index(BARRIER), 2, 1, 1)]
-    job = Job(np.array(INSTRS, INSTR), np.array(steps, STEP), made, np.array([(0, 65, 0, 0, 0)], WARP),
+    job = Job(np.array(list(INSTRS), INSTR), np.array(steps, STEP), made, np.array([(0, 65, 0, 0, 0)], WARP),
               np.array([64], np.int32), 1)
     share = GPU.l2_bytes_per_cycle / GPU.sms
     assert run(job, GPU).cycles == pytest.approx(64 * (1 << 14) / share + GPU.tma_latency, rel=0.02)
