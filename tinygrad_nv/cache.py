@@ -35,6 +35,13 @@ def directory() -> Path:
     with LOCK: return _usable(named())
 
 
+def write(path: Path, text: str) -> None:
+    """Written beside and renamed, so that a reader sees all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file: file.write(text)
+    os.replace(file.name, path)
+
+
 def is_temporary(place: Path) -> bool:
     """Whether it is there in place of another, which this process or the one that started it has said."""
     return place.name.startswith(_PREFIX)

@@ -68,7 +68,8 @@ def find_program(name: str) -> Path | None:
 
 
 @functools.cache
-def _version(program: Path) -> str:
+def version(program: Path) -> str:
+    """What a program says of its release."""
     out = subprocess.run([str(program), "--version"], capture_output=True, text=True, check=False).stdout
     return next((line for line in out.splitlines() if "release" in line), out).strip()
 
@@ -76,7 +77,7 @@ def _version(program: Path) -> str:
 def release() -> tuple[int, int] | None:
     """The CUDA release that ptxas is of, None where there is no ptxas."""
     if (program := find_program("ptxas")) is None: return None
-    found = re.search(r"release (\d+)\.(\d+)", _version(program))
+    found = re.search(r"release (\d+)\.(\d+)", version(program))
     return (int(found[1]), int(found[2])) if found else None
 
 
@@ -96,7 +97,7 @@ def assemble(text: str, arch: str = "sm_90a", flags: tuple[str, ...] = ()) -> As
         raise PTXError(f"unknown architecture {arch!r}", 0, f"one of {', '.join(ARCHITECTURES)}",
                        "change the target")
     ptxas = require_ptxas()
-    key = hashlib.sha256("\0".join((text, arch, *flags, _version(ptxas), "1")).encode()).hexdigest()
+    key = hashlib.sha256("\0".join((text, arch, *flags, version(ptxas), "1")).encode()).hexdigest()
     cached = _cache_directory() / f"{key}.json"
     if cached.is_file(): return _checked(text, *_load(cached))
     with tempfile.TemporaryDirectory() as directory:
@@ -121,12 +122,8 @@ def _load(path: Path) -> tuple[str, bytes, str]:
 
 
 def _store(path: Path, entry: tuple[str, bytes, str]) -> None:
-    """Written beside and renamed, so that a reader sees all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     arch, cubin, words = entry
-    text = json.dumps({"arch": arch, "cubin": base64.b85encode(cubin).decode(), "words": words})
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file: file.write(text)
-    os.replace(file.name, path)
+    cache.write(path, json.dumps({"arch": arch, "cubin": base64.b85encode(cubin).decode(), "words": words}))
 
 
 def _refused(text: str, arch: str, words: str) -> PTXError:

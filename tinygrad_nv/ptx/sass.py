@@ -1,10 +1,10 @@
 """SASS as the disassembler prints it: functions, their loops, and the instructions of a main loop.
 
 Protocol: `disassembled(cubin)` gives nvdisasm's (or cuobjdump's) text, `functions` its instructions by
-function, `loops` the natural loops of a function: for a branch back to an instruction that all ways to the
-branch pass, everything that reaches the branch without passing it again, wherever it lies in memory (a wait
-that spins is often placed after the end). `main_loop` is the innermost loop with tensor-core instructions
-that does the most work.
+function, `blocks` the basic blocks of one, `loops` its natural loops: for a branch back to an instruction
+that all ways to the branch pass, everything that reaches the branch without passing it again, wherever it
+lies in memory (a wait that spins is often placed after the end). `main_loop` is the innermost loop with
+tensor-core instructions that does the most work.
 
 Work is counted in units of what a warp does of a warpgroup's 64 × 8 × 16, 4096 operations: one HMMA.16816,
 or 1/32 of an HGMMA.64x256x16.
@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 from tinygrad_nv.errors import ToolchainError
 from tinygrad_nv.ptx.assemble import find_program
@@ -28,7 +29,7 @@ UNIT = 4096  # multiplications and additions: a warp's quarter of 64 × 8 × 16
 TENSOR = ("HMMA", "IMMA", "QMMA", "BMMA", "DMMA", "OMMA", "HGMMA", "IGMMA", "QGMMA", "BGMMA")
 LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?PT?\d*)\s+)?([A-Z][A-Z0-9_]*)((?:\.\w+)*)"
                   r"\s*(.*?)\s*;")
-LABEL = re.compile(r"^\s*(\.L_x?\w*|\.L\w+):")
+LABEL = re.compile(r"^\s*([.\w$]+):")
 SECTION = re.compile(r"^\s*(?:\.section\s+\.text\.([\w$.]+)|Function : ([\w$.]+))")
 AIM = re.compile(r"`\(([.\w$]+)\)|\b0x([0-9a-f]+)\b")
 SHAPE = re.compile(r"\.(?:(64)x(\d+)x(\d+)|(16)(8)(\d+)|(8)(8)(\d+))(?:\.|$)")
@@ -37,7 +38,8 @@ WAYS_OUT = ("EXIT", "RET", "BRX", "JMX", "KILL", "BPT")
 
 @dataclass(frozen=True)
 class SASSInstruction:
-    """One line. `target` is the address it may go to: that of a branch, or where a BSSY meets again."""
+    """One line. `target` is the address it may go to: that of a branch or call, or where a BSSY meets
+    again."""
     address: int
     opcode: str
     modifiers: str
@@ -60,6 +62,9 @@ class SASSInstruction:
         if self.opcode in WAYS_OUT: return False
         # a branch with a condition among its operands (BRA P1, …; BRA.DIV) may fall through
         return self.opcode != "BRA" or bool(self.modifiers) or "," in self.operands
+
+
+Each = TypeVar("Each", bound=SASSInstruction)
 
 
 @dataclass(frozen=True)
@@ -111,16 +116,20 @@ def disassembler() -> Path | None:
                  if (found := Path(place) / "backends" / "nvidia" / "bin" / "nvdisasm").is_file()), None)
 
 
-def disassembled(cubin: bytes) -> str:
-    """The listing. Raises `ToolchainError` without a disassembler, and where it fails."""
+def disassembled(cubin: bytes, *more: str) -> str:
+    """The listing, with `more` that nvdisasm alone can print. Raises `ToolchainError` without a disassembler,
+    and where it fails."""
     if (program := disassembler()) is None:
         raise ToolchainError("no disassembler is there", "nvdisasm or cuobjdump",
+                             "pip install nvidia-cuda-nvdisasm")
+    flags = ("-sass",) if program.name == "cuobjdump" else ("-c", *more)
+    if more and "-c" not in flags:
+        raise ToolchainError("cuobjdump prints no lines of PTX", "nvdisasm",
                              "pip install nvidia-cuda-nvdisasm")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        flag = "-sass" if program.name == "cuobjdump" else "-c"
-        done = subprocess.run([str(program), flag, file.name], capture_output=True, text=True, check=False)
+        done = subprocess.run([str(program), *flags, file.name], capture_output=True, text=True, check=False)
     if done.returncode:
         raise ToolchainError(f"{program.name} failed: {done.stderr.strip()}", "a disassembler for this cubin",
                              "install one as new as ptxas")
@@ -155,7 +164,7 @@ def _instructions(lines: Iterable[str]) -> list[SASSInstruction]:
 def _instruction(found: re.Match[str], address: int, labels: Mapping[str, int]) -> SASSInstruction:
     _, guard, opcode, modifiers, operands = found.groups()
     target = None
-    if opcode in ("BRA", "BSSY") and (aims := AIM.findall(operands)):
+    if opcode in ("BRA", "BSSY", "CALL") and (aims := AIM.findall(operands)):
         label, number = aims[-1]
         target = labels.get(label) if label else int(number, 16)
     return SASSInstruction(address, opcode, modifiers, operands, guard or "", target)
@@ -163,32 +172,32 @@ def _instruction(found: re.Match[str], address: int, labels: Mapping[str, int]) 
 
 # **** blocks ****
 
-def _blocks(code: Sequence[SASSInstruction]) -> tuple[list[list[SASSInstruction]], list[list[int]]]:
+def blocks(code: Sequence[Each]) -> tuple[list[list[Each]], list[list[int]]]:
     """Runs of instructions without a way in or out between, and the numbers of those that may follow each."""
     starts = {code[0].address} | {each.target for each in code if each.target is not None}
     starts |= {after.address for each, after in pairwise(code)
                if each.opcode in ("BRA", "BSYNC", *WAYS_OUT)}
-    blocks: list[list[SASSInstruction]] = []
+    made: list[list[Each]] = []
     for each in code:
-        if each.address in starts: blocks.append([])
-        blocks[-1].append(each)
-    number = {block[0].address: i for i, block in enumerate(blocks)}
+        if each.address in starts: made.append([])
+        made[-1].append(each)
+    number = {block[0].address: i for i, block in enumerate(made)}
     meets: dict[str, int | None] = {}  # where the last BSSY of each barrier before a BSYNC meets again
     follow = []
-    for i, block in enumerate(blocks):
+    for i, block in enumerate(made):
         for each in block:
             if each.opcode == "BSSY": meets[each.operands.split(",")[0]] = each.target
         last, nexts = block[-1], []
         if last.opcode == "BRA" and last.target in number: nexts.append(number[last.target])
         if last.opcode == "BSYNC" and (meet := meets.get(last.operands)) in number:
             nexts.append(number[meet])
-        if last.goes_on and (last.opcode != "BSYNC" or not nexts or last.guard) and i + 1 < len(blocks):
+        if last.goes_on and (last.opcode != "BSYNC" or not nexts or last.guard) and i + 1 < len(made):
             nexts.append(i + 1)
         follow.append(list(dict.fromkeys(nexts)))
-    return blocks, follow
+    return made, follow
 
 
-def _dominators(follow: Sequence[Sequence[int]]) -> list[set[int]]:
+def dominators(follow: Sequence[Sequence[int]]) -> list[set[int]]:
     """For each block, those that every way from the first passes; empty for what cannot be reached."""
     before: list[list[int]] = [[] for _ in follow]
     for i, nexts in enumerate(follow):
@@ -210,19 +219,19 @@ def _dominators(follow: Sequence[Sequence[int]]) -> list[set[int]]:
     return made
 
 
-def _natural_loops(follow: Sequence[Sequence[int]]) -> dict[int, set[int]]:
+def natural_loops(follow: Sequence[Sequence[int]]) -> dict[int, set[int]]:
     """The blocks of each loop, by its first."""
-    dominators = _dominators(follow)
+    passed = dominators(follow)
     found: dict[int, set[int]] = {}
     for latch, nexts in enumerate(follow):
         for head in nexts:
-            if head not in dominators[latch]: continue
+            if head not in passed[latch]: continue
             body = found.setdefault(head, {head})
             open_ = [latch]
             while open_:
                 if (block := open_.pop()) in body: continue
                 body.add(block)
-                open_ += [i for i, after in enumerate(follow) if block in after and dominators[i]]
+                open_ += [i for i, after in enumerate(follow) if block in after and passed[i]]
     return found
 
 
@@ -231,9 +240,8 @@ def _natural_loops(follow: Sequence[Sequence[int]]) -> dict[int, set[int]]:
 def loops(code: Sequence[SASSInstruction]) -> list[Loop]:
     """The loops of a function, by the address of their first instruction."""
     if not code: return []
-    blocks, follow = _blocks(code)
-    found = _natural_loops(follow)
-    return [_loop(blocks, follow, head, body) for head, body in sorted(found.items())]
+    parts, follow = blocks(code)
+    return [_loop(parts, follow, head, body) for head, body in sorted(natural_loops(follow).items())]
 
 
 def _loop(blocks: Sequence[list[SASSInstruction]], follow: Sequence[Sequence[int]], head: int,
