@@ -1,10 +1,10 @@
 """SASS as the disassembler prints it: functions, their loops, and the instructions of a main loop.
 
 Protocol: `disassembled(cubin)` gives nvdisasm's (or cuobjdump's) text, `functions` its instructions by
-function, `blocks` the basic blocks of one, `loops` its natural loops: for a branch back to an instruction that all ways to the
-branch pass, everything that reaches the branch without passing it again, wherever it lies in memory (a wait
-that spins is often placed after the end). `main_loop` is the innermost loop with tensor-core instructions
-that does the most work.
+function, `blocks` the basic blocks of one, `loops` its natural loops: for a branch back to an instruction
+that all ways to the branch pass, everything that reaches the branch without passing it again, wherever it
+lies in memory (a wait that spins is often placed after the end). `main_loop` is the innermost loop with
+tensor-core instructions that does the most work.
 
 Work is counted in units of what a warp does of a warpgroup's 64 × 8 × 16, 4096 operations: one HMMA.16816,
 or 1/32 of an HGMMA.64x256x16.
@@ -29,7 +29,7 @@ UNIT = 4096  # multiplications and additions: a warp's quarter of 64 × 8 × 16
 TENSOR = ("HMMA", "IMMA", "QMMA", "BMMA", "DMMA", "OMMA", "HGMMA", "IGMMA", "QGMMA", "BGMMA")
 LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?PT?\d*)\s+)?([A-Z][A-Z0-9_]*)((?:\.\w+)*)"
                   r"\s*(.*?)\s*;")
-LABEL = re.compile(r"^\s*(\.L_x?\w*|\.L\w+):")
+LABEL = re.compile(r"^\s*([.\w$]+):")
 SECTION = re.compile(r"^\s*(?:\.section\s+\.text\.([\w$.]+)|Function : ([\w$.]+))")
 AIM = re.compile(r"`\(([.\w$]+)\)|\b0x([0-9a-f]+)\b")
 SHAPE = re.compile(r"\.(?:(64)x(\d+)x(\d+)|(16)(8)(\d+)|(8)(8)(\d+))(?:\.|$)")
@@ -38,7 +38,8 @@ WAYS_OUT = ("EXIT", "RET", "BRX", "JMX", "KILL", "BPT")
 
 @dataclass(frozen=True)
 class SASSInstruction:
-    """One line. `target` is the address it may go to: that of a branch, or where a BSSY meets again."""
+    """One line. `target` is the address it may go to: that of a branch or call, or where a BSSY meets
+    again."""
     address: int
     opcode: str
     modifiers: str
@@ -163,7 +164,7 @@ def _instructions(lines: Iterable[str]) -> list[SASSInstruction]:
 def _instruction(found: re.Match[str], address: int, labels: Mapping[str, int]) -> SASSInstruction:
     _, guard, opcode, modifiers, operands = found.groups()
     target = None
-    if opcode in ("BRA", "BSSY") and (aims := AIM.findall(operands)):
+    if opcode in ("BRA", "BSSY", "CALL") and (aims := AIM.findall(operands)):
         label, number = aims[-1]
         target = labels.get(label) if label else int(number, 16)
     return SASSInstruction(address, opcode, modifiers, operands, guard or "", target)

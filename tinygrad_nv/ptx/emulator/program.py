@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import struct
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -288,7 +288,7 @@ def post_dominators(ops: list[OpRecord]) -> dict[int, int]:
             for p in (found.get(at, exit_),) if ops[at].handler in ("bra", "brx")}
 
 
-def reverse_postorder(edges: list[list[int]], root: int) -> list[int]:
+def reverse_postorder(edges: Sequence[Sequence[int]], root: int) -> list[int]:
     """Depth-first order without recursion."""
     seen, out, stack = {root}, [], [(root, iter(edges[root]))]
     while stack:

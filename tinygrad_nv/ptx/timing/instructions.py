@@ -2,8 +2,9 @@
 
 Protocol: `timed(text, module)` reads what nvdisasm prints with `FLAGS` of a cubin that ptxas made with
 -lineinfo. The lines are ptxas's own, of the opcodes of the PTX instructions, whatever .loc directives say.
-ptxas gives no line to some of what it inserts, and nvdisasm then repeats the one before: where the opcode
-shows that it is another's, the line is that of the next PTX instruction that can have been meant, else 0.
+ptxas gives no line to some of what it copies or inserts, and nvdisasm then repeats the one before. Where the
+opcode shows that it is another's, the line is that of the nearest PTX instruction without SASS; that of an
+mbarrier's first try is that of its loop. What has none is 0.
 
 An instruction's 128 bits hold, from bit 105 up: 4 of cycles until the warp's next instruction may issue, 1
 hint to yield, 3 for the scoreboard that is set until the result is written (7: none), 3 for the one set until
@@ -12,20 +13,25 @@ the operands are read, 6 of the scoreboards waited for, 4 of the operands kept f
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from statistics import median_low
 
-from tinygrad_nv.ptx.sass import SECTION, TENSOR, SASSInstruction, functions
+from tinygrad_nv.ptx.sass import SECTION, TENSOR, SASSInstruction, blocks, functions
 from tinygrad_nv.ptx.syntax import PTXModule
 
 FLAGS = ("-gp", "-hex")
 MARK = re.compile(r'^\s*//## File "[^"]*", line (\d+)')
 LOW = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/.*/\* 0x([0-9a-f]{16}) \*/")
 HIGH = re.compile(r"^\s*/\* 0x([0-9a-f]{16}) \*/")
+AROUND = 6  # instructions on each side that show which PTX an instruction without a line is among
 NONE = 7  # of the scoreboards
-# the PTX that some opcodes come from
-ORIGINS = {**{each: ("wgmma",) if each.endswith("GMMA") else ("mma", "wmma") for each in TENSOR},
-           "SYNCS": ("mbarrier", "cp"), "BAR": ("bar", "barrier"), "UTMALDG": ("cp",), "UTMASTG": ("cp",)}
+# what the PTX of some opcodes begins with
+ORIGINS = {**{each: ("wgmma.mma",) if each.endswith("GMMA") else ("mma.", "wmma.mma") for each in TENSOR},
+           "SYNCS": ("mbarrier.", "cp.async.mbarrier"), "BAR": ("bar.", "barrier."),
+           "UTMALDG": ("cp.async.bulk",), "UTMASTG": ("cp.async.bulk",)}
 
 
 @dataclass(frozen=True)
@@ -43,12 +49,17 @@ class TimedInstruction(SASSInstruction):
 
 def timed(text: str, module: PTXModule) -> dict[str, tuple[TimedInstruction, ...]]:
     """The instructions of each kernel of a listing, in the order of addresses."""
-    rows = {(name, address): (line, bits) for name, address, line, bits in _rows(text)}
-    called = {each.line: each.mnemonic for function in module.callees.values() for each in function.body}
+    begins = {0: 0}  # lines by the lines of the PTX instructions that they are in
+    for function in (*module.functions.values(), *module.callees.values()):
+        begins |= {function.line: 0} | {each.line: each.line for each in function.body}
+    order = sorted(begins)
+    rows = {(name, address): (begins[order[bisect_right(order, line) - 1]], bits)
+            for name, address, line, bits in _rows(text)}
+    called = {each.line: each.opcode for function in module.callees.values() for each in function.body}
     made = {}
     for name, code in functions(text).items():
-        lines = called | {each.line: each.mnemonic for each in module.functions[name].body}
-        made[name] = tuple(_own([_timed(each, lines, *rows[name, each.address]) for each in code], lines))
+        lines = called | {each.line: each.opcode for each in module.functions[name].body}
+        made[name] = tuple(_own([_timed(each, *rows[name, each.address]) for each in code], lines))
     return made
 
 
@@ -62,25 +73,49 @@ def _rows(text: str) -> Iterator[tuple[str, int, int, int]]:
         elif (found := HIGH.match(row)) is not None: yield name, address, line, int(found[1], 16) << 64 | low
 
 
-def _timed(each: SASSInstruction, lines: Mapping[int, str], line: int, bits: int) -> TimedInstruction:
+def _timed(each: SASSInstruction, line: int, bits: int) -> TimedInstruction:
     control = bits >> 105
     write, read = control >> 5 & 7, control >> 8 & 7
-    return TimedInstruction(*(getattr(each, field.name) for field in fields(each)),
-                            line if line in lines else 0, control & 15, bool(control >> 4 & 1),
-                            None if write == NONE else write, None if read == NONE else read,
-                            control >> 11 & 63, control >> 17 & 15)
+    return TimedInstruction(
+        **vars(each), ptx_line=line, stall=control & 15,
+        yield_hint=bool(control >> 4 & 1),
+        write_barrier=None if write == NONE else write, read_barrier=None if read == NONE else read,
+        wait_mask=control >> 11 & 63, reuse=control >> 17 & 15)
 
 
 def _own(code: Sequence[TimedInstruction], lines: Mapping[int, str]) -> Iterator[TimedInstruction]:
     """The same, without lines of others and behind the end."""
-    taken = {each.ptx_line for each in code if lines.get(each.ptx_line) in ORIGINS.get(each.opcode, ())}
-    last: dict[tuple[str, ...], int] = {}
+    free = {opcode: {i for i, text in lines.items() if text.startswith(origins)} -
+            {each.ptx_line for each in code if each.opcode == opcode} for opcode, origins in ORIGINS.items()}
     ended = False
-    for each in code:
-        ended |= each.opcode == "BRA" and each.target == each.address
-        line, origins = each.ptx_line, ORIGINS.get(each.opcode)
-        if origins and lines.get(line) not in origins:
-            line = next((other for other in sorted(lines) if other > last.get(origins, 0)
-                         and lines[other] in origins and other not in taken), 0)
-        if origins and line: last[origins] = line
-        yield replace(each, ptx_line=0 if ended else line)
+    for block in blocks(code)[0]:
+        found: dict[str, list[int]] = defaultdict(list)
+        for at, each in enumerate(block):
+            if not _strange(each, lines) or not free[each.opcode]: continue
+            around = [other.ptx_line for other in block[max(at - AROUND, 0):at + AROUND]
+                      if not _strange(other, lines)]
+            near = median_low(around or [each.ptx_line])
+            _, line = min((abs(line - near), line) for line in free[each.opcode])
+            found[each.opcode].append(line)
+            free[each.opcode].remove(line)
+        for opcode in found: found[opcode].sort(reverse=True)
+        for each in block:
+            ended |= each.opcode == "BRA" and each.target == each.address
+            line = each.ptx_line
+            if _strange(each, lines):
+                own = found[each.opcode]
+                line = _tried_again(block, code) if ".PHASECHK" in each.modifiers else own.pop() if own else 0
+            yield replace(each, ptx_line=0 if ended else line)
+
+
+def _strange(each: TimedInstruction, lines: Mapping[int, str]) -> bool:
+    """Whether a line cannot be the instruction's."""
+    origins = ORIGINS.get(each.opcode)
+    return origins is not None and not lines.get(each.ptx_line, "").startswith(origins)
+
+
+def _tried_again(block: Sequence[TimedInstruction], code: Sequence[TimedInstruction]) -> int:
+    """The line of a first try, which ptxas makes of a loop: that of the try where its branch goes."""
+    to = block[-1].target
+    return next((each.ptx_line for each in code if each.opcode == "SYNCS" and to is not None
+                 and each.address >= to), 0)

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tinygrad_nv import cache
-from tinygrad_nv.errors import ToolchainError
 from tinygrad_nv.ptx.assemble import assemble, version
 from tinygrad_nv.ptx.emulator.calls import expanded
 from tinygrad_nv.ptx.parser import parse
