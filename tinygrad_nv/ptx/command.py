@@ -1,5 +1,5 @@
-"""`tinygrad-nv ptx check`, `ptx time` and `ptx stats`: a PTX file on the emulator, how long it takes on a GPU, and
-the resources that ptxas reports.
+"""`tinygrad-nv ptx check`, `ptx time` and `ptx stats`: a PTX file on the emulator, how long it takes on a
+GPU, and the resources that ptxas reports.
 
 Protocol: an argument of the kernel is written as
 
@@ -58,7 +58,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     check.set_defaults(run=run_check)
     timing = kinds.add_parser("time", help="predict how long a kernel takes on a GPU")
     add_launch(timing)
-    timing.add_argument("--gpu", default="h100", metavar="NAME", help=f"one of {', '.join(known())} (default h100)")
+    timing.add_argument("--gpu", default="h100", metavar="NAME",
+                        help=f"one of {', '.join(known())} (default h100)")
     timing.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     timing.set_defaults(run=run_time)
     stats = kinds.add_parser("stats", help="what ptxas and the disassembler say of a kernel")

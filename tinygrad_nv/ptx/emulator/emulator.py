@@ -177,9 +177,9 @@ class Emulator:
         and counted. `args` are buffers, addresses and other integers, floats, `TensorMap`s or bytes, one for
         each parameter. With `footprint`, the report says which bytes of memory were touched. A launch with
         `ahead` is a programmatic one (griddepcontrol): what the kernels ahead touched conflicts with what it
-        does before it has waited for them. Both need `check`. `tapes` runs chosen clusters alone, and records them. `timing` names a
-        GPU: nothing is computed or checked, and memory stays as it is; the report has a prediction of the time
-        that the launch takes there. Raises `PTXError` naming the line or the
+        does before it has waited for them. Both need `check`. `tapes` runs chosen clusters alone, and records
+        them. `timing` names a GPU: nothing is computed or checked, and memory stays as it is; the report has
+        a prediction of the time that the launch takes there. Raises `PTXError` naming the line or the
         argument that cannot be."""
         loaded = self._load(ptx_text)
         function = self._entry(loaded.module, entry)
@@ -213,7 +213,7 @@ class Emulator:
                 self.check = check
                 for buffer, data in kept: buffer.data[:] = data
         began = time.perf_counter()
-        found = predicted(text, self.arch, entry, lambda resources: Shape(*shape, shared, resources), gpu, record)
+        found = predicted(text, self.arch, entry, lambda uses: Shape(*shape, shared, uses), gpu, record)
         return Report(seconds=time.perf_counter() - began, timing=found)
 
     def prepare(self, ptx_text: str, entry: str | None = None) -> None:

@@ -1,9 +1,8 @@
 """Tapes: the instructions that chosen clusters' warps executed, in each warp's order, with what tells them
 apart in time: passes through shared memory, phases of barriers, copies and where they lie.
 
-Protocol: `Emulator.launch(..., tapes=Tapes((0, 66)))` runs clusters 0 and 66 of the grid and no other, and fills
-`tapes.warps`, one `Tape` for each warp of theirs. csrc/tape.c says what a step and a note are.
-"""
+Protocol: `Emulator.launch(..., tapes=Tapes((0, 66)))` runs clusters 0 and 66 of the grid and no other, and
+fills `tapes.warps`, one `Tape` for each warp of theirs. csrc/tape.c says what a step and a note are. """
 from __future__ import annotations
 
 import ctypes
@@ -85,8 +84,8 @@ def _copied(address: int | None, count: int, dtype: np.dtype) -> np.ndarray:
 
 def _without_failures(sources: np.ndarray, noted: np.ndarray, first: np.ndarray,
                       notes: np.ndarray) -> np.ndarray:
-    """From a try_wait that failed up to where the same is tried again, nothing of the loop is kept; other lanes
-    may have gone on meanwhile."""
+    """From a try_wait that failed up to where the same is tried again, nothing of the loop is kept; other
+    lanes may have gone on meanwhile."""
     keep = np.ones(len(sources), bool)
     tried = np.flatnonzero(noted)
     failed = tried[notes["kind"][first[tried]] == Note.FAILED] if len(tried) else tried

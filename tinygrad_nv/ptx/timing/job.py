@@ -48,6 +48,12 @@ class Code:
     block_of: np.ndarray
     line_of: np.ndarray
 
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Opcodes without a cost."""
+        both = zip(self.instructions, self.costs, strict=True)
+        return tuple(dict.fromkeys(each.opcode for each, cost in both if not cost.known))
+
 
 def code_of(listing: Listing, entry: str) -> Code:
     """The SASS of an entry function. Of copies of a block that ptxas unrolled the one for the most executions
@@ -148,8 +154,8 @@ def _stream(code: Code, tape: Tape) -> np.ndarray:
 
 def _with_the_rest(tape: Tape, out: np.ndarray, at: np.ndarray, execution: np.ndarray,
                    other: int) -> np.ndarray:
-    """The stream, and a step of instruction number `other` for each PTX instruction with notes that no SASS of
-    its block carries: after what its execution has become."""
+    """The stream, and a step of instruction number `other` for each PTX instruction with notes that no SASS
+    of its block carries: after what its execution has become."""
     carried = np.zeros(len(tape.notes) + 1, bool)
     carried[out["note"][out["notes"] > 0]] = True
     missing = np.flatnonzero((tape.end_note > tape.first_note) & ~carried[tape.first_note])
@@ -184,8 +190,8 @@ def _attach(code: Code, tape: Tape, body: np.ndarray, count: int, places: np.nda
 
 
 def _carries(cost: Cost) -> bool:
-    return cost.kind in _NOTED or cost.unit in (Unit.SHARED, Unit.CONTROL) and cost.kind is Kind.PLAIN \
-        and cost.busy > 1
+    return cost.kind in _NOTED or (cost.unit in (Unit.SHARED, Unit.CONTROL) and cost.kind is Kind.PLAIN \
+        and cost.busy > 1)
 
 
 # **** what notes do ****

@@ -1,18 +1,18 @@
 """What a launch takes on a GPU: `Timing`, from the emulator's tapes.
 
-Protocol. `places(...)` chooses the clusters whose warps are recorded: as many as share the SMs of one cluster,
-at the beginning of the grid, and at a few places more where it has several waves. The emulator runs them,
-without tensor arithmetic, and `timed(...)` runs their SASS on a model of these SMs (job.py, csrc/sm.c), each
-place by itself.
+Protocol. `places(...)` chooses the clusters whose warps are recorded: as many as share the SMs of one
+cluster, at the beginning of the grid, and at a few places more where it has several waves. The emulator runs
+them, without tensor arithmetic, and `timed(...)` runs their SASS on a model of these SMs (job.py, csrc/sm.c),
+each place by itself.
 
     seconds = launch + cycles / clock       cycles of a grid: its clusters, in their order, each as long as
-                                            those recorded nearest to it, as many at once as the GPU has room for
+                                            those recorded nearest to it, as many at once as the GPU has room
+                                            for
 
-The rest of the GPU takes its share: an SM has its part of the rates of L2 and HBM. Of what L2 is asked for HBM
-gives the bytes that the clusters which run at once ask for first: 1 / √n of it, for n that work on a square of
-a result (`far_share`). That is right for matmuls alone; neither it, nor clocks that power limits, are modelled
-further yet, so that `uncertainty` is an estimate.
-"""
+The rest of the GPU takes its share: an SM has its part of the rates of L2 and HBM. Of what L2 is asked for
+HBM gives the bytes that the clusters which run at once ask for first: 1 / √n of it, for n that work on a
+square of a result (`far_share`). That is right for matmuls alone; neither it, nor clocks that power limits,
+are modelled further yet, so that `uncertainty` is an estimate. """
 from __future__ import annotations
 
 import heapq
@@ -81,9 +81,10 @@ class Wait:
 
 @dataclass(frozen=True)
 class Timing:
-    """A prediction, never a measurement. `units`: busy shares of the recorded SMs, of L2 and of HBM, while the
-    kernel runs; `limiter`: the busiest of them, "latency" where none is busy for half of the time. `tflops` of
-    tensor cores, `gbytes_per_s` between SMs and L2. `unknown`: SASS instructions without figures."""
+    """A prediction, never a measurement. `units`: busy shares of the recorded SMs, of L2 and of HBM, while
+    the kernel runs; `limiter`: the busiest of them, "latency" where none is busy for half of the time.
+    `tflops` of tensor cores, `gbytes_per_s` between SMs and L2. `unknown`: SASS instructions without
+    figures."""
     gpu: str
     seconds: float
     uncertainty: float
@@ -132,15 +133,15 @@ def timed(code_list: Listing, entry: str, shape: Shape, tapes: Sequence[Tape], g
     lengths = _every(shape, gpu, {at: one.cycles for at, one in runs.items()})
     cycles = _makespan(lengths, shape.at_once(gpu))
     seconds = gpu.launch_s + cycles / gpu.clock_hz
-    flops, nbytes = (sum(_every(shape, gpu, {at: work(code, job) / shape.ctas_of_sm() for at, job in jobs.items()}))
+    together = shape.ctas_of_sm()
+    flops, nbytes = (sum(_every(shape, gpu, {at: work(code, job) / together for at, job in jobs.items()}))
                      for work in (_flops, _bytes))
     units = _units(list(runs.values()))
     limiter = max(units, key=lambda name: units[name])
     return Timing(gpu.name, seconds, UNCERTAINTY, cycles, gpu.clock_hz, shape.clusters / shape.at_once(gpu),
-                  shape.ctas_of_sm(), flops / seconds / 1e12, nbytes / seconds / 1e9, units,
+                  together, flops / seconds / 1e12, nbytes / seconds / 1e9, units,
                   limiter if units[limiter] >= 0.5 else "latency", _waits(code, list(runs.values())),
-                  tuple(dict.fromkeys(each.opcode for each, cost in zip(code.instructions, code.costs, strict=True)
-                                      if not cost.known)), tuple(runs.values()))
+                  code.unknown, tuple(runs.values()))
 
 
 def _job(code: Code, tapes: Sequence[Tape], shape: Shape, gpu: GPUFigures) -> Job:
@@ -177,7 +178,7 @@ def _makespan(lengths: Sequence[float], at_once: int) -> int:
 def _units(runs: Sequence[Run]) -> dict[str, float]:
     cycles = sum(one.cycles for one in runs)
     sms = len(runs[0].busy)
-    busy = sum(one.busy.sum(0) for one in runs)
+    busy = np.sum([one.busy.sum(0) for one in runs], 0)
     parts = {name: float(busy[unit]) / cycles / sms / (1 if unit in (Unit.SHARED, Unit.COPY) else 4)
              for unit, name in SHOWN.items()}
     issued = sum(int(one.waited[:, REASONS.index("issued")].sum()) for one in runs)
@@ -188,7 +189,7 @@ def _units(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def _waits(code: Code, runs: Sequence[Run], most: int = 12) -> tuple[Wait, ...]:
-    waited = sum(one.waited for one in runs)
+    waited = np.sum([one.waited for one in runs], 0)
     total = max(1, int(waited.sum()))
     made_ = []
     for number in np.argsort(-waited[:len(code.instructions), 1:].max(1), kind="stable")[:most]:
@@ -222,13 +223,15 @@ def as_text(timing: Timing) -> str:
     rows = [("predicted, not measured", f"{timing.seconds * 1e6:,.1f} us ± {timing.uncertainty:.0%}"),
             ("GPU", f"{timing.gpu}, {timing.clock_hz / 1e9:.3f} GHz"), ("cycles", f"{timing.cycles:,}"),
             ("waves", f"{timing.waves:.2f}, {timing.ctas_of_sm} CTAs an SM"),
-            ("tensor cores", f"{timing.tflops:,.1f} TFLOP/s"), ("SMs and L2", f"{timing.gbytes_per_s:,.0f} GB/s"),
+            ("tensor cores", f"{timing.tflops:,.1f} TFLOP/s"),
+            ("SMs and L2", f"{timing.gbytes_per_s:,.0f} GB/s"),
             ("limiter", timing.limiter)]
     lines = [f"{name:<24}{value:>28}" for name, value in rows]
     lines += ["", *(f"{name:<24}{share:>28.1%}" for name, share in
                     sorted(timing.units.items(), key=lambda each: -each[1]))]
     lines += ["", f"{'line':>6} {'share':>7}  {'waits for':<10} SASS"]
-    lines += [f"{each.ptx_line:>6} {each.share:>7.1%}  {each.reason:<10} {each.sass}" for each in timing.waits]
+    lines += [f"{each.ptx_line:>6} {each.share:>7.1%}  {each.reason:<10} {each.sass}"
+              for each in timing.waits]
     if timing.unknown: lines += ["", "without figures, taken for 20 cycles: " + ", ".join(timing.unknown)]
     return "\n".join(lines)
 

@@ -67,8 +67,9 @@ def library() -> ctypes.CDLL:
     path = folder / f"{key}.so"
     if not path.is_file():
         part = path.with_suffix(f".{os.getpid()}")
-        done = subprocess.run([*compiler.command, *FLAGS, f"-DTIMING_KEY={key}", str(SOURCE), "-o", str(part)],
-                              capture_output=True, text=True, check=False, env=compiler.environment())
+        command = [*compiler.command, *FLAGS, f"-DTIMING_KEY={key}", str(SOURCE), "-o", str(part)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False,
+                              env=compiler.environment())
         if done.returncode:
             raise ToolchainError(f"{compiler.command[0]} did not compile the timing model:\n"
                                  f"{done.stderr[-2000:]}", "a C compiler", "unset CC, or point it at clang")
@@ -87,8 +88,9 @@ def run(job: Job, gpu: GPUFigures, log: int = 0) -> Run:
                        len(job.need), len(job.instrs), job.sms, -1, _figures(gpu))
     state = library().sm_run(ctypes.byref(struct))
     if state != DONE:
-        raise PTXError(f"the timing model does not go on after {struct.cycles} cycles: warp {struct.stuck} waits "
-                       "for a barrier that no recorded warp completes", 0, "tapes of all CTAs that meet there")
+        raise PTXError(f"the timing model does not go on after {struct.cycles} cycles: warp {struct.stuck} "
+                       "waits for a barrier that no recorded warp completes", 0,
+                       "tapes of all CTAs that meet there")
     return Run(struct.cycles, waited, busy, ends, struct.l2_busy, struct.hbm_busy, kept[:struct.log_count])
 
 

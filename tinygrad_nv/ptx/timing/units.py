@@ -1,13 +1,13 @@
 """What a SASS instruction asks of an SM: its unit, how long that is busy, and when its result is there.
 
 Sources: CUDA C++ Programming Guide, "Arithmetic Instructions", results a cycle and SM of compute capability
-9.0: 128 of float32 (FMA), 64 of integers and comparisons (ALU), 16 of MUFU and of most conversions (XU), 64 of
-float64, 32 of shuffles. A scheduler has a quarter: a warp takes 1, 2, 8 cycles of its units. Latencies of what
-clears a scoreboard: HOPPER_TIMING.md 7.3 to 7.5, and what ptxas schedules for where that has none.
+9.0: 128 of float32 (FMA), 64 of integers and comparisons (ALU), 16 of MUFU and of most conversions (XU), 64
+of float64, 32 of shuffles. A scheduler has a quarter: a warp takes 1, 2, 8 cycles of its units. Latencies of
+what clears a scoreboard: HOPPER_TIMING.md 7.3 to 7.5, and what ptxas schedules for where that has none.
 
-wgmma (HOPPER_TIMING.md 7.3): the tensor core takes N / 2 cycles for m64nNk16 of 16 bits, the same for the other
-k of one instruction; shared memory gives 128 bytes a cycle of B, 32 N, and of A where it lies there, 2048.
-"""
+wgmma (HOPPER_TIMING.md 7.3): the tensor core takes N / 2 cycles for m64nNk16 of 16 bits, the same for the
+other k of one instruction; shared memory gives 128 bytes a cycle of B, 32 N, and of A where it lies there,
+2048. """
 from __future__ import annotations
 
 import re
@@ -66,68 +66,53 @@ class Cost:
     known: bool = True
 
 
-# by the beginning of opcode and modifiers; the first that fits
-_ROWS: tuple[tuple[str, Cost], ...] = (
-    ("MUFU", Cost(Unit.XU, 8, 18)), ("F2FP", Cost(Unit.ALU, 2)), ("I2FP", Cost(Unit.ALU, 2)),
-    ("F2F", Cost(Unit.XU, 8, 18)), ("F2I", Cost(Unit.XU, 8, 18)), ("I2F", Cost(Unit.XU, 8, 18)),
-    ("FRND", Cost(Unit.XU, 8, 18)), ("POPC", Cost(Unit.XU, 8, 18)), ("FLO", Cost(Unit.XU, 8, 18)),
-    ("BREV", Cost(Unit.XU, 8, 18)),
-    ("FFMA", Cost(Unit.FMA)), ("FADD", Cost(Unit.FMA)), ("FMUL", Cost(Unit.FMA)),
-    ("FSEL", Cost(Unit.ALU, 2)), ("FMNMX", Cost(Unit.ALU, 2)), ("FSET", Cost(Unit.ALU, 2)),
-    ("FCHK", Cost(Unit.XU, 8, 18)), ("FSWZADD", Cost(Unit.FMA)),
-    ("HFMA2", Cost(Unit.HALF)), ("HADD2", Cost(Unit.HALF)), ("HMUL2", Cost(Unit.HALF)),
-    ("HMNMX2", Cost(Unit.ALU, 2)), ("HSET", Cost(Unit.ALU, 2)),
-    ("DFMA", Cost(Unit.DOUBLE, 2, 16)), ("DADD", Cost(Unit.DOUBLE, 2, 16)), ("DMUL", Cost(Unit.DOUBLE, 2, 16)),
-    ("DSETP", Cost(Unit.DOUBLE, 2, 16)), ("DMNMX", Cost(Unit.DOUBLE, 2, 16)),
-    ("IMAD.WIDE", Cost(Unit.WIDE, 2)), ("IMAD.HI", Cost(Unit.WIDE, 2)), ("IMAD", Cost(Unit.WIDE, 2)),
-    ("IDP", Cost(Unit.WIDE, 2)),
-    ("HMMA", Cost(Unit.TENSOR, 1, 24, Kind.MMA)), ("IMMA", Cost(Unit.TENSOR, 1, 24, Kind.MMA)),
-    ("QMMA", Cost(Unit.TENSOR, 1, 24, Kind.MMA)), ("BMMA", Cost(Unit.TENSOR, 1, 24, Kind.MMA)),
+_VARIABLE = 20      # cycles of results that ptxas waits for and nothing is published of: assumed
+# beginnings of opcode and modifiers, and their cost; the first that fits
+_GROUPS: tuple[tuple[str, Cost], ...] = (
+    ("MUFU F2F F2I I2F. I2F FRND POPC FLO BREV FCHK", Cost(Unit.XU, 8, 18)),
+    ("F2FP I2FP FSEL FMNMX FSET HMNMX2 HSET", Cost(Unit.ALU, 2)),
+    ("FFMA FADD FMUL FSWZADD", Cost(Unit.FMA)),
+    ("HFMA2 HADD2 HMUL2", Cost(Unit.HALF)),
+    ("DFMA DADD DMUL DSETP DMNMX", Cost(Unit.DOUBLE, 2, 16)),
+    ("IMAD IDP", Cost(Unit.WIDE, 2)),
+    ("HMMA IMMA QMMA BMMA", Cost(Unit.TENSOR, 1, 24, Kind.MMA)),
     ("DMMA", Cost(Unit.TENSOR, 1, 33, Kind.MMA)),
     ("WARPGROUP.DEPBAR", Cost(Unit.CONTROL, kind=Kind.WGMMA_WAIT)),
     ("LDSM", Cost(Unit.SHARED, 1, 33, Kind.SHARED_ACCESS)),
-    ("LDS", Cost(Unit.SHARED, 1, 29, Kind.SHARED_ACCESS)), ("STS", Cost(Unit.SHARED, 1, 20, Kind.SHARED_ACCESS)),
-    ("ATOMS", Cost(Unit.SHARED, 1, 40, Kind.SHARED_ACCESS)), ("SHFL", Cost(Unit.SHARED, 2, 24)),
-    ("REDUX", Cost(Unit.ALU, 2, 20)), ("VOTE", Cost(Unit.ALU, 2, 12)), ("MATCH", Cost(Unit.ALU, 2, 24)),
-    ("LDGSTS", Cost(Unit.MEMORY, 4, 30, Kind.COPY_ASYNC)), ("LDGDEPBAR", Cost(Unit.CONTROL, kind=Kind.COPY_COMMIT)),
-    ("ARRIVES.LDGSTSBAR", Cost(Unit.MEMORY, 2, 20, Kind.COPY_ASYNC)),
-    ("LDG", Cost(Unit.MEMORY, 4, 0, Kind.GLOBAL_READ)), ("LD.", Cost(Unit.MEMORY, 4, 0, Kind.GLOBAL_READ)),
-    ("LDL", Cost(Unit.MEMORY, 4, 40)), ("STL", Cost(Unit.MEMORY, 4, 40)),
-    ("STG", Cost(Unit.MEMORY, 4, 20, Kind.GLOBAL_WRITE)), ("ST.", Cost(Unit.MEMORY, 4, 20, Kind.GLOBAL_WRITE)),
-    ("ATOMG", Cost(Unit.MEMORY, 4, 300, Kind.GLOBAL_READ)), ("ATOM", Cost(Unit.MEMORY, 4, 300, Kind.GLOBAL_READ)),
-    ("RED", Cost(Unit.MEMORY, 4, 20, Kind.GLOBAL_WRITE)), ("CCTL", Cost(Unit.MEMORY, 2, 20)),
-    ("LDC", Cost(Unit.MEMORY, 2, 25)), ("S2UR", Cost(Unit.MEMORY, 2, 30)), ("S2R", Cost(Unit.MEMORY, 2, 25)),
-    ("R2UR", Cost(Unit.ALU, 2, 12)), ("CS2R", Cost(Unit.CONTROL, 2, 12)), ("ULDC", Cost(Unit.UNIFORM, 2, 12)),
-    ("UTMALDG", Cost(Unit.COPY, 2, 20, Kind.TMA_READ)), ("UBLKCP", Cost(Unit.COPY, 2, 20, Kind.TMA_READ)),
-    ("UTMASTG", Cost(Unit.COPY, 2, 20, Kind.TMA_WRITE)), ("UTMAREDG", Cost(Unit.COPY, 2, 20, Kind.TMA_WRITE)),
-    ("UBLKRED", Cost(Unit.COPY, 2, 20, Kind.TMA_WRITE)),
-    ("UTMACMDFLUSH", Cost(Unit.COPY, 2, kind=Kind.BULK_COMMIT)), ("UTMAC", Cost(Unit.COPY, 2, 20)),
-    ("UTMAPF", Cost(Unit.COPY, 2, 20)), ("SYNCS", Cost(Unit.SHARED, 2, 20)),
-    ("BAR", Cost(Unit.CONTROL, 2)), ("UCGABAR", Cost(Unit.CONTROL, 2, 20)),
-    ("MEMBAR", Cost(Unit.MEMORY, 2, 20)), ("FENCE", Cost(Unit.MEMORY, 2, 20)), ("ERRBAR", Cost(Unit.MEMORY, 2, 20)),
-    ("CGAERRBAR", Cost(Unit.MEMORY, 2, 20)), ("NANOSLEEP", Cost(Unit.CONTROL, 2, 20)),
-    ("ACQBULK", Cost(Unit.CONTROL, 2, 20)), ("PREEXIT", Cost(Unit.CONTROL, 2, 20)), ("ELECT", Cost(Unit.ALU, 2, 12)),
-    ("USETMAXREG", Cost(Unit.CONTROL, 2, 20)),
-    *((name, Cost(Unit.CONTROL)) for name in (
-        "BRA", "BRX", "JMX", "JMP", "EXIT", "RET", "CALL", "BSSY", "BSYNC", "BREAK", "NOP", "YIELD", "WARPSYNC",
-        "WARPGROUP", "DEPBAR", "KILL", "BPT", "BMOV", "WARPGROUPSET", "PMTRIG", "RPCMOV", "LEPC", "GETLMEMBASE")),
-    *((name, Cost(Unit.ALU, 2)) for name in (
-        "IADD", "LOP", "PLOP3", "ISETP", "SEL", "SHF", "LEA", "PRMT", "IABS", "IMNMX", "VIMNMX", "VIADD", "MOV",
-        "P2R", "R2P", "SGXT", "BMSK", "VABSDIFF", "I2I", "ICMP", "ISET", "SHL", "SHR", "VHMNMX", "CSMTEST",
-        "QSPC", "FRND")),
-    *((name, Cost(Unit.UNIFORM, 2)) for name in (
-        "UIADD3", "UIMAD", "UISETP", "ULEA", "ULOP3", "UMOV", "UPRMT", "USEL", "USHF", "UPLOP3", "UP2UR", "UR2UP",
-        "UFLO", "UPOPC", "UBMSK", "USGXT", "UBREV", "VOTEU", "UVIADD", "UVIMNMX", "UF2FP", "UCLEA", "UIABS")),
+    ("LDS", Cost(Unit.SHARED, 1, 29, Kind.SHARED_ACCESS)),
+    ("STS", Cost(Unit.SHARED, 1, _VARIABLE, Kind.SHARED_ACCESS)),
+    ("ATOMS", Cost(Unit.SHARED, 1, 40, Kind.SHARED_ACCESS)),
+    ("SHFL", Cost(Unit.SHARED, 2, 24)), ("SYNCS", Cost(Unit.SHARED, 2, _VARIABLE)),
+    ("REDUX MATCH", Cost(Unit.ALU, 2, _VARIABLE)), ("VOTE. R2UR ELECT", Cost(Unit.ALU, 2, 12)),
+    ("LDGSTS ARRIVES.LDGSTSBAR", Cost(Unit.MEMORY, 4, 30, Kind.COPY_ASYNC)),
+    ("LDGDEPBAR", Cost(Unit.CONTROL, kind=Kind.COPY_COMMIT)),
+    ("LDG LD.", Cost(Unit.MEMORY, 4, 0, Kind.GLOBAL_READ)), ("LDL STL", Cost(Unit.MEMORY, 4, 40)),
+    ("STG ST. REDG RED.", Cost(Unit.MEMORY, 4, _VARIABLE, Kind.GLOBAL_WRITE)),
+    ("ATOMG ATOM", Cost(Unit.MEMORY, 4, 300, Kind.GLOBAL_READ)),
+    ("LDC S2UR S2R", Cost(Unit.MEMORY, 2, 25)),
+    ("CCTL MEMBAR FENCE ERRBAR CGAERRBAR", Cost(Unit.MEMORY, 2, _VARIABLE)),
+    ("CS2R", Cost(Unit.CONTROL, 2, 12)), ("ULDC", Cost(Unit.UNIFORM, 2, 12)),
+    ("UTMALDG UBLKCP", Cost(Unit.COPY, 2, _VARIABLE, Kind.TMA_READ)),
+    ("UTMASTG UTMAREDG UBLKRED", Cost(Unit.COPY, 2, _VARIABLE, Kind.TMA_WRITE)),
+    ("UTMACMDFLUSH", Cost(Unit.COPY, 2, kind=Kind.BULK_COMMIT)),
+    ("UTMACCTL UTMAPF UBLKPF", Cost(Unit.COPY, 2, _VARIABLE)),
+    ("BAR. UCGABAR NANOSLEEP ACQBULK PREEXIT USETMAXREG", Cost(Unit.CONTROL, 2, _VARIABLE)),
+    ("BRA BRX JMX JMP EXIT RET CALL BSSY BSYNC BREAK NOP YIELD WARPSYNC WARPGROUP KILL BPT BMOV PMTRIG "
+     "RPCMOV LEPC GETLMEMBASE", Cost(Unit.CONTROL)),
+    ("IADD LOP PLOP3 ISETP SEL SHF LEA PRMT IABS IMNMX VIMNMX VIADD MOV P2R R2P SGXT BMSK VABSDIFF I2I ICMP "
+     "ISET SHL SHR VHMNMX CSMTEST QSPC", Cost(Unit.ALU, 2)),
+    ("UIADD3 UIMAD UISETP ULEA ULOP3 UMOV UPRMT USEL USHF UPLOP3 UP2UR UR2UP UFLO UPOPC UBMSK USGXT UBREV "
+     "VOTEU UVIADD UVIMNMX UF2FP UCLEA UIABS", Cost(Unit.UNIFORM, 2)),
 )
-UNKNOWN = Cost(Unit.ALU, 2, 20, known=False)
+_ROWS = tuple((name, cost) for names, cost in _GROUPS for name in names.split())
+UNKNOWN = Cost(Unit.ALU, 2, _VARIABLE, known=False)
 _ASYNC = re.compile(r"[HIQB]GMMA")
 _SHAPE = re.compile(r"\.64x(\d+)x(\d+)")
-_MMA = re.compile(r"\.(\d)(\d)?(\d\d)(?=\.|$)")
 
 
 def cost_of(each: SASSInstruction) -> Cost:
-    """What an instruction takes. One without a row is taken for an integer operation whose result is variable,
-    and is not `known`."""
+    """What an instruction takes. One without a row is taken for an integer operation whose result is
+    variable, and is not `known`."""
     whole = each.opcode + each.modifiers + "."
     if _ASYNC.match(each.opcode): return _wgmma(each)
     if each.opcode == "DEPBAR": return Cost(Unit.CONTROL, kind=Kind.COPY_WAIT, number=pending(each))
@@ -150,9 +135,8 @@ def _wgmma(each: SASSInstruction) -> Cost:
     operands = [part.strip() for part in each.operands.split(",")]
     of_registers = len(operands) > 1 and not operands[1].startswith("gdesc")
     shared = 32 * n + (0 if of_registers else 2048)
-    scale = 2 if "TF32" in each.modifiers else 1  # m64nNk8 has as many bytes as k16 of 16 bits
     cycles = max(n // 2, -(-shared // 128)) + 1
-    return Cost(Unit.TENSOR, 2, 6, Kind.WGMMA, cycles if scale else 0, -(-shared // 128),
+    return Cost(Unit.TENSOR, 2, 6, Kind.WGMMA, cycles, -(-shared // 128),
                 int("gsb0" in each.operands))
 
 

@@ -26,7 +26,7 @@ TMA = (Unit.COPY, Kind.TMA_READ, 1, 0, -1, -1, 2, 20, 0, 0, 0)
 INSTRS = (FFMA, HGMMA, LAST, DRAIN, LOAD, USE, SHARED, EXP, BARRIER, TMA)
 
 
-def ran(*warps: list[tuple], effects: list[tuple] = [], passes: int = 1, need: tuple[int, ...] = ()) -> Run:
+def ran(*warps: list[tuple], effects: tuple | list = (), passes: int = 1, need: tuple[int, ...] = ()) -> Run:
     """Warps of (instruction, index of its effect or -1), one on each scheduler in turn."""
     steps, rows = [], []
     for number, warp in enumerate(warps):
@@ -89,7 +89,8 @@ def test_a_barrier_waits_for_the_last_and_takes_21_cycles():
 
 def test_copies_fill_the_share_of_l2_that_an_sm_has():
     """64 copies of 16 KiB, and a wait for all of them."""
-    effects = [(("event", -1), ("bytes", 1 << 14)), (("event", 0), ("signals", 1)), (("event", 0), ("waits", 1))]
+    effects = [(("event", -1), ("bytes", 1 << 14)), (("event", 0), ("signals", 1)),
+               (("event", 0), ("waits", 1))]
     made = np.zeros(3, EFFECT)
     for at, fields in enumerate(effects):
         for name, value in fields: made[name][at] = value
