@@ -58,6 +58,7 @@ def timed(text: str, module: PTXModule) -> dict[str, tuple[TimedInstruction, ...
     called = {each.line: each.opcode for function in module.callees.values() for each in function.body}
     made = {}
     for name, code in functions(text).items():
+        if name not in module.functions: continue
         lines = called | {each.line: each.opcode for each in module.functions[name].body}
         made[name] = tuple(_own([_timed(each, *rows[name, each.address]) for each in code], lines))
     return made
@@ -77,8 +78,7 @@ def _timed(each: SASSInstruction, line: int, bits: int) -> TimedInstruction:
     control = bits >> 105
     write, read = control >> 5 & 7, control >> 8 & 7
     return TimedInstruction(
-        **vars(each), ptx_line=line, stall=control & 15,
-        yield_hint=bool(control >> 4 & 1),
+        **vars(each), ptx_line=line, stall=control & 15, yield_hint=bool(control >> 4 & 1),
         write_barrier=None if write == NONE else write, read_barrier=None if read == NONE else read,
         wait_mask=control >> 11 & 63, reuse=control >> 17 & 15)
 
@@ -91,7 +91,7 @@ def _own(code: Sequence[TimedInstruction], lines: Mapping[int, str]) -> Iterator
     for block in blocks(code)[0]:
         found: dict[str, list[int]] = defaultdict(list)
         for at, each in enumerate(block):
-            if not _strange(each, lines) or not free[each.opcode]: continue
+            if not _strange(each, lines) or ".PHASECHK" in each.modifiers or not free[each.opcode]: continue
             around = [other.ptx_line for other in block[max(at - AROUND, 0):at + AROUND]
                       if not _strange(other, lines)]
             near = median_low(around or [each.ptx_line])

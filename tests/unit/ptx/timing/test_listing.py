@@ -10,7 +10,7 @@ from timing_case import KERNELS, OURS, line_of, module, ptx
 
 from tinygrad_nv.errors import PTXError, ToolchainError
 from tinygrad_nv.ptx import sass
-from tinygrad_nv.ptx.assemble import assemble
+from tinygrad_nv.ptx.assemble import ARCHITECTURES, assemble
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.sass import disassembled
 from tinygrad_nv.ptx.timing import listing as module_of_listing
@@ -80,10 +80,12 @@ def test_loads_set_scoreboards_and_others_wait_for_them(name: str):
         assert any(each.reuse for each in code)
 
 
-def test_a_consumer_waits_for_its_load_and_a_chain_stalls():
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_consumer_waits_for_its_load_and_a_chain_stalls(arch: str):
     chain = "\n".join("  fma.rn.f32 %f1, %f1, %f1, %f2;" for _ in range(8))
-    code = only(module(f"  ld.global.f32 %f1, [%rd1];\n  ld.global.f32 %f2, [%rd1+4];\n{chain}\n"
-                       "  st.global.f32 [%rd1], %f1;\n  ret;"))
+    text = module(f"  ld.global.f32 %f1, [%rd1];\n  ld.global.f32 %f2, [%rd1+4];\n{chain}\n"
+                  "  st.global.f32 [%rd1], %f1;\n  ret;").replace("sm_90a", arch)
+    code = listing(text, arch).kernels["k"]
     loads = [each for each in code if each.opcode == "LDG"]
     chained = [each for each in code if each.opcode == "FFMA"]
     assert len(chained) == 8

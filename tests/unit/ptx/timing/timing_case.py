@@ -15,6 +15,7 @@ OURS = {"gemm": "gemm: bf16 4096 | sm_90a | default",
         "gemm mma": "gemm: f16 300x200x520 | sm_90a | mma 128x128",
         "flash": "attention: causal | sm_90a | default",
         "flash d 128": "attention: full d 128 f16 | sm_90a | default",
+        "flash tiles": "attention: many tiles | sm_90a | default",
         "flash backward": "attention backward: causal | sm_90a | default",
         "decode": "decode: pages | sm_90a | default",
         "norm": "norm: rms | sm_90a | default"}
