@@ -10,8 +10,9 @@ Read in this order:
   builder/        kernels written in Python
   assemble.py     PTX text → cubin, with registers, spills and SASS counts; sass.py reads the disassembly
   emulator/       the emulated GPU: runs PTX on a CPU and reports its bugs
+  timing/         how long a launch takes on a GPU, from the instructions that it executes
   gpcs.py         how many clusters a GPU has room for at once
-  command.py      `tinygrad-nv ptx check` and `ptx stats`
+  command.py      `tinygrad-nv ptx check`, `ptx time` and `ptx stats`
 
 Nothing here knows of tinygrad or of tiles.
 """
