@@ -213,7 +213,8 @@ class Emulator:
                 self.check = check
                 for buffer, data in kept: buffer.data[:] = data
         began = time.perf_counter()
-        found = predicted(text, self.arch, entry, lambda uses: Shape(*shape, shared, uses), gpu, record)
+        found = predicted(text, self.arch, entry, lambda uses: Shape(*shape, shared, uses), gpu, record,
+                          [(each.ptr, each.nbytes) for each in self.buffers.values()])
         return Report(seconds=time.perf_counter() - began, timing=found)
 
     def prepare(self, ptx_text: str, entry: str | None = None) -> None:
@@ -281,7 +282,8 @@ class _Run:
             emu.seed == LATE,
             TRACE(self.tracer.call), self.tracer.cta, self.tracer.warps, self.footprint is not None,
             ahead is not None, _names(ahead or ()), None if tapes is None else tapes.numbers.ctypes.data,
-            0 if tapes is None else len(tapes.clusters), tapes is not None and tapes.idle)
+            *((0, 0, 0, False) if tapes is None else
+              (len(tapes.numbers), len(tapes.clusters), tapes.brief, tapes.idle)))
         self.totals: Any = None
         self.steps = 0
         self.held = False

@@ -65,14 +65,14 @@ class LaunchStruct(ctypes.Structure):
         ("arch", i32), ("check", i32), ("exact", i32), ("uses_wgmma", i32), ("registers", i32),
         ("resident", i32), ("seed", u64), ("step_limit", u64), ("late", i32), ("trace", TRACE),
         ("trace_cta", i64), ("trace_warps", u64), ("footprint", i32), ("pdl", i32),
-        ("ahead", ctypes.c_char_p), ("taped", ctypes.c_void_p), ("taped_count", i32), ("idle", i32))
+        ("ahead", ctypes.c_char_p), ("taped", ctypes.c_void_p), ("taped_count", i32), ("whole", i32), ("brief", u64), ("idle", i32))
 
 
 class TapeStruct(ctypes.Structure):
     """tape.c: Tape."""
     _fields_ = (("steps", ctypes.c_void_p), ("notes", ctypes.c_void_p), ("step_count", u64),
                 ("note_count", u64), ("step_room", u64), ("note_room", u64), ("noted", u64),
-                ("passes", u64), ("cta", i32), ("warp", i32))
+                ("passes", u64), ("cta", i32), ("warp", i32), ("brief", i32))
 
 
 RESULTS = {"machine_new": ctypes.c_void_p, "machine_run": ctypes.c_int, "machine_free": None,

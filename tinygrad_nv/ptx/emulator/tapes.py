@@ -47,24 +47,29 @@ class Tape:
 
 @dataclass
 class Tapes:
-    """Which clusters run and are recorded, and what they did. `idle`: tensor cores compute nothing."""
+    """Which clusters run and are recorded, and what they did. `idle`: tensor cores compute nothing. Of `others`
+    only what they read is, of the first `brief` warp-instructions each: `reads`, the notes of each cluster."""
     clusters: Sequence[int] = (0,)
     idle: bool = False
+    others: Sequence[int] = ()
+    brief: int = 0
     warps: list[Tape] = field(default_factory=list)
+    reads: list[np.ndarray] = field(default_factory=list)
 
-    def __post_init__(self) -> None: self.numbers = np.array(self.clusters, np.int32)
+    def __post_init__(self) -> None: self.numbers = np.array([*self.clusters, *self.others], np.int32)
 
     def read(self, library: Any, machine: Any) -> None:
         """What C has kept, before the machine is freed."""
         for number in range(library.c.machine_tape_count(machine)):
-            self.warps.append(_tape(library.c.machine_tape(machine, ctypes.c_int32(number)).contents))
+            raw = library.c.machine_tape(machine, ctypes.c_int32(number)).contents
+            if not raw.brief: self.warps.append(_tape(raw))
+            elif raw.note_count: self.reads.append(_notes(raw))
 
 
 def _tape(raw: Any) -> Tape:
     steps = _copied(raw.steps, raw.step_count, np.dtype("<u4"))
-    notes = _copied(raw.notes, raw.note_count, NOTE)
-    last = notes["kind"] < 1 << 31
-    notes["kind"] &= (1 << 31) - 1
+    last = _copied(raw.notes, raw.note_count, NOTE)["kind"] < 1 << 31
+    notes = _notes(raw)
     noted = steps >> 31 == 1
     ends = np.flatnonzero(last) + 1
     end = np.zeros(len(steps), np.int64)
@@ -75,6 +80,12 @@ def _tape(raw: Any) -> Tape:
     keep = _without_failures(sources, noted, first, notes)
     passes = (steps >> SOURCE_BITS & (1 << PASSES_BITS) - 1).astype(np.int32)
     return Tape(raw.cta, raw.warp, sources[keep], passes[keep], first[keep], end[keep], notes)
+
+
+def _notes(raw: Any) -> np.ndarray:
+    notes = _copied(raw.notes, raw.note_count, NOTE)
+    notes["kind"] &= (1 << 31) - 1
+    return notes
 
 
 def _copied(address: int | None, count: int, dtype: np.dtype) -> np.ndarray:

@@ -16,11 +16,23 @@ _FOLDER = resources.files("tinygrad_nv.ptx.timing") / "gpus"
 
 @dataclass(frozen=True)
 class GPUFigures:
-    """Rates and latencies; latencies in cycles of an SM, rates of the whole GPU unless they are an SM's."""
+    """Rates and latencies; latencies in cycles of an SM, rates of the whole GPU unless they are an SM's.
+    `mma_macs`: 16-bit multiply-adds by mma.sync, of a scheduler in a cycle; `fp32_cycles`: of a scheduler for
+    one float32 instruction of a warp. `clock_hz` is the highest; `power_w` what the board may take; at that
+    clock tensor cores that are always busy, on random numbers, take `tensor_w`, L2 and what is behind it
+    `memory_w`, and everything else `static_w`."""
     name: str
     arch: str
     sms: int
+    threads_of_sm: int
+    shared_bytes_of_sm: int
+    mma_macs: int
+    fp32_cycles: int
     clock_hz: float
+    power_w: float
+    static_w: float
+    tensor_w: float
+    memory_w: float
     l2_bytes: int
     hbm_bytes_per_s: float
     hbm_latency: int
@@ -37,6 +49,13 @@ class GPUFigures:
     arrive_latency: int
     wait_latency: int
     launch_s: float
+
+
+def sustained_hz(gpu: GPUFigures, tensor: float, l2: float) -> float:
+    """The clock that power leaves, with tensor cores and L2 busy for shares of the time. Dynamic power goes
+    with clock and voltage squared, which rises with the clock: with its power of 2.5 (assumed)."""
+    asked = gpu.tensor_w * tensor + gpu.memory_w * l2
+    return gpu.clock_hz * min(1.0, ((gpu.power_w - gpu.static_w) / max(asked, 1.0)) ** 0.4)
 
 
 def known() -> tuple[str, ...]:

@@ -55,9 +55,9 @@ class Code:
         return tuple(dict.fromkeys(each.opcode for each, cost in both if not cost.known))
 
 
-def code_of(listing: Listing, entry: str) -> Code:
-    """The SASS of an entry function. Of copies of a block that ptxas unrolled the one for the most executions
-    stands for all."""
+def code_of(listing: Listing, entry: str, gpu: GPUFigures) -> Code:
+    """The SASS of an entry function, and what it takes on a GPU. Of copies of a block that ptxas unrolled the
+    one for the most executions stands for all."""
     placement = listing.placement(entry)
     instructions = [each for block in placement.sass for each in block]
     number = {each.address: i for i, each in enumerate(instructions)}
@@ -76,7 +76,7 @@ def code_of(listing: Listing, entry: str) -> Code:
     function = expanded(module, module.functions[entry])
     block_of = np.zeros(len(function.body), np.int64)
     for i, part in enumerate(placement.blocks): block_of[part.start:part.stop] = i
-    return Code(instructions, [cost_of(each) for each in instructions], control,
+    return Code(instructions, [cost_of(each, gpu) for each in instructions], control,
                 np.array([each.ptx_line for each in instructions]), executed, block_of,
                 np.array([each.line for each in function.body]))
 

@@ -6,13 +6,11 @@ them, without tensor arithmetic, and `timed(...)` runs their SASS on a model of 
 each place by itself.
 
     seconds = launch + cycles / clock       cycles of a grid: its clusters, in their order, each as long as
-                                            those recorded nearest to it, as many at once as the GPU has room
-                                            for
+                                            those recorded nearest to it, as many at once as there is room for
 
-The rest of the GPU takes its share: an SM has its part of the rates of L2 and HBM. Of what L2 is asked for
-HBM gives the bytes that the clusters which run at once ask for first: 1 / √n of it, for n that work on a
-square of a result (`far_share`). That is right for matmuls alone; neither it, nor clocks that power limits,
-are modelled further yet, so that `uncertainty` is an estimate. """
+The rest of the GPU takes its share: an SM has its part of the rates of L2 and HBM. What comes from HBM is
+found from the first instructions of the other clusters that run at once (l2.py); the clock is what power
+leaves (gpu.py). Nothing is fitted to kernels but what gpus/ says; `uncertainty` is an estimate. """
 from __future__ import annotations
 
 import heapq
@@ -26,14 +24,16 @@ from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.ptx.assemble import Resources, assemble
 from tinygrad_nv.ptx.emulator.tapes import Note, Tape, Tapes
 from tinygrad_nv.ptx.gpcs import most_clusters
-from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures
+from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures, sustained_hz
 from tinygrad_nv.ptx.timing.job import Code, Job, code_of, made
+from tinygrad_nv.ptx.timing.l2 import far_share, read_bytes
 from tinygrad_nv.ptx.timing.listing import Listing, listing
 from tinygrad_nv.ptx.timing.simulator import REASONS, Run, run
 from tinygrad_nv.ptx.timing.units import Unit
 
-REGISTERS_OF_SM, SHARED_OF_SM, THREADS_OF_SM, RESERVED_BYTES = 65536, 233472, 2048, 1024
+REGISTERS_OF_SM, RESERVED_BYTES = 65536, 1024   # of each CTA the system has a KiB of shared memory
 UNCERTAINTY = 0.15          # of what is not fitted on any GPU: modelled, never measured
+BRIEF = 8000                # warp-instructions of a CTA of which only reads are kept: about a tile
 PLACES = 5                  # of a grid of several waves that are recorded
 SHOWN = {Unit.TENSOR: "tensor cores", Unit.FMA: "FP32", Unit.ALU: "ALU", Unit.XU: "SFU",
          Unit.SHARED: "shared memory", Unit.COPY: "TMA"}
@@ -58,16 +58,16 @@ class Shape:
         """Clusters of the grid."""
         return prod(self.grid) // self.ctas
 
-    def ctas_of_sm(self) -> int:
+    def ctas_of_sm(self, gpu: GPUFigures) -> int:
         """CTAs that an SM holds at once. Registers are given to warps by 256."""
         threads = -(-prod(self.block) // 32) * 32
         registers = -(-self.resources.registers * 32 // 256) * 256 * threads // 32
-        return max(1, min(THREADS_OF_SM // threads, REGISTERS_OF_SM // max(registers, 1),
-                          SHARED_OF_SM // (self.shared_bytes + RESERVED_BYTES), 32))
+        return max(1, min(gpu.threads_of_sm // threads, REGISTERS_OF_SM // max(registers, 1),
+                          gpu.shared_bytes_of_sm // (self.shared_bytes + RESERVED_BYTES), 32))
 
     def at_once(self, gpu: GPUFigures) -> int:
         """Clusters that the GPU holds at once."""
-        return max(1, most_clusters(self.ctas, gpu.sms, self.ctas_of_sm()))
+        return max(1, most_clusters(self.ctas, gpu.sms, self.ctas_of_sm(gpu)))
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Timing:
 
 def places(shape: Shape, gpu: GPUFigures) -> list[int]:
     """Numbers of the clusters at which recording begins: one where all run at once, else a few, evenly."""
-    together = shape.ctas_of_sm()
+    together = shape.ctas_of_sm(gpu)
     if shape.clusters <= shape.at_once(gpu): return [0]
     last = max(0, shape.clusters - together)
     return sorted({round(last * i / (PLACES - 1)) for i in range(PLACES)})
@@ -111,42 +111,41 @@ def places(shape: Shape, gpu: GPUFigures) -> list[int]:
 
 def recorded(shape: Shape, gpu: GPUFigures) -> list[int]:
     """All clusters that are recorded."""
-    return sorted({at + i for at in places(shape, gpu) for i in range(shape.ctas_of_sm())
+    return sorted({at + i for at in places(shape, gpu) for i in range(shape.ctas_of_sm(gpu))
                    if at + i < shape.clusters})
 
 
-def far_share(shape: Shape, gpu: GPUFigures) -> float:
-    """Of the bytes that L2 is asked for, those that come from HBM; see the module."""
-    return min(shape.clusters, shape.at_once(gpu)) ** -0.5
-
-
-def timed(code_list: Listing, entry: str, shape: Shape, tapes: Sequence[Tape], gpu: GPUFigures) -> Timing:
-    """The prediction of the tapes of `recorded` clusters."""
-    code = code_of(code_list, entry)
+def timed(code_list: Listing, entry: str, shape: Shape, tapes: Tapes, gpu: GPUFigures,
+          memory: Sequence[tuple[int, int]]) -> Timing:
+    """The prediction of the tapes of `recorded` clusters. `memory`: addresses and sizes of buffers."""
+    code = code_of(code_list, entry, gpu)
     by_place: dict[int, list[Tape]] = {}
     begins = places(shape, gpu)
-    for tape in tapes:
+    for tape in tapes.warps:
         cluster = tape.cta // shape.ctas
         by_place.setdefault(max(at for at in begins if at <= cluster), []).append(tape)
-    jobs = {at: _job(code, some, shape, gpu) for at, some in sorted(by_place.items())}
+    every = sum(int(read_bytes(tape.notes).sum()) for tape in tapes.warps)
+    total = every / len(tapes.clusters) * shape.clusters
+    far = far_share(tapes.reads, memory, total, gpu.l2_bytes)
+    jobs = {at: _job(code, some, shape, gpu, far) for at, some in sorted(by_place.items())}
     runs = {at: run(job, gpu) for at, job in jobs.items()}
     lengths = _every(shape, gpu, {at: one.cycles for at, one in runs.items()})
     cycles = _makespan(lengths, shape.at_once(gpu))
-    seconds = gpu.launch_s + cycles / gpu.clock_hz
-    together = shape.ctas_of_sm()
+    units = _units(list(runs.values()))
+    clock_hz = sustained_hz(gpu, units[SHOWN[Unit.TENSOR]], units["L2"])
+    seconds = gpu.launch_s + cycles / clock_hz
+    together = shape.ctas_of_sm(gpu)
     flops, nbytes = (sum(_every(shape, gpu, {at: work(code, job) / together for at, job in jobs.items()}))
                      for work in (_flops, _bytes))
-    units = _units(list(runs.values()))
     limiter = max(units, key=lambda name: units[name])
-    return Timing(gpu.name, seconds, UNCERTAINTY, cycles, gpu.clock_hz, shape.clusters / shape.at_once(gpu),
+    return Timing(gpu.name, seconds, UNCERTAINTY, cycles, clock_hz, shape.clusters / shape.at_once(gpu),
                   together, flops / seconds / 1e12, nbytes / seconds / 1e9, units,
                   limiter if units[limiter] >= 0.5 else "latency", _waits(code, list(runs.values())),
                   code.unknown, tuple(runs.values()))
 
 
-def _job(code: Code, tapes: Sequence[Tape], shape: Shape, gpu: GPUFigures) -> Job:
+def _job(code: Code, tapes: Sequence[Tape], shape: Shape, gpu: GPUFigures, far: float) -> Job:
     """The clusters of one place. Rank r of each lies on SM r."""
-    far = far_share(shape, gpu)
     share = {i: np.where(np.isin(tape.notes["kind"], (Note.READS, Note.SECTORS)), far, 0.0)
              for i, tape in enumerate(tapes)}
     return made(code, tapes, gpu, share, [tape.cta % shape.ctas for tape in tapes])
@@ -204,18 +203,19 @@ def _waits(code: Code, runs: Sequence[Run], most: int = 12) -> tuple[Wait, ...]:
 # **** launches ****
 
 def predicted(text: str, arch: str, entry: str, shape: Callable[[Resources], Shape], name: str,
-              record: Callable[[Tapes], None]) -> Timing:
-    """A launch of an entry function on the GPU `name`. `record` runs chosen clusters on the emulator. Raises
-    `ConfigError` for a GPU without figures, or of another architecture, `ToolchainError` without ptxas or a
-    disassembler."""
+              record: Callable[[Tapes], None], memory: Sequence[tuple[int, int]]) -> Timing:
+    """A launch of an entry function on the GPU `name`. `record` runs chosen clusters on the emulator,
+    `memory` has the addresses and sizes of its buffers. Raises `ConfigError` for a GPU without figures, or of
+    another architecture, `ToolchainError` without ptxas or a disassembler."""
     gpu = figures(name)
     if arch[:5] != gpu.arch[:5]:
         raise ConfigError(f"{name} is of {gpu.arch}, the emulator of {arch}", f"an emulator of {gpu.arch}",
                           "choose another GPU, or another architecture")
     found = shape(assemble(text, gpu.arch).kernels[entry])
-    tapes = Tapes(recorded(found, gpu), idle=True)
+    at_once = range(min(found.clusters, found.at_once(gpu)))
+    tapes = Tapes(recorded(found, gpu), idle=True, others=at_once, brief=BRIEF * found.ctas)
     record(tapes)
-    return timed(listing(text, gpu.arch), entry, found, tapes.warps, gpu)
+    return timed(listing(text, gpu.arch), entry, found, tapes, gpu, memory)
 
 
 def as_text(timing: Timing) -> str:

@@ -11,10 +11,11 @@ other k of one instruction; shared memory gives 128 bytes a cycle of B, 32 N, an
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from tinygrad_nv.ptx.sass import SASSInstruction
+from tinygrad_nv.ptx.timing.gpu import GPUFigures
 
 
 class Unit(IntEnum):
@@ -110,16 +111,17 @@ _ASYNC = re.compile(r"[HIQB]GMMA")
 _SHAPE = re.compile(r"\.64x(\d+)x(\d+)")
 
 
-def cost_of(each: SASSInstruction) -> Cost:
-    """What an instruction takes. One without a row is taken for an integer operation whose result is
+def cost_of(each: SASSInstruction, gpu: GPUFigures) -> Cost:
+    """What an instruction takes on a GPU. One without a row is taken for an integer operation whose result is
     variable, and is not `known`."""
     whole = each.opcode + each.modifiers + "."
     if _ASYNC.match(each.opcode): return _wgmma(each)
     if each.opcode == "DEPBAR": return Cost(Unit.CONTROL, kind=Kind.COPY_WAIT, number=pending(each))
     found = next((cost for name, cost in _ROWS if whole.startswith(name)), UNKNOWN)
-    if found.kind is Kind.MMA: return Cost(Unit.TENSOR, 1, found.latency, Kind.MMA, tensor=_mma_cycles(each))
+    if found.kind is Kind.MMA: return Cost(Unit.TENSOR, 1, found.latency, Kind.MMA, tensor=_mma_cycles(each, gpu))
     if found.kind is Kind.WGMMA_WAIT:
         return Cost(Unit.CONTROL, kind=Kind.WGMMA_WAIT, number=pending(each))
+    if found.unit is Unit.FMA: return replace(found, busy=gpu.fp32_cycles)
     return found
 
 
@@ -140,9 +142,7 @@ def _wgmma(each: SASSInstruction) -> Cost:
                 int("gsb0" in each.operands))
 
 
-def _mma_cycles(each: SASSInstruction) -> int:
-    """Of a scheduler's quarter of the tensor cores: 512 multiply-adds of 16 bits a cycle by wgmma, of which
-    mma.sync reaches two thirds (HOPPER_TIMING.md 7.3)."""
-    bits = 8 if each.opcode in ("IMMA", "QMMA") else 16
-    macs = each.tensor_flops // 2
-    return max(1, round(macs / (341 * 16 // bits)))
+def _mma_cycles(each: SASSInstruction, gpu: GPUFigures) -> int:
+    """Of a scheduler's quarter of the tensor cores."""
+    bits = 8 if each.opcode in ("IMMA", "QMMA") else 32 if "TF32" in each.modifiers else 16
+    return max(1, round(each.tensor_flops / 2 * bits / 16 / gpu.mma_macs))

@@ -84,6 +84,7 @@ static void start_cluster(Machine *m) {
     u32 nx = a->grid[0] / a->cluster[0], ny = a->grid[1] / a->cluster[1];
     k->id[0] = number % nx, k->id[1] = number / nx % ny, k->id[2] = number / nx / ny;
     k->sequence = 1 + number % CLUSTERS_TOLD_APART;
+    if (a->taped && (i32)at >= a->whole) k->most = a->brief;
     k->size = k->live = (i32)(a->cluster[0] * a->cluster[1] * a->cluster[2]);
     k->ctas = calloc((size_t)k->size, sizeof *k->ctas);
     k->clock[0] = clock_new(m), k->clock[1] = clock_new(m);
@@ -123,6 +124,20 @@ void warp_exit(Machine *m, Warp *w, u32 lanes) {
                "cp.async.bulk.wait_group.read before");
     tensor_exit(m, w);
     if (++w->cta->exited == w->cta->warp_count) cta_exit(m, w->cta);
+}
+
+/* A cluster of which no more is asked for. */
+static void cut_short(Machine *m, Cluster *k) {
+    u64 executed = 0;
+    for (i32 c = 0; c < k->size; c++)
+        for (i32 i = 0; i < k->ctas[c].warp_count; i++) executed += k->ctas[c].warps[i].executed;
+    if (executed < k->most) return;
+    for (i32 c = 0; c < k->size; c++) {
+        Cta *cta = &k->ctas[c];
+        for (i32 i = 0; i < cta->warp_count; i++) cta->warps[i].alive = 0, cta->warps[i].group_count = 0;
+        cta->gone = true;
+    }
+    k->live = 0;
 }
 
 static void free_cluster(Machine *m, Cluster *k) {

@@ -187,6 +187,7 @@ struct Cluster {
     Cta *ctas;
     i32 live;           /* CTAs not gone */
     i32 pending;        /* asynchronous operations of its CTAs */
+    u64 most;           /* instructions after which it ends; 0: it runs to its end */
     u32 arrived, phase; /* barrier.cluster: threads arrived */
     Clock *clock[2];
 };
@@ -251,7 +252,8 @@ typedef struct {
     i32 footprint, pdl;    /* Region.touched is asked for; the launch is programmatic */
     const char *ahead;     /* names of the kernels whose bytes Region.flight has */
     const i32 *taped;      /* the clusters that run, in their order, and have tapes; NULL: all run, without */
-    i32 taped_count;
+    i32 taped_count, whole;  /* those from `whole` on end after `brief` instructions, and tell only what they read */
+    u64 brief;
     i32 idle;              /* tensor cores compute nothing: only time is asked for */
 } Launch;
 

@@ -223,6 +223,7 @@ static bool unstick(Machine *m) {
 static void retire(Machine *m) {
     for (i32 i = 0; i < m->cluster_count; i++) {
         Cluster *k = m->clusters[i];
+        if (k->live && k->most) cut_short(m, k);
         if (k->live) continue;
         while (k->pending && complete_any(m, k)) {}
         free_cluster(m, k);

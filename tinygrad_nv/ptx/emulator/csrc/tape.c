@@ -31,7 +31,7 @@ struct Tape {
     Note *notes;
     u64 step_count, note_count, step_room, note_room;
     u64 noted, passes;  /* notes at the end of the last step; passes since */
-    i32 cta, warp;
+    i32 cta, warp, brief;  /* brief: no steps, and only notes of reads */
 };
 
 static void tape_start(Machine *m, Warp *w) {
@@ -41,13 +41,13 @@ static void tape_start(Machine *m, Warp *w) {
         m->tapes = realloc(m->tapes, sizeof *m->tapes * (size_t)m->tape_room);
     }
     Tape *t = calloc(1, sizeof *t);
-    t->cta = cta_number(m, w->cta), t->warp = w->id;
+    t->cta = cta_number(m, w->cta), t->warp = w->id, t->brief = w->cta->cluster->most > 0;
     m->tapes[m->tape_count++] = w->tape = t;
 }
 
 void tape_note(const Warp *w, u32 kind, u32 count, u64 key, u64 a, u64 b) {
     Tape *t = w->tape;
-    if (!t) return;
+    if (!t || (t->brief && kind != READS && (kind != SECTORS || b))) return;
     if (t->note_count == t->note_room) {
         t->note_room = 2 * t->note_room + 256;
         t->notes = realloc(t->notes, sizeof *t->notes * t->note_room);
@@ -66,8 +66,9 @@ static void tape_step(Tape *t, u32 source) {
     }
     bool noted = t->note_count > t->noted;
     if (noted) t->notes[t->note_count - 1].kind &= ~MORE_NOTES;
-    t->steps[t->step_count++] = source | passes << SOURCE_BITS | (noted ? NOTED : 0);
     t->noted = t->note_count, t->passes = 0;
+    if (t->brief) return;
+    t->steps[t->step_count++] = source | passes << SOURCE_BITS | (noted ? NOTED : 0);
 }
 
 static void tapes_free(Machine *m) {
