@@ -47,8 +47,9 @@ class Tape:
 
 @dataclass
 class Tapes:
-    """Which clusters run and are recorded, and what they did. `idle`: tensor cores compute nothing. Of `others`
-    only what they read is, of the first `brief` warp-instructions each: `reads`, the notes of each cluster."""
+    """Which clusters run and are recorded, and what they did. `idle`: tensor cores compute nothing. Of
+    `others` only what they read is recorded, in the first `brief` warp-instructions of each: `reads`, the
+    notes of each warp."""
     clusters: Sequence[int] = (0,)
     idle: bool = False
     others: Sequence[int] = ()

@@ -118,7 +118,7 @@ def cost_of(each: SASSInstruction, gpu: GPUFigures) -> Cost:
     if _ASYNC.match(each.opcode): return _wgmma(each)
     if each.opcode == "DEPBAR": return Cost(Unit.CONTROL, kind=Kind.COPY_WAIT, number=pending(each))
     found = next((cost for name, cost in _ROWS if whole.startswith(name)), UNKNOWN)
-    if found.kind is Kind.MMA: return Cost(Unit.TENSOR, 1, found.latency, Kind.MMA, tensor=_mma_cycles(each, gpu))
+    if found.kind is Kind.MMA: return replace(found, tensor=_mma_cycles(each, gpu))
     if found.kind is Kind.WGMMA_WAIT:
         return Cost(Unit.CONTROL, kind=Kind.WGMMA_WAIT, number=pending(each))
     if found.unit is Unit.FMA: return replace(found, busy=gpu.fp32_cycles)
