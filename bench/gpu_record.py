@@ -63,7 +63,8 @@ class Recorder:
         def launch(emu: Emulator, ptx_text: str, grid: Any, block: Any, args: Sequence[object] = (),
                    entry: str | None = None, cluster: Any = (1, 1, 1), dynamic_smem: int = 0,
                    **options: Any) -> Any:
-            before = recorder.before(emu, ptx_text, entry, args)
+            partial = options.get("tapes") or options.get("timing")  # not all of it runs
+            before = None if partial else recorder.before(emu, ptx_text, entry, args)
             report = recorder.launch(emu, ptx_text, grid, block, args, entry, cluster, dynamic_smem,
                                      **options)
             if before is not None and not report.findings and not emu.exact:

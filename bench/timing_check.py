@@ -127,8 +127,8 @@ def predicted(text: str, kernel: Kernel, gpu: str) -> Timing:
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
     """Spearman's."""
-    ranks = [np.argsort(np.argsort(values)) for values in (one, other)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    first, second = (np.argsort(np.argsort(values)) for values in (one, other))
+    return float(np.corrcoef(first, second)[0, 1])
 
 
 def rows_of(found: Sequence[tuple[Kernel, float]]) -> Iterator[tuple[str, ...]]:

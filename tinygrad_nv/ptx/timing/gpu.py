@@ -48,6 +48,7 @@ class GPUFigures:
     mma_latency: int
     arrive_latency: int
     wait_latency: int
+    begin_latency: int
     launch_s: float
 
 

@@ -26,7 +26,7 @@ INSTR = np.dtype([("unit", "u1"), ("kind", "u1"), ("stall", "u1"), ("wait_mask",
 STEP = np.dtype([("instr", "<i4"), ("note", "<i4"), ("notes", "<u2"), ("passes", "<u2")])
 EFFECT = np.dtype([("event", "<i4"), ("bytes", "<u4"), ("far", "<u4"), ("delay", "<u2"), ("waits", "u1"),
                    ("signals", "u1"), ("late", "u1"), ("unused", "u1", 3)])
-WARP = np.dtype([(name, "<i4") for name in ("first", "end", "sm", "scheduler", "cta")])
+WARP = np.dtype([(name, "<i4") for name in ("first", "end", "sm", "scheduler", "cta", "after")])
 SCHEDULERS = 4
 BAR_DELAY, REMOTE_DELAY, CLUSTER_DELAY = 9, 180, 190  # HOPPER_TIMING.md 7.5: bar.sync 20.7 in all; DSMEM 181
 # what a note is of: an mbarrier, a named barrier, a cluster's barrier
@@ -90,26 +90,35 @@ class Job:
     warps: np.ndarray
     need: np.ndarray
     sms: int
+    ctas: int
 
 
 def made(code: Code, tapes: Sequence[Tape], gpu: GPUFigures, far: Mapping[int, np.ndarray],
-         sms: Sequence[int]) -> Job:
-    """The job of recorded CTAs. `sms`: the SM of each tape. `far`: of each tape's notes, by its place in
+         sms: Sequence[int], first: int) -> Job:
+    """The job of recorded CTAs. `sms`: the SM of each tape. Of each SM the first `first` CTAs begin at once,
+    each other one when the one that many before it has ended. `far`: of each tape's notes, by its place in
     `tapes`, the share of bytes that HBM moves; below 0 where nothing of it is waited for from there."""
     steps, warps, notes, begin, count = [], [], [], 0, 0
+    number = {cta: i for i, cta in enumerate(sorted({tape.cta for tape in tapes}))}
+    of_sm: dict[int, list[int]] = {}
     for tape, sm in zip(tapes, sms, strict=True):
+        if number[tape.cta] not in (mates := of_sm.setdefault(sm, [])): mates.append(number[tape.cta])
+    for mates in of_sm.values(): mates.sort()
+    for tape, sm in zip(tapes, sms, strict=True):
+        place = of_sm[sm].index(number[tape.cta])
+        after = of_sm[sm][place - first] if place >= first else -1
         mine = _stream(code, tape)
         mine["note"] += count
         steps.append(mine)
         notes.append(tape.notes)
-        warps.append((begin, begin + len(mine), sm, tape.warp % SCHEDULERS, tape.cta))
+        warps.append((begin, begin + len(mine), sm, tape.warp % SCHEDULERS, number[tape.cta], after))
         begin, count = begin + len(mine), count + len(tape.notes)
     every = np.concatenate(notes) if notes else np.zeros(0, NOTE)
     owner = np.concatenate([np.full(len(tape.notes), tape.cta, np.int64) for tape in tapes])
     share = np.concatenate([far.get(i, np.zeros(len(tape.notes))) for i, tape in enumerate(tapes)])
     effects, need = _effects(every, owner, share, gpu)
     return Job(_instrs(code), np.concatenate(steps), effects, np.array(warps, WARP), need,
-               max(sms) + 1)
+               max(sms) + 1, len(number))
 
 
 def _instrs(code: Code) -> np.ndarray:

@@ -5,8 +5,9 @@ cluster, at the beginning of the grid, and at a few places more where it has sev
 them, without tensor arithmetic, and `timed(...)` runs their SASS on a model of these SMs (job.py, csrc/sm.c),
 each place by itself.
 
-    seconds = launch + cycles / clock       cycles of a grid: its clusters, in their order, each as long as
-                                            those recorded nearest to it, as many at once as there is room for
+    seconds = launch + cycles / clock       cycles of a grid: its clusters, in their order, as many at once as
+                                            there is room for, each as long as those recorded nearest to it:
+                                            what the second on an SM adds to the first, whose end it overlaps
 
 The rest of the GPU takes its share: an SM has its part of the rates of L2 and HBM. What comes from HBM is
 found from the first instructions of the other clusters that run at once (l2.py); the clock is what power
@@ -105,14 +106,15 @@ def places(shape: Shape, gpu: GPUFigures) -> list[int]:
     """Numbers of the clusters at which recording begins: one where all run at once, else a few, evenly."""
     together = shape.ctas_of_sm(gpu)
     if shape.clusters <= shape.at_once(gpu): return [0]
-    last = max(0, shape.clusters - together)
+    last = max(0, shape.clusters - 2 * together)
     return sorted({round(last * i / (PLACES - 1)) for i in range(PLACES)})
 
 
 def recorded(shape: Shape, gpu: GPUFigures) -> list[int]:
-    """All clusters that are recorded."""
-    return sorted({at + i for at in places(shape, gpu) for i in range(shape.ctas_of_sm(gpu))
-                   if at + i < shape.clusters})
+    """All clusters that are recorded: at each place as many as an SM holds, and where there are several waves
+    as many again, which follow them."""
+    count = shape.ctas_of_sm(gpu) * (2 if shape.clusters > shape.at_once(gpu) else 1)
+    return sorted({at + i for at in places(shape, gpu) for i in range(count) if at + i < shape.clusters})
 
 
 def timed(code_list: Listing, entry: str, shape: Shape, tapes: Tapes, gpu: GPUFigures,
@@ -129,13 +131,16 @@ def timed(code_list: Listing, entry: str, shape: Shape, tapes: Tapes, gpu: GPUFi
     far = far_share(tapes.reads, memory, total, gpu.l2_bytes)
     jobs = {at: _job(code, some, shape, gpu, far) for at, some in sorted(by_place.items())}
     runs = {at: run(job, gpu) for at, job in jobs.items()}
-    lengths = _every(shape, gpu, {at: one.cycles for at, one in runs.items()})
+    first = {at: _first(one, jobs[at]) for at, one in runs.items()}
+    lengths = _every(shape, gpu, {at: one.cycles - first[at] or one.cycles for at, one in runs.items()})
     cycles = _makespan(lengths, shape.at_once(gpu))
+    if shape.clusters > shape.at_once(gpu): cycles += max(0, round(first[0] - lengths[0]))
     units = _units(list(runs.values()))
     clock_hz = sustained_hz(gpu, units[SHOWN[Unit.TENSOR]], units["L2"])
     seconds = gpu.launch_s + cycles / clock_hz
     together = shape.ctas_of_sm(gpu)
-    flops, nbytes = (sum(_every(shape, gpu, {at: work(code, job) / together for at, job in jobs.items()}))
+    flops, nbytes = (sum(_every(shape, gpu, {at: work(code, job) / job.ctas * shape.ctas
+                                             for at, job in jobs.items()}))
                      for work in (_flops, _bytes))
     limiter = max(units, key=lambda name: units[name])
     return Timing(gpu.name, seconds, UNCERTAINTY, cycles, clock_hz, shape.clusters / shape.at_once(gpu),
@@ -148,7 +153,13 @@ def _job(code: Code, tapes: Sequence[Tape], shape: Shape, gpu: GPUFigures, far: 
     """The clusters of one place. Rank r of each lies on SM r."""
     share = {i: np.where(np.isin(tape.notes["kind"], (Note.READS, Note.SECTORS)), far, 0.0)
              for i, tape in enumerate(tapes)}
-    return made(code, tapes, gpu, share, [tape.cta % shape.ctas for tape in tapes])
+    return made(code, tapes, gpu, share, [tape.cta % shape.ctas for tape in tapes], shape.ctas_of_sm(gpu))
+
+
+def _first(one: Run, job: Job) -> int:
+    """When the last of those that began at once ended; 0 where all did."""
+    began = job.warps["after"] < 0
+    return 0 if began.all() else int(one.ends[began].max())
 
 
 def _flops(code: Code, job: Job) -> int:

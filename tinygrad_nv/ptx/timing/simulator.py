@@ -21,6 +21,7 @@ from tinygrad_nv.toolchain import find_compiler
 SOURCE = Path(__file__).parent / "csrc" / "sm.c"
 FLAGS = ("-O2", "-std=gnu11", "-shared", "-fPIC", "-g0")
 MOST_CYCLES = 2_000_000_000
+SHARED_AHEAD = 32   # cycles of work that shared memory takes before it is free: assumed
 REASONS = ("issued", "stall", "result", "unit", "barrier", "group", "turn")
 DONE, STUCK, LIMIT = range(3)
 i32, i64, f64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
@@ -29,8 +30,8 @@ i32, i64, f64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_double, ctypes
 class FiguresStruct(ctypes.Structure):
     """sm.c: Figures."""
     _fields_ = (("l2_bytes", f64), ("hbm_bytes", f64), *((name, i32) for name in (
-        "l2_latency", "hbm_latency", "tma_latency", "tma_issue", "write_latency", "wgmma_latency",
-        "wgmma_ahead", "shared_ahead")))
+        "begin_latency", "l2_latency", "hbm_latency", "tma_latency", "tma_issue", "write_latency",
+        "wgmma_latency", "wgmma_ahead", "shared_ahead")))
 
 
 class JobStruct(ctypes.Structure):
@@ -39,7 +40,8 @@ class JobStruct(ctypes.Structure):
                                                "waited", "busy", "ends", "log")),
                 *((name, i64) for name in ("log_room", "log_count", "most_cycles", "cycles", "l2_busy",
                                            "hbm_busy")),
-                *((name, i32) for name in ("warp_count", "event_count", "instr_count", "sm_count", "stuck")),
+                *((name, i32) for name in ("warp_count", "event_count", "instr_count", "sm_count",
+                                           "cta_count", "stuck")),
                 ("figures", FiguresStruct))
 
 
@@ -85,7 +87,7 @@ def run(job: Job, gpu: GPUFigures, log: int = 0) -> Run:
     need, kept = np.append(job.need, 0).astype(np.int32), np.zeros((max(log, 1), 4), np.int64)
     arrays = (job.instrs, job.steps, job.effects, job.warps, need, happened, waited, busy, ends, kept)
     struct = JobStruct(*(each.ctypes.data for each in arrays), log, 0, MOST_CYCLES, 0, 0, 0, len(job.warps),
-                       len(job.need), len(job.instrs), job.sms, -1, _figures(gpu))
+                       len(job.need), len(job.instrs), job.sms, job.ctas, -1, _figures(gpu))
     state = library().sm_run(ctypes.byref(struct))
     if state != DONE:
         raise PTXError(f"the timing model does not go on after {struct.cycles} cycles: warp {struct.stuck} "
@@ -96,6 +98,6 @@ def run(job: Job, gpu: GPUFigures, log: int = 0) -> Run:
 
 def _figures(gpu: GPUFigures) -> FiguresStruct:
     hbm = gpu.hbm_bytes_per_s / gpu.clock_hz
-    return FiguresStruct(gpu.l2_bytes_per_cycle / gpu.sms, hbm / gpu.sms, gpu.l2_latency, gpu.hbm_latency,
-                         gpu.tma_latency, gpu.tma_issue, gpu.write_latency, gpu.wgmma_latency,
-                         gpu.wgmma_ahead, 32)
+    return FiguresStruct(
+        gpu.l2_bytes_per_cycle / gpu.sms, hbm / gpu.sms, gpu.begin_latency, gpu.l2_latency, gpu.hbm_latency,
+        gpu.tma_latency, gpu.tma_issue, gpu.write_latency, gpu.wgmma_latency, gpu.wgmma_ahead, SHARED_AHEAD)

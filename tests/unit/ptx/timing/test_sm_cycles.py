@@ -33,13 +33,13 @@ def ran(*warps: list[tuple], effects: tuple | list = (), passes: int = 1, need: 
         begin = len(steps)
         for instr, effect in warp:
             steps.append((INSTRS.index(instr), max(effect, 0), effect >= 0, passes))
-        rows.append((begin, len(steps), 0, number % 4, 0))
+        rows.append((begin, len(steps), 0, number % 4, 0, -1))
     made = np.zeros(max(1, len(effects)), EFFECT)
     made["event"] = -1
     for at, fields in enumerate(effects):
         for name, value in fields: made[name][at] = value
     return run(Job(np.array(list(INSTRS), INSTR), np.array(steps, STEP), made, np.array(rows, WARP),
-                   np.array(need, np.int32), 1), GPU)
+                   np.array(need, np.int32), 1, 1), GPU)
 
 
 def plain(*instrs: tuple) -> list[tuple]: return [(each, -1) for each in instrs]
@@ -95,12 +95,22 @@ def test_copies_fill_the_share_of_l2_that_an_sm_has():
     for at, fields in enumerate(effects):
         for name, value in fields: made[name][at] = value
     steps = [(INSTRS.index(TMA), 0, 2, 1)] * 64 + [(INSTRS.index(BARRIER), 2, 1, 1)]
-    job = Job(np.array(list(INSTRS), INSTR), np.array(steps, STEP), made, np.array([(0, 65, 0, 0, 0)], WARP),
-              np.array([64], np.int32), 1)
+    warp = np.array([(0, 65, 0, 0, 0, -1)], WARP)
+    job = Job(np.array(list(INSTRS), INSTR), np.array(steps, STEP), made, warp,
+              np.array([64], np.int32), 1, 1)
     share = GPU.l2_bytes_per_cycle / GPU.sms
     assert run(job, GPU).cycles == pytest.approx(64 * (1 << 14) / share + GPU.tma_latency, rel=0.02)
     faster = replace(GPU, l2_bytes_per_cycle=2 * GPU.l2_bytes_per_cycle)
     assert run(job, faster).cycles < 0.6 * run(job, GPU).cycles
+
+
+def test_a_cta_begins_when_the_one_before_has_ended():
+    """And after what it takes to begin."""
+    steps = [(INSTRS.index(FFMA), 0, 0, 1)] * 200
+    warps = np.array([(0, 100, 0, 0, 0, -1), (100, 200, 0, 1, 1, 0)], WARP)
+    job = Job(np.array(list(INSTRS), INSTR), np.array(steps, STEP), np.zeros(1, EFFECT), warps,
+              np.zeros(0, np.int32), 1, 2)
+    assert run(job, GPU).cycles == pytest.approx(200 + GPU.begin_latency, abs=5)
 
 
 def test_what_nothing_completes_is_refused():

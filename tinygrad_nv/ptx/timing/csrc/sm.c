@@ -46,11 +46,12 @@ typedef struct { i32 instr, note; u16 notes, passes; } Step;
  * the event, `delay` cycles later; it waits until `delay` after it; or both. `late`: HBM's latency, not L2's. */
 typedef struct { i32 event; u32 bytes, far; u16 delay; u8 waits, signals, late; u8 unused[3]; } Effect;
 
-typedef struct { i32 first, end, sm, scheduler, cta; } WarpJob;
+/* `cta` counts those of the job. The warps of one begin when those of CTA `after` have ended, -1: at once. */
+typedef struct { i32 first, end, sm, scheduler, cta, after; } WarpJob;
 
 typedef struct {
     f64 l2_bytes, hbm_bytes;        /* a cycle, of one SM */
-    i32 l2_latency, hbm_latency, tma_latency, tma_issue, write_latency;
+    i32 begin_latency, l2_latency, hbm_latency, tma_latency, tma_issue, write_latency;
     i32 wgmma_latency, wgmma_ahead, shared_ahead;
 } Figures;
 
@@ -66,7 +67,7 @@ typedef struct {
     i64 *ends;            /* of each warp */
     i64 *log;             /* [log_room][4]: warp, instr, issue, wait; or NULL */
     i64 log_room, log_count, most_cycles, cycles, l2_busy, hbm_busy;
-    i32 warp_count, event_count, instr_count, sm_count, stuck;
+    i32 warp_count, event_count, instr_count, sm_count, cta_count, stuck;
     Figures f;
 } Job;
 
@@ -265,16 +266,24 @@ static i64 wakes(const Job *j, const Warp *w, const WarpJob *where, const Sm *s,
     return at;
 }
 
+/* A CTA has ended: those that were to come after it begin. */
+static void begin_others(const Job *j, Warp *warps, i32 cta, i64 now) {
+    for (i32 i = 0; i < j->warp_count; i++)
+        if (j->warps[i].after == cta && !warps[i].gone) warps[i].next = warps[i].since = now + j->f.begin_latency;
+}
+
 /* Runs the job; 0: done, 1: nothing can go on, 2: more cycles than it may take. */
 int sm_run(Job *j) {
     Warp *warps = calloc((size_t)j->warp_count, sizeof *warps);
     Sm *sms = calloc((size_t)j->sm_count, sizeof *sms);
     int *reasons = calloc((size_t)j->warp_count, sizeof *reasons);
-    i32 left = j->warp_count;
+    i32 left = j->warp_count, *live = calloc((size_t)j->cta_count + 1, sizeof *live);
     i64 now = 0;
     for (i32 i = 0; i < j->warp_count; i++) {
         warps[i].at = j->warps[i].first;
-        if (j->warps[i].first == j->warps[i].end) warps[i].gone = true, left--;
+        if (j->warps[i].first == j->warps[i].end) { warps[i].gone = true, left--; continue; }
+        live[j->warps[i].cta]++;
+        if (j->warps[i].after >= 0) warps[i].next = INT64_MAX;
     }
     int state = 0;
     while (left) {
@@ -283,7 +292,7 @@ int sm_run(Job *j) {
         i32 chosen[64 * SCHEDULERS];
         memset(chosen, -1, sizeof *chosen * (size_t)j->sm_count * SCHEDULERS);
         for (i32 i = 0; i < j->warp_count; i++) {
-            if (warps[i].gone) continue;
+            if (warps[i].gone || warps[i].next == INT64_MAX) continue;
             const WarpJob *where = &j->warps[i];
             reasons[i] = held(j, &warps[i], where, &sms[where->sm], now);
             if (reasons[i] == ISSUED) {
@@ -298,7 +307,7 @@ int sm_run(Job *j) {
         if (any) next = now + 1;
         if (next == INT64_MAX) { state = 1; break; }
         for (i32 i = 0; i < j->warp_count; i++) {
-            if (warps[i].gone) continue;
+            if (warps[i].gone || warps[i].next == INT64_MAX) continue;
             const WarpJob *where = &j->warps[i];
             i32 instr = j->steps[warps[i].at].instr;
             bool mine = chosen[where->sm * SCHEDULERS + where->scheduler] == i;
@@ -310,7 +319,9 @@ int sm_run(Job *j) {
                 row[0] = i, row[1] = instr, row[2] = now, row[3] = now - warps[i].since;
             }
             issue(j, &warps[i], where, &sms[where->sm], now);
-            if (warps[i].gone) j->ends[i] = now, left--;
+            if (!warps[i].gone) continue;
+            j->ends[i] = now, left--;
+            if (!--live[where->cta]) begin_others(j, warps, where->cta, now);
         }
         now = next;
         if (now > j->most_cycles) { state = 2; break; }
@@ -318,6 +329,6 @@ int sm_run(Job *j) {
     j->cycles = now;
     j->stuck = -1;
     for (i32 i = 0; state == 1 && i < j->warp_count; i++) if (!warps[i].gone) { j->stuck = i; break; }
-    free(warps), free(sms), free(reasons);
+    free(warps), free(sms), free(reasons), free(live);
     return state;
 }
