@@ -28,11 +28,13 @@ from tinygrad_nv.ptx.emulator import LATE, Emulator, Finding, Report, TensorMap,
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.syntax import PTXModule
 from tinygrad_nv.ptx.timing import model
+from tinygrad_nv.ptx.timing.chrome import chrome
 from tinygrad_nv.ptx.timing.gpu import known
 
 DTYPES = {"f16": np.float16, "bf16": np.uint16, "f32": np.float32, "f64": np.float64,
           "s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64,
           "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64}
+MOST_ISSUES = 200_000   # of a trace: some 40 MB
 FILLS = ("zeros", "ones", "arange", "random", "integers", "empty")
 
 
@@ -61,6 +63,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     timing.add_argument("--gpu", default="h100", metavar="NAME",
                         help=f"one of {', '.join(known())} (default h100)")
     timing.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    timing.add_argument("--trace", metavar="OUT.json", help="write a trace for chrome://tracing or Perfetto")
     timing.set_defaults(run=run_time)
     stats = kinds.add_parser("stats", help="what ptxas and the disassembler say of a kernel")
     stats.add_argument("file", metavar="FILE.ptx")
@@ -261,8 +264,10 @@ def run_time(arguments: argparse.Namespace) -> int:
     emu = Emulator(arguments.arch or module.target)
     found = emu.launch(text, arguments.grid, arguments.block or block_of(module, arguments.entry),
                        [argument(emu, word) for word in arguments.arg], arguments.entry, arguments.cluster,
-                       arguments.dynamic_smem, timing=arguments.gpu).timing
+                       arguments.dynamic_smem, timing=arguments.gpu,
+                       log=MOST_ISSUES if arguments.trace else 0).timing
     assert found is not None
+    if arguments.trace: Path(arguments.trace).write_text(json.dumps(chrome(found)))
     print(json.dumps(model.as_json(found)) if arguments.json else model.as_text(found))
     return 0
 

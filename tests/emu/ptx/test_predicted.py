@@ -151,3 +151,9 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path, capsys: pytest.Capt
     assert "limiter" in shown
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["cycles"] > 500
+    assert main([*words, "--trace", str(tmp_path / "trace.json")]) == 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    timed = [event for event in events if event["ph"] == "X"]
+    assert any(event["name"].startswith("LDG") for event in timed)
+    slowest = max(timed, key=lambda event: event["dur"])
+    assert slowest["name"].startswith(("FADD", "FMUL"))     # what waits for the load

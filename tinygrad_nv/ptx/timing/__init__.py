@@ -7,5 +7,6 @@ Read in this order:
   units.py         what an instruction asks of an SM; gpu.py and gpus/: GPUs in figures
   job.py           recorded warps (emulator/tapes.py) as streams of SASS, copies and events
   simulator.py     csrc/sm.c, which runs them in cycles
+  chrome.py        a prediction as a trace
   model.py         a launch: which clusters are recorded, and what their cycles say of the whole grid
 """

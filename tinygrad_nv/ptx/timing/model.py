@@ -85,7 +85,7 @@ class Timing:
     """A prediction, never a measurement. `units`: busy shares of the recorded SMs, of L2 and of HBM, while
     the kernel runs; `limiter`: the busiest of them, "latency" where none is busy for half of the time.
     `tflops` of tensor cores, `gbytes_per_s` between SMs and L2. `unknown`: SASS instructions without
-    figures."""
+    figures. `recorded`: what ran on the model, for chrome.py."""
     gpu: str
     seconds: float
     uncertainty: float
@@ -98,8 +98,9 @@ class Timing:
     units: Mapping[str, float]
     limiter: str
     waits: tuple[Wait, ...]
-    unknown: tuple[str, ...] = ()
-    runs: tuple[Run, ...] = field(default=(), repr=False)
+    unknown: tuple[str, ...]
+    code: Code = field(repr=False)
+    recorded: tuple[tuple[Job, Run], ...] = field(repr=False)
 
 
 def places(shape: Shape, gpu: GPUFigures) -> list[int]:
@@ -118,8 +119,9 @@ def recorded(shape: Shape, gpu: GPUFigures) -> list[int]:
 
 
 def timed(code_list: Listing, entry: str, shape: Shape, tapes: Tapes, gpu: GPUFigures,
-          memory: Sequence[tuple[int, int]]) -> Timing:
-    """The prediction of the tapes of `recorded` clusters. `memory`: addresses and sizes of buffers."""
+          memory: Sequence[tuple[int, int]], log: int = 0) -> Timing:
+    """The prediction of the tapes of `recorded` clusters. `memory`: addresses and sizes of buffers; `log`:
+    issues to keep of the first place."""
     code = code_of(code_list, entry, gpu)
     by_place: dict[int, list[Tape]] = {}
     begins = places(shape, gpu)
@@ -130,7 +132,7 @@ def timed(code_list: Listing, entry: str, shape: Shape, tapes: Tapes, gpu: GPUFi
     total = every / len(tapes.clusters) * shape.clusters
     far = far_share(tapes.reads, memory, total, gpu.l2_bytes)
     jobs = {at: _job(code, some, shape, gpu, far) for at, some in sorted(by_place.items())}
-    runs = {at: run(job, gpu) for at, job in jobs.items()}
+    runs = {at: run(job, gpu, log if at == begins[0] else 0) for at, job in jobs.items()}
     first = {at: _first(one, jobs[at]) for at, one in runs.items()}
     lengths = _every(shape, gpu, {at: one.cycles - first[at] or one.cycles for at, one in runs.items()})
     cycles = _makespan(lengths, shape.at_once(gpu))
@@ -146,7 +148,7 @@ def timed(code_list: Listing, entry: str, shape: Shape, tapes: Tapes, gpu: GPUFi
     return Timing(gpu.name, seconds, UNCERTAINTY, cycles, clock_hz, shape.clusters / shape.at_once(gpu),
                   together, flops / seconds / 1e12, nbytes / seconds / 1e9, units,
                   limiter if units[limiter] >= 0.5 else "latency", _waits(code, list(runs.values())),
-                  code.unknown, tuple(runs.values()))
+                  code.unknown, code, ((jobs[begins[0]], runs[begins[0]]),))
 
 
 def _job(code: Code, tapes: Sequence[Tape], shape: Shape, gpu: GPUFigures, far: float) -> Job:
@@ -214,7 +216,7 @@ def _waits(code: Code, runs: Sequence[Run], most: int = 12) -> tuple[Wait, ...]:
 # **** launches ****
 
 def predicted(text: str, arch: str, entry: str, shape: Callable[[Resources], Shape], name: str,
-              record: Callable[[Tapes], None], memory: Sequence[tuple[int, int]]) -> Timing:
+              record: Callable[[Tapes], None], memory: Sequence[tuple[int, int]], log: int = 0) -> Timing:
     """A launch of an entry function on the GPU `name`. `record` runs chosen clusters on the emulator,
     `memory` has the addresses and sizes of its buffers. Raises `ConfigError` for a GPU without figures, or of
     another architecture, `ToolchainError` without ptxas or a disassembler."""
@@ -226,7 +228,7 @@ def predicted(text: str, arch: str, entry: str, shape: Callable[[Resources], Sha
     at_once = range(min(found.clusters, found.at_once(gpu)))
     tapes = Tapes(recorded(found, gpu), idle=True, others=at_once, brief=BRIEF * found.ctas)
     record(tapes)
-    return timed(listing(text, gpu.arch), entry, found, tapes, gpu, memory)
+    return timed(listing(text, gpu.arch), entry, found, tapes, gpu, memory, log)
 
 
 def as_text(timing: Timing) -> str:
@@ -249,5 +251,5 @@ def as_text(timing: Timing) -> str:
 
 def as_json(timing: Timing) -> dict[str, object]:
     """The same for a program."""
-    made_ = {name: value for name, value in vars(timing).items() if name != "runs"}
+    made_ = {name: value for name, value in vars(timing).items() if name not in ("code", "recorded")}
     return made_ | {"units": dict(timing.units), "waits": [vars(each) for each in timing.waits]}
