@@ -73,7 +73,8 @@ class TapeStruct(ctypes.Structure):
     """tape.c: Tape."""
     _fields_ = (("steps", ctypes.c_void_p), ("notes", ctypes.c_void_p), ("step_count", u64),
                 ("note_count", u64), ("step_room", u64), ("note_room", u64), ("noted", u64),
-                ("passes", u64), ("cta", i32), ("warp", i32), ("brief", i32))
+                ("passes", u64), ("cluster", i32), ("rank", i32), ("cta", i32), ("warp", i32),
+                ("brief", i32))
 
 
 RESULTS = {"machine_new": ctypes.c_void_p, "machine_run": ctypes.c_int, "machine_free": None,

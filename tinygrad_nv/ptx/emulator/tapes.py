@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 
-SOURCE_BITS, PASSES_BITS = 20, 11
+KIND_BITS, SOURCE_BITS, PASSES_BITS = 8, 20, 11
 FAR, LOOP = 256, 8  # steps to the next try; instructions of the loop around it
-NOTE = np.dtype([("kind", "<u4"), ("count", "<u4"), ("key", "<u8"), ("a", "<u8"), ("b", "<u8")])
+RAW = np.dtype([("kind", "<u4"), ("count", "<u4"), ("key", "<u8"), ("a", "<u8"), ("b", "<u8")])
+NOTE = np.dtype([("kind", "<u4"), ("source", "<i4"), ("count", "<u4"), ("key", "<u8"), ("a", "<u8"),
+                 ("b", "<u8")])
 
 
 class Note(IntEnum):
@@ -34,8 +36,11 @@ class Note(IntEnum):
 
 @dataclass(frozen=True)
 class Tape:
-    """A warp's. `sources`: the number of each step's PTX instruction; `passes`: through shared memory;
-    `first_note` and `end_note`: its notes. Failed try_waits, and what their loops executed, are left out."""
+    """A warp's, of the CTA `rank` of a cluster. `sources`: the number of each step's PTX instruction;
+    `passes`: through shared memory; `first_note` and `end_note`: its notes. Failed try_waits, and what their
+    loops executed, are left out."""
+    cluster: int
+    rank: int
     cta: int
     warp: int
     sources: np.ndarray
@@ -69,7 +74,7 @@ class Tapes:
 
 def _tape(raw: Any) -> Tape:
     steps = _copied(raw.steps, raw.step_count, np.dtype("<u4"))
-    last = _copied(raw.notes, raw.note_count, NOTE)["kind"] < 1 << 31
+    last = _copied(raw.notes, raw.note_count, RAW)["kind"] < 1 << 31
     notes = _notes(raw)
     noted = steps >> 31 == 1
     ends = np.flatnonzero(last) + 1
@@ -80,12 +85,16 @@ def _tape(raw: Any) -> Tape:
     sources = (steps & (1 << SOURCE_BITS) - 1).astype(np.int32)
     keep = _without_failures(sources, noted, first, notes)
     passes = (steps >> SOURCE_BITS & (1 << PASSES_BITS) - 1).astype(np.int32)
-    return Tape(raw.cta, raw.warp, sources[keep], passes[keep], first[keep], end[keep], notes)
+    return Tape(raw.cluster, raw.rank, raw.cta, raw.warp, sources[keep], passes[keep], first[keep],
+                end[keep], notes)
 
 
 def _notes(raw: Any) -> np.ndarray:
-    notes = _copied(raw.notes, raw.note_count, NOTE)
-    notes["kind"] &= (1 << 31) - 1
+    found = _copied(raw.notes, raw.note_count, RAW)
+    notes = np.zeros(len(found), NOTE)
+    for name in ("count", "key", "a", "b"): notes[name] = found[name]
+    notes["kind"] = found["kind"] & (1 << KIND_BITS) - 1
+    notes["source"] = found["kind"] >> KIND_BITS & (1 << SOURCE_BITS) - 1
     return notes
 
 

@@ -23,11 +23,11 @@ import numpy as np
 
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.ptx.assemble import Resources, assemble
-from tinygrad_nv.ptx.emulator.tapes import Note, Tape, Tapes
+from tinygrad_nv.ptx.emulator.tapes import Tape, Tapes
 from tinygrad_nv.ptx.gpcs import most_clusters
 from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures, sustained_hz
 from tinygrad_nv.ptx.timing.job import Code, Job, code_of, made
-from tinygrad_nv.ptx.timing.l2 import far_share, read_bytes
+from tinygrad_nv.ptx.timing.l2 import far_shares
 from tinygrad_nv.ptx.timing.listing import Listing, listing
 from tinygrad_nv.ptx.timing.simulator import REASONS, Run, run
 from tinygrad_nv.ptx.timing.units import Unit
@@ -59,7 +59,16 @@ class Shape:
         """Clusters of the grid."""
         return prod(self.grid) // self.ctas
 
+    def busy_sms(self, gpu: GPUFigures) -> int:
+        """SMs that have a CTA."""
+        return min(gpu.sms, self.clusters * self.ctas)
+
     def ctas_of_sm(self, gpu: GPUFigures) -> int:
+        """CTAs that an SM has at once: what it holds, or, of a grid that does not fill the GPU, its part, for
+        CTAs go to the SMs in turn."""
+        return max(1, min(self.room_of_sm(gpu), -(-self.clusters * self.ctas // gpu.sms)))
+
+    def room_of_sm(self, gpu: GPUFigures) -> int:
         """CTAs that an SM holds at once. Registers are given to warps by 256."""
         threads = -(-prod(self.block) // 32) * 32
         registers = -(-self.resources.registers * 32 // 256) * 256 * threads // 32
@@ -68,7 +77,7 @@ class Shape:
 
     def at_once(self, gpu: GPUFigures) -> int:
         """Clusters that the GPU holds at once."""
-        return max(1, most_clusters(self.ctas, gpu.sms, self.ctas_of_sm(gpu)))
+        return max(1, most_clusters(self.ctas, gpu.sms, self.room_of_sm(gpu)))
 
 
 @dataclass(frozen=True)
@@ -125,14 +134,14 @@ def timed(code_list: Listing, entry: str, shape: Shape, tapes: Tapes, gpu: GPUFi
     code = code_of(code_list, entry, gpu)
     by_place: dict[int, list[Tape]] = {}
     begins = places(shape, gpu)
+    ends = np.cumsum([len(tape.notes) for tape in tapes.warps])
+    far = far_shares(tapes.reads, memory, np.concatenate([tape.notes for tape in tapes.warps]),
+                     shape.clusters / len(tapes.clusters), gpu.l2_bytes)
+    far_of = {id(tape): share for tape, share in zip(tapes.warps, np.split(far, ends[:-1]), strict=True)}
     for tape in tapes.warps:
-        cluster = tape.cta // shape.ctas
-        by_place.setdefault(max(at for at in begins if at <= cluster), []).append(tape)
-    every = sum(int(read_bytes(tape.notes).sum()) for tape in tapes.warps)
-    total = every / len(tapes.clusters) * shape.clusters
-    far = far_share(tapes.reads, memory, total, gpu.l2_bytes)
-    jobs = {at: _job(code, some, shape, gpu, far) for at, some in sorted(by_place.items())}
-    runs = {at: run(job, gpu, log if at == begins[0] else 0) for at, job in jobs.items()}
+        by_place.setdefault(max(at for at in begins if at <= tape.cluster), []).append(tape)
+    jobs = {at: _job(code, some, shape, gpu, far_of) for at, some in sorted(by_place.items())}
+    runs = {at: run(job, gpu, shape.busy_sms(gpu), log if at == begins[0] else 0) for at, job in jobs.items()}
     first = {at: _first(one, jobs[at]) for at, one in runs.items()}
     lengths = _every(shape, gpu, {at: one.cycles - first[at] or one.cycles for at, one in runs.items()})
     cycles = _makespan(lengths, shape.at_once(gpu))
@@ -151,11 +160,11 @@ def timed(code_list: Listing, entry: str, shape: Shape, tapes: Tapes, gpu: GPUFi
                   code.unknown, code, ((jobs[begins[0]], runs[begins[0]]),))
 
 
-def _job(code: Code, tapes: Sequence[Tape], shape: Shape, gpu: GPUFigures, far: float) -> Job:
+def _job(code: Code, tapes: Sequence[Tape], shape: Shape, gpu: GPUFigures,
+         far: Mapping[int, np.ndarray]) -> Job:
     """The clusters of one place. Rank r of each lies on SM r."""
-    share = {i: np.where(np.isin(tape.notes["kind"], (Note.READS, Note.SECTORS)), far, 0.0)
-             for i, tape in enumerate(tapes)}
-    return made(code, tapes, gpu, share, [tape.cta % shape.ctas for tape in tapes], shape.ctas_of_sm(gpu))
+    share = {i: far[id(tape)] for i, tape in enumerate(tapes)}
+    return made(code, tapes, gpu, share, [tape.rank for tape in tapes], shape.ctas_of_sm(gpu))
 
 
 def _first(one: Run, job: Job) -> int:

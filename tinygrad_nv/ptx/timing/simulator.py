@@ -21,6 +21,7 @@ from tinygrad_nv.toolchain import find_compiler
 SOURCE = Path(__file__).parent / "csrc" / "sm.c"
 FLAGS = ("-O2", "-std=gnu11", "-shared", "-fPIC", "-g0")
 MOST_CYCLES = 2_000_000_000
+L2_BYTES_OF_SM = 64.0   # bytes a cycle that one SM gets at most (DeepGEMM's model has as many)
 SHARED_AHEAD = 32   # cycles of work that shared memory takes before it is free: assumed
 REASONS = ("issued", "stall", "result", "unit", "barrier", "group", "turn")
 DONE, STUCK, LIMIT = range(3)
@@ -79,15 +80,16 @@ def library() -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-def run(job: Job, gpu: GPUFigures, log: int = 0) -> Run:
-    """Runs a job. `log`: issues to keep. Raises `PTXError` where warps wait for what no tape has."""
+def run(job: Job, gpu: GPUFigures, sms: int = 0, log: int = 0) -> Run:
+    """Runs a job. `sms`: that share L2 and HBM, 0 for all of the GPU's; `log`: issues to keep. Raises
+    `PTXError` where warps wait for what no tape has."""
     waited = np.zeros((len(job.instrs), len(REASONS)), np.int64)
     busy = np.zeros((job.sms, len(Unit)), np.int64)
     ends, happened = np.zeros(len(job.warps), np.int64), np.zeros(len(job.need) + 1, np.int64)
     need, kept = np.append(job.need, 0).astype(np.int32), np.zeros((max(log, 1), 4), np.int64)
     arrays = (job.instrs, job.steps, job.effects, job.warps, need, happened, waited, busy, ends, kept)
     struct = JobStruct(*(each.ctypes.data for each in arrays), log, 0, MOST_CYCLES, 0, 0, 0, len(job.warps),
-                       len(job.need), len(job.instrs), job.sms, job.ctas, -1, _figures(gpu))
+                       len(job.need), len(job.instrs), job.sms, job.ctas, -1, _figures(gpu, sms or gpu.sms))
     state = library().sm_run(ctypes.byref(struct))
     if state != DONE:
         raise PTXError(f"the timing model does not go on after {struct.cycles} cycles: warp {struct.stuck} "
@@ -96,8 +98,9 @@ def run(job: Job, gpu: GPUFigures, log: int = 0) -> Run:
     return Run(struct.cycles, waited, busy, ends, struct.l2_busy, struct.hbm_busy, kept[:struct.log_count])
 
 
-def _figures(gpu: GPUFigures) -> FiguresStruct:
+def _figures(gpu: GPUFigures, sms: int) -> FiguresStruct:
     hbm = gpu.hbm_bytes_per_s / gpu.clock_hz
     return FiguresStruct(
-        gpu.l2_bytes_per_cycle / gpu.sms, hbm / gpu.sms, gpu.begin_latency, gpu.l2_latency, gpu.hbm_latency,
-        gpu.tma_latency, gpu.tma_issue, gpu.write_latency, gpu.wgmma_latency, gpu.wgmma_ahead, SHARED_AHEAD)
+        min(L2_BYTES_OF_SM, gpu.l2_bytes_per_cycle / sms), min(L2_BYTES_OF_SM, hbm / sms), gpu.begin_latency,
+        gpu.l2_latency, gpu.hbm_latency, gpu.tma_latency, gpu.tma_issue, gpu.write_latency,
+        gpu.wgmma_latency, gpu.wgmma_ahead, SHARED_AHEAD)

@@ -7,34 +7,47 @@ import pytest
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.ptx.emulator.tapes import NOTE, Note
 from tinygrad_nv.ptx.timing.gpu import figures, known, sustained_hz
-from tinygrad_nv.ptx.timing.l2 import far_share, first_share
+from tinygrad_nv.ptx.timing.l2 import far_shares, first_shares
 
 H100 = figures("h100")
 
 
-def reads(*keys: int) -> np.ndarray:
-    """A warp that reads tiles of 64 rows of 128 bytes."""
-    return np.array([(Note.READS, 128, key << 13, 64, 128) for key in keys], NOTE)
+def reads(*keys: int, source: int = 7) -> np.ndarray:
+    """A warp's instruction that reads tiles of 64 rows of 128 bytes."""
+    return np.array([(Note.READS, source, 128, key << 13, 64, 128) for key in keys], NOTE)
 
 
 def test_what_all_read_comes_once():
-    assert first_share([reads(0, 1, 2, 3)] * 8) == 1 / 8
-    assert first_share([reads(4 * i, 4 * i + 1) for i in range(8)]) == 1.0
-    assert first_share([]) == 1.0
+    assert first_shares([reads(0, 1, 2, 3)] * 8) == {7: 1 / 8}
+    assert first_shares([reads(4 * i, 4 * i + 1) for i in range(8)]) == {7: 1.0}
+    assert first_shares([]) == {}
+
+
+def test_each_instruction_has_its_own_share():
+    """Queries of its own, keys that all share."""
+    some = [np.concatenate([reads(1000 + i, source=3), reads(0, 1, source=5)]) for i in range(10)]
+    assert first_shares(some) == {3: 1.0, 5: 0.1}
 
 
 def test_a_grid_of_tiles_shares_rows_and_columns():
     """8 x 8 tiles, each reads its rows and its columns: 16 of 128 are the first."""
-    grid = [reads(100 * k + i, 100 * k + 50 + j) for k in range(1) for i in range(8) for j in range(8)]
-    assert first_share(grid) == 16 / 128
+    assert first_shares([reads(i, 50 + j) for i in range(8) for j in range(8)]) == {7: 16 / 128}
 
 
 def test_what_fits_into_l2_comes_once_of_all_waves():
     size = 64 * 128 * 4
     some, memory = [reads(0, 1, 2, 3)] * 8, [(0, size), (1 << 40, 1 << 40)]
-    assert far_share(some, memory, 8 * size, H100.l2_bytes) == 1 / 8
-    assert far_share(some, memory, 80 * size, H100.l2_bytes) == 1 / 80
-    assert far_share(some, memory, 80 * size, size) == 1 / 8         # too small to keep it
+    def share(times: float, l2_bytes: int = H100.l2_bytes) -> float:
+        return far_shares(some, memory, reads(0, 1, 2, 3), times, l2_bytes)[0]
+    assert share(8) == 1 / 8
+    assert share(80) == pytest.approx(1 / 80)
+    assert share(80, size) == 1 / 8         # too small to keep it
+
+
+def test_what_is_written_stays_in_l2_where_there_is_room():
+    written = np.array([(Note.WRITES, 9, 128, 0, 64, 128)], NOTE)
+    for size, share in ((1 << 20, 0.0), (1 << 30, 1.0)):
+        assert far_shares([], [(0, size)], written, 1.0, H100.l2_bytes).tolist() == [share]
 
 
 def test_power_limits_the_clock_of_busy_tensor_cores():

@@ -100,8 +100,9 @@ def test_copies_fill_the_share_of_l2_that_an_sm_has():
               np.array([64], np.int32), 1, 1)
     share = GPU.l2_bytes_per_cycle / GPU.sms
     assert run(job, GPU).cycles == pytest.approx(64 * (1 << 14) / share + GPU.tma_latency, rel=0.02)
-    faster = replace(GPU, l2_bytes_per_cycle=2 * GPU.l2_bytes_per_cycle)
-    assert run(job, faster).cycles < 0.6 * run(job, GPU).cycles
+    faster = replace(GPU, l2_bytes_per_cycle=1.4 * GPU.l2_bytes_per_cycle)
+    assert run(job, faster).cycles == pytest.approx(run(job, GPU).cycles / 1.4, rel=0.03)
+    assert run(job, GPU, sms=4).cycles == pytest.approx(64 * (1 << 14) / 64, rel=0.03)  # no SM gets more
 
 
 def test_a_cta_begins_when_the_one_before_has_ended():

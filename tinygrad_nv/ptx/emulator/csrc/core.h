@@ -181,6 +181,7 @@ struct Cta {
 };
 
 struct Cluster {
+    u32 number;         /* in the grid */
     u32 sequence;       /* number of the cluster in the order of launch, from 1; a million on, it comes again */
     u32 id[3];
     i32 size;           /* CTAs */

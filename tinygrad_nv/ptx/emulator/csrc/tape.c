@@ -7,9 +7,9 @@
 
 #include "core.h"
 
-enum { SOURCE_BITS = 20, PASSES_BITS = 11, NOTED = 1u << 31, MORE_NOTES = 1u << 31 };
+enum { KIND_BITS = 8, SOURCE_BITS = 20, PASSES_BITS = 11, NOTED = 1u << 31, MORE_NOTES = 1u << 31 };
 
-/* What a note says; ptx/timing/tape.py has the same list.
+/* What a note says, in the low bits of its kind (above them is its instruction); ptx/timing/tape.py has the same list.
  *
  *    WAITED     key: an mbarrier or barrier; a: its phase, which has ended
  *    FAILED     a try_wait said no
@@ -31,7 +31,7 @@ struct Tape {
     Note *notes;
     u64 step_count, note_count, step_room, note_room;
     u64 noted, passes;  /* notes at the end of the last step; passes since */
-    i32 cta, warp, brief;  /* brief: no steps, and only notes of reads */
+    i32 cluster, rank, cta, warp, brief;  /* brief: no steps, and only notes of reads */
 };
 
 static void tape_start(Machine *m, Warp *w) {
@@ -41,6 +41,7 @@ static void tape_start(Machine *m, Warp *w) {
         m->tapes = realloc(m->tapes, sizeof *m->tapes * (size_t)m->tape_room);
     }
     Tape *t = calloc(1, sizeof *t);
+    t->cluster = (i32)w->cta->cluster->number, t->rank = w->cta->rank;
     t->cta = cta_number(m, w->cta), t->warp = w->id, t->brief = w->cta->cluster->most > 0;
     m->tapes[m->tape_count++] = w->tape = t;
 }
@@ -65,6 +66,7 @@ static void tape_step(Tape *t, u32 source) {
         t->steps = realloc(t->steps, sizeof *t->steps * t->step_room);
     }
     bool noted = t->note_count > t->noted;
+    for (u64 i = t->noted; i < t->note_count; i++) t->notes[i].kind |= source << KIND_BITS;
     if (noted) t->notes[t->note_count - 1].kind &= ~MORE_NOTES;
     t->noted = t->note_count, t->passes = 0;
     if (t->brief) return;
