@@ -97,7 +97,7 @@ def made(code: Code, tapes: Sequence[Tape], gpu: GPUFigures, far: Mapping[int, n
          sms: Sequence[int], first: int) -> Job:
     """The job of recorded CTAs. `sms`: the SM of each tape. Of each SM the first `first` CTAs begin at once,
     each other one when the one that many before it has ended. `far`: of each tape's notes, by its place in
-    `tapes`, the share of bytes that HBM moves; below 0 where nothing of it is waited for from there."""
+    `tapes`, the share of bytes that HBM moves."""
     steps, warps, notes, begin, count = [], [], [], 0, 0
     number = {cta: i for i, cta in enumerate(sorted({tape.cta for tape in tapes}))}
     of_sm: dict[int, list[int]] = {}
@@ -233,7 +233,7 @@ def _effects(notes: np.ndarray, owner: np.ndarray, share: np.ndarray,
     rows = where(Note.READS) | where(Note.WRITES)
     nbytes = np.where(rows, notes["count"].astype(np.int64) * notes["a"].astype(np.int64),
                       np.where(where(Note.SECTORS), notes["count"].astype(np.int64) * 32, 0))
-    out["bytes"], out["far"] = nbytes, (nbytes * np.abs(share)).astype(np.int64)
+    out["bytes"], out["far"] = nbytes, (nbytes * share).astype(np.int64)
     out["late"] = (share > 0) & (nbytes > 0)
     need = np.bincount(events[signals[timed]], minlength=int(events.max()) + 1 if len(events) else 0)
     return out, need.astype(np.int32)

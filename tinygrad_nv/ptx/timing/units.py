@@ -10,6 +10,7 @@ other k of one instruction; shared memory gives 128 bytes a cycle of B, 32 N, an
 2048. """
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -76,11 +77,9 @@ _GROUPS: tuple[tuple[str, Cost], ...] = (
     ("HFMA2 HADD2 HMUL2", Cost(Unit.HALF)),
     ("DFMA DADD DMUL DSETP DMNMX", Cost(Unit.DOUBLE, 2, 16)),
     ("IMAD IDP", Cost(Unit.WIDE, 2)),
-    ("HMMA IMMA QMMA BMMA", Cost(Unit.TENSOR, 1, 24, Kind.MMA)),
-    ("DMMA", Cost(Unit.TENSOR, 1, 33, Kind.MMA)),
+    ("HMMA IMMA QMMA BMMA DMMA", Cost(Unit.TENSOR, kind=Kind.MMA)),
     ("WARPGROUP.DEPBAR", Cost(Unit.CONTROL, kind=Kind.WGMMA_WAIT)),
-    ("LDSM", Cost(Unit.SHARED, 1, 33, Kind.SHARED_ACCESS)),
-    ("LDS", Cost(Unit.SHARED, 1, 29, Kind.SHARED_ACCESS)),
+    ("LDS", Cost(Unit.SHARED, 1, 0, Kind.SHARED_ACCESS)),  # LDSM too; its latency is the GPU's
     ("STS", Cost(Unit.SHARED, 1, _VARIABLE, Kind.SHARED_ACCESS)),
     ("ATOMS", Cost(Unit.SHARED, 1, 40, Kind.SHARED_ACCESS)),
     ("SHFL", Cost(Unit.SHARED, 2, 24)), ("SYNCS", Cost(Unit.SHARED, 2, _VARIABLE)),
@@ -115,10 +114,13 @@ def cost_of(each: SASSInstruction, gpu: GPUFigures) -> Cost:
     """What an instruction takes on a GPU. One without a row is taken for an integer operation whose result is
     variable, and is not `known`."""
     whole = each.opcode + each.modifiers + "."
-    if _ASYNC.match(each.opcode): return _wgmma(each)
+    if _ASYNC.match(each.opcode): return _wgmma(each, gpu)
     if each.opcode == "DEPBAR": return Cost(Unit.CONTROL, kind=Kind.COPY_WAIT, number=pending(each))
     found = next((cost for name, cost in _ROWS if whole.startswith(name)), UNKNOWN)
-    if found.kind is Kind.MMA: return replace(found, tensor=_mma_cycles(each, gpu))
+    if found.kind is Kind.MMA:
+        return replace(found, latency=gpu.mma_latency, tensor=_mma_cycles(each, gpu))
+    if found.kind is Kind.SHARED_ACCESS and not found.latency:
+        return replace(found, latency=gpu.shared_latency)
     if found.kind is Kind.WGMMA_WAIT:
         return Cost(Unit.CONTROL, kind=Kind.WGMMA_WAIT, number=pending(each))
     if found.unit is Unit.FMA: return replace(found, busy=gpu.fp32_cycles)
@@ -131,14 +133,15 @@ def pending(each: SASSInstruction) -> int:
     return int(last, 16) if last.startswith("0x") else 0
 
 
-def _wgmma(each: SASSInstruction) -> Cost:
+def _wgmma(each: SASSInstruction, gpu: GPUFigures) -> Cost:
     found = _SHAPE.search(each.modifiers)
     n = int(found[1]) if found else 256
     operands = [part.strip() for part in each.operands.split(",")]
     of_registers = len(operands) > 1 and not operands[1].startswith("gdesc")
     shared = 32 * n + (0 if of_registers else 2048)
-    cycles = max(n // 2, -(-shared // 128)) + 1
-    return Cost(Unit.TENSOR, 2, 6, Kind.WGMMA, cycles, -(-shared // 128),
+    serving = math.ceil(shared / gpu.shared_bytes_per_cycle)
+    cycles = max(n // 2, serving) + 1
+    return Cost(Unit.TENSOR, 2, 6, Kind.WGMMA, cycles, serving,
                 int("gsb0" in each.operands))
 
 
