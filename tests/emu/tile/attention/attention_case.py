@@ -6,10 +6,10 @@ between elements is NaN), `reference(spec, given)` the result and l in float64, 
 kernel's own. Extents below the spec's, of a symbolic one, are given by name: `run(…, s_q=5, s_kv=70)`.
 
 `near` holds a result against float64 by the error of `plain`, an attention with scores and softmax in float32
-and p rounded to v's dtype: an element may be off by twice the largest such error of all elements, by the
-rounding of the result, and by 2⁻²³ of the largest l. That is for rows of one column in float32: the exponent
-of their p is score · c − top, with top = score · c rounded, not quite 0; p is rounded to 1, its sum is not.
-"""
+(sums of float32 operands from first to last) and p rounded to v's dtype: an element may be off by twice the
+largest such error of all elements, by the rounding of the result, and by 2⁻²³ of the largest l. That is for
+rows of one column in float32: the exponent of their p is score · c − top, with top = score · c rounded, not
+quite 0; p is rounded to 1, its sum is not. """
 from __future__ import annotations
 
 import math
@@ -147,7 +147,8 @@ def attended(spec: AttentionSpec, given: dict[str, torch.Tensor], wide: torch.dt
     if spec.scales is not None:
         q, k, v = (x * worth(spec, given, name, x.shape[-2]).to(wide) for x, name in zip((q, k, v), "qkv",
                                                                                          strict=True))
-    sums = q @ k.transpose(-1, -2)
+    plainly = wide == torch.float32 and spec.q.dtype == dtypes.float32
+    sums = one_by_one(q, k) if plainly else q @ k.transpose(-1, -2)
     small = SimpleNamespace(batch=spec.batch, m=s_q, n=s_kv)
     scores = evaluate(small, spec.score, [sums.double()], given).to(wide)
     scores = torch.where(seen(spec, extents), scores, -torch.inf)
@@ -160,6 +161,14 @@ def attended(spec: AttentionSpec, given: dict[str, torch.Tensor], wide: torch.dt
     if rounded is not None: weights = (weights * lift).to(rounded).to(wide) / lift
     out = weights @ v / torch.where(total == 0, torch.ones_like(total), total)
     return out.double(), (top + torch.log(total)).double().squeeze(-1)
+
+
+def one_by_one(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """q kᵀ, each sum from its first product to its last: BLAS sums in blocks, which of 256 products in
+    float32 has a third of the error that any one order must be allowed."""
+    sums = torch.zeros(*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), q.shape[-2], k.shape[-2])
+    for i in range(q.shape[-1]): sums = sums + q[..., :, None, i] * k[..., None, :, i]
+    return sums
 
 
 def worth(spec: AttentionSpec, given: dict[str, torch.Tensor], name: str, count: int) -> torch.Tensor:
