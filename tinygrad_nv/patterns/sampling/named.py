@@ -1,4 +1,4 @@
-"""Parts of a sampler as functions known by name, with bodies of tile/sampling/reference.py, and kernels.
+"""Parts of a sampler as named functions, with the references of tile/sampling/reference.py, and kernels.
 
 Protocol: `largest`, `chosen` and `tallied` are what the sampler calls; tile/sampling/spec.py says what they
 compute. What is kept is the same by body and kernel, bit by bit, whatever the processor; noise has them where

@@ -1,4 +1,4 @@
-"""Filters, choices and counts in plain tinygrad (tile/reference.py): the bodies of patterns/sampling, too.
+"""Filters, choices and counts in plain tinygrad (tile/reference.py): those of patterns/sampling, too.
 
 A filter's sums are what its spec says, of float32 in one order, where nothing else is rounded too (`exact`);
 noise is of float64 then.
