@@ -199,8 +199,8 @@ def _attach(code: Code, tape: Tape, body: np.ndarray, count: int, places: np.nda
 
 
 def _carries(cost: Cost) -> bool:
-    return cost.kind in _NOTED or (cost.unit in (Unit.SHARED, Unit.CONTROL) and cost.kind is Kind.PLAIN \
-        and cost.busy > 1)
+    return cost.kind in _NOTED or (
+        cost.unit in (Unit.SHARED, Unit.CONTROL) and cost.kind is Kind.PLAIN and cost.busy > 1)
 
 
 # **** what notes do ****

@@ -11,7 +11,8 @@ each place by itself.
 
 The rest of the GPU takes its share: an SM has its part of the rates of L2 and HBM. What comes from HBM is
 found from the first instructions of the other clusters that run at once (l2.py); the clock is what power
-leaves (gpu.py). Nothing is fitted to kernels but what gpus/ says; `uncertainty` is an estimate. """
+leaves (gpu.py). Nothing is fitted to kernels but what gpus/ says; `uncertainty` is an estimate.
+"""
 from __future__ import annotations
 
 import heapq
@@ -212,14 +213,14 @@ def _units(runs: Sequence[Run]) -> dict[str, float]:
 def _waits(code: Code, runs: Sequence[Run], most: int = 12) -> tuple[Wait, ...]:
     waited = np.sum([one.waited for one in runs], 0)
     total = max(1, int(waited.sum()))
-    made_ = []
+    found = []
     for number in np.argsort(-waited[:len(code.instructions), 1:].max(1), kind="stable")[:most]:
         reason = 1 + int(waited[number, 1:].argmax())
         each = code.instructions[number]
         if waited[number, reason]:
-            made_.append(Wait(int(code.lines[number]), each.opcode + each.modifiers, REASONS[reason],
+            found.append(Wait(int(code.lines[number]), each.opcode + each.modifiers, REASONS[reason],
                               float(waited[number, reason]) / total))
-    return tuple(made_)
+    return tuple(found)
 
 
 # **** launches ****
@@ -260,5 +261,5 @@ def as_text(timing: Timing) -> str:
 
 def as_json(timing: Timing) -> dict[str, object]:
     """The same for a program."""
-    made_ = {name: value for name, value in vars(timing).items() if name not in ("code", "recorded")}
-    return made_ | {"units": dict(timing.units), "waits": [vars(each) for each in timing.waits]}
+    plain = {name: value for name, value in vars(timing).items() if name not in ("code", "recorded")}
+    return plain | {"units": dict(timing.units), "waits": [vars(each) for each in timing.waits]}

@@ -47,11 +47,9 @@ class Kind(IntEnum):
     TMA_READ = 7
     TMA_WRITE = 8
     BULK_COMMIT = 9
-    BULK_WAIT = 10
-    BULK_READ_WAIT = 11
-    COPY_ASYNC = 12
-    COPY_COMMIT = 13
-    COPY_WAIT = 14
+    COPY_ASYNC = 10
+    COPY_COMMIT = 11
+    COPY_WAIT = 12
 
 
 @dataclass(frozen=True)

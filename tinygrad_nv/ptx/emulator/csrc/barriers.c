@@ -110,8 +110,8 @@ HANDLER(bar) {
     u32 phase = (u32)g->value;
     if (n->phase == phase) named_check(m, w->cta, n);
     if ((op->flags & WAITS) && n->phase == phase) return BLOCKED;
-    if (w->tape) tape_note(w, MEETS, (u32)threads_of(w, op, mask), barrier_key(m, w->cta, NAMED_KEYS | id), phase,
-                           (op->flags & WAITS) != 0);
+    if (w->tape) tape_note(w, MEETS, (u32)threads_of(w, op, mask), barrier_key(m, w->cta, NAMED_KEYS | id),
+                           phase, (op->flags & WAITS) != 0);
     if (!(op->flags & WAITS)) return NEXT;
     lanes_sync(m, w, mask);
     put_reduction(w, op, mask, n);

@@ -74,7 +74,10 @@ static void tape_step(Tape *t, u32 source) {
 }
 
 static void tapes_free(Machine *m) {
-    for (i32 i = 0; i < m->tape_count; i++) free(m->tapes[i]->steps), free(m->tapes[i]->notes), free(m->tapes[i]);
+    for (i32 i = 0; i < m->tape_count; i++) {
+        Tape *t = m->tapes[i];
+        free(t->steps), free(t->notes), free(t);
+    }
     free(m->tapes);
 }
 

@@ -25,9 +25,9 @@ typedef double f64;
 enum { SCHEDULERS = 4, SCOREBOARDS = 6, GROUPS = 64 };
 enum Unit { CONTROL, FMA, ALU, HALF, WIDE, XU, UNIFORM, DOUBLE, SHARED, MEMORY, TENSOR, COPY, UNITS };
 enum Kind { PLAIN, WGMMA, WGMMA_WAIT, MMA, SHARED_ACCESS, GLOBAL_READ, GLOBAL_WRITE, TMA_READ,
-            TMA_WRITE, BULK_COMMIT, BULK_WAIT, BULK_READ_WAIT, COPY_ASYNC, COPY_COMMIT, COPY_WAIT };
+            TMA_WRITE, BULK_COMMIT, COPY_ASYNC, COPY_COMMIT, COPY_WAIT };
 /* What a warp waits for: STALL its own last instruction, BOARD a result, UNIT_BUSY, EVENT, GROUP wgmmas and
- * copies, TURN another warp that issues, START its CTA's begin */
+ * copies, TURN another warp that issues */
 enum Reason { ISSUED, STALL, BOARD, UNIT_BUSY, EVENT, GROUP, TURN, REASONS };
 
 typedef struct {
@@ -61,7 +61,7 @@ typedef struct {
     const Effect *effects;
     const WarpJob *warps;
     i32 *need;            /* of each event: signals it takes */
-    i64 *happened;        /* when it has; -1: not yet */
+    i64 *happened;        /* when the last of them came */
     i64 *waited;          /* [instr][REASONS]: warp-cycles */
     i64 *busy;            /* [sm][UNITS]: cycles */
     i64 *ends;            /* of each warp */
@@ -71,13 +71,13 @@ typedef struct {
     Figures f;
 } Job;
 
-typedef struct { i64 at[GROUPS]; i32 open, done; i64 last; } Groups;  /* ends of groups, by number % GROUPS */
+typedef struct { i64 at[GROUPS]; i32 open; i64 last; } Groups;  /* ends of groups, by number % GROUPS */
 
 typedef struct {
     i64 next, since;                 /* when its stall ends; when it last issued */
     i64 board[SCOREBOARDS];          /* when clear */
     i32 at;
-    Groups wgmma, bulk, bulk_read, copies;
+    Groups wgmma, bulk, copies;      /* bulk: until sources are read */
     bool gone, posted;               /* posted: it has signalled what it now waits for */
 } Warp;
 
@@ -98,6 +98,11 @@ static i64 group_end(const Groups *g, i32 pending) {
     i32 up_to = g->open - pending;
     if (up_to <= 0) return 0;
     return g->at[(up_to - 1) % GROUPS];
+}
+
+/* SASS has one wait for the groups of cp.async and of bulk copies: a warp has one of the two. */
+static i64 copies_end(const Warp *w, i32 pending) {
+    return later(group_end(&w->copies, pending), group_end(&w->bulk, pending));
 }
 
 /* **** memory beyond the SM **** */
@@ -144,9 +149,7 @@ static int held(const Job *j, const Warp *w, const WarpJob *where, const Sm *s, 
         break;
     case SHARED_ACCESS: if (s->shared_free > now + j->f.shared_ahead) return UNIT_BUSY; break;
     case WGMMA_WAIT: if (group_end(&w->wgmma, i->number) > now) return GROUP; break;
-    case BULK_WAIT: if (group_end(&w->bulk, i->number) > now) return GROUP; break;
-    case BULK_READ_WAIT: if (group_end(&w->bulk_read, i->number) > now) return GROUP; break;
-    case COPY_WAIT: if (group_end(&w->copies, i->number) > now) return GROUP; break;
+    case COPY_WAIT: if (copies_end(w, i->number) > now) return GROUP; break;
     default: break;
     }
     for (i32 n = step->note; n < step->note + step->notes; n++) {
@@ -186,7 +189,7 @@ static i64 transfer(Job *j, Warp *w, Sm *s, const Instr *i, const Effect *e, i64
     i32 near = writes ? f->write_latency : reads ? f->tma_latency : f->l2_latency;
     if (e->late && !writes) near += f->hbm_latency - f->l2_latency;
     i64 end = moved(j, s, begin, e->bytes, e->far, near);
-    if (i->kind == TMA_WRITE) group_add(&w->bulk, end), group_add(&w->bulk_read, end - f->write_latency);
+    if (i->kind == TMA_WRITE) group_add(&w->bulk, end - f->write_latency);
     if (i->kind == COPY_ASYNC) group_add(&w->copies, end);
     return end;
 }
@@ -222,7 +225,7 @@ static void issue(Job *j, Warp *w, const WarpJob *where, Sm *s, i64 now) {
         done = begin + i->latency;
         break;
     }
-    case BULK_COMMIT: group_commit(&w->bulk), group_commit(&w->bulk_read); break;
+    case BULK_COMMIT: group_commit(&w->bulk); break;
     case COPY_COMMIT: group_commit(&w->copies); break;
     case SHARED_ACCESS:
         done = share(s, now, step->passes) + i->latency;
@@ -252,11 +255,8 @@ static i64 wakes(const Job *j, const Warp *w, const WarpJob *where, const Sm *s,
     if (reason == BOARD)
         for (int b = 0; b < SCOREBOARDS; b++) if (i->wait_mask >> b & 1) at = later(at, w->board[b]);
     if (reason == UNIT_BUSY && s->free[where->scheduler][i->unit] > at) at = s->free[where->scheduler][i->unit];
-    if (reason == GROUP) {
-        const Groups *g = i->kind == WGMMA_WAIT ? &w->wgmma : i->kind == BULK_WAIT ? &w->bulk
-            : i->kind == COPY_WAIT ? &w->copies : &w->bulk_read;
-        at = later(at, group_end(g, i->number));
-    }
+    if (reason == GROUP)
+        at = later(at, i->kind == WGMMA_WAIT ? group_end(&w->wgmma, i->number) : copies_end(w, i->number));
     if (reason == EVENT)
         for (i32 n = step->note; n < step->note + step->notes; n++) {
             const Effect *e = &j->effects[n];
