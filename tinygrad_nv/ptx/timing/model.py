@@ -23,7 +23,7 @@ from math import prod
 import numpy as np
 
 from tinygrad_nv.errors import ConfigError
-from tinygrad_nv.ptx.assemble import Resources, assemble
+from tinygrad_nv.ptx.assemble import Resources
 from tinygrad_nv.ptx.emulator.tapes import Tape, Tapes
 from tinygrad_nv.ptx.gpcs import most_clusters
 from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures, sustained_hz
@@ -234,11 +234,12 @@ def predicted(text: str, arch: str, entry: str, shape: Callable[[Resources], Sha
     if arch[:5] != gpu.arch[:5]:
         raise ConfigError(f"{name} is of {gpu.arch}, the emulator of {arch}", f"an emulator of {gpu.arch}",
                           "choose another GPU, or another architecture")
-    found = shape(assemble(text, gpu.arch).kernels[entry])
+    code = listing(text, gpu.arch)
+    found = shape(code.resources[entry])
     at_once = range(min(found.clusters, found.at_once(gpu)))
     tapes = Tapes(recorded(found, gpu), idle=True, others=at_once, brief=BRIEF * found.ctas)
     record(tapes)
-    return timed(listing(text, gpu.arch), entry, found, tapes, gpu, memory, log)
+    return timed(code, entry, found, tapes, gpu, memory, log)
 
 
 def as_text(timing: Timing) -> str:

@@ -164,6 +164,11 @@ class DecodeSpec:
         """Tokens of a request at most."""
         return self.pages * self.page_size
 
+    @property
+    def integers(self) -> tuple[int, ...]:
+        """The kernels' integer arguments, each at its most."""
+        return (self.longest,) if self.length == "argument" else ()
+
     def __str__(self) -> str:
         heads = f"{self.heads * self.group} heads" + (f" of {self.heads}" if self.group > 1 else "")
         d = str(self.d) if self.d == self.d_v else f"{self.d}/{self.d_v}"
