@@ -38,7 +38,7 @@ from tinygrad_nv.tile.templates import TABLE
 
 GPU_NAME, HOPPER = "h100", GPU("sm_90a", 132)
 CAUSAL, WINDOW = Band(None, 0), Band(-1023, 0)
-HEADS = {"batch": 2, "heads": 4, "group": 4}
+HEADS: dict[str, Any] = {"batch": 2, "heads": 4, "group": 4}
 SPECS: dict[str, dict[str, Any]] = {
     "wgmma": {
         "bf16": matmul(4096, 4096, 4096), "16 rows": matmul(16, 4096, 4096),
@@ -60,7 +60,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "flash_backward_wgmma": {
         "d 128": backward(2048, 2048, 128, **HEADS),
         "causal d 64 *": backward(4096, 4096, 64, band=CAUSAL, **HEADS)},
-    "flash_backward_mma": {"d 128": backward(512, 512, 128, **HEADS)},
+    "flash_backward_mma": {"d 64": backward(512, 512, 64, **HEADS)},
     "decode": {
         "4096 tokens": decode(batch=16, heads=8, pages=256), "e4m3 *": decode(16, 8, pages=256, kv=E4M3),
         "4 rows *": decode(16, 8, s_q=4, pages=256)},

@@ -5,14 +5,14 @@
 
 Each case of timing_gate_cases.py is built, assembled, and predicted on an H100 (tinygrad_nv/ptx/timing/).
 timing_baseline.json has, of each of its kernels, the predicted time, how busy the units are, registers, what
-SASS spends on its tensor-core instructions, and where warps wait: cycles of a launch that a warp spends at a
-line of PTX, on average. Worse is, of a kernel:
+SASS spends on its tensor-core instructions, and by lines of PTX the cycles of the critical path, and those
+that a warp waits on average. Worse is, of a kernel:
 
     a time, or instructions around a tensor-core instruction of the main loop, or its additions of float32
     beside a QGMMA, more than LIMIT above the baseline; fewer exponentials while a wgmma is under way; a byte
     that spills; a wgmma that ptxas serialises (C7510, C7511, …), which is an error of the assembly.
 
-The report names the lines of PTX where warps wait longer than they did. Predictions are no measurements, and
+The report names the lines of PTX that take longer than they did. Predictions are no measurements, and
 change with the timing model and with ptxas: a commit that changes those refreshes the baseline, too.
 """
 from __future__ import annotations
@@ -26,14 +26,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from measure import each
 from timing_gate_cases import GPU_NAME, HOPPER, GateCase, cases
 
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.ptx.sass import Loop, main_loop
+from tinygrad_nv.ptx.timing.critical import PARTS
 from tinygrad_nv.ptx.timing.listing import listing
 from tinygrad_nv.ptx.timing.model import Timing
-from tinygrad_nv.ptx.timing.simulator import REASONS
+from tinygrad_nv.ptx.timing.simulator import REASONS, Cause
 from tinygrad_nv.tile.database import toolchain
 from tinygrad_nv.tile.emulated import timings
 from tinygrad_nv.tile.kernel import Chain, TileKernel
@@ -41,9 +43,13 @@ from tinygrad_nv.tile.templates import TABLE
 
 BASELINE = Path(__file__).parent / "timing_baseline.json"
 LIMIT = 0.03
-KEPT, SHOWN = 24, 5     # waits of a kernel
+KEPT, SHOWN = 16, 4     # lines of a kernel
+LEAST = 0.002           # of a launch's cycles, below which a line is not shown
+LONGEST = 80            # characters of a line
 NAMES = re.compile(r"[%$][\w$.]+|\[[^]]*\]")
 Record = dict[str, Any]
+Place = tuple[str, str, str]                # PTX, SASS, what takes the cycles
+Spent = tuple[str, str, str, float, int]    # the same, cycles, and the line that has most of them
 
 
 def records(case: GateCase) -> list[Record]:
@@ -63,7 +69,8 @@ def record(case: GateCase, kernel: TileKernel, timing: Timing) -> Record:
             "cycles": timing.cycles, "limiter": timing.limiter, "registers": used.registers,
             "spilled_bytes": used.spill_store_bytes + used.spill_load_bytes,
             "units": {name: round(share, 3) for name, share in timing.units.items() if share >= 0.01},
-            "loop": {} if loop is None else facts(loop), "waits": waits(timing, kernel.ptx)}
+            "loop": {} if loop is None else facts(loop), "path": path(timing, kernel.ptx),
+            "waits": waits(timing, kernel.ptx)}
 
 
 def facts(loop: Loop) -> dict[str, float]:
@@ -77,23 +84,37 @@ def facts(loop: Loop) -> dict[str, float]:
     return made
 
 
-def waits(timing: Timing, text: str) -> list[list[Any]]:
-    """Cycles that a warp waits, on average, the most first: PTX, SASS, for what, cycles, the line. Lines that
-    differ in registers alone are one; so is what an instruction's own issue takes."""
+def waits(timing: Timing, text: str) -> list[Spent]:
+    """Cycles that a warp waits, on average."""
     job, run = timing.recorded[0]
-    lines = text.splitlines()
-    scale = timing.cycles / max(1, run.cycles) / len(job.warps)
-    spent: dict[tuple[str, str, str], float] = defaultdict(float)
-    longest: dict[tuple[str, str, str], tuple[int, int]] = {}
-    for number, one in enumerate(timing.code.instructions):
-        for reason, cycles in enumerate(run.waited[number].tolist()):
-            if not cycles: continue
-            said = NAMES.sub("_", lines[one.ptx_line - 1].strip()) if one.ptx_line else "no line"
-            key = said, one.opcode + one.modifiers, REASONS[reason]
-            spent[key] += cycles * scale
-            longest[key] = max(longest.get(key, (0, 0)), (cycles, one.ptx_line))
-    most = sorted(spent, key=lambda key: -spent[key])[:KEPT]
-    return [[*key, round(spent[key], 1), longest[key][1]] for key in most]
+    numbers, reasons = np.nonzero(run.waited[:, 1:])
+    cycles = run.waited[numbers, reasons + 1] * (timing.cycles / max(1, run.cycles) / len(job.warps))
+    return most(timing, text, numbers, [REASONS[reason + 1] for reason in reasons], cycles)
+
+
+def path(timing: Timing, text: str) -> list[Spent]:
+    """Cycles of the critical path."""
+    job, run = timing.recorded[0]
+    cycles = (run.path[:, 2] - run.path[:, 1]) * (timing.cycles / max(1, run.cycles))
+    names = [PARTS[Cause(cause)].name for cause in run.path[:, 3]]
+    return most(timing, text, job.steps["instr"][run.path[:, 0]], names, cycles)
+
+
+def most(timing: Timing, text: str, numbers: np.ndarray, reasons: Sequence[str],
+         cycles: np.ndarray) -> list[Spent]:
+    """The most of some cycles by PTX, SASS and reason, with a line; lines that differ in registers alone are
+    one."""
+    lines, sums = text.splitlines(), defaultdict[tuple[int, str], float](float)
+    for number, reason, each_cycles in zip(numbers.tolist(), reasons, cycles.tolist(), strict=True):
+        sums[number, reason] += each_cycles
+    spent, longest = defaultdict[Place, float](float), dict[Place, tuple[float, int]]()
+    for (number, reason), count in sums.items():
+        line, sass = timing.code.place(number)
+        key = NAMES.sub("_", lines[line - 1].strip())[:LONGEST] if line else "no line", sass, reason
+        spent[key] += count
+        longest[key] = max(longest.get(key, (0.0, 0)), (count, line))
+    kept = sorted(spent, key=lambda key: -spent[key])[:KEPT]
+    return [(*key, round(spent[key], 1), longest[key][1]) for key in kept]
 
 
 # **** two records of a kernel ****
@@ -113,30 +134,34 @@ def worse(old: Record, new: Record) -> list[str]:
 
 
 def differences(old: Record, new: Record) -> list[str]:
-    """Where warps wait longer than they did, and what else is different: lines of a report."""
-    before = {tuple(one[:3]): one[3] for one in old["waits"]}
-    least = old["waits"][-1][3] if len(old["waits"]) == KEPT else 0.0
-    grown = sorted(((one[3] - before.get(tuple(one[:3]), least), one) for one in new["waits"]),
-                   key=lambda pair: -pair[0])
-    out = []
-    for more, (ptx, sass, reason, cycles, line) in grown[:SHOWN]:
-        if more <= 0.002 * new["cycles"]: break
-        was = before.get((ptx, sass, reason))
-        words = f"was {was:,.0f}" if was is not None else f"was below {least:,.0f}" if least else "was none"
-        out.append(f"{more:+10,.0f} cycles a warp at line {line}: {ptx[:72]}  [{sass} for {reason}: "
-                   f"{words}, now {cycles:,.0f}]")
+    """Where the critical path became longer, where warps wait longer than they did, and what else is not as
+    it was: lines of a report."""
+    out = [*grown("on the critical path", old["path"], new["path"], new["cycles"]),
+           *grown("a warp waits", old["waits"], new["waits"], new["cycles"])]
     for name in ("schedule", "limiter", "registers"):
         if old[name] != new[name]: out.append(f"{name}: was {old[name]}, now {new[name]}")
     return out
+
+
+def grown(words: str, old: Sequence[Spent], new: Sequence[Spent], cycles: int) -> Iterator[str]:
+    """The lines that take more cycles than they did, the most first."""
+    before = {each[:3]: each[3] for each in old}
+    least = old[-1][3] if len(old) == KEPT else 0.0
+    more = sorted(((each[3] - before.get(each[:3], least), each) for each in new), reverse=True)
+    for count, (ptx, sass, reason, now, line) in more[:SHOWN]:
+        if count <= LEAST * cycles: return
+        was = f"{before[ptx, sass, reason]:,.0f}" if (ptx, sass, reason) in before else f"below {least:,.0f}"
+        yield f"{count:+10,.0f} cycles {words}: line {line}: {ptx}  [{sass}, {reason}: {was}, now {now:,.0f}]"
 
 
 def judged(case: GateCase, baseline: Mapping[str, Sequence[Record]]) -> list[str]:
     """Lines of a report on a case that got worse; empty where it did not."""
     if (known := baseline.get(case.name)) is None:
         return [f"{case.name}: not in {BASELINE.name}: python bench/timing_gates.py --refresh"]
-    try: found = records(case)
+    try: lines = compared(case.name, known, records(case))
     except NVError as error: return [f"{case.name}: {error.found}"]
-    return compared(case.name, known, found)
+    other = json.loads(BASELINE.read_text())["toolchain"] if lines else toolchain()
+    return lines + [f"    the baseline is of {other}, this is {toolchain()}"] * (other != toolchain())
 
 
 def compared(name: str, known: Sequence[Record], found: Sequence[Record]) -> list[str]:
@@ -156,6 +181,8 @@ def read() -> dict[str, list[Record]]:
     """The baseline; empty where there is none."""
     if not BASELINE.is_file(): return {}
     known: dict[str, list[Record]] = json.loads(BASELINE.read_text())["cases"]
+    for each_record in (one for found in known.values() for one in found):
+        for name in ("path", "waits"): each_record[name] = [tuple(row) for row in each_record[name]]
     return known
 
 
@@ -175,7 +202,8 @@ def changes(old: Mapping[str, Sequence[Record]], new: Mapping[str, Sequence[Reco
                 yield f"new     {name}, {now['kernel']}: {now['us']:.1f} us, {now['limiter']}"
                 continue
             ratio = now["us"] / before["us"] - 1
-            said = [f"{before['us']:.1f} us, now {now['us']:.1f} us ({ratio:+.1%})"] if abs(ratio) > 1e-3 else []
+            times = f"{before['us']:.1f} us, now {now['us']:.1f} us ({ratio:+.1%})"
+            said = [times] if abs(ratio) > 1e-3 else []
             said += [f"{fact} {before['loop'].get(fact, 0):g}, now {value:g}"
                      for fact, value in now["loop"].items() if before["loop"].get(fact) != value]
             said += [f"{fact} {before[fact]}, now {now[fact]}" for fact in ("registers", "schedule")
