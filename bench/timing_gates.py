@@ -8,9 +8,10 @@ timing_baseline.json has, of each of its kernels, the predicted time, how busy t
 SASS spends on its tensor-core instructions, and by lines of PTX the cycles of the critical path, and those
 that a warp waits on average. Worse is, of a kernel:
 
-    a time, or instructions around a tensor-core instruction of the main loop, or its additions of float32
-    beside a QGMMA, more than LIMIT above the baseline; fewer exponentials while a wgmma is under way; a byte
-    that spills; a wgmma that ptxas serialises (C7510, C7511, …), which is an error of the assembly.
+    a time, or, of its main loop, instructions around a tensor-core instruction, waits for all wgmmas, or
+    additions of float32 beside a QGMMA, more than LIMIT above the baseline; fewer exponentials while a wgmma
+    is under way; a byte that spills; a wgmma that ptxas serialises (C7510, C7511, …), which is an error of
+    the assembly.
 
 The report names the lines of PTX that take longer than they did. Predictions are no measurements, and
 change with the timing model and with ptxas: a commit that changes those refreshes the baseline, too.
@@ -75,8 +76,10 @@ def record(case: GateCase, kernel: TileKernel, timing: Timing) -> Record:
 
 def facts(loop: Loop) -> dict[str, float]:
     """What a main loop spends on its tensor-core instructions."""
-    made = {"instructions around a tensor-core instruction": round(loop.around / loop.tensor, 3)}
+    around = round(loop.around / loop.tensor, 3)
+    made: dict[str, float] = {"instructions around a tensor-core instruction": around}
     groups = loop.after_waits("MUFU.EX2")
+    if groups: made["waits for all wgmmas"] = sum(not left for left, _ in groups)
     if any(count for _, count in groups):
         made["exponentials while a wgmma is under way"] = sum(count for left, count in groups if left)
     if loop.counts["QGMMA"]:
