@@ -27,7 +27,7 @@ from tinygrad_nv.ptx.assemble import ARCHITECTURES, Resources, assemble, sass
 from tinygrad_nv.ptx.emulator import LATE, Emulator, Finding, Report, TensorMap, Trace
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.syntax import PTXModule
-from tinygrad_nv.ptx.timing import model
+from tinygrad_nv.ptx.timing import report as timing_report
 from tinygrad_nv.ptx.timing.chrome import chrome
 from tinygrad_nv.ptx.timing.gpu import known
 
@@ -270,7 +270,7 @@ def run_time(arguments: argparse.Namespace) -> int:
                        log=MOST_ISSUES if arguments.trace else 0).timing
     assert found is not None
     if arguments.trace: Path(arguments.trace).write_text(json.dumps(chrome(found)))
-    print(json.dumps(model.as_json(found)) if arguments.json else model.as_text(found))
+    print(json.dumps(timing_report.as_json(found)) if arguments.json else timing_report.as_text(found))
     return 0
 
 

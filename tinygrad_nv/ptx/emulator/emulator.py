@@ -213,7 +213,8 @@ class Emulator:
 
     def _timed(self, text: str, entry: str, shape: tuple[Triple, Triple, Triple], shared: int, gpu: str,
                log: int, run: Callable[[Tapes], object]) -> Report:
-        from tinygrad_nv.ptx.timing.model import Shape, predicted
+        from tinygrad_nv.ptx.timing.model import predicted
+        from tinygrad_nv.ptx.timing.shape import Shape
 
         def record(tapes: Tapes) -> None:
             kept = [(buffer, buffer.data.copy()) for buffer in self.buffers.values()]
