@@ -18,7 +18,7 @@ from tinygrad_nv.host.launches import LaunchReport
 from tinygrad_nv.host.server import Result, run_program
 from tinygrad_nv.ptx import command
 from tinygrad_nv.ptx.emulator import Finding, Report
-from tinygrad_nv.ptx.timing import model
+from tinygrad_nv.ptx.timing import report as timing_report
 from tinygrad_nv.ptx.timing.gpu import known
 
 NAME_WIDTH = 44
@@ -70,7 +70,7 @@ def _launch_json(launch: LaunchReport) -> dict[str, object]:
     return {"kernel": launch.kernel, "name": demangled(launch.kernel), "grid": launch.grid,
             "block": launch.block, "cluster": launch.cluster, "dynamic_smem": launch.dynamic_smem,
             "status": launch.status.name, **command.as_json(report),
-            "timing": None if launch.timing is None else model.as_json(launch.timing)}
+            "timing": None if launch.timing is None else timing_report.as_json(launch.timing)}
 
 
 def as_text(result: Result) -> str:
