@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, Union
 
+from tinygrad_nv.ptx.builder.division import divisible, power_of_two, quotient
 from tinygrad_nv.ptx.isa.operands import family, width
 
 Number = Union["Value", int, float]
@@ -147,8 +148,12 @@ class Value:
         return self._new(opcode, self, self._checked(other))
 
     def _integer(self, opcode: str, other: Number) -> Value:
-        if family(self._type()) != "i": self.kernel.fail(f"{self} is .{self.kind}", "an integer", "use /")
-        return self._binary(opcode, other)
+        kind = self._type()
+        if family(kind) != "i": self.kernel.fail(f"{self} is .{self.kind}", "an integer", "use /")
+        if not isinstance(other, int) or not divisible(kind, other): return self._binary(opcode, other)
+        if opcode == "div": return quotient(self, other)
+        if kind[0] == "u" and power_of_two(other): return self & other - 1
+        return self - quotient(self, other) * other
 
     def _floating(self, opcode: str, other: Number) -> Value:
         if family(self.kind) != "f":
