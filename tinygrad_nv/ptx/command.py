@@ -27,7 +27,7 @@ from tinygrad_nv.ptx.assemble import ARCHITECTURES, Resources, assemble, sass
 from tinygrad_nv.ptx.emulator import LATE, Emulator, Finding, Report, TensorMap, Trace
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.syntax import PTXModule
-from tinygrad_nv.ptx.timing import model
+from tinygrad_nv.ptx.timing import report as timing_report
 from tinygrad_nv.ptx.timing.chrome import chrome
 from tinygrad_nv.ptx.timing.gpu import known
 
@@ -38,8 +38,9 @@ MOST_ISSUES = 200_000   # of a trace: some 40 MB
 FILLS = ("zeros", "ones", "arange", "random", "integers", "empty")
 
 
-def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `ptx` and what it can do."""
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]
+                 ) -> argparse._SubParsersAction[argparse.ArgumentParser]:
+    """Adds `ptx` and what it can do; returns its commands, for more."""
     ptx = commands.add_parser("ptx", help="run PTX on the emulated GPU, or ask ptxas about it")
     kinds = ptx.add_subparsers(required=True, metavar="COMMAND")
     check = kinds.add_parser("check", help="run a kernel and print findings and counters",
@@ -70,6 +71,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     stats.add_argument("--arch", choices=ARCHITECTURES, help="default: the file's target")
     stats.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     stats.set_defaults(run=run_stats)
+    return kinds
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
@@ -268,7 +270,7 @@ def run_time(arguments: argparse.Namespace) -> int:
                        log=MOST_ISSUES if arguments.trace else 0).timing
     assert found is not None
     if arguments.trace: Path(arguments.trace).write_text(json.dumps(chrome(found)))
-    print(json.dumps(model.as_json(found)) if arguments.json else model.as_text(found))
+    print(json.dumps(timing_report.as_json(found)) if arguments.json else timing_report.as_text(found))
     return 0
 
 

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from emitted_specs import BF16, E4M3, attention, matmul
+from emitted_specs import BF16, E4M3, attention, matmul, rms
 from gemm_case import tensor_map
 from reference_case import with_scratch
 
 from tinygrad_nv.cli import main
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.ptx.emulator import Emulator
+from tinygrad_nv.ptx.timing import units
 from tinygrad_nv.ptx.timing.model import Timing
+from tinygrad_nv.ptx.timing.report import as_text
 from tinygrad_nv.tile.attention.schedules import FlashWgmma
 from tinygrad_nv.tile.attention.spec import Band
 from tinygrad_nv.tile.gemm.schedules import Mma, Wgmma
@@ -49,9 +51,10 @@ ADD = """
 """
 
 
-def predicted(spec: object, schedule: Schedule | None = None, spoilt: tuple[str, ...] = ()) -> Timing:
+def predicted(spec: object, schedule: Schedule | None = None, spoilt: tuple[str, ...] = (),
+              target: GPU = HOPPER) -> Timing:
     """A kernel of ours on an H100. `spoilt`: something of the text, and what takes its place."""
-    made = TABLE.build(spec, schedule or TABLE.choose(spec, HOPPER), HOPPER).kernels[0]
+    made = TABLE.build(spec, schedule or TABLE.choose(spec, target), target).kernels[0]
     emu, arguments = Emulator("sm_90a"), TABLE.arguments(spec)
     def zeros(nbytes: int): return emu.alloc(np.zeros(nbytes, np.uint8))
     memory = [zeros(each.size * each.dtype.itemsize) for each in arguments]
@@ -130,6 +133,37 @@ def test_a_causal_attention_takes_about_half():
     assert 0.45 < causal.cycles / full.cycles < 0.75
 
 
+def test_the_critical_path_names_what_would_shorten_it():
+    path = predicted(square(8192)).path
+    assert max(path, key=lambda name: path[name]) == "tensor cores"
+    assert sum(path.values()) == pytest.approx(1)
+    path = predicted(matmul(1, 8192, 8192)).path
+    assert max(path, key=lambda name: path[name]) == "HBM"
+
+
+def test_uncertainty_is_that_of_the_figures_the_path_depends_on():
+    tensor, launch = predicted(square(4096)).uncertainty, predicted(rms(132, 1024)).uncertainty
+    assert 0.05 < tensor < 0.08     # 3 % of the tensor cores' rate, 5 % of the model
+    assert launch > 0.15            # most is launching and latencies, which are assumed
+
+
+def test_an_instruction_without_a_cost_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(units, "_ROWS", tuple(row for row in units._ROWS if row[0] not in ("FMUL", "FADD")))
+    emu = Emulator("sm_90a")
+    def timing() -> Timing:
+        memory = [emu.alloc(np.zeros(1 << 17, np.float32)) for _ in range(2)]
+        found = emu.launch(ADD, 1024, 128, memory, timing="h100").timing
+        assert found is not None
+        return found
+    found = timing()
+    line = next(n for n, words in enumerate(ADD.splitlines(), 1) if "mul.f32" in words)
+    assert len(found.unknown) == 1
+    assert found.unknown[0].endswith(f"of PTX line {line}")
+    assert f"without figures, taken for 20 cycles: {found.unknown[0]}" in as_text(found)
+    monkeypatch.undo()
+    assert found.uncertainty > timing().uncertainty
+
+
 def test_errors():
     spec = square(256)
     made = TABLE.build(spec, TABLE.choose(spec, GPU("sm_80", 108)), GPU("sm_80", 108))
@@ -149,6 +183,7 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path, capsys: pytest.Capt
     shown = capsys.readouterr().out
     assert "predicted, not measured" in shown
     assert "limiter" in shown
+    assert "what would shorten it" in shown
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["cycles"] > 500
     assert main([*words, "--trace", str(tmp_path / "trace.json")]) == 0

@@ -7,6 +7,8 @@ Read in this order:
   units.py         what an instruction asks of an SM; gpu.py and gpus/: GPUs in figures
   job.py           recorded warps (emulator/tapes.py) as streams of SASS, copies and events
   simulator.py     csrc/sm.c, which runs them in cycles
-  chrome.py        a prediction as a trace
-  model.py         a launch: which clusters are recorded, and what their cycles say of the whole grid
+  critical.py      the critical path of a run, and how uncertain that makes a prediction
+  shape.py         a launch's extents, and which clusters are recorded
+  model.py         a launch: what the cycles of recorded clusters say of the whole grid
+  report.py        a prediction as a table, and as JSON; chrome.py: as a trace
 """

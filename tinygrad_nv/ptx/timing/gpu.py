@@ -20,7 +20,8 @@ class GPUFigures:
     `mma_macs`: 16-bit multiply-adds by mma.sync, of a scheduler in a cycle; `fp32_cycles`: of a scheduler for
     one float32 instruction of a warp. `clock_hz` is the highest; `power_w` what the board may take; at that
     clock tensor cores that are always busy, on random numbers, take `tensor_w`, L2 and what is behind it
-    `memory_w`, and everything else `static_w`."""
+    `memory_w`, and everything else `static_w`. `model_spread`: how far off predictions are where all figures
+    are right, one standard deviation."""
     name: str
     arch: str
     sms: int
@@ -50,6 +51,7 @@ class GPUFigures:
     wait_latency: int
     begin_latency: int
     launch_s: float
+    model_spread: float
 
 
 def sustained_hz(gpu: GPUFigures, tensor: float, l2: float) -> float:

@@ -50,9 +50,10 @@ class Code:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Opcodes without a cost."""
+        """Instructions without a cost, and their lines."""
         both = zip(self.instructions, self.costs, strict=True)
-        return tuple(dict.fromkeys(each.opcode for each, cost in both if not cost.known))
+        return tuple(dict.fromkeys(f"{each.opcode}{each.modifiers} of PTX line {each.ptx_line}"
+                                   for each, cost in both if not cost.known))
 
 
 def code_of(listing: Listing, entry: str, gpu: GPUFigures) -> Code:

@@ -1,84 +1,40 @@
 """What a launch takes on a GPU: `Timing`, from the emulator's tapes.
 
-Protocol. `places(...)` chooses the clusters whose warps are recorded: as many as share the SMs of one
-cluster, at the beginning of the grid, and at a few places more where it has several waves. The emulator runs
-them, without tensor arithmetic, and `timed(...)` runs their SASS on a model of these SMs (job.py, csrc/sm.c),
-each place by itself.
+Protocol. Chosen clusters are recorded (shape.py): the emulator runs them, without tensor arithmetic, and
+`timed(...)` runs their SASS on a model of these SMs (job.py, csrc/sm.c), each place by itself.
 
-    seconds = launch + cycles / clock       cycles of a grid: its clusters, in their order, as many at once as
-                                            there is room for, each as long as those recorded nearest to it:
-                                            what the second on an SM adds to the first, whose end it overlaps
+    seconds = launch + cycles / clock       cycles of a grid: its clusters in their order, each where there is
+                                            room first. Those that begin together take what they take; each
+                                            further one what those recorded nearest to it add on their SM
 
 The rest of the GPU takes its share: an SM has its part of the rates of L2 and HBM. What comes from HBM is
 found from the first instructions of the other clusters that run at once (l2.py); the clock is what power
-leaves (gpu.py). Nothing is fitted to kernels but what gpus/ says; `uncertainty` is an estimate.
+leaves (gpu.py). Nothing is fitted to kernels but what gpus/ says; `uncertainty` follows from how well the
+figures are known that the critical path depends on (critical.py).
 """
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 
 import numpy as np
 
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.ptx.assemble import Resources, assemble
 from tinygrad_nv.ptx.emulator.tapes import Tape, Tapes
-from tinygrad_nv.ptx.gpcs import most_clusters
+from tinygrad_nv.ptx.timing import critical
 from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures, sustained_hz
 from tinygrad_nv.ptx.timing.job import Code, Job, code_of, made
 from tinygrad_nv.ptx.timing.l2 import far_shares
 from tinygrad_nv.ptx.timing.listing import Listing, listing
+from tinygrad_nv.ptx.timing.shape import Shape, places, recorded
 from tinygrad_nv.ptx.timing.simulator import REASONS, Run, run
 from tinygrad_nv.ptx.timing.units import Unit
 
-REGISTERS_OF_SM, RESERVED_BYTES = 65536, 1024   # of each CTA the system has a KiB of shared memory
-UNCERTAINTY = 0.15          # of what is not fitted on any GPU: modelled, never measured
 BRIEF = 8000                # warp-instructions of a CTA of which only reads are kept: about a tile
-PLACES = 5                  # of a grid of several waves that are recorded
 SHOWN = {Unit.TENSOR: "tensor cores", Unit.FMA: "FP32", Unit.ALU: "ALU", Unit.XU: "SFU",
          Unit.SHARED: "shared memory", Unit.COPY: "TMA"}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A launch: extents, bytes of shared memory, and what ptxas says of the kernel."""
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    cluster: tuple[int, int, int]
-    shared_bytes: int
-    resources: Resources
-
-    @property
-    def ctas(self) -> int:
-        """CTAs of a cluster."""
-        return prod(self.cluster)
-
-    @property
-    def clusters(self) -> int:
-        """Clusters of the grid."""
-        return prod(self.grid) // self.ctas
-
-    def busy_sms(self, gpu: GPUFigures) -> int:
-        """SMs that have a CTA."""
-        return min(gpu.sms, self.clusters * self.ctas)
-
-    def ctas_of_sm(self, gpu: GPUFigures) -> int:
-        """CTAs that an SM has at once: what it holds, or, of a grid that does not fill the GPU, its part, for
-        CTAs go to the SMs in turn."""
-        return max(1, min(self.room_of_sm(gpu), -(-self.clusters * self.ctas // gpu.sms)))
-
-    def room_of_sm(self, gpu: GPUFigures) -> int:
-        """CTAs that an SM holds at once. Registers are given to warps by 256."""
-        threads = -(-prod(self.block) // 32) * 32
-        registers = -(-self.resources.registers * 32 // 256) * 256 * threads // 32
-        return max(1, min(gpu.threads_of_sm // threads, REGISTERS_OF_SM // max(registers, 1),
-                          gpu.shared_bytes_of_sm // (self.shared_bytes + RESERVED_BYTES), 32))
-
-    def at_once(self, gpu: GPUFigures) -> int:
-        """Clusters that the GPU holds at once."""
-        return max(1, most_clusters(self.ctas, gpu.sms, self.room_of_sm(gpu)))
 
 
 @dataclass(frozen=True)
@@ -92,40 +48,30 @@ class Wait:
 
 @dataclass(frozen=True)
 class Timing:
-    """A prediction, never a measurement. `units`: busy shares of the recorded SMs, of L2 and of HBM, while
-    the kernel runs; `limiter`: the busiest of them, "latency" where none is busy for half of the time.
-    `tflops` of tensor cores, `gbytes_per_s` between SMs and L2. `unknown`: SASS instructions without
-    figures. `recorded`: what ran on the model, for chrome.py."""
+    """A prediction, never a measurement. `uncertainty`: one standard deviation, of the seconds. `units`: busy
+    shares of the recorded SMs, of L2 and of HBM, while the kernel runs; `limiter`: the busiest of them,
+    "latency" where none is busy for half of the time. `path`: shares of the critical path by what takes them,
+    `links`: instructions of its steady state (critical.py); `idle`: the share of the SMs' time without
+    a CTA. `tflops` of tensor cores, `gbytes_per_s` between SMs and L2. `unknown`: SASS instructions
+    without figures. `recorded`: what ran on the model, for chrome.py."""
     gpu: str
     seconds: float
     uncertainty: float
     cycles: int
     clock_hz: float
     waves: float
+    idle: float
     ctas_of_sm: int
     tflops: float
     gbytes_per_s: float
     units: Mapping[str, float]
     limiter: str
+    path: Mapping[str, float]
+    links: tuple[critical.Link, ...]
     waits: tuple[Wait, ...]
     unknown: tuple[str, ...]
     code: Code = field(repr=False)
     recorded: tuple[tuple[Job, Run], ...] = field(repr=False)
-
-
-def places(shape: Shape, gpu: GPUFigures) -> list[int]:
-    """Numbers of the clusters at which recording begins: one where all run at once, else a few, evenly."""
-    together = shape.ctas_of_sm(gpu)
-    if shape.clusters <= shape.at_once(gpu): return [0]
-    last = max(0, shape.clusters - 2 * together)
-    return sorted({round(last * i / (PLACES - 1)) for i in range(PLACES)})
-
-
-def recorded(shape: Shape, gpu: GPUFigures) -> list[int]:
-    """All clusters that are recorded: at each place as many as an SM holds, and where there are several waves
-    as many again, which follow them."""
-    count = shape.ctas_of_sm(gpu) * (2 if shape.clusters > shape.at_once(gpu) else 1)
-    return sorted({at + i for at in places(shape, gpu) for i in range(count) if at + i < shape.clusters})
 
 
 def timed(code_list: Listing, entry: str, shape: Shape, tapes: Tapes, gpu: GPUFigures,
@@ -133,45 +79,63 @@ def timed(code_list: Listing, entry: str, shape: Shape, tapes: Tapes, gpu: GPUFi
     """The prediction of the tapes of `recorded` clusters. `memory`: addresses and sizes of buffers; `log`:
     issues to keep of the first place."""
     code = code_of(code_list, entry, gpu)
-    by_place: dict[int, list[Tape]] = {}
-    begins = places(shape, gpu)
-    ends = np.cumsum([len(tape.notes) for tape in tapes.warps])
-    far = far_shares(tapes.reads, memory, np.concatenate([tape.notes for tape in tapes.warps]),
-                     shape.clusters / len(tapes.clusters), gpu.l2_bytes)
-    far_of = {id(tape): share for tape, share in zip(tapes.warps, np.split(far, ends[:-1]), strict=True)}
-    for tape in tapes.warps:
-        by_place.setdefault(max(at for at in begins if at <= tape.cluster), []).append(tape)
-    jobs = {at: _job(code, some, shape, gpu, far_of) for at, some in sorted(by_place.items())}
-    runs = {at: run(job, gpu, shape.busy_sms(gpu), log if at == begins[0] else 0) for at, job in jobs.items()}
-    first = {at: _first(one, jobs[at]) for at, one in runs.items()}
-    lengths = _every(shape, gpu, {at: one.cycles - first[at] or one.cycles for at, one in runs.items()})
-    cycles = _makespan(lengths, shape.at_once(gpu))
-    if shape.clusters > shape.at_once(gpu): cycles += max(0, round(first[0] - lengths[0]))
-    units = _units(list(runs.values()))
+    jobs = _jobs(code, shape, tapes, gpu, memory)
+    begin = min(jobs)
+    runs = {at: run(job, gpu, shape.busy_sms(gpu), log if at == begin else 0) for at, job in jobs.items()}
+    both = [(jobs[at], runs[at]) for at in jobs]
+    cycles, idle = _cycles(shape, gpu, jobs, runs)
+    units, path = _units(list(runs.values())), critical.parts(list(runs.values()))
     clock_hz = sustained_hz(gpu, units[SHOWN[Unit.TENSOR]], units["L2"])
     seconds = gpu.launch_s + cycles / clock_hz
-    together = shape.ctas_of_sm(gpu)
     flops, nbytes = (sum(_every(shape, gpu, {at: work(code, job) / job.ctas * shape.ctas
                                              for at, job in jobs.items()}))
                      for work in (_flops, _bytes))
     limiter = max(units, key=lambda name: units[name])
-    return Timing(gpu.name, seconds, UNCERTAINTY, cycles, clock_hz, shape.clusters / shape.at_once(gpu),
-                  together, flops / seconds / 1e12, nbytes / seconds / 1e9, units,
-                  limiter if units[limiter] >= 0.5 else "latency", _waits(code, list(runs.values())),
-                  code.unknown, code, ((jobs[begins[0]], runs[begins[0]]),))
+    spread = critical.uncertainty(path, gpu.model_spread, gpu.launch_s / seconds,
+                                  critical.unknown_share(code, both))
+    return Timing(gpu.name, seconds, spread, cycles, clock_hz, shape.clusters / shape.at_once(gpu), idle,
+                  shape.ctas_of_sm(gpu), flops / seconds / 1e12, nbytes / seconds / 1e9, units,
+                  limiter if units[limiter] >= 0.5 else "latency",
+                  {critical.PARTS[cause].name: share for cause, share in path.items()},
+                  critical.links(code, both), _waits(code, list(runs.values())), code.unknown, code,
+                  (both[0],))
 
 
-def _job(code: Code, tapes: Sequence[Tape], shape: Shape, gpu: GPUFigures,
-         far: Mapping[int, np.ndarray]) -> Job:
-    """The clusters of one place. Rank r of each lies on SM r."""
-    share = {i: far[id(tape)] for i, tape in enumerate(tapes)}
-    return made(code, tapes, gpu, share, [tape.rank for tape in tapes], shape.ctas_of_sm(gpu))
+def _jobs(code: Code, shape: Shape, tapes: Tapes, gpu: GPUFigures,
+          memory: Sequence[tuple[int, int]]) -> dict[int, Job]:
+    """What runs at each place. Rank r of each of its clusters lies on SM r."""
+    begins = places(shape, gpu)
+    notes = np.concatenate([tape.notes for tape in tapes.warps])
+    far = far_shares(tapes.reads, memory, notes, shape.clusters / len(tapes.clusters), gpu.l2_bytes)
+    ends = np.cumsum([len(tape.notes) for tape in tapes.warps])
+    by_place: dict[int, list[tuple[Tape, np.ndarray]]] = {}
+    for tape, share in zip(tapes.warps, np.split(far, ends[:-1]), strict=True):
+        by_place.setdefault(max(at for at in begins if at <= tape.cluster), []).append((tape, share))
+    return {at: made(code, [tape for tape, _ in some], gpu, dict(enumerate(share for _, share in some)),
+                     [tape.rank for tape, _ in some], shape.ctas_of_sm(gpu))
+            for at, some in sorted(by_place.items())}
+
+
+def _cycles(shape: Shape, gpu: GPUFigures, jobs: Mapping[int, Job],
+            runs: Mapping[int, Run]) -> tuple[int, float]:
+    """Of the grid, and the share of the SMs' time that is idle. The SMs of a cluster take the first clusters
+    together, then each further one adds what it adds where it is recorded."""
+    at_once, together, begin = shape.at_once(gpu), shape.ctas_of_sm(gpu), min(runs)
+    if shape.clusters <= at_once: return runs[begin].cycles, 1 - shape.busy_sms(gpu) / gpu.sms
+    first = {at: _first(one, jobs[at]) for at, one in runs.items()}
+    further = {at: (runs[at].cycles - first[at]) / max(1, job.ctas // shape.ctas - together)
+               for at, job in jobs.items()}
+    servers = max(1, at_once // together)
+    ends = [float(first[begin])] * servers
+    for length in _every(shape, gpu, further)[servers * together:]:
+        heapq.heappush(ends, heapq.heappop(ends) + length)
+    cycles = max(ends)
+    return round(cycles), 1 - sum(ends) / len(ends) / cycles * servers * shape.ctas / gpu.sms
 
 
 def _first(one: Run, job: Job) -> int:
-    """When the last of those that began at once ended; 0 where all did."""
-    began = job.warps["after"] < 0
-    return 0 if began.all() else int(one.ends[began].max())
+    """When the last of those that began at once ended."""
+    return int(one.ends[job.warps["after"] < 0].max())
 
 
 def _flops(code: Code, job: Job) -> int:
@@ -188,13 +152,6 @@ def _every(shape: Shape, gpu: GPUFigures, known: Mapping[int, float]) -> list[fl
     numbers = sorted(known)
     found = np.interp(np.arange(shape.clusters), numbers, [known[number] for number in numbers])
     return [float(each) for each in found]
-
-
-def _makespan(lengths: Sequence[float], at_once: int) -> int:
-    """Cycles until all have ended, begun in their order wherever there is room."""
-    ends = [0.0] * at_once
-    for length in lengths: heapq.heappush(ends, heapq.heappop(ends) + length)
-    return round(max(ends))
 
 
 def _units(runs: Sequence[Run]) -> dict[str, float]:
@@ -239,27 +196,3 @@ def predicted(text: str, arch: str, entry: str, shape: Callable[[Resources], Sha
     tapes = Tapes(recorded(found, gpu), idle=True, others=at_once, brief=BRIEF * found.ctas)
     record(tapes)
     return timed(listing(text, gpu.arch), entry, found, tapes, gpu, memory, log)
-
-
-def as_text(timing: Timing) -> str:
-    """A table for a reader."""
-    rows = [("predicted, not measured", f"{timing.seconds * 1e6:,.1f} us ± {timing.uncertainty:.0%}"),
-            ("GPU", f"{timing.gpu}, {timing.clock_hz / 1e9:.3f} GHz"), ("cycles", f"{timing.cycles:,}"),
-            ("waves", f"{timing.waves:.2f}, {timing.ctas_of_sm} CTAs an SM"),
-            ("tensor cores", f"{timing.tflops:,.1f} TFLOP/s"),
-            ("SMs and L2", f"{timing.gbytes_per_s:,.0f} GB/s"),
-            ("limiter", timing.limiter)]
-    lines = [f"{name:<24}{value:>28}" for name, value in rows]
-    lines += ["", *(f"{name:<24}{share:>28.1%}" for name, share in
-                    sorted(timing.units.items(), key=lambda each: -each[1]))]
-    lines += ["", f"{'line':>6} {'share':>7}  {'waits for':<10} SASS"]
-    lines += [f"{each.ptx_line:>6} {each.share:>7.1%}  {each.reason:<10} {each.sass}"
-              for each in timing.waits]
-    if timing.unknown: lines += ["", "without figures, taken for 20 cycles: " + ", ".join(timing.unknown)]
-    return "\n".join(lines)
-
-
-def as_json(timing: Timing) -> dict[str, object]:
-    """The same for a program."""
-    plain = {name: value for name, value in vars(timing).items() if name not in ("code", "recorded")}
-    return plain | {"units": dict(timing.units), "waits": [vars(each) for each in timing.waits]}

@@ -1,4 +1,8 @@
-"""csrc/sm.c, compiled and called."""
+"""csrc/sm.c, compiled and called.
+
+Protocol: `run(job, gpu)` gives a `Run`: how long, what warps waited for, what units did, and its critical
+path: the moments of steps, from the first to the last, each of which followed the one before it.
+"""
 from __future__ import annotations
 
 import ctypes
@@ -7,6 +11,7 @@ import hashlib
 import os
 import subprocess
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +23,15 @@ from tinygrad_nv.ptx.timing.job import Job
 from tinygrad_nv.ptx.timing.units import Unit
 from tinygrad_nv.toolchain import find_compiler
 
-SOURCE = Path(__file__).parent / "csrc" / "sm.c"
+SOURCES = tuple(sorted((Path(__file__).parent / "csrc").iterdir()))
 FLAGS = ("-O2", "-std=gnu11", "-shared", "-fPIC", "-g0")
 MOST_CYCLES = 2_000_000_000
 L2_BYTES_OF_SM = 64.0   # bytes a cycle that one SM gets at most (DeepGEMM's model has as many)
 SHARED_AHEAD = 32   # cycles of work that shared memory takes before it is free: assumed
 REASONS = ("issued", "stall", "result", "unit", "barrier", "group", "turn")
 DONE, STUCK, LIMIT = range(3)
+NODE = np.dtype([("at", "<i8"), ("by", "<i4"), ("cause", "<i4")])
+MOMENTS = 4     # of a step: issued, posted at a barrier, served, ended
 i32, i64, f64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 
@@ -38,7 +45,7 @@ class FiguresStruct(ctypes.Structure):
 class JobStruct(ctypes.Structure):
     """sm.c: Job."""
     _fields_ = (*((name, pointer) for name in ("instrs", "steps", "effects", "warps", "need", "happened",
-                                               "waited", "busy", "ends", "log")),
+                                               "waited", "busy", "ends", "log", "nodes", "event_by")),
                 *((name, i64) for name in ("log_room", "log_count", "most_cycles", "cycles", "l2_busy",
                                            "hbm_busy")),
                 *((name, i32) for name in ("warp_count", "event_count", "instr_count", "sm_count",
@@ -46,10 +53,29 @@ class JobStruct(ctypes.Structure):
                 ("figures", FiguresStruct))
 
 
+class Cause(IntEnum):
+    """What takes the cycles between two moments of a critical path: csrc/moments.h."""
+    BEGINS = 0
+    IN_ORDER = 1
+    ISSUE_SLOT = 2
+    PIPE = 3
+    RESULT = 4
+    TENSOR_RATE = 5
+    TENSOR_LATENCY = 6
+    SHARED_RATE = 7
+    SHARED_LATENCY = 8
+    L2_RATE = 9
+    HBM_RATE = 10
+    COPY_RATE = 11
+    MEMORY_LATENCY = 12
+    SYNC = 13
+
+
 @dataclass(frozen=True)
 class Run:
     """What happened. `waited`: warp-cycles [instruction, REASONS]; `busy`: cycles [SM, Unit]; `ends`: of each
-    warp; `log`: [warp, instruction, issue, cycles since the warp's last] of each issue, where it was kept."""
+    warp; `log`: [warp, instruction, issue, cycles since the warp's last] of each issue, where it was kept;
+    `path`: the critical path, [step, begin, end, Cause] of each moment, in time."""
     cycles: int
     waited: np.ndarray
     busy: np.ndarray
@@ -57,20 +83,21 @@ class Run:
     l2_busy: int
     hbm_busy: int
     log: np.ndarray
+    path: np.ndarray
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
     """The simulator, compiled when its source or the compiler is new. Raises `ToolchainError`."""
     compiler = find_compiler(any_c=True)
-    key = hashlib.sha256(b"\0".join((SOURCE.read_bytes(), compiler.identity.encode(),
+    key = hashlib.sha256(b"\0".join((*(each.read_bytes() for each in SOURCES), compiler.identity.encode(),
                                      " ".join(FLAGS).encode()))).hexdigest()[:32]
     folder = cache.directory() / "timing"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{key}.so"
     if not path.is_file():
         part = path.with_suffix(f".{os.getpid()}")
-        command = [*compiler.command, *FLAGS, f"-DTIMING_KEY={key}", str(SOURCE), "-o", str(part)]
+        command = [*compiler.command, *FLAGS, f"-DTIMING_KEY={key}", str(SOURCES[-1]), "-o", str(part)]
         done = subprocess.run(command, capture_output=True, text=True, check=False,
                               env=compiler.environment())
         if done.returncode:
@@ -87,7 +114,9 @@ def run(job: Job, gpu: GPUFigures, sms: int = 0, log: int = 0) -> Run:
     busy = np.zeros((job.sms, len(Unit)), np.int64)
     ends, happened = np.zeros(len(job.warps), np.int64), np.zeros(len(job.need) + 1, np.int64)
     need, kept = np.append(job.need, 0).astype(np.int32), np.zeros((max(log, 1), 4), np.int64)
-    arrays = (job.instrs, job.steps, job.effects, job.warps, need, happened, waited, busy, ends, kept)
+    nodes, event_by = np.empty(len(job.steps) * MOMENTS, NODE), np.empty(len(need), np.int32)
+    arrays = (job.instrs, job.steps, job.effects, job.warps, need, happened, waited, busy, ends, kept, nodes,
+              event_by)
     struct = JobStruct(*(each.ctypes.data for each in arrays), log, 0, MOST_CYCLES, 0, 0, 0, len(job.warps),
                        len(job.need), len(job.instrs), job.sms, job.ctas, -1, _figures(gpu, sms or gpu.sms))
     state = library().sm_run(ctypes.byref(struct))
@@ -95,7 +124,18 @@ def run(job: Job, gpu: GPUFigures, sms: int = 0, log: int = 0) -> Run:
         raise PTXError(f"the timing model does not go on after {struct.cycles} cycles: warp {struct.stuck} "
                        "waits for a barrier that no recorded warp completes", 0,
                        "tapes of all CTAs that meet there")
-    return Run(struct.cycles, waited, busy, ends, struct.l2_busy, struct.hbm_busy, kept[:struct.log_count])
+    return Run(struct.cycles, waited, busy, ends, struct.l2_busy, struct.hbm_busy, kept[:struct.log_count],
+               _path(struct))
+
+
+def _path(struct: JobStruct) -> np.ndarray:
+    """The critical path of what ran."""
+    trace = library().sm_path
+    trace.restype, trace.argtypes = i64, (pointer, pointer, i64)
+    rows = np.empty((trace(ctypes.byref(struct), None, 0), 4), np.int64)
+    trace(ctypes.byref(struct), rows.ctypes.data, len(rows))
+    rows[:, 0] //= MOMENTS
+    return rows[::-1]
 
 
 def _figures(gpu: GPUFigures, sms: int) -> FiguresStruct:

@@ -9,7 +9,7 @@ import pytest
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.timing.gpu import figures
 from tinygrad_nv.ptx.timing.job import EFFECT, INSTR, STEP, WARP, Job
-from tinygrad_nv.ptx.timing.simulator import Run, run
+from tinygrad_nv.ptx.timing.simulator import Cause, Run, run
 from tinygrad_nv.ptx.timing.units import Kind, Unit
 
 GPU = figures("h100")
@@ -123,3 +123,67 @@ def test_what_nothing_completes_is_refused():
 def test_the_same_job_takes_the_same_time():
     warp = plain(*[EXP, FFMA, SHARED] * 50)
     assert ran(*[warp] * 7).cycles == ran(*[warp] * 7).cycles
+
+
+# **** the critical path ****
+
+def on_path(found: Run) -> dict[Cause, int]:
+    """Cycles of the critical path by what takes them. The path has no gap."""
+    assert (found.path[1:, 1] == found.path[:-1, 2]).all()
+    assert found.path[0, 1] == 0
+    cycles = np.bincount(found.path[:, 3], found.path[:, 2] - found.path[:, 1], len(Cause))
+    assert abs(int(cycles.sum()) - found.cycles) <= 1
+    return {cause: int(cycles[cause]) for cause in Cause if cycles[cause]}
+
+
+def test_the_critical_path_of_tensor_cores():
+    """16 wgmmas of one warp take 18 cycles each, then the latency of the last."""
+    found = on_path(ran(plain(*[HGMMA] * 15, LAST, DRAIN)))
+    assert found[Cause.TENSOR_RATE] == 16 * 18
+    assert found[Cause.TENSOR_LATENCY] == GPU.wgmma_latency
+
+
+def test_the_critical_path_goes_through_the_slower_of_two_warps():
+    """One warp has exponentials, the other few: only the first counts, at its unit."""
+    found = on_path(ran(plain(*[EXP] * 100), plain(*[FFMA] * 30)))
+    assert found[Cause.PIPE] == 99 * 8
+    assert set(found) == {Cause.PIPE}
+
+
+def test_the_critical_path_of_a_barrier_goes_to_the_warp_that_came_last():
+    meets = [(("event", 0), ("waits", 1), ("signals", 1), ("delay", 9))]
+    alone = [(BARRIER, 0), (FFMA, -1)]
+    late = [*plain(*[EXP] * 50), *alone]
+    found = ran(alone, late, effects=meets, need=(2,))
+    assert on_path(found)[Cause.PIPE] == 49 * 8
+    assert on_path(found)[Cause.SYNC] == 18             # to signal, and to hear of it
+    # steps of the first warp come first: only its barrier and what follows may be there
+    assert (found.path[:, 0] >= 2).sum() >= 50
+
+
+def test_the_critical_path_of_memory():
+    """Two loads of which the second is used: the rate of HBM for both, its latency once."""
+    late = [(("bytes", 1 << 20), ("far", 1 << 20), ("late", 1))]
+    found = on_path(ran([(LOAD, 0), (LOAD, 0), (USE, -1)], effects=late))
+    rate = GPU.hbm_bytes_per_s / GPU.clock_hz / GPU.sms
+    assert found[Cause.HBM_RATE] == pytest.approx(2 * (1 << 20) / rate, rel=0.01)
+    assert found[Cause.MEMORY_LATENCY] == GPU.hbm_latency
+
+
+def test_the_critical_path_of_shared_memory_and_issue_slots():
+    found = on_path(ran(*[plain(*[SHARED] * 200)] * 4, passes=8))
+    assert found[Cause.SHARED_RATE] == pytest.approx(4 * 200 * 8, rel=0.02)
+    slots = on_path(ran(*[plain(*[FFMA] * 1000)] * 8))
+    assert slots[Cause.ISSUE_SLOT] + slots.get(Cause.PIPE, 0) + slots.get(Cause.IN_ORDER, 0) == \
+        pytest.approx(2000, abs=4)
+
+
+def test_the_critical_path_crosses_ctas():
+    """The second CTA follows the first, after what it takes to begin."""
+    steps = [(INSTRS.index(FFMA), 0, 0, 1)] * 200
+    warps = np.array([(0, 100, 0, 0, 0, -1), (100, 200, 0, 1, 1, 0)], WARP)
+    job = Job(np.array(list(INSTRS), INSTR), np.array(steps, STEP), np.zeros(1, EFFECT), warps,
+              np.zeros(0, np.int32), 1, 2)
+    found = on_path(run(job, GPU))
+    assert found[Cause.BEGINS] == GPU.begin_latency
+    assert found[Cause.IN_ORDER] == 198

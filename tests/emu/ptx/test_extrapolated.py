@@ -1,0 +1,64 @@
+"""Predictions from a few recorded clusters beside all clusters of a grid, run on all SMs of a small GPU."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from emitted_specs import BF16, attention, matmul, rms
+from test_predicted import predicted
+
+from tinygrad_nv.ptx.timing import model
+from tinygrad_nv.ptx.timing.gpu import figures
+from tinygrad_nv.ptx.timing.job import code_of, made
+from tinygrad_nv.ptx.timing.l2 import far_shares
+from tinygrad_nv.ptx.timing.simulator import run
+from tinygrad_nv.tile.attention.spec import Band
+from tinygrad_nv.tile.gemm.schedules import Mma, Wgmma
+from tinygrad_nv.tile.template import GPU
+
+SMS = 6
+H100 = figures("h100")
+SMALL = replace(H100, sms=SMS, hbm_bytes_per_s=H100.hbm_bytes_per_s * SMS / 132,
+                l2_bytes_per_cycle=H100.l2_bytes_per_cycle * SMS / 132)
+OF_MMA = Mma().block(128, 128).k(32).warps(2, 4).stages(3)
+FEW_STAGES = Wgmma().block(128, 128).k(64).stages(2)
+# the spec, a schedule, and how far off: most for one recorded cluster of a grid in which each has several tiles
+# of different lengths, and for CTAs that share an SM
+CASES = {
+    "gemm of one wave": (matmul(256, 384, 512), FEW_STAGES, 0.001),
+    "persistent gemm": (matmul(128 * 3, 128 * 5, 512), FEW_STAGES, 0.001),
+    "gemm of 7 waves": (matmul(128 * 8, 128 * 5, 128), OF_MMA, 0.01),
+    "gemv, 6 CTAs an SM": (matmul(1, 4096, 256), None, 0.03),
+    "attention": (attention(128 * 13, 512, 64, BF16, batch=1, heads=1), None, 0.05),
+    "causal": (attention(1024, 1024, 64, BF16, batch=1, heads=4, band=Band(None, 0)), None, 0.05),
+    "norm, 32 CTAs an SM": (rms(300, 1024), None, 0.05),
+}
+
+
+def whole(listing, entry, shape, tapes, gpu, memory, log=0):
+    """Cycles of all clusters, each on the SM that is its turn: what `model.timed` is called with."""
+    code, first = code_of(listing, entry, gpu), shape.ctas_of_sm(gpu)
+    notes = np.concatenate([tape.notes for tape in tapes.warps])
+    far = far_shares(tapes.reads, memory, notes, 1.0, gpu.l2_bytes)
+    ends = np.cumsum([len(tape.notes) for tape in tapes.warps])[:-1]
+    sms = [tape.cluster * shape.ctas % SMS + tape.rank for tape in tapes.warps]
+    job = made(code, tapes.warps, gpu, dict(enumerate(np.split(far, ends))), sms, first)
+    return run(job, gpu, shape.busy_sms(gpu)).cycles
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_some_clusters_say_what_all_take(name: str, monkeypatch: pytest.MonkeyPatch):
+    spec, schedule, tolerance = CASES[name]
+    monkeypatch.setattr(model, "figures", lambda _: SMALL)
+    target = GPU("sm_90a", SMS)
+    few = predicted(spec, schedule, target=target)
+    monkeypatch.setattr(model, "recorded", lambda shape, _: list(range(shape.clusters)))
+    found: list[int] = []
+
+    def all_of_them(*words):
+        found.append(whole(*words))
+        return few
+    monkeypatch.setattr(model, "timed", all_of_them)
+    predicted(spec, schedule, target=target)
+    assert few.cycles == pytest.approx(found[0], rel=tolerance)

@@ -1,0 +1,72 @@
+"""A launch's extents, and which of its clusters are recorded.
+
+Protocol: `places(shape, gpu)` chooses clusters at which recording begins: the first, and a few more where the
+grid has several waves; `recorded(shape, gpu)` has all clusters to be recorded: at each place as many as share
+the SMs of one cluster.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from tinygrad_nv.ptx.assemble import Resources
+from tinygrad_nv.ptx.gpcs import most_clusters
+from tinygrad_nv.ptx.timing.gpu import GPUFigures
+
+REGISTERS_OF_SM, RESERVED_BYTES = 65536, 1024   # of each CTA the system has a KiB of shared memory
+PLACES = 5                  # of a grid of several waves that are recorded
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A launch: extents, bytes of shared memory, and what ptxas says of the kernel."""
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    shared_bytes: int
+    resources: Resources
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of a cluster."""
+        return prod(self.cluster)
+
+    @property
+    def clusters(self) -> int:
+        """Clusters of the grid."""
+        return prod(self.grid) // self.ctas
+
+    def busy_sms(self, gpu: GPUFigures) -> int:
+        """SMs that have a CTA."""
+        return min(gpu.sms, self.clusters * self.ctas)
+
+    def ctas_of_sm(self, gpu: GPUFigures) -> int:
+        """CTAs that an SM has at once: what it holds, or, of a grid that does not fill the GPU, its part, for
+        CTAs go to the SMs in turn."""
+        return max(1, min(self.room_of_sm(gpu), -(-self.clusters * self.ctas // gpu.sms)))
+
+    def room_of_sm(self, gpu: GPUFigures) -> int:
+        """CTAs that an SM holds at once. Registers are given to warps by 256."""
+        threads = -(-prod(self.block) // 32) * 32
+        registers = -(-self.resources.registers * 32 // 256) * 256 * threads // 32
+        return max(1, min(gpu.threads_of_sm // threads, REGISTERS_OF_SM // max(registers, 1),
+                          gpu.shared_bytes_of_sm // (self.shared_bytes + RESERVED_BYTES), 32))
+
+    def at_once(self, gpu: GPUFigures) -> int:
+        """Clusters that the GPU holds at once."""
+        return max(1, most_clusters(self.ctas, gpu.sms, self.room_of_sm(gpu)))
+
+
+def places(shape: Shape, gpu: GPUFigures) -> list[int]:
+    """Numbers of the clusters at which recording begins: one where all run at once, else a few, evenly."""
+    together = shape.ctas_of_sm(gpu)
+    if shape.clusters <= shape.at_once(gpu): return [0]
+    last = max(0, shape.clusters - 2 * together)
+    return sorted({round(last * i / (PLACES - 1)) for i in range(PLACES)})
+
+
+def recorded(shape: Shape, gpu: GPUFigures) -> list[int]:
+    """All clusters that are recorded: at each place as many as an SM holds, and where there are several waves
+    as many again, which follow them."""
+    count = shape.ctas_of_sm(gpu) * (2 if shape.clusters > shape.at_once(gpu) else 1)
+    return sorted({at + i for at in places(shape, gpu) for i in range(count) if at + i < shape.clusters})
