@@ -12,6 +12,7 @@ import pytest
 from emitted_specs import decode as paged
 from tinygrad.helpers import Context
 
+from tinygrad_nv import Tensor, dtypes, explain
 from tinygrad_nv.errors import ConfigError, PTXError, ToolchainError
 from tinygrad_nv.runtime.clock import DriverClock
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
@@ -114,6 +115,19 @@ def test_beam_tries_every_family_once(monkeypatch: pytest.MonkeyPatch):
             assert choose(spec, HOPPER) == found != default
         assert choose(spec, HOPPER) == found
         assert len(asked) == count * (tune.PER_BEAM + 1)
+
+
+def test_explain_says_of_an_attention_how_its_time_is_known(monkeypatch: pytest.MonkeyPatch):
+    by_the_model(monkeypatch, lambda n: 1e-5)
+    with Context(DEV="EMU"):
+        q, k, v = (Tensor.empty(1, 4, 256, 64, dtype=dtypes.bfloat16) for _ in range(3))
+        def words() -> str:
+            return explain(q.scaled_dot_product_attention(k, v, is_causal=True)).kernels[0].reason
+        assert "modelled" not in words()
+        with Context(BEAM=1): assert words().endswith(", modelled for h100: 10.0 µs")
+        assert words().endswith(", modelled for h100: 10.0 µs")
+        monkeypatch.setenv("NV_TIMING_GPU", "h200")
+        assert "modelled" not in words()
 
 
 def test_what_the_model_refuses_is_out(monkeypatch: pytest.MonkeyPatch):
