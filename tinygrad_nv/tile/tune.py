@@ -156,21 +156,24 @@ def _timed(built: Built, spec: Any, gpu: GPU, family: Family, clock: Clock | Non
         else:
             assert family.counts is not None, "asked before"
             taken = family.counts(spec, candidate.schedule, gpu, candidate.registers)
-    except NVError as error: return Built(replace(candidate, seconds=None, why=error.found))
-    how: How = "counted" if clock is None else clock.how
-    return replace(built, candidate=replace(candidate, seconds=taken, how=how,
-                                            modelled=taken if how == "modelled" else candidate.modelled))
+    except NVError as error:
+        return replace(built, candidate=replace(candidate, seconds=None, why=error.found))
+    modelled_s = taken if clock is not None and clock.how == "modelled" else candidate.modelled
+    return replace(built, candidate=replace(candidate, seconds=taken, modelled=modelled_s, why=""))
 
 
 def _measured(tried: Sequence[Built], spec: Any, gpu: GPU, family: Family, count: int,
               progress: Callable[[int], None]) -> Iterator[Built]:
-    """The best of those that were modelled, timed on the GPU; the others are out."""
-    for number, each in enumerate(sorted(tried, key=lambda each: _order(each.candidate))):
-        if each.candidate.seconds is None: yield each
+    """The best of those that were modelled, timed on the GPU, and those that the model could not time where
+    there are too few; the others are out."""
+    ordered = sorted(tried, key=lambda each: (each.made is None, *_order(each.candidate)))
+    for number, each in enumerate(ordered):
+        if each.made is None: yield each
         elif number < count:
             yield _timed(each, spec, gpu, family, gpu.clock)
             progress(number + 1)
-        else: yield Built(replace(each.candidate, seconds=None, why="modelled slower than what was measured"))
+        else: yield Built(replace(each.candidate, seconds=None,
+                                  why=each.candidate.why or "modelled slower than what was measured"))
 
 
 def _ranked(candidates: Sequence[Candidate], tie: float) -> list[Candidate]:

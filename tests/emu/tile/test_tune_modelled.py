@@ -187,6 +187,14 @@ def test_the_best_by_the_model_are_measured(monkeypatch: pytest.MonkeyPatch):
     assert told == [*((n, 7) for n in range(1, 8))]
 
 
+def test_what_the_model_refuses_may_be_measured(monkeypatch: pytest.MonkeyPatch):
+    def refused(n: int) -> float: raise PTXError("the timing model does not go on")
+    by_the_model(monkeypatch, refused)
+    tried = tune.tune(SPECS["attention"], replace(HOPPER, clock=FakeGPU((9e-6, 7e-6), [])))
+    assert [(each.seconds, each.modelled) for each in tried[:2]] == [(7e-6, None), (9e-6, None)]
+    assert {each.why for each in tried[2:]} == {"the timing model does not go on"}
+
+
 def test_what_was_modelled_is_measured_once_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch):
     spec = SPECS["attention"]
     by_the_model(monkeypatch, lambda n: 1e-6 * (1 + n % 5))
