@@ -68,24 +68,26 @@ def parts(runs: Sequence[Run]) -> dict[Cause, float]:
 
 def links(code: Code, recorded: Sequence[tuple[Job, Run]], most: int = 8) -> tuple[Link, ...]:
     """The instructions with most cycles in the middle half of the paths."""
-    table = np.zeros((len(code.instructions) + len(code.line_of), len(Cause)))
+    table = np.zeros((len(code.instructions) + 1, len(Cause)))
     for job, run in recorded:
         first, last = run.cycles // 4, run.cycles - run.cycles // 4
         cycles = np.minimum(run.path[:, 2], last) - np.maximum(run.path[:, 1], first)
         inside = (run.path[:, 1] < last) & (run.path[:, 2] > first)
         np.add.at(table, (job.steps["instr"][run.path[inside, 0]], run.path[inside, 3]), cycles[inside])
-    whole, flat = max(1.0, table.sum()), table.ravel()
+    whole, flat = max(1.0, table.sum()), table[:-1].ravel()
     found = []
     for at in np.argsort(-flat, kind="stable")[:most]:
         number, cause = divmod(int(at), len(Cause))
         if flat[at] <= 0: break
-        found.append(Link(*code.place(number), PARTS[Cause(cause)].name, float(flat[at] / whole)))
+        each = code.instructions[number]
+        found.append(Link(int(code.lines[number]), each.opcode + each.modifiers, PARTS[Cause(cause)].name,
+                          float(flat[at] / whole)))
     return tuple(found)
 
 
 def unknown_share(code: Code, recorded: Sequence[tuple[Job, Run]]) -> float:
     """Of the cycles of the critical path, those of instructions without a known cost, and of what follows."""
-    known = code.padded([cost.known for cost in code.costs], True)
+    known = np.array([*(cost.known for cost in code.costs), True])
     cycles, whole = 0, 1
     for job, run in recorded:
         lengths = run.path[:, 2] - run.path[:, 1]

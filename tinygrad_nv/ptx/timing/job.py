@@ -55,22 +55,6 @@ class Code:
         return tuple(dict.fromkeys(f"{each.opcode}{each.modifiers} of PTX line {each.ptx_line}"
                                    for each, cost in both if not cost.known))
 
-    def padded(self, values: Sequence[int | bool], rest: int | bool) -> np.ndarray:
-        """Values of the instructions, and one of the steps that no SASS of their block does."""
-        return np.append(np.array(values), np.full(len(self.line_of), rest))
-
-    def place(self, number: int) -> tuple[int, str]:
-        """PTX line and SASS of a step's instruction. Behind all others are PTX instructions that no SASS of
-        their block does, such as an mbarrier's first try: the first of their lines is."""
-        if number < len(self.instructions): line = int(self.lines[number])
-        else:
-            line = int(self.line_of[number - len(self.instructions)])
-            there = np.flatnonzero(self.lines == line)
-            if not len(there): return line, ""
-            number = int(there[0])
-        each = self.instructions[number]
-        return line, each.opcode + each.modifiers
-
 
 def code_of(listing: Listing, entry: str, gpu: GPUFigures) -> Code:
     """The SASS of an entry function, and what it takes on a GPU. Of copies of a block that ptxas unrolled the
@@ -139,8 +123,7 @@ def made(code: Code, tapes: Sequence[Tape], gpu: GPUFigures, far: Mapping[int, n
 
 
 def _instrs(code: Code) -> np.ndarray:
-    rest = np.full(len(code.line_of), np.array((0, 0, 1, 0, -1, -1, 1, 1, 0, 0, 0), INSTR))
-    out = np.append(code.control, rest)
+    out = np.append(code.control, np.array([(0, 0, 1, 0, -1, -1, 1, 1, 0, 0, 0)], INSTR))
     for i, cost in enumerate(code.costs):
         for name in ("unit", "kind", "busy", "latency", "tensor", "shared", "number"):
             out[name][i] = getattr(cost, name)
@@ -181,14 +164,14 @@ def _stream(code: Code, tape: Tape) -> np.ndarray:
 
 def _with_the_rest(tape: Tape, out: np.ndarray, at: np.ndarray, execution: np.ndarray,
                    other: int) -> np.ndarray:
-    """The stream, and a step for each PTX instruction with notes that no SASS of its block carries: after
-    what its execution has become. Its instruction is `other` and the number of the PTX instruction."""
+    """The stream, and a step of instruction number `other` for each PTX instruction with notes that no SASS
+    of its block carries: after what its execution has become."""
     carried = np.zeros(len(tape.notes) + 1, bool)
     carried[out["note"][out["notes"] > 0]] = True
     missing = np.flatnonzero((tape.end_note > tape.first_note) & ~carried[tape.first_note])
     extra = np.zeros(len(missing), STEP)
-    extra["instr"], extra["note"] = other + tape.sources[missing], tape.first_note[missing]
-    extra["passes"], extra["notes"] = 1, tape.end_note[missing] - tape.first_note[missing]
+    extra["instr"], extra["note"], extra["passes"] = other, tape.first_note[missing], 1
+    extra["notes"] = tape.end_note[missing] - tape.first_note[missing]
     return np.insert(out, at[execution[missing] + 1], extra)
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tinygrad_nv.errors import ConfigError
-from tinygrad_nv.ptx.assemble import Resources
+from tinygrad_nv.ptx.assemble import Resources, assemble
 from tinygrad_nv.ptx.emulator.tapes import Tape, Tapes
 from tinygrad_nv.ptx.timing import critical
 from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures, sustained_hz
@@ -139,7 +139,7 @@ def _first(one: Run, job: Job) -> int:
 
 
 def _flops(code: Code, job: Job) -> int:
-    per = code.padded([each.tensor_flops for each in code.instructions], 0)
+    per = np.array([*(each.tensor_flops for each in code.instructions), 0], np.int64)
     return int(per[job.steps["instr"]].sum())
 
 
@@ -171,10 +171,12 @@ def _waits(code: Code, runs: Sequence[Run], most: int = 12) -> tuple[Wait, ...]:
     waited = np.sum([one.waited for one in runs], 0)
     total = max(1, int(waited.sum()))
     found = []
-    for number in np.argsort(-waited[:, 1:].max(1), kind="stable")[:most]:
+    for number in np.argsort(-waited[:len(code.instructions), 1:].max(1), kind="stable")[:most]:
         reason = 1 + int(waited[number, 1:].argmax())
+        each = code.instructions[number]
         if waited[number, reason]:
-            found.append(Wait(*code.place(number), REASONS[reason], float(waited[number, reason]) / total))
+            found.append(Wait(int(code.lines[number]), each.opcode + each.modifiers, REASONS[reason],
+                              float(waited[number, reason]) / total))
     return tuple(found)
 
 
@@ -189,9 +191,8 @@ def predicted(text: str, arch: str, entry: str, shape: Callable[[Resources], Sha
     if arch[:5] != gpu.arch[:5]:
         raise ConfigError(f"{name} is of {gpu.arch}, the emulator of {arch}", f"an emulator of {gpu.arch}",
                           "choose another GPU, or another architecture")
-    code = listing(text, gpu.arch)
-    found = shape(code.resources[entry])
+    found = shape(assemble(text, gpu.arch).kernels[entry])
     at_once = range(min(found.clusters, found.at_once(gpu)))
     tapes = Tapes(recorded(found, gpu), idle=True, others=at_once, brief=BRIEF * found.ctas)
     record(tapes)
-    return timed(code, entry, found, tapes, gpu, memory, log)
+    return timed(listing(text, gpu.arch), entry, found, tapes, gpu, memory, log)
