@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import resources
 
 from tinygrad_nv.errors import ConfigError
@@ -20,7 +20,9 @@ class GPUFigures:
     `mma_macs`: 16-bit multiply-adds by mma.sync, of a scheduler in a cycle; `fp32_cycles`: of a scheduler for
     one float32 instruction of a warp. `clock_hz` is the highest; `power_w` what the board may take; at that
     clock tensor cores that are always busy, on random numbers, take `tensor_w`, L2 and what is behind it
-    `memory_w`, and everything else `static_w`. `model_spread`: how far off predictions are where all figures
+    `memory_w`, and everything else `static_w`. A launch by itself takes `launch_s` more than it runs; in
+    a row a kernel begins `gap_s` after the one before it, goes on after griddepcontrol.wait `pdl_gap_s` after
+    it, and the host submits one in `submit_s`. `model_spread`: how far off predictions are where all figures
     are right, one standard deviation."""
     name: str
     arch: str
@@ -51,6 +53,9 @@ class GPUFigures:
     wait_latency: int
     begin_latency: int
     launch_s: float
+    gap_s: float
+    pdl_gap_s: float
+    submit_s: float
     model_spread: float
 
 
@@ -59,6 +64,13 @@ def sustained_hz(gpu: GPUFigures, tensor: float, l2: float) -> float:
     with clock and voltage squared, which rises with the clock: with its power of 2.5 (assumed)."""
     asked = gpu.tensor_w * tensor + gpu.memory_w * l2
     return gpu.clock_hz * min(1.0, ((gpu.power_w - gpu.static_w) / max(asked, 1.0)) ** 0.4)
+
+
+def slowed(gpu: GPUFigures, clock_hz: float) -> GPUFigures:
+    """Figures as SMs count them at a lower clock: L2 and HBM have clocks of their own."""
+    faster = gpu.clock_hz / clock_hz
+    return replace(gpu, hbm_bytes_per_s=gpu.hbm_bytes_per_s * faster,
+                   l2_bytes_per_cycle=gpu.l2_bytes_per_cycle * faster)
 
 
 def known() -> tuple[str, ...]:
