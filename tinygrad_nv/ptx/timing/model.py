@@ -24,7 +24,7 @@ from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.ptx.assemble import Resources, assemble
 from tinygrad_nv.ptx.emulator.tapes import Tape, Tapes
 from tinygrad_nv.ptx.timing import critical
-from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures, sustained_hz
+from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures, slowed, sustained_hz
 from tinygrad_nv.ptx.timing.job import Code, Job, code_of, made
 from tinygrad_nv.ptx.timing.l2 import far_shares
 from tinygrad_nv.ptx.timing.listing import Listing, listing
@@ -70,6 +70,7 @@ class Timing:
     links: tuple[critical.Link, ...]
     waits: tuple[Wait, ...]
     unknown: tuple[str, ...]
+    shape: Shape = field(repr=False)
     code: Code = field(repr=False)
     recorded: tuple[tuple[Job, Run], ...] = field(repr=False)
 
@@ -79,6 +80,13 @@ def timed(code_list: Listing, entry: str, shape: Shape, tapes: Tapes, gpu: GPUFi
     """The prediction of the tapes of `recorded` clusters. `memory`: addresses and sizes of buffers; `log`:
     issues to keep of the first place."""
     code = code_of(code_list, entry, gpu)
+    found = _timed(code, shape, tapes, gpu, memory, log)
+    if found.clock_hz == gpu.clock_hz: return found
+    return _timed(code, shape, tapes, slowed(gpu, found.clock_hz), memory, log)
+
+
+def _timed(code: Code, shape: Shape, tapes: Tapes, gpu: GPUFigures, memory: Sequence[tuple[int, int]],
+           log: int) -> Timing:
     jobs = _jobs(code, shape, tapes, gpu, memory)
     begin = min(jobs)
     runs = {at: run(job, gpu, shape.busy_sms(gpu), log if at == begin else 0) for at, job in jobs.items()}
@@ -97,7 +105,7 @@ def timed(code_list: Listing, entry: str, shape: Shape, tapes: Tapes, gpu: GPUFi
                   shape.ctas_of_sm(gpu), flops / seconds / 1e12, nbytes / seconds / 1e9, units,
                   limiter if units[limiter] >= 0.5 else "latency",
                   {critical.PARTS[cause].name: share for cause, share in path.items()},
-                  critical.links(code, both), _waits(code, list(runs.values())), code.unknown, code,
+                  critical.links(code, both), _waits(code, list(runs.values())), code.unknown, shape, code,
                   (both[0],))
 
 
