@@ -1,6 +1,7 @@
 """Launches in a row: gaps between them, what PDL hides, what the host submits."""
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -94,6 +95,11 @@ def test_without_room_nothing_begins_beside_another():
     """1024 threads beside 2048."""
     full = timing(before=3, trigger="begin", threads=1024, ctas=264)
     assert in_row([full] * 2, GPU, pdl=True)[1].begin_s >= run_s(full)
-    small = timing(before=3, trigger="begin", threads=1024, ctas=60)    # on SMs that the first leaves free
-    assert in_row([small] * 2, GPU, pdl=True)[1].begin_s < run_s(small)
 
+
+def test_room_is_beside_or_on_other_sms():
+    big, small = (replace(timing(ctas=60).shape, shared_bytes=nbytes) for nbytes in (200_000, 1000))
+    assert big.fits_beside(big, GPU)        # 60 + 60 of 132 SMs
+    many = replace(big, grid=(100, 1, 1))
+    assert not big.fits_beside(many, GPU)
+    assert small.fits_beside(many, GPU)     # on the same ones
