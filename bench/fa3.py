@@ -34,7 +34,7 @@ LEFT_OUT = ("VARLEN", "PAGEDKV", "APPENDKV", "LOCAL", "SPLIT", "SOFTCAP", "PACKG
 FLAGS = ("-shared", "-Xcompiler", "-fPIC", "-O3", "-std=c++17", "--use_fast_math", "--expt-relaxed-constexpr",
          "--expt-extended-lambda", "-DNDEBUG", "-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED",
          "-DCUTLASS_ENABLE_GDC_FOR_SM90", "-DCUTLASS_DEBUG_TRACE_LEVEL=0",
-         "-gencode", "arch=compute_90a,code=sm_90a")
+         "-gencode", "arch=compute_90a,code=[sm_90a,compute_90a]")  # PTX: for ptx run
 BUILD_S = 1800.0
 
 

@@ -27,6 +27,7 @@ from tinygrad_nv.cli import (
     tune as tune_command,
 )
 from tinygrad_nv.errors import ModelError, NVError, RequestError
+from tinygrad_nv.host import command as host
 from tinygrad_nv.ptx import command as ptx
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
 
@@ -126,7 +127,7 @@ def parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="check this machine: what is found, used and missing")
     doctor.set_defaults(run=_doctor)
     explain_command.add_command(commands, directory, _add_model_options, _model)
-    ptx.add_commands(commands)
+    host.add_command(ptx.add_commands(commands))
     tune_command.add_command(commands)
     return top
 

@@ -38,8 +38,9 @@ MOST_ISSUES = 200_000   # of a trace: some 40 MB
 FILLS = ("zeros", "ones", "arange", "random", "integers", "empty")
 
 
-def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `ptx` and what it can do."""
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]
+                 ) -> argparse._SubParsersAction[argparse.ArgumentParser]:
+    """Adds `ptx` and what it can do; returns its commands, for more."""
     ptx = commands.add_parser("ptx", help="run PTX on the emulated GPU, or ask ptxas about it")
     kinds = ptx.add_subparsers(required=True, metavar="COMMAND")
     check = kinds.add_parser("check", help="run a kernel and print findings and counters",
@@ -70,6 +71,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     stats.add_argument("--arch", choices=ARCHITECTURES, help="default: the file's target")
     stats.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     stats.set_defaults(run=run_stats)
+    return kinds
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:

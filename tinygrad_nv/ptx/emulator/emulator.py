@@ -159,6 +159,16 @@ class Emulator:
         self.next_address += -(-(data.nbytes + GAP) // GAP) * GAP
         return buffer
 
+    def adopt(self, address: int, data: np.ndarray, valid: np.ndarray | None = None) -> Buffer:
+        """Device memory whose bytes lie elsewhere, such as in a shared mapping, at an address that is the
+        caller's to choose; `valid` as a buffer has it."""
+        buffer = self.buffers[address] = Buffer(address, data, valid, data.shape, data.dtype)
+        return buffer
+
+    def variables(self, ptx_text: str) -> dict[str, Buffer]:
+        """The variables of a module in memory, by their names."""
+        return {name: self.buffers[at] for name, at in self._load(ptx_text).addresses.items()}
+
     def free(self, buffer: Buffer) -> None:
         """Gives memory back; its addresses are not used again."""
         if self.buffers.pop(buffer.ptr, None) is None:

@@ -1,0 +1,68 @@
+"""Programs that call CUDA, on the emulated GPU: what they compute, and what is said of their launches."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from host_program import compiled
+
+from tinygrad_nv.cli import main
+from tinygrad_nv.host.server import run_program
+
+# what `ptx run` has to redirect in a program that NVIDIA's runtime is linked into
+STATIC = ("cudaMalloc cudaMemcpy cudaLaunchKernel cudaGetErrorName cudaMemcpyFromSymbol cudaMemcpyToSymbol "
+          "cudaDeviceSynchronize __cudaRegisterFatBinary __cudaRegisterFunction __cudaRegisterVar")
+SCALED = """
+    float x[300], y[300], three = 3; int count = 300, ran;
+    void *a, *b;
+    for (int i = 0; i < 300; i++) x[i] = i;
+    TRY(cudaMalloc(&a, sizeof x)); TRY(cudaMalloc(&b, sizeof y));
+    TRY(cudaMemcpy(a, x, sizeof x, HtoD));
+    TRY(RUN(scaled, 3, 128, &a, &b, &count));
+    TRY(cudaMemcpyToSymbol(&scale, &three, 4, 0, HtoD));
+    TRY(RUN(scaled, 1, 128, &a, &b, &count));
+    TRY(cudaMemcpy(y, b, sizeof y, DtoH));
+    TRY(cudaMemcpyFromSymbol(&ran, &counter, 4, 0, DtoH));
+    TRY(cudaDeviceSynchronize());
+    printf("%g %g %d", y[100], y[299], ran);
+    return 7;
+"""
+
+
+@pytest.fixture(scope="module", params=["", STATIC], ids=["library", "linked-in"])
+def scaled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program above, with the runtime in a library, and with one of its own."""
+    return compiled(tmp_path_factory.mktemp("scaled"), SCALED, variables=("scale", "counter"),
+                    own_runtime=request.param)
+
+
+def test_a_program_runs(scaled: Path, capfd: pytest.CaptureFixture[str]):
+    result = run_program([str(scaled)], check=True)
+    assert capfd.readouterr().out == "cudaSuccess " * 9 + "400 897 428"
+    assert (result.status, result.refused, result.notes) == (7, (), ())
+    first, second = result.launches
+    assert (first.kernel, first.grid, first.block) == ("scaled", (3, 1, 1), (128, 1, 1))
+    assert first.findings == second.findings == ()
+    assert first.stats.warp_instructions > second.stats.warp_instructions > 0
+
+
+def test_the_command_prints_tables_and_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    # b has 64 of the 128 bytes that are written, and a was never written
+    program = compiled(tmp_path, """
+        void *a, *b; int count = 32;
+        cudaMalloc(&a, 128); cudaMalloc(&b, 64);
+        TRY(RUN(scaled, 1, 32, &a, &b, &count)); TRY(cudaDeviceSynchronize()); TRY(cudaGetLastError());
+        TRY(cudaMalloc(&a, 4));""")
+    assert main(["ptx", "run", "--check", str(program)]) == 1
+    out, err = capfd.readouterr()
+    assert "scaled" in err
+    assert "uninitialized" in err
+    assert "st.global.f32 [%rd2], %f1;" in err
+    assert out == "cudaSuccess cudaErrorIllegalAddress cudaErrorIllegalAddress cudaErrorIllegalAddress "
+    assert main(["ptx", "run", "--check", "--json", str(program)]) == 1
+    told = json.loads(capfd.readouterr().out)
+    assert told["status"] == 0
+    launch, = told["launches"]
+    assert {finding["kind"] for finding in launch["findings"]} == {"uninitialized", "out-of-bounds"}
+    assert launch["counters"]["warp_instructions"] == 19

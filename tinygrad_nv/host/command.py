@@ -1,0 +1,123 @@
+"""`tinygrad-nv ptx run`: a compiled CUDA program on the emulated GPU.
+
+Protocol: the program's own output stays as it is. The table of launches goes to stderr; with --json one
+object goes to stdout, and the program's stdout to stderr. The exit status is the program's; where that is 0,
+it is 1 after findings (--check), and after calls or device code that cannot be emulated.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from itertools import groupby
+
+from tinygrad_nv.errors import NVError
+from tinygrad_nv.host.demangle import demangled
+from tinygrad_nv.host.launches import LaunchReport
+from tinygrad_nv.host.server import Result, run_program
+from tinygrad_nv.ptx import command
+from tinygrad_nv.ptx.emulator import Finding, Report
+from tinygrad_nv.ptx.timing import report as timing_report
+from tinygrad_nv.ptx.timing.gpu import known
+
+NAME_WIDTH = 44
+STDERR = 2
+
+
+def add_command(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `ptx run`."""
+    run = kinds.add_parser("run", help="run a CUDA program on the emulated GPU, and predict its times",
+                           usage="%(prog)s [-h] [--gpu NAME] [--check] [--time] [--json] PROGRAM [ARGS ...]")
+    run.add_argument("--gpu", default="h100", metavar="NAME",
+                     help=f"one of {', '.join(known())} (default h100)")
+    run.add_argument("--check", action="store_true",
+                     help="run with all checks; findings make the exit status 1")
+    run.add_argument("--time", action="store_true",
+                     help="predict the time of each launch; without --check nothing is computed then")
+    run.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    run.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM",
+                     help="the program and its arguments")
+    run.set_defaults(run=run_command)
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Runs the program, prints what came of it."""
+    argv = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
+    if not argv: raise NVError("no program to run", "tinygrad-nv ptx run PROGRAM ARGS …")
+    result = run_program(argv, arguments.gpu, arguments.check, arguments.time,
+                         STDERR if arguments.json else None)
+    sys.stdout.flush()
+    print(json.dumps(as_json(result)) if arguments.json else as_text(result),
+          file=sys.stdout if arguments.json else sys.stderr)
+    return exit_status(result)
+
+
+def exit_status(result: Result) -> int:
+    """What the command ends with; as a shell has it, 128 and the number of a signal."""
+    if result.status < 0: return 128 - result.status
+    return result.status or int(bool(result.refused) or any(launch.findings for launch in result.launches))
+
+
+def as_json(result: Result) -> dict[str, object]:
+    """The whole result."""
+    return {"status": result.status, "refused": list(result.refused), "notes": list(result.notes),
+            "launches": [_launch_json(launch) for launch in result.launches]}
+
+
+def _launch_json(launch: LaunchReport) -> dict[str, object]:
+    report = Report(list(launch.findings), launch.stats, launch.seconds, notes=list(launch.notes))
+    return {"kernel": launch.kernel, "name": demangled(launch.kernel), "grid": launch.grid,
+            "block": launch.block, "cluster": launch.cluster, "dynamic_smem": launch.dynamic_smem,
+            "status": launch.status.name, **command.as_json(report),
+            "timing": None if launch.timing is None else timing_report.as_json(launch.timing)}
+
+
+def as_text(result: Result) -> str:
+    """A row for each launch, or for several in a row that are the same; then findings with their PTX
+    lines."""
+    rows = [("launch", "kernel", "grid", "block", "cluster", "instructions", "findings", "predicted",
+             "TFLOP/s", "limiter"), *_rows(result)]
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    left = [column[0] in ("kernel", "limiter") for column in columns]
+    lines = ["  ".join(cell.ljust(width) if ahead else cell.rjust(width)
+                       for cell, width, ahead in zip(row, widths, left, strict=True)).rstrip()
+             for row in zip(*columns, strict=True)] if result.launches else ["no kernel was launched"]
+    if any(launch.timing for launch in result.launches):
+        lines.append("predicted times are modelled, not measured")
+    for number, launch in enumerate(result.launches):
+        lines += [f"launch {number}: {_quoted(finding, launch.ptx)}" for finding in launch.findings]
+    lines += [f"not emulated: {text}" for text in result.refused]
+    lines += [f"note: {text}" for text in result.notes]
+    return "\n".join(lines)
+
+
+def _rows(result: Result) -> Iterator[tuple[str, ...]]:
+    def same(numbered: tuple[int, LaunchReport]) -> tuple[object, ...]:
+        launch = numbered[1]
+        timing = launch.timing and round(launch.timing.seconds, 9)
+        return (launch.kernel, launch.grid, launch.block, launch.cluster, launch.dynamic_smem, timing,
+                launch.stats.warp_instructions, len(launch.findings))
+    for _, group in groupby(enumerate(result.launches), same):
+        (number, launch), *more = group
+        timing = launch.timing
+        yield (f"{number}-{number + len(more)}" if more else str(number), _short(launch.kernel),
+               *("x".join(map(str, extents)) for extents in (launch.grid, launch.block)),
+               "" if launch.cluster == (1, 1, 1) else "x".join(map(str, launch.cluster)),
+               f"{launch.stats.warp_instructions:,}" if launch.stats.warp_instructions else "",
+               str(len(launch.findings)) if launch.findings else "",
+               f"{timing.seconds * 1e6:,.1f} us" if timing else "",
+               f"{timing.tflops:,.1f}" if timing else "", timing.limiter if timing else "")
+
+
+def _short(kernel: str) -> str:
+    name = demangled(kernel).removeprefix("void ").removesuffix("()")
+    return name if len(name) <= NAME_WIDTH else name[:NAME_WIDTH - 1] + "…"
+
+
+def _quoted(finding: Finding, ptx: str) -> str:
+    """A finding, and the line of PTX that it means."""
+    lines = ptx.splitlines()
+    if not 0 < finding.ptx_line <= len(lines): return str(finding)
+    return f"{finding}\n    {finding.ptx_line}: {lines[finding.ptx_line - 1].strip()}"

@@ -1,0 +1,95 @@
+"""Images of device code that a program has, and the kernels in them.
+
+Protocol: a `Module` is a fat binary or PTX text, read when the first of its kernels is asked for. Of several
+PTX texts the one for the newest architecture that the GPU runs is taken. `Kernel` is an entry function with
+the attributes that the program has set.
+"""
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from tinygrad_nv.errors import PTXError
+from tinygrad_nv.host import fatbin
+from tinygrad_nv.host.errors import CudaError, Status
+from tinygrad_nv.ptx.emulator import Emulator
+from tinygrad_nv.ptx.emulator.arguments import check_target
+from tinygrad_nv.ptx.emulator.program import shared_layout
+from tinygrad_nv.ptx.parser import parse
+from tinygrad_nv.ptx.syntax import PTXFunction, PTXModule
+
+STATIC_LIMIT = 48 << 10     # dynamic shared bytes that a launch may have without asking
+TARGET = re.compile(r"^\.target\s+(\w+)", re.MULTILINE)
+
+
+@dataclass(eq=False)
+class Kernel:
+    """An entry function."""
+    module: Module
+    name: str
+    attributes: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def function(self) -> PTXFunction: return self.module.parsed.functions[self.name]
+
+    @cached_property
+    def static_bytes(self) -> int:
+        """Shared memory that it always has."""
+        return int(shared_layout(self.module.parsed, self.function)[1])
+
+
+@dataclass(eq=False)
+class Module:
+    """An image. `arch` is the GPU's."""
+    image: bytes
+    arch: str
+    kernels: dict[str, Kernel] = field(default_factory=dict)
+
+    @cached_property
+    def text(self) -> str:
+        """Its PTX. Raises `CudaError` where there is none that the GPU runs, `PTXError` in words."""
+        return chosen(self.image, self.arch)
+
+    @cached_property
+    def parsed(self) -> PTXModule: return parse(self.text)
+
+    def kernel(self, name: str) -> Kernel:
+        """Raises `CudaError` for a name that no entry function has."""
+        if name not in self.parsed.functions: raise CudaError(Status.SYMBOL_NOT_FOUND)
+        return self.kernels.setdefault(name, Kernel(self, name))
+
+    def load(self, emulator: Emulator) -> None:
+        """Its variables get memory."""
+        emulator.variables(self.text)
+
+
+def chosen(image: bytes, arch: str) -> str:
+    """The PTX of an image that a GPU runs."""
+    if int.from_bytes(image[:4], "little") != fatbin.HEADER:
+        if image[:4] == fatbin.ELF: raise only_machine_code(("its own architecture",), arch)
+        return image.rstrip(b"\0").decode()
+    found = list(fatbin.entries(image))
+    texts = [entry.text for entry in found if entry.kind == fatbin.PTX]
+    fitting = [text for text in texts if runs(text, arch)]
+    if fitting: return max(fitting, key=lambda text: TARGET.findall(text)[0])
+    if texts:
+        targets = ", ".join(sorted({TARGET.findall(text)[0] for text in texts}))
+        raise PTXError(f"the program has PTX for {targets}", 0, f"PTX that runs on {arch}",
+                       f"compile with nvcc -arch={arch}, or choose another --gpu")
+    raise only_machine_code(sorted({f"sm_{entry.arch}" for entry in found}), arch)
+
+
+def only_machine_code(archs: tuple[str, ...] | list[str], arch: str) -> PTXError:
+    """The words for a program without PTX."""
+    number = arch.removeprefix("sm_")
+    return PTXError(f"the program has machine code for {', '.join(archs)}, and no PTX", 0,
+                    "PTX in the program",
+                    f"compile with nvcc -gencode arch=compute_{number},code=[sm_{number},compute_{number}]")
+
+
+def runs(text: str, arch: str) -> bool:
+    """Whether a GPU runs PTX for its target."""
+    try: check_target(arch, TARGET.findall(text)[0])
+    except PTXError: return False
+    return True

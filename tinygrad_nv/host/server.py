@@ -1,0 +1,125 @@
+"""Runs a program with the emulated GPU in place of a real one.
+
+Protocol: `run_program(argv, ...)` starts it and serves its CUDA calls until it ends. Each of its processes
+that calls CUDA has a GPU of its own.
+"""
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinygrad_nv.errors import NVError
+from tinygrad_nv.host import calls_device, calls_launch, calls_memory  # noqa: F401  (they register)
+from tinygrad_nv.host.api import function_of
+from tinygrad_nv.host.errors import CudaError, Status, runtime_name
+from tinygrad_nv.host.gpus import HostGPU, gpu_named
+from tinygrad_nv.host.launches import LaunchReport, Options
+from tinygrad_nv.host.library import AUDITOR, built, names
+from tinygrad_nv.host.memory import Memory
+from tinygrad_nv.host.session import Session, Thread
+from tinygrad_nv.host.wire import Call, Gone, Wire
+from tinygrad_nv.ptx.emulator import Emulator
+
+# what works after a kernel has gone wrong; everything else returns the error
+STILL = ("cudaGetError", "cuGetError", "cudaGetLastError", "cudaPeekAtLastError", "cudaDeviceReset", "__cuda")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a program did: its exit status (negative: the signal that ended it) and its launches in order.
+    `refused`: calls and device code that are not emulated; `notes`: why calls returned errors."""
+    status: int
+    launches: tuple[LaunchReport, ...]
+    refused: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def run_program(argv: Sequence[str], gpu: str = "h100", check: bool = False, time: bool = False,
+                stdout: int | None = None) -> Result:
+    """Runs a program to its end. Raises `NVError` for one that cannot be started, `ConfigError` for an
+    unknown GPU, `ToolchainError` without a C compiler."""
+    options, target, place = Options(check, time), gpu_named(gpu), built()
+    if shutil.which(argv[0]) is None:
+        raise NVError(f"no program {argv[0]!r}", "an executable file, by its path or in PATH")
+    with tempfile.TemporaryDirectory(prefix="tinygrad-nv-") as folder:
+        server = Server(Path(folder) / "gpu", target, options)
+        environment = {**os.environ, "LD_AUDIT": str(place / AUDITOR), "TINYGRAD_NV_HOST": str(server.path),
+                       "LD_LIBRARY_PATH": os.pathsep.join(
+                           filter(None, (str(place), os.environ.get("LD_LIBRARY_PATH"))))}
+        threading.Thread(target=server.serve, daemon=True).start()
+        status = subprocess.run(list(argv), env=environment, stdout=stdout, check=False).returncode
+        server.close()
+    return Result(status, tuple(server.launches), tuple(dict.fromkeys(server.refused)),
+                  tuple(dict.fromkeys(server.notes)))
+
+
+class Server:
+    """Takes the connections of a program's processes."""
+
+    def __init__(self, path: Path, gpu: HostGPU, options: Options) -> None:
+        self.path, self.gpu, self.options = path, gpu, options
+        self.launches: list[LaunchReport] = []
+        self.refused: list[str] = []
+        self.notes: list[str] = []
+        self.errors: list[BaseException] = []
+        self.threads: list[threading.Thread] = []
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.bind(str(path))
+        self.socket.listen()
+
+    def serve(self) -> None:
+        """Until `close`."""
+        while True:
+            try: connection, _ = self.socket.accept()
+            except OSError: return
+            self.threads.append(threading.Thread(target=self._process, args=(connection,)))
+            self.threads[-1].start()
+
+    def close(self) -> None:
+        """Waits for what runs; raises what went wrong here."""
+        self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+        for thread in self.threads: thread.join()
+        if self.errors: raise self.errors[0]
+
+    def _process(self, connection: socket.socket) -> None:
+        try:
+            with connection: self._calls(connection)
+        except Gone: pass
+        except BaseException as error: self.errors.append(error)
+
+    def _calls(self, connection: socket.socket) -> None:
+        emulator = Emulator(self.gpu.arch, check=self.options.check)
+        memory = Memory(emulator, self.gpu.memory_bytes)
+        session = Session(Wire(connection, memory.file), self.gpu, memory, emulator, self.options,
+                          self)
+        while True:
+            call = session.wire.call()
+            session.wire.result(served(session, names()[call.function], call))
+
+
+def served(s: Session, name: str, call: Call) -> int:
+    """The result of a call."""
+    s.thread = s.threads.setdefault(call.thread, Thread())
+    found = function_of(name)
+    status: int | None
+    try:
+        if found is None: raise NVError("this function is not emulated")
+        if s.sticky and not name.startswith(STILL): raise CudaError(s.sticky)
+        status = found.run(s, *found.arguments(call, s.wire))
+    except CudaError as error:
+        status = error.status
+        if error.why: s.results.notes.append(f"{name} returned {runtime_name(status)}: {error.why}")
+    except NVError as error:
+        s.results.refused.append(f"{name}: {error}")
+        status = Status.NOT_SUPPORTED
+    if isinstance(status, Status) and status and status != Status.NOT_READY and name.startswith("cuda"):
+        s.thread.error = status
+    return int(status or 0)
