@@ -98,3 +98,36 @@ def test_idle_tensor_cores_compute_nothing():
     assert (found != other).any()
     for one, same in zip(tapes.warps, idle.warps, strict=True):
         assert (one.cta, one.warp, len(one.sources)) == (same.cta, same.warp, len(same.sources))
+
+
+# each CTA takes the next work tile from a counter until 40 are gone, and says how many it had
+DYNAMIC = """.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry dynamic(.param .u64 counter, .param .u64 out) {
+    .reg .pred %p; .reg .b32 %r<5>; .reg .b64 %rd<4>;
+    ld.param.u64 %rd1, [counter]; ld.param.u64 %rd2, [out];
+    mov.u32 %r1, 0;
+LOOP: atom.global.add.u32 %r2, [%rd1], 1;
+    setp.ge.u32 %p, %r2, 40;
+    @%p bra DONE;
+    add.u32 %r1, %r1, 1;
+    bra LOOP;
+DONE: mov.u32 %r3, %ctaid.x;
+    mul.wide.u32 %rd3, %r3, 4;
+    add.u64 %rd3, %rd2, %rd3;
+    st.global.u32 [%rd3], %r1;
+    ret;
+}
+"""
+
+
+@pytest.mark.parametrize(("clusters", "others"), [((2,), ()), ((0, 3), ()), ((1,), (2, 3)),
+                                                  ((0, 1, 2, 3), ())])
+def test_a_tile_scheduler_deals_to_clusters_that_do_not_run(clusters: tuple[int, ...], others: tuple[int, ...]):
+    emu = Emulator()
+    counter, out = emu.alloc(np.zeros(1, np.uint32)), emu.alloc(np.zeros(4, np.uint32))
+    emu.launch(DYNAMIC, 4, 1, [counter, out], tapes=Tapes(clusters, others=others, brief=30))
+    found = out.numpy()
+    assert sum(found) == 10 * len(clusters)
+    assert all(abs(int(found[number]) - 10) <= 2 for number in clusters)

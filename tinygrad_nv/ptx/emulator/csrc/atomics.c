@@ -128,6 +128,17 @@ static int atomic_end(Machine *m, Warp *w, const Op *op, Atomic *a, bool wanted)
     return wanted ? YIELD : NEXT;  /* a thread that spins on what it reads must let others go on */
 }
 
+/* Where chosen clusters alone run, for their tapes, a thread that adds to a counter and takes what was there is
+ * taken for one that draws the next work tile: those that do not run draw theirs too, as many for each draw as
+ * there are clusters for each that runs. Clusters that end early draw none. */
+static void draw_for_others(Machine *m, const Warp *w, const Op *op, const i32 *list, u8 *host, int lane, u64 old) {
+    const Launch *a = &m->launch;
+    u64 all = (u64)a->grid[0] * a->grid[1] * a->grid[2] / (a->cluster[0] * a->cluster[1] * a->cluster[2]);
+    u64 step = operand_of(w, list[1], op->width, lane), share = all / (u64)a->whole;
+    u64 next = w->cta->cluster->most ? old : old + step * (share > 1 ? share : 1);
+    memcpy(host, &next, op->width);
+}
+
 HANDLER(atom) {
     Atomic a;
     u64 old[LANES][8] = {{0}};
@@ -142,6 +153,11 @@ HANDLER(atom) {
     put_old(w, op, list, old, mask);
     bool wanted = false;
     for (int i = 0; i < op->vector; i++) wanted |= list[i] >= 0;
+    int lane = __builtin_ctz(mask), type = op->more >> 8;
+    const Region *r = a.reach.region[lane];
+    bool counter = (op->more & 255) == ADD && (type == SIGNED_INT || type == UNSIGNED) && op->vector == 1;
+    if (m->launch.taped && wanted && counter && popcount(mask) == 1 && r && !r->cta)
+        draw_for_others(m, w, op, list, a.reach.host[lane], lane, old[lane][0]);
     return atomic_end(m, w, op, &a, wanted);
 }
 
