@@ -23,8 +23,8 @@ SMALL = replace(H100, sms=SMS, hbm_bytes_per_s=H100.hbm_bytes_per_s * SMS / 132,
                 l2_bytes_per_cycle=H100.l2_bytes_per_cycle * SMS / 132)
 OF_MMA = Mma().block(128, 128).k(32).warps(2, 4).stages(3)
 FEW_STAGES = Wgmma().block(128, 128).k(64).stages(2)
-# the spec, a schedule, and how far off: most for one recorded cluster of a grid in which each has several
-# tiles of different lengths, and for CTAs that share an SM
+# the spec, a schedule, and how far off: most for one recorded cluster of a grid with several tiles each
+# of different lengths, and for CTAs that share an SM
 CASES = {
     "gemm of one wave": (matmul(256, 384, 512), FEW_STAGES, 0.001),
     "persistent gemm": (matmul(128 * 3, 128 * 5, 512), FEW_STAGES, 0.001),

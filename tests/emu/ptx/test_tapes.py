@@ -124,7 +124,8 @@ DONE: mov.u32 %r3, %ctaid.x;
 
 @pytest.mark.parametrize(("clusters", "others"), [((2,), ()), ((0, 3), ()), ((1,), (2, 3)),
                                                   ((0, 1, 2, 3), ())])
-def test_a_tile_scheduler_deals_to_clusters_that_do_not_run(clusters: tuple[int, ...], others: tuple[int, ...]):
+def test_a_tile_scheduler_deals_to_clusters_that_do_not_run(clusters: tuple[int, ...],
+                                                            others: tuple[int, ...]):
     emu = Emulator()
     counter, out = emu.alloc(np.zeros(1, np.uint32)), emu.alloc(np.zeros(4, np.uint32))
     emu.launch(DYNAMIC, 4, 1, [counter, out], tapes=Tapes(clusters, others=others, brief=30))
