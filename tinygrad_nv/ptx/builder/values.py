@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, Union
 
+from tinygrad_nv.ptx.builder.division import divisible, multiplier, power_of_two
 from tinygrad_nv.ptx.isa.operands import family, width
 
 Number = Union["Value", int, float]
@@ -147,8 +148,24 @@ class Value:
         return self._new(opcode, self, self._checked(other))
 
     def _integer(self, opcode: str, other: Number) -> Value:
-        if family(self._type()) != "i": self.kernel.fail(f"{self} is .{self.kind}", "an integer", "use /")
-        return self._binary(opcode, other)
+        kind = self._type()
+        if family(kind) != "i": self.kernel.fail(f"{self} is .{self.kind}", "an integer", "use /")
+        if not isinstance(other, int) or not divisible(kind, other): return self._binary(opcode, other)
+        if opcode == "div": return self._quotient(other)
+        if kind[0] == "u" and power_of_two(other): return self & other - 1
+        return self - self._quotient(other) * other
+
+    def _quotient(self, divisor: int) -> Value:
+        """By a constant, without a division; rounded towards zero."""
+        if power_of_two(divisor):
+            shift = divisor.bit_length() - 1
+            if self.kind[0] != "s" or not shift: return self >> shift
+            # a shift rounds down: a negative number has to be up to divisor - 1 more
+            return (self + ((self >> width(self.kind) - 1) & divisor - 1)) >> shift
+        factor, shift = multiplier(divisor)
+        high = self._new("mul.hi", self, factor & 0xFFFFFFFF)
+        if factor >> 32: return (((self - high) >> 1) + high) >> shift - 1
+        return high >> shift if shift else high
 
     def _floating(self, opcode: str, other: Number) -> Value:
         if family(self.kind) != "f":
