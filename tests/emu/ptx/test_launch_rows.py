@@ -81,13 +81,13 @@ def test_pdl_hides_what_is_ahead_of_the_wait():
 
 
 def test_a_late_trigger_hides_what_is_left_of_the_time():
-    """Nothing follows the trigger: the gap is that of a launch, and the prologue comes behind it."""
+    """Nothing follows the trigger: the prologue comes behind the gap."""
     late = in_row([timing(before=8, trigger="end")] * 2, GPU, pdl=True)
-    assert late[1].begin_s - late[0].end_s == pytest.approx(GPU.gap_s, rel=0.1)
+    assert late[1].begin_s - late[0].end_s == pytest.approx(GPU.pdl_gap_s, rel=0.1)
     middle = in_row([timing(before=8, after=16)] * 2, GPU, pdl=True)
     early = in_row([timing(before=8, trigger="begin")] * 2, GPU, pdl=True)
     assert middle[0].end_s - middle[1].begin_s == pytest.approx(
-        marks(timing(before=8, after=16), GPU).after_trigger_s - GPU.gap_s)
+        marks(timing(before=8, after=16), GPU).after_trigger_s - GPU.pdl_gap_s)
     assert early[1].hidden_s > middle[1].hidden_s > late[1].hidden_s == 0
 
 

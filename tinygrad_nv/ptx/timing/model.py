@@ -190,14 +190,16 @@ def _waits(code: Code, runs: Sequence[Run], most: int = 12) -> tuple[Wait, ...]:
 
 # **** launches ****
 
-def predicted(text: str, arch: str, entry: str, shape: Callable[[Resources], Shape], name: str,
-              record: Callable[[Tapes], None], memory: Sequence[tuple[int, int]], log: int = 0) -> Timing:
-    """A launch of an entry function on the GPU `name`. `record` runs chosen clusters on the emulator,
-    `memory` has the addresses and sizes of its buffers. Raises `ConfigError` for a GPU without figures, or of
-    another architecture, `ToolchainError` without ptxas or a disassembler."""
-    gpu = figures(name)
+def predicted(text: str, arch: str, entry: str, shape: Callable[[Resources], Shape],
+              name: str | GPUFigures, record: Callable[[Tapes], None], memory: Sequence[tuple[int, int]],
+              log: int = 0) -> Timing:
+    """A launch of an entry function on the GPU `name`, or on one of these figures. `record` runs chosen
+    clusters on the emulator, `memory` has the addresses and sizes of its buffers. Raises `ConfigError` for
+    a GPU without figures, or of another architecture, `ToolchainError` without ptxas or a disassembler."""
+    gpu = figures(name) if isinstance(name, str) else name
     if arch[:5] != gpu.arch[:5]:
-        raise ConfigError(f"{name} is of {gpu.arch}, the emulator of {arch}", f"an emulator of {gpu.arch}",
+        called = name if isinstance(name, str) else gpu.name
+        raise ConfigError(f"{called} is of {gpu.arch}, the emulator of {arch}", f"an emulator of {gpu.arch}",
                           "choose another GPU, or another architecture")
     found = shape(assemble(text, gpu.arch).kernels[entry])
     at_once = range(min(found.clusters, found.at_once(gpu)))

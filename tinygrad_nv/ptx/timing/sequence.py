@@ -2,8 +2,8 @@
 
 Protocol: `in_row(timings, gpu)` says when each launch runs, from the predictions of each by itself, whose
 `seconds` are those of a launch alone. A kernel begins `gap_s` after the one before it has ended. With PDL it
-begins as soon as the one before lets it (griddepcontrol.launch_dependents) and there is room beside it, runs
-up to its first griddepcontrol.wait, and goes on `pdl_gap_s` after the one before has ended. Launches of
+begins `pdl_gap_s` after the one before lets it (griddepcontrol.launch_dependents), if there is room beside
+it, runs up to its first griddepcontrol.wait, and goes on as long after the one before has ended. Launches of
 a graph come as fast as that; of a stream, the host submits one in `submit_s`.
 
 What a prediction by itself takes from HBM it may find in L2 behind another kernel: that is not seen.
@@ -85,7 +85,7 @@ def _next(last: Launched, shape: Shape, before: Marks, own: Shape, mine: Marks, 
     if mine.until_wait_s is None:
         begin = max(last.end_s, submitted) + gpu.gap_s
         return Launched(begin, begin + mine.run_s, 0.0)
-    begin = max(last.end_s - before.after_trigger_s, submitted) + gpu.gap_s
+    begin = max(last.end_s - before.after_trigger_s, submitted) + gpu.pdl_gap_s
     if not own.fits_beside(shape, gpu): begin = max(begin, last.end_s)
     goes_on = max(begin + mine.until_wait_s, last.end_s + gpu.pdl_gap_s)
     hidden = min(mine.until_wait_s, max(0.0, last.end_s - begin))

@@ -1,6 +1,10 @@
 """What comes from HBM, and the clock that power leaves."""
 from __future__ import annotations
 
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -68,3 +72,14 @@ def test_gpus_have_all_figures():
     assert all(figures(name).sms > 0 for name in known())
     assert all(figures(name).pdl_gap_s <= figures(name).gap_s < figures(name).submit_s for name in known())
     with pytest.raises(ConfigError, match="no figures of a GPU 'x'"): figures("x")
+
+
+def test_figures_come_from_files_too(tmp_path: Path):
+    file = tmp_path / "mine.toml"
+    text = (resources.files("tinygrad_nv.ptx.timing") / "gpus" / "h100.toml").read_text()
+    file.write_text(text.replace("sms = 132", "sms = 78"))
+    assert figures(str(file)) == replace(H100, sms=78)
+    few, none = tmp_path / "few.toml", tmp_path / "none.toml"
+    few.write_text('name = "few"\nsms = 78\n')
+    with pytest.raises(ConfigError, match="has no arch, threads_of_sm, "): figures(str(few))
+    with pytest.raises(ConfigError, match=r"or a \.toml file"): figures(str(none))
