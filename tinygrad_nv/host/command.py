@@ -56,12 +56,14 @@ def run_command(arguments: argparse.Namespace) -> int:
 def exit_status(result: Result) -> int:
     """What the command ends with; as a shell has it, 128 and the number of a signal."""
     if result.status < 0: return 128 - result.status
-    return result.status or int(bool(result.refused) or any(launch.findings for launch in result.launches))
+    wrong = result.refused or result.order or any(launch.findings for launch in result.launches)
+    return result.status or int(bool(wrong))
 
 
 def as_json(result: Result) -> dict[str, object]:
     """The whole result."""
-    return {"status": result.status, "refused": list(result.refused), "notes": list(result.notes),
+    return {"status": result.status, "refused": list(result.refused), "order": list(result.order),
+            "notes": list(result.notes),
             "launches": [_launch_json(launch) for launch in result.launches]}
 
 
@@ -88,6 +90,7 @@ def as_text(result: Result) -> str:
         lines.append("predicted times are modelled, not measured")
     for number, launch in enumerate(result.launches):
         lines += [f"launch {number}: {_quoted(finding, launch.ptx)}" for finding in launch.findings]
+    lines += list(result.order)
     lines += [f"not emulated: {text}" for text in result.refused]
     lines += [f"note: {text}" for text in result.notes]
     return "\n".join(lines)

@@ -13,11 +13,12 @@ from functools import cached_property
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.host import fatbin
 from tinygrad_nv.host.errors import CudaError, Status
-from tinygrad_nv.ptx.emulator import Emulator
-from tinygrad_nv.ptx.emulator.arguments import check_target
-from tinygrad_nv.ptx.emulator.program import shared_layout
+from tinygrad_nv.ptx.assemble import Assembly, find_program
+from tinygrad_nv.ptx.emulator.arguments import check_target, entry_registers
+from tinygrad_nv.ptx.emulator.program import layout, shared_layout
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.syntax import PTXFunction, PTXModule
+from tinygrad_nv.ptx.timing.listing import with_lines
 
 STATIC_LIMIT = 48 << 10     # dynamic shared bytes that a launch may have without asking
 TARGET = re.compile(r"^\.target\s+(\w+)", re.MULTILINE)
@@ -37,6 +38,24 @@ class Kernel:
     def static_bytes(self) -> int:
         """Shared memory that it always has."""
         return int(shared_layout(self.module.parsed, self.function)[1])
+
+    @cached_property
+    def registers(self) -> int:
+        """Registers a thread: ptxas's word, or, without ptxas, what the PTX itself bounds; 0: not known."""
+        if (made := self.assembly) is not None: return made.kernels[self.name].registers
+        return entry_registers(self.function)
+
+    @cached_property
+    def local_bytes(self) -> int:
+        """Stack of a thread."""
+        if (made := self.assembly) is not None: return made.kernels[self.name].stack_bytes
+        return int(layout(v for v in self.function.variables.values() if v.space == "local")[1])
+
+    @cached_property
+    def assembly(self) -> Assembly | None:
+        """What ptxas makes of it; None without ptxas."""
+        if find_program("ptxas") is None: return None
+        return with_lines(self.module.text, self.module.arch, self.name, strict=False)
 
 
 @dataclass(eq=False)
@@ -58,10 +77,6 @@ class Module:
         """Raises `CudaError` for a name that no entry function has."""
         if name not in self.parsed.functions: raise CudaError(Status.SYMBOL_NOT_FOUND)
         return self.kernels.setdefault(name, Kernel(self, name))
-
-    def load(self, emulator: Emulator) -> None:
-        """Its variables get memory."""
-        emulator.variables(self.text)
 
 
 def chosen(image: bytes, arch: str) -> str:

@@ -16,13 +16,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinygrad_nv.errors import NVError
-from tinygrad_nv.host import calls_device, calls_launch, calls_memory  # noqa: F401  (they register)
+from tinygrad_nv.host import (  # noqa: F401  (they register handlers)
+    calls_copy,
+    calls_device,
+    calls_function,
+    calls_graph,
+    calls_launch,
+    calls_memory,
+    calls_module,
+    calls_stream,
+)
 from tinygrad_nv.host.api import function_of
+from tinygrad_nv.host.device import Device, Results
 from tinygrad_nv.host.errors import CudaError, Status, runtime_name
 from tinygrad_nv.host.gpus import HostGPU, gpu_named
 from tinygrad_nv.host.launches import LaunchReport, Options
 from tinygrad_nv.host.library import AUDITOR, built, names
-from tinygrad_nv.host.memory import Memory
+from tinygrad_nv.host.memory import Memory, new_file
 from tinygrad_nv.host.session import Session, Thread
 from tinygrad_nv.host.wire import Call, Gone, Wire
 from tinygrad_nv.ptx.emulator import Emulator
@@ -34,10 +44,12 @@ STILL = ("cudaGetError", "cuGetError", "cudaGetLastError", "cudaPeekAtLastError"
 @dataclass(frozen=True)
 class Result:
     """What a program did: its exit status (negative: the signal that ended it) and its launches in order.
-    `refused`: calls and device code that are not emulated; `notes`: why calls returned errors."""
+    `refused`: calls and device code that are not emulated; `order`: work of streams and graphs that nothing
+    orders, and touches the same bytes; `notes`: why calls returned errors."""
     status: int
     launches: tuple[LaunchReport, ...]
     refused: tuple[str, ...]
+    order: tuple[str, ...]
     notes: tuple[str, ...]
 
 
@@ -56,8 +68,9 @@ def run_program(argv: Sequence[str], gpu: str = "h100", check: bool = False, tim
         threading.Thread(target=server.serve, daemon=True).start()
         status = subprocess.run(list(argv), env=environment, stdout=stdout, check=False).returncode
         server.close()
-    return Result(status, tuple(server.launches), tuple(dict.fromkeys(server.refused)),
-                  tuple(dict.fromkeys(server.notes)))
+    found = server.results
+    return Result(status, tuple(found.launches), *(tuple(dict.fromkeys(each)) for each in (
+        found.refused, found.order, found.notes)))
 
 
 class Server:
@@ -65,9 +78,7 @@ class Server:
 
     def __init__(self, path: Path, gpu: HostGPU, options: Options) -> None:
         self.path, self.gpu, self.options = path, gpu, options
-        self.launches: list[LaunchReport] = []
-        self.refused: list[str] = []
-        self.notes: list[str] = []
+        self.results = Results()
         self.errors: list[BaseException] = []
         self.threads: list[threading.Thread] = []
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -96,29 +107,31 @@ class Server:
         except BaseException as error: self.errors.append(error)
 
     def _calls(self, connection: socket.socket) -> None:
-        emulator = Emulator(self.gpu.arch, check=self.options.check)
-        memory = Memory(emulator, self.gpu.memory_bytes)
-        session = Session(Wire(connection, memory.file), self.gpu, memory, emulator, self.options,
-                          self)
-        while True:
-            call = session.wire.call()
-            session.wire.result(served(session, names()[call.function], call))
+        file = new_file()
+        try:
+            wire, emulator = Wire(connection, file), Emulator(self.gpu.arch, check=self.options.check)
+            memory = Memory(file, wire, emulator, self.gpu.memory_bytes)
+            session = Session(Device(wire, self.gpu, emulator, memory, self.options, self.results))
+            while True:
+                call = wire.call()
+                wire.result(served(session, names()[call.function], call))
+        finally: os.close(file)
 
 
 def served(s: Session, name: str, call: Call) -> int:
     """The result of a call."""
-    s.thread = s.threads.setdefault(call.thread, Thread())
-    found = function_of(name)
+    s.thread = s.threads.setdefault(call.thread, Thread(call.thread))
+    s.name, s.per_thread = name, name.endswith(("_ptsz", "_ptds"))
     status: int | None
     try:
-        if found is None: raise NVError("this function is not emulated")
-        if s.sticky and not name.startswith(STILL): raise CudaError(s.sticky)
+        if (found := function_of(name)) is None: raise NVError("this function is not emulated")
+        if s.device.sticky and not name.startswith(STILL): raise CudaError(s.device.sticky)
         status = found.run(s, *found.arguments(call, s.wire))
     except CudaError as error:
         status = error.status
-        if error.why: s.results.notes.append(f"{name} returned {runtime_name(status)}: {error.why}")
+        if error.why: s.device.results.notes.append(f"{name} returned {runtime_name(status)}: {error.why}")
     except NVError as error:
-        s.results.refused.append(f"{name}: {error}")
+        s.device.results.refused.append(f"{name}: {error}")
         status = Status.NOT_SUPPORTED
     if isinstance(status, Status) and status and status != Status.NOT_READY and name.startswith("cuda"):
         s.thread.error = status

@@ -9,32 +9,25 @@ from tinygrad_nv.host import fatbin
 from tinygrad_nv.host.library import built
 from tinygrad_nv.toolchain import find_compiler
 
+FLAGS = ("-std=gnu11", "-O1", "-fno-sanitize=all", "-w", "-Wno-implicit-function-declaration")
 HEADER = """
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 typedef unsigned long size_t;
 typedef struct { unsigned x, y, z; } dim3;
-typedef void *cudaStream_t, *cudaEvent_t;
 enum { HtoH, HtoD, DtoH, DtoD, Default };
 """
+# those whose arguments are converted, or that return pointers; others are called as they are found
 PROTOTYPES = """
-int cudaMalloc(void *, size_t), cudaFree(void *), cudaMemcpy(void *, const void *, size_t, int);
-int cudaMemset(void *, int, size_t), cudaDeviceSynchronize(void), cudaGetLastError(void);
+int cudaMalloc(void *, size_t), cudaMemcpy(void *, const void *, size_t, int), cudaMemset(void *, int,
+                                                                                          size_t);
 int cudaMemcpyToSymbol(const void *, const void *, size_t, size_t, int);
 int cudaMemcpyFromSymbol(void *, const void *, size_t, size_t, int);
-int cudaLaunchKernel(const void *, dim3, dim3, void **, size_t, cudaStream_t);
-int cudaLaunchKernelExC(const void *, const void *, void **);
-int cudaFuncSetAttribute(const void *, int, int), cudaMallocHost(void *, size_t);
-int cudaMallocManaged(void *, size_t, int);
-int cudaDeviceGetAttribute(int *, int, int), cudaGetDeviceProperties(void *, int);
-int cudaEventCreate(cudaEvent_t *), cudaEventRecord(cudaEvent_t, cudaStream_t);
-int cudaStreamCreate(cudaStream_t *), cudaEventElapsedTime(float *, cudaEvent_t, cudaEvent_t);
+int cudaLaunchKernel(const void *, dim3, dim3, void **, size_t, void *);
+int cudaMallocHost(void *, size_t), cudaMallocManaged(void *, size_t, int);
 const char *cudaGetErrorName(int), *cudaGetErrorString(int);
 void **__cudaRegisterFatBinary(const void *);
-void __cudaRegisterFunction(void **, const void *, char *, const char *, int, void *, void *, void *, void *,
-                            void *);
-void __cudaRegisterVar(void **, void *, char *, const char *, int, size_t, int, int);
 """
 REGISTERED = """
 static const unsigned char image[] __attribute__((aligned(8))) = {%s};
@@ -109,7 +102,7 @@ def compiled(folder: Path, main: str, ptx: str = SCALE, kernels: tuple[str, ...]
         files.append(str(runtime))
     else: files.append(str(built() / "libcudart.so.13"))
     compiler = find_compiler(any_c=True)
-    done = subprocess.run([*compiler.command, "-O1", "-fno-sanitize=all", "-w", *files, "-o", str(out)],
-                          capture_output=True, text=True, check=False, env=compiler.environment())
+    done = subprocess.run([*compiler.command, *FLAGS, *files, "-o", str(out)], capture_output=True,
+                          text=True, check=False, env=compiler.environment())
     assert done.returncode == 0, done.stderr
     return out

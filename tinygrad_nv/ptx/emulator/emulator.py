@@ -54,15 +54,19 @@ NAMES_BYTES = 100    # of the kernels ahead, in a finding's text
 @dataclass(eq=False)
 class Buffer:
     """Device memory: `ptr` its address, `nbytes` its size. `numpy()` gives a copy in the shape and dtype
-    it was made with (uint8 when it was made by size)."""
+    it was made with (uint8 when it was made by size). `copied()` gives its bytes for a run that leaves them
+    as they are, by `copy` where there is a cheaper way than to copy them all."""
     ptr: int
     data: np.ndarray                # uint8, the memory itself
     valid: np.ndarray | None        # 1 for bytes that were written; None: all
     shape: tuple[int, ...]
     dtype: np.dtype
+    copy: Callable[[], np.ndarray] | None = None
 
     @property
     def nbytes(self) -> int: return self.data.nbytes
+
+    def copied(self) -> np.ndarray: return self.data.copy() if self.copy is None else self.copy()
 
     def numpy(self) -> np.ndarray: return self.data.copy().view(self.dtype).reshape(self.shape)
 
@@ -159,10 +163,10 @@ class Emulator:
         self.next_address += -(-(data.nbytes + GAP) // GAP) * GAP
         return buffer
 
-    def adopt(self, address: int, data: np.ndarray, valid: np.ndarray | None = None) -> Buffer:
+    def adopt(self, buffer: Buffer) -> Buffer:
         """Device memory whose bytes lie elsewhere, such as in a shared mapping, at an address that is the
-        caller's to choose; `valid` as a buffer has it."""
-        buffer = self.buffers[address] = Buffer(address, data, valid, data.shape, data.dtype)
+        caller's to choose."""
+        self.buffers[buffer.ptr] = buffer
         return buffer
 
     def variables(self, ptx_text: str) -> dict[str, Buffer]:
@@ -182,15 +186,16 @@ class Emulator:
                entry: str | None = None, cluster: int | Sequence[int] = (1, 1, 1), dynamic_smem: int = 0,
                trace: Trace | bool | None = None, footprint: bool = False,
                ahead: Sequence[Footprint] | None = None, tapes: Tapes | None = None,
-               timing: str | None = None, log: int = 0) -> Report:
+               timing: str | None = None, log: int = 0, strict: bool = True) -> Report:
         """Runs an entry function (the only one, when `entry` is None) over a grid and returns what was found
         and counted. `args` are buffers, addresses and other integers, floats, `TensorMap`s or bytes, one for
         each parameter. With `footprint`, the report says which bytes of memory were touched. A launch with
         `ahead` is a programmatic one (griddepcontrol): what the kernels ahead touched conflicts with what it
         does before it has waited for them. Both need `check`. `tapes` runs chosen clusters alone, and records
         them. `timing` names a GPU: nothing is computed or checked, and memory stays as it is; the report has
-        a prediction of the time that the launch takes there, with `log` of its issues for a trace. Raises
-        `PTXError` naming the line or the argument that cannot be."""
+        a prediction of the time that the launch takes there, with `log` of its issues for a trace, and
+        without `strict` also of a kernel that ptxas changes. Raises `PTXError` naming the line or the
+        argument that cannot be."""
         loaded = self._load(ptx_text)
         function = self._entry(loaded.module, entry)
         program = loaded.program(function)
@@ -201,7 +206,7 @@ class Emulator:
         shape = check_launch(self.arch, loaded.module, program, *shape, shared, dynamic_smem)
         parameters = pack_arguments(function, args)
         if timing is not None:
-            return self._timed(ptx_text, function.name, shape, shared, timing, log, lambda into: _Run(
+            return self._timed(ptx_text, function.name, shape, shared, timing, log, strict, lambda into: _Run(
                 self, loaded, program, shape, shared, parameters, None, ptx_text, False, None, into).run())
         began = time.perf_counter()
         run = _Run(self, loaded, program, shape, shared, parameters, trace, ptx_text, footprint, ahead,
@@ -212,20 +217,21 @@ class Emulator:
                       time.perf_counter() - began, run.footprint, ahead is not None and not run.held, notes)
 
     def _timed(self, text: str, entry: str, shape: tuple[Triple, Triple, Triple], shared: int, gpu: str,
-               log: int, run: Callable[[Tapes], object]) -> Report:
+               log: int, strict: bool, run: Callable[[Tapes], object]) -> Report:
         from tinygrad_nv.ptx.timing.model import predicted
         from tinygrad_nv.ptx.timing.shape import Shape
 
         def record(tapes: Tapes) -> None:
-            kept = [(buffer, buffer.data.copy()) for buffer in self.buffers.values()]
+            kept = [(buffer, buffer.data) for buffer in self.buffers.values()]
+            for buffer, _ in kept: buffer.data = buffer.copied()
             check, self.check = self.check, False
             try: run(tapes)
             finally:
                 self.check = check
-                for buffer, data in kept: buffer.data[:] = data
+                for buffer, data in kept: buffer.data = data
         began = time.perf_counter()
         found = predicted(text, self.arch, entry, lambda uses: Shape(*shape, shared, uses), gpu, record,
-                          [(each.ptr, each.nbytes) for each in self.buffers.values()], log)
+                          [(each.ptr, each.nbytes) for each in self.buffers.values()], log, strict)
         return Report(seconds=time.perf_counter() - began, timing=found)
 
     def prepare(self, ptx_text: str, entry: str | None = None) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tinygrad_nv import cache
-from tinygrad_nv.ptx.assemble import assemble, version
+from tinygrad_nv.ptx.assemble import Assembly, assemble, version
 from tinygrad_nv.ptx.emulator.calls import expanded
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.sass import disassembled, disassembler
@@ -34,11 +34,15 @@ class Listing:
 
 
 @functools.lru_cache(32)
-def listing(text: str, arch: str = "sm_90a", entry: str | None = None) -> Listing:
+def listing(text: str, arch: str = "sm_90a", entry: str | None = None, strict: bool = True) -> Listing:
     """The listing of all kernels, or of one. Raises `PTXError` as `assemble` does, `ToolchainError` without
     nvdisasm."""
-    cubin = assemble(text, arch, ("-lineinfo", *(("--entry", entry) if entry else ()))).cubin
-    return Listing(arch, timed(_disassembled(cubin), parse(text)), text)
+    return Listing(arch, timed(_disassembled(with_lines(text, arch, entry, strict).cubin), parse(text)), text)
+
+
+def with_lines(text: str, arch: str, entry: str | None = None, strict: bool = True) -> Assembly:
+    """The module, or one kernel of it, with ptxas's table of PTX lines."""
+    return assemble(text, arch, ("-lineinfo", *(("--entry", entry) if entry else ())), strict)
 
 
 def _disassembled(cubin: bytes) -> str:
