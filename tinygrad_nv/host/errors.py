@@ -50,11 +50,12 @@ class Status(IntEnum):
 
 
 class CudaError(Exception):
-    """A function of the API returns this; `why` in words, where the code does not tell."""
+    """A function of the API returns this; `why` in words, where the code does not tell. `refused`: a GPU
+    would have done it."""
 
-    def __init__(self, status: Status, why: str = "") -> None:
+    def __init__(self, status: Status, why: str = "", refused: bool = False) -> None:
         super().__init__(status.name)
-        self.status, self.why = status, why
+        self.status, self.why, self.refused = status, why, refused
 
 
 # what CUresult calls otherwise

@@ -67,7 +67,7 @@ class Module:
 
     @cached_property
     def text(self) -> str:
-        """Its PTX. Raises `CudaError` where there is none that the GPU runs, `PTXError` in words."""
+        """Its PTX. Raises `CudaError` where there is none that the GPU runs."""
         return chosen(self.image, self.arch)
 
     @cached_property
@@ -82,7 +82,7 @@ class Module:
 def chosen(image: bytes, arch: str) -> str:
     """The PTX of an image that a GPU runs."""
     if int.from_bytes(image[:4], "little") != fatbin.HEADER:
-        if image[:4] == fatbin.ELF: raise only_machine_code(("its own architecture",), arch)
+        if image[:4] == fatbin.ELF: raise only_machine_code([], arch)
         return image.rstrip(b"\0").decode()
     found = list(fatbin.entries(image))
     texts = [entry.text for entry in found if entry.kind == fatbin.PTX]
@@ -90,17 +90,21 @@ def chosen(image: bytes, arch: str) -> str:
     if fitting: return max(fitting, key=lambda text: TARGET.findall(text)[0])
     if texts:
         targets = ", ".join(sorted({TARGET.findall(text)[0] for text in texts}))
-        raise PTXError(f"the program has PTX for {targets}", 0, f"PTX that runs on {arch}",
+        raise no_image(f"the program has PTX for {targets}", f"PTX that runs on {arch}",
                        f"compile with nvcc -arch={arch}, or choose another --gpu")
     raise only_machine_code(sorted({f"sm_{entry.arch}" for entry in found}), arch)
 
 
-def only_machine_code(archs: tuple[str, ...] | list[str], arch: str) -> PTXError:
+def only_machine_code(archs: list[str], arch: str) -> CudaError:
     """The words for a program without PTX."""
-    number = arch.removeprefix("sm_")
-    return PTXError(f"the program has machine code for {', '.join(archs)}, and no PTX", 0,
-                    "PTX in the program",
+    number, kinds = arch.removeprefix("sm_"), " for " + ", ".join(archs) if archs else ""
+    return no_image(f"the program has machine code{kinds}, and no PTX", "PTX in the program",
                     f"compile with nvcc -gencode arch=compute_{number},code=[sm_{number},compute_{number}]")
+
+
+def no_image(found: str, expected: str, fix: str) -> CudaError:
+    """The error of device code that the emulated GPU cannot take."""
+    return CudaError(Status.NO_KERNEL_IMAGE_FOR_DEVICE, str(PTXError(found, 0, expected, fix)), refused=True)
 
 
 def runs(text: str, arch: str) -> bool:

@@ -122,17 +122,16 @@ def served(s: Session, name: str, call: Call) -> int:
     """The result of a call."""
     s.thread = s.threads.setdefault(call.thread, Thread(call.thread))
     s.name, s.per_thread = name, name.endswith(("_ptsz", "_ptds"))
-    status: int | None
     try:
         if (found := function_of(name)) is None: raise NVError("this function is not emulated")
         if s.device.sticky and not name.startswith(STILL): raise CudaError(s.device.sticky)
-        status = found.run(s, *found.arguments(call, s.wire))
+        return found.run(s, *found.arguments(call, s.wire)) or 0
     except CudaError as error:
         status = error.status
-        if error.why: s.device.results.notes.append(f"{name} returned {runtime_name(status)}: {error.why}")
+        told = s.device.results.refused if error.refused else s.device.results.notes
+        if error.why: told.append(f"{name} returned {runtime_name(status)}: {error.why}")
     except NVError as error:
         s.device.results.refused.append(f"{name}: {error}")
         status = Status.NOT_SUPPORTED
-    if isinstance(status, Status) and status and status != Status.NOT_READY and name.startswith("cuda"):
-        s.thread.error = status
-    return int(status or 0)
+    if name.startswith("cuda"): s.thread.error = status     # for cudaGetLastError
+    return status

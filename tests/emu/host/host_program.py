@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import struct
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from tinygrad_nv.host import fatbin
@@ -71,22 +72,26 @@ SCALE = """.version 8.0
 """
 
 
-def image(*texts: str, flags: int = 0x11) -> bytes:
-    """A fat binary with these PTX texts as they are."""
+def fat_binary(*texts: str, flags: int = 0, packed: Callable[[bytes], bytes] | None = None) -> bytes:
+    """A fat binary with these PTX texts, which `packed` compresses."""
     parts = b""
     for text in texts:
-        data = text.encode() + b"\0"
-        data += bytes(-len(data) % 8)
-        parts += fatbin.ENTRY.pack(fatbin.PTX, 0x101, fatbin.ENTRY.size, len(data), *[0] * 4, 90, 0, 0, flags,
-                                   0, 0) + data
+        plain = text.encode() + b"\0"
+        data = packed(plain) if packed else plain
+        size = len(data)
+        data += bytes(-size % 8)
+        parts += fatbin.ENTRY.pack(fatbin.PTX, 0x101, fatbin.ENTRY.size, len(data), 0, size if packed else 0,
+                                   0, 0,
+                                   90, 0, 0, flags, 0, len(plain) if packed else 0) + data
     return struct.pack("<IHHQ", fatbin.HEADER, 1, 16, len(parts)) + parts
 
 
 def compiled(folder: Path, main: str, ptx: str = SCALE, kernels: tuple[str, ...] = ("scaled",),
-             variables: tuple[str, ...] = (), own_runtime: str = "") -> Path:
-    """A program whose `main` is this, with an image of these kernels and variables. `own_runtime`: these
-    functions of the API are linked into it, and end it when they run; no library has them then."""
-    data = ",".join(map(str, image(ptx)))
+             variables: tuple[str, ...] = (), own_runtime: str = "", image: bytes = b"") -> Path:
+    """A program whose `main` is this, with an image of these kernels and variables, or `image`.
+    `own_runtime`: these functions of the API are linked into it, and end it when they run; no library has
+    them then."""
+    data = ",".join(map(str, image or fat_binary(ptx)))
     stands = "".join(f"static char {name};\n" for name in (*kernels, *variables))
     calls = "".join(f'__cudaRegisterFunction(handle, &{name}, (char *)"{name}", "{name}", -1, 0, 0, 0, 0, 0);'
                     for name in kernels)
