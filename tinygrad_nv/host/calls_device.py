@@ -208,4 +208,5 @@ def driver_error_string(s: Session, error: Int, into: Word) -> None: s.put(into,
 def export_table(s: Session, into: Word, table: Word) -> None:
     """What a runtime of NVIDIA's asks for that could not be redirected."""
     raise CudaError(Status.NOT_SUPPORTED, "NVIDIA's CUDA runtime is in the program, and no symbols to "
-                    "redirect it by: do not strip the program, or link it with nvcc -cudart shared", refused=True)
+                    "redirect it by: do not strip the program, or link it with nvcc -cudart shared",
+                    refused=True)
