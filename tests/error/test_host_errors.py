@@ -79,7 +79,7 @@ def test_what_a_kernel_does_wrong(tmp_path: Path, capfd: pytest.CaptureFixture[s
                           *options)
     assert (code, out) == (1, f"cudaSuccess {error} {error} ")
     assert f"launch 0: {kind}: line" in err
-    assert f": {line}" in err
+    assert f": {line}\n" in err
 
 
 def test_a_trap_ends_the_kernel(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
