@@ -13,15 +13,17 @@ from functools import cached_property
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.host import fatbin
 from tinygrad_nv.host.errors import CudaError, Status
-from tinygrad_nv.ptx.assemble import Assembly, find_program
+from tinygrad_nv.ptx.assemble import Assembly, find_program, release
 from tinygrad_nv.ptx.emulator.arguments import check_target, entry_registers
 from tinygrad_nv.ptx.emulator.program import layout, shared_layout
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.syntax import PTXFunction, PTXModule
 from tinygrad_nv.ptx.timing.listing import with_lines
+from tinygrad_nv.runtime.cuda.api import ptx_of_cuda
 
 STATIC_LIMIT = 48 << 10     # dynamic shared bytes that a launch may have without asking
 TARGET = re.compile(r"^\.target\s+(\w+)", re.MULTILINE)
+VERSION = re.compile(r"^\.version\s+(\d+)\.(\d+)", re.MULTILINE)
 
 
 @dataclass(eq=False)
@@ -68,7 +70,7 @@ class Module:
     @cached_property
     def text(self) -> str:
         """Its PTX. Raises `CudaError` where there is none that the GPU runs."""
-        return chosen(self.image, self.arch)
+        return known_to_ptxas(chosen(self.image, self.arch))
 
     @cached_property
     def parsed(self) -> PTXModule: return parse(self.text)
@@ -105,6 +107,14 @@ def only_machine_code(archs: list[str], arch: str) -> CudaError:
 def no_image(found: str, expected: str, fix: str) -> CudaError:
     """The error of device code that the emulated GPU cannot take."""
     return CudaError(Status.NO_KERNEL_IMAGE_FOR_DEVICE, str(PTXError(found, 0, expected, fix)), refused=True)
+
+
+def known_to_ptxas(text: str) -> str:
+    """The PTX, its version no newer than ptxas's: parts of nvcc may be of different releases."""
+    found, newest = VERSION.search(text), release()
+    if found is None or newest is None: return text
+    version = min((int(found[1]), int(found[2])), ptx_of_cuda(newest))
+    return f"{text[:found.start()]}.version {version[0]}.{version[1]}{text[found.end():]}"
 
 
 def runs(text: str, arch: str) -> bool:

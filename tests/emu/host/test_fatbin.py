@@ -8,7 +8,7 @@ import pytest
 from host_program import SCALE, fat_binary
 
 from tinygrad_nv.errors import PTXError
-from tinygrad_nv.host import fatbin
+from tinygrad_nv.host import fatbin, modules
 from tinygrad_nv.host.fatbin import LZ4, PTX, ZSTD, Entry, entries
 from tinygrad_nv.host.modules import chosen
 
@@ -60,6 +60,16 @@ def test_of_several_texts_the_newest_that_the_gpu_runs_is_chosen():
     assert chosen(every, "sm_90a") == texts["sm_90a"]
     assert chosen(every, "sm_89") == texts["sm_80"]
     assert chosen(SCALE.encode() + b"\0", "sm_90a") == SCALE
+
+
+@pytest.mark.parametrize(("version", "ptxas", "lowered"), [
+    ("9.5", (13, 0), "9.0"), ("8.0", (13, 0), "8.0"), ("9.1", (12, 8), "8.7"), ("9.5", None, "9.5")])
+def test_a_version_that_ptxas_does_not_know_is_lowered(version: str, ptxas: tuple[int, int] | None,
+                                                       lowered: str,
+                                                       monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(modules, "release", lambda: ptxas)
+    made = SCALE.replace(".version 8.0", f".version {version}")
+    assert modules.known_to_ptxas(made) == SCALE.replace(".version 8.0", f".version {lowered}")
 
 
 @pytest.mark.parametrize("packed", [b"\x10a\xff\xff", b"\xf0" + b"\xff" * 9])
