@@ -14,7 +14,6 @@ from itertools import groupby
 from pathlib import Path
 
 from tinygrad_nv.errors import NVError
-from tinygrad_nv.host.demangle import demangled
 from tinygrad_nv.host.launches import LaunchReport
 from tinygrad_nv.host.server import Result, run_program
 from tinygrad_nv.host.source import place, quotations
@@ -85,7 +84,7 @@ def as_json(result: Result) -> dict[str, object]:
 def _launch_json(launch: LaunchReport) -> dict[str, object]:
     report = Report(list(launch.findings), launch.stats, launch.seconds, notes=list(launch.notes),
                     printed=launch.printed)
-    return {"kernel": launch.kernel, "name": demangled(launch.kernel), "grid": launch.grid,
+    return {"kernel": launch.kernel, "name": launch.name, "grid": launch.grid,
             "block": launch.block, "cluster": launch.cluster, "dynamic_smem": launch.dynamic_smem,
             "status": launch.status.name, **command.as_json(report),
             "sources": {line: str(at) for line in sorted({each.ptx_line for each in launch.findings})
@@ -122,7 +121,7 @@ def _rows(result: Result) -> Iterator[tuple[str, ...]]:
     for _, group in groupby(enumerate(result.launches), same):
         (number, launch), *more = group
         timing = launch.timing
-        yield (f"{number}-{number + len(more)}" if more else str(number), _short(launch.kernel),
+        yield (f"{number}-{number + len(more)}" if more else str(number), _short(launch.name),
                *("x".join(map(str, extents)) for extents in (launch.grid, launch.block)),
                "" if launch.cluster == (1, 1, 1) else "x".join(map(str, launch.cluster)),
                f"{launch.stats.warp_instructions:,}" if launch.stats.warp_instructions else "",
@@ -131,8 +130,8 @@ def _rows(result: Result) -> Iterator[tuple[str, ...]]:
                f"{timing.tflops:,.1f}" if timing else "", timing.limiter if timing else "")
 
 
-def _short(kernel: str) -> str:
-    name = demangled(kernel).removeprefix("void ").removesuffix("()")
+def _short(name: str) -> str:
+    name = name.removeprefix("void ").removesuffix("()")
     return name if len(name) <= NAME_WIDTH else name[:NAME_WIDTH - 1] + "…"
 
 

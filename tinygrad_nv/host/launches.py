@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+from tinygrad_nv.host.demangle import demangled
 from tinygrad_nv.host.errors import CudaError, Status
 from tinygrad_nv.host.modules import STATIC_LIMIT, Kernel
 from tinygrad_nv.ptx.emulator import Emulator, Finding, Report, Stats
@@ -51,8 +52,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class LaunchReport:
-    """What came of a launch. `status` is what CUDA says of it; `seconds`: of the emulation. `timing` is a
-    prediction, None where it was not asked for."""
+    """What came of a launch. `kernel` is its name in the PTX, `name` that in C++; `status` what CUDA says of
+    it; `seconds`: of the emulation. `timing` is a prediction, None where it was not asked for."""
     kernel: str
     grid: Triple
     block: Triple
@@ -66,6 +67,9 @@ class LaunchReport:
     seconds: float = 0.0
     printed: str = ""
     ptx: str = field(default="", repr=False)
+
+    @property
+    def name(self) -> str: return demangled(self.kernel)
 
 
 def check(launch: Launch, arch: str) -> None:
