@@ -92,9 +92,14 @@ def box(s: Session, parameters: int) -> Copy:
     values = struct.unpack("<19Qi4x", s.wire.read(parameters, 160))
     source_array, *source = values[:8]
     target_array, *target = values[8:16]
-    if source_array or target_array: raise CudaError(Status.NOT_SUPPORTED, "a copy from or to a CUDA array")
+    if source_array or target_array: raise no_arrays()
     extent = values[16:19]
     return Copy(_box(target, extent), _box(source, extent), values[19])
+
+
+def no_arrays() -> CudaError:
+    """The error of memory with a layout of its own."""
+    return CudaError(Status.NOT_SUPPORTED, "a copy from or to a CUDA array", refused=True)
 
 
 def _box(side: list[int], extent: tuple[int, ...]) -> Rows:
@@ -111,6 +116,52 @@ def memcpy_3d(s: Session, parameters: Word) -> None: waited(s, box(s, parameters
 @api("cudaMemcpy3DAsync")
 def memcpy_3d_async(s: Session, parameters: Word, stream: Word) -> None:
     s.streams.submit(box(s, parameters), s.stream(stream))
+
+
+# of CUDA_MEMCPY2D: x, y, kind, host, device, array, pitch; of 3D: z, lod, height, too
+SIDE = "QQ{}I4xQQQ{}Q{}"
+HOST_SIDE, ARRAY_SIDE = 1, 3    # CUmemorytype
+
+
+def driver_box(s: Session, parameters: int, deep: bool) -> Copy:
+    """What CUDA_MEMCPY2D or 3D says. Raises `CudaError` for arrays."""
+    side = SIDE.format(*(("QQ", "Q", "Q") if deep else ("", "", "")))
+    form = struct.Struct("<" + 2 * side + "QQ" + "Q" * deep)
+    values = form.unpack(s.wire.read(parameters, form.size))
+    count = len(values) // 2 - 1
+    extent = (*values[2 * count:], 1)[:3]
+    target, source = values[count:2 * count], values[:count]
+    return Copy(_driver_side(target, extent, deep), _driver_side(source, extent, deep))
+
+
+def _driver_side(side: tuple[int, ...], extent: tuple[int, ...], deep: bool) -> Rows:
+    """One of the two sides."""
+    x, y, *rest = side
+    z = rest[0] if deep else 0
+    kind, host, device, _, *rest = rest[2 if deep else 0:]
+    pitch, rows = rest[-2:] if deep else (rest[0], 0)
+    if kind == ARRAY_SIDE: raise no_arrays()
+    address = (host if kind == HOST_SIDE else device) + x + (y + z * rows) * pitch
+    width, height, depth = extent
+    return Rows(address, width, height, depth, pitch, pitch * rows)
+
+
+@api("cuMemcpy2D_v2", "cuMemcpy2DUnaligned_v2")
+def memcpy_2d_driver(s: Session, parameters: Word) -> None: waited(s, driver_box(s, parameters, False))
+
+
+@api("cuMemcpy2DAsync_v2")
+def memcpy_2d_driver_async(s: Session, parameters: Word, stream: Word) -> None:
+    s.streams.submit(driver_box(s, parameters, False), s.stream(stream))
+
+
+@api("cuMemcpy3D_v2")
+def memcpy_3d_driver(s: Session, parameters: Word) -> None: waited(s, driver_box(s, parameters, True))
+
+
+@api("cuMemcpy3DAsync_v2")
+def memcpy_3d_driver_async(s: Session, parameters: Word, stream: Word) -> None:
+    s.streams.submit(driver_box(s, parameters, True), s.stream(stream))
 
 
 # **** variables ****

@@ -39,7 +39,9 @@ def register_end(s: Session, handle: Word) -> None: ...
 
 
 @api("__cudaInitModule")
-def init_module(s: Session, handle: Word) -> int: return 1
+def init_module(s: Session, handle: Word) -> int:
+    s.manage(handle)
+    return 1
 
 
 @api("__cudaRegisterFunction")
@@ -57,6 +59,13 @@ def get_kernel(s: Session, into: Word, function: Word) -> None:
     if function not in s.functions:
         raise CudaError(Status.INVALID_DEVICE_FUNCTION, f"{function:#x} is no kernel of the program")
     s.put(into, function)
+
+
+@api("__cudaRegisterManagedVar")
+def register_managed(s: Session, handle: Word, host: Word, device: Word, name: Text, external: Int,
+                     nbytes: Word) -> None:
+    s.managed.setdefault(handle, []).append((host, name, nbytes))
+    s.symbols[host] = handle, name
 
 
 # **** modules and libraries of the driver, which are the same here ****

@@ -17,6 +17,7 @@ import numpy as np
 from tinygrad_nv.host.errors import CudaError, Status
 from tinygrad_nv.host.wire import BASE, SIZE, Wire
 from tinygrad_nv.ptx.emulator import Buffer, Emulator
+from tinygrad_nv.runtime.emulated.host import EmulatedHostMemory
 
 GRANULE = 1 << 16       # addresses of allocations are multiples, and so much of nothing is between two
 
@@ -28,16 +29,26 @@ class Kind(Enum):
     MANAGED = 3
 
 
+class HostPages(EmulatedHostMemory):
+    """Page-locked memory that is there already."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.view = data.data
+        self.owned = []
+
+
 @dataclass(eq=False)
 class Allocation:
     """Bytes at `address`. `buffer` is what the emulator has; `own`: in the file (variables of modules are
-    not); `flags`: of cudaHostAlloc."""
+    not); `flags`: of cudaHostAlloc; `pages`: page-locked memory, whose bytes belong to copies until these are
+    known to be done."""
     address: int
     nbytes: int
     kind: Kind
     buffer: Buffer
     own: bool = True
     flags: int = 0
+    pages: HostPages | None = None
 
 
 def new_file() -> int:
@@ -74,7 +85,8 @@ class Memory:
         buffer = self.emulator.adopt(Buffer(BASE + offset, data, valid, data.shape, data.dtype,
                                             lambda: self._copied(offset, nbytes)))
         if kind != Kind.HOST: self.used += nbytes
-        return self.enter(Allocation(buffer.ptr, nbytes, kind, buffer, flags=flags))
+        pages = HostPages(data) if kind == Kind.HOST and self.emulator.check else None
+        return self.enter(Allocation(buffer.ptr, nbytes, kind, buffer, flags=flags, pages=pages))
 
     def _copied(self, offset: int, nbytes: int) -> np.ndarray:
         """The bytes, of which pages are copied as they are written."""

@@ -37,6 +37,8 @@ class Session:
         self.modules: dict[int, Module] = {}
         self.functions: dict[int, tuple[int, str]] = {}     # of the host: module and name
         self.symbols: dict[int, tuple[int, str]] = {}
+        # of modules: pointer, name and size of managed variables
+        self.managed: dict[int, list[tuple[int, str, int]]] = {}
         self.kernels: dict[int, Kernel] = {}                # by handles
         self.objects: dict[int, object] = {}
         self.handles: dict[object, int] = {}
@@ -97,6 +99,13 @@ class Session:
 
     # **** kernels and variables ****
 
+    def manage(self, handle: int) -> None:
+        """The managed variables of a module get memory that the host has, too, and its pointers to them."""
+        if not (asked := self.managed.pop(handle, [])): return
+        places = {name: self.memory.alloc(nbytes, Kind.MANAGED).buffer for _, name, nbytes in asked}
+        self.device.emulator.variables(self.modules[handle].text, places)
+        for pointer, name, _ in asked: self.put(pointer, places[name].ptr)
+
     def kernel(self, handle: int) -> Kernel:
         """The kernel of a host function, or of a handle. Raises `CudaError`, and `NVError` for device code
         that cannot be run."""
@@ -105,6 +114,7 @@ class Session:
         if handle not in self.functions:
             raise CudaError(Status.INVALID_DEVICE_FUNCTION, f"{handle:#x} is no kernel of the program")
         module, name = self.functions[handle]
+        self.manage(module)
         found = self.kernels[handle] = self.modules[module].kernel(name)
         return found
 
@@ -122,4 +132,5 @@ class Session:
         if symbol not in self.symbols:
             raise CudaError(Status.INVALID_SYMBOL, f"{symbol:#x} is no variable of the device")
         module, name = self.symbols[symbol]
+        self.manage(module)
         return self.variable(self.modules[module], name)

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from tinygrad_nv.host.device import Device
 from tinygrad_nv.host.errors import CudaError, Status
 from tinygrad_nv.host.graphs import Executable, Graph, Node
-from tinygrad_nv.host.works import Kernel, Work
+from tinygrad_nv.host.works import Kernel, Ran, Work
 from tinygrad_nv.ptx.emulator.footprint import Footprint
+from tinygrad_nv.runtime.emulated.host import Owned
 from tinygrad_nv.runtime.emulated.order import Clock, StreamHistory
 
 LEGACY, PER_THREAD = 1, 2       # cudaStreamLegacy, cudaStreamPerThread
@@ -98,6 +99,7 @@ class Streams:
         ran = work.run(self.device, ahead)
         if isinstance(work, Kernel): stream.history.ahead = ran.done.beside(ahead)
         stream.seconds += ran.seconds
+        self._lend(stream, ran)
         self._enter(stream, [ran.done.footprint])
 
     def launch(self, graph: Executable, stream: Stream) -> None:
@@ -117,6 +119,7 @@ class Streams:
             ends.append(max((ends[each] for each in before), default=stream.seconds) + ran.seconds)
             what = f"{ran.done.footprint.what} (node {number} of a graph)"
             footprints.append(Footprint(what, ran.done.footprint.runs))
+            self._lend(stream, ran)
         stream.seconds = max(ends, default=stream.seconds)
         self._enter(stream, footprints)
         if self.check: self.results.order += graph.order.compare(footprints)
@@ -126,6 +129,16 @@ class Streams:
         if not self.check: return
         histories = [each.history for each in self]
         for footprint in footprints: self.results.order += stream.history.enter(footprint, histories)
+
+    def _lend(self, stream: Stream, ran: Ran) -> None:
+        """Page-locked memory of a copy belongs to it: what it brings is poison until a call that waits for
+        it, what it reads must not change before (runtime/emulated/host.py)."""
+        for pages, offset, nbytes, download in ran.lent:
+            data, number = pages.array(offset, offset + nbytes).copy(), stream.history.number
+            what = f"a copy of {nbytes} bytes in stream {number}"
+            owned = Owned(pages, stream.history.position, offset, data, download, what)
+            self.results.order += pages.lend(owned)
+            stream.history.owned.append(owned)
 
     def forget(self, memory: object) -> None:
         """Memory that is freed needs no order any more."""

@@ -15,7 +15,7 @@ from tinygrad_nv.host.demangle import demangled
 from tinygrad_nv.host.device import Device
 from tinygrad_nv.host.errors import CudaError, Status
 from tinygrad_nv.host.launches import Launch, launched
-from tinygrad_nv.host.memory import Allocation, Kind
+from tinygrad_nv.host.memory import Allocation, HostPages, Kind
 from tinygrad_nv.host.wire import BASE
 from tinygrad_nv.ptx.emulator.footprint import READ, WRITE, Footprint
 from tinygrad_nv.runtime.emulated.order import Done, Part, touched
@@ -26,9 +26,11 @@ Beside = tuple[Footprint, ...]
 
 @dataclass(frozen=True)
 class Ran:
-    """What work did, and how long a GPU takes for it: launches alone are predicted."""
+    """What work did, and how long a GPU takes for it: launches alone are predicted. `lent`: page-locked
+    memory that it reads or, of a download, writes, until the host knows that it is done."""
     done: Done
     seconds: float = 0.0
+    lent: tuple[tuple[HostPages, int, int, bool], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,9 @@ class Copy:
         for to, at in zip(target, source, strict=True): copy(d, into, to, out, at, target.width)
         parts = [(rows, where, flags) for rows, where, flags in (
             (target, into, WRITE), (source, out, READ)) if where is not None]
-        return Ran(Done(footprint(d, what, parts)))
+        lent = tuple((where.pages, address - where.address, rows.width, flags == WRITE)
+                     for rows, where, flags in parts for address in rows if where.pages is not None)
+        return Ran(Done(footprint(d, what, parts)), lent=lent)
 
     def _check(self, into: Allocation | None, out: Allocation | None) -> None:
         """Raises `CudaError` where the direction is not that of the addresses."""

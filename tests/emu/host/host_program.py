@@ -33,9 +33,10 @@ void **__cudaRegisterFatBinary(const void *);
 REGISTERED = """
 static const unsigned char image[] __attribute__((aligned(8))) = {%s};
 static const struct { int magic, version; const void *data, *rest; } wrapper = {0x466243b1, 1, image, 0};
+static void **handle;
 %s
 __attribute__((constructor)) static void registered(void) {
-    void **handle = __cudaRegisterFatBinary(&wrapper);
+    handle = __cudaRegisterFatBinary(&wrapper);
     %s
 }
 #define RUN(kernel, blocks, threads, ...) cudaLaunchKernel(&kernel, (dim3){blocks, 1, 1}, \\
@@ -87,12 +88,13 @@ def fat_binary(*texts: str, flags: int = 0, packed: Callable[[bytes], bytes] | N
 
 
 def compiled(folder: Path, main: str, ptx: str = SCALE, kernels: tuple[str, ...] = ("scaled",),
-             variables: tuple[str, ...] = (), own_runtime: str = "", image: bytes = b"") -> Path:
+             variables: tuple[str, ...] = (), own_runtime: str = "", image: bytes = b"",
+             before: str = "") -> Path:
     """A program whose `main` is this, with an image of these kernels and variables, or `image`.
     `own_runtime`: these functions of the API are linked into it, and end it when they run; no library has
     them then."""
     data = ",".join(map(str, image or fat_binary(ptx)))
-    stands = "".join(f"static char {name};\n" for name in (*kernels, *variables))
+    stands = before + "".join(f"static char {name};\n" for name in (*kernels, *variables))
     calls = "".join(f'__cudaRegisterFunction(handle, &{name}, (char *)"{name}", "{name}", -1, 0, 0, 0, 0, 0);'
                     for name in kernels)
     calls += "".join(f'__cudaRegisterVar(handle, &{name}, (char *)"{name}", "{name}", 0, 4, 0, 0);'
@@ -105,7 +107,7 @@ def compiled(folder: Path, main: str, ptx: str = SCALE, kernels: tuple[str, ...]
         runtime = folder / "runtime.c"
         runtime.write_text("".join(OWN % name for name in own_runtime.split()))
         files.append(str(runtime))
-    else: files.append(str(built() / "libcudart.so.13"))
+    else: files += [str(built() / "libcudart.so.13"), str(built() / "libcuda.so.1")]
     compiler = find_compiler(any_c=True)
     done = subprocess.run([*compiler.command, *FLAGS, *files, "-o", str(out)], capture_output=True,
                           text=True, check=False, env=compiler.environment())

@@ -4,9 +4,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from host_program import compiled
+from host_program import SCALE, compiled
 
 from tinygrad_nv.host import run_program
+from tinygrad_nv.host.gpus import gpu_named, properties
 
 RUN = "void *a, *b; int count = 32; float x[64], y[64]; for (int i = 0; i < 64; i++) x[i] = i;"
 
@@ -97,3 +98,65 @@ def test_bytes_that_nothing_wrote_are_found(tmp_path: Path, capfd: pytest.Captur
         launch, = run_program([str(compiled(folder, body % before))], check=check).launches
         assert {finding.kind for finding in launch.findings} == (kinds if check else set())
     assert capfd.readouterr().out == "cudaSuccess cudaSuccess " * 5
+
+
+@pytest.mark.parametrize(("after", "told"), [
+    ("", "nan"), ("cudaStreamSynchronize(stream);", "93"), ("cudaDeviceSynchronize();", "93"),
+    ("cudaEventRecord(event, stream); cudaEventSynchronize(event);", "93")])
+def test_what_a_copy_brings_is_there_when_it_was_waited_for(tmp_path: Path, capfd: pytest.CaptureFixture[str],
+                                                            after: str, told: str):
+    program = compiled(tmp_path, RUN + """
+        void *stream, *event; float *pinned;
+        cudaStreamCreateWithFlags(&stream, 1); cudaEventCreate(&event);
+        cudaMalloc(&a, 128); cudaMalloc(&b, 128); cudaMallocHost(&pinned, 128);
+        cudaMemcpy(a, x, 128, HtoD);
+        cudaLaunchKernel(&scaled, (dim3){1, 1, 1}, (dim3){32, 1, 1}, (void *[]){&a, &b, &count}, 0, stream);
+        cudaMemcpyAsync(pinned, b, 128ul, DtoH, stream);""" + after + 'printf("%g", pinned[31]);')
+    assert run_program([str(program)], check=True).order == ()
+    assert capfd.readouterr().out.replace("-nan", "nan") == told
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_page_locked_memory_is_not_written_while_a_copy_reads_it(tmp_path: Path, waits: bool):
+    program = compiled(tmp_path, RUN + """
+        void *stream; float *pinned;
+        cudaStreamCreate(&stream); cudaMalloc(&a, 128); cudaMallocHost(&pinned, 128);
+        cudaMemcpyAsync(a, pinned, 128ul, HtoD, stream);
+        %s
+        pinned[2] = 7; cudaDeviceSynchronize();""" % ("cudaStreamSynchronize(stream);" if waits else ""))
+    order = run_program([str(program)], check=True).order
+    assert bool(order) is not waits
+    assert not order or "byte 10 of page-locked memory was written while a copy of 128 bytes" in order[0]
+
+
+def test_managed_variables_are_the_hosts_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    ptx = SCALE.replace(".visible .const .align 4 .f32 scale",
+                        ".visible .global .attribute(.managed) .align 4 .f32 scale").replace("ld.const",
+                                                                                             "ld.global")
+    program = compiled(tmp_path, RUN + """
+        cudaMalloc(&a, 128); cudaMalloc(&b, 128); cudaMemcpy(a, x, 128, HtoD);
+        __cudaRegisterManagedVar(handle, &scale, "scale", "scale", 0, 4ul, 0, 0);
+        __cudaInitModule(handle);
+        printf("%g ", *scale); *scale = 3;
+        RUN(scaled, 1, 32, &a, &b, &count);
+        cudaMemcpy(y, b, 128, DtoH);
+        printf("%g", y[31]);""", ptx, before="static float *scale;")
+    assert run_program([str(program)], check=True).refused == ()
+    assert capfd.readouterr().out == "2 124"
+
+
+def test_properties_lie_where_cuda_has_them():
+    gpu = gpu_named("h100")
+    for version, size, places in (
+            (12, 1032, {288: 80 << 30, 348: 1755000, 360: 9, 388: 132, 616: 50 << 20, 640: 233472,
+                        696: 232448,
+                        712: 32, 720: 1024, 772: 1}),
+            (13, 1008, {288: 80 << 30, 360: 9, 384: 132, 596: 50 << 20, 624: 233472, 672: 232448, 688: 32,
+                        696: 1024,
+                        748: 1})):
+        found = properties(gpu, version)
+        assert len(found) == size
+        assert found.startswith(b"NVIDIA H100 SXM (emulated)\0")
+        for at, value in places.items():
+            nbytes = 8 if at == 288 else 4
+            assert int.from_bytes(found[at:at + nbytes], "little") == value, (version, at)

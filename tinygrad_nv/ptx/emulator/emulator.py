@@ -15,7 +15,7 @@ import ctypes
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,9 +169,10 @@ class Emulator:
         self.buffers[buffer.ptr] = buffer
         return buffer
 
-    def variables(self, ptx_text: str) -> dict[str, Buffer]:
-        """The variables of a module in memory, by their names."""
-        return {name: self.buffers[at] for name, at in self._load(ptx_text).addresses.items()}
+    def variables(self, ptx_text: str, places: Mapping[str, Buffer] | None = None) -> dict[str, Buffer]:
+        """The variables of a module in memory, by their names. Before the module is used, `places` says where
+        some of them are to be."""
+        return {name: self.buffers[at] for name, at in self._load(ptx_text, places).addresses.items()}
 
     def free(self, buffer: Buffer) -> None:
         """Gives memory back; its addresses are not used again."""
@@ -240,7 +241,7 @@ class Emulator:
         loaded = self._load(ptx_text)
         loaded.program(self._entry(loaded.module, entry))
 
-    def _load(self, text: str) -> LoadedModule:
+    def _load(self, text: str, places: Mapping[str, Buffer] | None = None) -> LoadedModule:
         if not isinstance(text, str): raise PTXError(f"PTX text is expected, not {type(text).__name__}")
         key = hashlib.sha256(text.encode()).digest()
         if key not in self.modules:
@@ -249,7 +250,9 @@ class Emulator:
                 if variable.space not in ("global", "const"): continue
                 # variables without an initial value are zero
                 data = np.frombuffer(variable.data.ljust(max(variable.nbytes, 1), b"\0"), np.uint8)
-                addresses[variable.name] = self.alloc(data).ptr
+                if places is not None and (place := places.get(variable.name)) is not None: place.write(data)
+                else: place = self.alloc(data)
+                addresses[variable.name] = place.ptr
             if "%envreg" in text: addresses[WORKSPACE] = self.alloc(np.zeros(WORKSPACE_BYTES, np.uint8)).ptr
             self.modules[key] = LoadedModule(known, addresses)
         return self.modules[key]
