@@ -13,12 +13,12 @@ from functools import cached_property
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.host import fatbin
 from tinygrad_nv.host.errors import CudaError, Status
-from tinygrad_nv.ptx.assemble import Assembly, find_program, release
+from tinygrad_nv.ptx.assemble import Assembly, assemble, find_program, release
 from tinygrad_nv.ptx.emulator.arguments import check_target, entry_registers
 from tinygrad_nv.ptx.emulator.program import layout, shared_layout
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.syntax import PTXFunction, PTXModule
-from tinygrad_nv.ptx.timing.listing import with_lines
+from tinygrad_nv.ptx.timing.listing import LINES
 from tinygrad_nv.runtime.cuda.api import ptx_of_cuda
 
 STATIC_LIMIT = 48 << 10     # dynamic shared bytes that a launch may have without asking
@@ -57,7 +57,7 @@ class Kernel:
     def assembly(self) -> Assembly | None:
         """What ptxas makes of it; None without ptxas."""
         if find_program("ptxas") is None: return None
-        return with_lines(self.module.text, self.module.arch, self.name, strict=False)
+        return assemble(self.module.text, self.module.arch, (*LINES, "--entry", self.name), strict=False)
 
 
 @dataclass(eq=False)

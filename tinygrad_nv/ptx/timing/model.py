@@ -27,7 +27,7 @@ from tinygrad_nv.ptx.timing import critical
 from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures, sustained_hz
 from tinygrad_nv.ptx.timing.job import Code, Job, code_of, made
 from tinygrad_nv.ptx.timing.l2 import far_shares
-from tinygrad_nv.ptx.timing.listing import Listing, listing, with_lines
+from tinygrad_nv.ptx.timing.listing import Listing, listing
 from tinygrad_nv.ptx.timing.shape import Shape, places, recorded
 from tinygrad_nv.ptx.timing.simulator import REASONS, Run, run
 from tinygrad_nv.ptx.timing.units import Unit
@@ -192,8 +192,9 @@ def predicted(text: str, arch: str, entry: str, shape: Callable[[Resources], Sha
     if arch[:5] != gpu.arch[:5]:
         raise ConfigError(f"{name} is of {gpu.arch}, the emulator of {arch}", f"an emulator of {gpu.arch}",
                           "choose another GPU, or another architecture")
-    found = shape(with_lines(text, gpu.arch, entry, strict).kernels[entry])
+    listed = listing(text, gpu.arch, entry, strict)
+    found = shape(listed.resources[entry])
     at_once = range(min(found.clusters, found.at_once(gpu)))
     tapes = Tapes(recorded(found, gpu), idle=True, others=at_once, brief=BRIEF * found.ctas)
     record(tapes)
-    return timed(listing(text, gpu.arch, entry, strict), entry, found, tapes, gpu, memory, log)
+    return timed(listed, entry, found, tapes, gpu, memory, log)
