@@ -212,8 +212,8 @@ class Emulator:
         parameters = pack_arguments(function, args)
         if timing is not None:
             return self._timed(ptx_text, function.name, shape, shared, timing, log, keep, strict,
-                               lambda into: _Run(self, loaded, program, shape, shared, parameters, None, ptx_text,
-                                                 False, None, into).run())
+                               lambda into: _Run(self, loaded, program, shape, shared, parameters, None,
+                                                 ptx_text, False, None, into).run())
         began = time.perf_counter()
         run = _Run(self, loaded, program, shape, shared, parameters, trace, ptx_text, footprint, ahead,
                    tapes)
