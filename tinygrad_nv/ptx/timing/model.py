@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tinygrad_nv.errors import ConfigError
-from tinygrad_nv.ptx.assemble import Resources
+from tinygrad_nv.ptx.assemble import Resources, assemble
 from tinygrad_nv.ptx.emulator.tapes import Tape, Tapes
 from tinygrad_nv.ptx.timing import critical
 from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures, sustained_hz
@@ -183,8 +183,7 @@ def _waits(code: Code, runs: Sequence[Run], most: int = 12) -> tuple[Wait, ...]:
 # **** launches ****
 
 def predicted(text: str, arch: str, entry: str, shape: Callable[[Resources], Shape], name: str,
-              record: Callable[[Tapes], None], memory: Sequence[tuple[int, int]], log: int = 0,
-              strict: bool = True) -> Timing:
+              record: Callable[[Tapes], None], memory: Sequence[tuple[int, int]], log: int = 0) -> Timing:
     """A launch of an entry function on the GPU `name`. `record` runs chosen clusters on the emulator,
     `memory` has the addresses and sizes of its buffers. Raises `ConfigError` for a GPU without figures, or of
     another architecture, `ToolchainError` without ptxas or a disassembler."""
@@ -192,9 +191,8 @@ def predicted(text: str, arch: str, entry: str, shape: Callable[[Resources], Sha
     if arch[:5] != gpu.arch[:5]:
         raise ConfigError(f"{name} is of {gpu.arch}, the emulator of {arch}", f"an emulator of {gpu.arch}",
                           "choose another GPU, or another architecture")
-    listed = listing(text, gpu.arch, entry, strict)
-    found = shape(listed.resources[entry])
+    found = shape(assemble(text, gpu.arch).kernels[entry])
     at_once = range(min(found.clusters, found.at_once(gpu)))
     tapes = Tapes(recorded(found, gpu), idle=True, others=at_once, brief=BRIEF * found.ctas)
     record(tapes)
-    return timed(listed, entry, found, tapes, gpu, memory, log)
+    return timed(listing(text, gpu.arch), entry, found, tapes, gpu, memory, log)
