@@ -23,7 +23,7 @@ from tinygrad_nv.ptx.timing import report as timing_report
 from tinygrad_nv.ptx.timing.gpu import known
 
 NAME_WIDTH = 44
-SHOWN = 10              # places of findings of a launch
+SHOWN = 20              # places of findings
 STDERR = 2
 
 
@@ -105,8 +105,7 @@ def as_text(result: Result) -> str:
              for row in zip(*columns, strict=True)] if result.launches else ["no kernel was launched"]
     if any(launch.timing for launch in result.launches):
         lines.append("predicted times are modelled, not measured")
-    for number, launch in enumerate(result.launches): lines += _found(number, launch)
-    lines += list(result.order)
+    lines += [*_found(result), *result.order]
     lines += [f"not emulated: {text}" for text in result.refused]
     lines += [f"note: {text}" for text in result.notes]
     return "\n".join(lines)
@@ -135,15 +134,18 @@ def _short(name: str) -> str:
     return name if len(name) <= NAME_WIDTH else name[:NAME_WIDTH - 1] + "…"
 
 
-def _found(number: int, launch: LaunchReport) -> list[str]:
-    """The first finding of each kind at each line, with the PTX and the source line that it means."""
-    by_place: dict[tuple[str, int], list[Finding]] = {}
-    for finding in launch.findings: by_place.setdefault((finding.kind, finding.ptx_line), []).append(finding)
+def _found(result: Result) -> list[str]:
+    """The first finding of each kind at each line of a kernel, with the PTX and the source line that it
+    means."""
+    places: dict[tuple[str, str, int], list[tuple[int, Finding]]] = {}
+    for number, launch in enumerate(result.launches):
+        for finding in launch.findings:
+            places.setdefault((launch.kernel, finding.kind, finding.ptx_line), []).append((number, finding))
     lines = []
-    for (_, line), same in list(by_place.items())[:SHOWN]:
+    for (_, _, line), same in list(places.items())[:SHOWN]:
+        number, finding = same[0]
         more = f" (and {len(same) - 1} more there)" if len(same) > 1 else ""
-        lines.append(f"launch {number}: {same[0]}{more}")
-        lines += [f"    {quoted}" for quoted in quotations(launch.ptx, line)]
-    if len(by_place) > SHOWN:
-        lines.append(f"launch {number}: {len(by_place) - SHOWN} more places, which --json has")
+        lines.append(f"launch {number}: {finding}{more}")
+        lines += [f"    {quoted}" for quoted in quotations(result.launches[number].ptx, line)]
+    if len(places) > SHOWN: lines.append(f"{len(places) - SHOWN} more places, which --json has")
     return lines

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tinygrad_nv import config
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.host import (  # noqa: F401  (they register handlers)
     calls_copy,
@@ -39,6 +40,9 @@ from tinygrad_nv.ptx.emulator import Emulator
 
 # what works after a kernel has gone wrong; everything else returns the error
 STILL = ("cudaGetError", "cuGetError", "cudaGetLastError", "cudaPeekAtLastError", "cudaDeviceReset", "__cuda")
+
+
+GRACE_S = 5.0       # that calls may take which a program has not waited for at its end
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,9 @@ def run_program(argv: Sequence[str], gpu: str = "h100", check: bool = False, tim
                        "LD_LIBRARY_PATH": os.pathsep.join(
                            filter(None, (str(place), os.environ.get("LD_LIBRARY_PATH"))))}
         threading.Thread(target=server.serve, daemon=True).start()
-        status = subprocess.run(list(argv), env=environment, stdout=stdout, check=False).returncode
-        server.close()
+        try: status = subprocess.run(list(argv), env=environment, stdout=stdout, check=False).returncode
+        finally: server.close()
+        server.finish()
     found = server.results
     return Result(status, tuple(found.launches), *(tuple(dict.fromkeys(each)) for each in (
         found.refused, found.order, found.notes)))
@@ -90,14 +95,18 @@ class Server:
         while True:
             try: connection, _ = self.socket.accept()
             except OSError: return
-            self.threads.append(threading.Thread(target=self._process, args=(connection,)))
+            self.threads.append(threading.Thread(target=self._process, args=(connection,), daemon=True))
             self.threads[-1].start()
 
     def close(self) -> None:
-        """Waits for what runs; raises what went wrong here."""
+        """Takes no connection any more."""
         self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
-        for thread in self.threads: thread.join()
+
+    def finish(self) -> None:
+        """Waits for what still runs of a program that has ended, but not for processes that outlive it; raises
+        what went wrong here."""
+        for thread in self.threads: thread.join(GRACE_S)
         if self.errors: raise self.errors[0]
 
     def _process(self, connection: socket.socket) -> None:
@@ -109,7 +118,9 @@ class Server:
     def _calls(self, connection: socket.socket) -> None:
         file = new_file()
         try:
-            wire, emulator = Wire(connection, file), Emulator(self.gpu.arch, check=self.options.check)
+            wire = Wire(connection, file)
+            emulator = Emulator(self.gpu.arch, self.options.check,
+                                step_limit=int(config.get("EMU_STEP_LIMIT")))
             memory = Memory(file, wire, emulator, self.gpu.memory_bytes)
             session = Session(Device(wire, self.gpu, emulator, memory, self.options, self.results))
             while True:

@@ -94,7 +94,7 @@ def compiled(folder: Path, main: str, ptx: str = SCALE, kernels: tuple[str, ...]
     `own_runtime`: these functions of the API are linked into it, and end it when they run; no library has
     them then."""
     data = ",".join(map(str, image or fat_binary(ptx)))
-    stands = before + "".join(f"static char {name};\n" for name in (*kernels, *variables))
+    stands = "".join(f"static char {name};\n" for name in (*kernels, *variables)) + before
     calls = "".join(f'__cudaRegisterFunction(handle, &{name}, (char *)"{name}", "{name}", -1, 0, 0, 0, 0, 0);'
                     for name in kernels)
     calls += "".join(f'__cudaRegisterVar(handle, &{name}, (char *)"{name}", "{name}", 0, 4, 0, 0);'
