@@ -95,8 +95,9 @@ class Server:
         while True:
             try: connection, _ = self.socket.accept()
             except OSError: return
-            self.threads.append(threading.Thread(target=self._process, args=(connection,), daemon=True))
-            self.threads[-1].start()
+            thread = threading.Thread(target=self._process, args=(connection,), daemon=True)
+            self.threads.append(thread)
+            thread.start()
 
     def close(self) -> None:
         """Takes no connection any more."""
@@ -104,8 +105,8 @@ class Server:
         self.socket.close()
 
     def finish(self) -> None:
-        """Waits for what still runs of a program that has ended, but not for processes that outlive it; raises
-        what went wrong here."""
+        """Waits for what still runs of a program that has ended, but not for processes that outlive it;
+        raises what went wrong here."""
         for thread in self.threads: thread.join(GRACE_S)
         if self.errors: raise self.errors[0]
 

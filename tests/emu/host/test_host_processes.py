@@ -8,10 +8,8 @@ from host_program import compiled
 
 from tinygrad_nv.host import run_program
 
-THREADS = """
-    #include <pthread.h>
-    #include <unistd.h>
-    #include <sys/wait.h>
+INCLUDES = "#include <pthread.h>\n#include <unistd.h>\n#include <sys/wait.h>\n"
+THREADS = INCLUDES + """
     static void *work(void *given) {
         float x[32], y[32]; int count = 32; void *a, *b, *stream;
         long number = (long)given;
@@ -19,7 +17,8 @@ THREADS = """
         cudaMalloc(&a, 128); cudaMalloc(&b, 128); cudaStreamCreateWithFlags(&stream, 1);
         for (int i = 0; i < 5; i++) {
             cudaMemcpyAsync(a, x, 128ul, HtoD, stream);
-            cudaLaunchKernel(&scaled, (dim3){1, 1, 1}, (dim3){32, 1, 1}, (void *[]){&a, &b, &count}, 0, stream);
+            void *arguments[] = {&a, &b, &count};
+            cudaLaunchKernel(&scaled, (dim3){1, 1, 1}, (dim3){32, 1, 1}, arguments, 0, stream);
             cudaMemcpyAsync(y, b, 128ul, DtoH, stream);
             cudaStreamSynchronize(stream);
             if (y[3] != 2 * number + 3) return (void *)1;
@@ -49,7 +48,7 @@ def test_a_child_process_has_a_gpu_of_its_own(tmp_path: Path, capfd: pytest.Capt
         if (!fork()) { cudaMemGetInfo(&after, &total); _exit(after == total ? 9 : 1); }
         wait(&status);
         cudaMemGetInfo(&after, &total);
-        printf("%d %d", status >> 8, before == after);""", before="#include <unistd.h>\n#include <sys/wait.h>\n")
+        printf("%d %d", status >> 8, before == after);""", before=INCLUDES)
     assert run_program([str(program)]).status == 0
     assert capfd.readouterr().out == "9 1"
 
