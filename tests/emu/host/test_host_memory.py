@@ -131,14 +131,15 @@ def test_page_locked_memory_is_not_written_while_a_copy_reads_it(tmp_path: Path,
     assert not order or "byte 10 of page-locked memory was written while a copy of 128 bytes" in order[0]
 
 
-def test_managed_variables_are_the_hosts_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("begun", ["__cudaInitModule(handle);", "RUN(scaled, 0, 32, &a, &b, &count);"])
+def test_managed_variables_are_the_hosts_too(tmp_path: Path, capfd: pytest.CaptureFixture[str], begun: str):
     ptx = SCALE.replace(".visible .const .align 4 .f32 scale",
                         ".visible .global .attribute(.managed) .align 4 .f32 scale").replace("ld.const",
                                                                                              "ld.global")
     program = compiled(tmp_path, RUN + """
         cudaMalloc(&a, 128); cudaMalloc(&b, 128); cudaMemcpy(a, x, 128, HtoD);
         __cudaRegisterManagedVar(handle, &scale, "scale", "scale", 0, 4ul, 0, 0);
-        __cudaInitModule(handle);
+        """ + begun + """
         printf("%g ", *scale); *scale = 3;
         RUN(scaled, 1, 32, &a, &b, &count);
         cudaMemcpy(y, b, 128, DtoH);

@@ -119,20 +119,42 @@ def test_a_graph_of_explicit_nodes(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert [launch.block[0] for launch in result.launches] == [32, 16]
 
 
+PROGRAMMATIC = """
+    struct { unsigned name, pad, value[16]; } pdl = {6, 0, {1}};
+    struct { dim3 grid, block; size_t smem; void *stream, *attributes; unsigned count; } config = {
+        {1, 1, 1}, {32, 1, 1}, 0, one, &pdl, 1};
+    %s
+    ON(one, a, b);
+    cudaLaunchKernelExC(&config, &scaled, (void *[]){&b, &b, &count});
+    %s"""
+
+
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_programmatic_launch_waits(tmp_path: Path, capfd: pytest.CaptureFixture[str], waits: bool):
+@pytest.mark.parametrize(("before", "after"), [("", ""), (
+    "cudaStreamBeginCapture(one, 0);", "cudaStreamEndCapture(one, &graph);"
+    "cudaGraphInstantiate(&run, graph, 0ul); cudaGraphLaunch(run, two);")], ids=["stream", "graph"])
+def test_a_programmatic_launch_waits(tmp_path: Path, capfd: pytest.CaptureFixture[str], before: str,
+                                     after: str,
+                                     waits: bool):
     wait = "griddepcontrol.wait; " if waits else ""
     ptx = SCALE.replace("    ld.global.f32", f"    {wait}ld.global.f32")
-    body = START + """
-        struct { unsigned name, pad, value[16]; } pdl = {6, 0, {1}};
-        struct { dim3 grid, block; size_t smem; void *stream, *attributes; unsigned count; } config = {
-            {1, 1, 1}, {32, 1, 1}, 0, one, &pdl, 1};
-        ON(one, a, b);
-        TRY(cudaLaunchKernelExC(&config, &scaled, (void *[]){&b, &b, &count}));""" + SHOW
+    body = START + PROGRAMMATIC % (before, after) + SHOW
     result = run_program([str(compiled(tmp_path, body, ptx))], check=True)
-    assert capfd.readouterr().out == "cudaSuccess cudaSuccess 4 93"
+    assert capfd.readouterr().out == "cudaSuccess 4 93"
     kinds = {finding.kind for launch in result.launches for finding in launch.findings}
     assert kinds == (set() if waits else {"race", "barrier"})
+
+
+def test_what_a_graph_copies_is_there_when_it_was_waited_for(tmp_path: Path,
+                                                              capfd: pytest.CaptureFixture[str]):
+    out, _ = ran(tmp_path, """
+        float *pinned; cudaMallocHost(&pinned, 128);
+        cudaStreamBeginCapture(one, 0);
+        ON(one, a, b); cudaMemcpyAsync(pinned, b, 128ul, DtoH, one);
+        cudaStreamEndCapture(one, &graph); cudaGraphInstantiate(&run, graph, 0ul); cudaGraphLaunch(run, one);
+        printf("%d ", pinned[0] == 2); cudaStreamSynchronize(one); printf("%d",
+                                                                          pinned[0] == 2);""", capfd, end="")
+    assert out == "0 1"
 
 
 def test_events_tell_predicted_time(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
