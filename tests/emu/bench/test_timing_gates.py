@@ -54,8 +54,9 @@ def test_softmax_that_no_longer_overlaps_names_its_wait(monkeypatch: pytest.Monk
     assert any("cycles on the critical path: line " in line and "MUFU.EX2" in line for line in lines)
 
 
-def test_a_pipeline_without_enough_stages_names_its_loads():
+def test_a_pipeline_without_enough_stages_names_its_barrier_and_its_loads():
     lines = gates.judged(replace(MATMUL, schedule=MATMUL.schedule.stages(2)), KNOWN)
+    assert any("mbarrier.try_wait" in line and "a warp waits" in line for line in lines)
     assert any("cp.async.bulk.tensor" in line and "latency of memory" in line for line in lines)
     assert any(line.strip().startswith("schedule: was") for line in lines)
 
