@@ -23,4 +23,3 @@
 #include "quad.c"
 #include "wgmma.c"
 #include "matrix.c"
-#include "print.c"
