@@ -15,7 +15,7 @@ import ctypes
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,7 @@ from tinygrad_nv.ptx.emulator.tapes import Tapes
 from tinygrad_nv.ptx.emulator.trace import Trace, Tracer
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.syntax import PTXFunction, PTXModule
+from tinygrad_nv.ptx.timing.gpu import GPUFigures
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a")
 FIRST_ADDRESS = 0x7_0000_0000
@@ -54,15 +55,19 @@ NAMES_BYTES = 100    # of the kernels ahead, in a finding's text
 @dataclass(eq=False)
 class Buffer:
     """Device memory: `ptr` its address, `nbytes` its size. `numpy()` gives a copy in the shape and dtype
-    it was made with (uint8 when it was made by size)."""
+    it was made with (uint8 when it was made by size). `copied()` gives its bytes for a run that leaves them
+    as they are, by `copy` where there is a cheaper way than to copy them all."""
     ptr: int
     data: np.ndarray                # uint8, the memory itself
     valid: np.ndarray | None        # 1 for bytes that were written; None: all
     shape: tuple[int, ...]
     dtype: np.dtype
+    copy: Callable[[], np.ndarray] | None = None
 
     @property
     def nbytes(self) -> int: return self.data.nbytes
+
+    def copied(self) -> np.ndarray: return self.data.copy() if self.copy is None else self.copy()
 
     def numpy(self) -> np.ndarray: return self.data.copy().view(self.dtype).reshape(self.shape)
 
@@ -163,15 +168,16 @@ class Emulator:
         self.next_address += -(-(data.nbytes + GAP) // GAP) * GAP
         return buffer
 
-    def adopt(self, address: int, data: np.ndarray, valid: np.ndarray | None = None) -> Buffer:
+    def adopt(self, buffer: Buffer) -> Buffer:
         """Device memory whose bytes lie elsewhere, such as in a shared mapping, at an address that is the
-        caller's to choose; `valid` as a buffer has it."""
-        buffer = self.buffers[address] = Buffer(address, data, valid, data.shape, data.dtype)
+        caller's to choose."""
+        self.buffers[buffer.ptr] = buffer
         return buffer
 
-    def variables(self, ptx_text: str) -> dict[str, Buffer]:
-        """The variables of a module in memory, by their names."""
-        return {name: self.buffers[at] for name, at in self._load(ptx_text).addresses.items()}
+    def variables(self, ptx_text: str, places: Mapping[str, Buffer] | None = None) -> dict[str, Buffer]:
+        """The variables of a module in memory, by their names. Before the module is used, `places` says where
+        some of them are to be."""
+        return {name: self.buffers[at] for name, at in self._load(ptx_text, places).addresses.items()}
 
     def free(self, buffer: Buffer) -> None:
         """Gives memory back; its addresses are not used again."""
@@ -186,16 +192,16 @@ class Emulator:
                entry: str | None = None, cluster: int | Sequence[int] = (1, 1, 1), dynamic_smem: int = 0,
                trace: Trace | bool | None = None, footprint: bool = False,
                ahead: Sequence[Footprint] | None = None, tapes: Tapes | None = None,
-               timing: str | None = None, log: int = 0, keep: bool = True) -> Report:
+               timing: str | GPUFigures | None = None, log: int = 0, keep: bool = True) -> Report:
         """Runs an entry function (the only one, when `entry` is None) over a grid and returns what was found
         and counted. `args` are buffers, addresses and other integers, floats, `TensorMap`s or bytes, one for
         each parameter. With `footprint`, the report says which bytes of memory were touched. A launch with
         `ahead` is a programmatic one (griddepcontrol): what the kernels ahead touched conflicts with what it
         does before it has waited for them. Both need `check`. `tapes` runs chosen clusters alone, and records
-        them. `timing` names a GPU: nothing is computed or checked, and memory stays as it is; the report has
-        a prediction of the time that the launch takes there, with `log` of its issues for a trace; without
-        `keep`, what chosen CTAs wrote stays in memory. Raises `PTXError` naming the line or the argument that
-        cannot be."""
+        them. `timing` is a GPU, its name or its figures: nothing is computed or checked, and memory stays as
+        it is; the report has a prediction of the time that the launch takes there, with `log` of its issues
+        for a trace; without `keep`, what chosen CTAs wrote stays in memory. Raises `PTXError` naming the line
+        or the argument that cannot be."""
         loaded = self._load(ptx_text)
         function = self._entry(loaded.module, entry)
         program = loaded.program(function)
@@ -216,18 +222,19 @@ class Emulator:
         return Report([finding for finding in found if finding.kind != NOTE], run.stats(),
                       time.perf_counter() - began, run.footprint, ahead is not None and not run.held, notes)
 
-    def _timed(self, text: str, entry: str, shape: tuple[Triple, Triple, Triple], shared: int, gpu: str,
-               log: int, keep: bool, run: Callable[[Tapes], object]) -> Report:
+    def _timed(self, text: str, entry: str, shape: tuple[Triple, Triple, Triple], shared: int,
+               gpu: str | GPUFigures, log: int, keep: bool, run: Callable[[Tapes], object]) -> Report:
         from tinygrad_nv.ptx.timing.model import predicted
         from tinygrad_nv.ptx.timing.shape import Shape
 
         def record(tapes: Tapes) -> None:
-            kept = [(buffer, buffer.data.copy()) for buffer in self.buffers.values() if keep]
+            kept = [(buffer, buffer.data) for buffer in self.buffers.values() if keep]
+            for buffer, _ in kept: buffer.data = buffer.copied()
             check, self.check = self.check, False
             try: run(tapes)
             finally:
                 self.check = check
-                for buffer, data in kept: buffer.data[:] = data
+                for buffer, data in kept: buffer.data = data
         began = time.perf_counter()
         found = predicted(text, self.arch, entry, lambda uses: Shape(*shape, shared, uses), gpu, record,
                           [(each.ptr, each.nbytes) for each in self.buffers.values()], log)
@@ -238,7 +245,7 @@ class Emulator:
         loaded = self._load(ptx_text)
         loaded.program(self._entry(loaded.module, entry))
 
-    def _load(self, text: str) -> LoadedModule:
+    def _load(self, text: str, places: Mapping[str, Buffer] | None = None) -> LoadedModule:
         if not isinstance(text, str): raise PTXError(f"PTX text is expected, not {type(text).__name__}")
         key = hashlib.sha256(text.encode()).digest()
         if key not in self.modules:
@@ -247,7 +254,9 @@ class Emulator:
                 if variable.space not in ("global", "const"): continue
                 # variables without an initial value are zero
                 data = np.frombuffer(variable.data.ljust(max(variable.nbytes, 1), b"\0"), np.uint8)
-                addresses[variable.name] = self.alloc(data).ptr
+                if places is not None and (place := places.get(variable.name)) is not None: place.write(data)
+                else: place = self.alloc(data)
+                addresses[variable.name] = place.ptr
             if "%envreg" in text: addresses[WORKSPACE] = self.alloc(np.zeros(WORKSPACE_BYTES, np.uint8)).ptr
             self.modules[key] = LoadedModule(known, addresses)
         return self.modules[key]
