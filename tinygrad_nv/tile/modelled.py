@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from tinygrad_nv.ptx.assemble import find_program
 from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.ptx.sass import disassembler
+from tinygrad_nv.ptx.timing.gpu import figures
+from tinygrad_nv.ptx.timing.sequence import in_row, seconds
 from tinygrad_nv.tile.clock import How
 from tinygrad_nv.tile.emulated import timings
 from tinygrad_nv.tile.template import GPU
@@ -29,8 +31,9 @@ class ModelledClock:
     how: ClassVar[How] = "modelled"
 
     def seconds(self, made: Any, spec: Any, assembled: Sequence[Assembly] = ()) -> float:
-        """The sum of a call's launches. Raises `PTXError` where ptxas or the model refuses a kernel."""
-        return sum(each.seconds for each in timings(made, spec, self.gpu))
+        """Of a call's launches in a row. Raises `PTXError` where ptxas or the model refuses a kernel."""
+        gpu = figures(self.gpu)
+        return seconds(in_row(timings(made, spec, self.gpu), gpu), gpu)
 
 
 def clock_of(gpu: GPU) -> ModelledClock | None:

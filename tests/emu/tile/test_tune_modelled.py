@@ -81,8 +81,8 @@ def test_each_family_is_tuned_by_the_model(name: str):
     assert (entry.how, entry.gpu, entry.known_by) == ("modelled", "h100", "modelled for h100")
     assert (entry.schedule, entry.seconds) == (winner.schedule, winner.seconds)
     assert TABLE.choose(spec, HOPPER) == winner.schedule
-    assert sum(each.seconds for each in timings(TABLE.build(spec, winner.schedule, HOPPER), spec, "h100")) \
-        == winner.seconds
+    alone = sum(each.seconds for each in timings(TABLE.build(spec, winner.schedule, HOPPER), spec, "h100"))
+    assert 0.5 * alone < winner.seconds < 1.01 * alone      # launches in a row overlap
 
 
 def test_the_model_decides_and_of_times_as_near_as_it_is_exact_the_default(monkeypatch: pytest.MonkeyPatch):
@@ -102,7 +102,7 @@ def test_what_is_modelled_for_one_gpu_is_not_taken_for_another(monkeypatch: pyte
     monkeypatch.setenv("NV_TIMING_GPU", "h200")
     assert TABLE.choose(spec, HOPPER) != before
     monkeypatch.setenv("NV_TIMING_GPU", "h900")
-    with pytest.raises(ConfigError, match="no figures of a GPU 'h900'\n  expected: one of h100, h200, h800"):
+    with pytest.raises(ConfigError, match="no figures of a GPU 'h900'\n  expected: one of a100, h100, h200"):
         TABLE.choose(spec, HOPPER)
 
 
@@ -149,7 +149,7 @@ def test_progress_is_told(monkeypatch: pytest.MonkeyPatch):
 
 def test_without_figures_or_programs_a_matmul_is_counted_and_others_keep_their_default(
         monkeypatch: pytest.MonkeyPatch):
-    ampere, spec = GPU("sm_80", 108), SPECS["attention"]
+    ampere, spec = GPU("sm_80", 100), SPECS["attention"]
     assert clock_of(ampere) is None
     with pytest.raises(ToolchainError, match="nothing times attention kernels on sm_80"):
         tune.tune(spec, ampere)
@@ -164,7 +164,7 @@ def test_figures_of_a_device_are_those_that_it_names():
     for words in (("sm_90a", 132), ("sm_90a",), ("sm_90a", 132, "emulated sm_90a")):
         assert figures_of(*words) == "h100"
     assert figures_of("sm_90a", 132, "NVIDIA H200") == "h200"
-    for words in (("sm_90a", 132, "NVIDIA H20"), ("sm_90a", 16), ("sm_80", 108)):
+    for words in (("sm_90a", 132, "NVIDIA H20"), ("sm_90a", 16), ("sm_80", 100)):
         assert figures_of(*words) == ""
     assert clock_of(GPU("sm_90a", 132, model="")) is None
 
