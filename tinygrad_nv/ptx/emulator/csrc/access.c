@@ -143,7 +143,7 @@ HANDLER(st) {
     count_access(m, op, address, &reach, bytes, WRITE);
     if (!strong) return NEXT;
     synchronise(m, w, op, &reach, false, true);
-    m->events++;
+    happened(m, w->cta->cluster);
     return YIELD;
 }
 

@@ -124,7 +124,7 @@ static int atomic_turn(Machine *m, Atomic *a, u32 i) {
 static int atomic_end(Machine *m, Warp *w, const Op *op, Atomic *a, bool wanted) {
     synchronise(m, w, op, &a->reach, false, true);
     count_access(m, op, a->address, &a->reach, a->bytes, ATOMIC);
-    m->events++;
+    happened(m, w->cta->cluster);
     return wanted ? YIELD : NEXT;  /* a thread that spins on what it reads must let others go on */
 }
 

@@ -32,7 +32,7 @@ static void named_check(Machine *m, Cta *cta, Named *n) {
     n->reduction[POPC] = n->reduction[ANY] = 0, n->reduction[ALL] = 1;
     n->waiting = 0, n->arrived = 0, n->open = false;
     n->phase++;
-    m->events++;
+    happened(m, cta->cluster);
 }
 
 /* The threads a lane's arrival stands for: those that do not exist or have exited come with the first
@@ -133,7 +133,7 @@ static void cluster_check(Machine *m, Cluster *k) {
         for (i32 i = 0; i < k->ctas[c].warp_count; i++) k->ctas[c].warps[i].cluster_arrived = 0;
     k->phase++;
     clock_clear(m, k->clock[k->phase & 1]);  /* no thread can still be waiting for the phase before */
-    m->events++;
+    happened(m, k);
 }
 
 /* barrier.cluster.arrive{.release, .relaxed}. */
@@ -198,7 +198,7 @@ HANDLER(setmaxnreg) {
     if (more > w->cta->register_pool && more > 0) return BLOCKED;
     w->cta->register_pool -= more;
     w->registers = wanted;
-    if (more < 0) m->events++;
+    if (more < 0) happened(m, w->cta->cluster);
     return NEXT;
 }
 

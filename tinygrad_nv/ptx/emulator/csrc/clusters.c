@@ -83,7 +83,7 @@ static void start_cluster(Machine *m) {
     u32 at = m->next_cluster++, number = a->taped ? (u32)a->taped[at] : at;
     u32 nx = a->grid[0] / a->cluster[0], ny = a->grid[1] / a->cluster[1];
     k->id[0] = number % nx, k->id[1] = number / nx % ny, k->id[2] = number / nx / ny;
-    k->number = number;
+    k->number = number, k->events = 1;
     k->sequence = 1 + number % CLUSTERS_TOLD_APART;
     if (a->taped && (i32)at >= a->whole) k->most = a->brief;
     k->size = k->live = (i32)(a->cluster[0] * a->cluster[1] * a->cluster[2]);
@@ -116,7 +116,7 @@ void warp_exit(Machine *m, Warp *w, u32 lanes) {
         w->joins[i].arrived &= ~lanes;
         release_join(w, i, false);
     }
-    m->events++;
+    happened(m, w->cta->cluster);
     if (w->alive) return;
     w->group_count = 0;
     EACH if (m->launch.check && w->bulk_issued[l] > w->bulk_read[l])

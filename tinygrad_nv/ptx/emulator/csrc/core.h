@@ -99,7 +99,7 @@ typedef struct {
     u32 mask;
     i32 pc;
     i32 join;     /* innermost reconvergence point waited for: an index into Warp.joins, or -1 */
-    u8 blocked;   /* the handler said BLOCKED when Machine.events was `seen` */
+    u8 blocked;   /* the handler said BLOCKED when Cluster.events was `seen` */
     u8 forced;    /* the machine is stuck: the handler should do what it can without waiting */
     u8 partial;   /* blocked because other lanes of the warp are missing */
     u8 ticket;    /* what a blocking handler needs to remember; 0 when it starts */
@@ -190,6 +190,7 @@ struct Cluster {
     i32 pending;        /* asynchronous operations of its CTAs */
     u64 most;           /* instructions after which it ends; 0: it runs to its end */
     u32 arrived, phase; /* barrier.cluster: threads arrived */
+    u64 events;         /* changes that may let something of it go on: nothing that blocks is of another cluster */
     Clock *clock[2];
 };
 
@@ -265,7 +266,7 @@ enum Special { TID_X, TID_Y, TID_Z, CTAID_X, CTAID_Y, CTAID_Z, LANEID, WARPID, C
 
 struct Machine {
     Launch launch;
-    u64 rng, steps, events;   /* events: changes that may let something go on */
+    u64 rng, steps, events;   /* events: of all clusters */
     u64 pending_turn;
     Totals totals;
     Finding *findings;
@@ -290,6 +291,9 @@ struct Machine {
     Tape **tapes;
     i32 tape_count, tape_room, draws;  /* draws: of work tiles from a counter (atomics.c) */
 };
+
+/* Something of a cluster has changed. */
+static inline void happened(Machine *m, Cluster *k) { m->events++, k->events++; }
 
 /* **** registers **** */
 

@@ -1,6 +1,6 @@
 /* The machine: clusters come and go, warps take turns, asynchronous work completes.
  *
- * A handler that must wait returns BLOCKED and is called again when Machine.events has changed. When nothing
+ * A handler that must wait returns BLOCKED and is called again when Cluster.events has changed. When nothing
  * can run, an asynchronous operation completes; with none left, more clusters start; then joins break; then
  * partial collectives and failed try_waits are forced; then it is a deadlock.
  *
@@ -104,11 +104,11 @@ static int execute(Machine *m, Warp *w) {
 }
 
 /* A group of the warp that can run becomes the current one. */
-static bool choose_group(const Machine *m, Warp *w, bool another) {
+static bool choose_group(Warp *w, bool another) {
     for (i32 i = 0; i < w->group_count; i++) {
         i32 at = (w->current + i + another) % w->group_count;
         const Group *g = &w->groups[at];
-        if (!g->blocked || g->seen != m->events || g->forced) { w->current = at; return true; }
+        if (!g->blocked || g->seen != w->cta->cluster->events || g->forced) { w->current = at; return true; }
     }
     return false;
 }
@@ -117,7 +117,7 @@ static bool choose_group(const Machine *m, Warp *w, bool another) {
 static bool run_warp(Machine *m, Warp *w, u32 quantum) {
     bool any = false, another = true;
     m->running = w;
-    while (quantum-- && w->group_count && choose_group(m, w, another)) {
+    while (quantum-- && w->group_count && choose_group(w, another)) {
         Group *g = group_of(w);
         another = false;
         if (g->join >= 0 && w->joins[g->join].pc == g->pc) { arrive_join(w,
@@ -125,7 +125,7 @@ static bool run_warp(Machine *m, Warp *w, u32 quantum) {
         int result = execute(m, w);
         if (result == BLOCKED) {
             g = group_of(w);
-            g->blocked = 1, g->forced = 0, g->seen = m->events;
+            g->blocked = 1, g->forced = 0, g->seen = w->cta->cluster->events;
             another = true;
             continue;
         }

@@ -70,7 +70,7 @@ static void mbarrier_changed(Machine *m, Cta *cta, Mbarrier *b) {
         b->pending = b->expected;
         forget_arrivals(cta, b, b->phase & 1);
         if (done) join_dense(next, done);
-        m->events++;
+        happened(m, cta->cluster);
     }
     mbarrier_store(cta, b);
 }
@@ -243,7 +243,7 @@ HANDLER(mbarrier_init) {
         b->init_fenced = 0;
         for (int i = 0; i < 2; i++) clock_clear(m, b->clock[i]), forget_arrivals(cta, b, i);
         mbarrier_store(cta, b);
-        m->events++;
+        happened(m, cta->cluster);
     }
     return NEXT;
 }

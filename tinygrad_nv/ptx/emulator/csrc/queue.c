@@ -24,7 +24,7 @@ static void complete_at(Machine *m, Async **link) {
     if (m->async_end == &a->next) m->async_end = link;
     a->complete(m, a);
     a->warp->cta->cluster->pending--;
-    m->events++;
+    happened(m, a->warp->cta->cluster);
     free(a->bytes);
     free(a);
 }

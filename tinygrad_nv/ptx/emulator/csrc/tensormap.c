@@ -177,7 +177,7 @@ HANDLER(tensormap_copy) {
     if (locate(m, w, op, lane, GLOBAL, to[lane], MAP_BYTES, 64, &r, &offset))
         clock_location(m, w, r, offset, false, true, false, true);
     lanes_sync(m, w, mask);
-    m->events++;
+    happened(m, w->cta->cluster);
     return NEXT;
 }
 

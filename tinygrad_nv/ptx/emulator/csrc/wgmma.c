@@ -279,7 +279,7 @@ HANDLER(wgmma_fence) {
 HANDLER(wgmma_commit) {
     (void)op, (void)mask;
     w->wgmma_groups++;
-    m->events++;
+    happened(m, w->cta->cluster);
     return NEXT;
 }
 
