@@ -219,7 +219,8 @@ class Emulator:
         found = run.run()
         notes = [finding for finding in found if finding.kind == NOTE]
         return Report([finding for finding in found if finding.kind != NOTE], run.stats(),
-                      time.perf_counter() - began, run.footprint, ahead is not None and not run.held, notes)
+                      time.perf_counter() - began, run.footprint, ahead is not None and not run.held, notes,
+                      printed=run.printed)
 
     def _timed(self, text: str, entry: str, shape: tuple[Triple, Triple, Triple], shared: int, gpu: str,
                log: int, keep: bool, run: Callable[[Tapes], object]) -> Report:
@@ -311,6 +312,7 @@ class _Run:
         self.totals: Any = None
         self.steps = 0
         self.held = False
+        self.printed = ""
 
     def _flight(self, ahead: Sequence[Footprint]) -> dict[object, np.ndarray]:
         """For each buffer that the kernels ahead touch, the flags of its bytes; given to its region."""
@@ -337,6 +339,7 @@ class _Run:
             self.totals = (totals.global_read, totals.global_written, totals.l2, totals.shared,
                            totals.asynchronous)
             self.steps, self.held = c.machine_steps(machine), c.machine_held(machine)
+            self.printed = c.machine_printed(machine).decode(errors="replace")
             if self.footprint is not None: self._collect(self.footprint.runs)
             if self.tapes is not None: self.tapes.read(self.library, machine)
         finally: c.machine_free(machine)
