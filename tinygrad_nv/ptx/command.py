@@ -62,7 +62,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     timing = kinds.add_parser("time", help="predict how long a kernel takes on a GPU")
     add_launch(timing)
     timing.add_argument("--gpu", default="h100", metavar="NAME",
-                        help=f"one of {', '.join(known())} (default h100)")
+                        help=f"one of {', '.join(known())}, or a .toml file (default h100)")
     timing.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     timing.add_argument("--trace", metavar="OUT.json", help="write a trace for chrome://tracing or Perfetto")
     timing.set_defaults(run=run_time)

@@ -41,6 +41,7 @@ from tinygrad_nv.ptx.emulator.tapes import Tapes
 from tinygrad_nv.ptx.emulator.trace import Trace, Tracer
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.syntax import PTXFunction, PTXModule
+from tinygrad_nv.ptx.timing.gpu import GPUFigures
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a")
 FIRST_ADDRESS = 0x7_0000_0000
@@ -191,16 +192,17 @@ class Emulator:
                entry: str | None = None, cluster: int | Sequence[int] = (1, 1, 1), dynamic_smem: int = 0,
                trace: Trace | bool | None = None, footprint: bool = False,
                ahead: Sequence[Footprint] | None = None, tapes: Tapes | None = None,
-               timing: str | None = None, log: int = 0, keep: bool = True, strict: bool = True) -> Report:
+               timing: str | GPUFigures | None = None, log: int = 0, keep: bool = True,
+               strict: bool = True) -> Report:
         """Runs an entry function (the only one, when `entry` is None) over a grid and returns what was found
         and counted. `args` are buffers, addresses and other integers, floats, `TensorMap`s or bytes, one for
         each parameter. With `footprint`, the report says which bytes of memory were touched. A launch with
         `ahead` is a programmatic one (griddepcontrol): what the kernels ahead touched conflicts with what it
         does before it has waited for them. Both need `check`. `tapes` runs chosen clusters alone, and records
-        them. `timing` names a GPU: nothing is computed or checked, and memory stays as it is; the report has
-        a prediction of the time that the launch takes there, with `log` of its issues for a trace, and
-        without `strict` also of a kernel that ptxas changes; without `keep`, what chosen CTAs wrote stays in
-        memory. Raises `PTXError` naming the line or the argument that cannot be."""
+        them. `timing` is a GPU, its name or its figures: nothing is computed or checked, and memory stays as
+        it is; the report has a prediction of the time that the launch takes there, with `log` of its issues
+        for a trace, and without `strict` also of a kernel that ptxas changes; without `keep`, what chosen
+        CTAs wrote stays in memory. Raises `PTXError` naming the line or the argument that cannot be."""
         loaded = self._load(ptx_text)
         function = self._entry(loaded.module, entry)
         program = loaded.program(function)
@@ -223,8 +225,9 @@ class Emulator:
                       time.perf_counter() - began, run.footprint, ahead is not None and not run.held, notes,
                       printed=run.printed)
 
-    def _timed(self, text: str, entry: str, shape: tuple[Triple, Triple, Triple], shared: int, gpu: str,
-               log: int, keep: bool, strict: bool, run: Callable[[Tapes], object]) -> Report:
+    def _timed(self, text: str, entry: str, shape: tuple[Triple, Triple, Triple], shared: int,
+               gpu: str | GPUFigures, log: int, keep: bool, strict: bool,
+               run: Callable[[Tapes], object]) -> Report:
         from tinygrad_nv.ptx.timing.model import predicted
         from tinygrad_nv.ptx.timing.shape import Shape
 
