@@ -151,7 +151,8 @@ def test_managed_variables_are_the_hosts_too(tmp_path: Path, capfd: pytest.Captu
 # where nvcc says that fields of cudaDeviceProp are, by CUDA's version
 PLACES = {12: (1032, {"memory": 288, 13: 348, 75: 360, 16: 388, 38: 616, 81: 640, 97: 696, 106: 712, 111: 720,
                       120: 772}),
-          13: (1008, {"memory": 288, 75: 360, 16: 384, 38: 596, 81: 624, 97: 672, 106: 688, 111: 696, 120: 748})}
+          13: (1008, {"memory": 288, 75: 360, 16: 384, 38: 596, 81: 624, 97: 672, 106: 688, 111: 696,
+                      120: 748})}
 
 
 @pytest.mark.parametrize("version", PLACES)
