@@ -1,6 +1,7 @@
 """Agreement of predicted and published times: bench/timing_judges.py."""
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,16 @@ def test_published_tables_are_whole_and_few_rows_are_fitted():
     assert all(len(each) == len(timing_fa3.TOKENS) for each in timing_fa3.PUBLISHED.values())
     assert set(timing_deepgemm.PUBLISHED) > timing_deepgemm.FITTED
     assert all((head, causal) in timing_fa3.PUBLISHED for head, causal, _ in timing_fa3.FITTED)
+
+
+def test_the_page_says_what_the_record_has():
+    record = json.loads((timing_check.RESULTS / f"{timing_check.RECORD}.json").read_text())
+    page = (Path(timing_check.__file__).parents[1] / "docs" / "timing.md").read_text()
+    assert record["agreement"] == timing_check.summary([Judged(**each) for each in record["rows"]])
+    for name, found in record["agreement"].items():
+        cells = f"{found['mape']:.1%}", f"{found['worst']:.1%}"
+        mean, worst = (cell.replace("%", " %") for cell in cells)
+        assert f"| {name} | {found['rows']} | {mean} | {worst} | {found['rank']:.3f} |" in page
 
 
 def test_what_nvcc_refuses_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -22,7 +22,7 @@ from statistics import mean
 import numpy as np
 
 from tinygrad_nv.errors import ConfigError
-from tinygrad_nv.ptx.assemble import Resources, assemble
+from tinygrad_nv.ptx.assemble import Resources
 from tinygrad_nv.ptx.emulator.tapes import Tape, Tapes
 from tinygrad_nv.ptx.timing import critical
 from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures, slowed, sustained_hz
@@ -215,7 +215,7 @@ def _waits(code: Code, runs: Sequence[Run], most: int = 12) -> tuple[Wait, ...]:
 
 def predicted(text: str, arch: str, entry: str, shape: Callable[[Resources], Shape],
               name: str | GPUFigures, record: Callable[[Tapes], None], memory: Sequence[tuple[int, int]],
-              log: int = 0) -> Timing:
+              log: int = 0, strict: bool = True) -> Timing:
     """A launch of an entry function on the GPU `name`, or on one of these figures. `record` runs chosen
     clusters on the emulator, `memory` has the addresses and sizes of its buffers. Raises `ConfigError` for
     a GPU without figures, or of another architecture, `ToolchainError` without ptxas or a disassembler."""
@@ -224,11 +224,12 @@ def predicted(text: str, arch: str, entry: str, shape: Callable[[Resources], Sha
         called = name if isinstance(name, str) else gpu.name
         raise ConfigError(f"{called} is of {gpu.arch}, the emulator of {arch}", f"an emulator of {gpu.arch}",
                           "choose another GPU, or another architecture")
-    found = shape(assemble(text, gpu.arch).kernels[entry])
+    listed = listing(text, gpu.arch, entry, strict)
+    found = shape(listed.resources[entry])
     at_once = range(min(found.clusters, found.at_once(gpu)))
     for drawn in (False, True):
         begins = places(found, gpu, drawn)
         tapes = Tapes(recorded(found, gpu, begins), idle=True, others=at_once, brief=BRIEF * found.ctas)
         record(tapes)
         if not tapes.draws or len(at_once) < found.clusters: break
-    return timed(listing(text, gpu.arch), entry, found, tapes, gpu, memory, begins, log)
+    return timed(listed, entry, found, tapes, gpu, memory, begins, log)
