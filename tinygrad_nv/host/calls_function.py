@@ -80,7 +80,7 @@ def ctas_of_sm(s: Session, kernel: Kernel, threads: int, dynamic: int) -> int:
     shared = kernel.static_bytes + dynamic
     if shared > SHARED_LIMIT[number]: return 0
     return min(THREADS_OF_SM[number] // (32 * warps), REGISTERS // max(registers, 1),
-               SHARED_OF_SM[number] // (shared + RESERVED), CTAS_OF_SM)
+               SHARED_OF_SM[number] // (shared + RESERVED), CTAS_OF_SM[number])
 
 
 @api("cudaOccupancyMaxActiveBlocksPerMultiprocessor", "cuOccupancyMaxActiveBlocksPerMultiprocessor",

@@ -14,8 +14,9 @@ from tinygrad_nv.ptx.emulator.arguments import (
 )
 from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures
 
-MEMORY_BYTES = {"h100": 80 << 30, "h200": 141 << 30, "h800": 80 << 30}
-CTAS_OF_SM = 32
+# data sheets; CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"
+MEMORY_BYTES = {"a100": 80 << 30, "h100": 80 << 30, "h200": 141 << 30, "h800": 80 << 30, "l40s": 48 << 30}
+CTAS_OF_SM = {80: 32, 86: 16, 89: 24, 90: 32}
 REGISTERS = 65536
 UUID = b"tinygrad-nv h100"
 VERSION = 13000         # of CUDA: driver and runtime
@@ -47,13 +48,14 @@ class HostGPU:
                 19: 1, 31: 1, 32: 1, 36: 2619000, 37: 5120, 38: gpu.l2_bytes, 39: THREADS_OF_SM[number],
                 40: 3, 41: 1, 51: 32, 75: self.capability[0], 76: self.capability[1], 78: 1, 79: 1, 80: 1,
                 81: SHARED_OF_SM[number], 82: REGISTERS, 83: 1, 87: 2, 89: 1, 90: 1, 95: 1,
-                97: SHARED_LIMIT[number], 99: 1, 106: CTAS_OF_SM, 108: gpu.l2_bytes * 3 // 4, 109: 128 << 20,
+                97: SHARED_LIMIT[number], 99: 1, 106: CTAS_OF_SM[number], 108: gpu.l2_bytes * 3 // 4,
+                109: 128 << 20,
                 111: 1024, 115: 1, 120: int(number >= 90), 126: 4, 134: -1}
 
 
 def gpu_named(key: str) -> HostGPU:
     """Raises `ConfigError` for one without figures."""
-    return HostGPU(key, figures(key), MEMORY_BYTES.get(key, 80 << 30))
+    return HostGPU(key, figures(key), MEMORY_BYTES[key])
 
 
 # cudaDeviceProp: C types, and the attribute that is there; some of one version of CUDA alone

@@ -22,7 +22,6 @@ from tinygrad_nv import config
 from tinygrad_nv.cpu.target import CPU, host
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
-from tinygrad_nv.runtime.clock import DriverClock
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.runtime.renderers import renderer_of
@@ -94,6 +93,7 @@ def _arch(name: str) -> tuple[str, str]:
 def _gpu(name: str) -> GPU | None:
     driver: Driver | None = getattr(Device[name], "driver", None)
     if driver is None: return None
+    from tinygrad_nv.runtime.clock import DriverClock  # numpy
     emulated = kind_of(name) == "EMU"
     there = driver.properties
     return GPU(there.arch, there.sm_count, driver.clusters, None if emulated else DriverClock(driver),

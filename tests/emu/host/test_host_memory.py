@@ -8,6 +8,7 @@ from host_program import SCALE, compiled
 
 from tinygrad_nv.host import run_program
 from tinygrad_nv.host.gpus import gpu_named, properties
+from tinygrad_nv.ptx.timing.gpu import figures, known
 
 RUN = "void *a, *b; int count = 32; float x[64], y[64]; for (int i = 0; i < 64; i++) x[i] = i;"
 
@@ -164,3 +165,15 @@ def test_properties_lie_where_cuda_has_them(version: int):
     for what, at in places.items():
         nbytes = 8 if what == "memory" else 4
         assert int.from_bytes(found[at:at + nbytes], "little") == wanted[what] > 0, what
+
+
+@pytest.mark.parametrize("gpu", known())
+def test_every_gpu_with_figures_runs_programs(tmp_path: Path, capfd: pytest.CaptureFixture[str], gpu: str):
+    program = compiled(tmp_path, RUN + """
+        int sms, major;
+        cudaMalloc(&a, 128); cudaMalloc(&b, 128); cudaMemset(a, 0, 128);
+        RUN(scaled, 1, 32, &a, &b, &count); cudaMemcpy(y, b, 128, DtoH);
+        cudaDeviceGetAttribute(&sms, 16, 0); cudaDeviceGetAttribute(&major, 75, 0);
+        printf("%g %d %d", y[31], sms, major);""", SCALE.replace("sm_90", "sm_80"))
+    assert run_program([str(program)], gpu).status == 0
+    assert capfd.readouterr().out == f"31 {figures(gpu).sms} {figures(gpu).arch[3]}"

@@ -117,7 +117,7 @@ def test_every_way_to_launch_has_the_same_tensor_maps():
     users = asked(lambda: [program._encoded(gpu, m, at[m.pointer], 128) for m in kernel.maps])
     assert len(users) >= 2
     assert {each.l2_promotion for each in users} == {"128B"}
-    assert asked(lambda: clock.arguments(gpu, kernel, spec, at)) == users
+    assert asked(lambda: clock.arguments(gpu, kernel, (), at)) == users
     memory = dict(zip(("out", "a", "b"), at, strict=True))
     assert asked(lambda: GemmLauncher(gpu, kernel).bound(spec, memory)) == users
     assert asked(lambda: submitted(gpu, [kernel], at)) == users
