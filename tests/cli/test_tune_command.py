@@ -18,7 +18,7 @@ from tinygrad_nv.tile.gemm.schedules import Mma
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
-WORDS = ["tune", "96", "80", "512", "--arch", "sm_80", "--sm-count", "100", "--beam", "1"]    # none has so many
+WORDS = ["tune", "96", "80", "512", "--arch", "sm_80", "--sm-count", "100", "--beam", "1"]  # none has so many
 SPEC = dense(96, 80, 512)
 
 

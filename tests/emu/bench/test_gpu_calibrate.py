@@ -44,7 +44,8 @@ def other(base: GPUFigures) -> GPUFigures:
 
 def recovered(name: str, wanted: Iterable[str]) -> None:
     """Figures of another GPU, from what the model measures as that one."""
-    base, wanted = replace(figures(name), coalesced=0.0), [one for one in wanted if getattr(figures(name), one)]
+    base = replace(figures(name), coalesced=0.0)
+    wanted = [one for one in wanted if getattr(base, one)]
     truth = other(base)
     rows = {each.measure: [MEASURES[each.measure].value(ModelPlayer(truth))] for each in CONSTANTS
             if each.name in wanted and MEASURES[each.measure].of(base.arch)}

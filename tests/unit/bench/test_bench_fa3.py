@@ -65,8 +65,8 @@ def test_a_library_is_built_once(tmp_path: Path, sources: Path, monkeypatch: pyt
     out = tmp_path / "cache"
     for _ in range(2): assert fa3.built(sources, None, 128, out) == out / "fa3_128.so"
     line, = log.read_text().splitlines()
-    for words in ("-DHEAD_DIM=128", "arch=compute_90a,code=[sm_90a,compute_90a]", f"-I{sources}", "csrc/cutlass/include",
-                  str(fa3.WRAPPER), "-DFLASHATTENTION_DISABLE_VARLEN"):
+    for words in ("-DHEAD_DIM=128", "arch=compute_90a,code=[sm_90a,compute_90a]", f"-I{sources}",
+                  "csrc/cutlass/include", str(fa3.WRAPPER), "-DFLASHATTENTION_DISABLE_VARLEN"):
         assert words in line
     assert fa3.built(out, None, 128) == out / "fa3_128.so", "a folder of libraries"
     os.utime(sources / "flash.h", (2**33, 2**33))
