@@ -127,7 +127,7 @@ def test_what_cannot_be_is_refused_with_the_arithmetic(words: str):
 ALONE: dict[str, tuple[GemmSpec, GemmSchedule, str]] = {
     **{f"block_n={columns} for bytes is not 8, 16, 24 or a multiple of 16 up to 256":
        (product(512, 512, 512, S8), W.block(128, columns).k(128), HOPPER) for columns in (40, 56, 72, 104)},
-    "64 × 256 / 128 threads × 2 (fp8 is summed twice) = 256 sums a thread, at most 200 with 2 consumers":
+    "64 × 256 / 128 threads + 128 (fp8 is summed twice) = 256 sums a thread, at most 200 with 2 consumers":
         (product(512, 512, 512, E4M3, F32), W.block(128, 256).k(128).stages(2), HOPPER),
     "wgmma needs sm_90a, the target is sm_80": (SPEC, W, AMPERE),
     "wgmma needs sm_90a, the target is sm_89": (SPEC, W, "sm_89"),

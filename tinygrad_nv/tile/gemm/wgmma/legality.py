@@ -99,7 +99,7 @@ def _room(plan: WgmmaPlan) -> list[str]:
         out.append(f"{s.depth} stages × {stage}{staged} + {plan.barrier_bytes} B of barriers = {needed} B of "
                    f"shared memory, sm_90a has {most}")
     if plan.sums > plan.most_sums:
-        twice = " × 2 (fp8 is summed twice)" if plan.promoted else ""
+        twice = f" + {s.block_n // 2} (fp8 is summed twice)" if plan.promoted else ""
         beside = " and those of other CTAs" if s.splits > 1 or s.stream else ""
         out.append(f"{plan.rows} × {s.block_n} / 128 threads{twice} = {plan.sums} sums a thread, at most "
                    f"{plan.most_sums} with {plan.consumers} consumers{beside}")

@@ -107,14 +107,24 @@ class WgmmaPlan:
 
     @property
     def sums(self) -> int:
-        """Sums a thread holds; fp8 has a second set."""
-        return self.subtiles * self.schedule.block_n // 2 * (1 + self.promoted)
+        """Sums a thread holds; fp8 has a second set, of 64 rows."""
+        return (self.subtiles + self.promoted) * self.schedule.block_n // 2
 
     @property
     def most_sums(self) -> int:
         """So many it can hold."""
         shared = MOST_SHARED if self.schedule.splits > 1 or self.schedule.stream else MOST_SUMS[1]
         return min(shared, (MOST_TWICE if self.promoted else MOST_SUMS)[self.consumers])
+
+    @property
+    def staggered(self) -> int:
+        """Stages that the second of two consumers multiplies alone at the end of a tile; 0: both end together.
+        A stage is given back when the one after it is issued: the first needs `depth` - 1 of the ring to come to
+        its end, and it must not come to the next one's before the second has paused. fp8 would wait for each of
+        these stages, and reductions need the sums of both."""
+        s = self.schedule
+        apart = s.splits == 1 and not s.stream and not self.promoted
+        return min(2, s.depth - 1) if self.readers == 2 and apart and self.iterations >= s.depth else 0
 
     @property
     def peers(self) -> int:
