@@ -115,6 +115,10 @@ WGMMA = [
     # more iterations than stages, in one tile and over the tiles of a persistent CTA
     *each("rings", "sm_90a", (
         (product(200, 130, 64 * (s + 2), BF16, F32), W64.stages(s)) for s in (2, 3, 4, 7)), 4, sm_count=2),
+    # as many as stages, and one more; the second consumer multiplies the last alone
+    *each("consumers-end-in-turn", "sm_90a", (
+        (product(200, 130, 64 * (s + more), BF16, F32), W64.stages(s).cluster(*cluster))
+        for s in (2, 3, 4) for more in (0, 1) for cluster in ((1, 1), (2, 1))), sm_count=2),
     # an odd and an even number of rounds of the ring between one's turns
     *each("turns", "sm_90a", (
         (product(500, 130, 64 * k, BF16, F32), W.block(64, 64).warps(warps).stages(3).pingpong())

@@ -118,10 +118,10 @@ class WgmmaPlan:
 
     @property
     def staggered(self) -> int:
-        """Stages that the second of two consumers multiplies alone at the end of a tile; 0: both end together.
-        A stage is given back when the one after it is issued: the first needs `depth` - 1 of the ring to come to
-        its end, and it must not come to the next one's before the second has paused. fp8 would wait for each of
-        these stages, and reductions need the sums of both."""
+        """Stages that the second of two consumers multiplies alone at the end of a tile; 0: both end
+        together. A stage is given back when the one after it is issued: the first needs `depth` - 1 of the
+        ring to come to its end, and must not come to the next one's before the second has paused. fp8 would
+        wait for each of these stages, and reductions need the sums of both."""
         s = self.schedule
         apart = s.splits == 1 and not s.stream and not self.promoted
         return min(2, s.depth - 1) if self.readers == 2 and apart and self.iterations >= s.depth else 0
