@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[GemmSpec, GemmSchedule, str]] = {
         "3 splits: a cluster of 2, 4 or 8 CTAs shares a tile": W.split(3),
         "8 splits of K=512 / block_k=128 = 4 stages": W.k(128).stages(2).split(8),
         "2 splits in ping-pong: consumers share the tile's rows instead": W.pingpong().split(2),
-        "stream-K with a cluster of 2x1: 1x1": W.streamed().cluster(2),
+        "2 splits with a cluster of 2x1: 1x1": W.split(2).cluster(2),
         "2 splits and stream-K: one of them": W.split(2).streamed(),
         "2 splits: 128 × 128 sums × 4 B = 65536 B do not fit in the ring's 3 × 16384 = 49152 B, where they "
         "meet": W.k(32).stages(3).split(2),

@@ -108,8 +108,7 @@ class MainLoop:
 
     def _summed(self, iterations: Number) -> None:
         """The first stage apart: it adds to nothing, and none is given back."""
-        kb, alone = self.kb, self.plan.staggered
-        pause = kb.select(self.consumer > 0, iterations - alone, NEVER, "u32") if alone else None
+        kb, pause, ended = self.kb, *self._ends(iterations)
         self._issue(False)
         self._next()
         with kb.loop(1, iterations, kind="u32") as i:
@@ -119,9 +118,19 @@ class MainLoop:
             self.ring.release(self.empty_barriers, self.last, self.mine)
             self._next()
         self._issued()
-        if pause is not None: kb.emit("bar.arrive", ENDED, self.plan.threads, guard=self.consumer == 0)
+        if ended is not None: kb.emit("bar.arrive", ENDED, self.plan.threads, guard=ended)
         kb.wgmma_wait(0)
         self.ring.release(self.empty_barriers, self.last, self.mine)
+
+    def _ends(self, iterations: Number) -> tuple[Value | None, Value | None]:
+        """The stage before which this consumer pauses, and whether it says that it has ended; None where
+        consumers end together. A part of a tile may be shorter than the ring."""
+        kb, alone = self.kb, self.plan.staggered
+        if not alone: return None, None
+        second, first = self.consumer > 0, self.consumer == 0
+        if isinstance(iterations, Value):
+            second, first = (each & (iterations >= self.plan.schedule.depth) for each in (second, first))
+        return kb.select(second, iterations - alone, NEVER, "u32"), first
 
     def _issue(self, further: bool) -> None:
         """wgmmas of the next stage."""
