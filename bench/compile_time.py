@@ -30,7 +30,7 @@ from measure import each, save, spread, table
 from triton.backends.nvidia.compiler import get_ptxas
 
 from tinygrad_nv.ptx.assemble import assemble, require_ptxas
-from tinygrad_nv.tile.gemm.choose import choose
+from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Mma, Wgmma
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE

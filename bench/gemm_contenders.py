@@ -19,7 +19,7 @@ from typing import Any
 
 from gpu_parts import NotMeasured, Options, Run, about, alone, contender
 
-from tinygrad_nv.tile.gemm.choose import choose
+from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.gemm.cost import predict
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE

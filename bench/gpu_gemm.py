@@ -22,8 +22,8 @@ from gpu_compare import spaced
 from gpu_parts import MOST_SETS, Column, NotMeasured, Options, Row, emulated, timing_part, workloads
 from tinygrad.dtype import dtypes
 
+from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.expression import Sum, silu
-from tinygrad_nv.tile.gemm.choose import choose
 from tinygrad_nv.tile.gemm.cost import predict
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.template import GPU

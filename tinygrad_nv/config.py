@@ -66,6 +66,9 @@ SETTINGS = (
     Setting("NV_SCHEDULES", "", ("",),
             "the file of tuned schedules; unset: tinygrad_nv/schedules.json in the cache directory",
             path=True),
+    Setting("NV_TIMING_GPU", "", ("",),
+            "the GPU that BEAM and `tinygrad-nv tune` model where there is none, such as h200; unset: "
+            "the first of the architecture with as many SMs", path=True),
     Setting("NV_API_KEY", "", ("",), "the key that `tinygrad-nv serve` wants to see; unset: none, or "
             "those of --api-key", path=True),
 )

@@ -5,12 +5,14 @@ import json
 from pathlib import Path
 
 import pytest
+from tinygrad.helpers import Context
 
 from tinygrad_nv.cli import main
-from tinygrad_nv.tile import database
+from tinygrad_nv.tile import database, tune
+from tinygrad_nv.tile.attention import dense as attention
+from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.database import Entry
-from tinygrad_nv.tile.gemm import tune
-from tinygrad_nv.tile.gemm.choose import choose
+from tinygrad_nv.tile.decode import dense as decode
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.schedules import Mma
 from tinygrad_nv.tile.template import GPU
@@ -80,7 +82,7 @@ def test_a_symbolic_product_of_two_parts(command):
 
 def test_candidates_that_are_out_say_why(command, monkeypatch):
     from tinygrad_nv.ptx.assemble import Assembly, Resources
-    monkeypatch.setattr(tune, "assemble", lambda text, arch: Assembly(
+    monkeypatch.setattr(tune, "assemble", lambda text, arch, flags: Assembly(
         arch, b"", {"gemm_mma": Resources(255, 16, 16, 0, 0, 1)}, ()))
     done = command(*WORDS)
     assert done.code == 2
@@ -89,13 +91,71 @@ def test_candidates_that_are_out_say_why(command, monkeypatch):
     assert database.entries() == []
 
 
+# **** by the timing model ****
+
+HOPPER = ["--beam", "1", "--json"]
+
+
+def test_what_is_modelled_is_told_as_that_and_for_which_gpu(file: Path, command):
+    words = ["tune", "256", "512", "256", "--beam", "1"]
+    done = command(*words).succeeded()
+    winner = database.entries()[0]
+    lines = done.out.splitlines()
+    assert "predicted us  modelled us" in lines[0]
+    assert "measured" not in lines[0]
+    assert lines[-1].endswith(f"TFLOP/s modelled for h100, not measured; kept in {file}")
+    assert (winner.how, winner.gpu) == ("modelled", "h100")
+    said = json.loads(command(*words, "--gpu", "h800", "--json").succeeded().out)
+    assert (said["how"], said["gpu"]) == ("modelled", "h800")
+    assert said["candidates"][0]["modelled_s"] != winner.seconds
+    assert "measured_s" not in said["candidates"][0]
+    shown = command("tune", "--list").succeeded().out.splitlines()
+    assert [line.split("  ")[-1] for line in shown[1:]] == ["modelled for h100", "modelled for h800"]
+    assert choose(dense(256, 512, 256), GPU("sm_90a", 132)) == winner.schedule
+
+
+@pytest.mark.parametrize(("words", "spec"), [
+    (["--attention", "1x4x256x64", "--causal", "--kv-heads", "2"],
+     attention.dense(1, 4, 256, 64, causal=True, kv_heads=2)),
+    (["--attention", "1x2x128x64", "--backward", "--layout", "BSHD", "--dtype", "f16"],
+     attention.gradient(attention.dense(1, 2, 128, 64, "f16", layout="BSHD"))),
+    (["--decode", "2x4x256x64", "--kv-heads", "1", "--kv-dtype", "e4m3", "--page-size", "32"],
+     decode.dense(2, 4, 256, 64, kv_heads=1, kv_dtype="e4m3", page_size=32))])
+def test_attentions_are_tuned(words: list[str], spec: object, command):
+    said = json.loads(command("tune", *words, *HOPPER).succeeded().out)
+    assert said["spec"] == str(spec)
+    assert said["how"] == "modelled"
+    best = said["candidates"][0]
+    assert best["modelled_s"] > 0
+    assert best["registers"] > 0
+    assert best["predicted_s"] is None
+    assert TABLE.choose(spec, GPU("sm_90a", 132)) == TABLE.read("gpu", best["schedule"])
+
+
+def test_with_a_gpu_the_best_by_the_model_are_measured(command, monkeypatch: pytest.MonkeyPatch):
+    from tinygrad_nv.patterns import target
+    times = iter((2e-5, 1e-5))
+    class GPUClock:
+        how, clusters = "measured", ()
+        def seconds(self, made, spec, assembled=()): return next(times)
+    there = GPU("sm_90a", 132, clock=GPUClock(), model="h100")
+    monkeypatch.setattr(target, "target_of", lambda device: there if device == "CUDA" else None)
+    with Context(DEV="CUDA"): done = command("tune", "--attention", "1x4x256x64", "--beam", "1").succeeded()
+    head, first, second, *others = done.out.splitlines()
+    assert head.split()[:5] == ["schedule", "modelled", "us", "measured", "us"]
+    assert ("10.00" in first, "20.00" in second) == (True, True)
+    assert "modelled slower than what was m…" in others[0]
+    assert "TFLOP/s measured; kept in" in done.out
+    assert [entry.how for entry in database.entries()] == ["measured"]
+
+
 # **** the database ****
 
 def test_list(file: Path, command):
     assert command("tune", "--list").succeeded().out == f"no schedules in {file}\n"
     database.store([entry(), entry(dense(64, 64, 64, epilogue="bias+gelu"))])
     lines = command("tune", "--list").succeeded().out.splitlines()
-    assert lines[0].split() == ["matmul", "arch", "toolchain", "schedule", "us", "bound", "how"]
+    assert lines[0].split() == ["spec", "arch", "toolchain", "schedule", "us", "bound", "how"]
     assert lines[1].startswith("96x80x512 bf16 NT → bf16 ")
     assert "mma 64x64x32, 2x2 warps, 3 stages" in lines[1]
     assert "…" in lines[2]
@@ -138,6 +198,18 @@ def test_a_corrupt_database_is_a_note(file: Path, command):
     (["1", "2", "3", "--list"], "3 numbers"), (["8", "8", "8", "--epilogue", "bias+nonsense"], "'nonsense'"),
     (["64", "64", "64", "--dtype", "f32"], "no template takes 64x64x64 f32 NT → f32 on sm_90a: "),
     (["64", "64", "64", "--batch", "2x2x2x2"], "4 dimensions of batch"),
+    (["64", "64", "64", "--gpu", "h900"], "no figures of a GPU 'h900'\n  expected: one of h100, h200, h800"),
+    (["64", "64", "64", "--gpu", "h100", "--arch", "sm_80"], "--gpu h100 with another --arch or --sm-count"),
+    (["64", "64", "64", "--gpu", "h100", "--arch", "cpu"], "--gpu on a CPU"),
+    (["64", "64", "64", "--causal"], "--causal of a matmul"),
+    (["--attention", "1x4x64x64", "--page-size", "16"], "--page-size of an attention"),
+    (["--decode", "1x4x64x64", "--backward"], "--backward of a decode attention"),
+    (["--decode", "1x4x64x64", "--attention", "1x4x64x64"], "--attention and --decode"),
+    (["--attention", "1x4x64x64", "--kv-heads", "3"], "4 heads of 3 key heads"),
+    (["--attention", "1x4x64x64", "--dtype", "s8"], "operands of dtype 's8'"),
+    (["--attention", "1x4x64x64", "64"], "1 numbers"),
+    (["--attention", "1x4x64x64", "--arch", "cpu"], "attentions have one schedule there"),
+    (["--attention", "1x4x64x64", "--arch", "sm_80"], "nothing times attention kernels on sm_80"),
     (["--import", "missing.json"], "missing.json cannot be read"),
     (["--export", "/proc/nowhere/x.json"], "the system refused")])
 def test_refused(words: list[str], said: str, command):
@@ -154,7 +226,8 @@ def test_a_file_that_is_no_export_is_refused(tmp_path: Path, command):
 
 @pytest.mark.parametrize("words", [["0", "1", "1"], ["a", "1", "1"], ["1", "1", "1", "--beam", "0"],
                                    ["1", "1", "1", "--dtype", "f8"], ["1", "1", "1", "--majors", "XX"],
-                                   ["1", "1", "1", "--batch", "2xx"], ["1", "1", "1", "--arch", "sm_70"],
+                                   ["1", "1", "1", "--batch", "2xx"], ["--attention", "1x2x3"],
+                                   ["1", "1", "1", "--arch", "sm_70"],
                                    ["--list", "--clear"], ["1", "1", "1", "--what"]])
 def test_words_that_are_wrong(words: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as exit_: main(["tune", *words])

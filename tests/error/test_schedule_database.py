@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tinygrad_nv.tile import database
+from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.database import Entry, ScheduleWarning
 from tinygrad_nv.tile.gemm.analytic import analytic
-from tinygrad_nv.tile.gemm.choose import choose
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.schedules import Mma
 from tinygrad_nv.tile.template import GPU

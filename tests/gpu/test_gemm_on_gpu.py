@@ -8,7 +8,7 @@ import torch
 from gemm_case import arguments, product, run
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.tile.gemm.choose import choose
+from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 

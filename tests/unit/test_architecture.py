@@ -22,9 +22,9 @@ KINDS = ("eager", "lazy", "typing")
 # from the bottom up; of one row, none imports another. tile and cpu make kernels and runtime runs them, so it
 # knows what a kernel is; the CPU's schedules are found by running, so cpu knows runtime. hooks is how all
 # above reach into tinygrad.
-LAYERS = ("errors table interrupt", "config", "cache", "toolchain", "ptx", "tile", "hooks", "runtime", "cpu",
-          "host patterns", "functional", "kvcache graphs", "models", "engine", "server benchmarks", "explain",
-          "registration", "tinygrad_nv", "cli")
+LAYERS = ("errors table interrupt progress", "config", "cache", "toolchain", "ptx", "tile", "hooks",
+          "runtime", "cpu", "host patterns", "functional", "kvcache graphs", "models", "engine",
+          "server benchmarks", "explain", "registration", "tinygrad_nv", "cli")
 RANKS = {group: rank for rank, row in enumerate(LAYERS) for group in row.split()}
 # files that make a group without a folder of their own
 GROUPS = {"__main__": "cli"}

@@ -88,8 +88,9 @@ def _given(arguments: argparse.Namespace, names: Iterable[str]) -> str:
 
 def _gemm(arguments: argparse.Namespace) -> str:
     from tinygrad_nv.explain import levels
-    from tinygrad_nv.tile.gemm.choose import choose, why_not
+    from tinygrad_nv.tile.choose import choose
     from tinygrad_nv.tile.gemm.dense import dense
+    from tinygrad_nv.tile.gemm.why_not import why_not
     from tinygrad_nv.tile.gpu import gpu_model_for
     from tinygrad_nv.tile.template import GPU
     if arguments.sm_count < 0:

@@ -1,9 +1,11 @@
-"""`tinygrad-nv tune`: finds the best schedule of a matmul; manages the schedule database.
+"""`tinygrad-nv tune`: finds the best schedule of a matmul or an attention; manages the schedule database.
 
-Protocol: `tune M N K` tries candidates (tile/gemm/tune.py), prints them as a table, the best first, and
-stores the best; with --arch cpu, or DEV=CPU, those of cpu/gemm/tune.py on this machine. `--list`, `--export`,
-`--import` and `--clear` manage the database at NV_SCHEDULES. Notes about ignored entries go to stderr. Times
-are microseconds.
+Protocol: `tune M N K`, `tune --attention BxHxSxD` and `tune --decode BxHxSxD` try candidates (tile/tune.py),
+print them as a table, the best first, and store the best; a matmul with --arch cpu, or DEV=CPU, those of
+cpu/gemm/tune.py on this machine. With DEV=CUDA they are measured; otherwise nothing is measured: times are
+modelled for the GPU of --gpu, or counted where the timing model has no figures, and the table says which.
+`--list`, `--export`, `--import` and `--clear` manage the database at NV_SCHEDULES. Notes about ignored
+entries go to stderr. Times are microseconds.
 """
 from __future__ import annotations
 
@@ -12,18 +14,23 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tinygrad.helpers import DEV
 
-from tinygrad_nv.errors import RequestError, SpecError
+from tinygrad_nv.errors import RequestError, SpecError, ToolchainError
 from tinygrad_nv.explain.levels import shortened
+from tinygrad_nv.progress import bar
 from tinygrad_nv.ptx.assemble import ARCHITECTURES
+from tinygrad_nv.ptx.timing.gpu import figures
+from tinygrad_nv.ptx.timing.gpu import known as known_gpus
 from tinygrad_nv.table import aligned
 from tinygrad_nv.tile import database
-from tinygrad_nv.tile.gemm.choose import why_not
+from tinygrad_nv.tile.attention import dense as attention
+from tinygrad_nv.tile.decode import dense as decode
 from tinygrad_nv.tile.gemm.cost import predict
 from tinygrad_nv.tile.gemm.dense import MAJORS, RESULTS, TYPES, WORDS, dense
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
@@ -31,28 +38,49 @@ from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
+if TYPE_CHECKING:
+    from tinygrad_nv.tile.tune import Candidate
+
 CPU = "cpu"
-HEAD = ("schedule", "predicted us", "counted us", "bound", "registers", "shared bytes")
+OF_MATMULS: dict[str, Any] = {"out": "", "majors": "NT", "batch": (), "epilogue": "", "symbolic": False}
+OF_ATTENTION: dict[str, Any] = {"keys": 0, "causal": False, "backward": False, "layout": "BHSD"}
+OF_DECODE: dict[str, Any] = {"kv_dtype": "", "page_size": 16}
+OF_HEADS: dict[str, Any] = {"kv_heads": 0}
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `tune`."""
-    tune = commands.add_parser("tune", help="find the best schedule of a matmul, and store it",
-                               usage="%(prog)s [options] M N K")
+    tune = commands.add_parser("tune", help="find the best schedule of a matmul or attention, and store it",
+                               usage="%(prog)s [options] M N K | --attention BxHxSxD | --decode BxHxSxD")
     tune.add_argument("extents", nargs="*", type=_extent, metavar="M N K",
-                      help="rows, columns, length of sums")
+                      help="of a matmul: rows, columns, length of sums")
+    tune.add_argument("--attention", type=_heads, metavar="BxHxSxD",
+                      help="an attention: batch, heads, rows, elements of a head")
+    tune.add_argument("--decode", type=_heads, metavar="BxHxSxD",
+                      help="a decode attention: requests, heads, tokens at most, elements of a head")
+    tune.add_argument("--dtype", default="bf16", choices=TYPES, help="of the operands (default bf16)")
     matmul = tune.add_argument_group("matmul")
-    matmul.add_argument("--dtype", default="bf16", choices=TYPES, help="of the operands (default bf16)")
-    matmul.add_argument("--out", default="", choices=RESULTS,
+    matmul.add_argument("--out", choices=RESULTS,
                         help="of the result (default: as the operands; bf16 for fp8, s32 for bytes)")
-    matmul.add_argument("--majors", default="NT", choices=MAJORS, help="BLAS's letters; NT is x @ w.T")
-    matmul.add_argument("--batch", type=_batch, default=(), metavar="B[xB…]", help="batch dimensions")
-    matmul.add_argument("--epilogue", default="", metavar="WORD+…",
-                        help=f"epilogue operations: {', '.join(WORDS)}")
-    matmul.add_argument("--symbolic", action="store_true", help="M is the maximum of a symbolic extent")
+    matmul.add_argument("--majors", choices=MAJORS, help="BLAS's letters (default NT: x @ w.T)")
+    matmul.add_argument("--batch", type=_batch, metavar="B[xB…]", help="batch dimensions")
+    matmul.add_argument("--epilogue", metavar="WORD+…", help=f"epilogue operations: {', '.join(WORDS)}")
+    matmul.add_argument("--symbolic", action="store_const", const=True,
+                        help="M is the maximum of a symbolic extent")
+    heads = tune.add_argument_group("attention")
+    heads.add_argument("--kv-heads", type=_extent, metavar="N", help="key heads (default: as many as heads)")
+    heads.add_argument("--keys", type=_extent, metavar="N", help="of a sequence (default: as many as rows)")
+    heads.add_argument("--causal", action="store_const", const=True, help="rows see what stands before them")
+    heads.add_argument("--backward", action="store_const", const=True, help="the gradient")
+    heads.add_argument("--layout", choices=attention.LAYOUTS, help="of operands in memory (default BHSD)")
+    heads.add_argument("--kv-dtype", choices=decode.KV_WORDS, help="of a cache, with --decode")
+    heads.add_argument("--page-size", type=_extent, metavar="N", help="tokens of a page, with --decode (16)")
     search = tune.add_argument_group("search")
     search.add_argument("--arch", choices=(*ARCHITECTURES, CPU),
                         help="default sm_90a, or cpu with DEV=CPU")
+    search.add_argument("--gpu", metavar="NAME",
+                        help=f"the GPU that times are modelled for, one of {', '.join(known_gpus())} "
+                        "(default: NV_TIMING_GPU, or the first of the architecture)")
     search.add_argument("--sm-count", type=_extent, metavar="N",
                         help="SMs of the GPU (default: as the architecture's first has)")
     search.add_argument("--beam", type=_extent, default=2, metavar="N",
@@ -76,12 +104,20 @@ def _extent(text: str) -> int:
 def _batch(text: str) -> tuple[int, ...]: return tuple(map(_extent, re.split("[,x]", text)))
 
 
+def _heads(text: str) -> tuple[int, ...]:
+    if len(made := _batch(text)) == 4: return made
+    raise argparse.ArgumentTypeError(f"{text!r} is not BxHxSxD; write 2x16x4096x128")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     about = arguments.list or arguments.export or arguments.import_ or arguments.clear
-    if len(arguments.extents) != (0 if about else 3):
-        raise RequestError(f"{len(arguments.extents)} numbers", "none with --list, --export, --import or "
-                           "--clear, else three: M N K", "tinygrad-nv tune 4096 4096 4096")
+    heads = bool(arguments.attention) + bool(arguments.decode)
+    if heads > 1: raise RequestError("--attention and --decode", "one of them", "leave one out")
+    if len(arguments.extents) != (0 if about or heads else 3):
+        raise RequestError(f"{len(arguments.extents)} numbers", "none with --attention, --decode, --list, "
+                           "--export, --import or --clear, else three: M N K",
+                           "tinygrad-nv tune 4096 4096 4096")
     if (file := database.path()).is_dir():
         raise RequestError(f"{file} is a directory", "a file for the schedule database",
                            f"NV_SCHEDULES={file / 'schedules.json'}")
@@ -104,50 +140,110 @@ def _notes() -> Iterator[None]:
             for warning in caught: print(f"note: {warning.message}", file=sys.stderr)
 
 
-# **** a matmul ****
+# **** what is tuned ****
+
+def _spec(arguments: argparse.Namespace) -> Any:
+    """What the words say. Raises `RequestError` for an option of something else, `SpecError` for a word that
+    there is not."""
+    what, allowed = "a matmul", OF_MATMULS
+    if arguments.attention: what, allowed = "an attention", OF_ATTENTION | OF_HEADS
+    if arguments.decode: what, allowed = "a decode attention", OF_DECODE | OF_HEADS
+    every = OF_MATMULS | OF_ATTENTION | OF_DECODE | OF_HEADS
+    if strange := [name for name in every if name not in allowed and getattr(arguments, name) is not None]:
+        raise RequestError(f"--{strange[0].replace('_', '-')} of {what}",
+                           ", ".join(f"--{name.replace('_', '-')}" for name in allowed), "leave it out")
+    given: dict[str, Any] = {name: value if (said := getattr(arguments, name)) is None else said
+             for name, value in allowed.items()}
+    if arguments.attention:
+        backward, (batch, heads, rows, d) = given.pop("backward"), arguments.attention
+        spec = attention.dense(batch, heads, rows, d, arguments.dtype, **given)
+        return attention.gradient(spec) if backward else spec
+    if arguments.decode:
+        batch, heads, tokens, d = arguments.decode
+        return decode.dense(batch, heads, tokens, d, arguments.dtype, **given)
+    m, n, k = arguments.extents
+    return dense(m, n, k, arguments.dtype, **given)
+
+
+def _target(arguments: argparse.Namespace) -> GPU:
+    """The GPU that the words ask for. Raises `RequestError` for words that do not fit together, `ConfigError`
+    for a GPU without figures."""
+    if arguments.gpu is None:
+        if DEV.device == "CUDA" and arguments.arch is None and arguments.sm_count is None:
+            from tinygrad_nv.patterns.target import target_of
+            there = target_of("CUDA")
+            assert isinstance(there, GPU), "a driver of ours has GPUs"
+            return there
+        return GPU(arguments.arch or "sm_90a", arguments.sm_count or 0)
+    named = figures(arguments.gpu)
+    if arguments.arch not in (None, named.arch) or arguments.sm_count not in (None, named.sms):
+        raise RequestError(f"--gpu {arguments.gpu} with another --arch or --sm-count",
+                           f"{named.arch} and {named.sms} SMs, which it has", "leave them out")
+    return GPU(named.arch, named.sms, model=arguments.gpu)
+
 
 def _tune(arguments: argparse.Namespace) -> None:
-    from tinygrad_nv.cpu.gemm.tune import bar
-    from tinygrad_nv.tile.gemm.tune import Candidate, tune
-    m, n, k = arguments.extents
-    spec = dense(m, n, k, arguments.dtype, arguments.out, arguments.majors, arguments.batch,
-                 arguments.epilogue, arguments.symbolic)
-    if arguments.arch is None: arguments.arch = CPU if DEV.device == "CPU" else "sm_90a"
+    from tinygrad_nv.tile.modelled import clock_of
+    from tinygrad_nv.tile.tune import schedules, tune
+    spec = _spec(arguments)
+    if arguments.arch is None and arguments.gpu is None and DEV.device == "CPU": arguments.arch = CPU
     if arguments.arch == CPU:
         _tune_cpu(spec, arguments)
         return
-    if reason := why_not(spec, GPU(arguments.arch)):
-        raise SpecError(f"no template takes {_shown(spec, arguments)} on {arguments.arch}: {reason}")
-    with bar(str(spec)) as progress:
-        tried = tune(spec, arguments.arch, arguments.beam, arguments.sm_count or 0, None, progress)
+    gpu = _target(arguments)
+    if not schedules(spec, gpu, 0):
+        reason = TABLE.why_not(spec, gpu)
+        raise SpecError(f"no template takes {_shown(spec, arguments)} on {gpu.arch}: {reason}")
+    if arguments.gpu is not None and clock_of(gpu) is None:
+        raise ToolchainError("the timing model lacks ptxas or nvdisasm", "both",
+                             "pip install nvidia-cuda-nvcc nvidia-cuda-nvdisasm")
+    with bar(f"trying schedules of {spec}") as progress: tried = tune(spec, gpu, arguments.beam, progress)
+    best = tried[0]
     if arguments.json:
-        print(json.dumps({"spec": _shown(spec, arguments), "arch": arguments.arch, "flops": spec.flops,
+        print(json.dumps({"spec": _shown(spec, arguments), "arch": gpu.arch, "flops": _flops(spec),
+                          "how": best.how, "gpu": gpu.figures if best.how == "modelled" else "",
                           "candidates": [_as_json(candidate) for candidate in tried]}))
         return
-
-    def row(one: Candidate) -> tuple[str, ...]:
-        counted = shortened(one.why, 32) if one.seconds is None else f"{one.seconds * 1e6:.2f}"
-        return (str(one.schedule), f"{one.predicted.seconds * 1e6:.2f}", counted, one.predicted.bound,
-                str(one.registers or "-"), f"{one.smem_bytes:,}")
-    print("\n".join(aligned([HEAD, *map(row, tried)], (1, 2, 4, 5))))
-    if (best := tried[0]).seconds is None: raise SpecError("no candidate can be used", "", "raise --beam")
-    print(f"\n{_shown(spec, arguments)} on {arguments.arch}: {best.schedule}\n"
-          f"{best.seconds * 1e6:.2f} us, {spec.flops / best.seconds / 1e12:.1f} TFLOP/s by the cost model; "
-          f"kept in {database.path()}")
+    print("\n".join(_table(tried)))
+    if best.seconds is None: raise SpecError("no candidate can be used", "", "raise --beam")
+    rate = f", {_flops(spec) / best.seconds / 1e12:.1f} TFLOP/s" if _flops(spec) else ""
+    said = {"counted": "by the cost model", "measured": "measured",
+            "modelled": f"modelled for {gpu.figures}, not measured"}[best.how]
+    print(f"\n{_shown(spec, arguments)} on {gpu.arch}: {best.schedule}\n"
+          f"{best.seconds * 1e6:.2f} us{rate} {said}; kept in {database.path()}")
 
 
-def _tune_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> None:
+def _table(tried: Sequence[Candidate]) -> list[str]:
+    """A line for each candidate: the cost model's time, the timing model's, and that which ranks it."""
+    def us(seconds: float | None) -> str: return "-" if seconds is None else f"{seconds * 1e6:.2f}"
+    how, costs = tried[0].how, [one.predicted for one in tried]
+    columns = {"schedule": [str(one.schedule) for one in tried],
+               "predicted us": [us(cost and cost.seconds) for cost in costs],
+               "modelled us": [us(one.modelled) for one in tried],
+               f"{how} us": [us(one.seconds) if not one.why else shortened(one.why, 32) for one in tried],
+               "bound": [cost.bound if cost else "-" for cost in costs],
+               "registers": [str(one.registers or "-") for one in tried],
+               "shared bytes": [f"{one.smem_bytes:,}" for one in tried]}
+    kept = {name: cells for name, cells in columns.items() if {*cells} != {"-"}}
+    rows = [tuple(kept), *zip(*kept.values(), strict=True)]
+    return aligned(rows, tuple(i for i, name in enumerate(kept) if name not in ("schedule", "bound")))
+
+
+def _tune_cpu(spec: Any, arguments: argparse.Namespace) -> None:
     from tinygrad_nv.cpu.gemm.defaults import default
-    from tinygrad_nv.cpu.gemm.tune import CPUCandidate, bar, tune
+    from tinygrad_nv.cpu.gemm.tune import CPUCandidate, tune
     from tinygrad_nv.cpu.target import host
     from tinygrad_nv.explain.levels_cpu import CPUMatmul
-    if arguments.sm_count is not None:
-        raise RequestError("--sm-count on a CPU", "an option of GPUs", "leave it out")
+    for name, value in (("--sm-count", arguments.sm_count), ("--gpu", arguments.gpu)):
+        if value is not None: raise RequestError(f"{name} on a CPU", "an option of GPUs", "leave it out")
+    if not isinstance(spec, GemmSpec):
+        raise RequestError(f"{spec} on a CPU", "a matmul: attentions have one schedule there",
+                           "--arch sm_90a")
     here = host()
     if default(spec, here) is None:
         reason = TABLE.why_not(spec, here)
         raise SpecError(f"no template takes {_shown(spec, arguments)} on {here.arch}: {reason}")
-    with bar(str(spec)) as progress: tried = tune(spec, here, arguments.beam, progress)
+    with bar(f"trying schedules of {spec}") as progress: tried = tune(spec, here, arguments.beam, progress)
     predicted = {one.schedule: CPUMatmul(spec, one.schedule, here).seconds for one in tried}
     if arguments.json:
         candidates = [{"schedule": one.schedule.to_json(), "predicted_s": predicted[one.schedule],
@@ -166,18 +262,24 @@ def _tune_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> None:
           f"{database.path()}")
 
 
-def _shown(spec: GemmSpec, arguments: argparse.Namespace) -> str:
-    """A spec with its epilogue as it was given on the command line."""
+def _shown(spec: Any, arguments: argparse.Namespace) -> str:
+    """A spec; a matmul's with its epilogue as it was given on the command line."""
+    if not isinstance(spec, GemmSpec): return str(spec)
     words = f", {arguments.epilogue}" if arguments.epilogue else ""
     return str(spec).split(", ")[0] + words
 
 
-def _as_json(one: object) -> dict[str, object]:
-    from tinygrad_nv.tile.gemm.tune import Candidate
-    assert isinstance(one, Candidate)
-    return {"schedule": one.schedule.to_json(), "predicted_s": one.predicted.seconds,
-            "bound": one.predicted.bound, "counted_s": one.seconds, "registers": one.registers,
-            "smem_bytes": one.smem_bytes, "why": one.why}
+def _flops(spec: Any) -> int:
+    """Operations of a spec that says them, 0 of others: a cache's bytes are what counts."""
+    return getattr(spec, "flops", 0)
+
+
+def _as_json(one: Candidate) -> dict[str, object]:
+    seconds = {"modelled_s": one.modelled, **({f"{one.how}_s": one.seconds} if not one.why else {})}
+    return {"schedule": one.schedule.to_json(),
+            "predicted_s": None if one.predicted is None else one.predicted.seconds,
+            "bound": None if one.predicted is None else one.predicted.bound, **seconds,
+            "registers": one.registers, "smem_bytes": one.smem_bytes, "why": one.why}
 
 
 # **** the database ****
@@ -190,10 +292,10 @@ def _list(arguments: argparse.Namespace) -> None:
     if not entries:
         print(f"no schedules in {database.path()}")
         return
-    rows = [("matmul", "arch", "toolchain", "schedule", "us", "bound", "how")]
+    rows = [("spec", "arch", "toolchain", "schedule", "us", "bound", "how")]
     for entry in entries:
         rows.append((shortened(str(entry.spec), 60), entry.arch, entry.toolchain,
-                     str(entry.schedule), f"{entry.seconds * 1e6:.2f}", _bound(entry), entry.how))
+                     str(entry.schedule), f"{entry.seconds * 1e6:.2f}", _bound(entry), entry.known_by))
     print("\n".join(aligned(rows, (4,))))
 
 

@@ -54,10 +54,14 @@ class ScheduledGemm:
     clusters: Clusters = ()
 
     @property
+    def chosen(self) -> Chosen:
+        """What makes the kernel."""
+        return Chosen(self.spec, self.schedule, GPU(self.arch, self.sm_count, self.clusters))
+
+    @property
     def kernel(self) -> GemmKernel:
         """The kernel. Raises `ScheduleError` for an impossible schedule."""
-        gpu = GPU(self.arch, self.sm_count, self.clusters)
-        return cast(GemmKernel, Chosen(self.spec, self.schedule, gpu).built())
+        return cast(GemmKernel, self.chosen.built())
 
     @property
     def prediction(self) -> Prediction:
@@ -88,14 +92,20 @@ def shortened(text: str, most: int) -> str:
 
 
 def table(matmuls: Sequence[tuple[str, ScheduledGemm]]) -> list[str]:
-    """A line for each of several matmuls, each with the words before it."""
-    rows = [("", "schedule", "predicted", "bound", "registers", "shared", "matmul")]
+    """A line for each of several matmuls, each with the words before it. What the cost model predicts is
+    `predicted`; of tuned ones `tuned` says how the database knows their time."""
+    rows = [("", "schedule", "predicted", "bound", "registers", "shared", "matmul", "tuned")]
     for words, matmul in matmuls:
         prediction = matmul.prediction
         rows.append((words, str(matmul.schedule), seconds(prediction.seconds), prediction.bound,
                      _registers(matmul), nbytes(shared_bytes(matmul)),
-                     shortened(str(matmul.spec), WIDEST)))
-    return aligned(rows, numbers=(2, 4, 5))
+                     shortened(str(matmul.spec), WIDEST), matmul.chosen.tuned))
+    return aligned(with_tuned(rows), numbers=(2, 4, 5))
+
+
+def with_tuned(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Rows of a table without their last column where nothing was tuned."""
+    return [*rows] if any(row[-1] for row in rows[1:]) else [row[:-1] for row in rows]
 
 
 def resources(matmul: ScheduledGemm) -> Resources | None:

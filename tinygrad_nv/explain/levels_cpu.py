@@ -20,7 +20,16 @@ from tinygrad_nv.cpu.measure import LAUNCH_SECONDS, Rates
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import RequestError
-from tinygrad_nv.explain.levels import WIDEST, least_bytes, nbytes, scaled, seconds, shortened, spec_of
+from tinygrad_nv.explain.levels import (
+    WIDEST,
+    least_bytes,
+    nbytes,
+    scaled,
+    seconds,
+    shortened,
+    spec_of,
+    with_tuned,
+)
 from tinygrad_nv.patterns.target import Chosen
 from tinygrad_nv.table import aligned
 from tinygrad_nv.tile.gemm.spec import GemmSpec
@@ -36,9 +45,14 @@ class CPUMatmul:
     target: CPU
 
     @property
+    def chosen(self) -> Chosen:
+        """What makes the kernel."""
+        return Chosen(self.spec, self.schedule, self.target)
+
+    @property
     def kernel(self) -> CPUKernel:
         """The kernel."""
-        return cast(CPUKernel, Chosen(self.spec, self.schedule, self.target).built())
+        return cast(CPUKernel, self.chosen.built())
 
     @property
     def seconds(self) -> float:
@@ -105,11 +119,11 @@ def check(level: str, name: str) -> None:
 
 def table(matmuls: Sequence[tuple[str, CPUMatmul]]) -> list[str]:
     """A line for each of several matmuls, each with the words before it."""
-    rows = [("", "schedule", "predicted", "bound", "matmul")]
+    rows = [("", "schedule", "predicted", "bound", "matmul", "tuned")]
     for words, matmul in matmuls:
         rows.append((words, str(matmul.schedule), seconds(matmul.seconds), _bound(matmul),
-                     shortened(str(matmul.spec), WIDEST)))
-    return aligned(rows, numbers=(2,))
+                     shortened(str(matmul.spec), WIDEST), matmul.chosen.tuned))
+    return aligned(with_tuned(rows), numbers=(2,))
 
 
 def _times(matmul: CPUMatmul) -> dict[str, float]:

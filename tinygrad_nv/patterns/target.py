@@ -3,8 +3,8 @@
 Protocol: `target_of(device)` is a `GPU`, a `CPU`, or None where kernels are tinygrad's business. Shards of
 one kind of device have one target. What a pattern has found becomes kernels in the same steps whatever the
 target is: `choose(spec, target)` finds a schedule, `Chosen.built` makes the kernels, once for all graphs, and
-`Chosen.called` calls them. `configuration` is what kernels for the CPU depend on besides the graph, for the
-keys of schedules.
+`Chosen.called` calls them. `configuration` is what kernels depend on besides the graph, for the keys of
+schedules.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinygrad.device import Device
-from tinygrad.helpers import DEV, to_tuple
+from tinygrad.helpers import BEAM, DEV, to_tuple
 from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.uop.ops import UOp
 
@@ -26,6 +26,8 @@ from tinygrad_nv.runtime.clock import DriverClock
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.runtime.renderers import renderer_of
+from tinygrad_nv.tile import database
+from tinygrad_nv.tile.clock import figures_of
 from tinygrad_nv.tile.launch import Integer
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
@@ -76,10 +78,12 @@ def kind_of(name: str) -> str:
 
 
 def configuration() -> Hashable:
-    """What kernels are made for now: the CPU, GPUs that are open, and DEV, which chooses their renderers."""
+    """What kernels are made for now: the CPU, GPUs that are open, and DEV, which chooses their renderers; and
+    what chooses their schedules."""
     gpus = sorted(name for name in Device._opened_devices if kind_of(name) in GPUS)
     cpu = host() if config.get("NV_CPU") else None
-    return cpu, config.get("EMU_ARCH"), tuple(DEV.value), *map(_arch, gpus)
+    tuned = BEAM.value, database.state(), config.get("NV_TIMING_GPU")
+    return cpu, config.get("EMU_ARCH"), tuple(DEV.value), tuned, *map(_arch, gpus)
 
 
 def _arch(name: str) -> tuple[str, str]:
@@ -91,8 +95,9 @@ def _gpu(name: str) -> GPU | None:
     driver: Driver | None = getattr(Device[name], "driver", None)
     if driver is None: return None
     emulated = kind_of(name) == "EMU"
-    return GPU(driver.properties.arch, driver.properties.sm_count, driver.clusters,
-                   None if emulated else DriverClock(driver))
+    there = driver.properties
+    return GPU(there.arch, there.sm_count, driver.clusters, None if emulated else DriverClock(driver),
+               figures_of(there.arch, there.sm_count, there.name))
 
 
 # **** kernels ****
@@ -111,12 +116,20 @@ class Chosen:
         made: program.Built = TABLE.build(self.spec, self.schedule, self.target, self.integers)
         return made
 
+    @property
+    def tuned(self) -> str:
+        """How the time is known of a schedule that was found by trying, and the time; "" of others."""
+        entry = database.known(self.spec, self.target.arch, self.target)
+        return "" if entry is None or entry.schedule != self.schedule else \
+            f"{entry.known_by}: {entry.seconds * 1e6:.1f} µs"
+
     def called(self, device: str | tuple[str, ...] | None, outputs: Sequence[program.Output | UOp],
                inputs: Sequence[UOp], name: str = "", words: str = "", **counted: Any) -> tuple[UOp, ...]:
         """The outputs of the kernels, called as `program.called` does. `name` is the template that explain()
         shows, `words` are for its reader."""
         assert device is not None
         text = f"{self.spec}: {self.schedule}" if self.schedule.words() else str(self.spec)
+        if tuned := self.tuned: text += f", {tuned}"
         note = Note(name or self.schedule.template, text + words, self.spec, self.schedule)
         return program.called(self.built(), device, outputs, inputs, note=note, **counted)
 

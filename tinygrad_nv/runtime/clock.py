@@ -1,71 +1,81 @@
-"""Times a matmul's kernel on a device.
+"""Times a spec's kernels on a device.
 
-Protocol: `DriverClock(driver)` is a `tile.clock.Clock`. Operands are zeros.
+Protocol: `DriverClock(driver)` is a `tile.clock.Clock`. Operands are zeros, but for integers that are places
+of something else (tile/arguments.py).
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
 
 from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.runtime.driver import Driver, Fill, Launch, integer, map_spec, pointer
-from tinygrad_nv.tile.gemm.spec import GemmSpec, sizes
-from tinygrad_nv.tile.kernel import GemmKernel
+from tinygrad_nv.tile.arguments import integers, launches
+from tinygrad_nv.tile.clock import How
+from tinygrad_nv.tile.kernel import TileKernel
 
 if TYPE_CHECKING:
     from tinygrad_nv.ptx.assemble import Assembly
 
-WARM, TIMED = 3, 11                 # launches
+WARM, TIMED = 3, 11                 # calls
 
 
 @dataclass(frozen=True)
 class DriverClock:
     """The GPU that a driver drives."""
     driver: Driver
+    how: ClassVar[How] = "measured"
 
     @property
     def clusters(self) -> Clusters: return self.driver.clusters
 
-    def seconds(self, kernel: GemmKernel, spec: GemmSpec, made: Assembly | None = None) -> float:
+    def seconds(self, made: Any, spec: Any, assembled: Sequence[Assembly] = ()) -> float:
         """As the function."""
-        return seconds(self.driver, kernel, spec, made)
+        return seconds(self.driver, made, spec, assembled)
 
 
-def seconds(driver: Driver, kernel: GemmKernel, spec: GemmSpec, made: Assembly | None = None) -> float:
-    """The median of some launches on a device, after some that are not counted."""
-    function = driver.load(kernel.ptx.encode() if made is None else made.cubin).function(kernel.name)
-    operands = [max(nbytes, 16) for nbytes in sizes(spec)]
-    shared = [kernel.workspace_bytes, 4 * max(kernel.flags, 1)] if kernel.workspace_bytes else []
-    fills: list[Fill] = []
+def seconds(driver: Driver, made: Any, spec: Any, assembled: Sequence[Assembly] = ()) -> float:
+    """The median of some calls of what a template built, after some that are not counted."""
+    held: list[int] = []
+
+    def alloc(nbytes: int, contents: np.ndarray | None) -> int:
+        held.append(driver.alloc(nbytes))
+        driver.submit(Fill(held[-1], 0, nbytes))
+        if contents is not None: driver.copy_in(held[-1], memoryview(contents.view(np.uint8).data))
+        return held[-1]
     try:
-        for nbytes in (operands[0], *shared, *operands[1:]):
-            fills.append(Fill(driver.alloc(nbytes), 0, nbytes))
-            driver.submit(fills[-1])
-        args = arguments(driver, kernel, spec, [fill.target for fill in fills])
-        launch = Launch(function, kernel.grid_for(spec.m), (kernel.threads, 1, 1), args, kernel.dynamic_smem,
-                        (*kernel.cluster, 1, 1)[:3])
-        return _median(driver, launch, fills[2:3] if shared else [])
+        works, zeroed = list[Launch](), list[Fill]()
+        for number, (kernel, order) in enumerate(launches(made, spec, alloc)):
+            image = assembled[number].cubin if assembled else kernel.ptx.encode()
+            zeroed += [Fill(order[each.pointer], 0, each.nbytes) for each in kernel.zeroed]
+            works.append(Launch(driver.load(image).function(kernel.name), kernel.grid, kernel.block,
+                                arguments(driver, kernel, integers(spec), order), kernel.dynamic_smem,
+                                (*kernel.cluster, 1, 1)[:3]))
+        return _median(driver, works, zeroed)
     finally:
         driver.synchronize()
-        for fill in fills: driver.free(fill.target)
+        for address in held: driver.free(address)
 
 
-def arguments(driver: Driver, kernel: GemmKernel, spec: GemmSpec, addresses: list[int]) -> tuple[bytes, ...]:
+def arguments(driver: Driver, kernel: TileKernel, values: Sequence[int],
+              addresses: Sequence[int]) -> tuple[bytes, ...]:
     """A launch's, of buffers in the order of the pointers."""
-    made = [pointer(address) for address in addresses]
-    if spec.symbolic: made.append(integer(spec.m))
-    made += [driver.tensor_map(map_spec(one, addresses[one.pointer], spec.m)) for one in kernel.maps]
-    return tuple(made)
+    maps = [map_spec(one, addresses[one.pointer], values[one.integer] if one.dynamic >= 0 else 0)
+            for one in kernel.maps]
+    return (*map(pointer, addresses), *map(integer, values), *map(driver.tensor_map, maps))
 
 
-def _median(driver: Driver, launch: Launch, zeroed: list[Fill]) -> float:
-    """Of the launches, with the flags set to zero before each outside the time."""
+def _median(driver: Driver, works: Sequence[Launch], zeroed: Sequence[Fill]) -> float:
+    """Of the calls, with what has to be zero set before each outside the time."""
     times = []
     for number in range(WARM + TIMED):
         for fill in zeroed: driver.submit(fill)
         start, end = driver.event(), driver.event()
         driver.record(start)
-        driver.submit(launch)
+        for launch in works: driver.submit(launch)
         driver.record(end)
         driver.wait_for(end)
         if number >= WARM: times.append(driver.elapsed_ms(start, end) / 1e3)

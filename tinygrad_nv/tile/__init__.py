@@ -17,8 +17,10 @@ template. What families share is here. Read in this order:
   epilogue.py        expressions in instructions; lanes.py: one element or two; access.py: in memory
   store.py           from sums to the result in memory; staging.py: through shared memory
   gpu.py             figures of GPUs, for the cost model
-  database.py        the database of tuned schedules; spec_json.py writes specs
+  arguments.py       memory and integers of a call that no graph makes; emulated.py: on the emulator
+  choose.py          the schedule of a spec: database.py has tuned ones (spec_json.py writes specs), tune.py
+                     tries some by a clock (clock.py; modelled.py: without a GPU)
 
-Then gemm/, whose spec.py, legality.py, choose.py, cost.py and tune.py the others follow. Nothing here knows
+Then gemm/, whose spec.py, legality.py and cost.py the others follow. Nothing here knows
 of tinygrad's graphs. A template's kernel is the same on the emulator and on a GPU.
 """

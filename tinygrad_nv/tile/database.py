@@ -1,11 +1,13 @@
 """Schedules that were found by trying: a file that outlives the process.
 
 Protocol: an `Entry` is keyed by spec, architecture and toolchain version (`toolchain()`): another ptxas makes
-other code. That of a CPU is its instruction set and threads, and what identifies the C compiler. The file is
-JSON (`FORMAT`), at NV_SCHEDULES, or schedules.json in the cache directory. It is read again whenever it
-changed, and replaced as a whole under a lock, merged with what others wrote since, so that several processes
-may tune. A file that cannot be read is renamed to *.corrupt-N with a warning and an empty one takes its
-place; an entry that cannot be read, or that legality no longer accepts, is ignored with a note.
+other code; and by how its time is known: measured, modelled for a GPU, or counted (clock.py). `known` takes
+the first of these that there is, and nothing that was modelled for another GPU. The architecture of a CPU is
+its instruction set and threads, its toolchain what identifies the C compiler. The file is JSON (`FORMAT`), at
+NV_SCHEDULES, or schedules.json in the cache directory. It is read again whenever it changed, and replaced as
+a whole under a lock, merged with what others wrote since, so that several processes may tune. A file that
+cannot be read is renamed to *.corrupt-N with a warning and an empty one takes its place; an entry that cannot
+be read, or that legality no longer accepts, is ignored with a note.
 """
 from __future__ import annotations
 
@@ -18,24 +20,24 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tinygrad_nv import cache, config
 from tinygrad_nv.errors import NVError, ScheduleError
 from tinygrad_nv.ptx.assemble import find_program
-from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.clock import HOWS, How
 from tinygrad_nv.tile.limits import SMEM_BYTES
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.spec_json import spec_from_json, spec_to_json
+from tinygrad_nv.tile.spec_json import TUNED, spec_from_json, spec_to_json
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 from tinygrad_nv.toolchain import find_compiler
 
 FORMAT = "tinygrad_nv schedules 1"
 CPU_NAMES = re.compile(r"cpu \S+, [1-9]\d{0,4} threads")
-Key = tuple[str, str, str]           # a spec's JSON, architecture, toolchain
+Key = tuple[str, str, str, How, str]     # a spec's JSON, architecture, toolchain; of what is modelled the GPU
 
 
 class ScheduleWarning(UserWarning):
@@ -50,21 +52,29 @@ def _kind(arch: str) -> str | None:
 
 @dataclass(frozen=True)
 class Entry:
-    """A winner. `seconds` are `how` says: "measured" on a device, or "counted" by the emulator."""
-    spec: GemmSpec
+    """A winner. `seconds` are known as `how` says: "measured" on a device, "modelled" for the GPU of that
+    name (ptx/timing/gpus), or "counted" by the emulator."""
+    spec: Any
     arch: str
     toolchain: str
     schedule: Schedule
     seconds: float
-    how: str = "counted"
+    how: How = "counted"
+    gpu: str = ""
 
     @property
-    def key(self) -> Key: return _text(self.spec), self.arch, self.toolchain
+    def key(self) -> Key: return _text(self.spec), self.arch, self.toolchain, self.how, self.gpu
+
+    @property
+    def known_by(self) -> str:
+        """How its seconds are known, for a reader."""
+        return f"{self.how} for {self.gpu}" if self.gpu else self.how
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
         return {"spec": spec_to_json(self.spec), "arch": self.arch, "toolchain": self.toolchain,
-                "schedule": self.schedule.to_json(), "seconds": self.seconds, "how": self.how}
+                "schedule": self.schedule.to_json(), "seconds": self.seconds, "how": self.how,
+                **({"gpu": self.gpu} if self.gpu else {})}
 
     @staticmethod
     def from_json(data: Any) -> Entry:
@@ -73,15 +83,17 @@ class Entry:
         except (KeyError, TypeError) as error:
             raise ScheduleError(f"{str(data)[:200]} is no entry: {error} is missing",
                                 "an entry that --export wrote") from error
-        kind = _kind(arch) if type(arch) is str else None
+        kind, gpu = _kind(arch) if type(arch) is str else None, data.get("gpu", "")
         if kind is None or type(toolchain) is not str \
                 or type(seconds) not in (int, float) \
-                or not 0 < seconds < 1e9 or how not in ("measured", "counted"):
-            raise ScheduleError(f"an entry of {arch!r}, {toolchain!r}, {seconds!r}, {how!r}",
-                                f"one of {', '.join(SMEM_BYTES)}, a version, seconds, measured or counted")
+                or not 0 < seconds < 1e9 or how not in HOWS or type(gpu) is not str \
+                or (how == "modelled") == (not gpu):
+            raise ScheduleError(f"an entry of {arch!r}, {toolchain!r}, {seconds!r}, {how!r}, {gpu!r}",
+                                f"one of {', '.join(SMEM_BYTES)}, a version, seconds, measured or counted, "
+                                "or modelled and a GPU")
         schedule = TABLE.read(kind, data.get("schedule"))
         if not schedule.on(arch): raise ScheduleError(f"{schedule} in an entry of {arch!r}")
-        return Entry(spec_from_json(data.get("spec")), arch, toolchain, schedule, float(seconds), how)
+        return Entry(spec_from_json(data.get("spec")), arch, toolchain, schedule, float(seconds), how, gpu)
 
 
 def toolchain(kind: str = "gpu") -> str:
@@ -128,20 +140,33 @@ def state() -> tuple[str, tuple[int, ...] | None]:
     return file, _mark(file)
 
 
-def _text(spec: GemmSpec) -> str: return json.dumps(spec_to_json(spec), separators=(",", ":"))
+def kept_as(spec: Any) -> Any:
+    """The spec that stands for all those which have one winner."""
+    return getattr(spec, "kept_as", spec)
+
+
+def _text(spec: Any) -> str: return json.dumps(spec_to_json(spec), separators=(",", ":"))
 
 
 # **** reading ****
 
-def lookup(spec: GemmSpec, arch: str, target: Any = None) -> Any:
-    """The winner for a matmul on a target, by default a GPU of the architecture; None where there is no
-    legal one, which is noted. What compiles is asked for where there is a file."""
-    if not (found := _read(path())): return None
-    entry = found.get((_text(spec), arch, toolchain(_kind(arch) or "gpu")))
-    if entry is None: return None
-    schedule, wrong = entry.schedule, TABLE.problems(spec, entry.schedule, target or GPU(arch))
-    if wrong: note(f"{schedule} of {path()} is ignored for {spec}: {'; '.join(wrong)}")
-    return None if wrong else schedule
+def lookup(spec: Any, arch: str, target: Any = None) -> Any:
+    """The schedule of the entry that is `known`, on a GPU of the architecture where no target is given."""
+    entry = known(spec, arch, target or GPU(arch))
+    return None if entry is None else entry.schedule
+
+
+def known(spec: Any, arch: str, target: Any) -> Entry | None:
+    """The winner for a spec on a target; None where there is no legal one. One that is not legal is noted.
+    What compiles is asked for where there is a file."""
+    if not isinstance(spec, TUNED) or not (found := _read(path())): return None
+    text, compiler = _text(kept_as(spec)), toolchain(_kind(arch) or "gpu")
+    for how in reversed(HOWS):
+        gpu = getattr(target, "figures", "") if how == "modelled" else ""
+        if (entry := found.get((text, arch, compiler, how, gpu))) is None: continue
+        if not (wrong := TABLE.problems(spec, entry.schedule, target)): return entry
+        note(f"{entry.schedule} of {path()} is ignored for {spec}: {'; '.join(wrong)}")
+    return None
 
 
 def entries() -> list[Entry]:
@@ -254,8 +279,3 @@ def _locked(file: Path) -> Iterator[None]:
     with open(file.with_name(f"{file.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def summary(entry: Entry) -> dict[str, Any]:
-    """An entry for a reader: words instead of structures."""
-    return {**asdict(entry), "spec": str(entry.spec), "schedule": str(entry.schedule)}

@@ -70,12 +70,14 @@ def dense(*extents: int) -> Place:
 @dataclass(frozen=True)
 class Argument:
     """A pointer of a kernel. "inout": written in place, and what is not written stays. `values`: the integers
-    that may lie there, of numbers that the kernel takes for places."""
+    that may lie there, of numbers that the kernel takes for places; `usual`: those of a usual launch, one
+    after the other and from the first again."""
     name: str
     dtype: DType
     places: tuple[Place, ...]
     role: Role = "in"
     values: range | None = None
+    usual: range | None = None
 
     @property
     def size(self) -> int:

@@ -51,6 +51,11 @@ class Schedule:
         """Whether an entry for an architecture of the schedule database may have it."""
         return arch in SMEM_BYTES
 
+    @property
+    def near(self) -> tuple[Self, ...]:
+        """Schedules beside it that tuning may try."""
+        return ()
+
     def words(self) -> list[str]:
         """What it says, part by part."""
         return [f"{field.name} {getattr(self, field.name)}" for field in fields(self)]

@@ -1,18 +1,23 @@
-"""Specs as plain data and back.
+"""Specs as plain data and back: those of families that are tuned.
 
 Protocol: `spec_to_json(spec)` is JSON's dicts, lists, strings and numbers, and `spec_from_json` gives an
-equal spec or raises `SpecError`. An epilogue is a list of nodes, arguments before those that use them and
+equal spec or raises `SpecError`. An expression is a list of nodes, arguments before those that use them and
 named by their numbers, the last one the whole: a node used twice is written once. Numbers that JSON lacks
-(inf, nan) are strings.
+(inf, nan) are strings. A matmul has no `kind`; other specs have their fields as they are.
 """
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import fields, is_dataclass
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import SpecError
+from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
+from tinygrad_nv.tile.attention.spec import AttentionSpec
+from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, short, walk
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 
@@ -21,10 +26,17 @@ DTYPES = {short(dtype): dtype for dtype in (
     dtypes.int64, dtypes.uint64, dtypes.fp8e4m3, dtypes.fp8e5m2, dtypes.float16, dtypes.bfloat16,
     dtypes.float32, dtypes.float64)}
 EXTENTS = ("m", "n", "k", "parts", "part")
+KINDS: dict[str, type] = {each.__name__: each for each in (AttentionSpec, BackwardSpec, DecodeSpec)}
+TUNED = (GemmSpec, *KINDS.values())
 
 
-def spec_to_json(spec: GemmSpec) -> dict[str, Any]:
+def spec_to_json(spec: Any) -> dict[str, Any]:
     """A spec as plain data."""
+    if isinstance(spec, GemmSpec): return _matmul_to_json(spec)
+    return {"kind": type(spec).__name__, **_plain(spec)}
+
+
+def _matmul_to_json(spec: GemmSpec) -> dict[str, Any]:
     def operand(place: Operand) -> dict[str, Any]:
         return {"dtype": short(place.dtype), "mn": place.mn, "k": place.k, "batch": list(place.batch),
                 "offset": place.offset}
@@ -57,15 +69,17 @@ def _node(node: Expression, numbers: dict[Expression, int]) -> dict[str, Any]:
     return {"kind": node.op, "args": [numbers[arg] for arg in node.args]}
 
 
-def spec_from_json(data: Any) -> GemmSpec:
+def spec_from_json(data: Any) -> Any:
     """The spec of plain data. Raises `SpecError` for what is none."""
-    try: return _spec(data)
+    try:
+        if not isinstance(data, dict) or "kind" not in data: return _matmul(data)
+        return _read(KINDS[data["kind"]], {name: each for name, each in data.items() if name != "kind"})
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise SpecError(f"{str(data)[:200]} is no spec: {type(error).__name__} {error}",
                         "what spec_to_json makes", "export it again") from error
 
 
-def _spec(data: Any) -> GemmSpec:
+def _matmul(data: Any) -> GemmSpec:
     a, b = (Operand(_dtype(data[x]["dtype"]), _int(data[x]["mn"]), _int(data[x]["k"]),
                     _ints(data[x]["batch"]), _int(data[x]["offset"])) for x in "ab")
     o = data["out"]
@@ -122,3 +136,39 @@ def _number(value: Any) -> float | int | bool:
 def _axis(value: Any) -> Any:
     if value not in ("m", "n") and type(value) is not int: raise TypeError(f"{value!r} is no axis")
     return value
+
+
+# **** fields of any spec ****
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, DType): return short(value)
+    if isinstance(value, Expression): return _nodes(value)
+    if isinstance(value, tuple): return [*map(_plain, value)]
+    if is_dataclass(value): return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    return value
+
+
+def _read(hint: Any, value: Any) -> Any:
+    """A value of plain data, of the type that a field is annotated with."""
+    arguments = get_args(hint)
+    if isinstance(hint, UnionType):     # of something and None
+        return None if value is None else _read(arguments[0], value)
+    if get_origin(hint) is Literal:
+        if value not in arguments: raise ValueError(f"{value!r} is none of {arguments}")
+        return value
+    if get_origin(hint) is tuple:
+        if type(value) is not list: raise TypeError(f"{value!r} is not a list")
+        kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else arguments
+        return tuple(_read(kind, each) for kind, each in zip(kinds, value, strict=True))
+    if hint is DType: return _dtype(value)
+    if hint is Expression: return _expression(value)
+    if is_dataclass(hint): return _read_fields(hint, value)
+    if type(value) is not hint: raise TypeError(f"{value!r} is not of type {hint.__name__}")
+    return value
+
+
+def _read_fields(cls: Any, data: dict[str, Any]) -> Any:
+    hints = get_type_hints(cls)
+    names = {each.name for each in fields(cls)}
+    if data.keys() != names: raise KeyError(", ".join(sorted(data.keys() ^ names)))
+    return cls(**{name: _read(hints[name], data[name]) for name in names})

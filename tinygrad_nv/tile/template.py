@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.gpcs import Clusters
-from tinygrad_nv.tile.clock import Clock
+from tinygrad_nv.tile.clock import Clock, figures_of
 from tinygrad_nv.tile.launch import Integer
 from tinygrad_nv.tile.reference import Argument, Given, Results
 from tinygrad_nv.tile.schedule import Schedule
@@ -34,14 +34,21 @@ T = TypeVar("T")
 class GPU:
     """What a kernel is compiled for: an architecture ("sm_90a"), how many multiprocessors there are (0: as
     the architecture's first GPU in gpu.py has), and how many clusters run at once, where a driver said so
-    (left out: as ptx/gpcs.py has it). `clock` times candidates; without one the emulator counts them. Heads
-    that begin at multiples of `head_bytes` are read where they lie."""
+    (left out: as ptx/gpcs.py has it). `clock` measures candidates; without one they are modelled, or counted
+    (clock.py). `model`: the name of its figures in ptx/timing/gpus, "" without; None: by its architecture and
+    SMs. Heads that begin at multiples of `head_bytes` are read where they lie."""
     kind: ClassVar[str] = "gpu"
     head_bytes: ClassVar[int] = 16
     arch: str
     sm_count: int = 0
     clusters: Clusters = ()
     clock: Clock | None = field(default=None, compare=False)
+    model: str | None = None
+
+    @property
+    def figures(self) -> str:
+        """The name of the figures that the timing model has of it; "" without."""
+        return figures_of(self.arch, self.sm_count) if self.model is None else self.model
 
 
 @dataclass(frozen=True)
@@ -66,13 +73,17 @@ AnyTemplate = Template[Any, Any, Any]
 @dataclass(frozen=True, eq=False)
 class Family:
     """The templates of one folder for one kind of target, the one liked best first. A spec is for those of
-    its type. `chooses` stands in for what `choose` does by itself; a family of several types of specs, some
-    of which need another choice, asks `first_legal` for the others. `says` does so for `why_not`; where it
-    says "", the templates are asked."""
+    its type. `chooses` stands in for what `choose` does by itself, `defaults` for `first_legal`: what is
+    chosen where nothing was tried. `says` does so for `why_not`; where it says "", the templates are asked.
+    `tries` are so many schedules worth trying, instead of the templates' candidates and what is `near` them,
+    and `counts` the seconds of one with so many registers, by counters of the emulator."""
     name: str
     templates: tuple[AnyTemplate, ...]
     chooses: Callable[[Any, Any], Schedule | None] | None = None
     says: Callable[[Any, Any], str] | None = None
+    defaults: Callable[[Any, Any], Schedule | None] | None = None
+    tries: Callable[[Any, Any, int], Sequence[Schedule]] | None = None
+    counts: Callable[[Any, Any, Any, int], float] | None = None
 
     def of(self, spec: type) -> tuple[AnyTemplate, ...]:
         """The templates of a type of spec."""
@@ -81,7 +92,11 @@ class Family:
     def choose(self, spec: Any, target: Any) -> Schedule | None:
         """The schedule of a spec, None where no template takes it: the first legal candidate, where the
         family has no way of its own."""
-        return (self.chooses or self.first_legal)(spec, target)
+        return (self.chooses or self.default)(spec, target)
+
+    def default(self, spec: Any, target: Any) -> Schedule | None:
+        """The schedule of a spec where none was tried."""
+        return (self.defaults or self.first_legal)(spec, target)
 
     def first_legal(self, spec: Any, target: Any) -> Schedule | None:
         """The first candidate without problems, in the order of the templates; None where there is none."""

@@ -3,13 +3,12 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from emitted_specs import BF16, E4M3, attention, matmul, rms
-from gemm_case import tensor_map
-from reference_case import with_scratch
 
 from tinygrad_nv.cli import main
 from tinygrad_nv.errors import ConfigError
@@ -17,8 +16,10 @@ from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.timing import units
 from tinygrad_nv.ptx.timing.model import Timing
 from tinygrad_nv.ptx.timing.report import as_text
+from tinygrad_nv.tile.arguments import launches
 from tinygrad_nv.tile.attention.schedules import FlashWgmma
 from tinygrad_nv.tile.attention.spec import Band
+from tinygrad_nv.tile.emulated import tensor_map, timings
 from tinygrad_nv.tile.gemm.schedules import Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.schedule import Schedule
@@ -54,20 +55,23 @@ ADD = """
 def predicted(spec: object, schedule: Schedule | None = None, spoilt: tuple[str, ...] = (),
               target: GPU = HOPPER) -> Timing:
     """A kernel of ours on an H100. `spoilt`: something of the text, and what takes its place."""
-    made = TABLE.build(spec, schedule or TABLE.choose(spec, target), target).kernels[0]
-    emu, arguments = Emulator("sm_90a"), TABLE.arguments(spec)
-    def zeros(nbytes: int): return emu.alloc(np.zeros(nbytes, np.uint8))
-    memory = [zeros(each.size * each.dtype.itemsize) for each in arguments]
-    order = with_scratch(made, memory, arguments, zeros)
-    maps = [tensor_map(order, each, 0) for each in made.launch.maps]
+    made = TABLE.build(spec, schedule or TABLE.choose(spec, target), target)
     assert not spoilt or spoilt[0] in made.ptx
-    text = made.ptx.replace(*spoilt) if spoilt else made.ptx
-    report = emu.launch(text, made.grid, made.threads, [*order, *maps], dynamic_smem=made.dynamic_smem,
-                        cluster=made.cluster, timing="h100")
-    assert report.timing is not None
-    assert report.timing.unknown == ()
-    assert all(not each.data.any() for each in memory), "memory changed"
-    return report.timing
+    if spoilt: made = replace(made, ptx=made.ptx.replace(*spoilt))
+    found = timings(made, spec, "h100")[0]
+    assert found.unknown == ()
+    return found
+
+
+def test_memory_stays_as_it_was_unless_it_need_not():
+    made = TABLE.build(spec := matmul(128, 256, 64), TABLE.choose(spec, HOPPER), HOPPER)
+    for keep in (True, False):
+        emu = Emulator("sm_90a")
+        (kernel, order), = launches(made, spec, lambda nbytes, _: emu.alloc(np.full(nbytes, 1, np.uint8)))  # noqa: B023
+        maps = [tensor_map(order, each, ()) for each in kernel.maps]
+        emu.launch(kernel.ptx, kernel.grid, kernel.threads, [*order, *maps], cluster=kernel.cluster,
+                   dynamic_smem=kernel.dynamic_smem, timing="h100", keep=keep)
+        assert [bool((each.data == 1).all()) for each in order] == [keep, True, True]
 
 
 TILE = Wgmma().block(128, 256).k(64).stages(4)

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from emitted_specs import BF16, attention, matmul
 from gemm_case import bits, tensor_map
-from reference_case import storages, with_scratch
+from reference_case import storages
 
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.ptx.emulator.tapes import Note, Tapes
 from tinygrad_nv.ptx.parser import parse
+from tinygrad_nv.tile.arguments import with_scratch
 from tinygrad_nv.tile.gemm.schedules import Mma, Wgmma
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU

@@ -16,7 +16,7 @@ from pool_case import Paged, batch, device, eager, pool_of, same
 from tinygrad.engine import realize
 from tinygrad.helpers import to_function_name
 
-from tinygrad_nv import Device, Tensor, TinyJit, Variable, dtypes, hooks, layer, timeline
+from tinygrad_nv import Device, Tensor, TinyJit, Variable, dtypes, explain, hooks, layer, timeline
 from tinygrad_nv.errors import KernelError
 from tinygrad_nv.patterns.program import Output, program
 from tinygrad_nv.runtime.device import NVDevice
@@ -24,6 +24,7 @@ from tinygrad_nv.runtime.driver import Launch
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 from tinygrad_nv.runtime.observe import ranges, telemetry
 from tinygrad_nv.runtime.observe import timeline as timelines
+from tinygrad_nv.tile.database import Entry, store, toolchain
 from tinygrad_nv.tile.launch import LaunchConfig, Zeroed
 
 KERNELS = 8                         # of `model`
@@ -188,6 +189,22 @@ def test_records_have_launch_layer_and_prediction():
     with timeline() as t: (x + 1).realize()
     assert t.kernels[0].forecast is not None
     assert t.kernels[0].forecast.model == "roofline"
+
+
+def test_a_prediction_of_a_tuned_schedule_says_how_it_is_known(tmp_path, monkeypatch):
+    monkeypatch.setenv("NV_SCHEDULES", str(tmp_path / "schedules.json"))
+    x, w = integers(16, 32, seed=9), integers(32, 32, seed=8)
+    record, = explain(x @ w).kernels
+    for how, gpu, said in (("modelled", "h200", "cost model"), ("modelled", "h100", "modelled for h100"),
+                           ("measured", "", "cost model")):
+        entry = Entry(record.spec, "sm_90a", toolchain(), record.schedule, 4.25e-6, how, gpu)
+        store([entry])
+        with timeline() as t: (x @ w).realize()
+        assert t.kernels[0].forecast.model == said
+        assert (t.kernels[0].forecast.seconds == 4.25e-6) == said.startswith("modelled")
+        assert ("measured: 4.2 µs" in str(explain(x @ w))) == (how == "measured")
+        assert ("modelled for h100: 4.2 µs" in str(explain(x @ w))) == (gpu == "h100")
+        assert f", {said}" in t.table()
 
 
 def test_predictions_are_for_the_rows_there_are():

@@ -8,7 +8,7 @@ element may be `C` times as far from the exact one as the reference in float32 i
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -23,9 +23,10 @@ from tinygrad_nv import hooks
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.runtime.cpu.program import load
+from tinygrad_nv.tile.arguments import calls, with_scratch
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
-from tinygrad_nv.tile.kernel import Chain, Scratch
-from tinygrad_nv.tile.reference import Argument, Place, dense
+from tinygrad_nv.tile.kernel import Chain
+from tinygrad_nv.tile.reference import Argument, Place
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
@@ -86,7 +87,9 @@ def run(spec: Any, schedule: Schedule, target: GPU | CPU, given: Given, seed: in
     """Results [*extents] in float64, by name. `integers`: those of a symbolic spec."""
     made, places = TABLE.build(spec, schedule, target), TABLE.arguments(spec)
     memory = {each.name: bits(given[each.name]) for each in places}
-    for one, its in _calls(made, memory, places):
+    if isinstance(made, Chain):
+        memory["between"] = np.full(made.between.count * made.between.dtype.itemsize, 0xFF, np.uint8)
+    for one, its in calls(made, spec):
         held = {each.name: memory[each.name] for each in its}
         if isinstance(target, GPU): _emulated(one, held, its, target, seed, integers)
         else: _called(one, held, its, integers)
@@ -102,27 +105,6 @@ def run(spec: Any, schedule: Schedule, target: GPU | CPU, given: Given, seed: in
         assert torch.equal(storage.view(torch.uint8), given[each.name].view(torch.uint8)), \
             f"elements beside {each.name} were written"
     return found
-
-
-def _calls(made: Any, memory: dict[str, np.ndarray],
-           places: Sequence[Argument]) -> list[tuple[Any, Sequence[Argument]]]:
-    """What is run, with its pointers. A chain's kernels share memory of their own."""
-    if not isinstance(made, Chain): return [(made, places)]
-    between = Argument("between", made.between.dtype, (dense(made.between.count),), "out")
-    memory["between"] = np.full(made.between.count * made.between.dtype.itemsize, 0xFF, np.uint8)
-    return [(made.first, [between, *(each for each in places if each.role == "in")]),
-            (made.second, [*(each for each in places if each.role != "in"), replace(between, role="in")])]
-
-
-def with_scratch(made: Any, pointers: Sequence[Any], places: Sequence[Argument],
-                 alloc: Any) -> list[Any]:
-    """A kernel's pointers: scratch comes among the results or after them (tile/kernel.py)."""
-    outs = sum(each.role != "in" for each in places)
-    order = list(pointers[:outs])
-    scratch: Iterable[Scratch] = made.scratch
-    for each in scratch:
-        order.insert(len(order) if each.at is None else each.at, alloc(each.count * each.dtype.itemsize))
-    return order + list(pointers[outs:])
 
 
 def _emulated(made: Any, memory: dict[str, np.ndarray], places: Sequence[Argument], gpu: GPU, seed: int,

@@ -159,7 +159,7 @@ def test_rows_of_other_sources_are_measured_again(toy: Toy):
     assert toy.done() == ["good 1", "good 2", "good 3", "good 2", "good 3"]
 
 
-@pytest.mark.parametrize("name", ["tinygrad_nv/tile/gemm/choose.py", "tinygrad_nv/ptx/emulator/csrc/core.h",
+@pytest.mark.parametrize("name", ["tinygrad_nv/tile/choose.py", "tinygrad_nv/ptx/emulator/csrc/core.h",
                                   "models/llama.py", "bench/gpu.py"])
 def test_the_digest_is_of_package_models_and_benches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                      name: str):

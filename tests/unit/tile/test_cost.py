@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinygrad_nv.ptx.emulator.report import Site, Stats
+from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.gemm import work
-from tinygrad_nv.tile.gemm.choose import choose
 from tinygrad_nv.tile.gemm.cost import CostModel, predict
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.schedules import Gemv, Mma, Wgmma

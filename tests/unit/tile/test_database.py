@@ -8,18 +8,26 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from emitted_specs import attention as emitted_attention
+from emitted_specs import ragged, scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import NVError, ScheduleError, SpecError
 from tinygrad_nv.tile import database
+from tinygrad_nv.tile.attention import dense as attention
+from tinygrad_nv.tile.attention.spec import Band
+from tinygrad_nv.tile.clock import How
 from tinygrad_nv.tile.database import Entry
+from tinygrad_nv.tile.decode import dense as decode
 from tinygrad_nv.tile.expression import Apply, Constant, Load, Position, Sum, gelu, gelu_tanh, silu, walk
 from tinygrad_nv.tile.gemm.dense import MAJORS, TYPES, WORDS, dense
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Gemv, Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.spec_json import spec_from_json, spec_to_json
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 SPEC = dense(64, 64, 256)
 FAST = Mma().block(64, 64)
@@ -61,6 +69,27 @@ def test_any_spec_survives_json(dtype, extents, majors, batch, words, symbolic):
     out = "f32" if words else ""
     spec = dense(*extents, dtype, out, majors, batch, "+".join(words), symbolic)
     assert spec_from_json(json.loads(json.dumps(spec_to_json(spec)))) == spec
+
+
+OTHERS = {"attention": attention.dense(2, 8, 512, 64, causal=True, kv_heads=2),
+          "gradient": attention.gradient(attention.dense(1, 4, 128, 128, "f16", layout="BSHD")),
+          "decode": decode.dense(4, 8, 1000, 128, kv_heads=2),
+          "e4m3": decode.dense(4, 8, 64, 64, kv_dtype="e4m3"),
+          "window": replace(attention.dense(1, 1, 64, 64), band=Band(-15, 0), kept=200, lse=True,
+                            symbolic=("s_q", "s_kv")),
+          "ragged": ragged(emitted_attention(64, 64, 64, turned=True), (100, 100)),
+          "scaled": scaled(emitted_attention(64, 64, 64), 32)}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_specs_of_other_families_survive_json(name: str):
+    spec = OTHERS[name]
+    data = json.loads(json.dumps(spec_to_json(spec), allow_nan=False))
+    assert spec_from_json(data) == spec
+    for spoiled in ({**data, "kind": "NormSpec"}, {**data, "more": 1}, {**data, "kind": 3},
+                    {key: value for key, value in data.items() if key not in ("q", "forward")},
+                    {**data, ("d" if "d" in data else "deterministic"): "64"}):
+        with pytest.raises(SpecError): spec_from_json(spoiled)
 
 
 def test_parts_survive_json():
@@ -177,6 +206,53 @@ def test_no_warning_without_a_file(file):
         assert database.entries() == []
     assert not file.exists()
     assert replace(entry(), seconds=2.0).key == entry().key
+
+
+# **** how a time is known ****
+
+def known(how: How, schedule: GemmSchedule, gpu: str = "") -> Entry:
+    return replace(entry(schedule=schedule, arch="sm_90a"), how=how, gpu=gpu)
+
+
+def test_what_is_measured_is_taken_before_what_is_modelled_and_that_before_what_is_counted():
+    h100, h200 = (GPU("sm_90a", 132, model=name) for name in ("h100", "h200"))
+    database.store([known("counted", FAST)])
+    assert database.lookup(SPEC, "sm_90a", h100) == FAST
+    database.store([known("modelled", FAST.stages(4), "h100"), known("modelled", FAST.stages(5), "h200")])
+    assert database.lookup(SPEC, "sm_90a", h100) == FAST.stages(4)
+    assert database.lookup(SPEC, "sm_90a", h200) == FAST.stages(5)
+    assert database.lookup(SPEC, "sm_90a", replace(h100, model="h800")) == FAST     # of neither
+    assert database.lookup(SPEC, "sm_90a", replace(h100, model="")) == FAST
+    database.store([known("measured", FAST.stages(2))])
+    database.store([known("modelled", FAST.stages(4), "h100"), known("counted", FAST)])
+    for gpu in (h100, h200, GPU("sm_90a")): assert database.lookup(SPEC, "sm_90a", gpu) == FAST.stages(2)
+    assert [each.known_by for each in database.entries()] == ["counted", "modelled for h100",
+                                                              "modelled for h200", "measured"]
+    assert database.parse(database.dumped(database.entries()), Path("x")) == database.entries()
+
+
+def test_one_that_is_not_legal_leaves_its_place_to_the_next(monkeypatch):
+    monkeypatch.setattr(database, "_noted", set())
+    database.store([known("counted", FAST), known("measured", Mma().block(100, 64))])
+    with pytest.warns(database.ScheduleWarning, match="block_m=100"):
+        assert database.lookup(SPEC, "sm_90a") == FAST
+
+
+def test_a_modelled_entry_names_its_gpu_and_no_other_does():
+    data = known("modelled", FAST, "h100").to_json()
+    assert data["gpu"] == "h100"
+    assert "gpu" not in known("measured", FAST).to_json()
+    for spoiled in ({**data, "gpu": ""}, {**data, "gpu": 3}, {**data, "how": "measured"}):
+        with pytest.raises(ScheduleError): Entry.from_json(spoiled)
+
+
+def test_a_decode_has_one_winner_for_any_number_of_requests():
+    one, many = (decode.dense(batch, 8, 4096, 128, kv_heads=2) for batch in (1, 32))
+    gpu = GPU("sm_90a", 132)
+    schedule, kept = TABLE.choose(many, gpu).stages(2), database.kept_as(many)
+    database.store([Entry(kept, "sm_90a", database.toolchain(), schedule, 1e-4, "measured")])
+    assert TABLE.choose(one, gpu) == TABLE.choose(many, gpu) == schedule
+    assert TABLE.choose(decode.dense(1, 8, 4096, 64, kv_heads=2), gpu) != schedule
 
 
 # **** entries of older versions, and of other templates ****

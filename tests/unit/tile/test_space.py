@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.gemm.analytic import TIE, analytic
 from tinygrad_nv.tile.gemm.candidates import space, starts
-from tinygrad_nv.tile.gemm.choose import choose, why_not
 from tinygrad_nv.tile.gemm.cost import CostModel
 from tinygrad_nv.tile.gemm.dense import MAJORS, dense
 from tinygrad_nv.tile.gemm.schedules import Mma
+from tinygrad_nv.tile.gemm.why_not import why_not
 from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
@@ -152,7 +153,7 @@ def test_a_choice_moves_only_with_the_model(spec, chosen):
 
 CODE = """
 from tinygrad_nv.tile.gemm.dense import dense
-from tinygrad_nv.tile.gemm.choose import choose
+from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.template import GPU
 print([str(choose(dense(m, n, k), GPU(arch))) for arch in ("sm_80", "sm_90a")
        for m, n, k in ((1, 4096, 4096), (16, 4096, 4096), (300, 500, 700), (4096, 4096, 4096), (3, 5, 7))])

@@ -1,6 +1,6 @@
 """Which schedule a matmul gets on a CPU, or why none.
 
-Protocol: as tile/gemm/choose.py for GPUs: the winner that the schedule database has, else the default
+Protocol: as tile/choose.py for GPUs: the winner that the schedule database has, else the default
 (defaults.py); with BEAM=N the best of some that are tried (tune.py).
 """
 from __future__ import annotations

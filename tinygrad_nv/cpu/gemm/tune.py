@@ -14,8 +14,6 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +23,7 @@ from tinygrad_nv.cpu.gemm.defaults import starts
 from tinygrad_nv.cpu.gemm.schedules import CPUGemmSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import NVError
+from tinygrad_nv.progress import Progress, bar
 from tinygrad_nv.tile import database
 from tinygrad_nv.tile.gemm.spec import GemmSpec, sizes
 from tinygrad_nv.tile.templates import TABLE
@@ -38,7 +37,6 @@ MOST_BYTES = 1 << 30         # of all copies of operands
 FEWEST, MOST, ENOUGH_SECONDS = 3, 25, 0.05    # calls that are timed, and when it is enough of them
 BETTER = 0.98                # of the time before: less is not told from noise
 FILL = 0x3C                  # bytes that are ordinary numbers in every dtype
-Progress = Callable[[int, int], None]    # candidates done, of at most how many
 
 
 @dataclass(frozen=True)
@@ -88,22 +86,11 @@ def near(spec: GemmSpec, target: CPU, s: CPUGemmSchedule) -> list[CPUGemmSchedul
 def search(spec: GemmSpec, target: CPU, beam: int) -> CPUGemmSchedule | None:
     """The best schedule by `tune`; None where there is none. A database that cannot be written is noted."""
     try:
-        with bar(str(spec)) as progress: tried = tune(spec, target, beam, progress)
+        with bar(f"trying schedules of {spec}") as progress: tried = tune(spec, target, beam, progress)
     except OSError as error:
         database.note(f"{database.path()} cannot be written: {error}")
         return None
     return tried[0].schedule if tried and tried[0].seconds is not None else None
-
-
-@contextmanager
-def bar(words: str) -> Iterator[Progress]:
-    """A progress bar on stderr, only where that is a terminal; it is removed at the end."""
-    from rich.console import Console
-    from rich.progress import Progress as Shown
-    console = Console(stderr=True)
-    with Shown(console=console, transient=True, disable=not console.is_terminal) as shown:
-        task = shown.add_task(f"trying schedules of {words}", total=None)
-        yield lambda done, count: shown.update(task, completed=done, total=count)
 
 
 def _ranked(tried: dict[CPUGemmSchedule, CPUCandidate]) -> list[CPUCandidate]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 from tinygrad.dtype import DType, dtypes
-from tinygrad.helpers import ALLOW_TF32, BEAM, prod
+from tinygrad.helpers import ALLOW_TF32, prod
 from tinygrad.uop.ops import Ops, UOp, sint
 
 from tinygrad_nv import config
@@ -41,7 +41,6 @@ from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, larges
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Chosen, Target, choose, target_of
 from tinygrad_nv.runtime.observe import ranges
-from tinygrad_nv.tile import database
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Sum, loads
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 
@@ -61,7 +60,7 @@ class MatmulMatch:
 
 def configuration() -> Hashable:
     """What the rewrite depends on besides the graph and the targets."""
-    return config.get("NV_GEMM"), ALLOW_TF32.value, BEAM.value, database.state()
+    return config.get("NV_GEMM"), ALLOW_TF32.value
 
 
 def rewrite(sink: UOp) -> UOp:

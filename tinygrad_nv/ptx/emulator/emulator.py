@@ -152,6 +152,10 @@ class Emulator:
         if array.dtype.hasobject: raise PTXError("an allocation of Python objects", 0, "an array of numbers")
         return self._place(array.reshape(-1).view(np.uint8).copy(), None, np.shape(what), array.dtype)
 
+    def zeros(self, nbytes: int) -> Buffer:
+        """Device memory of zeros. The host has room for what is written alone."""
+        return self._place(np.zeros(nbytes, np.uint8), None, (nbytes,), np.dtype(np.uint8))
+
     def _place(self, data: np.ndarray, valid: np.ndarray | None, shape: tuple[int, ...],
                dtype: np.dtype) -> Buffer:
         buffer = Buffer(self.next_address, data, valid, shape, dtype)
@@ -182,15 +186,16 @@ class Emulator:
                entry: str | None = None, cluster: int | Sequence[int] = (1, 1, 1), dynamic_smem: int = 0,
                trace: Trace | bool | None = None, footprint: bool = False,
                ahead: Sequence[Footprint] | None = None, tapes: Tapes | None = None,
-               timing: str | None = None, log: int = 0) -> Report:
+               timing: str | None = None, log: int = 0, keep: bool = True) -> Report:
         """Runs an entry function (the only one, when `entry` is None) over a grid and returns what was found
         and counted. `args` are buffers, addresses and other integers, floats, `TensorMap`s or bytes, one for
         each parameter. With `footprint`, the report says which bytes of memory were touched. A launch with
         `ahead` is a programmatic one (griddepcontrol): what the kernels ahead touched conflicts with what it
         does before it has waited for them. Both need `check`. `tapes` runs chosen clusters alone, and records
         them. `timing` names a GPU: nothing is computed or checked, and memory stays as it is; the report has
-        a prediction of the time that the launch takes there, with `log` of its issues for a trace. Raises
-        `PTXError` naming the line or the argument that cannot be."""
+        a prediction of the time that the launch takes there, with `log` of its issues for a trace; without
+        `keep`, what chosen CTAs wrote stays in memory. Raises `PTXError` naming the line or the argument that
+        cannot be."""
         loaded = self._load(ptx_text)
         function = self._entry(loaded.module, entry)
         program = loaded.program(function)
@@ -201,7 +206,7 @@ class Emulator:
         shape = check_launch(self.arch, loaded.module, program, *shape, shared, dynamic_smem)
         parameters = pack_arguments(function, args)
         if timing is not None:
-            return self._timed(ptx_text, function.name, shape, shared, timing, log, lambda into: _Run(
+            return self._timed(ptx_text, function.name, shape, shared, timing, log, keep, lambda into: _Run(
                 self, loaded, program, shape, shared, parameters, None, ptx_text, False, None, into).run())
         began = time.perf_counter()
         run = _Run(self, loaded, program, shape, shared, parameters, trace, ptx_text, footprint, ahead,
@@ -212,12 +217,12 @@ class Emulator:
                       time.perf_counter() - began, run.footprint, ahead is not None and not run.held, notes)
 
     def _timed(self, text: str, entry: str, shape: tuple[Triple, Triple, Triple], shared: int, gpu: str,
-               log: int, run: Callable[[Tapes], object]) -> Report:
+               log: int, keep: bool, run: Callable[[Tapes], object]) -> Report:
         from tinygrad_nv.ptx.timing.model import predicted
         from tinygrad_nv.ptx.timing.shape import Shape
 
         def record(tapes: Tapes) -> None:
-            kept = [(buffer, buffer.data.copy()) for buffer in self.buffers.values()]
+            kept = [(buffer, buffer.data.copy()) for buffer in self.buffers.values() if keep]
             check, self.check = self.check, False
             try: run(tapes)
             finally:

@@ -18,10 +18,12 @@ _FOLDER = resources.files("tinygrad_nv.ptx.timing") / "gpus"
 class GPUFigures:
     """Rates and latencies; latencies in cycles of an SM, rates of the whole GPU unless they are an SM's.
     `mma_macs`: 16-bit multiply-adds by mma.sync, of a scheduler in a cycle; `fp32_cycles`: of a scheduler for
-    one float32 instruction of a warp. `clock_hz` is the highest; `power_w` what the board may take; at that
-    clock tensor cores that are always busy, on random numbers, take `tensor_w`, L2 and what is behind it
-    `memory_w`, and everything else `static_w`. `model_spread`: how far off predictions are where all figures
-    are right, one standard deviation."""
+    one float32 instruction of a warp; `beside_wgmma`, `xu_beside_wgmma`: for one that reads registers, or one
+    of the SFU, while wgmmas run, of whose cycles each takes `wgmma_yield`. `coalesced`: of what another SM of
+    the GPC reads at about the same time, the share that L2 serves once. `clock_hz` is the highest; `power_w`
+    what the board may take; at that clock tensor cores that are always busy, on random numbers, take
+    `tensor_w`, L2 and what is behind it `memory_w`, and everything else `static_w`. `model_spread`: how far
+    off predictions are where all figures are right, one standard deviation."""
     name: str
     arch: str
     sms: int
@@ -38,6 +40,7 @@ class GPUFigures:
     hbm_bytes_per_s: float
     hbm_latency: int
     l2_bytes_per_cycle: float
+    coalesced: float
     l2_latency: int
     tma_latency: int
     tma_issue: int
@@ -46,6 +49,9 @@ class GPUFigures:
     shared_latency: int
     wgmma_latency: int
     wgmma_ahead: int
+    beside_wgmma: float
+    xu_beside_wgmma: float
+    wgmma_yield: float
     mma_latency: int
     arrive_latency: int
     wait_latency: int

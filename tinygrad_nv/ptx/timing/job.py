@@ -24,8 +24,8 @@ INSTR = np.dtype([("unit", "u1"), ("kind", "u1"), ("stall", "u1"), ("wait_mask",
                   ("read_board", "i1"), ("busy", "<u2"), ("latency", "<u2"), ("tensor", "<u2"),
                   ("shared", "<u2"), ("number", "<u2")])
 STEP = np.dtype([("instr", "<i4"), ("note", "<i4"), ("notes", "<u2"), ("passes", "<u2")])
-EFFECT = np.dtype([("event", "<i4"), ("bytes", "<u4"), ("far", "<u4"), ("delay", "<u2"), ("waits", "u1"),
-                   ("signals", "u1"), ("late", "u1"), ("unused", "u1", 3)])
+EFFECT = np.dtype([("event", "<i4"), ("bytes", "<u4"), ("near", "<u4"), ("far", "<u4"), ("delay", "<u2"),
+                   ("waits", "u1"), ("signals", "u1"), ("late", "u1"), ("unused", "u1", 3)])
 WARP = np.dtype([(name, "<i4") for name in ("first", "end", "sm", "scheduler", "cta", "after")])
 SCHEDULERS = 4
 BAR_DELAY, REMOTE_DELAY, CLUSTER_DELAY = 9, 180, 190  # HOPPER_TIMING.md 7.5: bar.sync 20.7 in all; DSMEM 181
@@ -84,7 +84,7 @@ def code_of(listing: Listing, entry: str, gpu: GPUFigures) -> Code:
 
 @dataclass(frozen=True)
 class Job:
-    """Arrays of csrc/sm.c, and the SM of each recorded CTA."""
+    """Arrays of csrc/sm.c. `cluster`: SMs that have their part of L2 and HBM together."""
     instrs: np.ndarray
     steps: np.ndarray
     effects: np.ndarray
@@ -92,13 +92,13 @@ class Job:
     need: np.ndarray
     sms: int
     ctas: int
+    cluster: int = 1
 
 
-def made(code: Code, tapes: Sequence[Tape], gpu: GPUFigures, far: Mapping[int, np.ndarray],
+def made(code: Code, tapes: Sequence[Tape], gpu: GPUFigures, shares: Sequence[np.ndarray],
          sms: Sequence[int], first: int) -> Job:
     """The job of recorded CTAs. `sms`: the SM of each tape. Of each SM the first `first` CTAs begin at once,
-    each other one when the one that many before it has ended. `far`: of each tape's notes, by its place in
-    `tapes`, the share of bytes that HBM moves."""
+    each other one when the one that many before it has ended. `shares`: of each tape's notes (l2.py)."""
     steps, warps, notes, begin, count = [], [], [], 0, 0
     number = {cta: i for i, cta in enumerate(sorted({tape.cta for tape in tapes}))}
     of_sm: dict[int, list[int]] = {}
@@ -116,10 +116,9 @@ def made(code: Code, tapes: Sequence[Tape], gpu: GPUFigures, far: Mapping[int, n
         begin, count = begin + len(mine), count + len(tape.notes)
     every = np.concatenate(notes) if notes else np.zeros(0, NOTE)
     owner = np.concatenate([np.full(len(tape.notes), tape.cta, np.int64) for tape in tapes])
-    share = np.concatenate([far.get(i, np.zeros(len(tape.notes))) for i, tape in enumerate(tapes)])
-    effects, need = _effects(every, owner, share, gpu)
+    effects, need = _effects(every, owner, np.concatenate(shares), gpu)
     return Job(_instrs(code), np.concatenate(steps), effects, np.array(warps, WARP), need,
-               max(sms) + 1, len(number))
+               max(sms) + 1, len(number), 1 + max(tape.rank for tape in tapes))
 
 
 def _instrs(code: Code) -> np.ndarray:
@@ -206,7 +205,7 @@ def _carries(cost: Cost) -> bool:
 
 # **** what notes do ****
 
-def _effects(notes: np.ndarray, owner: np.ndarray, share: np.ndarray,
+def _effects(notes: np.ndarray, owner: np.ndarray, shares: np.ndarray,
              gpu: GPUFigures) -> tuple[np.ndarray, np.ndarray]:
     kind = notes["kind"]
     out = np.zeros(len(notes), EFFECT)
@@ -234,7 +233,8 @@ def _effects(notes: np.ndarray, owner: np.ndarray, share: np.ndarray,
     rows = where(Note.READS) | where(Note.WRITES)
     nbytes = np.where(rows, notes["count"].astype(np.int64) * notes["a"].astype(np.int64),
                       np.where(where(Note.SECTORS), notes["count"].astype(np.int64) * 32, 0))
-    out["bytes"], out["far"] = nbytes, (nbytes * share).astype(np.int64)
-    out["late"] = (share > 0) & (nbytes > 0)
+    moved = (nbytes[:, None] * shares).astype(np.int64)
+    out["bytes"], out["far"], out["near"] = nbytes, moved[:, 0], moved[:, 1]
+    out["late"] = (shares[:, 0] > 0) & (nbytes > 0)
     need = np.bincount(events[signals[timed]], minlength=int(events.max()) + 1 if len(events) else 0)
     return out, need.astype(np.int32)

@@ -4,7 +4,10 @@ Protocol: clusters that run at once ask for the same things at about the same ti
 counts as simultaneous. What is read for the first time among them comes from HBM, the rest from L2; each PTX
 instruction that reads has a share of its own (`first_shares`), since queries and keys, for example, are read
 at different rates than the recorded beginnings of clusters show. Where all that a launch reads fits into L2,
-HBM gives every byte once at most, and gets nothing (`far_shares`).
+HBM gives every byte once at most, and gets nothing (`shares_of`).
+
+What several SMs of a GPC ask for at about the same time goes to L2 once (the L2 request coalescer, Nsight
+Compute's "lrc"), though each SM gets its own copy.
 """
 from __future__ import annotations
 
@@ -13,8 +16,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from tinygrad_nv.ptx.emulator.tapes import Note
+from tinygrad_nv.ptx.timing.gpu import GPUFigures
 
 KEPT = 0.8  # of L2, for what is read again: assumed
+GPCS = 8    # groups of SMs that ask L2 for a line together (its request coalescer)
 SECTOR_BYTES = 32
 
 
@@ -40,19 +45,23 @@ def first_shares(reads: Sequence[np.ndarray]) -> dict[int, float]:
             for each in sources}
 
 
-def far_shares(reads: Sequence[np.ndarray], memory: Sequence[tuple[int, int]], recorded: np.ndarray,
-               times: float, l2_bytes: int) -> np.ndarray:
-    """Of each recorded note the share of its bytes that comes from HBM. `reads`: of clusters that run at
-    once, of each warp; `memory`: addresses and sizes of buffers; the whole launch has `times` as many
-    notes."""
+def shares_of(reads: Sequence[np.ndarray], memory: Sequence[tuple[int, int]], recorded: np.ndarray,
+              times: float, together: int, gpu: GPUFigures) -> np.ndarray:
+    """Of each recorded note, [share of its bytes that comes from HBM, share that L2 serves]. `reads`: of
+    clusters that run at once, of each warp; `memory`: addresses and sizes of buffers; the whole launch has
+    `times` as many notes; an SM has `together` CTAs, of which one at a time reads in step with other SMs."""
     known = first_shares(reads)
-    nbytes, shares = read_bytes(recorded), np.ones(len(recorded))
+    nbytes = read_bytes(recorded)
+    # an instruction that none of them came to reads like the others
+    shares = np.full(len(recorded), float(np.mean([*known.values()])) if known else 1.0)
     for source, share in known.items(): shares[recorded["source"] == source] = share
+    near = 1 - gpu.coalesced / together * (1 - np.minimum(1.0, GPCS * shares))
+    near[nbytes == 0] = 1.0
     starts = np.sort(recorded["key"][np.isin(recorded["kind"], (Note.READS, Note.WRITES, Note.SECTORS))])
     touched = sum(size for at, size in memory
                   if np.searchsorted(starts, at) < np.searchsorted(starts, at + size))
     far = float((shares * nbytes).sum()) * times
-    kept = touched <= KEPT * l2_bytes
+    kept = touched <= KEPT * gpu.l2_bytes
     if kept and far > touched: shares *= touched / far
     shares[nbytes == 0] = 0.0 if kept else 1.0  # of writes: those that do not stay in L2
-    return shares
+    return np.stack([shares, near], 1)

@@ -11,19 +11,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tinygrad_nv import cache
-from tinygrad_nv.ptx.assemble import assemble, version
+from tinygrad_nv.ptx.assemble import Resources, assemble, version
 from tinygrad_nv.ptx.emulator.calls import expanded
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.sass import disassembled, disassembler
 from tinygrad_nv.ptx.timing.instructions import FLAGS, TimedInstruction, timed
 from tinygrad_nv.ptx.timing.placement import Placement, placed
 
+LINES = ("-lineinfo",)  # what the listing's assembly is made with
+
 
 @dataclass(frozen=True, eq=False)
 class Listing:
-    """The kernels of a module, and the text they are of."""
+    """The kernels of a module, what ptxas says of each, and the text they are of."""
     arch: str
     kernels: Mapping[str, tuple[TimedInstruction, ...]]
+    resources: Mapping[str, Resources]
     text: str
 
     @functools.lru_cache(32)  # noqa: B019
@@ -37,8 +40,8 @@ class Listing:
 def listing(text: str, arch: str = "sm_90a", entry: str | None = None) -> Listing:
     """The listing of all kernels, or of one. Raises `PTXError` as `assemble` does, `ToolchainError` without
     nvdisasm."""
-    cubin = assemble(text, arch, ("-lineinfo", *(("--entry", entry) if entry else ()))).cubin
-    return Listing(arch, timed(_disassembled(cubin), parse(text)), text)
+    made = assemble(text, arch, (*LINES, *(("--entry", entry) if entry else ())))
+    return Listing(arch, timed(_disassembled(made.cubin), parse(text)), made.kernels, text)
 
 
 def _disassembled(cubin: bytes) -> str:

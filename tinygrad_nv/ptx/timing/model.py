@@ -26,13 +26,13 @@ from tinygrad_nv.ptx.emulator.tapes import Tape, Tapes
 from tinygrad_nv.ptx.timing import critical
 from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures, sustained_hz
 from tinygrad_nv.ptx.timing.job import Code, Job, code_of, made
-from tinygrad_nv.ptx.timing.l2 import far_shares
+from tinygrad_nv.ptx.timing.l2 import shares_of
 from tinygrad_nv.ptx.timing.listing import Listing, listing
 from tinygrad_nv.ptx.timing.shape import Shape, places, recorded
 from tinygrad_nv.ptx.timing.simulator import REASONS, Run, run
 from tinygrad_nv.ptx.timing.units import Unit
 
-BRIEF = 8000                # warp-instructions of a CTA of which only reads are kept: about a tile
+BRIEF = 40000                # warp-instructions of a CTA of which only reads are kept: some tiles
 SHOWN = {Unit.TENSOR: "tensor cores", Unit.FMA: "FP32", Unit.ALU: "ALU", Unit.XU: "SFU",
          Unit.SHARED: "shared memory", Unit.COPY: "TMA"}
 
@@ -106,12 +106,13 @@ def _jobs(code: Code, shape: Shape, tapes: Tapes, gpu: GPUFigures,
     """What runs at each place. Rank r of each of its clusters lies on SM r."""
     begins = places(shape, gpu)
     notes = np.concatenate([tape.notes for tape in tapes.warps])
-    far = far_shares(tapes.reads, memory, notes, shape.clusters / len(tapes.clusters), gpu.l2_bytes)
+    shares = shares_of(tapes.reads, memory, notes, shape.clusters / len(tapes.clusters),
+                       shape.ctas_of_sm(gpu), gpu)
     ends = np.cumsum([len(tape.notes) for tape in tapes.warps])
     by_place: dict[int, list[tuple[Tape, np.ndarray]]] = {}
-    for tape, share in zip(tapes.warps, np.split(far, ends[:-1]), strict=True):
+    for tape, share in zip(tapes.warps, np.split(shares, ends[:-1]), strict=True):
         by_place.setdefault(max(at for at in begins if at <= tape.cluster), []).append((tape, share))
-    return {at: made(code, [tape for tape, _ in some], gpu, dict(enumerate(share for _, share in some)),
+    return {at: made(code, [tape for tape, _ in some], gpu, [share for _, share in some],
                      [tape.rank for tape, _ in some], shape.ctas_of_sm(gpu))
             for at, some in sorted(by_place.items())}
 
@@ -162,8 +163,8 @@ def _units(runs: Sequence[Run]) -> dict[str, float]:
              for unit, name in SHOWN.items()}
     issued = sum(int(one.waited[:, REASONS.index("issued")].sum()) for one in runs)
     parts["issue slots"] = issued / cycles / sms / 4
-    parts["L2"] = sum(one.l2_busy for one in runs) / cycles / sms
-    parts["HBM"] = sum(one.hbm_busy for one in runs) / cycles / sms
+    parts["L2"] = sum(one.l2_busy for one in runs) / cycles
+    parts["HBM"] = sum(one.hbm_busy for one in runs) / cycles
     return parts
 
 

@@ -36,20 +36,21 @@ i32, i64, f64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_double, ctypes
 
 
 class FiguresStruct(ctypes.Structure):
-    """sm.c: Figures."""
-    _fields_ = (("l2_bytes", f64), ("hbm_bytes", f64), *((name, i32) for name in (
+    """moments.h: Figures."""
+    _fields_ = (*((name, f64) for name in ("beside_wgmma", "xu_beside_wgmma", "wgmma_yield", "l2_bytes",
+                                           "hbm_bytes", "port_bytes")), *((name, i32) for name in (
         "begin_latency", "l2_latency", "hbm_latency", "tma_latency", "tma_issue", "write_latency",
         "wgmma_latency", "wgmma_ahead", "shared_ahead")))
 
 
 class JobStruct(ctypes.Structure):
-    """sm.c: Job."""
+    """moments.h: Job."""
     _fields_ = (*((name, pointer) for name in ("instrs", "steps", "effects", "warps", "need", "happened",
                                                "waited", "busy", "ends", "log", "nodes", "event_by")),
-                *((name, i64) for name in ("log_room", "log_count", "most_cycles", "cycles", "l2_busy",
-                                           "hbm_busy")),
+                *((name, i64) for name in ("log_room", "log_count", "most_cycles", "cycles")),
+                ("l2_busy", f64), ("hbm_busy", f64),
                 *((name, i32) for name in ("warp_count", "event_count", "instr_count", "sm_count",
-                                           "cta_count", "stuck")),
+                                           "cta_count", "stuck", "cluster")),
                 ("figures", FiguresStruct))
 
 
@@ -73,15 +74,16 @@ class Cause(IntEnum):
 
 @dataclass(frozen=True)
 class Run:
-    """What happened. `waited`: warp-cycles [instruction, REASONS]; `busy`: cycles [SM, Unit]; `ends`: of each
+    """What happened. `waited`: warp-cycles [instruction, REASONS]; `busy`: cycles [SM, Unit], `l2_busy`,
+    `hbm_busy`: of the SMs' part of both; `ends`: of each
     warp; `log`: [warp, instruction, issue, cycles since the warp's last] of each issue, where it was kept;
     `path`: the critical path, [step, begin, end, Cause] of each moment, in time."""
     cycles: int
     waited: np.ndarray
     busy: np.ndarray
     ends: np.ndarray
-    l2_busy: int
-    hbm_busy: int
+    l2_busy: float
+    hbm_busy: float
     log: np.ndarray
     path: np.ndarray
 
@@ -118,7 +120,8 @@ def run(job: Job, gpu: GPUFigures, sms: int = 0, log: int = 0) -> Run:
     arrays = (job.instrs, job.steps, job.effects, job.warps, need, happened, waited, busy, ends, kept, nodes,
               event_by)
     struct = JobStruct(*(each.ctypes.data for each in arrays), log, 0, MOST_CYCLES, 0, 0, 0, len(job.warps),
-                       len(job.need), len(job.instrs), job.sms, job.ctas, -1, _figures(gpu, sms or gpu.sms))
+                       len(job.need), len(job.instrs), job.sms, job.ctas, -1, job.cluster,
+                       _figures(gpu, sms or gpu.sms))
     state = library().sm_run(ctypes.byref(struct))
     if state != DONE:
         raise PTXError(f"the timing model does not go on after {struct.cycles} cycles: warp {struct.stuck} "
@@ -141,6 +144,7 @@ def _path(struct: JobStruct) -> np.ndarray:
 def _figures(gpu: GPUFigures, sms: int) -> FiguresStruct:
     hbm = gpu.hbm_bytes_per_s / gpu.clock_hz
     return FiguresStruct(
-        min(L2_BYTES_OF_SM, gpu.l2_bytes_per_cycle / sms), min(L2_BYTES_OF_SM, hbm / sms), gpu.begin_latency,
-        gpu.l2_latency, gpu.hbm_latency, gpu.tma_latency, gpu.tma_issue, gpu.write_latency,
-        gpu.wgmma_latency, gpu.wgmma_ahead, SHARED_AHEAD)
+        gpu.beside_wgmma, gpu.xu_beside_wgmma, gpu.wgmma_yield,
+        min(L2_BYTES_OF_SM, gpu.l2_bytes_per_cycle / sms), min(L2_BYTES_OF_SM, hbm / sms), L2_BYTES_OF_SM,
+        gpu.begin_latency, gpu.l2_latency, gpu.hbm_latency, gpu.tma_latency, gpu.tma_issue,
+        gpu.write_latency, gpu.wgmma_latency, gpu.wgmma_ahead, SHARED_AHEAD)

@@ -59,6 +59,11 @@ class BackwardSpec:
             raise SpecError(f"scores of {self.forward.score.dtype}", "float32")
 
     @property
+    def integers(self) -> tuple[int, ...]:
+        """The kernels' integer arguments, each at its most."""
+        return self.forward.integers
+
+    @property
     def flops(self) -> int:
         """Multiplications and additions of the five products, of the pairs that see each other."""
         one = self.forward

@@ -48,8 +48,9 @@ def arguments(spec: AttentionSpec | BackwardSpec) -> tuple[Argument, ...]:
         made.append(Argument(f"scale_{name}", dtypes.float32, (blocks,)))
     if spec.ragged:
         ends = dense(spec.batch[0] + 1)
-        made += [Argument(f"cu_{name}", dtypes.int32, (ends,), values=range(total + 1))
-                 for name, total in (("q", s_q), ("k", s_kv))]
+        made += [Argument(f"cu_{name}", dtypes.int32, (ends,), values=range(total + 1),
+                          usual=range(0, total + 1, max(1, min(most, total // spec.batch[0]))))
+                 for name, total, most in (("q", s_q, spec.s_q), ("k", s_kv, spec.s_kv))]
     return *made, *_rest(spec)
 
 

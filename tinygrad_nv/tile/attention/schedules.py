@@ -18,6 +18,9 @@ class TiledSchedule(Tiled, Schedule, ABC):
     depth: int = 2
     UNREAD: ClassVar[tuple[str, ...]] = ("block_k", "group")
 
+    @property
+    def near(self) -> tuple[Self, ...]: return (self.stages(self.depth + 1),)
+
     def words(self) -> list[str]:
         return [f"{self.block_m}x{self.block_n}", self.warp_words(), counted(self.depth, "stage")]
 
@@ -48,6 +51,11 @@ class FlashWgmma(Warpgroups, TiledSchedule):
     rows each. In ping-pong one multiplies while another has its softmax."""
     mode: Mode = "cooperative"
     template: ClassVar[str] = "flash_wgmma"
+
+    @property
+    def near(self) -> tuple[Self, ...]:
+        other = replace(self, mode="cooperative" if self.mode == "pingpong" else "pingpong")
+        return (other, *super().near)
 
     def pingpong(self) -> Self:
         """Consumers take turns: one multiplies while another has its softmax."""

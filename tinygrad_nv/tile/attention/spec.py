@@ -212,6 +212,11 @@ class AttentionSpec:
         return total
 
     @property
+    def integers(self) -> tuple[int, ...]:
+        """The kernels' integer arguments, each at its most."""
+        return tuple(getattr(self, name) for name in self.symbolic)
+
+    @property
     def flops(self) -> int:
         """Multiplications and additions of both products, of the pairs that see each other."""
         return 2 * self.matrices * self.pairs * (self.d + self.d_v)

@@ -11,6 +11,7 @@ from tinygrad_nv.tile.attention.schedules import BackwardMma, BackwardWgmma, Fla
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 from tinygrad_nv.tile.attention.wgmma import legality as wgmma_legality
 from tinygrad_nv.tile.attention.why_not import why_not
+from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.legality import legality
 from tinygrad_nv.tile.template import Family, Template, later
 
@@ -27,4 +28,4 @@ FAMILY = Family("attention", (
              backward_defaults.wgmma, later(f"{FOLDER}.backward_wgmma.kernel", "flash_backward_wgmma")),
     Template("flash_backward_mma", BackwardSpec, BackwardMma, legality(backward_mma_legality.problems),
              backward_defaults.mma, later(f"{FOLDER}.backward_mma.kernel", "flash_backward_mma"))),
-    says=why_not)
+    chooses=choose, says=why_not)

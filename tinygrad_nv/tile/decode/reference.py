@@ -37,9 +37,10 @@ def arguments(spec: DecodeSpec) -> tuple[Argument, ...]:
                                             (x.page, x.token, x.head, 1)),))
              for name, x, d in (("k", spec.k, spec.d), ("v", spec.v, spec.d_v))]
     if spec.table: made.append(Argument("table", dtypes.int32, (dense(spec.batch, spec.pages),),
-                                        values=range(stored)))
+                                        values=range(stored), usual=range(stored)))
     if spec.length == "memory":
-        made.append(Argument("lengths", dtypes.int32, (dense(spec.batch),), values=range(spec.longest + 1)))
+        made.append(Argument("lengths", dtypes.int32, (dense(spec.batch),), values=range(spec.longest + 1),
+                             usual=range(spec.longest, spec.longest + 1)))
     made += [Argument(name, dtypes.float32, (Place(x.offset, (stored, spec.heads), (x.page, x.head)),))
              for name, x in (("scale_k", spec.k_scale), ("scale_v", spec.v_scale)) if x is not None]
     return *made, *parameters((*heads, spec.longest), spec.score)

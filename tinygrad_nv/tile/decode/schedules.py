@@ -32,6 +32,11 @@ class Decode(Warps, Schedule):
         """Stages of the ring."""
         return replace(self, depth=count)
 
+    @property
+    def near(self) -> tuple[Self, ...]:
+        others = [self.stages(count) for count in (self.depth - 1, self.depth + 1) if count > 1]
+        return (*others, self.split(self.splits, 2 * self.split_keys), self.split(self.splits // 2))
+
     def words(self) -> list[str]:
         made = [f"{16 * self.warps_m}x{self.block_n}", self.warp_words(), counted(self.depth, "stage")]
         return [*made, f"{counted(self.splits, 'split')} of {self.split_keys} keys or more"]

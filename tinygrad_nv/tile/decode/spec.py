@@ -30,7 +30,7 @@ Strides are in elements; along d elements lie side by side.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tinygrad.dtype import DType, dtypes
@@ -163,6 +163,16 @@ class DecodeSpec:
     def longest(self) -> int:
         """Tokens of a request at most."""
         return self.pages * self.page_size
+
+    @property
+    def kept_as(self) -> DecodeSpec:
+        """What a tuned schedule is kept for: any number of requests, so that no bit depends on it."""
+        return replace(self, batch=1)
+
+    @property
+    def integers(self) -> tuple[int, ...]:
+        """The kernels' integer arguments, each at its most."""
+        return (self.longest,) if self.length == "argument" else ()
 
     def __str__(self) -> str:
         heads = f"{self.heads * self.group} heads" + (f" of {self.heads}" if self.group > 1 else "")

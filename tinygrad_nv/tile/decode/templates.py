@@ -1,6 +1,7 @@
 """The template of decode attention."""
 from __future__ import annotations
 
+from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.decode.defaults import candidates
 from tinygrad_nv.tile.decode.legality import problems
 from tinygrad_nv.tile.decode.schedules import Decode
@@ -19,4 +20,4 @@ def _why_not(spec: DecodeSpec, gpu: GPU) -> str:
 
 FAMILY = Family("decode", (
     Template("decode", DecodeSpec, Decode, legality(problems), candidates,
-             later("tinygrad_nv.tile.decode.kernel", "decode_attention")),), says=_why_not)
+             later("tinygrad_nv.tile.decode.kernel", "decode_attention")),), chooses=choose, says=_why_not)

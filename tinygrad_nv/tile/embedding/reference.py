@@ -12,7 +12,7 @@ def arguments(spec: EmbeddingSpec) -> tuple[Argument, ...]:
     """out, weight, tokens; of a gradient out, tokens, grad."""
     lies, table = spec.tokens, dense(spec.rows, spec.width)
     tokens = Argument("tokens", lies.dtype, (Place(lies.offset, lies.extents, lies.strides),),
-                      values=range(-spec.rows - 3, spec.rows + 3))
+                      values=range(-spec.rows - 3, spec.rows + 3), usual=range(spec.rows))
     rows = dense(*lies.extents, spec.width)
     if isinstance(spec, EmbeddingGradientSpec):
         return Argument("out", spec.dtype, (table,), "out"), tokens, Argument("grad", spec.dtype, (rows,))

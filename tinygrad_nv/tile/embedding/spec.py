@@ -55,6 +55,11 @@ class EmbeddingSpec:
         if self.symbolic and len(self.tokens.extents) != 1:
             raise SpecError(f"a symbolic number of tokens {self.tokens.extents}", "one dimension of tokens")
 
+    @property
+    def integers(self) -> tuple[int, ...]:
+        """The kernels' integer arguments, each at its most."""
+        return (self.tokens.count,) if self.symbolic else ()
+
     def __str__(self) -> str:
         most = "≤" if self.symbolic else ""
         return f"{most}{self.tokens.count} of {self.rows}x{self.width} {short(self.dtype)}"

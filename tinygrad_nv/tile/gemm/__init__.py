@@ -6,10 +6,10 @@
   legality.py    whether a schedule is possible, and why not
   candidates.py  all schedules worth trying
   analytic.py    the schedule that the cost model likes best
-  choose.py      the schedule of a spec, or why there is none
+  why_not.py     why there is none
   cost.py        the cost model: waves, tensor-core cycles, bytes by memory level
   work.py        the cycles of one CTA on each resource of its SM
-  tune.py        the fastest of some schedules; trial.py: one of them on the emulator
+  tune.py        what is worth trying; trial.py: the counters of one of them on the emulator
   splits.py      split-K: the part of K of each CTA, and the order of sums
   mma/           mma.sync: sm_80 and later, any strides
   wgmma/         wgmma and TMA, warp-specialised and persistent: sm_90a

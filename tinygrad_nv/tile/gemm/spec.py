@@ -189,6 +189,11 @@ class GemmSpec:
         return parameters(self.epilogue)
 
     @property
+    def integers(self) -> tuple[int, ...]:
+        """The kernels' integer arguments, each at its most."""
+        return (self.m,) if self.symbolic else ()
+
+    @property
     def plain(self) -> bool:
         """Whether the epilogue only rounds."""
         return self.epilogue == Sum(self.accumulate).cast(self.out.dtype)

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.tile.gemm import choose
+from tinygrad_nv.tile import choose
+from tinygrad_nv.tile.gemm import why_not
+from tinygrad_nv.tile.gemm.analytic import analytic
 from tinygrad_nv.tile.gemm.gemv import defaults as gemv_defaults
 from tinygrad_nv.tile.gemm.gemv import legality as gemv_legality
 from tinygrad_nv.tile.gemm.gemv.cost import GemvCost
@@ -14,7 +16,7 @@ from tinygrad_nv.tile.gemm.legality import whole
 from tinygrad_nv.tile.gemm.mma import defaults as mma_defaults
 from tinygrad_nv.tile.gemm.mma import legality as mma_legality
 from tinygrad_nv.tile.gemm.mma.cost import MmaCost
-from tinygrad_nv.tile.gemm.schedules import Gemv, Mma, Wgmma
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Gemv, Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gemm.wgmma import defaults as wgmma_defaults
 from tinygrad_nv.tile.gemm.wgmma import legality as wgmma_legality
@@ -32,7 +34,20 @@ MMA = Template("mma", GemmSpec, Mma, whole(mma_legality.problems), mma_defaults.
 def _why_not(spec: GemmSpec, gpu: GPU) -> str:
     """Why no template takes a matmul; of float32, the setting that decides it."""
     if spec.a.dtype == dtypes.float32 and not spec.tf32: return "float32 without ALLOW_TF32"
-    return choose.why_not(spec, gpu)
+    return why_not.why_not(spec, gpu)
 
 
-FAMILY = Family("gemm", (GEMV, WGMMA, MMA), choose.choose, _why_not)
+def _default(spec: GemmSpec, gpu: GPU) -> GemmSchedule | None: return analytic(spec, gpu.arch, gpu.sm_count)
+
+
+def _tries(spec: GemmSpec, gpu: GPU, count: int) -> list[GemmSchedule]:
+    from tinygrad_nv.tile.gemm.tune import candidates  # the emulator is loaded only for tuning
+    return candidates(spec, gpu, count)
+
+
+def _counts(spec: GemmSpec, s: GemmSchedule, gpu: GPU, registers: int) -> float:
+    from tinygrad_nv.tile.gemm.tune import counted
+    return counted(spec, s, gpu, registers)
+
+
+FAMILY = Family("gemm", (GEMV, WGMMA, MMA), choose.choose, _why_not, _default, _tries, _counts)

@@ -11,14 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
-import numpy as np
-
-from tinygrad_nv.errors import KernelError
-from tinygrad_nv.ptx.emulator import Emulator, TensorMap
 from tinygrad_nv.ptx.emulator.report import Site, Stats
+from tinygrad_nv.tile.emulated import launched
 from tinygrad_nv.tile.gemm.cost import CostModel, cost_of
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
-from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, sizes
+from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
 from tinygrad_nv.tile.gemm.work import (
     INSTRUCTION_BYTES,
     SCHEDULERS,
@@ -78,19 +75,7 @@ def _longer(operand: Operand, k: int) -> Operand:
 
 def emulated(kernel: GemmKernel, spec: GemmSpec, arch: str) -> Stats:
     """Counters of one launch with operands of zeros."""
-    emu = Emulator(arch, check=False)
-    out, *operands = [emu.alloc(np.zeros(-(-nbytes // 16) * 16, np.uint8)) for nbytes in sizes(spec)]
-    shared = (kernel.workspace_bytes, 4 * max(kernel.flags, 1)) if kernel.workspace_bytes else ()
-    order = [out, *(emu.alloc(np.zeros(size, np.uint8)) for size in shared), *operands]
-    maps = []
-    for one in kernel.maps:
-        dims = tuple(spec.m if i == one.dynamic else extent for i, extent in enumerate(one.dims))
-        maps.append(TensorMap.tiled(order[one.pointer].ptr + one.offset_bytes, one.box[::-1], one.swizzle,
-                                    dims[::-1], one.strides[::-1], one.dtype))
-    rows = [np.uint32(spec.m)] if spec.symbolic else []
-    report = emu.launch(kernel.ptx, kernel.grid_for(spec.m), kernel.threads, [*order, *rows, *maps],
-                        cluster=kernel.cluster, dynamic_smem=kernel.dynamic_smem)
-    if report.findings: raise KernelError(str(report.findings[0]), "a kernel that comes to its end")
+    (report,) = launched(kernel, spec, arch)
     return report.stats
 
 

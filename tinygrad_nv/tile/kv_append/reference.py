@@ -76,8 +76,10 @@ def arguments(spec: AppendSpec) -> tuple[Argument, ...]:
         made.insert(2, replace(q, name="q_out", role="out", places=(dense(*q.places[0].extents),)))
         made.append(q)
     if spec.table: made.append(Argument("table", dtypes.int32, (dense(spec.batch, spec.pages),),
-                                        values=range(-1, spec.stored + 1)))
-    made.append(Argument("lengths", dtypes.int32, (dense(spec.batch),), values=range(spec.longest + 2)))
+                                        values=range(-1, spec.stored + 1),
+                                        usual=range(spec.stored)))
+    made.append(Argument("lengths", dtypes.int32, (dense(spec.batch),), values=range(spec.longest + 2),
+                         usual=range(spec.longest, spec.longest + 1)))
     if spec.rope is not None:
         made += [Argument(name, spec.rope.dtype, (dense(spec.longest, spec.rope.half),))
                  for name in ("cos", "sin")]

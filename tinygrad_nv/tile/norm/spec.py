@@ -108,6 +108,11 @@ class NormSpec:
         return self.m * prod(self.batch)
 
     @property
+    def integers(self) -> tuple[int, ...]:
+        """The kernels' integer arguments, each at its most."""
+        return (self.m,) if self.symbolic else ()
+
+    @property
     def flops(self) -> int:
         """Operations, one for each node of an expression and each addition or comparison of a statistic."""
         each = sum(sum(isinstance(node, Apply) and node.op != "cast" for node in walk(root))

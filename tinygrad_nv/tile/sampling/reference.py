@@ -29,8 +29,8 @@ def arguments(spec: Spec) -> tuple[Argument, ...]:
     row = dense(spec.rows)
     if isinstance(spec, CountSpec):
         return (Argument("counts", F32, (dense(spec.slots, spec.size),), "inout"),
-                Argument("slots", S32, (row,), values=range(-1, spec.slots + 1)),
-                Argument("tokens", S32, (row,), values=range(-1, spec.size + 1)))
+                Argument("slots", S32, (row,), values=range(-1, spec.slots + 1), usual=range(spec.slots)),
+                Argument("tokens", S32, (row,), values=range(-1, spec.size + 1), usual=range(spec.size)))
     whole = dense(spec.rows, spec.size)
     logits = Argument("logits", F32, (whole,))
     numbers = Argument("numbers", F32, (dense(spec.rows, NUMBERS),))

@@ -12,10 +12,10 @@ from tinygrad_nv.errors import KernelError, PTXError
 from tinygrad_nv.ptx.assemble import Assembly, Resources
 from tinygrad_nv.runtime.clock import DriverClock, seconds
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
-from tinygrad_nv.tile import database
-from tinygrad_nv.tile.gemm import trial, tune
+from tinygrad_nv.tile import database, tune
+from tinygrad_nv.tile.choose import choose
+from tinygrad_nv.tile.gemm import trial
 from tinygrad_nv.tile.gemm.analytic import analytic
-from tinygrad_nv.tile.gemm.choose import choose
 from tinygrad_nv.tile.gemm.cost import CostModel
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Gemv, Mma, Wgmma
@@ -26,6 +26,7 @@ from tinygrad_nv.tile.templates import TABLE
 
 W, V = Wgmma(), Gemv()
 SMALL = dense(96, 80, 512)
+A100 = GPU("sm_80")
 
 
 @pytest.fixture(autouse=True)
@@ -91,15 +92,15 @@ def test_what_is_run_is_small_and_of_the_same_kind():
 # **** tuning ****
 
 def test_the_same_schedule_wins_each_time_and_is_kept(file):
-    first = tune.tune(SMALL, "sm_80", 1)
+    first = tune.tune(SMALL, A100)
     winner = first[0]
-    assert [c.schedule for c in tune.tune(SMALL, "sm_80", 1)] == [c.schedule for c in first]
+    assert [c.schedule for c in tune.tune(SMALL, A100)] == [c.schedule for c in first]
     assert len(first) == tune.PER_BEAM + 1 == len({c.schedule for c in first})
     assert first == sorted(first, key=lambda c: c.seconds)
     assert winner.registers > 0
     assert winner.smem_bytes > 0
     assert analytic(SMALL, "sm_80") in [c.schedule for c in first]
-    assert database.lookup(SMALL, "sm_80") == winner.schedule == choose(SMALL, GPU("sm_80"))
+    assert database.lookup(SMALL, "sm_80") == winner.schedule == choose(SMALL, A100)
     assert [(e.how, e.seconds) for e in database.entries()] == [("counted", winner.seconds)]
 
 
@@ -108,63 +109,64 @@ def test_beam_makes_choose_try_once(monkeypatch):
     calls = []
     real = tune.tune
     monkeypatch.setattr(tune, "tune", lambda *args: calls.append(args[2]) or real(*args))
-    assert choose(SMALL, GPU("sm_80")) == analytic(SMALL, "sm_80")
+    assert choose(SMALL, A100) == analytic(SMALL, "sm_80")
     assert calls == []
     with Context(BEAM=2):
-        found = choose(SMALL, GPU("sm_80"))
-        assert choose(SMALL, GPU("sm_80")) == found == database.lookup(SMALL, "sm_80")
+        found = choose(SMALL, A100)
+        assert choose(SMALL, A100) == found == database.lookup(SMALL, "sm_80")
     assert calls == [2]
-    assert choose(SMALL, GPU("sm_80")) == found
-    with Context(BEAM=1): assert choose(dense(64, 64, 64, "f32"), GPU("sm_80")) is None
+    assert choose(SMALL, A100) == found
+    with Context(BEAM=1): assert choose(dense(64, 64, 64, "f32"), A100) is None
 
 
 def test_candidates_differ_in_more_than_their_stages():
-    found = tune.candidates(CostModel(dense(4096, 4096, 4096), gpu_model_for("sm_90a")), "sm_90a", 4)
+    found = tune.schedules(dense(4096, 4096, 4096), GPU("sm_90a"), 4 * tune.PER_BEAM)
     assert len(found) == 4 * tune.PER_BEAM + 1
     assert len({s.ringless for s in found}) >= 2 * tune.PER_BEAM
     assert found[0] == analytic(dense(4096, 4096, 4096), "sm_90a")
 
 
 def assembly(spilled: int, registers: int = 100):
-    return lambda text, arch: Assembly(arch, b"", {"gemm_mma": Resources(registers, spilled, 0, 0, 0, 1)}, ())
+    used = {"gemm_mma": Resources(registers, spilled, 0, 0, 0, 1)}
+    return lambda text, arch, flags: Assembly(arch, b"", used, ())
 
 
 def test_what_spills_is_out(monkeypatch):
     monkeypatch.setattr(tune, "assemble", assembly(24))
-    tried = tune.tune(SMALL, "sm_80", 1)
+    tried = tune.tune(SMALL, A100)
     assert {c.why for c in tried} == {"spills 24 B"}
     assert {c.seconds for c in tried} == {None}
     assert database.lookup(SMALL, "sm_80") is None
-    with Context(BEAM=1): assert choose(SMALL, GPU("sm_80")) == analytic(SMALL, "sm_80")
+    with Context(BEAM=1): assert choose(SMALL, A100) == analytic(SMALL, "sm_80")
 
 
 def test_what_ptxas_changes_or_the_emulator_refuses_is_out(monkeypatch):
-    def changed(text, arch): raise PTXError("ptxas changed the kernel: (C7510)")
+    def changed(text, arch, flags): raise PTXError("ptxas changed the kernel: (C7510)")
     monkeypatch.setattr(tune, "assemble", changed)
-    assert {c.why for c in tune.tune(SMALL, "sm_80", 1)} == {"ptxas changed the kernel: (C7510)"}
+    assert {c.why for c in tune.tune(SMALL, A100)} == {"ptxas changed the kernel: (C7510)"}
     monkeypatch.setattr(tune, "assemble", assembly(0))
     def hangs(*args): raise KernelError("deadlock: line 3")
     monkeypatch.setattr(trial, "emulated", hangs)
-    assert {c.why for c in tune.tune(SMALL, "sm_80", 1)} == {"deadlock: line 3"}
+    assert {c.why for c in tune.tune(SMALL, A100)} == {"deadlock: line 3"}
 
 
 def test_without_ptxas_nothing_is_assembled(monkeypatch):
     monkeypatch.setattr(tune, "find_program", lambda name: None)
-    tried = tune.tune(SMALL, "sm_80", 1)
+    tried = tune.tune(SMALL, A100)
     assert {c.registers for c in tried} == {0}
     assert all(c.seconds for c in tried)
 
 
 def test_bank_conflicts_lose(monkeypatch):
     real = trial.emulated
-    favourite = tune.tune(SMALL, "sm_80", 1)[0].schedule
+    favourite = tune.tune(SMALL, A100)[0].schedule
 
     def conflicting(kernel, spec, arch):
         stats = real(kernel, spec, arch)
         if kernel.threads != favourite.threads: return stats
         return replace(stats, sites=tuple(replace(site, passes=60 * site.passes) for site in stats.sites))
     monkeypatch.setattr(trial, "emulated", conflicting)
-    tried = tune.tune(SMALL, "sm_80", 4)
+    tried = tune.tune(SMALL, A100, 4)
     assert tried[0].schedule.threads != favourite.threads
 
 
@@ -186,7 +188,7 @@ def test_a_kernel_is_timed_by_a_driver(spec, schedule):
 def test_on_a_device_the_clock_decides(monkeypatch):
     times = iter((3e-6, 2e-6, 1e-6, 4e-6, 5e-6))
     monkeypatch.setattr("tinygrad_nv.runtime.clock.seconds", lambda *args: next(times))
-    tried = tune.tune(SMALL, "sm_80", 1, clock=DriverClock(EmulatedDriver("sm_80")))
+    tried = tune.tune(SMALL, replace(A100, clock=DriverClock(EmulatedDriver("sm_80"))))
     assert [c.seconds for c in tried] == [1e-6, 2e-6, 3e-6, 4e-6, 5e-6]
     assert [(e.schedule, e.how) for e in database.entries()] == [(tried[0].schedule, "measured")]
 
@@ -195,4 +197,4 @@ def test_a_database_that_cannot_be_written_is_noted(file, monkeypatch):
     monkeypatch.setattr(database, "_noted", set())
     monkeypatch.setenv("NV_SCHEDULES", "/proc/nowhere/schedules.json")
     with Context(BEAM=1), pytest.warns(database.ScheduleWarning, match="cannot be written"):
-        assert choose(SMALL, GPU("sm_80")) == analytic(SMALL, "sm_80")
+        assert choose(SMALL, A100) == analytic(SMALL, "sm_80")

@@ -1,13 +1,15 @@
 """What comes from HBM, and the clock that power leaves."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.ptx.emulator.tapes import NOTE, Note
 from tinygrad_nv.ptx.timing.gpu import figures, known, sustained_hz
-from tinygrad_nv.ptx.timing.l2 import far_shares, first_shares
+from tinygrad_nv.ptx.timing.l2 import first_shares, shares_of
 
 H100 = figures("h100")
 
@@ -38,7 +40,8 @@ def test_what_fits_into_l2_comes_once_of_all_waves():
     size = 64 * 128 * 4
     some, memory = [reads(0, 1, 2, 3)] * 8, [(0, size), (1 << 40, 1 << 40)]
     def share(times: float, l2_bytes: int = H100.l2_bytes) -> float:
-        return far_shares(some, memory, reads(0, 1, 2, 3), times, l2_bytes)[0]
+        gpu = replace(H100, l2_bytes=l2_bytes)
+        return float(shares_of(some, memory, reads(0, 1, 2, 3), times, 1, gpu)[0, 0])
     assert share(8) == 1 / 8
     assert share(80) == pytest.approx(1 / 80)
     assert share(80, size) == 1 / 8         # too small to keep it
@@ -47,8 +50,24 @@ def test_what_fits_into_l2_comes_once_of_all_waves():
 def test_what_is_written_stays_in_l2_where_there_is_room():
     written = np.array([(Note.WRITES, 9, 128, 0, 64, 128)], NOTE)
     for size, share in ((1 << 20, 0.0), (1 << 30, 1.0)):
-        assert far_shares([], [(0, size)], written, 1.0, H100.l2_bytes).tolist() == [share]
+        assert shares_of([], [(0, size)], written, 1.0, 1, H100).tolist() == [[share, 1.0]]
 
+
+def test_what_sms_of_a_gpc_read_in_step_l2_serves_once():
+    """All SMs read the same: L2 serves `coalesced` of it once a GPC. With two CTAs on an SM half of that; of
+    what each reads for itself, all."""
+    def near(some: list[np.ndarray], together: int) -> float:
+        return float(shares_of(some, [(0, 1 << 40)], reads(0, 1), 1.0, together, H100)[0, 1])
+    alike, own = [reads(0, 1)] * 128, [reads(2 * i, 2 * i + 1) for i in range(128)]
+    assert near(alike, 1) == pytest.approx(1 - H100.coalesced * (1 - 8 / 128))
+    assert near(alike, 2) == pytest.approx(1 - H100.coalesced / 2 * (1 - 8 / 128))
+    assert near(own, 1) == 1.0
+
+
+def test_an_instruction_that_no_other_cluster_came_to_reads_like_the_rest():
+    some = [reads(0, 1)] * 4
+    found = shares_of(some, [(0, 1 << 40)], reads(0, source=99), 1.0, 1, H100)
+    assert found[0, 0] == 1 / 4
 
 def test_power_limits_the_clock_of_busy_tensor_cores():
     """m64n256k16 on random numbers, nothing else: 1.714 GHz (HOPPER_TIMING.md 7.3)."""

@@ -23,7 +23,9 @@ SHARED = (Unit.SHARED, Kind.SHARED_ACCESS, 1, 0, 0, -1, 1, 29, 0, 0, 0)
 EXP = (Unit.XU, Kind.PLAIN, 1, 0, -1, -1, 8, 18, 0, 0, 0)
 BARRIER = (Unit.CONTROL, Kind.PLAIN, 1, 0, -1, -1, 2, 6, 0, 0, 0)
 TMA = (Unit.COPY, Kind.TMA_READ, 1, 0, -1, -1, 2, 20, 0, 0, 0)
-INSTRS = (FFMA, HGMMA, LAST, DRAIN, LOAD, USE, SHARED, EXP, BARRIER, TMA)
+LARGE = (*HGMMA[:8], 128, 128, 0)                                         # m64n256k16
+LARGE_LAST = (*LARGE[:10], 1)
+INSTRS = (FFMA, HGMMA, LAST, DRAIN, LOAD, USE, SHARED, EXP, BARRIER, TMA, LARGE, LARGE_LAST)
 
 
 def ran(*warps: list[tuple], effects: tuple | list = (), passes: int = 1, need: tuple[int, ...] = ()) -> Run:
@@ -63,10 +65,10 @@ def test_exponentials_take_eight_cycles_of_a_scheduler():
 
 
 def test_a_result_is_waited_for_by_what_uses_it():
-    read = [(("bytes", 128),)]
+    read = [(("bytes", 128), ("near", 128),)]
     assert ran([(LOAD, 0), (FFMA, -1)], effects=read).cycles < 20
     assert ran([(LOAD, 0), (USE, -1)], effects=read).cycles == pytest.approx(GPU.l2_latency, abs=10)
-    late = [(("bytes", 128), ("far", 128), ("late", 1))]
+    late = [(("bytes", 128), ("near", 128), ("far", 128), ("late", 1))]
     assert ran([(LOAD, 0), (USE, -1)], effects=late).cycles >= GPU.hbm_latency
 
 
@@ -89,7 +91,7 @@ def test_a_barrier_waits_for_the_last_and_takes_21_cycles():
 
 def test_copies_fill_the_share_of_l2_that_an_sm_has():
     """64 copies of 16 KiB, and a wait for all of them."""
-    effects = [(("event", -1), ("bytes", 1 << 14)), (("event", 0), ("signals", 1)),
+    effects = [(("event", -1), ("bytes", 1 << 14), ("near", 1 << 14)), (("event", 0), ("signals", 1)),
                (("event", 0), ("waits", 1))]
     made = np.zeros(3, EFFECT)
     for at, fields in enumerate(effects):
@@ -163,7 +165,7 @@ def test_the_critical_path_of_a_barrier_goes_to_the_warp_that_came_last():
 
 def test_the_critical_path_of_memory():
     """Two loads of which the second is used: the rate of HBM for both, its latency once."""
-    late = [(("bytes", 1 << 20), ("far", 1 << 20), ("late", 1))]
+    late = [(("bytes", 1 << 20), ("near", 1 << 20), ("far", 1 << 20), ("late", 1))]
     found = on_path(ran([(LOAD, 0), (LOAD, 0), (USE, -1)], effects=late))
     rate = GPU.hbm_bytes_per_s / GPU.clock_hz / GPU.sms
     assert found[Cause.HBM_RATE] == pytest.approx(2 * (1 << 20) / rate, rel=0.01)
@@ -187,3 +189,43 @@ def test_the_critical_path_crosses_ctas():
     found = on_path(run(job, GPU))
     assert found[Cause.BEGINS] == GPU.begin_latency
     assert found[Cause.IN_ORDER] == 198
+
+
+# **** what the SM's parts take of each other ****
+
+def test_register_instructions_take_cycles_of_running_wgmmas():
+    """A warp's wgmmas, beside another warp of the same scheduler."""
+    warp = plain(*[LARGE] * 15, LARGE_LAST, DRAIN)
+    alone = ran(warp).cycles
+    def beside(instr: tuple, count: int) -> int:
+        other = plain(*[instr] * count)
+        return ran(warp, [], [], [], other).cycles - alone
+    assert beside(EXP, 100) == pytest.approx(100 * GPU.wgmma_yield, abs=4)
+    assert beside(FFMA, 500) == pytest.approx(500 * GPU.wgmma_yield, abs=4)
+    assert beside(BARRIER, 100) == 0
+
+
+def test_register_instructions_are_issued_less_often_beside_wgmmas():
+    warp = plain(*[LARGE] * 15, LARGE_LAST, DRAIN)
+    def end(instr: tuple, count: int, *others: list[tuple]) -> int:
+        return int(ran(plain(*[instr] * count), [], [], [], *others).ends[0])
+    assert end(FFMA, 500) == pytest.approx(500, abs=4)
+    assert end(FFMA, 500, warp) == pytest.approx(500 * GPU.beside_wgmma, rel=0.02)
+    mixed = plain(*[EXP, FFMA] * 100)
+    assert int(ran(mixed).ends[0]) == pytest.approx(800, abs=10)      # each in the shadow of the other
+    beside = int(ran(mixed, [], [], [], warp).ends[0])
+    assert beside == pytest.approx(100 * (GPU.xu_beside_wgmma + GPU.beside_wgmma), rel=0.03)
+
+
+def test_the_sms_of_a_cluster_share_their_part_of_l2():
+    """One CTA of two that loads for both gets more than half, up to what a port gives."""
+    effects = [(("event", -1), ("bytes", 1 << 14), ("near", 1 << 14)), (("event", 0), ("signals", 1)),
+               (("event", 0), ("waits", 1))]
+    made = np.zeros(3, EFFECT)
+    for at, fields in enumerate(effects):
+        for name, value in fields: made[name][at] = value
+    steps = [(INSTRS.index(TMA), 0, 2, 1)] * 64 + [(INSTRS.index(BARRIER), 2, 1, 1), (0, 0, 0, 1)]
+    warps = np.array([(0, 65, 0, 0, 0, -1), (65, 66, 1, 0, 1, -1)], WARP)
+    job = Job(np.array(list(INSTRS), INSTR), np.array(steps, STEP), made, warps,
+              np.array([64], np.int32), 2, 2, 2)
+    assert run(job, GPU).cycles == pytest.approx(64 * (1 << 14) / 64 + GPU.tma_latency, rel=0.02)

@@ -130,13 +130,18 @@ static int atomic_end(Machine *m, Warp *w, const Op *op, Atomic *a, bool wanted)
 
 /* Where chosen clusters alone run, for their tapes, a thread that adds to a counter and takes what was there is
  * taken for one that draws the next work tile: those that do not run draw theirs too, as many for each draw as
- * there are clusters for each that runs. Clusters that end early draw none. */
-static void draw_for_others(Machine *m, const Warp *w, const Op *op, const i32 *list, u8 *host, int lane, u64 old) {
+ * there are clusters for each that runs. Clusters that end early draw none. Which of a round's tiles it gets goes on by
+ * the golden ratio: tiles of a row differ in length, and a whole number of rows in a round would give it the same
+ * place in each. */
+static void draw_for_others(Machine *m, const Warp *w, const Op *op, const i32 *list, u8 *host, int lane, u64 *old) {
     const Launch *a = &m->launch;
     u64 all = (u64)a->grid[0] * a->grid[1] * a->grid[2] / (a->cluster[0] * a->cluster[1] * a->cluster[2]);
     u64 step = operand_of(w, list[1], op->width, lane), share = all / (u64)a->whole;
-    u64 next = w->cta->cluster->most ? old : old + step * (share > 1 ? share : 1);
+    if (share < 1) share = 1;
+    u64 next = w->cta->cluster->most ? *old : *old + step * share, round = step ? *old / (step * share) + 1 : 0;
     memcpy(host, &next, op->width);
+    f64 place = 0.6180339887498949 * (f64)round;
+    *old += step * (u64)((place - (f64)(u64)place) * (f64)share);
 }
 
 HANDLER(atom) {
@@ -150,14 +155,14 @@ HANDLER(atom) {
         const Region *r = a.reach.region[lane];
         atomic_lane(w, op, list, a.reach.host[lane], lane, r && !r->cta, old[lane]);
     }
-    put_old(w, op, list, old, mask);
     bool wanted = false;
     for (int i = 0; i < op->vector; i++) wanted |= list[i] >= 0;
     int lane = __builtin_ctz(mask), type = op->more >> 8;
     const Region *r = a.reach.region[lane];
     bool counter = (op->more & 255) == ADD && (type == SIGNED_INT || type == UNSIGNED) && op->vector == 1;
     if (m->launch.taped && wanted && counter && popcount(mask) == 1 && r && !r->cta)
-        draw_for_others(m, w, op, list, a.reach.host[lane], lane, old[lane][0]);
+        draw_for_others(m, w, op, list, a.reach.host[lane], lane, &old[lane][0]);
+    put_old(w, op, list, old, mask);
     return atomic_end(m, w, op, &a, wanted);
 }
 

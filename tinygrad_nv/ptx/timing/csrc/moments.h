@@ -40,9 +40,10 @@ typedef struct {
 /* `passes`: through shared memory. `note`, `notes`: of Job.notes. */
 typedef struct { i32 instr, note; u16 notes, passes; } Step;
 
-/* What a step does beyond its unit. event -1: none. bytes are moved, `far` of them from or to HBM. It signals
+/* What a step does beyond its unit. event -1: none. bytes are moved, `near` of them by L2, which gives what
+ * several SMs ask for at once only once, `far` of them from or to HBM. It signals
  * the event, `delay` cycles later; it waits until `delay` after it; or both. `late`: HBM's latency, not L2's. */
-typedef struct { i32 event; u32 bytes, far; u16 delay; u8 waits, signals, late; u8 unused[3]; } Effect;
+typedef struct { i32 event; u32 bytes, near, far; u16 delay; u8 waits, signals, late; u8 unused[3]; } Effect;
 
 /* `cta` counts those of the job. The warps of one begin when those of CTA `after` have ended, -1: at once. */
 typedef struct { i32 first, end, sm, scheduler, cta, after; } WarpJob;
@@ -51,10 +52,16 @@ typedef struct { i32 first, end, sm, scheduler, cta, after; } WarpJob;
 typedef struct { i64 at; i32 by, cause; } Node;
 
 typedef struct {
-    f64 l2_bytes, hbm_bytes;        /* a cycle, of one SM */
+    /* beside wgmmas a scheduler issues an instruction that reads registers, or one of the SFU, in so many cycles, and
+     * each takes some of the tensor core */
+    f64 beside_wgmma, xu_beside_wgmma, wgmma_yield;
+    f64 l2_bytes, hbm_bytes, port_bytes;    /* a cycle, of one SM: its part, and the most it gets of L2 */
     i32 begin_latency, l2_latency, hbm_latency, tma_latency, tma_issue, write_latency;
     i32 wgmma_latency, wgmma_ahead, shared_ahead;
 } Figures;
+
+/* Something that moves bytes, one after the other: when it is free, and the moment of its last user. */
+typedef struct { f64 free; i32 user; } Queue;
 
 typedef struct {
     const Instr *instrs;
@@ -69,8 +76,10 @@ typedef struct {
     i64 *log;             /* [log_room][4]: warp, instr, issue, wait; or NULL */
     Node *nodes;          /* [step][MOMENTS] */
     i32 *event_by;        /* of each event: the moment that completed it */
-    i64 log_room, log_count, most_cycles, cycles, l2_busy, hbm_busy;
+    i64 log_room, log_count, most_cycles, cycles;
+    f64 l2_busy, hbm_busy;
     i32 warp_count, event_count, instr_count, sm_count, cta_count, stuck;
+    i32 cluster;          /* SMs of a cluster */
     Figures f;
 } Job;
 
@@ -87,11 +96,12 @@ typedef struct {
 
 typedef struct {
     i64 free[SCHEDULERS][UNITS], shared_free, tma_free;
-    f64 l2_free, hbm_free;
+    Queue port, l2, hbm;        /* l2, hbm: those of a cluster's first SM are all of its SMs' */
     i64 tensor_free[SCHEDULERS];
+    f64 registers_free[SCHEDULERS], yielded[SCHEDULERS];    /* yielded: parts of a cycle */
+    i32 number;
     /* the moments of those who had them last */
-    i32 user[SCHEDULERS][UNITS], issuer[SCHEDULERS], tensor_user[SCHEDULERS], shared_user, tma_user, l2_user,
-        hbm_user;
+    i32 user[SCHEDULERS][UNITS], issuer[SCHEDULERS], tensor_user[SCHEDULERS], shared_user, tma_user;
 } Sm;
 
 static i64 later(i64 a, i64 b) { return a > b ? a : b; }

@@ -14,22 +14,33 @@
 
 /* **** memory beyond the SM **** */
 
-/* When `bytes`, `far` of them from HBM, have been moved for an SM by a step, after the moment `by`. */
-static i64 moved(Job *j, Sm *s, i64 step, i64 now, i32 by, u32 bytes, u32 far, i32 latency) {
-    f64 l2 = bytes / j->f.l2_bytes, hbm = far / j->f.hbm_bytes;
-    bool waits = s->l2_free > now, waits_far = s->hbm_free > now;
-    if (!waits) s->l2_free = (f64)now;
-    s->l2_free += l2, j->l2_busy += (i64)l2;
-    i64 end = (i64)s->l2_free;
-    if (far) {
-        if (!waits_far) s->hbm_free = (f64)now;
-        s->hbm_free += hbm, j->hbm_busy += (i64)hbm;
+/* When a queue has moved `bytes` that were asked for at `now`; `before`: the moment that it followed. */
+static i64 queued(Queue *q, f64 bytes, f64 rate, i64 now, i32 by, i32 *before) {
+    bool waits = q->free > (f64)now;
+    *before = waits ? q->user : by;
+    q->free = (waits ? q->free : (f64)now) + bytes / rate;
+    return (i64)q->free;
+}
+
+/* When an effect's bytes have been moved for an SM by a step, after the moment `by`. The SMs of a cluster have
+ * their part of L2 and HBM together: one may ask for more than another. */
+static i64 moved(Job *j, Sm *s, i64 step, i64 now, i32 by, const Effect *e, i32 latency) {
+    f64 l2_rate = j->f.l2_bytes * j->cluster, hbm_rate = j->f.hbm_bytes * j->cluster;
+    Sm *first = s - s->number % j->cluster;
+    i32 n = moment(step, AT_SERVICE), before, other;
+    int cause = L2_RATE;
+    i64 end = queued(&first->l2, e->near, l2_rate, now, by, &before);
+    i64 port = queued(&s->port, e->bytes, j->f.port_bytes, now, by, &other);
+    if (port > end) end = port, before = other;
+    j->l2_busy += e->near / l2_rate, j->hbm_busy += e->far / hbm_rate;
+    if (e->far) {
+        i64 hbm = queued(&first->hbm, e->far, hbm_rate, now, by, &other);
+        if (hbm > end) end = hbm, before = other, cause = HBM_RATE;
+        first->hbm.user = n;
     }
-    if (far && (i64)s->hbm_free > end) {
-        end = (i64)s->hbm_free;
-        s->l2_user = served(j, step, end, waits_far, by, &s->hbm_user, HBM_RATE);
-    } else served(j, step, end, waits, by, &s->l2_user, L2_RATE);
-    follows(j, moment(step, AT_END), end + latency, moment(step, AT_SERVICE), MEMORY_LATENCY);
+    first->l2.user = s->port.user = n;
+    follows(j, n, end, before, cause);
+    follows(j, moment(step, AT_END), end + latency, n, MEMORY_LATENCY);
     return end + latency;
 }
 
@@ -47,6 +58,8 @@ static i64 wait_end(const Job *j, const Effect *e) {
 
 /* **** a warp's next step **** */
 
+static bool reads_registers(const Instr *i) { return i->unit >= FMA && i->unit <= XU; }
+
 /* Why the warp cannot issue now; ISSUED: it can. */
 static int held(const Job *j, const Warp *w, const WarpJob *where, const Sm *s, i64 now) {
     const Step *step = &j->steps[w->at];
@@ -55,6 +68,7 @@ static int held(const Job *j, const Warp *w, const WarpJob *where, const Sm *s, 
     for (int b = 0; b < SCOREBOARDS; b++)
         if (i->wait_mask >> b & 1 && w->board[b] > now) return BOARD;
     if (s->free[where->scheduler][i->unit] > now) return UNIT_BUSY;
+    if (reads_registers(i) && s->registers_free[where->scheduler] > (f64)now) return UNIT_BUSY;
     switch (i->kind) {
     case WGMMA: case MMA:
         if (s->tensor_free[where->scheduler] > now + j->f.wgmma_ahead) return UNIT_BUSY;
@@ -156,7 +170,7 @@ static i64 transfer(Job *j, Warp *w, Sm *s, const Instr *i, const Effect *e, i64
     }
     i32 near = writes ? f->write_latency : reads ? f->tma_latency : f->l2_latency;
     if (e->late && !writes) near += f->hbm_latency - f->l2_latency;
-    i64 end = moved(j, s, w->at, begin, by, e->bytes, e->far, near);
+    i64 end = moved(j, s, w->at, begin, by, e, near);
     if (i->kind == TMA_WRITE) group_add(&w->bulk, end - f->write_latency, moment(w->at, AT_SERVICE));
     if (i->kind == COPY_ASYNC) group_add(&w->copies, end, moment(w->at, AT_END));
     return end;
@@ -171,6 +185,17 @@ static void signals(Job *j, const Warp *w, const Instr *i, const Effect *e, i64 
     signal(j, e->event, when + e->delay, by);
 }
 
+/* Tensor cores keep sums in registers: while wgmmas run, what else reads registers is issued less often, and takes
+ * cycles of theirs. */
+static void beside_wgmma(const Job *j, Sm *s, int scheduler, const Instr *i, i64 now) {
+    if (s->tensor_free[scheduler] <= now || !reads_registers(i)) return;
+    f64 cycles = i->unit == XU ? j->f.xu_beside_wgmma : j->f.beside_wgmma, *free = &s->registers_free[scheduler];
+    *free = (*free > (f64)now ? *free : (f64)now) + cycles;
+    s->yielded[scheduler] += j->f.wgmma_yield;
+    i64 whole = (i64)s->yielded[scheduler];
+    s->tensor_free[scheduler] += whole, s->yielded[scheduler] -= (f64)whole;
+}
+
 static void issue(Job *j, Warp *w, const WarpJob *where, Sm *s, i64 now) {
     const Step *step = &j->steps[w->at];
     const Instr *i = &j->instrs[step->instr];
@@ -183,6 +208,7 @@ static void issue(Job *j, Warp *w, const WarpJob *where, Sm *s, i64 now) {
     s->user[where->scheduler][i->unit] = s->issuer[where->scheduler] = self;
     s->free[where->scheduler][i->unit] = now + i->busy;
     busy[i->unit] += i->busy;
+    beside_wgmma(j, s, where->scheduler, i, now);
     switch (i->kind) {
     case WGMMA: {
         i64 begin = multiply(j, s, w->at, now, where->scheduler, i);
@@ -230,6 +256,8 @@ static i64 wakes(const Job *j, const Warp *w, const WarpJob *where, const Sm *s,
     if (reason == STALL) return w->next;
     if (reason == BOARD)
         for (int b = 0; b < SCOREBOARDS; b++) if (i->wait_mask >> b & 1) at = later(at, w->board[b]);
+    if (reason == UNIT_BUSY && reads_registers(i))
+        at = later(at, (i64)(s->registers_free[where->scheduler] + 0.999));
     if (reason == UNIT_BUSY && s->free[where->scheduler][i->unit] > at) at = s->free[where->scheduler][i->unit];
     if (reason == GROUP)
         at = later(at, i->kind == WGMMA_WAIT ? group_end(&w->wgmma, i->number) : copies_end(w, i->number));
@@ -263,6 +291,7 @@ int sm_run(Job *j) {
         if (j->warps[i].after >= 0) warps[i].next = INT64_MAX;
     }
     for (i32 i = 0; i < j->event_count; i++) j->event_by[i] = -1;
+    for (i32 i = 0; i < j->sm_count; i++) sms[i].number = i;
     int state = 0;
     while (left) {
         i64 next = INT64_MAX;

@@ -1,0 +1,106 @@
+"""What timing_gates.py watches: of each template of GPUs, specs at the sizes of models, with its default
+schedule. `cases()` has them by name; those whose name ends with "*" are left out of the default run of the
+tests, which is to take less than a minute of one core."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from emitted_specs import (
+    BF16,
+    E4M3,
+    F32,
+    S8,
+    append,
+    argmax,
+    attention,
+    backward,
+    decode,
+    elements,
+    gated,
+    layer,
+    matmul,
+    rms,
+    scaled,
+    softmax,
+)
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.tile.attention.spec import Band
+from tinygrad_nv.tile.embedding.spec import EmbeddingSpec, Tokens
+from tinygrad_nv.tile.gemm.analytic import analytic
+from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.template import GPU, AnyTemplate
+from tinygrad_nv.tile.templates import TABLE
+
+GPU_NAME, HOPPER = "h100", GPU("sm_90a", 132)
+CAUSAL, WINDOW = Band(None, 0), Band(-1023, 0)
+HEADS: dict[str, Any] = {"batch": 2, "heads": 4, "group": 4}
+SPECS: dict[str, dict[str, Any]] = {
+    "wgmma": {
+        "bf16": matmul(4096, 4096, 4096), "16 rows": matmul(16, 4096, 4096),
+        "e4m3": matmul(4096, 4096, 4096, E4M3), "x @ w *": matmul(4096, 4096, 4096, majors="KM"),
+        "int8 *": matmul(2048, 4096, 4096, S8), "tf32 *": matmul(2048, 2048, 2048, F32),
+        "gate and up *": gated(2048, 8192, 4096), "long K *": matmul(256, 256, 16384),
+        "8192 *": matmul(8192, 8192, 8192)},
+    "mma": {"bf16": matmul(1024, 2048, 1024), "f32 out, odd *": matmul(1001, 1331, 750, out=F32)},
+    "gemv": {"1 row": matmul(1, 4096, 14336), "8 rows *": matmul(8, 14336, 4096),
+             "vocabulary *": matmul(1, 128256, 4096)},
+    "flash_wgmma": {
+        "causal d 128": attention(4096, 4096, 128, band=CAUSAL, **HEADS),
+        "e4m3 d 128": scaled(attention(4096, 4096, 128, **HEADS), 128),
+        "d 128 *": attention(8192, 8192, 128, **HEADS), "d 64 *": attention(4096, 4096, 64, **HEADS),
+        "d 256 *": attention(4096, 4096, 256, band=CAUSAL, **HEADS),
+        "window d 128 *": attention(8192, 8192, 128, band=WINDOW, **HEADS)},
+    "flash_mma": {"causal d 128": attention(1024, 1024, 128, band=CAUSAL, **HEADS)},
+    "flash_fma": {"f32 d 64": attention(512, 512, 64, F32, batch=1, heads=8)},
+    "flash_backward_wgmma": {
+        "d 128": backward(2048, 2048, 128, **HEADS),
+        "causal d 64 *": backward(4096, 4096, 64, band=CAUSAL, **HEADS)},
+    "flash_backward_mma": {"d 64": backward(512, 512, 64, **HEADS)},
+    "decode": {
+        "4096 tokens": decode(batch=16, heads=8, pages=256), "e4m3 *": decode(16, 8, pages=256, kv=E4M3),
+        "4 rows *": decode(16, 8, s_q=4, pages=256)},
+    "norm": {
+        "rms": rms(4096, 4096), "layer *": layer(4096, 4096), "softmax *": softmax(4096, 4096),
+        "argmax *": argmax(16, 128256), "silu(gate) up *": elements(4096, 14336)},
+    "kv_append": {"bf16": append()},
+    "embedding": {"bf16": EmbeddingSpec(128256, 4096, BF16, Tokens(dtypes.int32, (4, 1024), (1024, 1)))},
+    "threshold": {"top-k": FilterSpec(16, 32000, Number.top_k, counted=True),
+                  "top-p *": FilterSpec(16, 128256, Number.top_p)},
+    "choice": {"draw": ChoiceSpec(16, 32000)}, "count": {"16 tokens": CountSpec(16, 16, 32000)}}
+
+
+@dataclass(frozen=True)
+class GateCase:
+    """A spec by a template's default schedule. Not `quick`: left out of the default run."""
+    name: str
+    quick: bool
+    spec: Any
+    schedule: Schedule
+
+    def __str__(self) -> str: return self.name
+
+
+def cases() -> Iterator[GateCase]:
+    """All of them."""
+    for template, specs in SPECS.items():
+        for label, spec in specs.items():
+            words = label.removesuffix(" *")
+            yield GateCase(f"{template}: {words}", words == label, spec,
+                           default(TABLE.named("gpu", template), spec))
+
+
+def default(template: AnyTemplate, spec: Any) -> Schedule:
+    """What is chosen without a database of tuned ones, where it is the template's; else the first of the
+    template's candidates that is legal, a matmul's by its cost."""
+    chosen = analytic(spec, HOPPER.arch, HOPPER.sm_count) if isinstance(spec, GemmSpec) else \
+        TABLE.choose(spec, HOPPER)
+    if chosen is not None and TABLE.of(chosen) is template: return chosen
+    legal = [s for s in template.candidates(spec, HOPPER) if not template.problems(spec, s, HOPPER)]
+    cost = template.cost
+    found: Schedule = legal[0] if cost is None else min(legal, key=lambda s: cost(spec, s, HOPPER).seconds)
+    return found

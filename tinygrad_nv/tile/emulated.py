@@ -1,0 +1,51 @@
+"""A spec's kernels on the emulator, with operands of zeros: what they count, or how long they take on a GPU.
+
+Protocol: `launched(made, spec, arch)` runs what a template built, without checks, and gives a report for each
+launch; `timings(made, spec, gpu)` predicts the launches on a GPU of ptx/timing/gpus instead.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tinygrad_nv.errors import KernelError
+from tinygrad_nv.ptx.emulator import Buffer, Emulator, TensorMap
+from tinygrad_nv.ptx.emulator.report import Report
+from tinygrad_nv.ptx.timing.gpu import figures
+from tinygrad_nv.ptx.timing.model import Timing
+from tinygrad_nv.tile.arguments import integers, launches
+from tinygrad_nv.tile.launch import MapArgument
+
+
+def launched(made: Any, spec: Any, arch: str, **options: Any) -> list[Report]:
+    """A report for each launch; `options` are those of `Emulator.launch`. Raises `KernelError` where a kernel
+    does not come to its end."""
+    emu, values, reports = Emulator(arch, check=False), integers(spec), []
+
+    def alloc(nbytes: int, contents: np.ndarray | None) -> Buffer:
+        buffer = emu.zeros(nbytes)
+        if contents is not None: buffer.data[:contents.nbytes] = contents.view(np.uint8)
+        return buffer
+    for each, order in launches(made, spec, alloc):
+        maps = [tensor_map(order, one, values) for one in each.maps]
+        reports.append(emu.launch(each.ptx, each.grid, each.threads, [*order, *map(np.uint32, values), *maps],
+                                  each.name, each.cluster, each.dynamic_smem, **options))
+        if reports[-1].findings:
+            raise KernelError(str(reports[-1].findings[0]), "a kernel that comes to its end")
+    return reports
+
+
+def timings(made: Any, spec: Any, gpu: str, log: int = 0) -> list[Timing]:
+    """A prediction for each launch, with `log` issues. Raises `ConfigError` for a GPU without figures."""
+    found = launched(made, spec, figures(gpu).arch, timing=gpu, log=log, keep=False)
+    return [each.timing for each in found if each.timing is not None]
+
+
+def tensor_map(order: Sequence[Buffer], argument: MapArgument, values: Sequence[int]) -> TensorMap:
+    """A kernel's tensor map over its pointers, with the integers of its launch."""
+    rows = values[argument.integer] if argument.dynamic >= 0 else 0
+    dims = tuple(rows if i == argument.dynamic else extent for i, extent in enumerate(argument.dims))
+    return TensorMap.tiled(order[argument.pointer].ptr + argument.offset_bytes, argument.box[::-1],
+                           argument.swizzle, dims[::-1], argument.strides[::-1], argument.dtype)
