@@ -32,7 +32,7 @@ from measure import each
 from timing_gate_cases import GPU_NAME, HOPPER, GateCase, cases
 
 from tinygrad_nv.errors import NVError
-from tinygrad_nv.ptx.sass import Loop, SASSInstruction, main_loop
+from tinygrad_nv.ptx.sass import Loop, main_loop
 from tinygrad_nv.ptx.timing.critical import PARTS
 from tinygrad_nv.ptx.timing.listing import listing
 from tinygrad_nv.ptx.timing.model import Timing
@@ -64,8 +64,8 @@ def records(case: GateCase) -> list[Record]:
 
 def record(case: GateCase, kernel: TileKernel, timing: Timing) -> Record:
     """Of one kernel."""
-    used = listing(kernel.ptx, HOPPER.arch).resources[kernel.name]
-    loop = main_loop(sorted(timing.code.instructions, key=lambda one: one.address))
+    made = listing(kernel.ptx, HOPPER.arch)
+    used, loop = made.resources[kernel.name], main_loop(made.kernels[kernel.name])
     return {"kernel": kernel.name, "schedule": str(case.schedule), "us": round(timing.seconds * 1e6, 3),
             "cycles": timing.cycles, "limiter": timing.limiter, "registers": used.registers,
             "spilled_bytes": used.spill_store_bytes + used.spill_load_bytes,
@@ -103,9 +103,6 @@ def path(timing: Timing, text: str) -> list[Spent]:
     return most(timing, text, job.steps["instr"][run.path[:, 0]], names, cycles)
 
 
-def _sass(each: SASSInstruction) -> str: return each.opcode + each.modifiers
-
-
 def most(timing: Timing, text: str, numbers: np.ndarray, reasons: Sequence[str],
          cycles: np.ndarray) -> list[Spent]:
     """The most of some cycles by PTX, SASS and reason, with a line; lines that differ in registers alone are
@@ -115,8 +112,9 @@ def most(timing: Timing, text: str, numbers: np.ndarray, reasons: Sequence[str],
         sums[number, reason] += each_cycles
     spent, longest = defaultdict[Place, float](float), dict[Place, tuple[float, int]]()
     for (number, reason), count in sums.items():
-        if number >= len(timing.code.instructions): continue    # what no SASS of its block does
-        line, sass = timing.code.instructions[number].ptx_line, _sass(timing.code.instructions[number])
+        if number >= len(timing.code.instructions): continue    # of what no SASS is
+        each, line = timing.code.instructions[number], int(timing.code.lines[number])
+        sass = each.opcode + each.modifiers
         key = NAMES.sub("_", lines[line - 1].strip())[:LONGEST] if line else "no line", sass, reason
         spent[key] += count
         longest[key] = max(longest.get(key, (0.0, 0)), (count, line))

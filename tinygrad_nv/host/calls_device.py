@@ -1,49 +1,57 @@
-"""The device, errors, streams and events of the API."""
+"""The device, contexts, limits and errors of the API."""
 from __future__ import annotations
 
-import struct
-
-from tinygrad_nv.host.api import Int, Unsigned, Word, api
-from tinygrad_nv.host.calls_memory import put
+from tinygrad_nv.host.api import Int, Text, Word, api
 from tinygrad_nv.host.errors import CudaError, Status, described, driver_name, runtime_name
-from tinygrad_nv.host.gpus import VERSION, properties
-from tinygrad_nv.host.session import Event, Session, Stream
+from tinygrad_nv.host.gpus import UUID, VERSION, properties
+from tinygrad_nv.host.session import Session
 
-CONTEXT = 0x7700_0000_0800     # the one there is
+CONTEXT = 0x7700_0000_0800      # the one there is
+BUS = "0000:01:00.0"
+LIMITS = {0: 1024, 1: 1 << 20, 2: 8 << 20, 3: 2, 4: 2048, 5: 32, 6: 0}     # cudaLimit, as a device has them
 
 
 def device(number: int) -> None:
     """Raises `CudaError` for a device that is not there."""
-    if number: raise CudaError(Status.INVALID_DEVICE)
+    if number: raise CudaError(Status.INVALID_DEVICE, f"device {number}; one GPU is emulated, device 0")
 
 
-@api("cuInit", "cudaSetDeviceFlags", "cudaProfilerStart", "cudaProfilerStop", "cuProfilerStart",
-     "cuProfilerStop")
+@api("cuInit", "cudaSetDeviceFlags", "cudaInitDevice", "cudaSetValidDevices", "cudaProfilerStart",
+     "cudaProfilerStop", "cuProfilerStart", "cuProfilerStop", "cudaDeviceSetCacheConfig",
+     "cuCtxSetCacheConfig",
+     "cudaDeviceSetSharedMemConfig", "cuCtxSetSharedMemConfig", "cudaCtxResetPersistingL2Cache",
+     "cuCtxResetPersistingL2Cache", "cuDevicePrimaryCtxSetFlags_v2", "cuDevicePrimaryCtxRelease_v2",
+     "cuCtxSetFlags", "cuCtxDestroy_v2")
 def nothing(s: Session) -> None: ...
 
 
 @api("cudaGetDeviceCount", "cuDeviceGetCount")
-def device_count(s: Session, count: Word) -> None: put(s, count, 1, size=4)
+def device_count(s: Session, count: Word) -> None: s.put(count, 1, size=4)
 
 
-@api("cudaGetDevice", "cuCtxGetDevice")
-def get_device(s: Session, number: Word) -> None: put(s, number, 0, size=4)
+@api("cudaGetDevice", "cuCtxGetDevice", "cudaGetDeviceFlags", "cuCtxGetFlags", "cudaDeviceGetCacheConfig",
+     "cuCtxGetCacheConfig", "cudaDeviceGetSharedMemConfig", "cuCtxGetSharedMemConfig")
+def zero(s: Session, into: Word) -> None: s.put(into, 0, size=4)
 
 
 @api("cuDeviceGet")
 def device_get(s: Session, handle: Word, number: Int) -> None:
     device(number)
-    put(s, handle, number, size=4)
+    s.put(handle, number, size=4)
 
 
 @api("cudaSetDevice")
 def set_device(s: Session, number: Int) -> None: device(number)
 
 
+@api("cudaChooseDevice")
+def choose_device(s: Session, into: Word, wanted: Word) -> None: s.put(into, 0, size=4)
+
+
 @api("cudaDeviceGetAttribute", "cuDeviceGetAttribute")
 def device_attribute(s: Session, value: Word, attribute: Int, number: Int) -> None:
     device(number)
-    put(s, value, s.gpu.attributes().get(attribute, 0), size=4)
+    s.put(value, s.gpu.attributes().get(attribute, 0), size=4)
 
 
 @api("cudaGetDeviceProperties")
@@ -52,12 +60,120 @@ def device_properties(s: Session, into: Word, number: Int) -> None:
     s.wire.write(into, properties(s.gpu))
 
 
+@api("cudaGetDeviceProperties_v2")
+def device_properties_12(s: Session, into: Word, number: Int) -> None:
+    device(number)
+    s.wire.write(into, properties(s.gpu, 12))
+
+
+@api("cuDeviceGetName")
+def device_name(s: Session, into: Word, size: Int, number: Int) -> None:
+    device(number)
+    s.wire.write(into, s.gpu.title.encode()[:size - 1] + b"\0")
+
+
+@api("cuDeviceGetUuid", "cuDeviceGetUuid_v2")
+def device_uuid(s: Session, into: Word, number: Int) -> None:
+    device(number)
+    s.wire.write(into, UUID)
+
+
+@api("cuDeviceTotalMem_v2")
+def total_memory(s: Session, into: Word, number: Int) -> None:
+    device(number)
+    s.put(into, s.gpu.memory_bytes)
+
+
+@api("cuDeviceComputeCapability")
+def capability(s: Session, major: Word, minor: Word, number: Int) -> None:
+    device(number)
+    s.put(major, s.gpu.capability[0], size=4)
+    s.put(minor, s.gpu.capability[1], size=4)
+
+
+@api("cudaDeviceGetPCIBusId", "cuDeviceGetPCIBusId")
+def bus_id(s: Session, into: Word, size: Int, number: Int) -> None:
+    device(number)
+    s.wire.write(into, BUS.encode()[:size - 1] + b"\0")
+
+
+@api("cudaDeviceGetByPCIBusId", "cuDeviceGetByPCIBusId")
+def by_bus_id(s: Session, into: Word, name: Text) -> None:
+    if name.lower() not in (BUS, BUS[5:]): raise CudaError(Status.INVALID_DEVICE, f"no device at {name}")
+    s.put(into, 0, size=4)
+
+
+@api("cudaDeviceCanAccessPeer", "cuDeviceCanAccessPeer")
+def can_access_peer(s: Session, into: Word, number: Int, peer: Int) -> None:
+    device(number)
+    device(peer)
+    s.put(into, 0, size=4)
+
+
+@api("cudaDeviceEnablePeerAccess", "cudaDeviceDisablePeerAccess")
+def peer_access(s: Session, peer: Int) -> None:
+    raise CudaError(Status.INVALID_DEVICE, f"access to device {peer}; one GPU is emulated")
+
+
 @api("cudaDriverGetVersion", "cuDriverGetVersion", "cudaRuntimeGetVersion")
-def version(s: Session, into: Word) -> None: put(s, into, VERSION, size=4)
+def version(s: Session, into: Word) -> None: s.put(into, VERSION, size=4)
 
 
-@api("cudaDeviceSynchronize", "cuCtxSynchronize")
-def synchronize(s: Session) -> None: ...
+@api("cudaDeviceSynchronize", "cuCtxSynchronize", "cudaThreadSynchronize")
+def synchronize(s: Session) -> None: s.streams.completed(None)
+
+
+@api("cudaDeviceReset", "cudaThreadExit")
+def reset(s: Session) -> None:
+    """Forgets the error of a kernel; memory and handles stay until the program ends."""
+    s.device.sticky = s.thread.error = Status.SUCCESS
+
+
+# **** contexts: one, current wherever it is asked for ****
+
+@api("cuCtxGetCurrent", "cuCtxCreate_v2", "cuCtxCreate_v4", "cuDevicePrimaryCtxRetain", "cuCtxPopCurrent_v2")
+def context(s: Session, into: Word) -> None: s.fill_in(into, CONTEXT)
+
+
+@api("cuCtxSetCurrent", "cuCtxPushCurrent_v2")
+def set_context(s: Session, handle: Word) -> None:
+    if handle not in (0, CONTEXT): raise CudaError(Status.DEVICE_UNINITIALIZED)
+
+
+@api("cuDevicePrimaryCtxGetState")
+def context_state(s: Session, number: Int, flags: Word, active: Word) -> None:
+    device(number)
+    s.put(flags, 0, size=4)
+    s.put(active, 1, size=4)
+
+
+@api("cuDevicePrimaryCtxReset_v2")
+def context_reset(s: Session, number: Int) -> None:
+    device(number)
+    reset(s)
+
+
+@api("cuCtxGetApiVersion")
+def context_version(s: Session, handle: Word, into: Word) -> None: s.put(into, VERSION, size=4)
+
+
+# **** limits ****
+
+@api("cudaDeviceGetLimit", "cuCtxGetLimit")
+def get_limit(s: Session, into: Word, limit: Int) -> None:
+    s.put(into, s.limits.get(limit, LIMITS.get(limit, 0)))
+
+
+@api("cudaDeviceSetLimit", "cuCtxSetLimit")
+def set_limit(s: Session, limit: Int, value: Word) -> None:
+    if limit not in LIMITS: raise CudaError(Status.UNSUPPORTED_LIMIT, f"limit {limit}")
+    s.limits[limit] = value
+
+
+@api("cudaDeviceGetStreamPriorityRange", "cuCtxGetStreamPriorityRange")
+def priority_range(s: Session, least: Word, greatest: Word) -> None:
+    s.fill_in(least, 0, size=4)
+    s.fill_in(greatest, -5, size=4)
 
 
 # **** errors ****
@@ -65,11 +181,11 @@ def synchronize(s: Session) -> None: ...
 @api("cudaGetLastError")
 def last_error(s: Session) -> int:
     found, s.thread.error = s.thread.error, Status.SUCCESS
-    return s.sticky or found
+    return s.device.sticky or found
 
 
 @api("cudaPeekAtLastError")
-def peek_error(s: Session) -> int: return s.sticky or s.thread.error
+def peek_error(s: Session) -> int: return s.device.sticky or s.thread.error
 
 
 @api("cudaGetErrorName")
@@ -81,74 +197,16 @@ def error_string(s: Session, error: Int) -> int: return s.text(described(error))
 
 
 @api("cuGetErrorName")
-def driver_error_name(s: Session, error: Int, into: Word) -> None: put(s, into, s.text(driver_name(error)))
+def driver_error_name(s: Session, error: Int, into: Word) -> None: s.put(into, s.text(driver_name(error)))
 
 
 @api("cuGetErrorString")
-def driver_error_string(s: Session, error: Int, into: Word) -> None: put(s, into, s.text(described(error)))
+def driver_error_string(s: Session, error: Int, into: Word) -> None: s.put(into, s.text(described(error)))
 
 
-# **** streams and events ****
-
-@api("cudaStreamCreate")
-def stream_create(s: Session, into: Word) -> None: stream_create_with_priority(s, into, 0, 0)
-
-
-@api("cudaStreamCreateWithFlags", "cuStreamCreate")
-def stream_create_with_flags(s: Session, into: Word, flags: Unsigned) -> None:
-    stream_create_with_priority(s, into, flags, 0)
-
-
-@api("cudaStreamCreateWithPriority", "cuStreamCreateWithPriority")
-def stream_create_with_priority(s: Session, into: Word, flags: Unsigned, priority: Int) -> None:
-    stream = Stream(0, flags, priority)
-    stream.handle = s.handle(stream)
-    put(s, into, stream.handle)
-
-
-@api("cudaStreamDestroy", "cuStreamDestroy", "cuStreamDestroy_v2")
-def stream_destroy(s: Session, handle: Word) -> None:
-    s.object(handle, Stream)
-    del s.objects[handle]
-
-
-@api("cudaStreamSynchronize", "cuStreamSynchronize", "cudaStreamQuery", "cuStreamQuery")
-def stream_synchronize(s: Session, stream: Word) -> None:
-    s.stream(stream)
-
-
-@api("cudaStreamWaitEvent", "cuStreamWaitEvent")
-def stream_wait_event(s: Session, stream: Word, event: Word, flags: Unsigned) -> None:
-    s.stream(stream)
-    s.event(event)
-
-
-@api("cudaEventCreate")
-def event_create(s: Session, into: Word) -> None: event_create_with_flags(s, into, 0)
-
-
-@api("cudaEventCreateWithFlags", "cuEventCreate")
-def event_create_with_flags(s: Session, into: Word, flags: Unsigned) -> None:
-    put(s, into, s.handle(Event(flags)))
-
-
-@api("cudaEventDestroy", "cuEventDestroy", "cuEventDestroy_v2")
-def event_destroy(s: Session, handle: Word) -> None:
-    s.event(handle)
-    del s.objects[handle]
-
-
-@api("cudaEventRecord", "cuEventRecord")
-def event_record(s: Session, event: Word, stream: Word) -> None: s.event(event).at = s.now(s.stream(stream))
-
-
-@api("cudaEventSynchronize", "cuEventSynchronize", "cudaEventQuery", "cuEventQuery")
-def event_synchronize(s: Session, event: Word) -> None:
-    s.event(event)
-
-
-@api("cudaEventElapsedTime", "cuEventElapsedTime", "cudaEventElapsedTime_v2", "cuEventElapsedTime_v2")
-def event_elapsed_time(s: Session, into: Word, begin: Word, end: Word) -> None:
-    first, last = s.event(begin).at, s.event(end).at
-    if first is None or last is None: raise CudaError(Status.INVALID_RESOURCE_HANDLE)
-    s.wire.write(into, struct.pack("<f", (last - first) * 1e3))
+@api("cuGetExportTable", "cudaGetExportTable")
+def export_table(s: Session, into: Word, table: Word) -> None:
+    """What a runtime of NVIDIA's asks for that could not be redirected."""
+    raise CudaError(Status.NOT_SUPPORTED, "NVIDIA's CUDA runtime is in the program, and no symbols to "
+                    "redirect it by: do not strip the program, or link it with nvcc -cudart shared",
+                    refused=True)

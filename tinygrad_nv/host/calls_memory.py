@@ -1,163 +1,196 @@
-"""Memory of the API: allocation, copies, fills, variables."""
+"""Allocation: of the device, page-locked, managed, from pools; and what CUDA says of addresses."""
 from __future__ import annotations
 
-import numpy as np
+import struct
+from dataclasses import dataclass, field
 
-from tinygrad_nv.host.api import Int, Unsigned, Word, api
+from tinygrad_nv.host.api import Extent, Int, Unsigned, Word, api
 from tinygrad_nv.host.errors import CudaError, Status
-from tinygrad_nv.host.memory import Allocation, Kind
+from tinygrad_nv.host.memory import Kind
 from tinygrad_nv.host.session import Session
-from tinygrad_nv.host.wire import BASE
+from tinygrad_nv.host.works import Nothing
 
-HOST_TO_HOST, HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE, DEFAULT = range(5)
-
-
-def put(s: Session, pointer: int, *values: int, size: int = 8) -> None:
-    """Writes integers where a pointer argument points. Raises `CudaError` for a null pointer."""
-    if not pointer: raise CudaError(Status.INVALID_VALUE)
-    most = (1 << 8 * size) - 1
-    s.wire.write(pointer, b"".join((value & most).to_bytes(size, "little") for value in values))
+PITCH = 512             # bytes, of rows of cudaMallocPitch
+MEMORY_TYPE = {Kind.HOST: 1, Kind.DEVICE: 2, Kind.MANAGED: 3}      # cudaMemoryType
 
 
-@api("cudaMalloc", "cuMemAlloc", "cuMemAlloc_v2")
-def malloc(s: Session, pointer: Word, nbytes: Word) -> None:
-    put(s, pointer, s.memory.alloc(nbytes, Kind.DEVICE, s.wire).address if nbytes else 0)
+@dataclass(eq=False)
+class Pool:
+    """A memory pool: its attributes, which change nothing."""
+    attributes: dict[int, int] = field(default_factory=dict)
+
+
+def allocated(s: Session, nbytes: int, kind: Kind = Kind.DEVICE, flags: int = 0) -> int:
+    """The address of new memory; 0 for none."""
+    return s.memory.alloc(nbytes, kind, flags).address if nbytes else 0
+
+
+@api("cudaMalloc", "cuMemAlloc_v2")
+def malloc(s: Session, pointer: Word, nbytes: Word) -> None: s.put(pointer, allocated(s, nbytes))
 
 
 @api("cudaMallocAsync", "cuMemAllocAsync")
 def malloc_async(s: Session, pointer: Word, nbytes: Word, stream: Word) -> None:
-    malloc(s, pointer, nbytes)
+    s.put(pointer, allocated(s, nbytes))
+    s.streams.submit(Nothing(), s.stream(stream))
 
 
-@api("cudaMallocHost", "cuMemAllocHost", "cuMemAllocHost_v2")
+@api("cudaMallocFromPoolAsync", "cuMemAllocFromPoolAsync")
+def malloc_from_pool(s: Session, pointer: Word, nbytes: Word, pool: Word, stream: Word) -> None:
+    s.object(pool, Pool)
+    malloc_async(s, pointer, nbytes, stream)
+
+
+@api("cudaMallocHost", "cuMemAllocHost_v2")
 def malloc_host(s: Session, pointer: Word, nbytes: Word) -> None:
-    put(s, pointer, s.memory.alloc(nbytes, Kind.HOST, s.wire).address if nbytes else 0)
+    s.put(pointer, allocated(s, nbytes, Kind.HOST))
 
 
 @api("cudaHostAlloc", "cuMemHostAlloc")
 def host_alloc(s: Session, pointer: Word, nbytes: Word, flags: Unsigned) -> None:
-    malloc_host(s, pointer, nbytes)
+    s.put(pointer, allocated(s, nbytes, Kind.HOST, flags))
 
 
 @api("cudaMallocManaged", "cuMemAllocManaged")
 def malloc_managed(s: Session, pointer: Word, nbytes: Word, flags: Unsigned) -> None:
-    put(s, pointer, s.memory.alloc(nbytes, Kind.MANAGED, s.wire).address)
+    if not nbytes: raise CudaError(Status.INVALID_VALUE, "0 bytes of managed memory")
+    s.put(pointer, allocated(s, nbytes, Kind.MANAGED))
 
 
-@api("cudaFree", "cuMemFree", "cuMemFree_v2")
+@api("cudaMallocPitch")
+def malloc_pitch(s: Session, pointer: Word, pitch: Word, width: Word, height: Word) -> None:
+    rows = -(-width // PITCH) * PITCH
+    s.put(pointer, allocated(s, rows * height))
+    s.put(pitch, rows)
+
+
+@api("cuMemAllocPitch_v2")
+def malloc_pitch_driver(s: Session, pointer: Word, pitch: Word, width: Word, height: Word,
+                        element: Unsigned) -> None:
+    malloc_pitch(s, pointer, pitch, width, height)
+
+
+@api("cudaMalloc3D")
+def malloc_3d(s: Session, pitched: Word, extent: Extent) -> None:
+    width, height, depth = extent
+    rows = -(-width // PITCH) * PITCH
+    s.put(pitched, allocated(s, rows * height * depth), rows, width, height)
+
+
+@api("cudaFree", "cuMemFree_v2")
 def free(s: Session, pointer: Word) -> None:
-    if pointer: s.memory.free(pointer, (Kind.DEVICE, Kind.MANAGED), s.wire)
+    if not pointer: return
+    s.streams.completed(None)       # as CUDA does
+    s.streams.forget(s.memory.free(pointer, (Kind.DEVICE, Kind.MANAGED)).buffer)
 
 
 @api("cudaFreeAsync", "cuMemFreeAsync")
-def free_async(s: Session, pointer: Word, stream: Word) -> None: free(s, pointer)
+def free_async(s: Session, pointer: Word, stream: Word) -> None:
+    into = s.stream(stream)
+    s.streams.submit(Nothing(), into)
+    if into.capture is None: s.streams.forget(s.memory.free(pointer, (Kind.DEVICE,)).buffer)
 
 
 @api("cudaFreeHost", "cuMemFreeHost")
 def free_host(s: Session, pointer: Word) -> None:
-    if pointer: s.memory.free(pointer, (Kind.HOST,), s.wire)
+    if pointer: s.streams.forget(s.memory.free(pointer, (Kind.HOST,)).buffer)
 
 
-@api("cudaMemGetInfo", "cuMemGetInfo", "cuMemGetInfo_v2")
+@api("cudaMemGetInfo", "cuMemGetInfo_v2")
 def memory_info(s: Session, free_bytes: Word, total: Word) -> None:
-    put(s, free_bytes, s.memory.limit - s.memory.used)
-    put(s, total, s.memory.limit)
+    s.put(free_bytes, s.memory.limit - s.memory.used)
+    s.put(total, s.memory.limit)
 
 
-# **** copies ****
-
-def copy(s: Session, target: int, source: int, nbytes: int, kind: int = DEFAULT) -> None:
-    """From anywhere to anywhere."""
-    if not nbytes: return
-    into, out = s.memory.find(target, nbytes), s.memory.find(source, nbytes)
-    if kind != DEFAULT and (
-            (kind in (HOST_TO_DEVICE, DEVICE_TO_DEVICE) and into is None)
-            or (kind in (DEVICE_TO_HOST, DEVICE_TO_DEVICE) and out is None)
-            or (kind in (HOST_TO_HOST, DEVICE_TO_HOST) and into is not None and into.kind == Kind.DEVICE)
-            or (kind in (HOST_TO_HOST, HOST_TO_DEVICE) and out is not None and out.kind == Kind.DEVICE)):
-        raise CudaError(Status.INVALID_VALUE)
-    if into is not None: done = _copy_in(s, into, target, source, nbytes, out)
-    elif out is not None: done = _copy_out(s, target, out, source, nbytes)
-    else: s.wire.write(target, s.wire.read(source, nbytes))
-    if (into or out) is not None and not done: raise CudaError(Status.INVALID_VALUE)
+@api("cudaMemAdvise", "cuMemAdvise", "cudaMemPrefetchAsync", "cuMemPrefetchAsync", "cuMemPrefetchAsync_v2",
+     "cuMemAdvise_v2", "cudaMemAdvise_v2", "cudaMemPrefetchAsync_v2")
+def advise(s: Session, pointer: Word, nbytes: Word) -> None: s.memory.find(pointer, nbytes)
 
 
-def _copy_in(s: Session, into: Allocation, target: int, source: int, nbytes: int,
-             out: Allocation | None) -> bool:
-    at, done = target - into.address, True
-    if out is not None:
-        begin = source - out.address
-        into.buffer.data[at:at + nbytes] = out.buffer.data[begin:begin + nbytes]
-    elif into.own: done = s.wire.copy_in(target - BASE, source, nbytes)
-    else: into.buffer.data[at:at + nbytes] = np.frombuffer(s.wire.read(source, nbytes), np.uint8)
-    if into.buffer.valid is not None:
-        into.buffer.valid[at:at + nbytes] = 1 if out is None or out.buffer.valid is None else \
-            out.buffer.valid[begin:begin + nbytes]
-    return done
+# **** what is at an address ****
+
+@api("cudaPointerGetAttributes")
+def pointer_attributes(s: Session, into: Word, pointer: Word) -> None:
+    found = s.memory.find(pointer)
+    if found is None: values = 0, -2, 0, pointer        # cudaMemoryTypeUnregistered, cudaInvalidDeviceId
+    else: values = MEMORY_TYPE[found.kind], 0, pointer, pointer if found.kind != Kind.DEVICE else 0
+    s.wire.write(into, struct.pack("<iiQQ", *values) + bytes(64))
 
 
-def _copy_out(s: Session, target: int, out: Allocation, source: int, nbytes: int) -> bool:
-    if out.own: return s.wire.copy_out(target, source - BASE, nbytes)
-    at = source - out.address
-    s.wire.write(target, out.buffer.data[at:at + nbytes].tobytes())
-    return True
+@api("cuPointerGetAttribute")
+def pointer_attribute(s: Session, into: Word, attribute: Int, pointer: Word) -> None:
+    found = s.memory.find(pointer)
+    if found is None: raise CudaError(Status.INVALID_VALUE, f"{pointer:#x} is {s.memory.said(pointer)}")
+    values = {2: (4, 1 if found.kind == Kind.HOST else 2), 3: (8, pointer),
+              4: (8, pointer if found.kind != Kind.DEVICE else 0), 8: (4, found.kind == Kind.MANAGED),
+              9: (4, 0), 11: (8, found.address), 12: (8, found.nbytes)}      # CUpointer_attribute
+    if attribute not in values: raise CudaError(Status.NOT_SUPPORTED, f"attribute {attribute} of a pointer")
+    s.put(into, values[attribute][1], size=values[attribute][0])
 
 
-@api("cudaMemcpy")
-def memcpy(s: Session, target: Word, source: Word, nbytes: Word, kind: Int) -> None:
-    copy(s, target, source, nbytes, kind)
+@api("cuMemGetAddressRange_v2")
+def address_range(s: Session, base: Word, size: Word, pointer: Word) -> None:
+    found = s.memory.find(pointer)
+    if found is None: raise CudaError(Status.INVALID_VALUE, f"{pointer:#x} is {s.memory.said(pointer)}")
+    s.fill_in(base, found.address)
+    s.fill_in(size, found.nbytes)
 
 
-@api("cudaMemcpyAsync")
-def memcpy_async(s: Session, target: Word, source: Word, nbytes: Word, kind: Int, stream: Word) -> None:
-    s.stream(stream)
-    copy(s, target, source, nbytes, kind)
+@api("cudaHostGetDevicePointer", "cuMemHostGetDevicePointer_v2")
+def device_pointer(s: Session, into: Word, pointer: Word, flags: Unsigned) -> None:
+    found = s.memory.find(pointer)
+    if found is None: raise CudaError(Status.INVALID_VALUE, f"{pointer:#x} is not memory of cudaHostAlloc")
+    s.put(into, pointer)
 
 
-def fill(s: Session, target: int, pattern: bytes, count: int) -> None:
-    """Repeats a pattern."""
-    nbytes = count * len(pattern)
-    if not nbytes: return
-    into = s.memory.find(target, nbytes)
-    if into is None: raise CudaError(Status.INVALID_VALUE)
-    at = target - into.address
-    if len(set(pattern)) == 1: into.buffer.data[at:at + nbytes] = pattern[0]
-    else: into.buffer.data[at:at + nbytes] = np.tile(np.frombuffer(pattern, np.uint8), count)
-    if into.buffer.valid is not None: into.buffer.valid[at:at + nbytes] = 1
+@api("cudaHostGetFlags", "cuMemHostGetFlags")
+def host_flags(s: Session, into: Word, pointer: Word) -> None:
+    found = s.memory.find(pointer)
+    if found is None or found.kind != Kind.HOST: raise CudaError(Status.INVALID_VALUE)
+    s.put(into, found.flags, size=4)
 
 
-@api("cudaMemset")
-def memset(s: Session, target: Word, value: Int, nbytes: Word) -> None:
-    fill(s, target, bytes([value & 255]), nbytes)
+@api("cudaHostRegister", "cuMemHostRegister_v2")
+def host_register(s: Session, pointer: Word, nbytes: Word, flags: Unsigned) -> None:
+    """Copies go on as before; kernels do not reach the memory."""
+    if s.memory.find(pointer, nbytes) is not None: raise CudaError(Status.HOST_MEMORY_ALREADY_REGISTERED)
 
 
-@api("cudaMemsetAsync")
-def memset_async(s: Session, target: Word, value: Int, nbytes: Word, stream: Word) -> None:
-    s.stream(stream)
-    fill(s, target, bytes([value & 255]), nbytes)
+@api("cudaHostUnregister", "cuMemHostUnregister")
+def host_unregister(s: Session, pointer: Word) -> None: ...
 
 
-@api("cudaMemcpyToSymbol")
-def memcpy_to_symbol(s: Session, symbol: Word, source: Word, nbytes: Word, offset: Word, kind: Int) -> None:
-    copy(s, variable(s, symbol) + offset, source, nbytes)
+# **** pools ****
+
+@api("cudaDeviceGetDefaultMemPool", "cuDeviceGetDefaultMemPool", "cudaDeviceGetMemPool", "cuDeviceGetMemPool")
+def default_pool(s: Session, into: Word, device: Int) -> None:
+    pools = [each for each in s.objects.values() if isinstance(each, Pool)]
+    s.put(into, s.handle(pools[0] if pools else Pool()))
 
 
-@api("cudaMemcpyFromSymbol")
-def memcpy_from_symbol(s: Session, target: Word, symbol: Word, nbytes: Word, offset: Word, kind: Int) -> None:
-    copy(s, target, variable(s, symbol) + offset, nbytes)
+@api("cudaMemPoolCreate", "cuMemPoolCreate")
+def pool_create(s: Session, into: Word, properties: Word) -> None: s.put(into, s.handle(Pool()))
 
 
-def variable(s: Session, symbol: int) -> int:
-    """The address of a variable, which copies find from now on."""
-    buffer = s.variable(symbol)
-    if buffer.ptr not in s.memory.by_address:
-        s.memory.enter(Allocation(buffer.ptr, buffer.nbytes, Kind.DEVICE, buffer, own=False))
-    return buffer.ptr
+@api("cudaMemPoolDestroy", "cuMemPoolDestroy")
+def pool_destroy(s: Session, pool: Word) -> None: s.drop(pool, Pool)
 
 
-@api("cudaGetSymbolAddress")
-def symbol_address(s: Session, pointer: Word, symbol: Word) -> None: put(s, pointer, variable(s, symbol))
+@api("cudaDeviceSetMemPool", "cuDeviceSetMemPool")
+def set_pool(s: Session, device: Int, pool: Word) -> None: s.object(pool, Pool)
 
 
-@api("cudaGetSymbolSize")
-def symbol_size(s: Session, size: Word, symbol: Word) -> None: put(s, size, s.variable(symbol).nbytes)
+@api("cudaMemPoolTrimTo", "cuMemPoolTrimTo", "cudaMemPoolSetAccess", "cuMemPoolSetAccess")
+def pool_trim(s: Session, pool: Word) -> None: s.object(pool, Pool)
+
+
+@api("cudaMemPoolSetAttribute", "cuMemPoolSetAttribute")
+def pool_set_attribute(s: Session, pool: Word, attribute: Int, value: Word) -> None:
+    size = 4 if attribute <= 3 else 8       # the first are flags
+    s.object(pool, Pool).attributes[attribute] = int.from_bytes(s.wire.read(value, size), "little")
+
+
+@api("cudaMemPoolGetAttribute", "cuMemPoolGetAttribute")
+def pool_attribute(s: Session, pool: Word, attribute: Int, value: Word) -> None:
+    s.put(value, s.object(pool, Pool).attributes.get(attribute, int(attribute <= 3)),
+          size=4 if attribute <= 3 else 8)

@@ -11,30 +11,35 @@ import json
 import sys
 from collections.abc import Iterator
 from itertools import groupby
+from pathlib import Path
 
 from tinygrad_nv.errors import NVError
-from tinygrad_nv.host.demangle import demangled
 from tinygrad_nv.host.launches import LaunchReport
 from tinygrad_nv.host.server import Result, run_program
+from tinygrad_nv.host.source import place, quotations
 from tinygrad_nv.ptx import command
 from tinygrad_nv.ptx.emulator import Finding, Report
 from tinygrad_nv.ptx.timing import report as timing_report
 from tinygrad_nv.ptx.timing.gpu import known
 
 NAME_WIDTH = 44
+SHOWN = 20              # places of findings
 STDERR = 2
 
 
 def add_command(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `ptx run`."""
     run = kinds.add_parser("run", help="run a CUDA program on the emulated GPU, and predict its times",
-                           usage="%(prog)s [-h] [--gpu NAME] [--check] [--time] [--json] PROGRAM [ARGS ...]")
+                           usage="%(prog)s [-h] [--gpu NAME] [--check] [--time] [--json] [--ptx DIR] "
+                                 "PROGRAM [ARGS ...]")
     run.add_argument("--gpu", default="h100", metavar="NAME",
                      help=f"one of {', '.join(known())} (default h100)")
     run.add_argument("--check", action="store_true",
                      help="run with all checks; findings make the exit status 1")
     run.add_argument("--time", action="store_true",
                      help="predict the time of each launch; without --check nothing is computed then")
+    run.add_argument("--ptx", metavar="DIR", type=Path,
+                     help="write the PTX that ran, which lines are of, to files")
     run.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     run.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM",
                      help="the program and its arguments")
@@ -47,29 +52,42 @@ def run_command(arguments: argparse.Namespace) -> int:
     if not argv: raise NVError("no program to run", "tinygrad-nv ptx run PROGRAM ARGS …")
     result = run_program(argv, arguments.gpu, arguments.check, arguments.time,
                          STDERR if arguments.json else None)
+    if arguments.ptx: write_ptx(result, arguments.ptx)
     sys.stdout.flush()
     print(json.dumps(as_json(result)) if arguments.json else as_text(result),
           file=sys.stdout if arguments.json else sys.stderr)
     return exit_status(result)
 
 
+def write_ptx(result: Result, folder: Path) -> None:
+    """A file for each text, named by the first launch of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts: dict[str, int] = {}
+    for number, launch in enumerate(result.launches): texts.setdefault(launch.ptx, number)
+    for text, number in texts.items(): (folder / f"launch_{number}.ptx").write_text(text)
+
+
 def exit_status(result: Result) -> int:
     """What the command ends with; as a shell has it, 128 and the number of a signal."""
     if result.status < 0: return 128 - result.status
-    return result.status or int(bool(result.refused) or any(launch.findings for launch in result.launches))
+    wrong = result.refused or result.order or any(launch.findings for launch in result.launches)
+    return result.status or int(bool(wrong))
 
 
 def as_json(result: Result) -> dict[str, object]:
     """The whole result."""
-    return {"status": result.status, "refused": list(result.refused), "notes": list(result.notes),
+    return {"status": result.status, "refused": list(result.refused), "order": list(result.order),
+            "notes": list(result.notes),
             "launches": [_launch_json(launch) for launch in result.launches]}
 
 
 def _launch_json(launch: LaunchReport) -> dict[str, object]:
     report = Report(list(launch.findings), launch.stats, launch.seconds, notes=list(launch.notes))
-    return {"kernel": launch.kernel, "name": demangled(launch.kernel), "grid": launch.grid,
+    return {"kernel": launch.kernel, "name": launch.name, "grid": launch.grid,
             "block": launch.block, "cluster": launch.cluster, "dynamic_smem": launch.dynamic_smem,
             "status": launch.status.name, **command.as_json(report),
+            "sources": {line: str(at) for line in sorted({each.ptx_line for each in launch.findings})
+                        if (at := place(launch.ptx, line)) is not None},
             "timing": None if launch.timing is None else timing_report.as_json(launch.timing)}
 
 
@@ -86,8 +104,7 @@ def as_text(result: Result) -> str:
              for row in zip(*columns, strict=True)] if result.launches else ["no kernel was launched"]
     if any(launch.timing for launch in result.launches):
         lines.append("predicted times are modelled, not measured")
-    for number, launch in enumerate(result.launches):
-        lines += [f"launch {number}: {_quoted(finding, launch.ptx)}" for finding in launch.findings]
+    lines += [*_found(result), *result.order]
     lines += [f"not emulated: {text}" for text in result.refused]
     lines += [f"note: {text}" for text in result.notes]
     return "\n".join(lines)
@@ -102,7 +119,7 @@ def _rows(result: Result) -> Iterator[tuple[str, ...]]:
     for _, group in groupby(enumerate(result.launches), same):
         (number, launch), *more = group
         timing = launch.timing
-        yield (f"{number}-{number + len(more)}" if more else str(number), _short(launch.kernel),
+        yield (f"{number}-{number + len(more)}" if more else str(number), _short(launch.name),
                *("x".join(map(str, extents)) for extents in (launch.grid, launch.block)),
                "" if launch.cluster == (1, 1, 1) else "x".join(map(str, launch.cluster)),
                f"{launch.stats.warp_instructions:,}" if launch.stats.warp_instructions else "",
@@ -111,13 +128,23 @@ def _rows(result: Result) -> Iterator[tuple[str, ...]]:
                f"{timing.tflops:,.1f}" if timing else "", timing.limiter if timing else "")
 
 
-def _short(kernel: str) -> str:
-    name = demangled(kernel).removeprefix("void ").removesuffix("()")
+def _short(name: str) -> str:
+    name = name.removeprefix("void ").removesuffix("()")
     return name if len(name) <= NAME_WIDTH else name[:NAME_WIDTH - 1] + "…"
 
 
-def _quoted(finding: Finding, ptx: str) -> str:
-    """A finding, and the line of PTX that it means."""
-    lines = ptx.splitlines()
-    if not 0 < finding.ptx_line <= len(lines): return str(finding)
-    return f"{finding}\n    {finding.ptx_line}: {lines[finding.ptx_line - 1].strip()}"
+def _found(result: Result) -> list[str]:
+    """The first finding of each kind at each line of a kernel, with the PTX and the source line that it
+    means."""
+    places: dict[tuple[str, str, int], list[tuple[int, Finding]]] = {}
+    for number, launch in enumerate(result.launches):
+        for finding in launch.findings:
+            places.setdefault((launch.kernel, finding.kind, finding.ptx_line), []).append((number, finding))
+    lines = []
+    for (_, _, line), same in list(places.items())[:SHOWN]:
+        number, finding = same[0]
+        more = f" (and {len(same) - 1} more there)" if len(same) > 1 else ""
+        lines.append(f"launch {number}: {finding}{more}")
+        lines += [f"    {quoted}" for quoted in quotations(result.launches[number].ptx, line)]
+    if len(places) > SHOWN: lines.append(f"{len(places) - SHOWN} more places, which --json has")
+    return lines

@@ -15,10 +15,12 @@ class Status(IntEnum):
     INVALID_MEMCPY_DIRECTION = 21
     INVALID_DEVICE_FUNCTION = 98
     INVALID_DEVICE = 101
-    DEVICE_UNINITIALIZED = 201
     INVALID_KERNEL_IMAGE = 200
+    DEVICE_UNINITIALIZED = 201
     NO_KERNEL_IMAGE_FOR_DEVICE = 209
+    UNSUPPORTED_LIMIT = 215
     INVALID_PTX = 218
+    FILE_NOT_FOUND = 301
     INVALID_RESOURCE_HANDLE = 400
     ILLEGAL_STATE = 401
     SYMBOL_NOT_FOUND = 500
@@ -27,6 +29,7 @@ class Status(IntEnum):
     LAUNCH_OUT_OF_RESOURCES = 701
     LAUNCH_TIMEOUT = 702
     ASSERT = 710
+    HOST_MEMORY_ALREADY_REGISTERED = 712
     HARDWARE_STACK_ERROR = 714
     ILLEGAL_INSTRUCTION = 715
     MISALIGNED_ADDRESS = 716
@@ -47,15 +50,17 @@ class Status(IntEnum):
 
 
 class CudaError(Exception):
-    """A function of the API returns this; `why` in words, where the code does not tell."""
+    """A function of the API returns this; `why` in words, where the code does not tell. `refused`: a GPU
+    would have done it."""
 
-    def __init__(self, status: Status, why: str = "") -> None:
+    def __init__(self, status: Status, why: str = "", refused: bool = False) -> None:
         super().__init__(status.name)
-        self.status, self.why = status, why
+        self.status, self.why, self.refused = status, why, refused
 
 
 # what CUresult calls otherwise
-DRIVER = {Status.MEMORY_ALLOCATION: "OUT_OF_MEMORY", Status.INVALID_KERNEL_IMAGE: "INVALID_IMAGE",
+DRIVER = {Status.MEMORY_ALLOCATION: "OUT_OF_MEMORY", Status.DEVICE_UNINITIALIZED: "INVALID_CONTEXT",
+          Status.INVALID_KERNEL_IMAGE: "INVALID_IMAGE",
           Status.NO_KERNEL_IMAGE_FOR_DEVICE: "NO_BINARY_FOR_GPU",
           Status.INVALID_RESOURCE_HANDLE: "INVALID_HANDLE", Status.SYMBOL_NOT_FOUND: "NOT_FOUND",
           Status.LAUNCH_FAILURE: "LAUNCH_FAILED"}

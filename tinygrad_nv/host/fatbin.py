@@ -74,10 +74,11 @@ def lz4(data: bytes, size: int) -> bytes:
     def length(short: int) -> int:
         nonlocal at
         if short < 15: return short
-        while True:
+        while at < len(data):
             short += data[at]
             at += 1
-            if data[at - 1] != 255: return short
+            if data[at - 1] != 255: break
+        return short
 
     while at < len(data):
         token = data[at]

@@ -17,6 +17,7 @@ from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures
 MEMORY_BYTES = {"h100": 80 << 30, "h200": 141 << 30, "h800": 80 << 30}
 CTAS_OF_SM = 32
 REGISTERS = 65536
+UUID = b"tinygrad-nv h100"
 VERSION = 13000         # of CUDA: driver and runtime
 
 
@@ -55,17 +56,19 @@ def gpu_named(key: str) -> HostGPU:
     return HostGPU(key, figures(key), MEMORY_BYTES.get(key, 80 << 30))
 
 
-# cudaDeviceProp of CUDA 13: C types, and the attribute that is there
-LAYOUT = ("256s:name 16s:uuid 8s I Q:memory Q:8 i:12 i:10 Q:11 i:1 i:2 i:3 i:4 i:5 i:6 i:7 Q:9 i:75 i:76 "
-          "Q:14 Q:51 i:16 i:18 i:19 156s Q:30 i:31 i:32 i:33 i:34 i:50 i:35 i:40 i:41 i:37 i:38 i:108 i:39 "
-          "i:78 i:79 i:80 Q:81 i:82 i:83 i:84 i:85 i:86 i:88 i:89 i:90 i:91 i:95 Q:97 i:100 i:101 i:106 "
-          "i:109 Q:111 i:99 i:112 i:113 i:114 i:115 i:116 I:117 i:118 I:119 i:121 i:125 i:120 32s 224s")
+# cudaDeviceProp: C types, and the attribute that is there; some of one version of CUDA alone
+LAYOUT = ("256s:name 16s:uuid 8s I Q:memory Q:8 i:12 i:10 Q:11 i:1 i:2 i:3 i:4 i:5 i:6 i:7 i:13@12 Q:9 "
+          "i:75 i:76 Q:14 Q:51 i:15@12 i:16 i:17@12 i:18 i:19 i:20@12 156s@13 160s@12 Q:30 i:31 i:32 "
+          "i:33 i:34 i:50 i:35 i:40 i:41 i:36@12 i:37 i:38 i:108 i:39 i:78 i:79 i:80 Q:81 i:82 i:83 "
+          "i:84 i:85 i:86 i:87@12 i:88 i:89 i:90 i:91 i:95 i:96@12 Q:97 i:100 i:101 i:106 i:109 Q:111 "
+          "i:99 i:112 i:113 i:114 i:115 i:116 I:117 i:118 I:119 i:121 i:125 i:120 256s")
 
 
-def properties(gpu: HostGPU) -> bytes:
-    """cudaDeviceProp."""
+def properties(gpu: HostGPU, version: int = 13) -> bytes:
+    """cudaDeviceProp of CUDA 12 or 13."""
     known: dict[str, int | bytes] = {str(number): value for number, value in gpu.attributes().items()}
-    known |= {"name": gpu.title.encode(), "memory": gpu.memory_bytes, "uuid": b"emulated by tnv\0"}
-    items = [word.partition(":") for word in LAYOUT.split()]
+    known |= {"name": gpu.title.encode(), "memory": gpu.memory_bytes, "uuid": UUID}
+    words = [word.partition("@") for word in LAYOUT.split()]
+    items = [word.partition(":") for word, _, of in words if of in ("", str(version))]
     values = [known.get(what, b"" if form[-1] == "s" else 0) for form, _, what in items]
     return struct.pack("@" + "".join(form for form, _, _ in items), *values)

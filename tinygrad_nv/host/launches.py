@@ -8,13 +8,16 @@ same prediction.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+from tinygrad_nv.host.demangle import demangled
 from tinygrad_nv.host.errors import CudaError, Status
 from tinygrad_nv.host.modules import STATIC_LIMIT, Kernel
 from tinygrad_nv.ptx.emulator import Emulator, Finding, Report, Stats
-from tinygrad_nv.ptx.emulator.arguments import BLOCK_LIMIT, GRID_LIMIT, SHARED_LIMIT, Triple
+from tinygrad_nv.ptx.emulator.arguments import BLOCK_LIMIT, GRID_LIMIT, Triple
+from tinygrad_nv.ptx.emulator.footprint import Footprint
 from tinygrad_nv.ptx.timing.model import Timing
 
 PORTABLE_CLUSTER, MOST_CLUSTER = 8, 16
@@ -49,8 +52,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class LaunchReport:
-    """What came of a launch. `status` is what CUDA says of it; `seconds`: of the emulation. `timing` is a
-    prediction, None where it was not asked for."""
+    """What came of a launch. `kernel` is its name in the PTX, `name` that in C++; `status` what CUDA says of
+    it; `seconds`: of the emulation. `timing` is a prediction, None where it was not asked for."""
     kernel: str
     grid: Triple
     block: Triple
@@ -64,37 +67,57 @@ class LaunchReport:
     seconds: float = 0.0
     ptx: str = field(default="", repr=False)
 
+    @property
+    def name(self) -> str: return demangled(self.kernel)
+
 
 def check(launch: Launch, arch: str) -> None:
-    """Raises `CudaError` for what CUDA refuses."""
-    number, kernel = int(arch[3:5]), launch.kernel
-    if any(not 0 < x <= most for x, most in zip(launch.grid, GRID_LIMIT, strict=True)):
-        raise CudaError(Status.INVALID_CONFIGURATION)
-    if any(not 0 < x <= most for x, most in zip(launch.block, BLOCK_LIMIT, strict=True)):
-        raise CudaError(Status.INVALID_CONFIGURATION)
-    directives = kernel.function.directives
-    threads = prod(directives.get("reqntid") or directives.get("maxntid") or (1024,))
-    if prod(launch.block) > min(1024, threads): raise CudaError(Status.INVALID_CONFIGURATION)
+    """Raises `CudaError` for what CUDA refuses, with what is allowed."""
+    number, kernel, block = int(arch[3:5]), launch.kernel, prod(launch.block)
+
+    def refuse(status: Status, found: str, allowed: str) -> None:
+        raise CudaError(status, f"{found} of {kernel.name}; allowed: {allowed}")
+
+    for name, extents, limits in (("grid", launch.grid, GRID_LIMIT), ("block", launch.block, BLOCK_LIMIT)):
+        if any(not 0 < x <= most for x, most in zip(extents, limits, strict=True)):
+            refuse(Status.INVALID_CONFIGURATION, f"a {name} of {extents}", f"1 to {limits}")
+    if block > (most := most_threads(kernel)):
+        refuse(Status.INVALID_CONFIGURATION, f"a block of {block} threads", f"{most}")
     allowed = kernel.attributes.get(DYNAMIC_SHARED, max(0, STATIC_LIMIT - kernel.static_bytes))
-    if launch.dynamic_smem > allowed or kernel.static_bytes + launch.dynamic_smem > SHARED_LIMIT[number]:
-        raise CudaError(Status.INVALID_VALUE)
-    size = prod(launch.cluster)
-    most = MOST_CLUSTER if kernel.attributes.get(NON_PORTABLE) else PORTABLE_CLUSTER
-    if size > 1 and (number < 90 or size > most): raise CudaError(Status.INVALID_CLUSTER_SIZE)
+    if launch.dynamic_smem > allowed:
+        refuse(Status.INVALID_VALUE, f"{launch.dynamic_smem} bytes of dynamic shared memory",
+               f"{allowed}, or what cudaFuncAttributeMaxDynamicSharedMemorySize is set to")
+    size, largest = prod(launch.cluster), largest_cluster(kernel)
+    if size > 1 and number < 90: refuse(Status.NOT_SUPPORTED, f"a cluster of {size} CTAs", f"none on {arch}")
+    if size > largest:
+        refuse(Status.INVALID_CLUSTER_SIZE, f"a cluster of {size} CTAs",
+               f"{largest}; 16 with cudaFuncAttributeNonPortableClusterSizeAllowed")
     if any(x % y for x, y in zip(launch.grid, launch.cluster, strict=True)):
-        raise CudaError(Status.INVALID_CONFIGURATION)
+        refuse(Status.INVALID_VALUE, f"a grid of {launch.grid}", f"whole clusters of {launch.cluster}")
 
 
-def launched(emulator: Emulator, launch: Launch, options: Options, gpu: str,
-             known: dict[object, Timing]) -> LaunchReport:
-    """Runs it, or predicts its time, or both. Raises `CudaError` where CUDA refuses it."""
-    check(launch, emulator.arch)
+def largest_cluster(kernel: Kernel) -> int:
+    """CTAs that a cluster of a kernel may have."""
+    return MOST_CLUSTER if kernel.attributes.get(NON_PORTABLE) else PORTABLE_CLUSTER
+
+
+def most_threads(kernel: Kernel) -> int:
+    """Threads that a block of a kernel may have."""
+    directives = kernel.function.directives
+    return min(1024, prod(directives.get("reqntid") or directives.get("maxntid") or (1024,)))
+
+
+def launched(emulator: Emulator, launch: Launch, options: Options, gpu: str, known: dict[object, Timing],
+             ahead: Sequence[Footprint] = ()) -> tuple[LaunchReport, Report]:
+    """Runs it, or predicts its time, or both; a programmatic launch beside the kernels `ahead`."""
     shape = launch.kernel.name, launch.grid, launch.block, launch.cluster, launch.dynamic_smem
     text, began = launch.kernel.module.text, time.perf_counter()
 
     def run(timing: str | None) -> Report:
         return emulator.launch(text, launch.grid, launch.block, launch.parameters, launch.kernel.name,
-                               launch.cluster, launch.dynamic_smem, timing=timing)
+                               launch.cluster, launch.dynamic_smem, timing=timing,
+                               footprint=options.check,
+                               ahead=ahead if launch.pdl and options.check else None)
 
     report, timing = Report(), None
     if options.time:
@@ -106,7 +129,7 @@ def launched(emulator: Emulator, launch: Launch, options: Options, gpu: str,
         timing = known[key]
     if options.run: report = run(None)
     return LaunchReport(*shape, status_of(report.findings), tuple(report.findings), tuple(report.notes),
-                        report.stats, timing, time.perf_counter() - began, text)
+                        report.stats, timing, time.perf_counter() - began, text), report
 
 
 def status_of(findings: list[Finding]) -> Status:

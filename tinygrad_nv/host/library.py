@@ -26,7 +26,7 @@ SOURCE = Path(__file__).parent / "csrc" / "host.c"
 LIST = Path(__file__).parent / "names.txt"
 AUDITOR = "host.so"
 FLAGS = ("-O2", "-std=gnu11", "-shared", "-fPIC", "-fno-sanitize=all", "-g0")
-RUNTIMES = ("libcudart.so.11.0", "libcudart.so.12", "libcudart.so.13")     # names, and versions of symbols
+RUNTIMES = ("libcudart.so.12", "libcudart.so.13")      # names, and versions of symbols
 DRIVER = "libcuda.so.1"
 
 

@@ -13,14 +13,17 @@ from functools import cached_property
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.host import fatbin
 from tinygrad_nv.host.errors import CudaError, Status
-from tinygrad_nv.ptx.emulator import Emulator
-from tinygrad_nv.ptx.emulator.arguments import check_target
-from tinygrad_nv.ptx.emulator.program import shared_layout
+from tinygrad_nv.ptx.assemble import Assembly, assemble, find_program, release
+from tinygrad_nv.ptx.emulator.arguments import check_target, entry_registers
+from tinygrad_nv.ptx.emulator.program import layout, shared_layout
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.syntax import PTXFunction, PTXModule
+from tinygrad_nv.ptx.timing.listing import LINES
+from tinygrad_nv.runtime.cuda.api import ptx_of_cuda
 
 STATIC_LIMIT = 48 << 10     # dynamic shared bytes that a launch may have without asking
 TARGET = re.compile(r"^\.target\s+(\w+)", re.MULTILINE)
+VERSION = re.compile(r"^\.version\s+(\d+)\.(\d+)", re.MULTILINE)
 
 
 @dataclass(eq=False)
@@ -38,6 +41,24 @@ class Kernel:
         """Shared memory that it always has."""
         return int(shared_layout(self.module.parsed, self.function)[1])
 
+    @cached_property
+    def registers(self) -> int:
+        """Registers a thread: ptxas's word, or, without ptxas, what the PTX itself bounds; 0: not known."""
+        if (made := self.assembly) is not None: return made.kernels[self.name].registers
+        return entry_registers(self.function)
+
+    @cached_property
+    def local_bytes(self) -> int:
+        """Stack of a thread."""
+        if (made := self.assembly) is not None: return made.kernels[self.name].stack_bytes
+        return int(layout(v for v in self.function.variables.values() if v.space == "local")[1])
+
+    @cached_property
+    def assembly(self) -> Assembly | None:
+        """What ptxas makes of it; None without ptxas."""
+        if find_program("ptxas") is None: return None
+        return assemble(self.module.text, self.module.arch, (*LINES, "--entry", self.name), strict=False)
+
 
 @dataclass(eq=False)
 class Module:
@@ -48,8 +69,8 @@ class Module:
 
     @cached_property
     def text(self) -> str:
-        """Its PTX. Raises `CudaError` where there is none that the GPU runs, `PTXError` in words."""
-        return chosen(self.image, self.arch)
+        """Its PTX. Raises `CudaError` where there is none that the GPU runs."""
+        return known_to_ptxas(chosen(self.image, self.arch))
 
     @cached_property
     def parsed(self) -> PTXModule: return parse(self.text)
@@ -59,15 +80,11 @@ class Module:
         if name not in self.parsed.functions: raise CudaError(Status.SYMBOL_NOT_FOUND)
         return self.kernels.setdefault(name, Kernel(self, name))
 
-    def load(self, emulator: Emulator) -> None:
-        """Its variables get memory."""
-        emulator.variables(self.text)
-
 
 def chosen(image: bytes, arch: str) -> str:
     """The PTX of an image that a GPU runs."""
     if int.from_bytes(image[:4], "little") != fatbin.HEADER:
-        if image[:4] == fatbin.ELF: raise only_machine_code(("its own architecture",), arch)
+        if image[:4] == fatbin.ELF: raise only_machine_code([], arch)
         return image.rstrip(b"\0").decode()
     found = list(fatbin.entries(image))
     texts = [entry.text for entry in found if entry.kind == fatbin.PTX]
@@ -75,17 +92,29 @@ def chosen(image: bytes, arch: str) -> str:
     if fitting: return max(fitting, key=lambda text: TARGET.findall(text)[0])
     if texts:
         targets = ", ".join(sorted({TARGET.findall(text)[0] for text in texts}))
-        raise PTXError(f"the program has PTX for {targets}", 0, f"PTX that runs on {arch}",
+        raise no_image(f"the program has PTX for {targets}", f"PTX that runs on {arch}",
                        f"compile with nvcc -arch={arch}, or choose another --gpu")
     raise only_machine_code(sorted({f"sm_{entry.arch}" for entry in found}), arch)
 
 
-def only_machine_code(archs: tuple[str, ...] | list[str], arch: str) -> PTXError:
+def only_machine_code(archs: list[str], arch: str) -> CudaError:
     """The words for a program without PTX."""
-    number = arch.removeprefix("sm_")
-    return PTXError(f"the program has machine code for {', '.join(archs)}, and no PTX", 0,
-                    "PTX in the program",
+    number, kinds = arch.removeprefix("sm_"), " for " + ", ".join(archs) if archs else ""
+    return no_image(f"the program has machine code{kinds}, and no PTX", "PTX in the program",
                     f"compile with nvcc -gencode arch=compute_{number},code=[sm_{number},compute_{number}]")
+
+
+def no_image(found: str, expected: str, fix: str) -> CudaError:
+    """The error of device code that the emulated GPU cannot take."""
+    return CudaError(Status.NO_KERNEL_IMAGE_FOR_DEVICE, str(PTXError(found, 0, expected, fix)), refused=True)
+
+
+def known_to_ptxas(text: str) -> str:
+    """The PTX, its version no newer than ptxas's: parts of nvcc may be of different releases."""
+    found, newest = VERSION.search(text), release()
+    if found is None or newest is None: return text
+    version = min((int(found[1]), int(found[2])), ptx_of_cuda(newest))
+    return f"{text[:found.start()]}.version {version[0]}.{version[1]}{text[found.end():]}"
 
 
 def runs(text: str, arch: str) -> bool:

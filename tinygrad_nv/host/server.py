@@ -15,14 +15,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tinygrad_nv import config
 from tinygrad_nv.errors import NVError
-from tinygrad_nv.host import calls_device, calls_launch, calls_memory  # noqa: F401  (they register)
+from tinygrad_nv.host import (  # noqa: F401  (they register handlers)
+    calls_copy,
+    calls_device,
+    calls_function,
+    calls_graph,
+    calls_launch,
+    calls_memory,
+    calls_module,
+    calls_stream,
+)
 from tinygrad_nv.host.api import function_of
+from tinygrad_nv.host.device import Device, Results
 from tinygrad_nv.host.errors import CudaError, Status, runtime_name
 from tinygrad_nv.host.gpus import HostGPU, gpu_named
 from tinygrad_nv.host.launches import LaunchReport, Options
 from tinygrad_nv.host.library import AUDITOR, built, names
-from tinygrad_nv.host.memory import Memory
+from tinygrad_nv.host.memory import Memory, new_file
 from tinygrad_nv.host.session import Session, Thread
 from tinygrad_nv.host.wire import Call, Gone, Wire
 from tinygrad_nv.ptx.emulator import Emulator
@@ -31,13 +42,18 @@ from tinygrad_nv.ptx.emulator import Emulator
 STILL = ("cudaGetError", "cuGetError", "cudaGetLastError", "cudaPeekAtLastError", "cudaDeviceReset", "__cuda")
 
 
+GRACE_S = 5.0       # that calls may take which a program has not waited for at its end
+
+
 @dataclass(frozen=True)
 class Result:
     """What a program did: its exit status (negative: the signal that ended it) and its launches in order.
-    `refused`: calls and device code that are not emulated; `notes`: why calls returned errors."""
+    `refused`: calls and device code that are not emulated; `order`: work of streams and graphs that nothing
+    orders, and touches the same bytes; `notes`: why calls returned errors."""
     status: int
     launches: tuple[LaunchReport, ...]
     refused: tuple[str, ...]
+    order: tuple[str, ...]
     notes: tuple[str, ...]
 
 
@@ -54,10 +70,12 @@ def run_program(argv: Sequence[str], gpu: str = "h100", check: bool = False, tim
                        "LD_LIBRARY_PATH": os.pathsep.join(
                            filter(None, (str(place), os.environ.get("LD_LIBRARY_PATH"))))}
         threading.Thread(target=server.serve, daemon=True).start()
-        status = subprocess.run(list(argv), env=environment, stdout=stdout, check=False).returncode
-        server.close()
-    return Result(status, tuple(server.launches), tuple(dict.fromkeys(server.refused)),
-                  tuple(dict.fromkeys(server.notes)))
+        try: status = subprocess.run(list(argv), env=environment, stdout=stdout, check=False).returncode
+        finally: server.close()
+        server.finish()
+    found = server.results
+    return Result(status, tuple(found.launches), *(tuple(dict.fromkeys(each)) for each in (
+        found.refused, found.order, found.notes)))
 
 
 class Server:
@@ -65,9 +83,7 @@ class Server:
 
     def __init__(self, path: Path, gpu: HostGPU, options: Options) -> None:
         self.path, self.gpu, self.options = path, gpu, options
-        self.launches: list[LaunchReport] = []
-        self.refused: list[str] = []
-        self.notes: list[str] = []
+        self.results = Results()
         self.errors: list[BaseException] = []
         self.threads: list[threading.Thread] = []
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -79,14 +95,19 @@ class Server:
         while True:
             try: connection, _ = self.socket.accept()
             except OSError: return
-            self.threads.append(threading.Thread(target=self._process, args=(connection,)))
-            self.threads[-1].start()
+            thread = threading.Thread(target=self._process, args=(connection,), daemon=True)
+            self.threads.append(thread)
+            thread.start()
 
     def close(self) -> None:
-        """Waits for what runs; raises what went wrong here."""
+        """Takes no connection any more."""
         self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
-        for thread in self.threads: thread.join()
+
+    def finish(self) -> None:
+        """Waits for what still runs of a program that has ended, but not for processes that outlive it;
+        raises what went wrong here."""
+        for thread in self.threads: thread.join(GRACE_S)
         if self.errors: raise self.errors[0]
 
     def _process(self, connection: socket.socket) -> None:
@@ -96,30 +117,33 @@ class Server:
         except BaseException as error: self.errors.append(error)
 
     def _calls(self, connection: socket.socket) -> None:
-        emulator = Emulator(self.gpu.arch, check=self.options.check)
-        memory = Memory(emulator, self.gpu.memory_bytes)
-        session = Session(Wire(connection, memory.file), self.gpu, memory, emulator, self.options,
-                          self)
-        while True:
-            call = session.wire.call()
-            session.wire.result(served(session, names()[call.function], call))
+        file = new_file()
+        try:
+            wire = Wire(connection, file)
+            emulator = Emulator(self.gpu.arch, self.options.check,
+                                step_limit=int(config.get("EMU_STEP_LIMIT")))
+            memory = Memory(file, wire, emulator, self.gpu.memory_bytes)
+            session = Session(Device(wire, self.gpu, emulator, memory, self.options, self.results))
+            while True:
+                call = wire.call()
+                wire.result(served(session, names()[call.function], call))
+        finally: os.close(file)
 
 
 def served(s: Session, name: str, call: Call) -> int:
     """The result of a call."""
-    s.thread = s.threads.setdefault(call.thread, Thread())
-    found = function_of(name)
-    status: int | None
+    s.thread = s.threads.setdefault(call.thread, Thread(call.thread))
+    s.name, s.per_thread = name, name.endswith(("_ptsz", "_ptds"))
     try:
-        if found is None: raise NVError("this function is not emulated")
-        if s.sticky and not name.startswith(STILL): raise CudaError(s.sticky)
-        status = found.run(s, *found.arguments(call, s.wire))
+        if (found := function_of(name)) is None: raise NVError("this function is not emulated")
+        if s.device.sticky and not name.startswith(STILL): raise CudaError(s.device.sticky)
+        return found.run(s, *found.arguments(call, s.wire)) or 0
     except CudaError as error:
         status = error.status
-        if error.why: s.results.notes.append(f"{name} returned {runtime_name(status)}: {error.why}")
+        told = s.device.results.refused if error.refused else s.device.results.notes
+        if error.why: told.append(f"{name} returned {runtime_name(status)}: {error.why}")
     except NVError as error:
-        s.results.refused.append(f"{name}: {error}")
+        s.device.results.refused.append(f"{name}: {error}")
         status = Status.NOT_SUPPORTED
-    if isinstance(status, Status) and status and status != Status.NOT_READY and name.startswith("cuda"):
-        s.thread.error = status
-    return int(status or 0)
+    if name.startswith("cuda"): s.thread.error = status     # for cudaGetLastError
+    return status

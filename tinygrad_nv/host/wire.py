@@ -16,7 +16,7 @@ BASE, SIZE = 0x2000_0000_0000, 1 << 40      # of device memory: addresses that n
 REGISTERS, STACK = 6, 12
 RESULT, READ, WRITE, IN, OUT, MAP, UNMAP, CALL = range(8)
 _CALL, _ORDER, _HELLO, _WORD = struct.Struct(f"<{2 + REGISTERS + STACK}Q"), struct.Struct("<4Q"), \
-    struct.Struct("<2Q"), struct.Struct("<Q")
+    struct.Struct("<3Q"), struct.Struct("<Q")
 
 
 class Gone(Exception):
@@ -37,8 +37,8 @@ class Wire:
 
     def __init__(self, connection: socket.socket, file: int) -> None:
         self.socket = connection
-        self.pid, self.trampolines = _HELLO.unpack(self._receive(_HELLO.size))
-        connection.sendmsg([_HELLO.pack(BASE, SIZE)],
+        self.pid, self.trampolines, self.printf = _HELLO.unpack(self._receive(_HELLO.size))
+        connection.sendmsg([_WORD.pack(BASE) + _WORD.pack(SIZE)],
                            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file]))])
 
     def _receive(self, nbytes: int) -> bytes:

@@ -90,16 +90,16 @@ def require_ptxas() -> Path:
     return found
 
 
-def assemble(text: str, arch: str = "sm_90a", flags: tuple[str, ...] = ()) -> Assembly:
-    """Compiles PTX for one of `ARCHITECTURES`. Raises `PTXError` with ptxas's words and the line they
-    mean."""
+def assemble(text: str, arch: str = "sm_90a", flags: tuple[str, ...] = (), strict: bool = True) -> Assembly:
+    """Compiles PTX for one of `ARCHITECTURES`. Raises `PTXError` with ptxas's words and the line they mean;
+    without `strict`, that ptxas changed a kernel is a note."""
     if arch not in ARCHITECTURES:
         raise PTXError(f"unknown architecture {arch!r}", 0, f"one of {', '.join(ARCHITECTURES)}",
                        "change the target")
     ptxas = require_ptxas()
     key = hashlib.sha256("\0".join((text, arch, *flags, version(ptxas), "1")).encode()).hexdigest()
     cached = _cache_directory() / f"{key}.json"
-    if cached.is_file(): return _checked(text, *_load(cached))
+    if cached.is_file(): return _checked(text, *_load(cached), strict)
     with tempfile.TemporaryDirectory() as directory:
         source, cubin = Path(directory) / "kernel.ptx", Path(directory) / "kernel.cubin"
         source.write_text(text)
@@ -109,7 +109,7 @@ def assemble(text: str, arch: str = "sm_90a", flags: tuple[str, ...] = ()) -> As
         if done.returncode: raise _refused(text, arch, words)
         binary = cubin.read_bytes()
     _store(cached, (arch, binary, words))
-    return _checked(text, arch, binary, words)
+    return _checked(text, arch, binary, words, strict)
 
 
 def _cache_directory() -> Path:
@@ -137,11 +137,12 @@ def _refused(text: str, arch: str, words: str) -> PTXError:
                     "PTX that ptxas assembles", "correct the line, or choose another architecture")
 
 
-def _checked(text: str, arch: str, cubin: bytes, words: str) -> Assembly:
+def _checked(text: str, arch: str, cubin: bytes, words: str, strict: bool) -> Assembly:
     """The assembly, unless ptxas changed what the kernel does."""
     lines = [line.partition(":")[2].strip() for line in words.splitlines() if line.startswith("ptxas info")]
     lines += [line for line in words.splitlines() if line.startswith("ptxas warning")]
-    if changed := [line for line in words.splitlines() if SERIALISED.search(line)]:
+    changed = [line for line in words.splitlines() if SERIALISED.search(line)]
+    if changed and strict:
         raise PTXError(f"ptxas changed the kernel: {changed[0].partition(':')[2].strip()}", 0,
                        "wgmma and setmaxnreg as written",
                        "fence, wait and bound registers so that ptxas need not")

@@ -115,8 +115,9 @@ class Parser(OperandParser):
             if token.text == ".align": align = self.alignment()
             elif token.text in (".v2", ".v4"): vector = int(token.text[2])
             elif token.text == ".ptr": pass
+            elif token.text == ".attribute": self.attribute()
             elif token.text[1:] in WIDTHS: kind = token.text[1:]
-            elif token.text not in (*LINKAGE, *SPACES, ".attribute", ".managed"):
+            elif token.text not in (*LINKAGE, *SPACES):
                 raise self.fail(f"unknown directive {token.text} of a variable", token.line)
         self.check_declared(token, kind)
         while True:
@@ -133,6 +134,14 @@ class Parser(OperandParser):
             if not self.take(","): break
             token = self.next()
         self.expect(";")
+
+    def attribute(self) -> None:
+        """`(.managed)`, or `(.unified(…))`, of which nothing follows here."""
+        self.expect("(")
+        depth = 1
+        while depth:
+            if (token := self.next()).kind == "end": raise self.fail("an attribute is not closed")
+            depth += {"(": 1, ")": -1}.get(token.text, 0)
 
     def check_declared(self, token: Token, kind: str) -> None:
         """A declaration needs a type before its name."""

@@ -3,45 +3,40 @@ from __future__ import annotations
 
 import struct
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from tinygrad_nv.host import fatbin
 from tinygrad_nv.host.library import built
 from tinygrad_nv.toolchain import find_compiler
 
+FLAGS = ("-std=gnu11", "-O1", "-fno-sanitize=all", "-w", "-Wno-implicit-function-declaration")
 HEADER = """
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 typedef unsigned long size_t;
 typedef struct { unsigned x, y, z; } dim3;
-typedef void *cudaStream_t, *cudaEvent_t;
 enum { HtoH, HtoD, DtoH, DtoD, Default };
 """
+# those whose arguments are converted, or that return pointers; others are called as they are found
 PROTOTYPES = """
-int cudaMalloc(void *, size_t), cudaFree(void *), cudaMemcpy(void *, const void *, size_t, int);
-int cudaMemset(void *, int, size_t), cudaDeviceSynchronize(void), cudaGetLastError(void);
+int cudaMalloc(void *, size_t), cudaMemcpy(void *, const void *, size_t, int), cudaMemset(void *, int,
+                                                                                          size_t);
 int cudaMemcpyToSymbol(const void *, const void *, size_t, size_t, int);
 int cudaMemcpyFromSymbol(void *, const void *, size_t, size_t, int);
-int cudaLaunchKernel(const void *, dim3, dim3, void **, size_t, cudaStream_t);
-int cudaLaunchKernelExC(const void *, const void *, void **);
-int cudaFuncSetAttribute(const void *, int, int), cudaMallocHost(void *, size_t);
-int cudaMallocManaged(void *, size_t, int);
-int cudaDeviceGetAttribute(int *, int, int), cudaGetDeviceProperties(void *, int);
-int cudaEventCreate(cudaEvent_t *), cudaEventRecord(cudaEvent_t, cudaStream_t);
-int cudaStreamCreate(cudaStream_t *), cudaEventElapsedTime(float *, cudaEvent_t, cudaEvent_t);
+int cudaLaunchKernel(const void *, dim3, dim3, void **, size_t, void *);
+int cudaMallocHost(void *, size_t), cudaMallocManaged(void *, size_t, int);
 const char *cudaGetErrorName(int), *cudaGetErrorString(int);
 void **__cudaRegisterFatBinary(const void *);
-void __cudaRegisterFunction(void **, const void *, char *, const char *, int, void *, void *, void *, void *,
-                            void *);
-void __cudaRegisterVar(void **, void *, char *, const char *, int, size_t, int, int);
 """
 REGISTERED = """
 static const unsigned char image[] __attribute__((aligned(8))) = {%s};
 static const struct { int magic, version; const void *data, *rest; } wrapper = {0x466243b1, 1, image, 0};
+static void **handle;
 %s
 __attribute__((constructor)) static void registered(void) {
-    void **handle = __cudaRegisterFatBinary(&wrapper);
+    handle = __cudaRegisterFatBinary(&wrapper);
     %s
 }
 #define RUN(kernel, blocks, threads, ...) cudaLaunchKernel(&kernel, (dim3){blocks, 1, 1}, \\
@@ -78,23 +73,28 @@ SCALE = """.version 8.0
 """
 
 
-def image(*texts: str, flags: int = 0x11) -> bytes:
-    """A fat binary with these PTX texts as they are."""
+def fat_binary(*texts: str, flags: int = 0, packed: Callable[[bytes], bytes] | None = None) -> bytes:
+    """A fat binary with these PTX texts, which `packed` compresses."""
     parts = b""
     for text in texts:
-        data = text.encode() + b"\0"
-        data += bytes(-len(data) % 8)
-        parts += fatbin.ENTRY.pack(fatbin.PTX, 0x101, fatbin.ENTRY.size, len(data), *[0] * 4, 90, 0, 0, flags,
-                                   0, 0) + data
+        plain = text.encode() + b"\0"
+        data = packed(plain) if packed else plain
+        size = len(data)
+        data += bytes(-size % 8)
+        parts += fatbin.ENTRY.pack(fatbin.PTX, 0x101, fatbin.ENTRY.size, len(data), 0, size if packed else 0,
+                                   0, 0,
+                                   90, 0, 0, flags, 0, len(plain) if packed else 0) + data
     return struct.pack("<IHHQ", fatbin.HEADER, 1, 16, len(parts)) + parts
 
 
 def compiled(folder: Path, main: str, ptx: str = SCALE, kernels: tuple[str, ...] = ("scaled",),
-             variables: tuple[str, ...] = (), own_runtime: str = "") -> Path:
-    """A program whose `main` is this, with an image of these kernels and variables. `own_runtime`: these
-    functions of the API are linked into it, and end it when they run; no library has them then."""
-    data = ",".join(map(str, image(ptx)))
-    stands = "".join(f"static char {name};\n" for name in (*kernels, *variables))
+             variables: tuple[str, ...] = (), own_runtime: str = "", image: bytes = b"",
+             before: str = "") -> Path:
+    """A program whose `main` is this, with an image of these kernels and variables, or `image`.
+    `own_runtime`: these functions of the API are linked into it, and end it when they run; no library has
+    them then."""
+    data = ",".join(map(str, image or fat_binary(ptx)))
+    stands = "".join(f"static char {name};\n" for name in (*kernels, *variables)) + before
     calls = "".join(f'__cudaRegisterFunction(handle, &{name}, (char *)"{name}", "{name}", -1, 0, 0, 0, 0, 0);'
                     for name in kernels)
     calls += "".join(f'__cudaRegisterVar(handle, &{name}, (char *)"{name}", "{name}", 0, 4, 0, 0);'
@@ -107,9 +107,9 @@ def compiled(folder: Path, main: str, ptx: str = SCALE, kernels: tuple[str, ...]
         runtime = folder / "runtime.c"
         runtime.write_text("".join(OWN % name for name in own_runtime.split()))
         files.append(str(runtime))
-    else: files.append(str(built() / "libcudart.so.13"))
+    else: files += [str(built() / "libcudart.so.13"), str(built() / "libcuda.so.1")]
     compiler = find_compiler(any_c=True)
-    done = subprocess.run([*compiler.command, "-O1", "-fno-sanitize=all", "-w", *files, "-o", str(out)],
-                          capture_output=True, text=True, check=False, env=compiler.environment())
+    done = subprocess.run([*compiler.command, *FLAGS, *files, "-o", str(out)], capture_output=True,
+                          text=True, check=False, env=compiler.environment())
     assert done.returncode == 0, done.stderr
     return out

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from host_program import compiled
+from host_program import SCALE, compiled
 
 from tinygrad_nv.cli import main
 from tinygrad_nv.host.server import run_program
@@ -54,15 +54,32 @@ def test_the_command_prints_tables_and_json(tmp_path: Path, capfd: pytest.Captur
         cudaMalloc(&a, 128); cudaMalloc(&b, 64);
         TRY(RUN(scaled, 1, 32, &a, &b, &count)); TRY(cudaDeviceSynchronize()); TRY(cudaGetLastError());
         TRY(cudaMalloc(&a, 4));""")
-    assert main(["ptx", "run", "--check", str(program)]) == 1
+    assert main(["ptx", "run", "--check", "--ptx", str(tmp_path / "ptx"), str(program)]) == 1
     out, err = capfd.readouterr()
     assert "scaled" in err
     assert "uninitialized" in err
     assert "st.global.f32 [%rd2], %f1;" in err
     assert out == "cudaSuccess cudaErrorIllegalAddress cudaErrorIllegalAddress cudaErrorIllegalAddress "
+    assert (tmp_path / "ptx" / "launch_0.ptx").read_text() == SCALE
     assert main(["ptx", "run", "--check", "--json", str(program)]) == 1
     told = json.loads(capfd.readouterr().out)
     assert told["status"] == 0
     launch, = told["launches"]
     assert {finding["kind"] for finding in launch["findings"]} == {"uninitialized", "out-of-bounds"}
     assert launch["counters"]["warp_instructions"] == 19
+
+
+def test_findings_tell_the_line_of_the_source(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    lines = SCALE.splitlines()
+    at = next(i for i, line in enumerate(lines) if "ld.global" in line)
+    ptx = "\n".join([lines[0], *lines[1:3], '.file 1 "scale.cu"', *lines[3:at], ".loc 1 12 5", lines[at],
+                     ".loc 1 13 5, function_name info, inlined_at 1 40 3", *lines[at + 1:]])
+    program = compiled(tmp_path, "void *a, *b; int count = 64; cudaMalloc(&a, 128); cudaMalloc(&b, 128);"
+                       "cudaMemset(a, 0, 128); RUN(scaled, 2, 32, &a, &b, &count);", ptx)
+    assert main(["ptx", "run", str(program)]) == 1
+    assert "at scale.cu:12\n" in (err := capfd.readouterr().err)
+    assert "at scale.cu:13\n" in err
+    main(["ptx", "run", "--json", str(program)])
+    assert list(json.loads(capfd.readouterr().out)["launches"][0]["sources"].values()) == ["scale.cu:12",
+                                                                                           "scale.cu:13"]
+

@@ -106,6 +106,14 @@ def test_fewer_stages_are_slower():
     assert cycles[2] > 1.1 * cycles[0]
 
 
+def test_waits_at_an_mbarrier_are_told_by_its_line():
+    found = predicted(matmul(128 * 66, 256 * 2, 4096), TILE.stages(2))
+    most = max(found.waits, key=lambda each: each.share)
+    assert (most.sass, most.reason) == ("SYNCS.PHASECHK.TRANS64.TRYWAIT", "barrier")
+    assert most.ptx_line > 0
+    assert any(each.sass.startswith("SYNCS") for each in found.links)
+
+
 def test_half_a_tile_is_slower():
     whole, half = (predicted(square(4096), TILE.block(m, n)) for m, n in ((128, 256), (128, 128)))
     assert half.cycles > 1.03 * whole.cycles

@@ -39,8 +39,8 @@ typedef struct { uint64_t function, thread, words[6], stack[12]; } Call;
 typedef struct { uint64_t order, a, b, n; } Order;
 enum { RESULT, READ, WRITE, IN, OUT, MAP, UNMAP, CALL };
 
-/* Offset i of the file is at device address base + i. */
-static struct { int socket, file; pid_t owner; uint64_t base, size; } link_;
+/* Offset i of the file is at device address base + i. `print`: printf of the program's C library. */
+static struct { int socket, file; pid_t owner; uint64_t base, size, print; } link_;
 static pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER;
 
 static void die(const char *what) {
@@ -72,7 +72,7 @@ static void receive(void *into, size_t n) {
 
 extern const char trampolines[] __attribute__((visibility("hidden")));
 
-/* Says where the trampolines are; gets the file, and where it is in the address space. Nothing of the program
+/* Says where the trampolines and printf are; gets the file, and where it is in the address space. Nothing of the program
  * may lie there: the addresses are taken, without access. */
 static void connect_server(void) {
     const char *path = getenv("TINYGRAD_NV_HOST");
@@ -82,7 +82,7 @@ static void connect_server(void) {
     if (link_.owner) close(link_.socket), close(link_.file);    /* the parent's */
     link_.socket = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (connect(link_.socket, (struct sockaddr *)&name, sizeof name)) die(path);
-    uint64_t hello[2] = {(uint64_t)getpid(), (uint64_t)trampolines};
+    uint64_t hello[3] = {(uint64_t)getpid(), (uint64_t)trampolines, link_.print};
     send_all(hello, sizeof hello);
     uint64_t place[2];
     union { struct cmsghdr header; char room[CMSG_SPACE(sizeof(int))]; } control;
@@ -212,8 +212,10 @@ static void redirect_symbols(const char *file, size_t bytes, const Elf64_Shdr *t
         const Elf64_Sym *each = &symbols[i];
         if (ELF64_ST_TYPE(each->st_info) != STT_FUNC || each->st_shndx == SHN_UNDEF) continue;
         if (each->st_name >= strings->sh_size) continue;
-        int number = number_of(file + strings->sh_offset + each->st_name);
+        const char *name = file + strings->sh_offset + each->st_name;
+        int number = number_of(name);
         if (number >= 0) redirect(base + each->st_value, number);
+        if (!link_.print && !strcmp(name, "printf")) link_.print = (uint64_t)(base + each->st_value);
     }
 }
 

@@ -15,7 +15,7 @@ import ctypes
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,15 +54,19 @@ NAMES_BYTES = 100    # of the kernels ahead, in a finding's text
 @dataclass(eq=False)
 class Buffer:
     """Device memory: `ptr` its address, `nbytes` its size. `numpy()` gives a copy in the shape and dtype
-    it was made with (uint8 when it was made by size)."""
+    it was made with (uint8 when it was made by size). `copied()` gives its bytes for a run that leaves them
+    as they are, by `copy` where there is a cheaper way than to copy them all."""
     ptr: int
     data: np.ndarray                # uint8, the memory itself
     valid: np.ndarray | None        # 1 for bytes that were written; None: all
     shape: tuple[int, ...]
     dtype: np.dtype
+    copy: Callable[[], np.ndarray] | None = None
 
     @property
     def nbytes(self) -> int: return self.data.nbytes
+
+    def copied(self) -> np.ndarray: return self.data.copy() if self.copy is None else self.copy()
 
     def numpy(self) -> np.ndarray: return self.data.copy().view(self.dtype).reshape(self.shape)
 
@@ -163,15 +167,16 @@ class Emulator:
         self.next_address += -(-(data.nbytes + GAP) // GAP) * GAP
         return buffer
 
-    def adopt(self, address: int, data: np.ndarray, valid: np.ndarray | None = None) -> Buffer:
+    def adopt(self, buffer: Buffer) -> Buffer:
         """Device memory whose bytes lie elsewhere, such as in a shared mapping, at an address that is the
-        caller's to choose; `valid` as a buffer has it."""
-        buffer = self.buffers[address] = Buffer(address, data, valid, data.shape, data.dtype)
+        caller's to choose."""
+        self.buffers[buffer.ptr] = buffer
         return buffer
 
-    def variables(self, ptx_text: str) -> dict[str, Buffer]:
-        """The variables of a module in memory, by their names."""
-        return {name: self.buffers[at] for name, at in self._load(ptx_text).addresses.items()}
+    def variables(self, ptx_text: str, places: Mapping[str, Buffer] | None = None) -> dict[str, Buffer]:
+        """The variables of a module in memory, by their names. Before the module is used, `places` says where
+        some of them are to be."""
+        return {name: self.buffers[at] for name, at in self._load(ptx_text, places).addresses.items()}
 
     def free(self, buffer: Buffer) -> None:
         """Gives memory back; its addresses are not used again."""
@@ -222,12 +227,13 @@ class Emulator:
         from tinygrad_nv.ptx.timing.shape import Shape
 
         def record(tapes: Tapes) -> None:
-            kept = [(buffer, buffer.data.copy()) for buffer in self.buffers.values() if keep]
+            kept = [(buffer, buffer.data) for buffer in self.buffers.values() if keep]
+            for buffer, _ in kept: buffer.data = buffer.copied()
             check, self.check = self.check, False
             try: run(tapes)
             finally:
                 self.check = check
-                for buffer, data in kept: buffer.data[:] = data
+                for buffer, data in kept: buffer.data = data
         began = time.perf_counter()
         found = predicted(text, self.arch, entry, lambda uses: Shape(*shape, shared, uses), gpu, record,
                           [(each.ptr, each.nbytes) for each in self.buffers.values()], log)
@@ -238,7 +244,7 @@ class Emulator:
         loaded = self._load(ptx_text)
         loaded.program(self._entry(loaded.module, entry))
 
-    def _load(self, text: str) -> LoadedModule:
+    def _load(self, text: str, places: Mapping[str, Buffer] | None = None) -> LoadedModule:
         if not isinstance(text, str): raise PTXError(f"PTX text is expected, not {type(text).__name__}")
         key = hashlib.sha256(text.encode()).digest()
         if key not in self.modules:
@@ -247,7 +253,9 @@ class Emulator:
                 if variable.space not in ("global", "const"): continue
                 # variables without an initial value are zero
                 data = np.frombuffer(variable.data.ljust(max(variable.nbytes, 1), b"\0"), np.uint8)
-                addresses[variable.name] = self.alloc(data).ptr
+                if places is not None and (place := places.get(variable.name)) is not None: place.write(data)
+                else: place = self.alloc(data)
+                addresses[variable.name] = place.ptr
             if "%envreg" in text: addresses[WORKSPACE] = self.alloc(np.zeros(WORKSPACE_BYTES, np.uint8)).ptr
             self.modules[key] = LoadedModule(known, addresses)
         return self.modules[key]

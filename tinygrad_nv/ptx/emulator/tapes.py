@@ -54,18 +54,20 @@ class Tape:
 class Tapes:
     """Which clusters run and are recorded, and what they did. `idle`: tensor cores compute nothing. Of
     `others` only what they read is recorded, in the first `brief` warp-instructions of each: `reads`, the
-    notes of each warp."""
+    notes of each warp; `draws`: how often a warp drew a work tile from a counter."""
     clusters: Sequence[int] = (0,)
     idle: bool = False
     others: Sequence[int] = ()
     brief: int = 0
     warps: list[Tape] = field(default_factory=list)
     reads: list[np.ndarray] = field(default_factory=list)
+    draws: int = 0
 
     def __post_init__(self) -> None: self.numbers = np.array([*self.clusters, *self.others], np.int32)
 
     def read(self, library: Any, machine: Any) -> None:
         """What C has kept, before the machine is freed."""
+        self.draws = library.c.machine_draws(machine)
         for number in range(library.c.machine_tape_count(machine)):
             raw = library.c.machine_tape(machine, ctypes.c_int32(number)).contents
             if not raw.brief: self.warps.append(_tape(raw))

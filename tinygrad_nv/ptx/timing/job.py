@@ -31,15 +31,19 @@ SCHEDULERS = 4
 BAR_DELAY, REMOTE_DELAY, CLUSTER_DELAY = 9, 180, 190  # HOPPER_TIMING.md 7.5: bar.sync 20.7 in all; DSMEM 181
 # what a note is of: an mbarrier, a named barrier, a cluster's barrier
 _CLASSES = {Note.WAITED: 0, Note.ARRIVED: 0, Note.LOADS: 0, Note.FOLLOWS: 0, Note.MEETS: 1, Note.JOINS: 2}
+# a step that no SASS does
+_PLAIN = np.array((0, 0, 1, 0, -1, -1, 1, 1, 0, 0, 0), INSTR)
+_REST = Cost(Unit.CONTROL, 1, 1)
 _NOTED = (Kind.GLOBAL_READ, Kind.GLOBAL_WRITE, Kind.TMA_READ, Kind.TMA_WRITE, Kind.COPY_ASYNC,
           Kind.SHARED_ACCESS)
 
 
 @dataclass(frozen=True)
 class Code:
-    """A kernel's SASS. `lines`: the PTX line of each instruction; `executed`: instructions, and how many
-    executions of a block of PTX they stand for; `block_of`: the block of each PTX instruction; `line_of`: its
-    line."""
+    """A kernel's SASS, then an instruction for each first try of an mbarrier, which ptxas has put elsewhere
+    than PTX. `lines`: the PTX line of each instruction; `executed`: instructions, and how many executions of
+    a block of PTX they stand for; `block_of`: the block of each PTX instruction; `line_of`: its line; `rest`:
+    what stands for it where no SASS of its block does."""
     instructions: Sequence[TimedInstruction]
     costs: Sequence[Cost]
     control: np.ndarray     # of INSTR, with stalls and scoreboards
@@ -47,6 +51,7 @@ class Code:
     executed: Mapping[int, tuple[np.ndarray, int]]
     block_of: np.ndarray
     line_of: np.ndarray
+    rest: np.ndarray
 
     @property
     def unknown(self) -> tuple[str, ...]:
@@ -77,9 +82,14 @@ def code_of(listing: Listing, entry: str, gpu: GPUFigures) -> Code:
     function = expanded(module, module.functions[entry])
     block_of = np.zeros(len(function.body), np.int64)
     for i, part in enumerate(placement.blocks): block_of[part.start:part.stop] = i
-    return Code(instructions, [cost_of(each, gpu) for each in instructions], control,
-                np.array([each.ptx_line for each in instructions]), executed, block_of,
-                np.array([each.line for each in function.body]))
+    costs, line_of = [cost_of(each, gpu) for each in instructions], [each.line for each in function.body]
+    tried = {each.ptx_line: each for each in reversed(instructions) if each.opcode == "SYNCS"}
+    tries = [at for at, line in enumerate(line_of) if block_of[at] in placement.waits and line in tried]
+    rest = np.full(len(line_of), len(instructions) + len(tries))
+    rest[tries] = np.arange(len(tries)) + len(instructions)
+    every = [*instructions, *(tried[line_of[at]] for at in tries)]
+    return Code(every, [*costs, *[_REST] * len(tries)], np.append(control, np.full(len(tries), _PLAIN)),
+                np.array([each.ptx_line for each in every]), executed, block_of, np.array(line_of), rest)
 
 
 @dataclass(frozen=True)
@@ -122,8 +132,8 @@ def made(code: Code, tapes: Sequence[Tape], gpu: GPUFigures, shares: Sequence[np
 
 
 def _instrs(code: Code) -> np.ndarray:
-    out = np.append(code.control, np.array([(0, 0, 1, 0, -1, -1, 1, 1, 0, 0, 0)], INSTR))
-    for i, cost in enumerate(code.costs):
+    out = np.append(code.control, _PLAIN)
+    for i, cost in enumerate((*code.costs, _REST)):
         for name in ("unit", "kind", "busy", "latency", "tensor", "shared", "number"):
             out[name][i] = getattr(cost, name)
     return out
@@ -158,19 +168,19 @@ def _stream(code: Code, tape: Tape) -> np.ndarray:
         last = np.where(of[last] == block, last, mine)
         _attach(code, tape, body, count, places, begins[mine], ends[last], out)
     return _with_the_rest(tape, out, at, np.searchsorted(begins, np.arange(len(blocks)), "right") - 1,
-                          len(code.costs))
+                          code.rest)
 
 
 def _with_the_rest(tape: Tape, out: np.ndarray, at: np.ndarray, execution: np.ndarray,
-                   other: int) -> np.ndarray:
-    """The stream, and a step of instruction number `other` for each PTX instruction with notes that no SASS
-    of its block carries: after what its execution has become."""
+                   rest: np.ndarray) -> np.ndarray:
+    """The stream, and a step of `Code.rest` for each PTX instruction with notes that no SASS of its block
+    carries: after what its execution has become."""
     carried = np.zeros(len(tape.notes) + 1, bool)
     carried[out["note"][out["notes"] > 0]] = True
     missing = np.flatnonzero((tape.end_note > tape.first_note) & ~carried[tape.first_note])
     extra = np.zeros(len(missing), STEP)
-    extra["instr"], extra["note"], extra["passes"] = other, tape.first_note[missing], 1
-    extra["notes"] = tape.end_note[missing] - tape.first_note[missing]
+    extra["instr"], extra["note"] = rest[tape.sources[missing]], tape.first_note[missing]
+    extra["passes"], extra["notes"] = 1, tape.end_note[missing] - tape.first_note[missing]
     return np.insert(out, at[execution[missing] + 1], extra)
 
 

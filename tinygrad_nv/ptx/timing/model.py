@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import mean
 
 import numpy as np
 
@@ -75,21 +76,22 @@ class Timing:
 
 
 def timed(code_list: Listing, entry: str, shape: Shape, tapes: Tapes, gpu: GPUFigures,
-          memory: Sequence[tuple[int, int]], log: int = 0) -> Timing:
-    """The prediction of the tapes of `recorded` clusters. `memory`: addresses and sizes of buffers; `log`:
-    issues to keep of the first place."""
-    code = code_of(code_list, entry, gpu)
-    jobs = _jobs(code, shape, tapes, gpu, memory)
+          memory: Sequence[tuple[int, int]], begins: Sequence[int], log: int = 0) -> Timing:
+    """The prediction of the tapes of `recorded` clusters. `memory`: addresses and sizes of buffers; `begins`:
+    places where recording begins; `log`: issues to keep of the first place."""
+    code, more = code_of(code_list, entry, gpu), 1.0
+    if tapes.draws and shape.clusters <= shape.at_once(gpu):
+        begins, more = _typical(shape, gpu, tapes, begins)
+    jobs = _jobs(code, shape, tapes, gpu, memory, begins)
     begin = min(jobs)
     runs = {at: run(job, gpu, shape.busy_sms(gpu), log if at == begin else 0) for at, job in jobs.items()}
     both = [(jobs[at], runs[at]) for at in jobs]
     cycles, idle = _cycles(shape, gpu, jobs, runs)
+    cycles = round(cycles * more)
     units, path = _units(list(runs.values())), critical.parts(list(runs.values()))
     clock_hz = sustained_hz(gpu, units[SHOWN[Unit.TENSOR]], units["L2"])
     seconds = gpu.launch_s + cycles / clock_hz
-    flops, nbytes = (sum(_every(shape, gpu, {at: work(code, job) / job.ctas * shape.ctas
-                                             for at, job in jobs.items()}))
-                     for work in (_flops, _bytes))
+    flops, nbytes = (more * _whole(shape, gpu, code, jobs, work) for work in (_flops, _bytes))
     limiter = max(units, key=lambda name: units[name])
     spread = critical.uncertainty(path, gpu.model_spread, gpu.launch_s / seconds,
                                   critical.unknown_share(code, both))
@@ -101,16 +103,28 @@ def timed(code_list: Listing, entry: str, shape: Shape, tapes: Tapes, gpu: GPUFi
                   (both[0],))
 
 
+def _typical(shape: Shape, gpu: GPUFigures, tapes: Tapes,
+             begins: Sequence[int]) -> tuple[list[int], float]:
+    """Of clusters that draw their work tiles the one that executed about as much as all do in the mean, and
+    how much more the mean is."""
+    executed = {at: sum(len(tape.sources) for tape in tapes.warps
+                        if tape.cluster in recorded(shape, gpu, [at])) for at in begins}
+    whole = mean(executed.values())
+    chosen = min(begins, key=lambda at: abs(executed[at] - whole))
+    return [chosen], whole / executed[chosen]
+
+
 def _jobs(code: Code, shape: Shape, tapes: Tapes, gpu: GPUFigures,
-          memory: Sequence[tuple[int, int]]) -> dict[int, Job]:
+          memory: Sequence[tuple[int, int]], begins: Sequence[int]) -> dict[int, Job]:
     """What runs at each place. Rank r of each of its clusters lies on SM r."""
-    begins = places(shape, gpu)
-    notes = np.concatenate([tape.notes for tape in tapes.warps])
-    shares = shares_of(tapes.reads, memory, notes, shape.clusters / len(tapes.clusters),
+    chosen = set(recorded(shape, gpu, begins))
+    warps = [tape for tape in tapes.warps if tape.cluster in chosen]
+    notes = np.concatenate([tape.notes for tape in warps])
+    shares = shares_of(tapes.reads, memory, notes, shape.clusters / len({tape.cluster for tape in warps}),
                        shape.ctas_of_sm(gpu), gpu)
-    ends = np.cumsum([len(tape.notes) for tape in tapes.warps])
+    ends = np.cumsum([len(tape.notes) for tape in warps])
     by_place: dict[int, list[tuple[Tape, np.ndarray]]] = {}
-    for tape, share in zip(tapes.warps, np.split(shares, ends[:-1]), strict=True):
+    for tape, share in zip(warps, np.split(shares, ends[:-1]), strict=True):
         by_place.setdefault(max(at for at in begins if at <= tape.cluster), []).append((tape, share))
     return {at: made(code, [tape for tape, _ in some], gpu, [share for _, share in some],
                      [tape.rank for tape, _ in some], shape.ctas_of_sm(gpu))
@@ -137,6 +151,13 @@ def _cycles(shape: Shape, gpu: GPUFigures, jobs: Mapping[int, Job],
 def _first(one: Run, job: Job) -> int:
     """When the last of those that began at once ended."""
     return int(one.ends[job.warps["after"] < 0].max())
+
+
+def _whole(shape: Shape, gpu: GPUFigures, code: Code, jobs: Mapping[int, Job],
+           work: Callable[[Code, Job], int]) -> float:
+    """The work of all clusters."""
+    each = {at: work(code, job) / job.ctas * shape.ctas for at, job in jobs.items()}
+    return sum(_every(shape, gpu, each))
 
 
 def _flops(code: Code, job: Job) -> int:
@@ -194,6 +215,9 @@ def predicted(text: str, arch: str, entry: str, shape: Callable[[Resources], Sha
                           "choose another GPU, or another architecture")
     found = shape(assemble(text, gpu.arch).kernels[entry])
     at_once = range(min(found.clusters, found.at_once(gpu)))
-    tapes = Tapes(recorded(found, gpu), idle=True, others=at_once, brief=BRIEF * found.ctas)
-    record(tapes)
-    return timed(listing(text, gpu.arch), entry, found, tapes, gpu, memory, log)
+    for drawn in (False, True):
+        begins = places(found, gpu, drawn)
+        tapes = Tapes(recorded(found, gpu, begins), idle=True, others=at_once, brief=BRIEF * found.ctas)
+        record(tapes)
+        if not tapes.draws or len(at_once) < found.clusters: break
+    return timed(listing(text, gpu.arch), entry, found, tapes, gpu, memory, begins, log)

@@ -1,11 +1,11 @@
 """A launch's extents, and which of its clusters are recorded.
 
 Protocol: `places(shape, gpu)` chooses clusters at which recording begins: the first, and a few more where the
-grid has several waves; `recorded(shape, gpu)` has all clusters to be recorded: at each place as many as share
-the SMs of one cluster.
-"""
+grid has several waves; `recorded(shape, gpu, begins)` has all clusters to be recorded: at each place as many
+as share the SMs of one cluster. """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -14,6 +14,7 @@ from tinygrad_nv.ptx.gpcs import most_clusters
 from tinygrad_nv.ptx.timing.gpu import GPUFigures
 
 REGISTERS_OF_SM, RESERVED_BYTES = 65536, 1024   # of each CTA the system has a KiB of shared memory
+DRAWING = 6                 # of a grid whose clusters draw their work tiles: 4 % from the mean of all (rms)
 PLACES = 5                  # of a grid of several waves that are recorded
 
 
@@ -57,16 +58,18 @@ class Shape:
         return max(1, most_clusters(self.ctas, gpu.sms, self.room_of_sm(gpu)))
 
 
-def places(shape: Shape, gpu: GPUFigures) -> list[int]:
-    """Numbers of the clusters at which recording begins: one where all run at once, else a few, evenly."""
+def places(shape: Shape, gpu: GPUFigures, drawn: bool = False) -> list[int]:
+    """Numbers of the clusters at which recording begins: one where all run at once, and some where they draw
+    their work tiles, as chance has it; else a few, evenly."""
     together = shape.ctas_of_sm(gpu)
-    if shape.clusters <= shape.at_once(gpu): return [0]
+    if shape.clusters <= shape.at_once(gpu):
+        return sorted({i * shape.clusters // DRAWING for i in range(DRAWING)}) if drawn else [0]
     last = max(0, shape.clusters - 2 * together)
     return sorted({round(last * i / (PLACES - 1)) for i in range(PLACES)})
 
 
-def recorded(shape: Shape, gpu: GPUFigures) -> list[int]:
-    """All clusters that are recorded: at each place as many as an SM holds, and where there are several waves
-    as many again, which follow them."""
+def recorded(shape: Shape, gpu: GPUFigures, begins: Sequence[int]) -> list[int]:
+    """All clusters that are recorded: at each place, where it begins, as many as an SM holds, and where there
+    are several waves as many again, which follow them."""
     count = shape.ctas_of_sm(gpu) * (2 if shape.clusters > shape.at_once(gpu) else 1)
-    return sorted({at + i for at in places(shape, gpu) for i in range(count) if at + i < shape.clusters})
+    return sorted({at + i for at in begins for i in range(count) if at + i < shape.clusters})

@@ -131,8 +131,8 @@ static int atomic_end(Machine *m, Warp *w, const Op *op, Atomic *a, bool wanted)
 /* Where chosen clusters alone run, for their tapes, a thread that adds to a counter and takes what was there is
  * taken for one that draws the next work tile: those that do not run draw theirs too, as many for each draw as
  * there are clusters for each that runs. Clusters that end early draw none. Which of a round's tiles it gets goes on by
- * the golden ratio: tiles of a row differ in length, and a whole number of rows in a round would give it the same
- * place in each. */
+ * multiples of an irrational number: tiles of a row differ in length, and a whole number of rows in a round would give
+ * it the same place in each. (M. Roberts's R2 sequence: of those tried it came nearest to the mean of all clusters.) */
 static void draw_for_others(Machine *m, const Warp *w, const Op *op, const i32 *list, u8 *host, int lane, u64 *old) {
     const Launch *a = &m->launch;
     u64 all = (u64)a->grid[0] * a->grid[1] * a->grid[2] / (a->cluster[0] * a->cluster[1] * a->cluster[2]);
@@ -140,7 +140,8 @@ static void draw_for_others(Machine *m, const Warp *w, const Op *op, const i32 *
     if (share < 1) share = 1;
     u64 next = w->cta->cluster->most ? *old : *old + step * share, round = step ? *old / (step * share) + 1 : 0;
     memcpy(host, &next, op->width);
-    f64 place = 0.6180339887498949 * (f64)round;
+    f64 place = 0.7548776662466927 * (f64)round;
+    m->draws++;
     *old += step * (u64)((place - (f64)(u64)place) * (f64)share);
 }
 

@@ -288,7 +288,7 @@ struct Machine {
     bool stopped;
     bool held;                /* the next grid cannot begin before the kernels ahead have ended */
     Tape **tapes;
-    i32 tape_count, tape_room;
+    i32 tape_count, tape_room, draws;  /* draws: of work tiles from a counter (atomics.c) */
 };
 
 /* **** registers **** */

@@ -82,6 +82,7 @@ static void tapes_free(Machine *m) {
 }
 
 i32 machine_tape_count(const Machine *m) { return m->tape_count; }
+i32 machine_draws(const Machine *m) { return m->draws; }
 const Tape *machine_tape(const Machine *m, i32 number) { return m->tapes[number]; }
 
 /* An mbarrier, by CTA and place. */

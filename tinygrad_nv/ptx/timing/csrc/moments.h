@@ -97,7 +97,7 @@ typedef struct {
 typedef struct {
     i64 free[SCHEDULERS][UNITS], shared_free, tma_free;
     Queue port, l2, hbm;        /* l2, hbm: those of a cluster's first SM are all of its SMs' */
-    i64 tensor_free[SCHEDULERS];
+    i64 tensor_free[SCHEDULERS], wgmma_end[SCHEDULERS];
     f64 registers_free[SCHEDULERS], yielded[SCHEDULERS];    /* yielded: parts of a cycle */
     i32 number;
     /* the moments of those who had them last */

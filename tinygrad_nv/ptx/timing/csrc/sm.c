@@ -188,12 +188,12 @@ static void signals(Job *j, const Warp *w, const Instr *i, const Effect *e, i64 
 /* Tensor cores keep sums in registers: while wgmmas run, what else reads registers is issued less often, and takes
  * cycles of theirs. */
 static void beside_wgmma(const Job *j, Sm *s, int scheduler, const Instr *i, i64 now) {
-    if (s->tensor_free[scheduler] <= now || !reads_registers(i)) return;
+    if (s->wgmma_end[scheduler] <= now || !reads_registers(i)) return;
     f64 cycles = i->unit == XU ? j->f.xu_beside_wgmma : j->f.beside_wgmma, *free = &s->registers_free[scheduler];
     *free = (*free > (f64)now ? *free : (f64)now) + cycles;
     s->yielded[scheduler] += j->f.wgmma_yield;
     i64 whole = (i64)s->yielded[scheduler];
-    s->tensor_free[scheduler] += whole, s->yielded[scheduler] -= (f64)whole;
+    s->wgmma_end[scheduler] += whole, s->tensor_free[scheduler] += whole, s->yielded[scheduler] -= (f64)whole;
 }
 
 static void issue(Job *j, Warp *w, const WarpJob *where, Sm *s, i64 now) {
@@ -212,7 +212,7 @@ static void issue(Job *j, Warp *w, const WarpJob *where, Sm *s, i64 now) {
     switch (i->kind) {
     case WGMMA: {
         i64 begin = multiply(j, s, w->at, now, where->scheduler, i);
-        busy[TENSOR] += i->tensor;
+        busy[TENSOR] += i->tensor, s->wgmma_end[where->scheduler] = begin + i->tensor;
         group_add(&w->wgmma, begin + i->tensor + j->f.wgmma_latency, moment(w->at, AT_END));
         if (i->number) group_commit(&w->wgmma);
         if (where->scheduler) break;

@@ -1,0 +1,165 @@
+"""Memory of programs: page-locked, managed, pitched, of variables; and what CUDA says of addresses."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from host_program import SCALE, compiled
+
+from tinygrad_nv.host import run_program
+from tinygrad_nv.host.gpus import gpu_named, properties
+
+RUN = "void *a, *b; int count = 32; float x[64], y[64]; for (int i = 0; i < 64; i++) x[i] = i;"
+
+
+def printed(folder: Path, body: str, capfd: pytest.CaptureFixture[str], **options: bool) -> str:
+    """What a program prints that ends well."""
+    result = run_program([str(compiled(folder, RUN + body))], **options)
+    out = capfd.readouterr().out
+    assert (result.status, result.refused) == (0, ()), (out, result)
+    return out
+
+
+def test_the_host_reads_and_writes_page_locked_and_managed_memory(tmp_path: Path,
+                                                                  capfd: pytest.CaptureFixture[str]):
+    assert printed(tmp_path, """
+        float *in, *out;
+        TRY(cudaMallocHost(&in, 128)); TRY(cudaMallocManaged(&out, 128, 1));
+        for (int i = 0; i < 32; i++) in[i] = 2 * i;
+        TRY(RUN(scaled, 1, 32, &in, &out, &count));
+        TRY(cudaDeviceSynchronize());
+        printf("%g ", out[31]);
+        TRY(cudaFreeHost(in)); TRY(cudaFree(out));""", capfd, check=True) \
+        == "cudaSuccess " * 4 + "155 " + "cudaSuccess " * 2
+
+
+def test_the_host_does_not_reach_device_memory(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    program = compiled(tmp_path, RUN + "cudaMalloc(&a, 128); printf(\"%g\", *(float *)a);")
+    assert run_program([str(program)]).status == -11        # SIGSEGV
+
+
+def test_copies_of_rows_and_boxes(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    assert printed(tmp_path, """
+        size_t pitch; int row = 8;
+        struct { void *pointer; size_t pitch, width, height; } box;
+        struct { size_t width, height, depth; } extent = {16, 2, 2};
+        struct { void *array; size_t at[3]; void *pointer; size_t pitch, width, height; void *to;
+                 size_t to_at[3]; void *target; size_t to_pitch, to_width, to_height,
+                 extent[3]; int kind; } copy = {
+            0, {0, 0, 0}, x, 32, 32, 4};
+        TRY(cudaMallocPitch(&a, &pitch, 32ul, 4ul));
+        TRY(cudaMemset2D(a, pitch, 0, 32ul, 4ul));
+        TRY(cudaMemcpy2D(a + 4, pitch, x, 32ul, 28ul, 4ul, HtoD));
+        TRY(cudaMemcpy2D(y, 32ul, a, pitch, 32ul, 4ul, DtoH));
+        printf("%lu %g %g %g ", pitch, y[0], y[1], y[31]);
+        TRY(cudaMalloc3D(&box, extent));
+        copy.target = box.pointer; copy.to_pitch = box.pitch; copy.to_width = 16; copy.to_height = 2;
+        memcpy(copy.extent, &extent, sizeof extent); copy.kind = HtoD;
+        TRY(cudaMemcpy3D(&copy));
+        TRY(cudaMemcpy(y, (char *)box.pointer + 3 * box.pitch, 16, DtoH));
+        printf("%g %g", y[0], y[3]);""", capfd) \
+        == "cudaSuccess " * 4 + "512 0 0 30 " + "cudaSuccess " * 3 + "40 43"
+
+
+def test_what_is_at_an_address(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    assert printed(tmp_path, """
+        struct { int kind, device; void *of_device, *of_host; long rest[8]; } found;
+        void *all[4] = {x};
+        cudaMalloc(&all[1], 8); cudaMallocHost(&all[2], 8); cudaMallocManaged(&all[3], 8, 1);
+        for (int i = 0; i < 4; i++) {
+            TRY(cudaPointerGetAttributes(&found, all[i]));
+            printf("%d %d %d ", found.kind, found.of_device == all[i], found.of_host == all[i]);
+        }""", capfd) == "cudaSuccess 0 0 1 cudaSuccess 2 1 0 cudaSuccess 1 1 1 cudaSuccess 3 1 1 "
+
+
+def test_memory_that_is_freed_is_no_longer_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    assert printed(tmp_path, """
+        size_t before, after, total;
+        cudaMemGetInfo(&before, &total);
+        TRY(cudaMalloc(&a, 1ul << 30)); cudaMemGetInfo(&after, &total);
+        TRY(cudaFree(a)); TRY(cudaFree(a));
+        TRY(cudaMemcpy(x, a, 4, DtoH));
+        TRY(cudaMalloc(&b, total)); TRY(cudaMalloc(&a, 16));
+        printf("%lu %lu", (before - after) >> 20, total >> 30);""", capfd) == (
+            "cudaSuccess cudaSuccess cudaErrorInvalidValue cudaErrorInvalidValue cudaSuccess "
+            "cudaErrorMemoryAllocation 1024 80")
+
+
+WRITTEN = ("", "cudaMemset(a, 0, 64);", "cudaMemset(a, 0, 128);", "cudaMemcpy(a, b, 128, DtoD);",
+           "cudaMemcpy(a, x, 128, HtoD);")
+
+
+def test_bytes_that_nothing_wrote_are_found(tmp_path: Path):
+    cases = "".join(f"if (atoi(argv[1]) == {number}) {{ {each} }}" for number, each in enumerate(WRITTEN))
+    program = compiled(tmp_path, f"""{RUN}
+        cudaMalloc(&a, 128); cudaMalloc(&b, 128);
+        {cases}
+        RUN(scaled, 1, 32, &a, &b, &count);""")
+    for check in (True, False):
+        launches = [run_program([str(program), str(number)], check=check).launches[0] for number in range(5)]
+        kinds = [{finding.kind for finding in launch.findings} for launch in launches]
+        found: set[str] = {"uninitialized"} if check else set()
+        assert kinds == [found, found, set(), found, set()]
+
+
+@pytest.mark.parametrize(("after", "told"), [
+    ("", "nan"), ("cudaStreamSynchronize(stream);", "93"), ("cudaDeviceSynchronize();", "93"),
+    ("cudaEventRecord(event, stream); cudaEventSynchronize(event);", "93")])
+def test_what_a_copy_brings_is_there_when_it_was_waited_for(tmp_path: Path, capfd: pytest.CaptureFixture[str],
+                                                            after: str, told: str):
+    program = compiled(tmp_path, RUN + """
+        void *stream, *event; float *pinned;
+        cudaStreamCreateWithFlags(&stream, 1); cudaEventCreate(&event);
+        cudaMalloc(&a, 128); cudaMalloc(&b, 128); cudaMallocHost(&pinned, 128);
+        cudaMemcpy(a, x, 128, HtoD);
+        cudaLaunchKernel(&scaled, (dim3){1, 1, 1}, (dim3){32, 1, 1}, (void *[]){&a, &b, &count}, 0, stream);
+        cudaMemcpyAsync(pinned, b, 128ul, DtoH, stream);""" + after + 'printf("%g", pinned[31]);')
+    assert run_program([str(program)], check=True).order == ()
+    assert capfd.readouterr().out.replace("-nan", "nan") == told
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_page_locked_memory_is_not_written_while_a_copy_reads_it(tmp_path: Path, waits: bool):
+    program = compiled(tmp_path, RUN + """
+        void *stream; float *pinned;
+        cudaStreamCreate(&stream); cudaMalloc(&a, 128); cudaMallocHost(&pinned, 128);
+        cudaMemcpyAsync(a, pinned, 128ul, HtoD, stream);
+        %s
+        pinned[2] = 7; cudaDeviceSynchronize();""" % ("cudaStreamSynchronize(stream);" if waits else ""))
+    order = run_program([str(program)], check=True).order
+    assert bool(order) is not waits
+    assert not order or "byte 10 of page-locked memory was written while a copy of 128 bytes" in order[0]
+
+
+@pytest.mark.parametrize("begun", ["__cudaInitModule(handle);", "RUN(scaled, 0, 32, &a, &b, &count);"])
+def test_managed_variables_are_the_hosts_too(tmp_path: Path, capfd: pytest.CaptureFixture[str], begun: str):
+    ptx = SCALE.replace(".visible .const .align 4 .f32 scale",
+                        ".visible .global .attribute(.managed) .align 4 .f32 scale").replace("ld.const",
+                                                                                             "ld.global")
+    program = compiled(tmp_path, RUN + """
+        cudaMalloc(&a, 128); cudaMalloc(&b, 128); cudaMemcpy(a, x, 128, HtoD);
+        __cudaRegisterManagedVar(handle, &scale, "scale", "scale", 0, 4ul, 0, 0);
+        """ + begun + """
+        printf("%g ", *scale); *scale = 3;
+        RUN(scaled, 1, 32, &a, &b, &count);
+        cudaMemcpy(y, b, 128, DtoH);
+        printf("%g", y[31]);""", ptx, before="static float *scale;", variables=())
+    assert run_program([str(program)], check=True).refused == ()
+    assert capfd.readouterr().out == "2 124"
+
+
+def test_properties_lie_where_cuda_has_them():
+    gpu = gpu_named("h100")
+    for version, size, places in (
+            (12, 1032, {288: 80 << 30, 348: 1755000, 360: 9, 388: 132, 616: 50 << 20, 640: 233472,
+                        696: 232448,
+                        712: 32, 720: 1024, 772: 1}),
+            (13, 1008, {288: 80 << 30, 360: 9, 384: 132, 596: 50 << 20, 624: 233472, 672: 232448, 688: 32,
+                        696: 1024,
+                        748: 1})):
+        found = properties(gpu, version)
+        assert len(found) == size
+        assert found.startswith(b"NVIDIA H100 SXM (emulated)\0")
+        for at, value in places.items():
+            nbytes = 8 if at == 288 else 4
+            assert int.from_bytes(found[at:at + nbytes], "little") == value, (version, at)
