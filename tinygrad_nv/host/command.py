@@ -82,7 +82,8 @@ def as_json(result: Result) -> dict[str, object]:
 
 
 def _launch_json(launch: LaunchReport) -> dict[str, object]:
-    report = Report(list(launch.findings), launch.stats, launch.seconds, notes=list(launch.notes))
+    report = Report(list(launch.findings), launch.stats, launch.seconds, notes=list(launch.notes),
+                    printed=launch.printed)
     return {"kernel": launch.kernel, "name": launch.name, "grid": launch.grid,
             "block": launch.block, "cluster": launch.cluster, "dynamic_smem": launch.dynamic_smem,
             "status": launch.status.name, **command.as_json(report),

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from tinygrad_nv.host.errors import Status
 from tinygrad_nv.host.gpus import HostGPU
 from tinygrad_nv.host.launches import LaunchReport, Options
-from tinygrad_nv.host.memory import Memory
+from tinygrad_nv.host.memory import Kind, Memory
 from tinygrad_nv.host.wire import Wire
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.timing.model import Timing
@@ -38,3 +40,11 @@ class Device:
     results: Results
     sticky: Status = Status.SUCCESS
     timings: dict[object, Timing] = field(default_factory=dict)
+
+    def print(self, text: str) -> None:
+        """What kernels print comes out of the program's own printf, in order with its own lines."""
+        data = b"%s\0" + text.encode() + b"\0"
+        place = self.memory.alloc(len(data), Kind.HOST)
+        place.buffer.data[:] = np.frombuffer(data, np.uint8)
+        self.wire.run(self.wire.printf, place.address, place.address + 3)
+        self.memory.free(place.address, (Kind.HOST,))

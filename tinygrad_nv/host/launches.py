@@ -65,6 +65,7 @@ class LaunchReport:
     stats: Stats = field(default_factory=Stats)
     timing: Timing | None = None
     seconds: float = 0.0
+    printed: str = ""
     ptx: str = field(default="", repr=False)
 
     @property
@@ -115,7 +116,7 @@ def launched(emulator: Emulator, launch: Launch, options: Options, gpu: str, kno
 
     def run(timing: str | None) -> Report:
         return emulator.launch(text, launch.grid, launch.block, launch.parameters, launch.kernel.name,
-                               launch.cluster, launch.dynamic_smem, timing=timing,
+                               launch.cluster, launch.dynamic_smem, timing=timing, strict=False,
                                footprint=options.check,
                                ahead=ahead if launch.pdl and options.check else None)
 
@@ -129,7 +130,7 @@ def launched(emulator: Emulator, launch: Launch, options: Options, gpu: str, kno
         timing = known[key]
     if options.run: report = run(None)
     return LaunchReport(*shape, status_of(report.findings), tuple(report.findings), tuple(report.notes),
-                        report.stats, timing, time.perf_counter() - began, text), report
+                        report.stats, timing, time.perf_counter() - began, report.printed, text), report
 
 
 def status_of(findings: list[Finding]) -> Status:

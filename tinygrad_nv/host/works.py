@@ -43,6 +43,7 @@ class Kernel:
         what = f"launch {len(d.results.launches)} ({demangled(self.launch.kernel.name):.40})"
         d.results.launches.append(known)
         d.sticky = known.status         # told by the next call
+        if report.printed: d.print(report.printed)
         runs = report.footprint.runs if report.footprint is not None else {}
         return Ran(Done(Footprint(what, runs), report.early), known.timing.seconds if known.timing else 0.0)
 

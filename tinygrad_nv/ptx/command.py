@@ -62,7 +62,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     timing = kinds.add_parser("time", help="predict how long a kernel takes on a GPU")
     add_launch(timing)
     timing.add_argument("--gpu", default="h100", metavar="NAME",
-                        help=f"one of {', '.join(known())} (default h100)")
+                        help=f"one of {', '.join(known())}, or a .toml file (default h100)")
     timing.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     timing.add_argument("--trace", metavar="OUT.json", help="write a trace for chrome://tracing or Perfetto")
     timing.set_defaults(run=run_time)
@@ -228,7 +228,7 @@ def block_of(module: PTXModule, entry: str | None) -> tuple[int, ...]:
 def as_json(report: Report) -> dict[str, object]:
     """Findings and counters as JSON has them."""
     stats = report.stats
-    return {"findings": [vars(finding) for finding in report.findings],
+    return {"printed": report.printed, "findings": [vars(finding) for finding in report.findings],
             "notes": [vars(note) for note in report.notes],
             "counters": {"warp_instructions": stats.warp_instructions,
                          "global_read_bytes": stats.global_read_bytes,
@@ -254,7 +254,7 @@ def as_text(report: Report, most: int = 12) -> str:
     for site in busy:
         sectors = f"{site.sectors / site.requests:.2f}" if site.requests else "-"
         lines.append(f"{site.line:>6} {site.warps:>10,} {site.conflicts:>10,} {sectors:>16}  {site.opcode}")
-    return "\n".join(lines)
+    return report.printed + "\n".join(lines)
 
 
 # **** ptx time ****

@@ -83,3 +83,23 @@ def test_findings_tell_the_line_of_the_source(tmp_path: Path, capfd: pytest.Capt
     assert list(json.loads(capfd.readouterr().out)["launches"][0]["sources"].values()) == ["scale.cu:12",
                                                                                            "scale.cu:13"]
 
+
+PRINTING = SCALE.replace(".visible .global",
+                         """.extern .func (.param .b32 r) vprintf (.param .b64 a, .param .b64 b);
+.global .align 1 .b8 said[10] = {108, 97, 110, 101, 32, 37, 117, 59, 32};
+.visible .global""", 1).replace("    mov.u64 %rd4", """    .local .align 8 .b8 args[8]; .reg .b64 %at<3>;
+    { .param .b64 p0, p1; .param .b32 done;
+    mov.u64 %at1, said; cvta.global.u64 %at1, %at1; st.param.b64 [p0], %at1;
+    mov.u64 %at2, args; st.local.u32 [%at2], %r2; cvta.local.u64 %at2, %at2; st.param.b64 [p1], %at2;
+    call.uni (done), vprintf, (p0, p1); }
+    mov.u64 %rd4""", 1)
+
+
+def test_what_kernels_print_comes_between_the_lines_of_the_program(tmp_path: Path,
+                                                                   capfd: pytest.CaptureFixture[str]):
+    program = compiled(tmp_path, """
+        void *a, *b; int count = 2; cudaMalloc(&a, 128); cudaMalloc(&b, 128); cudaMemset(a, 0, 128);
+        printf("before, "); RUN(scaled, 1, 32, &a, &b, &count); printf("after");""", PRINTING)
+    launch, = run_program([str(program)], check=True).launches
+    assert capfd.readouterr().out == "before, lane 0; lane 1; after"
+    assert (launch.printed, launch.findings) == ("lane 0; lane 1; ", ())

@@ -20,7 +20,7 @@ from tinygrad_nv.tile.template import GPU
 SMS = 6
 H100 = figures("h100")
 SMALL = replace(H100, sms=SMS, hbm_bytes_per_s=H100.hbm_bytes_per_s * SMS / 132,
-                l2_bytes_per_cycle=H100.l2_bytes_per_cycle * SMS / 132)
+                l2_bytes_per_cycle=H100.l2_bytes_per_cycle * SMS / 132, power_w=1e9)   # at the highest clock
 OF_MMA = Mma().block(128, 128).k(32).warps(2, 4).stages(3)
 FEW_STAGES = Wgmma().block(128, 128).k(64).stages(2)
 # the spec, a schedule, and how far off: most for one recorded cluster of a grid with several tiles each

@@ -204,14 +204,31 @@ def test_a_failed_assertion_is_a_finding() -> None:
     assert out.tolist() == list(range(64))
 
 
-def test_printf_prints_nothing() -> None:
-    """vprintf gives 0 and the kernel goes on."""
-    body = ("{ .param .b64 p0, p1; .param .b32 r;\n" + address("said", "p0") + "st.param.b64 [p1], 0;\n"
-            "call.uni (r), vprintf, (p0, p1); ld.param.b32 %a1, [r]; }\n"
-            "add.u32 %a1, %a1, %t; st.global.u32 [%at], %a1;")
-    out, findings = run(EXTERNAL + TEXTS + kernel(body))
-    assert not findings
-    assert out.tolist() == list(range(64))
+# of an int, a double, a text, a long and a star for the width; what is printed for each thread
+PRINTED = {b"none, 100%%\n": (0, "none, 100%\n"),
+           b"%d|%-6.2f|%s|%llx|%*u|": (6, "-1|0.50  |t < 40|123456789a|   7|"),
+           b"%hhd %c %p": (3, "-1 @ 0x743c203430")}
+
+
+@pytest.mark.parametrize("form", PRINTED)
+def test_printf_prints(form: bytes) -> None:
+    """One line of each thread; its result is the number of arguments."""
+    count, wanted = PRINTED[form]
+    texts = f".global .align 1 .b8 form[{len(form) + 1}] = {{{', '.join(map(str, form))}}};\n" + TEXTS
+    values = {b"%hhd %c %p": ("st.local.b32 [args], -1; st.local.b32 [args+4], 64;"
+                              "st.local.b64 [args+8], 499224949808;")}.get(form, """
+        st.local.b32 [args], -1; st.local.f64 [args+8], 0d3FE0000000000000;
+        mov.u64 %d1, said; cvta.global.u64 %d1, %d1; st.local.b64 [args+16], %d1;
+        st.local.b64 [args+24], 78187493530; st.local.b32 [args+32], 4; st.local.b32 [args+36], 7;""")
+    body = (f".local .align 8 .b8 args[40]; {{ .param .b64 p0, p1; .param .b32 r;\n{values}\n"
+            + address("form", "p0") + "mov.u64 %d1, args; cvta.local.u64 %d1, %d1; st.param.b64 [p1], %d1;\n"
+            "call.uni (r), vprintf, (p0, p1); ld.param.b32 %a1, [r]; }\n st.global.u32 [%at], %a1;")
+    emu = Emulator()
+    out = emu.alloc(np.zeros(64, np.uint32))
+    report = emu.launch(HEAD + EXTERNAL + texts + kernel(body), 1, 64, [out])
+    assert not report.findings
+    assert out.numpy().tolist() == [count] * 64
+    assert report.printed == wanted * 64
 
 
 # **** cooperative groups and CUB ****

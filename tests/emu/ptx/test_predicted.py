@@ -133,7 +133,7 @@ def test_one_row_is_bound_by_memory():
 
 
 def test_without_overlap_of_softmax_and_products_attention_is_slower():
-    spec = attention(132 * 128, 4096, 128, BF16, batch=1, heads=1)
+    spec = attention(132 * 128, 4096, 64, BF16, batch=1, heads=1)  # as long for softmax as for products
     drained = ("wait_group.sync.aligned 1", "wait_group.sync.aligned 0")
     both = [predicted(spec, FlashWgmma(), spoilt) for spoilt in ((), drained)]
     assert both[1].cycles > 1.03 * both[0].cycles

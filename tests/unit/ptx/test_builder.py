@@ -12,6 +12,7 @@ from tinygrad_nv.ptx.assemble import ARCHITECTURES, assemble
 from tinygrad_nv.ptx.builder import SINK, Kernel, PairOperand
 from tinygrad_nv.ptx.builder.hopper import descriptor_bits
 from tinygrad_nv.ptx.parser import parse
+from tinygrad_nv.ptx.sass import disassembled
 
 
 @pytest.fixture(autouse=True)
@@ -230,6 +231,20 @@ def test_named_barriers_loops_and_else(arch: str):
     assert text.index("bra $endelse") < text.index("$endif_1:") < text.index("$endelse_3:")
 
 
+def test_a_loop_that_is_not_unrolled():
+    """Twenty rounds: ptxas writes all of them out, unless it is told not to."""
+    def multiplies(marked: bool) -> int:
+        k = Kernel("rounds", threads=32)
+        out = k.pointer("out")
+        value = k.ld("global", "f32", out.at())[0]
+        with k.loop(0, 20):
+            if marked: k.nounroll()
+            k.emit("fma.rn.f32", value, value, value, value)
+        k.st("global", "f32", out.at(), value)
+        return disassembled(assemble(k.ptx(), "sm_90a").cubin).count("FFMA ")
+    assert (multiplies(False), multiplies(True)) == (20, 1)
+
+
 def test_dependent_launch():
     k = Kernel("second", threads=128)
     data = k.pointer("data")
@@ -301,6 +316,7 @@ def test_errors_name_the_writers_line():
     (lambda k: k.if_(k.reg("u32")).__enter__(), "no predicate"),
     (lambda k: k.else_().__enter__(), "else_ without an if_"),
     (lambda k: k.break_(), "break_ outside a loop"),
+    (lambda k: k.nounroll(), "nounroll outside a loop"),
     (lambda k: k.sync(16), r"16 is not one of 0\.\.15"),
     (lambda k: k.sync(1, 100), "100 is not one of"),
     (lambda k: k.shared("t", 300000), "at most 232448 on sm_90a"),

@@ -97,6 +97,11 @@ class Flow(Core):
             with self._indented(): yield
         finally: self.loops.pop()
 
+    def nounroll(self) -> None:
+        """Keeps ptxas from unrolling the innermost loop."""
+        if not self.loops: self.fail("nounroll outside a loop", "a loop around it", "move it there")
+        self.current.lines.append('.pragma "nounroll";')
+
     def break_(self, predicate: Value | None = None) -> None:
         """Leaves the innermost loop, where the predicate holds."""
         if not self.loops: self.fail("break_ outside a loop", "a loop around it", "use if_")

@@ -3,8 +3,8 @@
 Protocol: `expanded(module, function)` gives the function itself when it calls nothing, else a copy in which
 the body of each callee stands at the place of its call, with registers, labels and local variables of its
 own. Parameters and results in .param space are the caller's variables, now in local memory; `ret` is a branch
-to the end. Shared variables stay those of the callee, one for all of its calls. `vprintf` prints nothing and
-gives 0; `__assertfail` stays a call (lower_control.py). Recursion, calls through a register, and functions
+to the end. Shared variables stay those of the callee, one for all of its calls. `vprintf` and `__assertfail`
+stay calls (lower_control.py). Recursion, calls through a register, and functions
 without a body are a `PTXError` at the call.
 """
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.syntax import (
     Address,
-    Immediate,
     Instruction,
     Operand,
     Pair,
@@ -128,12 +127,9 @@ class Expansion:
         arguments = operands.pop(0) if operands else Vector(())
         if not isinstance(target, Symbol) or operands:
             raise wrong(call, "a call through a register", "a call of a function by its name")
-        if target.name == "__assertfail": return self.out.body.append(call)
+        if target.name in ("__assertfail", "vprintf"): return self.out.body.append(call)
         assert isinstance(results, Vector)
         assert isinstance(arguments, Vector)
-        if target.name == "vprintf":
-            for result in results.items: self.store(call, result, Immediate(0), "b32")
-            return None
         callee = self.module.callees.get(target.name)
         if callee is None:
             raise wrong(call, f"function {target.name} has no body in this module", "a function that has one",

@@ -41,6 +41,7 @@ from tinygrad_nv.ptx.emulator.tapes import Tapes
 from tinygrad_nv.ptx.emulator.trace import Trace, Tracer
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.syntax import PTXFunction, PTXModule
+from tinygrad_nv.ptx.timing.gpu import GPUFigures
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a")
 FIRST_ADDRESS = 0x7_0000_0000
@@ -191,16 +192,17 @@ class Emulator:
                entry: str | None = None, cluster: int | Sequence[int] = (1, 1, 1), dynamic_smem: int = 0,
                trace: Trace | bool | None = None, footprint: bool = False,
                ahead: Sequence[Footprint] | None = None, tapes: Tapes | None = None,
-               timing: str | None = None, log: int = 0, keep: bool = True) -> Report:
+               timing: str | GPUFigures | None = None, log: int = 0, keep: bool = True,
+               strict: bool = True) -> Report:
         """Runs an entry function (the only one, when `entry` is None) over a grid and returns what was found
         and counted. `args` are buffers, addresses and other integers, floats, `TensorMap`s or bytes, one for
         each parameter. With `footprint`, the report says which bytes of memory were touched. A launch with
         `ahead` is a programmatic one (griddepcontrol): what the kernels ahead touched conflicts with what it
         does before it has waited for them. Both need `check`. `tapes` runs chosen clusters alone, and records
-        them. `timing` names a GPU: nothing is computed or checked, and memory stays as it is; the report has
-        a prediction of the time that the launch takes there, with `log` of its issues for a trace; without
-        `keep`, what chosen CTAs wrote stays in memory. Raises `PTXError` naming the line or the argument that
-        cannot be."""
+        them. `timing` is a GPU, its name or its figures: nothing is computed or checked, and memory stays as
+        it is; the report has a prediction of the time that the launch takes there, with `log` of its issues
+        for a trace, and without `strict` also of a kernel that ptxas changes; without `keep`, what chosen
+        CTAs wrote stays in memory. Raises `PTXError` naming the line or the argument that cannot be."""
         loaded = self._load(ptx_text)
         function = self._entry(loaded.module, entry)
         program = loaded.program(function)
@@ -211,18 +213,21 @@ class Emulator:
         shape = check_launch(self.arch, loaded.module, program, *shape, shared, dynamic_smem)
         parameters = pack_arguments(function, args)
         if timing is not None:
-            return self._timed(ptx_text, function.name, shape, shared, timing, log, keep, lambda into: _Run(
-                self, loaded, program, shape, shared, parameters, None, ptx_text, False, None, into).run())
+            return self._timed(ptx_text, function.name, shape, shared, timing, log, keep, strict,
+                               lambda into: _Run(self, loaded, program, shape, shared, parameters, None,
+                                                 ptx_text, False, None, into).run())
         began = time.perf_counter()
         run = _Run(self, loaded, program, shape, shared, parameters, trace, ptx_text, footprint, ahead,
                    tapes)
         found = run.run()
         notes = [finding for finding in found if finding.kind == NOTE]
         return Report([finding for finding in found if finding.kind != NOTE], run.stats(),
-                      time.perf_counter() - began, run.footprint, ahead is not None and not run.held, notes)
+                      time.perf_counter() - began, run.footprint, ahead is not None and not run.held, notes,
+                      printed=run.printed)
 
-    def _timed(self, text: str, entry: str, shape: tuple[Triple, Triple, Triple], shared: int, gpu: str,
-               log: int, keep: bool, run: Callable[[Tapes], object]) -> Report:
+    def _timed(self, text: str, entry: str, shape: tuple[Triple, Triple, Triple], shared: int,
+               gpu: str | GPUFigures, log: int, keep: bool, strict: bool,
+               run: Callable[[Tapes], object]) -> Report:
         from tinygrad_nv.ptx.timing.model import predicted
         from tinygrad_nv.ptx.timing.shape import Shape
 
@@ -236,7 +241,7 @@ class Emulator:
                 for buffer, data in kept: buffer.data = data
         began = time.perf_counter()
         found = predicted(text, self.arch, entry, lambda uses: Shape(*shape, shared, uses), gpu, record,
-                          [(each.ptr, each.nbytes) for each in self.buffers.values()], log)
+                          [(each.ptr, each.nbytes) for each in self.buffers.values()], log, strict)
         return Report(seconds=time.perf_counter() - began, timing=found)
 
     def prepare(self, ptx_text: str, entry: str | None = None) -> None:
@@ -311,6 +316,7 @@ class _Run:
         self.totals: Any = None
         self.steps = 0
         self.held = False
+        self.printed = ""
 
     def _flight(self, ahead: Sequence[Footprint]) -> dict[object, np.ndarray]:
         """For each buffer that the kernels ahead touch, the flags of its bytes; given to its region."""
@@ -337,6 +343,7 @@ class _Run:
             self.totals = (totals.global_read, totals.global_written, totals.l2, totals.shared,
                            totals.asynchronous)
             self.steps, self.held = c.machine_steps(machine), c.machine_held(machine)
+            self.printed = c.machine_printed(machine).decode(errors="replace")
             if self.footprint is not None: self._collect(self.footprint.runs)
             if self.tapes is not None: self.tapes.read(self.library, machine)
         finally: c.machine_free(machine)

@@ -35,13 +35,17 @@ def trap(low: FunctionLowering, instruction: Instruction) -> None:
 
 
 @lowers("call")
-def assertion(low: FunctionLowering, instruction: Instruction) -> None:
-    """`call __assertfail, (message, file, line, function, size);`: ends the launch. Other calls are expanded
-    before (calls.py)."""
-    arguments = instruction.operands[-1]
+def system_call(low: FunctionLowering, instruction: Instruction) -> None:
+    """`call __assertfail, (message, file, line, function, size);`, which ends the launch, and `call (result),
+    vprintf, (format, arguments);`. Other calls are expanded before (calls.py)."""
+    results, name, arguments = ((None, *instruction.operands)[-3:])
     places = [low.symbol(x)[1] for x in getattr(arguments, "items", ()) if isinstance(x, Symbol)]
-    if len(places) != 5: raise low.fail(f"{len(places)} parameters", "the five of __assertfail")
-    low.emit("assertfail", list=tuple(places))
+    assert isinstance(name, Symbol)
+    wanted = 2 if name.name == "vprintf" else 5
+    if len(places) != wanted: raise low.fail(f"{len(places)} parameters", f"the {wanted} of {name.name}")
+    result = [low.symbol(x)[1] for x in getattr(results, "items", ()) if isinstance(x, Symbol)] or [-1]
+    if wanted == 2: low.emit("vprintf", list=(*result, *places))
+    else: low.emit("assertfail", list=tuple(places))
 
 
 @lowers("brkpt", "pmevent", "nop")

@@ -93,8 +93,8 @@ class Stats:
 class Report:
     """The findings and counters of one launch; `seconds` is the time it took here. `footprint` is there when
     it was asked for. `early`: a programmatic launch let the next one begin before it had itself waited.
-    `notes` are of what PTX does not promise and GPUs are known to do: no faults. `timing`, of a launch that
-    asked for it, is a prediction; there are no findings then."""
+    `notes` are of what PTX does not promise and GPUs are known to do: no faults. `printed`: by printf.
+    `timing`, of a launch that asked for it, is a prediction; there are no findings then."""
     findings: list[Finding] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     seconds: float = 0.0
@@ -102,3 +102,4 @@ class Report:
     early: bool = False
     notes: list[Finding] = field(default_factory=list)
     timing: Timing | None = None
+    printed: str = ""

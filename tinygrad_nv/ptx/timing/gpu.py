@@ -1,13 +1,15 @@
 """GPUs in figures: gpus/*.toml, each figure with its source.
 
-Protocol: `figures("h100")` reads one; names are those of the files.
+Protocol: `figures("h100")` reads one; names are those of the files. `figures("my.toml")` reads one that
+bench/gpu_calibrate.py wrote.
 """
 from __future__ import annotations
 
 import functools
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import resources
+from pathlib import Path
 
 from tinygrad_nv.errors import ConfigError
 
@@ -22,8 +24,11 @@ class GPUFigures:
     of the SFU, while wgmmas run, of whose cycles each takes `wgmma_yield`. `coalesced`: of what another SM of
     the GPC reads at about the same time, the share that L2 serves once. `clock_hz` is the highest; `power_w`
     what the board may take; at that clock tensor cores that are always busy, on random numbers, take
-    `tensor_w`, L2 and what is behind it `memory_w`, and everything else `static_w`. `model_spread`: how far
-    off predictions are where all figures are right, one standard deviation."""
+    `tensor_w`, L2 and what is behind it `memory_w`, and everything else `static_w`. A launch by itself takes
+    `launch_s` more than it runs; in a row a kernel begins `gap_s` after the one before it, with PDL
+    `pdl_gap_s` after that lets it, and goes on after griddepcontrol.wait as long after it; the host submits
+    one in `submit_s`. `model_spread`: how far off predictions are where all figures are right, one
+    standard deviation."""
     name: str
     arch: str
     sms: int
@@ -57,6 +62,9 @@ class GPUFigures:
     wait_latency: int
     begin_latency: int
     launch_s: float
+    gap_s: float
+    pdl_gap_s: float
+    submit_s: float
     model_spread: float
 
 
@@ -67,6 +75,13 @@ def sustained_hz(gpu: GPUFigures, tensor: float, l2: float) -> float:
     return gpu.clock_hz * min(1.0, ((gpu.power_w - gpu.static_w) / max(asked, 1.0)) ** 0.4)
 
 
+def slowed(gpu: GPUFigures, clock_hz: float) -> GPUFigures:
+    """Figures as SMs count them at a lower clock: L2 and HBM have clocks of their own."""
+    faster = gpu.clock_hz / clock_hz
+    return replace(gpu, hbm_bytes_per_s=gpu.hbm_bytes_per_s * faster,
+                   l2_bytes_per_cycle=gpu.l2_bytes_per_cycle * faster)
+
+
 def known() -> tuple[str, ...]:
     """Names of the GPUs there are."""
     return tuple(sorted(each.name[:-5] for each in _FOLDER.iterdir() if each.name.endswith(".toml")))
@@ -74,9 +89,14 @@ def known() -> tuple[str, ...]:
 
 @functools.cache
 def figures(name: str) -> GPUFigures:
-    """A GPU by its name. Raises `ConfigError` for one that is not there."""
-    if name not in known():
-        raise ConfigError(f"no figures of a GPU {name!r}", f"one of {', '.join(known())}",
+    """A GPU by its name, or the path of its TOML file. Raises `ConfigError` for one that is not there, or
+    that lacks a figure."""
+    file = Path(name) if name.endswith(".toml") else _FOLDER / f"{name}.toml"
+    if not file.is_file():
+        raise ConfigError(f"no figures of a GPU {name!r}", f"one of {', '.join(known())}, or a .toml file",
                           "measure it with bench/gpu_calibrate.py")
-    data = tomllib.loads((_FOLDER / f"{name}.toml").read_text())
+    data = tomllib.loads(file.read_text())
+    if missing := [each.name for each in fields(GPUFigures) if each.name not in data]:
+        raise ConfigError(f"{name} has no {', '.join(missing)}", "all figures of ptx/timing/gpu.py",
+                          "copy them from the most similar GPU")
     return GPUFigures(**{each.name: data[each.name] for each in fields(GPUFigures)})

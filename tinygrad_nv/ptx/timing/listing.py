@@ -37,10 +37,10 @@ class Listing:
 
 
 @functools.lru_cache(32)
-def listing(text: str, arch: str = "sm_90a", entry: str | None = None) -> Listing:
+def listing(text: str, arch: str = "sm_90a", entry: str | None = None, strict: bool = True) -> Listing:
     """The listing of all kernels, or of one. Raises `PTXError` as `assemble` does, `ToolchainError` without
     nvdisasm."""
-    made = assemble(text, arch, (*LINES, *(("--entry", entry) if entry else ())))
+    made = assemble(text, arch, (*LINES, *(("--entry", entry) if entry else ())), strict)
     return Listing(arch, timed(_disassembled(made.cubin), parse(text)), made.kernels, text)
 
 

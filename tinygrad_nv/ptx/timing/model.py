@@ -22,10 +22,10 @@ from statistics import mean
 import numpy as np
 
 from tinygrad_nv.errors import ConfigError
-from tinygrad_nv.ptx.assemble import Resources, assemble
+from tinygrad_nv.ptx.assemble import Resources
 from tinygrad_nv.ptx.emulator.tapes import Tape, Tapes
 from tinygrad_nv.ptx.timing import critical
-from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures, sustained_hz
+from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures, slowed, sustained_hz
 from tinygrad_nv.ptx.timing.job import Code, Job, code_of, made
 from tinygrad_nv.ptx.timing.l2 import shares_of
 from tinygrad_nv.ptx.timing.listing import Listing, listing
@@ -71,6 +71,7 @@ class Timing:
     links: tuple[critical.Link, ...]
     waits: tuple[Wait, ...]
     unknown: tuple[str, ...]
+    shape: Shape = field(repr=False)
     code: Code = field(repr=False)
     recorded: tuple[tuple[Job, Run], ...] = field(repr=False)
 
@@ -83,6 +84,14 @@ def timed(code_list: Listing, entry: str, shape: Shape, tapes: Tapes, gpu: GPUFi
     if tapes.draws and shape.clusters <= shape.at_once(gpu):
         begins, more = _typical(shape, gpu, tapes, begins)
     jobs = _jobs(code, shape, tapes, gpu, memory, begins)
+    found = _timed(code, shape, gpu, jobs, more, log)
+    if found.clock_hz == gpu.clock_hz: return found
+    return _timed(code, shape, slowed(gpu, found.clock_hz), jobs, more, log)
+
+
+def _timed(code: Code, shape: Shape, gpu: GPUFigures, jobs: Mapping[int, Job], more: float,
+           log: int) -> Timing:
+    """The same, of what runs at each place; the grid takes `more` times as long."""
     begin = min(jobs)
     runs = {at: run(job, gpu, shape.busy_sms(gpu), log if at == begin else 0) for at, job in jobs.items()}
     both = [(jobs[at], runs[at]) for at in jobs]
@@ -99,7 +108,7 @@ def timed(code_list: Listing, entry: str, shape: Shape, tapes: Tapes, gpu: GPUFi
                   shape.ctas_of_sm(gpu), flops / seconds / 1e12, nbytes / seconds / 1e9, units,
                   limiter if units[limiter] >= 0.5 else "latency",
                   {critical.PARTS[cause].name: share for cause, share in path.items()},
-                  critical.links(code, both), _waits(code, list(runs.values())), code.unknown, code,
+                  critical.links(code, both), _waits(code, list(runs.values())), code.unknown, shape, code,
                   (both[0],))
 
 
@@ -204,20 +213,23 @@ def _waits(code: Code, runs: Sequence[Run], most: int = 12) -> tuple[Wait, ...]:
 
 # **** launches ****
 
-def predicted(text: str, arch: str, entry: str, shape: Callable[[Resources], Shape], name: str,
-              record: Callable[[Tapes], None], memory: Sequence[tuple[int, int]], log: int = 0) -> Timing:
-    """A launch of an entry function on the GPU `name`. `record` runs chosen clusters on the emulator,
-    `memory` has the addresses and sizes of its buffers. Raises `ConfigError` for a GPU without figures, or of
-    another architecture, `ToolchainError` without ptxas or a disassembler."""
-    gpu = figures(name)
+def predicted(text: str, arch: str, entry: str, shape: Callable[[Resources], Shape],
+              name: str | GPUFigures, record: Callable[[Tapes], None], memory: Sequence[tuple[int, int]],
+              log: int = 0, strict: bool = True) -> Timing:
+    """A launch of an entry function on the GPU `name`, or on one of these figures. `record` runs chosen
+    clusters on the emulator, `memory` has the addresses and sizes of its buffers. Raises `ConfigError` for
+    a GPU without figures, or of another architecture, `ToolchainError` without ptxas or a disassembler."""
+    gpu = figures(name) if isinstance(name, str) else name
     if arch[:5] != gpu.arch[:5]:
-        raise ConfigError(f"{name} is of {gpu.arch}, the emulator of {arch}", f"an emulator of {gpu.arch}",
+        called = name if isinstance(name, str) else gpu.name
+        raise ConfigError(f"{called} is of {gpu.arch}, the emulator of {arch}", f"an emulator of {gpu.arch}",
                           "choose another GPU, or another architecture")
-    found = shape(assemble(text, gpu.arch).kernels[entry])
+    listed = listing(text, gpu.arch, entry, strict)
+    found = shape(listed.resources[entry])
     at_once = range(min(found.clusters, found.at_once(gpu)))
     for drawn in (False, True):
         begins = places(found, gpu, drawn)
         tapes = Tapes(recorded(found, gpu, begins), idle=True, others=at_once, brief=BRIEF * found.ctas)
         record(tapes)
         if not tapes.draws or len(at_once) < found.clusters: break
-    return timed(listing(text, gpu.arch), entry, found, tapes, gpu, memory, begins, log)
+    return timed(listed, entry, found, tapes, gpu, memory, begins, log)

@@ -2,10 +2,10 @@
 
 Protocol: `ptx_blocks(function)` are the basic blocks of a PTX function; `placed(code, function)` puts each
 block of SASS into the PTX block that most of its instructions come from, those of `WEIGHTS` counted heavier.
-A block of SASS without lines goes with the nearest that dominates it. Some PTX blocks are within others, and
-have no SASS of their own: those that ptxas made guards of, and what follows them without another way in (the
-block that would branch around has them); a loop of tries at an mbarrier whose first ptxas took out (the
-block that leads there has it).
+A block of SASS without lines goes with the nearest that dominates it and is in no loop that it is outside of.
+Some PTX blocks are within others, and have no SASS of their own: those that ptxas made guards of, and what
+follows them without another way in (the block that would branch around has them); a loop of tries at an
+mbarrier whose first ptxas took out (the block that leads there has it).
 
 `Placement.copies` has the SASS of each PTX block in the order of one pass. Blocks of SASS follow one another
 (where one PTX instruction becomes branches), or are copies (of an unrolled or peeled loop), or alternatives,
@@ -181,20 +181,24 @@ def placed(code: Sequence[TimedInstruction], function: PTXFunction) -> Placement
 
 def _hosts(sass: Sequence[Sequence[TimedInstruction]], follow: Graph, retries: set[int],
            homes: Mapping[int, Sequence[int]]) -> list[int | None]:
-    """The PTX block of each block of SASS. One that ends with a first try is where the try is."""
-    passed = dominators(follow)
+    """The PTX block of each block of SASS. One that ends with a first try is where the try is; one without
+    lines is where the nearest is that dominates it, and is in no loop that it is not in."""
+    passed, loops = dominators(follow), natural_loops(follow)
+    # lines of branches back: outside of their loops, they only repeat
+    backs = {sass[i][-1].ptx_line: loop for head, loop in loops.items() for i in loop if head in follow[i]}
     made: list[int | None] = []
     for i, block in enumerate(sass):
         tried = [each for each in block if _tries((each,)) and retries.intersection(follow[i])]
         votes: Counter[int] = Counter()
         for each in tried[-1:] or block:
-            if each.opcode in INSERTED: continue
+            if each.opcode in INSERTED or i not in backs.get(each.ptx_line, {i}): continue
             weight = 4 if each.guard and each.opcode in LEAVING else WEIGHTS.get(each.opcode, 1)
             for home in homes.get(each.ptx_line, ()): votes[home] += weight
         made.append(min(votes, key=lambda home: (-votes[home], home), default=None))
     for i, above in enumerate(passed):
         if made[i] is not None: continue
-        others = [j for j in above if made[j] is not None]
+        others = [j for j in above if made[j] is not None
+                  and all(i in loop for loop in loops.values() if j in loop)]
         if others: made[i] = made[max(others, key=lambda j: len(passed[j]))]
     return made
 

@@ -54,7 +54,7 @@ def _row(each: Link | Wait, why: str) -> str:
 
 def as_json(timing: Timing) -> dict[str, object]:
     """The same for a program."""
-    plain = {name: value for name, value in vars(timing).items() if name not in ("code", "recorded")}
+    plain = {name: value for name, value in vars(timing).items() if name not in ("shape", "code", "recorded")}
     return plain | {"units": dict(timing.units), "path": dict(timing.path),
                     "links": [vars(each) for each in timing.links],
                     "waits": [vars(each) for each in timing.waits]}

@@ -46,12 +46,27 @@ class Shape:
         CTAs go to the SMs in turn."""
         return max(1, min(self.room_of_sm(gpu), -(-self.clusters * self.ctas // gpu.sms)))
 
-    def room_of_sm(self, gpu: GPUFigures) -> int:
-        """CTAs that an SM holds at once. Registers are given to warps by 256."""
+    @property
+    def needs(self) -> tuple[int, int, int]:
+        """Threads, registers and bytes of shared memory of a CTA. Registers are given to warps by 256."""
         threads = -(-prod(self.block) // 32) * 32
         registers = -(-self.resources.registers * 32 // 256) * 256 * threads // 32
-        return max(1, min(gpu.threads_of_sm // threads, REGISTERS_OF_SM // max(registers, 1),
-                          gpu.shared_bytes_of_sm // (self.shared_bytes + RESERVED_BYTES), 32))
+        return threads, max(registers, 1), self.shared_bytes + RESERVED_BYTES
+
+    def room_of_sm(self, gpu: GPUFigures) -> int:
+        """CTAs that an SM holds at once."""
+        threads, registers, shared = self.needs
+        return max(1, min(gpu.threads_of_sm // threads, REGISTERS_OF_SM // registers,
+                          gpu.shared_bytes_of_sm // shared, 32))
+
+    def fits_beside(self, other: Shape, gpu: GPUFigures) -> bool:
+        """Whether the launch has room while all CTAs run that `other` has at once: on the SMs that it leaves
+        free, or a CTA beside its own on an SM."""
+        free = (gpu.sms - other.busy_sms(gpu)) * self.room_of_sm(gpu)
+        limits = gpu.threads_of_sm, REGISTERS_OF_SM, gpu.shared_bytes_of_sm
+        beside = all(other.ctas_of_sm(gpu) * theirs + mine <= limit
+                     for theirs, mine, limit in zip(other.needs, self.needs, limits, strict=True))
+        return beside or self.clusters * self.ctas <= free
 
     def at_once(self, gpu: GPUFigures) -> int:
         """Clusters that the GPU holds at once."""

@@ -69,8 +69,8 @@ class Cost:
 _VARIABLE = 20      # cycles of results that ptxas waits for and nothing is published of: assumed
 # beginnings of opcode and modifiers, and their cost; the first that fits
 _GROUPS: tuple[tuple[str, Cost], ...] = (
-    ("MUFU F2F F2I I2F. I2F FRND POPC FLO BREV FCHK", Cost(Unit.XU, 8, 18)),
     ("F2FP I2FP FSEL FMNMX FSET HMNMX2 HSET", Cost(Unit.ALU, 2)),
+    ("MUFU F2F F2I I2F. I2F FRND POPC FLO BREV FCHK", Cost(Unit.XU, 8, 18)),
     ("FFMA FADD FMUL FSWZADD", Cost(Unit.FMA)),
     ("HFMA2 HADD2 HMUL2", Cost(Unit.HALF)),
     ("DFMA DADD DMUL DSETP DMNMX", Cost(Unit.DOUBLE, 2, 16)),

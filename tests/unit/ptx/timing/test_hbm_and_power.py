@@ -2,13 +2,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import resources
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.ptx.emulator.tapes import NOTE, Note
-from tinygrad_nv.ptx.timing.gpu import figures, known, sustained_hz
+from tinygrad_nv.ptx.timing.gpu import figures, known, slowed, sustained_hz
 from tinygrad_nv.ptx.timing.l2 import first_shares, shares_of
 
 H100 = figures("h100")
@@ -76,7 +78,25 @@ def test_power_limits_the_clock_of_busy_tensor_cores():
     assert sustained_hz(H100, 1.0, 0.9) < 0.92 * H100.clock_hz
 
 
+def test_l2_and_hbm_do_not_slow_down_with_the_sms():
+    slow = slowed(H100, H100.clock_hz / 2)
+    assert slow.l2_bytes_per_cycle == 2 * H100.l2_bytes_per_cycle
+    assert slow.hbm_bytes_per_s / slow.clock_hz == 2 * H100.hbm_bytes_per_s / H100.clock_hz
+
+
 def test_gpus_have_all_figures():
-    assert {"h100", "h200", "h800"} <= set(known())
+    assert {"a100", "h100", "h200", "h800", "l40s"} <= set(known())
     assert all(figures(name).sms > 0 for name in known())
+    assert all(figures(name).pdl_gap_s <= figures(name).gap_s < figures(name).submit_s for name in known())
     with pytest.raises(ConfigError, match="no figures of a GPU 'x'"): figures("x")
+
+
+def test_figures_come_from_files_too(tmp_path: Path):
+    file = tmp_path / "mine.toml"
+    text = (resources.files("tinygrad_nv.ptx.timing") / "gpus" / "h100.toml").read_text()
+    file.write_text(text.replace("sms = 132", "sms = 78"))
+    assert figures(str(file)) == replace(H100, sms=78)
+    few, none = tmp_path / "few.toml", tmp_path / "none.toml"
+    few.write_text('name = "few"\nsms = 78\n')
+    with pytest.raises(ConfigError, match="has no arch, threads_of_sm, "): figures(str(few))
+    with pytest.raises(ConfigError, match=r"or a \.toml file"): figures(str(none))

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from timing_case import KERNELS, OURS, line_of, module, ptx
+from timing_case import AMPERE, KERNELS, OURS, line_of, module, ptx
 
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.sass import dominators, natural_loops
@@ -159,6 +159,19 @@ $loop:
     assert [copy.executions for copy in copies] == sorted([copy.executions for copy in copies], reverse=True)
     assert copies[-1].executions == 1
     assert all(opcodes(copy).count("LDG") == copy.executions for copy in copies)
+
+
+def test_what_follows_a_loop_is_not_in_it():
+    """Triton's epilogue: ptxas gives its first block no line, nvdisasm repeats that of the branch back."""
+    text = ptx(AMPERE)
+    (entry, code), = listing(text, "sm_80").kernels.items()
+    found = listing(text, "sm_80").placement(entry)
+    packed = [each.address for each in code if each.opcode == "F2FP"]
+    loop = {each.address for part, copies in zip(found.blocks, found.copies, strict=True) for copy in copies
+            if found.blocks.index(part) in part.follow for each in copy.instructions}
+    assert packed
+    assert loop
+    assert not loop & set(packed)
 
 
 def test_what_became_guards_is_within_the_block_that_would_branch():

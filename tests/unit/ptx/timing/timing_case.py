@@ -19,8 +19,10 @@ OURS = {"gemm": "gemm: bf16 4096 | sm_90a | default",
         "flash backward": "attention backward: causal | sm_90a | default",
         "decode": "decode: pages | sm_90a | default",
         "norm": "norm: rms | sm_90a | default"}
-TRITON = {"triton gemm": "gemm-bf16-3stages-sm90", "triton specialised": "specialised-outer-sm90"}
-KERNELS = (*OURS, *TRITON, "nvcc hopper", "nvcc shared")
+TRITON = {"triton gemm": "gemm-bf16-3stages-sm90", "triton specialised": "specialised-outer-sm90",
+          "triton ampere": "gemm-bf16-real-sm80"}
+AMPERE = "triton ampere"    # of mma.sync and cp.async, for sm_80
+KERNELS = (*OURS, *(name for name in TRITON if name != AMPERE), "nvcc hopper", "nvcc shared")
 
 
 @cache

@@ -289,6 +289,8 @@ struct Machine {
     bool held;                /* the next grid cannot begin before the kernels ahead have ended */
     Tape **tapes;
     i32 tape_count, tape_room, draws;  /* draws: of work tiles from a counter (atomics.c) */
+    char *printed;            /* print.c */
+    size_t printed_count;
 };
 
 /* **** registers **** */

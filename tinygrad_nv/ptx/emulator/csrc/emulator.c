@@ -23,3 +23,4 @@
 #include "quad.c"
 #include "wgmma.c"
 #include "matrix.c"
+#include "print.c"

@@ -297,7 +297,7 @@ void machine_free(Machine *m) {
     shadow_finish(m);
     footprint_finish(m);
     tapes_free(m);
-    free(m->clusters), free(m->findings), free(m);
+    free(m->clusters), free(m->findings), free(m->printed), free(m);
 }
 
 const Finding *machine_findings(const Machine *m) { return m->findings; }
