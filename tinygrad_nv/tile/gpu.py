@@ -8,9 +8,10 @@ Sources: NVIDIA H100 Tensor Core GPU Architecture (2022), tables 1 to 3; NVIDIA 
 Architecture (2020), tables 4 and 5; NVIDIA Ada GPU Architecture (2022), appendix A; L40S data sheet (2023).
 Multiply-adds a cycle and SM follow from them: 989.4 TFLOP/s = 2 · 132 SMs · 1.83 GHz · 2048. L2 bandwidth:
 DeepGEMM's model has 64 bytes a cycle and SM, at most 8 TB/s on Hopper; the others in proportion to SMs and
-clock. Sustained shares of tensor peak: the best published bf16 products reach 855 of 989 TFLOP/s on H100
-(power), 290 of 312 on A100. mma.sync on Hopper: 62 % of wgmma. That an early launch saves half of the
-latency of one is an estimate: the CTAs are placed, the last wait and the flush of memory remain.
+clock. Sustained shares of tensor peak: the best published bf16 products reach 855 of 989 TFLOP/s on H100,
+where power ends it (93 % of the peak, less what a busy L2 takes, `l2_power`), 290 of 312 on A100. mma.sync on
+Hopper: 62 % of wgmma. That an early launch saves half of the latency of one is an estimate: the CTAs are
+placed, the last wait and the flush of memory remain.
 """
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class GPUModel:
     """A GPU. `tensor_fma`: bf16 multiply-adds a cycle and SM at peak; `mma_share` of them by mma.sync;
     `fp32_fma` without tensor cores. `launch_s` is a kernel's in a graph, `early_launch_s` what is left of it
     where kernels begin before the one ahead has ended (0: they do not); `load_s` from asking HBM for a
-    tile until it is there, under load."""
+    tile until it is there, under load. `l2_power`: of L2's cycles beside tensor cores, the share that these
+    lose by the power it takes."""
     name: str
     arch: str
     sm_count: int
@@ -43,6 +45,7 @@ class GPUModel:
     fp32_fma: int = 128
     mma_share: float = 1.0
     sustained: float = 0.9
+    l2_power: float = 0.0
     threads_of_sm: int = 2048
     launch_s: float = 1.3e-6
     early_launch_s: float = 0.0
@@ -63,7 +66,7 @@ class GPUModel:
 
 
 H100 = GPUModel("H100 SXM", "sm_90a", 132, 1.83e9, 3.35e12, 8e12, 50 << 20, 228 << 10, 2048, mma_share=0.62,
-               sustained=0.87, early_launch_s=0.7e-6)
+               sustained=0.93, l2_power=0.1, early_launch_s=0.7e-6)
 H100_PCIE = replace(H100, name="H100 PCIe", sm_count=114, clock_hz=1.62e9, hbm_bytes_per_s=2.04e12,
                     l2_bytes_per_s=5.5e12)
 A100 = GPUModel("A100 SXM 80GB", "sm_80", 108, 1.41e9, 2.04e12, 5e12, 40 << 20, 164 << 10, 1024, fp32_fma=64,

@@ -127,6 +127,12 @@ def test_the_choice_depends_on_the_number_of_sms():
     (dense(4096, 4096, 4096), {
         "sm_80": "mma 128x256x32, 2x4 warps, 6 stages", "sm_89": "mma 128x128x32, 2x4 warps, 3 stages",
         "sm_90a": "wgmma 128x256x64, 12 warps, 4 stages, cluster 2x1"}),
+    (dense(8192, 8192, 8192), {
+        "sm_80": "mma 128x128x32, 2x4 warps, 4 stages", "sm_89": "mma 128x128x32, 2x4 warps, 3 stages",
+        "sm_90a": "wgmma 128x256x64, 12 warps, 4 stages, cluster 2x1, stream-K"}),
+    (dense(4096, 7168, 16384, "e4m3"), {
+        "sm_80": "None", "sm_89": "mma 128x128x64, 2x4 warps, 3 stages",
+        "sm_90a": "wgmma 256x128x128, 12 warps, 4 stages, cluster 1x2, stream-K"}),
     (dense(8, 4096, 4096), {
         "sm_80": "gemv 16x16x128, 4 warps", "sm_89": "mma 16x64x64, 1x4 warps, 6 stages",
         "sm_90a": "gemv 16x16x128, 4 warps"}),
@@ -136,10 +142,10 @@ def test_the_choice_depends_on_the_number_of_sms():
     (dense(256, 256, 65536), {
         "sm_80": "mma 128x64x32, 2x2 warps, 6 stages, split 24",
         "sm_89": "mma 64x64x64, 2x2 warps, 6 stages, split 8",
-        "sm_90a": "wgmma 64x128x64, 8 warps, 7 stages, split 8"}),
+        "sm_90a": "wgmma 64x96x64, 8 warps, 7 stages, cluster 2x1, stream-K"}),
     (dense(2048, 2048, 2048, "e4m3", epilogue="bias+gelu"), {
         "sm_80": "None", "sm_89": "mma 128x128x64, 2x4 warps, 3 stages",
-        "sm_90a": "wgmma 64x176x128, 12 warps, 7 stages, cluster 2x1, ping-pong"})])
+        "sm_90a": "wgmma 128x128x128, 12 warps, 6 stages, cluster 2x1, ping-pong"})])
 def test_a_choice_moves_only_with_the_model(spec, chosen):
     """What is written here moves when the cost model, a template's defaults or its legality do."""
     assert {arch: str(analytic(spec, arch)) for arch in ARCHITECTURES} == chosen

@@ -9,7 +9,8 @@ tiles as the unit, as DeepGEMM and Stream-K (Osama et al. 2023) choose theirs:
 
     step    = max of a step's cycles: tensor cores or shared memory, schedulers, L2 → SM, a load's latency
               shared by the loads in flight (Little's law); the lesser of the first two is not hidden to a
-              tenth (wgmma) or a fifth (mma.sync, whose warps issue both); and the barrier of a step
+              tenth (wgmma) or a fifth (mma.sync, whose warps issue both); the barrier of a step; and
+              what L2 takes of the tensor cores' power
     tile    = steps · step + finish
     SM      = max(tiles · steps · step + finish, turns · (steps · step of one CTA alone + finish))
               turns: tiles by CTAs (or ping-pong consumers) that an SM holds at once
@@ -181,9 +182,10 @@ class CostModel:
         l2 = self._l2_cycles(s, t.tile, active)
         fetch = gpu_model.load_s * gpu_model.clock_hz
         wait = fetch / max(done.ahead, 1)
+        power = gpu_model.l2_power * min(l2, done.tensor)
         step = max(cost.compute(s, done, at_once), done.issue, l2, wait / at_once) \
-            + cost.barrier_cycles / at_once
-        alone = max(cost.compute(s, done, 1), done.issue, l2, wait) + cost.barrier_cycles
+            + cost.barrier_cycles / at_once + power
+        alone = max(cost.compute(s, done, 1), done.issue, l2, wait) + cost.barrier_cycles + power
         first = 0.0 if cost.loads_ahead else fetch
         busy = max(per_sm * t.steps * step + ends * done.finish,
                    turns * (t.steps * alone + first) - first + ceil(turns) * done.finish)
@@ -235,11 +237,11 @@ class CostModel:
 
     def _joining_s(self, s: GemmSchedule, t: _Tiles, flags: bool) -> float:
         """What it costs to join partial sums. In a cluster: each CTA leaves a tile's and reads a share of the
-        others'. Beyond: zero flags, write a tile's, wait, read those of the others."""
+        others'. Beyond: zero flags, write a tile's, wait as long, read those of the others."""
         if s.splits == 1 and not s.stream: return 0.0
         tile_s = 4 * t.tile.rows * t.tile.width / L2_BYTES_PER_CYCLE / self.gpu_model.clock_hz
         if not flags: return JOIN_S + cost_of(s).cluster_tiles * tile_s
         if not s.stream: return self.gpu_model.launch_s + JOIN_S + s.splits * tile_s
         if t.tiles % t.usable == 0: return self.gpu_model.launch_s
         per_cta = -(-t.tiles * t.steps // t.usable)
-        return self.gpu_model.launch_s + JOIN_S + (1 + max(1, -(-t.steps // per_cta) - 1)) * tile_s
+        return self.gpu_model.launch_s + JOIN_S + (2 + max(1, -(-t.steps // per_cta) - 1)) * tile_s

@@ -10,8 +10,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
+from tinygrad_nv.ptx.gpcs import most_clusters
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gemm.work import ending
 from tinygrad_nv.tile.limits import SMEM_BYTES
@@ -29,6 +31,7 @@ WGMMA_COLUMNS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 20
 # assembled for 128 registers; and of others
 SHORT_ENDING, MOST_SUMS_THEN, MOST_SUMS_OF_THREE, MOST_SUMS = 12, 128, 96, 200
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
+STREAMED = 0.01                     # of the SMs' time, which must be idle otherwise for stream-K to be tried
 
 
 class CTATile(NamedTuple):
@@ -318,11 +321,13 @@ class Wgmma(Warpgroups, RingSchedule):
 
     def around(self, spec: GemmSpec, sm_count: int) -> Iterator[Self]:
         rows, columns = self.grid(spec)
-        for cluster in CLUSTERS:
-            if cluster[0] <= rows and cluster[1] <= columns: yield self.cluster(*cluster)
+        shared = [self.cluster(*each) for each in CLUSTERS if each[0] <= rows and each[1] <= columns]
+        yield from shared
         yield from self._split(spec, 2 * sm_count)
-        count = rows * columns * spec.matrices
-        if self.mode == "cooperative" and count % sm_count and count < 8 * sm_count: yield self.streamed()
+        for each in shared if self._splittable() else ():
+            at_once = most_clusters(each.cluster_ctas, sm_count)
+            waves = -(-rows // each.cluster_m) * -(-columns // each.cluster_n) * spec.matrices / at_once
+            if ceil(waves) > (1 + STREAMED) * waves: yield each.streamed()
 
     def filling(self, spec: GemmSpec, sm_count: int) -> Iterator[Self]:
         yield self

@@ -115,6 +115,10 @@ WGMMA = [
     # more iterations than stages, in one tile and over the tiles of a persistent CTA
     *each("rings", "sm_90a", (
         (product(200, 130, 64 * (s + 2), BF16, F32), W64.stages(s)) for s in (2, 3, 4, 7)), 4, sm_count=2),
+    # as many as stages, and one more; the second consumer multiplies the last alone
+    *each("consumers-end-in-turn", "sm_90a", (
+        (product(200, 130, 64 * (s + more), BF16, F32), W64.stages(s).cluster(*cluster))
+        for s in (2, 3, 4) for more in (0, 1) for cluster in ((1, 1), (2, 1))), sm_count=2),
     # an odd and an even number of rounds of the ring between one's turns
     *each("turns", "sm_90a", (
         (product(500, 130, 64 * k, BF16, F32), W.block(64, 64).warps(warps).stages(3).pingpong())
@@ -137,12 +141,16 @@ WGMMA = [
     # tiles of five CTAs
     *[case for count in (1, 2, 5, 9, 16) for case in each(f"stream-K-{count}", "sm_90a", [
         (product(200, 130, 64 * 11, BF16, F32), W.block(128, 72).stages(3).streamed())], 4, sm_count=count)],
+    # 6 tiles of 11 stages: a part of one, all of them, one or two whole ones besides, and no part
+    *[case for count in (1, 2, 3, 4, 5, 9) for case in each(f"stream-K-of-clusters-{count}", "sm_90a", [
+        (product(m, 200, 64 * 11, BF16, F32), W.block(128, 80).stages(3).cluster(*cluster).streamed())
+        for m, cluster in ((500, (2, 1)), (200, (1, 2)))], 2, sm_count=2 * count)],
     # a stage a tile: one too many would be of a matrix that is not there
     *each("stream-K-of-one-stage", "sm_90a", [
         (product(200, 130, 64, BF16, F32, batch=(2,)), W.block(128, 72).stages(3).streamed())], sm_count=3),
     *each("stream-K-of-rows-at-launch", "sm_90a", [
-        (product(300, 72, 64 * 7, BF16, F32, batch=(2,), symbolic=True), W64.streamed())],
-        rows=(1, 128, 300), sm_count=5),
+        (product(300, 72, 64 * 7, BF16, F32, batch=(2,), symbolic=True), s)
+        for s in (W64.streamed(), W64.stages(3).streamed().cluster(2))], rows=(1, 128, 300), sm_count=6),
     *each("every-tile-once", "sm_90a", (
         (product(m, 72, 64, BF16, F32, batch=(2,)), W.block(128, 16).grouped(group))
         for group in (1, 2, 3, 5, 8) for m in (640, 600, 60)), sm_count=3),

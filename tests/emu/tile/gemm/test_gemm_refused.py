@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[GemmSpec, GemmSchedule, str]] = {
         "3 splits: a cluster of 2, 4 or 8 CTAs shares a tile": W.split(3),
         "8 splits of K=512 / block_k=128 = 4 stages": W.k(128).stages(2).split(8),
         "2 splits in ping-pong: consumers share the tile's rows instead": W.pingpong().split(2),
-        "stream-K with a cluster of 2x1: 1x1": W.streamed().cluster(2),
+        "2 splits with a cluster of 2x1: 1x1": W.split(2).cluster(2),
         "2 splits and stream-K: one of them": W.split(2).streamed(),
         "2 splits: 128 × 128 sums × 4 B = 65536 B do not fit in the ring's 3 × 16384 = 49152 B, where they "
         "meet": W.k(32).stages(3).split(2),
@@ -127,7 +127,7 @@ def test_what_cannot_be_is_refused_with_the_arithmetic(words: str):
 ALONE: dict[str, tuple[GemmSpec, GemmSchedule, str]] = {
     **{f"block_n={columns} for bytes is not 8, 16, 24 or a multiple of 16 up to 256":
        (product(512, 512, 512, S8), W.block(128, columns).k(128), HOPPER) for columns in (40, 56, 72, 104)},
-    "64 × 256 / 128 threads × 2 (fp8 is summed twice) = 256 sums a thread, at most 200 with 2 consumers":
+    "64 × 256 / 128 threads + 128 (fp8 is summed twice) = 256 sums a thread, at most 200 with 2 consumers":
         (product(512, 512, 512, E4M3, F32), W.block(128, 256).k(128).stages(2), HOPPER),
     "wgmma needs sm_90a, the target is sm_80": (SPEC, W, AMPERE),
     "wgmma needs sm_90a, the target is sm_89": (SPEC, W, "sm_89"),

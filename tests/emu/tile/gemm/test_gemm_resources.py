@@ -92,9 +92,11 @@ DEFAULTS = {
     "128x256 cluster 2x2": (W.block(128, 256).cluster(2, 2), BF16, "KK", 12),
     "128x256 split": (W.block(128, 256).split(4), BF16, "KK", 12),
     "128x256 stream": (W.block(128, 256).streamed(), BF16, "KK", 12),
+    "128x256 cluster stream": (W.block(128, 256).cluster(2).streamed(), BF16, "KK", 12),
     "192x128": (W.block(192, 128).warps(16), BF16, "KK", 12),
     "64x256": (W.block(64, 256).warps(8), BF16, "KK", 12),
     "fp8": (W.block(128, 128).k(128), E4M3, "KK", 28),
+    "fp8 cluster stream": (W.block(256, 128).k(128).cluster(1, 2).streamed(), E4M3, "KK", 28),
     "int8": (W.block(128, 256).k(128), S8, "KK", 12),
     "tf32": (W.block(128, 256).k(32), F32, "KK", 12)}
 

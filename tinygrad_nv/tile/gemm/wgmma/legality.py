@@ -99,7 +99,7 @@ def _room(plan: WgmmaPlan) -> list[str]:
         out.append(f"{s.depth} stages × {stage}{staged} + {plan.barrier_bytes} B of barriers = {needed} B of "
                    f"shared memory, sm_90a has {most}")
     if plan.sums > plan.most_sums:
-        twice = " × 2 (fp8 is summed twice)" if plan.promoted else ""
+        twice = f" + {plan.second_sums} (fp8 is summed twice)" if plan.promoted else ""
         beside = " and those of other CTAs" if s.splits > 1 or s.stream else ""
         out.append(f"{plan.rows} × {s.block_n} / 128 threads{twice} = {plan.sums} sums a thread, at most "
                    f"{plan.most_sums} with {plan.consumers} consumers{beside}")
@@ -127,7 +127,8 @@ def _shared_sums(plan: WgmmaPlan) -> list[str]:
     what = f"{s.splits} splits" if s.splits > 1 else "stream-K"
     if s.splits > 1 and s.stream: out.append(f"{s.splits} splits and stream-K: one of them")
     if s.mode == "pingpong": out.append(f"{what} in ping-pong: consumers share the tile's rows instead")
-    if s.cluster_m * s.cluster_n > 1: out.append(f"{what} with a cluster of {s.cluster_m}x{s.cluster_n}: 1x1")
+    if s.splits > 1 and s.cluster_m * s.cluster_n > 1:
+        out.append(f"{what} with a cluster of {s.cluster_m}x{s.cluster_n}: 1x1")
     if s.splits == 1: return out
     if s.splits not in (2, 4, 8): out.append(f"{s.splits} splits: a cluster of 2, 4 or 8 CTAs shares a tile")
     if s.splits > plan.iterations:

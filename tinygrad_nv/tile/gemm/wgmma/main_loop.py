@@ -5,10 +5,15 @@ any time one stage's wgmmas are in flight and the next stage's are being issued,
 the one after it has been issued (`wait_group 1`). fp8 sums are kept to about 14 bits by the tensor core: each
 stage, or 128 of K, has its own, which are waited for and added to others in float32.
 
+Two consumers that share a tile end it one after the other: the second pauses before its last stages until
+the first has issued all of its own, and multiplies alone while the first runs its epilogue; while it runs its
+own, the first multiplies the next tile's first stages.
+
 Descriptors are built of a low word, which is all that moves, and a constant high word.
 """
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tinygrad.dtype import dtypes
@@ -20,6 +25,8 @@ from tinygrad_nv.tile.gemm.wgmma.plan import PROMOTED_K, WARPGROUP, WgmmaPlan
 from tinygrad_nv.tile.pipeline import OrderedBarrier, Pipeline
 from tinygrad_nv.tile.wgmma_tiles import K_BYTES, OperandTile
 
+ENDED = 2  # the named barrier at which the second of two consumers waits for the first
+NEVER = 0xFFFFFFFF
 Sums = list[list[Value]]  # of each 64 rows, the registers of a wgmma
 
 
@@ -78,8 +85,7 @@ class MainLoop:
             self.ordered.begin(self.consumer, lane == 0)
             self.at.jump(self.consumer * plan.iterations)
         self.sums: Sums = [kb.regs(self.kind, plan.schedule.block_n // 2) for _ in range(plan.subtiles)]
-        self.partial: Sums = [kb.regs("f32", plan.schedule.block_n // 2)
-                              for _ in range(plan.subtiles)] if plan.promoted else self.sums
+        self.partial = kb.regs("f32", plan.schedule.block_n // 2) if plan.promoted else []
 
     def _peer(self, lane: Value) -> Value:
         """The cluster rank that a lane gives stages back to: lanes below `cluster_m` those of this CTA's
@@ -101,23 +107,44 @@ class MainLoop:
         if self.ordered is not None: self.ordered.arrive()
 
     def _summed(self, iterations: Number) -> None:
-        kb = self.kb
-        with kb.loop(0, iterations, kind="u32") as i:
-            further = i > 0
-            self.ring.wait(self.at)
-            kb.wgmma_fence()
-            self._stage(further, 0, self.plan.steps)
-            kb.wgmma_commit()
+        """The first stage apart: it adds to nothing, and none is given back."""
+        kb, pause, ended = self.kb, *self._ends(iterations)
+        self._issue(False)
+        self._next()
+        with kb.loop(1, iterations, kind="u32") as i:
+            if pause is not None: kb.emit("bar.sync", ENDED, self.plan.threads, guard=i == pause)
+            self._issue(True)
             kb.wgmma_wait(1)
-            self.ring.release(self.empty_barriers, self.last, self.mine & further)
-            self.last.set(self.at.stage)
-            self.at.advance()
+            self.ring.release(self.empty_barriers, self.last, self.mine)
+            self._next()
         self._issued()
+        if ended is not None: kb.emit("bar.arrive", ENDED, self.plan.threads, guard=ended)
         kb.wgmma_wait(0)
         self.ring.release(self.empty_barriers, self.last, self.mine)
 
+    def _ends(self, iterations: Number) -> tuple[Value | None, Value | None]:
+        """The stage before which this consumer pauses, and whether it says that it has ended; None where
+        consumers end together. A part of a tile may be shorter than the ring."""
+        kb, alone = self.kb, self.plan.staggered
+        if not alone: return None, None
+        second, first = self.consumer > 0, self.consumer == 0
+        if isinstance(iterations, Value):
+            second, first = (each & (iterations >= self.plan.schedule.depth) for each in (second, first))
+        return kb.select(second, iterations - alone, NEVER, "u32"), first
+
+    def _issue(self, further: bool) -> None:
+        """wgmmas of the next stage."""
+        self.ring.wait(self.at)
+        self.kb.wgmma_fence()
+        self._stage(dict(enumerate(self.sums)), further, 0, self.plan.steps)
+        self.kb.wgmma_commit()
+
+    def _next(self) -> None:
+        self.last.set(self.at.stage)
+        self.at.advance()
+
     def _promoted(self, iterations: Number) -> None:
-        """Each 128 of K apart."""
+        """Each 128 of K, and each 64 rows, apart."""
         kb, steps = self.kb, self.plan.steps
         for row in self.sums:
             for each in row: each.set(0.0)
@@ -125,24 +152,24 @@ class MainLoop:
         with kb.loop(0, iterations, kind="u32"):
             self.ring.wait(self.at)
             for first in range(0, steps, at_once):
-                kb.wgmma_fence()
-                self._stage(False, first, min(first + at_once, steps))
-                kb.wgmma_commit()
-                kb.wgmma_wait(0)
-                if first + at_once >= steps: self.ring.release(self.empty_barriers, self.at.stage, self.mine)
-                for row, part in zip(self.sums, self.partial, strict=True):
-                    for each, more in zip(row, part, strict=True): each += more
+                for i, row in enumerate(self.sums):
+                    kb.wgmma_fence()
+                    self._stage({i: self.partial}, False, first, min(first + at_once, steps))
+                    kb.wgmma_commit()
+                    kb.wgmma_wait(0)
+                    if first + at_once >= steps and i + 1 == len(self.sums):
+                        self.ring.release(self.empty_barriers, self.at.stage, self.mine)
+                    for each, more in zip(row, self.partial, strict=True): each += more
             self.at.advance()
         self._issued()
 
-    def _stage(self, further: Value | bool, first: int, end: int) -> None:
-        """wgmmas `first` … `end` of the stage; whether the first adds to what was there before."""
+    def _stage(self, rows: Mapping[int, Sequence[Value]], further: bool, first: int, end: int) -> None:
+        """wgmmas `first` … `end` of the stage for some 64 rows; whether the first adds to what was there."""
         kb, plan = self.kb, self.plan
         a, b = self.a.stage(self.at.stage), self.b.stage(self.at.stage)
         trans = (plan.a.major == "MN", plan.b.major == "MN")
         for step in range(first, end):
             right = self.b.at(b, plan.b.at_step(step))
-            for i, row in enumerate(self.partial):
+            for i, row in rows.items():
                 left = self.a.at(a, plan.a.at_mn(64 * i) + plan.a.at_step(step))
-                kb.wgmma(plan.shape, plan.types, row, left, right, further if step == first else True,
-                        trans=trans)
+                kb.wgmma(plan.shape, plan.types, row, left, right, further or step > first, trans=trans)

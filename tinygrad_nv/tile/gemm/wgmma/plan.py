@@ -107,14 +107,28 @@ class WgmmaPlan:
 
     @property
     def sums(self) -> int:
-        """Sums a thread holds; fp8 has a second set."""
-        return self.subtiles * self.schedule.block_n // 2 * (1 + self.promoted)
+        """Sums a thread holds; fp8 has a second set, of 64 rows."""
+        return self.subtiles * self.schedule.block_n // 2 + self.second_sums
+
+    @property
+    def second_sums(self) -> int: return self.schedule.block_n // 2 if self.promoted else 0
 
     @property
     def most_sums(self) -> int:
         """So many it can hold."""
-        shared = MOST_SHARED if self.schedule.splits > 1 or self.schedule.stream else MOST_SUMS[1]
-        return min(shared, (MOST_TWICE if self.promoted else MOST_SUMS)[self.consumers])
+        most = (MOST_TWICE if self.promoted else MOST_SUMS)[self.consumers]
+        if self.schedule.splits == 1 and not self.schedule.stream: return most
+        return min(MOST_SHARED + self.second_sums, most)
+
+    @property
+    def staggered(self) -> int:
+        """Stages that the second of two consumers multiplies alone at the end of a tile; 0: both end
+        together. A stage is given back when the one after it is issued: the first needs `depth` - 1 of the
+        ring to come to its end, and must not come to the next one's before the second has paused. fp8 would
+        wait for each of these stages, and splits need the sums of both."""
+        s = self.schedule
+        apart = s.splits == 1 and not self.promoted
+        return min(2, s.depth - 1) if self.readers == 2 and apart and self.iterations >= s.depth else 0
 
     @property
     def peers(self) -> int:
@@ -167,10 +181,10 @@ class WgmmaPlan:
     def ctas(self, sm_count: int, clusters: Clusters = ()) -> int:
         """CTAs of the grid: persistent, as many as run at once, but for clusters that share a sum, which have
         one tile each."""
-        if self.schedule.stream: return min(self.tiles * self.iterations, sm_count)
         if self.schedule.splits > 1: return self.tiles * self.cluster
         at_once = dict(clusters).get(self.cluster, most_clusters(self.cluster, sm_count))
-        return min(self.tiles, max(at_once, 1)) * self.cluster
+        most = self.tiles * self.iterations if self.schedule.stream else self.tiles
+        return min(most, max(at_once, 1)) * self.cluster
 
     @property
     def extents(self) -> tuple[int, int]:

@@ -8,10 +8,10 @@ sums first and then those of the ranks after it, and stores these.
 
 `StreamKReduction`: a CTA that has a tile's last stage owns the tile. Those that have earlier stages leave
 their sums in their slot of the workspace, and each of their warps says so by a flag; the owner adds them, the
-CTA next before it first. A CTA goes through its stages from the last back, so that only its first piece can
-be of another's tile: it has not waited when it leaves sums, and one slot is enough. CTAs wait for lower
-numbers alone. Those start first, so that the grid ends however few CTAs run at a time, also beside another
-such grid.
+CTA next before it first. With clusters it is CTAs of one rank that have parts of a tile. A CTA goes through
+its stages from the last back, so that only its first piece can be of another's tile: it has not waited when
+it leaves sums, and one slot is enough. CTAs wait for lower numbers alone. Those start first, so that the grid
+ends however few CTAs run at a time, also beside another such grid.
 
 A thread reads sums of threads of its own number in other CTAs: 16 bytes of each lie side by side.
 """
@@ -122,11 +122,13 @@ class StreamKReduction(TileReduction):
                 guard=kb.special("laneid") == 0)
 
     def gather(self, work_tile: WorkTile, sums: Sums) -> None:
-        """Adds what the CTAs before this one have of the tile, from the next one down."""
+        """Adds what the same CTAs of the clusters before this one have of the tile, from the next one
+        down."""
         kb = self.kb
         first, other = work_tile.number * self.plan.iterations, kb.reg("u32", kb.ctaid.x)
-        with kb.while_(lambda: self.scheduler.stage_of(other) > first):
-            other -= 1
+        size = self.plan.cluster
+        with kb.while_(lambda: self.scheduler.stage_of(other // size) > first):
+            other -= size
             flag, ready = self.flag_of(other), kb.reg("u32", 0)
             with kb.while_(lambda: ready == 0): kb.emit("ld.acquire.gpu.global.u32", ready, flag.at())
             self.add("global", self.slot(other), sums)

@@ -6,9 +6,10 @@ one moment read is about as many rows as columns, and stays in L2. A cluster's C
 one number is `cluster_m` × `cluster_n` of them.
 
 What a CTA does at once is a `WorkTile`: a tile, or some of its stages. With splits each CTA of a cluster has
-an equal part (but for one stage) of the one tile of the cluster. With stream-K (Osama et al. 2023) all stages
-of all tiles are one row, of which every CTA has an equal part, that it goes through from the last stage back:
-at most the beginning of one tile, then whole tiles, then the end of another.
+an equal part (but for one stage) of the one tile of the cluster. With stream-K (Osama et al. 2023) the first
+tiles are streamed: those that would not fill the last wave, and a wave more where there is one. Their stages
+are one row, of which every cluster has an equal part, that it goes through from the last stage back: at most
+the beginning of one tile, then whole tiles, then the end of another. The other tiles follow as waves do.
 """
 from __future__ import annotations
 
@@ -49,6 +50,7 @@ class PersistentTileScheduler:
         self.total: Value | int = self.tiles_m * (self.tiles_n * plan.spec.matrices)
         self.first, self.step = kb.ctaid.x, kb.nctaid.x
         if plan.cluster > 1: self.first, self.step = self.first // plan.cluster, self.step // plan.cluster
+        if plan.schedule.stream: self.streamed = self._streamed_tiles()
 
     @contextmanager
     def work_tiles(self, turn: Value | None = None) -> Iterator[WorkTile]:
@@ -66,24 +68,48 @@ class PersistentTileScheduler:
             if turn is not None: first, step = first + turn * step, step * plan.consumers
             with kb.loop(first, self.total, step) as number: yield WorkTile(number, 0, plan.iterations)
 
+    @property
+    def clusters(self) -> int:
+        """How many there are."""
+        return self.ctas // self.plan.cluster
+
+    def _streamed_tiles(self) -> Value | int:
+        kb, rest, most = self.kb, self.total % self.clusters, self.total
+        if isinstance(rest, int): return min(rest + self.clusters, self.total) if rest else 0
+        both = kb.reg("u32")
+        kb.emit("min.u32", both, rest + self.clusters, most)
+        return kb.select(rest == 0, 0, both, "u32")
+
     @contextmanager
     def _streamed(self) -> Iterator[WorkTile]:
         kb, iterations = self.kb, self.plan.iterations
-        begin, end = self.stage_of(kb.ctaid.x), kb.reg("u32", self.stage_of(kb.ctaid.x + 1))
+        begin, end = (kb.reg("u32", self.stage_of(self.first + i)) for i in range(2))
+        following = kb.reg("u32", self.first + self.streamed)
+        self._followed(begin, end, following)
         with kb.while_(lambda: begin < end):
             number = (end - 1) // iterations
             first = kb.reg("u32")
             kb.emit("max.u32", first, begin, number * iterations)
             yield WorkTile(number, first - number * iterations, end - first)
             end.set(first)
+            self._followed(begin, end, following)
 
-    def stage_of(self, cta: Value) -> Value:
-        """The first of all stages that a CTA has: the first ones have one more where they do not divide."""
-        total = self.total * self.plan.iterations
-        each = total // self.ctas
+    def _followed(self, begin: Value, end: Value, following: Value) -> None:
+        """Where nothing is left of this part, a whole tile is next; nothing after the last."""
+        with self.kb.if_(begin >= end):
+            for stage, number in ((begin, following), (end, following + 1)):
+                self.kb.emit("min.u32", stage, number, self.total)
+                stage *= self.plan.iterations
+            following += self.clusters
+
+    def stage_of(self, cluster: Value) -> Value:
+        """The first of the streamed stages that a cluster has: the first ones have one more where they do not
+        divide."""
+        total = self.streamed * self.plan.iterations
+        each = total // self.clusters
         least = self.kb.reg("u32")
-        self.kb.emit("min.u32", least, cta, total - each * self.ctas)
-        return cta * each + least
+        self.kb.emit("min.u32", least, cluster, total - each * self.clusters)
+        return cluster * each + least
 
     def corner(self, number: Value) -> Corner:
         """Where this CTA's tile of a number begins."""
