@@ -56,12 +56,12 @@ def to_ptx(source: str, include: Sequence[Path], flags: Sequence[str] = ()) -> s
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode or not out.exists():
             out.unlink(missing_ok=True)
-            raise NVError(f"nvcc did not compile {file.name}:\n{_errors(done.stderr)}",
+            raise NVError(f"nvcc did not compile {file.name}:\n{errors(done.stderr)}",
                           "its repository's headers", "pass --include with the folders that are missing")
     return re.sub(r"(?m)^\.version .*", f".version {NEWEST_PTX}", out.read_text())
 
 
-def _errors(words: str) -> str:
+def errors(words: str) -> str:
     """The first lines with errors, or the end of what a compiler said."""
     found = [line for line in words.splitlines() if "error" in line]
     return "\n".join(found[:8]) or words[-1500:]

@@ -1,0 +1,114 @@
+"""Ours beside the best public kernels: predicted times on one model, in one run. No GPU is needed.
+
+    python bench/timing_table.py [--fast-cu DIR[:INCLUDE…]] [--cutlass DIR[:INCLUDE…]]
+                                 [--deepgemm DIR[:INCLUDE…]] [--flash-attention DIR[:INCLUDE…]]
+                                 [--dry] [PATTERN ...]
+
+Rows are of timing_rows_*.py. DIRs are checkouts of public repositories, each with the folders of headers that
+it needs beside; kernels of Triton's need none. Kernels of others are compiled as their authors wrote them and
+predicted (ptx/timing/) like ours, which have their default schedules. The record, timing_table.json, keeps
+what was predicted by the same model before: rows and peers of other runs, but not of another model. Nothing
+was measured here.
+"""
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import timing_rows_gemm
+from measure import RESULTS, each, save, table
+from timing_gate_cases import GPU_NAME
+from timing_rows import Checkout, Checkouts, Row, ours, taken
+
+from tinygrad_nv.errors import NVError
+
+RECORD, ROOT = "timing_table", Path(__file__).resolve().parents[1]
+MODULES = (timing_rows_gemm,)
+CHECKOUTS = {"fast_cu": "github.com/pranjalssh/fast.cu", "cutlass": "github.com/NVIDIA/cutlass",
+             "deepgemm": "github.com/deepseek-ai/DeepGEMM",
+             "flash_attention": "github.com/Dao-AILab/flash-attention"}
+Record = dict[str, Any]
+
+
+def model() -> str:
+    """A digest of what predictions depend on beside the kernels: two of one digest may be compared."""
+    whole = hashlib.sha256()
+    for path in sorted((ROOT / "tinygrad_nv" / "ptx").rglob("*")):
+        if path.suffix in (".py", ".c", ".h", ".toml"): whole.update(path.name.encode() + path.read_bytes())
+    return whole.hexdigest()[:16]
+
+
+def kept() -> dict[str, Record]:
+    """Rows that were predicted by the same model, by name."""
+    file = RESULTS / f"{RECORD}.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
+    return {row["row"]: row for row in known.get("rows", ())} if known.get("model") == model() else {}
+
+
+def predicted(row: Row, checkouts: Checkouts, old: Record) -> Record:
+    """Microseconds of ours and of each peer, those of peers without a checkout as they were."""
+    schedule, launches = ours(row)
+    longest = max(launches, key=lambda one: one.seconds)
+    peers, failed = dict(old.get("peers", {})), {}
+    for peer in row.peers:
+        if peer.needs and peer.needs not in checkouts: continue
+        try: peers[peer.name] = round(1e6 * taken(peer.launched(checkouts)), 3)
+        except NVError as error: failed[peer.name] = error.found.splitlines()[0]
+    us = round(1e6 * taken(launches), 3)
+    found: Record = {"row": str(row), "us": us, "schedule": schedule, "limiter": longest.limiter,
+                     "tflops": round(row.flops / us / 1e6, 1),
+                     "gbytes_per_s": round(row.nbytes / us / 1e3, 1), "peers": peers, "failed": failed}
+    if peers: found |= {"best": (best := min(peers, key=lambda name: peers[name])),
+                        "ratio": round(peers[best] / us, 4)}
+    return found
+
+
+def lines(found: Sequence[Record]) -> Iterator[tuple[str, ...]]:
+    """The table: a ratio above 1 says that ours takes less time."""
+    for row in found:
+        rate = f"{row['tflops']:.0f} TFLOP/s" if row["tflops"] else f"{row['gbytes_per_s']:.0f} GB/s"
+        best = row.get("best", "")
+        theirs = (f"{row['peers'][best]:.1f}", f"{row['ratio']:.3f}", best) if best else ("", "", "no peer")
+        yield row["row"], f"{row['us']:.1f}", rate, row["limiter"], *theirs
+
+
+def checkout(words: str) -> Checkout:
+    """Of an option."""
+    folders = [Path(one).resolve() for one in words.split(os.pathsep)]
+    if missing := [one for one in folders if not one.is_dir()]:
+        raise argparse.ArgumentTypeError(f"{missing[0]} is no folder")
+    return Checkout(folders[0], tuple(folders[1:]))
+
+
+def main() -> int:
+    """Predicts and compares."""
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="parts of rows' names (default: all)")
+    for name, of in CHECKOUTS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=checkout, metavar="DIR[:INCLUDE…]", help=of)
+    parser.add_argument("--dry", action="store_true", help="print only")
+    given = parser.parse_args()
+    checkouts = {name: one for name in CHECKOUTS if (one := getattr(given, name)) is not None}
+    rows = [row for module in MODULES for row in module.rows()]
+    known, order = kept(), [str(row) for row in rows]
+    wanted = [row for row in rows if not given.patterns or any(p in str(row) for p in given.patterns)]
+    found = [predicted(row, checkouts, known.get(str(row), {})) for row in each(wanted)]
+    print(table(("row", "us", "rate", "limiter", "us", "ratio", "best peer"), list(lines(found))))
+    for row in found:
+        for name, why in row["failed"].items(): print(f"{row['row']}: {name}: {why}", file=sys.stderr)
+    known |= {row["row"]: row for row in found}
+    if not given.dry:
+        all_rows = sorted((row for name, row in known.items() if name in order),
+                          key=lambda row: order.index(row["row"]))
+        save(RECORD, {"gpu": GPU_NAME, "model": model(), "rows": all_rows})
+    return 0
+
+
+if __name__ == "__main__": sys.exit(main())
