@@ -1,8 +1,8 @@
 """What a row of timing_table.py is: a problem, our kernels for it, and those of others that solve it.
 
-Protocol: `ours(row)` and each `Peer.launched` give the launches' timings in their order; `taken` is their time
-as nodes of a graph, without PDL. A peer that needs a checkout names its option in `needs`, and is left out
-where it was not given; `Checkouts` has them.
+Protocol: `ours(row)` and each `Peer.launched` give the launches' timings in their order; `taken` is their
+time as nodes of a graph, without PDL. A peer that needs a checkout names its option in `needs`, and is left
+out where it was not given; `Checkouts` has them.
 """
 from __future__ import annotations
 
