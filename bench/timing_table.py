@@ -2,6 +2,7 @@
 
     python bench/timing_table.py [--fast-cu DIR[:INCLUDE…]] [--cutlass DIR[:INCLUDE…]]
                                  [--deepgemm DIR[:INCLUDE…]] [--flash-attention DIR[:INCLUDE…]]
+                                 [--flash-attention-2025 DIR[:INCLUDE…]]
                                  [--dry] [PATTERN ...]
 
 Rows are of timing_rows_*.py. DIRs are checkouts of public repositories, each with the folders of headers that
@@ -21,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import timing_rows_attention
 import timing_rows_gemm
 from measure import RESULTS, each, save, table
 from timing_gate_cases import GPU_NAME
@@ -29,10 +31,11 @@ from timing_rows import Checkout, Checkouts, Row, ours, taken
 from tinygrad_nv.errors import NVError
 
 RECORD, ROOT = "timing_table", Path(__file__).resolve().parents[1]
-MODULES = (timing_rows_gemm,)
+MODULES = (timing_rows_gemm, timing_rows_attention)
 CHECKOUTS = {"fast_cu": "github.com/pranjalssh/fast.cu", "cutlass": "github.com/NVIDIA/cutlass",
              "deepgemm": "github.com/deepseek-ai/DeepGEMM",
-             "flash_attention": "github.com/Dao-AILab/flash-attention"}
+             "flash_attention": "github.com/Dao-AILab/flash-attention at 74b0761f",
+             "flash_attention_2025": "the same repository, later"}
 Record = dict[str, Any]
 
 
