@@ -1,13 +1,13 @@
 """What a row of timing_table.py is: a problem, our kernels for it, and those of others that solve it.
 
 Protocol: `ours(row)` and each `Peer.launched` give the launches' timings in their order; `taken` is their
-time as nodes of a graph, without PDL. A peer that needs a checkout names its option in `needs`, and is left
-out where it was not given; `Checkouts` has them.
+time as nodes of a graph, without PDL unless the row says so. A peer that needs a checkout names its option in
+`needs`, and is left out where it was not given; `Checkouts` has them.
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from timing_gate_cases import GPU_NAME, HOPPER
 from tinygrad_nv.ptx.timing.gpu import figures
 from tinygrad_nv.ptx.timing.model import Timing
 from tinygrad_nv.ptx.timing.sequence import in_row, seconds
+from tinygrad_nv.tile.arguments import Contents
 from tinygrad_nv.tile.emulated import timings
 from tinygrad_nv.tile.templates import TABLE
 
@@ -42,7 +43,8 @@ class Peer:
 @dataclass(frozen=True)
 class Row:
     """A problem. `flops`: of the problem, or `nbytes`: that any kernel must move; one of them is shown.
-    `schedule`: None for the default."""
+    `schedule`: None for the default. `given`: operands by name, instead of zeros. `launched`: our launches
+    and their schedule in words, of a row that is no single spec; with `pdl` ours are launched so."""
     family: str
     name: str
     spec: Any
@@ -50,17 +52,22 @@ class Row:
     flops: int = 0
     nbytes: int = 0
     schedule: Any = None
+    given: Contents = field(default_factory=dict)
+    launched: Callable[[], tuple[str, Launches]] | None = None
+    pdl: bool = False
 
     def __str__(self) -> str: return f"{self.family}: {self.name}"
 
 
 def ours(row: Row) -> tuple[str, Launches]:
     """Our schedule, and what it launches. Raises the project's errors."""
+    if row.launched is not None: return row.launched()
     schedule = row.schedule or TABLE.choose(row.spec, HOPPER)
-    return str(schedule), timings(TABLE.build(row.spec, schedule, HOPPER), row.spec, GPU_NAME)
+    made = TABLE.build(row.spec, schedule, HOPPER)
+    return str(schedule), timings(made, row.spec, GPU_NAME, given=row.given)
 
 
-def taken(launches: Launches) -> float:
+def taken(launches: Launches, pdl: bool = False) -> float:
     """Seconds of launches one after the other, as nodes of a graph, without what one launch costs."""
     gpu = figures(GPU_NAME)
-    return seconds(in_row(launches, gpu), gpu) - gpu.launch_s
+    return seconds(in_row(launches, gpu, pdl), gpu) - gpu.launch_s

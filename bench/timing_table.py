@@ -9,7 +9,8 @@ Rows are of timing_rows_*.py. DIRs are checkouts of public repositories, each wi
 it needs beside; kernels of Triton's need none. Kernels of others are compiled as their authors wrote them and
 predicted (ptx/timing/) like ours, which have their default schedules. The record, timing_table.json, keeps
 what was predicted by the same model before: rows and peers of other runs, but not of another model. Nothing
-was measured here.
+was measured here. Beside GB/s of what memory bounds stands the share of the GPU's HBM bandwidth, which no
+kernel exceeds whose data do not lie in L2.
 """
 from __future__ import annotations
 
@@ -23,15 +24,21 @@ from pathlib import Path
 from typing import Any
 
 import timing_rows_attention
+import timing_rows_decode
 import timing_rows_gemm
+import timing_rows_memory
+import timing_rows_step
 from measure import RESULTS, each, save, table
 from timing_gate_cases import GPU_NAME
 from timing_rows import Checkout, Checkouts, Row, ours, taken
 
 from tinygrad_nv.errors import NVError
+from tinygrad_nv.ptx.timing.gpu import figures
 
 RECORD, ROOT = "timing_table", Path(__file__).resolve().parents[1]
-MODULES = (timing_rows_gemm, timing_rows_attention)
+MODULES = (timing_rows_gemm, timing_rows_attention, timing_rows_memory, timing_rows_decode,
+           timing_rows_step)
+HBM = figures(GPU_NAME).hbm_bytes_per_s / 1e9   # GB/s that reads reach
 CHECKOUTS = {"fast_cu": "github.com/pranjalssh/fast.cu", "cutlass": "github.com/NVIDIA/cutlass",
              "deepgemm": "github.com/deepseek-ai/DeepGEMM",
              "flash_attention": "github.com/Dao-AILab/flash-attention at 74b0761f",
@@ -63,7 +70,7 @@ def predicted(row: Row, checkouts: Checkouts, old: Record) -> Record:
         if peer.needs and peer.needs not in checkouts: continue
         try: peers[peer.name] = round(1e6 * taken(peer.launched(checkouts)), 3)
         except NVError as error: failed[peer.name] = error.found.splitlines()[0]
-    us = round(1e6 * taken(launches), 3)
+    us = round(1e6 * taken(launches, row.pdl), 3)
     found: Record = {"row": str(row), "us": us, "schedule": schedule, "limiter": longest.limiter,
                      "tflops": round(row.flops / us / 1e6, 1),
                      "gbytes_per_s": round(row.nbytes / us / 1e3, 1), "peers": peers, "failed": failed}
@@ -75,7 +82,8 @@ def predicted(row: Row, checkouts: Checkouts, old: Record) -> Record:
 def lines(found: Sequence[Record]) -> Iterator[tuple[str, ...]]:
     """The table: a ratio above 1 says that ours takes less time."""
     for row in found:
-        rate = f"{row['tflops']:.0f} TFLOP/s" if row["tflops"] else f"{row['gbytes_per_s']:.0f} GB/s"
+        rate = f"{row['tflops']:.0f} TFLOP/s" if row["tflops"] else \
+            f"{row['gbytes_per_s']:.0f} GB/s, {row['gbytes_per_s'] / HBM:.0%}"
         best = row.get("best", "")
         theirs = (f"{row['peers'][best]:.1f}", f"{row['ratio']:.3f}", best) if best else ("", "", "no peer")
         yield row["row"], f"{row['us']:.1f}", rate, row["limiter"], *theirs

@@ -3,7 +3,8 @@
 
 Protocol: `predicted(fn, arguments, grid, constants)` compiles a `triton.jit` function for sm_90a, specialised
 as Triton's launcher does, and launches it on the emulator with what that launcher adds: descriptors with
-their shapes and strides, and pointers to scratch. Arguments are numbers and `Array`s, which hold zeros.
+their shapes and strides, and pointers to scratch. Arguments are numbers and `Array`s, which hold zeros
+where they do not say.
 """
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import numpy as np
 import triton
 from gemm_peers import OURS_PTX
 from timing_gate_cases import GPU_NAME
@@ -31,10 +33,12 @@ SWIZZLES = ("none", "32B", "64B", "128B")
 
 @dataclass(frozen=True)
 class Array:
-    """A dense array of a type of Triton's; with `block`, a tensor descriptor that the host makes."""
+    """A dense array of a type of Triton's; with `block`, a tensor descriptor that the host makes. `values`:
+    int32 that it holds, again and again."""
     dtype: str
     shape: tuple[int, ...]
     block: tuple[int, ...] = ()
+    values: Sequence[int] | np.ndarray = ()
 
     @property
     def nbytes(self) -> int: return prod(self.shape) * BYTES[self.dtype]
@@ -90,6 +94,8 @@ def _flat(emu: Emulator, given: Sequence[Given], maps: Sequence[Mapping[str, Any
             yield one
             continue
         buffer = emu.zeros(one.nbytes)
+        if len(one.values):
+            buffer.data[:] = np.resize(np.array(one.values, np.int32), prod(one.shape)).view(np.uint8)
         if not one.block:
             yield buffer
             continue

@@ -3,12 +3,14 @@
 Protocol: `calls(made, spec)` are the kernels of what a template built, each with the arguments it has;
 `with_scratch` puts a kernel's scratch among its pointers; `launches(made, spec, alloc)` are its launches with
 memory that `alloc` makes: so many bytes of zeros, with integers at the beginning that are places of something
-else (a table of pages, lengths: `Argument.usual`). `integers(spec)` are the integer arguments, at their most.
+else (a table of pages, lengths: `Argument.usual`), or what is `given` for an argument's name.
+`integers(spec)` are the integer arguments, at their most.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,6 +22,8 @@ from tinygrad_nv.tile.templates import TABLE
 
 Memory = TypeVar("Memory")
 Alloc = Callable[[int, np.ndarray | None], Memory]
+Contents = Mapping[str, np.ndarray]
+NOTHING: Contents = MappingProxyType({})
 KINDS = {dtypes.int32: np.int32, dtypes.int64: np.int64}
 ALIGNED = 16    # bytes that a buffer has at least
 
@@ -43,13 +47,15 @@ def with_scratch(made: Any, pointers: Sequence[Memory], places: Sequence[Argumen
     return order + list(pointers[outs:])
 
 
-def launches(made: Any, spec: Any, alloc: Alloc[Memory]) -> Iterator[tuple[TileKernel, list[Memory]]]:
+def launches(made: Any, spec: Any, alloc: Alloc[Memory],
+             given: Contents = NOTHING) -> Iterator[tuple[TileKernel, list[Memory]]]:
     """Each kernel with its pointers, in the order of launches."""
     memory: dict[str, Memory] = {}
     for one, places in calls(made, spec):
         for each in places:
             nbytes = max(ALIGNED, each.size * each.dtype.itemsize)
-            if each.name not in memory: memory[each.name] = alloc(nbytes, _contents(each))
+            contents = given.get(each.name, _contents(each))
+            if each.name not in memory: memory[each.name] = alloc(nbytes, contents)
         order = with_scratch(one, [memory[each.name] for each in places], places,
                              lambda nbytes: alloc(max(ALIGNED, nbytes), None))
         for kernel in one.kernels: yield kernel, order

@@ -1,7 +1,8 @@
 """A spec's kernels on the emulator, with operands of zeros: what they count, or how long they take on a GPU.
 
 Protocol: `launched(made, spec, arch)` runs what a template built, without checks, and gives a report for each
-launch; `timings(made, spec, gpu)` predicts the launches on a GPU of ptx/timing/gpus instead.
+launch; `timings(made, spec, gpu)` predicts the launches on a GPU of ptx/timing/gpus instead. An operand whose
+name is among `given` holds that.
 """
 from __future__ import annotations
 
@@ -15,20 +16,20 @@ from tinygrad_nv.ptx.emulator import Buffer, Emulator, TensorMap
 from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.ptx.timing.gpu import figures
 from tinygrad_nv.ptx.timing.model import Timing
-from tinygrad_nv.tile.arguments import integers, launches
+from tinygrad_nv.tile.arguments import NOTHING, Contents, integers, launches
 from tinygrad_nv.tile.launch import MapArgument
 
 
-def launched(made: Any, spec: Any, arch: str, **options: Any) -> list[Report]:
+def launched(made: Any, spec: Any, arch: str, given: Contents = NOTHING, **options: Any) -> list[Report]:
     """A report for each launch; `options` are those of `Emulator.launch`. Raises `KernelError` where a kernel
     does not come to its end."""
     emu, values, reports = Emulator(arch, check=False), integers(spec), []
 
     def alloc(nbytes: int, contents: np.ndarray | None) -> Buffer:
         buffer = emu.zeros(nbytes)
-        if contents is not None: buffer.data[:contents.nbytes] = contents.view(np.uint8)
+        if contents is not None: buffer.data[:contents.nbytes] = contents.reshape(-1).view(np.uint8)
         return buffer
-    for each, order in launches(made, spec, alloc):
+    for each, order in launches(made, spec, alloc, given):
         maps = [tensor_map(order, one, values) for one in each.maps]
         reports.append(emu.launch(each.ptx, each.grid, each.threads, [*order, *map(np.uint32, values), *maps],
                                   each.name, each.cluster, each.dynamic_smem, **options))
@@ -37,9 +38,9 @@ def launched(made: Any, spec: Any, arch: str, **options: Any) -> list[Report]:
     return reports
 
 
-def timings(made: Any, spec: Any, gpu: str, log: int = 0) -> list[Timing]:
+def timings(made: Any, spec: Any, gpu: str, log: int = 0, given: Contents = NOTHING) -> list[Timing]:
     """A prediction for each launch, with `log` issues. Raises `ConfigError` for a GPU without figures."""
-    found = launched(made, spec, figures(gpu).arch, timing=gpu, log=log, keep=False)
+    found = launched(made, spec, figures(gpu).arch, given, timing=gpu, log=log, keep=False)
     return [each.timing for each in found if each.timing is not None]
 
 

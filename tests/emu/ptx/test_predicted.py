@@ -22,6 +22,7 @@ from tinygrad_nv.tile.attention.spec import Band
 from tinygrad_nv.tile.emulated import tensor_map, timings
 from tinygrad_nv.tile.gemm.schedules import Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.sampling.spec import NUMBERS, FilterSpec, Number
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
@@ -185,6 +186,18 @@ def test_errors():
         emu.launch(made.ptx, made.grid, made.threads, buffers, dynamic_smem=made.dynamic_smem, timing="h100")
     with pytest.raises(ConfigError, match="no figures of a GPU 'h900'"):
         Emulator("sm_90a").launch(made.ptx, made.grid, made.threads, buffers, timing="h900")
+
+
+def test_operands_are_given_where_branches_depend_on_them():
+    """A filter of 40 logits that stand out takes lists of them; of equal ones it goes through all."""
+    spec = FilterSpec(2, 16384, Number.top_k, counted=True)
+    logits = np.random.default_rng(0).normal(0, 1, (2, 16384))
+    numbers = np.full((2, NUMBERS), 20, np.float32)
+    logits[:, :40] += 20
+    made = TABLE.build(spec, TABLE.choose(spec, HOPPER), HOPPER)
+    equal, = timings(made, spec, "h100")
+    given, = timings(made, spec, "h100", given={"logits": logits.astype(np.float32), "numbers": numbers})
+    assert given.cycles < 0.8 * equal.cycles
 
 
 def test_the_command_prints_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
