@@ -7,7 +7,8 @@ the mean of the recorded clusters does not: under a causal mask, drawn from shor
 clusters wait for a long row at the end, a seventh of the time with eight tiles for each.
 
 Tiles that were not recorded: where lengths repeat, as with the rows of a head, which those recorded tell,
-they are as long as those around their place in the row; else as the nearest one. A warp's last draw finds none.
+they are as long as those around their place in the row; else as the nearest one. A warp's last draw finds
+none.
 """
 from __future__ import annotations
 
