@@ -56,7 +56,7 @@ def test_the_last_tiles_end_as_late_as_their_lengths_say(order: str, rows: int):
     emu = Emulator()
     counter, out = emu.alloc(np.zeros(1, np.uint32)), emu.alloc(np.zeros(1, np.float32))
     found = emu.launch(DRAWING.format(tiles=tiles, rows=rows, steps=steps, order=words,
-                                      fmas=FMAS * "fma.rn.f32 %f0, %f0, %f0, %f0;\n"), CTAS, 1,
+                                      fmas=FMAS * "fma.rn.f32 %f0, %f0, %f0, %f0; "), CTAS, 1,
                        [counter, out], timing="h100").timing
     at = np.arange(tiles) % rows
     length = {"short rows first": at, "long rows first": rows - 1 - at, "equal": 0 * at + rows // 2}[order]

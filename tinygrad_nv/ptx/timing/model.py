@@ -27,7 +27,7 @@ from tinygrad_nv.ptx.emulator.tapes import Tape, Tapes
 from tinygrad_nv.ptx.timing import critical
 from tinygrad_nv.ptx.timing.drawn import drawn_tiles, makespan
 from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures, slowed, sustained_hz
-from tinygrad_nv.ptx.timing.job import Code, Job, code_of, made
+from tinygrad_nv.ptx.timing.job import Code, Job, as_given, code_of, made
 from tinygrad_nv.ptx.timing.l2 import shares_of
 from tinygrad_nv.ptx.timing.listing import Listing, listing
 from tinygrad_nv.ptx.timing.shape import Shape, places, recorded
@@ -86,6 +86,7 @@ def timed(code_list: Listing, entry: str, shape: Shape, tapes: Tapes, gpu: GPUFi
     if tapes.draws and shape.clusters <= shape.at_once(gpu):
         begins, more = _typical(shape, gpu, tapes, begins)
     jobs = _jobs(code, shape, tapes, gpu, memory, begins)
+    code = as_given(code, code_list.origins)
     found = _timed(code, shape, gpu, jobs, more, log)
     if found.clock_hz == gpu.clock_hz or found.path["L2"] + found.path["HBM"] < RATES_MATTER: return found
     return _timed(code, shape, slowed(gpu, found.clock_hz), jobs, more, log)
