@@ -93,7 +93,7 @@ def lines(found: Sequence[Record]) -> Iterator[tuple[str, ...]]:
 
 def markdown(found: Sequence[Record]) -> str:
     """The same for a page."""
-    head = ("", "ours, us", "rate", "limiter", "best peer, us", "ratio", "best peer")
+    head = ("", "us", "rate", "limiter", "best peer, us", "ratio", "best peer")
     cells = [head, ("---",) * len(head), *lines(found)]
     return "\n".join(f"| {' | '.join(each)} |" for each in cells)
 
