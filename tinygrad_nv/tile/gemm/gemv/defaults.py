@@ -9,7 +9,7 @@ from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.limits import SMEM_BYTES
 from tinygrad_nv.tile.template import GPU
 
-COLUMNS = 32        # of a CTA, at best: each reads the activations again, and SMs should have equally many
+COLUMNS = 64        # of a CTA, at best: each reads the activations again, and SMs should have equally many
 LONG = 1024         # of K, above which each warp is to have two iterations
 LEAST_COLUMNS = 4   # below which that is half of what it reads
 
