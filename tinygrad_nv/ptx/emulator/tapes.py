@@ -32,6 +32,7 @@ class Note(IntEnum):
     MEETS = 8
     JOINS = 9
     FOLLOWS = 10
+    DRAWN = 11
 
 
 @dataclass(frozen=True)

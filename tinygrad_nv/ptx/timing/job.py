@@ -8,7 +8,7 @@ thing. Events are phases of barriers: they have happened when every signal that 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -59,6 +59,13 @@ class Code:
         both = zip(self.instructions, self.costs, strict=True)
         return tuple(dict.fromkeys(f"{each.opcode}{each.modifiers} of PTX line {each.ptx_line}"
                                    for each, cost in both if not cost.known))
+
+
+def as_given(code: Code, origins: Sequence[int]) -> Code:
+    """The same with the lines of the text that was given: for reports."""
+    if not origins: return code
+    return replace(code, instructions=[replace(each, ptx_line=origins[each.ptx_line]) for each in
+                                       code.instructions], lines=np.array(origins)[code.lines])
 
 
 def code_of(listing: Listing, entry: str, gpu: GPUFigures) -> Code:

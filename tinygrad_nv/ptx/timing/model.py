@@ -25,8 +25,9 @@ from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.ptx.assemble import Resources
 from tinygrad_nv.ptx.emulator.tapes import Tape, Tapes
 from tinygrad_nv.ptx.timing import critical
+from tinygrad_nv.ptx.timing.drawn import drawn_tiles, makespan
 from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures, slowed, sustained_hz
-from tinygrad_nv.ptx.timing.job import Code, Job, code_of, made
+from tinygrad_nv.ptx.timing.job import Code, Job, as_given, code_of, made
 from tinygrad_nv.ptx.timing.l2 import shares_of
 from tinygrad_nv.ptx.timing.listing import Listing, listing
 from tinygrad_nv.ptx.timing.shape import Shape, places, recorded
@@ -85,6 +86,7 @@ def timed(code_list: Listing, entry: str, shape: Shape, tapes: Tapes, gpu: GPUFi
     if tapes.draws and shape.clusters <= shape.at_once(gpu):
         begins, more = _typical(shape, gpu, tapes, begins)
     jobs = _jobs(code, shape, tapes, gpu, memory, begins)
+    code = as_given(code, code_list.origins)
     found = _timed(code, shape, gpu, jobs, more, log)
     if found.clock_hz == gpu.clock_hz or found.path["L2"] + found.path["HBM"] < RATES_MATTER: return found
     return _timed(code, shape, slowed(gpu, found.clock_hz), jobs, more, log)
@@ -115,13 +117,14 @@ def _timed(code: Code, shape: Shape, gpu: GPUFigures, jobs: Mapping[int, Job], m
 
 def _typical(shape: Shape, gpu: GPUFigures, tapes: Tapes,
              begins: Sequence[int]) -> tuple[list[int], float]:
-    """Of clusters that draw their work tiles the one that executed about as much as all do in the mean, and
-    how much more the mean is."""
-    executed = {at: sum(len(tape.sources) for tape in tapes.warps
-                        if tape.cluster in recorded(shape, gpu, [at])) for at in begins}
+    """Of places whose clusters draw their work tiles the one that executed about as much as all do in the
+    mean, and how much longer the grid takes than it."""
+    tiles = drawn_tiles(tapes.warps)
+    executed = {at: steps for at in begins if (steps := tiles.whole(recorded(shape, gpu, [at])))}
+    if not executed: return list(begins[:1]), 1.0
     whole = mean(executed.values())
-    chosen = min(begins, key=lambda at: abs(executed[at] - whole))
-    return [chosen], whole / executed[chosen]
+    chosen = min(executed, key=lambda at: abs(executed[at] - whole))
+    return [chosen], makespan(tiles, shape.clusters) / executed[chosen]
 
 
 def _jobs(code: Code, shape: Shape, tapes: Tapes, gpu: GPUFigures,

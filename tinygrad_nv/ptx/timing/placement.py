@@ -29,6 +29,7 @@ from tinygrad_nv.ptx.timing.instructions import TimedInstruction
 SYNC = ("SYNCS", "BAR", "LDGDEPBAR", "DEPBAR")
 MEMORY = ("LDGSTS", "LDS", "STS", "LDSM", "STSM", "LDG", "STG", "ATOMS", "ATOMG", "ATOM", "RED", "REDG",
           "SHFL")
+FLOAT = ("FFMA", "FADD", "FMUL", "MUFU", "DFMA", "DADD", "DMUL")    # one for one of PTX, but in divisions
 WEIGHTS = {**dict.fromkeys((*MEMORY, "MUFU", "WARPGROUP", "CCTL"), 4),
            **dict.fromkeys((*TENSOR, *SYNC, "UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP", "UCGABAR_ARV",
                             "UCGABAR_WAIT"), 8)}
@@ -228,6 +229,7 @@ class _Passes:
 
     def __init__(self, sass: Sequence[Sequence[TimedInstruction]], follow: Graph, retries: set[int]) -> None:
         self.sass, self.above = sass, dominators(follow)
+        self.loops = sorted(natural_loops(follow).values(), key=len)
         self.number = {block[0].address: i for i, block in enumerate(sass)}
         self.order = reverse_postorder(follow, 0)
         for each in (each for block in sass for each in block if each.opcode == "CALL"):
@@ -249,7 +251,7 @@ class _Passes:
             inside = set[Key]().union(*(marks[i] for i in path))
             if made and len(inside & covered) * 2 <= len(covered): continue  # an alternative
             covered |= inside
-            made += [self.copy(some, own) for some in split(path, marks)]
+            made += [self.copy(self.looped(some, marks), own) for some in split(path, marks)]
         return tuple(sorted(made, key=lambda copy: -copy.executions))
 
     def path(self, left: set[int], own: Mapping[int, set[Key]]) -> list[int]:
@@ -272,6 +274,12 @@ class _Passes:
             at = best[at][1]
         return found
 
+    def looped(self, path: Sequence[int], marks: Mapping[int, set[Key]]) -> Sequence[int]:
+        """The part of a way that is in the loop of most of what it does: not what leads there, and on."""
+        most = max(path, key=lambda i: sum((each.ptx_line, each.opcode) in marks[i] for each in self.sass[i]))
+        loop = next((loop for loop in self.loops if most in loop), None)
+        return path if loop is None else [i for i in path if i in loop]
+
     def copy(self, path: Sequence[int], own: Mapping[int, set[Key]]) -> Copy:
         """One of them."""
         code = tuple(some for i in path for each in self.sass[i] for some in (each, *self.called(each)))
@@ -280,6 +288,8 @@ class _Passes:
         times = Counter((each.ptx_line, each.opcode) for i in path for each in self.sass[i]
                         if (each.ptx_line, each.opcode) in own[i] and each.guard != "@!PT")
         surest = [min(times.values(), default=1)]
+        if floats := [count for (_, opcode), count in times.items() if opcode in FLOAT]:
+            surest = [min(floats)]
         for kind in (MEMORY, SYNC):
             surest = [count for (_, opcode), count in times.items() if opcode in kind] or surest
         return Copy(code, median_low(surest) if len(times) > 2 else 1, frozenset(skipped))

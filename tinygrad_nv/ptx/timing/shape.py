@@ -78,7 +78,9 @@ def places(shape: Shape, gpu: GPUFigures, drawn: bool = False) -> list[int]:
     their work tiles, as chance has it; else a few, evenly."""
     together = shape.ctas_of_sm(gpu)
     if shape.clusters <= shape.at_once(gpu):
-        return sorted({i * shape.clusters // DRAWING for i in range(DRAWING)}) if drawn else [0]
+        # a step more each, or all would begin at the same place of a row of tiles
+        return sorted({(i * shape.clusters // DRAWING + i) % shape.clusters
+                       for i in range(DRAWING)}) if drawn else [0]
     last = max(0, shape.clusters - 2 * together)
     return sorted({round(last * i / (PLACES - 1)) for i in range(PLACES)})
 

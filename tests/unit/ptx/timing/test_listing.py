@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.sass import disassembled
 from tinygrad_nv.ptx.timing import listing as module_of_listing
 from tinygrad_nv.ptx.timing.instructions import FLAGS, TimedInstruction
-from tinygrad_nv.ptx.timing.listing import listing
+from tinygrad_nv.ptx.timing.listing import listing, one_a_line
 
 # what these come from; SYNCS and BAR also of what the PTX manual says in terms of them
 ORIGINS = {"HGMMA": ("wgmma.mma_async.",), "HMMA": ("mma.sync.",), "UTMALDG": ("cp.async.bulk.tensor.",),
@@ -24,7 +25,10 @@ LOADS = ("LDG", "LDS", "LDSM", "S2R", "SHFL")  # of a latency that is not known 
 
 
 def only(text: str) -> tuple[TimedInstruction, ...]:
-    return listing(text).kernels["k"]
+    """The kernel's instructions, with the lines of the text."""
+    found = listing(text)
+    return tuple(replace(each, ptx_line=found.origins[each.ptx_line]) if found.origins else each
+                 for each in found.kernels["k"])
 
 
 def lined(text: str, opcode: str) -> list[int]:
@@ -170,3 +174,16 @@ def test_a_missing_disassembler_is_said(program: str | None, found: str, tmp_pat
     monkeypatch.setattr(module_of_listing, "version", lambda program: "13.0")
     listing.cache_clear()
     with pytest.raises(ToolchainError, match=found): listing(module("  ret;"))
+
+
+def test_several_instructions_of_a_line_are_told_apart():
+    """The text is that with lines of their own; lines are those that were given."""
+    steps = [f"fma.rn.f32 %f1, %f1, %f{i}, %f1;" for i in range(2, 8)]
+    head, foot = "  .reg .f32 %f<9>;", "  ret; // ; not an instruction; nor that"
+    given, laid = (module(f"{head}\n  {joint.join(steps)}\n{foot}") for joint in (" ", "\n"))
+    one, origins = one_a_line(given)
+    alone = one_a_line(laid)[0]
+    assert [each.strip() for each in one.splitlines()] == [each.strip() for each in alone.splitlines()]
+    assert one_a_line(one) == (one, ())
+    lines = given.splitlines()
+    assert all(each.strip() in lines[origins[i] - 1] for i, each in enumerate(one.splitlines(), 1))

@@ -143,6 +143,7 @@ static void draw_for_others(Machine *m, const Warp *w, const Op *op, const i32 *
     f64 place = 0.7548776662466927 * (f64)round;
     m->draws++;
     *old += step * (u64)((place - (f64)(u64)place) * (f64)share);
+    if (w->tape) tape_note(w, DRAWN, 1, *old, step, 0);
 }
 
 HANDLER(atom) {

@@ -68,7 +68,7 @@ static int held(const Job *j, const Warp *w, const WarpJob *where, const Sm *s, 
     for (int b = 0; b < SCOREBOARDS; b++)
         if (i->wait_mask >> b & 1 && w->board[b] > now) return BOARD;
     if (s->free[where->scheduler][i->unit] > now) return UNIT_BUSY;
-    if (reads_registers(i) && s->registers_free[where->scheduler] > (f64)now) return UNIT_BUSY;
+    if (reads_registers(i) && s->registers_free[where->scheduler] >= (f64)(now + 1)) return UNIT_BUSY;
     switch (i->kind) {
     case WGMMA: case MMA:
         if (s->tensor_free[where->scheduler] > now + j->f.wgmma_ahead) return UNIT_BUSY;
@@ -257,7 +257,7 @@ static i64 wakes(const Job *j, const Warp *w, const WarpJob *where, const Sm *s,
     if (reason == BOARD)
         for (int b = 0; b < SCOREBOARDS; b++) if (i->wait_mask >> b & 1) at = later(at, w->board[b]);
     if (reason == UNIT_BUSY && reads_registers(i))
-        at = later(at, (i64)(s->registers_free[where->scheduler] + 0.999));
+        at = later(at, (i64)s->registers_free[where->scheduler]);
     if (reason == UNIT_BUSY && s->free[where->scheduler][i->unit] > at) at = s->free[where->scheduler][i->unit];
     if (reason == GROUP)
         at = later(at, i->kind == WGMMA_WAIT ? group_end(&w->wgmma, i->number) : copies_end(w, i->number));

@@ -1,0 +1,64 @@
+"""Predictions of grids that draw work tiles of different lengths from a counter, beside tiles dealt here."""
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import pytest
+
+from tinygrad_nv.ptx.emulator import Emulator
+
+CTAS, TILES = 132, 1100
+FMAS = 32               # of a step of a tile
+LATENCY = 4             # of an FFMA
+# each CTA begins with the tile of its own number, and draws further ones
+DRAWING = """.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry drawing(.param .u64 counter, .param .u64 out) {{
+    .reg .pred %p; .reg .b32 %r<9>; .reg .b64 %rd<4>; .reg .f32 %f<2>;
+    ld.param.u64 %rd1, [counter]; ld.param.u64 %rd2, [out];
+    mov.f32 %f0, 0f3f800000;
+    mov.u32 %r1, %ctaid.x;
+    mov.u32 %r2, %nctaid.x;
+TILE: setp.ge.u32 %p, %r1, {tiles};
+    @%p bra DONE;
+    rem.u32 %r3, %r1, {rows};
+    {order}
+    mad.lo.u32 %r3, %r3, {steps}, {steps};
+STEP: {fmas}
+    sub.u32 %r3, %r3, 1;
+    setp.ne.u32 %p, %r3, 0;
+    @%p bra STEP;
+    atom.global.add.u32 %r1, [%rd1], 1;
+    add.u32 %r1, %r1, %r2;
+    bra TILE;
+DONE: st.global.f32 [%rd2], %f0;
+    ret;
+}}
+"""
+ORDERS = {"short rows first": "", "long rows first": "sub.u32 %r3, {last}, %r3;",
+          "equal": "mov.u32 %r3, {half};"}
+
+
+def dealt(lengths: np.ndarray) -> float:
+    """When the last tile ends."""
+    ends = [0.0] * CTAS
+    for length in lengths: heapq.heappush(ends, heapq.heappop(ends) + float(length))
+    return max(ends)
+
+
+@pytest.mark.parametrize("rows", [4, 37, 64])
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_last_tiles_end_as_late_as_their_lengths_say(order: str, rows: int):
+    steps, tiles = 600 // rows, -(-TILES // rows) * rows
+    words = ORDERS[order].format(last=rows - 1, half=rows // 2)
+    emu = Emulator()
+    counter, out = emu.alloc(np.zeros(1, np.uint32)), emu.alloc(np.zeros(1, np.float32))
+    found = emu.launch(DRAWING.format(tiles=tiles, rows=rows, steps=steps, order=words,
+                                      fmas=FMAS * "fma.rn.f32 %f0, %f0, %f0, %f0; "), CTAS, 1,
+                       [counter, out], timing="h100").timing
+    at = np.arange(tiles) % rows
+    length = {"short rows first": at, "long rows first": rows - 1 - at, "equal": 0 * at + rows // 2}[order]
+    expected = dealt((length + 1) * steps * FMAS * LATENCY)
+    assert found.cycles == pytest.approx(expected, rel=0.05)
