@@ -234,9 +234,9 @@ def test_nothing_is_moved_to_before_the_wait(name: str):
 
 
 def test_ptxas_moves_what_is_said_to_be_constant():
-    """Why weights are not read by ld.global.nc: this is no theory."""
+    """Why weights are not read by ld.global.nc: this is no theory. A trigger behind it is in the way."""
     case = CASES["gemv MN-major"]
-    text = text_of(case)
+    text = text_of(case).replace("griddepcontrol.launch_dependents;", "")
     assert opcodes(text.replace("ld.global.L1::no_allocate", "ld.global.nc.L1::no_allocate"))[0] == "LDG"
 
 

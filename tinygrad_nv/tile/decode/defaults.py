@@ -1,13 +1,15 @@
 """The schedule of a decode attention, from its spec and the architecture alone.
 
-Its block of keys, its splits and with them the bits of the result do not depend on the number of requests.
+Its block of keys, its splits and with them the bits of the result do not depend on the number of requests;
+its stages do.
 
     rows      16 for each warp along them, up to 64
     warps     four in all, those left over divide the keys; fewer where shared memory is too small
     keys      a step of about 32 KiB
-    stages    as many as leave room for two CTAs, at least 2 and at most 4
+    stages    as many as leave room for so many CTAs as an SM has, up to three, at least 2 and at most 5: one
+              CTA has latency to hide, of several each hides that of the others
     splits    of at least 128 KiB for each 16 rows: what a split leaves in the workspace is then below a
-              tenth of what it reads
+              tenth of what it reads; so many that the heads of one request fill an H100
 """
 from __future__ import annotations
 
@@ -21,6 +23,8 @@ from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.template import GPU
 
 STEP_BYTES, SPLIT_BYTES = 32 << 10, 128 << 10
+SMS = 132           # of an H100; a GPU with fewer has more CTAs for each
+LEAST_SPLITS = 8    # of many heads: a request's length may be far above those of others
 
 
 def candidates(spec: DecodeSpec, gpu: GPU) -> Iterator[Decode]:
@@ -38,8 +42,12 @@ def _with(spec: DecodeSpec, arch: str, rows: int, groups: int) -> Decode:
     while keys < 64 and 2 * keys * groups * key_bytes <= STEP_BYTES: keys *= 2
     least = 128
     while 2 * least * key_bytes <= SPLIT_BYTES * rows: least *= 2
-    made = Decode().keys(keys * groups).warps(rows, groups).split(MOST_SPLITS, least)
-    room = limits.SMEM_BYTES.get(arch, 0) // 2
-    while made.depth < 4 and DecodePlan.of(spec, made.stages(made.depth + 1)).smem_bytes <= room:
+    made = Decode().keys(keys * groups).warps(rows, groups)
+    blocks = spec.heads * -(-spec.rows // (16 * rows))
+    splits = 1 << max(SMS // blocks, 1).bit_length() - 1
+    made = made.split(min(MOST_SPLITS, max(LEAST_SPLITS, splits)), least)
+    ctas = spec.batch * blocks * DecodePlan.of(spec, made).most_splits
+    room = limits.SMEM_BYTES.get(arch, 0) // min(3, -(-ctas // SMS))
+    while made.depth < 5 and DecodePlan.of(spec, made.stages(made.depth + 1)).smem_bytes <= room:
         made = made.stages(made.depth + 1)
     return made

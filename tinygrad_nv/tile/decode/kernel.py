@@ -2,8 +2,9 @@
 later.
 
     split: for each request, key head (16 · warps_m rows of it) and split of the keys, in one CTA
-        wait for the kernel before; the request's length, read or given; nothing to do beyond it
-        the split's pages, and scales, to shared memory; q's fragments to registers
+        wait for the kernel before; the kernel after may begin
+        the request's length, read or given; meanwhile q's fragments to registers
+        nothing to do beyond the length; the split's pages, and scales, to shared memory; meanwhile addresses
         each group of warps, on keys of its own, from a ring of its own:
             the first `depth - 1` tiles of keys and values are on their way
             for each tile:
@@ -12,11 +13,10 @@ later.
                 sums = q kᵀ
                 weights, rescale = online softmax of the scores
                 out = out · rescale + weights v
-        the kernel after may begin
         merge the warps, in shared memory; a request of one split: store the result; else: leave the sums,
         maxima and sums in the workspace
     combine: for each row of a request with more splits, in one CTA
-        wait for the kernel before; merge the splits in their order
+        wait for the kernel before; the kernel after may begin; merge the splits in their order
 
 Query heads of a key head and the request's rows are packed into the 16 rows of mma.m16n8k16 (GQA). What a
 row's bits are depends on its own request alone: splits follow from its length (plan.py), and merging
@@ -54,10 +54,11 @@ def _combine(plan: DecodePlan, arch: str) -> AttentionKernel:
     spec, threads = plan.spec, 32 * COMBINE_WARPS
     kb = Kernel("decode_combine", arch=arch, threads=threads)
     given = Parameters(kb, plan)
-    if kb.hopper: kb.wait_for_previous_grid()
+    if kb.hopper:
+        kb.wait_for_previous_grid()
+        kb.launch_dependents()
     span = Span(kb, plan, given.length(kb.ctaid.z))
     with kb.if_(span.several):
         Combine(kb, plan, Workspace(kb, plan, given.workspace), given.out).write(span.count())
-    if kb.hopper: kb.launch_dependents()
     return AttentionKernel("decode_combine", kb.ptx(), (spec.rows, spec.heads, spec.batch), threads,
                            kb.dynamic_smem, pdl=kb.hopper)

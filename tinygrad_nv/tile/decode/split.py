@@ -32,42 +32,62 @@ class SplitKernel:
     def write(self) -> None:
         """The whole kernel."""
         kb, plan = self.kb, self.plan
-        if kb.hopper: kb.wait_for_previous_grid()
-        self.span = span = Span(kb, plan, self.given.length(self.request))
+        if kb.hopper:
+            kb.wait_for_previous_grid()
+            kb.launch_dependents()
+        length = self.given.length(self.request)
+        with kb.comment("while the length is on its way: queries"):
+            first = self.block * plan.block_rows + self.warp_m * 16 + kb.special("laneid") // 4
+            self.rows = LaneRows(kb, self.spec, first, length, [self.request, self.head])
+            self._queries()
+        self.span = span = Span(kb, plan, length)
         begin = span.low + self.split.to("s32") * span.keys
         with kb.if_((begin < span.high) | (self.split == 0)):
             self.bounds = bounds = Bounds(begin, kb.reg("s32"), kb.reg("s32"))
             kb.emit("max.s32", bounds.low, begin, span.first)
             kb.emit("min.s32", bounds.high, begin + span.keys, span.high)
             if self.spec.table: self._tables()
-            first = self.block * plan.block_rows + self.warp_m * 16 + kb.special("laneid") // 4
-            self.rows = LaneRows(kb, self.spec, first, span.high, [self.request, self.head])
-            self._queries()
+            else: self._begin()
             kb.sync()
+            if self.spec.quantised: self._largest_scale()
             self._multiply()
-            if kb.hopper: kb.launch_dependents()
             self._finish()
 
     # **** what is there before the first key ****
 
     def _tables(self) -> None:
-        """The split's pages and their scales to shared memory; 0 for pages that no row sees."""
+        """The split's pages and their scales to shared memory; 0 for pages that no row sees. What else comes
+        ahead of the loop is written behind the loads of pages."""
         kb, spec, bounds, size, unit = self.kb, self.spec, self.bounds, self.spec.page_size, self.plan.unit
         first, low, high = bounds.begin // size, bounds.low // size, (bounds.high + (size - 1)) // size
         self.entries = (bounds.high - bounds.begin + (unit - 1)) // unit * (unit // size)
         line = self.given.table + self.request.to("u64") * (4 * spec.pages)
-        with kb.loop(kb.tid.x.to("s32"), self.entries, self.plan.schedule.threads, name="entry") as entry:
+
+        def page_of(entry: Value) -> tuple[Value, Value]:
+            """The page of an entry, and whether a row sees it."""
             at, page = first + entry, kb.reg("u32", 0)
             there = (at >= low) & (at < high)
             kb.emit("ld.global.u32", page, (line + at.to("u64") * 4).at(), guard=there)
-            place = self.table.address(entry.to("u32") * 4)
-            kb.st("shared", "u32", place.at(), page)
-            for i, scales in enumerate((spec.k_scale, spec.v_scale)):
-                if scales is None: continue
-                value = kb.reg("f32", 0.0)
-                kb.emit("ld.global.f32", value, self._scale(scales, self.given.scales[i], page).at(),
-                       guard=there)
-                kb.st("shared", "f32", place.at(4 * self.plan.most_pages * (i + 1)), value)
+            return page, there
+
+        mine, threads = kb.tid.x.to("s32"), self.plan.schedule.threads
+        if self.plan.most_pages <= threads:
+            page, there = page_of(mine)
+            self._begin()
+            with kb.if_(mine < self.entries): self._keep(mine, page, there)
+            return
+        self._begin()
+        with kb.loop(mine, self.entries, threads, name="entry") as entry: self._keep(entry, *page_of(entry))
+
+    def _keep(self, entry: Value, page: Value, there: Value) -> None:
+        """A page and its scales, in shared memory."""
+        kb, spec, place = self.kb, self.spec, self.table.address(entry.to("u32") * 4)
+        kb.st("shared", "u32", place.at(), page)
+        for i, scales in enumerate((spec.k_scale, spec.v_scale)):
+            if scales is None: continue
+            value = kb.reg("f32", 0.0)
+            kb.emit("ld.global.f32", value, self._scale(scales, self.given.scales[i], page).at(), guard=there)
+            kb.st("shared", "f32", place.at(4 * self.plan.most_pages * (i + 1)), value)
 
     def _scale(self, scales: Scales, pointer: Value, page: Value) -> Value:
         """Where a page's scale lies."""
@@ -102,7 +122,6 @@ class SplitKernel:
             kb.emit("max.s32", first, self.bounds.begin, self.bounds.low & -s.block_n)
         tiles = (self.bounds.high - first + (s.block_n - 1)) // s.block_n
         key = kb.reg("s32", first + (self.warp_n * plan.keys).to("s32"), name="key")
-        self._begin()
         with kb.comment(f"the first {s.depth - 1} tiles"):
             for stage in range(s.depth - 1):
                 with kb.if_(tiles > stage): self._copy(ring + stage * step, key + stage * s.block_n)
@@ -122,7 +141,7 @@ class SplitKernel:
         kb.cp_async_wait(0)
 
     def _begin(self) -> None:
-        """Copies, fragments and sums, as they are ahead of the loop."""
+        """Copies, fragments and sums, as they are ahead of the loop: nothing of them asks for the length."""
         kb, plan, spec = self.kb, self.plan, self.spec
         thread, policy = kb.tid.x - self.warp_n * plan.group_threads, evict_first(kb)
 
@@ -141,7 +160,6 @@ class SplitKernel:
         self.values = Values(kb, spec.v.dtype, spec.q.dtype, plan.v_tile, spec.d_v, values)
         self.softmax = DecodeSoftmax(kb, spec, self.rows, self.given.extras)
         self.out: Cells = [kb.regs("f32", 4, 0.0) for _ in range(0, spec.d_v, 8)]
-        if spec.quantised: self._largest_scale()
 
     def _largest_scale(self) -> None:
         """Scales of values are taken relative to the split's largest: weights of float16 stay in its range.

@@ -61,12 +61,14 @@ class Cost(Generic[C]):
     """What the model asks of a template. `hbm_share` of peak is what its streaming reaches, `barrier_cycles`
     those of a step in which a CTA's warps wait for each other. `loads_ahead`: CTAs stay, and load a tile
     while they work on the one before. `by_mma`: with mma.sync, where it multiplies on tensor cores.
-    `cluster_tiles`: how many times a tile's sums pass where CTAs of a cluster join theirs."""
+    `cluster_tiles`: how many times a tile's sums pass where CTAs of a cluster join theirs. `streams`: HBM
+    is what all SMs wait for; of what it could bring while only SMs with a CTA more are busy, half is lost."""
     hbm_share: float
     barrier_cycles = 0
     loads_ahead = False
     by_mma = True
     cluster_tiles = 0
+    streams = False
 
     def __call__(self, spec: GemmSpec, s: C, gpu: GPU) -> Prediction:
         """What a schedule takes."""
@@ -191,6 +193,7 @@ class CostModel:
                    turns * (t.steps * alone + first) - first + ceil(turns) * done.finish)
         sm_s = busy / gpu_model.clock_hz
         hbm_s = self._hbm_bytes(s, t) / (gpu_model.hbm_bytes_per_s * cost.hbm_share)
+        if cost.streams and units > t.usable: hbm_s *= (1 + per_sm * t.usable / units) / 2
         flags = cost.flags(s, gpu_model.arch)
         launch_s = gpu_model.early_launch_s if gpu_model.early_launch_s and not flags else gpu_model.launch_s
         launch_s += gpu_model.load_s + self._joining_s(s, t, flags)

@@ -1,47 +1,69 @@
 """New keys and values into pages, with rotation and rounding, in one launch. For sm_80 and later.
 
-    each CTA has one row of one request:
-        wait for the kernel before
+    each CTA has one row of one request, and of its q, keys or values a vector for each thread:
+        wait for the kernel before; the kernel after may begin
+        load the vector
         read the request's length; the place of the row, its page: where there is none, no keys and values
-        q:    each thread, vectors of heads: load, rotate, store
-        k:    the same, into the page
-        v:    the same without rotation
-        the kernel after may begin
+        rotate q and keys; store, keys and values into the page
 
 A vector is 8 elements, or 4: 16 bytes of a 16-bit type. Of a rotation that pairs i with i + half a thread has
-both vectors; of an interleaved one a vector has whole pairs.
+both vectors; of an interleaved one a vector has whole pairs. What lies in memory is asked for before the
+length is known, so that a row takes three latencies: its length, then page and angles, then the stores.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.decode.spec import Pages, Scales
+from tinygrad_nv.tile.decode.spec import Scales
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.kv_append.spec import AppendSpec, Heads, Rope, vector
 from tinygrad_nv.tile.lanes import FLOAT16S, packed, to_fp8, unpacked
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 
-MOST_THREADS = 256
+THREADS = 128
 Operation = tuple[str, Value, Value]  # name, operands
 
 
 def kv_append(spec: AppendSpec, schedule: Schedule, gpu: GPU) -> TileKernel:
     """The kernel of an append. Parameters in this order: pages of keys, of values; rotated q; k, v; q; table;
     lengths; cos, sin; scales of keys, of values: those that there are."""
-    kb = Kernel("kv_append", arch=gpu.arch, threads=_threads(spec))
-    _Append(kb, spec).write()
-    return TileKernel("kv_append", kb.ptx(), (spec.rows, spec.batch, 1), kb.threads[0], pdl=kb.hopper)
+    kb, parts = Kernel("kv_append", arch=gpu.arch, threads=THREADS), _parts(spec)
+    _Append(kb, spec).write(parts)
+    grid = sum(each.ctas for each in parts), spec.rows, spec.batch
+    return TileKernel("kv_append", kb.ptx(), grid, THREADS, pdl=kb.hopper)
 
 
-def _threads(spec: AppendSpec) -> int:
-    """As many as the largest part has vectors, in whole warps."""
-    heads = max(spec.q_heads * spec.d, spec.heads * max(spec.d, spec.d_v))
-    return min(MOST_THREADS, -(-heads // vector(spec) // 32) * 32)
+@dataclass(frozen=True)
+class AppendPart:
+    """Vectors of "q", "k" or "v": `vectors` of each of `heads`, from element `first` on."""
+    name: str
+    heads: int
+    vectors: int
+    first: int = 0
+    rope: Rope | None = None
+
+    @property
+    def count(self) -> int: return self.heads * self.vectors
+
+    @property
+    def ctas(self) -> int: return -(-self.count // THREADS)
+
+
+def _parts(spec: AppendSpec) -> list[AppendPart]:
+    """Those that have vectors; what takes longest is first."""
+    made, size, rope = [AppendPart("v", spec.heads, spec.d_v // vector(spec))], vector(spec), spec.rope
+    rotated = 2 * rope.half if rope else 0
+    for name, heads in (("k", spec.heads), ("q", spec.q_heads)):
+        made.append(AppendPart(name, heads, (spec.d - rotated) // size, rotated))
+        if rope is None: continue
+        width = rotated if rope.interleaved else rope.half
+        made.append(AppendPart(name, heads, width // size, rope=rope))
+    return [each for each in reversed(made) if each.count]
 
 
 @dataclass(frozen=True)
@@ -61,48 +83,57 @@ class _Append:
         self.kb, self.spec, self.count = kb, spec, vector(spec)
         self.k_pages, self.v_pages = kb.pointer("k_pages"), kb.pointer("v_pages")
         if spec.q: self.q_out = kb.pointer("q_out")
-        self.new_k, self.new_v = kb.pointer("k"), kb.pointer("v")
-        if spec.q: self.q = kb.pointer("q")
+        self.new = {"k": (kb.pointer("k"), spec.k), "v": (kb.pointer("v"), spec.v)}
+        if spec.q: self.new["q"] = kb.pointer("q"), spec.q
         if spec.table: self.table = kb.pointer("table")
         self.lengths = kb.pointer("lengths")
         if spec.rope: self.cos, self.sin = kb.pointer("cos"), kb.pointer("sin")
         self.scales = {name: kb.pointer(name) for name, scale in
                        (("k_scale", spec.k_scale), ("v_scale", spec.v_scale)) if scale is not None}
-        self.row, self.request = kb.ctaid.x, kb.ctaid.y
+        self.row, self.request = kb.ctaid.y, kb.ctaid.z
 
-    def write(self) -> None:
-        kb, spec = self.kb, self.spec
-        if kb.hopper: kb.wait_for_previous_grid()
-        with kb.comment("where the row stands"): self.find()
-        if spec.q is not None:
-            with kb.comment("q"):
-                start = (self.request * spec.rows + self.row).to("u64") * (spec.q_heads * spec.d)
-                to = AppendTarget(spec.q.dtype, self.q_out + start * spec.q.dtype.itemsize, spec.d)
-                self.part(self.q, spec.q, spec.q_heads, spec.d, spec.rope, to)
-        with kb.if_(self.there):
-            with kb.comment("keys"):
-                to = self.token_of(self.k_pages, spec.k_pages, "k_scale", spec.k_scale)
-                self.part(self.new_k, spec.k, spec.heads, spec.d, spec.rope, to)
-            with kb.comment("values"):
-                to = self.token_of(self.v_pages, spec.v_pages, "v_scale", spec.v_scale)
-                self.part(self.new_v, spec.v, spec.heads, spec.d_v, None, to)
-        if kb.hopper: kb.launch_dependents()
+    def write(self, parts: Sequence[AppendPart]) -> None:
+        kb, first = self.kb, 0
+        if kb.hopper:
+            kb.wait_for_previous_grid()
+            kb.launch_dependents()
+        for part in parts:
+            number = kb.ctaid.x - first if first else kb.ctaid.x
+            with kb.comment(f"{part.name} from element {part.first} on"), kb.if_(number < part.ctas):
+                index = number * THREADS + kb.tid.x
+                if part.count % THREADS == 0: self.part(part, index)
+                else:
+                    with kb.if_(index < part.count): self.part(part, index)
+            first += part.ctas
 
-    def token_of(self, base: Value, pages: Pages, name: str, scale: Scales | None) -> AppendTarget:
+    def token_of(self, name: str) -> AppendTarget:
         """The row's token in its page."""
+        spec, keys = self.spec, name == "k"
+        base, pages, scale = (self.k_pages, spec.k_pages, spec.k_scale) if keys else \
+            (self.v_pages, spec.v_pages, spec.v_scale)
         size = pages.dtype.itemsize
         at = self.moved(self.moved(base + pages.offset * size, self.page, pages.page * size), self.token,
                         pages.token * size)
         return AppendTarget(pages.dtype, at, pages.head,
-                            None if scale is None else (self.scales[name], scale))
+                            None if scale is None else (self.scales[f"{name}_scale"], scale))
 
     # **** the row ****
 
-    def find(self) -> None:
-        """Its place, page and token, and whether there is a page."""
+    def find(self, name: str, rope: Rope | None) -> None:
+        """Its place; of keys and values page and token, and whether there is a page; a rotation's angles."""
         kb, spec = self.kb, self.spec
         length = kb.ld("global", "s32", self.moved(self.lengths, self.request, 4).at())[0]
         place = length + self.row.to("s32") - spec.rows
+        if name != "q": self.find_page(place)
+        if rope is None: return
+        kb.emit("max.s32", place, place, 0)
+        kb.emit("min.s32", place, place, spec.longest - 1)
+        angles = place.to("u32") * rope.half
+        self.angles = [self.moved(table, angles, rope.dtype.itemsize) for table in (self.cos, self.sin)]
+
+    def find_page(self, place: Value) -> None:
+        """The page of a place, and its token there."""
+        kb, spec = self.kb, self.spec
         inside = place.to("u32") < spec.longest
         if spec.table:
             self.page = kb.reg("u32", 0xFFFFFFFF, name="page")
@@ -112,11 +143,6 @@ class _Append:
         else: self.page = kb.select(inside, self.request, 0xFFFFFFFF, "u32")
         self.there = self.page < spec.stored
         self.token = place.to("u32") % spec.page_size
-        if spec.rope is None: return
-        kb.emit("max.s32", place, place, 0)
-        kb.emit("min.s32", place, place, spec.longest - 1)
-        angles = place.to("u32") * spec.rope.half
-        self.angles = [self.moved(table, angles, spec.rope.dtype.itemsize) for table in (self.cos, self.sin)]
 
     def moved(self, base: Value, count: Value, nbytes: int) -> Value:
         """An address (u64) and so many strides (u32) of bytes further."""
@@ -128,42 +154,42 @@ class _Append:
 
     # **** parts ****
 
-    def part(self, source: Value, rows: Heads, heads: int, d: int, rope: Rope | None,
-             to: AppendTarget) -> None:
-        """The row's heads of q, k or v."""
-        size, count = rows.dtype.itemsize, self.count
-        base = self.moved(self.moved(source + rows.offset * size, self.request, rows.request * size),
-                          self.row, rows.row * size)
+    def part(self, part: AppendPart, index: Value) -> None:
+        """A thread's vector; both, of a rotation that pairs i with i + half."""
+        rope, count = part.rope, self.count
+        source, rows = self.new[part.name]
+        head, first = index // part.vectors, index % part.vectors * count
+        starts = [first + part.first if part.first else first]
+        if rope is not None and not rope.interleaved: starts.append(first + rope.half)
+        places = [self.place_of(source, rows, head, start) for start in starts]
+        values = [self.load(at, rows.dtype, count) for at in places]
+        self.find(part.name, rope)
+        if rope is not None: values = self.rotated(rope, values, first)
+        if part.name == "q": return self.put(self.rotated_q(), head, starts, values)
+        with self.kb.if_(self.there): self.put(self.token_of(part.name), head, starts, values)
 
-        def moving(head: Value, first: Value, elements: int) -> tuple[Value, Value]:
-            """Where a vector comes from and where it goes."""
-            start = first + elements if elements else first
-            return (self.moved(self.moved(base, head, rows.head * size), start, size),
-                    self.moved(self.moved(to.at, head, to.head * to.dtype.itemsize), start,
-                               to.dtype.itemsize))
+    def place_of(self, source: Value, rows: Heads, head: Value, start: Value) -> Value:
+        """Where an element of the row lies."""
+        size, at = rows.dtype.itemsize, source + rows.offset * rows.dtype.itemsize
+        strides = (rows.request, rows.row, rows.head, 1)
+        for index, stride in zip((self.request, self.row, head, start), strides, strict=True):
+            at = self.moved(at, index, stride * size)
+        return at
 
-        rotated = 2 * rope.half if rope else 0
-        if rope is not None:
-            width = rotated if rope.interleaved else rope.half
-            for head, first in self.each(heads, width // count):
-                places = [moving(head, first, 0)]
-                if not rope.interleaved: places.append(moving(head, first, rope.half))
-                values = [self.load(at, rows.dtype, count) for at, _ in places]
-                turned = self.rotated(rope, values, first)
-                inverse = self.inverse(to.scale, head)
-                for (_, at), each in zip(places, turned, strict=True): self.store(at, to.dtype, each, inverse)
-        for head, first in self.each(heads, (d - rotated) // count):
-            at, there = moving(head, first, rotated)
-            self.store(there, to.dtype, self.load(at, rows.dtype, count), self.inverse(to.scale, head))
+    def put(self, to: AppendTarget, head: Value, starts: Sequence[Value],
+            values: Sequence[list[Value]]) -> None:
+        """Stores vectors of a head."""
+        size, inverse = to.dtype.itemsize, self.inverse(to.scale, head)
+        for start, each in zip(starts, values, strict=True):
+            at = self.moved(self.moved(to.at, head, to.head * size), start, size)
+            self.store(at, to.dtype, each, inverse)
 
-    def each(self, heads: int, vectors: int) -> Iterator[tuple[Value, Value]]:
-        """This thread's head and first element, vector after vector."""
-        kb, threads, total = self.kb, self.kb.threads[0], heads * vectors
-        for start in range(0, total, threads):
-            index = kb.tid.x + start if start else kb.tid.x
-            if start + threads <= total: yield index // vectors, index % vectors * self.count
-            else:
-                with kb.if_(index < total): yield index // vectors, index % vectors * self.count
+    def rotated_q(self) -> AppendTarget:
+        """The row of q_out."""
+        spec = self.spec
+        assert spec.q is not None
+        size, start = spec.q.dtype.itemsize, (self.request * spec.rows + self.row).to("u64")
+        return AppendTarget(spec.q.dtype, self.q_out + start * (spec.q_heads * spec.d * size), spec.d)
 
     def rotated(self, rope: Rope, values: list[list[Value]], first: Value) -> list[list[Value]]:
         """Vectors after the rotation of their pairs."""

@@ -1,12 +1,11 @@
 """Rows: norms, softmax, argmax, and elements made without statistics (spec.py). For sm_80 and later.
 
     each team of threads has a row, a thread vectors of it (schedules.py):
-        have L2 fetch the weights; wait for the kernel before; load the vectors
+        have L2 fetch the weights; wait for the kernel before; the kernel after may begin; load the vectors
         for each statistic:
             its terms, added up (or the largest) in registers, in the order of the row
             of the team: shuffles; of several warps: through shared memory
         what depends on the row alone (1 / √(s_0 / n + eps)), once
-        the kernel after may begin
         results of each vector, stored
 
 Which numbers are added in which order depends on the row's length and the plan alone: a row's result does not
@@ -139,6 +138,7 @@ class _NormKernel:
             if spec.rows <= MANY_ROWS:
                 for load in along(spec): self.ask(load)
             kb.wait_for_previous_grid()
+            if spec.statistics: kb.launch_dependents()
         with kb.comment("numbers of the row"):
             for load, at in self.at.items():
                 if not load.n: row.known[load] = read(kb, at, 0, load.dtype, 1, row.there, self.space)
@@ -153,7 +153,8 @@ class _NormKernel:
                 stands[Sum(each.dtype, number)] = self.named(Lanes(kb, each.dtype, [total]))
         with kb.comment("results"):
             values = [self.of_elements(substituted(each.value, stands)) for each in spec.results]
-            if kb.hopper: kb.launch_dependents()
+            # behind the loads of elements: without it ptxas moves them to between the stores
+            if kb.hopper and not spec.statistics: kb.launch_dependents()
             self.store(values)
 
     def ask(self, load: Load) -> None:

@@ -1,16 +1,16 @@
 """Choices of tokens (spec.py): noise and the largest with it in one pass. For sm_80 and later.
 
-    each CTA has a piece of a row, its threads every `THREADS`-th element of it:
-        wait for the kernel before; the row's key and place
-        y = x + noise, unless the row has no temperature or x is -inf
-        best = max(best, (y in the order of numbers, complement of the index)); of NaN all bits
-        of the CTA: shuffles, then through shared memory
-        the kernel after may begin; the token, or the piece's best
-    a second kernel, where rows are cut in pieces: the best of them, a thread for each row
+    each CTA has a piece of a row, its threads every `THREADS`-th vector of it:
+        wait for the kernel before; the kernel after may begin; the row's key and place
+        y = x + noise, unless the row has no temperature or all of the vector are -inf
+        best = max(best, y in the order of numbers; of NaN all bits), and its index, the first of equals
+        of the CTA: (best, complement of the index), shuffles, then through shared memory
+        the token, or the piece's best
+    a second kernel, where rows are cut in pieces: the best of them, a warp for each row
 
 Noise is of the multiplications and additions of Threefry, a logarithm that is exact to some units in the last
-place where u is nearly 1 (lg2.approx is not), and lg2.approx. `best` is a u64, so that the first of equal
-logits is the largest, in whichever lane: pieces and threads do not matter.
+place where u is nearly 1 (lg2.approx is not), and lg2.approx. What threads exchange is a u64, of which the
+first of equal logits is the largest, in whichever lane: pieces and threads do not matter.
 """
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from tinygrad_nv.tile.template import GPU
 
 THREADS = 256
 PIECE = 1 << 12         # elements of a piece at least
-CTAS = 128              # of which more do not help
+CTAS = 512              # four for each SM of an H100: chains of Threefry have latencies to hide
+WIDE = 4                # elements of a vector, whose chains are beside each other
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = 0x1BD11BDA     # of Threefry's key schedule
 
@@ -58,42 +59,60 @@ def merged(spec: ChoiceSpec, arch: str) -> TileKernel:
     """The second kernel. Parameters in this order: out, int32 [rows]; what the first has found."""
     kb = Kernel("pieces", arch=arch, threads=32)
     out, found, cut = kb.pointer("out"), kb.pointer("found"), pieces(spec)
-    if kb.hopper: kb.wait_for_previous_grid()
-    row = kb.ctaid.x * 32 + kb.tid.x
-    with kb.if_(row < spec.rows):
-        best, at = kb.reg("u64", 0), advanced(kb, found, row, 8 * cut)
-        at = kb.reg("u64", at)
-        with kb.loop(0, cut, kind="u32"):
-            kb.emit("max.u64", best, best, kb.ld("global", "u64", at.at())[0])
-            at += 8
-        if kb.hopper: kb.launch_dependents()
-        kb.st("global", "u32", advanced(kb, out, row, 4).at(), _token(kb, spec, best))
-    return TileKernel(kb.name, kb.ptx(), (-(-spec.rows // 32), 1, 1), 32, pdl=kb.hopper)
+    _begun(kb)
+    row, lane = kb.ctaid.x, kb.tid.x
+    at = advanced(kb, advanced(kb, found, row, 8 * cut), lane, 8)
+    each = kb.regs("u64", -(-cut // 32), 0)
+    for i, piece in enumerate(each):
+        inside = None if 32 * i + 32 <= cut else lane < cut - 32 * i
+        kb.emit("ld.global.u64", piece, at.at(256 * i), guard=inside)
+    best = each[0]
+    for piece in each[1:]: kb.emit("max.u64", best, best, piece)
+    best = _largest(kb, best, 32)
+    kb.emit("st.global.u32", advanced(kb, out, row, 4).at(), _token(kb, spec, best), guard=lane == 0)
+    return TileKernel(kb.name, kb.ptx(), (spec.rows, 1, 1), 32, pdl=kb.hopper)
+
+
+def _begun(kb: Kernel) -> None:
+    """Waits for the kernel before; the one after may begin."""
+    if not kb.hopper: return
+    kb.wait_for_previous_grid()
+    kb.launch_dependents()
 
 
 def _write(kb: Kernel, spec: ChoiceSpec) -> None:
     cut = pieces(spec)
     out, logits = kb.pointer("out"), kb.pointer("logits")
     noise = _Noise(kb, kb.pointer("numbers"), kb.pointer("places")) if spec.draw else None
-    span = -(-spec.size // (cut * THREADS)) * THREADS
+    wide = WIDE if spec.size % WIDE == 0 else 1     # vectors are aligned and whole
+    span = -(-spec.size // (cut * THREADS * wide)) * THREADS * wide
     row, start = kb.ctaid.y, kb.ctaid.x * span
     end = kb.reg("u32")
     kb.emit("min.u32", end, start + span, spec.size)
-    if kb.hopper: kb.wait_for_previous_grid()
+    _begun(kb)
     if noise is not None: noise.of_row(row)
     base = advanced(kb, logits, row, 4 * spec.size)
-    best = kb.reg("u64", 0)
-    with kb.comment("this thread's elements"), kb.loop(start + kb.tid.x, end, THREADS, kind="u32") as i:
-        x = kb.ld("global", "f32", advanced(kb, base, i, 4).at())[0]
+    most, index = kb.reg("u32", 0), kb.reg("u32", 0xFFFFFFFF)   # no key is 0
+    first, step = start + kb.tid.x * wide, THREADS * wide
+    with kb.comment("this thread's elements"), kb.loop(first, end, step, kind="u32") as i:
+        vector = kb.ld("global", "f32", advanced(kb, base, i, 4).at(), wide)
+        places = [i + e if e else i for e in range(wide)]
         if noise is not None:
-            wanted = noise.drawn & (x != -math.inf)
-            with kb.if_(wanted): x += noise.at(i)
-        kb.emit("max.u64", best, best, _rank(kb, x, i))
+            some = vector[0] != -math.inf
+            for x in vector[1:]: some = some | (x != -math.inf)
+            with kb.if_(noise.drawn & some):
+                added = [noise.at(place) for place in places]
+                for x, more in zip(vector, added, strict=True): x += more
+        for x, place in zip(vector, places, strict=True):   # the first of equals: indices rise
+            key = _key(kb, x)
+            kb.emit("mov.u32", index, place, guard=key > most)
+            kb.emit("max.u32", most, most, key)
+    best = kb.reg("u64")
+    kb.emit("mov.b64", best, [~index, most])
     warps = kb.shared("warps", 8 * (THREADS // 32))
     best = _largest(kb, best, 32)
     kb.emit("st.shared.u64", warps.address((kb.tid.x >> 5) * 8).at(), best, guard=kb.tid.x & 31 == 0)
     kb.sync()
-    if kb.hopper: kb.launch_dependents()
     with kb.if_(kb.tid.x < 32):
         lanes = THREADS // 32
         best = kb.ld("shared", "u64", warps.address((kb.tid.x & (lanes - 1)) * 8).at())[0]
@@ -103,16 +122,14 @@ def _write(kb: Kernel, spec: ChoiceSpec) -> None:
         kb.emit(f"st.global.{made.kind}", at.at(), made, guard=kb.tid.x == 0)
 
 
-def _rank(kb: Kernel, y: Value, index: Value) -> Value:
-    """A u64 that is larger for a larger number, and for the first of equals; all bits of NaN."""
-    plus, bits, made = kb.reg("f32"), kb.reg("b32"), kb.reg("u64")
+def _key(kb: Kernel, y: Value) -> Value:
+    """A u32 that is larger for a larger number; all bits of NaN."""
+    plus, bits = kb.reg("f32"), kb.reg("b32")
     kb.emit("add.f32", plus, y, 0.0)  # -0 is as large as 0
     kb.emit("mov.b32", bits, plus)
     nan = kb.reg("pred")
     kb.emit("setp.nan.f32", nan, y, y)
-    high = kb.select(nan, 0xFFFFFFFF, ordered(kb, bits), "u32")
-    kb.emit("mov.b64", made, [~index, high])
-    return made
+    return kb.select(nan, 0xFFFFFFFF, ordered(kb, bits), "u32")
 
 
 def _token(kb: Kernel, spec: ChoiceSpec, best: Value) -> Value:

@@ -1,14 +1,14 @@
 """Filters by mass (spec.py), by radix selection in memory that stays in caches. For sm_80 and later.
 
     each CTA has a row, each of its first `LANES` threads a lane of the spec:
-        wait for the kernel before; where the target is infinity, the threshold is 0
+        wait for the kernel before; the kernel after may begin
+        where the target is infinity, the threshold is 0
         of a long row, lists of what is above some floor (threshold_sift.py); if these have the mass,
             passes see them alone: the threshold is not below the floor
         for each pass, from the top bits of keys to the lowest:
             acc[d] += weight where key ≥ found + d · 2^shift, for each digit d > 0, element after element
             meet; in the first warp thread d adds up the lanes' acc[d], from first to last
             found += 2^shift · (how many d reach the target); meet
-        the kernel after may begin
         out = x where key ≥ found, else -inf
 
 Sums fall with the digit, so that counting the digits that reach the target finds the largest; digit 0 is not
@@ -70,7 +70,9 @@ class _ThresholdKernel:
             rows = [advanced(kb, each, row, 4 * spec.size) for each in (self.logits, self.weights)
                     if each is not None]
             sources = [advanced(kb, each, first, 4) for each in rows]
-        if kb.hopper: kb.wait_for_previous_grid()
+        if kb.hopper:
+            kb.wait_for_previous_grid()
+            kb.launch_dependents()
         at = advanced(kb, self.numbers, row, 4 * NUMBERS)
         target = kb.ld("global", "f32", at.at(4 * spec.number))[0]
         found = kb.reg("u32", 0, name="found")
@@ -81,7 +83,6 @@ class _ThresholdKernel:
         with kb.if_(limited):
             if self.sift is None: self.turns(found, target, whole)
             else: self.sifted(self.sift, found, target, rows, whole)
-        if kb.hopper: kb.launch_dependents()
         self.store(row, found)
 
     def sifted(self, sift: Sift, found: Value, target: Value, rows: list[Value],
@@ -158,9 +159,16 @@ class _ThresholdKernel:
         """The result."""
         kb, size = self.kb, self.spec.size
         start = advanced(kb, kb.reg("u64", 0), row, 4 * size)
-        step, wide = self.threads * self.wide, self.wide
-        with kb.comment("what is kept"), kb.loop(kb.tid.x * wide, size, step, kind="u32") as i:
+        wide = DEEP if size % DEEP == 0 else 1
+        step, vector = self.threads * wide, f".v{wide}" if wide > 1 else ""
+        with kb.comment("what is kept"), kb.loop(kb.tid.x * wide, size, step * DEEP, kind="u32") as i:
             source, target = (advanced(kb, each + start, i, 4) for each in (self.logits, self.out))
-            values = kb.ld("global", "b32", source.at(), wide)
-            kept = [kb.select(ordered(kb, x) >= found, x, 0xFF800000, "b32") for x in values]
-            kb.st("global", "b32", target.at(), kept)
+            inside = [(i + step * d if d else i) < size for d in range(DEEP)]
+            values = [kb.regs("b32", wide, 0) for _ in inside]
+            for d, (some, there) in enumerate(zip(values, inside, strict=True)):
+                kb.emit(f"ld.global{vector}.b32", some if vector else some[0], source.at(4 * step * d),
+                       guard=there)
+            for d, (some, there) in enumerate(zip(values, inside, strict=True)):
+                kept = [kb.select(ordered(kb, x) >= found, x, 0xFF800000, "b32") for x in some]
+                kb.emit(f"st.global{vector}.b32", target.at(4 * step * d), kept if vector else kept[0],
+                       guard=there)

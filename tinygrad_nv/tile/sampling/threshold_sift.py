@@ -21,7 +21,9 @@ from tinygrad_nv.tile.sampling.spec import LANES, FilterSpec
 THREADS, WARPS = 512, 16
 DOWN = (0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.8, 1.1)
 ROOM = 40               # with weights 40 KiB of shared memory
-DEEP = 4                # elements of a thread that are loaded together
+DEEP = 4                # vectors of a thread that are loaded together
+WIDE = 4                # elements of a vector
+LISTED = 16             # elements of a lane that are loaded together for lists
 
 
 def ordered(kb: Kernel, bits: Value) -> Value:
@@ -83,16 +85,21 @@ class Sift:
 
     def row(self, logits: Value, weights: Value | None) -> Iterator[tuple[Value, Value, Value]]:
         """A row's elements, shared out among all threads, their weights, and whether they are any; what uses
-        them is written `DEEP` times, in a loop."""
+        them is written `DEEP` · `WIDE` times, in a loop."""
         kb, size = self.kb, self.spec.size
-        with kb.loop(kb.tid.x, size, THREADS * DEEP, kind="u32") as i:
+        wide = WIDE if size % WIDE == 0 else 1      # vectors are aligned and whole
+        vector = f".v{wide}" if wide > 1 else ""
+        with kb.loop(kb.tid.x * wide, size, THREADS * wide * DEEP, kind="u32") as i:
             at = [advanced(kb, each, i, 4) for each in (logits, weights) if each is not None]
-            inside = [i + THREADS * d < size for d in range(DEEP)]
-            loaded = [kb.regs("f32", DEEP, 0.0) for _ in at]
-            for registers, base in zip(loaded, at, strict=True):
-                for d, x in enumerate(registers):
-                    kb.emit("ld.global.f32", x, base.at(4 * THREADS * d), guard=inside[d])
-            for d in range(DEEP): yield loaded[0][d], loaded[1][d] if len(at) > 1 else self.one, inside[d]
+            inside = [i + THREADS * wide * d < size for d in range(DEEP)]
+            loaded = [[kb.regs("f32", wide, 0.0) for _ in range(DEEP)] for _ in at]
+            for vectors, base in zip(loaded, at, strict=True):
+                for d, some in enumerate(vectors):
+                    place = base.at(4 * THREADS * wide * d)
+                    kb.emit(f"ld.global{vector}.f32", some if vector else some[0], place, guard=inside[d])
+            for d in range(DEEP):
+                for e in range(wide):
+                    yield loaded[0][d][e], loaded[1][d][e] if len(at) > 1 else self.one, inside[d]
 
     def listed(self, logits: Value, weights: Value | None, floor: Value) -> None:
         """Writes the lists."""
@@ -102,10 +109,10 @@ class Sift:
             start, here, kept = number * spec.length, kb.reg("s32"), kb.reg("u32", 0)
             kb.emit("sub.s32", here, spec.size, start)
             kb.emit("min.s32", here, here, spec.length)
-            with kb.loop(0, here, 32 * DEEP, kind="s32") as j:
+            with kb.loop(0, here, 32 * LISTED, kind="s32") as j:
                 first = start + (j.to("u32") + lane)
                 at = advanced(kb, logits, first, 4)
-                words, rest = kb.regs("b32", DEEP, -1), here - j  # -1: the bits of key 0
+                words, rest = kb.regs("b32", LISTED, -1), here - j  # -1: the bits of key 0
                 for d, x in enumerate(words):
                     kb.emit("ld.global.b32", x, at.at(128 * d), guard=(lane + 32 * d).to("s32") < rest)
                 for d, x in enumerate(words):

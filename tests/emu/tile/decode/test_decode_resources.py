@@ -51,7 +51,7 @@ def test_instructions_of_the_loop(dtype: DType | None, most: int):
     assert schedule is not None
     lines = TABLE.build(spec, schedule, GPU("sm_90a")).kernels[0].ptx.splitlines()
     # the loop over tiles ends where the next one is chosen; copies of the first tiles are before it
-    start = max(i for i, line in enumerate(lines) if "cp.async.wait_group 1" in line)
+    start = max(i for i, line in enumerate(lines) if f"cp.async.wait_group {schedule.depth - 2}" in line)
     end = next(i for i, line in enumerate(lines) if i > start and line.strip().startswith("$endloop"))
     code = [line for line in lines[start:end] if line.strip().endswith(";")]
     assert len(code) <= most * sum("cp.async.cg" in line for line in code)

@@ -180,7 +180,7 @@ def test_several_instructions_of_a_line_are_told_apart():
     """The text is that with lines of their own; lines are those that were given."""
     steps = [f"fma.rn.f32 %f1, %f1, %f{i}, %f1;" for i in range(2, 8)]
     head, foot = "  .reg .f32 %f<9>;", "  ret; // ; not an instruction; nor that"
-    given, laid = (module(f"{head}\n  {joint.join(steps)}\n{foot}") for joint in (" ", "\n"))
+    given, laid = (module(f"{head}\n  {between.join(steps)}\n{foot}") for between in (" ", "\n"))
     one, origins = one_a_line(given)
     alone = one_a_line(laid)[0]
     assert [each.strip() for each in one.splitlines()] == [each.strip() for each in alone.splitlines()]

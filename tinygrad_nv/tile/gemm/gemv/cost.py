@@ -15,6 +15,7 @@ REGISTERS = 64                      # of a thread, about
 class GemvCost(Cost[Gemv]):
     """Weights stream from HBM past L1; what multiplies them hardly matters."""
     hbm_share = STREAMING
+    streams = True
 
     def flops_per_s(self, spec: GemmSpec, gpu_model: GPUModel) -> float:
         return 2.0 * gpu_model.fp32_fma * gpu_model.sm_count * gpu_model.clock_hz

@@ -12,7 +12,7 @@ speed of memory. For sm_80 and later, and for any extents, strides and alignment
 See plan.py for which lane reads which bytes, main_loop.py for how they are multiplied.
 
 On Hopper it is launched early: all threads wait for the kernel before ahead of their first loads, and the
-kernel after may begin when all CTAs have come to the end of their sums. Before they wait they have L2 fetch
+kernel after may begin then, as far as there is room beside this one. Before they wait they have L2 fetch
 their first weights: a hint, which reads nothing, and without which ptxas leaves all arithmetic for later.
 """
 from __future__ import annotations
@@ -120,6 +120,7 @@ class _GemvKernel:
             if kb.hopper:
                 for slot in self.slots(0): self.ask(slot, count > 0)
                 kb.wait_for_previous_grid()
+                kb.launch_dependents()
             if plan.full: self.load_all(count > 0)
         with kb.comment("activations"):
             self.stage(first_block)
@@ -132,7 +133,6 @@ class _GemvKernel:
                 for step in range(plan.steps): self.lanes.take(step)
                 self.lanes.advance(a_round * plan.itemsize)
         if plan.tail: self.write_tail(start)
-        if kb.hopper: kb.launch_dependents()
         GemvEpilogue(kb, plan, self.lanes, self.smem, self.rows, self.batch, self.batched, self.warp_k,
                      self.warp_n,
                self.out, self.extras, self.shared).write()
