@@ -52,7 +52,9 @@ def wgmma(spec: AttentionSpec, gpu: GPU) -> Iterator[FlashWgmma]:
     """Those of sm_90a: no more rows than there are, in blocks of 64."""
     if _exact(spec) or gpu.arch != "sm_90a": return
     tiles, few = (WGMMA8, FEW_WGMMA8) if spec.scales is not None else (WGMMA, FEW_WGMMA)
-    for m, n in (*_upto(tiles, _widest(spec)), *few):
+    # those of which more than a tenth of the rows are none come after the others
+    ordered = sorted(_upto(tiles, _widest(spec)), key=lambda tile: -spec.s_q % tile[0] > spec.s_q // 10)
+    for m, n in (*ordered, *few):
         if m >= 64 + spec.s_q or (n > 128 and not spec.band.full): continue
         schedule = FlashWgmma().block(m, n).warps(m // 16 + 4)
         yield schedule.pingpong() if m > 64 and not _one_scale(spec) else schedule
