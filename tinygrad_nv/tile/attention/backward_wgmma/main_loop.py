@@ -4,13 +4,13 @@ Protocol: with K and V the consumer's 64 keys and values in shared memory, Q and
 64 rows, everything of the keys' side transposed; a block of rows has one such part, a, or two, a and b:
 
     for each block of rows:
-        issue Sᵀa = K Qᵀ;  read l and delta of its rows
+        issue Sᵀ = K Qᵀ of both parts;  read l and delta of a
         wait for dK of the block before, give that block back
-        issue dPᵀa = V Gᵀ,  Sᵀb
-        wait for Sᵀa;  Pᵀa = 2^(Sᵀa · factor − l), to registers in 16 bits;  issue dV += Pᵀa G
+        issue dPᵀa = V Gᵀ
+        wait for Sᵀ;  Pᵀa = 2^(Sᵀa · factor − l), to registers in 16 bits;  issue dV += Pᵀa G
         wait for dPᵀa;  dSᵀa = Pᵀa (dPᵀa − delta) scale, in 16 bits to registers, and to shared memory as dS
-        issue dPᵀb in the place of dPᵀa,  dK += dSᵀa Q
-        wait for Sᵀb;  Pᵀb;  issue dV += Pᵀb G
+        read l and delta of b;  issue dPᵀb in the place of dPᵀa,  dK += dSᵀa Q
+        Pᵀb;  issue dV += Pᵀb G
         wait for dPᵀb;  dSᵀb
         all consumers have written dS
         issue dQ = dS K,  dK += dSᵀb Q (of a, where it is the only part)
@@ -102,24 +102,20 @@ class BackwardMainLoop:
     def _block(self, walk: BlockPosition, further: Value) -> None:
         kb, plan, ring = self.kb, self.plan, self.loads.ring
         ring.wait(self.at)
-        # of two parts before: products of both would be ahead of these reads
-        values = self._row_values(0) if plan.parts == 2 else None
-        self._issue_scores(0)
-        logs, changes = values or self._row_values(0)
+        self._issue_scores()
+        logs, changes = self._row_values(0)
         if plan.carried:
             kb.wgmma_wait(1)
             ring.release(self.empty_barriers, self.before, self.mine & further)
         self._issue_changes(0)
-        for part in range(1, plan.parts): self._issue_scores(part)
-        kb.wgmma_wait(plan.parts)
+        kb.wgmma_wait(1)
         self._weigh(walk, 0, logs)
-        kb.wgmma_wait(plan.parts)
+        kb.wgmma_wait(1)
         self._slope(0, changes)
         if plan.parts == 2:
             logs, changes = self._row_values(1)
             self._issue_changes(1)
             self._issue_keys(0)
-            kb.wgmma_wait(3)
             self._weigh(walk, 1, logs)
             kb.wgmma_wait(2)
             self._slope(1, changes)
@@ -161,7 +157,9 @@ class BackwardMainLoop:
         for c in range(ROWS // STEP):
             kb.stmatrix(place.at((ROWS * part + STEP * c) * plan.ds.span), ds[4 * c:4 * c + 4], trans=True)
 
-    def _issue_scores(self, part: int) -> None: self._issue(self.s[part], self.keys, self.q, part)
+    def _issue_scores(self) -> None:
+        """Of all parts at once: wider, a wgmma reads its left operand less often."""
+        self._issue([each for part in self.s for each in part], self.keys, self.q, 0)
 
     def _issue_changes(self, part: int) -> None: self._issue(self.dp, self.values, self.grad, part)
 
