@@ -1,6 +1,6 @@
 """Predicted times beside published ones, of kernels that others wrote.
 
-    python bench/timing_check.py [--fast-cu DIR] [--deepgemm DIR] [--flash-attention DIR]
+    python bench/timing_check.py [--fast-cu DIR] [--deepgemm DIR] [--flash-attention DIR] [--small]
                                  [--include DIR ...] [--plot FILE.png] [--dry]
 
 DIRs are checkouts of public repositories, at the commits that timing_fast_cu.py, timing_deepgemm.py and
@@ -8,7 +8,8 @@ timing_fa3.py name. Each kernel is compiled by nvcc (in PATH, or of NVIDIA's whe
 (ptx/timing/), and compared with what its authors published. Headers that a repository has as submodules, and
 CCCL where nvcc lacks it, come by `--include`; of two with one name the first counts, so each repository may
 be judged in a run of its own: rows of the others are kept. Nothing runs on a GPU, and nothing of the
-repositories is kept. Rows that are "fitted" were used to choose figures in ptx/timing/gpus/h100.toml, and
+repositories is kept. `--small`: Triton's tutorial and microbenchmarks (timing_small_judges.py), which
+need no checkout. Rows that are "fitted" were used to choose figures in ptx/timing/gpus/h100.toml, and
 judge nothing. """
 from __future__ import annotations
 
@@ -21,11 +22,13 @@ from pathlib import Path
 import timing_deepgemm
 import timing_fa3
 import timing_fast_cu
+import timing_small_judges
 from measure import RESULTS, save, table
 from timing_judges import Judged, agreement
 
 RECORD = "timing_check"
-FAMILIES = ("fast.cu", "DeepGEMM", "FlashAttention-3")
+FAMILIES = ("fast.cu", "DeepGEMM", "FlashAttention-3", "Triton", "microbenchmarks")
+COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
 
 
 def rows_of(found: Sequence[Judged]) -> Iterator[tuple[str, ...]]:
@@ -41,13 +44,13 @@ def plotted(found: Sequence[Judged], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(figsize=(6, 6))
-    for family, color in zip(FAMILIES, ("tab:blue", "tab:orange", "tab:green"), strict=True):
+    for family, color in zip(FAMILIES, COLORS, strict=True):
         for fitted, marker in ((False, "o"), (True, "x")):
             some = [(row.published, row.predicted) for row in found
                     if row.family == family and row.fitted == fitted]
             if some: axes.loglog(*zip(*some, strict=True), marker, color=color, markersize=5,
                                  label=f"{family}, fitted" if fitted else family)
-    ends = [150, 1600]
+    ends = [60, 1600]
     axes.plot(ends, ends, color="grey", linewidth=0.8)
     axes.set(xlabel="published, TFLOP/s", ylabel="predicted, TFLOP/s", title="H100 SXM: published by others")
     axes.legend()
@@ -72,6 +75,7 @@ def main() -> int:
     for name, module in (("fast-cu", timing_fast_cu), ("deepgemm", timing_deepgemm),
                          ("flash-attention", timing_fa3)):
         parser.add_argument(f"--{name}", type=Path, metavar="DIR", help=f"a checkout: {module.__name__}.py")
+    parser.add_argument("--small", action="store_true", help="what needs no checkout")
     parser.add_argument("--include", type=Path, action="append", default=[], metavar="DIR",
                         help="further headers, such as CUTLASS's and CCCL's")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw predicted against published")
@@ -81,6 +85,7 @@ def main() -> int:
               (timing_fa3, args.flash_attention))
     found = list(itertools.chain.from_iterable(module.judged(folder, args.include)
                                                for module, folder in chosen if folder))
+    if args.small: found += timing_small_judges.judged()
     new = {row.family for row in found}
     rows = sorted([*found, *(row for row in kept() if row.family not in new)],
                   key=lambda row: FAMILIES.index(row.family))
