@@ -158,8 +158,9 @@ class BackwardMainLoop:
             kb.stmatrix(place.at((ROWS * part + STEP * c) * plan.ds.span), ds[4 * c:4 * c + 4], trans=True)
 
     def _issue_scores(self) -> None:
-        """Of all parts at once: wider, a wgmma reads its left operand less often."""
-        self._issue([each for part in self.s for each in part], self.keys, self.q, 0)
+        """Of all parts at once, where registers allow it: a wider wgmma reads its left operand less often."""
+        parts = [[each for part in self.s for each in part]] if self.plan.carried else self.s
+        for part, sums in enumerate(parts): self._issue(sums, self.keys, self.q, part)
 
     def _issue_changes(self, part: int) -> None: self._issue(self.dp, self.values, self.grad, part)
 
