@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -15,7 +14,6 @@ from measure import RESULTS
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.ptx.assemble import find_program
 
-NEWEST_PTX = "9.0"      # nvcc may write a newer version than ptxas knows
 CACHE = RESULTS / "cache" / "judges"
 
 
@@ -58,7 +56,7 @@ def to_ptx(source: str, include: Sequence[Path], flags: Sequence[str] = ()) -> s
             out.unlink(missing_ok=True)
             raise NVError(f"nvcc did not compile {file.name}:\n{errors(done.stderr)}",
                           "its repository's headers", "pass --include with the folders that are missing")
-    return re.sub(r"(?m)^\.version .*", f".version {NEWEST_PTX}", out.read_text())
+    return out.read_text()
 
 
 def errors(words: str) -> str:

@@ -3,14 +3,15 @@
     python bench/timing_table.py [--fast-cu DIR[:INCLUDE…]] [--cutlass DIR[:INCLUDE…]]
                                  [--deepgemm DIR[:INCLUDE…]] [--flash-attention DIR[:INCLUDE…]]
                                  [--flash-attention-2025 DIR[:INCLUDE…]]
-                                 [--dry] [PATTERN ...]
+                                 [--dry] [--page FILE.md] [PATTERN ...]
 
 Rows are of timing_rows_*.py. DIRs are checkouts of public repositories, each with the folders of headers that
 it needs beside; kernels of Triton's need none. Kernels of others are compiled as their authors wrote them and
 predicted (ptx/timing/) like ours, which have their default schedules. The record, timing_table.json, keeps
 what was predicted by the same model before: rows and peers of other runs, but not of another model. Nothing
-was measured here. Beside GB/s of what memory bounds stands the share of the GPU's HBM bandwidth, which no
-kernel exceeds whose data do not lie in L2.
+was measured here. `--page` writes the record between the two lines MARK of a page, such as docs/timing.md.
+Beside GB/s of what memory bounds stands the share of the GPU's HBM bandwidth, which no kernel exceeds whose
+data do not lie in L2.
 """
 from __future__ import annotations
 
@@ -43,6 +44,7 @@ CHECKOUTS = {"fast_cu": "github.com/pranjalssh/fast.cu", "cutlass": "github.com/
              "deepgemm": "github.com/deepseek-ai/DeepGEMM",
              "flash_attention": "github.com/Dao-AILab/flash-attention at 74b0761f",
              "flash_attention_2025": "the same repository, later"}
+MARK = "<!-- timing_table -->"
 Record = dict[str, Any]
 
 
@@ -89,6 +91,19 @@ def lines(found: Sequence[Record]) -> Iterator[tuple[str, ...]]:
         yield row["row"], f"{row['us']:.1f}", rate, row["limiter"], *theirs
 
 
+def markdown(found: Sequence[Record]) -> str:
+    """The same for a page."""
+    head = ("", "us", "rate", "limiter", "best peer, us", "ratio", "best peer")
+    cells = [head, ("---",) * len(head), *lines(found)]
+    return "\n".join(f"| {' | '.join(each)} |" for each in cells)
+
+
+def written(page: Path, found: Sequence[Record]) -> None:
+    """Puts the table into a page."""
+    before, _, after = page.read_text().split(MARK)
+    page.write_text(f"{before}{MARK}\n{markdown(found)}\n{MARK}{after}")
+
+
 def checkout(words: str) -> Checkout:
     """Of an option."""
     folders = [Path(one).resolve() for one in words.split(os.pathsep)]
@@ -105,6 +120,7 @@ def main() -> int:
     for name, of in CHECKOUTS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=checkout, metavar="DIR[:INCLUDE…]", help=of)
     parser.add_argument("--dry", action="store_true", help="print only")
+    parser.add_argument("--page", type=Path, metavar="FILE.md", help="put the table there, too")
     given = parser.parse_args()
     checkouts = {name: one for name in CHECKOUTS if (one := getattr(given, name)) is not None}
     rows = [row for module in MODULES for row in module.rows()]
@@ -115,9 +131,10 @@ def main() -> int:
     for row in found:
         for name, why in row["failed"].items(): print(f"{row['row']}: {name}: {why}", file=sys.stderr)
     known |= {row["row"]: row for row in found}
+    all_rows = sorted((row for name, row in known.items() if name in order),
+                      key=lambda row: order.index(row["row"]))
+    if given.page: written(given.page, all_rows)
     if not given.dry:
-        all_rows = sorted((row for name, row in known.items() if name in order),
-                          key=lambda row: order.index(row["row"]))
         save(RECORD, {"gpu": GPU_NAME, "model": model(), "rows": all_rows})
     return 0
 

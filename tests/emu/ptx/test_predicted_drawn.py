@@ -62,3 +62,12 @@ def test_the_last_tiles_end_as_late_as_their_lengths_say(order: str, rows: int):
     length = {"short rows first": at, "long rows first": rows - 1 - at, "equal": 0 * at + rows // 2}[order]
     expected = dealt((length + 1) * steps * FMAS * LATENCY)
     assert found.cycles == pytest.approx(expected, rel=0.05)
+
+
+def test_what_counts_other_things_is_no_tile_scheduler():
+    """A counter that begins just below 2³², and goes round."""
+    emu = Emulator()
+    counter, out = emu.alloc(np.full(1, 2**32 - CTAS, np.uint32)), emu.alloc(np.zeros(1, np.float32))
+    text = DRAWING.format(tiles=TILES, rows=4, steps=10, order="", fmas="fma.rn.f32 %f0, %f0, %f0, %f0;")
+    found = emu.launch(text, CTAS, 1, [counter, out], timing="h100").timing
+    assert 0 < found.seconds < 1e-3

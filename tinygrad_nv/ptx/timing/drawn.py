@@ -20,6 +20,7 @@ import numpy as np
 
 from tinygrad_nv.ptx.emulator.tapes import Note, Tape
 
+MOST = 1 << 22      # tiles: what a counter of something else may say
 LEAST = 8           # tiles that tell whether their lengths repeat
 RISES = 2.3         # of the longest less the shortest: what lengths that rise once in a row add up to is 2
 
@@ -61,10 +62,13 @@ def drawn_tiles(tapes: Sequence[Tape]) -> DrawnTiles:
 
 def makespan(tiles: DrawnTiles, clusters: int) -> float:
     """Steps from the launch to the end of the last tile: the mean of those that may be the last, between the
-    last one found and the first draw that found none, at the ends of rows where there are such."""
+    last one found and the first draw that found none, at the ends of rows where there are such. Where the
+    counter has no tiles: of a warp that draws, on average."""
     warps = max(1, round(clusters * tiles.of_cluster))
     first = np.array([[cluster * warps // clusters - warps, steps] for cluster, steps, _ in tiles.drawing])
     if not len(tiles.known): return float(first[:, 1].max())
+    if max(tiles.beyond, tiles.known[:, 0].max()) > MOST:
+        return float(np.mean([steps for _, _, steps in tiles.drawing]))
     both = np.concatenate([first, tiles.known])
     # a warp that draws its first tile, too, has done nothing before
     known, begin = (both, -warps) if row_of(both) else (tiles.known, 0)

@@ -2,8 +2,9 @@
 
 Protocol: `listing(text, arch)` assembles the PTX as `assemble` does, with ptxas's table of PTX lines, which
 leaves the instructions as they are. A line tells which instruction of PTX is meant: text with several in a
-line is laid out anew (`one_a_line`), and `Listing.origins` has the lines that were given.
-`Listing.placement(entry)` lays the instructions out by the blocks of the PTX.
+line is laid out anew (`one_a_line`), and `Listing.origins` has the lines that were given. PTX of a version
+that is newer than ptxas is assembled as the newest that it knows: compilers name theirs, whatever they use of
+it. `Listing.placement(entry)` lays the instructions out by the blocks of the PTX.
 """
 from __future__ import annotations
 
@@ -23,6 +24,8 @@ from tinygrad_nv.ptx.timing.instructions import FLAGS, TimedInstruction, timed
 from tinygrad_nv.ptx.timing.placement import Placement, placed
 
 LINES = ("-lineinfo",)  # what the listing's assembly is made with
+VERSION = re.compile(r"(?m)(?<=^\.version )[\d.]+")
+NEWEST = re.compile(r"Unsupported \.version .* current version is '([\d.]+)'")     # what ptxas says
 # what may have a semicolon in it that ends no instruction, and one that something follows
 PIECES = re.compile(r"\"[^\"\n]*\"|//[^\n]*|/\*.*?\*/|(;)[ \t]*(?=[^\s/.}])", re.DOTALL)
 
@@ -51,7 +54,9 @@ def listing(text: str, arch: str = "sm_90a", entry: str | None = None, strict: b
     options = (*LINES, *(("--entry", entry) if entry else ()))
     laid, origins = one_a_line(text)
     try: made = assemble(laid, arch, options, strict)
-    except PTXError:
+    except PTXError as error:
+        if (newest := NEWEST.search(error.found)) and (older := VERSION.sub(newest[1], text, 1)) != text:
+            return listing(older, arch, entry, strict)
         if laid != text: assemble(text, arch, options, strict)   # names the line that was given
         raise
     return Listing(arch, timed(_disassembled(made.cubin), parse(laid)), made.kernels, laid, origins)

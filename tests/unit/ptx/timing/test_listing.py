@@ -187,3 +187,8 @@ def test_several_instructions_of_a_line_are_told_apart():
     assert one_a_line(one) == (one, ())
     lines = given.splitlines()
     assert all(each.strip() in lines[origins[i] - 1] for i, each in enumerate(one.splitlines(), 1))
+
+
+def test_a_newer_version_is_assembled_as_one_that_ptxas_knows():
+    text = module("  ret;")
+    assert listing(text.replace(".version 8.7", ".version 99.9")).kernels == listing(text).kernels
