@@ -16,7 +16,7 @@ BATCHES, CONTEXTS = (1, 8, 64, 256), (1024, 8192, 32768, 131072)
 TOKEN_BYTES = 4 * HEADS * D     # keys and values
 MOST_BYTES = 80e9
 # keys of a step, warps, stages
-TILES = ((64, 4, 2), (32, 4, 3), (128, 8, 2))
+TILES = ((64, 4, 2), (32, 4, 3))
 CTAS, MOST_SPLITS = 132, 64
 
 

@@ -86,6 +86,10 @@ class Cost(Generic[C]):
         """Whether CTAs reduce sums through memory, by flags that are zeroed before the launch."""
         raise NotImplementedError
 
+    def clustered(self, s: C, arch: str) -> int:
+        """CTAs of a cluster."""
+        return s.cluster_ctas
+
     def compute(self, s: C, done: Work, ctas: int) -> float:
         """Cycles of a step in tensor cores and shared memory, with so many CTAs on the SM."""
         return max(done.tensor, done.shared) + 0.1 * min(done.tensor, done.shared)
@@ -211,7 +215,8 @@ class CostModel:
         m, n = (self.spec.n, self.spec.m) if s.swap else (self.spec.m, self.spec.n)
         rows = -(-m // (tile.rows * above)) * above             # whole clusters
         columns = -(-n // (tile.columns * across)) * across
-        usable = max(most_clusters(s.cluster_ctas, self.gpu_model.sm_count), 1) * s.cluster_ctas
+        together = cost_of(s).clustered(s, self.gpu_model.arch)
+        usable = max(most_clusters(together, self.gpu_model.sm_count), 1) * together
         steps = -(-self.spec.k // s.block_k)
         return _Tiles(rows, columns, rows * columns * self.matrices, -(-steps // s.splits), usable,
                       resident, resident * s.turns, tile)

@@ -4,7 +4,7 @@
         have L2 fetch the weights; wait for the kernel before; the kernel after may begin; load the vectors
         for each statistic:
             its terms, added up (or the largest) in registers, in the order of the row
-            of the team: shuffles; of several warps: through shared memory
+            of the team: shuffles; of several warps: through shared memory; of a cluster: through that of all
         what depends on the row alone (1 / √(s_0 / n + eps)), once
         results of each vector, stored
 
@@ -41,10 +41,13 @@ Vector = list[Lanes]    # pairs of elements that lie side by side, or one elemen
 def norm(spec: NormSpec, plan: Norm, gpu: GPU) -> TileKernel:
     """The kernel of rows, by a legal schedule. Parameters in this order: results; x0, x1, …; u32 rows, of a
     symbolic spec."""
-    kb = Kernel("norm" if spec.statistics else "elements", arch=gpu.arch, threads=plan.threads)
+    cluster = (1, 1, plan.blocks) if spec.statistics else (1, 1, 1)
+    kb = Kernel("norm" if spec.statistics else "elements", arch=gpu.arch, threads=plan.threads,
+                cluster=cluster if prod(cluster) > 1 else ())
     _NormKernel(kb, spec, plan).write()
     grid = (-(-spec.m // plan.rows), prod(spec.batch), plan.blocks)
-    return TileKernel(kb.name, kb.ptx(), grid, plan.threads, rows_of_cta=plan.rows, pdl=kb.hopper)
+    return TileKernel(kb.name, kb.ptx(), grid, plan.threads, cluster=cluster, rows_of_cta=plan.rows,
+                      pdl=kb.hopper)
 
 
 class _Row:
@@ -126,6 +129,7 @@ class _NormKernel:
         self.warps = plan.team // 32
         if spec.statistics and self.warps > 1:
             self.parts = kb.shared("parts", 4 * self.warps * len(spec.statistics))
+        if kb.cluster: self.shares = kb.shared("shares", 4 * len(spec.statistics))
 
     def write(self) -> None:
         """The kernel."""
@@ -155,7 +159,9 @@ class _NormKernel:
             values = [self.of_elements(substituted(each.value, stands)) for each in spec.results]
             # behind the loads of elements: without it ptxas moves them to between the stores
             if kb.hopper and not spec.statistics: kb.launch_dependents()
+            if kb.cluster: kb.cluster_arrive()  # shared memory is there as long as others read it
             self.store(values)
+            if kb.cluster: kb.cluster_wait()
 
     def ask(self, load: Load) -> None:
         """Has L2 fetch what is the same for all rows, a weight, while the kernel before is still running."""
@@ -289,7 +295,21 @@ class _NormKernel:
         kb.sync()
         part = kb.reg(kind)
         kb.emit(f"ld.shared.{kind}", part, self.parts.address((lane & (self.warps - 1)) * 4).at(start))
-        return self.across(part, statistic, self.warps)
+        total = self.across(part, statistic, self.warps)
+        return self.of_cluster(total, statistic, number) if kb.cluster else total
+
+    def of_cluster(self, total: Value, statistic: Statistic, number: int) -> Value:
+        """A statistic of the CTAs of a row, in their order, in all of their threads."""
+        kb, kind, mine = self.kb, kind_of(statistic.dtype), self.shares.address().at(4 * number)
+        kb.emit("st.shared.b32", mine, total, guard=kb.tid.x == 0)
+        kb.cluster_arrive()
+        kb.cluster_wait()
+        shares = kb.regs(kind, self.plan.blocks)
+        for rank, share in enumerate(shares):
+            kb.emit(f"ld.shared::cluster.{kind}", share, kb.mapa(self.shares.address(), rank).at(4 * number))
+        made = shares[0]
+        for share in shares[1:]: kb.emit(f"{statistic.op}.{kind}", made, made, share)
+        return made
 
     def across(self, value: Value, statistic: Statistic, lanes: int) -> Value:
         """A statistic of so many lanes, in all of them."""

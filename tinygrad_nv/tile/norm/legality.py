@@ -9,7 +9,7 @@ from tinygrad_nv.tile.norm.schedules import Norm, every
 from tinygrad_nv.tile.norm.spec import NormSpec
 from tinygrad_nv.tile.template import GPU
 
-MOST_ELEMENTS = 1 << 17  # of a row with statistics, which one CTA goes through
+MOST_ELEMENTS = 1 << 17  # of a row with statistics, which one CTA or cluster goes through
 
 
 def problems(spec: NormSpec, schedule: Norm, gpu: GPU) -> list[str]:
@@ -22,5 +22,5 @@ def problems(spec: NormSpec, schedule: Norm, gpu: GPU) -> list[str]:
     if spec.statistics and spec.n > MOST_ELEMENTS:
         out.append(f"a row of {spec.n} elements, at most {MOST_ELEMENTS}: several CTAs are faster")
     if prod(spec.batch) > MOST_GRID: out.append(f"a batch of {prod(spec.batch)}, at most {MOST_GRID}")
-    own = Norm.of(spec)
+    own = Norm.of(spec, gpu.arch)
     return out if out or schedule == own else [f"{schedule} is not {own}"]

@@ -8,7 +8,8 @@ row again, from L2.
 
 A thread has two vectors of a row that is longer than a warp's: one row has latency to hide, many have
 bandwidth to fill. How many rows there are changes nothing, so that a row's sums are the same beside any
-others. Rows without statistics are divided among CTAs (`blocks`), as they need no reduction.
+others. Rows without statistics are divided among CTAs (`blocks`), as they need no reduction; on Hopper so are
+rows that fit in the registers of a cluster alone.
 """
 from __future__ import annotations
 
@@ -31,6 +32,7 @@ MOST_APART = 256        # threads of a row without statistics
 MOST_WORDS = 48         # registers of loads that a thread holds, of 128
 CROWDED = (512, 16)     # above so many threads, which have 64 registers each, so many
 SMALL_CTA = 128         # threads that teams of less than a warp fill
+CLUSTERS = (2, 4, 8)    # CTAs of a long row
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,8 @@ class Norm(Schedule):
 
     @staticmethod
     @lru_cache(1024)
-    def of(spec: NormSpec) -> Norm:
-        """The schedule of a spec."""
+    def of(spec: NormSpec, arch: str = "") -> Norm:
+        """The schedule of a spec. Without an architecture: of one without clusters."""
         vector = _vector(spec)
         vectors = -(-spec.n // vector)
         if not spec.statistics: return _apart(spec, vector, vectors)
@@ -75,6 +77,9 @@ class Norm(Schedule):
             chunks = -(-vectors // each)
             if words * chunks <= (MOST_WORDS if each <= CROWDED[0] else CROWDED[1]):
                 return Norm(vector, each, chunks, _rows(spec, each), True)
+        for blocks in CLUSTERS if arch == "sm_90a" else ():
+            chunks = -(-vectors // (CROWDED[0] * blocks))
+            if words * chunks <= MOST_WORDS: return Norm(vector, CROWDED[0], chunks, 1, True, blocks)
         return Norm(vector, CROWDED[0], -(-vectors // CROWDED[0]), 1, False)
 
 

@@ -6,6 +6,6 @@ from tinygrad_nv.tile.norm.schedules import Norm
 from tinygrad_nv.tile.norm.spec import NormSpec
 from tinygrad_nv.tile.template import Family, Template, later
 
-NORM = Template("norm", NormSpec, Norm, problems, lambda spec, gpu: (Norm.of(spec),),
+NORM = Template("norm", NormSpec, Norm, problems, lambda spec, gpu: (Norm.of(spec, gpu.arch),),
                 later("tinygrad_nv.tile.norm.kernel", "norm"))
 FAMILY = Family("norm", (NORM,))

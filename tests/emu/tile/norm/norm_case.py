@@ -141,7 +141,7 @@ def launched(spec: NormSpec, given: Given, arch: str, seed: int = 0, m: int | No
              spoilt: tuple[str, str] = ("", "")) -> tuple[list[torch.Tensor], Report]:
     """Results [*batch, m, n or 1] in float64, and the report. Nothing may be found, nothing else written.
     `spoilt`: something of the text, and what takes its place."""
-    made, emu = TABLE.build(spec, Norm.of(spec), GPU(arch)), Emulator(arch, seed=seed)
+    made, emu = TABLE.build(spec, Norm.of(spec, arch), GPU(arch)), Emulator(arch, seed=seed)
     rows = spec.m if m is None else m
     if spoilt[0]:
         assert spoilt[0] in made.ptx
@@ -155,7 +155,8 @@ def launched(spec: NormSpec, given: Given, arch: str, seed: int = 0, m: int | No
         places.append((extents, strides, each.offset))
     inputs = [emu.alloc(bits(storage)) for storage in given.values()]
     report = emu.launch(made.ptx, made.grid_for(rows), made.threads,
-                        [*outs, *inputs, *([np.uint32(rows)] if spec.symbolic else [])])
+                        [*outs, *inputs, *([np.uint32(rows)] if spec.symbolic else [])], made.name,
+                        made.cluster)
     told = [*report.findings, *report.notes]
     assert told == [], "\n".join(map(str, told))
     found = []

@@ -125,14 +125,28 @@ def test_nan_and_infinity(dtype: DType, arch: str):
     assert nans == [False, True, True, True, True, False]  # inf − inf, and as in a sum
 
 
+LONG = (softmax(1, 4 * 2048 * 4 + 2048 + 12), rms(2, 20000, F32, residual=True), argmax(3, 50001),
+        softmax(2, 128256))
+
+
 def test_rows_that_do_not_fit_are_read_again():
     """A loop over whole groups of chunks, and what is left, some of it guarded."""
-    for spec in (softmax(1, 4 * 2048 * 4 + 2048 + 12), rms(2, 20000, F32, residual=True)):
+    for spec in LONG:
         assert not Norm.of(spec).held
-        checked(spec, "sm_90a")
+        checked(spec, "sm_80")
     one = lies(F32, 40000)
     spec = of(1, 40000, (Statistic("add", one),), one + Sum())
     checked(spec, "sm_80", exact=True)
+
+
+def test_long_rows_lie_in_the_registers_of_a_cluster():
+    assert [Norm.of(spec, "sm_90a").blocks for spec in LONG] == [2, 4, 4, 8]
+    for spec in LONG: checked(spec, "sm_90a", exact=spec.statistics[-1].op == "max")
+
+
+@pytest.mark.parametrize("spoilt", [("barrier.cluster.wait.aligned;", ""), ("max.f32", "min.f32")])
+def test_what_is_wrong_in_a_cluster_is_found(spoilt: tuple[str, str]):
+    with pytest.raises(AssertionError): checked(argmax(2, 60000), "sm_90a", exact=True, spoilt=spoilt)
 
 
 @pytest.mark.parametrize("form", ["rms", "layer", "softmax"])

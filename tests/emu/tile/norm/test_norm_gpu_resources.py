@@ -25,7 +25,7 @@ REGISTERS, THREADS = 65536, 2048  # of an SM
 def test_nothing_spills_and_enough_threads_have_room(form: str, dtype: DType, arch: str, m: int, n: int):
     """A third of an SM's threads, or one CTA of the largest."""
     spec = FORMS[form](m, n, dtype)
-    made = TABLE.build(spec, Norm.of(spec), GPU(arch))
+    made = TABLE.build(spec, Norm.of(spec, arch), GPU(arch))
     found = assemble(made.ptx, arch).kernels[made.name]
     assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
     ctas = REGISTERS // (-(-found.registers // 8) * 8 * made.threads)
@@ -34,7 +34,7 @@ def test_nothing_spills_and_enough_threads_have_room(form: str, dtype: DType, ar
 
 
 def lines(spec: NormSpec, words: str, arch: str = "sm_90a") -> list[str]:
-    made = TABLE.build(spec, Norm.of(spec), GPU(arch))
+    made = TABLE.build(spec, Norm.of(spec, arch), GPU(arch))
     return [line for line in made.ptx.splitlines() if words in line]
 
 
@@ -72,7 +72,7 @@ def test_a_statistic_takes_one_barrier():
 def test_weights_are_asked_for_before_the_kernel_ahead_has_ended():
     """By the one thread of a line, where rows are few."""
     spec = layer(3, 4096, BF16)
-    text = TABLE.build(spec, Norm.of(spec), GPU("sm_90a")).ptx
+    text = TABLE.build(spec, Norm.of(spec, "sm_90a"), GPU("sm_90a")).ptx
     assert text.index("prefetch.global.L2") < text.index("griddepcontrol.wait") < text.index("ld.global")
     asked = [site for site in checked(spec, "sm_90a").stats.sites if site.opcode == "prefetch.global.L2"]
     assert sum(site.threads for site in asked) == 3 * 2 * 4096 * 2 // 128

@@ -31,6 +31,9 @@ class GemvCost(Cost[Gemv]):
         smem = 1024 + spec.a.dtype.itemsize * (min(spec.m, spec.n) * spec.k // s.splits)
         return resident_ctas(gpu_model, s.threads, smem, registers or REGISTERS)
 
+    def clustered(self, s: Gemv, arch: str) -> int:
+        return s.splits if s.splits <= MOST_CLUSTERED and arch == "sm_90a" else 1
+
     def flags(self, s: Gemv, arch: str) -> bool:
         """A few splits meet in a cluster, where there are any."""
-        return s.splits > 1 and not (s.splits <= MOST_CLUSTERED and arch == "sm_90a")
+        return s.splits > self.clustered(s, arch)
