@@ -5,7 +5,8 @@ Problems are those of FlashAttention-3's paper: 16384 tokens in all, 2048 column
 release of July 2024 (timing_fa3.py) for the forward pass of 16 bits; what the release has not yet, e4m3 and
 a backward pass of its own, as in 2025 (fa3_current.cu: hopper/ with CUTLASS 4.x). Of e4m3 a head has one
 scale. Of a gradient the main kernel counts: delta is given, and dq is left in float32, which is zero before.
-Triton: attention_peers.py, bfloat16 as [batch, heads, tokens, d], beside some rows alone.
+Triton: attention_peers.py, bfloat16 as [batch, heads, tokens, d], beside some rows without a mask alone: a
+launch of a program for each block is predicted from few of them, which under a causal mask tell too little.
 """
 from __future__ import annotations
 
@@ -112,7 +113,7 @@ def peers(name: str, d: int, causal: bool, tokens: int) -> Iterator[Peer]:
     else:
         yield Peer("FlashAttention-3 of 2025", partial(of_2025, gradient, d, causal, tokens),
                    "flash_attention_2025")
-    if WITH_TRITON.get(name) != tokens: return
-    flashes = [Flash(what, d, *TRITON_BACKWARD[d], causal) for what in ("dk, dv", "dq")] if gradient else \
-        [Flash("forward", d, *TRITON, causal, descriptors=True)]
+    if causal or WITH_TRITON.get(name) != tokens: return
+    flashes = [Flash(what, d, *TRITON_BACKWARD[d]) for what in ("dk, dv", "dq")] if gradient else \
+        [Flash("forward", d, *TRITON, descriptors=True)]
     yield Peer(str(flashes[0]), partial(of_triton, flashes, tokens))

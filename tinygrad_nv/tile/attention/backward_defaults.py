@@ -17,7 +17,7 @@ FEW = ((64, 64, 4, 1), (32, 32, 2, 1), (32, 32, 2, 2))
 # of heads up to so many elements: rows, keys, warps, stages; the last for few keys, and for scores that take
 # many registers
 WGMMA = {64: ((128, 128, 12, 2), (64, 128, 12, 2), (64, 64, 8, 2)),
-         128: ((64, 128, 12, 2), (64, 64, 12, 2), (64, 64, 8, 2)), 256: ((64, 64, 12, 2),)}
+         128: ((64, 128, 12, 3), (64, 128, 12, 2), (64, 64, 12, 2), (64, 64, 8, 2)), 256: ((64, 64, 12, 2),)}
 
 
 def wgmma(spec: BackwardSpec, gpu: GPU) -> Iterator[BackwardWgmma]:

@@ -24,9 +24,9 @@ FEW = ((64, 32, 4, 2), (32, 32, 2, 2), (16, 32, 1, 2))
 # half empty
 WGMMA = {64: ((192, 128), (192, 80), (128, 128), (128, 112)),
          96: ((128, 128), (128, 112)),
-         128: ((128, 176), (128, 128), (128, 112)),
+         128: ((128, 128), (128, 176), (128, 112)),
          192: ((128, 112), (128, 96), (128, 64)),
-         256: ((128, 80), (128, 48))}
+         256: ((128, 64), (128, 80), (128, 48))}
 FEW_WGMMA = ((64, 128), (64, 112), (64, 80), (64, 48))
 # of 8 bits, where blocks of 128 keys often have a scale
 WGMMA8 = {64: ((128, 192), (128, 128), (128, 64)),
@@ -52,16 +52,24 @@ def wgmma(spec: AttentionSpec, gpu: GPU) -> Iterator[FlashWgmma]:
     """Those of sm_90a: no more rows than there are, in blocks of 64."""
     if _exact(spec) or gpu.arch != "sm_90a": return
     tiles, few = (WGMMA8, FEW_WGMMA8) if spec.scales is not None else (WGMMA, FEW_WGMMA)
-    for m, n in (*_upto(tiles, _widest(spec)), *few):
+    # those of which more than a tenth of the rows are none come after the others
+    ordered = sorted(_upto(tiles, _widest(spec)), key=lambda tile: -spec.s_q % tile[0] > spec.s_q // 10)
+    for m, n in (*ordered, *few):
         if m >= 64 + spec.s_q or (n > 128 and not spec.band.full): continue
         schedule = FlashWgmma().block(m, n).warps(m // 16 + 4)
-        yield schedule.pingpong() if m > 64 else schedule
+        yield schedule.pingpong() if m > 64 and not _one_scale(spec) else schedule
 
 
 def mma(spec: AttentionSpec, gpu: GPU) -> Iterator[FlashMma]:
     """Those of 16-bit operands: no more rows than there are, in blocks of 16."""
     for m, n, warps, stages in () if _exact(spec) else (*_upto(MMA, _widest(spec)), *FEW):
         if m < 2 * spec.s_q or m == 16: yield FlashMma().block(m, n).warps(warps).stages(stages)
+
+
+def _one_scale(spec: AttentionSpec) -> bool:
+    """Of 8 bits, a scale for each head: softmax takes longer than the matmuls that it would lie under in
+    ping-pong. Scales of blocks add float32 instructions, which ping-pong spreads."""
+    return spec.scales is not None and not any(each.block for each in spec.scales)
 
 
 def _exact(spec: AttentionSpec) -> bool: return spec.q.dtype == dtypes.float32

@@ -30,7 +30,7 @@ from tinygrad_nv.tile.attention.backward_wgmma.plan import (
     WARPGROUP,
     BackwardWgmmaPlan,
 )
-from tinygrad_nv.tile.attention.backward_wgmma.weights import Weights
+from tinygrad_nv.tile.attention.backward_wgmma.weights import RowValues, Weights
 from tinygrad_nv.tile.gemm.wgmma.main_loop import Descriptors
 from tinygrad_nv.tile.wgmma_tiles import OperandTile
 
@@ -87,14 +87,15 @@ class HalvedMainLoop(BackwardMainLoop):
     def _block(self, walk: BlockPosition, further: Value) -> None:
         kb, ring, consumer = self.kb, self.loads.ring, self.consumer
         ring.wait(self.at)
+        logs, changes = (self._own_values(which) for which in range(2))
         self._issue(self.s[0], self.keys, self.q, 0)
         self._issue(self.dp, self.values, self.grad, 0)
         row = walk.row + (consumer * OWN).to("s32")
         kb.wgmma_wait(1)
-        self.weights.of(self.s[0], self.p[0], row, walk.head, self._row_values(0, 0) + consumer * (4 * OWN))
+        self.weights.of(self.s[0], self.p[0], row, walk.head, logs)
         self._write(self.p_place, self.p[0])
         kb.wgmma_wait(0)
-        self.weights.slopes(self.s[0], self.dp, self.ds[0], self._row_values(0, 1) + consumer * (4 * OWN))
+        self.weights.slopes(self.s[0], self.dp, self.ds[0], changes)
         self._write(self.ds_place, self.ds[0])
         kb.fence_proxy_async()
         kb.sync(WRITTEN, self.threads)
@@ -109,6 +110,13 @@ class HalvedMainLoop(BackwardMainLoop):
         self.at.advance()
         self.buffer ^= 1
         walk.advance()
+
+    def _own_values(self, which: int) -> RowValues:
+        """−log₂e · l of the consumer's rows, or −scale · delta."""
+        def start() -> Value:
+            first = self.loads.row_values.address(4 * ROWS * which) + self.consumer * (4 * OWN)
+            return first + self.at.stage * self.plan.row_values_bytes
+        return self.weights.row_values(start, OWN // 4)
 
     def _write(self, start: Value, fragment: list[Value]) -> None:
         """A fragment of the consumer's rows to its buffer."""

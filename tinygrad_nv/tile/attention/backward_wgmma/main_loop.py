@@ -4,13 +4,13 @@ Protocol: with K and V the consumer's 64 keys and values in shared memory, Q and
 64 rows, everything of the keys' side transposed; a block of rows has one such part, a, or two, a and b:
 
     for each block of rows:
-        issue Sᵀa = K Qᵀ
+        issue Sᵀ = K Qᵀ of both parts;  read l and delta of a
         wait for dK of the block before, give that block back
-        issue dPᵀa = V Gᵀ,  Sᵀb
-        wait for Sᵀa;  Pᵀa = 2^(Sᵀa · factor − l), to registers in 16 bits;  issue dV += Pᵀa G
+        issue dPᵀa = V Gᵀ
+        wait for Sᵀ;  Pᵀa = 2^(Sᵀa · factor − l), to registers in 16 bits;  issue dV += Pᵀa G
         wait for dPᵀa;  dSᵀa = Pᵀa (dPᵀa − delta) scale, in 16 bits to registers, and to shared memory as dS
-        issue dPᵀb in the place of dPᵀa,  dK += dSᵀa Q
-        wait for Sᵀb;  Pᵀb;  issue dV += Pᵀb G
+        read l and delta of b;  issue dPᵀb in the place of dPᵀa,  dK += dSᵀa Q
+        Pᵀb;  issue dV += Pᵀb G
         wait for dPᵀb;  dSᵀb
         all consumers have written dS
         issue dQ = dS K,  dK += dSᵀb Q (of a, where it is the only part)
@@ -29,12 +29,14 @@ meet four different swizzles.
 """
 from __future__ import annotations
 
+from functools import partial
+
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.attention.backward_wgmma.blocks import BackwardBlocks, BlockPosition
 from tinygrad_nv.tile.attention.backward_wgmma.dq import QuerySums
 from tinygrad_nv.tile.attention.backward_wgmma.load import BackwardLoads
 from tinygrad_nv.tile.attention.backward_wgmma.plan import ROWS, STEP, WARPGROUP, BackwardWgmmaPlan
-from tinygrad_nv.tile.attention.backward_wgmma.weights import Weights
+from tinygrad_nv.tile.attention.backward_wgmma.weights import RowValues, Weights
 from tinygrad_nv.tile.gemm.wgmma.main_loop import Descriptors
 from tinygrad_nv.tile.wgmma_tiles import OperandTile
 
@@ -100,23 +102,23 @@ class BackwardMainLoop:
     def _block(self, walk: BlockPosition, further: Value) -> None:
         kb, plan, ring = self.kb, self.plan, self.loads.ring
         ring.wait(self.at)
-        self._issue_scores(0)
+        self._issue_scores()
+        logs, changes = self._row_values(0)
         if plan.carried:
             kb.wgmma_wait(1)
             ring.release(self.empty_barriers, self.before, self.mine & further)
         self._issue_changes(0)
-        for part in range(1, plan.parts): self._issue_scores(part)
-        kb.wgmma_wait(plan.parts)
-        self._weigh(walk, 0)
-        kb.wgmma_wait(plan.parts)
-        self._slope(0)
+        kb.wgmma_wait(1)
+        self._weigh(walk, 0, logs)
+        kb.wgmma_wait(1)
+        self._slope(0, changes)
         if plan.parts == 2:
+            logs, changes = self._row_values(1)
             self._issue_changes(1)
             self._issue_keys(0)
-            kb.wgmma_wait(3)
-            self._weigh(walk, 1)
+            self._weigh(walk, 1, logs)
             kb.wgmma_wait(2)
-            self._slope(1)
+            self._slope(1, changes)
         kb.fence_proxy_async()
         kb.sync(WRITTEN, self.threads)
         self._issue_queries()
@@ -131,26 +133,34 @@ class BackwardMainLoop:
         self.buffer ^= 1
         walk.advance()
 
-    def _row_values(self, part: int, which: int) -> Value:
-        """Where a part's −log₂e · l, or −scale · delta, begin."""
-        start = self.loads.row_values.address(4 * ROWS * (self.plan.parts * which + part))
-        return start + self.at.stage * self.plan.row_values_bytes
+    def _row_values(self, part: int) -> tuple[RowValues, RowValues]:
+        """A part's −log₂e · l, and −scale · delta."""
+        plan = self.plan
 
-    def _weigh(self, walk: BlockPosition, part: int) -> None:
+        def start(which: int) -> Value:
+            first = self.loads.row_values.address(4 * ROWS * (plan.parts * which + part))
+            return first + self.at.stage * plan.row_values_bytes
+        logs, changes = (self.weights.row_values(partial(start, which), ROWS // 4) for which in range(2))
+        return logs, changes
+
+    def _weigh(self, walk: BlockPosition, part: int, logs: RowValues) -> None:
         """p of a part, and dv of it."""
         row = walk.row + ROWS * part if part else walk.row
-        self.weights.of(self.s[part], self.p[part], row, walk.head, self._row_values(part, 0))
+        self.weights.of(self.s[part], self.p[part], row, walk.head, logs)
         self._issue_transposed(self.dv, self.p[part], self.grad_right, part)
 
-    def _slope(self, part: int) -> None:
+    def _slope(self, part: int, changes: RowValues) -> None:
         """ds of a part, to its buffer too."""
         kb, plan, ds = self.kb, self.plan, self.ds[part]
-        self.weights.slopes(self.s[part], self.dp, ds, self._row_values(part, 1))
+        self.weights.slopes(self.s[part], self.dp, ds, changes)
         place = self.place + self.buffer * plan.ds.nbytes
         for c in range(ROWS // STEP):
             kb.stmatrix(place.at((ROWS * part + STEP * c) * plan.ds.span), ds[4 * c:4 * c + 4], trans=True)
 
-    def _issue_scores(self, part: int) -> None: self._issue(self.s[part], self.keys, self.q, part)
+    def _issue_scores(self) -> None:
+        """Of all parts at once, where registers allow it: a wider wgmma reads its left operand less often."""
+        parts = [[each for part in self.s for each in part]] if self.plan.carried else self.s
+        for part, sums in enumerate(parts): self._issue(sums, self.keys, self.q, part)
 
     def _issue_changes(self, part: int) -> None: self._issue(self.dp, self.values, self.grad, part)
 

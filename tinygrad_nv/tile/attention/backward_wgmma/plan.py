@@ -148,6 +148,14 @@ class BackwardWgmmaPlan:
         return self.sums <= MOST_CARRIED
 
     @property
+    def reads_ahead(self) -> bool:
+        """Whether there are registers for l and delta before they are needed: not beside a score that is
+        evaluated, nor beside turns and a band with a beginning."""
+        one = self.spec.forward
+        if multiple(one.score) is None: return False
+        return not self.spec.deterministic or one.band.first is None
+
+    @property
     def held(self) -> int:
         """Registers of a thread beside dk and dv, at the most. Of one part: s, dp or dq, ds of the block
         before. Of two: s, dp, p and ds of both parts. Of halves: half of s, dp, p and ds, or dq."""

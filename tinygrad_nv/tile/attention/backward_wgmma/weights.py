@@ -16,10 +16,9 @@ With dropout s is marked (dropout.py), which p times a derivative could not be.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
-from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
+from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.attention.backward_score import TurnedScores, registers
 from tinygrad_nv.tile.attention.backward_wgmma.blocks import BackwardBlocks
 from tinygrad_nv.tile.attention.backward_wgmma.plan import BackwardWgmmaPlan
@@ -28,6 +27,8 @@ from tinygrad_nv.tile.attention.dropout import Turned
 from tinygrad_nv.tile.attention.score import Cells, Extents, multiple
 from tinygrad_nv.tile.expression import Constant
 from tinygrad_nv.tile.lanes import FLOAT16S
+
+RowValues = Callable[[int], Sequence[Value]]  # of a fragment's rows, by the number of 16
 
 
 def scale_of(plan: BackwardWgmmaPlan) -> float:
@@ -46,6 +47,7 @@ class Weights:
         self.batch, self.first = batch, first
         self.key = first.to("s32") + (kb.special("laneid") >> 2).to("s32")
         self.lane_row = ((kb.special("laneid") & 3) << 1).to("s32")
+        self.evaluated = multiple(plan.spec.forward.score) is None
         self.kind = FLOAT16S[plan.spec.forward.q.dtype]
         self.dropout: Turned | None = None
         if seed is not None:
@@ -58,26 +60,39 @@ class Weights:
         return TurnedScores.of_spec(self.kb, self.plan.spec.forward, self.extents, self.extras,
                                     (*self.batch, head), self.first, s.block_n, s.block_m)
 
-    def of(self, s: Sequence[Value], p: Sequence[Value], row: Value, head: Value, values: Value) -> None:
-        """Sums of the rows from `row` (s32) on become weights; `values` is the shared address (u32) of the
-        rows' −log₂e · l. What is evaluated is so 16 rows at a time, for want of registers."""
-        at_once = 8 if multiple(self.plan.spec.forward.score) is None else len(s)
+    def row_values(self, values: Callable[[], Value], count: int) -> RowValues:
+        """Those of the lane's `count` rows from a shared address (u32) on, four of them at a time: −log₂e ·
+        l, or −scale · delta. They are read at once, before products that read all their operands from
+        shared memory, and that these reads would wait for; where registers are few, when needed."""
+        places: list[Value] = []
+
+        def read(c: int) -> Sequence[Value]:
+            if not places: places.append(self._own(values()))
+            return self.kb.ld("shared", "f32", places[0].at(64 * c), 4)
+        if not self.plan.reads_ahead: return read
+        return [read(c) for c in range(count // 4)].__getitem__
+
+    def of(self, s: Sequence[Value], p: Sequence[Value], row: Value, head: Value, logs: RowValues) -> None:
+        """Sums of the rows from `row` (s32) on become weights; `logs` are the rows' −log₂e · l. What is
+        evaluated is so 16 rows at a time."""
+        at_once = 8 if self.evaluated else len(s)
         for first in range(0, len(s), at_once):
             some = slice(first, first + at_once), slice(first // 2, (first + at_once) // 2)
             here = row + 2 * first if first else row
-            self._some(s[some[0]], p[some[1]], here, head, self._own(values).at(8 * first))
+            self._some(s[some[0]], p[some[1]], here, head, logs, first // 8)
 
-    def _some(self, s: Sequence[Value], p: Sequence[Value], row: Value, head: Value,
-              values: MemoryOperand) -> None:
+    def _some(self, s: Sequence[Value], p: Sequence[Value], row: Value, head: Value, logs: RowValues,
+              begin: int) -> None:
+        """Of the rows from the `begin`th 16 on."""
         kb, scores = self.kb, self._scores(head)
         cells, slopes = scores.turned([[list(s[i:i + 4]) for i in range(0, len(s), 4)]], row)
         found = list(registers(cells))
         if self.blocks.masked:
             with kb.if_(self.blocks.partly(row, 2 * len(s))): self._mask(found, row)
         for c in range(len(s) // 8):
-            logs = kb.ld("shared", "f32", replace(values, offset=values.offset + 64 * c), 4)
+            own = logs(begin + c)
             for i in range(8 * c, 8 * c + 8):
-                kb.emit("fma.rn.f32", s[i], found[i], scores.factor, logs[2 * (i >> 2 & 1) + (i & 1)])
+                kb.emit("fma.rn.f32", s[i], found[i], scores.factor, own[2 * (i >> 2 & 1) + (i & 1)])
                 kb.emit("ex2.approx.ftz.f32", s[i], s[i])
         if self.dropout is None: self._pack(p, s)
         else:
@@ -106,13 +121,14 @@ class Weights:
                         sees = below if sees is None else sees & below
                     kb.emit("selp.f32", register, register, -math.inf, sees)
 
-    def slopes(self, s: Sequence[Value], dp: Sequence[Value], ds: Sequence[Value], values: Value) -> None:
-        """ds of weights and dp; `values` is the shared address (u32) of the rows' −scale · delta."""
-        kb, scale, at = self.kb, scale_of(self.plan), self._own(values)
+    def slopes(self, s: Sequence[Value], dp: Sequence[Value], ds: Sequence[Value],
+               changes: RowValues) -> None:
+        """ds of weights and dp; `changes` are the rows' −scale · delta."""
+        kb, scale = self.kb, scale_of(self.plan)
         for c in range(len(s) // 8):
-            changes = kb.ld("shared", "f32", at.at(64 * c), 4)
+            own = changes(c)
             for i in range(8 * c, 8 * c + 8):
-                change = changes[2 * (i >> 2 & 1) + (i & 1)]
+                change = own[2 * (i >> 2 & 1) + (i & 1)]
                 if self.dropout is not None: self.dropout.change(dp[i], s[i], change, scale)
                 else:
                     kb.emit("fma.rn.f32", dp[i], dp[i], scale, change)
