@@ -266,12 +266,13 @@ LEAST = {dtypes.float32: 1e-30, dtypes.float16: 2.0**-25, dtypes.bfloat16: 1e-30
 def near(spec: AttentionSpec, given: dict[str, torch.Tensor], got: tuple[torch.Tensor, torch.Tensor | None],
          c: float = C, **extents: int) -> None:
     """Asserts |got − exact| ≤ c × the largest error of `plain` + the roundings of the result and of an
-    exponent; of l, by 2⁻²⁰ (of 8 bits 2⁻⁹) of the largest score and of itself."""
+    exponent, and of 8 bits those of the reciprocal of the sum and of two scales, which the plain one has not;
+    of l, by 2⁻²⁰ (of 8 bits 2⁻⁹) of the largest score and of itself."""
     exact, l = reference(spec, given, **extents)
     usual, _ = plain(spec, given, **extents)
     top = torch.where(l == -torch.inf, 0, l.abs()).max()
-    bound = c * (usual - exact).abs().max() + (UNIT[spec.out.dtype] + 2.0**-23 * top) * exact.abs() \
-        + LEAST[spec.out.dtype]
+    roundings = UNIT[spec.out.dtype] + 2.0**-23 * top + (0 if spec.scales is None else 3 * 2.0**-23)
+    bound = c * (usual - exact).abs().max() + roundings * exact.abs() + LEAST[spec.out.dtype]
     worst = ((got[0] - exact).abs() - bound).max()
     assert worst <= 0, f"an error {worst:g} above the bound, a plain one is {(usual - exact).abs().max():g}"
     if got[1] is None: return
