@@ -14,6 +14,7 @@ from tinygrad_nv.cli import main
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.timing import units
+from tinygrad_nv.ptx.timing.gpu import figures
 from tinygrad_nv.ptx.timing.model import Timing
 from tinygrad_nv.ptx.timing.report import as_text
 from tinygrad_nv.tile.arguments import launches
@@ -217,3 +218,13 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path, capsys: pytest.Capt
     assert any(event["name"].startswith("LDG") for event in timed)
     slowest = max(timed, key=lambda event: event["dur"])
     assert slowest["name"].startswith(("FADD", "FMUL"))     # what waits for the load
+
+
+@pytest.mark.parametrize(("spec", "nbytes"), [
+    (rms(4096, 4096), 2 * 2 * 4096**2), (matmul(1, 4096, 256), 2 * 4096 * 256),
+    (matmul(1, 14336, 4096), 2 * 14336 * 4096)])
+def test_memory_moves_no_more_than_it_can(spec: object, nbytes: int):
+    """Also what nothing waits for, and what ptxas put branches around."""
+    timing = predicted(spec)
+    assert timing.cycles / timing.clock_hz >= nbytes / figures("h100").hbm_bytes_per_s
+    assert max(timing.units.values()) <= 1

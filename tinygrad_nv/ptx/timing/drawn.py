@@ -85,12 +85,13 @@ def makespan(tiles: DrawnTiles, clusters: int) -> float:
     return float(np.mean(whole or list(found.values())))
 
 
-def row_of(known: np.ndarray) -> int:
-    """Tiles after which lengths repeat, rising or falling once in between; 0 where they do not."""
+def row_of(known: np.ndarray, rows: Sequence[int] = ()) -> int:
+    """Tiles after which lengths repeat, rising or falling once in between: of `rows`, or of all there may be;
+    0 where they do not."""
     if len(known) < LEAST: return 0
     numbers, steps = known.T
     spread = int(np.ptp(steps))
-    for row in range(2, int(np.ptp(numbers)) // 2):
+    for row in rows or range(2, int(np.ptp(numbers)) // 2):
         found = steps[np.argsort(numbers % row, kind="stable")]
         if np.abs(np.diff(found, append=found[0])).sum() <= RISES * spread: return row
     return 0

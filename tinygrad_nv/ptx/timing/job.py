@@ -28,6 +28,7 @@ EFFECT = np.dtype([("event", "<i4"), ("bytes", "<u4"), ("near", "<u4"), ("far", 
                    ("waits", "u1"), ("signals", "u1"), ("late", "u1"), ("unused", "u1", 3)])
 WARP = np.dtype([(name, "<i4") for name in ("first", "end", "sm", "scheduler", "cta", "after")])
 SCHEDULERS = 4
+GLOBAL = ("LDG", "LD", "STG", "ST", "ATOMG", "ATOM", "RED", "REDG", "LDGSTS")
 BAR_DELAY, REMOTE_DELAY, CLUSTER_DELAY = 9, 180, 190  # HOPPER_TIMING.md 7.5: bar.sync 20.7 in all; DSMEM 181
 # what a note is of: an mbarrier, a named barrier, a cluster's barrier
 _CLASSES = {Note.WAITED: 0, Note.ARRIVED: 0, Note.LOADS: 0, Note.FOLLOWS: 0, Note.MEETS: 1, Note.JOINS: 2}
@@ -82,8 +83,9 @@ def code_of(listing: Listing, entry: str, gpu: GPUFigures) -> Code:
     executed = {}
     for i, copies in enumerate(placement.copies):
         if not copies: continue
+        # a guarded access that ptxas put a branch around: whether it happened is in the tape's notes
         body = [number[each.address] for each in copies[0].instructions
-                if each.address not in copies[0].skipped]
+                if each.address not in copies[0].skipped or each.opcode in GLOBAL]
         executed[i] = np.array(body, np.int64), copies[0].executions
     module = parse(listing.text)
     function = expanded(module, module.functions[entry])

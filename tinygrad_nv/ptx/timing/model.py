@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from statistics import mean
 
 import numpy as np
@@ -25,15 +26,16 @@ from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.ptx.assemble import Resources
 from tinygrad_nv.ptx.emulator.tapes import Tape, Tapes
 from tinygrad_nv.ptx.timing import critical
-from tinygrad_nv.ptx.timing.drawn import drawn_tiles, makespan
+from tinygrad_nv.ptx.timing.drawn import drawn_tiles, lengths, makespan, row_of
 from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures, slowed, sustained_hz
 from tinygrad_nv.ptx.timing.job import Code, Job, as_given, code_of, made
 from tinygrad_nv.ptx.timing.l2 import shares_of
 from tinygrad_nv.ptx.timing.listing import Listing, listing
 from tinygrad_nv.ptx.timing.shape import Shape, places, recorded
-from tinygrad_nv.ptx.timing.simulator import REASONS, Run, run
+from tinygrad_nv.ptx.timing.simulator import REASONS, Cause, Run, run
 from tinygrad_nv.ptx.timing.units import Unit
 
+UNEVEN = 0.1                # of the mean: the least that lengths of CTAs differ by to be told apart
 RATES_MATTER = 0.01         # of the critical path: the share of L2 and HBM from which on their clocks matter
 BRIEF = 40000                # warp-instructions of a CTA of which only reads are kept: some tiles
 SHOWN = {Unit.TENSOR: "tensor cores", Unit.FMA: "FP32", Unit.ALU: "ALU", Unit.XU: "SFU",
@@ -98,9 +100,11 @@ def _timed(code: Code, shape: Shape, gpu: GPUFigures, jobs: Mapping[int, Job], m
     begin = min(jobs)
     runs = {at: run(job, gpu, shape.busy_sms(gpu), log if at == begin else 0) for at, job in jobs.items()}
     both = [(jobs[at], runs[at]) for at in jobs]
-    cycles, idle = _cycles(shape, gpu, jobs, runs)
-    cycles = round(cycles * more)
+    cycles, idle = _uneven(shape, gpu, jobs, runs) or _cycles(shape, gpu, jobs, runs)
     units, path = _units(list(runs.values())), critical.parts(list(runs.values()))
+    over = _drained(_moving(shape, gpu, jobs, runs, cycles), path)
+    cycles = ceil(cycles * more * over)
+    units = {name: min(1.0, share / over) for name, share in units.items()}
     clock_hz = sustained_hz(gpu, units[SHOWN[Unit.TENSOR]], units["L2"])
     seconds = gpu.launch_s + cycles / clock_hz
     flops, nbytes = (more * _whole(shape, gpu, code, jobs, work) for work in (_flops, _bytes))
@@ -159,6 +163,51 @@ def _cycles(shape: Shape, gpu: GPUFigures, jobs: Mapping[int, Job],
         heapq.heappush(ends, heapq.heappop(ends) + length)
     cycles = max(ends)
     return round(cycles), 1 - sum(ends) / len(ends) / cycles * servers * shape.ctas / gpu.sms
+
+
+def _moving(shape: Shape, gpu: GPUFigures, jobs: Mapping[int, Job], runs: Mapping[int, Run],
+            cycles: int) -> dict[Cause, float]:
+    """Shares of the grid's cycles in which L2 and HBM move what all clusters move."""
+    servers = max(1, min(shape.clusters, shape.at_once(gpu)) // shape.ctas_of_sm(gpu))
+    def share(busy: Callable[[Run], float]) -> float:
+        each = {at: busy(runs[at]) / job.ctas * shape.ctas for at, job in jobs.items()}
+        return sum(_every(shape, gpu, each)) / servers / max(1, cycles)
+    return {Cause.L2_RATE: share(lambda one: one.l2_busy), Cause.HBM_RATE: share(lambda one: one.hbm_busy)}
+
+
+def _drained(moving: Mapping[Cause, float], path: dict[Cause, float]) -> float:
+    """How much longer all that is moved takes than what was run: nothing waits for the last writes of a CTA,
+    but memory takes no more bytes than it can. Adds that to the path."""
+    cause = max(moving, key=lambda each: moving[each])
+    over = max(1.0, moving[cause])
+    for part in path: path[part] /= over
+    path[cause] += 1 - 1 / over
+    return over
+
+
+def _uneven(shape: Shape, gpu: GPUFigures, jobs: Mapping[int, Job],
+            runs: Mapping[int, Run]) -> tuple[int, float] | None:
+    """The same where lengths of clusters repeat with an extent of the grid, as under a causal mask, from the
+    steps of each that was recorded; None where they do not."""
+    at_once, together = shape.at_once(gpu), shape.ctas_of_sm(gpu)
+    if shape.clusters <= at_once: return None
+    known = np.array(sorted((at + number, steps) for at, job in jobs.items()
+                            for number, steps in enumerate(_steps(job, shape.ctas))))
+    row = row_of(known, shape.rows)
+    if not row or np.ptp(known[:, 1]) < UNEVEN * known[:, 1].mean(): return None
+    cycles = sum(one.cycles for one in runs.values()) * together / known[:, 1].sum()
+    every = lengths(known, np.arange(shape.clusters), row) * cycles
+    ends = every[:at_once].tolist()
+    heapq.heapify(ends)
+    for length in every[at_once:].tolist(): heapq.heappush(ends, heapq.heappop(ends) + length)
+    busy = min(1.0, shape.ctas * at_once / together / gpu.sms)
+    return round(max(ends)), 1 - float(every.sum()) / at_once / max(ends) * busy
+
+
+def _steps(job: Job, ctas: int) -> list[int]:
+    """Of each cluster of a job."""
+    whole = np.bincount(job.warps["cta"], job.warps["end"] - job.warps["first"])
+    return [int(each) for each in whole.reshape(-1, ctas).sum(1)]
 
 
 def _first(one: Run, job: Job) -> int:

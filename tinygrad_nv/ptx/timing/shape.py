@@ -16,6 +16,7 @@ from tinygrad_nv.ptx.timing.gpu import GPUFigures
 REGISTERS_OF_SM, RESERVED_BYTES = 65536, 1024   # of each CTA the system has a KiB of shared memory
 DRAWING = 6                 # of a grid whose clusters draw their work tiles: 4 % from the mean of all (rms)
 PLACES = 5                  # of a grid of several waves that are recorded
+GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,13 @@ class Shape:
     def clusters(self) -> int:
         """Clusters of the grid."""
         return prod(self.grid) // self.ctas
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Clusters of a row of the grid, and of a plane."""
+        x, y, _ = (of // by for of, by in zip(self.grid, self.cluster, strict=True))
+        found = tuple(dict.fromkeys(each for each in (x, x * y) if 1 < each < self.clusters))
+        return found or (self.clusters,)
 
     def busy_sms(self, gpu: GPUFigures) -> int:
         """SMs that have a CTA."""
@@ -82,7 +90,8 @@ def places(shape: Shape, gpu: GPUFigures, drawn: bool = False) -> list[int]:
         return sorted({(i * shape.clusters // DRAWING + i) % shape.clusters
                        for i in range(DRAWING)}) if drawn else [0]
     last = max(0, shape.clusters - 2 * together)
-    return sorted({round(last * i / (PLACES - 1)) for i in range(PLACES)})
+    # with multiples of an irrational number between, or all might begin at the same place of a row
+    return sorted({0, last, *(round(last * (GOLDEN * i % 1)) for i in range(1, PLACES - 1))})
 
 
 def recorded(shape: Shape, gpu: GPUFigures, begins: Sequence[int]) -> list[int]:

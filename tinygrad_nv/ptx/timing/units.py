@@ -89,7 +89,7 @@ _GROUPS: tuple[tuple[str, Cost], ...] = (
     ("ATOMG ATOM", Cost(Unit.MEMORY, 4, 300, Kind.GLOBAL_READ)),
     ("LDC S2UR S2R", Cost(Unit.MEMORY, 2, 25)),
     ("CCTL MEMBAR FENCE ERRBAR CGAERRBAR", Cost(Unit.MEMORY, 2, _VARIABLE)),
-    ("CS2R", Cost(Unit.CONTROL, 2, 12)), ("ULDC", Cost(Unit.UNIFORM, 2, 12)),
+    ("CS2R", Cost(Unit.ALU, 2, 12)), ("ULDC", Cost(Unit.UNIFORM, 2, 12)),
     ("UTMALDG UBLKCP", Cost(Unit.COPY, 2, _VARIABLE, Kind.TMA_READ)),
     ("UTMASTG UTMAREDG UBLKRED", Cost(Unit.COPY, 2, _VARIABLE, Kind.TMA_WRITE)),
     ("UTMACMDFLUSH", Cost(Unit.COPY, 2, kind=Kind.BULK_COMMIT)),
