@@ -122,6 +122,6 @@ def rows() -> Iterator[Row]:
                 cache = 4 * batch * context * c.num_layers * c.num_kv_heads * c.head_dim
                 embedding = 0 if c.tied else c.vocab_size * c.hidden_size
                 yield Row("decode step", f"{name}, batch {batch}, {context} tokens", None,
-                          (Peer("ours without PDL", without), Peer("Triton's best kernels", triton)),
+                          (Peer("the step without PDL", without), Peer("Triton's best kernels", triton)),
                           nbytes=2 * (c.parameters - embedding) + cache,
                           launched=partial(step, name, batch, context), pdl=True)
