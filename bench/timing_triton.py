@@ -75,7 +75,7 @@ def predicted(fn: Any, arguments: Mapping[str, Given], grid: Sequence[int], cons
             emu.zeros(scratch) if scratch else 0, 0]
     found = emu.launch(text, (whole[0] * meta.num_ctas, *whole[1:]),
                        int(required[1]) if required else 32 * meta.num_warps, flat, meta.name,
-                       meta.num_ctas, meta.shared, timing=GPU_NAME).timing
+                       meta.num_ctas, meta.shared, timing=GPU_NAME, keep=False).timing
     assert found is not None
     return found
 
