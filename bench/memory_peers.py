@@ -106,6 +106,14 @@ def added(out, x, y, N: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _kept(values, places, best, place, N, CUT: tl.constexpr):
+    """A chunk's largest, and where it is first."""
+    at, top = tl.program_id(0) * CUT + tl.program_id(1), tl.max(best)
+    tl.store(values + at, top)
+    tl.store(places + at, tl.min(tl.where(best == top, place, N)))
+
+
+@triton.jit
 def largest_parts(values, places, x, N, CHUNK: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr):
     """The largest of a chunk of a row of float32, and where."""
     row, first = tl.program_id(0), tl.program_id(1) * CHUNK
@@ -116,9 +124,7 @@ def largest_parts(values, places, x, N, CHUNK: tl.constexpr, BLOCK: tl.constexpr
         found = tl.load(x + row * N + at, mask=at < N, other=-float("inf"))
         better = found > best
         best, place = tl.where(better, found, best), tl.where(better, at, place)
-    top = tl.max(best)
-    tl.store(values + row * CUT + tl.program_id(1), top)
-    tl.store(places + row * CUT + tl.program_id(1), tl.min(tl.where(best == top, place, N)))
+    _kept(values, places, best, place, N, CUT)
 
 
 @triton.jit
@@ -136,9 +142,7 @@ def drawn_parts(values, places, x, temperatures, seeds, N, CHUNK: tl.constexpr, 
         found = tl.where(drawn, found + noise, found)
         better = found > best
         best, place = tl.where(better, found, best), tl.where(better, at, place)
-    top = tl.max(best)
-    tl.store(values + row * CUT + tl.program_id(1), top)
-    tl.store(places + row * CUT + tl.program_id(1), tl.min(tl.where(best == top, place, N)))
+    _kept(values, places, best, place, N, CUT)
 
 
 @triton.jit

@@ -7,15 +7,12 @@ al., "FlashAttention-3", 2024: figures of the forward pass, float16, H100 80GB S
 """
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from timing_judges import CACHE, Judged, nvcc
+from timing_judges import CACHE, Judged
+from timing_programs import launches, program
 
-from tinygrad_nv.errors import NVError
-from tinygrad_nv.host import run_program
 from tinygrad_nv.ptx.timing.model import Timing
 
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -23,9 +20,6 @@ PUBLISHED = {(64, False): (333, 392, 460, 476, 496, 497), (64, True): (197, 265,
              (128, False): (467, 565, 625, 638, 646, 648), (128, True): (292, 423, 521, 579, 602, 616),
              (256, False): (482, 639, 707, 736, 746, 756), (256, True): (286, 427, 537, 612, 628, 642)}
 FITTED = {(64, False, 16384), (128, False, 16384), (256, False, 16384)}
-FLAGS = ("-O3", "-std=c++17", "--use_fast_math", "--expt-relaxed-constexpr", "--expt-extended-lambda",
-         "-DNDEBUG", "-DCUTLASS_DEBUG_TRACE_LEVEL=0", "-gencode", "arch=compute_90a,code=compute_90a",
-         "-cudart", "shared")
 # what it uses of torch's headers
 ATEN = """#pragma once
 #include <cstdint>
@@ -34,54 +28,32 @@ namespace at { struct PhiloxCudaState { uint64_t seed, offset; }; }
 #define C10_CUDA_CHECK(x) do { if (cudaError_t e = (x)) printf("CUDA error %d\\n", int(e)); } while (0)
 #define C10_CUDA_KERNEL_LAUNCH_CHECK() C10_CUDA_CHECK(cudaGetLastError())
 """
-# a libcuda to link with: the emulated one takes its place
-DRIVER = "int cuTensorMapEncodeTiled(void) { return 999; }\n"
 
 
 def built(source: Path, include: Sequence[Path], head: int) -> Path:
     """The program for a head size. Raises `NVError` with the compiler's words."""
-    program = CACHE / f"fa3_release_{head}"
-    if program.exists(): return program
-    headers, compiler = CACHE / "aten", nvcc()
+    headers = CACHE / "aten"
     for name in ("CUDAGeneratorImpl.h", "cuda/CUDAGeneratorImpl.h", "cuda/CUDAContext.h",
                  "cuda/CUDAGraphsUtils.cuh"):
         (headers / "ATen" / name).parent.mkdir(parents=True, exist_ok=True)
         (headers / "ATen" / name).write_text(ATEN)
-    (CACHE / "driver.c").write_text(DRIVER)
-    libraries = compiler.resolve().parents[1] / "lib"
-    runtime = CACHE / "libcudart.so"
-    if not runtime.exists(): runtime.symlink_to(next(libraries.glob("libcudart.so.*")))
-    _run(["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(CACHE / "libcuda.so"),
-          str(CACHE / "driver.c")])
-    folders = (headers, source / "hopper", *include)
-    _run([str(compiler), *FLAGS, f"-DHEAD_DIM={head}", *(f"-I{each}" for each in folders), f"-L{CACHE}",
-          "-o", str(program), str(Path(__file__).with_name("fa3_release.cu")), "-lcuda"])
-    return program
+    text = Path(__file__).with_name("fa3_release.cu").read_text()
+    return program(f"fa3_release_{head}", text, (headers, source / "hopper", *include),
+                   (f"-DHEAD_DIM={head}",))
 
 
-def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False,
-                          env={**os.environ, "TMPDIR": str(CACHE)})
-    if done.returncode:
-        raise NVError(f"{command[0]} failed:\n{done.stderr[-1500:]}", "nvcc and a ptxas of its release",
-                      "pass --include with CUTLASS's and CCCL's headers")
-
-
-def predicted(program: Path, causal: bool, tokens: int) -> Timing:
+def predicted(made: Path, causal: bool, tokens: int) -> Timing:
     """The launch of its program."""
-    ran = run_program([str(program), str(tokens), str(int(causal))], gpu="h100", time=True)
-    timing = ran.launches[-1].timing
-    assert timing is not None
-    return timing
+    return launches(made, tokens, int(causal))[-1]
 
 
 def judged(source: Path, include: Sequence[Path]) -> Iterator[Judged]:
     """Each bar of the paper's figures."""
     for (head, causal), figures in PUBLISHED.items():
-        program = built(source, include, head)
+        made = built(source, include, head)
         for tokens, tflops in zip(TOKENS, figures, strict=True):
             flops = 4 * 16384 * tokens * 2048 / (2 if causal else 1)
-            found = flops / predicted(program, causal, tokens).seconds / 1e12
+            found = flops / predicted(made, causal, tokens).seconds / 1e12
             name = f"FA3 d {head}{' causal' if causal else ''} {tokens}"
             yield Judged("FlashAttention-3", name, tflops, found, (head, causal, tokens) in FITTED)
 

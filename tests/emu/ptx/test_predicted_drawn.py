@@ -41,6 +41,12 @@ ORDERS = {"short rows first": "", "long rows first": "sub.u32 %r3, {last}, %r3;"
           "equal": "mov.u32 %r3, {half};"}
 
 
+# each CTA has one tile, as long as its x says
+ROWS = DRAWING.replace("drawing", "rows").replace("rem.u32 %r3, %r1, {rows};", "mov.u32 %r3, %r1;") \
+    .replace("atom.global.add.u32 %r1, [%rd1], 1;", "mov.u32 %r1, {tiles};") \
+    .replace("add.u32 %r1, %r1, %r2;", "")
+
+
 def dealt(lengths: np.ndarray) -> float:
     """When the last tile ends."""
     ends = [0.0] * CTAS
@@ -62,6 +68,21 @@ def test_the_last_tiles_end_as_late_as_their_lengths_say(order: str, rows: int):
     length = {"short rows first": at, "long rows first": rows - 1 - at, "equal": 0 * at + rows // 2}[order]
     expected = dealt((length + 1) * steps * FMAS * LATENCY)
     assert found.cycles == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("rows", [8, 37, 64])
+@pytest.mark.parametrize("order", ["short rows first", "long rows first"])
+def test_grids_whose_rows_differ_take_as_long_as_all_ctas(order: str, rows: int):
+    """With so much shared memory that an SM has one CTA at a time."""
+    steps, planes = 600 // rows, -(-TILES // rows)
+    text = ROWS.format(tiles=rows, rows=rows, steps=steps, order=ORDERS[order].format(last=rows - 1),
+                       fmas=FMAS * "fma.rn.f32 %f0, %f0, %f0, %f0; ")
+    emu = Emulator()
+    buffers = emu.alloc(np.zeros(1, np.uint32)), emu.alloc(np.zeros(1, np.float32))
+    found = emu.launch(text, (rows, planes), 1, buffers, dynamic_smem=200_000, timing="h100").timing
+    at = np.arange(rows * planes) % rows
+    length = at if order == "short rows first" else rows - 1 - at
+    assert found.cycles == pytest.approx(dealt((length + 1) * steps * FMAS * LATENCY), rel=0.05)
 
 
 def test_what_counts_other_things_is_no_tile_scheduler():

@@ -75,14 +75,22 @@ def makespan(tiles: DrawnTiles, clusters: int) -> float:
     row, end = row_of(known), int(tiles.known[:, 0].max()) + 1
     every = lengths(known, np.arange(begin, max(end, tiles.beyond)), row)
     ends = every[:-begin].tolist() if begin else np.resize(first[:, 1], warps).tolist()
-    heapq.heapify(ends)
-    for steps in every[-begin:end - begin].tolist(): heapq.heappush(ends, heapq.heappop(ends) + steps)
+    ends = dealt(ends, every[-begin:end - begin].tolist())
     found = {end: max(ends)}
     for number in range(end, tiles.beyond):
-        heapq.heappush(ends, heapq.heappop(ends) + float(every[number - begin]))
+        ends = dealt(ends, [float(every[number - begin])])
         found[number + 1] = max(ends)
     whole = [steps for number, steps in found.items() if row and (number - begin) % row == 0]
     return float(np.mean(whole or list(found.values())))
+
+
+def dealt(ends: Sequence[float], lengths: Sequence[float]) -> list[float]:
+    """When each of some servers ends that began with what ends at `ends`, and takes the next length whenever
+    it is free."""
+    heap = list(ends)
+    heapq.heapify(heap)
+    for length in lengths: heapq.heapreplace(heap, heap[0] + length)
+    return heap
 
 
 def row_of(known: np.ndarray, rows: Sequence[int] = ()) -> int:

@@ -14,7 +14,6 @@ figures are known that the critical path depends on (critical.py).
 """
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
@@ -26,7 +25,7 @@ from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.ptx.assemble import Resources
 from tinygrad_nv.ptx.emulator.tapes import Tape, Tapes
 from tinygrad_nv.ptx.timing import critical
-from tinygrad_nv.ptx.timing.drawn import drawn_tiles, lengths, makespan, row_of
+from tinygrad_nv.ptx.timing.drawn import dealt, drawn_tiles, lengths, makespan, row_of
 from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures, slowed, sustained_hz
 from tinygrad_nv.ptx.timing.job import Code, Job, as_given, code_of, made
 from tinygrad_nv.ptx.timing.l2 import shares_of
@@ -158,9 +157,7 @@ def _cycles(shape: Shape, gpu: GPUFigures, jobs: Mapping[int, Job],
     further = {at: (runs[at].cycles - first[at]) / max(1, job.ctas // shape.ctas - together)
                for at, job in jobs.items()}
     servers = max(1, at_once // together)
-    ends = [float(first[begin])] * servers
-    for length in _every(shape, gpu, further)[servers * together:]:
-        heapq.heappush(ends, heapq.heappop(ends) + length)
+    ends = dealt([float(first[begin])] * servers, _every(shape, gpu, further)[servers * together:])
     cycles = max(ends)
     return round(cycles), 1 - sum(ends) / len(ends) / cycles * servers * shape.ctas / gpu.sms
 
@@ -197,9 +194,7 @@ def _uneven(shape: Shape, gpu: GPUFigures, jobs: Mapping[int, Job],
     if not row or np.ptp(known[:, 1]) < UNEVEN * known[:, 1].mean(): return None
     cycles = sum(one.cycles for one in runs.values()) * together / known[:, 1].sum()
     every = lengths(known, np.arange(shape.clusters), row) * cycles
-    ends = every[:at_once].tolist()
-    heapq.heapify(ends)
-    for length in every[at_once:].tolist(): heapq.heappush(ends, heapq.heappop(ends) + length)
+    ends = dealt(every[:at_once].tolist(), every[at_once:].tolist())
     busy = min(1.0, shape.ctas * at_once / together / gpu.sms)
     return round(max(ends)), 1 - float(every.sum()) / at_once / max(ends) * busy
 
