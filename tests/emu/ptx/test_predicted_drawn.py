@@ -41,10 +41,11 @@ ORDERS = {"short rows first": "", "long rows first": "sub.u32 %r3, {last}, %r3;"
           "equal": "mov.u32 %r3, {half};"}
 
 
-# each CTA has one tile, as long as its x says
-ROWS = DRAWING.replace("drawing", "rows").replace("rem.u32 %r3, %r1, {rows};", "mov.u32 %r3, %r1;") \
+# each CTA has one tile, as long as its place in the row says; a row is one of the grid
+ONE = DRAWING.replace("drawing", "rows") \
     .replace("atom.global.add.u32 %r1, [%rd1], 1;", "mov.u32 %r1, {tiles};") \
     .replace("add.u32 %r1, %r1, %r2;", "")
+ROWS = ONE.replace("rem.u32 %r3, %r1, {rows};", "mov.u32 %r3, %r1;")
 
 
 def dealt(lengths: np.ndarray) -> float:
@@ -83,6 +84,22 @@ def test_grids_whose_rows_differ_take_as_long_as_all_ctas(order: str, rows: int)
     at = np.arange(rows * planes) % rows
     length = at if order == "short rows first" else rows - 1 - at
     assert found.cycles == pytest.approx(dealt((length + 1) * steps * FMAS * LATENCY), rel=0.05)
+
+
+@pytest.mark.parametrize("heads", [4, 16])
+def test_rows_that_no_extent_tells_are_found(heads: int):
+    """Those of some heads in turn, the longest first, in a grid of one row."""
+    length, steps = 16, 30
+    row = length * heads
+    tiles = 8 * row
+    order = f"shr.u32 %r3, %r3, {heads.bit_length() - 1}; sub.u32 %r3, {length - 1}, %r3;"
+    text = ONE.format(tiles=tiles, rows=row, steps=steps, order=order,
+                      fmas=FMAS * "fma.rn.f32 %f0, %f0, %f0, %f0; ")
+    emu = Emulator()
+    buffers = emu.alloc(np.zeros(1, np.uint32)), emu.alloc(np.zeros(1, np.float32))
+    found = emu.launch(text, tiles, 1, buffers, dynamic_smem=200_000, timing="h100").timing
+    lengths = (length - np.arange(tiles) % row // heads) * steps * FMAS * LATENCY
+    assert found.cycles == pytest.approx(dealt(lengths), rel=0.05)
 
 
 def test_what_counts_other_things_is_no_tile_scheduler():

@@ -1,9 +1,10 @@
 """Choices of tokens (tile/sampling/spec.py): Threefry and two logarithms in vectors, and the largest with
 them.
 
-Protocol: rows are cut into equal pieces, if there are fewer of them than parts, and pieces are shared out
-among parts. Each lane keeps its largest number and where it was first; then the best of lanes, and, in a
-second kernel, the best of pieces are found. Comparisons are exact, so neither pieces nor parts matter.
+Protocol: a pair of tokens has one call of Threefry, so two vectors of tokens have a vector of calls. Rows are
+cut into equal pieces, if there are fewer of them than parts, and pieces are shared out among parts. Each lane
+keeps its largest number and where it was first; then the best of lanes, and, in a second kernel, the best of
+pieces are found. Comparisons are exact, so neither pieces nor parts matter.
 
 The noise has the arithmetic of tinygrad's kernels, statement by statement, since the compiler contracts
 products and sums within one: it has the same bits. Special cases of its logarithm are left out, as no
@@ -47,12 +48,15 @@ def build(spec: ChoiceSpec, schedule: CPUChoice) -> CPUKernel:
     places of a draw."""
     cut, parts = pieces(spec, schedule), schedule.parts
     noise = f"""
-      if (drawn && any_(x != -__builtin_inff())) {{
-        vu a = (vu)((vi)(s32)i + iota_()) + key[2], b = (vu)((u32)places[row] + key[0]);
+      if (drawn && any_((x[0] != -__builtin_inff()) | (x[1] != -__builtin_inff()))) {{
+        vu a = (vu)((vi)(s32)(i / 2) + iota_()) + key[2], b = (vu)((u32)places[row] + key[0]);
         {" ".join(_rounds(number) for number in range(5))}
-        vf uniform = (__builtin_convertvector(a >> 9, vf) + 0.5f) * 0x1p-23f;
-        const vf noise = minus_log(minus_log(uniform));
-        x = x + noise;
+        const vu bits[2] = {{lows(a, b), highs(a, b)}};
+        UNROLLED for (int half = 0; half < 2; half++) {{
+          vf uniform = (__builtin_convertvector(bits[half] >> 9, vf) + 0.5f) * 0x1p-23f;
+          const vf noise = minus_log(minus_log(uniform));
+          x[half] = x[half] + noise;
+        }}
       }}""" if spec.draw else ""
     seed = f"""
     const float *number = numbers + row * {NUMBERS}, *seed = number + {int(Number.seed)};
@@ -63,19 +67,25 @@ def build(spec: ChoiceSpec, schedule: CPUChoice) -> CPUKernel:
     stored = f"out[row] = nan ? {spec.size} : at;" if cut == 1 else \
         "out[2 * piece] = nan ? 0x7fc00000 : bits_(best); out[2 * piece + 1] = at;"
     body = f"""
-  const s64 every = {spec.rows * cut}, vectors = ({spec.size} + W - 1) / W;
+  const s64 every = {spec.rows * cut}, steps = ({spec.size} + 2 * W - 1) / (2 * W);
   for (s64 piece = core_id * every / {parts}; piece < (core_id + 1) * every / {parts}; piece++) {{
-    const s64 row = piece / {cut}, first = piece % {cut} * vectors / {cut} * W;
-    const s64 last = (piece % {cut} + 1) * vectors / {cut} * W;
+    const s64 row = piece / {cut}, first = piece % {cut} * steps / {cut} * 2 * W;
+    const s64 last = (piece % {cut} + 1) * steps / {cut} * 2 * W;
     const float *from = logits + row * {spec.size};{seed}
     vf top = (vf)-__builtin_inff(); vi where = (vi)(s32)first + iota_(), odd = (vi)0;
-    for (s64 i = first; i < last; i += W) {{
-      const s64 left = {spec.size} - i;
-      vf x = load_n_f32(from + i, left);
-      if (left < W) x = pick(iota_() < (s32)left, x, (vf)-__builtin_inff());{noise}
-      const vi better = x > top;
-      top = pick(better, x, top); where = pick_i(better, (vi)(s32)i + iota_(), where);
-      odd |= x != x;
+    for (s64 i = first; i < last; i += 2 * W) {{
+      vf x[2];
+      UNROLLED for (int half = 0; half < 2; half++) {{
+        const s64 left = {spec.size} - i - half * W;
+        x[half] = left > 0 ? load_n_f32(from + i + half * W, left) : (vf)-__builtin_inff();
+        if (left < W) x[half] = pick(iota_() < (s32)left, x[half], (vf)-__builtin_inff());
+      }}{noise}
+      UNROLLED for (int half = 0; half < 2; half++) {{
+        const vi better = x[half] > top;
+        top = pick(better, x[half], top);
+        where = pick_i(better, (vi)(s32)(i + half * W) + iota_(), where);
+        odd |= x[half] != x[half];
+      }}
     }}
     const int nan = any_(odd);
     float best = top[0]; s32 at = where[0];
@@ -85,7 +95,7 @@ def build(spec: ChoiceSpec, schedule: CPUChoice) -> CPUKernel:
   }}"""
     inputs = [("float", "logits"), *[("float", "numbers"), ("s32", "places")] * spec.draw]
     return kernel(f"choice_{spec.rows}x{spec.size}", schedule.isa, body, [("s32", "out")], inputs,
-                  parts=parts, before=_BEFORE + _LOG)
+                  parts=parts, before=_BEFORE + _LOG + _interleaving(schedule.isa.lanes))
 
 
 def whole(spec: ChoiceSpec, schedule: CPUChoice) -> CPUKernel | Chain:
@@ -120,7 +130,16 @@ def _rounds(number: int) -> str:
     return " ".join([*mixed, f"a = a + key[{number % 3}]; b = b + (key[{(number + 1) % 3}] + {number + 1});"])
 
 
+def _interleaving(lanes: int) -> str:
+    """Words of pairs of tokens, in the order of tokens."""
+    turns = [i // 2 + i % 2 * lanes for i in range(lanes)]
+    return "".join(f"INLINE vu {name}(vu low, vu high) {{ return __builtin_shufflevector(low, high, "
+                   f"{', '.join(str(i + start) for i in turns)}); }}\n"
+                   for name, start in (("lows", 0), ("highs", lanes // 2)))
+
+
 _BEFORE = """
+#define UNROLLED _Pragma("unroll")
 INLINE int any_(vi x) { s32 all = 0; for (int i = 0; i < W; i++) all |= x[i]; return all != 0; }
 INLINE s32 bits_(float x) { union { float f; s32 i; } both = {x}; return both.i; }
 INLINE float float_(s32 x) { union { s32 i; float f; } both = {x}; return both.f; }

@@ -4,7 +4,8 @@ Protocol: clusters that run at once ask for the same things at about the same ti
 counts as simultaneous. What is read for the first time among them comes from HBM, the rest from L2; each PTX
 instruction that reads has a share of its own (`first_shares`), since queries and keys, for example, are read
 at different rates than the recorded beginnings of clusters show. Where all that a launch reads fits into L2,
-HBM gives every byte once at most, and gets nothing (`shares_of`).
+HBM gives every byte once at most, and gets nothing (`shares_of`). Where it does not, HBM gets each byte of a
+buffer once at most: what is written again and again, as by reductions of many clusters, is in L2 meanwhile.
 
 What several SMs of a GPC ask for at about the same time goes to L2 once (the L2 request coalescer, Nsight
 Compute's "lrc"), though each SM gets its own copy.
@@ -28,6 +29,22 @@ def read_bytes(notes: np.ndarray) -> np.ndarray:
     rows = (notes["kind"] == Note.READS) * notes["count"].astype(np.int64) * notes["a"].astype(np.int64)
     lines = (notes["kind"] == Note.SECTORS) & (notes["b"] == 0)
     return rows + lines * notes["count"].astype(np.int64) * SECTOR_BYTES
+
+
+def written_bytes(notes: np.ndarray) -> np.ndarray:
+    """Bytes that each note writes to global memory, or has reduced there."""
+    rows = (notes["kind"] == Note.WRITES) * notes["count"].astype(np.int64) * notes["a"].astype(np.int64)
+    lines = (notes["kind"] == Note.SECTORS) & (notes["b"] != 0)
+    return rows + lines * notes["count"].astype(np.int64) * SECTOR_BYTES
+
+
+def last_shares(notes: np.ndarray, memory: Sequence[tuple[int, int]], times: float) -> np.ndarray:
+    """Of what each note writes the share that HBM gets: all, but no more than a buffer has."""
+    nbytes, shares = written_bytes(notes), np.ones(len(notes))
+    for at, size in memory:
+        there = (notes["key"] >= at) & (notes["key"] < at + size)
+        if (written := float(nbytes[there].sum()) * times) > size: shares[there] = size / written
+    return shares
 
 
 def first_shares(reads: Sequence[np.ndarray]) -> dict[int, float]:
@@ -63,5 +80,6 @@ def shares_of(reads: Sequence[np.ndarray], memory: Sequence[tuple[int, int]], re
     far = float((shares * nbytes).sum()) * times
     kept = touched <= KEPT * gpu.l2_bytes
     if kept and far > touched: shares *= touched / far
-    shares[nbytes == 0] = 0.0 if kept else 1.0  # of writes: those that do not stay in L2
+    writes = nbytes == 0
+    shares[writes] = 0.0 if kept else last_shares(recorded, memory, times)[writes]
     return np.stack([shares, near], 1)

@@ -30,7 +30,7 @@ from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures, slowed, sustained_hz
 from tinygrad_nv.ptx.timing.job import Code, Job, as_given, code_of, made
 from tinygrad_nv.ptx.timing.l2 import shares_of
 from tinygrad_nv.ptx.timing.listing import Listing, listing
-from tinygrad_nv.ptx.timing.shape import Shape, places, recorded
+from tinygrad_nv.ptx.timing.shape import MANY_PLACES, Shape, places, recorded
 from tinygrad_nv.ptx.timing.simulator import REASONS, Cause, Run, run
 from tinygrad_nv.ptx.timing.units import Unit
 
@@ -190,13 +190,30 @@ def _uneven(shape: Shape, gpu: GPUFigures, jobs: Mapping[int, Job],
     if shape.clusters <= at_once: return None
     known = np.array(sorted((at + number, steps) for at, job in jobs.items()
                             for number, steps in enumerate(_steps(job, shape.ctas))))
-    row = row_of(known, shape.rows)
-    if not row or np.ptp(known[:, 1]) < UNEVEN * known[:, 1].mean(): return None
+    if not (row := _row(shape, known)): return None
     cycles = sum(one.cycles for one in runs.values()) * together / known[:, 1].sum()
     every = lengths(known, np.arange(shape.clusters), row) * cycles
     ends = dealt(every[:at_once].tolist(), every[at_once:].tolist())
     busy = min(1.0, shape.ctas * at_once / together / gpu.sms)
     return round(max(ends)), 1 - float(every.sum()) / at_once / max(ends) * busy
+
+
+def _differ(known: np.ndarray) -> bool:
+    """Whether clusters are not all about as long, by numbers and steps of some."""
+    return bool(np.ptp(known[:, 1]) >= UNEVEN * known[:, 1].mean())
+
+
+def _row(shape: Shape, known: np.ndarray) -> int:
+    """After how many clusters their lengths repeat, of many that are known; 0 where they do not, or all are
+    about as long."""
+    return _differ(known) and (row_of(known, shape.rows) or row_of(known))
+
+
+def _uneven_tapes(tapes: Tapes) -> bool:
+    """Whether clusters differ."""
+    steps: dict[int, int] = {}
+    for tape in tapes.warps: steps[tape.cluster] = steps.get(tape.cluster, 0) + len(tape.sources)
+    return _differ(np.array([*steps.items()]))
 
 
 def _steps(job: Job, ctas: int) -> list[int]:
@@ -274,10 +291,15 @@ def predicted(text: str, arch: str, entry: str, shape: Callable[[Resources], Sha
                           "choose another GPU, or another architecture")
     listed = listing(text, gpu.arch, entry, strict)
     found = shape(listed.resources[entry])
-    at_once = range(min(found.clusters, found.at_once(gpu)))
-    for drawn in (False, True):
-        begins = places(found, gpu, drawn)
-        tapes = Tapes(recorded(found, gpu, begins), idle=True, others=at_once, brief=BRIEF * found.ctas)
+    at_once = min(found.clusters, found.at_once(gpu))
+
+    def taped(begins: Sequence[int]) -> Tapes:
+        tapes = Tapes(recorded(found, gpu, begins), idle=True, others=range(at_once),
+                      brief=BRIEF * found.ctas)
         record(tapes)
-        if not tapes.draws or len(at_once) < found.clusters: break
+        return tapes
+    tapes = taped(begins := places(found, gpu))
+    if at_once == found.clusters:
+        if tapes.draws: tapes = taped(begins := places(found, gpu, drawn=True))
+    elif _uneven_tapes(tapes): tapes = taped(begins := places(found, gpu, count=MANY_PLACES))
     return timed(listed, entry, found, tapes, gpu, memory, begins, log)

@@ -16,6 +16,7 @@ from tinygrad_nv.ptx.timing.gpu import GPUFigures
 REGISTERS_OF_SM, RESERVED_BYTES = 65536, 1024   # of each CTA the system has a KiB of shared memory
 DRAWING = 6                 # of a grid whose clusters draw their work tiles: 4 % from the mean of all (rms)
 PLACES = 5                  # of a grid of several waves that are recorded
+MANY_PLACES = 24            # of one whose clusters differ: fewer repeat after any number, as chance has it
 GOLDEN = (5**0.5 - 1) / 2
 
 
@@ -40,10 +41,9 @@ class Shape:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Clusters of a row of the grid, and of a plane."""
+        """Clusters of a row of the grid, and of a plane; none of a grid of one row."""
         x, y, _ = (of // by for of, by in zip(self.grid, self.cluster, strict=True))
-        found = tuple(dict.fromkeys(each for each in (x, x * y) if 1 < each < self.clusters))
-        return found or (self.clusters,)
+        return tuple(dict.fromkeys(each for each in (x, x * y) if 1 < each < self.clusters))
 
     def busy_sms(self, gpu: GPUFigures) -> int:
         """SMs that have a CTA."""
@@ -81,9 +81,9 @@ class Shape:
         return max(1, most_clusters(self.ctas, gpu.sms, self.room_of_sm(gpu)))
 
 
-def places(shape: Shape, gpu: GPUFigures, drawn: bool = False) -> list[int]:
+def places(shape: Shape, gpu: GPUFigures, drawn: bool = False, count: int = PLACES) -> list[int]:
     """Numbers of the clusters at which recording begins: one where all run at once, and some where they draw
-    their work tiles, as chance has it; else a few, evenly."""
+    their work tiles, as chance has it; else a few, `count`, evenly."""
     together = shape.ctas_of_sm(gpu)
     if shape.clusters <= shape.at_once(gpu):
         # a step more each, or all would begin at the same place of a row of tiles
@@ -91,7 +91,7 @@ def places(shape: Shape, gpu: GPUFigures, drawn: bool = False) -> list[int]:
                        for i in range(DRAWING)}) if drawn else [0]
     last = max(0, shape.clusters - 2 * together)
     # with multiples of an irrational number between, or all might begin at the same place of a row
-    return sorted({0, last, *(round(last * (GOLDEN * i % 1)) for i in range(1, PLACES - 1))})
+    return sorted({0, last, *(round(last * (GOLDEN * i % 1)) for i in range(1, count - 1))})
 
 
 def recorded(shape: Shape, gpu: GPUFigures, begins: Sequence[int]) -> list[int]:

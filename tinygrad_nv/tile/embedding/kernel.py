@@ -19,6 +19,7 @@ from tinygrad_nv.tile.template import GPU
 PIECES = {16: ("b32", 4), 8: ("b32", 2), 4: ("b32", 1), 2: ("b16", 1)}  # bytes: a load's registers
 DEEP = 4
 CTA = 256               # threads, less where there are fewer pieces
+FEW, FEW_CTA = 264 * CTA, 128   # pieces of all tokens that are spread as thinly as that: two CTAs an SM
 
 
 def embedding(spec: EmbeddingSpec, schedule: Schedule, gpu: GPU) -> TileKernel:
@@ -27,9 +28,11 @@ def embedding(spec: EmbeddingSpec, schedule: Schedule, gpu: GPU) -> TileKernel:
     row_bytes = spec.width * spec.dtype.itemsize
     piece = next(nbytes for nbytes in PIECES if row_bytes % nbytes == 0)
     pieces = row_bytes // piece
-    team = min(CTA, 1 << (pieces - 1).bit_length())
-    deep = min(DEEP, -(-pieces // team))
-    tokens = max(32 // team, min(CTA // team, spec.tokens.count))  # of a CTA
+    few = spec.tokens.count * pieces <= FEW
+    cta = FEW_CTA if few else CTA
+    team = min(cta, 1 << (pieces - 1).bit_length())
+    deep = 1 if few else min(DEEP, -(-pieces // team))
+    tokens = max(32 // team, min(cta // team, spec.tokens.count))  # of a CTA
     tokens = 1 << (tokens - 1).bit_length()
     kb = Kernel("embedding", arch=gpu.arch, threads=team * tokens)
     _write(kb, spec, team, tokens, piece, deep)

@@ -157,8 +157,6 @@ class _NormKernel:
                 stands[Sum(each.dtype, number)] = self.named(Lanes(kb, each.dtype, [total]))
         with kb.comment("results"):
             values = [self.of_elements(substituted(each.value, stands)) for each in spec.results]
-            # behind the loads of elements: without it ptxas moves them to between the stores
-            if kb.hopper and not spec.statistics: kb.launch_dependents()
             if kb.cluster: kb.cluster_arrive()  # shared memory is there as long as others read it
             self.store(values)
             if kb.cluster: kb.cluster_wait()
@@ -334,6 +332,7 @@ class _NormKernel:
                 finish = EpilogueEmitter(kb, roots[-1], block, self.width, before=tuple(roots[:-1]))
                 for chunk in block.chunks:
                     found = [finish.all(0, pair) for pair in block.pairs(chunk)]
+                    if chunk == block.chunks[0] and not self.spec.statistics: self.trigger()
                     for i in elements:
                         vector = [each[values[i]] for each in found]
                         self.put(block.outs[i], vector, chunk, block.inside(chunk))
@@ -342,6 +341,11 @@ class _NormKernel:
             guard = self.row.first == 0
             if self.row.there is not None: guard = guard & self.row.there
             write(kb, self.to[i], 0, self.row.known[values[i]], 1, guard)
+
+    def trigger(self) -> None:
+        """Lets the kernel after begin: behind the loads, which ptxas else moves to between the stores, and
+        behind the first results, as ptxas has all loads wait for each other before it."""
+        if self.kb.hopper: self.kb.launch_dependents()
 
     def put(self, at: Value, values: Vector, chunk: int, guard: Value | None) -> None:
         """Stores a vector of a result."""

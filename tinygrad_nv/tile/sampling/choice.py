@@ -101,7 +101,7 @@ def _write(kb: Kernel, spec: ChoiceSpec) -> None:
             some = vector[0] != -math.inf
             for x in vector[1:]: some = some | (x != -math.inf)
             with kb.if_(noise.drawn & some):
-                added = [noise.at(place) for place in places]
+                added = noise.of_vector(i, wide)
                 for x, more in zip(vector, added, strict=True): x += more
         for x, place in zip(vector, places, strict=True):   # the first of equals: indices rise
             key = _key(kb, x)
@@ -170,17 +170,28 @@ class _Noise:
         self.key = [high, low ^ high ^ PARITY, low]
         self.place = kb.ld("global", "u32", advanced(kb, self.places, row, 4).at())[0]
 
-    def at(self, index: Value) -> Value:
-        """-log(-log u) of a token's u."""
-        kb = self.kb
-        a, b = index + self.key[2], self.place + self.key[0]
+    def of_vector(self, first: Value, wide: int) -> list[Value]:
+        """That of so many tokens. The first is even, or there is one."""
+        if wide > 1: return [self.of(word) for pair in range(0, wide, 2) for word in self.words(first, pair)]
+        low, high = self.words(first, 0)
+        return [self.of(self.kb.select(first & 1 == 0, low, high, "u32"))]
+
+    def words(self, first: Value, pair: int) -> tuple[Value, Value]:
+        """Random bits of two tokens."""
+        kb, index = self.kb, first >> 1
+        a, b = (index + pair // 2 if pair else index) + self.key[2], self.place + self.key[0]
         for number in range(5):
             for bits in ROTATIONS[number % 2]:
                 a, turned = a + b, kb.reg("b32")
                 kb.emit("shf.l.wrap.b32", turned, b, b, bits)
                 b = a ^ turned
             a, b = a + self.key[number % 3], b + self.key[(number + 1) % 3] + (number + 1)
-        uniform = ((a >> 9).to("f32") + 0.5) * 2.0 ** -23
+        return a, b
+
+    def of(self, word: Value) -> Value:
+        """-log(-log u) of a token's u."""
+        kb = self.kb
+        uniform = ((word >> 9).to("f32") + 0.5) * 2.0 ** -23
         log, made = kb.regs("f32", 2)
         kb.emit("lg2.approx.f32", log, self.minus_log(uniform))
         kb.emit("mul.f32", made, log, -math.log(2))

@@ -107,10 +107,13 @@ def noisy(logits: Tensor, numbers: Tensor, places: Tensor, wide: DType = F32) ->
     R, V = map(int, logits.shape)
     seed = numbers[:, Number.seed:].cast(dtypes.uint64)
     key = seed[:, 0:1] | (seed[:, 1:2] << 16) | (seed[:, 2:3] << 32) | (seed[:, 3:4] << 48)
-    index = Tensor.arange(V, dtype=dtypes.uint32).cast(dtypes.uint64)
+    pairs = -(-V // 2)
+    index = Tensor.arange(pairs, dtype=dtypes.uint32).cast(dtypes.uint64)
     counter = (places.reshape(R, 1).cast(dtypes.uint32).cast(dtypes.uint64) << 32) | index
+    both = counter.threefry(key.expand(R, pairs)).contiguous()
+    bits = both.cast(dtypes.uint32).stack((both >> 32).cast(dtypes.uint32), dim=-1)
     # contiguous: in one kernel with argmax the noise is computed more than once and not vectorised
-    noise = gumbel_of(counter.threefry(key.expand(R, V)).cast(dtypes.uint32), wide).contiguous()
+    noise = gumbel_of(bits.reshape(R, 2 * pairs)[:, :V], wide).contiguous()
     drawn = numbers[:, Number.temperature:Number.temperature + 1] > 0
     return drawn.where(logits + noise, logits).contiguous()
 

@@ -20,7 +20,8 @@ A choice is a row's largest logit, the first of equals; where the row has a temp
 That is standard Gumbel, of uniform numbers in (0, 1) of 23 bits and a half, which float32 holds exactly (of
 24 the largest would round to 1, whose noise is infinite):
 
-    bits_i = low word of Threefry-2x32-20 of the counter (i, place) under the row's seed
+    bits_i = of Threefry-2x32-20 of the counter (i // 2, place) under the row's seed: the low word where i is
+             even, the high word where it is odd
     y_i    = x_i - log(-log(((bits_i >> 9) + 0.5) · 2^-23))
     token  = the least i of which y_i is the largest; size where any y_i is NaN
 
@@ -96,8 +97,8 @@ class ChoiceSpec:
 
     @property
     def flops(self) -> int:
-        """Operations: 20 rounds of Threefry and two logarithms an element."""
-        return 150 * self.rows * self.size
+        """Operations: 10 rounds of Threefry and two logarithms an element."""
+        return 110 * self.rows * self.size
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.size} logits, {'drawn' if self.draw else 'the largest'}"

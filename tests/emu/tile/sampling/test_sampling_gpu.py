@@ -105,16 +105,17 @@ def test_every_order_of_warps_keeps_the_same(seed: int):
 
 
 def words(seed: int, place: int, size: int) -> np.ndarray:
-    """Low words of Threefry-2x32-20 of counters (0 …, place)."""
+    """Words of Threefry-2x32-20 of counters (0 …, place), low and high in turn."""
     low, high = seed & 0xFFFFFFFF, seed >> 32
     key = [np.uint32(high), np.uint32(low ^ high ^ 0x1BD11BDA), np.uint32(low)]
-    a, b = np.arange(size, dtype=np.uint32) + key[2], np.full(size, place, np.uint32) + key[0]
+    pairs = -(-size // 2)
+    a, b = np.arange(pairs, dtype=np.uint32) + key[2], np.full(pairs, place, np.uint32) + key[0]
     for i in range(5):
         for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
             a = a + b
             b = a ^ (b << np.uint32(turn) | b >> np.uint32(32 - turn))
         a, b = a + key[i % 3], b + key[(i + 1) % 3] + np.uint32(i + 1)
-    return a
+    return np.stack([a, b], 1).reshape(-1)[:size]
 
 
 def noise(seed: int, place: int, size: int) -> np.ndarray:

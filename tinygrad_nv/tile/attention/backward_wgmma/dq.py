@@ -68,7 +68,7 @@ class QuerySums(ABC):
         kb, plan, seen = self.kb, self.plan, self.kb.reg("u32")
         block = (self.head + walk.head) * plan.blocks_of_rows + walk.block.to("u32")
         self.turn.set(turns + (block * (4 * plan.consumers) + self.warp).to("u64") * 4)
-        before = kb.ctaid.x.to("s32") - self.blocks.first_keys(walk.row)
+        before = self.blocks.column // plan.schedule.block_n - self.blocks.first_keys(walk.row)
         kb.emit("ld.acquire.gpu.global.u32", seen, self.turn.at())
         with kb.while_(lambda: seen != before.to("u32")):
             kb.emit("ld.acquire.gpu.global.u32", seen, self.turn.at())

@@ -82,10 +82,11 @@ class _BackwardWgmmaKernel:
                 self.loads.init()
                 kb.fence_mbarrier_init()
             kb.sync()
-        self.column = kb.ctaid.x * plan.schedule.block_n
-        self.batch = kb.ctaid.z, kb.ctaid.y
+        block, head = self._dealt()
+        self.column = block * plan.schedule.block_n
+        self.batch = kb.ctaid.z, head
         _, heads, group = plan.spec.forward.batch
-        self.head = (kb.ctaid.z * heads + kb.ctaid.y) * group
+        self.head = (kb.ctaid.z * heads + head) * group
         self.blocks = BackwardBlocks(kb, plan, self.column.to("s32"), self.extents)
         fewer, more = plan.registers
         threads = WARPGROUP * plan.consumers
@@ -96,6 +97,14 @@ class _BackwardWgmmaKernel:
         with kb.else_(), kb.comment("consumers"):
             if more: kb.setmaxnreg(more, more=True)
             self.consume()
+
+    def _dealt(self) -> tuple[Value, Value]:
+        """This CTA's block of keys, and its key head. Of some heads together the first blocks, which under a
+        causal mask most rows see, come first, so that CTAs that end last are short."""
+        kb, together = self.kb, self.plan.heads_together
+        if together == 1: return kb.ctaid.x, kb.ctaid.y
+        number = kb.ctaid.y % together * kb.nctaid.x + kb.ctaid.x
+        return number // together, kb.ctaid.y - kb.ctaid.y % together + number % together
 
     def produce(self) -> None:
         """Fills the ring with what comes by TMA."""

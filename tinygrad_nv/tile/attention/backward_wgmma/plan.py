@@ -34,6 +34,7 @@ HALVED_REGISTERS = (40, 232)    # of consumers that share keys: more boxes to co
 WARP_ROWS = 16      # of a consumer's 64
 DQ_COLUMNS = 32     # float32 of a row of 128 bytes
 MOST_CARRIED = 64   # sums of dk and dv, beside products of dk that are in flight across the loop's end
+L2_BYTES = 24 << 20     # queries, gradients and sums of heads that are under way together: half of L2
 DS_BUFFERS = 2      # one is written while the other is multiplied: one barrier a block
 
 
@@ -54,6 +55,16 @@ class BackwardWgmmaPlan:
     ds: OperandTile
     dk: OperandTile | None
     dv: OperandTile | None
+
+    @property
+    def heads_together(self) -> int:
+        """Key heads whose blocks of keys are dealt in turn: of a band with a bound as many as fit in L2."""
+        one = self.spec.forward
+        each = one.s_q * one.batch[2] * ((one.d + one.d_v) * one.q.dtype.itemsize + one.d * 4)
+        found = 1
+        if one.band.full: return found
+        while one.batch[1] % (2 * found) == 0 and 2 * found * each <= L2_BYTES: found *= 2
+        return found
 
     @staticmethod
     @lru_cache(1024)
