@@ -22,7 +22,7 @@ KINDS = ("eager", "lazy", "typing")
 # from the bottom up; of one row, none imports another. tile and cpu make kernels and runtime runs them, so it
 # knows what a kernel is; the CPU's schedules are found by running, so cpu knows runtime. hooks is how all
 # above reach into tinygrad.
-LAYERS = ("errors table interrupt progress", "config", "cache", "toolchain", "ptx", "tile", "hooks",
+LAYERS = ("errors table interrupt progress", "config", "cache", "toolchain", "ptx", "quant", "tile", "hooks",
           "runtime", "cpu", "host patterns", "functional", "kvcache graphs", "models", "engine",
           "server benchmarks", "explain", "registration", "tinygrad_nv", "cli")
 RANKS = {group: rank for rank, row in enumerate(LAYERS) for group in row.split()}
@@ -34,8 +34,8 @@ EVERYTHING, NUMBERS = ("*",), ("tinygrad.dtype", "tinygrad.helpers")
 USERS = ("tinygrad", *NUMBERS, "tinygrad.nn", "tinygrad.nn.*")
 TINYGRAD = {**dict.fromkeys(("hooks", "runtime", "patterns"), EVERYTHING),
             **dict.fromkeys(("tile", "cpu"), NUMBERS),
-            **dict.fromkeys(("functional", "kvcache", "models", "engine", "server", "explain", "registration",
-                             "cli"), USERS)}
+            **dict.fromkeys(("functional", "kvcache", "quant", "models", "engine", "server", "explain",
+                             "registration", "cli"), USERS)}
 # files that see more of it, and why
 INSIDE = {"tinygrad_nv/tile/*reference.py": "what a spec computes is said in plain tinygrad",
           "tinygrad_nv/graphs/*": "a step is captured as TinyJit does it, with its schedule and buffers",

@@ -1,0 +1,21 @@
+"""Quantised matrices: what they are, and how files hold them.
+
+Read in this order:
+  types.py      elements, scales and their granularity, packing: `QType`, frozen and hashable
+  tensor.py     a matrix of a type in memory: `QTensor`; `dequantize` is every kernel's reference
+  readers/      how checkpoints hold them
+  packing.py    codes of few bits in bytes, with NumPy
+"""
+from tinygrad_nv.quant.tensor import QTensor
+from tinygrad_nv.quant.types import (
+    Element,
+    QType,
+    Scale,
+    per_block_scale,
+    per_channel_scale,
+    per_group_scale,
+    per_tensor_scale,
+)
+
+__all__ = ["Element", "QTensor", "QType", "Scale", "per_block_scale", "per_channel_scale", "per_group_scale",
+           "per_tensor_scale"]

@@ -1,0 +1,114 @@
+"""A quantised matrix in memory.
+
+`QTensor.dequantize` is plain tinygrad: the reference of every kernel, and what runs where none does.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from tinygrad import Tensor
+from tinygrad.dtype import DType, dtypes
+
+from tinygrad_nv.errors import SpecError
+from tinygrad_nv.quant.types import QType, Scale, buffers
+
+
+@dataclass(frozen=True)
+class QTensor:
+    """A matrix of `shape` [N, K] and its buffers, by name (types.py). Raises `SpecError` where one is
+    missing, or of another shape or dtype."""
+    type: QType
+    shape: tuple[int, int]
+    buffers: Mapping[str, Tensor] = field(hash=False)
+
+    def __post_init__(self) -> None:
+        wanted = buffers(self.type, *self.shape)
+        if wanted.keys() != self.buffers.keys():
+            raise SpecError(f"buffers {', '.join(self.buffers)} of {self.type}", ", ".join(wanted))
+        for name, (shape, dtype) in wanted.items():
+            found = self.buffers[name]
+            if (tuple(found.shape), found.dtype) != (shape, dtype):
+                raise SpecError(f"{name} of {self.type} is {found.dtype.name} {list(map(int, found.shape))}",
+                                f"{dtype.name} {list(shape)}")
+
+    @staticmethod
+    def of(type: QType, shape: tuple[int, int], arrays: Mapping[str, np.ndarray],
+           device: str | None = None) -> QTensor:
+        """From NumPy's arrays, each of the buffer's bytes (bfloat16 and fp8 as unsigned integers)."""
+        made = {}
+        for name, (extents, dtype) in buffers(type, *shape).items():
+            raw = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8)
+            made[name] = Tensor(raw.tobytes(), device=device, dtype=dtypes.uint8).bitcast(dtype) \
+                .reshape(extents).contiguous().realize()
+        return QTensor(type, shape, made)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(int(each.nbytes()) for each in self.buffers.values())
+
+    def dequantize(self, dtype: DType = dtypes.float32) -> Tensor:
+        """The matrix [N, K], with columns in the order of inputs."""
+        return dequantized(self.type, self.shape, self.buffers, dtype)
+
+
+def dequantized(type: QType, shape: tuple[int, int], given: Mapping[str, Tensor],
+                dtype: DType = dtypes.float32) -> Tensor:
+    """The same of buffers."""
+    n, k = shape
+    values = _values(type, given)
+    if type.shift: values = values - type.shift
+    if type.zeros: values = values - _spread(given["zeros"].float(), type.scale, n, k)
+    made = values * _factors(type, given, "scales", "outer", n, k)
+    if type.mins: made = made - _factors(type, given, "mins", "outer_mins", n, k)
+    if type.permuted:
+        # column k has input order[k]: the inverse permutation, by a scatter of column numbers
+        inverse = Tensor.zeros(k, dtype=dtypes.int32, device=made.device).contiguous()
+        inverse = inverse.scatter(0, given["order"], Tensor.arange(k, dtype=dtypes.int32, device=made.device))
+        made = made[:, inverse]
+    return made.cast(dtype)
+
+
+def codes_of(type: QType, given: Mapping[str, Tensor]) -> Tensor:
+    """The codes [N, K], of 8 bits in the element's dtype, else in uint8."""
+    low = _fields(given["codes"], type.low_bits)
+    if "high" not in given: return low
+    return low + _fields(given["high"], type.bits - type.low_bits) * (1 << type.low_bits)
+
+
+def _values(type: QType, given: Mapping[str, Tensor]) -> Tensor:
+    codes = codes_of(type, given)
+    if not type.element.values: return codes.float()
+    book = Tensor(list(type.element.values), dtype=dtypes.float32, device=codes.device)
+    return book[codes.cast(dtypes.int32)]
+
+
+def _fields(data: Tensor, bits: int) -> Tensor:
+    """Fields of `bits` of bytes [N, B], the lowest first: [N, 8 B / bits]."""
+    if bits == 8: return data
+    each, mask = 8 // bits, (1 << bits) - 1
+    return Tensor.stack(*[(data >> (i * bits)) & mask for i in range(each)], dim=-1).flatten(1)
+
+
+def _factors(type: QType, given: Mapping[str, Tensor], name: str, outer: str, n: int, k: int) -> Tensor:
+    made = _spread(_numbers(given[name], type.scale), type.scale, n, k)
+    if type.outer is None: return made
+    return _spread(_numbers(given[outer], type.outer), type.outer, n, k) * made
+
+
+def _numbers(codes: Tensor, scale: Scale) -> Tensor:
+    """float32 of scales. E8M0 is made of its bits: 0 is 2^-127, which is subnormal, 255 NaN."""
+    if not scale.e8m0: return codes.float()
+    bits = codes.cast(dtypes.uint32)
+    exact = (bits == 0).where(1 << 22, (bits == 255).where(0x7FC00000, bits << 23))
+    return exact.cast(dtypes.uint32).bitcast(dtypes.float32)
+
+
+def _spread(blocks: Tensor, scale: Scale, n: int, k: int) -> Tensor:
+    """A number of each element, [N, K], from one of each block."""
+    (across, down) = (int(extent) for extent in blocks.shape)
+    rows, columns = scale.rows or n, scale.columns or k
+    made = blocks.reshape(across, 1, down, 1).expand(across, rows, down, columns)
+    return made.reshape(across * rows, down * columns)[:n, :k]

@@ -1,0 +1,194 @@
+"""What a quantised matrix is. Frozen and hashable: a type is part of a kernel's spec.
+
+A matrix W of N rows (outputs) and K columns (inputs) has a code q for each element, and a scale s for each
+block of `Scale.rows` x `Scale.columns` of them:
+
+    W[n, k] = (value(q) − shift − z) · s − m          s = scale · outer        m = min · outer_min
+
+`value` is the number a code stands for: itself, a float, or an entry of a codebook. `shift` is the same for
+the whole matrix (8 for signed 4-bit integers that are stored unsigned); zero points z (`zeros`) and minima m
+(`mins`) lie in the same blocks as scales. `outer` scales are those of larger blocks: of the scales, and of
+the minima. All is computed in float32, in the order written here, and rounded once to what is asked for.
+
+With `permuted` (GPTQ's act order) columns lie in another order than inputs: column k has input order[k].
+
+    int8 = INT8 @ per_channel_scale(axis=0)       AWQ, g 128 = QType(UINT4, per_group_scale(128), zeros=True)
+
+Buffers, each dense, `buffers(type, N, K)` has their shapes:
+
+    codes       8 bits: [N, K] of the element's dtype. Fewer: uint8 [N, K · b / 8] of the b = 4, 2 or 1 lower
+                bits, column k in bits b · (k mod 8/b) of byte k // (8/b). Of 3, 5 and 6 bits that is the
+                lowest 2, 4, 4 of them; the rest in the same way in
+    high        uint8 [N, K · rest / 8]
+    scales, zeros, mins     one for each block; zeros are uint8, mins of the scales' dtype
+    outer, outer_mins       one for each of outer's blocks
+    order       int32 [K]
+
+Sources of formats: readers/, each with its own.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from tinygrad.dtype import DType, dtypes
+
+from tinygrad_nv.errors import SpecError
+
+E8M0 = "e8m0"       # 2^(byte − 127), stored in uint8
+
+
+@dataclass(frozen=True)
+class Element:
+    """Codes of `bits`, stored as `dtype`: integers or floats of it, or, with a codebook, numbers of `values`
+    in the order of codes. `element @ scale` is a type."""
+    name: str
+    bits: int
+    dtype: DType = dtypes.uint8
+    values: tuple[float, ...] = ()
+
+    def __matmul__(self, scale: Scale) -> QType: return QType(self, scale)
+
+    def __str__(self) -> str: return self.name
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Scales of blocks of `rows` x `columns` elements, 0 for all of them; `codes` are how scales are stored:
+    float32, float16, bfloat16, fp8e4m3, integers (of K-quants), or uint8 of E8M0."""
+    rows: int
+    columns: int
+    dtype: DType = dtypes.float32
+    e8m0: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.rows, self.columns) < 0:
+            raise SpecError(f"scales of blocks of {self.rows} x {self.columns}", "extents ≥ 1, or 0 for all")
+
+    def blocks(self, n: int, k: int) -> tuple[int, int]:
+        """Blocks of a matrix of n rows and k columns, in each dimension; the last may be cut off."""
+        return -(-n // (self.rows or n)), -(-k // (self.columns or k))
+
+    def __str__(self) -> str:
+        if (self.rows, self.columns) == (0, 0): return "tensor"
+        if (self.rows, self.columns) == (1, 0): return "channel"
+        return f"g{self.columns}" if self.rows == 1 else f"{self.rows}x{self.columns}"
+
+
+def per_tensor_scale(dtype: DType = dtypes.float32) -> Scale:
+    """One scale."""
+    return Scale(0, 0, dtype)
+
+
+def per_channel_scale(axis: int = 0, dtype: DType = dtypes.float32) -> Scale:
+    """A scale of each row (axis 0, outputs), or of each column."""
+    if axis not in (0, 1): raise SpecError(f"axis {axis}", "0, outputs, or 1, inputs")
+    return Scale(1, 0, dtype) if axis == 0 else Scale(0, 1, dtype)
+
+
+def per_group_scale(size: int, dtype: DType = dtypes.float32) -> Scale:
+    """A scale of each `size` inputs of an output."""
+    return Scale(1, size, dtype)
+
+
+def per_block_scale(rows: int, columns: int, dtype: DType = dtypes.float32) -> Scale:
+    """A scale of each block."""
+    return Scale(rows, columns, dtype)
+
+
+@dataclass(frozen=True)
+class QType:
+    """A quantised matrix's type (see the top of the file). Raises `SpecError` for what cannot be."""
+    element: Element
+    scale: Scale
+    shift: int = 0
+    zeros: bool = False
+    mins: bool = False
+    outer: Scale | None = None
+    permuted: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mins and self.outer is None and self.scale.e8m0:
+            raise SpecError("minima of E8M0", "scales that have a sign")
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return self.element.bits
+
+    @property
+    def low_bits(self) -> int:
+        """Of them, those in `codes`."""
+        return {3: 2, 5: 4, 6: 4}.get(self.bits, self.bits)
+
+    def with_scales(self, dtype: DType) -> QType:
+        """The same with scales of another dtype."""
+        return replace(self, scale=replace(self.scale, dtype=dtype))
+
+    def __str__(self) -> str:
+        more = [name for name in ("zeros", "mins", "permuted") if getattr(self, name)]
+        return " ".join([f"{self.element} {self.scale}", *more])
+
+
+class Buffer(NamedTuple):
+    """A buffer of a quantised matrix."""
+    shape: tuple[int, ...]
+    dtype: DType
+
+
+def buffers(type: QType, n: int, k: int) -> dict[str, Buffer]:
+    """What a matrix of n rows and k columns consists of, in the order of kernels' parameters. Raises
+    `SpecError` where a row is no whole number of bytes."""
+    made: dict[str, Buffer] = {}
+    for name, bits in (("codes", type.low_bits), ("high", type.bits - type.low_bits)):
+        if k * bits % 8:
+            raise SpecError(f"{k} columns of {bits} bits", "whole bytes in each row", "pad the columns")
+        if bits: made[name] = Buffer((n, k * bits // 8), type.element.dtype if bits == 8 else dtypes.uint8)
+    made["scales"] = Buffer(type.scale.blocks(n, k), type.scale.dtype)
+    if type.zeros: made["zeros"] = Buffer(type.scale.blocks(n, k), dtypes.uint8)
+    if type.mins: made["mins"] = Buffer(type.scale.blocks(n, k), type.scale.dtype)
+    if type.outer is not None:
+        made["outer"] = Buffer(type.outer.blocks(n, k), type.outer.dtype)
+        if type.mins: made["outer_mins"] = Buffer(type.outer.blocks(n, k), type.outer.dtype)
+    if type.permuted: made["order"] = Buffer((k,), dtypes.int32)
+    return made
+
+
+def nbytes(type: QType, n: int, k: int) -> int:
+    """Bytes of a matrix of n rows and k columns."""
+    total = 0
+    for shape, dtype in buffers(type, n, k).values():
+        count = dtype.itemsize
+        for extent in shape: count *= extent
+        total += count
+    return total
+
+
+# **** elements ****
+
+INT8, UINT8 = Element("int8", 8, dtypes.int8), Element("uint8", 8)
+UINT6, UINT5, UINT4, UINT3, UINT2 = (Element(f"uint{bits}", bits) for bits in (6, 5, 4, 3, 2))
+E4M3, E5M2 = Element("e4m3", 8, dtypes.fp8e4m3), Element("e5m2", 8, dtypes.fp8e5m2)
+# OCP Microscaling Formats 1.0, table 5
+E2M1 = Element("e2m1", 4, values=(0., .5, 1., 1.5, 2., 3., 4., 6., -0., -.5, -1., -1.5, -2., -3., -4., -6.))
+# Dettmers et al. 2023 (arXiv 2305.14314), appendix E
+NF4 = Element("nf4", 4, values=(
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
+    1.0))
+
+# **** types that have names ****
+
+MXFP4 = QType(E2M1, Scale(1, 32, dtypes.uint8, e8m0=True))
+NVFP4 = QType(E2M1, Scale(1, 16, dtypes.fp8e4m3), outer=per_tensor_scale())
+Q4_0 = QType(UINT4, per_group_scale(32, dtypes.float16), shift=8)
+Q4_1 = QType(UINT4, per_group_scale(32, dtypes.float16), mins=True)     # mins are negated: w = q·d + m
+Q5_0 = QType(UINT5, per_group_scale(32, dtypes.float16), shift=16)
+Q5_1 = QType(UINT5, per_group_scale(32, dtypes.float16), mins=True)
+Q8_0 = QType(INT8, per_group_scale(32, dtypes.float16))
+Q2_K = QType(UINT2, Scale(1, 16, dtypes.uint8), mins=True, outer=Scale(1, 256, dtypes.float16))
+Q3_K = QType(UINT3, Scale(1, 16, dtypes.int8), shift=4, outer=Scale(1, 256, dtypes.float16))
+Q4_K = QType(UINT4, Scale(1, 32, dtypes.uint8), mins=True, outer=Scale(1, 256, dtypes.float16))
+Q5_K = QType(UINT5, Scale(1, 32, dtypes.uint8), mins=True, outer=Scale(1, 256, dtypes.float16))
+Q6_K = QType(UINT6, Scale(1, 16, dtypes.int8), shift=32, outer=Scale(1, 256, dtypes.float16))
