@@ -37,10 +37,11 @@ def planes(codes: np.ndarray, bits: int) -> dict[str, np.ndarray]:
     return made
 
 
-def fields(data: np.ndarray, bits: int) -> np.ndarray:
-    """Fields of 1 to 8 bits that follow each other without gaps in the bytes [N, B] of a row, the lowest bits
-    first: uint8 [N, 8 (B // bits)]. Bytes after the last eight whole fields are left out."""
-    whole = data.shape[1] // bits
+def fields(data: np.ndarray, bits: int, count: int) -> np.ndarray:
+    """The first `count` fields of 1 to 8 bits that follow each other without gaps in the bytes of a row, the
+    lowest bits first: uint8 [N, count] of uint8 [N, B]."""
+    whole = -(-count // 8)
+    if data.shape[1] < whole * bits: data = np.pad(data, ((0, 0), (0, whole * bits - data.shape[1])))
     groups = data[:, :whole * bits].reshape(len(data), whole, bits)
     made = np.empty((len(data), whole, 8), np.uint8)
     for i in range(8):
@@ -48,7 +49,7 @@ def fields(data: np.ndarray, bits: int) -> np.ndarray:
         field = groups[:, :, byte] >> np.uint8(shift)
         if shift + bits > 8: field |= groups[:, :, byte + 1] << np.uint8(8 - shift)
         np.bitwise_and(field, np.uint8((1 << bits) - 1), out=made[:, :, i])
-    return made.reshape(len(data), whole * 8)
+    return made.reshape(len(data), whole * 8)[:, :count]
 
 
 def planes_of(rows: Callable[[int, int], np.ndarray], n: int, k: int, bits: int) -> dict[str, np.ndarray]:

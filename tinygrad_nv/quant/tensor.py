@@ -66,7 +66,7 @@ def dequantized(type: QType, shape: tuple[int, int], given: Mapping[str, Tensor]
     if type.permuted:
         # column k has input order[k]: the inverse permutation, by a scatter of column numbers
         inverse = Tensor.zeros(k, dtype=dtypes.int32, device=made.device).contiguous()
-        inverse = inverse.scatter(0, given["order"], Tensor.arange(k, dtype=dtypes.int32, device=made.device))
+        inverse = inverse.scatter(0, given["order"], Tensor.arange(k, dtype=dtypes.int32).to(made.device))
         made = made[:, inverse]
     return made.cast(dtype)
 

@@ -9,10 +9,12 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import ModelError, SpecError, WeightError
 from tinygrad_nv.quant.readers.reader import Stored
-from tinygrad_nv.quant.types import QType, buffers
+from tinygrad_nv.quant.types import INT8, UINT2, UINT3, UINT4, UINT5, UINT6, UINT8, Element, QType, buffers
 
 # the floats of safetensors
 FLOATS = {"F32": dtypes.float32, "F16": dtypes.float16, "BF16": dtypes.bfloat16}
+# the smallest unsigned element that holds codes of these bits
+UNSIGNED = {1: UINT2, 2: UINT2, 3: UINT3, 4: UINT4, 5: UINT5, 6: UINT6, 7: UINT8, 8: UINT8}
 AGAIN = "use the config.json that belongs to these weights, or download the directory again"
 
 
@@ -47,6 +49,13 @@ def checked_type(layer: str, type: QType, shape: tuple[int, int]) -> QType:
     return type
 
 
+def element_of(bits: int, symmetric: bool) -> tuple[Element, int]:
+    """The element of integers that are stored without a sign, and the shift: 2^(bits − 1) if they are
+    symmetric. Of 8 bits these are int8, with that added."""
+    if symmetric and bits == 8: return INT8, 0
+    return UNSIGNED[bits], 1 << (bits - 1) if symmetric else 0
+
+
 def setting(config: Mapping[str, Any], key: str, default: Any, accepted: Collection[Any], name: str) -> Any:
     """A value of quantization_config that must be one of `accepted`. Raises `ModelError`."""
     value = config.get(key)
@@ -69,12 +78,11 @@ def group_size(config: Mapping[str, Any], name: str, default: int = 128) -> int:
 def column_order(groups: np.ndarray, size: int, name: str) -> np.ndarray:
     """The columns, int32 [K], in the order of their groups: `groups`, g_idx, has the group of each. Raises
     `WeightError` unless each group has `size` columns; the last may have fewer."""
-    order = np.argsort(groups, kind="stable").astype(np.int32)
-    wrong = np.flatnonzero(groups[order] != np.arange(len(groups)) // size)
-    if len(wrong):
-        last, group = -(-len(groups) // size) - 1, int(groups[order[wrong[0]]])
-        inside = min(groups) >= 0 and max(groups) <= last
-        found = f"{np.count_nonzero(groups == group)} columns of group {group}" if inside else \
-            f"groups from {min(groups)} to {max(groups)}"
-        raise WeightError(f"{name} has {found}", f"groups 0 to {last}, of {size} columns each", AGAIN)
-    return order
+    last = -(-len(groups) // size) - 1
+    found = f"groups from {groups.min()} to {groups.max()}"
+    if groups.min() >= 0 and groups.max() <= last:
+        counts = np.bincount(groups, minlength=last + 1)
+        wrong = np.flatnonzero(counts != np.bincount(np.arange(len(groups)) // size))
+        if not len(wrong): return np.argsort(groups, kind="stable").astype(np.int32)
+        found = f"{counts[wrong[0]]} columns of group {wrong[0]}"
+    raise WeightError(f"{name} has {found}", f"groups 0 to {last}, of {size} columns each", AGAIN)
