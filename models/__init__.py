@@ -6,6 +6,7 @@ Read in this order:
   llama.py      the LLaMA family as one network: Llama, Mistral, Qwen2, Qwen3, Gemma
   paged.py      a step of many sequences over KV cache pages
   weights.py    which tensors a checkpoint must hold, and where in the network each is stored
+  quantised.py  quantised layers among them
   checkpoint.py the files: safetensors (single or sharded) and pytorch_model.bin
   pickles.py    the tensors of a pytorch_model.bin, without running the pickle
   tales/        the bundled model, and its training data and code

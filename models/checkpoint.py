@@ -25,18 +25,25 @@ from tinygrad_nv.errors import WeightError
 from tinygrad_nv.runtime.memory import host_bytes, write
 
 from .config import read_json
-from .pickles import ITEM_BYTES, read_entries
+from .pickles import ITEM_BYTES as FLOAT_BYTES
+from .pickles import read_entries
 
 # Older checkpoints carry buffers that are recomputed, some of them masks of bool; they mean nothing.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 MAX_HEADER = 100 << 20  # the format's own limit
 SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# and those of quantised tensors, under their own names
+NUMPY_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1",
+                "I8": "i1", "U8": "u1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8",
+                "U64": "<u8", "F64": "<f8", "BOOL": "u1"}
+ITEM_BYTES = FLOAT_BYTES | {name: np.dtype(kind).itemsize for name, kind in NUMPY_DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class TensorEntry:
     """One tensor of a checkpoint. `file_offset` (file, byte) orders tensors as they are on disk; `dtype` is a
-    name in `ITEM_BYTES`. `strides`, in elements, are set if the elements are not in index order."""
+    name in `ITEM_BYTES`, of floats tinygrad's, else that of safetensors. `strides`, in elements, are set if
+    the elements are not in index order."""
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -127,17 +134,39 @@ def read_header(path: Path) -> list[TensorEntry]:
         if not isinstance(dtype, str) or any(type(n) is not int or n < 0 for n in (*shape, begin, end)):
             raise damaged(f"tensor {name} has dtype {dtype!r}, shape {list(shape)} and "
                           f"offsets {[begin, end]}")
-        if dtype not in SAFETENSORS_DTYPES:
-            raise WeightError(f"{path}: tensor {name} has dtype {dtype}",
-                              f"one of {', '.join(SAFETENSORS_DTYPES)}",
-                              "convert the weights to one of these")
-        entry = TensorEntry(name, SAFETENSORS_DTYPES[dtype], shape, (str(path), 8 + length + begin))
+        if dtype not in NUMPY_DTYPES: raise unsupported(str(path), name, dtype)
+        stored = SAFETENSORS_DTYPES.get(dtype, dtype)
+        entry = TensorEntry(name, stored, shape, (str(path), 8 + length + begin))
         if end - begin != entry.nbytes:
             raise damaged(f"tensor {name} has {end - begin} bytes, needs {entry.nbytes}")
         if 8 + length + end > size:
             raise damaged(f"tensor {name} ends at byte {8 + length + end}, the file at {size} (truncated?)")
         out.append(entry)
     return out
+
+
+def unsupported(path: str, name: str, dtype: str) -> WeightError:
+    """Of a tensor that is no float, where one is expected."""
+    return WeightError(f"{path}: tensor {name} has dtype {dtype}", f"one of {', '.join(SAFETENSORS_DTYPES)}",
+                       "convert the weights to one of these")
+
+
+def safetensors_dtype(entry: TensorEntry) -> str:
+    """The name that safetensors has for an entry's dtype."""
+    return {full: name for name, full in SAFETENSORS_DTYPES.items()}.get(entry.dtype, entry.dtype)
+
+
+def read_array(entry: TensorEntry) -> np.ndarray:
+    """A whole tensor; bfloat16 and fp8 as unsigned integers of their bits. Raises `WeightError`."""
+    path, position = entry.file_offset
+    if entry.strides is not None:
+        raise WeightError(f"{path}: {entry.name} is transposed", "a quantised tensor in index order",
+                          "convert the checkpoint to safetensors")
+    data = bytearray(entry.nbytes)
+    with open(path, "rb", buffering=0) as file:
+        file.seek(position)
+        _fill(file, memoryview(data), path)
+    return np.frombuffer(data, NUMPY_DTYPES[safetensors_dtype(entry)]).reshape(entry.shape)
 
 
 def named(dtype: str) -> DType:

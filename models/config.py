@@ -10,11 +10,12 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tinygrad_nv.errors import ModelError
+from tinygrad_nv.quant.readers.reader import require_known
 
 from .rope import ROPE_TYPES, RopeConfig
 
@@ -45,7 +46,7 @@ class ModelConfig:
 
     Sizes: `D` = `head_dim`, `H` = `num_heads`, `H_kv` = `num_kv_heads`. `windows[i]` is the sliding window
     of layer i in tokens, None for full attention. `norm_offset` is added to RMSNorm weights (1 for Gemma).
-    `output_bias` is the bias of the attention's output projection.
+    `output_bias` is the bias of the attention's output projection, `quantization` the quantization_config.
     """
     architecture: str
     vocab_size: int
@@ -69,6 +70,7 @@ class ModelConfig:
     windows: tuple[int | None, ...] = ()
     dtype: str | None = None
     eos_token_ids: tuple[int, ...] = ()
+    quantization: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
     @property
     def parameters(self) -> int:
@@ -148,10 +150,6 @@ def parse_config(data: Mapping[str, Any], name: str = "config.json") -> ModelCon
     if found:
         raise ModelError(f"{name}: {found[0]} is {raw[found[0]]!r}, which is not implemented",
                          "a model without it", "use a model of a supported family as it was published")
-    if quantised := raw.get("quantization_config"):
-        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
-        raise ModelError(f"{name}: weights are quantised ({method})", "float32, float16 or bfloat16 weights",
-                         "use the unquantised checkpoint")
     hidden, heads = _positive(raw, "hidden_size", name), _positive(raw, "num_attention_heads", name)
     if raw.get("head_dim") is None and hidden % heads:
         raise ModelError(f"{name}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}",
@@ -181,7 +179,18 @@ def parse_config(data: Mapping[str, Any], name: str = "config.json") -> ModelCon
         qk_norm=own.get("qk_norm", False),
         embedding_scale=hidden ** 0.5 if architecture == "GemmaForCausalLM" else 1.0,
         windows=_windows(raw, architecture, layers, name), dtype=_dtype(raw, name), eos_token_ids=token_ids(
-            raw.get("eos_token_id"), f"{name}: eos_token_id"))
+            raw.get("eos_token_id"), f"{name}: eos_token_id"), quantization=_quantization(raw, name))
+
+
+def _quantization(raw: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    """What a checkpoint says of its quantised weights."""
+    # llmcompressor's first files have another name for it
+    if not (given := raw.get("quantization_config") or raw.get("compression_config")): return None
+    if not isinstance(given, dict):
+        raise ModelError(f"{name}: quantization_config is {given!r}", "an object with a quant_method",
+                         "correct the file, or download it again")
+    require_known(given, name)
+    return given
 
 
 def token_ids(value: Any, name: str) -> tuple[int, ...]:

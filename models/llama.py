@@ -25,10 +25,11 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv import config
-from tinygrad_nv.functional import embedding, kv_append, scaled_dot_product_attention
+from tinygrad_nv.functional import embedding, kv_append, quant_matmul, scaled_dot_product_attention
 from tinygrad_nv.hooks import enabled
 from tinygrad_nv.kvcache.store import LayerPages, PagedCache
 from tinygrad_nv.patterns.target import cpu_of, takes
+from tinygrad_nv.quant.tensor import QTensor
 from tinygrad_nv.runtime.observe.ranges import layer
 from tinygrad_nv.tile.gemm.spec import FLOAT16S
 
@@ -84,14 +85,24 @@ class DenseBatch:
 
 class Linear:
     """y = x Wᵀ + b with W of shape (out, in), as PyTorch stores it. `out` may be several projections
-    stacked."""
+    stacked. Of a quantised layer `parts` stand in for W: its rows in order, quantised or not."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, dtype: DType, device: str | None) -> None:
         self.weight = Tensor.empty(outputs, inputs, dtype=dtype, device=device)
         self.bias = Tensor.empty(outputs, dtype=dtype, device=device) if bias else None
+        self.parts: tuple[QTensor | Tensor, ...] = ()
 
     def __call__(self, x: Tensor) -> Tensor:
-        return x.linear(self.weight.T, self.bias)
+        if not self.parts: return x.linear(self.weight.T, self.bias)
+        if len(self.parts) == 1: return multiply(x, self.parts[0], self.bias)
+        made = Tensor.cat(*(multiply(x, part) for part in self.parts), dim=-1)
+        return made if self.bias is None else made + self.bias
+
+
+def multiply(x: Tensor, weight: QTensor | Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b, of W quantised or not."""
+    if isinstance(weight, QTensor): return quant_matmul(x, weight, bias)
+    return x.linear(weight.T, bias)
 
 
 class RMSNorm:
@@ -260,6 +271,7 @@ class Llama:
         self.norm = RMSNorm(config.hidden_size, config, dtype, device)
         self.head = self.embedding
         if not config.tied: self.head = Tensor.empty(*self.embedding.shape, dtype=dtype, device=device)
+        self.quantised_head: QTensor | None = None  # instead of `head`
 
     @cached_property
     def rope_tables(self) -> tuple[Tensor, Tensor]:
@@ -295,10 +307,14 @@ class Llama:
             with layer(f"layers.{i}"): x = block(x, batch, cache.layers[i] if cache else None)
         with layer("norm"): return self.norm(x)
 
+    def logits(self, x: Tensor) -> Tensor:
+        """Of normalised outputs of the last layer."""
+        return multiply(x, self.head if self.quantised_head is None else self.quantised_head)
+
     def __call__(self, tokens: Tensor) -> Tensor:
         """Logits of every position, (B, T, vocab), for tokens (B, T)."""
         x = self.hidden(tokens)
-        with layer("head"): return x @ self.head.T
+        with layer("head"): return self.logits(x)
 
     def step(self, tokens: Tensor, start: Position, cache: DenseKVCache, last: Position = 0,
              lengths: Tensor | None = None) -> Tensor:
@@ -306,7 +322,7 @@ class Llama:
         `lengths`, int32 (B,), is start + T if it is in memory already."""
         row = self.hidden(tokens, start, cache, lengths)[:, last:last + 1]
         with layer("head"):
-            return (row @ self.head.T).float().reshape(tokens.shape[0], self.config.vocab_size)
+            return self.logits(row).float().reshape(tokens.shape[0], self.config.vocab_size)
 
     def step_paged(self, tokens: Tensor, batch: PagedBatch, cache: PagedCache,
                    logits_indices: Tensor | None = None) -> Tensor:
@@ -318,4 +334,4 @@ class Llama:
         with layer("norm"):
             if logits_indices is not None: x = embedding(x[0], logits_indices).unsqueeze(0).contiguous()
             x = self.norm(x)
-        with layer("head"): return (x @ self.head.T).float().reshape(-1, self.config.vocab_size)
+        with layer("head"): return self.logits(x).float().reshape(-1, self.config.vocab_size)

@@ -18,18 +18,30 @@ from pathlib import Path
 
 import numpy as np
 from tinygrad import Tensor
+from tinygrad.dtype import DType
 
 from tinygrad_nv.errors import WeightError
 from tinygrad_nv.runtime.memory import allocate, allocate_arena, read
 from tinygrad_nv.runtime.memory_pool import labelled
 
-from .checkpoint import ITEM_BYTES, Checkpoint, TensorEntry, named, open_checkpoint
-from .llama import Linear, Llama
+from .checkpoint import (
+    FLOAT_BYTES,
+    ITEM_BYTES,
+    Checkpoint,
+    TensorEntry,
+    named,
+    open_checkpoint,
+    unsupported,
+)
+from .config import ModelConfig
+from .llama import Llama
+from .quantised import fill, planned, projections, require_zeros
 
 # A second thread doubles the rate of page faults and copies; disks are faster with a queue of a few reads.
 READERS = min(4, os.cpu_count() or 1)
 CHUNK = 16 << 20
 CONVERTED_CHUNK = 1 << 20  # NumPy makes about five temporaries of this size while it converts
+FLOATS = tuple(FLOAT_BYTES)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -50,41 +62,32 @@ def _whole(tensor: Tensor) -> WeightSlice:
     return WeightSlice(tensor, 0, tuple(int(s) for s in tensor.shape))
 
 
-def _stacked(linear: Linear, names: Mapping[str, int], prefix: str) -> dict[str, WeightSlice]:
-    """Slots of projections stacked in one `Linear`: name → rows, in order."""
-    out: dict[str, WeightSlice] = {}
-    first, inputs = 0, int(linear.weight.shape[1])
-    for name, rows in names.items():
-        out[f"{prefix}.{name}.weight"] = WeightSlice(linear.weight, first, (rows, inputs))
-        if linear.bias is not None: out[f"{prefix}.{name}.bias"] = WeightSlice(linear.bias, first, (rows,))
-        first += rows
-    return out
-
-
 def slots(model: Llama) -> dict[str, WeightSlice]:
     """Every tensor the checkpoint must hold, by its Hugging Face name."""
     c = model.config
     out = {EMBEDDING: _whole(model.embedding),
            "model.norm.weight": _whole(model.norm.weight)}
     if not c.tied: out[HEAD] = _whole(model.head)
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     for i, block in enumerate(model.blocks):
-        layer, attention, ff = f"model.layers.{i}", block.attention, block.feed_forward
+        layer, attention = f"model.layers.{i}", block.attention
         out[f"{layer}.input_layernorm.weight"] = _whole(block.attention_norm.weight)
         out[f"{layer}.post_attention_layernorm.weight"] = _whole(block.feed_forward_norm.weight)
         if attention.q_norm is not None and attention.k_norm is not None:
             out[f"{layer}.self_attn.q_norm.weight"] = _whole(attention.q_norm.weight)
             out[f"{layer}.self_attn.k_norm.weight"] = _whole(attention.k_norm.weight)
-        out |= _stacked(attention.qkv, {"q_proj": q, "k_proj": kv, "v_proj": kv}, f"{layer}.self_attn")
-        out |= _stacked(attention.output, {"o_proj": c.hidden_size}, f"{layer}.self_attn")
-        out |= _stacked(ff.gate_up, {"gate_proj": ff.width, "up_proj": ff.width}, f"{layer}.mlp")
-        out |= _stacked(ff.down, {"down_proj": c.hidden_size}, f"{layer}.mlp")
+    for each in projections(model):
+        linear, (rows, _) = each.linear, each.shape
+        out[f"{each.name}.weight"] = WeightSlice(linear.weight, each.first, each.shape)
+        if linear.bias is not None: out[f"{each.name}.bias"] = WeightSlice(linear.bias, each.first, (rows,))
     return out
 
 
 def check(wanted: Mapping[str, WeightSlice], entries: Mapping[str, TensorEntry], tied: bool,
           directory: Path) -> None:
     """Raises `WeightError` listing every missing, unexpected and mis-shaped tensor."""
+    for name in wanted:
+        if name in entries and entries[name].dtype not in FLOATS:
+            raise unsupported(entries[name].file_offset[0], name, entries[name].dtype)
     # a tied model may still store its head; `_require_tied` checks that it equals the embedding
     surplus = {HEAD} if tied else set()
     missing = [n for n in wanted if n not in entries]
@@ -107,8 +110,17 @@ def _some(names: list[str], most: int = 8) -> str:
 def stored_dtype(directory: Path) -> str:
     """The dtype of most of a checkpoint's bytes, for a config.json that does not name one."""
     weight: Counter[str] = Counter()
-    for entry in open_checkpoint(directory).entries.values(): weight[entry.dtype] += entry.nbytes
+    for entry in open_checkpoint(directory).entries.values():
+        if entry.dtype in FLOATS: weight[entry.dtype] += entry.nbytes
     return weight.most_common(1)[0][0] if weight else "float32"
+
+
+def nbytes(config: ModelConfig, dtype: DType, directory: Path) -> int:
+    """Bytes of all parameters in memory: quantised ones as they are stored, the others in `dtype`."""
+    if config.quantization is None: return config.parameters * dtype.itemsize
+    entries = open_checkpoint(directory).entries.values()
+    return sum(math.prod(each.shape) * dtype.itemsize if each.dtype in FLOATS else each.nbytes
+               for each in entries)
 
 
 def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | None = None) -> int:
@@ -116,14 +128,21 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
 
     `progress(done, total)` is called with bytes. Raises `WeightError` before anything is read if the
     checkpoint lacks tensors, and while reading if a file is shorter than its header says."""
-    checkpoint, wanted = open_checkpoint(directory), slots(model)
-    check(wanted, checkpoint.entries, model.config.tied, directory)
+    checkpoint = open_checkpoint(directory)
+    plan = planned(model, checkpoint.entries, str(directory / "config.json"))
+    wanted = {name: slot for name, slot in slots(model).items() if name not in plan.replaced}
+    wanted |= {name: _whole(tensor) for name, tensor in plan.plain.items()}
+    theirs = plan.tensors | plan.unread
+    check(wanted, {name: entry for name, entry in checkpoint.entries.items() if name not in theirs},
+          model.config.tied, directory)
+    require_zeros(plan, checkpoint.entries)
     if model.config.tied and HEAD in checkpoint.entries: _require_tied(checkpoint, directory)
     with labelled("weights"):
         allocate_arena(list({id(slot.tensor): slot.tensor for slot in wanted.values()}.values()))
-    total, done = sum(checkpoint.entries[name].nbytes for name in wanted), 0
+    total, done = sum(checkpoint.entries[name].nbytes for name in [*wanted, *plan.tensors]), 0
     with ThreadPoolExecutor(READERS) as readers:
         reading = [readers.submit(_read, checkpoint, *chunk) for chunk in _chunks(wanted, checkpoint.entries)]
+        reading += [readers.submit(fill, model, layer, checkpoint.entries) for layer in plan.layers]
         try:
             for future in as_completed(reading):
                 done += future.result()

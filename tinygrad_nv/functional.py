@@ -8,8 +8,8 @@ model trains with flash attention, forward and backward, without a change (`meth
 
 `kv_append` and `paged_attention` are a decoder's steps over keys and values in pages, `varlen_attention` is
 for sequences that lie one after the other, `fp8_attention` for operands of 8 bits with scales, `embedding`
-for rows of a table by number: the modules of patterns/ with these names (kv_append.py,
-patterns/decode/paged.py, patterns/attention/varlen.py, patterns/attention/fp8.py, embedding.py) define them.
+for rows of a table by number, `quant_matmul` for a quantised matrix: the modules of patterns/ with these
+names (decode/paged.py, attention/varlen.py, attention/fp8.py, and named.py of the others) define them.
 """
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ from tinygrad_nv.patterns.decode.paged import paged_attention
 from tinygrad_nv.patterns.embedding.named import embedding
 from tinygrad_nv.patterns.kv_append.named import kv_append
 from tinygrad_nv.patterns.named import check_devices
+from tinygrad_nv.patterns.quant_gemm.named import quant_matmul
 from tinygrad_nv.patterns.target import GPUS, kind_of, takes
 from tinygrad_nv.tile.attention.dropout import kept_of
 from tinygrad_nv.tile.attention.spec import EVERY
 
-__all__ = ["embedding", "fp8_attention", "kv_append", "paged_attention", "scaled_dot_product_attention",
-           "varlen_attention"]
+__all__ = ["embedding", "fp8_attention", "kv_append", "paged_attention", "quant_matmul",
+           "scaled_dot_product_attention", "varlen_attention"]
 
 FLOAT16S = (dtypes.bfloat16, dtypes.float16)
 

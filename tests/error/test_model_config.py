@@ -29,12 +29,20 @@ def test_an_architecture_we_lack_lists_those_we_have(command, spoil, listed):
         "to fix:   convert the model to one of these")
 
 
-@pytest.mark.parametrize(("quantised", "method"), [
-    ({"quant_method": "awq", "bits": 4}, "awq"), ({"bits": 4}, "unknown"), ("gptq", "gptq")])
-def test_quantised_weights(command, spoil, quantised, method: str):
+@pytest.mark.parametrize(("quantised", "found", "expected"), [
+    ({"bits": 4}, "quant_method is None", "one of awq, gptq, compressed-tensors"),
+    ({"quant_method": "hqq"}, "quant_method is 'hqq'", "one of awq, gptq, compressed-tensors"),
+    ("gptq", "quantization_config is 'gptq'", "an object with a quant_method")])
+def test_quantised_weights_of_no_known_kind(command, spoil, quantised, found: str, expected: str):
     command("generate", spoil(quantization_config=quantised), "hello").refused(
-        f"config.json: weights are quantised ({method})", "expected: float32, float16 or bfloat16 weights",
-        "to fix:   use the unquantised checkpoint")
+        f"config.json: {found}", f"expected: {expected}")
+
+
+def test_weights_that_are_not_quantised_as_asked(command, spoil):
+    directory = spoil()
+    command("generate", directory, "hello", "--quantization", "awq_marlin").refused(
+        f"quantization is 'awq_marlin', and the weights in {directory} are not quantised",
+        "expected: what the checkpoint's quantization_config says", "to fix:   leave --quantization out")
 
 
 ROPE_CASES = [

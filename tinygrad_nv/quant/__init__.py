@@ -4,6 +4,7 @@ Read in this order:
   types.py      elements, scales and their granularity, packing: `QType`, frozen and hashable
   tensor.py     a matrix of a type in memory: `QTensor`; `dequantize` is every kernel's reference
   readers/      how checkpoints hold them
+  gguf/         llama.cpp's files, and how they hold them
   packing.py    codes of few bits in bytes, with NumPy
 """
 from tinygrad_nv.quant.tensor import QTensor

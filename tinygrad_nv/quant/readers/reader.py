@@ -54,10 +54,15 @@ class Reader(Protocol):
 
 def reader_of(config: Mapping[str, Any], name: str) -> Reader:
     """The reader of a `quantization_config`; `name` is the file, for messages. Raises `ModelError`."""
-    method = config.get("quant_method")
-    if method not in READERS:
-        raise ModelError(f"{name}: quant_method is {method!r}", f"one of {', '.join(READERS)}",
-                         "use the unquantised checkpoint, or one of these kinds")
-    module = import_module(f"{__package__}.{READERS[method]}")
+    module = import_module(f"{__package__}.{READERS[require_known(config, name)]}")
     found: Reader = module.reader(config, name)
     return found
+
+
+def require_known(config: Mapping[str, Any], name: str) -> str:
+    """The quant_method. Raises `ModelError` where no reader has it."""
+    method = config.get("quant_method")
+    if not isinstance(method, str) or method not in READERS:
+        raise ModelError(f"{name}: quant_method is {method!r}", f"one of {', '.join(READERS)}",
+                         "use the unquantised checkpoint, or one of these kinds")
+    return method

@@ -1,0 +1,177 @@
+"""Quantised layers of a checkpoint: which they are, and how they get into the network.
+
+Protocol: `planned(model, entries, file)` asks the reader of the config's `quantization` for every projection,
+before a byte is read. A `Linear` of which some projection is quantised gets `parts` instead of its weight;
+neighbours of one type become one matrix. The plan says which tensors of the checkpoint belong to quantised
+matrices, and where in the network the projections beside them are stored that are not. `fill` then reads one
+layer.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import numpy as np
+from tinygrad import Tensor
+
+from tinygrad_nv.errors import WeightError
+from tinygrad_nv.quant.readers.reader import Get, Reader, StoredMatrix, reader_of
+from tinygrad_nv.quant.tensor import QTensor
+from tinygrad_nv.quant.types import QType
+
+from .checkpoint import TensorEntry, read_array, safetensors_dtype
+from .llama import Linear, Llama
+
+HEAD = "lm_head"
+# scales of keys, values and queries: how the cache is stored is said by --kv-cache-dtype
+CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_output_scale", ".k_proj.output_scale",
+                ".v_proj.output_scale")
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Rows [first, first + rows) of a `Linear`, by its Hugging Face name without .weight."""
+    name: str
+    linear: Linear
+    first: int
+    rows: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of its matrix."""
+        return self.rows, int(self.linear.weight.shape[1])
+
+
+@dataclass(frozen=True)
+class QuantisedLayer:
+    """A layer's projections in order; those that are not quantised have a Tensor of their own. Of the head
+    `linear` is None."""
+    linear: Linear | None
+    parts: tuple[tuple[StoredMatrix, tuple[int, int]] | Tensor, ...]
+
+    @property
+    def tensors(self) -> list[str]:
+        """Those of the checkpoint that its quantised matrices take."""
+        return [name for part in self.parts if not isinstance(part, Tensor) for name in part[0].tensors]
+
+
+@dataclass
+class Plan:
+    """`replaced`: weights that are no slots any more; `plain`: Tensors of projections that are not quantised,
+    by name; `unread`: tensors that mean nothing here."""
+    layers: list[QuantisedLayer] = field(default_factory=list)
+    replaced: set[str] = field(default_factory=set)
+    plain: dict[str, Tensor] = field(default_factory=dict)
+    unread: set[str] = field(default_factory=set)
+
+    @property
+    def tensors(self) -> set[str]:
+        """All that belong to quantised matrices."""
+        return {name for layer in self.layers for name in layer.tensors}
+
+
+def projections(model: Llama) -> list[Projection]:
+    """Those of all layers, in order, neighbours of a `Linear` one after the other."""
+    c, made = model.config, list[Projection]()
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    for i, block in enumerate(model.blocks):
+        attention, ff = block.attention, block.feed_forward
+        for linear, part, names in (
+                (attention.qkv, "self_attn", {"q_proj": q, "k_proj": kv, "v_proj": kv}),
+                (attention.output, "self_attn", {"o_proj": c.hidden_size}),
+                (ff.gate_up, "mlp", {"gate_proj": ff.width, "up_proj": ff.width}),
+                (ff.down, "mlp", {"down_proj": c.hidden_size})):
+            first = 0
+            for name, rows in names.items():
+                made.append(Projection(f"model.layers.{i}.{part}.{name}", linear, first, rows))
+                first += rows
+    return made
+
+
+def planned(model: Llama, entries: Mapping[str, TensorEntry], file: str) -> Plan:
+    """What is quantised. `file`: the config's, for messages. Raises `ModelError` of a config that cannot be
+    read, `WeightError` of a layer that is not whole."""
+    plan = Plan()
+    if model.config.quantization is None: return plan
+    reader = reader_of(model.config.quantization, file)
+    stored = {name: (safetensors_dtype(entry), entry.shape) for name, entry in entries.items()}
+    for _, found in groupby(projections(model), key=lambda each: id(each.linear)):
+        _add_layer(plan, reader, list(found), stored, model)
+    if not model.config.tied:
+        shape = tuple(map(int, model.head.shape))
+        if (head := reader.matrix(HEAD, (shape[0], shape[1]), stored)) is not None:
+            plan.layers.append(QuantisedLayer(None, ((head, (shape[0], shape[1])),)))
+            plan.replaced.add(f"{HEAD}.weight")
+    plan.unread |= {name for name in entries if name.endswith(CACHE_SCALES)} - plan.tensors
+    return plan
+
+
+def _add_layer(plan: Plan, reader: Reader, found: list[Projection],
+               stored: Mapping[str, tuple[str, tuple[int, ...]]], model: Llama) -> None:
+    matrices = [reader.matrix(each.name, each.shape, stored) for each in found]
+    if not any(matrices): return
+    parts: list[tuple[StoredMatrix, tuple[int, int]] | Tensor] = []
+    for each, matrix in zip(found, matrices, strict=True):
+        weight = f"{each.name}.weight"
+        plan.replaced.add(weight)
+        if matrix is not None: parts.append((matrix, each.shape))
+        else:
+            plan.plain[weight] = Tensor.empty(*each.shape, dtype=model.dtype, device=model.device)
+            parts.append(plan.plain[weight])
+        # AutoGPTQ writes biases of zeros
+        if each.linear.bias is None and (bias := f"{each.name}.bias") in stored: plan.unread.add(bias)
+    plan.layers.append(QuantisedLayer(found[0].linear, tuple(parts)))
+
+
+def require_zeros(plan: Plan, entries: Mapping[str, TensorEntry]) -> None:
+    """Raises `WeightError` for a bias where the architecture has none that is not 0."""
+    for name in sorted(plan.unread):
+        if name.endswith(".bias") and read_array(entries[name]).any():
+            raise WeightError(f"{name} is not zero, and the model of config.json has no such bias",
+                              "biases of zeros, which are left out, or none",
+                              "use the config.json that belongs to these weights")
+
+
+def fill(model: Llama, layer: QuantisedLayer, entries: Mapping[str, TensorEntry]) -> int:
+    """Reads one layer: bytes."""
+    def get(name: str) -> np.ndarray: return read_array(entries[name])
+    parts = tuple(_merged(layer.parts, get, model.device))
+    if layer.linear is not None: layer.linear.parts = parts
+    else:
+        assert isinstance(parts[0], QTensor)
+        model.quantised_head = parts[0]
+    return sum(entries[name].nbytes for name in layer.tensors)
+
+
+def _merged(parts: Iterable[tuple[StoredMatrix, tuple[int, int]] | Tensor], get: Get,
+            device: str | None) -> Iterable[QTensor | Tensor]:
+    """Parts, of neighbours of one type one matrix."""
+    waiting: list[tuple[QType, int, int, dict[str, np.ndarray]]] = []
+
+    def made() -> Iterable[QTensor]:
+        if waiting:
+            kind, _, k, _ = waiting[0]
+            arrays = {name: np.concatenate([one[3][name] for one in waiting]) if len(waiting) > 1 and
+                      name != "order" else array for name, array in waiting[0][3].items()}
+            yield QTensor.of(kind, (sum(one[1] for one in waiting), k), arrays, device)
+            waiting.clear()
+    for part in parts:
+        if isinstance(part, Tensor):
+            yield from made()
+            yield part
+            continue
+        stored, (n, k) = part
+        one = stored.type, n, k, stored.arrays(get)
+        if waiting and not _stackable(waiting[-1], one): yield from made()
+        waiting.append(one)
+    yield from made()
+
+
+def _stackable(above: tuple[QType, int, int, dict[str, np.ndarray]],
+               below: tuple[QType, int, int, dict[str, np.ndarray]]) -> bool:
+    """Whether rows of one may follow those of the other in one matrix."""
+    kind, n, _, arrays = above
+    outer = [scale for scale in (kind.scale, kind.outer) if scale is not None]
+    return kind == below[0] and all(scale.rows and n % scale.rows == 0 for scale in outer) and \
+        (not kind.permuted or np.array_equal(arrays["order"], below[3]["order"]))

@@ -1,0 +1,125 @@
+"""GGUF files that are damaged, or of a kind that is not read."""
+from __future__ import annotations
+
+import struct
+import tracemalloc
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from tinygrad_nv.errors import WeightError
+from tinygrad_nv.quant.gguf.file import open_gguf
+
+AGAIN = "  to fix:   download the file again"
+
+
+def string(text: str | bytes) -> bytes:
+    data = text.encode() if isinstance(text, str) else text
+    return struct.pack("<Q", len(data)) + data
+
+
+def entry(key: str, kind: int, value: bytes) -> bytes:
+    return string(key) + struct.pack("<I", kind) + value
+
+
+def tensor(name: str = "t", shape: tuple[int, ...] = (32, 2), kind: int = 2, offset: int = 0) -> bytes:
+    return string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+def header(*parts: bytes, tensors: int = 0, entries: int = 0, version: int = 3, data: int = 0) -> bytes:
+    made = b"GGUF" + struct.pack("<IQQ", version, tensors, entries) + b"".join(parts)
+    return made + bytes(-len(made) % 32 + data)
+
+
+def refused(path: Path, content: bytes | None, found: str, *more: str) -> None:
+    """Opening the file is refused with these words, and without allocating what it asks for."""
+    if content is not None: path.write_bytes(content)
+    tracemalloc.start()
+    with pytest.raises(WeightError) as caught: open_gguf(path)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 1 << 20
+    message = str(caught.value)
+    for words in (found, *more): assert words in message, message
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path: return tmp_path / "model.gguf"
+
+
+def test_no_gguf_file(path: Path):
+    refused(path, b"", f"{path} starts with b''", "expected: a GGUF file, which starts with b'GGUF'", AGAIN)
+    refused(path, b"GGML" + bytes(40), f"{path} starts with b'GGML'")
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path):
+    refused(tmp_path / "none", None, "none cannot be read: No such file", "to fix:   check its permissions")
+
+
+@pytest.mark.parametrize(("version", "found"), [(1, "version 1"), (4, "version 4"),
+                                                (3 << 24, "big-endian, version 3")])
+def test_another_version(path: Path, version: int, found: str):
+    refused(path, header(version=version), f"{path} is a GGUF file of {found}",
+            "expected: version 2 or 3, little-endian", "to fix:   convert the model again with llama.cpp")
+
+
+@pytest.mark.parametrize(("content", "found"), [
+    (header(tensors=1 << 60), f"it has {1 << 60} tensors, and 16 bytes are left"),
+    (header(entries=1 << 62), f"it has {1 << 62} entries, and 8 bytes are left"),
+    (header(struct.pack("<Q", 1 << 50), entries=1, data=32), f"it has {1 << 50} bytes of a string"),
+    (header(entry("a", 9, struct.pack("<IQ", 4, 1 << 40)), entries=1),
+     f"it has {1 << 40} numbers of an array"),
+    (header(entry("a", 9, struct.pack("<IQ", 8, 1 << 40)), entries=1),
+     f"it has {1 << 40} values of an array"),
+    (header(tensor(shape=(1 << 40, 1 << 20)), tensors=1), "tensor t ends at byte "),
+    (header(entry("a", 9, struct.pack("<IQ", 9, 1) * 5), entries=1), "are 4 deep"),
+], ids=["tensors", "entries", "string", "numbers", "strings", "extents", "nested"])
+def test_absurd_counts(path: Path, content: bytes, found: str):
+    refused(path, content, f"{path} is damaged: ", found, "expected: a complete GGUF file", AGAIN)
+
+
+@pytest.mark.parametrize(("content", "found"), [
+    (header(entry("a", 13, b""), entries=1), "is of kind 13"),
+    (header(entry("a", 0, b"x") * 2, entries=2), "a is there twice"),
+    (header(entry("a", 8, string(b"\xff")), entries=1), "is not UTF-8: "),
+    (header(entry("general.alignment", 4, struct.pack("<I", 24)), entries=1),
+     "general.alignment is 24, no power of two"),
+    (header(entry("general.alignment", 8, string("x")), entries=1), "general.alignment is 'x'"),
+    (header(tensor(), tensor(), tensors=2, data=72), "tensor t is there twice"),
+    (header(tensor(offset=18), tensors=1, data=54), "tensor t is at 18, no multiple of 32"),
+    (header(tensor(shape=()), tensors=1), "tensor t has 0 extents"),
+    (header(tensor(shape=(1,) * 5), tensors=1), "tensor t has 5 extents"),
+    (header(tensor(shape=(33,)), tensors=1, data=36),
+     "tensor t has rows of 33 in Q4_0, whose blocks have 32"),
+    (header(tensor(offset=1 << 63), tensors=1, data=36), "tensor t ends at byte "),
+], ids=["kind", "key twice", "utf-8", "alignment", "alignment's kind", "tensor twice", "offset", "no extents",
+        "extents", "blocks", "beyond"])
+def test_damaged(path: Path, content: bytes, found: str):
+    refused(path, content, f"{path} is damaged: ", found)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(16, "IQ2_XXS"), (26, "I32"), (4, "4"), (1 << 31, str(1 << 31))])
+def test_a_type_that_is_not_read(path: Path, kind: int, name: str):
+    refused(path, header(tensor(kind=kind), tensors=1, data=99), f"{path}: tensor t is of type {name}\n",
+            "expected: one of F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K,",
+            "to fix:   use a file of the model with another quantisation")
+
+
+def test_every_truncation(path: Path):
+    """Cut anywhere, a file is refused."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_array("tokenizer.ggml.tokens", ["a", "bc"])
+    writer.add_array("tokenizer.ggml.scores", [1.0, 2.0])
+    writer.add_uint32("llama.block_count", 1)
+    writer.add_tensor("t", np.ones((2, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    whole = path.read_bytes()
+    assert open_gguf(path).tensors["t"].nbytes == 256
+    for end in range(0, len(whole), 3):
+        path.write_bytes(whole[:end])
+        with pytest.raises(WeightError, match=r"is damaged|starts with"): open_gguf(path)

@@ -1,0 +1,186 @@
+"""The header of a GGUF file, versions 2 and 3: metadata, and where its tensors lie.
+
+Protocol: `open_gguf(path)` reads and checks all of it; `file.raw(name)` is a tensor's bytes in the mapped
+file, uint8 [rows, bytes of a row] (blocks.py). Every length and count is compared with what is left of the
+file before anything of that size is made.
+
+    "GGUF", u32 version, u64 tensors, u64 entries, entries, tensors, padding to a multiple of
+    general.alignment (32), data
+
+An entry is a string, its key, u32 the kind of its value, and the value; a tensor is a string, u32 the number
+of extents, u64 extents (the innermost first), u32 type, u64 offset in the data. A string is u64 its length,
+and UTF-8. An array is u32 the kind of its values, u64 their number, and they. All little-endian.
+"""
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinygrad_nv.errors import WeightError
+from tinygrad_nv.quant.gguf.blocks import FORMATS, NAMES, Format
+
+MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
+# NumPy's dtypes of the kinds of values; the others are strings and arrays
+NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8",
+           11: "<i8", 12: "<f8"}
+STRING, ARRAY = 8, 9
+MOST_EXTENTS, DEEPEST = 4, 4    # of a tensor, as in ggml; of arrays in arrays
+AGAIN = "download the file again"
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """A tensor: `shape` has the outermost extent first, `offset` counts from the start of the file."""
+    name: str
+    format: Format
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def rows(self) -> int:
+        """Of `shape[-1]` elements."""
+        return math.prod(self.shape[:-1])
+
+    @property
+    def nbytes(self) -> int:
+        """In the file."""
+        return self.rows * self.format.row_bytes(self.shape[-1])
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """A file, mapped."""
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GGUFTensor]
+    data: np.ndarray = field(repr=False)
+
+    def raw(self, name: str) -> np.ndarray:
+        """A tensor's bytes, uint8 [rows, bytes of a row]. Pages are read as they are touched."""
+        tensor = self.tensors[name]
+        whole = self.data[tensor.offset:tensor.offset + tensor.nbytes]
+        return whole.reshape(tensor.rows, tensor.format.row_bytes(tensor.shape[-1]))
+
+
+def open_gguf(path: Path) -> GGUFFile:
+    """The file at `path`. Raises `WeightError` for one that is damaged, or of a kind that is not read."""
+    try:
+        size = os.path.getsize(path)
+        data = np.memmap(path, np.uint8, mode="r") if size else np.empty(0, np.uint8)
+    except (OSError, ValueError) as error:
+        raise WeightError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}",
+                          "a readable file", "check its permissions") from error
+    header = _Header(path, data.view(np.ndarray))
+    tensors, entries = header.start()
+    metadata: dict[str, Any] = {}
+    for _ in range(entries):
+        key = header.string()
+        if key in metadata: raise header.damaged(f"{key} is there twice")
+        metadata[key] = header.value(header.number("<u4"), 0)
+    listed = [header.tensor() for _ in range(tensors)]
+    return GGUFFile(path, metadata, _placed(header, metadata, listed), header.data)
+
+
+def _placed(header: _Header, metadata: Mapping[str, Any],
+            listed: list[tuple[str, Format, tuple[int, ...], int]]) -> dict[str, GGUFTensor]:
+    """Tensors by name, each inside the file."""
+    align = metadata.get("general.alignment", ALIGNMENT)
+    if not isinstance(align, int) or align <= 0 or align & (align - 1):
+        raise header.damaged(f"general.alignment is {align!r}, no power of two")
+    start, size = -(-header.at // align) * align, len(header.data)
+    made: dict[str, GGUFTensor] = {}
+    for name, format, shape, offset in listed:
+        tensor = GGUFTensor(name, format, shape, start + offset)
+        if name in made: raise header.damaged(f"tensor {name} is there twice")
+        if offset % align: raise header.damaged(f"tensor {name} is at {offset}, no multiple of {align}")
+        if tensor.offset + tensor.nbytes > size:
+            raise header.damaged(f"tensor {name} ends at byte {tensor.offset + tensor.nbytes}, the file at "
+                                 f"{size} (truncated?)")
+        made[name] = tensor
+    return made
+
+
+@dataclass
+class _Header:
+    """What is left of a file from byte `at` on."""
+    path: Path
+    data: np.ndarray
+    at: int = 0
+
+    def damaged(self, what: str) -> WeightError:
+        return WeightError(f"{self.path} is damaged: {what}", "a complete GGUF file", AGAIN)
+
+    def take(self, count: int, what: str) -> np.ndarray:
+        """The next `count` bytes."""
+        left = len(self.data) - self.at
+        if count > left:
+            raise self.damaged(f"{what} at byte {self.at} needs {count} bytes, and {left} are left")
+        self.at += count
+        return self.data[self.at - count:self.at]
+
+    def number(self, dtype: str) -> Any:
+        size = np.dtype(dtype).itemsize
+        return self.take(size, "a number").view(dtype)[0].item()
+
+    def count(self, least: int, what: str) -> int:
+        """A number of things that have `least` bytes or more."""
+        found = int(self.number("<u8"))
+        if found * least > len(self.data) - self.at:
+            raise self.damaged(f"it has {found} {what}, and {len(self.data) - self.at} bytes are left")
+        return found
+
+    def string(self) -> str:
+        raw = self.take(self.count(1, "bytes of a string"), "a string")
+        try: return raw.tobytes().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self.damaged(f"a string that ends at byte {self.at} is not UTF-8: {error}") from error
+
+    def start(self) -> tuple[int, int]:
+        """The number of tensors, and of entries."""
+        first = self.data[:4].tobytes()
+        if first != MAGIC:
+            raise WeightError(f"{self.path} starts with {first!r}",
+                              f"a GGUF file, which starts with {MAGIC!r}", AGAIN)
+        self.at = 4
+        version = self.number("<u4")
+        if version not in VERSIONS:
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+            found = f"big-endian, version {swapped}" if swapped in VERSIONS else f"version {version}"
+            raise WeightError(f"{self.path} is a GGUF file of {found}",
+                              f"version {' or '.join(map(str, VERSIONS))}, little-endian",
+                              "convert the model again with llama.cpp")
+        return self.count(24, "tensors"), self.count(12, "entries")
+
+    def value(self, kind: int, depth: int) -> Any:
+        """A value of metadata: a number, a string, or a list."""
+        if kind == STRING: return self.string()
+        if kind in NUMBERS: return self.number(NUMBERS[kind])
+        if kind != ARRAY: raise self.damaged(f"a value at byte {self.at} is of kind {kind}")
+        if depth == DEEPEST: raise self.damaged(f"arrays at byte {self.at} are {depth} deep")
+        kind = self.number("<u4")
+        if kind in NUMBERS:
+            size = np.dtype(NUMBERS[kind]).itemsize
+            number = self.count(size, "numbers of an array")
+            return self.take(size * number, "an array").view(NUMBERS[kind]).tolist()
+        return [self.value(kind, depth + 1) for _ in range(self.count(8, "values of an array"))]
+
+    def tensor(self) -> tuple[str, Format, tuple[int, ...], int]:
+        name, extents = self.string(), self.number("<u4")
+        if not 0 < extents <= MOST_EXTENTS: raise self.damaged(f"tensor {name} has {extents} extents")
+        shape = tuple(self.take(8 * extents, "extents").view("<u8").tolist())[::-1]
+        kind, offset = self.number("<u4"), self.number("<u8")
+        if kind not in FORMATS:
+            raise WeightError(f"{self.path}: tensor {name} is of type {NAMES.get(kind, kind)}",
+                              f"one of {', '.join(each.name for each in FORMATS.values())}",
+                              "use a file of the model with another quantisation")
+        format = FORMATS[kind]
+        if shape[-1] % format.columns:
+            raise self.damaged(f"tensor {name} has rows of {shape[-1]} in {format.name}, whose blocks have "
+                               f"{format.columns}")
+        return name, format, shape, offset

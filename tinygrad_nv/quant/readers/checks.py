@@ -1,0 +1,88 @@
+"""What readers ask of a checkpoint's tensors before any of them is read."""
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+from tinygrad.dtype import DType, dtypes
+
+from tinygrad_nv.errors import ModelError, SpecError, WeightError
+from tinygrad_nv.quant.readers.reader import Stored
+from tinygrad_nv.quant.types import INT8, UINT2, UINT3, UINT4, UINT5, UINT6, UINT8, Element, QType, buffers
+
+# the floats of safetensors
+FLOATS = {"F32": dtypes.float32, "F16": dtypes.float16, "BF16": dtypes.bfloat16}
+# the smallest unsigned element that holds codes of these bits
+UNSIGNED = {1: UINT2, 2: UINT2, 3: UINT3, 4: UINT4, 5: UINT5, 6: UINT6, 7: UINT8, 8: UINT8}
+AGAIN = "use the config.json that belongs to these weights, or download the directory again"
+
+
+def checked(stored: Stored, name: str, kinds: Collection[str], *shapes: tuple[int, ...]) -> str:
+    """The dtype of a tensor, which must be one of `kinds`, and have one of the shapes if any are given.
+    Raises `WeightError`."""
+    wanted = f"{' or '.join(kinds)} {' or '.join(str(list(shape)) for shape in shapes)}".strip()
+    if name not in stored: raise WeightError(f"{name} is missing", wanted, AGAIN)
+    kind, shape = stored[name]
+    if kind not in kinds or (shapes and shape not in shapes):
+        raise WeightError(f"{name} is {kind} {list(shape)}", wanted, AGAIN)
+    return kind
+
+
+def checked_float(stored: Stored, name: str, *shapes: tuple[int, ...]) -> DType:
+    """The same of a tensor of floats, as tinygrad's dtype."""
+    return FLOATS[checked(stored, name, FLOATS, *shapes)]
+
+
+def unquantised(stored: Stored, layer: str, tensor: str) -> bool:
+    """Whether a layer has a matrix of floats, and not `tensor`, which quantised layers have."""
+    kind, _ = stored.get(f"{layer}.weight", ("", ()))
+    return kind in FLOATS and f"{layer}.{tensor}" not in stored
+
+
+def checked_type(layer: str, type: QType, shape: tuple[int, int]) -> QType:
+    """The type, if a matrix of that shape can have it. Raises `WeightError`."""
+    try: buffers(type, *shape)
+    except SpecError as error:
+        raise WeightError(f"{layer}, {list(shape)} of {type}: {error.found}", error.expected,
+                          "use a checkpoint in which a row of each matrix takes whole bytes") from error
+    return type
+
+
+def element_of(bits: int, symmetric: bool) -> tuple[Element, int]:
+    """The element of integers that are stored without a sign, and the shift: 2^(bits − 1) if they are
+    symmetric. Of 8 bits these are int8, with that added."""
+    if symmetric and bits == 8: return INT8, 0
+    return UNSIGNED[bits], 1 << (bits - 1) if symmetric else 0
+
+
+def setting(config: Mapping[str, Any], key: str, default: Any, accepted: Collection[Any], name: str) -> Any:
+    """A value of quantization_config that must be one of `accepted`. Raises `ModelError`."""
+    value = config.get(key)
+    if value is None: value = default
+    if value not in accepted:
+        raise ModelError(f"{name}: {key} of quantization_config is {value!r}",
+                         f"one of {', '.join(map(str, accepted))}", "use a checkpoint of one of these")
+    return value
+
+
+def group_size(config: Mapping[str, Any], name: str, default: int = 128) -> int:
+    """`group_size`, 0 if a group is all columns. Raises `ModelError`."""
+    value = config.get("group_size", default)
+    if not isinstance(value, int) or isinstance(value, bool) or not (value == -1 or value > 0):
+        raise ModelError(f"{name}: group_size of quantization_config is {value!r}",
+                         "columns of a group, or -1 for all of them", AGAIN)
+    return max(value, 0)
+
+
+def column_order(groups: np.ndarray, size: int, name: str) -> np.ndarray:
+    """The columns, int32 [K], in the order of their groups: `groups`, g_idx, has the group of each. Raises
+    `WeightError` unless each group has `size` columns; the last may have fewer."""
+    last = -(-len(groups) // size) - 1
+    found = f"groups from {groups.min()} to {groups.max()}"
+    if groups.min() >= 0 and groups.max() <= last:
+        counts = np.bincount(groups, minlength=last + 1)
+        wrong = np.flatnonzero(counts != np.bincount(np.arange(len(groups)) // size))
+        if not len(wrong): return np.argsort(groups, kind="stable").astype(np.int32)
+        found = f"{counts[wrong[0]]} columns of group {wrong[0]}"
+    raise WeightError(f"{name} has {found}", f"groups 0 to {last}, of {size} columns each", AGAIN)

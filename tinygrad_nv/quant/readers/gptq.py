@@ -1,0 +1,147 @@
+"""GPTQ, as AutoGPTQ and GPTQModel write it: codes of 2, 3, 4 or 8 bits of a group of inputs.
+
+    qweight   I32 [K · bits / 32, N]         inputs without gaps, the first in the lowest bits
+    qzeros    I32 [K / g, N · bits / 32]     zero points of outputs in the same way
+    scales    [K / g, N]                     w = (q − z) · s
+    g_idx     I32 [K]                        the group of each input; with desc_act in any order
+
+Format "gptq_v2" stores z. "gptq" (v1) stores z − 1: of 3 bits modulo 8, of the others the whole word less
+one in each field, so that a field of 0 borrows from the next. Source: GPTQModel 7.7.0, utils/model.py.
+`dynamic` (GPTQModel) has settings of single layers by regular expressions; "-:" is of layers that are not
+quantised.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tinygrad_nv.errors import WeightError
+from tinygrad_nv.quant.packing import fields, planes_of
+from tinygrad_nv.quant.readers.checks import (
+    checked,
+    checked_float,
+    checked_type,
+    column_order,
+    element_of,
+    group_size,
+    setting,
+    unquantised,
+)
+from tinygrad_nv.quant.readers.reader import Get, Stored, StoredMatrix
+from tinygrad_nv.quant.types import QType, Scale
+
+BITS, FORMATS = (2, 3, 4, 8), ("gptq", "gptq_v2")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of a layer: groups of `group` inputs, 0 for all of them, in any order if `ordered`; `first` is what is
+    stored for zero points of 0: −1 in v1, 0 in v2."""
+    bits: int
+    group: int
+    symmetric: bool
+    ordered: bool
+    first: int
+
+    @staticmethod
+    def of(config: Mapping[str, Any], name: str) -> Settings:
+        """Of a `quantization_config`. Raises `ModelError`."""
+        bits = setting(config, "bits", None, BITS, name)
+        key = "checkpoint_format" if config.get("checkpoint_format") else "format"
+        version = setting({key: str(config.get(key) or "gptq").lower()}, key, "gptq", FORMATS, name)
+        symmetric = setting(config, "sym", True, (True, False), name)
+        ordered = setting(config, "desc_act", False, (True, False), name)
+        return Settings(bits, group_size(config, name), symmetric, ordered, -1 if version == "gptq" else 0)
+
+
+@dataclass(frozen=True)
+class GPTQReader:
+    """Reads layers with the settings of `config`, and those of single ones in its `dynamic`."""
+    config: Mapping[str, Any]
+    name: str
+
+    def settings(self, layer: str) -> Settings | None:
+        """Those of a layer, None of one that is not quantised: the first pattern of `dynamic` that fits its
+        name says it. Raises `ModelError`."""
+        for pattern, more in (self.config.get("dynamic") or {}).items():
+            if not re.match(pattern.removeprefix("-:").removeprefix("+:"), layer): continue
+            return None if pattern.startswith("-:") else Settings.of({**self.config, **more}, self.name)
+        return Settings.of(self.config, self.name)
+
+    def matrix(self, layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix | None:
+        """See `Reader`."""
+        settings = self.settings(layer)
+        if settings is None or unquantised(stored, layer, "qweight"): return None
+        return _matrix(settings, layer, shape, stored)
+
+
+def _matrix(settings: Settings, layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix:
+    (n, k), bits, group = shape, settings.bits, settings.group
+    codes, zeros, scales, order = (f"{layer}.{x}" for x in ("qweight", "qzeros", "scales", "g_idx"))
+    groups = -(-k // (group or k))
+    checked(stored, codes, ("I32",), (-(-k * bits // 32), n))
+    checked(stored, zeros, ("I32",), (groups, -(-n * bits // 32)))
+    dtype = checked_float(stored, scales, (groups, n))
+    indexed = settings.ordered or order in stored
+    if indexed: checked(stored, order, ("I32", "I64"), (k,))
+    permuted, symmetric = settings.ordered and groups > 1, settings.symmetric
+    element, shift = element_of(bits, symmetric)
+    type = checked_type(layer, QType(element, Scale(1, group, dtype), shift, zeros=not symmetric,
+                                     permuted=permuted), shape)
+
+    def arrays(get: Get) -> dict[str, np.ndarray]:
+        columns = _columns(get(order), permuted, group or k, order) if indexed else None
+        made = _codes(get(codes), bits, (n, k), columns)
+        if symmetric and bits == 8: made["codes"] ^= np.uint8(128)
+        made["scales"] = np.ascontiguousarray(get(scales).T)
+        points = _zeros(get(zeros), settings, n)
+        if not symmetric: made["zeros"] = np.ascontiguousarray(points.T)
+        elif (points != 1 << (bits - 1)).any():
+            raise WeightError(f"{zeros} has zero points other than {1 << (bits - 1)}",
+                              "the same for all groups, as sym is true",
+                              f"set sym to false in quantization_config, or format to one of {FORMATS}")
+        if columns is not None: made["order"] = columns
+        return made
+    return StoredMatrix(type, (codes, zeros, scales, *[order] * indexed), arrays)
+
+
+def _codes(words: np.ndarray, bits: int, shape: tuple[int, int],
+           order: np.ndarray | None) -> dict[str, np.ndarray]:
+    """`codes` and `high` of words [K · bits / 32, N]."""
+    (n, k), whole = shape, 8 % bits == 0 and order is None and shape[1] * bits % 32 == 0
+    if whole: return {"codes": np.ascontiguousarray(words.T).view(np.uint8)}    # laid out like ours
+
+    def rows(begin: int, end: int) -> np.ndarray:
+        data = np.ascontiguousarray(words[:, begin:end].T).view(np.uint8)
+        found = fields(data, bits, k)
+        return found if order is None else found[:, order]
+    return planes_of(rows, n, k, bits)
+
+
+def _columns(groups: np.ndarray, permuted: bool, size: int, name: str) -> np.ndarray | None:
+    """The order of columns, None if it is that of inputs. Raises `WeightError`."""
+    order = column_order(groups, size, name)
+    if permuted: return order
+    if (order != np.arange(len(order))).any():
+        raise WeightError(f"{name} orders inputs, but desc_act is false", "groups of inputs that follow each "
+                          "other", "set desc_act to true in quantization_config")
+    return None
+
+
+def _zeros(words: np.ndarray, settings: Settings, n: int) -> np.ndarray:
+    """Zero points, uint8 [R, N], of words [R, N · bits / 32]."""
+    bits, ones = settings.bits, sum(1 << i for i in range(0, 32, settings.bits))
+    words = np.ascontiguousarray(words).view(np.uint32)
+    if bits != 3: words = words - np.uint32(settings.first * ones & 0xFFFFFFFF)
+    made = fields(words.view(np.uint8), bits, n)
+    return made if bits != 3 else made - np.uint8(settings.first & 255) & np.uint8(7)
+
+
+def reader(config: Mapping[str, Any], name: str) -> GPTQReader:
+    """Of a `quantization_config`. Raises `ModelError`."""
+    Settings.of(config, name)
+    return GPTQReader(config, name)
