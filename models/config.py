@@ -72,7 +72,7 @@ class ModelConfig:
     windows: tuple[int | None, ...] = ()
     dtype: str | None = None
     eos_token_ids: tuple[int, ...] = ()
-    quantization: Mapping[str, Any] | None = field(default=None, compare=False)
+    quantization: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
     @property
     def parameters(self) -> int:

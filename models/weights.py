@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 from tinygrad import Tensor
+from tinygrad.dtype import DType
 
 from tinygrad_nv.errors import WeightError
 from tinygrad_nv.runtime.memory import allocate, allocate_arena, read
@@ -32,6 +33,7 @@ from .checkpoint import (
     open_checkpoint,
     unsupported,
 )
+from .config import ModelConfig
 from .llama import Llama
 from .quantised import fill, planned, projections, require_zeros
 
@@ -111,6 +113,14 @@ def stored_dtype(directory: Path) -> str:
     for entry in open_checkpoint(directory).entries.values():
         if entry.dtype in FLOATS: weight[entry.dtype] += entry.nbytes
     return weight.most_common(1)[0][0] if weight else "float32"
+
+
+def nbytes(config: ModelConfig, dtype: DType, directory: Path) -> int:
+    """Bytes of all parameters in memory: quantised ones as they are stored, the others in `dtype`."""
+    if config.quantization is None: return config.parameters * dtype.itemsize
+    entries = open_checkpoint(directory).entries.values()
+    return sum(math.prod(each.shape) * dtype.itemsize if each.dtype in FLOATS else each.nbytes
+               for each in entries)
 
 
 def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | None = None) -> int:

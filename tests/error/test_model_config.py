@@ -38,6 +38,13 @@ def test_quantised_weights_of_no_known_kind(command, spoil, quantised, found: st
         f"config.json: {found}", f"expected: {expected}")
 
 
+def test_weights_that_are_not_quantised_as_asked(command, spoil):
+    directory = spoil()
+    command("generate", directory, "hello", "--quantization", "awq_marlin").refused(
+        f"quantization is 'awq_marlin', and the weights in {directory} are not quantised",
+        "expected: what the checkpoint's quantization_config says", "to fix:   leave --quantization out")
+
+
 ROPE_CASES = [
     (rope(rope_type="longrope"), "rope type 'longrope' is not supported", ROPES),
     ({"rope_parameters": None, "rope_scaling": {"type": "su"}}, "rope type 'su' is not supported", ROPES),

@@ -135,6 +135,8 @@ def parser() -> argparse.ArgumentParser:
 def _add_model_options(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("model")
     group.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, float16, bfloat16")
+    group.add_argument("--quantization", "-q", metavar="METHOD",
+                       help="check that the weights are quantised so (default: what the checkpoint says)")
     group.add_argument("--max-model-len", type=_size, metavar="N",
                        help="context in tokens, such as 4096 or 32k")
     group.add_argument("--gpu-memory-utilization", type=float, metavar="X",

@@ -297,7 +297,7 @@ def our_server(arguments: argparse.Namespace, directory: Path) -> Iterator[str]:
     """A server of ours, for as long as the workload runs."""
     words = [sys.executable, "-m", "tinygrad_nv", "serve", str(directory), "--port", "0",
              "--no-enable-prefix-caching", "--dtype", arguments.dtype]
-    for option in ("max_model_len", "device", "gpu_memory_utilization"):
+    for option in ("quantization", "max_model_len", "device", "gpu_memory_utilization"):
         if (value := getattr(arguments, option)) is not None:
             words += [f"--{option.replace('_', '-')}", str(value)]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)

@@ -28,6 +28,7 @@ from tinygrad_nv.engine.loading import (
     generation_defaults,
     open_device,
     optional_tokenizer,
+    require_quantization,
     resolve_dtype,
 )
 from tinygrad_nv.engine.memory_planning import CacheSize, require_room, step_bytes, token_bytes
@@ -104,8 +105,9 @@ class LLM:
     int8, fp8) in `num_pages` pages of `page_size` tokens, or as many as fit into `kv_cache_bytes` (default:
     what is left of a GPU). `swap_space` bytes of host memory hold offloaded pages. Prompts with a common
     prefix share pages (`enable_prefix_caching`). `speculative`, ngram:K or draft:DIR:K
-    (speculation/ngram.py), turns on speculative decoding, which does not change the output. `stage(name)` is
-    called at the end of each stage of loading."""
+    (speculation/ngram.py), turns on speculative decoding, which does not change the output. How weights are
+    quantised says the checkpoint; `quantization` only checks that. `stage(name)` is called at the end of each
+    stage of loading."""
 
     def __init__(self, directory: str | Path, dtype: str = "auto", max_model_len: int | None = None,
                  device: str | None = None, progress: Callable[[int, int], None] | None = None,
@@ -113,11 +115,13 @@ class LLM:
                  max_num_batched_tokens: int = 512, kv_cache_dtype: str = "auto", page_size: int = 16,
                  num_pages: int | None = None, kv_cache_bytes: int | None = None, swap_space: int = 0,
                  enable_prefix_caching: bool = True, max_queue: int = 1024, overlap: bool = True,
-                 speculative: str | None = None, stage: Callable[[str], None] = lambda name: None) -> None:
+                 speculative: str | None = None, quantization: str | None = None,
+                 stage: Callable[[str], None] = lambda name: None) -> None:
         sweep()
         self.directory, self.device = Path(directory), open_device(device)
         stage("open device")
         self.config = read_config(self.directory)
+        require_quantization(quantization, self.config, self.directory)
         self.dtype = resolve_dtype(dtype, self.config, self.directory)
         self.length = context_length(self.config, self.dtype, max_model_len)
         self.defaults, self.eos = generation_defaults(self.directory, self.config)
@@ -135,12 +139,13 @@ class LLM:
         token += draft.token_bytes if draft else 0
         cache = CacheSize(page_size, page_size * token, self.length, max_num_seqs)
         if num_pages is None and kv_cache_bytes is not None: num_pages = kv_cache_bytes // cache.page_bytes
+        self._weight_bytes = weights.nbytes(self.config, self.dtype, self.directory)
         require_room(self.device, self.config, self.dtype, self.length,
                      (cache.min_pages if num_pages is None else num_pages) * page_size,
-                     gpu_memory_utilization, token)
+                     gpu_memory_utilization, token, self._weight_bytes)
         if num_pages is None:
             step = step_bytes(self.config, self.dtype, max_num_batched_tokens + max_num_seqs, max_num_seqs)
-            held = self.config.parameters * self.dtype.itemsize + (draft.weight_bytes if draft else 0)
+            held = self._weight_bytes + (draft.weight_bytes if draft else 0)
             num_pages = cache.num_pages(self.device, held, step)
         host_pages = swap_space // cache.page_bytes
         self.model = Llama(self.config, self.dtype, self.device, positions=self.length)
@@ -182,7 +187,7 @@ class LLM:
         """Bytes of weights that a decode step reads: every parameter, but only one row of an untied
         embedding."""
         skipped = 0 if self.config.tied else self.config.vocab_size * self.config.hidden_size
-        return (self.config.parameters - skipped) * self.dtype.itemsize
+        return self._weight_bytes - skipped * self.dtype.itemsize
 
     # **** prompts ****
 

@@ -32,6 +32,19 @@ def resolve_dtype(name: str, config: ModelConfig, directory: Path) -> DType:
     return {"float32": dtypes.float32, "float16": dtypes.float16, "bfloat16": dtypes.bfloat16}[full]
 
 
+def require_quantization(name: str | None, config: ModelConfig, directory: Path) -> None:
+    """Raises `ModelError` if the weights are not quantised as `name` says, one of vLLM's names (awq_marlin is
+    awq, …); None is what the checkpoint says."""
+    if name is None: return
+    found = None if config.quantization is None else str(config.quantization["quant_method"])
+    wanted = name.removesuffix("_marlin").replace("_", "-")
+    if found is None or wanted != found.replace("_", "-"):
+        raise ModelError(f"quantization is {name!r}, and the weights in {directory} are "
+                         f"{'not quantised' if found is None else found}",
+                         "what the checkpoint's quantization_config says",
+                         "leave --quantization out: it is read from the checkpoint")
+
+
 def context_length(config: ModelConfig, dtype: DType, requested: int | None) -> int:
     """Tokens a sequence may have, prompt included."""
     if requested is not None:

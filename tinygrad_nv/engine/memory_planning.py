@@ -34,14 +34,15 @@ def token_bytes(config: ModelConfig, dtype: DType) -> int:
 
 
 def require_room(device: str, config: ModelConfig, dtype: DType, length: int, capacity: int,
-                 utilization: float, bytes_per_token: int = 0) -> None:
+                 utilization: float, bytes_per_token: int = 0, weight_bytes: int = 0) -> None:
     """Raises `OutOfMemoryError` when weights and a cache of `capacity` tokens, for a context of `length`, do
-    not fit into the fraction `utilization` of the device. `bytes_per_token` is the size of one cached token
-    (0: that of `dtype`). Raises `RequestError` for a `utilization` outside 0 < x <= 1."""
+    not fit into the fraction `utilization` of the device. `bytes_per_token` is the size of one cached token,
+    `weight_bytes` that of all weights (0: those of `dtype`). Raises `RequestError` for a `utilization`
+    outside 0 < x <= 1."""
     fraction, pool = check_utilization(utilization), getattr(Device[device], "pool", None)
     if pool is None: return
     pool.use_at_most(fraction)
-    weights = config.parameters * dtype.itemsize
+    weights = weight_bytes or config.parameters * dtype.itemsize
     bytes_per_token = bytes_per_token or token_bytes(config, dtype)
 
     def shorter(shortfall: int) -> str:

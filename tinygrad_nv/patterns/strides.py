@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tinygrad.dtype import DType
+from tinygrad.helpers import all_int
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.patterns.contraction import is_storage, side
@@ -32,12 +33,13 @@ def laid(x: UOp) -> Laid:
 
 
 def copied(x: UOp) -> Laid:
-    """An argument copied, in order. Its extents are numbers."""
+    """An argument copied, in order."""
     strides, pitch = [], 1
     for extent in reversed(x.shape):
-        strides.append(pitch if extent != 1 else 0)
+        strides.append(pitch if largest(extent) != 1 else 0)
         pitch *= largest(extent)
-    return Laid(x.contiguous(), tuple(reversed(strides)), 0)
+    # a call realizes what it takes; CONTIGUOUS would copy a symbolic one once more
+    return Laid(x.contiguous() if all_int(x.shape) else x, tuple(reversed(strides)), 0)
 
 
 def _in_place(x: UOp) -> Laid | None:

@@ -124,7 +124,7 @@ def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
             "max_num_seqs": arguments.max_num_seqs,
             "max_num_batched_tokens": arguments.max_num_batched_tokens,
             "kv_cache_dtype": arguments.kv_cache_dtype, "swap_space": int(arguments.swap_space * GIB),
-            "speculative": arguments.speculative,
+            "speculative": arguments.speculative, "quantization": arguments.quantization,
             "enable_prefix_caching": arguments.enable_prefix_caching, "max_queue": arguments.max_queue,
             **({} if fraction is None else {"gpu_memory_utilization": fraction})}
 

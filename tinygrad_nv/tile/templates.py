@@ -1,8 +1,8 @@
 """The one table of templates: which module has a family's, by kind of target."""
 from tinygrad_nv.tile.template import Table
 
-FAMILIES = {"gpu": ("gemm", "attention", "decode", "norm", "kv_append", "embedding", "sampling"),
-            "cpu": ("gemm", "attention", "decode", "norm", "kv_append", "embedding", "sampling")}
+BOTH = ("gemm", "attention", "decode", "norm", "kv_append", "embedding", "sampling")
+FAMILIES = {"gpu": BOTH, "cpu": (*BOTH, "quant_gemm")}
 FOLDERS = {"gpu": "tile", "cpu": "cpu"}
 TABLE = Table({(kind, family): f"tinygrad_nv.{FOLDERS[kind]}.{family}.templates"
                for kind, families in FAMILIES.items() for family in families})

@@ -178,7 +178,7 @@ class DraftModelFiles:
         own = read_config(directory)
         sizes = config.vocab_size, own.vocab_size
         require_same_vocabulary(tokenizer, optional_tokenizer(directory)[0], sizes)
-        return DraftModelFiles(directory, own, own.parameters * dtype.itemsize, token_bytes(own, dtype))
+        return DraftModelFiles(directory, own, weights.nbytes(own, dtype, directory), token_bytes(own, dtype))
 
     def load(self, beside: ModelRunner, budget: int) -> DraftModelProposer:
         """Loads the model, with as many pages as the target model's runner has, on the runner's thread."""

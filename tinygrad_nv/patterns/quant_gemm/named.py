@@ -6,14 +6,28 @@ and what runs where no kernel does. Its gradient is that of x; quantised matrice
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 from tinygrad import Tensor
-from tinygrad.uop.ops import UOp
+from tinygrad.helpers import prod
+from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.patterns.named import call
+from tinygrad_nv.patterns import program
+from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.index import largest
+from tinygrad_nv.patterns.named import call, lower
+from tinygrad_nv.patterns.strides import copied, laid
+from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.quant.tensor import QTensor, dequantized
-from tinygrad_nv.quant.types import QType, buffers
+from tinygrad_nv.quant.types import QType, buffers, nbytes
+from tinygrad_nv.tile.expression import Load, Sum
+from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
+from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
+from tinygrad_nv.tile.templates import TABLE
+
+NAME = "quant_gemm"
 
 
 @dataclass(frozen=True)
@@ -48,3 +62,49 @@ def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
     made = Tensor(grad) @ _matrix(what, x, *rest)
     sums = Tensor(grad).reshape(-1, what.shape[0]).sum(0).uop if what.bias else None
     return made.uop, *[None] * (len(rest) - what.bias), *[sums] * what.bias
+
+
+# **** kernels ****
+
+def lowered(what: QuantMatmul, target: Target, x: UOp, *rest: UOp) -> tuple[UOp, ...] | None:
+    """The matmul by a kernel; None on targets without one. Raises `NotOurs` or `SpecError` where there is
+    none."""
+    if TABLE.family(target.kind, QuantGemmSpec) is None: return None
+    (n, k), dtype, rows = what.shape, x.dtype, _symbolic(x)
+    m, epilogue = prod(largest(extent) for extent in x.shape[:-1]), Sum().cast(dtype)
+    if what.bias:
+        if rest[-1].dtype != dtype: raise NotOurs(f"a bias of {rest[-1].dtype.name} to {dtype.name}")
+        epilogue = epilogue + Load(0, dtype, 0, 1)
+    storage, a = _placed(x)
+    gemm = GemmSpec(m, n, k, a, Operand(dtype, k, 1), Result(dtype, n, 1), (), epilogue,
+                    symbolic=rows is not None)
+    spec = QuantGemmSpec(gemm, what.type)
+    counted: dict[str, Any] = {} if rows is None else {"rows": rows, "variables": [rows]}
+    count = gemm.flops // m * prod(x.shape[:-1])
+    moved = nbytes(what.type, n, k) + prod(x.shape[:-1]) * (n + k) * dtype.itemsize
+    return choose(spec, target).called(storage.device, [program.Output((*x.shape[:-1], n), dtype)],
+                                       [storage, *rest], flops=count, nbytes=moved, **counted)
+
+
+def _symbolic(x: UOp) -> UOp | None:
+    """The symbolic number of rows. Raises `NotOurs` for a symbolic extent beside others."""
+    many = [extent for extent in x.shape[:-1] if largest(extent) != 1]
+    symbols = [extent for extent in many if isinstance(extent, UOp)]
+    if symbols and (len(many) > 1 or symbols[0].op is not Ops.PARAM):
+        raise NotOurs("a symbolic extent that is not the number of rows")
+    return symbols[0] if symbols else None
+
+
+def _placed(x: UOp) -> tuple[UOp, Operand]:
+    """Where rows of x lie, in place where they are at one stride with columns side by side, else copied."""
+    for way in (laid, copied):
+        found = way(x)
+        *outer, inner = zip(x.shape, found.strides, strict=True)
+        many = [(largest(extent), stride) for extent, stride in outer if largest(extent) != 1]
+        even = all(stride == after * extent for (_, stride), (extent, after) in pairwise(many))
+        if even and (inner[1] == 1 or inner[0] == 1):
+            return found.storage, Operand(x.dtype, many[-1][1] if many else inner[0], 1, (), found.offset)
+    raise NotOurs("rows of x that are not at one stride")
+
+
+lower(QuantMatmul, NAME, lowered)

@@ -20,7 +20,7 @@ A result whose rows lie side by side is computed as its transpose, since vectors
 """
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tinygrad.dtype import dtypes
 
@@ -91,28 +91,49 @@ def build(spec: GemmSpec, schedule: CPUGemm) -> CPUKernel:
     isa = schedule.isa
     spec, named = oriented(spec, isa), spec
     kind = kind_of(spec, isa)
-    step = pitch(schedule.block_k, PER[kind], isa)
-    whole, flip = spec.accumulate == dtypes.int32, kind == "quad" and spec.a.dtype == spec.b.dtype
-    line = 16 * PER[kind] * spec.b.dtype.itemsize if spec.b.k == 1 else 0
-    # a's bytes have no sign when packed: they are uint8, or int8 turned
-    free = (spec.a.dtype == dtypes.uint8) != flip
-    before = [header("gemm.h"), packing("a", spec.a, kind, step, flip=flip),
-              packing("b", spec.b, kind, schedule.columns, up(schedule.block_k // PER[kind], isa.lanes)),
-              micro(schedule, kind, step, whole, free, flip, line)]
+    flip = kind == "quad" and spec.a.dtype == spec.b.dtype
+    functions = [packing("a", spec.a, kind, pitch(schedule.block_k, PER[kind], isa), flip=flip),
+                 packing("b", spec.b, kind, schedule.columns, up(schedule.block_k // PER[kind], isa.lanes))]
     inputs = [(c_type(spec.a.dtype), "a"), (c_type(spec.b.dtype), "b")]
     if named is not spec: inputs.reverse()
-    inputs += [(c_type(dtype), f"x{i}") for i, dtype in enumerate(spec.parameters)]
-    return kernel(f"gemm_{named.m}x{named.n}x{named.k}", isa, _body(spec, schedule, kind, step, flip),
-                  [(c_type(spec.out.dtype), "out")], inputs, ["m"] if spec.symbolic else [], schedule.parts,
-                  before="\n".join(before))
+    line = 16 * PER[kind] * spec.b.dtype.itemsize if spec.b.k == 1 else 0
+    return assembled(f"gemm_{named.m}x{named.n}x{named.k}", spec, schedule,
+                     Operands(functions, inputs, flip, line))
+
+
+@dataclass(frozen=True)
+class Operands:
+    """How operands come into panels: C functions, and the pointers they read. `flip`: highest bits of bytes
+    are turned. `line`: bytes of 16 units of b where b is fetched ahead, else 0. Calls that pack, of a's rows
+    from m0, and of `most` columns of b from n0 + j of part p, from k0 on, where they are not the usual."""
+    functions: list[str]
+    inputs: list[tuple[str, str]]
+    flip: bool = False
+    line: int = 0
+    pack_a: str = ""
+    pack_b: str = ""
+
+
+def assembled(name: str, spec: GemmSpec, schedule: CPUGemm, operands: Operands) -> CPUKernel:
+    """The kernel of a product whose operands are packed so."""
+    kind = kind_of(spec, schedule.isa)
+    step, whole = pitch(schedule.block_k, PER[kind], schedule.isa), spec.accumulate == dtypes.int32
+    # a's bytes have no sign when packed: they are uint8, or int8 turned
+    free = (spec.a.dtype == dtypes.uint8) != operands.flip
+    before = [header("gemm.h"), *operands.functions,
+              micro(schedule, kind, step, whole, free, operands.flip, operands.line)]
+    inputs = operands.inputs + [(c_type(dtype), f"x{i}") for i, dtype in enumerate(spec.parameters)]
+    return kernel(name, schedule.isa, _body(spec, schedule, operands), [(c_type(spec.out.dtype), "out")],
+                  inputs, ["m"] if spec.symbolic else [], schedule.parts, before="\n".join(before))
 
 
 def _at(offset: int, *terms: tuple[str, int]) -> str:
     return " + ".join([str(offset), *(f"{name} * (s64){stride}" for name, stride in terms if stride)])
 
 
-def _body(spec: GemmSpec, schedule: CPUGemm, kind: str, step: int, shifted: bool) -> str:
-    block_m, block_n, per = schedule.block_m, schedule.block_n, PER[kind]
+def _body(spec: GemmSpec, schedule: CPUGemm, operands: Operands) -> str:
+    block_m, block_n, per = schedule.block_m, schedule.block_n, PER[kind_of(spec, schedule.isa)]
+    step = pitch(schedule.block_k, per, schedule.isa)
     across, parts = -(-spec.n // block_n), schedule.parts
     batch = [f"b{i}" for i in range(len(spec.batch))]
     index, inner = [], f"(rest / {across})"
@@ -120,13 +141,16 @@ def _body(spec: GemmSpec, schedule: CPUGemm, kind: str, step: int, shifted: bool
         index.append(f"const s64 {name} = {inner} % {extent};")
         inner = f"({inner} / {extent})"
     sums = "s32" if spec.accumulate == dtypes.int32 else "float"
-    shift = f"s32 shift[{schedule.columns}];" if shifted else ""
+    shift = f"s32 shift[{schedule.columns}];" if operands.flip else ""
     deep = up(schedule.block_k // per, schedule.isa.lanes)
     group = panels(spec, block_n, schedule.columns)
-    ahead = _ahead(spec, schedule) if spec.b.k == 1 else ""
+    ahead = _ahead(spec, schedule) if operands.line else ""
     a = _at(spec.a.offset, ("m0", spec.a.mn), ("k0", spec.a.k), *zip(batch, spec.a.batch, strict=True))
     b = _at(spec.b.offset, ("(n0 + j)", spec.b.mn), ("k0", spec.b.k), ("p", spec.part),
             *zip(batch, spec.b.batch, strict=True))
+    pack_a = operands.pack_a or f"pack_a(a + {a}, left, rows, strips * {schedule.rows}, deep);"
+    pack_b = operands.pack_b or f"const {c_type(spec.b.dtype)} *panels = b + {b};\n" \
+                                "        pack_b(panels, right, most, most, deep);"
     return f"""
   u32 left[{block_m * step}] __attribute__((aligned(64)));
   u32 right[{group * deep}] __attribute__((aligned(64)));
@@ -143,11 +167,10 @@ def _body(spec: GemmSpec, schedule: CPUGemm, kind: str, step: int, shifted: bool
     for (s64 k0 = 0; k0 < {spec.k}; k0 += {schedule.block_k}) {{
       const s64 deep = {spec.k} - k0 < {schedule.block_k} ? {spec.k} - k0 : {schedule.block_k};
       const s64 units = (deep + {per - 1}) / {per};
-      pack_a(a + {a}, left, rows, strips * {schedule.rows}, deep);
+      {pack_a}
       for (s64 p = 0; p < {spec.parts}; p++) for (s64 j = 0; j < columns; j += {group}) {{
         const s64 most = columns - j < {group} ? columns - j : {group};
-        const {c_type(spec.b.dtype)} *panels = b + {b};
-        pack_b(panels, right, most, most, deep);
+        {pack_b}
         for (s64 c = 0; c < most; c += {schedule.columns}) {{
           const u32 *panel = right + c * {deep};
           {'shifts(panel, shift, units);' if shift else ''}

@@ -130,7 +130,7 @@ def build(spec: GemmSpec, schedule: CPUGemv) -> CPUKernel:
     {' '.join(indices)}
     if (matrix != before) {{ {operands.widened()} before = matrix; }}
     {sums}
-    {_finish(spec)}
+    {epilogue(spec)}
   }}"""
     a, b = ("a", "b") if spec is given else ("b", "a")
     inputs = [(c_type(given.a.dtype), a), (c_type(given.b.dtype), b)]
@@ -153,8 +153,8 @@ def _operands(spec: GemmSpec, isa: ISA) -> GemvOperands:
 def _widened_bytes(spec: GemmSpec, isa: ISA) -> int: return 4 * spec.m * (up(spec.k, isa.lanes) + 32)
 
 
-def _finish(spec: GemmSpec) -> str:
-    """The epilogue of all rows of a chunk."""
+def epilogue(spec: GemmSpec) -> str:
+    """C of the epilogue of all rows of a chunk."""
     kind, load = short(spec.out.dtype), f"load_{short(spec.accumulate)}"
     names = [f"z{p}" for p in range(spec.parts)]
     vector = "vi" if spec.accumulate == dtypes.int32 else "vf"

@@ -1,0 +1,7 @@
+"""Matmuls with a quantised matrix on a CPU.
+
+  decode.py     elements of any type in float32, in C
+  gemv.py       few rows: the matrix is read once
+  blocked.py    many rows: blocks of the matrix are dequantised into panels of the blocked GEMM
+  templates.py  the templates in their order
+"""

@@ -1,0 +1,27 @@
+"""How a matmul with a quantised matrix is computed on a CPU."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tinygrad_nv.cpu.gemm.schedules import CPUGemm
+from tinygrad_nv.cpu.schedule import CPUSchedule
+
+
+@dataclass(frozen=True)
+class QuantGemv(CPUSchedule):
+    """Of few rows (gemv.py): chunks of `block_n` outputs, `block_m` rows of a by `rows` of them at a time."""
+    block_m: int = 1
+    block_n: int = 0
+    rows: int = 1
+    template: ClassVar[str] = "quant_gemv"
+    widens: ClassVar[bool] = True
+
+    def words(self) -> list[str]:
+        return [*super().words(), f"chunks of {self.block_n}", f"registers {self.block_m}x{self.rows}"]
+
+
+@dataclass(frozen=True)
+class QuantGemm(CPUGemm):
+    """Of many rows (blocked.py)."""
+    template: ClassVar[str] = "quant_gemm"

@@ -1,0 +1,61 @@
+"""A matmul whose right operand is quantised. A spec does not know its target.
+
+Protocol: `gemm` is the matmul with the operand dequantised: b of a's dtype, dense, rows along k. Epilogue,
+result, symbolic rows and parts are its own; part p has the matrix's rows p n … (p + 1) n − 1. In b's place
+kernels take the matrix's buffers, in the order of `quant.types.buffers`:
+
+    out; a; codes, high, scales, zeros, mins, outer, outer_mins, order (those there are); x0, x1, …
+
+A kernel may round dequantised elements to a's dtype, as the reference does, or not round them.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.errors import SpecError
+from tinygrad_nv.quant.types import Buffer, QType, buffers
+from tinygrad_nv.tile.gemm.spec import FLOAT16S, GemmSpec, Operand
+
+FLOATS = (dtypes.float32, *FLOAT16S)
+
+
+@dataclass(frozen=True)
+class QuantGemmSpec:
+    """A matmul with a matrix of a type. Raises `SpecError` for what cannot be."""
+    gemm: GemmSpec
+    type: QType
+
+    def __post_init__(self) -> None:
+        gemm, (n, k) = self.gemm, self.shape
+        if gemm.a.dtype not in FLOATS:
+            raise SpecError(f"activations of {gemm.a.dtype.name}", ", ".join(d.name for d in FLOATS))
+        apart = gemm.parts > 1 and gemm.part != gemm.n * k
+        if gemm.b != Operand(gemm.a.dtype, k, 1) or gemm.batch or apart:
+            raise SpecError(f"a quantised operand {gemm.b} of a batch {gemm.batch}",
+                            f"one dense matrix, rows of {k} side by side")
+        buffers(self.type, n, k)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the quantised matrix, of all parts."""
+        return self.gemm.parts * self.gemm.n, self.gemm.k
+
+    @property
+    def buffers(self) -> dict[str, Buffer]:
+        """Those of the quantised matrix."""
+        return buffers(self.type, *self.shape)
+
+    @property
+    def integers(self) -> tuple[int, ...]:
+        """The kernels' integer arguments, each at its most."""
+        return self.gemm.integers
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the matmul."""
+        return self.gemm.flops
+
+    def __str__(self) -> str:
+        return f"{self.gemm}, b of {self.type}"
