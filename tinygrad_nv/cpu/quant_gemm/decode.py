@@ -28,7 +28,8 @@ def problems(type: QType) -> list[str]:
     """Why elements cannot be decoded; empty when they can."""
     found = {"codes": type.element.dtype, "scales": type.scale.dtype}
     if type.outer is not None: found["outer scales"] = type.outer.dtype
-    return [f"{name} of {dtype.name}" for name, dtype in found.items() if short(dtype) not in C_TYPES]
+    return [f"{name} of {dtype.name}" for name, dtype in found.items() if short(dtype) not in C_TYPES] + \
+        ["divided scales"] * type.divided
 
 
 def run_of(type: QType, k: int, lanes: int) -> int:
