@@ -60,7 +60,8 @@ def byte_level(pre: str) -> Backend:
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIALS]))
     if pre == "llama-bpe":  # a token that no merges make: texts that are one are not split
         data = json.loads(made.to_str())
-        data["model"]["vocab"]["ĠcamelCase"] = len(data["model"]["vocab"])
+        assert "ĠcamelCase" in data["model"]["vocab"]
+        data["model"]["merges"] = [pair for pair in data["model"]["merges"] if "".join(pair) != "ĠcamelCase"]
         made = Backend.from_str(json.dumps(data))
     made.add_tokens([AddedToken("<think>", special=False, normalized=False)])
     made.post_processor = processors.TemplateProcessing(
@@ -147,7 +148,8 @@ def test_sentencepiece(tmp_path: Path, prefix: bool):
 
 def test_merges_are_those_of_transformers():
     """Also of equal scores, of which a longer first half wins."""
-    pieces = sorted({text[at:end] for text in TEXTS for at in range(len(text)) for end in range(at + 1, at + 6)})
+    pieces = sorted({text[at:end] for text in TEXTS for at in range(len(text))
+                     for end in range(at + 1, at + 6)})
     scores = np.random.default_rng(0).integers(0, 9, len(pieces)).astype(float).tolist()
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     expected = generate_merges(vocabulary, dict(zip(pieces, scores, strict=True)))
