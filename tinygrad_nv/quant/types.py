@@ -132,7 +132,8 @@ class QType:
         return replace(self, scale=replace(self.scale, dtype=dtype))
 
     def __str__(self) -> str:
-        more = [name for name in ("zeros", "mins", "permuted", "divided", "outer_last") if getattr(self, name)]
+        flags = ("zeros", "mins", "permuted", "divided", "outer_last")
+        more = [name for name in flags if getattr(self, name)]
         return " ".join([f"{self.element} {self.scale}", *more])
 
 

@@ -1,12 +1,12 @@
 """Matrices of fp8: quant_method fp8 (DeepSeek, Qwen, transformers, AutoFP8), fbgemm_fp8 and modelopt.
 
-    fp8           weight F8_E4M3; weight_scale_inv, which is multiplied in spite of its name: floats, or F8_E8M0
-                  with scale_fmt ue8m0, one for each block of weight_block_size or one of all. AutoFP8 calls
-                  it weight_scale. Of static activations activation_scale or input_scale
+    fp8           weight F8_E4M3; weight_scale_inv, which is multiplied in spite of its name: floats, or
+                  F8_E8M0 with scale_fmt ue8m0, one for each block of weight_block_size or one of all. AutoFP8
+                  calls it weight_scale. Of static activations activation_scale or input_scale
     fbgemm_fp8    weight F8_E4M3, weight_scale F32 [N, 1]; inputs have a scale for each token
-    modelopt      FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO: weight F8_E4M3, weight_scale F32 of the matrix, of
-                  rows, of blocks. MXFP8: weight_scale U8 of E8M0 for each 32. NVFP4: weight U8 of two E2M1 codes,
-                  the first in the lower bits, weight_scale F8_E4M3 for each 16 and weight_scale_2 of all
+    modelopt      FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO: weight F8_E4M3, weight_scale F32 of the matrix,
+                  of rows, of blocks. MXFP8: weight_scale U8 of E8M0 for each 32. NVFP4: weight U8 of two E2M1
+                  codes, the first in the lower bits, weight_scale F8_E4M3 for each 16, weight_scale_2 of all
 
 Source: transformers 5.23.0, integrations/finegrained_fp8.py and fbgemm_fp8.py; ModelOpt 0.47.0,
 torch/export/quant_utils.py and convert_hf_config.py.
@@ -24,7 +24,7 @@ from tinygrad_nv.errors import ModelError
 from tinygrad_nv.quant.readers.checks import AGAIN, FLOATS, checked, checked_type, setting, unquantised
 from tinygrad_nv.quant.readers.reader import Activations, Get, Stored, StoredMatrix
 from tinygrad_nv.quant.readers.schemes import cache_of
-from tinygrad_nv.quant.types import E2M1, E4M3, MXFP4, NVFP4, QType, Scale
+from tinygrad_nv.quant.types import E4M3, MXFP4, NVFP4, QType, Scale
 
 TENSOR, ROWS = Scale(0, 0), Scale(1, 0)
 SCALES: dict[str, DType] = {**FLOATS, "F8_E8M0": dtypes.uint8, "U8": dtypes.uint8, "F8_E4M3": dtypes.fp8e4m3}
@@ -34,8 +34,8 @@ INPUTS = ("activation_scale", "input_scale", "input_scale_ub")
 
 @dataclass(frozen=True)
 class Kind:
-    """How layers are stored: the type, with the extents of its scales, names of their tensors (the first there
-    is), whether blocks may be others than the type's, and inputs."""
+    """How layers are stored: the type, with the extents of its scales, names of their tensor (the first there
+    is counts), whether blocks may be others than the type's, and inputs."""
     type: QType
     activations: Activations | None = None
     names: tuple[str, ...] = ("weight_scale",)
@@ -44,8 +44,8 @@ class Kind:
 
 @dataclass(frozen=True)
 class FP8Reader:
-    """Reads layers of a kind, those in `layers` of other kinds; None of layers without one. `cache` is how keys
-    and values are quantised."""
+    """Reads layers of a kind, those in `layers` of other kinds; None of layers without one. `cache` is how
+    keys and values are quantised."""
     kind: Kind | None
     layers: Mapping[str, Kind] = field(default_factory=dict)
     cache: Activations | None = None
@@ -63,7 +63,8 @@ def _matrix(kind: Kind, layer: str, scales: str, shape: tuple[int, int], stored:
     type = kind.type
     checked_type(layer, type, shape)
     checked(stored, codes, ("U8",) if type.bits == 4 else ("F8_E4M3",), (n, k * type.bits // 8))
-    if kind.any_blocks: type = replace(type, scale=_blocks(type.scale, shape, stored.get(scales, ("", ()))[1]))
+    if kind.any_blocks and scales in stored:
+        type = replace(type, scale=_blocks(type.scale, shape, stored[scales][1]))
     rows, columns = blocks = type.scale.blocks(n, k)
     flat = [(rows,)] * (columns == 1) + [()] * (blocks == (1, 1))
     kinds = ("F8_E4M3",) if type.outer else ("U8", "F8_E8M0") if type.scale.e8m0 else \
@@ -119,8 +120,8 @@ def _modelopt(config: Mapping[str, Any], name: str) -> FP8Reader:
     inside = config.get("quantization")     # so it is in hf_quant_config.json
     if isinstance(inside, Mapping): config = {**config, **inside}
     algorithm = setting(config, "quant_algo", None, (*MODELOPT, "MIXED_PRECISION"), name)
-    layers = {}
-    for layer, its in (config.get("quantized_layers") or {}).items() if algorithm == "MIXED_PRECISION" else ():
+    layers, mixed = {}, config.get("quantized_layers") if algorithm == "MIXED_PRECISION" else None
+    for layer, its in (mixed or {}).items():
         layers[layer] = MODELOPT[setting(its, "quant_algo", None, tuple(MODELOPT), f"{name}: {layer}")]
     cache = cache_of(config, name) or (STATIC if config.get("kv_cache_quant_algo") == "FP8" else None)
     return FP8Reader(MODELOPT.get(algorithm), layers, cache)
