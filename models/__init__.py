@@ -9,5 +9,6 @@ Read in this order:
   quantised.py  quantised layers among them
   checkpoint.py the files: safetensors (single or sharded) and pytorch_model.bin
   pickles.py    the tensors of a pytorch_model.bin, without running the pickle
+  gguf.py       GGUF files: metadata as config.json, tensors by Hugging Face names
   tales/        the bundled model, and its training data and code
 """

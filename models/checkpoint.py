@@ -1,4 +1,5 @@
-"""The weight files of a Hugging Face directory: model.safetensors, its sharded index, or pytorch_model.bin.
+"""The weight files of a Hugging Face directory: model.safetensors, its sharded index, or pytorch_model.bin;
+or a GGUF file.
 
 Protocol: `open_checkpoint(directory)` reads headers only and lists every tensor as an `TensorEntry`;
 `read_into` copies a range of its elements from the file to a device tensor, and is thread-safe. A safetensors
@@ -22,8 +23,10 @@ from tinygrad import Tensor
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import WeightError
+from tinygrad_nv.quant.gguf.file import open_gguf
 from tinygrad_nv.runtime.memory import host_bytes, write
 
+from . import gguf
 from .config import read_json
 from .pickles import ITEM_BYTES as FLOAT_BYTES
 from .pickles import read_entries
@@ -225,11 +228,28 @@ class PyTorchFiles(Safetensors):
         return write(tensor, offset, convert(in_index_order(data, entry), entry.dtype, tensor.dtype))
 
 
+class GGUFTensors:
+    """Tensors of a GGUF file."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = open_gguf(path)
+        self.stored = {each.name: each for each in gguf.stored(self.file)}
+        self.entries = {each.name: TensorEntry(each.name, each.dtype, each.shape,
+                                               (str(path), each.source.offset))
+                        for each in self.stored.values()}
+
+    def read_into(self, entry: TensorEntry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
+        found = np.ascontiguousarray(gguf.elements(self.file, self.stored[entry.name], begin, end))
+        write(tensor, offset, convert(found.data.cast("B"), entry.dtype, tensor.dtype))
+
+
 def open_checkpoint(directory: Path) -> Checkpoint:
-    """The checkpoint of `directory`, safetensors before pickles, a single file before shards.
+    """The checkpoint of `directory`, safetensors before pickles, a single file before shards; or a GGUF file,
+    or the one in a directory.
 
     Raises `WeightError` when there is none, a shard is missing, or a file is damaged.
     """
+    if (file := gguf.find(directory)) is not None: return GGUFTensors(file)
     for kind, single in ((Safetensors, "model.safetensors"), (PyTorchFiles, "pytorch_model.bin")):
         path, index = directory / single, directory / f"{single}.index.json"
         checkpoint = kind()

@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face directory, checked, as one frozen `ModelConfig`.
+"""config.json of a Hugging Face directory, or a GGUF file's metadata, checked, as one frozen `ModelConfig`.
 
 Protocol: `read_config(directory)` reads the file; everything the network needs is a field here, resolved
 (defaults of the architecture filled in, both spellings of rope parameters and dtype accepted). Fields that
@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from tinygrad_nv.errors import ModelError
+from tinygrad_nv.quant.gguf.file import open_gguf
 from tinygrad_nv.quant.readers.reader import require_known
 
+from . import gguf
 from .rope import ROPE_TYPES, RopeConfig
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -104,29 +106,14 @@ def read_config(directory: Path) -> ModelConfig:
         raise ModelError(f"no such directory: {directory}",
                          "a Hugging Face model directory (config.json, weights)",
                          "check the path; models are not downloaded")
-    _require_no_gguf(directory)
+    if (file := gguf.find(directory)) is not None:
+        return parse_config(gguf.config_of(open_gguf(file)), str(file))
     _require_no_adapter(directory)
     path = directory / "config.json"
     if not path.is_file():
         raise ModelError(f"{directory} has no config.json", "a Hugging Face model directory",
                          "point MODEL at the folder that holds config.json")
     return parse_config(read_json(path), str(path))
-
-
-def _require_no_gguf(path: Path) -> None:
-    """Refuses a GGUF file, and a directory of them without a config.json."""
-    if path.is_file():
-        try:
-            with path.open("rb") as file: is_gguf = file.read(4) == b"GGUF"
-        except OSError: is_gguf = False
-        found = [path.name] if is_gguf or path.suffix.lower() == ".gguf" else []
-    elif (path / "config.json").is_file(): return
-    else: found = sorted(each.name for each in path.glob("*") if each.suffix.lower() == ".gguf")
-    if not found: return
-    what = f"{path} is a GGUF file" if path.is_file() else f"{path} holds GGUF files ({found[0]})"
-    raise ModelError(f"{what}, llama.cpp's format, which is not read yet",
-                     "a Hugging Face model directory (config.json, weights as safetensors)",
-                     "use the directory that the GGUF file was converted from")
 
 
 def _require_no_adapter(directory: Path) -> None:
@@ -263,7 +250,19 @@ def _rope(raw: Mapping[str, Any], head_dim: int, positions: int, name: str) -> R
     for section in (given, raw):
         if section.get(original) is not None: positions = _positive(section, original, name)
     return RopeConfig(kind=kind, theta=theta, dim=head_dim, original_positions=positions,
-                      truncate=bool(given.get("truncate", True)), **numbers)
+                      truncate=bool(given.get("truncate", True)), factors=_factors(given, head_dim, name),
+                      **numbers)
+
+
+def _factors(given: Mapping[str, Any], head_dim: int, name: str) -> tuple[float, ...]:
+    """Of rope type factors, one for each pair of dimensions."""
+    if given.get("rope_type") != "factors": return ()
+    factors = given.get("factors")
+    if not isinstance(factors, list) or len(factors) != head_dim // 2:
+        count = len(factors) if isinstance(factors, list) else 0
+        raise ModelError(f"{name}: rope type factors has {count} factors",
+                         f"{head_dim // 2}, one for each pair of dimensions of a head")
+    return tuple(_number({"rope factor": each}, "rope factor", name) for each in factors)
 
 
 def _require_whole_heads(both: Mapping[str, Any], kind: str, name: str) -> None:

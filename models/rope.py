@@ -15,14 +15,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "factors")
 
 
 @dataclass(frozen=True)
 class RopeConfig:
     """`dim` rotary dimensions of each head, base `theta`; the rest is used by the kinds that name it.
 
-    `dynamic` differs from `default` only past the trained length, which we never exceed.
+    `dynamic` differs from `default` only past the trained length, which we never exceed. `factors`, one of
+    each pair, divide frequencies: GGUF files have the bands of Llama 3 so.
     """
     kind: str
     theta: float
@@ -37,12 +38,14 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    factors: tuple[float, ...] = ()
 
 
 def inverse_frequencies(rope: RopeConfig) -> np.ndarray:
     """Radians per position of each of the dim/2 pairs, float32."""
     exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
     frequencies = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
+    if rope.kind == "factors": return frequencies / np.array(rope.factors, np.float32)
     if rope.kind == "linear": return frequencies / np.float32(rope.factor)
     if rope.kind == "llama3": return _llama3(rope, frequencies)
     if rope.kind == "yarn": return _yarn(rope, frequencies)

@@ -8,8 +8,11 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from tinygrad_nv.models import weights
+from tinygrad_nv.models.config import read_config
+from tinygrad_nv.models.llama import Llama
 
-from tinygrad_nv.errors import WeightError
+from tinygrad_nv.errors import ModelError, WeightError
 from tinygrad_nv.quant.gguf.file import open_gguf
 
 AGAIN = "  to fix:   download the file again"
@@ -123,3 +126,93 @@ def test_every_truncation(path: Path):
     for end in range(0, len(whole), 3):
         path.write_bytes(whole[:end])
         with pytest.raises(WeightError, match=r"is damaged|starts with"): open_gguf(path)
+
+
+# **** models ****
+
+METADATA = {"llama.context_length": 64, "llama.embedding_length": 32, "llama.block_count": 1,
+            "llama.feed_forward_length": 32, "llama.attention.head_count": 4,
+            "llama.attention.layer_norm_rms_epsilon": 1e-5}
+MATRIX, VECTOR = np.zeros((32, 32), np.float32), np.ones(32, np.float32)
+TENSORS = {"token_embd.weight": MATRIX, "output_norm.weight": VECTOR, "blk.0.attn_norm.weight": VECTOR,
+           "blk.0.ffn_norm.weight": VECTOR,
+           **{f"blk.0.{name}.weight": MATRIX for name in ("attn_q", "attn_k", "attn_v", "attn_output",
+                                                          "ffn_gate", "ffn_up", "ffn_down")}}
+
+
+def write(path: Path, metadata: dict[str, object], tensors: dict[str, np.ndarray | None] | None = None,
+          kind: str = "llama") -> None:
+    """A model, with changes; None leaves out."""
+    writer = gguf.GGUFWriter(path, kind)
+    for key, value in (METADATA | metadata).items():
+        if value is None: continue
+        if isinstance(value, list): writer.add_array(key, value)
+        elif isinstance(value, str): writer.add_string(key, value)
+        elif isinstance(value, float): writer.add_float32(key, value)
+        elif isinstance(value, int): writer.add_uint32(key, value)
+    for name, data in (TENSORS | (tensors or {})).items():
+        if data is not None: writer.add_tensor(name, data, raw_dtype=2 if data.dtype == np.uint8 else None)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_an_architecture_that_is_not_implemented(path: Path):
+    write(path, {}, kind="mamba")
+    with pytest.raises(ModelError) as caught: read_config(path)
+    assert str(caught.value) == (f"{path}: general.architecture is 'mamba'\n  expected: one of llama, qwen2, "
+                                 "qwen3, gemma\n  to fix:   use a model of a supported family")
+
+
+@pytest.mark.parametrize("key", METADATA)
+def test_metadata_that_are_missing(path: Path, key: str):
+    write(path, {key: None})
+    with pytest.raises(ModelError, match=f"has no {key}\n  expected: the metadata that llama.cpp writes"):
+        read_config(path)
+
+
+@pytest.mark.parametrize(("metadata", "found"), [
+    ({"split.count": 3}, "is one of 3 files of a model"),
+    ({"llama.attention.head_count_kv": [4, 2]}, r": attention.head_count_kv is \[4, 2\]"),
+    ({"llama.attention.value_length": 4}, "attention.value_length is 4, and heads have 8 elements"),
+    ({"llama.rope.dimension_count": 4, "llama.attention.key_length": 8}, "rope.dimension_count is 4, and "),
+    ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0},
+     "rope type 'longrope' is not supported"),
+    ({"llama.rope.scaling.type": "yarn"}, "rope type yarn lacks factor"),
+    ({"llama.rope.scaling.factor": 2.0, "llama.rope.scaling.alpha": 2.0}, "rope.scaling.alpha is 2.0"),
+    ({"llama.expert_count": 8}, "num_local_experts is 8, which is not implemented"),
+    ({"llama.logit_scale": 0.5}, "logits_scaling is 0.5, which is not implemented"),
+    ({"llama.attention.head_count": "x"}, "num_attention_heads is 'x'"),
+    ({"llama.attention.head_count": 5}, "hidden_size 32 is not a multiple of num_attention_heads 5"),
+    ({"llama.block_count": 0}, "num_hidden_layers is 0"),
+])
+def test_metadata_that_cannot_be(path: Path, metadata: dict[str, object], found: str):
+    write(path, metadata)
+    with pytest.raises(ModelError, match=found): read_config(path)
+
+
+@pytest.mark.parametrize(("factors", "found"), [(3, "has 3 factors"), (4, None)])
+def test_rope_factors(path: Path, factors: int, found: str | None):
+    write(path, {}, {"rope_freqs.weight": np.full(factors, 2, np.float32)})
+    if found is None: assert read_config(path).rope.factors == (2.0,) * 4
+    else:
+        with pytest.raises(ModelError, match=found): read_config(path)
+    write(path, {"llama.rope.scaling.factor": 2.0}, {"rope_freqs.weight": np.full(4, 2, np.float32)})
+    with pytest.raises(ModelError, match=r"has rope_freqs.weight and rope scaling of type 'linear'"):
+        read_config(path)
+
+
+@pytest.mark.parametrize(("tensors", "found"), [
+    ({"blk.0.ffn_up.weight": None}, r"missing \(1\): model.layers.0.mlp.up_proj.weight"),
+    ({"blk.0.attn_sinks.weight": VECTOR}, r"unexpected \(1\): blk.0.attn_sinks.weight"),
+    ({"blk.0.attn_q.weight": np.zeros((32, 64), np.float32)},
+     r"wrong shape \(1\): model.layers.0.self_attn.q_proj.weight: \[32, 64\], expected \[32, 32\]"),
+    ({"blk.0.attn_q.weight": np.zeros((32, 36), np.uint8)},
+     r"self_attn.q_proj.weight is Q4_0 of shape \[32, 64\]\n  expected: shape \[32, 32\]"),
+    ({"blk.0.attn_norm.weight": np.zeros(18, np.uint8)}, "input_layernorm.weight has dtype U8"),
+])
+def test_tensors_that_do_not_fit(path: Path, tensors: dict[str, np.ndarray | None], found: str):
+    write(path, {}, tensors)
+    model = Llama(read_config(path), device="CPU")
+    with pytest.raises(WeightError, match=found): weights.load(model, path)

@@ -32,24 +32,22 @@ def test_a_file_is_not_a_directory(command, tiny: Path):
         "config.json has no config.json", "expected: a Hugging Face model directory")
 
 
-GGUF = ("llama.cpp's format, which is not read yet", "expected: a Hugging Face model directory",
-        "to fix:   use the directory that the GGUF file was converted from")
-
-
 @pytest.mark.parametrize("subcommand", ["generate", "chat", "explain"])
-@pytest.mark.parametrize("name", ["tiny.gguf", "tiny.Q4_K_M.GGUF", "ggml-model"])
-def test_a_gguf_file(command, tmp_path: Path, subcommand: str, name: str):
+@pytest.mark.parametrize(("name", "found"), [("tiny.gguf", "starts with b''"),
+                                             ("ggml-model", "is damaged: ")])
+def test_a_gguf_file(command, tmp_path: Path, subcommand: str, name: str, found: str):
     """By its name, or by its first bytes."""
     path = tmp_path / name
     path.write_bytes(b"" if "." in name else b"GGUF\3\0\0\0")
     command(subcommand, path, *["hello"] * (subcommand == "generate")).refused(
-        f"{path} is a GGUF file", *GGUF)
+        f"{path} {found}", "GGUF file", "to fix:   download the file again")
 
 
 def test_a_directory_of_gguf_files(command, tmp_path: Path, copy: Path):
-    for at in (2, 1): (tmp_path / f"model-0000{at}-of-00002.gguf").write_bytes(b"GGUF")
+    for at in (2, 1): (tmp_path / f"tiny-Q{at}_0.GGUF").write_bytes(b"GGUF")
     command("generate", tmp_path, "hello").refused(
-        f"{tmp_path} holds GGUF files (model-00001-of-00002.gguf)", *GGUF)
+        f"{tmp_path} holds 2 GGUF files (tiny-Q1_0.GGUF, tiny-Q2_0.GGUF, …)",
+        "expected: one, or the name of one", f"to fix:   name the file: {tmp_path}/tiny-Q1_0.GGUF")
     (copy / "also.gguf").write_bytes(b"GGUF")
     command("generate", copy, "hello", "--max-tokens", 1).succeeded()
 

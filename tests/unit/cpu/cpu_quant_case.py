@@ -47,6 +47,8 @@ TYPES: dict[str, QType] = {
     "uint8 tensor": QType(types.UINT8, types.per_tensor_scale(), zeros=True),
     "e4m3 blocks": types.E4M3 @ types.per_block_scale(128, 128),
     "e5m2 channel": types.E5M2 @ types.per_channel_scale(),
+    "nvfp4 divided": replace(types.NVFP4, divided=True),
+    "mxfp6": types.E2M3 @ types.NVFP4.scale,
     "int8 g24": types.INT8 @ per_group_scale(24),
 }
 
@@ -92,7 +94,8 @@ def elements(type: QType, n: int, k: int, given: Arrays) -> np.ndarray:
 
     def factor(name: str, outer: str) -> np.ndarray:
         made = spread(name, type.scale)
-        return made if type.outer is None else spread(outer, type.outer) * made
+        if type.outer is None: return made
+        return made / spread(outer, type.outer) if type.divided else spread(outer, type.outer) * made
     codes = given["codes"].reshape(n, -1)
     if type.bits == 8: values = numbers_of(given["codes"], type.element.dtype, (n, k))
     else:

@@ -180,7 +180,8 @@ def _factors(type: QType, have: dict[str, Buffer], k: int, lanes: int) -> str:
     s, outer = type.scale, type.outer
     scale, low = number("scales", s, s.dtype, s.e8m0), number("mins", s, s.dtype, s.e8m0) if type.mins else ""
     if outer is not None:
-        scale = f"{number('outer', outer, outer.dtype, outer.e8m0)} * {scale}"
+        larger = number("outer", outer, outer.dtype, outer.e8m0)
+        scale = f"{scale} / {larger}" if type.divided else f"{larger} * {scale}"
         if type.mins: low = f"{number('outer_mins', outer, outer.dtype, outer.e8m0)} * {low}"
     zero = number("zeros", s, have["zeros"].dtype) if type.zeros else "(vf)0.f"
     if type.shift: zero += f" + {float(type.shift)}f"

@@ -46,6 +46,7 @@ def problems(spec: QuantGemmSpec, s: QuantDots) -> list[str]:
     for scale in filter(None, (type.scale, type.outer)):
         if scale.e8m0 or (scale.columns != 16 and scale.columns % INT8_BLOCK):
             out.append(f"{'E8M0 ' if scale.e8m0 else ''}scales of {scale.columns} columns")
+    if type.divided: out.append("divided scales")
     if gemm.k % INT8_BLOCK: out.append(f"K of {gemm.k}, a multiple of {INT8_BLOCK} is needed")
     if gemm.parts > 1 and gemm.n % TILE: out.append(f"parts of {gemm.n} columns, no multiple of {TILE}")
     return out if s.rows else [*out, "rows 0"]

@@ -33,6 +33,7 @@ class Note(IntEnum):
     JOINS = 9
     FOLLOWS = 10
     DRAWN = 11
+    REDUCED = 12
 
 
 @dataclass(frozen=True)

@@ -249,7 +249,7 @@ def _effects(notes: np.ndarray, owner: np.ndarray, shares: np.ndarray,
     out["delay"][where(Note.MEETS)] = BAR_DELAY
     out["delay"][where(Note.JOINS) & (notes["b"] == 0)] = CLUSTER_DELAY
     out["delay"][remote & signals & ~where(Note.LOADS)] += REMOTE_DELAY
-    rows = where(Note.READS) | where(Note.WRITES)
+    rows = where(Note.READS) | where(Note.WRITES) | where(Note.REDUCED)
     nbytes = np.where(rows, notes["count"].astype(np.int64) * notes["a"].astype(np.int64),
                       np.where(where(Note.SECTORS), notes["count"].astype(np.int64) * 32, 0))
     moved = (nbytes[:, None] * shares).astype(np.int64)

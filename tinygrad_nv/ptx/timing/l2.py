@@ -4,8 +4,8 @@ Protocol: clusters that run at once ask for the same things at about the same ti
 counts as simultaneous. What is read for the first time among them comes from HBM, the rest from L2; each PTX
 instruction that reads has a share of its own (`first_shares`), since queries and keys, for example, are read
 at different rates than the recorded beginnings of clusters show. Where all that a launch reads fits into L2,
-HBM gives every byte once at most, and gets nothing (`shares_of`). Where it does not, HBM gets each byte of a
-buffer once at most: what is written again and again, as by reductions of many clusters, is in L2 meanwhile.
+HBM gives every byte once at most, and gets nothing (`shares_of`). Where it does not, HBM gets what is
+written; of reductions, which many clusters add to the same place, each byte of a buffer once at most.
 
 What several SMs of a GPC ask for at about the same time goes to L2 once (the L2 request coalescer, Nsight
 Compute's "lrc"), though each SM gets its own copy.
@@ -22,6 +22,7 @@ from tinygrad_nv.ptx.timing.gpu import GPUFigures
 KEPT = 0.8  # of L2, for what is read again: assumed
 GPCS = 8    # groups of SMs that ask L2 for a line together (its request coalescer)
 SECTOR_BYTES = 32
+GLOBAL = (Note.READS, Note.WRITES, Note.REDUCED, Note.SECTORS)
 
 
 def read_bytes(notes: np.ndarray) -> np.ndarray:
@@ -31,19 +32,19 @@ def read_bytes(notes: np.ndarray) -> np.ndarray:
     return rows + lines * notes["count"].astype(np.int64) * SECTOR_BYTES
 
 
-def written_bytes(notes: np.ndarray) -> np.ndarray:
-    """Bytes that each note writes to global memory, or has reduced there."""
-    rows = (notes["kind"] == Note.WRITES) * notes["count"].astype(np.int64) * notes["a"].astype(np.int64)
-    lines = (notes["kind"] == Note.SECTORS) & (notes["b"] != 0)
+def reduced_bytes(notes: np.ndarray) -> np.ndarray:
+    """Bytes that each note has added, or the like, to global memory."""
+    rows = (notes["kind"] == Note.REDUCED) * notes["count"].astype(np.int64) * notes["a"].astype(np.int64)
+    lines = (notes["kind"] == Note.SECTORS) & (notes["b"] == 2)
     return rows + lines * notes["count"].astype(np.int64) * SECTOR_BYTES
 
 
 def last_shares(notes: np.ndarray, memory: Sequence[tuple[int, int]], times: float) -> np.ndarray:
-    """Of what each note writes the share that HBM gets: all, but no more than a buffer has."""
-    nbytes, shares = written_bytes(notes), np.ones(len(notes))
+    """Of what each note writes the share that HBM gets: all, of reductions no more than a buffer has."""
+    nbytes, shares = reduced_bytes(notes), np.ones(len(notes))
     for at, size in memory:
-        there = (notes["key"] >= at) & (notes["key"] < at + size)
-        if (written := float(nbytes[there].sum()) * times) > size: shares[there] = size / written
+        there = (nbytes > 0) & (notes["key"] >= at) & (notes["key"] < at + size)
+        if (reduced := float(nbytes[there].sum()) * times) > size: shares[there] = size / reduced
     return shares
 
 
@@ -74,7 +75,7 @@ def shares_of(reads: Sequence[np.ndarray], memory: Sequence[tuple[int, int]], re
     for source, share in known.items(): shares[recorded["source"] == source] = share
     near = 1 - gpu.coalesced / together * (1 - np.minimum(1.0, GPCS * shares))
     near[nbytes == 0] = 1.0
-    starts = np.sort(recorded["key"][np.isin(recorded["kind"], (Note.READS, Note.WRITES, Note.SECTORS))])
+    starts = np.sort(recorded["key"][np.isin(recorded["kind"], GLOBAL)])
     touched = sum(size for at, size in memory
                   if np.searchsorted(starts, at) < np.searchsorted(starts, at + size))
     far = float((shares * nbytes).sum()) * times

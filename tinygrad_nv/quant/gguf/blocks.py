@@ -68,7 +68,29 @@ def arrays(format: Format, raw: np.ndarray, rows: np.ndarray | None = None) -> d
 
 def floats(format: Format, raw: np.ndarray) -> np.ndarray:
     """The numbers of plain floats, uint8 [N, bytes of a row]; bfloat16 as unsigned integers of their bits."""
-    return raw.view({"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[format.name])
+    return np.ascontiguousarray(raw).view({"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[format.name])
+
+
+def values(format: Format, raw: np.ndarray) -> np.ndarray:
+    """The matrix of rows, uint8 [N, bytes of a row]: float32 [N, K], as `QTensor.dequantize` has it. For
+    tables that are read once."""
+    if format.type is None:
+        plain = floats(format, raw)
+        return (plain.astype(np.uint32) << 16).view("<f4") if format.name == "BF16" else plain.astype("<f4")
+    assert format.split is not None
+    found = format.split(np.ascontiguousarray(raw).reshape(-1, format.nbytes))
+    book, codes = format.type.element.values, found["codes"]
+    made = np.array(book, np.float32)[codes] if book else codes.astype(np.float32) - format.type.shift
+    made = made.reshape(len(codes), found["scales"].shape[1], -1)
+    made *= _factors(format.type, found, "scales", "outer")
+    if format.type.mins: made -= _factors(format.type, found, "mins", "outer_mins")
+    return made.reshape(len(raw), -1)
+
+
+def _factors(type: QType, found: dict[str, np.ndarray], name: str, outer: str) -> np.ndarray:
+    if type.scale.e8m0: return np.ldexp(np.float32(1), found[name].astype(np.int32) - 127)[..., None]
+    made = found[name].astype(np.float32)
+    return (made if type.outer is None else found[outer].astype(np.float32) * made)[..., None]
 
 
 # **** parts of blocks ****

@@ -7,4 +7,5 @@
   fp8.py                  DeepSeek's and Qwen's blocks, fbgemm's rows, ModelOpt's tensors
   bitsandbytes.py         NF4 and int8
   mxfp4.py                gpt-oss's experts
+  gguf.py                 llama.cpp's blocks
 """

@@ -19,7 +19,8 @@ from tinygrad_nv.errors import ModelError
 from tinygrad_nv.quant.types import QType, Scale
 
 READERS = {"awq": "awq", "gptq": "gptq", "compressed-tensors": "compressed_tensors", "fp8": "fp8",
-           "fbgemm_fp8": "fp8", "modelopt": "fp8", "bitsandbytes": "bitsandbytes", "mxfp4": "mxfp4"}
+           "fbgemm_fp8": "fp8", "modelopt": "fp8", "bitsandbytes": "bitsandbytes", "mxfp4": "mxfp4",
+           "gguf": "gguf"}
 # a tensor by its whole name in the checkpoint; bfloat16 and fp8 are unsigned integers of their bits
 Get = Callable[[str], np.ndarray]
 Stored = Mapping[str, tuple[str, tuple[int, ...]]]

@@ -55,6 +55,16 @@ def test_what_is_written_stays_in_l2_where_there_is_room():
         assert shares_of([], [(0, size)], written, 1.0, 1, H100).tolist() == [[share, 1.0]]
 
 
+@pytest.mark.parametrize("kind", [(Note.REDUCED, 9, 128, 0, 64, 128), (Note.SECTORS, 9, 256, 0, 64, 2)])
+def test_reductions_reach_hbm_once_for_each_byte(kind: tuple[int, ...]):
+    """8 KiB of each of 2^20 warps, to 1 GiB; stores to the same place are not added up in L2."""
+    def share(times: float, *note: int) -> float:
+        return float(shares_of([], [(0, 1 << 30)], np.array([note], NOTE), times, 1, H100)[0, 0])
+    assert share(2**20, *kind) == 1 / 8
+    assert share(2**10, *kind) == 1.0
+    assert share(2**20, Note.WRITES, *kind[1:5], 0) == 1.0
+
+
 def test_what_sms_of_a_gpc_read_in_step_l2_serves_once():
     """All SMs read the same: L2 serves `coalesced` of it once a GPC. With two CTAs on an SM half of that; of
     what each reads for itself, all."""

@@ -166,7 +166,7 @@ static void count_copies(Machine *m, const Op *op, const u64 *to, const u64 *fro
     Counter *counter = &m->launch.counters[op->source];
     counter->sectors += sectors, counter->requests++;
     m->totals.l2 += 32ull * sectors;
-    if (m->running->tape) note_sectors(m->running, from, read, op->width, sectors, false);
+    if (m->running->tape) note_sectors(m->running, from, read, op->width, sectors, 0);
     m->totals.global_read += bytes;
 }
 

@@ -207,7 +207,7 @@ HANDLER(bulk_store) {
         enter_access(m, &reads, source.region, source.offset, bytes, READ);
         transfer_write(m, &writes, &p, bytes);
         count_bulk(m, SHARED, GLOBAL, bytes);
-        tape_note(w, WRITES, bytes, to[l], 1, 0);
+        tape_note(w, reduction_of(op) ? REDUCED : WRITES, bytes, to[l], 1, 0);
         Transfer t = {p.region, p.offset, source.host, bytes, {0}};
         Async a = {.complete = complete_read, .warp = w, .op = op, .lane = l, .group = group, .twins = same,
                    .family = BULK, .reading = 1};

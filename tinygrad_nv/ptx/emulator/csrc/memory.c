@@ -342,7 +342,7 @@ static u32 count_sectors(const u64 *addresses, u32 mask, u32 bytes) {
     return count;
 }
 
-static void note_sectors(const Warp *w, const u64 *addresses, u32 mask, u32 bytes, u32 sectors, bool writes) {
+static void note_sectors(const Warp *w, const u64 *addresses, u32 mask, u32 bytes, u32 sectors, u32 writes) {
     u64 low = ~0ull, high = 0;
     ACTIVE {
         if (addresses[l] < low) low = addresses[l];
@@ -367,7 +367,8 @@ static void count_access(Machine *m, const Op *op, const u64 *addresses, const R
     counter->sectors += sectors;
     counter->requests++;
     m->totals.l2 += 32ull * sectors;
-    if (m->running->tape) note_sectors(m->running, addresses, global, bytes, sectors, kind != READ);
+    u32 writes = kind == READ ? 0 : kind == ATOMIC ? 2 : 1;
+    if (m->running->tape) note_sectors(m->running, addresses, global, bytes, sectors, writes);
     u64 asked = (u64)popcount(global) * bytes;
     if (kind != WRITE) m->totals.global_read += asked;
     if (kind != READ) m->totals.global_written += asked;

@@ -17,13 +17,14 @@ enum { KIND_BITS = 8, SOURCE_BITS = 20, PASSES_BITS = 11, NOTED = 1u << 31, MORE
  *    LOADS      key, a: mbarrier and phase that the copy reports to; count: rank of the CTA it goes to; b: bytes
  *    READS      key: address; count: bytes of a row; a: rows; b: bytes from row to row, of global memory
  *    WRITES     the same
- *    SECTORS    key: lowest address; count: sectors of 32 bytes; a: bytes up to the highest; b: 1 for a write
+ *    SECTORS    key: lowest address; count: sectors of 32 bytes; a: bytes up to the highest; b: 1 for a write, 2 for an atomic
  *    MEETS      key, a: a named barrier and its phase; count: threads it is for; b: 1 for one that waits
  *    JOINS      key, a: a cluster's barrier and its phase; b: 1 for the wait
  *    FOLLOWS    key, a: mbarrier and phase that hear of the copies before; count: arrivals
- *    DRAWN      key: what a counter of work tiles had; a: what was added */
+ *    DRAWN      key: what a counter of work tiles had; a: what was added
+ *    REDUCED    as WRITES, of reductions */
 enum { NAMED_KEYS = 1 << 30 };  /* of named barriers, beside the offsets of mbarriers */
-enum { WAITED = 1, FAILED, ARRIVED, LOADS, READS, WRITES, SECTORS, MEETS, JOINS, FOLLOWS, DRAWN };
+enum { WAITED = 1, FAILED, ARRIVED, LOADS, READS, WRITES, SECTORS, MEETS, JOINS, FOLLOWS, DRAWN, REDUCED };
 
 typedef struct { u32 kind, count; u64 key, a, b; } Note;
 

@@ -266,7 +266,7 @@ HANDLER(tma_store) {
         if (!place_box(m, w, op, l, from[l], READ, &map, &p)) continue;
         Box *b = find_box(m, w, op, l, &map, WRITE);
         b->shared = p.region, b->offset = p.offset;
-        note_rows(w, b, WRITES);
+        note_rows(w, b, reduction_of(op) ? REDUCED : WRITES);
         Who reads = {w, op, l, actor_of(w, ACTOR_BULK_READ), group, 2, 0};
         Who writes = {w, op, l, actor_of(w, ACTOR_BULK), group, 2, 0};
         w->bulk_issued[l] = group, w->bulk_last = op;

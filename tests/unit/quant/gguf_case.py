@@ -1,0 +1,116 @@
+"""GGUF files of Hugging Face models, written as llama.cpp's converter writes them: its names and keys, rows
+of queries and keys of LLaMA in its order, norms of Gemma plus one."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+from safetensors.numpy import load_file
+
+KINDS = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
+         "Qwen3ForCausalLM": "qwen3", "GemmaForCausalLM": "gemma"}
+LAYERS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "q_proj": "attn_q",
+          "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output", "q_norm": "attn_q_norm",
+          "k_norm": "attn_k_norm", "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
+TOPS = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+
+
+def gguf_name(name: str) -> str:
+    """Of a tensor."""
+    *above, stem, suffix = name.split(".")
+    return f"blk.{above[2]}.{LAYERS[stem]}.{suffix}" if "layers" in above else f"{TOPS[stem]}.{suffix}"
+
+
+def in_llama_cpp_order(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of queries or keys: rope's pairs as neighbours."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def random_blocks(shape: tuple[int, ...], kind: Kind, seed: int = 0) -> np.ndarray:
+    """Of a type that gguf cannot quantise to: any codes and scales of small integers, outer scales that give
+    weights of about 0.05."""
+    columns, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(seed)
+    raw = rng.integers(0, 256, (*shape[:-1], shape[-1] // columns, nbytes), dtype=np.uint8)
+    sizes = {Kind.Q4_K: (.0002, 0, .0002, 2), Kind.Q5_K: (.0001, 0, .0001, 2), Kind.Q6_K: (.00004, 208),
+             Kind.Q3_K: (.0008, 108), Kind.Q2_K: (.004, 80, .002, 82), Kind.IQ4_XS: (.00004, 0)}[kind]
+    for size, at in zip(sizes[::2], sizes[1::2], strict=True):
+        scales = size * rng.uniform(.5, 1, (*raw.shape[:-1], 1))
+        raw[..., int(at):int(at) + 2] = scales.astype("<f2").view(np.uint8)
+    return raw.reshape(*shape[:-1], -1)
+
+
+def quantised(weight: np.ndarray, kind: Kind, seed: int) -> np.ndarray:
+    try: return gguf.quantize(weight, kind)
+    except NotImplementedError: return random_blocks(weight.shape, kind, seed)
+
+
+def write_model(path: Path, directory: Path, kinds: dict[str, Kind] | Kind = Kind.F32,
+                metadata: dict[str, Any] | None = None) -> None:
+    """The model of a directory, its matrices as `kinds`, by parts of GGUF names ("" for all). `metadata`
+    replaces or, with None, leaves out."""
+    config = json.loads((directory / "config.json").read_text())
+    tensors = load_file(directory / "model.safetensors")
+    kinds = kinds if isinstance(kinds, dict) else {"": kinds}
+    arch = KINDS[config["architectures"][0]]
+    writer = gguf.GGUFWriter(path, arch)
+    given = {f"{arch}.{key}": value for key, value in _metadata(config, tensors).items()}
+    for key, value in (given | (metadata or {})).items(): _add(writer, key, value)
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    for seed, (name, weight) in enumerate(tensors.items()):
+        if name == "lm_head.weight" and config["tie_word_embeddings"]: continue
+        weight, name = weight.astype(np.float32), gguf_name(name)
+        part = name.split(".")[-2]
+        if arch == "llama" and part in heads: weight = in_llama_cpp_order(weight, heads[part])
+        if arch == "gemma" and name.endswith("norm.weight"): weight = weight + 1
+        kind = next((kind for part, kind in kinds.items() if part in name), Kind.F32)
+        if weight.ndim == 1 or kind == Kind.F32: writer.add_tensor(name, weight)
+        elif kind == Kind.F16: writer.add_tensor(name, weight.astype(np.float16))
+        else: writer.add_tensor(name, quantised(weight, kind, seed), raw_dtype=kind)
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "llama3": writer.add_tensor("rope_freqs.weight", _factors(config, rope))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _metadata(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[str, Any]:
+    rope = config.get("rope_parameters") or {}
+    heads = config["num_attention_heads"]
+    dim = config.get("head_dim") or config["hidden_size"] // heads
+    made = {"context_length": config["max_position_embeddings"], "embedding_length": config["hidden_size"],
+            "block_count": config["num_hidden_layers"], "feed_forward_length": config["intermediate_size"],
+            "attention.head_count": heads, "attention.head_count_kv": config["num_key_value_heads"],
+            "attention.layer_norm_rms_epsilon": config["rms_norm_eps"], "attention.key_length": dim,
+            "attention.value_length": dim, "rope.dimension_count": dim,
+            "rope.freq_base": rope.get("rope_theta", 10000.0), "vocab_size": config["vocab_size"]}
+    if rope.get("rope_type") in ("linear", "yarn"):
+        made |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
+        if original := rope.get("original_max_position_embeddings"):
+            made["rope.scaling.original_context_length"] = original
+    return made
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if value is None: return
+    if isinstance(value, bool): writer.add_bool(key, value)
+    elif isinstance(value, int): writer.add_uint32(key, value)
+    elif isinstance(value, float): writer.add_float32(key, value)
+    elif isinstance(value, str): writer.add_string(key, value)
+    else: writer.add_array(key, value)
+
+
+def _factors(config: dict[str, Any], rope: dict[str, Any]) -> np.ndarray:
+    """What frequencies are divided by, as the converter computes it."""
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    frequencies = 1.0 / rope["rope_theta"] ** (np.arange(0, dim, 2, dtype=np.float32) / dim)
+    low, high, original = (rope[key] for key in ("low_freq_factor", "high_freq_factor",
+                                                 "original_max_position_embeddings"))
+    waves = 2 * np.pi / frequencies
+    smooth = np.clip((original / waves - low) / (high - low), 0, 1)
+    return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
