@@ -17,7 +17,6 @@ from tinygrad.helpers import prod
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import config
-from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
@@ -92,10 +91,10 @@ def lowered(what: QuantMatmul, target: Target, x: UOp, *rest: UOp) -> tuple[UOp,
 
 
 def prepared(w: QTensor) -> QTensor:
-    """A matrix as kernels of its device read it fastest: in tiles where a CPU's take those, else as it is.
+    """A matrix as kernels of its device read it fastest: in tiles where templates take those, else as it is.
     It has buffers of its own, as many bytes: drop the other."""
     target = target_of(w.buffers["codes"].device)
-    if not isinstance(target, CPU) or w.type.tiled: return w
+    if target is None or w.type.tiled: return w
     (n, k), f32 = w.shape, dtypes.float32
     try:
         gemm = GemmSpec(1, n, k, Operand(f32, k, 1), Operand(f32, k, 1), Result(f32, n, 1))
