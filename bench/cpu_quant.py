@@ -2,10 +2,10 @@
 
     python bench/cpu_quant.py [--rows 1 16 256] [--types Q4_0 Q4_K …] [--repeat 15] [--as-stored]
 
-Every side is a TinyJit that is replayed, of bfloat16 activations; they take turns, so that what else the
-machine does meets all of them, and that a matrix comes from memory where all of them fill the caches. Figures are medians of the turns, ratios those of each turn's pair.
-Bandwidth counts the matrix's bytes as they are stored. Matrices are `prepared` for the CPU, or with
---as-stored in the layout of checkpoints.
+Every side is a TinyJit that is replayed, of bfloat16 activations. They take turns, so that what else the
+machine does meets all of them, and matrices come from memory: together they are larger than the caches.
+Figures are medians of the turns, ratios those of each turn's pair. Bandwidth counts the matrix's bytes as
+they are stored. Matrices are `prepared` for the CPU, or with --as-stored in the layout of checkpoints.
 """
 from __future__ import annotations
 
