@@ -29,7 +29,8 @@ class MXFP4Reader:
         if unquantised(stored, layer, "weight_blocks"): return None
         return _stored(f"{layer}.weight", (), shape, stored)
 
-    def experts(self, matrices: str, count: int, shape: tuple[int, int], stored: Stored) -> list[StoredMatrix]:
+    def experts(self, matrices: str, count: int, shape: tuple[int, int],
+                stored: Stored) -> list[StoredMatrix]:
         """`matrices` (model.layers.0.mlp.experts.gate_up_proj) of `count` experts, N outputs x K inputs each.
         Raises `WeightError` for what is missing or does not fit."""
         return [_stored(matrices, (i, count), shape, stored) for i in range(count)]
