@@ -19,6 +19,21 @@ GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "de
 GPTQ_STORED = {f"{L}.qweight": ("I32", (16, 64)), f"{L}.qzeros": ("I32", (4, 8)),
                f"{L}.scales": ("F16", (4, 64)), f"{L}.g_idx": ("I32", (128,))}
 
+CT: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+                      "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
+                          "num_bits": 4, "type": "int", "strategy": "group", "group_size": 32,
+                          "symmetric": False, "actorder": "group"}}}}
+CT_STORED = {f"{L}.weight_packed": ("I32", (64, 16)), f"{L}.weight_scale": ("BF16", (64, 4)),
+             f"{L}.weight_zero_point": ("I32", (8, 4)), f"{L}.weight_shape": ("I64", (2,)),
+             f"{L}.weight_g_idx": ("I32", (128,))}
+
+
+def group(more: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    """compressed-tensors' settings with other ones of the weights, and of the group."""
+    first = CT["config_groups"]["group_0"]
+    changed = {**first, "weights": {**first["weights"], **weights}, **(more or {})}
+    return {**CT, "config_groups": {"group_0": changed}}
+
 
 def refused(call: Callable[[], object], *texts: str, error: type[ModelError] = WeightError) -> None:
     """The call raises the error, whose message has all of the texts."""
@@ -120,9 +135,59 @@ def test_gptq_groups_of_inputs():
         arrays(GPTQ, GPTQ_STORED, {"g_idx": bad, **points}, f"{L}.g_idx has {text}",
                "groups 0 to 3, of 32 columns each")
     arrays({**GPTQ, "desc_act": False}, GPTQ_STORED, {"g_idx": groups[::-1].copy(), **points},
-           f"{L}.g_idx orders inputs, but desc_act is false", "set desc_act to true")
+           f"{L}.g_idx permutes inputs, and quantization_config does not", "set desc_act to true")
 
 
 def test_gptq_zero_points_that_are_not_symmetric():
     data = {"g_idx": np.arange(128, dtype=np.int32) // 32, "qzeros": np.full((4, 8), 0x77777778, np.int32)}
     arrays(GPTQ, GPTQ_STORED, data, f"{L}.qzeros has zero points other than 8", "set sym to false")
+
+
+def test_compressed_tensors_settings():
+    formats = "one of pack-quantized, int-quantized, float-quantized, naive-quantized, nvfp4-pack-quantized"
+    config({**CT, "format": "marlin-24"}, "group_0: format of quantization_config is 'marlin-24'", formats)
+    config(group({"format": "sparse-bitmask"}), "group_0: format of", "'sparse-bitmask'", formats)
+    config(group(num_bits=12), "weights of pack-quantized are 12-bit int", "4-bit int, 5-bit int")
+    config(group({"format": "float-quantized"}), "weights of float-quantized are 4-bit int", "8-bit float")
+    config(group(type="complex"), "group_0.weights: type of quantization_config is 'complex'", "int or float")
+    config(group(strategy="row"), "strategy of quantization_config is 'row'", "tensor, channel, token, group")
+    config(group(group_size=None), "group_size of quantization_config is None", "columns of a group")
+    config(group(strategy="block", block_structure=[16]), "block_structure of quantization_config is [16]")
+    config({**CT, "config_groups": None}, "config_groups of quantization_config is None")
+    config({**CT, "config_groups": {"W4A16": ["Linear"]}}, "config_groups of quantization_config is {'W4A16'")
+    config({**CT, "sparsity_config": {"format": "sparse-24-bitmask"}}, "has a sparsity_config")
+    config({**CT, "transform_config": {"config_groups": {"R1": {}}}}, "has a transform_config")
+    config({**CT, "kv_cache_scheme": "fp8"}, "kv_cache_scheme of quantization_config is 'fp8'")
+
+
+@pytest.mark.parametrize("name", ["weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"])
+def test_compressed_tensors_lacks(name: str):
+    matrix(CT, without(CT_STORED, name), f"{L}.{name} is missing", "expected: ")
+
+
+def test_compressed_tensors_shapes():
+    matrix(CT, replaced(CT_STORED, "weight_packed", "I32", 64, 15), "is I32 [64, 15]", "I32 [64, 16]")
+    matrix(group(num_bits=3), CT_STORED, "weight_packed is I32 [64, 16]", "I32 [64, 12] or [64, 13]")
+    matrix(group(group_size=64), CT_STORED, "weight_scale is BF16 [64, 4]", "F16 or BF16 [64, 2]")
+    matrix(CT, replaced(CT_STORED, "weight_zero_point", "I8", 64, 4), "point is I8 [64, 4]", "I32 [8, 4]")
+    small = {f"{L}.weight_packed": ("I32", (4, 1)), f"{L}.weight_scale": ("BF16", (4, 1))}
+    channels = group(strategy="channel", symmetric=True, actorder=None)
+    matrix(channels, small, "5 columns of 4 bits", shape=(4, 5))
+    floats = group({"format": "float-quantized"}, type="float", num_bits=8, strategy="channel")
+    matrix(floats, {f"{L}.weight": ("I8", SHAPE), f"{L}.weight_scale": ("F32", (64, 1))}, "F8_E4M3 [64, 128]")
+    fp4 = group({"format": "nvfp4-pack-quantized"}, type="float", strategy="tensor_group", group_size=16)
+    matrix(fp4, {f"{L}.weight_packed": ("U8", (64, 64)), f"{L}.weight_scale": ("F8_E4M3", (64, 8))},
+           "weight_global_scale is missing", "F32 [1]")
+
+
+def test_compressed_tensors_content():
+    groups = {"weight_g_idx": np.arange(128, dtype=np.int32) // 32, "weight_shape": np.array([64, 128])}
+    wrong = np.array([64, 127])
+    arrays(CT, CT_STORED, {**groups, "weight_shape": wrong}, "weight_shape is [64, 127]", "[64, 128]")
+    bad = groups["weight_g_idx"].copy()
+    bad[7] = 4
+    arrays(CT, CT_STORED, {**groups, "weight_g_idx": bad}, "has groups from 0 to 4", "groups 0 to 3")
+    arrays(group(actorder=None), CT_STORED, {**groups, "weight_g_idx": groups["weight_g_idx"][::-1].copy()},
+           "weight_g_idx permutes inputs", 'set actorder to "group"')
+    arrays(group(symmetric=True), CT_STORED, {**groups, "weight_zero_point": np.ones((8, 4), np.int32)},
+           "weight_zero_point is not 0", "set symmetric to false")

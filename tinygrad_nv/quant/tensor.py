@@ -29,9 +29,9 @@ class QTensor:
             raise SpecError(f"buffers {', '.join(self.buffers)} of {self.type}", ", ".join(wanted))
         for name, (shape, dtype) in wanted.items():
             found = self.buffers[name]
-            if (tuple(found.shape), found.dtype) != (shape, dtype):
+            if (tuple(found.shape), found.dtype) != (shape, in_memory(dtype)):
                 raise SpecError(f"{name} of {self.type} is {found.dtype.name} {list(map(int, found.shape))}",
-                                f"{dtype.name} {list(shape)}")
+                                f"{in_memory(dtype).name} {list(shape)}")
 
     @staticmethod
     def of(type: QType, shape: tuple[int, int], arrays: Mapping[str, np.ndarray],
@@ -40,7 +40,7 @@ class QTensor:
         made = {}
         for name, (extents, dtype) in buffers(type, *shape).items():
             raw = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8)
-            made[name] = Tensor(raw.tobytes(), device=device, dtype=dtypes.uint8).bitcast(dtype) \
+            made[name] = Tensor(raw.tobytes(), device=device, dtype=dtypes.uint8).bitcast(in_memory(dtype)) \
                 .reshape(extents).contiguous().realize()
         return QTensor(type, shape, made)
 
@@ -80,7 +80,7 @@ def codes_of(type: QType, given: Mapping[str, Tensor]) -> Tensor:
 
 def _values(type: QType, given: Mapping[str, Tensor]) -> Tensor:
     codes = codes_of(type, given)
-    if not type.element.values: return codes.float()
+    if not type.element.values: return _floats(codes, type.element.dtype)
     book = Tensor(list(type.element.values), dtype=dtypes.float32, device=codes.device)
     return book[codes.cast(dtypes.int32)]
 
@@ -95,15 +95,32 @@ def _fields(data: Tensor, bits: int) -> Tensor:
 def _factors(type: QType, given: Mapping[str, Tensor], name: str, outer: str, n: int, k: int) -> Tensor:
     made = _spread(_numbers(given[name], type.scale), type.scale, n, k)
     if type.outer is None: return made
-    return _spread(_numbers(given[outer], type.outer), type.outer, n, k) * made
+    larger = _spread(_numbers(given[outer], type.outer), type.outer, n, k)
+    return made / larger if type.divided else larger * made
 
 
 def _numbers(codes: Tensor, scale: Scale) -> Tensor:
     """float32 of scales. E8M0 is made of its bits: 0 is 2^-127, which is subnormal, 255 NaN."""
-    if not scale.e8m0: return codes.float()
+    if not scale.e8m0: return _floats(codes, scale.dtype)
     bits = codes.cast(dtypes.uint32)
     exact = (bits == 0).where(1 << 22, (bits == 255).where(0x7FC00000, bits << 23))
     return exact.cast(dtypes.uint32).bitcast(dtypes.float32)
+
+
+def in_memory(dtype: DType) -> DType:
+    """The dtype of a buffer's Tensor: fp8 is uint8 there. Where tinygrad emulates fp8 it rounds subnormals to
+    0 in each kernel that takes them, those that copy and bitcast too."""
+    return dtypes.uint8 if dtype in (dtypes.fp8e4m3, dtypes.fp8e5m2) else dtype
+
+
+def _floats(data: Tensor, dtype: DType) -> Tensor:
+    """float32 of numbers of a dtype, of fp8 through float16: E5M2 is its upper byte, and with E4M3's bits in
+    place of its own a float16 is 2^-8 of the number."""
+    if data.dtype != dtypes.uint8 or dtype not in (dtypes.fp8e4m3, dtypes.fp8e5m2): return data.float()
+    bits = data.cast(dtypes.uint16)
+    if dtype == dtypes.fp8e5m2: return (bits * 256).bitcast(dtypes.float16).float()
+    made = ((bits & 128) * 256 + (bits & 127) * 128).bitcast(dtypes.float16).float() * 256
+    return (bits & 127).eq(127).where(float("nan"), made)
 
 
 def _spread(blocks: Tensor, scale: Scale, n: int, k: int) -> Tensor:

@@ -4,6 +4,7 @@ A matrix W of N rows (outputs) and K columns (inputs) has a code q for each elem
 block of `Scale.rows` x `Scale.columns` of them:
 
     W[n, k] = (value(q) − shift − z) · s − m          s = scale · outer        m = min · outer_min
+    with `divided` scales (compressed-tensors' NVFP4)  s = scale / outer
 
 `value` is the number a code stands for: itself, a float, or an entry of a codebook. `shift` is the same for
 the whole matrix (8 for signed 4-bit integers that are stored unsigned); zero points z (`zeros`) and minima m
@@ -14,7 +15,7 @@ With `permuted` (GPTQ's act order) columns lie in another order than inputs: col
 
     int8 = INT8 @ per_channel_scale(axis=0)       AWQ, g 128 = QType(UINT4, per_group_scale(128), zeros=True)
 
-Buffers, each dense, `buffers(type, N, K)` has their shapes:
+Buffers, each dense, `buffers(type, N, K)` has their shapes; fp8 lies in uint8 Tensors (tensor.py):
 
     codes       8 bits: [N, K] of the element's dtype. Fewer: uint8 [N, K · b / 8] of the b = 4, 2 or 1 lower
                 bits, column k in bits b · (k mod 8/b) of byte k // (8/b). Of 3, 5 and 6 bits that is the
@@ -106,10 +107,13 @@ class QType:
     mins: bool = False
     outer: Scale | None = None
     permuted: bool = False
+    divided: bool = False
 
     def __post_init__(self) -> None:
         if self.mins and self.outer is None and self.scale.e8m0:
             raise SpecError("minima of E8M0", "scales that have a sign")
+        if self.divided and (self.outer is None or self.mins):
+            raise SpecError("divided scales without outer ones, or with minima", "outer scales, no minima")
 
     @property
     def bits(self) -> int:
@@ -126,7 +130,7 @@ class QType:
         return replace(self, scale=replace(self.scale, dtype=dtype))
 
     def __str__(self) -> str:
-        more = [name for name in ("zeros", "mins", "permuted") if getattr(self, name)]
+        more = [name for name in ("zeros", "mins", "permuted", "divided") if getattr(self, name)]
         return " ".join([f"{self.element} {self.scale}", *more])
 
 
@@ -171,6 +175,9 @@ UINT6, UINT5, UINT4, UINT3, UINT2 = (Element(f"uint{bits}", bits) for bits in (6
 E4M3, E5M2 = Element("e4m3", 8, dtypes.fp8e4m3), Element("e5m2", 8, dtypes.fp8e5m2)
 # OCP Microscaling Formats 1.0, table 5
 E2M1 = Element("e2m1", 4, values=(0., .5, 1., 1.5, 2., 3., 4., 6., -0., -.5, -1., -1.5, -2., -3., -4., -6.))
+# table 4
+_E2M3 = (*(m / 8 for m in range(8)), *((1 + m / 8) * 2. ** e for e in range(3) for m in range(8)))
+E2M3 = Element("e2m3", 6, values=(*_E2M3, *(-x for x in _E2M3)))
 # Dettmers et al. 2023 (arXiv 2305.14314), appendix E
 NF4 = Element("nf4", 4, values=(
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,

@@ -75,14 +75,19 @@ def group_size(config: Mapping[str, Any], name: str, default: int = 128) -> int:
     return max(value, 0)
 
 
-def column_order(groups: np.ndarray, size: int, name: str) -> np.ndarray:
-    """The columns, int32 [K], in the order of their groups: `groups`, g_idx, has the group of each. Raises
-    `WeightError` unless each group has `size` columns; the last may have fewer."""
+def column_order(groups: np.ndarray, size: int, permuted: bool, name: str, wanted: str) -> np.ndarray | None:
+    """The columns, int32 [K], in the order of their groups, or None if a type is not `permuted`: `groups`,
+    g_idx, has the group of each. Raises `WeightError` unless each group has `size` columns, the last may have
+    fewer, and they follow each other if not permuted; `wanted` is the setting that permutes."""
     last = -(-len(groups) // size) - 1
     found = f"groups from {groups.min()} to {groups.max()}"
     if groups.min() >= 0 and groups.max() <= last:
-        counts = np.bincount(groups, minlength=last + 1)
-        wrong = np.flatnonzero(counts != np.bincount(np.arange(len(groups)) // size))
-        if not len(wrong): return np.argsort(groups, kind="stable").astype(np.int32)
+        counts, straight = np.bincount(groups, minlength=last + 1), np.arange(len(groups)) // size
+        wrong = np.flatnonzero(counts != np.bincount(straight))
+        if not len(wrong):
+            if permuted: return np.argsort(groups, kind="stable").astype(np.int32)
+            if (groups == straight).all(): return None
+            raise WeightError(f"{name} permutes inputs, and quantization_config does not say so",
+                              "groups that follow each other", f"set {wanted} in quantization_config")
         found = f"{counts[wrong[0]]} columns of group {wrong[0]}"
     raise WeightError(f"{name} has {found}", f"groups 0 to {last}, of {size} columns each", AGAIN)

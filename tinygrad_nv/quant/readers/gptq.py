@@ -94,7 +94,8 @@ def _matrix(settings: Settings, layer: str, shape: tuple[int, int], stored: Stor
                                      permuted=permuted), shape)
 
     def arrays(get: Get) -> dict[str, np.ndarray]:
-        columns = _columns(get(order), permuted, group or k, order) if indexed else None
+        columns = column_order(get(order), group or k, permuted, order, "desc_act to true") \
+            if indexed else None
         made = _codes(get(codes), bits, (n, k), columns)
         if symmetric and bits == 8: made["codes"] ^= np.uint8(128)
         made["scales"] = np.ascontiguousarray(get(scales).T)
@@ -120,16 +121,6 @@ def _codes(words: np.ndarray, bits: int, shape: tuple[int, int],
         found = fields(data, bits, k)
         return found if order is None else found[:, order]
     return planes_of(rows, n, k, bits)
-
-
-def _columns(groups: np.ndarray, permuted: bool, size: int, name: str) -> np.ndarray | None:
-    """The order of columns, None if it is that of inputs. Raises `WeightError`."""
-    order = column_order(groups, size, name)
-    if permuted: return order
-    if (order != np.arange(len(order))).any():
-        raise WeightError(f"{name} orders inputs, but desc_act is false", "groups of inputs that follow each "
-                          "other", "set desc_act to true in quantization_config")
-    return None
 
 
 def _zeros(words: np.ndarray, settings: Settings, n: int) -> np.ndarray:

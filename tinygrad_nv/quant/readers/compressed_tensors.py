@@ -1,0 +1,271 @@
+"""compressed-tensors, of vLLM's llm-compressor: groups of layers, each with a scheme and a format.
+
+Which scheme a layer has: none if `ignore` names it; else that of the first target that does, whole names and
+"re:" regular expressions (from the start of a name) before names of classes. A projection is a Linear.
+
+    pack-quantized          weight_packed I32: codes + 2^(bits − 1), 1 to 8 bits without gaps, in a row; zero
+                            points in the same way down the rows. Older versions leave the rest of a
+                            word empty that no whole code fits in
+    int-, float-, naive-quantized      weight I8 or F8_E4M3
+    mxfp4-, nvfp4-pack-quantized       weight_packed U8: two E2M1 codes, the first in the lower bits
+    mxfp6-pack-quantized    weight_packed U8: four E2M3 codes in three bytes
+    mxfp8-quantized         weight F8_E4M3
+
+weight_scale is one for each block of the strategy, of mxfp… E8M0 in U8. NVFP4's are F8_E4M3, and divided by
+weight_global_scale. Source: compressed-tensors 0.20.0, compressors/ and utils/match.py.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tinygrad_nv.errors import ModelError, WeightError
+from tinygrad_nv.quant.packing import fields, planes_of
+from tinygrad_nv.quant.readers.checks import (
+    AGAIN,
+    checked,
+    checked_float,
+    checked_type,
+    column_order,
+    element_of,
+    unquantised,
+)
+from tinygrad_nv.quant.readers.reader import Activations, Get, Stored, StoredMatrix
+from tinygrad_nv.quant.readers.schemes import Scheme, cache_of
+from tinygrad_nv.quant.types import E2M3, E4M3, INT8, MXFP4, NVFP4, UINT8, QType, Scale
+
+CLASSES = ("Linear", "Module")      # a projection's, and those above it
+# formats of a config that say nothing of its groups'
+MIXED = ("mixed-precision", "fakequant", "dense", None)
+# what belongs to a layer, and its matrix does not need
+OTHERS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
+
+
+@dataclass(frozen=True)
+class Group:
+    """How layers are stored: their weights' scheme, a name of `FORMATS`, their inputs'."""
+    weights: Scheme
+    format: str
+    inputs: Scheme | None
+
+
+@dataclass(frozen=True)
+class CompressedTensorsReader:
+    """Reads layers of the groups their targets name, None for what is not quantised; `cache` is how keys and
+    values are."""
+    targets: Mapping[str, Group | None]
+    ignore: tuple[str, ...]
+    cache: Activations | None
+
+    def group(self, layer: str) -> Group | None:
+        """The group of a layer, None if it is not quantised."""
+        if any(_names(layer, each) or each in CLASSES for each in self.ignore): return None
+        targets = sorted(self.targets, key=lambda each: ("re:" in each, each))
+        found = [each for each in targets if _names(layer, each)] or [x for x in targets if x in CLASSES]
+        return self.targets[found[0]] if found else None
+
+    def matrix(self, layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix | None:
+        """See `Reader`."""
+        group = self.group(layer)
+        if group is None or unquantised(stored, layer, "weight_scale"): return None
+        made = FORMATS[group.format].read(group.weights, layer, shape, stored)
+        others = [f"{layer}.{name}" for name in OTHERS if f"{layer}.{name}" in stored]
+        inputs = group.inputs.activations if group.inputs is not None else None
+        return replace(made, tensors=(*made.tensors, *others), activations=inputs)
+
+
+def _names(layer: str, target: str) -> bool:
+    if target.startswith("re:"): return re.match(target.removeprefix("re:"), layer) is not None
+    return target == layer
+
+
+# **** formats ****
+
+def _packed(scheme: Scheme, layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix:
+    (n, k), bits, codes, zeros = shape, scheme.bits, f"{layer}.weight_packed", f"{layer}.weight_zero_point"
+    element, shift = element_of(bits, scheme.symmetric)
+    checked(stored, codes, ("I32",), *((n, width) for width in _widths(k, bits)))
+    scale, scales = _scale(scheme, layer, shape, stored)
+    blocks, flat = scale.blocks(n, k), scheme.strategy not in ("group", "channel")
+    if not scheme.symmetric and flat: checked(stored, zeros, ("I8",), blocks, (1,), ())
+    elif not scheme.symmetric:
+        checked(stored, zeros, ("I32",), *((width, blocks[1]) for width in _widths(n, bits)))
+    type = checked_type(layer, QType(element, scale, shift, zeros=not scheme.symmetric,
+                                     permuted=scheme.permuted and blocks[1] > 1), shape)
+
+    def arrays(get: Get, order: np.ndarray | None) -> dict[str, np.ndarray]:
+        words = np.ascontiguousarray(get(codes))
+        if bits == element.bits and 8 % bits == 0 and order is None:    # laid out like ours
+            made = {"codes": words.view(np.uint8)[:, :k * bits // 8]}
+        else: made = planes_of(lambda begin, end: _ordered(_fields(words[begin:end], bits, k), order), n, k,
+                               element.bits)
+        if element is INT8: made["codes"] = made["codes"] ^ np.uint8(128)
+        made["scales"] = get(scales).reshape(blocks)
+        if scheme.symmetric: return made
+        points = get(zeros)
+        made["zeros"] = (points.reshape(blocks).view(np.uint8) + np.uint8(1 << (bits - 1)) if flat else
+                         np.ascontiguousarray(_fields(np.ascontiguousarray(points.T), bits, n).T))
+        return made
+    return _stored(type, layer, shape, stored, (codes, scales, *[zeros] * (not scheme.symmetric)), arrays,
+                   f"{layer}.weight_shape")
+
+
+def _plain(scheme: Scheme, layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix:
+    codes, zeros, asymmetric = f"{layer}.weight", f"{layer}.weight_zero_point", not scheme.symmetric
+    checked(stored, codes, ("F8_E4M3",) if scheme.floats else ("I8",), shape)
+    scale, scales = _scale(scheme, layer, shape, stored)
+    blocks = scale.blocks(*shape)
+    if asymmetric: checked(stored, zeros, ("I8",), blocks, (blocks[0],), ())
+    element = E4M3 if scheme.floats else UINT8 if asymmetric else INT8
+    type = QType(element, scale, zeros=asymmetric, permuted=scheme.permuted and blocks[1] > 1)
+    sign = np.uint8(128 if asymmetric else 0)       # int8 with zero points are uint8 with 128 more of both
+
+    def arrays(get: Get, order: np.ndarray | None) -> dict[str, np.ndarray]:
+        found = _ordered(get(codes), order).view(np.uint8)
+        made = {"codes": found ^ sign if sign else found, "scales": get(scales).reshape(blocks)}
+        if asymmetric: made["zeros"] = get(zeros).reshape(blocks).view(np.uint8) ^ sign
+        return made
+    return _stored(type, layer, shape, stored, (codes, scales, *[zeros] * asymmetric), arrays)
+
+
+def _microscaled(type: QType, codes_name: str, kind: str) -> Callable[..., StoredMatrix]:
+    """Of a type without zero points, whose codes are stored as `kind`."""
+    def read(scheme: Scheme, layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix:
+        n, k = shape
+        names = (codes_name, "weight_scale", "weight_global_scale")
+        codes, scales, outer = (f"{layer}.{name}" for name in names)
+        checked_type(layer, type, shape)
+        checked(stored, codes, (kind,), (n, k * type.bits // 8))
+        checked(stored, scales, ("F8_E4M3",) if type.outer else ("U8", "F8_E8M0"), type.scale.blocks(n, k))
+        if type.outer: checked(stored, outer, ("F32",), (1,), ())
+
+        def arrays(get: Get, order: np.ndarray | None) -> dict[str, np.ndarray]:
+            found = get(codes)
+            made = {"codes": found} if 8 % type.bits == 0 else planes_of(
+                lambda begin, end: fields(found[begin:end], type.bits, k), n, k, type.bits)
+            made["scales"] = get(scales)
+            if type.outer: made["outer"] = get(outer).reshape(1, 1)
+            return made
+        return _stored(type, layer, shape, stored, (codes, scales, *[outer] * bool(type.outer)), arrays)
+    return read
+
+
+def _stored(type: QType, layer: str, shape: tuple[int, int], stored: Stored, names: tuple[str, ...],
+            arrays: Callable[[Get, np.ndarray | None], dict[str, np.ndarray]],
+            extents: str = "") -> StoredMatrix:
+    """With the order of columns, and what must be so of tensors that are beside these."""
+    order, points, (_, k) = f"{layer}.weight_g_idx", f"{layer}.weight_zero_point", shape
+    more = [name for name in (order, points, extents) if name in stored and name not in names]
+    if type.permuted or order in stored: checked(stored, order, ("I32", "I64"), (k,))
+
+    def read(get: Get) -> dict[str, np.ndarray]:
+        if extents in more and tuple(get(extents).reshape(-1)) != shape:
+            raise WeightError(f"{extents} is {get(extents).tolist()}", str(list(shape)), AGAIN)
+        if points in more and get(points).any():
+            raise WeightError(f"{points} is not 0", "zero points of 0, as symmetric is true",
+                              "set symmetric to false in quantization_config")
+        if order not in stored: return arrays(get, None)
+        groups = get(order)
+        if (groups == -1).any(): groups = np.arange(k) // (type.scale.columns or k)     # of no order
+        columns = column_order(groups, type.scale.columns or k, type.permuted, order, 'actorder to "group"')
+        return arrays(get, columns) | ({} if columns is None else {"order": columns})
+    return StoredMatrix(type, (*names, *more), read)
+
+
+def _scale(scheme: Scheme, layer: str, shape: tuple[int, int], stored: Stored) -> tuple[Scale, str]:
+    """The scales of a matrix, and their tensor's name."""
+    name, blocks = f"{layer}.weight_scale", scheme.scale().blocks(*shape)
+    flat = [(blocks[0],)] * (blocks[1] == 1) + [()] * (blocks == (1, 1))
+    return scheme.scale(checked_float(stored, name, blocks, *flat)), name
+
+
+def _widths(count: int, bits: int) -> tuple[int, int]:
+    """Words of `count` codes: without gaps, and where no code crosses a word's end."""
+    return -(-count * bits // 32), -(-count // (32 // bits))
+
+
+def _fields(words: np.ndarray, bits: int, count: int) -> np.ndarray:
+    """Codes, uint8 [R, count], of words [R, W]."""
+    if words.shape[1] == _widths(count, bits)[0]: return fields(words.view(np.uint8), bits, count)
+    each, mask = 32 // bits, np.uint32((1 << bits) - 1)
+    made = np.empty((*words.shape, each), np.uint8)
+    for i in range(each): made[:, :, i] = words.view(np.uint32) >> np.uint32(i * bits) & mask
+    return made.reshape(len(words), -1)[:, :count]
+
+
+def _ordered(codes: np.ndarray, order: np.ndarray | None) -> np.ndarray:
+    return codes if order is None else codes[:, order]
+
+
+@dataclass(frozen=True)
+class Format:
+    """What reads a layer, and the bits of the integers and of the floats it may have."""
+    read: Callable[[Scheme, str, tuple[int, int], Stored], StoredMatrix]
+    integers: tuple[int, ...] = ()
+    floats: tuple[int, ...] = ()
+
+
+UP_TO_8 = tuple(range(1, 9))
+DIVIDED = replace(NVFP4, divided=True)
+FORMATS = {
+    "pack-quantized": Format(_packed, UP_TO_8), "int-quantized": Format(_plain, UP_TO_8),
+    "float-quantized": Format(_plain, floats=(8,)), "naive-quantized": Format(_plain, UP_TO_8, (8,)),
+    "nvfp4-pack-quantized": Format(_microscaled(DIVIDED, "weight_packed", "U8"), floats=(4,)),
+    "mxfp4-pack-quantized": Format(_microscaled(MXFP4, "weight_packed", "U8"), floats=(4,)),
+    "mxfp6-pack-quantized": Format(_microscaled(E2M3 @ MXFP4.scale, "weight_packed", "U8"), floats=(6,)),
+    "mxfp8-quantized": Format(_microscaled(E4M3 @ MXFP4.scale, "weight", "F8_E4M3"), floats=(8,))}
+
+
+# **** the config ****
+
+def reader(config: Mapping[str, Any], name: str) -> CompressedTensorsReader:
+    """Of a `quantization_config`. Raises `ModelError`."""
+    groups, ignore = config.get("config_groups"), config.get("ignore") or ()
+    if not isinstance(groups, Mapping) or not all(isinstance(each, Mapping) for each in groups.values()):
+        raise ModelError(f"{name}: config_groups of quantization_config is {groups!r}",
+                         "an object of groups, each with targets and weights", AGAIN)
+    for key in ("sparsity_config", "transform_config"):
+        found = config.get(key)
+        if not found or found.get("format") == "dense" or (key == "transform_config" and
+                                                          not found.get("config_groups")): continue
+        raise ModelError(f"{name}: quantization_config has a {key}", "neither sparse weights nor transforms",
+                         "compress the model again without")
+    targets: dict[str, Group | None] = {}
+    for key, raw in groups.items():
+        group = _group(raw, config.get("format"), f"{name}: {key}")
+        for target in raw.get("targets") or (): targets[target] = group
+    return CompressedTensorsReader(targets, tuple(ignore), cache_of(config, name))
+
+
+def _group(raw: Mapping[str, Any], whole: str | None, name: str) -> Group | None:
+    """Of an object of config_groups, where `whole` is the config's format; None if its weights are floats.
+    Raises `ModelError`."""
+    if not raw.get("weights") or raw.get("format") == "dense": return None
+    weights, inputs = (Scheme.of(raw[key], f"{name}.{key}") if raw.get(key) else None
+                       for key in ("weights", "input_activations"))
+    assert weights is not None
+    found = raw.get("format") or (_format(weights, inputs) if whole in MIXED else whole)
+    if found not in FORMATS:
+        raise ModelError(f"{name}: format of quantization_config is {found!r}",
+                         f"one of {', '.join(FORMATS)}", "compress the model again in one of these")
+    format = FORMATS[found]
+    if weights.bits not in (format.floats if weights.floats else format.integers):
+        wanted = [f"{bits}-bit int" for bits in format.integers] + \
+            [f"{bits}-bit float" for bits in format.floats]
+        raise ModelError(f"{name}: weights of {found} are {weights.bits}-bit "
+                         f"{'float' if weights.floats else 'int'}", ", ".join(wanted),
+                         "compress the model again with one of these")
+    return Group(weights, found, inputs)
+
+
+def _format(weights: Scheme, inputs: Scheme | None) -> str:
+    """The format of a group that names none: as the package finds it."""
+    if not weights.floats: return "pack-quantized" if inputs is None else "int-quantized"
+    if weights.columns == 32 and (weights.bits in (4, 6) or (weights.bits == 8 and weights.e8m0)):
+        return f"mxfp{weights.bits}-{'' if weights.bits == 8 else 'pack-'}quantized"
+    if (weights.bits, weights.columns) == (4, 16): return "nvfp4-pack-quantized"
+    return "naive-quantized" if inputs is None else "float-quantized"
