@@ -104,7 +104,7 @@ def read_config(directory: Path) -> ModelConfig:
     supported."""
     if not os.path.exists(directory):  # unlike Path.exists, False for a name too long for the system
         raise ModelError(f"no such directory: {directory}",
-                         "a Hugging Face model directory (config.json, weights)",
+                         "a Hugging Face model directory (config.json, weights), or a GGUF file",
                          "check the path; models are not downloaded")
     if (file := gguf.find(directory)) is not None:
         return parse_config(gguf.config_of(open_gguf(file)), str(file))

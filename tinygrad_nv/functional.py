@@ -37,12 +37,12 @@ from tinygrad_nv.patterns.decode.paged import paged_attention
 from tinygrad_nv.patterns.embedding.named import embedding
 from tinygrad_nv.patterns.kv_append.named import kv_append
 from tinygrad_nv.patterns.named import check_devices
-from tinygrad_nv.patterns.quant_gemm.named import quant_matmul
+from tinygrad_nv.patterns.quant_gemm.named import prepared, quant_matmul
 from tinygrad_nv.patterns.target import GPUS, kind_of, takes
 from tinygrad_nv.tile.attention.dropout import kept_of
 from tinygrad_nv.tile.attention.spec import EVERY
 
-__all__ = ["embedding", "fp8_attention", "kv_append", "paged_attention", "quant_matmul",
+__all__ = ["embedding", "fp8_attention", "kv_append", "paged_attention", "prepared", "quant_matmul",
            "scaled_dot_product_attention", "varlen_attention"]
 
 FLOAT16S = (dtypes.bfloat16, dtypes.float16)

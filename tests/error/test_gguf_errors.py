@@ -216,3 +216,47 @@ def test_tensors_that_do_not_fit(path: Path, tensors: dict[str, np.ndarray | Non
     write(path, {}, tensors)
     model = Llama(read_config(path), device="CPU")
     with pytest.raises(WeightError, match=found): weights.load(model, path)
+
+
+# **** tokenizers ****
+
+BYTES = [chr(i) for i in range(33, 127)]
+TOKENIZER = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": BYTES,
+             "tokenizer.ggml.merges": ["a b"]}
+
+
+@pytest.mark.parametrize(("metadata", "found", "expected"), [
+    ({"tokenizer.ggml.model": None}, "tokenizer.ggml.model is None", "gpt2 or llama"),
+    ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model is 'bert'", "gpt2 or llama"),
+    ({"tokenizer.ggml.pre": "mystery"}, "tokenizer.ggml.pre is 'mystery'", "one of default, gpt-2, "),
+    ({"tokenizer.ggml.tokens": None}, "has no tokenizer.ggml.tokens", "the metadata that llama.cpp writes"),
+    ({"tokenizer.ggml.merges": None}, "has no tokenizer.ggml.merges", "the metadata that llama.cpp writes"),
+    ({"tokenizer.ggml.tokens": [1, 2]}, "has no tokenizer.ggml.tokens", "the metadata that llama.cpp writes"),
+    ({"tokenizer.ggml.model": "llama"}, "has no tokenizer.ggml.scores", "the metadata that llama.cpp writes"),
+    ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [1.0]}, "its tokenizer cannot be made: ",
+     "tokens, merges and ids that fit together"),
+    ({}, "merge 'a' 'b' is not of tokens", "merges of two tokens to a token"),
+    ({"tokenizer.ggml.merges": ["ab"], "tokenizer.ggml.tokens": [*BYTES, "ab"]},
+     "merge 'ab' '' is not of tokens", "merges of two tokens to a token"),
+    ({"tokenizer.ggml.tokens": [*BYTES, "ab"], "tokenizer.ggml.bos_token_id": 99,
+      "tokenizer.ggml.add_eos_token": 1, "tokenizer.ggml.eos_token_id": 99},
+     "its tokenizer cannot be made: list index out of range", "tokens, merges and ids that fit together"),
+])
+def test_a_tokenizer_that_cannot_be_made(command, path: Path, metadata: dict[str, object], found: str,
+                                         expected: str):
+    """It is needed for prompts of text, not for ids."""
+    write(path, TOKENIZER | metadata)
+    command("generate", path, "hello").refused(
+        f"{path}", found, f"expected: {expected}",
+        "to fix:   put the model's tokenizer.json beside the file and name their directory, or pass token")
+
+
+def test_ids_need_no_tokenizer(command, path: Path):
+    write(path, {})
+    command("generate", path, "--prompt-ids", "1,2", "--max-tokens", "2").succeeded()
+
+
+def test_a_file_without_a_prompt(command, path: Path):
+    write(path, {})
+    command("generate", path).refused(f"{path} is a model, and no prompt follows it",
+                                      "expected: [MODEL] PROMPT")

@@ -74,7 +74,7 @@ def test_a_prompt_beside_token_ids(command, tiny: Path):
 
 def test_a_model_without_a_prompt(command, tiny: Path):
     command("generate", tiny).refused(
-        f"{tiny} is a model directory, and no prompt follows it", "expected: [MODEL] PROMPT",
+        f"{tiny} is a model, and no prompt follows it", "expected: [MODEL] PROMPT",
         "to fix:   add the text to continue, in quotes")
 
 

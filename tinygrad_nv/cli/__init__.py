@@ -104,7 +104,7 @@ def _survive_any_terminal() -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    directory = "a model directory (default: the bundled model)"
+    directory = "a model directory or a GGUF file (default: the bundled model)"
     top = argparse.ArgumentParser(prog="tinygrad-nv",
                                   description="Run transformers with tinygrad, fast on NVIDIA.")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
@@ -187,8 +187,9 @@ def _split_words(words: list[str], with_ids: bool) -> tuple[Path, str]:
         raise RequestError(f"{len(words)} positional arguments",
                            "[MODEL] with --prompt-ids, else [MODEL] PROMPT",
                            "put the prompt in quotes")
-    if not with_ids and len(words) == 1 and os.path.isfile(os.path.join(words[0], "config.json")):
-        raise RequestError(f"{words[0]} is a model directory, and no prompt follows it", "[MODEL] PROMPT",
+    if not with_ids and len(words) == 1 and (os.path.isfile(os.path.join(words[0], "config.json")) or
+                                             (words[0].endswith(".gguf") and os.path.isfile(words[0]))):
+        raise RequestError(f"{words[0]} is a model, and no prompt follows it", "[MODEL] PROMPT",
                            "add the text to continue, in quotes")
     model = words[0] if len(words) == most else None
     return _model(model), "" if with_ids else words[-1]

@@ -5,14 +5,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from tinygrad import Tensor
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.quant.types import QType, Scale, buffers
+from tinygrad_nv.quant.types import TILE, QType, Scale, buffers
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,15 @@ class QTensor:
         """Bytes of all buffers."""
         return sum(int(each.nbytes()) for each in self.buffers.values())
 
+    def tiled(self) -> QTensor:
+        """The same matrix in tiles (types.py). Raises `SpecError` where there are none of its type."""
+        type = replace(self.type, tiled=True)
+        wanted, given = buffers(type, *self.shape), self.buffers
+        if self.type.tiled: return self
+        made = {name: in_tiles(type, name, given[name], self.shape[1]).contiguous().realize()
+                for name in wanted}
+        return QTensor(type, self.shape, made)
+
     def dequantize(self, dtype: DType = dtypes.float32) -> Tensor:
         """The matrix [N, K], with columns in the order of inputs."""
         return dequantized(self.type, self.shape, self.buffers, dtype)
@@ -58,6 +67,9 @@ def dequantized(type: QType, shape: tuple[int, int], given: Mapping[str, Tensor]
                 dtype: DType = dtypes.float32) -> Tensor:
     """The same of buffers."""
     n, k = shape
+    if type.tiled:
+        given = {name: _out_of_tiles(type, name, one, n) for name, one in given.items()}
+        type = replace(type, tiled=False)
     values = _values(type, given)
     if type.shift: values = values - type.shift
     if type.zeros: values = values - _spread(given["zeros"].float(), type.scale, n, k)
@@ -67,7 +79,7 @@ def dequantized(type: QType, shape: tuple[int, int], given: Mapping[str, Tensor]
         # column k has input order[k]: the inverse permutation, by a scatter of column numbers
         inverse = Tensor.zeros(k, dtype=dtypes.int32, device=made.device).contiguous()
         inverse = inverse.scatter(0, given["order"], Tensor.arange(k, dtype=dtypes.int32).to(made.device))
-        made = made[:, inverse]
+        made = made.contiguous()[:, inverse.contiguous()]  # neither is made again for every element
     return made.cast(dtype)
 
 
@@ -90,6 +102,42 @@ def _fields(data: Tensor, bits: int) -> Tensor:
     if bits == 8: return data
     each, mask = 8 // bits, (1 << bits) - 1
     return Tensor.stack(*[(data >> (i * bits)) & mask for i in range(each)], dim=-1).flatten(1)
+
+
+def in_tiles(type: QType, name: str, data: Tensor, k: int) -> Tensor:
+    """A buffer of a matrix of k columns in tiles."""
+    if name == "order": return data
+    n = int(data.shape[0])
+    padded = data.pad(((0, -n % TILE), (0, 0)))
+    tiles = (n + TILE - 1) // TILE
+    if name not in ("codes", "high"): return padded.reshape(tiles, TILE, -1).permute(0, 2, 1)
+    bits = _plane(type, name)
+    each = 8 // bits
+    fields = _fields(padded, bits).reshape(tiles, TILE, k // (4 * each), each, 4).permute(3, 0, 2, 1, 4)
+    return _joined([fields[i] for i in range(each)], bits)
+
+
+def _out_of_tiles(type: QType, name: str, data: Tensor, n: int) -> Tensor:
+    """`in_tiles` undone."""
+    if name == "order": return data
+    tiles = int(data.shape[0])
+    if name not in ("codes", "high"): return data.permute(0, 2, 1).reshape(tiles * TILE, -1)[:n]
+    bits = _plane(type, name)
+    each, mask = 8 // bits, (1 << bits) - 1
+    fields = [data] if each == 1 else [(data >> (i * bits)) & mask for i in range(each)]
+    rows = Tensor.stack(*fields, dim=-2).permute(0, 2, 1, 3, 4).reshape(tiles * TILE, -1)[:n]
+    return _joined([rows[:, i::each] for i in range(each)], bits)
+
+
+def _joined(fields: list[Tensor], bits: int) -> Tensor:
+    """Fields of `bits` as bytes, the first is lowest."""
+    made = fields[0]
+    for i, more in enumerate(fields[1:], 1): made = made | (more << (i * bits))
+    return made
+
+
+def _plane(type: QType, name: str) -> int:
+    return type.low_bits if name == "codes" else type.bits - type.low_bits
 
 
 def _factors(type: QType, given: Mapping[str, Tensor], name: str, outer: str, n: int, k: int) -> Tensor:

@@ -25,6 +25,13 @@ Buffers, each dense, `buffers(type, N, K)` has their shapes; fp8 lies in uint8 T
     outer, outer_mins       one for each of outer's blocks
     order       int32 [K]
 
+A `tiled` matrix lies as vectors of a CPU read it: `TILE` rows are interleaved, four columns at a time, N is
+padded with zeros to whole tiles T. Of a plane of b bits, with e = 8 / b, byte [t, q, r, j] has columns
+4 e q + 4 i + j of row 16 t + r, for i < e from the lowest bits on. Scales are of single rows.
+
+    codes, high                     [T, K · b / 32, 16, 4]
+    scales, zeros, mins, outer, …   [T, blocks of a row, 16]
+
 Sources of formats: readers/, each with its own.
 """
 from __future__ import annotations
@@ -37,6 +44,7 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.errors import SpecError
 
 E8M0 = "e8m0"       # 2^(byte − 127), stored in uint8
+TILE = 16           # rows of a tile
 
 
 @dataclass(frozen=True)
@@ -108,8 +116,11 @@ class QType:
     outer: Scale | None = None
     permuted: bool = False
     divided: bool = False
+    tiled: bool = False
 
     def __post_init__(self) -> None:
+        if self.tiled and any(scale is not None and scale.rows != 1 for scale in (self.scale, self.outer)):
+            raise SpecError(f"tiles of {self.element} {self.scale}", "scales of single rows")
         if self.mins and self.outer is None and self.scale.e8m0:
             raise SpecError("minima of E8M0", "scales that have a sign")
         if self.divided and (self.outer is None or self.mins):
@@ -130,7 +141,7 @@ class QType:
         return replace(self, scale=replace(self.scale, dtype=dtype))
 
     def __str__(self) -> str:
-        more = [name for name in ("zeros", "mins", "permuted", "divided") if getattr(self, name)]
+        more = [name for name in ("zeros", "mins", "permuted", "divided", "tiled") if getattr(self, name)]
         return " ".join([f"{self.element} {self.scale}", *more])
 
 
@@ -148,12 +159,18 @@ def buffers(type: QType, n: int, k: int) -> dict[str, Buffer]:
         if k * bits % 8:
             raise SpecError(f"{k} columns of {bits} bits", "whole bytes in each row", "pad the columns")
         if bits: made[name] = Buffer((n, k * bits // 8), type.element.dtype if bits == 8 else dtypes.uint8)
+        if bits and type.tiled:
+            if k * bits % 32: raise SpecError(f"{k} columns of {bits} bits in tiles", "a multiple of 32 bits")
+            made[name] = Buffer((-(-n // TILE), k * bits // 32, TILE, 4), made[name].dtype)
     made["scales"] = Buffer(type.scale.blocks(n, k), type.scale.dtype)
     if type.zeros: made["zeros"] = Buffer(type.scale.blocks(n, k), dtypes.uint8)
     if type.mins: made["mins"] = Buffer(type.scale.blocks(n, k), type.scale.dtype)
     if type.outer is not None:
         made["outer"] = Buffer(type.outer.blocks(n, k), type.outer.dtype)
         if type.mins: made["outer_mins"] = Buffer(type.outer.blocks(n, k), type.outer.dtype)
+    if type.tiled:
+        made |= {name: Buffer((-(-n // TILE), one.shape[1], TILE), one.dtype) for name, one in made.items()
+                 if name not in ("codes", "high")}
     if type.permuted: made["order"] = Buffer((k,), dtypes.int32)
     return made
 

@@ -47,6 +47,8 @@ TYPES: dict[str, QType] = {
     "uint8 tensor": QType(types.UINT8, types.per_tensor_scale(), zeros=True),
     "e4m3 blocks": types.E4M3 @ types.per_block_scale(128, 128),
     "e5m2 channel": types.E5M2 @ types.per_channel_scale(),
+    "nvfp4 divided": replace(types.NVFP4, divided=True),
+    "mxfp6": types.E2M3 @ types.NVFP4.scale,
     "int8 g24": types.INT8 @ per_group_scale(24),
 }
 
@@ -92,7 +94,8 @@ def elements(type: QType, n: int, k: int, given: Arrays) -> np.ndarray:
 
     def factor(name: str, outer: str) -> np.ndarray:
         made = spread(name, type.scale)
-        return made if type.outer is None else spread(outer, type.outer) * made
+        if type.outer is None: return made
+        return made / spread(outer, type.outer) if type.divided else spread(outer, type.outer) * made
     codes = given["codes"].reshape(n, -1)
     if type.bits == 8: values = numbers_of(given["codes"], type.element.dtype, (n, k))
     else:
@@ -111,13 +114,49 @@ def elements(type: QType, n: int, k: int, given: Arrays) -> np.ndarray:
     return back
 
 
+def tiles(type: QType, n: int, k: int, given: Arrays) -> Arrays:
+    """The buffers in tiles, element by element as quant/types.py says."""
+    wanted, have = buffers(replace(type, tiled=True), n, k), buffers(type, n, k)
+    made: Arrays = {}
+    for name, (shape, _) in wanted.items():
+        if name == "order":
+            made[name] = given[name]
+            continue
+        if name not in ("codes", "high"):
+            numbers = given[name].reshape(*have[name].shape, -1)
+            to = np.zeros((*shape, numbers.shape[-1]), np.uint8)
+            for row in range(n): to[row // 16, :, row % 16] = numbers[row]
+        else:
+            bits = type.low_bits if name == "codes" else type.bits - type.low_bits
+            each, to = 8 // bits, np.zeros(shape, np.uint8)
+            for row, codes in enumerate(unpacked(given[name].reshape(n, -1), bits)):
+                for column, code in enumerate(codes):
+                    at = row // 16, column // (4 * each), row % 16, column % 4
+                    to[at] |= code << np.uint8(column % (4 * each) // 4 * bits)
+        made[name] = to.reshape(-1)
+    return made
+
+
+def in_bytes(x: np.ndarray, order: np.ndarray | None = None) -> np.ndarray:
+    """Rows as int8 and scales of 32 columns say them."""
+    x = x if order is None else x[:, order]
+    blocks = x.astype(np.float32).reshape(len(x), -1, 32)
+    d = np.abs(blocks).max(-1, keepdims=True) / np.float32(127)
+    q = np.rint(blocks * (np.float32(1) / np.where(d == 0, np.float32(1), d)))
+    made = (q * d).reshape(x.shape)
+    if order is None: return made
+    back = np.empty_like(made)
+    back[:, order] = made
+    return back
+
+
 def matmul(type: QType, m: int, n: int, k: int, dtype: DType = F32, out: DType | None = None, gap: int = 0,
-           symbolic: bool = False) -> QuantGemmSpec:
+           symbolic: bool = False, int8: bool = False) -> QuantGemmSpec:
     """A matmul; `gap`: elements between rows of a."""
     result = Result(out or dtype, n, 1)
     gemm = GemmSpec(m, n, k, Operand(dtype, k + gap, 1), Operand(dtype, k, 1), result, (),
                     Sum().cast(result.dtype), symbolic=symbolic)
-    return QuantGemmSpec(gemm, type)
+    return QuantGemmSpec(gemm, type, int8)
 
 
 def default(spec: QuantGemmSpec, level: isa.ISA = BEST) -> tuple[CPU, object]:
@@ -140,7 +179,7 @@ def run(kernel: LoadedKernel, spec: QuantGemmSpec, x: np.ndarray, given: Arrays,
     rows[:, :gemm.k] = x
     a = bits_of(rows.reshape(-1)[:(m - 1) * gemm.a.mn + gemm.k], gemm.a.dtype)
     out = at_end(np.zeros(m * gemm.n * gemm.out.dtype.itemsize, np.uint8))
-    work = [np.empty(kernel.kernel.workspace_bytes, np.uint8)] if kernel.kernel.workspace_bytes else []
+    work = [np.full(kernel.kernel.workspace_bytes, 255, np.uint8)] if kernel.kernel.workspace_bytes else []
     inputs = [at_end(each) for each in (a, *given.values())]
     kernel(out, *work, *inputs, *([m] if gemm.symbolic else []), order=order)
     return numbers_of(out, gemm.out.dtype, (m, gemm.n))

@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file
+from tokenizers import Tokenizer
 
 KINDS = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
          "Qwen3ForCausalLM": "qwen3", "GemmaForCausalLM": "gemma"}
@@ -59,7 +60,7 @@ def write_model(path: Path, directory: Path, kinds: dict[str, Kind] | Kind = Kin
     arch = KINDS[config["architectures"][0]]
     writer = gguf.GGUFWriter(path, arch)
     given = {f"{arch}.{key}": value for key, value in _metadata(config, tensors).items()}
-    for key, value in (given | (metadata or {})).items(): _add(writer, key, value)
+    for key, value in (given | (metadata or {})).items(): add(writer, key, value)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for seed, (name, weight) in enumerate(tensors.items()):
         if name == "lm_head.weight" and config["tie_word_embeddings"]: continue
@@ -96,13 +97,39 @@ def _metadata(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[st
     return made
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """An entry; None is left out."""
+    """An entry; None is left out."""
     if value is None: return
     if isinstance(value, bool): writer.add_bool(key, value)
     elif isinstance(value, int): writer.add_uint32(key, value)
     elif isinstance(value, float): writer.add_float32(key, value)
     elif isinstance(value, str): writer.add_string(key, value)
     else: writer.add_array(key, value)
+
+
+def tokenizer_metadata(tokenizer: Tokenizer, pre: str | None, template: str | None = None, bos: str = "",
+                       eos: str = "", unknown: str = "") -> dict[str, Any]:
+    """What the converter writes of a tokenizer: byte-level with `pre`, else of SentencePiece."""
+    model, vocabulary = json.loads(tokenizer.to_str())["model"], tokenizer.get_vocab(with_added_tokens=True)
+    added = tokenizer.get_added_tokens_decoder()
+    tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    ranks = {merge.replace(" ", ""): i for i, merge in reversed(list(enumerate(merges)))}
+    types = [(3 if added[i].special else 4) if i in added else 6 if pre is None and token.startswith("<0x")
+             else 1 for i, token in enumerate(tokens)]
+    made: dict[str, Any] = {"model": "gpt2" if pre else "llama", "pre": pre or "default", "tokens": tokens}
+    if pre: made["merges"] = merges
+    else:
+        made["scores"] = [float(-ranks.get(token, -1e6 if i in added else 1e6 + i))
+                          for i, token in enumerate(tokens)]
+        if unknown: types[vocabulary[unknown]] = 2
+    made["token_type"] = types
+    for name, text in (("bos_token_id", bos), ("eos_token_id", eos), ("unknown_token_id", unknown)):
+        if text: made[name] = vocabulary[text]
+    if bos: made["add_bos_token"] = True
+    found = {f"tokenizer.ggml.{key}": value for key, value in made.items()}
+    return found | ({} if template is None else {"tokenizer.chat_template": template})
 
 
 def _factors(config: dict[str, Any], rope: dict[str, Any]) -> np.ndarray:

@@ -29,7 +29,7 @@ def problems(spec: QuantGemmSpec, s: QuantGemm) -> list[str]:
               ("block_k", lanes * per))
     out = [f"{name} {value}, a multiple of {of} is needed" for name, of in needed
            if not (value := getattr(s, name)) or (of and value % of)]
-    out = [*decode.problems(spec.type), *expression.problems(spec.gemm.epilogue), *out]
+    out = [*decode.untaken(spec), *expression.problems(spec.gemm.epilogue), *out]
     if not out and (need := stack_bytes(spec.gemm, s)) > STACK_BYTES:
         out.append(f"{need} bytes on a stack, at most {STACK_BYTES}")
     return out

@@ -22,6 +22,7 @@ from tinygrad_nv.cpu.expression import c_float
 from tinygrad_nv.cpu.kernel import C_TYPES, c_type
 from tinygrad_nv.quant.types import Buffer, QType, Scale, buffers
 from tinygrad_nv.tile.expression import short
+from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 
 
 def problems(type: QType) -> list[str]:
@@ -29,6 +30,11 @@ def problems(type: QType) -> list[str]:
     found = {"codes": type.element.dtype, "scales": type.scale.dtype}
     if type.outer is not None: found["outer scales"] = type.outer.dtype
     return [f"{name} of {dtype.name}" for name, dtype in found.items() if short(dtype) not in C_TYPES]
+
+
+def untaken(spec: QuantGemmSpec) -> list[str]:
+    """Why elements cannot be multiplied with numbers of a in float32."""
+    return problems(spec.type) + ["activations of int8"] * spec.int8 + ["tiles"] * spec.type.tiled
 
 
 def run_of(type: QType, k: int, lanes: int) -> int:
@@ -50,14 +56,19 @@ def packed_of(type: QType, n: int, k: int) -> str:
     return f"const matrix w = {{{', '.join(name for _, name in pointers(type, n, k))}}};"
 
 
-def functions(type: QType, n: int, k: int, lanes: int) -> str:
-    """The functions, of a matrix of n rows and k columns."""
-    have = buffers(type, n, k)
+def struct(type: QType, n: int, k: int) -> str:
+    """The struct of the pointers to buffers."""
     fields = "\n".join(f"  const {kind} *{name};" for kind, name in pointers(type, n, k))
     return f"""
 typedef struct {{
 {fields}
-}} matrix;
+}} matrix;"""
+
+
+def functions(type: QType, n: int, k: int, lanes: int) -> str:
+    """The functions, of a matrix of n rows and k columns."""
+    have = buffers(type, n, k)
+    return f"""{struct(type, n, k)}
 typedef struct {{ vf scale, zero, min; }} factors;
 {_value(type, have, lanes)}
 {_factors(type, have, k, lanes)}
@@ -169,7 +180,8 @@ def _factors(type: QType, have: dict[str, Buffer], k: int, lanes: int) -> str:
     s, outer = type.scale, type.outer
     scale, low = number("scales", s, s.dtype, s.e8m0), number("mins", s, s.dtype, s.e8m0) if type.mins else ""
     if outer is not None:
-        scale = f"{number('outer', outer, outer.dtype, outer.e8m0)} * {scale}"
+        larger = number("outer", outer, outer.dtype, outer.e8m0)
+        scale = f"{scale} / {larger}" if type.divided else f"{larger} * {scale}"
         if type.mins: low = f"{number('outer_mins', outer, outer.dtype, outer.e8m0)} * {low}"
     zero = number("zeros", s, have["zeros"].dtype) if type.zeros else "(vf)0.f"
     if type.shift: zero += f" + {float(type.shift)}f"

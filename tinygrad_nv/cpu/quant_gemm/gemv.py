@@ -32,7 +32,7 @@ BYTES_OF_PART = 64 << 10    # of codes; waking a thread takes as long as reading
 
 def problems(spec: QuantGemmSpec, s: QuantGemv) -> list[str]:
     """Why a matmul cannot have a schedule; empty when it can."""
-    out = decode.problems(spec.type) + expression.problems(spec.gemm.epilogue)
+    out = decode.untaken(spec) + expression.problems(spec.gemm.epilogue)
     if spec.gemm.m > MOST_ROWS: out.append(f"{spec.gemm.m} rows, at most {MOST_ROWS}")
     out += [f"{name} 0" for name in ("block_m", "block_n", "rows") if not getattr(s, name)]
     return out

@@ -22,6 +22,15 @@ class QuantGemv(CPUSchedule):
 
 
 @dataclass(frozen=True)
+class QuantDots(CPUSchedule):
+    """Of a matrix in tiles (dots.py): `rows` rows of a at a time."""
+    rows: int = 0
+    template: ClassVar[str] = "quant_dots"
+
+    def words(self) -> list[str]: return [*super().words(), f"{self.rows} rows at a time"]
+
+
+@dataclass(frozen=True)
 class QuantGemm(CPUGemm):
     """Of many rows (blocked.py)."""
     template: ClassVar[str] = "quant_gemm"

@@ -1,6 +1,7 @@
 """Tokens and text: tokenizer, chat templates, detokenizer, stop strings.
 
   detokenizer.py       Incremental detokenization, and stop strings
+  gguf.py              The tokenizer of a GGUF file
   output_processor.py  `OutputProcessor`: sampled tokens of a request to text
   token_bytes.py       The bytes of each token of a vocabulary
   tokenizer.py         Text to ids and back, and chat templates

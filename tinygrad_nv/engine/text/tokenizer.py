@@ -1,8 +1,9 @@
 """Text to ids and back, and chat templates.
 
 Protocol: `Tokenizer.load(directory)` reads tokenizer.json (with the `tokenizers` library) and the special
-tokens and chat template of tokenizer_config.json or chat_template.jinja. Templates are untrusted code: they
-run in jinja's immutable sandbox, with only the helpers that transformers documents.
+tokens and chat template of tokenizer_config.json or chat_template.jinja, or those of a GGUF file (gguf.py).
+Templates are untrusted code: they run in jinja's immutable sandbox, with only the helpers that transformers
+documents.
 """
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ import jinja2.ext
 import jinja2.sandbox
 import tokenizers
 
+from tinygrad_nv.engine.text.gguf import special_tokens, tokenizer_of
 from tinygrad_nv.errors import RequestError, TokenizerError
+from tinygrad_nv.models.gguf import find as find_gguf
+from tinygrad_nv.quant.gguf.file import open_gguf
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -39,6 +43,7 @@ class Tokenizer:
         """Reads a Hugging Face directory. Raises `TokenizerError` when tokenizer.json is missing or
         damaged."""
         path = directory / "tokenizer.json"
+        if not path.is_file() and (file := find_gguf(directory)) is not None: return Tokenizer.of(file)
         if not path.is_file():
             raise TokenizerError(f"{directory} has no tokenizer.json",
                                  "a fast tokenizer saved by transformers",
@@ -54,6 +59,14 @@ class Tokenizer:
         older = _optional_json(directory / "special_tokens_map.json")
         special = {**_special_tokens(older), **_special_tokens(config)}
         return Tokenizer(backend, special, _template(directory, config))
+
+    @staticmethod
+    def of(path: Path) -> Tokenizer:
+        """That of a GGUF file."""
+        file = open_gguf(path)
+        template = file.metadata.get("tokenizer.chat_template")
+        if not isinstance(template, str): template = None
+        return Tokenizer(tokenizer_of(file), special_tokens(file), template)
 
     def require_fitting(self, text: str, length: int) -> None:
         """Raises `RequestError` for a text that is far longer than `length` tokens, before it is tokenized:

@@ -1,29 +1,33 @@
 """Matmuls with a quantised matrix, as a function known by name.
 
 Protocol. `quant_matmul(x, w, bias)` is x Wᵀ + bias with W dequantised to x's dtype: that is its reference,
-and what runs where no kernel does. Its gradient is that of x; quantised matrices have none.
+and what runs where no kernel does. On a CPU `prepared` matrices are multiplied with activations in int8,
+where those are of 16 bits (NV_QUANT_ACTIVATIONS; tile/quant_gemm/spec.py says how). Its gradient is that of
+x; quantised matrices have none.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from tinygrad import Tensor
+from tinygrad.dtype import DType, dtypes
 from tinygrad.helpers import prod
 from tinygrad.uop.ops import Ops, UOp
 
+from tinygrad_nv import config
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.index import largest
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.strides import copied, laid
-from tinygrad_nv.patterns.target import Target, choose
+from tinygrad_nv.patterns.target import Target, choose, target_of
 from tinygrad_nv.quant.tensor import QTensor, dequantized
 from tinygrad_nv.quant.types import QType, buffers, nbytes
 from tinygrad_nv.tile.expression import Load, Sum
-from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
+from tinygrad_nv.tile.gemm.spec import FLOAT16S, GemmSpec, Operand, Result
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 from tinygrad_nv.tile.templates import TABLE
 
@@ -78,12 +82,31 @@ def lowered(what: QuantMatmul, target: Target, x: UOp, *rest: UOp) -> tuple[UOp,
     storage, a = _placed(x)
     gemm = GemmSpec(m, n, k, a, Operand(dtype, k, 1), Result(dtype, n, 1), (), epilogue,
                     symbolic=rows is not None)
-    spec = QuantGemmSpec(gemm, what.type)
+    spec = QuantGemmSpec(gemm, what.type, _in_bytes(what.type, dtype))
     counted: dict[str, Any] = {} if rows is None else {"rows": rows, "variables": [rows]}
     count = gemm.flops // m * prod(x.shape[:-1])
     moved = nbytes(what.type, n, k) + prod(x.shape[:-1]) * (n + k) * dtype.itemsize
     return choose(spec, target).called(storage.device, [program.Output((*x.shape[:-1], n), dtype)],
                                        [storage, *rest], flops=count, nbytes=moved, **counted)
+
+
+def prepared(w: QTensor) -> QTensor:
+    """A matrix as kernels of its device read it fastest: in tiles where templates take those, else as it is.
+    It has buffers of its own, as many bytes: drop the other."""
+    target = target_of(w.buffers["codes"].device)
+    if target is None or w.type.tiled: return w
+    (n, k), f32 = w.shape, dtypes.float32
+    try:
+        gemm = GemmSpec(1, n, k, Operand(f32, k, 1), Operand(f32, k, 1), Result(f32, n, 1))
+        found = TABLE.choose(QuantGemmSpec(gemm, replace(w.type, tiled=True)), target)
+    except SpecError: return w
+    return w if found is None else w.tiled()
+
+
+def _in_bytes(type: QType, dtype: DType) -> bool:
+    """Whether activations of a dtype are quantised to int8."""
+    asked = config.get("NV_QUANT_ACTIVATIONS")
+    return type.tiled and (asked == "int8" or (asked == "auto" and dtype in FLOAT16S))
 
 
 def _symbolic(x: UOp) -> UOp | None:

@@ -1,13 +1,16 @@
 """A matmul with a quantised matrix in plain tinygrad (tile/reference.py)."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tinygrad import Tensor
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.quant.tensor import dequantized
 from tinygrad_nv.tile.gemm import reference as gemm
-from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
-from tinygrad_nv.tile.reference import Argument, Given, dense
+from tinygrad_nv.tile.gemm.spec import Operand
+from tinygrad_nv.tile.quant_gemm.spec import INT8_BLOCK, QuantGemmSpec
+from tinygrad_nv.tile.reference import Argument, Given, dense, gathered
 
 
 def arguments(spec: QuantGemmSpec) -> tuple[Argument, ...]:
@@ -21,5 +24,20 @@ def arguments(spec: QuantGemmSpec) -> tuple[Argument, ...]:
 def reference(spec: QuantGemmSpec, given: Given, exact: bool = False) -> tuple[Tensor, ...]:
     """[m, n]."""
     shaped = {name: given[name].reshape(one.shape) for name, one in spec.buffers.items()}
-    b = dequantized(spec.type, spec.shape, shaped, dtypes.float32 if exact else spec.gemm.b.dtype)
-    return gemm.reference(spec.gemm, {**given, "b": b.contiguous().flatten()}, exact)
+    wide = exact or spec.int8
+    b = dequantized(spec.type, spec.shape, shaped, dtypes.float32 if wide else spec.gemm.b.dtype)
+    if not spec.int8: return gemm.reference(spec.gemm, {**given, "b": b.contiguous().flatten()}, exact)
+    place = gemm.arguments(spec.gemm)[1].places[0]
+    x = gathered(given["a"], place).float()
+    if spec.type.permuted: x, b = x[:, given["order"]], b[:, given["order"]]
+    dense_rows = Operand(dtypes.float32, spec.gemm.k, 1)
+    floats = replace(spec.gemm, a=dense_rows, b=dense_rows)
+    return gemm.reference(floats, {**given, "a": in_bytes(x).flatten(), "b": b.contiguous().flatten()}, exact)
+
+
+def in_bytes(x: Tensor) -> Tensor:
+    """What rows of float32 are once they have been quantised to int8."""
+    blocks = x.reshape(*x.shape[:-1], -1, INT8_BLOCK).contiguous()
+    d = (blocks.abs().max(-1, keepdim=True) / 127).contiguous()
+    q = (blocks * (d != 0).where(d, 1).reciprocal()).round()
+    return (q * d).reshape(x.shape).contiguous()

@@ -6,7 +6,11 @@ kernels take the matrix's buffers, in the order of `quant.types.buffers`:
 
     out; a; codes, high, scales, zeros, mins, outer, outer_mins, order (those there are); x0, x1, …
 
-A kernel may round dequantised elements to a's dtype, as the reference does, or not round them.
+A kernel may round dequantised elements to a's dtype, as the reference does, or not round them. `int8`: each
+`INT8_BLOCK` columns of a, in the matrix's order, become bytes q and a float32 scale d before they are
+multiplied; dequantised elements are not rounded then:
+
+    d = max |a| / 127       q = nearest(a · (1 / d)), ties to even       a ≈ q · d
 """
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from tinygrad_nv.errors import SpecError
 from tinygrad_nv.quant.types import Buffer, QType, buffers
 from tinygrad_nv.tile.gemm.spec import FLOAT16S, GemmSpec, Operand
 
+INT8_BLOCK = 32     # activations that are quantised with one scale
 FLOATS = (dtypes.float32, *FLOAT16S)
 
 
@@ -26,6 +31,7 @@ class QuantGemmSpec:
     """A matmul with a matrix of a type. Raises `SpecError` for what cannot be."""
     gemm: GemmSpec
     type: QType
+    int8: bool = False
 
     def __post_init__(self) -> None:
         gemm, (n, k) = self.gemm, self.shape
@@ -35,6 +41,8 @@ class QuantGemmSpec:
         if gemm.b != Operand(gemm.a.dtype, k, 1) or gemm.batch or apart:
             raise SpecError(f"a quantised operand {gemm.b} of a batch {gemm.batch}",
                             f"one dense matrix, rows of {k} side by side")
+        if self.int8 and gemm.k % INT8_BLOCK:
+            raise SpecError(f"{gemm.k} columns of int8 activations", f"a multiple of {INT8_BLOCK}")
         buffers(self.type, n, k)
 
     @property
@@ -58,4 +66,4 @@ class QuantGemmSpec:
         return self.gemm.flops
 
     def __str__(self) -> str:
-        return f"{self.gemm}, b of {self.type}"
+        return f"{self.gemm}, {'a of int8, ' if self.int8 else ''}b of {self.type}"

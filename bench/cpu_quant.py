@@ -1,0 +1,95 @@
+"""Matmuls with quantised matrices on the CPU beside bfloat16's of the same shape, in one interleaved run.
+
+    python bench/cpu_quant.py [--rows 1 16 256] [--types Q4_0 Q4_K …] [--repeat 15] [--as-stored]
+
+Every side is a TinyJit that is replayed, of bfloat16 activations. They take turns, so that what else the
+machine does meets all of them, and matrices come from memory: together they are larger than the caches.
+Figures are medians of the turns, ratios those of each turn's pair. Bandwidth counts the matrix's bytes as
+they are stored. Matrices are `prepared` for the CPU, or with --as-stored in the layout of checkpoints.
+"""
+from __future__ import annotations
+
+import argparse
+from statistics import median
+from typing import Any
+
+import numpy as np
+from cpu_kernels import captured, timed
+from measure import each, save, spread, table
+from tinygrad import Tensor, dtypes
+from tinygrad.helpers import Context
+
+from tinygrad_nv.cpu.target import host
+from tinygrad_nv.functional import prepared, quant_matmul
+from tinygrad_nv.quant import types
+from tinygrad_nv.quant.tensor import QTensor
+from tinygrad_nv.quant.types import QType, buffers
+
+SHAPES = ((2048, 2048), (8192, 2048), (2048, 8192))     # outputs, inputs: layers of a model of 1B
+TYPES = {name: getattr(types, name) for name in ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0")}
+TYPES["int8 channel"] = types.INT8 @ types.per_channel_scale()
+TYPES["awq"] = QType(types.UINT4, types.per_group_scale(128, dtypes.float16), zeros=True)
+HEADER = ["", "rows", "GB/s", "GFLOP/s", "ms", "× bf16", "spread"]
+
+
+def matrix(type: QType, n: int, k: int) -> QTensor:
+    """Random codes, scales of one size."""
+    rng, made = np.random.default_rng(n + k), {}
+    for name, (shape, dtype) in buffers(type, n, k).items():
+        raw = *shape, dtype.itemsize
+        if name in ("codes", "high", "zeros"): made[name] = rng.integers(0, 16, raw, np.uint8)
+        elif dtype == dtypes.float16: made[name] = np.full(shape, 2 ** -8, np.float16)
+        elif dtype == dtypes.float32: made[name] = np.full(shape, 2 ** -8, np.float32)
+        else: made[name] = rng.integers(1, 30, raw, np.uint8)
+    return QTensor.of(type, (n, k), made)
+
+
+def measure(n: int, k: int, rows: int, names: list[str], repeat: int, as_stored: bool) -> dict[str, Any]:
+    """One shape: bfloat16 and all types in turns."""
+    numbers = np.random.default_rng(rows).standard_normal((rows, k), np.float32)
+    x = Tensor(numbers).cast(dtypes.bfloat16).realize()
+    dense = Tensor(np.ones((n, k), np.float32)).cast(dtypes.bfloat16).realize()
+    sides, nbytes = {"bf16": captured(lambda: x @ dense.T)}, {"bf16": dense.nbytes()}
+    for name in names:
+        w = matrix(TYPES[name], n, k)
+        if not as_stored: w = prepared(w)
+        sides[name], nbytes[name] = captured(lambda w=w: quant_matmul(x, w)), w.nbytes  # type: ignore[misc]
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(repeat):
+        for name, run in sides.items(): seconds[name].append(timed(run))
+    return {"n": n, "k": k, "rows": rows, "bytes": nbytes, "seconds": seconds}
+
+
+def lines(done: dict[str, Any]) -> list[list[str]]:
+    """Lines of the table."""
+    out, flops = [], 2 * done["n"] * done["k"] * done["rows"]
+    for name, seconds in done["seconds"].items():
+        ratios = [b / a for a, b in zip(seconds, done["seconds"]["bf16"], strict=True)]
+        time = median(seconds)
+        rates = f"{done['bytes'][name] / time / 1e9:.1f}", f"{flops / time / 1e9:.0f}"
+        out.append([f"{done['n']} x {done['k']} {name}", str(done["rows"]), *rates, f"{time * 1e3:.3f}",
+                    f"{median(ratios):.2f}", spread(ratios)])
+    return out
+
+
+def main() -> None:
+    """Measures, prints and keeps the results."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 256])
+    parser.add_argument("--types", nargs="+", choices=list(TYPES), default=list(TYPES))
+    parser.add_argument("--repeat", type=int, default=15, help="turns of each side (default 15)")
+    parser.add_argument("--as-stored", action="store_true", help="matrices in the layout of checkpoints")
+    parser.add_argument("--save", action="store_true", help="keep the results in bench/results")
+    arguments = parser.parse_args()
+    with Context(DEV="CPU"):
+        results = [measure(n, k, rows, arguments.types, arguments.repeat, arguments.as_stored)
+                   for (n, k), rows in each([(shape, rows) for shape in SHAPES for rows in arguments.rows])]
+    here = host()
+    print(f"{here.isa}, {here.threads} threads")
+    print(table(HEADER, [line for done in results for line in lines(done)]))
+    if arguments.save:
+        save("cpu_quant", {"isa": str(here.isa), "threads": here.threads, "as_stored": arguments.as_stored,
+                           "results": results})
+
+
+if __name__ == "__main__": main()

@@ -1,0 +1,175 @@
+"""Matmuls of activations in bytes with matrices in tiles: integers of every level, and their scales."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cpu_quant_case import (
+    BEST,
+    BF16,
+    F16,
+    F32,
+    LEVELS,
+    TYPES,
+    built,
+    elements,
+    in_bytes,
+    matmul,
+    run,
+    stored,
+    tiles,
+)
+from tinygrad import Tensor
+from tinygrad.dtype import DType, dtypes
+from tinygrad.helpers import Context
+
+from tinygrad_nv import disabled
+from tinygrad_nv.cpu import isa
+from tinygrad_nv.explain import explain
+from tinygrad_nv.patterns.quant_gemm.named import prepared, quant_matmul
+from tinygrad_nv.quant import types
+from tinygrad_nv.quant.tensor import QTensor
+from tinygrad_nv.quant.types import QType
+from tinygrad_nv.tile.templates import TABLE
+
+EPS = 2.0 ** -24
+RNG = np.random.default_rng
+MORE = {"int8 channel": TYPES["int8 channel"], "awq": TYPES["awq"], "gptq 2 bits": TYPES["gptq 2 bits"],
+        "gptq 3 bits": TYPES["gptq 3 bits"]}
+NAMES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", *MORE]
+
+
+def check(type: QType, m: int, n: int, k: int, level: isa.ISA = BEST, dtype: DType = BF16,
+          symbolic: bool = False) -> None:
+    """Activations that are integers of which the largest is 127 are exactly bytes. Others are within 6 ε
+    Σ |x w| sqrt k of float32, of elements and activations that are each rounded some times."""
+    spec = matmul(replace(type, tiled=True), m + symbolic, n, k, dtype, F32, 5, symbolic, int8=True)
+    kernel = built(spec, level)
+    assert kernel.kernel.name.startswith("quant_dots")
+    x = RNG(m).integers(-9, 10, (m, k)).astype(np.float32)
+    given = stored(type, n, k, whole=True)
+    order = given["order"].view(np.int32) if type.permuted else np.arange(k)
+    x[:, order[::32]] = 127
+    got = run(kernel, spec, x, tiles(type, n, k, given))
+    np.testing.assert_array_equal(got, x @ elements(type, n, k, given).T)
+    given = stored(type, n, k, 1)
+    order = given["order"].view(np.int32) if type.permuted else np.arange(k)
+    # of 8 bits, which every dtype holds
+    x = np.rint(RNG(m).standard_normal((m, k)).clip(-3.9, 3.9).astype(np.float32) * 64) / 64
+    y, w = in_bytes(x, order).astype(np.float64), elements(type, n, k, given).astype(np.float64)
+    error = np.abs(run(kernel, spec, x, tiles(type, n, k, given)) - y @ w.T)
+    # without its minimum an element may be larger
+    most = np.abs(y) @ (np.abs(w) + type.mins * np.abs(w).max()).T
+    assert (error <= 6 * EPS * np.sqrt(k) * most).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_types(name: str):
+    type = TYPES[name]
+    k = 512 if type.outer is not None else 3 * max(type.scale.columns, 32)
+    check(type, 3, 37, k)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q6_K", "Q3_K", "Q5_1"])
+@pytest.mark.parametrize("level", LEVELS[:-1], ids=str)
+def test_levels(level: isa.ISA, name: str):
+    check(TYPES[name], 5, 21, 512, level)
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+def test_activations_that_are_not_quantised(level: isa.ISA):
+    """Sums of K products in the order of k, of elements that are rounded three times."""
+    for name in ("Q4_0", "Q8_0", "Q6_K", "Q5_1", "gptq 3 bits"):
+        type, (m, n, k) = TYPES[name], (5, 21, 512)
+        spec, given = matmul(replace(type, tiled=True), m, n, k), stored(type, n, k, 1)
+        x = RNG(m).standard_normal((m, k)).astype(np.float32)
+        w = elements(type, n, k, given).astype(np.float64)
+        got = run(built(spec, level), spec, x, tiles(type, n, k, given))
+        error = np.abs(got - x.astype(np.float64) @ w.T)
+        assert (error <= 4 * EPS * np.sqrt(k) * (np.abs(x) @ np.abs(w.T))).all()
+
+
+@pytest.mark.parametrize("m", [2, 40])
+def test_parts_change_no_bit(m: int):
+    type = types.Q4_K
+    for int8 in (False, True):
+        spec, given = matmul(replace(type, tiled=True), m, 150, 512, int8=int8), stored(type, 150, 512)
+        x, given = RNG(0).standard_normal((m, 512)).astype(np.float32), tiles(type, 150, 512, given)
+        made = [run(built(spec, parts=parts), spec, x, given, range(parts)[::-1]) for parts in (1, 2, 3)]
+        for other in made[1:]: np.testing.assert_array_equal(made[0], other)
+
+
+def test_levels_have_the_same_integers():
+    """Scales of 1 leave integers alone, whose sums are exact: all levels agree in every bit."""
+    type = types.INT8 @ types.per_group_scale(32)
+    spec, given = matmul(replace(type, tiled=True), 3, 20, 320, int8=True), stored(type, 20, 320, whole=True)
+    given["scales"] = np.ones(200, np.float32).view(np.uint8)
+    x = RNG(0).integers(-9, 10, (3, 320)).astype(np.float32)
+    x[:, ::32] = 127
+    made = [run(built(spec, level), spec, x, tiles(type, 20, 320, given)) for level in LEVELS]
+    for other in made: np.testing.assert_array_equal(made[0], other)
+
+
+# **** in graphs ****
+
+@pytest.fixture
+def on_the_cpu() -> Iterator[None]:
+    with Context(DEV="CPU"): yield
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q5_1", "Q6_K", "Q3_K", "gptq 2 bits"])
+def test_a_prepared_matrix_is_the_same_matrix(name: str):
+    type = TYPES[name]
+    n, k = 21, 512 if type.outer is not None else 96
+    given = stored(type, n, k, 1)
+    w = QTensor.of(type, (n, k), given)
+    made = prepared(w)
+    assert made.type == replace(type, tiled=True)
+    for each, wanted in tiles(type, n, k, given).items():
+        np.testing.assert_array_equal(made.buffers[each].bitcast(dtypes.uint8).numpy().reshape(-1), wanted)
+    np.testing.assert_array_equal(made.dequantize().numpy(), w.dequantize().numpy())
+    assert prepared(made) is made
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_what_has_no_tiles_stays_as_it_is():
+    for name, k in (("nf4", 64), ("e4m3 blocks", 128), ("int8 g24", 72)):
+        w = QTensor.of(TYPES[name], (4, k), stored(TYPES[name], 4, k))
+        assert prepared(w) is w
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize(("asked", "dtype", "int8"), [
+    ("auto", BF16, True), ("auto", F32, False), ("float", BF16, False), ("int8", F32, True)])
+def test_what_is_quantised(asked: str, dtype: DType, int8: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NV_QUANT_ACTIVATIONS", asked)
+    w = QTensor.of(types.Q4_K, (21, 256), stored(types.Q4_K, 21, 256, 1))
+    x = Tensor(RNG(0).standard_normal((3, 256)).astype(np.float32)).cast(dtype).realize()
+    made, tiled = quant_matmul(x, w), quant_matmul(x, prepared(w))
+    assert [each.template for each in explain(tiled).kernels] == ["quant_dots"]
+    assert ("a of int8" in str(explain(tiled))) == int8
+    got, want = tiled.float().numpy(), made.float().numpy()
+    error = np.abs(got - want).max() / np.abs(want).max()
+    assert (2e-4 if int8 else 0) <= error <= (1e-2 if int8 or dtype == BF16 else 1e-6)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_the_reference_is_what_kernels_compute(int8: bool):
+    type, m, n, k = TYPES["gptq 2 bits"], 3, 20, 96
+    spec, given = matmul(replace(type, tiled=True), m, n, k, int8=int8), stored(type, n, k, 1)
+    x = RNG(0).standard_normal((m, k)).astype(np.float32)
+    got = run(built(spec), spec, x, tiles(type, n, k, given))
+    with Context(DEV="CPU"), disabled():
+        w = QTensor.of(type, (n, k), given).tiled()
+        matrix = {name: each.flatten() for name, each in w.buffers.items()}
+        made, = TABLE.reference(spec, {"a": Tensor(x).flatten(), **matrix})
+        np.testing.assert_allclose(got, made.numpy(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("m", [1, 2, 8, 9, 33])
+def test_rows(m: int):
+    check(types.Q4_0, m, 40, 96, dtype=F16)
+    check(types.Q4_K, m, 16, 256, symbolic=True)

@@ -1,0 +1,70 @@
+"""GGUF files through the engine: greedy tokens of the weights that transformers makes of a file."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from gguf import GGMLQuantizationType as Kind
+from gguf_case import tokenizer_metadata, write_model
+from tinygrad_nv.models.tales.tokenizer import CHAT_TEMPLATE
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from tinygrad_nv.engine.llm import LLM
+from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.engine.text.tokenizer import Tokenizer
+
+GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+PROMPT = "Once upon a time there was a little fox"
+KINDS = {"Q4_0": Kind.Q4_0, "Q8_0": Kind.Q8_0, "F16": Kind.F16,
+         "Q4_K_M": {"attn_v": Kind.Q6_K, "ffn_down": Kind.Q6_K, "output.weight": Kind.Q6_K, "": Kind.Q4_K}}
+
+
+@pytest.fixture(scope="module")
+def source(make_model) -> Path: return make_model(hidden_size=256, intermediate_size=256, head_dim=64)
+
+
+def written(path: Path, source: Path, kinds: Kind | dict[str, Kind]) -> Path:
+    tokenizer = Tokenizer.load(source)
+    more = tokenizer_metadata(tokenizer.backend, "gpt-2", CHAT_TEMPLATE, "<|bos|>", "<|eos|>")
+    write_model(path, source, kinds, more)
+    return path
+
+
+def their_tokens(path: Path) -> tuple[list[int], list[int]]:
+    """The prompt's ids, and 32 greedy ones. Loading the file itself needs a package that tests do not have.
+    """
+    config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    model = transformers.LlamaForCausalLM(config).eval()
+    made = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    assert set(model.load_state_dict(made, strict=False).missing_keys) <= {"lm_head.weight"}
+    assert ("lm_head.weight" in made) != config.tie_word_embeddings
+    model.generation_config = transformers.GenerationConfig(eos_token_id=None, pad_token_id=0)
+    ids = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)(PROMPT)["input_ids"]
+    prompt = torch.tensor([ids])
+    found = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=32, do_sample=False)
+    return ids, found[0, len(ids):].tolist()
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_greedy_tokens_are_those_of_transformers(source: Path, tmp_path: Path, kinds: str):
+    path = written(tmp_path / "model.gguf", source, KINDS[kinds])
+    prompt, expected = their_tokens(path)
+    llm = LLM(path, device="CPU", dtype="float32", max_num_seqs=2)
+    try:
+        done = llm.complete(PROMPT, GREEDY)
+        assert (list(done.prompt_token_ids), list(done.token_ids)) == (prompt, expected)
+        assert llm.eos == (1,)
+        assert bool(llm.model.blocks[0].attention.output.parts) == (kinds != "F16")
+        assert (llm.model.quantised_head is None) == (kinds == "F16")
+    finally: llm.close()
+
+
+def test_a_file_and_its_directory_on_the_command_line(command, source: Path, tmp_path: Path):
+    path = written(tmp_path / "model.gguf", source, Kind.Q8_0)
+    outs = {command("generate", each, PROMPT, "--max-tokens", 4, "--temperature", 0).succeeded().out
+            for each in (path, tmp_path)}
+    assert len(outs) == 1
+    command("chat", path, "--max-tokens", 2, stdin="hi\n").succeeded()
+    command("explain", path).succeeded()

@@ -1,0 +1,203 @@
+"""Tokenizers of GGUF files: ids and texts equal those of the tokenizer.json that was converted, and those of
+transformers' reading of the file."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import transformers
+from gguf_case import add, tokenizer_metadata
+from tinygrad_nv.models.tales.tokenizer import CHAT_TEMPLATE
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from tokenizers import Tokenizer as Backend
+from transformers.tokenization_utils_base import generate_merges
+
+from tinygrad_nv.cli import DEFAULT_MODEL
+from tinygrad_nv.engine.text.gguf import PATTERNS, merges_of
+from tinygrad_nv.engine.text.tokenizer import Tokenizer
+
+TEXTS = ["", "a", "Hello, world!", "It's I'LL we've DON'T", "one  two   three    ",
+         "line\nline\r\n\r\n  line\t\tx", "1234567 12 3.1415 2024-11-23", "naïve café Über straße",
+         "日本語と한국어 العربية हिन्दी", "🦊👩\u200d👩\u200d👧 e\u0301 ½ ﬁ",
+         "<|user|>hi<|eos|> <think> <|user",
+         "def f(x):\n    return x[0] != y // 2\n", "a\u00a0b\u2003c\u200bd", "___ --- ... ''' \"\"\"",
+         "HTTPServer camelCase ABCdef", "x" * 70, "▁ <0x41> </s>"]
+SPECIALS = ("<|bos|>", "<|eos|>", "<|user|>")
+LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+          r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+QWEN2 = transformers.models.qwen2.tokenization_qwen2.PRETOKENIZE_REGEX
+
+
+def corpus() -> list[str]: return [*TEXTS, *(f" {text} the then there theft 12 123" for text in TEXTS)] * 3
+
+
+def byte_level(pre: str) -> Backend:
+    """As tokenizer.json of a model with this pattern has it."""
+    made = Backend(models.BPE(ignore_merges=pre == "llama-bpe"))
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    made.pre_tokenizer = {
+        "llama-bpe": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3), "isolated"), plain]),
+        "qwen2": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN2), "isolated"), plain]),
+        "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), whole]),
+        "gpt-2": whole}[pre]
+    if pre == "qwen2": made.normalizer = normalizers.NFC()
+    made.decoder = decoders.ByteLevel()
+    made.train_from_iterator(corpus(), trainers.BpeTrainer(
+        vocab_size=700, show_progress=False, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIALS]))
+    if pre == "llama-bpe":  # a token that no merges make: texts that are one are not split
+        data = json.loads(made.to_str())
+        assert "ĠcamelCase" in data["model"]["vocab"]
+        data["model"]["merges"] = [pair for pair in data["model"]["merges"] if "".join(pair) != "ĠcamelCase"]
+        made = Backend.from_str(json.dumps(data))
+    made.add_tokens([AddedToken("<think>", special=False, normalized=False)])
+    made.post_processor = processors.TemplateProcessing(
+        single="<|bos|> $A", pair="<|bos|> $A <|bos|>:1 $B:1", special_tokens=[("<|bos|>", 0)])
+    return made
+
+
+def sentencepiece(prefix: bool) -> Backend:
+    """As tokenizer.json of Llama 2 has it; without a prefix, of Gemma."""
+    first = ["<unk>", "<s>", "</s>"]
+    trained = Backend(models.BPE())
+    trained.normalizer = normalizers.Replace(" ", "▁")
+    trained.pre_tokenizer = pre_tokenizers.Split(Regex("▁?[^▁]+|▁+"), "isolated")
+    trained.train_from_iterator((" " + text for text in corpus() if text.isascii()), trainers.BpeTrainer(
+        vocab_size=400, show_progress=False, special_tokens=first))
+    pieces = sorted(trained.get_vocab(), key=lambda token: trained.get_vocab()[token])[3:]
+    tokens = [*first, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    # every way to make a piece, the earlier piece first
+    merges = [(piece[:at], piece[at:]) for piece in pieces for at in range(len(piece) - 1, 0, -1)
+              if piece[:at] in pieces and piece[at:] in pieces]
+    made = Backend(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", fuse_unk=True,
+                              byte_fallback=True))
+    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in first])
+    blanks = normalizers.Replace(" ", "▁")
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), blanks]) if prefix else blanks
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                      *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return made
+
+
+def write(path: Path, metadata: dict[str, object], kind: str = "llama") -> None:
+    """A file without tensors, with sizes that transformers' config needs."""
+    writer = gguf.GGUFWriter(path, kind)
+    sizes = {"context_length": 64, "block_count": 1, "feed_forward_length": 8, "embedding_length": 8,
+             "attention.head_count": 1}
+    for key, value in ({f"{kind}.{name}": size for name, size in sizes.items()} | metadata).items():
+        add(writer, key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def require_equal(path: Path, original: Backend, skip: str = "") -> None:
+    """Ids and texts are the original's, and transformers' but of texts that contain one of `skip`."""
+    found, theirs = Tokenizer.load(path), transformers.AutoTokenizer.from_pretrained(
+        path.parent, gguf_file=path.name)
+    assert found.backend.get_vocab_size() == original.get_vocab_size()
+    for text in TEXTS:
+        for special in (True, False):
+            ids = original.encode(text, add_special_tokens=special).ids
+            assert found.encode(text, special) == ids, text
+            if not set(skip) & set(text):
+                assert list(theirs(text, add_special_tokens=special)["input_ids"]) == ids, text
+        assert found.decode(ids) == original.decode(ids), text
+        assert found.backend.decode(ids, skip_special_tokens=False) == \
+            original.decode(ids, skip_special_tokens=False), text
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "smollm"])
+def test_byte_level(tmp_path: Path, pre: str):
+    original, path = byte_level(pre), tmp_path / "model.gguf"
+    write(path, tokenizer_metadata(original, pre, CHAT_TEMPLATE, "<|bos|>", "<|eos|>"))
+    # transformers has no NFC for Qwen, no digits one by one, and splits camelCase
+    require_equal(path, original, {"qwen2": "\u0301", "smollm": "0123456789", "llama-bpe": "C"}.get(pre, ""))
+    made = Tokenizer.load(path)
+    assert made.special == {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+    assert made.render([{"role": "user", "content": "hi"}]) == "<|bos|>hi"
+    assert made.silent(made.encode("<|user|>", False)[0])
+    assert not made.silent(made.encode("<think>", False)[0])
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece(tmp_path: Path, prefix: bool):
+    original, path = sentencepiece(prefix), tmp_path / "model.gguf"
+    metadata = tokenizer_metadata(original, None, None, "<s>", "</s>", "<unk>")
+    write(path, metadata | {"tokenizer.ggml.add_space_prefix": prefix})
+    # transformers puts a blank in front of all files' texts, and none after a special token
+    require_equal(path, original, "<" if prefix else "".join(TEXTS))
+    assert Tokenizer.load(path).encode(" hi") == original.encode(" hi").ids
+
+
+def test_merges_are_those_of_transformers():
+    """Also of equal scores, of which a longer first half wins."""
+    pieces = sorted({text[at:end] for text in TEXTS for at in range(len(text))
+                     for end in range(at + 1, at + 6)})
+    scores = np.random.default_rng(0).integers(0, 9, len(pieces)).astype(float).tolist()
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    expected = generate_merges(vocabulary, dict(zip(pieces, scores, strict=True)))
+    def rank(pair: tuple[str, str]) -> tuple[float, int, int]:
+        return -scores[vocabulary[pair[0] + pair[1]]], -len(pair[0]), -len(pair[1])
+    assert sorted(merges_of(pieces, scores), key=rank) == sorted(expected, key=rank)
+    assert [rank(pair) for pair in merges_of(pieces, scores)] == [rank(pair) for pair in expected]
+
+
+def test_the_bundled_model(tmp_path: Path):
+    original, path = Tokenizer.load(DEFAULT_MODEL), tmp_path / "model.gguf"
+    write(path, tokenizer_metadata(original.backend, "gpt-2", original.template, "<|bos|>", "<|eos|>"))
+    require_equal(path, original.backend)
+    assert Tokenizer.load(path).template == original.template
+
+
+def test_gemma_merges_in_the_order_of_tokens(tmp_path: Path):
+    """Its runs of blanks are stored as blanks, its scores say nothing."""
+    original, path = sentencepiece(False), tmp_path / "model.gguf"
+    metadata = tokenizer_metadata(original, None, None, "<s>", "</s>", "<unk>")
+    blanks = [" " * len(token) if set(token) == {"▁"} else token
+              for token in metadata["tokenizer.ggml.tokens"]]
+    write(path, metadata | {"tokenizer.ggml.tokens": blanks, "tokenizer.ggml.scores": [0.0] * len(blanks)},
+          "gemma")
+    made = Tokenizer.load(path)
+    for text in TEXTS: assert made.encode(text) == original.encode(text).ids, text
+
+
+def test_ends(tmp_path: Path):
+    """What is added around a text: as the file says, else as llama.cpp does."""
+    original, path = byte_level("gpt-2"), tmp_path / "model.gguf"
+    metadata = tokenizer_metadata(original, "gpt-2", None, "<|bos|>", "<|eos|>")
+    for pre, added, ends in (("gpt-2", {}, (False, False)), ("llama-bpe", {}, (True, False)),
+                             ("gpt-2", {"add_bos_token": True, "add_eos_token": True}, (True, True)),
+                             ("llama-bpe", {"add_bos_token": False}, (False, False))):
+        given = metadata | {"tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": None}
+        write(path, given | {f"tokenizer.ggml.{name}": value for name, value in added.items()})
+        ids = Tokenizer.load(path).encode("hi")
+        assert (ids[0] == 0, ids[-1] == 1) == ends
+
+
+def test_a_tokenizer_beside_the_file_is_read_first(tmp_path: Path):
+    write(tmp_path / "model.gguf", {})
+    byte_level("gpt-2").save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.load(tmp_path).encode("<|eos|>", False) == [1]
+
+
+def test_patterns_are_those_of_transformers():
+    theirs = transformers.integrations.gguf.gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS
+    for name, pattern in PATTERNS.items():
+        if name in theirs: assert pattern == theirs[name], name
