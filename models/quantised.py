@@ -101,7 +101,7 @@ def planned(model: Llama, entries: Mapping[str, TensorEntry], file: str) -> Plan
         _add_layer(plan, reader, list(found), stored, model)
     if not model.config.tied:
         shape = tuple(map(int, model.head.shape))
-        if (head := reader.matrix(HEAD, (shape[0], shape[1]), stored)) is not None:
+        if (head := _as_run(model, reader.matrix(HEAD, (shape[0], shape[1]), stored))) is not None:
             plan.layers.append(QuantisedLayer(None, ((head, (shape[0], shape[1])),)))
             plan.replaced.add(f"{HEAD}.weight")
     plan.unread |= {name for name in entries if name.endswith(CACHE_SCALES)} - plan.tensors
