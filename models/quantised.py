@@ -16,6 +16,7 @@ import numpy as np
 from tinygrad import Tensor
 
 from tinygrad_nv.errors import WeightError
+from tinygrad_nv.functional import prepared
 from tinygrad_nv.quant.activations import QWeight
 from tinygrad_nv.quant.readers.reader import Activations, Get, Reader, StoredMatrix, reader_of
 from tinygrad_nv.quant.tensor import QTensor
@@ -199,7 +200,8 @@ def _stacked(some: list[_Arrays], device: str | None) -> QWeight:
     arrays = {name: array if len(some) == 1 or name == "order" else
               np.concatenate([each.buffers[name] for each in some]) for name, array in first.buffers.items()}
     shape = sum(each.shape[0] for each in some), first.shape[1]
-    return QWeight(QTensor.of(first.type, shape, arrays, device), first.activations, first.input_scale)
+    return QWeight(prepared(QTensor.of(first.type, shape, arrays, device)), first.activations,
+                   first.input_scale)
 
 
 def _widened(array: np.ndarray) -> np.ndarray:
