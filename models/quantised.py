@@ -100,7 +100,8 @@ def planned(model: Llama, entries: Mapping[str, TensorEntry], file: str) -> Plan
     stored = {name: (safetensors_dtype(entry), entry.shape) for name, entry in entries.items()}
     for _, found in groupby(projections(model), key=lambda each: id(each.linear)):
         _add_layer(plan, reader, list(found), stored, model)
-    if not model.config.tied:
+    # of a tied GGUF file, blocks of the embedding are the head's, too
+    if not model.config.tied or f"{HEAD}.weight" in model.config.quantization.get("types", ()):
         shape = tuple(map(int, model.head.shape))
         if (head := _as_run(model, reader.matrix(HEAD, (shape[0], shape[1]), stored))) is not None:
             plan.layers.append(QuantisedLayer(None, ((head, (shape[0], shape[1])),)))

@@ -137,7 +137,8 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
     check(wanted, {name: entry for name, entry in checkpoint.entries.items() if name not in theirs},
           model.config.tied, directory)
     require_zeros(plan, checkpoint.entries)
-    if model.config.tied and HEAD in checkpoint.entries: _require_tied(checkpoint, directory)
+    if model.config.tied and HEAD in checkpoint.entries.keys() - plan.tensors:
+        _require_tied(checkpoint, directory)
     with labelled("weights"):
         allocate_arena(list({id(slot.tensor): slot.tensor for slot in wanted.values()}.values()))
     total, done = sum(checkpoint.entries[name].nbytes for name in [*wanted, *plan.tensors]), 0

@@ -1,6 +1,7 @@
 """Quantised checkpoints that are not whole, or of a kind that is not read."""
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 
 from tinygrad_nv.errors import ModelError, WeightError
+from tinygrad_nv.quant.readers import mxfp4
 from tinygrad_nv.quant.readers.reader import Stored, reader_of
+from tinygrad_nv.quant.types import NF4 as NF4_ELEMENT
 
 L, SHAPE = "model.layers.0.mlp.up_proj", (64, 128)
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
@@ -26,6 +29,16 @@ CT: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "pack-quan
 CT_STORED = {f"{L}.weight_packed": ("I32", (64, 16)), f"{L}.weight_scale": ("BF16", (64, 4)),
              f"{L}.weight_zero_point": ("I32", (8, 4)), f"{L}.weight_shape": ("I64", (2,)),
              f"{L}.weight_g_idx": ("I32", (128,))}
+
+FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+FP8_STORED = {f"{L}.weight": ("F8_E4M3", SHAPE), f"{L}.weight_scale_inv": ("F32", (1, 1))}
+FBGEMM: dict[str, Any] = {"quant_method": "fbgemm_fp8"}
+MODELOPT: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+NF4: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+STATE = "weight.quant_state.bitsandbytes__nf4"
+NF4_STORED = {f"{L}.weight": ("U8", (4096, 1)), f"{L}.weight.absmax": ("U8", (128,)),
+              f"{L}.weight.quant_map": ("F32", (16,)), f"{L}.{STATE}": ("U8", (120,)),
+              f"{L}.weight.nested_absmax": ("F32", (1,)), f"{L}.weight.nested_quant_map": ("F32", (256,))}
 
 
 def group(more: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
@@ -191,3 +204,77 @@ def test_compressed_tensors_content():
            "weight_g_idx permutes inputs", 'set actorder to "group"')
     arrays(group(symmetric=True), CT_STORED, {**groups, "weight_zero_point": np.ones((8, 4), np.int32)},
            "weight_zero_point is not 0", "set symmetric to false")
+
+
+def test_fp8_settings():
+    config({**FP8, "weight_block_size": [128]}, "weight_block_size of quantization_config is [128]",
+           "rows and columns of a block, or null")
+    config({**FP8, "weight_block_size": [0, 128]}, "weight_block_size of quantization_config is [0, 128]")
+    config({**FP8, "activation_scheme": "none"}, "activation_scheme of", "dynamic, static")
+    config({**MODELOPT, "quant_algo": "W4A8_AWQ"}, "quant_algo of quantization_config is 'W4A8_AWQ'",
+           "one of FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, MXFP8, NVFP4, W4A16_NVFP4, MIXED_PRECISION")
+    config({**MODELOPT, "quant_algo": "MIXED_PRECISION", "quantized_layers": {L: {"quant_algo": "INT4"}}},
+           f"{L}: quant_algo of quantization_config is 'INT4'")
+
+
+@pytest.mark.parametrize("name", ["weight", "weight_scale_inv"])
+def test_fp8_lacks(name: str):
+    matrix(FP8, without(FP8_STORED, name), f"{L}.{name} is missing", "expected: ")
+
+
+def test_fp8_shapes():
+    matrix(FP8, replaced(FP8_STORED, "weight", "F8_E4M3", 64, 127), "is F8_E4M3 [64, 127]", "[64, 128]")
+    matrix(FP8, replaced(FP8_STORED, "weight", "I8", *SHAPE), "weight is I8 [64, 128]", "F8_E4M3 [64, 128]")
+    matrix(FP8, replaced(FP8_STORED, "weight_scale_inv", "F32", 3, 1), "is F32 [3, 1]", "[1, 1]")
+    rows = {f"{L}.weight": ("F8_E4M3", SHAPE), f"{L}.weight_scale": ("F32", (63, 1))}
+    matrix(FBGEMM, rows, "weight_scale is F32 [63, 1]", "[64, 1]")
+    matrix(FBGEMM, without(rows, "weight_scale"), "weight_scale is missing")
+    fp4 = {f"{L}.weight": ("U8", (64, 64)), f"{L}.weight_scale": ("F8_E4M3", (64, 8))}
+    matrix(MODELOPT, fp4, "weight_scale_2 is missing", "F32 []")
+    matrix(MODELOPT, replaced(fp4, "weight_scale", "F8_E4M3", 64, 4), "is F8_E4M3 [64, 4]", "[64, 8]")
+
+
+def test_bitsandbytes_settings():
+    config({"quant_method": "bitsandbytes"}, "load_in_4bit of quantization_config is False", "one of True")
+
+
+@pytest.mark.parametrize("name", [key.removeprefix(f"{L}.") for key in NF4_STORED])
+def test_bitsandbytes_lacks(name: str):
+    matrix(NF4, without(NF4_STORED, name), f"{L}.{name} is missing", "expected: ")
+
+
+def test_bitsandbytes_shapes():
+    matrix(NF4, replaced(NF4_STORED, "weight", "U8", 4095, 1), "weight is U8 [4095, 1]", "4096 bytes")
+    matrix(NF4, replaced(NF4_STORED, "weight.absmax", "U8", 100),
+           "weight.absmax has 100 scales of 8192 elements", "one for each 32, 64, 128")
+    eight = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    matrix(eight, {f"{L}.weight": ("I8", SHAPE)}, "SCB is missing", "F32 [64]")
+    matrix(eight, {f"{L}.weight": ("I8", SHAPE), f"{L}.SCB": ("F32", (128,))}, "SCB is F32 [128]", "F32 [64]")
+    stored = {f"{L}.weight": ("I8", SHAPE), f"{L}.SCB": ("F32", (64,)), f"{L}.weight_format": ("U8", ())}
+    arrays(eight, stored, {"weight_format": np.array(1, np.uint8)}, "weight_format is 1", "rows one after")
+
+
+def test_bitsandbytes_content():
+    settings = {"quant_type": "nf4", "blocksize": 64, "shape": [64, 128], "nested_blocksize": 256,
+                "nested_offset": .1}
+    book = {"weight.quant_map": np.float32(NF4_ELEMENT.values)}
+
+    def state(**more: object) -> dict[str, np.ndarray]:
+        return {**book, STATE: np.frombuffer(json.dumps({**settings, **more}).encode(), np.uint8)}
+    for key, wrong in (("blocksize", 128), ("shape", [128, 64]), ("quant_type", "fp4")):
+        arrays(NF4, NF4_STORED, state(**{key: wrong}), f"{STATE} says that {key} is {wrong}")
+    arrays(NF4, NF4_STORED, state(nested_blocksize=64), "1 scales of 128 numbers, blocks of 64")
+    arrays(NF4, NF4_STORED, state(nested_offset=None), "nested_offset", "is None", "a number")
+    zeros = np.zeros(16, np.float32)
+    arrays(NF4, NF4_STORED, {**state(), "weight.quant_map": zeros}, "other numbers than nf4")
+    arrays(NF4, NF4_STORED, {**book, STATE: np.frombuffer(b"{", np.uint8)}, f"{STATE} is no JSON")
+    arrays(NF4, NF4_STORED, {**book, STATE: np.frombuffer(b"[]", np.uint8)}, f"{STATE} is []", "an object")
+
+
+def test_mxfp4_experts():
+    name, reader = "model.layers.0.mlp.experts.down_proj", mxfp4.reader({}, "config.json")
+    stored = {f"{name}_blocks": ("U8", (4, 64, 4, 16)), f"{name}_scales": ("U8", (4, 64, 4))}
+    refused(lambda: reader.experts(name, 4, SHAPE, {f"{name}_blocks": ("U8", (4, 64, 4, 16))}),
+            f"{name}_scales is missing", "U8 [4, 64, 4]")
+    refused(lambda: reader.experts(name, 4, (64, 96), stored), "is U8 [4, 64, 4, 16]", "[4, 64, 3, 16]")
+    refused(lambda: reader.experts(name, 8, SHAPE, stored), "[8, 64, 4, 16]")

@@ -74,6 +74,8 @@ def dequantized(type: QType, shape: tuple[int, int], given: Mapping[str, Tensor]
     if type.shift: values = values - type.shift
     if type.zeros: values = values - _spread(given["zeros"].float(), type.scale, n, k)
     made = values * _factors(type, given, "scales", "outer", n, k)
+    if type.outer is not None and type.outer_last:
+        made = made * _spread(_numbers(given["outer"], type.outer), type.outer, n, k)
     if type.mins: made = made - _factors(type, given, "mins", "outer_mins", n, k)
     if type.permuted:
         # column k has input order[k]: the inverse permutation, by a scatter of column numbers
@@ -143,6 +145,7 @@ def _plane(type: QType, name: str) -> int:
 def _factors(type: QType, given: Mapping[str, Tensor], name: str, outer: str, n: int, k: int) -> Tensor:
     made = _spread(_numbers(given[name], type.scale), type.scale, n, k)
     if type.outer is None: return made
+    if type.outer_last: return made
     larger = _spread(_numbers(given[outer], type.outer), type.outer, n, k)
     return made / larger if type.divided else larger * made
 

@@ -5,6 +5,7 @@ block of `Scale.rows` x `Scale.columns` of them:
 
     W[n, k] = (value(q) − shift − z) · s − m          s = scale · outer        m = min · outer_min
     with `divided` scales (compressed-tensors' NVFP4)  s = scale / outer
+    with `outer_last` (bitsandbytes' int8)  W[n, k] = ((value(q) − shift − z) · scale) · outer, without minima
 
 `value` is the number a code stands for: itself, a float, or an entry of a codebook. `shift` is the same for
 the whole matrix (8 for signed 4-bit integers that are stored unsigned); zero points z (`zeros`) and minima m
@@ -116,6 +117,7 @@ class QType:
     outer: Scale | None = None
     permuted: bool = False
     divided: bool = False
+    outer_last: bool = False
     tiled: bool = False
 
     def __post_init__(self) -> None:
@@ -123,8 +125,8 @@ class QType:
             raise SpecError(f"tiles of {self.element} {self.scale}", "scales of single rows")
         if self.mins and self.outer is None and self.scale.e8m0:
             raise SpecError("minima of E8M0", "scales that have a sign")
-        if self.divided and (self.outer is None or self.mins):
-            raise SpecError("divided scales without outer ones, or with minima", "outer scales, no minima")
+        if (self.divided or self.outer_last) and (self.outer is None or self.mins):
+            raise SpecError(f"{self} without outer scales, or with minima", "outer scales, no minima")
 
     @property
     def bits(self) -> int:
@@ -141,7 +143,8 @@ class QType:
         return replace(self, scale=replace(self.scale, dtype=dtype))
 
     def __str__(self) -> str:
-        more = [name for name in ("zeros", "mins", "permuted", "divided", "tiled") if getattr(self, name)]
+        flags = ("zeros", "mins", "permuted", "divided", "outer_last", "tiled")
+        more = [name for name in flags if getattr(self, name)]
         return " ".join([f"{self.element} {self.scale}", *more])
 
 
@@ -201,6 +204,11 @@ NF4 = Element("nf4", 4, values=(
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
     1.0))
+# bitsandbytes' own, functional.py
+FP4 = Element("fp4", 4, values=(
+    0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25,
+    0.0, -0.0052083334885537624, -0.6666666865348816, -1.0, -0.3333333432674408, -0.5, -0.1666666716337204,
+    -0.25))
 
 # **** types that have names ****
 

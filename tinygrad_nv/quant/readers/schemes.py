@@ -62,6 +62,7 @@ def cache_of(config: Mapping[str, Any], name: str) -> Activations | None:
     `ModelError`."""
     raw = config.get("kv_cache_scheme")
     if raw is None: return None
+    if raw in ("static", "FP8"): return Activations("e4m3", Scale(0, 0), static=True)    # AutoFP8, ModelOpt
     if not isinstance(raw, Mapping): raise _wrong(name, "kv_cache_scheme", raw, "an object")
     return Scheme.of(raw, f"{name}: kv_cache_scheme").activations
 
