@@ -193,15 +193,18 @@ class StoredTensor:
 
 
 def stored(file: GGUFFile) -> list[StoredTensor]:
-    """The tensors of a model. An embedding of blocks is listed as the numbers it stands for."""
+    """The tensors of a model. An embedding of blocks is listed as the numbers it stands for, and as blocks
+    for the head, if that is tied."""
     made = []
     for source in file.tensors.values():
         name, shape = hugging_face_name(source.name), source.shape
         if source.name == FACTORS: continue
         dtype = FLOATS.get(source.format.name, "U8")
         if (source.name == EMBEDDING and dtype == "U8") or _offset(file, source): dtype = "float32"
-        if dtype == "U8": shape = (*shape[:-1], source.format.row_bytes(shape[-1]))
-        made.append(StoredTensor(name, dtype, shape, source))
+        blocked = (*shape[:-1], source.format.row_bytes(shape[-1]))
+        made.append(StoredTensor(name, dtype, blocked if dtype == "U8" else shape, source))
+        if source.name == EMBEDDING and source.format.type is not None and HEAD not in file.tensors:
+            made.append(StoredTensor(hugging_face_name(HEAD), "U8", blocked, source))
     return made
 
 

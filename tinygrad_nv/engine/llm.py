@@ -184,9 +184,10 @@ class LLM:
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes of weights that a decode step reads: every parameter, but only one row of an untied
-        embedding."""
-        skipped = 0 if self.config.tied else self.config.vocab_size * self.config.hidden_size
+        """Bytes of weights that a decode step reads: every parameter, but only one row of an embedding
+        that is not the head."""
+        whole = self.config.tied and self.model.quantised_head is None
+        skipped = 0 if whole else self.config.vocab_size * self.config.hidden_size
         return self._weight_bytes - skipped * self.dtype.itemsize
 
     # **** prompts ****

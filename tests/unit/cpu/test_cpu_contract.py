@@ -17,6 +17,7 @@ import pytest
 import torch
 from attention_case import attention
 from backward_case import backward
+from cpu_quant_case import TYPES, matmul
 from decode_case import decode
 from gemm_case import arguments, product
 from test_cpu_gemv import gate
@@ -29,6 +30,7 @@ from tinygrad_nv.cpu.attention.schedules import CPUFlash, CPUFlashBackward
 from tinygrad_nv.cpu.decode.schedules import CPUDecode
 from tinygrad_nv.cpu.gemm.schedules import Amx, CPUGemm, CPUGemv
 from tinygrad_nv.cpu.isa import AMX, AVX2, AVX512, AVX512_BF16, ISA, PORTABLE
+from tinygrad_nv.cpu.quant_gemm.schedules import QuantDots, QuantGemm, QuantGemv
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.runtime.cpu.program import load
@@ -54,7 +56,7 @@ Results = Sequence[torch.Tensor | None]
 Runs = Callable[[CPUSchedule, Sequence[int] | None], Results]
 
 
-def matmul(spec: GemmSpec) -> Runs:
+def dense(spec: GemmSpec) -> Runs:
     given = arguments(spec, integers=False)
     return lambda s, order: [cpu_gemv_case.run(load(TABLE.build(spec, s, CPU(s.isa, 2))), spec, given, order)]
 
@@ -77,12 +79,12 @@ GEMM = [{"parts": 1, "rows": 6, "block_m": 24, "block_n": 64, "block_k": 64}, {"
         {"parts": 5, "rows": 3, "block_m": 9, "block_n": 32}]
 TILES = {"block_m": 64, "block_n": 64}
 PARTS: dict[str, tuple[Callable[[Any], Runs], Any, type[CPUSchedule], ISA, list[dict[str, int]]]] = {
-    **{f"gemv of {m} rows, {majors}": (matmul, product(m, 300, 257, F32, majors=majors, batch=(2,)), CPUGemv,
+    **{f"gemv of {m} rows, {majors}": (dense, product(m, 300, 257, F32, majors=majors, batch=(2,)), CPUGemv,
                                        BEST, [{"parts": 1}, {"parts": 3}, {"parts": 7, "block_n": 64}])
        for m in (1, 5) for majors in ("KK", "KM")},
-    **{f"gemm of {name}": (matmul, product(70, 130, 300, dtype, out=F32), CPUGemm, BEST, GEMM)
+    **{f"gemm of {name}": (dense, product(70, 130, 300, dtype, out=F32), CPUGemm, BEST, GEMM)
        for name, dtype in (("f32", F32), ("bf16", BF16))},
-    "amx": (matmul, product(150, 130, 600, out=F32), Amx, EMULATED,
+    "amx": (dense, product(150, 130, 600, out=F32), Amx, EMULATED,
             [*({"parts": parts, **TILES} for parts in (1, 3, 9)),
              {"parts": 2, "block_m": 160, "block_n": 32}]),
     "flash": (forward, TRAINED(150, 150, 64, F32, 1, 2, 3), CPUFlash, BEST,
@@ -112,6 +114,10 @@ COMPILED: dict[str, tuple[Any, type[CPUSchedule], dict[str, bool]]] = {
     "gemv by columns": (product(3, 50, 70, BF16, majors="KM"), CPUGemv, {}),
     "gemv by rows": (gate(50, 90, 1, BF16, "K"), CPUGemv, {}),
     "gemm": (product(33, 50, 90, BF16), CPUGemm, {}),
+    "quant_gemv": (matmul(TYPES["nf4"], 3, 50, 96, BF16), QuantGemv, {}),
+    "quant_gemm": (matmul(TYPES["gptq 2 bits"], 33, 50, 96, BF16), QuantGemm, {}),
+    **{f"quant_dots of {name}": (matmul(replace(TYPES[name], tiled=True), 5, 50, 512, BF16, int8=True),
+                                 QuantDots, {}) for name in ("Q6_K", "Q8_0")},
     "flash": (replace(TRAINED(50, 150, 40, BF16), kept=200), CPUFlash, {}),
     "flash_backward": (backward(50, 70, 40, BF16, band=CAUSAL), CPUFlashBackward, {}),
     **{words: (decode(heads=3, group=5, s_q=3, d=80, d_v=40, pages=64, dtype=BF16, kv=E4M3, window=99),

@@ -17,12 +17,13 @@ from tinygrad_nv.engine.text.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 PROMPT = "Once upon a time there was a little fox"
+SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
 KINDS = {"Q4_0": Kind.Q4_0, "Q8_0": Kind.Q8_0, "F16": Kind.F16,
          "Q4_K_M": {"attn_v": Kind.Q6_K, "ffn_down": Kind.Q6_K, "output.weight": Kind.Q6_K, "": Kind.Q4_K}}
 
 
 @pytest.fixture(scope="module")
-def source(make_model) -> Path: return make_model(hidden_size=256, intermediate_size=256, head_dim=64)
+def source(make_model) -> Path: return make_model(**SIZES)
 
 
 def written(path: Path, source: Path, kinds: Kind | dict[str, Kind]) -> Path:
@@ -47,9 +48,10 @@ def their_tokens(path: Path) -> tuple[list[int], list[int]]:
     return ids, found[0, len(ids):].tolist()
 
 
-@pytest.mark.parametrize("kinds", KINDS)
-def test_greedy_tokens_are_those_of_transformers(source: Path, tmp_path: Path, kinds: str):
-    path = written(tmp_path / "model.gguf", source, KINDS[kinds])
+@pytest.mark.parametrize("kinds", [*KINDS, "tied"])
+def test_greedy_tokens_are_those_of_transformers(source: Path, tmp_path: Path, make_model, kinds: str):
+    if kinds == "tied": source = make_model(**SIZES, tie_word_embeddings=True)
+    path = written(tmp_path / "model.gguf", source, KINDS.get(kinds, Kind.Q8_0))
     prompt, expected = their_tokens(path)
     llm = LLM(path, device="CPU", dtype="float32", max_num_seqs=2)
     try:
@@ -58,6 +60,8 @@ def test_greedy_tokens_are_those_of_transformers(source: Path, tmp_path: Path, k
         assert llm.eos == (1,)
         assert bool(llm.model.blocks[0].attention.output.parts) == (kinds != "F16")
         assert (llm.model.quantised_head is None) == (kinds == "F16")
+        dense = llm.config.parameters - llm.config.vocab_size * llm.config.hidden_size * (kinds != "tied")
+        if kinds != "F16": assert llm.streamed_bytes < dense * 4 / 3
     finally: llm.close()
 
 

@@ -79,7 +79,10 @@ def ours(path: Path) -> dict[str, np.ndarray]:
     whole = {id(each.linear.weight): Tensor.cat(*(part.dequantize() if isinstance(part, QTensor) else part
                                                   for part in each.linear.parts), dim=0)
              for each in projections(model) if each.linear.parts}
-    if model.quantised_head is not None: whole[id(model.head)] = model.quantised_head.dequantize()
+    if model.quantised_head is not None:
+        head = model.quantised_head.dequantize()
+        if model.config.tied: assert np.array_equal(head.numpy(), model.embedding.numpy())
+        else: whole[id(model.head)] = head
     return {name: whole.get(id(slot.tensor), slot.tensor)[slot.first:slot.first + slot.shape[0]].numpy()
             for name, slot in slots(model).items()}
 

@@ -141,6 +141,21 @@ class _Header:
         except UnicodeDecodeError as error:
             raise self.damaged(f"a string that ends at byte {self.at} is not UTF-8: {error}") from error
 
+    def strings(self, count: int) -> list[str]:
+        """An array of them. Vocabularies have hundreds of thousands: as few calls for each as can be."""
+        data, at, made = self.data.data, self.at, list[str]()
+        size = len(data)
+        for _ in range(count):
+            begin = at + 8
+            at = begin + int.from_bytes(data[at:begin], "little")
+            if at > size: break
+            try: made.append(str(data[begin:at], "utf-8"))
+            except UnicodeDecodeError: break
+        if len(made) < count:   # once more, for the message
+            return [self.string() for _ in range(count)]
+        self.at = at
+        return made
+
     def start(self) -> tuple[int, int]:
         """The number of tensors, and of entries."""
         first = self.data[:4].tobytes()
@@ -168,7 +183,8 @@ class _Header:
             size = np.dtype(NUMBERS[kind]).itemsize
             number = self.count(size, "numbers of an array")
             return self.take(size * number, "an array").view(NUMBERS[kind]).tolist()
-        return [self.value(kind, depth + 1) for _ in range(self.count(8, "values of an array"))]
+        count = self.count(8, "values of an array")
+        return self.strings(count) if kind == STRING else [self.value(kind, depth + 1) for _ in range(count)]
 
     def tensor(self) -> tuple[str, Format, tuple[int, ...], int]:
         name, extents = self.string(), self.number("<u4")
