@@ -78,7 +78,8 @@ def ours(path: Path) -> dict[str, np.ndarray]:
     weights.load(model, path)
     whole = {}
     for each in projections(model):
-        parts = [part.matrix.dequantize() if isinstance(part, QWeight) else part for part in each.linear.parts]
+        parts = [part.matrix.dequantize() if isinstance(part, QWeight) else part
+                 for part in each.linear.parts]
         if parts: whole[id(each.linear.weight)] = Tensor.cat(*parts, dim=0)
     if model.quantised_head is not None:
         head = model.quantised_head.matrix.dequantize()
