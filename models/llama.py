@@ -29,7 +29,7 @@ from tinygrad_nv.functional import embedding, kv_append, quant_matmul, scaled_do
 from tinygrad_nv.hooks import enabled
 from tinygrad_nv.kvcache.store import LayerPages, PagedCache
 from tinygrad_nv.patterns.target import cpu_of, takes
-from tinygrad_nv.quant.tensor import QTensor
+from tinygrad_nv.quant.activations import QWeight
 from tinygrad_nv.runtime.observe.ranges import layer
 from tinygrad_nv.tile.gemm.spec import FLOAT16S
 
@@ -90,7 +90,7 @@ class Linear:
     def __init__(self, inputs: int, outputs: int, bias: bool, dtype: DType, device: str | None) -> None:
         self.weight = Tensor.empty(outputs, inputs, dtype=dtype, device=device)
         self.bias = Tensor.empty(outputs, dtype=dtype, device=device) if bias else None
-        self.parts: tuple[QTensor | Tensor, ...] = ()
+        self.parts: tuple[QWeight | Tensor, ...] = ()
 
     def __call__(self, x: Tensor) -> Tensor:
         if not self.parts: return x.linear(self.weight.T, self.bias)
@@ -99,9 +99,9 @@ class Linear:
         return made if self.bias is None else made + self.bias
 
 
-def multiply(x: Tensor, weight: QTensor | Tensor, bias: Tensor | None = None) -> Tensor:
+def multiply(x: Tensor, weight: QWeight | Tensor, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + b, of W quantised or not."""
-    if isinstance(weight, QTensor): return quant_matmul(x, weight, bias)
+    if isinstance(weight, QWeight): return quant_matmul(weight.inputs(x), weight.matrix, bias)
     return x.linear(weight.T, bias)
 
 
@@ -271,7 +271,7 @@ class Llama:
         self.norm = RMSNorm(config.hidden_size, config, dtype, device)
         self.head = self.embedding
         if not config.tied: self.head = Tensor.empty(*self.embedding.shape, dtype=dtype, device=device)
-        self.quantised_head: QTensor | None = None  # instead of `head`
+        self.quantised_head: QWeight | None = None  # instead of `head`
 
     @cached_property
     def rope_tables(self) -> tuple[Tensor, Tensor]:

@@ -8,19 +8,21 @@ layer.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import numpy as np
 from tinygrad import Tensor
 
 from tinygrad_nv.errors import WeightError
-from tinygrad_nv.quant.readers.reader import Get, Reader, StoredMatrix, reader_of
+from tinygrad_nv.functional import prepared
+from tinygrad_nv.quant.activations import QWeight
+from tinygrad_nv.quant.readers.reader import Activations, Get, Reader, StoredMatrix, reader_of
 from tinygrad_nv.quant.tensor import QTensor
 from tinygrad_nv.quant.types import QType
 
-from .checkpoint import TensorEntry, read_array, safetensors_dtype
+from .checkpoint import TensorEntry, read_array, safetensors_dtype, widen_bfloat16
 from .llama import Linear, Llama
 
 HEAD = "lm_head"
@@ -101,7 +103,7 @@ def planned(model: Llama, entries: Mapping[str, TensorEntry], file: str) -> Plan
     # of a tied GGUF file, blocks of the embedding are the head's, too
     if not model.config.tied or f"{HEAD}.weight" in model.config.quantization.get("types", ()):
         shape = tuple(map(int, model.head.shape))
-        if (head := reader.matrix(HEAD, (shape[0], shape[1]), stored)) is not None:
+        if (head := _as_run(model, reader.matrix(HEAD, (shape[0], shape[1]), stored))) is not None:
             plan.layers.append(QuantisedLayer(None, ((head, (shape[0], shape[1])),)))
             plan.replaced.add(f"{HEAD}.weight")
     plan.unread |= {name for name in entries if name.endswith(CACHE_SCALES)} - plan.tensors
@@ -110,7 +112,7 @@ def planned(model: Llama, entries: Mapping[str, TensorEntry], file: str) -> Plan
 
 def _add_layer(plan: Plan, reader: Reader, found: list[Projection],
                stored: Mapping[str, tuple[str, tuple[int, ...]]], model: Llama) -> None:
-    matrices = [reader.matrix(each.name, each.shape, stored) for each in found]
+    matrices = [_as_run(model, reader.matrix(each.name, each.shape, stored)) for each in found]
     if not any(matrices): return
     parts: list[tuple[StoredMatrix, tuple[int, int]] | Tensor] = []
     for each, matrix in zip(found, matrices, strict=True):
@@ -125,6 +127,14 @@ def _add_layer(plan: Plan, reader: Reader, found: list[Projection],
     plan.layers.append(QuantisedLayer(found[0].linear, tuple(parts)))
 
 
+def _as_run(model: Llama, found: StoredMatrix | None) -> StoredMatrix | None:
+    """Inputs are rounded where transformers rounds them, of compressed-tensors; FP8 blocks and the like it
+    dequantises where there is no FP8 matmul."""
+    assert model.config.quantization is not None
+    if found is None or model.config.quantization.get("quant_method") == "compressed-tensors": return found
+    return replace(found, activations=None)
+
+
 def require_zeros(plan: Plan, entries: Mapping[str, TensorEntry]) -> None:
     """Raises `WeightError` for a bias where the architecture has none that is not 0."""
     for name in sorted(plan.unread):
@@ -134,45 +144,66 @@ def require_zeros(plan: Plan, entries: Mapping[str, TensorEntry]) -> None:
                               "use the config.json that belongs to these weights")
 
 
+@dataclass(frozen=True)
+class _Arrays:
+    """A matrix that was read: what `QWeight` is made of."""
+    type: QType
+    shape: tuple[int, int]
+    buffers: dict[str, np.ndarray]
+    activations: Activations | None
+    input_scale: float | None
+
+    @staticmethod
+    def read(stored: StoredMatrix, shape: tuple[int, int], get: Get) -> _Arrays:
+        how, scale = stored.activations, None
+        if how is not None and how.static:
+            name = next(each for each in stored.tensors if each.endswith(".input_scale"))
+            scale = float(_widened(get(name)).reshape(-1)[0])
+        return _Arrays(stored.type, shape, stored.arrays(get), how, scale)
+
+    def stacks_on(self, above: _Arrays) -> bool:
+        """Whether its rows may follow those of another in one matrix."""
+        kind, rows = self.type, above.shape[0]
+        scales = [scale for scale in (kind.scale, kind.outer) if scale is not None]
+        alike = (kind, self.activations, self.input_scale) == (above.type, above.activations,
+                                                               above.input_scale)
+        return alike and all(scale.rows and rows % scale.rows == 0 for scale in scales) and \
+            (not kind.permuted or np.array_equal(self.buffers["order"], above.buffers["order"]))
+
+
 def fill(model: Llama, layer: QuantisedLayer, entries: Mapping[str, TensorEntry]) -> int:
     """Reads one layer: bytes."""
     def get(name: str) -> np.ndarray: return read_array(entries[name])
     parts = tuple(_merged(layer.parts, get, model.device))
     if layer.linear is not None: layer.linear.parts = parts
     else:
-        assert isinstance(parts[0], QTensor)
+        assert isinstance(parts[0], QWeight)
         model.quantised_head = parts[0]
     return sum(entries[name].nbytes for name in layer.tensors)
 
 
 def _merged(parts: Iterable[tuple[StoredMatrix, tuple[int, int]] | Tensor], get: Get,
-            device: str | None) -> Iterable[QTensor | Tensor]:
+            device: str | None) -> Iterator[QWeight | Tensor]:
     """Parts, of neighbours of one type one matrix."""
-    waiting: list[tuple[QType, int, int, dict[str, np.ndarray]]] = []
-
-    def made() -> Iterable[QTensor]:
-        if waiting:
-            kind, _, k, _ = waiting[0]
-            arrays = {name: np.concatenate([one[3][name] for one in waiting]) if len(waiting) > 1 and
-                      name != "order" else array for name, array in waiting[0][3].items()}
-            yield QTensor.of(kind, (sum(one[1] for one in waiting), k), arrays, device)
-            waiting.clear()
+    waiting: list[_Arrays] = []
     for part in parts:
-        if isinstance(part, Tensor):
-            yield from made()
-            yield part
-            continue
-        stored, (n, k) = part
-        one = stored.type, n, k, stored.arrays(get)
-        if waiting and not _stackable(waiting[-1], one): yield from made()
-        waiting.append(one)
-    yield from made()
+        one = None if isinstance(part, Tensor) else _Arrays.read(part[0], part[1], get)
+        if waiting and (one is None or not one.stacks_on(waiting[-1])):
+            yield _stacked(waiting, device)
+            waiting = []
+        if one is not None: waiting.append(one)
+        elif isinstance(part, Tensor): yield part
+    if waiting: yield _stacked(waiting, device)
 
 
-def _stackable(above: tuple[QType, int, int, dict[str, np.ndarray]],
-               below: tuple[QType, int, int, dict[str, np.ndarray]]) -> bool:
-    """Whether rows of one may follow those of the other in one matrix."""
-    kind, n, _, arrays = above
-    outer = [scale for scale in (kind.scale, kind.outer) if scale is not None]
-    return kind == below[0] and all(scale.rows and n % scale.rows == 0 for scale in outer) and \
-        (not kind.permuted or np.array_equal(arrays["order"], below[3]["order"]))
+def _stacked(some: list[_Arrays], device: str | None) -> QWeight:
+    first = some[0]
+    arrays = {name: array if len(some) == 1 or name == "order" else
+              np.concatenate([each.buffers[name] for each in some]) for name, array in first.buffers.items()}
+    shape = sum(each.shape[0] for each in some), first.shape[1]
+    return QWeight(prepared(QTensor.of(first.type, shape, arrays, device)), first.activations,
+                   first.input_scale)
+
+
+def _widened(array: np.ndarray) -> np.ndarray:
+    return widen_bfloat16(array) if array.dtype == np.uint16 else array

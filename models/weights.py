@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -143,10 +144,11 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
     total, done = sum(checkpoint.entries[name].nbytes for name in [*wanted, *plan.tensors]), 0
     with ThreadPoolExecutor(READERS) as readers:
         reading = [readers.submit(_read, checkpoint, *chunk) for chunk in _chunks(wanted, checkpoint.entries)]
-        reading += [readers.submit(fill, model, layer, checkpoint.entries) for layer in plan.layers]
         try:
-            for future in as_completed(reading):
-                done += future.result()
+            for count in chain((future.result() for future in as_completed(reading)),
+                                # in this thread: matrices are repacked by tinygrad, one at a time
+                                (fill(model, layer, checkpoint.entries) for layer in plan.layers)):
+                done += count
                 if progress is not None: progress(done, total)
         except BaseException:
             readers.shutdown(cancel_futures=True)

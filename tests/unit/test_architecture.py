@@ -24,7 +24,7 @@ KINDS = ("eager", "lazy", "typing")
 # above reach into tinygrad.
 LAYERS = ("errors table interrupt progress", "config", "cache", "toolchain", "ptx", "quant", "tile", "hooks",
           "runtime", "cpu", "host patterns", "functional", "kvcache graphs", "models", "engine",
-          "server benchmarks", "explain", "registration", "tinygrad_nv", "cli")
+          "server benchmarks quantize", "explain", "registration", "tinygrad_nv", "cli")
 RANKS = {group: rank for rank, row in enumerate(LAYERS) for group in row.split()}
 # files that make a group without a folder of their own
 GROUPS = {"__main__": "cli"}

@@ -21,6 +21,9 @@ from tinygrad_nv.cli import (
     explain as explain_command,
 )
 from tinygrad_nv.cli import (
+    quantize as quantize_command,
+)
+from tinygrad_nv.cli import (
     serve as serve_command,
 )
 from tinygrad_nv.cli import (
@@ -129,6 +132,7 @@ def parser() -> argparse.ArgumentParser:
     explain_command.add_command(commands, directory, _add_model_options, _model)
     host.add_command(ptx.add_commands(commands))
     tune_command.add_command(commands)
+    quantize_command.add_command(commands, "a model directory")
     return top
 
 

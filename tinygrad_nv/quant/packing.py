@@ -59,6 +59,6 @@ def planes_of(rows: Callable[[int, int], np.ndarray], n: int, k: int, bits: int)
     step = max(32, CHUNK // k // 32 * 32)
     for begin in range(0, n, step):
         for name, data in planes(rows(begin, min(begin + step, n)), bits).items():
-            whole = made.setdefault(name, np.empty((n, data.shape[1]), np.uint8))
-            whole[begin:begin + len(data)] = data
+            if name not in made: made[name] = np.empty((n, data.shape[1]), np.uint8)
+            made[name][begin:begin + len(data)] = data
     return made

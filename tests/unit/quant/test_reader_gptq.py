@@ -1,12 +1,13 @@
 """GPTQ's layouts, written here element by element as AutoGPTQ and GPTQModel do."""
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from reader_case import LAYER, layer_of, matrix_of, read, same
+from reader_case import LAYER, array_of, layer_of, matrix_of, read, same
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.quant.types import INT8, UINT3, UINT4, UINT8, QType, Scale
@@ -104,6 +105,25 @@ def test_more_rows_than_are_unpacked_at_a_time(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tinygrad_nv.quant.packing.CHUNK", 64 * 64)
     tensors, matrix = case(160, 64, 32, bits=3)
     assert same(read({**CONFIG, "bits": 3}, layer_of(tensors), (160, 64))[0], matrix)
+
+
+@pytest.mark.parametrize("order", [False, True])
+@pytest.mark.parametrize("bits", [3, 4])
+def test_memory(bits: int, order: bool, monkeypatch: pytest.MonkeyPatch):
+    """What is needed beside the buffers does not grow with the matrix."""
+    n, k = 2048, 1024
+    monkeypatch.setattr("tinygrad_nv.quant.packing.CHUNK", 1 << 16)
+    shapes = {"qweight": (k * bits // 32, n), "qzeros": (k // 32, n * bits // 32), "scales": (k // 32, n)}
+    tensors = {name: torch.zeros(shape, dtype=torch.float16 if name == "scales" else torch.int32)
+               for name, shape in shapes.items()}
+    tensors["g_idx"] = (torch.arange(k) % 32 if order else torch.arange(k) // 32).to(torch.int32)
+    found = matrix_of({**CONFIG, "bits": bits, "desc_act": order}, layer_of(tensors), (n, k))
+    assert found is not None
+    tracemalloc.start()
+    made = found.arrays(lambda name: array_of(tensors[name.removeprefix(f"{LAYER}.")]))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.4 * sum(each.nbytes for each in made.values())
 
 
 def test_settings_of_single_layers():

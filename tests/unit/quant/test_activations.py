@@ -1,0 +1,44 @@
+"""Inputs are rounded as compressed-tensors rounds them, bit for bit."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+from tinygrad import Tensor
+
+from tinygrad_nv.quant.activations import rounded, to_e4m3
+from tinygrad_nv.quant.readers.reader import Activations
+from tinygrad_nv.quant.types import Scale
+
+SCALES = {"token": Scale(1, 0), "tensor": Scale(0, 0), "group": Scale(1, 32)}
+
+
+@pytest.mark.parametrize("strategy", SCALES)
+@pytest.mark.parametrize("element", ["int8", "e4m3"])
+def test_dynamic_scales(element: str, strategy: str):
+    """Among them tokens whose largest number is negative, so that it lies between two integers, and zeros."""
+    x = torch.randn(2, 9, 96, generator=torch.Generator().manual_seed(0)) * 3
+    x[0, 0], x[1, 3] = 0, x[1, 3].abs().neg()
+    args = QuantizationArgs(num_bits=8, type="int" if element == "int8" else "float", symmetric=True,
+                            strategy=strategy, dynamic=True, group_size=32 if strategy == "group" else None)
+    scale, zero = compute_dynamic_scales_and_zp(x, args, torch.nn.Module())
+    wanted = fake_quantize(x, scale, zero, args)
+    found = rounded(Tensor(x.numpy()), Activations(element, SCALES[strategy])).numpy()
+    np.testing.assert_array_equal(found, wanted.numpy())
+
+
+def test_a_static_scale():
+    x = np.linspace(-3, 3, 64, dtype=np.float32).reshape(2, 32)
+    found = rounded(Tensor(x), Activations("int8", Scale(0, 0), True), 0.015625).numpy()
+    np.testing.assert_array_equal(found, np.clip(np.rint(x * 64), -128, 127) / 64)
+
+
+def test_e4m3_is_torchs():
+    drawn = np.random.default_rng(0).standard_normal(4096) * np.logspace(-6, 3, 4096)
+    x = np.concatenate([drawn, [0.0, -0.0, 448, 464, 480, 1e9, 2.0**-9, 2.0**-10, 3 * 2.0**-10, 2.0**-6]])
+    x = x.astype(np.float32)
+    wanted = torch.tensor(x).clamp(-448, 448).to(torch.float8_e4m3fn).float().numpy()
+    np.testing.assert_array_equal(to_e4m3(Tensor(x)).numpy(), wanted)

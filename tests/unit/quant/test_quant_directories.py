@@ -1,0 +1,38 @@
+"""Whole directories in each format: what is loaded is what they stand for."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from directory_case import KINDS, write
+from tinygrad import dtypes
+from tinygrad_nv.models import weights
+from tinygrad_nv.models.config import read_config
+from tinygrad_nv.models.llama import Linear, Llama
+
+from tinygrad_nv.quant.tensor import QTensor
+
+
+def loaded(directory: Path) -> Llama:
+    model = Llama(read_config(directory), dtypes.float32, "CPU")
+    weights.load(model, directory)
+    return model
+
+
+def linears(model: Llama) -> list[Linear]:
+    return [linear for block in model.blocks
+            for part in (block.attention, block.feed_forward)
+            for linear in vars(part).values() if isinstance(linear, Linear)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_loaded(kind: str, tmp_path: Path):
+    quantised, plain = (linears(loaded(directory)) for directory in write(kind, tmp_path))
+    for one, other in zip(quantised, plain, strict=True):
+        parts = [part for part in one.parts if isinstance(part, QTensor)]
+        assert len(parts) == len(one.parts) > 0
+        made = np.concatenate([part.dequantize().numpy() for part in parts])
+        if kind == "ct-nvfp4": made = torch.from_numpy(made).bfloat16().float().numpy()
+        assert np.array_equal(made, other.weight.numpy())

@@ -1,0 +1,62 @@
+"""Inputs of a layer, quantised before they are multiplied: what they are rounded to, in plain tinygrad.
+
+    int8    s = amax / 127.5, x ≈ clamp(round(x / s), −128, 127) · s        ties to even
+    e4m3    s = amax / 448, x ≈ e4m3(x / s) · s
+
+amax is the largest of a token, of a group of a token's inputs, or of all; a static scale s is given instead.
+Computed in float32. As compressed-tensors 0.20 has it, and transformers runs its checkpoints.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinygrad import Tensor, dtypes
+
+from tinygrad_nv.quant.readers.reader import Activations
+from tinygrad_nv.quant.tensor import QTensor
+
+E4M3_MAX, E4M3_LEAST = 448.0, 2.0 ** -6     # the largest, and the smallest that is not subnormal
+TINY = 2.0 ** -100                          # the scale of zeros
+
+
+@dataclass(frozen=True)
+class QWeight:
+    """A layer's matrix, and how its inputs are quantised; a static scale in `input_scale`."""
+    matrix: QTensor
+    activations: Activations | None = None
+    input_scale: float | None = None
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """What is multiplied: x (…, K) rounded, in its dtype."""
+        if self.activations is None: return x
+        return rounded(x, self.activations, self.input_scale)
+
+
+def rounded(x: Tensor, how: Activations, scale: float | None = None) -> Tensor:
+    """x (…, K) rounded to elements of `how`, in x's dtype."""
+    k = int(x.shape[-1])
+    parts = x.float().reshape(*x.shape[:-1], -1, how.scale.columns or k)
+    axes = (-1,) if how.scale.rows else tuple(range(parts.ndim))
+    most = 127.5 if how.element == "int8" else E4M3_MAX
+    s = _quotient(parts.abs().max(axes, keepdim=True), Tensor(most, dtype=dtypes.float32, device=x.device)) \
+        if scale is None else Tensor(scale, dtype=dtypes.float32, device=x.device)
+    s = s.maximum(TINY).contiguous()
+    q = _quotient(parts, s)
+    made = q.round().clamp(-128, 127) if how.element == "int8" else to_e4m3(q)
+    return (made * s).reshape(x.shape).cast(x.dtype).contiguous()
+
+
+def _quotient(x: Tensor, y: Tensor) -> Tensor:
+    """x / y rounded to float32. tinygrad multiplies by a reciprocal, which may be a unit off, and the largest
+    number of each token lies between two integers: −127.5 and just above it are one apart."""
+    return (x.cast(dtypes.float64) / y.cast(dtypes.float64)).float()
+
+
+def to_e4m3(x: Tensor) -> Tensor:
+    """float32 rounded to the nearest e4m3, ties to even, clamped to ±448; float32."""
+    clamped = x.clamp(-E4M3_MAX, E4M3_MAX)
+    bits = clamped.bitcast(dtypes.uint32)
+    # 20 of 23 bits of the mantissa go; what is carried reaches the exponent by itself
+    kept = (bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000
+    small = (clamped * 512).round() / 512
+    return (clamped.abs() < E4M3_LEAST).where(small, kept.bitcast(dtypes.float32))
