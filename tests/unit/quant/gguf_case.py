@@ -45,7 +45,43 @@ def random_blocks(shape: tuple[int, ...], kind: Kind, seed: int = 0) -> np.ndarr
     return raw.reshape(*shape[:-1], -1)
 
 
+def q4_k(weight: np.ndarray) -> np.ndarray:
+    """Rounded to scales and minima of 32."""
+    parts = weight.reshape(-1, 8, 32)
+    low = np.minimum(parts.min(-1), 0)
+    outer = [each.max(-1, keepdims=True) / 63 for each in ((parts.max(-1) - low) / 15, -low)]
+    d, dmin = (each.astype("<f2") for each in outer)
+    scales = np.round((parts.max(-1) - low) / 15 / outer[0]).astype(np.uint8)
+    mins = np.round(-low / outer[1]).astype(np.uint8)
+    steps = np.maximum(d.astype(np.float32) * scales, 1e-9)[..., None]
+    codes = np.round((parts + (dmin.astype(np.float32) * mins)[..., None]) / steps).clip(0, 15)
+    codes = codes.astype(np.uint8).reshape(-1, 4, 2, 32)
+    upper = [scales[:, 4:] >> 4 << 6 | scales[:, :4], mins[:, 4:] >> 4 << 6 | mins[:, :4]]
+    packed = [d.view(np.uint8), dmin.view(np.uint8), *upper, scales[:, 4:] & 15 | mins[:, 4:] << 4,
+              (codes[:, :, 0] | codes[:, :, 1] << 4).reshape(-1, 128)]
+    return np.hstack(packed).reshape(*weight.shape[:-1], -1)
+
+
+def q6_k(weight: np.ndarray) -> np.ndarray:
+    """Rounded to scales of 16."""
+    parts = weight.reshape(-1, 16, 16)
+    most = np.abs(parts).max(-1)
+    d = (most.max(-1, keepdims=True) / 31 / 127).astype("<f2")
+    scales = np.round(most / 31 / d.astype(np.float32)).clip(1, 127).astype(np.int8)
+    codes = np.round(parts / (d.astype(np.float32) * scales)[..., None]).clip(-32, 31) + 32
+    codes = codes.astype(np.uint8).reshape(-1, 2, 4, 32)
+    low = codes & 15
+    nibbles = np.concatenate([low[:, :, 0] | low[:, :, 2] << 4, low[:, :, 1] | low[:, :, 3] << 4], axis=-1)
+    upper = codes >> 4 << np.array([0, 2, 4, 6], np.uint8)[:, None]
+    packed = [nibbles.reshape(-1, 128), np.bitwise_or.reduce(upper, axis=2).reshape(-1, 64),
+              scales.view(np.uint8), d.view(np.uint8)]
+    return np.hstack(packed).reshape(*weight.shape[:-1], -1)
+
+
 def quantised(weight: np.ndarray, kind: Kind, seed: int) -> np.ndarray:
+    """Of the weight where there is a quantiser, else random."""
+    own = {Kind.Q4_K: q4_k, Kind.Q6_K: q6_k}
+    if kind in own: return own[kind](weight)
     try: return gguf.quantize(weight, kind)
     except NotImplementedError: return random_blocks(weight.shape, kind, seed)
 

@@ -23,7 +23,7 @@ from tinygrad_nv.models.rope import inverse_frequencies
 from tinygrad_nv.models.weights import slots
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from tinygrad_nv.quant.tensor import QTensor
+from tinygrad_nv.quant.activations import QWeight
 
 SIZES = {"vocab_size": 96, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
          "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 128}
@@ -76,11 +76,13 @@ def ours(path: Path) -> dict[str, np.ndarray]:
     """All weights of a loaded model in float32, by Hugging Face's names."""
     model = Llama(read_config(path), device="CPU")
     weights.load(model, path)
-    whole = {id(each.linear.weight): Tensor.cat(*(part.dequantize() if isinstance(part, QTensor) else part
-                                                  for part in each.linear.parts), dim=0)
-             for each in projections(model) if each.linear.parts}
+    whole = {}
+    for each in projections(model):
+        parts = [part.matrix.dequantize() if isinstance(part, QWeight) else part
+                 for part in each.linear.parts]
+        if parts: whole[id(each.linear.weight)] = Tensor.cat(*parts, dim=0)
     if model.quantised_head is not None:
-        head = model.quantised_head.dequantize()
+        head = model.quantised_head.matrix.dequantize()
         if model.config.tied: assert np.array_equal(head.numpy(), model.embedding.numpy())
         else: whole[id(model.head)] = head
     return {name: whole.get(id(slot.tensor), slot.tensor)[slot.first:slot.first + slot.shape[0]].numpy()
