@@ -2,19 +2,20 @@
 
     python bench/cpu_quant.py [--rows 1 16 256] [--types Q4_0 Q4_K …] [--repeat 15] [--as-stored]
 
-Every side is a TinyJit that is replayed, of bfloat16 activations. They take turns, so that what else the
-machine does meets all of them, and matrices come from memory: together they are larger than the caches.
+Every side is a TinyJit that is replayed, of bfloat16 activations and of so many matrices that they come from
+memory, as in a model; figures are of one. Sides take turns, so that what else the machine does meets all.
 Figures are medians of the turns, ratios those of each turn's pair. Bandwidth counts the matrix's bytes as
 they are stored. Matrices are `prepared` for the CPU, or with --as-stored in the layout of checkpoints.
 """
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from cpu_kernels import captured, timed
+from cpu_kernels import Run, captured, timed
 from measure import each, save, spread, table
 from tinygrad import Tensor, dtypes
 from tinygrad.helpers import Context
@@ -29,6 +30,9 @@ SHAPES = ((2048, 2048), (8192, 2048), (2048, 8192))     # outputs, inputs: layer
 TYPES = {name: getattr(types, name) for name in ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0")}
 TYPES["int8 channel"] = types.INT8 @ types.per_channel_scale()
 TYPES["awq"] = QType(types.UINT4, types.per_group_scale(128, dtypes.float16), zeros=True)
+MATRICES_BYTES = 64 << 20       # twice the largest cache
+FEW_ROWS = 16
+T = TypeVar("T")
 HEADER = ["", "rows", "GB/s", "GFLOP/s", "ms", "× bf16", "spread"]
 
 
@@ -44,19 +48,35 @@ def matrix(type: QType, n: int, k: int) -> QTensor:
     return QTensor.of(type, (n, k), made)
 
 
+def copies(nbytes: int, rows: int) -> int:
+    """Matrices of a side; of many rows, where reading them is little of the time, one."""
+    return -(-MATRICES_BYTES // nbytes) if rows <= FEW_ROWS else 1
+
+
+def layers(matrices: list[T], multiplied: Callable[[T], Tensor]) -> Run:
+    """A captured step that multiplies x with each of some matrices."""
+    def step() -> Tensor:
+        out = [multiplied(w) for w in matrices]
+        Tensor.realize(*out)
+        return out[-1]
+    return captured(step)
+
+
 def measure(n: int, k: int, rows: int, names: list[str], repeat: int, as_stored: bool) -> dict[str, Any]:
     """One shape: bfloat16 and all types in turns."""
     numbers = np.random.default_rng(rows).standard_normal((rows, k), np.float32)
     x = Tensor(numbers).cast(dtypes.bfloat16).realize()
-    dense = Tensor(np.ones((n, k), np.float32)).cast(dtypes.bfloat16).realize()
-    sides, nbytes = {"bf16": captured(lambda: x @ dense.T)}, {"bf16": dense.nbytes()}
+    first = Tensor(np.ones((n, k), np.float32)).cast(dtypes.bfloat16).realize()
+    dense = [first, *(first.clone().realize() for _ in range(copies(first.nbytes(), rows) - 1))]
+    nbytes, sides = {"bf16": first.nbytes()}, {"bf16": (layers(dense, lambda w: x @ w.T), len(dense))}
     for name in names:
-        w = matrix(TYPES[name], n, k)
-        if not as_stored: w = prepared(w)
-        sides[name], nbytes[name] = captured(lambda w=w: quant_matmul(x, w)), w.nbytes  # type: ignore[misc]
+        one = matrix(TYPES[name], n, k)
+        made = [one, *(matrix(TYPES[name], n, k) for _ in range(copies(one.nbytes, rows) - 1))]
+        if not as_stored: made = [prepared(w) for w in made]
+        sides[name], nbytes[name] = (layers(made, lambda w: quant_matmul(x, w)), len(made)), one.nbytes
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeat):
-        for name, run in sides.items(): seconds[name].append(timed(run))
+        for name, (run, count) in sides.items(): seconds[name].append(timed(run) / count)
     return {"n": n, "k": k, "rows": rows, "bytes": nbytes, "seconds": seconds}
 
 

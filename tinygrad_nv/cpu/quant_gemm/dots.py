@@ -17,7 +17,8 @@ the sum Σq of each step. Of others, which are widened, each element is dequanti
 
           total += x (scale (v − shift − zero) − min)
 
-Integers are the same on every instruction set; totals are added in the order of k.
+Integers are the same on every instruction set. Totals are added in the order of k; those of few rows of
+float32 are `CHAINS` that take turns.
 """
 from __future__ import annotations
 
@@ -34,6 +35,7 @@ from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.quant_gemm.spec import INT8_BLOCK, QuantGemmSpec
 
 FEW, PARTS = 16, 2          # of so many rows a is little work, and there are PARTS for each thread
+CHAINS = 8                  # sums side by side, more than the latency of a multiplication asks for
 BYTES_OF_PART = 64 << 10    # of codes; waking a thread takes as long as reading so much
 
 
@@ -214,7 +216,9 @@ def _calls(spec: QuantGemmSpec, s: QuantDots, rows: str) -> str:
 def _main_loop(spec: QuantGemmSpec, rows: int) -> str:
     """The main loop of so many rows of a."""
     k, step = spec.gemm.k, tiles.step_of(spec.type)
-    sums = " ".join(f"vf total{r} = (vf)0.f;" for r in range(rows))
+    chains = range(_chains(spec, rows))
+    names = [f"total{r}{'' if spec.int8 else f'_{c}'}" for r in range(rows) for c in chains]
+    sums = " ".join(f"vf {name} = (vf)0.f;" for name in names)
     inner = []
     for at in range(0, INT8_BLOCK, step):
         inner.append(f"{{ const s64 k = at + {at}, s = k / {step};")
@@ -223,7 +227,9 @@ def _main_loop(spec: QuantGemmSpec, rows: int) -> str:
         inner += (_bytes if spec.int8 else _floats)(spec, rows, step)
         inner.append("}")
     lines = "\n    ".join(inner)
-    stores = " ".join(f"store_f32(to + {r * TILE}, total{r});" for r in range(rows))
+    each = len(names) // rows
+    stores = " ".join(f"store_f32(to + {r * TILE}, {' + '.join(names[r * each:(r + 1) * each])});"
+                      for r in range(rows))
     of_a = "const float *restrict x"
     if spec.int8: of_a = "const s8 *restrict q, const float *restrict d, const float *sq, const s32 *start"
     return f"""
@@ -235,6 +241,11 @@ NOINLINE void dots_{rows}(matrix w, s64 t, s64 lane, {of_a}, float *restrict to)
   }}
   {stores}
 }}"""
+
+
+def _chains(spec: QuantGemmSpec, rows: int) -> int:
+    """Totals of a row: of few rows one alone would wait for itself at each column."""
+    return 1 if spec.int8 else max(1, CHAINS // rows)
 
 
 def _bytes(spec: QuantGemmSpec, rows: int, step: int) -> list[str]:
@@ -265,6 +276,8 @@ def _floats(spec: QuantGemmSpec, rows: int, step: int) -> list[str]:
         if zero: value = f"({value} - less)"
         value = f"{value} * scale{' - low' if type.mins else ''}"
         out.append(f"{{ const vf v = {value};")
-        out += [f"total{r} = fma_(v, (vf)x[k + {r * k + column}], total{r});" for r in range(rows)]
+        for r in range(rows):
+            total = f"total{r}_{column % _chains(spec, rows)}"
+            out.append(f"{total} = fma_(v, (vf)x[k + {r * k + column}], {total});")
         out.append("}")
     return out
