@@ -12,7 +12,7 @@ from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Linear, Llama
 
-from tinygrad_nv.quant.tensor import QTensor
+from tinygrad_nv.quant.activations import QWeight
 
 
 def loaded(directory: Path) -> Llama:
@@ -31,7 +31,7 @@ def linears(model: Llama) -> list[Linear]:
 def test_what_is_loaded(kind: str, tmp_path: Path):
     quantised, plain = (linears(loaded(directory)) for directory in write(kind, tmp_path))
     for one, other in zip(quantised, plain, strict=True):
-        parts = [part for part in one.parts if isinstance(part, QTensor)]
+        parts = [part.matrix for part in one.parts if isinstance(part, QWeight)]
         assert len(parts) == len(one.parts) > 0
         made = np.concatenate([part.dequantize().numpy() for part in parts])
         if kind == "ct-nvfp4": made = torch.from_numpy(made).bfloat16().float().numpy()
