@@ -120,6 +120,9 @@ def test_gptq_settings():
            "one of gptq, gptq_v2")
     config({**GPTQ, "group_size": -2}, "group_size of quantization_config is -2")
     config({**GPTQ, "sym": "yes"}, "sym of quantization_config is 'yes'", "one of True, False")
+    broken = {**GPTQ, "dynamic": {"-:(": {}}}
+    refused(lambda: reader_of(broken, "config.json").matrix(L, SHAPE, GPTQ_STORED),
+            "'(' of quantization_config is no regular expression", error=ModelError)
     mixed = {**GPTQ, "dynamic": {".*up_proj": {"bits": 7}}}
     refused(lambda: reader_of(mixed, "config.json").matrix(L, SHAPE, GPTQ_STORED),
             "config.json: bits of quantization_config is 7", error=ModelError)
@@ -170,6 +173,9 @@ def test_compressed_tensors_settings():
     config({**CT, "config_groups": {"W4A16": ["Linear"]}}, "config_groups of quantization_config is {'W4A16'")
     config({**CT, "sparsity_config": {"format": "sparse-24-bitmask"}}, "has a sparsity_config")
     config({**CT, "transform_config": {"config_groups": {"R1": {}}}}, "has a transform_config")
+    config({**CT, "ignore": "lm_head"}, "ignore of quantization_config is 'lm_head'", "a list of names")
+    config(group({"targets": [7]}), "group_0: targets of quantization_config is [7]", "a list of names")
+    config(group({"targets": ["re:*"]}), "'*' of quantization_config is no regular expression")
     config({**CT, "kv_cache_scheme": "fp8"}, "kv_cache_scheme of quantization_config is 'fp8'")
 
 

@@ -268,6 +268,14 @@ def test_format_of_a_group_that_names_none(inputs: dict[str, Any] | None, weight
     assert group.format == infer_module_format(torch.nn.Linear, scheme).value
 
 
+def test_config_inside_another():
+    scheme = scheme_of("pack-quantized", num_bits=4, **G32)
+    state, matrix = compressed(scheme, 16, 64)
+    inside = config_of(scheme, format="pack-quantized")
+    config = {"quant_method": "compressed-tensors", "quantization_config": inside, "sparsity_config": {}}
+    assert same(read(config, layer_of(state), (16, 64))[0], matrix)
+
+
 def test_unquantised_layers():
     scheme = scheme_of("pack-quantized", num_bits=4, strategy="channel")
     plain = {f"{LAYER}.weight": torch.zeros(16, 64, dtype=torch.bfloat16)}

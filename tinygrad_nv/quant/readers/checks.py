@@ -1,6 +1,7 @@
 """What readers ask of a checkpoint's tensors before any of them is read."""
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -64,6 +65,24 @@ def setting(config: Mapping[str, Any], key: str, default: Any, accepted: Collect
         raise ModelError(f"{name}: {key} of quantization_config is {value!r}",
                          f"one of {', '.join(map(str, accepted))}", "use a checkpoint of one of these")
     return value
+
+
+def names(config: Mapping[str, Any], key: str, name: str) -> tuple[str, ...]:
+    """A list of layers' names and "re:" regular expressions, empty without one. Raises `ModelError`."""
+    found = config.get(key) or []
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise ModelError(f"{name}: {key} of quantization_config is {found!r}", "a list of names", AGAIN)
+    for each in found:
+        if each.startswith("re:"): pattern(each.removeprefix("re:"), name)
+    return tuple(found)
+
+
+def pattern(text: str, name: str) -> re.Pattern[str]:
+    """A regular expression of a config. Raises `ModelError`."""
+    try: return re.compile(text)
+    except re.error as error:
+        raise ModelError(f"{name}: {text!r} of quantization_config is no regular expression: {error}",
+                         "one that Python's re can read", AGAIN) from error
 
 
 def group_size(config: Mapping[str, Any], name: str, default: int = 128) -> int:

@@ -32,6 +32,7 @@ from tinygrad_nv.quant.readers.checks import (
     checked_type,
     column_order,
     element_of,
+    names,
     unquantised,
 )
 from tinygrad_nv.quant.readers.reader import Activations, Get, Stored, StoredMatrix
@@ -136,8 +137,8 @@ def _microscaled(type: QType, codes_name: str, kind: str) -> Callable[..., Store
     """Of a type without zero points, whose codes are stored as `kind`."""
     def read(scheme: Scheme, layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix:
         n, k = shape
-        names = (codes_name, "weight_scale", "weight_global_scale")
-        codes, scales, outer = (f"{layer}.{name}" for name in names)
+        each = (codes_name, "weight_scale", "weight_global_scale")
+        codes, scales, outer = (f"{layer}.{name}" for name in each)
         checked_type(layer, type, shape)
         checked(stored, codes, (kind,), (n, k * type.bits // 8))
         checked(stored, scales, ("F8_E4M3",) if type.outer else ("U8", "F8_E8M0"), type.scale.blocks(n, k))
@@ -154,12 +155,12 @@ def _microscaled(type: QType, codes_name: str, kind: str) -> Callable[..., Store
     return read
 
 
-def _stored(type: QType, layer: str, shape: tuple[int, int], stored: Stored, names: tuple[str, ...],
+def _stored(type: QType, layer: str, shape: tuple[int, int], stored: Stored, tensors: tuple[str, ...],
             arrays: Callable[[Get, np.ndarray | None], dict[str, np.ndarray]],
             extents: str = "") -> StoredMatrix:
     """With the order of columns, and what must be so of tensors that are beside these."""
     order, points, (_, k) = f"{layer}.weight_g_idx", f"{layer}.weight_zero_point", shape
-    more = [name for name in (order, points, extents) if name in stored and name not in names]
+    more = [name for name in (order, points, extents) if name in stored and name not in tensors]
     if type.permuted or order in stored: checked(stored, order, ("I32", "I64"), (k,))
 
     def read(get: Get) -> dict[str, np.ndarray]:
@@ -173,7 +174,7 @@ def _stored(type: QType, layer: str, shape: tuple[int, int], stored: Stored, nam
         if (groups == -1).any(): groups = np.arange(k) // (type.scale.columns or k)     # of no order
         columns = column_order(groups, type.scale.columns or k, type.permuted, order, 'actorder to "group"')
         return arrays(get, columns) | ({} if columns is None else {"order": columns})
-    return StoredMatrix(type, (*names, *more), read)
+    return StoredMatrix(type, (*tensors, *more), read)
 
 
 def _scale(scheme: Scheme, layer: str, shape: tuple[int, int], stored: Stored) -> tuple[Scale, str]:
@@ -224,21 +225,23 @@ FORMATS = {
 
 def reader(config: Mapping[str, Any], name: str) -> CompressedTensorsReader:
     """Of a `quantization_config`. Raises `ModelError`."""
-    groups, ignore = config.get("config_groups"), config.get("ignore") or ()
+    inside = config.get("quantization_config")      # so transformers once wrote it
+    if isinstance(inside, Mapping): config = {**inside, **config}
+    groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not all(isinstance(each, Mapping) for each in groups.values()):
         raise ModelError(f"{name}: config_groups of quantization_config is {groups!r}",
                          "an object of groups, each with targets and weights", AGAIN)
     for key in ("sparsity_config", "transform_config"):
         found = config.get(key)
-        if not found or found.get("format") == "dense" or (key == "transform_config" and
-                                                          not found.get("config_groups")): continue
+        if not isinstance(found, Mapping): continue
+        if found.get("format", "dense") == "dense" and not found.get("config_groups"): continue
         raise ModelError(f"{name}: quantization_config has a {key}", "neither sparse weights nor transforms",
                          "compress the model again without")
     targets: dict[str, Group | None] = {}
     for key, raw in groups.items():
         group = _group(raw, config.get("format"), f"{name}: {key}")
-        for target in raw.get("targets") or (): targets[target] = group
-    return CompressedTensorsReader(targets, tuple(ignore), cache_of(config, name))
+        targets |= dict.fromkeys(names(raw, "targets", f"{name}: {key}"), group)
+    return CompressedTensorsReader(targets, names(config, "ignore", name), cache_of(config, name))
 
 
 def _group(raw: Mapping[str, Any], whole: str | None, name: str) -> Group | None:

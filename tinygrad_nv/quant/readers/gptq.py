@@ -12,7 +12,6 @@ quantised.
 """
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ from tinygrad_nv.quant.readers.checks import (
     column_order,
     element_of,
     group_size,
+    pattern,
     setting,
     unquantised,
 )
@@ -67,9 +67,9 @@ class GPTQReader:
     def settings(self, layer: str) -> Settings | None:
         """Those of a layer, None of one that is not quantised: the first pattern of `dynamic` that fits its
         name says it. Raises `ModelError`."""
-        for pattern, more in (self.config.get("dynamic") or {}).items():
-            if not re.match(pattern.removeprefix("-:").removeprefix("+:"), layer): continue
-            return None if pattern.startswith("-:") else Settings.of({**self.config, **more}, self.name)
+        for key, more in (self.config.get("dynamic") or {}).items():
+            if not pattern(key.removeprefix("-:").removeprefix("+:"), self.name).match(layer): continue
+            return None if key.startswith("-:") else Settings.of({**self.config, **more}, self.name)
         return Settings.of(self.config, self.name)
 
     def matrix(self, layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix | None:

@@ -29,24 +29,22 @@ class MXFP4Reader:
         if unquantised(stored, layer, "weight_blocks"): return None
         return _stored(f"{layer}.weight", (), shape, stored)
 
-    def experts(self, matrices: str, count: int, shape: tuple[int, int],
-                stored: Stored) -> list[StoredMatrix]:
-        """`matrices` (model.layers.0.mlp.experts.gate_up_proj) of `count` experts, N outputs x K inputs each.
-        Raises `WeightError` for what is missing or does not fit."""
-        return [_stored(matrices, (i, count), shape, stored) for i in range(count)]
+    def experts(self, matrices: str, count: int, shape: tuple[int, int], stored: Stored) -> StoredMatrix:
+        """`matrices` (model.layers.0.mlp.experts.gate_up_proj) of `count` experts, N outputs x K inputs each:
+        one matrix, with rows [i N, (i + 1) N) of expert i. Raises `WeightError` for what is missing or does
+        not fit."""
+        return _stored(matrices, (count,), shape, stored)
 
 
-def _stored(name: str, expert: tuple[()] | tuple[int, int], shape: tuple[int, int],
-            stored: Stored) -> StoredMatrix:
-    (n, k), first, blocks, scales = shape, expert[1:], f"{name}_blocks", f"{name}_scales"
+def _stored(name: str, count: tuple[int, ...], shape: tuple[int, int], stored: Stored) -> StoredMatrix:
+    (n, k), groups, blocks, scales = shape, -(-shape[1] // 32), f"{name}_blocks", f"{name}_scales"
     checked_type(name, MXFP4, shape)
-    groups = -(-k // 32)
-    checked(stored, blocks, ("U8",), (*first, n, groups, 16))
-    checked(stored, scales, ("U8",), (*first, n, groups))
+    checked(stored, blocks, ("U8",), (*count, n, groups, 16))
+    checked(stored, scales, ("U8",), (*count, n, groups))
 
     def arrays(get: Get) -> dict[str, np.ndarray]:
-        codes, powers = (get(each)[expert[0]] if expert else get(each) for each in (blocks, scales))
-        return {"codes": codes.reshape(n, groups * 16)[:, :k // 2], "scales": powers}
+        return {"codes": get(blocks).reshape(-1, groups * 16)[:, :k // 2],
+                "scales": get(scales).reshape(-1, groups)}
     return StoredMatrix(MXFP4, (blocks, scales), arrays)
 
 
