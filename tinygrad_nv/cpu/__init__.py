@@ -13,6 +13,7 @@ schedule and returns a `CPUKernel`.
   norm/       norms, softmax, argmax
   sampling/   filters, choices and counts of tokens
   embedding/  rows of a table
+  quant_gemm/ matmuls with a quantised matrix: as stored, and in tiles
 
 measure.py measures the rates of this machine, for predictions. patterns/ make the calls, as they do for
 GPUs.

@@ -6,13 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-import numpy as np
 from tinygrad import Tensor
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.quant.types import TILE, QType, Scale, buffers
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class QTensor:
     def of(type: QType, shape: tuple[int, int], arrays: Mapping[str, np.ndarray],
            device: str | None = None) -> QTensor:
         """From NumPy's arrays, each of the buffer's bytes (bfloat16 and fp8 as unsigned integers)."""
+        import numpy as np  # `import tinygrad_nv` loads this file, and no NumPy
         made = {}
         for name, (extents, dtype) in buffers(type, *shape).items():
             raw = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8)
