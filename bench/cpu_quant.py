@@ -73,7 +73,8 @@ def measure(n: int, k: int, rows: int, names: list[str], repeat: int, as_stored:
         one = matrix(TYPES[name], n, k)
         made = [one, *(matrix(TYPES[name], n, k) for _ in range(copies(one.nbytes, rows) - 1))]
         if not as_stored: made = [prepared(w) for w in made]
-        sides[name], nbytes[name] = (layers(made, lambda w: quant_matmul(x, w)), len(made)), one.nbytes
+        step = layers(made, lambda w: quant_matmul(x, w, int8=True))
+        sides[name], nbytes[name] = (step, len(made)), one.nbytes
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeat):
         for name, (run, count) in sides.items(): seconds[name].append(timed(run) / count)

@@ -101,7 +101,7 @@ class Linear:
 
 def multiply(x: Tensor, weight: QWeight | Tensor, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + b, of W quantised or not."""
-    if isinstance(weight, QWeight): return quant_matmul(weight.inputs(x), weight.matrix, bias)
+    if isinstance(weight, QWeight): return quant_matmul(weight.inputs(x), weight.matrix, bias, weight.int8)
     return x.linear(weight.T, bias)
 
 

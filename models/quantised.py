@@ -174,7 +174,10 @@ class _Arrays:
 def fill(model: Llama, layer: QuantisedLayer, entries: Mapping[str, TensorEntry]) -> int:
     """Reads one layer: bytes."""
     def get(name: str) -> np.ndarray: return read_array(entries[name])
-    parts = tuple(_merged(layer.parts, get, model.device))
+    assert model.config.quantization is not None
+    int8 = model.config.quantization["quant_method"] == "gguf"
+    parts = tuple(replace(part, int8=int8) if isinstance(part, QWeight) else part
+                  for part in _merged(layer.parts, get, model.device))
     if layer.linear is not None: layer.linear.parts = parts
     else:
         assert isinstance(parts[0], QWeight)

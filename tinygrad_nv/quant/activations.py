@@ -21,10 +21,12 @@ TINY = 2.0 ** -100                          # the scale of zeros
 
 @dataclass(frozen=True)
 class QWeight:
-    """A layer's matrix, and how its inputs are quantised; a static scale in `input_scale`."""
+    """A layer's matrix, and how its inputs are quantised; a static scale in `input_scale`. `int8`: kernels
+    may round inputs of 16 bits, as llama.cpp does for its formats."""
     matrix: QTensor
     activations: Activations | None = None
     input_scale: float | None = None
+    int8: bool = False
 
     def inputs(self, x: Tensor) -> Tensor:
         """What is multiplied: x (…, K) rounded, in its dtype."""

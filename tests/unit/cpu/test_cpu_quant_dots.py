@@ -142,13 +142,15 @@ def test_what_has_no_tiles_stays_as_it_is():
 
 
 @pytest.mark.usefixtures("on_the_cpu")
-@pytest.mark.parametrize(("asked", "dtype", "int8"), [
-    ("auto", BF16, True), ("auto", F32, False), ("float", BF16, False), ("int8", F32, True)])
-def test_what_is_quantised(asked: str, dtype: DType, int8: bool, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("asked", "allowed", "dtype", "int8"), [
+    ("auto", True, BF16, True), ("auto", False, BF16, False), ("auto", True, F32, False),
+    ("float", True, BF16, False), ("int8", False, F32, True)])
+def test_what_is_quantised(asked: str, allowed: bool, dtype: DType, int8: bool,
+                           monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("NV_QUANT_ACTIVATIONS", asked)
     w = QTensor.of(types.Q4_K, (21, 256), stored(types.Q4_K, 21, 256, 1))
     x = Tensor(RNG(0).standard_normal((3, 256)).astype(np.float32)).cast(dtype).realize()
-    made, tiled = quant_matmul(x, w), quant_matmul(x, prepared(w))
+    made, tiled = quant_matmul(x, w), quant_matmul(x, prepared(w), int8=allowed)
     assert [each.template for each in explain(tiled).kernels] == ["quant_dots"]
     assert ("a of int8" in str(explain(tiled))) == int8
     got, want = tiled.float().numpy(), made.float().numpy()

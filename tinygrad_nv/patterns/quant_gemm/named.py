@@ -36,17 +36,20 @@ NAME = "quant_gemm"
 
 @dataclass(frozen=True)
 class QuantMatmul:
-    """x Wᵀ + bias: x (…, K), W of a type and shape [N, K]; tensors: x, W's buffers, bias if there is one."""
+    """x Wᵀ + bias: x (…, K), W of a type and shape [N, K]; tensors: x, W's buffers, bias if there is one.
+    `int8`: kernels may round x of 16 bits to int8, with a scale for each 32 inputs."""
     type: QType
     shape: tuple[int, int]
     bias: bool = False
+    int8: bool = False
 
 
-def quant_matmul(x: Tensor, w: QTensor, bias: Tensor | None = None) -> Tensor:
-    """x (…, K) times W [N, K], transposed, plus bias (N): (…, N) in x's dtype. Raises `SpecError`."""
+def quant_matmul(x: Tensor, w: QTensor, bias: Tensor | None = None, int8: bool = False) -> Tensor:
+    """x (…, K) times W [N, K], transposed, plus bias (N): (…, N) in x's dtype. With `int8` kernels of the CPU
+    round x of 16 bits to int8, with a scale for each 32 inputs, as llama.cpp does. Raises `SpecError`."""
     if not x.shape or x.shape[-1] != w.shape[1]:
         raise SpecError(f"x of shape {x.shape}, w of {list(w.shape)}", f"x of shape (…, {w.shape[1]})")
-    what, more = QuantMatmul(w.type, w.shape, bias is not None), [] if bias is None else [bias]
+    what, more = QuantMatmul(w.type, w.shape, bias is not None, int8), [] if bias is None else [bias]
     return call(what, multiplied, x, *w.buffers.values(), *more, grad=_gradient)[0]
 
 
@@ -82,7 +85,7 @@ def lowered(what: QuantMatmul, target: Target, x: UOp, *rest: UOp) -> tuple[UOp,
     storage, a = _placed(x)
     gemm = GemmSpec(m, n, k, a, Operand(dtype, k, 1), Result(dtype, n, 1), (), epilogue,
                     symbolic=rows is not None)
-    spec = QuantGemmSpec(gemm, what.type, _in_bytes(what.type, dtype))
+    spec = QuantGemmSpec(gemm, what.type, _in_bytes(what, dtype))
     counted: dict[str, Any] = {} if rows is None else {"rows": rows, "variables": [rows]}
     count = gemm.flops // m * prod(x.shape[:-1])
     moved = nbytes(what.type, n, k) + prod(x.shape[:-1]) * (n + k) * dtype.itemsize
@@ -103,10 +106,10 @@ def prepared(w: QTensor) -> QTensor:
     return w if found is None else w.tiled()
 
 
-def _in_bytes(type: QType, dtype: DType) -> bool:
+def _in_bytes(what: QuantMatmul, dtype: DType) -> bool:
     """Whether activations of a dtype are quantised to int8."""
     asked = config.get("NV_QUANT_ACTIVATIONS")
-    return type.tiled and (asked == "int8" or (asked == "auto" and dtype in FLOAT16S))
+    return what.type.tiled and (asked == "int8" or (asked == "auto" and what.int8 and dtype in FLOAT16S))
 
 
 def _symbolic(x: UOp) -> UOp | None:
