@@ -113,7 +113,11 @@ def read_config(directory: Path) -> ModelConfig:
     if not path.is_file():
         raise ModelError(f"{directory} has no config.json", "a Hugging Face model directory",
                          "point MODEL at the folder that holds config.json")
-    return parse_config(read_json(path), str(path))
+    data, theirs = read_json(path), directory / "hf_quant_config.json"
+    # ModelOpt's first versions say in a file of its own how weights are quantised
+    if not data.get("quantization_config") and theirs.is_file():
+        data["quantization_config"] = {"quant_method": "modelopt", **read_json(theirs)}
+    return parse_config(data, str(path))
 
 
 def _require_no_adapter(directory: Path) -> None:

@@ -1,6 +1,7 @@
 """Whole directories in each format: what is loaded is what they stand for."""
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -36,3 +37,18 @@ def test_what_is_loaded(kind: str, tmp_path: Path):
         made = np.concatenate([part.dequantize().numpy() for part in parts])
         if kind == "ct-nvfp4": made = torch.from_numpy(made).bfloat16().float().numpy()
         assert np.array_equal(made, other.weight.numpy())
+
+
+def test_modelopts_own_file(tmp_path: Path):
+    """Of versions that leave config.json as it was."""
+    quantised, plain = write("modelopt", tmp_path)
+    data = json.loads((quantised / "config.json").read_text())
+    config = data.pop("quantization_config")
+    (quantised / "config.json").write_text(json.dumps(data))
+    (quantised / "hf_quant_config.json").write_text(json.dumps({
+        "producer": {"name": "modelopt", "version": "0.29.0"},
+        "quantization": {"quant_algo": config["quant_algo"], "exclude_modules": ["lm_head"]}}))
+    part = loaded(quantised).blocks[0].feed_forward.down.parts[0]
+    assert isinstance(part, QWeight)
+    assert np.array_equal(part.matrix.dequantize().numpy(),
+                          loaded(plain).blocks[0].feed_forward.down.weight.numpy())
