@@ -73,21 +73,20 @@ class Plan:
         return {name for layer in self.layers for name in layer.tensors}
 
 
-def projections(model: Llama) -> list[Projection]:
-    """Those of all layers, in order, neighbours of a `Linear` one after the other."""
-    c, made = model.config, list[Projection]()
+def projections(model: Llama, layer: int) -> list[Projection]:
+    """Those of a layer, neighbours of a `Linear` one after the other."""
+    c, made, block = model.config, list[Projection](), model.blocks[layer]
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    for i, block in enumerate(model.blocks):
-        attention, ff = block.attention, block.feed_forward
-        for linear, part, names in (
-                (attention.qkv, "self_attn", {"q_proj": q, "k_proj": kv, "v_proj": kv}),
-                (attention.output, "self_attn", {"o_proj": c.hidden_size}),
-                (ff.gate_up, "mlp", {"gate_proj": ff.width, "up_proj": ff.width}),
-                (ff.down, "mlp", {"down_proj": c.hidden_size})):
-            first = 0
-            for name, rows in names.items():
-                made.append(Projection(f"model.layers.{i}.{part}.{name}", linear, first, rows))
-                first += rows
+    attention, ff = block.attention, block.feed_forward
+    for linear, part, names in (
+            (attention.qkv, "self_attn", {"q_proj": q, "k_proj": kv, "v_proj": kv}),
+            (attention.output, "self_attn", {"o_proj": c.hidden_size}),
+            (ff.gate_up, "mlp", {"gate_proj": ff.width, "up_proj": ff.width}),
+            (ff.down, "mlp", {"down_proj": c.hidden_size})):
+        first = 0
+        for name, rows in names.items():
+            made.append(Projection(f"model.layers.{layer}.{part}.{name}", linear, first, rows))
+            first += rows
     return made
 
 
@@ -98,8 +97,9 @@ def planned(model: Llama, entries: Mapping[str, TensorEntry], file: str) -> Plan
     if model.config.quantization is None: return plan
     reader = reader_of(model.config.quantization, file)
     stored = {name: (safetensors_dtype(entry), entry.shape) for name, entry in entries.items()}
-    for _, found in groupby(projections(model), key=lambda each: id(each.linear)):
-        _add_layer(plan, reader, list(found), stored, model)
+    for layer in range(len(model.blocks)):
+        for _, found in groupby(projections(model, layer), key=lambda each: id(each.linear)):
+            _add_layer(plan, reader, list(found), stored, model)
     # of a tied GGUF file, blocks of the embedding are the head's, too
     if not model.config.tied or f"{HEAD}.weight" in model.config.quantization.get("types", ()):
         shape = tuple(map(int, model.head.shape))

@@ -64,7 +64,7 @@ def _whole(tensor: Tensor) -> WeightSlice:
 
 
 def slots(model: Llama) -> dict[str, WeightSlice]:
-    """Every tensor the checkpoint must hold, by its Hugging Face name."""
+    """Every tensor the checkpoint must hold, by its Hugging Face name, layer by layer."""
     c = model.config
     out = {EMBEDDING: _whole(model.embedding),
            "model.norm.weight": _whole(model.norm.weight)}
@@ -76,10 +76,10 @@ def slots(model: Llama) -> dict[str, WeightSlice]:
         if attention.q_norm is not None and attention.k_norm is not None:
             out[f"{layer}.self_attn.q_norm.weight"] = _whole(attention.q_norm.weight)
             out[f"{layer}.self_attn.k_norm.weight"] = _whole(attention.k_norm.weight)
-    for each in projections(model):
-        linear, (rows, _) = each.linear, each.shape
-        out[f"{each.name}.weight"] = WeightSlice(linear.weight, each.first, each.shape)
-        if linear.bias is not None: out[f"{each.name}.bias"] = WeightSlice(linear.bias, each.first, (rows,))
+        for each in projections(model, i):
+            out[f"{each.name}.weight"] = WeightSlice(each.linear.weight, each.first, each.shape)
+            if (bias := each.linear.bias) is not None:
+                out[f"{each.name}.bias"] = WeightSlice(bias, each.first, (each.rows,))
     return out
 
 

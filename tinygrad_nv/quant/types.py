@@ -44,7 +44,6 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import SpecError
 
-E8M0 = "e8m0"       # 2^(byte − 127), stored in uint8
 TILE = 16           # rows of a tile
 
 

@@ -77,7 +77,7 @@ def ours(path: Path) -> dict[str, np.ndarray]:
     model = Llama(read_config(path), device="CPU")
     weights.load(model, path)
     whole = {}
-    for each in projections(model):
+    for each in (one for layer in range(len(model.blocks)) for one in projections(model, layer)):
         parts = [part.matrix.dequantize() if isinstance(part, QWeight) else part
                  for part in each.linear.parts]
         if parts: whole[id(each.linear.weight)] = Tensor.cat(*parts, dim=0)
