@@ -37,7 +37,7 @@ Sources of formats: readers/, each with its own.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tinygrad.dtype import DType, dtypes
@@ -63,8 +63,8 @@ class Element:
 
 @dataclass(frozen=True)
 class Scale:
-    """Scales of blocks of `rows` x `columns` elements, 0 for all of them; `codes` are how scales are stored:
-    float32, float16, bfloat16, fp8e4m3, integers (of K-quants), or uint8 of E8M0."""
+    """Scales of blocks of `rows` x `columns` elements, 0 for all of them, stored as `dtype`: float32,
+    float16, bfloat16, fp8e4m3, integers (of K-quants), or with `e8m0` uint8, 2^(byte − 127)."""
     rows: int
     columns: int
     dtype: DType = dtypes.float32
@@ -136,10 +136,6 @@ class QType:
     def low_bits(self) -> int:
         """Of them, those in `codes`."""
         return {3: 2, 5: 4, 6: 4}.get(self.bits, self.bits)
-
-    def with_scales(self, dtype: DType) -> QType:
-        """The same with scales of another dtype."""
-        return replace(self, scale=replace(self.scale, dtype=dtype))
 
     def __str__(self) -> str:
         flags = ("zeros", "mins", "permuted", "divided", "outer_last", "tiled")
