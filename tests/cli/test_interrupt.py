@@ -41,6 +41,19 @@ def test_a_signal_while_it_starts(name: str, tmp_path: Path):
         assert b"Traceback" not in errors, (seconds, errors)
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_signal_while_a_text_is_executed(name: str, tmp_path: Path):
+    """Dataclasses run texts by `exec`: CPython ended by the signal itself, -2, where one was interrupted."""
+    (tmp_path / "sitecustomize.py").write_text("""
+import argparse
+def parse(*arguments): exec("import signal; signal.raise_signal(signal.SIGINT)")
+argparse.ArgumentParser.parse_known_args = parse
+""")
+    environment = {**os.environ, "DEV": "CPU", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([*COMMANDS[name], "doctor"], env=environment, capture_output=True)
+    assert (done.returncode, done.stderr) == (130, b"\n")
+
+
 def test_a_program_that_imports_the_package_keeps_keyboard_interrupt():
     script = ("import os, signal, tinygrad_nv\n"
               "try: os.kill(os.getpid(), signal.SIGINT)\n"

@@ -53,6 +53,7 @@ def _main(argv: Sequence[str] | None) -> int:
         finally: sys.stdout.flush()  # inside the try, so that its errors are reported
     except NVError as error: return _say_error(error)
     except KeyboardInterrupt:
+        interrupt.caught()
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:
@@ -140,7 +141,8 @@ def _add_model_options(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("model")
     group.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, float16, bfloat16")
     group.add_argument("--quantization", "-q", metavar="METHOD",
-                       help="check that the weights are quantised so (default: what the checkpoint says)")
+                       help="check that the weights are quantised so, or quantise those that are not while "
+                       "loading: fp8, int8 (default: what the checkpoint says)")
     group.add_argument("--max-model-len", type=_size, metavar="N",
                        help="context in tokens, such as 4096 or 32k")
     group.add_argument("--gpu-memory-utilization", type=float, metavar="X",
