@@ -117,6 +117,13 @@ _ROWS = (
 
     Operation("reciprocal", 1, lambda x: 1 / x, lambda y, x, dx: (y * y * -1.0).times(dx),
               graph="RECIPROCAL", arithmetic=True, cost=8, ptx_f32="rcp.approx.f32", c_float="1.f / {0}"),
+    # rounded to nearest, which tinygrad's own kernels, with x · (1 / y), are not
+    Operation("div", 2, operator.truediv,
+              lambda y, a, b, da, db: da.minus(y.times(db)).times(b.reciprocal()),
+              sign="/", arithmetic=True, cost=10, ptx_f32="div.rn.f32", c_float="{0} / {1}"),
+    # ties to even
+    Operation("round", 1, lambda x: math.copysign(round(x), x), lambda y, x, dx: dx * 0.0,
+              cost=2, ptx_f32="cvt.rni.f32.f32", c_float="round_({0})"),
     Operation("exp2", 1, lambda x: 2.0**x, lambda y, x, dx: (y * LN2).times(dx),
               graph="EXP2", cost=8, series=True, ptx_f32="ex2.approx.f32", c_float="exp2_({0})"),
     Operation("log2", 1, math.log2, lambda y, x, dx: (x.reciprocal() * (1 / LN2)).times(dx),

@@ -61,18 +61,21 @@ class PipelineState:
 
 class Pipeline:
     """`depth` stages of `nbytes` bytes. `warps` read a stage in each CTA; `peers` CTAs are reached by this
-    one's copies, itself among them, and as many CTAs' copies reach it. `name` is that of the barriers."""
+    one's copies, itself among them, and as many CTAs' copies reach it. `name` is that of the barriers.
+    `loaders` threads beside the producer copy to each stage, too, of this CTA alone: after `vacant`, they
+    arrive at the barrier that it gives."""
 
     def __init__(self, kb: Kernel, depth: int, nbytes: int, warps: int, peers: int = 1,
-                 name: str = "full_and_empty") -> None:
+                 name: str = "full_and_empty", loaders: int = 0) -> None:
+        self.loaders = loaders
         self.kb, self.depth, self.nbytes, self.warps, self.peers = kb, depth, nbytes, warps, peers
         self.barriers: Barriers = kb.mbarriers(name, 2 * depth)
         self.base = self.barriers.address()
 
     @property
     def full_arrivals(self) -> int:
-        """The producer's; bytes are counted apart."""
-        return 1
+        """The producer's, and those of others that copy; bytes are counted apart."""
+        return 1 + self.loaders
 
     @property
     def empty_arrivals(self) -> int:
@@ -96,6 +99,12 @@ class Pipeline:
         full = self._full(at)
         self.kb.mbarrier_wait(full.at(8 * self.depth), at.parity)
         self.kb.mbarrier_expect(full.at(), self.nbytes)
+        return full.at()
+
+    def vacant(self, at: PipelineState) -> MemoryOperand:
+        """Waits until the stage's readers are done; the barrier at which a loader arrives."""
+        full = self._full(at)
+        self.kb.mbarrier_wait(full.at(8 * self.depth), at.parity)
         return full.at()
 
     def wait(self, at: PipelineState) -> None:

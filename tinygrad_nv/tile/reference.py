@@ -179,5 +179,12 @@ def _applied(node: Apply, args: list[Tensor], exact: bool) -> Tensor:
     if node.op == "cast":
         wide = exact and dtypes.is_float(node.dtype)
         return args[0].cast(dtypes.float64) if wide else rounded(args[0], node.dtype)
+    if node.op == "div": return _quotient(args[0], args[1])
+    if node.op == "round": return args[0].round()
     if node.op == "min": return (args[1] < args[0]).where(args[1], args[0])
     return args[0].alu(Ops[OPERATIONS[node.op].graph], *args[1:])
+
+
+def _quotient(x: Tensor, y: Tensor) -> Tensor:
+    """x / y rounded to x's dtype: tinygrad multiplies by a reciprocal."""
+    return (x.cast(dtypes.float64) / y.cast(dtypes.float64)).cast(x.dtype)

@@ -20,19 +20,21 @@ from tinygrad_nv.tile.attention.spec import AttentionSpec
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, short, walk
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
+from tinygrad_nv.tile.scaled_gemm.spec import ScaledGemmSpec
 
 DTYPES = {short(dtype): dtype for dtype in (
     dtypes.bool, dtypes.int8, dtypes.uint8, dtypes.int16, dtypes.uint16, dtypes.int32, dtypes.uint32,
     dtypes.int64, dtypes.uint64, dtypes.fp8e4m3, dtypes.fp8e5m2, dtypes.float16, dtypes.bfloat16,
     dtypes.float32, dtypes.float64)}
 EXTENTS = ("m", "n", "k", "parts", "part")
-KINDS: dict[str, type] = {each.__name__: each for each in (AttentionSpec, BackwardSpec, DecodeSpec)}
+KINDS: dict[str, type] = {each.__name__: each for each in (
+    AttentionSpec, BackwardSpec, DecodeSpec, ScaledGemmSpec)}
 TUNED = (GemmSpec, *KINDS.values())
 
 
 def spec_to_json(spec: Any) -> dict[str, Any]:
     """A spec as plain data."""
-    if isinstance(spec, GemmSpec): return _matmul_to_json(spec)
+    if type(spec) is GemmSpec: return _matmul_to_json(spec)
     return {"kind": type(spec).__name__, **_plain(spec)}
 
 

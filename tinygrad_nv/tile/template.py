@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.gpcs import Clusters
+from tinygrad_nv.quant.types import Layout
 from tinygrad_nv.tile.clock import Clock, figures_of
 from tinygrad_nv.tile.launch import Integer
 from tinygrad_nv.tile.reference import Argument, Given, Results
@@ -36,9 +37,11 @@ class GPU:
     the architecture's first GPU in gpu.py has), and how many clusters run at once, where a driver said so
     (left out: as ptx/gpcs.py has it). `clock` measures candidates; without one they are modelled, or counted
     (clock.py). `model`: the name of its figures in ptx/timing/gpus, "" without; None: by its architecture and
-    SMs. Heads that begin at multiples of `head_bytes` are read where they lie."""
+    SMs. Heads that begin at multiples of `head_bytes` are read where they lie. Quantised matrices lie in
+    `matrix_layout`."""
     kind: ClassVar[str] = "gpu"
     head_bytes: ClassVar[int] = 16
+    matrix_layout: ClassVar[Layout] = "fragments"
     arch: str
     sm_count: int = 0
     clusters: Clusters = ()

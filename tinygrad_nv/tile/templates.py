@@ -1,8 +1,8 @@
 """The one table of templates: which module has a family's, by kind of target."""
 from tinygrad_nv.tile.template import Table
 
-BOTH = ("gemm", "attention", "decode", "norm", "kv_append", "embedding", "sampling")
-FAMILIES = {"gpu": BOTH, "cpu": (*BOTH, "quant_gemm")}
+BOTH = ("gemm", "attention", "decode", "norm", "kv_append", "embedding", "sampling", "quant_gemm")
+FAMILIES = {"gpu": (*BOTH, "scaled_gemm"), "cpu": BOTH}
 FOLDERS = {"gpu": "tile", "cpu": "cpu"}
 TABLE = Table({(kind, family): f"tinygrad_nv.{FOLDERS[kind]}.{family}.templates"
                for kind, families in FAMILIES.items() for family in families})

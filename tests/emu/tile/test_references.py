@@ -54,12 +54,18 @@ def gemms() -> dict[str, GemmSpec]:
         "symbolic": replace(matmul(70, 90, 136), symbolic=True)}
 
 
+def scaled() -> dict[str, GemmSpec]:
+    """Matmuls with scales of groups."""
+    return {"e4m3": specs.blocks(70, 144, 336), "e4m3 few rows": specs.blocks(3, 200, 256)}
+
+
 def norms() -> dict[str, Any]:
     """Rows."""
     return {"rms": specs.rms(7, 77, F16), "rms long": specs.rms(2, 5000), "layer": specs.layer(5, 300),
             "layer f32": specs.layer(3, 129, F32), "softmax": specs.softmax(3, 100, F32),
             "softmax bf16": specs.softmax(9, 1030), "argmax": specs.argmax(4, 320),
-            "counted": specs.counted(20, 100), "elements": specs.elements(6, 200),
+            "counted": specs.counted(20, 100), "to e4m3": specs.codes(6, 256),
+            "to e4m3 of groups": specs.codes(6, 384, 128), "elements": specs.elements(6, 200),
             "symbolic": specs.rms(12, 64, F32, symbolic=True)}
 
 
@@ -91,9 +97,8 @@ def attentions() -> dict[str, Any]:
     return forward | {f"gradient, {name}": spec for name, spec in gradients.items()}
 
 
-SPECS = {f"{family}: {name}": spec for family, of in (("gemm", gemms()), ("norm", norms()),
-                                                      ("attention", attentions()))
-         for name, spec in of.items()}
+FAMILIES = {"gemm": gemms(), "scaled_gemm": scaled(), "norm": norms(), "attention": attentions()}
+SPECS = {f"{family}: {name}": spec for family, of in FAMILIES.items() for name, spec in of.items()}
 
 
 def schedules(spec: Any, target: GPU | CPU) -> Iterator[Schedule]:
@@ -140,4 +145,4 @@ def test_whole_numbers_are_exact(name: str, target: GPU | CPU, schedule: Schedul
 def test_every_template_is_asked():
     asked = {(target.kind, schedule.template) for _, target, schedule in (each.values for each in CASES)}
     assert asked == {(kind, template.name) for kind in ("gpu", "cpu") for family in TABLE.families(kind)
-                     if family.name in ("gemm", "norm", "attention") for template in family.templates}
+                     if family.name in FAMILIES for template in family.templates}

@@ -25,9 +25,8 @@ FEW, FEW_CTA = 264 * CTA, 128   # pieces of all tokens that are spread as thinly
 def embedding(spec: EmbeddingSpec, schedule: Schedule, gpu: GPU) -> TileKernel:
     """The kernel of a table. Parameters in this order: out; weight; tokens; u32 tokens, where they are
     symbolic."""
-    row_bytes = spec.width * spec.dtype.itemsize
-    piece = next(nbytes for nbytes in PIECES if row_bytes % nbytes == 0)
-    pieces = row_bytes // piece
+    piece = next(nbytes for nbytes in PIECES if spec.row_bytes % nbytes == 0)
+    pieces = spec.row_bytes // piece
     few = spec.tokens.count * pieces <= FEW
     cta = FEW_CTA if few else CTA
     team = min(cta, 1 << (pieces - 1).bit_length())
@@ -43,7 +42,7 @@ def embedding(spec: EmbeddingSpec, schedule: Schedule, gpu: GPU) -> TileKernel:
 def _write(kb: Kernel, spec: EmbeddingSpec, team: int, tokens: int, piece: int, deep: int) -> None:
     out, weight, numbers = (kb.pointer(name) for name in ("out", "weight", "tokens"))
     count = kb.param("m", "u32") if spec.symbolic else kb.reg("u32", spec.tokens.count)
-    row_bytes = spec.width * spec.dtype.itemsize
+    row_bytes = spec.row_bytes
     with kb.comment("this thread's token and pieces"):
         token, lane = kb.ctaid.x * tokens + kb.tid.x // team, kb.tid.x % team
         there = token < count

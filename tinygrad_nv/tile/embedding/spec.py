@@ -20,6 +20,7 @@ from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm.spec import FLOAT16S
 
 FLOATS = (dtypes.float32, *FLOAT16S)
+TABLES = (*FLOATS, dtypes.uint8, dtypes.int8)   # codes and scales of quantised tables are copied, too
 TOKENS = (dtypes.int32, dtypes.int64)
 
 
@@ -50,10 +51,16 @@ class EmbeddingSpec:
     def __post_init__(self) -> None:
         if min(self.rows, self.width, *self.tokens.extents) < 1:
             raise SpecError(f"{self.rows}x{self.width}, tokens {self.tokens.extents}", "extents ≥ 1")
-        for dtype, allowed in ((self.dtype, FLOATS), (self.tokens.dtype, TOKENS)):
+        tables = FLOATS if isinstance(self, EmbeddingGradientSpec) else TABLES
+        for dtype, allowed in ((self.dtype, tables), (self.tokens.dtype, TOKENS)):
             if dtype not in allowed: raise SpecError(dtype.name, ", ".join(each.name for each in allowed))
         if self.symbolic and len(self.tokens.extents) != 1:
             raise SpecError(f"a symbolic number of tokens {self.tokens.extents}", "one dimension of tokens")
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.width * self.dtype.itemsize
 
     @property
     def integers(self) -> tuple[int, ...]:

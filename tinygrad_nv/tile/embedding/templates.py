@@ -15,5 +15,10 @@ class Embedding(Schedule):
     template: ClassVar[str] = "embedding"
 
 
-EMBEDDING = fixed(EmbeddingSpec, Embedding, None, "tinygrad_nv.tile.embedding.kernel", "embedding")
+def problems(spec: EmbeddingSpec, arch: str) -> list[str]:
+    """Why a table has no kernel; empty when it has one."""
+    return [f"rows of {spec.row_bytes} bytes"] * (spec.row_bytes % 2)
+
+
+EMBEDDING = fixed(EmbeddingSpec, Embedding, problems, "tinygrad_nv.tile.embedding.kernel", "embedding")
 FAMILY = Family("embedding", (EMBEDDING,))

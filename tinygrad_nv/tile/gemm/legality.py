@@ -16,11 +16,12 @@ from tinygrad_nv.tile.limits import MOST
 from tinygrad_nv.tile.template import GPU
 
 C = TypeVar("C", bound=GemmSchedule)
+S = TypeVar("S", bound=GemmSpec)
 
 
-def whole(own: Callable[[GemmSpec, C, str], Sequence[str]]) -> Callable[[GemmSpec, C, GPU], list[str]]:
+def whole(own: Callable[[S, C, str], Sequence[str]]) -> Callable[[S, C, GPU], list[str]]:
     """Why a template cannot have a schedule; empty when it can."""
-    def found(spec: GemmSpec, s: C, arch: str) -> tuple[str, ...]:
+    def found(spec: S, s: C, arch: str) -> tuple[str, ...]:
         return (*own(spec, s, arch), *_count(spec, s), *_epilogue(spec, arch))
     return legality(found)
 

@@ -4,6 +4,7 @@
         have L2 fetch the weights; wait for the kernel before; the kernel after may begin; load the vectors
         for each statistic:
             its terms, added up (or the largest) in registers, in the order of the row
+            of a group: shuffles of its lanes, for each vector
             of the team: shuffles; of several warps: through shared memory; of a cluster: through that of all
         what depends on the row alone (1 / √(s_0 / n + eps)), once
         results of each vector, stored
@@ -13,17 +14,16 @@ depend on its neighbours. A row that does not fit in registers is read again for
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from math import inf, prod
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced, place, read, stored_form, write
 from tinygrad_nv.tile.epilogue import EpilogueEmitter
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, substituted, walk
-from tinygrad_nv.tile.gemm.spec import Result
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.lanes import FLOAT16S, Lanes, kind_of
+from tinygrad_nv.tile.norm.elements import Elements, Row, Vector
 from tinygrad_nv.tile.norm.schedules import Norm, along, every
 from tinygrad_nv.tile.norm.spec import NormSpec, Statistic
 from tinygrad_nv.tile.template import GPU
@@ -35,7 +35,6 @@ ACCUMULATORS = 4
 # of which a statistic begins
 NOTHING: dict[tuple[str, str], float] = {("add", "f32"): 0.0, ("add", "s32"): 0, ("max", "f32"): -inf,
                                          ("max", "s32"): -1 << 31}
-Vector = list[Lanes]    # pairs of elements that lie side by side, or one element
 
 
 def norm(spec: NormSpec, plan: Norm, gpu: GPU) -> TileKernel:
@@ -50,71 +49,6 @@ def norm(spec: NormSpec, plan: Norm, gpu: GPU) -> TileKernel:
                       pdl=kb.hopper)
 
 
-class _Row:
-    """A thread's row, as what expressions read: indices, and numbers of the row by what stands for them."""
-
-    def __init__(self, kb: Kernel, spec: NormSpec, plan: Norm, rows: Value | int) -> None:
-        if plan.rows == 1: self.m, lane = kb.ctaid.x, kb.tid.x
-        else: self.m, lane = kb.ctaid.x * plan.rows + kb.tid.x // plan.team, kb.tid.x % plan.team
-        whole = plan.rows == 1 or (not spec.symbolic and spec.m % plan.rows == 0)
-        self.kb, self.there = kb, None if whole else self.m < rows
-        self.first = lane * plan.vector  # of the thread's elements
-        if plan.blocks > 1: self.first = self.first + kb.ctaid.z * (plan.span * plan.chunks)
-        self.batch, rest = list[Value](), kb.ctaid.y
-        for extent in reversed(spec.batch):
-            self.batch.insert(0, rest % extent)
-            rest = rest // extent
-        self.known: dict[Expression, Lanes] = {}
-
-    def address(self, pointer: Value, lies: Load | Result) -> Value:
-        """Where the thread's first element lies."""
-        size = lies.dtype.itemsize
-        at = pointer + lies.offset * size if lies.offset else pointer
-        strides = (*(lies.batch or [0] * len(self.batch)), lies.m, lies.n)
-        for index, stride in zip((*self.batch, self.m, self.first), strides, strict=True):
-            at = advanced(self.kb, at, index, stride * size)
-        return at
-
-    def sums(self, part: int, row: int, pair: int) -> Sequence[Value]: raise AssertionError("known by name")
-
-    def load(self, load: Load, row: int, pair: int) -> Lanes: return self.known[load]
-
-    def position(self, axis: str | int, row: int, pair: int) -> Sequence[Value]:
-        return [(self.m if axis == "m" else self.batch[int(axis)]).to("s32")]
-
-
-@dataclass
-class _Elements:
-    """Chunks of a row, as what expressions read: `pair` is chunk · vector + element. `vectors` are loads that
-    have been made."""
-    row: _Row
-    plan: Norm
-    first: Value
-    chunks: Sequence[int]
-    inside: Callable[[int], Value | None]
-    vectors: dict[Load, dict[int, Vector]]
-    outs: list[Value]
-
-    def sums(self, part: int, row: int, pair: int) -> Sequence[Value]: raise AssertionError("known by name")
-
-    def load(self, load: Load, row: int, pair: int) -> Lanes:
-        if load in self.row.known: return self.row.known[load]
-        chunk, element = divmod(pair, self.plan.vector)
-        made = self.vectors[load][chunk][element // 2]
-        # in memory's form: conversions are cheaper than registers
-        return Lanes(made.kb, made.dtype, [] if made.packed is not None else made.wide, made.packed)
-
-    def position(self, axis: str | int, row: int, pair: int) -> Sequence[Value]:
-        if axis != "n": return self.row.position(axis, row, pair)
-        chunk, element = divmod(pair, self.plan.vector)
-        start = chunk * self.plan.span + element
-        return [(self.first + (start + i)).to("s32") for i in range(min(2, self.plan.vector))]
-
-    def pairs(self, chunk: int) -> range:
-        """Those of a chunk."""
-        return range(chunk * self.plan.vector, (chunk + 1) * self.plan.vector, min(2, self.plan.vector))
-
-
 class _NormKernel:
     """The kernel of a spec under construction."""
 
@@ -122,7 +56,7 @@ class _NormKernel:
         self.kb, self.spec, self.plan, self.width = kb, spec, plan, min(2, plan.vector)
         self.outs = [kb.pointer(f"out{i}") for i in range(len(spec.results))]
         self.inputs = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
-        self.row = _Row(kb, spec, plan, kb.param("m", "u32") if spec.symbolic else spec.m)
+        self.row = Row(kb, spec, plan, kb.param("m", "u32") if spec.symbolic else spec.m)
         # ptxas moves ld.global.nc to before griddepcontrol.wait
         self.space = "global" if kb.hopper else "global.nc"
         self.guards: dict[int, Value] = {}
@@ -136,7 +70,7 @@ class _NormKernel:
         kb, spec, row = self.kb, self.spec, self.row
         with kb.comment("where this thread's elements lie"):
             self.at = {load: row.address(self.inputs[load.parameter], load) for load in every(spec)}
-            self.to = [row.address(out, each.result)
+            self.to = [row.address(out, each.result, each.group)
                        for out, each in zip(self.outs, spec.results, strict=True)]
         if kb.hopper:
             if spec.rows <= MANY_ROWS:
@@ -153,10 +87,14 @@ class _NormKernel:
         for number, each in enumerate(spec.statistics):
             with kb.comment(f"statistic {number}"):
                 term = self.of_elements(substituted(each.term, stands))
+                if each.group:
+                    stands[Sum(each.dtype, number)] = self.grouped(each, term)
+                    continue
                 total = self.of_team(self.reduced(Statistic(each.op, term)), each, number)
                 stands[Sum(each.dtype, number)] = self.named(Lanes(kb, each.dtype, [total]))
         with kb.comment("results"):
-            values = [self.of_elements(substituted(each.value, stands)) for each in spec.results]
+            values = [self.of_elements(self.of_groups(substituted(each.value, stands)))
+                      for each in spec.results]
             if kb.cluster: kb.cluster_arrive()  # shared memory is there as long as others read it
             self.store(values)
             if kb.cluster: kb.cluster_wait()
@@ -200,6 +138,46 @@ class _NormKernel:
         once(root)
         return substituted(root, known)
 
+    # **** what belongs to a group ****
+
+    def grouped(self, statistic: Statistic, term: Expression) -> Load:
+        """A load that stands for a statistic of groups."""
+        kb, kind = self.kb, kind_of(statistic.dtype)
+        (elements,) = self.passes(term)
+        finish, lanes = EpilogueEmitter(kb, term, elements, self.width), statistic.group // self.plan.vector
+        found = []
+        for chunk in elements.chunks:
+            total = kb.reg(kind, NOTHING[statistic.op, kind])
+            for pair in elements.pairs(chunk):
+                value = finish.at(0, pair)
+                for i in range(self.width): kb.emit(f"{statistic.op}.{kind}", total, total, value.at(i))
+            found.append(Lanes(kb, statistic.dtype, [self.across(total, statistic, lanes)]))
+        return self.of_each(found)
+
+    def of_each(self, found: list[Lanes]) -> Load:
+        """A load that stands for a number of each vector's group."""
+        made = Load(len(self.inputs) + len(self.row.known) + len(self.row.groups), found[0].dtype, 1, 1)
+        self.row.groups[made] = found
+        return made
+
+    def of_groups(self, root: Expression) -> Expression:
+        """An expression in which what is the same for a group has been computed."""
+        groups, of = self.row.groups, dict[Expression, bool]()      # whether a node is made of groups alone
+        for node in walk(root):
+            args = node.args if isinstance(node, Apply) else ()
+            alike = isinstance(node, Constant) or (isinstance(node, Load) and not node.n)
+            of[node] = node in groups or alike or (bool(args) and all(of[arg] for arg in args))
+        made: dict[Expression, Expression] = {}
+        for node in walk(root):
+            for arg in (root,) if node is root else node.args if isinstance(node, Apply) else ():
+                if isinstance(arg, Apply) and of[arg] and (arg is root or not of[node]) and arg not in made \
+                        and any(each in groups for each in walk(arg)):
+                    (elements,) = self.passes(arg)
+                    finish = EpilogueEmitter(self.kb, arg, elements, width=1)
+                    made[arg] = self.of_each([finish.at(0, chunk * self.plan.vector)
+                                              for chunk in elements.chunks])
+        return substituted(root, made)
+
     # **** elements ****
 
     def inside(self, chunk: int) -> Value | None:
@@ -237,13 +215,13 @@ class _NormKernel:
         if dtype in FLOAT16S: return [Lanes(kb, dtype, [], word) for word in made]
         return [Lanes(kb, dtype, [*made[i:i + 2]]) for i in range(0, words, 2)]
 
-    def passes(self, *roots: Expression) -> Iterator[_Elements]:
+    def passes(self, *roots: Expression) -> Iterator[Elements]:
         """A row's chunks, as registers or a loop have them; what uses them is written as often as this
         yields."""
         kb, plan, row = self.kb, self.plan, self.row
         every = range(plan.chunks)
         if plan.held:
-            yield _Elements(row, plan, row.first, every, self.inside, self.held, self.to)
+            yield Elements(row, plan, row.first, every, self.inside, self.held, self.to)
             return
         wanted = [load for load in along(self.spec) if any(load in set(walk(root)) for root in roots)]
         whole = self.spec.n // plan.span // TOGETHER
@@ -256,10 +234,10 @@ class _NormKernel:
                 chunks = range(TOGETHER)
                 vectors = self.loaded(wanted, dict(zip(wanted, at, strict=True)), chunks)
                 first = row.first + i * (TOGETHER * plan.span)
-                yield _Elements(row, plan, first, chunks, lambda chunk: None, vectors, to)
+                yield Elements(row, plan, first, chunks, lambda chunk: None, vectors, to)
         if rest := every[whole * TOGETHER:]:
             vectors = self.loaded(wanted, self.at, rest)
-            yield _Elements(row, plan, row.first, rest, self.inside, vectors, self.to)
+            yield Elements(row, plan, row.first, rest, self.inside, vectors, self.to)
 
     # **** statistics ****
 
@@ -325,7 +303,8 @@ class _NormKernel:
     def store(self, values: list[Expression]) -> None:
         """Elements of every thread, and numbers of a row by its first one."""
         kb, results = self.kb, [each.result for each in self.spec.results]
-        elements = [i for i, result in enumerate(results) if result.n]
+        groups = [each.group for each in self.spec.results]
+        elements = [i for i, result in enumerate(results) if result.n and not groups[i]]
         if elements:
             roots = [values[i] for i in elements]
             for block in self.passes(*roots):
@@ -337,10 +316,20 @@ class _NormKernel:
                         vector = [each[values[i]] for each in found]
                         self.put(block.outs[i], vector, chunk, block.inside(chunk))
         for i, result in enumerate(results):
+            if groups[i]: self.put_groups(i, self.row.groups[values[i]])
             if result.n: continue
             guard = self.row.first == 0
             if self.row.there is not None: guard = guard & self.row.there
             write(kb, self.to[i], 0, self.row.known[values[i]], 1, guard)
+
+    def put_groups(self, number: int, values: list[Lanes]) -> None:
+        """Stores a number of each group, by the first of its lanes."""
+        one, plan = self.spec.results[number], self.plan
+        first = self.row.first % one.group == 0
+        for chunk, value in enumerate(values):
+            inside = self.inside(chunk)
+            start = chunk * (plan.span // one.group) * one.result.n * value.dtype.itemsize
+            write(self.kb, self.to[number], start, value, 1, first if inside is None else first & inside)
 
     def trigger(self) -> None:
         """Lets the kernel after begin: behind the loads, which ptxas else moves to between the stores, and
@@ -351,6 +340,11 @@ class _NormKernel:
         """Stores a vector of a result."""
         kb, dtype = self.kb, values[0].dtype
         start = chunk * self.plan.span * dtype.itemsize
+        if dtype.itemsize == 1 and len(values) % 2 == 0 and self.width == 2:
+            words = [self.four(*values[i:i + 2]) for i in range(0, len(values), 2)]
+            some = f".v{len(words)}" if len(words) > 1 else ""
+            kb.emit(f"st.global{some}.b32", place(at, start), words if some else words[0], guard=guard)
+            return
         if self.width == 1 or (dtype not in FLOAT16S and dtype.itemsize != 4):
             for i, each in enumerate(values):
                 write(kb, at, start + 2 * i * dtype.itemsize, each, self.width, guard)
@@ -361,3 +355,11 @@ class _NormKernel:
             some = f".v{len(piece)}" if len(piece) > 1 else ""
             kb.emit(f"st.global{some}.b32", place(at, start + 4 * i), piece if some else piece[0],
                     guard=guard)
+
+    def four(self, low: Lanes, high: Lanes) -> Value:
+        """Two pairs of 8 bits as a word."""
+        made = self.kb.reg("b32")
+        (_, (first,)), (_, (second,)) = (stored_form(self.kb, each, 2) for each in (low, high))
+        if first.kind == "b16": self.kb.emit("mov.b32", made, [first, second])
+        else: self.kb.emit("prmt.b32", made, first, second, 0x5410)
+        return made

@@ -104,7 +104,8 @@ def every(spec: NormSpec) -> list[Load]:
 def _vector(spec: NormSpec) -> int:
     """Elements of a vector: at most 16 bytes of the widest operand, so that a warp's accesses have no gaps,
     and no element more than there is, at whole multiples of its size."""
-    operands: list[Load | Result] = [*along(spec), *(each.result for each in spec.results if each.result.n)]
+    operands: list[Load | Result] = [*along(spec), *(each.result for each in spec.results
+                                                     if each.result.n and not each.group)]
     count = VECTOR_BYTES // max((each.dtype.itemsize for each in operands), default=4)
     while count > 1 and not _fits(count, spec.n, operands): count //= 2
     return count

@@ -13,10 +13,12 @@ Terms and values are expressions: `Load`s of parameters, `Position`s, and `Sum(p
     LayerNorm      s_0 = Σ x, s_1 = Σ (x - s_0 / n)²
     softmax        s_0 = max x, s_1 = Σ 2^((x - s_0) log2 e)
     argmax         s_0 = max x, s_1 = max (x = s_0) · (n - position), out = n - s_1, one number of a row
+    to e4m3        s_0 = max |x| of each group of 128, out_0 = x / (s_0 / 448), out_1 = s_0 / 448 of groups
 
 with every rounding and every residual that the graph has: RMSNorm of Llama rounds x / rms to the model's
 dtype before it multiplies by w, that of Gemma after. Sums are of float32 or int32. A maximum is of numbers:
-NaN among them is passed over, and a row of nothing else gives the least value of the dtype.
+NaN among them is passed over, and a row of nothing else gives the least value of the dtype. A statistic of
+groups has a number for each `group` elements of a row; results of groups are made of such alone.
 """
 from __future__ import annotations
 
@@ -35,10 +37,11 @@ SUMMED = (dtypes.float32, dtypes.int32)
 
 @dataclass(frozen=True)
 class Statistic:
-    """A number of each row: its terms added up, or the largest of them. Raises `SpecError` for dtypes that
-    are not reduced."""
+    """A number of each row, or of each `group` elements of it: the terms added up, or the largest of them.
+    Raises `SpecError` for dtypes that are not reduced."""
     op: Literal["add", "max"]
     term: Expression
+    group: int = 0
 
     def __post_init__(self) -> None:
         allowed = SUMMED if self.op == "add" else (*SUMMED, *FLOAT16S)
@@ -53,9 +56,11 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Computed:
-    """A result: where it lies, and its elements. One number of a row, where `result.n` is 0."""
+    """A result: where it lies, and its elements. One number of a row, where `result.n` is 0; of a `group`
+    of elements, where that is not 0: `result.n` is the stride between groups."""
     result: Result
     value: Expression
+    group: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,9 @@ class NormSpec:
             if len(computed.result.batch) != len(self.batch):
                 raise SpecError(f"{len(computed.result.batch)} batch strides of a result",
                                 f"{len(self.batch)}, as the batch has")
+        for group in self.groups:
+            if group < 0 or self.n % group:
+                raise SpecError(f"groups of {group} in rows of {self.n}", "a divisor")
         _ = self.parameters
 
     def _check(self, root: Expression, known: int) -> None:
@@ -91,6 +99,11 @@ class NormSpec:
             if not isinstance(node, Sum): continue
             if node.part >= known or node.dtype != self.statistics[node.part].dtype:
                 raise SpecError(f"{node}", f"one of {known} statistics, of its dtype")
+
+    @property
+    def groups(self) -> set[int]:
+        """The sizes of groups that there are."""
+        return {*(each.group for each in self.statistics), *(each.group for each in self.results)} - {0}
 
     @property
     def expressions(self) -> tuple[Expression, ...]:
@@ -121,10 +134,15 @@ class NormSpec:
 
     def __str__(self) -> str:
         extents = "x".join(map(str, (*self.batch, f"{'≤' if self.symbolic else ''}{self.m}", self.n)))
-        words = [f"s{i} = {each.op} {_named(each.term)}" for i, each in enumerate(self.statistics)]
-        words += [f"{short(each.result.dtype)} {_named(each.value)}" for each in self.results]
+        words = [f"s{i} = {each.op}{_of(each.group)} {_named(each.term)}"
+                 for i, each in enumerate(self.statistics)]
+        words += [f"{short(each.result.dtype)}{_of(each.group)} {_named(each.value)}"
+                  for each in self.results]
         return f"{extents}: {'; '.join(words)}"
 
 
 def _named(root: Expression) -> str:
     return show(root, {node: f"s{node.part}" for node in walk(root) if isinstance(node, Sum)})
+
+
+def _of(group: int) -> str: return f" of {group}" if group else ""

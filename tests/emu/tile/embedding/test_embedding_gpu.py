@@ -19,7 +19,7 @@ from tinygrad_nv.tile.embedding.spec import EmbeddingSpec, Tokens
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
-F32, BF16, S32, S64 = dtypes.float32, dtypes.bfloat16, dtypes.int32, dtypes.int64
+F32, BF16, U8, S32, S64 = dtypes.float32, dtypes.bfloat16, dtypes.uint8, dtypes.int32, dtypes.int64
 ARCHES = ("sm_80", "sm_90a")
 GUARD = 77
 
@@ -55,7 +55,8 @@ def checked(rows: int, width: int, count: int, arch: str, dtype: DType = F32, to
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("tokens", [S32, S64], ids=str)
 def test_every_bit(arch: str, tokens: DType):
-    for width, dtype in ((64, F32), (7, F32), (7, BF16), (6, BF16), (1028, BF16), (2056, F32), (1, BF16)):
+    for width, dtype in ((64, F32), (7, F32), (7, BF16), (6, BF16), (1028, BF16), (2056, F32), (1, BF16),
+                         (144, U8), (6, U8)):
         checked(9, width, 5, arch, dtype, tokens)
     checked(50, 16, 300, arch, BF16, tokens, stride=3)
     checked(50, 16, 5, arch, BF16, tokens, most=40)
@@ -80,6 +81,11 @@ def test_what_it_takes(arch: str, width: int, dtype: DType):
     assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
     assert found.registers <= 48
     assert made.pdl == (arch == "sm_90a")
+
+
+def test_rows_of_odd_bytes_have_no_kernel():
+    spec = EmbeddingSpec(9, 7, U8, Tokens(S32, (4,), (1,)))
+    assert TABLE.problems(spec, templates.Embedding(), GPU("sm_80")) == ["rows of 7 bytes"]
 
 
 def test_rows_are_moved_by_16_bytes_in_whole_sectors():

@@ -20,6 +20,7 @@ from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import FP8, GemmSpec, Operand, Result
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.launch import MapArgument
+from tinygrad_nv.tile.scaled_gemm.spec import GROUP, ScaledGemmSpec
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -125,11 +126,20 @@ def reference(spec: GemmSpec, given: dict[str, torch.Tensor], float32: bool = Fa
     def matrix(name: str, part: int = 0) -> torch.Tensor:
         offset, extents, strides = where[name][1][part]
         wide = given[name].to(torch.float32 if float32 else torch.float64)
-        return view(wide, extents, strides, offset)
+        return view(wide, extents, strides, offset) * scales(spec, name, given).to(wide.dtype)
 
     a = matrix("a")
     sums = [(a @ matrix("b", part).transpose(-1, -2)).double() for part in range(spec.parts)]
     return evaluate(spec, spec.epilogue, sums, given)
+
+
+def scales(spec: GemmSpec, name: str, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What each element of operand `name` is multiplied by: scales of groups, where the spec has them."""
+    if not isinstance(spec, ScaledGemmSpec): return torch.ones(())
+    one, rows = (spec.a_scale, spec.m) if name == "a" else (spec.b_scale, spec.n)
+    extents = -(-rows // one.rows), spec.groups
+    each = view(given[f"{name}_scale"].double(), extents, (one.mn, one.k), one.offset)
+    return each.repeat_interleave(one.rows, 0)[:rows].repeat_interleave(GROUP, 1)[:, :spec.k]
 
 
 def evaluate(spec: GemmSpec, node: Expression, sums: list[torch.Tensor],

@@ -10,19 +10,49 @@ not depend on the order of CTAs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from tinygrad_nv.ptx.builder import Kernel, Shared, Value
 from tinygrad_nv.tile.epilogue import finished, loaded, stored
 from tinygrad_nv.tile.expression import Load
-from tinygrad_nv.tile.gemm.gemv.main_loop import GemvLanes
-from tinygrad_nv.tile.gemm.gemv.plan import GemvPlan
+from tinygrad_nv.tile.gemm.gemv.main_loop import Sums
+from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gemm.splits import is_last
+
+
+class Columns(Protocol):
+    """What a plan says of a CTA: its columns and threads, and how sums lie in shared memory."""
+
+    @property
+    def spec(self) -> GemmSpec: ...
+    @property
+    def block_n(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def blocks_n(self) -> int: ...
+    @property
+    def warps_k(self) -> int: ...
+    @property
+    def splits(self) -> int: ...
+    @property
+    def sums_pitch(self) -> int: ...
+    @property
+    def smem_bytes(self) -> int: ...
+
+
+class LaneSums(Protocol):
+    """What a warp has: sums of type `total`, and where they belong."""
+    total: str
+
+    def corner(self) -> tuple[Value | int, Value]: ...
+    def results(self) -> Sums: ...
 
 
 class GemvEpilogue:
     """The epilogue of a kernel."""
 
-    def __init__(self, kb: Kernel, plan: GemvPlan, lanes: GemvLanes, smem: Shared, rows: Value,
+    def __init__(self, kb: Kernel, plan: Columns, lanes: LaneSums, smem: Shared, rows: Value,
                  batch: list[Value],
                  batched: Callable[[tuple[int, ...], int], Value], warp_k: Value, warp_n: Value, out: Value,
                  extras: list[Value], shared: Sequence[Value]) -> None:
@@ -30,7 +60,7 @@ class GemvEpilogue:
         self.batch, self.batched, self.warp_k, self.warp_n = batch, batched, warp_k, warp_n
         self.out, self.extras, self.shared = out, extras, shared
         self.base = smem.address()
-        self.block_n, self.threads = plan.schedule.block_n, plan.schedule.threads
+        self.block_n, self.threads = plan.block_n, plan.threads
         self.elements = plan.spec.m * self.block_n
         self.part_bytes = 4 * plan.spec.m * plan.sums_pitch
 

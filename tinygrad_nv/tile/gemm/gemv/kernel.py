@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.gemm.gemv import operands as w
-from tinygrad_nv.tile.gemm.gemv.epilogue import GemvEpilogue
+from tinygrad_nv.tile.gemm.gemv.epilogue import Columns, GemvEpilogue
 from tinygrad_nv.tile.gemm.gemv.main_loop import Slot, lanes_of
 from tinygrad_nv.tile.gemm.gemv.plan import GemvPlan
 from tinygrad_nv.tile.gemm.schedules import Gemv
@@ -123,7 +123,8 @@ class _GemvKernel:
                 kb.launch_dependents()
             if plan.full: self.load_all(count > 0)
         with kb.comment("activations"):
-            self.stage(first_block)
+            staged(kb, plan, self.a, self.rows, first_block * s.block_k, plan.span, plan.pitch_bytes,
+                   self.smem.address(), self.read)
         start = self.smem.address()
         self.lanes.point(start + self.warp_k * (s.block_k * plan.itemsize))
         if plan.full:
@@ -266,32 +267,34 @@ class _GemvKernel:
             guard = None if last <= plan.tail else self.lane_depth + at < plan.tail
             self.load_piece(slot, piece, guard, self.inside.get(self.columns(slot, piece)))
 
-    # **** activations ****
 
-    def stage(self, first_block: Value) -> None:
-        """Copies this split's activations to shared memory as they are, zeros beyond K."""
-        kb, plan, a = self.kb, self.plan, self.spec.a
-        width = x_width(a, self.spec.k)
-        elements = width // plan.itemsize
-        a_row = plan.span // elements
-        first = first_block * self.schedule.block_k
-        target = self.smem.address()
-        with kb.loop(kb.tid.x, self.spec.m * a_row, self.schedule.threads, kind="u32") as number:
-            row, at = number // a_row, number % a_row * elements
-            inside = first + at < self.spec.k
-            if self.spec.symbolic: inside = inside & (row < self.rows)
-            place = target + row * plan.pitch_bytes + at * plan.itemsize
-            source = self.a + (row.to("u64") * a.mn + (first + at).to("u64") * a.k) * plan.itemsize
-            if width >= 4:
-                cache, some = "cg" if width == 16 else "ca", kb.select(inside, width, 0, "u32")
-                kb.emit(f"cp.async.{cache}.shared.global", place.at(), source.at(), width, some)
-            else:
-                bits = "b16" if width == 2 else "u8"
-                value = kb.reg("b16" if width == 2 else "u32", 0)
-                kb.emit(f"{self.read}.{bits}", value, source.at(), guard=inside)
-                kb.emit(f"st.shared.{bits}", place.at(), value)
-        if width >= 4: kb.emit("cp.async.wait_all")
-        kb.sync()
+# **** activations ****
+
+def staged(kb: Kernel, plan: Columns, a: Value, rows: Value, first: Value, span: int, pitch_bytes: int,
+           target: Value, read: str) -> None:
+    """Copies `span` columns of the activations at `a`, from column `first` (u32) on, to shared memory at
+    `target`, as they are, zeros beyond K; `rows` are those that there are, `read` loads what is too narrow
+    for cp.async."""
+    spec, size = plan.spec, plan.spec.a.dtype.itemsize
+    width = x_width(spec.a, spec.k)
+    elements = width // size
+    a_row = span // elements
+    with kb.loop(kb.tid.x, spec.m * a_row, plan.threads, kind="u32") as number:
+        row, at = number // a_row, number % a_row * elements
+        inside = first + at < spec.k
+        if spec.symbolic: inside = inside & (row < rows)
+        place = target + row * pitch_bytes + at * size
+        source = a + (row.to("u64") * spec.a.mn + (first + at).to("u64") * spec.a.k) * size
+        if width >= 4:
+            cache, some = "cg" if width == 16 else "ca", kb.select(inside, width, 0, "u32")
+            kb.emit(f"cp.async.{cache}.shared.global", place.at(), source.at(), width, some)
+        else:
+            bits = "b16" if width == 2 else "u8"
+            value = kb.reg("b16" if width == 2 else "u32", 0)
+            kb.emit(f"{read}.{bits}", value, source.at(), guard=inside)
+            kb.emit(f"st.shared.{bits}", place.at(), value)
+    if width >= 4: kb.emit("cp.async.wait_all")
+    kb.sync()
 
 
 def x_width(a: Operand, depth: int) -> int:

@@ -239,6 +239,12 @@ class GemvPlan:
         return max(self.x_bytes, self.sums_bytes) + 16
 
     @property
+    def block_n(self) -> int: return self.schedule.block_n
+
+    @property
+    def threads(self) -> int: return self.schedule.threads
+
+    @property
     def blocks_n(self) -> int: return -(-self.spec.n // self.schedule.block_n)
 
     @property

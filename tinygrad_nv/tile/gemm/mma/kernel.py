@@ -19,7 +19,9 @@ what they copy first: a hint, which reads nothing, and without which ptxas leave
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.fragments import Fragments, instruction
@@ -40,22 +42,34 @@ Sums = list[list[list[Value]]]      # by 16 rows, by 8 columns: four registers
 Operands = list[list[list[Value]]]  # of A and each part of B, by 16 rows or columns: four registers
 
 
+class StageCopy(Protocol):
+    """Brings its share of a stage (tile/ops.py)."""
+
+    def ask(self) -> None: ...
+    def next(self, stage: Value, when: Value | None = None, first: bool = False) -> None: ...
+
+
+class StageFragments(Protocol):
+    """A warp's share of an operand (tile/fragments.py)."""
+
+    def registers(self) -> list[list[Value]]: ...
+    def move(self, stage: Value) -> None: ...
+    def load(self, step: int, into: list[list[Value]]) -> None: ...
+    def load_one(self, i: int, step: int, four: list[Value]) -> None: ...
+
+
 def gemm_mma(spec: GemmSpec, schedule: Mma, gpu: GPU) -> GemmKernel:
     """The kernel of a matmul, by a legal schedule."""
-    plan = MmaPlan.of(spec, schedule)
     # min_ctas: else ptxas spills a word here and there for one CTA more on a multiprocessor
     kb = Kernel("gemm_mma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
-    writer = _MmaKernel(kb, plan)
-    writer.write()
-    scheduler, splits = writer.scheduler, writer.splits
-    return GemmKernel("gemm_mma", kb.ptx(), scheduler.grid, schedule.threads, kb.dynamic_smem,
-                      workspace_bytes=splits.workspace_bytes, flags=splits.flags,
-                      rows_of_cta=schedule.block_m if plan.spec.symbolic else 0,
-                      ctas_of_rows=scheduler.ctas_of_rows, pdl=kb.hopper)
+    return MmaKernel(kb, MmaPlan.of(spec, schedule)).written()
 
 
-class _MmaKernel:
+class MmaKernel:
     """The kernel as it is written: the parameters, then the stages of the protocol above."""
+    copies: Sequence[StageCopy]
+    fragments: Sequence[StageFragments]
+    stage_bytes: int
 
     def __init__(self, kb: Kernel, plan: MmaPlan) -> None:
         self.kb, self.plan, self.spec, self.schedule = kb, plan, plan.spec, plan.schedule
@@ -65,20 +79,16 @@ class _MmaKernel:
         self.splits = Splits(kb, spec, s, self.warp_m // 16 * self.warp_n // 8 * spec.parts)
         self.out = kb.pointer("out")
         self.splits.declare()
-        a, b = (kb.pointer(name) for name in "ab")
-        if s.swap: a, b = b, a
+        pointers = self.declared()
         self.extras = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
         self.rows: Value | int = kb.param("m", "u32") if spec.symbolic else spec.m
         self.scheduler = TileScheduler(kb, spec, s, self.rows)
         self.splits.begin(self.scheduler)
         self.first_m, self.first_n = self.scheduler.m * s.block_m, self.scheduler.n * self.columns
-        self.copies = self._copies(a, b)
+        self.bring(*pointers)
         warp = kb.tid.x >> 5
         self.row, self.column = warp % s.warps_m * self.warp_m, warp // s.warps_m * self.warp_n
-        self.fragments = [
-            Fragments(kb, copy.operand.dtype, copy.tile, copy.mn_major, i > 0, self.column if i else self.row,
-                      self.warp_n if i else self.warp_m, self.steps, copy.start)
-            for i, copy in enumerate(self.copies)]
+        self.read()
 
     def batched(self, strides: tuple[int, ...], offset: int) -> Value:
         """Elements before this CTA's matrix: u64."""
@@ -87,8 +97,21 @@ class _MmaKernel:
             if stride: at = at + index.to("u64") * stride
         return at
 
-    def _copies(self, a: Value, b: Value) -> list[TileCopy]:
-        """Those of A, then of each part of B, which follow each other in a stage."""
+    def declared(self) -> Sequence[Value]:
+        """The operands' pointers."""
+        a, b = (self.kb.pointer(name) for name in "ab")
+        return (b, a) if self.schedule.swap else (a, b)
+
+    def read(self) -> None:
+        """The fragments of A, and of each part of B."""
+        self.fragments = [
+            Fragments(self.kb, copy.operand.dtype, copy.tile, copy.mn_major, i > 0,
+                      self.column if i else self.row, self.warp_n if i else self.warp_m, self.steps,
+                      copy.start)
+            for i, copy in enumerate(self.tiles)]
+
+    def bring(self, a: Value, b: Value) -> None:
+        """The copies of A, then of each part of B, which follow each other in a stage."""
         kb, spec, s = self.kb, self.spec, self.schedule
         made: list[TileCopy] = []
         residue = spec.k % s.block_k or s.block_k
@@ -103,8 +126,8 @@ class _MmaKernel:
                                  self.rows if runtime else extent,
                                  self.splits.residue, width, block, s.block_k, start))
             start += made[-1].tile.nbytes
+        self.copies = self.tiles = made
         self.stage_bytes = start
-        return made
 
     def _place(self, operand: Operand, pointer: Value) -> Value:
         """Where an operand of this CTA's matrix begins, at its first element of K."""
@@ -114,8 +137,17 @@ class _MmaKernel:
 
     # **** the loop ****
 
+    def written(self) -> GemmKernel:
+        """The kernel, whole."""
+        self.write()
+        kb, s, scheduler, splits = self.kb, self.schedule, self.scheduler, self.splits
+        return GemmKernel(kb.name, kb.ptx(), scheduler.grid, s.threads, kb.dynamic_smem,
+                          workspace_bytes=splits.workspace_bytes, flags=splits.flags,
+                          rows_of_cta=s.block_m if self.spec.symbolic else 0,
+                          ctas_of_rows=scheduler.ctas_of_rows, pdl=kb.hopper)
+
     def write(self) -> None:
-        """The whole kernel."""
+        """The whole text."""
         kb, spec = self.kb, self.spec
         kind = "f32" if instruction(spec.a.dtype, spec.b.dtype)[1].startswith("f32") else "s32"
         zero = 0.0 if kind == "f32" else 0
@@ -180,7 +212,8 @@ class _MmaKernel:
     def double_buffered(self) -> bool:
         """Whether there are registers for fragments of two steps; they take turns, so steps are even. Single
         bytes are four registers and more each while they are read."""
-        if self.splits.one_or_two or any(f.mn_major and f.dtype.itemsize == 1 for f in self.fragments):
+        bytes_apart = any(tile.mn_major and tile.operand.dtype.itemsize == 1 for tile in self.tiles)
+        if self.splits.one_or_two or bytes_apart:
             return False  # a split of one tile has no second one to read fragments of
         sums = self.warp_m * self.warp_n * self.spec.parts // 32
         fragments = (self.warp_m + self.warp_n * self.spec.parts) // 4

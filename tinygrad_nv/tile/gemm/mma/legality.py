@@ -21,8 +21,8 @@ def problems(spec: GemmSpec, schedule: Mma, arch: str) -> list[str]:
     plan = MmaPlan.of(spec, s)
     spec = plan.spec
     size = spec.a.dtype.itemsize
-    out += _extent_problems("block_m", s.block_m, s.warps_m, 1, spec.a)
-    out += _extent_problems("block_n", s.block_n, s.warps_n, spec.parts, spec.b)
+    out += extent_problems("block_m", s.block_m, s.warps_m, 1, spec.a)
+    out += extent_problems("block_n", s.block_n, s.warps_n, spec.parts, spec.b)
     if s.block_k * size not in K_BYTES:
         out.append(f"block_k={s.block_k} × {size} B = {s.block_k * size} B are not 32, 64, 128 or 256")
     if s.threads > 1024: out.append(f"{s.warps_m}x{s.warps_n} warps are {s.threads} threads, at most 1024")
@@ -46,7 +46,7 @@ def _spec_problems(spec: GemmSpec, arch: str) -> list[str]:
     return []
 
 
-def _extent_problems(name: str, extent: int, warps: int, parts: int, operand: Operand) -> list[str]:
+def extent_problems(name: str, extent: int, warps: int, parts: int, operand: Operand) -> list[str]:
     """Of a tile's rows or columns, and of a warp's share of them."""
     out, least = [], 16 * warps * parts
     if extent % least:
@@ -66,15 +66,17 @@ def _extent_problems(name: str, extent: int, warps: int, parts: int, operand: Op
 
 def _copy_problems(s: Mma, spec: GemmSpec) -> list[str]:
     """Of how threads divide tiles: those of all passes have the same place in a row."""
-    out, columns = [], s.block_n // spec.parts
-    for name, extent, operand in (("block_m", s.block_m, spec.a), ("block_n", columns, spec.b)):
-        size, k_major = operand.dtype.itemsize, operand.major != "MN"
-        rows, row_bytes = (extent, s.block_k * size) if k_major else (s.block_k, extent * size)
-        rows_at_once = s.threads * 16 // min(row_bytes, 128)
-        if row_bytes > 128 and rows % rows_at_once and rows_at_once % rows:
-            out.append(f"{name}={extent}: {s.threads} threads copy {rows_at_once} rows of 128 B at once, "
-                       f"which neither divide the tile's {rows} nor are a multiple of them")
-    return out
+    return copied(s, "block_m", s.block_m, spec.a) + copied(s, "block_n", s.block_n // spec.parts, spec.b)
+
+
+def copied(s: Mma, name: str, extent: int, operand: Operand) -> list[str]:
+    """The same of one operand's tile."""
+    size, k_major = operand.dtype.itemsize, operand.major != "MN"
+    rows, row_bytes = (extent, s.block_k * size) if k_major else (s.block_k, extent * size)
+    rows_at_once = s.threads * 16 // min(row_bytes, 128)
+    if row_bytes <= 128 or rows % rows_at_once == 0 or rows_at_once % rows == 0: return []
+    return [f"{name}={extent}: {s.threads} threads copy {rows_at_once} rows of 128 B at once, which neither "
+            f"divide the tile's {rows} nor are a multiple of them"]
 
 
 def _resource_problems(plan: MmaPlan, arch: str) -> list[str]:

@@ -20,6 +20,8 @@ way.
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.gemm.schedules import Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
@@ -42,36 +44,38 @@ from tinygrad_nv.tile.template import GPU
 
 def gemm_wgmma(spec: GemmSpec, schedule: Wgmma, gpu: GPU) -> GemmKernel:
     """The kernel of a matmul, by a legal schedule, with as many CTAs as the GPU runs at once."""
+    return built("gemm_wgmma", spec, schedule, gpu, WgmmaKernel)
+
+
+def built(name: str, spec: GemmSpec, schedule: Wgmma, gpu: GPU, kind: type[WgmmaKernel]) -> GemmKernel:
+    """A kernel of a kind."""
     plan = WgmmaPlan.of(spec, schedule)
     ctas = plan.ctas(gpu_model_for(gpu.arch, gpu.sm_count).sm_count, gpu.clusters)
-    kb = Kernel("gemm_wgmma", arch=gpu.arch, threads=schedule.threads, min_ctas=1,
+    kb = Kernel(name, arch=gpu.arch, threads=schedule.threads, min_ctas=1,
                cluster=(plan.cluster, 1, 1) if plan.cluster > 1 else ())
-    writer = _WgmmaKernel(kb, plan, ctas)
-    writer.write()
-    # a symbolic grid is that of the most rows, unless each cluster has one tile, which it must have
-    each = ctas // plan.extents[0] if spec.symbolic and schedule.splits > 1 else 0
-    return GemmKernel("gemm_wgmma", kb.ptx(), (ctas, 1, 1), schedule.threads, kb.dynamic_smem,
-                      cluster=(plan.cluster, 1, 1), maps=writer.maps,
-                      workspace_bytes=writer.reduction.workspace_bytes, flags=writer.reduction.flags,
-                      rows_of_cta=schedule.block_m if each else 0, ctas_of_rows=each or 1, pdl=True)
+    return kind(kb, plan, ctas).written()
 
 
-class _WgmmaKernel:
-    """The kernel as it is written: parameters and shared memory, then the two roles."""
+class WgmmaKernel:
+    """The kernel as it is written: parameters and shared memory, then the two roles. `OPERANDS` are its
+    pointers between scratch and the epilogue's; maps read the first two. `LOADERS` threads of the producer's
+    warpgroup do what `load_beside` says."""
+    OPERANDS: tuple[str, ...] = ("a", "b")
+    LOADERS = 0
 
     def __init__(self, kb: Kernel, plan: WgmmaPlan, ctas: int) -> None:
-        self.kb, self.plan, spec = kb, plan, plan.spec
+        self.kb, self.plan, self.ctas, spec = kb, plan, ctas, plan.spec
         out = kb.pointer("out")
         shared = [kb.pointer(name) for name in ("workspace", "flags")] if plan.schedule.stream else []
-        for name in ("a", "b"): kb.pointer(name)  # the tensor maps'
+        operands = {name: kb.pointer(name) for name in self.OPERANDS}
         extras = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
         rows: Value | int = kb.param("m", "u32") if spec.symbolic else spec.m
         self.scheduler = PersistentTileScheduler(kb, plan, rows, ctas)
-        self.loads = GemmLoads(kb, plan, 1 + len(shared))
+        self.loads = self.made_loads(1 + len(shared))
         self.ring = Pipeline(kb, plan.schedule.depth, plan.stage_bytes, WARPGROUP // 32 * plan.readers,
-                         plan.peers)
+                         plan.peers, loaders=self.LOADERS)
         self.ordered = OrderedBarrier(kb, plan.consumers, WARPGROUP // 32) if plan.pingpong else None
-        self.main_loop = MainLoop(kb, plan, self.ring, self.ordered, self.loads)
+        self.main_loop = self.made_main_loop(operands, rows)
         self.epilogue = WgmmaEpilogue(kb, plan, out, extras, rows)
         self.maps = (*self.loads.maps, *self.epilogue.maps)
         ends = self.main_loop, self.scheduler, self.epilogue
@@ -79,8 +83,30 @@ class _WgmmaKernel:
         if shared: self.reduction = StreamKReduction(*ends, shared)
         else: self.reduction = (ClusterReduction if plan.schedule.splits > 1 else TileReduction)(*ends)
 
+    def made_loads(self, first_pointer: int) -> GemmLoads:
+        """The producer's copies."""
+        return GemmLoads(self.kb, self.plan, first_pointer)
+
+    def made_main_loop(self, pointers: Mapping[str, Value], rows: Value | int) -> MainLoop:
+        """That of the consumers."""
+        return MainLoop(self.kb, self.plan, self.ring, self.ordered, self.loads)
+
+    def load_beside(self) -> None:
+        """What the warps beside the producer's bring."""
+
+    def written(self) -> GemmKernel:
+        """The kernel, whole."""
+        kb, plan, s, reduction = self.kb, self.plan, self.plan.schedule, self.reduction
+        self.write()
+        # a symbolic grid is that of the most rows, unless each cluster has one tile, which it must have
+        each = self.ctas // plan.extents[0] if plan.spec.symbolic and s.splits > 1 else 0
+        return GemmKernel(kb.name, kb.ptx(), (self.ctas, 1, 1), s.threads, kb.dynamic_smem,
+                          cluster=(plan.cluster, 1, 1), maps=self.maps,
+                          workspace_bytes=reduction.workspace_bytes, flags=reduction.flags,
+                          rows_of_cta=s.block_m if each else 0, ctas_of_rows=each or 1, pdl=True)
+
     def write(self) -> None:
-        """The whole kernel."""
+        """The whole text."""
         kb, plan = self.kb, self.plan
         with kb.comment("one thread makes the barriers, and has the tensor maps fetched"):
             with kb.if_(kb.tid.x == 0):
@@ -95,6 +121,8 @@ class _WgmmaKernel:
         with kb.if_(producer), kb.comment("producer: one thread of the last warpgroup"):
             if fewer: kb.setmaxnreg(fewer, more=False)
             with kb.if_(kb.tid.x < WARPGROUP * plan.consumers + 32), kb.if_(kb.elect()): self.produce()
+            if self.LOADERS:
+                with kb.if_(kb.tid.x >= WARPGROUP * plan.consumers + 32): self.load_beside()
             if plan.schedule.splits > 1: cluster_together(kb)
         with kb.else_(), kb.comment("consumers"):
             if more: kb.setmaxnreg(more, more=True)

@@ -20,10 +20,10 @@ def problems(spec: GemmSpec, schedule: Wgmma, arch: str) -> list[str]:
         return [f"swapped: {'several parts' if spec.parts > 1 else 'rows known at launch'} cannot be columns"]
     computed = spec.swapped() if schedule.swap else spec
     out = _operands(computed)
-    if found := _warps(schedule) or _extents(schedule, computed): return out + found
+    if found := warps(schedule) or extents(schedule, computed): return out + found
     plan = WgmmaPlan.of(spec, schedule)
-    return [*out, *_tile("block_m", plan.a, schedule), *_tile("block_n", plan.b, schedule), *_room(plan),
-            *_cluster(plan), *_shared_sums(plan)]
+    return [*out, *swizzled("block_m", plan.a, schedule), *swizzled("block_n", plan.b, schedule),
+            *_room(plan), *_cluster(plan), *shared_sums(plan)]
 
 
 def _operands(spec: GemmSpec) -> list[str]:
@@ -43,7 +43,7 @@ def _operands(spec: GemmSpec) -> list[str]:
     return out
 
 
-def _warps(s: Wgmma) -> list[str]:
+def warps(s: Wgmma) -> list[str]:
     """Warpgroups: one that loads, one to three that multiply."""
     if s.warps_m not in (8, 12, 16):
         return [f"{s.warps_m} warps: a producer and 1 to 3 consumers of 4 warps each are 8, 12 or 16, along "
@@ -53,7 +53,7 @@ def _warps(s: Wgmma) -> list[str]:
     return []
 
 
-def _extents(s: Wgmma, spec: GemmSpec) -> list[str]:
+def extents(s: Wgmma, spec: GemmSpec) -> list[str]:
     """Of the tile, and of the ring."""
     out, size = [], spec.a.dtype.itemsize
     share = 64 if s.mode == "pingpong" else 64 * s.consumers
@@ -75,7 +75,7 @@ def _extents(s: Wgmma, spec: GemmSpec) -> list[str]:
     return out
 
 
-def _tile(name: str, tile: OperandTile, s: Wgmma) -> list[str]:
+def swizzled(name: str, tile: OperandTile, s: Wgmma) -> list[str]:
     """The rows of an operand's tile against its swizzle."""
     what, extent = ("block_k", tile.k) if tile.major == "K" else (name, tile.mn // tile.parts)
     row = extent * tile.size
@@ -120,7 +120,7 @@ def _cluster(plan: WgmmaPlan) -> list[str]:
     return out
 
 
-def _shared_sums(plan: WgmmaPlan) -> list[str]:
+def shared_sums(plan: WgmmaPlan) -> list[str]:
     """Splits and stream-K: CTAs that have parts of one tile's K."""
     s, out = plan.schedule, []
     if s.splits == 1 and not s.stream: return []

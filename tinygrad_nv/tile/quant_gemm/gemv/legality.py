@@ -1,0 +1,31 @@
+"""What `quant_gemv` kernels ask of a schedule."""
+from __future__ import annotations
+
+from tinygrad_nv.tile import limits
+from tinygrad_nv.tile.gemm.schedules import MOST_ROWS
+from tinygrad_nv.tile.limits import MOST_GRID
+from tinygrad_nv.tile.quant_gemm.gemv.plan import OTHER_REGISTERS, REGISTERS, QuantGemvPlan
+from tinygrad_nv.tile.quant_gemm.schedules import QuantGemv
+from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
+
+
+def problems(spec: QuantGemmSpec, s: QuantGemv, arch: str) -> list[str]:
+    """Why the template cannot have this schedule; empty when it can."""
+    gemm, plan = spec.gemm, QuantGemvPlan.of(spec, s)
+    if gemm.m > MOST_ROWS: return [f"m={gemm.m} is above {MOST_ROWS}"]
+    if s.threads > 1024: return [f"{s.warps_m} warps are {s.threads} threads, at most 1024"]
+    out = []
+    if gemm.parts > 1 and gemm.n % 16: out.append(f"{gemm.parts} parts of n={gemm.n}, no multiple of 16")
+    if not plan.groups and spec.type.mins: out.append("minima of whole rows")
+    most = min(255, REGISTERS // s.threads // 8 * 8)
+    if plan.registers > most:
+        out.append(f"{s.units} units × {s.tiles} tiles + sums of {gemm.m} rows + {OTHER_REGISTERS} = "
+                   f"{plan.registers} registers, {s.threads} threads have {most} each")
+    if plan.smem_bytes > limits.SMEM_BYTES[arch]:
+        out.append(f"{gemm.m} rows × {plan.pitch_bytes} B, or their sums, = {plan.smem_bytes} B of shared "
+                   f"memory, {arch} has {limits.SMEM_BYTES[arch]}")
+    if s.splits > plan.iterations:
+        out.append(f"{s.splits} splits of {plan.total_units} units / {s.units} = {plan.iterations} "
+                   "iterations")
+    if plan.splits > MOST_GRID: out.append(f"{plan.splits} splits are above {MOST_GRID}")
+    return out

@@ -1,0 +1,59 @@
+"""The templates of a matmul with a quantised matrix on GPUs: gemv/ (few rows), wgmma/ (sm_90a), mma/."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TypeVar
+
+from tinygrad_nv.tile import choose, epilogue
+from tinygrad_nv.tile.gemm.spec import FLOAT16S
+from tinygrad_nv.tile.legality import legality
+from tinygrad_nv.tile.quant_gemm import fragments
+from tinygrad_nv.tile.quant_gemm.gemv import defaults as gemv_defaults
+from tinygrad_nv.tile.quant_gemm.gemv import legality as gemv_legality
+from tinygrad_nv.tile.quant_gemm.mma import defaults as mma_defaults
+from tinygrad_nv.tile.quant_gemm.mma import legality as mma_legality
+from tinygrad_nv.tile.quant_gemm.schedules import QuantGemv, QuantMma, QuantWgmma
+from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
+from tinygrad_nv.tile.quant_gemm.wgmma import defaults as wgmma_defaults
+from tinygrad_nv.tile.quant_gemm.wgmma import legality as wgmma_legality
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, later
+
+C = TypeVar("C", bound=Schedule)
+
+
+def _whole(own: Callable[[QuantGemmSpec, C, str], Sequence[str]]
+           ) -> Callable[[QuantGemmSpec, C, GPU], list[str]]:
+    """Why a template cannot have a schedule; empty when it can."""
+    def found(spec: QuantGemmSpec, s: C, arch: str) -> tuple[str, ...]:
+        gemm = spec.gemm
+        asked = [*fragments.problems(spec.type), *epilogue.problems(gemm.epilogue, arch)]
+        if gemm.a.dtype not in FLOAT16S: asked.append(f"activations of {gemm.a.dtype.name}")
+        if spec.int8: asked.append("activations of int8")
+        return (*asked, *(() if asked else own(spec, s, arch)))
+    return legality(found)
+
+
+GEMV = Template("quant_gemv", QuantGemmSpec, QuantGemv, _whole(gemv_legality.problems),
+                gemv_defaults.candidates, later("tinygrad_nv.tile.quant_gemm.gemv.kernel", "quant_gemv"))
+WGMMA = Template("quant_wgmma", QuantGemmSpec, QuantWgmma, _whole(wgmma_legality.problems),
+                 wgmma_defaults.candidates, later("tinygrad_nv.tile.quant_gemm.wgmma.kernel", "quant_wgmma"))
+MMA = Template("quant_mma", QuantGemmSpec, QuantMma, _whole(mma_legality.problems), mma_defaults.candidates,
+               later("tinygrad_nv.tile.quant_gemm.mma.kernel", "quant_mma"))
+FEW = 8             # rows up to which the tensor cores of a gemv are not half idle
+
+
+def _default(spec: QuantGemmSpec, gpu: GPU) -> Schedule | None:
+    """The first legal candidate: of the gemv for few rows, of the wgmma for more, of whatever takes it."""
+    order = (GEMV, WGMMA, MMA) if spec.gemm.m <= FEW else (WGMMA, GEMV, MMA)
+    return _first(order, spec, gpu)
+
+
+@lru_cache(4096)
+def _first(order: tuple[AnyTemplate, ...], spec: QuantGemmSpec, gpu: GPU) -> Schedule | None:
+    return next((s for each in order for s in each.candidates(spec, gpu) if not each.problems(spec, s, gpu)),
+                None)
+
+
+FAMILY = Family("quant_gemm", (GEMV, WGMMA, MMA), choose.choose, defaults=_default)

@@ -1,0 +1,99 @@
+"""The consumers' main loop: codes to operands in registers, 16 columns at a time, while wgmmas of columns
+before are in flight.
+
+    for each stage: wait for it, read its codes
+        for each 16 columns: codes to operands, times their scales
+            wgmmas of these columns: registers times activations; wait for those `PENDING` before
+            give back the stage before, once its last wgmmas are done
+
+Each 16 columns are a group of wgmmas with a fence and a wait of its own: ptxas 13 takes registers of a wgmma
+only where they were written after the last wait, else it waits for every wgmma (C7513).
+
+A warp has the codes of its 16 rows of each 64: 16 bytes a lane for 64 columns of 4 bits. Elements are rounded
+to 16 bits once they are multiplied with their scale, as the reference rounds them, where scales are of that
+dtype; other scales are rounded to it first. Scales of whole rows are multiplied with the sums.
+"""
+from __future__ import annotations
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.ptx.builder.values import Number
+from tinygrad_nv.tile.gemm.wgmma.main_loop import Descriptors, MainLoop
+from tinygrad_nv.tile.gemm.wgmma.plan import WARPGROUP
+from tinygrad_nv.tile.pipeline import OrderedBarrier, Pipeline
+from tinygrad_nv.tile.quant_gemm.factors import Pair
+from tinygrad_nv.tile.quant_gemm.stages import StageOperands
+from tinygrad_nv.tile.quant_gemm.wgmma.load import QuantLoads
+from tinygrad_nv.tile.quant_gemm.wgmma.plan import PENDING, QuantWgmmaPlan
+
+
+class QuantMainLoop(MainLoop):
+    """The main loop of one consumer warpgroup."""
+
+    def __init__(self, kb: Kernel, plan: QuantWgmmaPlan, ring: Pipeline, ordered: OrderedBarrier | None,
+                 loads: QuantLoads) -> None:
+        super().__init__(kb, plan, ring, ordered, loads)
+        self.quant, self.start = plan, loads.start
+
+    def begin(self) -> None:
+        """Registers of the consumer; where its warp's tiles are in a stage."""
+        kb, plan = self.kb, self.quant
+        self.at, self.last = self.ring.cursor(), kb.reg("u32", 0)
+        self.consumer = kb.reg("u32")
+        kb.emit("redux.sync.min.u32", self.consumer, kb.tid.x // WARPGROUP, -1)
+        self.b = Descriptors.of(kb, plan.b, self.loads.b.ring)
+        lane = kb.special("laneid")
+        self.mine = lane < plan.peers
+        self.empty_barriers = self.ring.empty_barriers()
+        if self.ordered is not None:
+            self.ordered.begin(self.consumer, lane == 0)
+            self.at.jump(self.consumer * plan.iterations)
+        self.sums = [kb.regs(self.kind, plan.schedule.block_n // 2) for _ in range(plan.subtiles)]
+        self.operands = StageOperands(kb, plan.type, plan.spec.a.dtype, plan.boxes, plan.subtiles, 4,
+                                      plan.grouped)
+        warp = kb.tid.x % WARPGROUP >> 5
+        tile = warp if plan.readers == 1 else self.consumer * (plan.rows // 16) + warp
+        self.places = self.operands.places(self.start, tile)
+
+    # **** the loop ****
+
+    def _summed(self, iterations: Number) -> None:
+        """The first stage apart: it adds to nothing, and none is given back."""
+        kb = self.kb
+        self._multiply_stage(False)
+        with kb.loop(1, iterations, kind="u32"): self._multiply_stage(True)
+        self._issued()
+        if not self.quant.grouped: scales = self._row_scales()
+        kb.wgmma_wait(0)
+        self.ring.release(self.empty_barriers, self.last, self.mine)
+        if self.quant.grouped: return
+        for row, pair in zip(self.sums, scales, strict=True):
+            for i, total in enumerate(row): kb.emit("mul.f32", total, total, pair[i >> 1 & 1])
+
+    def _multiply_stage(self, further: bool) -> None:
+        """Operands and wgmmas of the next stage; gives back the one before, if there is one."""
+        kb, plan = self.kb, self.quant
+        self.ring.wait(self.at)
+        b, at = self.b.stage(self.at.stage), self._at_stage(self.at.stage)
+        for step in range(plan.steps):
+            self.operands.read(at, 16 * step)
+            operands = [self.operands.operand(i, 16 * step) for i in range(plan.subtiles)]
+            right = self.b.at(b, plan.b.at_step(step))
+            kb.wgmma_fence()
+            for row, four in zip(self.sums, operands, strict=True):
+                kb.wgmma(plan.shape, plan.types, row, four, right, further or step > 0,
+                         trans=(False, plan.b.major == "MN"))
+            kb.wgmma_commit()
+            kb.wgmma_wait(PENDING)
+            if further and step == PENDING - 1: self.ring.release(self.empty_barriers, self.last, self.mine)
+        self._next()
+
+    def _at_stage(self, stage: Value) -> dict[str, Value]:
+        """This lane's places in a stage."""
+        offset = stage * self.quant.matrix_bytes
+        return {name: place + offset for name, place in self.places.items()}
+
+    def _row_scales(self) -> list[Pair]:
+        """Those of the rows of each 64, of the stage before."""
+        at = self._at_stage(self.last)
+        made = self.operands
+        return [made.factors.scales(made.loaded(at, i, 0)) for i in range(self.quant.subtiles)]

@@ -1,0 +1,32 @@
+"""The template of matmuls with scales of groups on a GPU."""
+from __future__ import annotations
+
+from tinygrad_nv.tile import choose
+from tinygrad_nv.tile.gemm.analytic import analytic
+from tinygrad_nv.tile.gemm.legality import whole
+from tinygrad_nv.tile.gemm.schedules import GemmSchedule
+from tinygrad_nv.tile.gemm.wgmma.cost import WgmmaCost
+from tinygrad_nv.tile.scaled_gemm import legality, schedules
+from tinygrad_nv.tile.scaled_gemm.spec import ScaledGemmSpec
+from tinygrad_nv.tile.template import GPU, Family, Template, later
+
+WGMMA = Template("scaled_wgmma", ScaledGemmSpec, schedules.ScaledWgmma, whole(legality.problems),
+                 schedules.candidates, later("tinygrad_nv.tile.scaled_gemm.kernel", "scaled_wgmma"),
+                 WgmmaCost())
+
+
+def _default(spec: ScaledGemmSpec, gpu: GPU) -> GemmSchedule | None:
+    return analytic(spec, gpu.arch, gpu.sm_count)
+
+
+def _tries(spec: ScaledGemmSpec, gpu: GPU, count: int) -> list[GemmSchedule]:
+    from tinygrad_nv.tile.gemm.tune import candidates  # the emulator is loaded only for tuning
+    return candidates(spec, gpu, count)
+
+
+def _counts(spec: ScaledGemmSpec, s: GemmSchedule, gpu: GPU, registers: int) -> float:
+    from tinygrad_nv.tile.gemm.tune import counted
+    return counted(spec, s, gpu, registers)
+
+
+FAMILY = Family("scaled_gemm", (WGMMA,), choose.choose, None, _default, _tries, _counts)
