@@ -8,8 +8,9 @@ model trains with flash attention, forward and backward, without a change (`meth
 
 `kv_append` and `paged_attention` are a decoder's steps over keys and values in pages, `varlen_attention` is
 for sequences that lie one after the other, `fp8_attention` for operands of 8 bits with scales, `embedding`
-for rows of a table by number, `quant_matmul` for a quantised matrix: the modules of patterns/ with these
-names (decode/paged.py, attention/varlen.py, attention/fp8.py, and named.py of the others) define them.
+for rows of a table by number, `quant_matmul` for a quantised matrix, `scaled_matmul` for one whose codes are
+multiplied with codes of activations (W8A8, FP8): the modules of patterns/ with these names (decode/paged.py,
+attention/varlen.py, attention/fp8.py, scaled_gemm/named.py, and named.py of the others) define them.
 """
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import isfinite
 
-from tinygrad import Tensor, dtypes
+from tinygrad import Device, Tensor, dtypes
 from tinygrad.helpers import TRAINING, to_tuple
 
 from tinygrad_nv import config, hooks
@@ -38,12 +39,26 @@ from tinygrad_nv.patterns.embedding.named import embedding
 from tinygrad_nv.patterns.kv_append.named import kv_append
 from tinygrad_nv.patterns.named import check_devices
 from tinygrad_nv.patterns.quant_gemm.named import prepared, quant_matmul
-from tinygrad_nv.patterns.target import GPUS, kind_of, takes
+from tinygrad_nv.patterns.scaled_gemm.named import has_kernel, scaled_matmul
+from tinygrad_nv.patterns.scaled_gemm.quantize import quantize
+from tinygrad_nv.patterns.target import GPUS, kind_of, takes, target_of
+from tinygrad_nv.quant.types import QType, Scale
 from tinygrad_nv.tile.attention.dropout import kept_of
 from tinygrad_nv.tile.attention.spec import EVERY
 
-__all__ = ["embedding", "fp8_attention", "kv_append", "paged_attention", "prepared", "quant_matmul",
-           "scaled_dot_product_attention", "varlen_attention"]
+__all__ = [
+    "embedding",
+    "fp8_attention",
+    "kv_append",
+    "multiplies_codes",
+    "paged_attention",
+    "prepared",
+    "quant_matmul",
+    "quantize",
+    "scaled_dot_product_attention",
+    "scaled_matmul",
+    "varlen_attention",
+]
 
 FLOAT16S = (dtypes.bfloat16, dtypes.float16)
 
@@ -138,6 +153,15 @@ def _attended(what: FlashAttention, given: Operands, dropout_p: float) -> Tensor
     if kept < EVERY: seed = drawn(given.q.device)
     out = attend(replace(what, kept=kept), given.q, given.k, given.v, given.mask, seed)
     return out.reshape(given.shape)
+
+
+def multiplies_codes(type: QType, shape: tuple[int, int], element: str, block: Scale,
+                     device: str | None) -> bool:
+    """Whether `scaled_matmul` is a kernel on a GPU for a matrix, with activations that are quantised to
+    `element` with scales of blocks."""
+    name = Device.canonicalize(device)
+    if not hooks.enabled() or not config.get("NV_GEMM") or kind_of(name) not in GPUS: return False
+    return (target := target_of(name)) is not None and has_kernel(type, shape, element, block, target)
 
 
 def _kept(dropout_p: float) -> int:

@@ -9,11 +9,15 @@ Computed in float32. As compressed-tensors 0.20 has it, and transformers runs it
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tinygrad import Tensor, dtypes
 
-from tinygrad_nv.quant.readers.reader import Activations
 from tinygrad_nv.quant.tensor import QTensor
+from tinygrad_nv.quant.types import Scale
+
+if TYPE_CHECKING:
+    from tinygrad_nv.quant.readers.reader import Activations  # NumPy
 
 E4M3_MAX, E4M3_LEAST = 448.0, 2.0 ** -6     # the largest, and the smallest that is not subnormal
 TINY = 2.0 ** -100                          # the scale of zeros
@@ -22,11 +26,13 @@ TINY = 2.0 ** -100                          # the scale of zeros
 @dataclass(frozen=True)
 class QWeight:
     """A layer's matrix, and how its inputs are quantised; a static scale in `input_scale`. `int8`: kernels
-    may round inputs of 16 bits, as llama.cpp does for its formats."""
+    may round inputs, as llama.cpp does for its formats. `codes`: codes of inputs and of the matrix are
+    multiplied, not what they stand for."""
     matrix: QTensor
     activations: Activations | None = None
     input_scale: float | None = None
     int8: bool = False
+    codes: bool = False
 
     def inputs(self, x: Tensor) -> Tensor:
         """What is multiplied: x (…, K) rounded, in its dtype."""
@@ -36,16 +42,34 @@ class QWeight:
 
 def rounded(x: Tensor, how: Activations, scale: float | None = None) -> Tensor:
     """x (…, K) rounded to elements of `how`, in x's dtype."""
+    made, s = _scaled(x, how.element, how.scale, scale)
+    return (made * s).reshape(x.shape).cast(x.dtype).contiguous()
+
+
+def quantized(x: Tensor, element: str, block: Scale,
+              scale: Tensor | float | None = None) -> tuple[Tensor, Tensor]:
+    """x (…, K) as codes of the same shape, int8 or the bits of e4m3 in uint8, and float32 scales: of each row
+    or each `block.columns` of one, (…, blocks); of a whole tensor, or the one that is given, (1, …)."""
+    made, s = _scaled(x, element, block, scale)
+    codes = made.cast(dtypes.int8) if element == "int8" else e4m3_bits(made)
+    if s.numel() == 1: return codes.reshape(x.shape).contiguous(), s.reshape((1,) * x.ndim)
+    return codes.reshape(x.shape).contiguous(), s.reshape(*x.shape[:-1], -1)
+
+
+def _scaled(x: Tensor, element: str, block: Scale, scale: Tensor | float | None) -> tuple[Tensor, Tensor]:
+    """float32 numbers of the element, (…, blocks, K / blocks), and the scales of them."""
     k = int(x.shape[-1])
-    parts = x.float().reshape(*x.shape[:-1], -1, how.scale.columns or k)
-    axes = (-1,) if how.scale.rows else tuple(range(parts.ndim))
-    most = 127.5 if how.element == "int8" else E4M3_MAX
-    s = _quotient(parts.abs().max(axes, keepdim=True), Tensor(most, dtype=dtypes.float32, device=x.device)) \
-        if scale is None else Tensor(scale, dtype=dtypes.float32, device=x.device)
+    parts = x.float().reshape(*x.shape[:-1], -1, block.columns or k)
+    axes = (-1,) if block.rows else tuple(range(parts.ndim))
+    most = 127.5 if element == "int8" else E4M3_MAX
+    if scale is None:
+        s = _quotient(parts.abs().max(axes, keepdim=True),
+                      Tensor(most, dtype=dtypes.float32, device=x.device))
+    elif isinstance(scale, Tensor): s = scale.reshape((1,) * parts.ndim)
+    else: s = Tensor(scale, dtype=dtypes.float32, device=x.device)
     s = s.maximum(TINY).contiguous()
     q = _quotient(parts, s)
-    made = q.round().clamp(-128, 127) if how.element == "int8" else to_e4m3(q)
-    return (made * s).reshape(x.shape).cast(x.dtype).contiguous()
+    return (q.round().clamp(-128, 127) if element == "int8" else to_e4m3(q)), s
 
 
 def _quotient(x: Tensor, y: Tensor) -> Tensor:
@@ -62,3 +86,11 @@ def to_e4m3(x: Tensor) -> Tensor:
     kept = (bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000
     small = (clamped * 512).round() / 512
     return (clamped.abs() < E4M3_LEAST).where(small, kept.bitcast(dtypes.float32))
+
+
+def e4m3_bits(x: Tensor) -> Tensor:
+    """The codes, in uint8, of float32 numbers that e4m3 has."""
+    bits = x.bitcast(dtypes.uint32)
+    small = x.abs() < E4M3_LEAST
+    magnitude = small.where((x.abs() * 512).cast(dtypes.uint32), ((bits & 0x7FFFFFFF) >> 20) - (120 << 3))
+    return (((bits >> 24) & 128) | magnitude).cast(dtypes.uint8)

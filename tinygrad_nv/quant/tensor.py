@@ -12,7 +12,8 @@ from tinygrad import Tensor
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.quant.types import TILE, QType, Scale, buffers
+from tinygrad_nv.quant.layouts import fields, laid, unlaid
+from tinygrad_nv.quant.types import Layout, QType, Scale, buffers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,14 +54,38 @@ class QTensor:
         """Bytes of all buffers."""
         return sum(int(each.nbytes()) for each in self.buffers.values())
 
-    def tiled(self) -> QTensor:
-        """The same matrix in tiles (types.py). Raises `SpecError` where there are none of its type."""
-        type = replace(self.type, tiled=True)
-        wanted, given = buffers(type, *self.shape), self.buffers
-        if self.type.tiled: return self
-        made = {name: in_tiles(type, name, given[name], self.shape[1]).contiguous().realize()
-                for name in wanted}
+    @property
+    def finite(self) -> bool:
+        """Whether no code is infinity or NaN, which 8-bit floats have."""
+        least = {dtypes.fp8e4m3: 0x7F, dtypes.fp8e5m2: 0x7C}.get(self.type.element.dtype)
+        return least is None or int((self.buffers["codes"] & 0x7F).max().item()) < least
+
+    def in_order(self) -> QTensor:
+        """The matrix with columns as they lie, in the order of `order`."""
+        made = {name: one for name, one in self.buffers.items() if name != "order"}
+        return QTensor(replace(self.type, permuted=False), self.shape, made)
+
+    def of_rows(self) -> QTensor:
+        """The same matrix with scales of single rows, as layouts but "rows" ask: a block's are repeated for
+        each of its rows."""
+        if (type := self.type.of_rows()) == self.type: return self
+        n = self.shape[0]
+        made = dict(self.buffers)
+        for name in made.keys() - {"codes", "high", "order"}:
+            scale = self.type.outer if name.startswith("outer") else self.type.scale
+            assert scale is not None
+            repeated = made[name].unsqueeze(1).expand(-1, scale.rows or n, -1).flatten(0, 1)[:n]
+            made[name] = repeated.contiguous().realize()
         return QTensor(type, self.shape, made)
+
+    def laid(self, layout: Layout) -> QTensor:
+        """The same matrix in a layout (types.py), of a matrix in rows. Kernels of fragments want it `finite`.
+        Raises `SpecError` where there is none of its type."""
+        if self.type.layout == layout: return self
+        type = replace(self.type, layout=layout)
+        given = {name: one if name == "order" else laid(type, name, one, self.shape[1])
+                 for name, one in self.buffers.items()}
+        return QTensor(type, self.shape, {name: one.contiguous().realize() for name, one in given.items()})
 
     def dequantize(self, dtype: DType = dtypes.float32) -> Tensor:
         """The matrix [N, K], with columns in the order of inputs."""
@@ -71,9 +96,10 @@ def dequantized(type: QType, shape: tuple[int, int], given: Mapping[str, Tensor]
                 dtype: DType = dtypes.float32) -> Tensor:
     """The same of buffers."""
     n, k = shape
-    if type.tiled:
-        given = {name: _out_of_tiles(type, name, one, n) for name, one in given.items()}
-        type = replace(type, tiled=False)
+    if type.layout != "rows":
+        given = {name: one if name == "order" else unlaid(type, name, one, n, k)
+                 for name, one in given.items()}
+        type = replace(type, layout="rows")
     values = _values(type, given)
     if type.shift: values = values - type.shift
     if type.zeros: values = values - _spread(given["zeros"].float(), type.scale, n, k)
@@ -91,59 +117,18 @@ def dequantized(type: QType, shape: tuple[int, int], given: Mapping[str, Tensor]
 
 def codes_of(type: QType, given: Mapping[str, Tensor]) -> Tensor:
     """The codes [N, K], of 8 bits in the element's dtype, else in uint8."""
-    low = _fields(given["codes"], type.low_bits)
+    low = fields(given["codes"], type.low_bits)
     if "high" not in given: return low
-    return low + _fields(given["high"], type.bits - type.low_bits) * (1 << type.low_bits)
+    return low + fields(given["high"], type.bits - type.low_bits) * (1 << type.low_bits)
 
 
 def _values(type: QType, given: Mapping[str, Tensor]) -> Tensor:
     codes = codes_of(type, given)
-    if not type.element.values: return _floats(codes, type.element.dtype)
-    book = Tensor(list(type.element.values), dtype=dtypes.float32, device=codes.device)
-    return book[codes.cast(dtypes.int32)]
-
-
-def _fields(data: Tensor, bits: int) -> Tensor:
-    """Fields of `bits` of bytes [N, B], the lowest first: [N, 8 B / bits]."""
-    if bits == 8: return data
-    each, mask = 8 // bits, (1 << bits) - 1
-    return Tensor.stack(*[(data >> (i * bits)) & mask for i in range(each)], dim=-1).flatten(1)
-
-
-def in_tiles(type: QType, name: str, data: Tensor, k: int) -> Tensor:
-    """A buffer of a matrix of k columns in tiles."""
-    if name == "order": return data
-    n = int(data.shape[0])
-    padded = data.pad(((0, -n % TILE), (0, 0)))
-    tiles = (n + TILE - 1) // TILE
-    if name not in ("codes", "high"): return padded.reshape(tiles, TILE, -1).permute(0, 2, 1)
-    bits = _plane(type, name)
-    each = 8 // bits
-    fields = _fields(padded, bits).reshape(tiles, TILE, k // (4 * each), each, 4).permute(3, 0, 2, 1, 4)
-    return _joined([fields[i] for i in range(each)], bits)
-
-
-def _out_of_tiles(type: QType, name: str, data: Tensor, n: int) -> Tensor:
-    """`in_tiles` undone."""
-    if name == "order": return data
-    tiles = int(data.shape[0])
-    if name not in ("codes", "high"): return data.permute(0, 2, 1).reshape(tiles * TILE, -1)[:n]
-    bits = _plane(type, name)
-    each, mask = 8 // bits, (1 << bits) - 1
-    fields = [data] if each == 1 else [(data >> (i * bits)) & mask for i in range(each)]
-    rows = Tensor.stack(*fields, dim=-2).permute(0, 2, 1, 3, 4).reshape(tiles * TILE, -1)[:n]
-    return _joined([rows[:, i::each] for i in range(each)], bits)
-
-
-def _joined(fields: list[Tensor], bits: int) -> Tensor:
-    """Fields of `bits` as bytes, the first is lowest."""
-    made = fields[0]
-    for i, more in enumerate(fields[1:], 1): made = made | (more << (i * bits))
+    if not type.element.values: return numbers_of(codes, type.element.dtype)
+    # chosen, not looked up: a table would be a buffer of Python's, which the body of a named function has not
+    made = codes.cast(dtypes.float32) * 0
+    for code, value in enumerate(type.element.values): made = codes.eq(code).where(value, made)
     return made
-
-
-def _plane(type: QType, name: str) -> int:
-    return type.low_bits if name == "codes" else type.bits - type.low_bits
 
 
 def _factors(type: QType, given: Mapping[str, Tensor], name: str, outer: str, n: int, k: int) -> Tensor:
@@ -156,7 +141,7 @@ def _factors(type: QType, given: Mapping[str, Tensor], name: str, outer: str, n:
 
 def _numbers(codes: Tensor, scale: Scale) -> Tensor:
     """float32 of scales. E8M0 is made of its bits: 0 is 2^-127, which is subnormal, 255 NaN."""
-    if not scale.e8m0: return _floats(codes, scale.dtype)
+    if not scale.e8m0: return numbers_of(codes, scale.dtype)
     bits = codes.cast(dtypes.uint32)
     exact = (bits == 0).where(1 << 22, (bits == 255).where(0x7FC00000, bits << 23))
     return exact.cast(dtypes.uint32).bitcast(dtypes.float32)
@@ -168,7 +153,7 @@ def in_memory(dtype: DType) -> DType:
     return dtypes.uint8 if dtype in (dtypes.fp8e4m3, dtypes.fp8e5m2) else dtype
 
 
-def _floats(data: Tensor, dtype: DType) -> Tensor:
+def numbers_of(data: Tensor, dtype: DType) -> Tensor:
     """float32 of numbers of a dtype, of fp8 through float16: E5M2 is its upper byte, and with E4M3's bits in
     place of its own a float16 is 2^-8 of the number."""
     if data.dtype != dtypes.uint8 or dtype not in (dtypes.fp8e4m3, dtypes.fp8e5m2): return data.float()

@@ -22,28 +22,41 @@ Buffers, each dense, `buffers(type, N, K)` has their shapes; fp8 lies in uint8 T
                 bits, column k in bits b · (k mod 8/b) of byte k // (8/b). Of 3, 5 and 6 bits that is the
                 lowest 2, 4, 4 of them; the rest in the same way in
     high        uint8 [N, K · rest / 8]
-    scales, zeros, mins     one for each block; zeros are uint8, mins of the scales' dtype
+    scales, zeros, mins     one for each block; zeros are uint8, up to 2^bits, mins of the scales' dtype
     outer, outer_mins       one for each of outer's blocks
     order       int32 [K]
 
-A `tiled` matrix lies as vectors of a CPU read it: `TILE` rows are interleaved, four columns at a time, N is
-padded with zeros to whole tiles T. Of a plane of b bits, with e = 8 / b, byte [t, q, r, j] has columns
-4 e q + 4 i + j of row 16 t + r, for i < e from the lowest bits on. Scales are of single rows.
+That is the `layout` "rows". In the others `TILE` rows lie together, N is padded with zeros to whole tiles T,
+and scales are of single rows.
+
+"tiles", as vectors of a CPU read it: rows are interleaved, four columns at a time. Of a plane of b bits, with
+e = 8 / b, byte [t, q, r, j] has columns 4 e q + 4 i + j of row 16 t + r, for i < e from the lowest bits on.
 
     codes, high                     [T, K · b / 32, 16, 4]
     scales, zeros, mins, outer, …   [T, blocks of a row, 16]
+
+"fragments", as mma.sync and wgmma take it: K is padded with zeros to whole units U of 64 columns, of 32 where
+codes have a plane of 8 bits. A lane has `bytes` = unit · b / 16 of a tile's unit. In them, as u32, field f of
+b bits, from bit b · (f mod 16/b) of the lower half of word f // (16/b) on, is row 16 t + g + 8 (f mod 2) and
+column 16 (f // 4) + 8 (f // 2 mod 2) + 2 q of the unit, g = lane / 4, q = lane mod 4; the same field of the
+upper half is the column after it. That is operand A of mma.m16n8k16, 16 columns at a time; and two operands
+B of it, whose columns are the rows. Blocks cover the padded columns.
+
+    codes, high                     [T, U, 32, bytes]
+    scales, zeros, mins, outer, …   [T, blocks of a row, 16], of rows 0, 8, 1, 9, … 7, 15
 
 Sources of formats: readers/, each with its own.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import SpecError
 
+Layout = Literal["rows", "tiles", "fragments"]
 TILE = 16           # rows of a tile
 
 
@@ -117,11 +130,12 @@ class QType:
     permuted: bool = False
     divided: bool = False
     outer_last: bool = False
-    tiled: bool = False
+    layout: Layout = "rows"
 
     def __post_init__(self) -> None:
-        if self.tiled and any(scale is not None and scale.rows != 1 for scale in (self.scale, self.outer)):
-            raise SpecError(f"tiles of {self.element} {self.scale}", "scales of single rows")
+        if self.layout != "rows" and any(scale is not None and scale.rows != 1
+                                         for scale in (self.scale, self.outer)):
+            raise SpecError(f"{self.layout} of {self.element} {self.scale}", "scales of single rows")
         if self.mins and self.outer is None and self.scale.e8m0:
             raise SpecError("minima of E8M0", "scales that have a sign")
         if (self.divided or self.outer_last) and (self.outer is None or self.mins):
@@ -137,9 +151,24 @@ class QType:
         """Of them, those in `codes`."""
         return {3: 2, 5: 4, 6: 4}.get(self.bits, self.bits)
 
+    @property
+    def unit(self) -> int:
+        """Columns of a unit of fragments."""
+        return 32 if self.bits == 8 else 64
+
+    def padded(self, k: int) -> int:
+        """Columns that a matrix of k columns has in memory."""
+        return -(-k // self.unit) * self.unit if self.layout == "fragments" else k
+
+    def of_rows(self) -> QType:
+        """The type with scales of single rows."""
+        outer = None if self.outer is None else replace(self.outer, rows=1)
+        return replace(self, scale=replace(self.scale, rows=1), outer=outer)
+
     def __str__(self) -> str:
-        flags = ("zeros", "mins", "permuted", "divided", "outer_last", "tiled")
+        flags = ("zeros", "mins", "permuted", "divided", "outer_last")
         more = [name for name in flags if getattr(self, name)]
+        if self.layout != "rows": more.append(f"in {self.layout}")
         return " ".join([f"{self.element} {self.scale}", *more])
 
 
@@ -153,22 +182,27 @@ def buffers(type: QType, n: int, k: int) -> dict[str, Buffer]:
     """What a matrix of n rows and k columns consists of, in the order of kernels' parameters. Raises
     `SpecError` where a row is no whole number of bytes."""
     made: dict[str, Buffer] = {}
+    tiles, padded = -(-n // TILE), type.padded(k)
     for name, bits in (("codes", type.low_bits), ("high", type.bits - type.low_bits)):
         if k * bits % 8:
             raise SpecError(f"{k} columns of {bits} bits", "whole bytes in each row", "pad the columns")
-        if bits: made[name] = Buffer((n, k * bits // 8), type.element.dtype if bits == 8 else dtypes.uint8)
-        if bits and type.tiled:
+        if not bits: continue
+        shape: tuple[int, ...] = n, k * bits // 8
+        if type.layout == "fragments": shape = tiles, padded // type.unit, 32, type.unit * bits // 16
+        if type.layout == "tiles":
             if k * bits % 32: raise SpecError(f"{k} columns of {bits} bits in tiles", "a multiple of 32 bits")
-            made[name] = Buffer((-(-n // TILE), k * bits // 32, TILE, 4), made[name].dtype)
-    made["scales"] = Buffer(type.scale.blocks(n, k), type.scale.dtype)
-    if type.zeros: made["zeros"] = Buffer(type.scale.blocks(n, k), dtypes.uint8)
-    if type.mins: made["mins"] = Buffer(type.scale.blocks(n, k), type.scale.dtype)
+            shape = tiles, k * bits // 32, TILE, 4
+        made[name] = Buffer(shape, type.element.dtype if bits == 8 else dtypes.uint8)
+
+    def blocks(scale: Scale) -> tuple[int, ...]:
+        rows, columns = scale.blocks(n, padded)
+        return (rows, columns) if type.layout == "rows" else (tiles, columns, TILE)
+    made["scales"] = Buffer(blocks(type.scale), type.scale.dtype)
+    if type.zeros: made["zeros"] = Buffer(blocks(type.scale), dtypes.uint8)
+    if type.mins: made["mins"] = Buffer(blocks(type.scale), type.scale.dtype)
     if type.outer is not None:
-        made["outer"] = Buffer(type.outer.blocks(n, k), type.outer.dtype)
-        if type.mins: made["outer_mins"] = Buffer(type.outer.blocks(n, k), type.outer.dtype)
-    if type.tiled:
-        made |= {name: Buffer((-(-n // TILE), one.shape[1], TILE), one.dtype) for name, one in made.items()
-                 if name not in ("codes", "high")}
+        made["outer"] = Buffer(blocks(type.outer), type.outer.dtype)
+        if type.mins: made["outer_mins"] = Buffer(blocks(type.outer), type.outer.dtype)
     if type.permuted: made["order"] = Buffer((k,), dtypes.int32)
     return made
 

@@ -87,14 +87,14 @@ def quantised(weight: np.ndarray, kind: Kind, seed: int) -> np.ndarray:
 
 
 def write_model(path: Path, directory: Path, kinds: dict[str, Kind] | Kind = Kind.F32,
-                metadata: dict[str, Any] | None = None) -> None:
+                metadata: dict[str, Any] | None = None, split: int = 0) -> None:
     """The model of a directory, its matrices as `kinds`, by parts of GGUF names ("" for all). `metadata`
-    replaces or, with None, leaves out."""
+    replaces or, with None, leaves out. `split`: into files of so many tensors."""
     config = json.loads((directory / "config.json").read_text())
     tensors = load_file(directory / "model.safetensors")
     kinds = kinds if isinstance(kinds, dict) else {"": kinds}
     arch = KINDS[config["architectures"][0]]
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
     given = {f"{arch}.{key}": value for key, value in _metadata(config, tensors).items()}
     for key, value in (given | (metadata or {})).items(): add(writer, key, value)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}

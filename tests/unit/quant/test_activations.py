@@ -9,7 +9,7 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from tinygrad import Tensor
 
-from tinygrad_nv.quant.activations import rounded, to_e4m3
+from tinygrad_nv.quant.activations import e4m3_bits, quantized, rounded, to_e4m3
 from tinygrad_nv.quant.readers.reader import Activations
 from tinygrad_nv.quant.types import Scale
 
@@ -42,3 +42,19 @@ def test_e4m3_is_torchs():
     x = x.astype(np.float32)
     wanted = torch.tensor(x).clamp(-448, 448).to(torch.float8_e4m3fn).float().numpy()
     np.testing.assert_array_equal(to_e4m3(Tensor(x)).numpy(), wanted)
+    bits = torch.tensor(wanted).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    np.testing.assert_array_equal(e4m3_bits(Tensor(wanted)).numpy(), bits)
+
+
+@pytest.mark.parametrize("strategy", SCALES)
+@pytest.mark.parametrize("element", ["int8", "e4m3"])
+def test_codes_are_what_is_rounded_to(element: str, strategy: str):
+    """Codes times scales, bit for bit."""
+    x = Tensor((np.random.default_rng(0).standard_normal((2, 9, 96)) * 3).astype(np.float32))
+    codes, scales = (each.numpy() for each in quantized(x, element, SCALES[strategy]))
+    values = codes.astype(np.float32) if element == "int8" else \
+        torch.from_numpy(codes).view(torch.float8_e4m3fn).float().numpy()
+    assert scales.shape == {"token": (2, 9, 1), "tensor": (1, 1, 1), "group": (2, 9, 3)}[strategy]
+    made = values.reshape(2, 9, scales.shape[-1], -1) * scales[..., None]
+    wanted = rounded(x, Activations(element, SCALES[strategy])).numpy()
+    np.testing.assert_array_equal(made.reshape(2, 9, 96), wanted)

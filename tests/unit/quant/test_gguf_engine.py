@@ -26,10 +26,10 @@ KINDS = {"Q4_0": Kind.Q4_0, "Q8_0": Kind.Q8_0, "F16": Kind.F16,
 def source(make_model) -> Path: return make_model(**SIZES)
 
 
-def written(path: Path, source: Path, kinds: Kind | dict[str, Kind]) -> Path:
+def written(path: Path, source: Path, kinds: Kind | dict[str, Kind], split: int = 0) -> Path:
     tokenizer = Tokenizer.load(source)
     more = tokenizer_metadata(tokenizer.backend, "gpt-2", CHAT_TEMPLATE, "<|bos|>", "<|eos|>")
-    write_model(path, source, kinds, more)
+    write_model(path, source, kinds, more, split)
     return path
 
 
@@ -60,6 +60,7 @@ def test_greedy_tokens_are_those_of_transformers(source: Path, tmp_path: Path, m
         assert llm.eos == (1,)
         assert bool(llm.model.blocks[0].attention.output.parts) == (kinds != "F16")
         assert (llm.model.quantised_head is None) == (kinds == "F16")
+        assert (llm.model.quantised_embedding is None) == (kinds == "F16")
         dense = llm.config.parameters - llm.config.vocab_size * llm.config.hidden_size * (kinds != "tied")
         if kinds != "F16": assert llm.streamed_bytes < dense * 4 / 3
     finally: llm.close()
@@ -72,3 +73,31 @@ def test_a_file_and_its_directory_on_the_command_line(command, source: Path, tmp
     assert len(outs) == 1
     command("chat", path, "--max-tokens", 2, stdin="hi\n").succeeded()
     command("explain", path).succeeded()
+
+
+def test_a_model_in_several_files(command, source: Path, tmp_path: Path):
+    """As one file: by the name of any part, and by the directory. A part that is missing is named."""
+    whole = written(tmp_path / "whole.gguf", source, KINDS["Q4_K_M"])
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    written(folder / "model.gguf", source, KINDS["Q4_K_M"], split=9)
+    parts = sorted(folder.iterdir())
+    assert len(parts) == 3
+    outs = {command("generate", each, PROMPT, "--max-tokens", 4, "--temperature", 0).succeeded().out
+            for each in (whole, parts[0], parts[1], folder)}
+    assert len(outs) == 1
+    parts[1].unlink()
+    for each in (folder, parts[2]):
+        command("generate", each, PROMPT).refused(
+            f"{folder} lacks 1 of the 3 files of model-00001-of-00003.gguf: model-00002-of-00003.gguf",
+            "expected: every part of the model", "to fix:   download the missing files")
+
+
+def test_inputs_of_float32_are_rounded_where_none_is_asked_for(source: Path, tmp_path: Path):
+    """By default int8, as llama.cpp computes; float32 by its name is exact."""
+    path = written(tmp_path / "model.gguf", source, Kind.Q8_0)
+    for dtype, int8 in (("auto", True), ("float32", False), ("bfloat16", True)):
+        llm = LLM(path, device="CPU", dtype=dtype, max_num_seqs=1)
+        output = llm.model.blocks[0].attention.output.parts[0]
+        assert (llm.dtype.name, output.int8) == ({"auto": "float"}.get(dtype, llm.dtype.name), int8)
+        llm.close()

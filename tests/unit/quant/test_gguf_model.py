@@ -13,9 +13,10 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
 from gguf_case import gguf_name, write_model
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import parse_config, read_config
+from tinygrad_nv.models.embedding import quantised_rows
 from tinygrad_nv.models.gguf import hugging_face_name
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.quantised import projections
@@ -83,8 +84,11 @@ def ours(path: Path) -> dict[str, np.ndarray]:
         if parts: whole[id(each.linear.weight)] = Tensor.cat(*parts, dim=0)
     if model.quantised_head is not None:
         head = model.quantised_head.matrix.dequantize()
-        if model.config.tied: assert np.array_equal(head.numpy(), model.embedding.numpy())
-        else: whole[id(model.head)] = head
+        whole[id(model.head)] = head
+    if model.quantised_embedding is not None:
+        if model.config.tied: assert model.quantised_embedding is model.quantised_head.matrix
+        every = Tensor(np.arange(model.config.vocab_size, dtype=np.int32), device="CPU")
+        whole[id(model.embedding)] = quantised_rows(model.quantised_embedding, every, dtypes.float32)
     return {name: whole.get(id(slot.tensor), slot.tensor)[slot.first:slot.first + slot.shape[0]].numpy()
             for name, slot in slots(model).items()}
 

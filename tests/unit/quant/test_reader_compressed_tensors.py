@@ -17,6 +17,7 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.quant.readers.compressed_tensors import reader
 from tinygrad_nv.quant.readers.reader import Activations
+from tinygrad_nv.quant.readers.schemes import cache_of
 from tinygrad_nv.quant.types import E4M3, INT8, NVFP4, QType, Scale
 
 Tensors = dict[str, torch.Tensor]
@@ -286,6 +287,10 @@ def test_unquantised_layers():
 def test_cache():
     scheme = scheme_of("pack-quantized", num_bits=4, strategy="channel")
     cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-    assert reader(config_of(scheme, kv_cache_scheme=cache), "config.json").cache == \
-        Activations("e4m3", Scale(0, 0), static=True)
-    assert reader(config_of(scheme), "config.json").cache is None
+    def of(**more: Any) -> Activations | None:
+        return cache_of(config_of(scheme, kv_cache_scheme={**cache, **more}), "config.json")
+    assert of() == Activations("e4m3", Scale(0, 0), static=True)
+    assert of(strategy="attn_head", type="int") == Activations("int8", Scale(1, 0), static=True)
+    assert of(strategy="token", dynamic=True) == Activations("e4m3", Scale(1, 0))
+    for other in ({"num_bits": 4}, {"symmetric": False}, {"strategy": "channel"}): assert of(**other) is None
+    assert cache_of(config_of(scheme), "config.json") is None

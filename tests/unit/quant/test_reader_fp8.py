@@ -9,8 +9,8 @@ from reader_case import LAYER, layer_of, matrix_of, read, same
 from tinygrad.dtype import dtypes
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from tinygrad_nv.quant.readers.fp8 import reader
 from tinygrad_nv.quant.readers.reader import Activations
+from tinygrad_nv.quant.readers.schemes import cache_of
 from tinygrad_nv.quant.types import E4M3, NVFP4, QType, Scale
 
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -137,5 +137,11 @@ def test_unquantised_layers(config: dict[str, Any]):
     {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}},
     {**BLOCKS, "kv_cache_scheme": "static"}])
 def test_cache(config: dict[str, Any]):
-    assert reader(config, "config.json").cache == Activations("e4m3", Scale(0, 0), static=True)
-    assert reader(BLOCKS, "config.json").cache is None
+    assert cache_of(config, "config.json") == Activations("e4m3", Scale(0, 0), static=True)
+    assert cache_of(BLOCKS, "config.json") is None
+
+
+def test_a_cache_alone():
+    plain = {f"{LAYER}.weight": torch.zeros(16, 64, dtype=torch.bfloat16)}
+    config = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    assert matrix_of(config, plain, (16, 64)) is None

@@ -134,6 +134,13 @@ def matched(end: UOp, target: Target, memory: frozenset[UOp]) -> NormMatch | Non
     return None
 
 
+def spec_of(end: UOp) -> tuple[NormSpec, tuple[UOp, ...], UOp | None]:
+    """The spec of a value that is made of rows, what it loads, and its symbolic number of rows. Raises
+    `Unfused`, `NotAffine` or `SpecError` where there is none."""
+    if end.op not in ELEMENTWISE or end.dtype not in STORED: raise Unfused(f"{end.op.name} of {end.dtype}")
+    return _spec(end, _first(end, frozenset()), frozenset())
+
+
 def _read_once(spec: NormSpec) -> bool:
     """Whether a row is read once: one number a row, of statistics that are not made of each other."""
     terms = [node for statistic in spec.statistics for node in walk(statistic.term)]

@@ -1,20 +1,20 @@
 """Matmuls with a quantised matrix, as a function known by name.
 
 Protocol. `quant_matmul(x, w, bias)` is x Wᵀ + bias with W dequantised to x's dtype: that is its reference,
-and what runs where no kernel does. On a CPU `prepared` matrices are multiplied with activations in int8,
-where those are of 16 bits (NV_QUANT_ACTIVATIONS; tile/quant_gemm/spec.py says how). Its gradient is that of
-x; quantised matrices have none.
+and what runs where no kernel does. `prepared` matrices lie as kernels of their device read them. On a CPU
+those are multiplied with activations in int8, where the caller permits it (NV_QUANT_ACTIVATIONS; the spec's
+module says how). Of a matrix in fragments x is gathered for columns in another order than inputs (act order).
+Its gradient is that of x; quantised matrices have none.
 """
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 from tinygrad import Tensor
-from tinygrad.dtype import DType, dtypes
+from tinygrad.dtype import dtypes
 from tinygrad.helpers import prod
-from tinygrad.uop.ops import Ops, UOp
+from tinygrad.uop.ops import UOp
 
 from tinygrad_nv import config
 from tinygrad_nv.errors import SpecError
@@ -22,12 +22,12 @@ from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.index import largest
 from tinygrad_nv.patterns.named import call, lower
-from tinygrad_nv.patterns.strides import copied, laid
+from tinygrad_nv.patterns.rows import placed_rows, symbolic_rows
 from tinygrad_nv.patterns.target import Target, choose, target_of
 from tinygrad_nv.quant.tensor import QTensor, dequantized
 from tinygrad_nv.quant.types import QType, buffers, nbytes
 from tinygrad_nv.tile.expression import Load, Sum
-from tinygrad_nv.tile.gemm.spec import FLOAT16S, GemmSpec, Operand, Result
+from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 from tinygrad_nv.tile.templates import TABLE
 
@@ -37,7 +37,7 @@ NAME = "quant_gemm"
 @dataclass(frozen=True)
 class QuantMatmul:
     """x Wᵀ + bias: x (…, K), W of a type and shape [N, K]; tensors: x, W's buffers, bias if there is one.
-    `int8`: kernels may round x of 16 bits to int8, with a scale for each 32 inputs."""
+    `int8`: kernels may round x to int8, with a scale for each 32 inputs."""
     type: QType
     shape: tuple[int, int]
     bias: bool = False
@@ -46,9 +46,10 @@ class QuantMatmul:
 
 def quant_matmul(x: Tensor, w: QTensor, bias: Tensor | None = None, int8: bool = False) -> Tensor:
     """x (…, K) times W [N, K], transposed, plus bias (N): (…, N) in x's dtype. With `int8` kernels of the CPU
-    round x of 16 bits to int8, with a scale for each 32 inputs, as llama.cpp does. Raises `SpecError`."""
+    round x to int8, with a scale for each 32 inputs, as llama.cpp does. Raises `SpecError`."""
     if not x.shape or x.shape[-1] != w.shape[1]:
         raise SpecError(f"x of shape {x.shape}, w of {list(w.shape)}", f"x of shape (…, {w.shape[1]})")
+    if w.type.permuted and w.type.layout == "fragments": x, w = x[..., w.buffers["order"]], w.in_order()
     what, more = QuantMatmul(w.type, w.shape, bias is not None, int8), [] if bias is None else [bias]
     return call(what, multiplied, x, *w.buffers.values(), *more, grad=_gradient)[0]
 
@@ -77,15 +78,15 @@ def lowered(what: QuantMatmul, target: Target, x: UOp, *rest: UOp) -> tuple[UOp,
     """The matmul by a kernel; None on targets without one. Raises `NotOurs` or `SpecError` where there is
     none."""
     if TABLE.family(target.kind, QuantGemmSpec) is None: return None
-    (n, k), dtype, rows = what.shape, x.dtype, _symbolic(x)
+    (n, k), dtype, rows = what.shape, x.dtype, symbolic_rows(x)
     m, epilogue = prod(largest(extent) for extent in x.shape[:-1]), Sum().cast(dtype)
     if what.bias:
         if rest[-1].dtype != dtype: raise NotOurs(f"a bias of {rest[-1].dtype.name} to {dtype.name}")
         epilogue = epilogue + Load(0, dtype, 0, 1)
-    storage, a = _placed(x)
+    storage, a = placed_rows(x)
     gemm = GemmSpec(m, n, k, a, Operand(dtype, k, 1), Result(dtype, n, 1), (), epilogue,
                     symbolic=rows is not None)
-    spec = QuantGemmSpec(gemm, what.type, _in_bytes(what, dtype))
+    spec = QuantGemmSpec(gemm, what.type, _in_bytes(what))
     counted: dict[str, Any] = {} if rows is None else {"rows": rows, "variables": [rows]}
     count = gemm.flops // m * prod(x.shape[:-1])
     moved = nbytes(what.type, n, k) + prod(x.shape[:-1]) * (n + k) * dtype.itemsize
@@ -94,43 +95,23 @@ def lowered(what: QuantMatmul, target: Target, x: UOp, *rest: UOp) -> tuple[UOp,
 
 
 def prepared(w: QTensor) -> QTensor:
-    """A matrix as kernels of its device read it fastest: in tiles where templates take those, else as it is.
-    It has buffers of its own, as many bytes: drop the other."""
+    """A matrix as kernels of its device read it fastest: in tiles or fragments where templates take those,
+    else as it is. It has buffers of its own, about as many bytes: drop the other."""
     target = target_of(w.buffers["codes"].device)
-    if target is None or w.type.tiled: return w
-    (n, k), f32 = w.shape, dtypes.float32
+    if target is None or w.type.layout != "rows": return w
+    (n, k), dtype = w.shape, dtypes.bfloat16
     try:
-        gemm = GemmSpec(1, n, k, Operand(f32, k, 1), Operand(f32, k, 1), Result(f32, n, 1))
-        found = TABLE.choose(QuantGemmSpec(gemm, replace(w.type, tiled=True)), target)
+        type = replace(w.type.of_rows(), layout=target.matrix_layout, permuted=False)
+        gemm = GemmSpec(1, n, k, Operand(dtype, k, 1), Operand(dtype, k, 1), Result(dtype, n, 1))
+        found = TABLE.choose(QuantGemmSpec(gemm, type), target)
     except SpecError: return w
-    return w if found is None else w.tiled()
+    return w if found is None or not w.finite else w.of_rows().laid(type.layout)
 
 
-def _in_bytes(what: QuantMatmul, dtype: DType) -> bool:
-    """Whether activations of a dtype are quantised to int8."""
+def _in_bytes(what: QuantMatmul) -> bool:
+    """Whether activations are quantised to int8."""
     asked = config.get("NV_QUANT_ACTIVATIONS")
-    return what.type.tiled and (asked == "int8" or (asked == "auto" and what.int8 and dtype in FLOAT16S))
-
-
-def _symbolic(x: UOp) -> UOp | None:
-    """The symbolic number of rows. Raises `NotOurs` for a symbolic extent beside others."""
-    many = [extent for extent in x.shape[:-1] if largest(extent) != 1]
-    symbols = [extent for extent in many if isinstance(extent, UOp)]
-    if symbols and (len(many) > 1 or symbols[0].op is not Ops.PARAM):
-        raise NotOurs("a symbolic extent that is not the number of rows")
-    return symbols[0] if symbols else None
-
-
-def _placed(x: UOp) -> tuple[UOp, Operand]:
-    """Where rows of x lie, in place where they are at one stride with columns side by side, else copied."""
-    for way in (laid, copied):
-        found = way(x)
-        *outer, inner = zip(x.shape, found.strides, strict=True)
-        many = [(largest(extent), stride) for extent, stride in outer if largest(extent) != 1]
-        even = all(stride == after * extent for (_, stride), (extent, after) in pairwise(many))
-        if even and (inner[1] == 1 or inner[0] == 1):
-            return found.storage, Operand(x.dtype, many[-1][1] if many else inner[0], 1, (), found.offset)
-    raise NotOurs("rows of x that are not at one stride")
+    return what.type.layout == "tiles" and (asked == "int8" or (asked == "auto" and what.int8))
 
 
 lower(QuantMatmul, NAME, lowered)

@@ -1,8 +1,8 @@
 """The header of a GGUF file, versions 2 and 3: metadata, and where its tensors lie.
 
-Protocol: `open_gguf(path)` reads and checks all of it; `file.raw(name)` is a tensor's bytes in the mapped
+Protocol: `open_file(path)` reads and checks all of it; `file.raw(name)` is a tensor's bytes in the mapped
 file, uint8 [rows, bytes of a row] (blocks.py). Every length and count is compared with what is left of the
-file before anything of that size is made.
+file before anything of that size is made. `open_gguf` (split.py) opens the other parts of a model, too.
 
     "GGUF", u32 version, u64 tensors, u64 entries, entries, tensors, padding to a multiple of
     general.alignment (32), data
@@ -36,11 +36,12 @@ AGAIN = "download the file again"
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor: `shape` has the outermost extent first, `offset` counts from the start of the file."""
+    """A tensor: `shape` has the outermost extent first, `offset` counts from the start of the file `path`."""
     name: str
     format: Format
     shape: tuple[int, ...]
     offset: int
+    path: Path
 
     @property
     def rows(self) -> int:
@@ -55,21 +56,21 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """A file, mapped."""
+    """A model's files, mapped: `data` by their paths. `path` and the metadata are those of the first."""
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GGUFTensor]
-    data: np.ndarray = field(repr=False)
+    data: Mapping[Path, np.ndarray] = field(repr=False)
 
     def raw(self, name: str) -> np.ndarray:
         """A tensor's bytes, uint8 [rows, bytes of a row]. Pages are read as they are touched."""
         tensor = self.tensors[name]
-        whole = self.data[tensor.offset:tensor.offset + tensor.nbytes]
+        whole = self.data[tensor.path][tensor.offset:tensor.offset + tensor.nbytes]
         return whole.reshape(tensor.rows, tensor.format.row_bytes(tensor.shape[-1]))
 
 
-def open_gguf(path: Path) -> GGUFFile:
-    """The file at `path`. Raises `WeightError` for one that is damaged, or of a kind that is not read."""
+def open_file(path: Path) -> GGUFFile:
+    """The file at `path` alone. Raises `WeightError` if it is damaged, or of a kind that is not read."""
     try:
         size = os.path.getsize(path)
         data = np.memmap(path, np.uint8, mode="r") if size else np.empty(0, np.uint8)
@@ -84,7 +85,7 @@ def open_gguf(path: Path) -> GGUFFile:
         if key in metadata: raise header.damaged(f"{key} is there twice")
         metadata[key] = header.value(header.number("<u4"), 0)
     listed = [header.tensor() for _ in range(tensors)]
-    return GGUFFile(path, metadata, _placed(header, metadata, listed), header.data)
+    return GGUFFile(path, metadata, _placed(header, metadata, listed), {path: header.data})
 
 
 def _placed(header: _Header, metadata: Mapping[str, Any],
@@ -96,7 +97,7 @@ def _placed(header: _Header, metadata: Mapping[str, Any],
     start, size = -(-header.at // align) * align, len(header.data)
     made: dict[str, GGUFTensor] = {}
     for name, format, shape, offset in listed:
-        tensor = GGUFTensor(name, format, shape, start + offset)
+        tensor = GGUFTensor(name, format, shape, start + offset, header.path)
         if name in made: raise header.damaged(f"tensor {name} is there twice")
         if offset % align: raise header.damaged(f"tensor {name} is at {offset}, no multiple of {align}")
         if tensor.offset + tensor.nbytes > size:

@@ -10,4 +10,5 @@
   bitsandbytes.py         NF4, FP4 and int8
   mxfp4.py                gpt-oss's experts
   gguf.py                 llama.cpp's blocks
+  online.py               floats, quantised as they are read
 """

@@ -35,8 +35,8 @@ from tinygrad_nv.quant.readers.checks import (
     names,
     unquantised,
 )
-from tinygrad_nv.quant.readers.reader import Activations, Get, Stored, StoredMatrix
-from tinygrad_nv.quant.readers.schemes import Scheme, cache_of
+from tinygrad_nv.quant.readers.reader import Get, Stored, StoredMatrix
+from tinygrad_nv.quant.readers.schemes import Scheme
 from tinygrad_nv.quant.types import E2M3, E4M3, INT8, MXFP4, NVFP4, UINT8, QType, Scale
 
 CLASSES = ("Linear", "Module")      # a projection's, and those above it
@@ -56,11 +56,9 @@ class Group:
 
 @dataclass(frozen=True)
 class CompressedTensorsReader:
-    """Reads layers of the groups their targets name, None for what is not quantised; `cache` is how keys and
-    values are."""
+    """Reads layers of the groups their targets name, None for what is not quantised."""
     targets: Mapping[str, Group | None]
     ignore: tuple[str, ...]
-    cache: Activations | None
 
     def group(self, layer: str) -> Group | None:
         """The group of a layer, None if it is not quantised."""
@@ -241,7 +239,7 @@ def reader(config: Mapping[str, Any], name: str) -> CompressedTensorsReader:
     for key, raw in groups.items():
         group = _group(raw, config.get("format"), f"{name}: {key}")
         targets |= dict.fromkeys(names(raw, "targets", f"{name}: {key}"), group)
-    return CompressedTensorsReader(targets, names(config, "ignore", name), cache_of(config, name))
+    return CompressedTensorsReader(targets, names(config, "ignore", name))
 
 
 def _group(raw: Mapping[str, Any], whole: str | None, name: str) -> Group | None:

@@ -23,7 +23,6 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.errors import ModelError
 from tinygrad_nv.quant.readers.checks import AGAIN, FLOATS, checked, checked_type, setting, unquantised
 from tinygrad_nv.quant.readers.reader import Activations, Get, Stored, StoredMatrix
-from tinygrad_nv.quant.readers.schemes import cache_of
 from tinygrad_nv.quant.types import E4M3, MXFP4, NVFP4, QType, Scale
 
 TENSOR, ROWS = Scale(0, 0), Scale(1, 0)
@@ -44,11 +43,9 @@ class Kind:
 
 @dataclass(frozen=True)
 class FP8Reader:
-    """Reads layers of a kind, those in `layers` of other kinds; None of layers without one. `cache` is how
-    keys and values are quantised."""
+    """Reads layers of a kind, those in `layers` of other kinds; None of layers without one."""
     kind: Kind | None
     layers: Mapping[str, Kind] = field(default_factory=dict)
-    cache: Activations | None = None
 
     def matrix(self, layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix | None:
         """See `Reader`."""
@@ -106,7 +103,7 @@ def reader(config: Mapping[str, Any], name: str) -> FP8Reader:
     kind = Kind(E4M3 @ (TENSOR if size is None else Scale(*size)),
                 Activations("e4m3", inputs, static=scheme == "static"), ("weight_scale_inv", "weight_scale"),
                 any_blocks=True)
-    return FP8Reader(kind, cache=cache_of(config, name))
+    return FP8Reader(kind)
 
 
 STATIC = Activations("e4m3", TENSOR, static=True)
@@ -119,9 +116,10 @@ MODELOPT = {"FP8": Kind(E4M3 @ TENSOR, STATIC),
 def _modelopt(config: Mapping[str, Any], name: str) -> FP8Reader:
     inside = config.get("quantization")     # so it is in hf_quant_config.json
     if isinstance(inside, Mapping): config = {**config, **inside}
-    algorithm = setting(config, "quant_algo", None, (*MODELOPT, "MIXED_PRECISION"), name)
+    # where keys and values alone are quantised there is none
+    none = (None,) if config.get("kv_cache_quant_algo") or config.get("kv_cache_scheme") else ()
+    algorithm = setting(config, "quant_algo", None, (*MODELOPT, "MIXED_PRECISION", *none), name)
     layers, mixed = {}, config.get("quantized_layers") if algorithm == "MIXED_PRECISION" else None
     for layer, its in (mixed or {}).items():
         layers[layer] = MODELOPT[setting(its, "quant_algo", None, tuple(MODELOPT), f"{name}: {layer}")]
-    cache = cache_of(config, name) or (STATIC if config.get("kv_cache_quant_algo") == "FP8" else None)
-    return FP8Reader(MODELOPT.get(algorithm), layers, cache)
+    return FP8Reader(MODELOPT.get(algorithm), layers)

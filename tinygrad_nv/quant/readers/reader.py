@@ -21,6 +21,7 @@ from tinygrad_nv.quant.types import QType, Scale
 READERS = {"awq": "awq", "gptq": "gptq", "compressed-tensors": "compressed_tensors", "fp8": "fp8",
            "fbgemm_fp8": "fp8", "modelopt": "fp8", "bitsandbytes": "bitsandbytes", "mxfp4": "mxfp4",
            "gguf": "gguf"}
+ONLINE = "online"   # no checkpoint's quant_method: floats that are quantised as they are read (online.py)
 # a tensor by its whole name in the checkpoint; bfloat16 and fp8 are unsigned integers of their bits
 Get = Callable[[str], np.ndarray]
 Stored = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -55,7 +56,8 @@ class Reader(Protocol):
 
 def reader_of(config: Mapping[str, Any], name: str) -> Reader:
     """The reader of a `quantization_config`; `name` is the file, for messages. Raises `ModelError`."""
-    module = import_module(f"{__package__}.{READERS[require_known(config, name)]}")
+    own = config.get("quant_method") == ONLINE
+    module = import_module(f"{__package__}.{ONLINE if own else READERS[require_known(config, name)]}")
     found: Reader = module.reader(config, name)
     return found
 

@@ -57,14 +57,20 @@ class Scheme:
 
 
 def cache_of(config: Mapping[str, Any], name: str) -> Activations | None:
-    """How keys and values are quantised, of a `quantization_config`: None if they are not. Scales of static
-    ones are in the checkpoint, `k_scale` and `v_scale` of self_attn or of its projections. Raises
+    """How keys and values are quantised, of a `quantization_config`: None if they are not, or to anything but
+    8 bits without zero points. Scales of static ones are in the checkpoint, of all heads or of each. Raises
     `ModelError`."""
-    raw = config.get("kv_cache_scheme")
+    for key in ("quantization_config", "quantization"):     # once transformers', and hf_quant_config.json's
+        if isinstance(inside := config.get(key), Mapping): config = {**inside, **config}
+    raw, algorithm = config.get("kv_cache_scheme"), config.get("kv_cache_quant_algo")
+    # AutoFP8's word, and ModelOpt's
+    if raw == "static" or algorithm == "FP8": return Activations("e4m3", Scale(0, 0), static=True)
     if raw is None: return None
-    if raw in ("static", "FP8"): return Activations("e4m3", Scale(0, 0), static=True)    # AutoFP8, ModelOpt
     if not isinstance(raw, Mapping): raise _wrong(name, "kv_cache_scheme", raw, "an object")
-    return Scheme.of(raw, f"{name}: kv_cache_scheme").activations
+    found = Scheme.of(raw, f"{name}: kv_cache_scheme")
+    if found.bits != 8 or not found.symmetric or found.e8m0: return None
+    if not found.dynamic and found.strategy not in ("tensor", "attn_head"): return None
+    return Activations("e4m3" if found.floats else "int8", found.scale(), not found.dynamic)
 
 
 def _strategy(raw: Mapping[str, Any], name: str) -> str:

@@ -1,0 +1,4 @@
+"""Matmuls of operands in 8 bits with scales, W8A8 and FP8.
+
+  named.py      `scaled_matmul`, a named function, and its reference
+"""

@@ -1,0 +1,92 @@
+"""Weights of floats, quantised while they are loaded: what `--quantization` does where nothing is.
+
+Names are vLLM's. All are to the nearest, without calibration; inputs, the embedding and the head stay as they
+are. A matrix is read and rounded some rows at a time, so that a whole one of float32 is never there.
+
+    fp8, fp8_per_channel        e4m3, scales amax / 448 of each output
+    fp8_per_tensor, fp8_per_block       of a matrix; of 128 x 128
+    int8, int8_per_channel_weight_only      scales amax / 127 of each output
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tinygrad_nv.errors import WeightError
+from tinygrad_nv.quant.activations import E4M3_MAX
+from tinygrad_nv.quant.floats import as_float32, to_e4m3
+from tinygrad_nv.quant.readers.checks import AGAIN, checked_float
+from tinygrad_nv.quant.readers.reader import Get, Stored, StoredMatrix
+from tinygrad_nv.quant.types import E4M3, INT8, QType, Scale
+
+CHANNEL, TENSOR, BLOCK = Scale(1, 0), Scale(0, 0), Scale(128, 128)
+SCHEMES = {"fp8": E4M3 @ CHANNEL, "fp8_per_channel": E4M3 @ CHANNEL, "fp8_per_tensor": E4M3 @ TENSOR,
+           "fp8_per_block": E4M3 @ BLOCK, "int8": INT8 @ CHANNEL,
+           "int8_per_channel_weight_only": INT8 @ CHANNEL}
+ROWS_BYTES = 1 << 20            # of float32 that are rounded at a time: what is made of them stays in a cache
+TINY = np.float32(1e-12)        # the scale of zeros
+
+
+@dataclass(frozen=True)
+class OnlineReader:
+    """Quantises every projection of a layer to a type."""
+    type: QType
+
+    def matrix(self, layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix | None:
+        """See `Reader`."""
+        name = f"{layer}.weight"
+        if not layer.endswith("_proj"): return None
+        checked_float(stored, name, shape)
+        return StoredMatrix(self.type, (name,), lambda get: quantised(self.type, name, get))
+
+
+def reader(config: Mapping[str, Any], name: str) -> OnlineReader:
+    """Of {"scheme": a name of `SCHEMES`}."""
+    return OnlineReader(SCHEMES[config["scheme"]])
+
+
+def quantised(type: QType, name: str, get: Get) -> dict[str, np.ndarray]:
+    """Codes and float32 scales of a matrix of floats. Raises `WeightError` where one is not finite."""
+    raw = get(name)
+    (n, k), rows = raw.shape, type.scale.rows or 1
+    count = max(1, ROWS_BYTES // (4 * k) // rows) * rows
+    begins = range(0, n, count)
+    codes, e4m3 = np.empty((n, k), np.int8 if type.element is INT8 else np.uint8), type.element is not INT8
+    most = np.float32(E4M3_MAX if e4m3 else 127)
+
+    def largest(begin: int) -> np.ndarray: return _largest(as_float32(raw[begin:begin + count]), type.scale)
+
+    def round_rows(begin: int) -> None:
+        part = slice(begin // rows, -(-min(begin + count, n) // rows)) if type.scale.rows else slice(None)
+        each = _spread(scales[part], type.scale, len(raw[begin:begin + count]), k)
+        quotients = as_float32(raw[begin:begin + count]) / each
+        codes[begin:begin + count] = to_e4m3(quotients) if e4m3 else np.rint(quotients)
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
+        found = np.concatenate(list(threads.map(largest, begins)))
+        if not np.isfinite(found).all():
+            raise WeightError(f"{name} holds numbers that are not finite", "finite weights", AGAIN)
+        if not type.scale.rows: found = found.max(keepdims=True)
+        scales = np.maximum(found / most, TINY).reshape(type.scale.blocks(n, k))
+        for _ in threads.map(round_rows, begins): pass
+    return {"codes": codes, "scales": scales}
+
+
+def _largest(w: np.ndarray, scale: Scale) -> np.ndarray:
+    """Magnitudes: of each row, of each block, or of all of the rows."""
+    size = np.abs(w)
+    if scale == CHANNEL: return np.asarray(size.max(1))
+    if scale == TENSOR: return np.asarray(size.max().reshape(1))
+    starts = [np.arange(0, extent, step) for extent, step in zip(w.shape, (scale.rows, scale.columns),
+                                                                strict=True)]
+    return np.asarray(np.maximum.reduceat(np.maximum.reduceat(size, starts[1], 1), starts[0], 0))
+
+
+def _spread(scales: np.ndarray, scale: Scale, n: int, k: int) -> np.ndarray:
+    """Scales that broadcast to n rows of k columns."""
+    if scale != BLOCK: return scales
+    return scales.repeat(scale.rows, 0)[:n].repeat(scale.columns, 1)[:, :k]
