@@ -10,21 +10,17 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
+from quantize_case import logits, same_layers
 from reader_case import read, same
 from safetensors.torch import load_file
-from tinygrad import Tensor, dtypes
-from tinygrad_nv.models import weights
-from tinygrad_nv.models.config import read_config
-from tinygrad_nv.models.llama import Llama
 from transformers import AutoModelForCausalLM
 
+from tinygrad_nv.quant.floats import from_e4m3, to_e4m3
 from tinygrad_nv.quantize import directory
 from tinygrad_nv.quantize.files import unwritable
-from tinygrad_nv.quantize.rounding import from_e4m3, to_e4m3
 from tinygrad_nv.quantize.schemes import FORMATS, SCHEMES
 
 LAYER = "model.layers.1.mlp.down_proj"
-IDS = [5, 17, 80, 33, 2, 9, 120]
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +32,8 @@ def source(make_model, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def logits(directory: Path) -> np.ndarray:
-    model = Llama(read_config(directory), dtypes.float32, "CPU")
-    weights.load(model, directory)
-    return model(Tensor([IDS], dtype=dtypes.int32, device="CPU")).numpy()
-
-
 CASES = [("w4a16",), ("w4a16", "--asymmetric", "--group-size", "64"), ("w4a16", "--observer", "mse"),
-         ("w8a16",), ("w8a8",), ("fp8",), ("fp8-block",)]
+         ("w8a16",), ("w8a8",), ("fp8",), ("fp8-block",), ("mxfp4",)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
@@ -74,22 +64,9 @@ def found_of(matrix) -> torch.Tensor:
 def test_transformers_reads_it(command, source: Path, tmp_path: Path, case: tuple[str, ...]):
     """The same of each layer, given the same, with inputs rounded as the scheme has them. Logits may differ
     by more: a number that lies between two codes may go the other way, and nothing calms this model."""
-    out, given = tmp_path / "made", dict[str, tuple[torch.Tensor, torch.Tensor]]()
+    out = tmp_path / "made"
     command("quantize", source, "--scheme", *case, "--out", out).succeeded()
-    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
-    for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"):
-        model.get_submodule(f"model.layers.1.{name}").register_forward_hook(
-            lambda module, x, y, name=name: given.update({name: (x[0], y)}))
-    with torch.no_grad(): wanted = model(torch.tensor([IDS])).logits.numpy()
-    ours = Llama(read_config(out), dtypes.float32, "CPU")
-    weights.load(ours, out)
-    block = ours.blocks[1]
-    for name, linear in (("self_attn.q_proj", block.attention.qkv),
-                         ("self_attn.o_proj", block.attention.output),
-                         ("mlp.down_proj", block.feed_forward.down)):
-        x, y = given[name]
-        made = linear(Tensor(x.numpy(), device="CPU")).numpy()[..., :y.shape[-1]]
-        np.testing.assert_allclose(made, y.numpy(), atol=2e-6 * float(y.abs().max()), rtol=0)
+    wanted = same_layers(out)
     assert np.abs(logits(out) - wanted).max() < 0.1 * np.abs(wanted).max()
 
 
@@ -184,6 +161,8 @@ def test_it_goes_on_after_the_last_whole_shard(command, sharded: Path, tmp_path:
     (("--scheme", "w4a16", "--group-size", "12"), "groups of 12 inputs", "change --group-size"),
     (("--scheme", "w4a16", "--group-size", "160"), "columns, in groups of 160",
      "choose another --group-size"),
+    (("--scheme", "mxfp4", "--group-size", "64"), "groups of 64 inputs in scheme mxfp4",
+     "leave --group-size out"),
     (("--scheme", "w8a8", "--asymmetric"), "zero points in scheme w8a8", "leave --asymmetric out")])
 def test_what_does_not_go_together(command, source: Path, tmp_path: Path, words: tuple[str, ...], found: str,
                                    fix: str):

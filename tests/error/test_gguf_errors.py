@@ -13,7 +13,7 @@ from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
 
 from tinygrad_nv.errors import ModelError, WeightError
-from tinygrad_nv.quant.gguf.file import open_gguf
+from tinygrad_nv.quant.gguf.split import open_gguf
 
 AGAIN = "  to fix:   download the file again"
 
@@ -165,6 +165,24 @@ def test_an_architecture_that_is_not_implemented(path: Path):
                                  "qwen3, gemma\n  to fix:   use a model of a supported family")
 
 
+def test_parts_that_do_not_belong_together(tmp_path: Path):
+    paths = [tmp_path / f"m-0000{i + 1}-of-00002.gguf" for i in range(2)]
+    write(tmp_path / "m.gguf", {"split.count": 2, "split.no": 0})
+    with pytest.raises(WeightError, match=r"m.gguf is one of 2 files of a model\n.*-00001-of-00002.gguf"):
+        open_gguf(tmp_path / "m.gguf")
+    for i, path in enumerate(paths): write(path, {"split.count": 2, "split.no": i})
+    with pytest.raises(WeightError, match=r"m-00002-of-00002.gguf: tensor .* is in another part, too"):
+        open_gguf(paths[0])
+    write(paths[1], {"split.count": 2, "split.no": 0})
+    with pytest.raises(WeightError, match=r"split.no 0 and split.count 2\n.*: 1 and 2, as its name says"):
+        open_gguf(paths[1])
+    others = dict.fromkeys(TENSORS) | {"more": np.zeros(4, np.float32)}
+    write(paths[1], {"split.count": 2, "split.no": 1}, others)
+    write(paths[0], {"split.count": 2, "split.no": 0, "split.tensors.count": 99})
+    with pytest.raises(WeightError, match=f"files of m-00001-of-00002.gguf have {len(TENSORS) + 1} tensors"):
+        open_gguf(paths[0])
+
+
 @pytest.mark.parametrize("key", METADATA)
 def test_metadata_that_are_missing(path: Path, key: str):
     write(path, {key: None})
@@ -173,7 +191,6 @@ def test_metadata_that_are_missing(path: Path, key: str):
 
 
 @pytest.mark.parametrize(("metadata", "found"), [
-    ({"split.count": 3}, "is one of 3 files of a model"),
     ({"llama.attention.head_count_kv": [4, 2]}, r": attention.head_count_kv is \[4, 2\]"),
     ({"llama.attention.value_length": 4}, "attention.value_length is 4, and heads have 8 elements"),
     ({"llama.rope.dimension_count": 4, "llama.attention.key_length": 8}, "rope.dimension_count is 4, and "),

@@ -42,7 +42,8 @@ def test_weights_that_are_not_quantised_as_asked(command, spoil):
     directory = spoil()
     command("generate", directory, "hello", "--quantization", "awq_marlin").refused(
         f"quantization is 'awq_marlin', and the weights in {directory} are not quantised",
-        "expected: what the checkpoint's quantization_config says", "to fix:   leave --quantization out")
+        "expected: what the checkpoint's quantization_config says", "one of fp8, fp8_per_channel",
+        "to fix:   leave --quantization out")
 
 
 ROPE_CASES = [

@@ -11,6 +11,7 @@ import pytest
 from tinygrad_nv.errors import ModelError, WeightError
 from tinygrad_nv.quant.readers import mxfp4
 from tinygrad_nv.quant.readers.reader import Stored, reader_of
+from tinygrad_nv.quant.readers.schemes import cache_of
 from tinygrad_nv.quant.types import NF4 as NF4_ELEMENT
 
 L, SHAPE = "model.layers.0.mlp.up_proj", (64, 128)
@@ -176,7 +177,8 @@ def test_compressed_tensors_settings():
     config({**CT, "ignore": "lm_head"}, "ignore of quantization_config is 'lm_head'", "a list of names")
     config(group({"targets": [7]}), "group_0: targets of quantization_config is [7]", "a list of names")
     config(group({"targets": ["re:*"]}), "'*' of quantization_config is no regular expression")
-    config({**CT, "kv_cache_scheme": "fp8"}, "kv_cache_scheme of quantization_config is 'fp8'")
+    refused(lambda: cache_of({**CT, "kv_cache_scheme": "fp8"}, "config.json"),
+            "config.json: kv_cache_scheme of quantization_config is 'fp8'", "an object", error=ModelError)
 
 
 @pytest.mark.parametrize("name", ["weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"])

@@ -1,7 +1,8 @@
 """A matrix as the tensors of a format.
 
     compressed-tensors  weight_packed I32 [N, K / p] (values + 2^(b−1), the first lowest), weight_shape,
-                        weight_scale [N, K / g], weight_zero_point I32 [N / p, K / g]; or weight, weight_scale
+                        weight_scale [N, K / g], weight_zero_point I32 [N / p, K / g]; or weight,
+                        weight_scale; of MXFP4 weight_packed U8 [N, K / 2], weight_scale U8 (E8M0)
     awq                 qweight I32 [K, N / 8], qzeros, scales (quant/readers/awq.py)
     gptq                version 2: qweight I32 [K / p, N], qzeros, scales, g_idx (quant/readers/gptq.py)
     fp8                 weight, weight_scale_inv: float32 of 128 x 128
@@ -14,20 +15,29 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tinygrad_nv.models.checkpoint import narrow_bfloat16, widen_bfloat16
+from tinygrad_nv.quant.floats import as_float32, narrow_bfloat16
 from tinygrad_nv.quant.readers.awq import ORDER
-from tinygrad_nv.quantize.rounding import Rounded
+from tinygrad_nv.quantize.rounding import Rounded, e8m0
 from tinygrad_nv.quantize.schemes import Scheme
 
 # a tensor as safetensors has it: its dtype's name, and its elements, of bfloat16 and e4m3 as their bits
 Stored = dict[str, tuple[str, np.ndarray]]
 FLOATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+MOST_TENSORS = 6    # of one quantised matrix, with its inputs' scale
 
 
 def keeping(scheme: Scheme, dtype: str) -> Callable[[np.ndarray], np.ndarray]:
     """What scales become in a file of a model of `dtype`, as float32."""
-    kind = scale_dtype(scheme, dtype)
-    return lambda scales: _widened(kind, _stored(kind, scales)[1])
+    return _rounding(scale_dtype(scheme, dtype))
+
+
+def rounding_to(dtype: str) -> Callable[[np.ndarray], np.ndarray]:
+    """What numbers become in a tensor of `dtype`, as float32."""
+    return _rounding(FLOATS[dtype])
+
+
+def _rounding(kind: str) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda values: as_float32(stored(kind, values)[1])
 
 
 def scale_dtype(scheme: Scheme, dtype: str) -> str:
@@ -37,11 +47,14 @@ def scale_dtype(scheme: Scheme, dtype: str) -> str:
 
 def compressed(scheme: Scheme, made: Rounded, dtype: str) -> Stored:
     """The tensors, by the last part of their names."""
-    scales = _stored(scale_dtype(scheme, dtype), made.scales)
+    scales = stored(scale_dtype(scheme, dtype), made.scales)
     if scheme.format in ("int-quantized", "float-quantized"):
         kind = "I8" if scheme.type == "int" else "F8_E4M3"
         return {"weight": (kind, made.codes), "weight_scale": scales}
     if scheme.format == "fp8": return {"weight": ("F8_E4M3", made.codes), "weight_scale_inv": scales}
+    if scheme.format == "mxfp4-pack-quantized":
+        return {"weight_packed": ("U8", made.codes[:, ::2] | made.codes[:, 1::2] << 4),
+                "weight_scale": ("U8", e8m0(made.scales))}
     most = 1 << scheme.bits - 1
     codes = (made.codes.astype(np.int16) + most).astype(np.uint8)
     zeros = np.full(made.scales.shape, most, np.uint8) if made.zeros is None else \
@@ -56,7 +69,9 @@ def compressed(scheme: Scheme, made: Rounded, dtype: str) -> Stored:
     if scheme.format == "awq":
         return {"qweight": ("I32", words(codes.T, 4, ORDER)), "qzeros": ("I32", words(zeros.T, 4, ORDER)),
                 "scales": (kind, turned)}
-    groups = np.arange(made.codes.shape[1]) // (made.codes.shape[1] // made.scales.shape[1])
+    groups = made.groups
+    if groups is None:
+        groups = np.arange(made.codes.shape[1]) // (made.codes.shape[1] // made.scales.shape[1])
     return {"qweight": ("I32", words(codes, scheme.bits).T), "qzeros": ("I32", words(zeros.T, scheme.bits)),
             "scales": (kind, turned), "g_idx": ("I32", groups.astype(np.int32))}
 
@@ -72,10 +87,7 @@ def words(fields: np.ndarray, bits: int, order: tuple[int, ...] = ()) -> np.ndar
     return made.view(np.int32)
 
 
-def _stored(kind: str, values: np.ndarray) -> tuple[str, np.ndarray]:
+def stored(kind: str, values: np.ndarray) -> tuple[str, np.ndarray]:
+    """float32 as a tensor of F32, F16 or BF16."""
     if kind == "BF16": return kind, narrow_bfloat16(values)
     return kind, values.astype(np.float16 if kind == "F16" else np.float32)
-
-
-def _widened(kind: str, bits: np.ndarray) -> np.ndarray:
-    return widen_bfloat16(bits) if kind == "BF16" else bits.astype(np.float32)

@@ -2,14 +2,16 @@
 
 Protocol: `quantize(source, scheme, out)` rounds the matrices of all linear layers, tensor by tensor, and
 writes them and all else to a folder beside `out`, which gets that name at the end: what is interrupted leaves
-no directory that loads. Called again with the same settings it goes on after the last whole shard. The result
-depends on the weights and the settings alone.
+no directory that loads. Called again with the same settings it goes on after the last whole shard. Methods
+that look at inputs make the layers of the network first (calibrate.py), and others, as a head that is not
+ignored, are rounded. The result depends on the weights, the settings and the calibration text alone.
 
 A linear layer's matrix is a tensor of floats with two dimensions, named …weight, that is no embedding. Layers
 of `ignored` stay as they are: names, or regular expressions after `re:`.
 """
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -27,19 +29,22 @@ from tinygrad_nv.models.checkpoint import (
     open_checkpoint,
     read_array,
     safetensors_dtype,
-    widen_bfloat16,
 )
 from tinygrad_nv.models.config import read_json
-from tinygrad_nv.quantize.compress import Stored, compressed, keeping
+from tinygrad_nv.quant.floats import as_float32
+from tinygrad_nv.quantize.calibrate import Job, calibrated, made
+from tinygrad_nv.quantize.compress import MOST_TENSORS, Stored, compressed, keeping
 from tinygrad_nv.quantize.files import unwritable, write
+from tinygrad_nv.quantize.network import Source
 from tinygrad_nv.quantize.rounding import Rounded, rounded
 from tinygrad_nv.quantize.schemes import BLOCK, Scheme, config
+from tinygrad_nv.quantize.text import Sequences
 
 FLOATS = ("float32", "float16", "bfloat16")
 IGNORED = ("lm_head", "re:.*embed.*", "re:.*mlp.gate$", "re:.*router.*")
 CHUNK = 1 << 24             # elements that are rounded at a time
-MOST_TENSORS = 4            # of one quantised matrix
 SETTINGS = "quantize.json"  # of a folder that is not finished
+LAYERS = "layers"           # of calibrated layers in it
 INDEX = "model.safetensors.index.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 Progress = Callable[[int, int], None]
@@ -47,7 +52,8 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class LayerError:
-    """A layer and the root mean square of what rounding changed, relative to its matrix's."""
+    """A layer and the root mean square of what rounding changed, relative to its matrix's; of its outputs on
+    the calibration text where there is one."""
     layer: str
     error: float
 
@@ -62,30 +68,47 @@ class Result:
 
 
 def quantize(source: Path, scheme: Scheme, out: Path, ignored: Sequence[str] = IGNORED,
-             progress: Progress | None = None) -> Result:
-    """Quantises a directory. `progress(done, total)` counts bytes that are read. Raises `ModelError` for a
-    model that is quantised already, `RequestError` for an `out` that exists, `WeightError` for a disk that is
+             progress: Progress | None = None, text: Sequences | None = None,
+             note: Callable[[str], None] = lambda line: None) -> Result:
+    """Quantises a directory. `text` is what a calibrated scheme needs. `progress(done, total)` counts bytes
+    that are read, `note` is called with a line about each calibrated layer. Raises `ModelError` for a model
+    that is quantised already, `RequestError` for an `out` that exists, `WeightError` for a disk that is
     full."""
+    data = require_plain(source, out)
+    entries = open_checkpoint(source).entries
+    names = [name for name, entry in entries.items() if _linear(entry) and not _matches(name, ignored)]
+    if not names: raise ModelError(f"{source} has no linear layer to quantise", "matrices", "ignore fewer")
+    partial = out.with_name(out.name + ".partial")
+    found = _Progress(progress or (lambda done, total: None), _nbytes(entries) * (1 + scheme.calibrated))
+    try:
+        settings = _settings(partial, scheme, ignored, text)
+        if scheme.calibrated:
+            assert text is not None, "a calibrated scheme has one"
+            layers = frozenset(name.removesuffix(".weight") for name in names)
+            job = Job(Source(source, max(text.lengths)), scheme, layers, text, found.add, note)
+            settings["errors"] |= calibrated(job, partial / LAYERS)
+            found.add(_nbytes(entries) - found.done)
+        _shards(partial, scheme, settings, entries, set(names), found)
+        kept = sorted({name.removesuffix(".weight") for name, each in entries.items()
+                       if _linear(each) and name not in names and not _embedding(name)})
+        _finish(source, partial, data | {"quantization_config": config(scheme, kept)}, settings["files"])
+        partial.rename(out)
+    except OSError as error: raise unwritable(out, error) from error
+    worst = sorted((LayerError(name, error) for name, error in settings["errors"].items()),
+                   key=lambda one: -one.error)
+    after = sum(size for each in settings["files"].values() for size in each.values())
+    return Result(out, _nbytes(entries), after, tuple(worst))
+
+
+def require_plain(source: Path, out: Path) -> dict[str, Any]:
+    """What config.json says. Raises `ModelError` for a model that is quantised already, `RequestError` for an
+    `out` that exists."""
     data = read_json(source / "config.json")
     if data.get("quantization_config"):
         raise ModelError(f"{source} is quantised already", "a model of float32, float16 or bfloat16 weights",
                          "quantise the model that it was made from")
     if out.exists(): raise RequestError(f"{out} exists", "a new directory", "choose another --out")
-    entries = open_checkpoint(source).entries
-    names = [name for name, entry in entries.items() if _linear(entry) and not _matches(name, ignored)]
-    if not names: raise ModelError(f"{source} has no linear layer to quantise", "matrices", "ignore fewer")
-    partial = out.with_name(out.name + ".partial")
-    try:
-        found = _Progress(progress or (lambda done, total: None), _nbytes(entries))
-        sizes, errors = _shards(partial, scheme, ignored, entries, set(names), found)
-        kept = sorted({name.removesuffix(".weight") for name, each in entries.items()
-                       if _linear(each) and name not in names and not _embedding(name)})
-        _finish(source, partial, data | {"quantization_config": config(scheme, kept)}, sizes)
-        partial.rename(out)
-    except OSError as error: raise unwritable(out, error) from error
-    worst = sorted((LayerError(name, error) for name, error in errors.items()), key=lambda one: -one.error)
-    return Result(out, _nbytes(entries), sum(size for each in sizes.values() for size in each.values()),
-                  tuple(worst))
+    return data
 
 
 def _nbytes(entries: Mapping[str, TensorEntry]) -> int: return sum(each.nbytes for each in entries.values())
@@ -116,14 +139,23 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
                layer == each or layer.endswith("." + each) for each in patterns)
 
 
-def _shards(folder: Path, scheme: Scheme, ignored: Sequence[str], entries: dict[str, TensorEntry],
-            names: set[str], progress: _Progress) -> tuple[dict[str, dict[str, int]], dict[str, float]]:
-    """Bytes of each tensor, by file, and errors of layers."""
-    settings: dict[str, Any] = {"scheme": asdict(scheme), "ignored": list(ignored), "files": {}, "errors": {}}
+def _settings(folder: Path, scheme: Scheme, ignored: Sequence[str], text: Sequences | None) -> dict[str, Any]:
+    """Of a folder to go on with, or of a new one: bytes of each tensor, by file, and errors of layers."""
+    ids = None if text is None else hashlib.sha256(text.ids.tobytes() + bytes(str(text.lengths), "ascii"))
+    made: dict[str, Any] = {"scheme": asdict(scheme), "ignored": list(ignored),
+                            "text": ids and ids.hexdigest(), "files": {}, "errors": {}}
     file = folder / SETTINGS
-    if file.exists() and (old := read_json(file)) | {"files": {}, "errors": {}} == settings: settings = old
-    elif folder.exists(): shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    if file.exists() and (old := read_json(file)) | {"files": {}, "errors": {}} == made: return old
+    if folder.exists(): shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    file.write_text(json.dumps(made))
+    return made
+
+
+def _shards(folder: Path, scheme: Scheme, settings: dict[str, Any], entries: dict[str, TensorEntry],
+            names: set[str], progress: _Progress) -> None:
+    """Writes the files that the settings do not have."""
+    calibrated = made(folder / LAYERS)
     ordered = sorted(entries.values(), key=lambda each: each.file_offset)
     shards = [list(found) for _, found in groupby(ordered, key=lambda each: each.file_offset[0])]
     for number, shard in enumerate(shards):
@@ -132,21 +164,23 @@ def _shards(folder: Path, scheme: Scheme, ignored: Sequence[str], entries: dict[
         if name in settings["files"]:
             progress.add(sum(each.nbytes for each in shard))
             continue
-        made = _tensors(scheme, shard, names, settings["errors"], progress)
-        settings["files"][name] = write(folder / name, made, MOST_TENSORS * len(shard))
-        file.write_text(json.dumps(settings))
-    return settings["files"], settings["errors"]
+        tensors = _tensors(scheme, shard, names, calibrated, settings["errors"], progress)
+        settings["files"][name] = write(folder / name, tensors, MOST_TENSORS * len(shard))
+        (folder / SETTINGS).write_text(json.dumps(settings))
 
 
-def _tensors(scheme: Scheme, shard: Sequence[TensorEntry], names: set[str], errors: dict[str, float],
+def _tensors(scheme: Scheme, shard: Sequence[TensorEntry], names: set[str],
+             calibrated: Mapping[str, Sequence[TensorEntry]], errors: dict[str, float],
              progress: _Progress) -> Iterator[tuple[str, str, np.ndarray]]:
     """What a shard becomes."""
     for entry in shard:
-        array, layer = read_array(entry), entry.name.removesuffix(".weight")
-        if entry.name not in names: yield entry.name, safetensors_dtype(entry), array
+        layer = entry.name.removesuffix(".weight")
+        if entry.name in calibrated:
+            for each in calibrated[entry.name]: yield each.name, safetensors_dtype(each), read_array(each)
+        elif entry.name not in names: yield entry.name, safetensors_dtype(entry), read_array(entry)
         else:
-            made, errors[layer] = _matrix(scheme, entry, array)
-            for name, (dtype, values) in made.items(): yield f"{layer}.{name}", dtype, values
+            found, errors[layer] = _matrix(scheme, entry, read_array(entry))
+            for name, (dtype, values) in found.items(): yield f"{layer}.{name}", dtype, values
         progress.add(entry.nbytes)
 
 
@@ -156,11 +190,11 @@ def _matrix(scheme: Scheme, entry: TensorEntry, array: np.ndarray) -> tuple[Stor
     step = max(BLOCK, CHUNK // k // BLOCK * BLOCK)
     for begin in range(0, n, step):
         rows = array[begin:begin + step]
-        values = widen_bfloat16(rows) if entry.dtype == "bfloat16" else rows.astype(np.float32)
-        made = rounded(scheme, values, keep)
+        values = as_float32(rows)
+        found = rounded(scheme, values, keep)
         whole += float(np.square(values, dtype=np.float64).sum())
-        changed += float(np.square(values - made.matrix, dtype=np.float64).sum())
-        parts.append(Rounded(made.codes, made.scales, made.zeros, values[:0]))
+        changed += float(np.square(values - found.matrix, dtype=np.float64).sum())
+        parts.append(Rounded(found.codes, found.scales, found.zeros, values[:0]))
     codes, scales = (np.concatenate([getattr(each, name) for each in parts]) for name in ("codes", "scales"))
     zeros = None if scheme.symmetric else np.concatenate([each.zeros for each in parts
                                                           if each.zeros is not None])
@@ -179,4 +213,5 @@ def _finish(source: Path, folder: Path, data: dict[str, Any], sizes: dict[str, d
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places},
                                                indent=2))
     (folder / SETTINGS).unlink()
+    if (folder / LAYERS).exists(): shutil.rmtree(folder / LAYERS)
     (folder / "config.json").write_text(json.dumps(data, indent=2) + "\n")

@@ -1,25 +1,29 @@
 """The schemes of `tinygrad-nv quantize`, by vLLM's names, and what config.json says of each.
 
-Protocol: a `Scheme` says how elements are rounded (rounding.py), and the format in which they are stored
-(compress.py). `config(scheme, ignored)` is the `quantization_config`: compressed-tensors' unless the format
-has one of its own.
+Protocol: a `Scheme` says what numbers there are (rounding.py), the format in which they are stored
+(compress.py), and the method that finds them: "rtn" rounds to the nearest, the others look at a layer's
+inputs (calibrate.py). `config(scheme, ignored)` is the `quantization_config`: compressed-tensors' unless the
+format has one of its own.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tinygrad_nv.errors import RequestError
 
-COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized")
 BLOCK = 128     # rows and columns of a block of FP8, as DeepSeek has them
+MX_GROUP = 32   # inputs with one scale in MXFP4
 
 
 @dataclass(frozen=True)
 class Scheme:
     """`bits` of "int" or "float" elements, scales of `strategy`: "group" of `group` inputs, "channel" or
-    "block". `activations`: the same of a layer's inputs, made while it runs; "" for none."""
+    "block". `activations`: the same of a layer's inputs, made while it runs; "" for none, "tensor" for static
+    ones. `order` is GPTQ's of columns: "" as they are, "weight" or "group" by their inputs, where "group"
+    makes groups of columns that follow each other in that order. `smoothing` is SmoothQuant's exponent."""
     name: str
     format: str
     bits: int
@@ -29,6 +33,14 @@ class Scheme:
     symmetric: bool = True
     activations: str = ""
     observer: str = "minmax"
+    method: str = "rtn"
+    order: str = ""
+    smoothing: float = 0.5
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the numbers depend on a layer's inputs."""
+        return self.method != "rtn" or self.activations == "tensor"
 
 
 SCHEMES = {each.name: each for each in (
@@ -36,33 +48,91 @@ SCHEMES = {each.name: each for each in (
     Scheme("w8a16", "pack-quantized", 8, "group", group=128),
     Scheme("w8a8", "int-quantized", 8, "channel", activations="token"),
     Scheme("fp8", "float-quantized", 8, "channel", "float", activations="token"),
-    Scheme("fp8-block", "float-quantized", 8, "block", "float", activations="group"))}
+    Scheme("fp8-block", "float-quantized", 8, "block", "float", activations="group"),
+    Scheme("mxfp4", "mxfp4-pack-quantized", 4, "group", "float", group=MX_GROUP))}
+# names that stand for a scheme, a method and its own format
+SHORT = {"awq": "w4a16", "gptq": "w4a16"}
+NAMES = (*SCHEMES, *SHORT)
 FORMATS = {"compressed-tensors": (), "awq": ("w4a16",), "gptq": ("w4a16", "w8a16"), "fp8": ("fp8-block",)}
+METHODS = {"rtn": (), "awq": ("w4a16", "w8a16"), "gptq": ("w4a16", "w8a16", "w8a8"), "smoothquant": ("w8a8",)}
 OBSERVERS = ("minmax", "percentile", "mse")
+ORDERS = ("none", "weight", "group")
 
 
-def scheme_of(name: str, group: int | None = None, symmetric: bool = True, observer: str = "minmax",
-              format: str = "compressed-tensors") -> Scheme:
-    """A scheme with settings of a command line. Raises `RequestError` for what does not go together."""
-    if name not in SCHEMES:
-        raise RequestError(f"scheme {name!r}", f"one of {', '.join(SCHEMES)}", "change --scheme")
-    made = SCHEMES[name]
-    if format not in FORMATS:
-        raise RequestError(f"format {format!r}", f"one of {', '.join(FORMATS)}", "change --format")
-    if FORMATS[format] and name not in FORMATS[format]:
-        raise RequestError(f"format {format} of scheme {name}", f"a scheme of {', '.join(FORMATS[format])}",
-                           "change --format or --scheme")
-    if observer not in OBSERVERS:
-        raise RequestError(f"observer {observer!r}", f"one of {', '.join(OBSERVERS)}", "change --observer")
-    if group is not None and made.strategy != "group":
-        raise RequestError(f"groups of {group} inputs in scheme {name}", "a scheme with groups",
-                           "leave --group-size out")
-    if group is not None and (group < 1 or group % 8):
-        raise RequestError(f"groups of {group} inputs", "a multiple of 8", "change --group-size")
+@dataclass(frozen=True)
+class Options:
+    """What a command line says beside the scheme's name; None for what the scheme has."""
+    group: int | None = None
+    symmetric: bool = True
+    observer: str | None = None
+    format: str | None = None
+    method: str | None = None
+    order: str | None = None
+    smoothing: float | None = None
+    static: bool = False
+
+
+def scheme_of(name: str, options: Options = Options()) -> Scheme:
+    """A scheme with options. Raises `RequestError` for what does not go together."""
+    _known("scheme", name, NAMES)
+    short, name = name if name in SHORT else None, SHORT.get(name, name)
+    format = options.format or short or "compressed-tensors"
+    method = options.method or short or "rtn"
+    _known("format", format, FORMATS)
+    _known("method", method, METHODS)
+    for kind, found, places in (("format", format, FORMATS), ("method", method, METHODS)):
+        if places[found] and name not in places[found]:
+            raise RequestError(f"{kind} {found} of scheme {name}", f"a scheme of {', '.join(places[found])}",
+                               f"change --{kind} or --scheme")
+    observer = options.observer or ("mse" if method in ("awq", "gptq") else "minmax")
+    _known("observer", observer, OBSERVERS)
+    made, symmetric = SCHEMES[name], options.symmetric and format != "awq"  # AWQ has zero points
+    if options.group is not None: made = _grouped(made, options.group)
     if not symmetric and made.format != "pack-quantized":
         raise RequestError(f"zero points in scheme {name}", "w4a16 or w8a16", "leave --asymmetric out")
+    if options.static:
+        if made.activations != "token":
+            raise RequestError(f"static scales of inputs in scheme {name}", "w8a8 or fp8",
+                               "leave --static out")
+        made = replace(made, activations="tensor")
     if format != "compressed-tensors": made = replace(made, format=format)
-    return replace(made, group=group or made.group, symmetric=symmetric, observer=observer)
+    return replace(made, symmetric=symmetric, observer=observer, method=method,
+                   order=_order(made, method, options.order), smoothing=_smoothing(method, options.smoothing))
+
+
+def _known(what: str, name: str, names: Iterable[str]) -> None:
+    if name not in names:
+        raise RequestError(f"{what} {name!r}", f"one of {', '.join(names)}", f"change --{what}")
+
+
+def _grouped(scheme: Scheme, group: int) -> Scheme:
+    if scheme.strategy != "group" or scheme.type == "float":
+        raise RequestError(f"groups of {group} inputs in scheme {scheme.name}", "a scheme with groups",
+                           "leave --group-size out")
+    if group < 1 or group % 8:
+        raise RequestError(f"groups of {group} inputs", "a multiple of 8", "change --group-size")
+    return replace(scheme, group=group)
+
+
+def _order(scheme: Scheme, method: str, order: str | None) -> str:
+    """Of GPTQ's columns."""
+    if order is None: return "weight" if method == "gptq" else ""
+    _known("act-order", order, ORDERS)
+    if method != "gptq":
+        raise RequestError(f"an order of columns in method {method}", "method gptq", "leave --act-order out")
+    if order == "group" and scheme.format != "gptq":     # which compressed-tensors had before 0.20
+        raise RequestError("act-order group in format compressed-tensors", "format gptq",
+                           "change --act-order to weight, or --format to gptq")
+    return "" if order == "none" else order
+
+
+def _smoothing(method: str, smoothing: float | None) -> float:
+    if smoothing is None: return Scheme.smoothing
+    if method != "smoothquant":
+        raise RequestError(f"smoothing in method {method}", "method smoothquant", "leave --smoothing out")
+    if not 0 <= smoothing <= 1:
+        raise RequestError(f"smoothing {smoothing:g}", "a number from 0 to 1", "change --smoothing")
+    return smoothing
 
 
 def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
@@ -71,18 +141,23 @@ def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
         return {"quant_method": "awq", "bits": scheme.bits, "group_size": scheme.group, "zero_point": True,
                 "version": "gemm", "modules_to_not_convert": list(ignored)}
     if scheme.format == "gptq":
-        return {"quant_method": "gptq", "bits": scheme.bits, "group_size": scheme.group, "desc_act": False,
-                "sym": scheme.symmetric, "checkpoint_format": "gptq_v2", "lm_head": False}
+        # GPTQModel's way to say which layers are floats; a head is one anyway
+        kept: dict[str, Any] = {f"-:{re.escape(name)}$": {} for name in ignored if name != "lm_head"}
+        return {"quant_method": "gptq", "bits": scheme.bits, "group_size": scheme.group,
+                "desc_act": scheme.order == "group", "sym": scheme.symmetric,
+                "checkpoint_format": "gptq_v2", "lm_head": False, **({"dynamic": kept} if kept else {})}
     if scheme.format == "fp8":
         return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
                 "weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": list(ignored)}
     weights = {"num_bits": scheme.bits, "type": scheme.type, "strategy": scheme.strategy,
                "symmetric": scheme.symmetric, "dynamic": False, "observer": scheme.observer,
-               "group_size": scheme.group or None, "actorder": None,
+               "group_size": scheme.group or None, "actorder": scheme.order or None,
                "block_structure": [BLOCK, BLOCK] if scheme.strategy == "block" else None}
+    if scheme.format == "mxfp4-pack-quantized": weights["scale_dtype"] = weights["zp_dtype"] = "torch.uint8"
+    static = scheme.activations == "tensor"
     inputs = {"num_bits": 8, "type": scheme.type, "strategy": scheme.activations, "symmetric": True,
-              "dynamic": True, "observer": None, "actorder": None, "block_structure": None,
-              "group_size": BLOCK if scheme.activations == "group" else None}
+              "dynamic": not static, "observer": "minmax" if static else None, "actorder": None,
+              "block_structure": None, "group_size": BLOCK if scheme.activations == "group" else None}
     group = {"targets": ["Linear"], "weights": weights, "output_activations": None,
              "input_activations": inputs if scheme.activations else None}
     return {"quant_method": "compressed-tensors", "format": scheme.format,
