@@ -23,7 +23,8 @@ from tinygrad import Tensor
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import WeightError
-from tinygrad_nv.quant.gguf.file import open_gguf
+from tinygrad_nv.quant.floats import narrow_bfloat16, widen_bfloat16
+from tinygrad_nv.quant.gguf.split import open_gguf
 from tinygrad_nv.runtime.memory import host_bytes, write
 
 from . import gguf
@@ -196,18 +197,6 @@ def in_index_order(data: memoryview, entry: TensorEntry) -> memoryview:
     return np.ascontiguousarray(view).reshape(-1).data.cast("B")
 
 
-def widen_bfloat16(bits: np.ndarray) -> np.ndarray:
-    """bfloat16 bit patterns (uint16) as float32."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def narrow_bfloat16(values: np.ndarray) -> np.ndarray:
-    """float32 as bfloat16 bit patterns (uint16), to nearest even; NaN stays NaN."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
-
-
 class PyTorchFiles(Safetensors):
     """Tensors of pytorch_model.bin files, which are listed differently and may be transposed."""
 
@@ -235,7 +224,7 @@ class GGUFTensors:
         self.file = open_gguf(path)
         self.stored = {each.name: each for each in gguf.stored(self.file)}
         self.entries = {each.name: TensorEntry(each.name, each.dtype, each.shape,
-                                               (str(path), each.source.offset))
+                                               (str(each.source.path), each.source.offset))
                         for each in self.stored.values()}
 
     def read_into(self, entry: TensorEntry, begin: int, end: int, tensor: Tensor, offset: int) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tinygrad_nv.errors import ModelError
-from tinygrad_nv.quant.gguf.file import open_gguf
+from tinygrad_nv.quant.gguf.split import open_gguf
 from tinygrad_nv.quant.readers.reader import require_known
 
 from . import gguf

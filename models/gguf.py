@@ -23,6 +23,7 @@ import numpy as np
 from tinygrad_nv.errors import ModelError
 from tinygrad_nv.quant.gguf import blocks
 from tinygrad_nv.quant.gguf.file import GGUFFile, GGUFTensor
+from tinygrad_nv.quant.gguf.split import parts_of
 from tinygrad_nv.quant.readers.gguf import row_order
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
@@ -54,8 +55,8 @@ LAYER_NAMES = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layer
 
 
 def find(path: Path) -> Path | None:
-    """The GGUF file that `path` is, or the only one in a directory without config.json. Raises
-    `ModelError` for several."""
+    """The GGUF file that `path` is, or the only one in a directory without config.json; of a model in several
+    files one of them. Raises `ModelError` for several models."""
     if path.is_file():
         try:
             with path.open("rb") as file: start = file.read(4)
@@ -63,7 +64,7 @@ def find(path: Path) -> Path | None:
         return path if start == b"GGUF" or path.suffix.lower() == ".gguf" else None
     if not path.is_dir() or (path / "config.json").is_file(): return None
     found = sorted(each for each in path.glob("*") if each.suffix.lower() == ".gguf")
-    if len(found) > 1:
+    if len({parts_of(each)[0] for each in found}) > 1:
         raise ModelError(f"{path} holds {len(found)} GGUF files ({found[0].name}, {found[1].name}, …)",
                          "one, or the name of one", f"name the file: {found[0]}")
     return found[0] if found else None
@@ -88,7 +89,6 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     if kind not in ARCHITECTURES:
         raise ModelError(f"{file.path}: general.architecture is {kind!r}",
                          f"one of {', '.join(ARCHITECTURES)}", "use a model of a supported family")
-    _require_whole(file)
     own = {key.removeprefix(f"{kind}."): value for key, value in file.metadata.items()
            if key.startswith(f"{kind}.")}
     if missing := [key for key in REQUIRED if key not in own]:
@@ -106,13 +106,6 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     if types := _types(file): made["quantization_config"] = {"quant_method": "gguf", "types": types,
                                                              "heads": _reordered(file)}
     return made
-
-
-def _require_whole(file: GGUFFile) -> None:
-    count = file.metadata.get("split.count", 1)
-    if count != 1:
-        raise ModelError(f"{file.path} is one of {count} files of a model", "a model in one file",
-                         "merge them with llama-gguf-split --merge")
 
 
 def _single(file: GGUFFile, key: str, value: Any) -> Any:
@@ -193,14 +186,13 @@ class StoredTensor:
 
 
 def stored(file: GGUFFile) -> list[StoredTensor]:
-    """The tensors of a model. An embedding of blocks is listed as the numbers it stands for, and as blocks
-    for the head, if that is tied."""
+    """The tensors of a model. An embedding of blocks is listed for the head, too, if that is tied."""
     made = []
     for source in file.tensors.values():
         name, shape = hugging_face_name(source.name), source.shape
         if source.name == FACTORS: continue
         dtype = FLOATS.get(source.format.name, "U8")
-        if (source.name == EMBEDDING and dtype == "U8") or _offset(file, source): dtype = "float32"
+        if _offset(file, source): dtype = "float32"
         blocked = (*shape[:-1], source.format.row_bytes(shape[-1]))
         made.append(StoredTensor(name, dtype, blocked if dtype == "U8" else shape, source))
         if source.name == EMBEDDING and source.format.type is not None and HEAD not in file.tensors:

@@ -21,19 +21,29 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
+import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv import config
-from tinygrad_nv.functional import embedding, kv_append, quant_matmul, scaled_dot_product_attention
+from tinygrad_nv.functional import (
+    embedding,
+    kv_append,
+    quant_matmul,
+    quantize,
+    scaled_dot_product_attention,
+    scaled_matmul,
+)
 from tinygrad_nv.hooks import enabled
 from tinygrad_nv.kvcache.store import LayerPages, PagedCache
 from tinygrad_nv.patterns.target import cpu_of, takes
 from tinygrad_nv.quant.activations import QWeight
+from tinygrad_nv.quant.tensor import QTensor
 from tinygrad_nv.runtime.observe.ranges import layer
 from tinygrad_nv.tile.gemm.spec import FLOAT16S
 
 from .config import ModelConfig
+from .embedding import quantised_rows
 from .paged import PagedBatch
 from .rope import tables
 
@@ -101,8 +111,11 @@ class Linear:
 
 def multiply(x: Tensor, weight: QWeight | Tensor, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + b, of W quantised or not."""
-    if isinstance(weight, QWeight): return quant_matmul(weight.inputs(x), weight.matrix, bias, weight.int8)
-    return x.linear(weight.T, bias)
+    if not isinstance(weight, QWeight): return x.linear(weight.T, bias)
+    if (how := weight.activations) is None or not weight.codes:
+        return quant_matmul(weight.inputs(x), weight.matrix, bias, weight.int8)
+    codes, scales = quantize(x, how.element, how.scale, weight.input_scale)
+    return scaled_matmul(codes, scales, weight.matrix, bias, x.dtype)
 
 
 class RMSNorm:
@@ -272,6 +285,11 @@ class Llama:
         self.head = self.embedding
         if not config.tied: self.head = Tensor.empty(*self.embedding.shape, dtype=dtype, device=device)
         self.quantised_head: QWeight | None = None  # instead of `head`
+        self.quantised_embedding: QTensor | None = None     # instead of `embedding`
+        # of a GGUF file: whether a CPU rounds inputs of its layers to int8, as llama.cpp does
+        self.int8_inputs = dtype in FLOAT16S
+        # of 8-bit keys and values, by layer: float32 [H_kv] each, those that the checkpoint has
+        self.cache_scales: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     @cached_property
     def rope_tables(self) -> tuple[Tensor, Tensor]:
@@ -292,7 +310,9 @@ class Llama:
     def embedded(self, tokens: Tensor) -> Tensor:
         """The first layer's input, (B, T, hidden)."""
         with layer("embedding"):
-            x = embedding(self.embedding, tokens)
+            table = self.quantised_embedding
+            x = embedding(self.embedding, tokens) if table is None else \
+                quantised_rows(table, tokens, self.dtype)
             if self.config.embedding_scale != 1.0:
                 x = x * Tensor(self.config.embedding_scale, dtype=self.dtype, device=self.device)
             return x.contiguous()  # gathered once: norms and residuals read it

@@ -3,8 +3,8 @@
 Protocol: `planned(model, entries, file)` asks the reader of the config's `quantization` for every projection,
 before a byte is read. A `Linear` of which some projection is quantised gets `parts` instead of its weight;
 neighbours of one type become one matrix. The plan says which tensors of the checkpoint belong to quantised
-matrices, and where in the network the projections beside them are stored that are not. `fill` then reads one
-layer.
+matrices, and where in the network the projections beside them are stored that are not. `read_layer` then
+reads one layer, in any thread, and `fill` puts it in its place.
 """
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import numpy as np
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import WeightError
-from tinygrad_nv.functional import prepared
+from tinygrad_nv.functional import multiplies_codes, prepared
 from tinygrad_nv.quant.activations import QWeight
+from tinygrad_nv.quant.floats import as_float32
 from tinygrad_nv.quant.readers.reader import Activations, Get, Reader, StoredMatrix, reader_of
-from tinygrad_nv.quant.tensor import QTensor
-from tinygrad_nv.quant.types import QType
+from tinygrad_nv.quant.tensor import QTensor, in_memory
+from tinygrad_nv.quant.types import QType, buffers
+from tinygrad_nv.runtime.memory import write
 
-from .checkpoint import TensorEntry, read_array, safetensors_dtype, widen_bfloat16
+from .cache_scales import SUFFIXES
+from .checkpoint import TensorEntry, read_array, safetensors_dtype
 from .llama import Linear, Llama
 
-HEAD = "lm_head"
-# scales of keys, values and queries: how the cache is stored is said by --kv-cache-dtype
-CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_output_scale", ".k_proj.output_scale",
-                ".v_proj.output_scale")
+HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Projection:
 
 @dataclass(frozen=True)
 class QuantisedLayer:
-    """A layer's projections in order; those that are not quantised have a Tensor of their own. Of the head
-    `linear` is None."""
-    linear: Linear | None
+    """A layer's projections in order; those that are not quantised have a Tensor of their own. `linear` is
+    their `Linear`, or the name of the head or the embedding."""
+    linear: Linear | str
     parts: tuple[tuple[StoredMatrix, tuple[int, int]] | Tensor, ...]
 
     @property
@@ -101,18 +101,20 @@ def planned(model: Llama, entries: Mapping[str, TensorEntry], file: str) -> Plan
         for _, found in groupby(projections(model, layer), key=lambda each: id(each.linear)):
             _add_layer(plan, reader, list(found), stored, model)
     # of a tied GGUF file, blocks of the embedding are the head's, too
-    if not model.config.tied or f"{HEAD}.weight" in model.config.quantization.get("types", ()):
-        shape = tuple(map(int, model.head.shape))
-        if (head := _as_run(model, reader.matrix(HEAD, (shape[0], shape[1]), stored))) is not None:
-            plan.layers.append(QuantisedLayer(None, ((head, (shape[0], shape[1])),)))
-            plan.replaced.add(f"{HEAD}.weight")
-    plan.unread |= {name for name in entries if name.endswith(CACHE_SCALES)} - plan.tensors
+    blocks = model.config.quantization.get("types", ())
+    if not model.config.tied or f"{HEAD}.weight" in blocks: _add_table(plan, reader, HEAD, stored, model)
+    if f"{EMBEDDING}.weight" in blocks:
+        if not model.config.tied: _add_table(plan, reader, EMBEDDING, stored, model)
+        else:
+            plan.replaced.add(f"{EMBEDDING}.weight")
+            plan.unread.add(f"{EMBEDDING}.weight")
+    plan.unread |= {name for name in entries if name.endswith(SUFFIXES)} - plan.tensors
     return plan
 
 
 def _add_layer(plan: Plan, reader: Reader, found: list[Projection],
                stored: Mapping[str, tuple[str, tuple[int, ...]]], model: Llama) -> None:
-    matrices = [_as_run(model, reader.matrix(each.name, each.shape, stored)) for each in found]
+    matrices = [_as_run(model, reader.matrix(each.name, each.shape, stored), each.shape) for each in found]
     if not any(matrices): return
     parts: list[tuple[StoredMatrix, tuple[int, int]] | Tensor] = []
     for each, matrix in zip(found, matrices, strict=True):
@@ -127,12 +129,27 @@ def _add_layer(plan: Plan, reader: Reader, found: list[Projection],
     plan.layers.append(QuantisedLayer(found[0].linear, tuple(parts)))
 
 
-def _as_run(model: Llama, found: StoredMatrix | None) -> StoredMatrix | None:
-    """Inputs are rounded where transformers rounds them, of compressed-tensors; FP8 blocks and the like it
-    dequantises where there is no FP8 matmul."""
+def _add_table(plan: Plan, reader: Reader, name: str, stored: Mapping[str, tuple[str, tuple[int, ...]]],
+               model: Llama) -> None:
+    """The head or the embedding, if it is quantised."""
+    shape = model.config.vocab_size, model.config.hidden_size
+    if (found := _as_run(model, reader.matrix(name, shape, stored), shape)) is None: return
+    plan.layers.append(QuantisedLayer(name, ((found, shape),)))
+    plan.replaced.add(f"{name}.weight")
+
+
+def _as_run(model: Llama, found: StoredMatrix | None, shape: tuple[int, int]) -> StoredMatrix | None:
+    """Inputs are rounded where transformers rounds them, of compressed-tensors; of FP8 blocks and the like,
+    where codes are multiplied: where there is no FP8 matmul it dequantises them."""
     assert model.config.quantization is not None
     if found is None or model.config.quantization.get("quant_method") == "compressed-tensors": return found
-    return replace(found, activations=None)
+    return found if _codes(found.type, shape, found.activations, model.device) else \
+        replace(found, activations=None)
+
+
+def _codes(type: QType, shape: tuple[int, int], how: Activations | None, device: str | None) -> bool:
+    """Whether codes of inputs and of a matrix are multiplied: on GPUs that have a kernel."""
+    return how is not None and multiplies_codes(type, shape, how.element, how.scale, device)
 
 
 def require_zeros(plan: Plan, entries: Mapping[str, TensorEntry]) -> None:
@@ -158,8 +175,19 @@ class _Arrays:
         how, scale = stored.activations, None
         if how is not None and how.static:
             name = next(each for each in stored.tensors if each.endswith(".input_scale"))
-            scale = float(_widened(get(name)).reshape(-1)[0])
+            scale = float(as_float32(get(name)).reshape(-1)[0])
         return _Arrays(stored.type, shape, stored.arrays(get), how, scale)
+
+    def for_codes(self) -> _Arrays:
+        """As codes are multiplied: with a scale of each row where there is one of the matrix, as such stack;
+        scales of blocks in float32."""
+        scale, scales = self.type.scale, self.buffers["scales"]
+        if self.activations is None or self.type != self.type.element @ scale or scale.e8m0: return self
+        if (scale.rows, scale.columns) == (0, 0):
+            scale, scales = replace(scale, rows=1), np.repeat(scales.reshape(1, 1), self.shape[0], 0)
+        elif scale.columns: scale, scales = replace(scale, dtype=dtypes.float32), \
+            as_float32(scales)
+        return replace(self, type=self.type.element @ scale, buffers={**self.buffers, "scales": scales})
 
     def stacks_on(self, above: _Arrays) -> bool:
         """Whether its rows may follow those of another in one matrix."""
@@ -171,42 +199,59 @@ class _Arrays:
             (not kind.permuted or np.array_equal(self.buffers["order"], above.buffers["order"]))
 
 
-def fill(model: Llama, layer: QuantisedLayer, entries: Mapping[str, TensorEntry]) -> int:
-    """Reads one layer: bytes."""
+def read_layer(layer: QuantisedLayer, entries: Mapping[str, TensorEntry]) -> list[_Arrays | Tensor]:
+    """The parts of a layer, neighbours of one type as one matrix."""
     def get(name: str) -> np.ndarray: return read_array(entries[name])
+    return list(_merged(layer.parts, get))
+
+
+def fill(model: Llama, layer: QuantisedLayer, found: Iterable[_Arrays | Tensor]) -> None:
+    """Puts the parts of a layer in their place."""
     assert model.config.quantization is not None
-    int8 = model.config.quantization["quant_method"] == "gguf"
-    parts = tuple(replace(part, int8=int8) if isinstance(part, QWeight) else part
-                  for part in _merged(layer.parts, get, model.device))
-    if layer.linear is not None: layer.linear.parts = parts
+    int8 = model.config.quantization["quant_method"] == "gguf" and model.int8_inputs
+    alone = layer.linear == EMBEDDING   # nothing is multiplied with it: its rows stay in one piece
+    def laid(one: QWeight) -> QTensor: return one.matrix if alone or one.codes else prepared(one.matrix)
+    made = (each if isinstance(each, Tensor) else _weight(each, model.device) for each in found)
+    parts = tuple(replace(part, int8=int8, matrix=laid(part)) if isinstance(part, QWeight) else part
+                  for part in made)
+    if isinstance(layer.linear, Linear): layer.linear.parts = parts
     else:
         assert isinstance(parts[0], QWeight)
-        model.quantised_head = parts[0]
-    return sum(entries[name].nbytes for name in layer.tensors)
+        if not alone: model.quantised_head = parts[0]
+        if alone or model.config.tied: model.quantised_embedding = parts[0].matrix
 
 
-def _merged(parts: Iterable[tuple[StoredMatrix, tuple[int, int]] | Tensor], get: Get,
-            device: str | None) -> Iterator[QWeight | Tensor]:
+def _merged(parts: Iterable[tuple[StoredMatrix, tuple[int, int]] | Tensor],
+            get: Get) -> Iterator[_Arrays | Tensor]:
     """Parts, of neighbours of one type one matrix."""
     waiting: list[_Arrays] = []
     for part in parts:
-        one = None if isinstance(part, Tensor) else _Arrays.read(part[0], part[1], get)
+        one = None if isinstance(part, Tensor) else _Arrays.read(part[0], part[1], get).for_codes()
         if waiting and (one is None or not one.stacks_on(waiting[-1])):
-            yield _stacked(waiting, device)
+            yield _stacked(waiting)
             waiting = []
         if one is not None: waiting.append(one)
         elif isinstance(part, Tensor): yield part
-    if waiting: yield _stacked(waiting, device)
+    if waiting: yield _stacked(waiting)
 
 
-def _stacked(some: list[_Arrays], device: str | None) -> QWeight:
+def _stacked(some: list[_Arrays]) -> _Arrays:
     first = some[0]
     arrays = {name: array if len(some) == 1 or name == "order" else
               np.concatenate([each.buffers[name] for each in some]) for name, array in first.buffers.items()}
-    shape = sum(each.shape[0] for each in some), first.shape[1]
-    return QWeight(prepared(QTensor.of(first.type, shape, arrays, device)), first.activations,
-                   first.input_scale)
+    return replace(first, shape=(sum(each.shape[0] for each in some), first.shape[1]), buffers=arrays)
 
 
-def _widened(array: np.ndarray) -> np.ndarray:
-    return widen_bfloat16(array) if array.dtype == np.uint16 else array
+def _weight(one: _Arrays, device: str | None) -> QWeight:
+    return QWeight(_in_memory(one.type, one.shape, one.buffers, device), one.activations, one.input_scale,
+                   codes=_codes(one.type, one.shape, one.activations, device))
+
+
+def _in_memory(type: QType, shape: tuple[int, int], arrays: Mapping[str, np.ndarray],
+               device: str | None) -> QTensor:
+    """`QTensor.of`, with one copy of each array."""
+    made = {}
+    for name, (extents, dtype) in buffers(type, *shape).items():
+        made[name] = Tensor.empty(*extents, dtype=in_memory(dtype), device=device)
+        write(made[name], 0, np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8).data)
+    return QTensor(type, shape, made)

@@ -12,19 +12,23 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tinygrad import Tensor
 from tinygrad.dtype import DType
 
 from tinygrad_nv.errors import WeightError
+from tinygrad_nv.quant.readers.reader import ONLINE, reader_of
+from tinygrad_nv.quant.types import nbytes as matrix_bytes
 from tinygrad_nv.runtime.memory import allocate, allocate_arena, read
 from tinygrad_nv.runtime.memory_pool import labelled
 
+from .cache_scales import read_cache_scales
 from .checkpoint import (
     FLOAT_BYTES,
     ITEM_BYTES,
@@ -36,7 +40,7 @@ from .checkpoint import (
 )
 from .config import ModelConfig
 from .llama import Llama
-from .quantised import fill, planned, projections, require_zeros
+from .quantised import Plan, fill, planned, projections, read_layer, require_zeros
 
 # A second thread doubles the rate of page faults and copies; disks are faster with a queue of a few reads.
 READERS = min(4, os.cpu_count() or 1)
@@ -119,9 +123,23 @@ def stored_dtype(directory: Path) -> str:
 def nbytes(config: ModelConfig, dtype: DType, directory: Path) -> int:
     """Bytes of all parameters in memory: quantised ones as they are stored, the others in `dtype`."""
     if config.quantization is None: return config.parameters * dtype.itemsize
-    entries = open_checkpoint(directory).entries.values()
+    if config.quantization["quant_method"] == ONLINE: return _online_nbytes(config, dtype)
+    # blocks of a tied embedding are listed twice
+    entries = {(each.file_offset, each.shape): each for each in open_checkpoint(directory).entries.values()}
     return sum(math.prod(each.shape) * dtype.itemsize if each.dtype in FLOATS else each.nbytes
-               for each in entries)
+               for each in entries.values())
+
+
+def _online_nbytes(config: ModelConfig, dtype: DType) -> int:
+    """The same of weights that are quantised as they are read."""
+    assert config.quantization is not None
+    reader, model, made = reader_of(config.quantization, "config.json"), Llama(config, dtype), 0
+    stored = {name: ("F32", slot.shape) for name, slot in slots(model).items()}
+    for name, (_, shape) in stored.items():
+        found = reader.matrix(name.removesuffix(".weight"), (shape[0], shape[-1]), stored)
+        made += math.prod(shape) * dtype.itemsize if found is None else \
+            matrix_bytes(found.type, shape[0], shape[1])
+    return made
 
 
 def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | None = None) -> int:
@@ -137,6 +155,8 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
     check(wanted, {name: entry for name, entry in checkpoint.entries.items() if name not in theirs},
           model.config.tied, directory)
     require_zeros(plan, checkpoint.entries)
+    if model.config.quantization is not None:
+        model.cache_scales = read_cache_scales(model.config, checkpoint.entries)
     if model.config.tied and HEAD in checkpoint.entries.keys() - plan.tensors:
         _require_tied(checkpoint, directory)
     with labelled("weights"):
@@ -146,14 +166,25 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
         reading = [readers.submit(_read, checkpoint, *chunk) for chunk in _chunks(wanted, checkpoint.entries)]
         try:
             for count in chain((future.result() for future in as_completed(reading)),
-                                # in this thread: matrices are repacked by tinygrad, one at a time
-                                (fill(model, layer, checkpoint.entries) for layer in plan.layers)):
+                               _fill(model, plan, checkpoint)):
                 done += count
                 if progress is not None: progress(done, total)
         except BaseException:
             readers.shutdown(cancel_futures=True)
             raise
     return total
+
+
+def _fill(model: Llama, plan: Plan, checkpoint: Checkpoint) -> Iterator[int]:
+    """Reads quantised layers: bytes of each. While tinygrad repacks one, in this thread, another is read."""
+    ahead: Future[list[Any]] | None = None
+    with ThreadPoolExecutor(1) as reader:
+        for i, layer in enumerate(plan.layers):
+            found = (ahead or reader.submit(read_layer, layer, checkpoint.entries)).result()
+            ahead = reader.submit(read_layer, plan.layers[i + 1], checkpoint.entries) \
+                if i + 1 < len(plan.layers) else None
+            fill(model, layer, found)
+            yield sum(checkpoint.entries[name].nbytes for name in layer.tensors)
 
 
 def _require_tied(checkpoint: Checkpoint, directory: Path) -> None:

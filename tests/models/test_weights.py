@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tinygrad import Device, Tensor, dtypes
 from tinygrad_nv.models import weights
-from tinygrad_nv.models.checkpoint import convert, narrow_bfloat16, widen_bfloat16
+from tinygrad_nv.models.checkpoint import convert
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
 
 from tinygrad_nv.engine.llm import LLM
+from tinygrad_nv.quant.floats import narrow_bfloat16, widen_bfloat16
 from tinygrad_nv.runtime.memory import allocate_arena, host_bytes, read, write
 
 DTYPES = {"float32": (dtypes.float32, torch.float32), "float16": (dtypes.float16, torch.float16),

@@ -28,8 +28,8 @@ from tinygrad_nv.engine.loading import (
     generation_defaults,
     open_device,
     optional_tokenizer,
-    require_quantization,
     resolve_dtype,
+    with_quantization,
 )
 from tinygrad_nv.engine.memory_planning import CacheSize, require_room, step_bytes, token_bytes
 from tinygrad_nv.engine.outputs import Delta, EngineCoreOutput, TokenLogprobs
@@ -101,13 +101,13 @@ class LLM:
     no effect on a CPU.
 
     At most `max_num_seqs` sequences run at a time, and a step computes at most `max_num_batched_tokens`
-    tokens. Keys and values are stored as `kv_cache_dtype` ("auto": the model's; float32, float16, bfloat16,
-    int8, fp8) in `num_pages` pages of `page_size` tokens, or as many as fit into `kv_cache_bytes` (default:
-    what is left of a GPU). `swap_space` bytes of host memory hold offloaded pages. Prompts with a common
-    prefix share pages (`enable_prefix_caching`). `speculative`, ngram:K or draft:DIR:K
+    tokens. Keys and values are stored as `kv_cache_dtype` ("auto": the checkpoint's, else the model's;
+    float32, float16, bfloat16, int8, fp8) in `num_pages` pages of `page_size` tokens, or as many as fit into
+    `kv_cache_bytes` (default: what is left of a GPU). `swap_space` bytes of host memory hold offloaded pages.
+    Prompts with a common prefix share pages (`enable_prefix_caching`). `speculative`, ngram:K or draft:DIR:K
     (speculation/ngram.py), turns on speculative decoding, which does not change the output. How weights are
-    quantised says the checkpoint; `quantization` only checks that. `stage(name)` is called at the end of each
-    stage of loading."""
+    quantised says the checkpoint, and `quantization` checks that; weights that are not quantised it quantises
+    while they are loaded (fp8, int8). `stage(name)` is called at the end of each stage of loading."""
 
     def __init__(self, directory: str | Path, dtype: str = "auto", max_model_len: int | None = None,
                  device: str | None = None, progress: Callable[[int, int], None] | None = None,
@@ -120,9 +120,8 @@ class LLM:
         sweep()
         self.directory, self.device = Path(directory), open_device(device)
         stage("open device")
-        self.config = read_config(self.directory)
-        require_quantization(quantization, self.config, self.directory)
-        self.dtype = resolve_dtype(dtype, self.config, self.directory)
+        self.config = with_quantization(quantization, read_config(self.directory), self.directory)
+        self.dtype = resolve_dtype(dtype, self.config, self.directory, self.device)
         self.length = context_length(self.config, self.dtype, max_model_len)
         self.defaults, self.eos = generation_defaults(self.directory, self.config)
         self.tokenizer, self.tokenizer_error = optional_tokenizer(self.directory)
@@ -135,7 +134,8 @@ class LLM:
         draft = None
         if speculative_config is not None and speculative_config.model is not None:
             draft = DraftModelFiles.read(speculative_config.model, self.dtype, self.config, self.tokenizer)
-        token = token_bytes(self.config, resolve_kv_cache_dtype(kv_cache_dtype, self.dtype))
+        stored = resolve_kv_cache_dtype(kv_cache_dtype, self.dtype, self.config.quantization)
+        token = token_bytes(self.config, stored)
         token += draft.token_bytes if draft else 0
         cache = CacheSize(page_size, page_size * token, self.length, max_num_seqs)
         if num_pages is None and kv_cache_bytes is not None: num_pages = kv_cache_bytes // cache.page_bytes
@@ -149,6 +149,8 @@ class LLM:
             num_pages = cache.num_pages(self.device, held, step)
         host_pages = swap_space // cache.page_bytes
         self.model = Llama(self.config, self.dtype, self.device, positions=self.length)
+        # float32 that is asked for by name stays what it is
+        self.model.int8_inputs |= dtype == "auto"
         stage("read files")
         weights.load(self.model, self.directory, progress)
         stage("load weights")
@@ -186,9 +188,9 @@ class LLM:
     def streamed_bytes(self) -> int:
         """Bytes of weights that a decode step reads: every parameter, but only one row of an embedding
         that is not the head."""
-        whole = self.config.tied and self.model.quantised_head is None
-        skipped = 0 if whole else self.config.vocab_size * self.config.hidden_size
-        return self._weight_bytes - skipped * self.dtype.itemsize
+        if self.config.tied: return self._weight_bytes
+        table, dense = self.model.quantised_embedding, self.config.vocab_size * self.config.hidden_size
+        return self._weight_bytes - (dense * self.dtype.itemsize if table is None else table.nbytes)
 
     # **** prompts ****
 

@@ -17,14 +17,19 @@ from tinygrad_nv.engine.memory_planning import CACHE_BYTES, token_bytes
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import ModelError, NVError, RequestError, TokenizerError
-from tinygrad_nv.models import weights
+from tinygrad_nv.models import gguf, weights
 from tinygrad_nv.models.config import DTYPES, ModelConfig, read_json, token_ids
+from tinygrad_nv.quant.readers.online import SCHEMES
+from tinygrad_nv.quant.readers.reader import ONLINE
 
 
-def resolve_dtype(name: str, config: ModelConfig, directory: Path) -> DType:
+def resolve_dtype(name: str, config: ModelConfig, directory: Path, device: str = "CPU") -> DType:
     """tinygrad's dtype for "auto" (config.json's dtype, else the checkpoint's) or for one of `DTYPES`, short
-    forms included."""
-    if name == "auto": name = config.dtype or weights.stored_dtype(directory)
+    forms included. Blocks of a GGUF file have none: "auto" is float32 on a CPU, whose kernels round inputs of
+    float32 to int8 as fast as others and twice as exactly as bfloat16, and bfloat16 elsewhere."""
+    if name == "auto" and of_blocks(config):
+        name = "float32" if device.partition(":")[0] == "CPU" else "bfloat16"
+    elif name == "auto": name = config.dtype or weights.stored_dtype(directory)
     full = {"fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16",
             "bf16": "bfloat16"}.get(name, name)
     if full not in DTYPES:
@@ -32,17 +37,30 @@ def resolve_dtype(name: str, config: ModelConfig, directory: Path) -> DType:
     return {"float32": dtypes.float32, "float16": dtypes.float16, "bfloat16": dtypes.bfloat16}[full]
 
 
-def require_quantization(name: str | None, config: ModelConfig, directory: Path) -> None:
-    """Raises `ModelError` if the weights are not quantised as `name` says, one of vLLM's names (awq_marlin is
-    awq, …); None is what the checkpoint says."""
-    if name is None: return
+def of_blocks(config: ModelConfig) -> bool:
+    """Whether a model is a GGUF file with blocks of codes."""
+    return config.quantization is not None and config.quantization["quant_method"] == "gguf"
+
+
+def with_quantization(name: str | None, config: ModelConfig, directory: Path) -> ModelConfig:
+    """The config of weights that are quantised as `name` says, one of vLLM's names: of a checkpoint that is
+    not, those of `SCHEMES` quantise it while it is loaded. None is what the checkpoint says, and the name of
+    another kind than the checkpoint's (awq_marlin is awq, …) raises `ModelError`."""
+    if name is None: return config
     found = None if config.quantization is None else str(config.quantization["quant_method"])
+    if found is None and name in SCHEMES:
+        if gguf.find(directory) is not None:
+            raise ModelError(f"quantization is {name!r}, and {directory} is a GGUF file of floats",
+                             "a directory of safetensors", "quantise the file with llama-quantize")
+        return replace(config, quantization={"quant_method": ONLINE, "scheme": name})
     wanted = name.removesuffix("_marlin").replace("_", "-")
     if found is None or wanted != found.replace("_", "-"):
         raise ModelError(f"quantization is {name!r}, and the weights in {directory} are "
                          f"{'not quantised' if found is None else found}",
-                         "what the checkpoint's quantization_config says",
+                         "what the checkpoint's quantization_config says, or of weights that are not "
+                         f"quantised one of {', '.join(SCHEMES)}",
                          "leave --quantization out: it is read from the checkpoint")
+    return config
 
 
 def context_length(config: ModelConfig, dtype: DType, requested: int | None) -> int:

@@ -30,6 +30,7 @@ from tinygrad_nv.engine.scheduling.scheduler_output import (
     SchedulerOutput,
 )
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
+from tinygrad_nv.engine.worker.kv_cache_dtype import resolve_kv_cache_dtype
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.errors import ModelError
 from tinygrad_nv.kvcache.block_table import BlockTable
@@ -178,12 +179,14 @@ class DraftModelFiles:
         own = read_config(directory)
         sizes = config.vocab_size, own.vocab_size
         require_same_vocabulary(tokenizer, optional_tokenizer(directory)[0], sizes)
-        return DraftModelFiles(directory, own, weights.nbytes(own, dtype, directory), token_bytes(own, dtype))
+        return DraftModelFiles(directory, own, weights.nbytes(own, dtype, directory),
+                               token_bytes(own, resolve_kv_cache_dtype("auto", dtype, own.quantization)))
 
     def load(self, beside: ModelRunner, budget: int) -> DraftModelProposer:
         """Loads the model, with as many pages as the target model's runner has, on the runner's thread."""
         dtype, length = beside.model.dtype, min(beside.max_len, self.config.max_positions)
         model = Llama(self.config, dtype, beside.model.device, positions=length)
+        model.int8_inputs = beside.model.int8_inputs
         weights.load(model, self.directory)
         runner = ModelRunner(model, pages=beside.capacity, page_size=beside.page_size,
                              max_seqs=beside.max_seqs, max_len=length, max_batched_tokens=budget,

@@ -23,7 +23,7 @@ import tokenizers
 from tinygrad_nv.engine.text.gguf import special_tokens, tokenizer_of
 from tinygrad_nv.errors import RequestError, TokenizerError
 from tinygrad_nv.models.gguf import find as find_gguf
-from tinygrad_nv.quant.gguf.file import open_gguf
+from tinygrad_nv.quant.gguf.split import open_gguf
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]

@@ -4,6 +4,6 @@
   captured_step.py  A step as device graphs, captured once and launched without tinygrad
   input_buffer.py   Shapes of steps, and their inputs, uploaded in one copy
   output_buffer.py  Logits and sampled tokens on the device, and their copy to the host
-  kv_cache_dtype.py The dtype of keys and values, and the calibration of int8 scales
+  kv_cache_dtype.py The dtype of keys and values, and the scales of 8-bit ones
   sampler.py        The sampler as tensor code
 """

@@ -1,10 +1,17 @@
-"""The dtype of keys and values, and the calibration of int8 scales.
+"""The dtype of keys and values, and the scales of 8-bit ones.
 
-Protocol: values are stored in the model's dtype or in one of `CACHE_DTYPES`. 8-bit dtypes have scales, equal
-for all pages of a layer's head. fp8 scales are 1, as in vLLM: e4m3 holds up to 448, far more than keys and
-values. int8 scales are calibrated: `calibrate_scales` runs some tokens through the model.
+Protocol: values are stored in the model's dtype or in one of `CACHE_DTYPES`; "auto" is what the checkpoint's
+kv_cache_scheme says, else the model's dtype. 8-bit dtypes have scales, equal for all pages of a layer's head,
+from the first of these that there is:
+
+    the checkpoint's        where its scheme has the dtype that is used
+    calibrated              int8's, and fp8's where the scheme says dynamic: some tokens run through the model
+    1                       of fp8, as in vLLM: e4m3 holds up to 448, far more than most keys and values
 """
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from tinygrad import Tensor, dtypes
@@ -16,21 +23,35 @@ from tinygrad_nv.kvcache.store import PageStore
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
 from tinygrad_nv.patterns.decode.paged import FLOATS
+from tinygrad_nv.quant.readers.reader import Activations
+from tinygrad_nv.quant.readers.schemes import cache_of
 from tinygrad_nv.tile.expression import short
 
 CACHE_DTYPES = {"float32": dtypes.float32, "bfloat16": dtypes.bfloat16, "float16": dtypes.float16,
                 "fp8": dtypes.fp8e4m3, "int8": dtypes.int8}
 DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16",
                  "fp8_e4m3": "fp8"}
+# an element of a checkpoint's scheme as a dtype
+SCHEME_DTYPES = {"e4m3": dtypes.fp8e4m3, "int8": dtypes.int8}
+CALIBRATION_TOKENS = 256    # tokens used to calibrate scales
+# what the largest magnitude in calibration maps to: others may be 1.25 times as large in int8, 2 times in
+# e4m3, which loses no bits by it
+CALIBRATED = {dtypes.int8: 127 / 1.25, dtypes.fp8e4m3: 448 / 2}
 
 
-def resolve_kv_cache_dtype(name: str, model: DType) -> DType:
-    """The dtype of keys and values for "auto" (the model's) or one of `CACHE_DTYPES`, short forms included.
-    """
-    if name == "auto": return model
+def scheme_of(quantization: Mapping[str, Any] | None) -> Activations | None:
+    """How a checkpoint says that keys and values are quantised; None if it does not. Raises `ModelError`."""
+    return None if quantization is None else cache_of(quantization, "config.json")
+
+
+def resolve_kv_cache_dtype(name: str, model: DType, quantization: Mapping[str, Any] | None = None) -> DType:
+    """The dtype of keys and values for "auto" (the checkpoint's, else the model's) or for one of
+    `CACHE_DTYPES`, short forms included. Raises `RequestError`."""
+    scheme = scheme_of(quantization)
+    if name == "auto": return model if scheme is None else SCHEME_DTYPES[scheme.element]
     if (found := CACHE_DTYPES.get(DTYPE_ALIASES.get(name, name))) is None:
-        raise RequestError(f"unknown KV cache dtype {name!r}", f"auto, {', '.join(CACHE_DTYPES)}",
-                           "change --kv-cache-dtype")
+        raise RequestError(f"unknown KV cache dtype {name!r}",
+                           f"auto, {', '.join(CACHE_DTYPES)} (fp8_e4m3 is fp8)", "change --kv-cache-dtype")
     # attention computes in the dtype of keys and values
     if found in FLOATS and found.itemsize > model.itemsize:
         raise RequestError(f"a KV cache of {name} for a model of {short(model)}",
@@ -38,14 +59,22 @@ def resolve_kv_cache_dtype(name: str, model: DType) -> DType:
     return found
 
 
-CALIBRATION_TOKENS = 256    # tokens used to calibrate scales
-HEADROOM = 1.25             # factor by which other tokens may exceed the calibration maximum
+def cache_scales(model: Llama, dtype: DType, device: str, size: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """float32 scales of 8-bit keys and values, of each layer and KV head; `size` is a page's."""
+    scheme, heads = scheme_of(model.config.quantization), model.config.num_kv_heads
+    same = scheme is None or SCHEME_DTYPES[scheme.element] == dtype
+    found = [model.cache_scales.get(i) if same else None for i in range(model.config.num_layers)]
+    if all(found): others = []
+    elif dtype == dtypes.int8 or (same and scheme is not None and not scheme.static):
+        others = calibrated_scales(model, dtype, device, size)
+    else: others = [(np.ones(heads), np.ones(heads))] * len(found)
+    return [each or others[i] for i, each in enumerate(found)]
 
 
-def calibrate_scales(model: Llama, device: str, size: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """int8 scales for keys and values of each layer and KV head. The largest magnitude over
-    `CALIBRATION_TOKENS` tokens, spaced evenly over the vocabulary and shuffled, times `HEADROOM`, maps to
-    127."""
+def calibrated_scales(model: Llama, dtype: DType, device: str,
+                      size: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Scales of each layer and KV head by the largest magnitude over `CALIBRATION_TOKENS` tokens, spaced
+    evenly over the vocabulary and shuffled."""
     held = min(CALIBRATION_TOKENS, model.positions) // size
     count = held * size // GROUP * GROUP
     random = np.random.default_rng(0)
@@ -62,5 +91,5 @@ def calibrate_scales(model: Llama, device: str, size: int) -> list[tuple[np.ndar
         rows = pages.float().numpy().reshape(held * size, -1, model.config.head_dim)[:count]
         most: np.ndarray = np.abs(rows).max((0, 2))
         # a head of zeros or NaN gets scale 1
-        return np.where((most > 0) & np.isfinite(most), most * (HEADROOM / 127), 1.0)
+        return np.where((most > 0) & np.isfinite(most), most / CALIBRATED[dtype], 1.0)
     return [(largest(layer.keys), largest(layer.values)) for layer in store.cache.layers]

@@ -35,7 +35,7 @@ from tinygrad_nv.engine.worker.input_buffer import (
     InputLayout,
     write_batch,
 )
-from tinygrad_nv.engine.worker.kv_cache_dtype import calibrate_scales, resolve_kv_cache_dtype
+from tinygrad_nv.engine.worker.kv_cache_dtype import cache_scales, resolve_kv_cache_dtype
 from tinygrad_nv.engine.worker.output_buffer import OutputBuffer
 from tinygrad_nv.engine.worker.sampler import SamplerState, count_tokens, next_tokens
 from tinygrad_nv.errors import RequestError
@@ -44,6 +44,7 @@ from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
 from tinygrad_nv.runtime.memory_pool import labelled
 from tinygrad_nv.runtime.observe.ranges import layer, span
+from tinygrad_nv.tile.decode.spec import BYTES
 
 CAPTURE_AFTER = 8   # uses of a shape before it is captured, if a larger captured shape serves it
 MAX_PADDING = 4     # a larger shape serves a batch if it has at most so many times its tokens
@@ -72,9 +73,9 @@ class ModelRunner:
                                "give the cache more memory, or lower --max-model-len")
         # computed here: inside a captured step every replay would compute them
         with labelled(WEIGHTS): _ = model.rope_tables
-        dtype = resolve_kv_cache_dtype(kv_dtype, model.dtype)
+        dtype = resolve_kv_cache_dtype(kv_dtype, model.dtype, model.config.quantization)
         self.store = PageStore(model.config, self.device, dtype, pages, page_size, host_pages)
-        if dtype == dtypes.int8: self.store.scale(calibrate_scales(model, self.device, page_size))
+        if dtype in BYTES: self.store.scale(cache_scales(model, dtype, self.device, page_size))
         self.tables = HostBlockTables(max_seqs, self.entries)
         self.max_shape = self._max_shape(max_batched_tokens)
         self.input_buffer = InputBuffer(self.device, InputLayout(self.max_shape, self.entries).num_words)

@@ -1,0 +1,25 @@
+"""Rows of a quantised embedding, dequantised as they are read.
+
+A table in tiles or fragments is the one that the head multiplies with (quant/types.py); a row of it is in
+many places. Others have their rows in one piece.
+"""
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tinygrad import Tensor
+from tinygrad.dtype import DType
+
+from tinygrad_nv.functional import embedding
+from tinygrad_nv.quant.layouts import rows_of
+from tinygrad_nv.quant.tensor import QTensor, dequantized
+
+
+def quantised_rows(table: QTensor, tokens: Tensor, dtype: DType) -> Tensor:
+    """Rows of a table [N, K], whose scales are of single rows, for tokens 0 … N − 1 of any shape: (…, K)."""
+    flat, count, k = tokens.flatten(), int(tokens.numel()), table.shape[1]
+
+    def read(lines: Tensor, at: Tensor) -> Tensor: return embedding(lines, at.contiguous())
+    given = {name: rows_of(table.type, name, data, flat, k, read) for name, data in table.buffers.items()}
+    made = dequantized(replace(table.type, layout="rows"), (count, k), given, dtype)
+    return made.reshape(*tokens.shape, k)
