@@ -17,20 +17,24 @@ from emitted_specs import (
     E5M2,
     F16,
     F32,
+    QTYPES,
     S8,
     U8,
     appends,
     attention,
     backward,
     biased,
+    blocks,
     caches,
     capped,
+    codes,
     decode,
     eights,
     epilogues,
     gated,
     matmul,
     norms,
+    quantised,
     ragged,
     samplers,
     scaled,
@@ -55,6 +59,7 @@ from tinygrad_nv.tile.gemm.schedules import Gemv, Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.kernel import Chain, TileKernel
 from tinygrad_nv.tile.launch import Integer
+from tinygrad_nv.tile.scaled_gemm.schedules import ScaledWgmma
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
@@ -131,11 +136,12 @@ def crossed(family: str, specs: Mapping[str, Any], targets: Sequence[str | ISA],
 
 def cases() -> Iterator[Case]:
     """All of them."""
-    for family in (gemm, gemv, forward, backwards, decoded, appended, normed_rows, sampled, embedded, on_cpu):
+    for family in (gemm, gemv, scaled_gemm, quant_gemm, forward, backwards, decoded, appended, normed_rows,
+                   sampled, embedded, on_cpu):
         yield from family()
 
 
-MMA, WGMMA, GEMV = Mma(), Wgmma(), Gemv()
+MMA, WGMMA, GEMV, BLOCKS = Mma(), Wgmma(), Gemv(), ScaledWgmma()
 FLASH, FLASH_MMA, FLASH_FMA, DECODE, DQ, DQ_MMA = (
     FlashWgmma(), FlashMma(), FlashFma(), Decode(), BackwardWgmma(), BackwardMma())
 
@@ -170,6 +176,28 @@ def gemm() -> Iterator[Case]:
         "wgmma 64x8": WGMMA.block(64, 8).warps(8), "wgmma group 1": WGMMA.grouped(1)})
     some = {"e4m3 512x256x1024": matmul(512, 256, 1024, E4M3), "gated 256": gated(256, 256, 512)}
     yield from crossed("gemm", some, HOPPER, {"wgmma 128x64": WGMMA.block(128, 64).k(128).stages(3)})
+
+
+def scaled_gemm() -> Iterator[Case]:
+    """FP8 with scales of groups of K."""
+    some = {"4096": blocks(4096, 4096, 4096), "odd": blocks(101, 200, 336), "16 rows": blocks(16, 4096, 4096),
+            "symbolic": blocks(1024, 512, 768, symbolic=True)}
+    yield from crossed("scaled_gemm", some, HOPPER)
+    wide = {"640x512x1024": blocks(640, 512, 1024)}
+    yield from crossed("scaled_gemm", wide, HOPPER, {
+        "ping-pong": BLOCKS.block(64, 128).pingpong(), "cluster 2x1": BLOCKS.cluster(2),
+        "split 2": BLOCKS.split(2), "stream-K": BLOCKS.streamed(), "256x128": BLOCKS.block(256, 128),
+        "swapped": BLOCKS.block(128, 32).swapped()})
+
+
+def quant_gemm() -> Iterator[Case]:
+    """Matrices in fragments: few rows and many."""
+    for name, type in QTYPES.items():
+        some = {f"{name}, {m} rows": quantised(type, m, 1024, 1024) for m in (1, 16, 256)}
+        yield from crossed("quant_gemm", some, A100 + HOPPER)
+    odd = {"symbolic": quantised(QTYPES["int4"], 70, 200, 512, symbolic=True),
+           "f16": quantised(QTYPES["int4, zeros"], 40, 200, 512, F16)}
+    yield from crossed("quant_gemm", odd, A100 + HOPPER)
 
 
 def gemv() -> Iterator[Case]:
@@ -275,6 +303,8 @@ def appended() -> Iterator[Case]:
 def normed_rows() -> Iterator[Case]:
     """Norms, softmax, argmax, elements."""
     yield from crossed("norm", norms(), A100 + HOPPER)
+    quantised = {"codes of rows": codes(64, 4096), "codes of groups": codes(64, 4096, 128)}
+    yield from crossed("norm", quantised, HOPPER)
 
 
 def sampled() -> Iterator[Case]:

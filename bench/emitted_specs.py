@@ -7,6 +7,8 @@ from typing import Any
 
 from tinygrad.dtype import DType, dtypes
 
+from tinygrad_nv.quant.types import E4M3 as E4M3_CODES
+from tinygrad_nv.quant.types import INT8, MXFP4, Q4_K, Q6_K, UINT4, QType, per_channel_scale, per_group_scale
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band, Rows, RowScales
 from tinygrad_nv.tile.decode.spec import DecodeSpec, Pages, Scales
@@ -29,7 +31,9 @@ from tinygrad_nv.tile.expression import (
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.kv_append.spec import AppendSpec, Heads, Rope
 from tinygrad_nv.tile.norm.spec import Computed, NormSpec, Statistic
+from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
+from tinygrad_nv.tile.scaled_gemm.spec import GROUP, BlockScales, ScaledGemmSpec
 
 F32, F16, BF16, S8, U8, S32 = (dtypes.float32, dtypes.float16, dtypes.bfloat16, dtypes.int8, dtypes.uint8,
                                dtypes.int32)
@@ -53,6 +57,25 @@ def matmul(m: int, n: int, k: int, dtype: DType = BF16, majors: str = "KK", out:
     result = Result(kind, *((pitch, 1) if out_major == "N" else (1, pitch)), dense(pitch * rows))
     return GemmSpec(m, n, k, operand(m, majors[0]), operand(n, majors[1]), result, batch,
                     tf32=dtype == F32, **more)
+
+
+def blocks(m: int, n: int, k: int, **more: Any) -> ScaledGemmSpec:
+    """e4m3 with scales of 1 x 128 of a and 128 x 128 of b, into bf16."""
+    groups, operand = -(-k // GROUP), Operand(E4M3, k, 1)
+    return ScaledGemmSpec(m, n, k, operand, operand, Result(BF16, n, 1), a_scale=BlockScales(1, groups),
+                          b_scale=BlockScales(GROUP, groups), **more)
+
+
+QTYPES = {"int4": QType(UINT4, per_group_scale(128, F16), shift=8),
+          "int4, zeros": QType(UINT4, per_group_scale(128, F16), zeros=True),
+          "int8": INT8 @ per_channel_scale(0, F16), "e4m3": E4M3_CODES @ per_channel_scale(0, F16),
+          "mxfp4": MXFP4, "q4_K": Q4_K, "q6_K": Q6_K}
+
+
+def quantised(type: QType, m: int, n: int, k: int, dtype: DType = BF16, **more: Any) -> QuantGemmSpec:
+    """Dense rows times a matrix in fragments."""
+    gemm = GemmSpec(m, n, k, Operand(dtype, k, 1), Operand(dtype, k, 1), Result(dtype, n, 1), **more)
+    return QuantGemmSpec(gemm, replace(type, layout="fragments"))
 
 
 def gated(m: int, n: int, k: int, dtype: DType = BF16) -> GemmSpec:
@@ -146,6 +169,17 @@ def rms(m: int, n: int, dtype: DType = BF16, **more: Any) -> NormSpec:
     scale = Apply("sqrt", (Sum() * (1 / n) + 1e-5,), F32).reciprocal()
     return normed(m, n, (Statistic("add", wide * wide),), (wide * scale).cast(dtype) * Load(1, dtype, 0, 1),
                   **more)
+
+
+def codes(m: int, n: int, group: int = 0) -> NormSpec:
+    """RMSNorm as e4m3 with scales of rows, or of groups of them."""
+    spec = rms(m, n)
+    (one,) = spec.results
+    x, scale = one.value.cast(F32), Apply("div", (Sum(part=1), Constant(448.0)), F32)
+    made = Apply("div", (x, scale), F32).cast(E4M3)
+    scales = Result(F32, n // (group or n), int(group > 0))
+    return replace(spec, statistics=(*spec.statistics, Statistic("max", x.maximum(x * -1.0), group)),
+                   results=(Computed(replace(one.result, dtype=E4M3), made), Computed(scales, scale, group)))
 
 
 def layer(m: int, n: int, dtype: DType = BF16) -> NormSpec:

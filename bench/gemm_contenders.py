@@ -80,6 +80,7 @@ def cublas(shape: Any, buffers: Buffers, options: Options) -> Run:
     """torch's matmul into the same storage; what follows it as kernels of torch's own. Of fp8
     _scaled_mm, whose sums are promoted to float32 as ours are (use_fast_accum=False)."""
     import torch
+    if shape.blocks: raise NotMeasured("its block scales lie in layouts of their own")
     one = torch.ones((), device=buffers[0]["a"].device)
     sets = [(each["a"].view(shape.m, shape.k), each["b"].view(shape.columns, shape.k).T,
              each["out"].view(shape.m, shape.n)) for each in buffers]

@@ -21,6 +21,7 @@ from tinygrad_nv.runtime.driver import (
 )
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.kernel import GemmKernel
+from tinygrad_nv.tile.templates import TABLE
 
 Submit = Callable[[Stream | None], None]
 
@@ -45,7 +46,7 @@ class GemmLauncher:
             pointers += [self.driver.alloc(made.workspace_bytes), self.driver.alloc(flags)]
             self.workspaces += pointers[1:]
             works.append(Fill(pointers[2], 0, flags))
-        pointers += [addresses[name] for name in ("a", "b", *(f"x{i}" for i in range(len(spec.parameters))))]
+        pointers += [addresses[each.name] for each in TABLE.arguments(spec) if each.role == "in"]
         maps = [map_spec(each, pointers[each.pointer], rows) for each in made.maps]
         args = [*map(pointer, pointers), *([integer(rows)] if spec.symbolic else []),
                 *map(self.driver.tensor_map, maps)]

@@ -35,7 +35,8 @@ from tinygrad_nv.runtime.driver import Driver, Launch
 KINDS = ("same", "close", "order", "open", "disagrees")
 OPEN = 2.0**-6
 SHOWN = 5           # disagreements of a row
-FIRST = ("test_gem", "test_pairs", "test_triton", "test_nvcc")  # whatever the time: templates, whole kernels
+# whatever the time: templates, whole kernels
+FIRST = ("test_gem", "test_scaled_gemm", "test_pairs", "test_triton", "test_nvcc")
 ORDERS = range(5)  # seeds of the emulator
 # what PTX does not define to the last bit, or at all
 UNDEFINED = re.compile(r"\.approx|\bdiv\.full|\b(?:tanh|ex2|lg2|sin|cos)\."

@@ -1,7 +1,8 @@
 """The part "gemm" of bench/gpu.py: TFLOP/s of ours, torch (cuBLAS), Triton, torch.compile, tinygrad.
 
 x @ w.T, bfloat16, operands uniform in [-1, 1]: cubes, the layers of Llama 8B and 70B, and few rows; then gate
-and up with silu between them, which torch.compile fuses too; then operands of 8 bits (e4m3, scales of 1).
+and up with silu between them, which torch.compile fuses too; then operands of 8 bits (e4m3, scales of 1; or
+of 1 x 128 of x and 128 x 128 of w).
 GB/s counts each operand and the result once. Contenders are in gemm_contenders.py.
 
 Every row of a result is compared with float32, one of 16 with float64.
@@ -26,12 +27,14 @@ from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.expression import Sum, silu
 from tinygrad_nv.tile.gemm.cost import predict
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
+from tinygrad_nv.tile.scaled_gemm.spec import GROUP, BlockScales, ScaledGemmSpec
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
 LLAMA = {"8B": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
          "70B": {"qkv": (10240, 8192), "o": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)}}
 FEW = (1, 2, 4, 8, 16, 32, 64)
+BLOCK_SIZES = ((4096, 7168, 16384), (4096, 4096, 7168), (128, 7168, 16384), (64, 7168, 2048))
 FP8_SIZES = ((8192, 8192, 8192), (4096, 4096, 4096), (4096, 7168, 16384), (4096, 28672, 4096),
              (64, 7168, 16384))
 CHECKED = 16        # one of so many rows is compared with float64
@@ -41,13 +44,14 @@ AT_ONCE = 1024      # rows
 @dataclass(frozen=True)
 class GemmWorkload:
     """A product with a name; `gated`: silu(x @ gate.T) * (x @ up.T), with gate and up in one matrix; `fp8`:
-    operands are e4m3."""
+    operands are e4m3; `blocks`: with scales of 1 x 128 and 128 x 128, too."""
     name: str
     m: int
     n: int
     k: int
     gated: bool = False
     fp8: bool = False
+    blocks: bool = False
 
     results = ("out",)
 
@@ -61,8 +65,17 @@ class GemmWorkload:
             ends = {"parts": 2, "part": self.n * self.k,
                     "epilogue": (silu(Sum()) * Sum(dtypes.float32, 1)).cast(kind)}
         operand = Operand(dtypes.fp8e4m3 if self.fp8 else kind, self.k, 1)
+        if self.blocks:
+            return ScaledGemmSpec(self.m, self.n, self.k, operand, operand, Result(kind, self.n, 1),
+                                  a_scale=BlockScales(1, self.groups),
+                                  b_scale=BlockScales(GROUP, self.groups))
         return GemmSpec(self.m, self.n, self.k, operand, operand, Result(kind, self.n, 1),
                         **ends)  # type: ignore[arg-type]
+
+    @property
+    def groups(self) -> int:
+        """Scales along K."""
+        return -(-self.k // GROUP)
 
     @property
     def columns(self) -> int:
@@ -91,8 +104,11 @@ class GemmWorkload:
         kind = torch.float8_e4m3fn if self.fp8 else torch.bfloat16
         def uniform(size: int) -> torch.Tensor:
             return (torch.rand(size, device=device) * 2 - 1).to(kind)
+        def scales(rows: int) -> torch.Tensor: return torch.rand(rows * self.groups, device=device) + 0.5
+        more = {"a_scale": self.m, "b_scale": -(-self.n // GROUP)} if self.blocks else {}
         return [{"out": torch.empty(self.m * self.n, device=device, dtype=torch.bfloat16),
-                 "a": uniform(self.m * self.k), "b": uniform(self.columns * self.k)}
+                 "a": uniform(self.m * self.k), "b": uniform(self.columns * self.k),
+                 **{name: scales(rows) for name, rows in more.items()}}
                 for _ in range(min(MOST_SETS, max(2, int(2 * l2 // self.nbytes) + 1)))]
 
     def unlike(self, one: dict[str, Any]) -> str:
@@ -106,9 +122,16 @@ class GemmWorkload:
 
     def _unlike(self, one: dict[str, Any], rows: list[int], kind: Any) -> str:
         import torch
-        sums = one["a"].view(self.m, -1)[rows].to(kind) @ one["b"].view(self.columns, -1).to(kind).T
+        left, right = one["a"].view(self.m, -1)[rows].to(kind), one["b"].view(self.columns, -1).to(kind)
+        if self.blocks:
+            def spread(name: str, many: int) -> torch.Tensor:
+                each = one[name].view(-1, self.groups).to(kind).repeat_interleave(many, 0)
+                return each.repeat_interleave(GROUP, 1)[:, :self.k]
+            left, right = left * spread("a_scale", 1)[rows], right * spread("b_scale", GROUP)[:self.n]
+        sums = left @ right.T
         # fp8: tensor cores keep 13 bits of sums of at most 16, in 4 instructions for each 128 terms
         noise = (self.k / 128)**0.5 * 2.0**-7 if self.fp8 else self.k**0.5 * 2.0**-14
+        if self.blocks: noise *= 1.5**2     # of the largest scales
         exact, bound = sums, 2.0**-8 * sums.abs() + noise
         if self.gated:
             gate, up = sums[:, :self.n], sums[:, self.n:]
@@ -127,6 +150,8 @@ def shapes() -> Iterator[GemmWorkload]:
     """All products."""
     for size in (8192, 4096, 6144, 2048, 1024): yield GemmWorkload(f"{size}³", size, size, size)
     for m, n, k in FP8_SIZES: yield GemmWorkload(f"fp8 {m}x{n}x{k}", m, n, k, fp8=True)
+    for m, n, k in BLOCK_SIZES:
+        yield GemmWorkload(f"fp8, block scales {m}x{n}x{k}", m, n, k, fp8=True, blocks=True)
     for model, sizes in LLAMA.items():
         for layer, (n, k) in sizes.items():
             for m in (4096, *FEW): yield GemmWorkload(f"Llama {model} {layer} M={m}", m, n, k)

@@ -1,8 +1,8 @@
 """Rows of timing_table.py: matmuls beside CUTLASS's, fast.cu's, DeepGEMM's and Triton's.
 
 CUTLASS: bench/cutlass_gemm.cu, ping-pong and cooperative, by tile and cluster, on main of 2025 (4.x).
-fast.cu: kernels 10 and 11. DeepGEMM at a6d97a1: its fp8 matmul has block scales, which ours has not yet;
-both promote sums to float32 every 128 of K.
+fast.cu: kernels 10 and 11. DeepGEMM at a6d97a1: its fp8 matmul has block scales; it stands beside ours with
+the same, and beside ours without. All promote sums to float32 every 128 of K.
 """
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ import gemm_peers
 import timing_deepgemm
 import timing_fast_cu
 import timing_programs
-from emitted_specs import E4M3, matmul
+from emitted_specs import E4M3, blocks, matmul
 from gemm_peers import Peer as TritonGemm
 from timing_gate_cases import GPU_NAME
 from timing_rows import Checkouts, Launches, Peer, Row
 from timing_triton import Array, predicted
 
 SHAPES = ((8192, 8192, 8192), (4096, 4096, 4096), *((m, 8192, 8192) for m in (16, 32, 64, 128, 256, 512)))
-FP8 = (4096, 7168, 16384)
+FP8, FP8_BLOCKS = (4096, 7168, 16384), ((4096, 4096, 7168), (4096, 7168, 2048), (128, 7168, 16384),
+                                        (64, 7168, 2048))
 BF16 = "bf16"
 # tiles, CTAs of a cluster, ping-pong
 LARGE = ((128, 256, 2, False), (128, 128, 2, True), (64, 256, 2, True), (256, 128, 2, False))
@@ -97,3 +98,6 @@ def rows() -> Iterator[Row]:
     yield Row("matmul e4m3", "4096 x 7168 x 16384", matmul(*FP8, E4M3),
               (Peer("DeepGEMM, block scales", partial(of_deepgemm, *FP8), "deepgemm"),),
               2 * prod(FP8))
+    for extents in (FP8, *FP8_BLOCKS):
+        yield Row("matmul e4m3, block scales", " x ".join(map(str, extents)), blocks(*extents),
+                  (Peer("DeepGEMM", partial(of_deepgemm, *extents), "deepgemm"),), 2 * prod(extents))

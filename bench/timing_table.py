@@ -28,6 +28,7 @@ import timing_rows_attention
 import timing_rows_decode
 import timing_rows_gemm
 import timing_rows_memory
+import timing_rows_quant
 import timing_rows_step
 from measure import RESULTS, each, save, table
 from timing_gate_cases import GPU_NAME
@@ -37,7 +38,7 @@ from tinygrad_nv.errors import NVError
 from tinygrad_nv.ptx.timing.gpu import figures
 
 RECORD, ROOT = "timing_table", Path(__file__).resolve().parents[1]
-MODULES = (timing_rows_gemm, timing_rows_attention, timing_rows_memory, timing_rows_decode,
+MODULES = (timing_rows_gemm, timing_rows_quant, timing_rows_attention, timing_rows_memory, timing_rows_decode,
            timing_rows_step)
 HBM = figures(GPU_NAME).hbm_bytes_per_s / 1e9   # GB/s that reads reach
 CHECKOUTS = {"fast_cu": "github.com/pranjalssh/fast.cu", "cutlass": "github.com/NVIDIA/cutlass",

@@ -132,15 +132,20 @@ def test_rows_of_long_sequences_are_sampled(monkeypatch: pytest.MonkeyPatch):
 def test_every_row_of_a_matmul_is_compared(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpu_gemm, "AT_ONCE", 13)
     for shape in (gpu_gemm.GemmWorkload("x", 40, 24, 32), gpu_gemm.GemmWorkload("x", 40, 24, 32, True),
-                  gpu_gemm.GemmWorkload("x", 40, 24, 32, fp8=True)):
+                  gpu_gemm.GemmWorkload("x", 40, 24, 32, fp8=True),
+                  gpu_gemm.GemmWorkload("x", 40, 24, 272, fp8=True, blocks=True)):
         one = shape.given("cpu")[0]
-        sums = one["a"].view(40, 32).double() @ one["b"].view(-1, 32).double().T
+        left, right = (one[name].view(-1, shape.k).double() for name in "ab")
+        if shape.blocks:    # 24 rows of w are one block
+            left = left * one["a_scale"].view(40, 3).repeat_interleave(128, 1)[:, :272]
+            right = right * one["b_scale"].repeat_interleave(128)[:272]
+        sums = left @ right.T
         exact = torch.nn.functional.silu(sums[:, :24]) * sums[:, 24:] if shape.gated else sums
         one["out"] = exact.bfloat16().view(-1)
         assert shape.unlike(one) == ""
         for row in range(40):
             out = one["out"].clone()
-            out[row * 24 + 5] += 1
+            out[row * 24 + 5] += 1 + out[row * 24 + 5].abs()
             assert shape.unlike({**one, "out": out}).startswith(f"row {row}, column 5: ")
 
 
