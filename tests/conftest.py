@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("NV_STRICT", "1")  # a kernel that does not build is a failure here, not a warning
+# threads of BLAS that share cores with other tests spin while they wait for each other: 222 s against 32
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # a compile worker of tinygrad's, which takes 0.5 s of a core to start, is replaced after 16 kernels otherwise
 os.environ.setdefault("BEAM_MAX_TASKS_PER_CHILD", "4096")
 

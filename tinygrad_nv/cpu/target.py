@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from tinygrad_nv.cpu.isa import ISA, detect
+from tinygrad_nv.quant.types import Layout
 from tinygrad_nv.runtime.cpu.threads import threads
 
 # where unknown: caches of a small core
@@ -23,6 +24,7 @@ class CPU:
     """What a kernel is compiled for. Caches in bytes: `l1` and `l2` of one core, `l3` shared."""
     kind: ClassVar[str] = "cpu"
     head_bytes: ClassVar[int] = 1
+    matrix_layout: ClassVar[Layout] = "tiles"
     isa: ISA
     threads: int
     l1_bytes: int = _L1

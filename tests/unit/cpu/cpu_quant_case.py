@@ -116,7 +116,7 @@ def elements(type: QType, n: int, k: int, given: Arrays) -> np.ndarray:
 
 def tiles(type: QType, n: int, k: int, given: Arrays) -> Arrays:
     """The buffers in tiles, element by element as quant/types.py says."""
-    wanted, have = buffers(replace(type, tiled=True), n, k), buffers(type, n, k)
+    wanted, have = buffers(replace(type, layout="tiles"), n, k), buffers(type, n, k)
     made: Arrays = {}
     for name, (shape, _) in wanted.items():
         if name == "order":

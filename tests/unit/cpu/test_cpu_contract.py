@@ -116,7 +116,7 @@ COMPILED: dict[str, tuple[Any, type[CPUSchedule], dict[str, bool]]] = {
     "gemm": (product(33, 50, 90, BF16), CPUGemm, {}),
     "quant_gemv": (matmul(TYPES["nf4"], 3, 50, 96, BF16), QuantGemv, {}),
     "quant_gemm": (matmul(TYPES["gptq 2 bits"], 33, 50, 96, BF16), QuantGemm, {}),
-    **{f"quant_dots of {name}": (matmul(replace(TYPES[name], tiled=True), 5, 50, 512, BF16, int8=True),
+    **{f"quant_dots of {name}": (matmul(replace(TYPES[name], layout="tiles"), 5, 50, 512, BF16, int8=True),
                                  QuantDots, {}) for name in ("Q6_K", "Q8_0")},
     "flash": (replace(TRAINED(50, 150, 40, BF16), kept=200), CPUFlash, {}),
     "flash_backward": (backward(50, 70, 40, BF16, band=CAUSAL), CPUFlashBackward, {}),

@@ -77,6 +77,15 @@ def test_a_symbolic_number_of_tokens():
         np.testing.assert_array_equal(got.shrink_to((count, 8)).numpy(), wanted[:count])
 
 
+@pytest.mark.parametrize("dtype", [dtypes.uint8, dtypes.int8], ids=str)
+def test_rows_of_bytes(dtype: DType):
+    rows, tokens = RNG(3).integers(-128, 128, (50, 7)).astype(np.int8), numbers(50, 6)
+    weight = Tensor(rows.view(np.uint8), device="CPU").bitcast(dtype).contiguous().realize()
+    made = embedding(weight, tokens)
+    assert templates(made) == ["embedding"]
+    with disabled(): np.testing.assert_array_equal(made.numpy(), embedding(weight, tokens).numpy())
+
+
 def test_what_is_no_table_or_no_numbers_is_refused():
     weight, tokens = table(4, 3), numbers(4, 2)
     for given in ((weight[0], tokens), (weight, tokens.float())):

@@ -45,7 +45,7 @@ def check(type: QType, m: int, n: int, k: int, level: isa.ISA = BEST, dtype: DTy
           symbolic: bool = False) -> None:
     """Activations that are integers of which the largest is 127 are exactly bytes. Others are within 6 ε
     Σ |x w| sqrt k of float32, of elements and activations that are each rounded some times."""
-    spec = matmul(replace(type, tiled=True), m + symbolic, n, k, dtype, F32, 5, symbolic, int8=True)
+    spec = matmul(replace(type, layout="tiles"), m + symbolic, n, k, dtype, F32, 5, symbolic, int8=True)
     kernel = built(spec, level)
     assert kernel.kernel.name.startswith("quant_dots")
     x = RNG(m).integers(-9, 10, (m, k)).astype(np.float32)
@@ -83,7 +83,7 @@ def test_activations_that_are_not_quantised(level: isa.ISA):
     """Sums of K products in the order of k, of elements that are rounded three times."""
     for name in ("Q4_0", "Q8_0", "Q6_K", "Q5_1", "gptq 3 bits"):
         type, (m, n, k) = TYPES[name], (5, 21, 512)
-        spec, given = matmul(replace(type, tiled=True), m, n, k), stored(type, n, k, 1)
+        spec, given = matmul(replace(type, layout="tiles"), m, n, k), stored(type, n, k, 1)
         x = RNG(m).standard_normal((m, k)).astype(np.float32)
         w = elements(type, n, k, given).astype(np.float64)
         got = run(built(spec, level), spec, x, tiles(type, n, k, given))
@@ -95,7 +95,7 @@ def test_activations_that_are_not_quantised(level: isa.ISA):
 def test_parts_change_no_bit(m: int):
     type = types.Q4_K
     for int8 in (False, True):
-        spec, given = matmul(replace(type, tiled=True), m, 150, 512, int8=int8), stored(type, 150, 512)
+        spec, given = matmul(replace(type, layout="tiles"), m, 150, 512, int8=int8), stored(type, 150, 512)
         x, given = RNG(0).standard_normal((m, 512)).astype(np.float32), tiles(type, 150, 512, given)
         made = [run(built(spec, parts=parts), spec, x, given, range(parts)[::-1]) for parts in (1, 2, 3)]
         for other in made[1:]: np.testing.assert_array_equal(made[0], other)
@@ -104,7 +104,8 @@ def test_parts_change_no_bit(m: int):
 def test_levels_have_the_same_integers():
     """Scales of 1 leave integers alone, whose sums are exact: all levels agree in every bit."""
     type = types.INT8 @ types.per_group_scale(32)
-    spec, given = matmul(replace(type, tiled=True), 3, 20, 320, int8=True), stored(type, 20, 320, whole=True)
+    spec = matmul(replace(type, layout="tiles"), 3, 20, 320, int8=True)
+    given = stored(type, 20, 320, whole=True)
     given["scales"] = np.ones(200, np.float32).view(np.uint8)
     x = RNG(0).integers(-9, 10, (3, 320)).astype(np.float32)
     x[:, ::32] = 127
@@ -127,7 +128,7 @@ def test_a_prepared_matrix_is_the_same_matrix(name: str):
     given = stored(type, n, k, 1)
     w = QTensor.of(type, (n, k), given)
     made = prepared(w)
-    assert made.type == replace(type, tiled=True)
+    assert made.type == replace(type, layout="tiles")
     for each, wanted in tiles(type, n, k, given).items():
         np.testing.assert_array_equal(made.buffers[each].bitcast(dtypes.uint8).numpy().reshape(-1), wanted)
     np.testing.assert_array_equal(made.dequantize().numpy(), w.dequantize().numpy())
@@ -143,7 +144,7 @@ def test_what_has_no_tiles_stays_as_it_is():
 
 @pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize(("asked", "allowed", "dtype", "int8"), [
-    ("auto", True, BF16, True), ("auto", False, BF16, False), ("auto", True, F32, False),
+    ("auto", True, BF16, True), ("auto", False, BF16, False), ("auto", True, F32, True),
     ("float", True, BF16, False), ("int8", False, F32, True)])
 def test_what_is_quantised(asked: str, allowed: bool, dtype: DType, int8: bool,
                            monkeypatch: pytest.MonkeyPatch):
@@ -161,11 +162,11 @@ def test_what_is_quantised(asked: str, allowed: bool, dtype: DType, int8: bool,
 @pytest.mark.parametrize("int8", [False, True])
 def test_the_reference_is_what_kernels_compute(int8: bool):
     type, m, n, k = TYPES["gptq 2 bits"], 3, 20, 96
-    spec, given = matmul(replace(type, tiled=True), m, n, k, int8=int8), stored(type, n, k, 1)
+    spec, given = matmul(replace(type, layout="tiles"), m, n, k, int8=int8), stored(type, n, k, 1)
     x = RNG(0).standard_normal((m, k)).astype(np.float32)
     got = run(built(spec), spec, x, tiles(type, n, k, given))
     with Context(DEV="CPU"), disabled():
-        w = QTensor.of(type, (n, k), given).tiled()
+        w = QTensor.of(type, (n, k), given).laid("tiles")
         matrix = {name: each.flatten() for name, each in w.buffers.items()}
         made, = TABLE.reference(spec, {"a": Tensor(x).flatten(), **matrix})
         np.testing.assert_allclose(got, made.numpy(), rtol=1e-5, atol=1e-4)

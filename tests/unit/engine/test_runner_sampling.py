@@ -64,7 +64,8 @@ def test_int8_is_scaled_by_what_tokens_give(model):
     finally: made.close()
 
 
-@pytest.mark.parametrize(("kind", "words"), [("float8", "auto, float32"), ("nibble", "unknown KV cache")])
+@pytest.mark.parametrize(("kind", "words"), [("fp8_e5m2", "auto, float32"), ("nvfp4", "unknown KV cache"),
+                                             ("fp8_per_token_head", "fp8_e4m3 is fp8")])
 def test_kinds_that_are_none_are_refused(model, kind, words):
     with pytest.raises(RequestError, match=words): ModelRunner(model, pages=PAGES, kv_dtype=kind)
 

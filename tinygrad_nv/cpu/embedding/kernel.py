@@ -50,7 +50,7 @@ def _parts(shares: int, moved: int, target: CPU) -> int:
 
 def build(spec: EmbeddingSpec, schedule: CPUEmbedding) -> CPUKernel:
     """The kernel of a copy: out, weight, tokens."""
-    element = "u32" if spec.dtype.itemsize == 4 else "u16"
+    element = f"u{8 * spec.dtype.itemsize}"
     count, parts, width = "m" if spec.symbolic else spec.tokens.count, schedule.parts, spec.width
     body = f"""
   const s64 first = (s64)core_id * {count} / {parts}, last = (s64)(core_id + 1) * {count} / {parts};

@@ -45,6 +45,7 @@ def problems(spec: NormSpec, s: CPUNorm) -> list[str]:
     """Why this template does not take rows; empty when it does."""
     out = list(dict.fromkeys(words for root in spec.expressions for words in expression.problems(root)))
     if any(each.result.n not in (0, 1) for each in spec.results): out.append("elements of a result lie apart")
+    if spec.groups: out.append("statistics of groups")
     if spec.n > MOST_ELEMENTS: out.append(f"a row of {spec.n} elements, at most {MOST_ELEMENTS}")
     kept = sum(stage.kept is not None for stage in _staged(spec)[0])
     if kept > MOST_KEPT: out.append(f"{kept} terms to be kept on a stack, at most {MOST_KEPT}")

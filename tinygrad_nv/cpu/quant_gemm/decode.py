@@ -34,7 +34,8 @@ def problems(type: QType) -> list[str]:
 
 def untaken(spec: QuantGemmSpec) -> list[str]:
     """Why elements cannot be multiplied with numbers of a in float32."""
-    return problems(spec.type) + ["activations of int8"] * spec.int8 + ["tiles"] * spec.type.tiled
+    layout = spec.type.layout
+    return problems(spec.type) + ["activations of int8"] * spec.int8 + [layout] * (layout != "rows")
 
 
 def run_of(type: QType, k: int, lanes: int) -> int:

@@ -1,7 +1,8 @@
 """Rows times a matrix in tiles: dot products of bytes, or of float32 numbers.
 
-Protocol: the matrix is tiled (quant/types.py), so that a vector of 32-bit lanes is four columns of as many
-outputs, and a row of a is spread over the lanes. Each part first brings a into its share of the workspace.
+Protocol: the matrix lies in tiles (quant/types.py), so that a vector of 32-bit lanes is four columns of as
+many outputs, and a row of a is spread over the lanes. Each part first brings a into its share of the
+workspace.
 A step is as many columns as have one scale, 16 or 32:
 
     for each tile of a part, W outputs at a time
@@ -42,7 +43,7 @@ BYTES_OF_PART = 64 << 10    # of codes; waking a thread takes as long as reading
 def problems(spec: QuantGemmSpec, s: QuantDots) -> list[str]:
     """Why a matmul cannot have a schedule; empty when it can."""
     type, gemm = spec.type, spec.gemm
-    if not type.tiled: return ["a matrix that is not in tiles"]
+    if type.layout != "tiles": return ["a matrix that is not in tiles"]
     out = decode.problems(type) + expression.problems(gemm.epilogue)
     if type.element.values or dtypes.is_float(type.element.dtype): out.append(f"codes {type.element}")
     for scale in filter(None, (type.scale, type.outer)):
