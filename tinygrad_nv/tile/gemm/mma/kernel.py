@@ -196,7 +196,7 @@ class MmaKernel:
         for step in range(self.steps):
             with self.kb.comment(f"step {step}"):
                 self._load(step, registers)
-                self._multiply_step(registers)
+                self._multiply_step(registers, step)
         self._next_stage()
 
     def _steps_in_turns(self, sets: list[Operands]) -> None:
@@ -207,7 +207,7 @@ class MmaKernel:
                     self._next_stage()
                     self._arrived()
             with self.kb.comment(f"step {step}"):
-                self._multiply_step(sets[step % 2], (step + 1) % self.steps, sets[(step + 1) % 2])
+                self._multiply_step(sets[step % 2], step, sets[(step + 1) % 2])
 
     def double_buffered(self) -> bool:
         """Whether there are registers for fragments of two steps; they take turns, so steps are even. Single
@@ -244,19 +244,19 @@ class MmaKernel:
         """Fragments of a step of the tile at `reading`."""
         for fragments, registers in zip(self.fragments, into, strict=True): fragments.load(step, registers)
 
-    def _multiply_step(self, operands: Operands, step: int = 0, after: Operands | None = None) -> None:
-        """All mmas of the warp's tile for one step; between them, the fragments of the step `after`."""
+    def _multiply_step(self, operands: Operands, step: int, after: Operands | None = None) -> None:
+        """All mmas of the warp's tile for one step; between them, the fragments of the one after it."""
         shape, types = instruction(self.spec.a.dtype, self.spec.b.dtype)
-        a, *parts = operands
+        (a, *parts), following = operands, (step + 1) % self.steps
         if after:
             for fragments, registers in zip(self.fragments[1:], after[1:], strict=True):
-                fragments.load(step, registers)
+                fragments.load(following, registers)
         for i, left in enumerate(a):
             for b, sums in zip(parts, self.sums, strict=True):
                 for j, cell in enumerate(sums[i]):
                     half = 2 * (j % 2)
                     self.kb.mma(shape, types, cell, left, b[j // 2][half:half + 2], cell)
-            if after: self.fragments[0].load_one(i, step, after[0][i])
+            if after: self.fragments[0].load_one(i, following, after[0][i])
 
     # **** the result ****
 

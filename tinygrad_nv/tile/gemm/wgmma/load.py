@@ -52,11 +52,12 @@ class GemmLoads:
         return [*self.a.maps, *self.b.maps]
 
     def _side(self, name: str, start: int, operand: Operand, tile: OperandTile, pointer: int, extent: int,
-              rows: int, peers: int, symbolic: bool = False) -> OperandLoads:
+              rows: int, peers: int, symbolic: bool = False, k: int = 0) -> OperandLoads:
+        """`k`: the operand's own, where it has less than the matmul."""
         kb, spec = self.kb, self.plan.spec
         maps = []
         for part in range(tile.parts):
-            self.maps.append(map_argument(operand, tile, pointer, extent, spec.k, spec.batch, rows,
+            self.maps.append(map_argument(operand, tile, pointer, extent, k or spec.k, spec.batch, rows,
                                           part * spec.part, symbolic))
             maps.append(kb.tensor_map(f"map_{name}{part or ''}"))
         ring = self.ring.address(start)
@@ -82,8 +83,9 @@ class GemmLoads:
 
     def begin(self, corner: Corner, first: Value | int = 0) -> None:
         """The next stages are of the tile at `corner`, from the K of its stage number `first` on."""
-        start = first * self.plan.schedule.block_k
+        starts = {k: first * k for k in dict.fromkeys((self.a.tile.k, self.b.tile.k))}
         for side, mn in ((self.a, corner.m), (self.b, corner.n)):
+            start = starts[side.tile.k]
             side.mn.set(_signed(self.kb, mn))
             side.at_k.set(start if isinstance(start, int) else _signed(self.kb, start))
             if side.number is not None:  # this CTA's rows of the boxes
@@ -97,7 +99,7 @@ class GemmLoads:
         for side in (self.a, self.b):
             target = side.target + stage * side.tile.nbytes
             for part, each in enumerate(side.maps): self._boxes(side, part, each, target, full)
-            side.at_k += self.plan.schedule.block_k
+            side.at_k += side.tile.k
 
     def _boxes(self, side: OperandLoads, part: int, tensor_map: Value, target: Value,
                full: MemoryOperand) -> None:

@@ -103,6 +103,10 @@ class MainLoop:
         else: self._summed(iterations)
         return self.sums
 
+    def _arrive(self) -> None:
+        """Waits until the next stage is there."""
+        self.ring.wait(self.at)
+
     def _issued(self) -> None:
         if self.ordered is not None: self.ordered.arrive()
 
@@ -134,7 +138,7 @@ class MainLoop:
 
     def _issue(self, further: bool) -> None:
         """wgmmas of the next stage."""
-        self.ring.wait(self.at)
+        self._arrive()
         self.kb.wgmma_fence()
         self._stage(dict(enumerate(self.sums)), further, 0, self.plan.steps)
         self.kb.wgmma_commit()
@@ -150,7 +154,7 @@ class MainLoop:
             for each in row: each.set(0.0)
         at_once = PROMOTED_K * self.plan.a.size // K_BYTES
         with kb.loop(0, iterations, kind="u32"):
-            self.ring.wait(self.at)
+            self._arrive()
             for first in range(0, steps, at_once):
                 for i, row in enumerate(self.sums):
                     kb.wgmma_fence()

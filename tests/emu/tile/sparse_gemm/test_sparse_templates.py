@@ -1,0 +1,142 @@
+"""GPU templates of matmuls with 2:4 sparse matrices, against the reference of their specs: dtypes, extents
+that no tile divides, epilogues, splits, and the same bits whenever copies arrive."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from reference_case import answer, right, run, same
+from sparse_case import BF16, E4M3, F16, F32, INT8, matmul, storages
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.errors import SpecError
+from tinygrad_nv.tile.expression import Load, Sum
+from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.sparse_gemm.schedules import SparseMma, SparseWgmma
+from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
+
+HOPPER, ADA, AMPERE = GPU("sm_90a", 132), GPU("sm_89", 142), GPU("sm_80", 108)
+WGMMA = SparseWgmma().stages(3)
+SMALL = WGMMA.block(64, 16).warps(8)
+MMA = SparseMma().block(32, 32).k(64).warps(2, 2).stages(3)
+
+
+def held(spec: SparseGemmSpec, schedule: Schedule, gpu: GPU, seed: int = 0, whole: bool = False) -> None:
+    """Holds a kernel against the reference. Of fp8 tensor cores may cut 2^-10 of the magnitudes that are added
+    up, as of dense matmuls (gemm_case.bounds)."""
+    given = storages(spec, seed, whole)
+    got = run(spec, schedule, gpu, given, seed)
+    if whole or spec.gemm.a.dtype == INT8: same(spec, given, got)
+    elif spec.gemm.a.dtype == E4M3:
+        sizes = {name: one if name == "positions" else one.double().abs().to(one.dtype)
+                 for name, one in given.items()}
+        exact, most = (answer(spec, each, exact=True)["out"] for each in (given, sizes))
+        assert ((got["out"] - exact).abs() <= 2.0**-10 * most).all()
+    else: right(spec, given, got, cut=2.0**-16)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, E4M3, INT8], ids=str)
+@pytest.mark.parametrize("whole", [True, False])
+def test_wgmma_types(dtype: Any, whole: bool):
+    """More stages than the ring has, tiles beyond both edges."""
+    held(matmul(20, 152, 256 * 5 + 64, dtype), SMALL.k(256 // dtype.itemsize), HOPPER, whole=whole)
+
+
+@pytest.mark.parametrize(("gpu", "dtype"), [(AMPERE, BF16), (AMPERE, F16), (AMPERE, INT8), (ADA, E4M3),
+                                            (HOPPER, BF16)], ids=str)
+@pytest.mark.parametrize("whole", [True, False])
+def test_mma_types(gpu: GPU, dtype: Any, whole: bool):
+    held(matmul(40, 72, 640, dtype), MMA, gpu, whole=whole)
+
+
+WIDE = [WGMMA.block(64, 8).warps(8), WGMMA.block(128, 64).warps(12).stages(4),
+        WGMMA.block(256, 24).warps(12), WGMMA.block(128, 128).warps(12).pingpong(),
+        WGMMA.block(64, 32).warps(8).split(2), WGMMA.block(128, 16).warps(12).split(4),
+        WGMMA.block(192, 16).warps(16), WGMMA.block(64, 64).warps(8).k(192)]
+
+
+@pytest.mark.parametrize("schedule", WIDE, ids=str)
+def test_wgmma_extents(schedule: SparseWgmma):
+    held(matmul(70, 152, 1024, bias=True), schedule, HOPPER)
+
+
+@pytest.mark.parametrize("schedule", [WIDE[1], WIDE[3].stages(2), WIDE[4], WIDE[6]], ids=str)
+def test_wgmma_of_fp8(schedule: SparseWgmma):
+    """Sums of 64 rows at a time go to float32."""
+    held(matmul(70, 152, 1600, E4M3, bias=True), schedule.k(256).stages(2), HOPPER)
+
+
+@pytest.mark.parametrize("schedule", [
+    MMA.block(128, 64).warps(2, 2).stages(4), MMA.block(64, 128).warps(2, 2), MMA.block(32, 32).k(128),
+    MMA.block(64, 16).warps(4, 1).split(3), MMA.block(16, 16).warps(1, 1).stages(2)], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, INT8], ids=str)
+def test_mma_extents(schedule: SparseMma, dtype: Any):
+    """Tiles beyond both edges, splits that have unequal parts."""
+    held(matmul(70, 152, 1280, dtype, bias=True), schedule, AMPERE)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 8, 64), (3, 7, 128), (65, 257, 192)])
+def test_extents(m: int, n: int, k: int):
+    held(matmul(m, n, k), SMALL, HOPPER)
+    held(matmul(m, n, k), MMA, AMPERE)
+
+
+def test_columns_within_a_unit():
+    """K that is no multiple of 64 is for wgmma, whose copies bring zeros beyond it."""
+    held(matmul(9, 40, 80), SMALL, HOPPER)
+    assert "not a multiple of block_k" in "; ".join(TABLE.problems(matmul(9, 40, 80), MMA, AMPERE))
+
+
+@pytest.mark.parametrize(("schedule", "gpu"), [(SMALL, HOPPER), (MMA, AMPERE)], ids=str)
+def test_activations_along_rows(schedule: Schedule, gpu: GPU):
+    """And a result that lies so, and rows apart."""
+    held(matmul(24, 72, 256, along_m=True), schedule, gpu)
+    held(matmul(24, 72, 256, gap=8), schedule, gpu)
+    gemm = GemmSpec(24, 72, 256, Operand(BF16, 256, 1), Operand(BF16, 256, 1), Result(F32, 1, 24))
+    held(SparseGemmSpec(gemm), schedule, gpu)
+
+
+@pytest.mark.parametrize(("schedule", "gpu"), [(SMALL, HOPPER), (MMA, AMPERE)], ids=str)
+def test_an_epilogue(schedule: Schedule, gpu: GPU):
+    added = (Sum() * Load(0, F32, 1, 0) + Load(1, BF16, 72, 1).cast(F32)).cast(BF16)
+    held(matmul(24, 72, 512, epilogue=added), schedule, gpu)
+
+
+@pytest.mark.parametrize(("schedule", "gpu"), [(SMALL, HOPPER), (MMA, AMPERE)], ids=str)
+def test_the_same_bits_whenever_copies_arrive(schedule: Schedule, gpu: GPU):
+    spec = matmul(20, 72, 1024)
+    given = storages(spec)
+    first, *others = (run(spec, schedule, gpu, given, seed)["out"] for seed in range(4))
+    assert all((each == first).all() for each in others)
+
+
+def test_a_schedule_is_chosen():
+    for m, n, k in ((1, 4096, 4096), (16, 14336, 4096), (300, 4096, 14336), (4096, 4096, 4096)):
+        for dtype, gpu, kind in ((BF16, HOPPER, SparseWgmma), (E4M3, HOPPER, SparseWgmma),
+                                 (BF16, AMPERE, SparseMma), (E4M3, ADA, SparseMma)):
+            spec = matmul(m, n, k, dtype)
+            found = TABLE.choose(spec, gpu)
+            assert isinstance(found, kind)
+            assert TABLE.read("gpu", found.to_json()) == found
+
+
+REFUSED = {"fp8 sums go to float32": (E4M3, WGMMA.block(128, 64).k(128)),
+           "positions of 2 units": (BF16, WGMMA.block(128, 64).k(64)),
+           "multiple of 64": (BF16, WGMMA.block(128, 64).k(96)),
+           "stream-K": (BF16, WGMMA.block(128, 64).streamed()),
+           "shared memory": (BF16, WGMMA.block(128, 256).stages(4))}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused_schedules(words: str):
+    dtype, schedule = REFUSED[words]
+    assert words in "; ".join(TABLE.problems(matmul(64, 256, 1024, dtype), schedule, HOPPER))
+
+
+def test_refused_specs():
+    with pytest.raises(SpecError, match="of float"): matmul(8, 8, 64, dtypes.float32)
+    with pytest.raises(SpecError, match="multiple of 4"): matmul(8, 8, 66)
+    assert "wgmma needs sm_90a" in TABLE.why_not(matmul(8, 8, 64, E4M3), AMPERE)

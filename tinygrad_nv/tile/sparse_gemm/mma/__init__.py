@@ -1,0 +1,8 @@
+"""Matmuls with a 2:4 sparse matrix by mma.sp: sm_80 and later.
+
+  plan.py       the numbers of a spec and a schedule
+  legality.py   what the template requires of a schedule
+  defaults.py   tiles to try first
+  copy.py       positions to shared memory, and operands to registers
+  kernel.py     the template
+"""

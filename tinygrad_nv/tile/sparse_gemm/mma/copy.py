@@ -1,0 +1,110 @@
+"""Positions by cp.async to shared memory; values with their positions, and activations of two steps, as the
+operands of one mma.sp."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.quant.types import TILE
+from tinygrad_nv.tile.fragments import Fragments
+from tinygrad_nv.tile.sparse_gemm import positions
+from tinygrad_nv.tile.sparse_gemm.mma.plan import SparseMmaPlan
+
+CHUNK = 16      # bytes a thread copies
+
+
+@dataclass
+class PositionCopy:
+    """Copies positions of the tiles of 16 rows from tile `first` on (u32), for columns from `first_k` on."""
+    kb: Kernel
+    plan: SparseMmaPlan
+    pointer: Value
+    first: Value
+    first_k: Value | None
+
+    def __post_init__(self) -> None:
+        kb, plan, s = self.kb, self.plan, self.plan.schedule
+        self.row_bytes = positions.row_bytes(s.block_k)
+        tiles, units, lanes = plan.sparse.buffers["positions"].shape
+        self.chunks: list[tuple[Value | None, Value, Value]] = []
+        count, each, threads = positions.nbytes(s.block_m, s.block_k) // CHUNK, self.row_bytes // CHUNK, \
+            s.threads
+        for i in range(0, count, threads):
+            number = kb.tid.x + i if i else kb.tid.x
+            tile, inside = self.first + number // each, kb.reg("u32")
+            kb.emit("min.u32", inside, tile, tiles - 1)     # rows beyond the last are not stored
+            source = self.pointer + (inside.to("u64") * (units * lanes * 4) + (number % each * CHUNK).to("u64"))
+            if self.first_k is not None: source = source + (self.first_k // s.block_k * self.row_bytes).to("u64")
+            guard = None if i + threads <= count else number < count
+            self.chunks.append((guard, source, number * CHUNK + plan.position_start))
+
+    def ask(self) -> None:
+        """Has L2 fetch the first ones."""
+        for guard, source, _ in self.chunks: self.kb.emit("prefetch.global.L2", source.at(), guard=guard)
+
+    def next(self, stage: Value, when: Value | None = None, first: bool = False) -> None:
+        """Copies the next columns' to the stage at a shared address, where the predicate holds."""
+        for mine, source, place in self.chunks:
+            guard = mine if when is None else when if mine is None else mine & when
+            self.kb.emit("cp.async.cg.shared.global.L2::128B", (stage + place).at(), source.at(), CHUNK,
+                         guard=guard)
+            source += self.row_bytes
+
+
+@dataclass
+class SparseFragments:
+    """A warp's rows of values and their positions, from row `first` (u32) of the tile on: five registers for
+    each 16 rows."""
+    kb: Kernel
+    plan: SparseMmaPlan
+    values: Fragments
+    first: Value
+
+    def __post_init__(self) -> None:
+        self.row_bytes = positions.row_bytes(self.plan.schedule.block_k)
+        lane = self.kb.special("laneid")
+        self.place = self.first // TILE * self.row_bytes + lane * 4 + self.plan.position_start
+        self.at = self.kb.reg("u32")
+
+    def registers(self) -> list[list[Value]]:
+        """Registers for a step."""
+        return [[*four, self.kb.reg("b32")] for four in self.values.registers()]
+
+    def move(self, stage: Value) -> None:
+        """Reads from the stage at a shared address (u32) from now on."""
+        self.values.move(stage)
+        self.kb.emit("add.u32", self.at, stage, self.place)
+
+    def load(self, step: int, into: list[list[Value]]) -> None:
+        """Reads a step of the stage."""
+        for i, five in enumerate(into): self.load_one(i, step, five)
+
+    def load_one(self, i: int, step: int, five: list[Value]) -> None:
+        """Reads 16 rows of a step, from 16 `i` on."""
+        self.values.load_one(i, step, five[:4])
+        unit = step // positions.steps_of_unit(self.plan.size)
+        word = i * self.row_bytes + unit * positions.UNIT_WORDS * 4
+        self.kb.emit("ld.shared.b32", five[4], self.at.at(word))
+
+
+@dataclass
+class DoubleFragments:
+    """A warp's share of the activations, two steps of them for each of the sparse operand: eight registers for
+    each 16 columns."""
+    steps: Fragments
+
+    def registers(self) -> list[list[Value]]:
+        """Registers for a step."""
+        return [a + b for a, b in zip(self.steps.registers(), self.steps.registers(), strict=True)]
+
+    def move(self, stage: Value) -> None:
+        """Reads from the stage at a shared address (u32) from now on."""
+        self.steps.move(stage)
+
+    def load(self, step: int, into: list[list[Value]]) -> None:
+        """Reads a step of the stage."""
+        for i, eight in enumerate(into): self.load_one(i, step, eight)
+
+    def load_one(self, i: int, step: int, eight: list[Value]) -> None:
+        """Reads 16 columns of a step, from 16 `i` on."""
+        for half in range(2): self.steps.load_one(i, 2 * step + half, eight[4 * half:4 * half + 4])

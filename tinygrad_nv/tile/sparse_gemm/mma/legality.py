@@ -1,0 +1,51 @@
+"""What `sparse_mma` asks of a schedule."""
+from __future__ import annotations
+
+from tinygrad_nv.quant.sparse import UNIT
+from tinygrad_nv.tile import limits
+from tinygrad_nv.tile.gemm.mma import legality as gemm
+from tinygrad_nv.tile.gemm.spec import FP8
+from tinygrad_nv.tile.sparse_gemm.mma.plan import SparseMmaPlan
+from tinygrad_nv.tile.sparse_gemm.schedules import SparseMma
+from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
+
+MOST_SUMS = 128     # of a thread, beside operands of twice as many columns
+
+
+def problems(spec: SparseGemmSpec, s: SparseMma, arch: str) -> list[str]:
+    """Why the template cannot have this schedule; empty when it can."""
+    if spec.gemm.symbolic: return ["rows known at launch, which would be columns"]
+    if s.swap: return ["swapped: the sparse matrix is operand A"]
+    if spec.gemm.a.dtype in FP8 and arch not in ("sm_89", "sm_120"):
+        return [f"8-bit floats: their mma.sp begins with sm_89, {arch} has none in its tensor cores"]
+    plan = SparseMmaPlan.of(spec, s)
+    out = gemm.extent_problems("block_m", s.block_m, s.warps_m, 1, spec.values)
+    out += gemm.extent_problems("block_n", s.block_n, s.warps_n, 1, plan.spec.b)
+    if s.threads > 1024 or s.threads & (s.threads - 1):
+        out.append(f"{s.threads} threads are above 1024, or not a power of 2")
+    if s.block_k % UNIT or s.block_k * plan.size not in (64, 128, 256):
+        out.append(f"block_k={s.block_k} × {plan.size} B is no multiple of {UNIT} columns that is 64 to 256 B")
+    elif spec.gemm.k % s.block_k: out.append(f"k={spec.gemm.k} is not a multiple of block_k={s.block_k}")
+    if not 2 <= s.depth <= 8: out.append(f"{s.depth} stages are not 2 to 8")
+    if s.splits > plan.iterations: out.append(f"{s.splits} splits of {plan.iterations} steps")
+    if out: return out
+    return [*_copied(plan), *_room(plan, arch)]
+
+
+def _copied(plan: SparseMmaPlan) -> list[str]:
+    """How threads divide the tiles."""
+    s, size = plan.schedule, plan.size
+    half = s.k(s.block_k // 2)
+    if s.block_k // 2 * size > 128: return [f"block_k={s.block_k}: values of {s.block_k // 2 * size} B a row"]
+    return gemm.copied(half, "block_m", s.block_m, plan.sparse.values) + \
+        gemm.copied(s, "block_n", s.block_n, plan.spec.b)
+
+
+def _room(plan: SparseMmaPlan, arch: str) -> list[str]:
+    """Shared memory and registers."""
+    out, s, most = [], plan.schedule, limits.SMEM_BYTES[arch]
+    if (needed := max(plan.ring_bytes, plan.store.smem_bytes)) > most:
+        out.append(f"{s.depth} stages × {plan.stage_bytes} B, or what is stored from, = {needed} B of shared "
+                   f"memory, {arch} has {most}")
+    if plan.sums > MOST_SUMS: out.append(f"{plan.sums} sums a thread, at most {MOST_SUMS}")
+    return out

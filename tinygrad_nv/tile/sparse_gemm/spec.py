@@ -1,0 +1,64 @@
+"""A matmul whose right operand is 2:4 sparse. A spec does not know its target.
+
+Protocol: `gemm` is the matmul with the operand whole: b of a's dtype, dense, rows along k. In b's place
+kernels take the buffers of quant/sparse.py:
+
+    out; a; values, positions; x0, x1, …
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinygrad_nv.errors import SpecError
+from tinygrad_nv.quant.sparse import DTYPES, buffers
+from tinygrad_nv.quant.types import Buffer
+from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
+
+
+@dataclass(frozen=True)
+class SparseGemmSpec:
+    """A matmul with a sparse matrix. Raises `SpecError` for what cannot be."""
+    gemm: GemmSpec
+
+    def __post_init__(self) -> None:
+        gemm = self.gemm
+        if gemm.a.dtype not in DTYPES:
+            raise SpecError(f"sparse operands of {gemm.a.dtype.name}", ", ".join(d.name for d in DTYPES))
+        if gemm.b != Operand(gemm.a.dtype, gemm.k, 1) or gemm.batch or gemm.parts > 1:
+            raise SpecError(f"a sparse operand {gemm.b} of a batch {gemm.batch}, of {gemm.parts} parts",
+                            f"one dense matrix, rows of {gemm.k} side by side")
+        buffers(gemm.a.dtype, *self.shape)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the sparse matrix."""
+        return self.gemm.n, self.gemm.k
+
+    @property
+    def buffers(self) -> dict[str, Buffer]:
+        """Those of the sparse matrix."""
+        return buffers(self.gemm.a.dtype, *self.shape)
+
+    @property
+    def values(self) -> Operand:
+        """What is stored of the matrix, as an operand of half as many columns."""
+        return Operand(self.gemm.a.dtype, self.gemm.k // 2, 1)
+
+    @property
+    def integers(self) -> tuple[int, ...]:
+        """The kernels' integer arguments, each at its most."""
+        return self.gemm.integers
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the matmul, those with 0, too."""
+        return self.gemm.flops
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sparse matrix."""
+        n, k = self.shape
+        (tiles, units, lanes), _ = self.buffers["positions"]
+        return n * k // 2 * self.gemm.a.dtype.itemsize + 4 * tiles * units * lanes
+
+    def __str__(self) -> str: return f"{self.gemm}, b 2:4 sparse"

@@ -1,0 +1,44 @@
+"""The templates of a matmul with a 2:4 sparse matrix on GPUs: wgmma/ (sm_90a), mma/."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TypeVar
+
+from tinygrad_nv.tile import choose, epilogue
+from tinygrad_nv.tile.legality import legality
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.sparse_gemm.mma import defaults as mma_defaults
+from tinygrad_nv.tile.sparse_gemm.mma import legality as mma_legality
+from tinygrad_nv.tile.sparse_gemm.schedules import SparseMma, SparseWgmma
+from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
+from tinygrad_nv.tile.sparse_gemm.wgmma import defaults as wgmma_defaults
+from tinygrad_nv.tile.sparse_gemm.wgmma import legality as wgmma_legality
+from tinygrad_nv.tile.template import GPU, Family, Template, later
+
+C = TypeVar("C", bound=Schedule)
+
+
+def _whole(own: Callable[[SparseGemmSpec, C, str], Sequence[str]]
+           ) -> Callable[[SparseGemmSpec, C, GPU], list[str]]:
+    """Why a template cannot have a schedule; empty when it can."""
+    def found(spec: SparseGemmSpec, s: C, arch: str) -> tuple[str, ...]:
+        return (*epilogue.problems(spec.gemm.epilogue, arch), *own(spec, s, arch))
+    return legality(found)
+
+
+WGMMA = Template("sparse_wgmma", SparseGemmSpec, SparseWgmma, _whole(wgmma_legality.problems),
+                 wgmma_defaults.candidates,
+                 later("tinygrad_nv.tile.sparse_gemm.wgmma.kernel", "sparse_wgmma"))
+MMA = Template("sparse_mma", SparseGemmSpec, SparseMma, _whole(mma_legality.problems),
+               mma_defaults.candidates, later("tinygrad_nv.tile.sparse_gemm.mma.kernel", "sparse_mma"))
+
+
+@lru_cache(4096)
+def _default(spec: SparseGemmSpec, gpu: GPU) -> Schedule | None:
+    """The first legal candidate."""
+    return next((s for each in (WGMMA, MMA) for s in each.candidates(spec, gpu)
+                 if not each.problems(spec, s, gpu)), None)
+
+
+FAMILY = Family("sparse_gemm", (WGMMA, MMA), choose.choose, defaults=_default)

@@ -1,0 +1,59 @@
+"""sparse_wgmma's schedules worth trying first: tiles, and splits where there are few of them.
+
+Protocol: `candidates` are all of a list, ordered by `cycles`: the longest that any SM works, and not less
+than HBM takes.
+"""
+from __future__ import annotations
+
+from functools import lru_cache
+
+from tinygrad_nv.ptx.gpcs import most_clusters
+from tinygrad_nv.tile.gpu import GPUModel, gpu_model_for
+from tinygrad_nv.tile.sparse_gemm.schedules import SparseWgmma
+from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
+from tinygrad_nv.tile.sparse_gemm.wgmma.plan import SparseWgmmaPlan
+from tinygrad_nv.tile.template import GPU
+
+# rows of the matrix, rows of activations, warps
+TILES = ((128, 256, 12), (256, 128, 12), (128, 192, 12), (128, 128, 12), (64, 256, 8), (64, 128, 8),
+         (128, 64, 12), (64, 64, 8), (128, 32, 12), (64, 32, 8), (64, 16, 8), (64, 8, 8))
+SPLITS = (1, 2, 4, 8)
+DEPTHS = (6, 5, 4, 3, 2)
+TENSOR = 0.8            # of the sparse peak: operands from shared memory come at 0.89 of what it asks for
+STAGE_CYCLES = 60       # a stage's barriers and first reads, where no other warpgroup has work
+TILE_CYCLES = 2000      # prologue and epilogue of a tile
+JOIN_CYCLES = 1500      # sums of a cluster
+HBM = 0.86              # of peak
+
+
+def candidates(spec: SparseGemmSpec, gpu: GPU) -> list[SparseWgmma]:
+    """The best first; none where there is no wgmma."""
+    if gpu.arch != "sm_90a" or spec.gemm.symbolic: return []
+    return list(_candidates(spec, gpu_model_for(gpu.arch, gpu.sm_count)))
+
+
+@lru_cache(1024)
+def _candidates(spec: SparseGemmSpec, gpu: GPUModel) -> tuple[SparseWgmma, ...]:
+    made = []
+    for rows, columns, warps in TILES:
+        if columns > 2 * spec.gemm.m and columns > 8: continue
+        for depth in DEPTHS:
+            base = SparseWgmma().block(rows, columns).k(256 // spec.gemm.a.dtype.itemsize).warps(warps) \
+                .stages(depth)
+            made += [base.split(splits) for splits in SPLITS]
+    return tuple(sorted(made, key=lambda s: (cycles(spec, s, gpu), -s.depth)))
+
+
+def cycles(spec: SparseGemmSpec, s: SparseWgmma, gpu: GPUModel) -> float:
+    """An estimate, for the order of candidates."""
+    gemm, plan = spec.gemm, SparseWgmmaPlan.of(spec, s)
+    stored = s.block_m * s.block_n * s.block_k // 2
+    stage = stored / (gpu.tensor_fma * 2 // gemm.a.dtype.itemsize * TENSOR)
+    stages, tiles = plan.iterations / s.splits, -(-gemm.n // s.block_m) * -(-gemm.m // s.block_n)
+    alone = stages * (stage + STAGE_CYCLES / s.consumers) + TILE_CYCLES
+    if s.splits == 1: busy = -(-tiles // gpu.sm_count) * alone
+    else: busy = -(-tiles // max(most_clusters(s.splits, gpu.sm_count), 1)) * (alone + JOIN_CYCLES)
+    size = gemm.a.dtype.itemsize
+    moved = spec.nbytes + gemm.m * (gemm.k * size + gemm.n * gemm.out.dtype.itemsize)
+    hbm = moved / (gpu.hbm_bytes_per_s * HBM) * gpu.clock_hz
+    return max(busy, hbm) + 0.2 * min(busy, hbm)
