@@ -14,7 +14,7 @@ from tinygrad_nv.tile.sparse_gemm.schedules import SparseMma, SparseWgmma
 from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
 from tinygrad_nv.tile.sparse_gemm.wgmma import defaults as wgmma_defaults
 from tinygrad_nv.tile.sparse_gemm.wgmma import legality as wgmma_legality
-from tinygrad_nv.tile.template import GPU, Family, Template, later
+from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, later
 
 C = TypeVar("C", bound=Schedule)
 
@@ -32,13 +32,14 @@ WGMMA = Template("sparse_wgmma", SparseGemmSpec, SparseWgmma, _whole(wgmma_legal
                  later("tinygrad_nv.tile.sparse_gemm.wgmma.kernel", "sparse_wgmma"))
 MMA = Template("sparse_mma", SparseGemmSpec, SparseMma, _whole(mma_legality.problems),
                mma_defaults.candidates, later("tinygrad_nv.tile.sparse_gemm.mma.kernel", "sparse_mma"))
+ORDER: tuple[AnyTemplate, ...] = WGMMA, MMA
 
 
 @lru_cache(4096)
 def _default(spec: SparseGemmSpec, gpu: GPU) -> Schedule | None:
     """The first legal candidate."""
-    return next((s for each in (WGMMA, MMA) for s in each.candidates(spec, gpu)
+    return next((s for each in ORDER for s in each.candidates(spec, gpu)
                  if not each.problems(spec, s, gpu)), None)
 
 
-FAMILY = Family("sparse_gemm", (WGMMA, MMA), choose.choose, defaults=_default)
+FAMILY = Family("sparse_gemm", ORDER, choose.choose, defaults=_default)

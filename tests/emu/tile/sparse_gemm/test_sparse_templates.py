@@ -25,8 +25,8 @@ MMA = SparseMma().block(32, 32).k(64).warps(2, 2).stages(3)
 
 
 def held(spec: SparseGemmSpec, schedule: Schedule, gpu: GPU, seed: int = 0, whole: bool = False) -> None:
-    """Holds a kernel against the reference. Of fp8 tensor cores may cut 2^-10 of the magnitudes that are added
-    up, as of dense matmuls (gemm_case.bounds)."""
+    """Holds a kernel against the reference. Of fp8 tensor cores may cut 2^-10 of the magnitudes that are
+    added up, as of dense matmuls (gemm_case.bounds)."""
     given = storages(spec, seed, whole)
     got = run(spec, schedule, gpu, given, seed)
     if whole or spec.gemm.a.dtype == INT8: same(spec, given, got)
@@ -55,7 +55,9 @@ def test_mma_types(gpu: GPU, dtype: Any, whole: bool):
 WIDE = [WGMMA.block(64, 8).warps(8), WGMMA.block(128, 64).warps(12).stages(4),
         WGMMA.block(256, 24).warps(12), WGMMA.block(128, 128).warps(12).pingpong(),
         WGMMA.block(64, 32).warps(8).split(2), WGMMA.block(128, 16).warps(12).split(4),
-        WGMMA.block(192, 16).warps(16), WGMMA.block(64, 64).warps(8).k(192)]
+        WGMMA.block(192, 16).warps(16), WGMMA.block(64, 64).warps(8).k(192),
+        WGMMA.block(128, 64).warps(12).k(64), WGMMA.block(64, 64).warps(8).k(64).cluster(2),
+        WGMMA.block(128, 32).cluster(1, 2), WGMMA.block(128, 64).k(64).cluster(2, 2)]
 
 
 @pytest.mark.parametrize("schedule", WIDE, ids=str)
@@ -124,8 +126,7 @@ def test_a_schedule_is_chosen():
 
 
 REFUSED = {"fp8 sums go to float32": (E4M3, WGMMA.block(128, 64).k(128)),
-           "positions of 2 units": (BF16, WGMMA.block(128, 64).k(64)),
-           "multiple of 64": (BF16, WGMMA.block(128, 64).k(96)),
+           "multiple of the unit's 64": (BF16, WGMMA.block(128, 64).k(96)),
            "stream-K": (BF16, WGMMA.block(128, 64).streamed()),
            "shared memory": (BF16, WGMMA.block(128, 256).stages(4))}
 

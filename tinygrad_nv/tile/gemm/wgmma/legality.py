@@ -23,7 +23,7 @@ def problems(spec: GemmSpec, schedule: Wgmma, arch: str) -> list[str]:
     if found := warps(schedule) or extents(schedule, computed): return out + found
     plan = WgmmaPlan.of(spec, schedule)
     return [*out, *swizzled("block_m", plan.a, schedule), *swizzled("block_n", plan.b, schedule),
-            *_room(plan), *_cluster(plan), *shared_sums(plan)]
+            *_room(plan), *cluster(plan), *shared_sums(plan)]
 
 
 def _operands(spec: GemmSpec) -> list[str]:
@@ -106,7 +106,7 @@ def _room(plan: WgmmaPlan) -> list[str]:
     return out
 
 
-def _cluster(plan: WgmmaPlan) -> list[str]:
+def cluster(plan: WgmmaPlan) -> list[str]:
     """Each CTA of a cluster's row or column brings an equal part of what they share, of whole eights of
     rows."""
     s, out = plan.schedule, []

@@ -27,14 +27,15 @@ class PositionCopy:
         self.row_bytes = positions.row_bytes(s.block_k)
         tiles, units, lanes = plan.sparse.buffers["positions"].shape
         self.chunks: list[tuple[Value | None, Value, Value]] = []
-        count, each, threads = positions.nbytes(s.block_m, s.block_k) // CHUNK, self.row_bytes // CHUNK, \
-            s.threads
+        count, each = positions.nbytes(s.block_m, s.block_k) // CHUNK, self.row_bytes // CHUNK
+        threads = s.threads
         for i in range(0, count, threads):
             number = kb.tid.x + i if i else kb.tid.x
             tile, inside = self.first + number // each, kb.reg("u32")
             kb.emit("min.u32", inside, tile, tiles - 1)     # rows beyond the last are not stored
-            source = self.pointer + (inside.to("u64") * (units * lanes * 4) + (number % each * CHUNK).to("u64"))
-            if self.first_k is not None: source = source + (self.first_k // s.block_k * self.row_bytes).to("u64")
+            before = number % each * CHUNK
+            if self.first_k is not None: before = before + self.first_k // s.block_k * self.row_bytes
+            source = self.pointer + (inside.to("u64") * (units * lanes * 4) + before.to("u64"))
             guard = None if i + threads <= count else number < count
             self.chunks.append((guard, source, number * CHUNK + plan.position_start))
 
@@ -89,8 +90,8 @@ class SparseFragments:
 
 @dataclass
 class DoubleFragments:
-    """A warp's share of the activations, two steps of them for each of the sparse operand: eight registers for
-    each 16 columns."""
+    """A warp's share of the activations, two steps of them for each of the sparse operand: eight registers
+    for each 16 columns."""
     steps: Fragments
 
     def registers(self) -> list[list[Value]]:

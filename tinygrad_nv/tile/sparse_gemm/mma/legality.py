@@ -24,7 +24,7 @@ def problems(spec: SparseGemmSpec, s: SparseMma, arch: str) -> list[str]:
     if s.threads > 1024 or s.threads & (s.threads - 1):
         out.append(f"{s.threads} threads are above 1024, or not a power of 2")
     if s.block_k % UNIT or s.block_k * plan.size not in (64, 128, 256):
-        out.append(f"block_k={s.block_k} × {plan.size} B is no multiple of {UNIT} columns that is 64 to 256 B")
+        out.append(f"block_k={s.block_k} × {plan.size} B: a multiple of {UNIT} columns of 64 to 256 B")
     elif spec.gemm.k % s.block_k: out.append(f"k={spec.gemm.k} is not a multiple of block_k={s.block_k}")
     if not 2 <= s.depth <= 8: out.append(f"{s.depth} stages are not 2 to 8")
     if s.splits > plan.iterations: out.append(f"{s.splits} splits of {plan.iterations} steps")

@@ -18,8 +18,11 @@ from tinygrad_nv.tile.template import GPU
 TILES = ((128, 256, 12), (256, 128, 12), (128, 192, 12), (128, 128, 12), (64, 256, 8), (64, 128, 8),
          (128, 64, 12), (64, 64, 8), (128, 32, 12), (64, 32, 8), (64, 16, 8), (64, 8, 8))
 SPLITS = (1, 2, 4, 8)
+CLUSTERS = ((1, 1), (2, 1), (1, 2))
 DEPTHS = (6, 5, 4, 3, 2)
-TENSOR = 0.8            # of the sparse peak: operands from shared memory come at 0.89 of what it asks for
+OVERLAP = 0.2           # of the lesser of two that is not hidden
+L2 = 50                 # bytes a cycle that come to an SM
+LATENCY = 1000          # cycles from a copy's issue to its first bytes, which the ring's other stages hide
 STAGE_CYCLES = 60       # a stage's barriers and first reads, where no other warpgroup has work
 TILE_CYCLES = 2000      # prologue and epilogue of a tile
 JOIN_CYCLES = 1500      # sums of a cluster
@@ -34,26 +37,28 @@ def candidates(spec: SparseGemmSpec, gpu: GPU) -> list[SparseWgmma]:
 
 @lru_cache(1024)
 def _candidates(spec: SparseGemmSpec, gpu: GPUModel) -> tuple[SparseWgmma, ...]:
-    made = []
+    made, size = [], spec.gemm.a.dtype.itemsize
     for rows, columns, warps in TILES:
         if columns > 2 * spec.gemm.m and columns > 8: continue
-        for depth in DEPTHS:
-            base = SparseWgmma().block(rows, columns).k(256 // spec.gemm.a.dtype.itemsize).warps(warps) \
-                .stages(depth)
-            made += [base.split(splits) for splits in SPLITS]
+        # fp8 sums go to float32 after 256 columns; others hide the reads of positions behind the other
+        # consumer's wgmmas, or behind their own of the 64 columns before
+        for block_k in (256,) if size == 1 else (64, 128):
+            for depth in DEPTHS:
+                base = SparseWgmma().block(rows, columns).k(block_k).warps(warps).stages(depth)
+                made += [base.split(splits) for splits in SPLITS] + [base.cluster(*c) for c in CLUSTERS[1:]]
     return tuple(sorted(made, key=lambda s: (cycles(spec, s, gpu), -s.depth)))
 
 
 def cycles(spec: SparseGemmSpec, s: SparseWgmma, gpu: GPUModel) -> float:
     """An estimate, for the order of candidates."""
-    gemm, plan = spec.gemm, SparseWgmmaPlan.of(spec, s)
-    stored = s.block_m * s.block_n * s.block_k // 2
-    stage = stored / (gpu.tensor_fma * 2 // gemm.a.dtype.itemsize * TENSOR)
-    stages, tiles = plan.iterations / s.splits, -(-gemm.n // s.block_m) * -(-gemm.m // s.block_n)
-    alone = stages * (stage + STAGE_CYCLES / s.consumers) + TILE_CYCLES
-    if s.splits == 1: busy = -(-tiles // gpu.sm_count) * alone
-    else: busy = -(-tiles // max(most_clusters(s.splits, gpu.sm_count), 1)) * (alone + JOIN_CYCLES)
-    size = gemm.a.dtype.itemsize
+    gemm, plan, size = spec.gemm, SparseWgmmaPlan.of(spec, s), spec.gemm.a.dtype.itemsize
+    tensor = s.block_m * s.block_n * s.block_k // 2 / (gpu.tensor_fma * 2 // size)
+    l2 = (plan.a.nbytes / s.cluster_n + plan.b.nbytes / s.cluster_m + plan.position_bytes) / L2
+    stage = max(max(tensor, l2) + OVERLAP * min(tensor, l2), (LATENCY + l2) / (s.depth - 1))
+    alone = plan.iterations / s.splits * (stage + STAGE_CYCLES / s.consumers) + TILE_CYCLES
+    if s.splits > 1: alone += JOIN_CYCLES
+    at_once = max(most_clusters(plan.cluster, gpu.sm_count), 1)
+    busy = -(-plan.tiles // at_once) * alone
     moved = spec.nbytes + gemm.m * (gemm.k * size + gemm.n * gemm.out.dtype.itemsize)
     hbm = moved / (gpu.hbm_bytes_per_s * HBM) * gpu.clock_hz
-    return max(busy, hbm) + 0.2 * min(busy, hbm)
+    return max(busy, hbm) + OVERLAP * min(busy, hbm)

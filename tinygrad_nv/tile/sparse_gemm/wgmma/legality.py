@@ -10,7 +10,7 @@ from tinygrad_nv.tile.gemm.wgmma import legality as gemm
 from tinygrad_nv.tile.gemm.wgmma.plan import PROMOTED_K
 from tinygrad_nv.tile.sparse_gemm.schedules import SparseWgmma
 from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
-from tinygrad_nv.tile.sparse_gemm.wgmma.plan import PENDING, SparseWgmmaPlan
+from tinygrad_nv.tile.sparse_gemm.wgmma.plan import SparseWgmmaPlan
 from tinygrad_nv.tile.wgmma_tiles import taken, unreachable
 
 
@@ -28,18 +28,16 @@ def problems(spec: SparseGemmSpec, s: SparseWgmma, arch: str) -> list[str]:
     if found := _stage(spec, s): return out + found
     plan = SparseWgmmaPlan.of(spec, s)
     return [*out, *gemm.swizzled("block_m", plan.a, s), *gemm.swizzled("block_n", plan.b, s),
-            *_room(plan), *gemm.shared_sums(plan)]
+            *_room(plan), *gemm.cluster(plan), *gemm.shared_sums(plan)]
 
 
 def _stage(spec: SparseGemmSpec, s: SparseWgmma) -> list[str]:
     """Columns of a stage."""
-    if s.block_k % UNIT: return [f"block_k={s.block_k} is not a multiple of {UNIT}, positions of which are a word"]
+    if s.block_k % UNIT: return [f"block_k={s.block_k} is not a multiple of the unit's {UNIT} columns"]
     eight = spec.gemm.a.dtype in FP8
     if eight and s.block_k != 2 * PROMOTED_K:
         return [f"block_k={s.block_k}: fp8 sums go to float32 after {2 * PROMOTED_K} columns, a stage"]
-    if not eight and s.block_k // UNIT <= PENDING:
-        return [f"block_k={s.block_k}: positions of {PENDING + 1} units of {UNIT} columns are in use at a time"]
-    if s.stream or s.cluster_m * s.cluster_n > 1: return ["stream-K, or a cluster that shares operands"]
+    if s.stream: return ["stream-K"]
     if s.swizzle_width: return [f"swizzle {s.swizzle_width}: the widest"]
     return []
 

@@ -2,7 +2,7 @@
 
     for each stage: wait for it
         for each unit of 64 columns: read its positions, a word for each 64 rows
-            its wgmmas; wait for those `PENDING` before; give back the stage before, once it is read
+            its wgmmas; wait for those `pending` before; give back the stage before, once it is read
 
 A unit is a group with a fence and a wait of its own: positions are registers of a wgmma, which ptxas takes
 only where they were written after the last wait (C7513). Fp8 waits for each 256 columns, 128 values, whose
@@ -20,7 +20,7 @@ from tinygrad_nv.tile.pipeline import OrderedBarrier, Pipeline
 from tinygrad_nv.tile.sparse_gemm import positions
 from tinygrad_nv.tile.sparse_gemm.positions import UNIT_WORDS
 from tinygrad_nv.tile.sparse_gemm.wgmma.load import SparseLoads
-from tinygrad_nv.tile.sparse_gemm.wgmma.plan import PENDING, SparseWgmmaPlan
+from tinygrad_nv.tile.sparse_gemm.wgmma.plan import SparseWgmmaPlan
 
 
 class SparseMainLoop(MainLoop):
@@ -48,19 +48,20 @@ class SparseMainLoop(MainLoop):
         with kb.loop(1, iterations, kind="u32"): self._multiply_stage(True)
         self._issued()
         kb.wgmma_wait(0)
-        self.ring.release(self.empty_barriers, self.last, self.mine)
+        if self.sparse.pending: self.ring.release(self.empty_barriers, self.last, self.mine)
 
     def _multiply_stage(self, further: bool) -> None:
-        """wgmmas of the next stage; gives back the one before, if there is one."""
-        kb, each = self.kb, self.sparse.unit_steps
+        """wgmmas of the next stage; gives back the one before, if there is one; of one unit its own."""
+        kb, each, pending = self.kb, self.sparse.unit_steps, self.sparse.pending
         self.ring.wait(self.at)
         for unit in range(self.sparse.units):
             self._read(unit)
             kb.wgmma_fence()
             self._stage(dict(enumerate(self.sums)), further or unit > 0, unit * each, (unit + 1) * each)
             kb.wgmma_commit()
-            kb.wgmma_wait(PENDING)
-            if further and unit == PENDING - 1: self.ring.release(self.empty_barriers, self.last, self.mine)
+            kb.wgmma_wait(pending)
+            if further and unit == pending - 1: self.ring.release(self.empty_barriers, self.last, self.mine)
+        if not pending: self.ring.release(self.empty_barriers, self.at.stage, self.mine)
         self._next()
 
     def _arrive(self) -> None:
@@ -72,7 +73,8 @@ class SparseMainLoop(MainLoop):
         """Positions of a unit of the stage."""
         place = self.place + self.at.stage * self.sparse.position_bytes
         for i, words in enumerate(self.words):
-            self.kb.emit("ld.shared.b32", words[unit], place.at(4 * i * self.tile_bytes + unit * UNIT_WORDS * 4))
+            nbytes = 4 * i * self.tile_bytes + unit * UNIT_WORDS * 4
+            self.kb.emit("ld.shared.b32", words[unit], place.at(nbytes))
 
     def _stage(self, rows: Mapping[int, Sequence[Value]], further: bool, first: int, end: int) -> None:
         kb, plan = self.kb, self.sparse

@@ -16,8 +16,6 @@ from tinygrad_nv.tile.sparse_gemm.schedules import SparseWgmma
 from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
 from tinygrad_nv.tile.wgmma_tiles import K_BYTES, OperandTile, natural_span, taken
 
-PENDING = 1     # groups of wgmmas in flight while the next positions are read
-
 
 @dataclass(frozen=True)
 class SparseWgmmaPlan(WgmmaPlan):
@@ -52,6 +50,11 @@ class SparseWgmmaPlan(WgmmaPlan):
 
     @property
     def shape(self) -> str: return f"m64n{self.schedule.block_n}k{2 * K_BYTES // self.a.size}"
+
+    @property
+    def pending(self) -> int:
+        """Groups of wgmmas in flight while the next positions are read."""
+        return min(self.units - 1, 1)
 
     @property
     def position_bytes(self) -> int:
