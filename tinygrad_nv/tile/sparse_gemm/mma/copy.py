@@ -1,12 +1,13 @@
-"""Positions by cp.async to shared memory; values with their positions, and activations of two steps, as the
-operands of one mma.sp."""
+"""Positions by cp.async to shared memory; values with their positions, and activations, as operands of
+mma.sp."""
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.quant.types import TILE
-from tinygrad_nv.tile.fragments import Fragments
+from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments
+from tinygrad_nv.tile.ops import Places, TileCopy, swizzled
 from tinygrad_nv.tile.sparse_gemm import positions
 from tinygrad_nv.tile.sparse_gemm.mma.plan import SparseMmaPlan
 
@@ -89,23 +90,43 @@ class SparseFragments:
 
 
 @dataclass
-class DoubleFragments:
-    """A warp's share of the activations, two steps of them for each of the sparse operand: eight registers
-    for each 16 columns."""
-    steps: Fragments
+class DenseFragments:
+    """A warp's `extent` columns of the activations, from column `first` (u32) of a tile on: of each 8 columns
+    four registers, 8, 16 or 32 of K, in the order in which one ldmatrix reads them. Two dense operands of
+    `Fragments` would have to be moved to lie side by side."""
+    kb: Kernel
+    copy: TileCopy
+    first: Value
+    extent: int
+    steps: int
+
+    def __post_init__(self) -> None:
+        lane, tile, size = self.kb.special("laneid"), self.copy.tile, self.copy.size
+        low, chunk = lane & 7, lane >> 3
+        if self.copy.mn_major: place = swizzled(tile, low + chunk * 8, self.first * size)
+        else: place = swizzled(tile, self.first + low, chunk * 16)
+        self.places = Places(self.kb, tile, place)
+        self.places.prepare([self._plain(i, step) for i in range(self.extent // 8)
+                             for step in range(self.steps)])
 
     def registers(self) -> list[list[Value]]:
         """Registers for a step."""
-        return [a + b for a, b in zip(self.steps.registers(), self.steps.registers(), strict=True)]
+        return [self.kb.regs("b32", 4) for _ in range(0, self.extent, 8)]
 
     def move(self, stage: Value) -> None:
         """Reads from the stage at a shared address (u32) from now on."""
-        self.steps.move(stage)
+        self.places.at_stage(stage)
 
     def load(self, step: int, into: list[list[Value]]) -> None:
         """Reads a step of the stage."""
-        for i, eight in enumerate(into): self.load_one(i, step, eight)
+        for i, four in enumerate(into): self.load_one(i, step, four)
 
-    def load_one(self, i: int, step: int, eight: list[Value]) -> None:
-        """Reads 16 columns of a step, from 16 `i` on."""
-        for half in range(2): self.steps.load_one(i, 2 * step + half, eight[4 * half:4 * half + 4])
+    def load_one(self, i: int, step: int, four: list[Value]) -> None:
+        """Reads 8 columns of a step, from 8 `i` on."""
+        trans = ".trans" if self.copy.mn_major else ""
+        self.kb.emit(f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16", four,
+                     self.places(self._plain(i, step), self.copy.start))
+
+    def _plain(self, i: int, step: int) -> int:
+        if not self.copy.mn_major: return self.copy.tile.plain(8 * i, step * 2 * STEP_BYTES)
+        return self.copy.tile.plain(step * 2 * STEP_BYTES // self.copy.size, 8 * i * self.copy.size)

@@ -16,7 +16,7 @@ from tinygrad_nv.tile.gemm.spec import Operand
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.ops import TileCopy, width_of
 from tinygrad_nv.tile.sparse_gemm import positions
-from tinygrad_nv.tile.sparse_gemm.mma.copy import DoubleFragments, PositionCopy, SparseFragments
+from tinygrad_nv.tile.sparse_gemm.mma.copy import DenseFragments, PositionCopy, SparseFragments
 from tinygrad_nv.tile.sparse_gemm.mma.plan import SparseMmaPlan
 from tinygrad_nv.tile.sparse_gemm.schedules import SparseMma
 from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
@@ -65,17 +65,14 @@ class SparseMmaKernel(MmaKernel):
         kb, (a, b) = self.kb, self.tiles
         values = Fragments(kb, a.operand.dtype, a.tile, a.mn_major, False, self.row, self.warp_m, self.steps,
                            a.start)
-        activations = Fragments(kb, b.operand.dtype, b.tile, b.mn_major, True, self.column, self.warp_n,
-                                2 * self.steps, b.start)
-        self.fragments = [SparseFragments(kb, self.sparse, values, self.row), DoubleFragments(activations)]
+        self.fragments = [SparseFragments(kb, self.sparse, values, self.row),
+                          DenseFragments(kb, b, self.column, self.warp_n, self.steps)]
 
     def _multiply_step(self, operands: Operands, step: int, after: Operands | None = None) -> None:
         plan, (rows, columns), (values, activations) = self.sparse, operands, self.fragments
         selector, following = step % positions.steps_of_unit(plan.size), (step + 1) % self.steps
         if after: activations.load(following, after[1])
         for i, left in enumerate(rows):
-            for j, cell in enumerate(self.sums[0][i]):
-                half, eight = 2 * (j % 2), columns[j // 2]
-                right = [*eight[half:half + 2], *eight[4 + half:6 + half]]
+            for right, cell in zip(columns, self.sums[0][i], strict=True):
                 self.kb.emit(plan.instruction, cell, left[:4], right, cell, left[4], selector)
             if after: values.load_one(i, following, after[0][i])

@@ -18,6 +18,8 @@ def problems(spec: SparseGemmSpec, s: SparseMma, arch: str) -> list[str]:
     if s.swap: return ["swapped: the sparse matrix is operand A"]
     if spec.gemm.a.dtype in FP8 and arch not in ("sm_89", "sm_120"):
         return [f"8-bit floats: their mma.sp begins with sm_89, {arch} has none in its tensor cores"]
+    if spec.gemm.a.dtype.itemsize == 1 and spec.gemm.a.major == "MN":
+        return ["activations of 8 bits that lie along rows: ldmatrix turns 16 bits"]
     plan = SparseMmaPlan.of(spec, s)
     out = gemm.extent_problems("block_m", s.block_m, s.warps_m, 1, spec.values)
     out += gemm.extent_problems("block_n", s.block_n, s.warps_n, 1, plan.spec.b)
