@@ -9,8 +9,9 @@ model trains with flash attention, forward and backward, without a change (`meth
 `kv_append` and `paged_attention` are a decoder's steps over keys and values in pages, `varlen_attention` is
 for sequences that lie one after the other, `fp8_attention` for operands of 8 bits with scales, `embedding`
 for rows of a table by number, `quant_matmul` for a quantised matrix, `scaled_matmul` for one whose codes are
-multiplied with codes of activations (W8A8, FP8): the modules of patterns/ with these names (decode/paged.py,
-attention/varlen.py, attention/fp8.py, scaled_gemm/named.py, and named.py of the others) define them.
+multiplied with codes of activations (W8A8, FP8), `sparse_matmul` for one that is 2:4 sparse: the modules of
+patterns/ with these names (decode/paged.py, attention/varlen.py, attention/fp8.py, scaled_gemm/named.py, and
+named.py of the others) define them.
 """
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from dataclasses import replace
 from math import isfinite
 
 from tinygrad import Device, Tensor, dtypes
+from tinygrad.dtype import DType
 from tinygrad.helpers import TRAINING, to_tuple
 
 from tinygrad_nv import config, hooks
@@ -41,6 +43,8 @@ from tinygrad_nv.patterns.named import check_devices
 from tinygrad_nv.patterns.quant_gemm.named import prepared, quant_matmul
 from tinygrad_nv.patterns.scaled_gemm.named import has_kernel, scaled_matmul
 from tinygrad_nv.patterns.scaled_gemm.quantize import quantize
+from tinygrad_nv.patterns.sparse_gemm import named as sparse
+from tinygrad_nv.patterns.sparse_gemm.named import sparse_matmul
 from tinygrad_nv.patterns.target import GPUS, kind_of, takes, target_of
 from tinygrad_nv.quant.types import QType, Scale
 from tinygrad_nv.tile.attention.dropout import kept_of
@@ -51,12 +55,14 @@ __all__ = [
     "fp8_attention",
     "kv_append",
     "multiplies_codes",
+    "multiplies_sparse",
     "paged_attention",
     "prepared",
     "quant_matmul",
     "quantize",
     "scaled_dot_product_attention",
     "scaled_matmul",
+    "sparse_matmul",
     "varlen_attention",
 ]
 
@@ -162,6 +168,13 @@ def multiplies_codes(type: QType, shape: tuple[int, int], element: str, block: S
     name = Device.canonicalize(device)
     if not hooks.enabled() or not config.get("NV_GEMM") or kind_of(name) not in GPUS: return False
     return (target := target_of(name)) is not None and has_kernel(type, shape, element, block, target)
+
+
+def multiplies_sparse(dtype: DType, shape: tuple[int, int], device: str | None) -> bool:
+    """Whether `sparse_matmul` is a kernel on a GPU for a matrix."""
+    name = Device.canonicalize(device)
+    if not hooks.enabled() or not config.get("NV_GEMM") or kind_of(name) not in GPUS: return False
+    return (target := target_of(name)) is not None and sparse.has_kernel(dtype, shape, target)
 
 
 def _kept(dropout_p: float) -> int:
