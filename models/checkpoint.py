@@ -27,7 +27,7 @@ from tinygrad_nv.quant.floats import narrow_bfloat16, widen_bfloat16
 from tinygrad_nv.quant.gguf.split import open_gguf
 from tinygrad_nv.runtime.memory import host_bytes, write
 
-from . import gguf
+from . import bitmask, gguf
 from .config import read_json
 from .pickles import ITEM_BYTES as FLOAT_BYTES
 from .pickles import read_entries
@@ -47,16 +47,18 @@ ITEM_BYTES = FLOAT_BYTES | {name: np.dtype(kind).itemsize for name, kind in NUMP
 class TensorEntry:
     """One tensor of a checkpoint. `file_offset` (file, byte) orders tensors as they are on disk; `dtype` is a
     name in `ITEM_BYTES`, of floats tinygrad's, else that of safetensors. `strides`, in elements, are set if
-    the elements are not in index order."""
+    the elements are not in index order. `parts` are what a sparse tensor is stored in (bitmask.py)."""
     name: str
     dtype: str
     shape: tuple[int, ...]
     file_offset: tuple[str, int]
     strides: tuple[int, ...] | None = None
+    parts: tuple[TensorEntry, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
+        if self.parts: return sum(part.nbytes for part in self.parts)
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -91,6 +93,9 @@ class Safetensors:
         return read_header(path)
 
     def read_into(self, entry: TensorEntry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
+        if entry.parts:
+            found = _sparse_elements(entry, begin, end).reshape(-1).data.cast("B")
+            return write(tensor, offset, convert(found, entry.dtype, tensor.dtype))
         item, (path, position) = ITEM_BYTES[entry.dtype], entry.file_offset
         target = host_bytes(tensor)
         with open(path, "rb", buffering=0) as file:
@@ -162,15 +167,57 @@ def safetensors_dtype(entry: TensorEntry) -> str:
 
 def read_array(entry: TensorEntry) -> np.ndarray:
     """A whole tensor; bfloat16 and fp8 as unsigned integers of their bits. Raises `WeightError`."""
-    path, position = entry.file_offset
     if entry.strides is not None:
-        raise WeightError(f"{path}: {entry.name} is transposed", "a quantised tensor in index order",
+        raise WeightError(f"{entry.file_offset[0]}: {entry.name} is transposed", "a quantised tensor in index order",
                           "convert the checkpoint to safetensors")
-    data = bytearray(entry.nbytes)
+    if entry.parts: return _sparse_elements(entry, 0, math.prod(entry.shape)).reshape(entry.shape)
+    return _read(entry, 0, math.prod(entry.shape)).reshape(entry.shape)
+
+
+def _read(entry: TensorEntry, begin: int, end: int) -> np.ndarray:
+    """Elements [begin, end)."""
+    (path, position), item = entry.file_offset, ITEM_BYTES[entry.dtype]
+    data = bytearray((end - begin) * item)
     with open(path, "rb", buffering=0) as file:
-        file.seek(position)
+        file.seek(position + begin * item)
         _fill(file, memoryview(data), path)
-    return np.frombuffer(data, NUMPY_DTYPES[safetensors_dtype(entry)]).reshape(entry.shape)
+    return np.frombuffer(data, NUMPY_DTYPES[safetensors_dtype(entry)])
+
+
+def _sparse_elements(entry: TensorEntry, begin: int, end: int) -> np.ndarray:
+    """Elements [begin, end) of a sparse tensor, with the zeros that are not stored."""
+    elements, mask, *offsets = entry.parts
+    k, width = entry.shape[1], mask.shape[1]
+    first, last = begin // k, -(-end // k)
+    if offsets:
+        starts = [*read_array(offsets[0]).reshape(-1)[first:last + 1].tolist(), math.prod(elements.shape)]
+        begins, ends = starts[0], starts[last - first]
+    else: begins, ends = first * (k // 2), last * (k // 2)
+    bits = _read(mask, first * width, last * width).reshape(-1, width)
+    if not 0 <= begins <= ends <= math.prod(elements.shape):
+        raise WeightError(f"{offsets[0].name}: rows {first} to {last} are elements {begins} to {ends}",
+                          f"increasing numbers up to {math.prod(elements.shape)}",
+                          "download the directory again")
+    whole = bitmask.spread(entry.name, _read(elements, begins, ends), bits, k)
+    return whole.reshape(-1)[begin - first * k:end - first * k]
+
+
+def _with_sparse(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Entries, those of sparse tensors joined. Raises `WeightError` where parts do not fit each other."""
+    out = dict(entries)
+    for weight, names in bitmask.stored(entries).items():
+        elements, mask, shape, *offsets = (out.pop(name) for name in names.values())
+        extents = tuple(read_array(shape).reshape(-1).tolist())
+        n, k = extents if len(extents) == 2 else (0, 0)
+        count = (n,) if offsets else (n, k // 2)
+        if mask.shape != (n, -(-k // 8)) or (offsets[0].shape if offsets else elements.shape) != count:
+            found = ", ".join(f"{one.name} {list(one.shape)}" for one in (elements, mask, *offsets))
+            raise WeightError(f"{weight} is of shape {list(extents)}, its parts are {found}",
+                              f"a mask of {[n, -(-k // 8)]} and elements of {[n, k // 2]}, or row offsets",
+                              "download the directory again")
+        out[weight] = TensorEntry(weight, elements.dtype, extents, elements.file_offset, None,
+                                  (elements, mask, *offsets))
+    return out
 
 
 def named(dtype: str) -> DType:
@@ -246,6 +293,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         elif index.is_file():
             for shard, names in _shards(index).items(): checkpoint.add(shard, names)
         else: continue
+        checkpoint.entries = _with_sparse(checkpoint.entries)
         return checkpoint
     raise WeightError(f"{directory} holds no weights",
                       "model.safetensors, or model.safetensors.index.json with its shards, or "

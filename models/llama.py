@@ -33,11 +33,12 @@ from tinygrad_nv.functional import (
     quantize,
     scaled_dot_product_attention,
     scaled_matmul,
+    sparse_matmul,
 )
 from tinygrad_nv.hooks import enabled
 from tinygrad_nv.kvcache.store import LayerPages, PagedCache
 from tinygrad_nv.patterns.target import cpu_of, takes
-from tinygrad_nv.quant.activations import QWeight
+from tinygrad_nv.quant.activations import QWeight, SparseWeight
 from tinygrad_nv.quant.tensor import QTensor
 from tinygrad_nv.runtime.observe.ranges import layer
 from tinygrad_nv.tile.gemm.spec import FLOAT16S
@@ -95,12 +96,12 @@ class DenseBatch:
 
 class Linear:
     """y = x Wᵀ + b with W of shape (out, in), as PyTorch stores it. `out` may be several projections
-    stacked. Of a quantised layer `parts` stand in for W: its rows in order, quantised or not."""
+    stacked. Of a quantised or sparse layer `parts` stand in for W: its rows in order, quantised or not."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, dtype: DType, device: str | None) -> None:
         self.weight = Tensor.empty(outputs, inputs, dtype=dtype, device=device)
         self.bias = Tensor.empty(outputs, dtype=dtype, device=device) if bias else None
-        self.parts: tuple[QWeight | Tensor, ...] = ()
+        self.parts: tuple[QWeight | SparseWeight | Tensor, ...] = ()
 
     def __call__(self, x: Tensor) -> Tensor:
         if not self.parts: return x.linear(self.weight.T, self.bias)
@@ -109,12 +110,16 @@ class Linear:
         return made if self.bias is None else made + self.bias
 
 
-def multiply(x: Tensor, weight: QWeight | Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b, of W quantised or not."""
-    if not isinstance(weight, QWeight): return x.linear(weight.T, bias)
-    if (how := weight.activations) is None or not weight.codes:
+def multiply(x: Tensor, weight: QWeight | SparseWeight | Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b, of W quantised, sparse, or neither."""
+    if isinstance(weight, Tensor): return x.linear(weight.T, bias)
+    how = weight.activations
+    if how is None and isinstance(weight, SparseWeight): return sparse_matmul(x, weight.matrix, bias)
+    if isinstance(weight, QWeight) and (how is None or not weight.codes):
         return quant_matmul(weight.inputs(x), weight.matrix, bias, weight.int8)
+    assert how is not None
     codes, scales = quantize(x, how.element, how.scale, weight.input_scale)
+    if isinstance(weight, SparseWeight): return sparse_matmul(codes, weight.matrix, bias, scales, x.dtype)
     return scaled_matmul(codes, scales, weight.matrix, bias, x.dtype)
 
 

@@ -11,21 +11,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import TypeAlias
 
 import numpy as np
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import WeightError
 from tinygrad_nv.functional import multiplies_codes, prepared
-from tinygrad_nv.quant.activations import QWeight
+from tinygrad_nv.quant.activations import QWeight, SparseWeight
 from tinygrad_nv.quant.floats import as_float32
 from tinygrad_nv.quant.readers.reader import Activations, Get, Reader, StoredMatrix, reader_of
 from tinygrad_nv.quant.tensor import QTensor, in_memory
 from tinygrad_nv.quant.types import QType, buffers
 from tinygrad_nv.runtime.memory import write
 
+from . import sparse
 from .cache_scales import SUFFIXES
-from .checkpoint import TensorEntry, read_array, safetensors_dtype
+from .checkpoint import TensorEntry, convert, read_array, safetensors_dtype
 from .llama import Linear, Llama
 
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
@@ -46,11 +48,23 @@ class Projection:
 
 
 @dataclass(frozen=True)
+class StoredFloats:
+    """A matrix of floats that may be 2:4 sparse: its tensor's name."""
+    name: str
+
+    @property
+    def tensors(self) -> tuple[str, ...]: return self.name,
+
+
+Stored = StoredMatrix | StoredFloats
+
+
+@dataclass(frozen=True)
 class QuantisedLayer:
-    """A layer's projections in order; those that are not quantised have a Tensor of their own. `linear` is
-    their `Linear`, or the name of the head or the embedding."""
+    """A layer's projections in order; those that are neither quantised nor sparse have a Tensor of their own.
+    `linear` is their `Linear`, or the name of the head or the embedding."""
     linear: Linear | str
-    parts: tuple[tuple[StoredMatrix, tuple[int, int]] | Tensor, ...]
+    parts: tuple[tuple[Stored, tuple[int, int]] | Tensor, ...]
 
     @property
     def tensors(self) -> list[str]:
@@ -114,9 +128,10 @@ def planned(model: Llama, entries: Mapping[str, TensorEntry], file: str) -> Plan
 
 def _add_layer(plan: Plan, reader: Reader, found: list[Projection],
                stored: Mapping[str, tuple[str, tuple[int, ...]]], model: Llama) -> None:
-    matrices = [_as_run(model, reader.matrix(each.name, each.shape, stored), each.shape) for each in found]
+    matrices = [_as_run(model, reader.matrix(each.name, each.shape, stored), each.shape)
+                or _sparse(model, each, stored) for each in found]
     if not any(matrices): return
-    parts: list[tuple[StoredMatrix, tuple[int, int]] | Tensor] = []
+    parts: list[tuple[Stored, tuple[int, int]] | Tensor] = []
     for each, matrix in zip(found, matrices, strict=True):
         weight = f"{each.name}.weight"
         plan.replaced.add(weight)
@@ -127,6 +142,14 @@ def _add_layer(plan: Plan, reader: Reader, found: list[Projection],
         # AutoGPTQ writes biases of zeros
         if each.linear.bias is None and (bias := f"{each.name}.bias") in stored: plan.unread.add(bias)
     plan.layers.append(QuantisedLayer(found[0].linear, tuple(parts)))
+
+
+def _sparse(model: Llama, one: Projection, stored: Mapping[str, tuple[str, tuple[int, ...]]]
+            ) -> StoredFloats | None:
+    """A projection of floats that may be sparse."""
+    name = f"{one.name}.weight"
+    fits = stored.get(name, ("", ()))[1] == one.shape
+    return StoredFloats(name) if fits and sparse.candidate(model, one.shape) else None
 
 
 def _add_table(plan: Plan, reader: Reader, name: str, stored: Mapping[str, tuple[str, tuple[int, ...]]],
@@ -162,6 +185,25 @@ def require_zeros(plan: Plan, entries: Mapping[str, TensorEntry]) -> None:
 
 
 @dataclass(frozen=True)
+class _Floats:
+    """A matrix of floats that was read, in their own dtype; bits of bfloat16."""
+    values: np.ndarray
+
+    def stacks_on(self, above: _Arrays | _Floats) -> bool: return isinstance(above, _Floats)
+
+    def in_memory(self, model: Llama) -> SparseWeight | Tensor:
+        """In the model's dtype, sparse if it is."""
+        kind = {"u": "bfloat16", "f": self.values.dtype.name}[self.values.dtype.kind]
+        (n, k), data = self.values.shape, np.ascontiguousarray(self.values).reshape(-1).data.cast("B")
+        bits = np.frombuffer(convert(data, kind, model.dtype), f"u{model.dtype.itemsize}").reshape(n, k)
+        if (found := sparse.packed(model.dtype, (n, k), bits, None, model.device)) is not None:
+            return SparseWeight(found)
+        made = Tensor.empty(n, k, dtype=model.dtype, device=model.device)
+        write(made, 0, bits.reshape(-1).data.cast("B"))
+        return made
+
+
+@dataclass(frozen=True)
 class _Arrays:
     """A matrix that was read: what `QWeight` is made of."""
     type: QType
@@ -189,8 +231,9 @@ class _Arrays:
             as_float32(scales)
         return replace(self, type=self.type.element @ scale, buffers={**self.buffers, "scales": scales})
 
-    def stacks_on(self, above: _Arrays) -> bool:
+    def stacks_on(self, above: _Arrays | _Floats) -> bool:
         """Whether its rows may follow those of another in one matrix."""
+        if isinstance(above, _Floats): return False
         kind, rows = self.type, above.shape[0]
         scales = [scale for scale in (kind.scale, kind.outer) if scale is not None]
         alike = (kind, self.activations, self.input_scale) == (above.type, above.activations,
@@ -198,20 +241,34 @@ class _Arrays:
         return alike and all(scale.rows and rows % scale.rows == 0 for scale in scales) and \
             (not kind.permuted or np.array_equal(self.buffers["order"], above.buffers["order"]))
 
+    def in_memory(self, model: Llama) -> QWeight | SparseWeight:
+        """On the model's device, sparse if it is."""
+        how, device = self.activations, model.device
+        if sparse.candidate(model, self.shape, self.type, how):
+            scales = as_float32(self.buffers["scales"])
+            found = sparse.packed(self.type.element.dtype, self.shape, self.buffers["codes"],
+                                  np.broadcast_to(scales, (self.shape[0], 1)), device)
+            if found is not None: return SparseWeight(found, how, self.input_scale)
+        return QWeight(_in_memory(self.type, self.shape, self.buffers, device), how, self.input_scale,
+                       codes=_codes(self.type, self.shape, how, device))
 
-def read_layer(layer: QuantisedLayer, entries: Mapping[str, TensorEntry]) -> list[_Arrays | Tensor]:
+
+Read: TypeAlias = _Arrays | _Floats | Tensor
+
+
+def read_layer(layer: QuantisedLayer, entries: Mapping[str, TensorEntry]) -> list[Read]:
     """The parts of a layer, neighbours of one type as one matrix."""
     def get(name: str) -> np.ndarray: return read_array(entries[name])
     return list(_merged(layer.parts, get))
 
 
-def fill(model: Llama, layer: QuantisedLayer, found: Iterable[_Arrays | Tensor]) -> None:
+def fill(model: Llama, layer: QuantisedLayer, found: Iterable[Read]) -> None:
     """Puts the parts of a layer in their place."""
     assert model.config.quantization is not None
     int8 = model.config.quantization["quant_method"] == "gguf" and model.int8_inputs
     alone = layer.linear == EMBEDDING   # nothing is multiplied with it: its rows stay in one piece
     def laid(one: QWeight) -> QTensor: return one.matrix if alone or one.codes else prepared(one.matrix)
-    made = (each if isinstance(each, Tensor) else _weight(each, model.device) for each in found)
+    made = (each if isinstance(each, Tensor) else each.in_memory(model) for each in found)
     parts = tuple(replace(part, int8=int8, matrix=laid(part)) if isinstance(part, QWeight) else part
                   for part in made)
     if isinstance(layer.linear, Linear): layer.linear.parts = parts
@@ -221,12 +278,11 @@ def fill(model: Llama, layer: QuantisedLayer, found: Iterable[_Arrays | Tensor])
         if alone or model.config.tied: model.quantised_embedding = parts[0].matrix
 
 
-def _merged(parts: Iterable[tuple[StoredMatrix, tuple[int, int]] | Tensor],
-            get: Get) -> Iterator[_Arrays | Tensor]:
+def _merged(parts: Iterable[tuple[Stored, tuple[int, int]] | Tensor], get: Get) -> Iterator[Read]:
     """Parts, of neighbours of one type one matrix."""
-    waiting: list[_Arrays] = []
+    waiting: list[_Arrays | _Floats] = []
     for part in parts:
-        one = None if isinstance(part, Tensor) else _Arrays.read(part[0], part[1], get).for_codes()
+        one = None if isinstance(part, Tensor) else _read(part[0], part[1], get)
         if waiting and (one is None or not one.stacks_on(waiting[-1])):
             yield _stacked(waiting)
             waiting = []
@@ -235,16 +291,20 @@ def _merged(parts: Iterable[tuple[StoredMatrix, tuple[int, int]] | Tensor],
     if waiting: yield _stacked(waiting)
 
 
-def _stacked(some: list[_Arrays]) -> _Arrays:
+def _read(stored: Stored, shape: tuple[int, int], get: Get) -> _Arrays | _Floats:
+    if isinstance(stored, StoredFloats): return _Floats(get(stored.name))
+    return _Arrays.read(stored, shape, get).for_codes()
+
+
+def _stacked(some: list[_Arrays | _Floats]) -> _Arrays | _Floats:
     first = some[0]
+    if isinstance(first, _Floats):
+        return _Floats(np.concatenate([each.values for each in some if isinstance(each, _Floats)]))
     arrays = {name: array if len(some) == 1 or name == "order" else
-              np.concatenate([each.buffers[name] for each in some]) for name, array in first.buffers.items()}
-    return replace(first, shape=(sum(each.shape[0] for each in some), first.shape[1]), buffers=arrays)
-
-
-def _weight(one: _Arrays, device: str | None) -> QWeight:
-    return QWeight(_in_memory(one.type, one.shape, one.buffers, device), one.activations, one.input_scale,
-                   codes=_codes(one.type, one.shape, one.activations, device))
+              np.concatenate([each.buffers[name] for each in some if isinstance(each, _Arrays)])
+              for name, array in first.buffers.items()}
+    rows = sum(each.shape[0] for each in some if isinstance(each, _Arrays))
+    return replace(first, shape=(rows, first.shape[1]), buffers=arrays)
 
 
 def _in_memory(type: QType, shape: tuple[int, int], arrays: Mapping[str, np.ndarray],

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tinygrad import Tensor, dtypes
 
+from tinygrad_nv.quant.sparse import SparseTensor
 from tinygrad_nv.quant.tensor import QTensor
 from tinygrad_nv.quant.types import Scale
 
@@ -38,6 +39,14 @@ class QWeight:
         """What is multiplied: x (…, K) rounded, in its dtype."""
         if self.activations is None: return x
         return rounded(x, self.activations, self.input_scale)
+
+
+@dataclass(frozen=True)
+class SparseWeight:
+    """A layer's 2:4 sparse matrix; of 8-bit codes with how its inputs are quantised, and a static scale."""
+    matrix: SparseTensor
+    activations: Activations | None = None
+    input_scale: float | None = None
 
 
 def rounded(x: Tensor, how: Activations, scale: float | None = None) -> Tensor:

@@ -145,7 +145,8 @@ def packed(codes: np.ndarray, itemsize: int) -> np.ndarray:
 def compressed(w: np.ndarray, kept: np.ndarray) -> dict[str, np.ndarray]:
     """`values` and `positions` of a matrix [N, K] of any 8- or 16-bit elements, of which a mask keeps two of
     each four columns."""
-    return {"values": w[kept].reshape(len(w), -1), "positions": packed(codes_of(kept), w.itemsize)}
+    positions = packed(codes_of(kept), w.itemsize)
+    return {"values": w[kept].reshape(len(w), -1), "positions": positions}
 
 
 def two_of_four(size: np.ndarray) -> np.ndarray:

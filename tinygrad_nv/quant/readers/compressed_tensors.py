@@ -40,6 +40,8 @@ from tinygrad_nv.quant.readers.schemes import Scheme
 from tinygrad_nv.quant.types import E2M3, E4M3, INT8, MXFP4, NVFP4, UINT8, QType, Scale
 
 CLASSES = ("Linear", "Module")      # a projection's, and those above it
+# of sparse weights, which are read with their zeros (models/bitmask.py)
+SPARSE = ("dense", "sparse-24-bitmask", "sparse-bitmask")
 # formats of a config that say nothing of its groups'
 MIXED = ("mixed-precision", "fakequant", "dense", None)
 # what belongs to a layer, and its matrix does not need
@@ -225,15 +227,17 @@ def reader(config: Mapping[str, Any], name: str) -> CompressedTensorsReader:
     """Of a `quantization_config`. Raises `ModelError`."""
     inside = config.get("quantization_config")      # so transformers once wrote it
     if isinstance(inside, Mapping): config = {**inside, **config}
-    groups = config.get("config_groups")
+    sparsity = config.get("sparsity_config")
+    groups = config.get("config_groups", {} if isinstance(sparsity, Mapping) else None)
     if not isinstance(groups, Mapping) or not all(isinstance(each, Mapping) for each in groups.values()):
         raise ModelError(f"{name}: config_groups of quantization_config is {groups!r}",
                          "an object of groups, each with targets and weights", AGAIN)
-    for key in ("sparsity_config", "transform_config"):
-        found = config.get(key)
-        if not isinstance(found, Mapping): continue
-        if found.get("format", "dense") == "dense" and not found.get("config_groups"): continue
-        raise ModelError(f"{name}: quantization_config has a {key}", "neither sparse weights nor transforms",
+    if isinstance(sparsity, Mapping) and (found := sparsity.get("format", "dense")) not in SPARSE:
+        raise ModelError(f"{name}: format of sparsity_config is {found!r}", f"one of {', '.join(SPARSE)}",
+                         "compress the model again in one of these")
+    transforms = config.get("transform_config")
+    if isinstance(transforms, Mapping) and transforms.get("config_groups"):
+        raise ModelError(f"{name}: quantization_config has a transform_config", "no transforms",
                          "compress the model again without")
     targets: dict[str, Group | None] = {}
     for key, raw in groups.items():
