@@ -27,7 +27,7 @@ def stored(names: Iterable[str]) -> dict[str, dict[str, str]]:
         if last != "bitmask": continue
         parts = {part: f"{module}.{part}" for part in PARTS if f"{module}.{part}" in every}
         if missing := [part for part in PARTS[:3] if part not in parts]:
-            raise WeightError(f"{name}, and no {module}.{missing[0]}", "a sparse tensor with all of its parts",
+            raise WeightError(f"{name}, and no {module}.{missing[0]}", "all parts of a sparse tensor",
                               "download the directory again")
         found[module if module.endswith(".weight") else f"{module}.weight"] = parts
     return found
@@ -38,8 +38,8 @@ def spread(name: str, elements: np.ndarray, mask: np.ndarray, columns: int) -> n
     where these do not fit."""
     kept = np.unpackbits(mask, axis=1, bitorder="little")[:, :columns].astype(bool)
     if (count := int(kept.sum())) != elements.size:
-        raise WeightError(f"{name}: its bitmask keeps {count} elements of some rows, {elements.size} are stored",
-                          "as many", "download the directory again")
+        raise WeightError(f"{name}: its bitmask keeps {count} elements of {len(mask)} rows, of "
+                          f"{elements.size} that are stored", "as many", "download the directory again")
     made = np.zeros(kept.shape, elements.dtype)
     made[kept] = elements.reshape(-1)
     return made

@@ -168,8 +168,8 @@ def safetensors_dtype(entry: TensorEntry) -> str:
 def read_array(entry: TensorEntry) -> np.ndarray:
     """A whole tensor; bfloat16 and fp8 as unsigned integers of their bits. Raises `WeightError`."""
     if entry.strides is not None:
-        raise WeightError(f"{entry.file_offset[0]}: {entry.name} is transposed", "a quantised tensor in index order",
-                          "convert the checkpoint to safetensors")
+        raise WeightError(f"{entry.file_offset[0]}: {entry.name} is transposed",
+                          "a quantised tensor in index order", "convert the checkpoint to safetensors")
     if entry.parts: return _sparse_elements(entry, 0, math.prod(entry.shape)).reshape(entry.shape)
     return _read(entry, 0, math.prod(entry.shape)).reshape(entry.shape)
 

@@ -172,7 +172,8 @@ def test_compressed_tensors_settings():
     config(group(strategy="block", block_structure=[16]), "block_structure of quantization_config is [16]")
     config({**CT, "config_groups": None}, "config_groups of quantization_config is None")
     config({**CT, "config_groups": {"W4A16": ["Linear"]}}, "config_groups of quantization_config is {'W4A16'")
-    config({**CT, "sparsity_config": {"format": "sparse-24-bitmask"}}, "has a sparsity_config")
+    config({**CT, "sparsity_config": {"format": "marlin-24"}}, "format of sparsity_config is 'marlin-24'",
+           "dense, sparse-24-bitmask, sparse-bitmask")
     config({**CT, "transform_config": {"config_groups": {"R1": {}}}}, "has a transform_config")
     config({**CT, "ignore": "lm_head"}, "ignore of quantization_config is 'lm_head'", "a list of names")
     config(group({"targets": [7]}), "group_0: targets of quantization_config is [7]", "a list of names")

@@ -46,6 +46,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], m
                       help=f"GPTQ's order of columns: {', '.join(ORDERS)} (default weight)")
     made.add_argument("--smoothing", type=float, metavar="A", help="SmoothQuant's exponent (default 0.5)")
     made.add_argument("--static", action="store_true", help="one scale of a layer's inputs, from calibration")
+    made.add_argument("--sparsity", metavar="N:M",
+                      help="2:4: of each four inputs keep the two largest weights (schemes 2:4, w8a8, fp8, "
+                           "fp8-block)")
     made.add_argument("--ignore", action="append", metavar="LAYER",
                       help="a layer that stays as it is, by name or re:EXPRESSION; may be repeated "
                            f"(default {', '.join(IGNORED)})")
@@ -80,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     """The command."""
     a = arguments
     scheme = scheme_of(a.scheme, Options(a.group_size, not a.asymmetric, a.observer, a.format, a.method,
-                                         a.act_order, a.smoothing, a.static))
+                                         a.act_order, a.smoothing, a.static, a.sparsity))
     require_plain(a.model, a.out)
     text, held_out = None, _held_out(a)
     if scheme.calibrated:

@@ -6,6 +6,7 @@
     awq                 qweight I32 [K, N / 8], qzeros, scales (quant/readers/awq.py)
     gptq                version 2: qweight I32 [K / p, N], qzeros, scales, g_idx (quant/readers/gptq.py)
     fp8                 weight, weight_scale_inv: float32 of 128 x 128
+    sparse-24-bitmask   compressed [N, K / 2], bitmask, shape instead of weight (models/bitmask.py)
 
 p = 32 / b fields in a word. Sources: compressed-tensors 0.20, AutoAWQ 0.2.9, GPTQModel 7.
 """
@@ -17,6 +18,7 @@ import numpy as np
 
 from tinygrad_nv.quant.floats import as_float32, narrow_bfloat16
 from tinygrad_nv.quant.readers.awq import ORDER
+from tinygrad_nv.quant.sparse import two_of_four
 from tinygrad_nv.quantize.rounding import Rounded, e8m0
 from tinygrad_nv.quantize.schemes import Scheme
 
@@ -47,6 +49,19 @@ def scale_dtype(scheme: Scheme, dtype: str) -> str:
 
 def compressed(scheme: Scheme, made: Rounded, dtype: str) -> Stored:
     """The tensors, by the last part of their names."""
+    found = _dense(scheme, made, dtype)
+    if not scheme.bitmask: return found
+    kind, weight = found.pop("weight")
+    size = (weight & 0x7F).astype(np.float32) if kind == "F8_E4M3" else np.abs(as_float32(weight))
+    kept = two_of_four(size)
+    return {"compressed": (kind, weight[kept].reshape(len(weight), -1)),
+            "bitmask": ("U8", np.packbits(kept, axis=1, bitorder="little")),
+            "shape": ("I64", np.array([[extent] for extent in weight.shape], np.int64)), **found}
+
+
+def _dense(scheme: Scheme, made: Rounded, dtype: str) -> Stored:
+    """The same, of sparse matrices with their zeros."""
+    if scheme.format == "dense": return {"weight": stored(FLOATS[dtype], made.codes)}
     scales = stored(scale_dtype(scheme, dtype), made.scales)
     if scheme.format in ("int-quantized", "float-quantized"):
         kind = "I8" if scheme.type == "int" else "F8_E4M3"

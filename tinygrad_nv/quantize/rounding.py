@@ -20,6 +20,7 @@ import numpy as np
 from tinygrad_nv.errors import WeightError
 from tinygrad_nv.quant.activations import E4M3_MAX
 from tinygrad_nv.quant.floats import from_e4m3, to_e4m3
+from tinygrad_nv.quant.sparse import two_of_four
 from tinygrad_nv.quantize.schemes import BLOCK, Scheme
 
 PERCENTILE = 99.9
@@ -30,9 +31,9 @@ Keep = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Rounded:
-    """`codes` [N, K]: int8, or e4m3 and e2m1 as uint8; `scales` one for each block, float32; `zeros`, int32,
-    of the same shape, or None; `matrix`, float32 [N, K], is what they stand for. `groups`, int32 [K], is the
-    group of each column, where they do not follow each other."""
+    """`codes` [N, K]: int8, or e4m3 and e2m1 as uint8, float32 of 16 bits; `scales` one for each block,
+    float32; `zeros`, int32, of the same shape, or None; `matrix`, float32 [N, K], is what they stand for.
+    `groups`, int32 [K], is the group of each column, where they do not follow each other."""
     codes: np.ndarray
     scales: np.ndarray
     zeros: np.ndarray | None
@@ -45,6 +46,8 @@ def rounded(scheme: Scheme, w: np.ndarray, keep: Keep, gram: np.ndarray | None =
     Raises `WeightError` where groups do not divide its columns."""
     n, k = w.shape
     require_whole_groups(scheme, k)
+    if scheme.sparse: w = np.where(two_of_four(np.abs(w)), w, np.float32(0))
+    if scheme.bits == 16: return Rounded(w, np.empty(0, np.float32), None, w)
     blocks = _blocks(scheme, w)
     scales, zeros = fitted(scheme, blocks, keep, gram)
     codes = coded(scheme, blocks, scales, zeros)
@@ -55,6 +58,9 @@ def rounded(scheme: Scheme, w: np.ndarray, keep: Keep, gram: np.ndarray | None =
 
 def require_whole_groups(scheme: Scheme, columns: int) -> None:
     """Raises `WeightError` where groups do not divide the columns."""
+    if scheme.sparse and columns % 4:
+        raise WeightError(f"a matrix of {columns} columns, 2:4 sparse", "a multiple of 4",
+                          "ignore the layer")
     if scheme.strategy == "group" and columns % scheme.group:
         raise WeightError(f"a matrix of {columns} columns, in groups of {scheme.group}", "whole groups",
                           "choose another --group-size, or ignore the layer")

@@ -23,7 +23,9 @@ class Scheme:
     """`bits` of "int" or "float" elements, scales of `strategy`: "group" of `group` inputs, "channel" or
     "block". `activations`: the same of a layer's inputs, made while it runs; "" for none, "tensor" for static
     ones. `order` is GPTQ's of columns: "" as they are, "weight" or "group" by their inputs, where "group"
-    makes groups of columns that follow each other in that order. `smoothing` is SmoothQuant's exponent."""
+    makes groups of columns that follow each other in that order. `smoothing` is SmoothQuant's exponent.
+    `sparse` matrices keep the two of each four inputs that are largest, before they are rounded; 16 bits are
+    not rounded. They are stored with their zeros, or with a bitmask (models/bitmask.py)."""
     name: str
     format: str
     bits: int
@@ -36,6 +38,8 @@ class Scheme:
     method: str = "rtn"
     order: str = ""
     smoothing: float = 0.5
+    sparse: bool = False
+    bitmask: bool = False
 
     @property
     def calibrated(self) -> bool:
@@ -49,11 +53,13 @@ SCHEMES = {each.name: each for each in (
     Scheme("w8a8", "int-quantized", 8, "channel", activations="token"),
     Scheme("fp8", "float-quantized", 8, "channel", "float", activations="token"),
     Scheme("fp8-block", "float-quantized", 8, "block", "float", activations="group"),
-    Scheme("mxfp4", "mxfp4-pack-quantized", 4, "group", "float", group=MX_GROUP))}
+    Scheme("mxfp4", "mxfp4-pack-quantized", 4, "group", "float", group=MX_GROUP),
+    Scheme("2:4", "dense", 16, "channel", "float", sparse=True))}
 # names that stand for a scheme, a method and its own format
 SHORT = {"awq": "w4a16", "gptq": "w4a16"}
 NAMES = (*SCHEMES, *SHORT)
-FORMATS = {"compressed-tensors": (), "awq": ("w4a16",), "gptq": ("w4a16", "w8a16"), "fp8": ("fp8-block",)}
+FORMATS = {"compressed-tensors": (), "awq": ("w4a16",), "gptq": ("w4a16", "w8a16"), "fp8": ("fp8-block",),
+           "sparse-24-bitmask": ("2:4", "fp8", "w8a8")}
 METHODS = {"rtn": (), "awq": ("w4a16", "w8a16"), "gptq": ("w4a16", "w8a16", "w8a8"), "smoothquant": ("w8a8",)}
 OBSERVERS = ("minmax", "percentile", "mse")
 ORDERS = ("none", "weight", "group")
@@ -70,6 +76,7 @@ class Options:
     order: str | None = None
     smoothing: float | None = None
     static: bool = False
+    sparsity: str | None = None
 
 
 def scheme_of(name: str, options: Options = Options()) -> Scheme:
@@ -95,9 +102,20 @@ def scheme_of(name: str, options: Options = Options()) -> Scheme:
             raise RequestError(f"static scales of inputs in scheme {name}", "w8a8 or fp8",
                                "leave --static out")
         made = replace(made, activations="tensor")
-    if format != "compressed-tensors": made = replace(made, format=format)
+    if options.sparsity is not None or format == "sparse-24-bitmask":
+        made = _sparse(made, options.sparsity, method, format == "sparse-24-bitmask")
+    elif format != "compressed-tensors": made = replace(made, format=format)
     return replace(made, symmetric=symmetric, observer=observer, method=method,
                    order=_order(made, method, options.order), smoothing=_smoothing(method, options.smoothing))
+
+
+def _sparse(scheme: Scheme, sparsity: str | None, method: str, bitmask: bool) -> Scheme:
+    """With two of each four inputs."""
+    if sparsity not in ("2:4", None): raise RequestError(f"sparsity {sparsity!r}", "2:4", "change --sparsity")
+    if method != "rtn" or scheme.format not in ("dense", "int-quantized", "float-quantized"):
+        raise RequestError(f"sparsity 2:4 of scheme {scheme.name} by method {method}",
+                           "scheme 2:4, w8a8, fp8 or fp8-block, and method rtn", "leave --sparsity out")
+    return replace(scheme, sparse=True, bitmask=bitmask)
 
 
 def _known(what: str, name: str, names: Iterable[str]) -> None:
@@ -149,6 +167,10 @@ def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
     if scheme.format == "fp8":
         return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
                 "weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": list(ignored)}
+    sparsity = {"format": "sparse-24-bitmask" if scheme.bitmask else "dense", "sparsity_structure": "2:4",
+                "global_sparsity": 0.5, "targets": ["Linear"], "ignore": list(ignored),
+                "registry_requires_subclass": False}
+    if scheme.format == "dense": return {"quant_method": "compressed-tensors", "sparsity_config": sparsity}
     weights = {"num_bits": scheme.bits, "type": scheme.type, "strategy": scheme.strategy,
                "symmetric": scheme.symmetric, "dynamic": False, "observer": scheme.observer,
                "group_size": scheme.group or None, "actorder": scheme.order or None,
@@ -162,4 +184,4 @@ def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
              "input_activations": inputs if scheme.activations else None}
     return {"quant_method": "compressed-tensors", "format": scheme.format,
             "config_groups": {"group_0": group}, "ignore": list(ignored), "kv_cache_scheme": None,
-            "quantization_status": "compressed"}
+            "quantization_status": "compressed", **({"sparsity_config": sparsity} if scheme.sparse else {})}
