@@ -39,6 +39,7 @@ from emitted_specs import (
     samplers,
     scaled,
     sloped,
+    sparse,
     tables,
 )
 
@@ -136,8 +137,8 @@ def crossed(family: str, specs: Mapping[str, Any], targets: Sequence[str | ISA],
 
 def cases() -> Iterator[Case]:
     """All of them."""
-    for family in (gemm, gemv, scaled_gemm, quant_gemm, forward, backwards, decoded, appended, normed_rows,
-                   sampled, embedded, on_cpu):
+    for family in (gemm, gemv, scaled_gemm, quant_gemm, sparse_gemm, forward, backwards, decoded, appended,
+                   normed_rows, sampled, embedded, on_cpu):
         yield from family()
 
 
@@ -198,6 +199,13 @@ def quant_gemm() -> Iterator[Case]:
     odd = {"symbolic": quantised(QTYPES["int4"], 70, 200, 512, symbolic=True),
            "f16": quantised(QTYPES["int4, zeros"], 40, 200, 512, F16)}
     yield from crossed("quant_gemm", odd, A100 + HOPPER)
+
+
+def sparse_gemm() -> Iterator[Case]:
+    """2:4 sparse matrices: few rows and many."""
+    for dtype, name in ((BF16, "bf16"), (S8, "s8"), (E4M3, "e4m3")):
+        some = {f"{name}, {m} rows": sparse(m, 1024, 1024, dtype) for m in (1, 16, 256)}
+        yield from crossed("sparse_gemm", some, HOPPER if dtype == E4M3 else A100 + HOPPER)
 
 
 def gemv() -> Iterator[Case]:

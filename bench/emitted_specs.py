@@ -34,6 +34,7 @@ from tinygrad_nv.tile.norm.spec import Computed, NormSpec, Statistic
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
 from tinygrad_nv.tile.scaled_gemm.spec import GROUP, BlockScales, ScaledGemmSpec
+from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
 
 F32, F16, BF16, S8, U8, S32 = (dtypes.float32, dtypes.float16, dtypes.bfloat16, dtypes.int8, dtypes.uint8,
                                dtypes.int32)
@@ -76,6 +77,13 @@ def quantised(type: QType, m: int, n: int, k: int, dtype: DType = BF16, **more: 
     """Dense rows times a matrix in fragments."""
     gemm = GemmSpec(m, n, k, Operand(dtype, k, 1), Operand(dtype, k, 1), Result(dtype, n, 1), **more)
     return QuantGemmSpec(gemm, replace(type, layout="fragments"))
+
+
+def sparse(m: int, n: int, k: int, dtype: DType = BF16) -> SparseGemmSpec:
+    """Dense rows times a 2:4 sparse matrix."""
+    total = Sum(dtypes.int32 if dtype == S8 else F32).cast(BF16)
+    one = Operand(dtype, k, 1)
+    return SparseGemmSpec(GemmSpec(m, n, k, one, one, Result(BF16, n, 1), (), total))
 
 
 def gated(m: int, n: int, k: int, dtype: DType = BF16) -> GemmSpec:

@@ -28,6 +28,7 @@ from emitted_specs import (
     rms,
     scaled,
     softmax,
+    sparse,
 )
 from tinygrad.dtype import dtypes
 
@@ -64,6 +65,9 @@ SPECS: dict[str, dict[str, Any]] = {
                     "16 rows *": quantised(QTYPES["int4"], 16, 8192, 8192),
                     "int8 *": quantised(QTYPES["int8"], 2048, 4096, 4096),
                     "q4_K *": quantised(QTYPES["q4_K"], 2048, 4096, 4096)},
+    "sparse_wgmma": {"bf16": sparse(4096, 4096, 4096), "16 rows *": sparse(16, 8192, 8192),
+                     "e4m3 *": sparse(4096, 4096, 4096, E4M3)},
+    "sparse_mma": {"bf16": sparse(256, 2048, 2048)},
     "quant_mma": {"int4": quantised(QTYPES["int4"], 256, 2048, 2048)},
     "flash_wgmma": {
         "causal d 128": attention(4096, 4096, 128, band=CAUSAL, **HEADS),
