@@ -3,7 +3,7 @@
 A matrix of N rows and K columns (a multiple of 4) has
 
     values      [N, K / 2] of its dtype: of each four columns the two that are kept, in their order
-    positions   uint32 [T, U, 32]: tiles T of 16 rows, units U of 64 columns, both rounded up, and lanes
+    metadata   uint32 [T, U, 32]: tiles T of 16 rows, units U of 64 columns, both rounded up, and lanes
 
 Four bits say which two of four columns are kept: the lower two the first one's number, the upper two the
 second's, which is larger. A lane's word has them of 32 columns, as mma.sp and wgmma.sp take them in their
@@ -42,7 +42,7 @@ def buffers(dtype: DType, n: int, k: int) -> dict[str, Buffer]:
         raise SpecError(f"a 2:4 sparse matrix of {dtype.name}", ", ".join(each.name for each in DTYPES))
     if k % 4: raise SpecError(f"a 2:4 sparse matrix of {k} columns", "a multiple of 4", "pad the columns")
     return {"values": Buffer((n, k // 2), dtype),
-            "positions": Buffer((-(-n // TILE), -(-k // UNIT), 32), dtypes.uint32)}
+            "metadata": Buffer((-(-n // TILE), -(-k // UNIT), 32), dtypes.uint32)}
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class SparseTensor:
     dtype: DType
     shape: tuple[int, int]
     values: Tensor = field(hash=False)
-    positions: Tensor = field(hash=False)
+    metadata: Tensor = field(hash=False)
     scales: Tensor | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         wanted = {name: (shape, in_memory(dtype)) for name, (shape, dtype) in
                   buffers(self.dtype, *self.shape).items()}
-        found = {"values": self.values, "positions": self.positions}
+        found = {"values": self.values, "metadata": self.metadata}
         if self.scales is not None:
             wanted["scales"], found["scales"] = ((self.shape[0], 1), dtypes.float32), self.scales
         for name, (shape, dtype) in wanted.items():
@@ -81,34 +81,34 @@ class SparseTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(int(each.nbytes()) for each in (self.values, self.positions, self.scales)
+        return sum(int(each.nbytes()) for each in (self.values, self.metadata, self.scales)
                    if each is not None)
 
     def dense(self) -> Tensor:
         """The matrix [N, K] in float32, or int32 of int8 without scales."""
-        made = spread(self.dtype, self.shape, self.values, self.positions)
+        made = spread(self.dtype, self.shape, self.values, self.metadata)
         return made if self.scales is None else made.float() * self.scales
 
 
-def spread(dtype: DType, shape: tuple[int, int], values: Tensor, positions: Tensor) -> Tensor:
+def spread(dtype: DType, shape: tuple[int, int], values: Tensor, metadata: Tensor) -> Tensor:
     """The numbers [N, K] of both buffers, of int8 in int32, else in float32."""
     n, k = shape
     wide = values.cast(dtypes.int32) if dtype == dtypes.int8 else numbers_of(values, dtype)
-    codes = _unpacked(positions, dtype.itemsize)[:n, :k // 4].unsqueeze(-1)
+    codes = _unpacked(metadata, dtype.itemsize)[:n, :k // 4].unsqueeze(-1)
     column = Tensor.arange(4, dtype=dtypes.uint32).to(values.device)
     first, second = (wide.reshape(n, k // 4, 2)[:, :, i:i + 1] for i in range(2))
     made = (codes & 3).eq(column).where(first, (codes >> 2).eq(column).where(second, first * 0))
     return made.reshape(n, k)
 
 
-def _unpacked(positions: Tensor, size: int) -> Tensor:
+def _unpacked(metadata: Tensor, size: int) -> Tensor:
     """Four bits of each four columns, uint32 [16 T, 16 U]."""
-    tiles, units = int(positions.shape[0]), int(positions.shape[1])
-    power = Tensor.ones(1, dtype=dtypes.uint32).to(positions.device)
-    place = Tensor.arange(8, dtype=dtypes.uint32).to(positions.device)
+    tiles, units = int(metadata.shape[0]), int(metadata.shape[1])
+    power = Tensor.ones(1, dtype=dtypes.uint32).to(metadata.device)
+    place = Tensor.arange(8, dtype=dtypes.uint32).to(metadata.device)
     for i in range(3):      # 16^place, as a shift by a Tensor is not to be had
         power = power * ((place // (1 << i)) % 2).eq(1).where(16 ** (1 << i), 1).cast(dtypes.uint32)
-    codes = (positions.unsqueeze(-1) // power) & 15
+    codes = (metadata.unsqueeze(-1) // power) & 15
     if size == 2: split = codes.reshape(tiles, units, 8, 4, 2, 4).permute(0, 4, 2, 1, 3, 5)
     else: split = codes.reshape(tiles, units, 8, 2, 2, 8).permute(0, 4, 2, 1, 3, 5)
     return split.reshape(TILE * tiles, 16 * units)
@@ -129,7 +129,7 @@ def codes_of(kept: np.ndarray) -> np.ndarray:
 
 
 def packed(codes: np.ndarray, itemsize: int) -> np.ndarray:
-    """`positions` of codes [N, K / 4], for elements of so many bytes."""
+    """`metadata` of codes [N, K / 4], for elements of so many bytes."""
     import numpy as np
     n, groups = codes.shape
     tiles, units = -(-n // TILE), -(-groups // 16)
@@ -143,10 +143,10 @@ def packed(codes: np.ndarray, itemsize: int) -> np.ndarray:
 
 
 def compressed(w: np.ndarray, kept: np.ndarray) -> dict[str, np.ndarray]:
-    """`values` and `positions` of a matrix [N, K] of any 8- or 16-bit elements, of which a mask keeps two of
+    """`values` and `metadata` of a matrix [N, K] of any 8- or 16-bit elements, of which a mask keeps two of
     each four columns."""
-    positions = packed(codes_of(kept), w.itemsize)
-    return {"values": w[kept].reshape(len(w), -1), "positions": positions}
+    metadata = packed(codes_of(kept), w.itemsize)
+    return {"values": w[kept].reshape(len(w), -1), "metadata": metadata}
 
 
 def two_of_four(size: np.ndarray) -> np.ndarray:

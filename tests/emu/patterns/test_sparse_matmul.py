@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_refused():
                         "bias of shape": lambda: sparse_matmul(x, w, bias),
                         "scales of x": lambda: sparse_matmul(x, w, x_scale=Tensor.ones(3, 1)),
                         "dtype of int": lambda: sparse_matmul(x, w, dtype=dtypes.int32),
-                        "positions of": lambda: SparseTensor(BF16, (N, K), w.values, w.positions[:1])
+                        "metadata of": lambda: SparseTensor(BF16, (N, K), w.values, w.metadata[:1])
                         }.items():
         with pytest.raises(SpecError, match=words): call()
     with pytest.raises(ValueError, match="not two are kept"): compressed(bits(W, BF16), KEPT[:, ::-1] | KEPT)

@@ -38,7 +38,7 @@ RESULTS = (dtypes.float32, *FLOAT16S)
 @dataclass(frozen=True)
 class SparseMatmul:
     """x Wᵀ + bias: W of a dtype and shape [N, K], the result in `out`; tensors: x (…, K), W's values and
-    positions, then those there are of W's scales (N, 1), x's scales (…, 1), bias (N). `scale`: that of all
+    metadata, then those there are of W's scales (N, 1), x's scales (…, 1), bias (N). `scale`: that of all
     of x, a constant."""
     dtype: DType
     shape: tuple[int, int]
@@ -68,7 +68,7 @@ def sparse_matmul(x: Tensor, w: SparseTensor, bias: Tensor | None = None,
     what = SparseMatmul(w.dtype, w.shape, out, w.scales is not None, scales is not None, bias is not None,
                         constant)
     more = [each for each in (w.scales, scales, bias) if each is not None]
-    return call(what, multiplied, x, w.values, w.positions, *more, grad=_gradient)[0]
+    return call(what, multiplied, x, w.values, w.metadata, *more, grad=_gradient)[0]
 
 
 def _check(x: Tensor, w: SparseTensor, bias: Tensor | None, x_scale: Tensor | None, out: DType) -> None:
@@ -85,13 +85,13 @@ def _check(x: Tensor, w: SparseTensor, bias: Tensor | None, x_scale: Tensor | No
         raise SpecError(f"bias of shape {bias.shape}", f"({n},), as w has rows")
 
 
-def multiplied(what: SparseMatmul, x: Tensor, values: Tensor, positions: Tensor,
+def multiplied(what: SparseMatmul, x: Tensor, values: Tensor, metadata: Tensor,
                *more: Tensor) -> tuple[Tensor, ...]:
     """The same in tinygrad."""
     rest, int8 = [*more], what.dtype == dtypes.int8
     wide = x.cast(dtypes.int32) if int8 else numbers_of(x, what.dtype)
     # contiguous: fused into the matmul the matrix would be made again for every row
-    w = spread(what.dtype, what.shape, values, positions).contiguous()
+    w = spread(what.dtype, what.shape, values, metadata).contiguous()
     made = wide.contiguous().matmul(w.T, dtype=w.dtype).float()
     if what.scaled: made = made * rest.pop(0).reshape(-1)
     if what.x_scaled: made = made * rest.pop(0)
@@ -101,13 +101,13 @@ def multiplied(what: SparseMatmul, x: Tensor, values: Tensor, positions: Tensor,
 
 
 def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
-    what, (x, values, positions, *rest) = call_.arg.aux, [Tensor(each) for each in call_.src[1:]]
+    what, (x, values, metadata, *rest) = call_.arg.aux, [Tensor(each) for each in call_.src[1:]]
     made, given = Tensor(grad).float(), [*rest]
     sums = made.reshape(-1, what.shape[0]).sum(0)
     if what.scaled: made = made * given.pop(0).reshape(-1)
     if what.x_scaled: made = made * given.pop(0)
     if what.scale is not None: made = made * what.scale
-    w = spread(what.dtype, what.shape, values, positions).float().contiguous()
+    w = spread(what.dtype, what.shape, values, metadata).float().contiguous()
     floats = dtypes.is_float(x.dtype)
     ends = [None] * (len(rest) - what.bias) + [sums.cast(each.dtype).uop for each in rest[-1:] if what.bias]
     return (made @ w).cast(x.dtype).uop if floats else None, None, None, *ends
@@ -115,7 +115,7 @@ def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
 
 # **** kernels ****
 
-def lowered(what: SparseMatmul, target: Target, x: UOp, values: UOp, positions: UOp,
+def lowered(what: SparseMatmul, target: Target, x: UOp, values: UOp, metadata: UOp,
             *more: UOp) -> tuple[UOp, ...] | None:
     """The matmul by a kernel; None on targets without one. Raises `NotOurs` or `SpecError` where there is
     none."""
@@ -128,7 +128,7 @@ def lowered(what: SparseMatmul, target: Target, x: UOp, values: UOp, positions: 
     spec = SparseGemmSpec(gemm)
     moved = spec.nbytes + m * (k * what.dtype.itemsize + n * what.out.itemsize)
     return choose(spec, target).called(storage.device, [program.Output((*x.shape[:-1], n), what.out)],
-                                       [storage, values, positions, *extras], flops=spec.flops,
+                                       [storage, values, metadata, *extras], flops=spec.flops,
                                        nbytes=moved)
 
 

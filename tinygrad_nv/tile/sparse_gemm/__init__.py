@@ -3,7 +3,7 @@
   spec.py        a matmul, and the sparse operand's buffers
   reference.py   it in plain tinygrad
   schedules.py   the schedules of its templates
-  positions.py   where positions lie in a stage
+  metadata.py   where metadata lie in a stage
   wgmma/         wgmma.sp: sm_90a
   mma/           mma.sp: sm_80 and later
   templates.py   the records of the templates

@@ -10,7 +10,7 @@ from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
 
 
 def arguments(spec: SparseGemmSpec) -> tuple[Argument, ...]:
-    """out, a, values, positions, x0, x1, …"""
+    """out, a, values, metadata, x0, x1, …"""
     out, a, _, *extras = gemm.arguments(spec.gemm)
     return out, a, *(Argument(name, one.dtype, (dense(*one.shape),)) for name, one in spec.buffers.items()), \
         *extras
@@ -18,6 +18,6 @@ def arguments(spec: SparseGemmSpec) -> tuple[Argument, ...]:
 
 def reference(spec: SparseGemmSpec, given: Given, exact: bool = False) -> tuple[Tensor, ...]:
     """[m, n]."""
-    values, positions = (given[name].reshape(one.shape) for name, one in spec.buffers.items())
-    whole = spread(spec.gemm.a.dtype, spec.shape, values, positions).cast(spec.gemm.a.dtype)
+    values, metadata = (given[name].reshape(one.shape) for name, one in spec.buffers.items())
+    whole = spread(spec.gemm.a.dtype, spec.shape, values, metadata).cast(spec.gemm.a.dtype)
     return gemm.reference(spec.gemm, {**given, "b": whole.contiguous().flatten()}, exact)

@@ -3,7 +3,7 @@
 Protocol: `gemm` is the matmul with the operand whole: b of a's dtype, dense, rows along k. In b's place
 kernels take the buffers of quant/sparse.py:
 
-    out; a; values, positions; x0, x1, …
+    out; a; values, metadata; x0, x1, …
 """
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SparseGemmSpec:
     def nbytes(self) -> int:
         """Bytes of the sparse matrix."""
         n, k = self.shape
-        (tiles, units, lanes), _ = self.buffers["positions"]
+        (tiles, units, lanes), _ = self.buffers["metadata"]
         return n * k // 2 * self.gemm.a.dtype.itemsize + 4 * tiles * units * lanes
 
     def __str__(self) -> str: return f"{self.gemm}, b 2:4 sparse"

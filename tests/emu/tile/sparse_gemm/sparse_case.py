@@ -1,5 +1,5 @@
 """Matmuls with 2:4 sparse matrices, for tests of the GPU templates: specs, and what lies in memory. Kept
-columns are random; what is beyond the matrix has its positions, too."""
+columns are random; what is beyond the matrix has its metadata, too."""
 from __future__ import annotations
 
 import numpy as np
@@ -30,6 +30,6 @@ def storages(spec: SparseGemmSpec, seed: int = 0, whole: bool = False) -> Given:
     """The arguments."""
     made, (n, k) = plain(spec, seed, whole), spec.shape
     kept = two_of_four(np.random.default_rng(seed).random((n, k)))
-    positions = packed(codes_of(kept), spec.gemm.a.dtype.itemsize)
-    made["positions"].copy_(torch.from_numpy(positions.reshape(-1)))
+    metadata = packed(codes_of(kept), spec.gemm.a.dtype.itemsize)
+    made["metadata"].copy_(torch.from_numpy(metadata.reshape(-1)))
     return made

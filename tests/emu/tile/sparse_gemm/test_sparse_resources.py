@@ -40,7 +40,7 @@ def test_default_schedules_do_not_spill(dtype: Any, gpu: GPU, m: int):
     (BF16, SparseWgmma().block(128, 256).warps(12).k(64).stages(4), 30),
     (BF16, SparseWgmma().block(256, 128).warps(12).k(128).stages(2), 52)], ids=str)
 def test_wgmmas_of_a_stage_stand_together(dtype: Any, schedule: SparseWgmma, most: int):
-    """Beside wgmmas a stage has barriers, descriptors and a read of positions for each 64 rows and columns.
+    """Beside wgmmas a stage has barriers, descriptors and a read of metadata for each 64 rows and columns.
     ptxas 13.0 makes 29 and 52 instructions."""
     made = TABLE.build(matmul(4096, 4096, 4096, dtype), schedule, HOPPER)
     loop = main_loop(functions(disassembled(assemble(made.ptx, "sm_90a").cubin))[made.name])
@@ -52,7 +52,7 @@ def test_wgmmas_of_a_stage_stand_together(dtype: Any, schedule: SparseWgmma, mos
 
 
 def test_operands_of_mma_are_not_moved():
-    """Of 32 mma.sp, 16 reads of operands and 8 of positions; ptxas 13.0 makes 68 others, 140 when two steps
+    """Of 32 mma.sp, 16 reads of operands and 8 of metadata; ptxas 13.0 makes 68 others, 140 when two steps
     of activations had to be moved side by side."""
     schedule = SparseMma().block(128, 128).k(64).warps(2, 4).stages(4)
     made = TABLE.build(matmul(4096, 4096, 4096), schedule, AMPERE)

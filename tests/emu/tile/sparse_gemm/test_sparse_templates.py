@@ -31,7 +31,7 @@ def held(spec: SparseGemmSpec, schedule: Schedule, gpu: GPU, seed: int = 0, whol
     got = run(spec, schedule, gpu, given, seed)
     if whole or spec.gemm.a.dtype == INT8: same(spec, given, got)
     elif spec.gemm.a.dtype == E4M3:
-        sizes = {name: one if name == "positions" else one.double().abs().to(one.dtype)
+        sizes = {name: one if name == "metadata" else one.double().abs().to(one.dtype)
                  for name, one in given.items()}
         exact, most = (answer(spec, each, exact=True)["out"] for each in (given, sizes))
         assert ((got["out"] - exact).abs() <= 2.0**-10 * most).all()

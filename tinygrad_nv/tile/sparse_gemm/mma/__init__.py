@@ -3,6 +3,6 @@
   plan.py       the numbers of a spec and a schedule
   legality.py   what the template requires of a schedule
   defaults.py   tiles to try first
-  copy.py       positions to shared memory, and operands to registers
+  copy.py       metadata to shared memory, and operands to registers
   kernel.py     the template
 """

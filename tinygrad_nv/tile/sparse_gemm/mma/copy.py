@@ -1,4 +1,4 @@
-"""Positions by cp.async to shared memory; values with their positions, and activations, as operands of
+"""Metadata by cp.async to shared memory; values with their metadata, and activations, as operands of
 mma.sp."""
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.quant.types import TILE
 from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments
 from tinygrad_nv.tile.ops import Places, TileCopy, swizzled
-from tinygrad_nv.tile.sparse_gemm import positions
+from tinygrad_nv.tile.sparse_gemm import metadata
 from tinygrad_nv.tile.sparse_gemm.mma.plan import SparseMmaPlan
 
 CHUNK = 16      # bytes a thread copies
 
 
 @dataclass
-class PositionCopy:
-    """Copies positions of the tiles of 16 rows from tile `first` on (u32), for columns from `first_k` on."""
+class MetadataCopy:
+    """Copies metadata of the tiles of 16 rows from tile `first` on (u32), for columns from `first_k` on."""
     kb: Kernel
     plan: SparseMmaPlan
     pointer: Value
@@ -25,10 +25,10 @@ class PositionCopy:
 
     def __post_init__(self) -> None:
         kb, plan, s = self.kb, self.plan, self.plan.schedule
-        self.row_bytes = positions.row_bytes(s.block_k)
-        tiles, units, lanes = plan.sparse.buffers["positions"].shape
+        self.row_bytes = metadata.row_bytes(s.block_k)
+        tiles, units, lanes = plan.sparse.buffers["metadata"].shape
         self.chunks: list[tuple[Value | None, Value, Value]] = []
-        count, each = positions.nbytes(s.block_m, s.block_k) // CHUNK, self.row_bytes // CHUNK
+        count, each = metadata.nbytes(s.block_m, s.block_k) // CHUNK, self.row_bytes // CHUNK
         threads = s.threads
         for i in range(0, count, threads):
             number = kb.tid.x + i if i else kb.tid.x
@@ -38,7 +38,7 @@ class PositionCopy:
             if self.first_k is not None: before = before + self.first_k // s.block_k * self.row_bytes
             source = self.pointer + (inside.to("u64") * (units * lanes * 4) + before.to("u64"))
             guard = None if i + threads <= count else number < count
-            self.chunks.append((guard, source, number * CHUNK + plan.position_start))
+            self.chunks.append((guard, source, number * CHUNK + plan.metadata_start))
 
     def ask(self) -> None:
         """Has L2 fetch the first ones."""
@@ -55,7 +55,7 @@ class PositionCopy:
 
 @dataclass
 class SparseFragments:
-    """A warp's rows of values and their positions, from row `first` (u32) of the tile on: five registers for
+    """A warp's rows of values and their metadata, from row `first` (u32) of the tile on: five registers for
     each 16 rows."""
     kb: Kernel
     plan: SparseMmaPlan
@@ -63,9 +63,9 @@ class SparseFragments:
     first: Value
 
     def __post_init__(self) -> None:
-        self.row_bytes = positions.row_bytes(self.plan.schedule.block_k)
+        self.row_bytes = metadata.row_bytes(self.plan.schedule.block_k)
         lane = self.kb.special("laneid")
-        self.place = self.first // TILE * self.row_bytes + lane * 4 + self.plan.position_start
+        self.place = self.first // TILE * self.row_bytes + lane * 4 + self.plan.metadata_start
         self.at = self.kb.reg("u32")
 
     def registers(self) -> list[list[Value]]:
@@ -84,8 +84,8 @@ class SparseFragments:
     def load_one(self, i: int, step: int, five: list[Value]) -> None:
         """Reads 16 rows of a step, from 16 `i` on."""
         self.values.load_one(i, step, five[:4])
-        unit = step // positions.steps_of_unit(self.plan.size)
-        word = i * self.row_bytes + unit * positions.UNIT_WORDS * 4
+        unit = step // metadata.steps_of_unit(self.plan.size)
+        word = i * self.row_bytes + unit * metadata.UNIT_WORDS * 4
         self.kb.emit("ld.shared.b32", five[4], self.at.at(word))
 
 

@@ -1,7 +1,7 @@
 """Matmuls with a 2:4 sparse matrix by mma.sp: that of gemm/mma/kernel.py, transposed, as operand A is the one
 that may be sparse. Rows of the computed matmul are those of the matrix, columns rows of activations.
 
-A stage has a tile of values, one of activations with twice as many columns, and the positions of the values.
+A stage has a tile of values, one of activations with twice as many columns, and the metadata of the values.
 An mma.sp takes the time of an mma of half of its columns.
 """
 from __future__ import annotations
@@ -15,8 +15,8 @@ from tinygrad_nv.tile.gemm.mma.kernel import MmaKernel, Operands
 from tinygrad_nv.tile.gemm.spec import Operand
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.ops import TileCopy, width_of
-from tinygrad_nv.tile.sparse_gemm import positions
-from tinygrad_nv.tile.sparse_gemm.mma.copy import DenseFragments, PositionCopy, SparseFragments
+from tinygrad_nv.tile.sparse_gemm import metadata
+from tinygrad_nv.tile.sparse_gemm.mma.copy import DenseFragments, MetadataCopy, SparseFragments
 from tinygrad_nv.tile.sparse_gemm.mma.plan import SparseMmaPlan
 from tinygrad_nv.tile.sparse_gemm.schedules import SparseMma
 from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
@@ -38,7 +38,7 @@ class SparseMmaKernel(MmaKernel):
 
     def declared(self) -> Sequence[Value]:
         activations, values = (self.kb.pointer(name) for name in ("a", "values"))
-        self.pointer = self.kb.pointer("positions")
+        self.pointer = self.kb.pointer("metadata")
         return values, activations
 
     def bring(self, a: Value, b: Value) -> None:
@@ -52,7 +52,7 @@ class SparseMmaKernel(MmaKernel):
             k = None if first_k is None else first_k // share
             self.tiles.append(TileCopy(kb, operand, self._begin(operand, pointer, k), first, extent, block_k,
                                        width_of(operand, extent, block_k), block, block_k, start))
-        self.copies = [*self.tiles, PositionCopy(kb, plan, self.pointer, self.first_m // TILE, first_k)]
+        self.copies = [*self.tiles, MetadataCopy(kb, plan, self.pointer, self.first_m // TILE, first_k)]
         self.stage_bytes = plan.stage_bytes
 
     def _begin(self, operand: Operand, pointer: Value, first_k: Value | None) -> Value:
@@ -70,7 +70,7 @@ class SparseMmaKernel(MmaKernel):
 
     def _multiply_step(self, operands: Operands, step: int, after: Operands | None = None) -> None:
         plan, (rows, columns), (values, activations) = self.sparse, operands, self.fragments
-        selector, following = step % positions.steps_of_unit(plan.size), (step + 1) % self.steps
+        selector, following = step % metadata.steps_of_unit(plan.size), (step + 1) % self.steps
         if after: activations.load(following, after[1])
         for i, left in enumerate(rows):
             for right, cell in zip(columns, self.sums[0][i], strict=True):

@@ -1,7 +1,7 @@
 """What follows from a spec and a schedule of `sparse_mma`.
 
 Protocol: that of gemm/mma/plan.py, of the transposed matmul: rows are those of the sparse matrix. A stage has
-`block_k` of its columns: half as many values, then the activations, then positions.
+`block_k` of its columns: half as many values, then the activations, then metadata.
 """
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from tinygrad_nv.tile.fragments import NAMES, STEP_BYTES
 from tinygrad_nv.tile.gemm.mma.plan import MmaPlan
-from tinygrad_nv.tile.sparse_gemm import positions
+from tinygrad_nv.tile.sparse_gemm import metadata
 from tinygrad_nv.tile.sparse_gemm.schedules import SparseMma
 from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
 
@@ -51,14 +51,14 @@ class SparseMmaPlan(MmaPlan):
         return self.schedule.block_m * self.schedule.block_k // 2 * self.size
 
     @property
-    def position_start(self) -> int:
-        """Bytes of a stage before its positions."""
+    def metadata_start(self) -> int:
+        """Bytes of a stage before its metadata."""
         return self.value_bytes + self.schedule.block_n * self.schedule.block_k * self.size
 
     @property
     def stage_bytes(self) -> int:
         """Shared memory of a stage."""
-        nbytes = self.position_start + positions.nbytes(self.schedule.block_m, self.schedule.block_k)
+        nbytes = self.metadata_start + metadata.nbytes(self.schedule.block_m, self.schedule.block_k)
         return -(-nbytes // 1024) * 1024
 
     @property

@@ -40,7 +40,7 @@ def _candidates(spec: SparseGemmSpec, gpu: GPUModel) -> tuple[SparseWgmma, ...]:
     made, size = [], spec.gemm.a.dtype.itemsize
     for rows, columns, warps in TILES:
         if columns > 2 * spec.gemm.m and columns > 8: continue
-        # fp8 sums go to float32 after 256 columns; others hide the reads of positions behind the other
+        # fp8 sums go to float32 after 256 columns; others hide the reads of metadata behind the other
         # consumer's wgmmas, or behind their own of the 64 columns before
         for block_k in (256,) if size == 1 else (64, 128):
             for depth in DEPTHS:
@@ -53,7 +53,7 @@ def cycles(spec: SparseGemmSpec, s: SparseWgmma, gpu: GPUModel) -> float:
     """An estimate, for the order of candidates."""
     gemm, plan, size = spec.gemm, SparseWgmmaPlan.of(spec, s), spec.gemm.a.dtype.itemsize
     tensor = s.block_m * s.block_n * s.block_k // 2 / (gpu.tensor_fma * 2 // size)
-    l2 = (plan.a.nbytes / s.cluster_n + plan.b.nbytes / s.cluster_m + plan.position_bytes) / L2
+    l2 = (plan.a.nbytes / s.cluster_n + plan.b.nbytes / s.cluster_m + plan.metadata_bytes) / L2
     stage = max(max(tensor, l2) + OVERLAP * min(tensor, l2), (LATENCY + l2) / (s.depth - 1))
     alone = plan.iterations / s.splits * (stage + STAGE_CYCLES / s.consumers) + TILE_CYCLES
     if s.splits > 1: alone += JOIN_CYCLES

@@ -2,7 +2,7 @@
 one that may be sparse. Rows of the computed matmul are those of the matrix, columns rows of activations.
 
     producer, one thread                           consumers, a warpgroup each
-        values, activations, positions                 positions to registers (main_loop.py), wgmma.sp
+        values, activations, metadata                  metadata to registers (main_loop.py), wgmma.sp
 
 A wgmma.sp takes the time of a wgmma of half of its columns.
 """
@@ -33,7 +33,7 @@ def sparse_wgmma(spec: SparseGemmSpec, schedule: SparseWgmma, gpu: GPU) -> GemmK
 
 class SparseWgmmaKernel(WgmmaKernel):
     """The kernel as it is written."""
-    OPERANDS = ("a", "values", "positions")
+    OPERANDS = ("a", "values", "metadata")
 
     def __init__(self, kb: Kernel, plan: SparseWgmmaPlan, ctas: int) -> None:
         self.sparse = plan

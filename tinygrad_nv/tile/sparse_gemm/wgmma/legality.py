@@ -47,7 +47,7 @@ def _room(plan: SparseWgmmaPlan) -> list[str]:
     out, s = [], plan.schedule
     staging, most = -(-plan.store.smem_bytes // 1024) * 1024, limits.SMEM_BYTES["sm_90a"]
     tiles = sum(-(-tile.nbytes * s.depth // 1024) * 1024 for tile in (plan.a, plan.b))
-    needed = tiles + plan.position_bytes * s.depth + staging + plan.barrier_bytes
+    needed = tiles + plan.metadata_bytes * s.depth + staging + plan.barrier_bytes
     if needed > most:
         out.append(f"{s.depth} stages × {plan.stage_bytes} B + {staging} B to store from + "
                    f"{plan.barrier_bytes} B of barriers = {needed} B of shared memory, sm_90a has {most}")

@@ -1,11 +1,11 @@
-"""The consumers' main loop: wgmma.sp of 64 columns at a time, whose positions a warp reads from the stage.
+"""The consumers' main loop: wgmma.sp of 64 columns at a time, whose metadata a warp reads from the stage.
 
     for each stage: wait for it
-        for each unit of 64 columns: read its positions, a word for each 64 rows
+        for each unit of 64 columns: read its metadata, a word for each 64 rows
             its wgmmas; wait for those `pending` before; give back the stage before, once it is read
 
-A unit is a group with a fence and a wait of its own: positions are registers of a wgmma, which ptxas takes
-only where they were written after the last wait (C7513). Fp8 waits for each 256 columns, 128 values, whose
+A unit is a group with a fence and a wait of its own: metadata is a register of a wgmma, which ptxas takes
+only where it was written after the last wait (C7513). Fp8 waits for each 256 columns, 128 values, whose
 sums go to float32, as those of dense matmuls do.
 """
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tinygrad_nv.ptx.builder.values import Number
 from tinygrad_nv.tile.gemm.wgmma.main_loop import MainLoop
 from tinygrad_nv.tile.gemm.wgmma.plan import WARPGROUP
 from tinygrad_nv.tile.pipeline import OrderedBarrier, Pipeline
-from tinygrad_nv.tile.sparse_gemm import positions
-from tinygrad_nv.tile.sparse_gemm.positions import UNIT_WORDS
+from tinygrad_nv.tile.sparse_gemm import metadata
+from tinygrad_nv.tile.sparse_gemm.metadata import UNIT_WORDS
 from tinygrad_nv.tile.sparse_gemm.wgmma.load import SparseLoads
 from tinygrad_nv.tile.sparse_gemm.wgmma.plan import SparseWgmmaPlan
 
@@ -29,15 +29,15 @@ class SparseMainLoop(MainLoop):
     def __init__(self, kb: Kernel, plan: SparseWgmmaPlan, ring: Pipeline, ordered: OrderedBarrier | None,
                  loads: SparseLoads) -> None:
         super().__init__(kb, plan, ring, ordered, loads)
-        self.sparse, self.start = plan, loads.positions
+        self.sparse, self.start = plan, loads.metadata
 
     def begin(self) -> None:
-        """Where a warp's tiles of positions are in a stage."""
+        """Where a warp's tiles of metadata are in a stage."""
         super().begin()
         kb, plan = self.kb, self.sparse
         warp = kb.tid.x % WARPGROUP >> 5
         tile = warp if plan.readers == 1 else self.consumer * (plan.rows // 16) + warp
-        self.tile_bytes = positions.row_bytes(plan.schedule.block_k)
+        self.tile_bytes = metadata.row_bytes(plan.schedule.block_k)
         self.place = self.start + tile * self.tile_bytes + kb.special("laneid") * 4
         self.words = [kb.regs("b32", plan.units) for _ in range(plan.subtiles)]
 
@@ -65,13 +65,13 @@ class SparseMainLoop(MainLoop):
         self._next()
 
     def _arrive(self) -> None:
-        """Fp8: wgmmas of the stages before have ended, and positions of all units are read."""
+        """Fp8: wgmmas of the stages before have ended, and metadata of all units is read."""
         super()._arrive()
         for unit in range(self.sparse.units): self._read(unit)
 
     def _read(self, unit: int) -> None:
-        """Positions of a unit of the stage."""
-        place = self.place + self.at.stage * self.sparse.position_bytes
+        """Metadata of a unit of the stage."""
+        place = self.place + self.at.stage * self.sparse.metadata_bytes
         for i, words in enumerate(self.words):
             nbytes = 4 * i * self.tile_bytes + unit * UNIT_WORDS * 4
             self.kb.emit("ld.shared.b32", words[unit], place.at(nbytes))

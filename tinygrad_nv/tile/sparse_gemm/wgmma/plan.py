@@ -1,7 +1,7 @@
 """What follows from a spec and a schedule of `sparse_wgmma`.
 
 Protocol: that of gemm/wgmma/plan.py, of the transposed matmul: rows are those of the sparse matrix. A stage
-has `block_k` of its columns: half as many values, all of the activations, and positions.
+has `block_k` of its columns: half as many values, all of the activations, and metadata.
 """
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import lru_cache
 from tinygrad_nv.quant.sparse import UNIT
 from tinygrad_nv.tile.gemm.wgmma.plan import WgmmaPlan
 from tinygrad_nv.tile.launch import MapArgument
-from tinygrad_nv.tile.sparse_gemm import positions
+from tinygrad_nv.tile.sparse_gemm import metadata
 from tinygrad_nv.tile.sparse_gemm.schedules import SparseWgmma
 from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
 from tinygrad_nv.tile.wgmma_tiles import K_BYTES, OperandTile, natural_span, taken
@@ -41,7 +41,7 @@ class SparseWgmmaPlan(WgmmaPlan):
     @property
     def unit_steps(self) -> int:
         """wgmmas of a unit of 64 columns."""
-        return positions.steps_of_unit(self.a.size)
+        return metadata.steps_of_unit(self.a.size)
 
     @property
     def units(self) -> int:
@@ -53,21 +53,21 @@ class SparseWgmmaPlan(WgmmaPlan):
 
     @property
     def pending(self) -> int:
-        """Groups of wgmmas in flight while the next positions are read."""
+        """Groups of wgmmas in flight while the next metadata is read."""
         return min(self.units - 1, 1)
 
     @property
-    def position_bytes(self) -> int:
+    def metadata_bytes(self) -> int:
         """Of a stage."""
-        return positions.nbytes(self.schedule.block_m, self.schedule.block_k)
+        return metadata.nbytes(self.schedule.block_m, self.schedule.block_k)
 
     @property
-    def stage_bytes(self) -> int: return self.a.nbytes + self.b.nbytes + self.position_bytes
+    def stage_bytes(self) -> int: return self.a.nbytes + self.b.nbytes + self.metadata_bytes
 
     @property
-    def position_map(self) -> MapArgument:
-        """The tensor map of positions, the third of the kernel's operands."""
-        tiles, units, lanes = self.sparse.buffers["positions"].shape
+    def metadata_map(self) -> MapArgument:
+        """The tensor map of metadata, the third of the kernel's operands."""
+        tiles, units, lanes = self.sparse.buffers["metadata"].shape
         return MapArgument(3, "u32", (units * lanes, tiles), (units * lanes * 4,),
                            (self.units * lanes, self.schedule.block_m // 16), "none")
 

@@ -1,4 +1,4 @@
-"""Positions of a stage: of each tile of 16 rows, units of 64 columns one after the other, a word for each
+"""Metadata of a stage: of each tile of 16 rows, units of 64 columns one after the other, a word for each
 lane. The same in memory and in shared memory, so that a warp reads 128 bytes side by side."""
 from __future__ import annotations
 
