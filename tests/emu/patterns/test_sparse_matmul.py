@@ -87,9 +87,11 @@ def test_fp8_begins_with_sm_89(monkeypatch: pytest.MonkeyPatch):
     assert not multiplies_sparse(E4M3, (N, K), "EMU:80")
 
 
-def test_one_scale_and_results_of_16_bits():
+@pytest.mark.parametrize("static", [True, False])
+def test_one_scale_and_results_of_16_bits(static: bool):
     x, values = inputs(5, E4M3)
-    made = sparse_matmul(x, matrix(E4M3), x_scale=0.5)
+    scale = 0.5 if static else Tensor([[0.5]]).contiguous().realize()
+    made = sparse_matmul(x, matrix(E4M3), x_scale=scale)
     wanted = torch.from_numpy(answer(values, E4M3) * 0.5).to(torch.bfloat16).double().numpy()
     assert made.dtype == BF16
     np.testing.assert_array_equal(made.float().numpy(), wanted)
