@@ -19,6 +19,7 @@ from tinygrad_nv.tile.expression import Expression, Load, Sum
 from tinygrad_nv.tile.gemm.spec import FP8, GemmSpec, Operand, Result
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 
+CUT = 2.0**-16  # of the largest result: what tensor cores may cut off sums
 BF16, F16, F32 = dtypes.bfloat16, dtypes.float16, dtypes.float32
 # codes from here on are left out: NaN, and what makes sums that float16 has not
 LEAST = {dtypes.fp8e4m3: 0x7F, dtypes.fp8e5m2: 0x50}

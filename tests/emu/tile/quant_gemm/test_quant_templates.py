@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from quant_case import BF16, F16, F32, TYPES, matmul, storages
+from quant_case import BF16, CUT, F16, F32, TYPES, matmul, storages
 from reference_case import right, run, same
 
 from tinygrad_nv.errors import ScheduleError
@@ -38,7 +38,7 @@ def held(spec: QuantGemmSpec, schedule: Schedule, gpu: GPU, seed: int = 0, whole
         spec = replace(spec, gemm=replace(gemm, m=rows, symbolic=False))
         got = {"out": got["out"][:rows]}
     if whole: same(spec, given, got)
-    else: right(spec, given, got, cut=2.0**-16)
+    else: right(spec, given, got, cut=CUT)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [
