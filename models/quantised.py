@@ -221,6 +221,19 @@ def fill(model: Llama, layer: QuantisedLayer, found: Iterable[_Arrays | Tensor])
         if alone or model.config.tied: model.quantised_embedding = parts[0].matrix
 
 
+def matrices(model: Llama) -> list[tuple[QTensor, Activations | None]]:
+    """The quantised matrices of a network, and how the inputs of each are rounded; one that is both head and
+    embedding once."""
+    found = [each for layer in range(len(model.blocks)) for each in projections(model, layer)]
+    linears = {id(each.linear): each.linear for each in found}.values()
+    made = [(part.matrix, part.activations) for linear in linears for part in linear.parts
+            if isinstance(part, QWeight)]
+    head, table = model.quantised_head, model.quantised_embedding
+    if head is not None: made.append((head.matrix, head.activations))
+    if table is not None and (head is None or table is not head.matrix): made.append((table, None))
+    return made
+
+
 def _merged(parts: Iterable[tuple[StoredMatrix, tuple[int, int]] | Tensor],
             get: Get) -> Iterator[_Arrays | Tensor]:
     """Parts, of neighbours of one type one matrix."""
