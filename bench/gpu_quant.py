@@ -2,9 +2,9 @@
 
 Weight-only: x @ w.T of bfloat16 activations and int4 (groups of 128), int8 and e4m3 (a scale for each output)
 at the layers of Llama 8B and 70B, from one row to 4096; and other types at one layer: zero points (AWQ),
-MXFP4, Q4_K. Codes times codes: int8 and e4m3 with a scale for each row and each output (W8A8, FP8), and e4m3
-with scales of 1 x 128 and 128 x 128. GB/s counts codes, scales, activations and the result once. Contenders
-are in quant_contenders.py.
+MXFP4, Q4_K, NF4. Codes times codes: int8 and e4m3 with a scale for each row and each output (W8A8, FP8), and
+e4m3 with scales of 1 x 128 and 128 x 128. GB/s counts codes, scales, activations and the result once.
+Contenders are in quant_contenders.py.
 
 Every row of a result is compared with float32, one of 16 with float64.
 
@@ -30,7 +30,7 @@ from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
 OTHERS = {"AWQ": QType(types.UINT4, per_group_scale(128, dtypes.float16), zeros=True), "MXFP4": types.MXFP4,
-          "Q4_K": types.Q4_K}
+          "Q4_K": types.Q4_K, "NF4": types.NF4 @ per_group_scale(64)}
 CODES = {"W8A8": types.INT8, "FP8": types.E4M3}
 ROWS = (1, 16, 64, 128, 1024, 4096)
 LAYERS = (("8B", "qkv"), ("8B", "gate_up"), ("8B", "down"), ("70B", "o"))

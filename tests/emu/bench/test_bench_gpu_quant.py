@@ -165,7 +165,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 HAVE = {"int4": {"bf16", "torch", "Marlin", "Machete"}, "int8": {"bf16", "torch", "Marlin", "Machete"},
-        "fp8": {"bf16", "Marlin"}, "AWQ": {"bf16"}, "MXFP4": {"bf16"}, "Q4_K": {"bf16"},
+        "fp8": {"bf16", "Marlin"}, "AWQ": {"bf16"}, "MXFP4": {"bf16"}, "Q4_K": {"bf16"}, "NF4": {"bf16"},
         "W8A8": {"torch", "CUTLASS"}, "FP8": {"torch", "CUTLASS"}, "blocks": {"torch", "CUTLASS"}}
 
 

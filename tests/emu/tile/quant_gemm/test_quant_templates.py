@@ -22,7 +22,8 @@ from tinygrad_nv.tile.templates import TABLE
 
 HOPPER, ADA, AMPERE = GPU("sm_90a", 132), GPU("sm_89", 142), GPU("sm_80", 108)
 GEMV, WGMMA = QuantGemv(), QuantWgmma().k(64)
-BROAD = ("Q3_K", "Q5_K", "Q6_K", "MXFP4", "NVFP4")   # whose elements are no integers of 8 bits
+# whose elements are no integers of 8 bits
+BROAD = ("Q3_K", "Q5_K", "Q6_K", "MXFP4", "NVFP4", "NF4", "FP4")
 MMA = QuantMma().block(16, 32).k(64).warps(1, 2)
 LONG = ("Q5_0", "Q5_1", "3 bits", "Q3_K")     # whose references take seconds to compile; Q5_K is alike
 SMALL = WGMMA.block(64, 16).warps(8).stages(3)
@@ -44,7 +45,7 @@ def held(spec: QuantGemmSpec, schedule: Schedule, gpu: GPU, seed: int = 0, whole
 @pytest.mark.parametrize(("name", "dtype"), [
     *(pytest.param(name, BF16, marks=[pytest.mark.slow] * (name in LONG)) for name in TYPES),
     *((name, F16) for name in ("int4 g32", "awq g32", "uint8 zeros", "e4m3 channel", "e5m2", "MXFP4",
-                               "Q6_K"))], ids=str)
+                               "Q6_K", "NF4", "codebook"))], ids=str)
 def test_types(name: str, dtype: Any):
     """Of each type 3 rows by gemv, 20 by wgmma and by mma, random and of integers."""
     k = 512 if TYPES[name].outer is not None or TYPES[name].zeros else 352
@@ -163,7 +164,8 @@ def test_the_same_whenever_copies_arrive(schedule: Schedule):
 
 @pytest.mark.parametrize(("type", "m", "schedule", "words"), [
     (replace(TYPES["awq"], layout="rows"), 2, GEMV, "not in fragments"),
-    (types.QType(types.NF4, types.per_group_scale(64), layout="fragments"), 2, GEMV, "a codebook, nf4"),
+    (types.QType(types.E2M3, types.per_group_scale(64), layout="fragments"), 2, GEMV, "book of 6 bits"),
+    (replace(TYPES["NF4"], shift=1), 2, GEMV, "zero points of floats"),
     (replace(TYPES["awq"], permuted=True), 2, GEMV, "in another order"),
     (types.QType(types.UINT4, types.per_group_scale(24), layout="fragments"), 2, GEMV, "24 columns"),
     (replace(TYPES["NVFP4"], divided=True), 2, GEMV, "divide"),
