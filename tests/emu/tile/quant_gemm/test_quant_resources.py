@@ -62,6 +62,7 @@ def test_default_schedules_do_not_spill(name: str, m: int):
     (matmul(TYPES["int4 g128"], 64, 128, 512), WGMMA.block(64, 64).warps(8).k(128), HOPPER),
     (matmul(TYPES["int8 g64"], 64, 128, 512), WGMMA.block(128, 64).warps(12), HOPPER),
     (matmul(TYPES["int4 g128"], 64, 128, 512), MMA.block(64, 64).warps(2, 2), AMPERE),
+    (matmul(TYPES["NF4"], 64, 128, 480), MMA.block(64, 64).warps(2, 2), AMPERE),
     (matmul(TYPES["Q4_K"], 64, 128, 512), MMA.block(64, 128).warps(1, 4), AMPERE)],
     ids=lambda each: str(getattr(each, "arch", each))[:40])
 def test_main_loops_have_no_bank_conflict(spec: QuantGemmSpec, schedule: QuantGemv | QuantWgmma | QuantMma,

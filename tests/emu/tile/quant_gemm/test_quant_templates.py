@@ -136,6 +136,21 @@ def test_mma_extents(schedule: QuantMma, name: str):
     held(matmul(TYPES[name], 70, 152, 1024, bias=True), schedule, AMPERE)
 
 
+@pytest.mark.parametrize(("name", "k", "schedule"), [
+    ("int4 g32", 352, MMA), ("awq", 424, MMA.block(64, 64).warps(2, 2).stages(4)), ("int4 g32", 40, MMA),
+    ("int8 channel", 328, MMA.k(32)), ("int8 g64", 248, MMA), ("codebook", 456, MMA.block(32, 32).k(128))],
+    ids=str)
+def test_mma_last_columns(name: str, k: int, schedule: QuantMma):
+    """Columns that are no whole stage, of activations in rows that end anywhere, and of a whole result."""
+    held(matmul(TYPES[name], 20, 72, k, gap=8), schedule, AMPERE)
+    held(matmul(TYPES[name], 20, 72, k, out=F32), schedule, AMPERE, whole=True)
+    assert isinstance(TABLE.choose(matmul(TYPES[name], 40, 72, k), AMPERE), QuantMma)
+    if k == 352:
+        held(matmul(TYPES[name], 40, 40, k, symbolic=True), schedule, AMPERE, rows=5)
+        gemm = GemmSpec(24, 72, k, Operand(BF16, 1, 24), Operand(BF16, k, 1), Result(F32, 72, 1))
+        held(QuantGemmSpec(gemm, TYPES[name]), schedule, AMPERE)
+
+
 @pytest.mark.parametrize("rows", [1, 16, 40])
 def test_mma_rows_known_at_launch(rows: int):
     held(matmul(TYPES["int4 g128"], 40, 40, 512, symbolic=True), MMA, AMPERE, rows=rows)
@@ -179,7 +194,9 @@ def test_the_same_whenever_copies_arrive(schedule: Schedule):
     (TYPES["int8 channel"], 40, SMALL.k(32), "in flight"),
     (replace(TYPES["int4 g32"], outer=types.per_group_scale(16)), 2, GEMV, "outer scales of 16"),
     (replace(TYPES["int8 channel"], outer=types.per_group_scale(256)), 2, GEMV, "outer scales of 256"),
-    (TYPES["awq"], 40, MMA.k(96), "no|not"), (TYPES["awq"], 40, MMA.swapped(), "operand B"),
+    (TYPES["awq"], 40, MMA.k(96), "not 32, 64 or 128"), (TYPES["awq"], 40, MMA.swapped(), "operand B"),
+    (TYPES["Q8_0"], 12, MMA, "1888 columns, .* no multiple of block_k=64"),
+    (TYPES["awq"], 12, MMA.split(2), "splits of k=1888"),
     (TYPES["awq"], 40, MMA.block(128, 128).warps(1, 2), "sums a thread"),
     (TYPES["awq"], 40, MMA.block(128, 64).k(128).stages(8), "shared memory"),
     (TYPES["awq"], 40, WGMMA.block(256, 256).warps(12), "sums"),
@@ -187,7 +204,7 @@ def test_the_same_whenever_copies_arrive(schedule: Schedule):
 ], ids=lambda each: "" if isinstance(each, types.QType) else str(each))
 def test_refused(type: types.QType, m: int, schedule: Schedule, words: str):
     with pytest.raises(ScheduleError, match=words):
-        TABLE.build(matmul(type, m, 40, 1152 if m == 40 else 1920), schedule, HOPPER)
+        TABLE.build(matmul(type, m, 40, {40: 1152, 12: 1888}.get(m, 1920)), schedule, HOPPER)
 
 
 def test_float32_and_wgmma_elsewhere_are_refused():
