@@ -25,7 +25,8 @@ GEMV, WGMMA = QuantGemv(), QuantWgmma().k(64)
 # whose elements are no integers of 8 bits
 BROAD = ("Q3_K", "Q5_K", "Q6_K", "MXFP4", "NVFP4", "NF4", "FP4")
 MMA = QuantMma().block(16, 32).k(64).warps(1, 2)
-LONG = ("Q5_0", "Q5_1", "3 bits", "Q3_K")     # whose references take seconds to compile; Q5_K is alike
+# whose references take seconds to compile; Q5_K and NF4 are alike
+LONG = ("Q5_0", "Q5_1", "3 bits", "Q3_K", "FP4")
 SMALL = WGMMA.block(64, 16).warps(8).stages(3)
 
 
@@ -45,7 +46,7 @@ def held(spec: QuantGemmSpec, schedule: Schedule, gpu: GPU, seed: int = 0, whole
 @pytest.mark.parametrize(("name", "dtype"), [
     *(pytest.param(name, BF16, marks=[pytest.mark.slow] * (name in LONG)) for name in TYPES),
     *((name, F16) for name in ("int4 g32", "awq g32", "uint8 zeros", "e4m3 channel", "e5m2", "MXFP4",
-                               "Q6_K", "NF4", "codebook"))], ids=str)
+                               "Q6_K", "codebook"))], ids=str)
 def test_types(name: str, dtype: Any):
     """Of each type 3 rows by gemv, 20 by wgmma and by mma, random and of integers."""
     k = 512 if TYPES[name].outer is not None or TYPES[name].zeros else 352
@@ -137,9 +138,10 @@ def test_mma_extents(schedule: QuantMma, name: str):
 
 
 @pytest.mark.parametrize(("name", "k", "schedule"), [
-    ("int4 g32", 352, MMA), ("awq", 424, MMA.block(64, 64).warps(2, 2).stages(4)), ("int4 g32", 40, MMA),
-    ("int8 channel", 328, MMA.k(32)), ("int8 g64", 248, MMA), ("codebook", 456, MMA.block(32, 32).k(128))],
-    ids=str)
+    ("int4 g32", 352, MMA), ("int8 channel", 328, MMA.k(32)), ("codebook", 456, MMA.block(32, 32).k(128)),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+        ("awq", 424, MMA.block(64, 64).warps(2, 2).stages(4)), ("int4 g32", 40, MMA),
+        ("int8 g64", 248, MMA)))], ids=str)
 def test_mma_last_columns(name: str, k: int, schedule: QuantMma):
     """Columns that are no whole stage, of activations in rows that end anywhere, and of a whole result."""
     held(matmul(TYPES[name], 20, 72, k, gap=8), schedule, AMPERE)
