@@ -21,7 +21,7 @@ from tinygrad_nv.quant.activations import QWeight
 from tinygrad_nv.quant.floats import as_float32
 from tinygrad_nv.quant.readers.reader import Activations, Get, Reader, StoredMatrix, reader_of
 from tinygrad_nv.quant.tensor import QTensor, in_memory
-from tinygrad_nv.quant.types import QType, buffers
+from tinygrad_nv.quant.types import QType, Scale, buffers
 from tinygrad_nv.runtime.memory import write
 
 from .cache_scales import SUFFIXES
@@ -189,6 +189,17 @@ class _Arrays:
             as_float32(scales)
         return replace(self, type=self.type.element @ scale, buffers={**self.buffers, "scales": scales})
 
+    def by_rows(self) -> _Arrays:
+        """With scales of each row where there are such of the matrix, as these stack."""
+        def of(scale: Scale) -> Scale: return scale if scale.rows else replace(scale, rows=1)
+        outer = None if self.type.outer is None else of(self.type.outer)
+        type = replace(self.type, scale=of(self.type.scale), outer=outer)
+        wanted = buffers(type, *self.shape)
+        made = {name: one if name in ("codes", "high", "order") else
+                np.broadcast_to(one.reshape(-1, wanted[name].shape[1]), wanted[name].shape)
+                for name, one in self.buffers.items()}
+        return replace(self, type=type, buffers=made)
+
     def stacks_on(self, above: _Arrays) -> bool:
         """Whether its rows may follow those of another in one matrix."""
         kind, rows = self.type, above.shape[0]
@@ -237,9 +248,10 @@ def matrices(model: Llama) -> list[tuple[QTensor, Activations | None]]:
 def _merged(parts: Iterable[tuple[StoredMatrix, tuple[int, int]] | Tensor],
             get: Get) -> Iterator[_Arrays | Tensor]:
     """Parts, of neighbours of one type one matrix."""
-    waiting: list[_Arrays] = []
+    waiting, parts = list[_Arrays](), list(parts)
     for part in parts:
         one = None if isinstance(part, Tensor) else _Arrays.read(part[0], part[1], get).for_codes()
+        if one is not None and len(parts) > 1: one = one.by_rows()
         if waiting and (one is None or not one.stacks_on(waiting[-1])):
             yield _stacked(waiting)
             waiting = []
