@@ -36,7 +36,8 @@ def templates(x: Tensor) -> list[str | None]: return [each.template for each in 
 @pytest.mark.parametrize(("name", "m", "template"), [
     ("awq", 1, "quant_gemv"), ("Q4_0", 40, "quant_wgmma"), ("e4m3 blocks", 3, "quant_gemv"),
     ("uint8 tensor", 3, "quant_gemv"), ("NVFP4", 2, "quant_gemv"), ("Q4_K", 20, "quant_wgmma"),
-    ("nf4", 2, "quant_gemv"), ("nvfp4 divided", 2, "quant_gemv"), ("int8 last", 20, "quant_wgmma")])
+    ("nf4", 2, "quant_gemv"), ("nvfp4 divided", 2, "quant_gemv"), ("int8 last", 20, "quant_wgmma"),
+    ("mxfp6", 2, "quant_gemv")])
 def test_prepared_matrices(name: str, m: int, template: str):
     """Fragments, by one kernel; the same as dequantised elements give."""
     w, x = matrix({**TYPES, **LAST}[name]), rows(m)
@@ -81,7 +82,7 @@ def test_rows_of_any_shape(shape: tuple[int, ...]):
     assert np.abs(made.float().numpy() - wanted).max() <= 2 ** -7 * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize("name", ["mxfp6", "int8 columns"])
+@pytest.mark.parametrize("name", ["int8 g24", "int8 columns"])
 def test_what_has_no_kernel_stays_as_it_is(name: str):
     w, x = matrix(TYPES[name]), rows(2)
     assert prepared(w) is w

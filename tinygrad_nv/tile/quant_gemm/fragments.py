@@ -4,7 +4,7 @@ Protocol: `Decoder.operand(words, step, offsets)` are the four registers of oper
 columns of a unit, the same as two operands B. Elements are exact; scales are not in them. Integers are made
 without a conversion: or-ed into the mantissa of 128 (bfloat16) or 1024 (float16), where the last bit counts
 1, from which 128 and what is to be subtracted is taken (the `offsets`, one register for each of a lane's two
-rows). Floats of 8 and 4 bits are placed: sign, exponent and mantissa moved to where they are in a 16-bit
+rows). Floats of 8, 6 and 4 bits are placed: sign, exponent and mantissa moved to where they are in a 16-bit
 float, which is the number times a power of two, subnormal ones too; infinities and NaN are taken for numbers
 (`QTensor.finite`). As Marlin (Frantar et al. 2024) does. Numbers of a codebook of 4 bits (NF4) are rounded to
 16 bits and looked up in registers: prmt takes a byte of 8 entries for each of four codes.
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.quant.types import E2M1, QType
+from tinygrad_nv.quant.types import E2M1, E2M3, QType
 from tinygrad_nv.tile.gemm.spec import FP8
 from tinygrad_nv.tile.lanes import bits16
 
@@ -35,7 +35,9 @@ SIXTEENTH = 0x2C00      # 1/16 in float16
 NAMES = {dtypes.bfloat16: "bf16", dtypes.float16: "f16"}
 MANTISSA = {dtypes.bfloat16: 7, dtypes.float16: 10}
 BIAS = {dtypes.bfloat16: 127, dtypes.float16: 15}
-SMALL = {dtypes.fp8e4m3: (3, 7), dtypes.fp8e5m2: (2, 15)}   # bits of the mantissa, bias of the exponent
+# bits of the mantissa, bias of the exponent
+SMALL = {dtypes.fp8e4m3: (3, 7), dtypes.fp8e5m2: (2, 15)}
+PLACED = {E2M1: (1, 1), E2M3: (3, 1)}
 Words = Mapping[str, Sequence[Value]]
 
 
@@ -60,7 +62,7 @@ def problems(type: QType) -> list[str]:
 
 def looked_up(type: QType) -> bool:
     """Whether codes are looked up in a codebook."""
-    return bool(type.element.values) and type.element != E2M1
+    return bool(type.element.values) and type.element not in PLACED
 
 
 @dataclass
@@ -146,7 +148,7 @@ class Decoder:
         """The registers of 16 columns. `offsets` of the lane's rows g and g + 8."""
         if self.integers and self.type.bits == 8: return self._bytes(words["codes"], step, offsets)
         if looked_up(self.type): return self._looked_up(words["codes"][step])
-        if not self.integers: return [self._placed(words["codes"], step, r) for r in range(4)]
+        if not self.integers: return [self._placed(words, step, r) for r in range(4)]
         return [self._integer(words, step, r, offsets[r % 2]) for r in range(4)]
 
     def _field(self, words: Sequence[Value], bits: int, number: int) -> tuple[Value, int]:
@@ -195,21 +197,25 @@ class Decoder:
 
     # **** floats ****
 
-    def _small(self) -> tuple[int, int, int]:
-        """Bits of a code, of its mantissa, bias of its exponent."""
-        return (4, 1, 1) if self.type.element == E2M1 else (8, *SMALL[self.type.element.dtype])
+    def _small(self) -> tuple[int, int]:
+        """Bits of a code's mantissa, bias of its exponent."""
+        return PLACED.get(self.type.element) or SMALL[self.type.element.dtype]
 
     def _power(self) -> int:
         """The bits of the power of two that a placed number is to be multiplied with."""
         if self.integers or looked_up(self.type): return ONE[self.dtype]
-        return (2 * BIAS[self.dtype] - self._small()[2]) << MANTISSA[self.dtype]
+        return (2 * BIAS[self.dtype] - self._small()[1]) << MANTISSA[self.dtype]
 
-    def _placed(self, words: Sequence[Value], step: int, r: int) -> Value:
-        bits, mantissa, _ = self._small()
-        word, at = self._field(words, bits, 4 * step + r)
-        up = MANTISSA[self.dtype] - mantissa
-        sign = self._moved(word, at + bits - 16) & 0x80008000
-        number = self._and_or(self._moved(word, at - up), ((1 << bits - 1) - 1) << up, sign)
+    def _placed(self, words: Words, step: int, r: int) -> Value:
+        """The sign is the upper bit of the last plane."""
+        planes, up = list(self.planes.items()), MANTISSA[self.dtype] - self._small()[0]
+        fields = [(*self._field(words[name], bits, 4 * step + r), bits) for name, bits in planes]
+        word, at, bits = fields[-1]
+        number = self._moved(word, at + bits - 16) & 0x80008000
+        for last, (word, at, bits) in enumerate(fields, 1 - len(fields)):
+            mask = (1 << bits - (last == 0)) - 1
+            number = self._and_or(self._moved(word, at - up), mask << up, number)
+            up += bits
         # plus −0: sm_80 has no multiplication of bfloat16 alone
         return self._fma(number, self.constant(self._power() * BOTH), self.constant(0x8000 * BOTH))
 
