@@ -21,6 +21,7 @@ from tinygrad_nv.runtime.driver import (
 )
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.kernel import GemmKernel
+from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 from tinygrad_nv.tile.templates import TABLE
 
 Submit = Callable[[Stream | None], None]
@@ -35,10 +36,11 @@ class GemmLauncher:
         self.function = self.module.function(made.name)
         self.workspaces: list[int] = []
 
-    def bound(self, spec: GemmSpec, addresses: Mapping[str, int], m: int | None = None) -> Submit:
+    def bound(self, spec: GemmSpec | QuantGemmSpec, addresses: Mapping[str, int],
+              m: int | None = None) -> Submit:
         """A launch on this memory, `m` rows of a symbolic spec. Results of several must not share time: each
         has flags of its own."""
-        made, rows = self.made, spec.m if m is None else m
+        made, rows = self.made, next(iter(spec.integers), 0) if m is None else m
         pointers = [addresses["out"]]
         works: list[Work] = []
         if made.workspace_bytes:
@@ -48,7 +50,7 @@ class GemmLauncher:
             works.append(Fill(pointers[2], 0, flags))
         pointers += [addresses[each.name] for each in TABLE.arguments(spec) if each.role == "in"]
         maps = [map_spec(each, pointers[each.pointer], rows) for each in made.maps]
-        args = [*map(pointer, pointers), *([integer(rows)] if spec.symbolic else []),
+        args = [*map(pointer, pointers), *([integer(rows)] if spec.integers else []),
                 *map(self.driver.tensor_map, maps)]
         works.append(Launch(self.function, made.grid_for(rows), (made.threads, 1, 1), tuple(args),
                             made.dynamic_smem, made.cluster, made.pdl))

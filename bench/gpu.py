@@ -1,6 +1,6 @@
 """One command that measures everything on a GPU: bounded, resumable, correctness first.
 
-    python3 bench/gpu.py --call first                      # then --call second: ten minutes each at most
+    python3 bench/gpu.py --call first                      # then second, third: ten minutes each at most
     python3 bench/gpu.py --minutes 9                       # all parts, in the order of --list
     python3 bench/gpu.py --part gemm --only "8B" --minutes 5 --resume
     python3 bench/gpu.py --part correctness --only test_mma
@@ -40,7 +40,8 @@ from tinygrad_nv.runtime.observe import telemetry
 # parts of a call and when each is to end, in minutes from the call's beginning: estimates, not measured on a
 # GPU. What a part leaves the next one has; rows that do not fit are left to a later call
 CALLS = {"first": {"smoke": 1.0, "correctness": 4.5, "chains": 6.0, "gemm": 9.5},
-         "second": {"attention": 3.5, "backward": 5.0, "paged": 6.0, "memory": 7.0, "decode": 9.5}}
+         "second": {"attention": 3.5, "backward": 5.0, "paged": 6.0, "memory": 7.0, "decode": 9.5},
+         "third": {"quant": 9.5}}
 SECONDS, CALL_SECONDS = 2.5, 1.0        # of a row of timings
 PATIENCE = 5                            # times as long may a row take when a GPU is emulated
 BAD = ("disagrees", "failed", "hung", "died")

@@ -36,7 +36,7 @@ KINDS = ("same", "close", "order", "open", "disagrees")
 OPEN = 2.0**-6
 SHOWN = 5           # disagreements of a row
 # whatever the time: templates, whole kernels
-FIRST = ("test_gem", "test_scaled_gemm", "test_pairs", "test_triton", "test_nvcc")
+FIRST = ("test_gem", "test_scaled_gemm", "test_quant", "test_pairs", "test_triton", "test_nvcc")
 ORDERS = range(5)  # seeds of the emulator
 # what PTX does not define to the last bit, or at all
 UNDEFINED = re.compile(r"\.approx|\bdiv\.full|\b(?:tanh|ex2|lg2|sin|cos)\."

@@ -7,9 +7,11 @@ kept: hand-written PTX, the cured kernels of the pairs, what nvcc and Triton com
 templates made, and tinygrad's own kernels of DEV=EMU. Takes ten minutes and more on two cores, and no GPU.
 `--times` draws so many times as many products as the tests do; what is drawn is always the same.
 
+Of products and of matmuls with quantised matrices it is kept what they must be: the exact values, and how
+far the suite lets a kernel be from them.
+
 Left out: launches with findings, those of an emulator that sums exactly (no hardware does), im2col maps,
-modules whose variables an earlier launch changed, and more than `MOST` launches of a test (`MOST_DRAWN` of
-one that draws), `LARGE` bytes of the file each but for `MOST_LARGE`.
+modules whose variables an earlier launch changed, and what is beyond the `limits` of a test.
 """
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from gpu_cases import DEFAULT, Case, Cases, Judged, Memory
@@ -30,6 +32,8 @@ from gpu_cases import DEFAULT, Case, Cases, Judged, Memory
 from tinygrad_nv.ptx.emulator import Buffer, Emulator, TensorMap
 from tinygrad_nv.ptx.emulator.arguments import pack_argument, triple
 from tinygrad_nv.runtime.driver import TensorMapSpec
+from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
+from tinygrad_nv.tile.templates import TABLE
 
 try:
     import pytest
@@ -38,12 +42,24 @@ except ImportError as error: sys.exit(f"{error.name} is not installed, and the t
                                       "pip install -e '.[cpu,test]'")
 
 ROOT = Path(__file__).parents[1]
-MOST, MOST_DRAWN, MOST_BYTES = 24, 200, 16 << 20
-LARGE, MOST_LARGE = 32 << 10, 1
+MOST, MOST_BYTES = 24, 16 << 20
 SCANNED = 1 << 16       # larger memory is not scanned for addresses
 MAP_BYTES, MAP_ALIGN = 128, 64
 Wanted = dict[int, tuple[str, np.ndarray, np.ndarray]]  # by address: a torch dtype, exact values, bounds
 Given = tuple[list[bytes], dict[int, TensorMapSpec], dict[int, bytes]]  # arguments, maps, memory
+
+
+class Limits(NamedTuple):
+    """Of a test: launches, bytes of the file that each may take, and how many may take more."""
+    launches: int = MOST
+    nbytes: int = 32 << 10
+    large: int = 1
+
+
+def limits(test: str) -> Limits:
+    """More for tests that draw, and for those of quantised matrices: random codes do not compress."""
+    if test.startswith(("test_scaled_gemm", "test_quant_templates")): return Limits(200, 64 << 10, 8)
+    return Limits(200) if test.startswith(("test_gemm", "test_gemv")) else Limits()
 
 
 class Recorder:
@@ -75,8 +91,7 @@ class Recorder:
 
     def before(self, emu: Emulator, text: str, entry: str | None, args: Sequence[object]) -> Given | None:
         """Arguments, tensor maps, and the memory that the launch can reach; None when it is not kept."""
-        drawn = "test_gemm" in self.test or "test_gemv" in self.test
-        if self.counts[self.test] >= (MOST_DRAWN if drawn else MOST) or "%envreg" in text: return None
+        if self.counts[self.test] >= limits(self.test).launches or "%envreg" in text: return None
         try:
             loaded = emu._load(text)
             function = emu._entry(loaded.module, entry)
@@ -113,9 +128,9 @@ class Recorder:
         case = Case("", emu.arch, text, function.name, grid, block, cluster, int(smem), tuple(packed), maps,
                     memory, judged)
         case = Case(**{**vars(case), "name": f"{self.test}#{case.digest}"})
-        if not self.cases.add(case, LARGE):
+        if not self.cases.add(case, limits(self.test).nbytes):
             self.large[self.test] += 1
-            if self.large[self.test] > MOST_LARGE: return
+            if self.large[self.test] > limits(self.test).large: return
             self.cases.add(case)
         self.counts[self.test] += 1
 
@@ -174,6 +189,30 @@ def judge_products(recorder: Recorder) -> None:
     setattr(gemm_case, "launched", launched)  # noqa: B010
 
 
+def judge_quantised(recorder: Recorder) -> None:
+    """Matmuls with quantised matrices: against their references, within the bound of their tests. Those with
+    fewer rows than their spec has are kept without."""
+    case = import_module("reference_case")
+    inner, cut = case.run, import_module("quant_case").CUT
+
+    def run(spec: Any, schedule: Any, target: Any, given: Any, seed: int = 0,
+            integers: Sequence[int] = ()) -> Any:
+        def wanted(emu: Emulator, packed: list[bytes]) -> Wanted:
+            out, *_ = TABLE.arguments(spec)
+            exact, usual = (case.answer(spec, given, each)["out"] for each in (True, False))
+            bound = case.bound(out.dtype, exact, usual, cut=cut)
+            place, storage = out.places[0], given["out"].double()
+            found = [storage.clone(), storage * 0]
+            for each, values in zip(found, (exact, bound), strict=True): case.view(each, place).copy_(values)
+            kind = str(given["out"].dtype).removeprefix("torch.")
+            return {int.from_bytes(packed[0], "little"): (kind, found[0].numpy(), found[1].numpy())}
+        recorder.wanted = wanted if isinstance(spec, QuantGemmSpec) and not integers else None
+        try: return inner(spec, schedule, target, given, seed, integers)
+        finally: recorder.wanted = None
+
+    setattr(case, "run", run)  # noqa: B010
+
+
 def judge_triton(recorder: Recorder) -> None:
     """Triton's kernels: against what each problem wants, within its bounds."""
     triton_case = import_module("triton_case")
@@ -211,6 +250,7 @@ def pytest_configure(config: pytest.Config) -> None:
     recorder = Recorder(Cases(Path(os.environ["GPU_CASES"]), write=True))
     recorder.install()
     judge_products(recorder)
+    judge_quantised(recorder)
     judge_triton(recorder)
     test_gemm_generated = import_module("test_gemm_generated")
     setattr(test_gemm_generated, "TIMES", int(os.environ["GPU_CASES_TIMES"]))  # noqa: B010

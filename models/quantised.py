@@ -22,7 +22,7 @@ from tinygrad_nv.quant.activations import QWeight, SparseWeight
 from tinygrad_nv.quant.floats import as_float32
 from tinygrad_nv.quant.readers.reader import Activations, Get, Reader, StoredMatrix, reader_of
 from tinygrad_nv.quant.tensor import QTensor, in_memory
-from tinygrad_nv.quant.types import QType, buffers
+from tinygrad_nv.quant.types import QType, Scale, buffers
 from tinygrad_nv.runtime.memory import write
 
 from . import sparse
@@ -231,6 +231,17 @@ class _Arrays:
             as_float32(scales)
         return replace(self, type=self.type.element @ scale, buffers={**self.buffers, "scales": scales})
 
+    def by_rows(self) -> _Arrays:
+        """With scales of each row where there are such of the matrix, as these stack."""
+        def of(scale: Scale) -> Scale: return scale if scale.rows else replace(scale, rows=1)
+        outer = None if self.type.outer is None else of(self.type.outer)
+        type = replace(self.type, scale=of(self.type.scale), outer=outer)
+        wanted = buffers(type, *self.shape)
+        made = {name: one if name in ("codes", "high", "order") else
+                np.broadcast_to(one.reshape(-1, wanted[name].shape[1]), wanted[name].shape)
+                for name, one in self.buffers.items()}
+        return replace(self, type=type, buffers=made)
+
     def stacks_on(self, above: _Arrays | _Floats) -> bool:
         """Whether its rows may follow those of another in one matrix."""
         if isinstance(above, _Floats): return False
@@ -278,11 +289,25 @@ def fill(model: Llama, layer: QuantisedLayer, found: Iterable[Read]) -> None:
         if alone or model.config.tied: model.quantised_embedding = parts[0].matrix
 
 
+def matrices(model: Llama) -> list[tuple[QTensor, Activations | None]]:
+    """The quantised matrices of a network, and how the inputs of each are rounded; one that is both head and
+    embedding once."""
+    found = [each for layer in range(len(model.blocks)) for each in projections(model, layer)]
+    linears = {id(each.linear): each.linear for each in found}.values()
+    made = [(part.matrix, part.activations) for linear in linears for part in linear.parts
+            if isinstance(part, QWeight)]
+    head, table = model.quantised_head, model.quantised_embedding
+    if head is not None: made.append((head.matrix, head.activations))
+    if table is not None and (head is None or table is not head.matrix): made.append((table, None))
+    return made
+
+
 def _merged(parts: Iterable[tuple[Stored, tuple[int, int]] | Tensor], get: Get) -> Iterator[Read]:
     """Parts, of neighbours of one type one matrix."""
-    waiting: list[_Arrays | _Floats] = []
+    waiting, parts = list[_Arrays | _Floats](), list(parts)
     for part in parts:
         one = None if isinstance(part, Tensor) else _read(part[0], part[1], get)
+        if isinstance(one, _Arrays) and len(parts) > 1: one = one.by_rows()
         if waiting and (one is None or not one.stacks_on(waiting[-1])):
             yield _stacked(waiting)
             waiting = []

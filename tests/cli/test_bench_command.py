@@ -6,6 +6,7 @@ import itertools
 import json
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,12 @@ from serve_case import fake_service, live
 from tinygrad_nv.benchmarks import client, figures
 from tinygrad_nv.benchmarks.engines import require_whole
 from tinygrad_nv.benchmarks.figures import RequestResult
+from tinygrad_nv.benchmarks.speed import type_words
 from tinygrad_nv.benchmarks.workload import BenchRequest, arrivals, random_requests, requests_from_file, total
 from tinygrad_nv.cli import main
+from tinygrad_nv.cli.bench import named
 from tinygrad_nv.errors import NVError, RequestError
+from tinygrad_nv.quant import types
 
 # **** loads ****
 
@@ -139,7 +143,10 @@ def test_latency_and_its_json(tmp_path: Path, capsys) -> None:
     assert len(record["latencies"]) == 3
     assert record["avg_latency"] == pytest.approx(statistics.mean(record["latencies"]))
     assert list(record["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
-    assert capsys.readouterr().out.startswith(f"Avg latency: {record['avg_latency']:.4f} seconds\n")
+    out = capsys.readouterr().out
+    assert out.startswith(f"Avg latency: {record['avg_latency']:.4f} seconds\n")
+    assert out.endswith("\nWeights: float32, 4.2 MB read for each token\n")
+    assert record["weights"]["quantization"] is None
 
 
 def test_throughput_counts_what_was_asked_for(capsys) -> None:
@@ -149,11 +156,57 @@ def test_throughput_counts_what_was_asked_for(capsys) -> None:
     assert "Total num prompt tokens: 21\nTotal num output tokens: 12\n" in out
 
 
+# **** prefill and decode ****
+
+def test_speed_says_scheme_bytes_and_rates(tmp_path: Path, capsys) -> None:
+    saved = tmp_path / "speed.json"
+    assert main(["bench", "--quantization", "int8", "-p", "20", "-n", "6", "-r", "2", "--output-json",
+                 str(saved)]) == 0
+    model, weights, blank, header, prefill, decode = capsys.readouterr().out.splitlines()
+    record = json.loads(saved.read_text())
+    assert model.startswith("Model: ")
+    # 16 matrices of 4 layers: 128 x (256 + 128 + 768 + 384) codes and 1536 float32 scales each
+    matrices = 4 * (128 * 1536 + 4 * (256 + 128 + 768 + 128))
+    assert record["weights"]["kinds"] == [{"type": "int8 channel", "matrices": 16, "bytes": matrices}]
+    plain = record["weights"]["bytes_per_token_unquantized"]
+    assert plain - record["weights"]["bytes_per_token"] == 4 * 4 * 128 * 1536 - matrices
+    assert weights.startswith("Weights: quantised while loading: 16 × int8 channel (0.8 MB); the rest ")
+    assert (blank, header.split()) == ("", ["test", "tokens/s", "GB/s", "of", "weights"])
+    assert [len(record["tokens_per_s"][name]) for name in ("pp20", "tg6")] == [2, 2]
+    (name, rate, _, _), (decoded, mean, _, off, moved) = prefill.split(), decode.split()
+    assert (name, decoded) == ("pp20", "tg6")
+    rates = record["tokens_per_s"]["tg6"]
+    assert float(rate) == pytest.approx(statistics.mean(record["tokens_per_s"]["pp20"]), abs=0.01)
+    assert float(mean) == pytest.approx(statistics.mean(rates), abs=0.01)
+    assert float(off) == pytest.approx(statistics.stdev(rates), abs=0.01)
+    assert float(moved) == pytest.approx(float(mean) * record["weights"]["bytes_per_token"] / 1e9, abs=0.01)
+
+
+def test_kinds_are_named_or_speed_is_meant() -> None:
+    assert named(["bench", "model", "-n", "3"]) == ["bench", "speed", "model", "-n", "3"]
+    assert named(["bench"]) == ["bench", "speed"]
+    for words in (["bench", "latency", "x"], ["bench", "--help"], ["serve", "x"], []):
+        assert named(words) == words
+
+
+@pytest.mark.parametrize(("type", "words"), [
+    (types.QType(types.UINT4, types.per_group_scale(128), shift=8), "int4 g128"),
+    (types.QType(types.UINT4, types.per_group_scale(64), zeros=True, layout="tiles"),
+     "uint4 g64, zero points"),
+    (types.QType(types.UINT4, types.per_group_scale(128), shift=8, permuted=True), "int4 g128, act order"),
+    (types.E4M3 @ types.per_block_scale(128, 128), "e4m3 128x128"),
+    (replace(types.Q4_K, layout="fragments"), "Q4_K"),
+    (types.QType(types.NF4, types.per_group_scale(64)), "nf4 g64")])
+def test_types_in_words(type: types.QType, words: str) -> None:
+    assert type_words(type) == words
+
+
 # **** what is refused ****
 
 @pytest.mark.parametrize(("words", "said"), [
     (["latency", "--input-len", "500", "--output-len", "100"], "500 tokens and 100 after them are 600\n"
      "  expected: at most 512, the context"),
+    (["speed", "-p", "600"], "600 tokens, and two beside them\n  expected: at most 512, the context"),
     (["throughput", "--dataset-name", "custom"], "--dataset-name custom, and no file"),
     (["throughput", "--random-range-ratio", "1.5"], "--random-range-ratio 1.5"),
     (["serve", "--request-rate", "0"], "--request-rate 0.0"),

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from tinygrad_nv.errors import RequestError
 
+PROMPT, DECODED = 512, 128      # tokens of llama-bench's tests
+
 
 @dataclass(frozen=True)
 class BenchRequest:

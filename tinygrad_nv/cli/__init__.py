@@ -74,7 +74,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """argparse takes all positional arguments from one place; here PROMPT may also follow options that
     follow MODEL."""
     top = parser()
-    arguments, rest = top.parse_known_args(argv)
+    arguments, rest = top.parse_known_args(bench_command.named(list(sys.argv[1:] if argv is None else argv)))
     options_end = rest.index("--") if "--" in rest else len(rest)
     if rest and (not hasattr(arguments, "words") or any(word.startswith("-") for word in rest[:options_end])):
         top.error(f"unrecognized arguments: {' '.join(rest)}")

@@ -1,4 +1,7 @@
-"""`tinygrad-nv bench latency | throughput | serve`: the speed of a model, alone and beside other engines.
+"""`tinygrad-nv bench [speed | latency | throughput | serve]`: the speed of a model, alone and beside others.
+
+`speed`, which is what runs without a name, has llama-bench's tests: prefill and decode of one sequence, and
+GB/s of weights. The others are vLLM's.
 
 Protocol: options and results have vLLM's names. Figures go to stdout, progress to stderr; `--output-json`
 (serve: `--save-result`) writes them with the raw figures. `--against` runs the same workload on an installed
@@ -12,20 +15,24 @@ import argparse
 import asyncio
 import contextlib
 import datetime
-import json
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinygrad_nv.benchmarks import figures
 from tinygrad_nv.benchmarks.engines import PEERS, BenchEngine, TinygradNV, peer, require_installed
 from tinygrad_nv.benchmarks.figures import RequestResult
 from tinygrad_nv.benchmarks.workload import BenchRequest, arrivals, random_requests, requests_from_file, total
+from tinygrad_nv.cli import bench_speed
+from tinygrad_nv.cli.bench_options import count, progress, write
 from tinygrad_nv.errors import NVError, RequestError
+
+if TYPE_CHECKING:
+    from tinygrad_nv.benchmarks.speed import Weights  # NumPy
 
 START_S = 300.0     # timeout for our server to start
 
@@ -36,32 +43,41 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     """Adds `bench`. Options of models are defined in __init__.py."""
     bench = commands.add_parser("bench", help="measure a model's speed, alone and beside other engines")
     kinds = bench.add_subparsers(required=True, metavar="KIND")
-    for name, words, run in (("latency", "one batch, from its prompts to its last token", latency),
+    for name, words, run in (("speed", "prefill and decode of one sequence, as llama-bench", bench_speed.run),
+                             ("latency", "one batch, from its prompts to its last token", latency),
                              ("throughput", "many prompts at once", throughput),
                              ("serve", "a server under load: any OpenAI-compatible one, or ours", serve)):
         each = kinds.add_parser(name, help=words, usage="%(prog)s [options] [MODEL]",
                                 formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         each.add_argument("model", nargs="?", metavar="MODEL", help=directory)
         each.add_argument("--model", dest="named", metavar="MODEL", help="the same, in vLLM's way")
-        each.add_argument("--against", choices=PEERS, help="run the same workload on a peer, interleaved")
+        if name != "speed":
+            each.add_argument("--against", choices=PEERS,
+                              help="run the same workload on a peer, interleaved")
         each.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals")
         add_model_options(each)
         ADD[name](each)
         each.set_defaults(run=lambda arguments, run=run: run(arguments, model(_model(arguments))))
 
 
+def named(words: list[str]) -> list[str]:
+    """The command line, where it is `bench …` with the name of what it measures."""
+    plain = words[:1] == ["bench"] and not {*words[1:2]} & {*ADD, "-h", "--help"}
+    return ["bench", "speed", *words[1:]] if plain else words
+
+
 def _add_latency(command: argparse.ArgumentParser) -> None:
     _lengths(command, 32, 128)
-    command.add_argument("--batch-size", type=_count, default=8, metavar="N", help="sequences")
-    command.add_argument("--num-iters-warmup", type=_count, default=2, metavar="N", help="batches before")
-    command.add_argument("--num-iters", type=_count, default=10, metavar="N", help="batches that count")
+    command.add_argument("--batch-size", type=count, default=8, metavar="N", help="sequences")
+    command.add_argument("--num-iters-warmup", type=count, default=2, metavar="N", help="batches before")
+    command.add_argument("--num-iters", type=count, default=10, metavar="N", help="batches that count")
     _engine(command)
 
 
 def _add_throughput(command: argparse.ArgumentParser) -> None:
     _lengths(command, 128, 128)
     _dataset(command, 64)
-    command.add_argument("--num-iters", type=_count, default=1, metavar="N", help="times the load is run")
+    command.add_argument("--num-iters", type=count, default=1, metavar="N", help="times the load is run")
     _engine(command)
 
 
@@ -76,7 +92,7 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
                          help="requests a second; inf: all at once")
     command.add_argument("--burstiness", type=float, default=1.0, metavar="B",
                          help="1: a Poisson process; above smoother, below in bursts")
-    command.add_argument("--max-concurrency", type=_count, metavar="N", help="requests at a time at most")
+    command.add_argument("--max-concurrency", type=count, metavar="N", help="requests at a time at most")
     command.add_argument("--num-warmups", type=int, metavar="N", help="of the requests, sent once before the "
                          "load (None: 1; all if the server is started here, which compiles as they come)")
     command.add_argument("--metric-percentiles", type=_percentiles, default=(99.0,), metavar="P,…",
@@ -85,18 +101,19 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
     command.add_argument("--plot", type=Path, metavar="FILE", help="distributions as a picture (matplotlib)")
 
 
-ADD = {"latency": _add_latency, "throughput": _add_throughput, "serve": _add_serve}
+ADD = {"speed": bench_speed.add_options, "latency": _add_latency, "throughput": _add_throughput,
+       "serve": _add_serve}
 
 
 def _lengths(command: argparse.ArgumentParser, inputs: int, outputs: int) -> None:
-    command.add_argument("--input-len", "--random-input-len", type=_count, default=inputs, metavar="N",
+    command.add_argument("--input-len", "--random-input-len", type=count, default=inputs, metavar="N",
                          help="tokens of a prompt")
-    command.add_argument("--output-len", "--random-output-len", type=_count, default=outputs, metavar="N",
+    command.add_argument("--output-len", "--random-output-len", type=count, default=outputs, metavar="N",
                          help="tokens of an answer")
 
 
 def _dataset(command: argparse.ArgumentParser, prompts: int) -> None:
-    command.add_argument("--num-prompts", type=_count, default=prompts, metavar="N", help="requests")
+    command.add_argument("--num-prompts", type=count, default=prompts, metavar="N", help="requests")
     command.add_argument("--dataset-name", choices=("random", "custom"), default="random", help="of prompts")
     command.add_argument("--dataset-path", type=Path, metavar="FILE",
                          help='JSON lines with "prompt" (custom)')
@@ -107,9 +124,9 @@ def _dataset(command: argparse.ArgumentParser, prompts: int) -> None:
 
 
 def _engine(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--max-num-seqs", type=_count, default=64, metavar="N",
+    command.add_argument("--max-num-seqs", type=count, default=64, metavar="N",
                          help="sequences that run at a time, and transformers' batch")
-    command.add_argument("--max-num-batched-tokens", type=_count, default=512, metavar="N",
+    command.add_argument("--max-num-batched-tokens", type=count, default=512, metavar="N",
                          help="tokens that a step computes")
     command.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=False,
                          help="prompts with a common prefix share its KV cache")
@@ -125,11 +142,6 @@ def _model(arguments: argparse.Namespace) -> str | None:
     return arguments.named if arguments.model is None else arguments.model
 
 
-def _count(text: str) -> int:
-    if text.isascii() and text.isdigit() and 0 < int(text) < 1 << 31: return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number ≥ 1")
-
-
 def _percentiles(text: str) -> tuple[float, ...]:
     try: made = tuple(float(word) for word in text.split(","))
     except ValueError: made = ()
@@ -141,12 +153,12 @@ def _percentiles(text: str) -> tuple[float, ...]:
 
 def latency(arguments: argparse.Namespace, directory: Path) -> int:
     """Times whole batches."""
-    names, runs = _interleaved(arguments, directory, lambda vocab: random_requests(
+    names, runs, weights = _interleaved(arguments, directory, lambda vocab: random_requests(
         arguments.batch_size, arguments.input_len, arguments.output_len, vocab, arguments.seed),
                                arguments.num_iters_warmup)
     made = {name: figures.latency(seconds) for name, seconds in zip(names, runs, strict=True)}
     for name, one in made.items(): print((f"{name}:\n" if len(made) > 1 else "") + figures.latency_text(one))
-    return _report(arguments, names, runs, made)
+    return _report(arguments, names, runs, made, weights)
 
 
 def throughput(arguments: argparse.Namespace, directory: Path) -> int:
@@ -157,19 +169,20 @@ def throughput(arguments: argparse.Namespace, directory: Path) -> int:
         workload[:] = _workload(arguments, directory, vocab)
         return workload
 
-    names, runs = _interleaved(arguments, directory, load, 1)
+    names, runs, weights = _interleaved(arguments, directory, load, 1)
     inputs, outputs = total(workload)
     made = {}
     for name, seconds in zip(names, runs, strict=True):
         middle = figures.percentile(seconds, 50)
         made[name] = {**figures.throughput(middle, len(workload), inputs, outputs), "elapsed_times": seconds}
         print((f"{name}:\n" if len(names) > 1 else "") + figures.throughput_text(made[name], inputs, outputs))
-    return _report(arguments, names, runs, made)
+    return _report(arguments, names, runs, made, weights)
 
 
 def _interleaved(arguments: argparse.Namespace, directory: Path, load: Callable[[int], list[BenchRequest]],
-                 warm: int) -> tuple[list[str], list[list[float]]]:
-    """Seconds of each engine's runs, interleaved."""
+                 warm: int) -> tuple[list[str], list[list[float]], Weights]:
+    """Seconds of each engine's runs, interleaved; and what our weights are."""
+    from tinygrad_nv.benchmarks.speed import described
     from tinygrad_nv.cli import console
     if arguments.against: require_installed(arguments.against)      # before anything is loaded
     llm = console.load(directory, arguments, max_num_seqs=arguments.max_num_seqs,
@@ -185,13 +198,13 @@ def _interleaved(arguments: argparse.Namespace, directory: Path, load: Callable[
             engines[arguments.against] = peer(arguments.against, directory, NAMES.get(dtype, dtype),
                                               arguments.max_num_seqs, llm.length, arguments.gguf)
         runs: list[list[float]] = [[] for _ in engines]
-        with _progress("running", (warm + arguments.num_iters) * len(engines)) as step:
+        with progress("running", (warm + arguments.num_iters) * len(engines)) as step:
             for number in range(warm + arguments.num_iters):
                 for seconds, engine in zip(runs, engines.values(), strict=True):
                     took = engine.run(workload)
                     if number >= warm: seconds.append(took)
                     step()
-        return list(engines), runs
+        return list(engines), runs, described(llm)
     finally: llm.close()
 
 
@@ -220,29 +233,13 @@ def _require_fitting(one: BenchRequest, length: int) -> None:
 
 
 def _report(arguments: argparse.Namespace, names: list[str], runs: list[list[float]],
-            made: dict[str, dict[str, Any]]) -> int:
+            made: dict[str, dict[str, Any]], weights: Weights) -> int:
+    print(f"Weights: {weights}")
     if len(names) > 1: print(figures.compared(runs[0], runs[1], names[1]))
     if arguments.output_json:
-        _write(arguments.output_json, made[names[0]] | ({names[1]: made[names[1]]} if len(names) > 1 else {}))
+        mine = {**made[names[0]], "weights": weights.record()}
+        write(arguments.output_json, mine | ({names[1]: made[names[1]]} if len(names) > 1 else {}))
     return 0
-
-
-def _write(path: Path, record: dict[str, Any]) -> None:
-    try: path.write_text(json.dumps(record, indent=1) + "\n")
-    except OSError as error:
-        raise RequestError(f"{path} cannot be written: {error}", "a file in a directory there is",
-                           "change the path") from error
-
-
-@contextmanager
-def _progress(words: str, count: int) -> Iterator[Callable[[], None]]:
-    """A progress bar on stderr, if it is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(words, total=count)
-        yield lambda: bar.advance(task)
 
 
 # **** a server ****
@@ -267,7 +264,7 @@ def serve(arguments: argparse.Namespace, directory: Path) -> int:
     print(figures.served_text(made, arguments.metric_percentiles))
     if failed := [each.error for each in answers if each.error]:
         print(f"the first of {len(failed)} failures: {failed[0]}", file=sys.stderr)
-    if arguments.save_result: _write(arguments.save_result, _record(arguments, name, answers, made))
+    if arguments.save_result: write(arguments.save_result, _record(arguments, name, answers, made))
     if arguments.plot: _plot(arguments.plot, answers)
     return 1 if not made["completed"] else 0
 
@@ -287,7 +284,7 @@ async def _loaded(arguments: argparse.Namespace, url: str,
     if warm is None: warm = 1 if arguments.base_url else len(workload)
     if warm: await client.load(target, workload[:warm], [0.0] * warm, arguments.max_concurrency)
     at = arrivals(len(workload), arguments.request_rate, arguments.seed, arguments.burstiness)
-    with _progress("requests", len(workload)) as step:
+    with progress("requests", len(workload)) as step:
         answers, seconds = await client.load(target, workload, at, arguments.max_concurrency, step)
     return answers, seconds, name
 

@@ -65,6 +65,17 @@ class QTensor:
         made = {name: one for name, one in self.buffers.items() if name != "order"}
         return QTensor(replace(self.type, permuted=False), self.shape, made)
 
+    def multiplied(self) -> QTensor:
+        """The matrix with outer scales that multiply scales, as kernels of fragments have them: in place of
+        those that divide scales their reciprocals, and of those that come last the same. Elements differ by
+        a unit of float32's last place at most, which is lost where they are rounded to 16 bits."""
+        if not (self.type.divided or self.type.outer_last): return self
+        assert self.type.outer is not None
+        made = dict(self.buffers)
+        if self.type.divided: made["outer"] = (1 / made["outer"].float()).contiguous().realize()
+        kept = replace(self.type.outer, dtype=dtypes.float32) if self.type.divided else self.type.outer
+        return QTensor(replace(self.type, divided=False, outer_last=False, outer=kept), self.shape, made)
+
     def of_rows(self) -> QTensor:
         """The same matrix with scales of single rows, as layouts but "rows" ask: a block's are repeated for
         each of its rows."""

@@ -16,6 +16,9 @@ from tinygrad_nv.quant.types import QType
 
 __all__ = ["emu"]
 N, K = 40, 512
+# bitsandbytes' int8
+LAST = {"int8 last": QType(types.INT8, types.per_channel_scale(), outer=types.per_tensor_scale(),
+                           outer_last=True)}
 
 
 def matrix(type: QType, seed: int = 1) -> QTensor:
@@ -32,10 +35,13 @@ def templates(x: Tensor) -> list[str | None]: return [each.template for each in 
 
 @pytest.mark.parametrize(("name", "m", "template"), [
     ("awq", 1, "quant_gemv"), ("Q4_0", 40, "quant_wgmma"), ("e4m3 blocks", 3, "quant_gemv"),
-    ("uint8 tensor", 3, "quant_gemv"), ("NVFP4", 2, "quant_gemv"), ("Q4_K", 20, "quant_wgmma")])
+    ("uint8 tensor", 3, "quant_gemv"), ("NVFP4", 2, "quant_gemv"), ("Q4_K", 20, "quant_wgmma"),
+    ("nf4", 2, "quant_gemv"), ("nvfp4 divided", 2, "quant_gemv"), ("int8 last", 20, "quant_wgmma"),
+    ("mxfp6", 2, "quant_gemv")])
 def test_prepared_matrices(name: str, m: int, template: str):
     """Fragments, by one kernel; the same as dequantised elements give."""
-    w, x, bias = matrix(TYPES[name]), rows(m), Tensor.ones(N, dtype=dtypes.bfloat16).contiguous().realize()
+    w, x = matrix({**TYPES, **LAST}[name]), rows(m)
+    bias = Tensor.ones(N, dtype=dtypes.bfloat16).contiguous().realize()
     laid = prepared(w)
     assert laid.type.layout == "fragments"
     assert prepared(laid) is laid
@@ -43,6 +49,17 @@ def test_prepared_matrices(name: str, m: int, template: str):
     assert templates(made) == [template]
     wanted = x.float().numpy().astype(np.float64) @ w.dequantize().numpy().astype(np.float64).T + 1
     assert np.abs(made.float().numpy() - wanted).max() <= 2 ** -7 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("type", [TYPES["nvfp4 divided"], LAST["int8 last"]], ids=str)
+def test_outer_scales_multiply(type: QType):
+    """By reciprocals, to a unit of float32's last place; and by those that came last."""
+    w = matrix(type)
+    made, exact = w.multiplied().dequantize().numpy(), w.dequantize().numpy()
+    assert w.multiplied().type == replace(type, divided=False, outer_last=False)
+    assert np.abs(made - exact).max() <= 2 ** -22 * np.abs(exact).max()
+    plain = matrix(TYPES["NVFP4"])
+    assert plain.multiplied() is plain
 
 
 def test_act_order_gathers_activations():
@@ -65,7 +82,7 @@ def test_rows_of_any_shape(shape: tuple[int, ...]):
     assert np.abs(made.float().numpy() - wanted).max() <= 2 ** -7 * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize("name", ["nf4", "nvfp4 divided", "int8 columns"])
+@pytest.mark.parametrize("name", ["int8 g24", "int8 columns"])
 def test_what_has_no_kernel_stays_as_it_is(name: str):
     w, x = matrix(TYPES[name]), rows(2)
     assert prepared(w) is w

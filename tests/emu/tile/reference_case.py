@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from gemm_case import GUARD, TORCH, bits, tensor_map
 from tinygrad import Tensor
-from tinygrad.dtype import dtypes
+from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv import hooks
 from tinygrad_nv.cpu.target import CPU
@@ -162,11 +162,15 @@ def right(spec: Any, given: Given, got: dict[str, torch.Tensor], c: float = C, c
         finite = said & true.isfinite()
         assert torch.equal(mine[said & ~finite], true[said & ~finite]), each.name
         mine, true, usual = mine[finite], true[finite], usual[finite]
-        bound = c * (usual - true).abs().max() + 2 * UNIT.get(each.dtype, 0) * true.abs() \
-            + cut * true.abs().max()
-        over = ((mine - true).abs() - bound).max()
+        over = ((mine - true).abs() - bound(each.dtype, true, usual, c, cut)).max()
         error = (usual - true).abs().max()
         assert over <= 0, f"{each.name}: {over:g} above the bound; float32 is {error:g} off"
+
+
+def bound(dtype: DType, true: torch.Tensor, usual: torch.Tensor, c: float = C,
+          cut: float = 0.0) -> torch.Tensor:
+    """How far results of a dtype may be from the exact ones, `usual` being those of float32."""
+    return c * (usual - true).abs().max() + 2 * UNIT.get(dtype, 0) * true.abs() + cut * true.abs().max()
 
 
 def same(spec: Any, given: Given, got: dict[str, torch.Tensor]) -> None:

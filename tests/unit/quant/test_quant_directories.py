@@ -34,6 +34,8 @@ def test_what_is_loaded(kind: str, tmp_path: Path):
     for one, other in zip(quantised, plain, strict=True):
         parts = [part.matrix for part in one.parts if isinstance(part, QWeight)]
         assert len(parts) == len(one.parts) > 0
+        # one matmul, with scales of a matrix, too; rows that are no whole blocks of 128 do not stack
+        assert len(parts) == 1 or kind == "fp8"
         made = np.concatenate([part.dequantize().numpy() for part in parts])
         if kind == "ct-nvfp4": made = torch.from_numpy(made).bfloat16().float().numpy()
         assert np.array_equal(made, other.weight.numpy())

@@ -99,13 +99,14 @@ def prepared(w: QTensor) -> QTensor:
     else as it is. It has buffers of its own, about as many bytes: drop the other."""
     target = target_of(w.buffers["codes"].device)
     if target is None or w.type.layout != "rows": return w
+    made = w.multiplied() if target.matrix_layout == "fragments" else w
     (n, k), dtype = w.shape, dtypes.bfloat16
     try:
-        type = replace(w.type.of_rows(), layout=target.matrix_layout, permuted=False)
+        type = replace(made.type.of_rows(), layout=target.matrix_layout, permuted=False)
         gemm = GemmSpec(1, n, k, Operand(dtype, k, 1), Operand(dtype, k, 1), Result(dtype, n, 1))
         found = TABLE.choose(QuantGemmSpec(gemm, type), target)
     except SpecError: return w
-    return w if found is None or not w.finite else w.of_rows().laid(type.layout)
+    return w if found is None or not w.finite else made.of_rows().laid(type.layout)
 
 
 def _in_bytes(what: QuantMatmul) -> bool:

@@ -4,14 +4,16 @@ Protocol: `Decoder.operand(words, step, offsets)` are the four registers of oper
 columns of a unit, the same as two operands B. Elements are exact; scales are not in them. Integers are made
 without a conversion: or-ed into the mantissa of 128 (bfloat16) or 1024 (float16), where the last bit counts
 1, from which 128 and what is to be subtracted is taken (the `offsets`, one register for each of a lane's two
-rows). Floats of 8 and 4 bits are placed: sign, exponent and mantissa moved to where they are in a 16-bit
+rows). Floats of 8, 6 and 4 bits are placed: sign, exponent and mantissa moved to where they are in a 16-bit
 float, which is the number times a power of two, subnormal ones too; infinities and NaN are taken for numbers
-(`QTensor.finite`). As Marlin (Frantar et al. 2024) does.
+(`QTensor.finite`). As Marlin (Frantar et al. 2024) does. Numbers of a codebook of 4 bits (NF4) are rounded to
+16 bits and looked up in registers: prmt takes a byte of 8 entries for each of four codes.
 
     bits     what of a pair                                instructions for each pair
     ≤ 4      (w >> i & 0x000F000F | 0x43004300) − offset   2 and a shift; float16 does with every other shift
     5, 6     the same of two planes                        4
     8        (w & 0x007F007F | 0x43004300) − (w & 0x00800080 | 0x43004300), signed
+    book     upper and lower bytes: of entries 0 to 7, of 8 to 15, by bit 3; put together      5.5
 """
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ from dataclasses import dataclass
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.quant.types import E2M1, QType
+from tinygrad_nv.quant.types import E2M1, E2M3, QType
 from tinygrad_nv.tile.gemm.spec import FP8
+from tinygrad_nv.tile.lanes import bits16
 
 AND_OR = 0xEA                   # lop3: (a & b) | c
 BOTH = 0x00010001               # a number in both halves
@@ -32,7 +35,9 @@ SIXTEENTH = 0x2C00      # 1/16 in float16
 NAMES = {dtypes.bfloat16: "bf16", dtypes.float16: "f16"}
 MANTISSA = {dtypes.bfloat16: 7, dtypes.float16: 10}
 BIAS = {dtypes.bfloat16: 127, dtypes.float16: 15}
-SMALL = {dtypes.fp8e4m3: (3, 7), dtypes.fp8e5m2: (2, 15)}   # bits of the mantissa, bias of the exponent
+# bits of the mantissa, bias of the exponent
+SMALL = {dtypes.fp8e4m3: (3, 7), dtypes.fp8e5m2: (2, 15)}
+PLACED = {E2M1: (1, 1), E2M3: (3, 1)}
 Words = Mapping[str, Sequence[Value]]
 
 
@@ -40,8 +45,8 @@ def problems(type: QType) -> list[str]:
     """Why there is no decoder of a type; empty where there is."""
     if type.layout != "fragments": return ["a matrix that is not in fragments"]
     out = []
-    if type.element.values and type.element != E2M1: out.append(f"a codebook, {type.element}")
-    if (type.element.dtype in FP8 or type.element == E2M1) and (type.shift or type.zeros):
+    if looked_up(type) and type.bits != 4: out.append(f"a codebook of {type.bits} bits, {type.element}")
+    if (type.element.dtype in FP8 or type.element.values) and (type.shift or type.zeros):
         out.append("zero points of floats")
     for name, scale in (("scales", type.scale), ("outer scales", type.outer)):
         if scale is None or not (columns := scale.columns): continue
@@ -53,6 +58,11 @@ def problems(type: QType) -> list[str]:
     if type.divided or type.outer_last: out.append("outer scales that divide, or come last")
     if type.permuted: out.append("columns in another order than inputs")
     return out
+
+
+def looked_up(type: QType) -> bool:
+    """Whether codes are looked up in a codebook."""
+    return bool(type.element.values) and type.element not in PLACED
 
 
 @dataclass
@@ -126,6 +136,7 @@ class Decoder:
 
     def prepare(self) -> None:
         """Makes the constants."""
+        if looked_up(self.type): self._book()
         self.offsets(None)
         one = ONE[self.dtype]
         for bits in (one, one | 0x8000, self._power(), BASE[self.dtype], 0x8000, SIXTEENTH):
@@ -136,7 +147,8 @@ class Decoder:
     def operand(self, words: Words, step: int, offsets: Sequence[Sequence[Value]]) -> list[Value]:
         """The registers of 16 columns. `offsets` of the lane's rows g and g + 8."""
         if self.integers and self.type.bits == 8: return self._bytes(words["codes"], step, offsets)
-        if not self.integers: return [self._placed(words["codes"], step, r) for r in range(4)]
+        if looked_up(self.type): return self._looked_up(words["codes"][step])
+        if not self.integers: return [self._placed(words, step, r) for r in range(4)]
         return [self._integer(words, step, r, offsets[r % 2]) for r in range(4)]
 
     def _field(self, words: Sequence[Value], bits: int, number: int) -> tuple[Value, int]:
@@ -185,20 +197,52 @@ class Decoder:
 
     # **** floats ****
 
-    def _small(self) -> tuple[int, int, int]:
-        """Bits of a code, of its mantissa, bias of its exponent."""
-        return (4, 1, 1) if self.type.element == E2M1 else (8, *SMALL[self.type.element.dtype])
+    def _small(self) -> tuple[int, int]:
+        """Bits of a code's mantissa, bias of its exponent."""
+        return PLACED.get(self.type.element) or SMALL[self.type.element.dtype]
 
     def _power(self) -> int:
         """The bits of the power of two that a placed number is to be multiplied with."""
-        if self.integers: return ONE[self.dtype]
-        return (2 * BIAS[self.dtype] - self._small()[2]) << MANTISSA[self.dtype]
+        if self.integers or looked_up(self.type): return ONE[self.dtype]
+        return (2 * BIAS[self.dtype] - self._small()[1]) << MANTISSA[self.dtype]
 
-    def _placed(self, words: Sequence[Value], step: int, r: int) -> Value:
-        bits, mantissa, _ = self._small()
-        word, at = self._field(words, bits, 4 * step + r)
-        up = MANTISSA[self.dtype] - mantissa
-        sign = self._moved(word, at + bits - 16) & 0x80008000
-        number = self._and_or(self._moved(word, at - up), ((1 << bits - 1) - 1) << up, sign)
+    def _placed(self, words: Words, step: int, r: int) -> Value:
+        """The sign is the upper bit of the last plane."""
+        planes, up = list(self.planes.items()), MANTISSA[self.dtype] - self._small()[0]
+        fields = [(*self._field(words[name], bits, 4 * step + r), bits) for name, bits in planes]
+        word, at, bits = fields[-1]
+        number = self._moved(word, at + bits - 16) & 0x80008000
+        for last, (word, at, bits) in enumerate(fields, 1 - len(fields)):
+            mask = (1 << bits - (last == 0)) - 1
+            number = self._and_or(self._moved(word, at - up), mask << up, number)
+            up += bits
         # plus −0: sm_80 has no multiplication of bfloat16 alone
         return self._fma(number, self.constant(self._power() * BOTH), self.constant(0x8000 * BOTH))
+
+    # **** codebooks ****
+
+    def _book(self) -> list[list[Value]]:
+        """The lower bytes of entries, four a register, and the upper ones."""
+        bits = [bits16(value, self.dtype) for value in self.type.element.values]
+        book = [[each >> shift & 0xFF for each in bits] for shift in (0, 8)]
+        return [[self.constant(int.from_bytes(bytes(half[i:i + 4]), "little")) for i in range(0, 16, 4)]
+                for half in book]
+
+    def _looked_up(self, word: Value) -> list[Value]:
+        """The pairs of a word's four fields: those of fields 0 and 1, of both halves, then of 2 and 3."""
+        kb, made = self.kb, []
+        pairs = self._prmt(word, word, 0x3120)
+        entry, larger = pairs & 0x77777777, kb.reg("b32")
+        # byte i of entries from 8 on is byte 4 + i of the two lookups
+        kb.emit("lop3.b32", larger, pairs >> 1, 0x44444444, 0x32103210, AND_OR)
+        for half in (0, 16):
+            which, later = self._moved(entry, half), self._moved(larger, half)
+            low, high = (self._prmt(self._prmt(a, b, which), self._prmt(c, d, which), later)
+                         for a, b, c, d in self._book())
+            made += [self._prmt(low, high, 0x6240), self._prmt(low, high, 0x7351)]
+        return made
+
+    def _prmt(self, a: Value, b: Value, which: Value | int) -> Value:
+        made = self.kb.reg("b32")
+        self.kb.emit("prmt.b32", made, a, b, which)
+        return made

@@ -164,9 +164,9 @@ def evaluate(spec: GemmSpec, node: Expression, sums: list[torch.Tensor],
     return made.to(TORCH[node.dtype]).double()
 
 
-_OPS = {"add": torch.add, "sub": torch.sub, "mul": torch.mul, "max": torch.maximum, "min": torch.minimum,
-        "reciprocal": torch.reciprocal, "exp2": torch.exp2, "log2": torch.log2, "sqrt": torch.sqrt,
-        "sin": torch.sin,
+_OPS = {"add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div,
+        "max": torch.maximum, "min": torch.minimum, "reciprocal": torch.reciprocal, "exp2": torch.exp2,
+        "log2": torch.log2, "sqrt": torch.sqrt, "sin": torch.sin,
         "less": lambda x, y: (x < y).double(), "not_equal": lambda x, y: (x != y).double(),
         "and": lambda x, y: (x.long() & y.long()).double(), "or": lambda x, y: (x.long() | y.long()).double(),
         "xor": lambda x, y: (x.long() ^ y.long()).double(),

@@ -19,10 +19,13 @@ from tinygrad_nv.tile.expression import Expression, Load, Sum
 from tinygrad_nv.tile.gemm.spec import FP8, GemmSpec, Operand, Result
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 
+CUT = 2.0**-16  # of the largest result: what tensor cores may cut off sums
 BF16, F16, F32 = dtypes.bfloat16, dtypes.float16, dtypes.float32
 # codes from here on are left out: NaN, and what makes sums that float16 has not
 LEAST = {dtypes.fp8e4m3: 0x7F, dtypes.fp8e5m2: 0x50}
 
+WHOLE = types.Element("integers", 4, values=(3., -5., 0., 7., 12., -1., 1., 9., -12., 2., -7., 4., 15., -2.,
+                                             5., -16.))
 PLAIN: dict[str, QType] = {
     "int4 g128": QType(types.UINT4, per_group_scale(128, F16), shift=8),
     "int4 g32": QType(types.UINT4, per_group_scale(32, BF16), shift=8),
@@ -36,7 +39,10 @@ PLAIN: dict[str, QType] = {
     "e4m3 channel": types.E4M3 @ per_channel_scale(),
     "e4m3 g128": types.E4M3 @ per_group_scale(128),
     "e5m2": types.E5M2 @ per_channel_scale(),
-    "MXFP4": types.MXFP4, "NVFP4": replace(types.NVFP4, outer=Scale(1, 0)),
+    "MXFP6": types.E2M3 @ types.MXFP4.scale, "MXFP4": types.MXFP4,
+    "NVFP4": replace(types.NVFP4, outer=Scale(1, 0)),
+    "NF4": types.NF4 @ per_group_scale(64), "FP4": types.FP4 @ per_group_scale(32, F16),
+    "codebook": WHOLE @ per_group_scale(64, BF16),
     "2 bits": QType(types.UINT2, per_group_scale(32, F16), zeros=True),
     "3 bits": QType(types.UINT3, per_group_scale(64, F16), zeros=True),
     **{name: getattr(types, name) for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K",

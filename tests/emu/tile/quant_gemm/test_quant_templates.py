@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from quant_case import BF16, F16, F32, TYPES, matmul, storages
+from quant_case import BF16, CUT, F16, F32, TYPES, matmul, storages
 from reference_case import right, run, same
 
 from tinygrad_nv.errors import ScheduleError
@@ -22,9 +22,11 @@ from tinygrad_nv.tile.templates import TABLE
 
 HOPPER, ADA, AMPERE = GPU("sm_90a", 132), GPU("sm_89", 142), GPU("sm_80", 108)
 GEMV, WGMMA = QuantGemv(), QuantWgmma().k(64)
-BROAD = ("Q3_K", "Q5_K", "Q6_K", "MXFP4", "NVFP4")   # whose elements are no integers of 8 bits
+# whose elements are no integers of 8 bits
+BROAD = ("Q3_K", "Q5_K", "Q6_K", "MXFP4", "MXFP6", "NVFP4", "NF4", "FP4")
 MMA = QuantMma().block(16, 32).k(64).warps(1, 2)
-LONG = ("Q5_0", "Q5_1", "3 bits", "Q3_K")     # whose references take seconds to compile; Q5_K is alike
+# whose references take seconds to compile; Q5_K and NF4 are alike
+LONG = ("Q5_0", "Q5_1", "3 bits", "Q3_K", "FP4", "MXFP6")
 SMALL = WGMMA.block(64, 16).warps(8).stages(3)
 
 
@@ -38,13 +40,13 @@ def held(spec: QuantGemmSpec, schedule: Schedule, gpu: GPU, seed: int = 0, whole
         spec = replace(spec, gemm=replace(gemm, m=rows, symbolic=False))
         got = {"out": got["out"][:rows]}
     if whole: same(spec, given, got)
-    else: right(spec, given, got, cut=2.0**-16)
+    else: right(spec, given, got, cut=CUT)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [
     *(pytest.param(name, BF16, marks=[pytest.mark.slow] * (name in LONG)) for name in TYPES),
     *((name, F16) for name in ("int4 g32", "awq g32", "uint8 zeros", "e4m3 channel", "e5m2", "MXFP4",
-                               "Q6_K"))], ids=str)
+                               "Q6_K", "codebook"))], ids=str)
 def test_types(name: str, dtype: Any):
     """Of each type 3 rows by gemv, 20 by wgmma and by mma, random and of integers."""
     k = 512 if TYPES[name].outer is not None or TYPES[name].zeros else 352
@@ -135,6 +137,22 @@ def test_mma_extents(schedule: QuantMma, name: str):
     held(matmul(TYPES[name], 70, 152, 1024, bias=True), schedule, AMPERE)
 
 
+@pytest.mark.parametrize(("name", "k", "schedule"), [
+    ("int4 g32", 352, MMA), ("int8 channel", 328, MMA.k(32)), ("codebook", 456, MMA.block(32, 32).k(128)),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+        ("awq", 424, MMA.block(64, 64).warps(2, 2).stages(4)), ("int4 g32", 40, MMA),
+        ("int8 g64", 248, MMA)))], ids=str)
+def test_mma_last_columns(name: str, k: int, schedule: QuantMma):
+    """Columns that are no whole stage, of activations in rows that end anywhere, and of a whole result."""
+    held(matmul(TYPES[name], 20, 72, k, gap=8), schedule, AMPERE)
+    held(matmul(TYPES[name], 20, 72, k, out=F32), schedule, AMPERE, whole=True)
+    assert isinstance(TABLE.choose(matmul(TYPES[name], 40, 72, k), AMPERE), QuantMma)
+    if k == 352:
+        held(matmul(TYPES[name], 40, 40, k, symbolic=True), schedule, AMPERE, rows=5)
+        gemm = GemmSpec(24, 72, k, Operand(BF16, 1, 24), Operand(BF16, k, 1), Result(F32, 72, 1))
+        held(QuantGemmSpec(gemm, TYPES[name]), schedule, AMPERE)
+
+
 @pytest.mark.parametrize("rows", [1, 16, 40])
 def test_mma_rows_known_at_launch(rows: int):
     held(matmul(TYPES["int4 g128"], 40, 40, 512, symbolic=True), MMA, AMPERE, rows=rows)
@@ -163,7 +181,8 @@ def test_the_same_whenever_copies_arrive(schedule: Schedule):
 
 @pytest.mark.parametrize(("type", "m", "schedule", "words"), [
     (replace(TYPES["awq"], layout="rows"), 2, GEMV, "not in fragments"),
-    (types.QType(types.NF4, types.per_group_scale(64), layout="fragments"), 2, GEMV, "a codebook, nf4"),
+    (replace(TYPES["NF4"], element=types.Element("book", 6, values=(0.,) * 64)), 2, GEMV, "book of 6 bits"),
+    (replace(TYPES["NF4"], shift=1), 2, GEMV, "zero points of floats"),
     (replace(TYPES["awq"], permuted=True), 2, GEMV, "in another order"),
     (types.QType(types.UINT4, types.per_group_scale(24), layout="fragments"), 2, GEMV, "24 columns"),
     (replace(TYPES["NVFP4"], divided=True), 2, GEMV, "divide"),
@@ -177,7 +196,9 @@ def test_the_same_whenever_copies_arrive(schedule: Schedule):
     (TYPES["int8 channel"], 40, SMALL.k(32), "in flight"),
     (replace(TYPES["int4 g32"], outer=types.per_group_scale(16)), 2, GEMV, "outer scales of 16"),
     (replace(TYPES["int8 channel"], outer=types.per_group_scale(256)), 2, GEMV, "outer scales of 256"),
-    (TYPES["awq"], 40, MMA.k(96), "no|not"), (TYPES["awq"], 40, MMA.swapped(), "operand B"),
+    (TYPES["awq"], 40, MMA.k(96), "not 32, 64 or 128"), (TYPES["awq"], 40, MMA.swapped(), "operand B"),
+    (TYPES["Q8_0"], 12, MMA, "1888 columns, .* no multiple of block_k=64"),
+    (TYPES["awq"], 12, MMA.split(2), "splits of k=1888"),
     (TYPES["awq"], 40, MMA.block(128, 128).warps(1, 2), "sums a thread"),
     (TYPES["awq"], 40, MMA.block(128, 64).k(128).stages(8), "shared memory"),
     (TYPES["awq"], 40, WGMMA.block(256, 256).warps(12), "sums"),
@@ -185,7 +206,7 @@ def test_the_same_whenever_copies_arrive(schedule: Schedule):
 ], ids=lambda each: "" if isinstance(each, types.QType) else str(each))
 def test_refused(type: types.QType, m: int, schedule: Schedule, words: str):
     with pytest.raises(ScheduleError, match=words):
-        TABLE.build(matmul(type, m, 40, 1152 if m == 40 else 1920), schedule, HOPPER)
+        TABLE.build(matmul(type, m, 40, {40: 1152, 12: 1888}.get(m, 1920)), schedule, HOPPER)
 
 
 def test_float32_and_wgmma_elsewhere_are_refused():

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from tinygrad_nv.quant.types import QType
 from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.quant_gemm.fragments import looked_up
 from tinygrad_nv.tile.quant_gemm.schedules import QuantGemv
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 
@@ -113,7 +114,8 @@ class QuantGemvPlan:
         loads = codes + max(1, self.groups) * (factors * (1 + self.type.mins) + self.type.zeros)
         # activations of a unit, sums of a block, and factors in float32
         now = self.tiles_m * (self.type.unit // 8 + 4 + 16 * self.type.mins) + 8 * (factors - 1)
-        return 4 * tiles * self.tiles_m + self.schedule.units * tiles * loads + now + OTHER_REGISTERS
+        book = 8 * looked_up(self.type)
+        return 4 * tiles * self.tiles_m + self.schedule.units * tiles * loads + now + book + OTHER_REGISTERS
 
     @property
     def ctas_an_sm(self) -> int:

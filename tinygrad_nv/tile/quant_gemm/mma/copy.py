@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.quant.types import TILE
+from tinygrad_nv.tile.ops import TileCopy
 from tinygrad_nv.tile.quant_gemm.mma.plan import QuantMmaPlan
 from tinygrad_nv.tile.quant_gemm.stages import Box, StageOperands
 
@@ -15,9 +16,24 @@ OPERAND_B = (0, 2, 1, 3)    # registers of operand A in the order of two operand
 
 
 @dataclass
+class TailFirst(TileCopy):
+    """Copies the last `residue` columns of `k`, where these are no whole stage, and then those from 0 on, so
+    that every stage begins where units of the matrix do."""
+    k: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.partial: self.source += (self.k - self.residue) * self.operand.k * self.size
+
+    def next(self, stage: Value, when: Value | None = None, first: bool = False) -> None:
+        super().next(stage, when, first)
+        if first and self.partial: self.source -= self.k * self.operand.k * self.size
+
+
+@dataclass
 class MatrixCopy:
     """Copies the boxes of columns from tile `first` of 16 on (u32), for K from `first_k` on, to byte `start`
-    of a stage."""
+    of a stage; first the last columns, where these are no whole stage (`TailFirst`)."""
     kb: Kernel
     plan: QuantMmaPlan
     pointers: Mapping[str, Value]
@@ -26,7 +42,8 @@ class MatrixCopy:
     start: int
 
     def __post_init__(self) -> None:
-        self.k = self.kb.reg("u32", self.first_k)
+        self.tail = self.plan.spec.k % self.plan.schedule.block_k
+        self.k = self.kb.reg("u32", self.plan.spec.k - self.tail if self.tail else self.first_k)
         self.tiles = self.plan.quant.buffers["codes"].shape[0]
 
     def ask(self) -> None:
@@ -41,7 +58,8 @@ class MatrixCopy:
             for guard, source, place in self._chunks(box, when):
                 self.kb.emit("cp.async.cg.shared.global.L2::128B", (stage + place).at(self.start + box.start),
                              source.at(), CHUNK, guard=guard)
-        self.k += self.plan.schedule.block_k
+        if first and self.tail: self.k.set(0)
+        else: self.k += self.plan.schedule.block_k
 
     def _chunks(self, box: Box, when: Value | None) -> list[tuple[Value | None, Value, Value]]:
         """This thread's chunks of a box: whether there is one, where from, and where in the box."""

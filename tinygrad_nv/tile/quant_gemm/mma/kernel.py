@@ -13,8 +13,8 @@ from tinygrad_nv.quant.types import TILE
 from tinygrad_nv.tile.fragments import Fragments
 from tinygrad_nv.tile.gemm.mma.kernel import MmaKernel
 from tinygrad_nv.tile.kernel import GemmKernel
-from tinygrad_nv.tile.ops import TileCopy, width_of
-from tinygrad_nv.tile.quant_gemm.mma.copy import MatrixCopy, MatrixFragments
+from tinygrad_nv.tile.ops import width_of
+from tinygrad_nv.tile.quant_gemm.mma.copy import MatrixCopy, MatrixFragments, TailFirst
 from tinygrad_nv.tile.quant_gemm.mma.plan import QuantMmaPlan
 from tinygrad_nv.tile.quant_gemm.schedules import QuantMma
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
@@ -42,8 +42,10 @@ class QuantMmaKernel(MmaKernel):
     def bring(self, a: Value, b: Value) -> None:
         kb, spec, s, plan = self.kb, self.spec, self.schedule, self.quant
         extent = self.rows if spec.symbolic else spec.m
-        tile = TileCopy(kb, spec.a, self._place(spec.a, a), self.first_m, extent, self.splits.residue,
-                        width_of(spec.a, 1 if spec.symbolic else spec.m, s.block_k), s.block_m, s.block_k, 0)
+        residue = spec.k % s.block_k or s.block_k
+        tile = TailFirst(kb, spec.a, self._place(spec.a, a), self.first_m, extent, residue,
+                         width_of(spec.a, 1 if spec.symbolic else spec.m, residue), s.block_m, s.block_k, 0,
+                         spec.k)
         first_k = self.splits.first_k if self.splits.first_k is not None else kb.reg("u32", 0)
         self.starts = [plan.activation_bytes + part * plan.boxes[-1].end for part in range(spec.parts)]
         self.tiles = [tile]
