@@ -23,16 +23,12 @@ float32 are `CHAINS` that take turns.
 """
 from __future__ import annotations
 
-from tinygrad.dtype import dtypes
-
-from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.gemm.gemv.kernel import epilogue
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, header, kernel
-from tinygrad_nv.cpu.quant_gemm import decode, tiles
+from tinygrad_nv.cpu.quant_gemm import decode, rows, tiles
 from tinygrad_nv.cpu.quant_gemm.schedules import QuantDots
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.quant.types import TILE
-from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.quant_gemm.spec import INT8_BLOCK, QuantGemmSpec
 
 FEW, PARTS = 16, 2          # of so many rows a is little work, and there are PARTS for each thread
@@ -42,17 +38,8 @@ BYTES_OF_PART = 64 << 10    # of codes; waking a thread takes as long as reading
 
 def problems(spec: QuantGemmSpec, s: QuantDots) -> list[str]:
     """Why a matmul cannot have a schedule; empty when it can."""
-    type, gemm = spec.type, spec.gemm
-    if type.layout != "tiles": return ["a matrix that is not in tiles"]
-    out = decode.problems(type) + expression.problems(gemm.epilogue)
-    if type.element.values or dtypes.is_float(type.element.dtype): out.append(f"codes {type.element}")
-    for scale in filter(None, (type.scale, type.outer)):
-        if scale.e8m0 or (scale.columns != 16 and scale.columns % INT8_BLOCK):
-            out.append(f"{'E8M0 ' if scale.e8m0 else ''}scales of {scale.columns} columns")
-    if type.divided: out.append("divided scales")
-    if gemm.k % INT8_BLOCK: out.append(f"K of {gemm.k}, a multiple of {INT8_BLOCK} is needed")
-    if gemm.parts > 1 and gemm.n % TILE: out.append(f"parts of {gemm.n} columns, no multiple of {TILE}")
-    return out if s.rows else [*out, "rows 0"]
+    out = tiles.problems(spec)
+    return out if out or s.rows else ["rows 0"]
 
 
 def default(spec: QuantGemmSpec, target: CPU) -> QuantDots:
@@ -71,20 +58,20 @@ def build(spec: QuantGemmSpec, s: QuantDots) -> CPUKernel:
     # of a part: totals; bytes, scales, sums as numbers and times the shift, or a in float32
     own = gemm.m * (4 * TILE * gemm.parts + (k + 4 * blocks + 8 * steps if spec.int8 else 4 * k))
     own = -(-own // 64) * 64
-    rows = "m" if gemm.symbolic else str(gemm.m)
+    count_m = "m" if gemm.symbolic else str(gemm.m)
     body = f"""
   {decode.packed_of(spec.type, n, k)}
   u8 *own = (u8 *)work + core_id * {own}ll;
   float (*sums)[{TILE}] = (float (*)[{TILE}])own;
   float *d = (float *)(sums + {gemm.parts * gemm.m});
-  {_prologue(spec, rows)}
+  {_prologue(spec, count_m)}
   const s64 end = (s64)(core_id + 1) * {count} / {s.parts};
   for (s64 t = (s64)core_id * {count} / {s.parts}; t < end; t++) {{
     const s64 n0 = t * {TILE};
     const s64 count = {gemm.n} - n0 < {TILE} ? {gemm.n} - n0 : {TILE};
     for (s64 p = 0; p < {gemm.parts}; p++) for (s64 lane = 0; lane < {TILE}; lane += W) {{
       s64 i = 0;
-      {_calls(spec, s, rows)}
+      {_calls(spec, s, count_m)}
     }}
     {epilogue(gemm)}
   }}"""
@@ -92,7 +79,7 @@ def build(spec: QuantGemmSpec, s: QuantDots) -> CPUKernel:
               *((c_type(dtype), f"x{i}") for i, dtype in enumerate(gemm.parameters))]
     outputs, integers = [(c_type(gemm.out.dtype), "out"), ("u8", "work")], ["m"] if gemm.symbolic else []
     before = [header("gemm.h"), decode.struct(spec.type, n, k),
-              f"#define CODE_BITS {spec.type.bits}", DOTS, _rows_of_a(spec),
+              f"#define CODE_BITS {spec.type.bits}", DOTS, rows.functions(spec),
               *(_main_loop(spec, each) for each in _tall(spec, s))]
     return kernel(f"quant_dots_{gemm.m}x{gemm.n}x{gemm.k}", s.isa, body, outputs, inputs, integers, s.parts,
                   s.parts * own, "\n".join(before))
@@ -100,63 +87,20 @@ def build(spec: QuantGemmSpec, s: QuantDots) -> CPUKernel:
 
 # **** rows of a ****
 
-def _prologue(spec: QuantGemmSpec, rows: str) -> str:
+def _prologue(spec: QuantGemmSpec, count: str) -> str:
     """C that brings a into the workspace, behind the totals."""
     m, k, a = spec.gemm.m, spec.gemm.k, spec.gemm.a
     steps, blocks = k // tiles.step_of(spec.type), k // INT8_BLOCK
     row = f"a + {a.offset} + i * {a.mn}ll, {'order' if spec.type.permuted else '0'}"
-    if not spec.int8: return f"for (s64 i = 0; i < {rows}; i++) widen_({row}, d + i * {k});"
+    if not spec.int8: return f"for (s64 i = 0; i < {count}; i++) widen_({row}, d + i * {k});"
     return f"""float *sq = d + {m * blocks};
   s32 *start = (s32 *)(sq + {m * steps});
   s8 *q = (s8 *)(start + {m * steps});
-  for (s64 i = 0; i < {rows}; i++)
+  for (s64 i = 0; i < {count}; i++)
     quantise_({row}, q + i * {k}, d + i * {blocks}, sq + i * {steps}, start + i * {steps});"""
 
 
-def _rows_of_a(spec: QuantGemmSpec) -> str:
-    """The functions that read W columns of a row of a, and that quantise or widen it. Products are not
-    contracted: they are rounded before they are compared with halves."""
-    a, k, step = spec.gemm.a, spec.gemm.k, tiles.step_of(spec.type)
-    kind, element = short(a.dtype), c_type(a.dtype)
-    read = f"strided_{kind}(p + k * {a.k}ll, {a.k}, W)" if a.k != 1 else f"load_{kind}(p + k)"
-    if spec.type.permuted:
-        read = f"({{ vf x; for (int i = 0; i < W; i++) x[i] = one_{kind}(p + order[k + i] * {a.k}ll); x; }})"
-    took = f"const {element} *restrict p, const s32 *order"
-    text = f"""
-INLINE vf columns_({took}, s64 k) {{ return {read}; }}"""
-    if not spec.int8: return f"""{text}
-NOINLINE void widen_({took}, float *to) {{
-  for (s64 k = 0; k < {k}; k += W) store_f32(to + k, columns_(p, order, k));
-}}"""
-    return f"""{text}
-NOINLINE void quantise_({took}, s8 *q, float *d, float *sq, s32 *start) {{
-#pragma clang fp contract(off)
-  for (s64 k = 0; k < {k}; k += {INT8_BLOCK}) {{
-    vf x[{INT8_BLOCK} / W], most = (vf)0.f;
-    for (int v = 0; v < {INT8_BLOCK} / W; v++) {{
-      x[v] = columns_(p, order, k + v * W);
-      most = max_(abs_(x[v]), most);
-    }}
-    const float scale = largest_(most) / 127.f, times = scale != 0.f ? 1.f / scale : 0.f;
-    d[k / {INT8_BLOCK}] = scale;
-    vi sum = (vi)0;
-    for (int v = 0; v < {INT8_BLOCK} / W; v++) {{
-      const vi whole = as_i(x[v] * times + NEAREST) - as_i((vf)NEAREST);
-      store_s8(q + k + v * W, whole);
-      sum += whole;
-      if ((v + 1) * W % {step} == 0) {{
-        const s32 total = sum_i(sum);
-        const s64 at = (k + v * W) / {step};
-        sq[at] = (float)total;
-        start[at] = total * -{tiles.shift(spec.type)};
-        sum = (vi)0;
-      }}
-    }}
-  }}
-}}"""
-
-
-# a quad of codes times a quad of a, which all lanes have; the largest lane
+# a quad of codes times a quad of a, which all lanes have
 DOTS = """
 typedef s32 quad_u __attribute__((aligned(1), may_alias));
 #if HAVE_FMA
@@ -179,18 +123,6 @@ INLINE vi dots_(vi c, vi codes, const s8 *q) {
 #else
   return dot_quad(c, codes, (vi)*(const quad_u *)q);
 #endif
-}
-INLINE float largest_(vf x) {
-#if W == 16
-  VECTOR(float, 8) h = __builtin_elementwise_max(x.lo, x.hi);
-  VECTOR(float, 4) f = __builtin_elementwise_max(h.lo, h.hi);
-#elif W == 8
-  VECTOR(float, 4) f = __builtin_elementwise_max(x.lo, x.hi);
-#else
-  VECTOR(float, 4) f = x;
-#endif
-  VECTOR(float, 2) g = __builtin_elementwise_max(f.lo, f.hi);
-  return g.x > g.y ? g.x : g.y;
 }"""
 
 

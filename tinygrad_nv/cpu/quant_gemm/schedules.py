@@ -31,6 +31,15 @@ class QuantDots(CPUSchedule):
 
 
 @dataclass(frozen=True)
+class QuantAmx(CPUSchedule):
+    """Of a matrix in tiles, by AMX tiles (amx.py): blocks of `block_m` rows of a."""
+    block_m: int = 0
+    template: ClassVar[str] = "quant_amx"
+
+    def words(self) -> list[str]: return [*super().words(), f"blocks of {self.block_m} rows"]
+
+
+@dataclass(frozen=True)
 class QuantGemm(CPUGemm):
     """Of many rows (blocked.py)."""
     template: ClassVar[str] = "quant_gemm"

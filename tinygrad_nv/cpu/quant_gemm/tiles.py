@@ -8,9 +8,26 @@ from __future__ import annotations
 
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.quant.types import TILE, QType
+from tinygrad_nv.cpu import expression
+from tinygrad_nv.cpu.quant_gemm import decode
+from tinygrad_nv.quant.types import TILE, QType, Scale
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.quant_gemm.spec import INT8_BLOCK, QuantGemmSpec
+
+
+def problems(spec: QuantGemmSpec) -> list[str]:
+    """Why a matrix is not read in tiles; empty when it can be."""
+    type, gemm = spec.type, spec.gemm
+    if type.layout != "tiles": return ["a matrix that is not in tiles"]
+    out = decode.problems(type) + expression.problems(gemm.epilogue)
+    if type.element.values or dtypes.is_float(type.element.dtype): out.append(f"codes {type.element}")
+    for scale in filter(None, (type.scale, type.outer)):
+        if scale.e8m0 or (scale.columns != 16 and scale.columns % INT8_BLOCK):
+            out.append(f"{'E8M0 ' if scale.e8m0 else ''}scales of {scale.columns} columns")
+    if type.divided: out.append("divided scales")
+    if gemm.k % INT8_BLOCK: out.append(f"K of {gemm.k}, a multiple of {INT8_BLOCK} is needed")
+    if gemm.parts > 1 and gemm.n % TILE: out.append(f"parts of {gemm.n} columns, no multiple of {TILE}")
+    return out
 
 
 def step_of(type: QType) -> int:
@@ -25,19 +42,29 @@ def shift(type: QType) -> int:
 
 def factors(spec: QuantGemmSpec) -> dict[str, str]:
     """C of scale, zero and min of W outputs at column k, those that there are."""
-    type, have = spec.type, spec.buffers
-
-    def number(name: str, columns: int, kind: str) -> str:
-        at = f"k / {columns}" if columns else "0"
-        text = f"load_{kind}(w.{name} + (t * {have[name].shape[1]}ll + {at}) * {TILE} + lane)"
-        return f"to_f({text})" if kind in ("s8", "u8") else text
-    s, outer, made = type.scale, type.outer, {}
+    type, made = spec.type, dict[str, str]()
     for name, source, more in (("scale", "scales", "outer"), ("low", "mins", "outer_mins")):
-        if source not in have: continue
-        made[name] = number(source, s.columns, short(s.dtype))
-        if outer is not None: made[name] = f"{number(more, outer.columns, short(outer.dtype))} * {made[name]}"
-    if type.zeros: made["zero"] = number("zeros", s.columns, "u8")
+        if source not in spec.buffers: continue
+        made[name] = _number(spec, source, type.scale)
+        if type.outer is not None: made[name] = f"{_number(spec, more, type.outer)} * {made[name]}"
+    if type.zeros: made["zero"] = f"to_f({zeros(spec)})"
     return made
+
+
+def zeros(spec: QuantGemmSpec) -> str:
+    """C of zeros of W outputs at column k, integers."""
+    return f"load_u8({_place(spec, 'zeros', spec.type.scale)})"
+
+
+def _place(spec: QuantGemmSpec, name: str, scale: Scale) -> str:
+    at = f"k / {scale.columns}" if scale.columns else "0"
+    return f"w.{name} + (t * {spec.buffers[name].shape[1]}ll + {at}) * {TILE} + lane"
+
+
+def _number(spec: QuantGemmSpec, name: str, scale: Scale) -> str:
+    kind = short(scale.dtype)
+    text = f"load_{kind}({_place(spec, name, scale)})"
+    return f"to_f({text})" if kind in ("s8", "u8") else text
 
 
 def codes(spec: QuantGemmSpec, step: int, at: int) -> list[str]:
@@ -58,7 +85,7 @@ def codes(spec: QuantGemmSpec, step: int, at: int) -> list[str]:
             whole = at // 4 + quad
             right, mask = whole % each * bits - to, ((1 << bits) - 1 << to) * 0x01010101
             read = f"{name}{quad // each * each}"
-            if bits == 8: terms.append(read + (" ^ (s32)0x80808080" if _signed(type) else ""))
+            if bits == 8: terms.append(read + (" ^ (s32)0x80808080" if signed(type) else ""))
             else:
                 if right: read = f"(vi)((vu){read} >> {right})" if right > 0 else f"({read} << {-right})"
                 terms.append(f"({read} & (s32){mask:#x})")
@@ -66,4 +93,6 @@ def codes(spec: QuantGemmSpec, step: int, at: int) -> list[str]:
     return lines
 
 
-def _signed(type: QType) -> bool: return type.element.dtype == dtypes.int8
+def signed(type: QType) -> bool:
+    """Whether codes of 8 bits have a sign in memory."""
+    return type.element.dtype == dtypes.int8
