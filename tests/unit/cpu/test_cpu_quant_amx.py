@@ -1,5 +1,5 @@
-"""Matmuls of activations in bytes with matrices in tiles by AMX tiles: each tile instruction in plain C, and the
-machine code of the real ones."""
+"""Matmuls of activations in bytes with matrices in tiles by AMX tiles: each tile instruction in plain C,
+and the machine code of the real ones."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -23,7 +23,8 @@ from tinygrad_nv.tile.templates import TABLE
 EMULATED = ISA("amx", bf16=True, vnni=True, emulated=True)
 # shifts and zero points of 8 bits are subtracted from sums, those of fewer from codes
 UINT8 = QType(types.UINT8, types.per_group_scale(32), shift=128, zeros=True)
-CASES = {name: TYPES[name] for name in ("Q4_0", "Q4_K", "Q6_K", "Q8_0", "awq", "gptq 2 bits")} | {"uint8": UINT8}
+NAMES = ("Q4_0", "Q4_K", "Q6_K", "Q8_0", "awq", "gptq 2 bits")
+CASES = {name: TYPES[name] for name in NAMES} | {"uint8": UINT8}
 
 
 def given(type: QType, m: int, n: int, k: int) -> tuple[np.ndarray, Arrays]:

@@ -144,8 +144,9 @@ def _main_loop(spec: QuantGemmSpec) -> str:
     names, inner = [f"total{r}" for r in range(STRIP)], []
     for at in range(0, INT8_BLOCK, step):
         inner.append(f"{{ const s64 k = at + {at};")
-        inner.append(f"tile_zero(0); tile_load(4, q + k * {STRIP}, {step}); "
-                     f"tile_load(6, bytes + k * {TILE}, 64); tile_dot({kind}, 0, 4, 6); tile_store(0, c, 64);")
+        inner.append(f"tile_zero(0); tile_load(4, q + k * {STRIP}, {step});")
+        inner.append(f"tile_load(6, bytes + k * {TILE}, 64);")
+        inner.append(f"tile_dot({kind}, 0, 4, 6); tile_store(0, c, 64);")
         inner += [f"const vf {name} = {text};" for name, text in factors.items() if name != "zero" or less]
         if less: inner.append(f"const vf less = {less};")
         for r, name in enumerate(names):

@@ -116,7 +116,7 @@ INLINE vi dots_(vi c, vi codes, const s8 *q) {
 #if HAVE_VNNI && AVX512
   __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(c) : "v"(codes), "m"(*(const quad_u *)q));
   return c;
-#elif HAVE_FMA
+#elif HAVE_FMA && !HAVE_VNNI
   const vi x = (vi)*(const quad_u *)q;
   return CODE_BITS < 8 ? c + pairs_(codes, x) :
     c + pairs_(codes & 0x7f7f7f7f, x) + pairs_(codes & (s32)0x80808080, x);
