@@ -94,7 +94,7 @@ def build(spec: QuantGemmSpec, s: QuantAmx) -> CPUKernel:
               *((c_type(dtype), f"x{i}") for i, dtype in enumerate(gemm.parameters))]
     outputs, integers = [(c_type(gemm.out.dtype), "out"), ("u8", "work")], ["m"] if gemm.symbolic else []
     before = [header("gemm.h"), f"#define TILE_UNITS {tiles.step_of(spec.type) // 4}", header("amx.h"),
-              decode.struct(spec.type, n, k), rows.functions(spec, STRIP), _unpack(spec) if panel else "",
+              decode.struct(spec.type, n, k), tiles.functions(spec.type), rows.functions(spec, STRIP), _unpack(spec) if panel else "",
               _main_loop(spec)]
     return kernel(f"quant_amx_{gemm.m}x{gemm.n}x{gemm.k}", s.isa, body, outputs, inputs, integers, s.parts,
                   s.parts * own, "\n".join(before))
@@ -118,7 +118,7 @@ def _unpack(spec: QuantGemmSpec) -> str:
         lines.append(f"{{ const s64 k = at + {at};")
         less = [str(tiles.shift(spec.type))] if tiles.shift(spec.type) else []
         if spec.type.zeros: less.append(tiles.zeros(spec))
-        lines += tiles.codes(spec, step, at)
+        lines += tiles.loads(spec, step, at) + tiles.quads(spec, step, at)
         if less: lines.append(f"const vb64 less = (vb64)(({' + '.join(less)}) * (vi)0x01010101);")
         lines += [f"*(vi_u *)(to + (k + {4 * quad}) * {TILE}) = "
                   f"{f'(vi)((vb64)y{quad} - less)' if less else f'y{quad}'};" for quad in range(step // 4)]
@@ -139,7 +139,7 @@ def _main_loop(spec: QuantGemmSpec) -> str:
     """The function of 16 rows and 16 outputs."""
     type, k, step = spec.type, spec.gemm.k, tiles.step_of(spec.type)
     kind = "bsud" if type.bits == 8 and not tiles.signed(type) else "bssd"
-    factors = tiles.factors(spec)
+    factors = tiles.factors(spec, type.element.lsb)
     less = _less(spec)
     names, inner = [f"total{r}" for r in range(STRIP)], []
     for at in range(0, INT8_BLOCK, step):
@@ -168,7 +168,7 @@ NOINLINE void dots_(matrix w, s64 t, const s8 *bytes, const s8 *q, const float *
     const s64 at = b * {INT8_BLOCK};
     {lines}
   }}
-  {' '.join(f'store_f32(to[{r}], {name});' for r, name in enumerate(names))}
+  {' '.join(f'store_f32(to[{r}], {name}{tiles.last(spec)});' for r, name in enumerate(names))}
 }}"""
 
 

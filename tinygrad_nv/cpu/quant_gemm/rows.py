@@ -5,14 +5,15 @@ Protocol: `functions(spec, rows)` is text that defines, in C,
     quantise_(p, order, q, d, sq, start)    a row from p on: bytes q; of each block of 32 columns a scale d;
                                             of each step (tiles.py) the sum of its bytes, sq, and times minus
                                             the shift, start
-    widen_(p, order, to)                    float32, where the spec does not quantise
+    widen_(p, order, to)                    float32, where the spec does not quantise: for codes of fp8
+                                            so much larger as columns.py says
 
 `rows` of them lie together, a step of each side by side: q[step][row][column], d[block][row], sq[step][row].
 """
 from __future__ import annotations
 
 from tinygrad_nv.cpu.kernel import c_type
-from tinygrad_nv.cpu.quant_gemm import tiles
+from tinygrad_nv.cpu.quant_gemm import columns, tiles
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.quant_gemm.spec import INT8_BLOCK, QuantGemmSpec
 
@@ -28,9 +29,10 @@ def functions(spec: QuantGemmSpec, rows: int = 1) -> str:
     took = f"const {element} *restrict p, const s32 *order"
     text = f"""
 INLINE vf columns_({took}, s64 k) {{ return {read}; }}"""
+    times = f" * {columns.RAISED}" if columns.is_small(spec.type) else ""
     if not spec.int8: return f"""{text}
 NOINLINE void widen_({took}, float *to) {{
-  for (s64 k = 0; k < {k}; k += W) store_f32(to + k, columns_(p, order, k));
+  for (s64 k = 0; k < {k}; k += W) store_f32(to + k, columns_(p, order, k){times});
 }}"""
     return f"""{LARGEST}{text}
 NOINLINE void quantise_({took}, s8 *q, float *d, float *sq, s32 *start) {{
