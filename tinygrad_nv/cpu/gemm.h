@@ -16,10 +16,16 @@ INLINE vf dot_pair(vf c, vi a, vi b) {
   return fma_(as_f(a << 16), as_f(b << 16), c);
 #endif
 }
+// AVX-VNNI's has the name of AVX-512's
+#if AVX512
+#define VPDPBUSD "vpdpbusd"
+#else
+#define VPDPBUSD "%{vex%} vpdpbusd"
+#endif
 // of a byte without a sign (`free`) and one with
 INLINE vi dot_quad(vi c, vi free, vi with) {
 #if HAVE_VNNI
-  __asm__("vpdpbusd %2, %1, %0" : "+v"(c) : "v"(free), "v"(with));
+  __asm__(VPDPBUSD " %2, %1, %0" : "+v"(c) : "v"(free), "v"(with));
   return c;
 #else
   for (int i = 0; i < 32; i += 8) c += ((free >> i) & 0xff) * (with << (24 - i) >> 24);

@@ -4,7 +4,7 @@ Protocol: an `ISA` says how wide vectors are and which instructions beyond them 
 for one; `detect` finds the best this machine runs, and NV_CPU_ISA asks for a narrower one:
 
     portable    vectors of 128 bits by the compiler alone: any processor, NEON or SSE where there is one
-    avx2        256 bits, FMA, F16C
+    avx2        256 bits, FMA, F16C; dot products of bytes (AVX-VNNI) where the processor has them
     avx512      512 bits (F, BW, DQ, VL); dot products of bfloat16 and of bytes where the processor has them
     amx         avx512 and tiles of bfloat16 and int8, which the kernel of the system must permit
 
@@ -32,8 +32,8 @@ NEEDED = {"portable": (), "avx2": ("avx2", "fma", "f16c"),
           "avx512": ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"),
           "amx": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni", "amx_tile",
                   "amx_bf16", "amx_int8")}
-# what a level uses where it is there, by the name clang has for it
-OPTIONAL = {"avx512_bf16": "avx512bf16", "avx512_vnni": "avx512vnni"}
+# what has VPDPBUSD at a level: in AVX-VNNI its registers are those of AVX2
+VNNI = {"avx2": "avx_vnni", "avx512": "avx512_vnni", "amx": "avx512_vnni"}
 _CLANG = {"portable": "", "avx2": "avx2,fma,f16c",
           "avx512": "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl",
           "amx": "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,"
@@ -65,16 +65,18 @@ class ISA:
     def clang(self) -> str:
         """The instruction set as clang's attribute `target` takes it; "" where no attribute is needed."""
         if self.level == "portable" or self.emulated: return ""
-        extra = [",avx512bf16"] * self.bf16 + [",avx512vnni"] * self.vnni
-        return _CLANG[self.level] + ("".join(extra) if self.level == "avx512" else "")
+        if self.level == "amx": return _CLANG[self.level]
+        vnni = ",avxvnni" if self.level == "avx2" else ",avx512vnni"
+        return _CLANG[self.level] + ",avx512bf16" * self.bf16 + vnni * self.vnni
 
     def __str__(self) -> str:
         names = [self.level, *(name for name, has in (("bf16", self.bf16), ("vnni", self.vnni))
-                               if has and self.level == "avx512")]
+                               if has and self.level != "amx")]
         return "-".join([*names, *["emulated"] * self.emulated])
 
 
 PORTABLE, AVX2, AVX512 = ISA("portable"), ISA("avx2"), ISA("avx512")
+AVX2_VNNI = ISA("avx2", vnni=True)
 AVX512_BF16 = ISA("avx512", bf16=True, vnni=True)
 AMX = ISA("amx", bf16=True, vnni=True)
 
@@ -146,4 +148,4 @@ def there() -> list[str]:
 def of_level(level: str) -> ISA:
     """A level with what this processor has beyond it."""
     wide = level in ("avx512", "amx")
-    return ISA(level, wide and "avx512_bf16" in flags(), wide and "avx512_vnni" in flags())
+    return ISA(level, wide and "avx512_bf16" in flags(), VNNI.get(level) in flags())

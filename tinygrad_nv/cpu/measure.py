@@ -191,8 +191,9 @@ def _dots(kind: str, isa: ISA) -> str:
     """Chains of dot products; of tiles, four accumulators, as products of matrices have."""
     if isa.emulated: return ""
     text = ""
+    dot = "vpdpbusd" if isa.lanes == 16 else "%{vex%} vpdpbusd"     # gemm.h
     for mode, vector, tile, has in ((BF16, "vdpbf16ps", "tdpbf16ps", isa.bf16),
-                                    (S8, "vpdpbusd", "tdpbssd", isa.vnni)):
+                                    (S8, dot, "tdpbssd", isa.vnni)):
         if not has: continue
         if kind == "AMX":
             made = " ".join(f'asm volatile("{tile} %%tmm{5 + i % 2}, %%tmm4, %%tmm{i % 4}" ::: "memory");'

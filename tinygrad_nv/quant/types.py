@@ -73,6 +73,15 @@ class Element:
 
     def __str__(self) -> str: return self.name
 
+    @property
+    def lsb(self) -> float:
+        """The power of two that all numbers are multiples of, where those multiples have 8 bits; else 0."""
+        if not self.values: return 0.0 if dtypes.is_float(self.dtype) else 1.0
+        for lsb in (1, 1 / 2, 1 / 4, 1 / 8):
+            whole = [value / lsb for value in self.values]
+            if all(value == int(value) for value in whole): return lsb * (max(whole) - min(whole) < 256)
+        return 0.0
+
 
 @dataclass(frozen=True)
 class Scale:

@@ -7,7 +7,7 @@ from tinygrad.helpers import Context
 
 from tinygrad_nv.cli import doctor, doctor_cpu
 from tinygrad_nv.cpu import isa, measure
-from tinygrad_nv.cpu.isa import AMX, AVX2, AVX512, AVX512_BF16, ISA, LEVELS, NEEDED, PORTABLE
+from tinygrad_nv.cpu.isa import AMX, AVX2, AVX2_VNNI, AVX512, AVX512_BF16, ISA, LEVELS, NEEDED, PORTABLE
 from tinygrad_nv.cpu.measure import Rates
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.runtime.cpu import threads
@@ -15,6 +15,7 @@ from tinygrad_nv.runtime.cpu.threads import Available
 
 OLD = frozenset({"sse2"})
 HASWELL = OLD | set(NEEDED["avx2"])
+ALDER_LAKE = HASWELL | {"avx_vnni"}
 SKYLAKE = HASWELL | set(NEEDED["avx512"])
 ZEN4 = SKYLAKE | {"avx512_bf16", "avx512_vnni"}
 SAPPHIRE = ZEN4 | {"amx_tile", "amx_bf16", "amx_int8"}
@@ -35,6 +36,7 @@ def processor(monkeypatch: pytest.MonkeyPatch):
 
 
 CASES = [(OLD, "portable", "the processor lacks avx2, fma, f16c"), (HASWELL, "avx2", "lacks avx512f"),
+         (ALDER_LAKE, "avx2-vnni", "lacks avx512f"),
          (SKYLAKE, "avx512", "lacks avx512_bf16, avx512_vnni, amx_tile, amx_bf16, amx_int8"),
          (ZEN4, "avx512-bf16-vnni", "the processor lacks amx_tile, amx_bf16, amx_int8"),
          (SAPPHIRE, "amx", "")]
@@ -106,7 +108,8 @@ def test_the_system_is_asked_once_and_answers():
 
 
 @pytest.mark.parametrize(("kind", "lanes", "registers", "target"), [
-    (PORTABLE, 4, 16, ""), (AVX2, 8, 16, "avx2,fma,f16c"), (AVX512, 16, 32, "avx512vl"),
+    (PORTABLE, 4, 16, ""), (AVX2, 8, 16, "avx2,fma,f16c"),
+    (AVX2_VNNI, 8, 16, "avx2,fma,f16c,avxvnni"), (AVX512, 16, 32, "avx512vl"),
     (AVX512_BF16, 16, 32, "avx512vl,avx512bf16,avx512vnni"), (AMX, 16, 32, "amx-tile,amx-bf16,amx-int8"),
     (ISA("amx", bf16=True, vnni=True, emulated=True), 16, 32, "")], ids=str)
 def test_what_a_level_is(kind: ISA, lanes: int, registers: int, target: str):

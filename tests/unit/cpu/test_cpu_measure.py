@@ -10,7 +10,7 @@ from tinygrad.device import Device
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.cpu import isa, measure
-from tinygrad_nv.cpu.isa import AMX, AVX2, AVX512, AVX512_BF16, ISA, LEVELS, PORTABLE
+from tinygrad_nv.cpu.isa import AMX, AVX2, AVX2_VNNI, AVX512, AVX512_BF16, ISA, LEVELS, PORTABLE
 from tinygrad_nv.cpu.measure import LAUNCH_SECONDS, Rates
 from tinygrad_nv.cpu.target import CPU, host
 
@@ -44,7 +44,7 @@ def test_every_level_here_is_measured(level: str):
     assert (found.s8 != found.f32) == here.isa.vnni
 
 
-@pytest.mark.parametrize("kind", [PORTABLE, AVX2, AVX512, AVX512_BF16, AMX], ids=str)
+@pytest.mark.parametrize("kind", [PORTABLE, AVX2, AVX2_VNNI, AVX512, AVX512_BF16, AMX], ids=str)
 def test_the_kernel_compiles_for_what_is_not_here(kind: ISA):
     code = Device["CPU"].renderer.compiler.compile(measure.measure_kernel(kind, 16).source)
     assert code.startswith(b"\x7fELF")

@@ -202,7 +202,7 @@ def _body(spec: GemmSpec, s: Amx) -> str:
         for (s64 i = 0; i < rows; i += {STRIP}) {{ {strip} }}
       }}
     }}
-    for (s64 i = 0; i < rows; i++) for (s64 j = 0; j < columns; j += W) {{ {_finish(spec)} }}
+    for (s64 i = 0; i < rows; i++) for (s64 j = 0; j < columns; j += W) {{ {finish(spec)} }}
   }}
   tiles_end();"""
 
@@ -212,8 +212,9 @@ def _pack_a(source: str, to: str = "0") -> str:
     return f"pack_a(a + {source}, left + {to}, {rows}, {STRIP}, deep);"
 
 
-def _finish(spec: GemmSpec) -> str:
-    """The epilogue of a vector of sums, and its store."""
+def finish(spec: GemmSpec) -> str:
+    """The epilogue of a vector of `sums[part][i][j]`, of row m0 + i and of `columns` from n0 on, and its
+    store."""
     kind, vector = short(spec.out.dtype), "vi" if spec.a.dtype in INT8S else "vf"
     names = [f"s{p}" for p in range(spec.parts)]
     lines = ["const s64 left_over = columns - j;"]

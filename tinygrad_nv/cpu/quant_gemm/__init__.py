@@ -4,6 +4,8 @@
   gemv.py       few rows: the matrix is read once
   blocked.py    many rows: blocks of the matrix are dequantised into panels of the blocked GEMM
   tiles.py      codes and scales of a matrix in tiles, in C
+  rows.py       rows of activations in bytes or float32, in C
   dots.py       any number of rows times a matrix in tiles, in bytes or float32
+  amx.py        many rows in bytes times a matrix in tiles, by AMX tiles
   templates.py  the templates in their order
 """

@@ -14,6 +14,7 @@ has permutations by lane.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import gcd
 
 from tinygrad.dtype import DType
@@ -105,7 +106,7 @@ def _value(type: QType, have: dict[str, Buffer], lanes: int) -> str:
             looked += _fields("high", rest, lanes)
             codes += f" | high_(w.high + n * {high}ll, k) << {low}"
             few += f" | high_n_(w.high + n * {high}ll, k, count) << {low}"
-        looked += _book(type, lanes) if type.element.values else ""
+        looked += book(type.element.values, type.bits) if type.element.values else ""
         number = "look_({})" if type.element.values else "to_f({})"
         text, tail = number.format(codes), number.format(few)
     return f"""{looked}
@@ -141,9 +142,10 @@ INLINE vi {name}_n_(const u8 *p, s64 k, s64 count) {{
 }}"""
 
 
-def _book(type: QType, lanes: int) -> str:
-    """The numbers that codes stand for."""
-    values = [*type.element.values, *[0.0] * (1 << type.bits)][:1 << type.bits]
+def book(given: Sequence[float], bits: int) -> str:
+    """The function look_(codes), of the numbers that codes of `bits` stand for. Of 4 bits AVX-512
+    ignores what is above them."""
+    values = [*given, *[0.0] * (1 << bits)][:1 << bits]
     numbers = ", ".join(c_float(value) for value in values)
     read = "vf x;\n  for (int i = 0; i < W; i++) x[i] = book_[at[i]];\n  return x;"
     quick = f"""#if AVX512

@@ -14,45 +14,35 @@ A step is as many columns as have one scale, 16 or 32:
     out = epilogue(totals)
 
 That is of activations that are quantised as the spec says, bytes q with a scale d for each block of 32 and
-the sum Σq of each step. Of others, which are widened, each element is dequantised in registers:
+the sum Σq of each step. Others are widened, and multiplied with numbers of float32 (columns.py), or
+stay pairs of bfloat16 (pairs.py):
 
-          total += x (scale (v − shift − zero) − min)
+          total += scale Σ x (v − shift − zero)         of all columns of a scale
+          total += x (scale v − min)                    with minima
 
-Integers are the same on every instruction set. Totals are added in the order of k; those of few rows of
+Integers are the same on every instruction set. Totals are added in the order of k; sums of few rows of
 float32 are `CHAINS` that take turns.
 """
 from __future__ import annotations
 
-from tinygrad.dtype import dtypes
-
-from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.gemm.gemv.kernel import epilogue
+from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, header, kernel
-from tinygrad_nv.cpu.quant_gemm import decode, tiles
+from tinygrad_nv.cpu.quant_gemm import columns, decode, pairs, rows, tiles
 from tinygrad_nv.cpu.quant_gemm.schedules import QuantDots
 from tinygrad_nv.cpu.target import CPU
-from tinygrad_nv.quant.types import TILE
-from tinygrad_nv.tile.expression import short
+from tinygrad_nv.quant.types import TILE, QType
 from tinygrad_nv.tile.quant_gemm.spec import INT8_BLOCK, QuantGemmSpec
 
 FEW, PARTS = 16, 2          # of so many rows a is little work, and there are PARTS for each thread
-CHAINS = 8                  # sums side by side, more than the latency of a multiplication asks for
+CHAINS = 4                  # sums side by side: the latency of a multiplication and addition
 BYTES_OF_PART = 64 << 10    # of codes; waking a thread takes as long as reading so much
 
 
 def problems(spec: QuantGemmSpec, s: QuantDots) -> list[str]:
     """Why a matmul cannot have a schedule; empty when it can."""
-    type, gemm = spec.type, spec.gemm
-    if type.layout != "tiles": return ["a matrix that is not in tiles"]
-    out = decode.problems(type) + expression.problems(gemm.epilogue)
-    if type.element.values or dtypes.is_float(type.element.dtype): out.append(f"codes {type.element}")
-    for scale in filter(None, (type.scale, type.outer)):
-        if scale.e8m0 or (scale.columns != 16 and scale.columns % INT8_BLOCK):
-            out.append(f"{'E8M0 ' if scale.e8m0 else ''}scales of {scale.columns} columns")
-    if type.divided: out.append("divided scales")
-    if gemm.k % INT8_BLOCK: out.append(f"K of {gemm.k}, a multiple of {INT8_BLOCK} is needed")
-    if gemm.parts > 1 and gemm.n % TILE: out.append(f"parts of {gemm.n} columns, no multiple of {TILE}")
-    return out if s.rows else [*out, "rows 0"]
+    out = tiles.problems(spec)
+    return out if out or s.rows else ["rows 0"]
 
 
 def default(spec: QuantGemmSpec, target: CPU) -> QuantDots:
@@ -71,20 +61,20 @@ def build(spec: QuantGemmSpec, s: QuantDots) -> CPUKernel:
     # of a part: totals; bytes, scales, sums as numbers and times the shift, or a in float32
     own = gemm.m * (4 * TILE * gemm.parts + (k + 4 * blocks + 8 * steps if spec.int8 else 4 * k))
     own = -(-own // 64) * 64
-    rows = "m" if gemm.symbolic else str(gemm.m)
+    count_m = "m" if gemm.symbolic else str(gemm.m)
     body = f"""
   {decode.packed_of(spec.type, n, k)}
   u8 *own = (u8 *)work + core_id * {own}ll;
   float (*sums)[{TILE}] = (float (*)[{TILE}])own;
   float *d = (float *)(sums + {gemm.parts * gemm.m});
-  {_prologue(spec, rows)}
+  {_prologue(spec, s.isa, count_m)}
   const s64 end = (s64)(core_id + 1) * {count} / {s.parts};
   for (s64 t = (s64)core_id * {count} / {s.parts}; t < end; t++) {{
     const s64 n0 = t * {TILE};
     const s64 count = {gemm.n} - n0 < {TILE} ? {gemm.n} - n0 : {TILE};
     for (s64 p = 0; p < {gemm.parts}; p++) for (s64 lane = 0; lane < {TILE}; lane += W) {{
       s64 i = 0;
-      {_calls(spec, s, rows)}
+      {_calls(spec, s, count_m)}
     }}
     {epilogue(gemm)}
   }}"""
@@ -92,106 +82,66 @@ def build(spec: QuantGemmSpec, s: QuantDots) -> CPUKernel:
               *((c_type(dtype), f"x{i}") for i, dtype in enumerate(gemm.parameters))]
     outputs, integers = [(c_type(gemm.out.dtype), "out"), ("u8", "work")], ["m"] if gemm.symbolic else []
     before = [header("gemm.h"), decode.struct(spec.type, n, k),
-              f"#define CODE_BITS {spec.type.bits}", DOTS, _rows_of_a(spec),
-              *(_main_loop(spec, each) for each in _tall(spec, s))]
+              DOTS, SHORTS if _in_shorts(s.isa) else "", tiles.functions(spec.type),
+              *_functions(spec, s.isa),
+              *(_main_loop(spec, s.isa, each) for each in _tall(spec, s))]
     return kernel(f"quant_dots_{gemm.m}x{gemm.n}x{gemm.k}", s.isa, body, outputs, inputs, integers, s.parts,
                   s.parts * own, "\n".join(before))
 
 
 # **** rows of a ****
 
-def _prologue(spec: QuantGemmSpec, rows: str) -> str:
+def _functions(spec: QuantGemmSpec, isa: ISA) -> list[str]:
+    """The functions of rows, and of what they are multiplied with."""
+    if pairs.takes(spec, isa): return [pairs.functions(spec)]
+    return [rows.functions(spec), *([] if spec.int8 else [columns.functions(spec.type, isa)])]
+
+
+def _prologue(spec: QuantGemmSpec, isa: ISA, count: str) -> str:
     """C that brings a into the workspace, behind the totals."""
     m, k, a = spec.gemm.m, spec.gemm.k, spec.gemm.a
     steps, blocks = k // tiles.step_of(spec.type), k // INT8_BLOCK
     row = f"a + {a.offset} + i * {a.mn}ll, {'order' if spec.type.permuted else '0'}"
-    if not spec.int8: return f"for (s64 i = 0; i < {rows}; i++) widen_({row}, d + i * {k});"
+    if pairs.takes(spec, isa):
+        runs = k // tiles.run_of(spec.type, k)
+        return f"""u16 *x = (u16 *)(d + {m * runs});
+  for (s64 i = 0; i < {count}; i++) arrange_({row}, x + i * {k}, d + i * {runs});"""
+    if not spec.int8: return f"for (s64 i = 0; i < {count}; i++) widen_({row}, d + i * {k});"
     return f"""float *sq = d + {m * blocks};
   s32 *start = (s32 *)(sq + {m * steps});
   s8 *q = (s8 *)(start + {m * steps});
-  for (s64 i = 0; i < {rows}; i++)
+  for (s64 i = 0; i < {count}; i++)
     quantise_({row}, q + i * {k}, d + i * {blocks}, sq + i * {steps}, start + i * {steps});"""
 
 
-def _rows_of_a(spec: QuantGemmSpec) -> str:
-    """The functions that read W columns of a row of a, and that quantise or widen it. Products are not
-    contracted: they are rounded before they are compared with halves."""
-    a, k, step = spec.gemm.a, spec.gemm.k, tiles.step_of(spec.type)
-    kind, element = short(a.dtype), c_type(a.dtype)
-    read = f"strided_{kind}(p + k * {a.k}ll, {a.k}, W)" if a.k != 1 else f"load_{kind}(p + k)"
-    if spec.type.permuted:
-        read = f"({{ vf x; for (int i = 0; i < W; i++) x[i] = one_{kind}(p + order[k + i] * {a.k}ll); x; }})"
-    took = f"const {element} *restrict p, const s32 *order"
-    text = f"""
-INLINE vf columns_({took}, s64 k) {{ return {read}; }}"""
-    if not spec.int8: return f"""{text}
-NOINLINE void widen_({took}, float *to) {{
-  for (s64 k = 0; k < {k}; k += W) store_f32(to + k, columns_(p, order, k));
-}}"""
-    return f"""{text}
-NOINLINE void quantise_({took}, s8 *q, float *d, float *sq, s32 *start) {{
-#pragma clang fp contract(off)
-  for (s64 k = 0; k < {k}; k += {INT8_BLOCK}) {{
-    vf x[{INT8_BLOCK} / W], most = (vf)0.f;
-    for (int v = 0; v < {INT8_BLOCK} / W; v++) {{
-      x[v] = columns_(p, order, k + v * W);
-      most = max_(abs_(x[v]), most);
-    }}
-    const float scale = largest_(most) / 127.f, times = scale != 0.f ? 1.f / scale : 0.f;
-    d[k / {INT8_BLOCK}] = scale;
-    vi sum = (vi)0;
-    for (int v = 0; v < {INT8_BLOCK} / W; v++) {{
-      const vi whole = as_i(x[v] * times + NEAREST) - as_i((vf)NEAREST);
-      store_s8(q + k + v * W, whole);
-      sum += whole;
-      if ((v + 1) * W % {step} == 0) {{
-        const s32 total = sum_i(sum);
-        const s64 at = (k + v * W) / {step};
-        sq[at] = (float)total;
-        start[at] = total * -{tiles.shift(spec.type)};
-        sum = (vi)0;
-      }}
-    }}
-  }}
-}}"""
-
-
-# a quad of codes times a quad of a, which all lanes have; the largest lane
+# a quad of codes times a quad of a, which all lanes have
 DOTS = """
 typedef s32 quad_u __attribute__((aligned(1), may_alias));
-#if HAVE_FMA
-// by two products in 16 bits, which hold two of 128 · 127
-INLINE vi pairs_(vi codes, vi x) {
-  vi two, four;
-  __asm__("vpmaddubsw %2, %1, %0" : "=v"(two) : "v"(codes), "v"(x));
-  __asm__("vpmaddwd %2, %1, %0" : "=v"(four) : "v"(two), "v"((vi)0x00010001));
-  return four;
-}
-#endif
 INLINE vi dots_(vi c, vi codes, const s8 *q) {
 #if HAVE_VNNI && AVX512
   __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(c) : "v"(codes), "m"(*(const quad_u *)q));
   return c;
-#elif HAVE_FMA
-  const vi x = (vi)*(const quad_u *)q;
-  return CODE_BITS < 8 ? c + pairs_(codes, x) :
-    c + pairs_(codes & 0x7f7f7f7f, x) + pairs_(codes & (s32)0x80808080, x);
 #else
   return dot_quad(c, codes, (vi)*(const quad_u *)q);
 #endif
-}
-INLINE float largest_(vf x) {
-#if W == 16
-  VECTOR(float, 8) h = __builtin_elementwise_max(x.lo, x.hi);
-  VECTOR(float, 4) f = __builtin_elementwise_max(h.lo, h.hi);
-#elif W == 8
-  VECTOR(float, 4) f = __builtin_elementwise_max(x.lo, x.hi);
-#else
-  VECTOR(float, 4) f = x;
-#endif
-  VECTOR(float, 2) g = __builtin_elementwise_max(f.lo, f.hi);
-  return g.x > g.y ? g.x : g.y;
 }"""
+# the same in 16 bits, two sums of two products
+SHORTS = """
+typedef VECTOR(s16, 2 * W) shorts;
+INLINE shorts two_(vi free, vi with) {
+  shorts x;
+  __asm__("vpmaddubsw %2, %1, %0" : "=v"(x) : "v"(free), "v"(with));
+  return x;
+}
+INLINE vi four_(shorts x) {
+  vi sum;
+  __asm__("vpmaddwd %2, %1, %0" : "=v"(sum) : "v"(x), "v"((vi)0x00010001));
+  return sum;
+}
+#if !AVX512
+INLINE vi size_(vi x) { __asm__("vpabsb %1, %0" : "=v"(x) : "v"(x)); return x; }
+INLINE vi turned_(vi q, vi x) { __asm__("vpsignb %2, %1, %0" : "=x"(q) : "x"(q), "x"(x)); return q; }
+#endif"""
 
 
 # **** the main loop ****
@@ -207,78 +157,129 @@ def _calls(spec: QuantGemmSpec, s: QuantDots, rows: str) -> str:
     gemm, made = spec.gemm, []
     blocks, steps = gemm.k // INT8_BLOCK, gemm.k // tiles.step_of(spec.type)
     of_a = f"q + i * {gemm.k}, d + i * {blocks}, sq + i * {steps}, start + i * {steps}" if spec.int8 else \
-        f"d + i * {gemm.k}"
+        f"x + i * {gemm.k}, d + i * {gemm.k // tiles.run_of(spec.type, gemm.k)}" \
+        if pairs.takes(spec, s.isa) else f"d + i * {gemm.k}"
     for each in _tall(spec, s):
         made.append(f"for (; i + {each} <= {rows}; i += {each}) dots_{each}(w, p * {-(-gemm.n // TILE)} + t, "
                     f"lane, {of_a}, sums[p * {gemm.m} + i] + lane);")
     return "\n      ".join(made)
 
 
-def _main_loop(spec: QuantGemmSpec, rows: int) -> str:
+def _main_loop(spec: QuantGemmSpec, isa: ISA, rows: int) -> str:
     """The main loop of so many rows of a."""
-    k, step = spec.gemm.k, tiles.step_of(spec.type)
-    chains = range(_chains(spec, rows))
-    names = [f"total{r}{'' if spec.int8 else f'_{c}'}" for r in range(rows) for c in chains]
-    sums = " ".join(f"vf {name} = (vf)0.f;" for name in names)
-    inner = []
-    for at in range(0, INT8_BLOCK, step):
-        inner.append(f"{{ const s64 k = at + {at}, s = k / {step};")
-        inner += [f"const vf {name} = {text};" for name, text in tiles.factors(spec).items()]
-        inner += tiles.codes(spec, step, at)
-        inner += (_bytes if spec.int8 else _floats)(spec, rows, step)
-        inner.append("}")
-    lines = "\n    ".join(inner)
-    each = len(names) // rows
-    stores = " ".join(f"store_f32(to + {r * TILE}, {' + '.join(names[r * each:(r + 1) * each])});"
-                      for r in range(rows))
     of_a = "const float *restrict x"
+    if pairs.takes(spec, isa): of_a = "const u16 *restrict x, const float *sx"
     if spec.int8: of_a = "const s8 *restrict q, const float *restrict d, const float *sq, const s32 *start"
+    totals = [f"total{r}" for r in range(rows)]
+    stores = " ".join(f"store_f32(to + {r * TILE}, {total}{tiles.last(spec)});"
+                      for r, total in enumerate(totals))
     return f"""
 NOINLINE void dots_{rows}(matrix w, s64 t, s64 lane, {of_a}, float *restrict to) {{
-  {sums}
-  for (s64 b = 0; b < {k // INT8_BLOCK}; b++) {{
-    const s64 at = b * {INT8_BLOCK};
-    {lines}
-  }}
+  {_zeros(totals)}
+  {_loop(spec, isa, rows)}
   {stores}
 }}"""
 
 
-def _chains(spec: QuantGemmSpec, rows: int) -> int:
-    """Totals of a row: of few rows one alone would wait for itself at each column."""
-    return 1 if spec.int8 else max(1, CHAINS // rows)
+def _loop(spec: QuantGemmSpec, isa: ISA, rows: int) -> str:
+    """C that adds to totals."""
+    if spec.int8: return _bytes(spec, isa, rows)
+    chains = max(1, CHAINS // rows)
+    if pairs.takes(spec, isa): return pairs.main_loop(spec, rows, chains)
+    return _numbers(spec, isa, rows, chains)
 
 
-def _bytes(spec: QuantGemmSpec, rows: int, step: int) -> list[str]:
-    """C of a step of bytes: W outputs of all rows."""
-    type, k = spec.type, spec.gemm.k
+def _zeros(names: list[str]) -> str: return " ".join(f"vf {name} = (vf)0.f;" for name in names)
+
+
+def _bytes(spec: QuantGemmSpec, isa: ISA, rows: int) -> str:
+    """C of bytes: for each block the steps in it."""
+    type, k, step = spec.type, spec.gemm.k, tiles.step_of(spec.type)
     steps, blocks = k // step, k // INT8_BLOCK
-    begin = "(vi)start[s + {}]" if tiles.shift(type) else "(vi)0"
-    out = [f"vi c{r} = {begin.format(r * steps)};" for r in range(rows)]
-    out += [f"c{r} = dots_(c{r}, y{i}, q + k + {r * k + 4 * i});"
-            for i in range(step // 4) for r in range(rows)]
-    for r in range(rows):
-        value = f"to_f(c{r})"
-        if type.zeros: value = f"({value} - zero * sq[s + {r * steps}])"
-        value = f"{value} * scale"
-        if type.mins: value = f"({value} - low * sq[s + {r * steps}])"
-        out.append(f"total{r} = fma_({value}, (vf)d[b + {r * blocks}], total{r});")
-    return out
-
-
-def _floats(spec: QuantGemmSpec, rows: int, step: int) -> list[str]:
-    """C of a step of numbers: each of its columns dequantised, times all rows."""
-    type, k = spec.type, spec.gemm.k
-    shift = tiles.shift(type)
-    zero = " + ".join([*["zero"] * type.zeros, *[f"{float(shift)}f"] * (shift > 0)])
-    out = [f"const vf less = (vf){zero};"] if zero else []
-    for column in range(step):
-        value = f"to_f((vi)((vu)y{column // 4} >> {column % 4 * 8}) & 255)"
-        if zero: value = f"({value} - less)"
-        value = f"{value} * scale{' - low' if type.mins else ''}"
-        out.append(f"{{ const vf v = {value};")
+    begin = "(vi)start[s + {}]" if tiles.shift(type) and not _turned(type, isa) else "(vi)0"
+    out = []
+    for at in range(0, INT8_BLOCK, step):
+        out.append(f"{{ const s64 k = at + {at}, s = k / {step};")
+        out += [f"const vf {name} = {text};" for name, text in tiles.factors(spec, type.element.lsb).items()]
+        out += tiles.loads(spec, step, at) + tiles.quads(spec, step, at)
+        out += [f"vi c{r} = {begin.format(r * steps)};" for r in range(rows)]
+        out += _quads(spec, isa, rows, step)
         for r in range(rows):
-            total = f"total{r}_{column % _chains(spec, rows)}"
-            out.append(f"{total} = fma_(v, (vf)x[k + {r * k + column}], {total});")
+            value = f"to_f(c{r})"
+            if type.zeros: value = f"({value} - zero * sq[s + {r * steps}])"
+            value = f"{value} * scale"
+            if type.mins: value = f"({value} - low * sq[s + {r * steps}])"
+            out.append(f"total{r} = fma_({value}, (vf)d[b + {r * blocks}], total{r});")
         out.append("}")
-    return out
+    lines = "\n    ".join(out)
+    return f"""for (s64 b = 0; b < {blocks}; b++) {{
+    const s64 at = b * {INT8_BLOCK};
+    {lines}
+  }}"""
+
+
+def _quads(spec: QuantGemmSpec, isa: ISA, rows: int, step: int) -> list[str]:
+    """C that adds the products of a step to c0, …"""
+    type, quads = spec.type, range(step // 4)
+    def of_a(r: int, i: int) -> str: return f"q + k + {r * spec.gemm.k + 4 * i}"
+    if not _in_shorts(isa):
+        return [f"c{r} = dots_(c{r}, y{i}, {of_a(r, i)});" for i in quads for r in range(rows)]
+    def spread(r: int, i: int) -> str: return f"(vi)*(const quad_u *)({of_a(r, i)})"
+    if _turned(type, isa):
+        out = [f"const vi size{i} = size_(codes{i});" for i in quads]
+        return out + [f"c{r} += four_(two_(size{i}, turned_({spread(r, i)}, codes{i})));"
+                      for i in quads for r in range(rows)]
+    most = 32767 // (2 * 127 * tiles.largest(type))     # sums of two products that 16 bits hold
+    if not most:
+        return [f"c{r} += four_(two_(y{i} & {half}, {spread(r, i)}));" for i in quads for r in range(rows)
+                for half in ("0x7f7f7f7f", "(s32)0x80808080")]
+    return [f"c{r} += four_({' + '.join(f'two_(y{i}, {spread(r, i)})' for i in quads[first:first + most])});"
+            for first in range(0, len(quads), most) for r in range(rows)]
+
+
+def _in_shorts(isa: ISA) -> bool:
+    """Whether bytes are multiplied by VPMADDUBSW."""
+    return isa.lanes > 4 and not isa.vnni and not isa.emulated
+
+
+def _turned(type: QType, isa: ISA) -> bool:
+    """Whether codes with a sign give it to a, by VPSIGNB, which AVX-512 has not."""
+    return _in_shorts(isa) and isa.lanes == 8 and tiles.signed(type)
+
+
+def _numbers(spec: QuantGemmSpec, isa: ISA, rows: int, chains: int) -> str:
+    """C of numbers. Columns of one scale are summed before they are multiplied with it; with minima each is
+    dequantised."""
+    type, k = spec.type, spec.gemm.k
+    sums = {r: [f"s{r}_{c}" for c in range(chains)] for r in range(rows)}
+    zeros = _zeros([name for each in sums.values() for name in each])
+    factors = [f"const vf {name} = {text};"
+               for name, text in tiles.factors(spec, columns.scaled(type, isa)).items()]
+    step, run = tiles.step_of(type), tiles.run_of(type, k)
+    scaled = " ".join(f"total{r} = fma_({' + '.join(each)}, scale, total{r});" for r, each in sums.items())
+    plain = " ".join(f"total{r} = {' + '.join(each)};" for r, each in sums.items())
+
+    def block(before: list[str], after: str) -> str:
+        lines = []
+        for at in range(0, INT8_BLOCK, step):
+            lines += [f"{{ const s64 k = at + {at};", *before]
+            more, values = columns.step(spec, isa, step, at)
+            lines += more
+            for column, value in enumerate(values):
+                lines.append(f"{{ const vf v = {value}{' * scale - low' if type.mins else ''};")
+                lines += [f"{each[column % chains]} = fma_(v, (vf)x[k + {r * k + column}], "
+                          f"{each[column % chains]});" for r, each in sums.items()]
+                lines.append("}")
+            lines += [after, "}"]
+        return "\n    ".join(lines)
+    if type.mins:
+        return f"{zeros} for (s64 at = 0; at < {k}; at += {INT8_BLOCK}) {{ {block(factors, '')} }} {plain}"
+    if run < INT8_BLOCK:
+        return f"for (s64 at = 0; at < {k}; at += {INT8_BLOCK}) {{ {block([*factors, zeros], scaled)} }}"
+    return f"""for (s64 k = 0; k < {k}; k += {run}) {{
+    {' '.join(factors)} {zeros}
+    for (s64 at = k; at < k + {run}; at += {INT8_BLOCK}) {{
+    {block([], '')}
+    }}
+    {scaled}
+  }}"""

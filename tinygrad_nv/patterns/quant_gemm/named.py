@@ -110,9 +110,9 @@ def prepared(w: QTensor) -> QTensor:
 
 
 def _in_bytes(what: QuantMatmul) -> bool:
-    """Whether activations are quantised to int8."""
-    asked = config.get("NV_QUANT_ACTIVATIONS")
-    return what.type.layout == "tiles" and (asked == "int8" or (asked == "auto" and what.int8))
+    """Whether activations are quantised to int8, which codes of floats are not multiplied with."""
+    asked, whole = config.get("NV_QUANT_ACTIVATIONS"), what.type.element.lsb > 0
+    return what.type.layout == "tiles" and whole and (asked == "int8" or (asked == "auto" and what.int8))
 
 
 lower(QuantMatmul, NAME, lowered)
