@@ -173,7 +173,9 @@ def test_compressed_tensors_settings():
     config({**CT, "config_groups": None}, "config_groups of quantization_config is None")
     config({**CT, "config_groups": {"W4A16": ["Linear"]}}, "config_groups of quantization_config is {'W4A16'")
     config({**CT, "sparsity_config": {"format": "sparse-24-bitmask"}}, "has a sparsity_config")
-    config({**CT, "transform_config": {"config_groups": {"R1": {}}}}, "has a transform_config")
+    quip = {"type": "hadamard", "apply": [{"location": "weight_input"}, {"location": "input"}]}
+    config({**CT, "transform_config": {"config_groups": {"v": quip}}},
+           "transform_config of quantization_config applies 'v' to input", "weight_input, weight_output")
     config({**CT, "ignore": "lm_head"}, "ignore of quantization_config is 'lm_head'", "a list of names")
     config(group({"targets": [7]}), "group_0: targets of quantization_config is [7]", "a list of names")
     config(group({"targets": ["re:*"]}), "'*' of quantization_config is no regular expression")

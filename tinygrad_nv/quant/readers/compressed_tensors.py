@@ -229,17 +229,30 @@ def reader(config: Mapping[str, Any], name: str) -> CompressedTensorsReader:
     if not isinstance(groups, Mapping) or not all(isinstance(each, Mapping) for each in groups.values()):
         raise ModelError(f"{name}: config_groups of quantization_config is {groups!r}",
                          "an object of groups, each with targets and weights", AGAIN)
-    for key in ("sparsity_config", "transform_config"):
-        found = config.get(key)
-        if not isinstance(found, Mapping): continue
-        if found.get("format", "dense") == "dense" and not found.get("config_groups"): continue
-        raise ModelError(f"{name}: quantization_config has a {key}", "neither sparse weights nor transforms",
+    found = config.get("sparsity_config")
+    if isinstance(found, Mapping) and found.get("format", "dense") != "dense":
+        raise ModelError(f"{name}: quantization_config has a sparsity_config", "no sparse weights",
                          "compress the model again without")
+    _require_fused_transforms(config, name)
     targets: dict[str, Group | None] = {}
     for key, raw in groups.items():
         group = _group(raw, config.get("format"), f"{name}: {key}")
         targets |= dict.fromkeys(names(raw, "targets", f"{name}: {key}"), group)
     return CompressedTensorsReader(targets, names(config, "ignore", name))
+
+
+def _require_fused_transforms(config: Mapping[str, Any], name: str) -> None:
+    """Transforms (QuIP, SpinQuant) of weights are in the weights that are stored; those of inputs, outputs,
+    queries and keys are applied while a model runs, and refused. Raises `ModelError`."""
+    found = config.get("transform_config")
+    groups = found.get("config_groups") if isinstance(found, Mapping) else None
+    for group, scheme in (groups or {}).items():
+        for each in scheme.get("apply") or ():
+            where = each.get("location")
+            if where in ("weight_input", "weight_output"): continue
+            raise ModelError(f"{name}: transform_config of quantization_config applies {group!r} to {where}",
+                             "transforms of weights alone: weight_input, weight_output",
+                             "compress the model again without, or with SpinQuant's R1 and R2 only")
 
 
 def _group(raw: Mapping[str, Any], whole: str | None, name: str) -> Group | None:
