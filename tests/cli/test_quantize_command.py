@@ -109,6 +109,15 @@ def test_what_is_ignored_stays(command, source: Path, tmp_path: Path):
     assert np.isfinite(logits(out)).all()
 
 
+def test_a_head_that_is_the_embedding_is_ignored(command, make_model, tmp_path: Path):
+    """Else transformers takes it for a quantised layer, and loads nothing."""
+    plain, out = make_model(tie_word_embeddings=True), tmp_path / "made"
+    command("quantize", plain, "--scheme", "w4a16", "--group-size", "32", "--out", out).succeeded()
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["ignore"] == ["lm_head"]
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
 @pytest.fixture(scope="module")
 def sharded(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("sharded")

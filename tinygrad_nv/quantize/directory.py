@@ -90,7 +90,9 @@ def quantize(source: Path, scheme: Scheme, out: Path, ignored: Sequence[str] = I
             found.add(_nbytes(entries) - found.done)
         _shards(partial, scheme, settings, entries, set(names), found)
         kept = sorted({name.removesuffix(".weight") for name, each in entries.items()
-                       if _linear(each) and name not in names and not _embedding(name)})
+                       if _linear(each) and name not in names and not _embedding(name)}
+                      # readers have a head where it is the embedding, too
+                      | ({"lm_head"} - {name.removesuffix(".weight") for name in names}))
         _finish(source, partial, data | {"quantization_config": config(scheme, kept)}, settings["files"])
         partial.rename(out)
     except OSError as error: raise unwritable(out, error) from error
