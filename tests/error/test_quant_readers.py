@@ -188,6 +188,13 @@ def test_compressed_tensors_lacks(name: str):
     matrix(CT, without(CT_STORED, name), f"{L}.{name} is missing", "expected: ")
 
 
+def test_compressed_tensors_that_is_not_compressed():
+    """As llmcompressor saves it with save_compressed=False."""
+    plain = {f"{L}.weight": ("BF16", (64, 128)), f"{L}.weight_scale": ("BF16", (64, 4))}
+    matrix({**group({"format": "dense"}), "format": "dense"}, plain, f"{L}.weight_scale is there, and ",
+           "quantization_config has the layer as floats", "save_compressed=True")
+
+
 def test_compressed_tensors_shapes():
     matrix(CT, replaced(CT_STORED, "weight_packed", "I32", 64, 15), "is I32 [64, 15]", "I32 [64, 16]")
     matrix(group(num_bits=3), CT_STORED, "weight_packed is I32 [64, 16]", "I32 [64, 12] or [64, 13]")

@@ -27,6 +27,7 @@ from tinygrad_nv.errors import ModelError, WeightError
 from tinygrad_nv.quant.packing import fields, planes_of
 from tinygrad_nv.quant.readers.checks import (
     AGAIN,
+    FLOATS,
     checked,
     checked_float,
     checked_type,
@@ -70,11 +71,22 @@ class CompressedTensorsReader:
     def matrix(self, layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix | None:
         """See `Reader`."""
         group = self.group(layer)
+        if group is None: _require_no_scales(layer, stored)
         if group is None or unquantised(stored, layer, "weight_scale"): return None
         made = FORMATS[group.format].read(group.weights, layer, shape, stored)
         others = [f"{layer}.{name}" for name in OTHERS if f"{layer}.{name}" in stored]
         inputs = group.inputs.activations if group.inputs is not None else None
         return replace(made, tensors=(*made.tensors, *others), activations=inputs)
+
+
+def _require_no_scales(layer: str, stored: Stored) -> None:
+    """Raises `WeightError` of a layer that is not quantised by the config and has scales: a model that was
+    saved uncompressed is rounded while it runs."""
+    kind, _ = stored.get(f"{layer}.weight", ("", ()))
+    if (name := f"{layer}.weight_scale") not in stored or kind not in FLOATS: return
+    raise WeightError(f"{name} is there, and quantization_config has the layer as floats (dense)",
+                      "scales of quantised layers alone",
+                      "save the model again, compressed (save_compressed=True)")
 
 
 def _names(layer: str, target: str) -> bool:
