@@ -21,6 +21,7 @@ from tinygrad_nv.functional import multiplies_codes, prepared
 from tinygrad_nv.quant.activations import QWeight, SparseWeight
 from tinygrad_nv.quant.floats import as_float32
 from tinygrad_nv.quant.readers.reader import Activations, Get, Reader, StoredMatrix, reader_of
+from tinygrad_nv.quant.sparse import SparseTensor
 from tinygrad_nv.quant.tensor import QTensor, in_memory
 from tinygrad_nv.quant.types import QType, Scale, buffers
 from tinygrad_nv.runtime.memory import write
@@ -289,17 +290,25 @@ def fill(model: Llama, layer: QuantisedLayer, found: Iterable[Read]) -> None:
         if alone or model.config.tied: model.quantised_embedding = parts[0].matrix
 
 
-def matrices(model: Llama) -> list[tuple[QTensor, Activations | None]]:
-    """The quantised matrices of a network, and how the inputs of each are rounded; one that is both head and
-    embedding once."""
+def matrices(model: Llama) -> list[tuple[QTensor | SparseTensor, Activations | None]]:
+    """The quantised and sparse matrices of a network, and how the inputs of each are rounded; one that is
+    both head and embedding once."""
     found = [each for layer in range(len(model.blocks)) for each in projections(model, layer)]
     linears = {id(each.linear): each.linear for each in found}.values()
-    made = [(part.matrix, part.activations) for linear in linears for part in linear.parts
-            if isinstance(part, QWeight)]
+    made: list[tuple[QTensor | SparseTensor, Activations | None]] = [
+        (part.matrix, part.activations) for linear in linears for part in linear.parts
+        if not isinstance(part, Tensor)]
     head, table = model.quantised_head, model.quantised_embedding
     if head is not None: made.append((head.matrix, head.activations))
     if table is not None and (head is None or table is not head.matrix): made.append((table, None))
     return made
+
+
+def sparse_savings(model: Llama) -> int:
+    """Bytes that sparse matrices of a network take less than with their zeros."""
+    found = [matrix for matrix, _ in matrices(model) if isinstance(matrix, SparseTensor)]
+    return sum(one.shape[0] * one.shape[1] * one.dtype.itemsize - int(one.values.nbytes())
+               - int(one.metadata.nbytes()) for one in found)
 
 
 def _merged(parts: Iterable[tuple[Stored, tuple[int, int]] | Tensor], get: Get) -> Iterator[Read]:

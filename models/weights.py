@@ -121,13 +121,15 @@ def stored_dtype(directory: Path) -> str:
 
 
 def nbytes(config: ModelConfig, dtype: DType, directory: Path) -> int:
-    """Bytes of all parameters in memory: quantised ones as they are stored, the others in `dtype`."""
+    """Bytes of all parameters in memory: quantised ones as they are stored, the others in `dtype`, sparse
+    ones with their zeros."""
     if config.quantization is None: return config.parameters * dtype.itemsize
     if config.quantization["quant_method"] == ONLINE: return _online_nbytes(config, dtype)
     # blocks of a tied embedding are listed twice
     entries = {(each.file_offset, each.shape): each for each in open_checkpoint(directory).entries.values()}
-    return sum(math.prod(each.shape) * dtype.itemsize if each.dtype in FLOATS else each.nbytes
-               for each in entries.values())
+    def item(each: TensorEntry) -> int:
+        return dtype.itemsize if each.dtype in FLOATS else ITEM_BYTES[each.dtype]
+    return sum(math.prod(each.shape) * item(each) for each in entries.values())
 
 
 def _online_nbytes(config: ModelConfig, dtype: DType) -> int:

@@ -100,13 +100,22 @@ def test_e4m3_is_torchs():
 def test_what_is_ignored_stays(command, source: Path, tmp_path: Path):
     out = tmp_path / "made"
     command("quantize", source, "--scheme", "w8a8", "--out", out, "--ignore", "re:.*o_proj", "--ignore",
-            "lm_head", "--ignore", "re:.*embed.*").succeeded()
+            "lm_head").succeeded()
     tensors, plain = load_file(out / "model.safetensors"), load_file(source / "model.safetensors")
-    name = "model.layers.0.self_attn.o_proj.weight"
-    assert torch.equal(tensors[name], plain[name])
+    for name in ("model.layers.0.self_attn.o_proj.weight", "model.embed_tokens.weight"):
+        assert torch.equal(tensors[name], plain[name])
     ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
     assert ignored == ["lm_head", *(f"model.layers.{i}.self_attn.o_proj" for i in range(2))]
     assert np.isfinite(logits(out)).all()
+
+
+def test_a_head_that_is_the_embedding_is_ignored(command, make_model, tmp_path: Path):
+    """Else transformers takes it for a quantised layer, and loads nothing."""
+    plain, out = make_model(tie_word_embeddings=True), tmp_path / "made"
+    command("quantize", plain, "--scheme", "w4a16", "--group-size", "32", "--out", out).succeeded()
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["ignore"] == ["lm_head"]
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 @pytest.fixture(scope="module")

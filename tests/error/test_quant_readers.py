@@ -174,7 +174,9 @@ def test_compressed_tensors_settings():
     config({**CT, "config_groups": {"W4A16": ["Linear"]}}, "config_groups of quantization_config is {'W4A16'")
     config({**CT, "sparsity_config": {"format": "marlin-24"}}, "format of sparsity_config is 'marlin-24'",
            "dense, sparse-24-bitmask, sparse-bitmask")
-    config({**CT, "transform_config": {"config_groups": {"R1": {}}}}, "has a transform_config")
+    quip = {"type": "hadamard", "apply": [{"location": "weight_input"}, {"location": "input"}]}
+    config({**CT, "transform_config": {"config_groups": {"v": quip}}},
+           "transform_config of quantization_config applies 'v' to input", "weight_input, weight_output")
     config({**CT, "ignore": "lm_head"}, "ignore of quantization_config is 'lm_head'", "a list of names")
     config(group({"targets": [7]}), "group_0: targets of quantization_config is [7]", "a list of names")
     config(group({"targets": ["re:*"]}), "'*' of quantization_config is no regular expression")
@@ -185,6 +187,13 @@ def test_compressed_tensors_settings():
 @pytest.mark.parametrize("name", ["weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"])
 def test_compressed_tensors_lacks(name: str):
     matrix(CT, without(CT_STORED, name), f"{L}.{name} is missing", "expected: ")
+
+
+def test_compressed_tensors_that_is_not_compressed():
+    """As llmcompressor saves it with save_compressed=False."""
+    plain = {f"{L}.weight": ("BF16", (64, 128)), f"{L}.weight_scale": ("BF16", (64, 4))}
+    matrix({**group({"format": "dense"}), "format": "dense"}, plain, f"{L}.weight_scale is there, and ",
+           "quantization_config has the layer as floats", "save_compressed=True")
 
 
 def test_compressed_tensors_shapes():

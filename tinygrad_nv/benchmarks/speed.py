@@ -17,6 +17,7 @@ from tinygrad_nv.errors import RequestError
 from tinygrad_nv.models.quantised import matrices
 from tinygrad_nv.quant import types
 from tinygrad_nv.quant.readers.reader import ONLINE
+from tinygrad_nv.quant.sparse import SparseTensor
 from tinygrad_nv.quant.types import QType
 
 NAMED = {getattr(types, name).of_rows(): name for name in (
@@ -54,7 +55,8 @@ def described(llm: Any) -> Weights:
     """Of an `LLM`."""
     counts, sizes = Counter[str](), Counter[str]()
     for matrix, activations in matrices(llm.model):
-        words = type_words(matrix.type)
+        words = f"{NAMES.get(matrix.dtype.name, matrix.dtype.name)} 2:4" if isinstance(matrix, SparseTensor) \
+            else type_words(matrix.type)
         if activations is not None: words += f", inputs {activations.element}"
         counts[words] += 1
         sizes[words] += matrix.nbytes

@@ -49,6 +49,7 @@ from tinygrad_nv.kvcache.pool import PagePool
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.quantised import sparse_savings
 from tinygrad_nv.runtime.memory import sweep
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
 
@@ -188,9 +189,10 @@ class LLM:
     def streamed_bytes(self) -> int:
         """Bytes of weights that a decode step reads: every parameter, but only one row of an embedding
         that is not the head."""
-        if self.config.tied: return self._weight_bytes
+        held = self._weight_bytes - sparse_savings(self.model)
+        if self.config.tied: return held
         table, dense = self.model.quantised_embedding, self.config.vocab_size * self.config.hidden_size
-        return self._weight_bytes - (dense * self.dtype.itemsize if table is None else table.nbytes)
+        return held - (dense * self.dtype.itemsize if table is None else table.nbytes)
 
     # **** prompts ****
 

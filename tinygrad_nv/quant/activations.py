@@ -52,7 +52,7 @@ class SparseWeight:
 def rounded(x: Tensor, how: Activations, scale: float | None = None) -> Tensor:
     """x (…, K) rounded to elements of `how`, in x's dtype."""
     made, s = _scaled(x, how.element, how.scale, scale)
-    return (made * s).reshape(x.shape).cast(x.dtype).contiguous()
+    return _in_rows(made * s, x).cast(x.dtype).contiguous()
 
 
 def quantized(x: Tensor, element: str, block: Scale,
@@ -61,14 +61,21 @@ def quantized(x: Tensor, element: str, block: Scale,
     or each `block.columns` of one, (…, blocks); of a whole tensor, or the one that is given, (1, …)."""
     made, s = _scaled(x, element, block, scale)
     codes = made.cast(dtypes.int8) if element == "int8" else e4m3_bits(made)
-    if s.numel() == 1: return codes.reshape(x.shape).contiguous(), s.reshape((1,) * x.ndim)
-    return codes.reshape(x.shape).contiguous(), s.reshape(*x.shape[:-1], -1)
+    codes = _in_rows(codes, x).contiguous()
+    return codes, s.reshape((1,) * x.ndim) if s.numel() == 1 else s.reshape(*x.shape[:-1], -1)
+
+
+def _in_rows(blocks: Tensor, x: Tensor) -> Tensor:
+    """Blocks (…, blocks, columns) as rows of x, without what the last block has more."""
+    return blocks.reshape(*x.shape[:-1], -1)[..., :x.shape[-1]]
 
 
 def _scaled(x: Tensor, element: str, block: Scale, scale: Tensor | float | None) -> tuple[Tensor, Tensor]:
-    """float32 numbers of the element, (…, blocks, K / blocks), and the scales of them."""
-    k = int(x.shape[-1])
-    parts = x.float().reshape(*x.shape[:-1], -1, block.columns or k)
+    """float32 numbers of the element, (…, blocks, K / blocks), and the scales of them. Zeros fill the last
+    block."""
+    columns = block.columns or int(x.shape[-1])
+    filled = x.float().pad((None,) * (x.ndim - 1) + ((0, -x.shape[-1] % columns),))
+    parts = filled.reshape(*x.shape[:-1], -1, columns)
     axes = (-1,) if block.rows else tuple(range(parts.ndim))
     most = 127.5 if element == "int8" else E4M3_MAX
     if scale is None:

@@ -76,7 +76,8 @@ def quantize(source: Path, scheme: Scheme, out: Path, ignored: Sequence[str] = I
     full."""
     data = require_plain(source, out)
     entries = open_checkpoint(source).entries
-    names = [name for name, entry in entries.items() if _linear(entry) and not _matches(name, ignored)]
+    names = [name for name, entry in entries.items()
+             if _linear(entry) and not _embedding(name) and not _matches(name, ignored)]
     if not names: raise ModelError(f"{source} has no linear layer to quantise", "matrices", "ignore fewer")
     partial = out.with_name(out.name + ".partial")
     found = _Progress(progress or (lambda done, total: None), _nbytes(entries) * (1 + scheme.calibrated))
@@ -90,7 +91,9 @@ def quantize(source: Path, scheme: Scheme, out: Path, ignored: Sequence[str] = I
             found.add(_nbytes(entries) - found.done)
         _shards(partial, scheme, settings, entries, set(names), found)
         kept = sorted({name.removesuffix(".weight") for name, each in entries.items()
-                       if _linear(each) and name not in names and not _embedding(name)})
+                       if _linear(each) and not _embedding(name) and name not in names}
+                      # readers have a head where it is the embedding, too
+                      | ({"lm_head"} - {name.removesuffix(".weight") for name in names}))
         _finish(source, partial, data | {"quantization_config": config(scheme, kept)}, settings["files"])
         partial.rename(out)
     except OSError as error: raise unwritable(out, error) from error

@@ -30,6 +30,19 @@ def test_dynamic_scales(element: str, strategy: str):
     np.testing.assert_array_equal(found, wanted.numpy())
 
 
+@pytest.mark.parametrize("element", ["int8", "e4m3"])
+def test_the_last_block_may_be_short(element: str):
+    """As if inputs went on with zeros."""
+    x = np.random.default_rng(0).standard_normal((3, 80)).astype(np.float32)
+    more = np.pad(x, ((0, 0), (0, 16)))
+    how = Activations(element, SCALES["group"])
+    found, wanted = (rounded(Tensor(each), how).numpy()[:, :80] for each in (x, more))
+    np.testing.assert_array_equal(found, wanted)
+    found, wanted = (quantized(Tensor(each), element, SCALES["group"]) for each in (x, more))
+    np.testing.assert_array_equal(found[0].numpy(), wanted[0].numpy()[:, :80])
+    np.testing.assert_array_equal(found[1].numpy(), wanted[1].numpy())
+
+
 def test_a_static_scale():
     x = np.linspace(-3, 3, 64, dtype=np.float32).reshape(2, 32)
     found = rounded(Tensor(x), Activations("int8", Scale(0, 0), True), 0.015625).numpy()

@@ -277,6 +277,16 @@ def test_config_inside_another():
     assert same(read(config, layer_of(state), (16, 64))[0], matrix)
 
 
+def test_transforms_that_are_in_the_weights():
+    """As llmcompressor's SpinQuant writes R1 and R2."""
+    scheme = scheme_of("pack-quantized", num_bits=4, strategy="group", group_size=32)
+    state, matrix = compressed(scheme, 24, 64)
+    rotations = {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "weight_output"},
+                                               {"targets": ["Linear"], "location": "weight_input"}]}
+    config = {**config_of(scheme), "transform_config": {"config_groups": {"R1": rotations}}}
+    assert same(read(config, layer_of(state), (24, 64))[0], matrix)
+
+
 def test_unquantised_layers():
     scheme = scheme_of("pack-quantized", num_bits=4, strategy="channel")
     plain = {f"{LAYER}.weight": torch.zeros(16, 64, dtype=torch.bfloat16)}

@@ -8,6 +8,7 @@
   compressed_tensors.py   vLLM's: packed integers, int8, fp8, MXFP4, MXFP6, MXFP8, NVFP4, of groups of layers
   fp8.py                  DeepSeek's and Qwen's blocks, fbgemm's rows, ModelOpt's fp8 and NVFP4
   bitsandbytes.py         NF4, FP4 and int8
+  torchao.py              int8, fp8 and int4, as transformers stores them
   mxfp4.py                gpt-oss's experts
   gguf.py                 llama.cpp's blocks
   online.py               floats, quantised as they are read

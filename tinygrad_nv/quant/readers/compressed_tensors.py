@@ -27,6 +27,7 @@ from tinygrad_nv.errors import ModelError, WeightError
 from tinygrad_nv.quant.packing import fields, planes_of
 from tinygrad_nv.quant.readers.checks import (
     AGAIN,
+    FLOATS,
     checked,
     checked_float,
     checked_type,
@@ -72,11 +73,22 @@ class CompressedTensorsReader:
     def matrix(self, layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix | None:
         """See `Reader`."""
         group = self.group(layer)
+        if group is None: _require_no_scales(layer, stored)
         if group is None or unquantised(stored, layer, "weight_scale"): return None
         made = FORMATS[group.format].read(group.weights, layer, shape, stored)
         others = [f"{layer}.{name}" for name in OTHERS if f"{layer}.{name}" in stored]
         inputs = group.inputs.activations if group.inputs is not None else None
         return replace(made, tensors=(*made.tensors, *others), activations=inputs)
+
+
+def _require_no_scales(layer: str, stored: Stored) -> None:
+    """Raises `WeightError` of a layer that is not quantised by the config and has scales: a model that was
+    saved uncompressed is rounded while it runs."""
+    kind, _ = stored.get(f"{layer}.weight", ("", ()))
+    if (name := f"{layer}.weight_scale") not in stored or kind not in FLOATS: return
+    raise WeightError(f"{name} is there, and quantization_config has the layer as floats (dense)",
+                      "scales of quantised layers alone",
+                      "save the model again, compressed (save_compressed=True)")
 
 
 def _names(layer: str, target: str) -> bool:
@@ -235,15 +247,26 @@ def reader(config: Mapping[str, Any], name: str) -> CompressedTensorsReader:
     if isinstance(sparsity, Mapping) and (found := sparsity.get("format", "dense")) not in SPARSE:
         raise ModelError(f"{name}: format of sparsity_config is {found!r}", f"one of {', '.join(SPARSE)}",
                          "compress the model again in one of these")
-    transforms = config.get("transform_config")
-    if isinstance(transforms, Mapping) and transforms.get("config_groups"):
-        raise ModelError(f"{name}: quantization_config has a transform_config", "no transforms",
-                         "compress the model again without")
+    _require_fused_transforms(config, name)
     targets: dict[str, Group | None] = {}
     for key, raw in groups.items():
         group = _group(raw, config.get("format"), f"{name}: {key}")
         targets |= dict.fromkeys(names(raw, "targets", f"{name}: {key}"), group)
     return CompressedTensorsReader(targets, names(config, "ignore", name))
+
+
+def _require_fused_transforms(config: Mapping[str, Any], name: str) -> None:
+    """Transforms (QuIP, SpinQuant) of weights are in the weights that are stored; those of inputs, outputs,
+    queries and keys are applied while a model runs, and refused. Raises `ModelError`."""
+    found = config.get("transform_config")
+    groups = found.get("config_groups") if isinstance(found, Mapping) else None
+    for group, scheme in (groups or {}).items():
+        for each in scheme.get("apply") or ():
+            where = each.get("location")
+            if where in ("weight_input", "weight_output"): continue
+            raise ModelError(f"{name}: transform_config of quantization_config applies {group!r} to {where}",
+                             "transforms of weights alone: weight_input, weight_output",
+                             "compress the model again without, or with SpinQuant's R1 and R2 only")
 
 
 def _group(raw: Mapping[str, Any], whole: str | None, name: str) -> Group | None:

@@ -20,7 +20,7 @@ from tinygrad_nv.quant.types import QType, Scale
 
 READERS = {"awq": "awq", "gptq": "gptq", "compressed-tensors": "compressed_tensors", "fp8": "fp8",
            "fbgemm_fp8": "fp8", "modelopt": "fp8", "bitsandbytes": "bitsandbytes", "mxfp4": "mxfp4",
-           "gguf": "gguf"}
+           "gguf": "gguf", "torchao": "torchao"}
 ONLINE = "online"   # no checkpoint's quant_method: floats that are quantised as they are read (online.py)
 # a tensor by its whole name in the checkpoint; bfloat16 and fp8 are unsigned integers of their bits
 Get = Callable[[str], np.ndarray]
