@@ -28,9 +28,18 @@ def is_small(type: QType) -> bool:
 
 
 def scaled(type: QType, isa: ISA) -> float:
+    """What scales are multiplied with, where activations are raised."""
+    return 2.0 ** (_SMALL[type.element.dtype][2] - 64) if is_small(type) else lsb(type, isa)
+
+
+def lsb(type: QType, isa: ISA) -> float:
     """What scales are multiplied with."""
-    if is_small(type): return 2.0 ** (_SMALL[type.element.dtype][2] - 64)
-    return 1.0 if _looked_up(type, isa) else type.element.lsb
+    return 1.0 if is_small(type) or _looked_up(type, isa) else type.element.lsb
+
+
+def larger(type: QType) -> str:
+    """C behind a column, where activations are not raised."""
+    return f" * 0x1p{_SMALL[type.element.dtype][2]}f" if is_small(type) else ""
 
 
 def functions(type: QType, isa: ISA) -> str:

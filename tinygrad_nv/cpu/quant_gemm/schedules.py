@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from tinygrad_nv.cpu.gemm.schedules import CPUGemm
 from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.quant.types import TILE
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,17 @@ class QuantAmx(CPUSchedule):
     template: ClassVar[str] = "quant_amx"
 
     def words(self) -> list[str]: return [*super().words(), f"blocks of {self.block_m} rows"]
+
+
+@dataclass(frozen=True)
+class QuantPanels(CPUSchedule):
+    """Of a matrix in tiles, dequantised (panels.py): blocks of `block_m` rows of a, `rows` in registers."""
+    block_m: int = 0
+    rows: int = 0
+    template: ClassVar[str] = "quant_panels"
+
+    def words(self) -> list[str]:
+        return [*super().words(), f"blocks of {self.block_m} rows", f"registers {self.rows}x{TILE}"]
 
 
 @dataclass(frozen=True)

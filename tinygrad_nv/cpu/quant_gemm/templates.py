@@ -1,9 +1,9 @@
-"""The templates of a matmul with a quantised matrix on a CPU: amx.py and dots.py (in tiles), gemv.py
-(few rows), blocked.py."""
+"""The templates of a matmul with a quantised matrix on a CPU: amx.py, panels.py and dots.py (in
+tiles), gemv.py (few rows), blocked.py."""
 from __future__ import annotations
 
-from tinygrad_nv.cpu.quant_gemm import amx, blocked, dots, gemv
-from tinygrad_nv.cpu.quant_gemm.schedules import QuantAmx, QuantDots, QuantGemm, QuantGemv
+from tinygrad_nv.cpu.quant_gemm import amx, blocked, dots, gemv, panels
+from tinygrad_nv.cpu.quant_gemm.schedules import QuantAmx, QuantDots, QuantGemm, QuantGemv, QuantPanels
 from tinygrad_nv.cpu.template import template
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 from tinygrad_nv.tile.template import Family
@@ -12,4 +12,5 @@ GEMV = template(QuantGemmSpec, QuantGemv, gemv.default, gemv.problems, gemv.__na
 GEMM = template(QuantGemmSpec, QuantGemm, blocked.default, blocked.problems, blocked.__name__)
 DOTS = template(QuantGemmSpec, QuantDots, dots.default, dots.problems, dots.__name__)
 AMX = template(QuantGemmSpec, QuantAmx, amx.default, amx.problems, amx.__name__)
-FAMILY = Family("quant_gemm", (AMX, DOTS, GEMV, GEMM))
+PANELS = template(QuantGemmSpec, QuantPanels, panels.default, panels.problems, panels.__name__)
+FAMILY = Family("quant_gemm", (AMX, PANELS, DOTS, GEMV, GEMM))
