@@ -30,7 +30,7 @@ from tinygrad_nv.cpu.attention.schedules import CPUFlash, CPUFlashBackward
 from tinygrad_nv.cpu.decode.schedules import CPUDecode
 from tinygrad_nv.cpu.gemm.schedules import Amx, CPUGemm, CPUGemv
 from tinygrad_nv.cpu.isa import AMX, AVX2, AVX512, AVX512_BF16, ISA, PORTABLE
-from tinygrad_nv.cpu.quant_gemm.schedules import QuantDots, QuantGemm, QuantGemv
+from tinygrad_nv.cpu.quant_gemm.schedules import QuantDots, QuantGemm, QuantGemv, QuantPanels
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.runtime.cpu.program import load
@@ -118,6 +118,9 @@ COMPILED: dict[str, tuple[Any, type[CPUSchedule], dict[str, bool]]] = {
     "quant_gemm": (matmul(TYPES["gptq 2 bits"], 33, 50, 96, BF16), QuantGemm, {}),
     **{f"quant_dots of {name}": (matmul(replace(TYPES[name], layout="tiles"), 5, 50, 512, BF16, int8=True),
                                  QuantDots, {}) for name in ("Q6_K", "Q8_0")},
+    **{f"{schedule.template} of {name}": (matmul(replace(TYPES[name].of_rows(), layout="tiles"), m, 50, 512, BF16),
+                                          schedule, {})
+       for name, m, schedule in (("nf4", 5, QuantDots), ("e4m3 blocks", 50, QuantPanels))},
     "flash": (replace(TRAINED(50, 150, 40, BF16), kept=200), CPUFlash, {}),
     "flash_backward": (backward(50, 70, 40, BF16, band=CAUSAL), CPUFlashBackward, {}),
     **{words: (decode(heads=3, group=5, s_q=3, d=80, d_v=40, pages=64, dtype=BF16, kv=E4M3, window=99),

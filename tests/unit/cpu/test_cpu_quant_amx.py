@@ -23,7 +23,7 @@ from tinygrad_nv.tile.templates import TABLE
 EMULATED = ISA("amx", bf16=True, vnni=True, emulated=True)
 # shifts and zero points of 8 bits are subtracted from sums, those of fewer from codes
 UINT8 = QType(types.UINT8, types.per_group_scale(32), shift=128, zeros=True)
-NAMES = ("Q4_0", "Q4_K", "Q6_K", "Q8_0", "awq", "gptq 2 bits")
+NAMES = ("Q4_0", "Q4_K", "Q6_K", "Q8_0", "awq", "gptq 2 bits", "MXFP4")
 CASES = {name: TYPES[name] for name in NAMES} | {"uint8": UINT8}
 
 
@@ -80,7 +80,7 @@ def test_machine_code(type: QType, code: str):
 
 def test_prefill_of_a_processor_with_tiles():
     for m, int8, level, template in ((17, True, AMX, "quant_amx"), (16, True, AMX, "quant_dots"),
-                                     (64, False, AMX, "quant_dots"), (64, True, AVX512_BF16, "quant_dots")):
+                                     (64, False, AMX, "quant_panels"), (64, True, AVX512_BF16, "quant_dots")):
         spec = matmul(replace(types.Q4_K, layout="tiles"), m, 4096, 4096, BF16, int8=int8)
         found = TABLE.choose(spec, CPU(level, 8, 48 << 10, 2 << 20))
         assert found is not None

@@ -37,8 +37,16 @@ from tinygrad_nv.tile.templates import TABLE
 EPS = 2.0 ** -24
 RNG = np.random.default_rng
 MORE = {"int8 channel": TYPES["int8 channel"], "awq": TYPES["awq"], "gptq 2 bits": TYPES["gptq 2 bits"],
-        "gptq 3 bits": TYPES["gptq 3 bits"]}
+        "gptq 3 bits": TYPES["gptq 3 bits"], "MXFP4": TYPES["MXFP4"], "NVFP4": TYPES["NVFP4"].of_rows()}
 NAMES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", *MORE]
+
+
+def finite(type: QType, n: int, k: int) -> dict[str, np.ndarray]:
+    """Random buffers: of 8-bit floats all numbers, of both signs, that are neither infinity nor NaN."""
+    made = stored(type, n, k, 1)
+    least = {dtypes.fp8e4m3: 0x7f, dtypes.fp8e5m2: 0x7c}.get(type.element.dtype, 0)
+    if least: made["codes"] = (RNG(n).integers(0, least, n * k) | RNG(k).integers(0, 2, n * k) << 7).astype(np.uint8)
+    return made
 
 
 def check(type: QType, m: int, n: int, k: int, level: isa.ISA = BEST, dtype: DType = BF16,
@@ -67,28 +75,54 @@ def check(type: QType, m: int, n: int, k: int, level: isa.ISA = BEST, dtype: DTy
 
 @pytest.mark.parametrize("name", NAMES)
 def test_types(name: str):
-    type = TYPES[name]
+    type = TYPES[name].of_rows()
     k = 512 if type.outer is not None else 3 * max(type.scale.columns, 32)
     check(type, 3, 37, k)
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q6_K", "Q3_K", "Q5_1"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q6_K", "Q3_K", "Q5_1", "NVFP4"])
 @pytest.mark.parametrize("level", LEVELS[:-1], ids=str)
 def test_levels(level: isa.ISA, name: str):
-    check(TYPES[name], 5, 21, 512, level)
+    check(TYPES[name].of_rows(), 5, 21, 512, level)
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 def test_activations_that_are_not_quantised(level: isa.ISA):
     """Sums of K products in the order of k, of elements that are rounded three times."""
-    for name in ("Q4_0", "Q8_0", "Q6_K", "Q5_1", "gptq 3 bits"):
-        type, (m, n, k) = TYPES[name], (5, 21, 512)
-        spec, given = matmul(replace(type, layout="tiles"), m, n, k), stored(type, n, k, 1)
+    for name in ("Q4_0", "Q8_0", "Q5_1", "gptq 3 bits", "e4m3 blocks", "e5m2 channel", "nvfp4 divided", "nf4"):
+        type, (m, n, k) = TYPES[name].of_rows(), (5, 21, 512)
+        spec, given = matmul(replace(type, layout="tiles"), m, n, k), finite(type, n, k)
         x = RNG(m).standard_normal((m, k)).astype(np.float32)
         w = elements(type, n, k, given).astype(np.float64)
         got = run(built(spec, level), spec, x, tiles(type, n, k, given))
         error = np.abs(got - x.astype(np.float64) @ w.T)
         assert (error <= 4 * EPS * np.sqrt(k) * (np.abs(x) @ np.abs(w.T))).all()
+
+
+@pytest.mark.skipif(not BEST.bf16, reason="no dot products of bfloat16 here")
+@pytest.mark.parametrize("name", ["awq", "gptq 2 bits", "MXFP4", "NVFP4", "nf4"])
+def test_pairs_of_bfloat16(name: str):
+    """As exact as float32's sums, but for codebooks that bfloat16 has not: within half its last place."""
+    type, m, n = TYPES[name].of_rows(), 3, 37
+    k = 2 * max(type.scale.columns, 64)
+    spec, given = matmul(replace(type, layout="tiles"), m, n, k, BF16, F32, 5), stored(type, n, k, 1)
+    x = np.rint(RNG(m).standard_normal((m, k)).clip(-3.9, 3.9).astype(np.float32) * 32) / 32
+    w = elements(type, n, k, given).astype(np.float64)
+    error = np.abs(run(built(spec), spec, x, tiles(type, n, k, given)) - x.astype(np.float64) @ w.T)
+    eps = 2.0 ** -9 if name == "nf4" else 4 * EPS * np.sqrt(k)
+    assert (error <= eps * (np.abs(x) @ np.abs(w.T))).all()
+
+
+@pytest.mark.parametrize("level", LEVELS[1:], ids=str)
+def test_the_largest_bytes(level: isa.ISA):
+    """Sums in 16 bits are of as many products as these hold."""
+    for type in (types.UINT3, types.UINT4, types.UINT5, types.UINT6, types.INT8, types.UINT8):
+        wide, k = type @ types.per_group_scale(32), 64
+        given = stored(wide, 16, k, whole=True)
+        for name in given.keys() & {"codes", "high"}: given[name][:] = 255 if type != types.INT8 else 128
+        spec = matmul(replace(wide, layout="tiles"), 1, 16, k, int8=True)
+        got = run(built(spec, level), spec, np.full((1, k), -127, np.float32), tiles(wide, 16, k, given))
+        np.testing.assert_array_equal(got[0], elements(wide, 16, k, given).sum(1) * -127)
 
 
 @pytest.mark.parametrize("m", [2, 40])
@@ -121,13 +155,14 @@ def on_the_cpu() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("on_the_cpu")
-@pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q5_1", "Q6_K", "Q3_K", "gptq 2 bits"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q5_1", "Q6_K", "Q3_K", "gptq 2 bits", "e4m3 blocks", "nf4"])
 def test_a_prepared_matrix_is_the_same_matrix(name: str):
     type = TYPES[name]
-    n, k = 21, 512 if type.outer is not None else 96
-    given = stored(type, n, k, 1)
-    w = QTensor.of(type, (n, k), given)
+    n, k = 21, 512 if type.outer is not None else max(96, type.scale.columns)
+    w = QTensor.of(type, (n, k), stored(type, n, k, 1))
     made = prepared(w)
+    type = type.of_rows()
+    given = {each: data.bitcast(dtypes.uint8).numpy().reshape(-1) for each, data in w.of_rows().buffers.items()}
     assert made.type == replace(type, layout="tiles")
     for each, wanted in tiles(type, n, k, given).items():
         np.testing.assert_array_equal(made.buffers[each].bitcast(dtypes.uint8).numpy().reshape(-1), wanted)
@@ -137,7 +172,7 @@ def test_a_prepared_matrix_is_the_same_matrix(name: str):
 
 @pytest.mark.usefixtures("on_the_cpu")
 def test_what_has_no_tiles_stays_as_it_is():
-    for name, k in (("nf4", 64), ("e4m3 blocks", 128), ("int8 g24", 72)):
+    for name, k in (("mxfp6", 64), ("nf4", 80), ("int8 g24", 72)):
         w = QTensor.of(TYPES[name], (4, k), stored(TYPES[name], 4, k))
         assert prepared(w) is w
 

@@ -94,8 +94,8 @@ def build(spec: QuantGemmSpec, s: QuantAmx) -> CPUKernel:
               *((c_type(dtype), f"x{i}") for i, dtype in enumerate(gemm.parameters))]
     outputs, integers = [(c_type(gemm.out.dtype), "out"), ("u8", "work")], ["m"] if gemm.symbolic else []
     before = [header("gemm.h"), f"#define TILE_UNITS {tiles.step_of(spec.type) // 4}", header("amx.h"),
-              decode.struct(spec.type, n, k), tiles.functions(spec.type), rows.functions(spec, STRIP), _unpack(spec) if panel else "",
-              _main_loop(spec)]
+              decode.struct(spec.type, n, k), tiles.functions(spec.type), rows.functions(spec, STRIP),
+              _unpack(spec) if panel else "", _main_loop(spec)]
     return kernel(f"quant_amx_{gemm.m}x{gemm.n}x{gemm.k}", s.isa, body, outputs, inputs, integers, s.parts,
                   s.parts * own, "\n".join(before))
 

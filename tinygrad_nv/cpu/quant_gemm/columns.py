@@ -1,12 +1,13 @@
 """Columns of a matrix in tiles as float32 numbers, in C.
 
-Protocol: `step(spec, isa, columns, at)` are lines, and an expression of each column of a step, W outputs side by
-side: numbers less shift and zero, of codes in the words that lines load (tiles.py). They are `scaled` too small.
+Protocol: `step(spec, isa, columns, at)` are lines, and an expression of each column of a step, W outputs side
+by side: numbers less shift and zero, of codes in words that the lines load (tiles.py). Scales make up for what
+they are too small by: `lsb`, and of 8-bit floats `larger`; or `scaled`, where activations are raised.
 
 Four bits, and codebooks of them, are looked up in one register of AVX-512 (in two of AVX2, where numbers are
 no integers). The bits of an 8-bit float become those of a float32 whose exponent has the same bits: it is
-smaller by a power of two, which activations (`RAISED`) and scales share, so that neither leaves float32's
-range before numbers of 2^64 or 2^-80 do.
+smaller by a power of two, of which `RAISED` activations have one part and scales the other: activations below
+2^64 and scales below 2^71 stay finite, and products down to 2^-70 normal.
 """
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tinygrad_nv.quant.types import QType
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 
 RAISED = "0x1p64f"      # what activations are multiplied with for 8-bit floats
-# of 8-bit floats: bits of the exponent beside float32's, the mask of what stays, log2 of float32's smaller number
+# of 8-bit floats: how far to shift from the highest bits, what stays, and log2 of how much smaller that is
 _SMALL = {dtypes.fp8e4m3: (4, 0x87f00000, 120), dtypes.fp8e5m2: (3, 0x8fe00000, 112)}
 
 

@@ -31,7 +31,7 @@ from tinygrad_nv.cpu.kernel import CPUKernel, c_type, header, kernel
 from tinygrad_nv.cpu.quant_gemm import columns, decode, pairs, rows, tiles
 from tinygrad_nv.cpu.quant_gemm.schedules import QuantDots
 from tinygrad_nv.cpu.target import CPU
-from tinygrad_nv.quant.types import TILE
+from tinygrad_nv.quant.types import TILE, QType
 from tinygrad_nv.tile.quant_gemm.spec import INT8_BLOCK, QuantGemmSpec
 
 FEW, PARTS = 16, 2          # of so many rows a is little work, and there are PARTS for each thread
@@ -82,7 +82,7 @@ def build(spec: QuantGemmSpec, s: QuantDots) -> CPUKernel:
               *((c_type(dtype), f"x{i}") for i, dtype in enumerate(gemm.parameters))]
     outputs, integers = [(c_type(gemm.out.dtype), "out"), ("u8", "work")], ["m"] if gemm.symbolic else []
     before = [header("gemm.h"), decode.struct(spec.type, n, k),
-              f"#define CODE_BITS {spec.type.bits}", DOTS, tiles.functions(spec.type),
+              DOTS, SHORTS if _in_shorts(s.isa) else "", tiles.functions(spec.type),
               *_functions(spec, s.isa),
               *(_main_loop(spec, s.isa, each) for each in _tall(spec, s))]
     return kernel(f"quant_dots_{gemm.m}x{gemm.n}x{gemm.k}", s.isa, body, outputs, inputs, integers, s.parts,
@@ -117,27 +117,31 @@ def _prologue(spec: QuantGemmSpec, isa: ISA, count: str) -> str:
 # a quad of codes times a quad of a, which all lanes have
 DOTS = """
 typedef s32 quad_u __attribute__((aligned(1), may_alias));
-#if HAVE_FMA
-// by two products in 16 bits, which hold two of 128 · 127
-INLINE vi pairs_(vi codes, vi x) {
-  vi two, four;
-  __asm__("vpmaddubsw %2, %1, %0" : "=v"(two) : "v"(codes), "v"(x));
-  __asm__("vpmaddwd %2, %1, %0" : "=v"(four) : "v"(two), "v"((vi)0x00010001));
-  return four;
-}
-#endif
 INLINE vi dots_(vi c, vi codes, const s8 *q) {
 #if HAVE_VNNI && AVX512
   __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(c) : "v"(codes), "m"(*(const quad_u *)q));
   return c;
-#elif HAVE_FMA && !HAVE_VNNI
-  const vi x = (vi)*(const quad_u *)q;
-  return CODE_BITS < 8 ? c + pairs_(codes, x) :
-    c + pairs_(codes & 0x7f7f7f7f, x) + pairs_(codes & (s32)0x80808080, x);
 #else
   return dot_quad(c, codes, (vi)*(const quad_u *)q);
 #endif
 }"""
+# the same in 16 bits, two sums of two products
+SHORTS = """
+typedef VECTOR(s16, 2 * W) shorts;
+INLINE shorts two_(vi free, vi with) {
+  shorts x;
+  __asm__("vpmaddubsw %2, %1, %0" : "=v"(x) : "v"(free), "v"(with));
+  return x;
+}
+INLINE vi four_(shorts x) {
+  vi sum;
+  __asm__("vpmaddwd %2, %1, %0" : "=v"(sum) : "v"(x), "v"((vi)0x00010001));
+  return sum;
+}
+#if !AVX512
+INLINE vi size_(vi x) { __asm__("vpabsb %1, %0" : "=v"(x) : "v"(x)); return x; }
+INLINE vi turned_(vi q, vi x) { __asm__("vpsignb %2, %1, %0" : "=x"(q) : "x"(q), "x"(x)); return q; }
+#endif"""
 
 
 # **** the main loop ****
@@ -179,27 +183,27 @@ NOINLINE void dots_{rows}(matrix w, s64 t, s64 lane, {of_a}, float *restrict to)
 
 def _loop(spec: QuantGemmSpec, isa: ISA, rows: int) -> str:
     """C that adds to totals."""
-    if spec.int8: return _bytes(spec, rows)
+    if spec.int8: return _bytes(spec, isa, rows)
     chains = max(1, CHAINS // rows)
-    return pairs.main_loop(spec, rows, chains) if pairs.takes(spec, isa) else _numbers(spec, isa, rows, chains)
+    if pairs.takes(spec, isa): return pairs.main_loop(spec, rows, chains)
+    return _numbers(spec, isa, rows, chains)
 
 
 def _zeros(names: list[str]) -> str: return " ".join(f"vf {name} = (vf)0.f;" for name in names)
 
 
-def _bytes(spec: QuantGemmSpec, rows: int) -> str:
+def _bytes(spec: QuantGemmSpec, isa: ISA, rows: int) -> str:
     """C of bytes: for each block the steps in it."""
     type, k, step = spec.type, spec.gemm.k, tiles.step_of(spec.type)
     steps, blocks = k // step, k // INT8_BLOCK
-    begin = "(vi)start[s + {}]" if tiles.shift(type) else "(vi)0"
+    begin = "(vi)start[s + {}]" if tiles.shift(type) and not _turned(type, isa) else "(vi)0"
     out = []
     for at in range(0, INT8_BLOCK, step):
         out.append(f"{{ const s64 k = at + {at}, s = k / {step};")
         out += [f"const vf {name} = {text};" for name, text in tiles.factors(spec, type.element.lsb).items()]
         out += tiles.loads(spec, step, at) + tiles.quads(spec, step, at)
         out += [f"vi c{r} = {begin.format(r * steps)};" for r in range(rows)]
-        out += [f"c{r} = dots_(c{r}, y{i}, q + k + {r * k + 4 * i});"
-                for i in range(step // 4) for r in range(rows)]
+        out += _quads(spec, isa, rows, step)
         for r in range(rows):
             value = f"to_f(c{r})"
             if type.zeros: value = f"({value} - zero * sq[s + {r * steps}])"
@@ -212,6 +216,35 @@ def _bytes(spec: QuantGemmSpec, rows: int) -> str:
     const s64 at = b * {INT8_BLOCK};
     {lines}
   }}"""
+
+
+def _quads(spec: QuantGemmSpec, isa: ISA, rows: int, step: int) -> list[str]:
+    """C that adds the products of a step to c0, …"""
+    type, quads = spec.type, range(step // 4)
+    def of_a(r: int, i: int) -> str: return f"q + k + {r * spec.gemm.k + 4 * i}"
+    if not _in_shorts(isa):
+        return [f"c{r} = dots_(c{r}, y{i}, {of_a(r, i)});" for i in quads for r in range(rows)]
+    def spread(r: int, i: int) -> str: return f"(vi)*(const quad_u *)({of_a(r, i)})"
+    if _turned(type, isa):
+        out = [f"const vi size{i} = size_(codes{i});" for i in quads]
+        return out + [f"c{r} += four_(two_(size{i}, turned_({spread(r, i)}, codes{i})));"
+                      for i in quads for r in range(rows)]
+    most = 32767 // (2 * 127 * tiles.largest(type))     # sums of two products that 16 bits hold
+    if not most:
+        return [f"c{r} += four_(two_(y{i} & {half}, {spread(r, i)}));" for i in quads for r in range(rows)
+                for half in ("0x7f7f7f7f", "(s32)0x80808080")]
+    return [f"c{r} += four_({' + '.join(f'two_(y{i}, {spread(r, i)})' for i in quads[first:first + most])});"
+            for first in range(0, len(quads), most) for r in range(rows)]
+
+
+def _in_shorts(isa: ISA) -> bool:
+    """Whether bytes are multiplied by VPMADDUBSW."""
+    return isa.lanes > 4 and not isa.vnni and not isa.emulated
+
+
+def _turned(type: QType, isa: ISA) -> bool:
+    """Whether codes with a sign give it to a, by VPSIGNB, which AVX-512 has not."""
+    return _in_shorts(isa) and isa.lanes == 8 and tiles.signed(type)
 
 
 def _numbers(spec: QuantGemmSpec, isa: ISA, rows: int, chains: int) -> str:

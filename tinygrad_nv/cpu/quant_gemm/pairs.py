@@ -1,6 +1,6 @@
-"""Rows of bfloat16 times a matrix in tiles whose codes have 2 or 4 bits, by dot products of pairs (VDPBF16PS).
+"""Rows of bfloat16 times a matrix in tiles of codes of 2 or 4 bits: dot products of pairs (VDPBF16PS).
 
-Protocol: a word of 32 bits has codes of 4 · 8 / bits columns of an output. A shift and a look-up of 16-bit lanes
+Protocol: a word of 32 bits has codes of 32 / bits columns of an output. A shift and a look-up of 16-bit lanes
 (VPERMW, which ignores what is above five bits) make bfloat16 numbers of a pair of them, two bytes apart, in
 all outputs. `arrange_` puts a row's columns into the order of these pairs (`order`), and sums those of each
 scale.
@@ -31,12 +31,12 @@ def takes(spec: QuantGemmSpec, isa: ISA) -> bool:
 
 
 def order(type: QType) -> list[int]:
-    """Columns of a word, pair after pair; the pair's distance from the word's lowest bit is `shifts`'."""
+    """Columns of a word, pair after pair."""
     return [4 * i + j + two for j in range(2) for i in range(8 // type.bits) for two in (0, 2)]
 
 
 def shifts(type: QType) -> list[int]:
-    """Of the pairs of a word."""
+    """How far pairs of a word are from the lowest bit of a 16-bit lane."""
     return [8 * j + type.bits * i for j in range(2) for i in range(8 // type.bits)]
 
 

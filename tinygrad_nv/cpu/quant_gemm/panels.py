@@ -19,7 +19,7 @@ from tinygrad_nv.cpu.gemm.amx import finish
 from tinygrad_nv.cpu.gemm.layout import PER, kind_of
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, header, kernel, up
-from tinygrad_nv.cpu.quant_gemm import columns, decode, tiles
+from tinygrad_nv.cpu.quant_gemm import columns, decode, pairs, tiles
 from tinygrad_nv.cpu.quant_gemm.schedules import QuantPanels
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.quant.types import TILE
@@ -27,6 +27,7 @@ from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.quant_gemm.spec import INT8_BLOCK, QuantGemmSpec
 
 FEWEST_ROWS = 17            # fewer are for dots.py
+FEWEST_OF_PAIRS = 129       # where pairs.py needs no more for an operand than a shift and a look-up
 UNITS = 256                 # of a panel, 16 KB
 TALLEST = {16: 16, 8: 6, 4: 3}      # rows by lanes: totals of a tile and its panel's unit fill the registers
 MOST_M = 256                # rows of a block, whose units come from the second or third cache
@@ -38,7 +39,8 @@ def problems(spec: QuantGemmSpec, s: QuantPanels) -> list[str]:
     """Why a matmul cannot have a schedule; empty when it can."""
     out = tiles.problems(spec)
     if spec.int8: out.append("activations of int8")
-    if spec.gemm.m < FEWEST_ROWS: out.append(f"{spec.gemm.m} rows, at least {FEWEST_ROWS}")
+    fewest = FEWEST_OF_PAIRS if pairs.takes(spec, s.isa) else FEWEST_ROWS
+    if spec.gemm.m < fewest: out.append(f"{spec.gemm.m} rows, at least {fewest}")
     if not 1 <= s.rows <= TALLEST[s.isa.lanes]: out.append(f"rows {s.rows}, 1 to {TALLEST[s.isa.lanes]}")
     elif not s.block_m or s.block_m % s.rows:
         out.append(f"block_m {s.block_m}, a multiple of {s.rows} is needed")
@@ -118,7 +120,8 @@ def _unpack(spec: QuantGemmSpec, isa: ISA, kind: str) -> str:
                   for name, text in tiles.factors(spec, columns.lsb(type, isa)).items()]
         more, values = columns.step(spec, isa, step, at)
         lines += more
-        numbers = [f"{value}{columns.larger(type)} * scale{' - low' if type.mins else ''}" for value in values]
+        behind = f"{columns.larger(type)} * scale{' - low' if type.mins else ''}"
+        numbers = [value + behind for value in values]
         for i in range(0, step, per):
             unit = f"pair_({numbers[i]}, {numbers[i + 1]})" if kind == "pair" else f"as_i({numbers[i]})"
             lines.append(f"*(vi_u *)(to + (k - first) / {per} * {TILE} + {i // per * TILE}) = {unit};")
@@ -150,8 +153,8 @@ INLINE vf unit_(vf c, const u32 *x, vi b) {{
   return dot_{kind}(c, (vi)(s32)*x, b);
 #endif
 }}
-NOINLINE void panel_(const u32 *restrict panel, const u32 *restrict x, s64 count, float (*restrict to)[{TILE}],
-                     int begin) {{
+NOINLINE void panel_(const u32 *restrict panel, const u32 *restrict x, s64 count,
+                     float (*restrict to)[{TILE}], int begin) {{
   {loads}
   for (s64 u = 0; u < count; u++) {{ {read} {dots} }}
   {stores}
@@ -179,6 +182,7 @@ INLINE vi pair_(vf low, vf high) {
   __asm__("vpermw %1, %2, %0" : "=v"(x) : "v"(x), "v"(*(const vi *)places));
   return x;
 #else
-  return __builtin_convertvector(narrow_bf16(low), vi) | __builtin_convertvector(narrow_bf16(high), vi) << 16;
+  vi x = __builtin_convertvector(narrow_bf16(low), vi), y = __builtin_convertvector(narrow_bf16(high), vi);
+  return x | y << 16;
 #endif
 }"""

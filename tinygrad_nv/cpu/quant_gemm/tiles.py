@@ -23,10 +23,12 @@ def problems(spec: QuantGemmSpec) -> list[str]:
     type, gemm = spec.type, spec.gemm
     if type.layout != "tiles": return ["a matrix that is not in tiles"]
     out = decode.problems(type) + expression.problems(gemm.epilogue)
-    if type.element.values and (type.bits != 4 or type.shift or type.zeros): out.append(f"codes {type.element}")
+    if type.element.values and (type.bits != 4 or type.shift or type.zeros):
+        out.append(f"codes {type.element}")
     if spec.int8 and not type.element.lsb: out.append(f"codes {type.element} times int8")
     for scale in filter(None, (type.scale, type.outer)):
-        if scale.columns != 16 and scale.columns % INT8_BLOCK: out.append(f"scales of {scale.columns} columns")
+        if scale.columns != 16 and scale.columns % INT8_BLOCK:
+            out.append(f"scales of {scale.columns} columns")
     if type.divided and not _at_last(type): out.append("divided scales of groups")
     if gemm.k % INT8_BLOCK: out.append(f"K of {gemm.k}, a multiple of {INT8_BLOCK} is needed")
     if gemm.parts > 1 and gemm.n % TILE: out.append(f"parts of {gemm.n} columns, no multiple of {TILE}")
@@ -50,8 +52,14 @@ def shift(type: QType) -> int:
     return type.shift + (128 if type.element.dtype == dtypes.int8 else 0)
 
 
+def largest(type: QType) -> int:
+    """The largest byte without a sign."""
+    if not type.element.values: return (1 << type.bits) - 1
+    return shift(type) + int(max(type.element.values) / type.element.lsb)
+
+
 def factors(spec: QuantGemmSpec, times: float = 1) -> dict[str, str]:
-    """C of scale, zero and min of W outputs at column k, those that there are. The scale is `times` as large."""
+    """C of scale, times `times`, zero and min of W outputs at column k, those that there are."""
     type, made = spec.type, dict[str, str]()
     for name, source, more in (("scale", "scales", "outer"), ("low", "mins", "outer_mins")):
         if source not in spec.buffers: continue
