@@ -32,8 +32,9 @@ SHAPES = ((2048, 2048), (8192, 2048), (2048, 8192))     # outputs, inputs: layer
 TYPES = {name: getattr(types, name) for name in ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0")}
 TYPES["int8 channel"] = types.INT8 @ types.per_channel_scale()
 TYPES["awq"] = QType(types.UINT4, types.per_group_scale(128, dtypes.float16), zeros=True)
-TYPES |= {"fp8 blocks": types.E4M3 @ types.per_block_scale(128, 128), "fp8 channel": types.E4M3 @ types.per_channel_scale(),
-          "mxfp4": types.MXFP4, "nvfp4": types.NVFP4, "nf4": types.NF4 @ types.per_group_scale(64)}
+TYPES |= {"fp8 blocks": types.E4M3 @ types.per_block_scale(128, 128),
+          "fp8 channel": types.E4M3 @ types.per_channel_scale(), "mxfp4": types.MXFP4, "nvfp4": types.NVFP4,
+          "nf4": types.NF4 @ types.per_group_scale(64)}
 MATRICES_BYTES = 64 << 20       # twice the largest cache
 FEW_ROWS = 16
 T = TypeVar("T")
@@ -70,21 +71,21 @@ def layers(matrices: list[T], multiplied: Callable[[T], Tensor]) -> Run:
     return captured(step)
 
 
-def measure(n: int, k: int, rows: int, names: list[str], repeat: int, as_stored: bool, floats: bool) -> dict[str, Any]:
+def measure(n: int, k: int, rows: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """One shape: bfloat16 and all types in turns."""
     numbers = np.random.default_rng(rows).standard_normal((rows, k), np.float32)
     x = Tensor(numbers).cast(dtypes.bfloat16).realize()
     first = Tensor(np.ones((n, k), np.float32)).cast(dtypes.bfloat16).realize()
     dense = [first, *(first.clone().realize() for _ in range(copies(first.nbytes(), rows) - 1))]
     nbytes, sides = {"bf16": first.nbytes()}, {"bf16": (layers(dense, lambda w: x @ w.T), len(dense))}
-    for name in names:
+    for name in arguments.types:
         one = matrix(TYPES[name], n, k)
         made = [one, *(matrix(TYPES[name], n, k) for _ in range(copies(one.nbytes, rows) - 1))]
-        if not as_stored: made = [prepared(w) for w in made]
-        step = layers(made, lambda w: quant_matmul(x, w, int8=not floats))
+        if not arguments.as_stored: made = [prepared(w) for w in made]
+        step = layers(made, lambda w: quant_matmul(x, w, int8=not arguments.floats))
         sides[name], nbytes[name] = (step, len(made)), one.nbytes
     seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(repeat):
+    for _ in range(arguments.repeat):
         for name, (run, count) in sides.items(): seconds[name].append(timed(run) / count)
     return {"n": n, "k": k, "rows": rows, "bytes": nbytes, "seconds": seconds}
 
@@ -112,14 +113,14 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="keep the results in bench/results")
     arguments = parser.parse_args()
     with Context(DEV="CPU"):
-        results = [measure(n, k, rows, arguments.types, arguments.repeat, arguments.as_stored, arguments.floats)
+        results = [measure(n, k, rows, arguments)
                    for (n, k), rows in each([(shape, rows) for shape in SHAPES for rows in arguments.rows])]
     here = host()
     print(f"{here.isa}, {here.threads} threads")
     print(table(HEADER, [line for done in results for line in lines(done)]))
     if arguments.save:
-        save("cpu_quant", {"isa": str(here.isa), "threads": here.threads, "as_stored": arguments.as_stored, "floats": arguments.floats,
-                           "results": results})
+        save("cpu_quant", {"isa": str(here.isa), "threads": here.threads, "as_stored": arguments.as_stored,
+                           "floats": arguments.floats, "results": results})
 
 
 if __name__ == "__main__": main()

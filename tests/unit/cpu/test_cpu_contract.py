@@ -118,8 +118,8 @@ COMPILED: dict[str, tuple[Any, type[CPUSchedule], dict[str, bool]]] = {
     "quant_gemm": (matmul(TYPES["gptq 2 bits"], 33, 50, 96, BF16), QuantGemm, {}),
     **{f"quant_dots of {name}": (matmul(replace(TYPES[name], layout="tiles"), 5, 50, 512, BF16, int8=True),
                                  QuantDots, {}) for name in ("Q6_K", "Q8_0")},
-    **{f"{schedule.template} of {name}": (matmul(replace(TYPES[name].of_rows(), layout="tiles"), m, 50, 512, BF16),
-                                          schedule, {})
+    **{f"{schedule.template} of {name}":
+       (matmul(replace(TYPES[name].of_rows(), layout="tiles"), m, 50, 512, BF16), schedule, {})
        for name, m, schedule in (("nf4", 5, QuantDots), ("e4m3 blocks", 50, QuantPanels))},
     "flash": (replace(TRAINED(50, 150, 40, BF16), kept=200), CPUFlash, {}),
     "flash_backward": (backward(50, 70, 40, BF16, band=CAUSAL), CPUFlashBackward, {}),

@@ -45,7 +45,8 @@ def finite(type: QType, n: int, k: int) -> dict[str, np.ndarray]:
     """Random buffers: of 8-bit floats all numbers, of both signs, that are neither infinity nor NaN."""
     made = stored(type, n, k, 1)
     least = {dtypes.fp8e4m3: 0x7f, dtypes.fp8e5m2: 0x7c}.get(type.element.dtype, 0)
-    if least: made["codes"] = (RNG(n).integers(0, least, n * k) | RNG(k).integers(0, 2, n * k) << 7).astype(np.uint8)
+    signs = RNG(k).integers(0, 2, n * k) << 7
+    if least: made["codes"] = (RNG(n).integers(0, least, n * k) | signs).astype(np.uint8)
     return made
 
 
@@ -89,7 +90,8 @@ def test_levels(level: isa.ISA, name: str):
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 def test_activations_that_are_not_quantised(level: isa.ISA):
     """Sums of K products in the order of k, of elements that are rounded three times."""
-    for name in ("Q4_0", "Q8_0", "Q5_1", "gptq 3 bits", "e4m3 blocks", "e5m2 channel", "nvfp4 divided", "nf4"):
+    for name in ("Q4_0", "Q8_0", "Q5_1", "gptq 3 bits", "e4m3 blocks", "e5m2 channel", "nvfp4 divided",
+                 "nf4"):
         type, (m, n, k) = TYPES[name].of_rows(), (5, 21, 512)
         spec, given = matmul(replace(type, layout="tiles"), m, n, k), finite(type, n, k)
         x = RNG(m).standard_normal((m, k)).astype(np.float32)
@@ -155,14 +157,16 @@ def on_the_cpu() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("on_the_cpu")
-@pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q5_1", "Q6_K", "Q3_K", "gptq 2 bits", "e4m3 blocks", "nf4"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q5_1", "Q6_K", "Q3_K", "gptq 2 bits", "e4m3 blocks",
+                                  "nf4"])
 def test_a_prepared_matrix_is_the_same_matrix(name: str):
     type = TYPES[name]
     n, k = 21, 512 if type.outer is not None else max(96, type.scale.columns)
     w = QTensor.of(type, (n, k), stored(type, n, k, 1))
     made = prepared(w)
     type = type.of_rows()
-    given = {each: data.bitcast(dtypes.uint8).numpy().reshape(-1) for each, data in w.of_rows().buffers.items()}
+    given = {each: data.bitcast(dtypes.uint8).numpy().reshape(-1)
+             for each, data in w.of_rows().buffers.items()}
     assert made.type == replace(type, layout="tiles")
     for each, wanted in tiles(type, n, k, given).items():
         np.testing.assert_array_equal(made.buffers[each].bitcast(dtypes.uint8).numpy().reshape(-1), wanted)

@@ -1,8 +1,8 @@
 """Columns of a matrix in tiles as float32 numbers, in C.
 
 Protocol: `step(spec, isa, columns, at)` are lines, and an expression of each column of a step, W outputs side
-by side: numbers less shift and zero, of codes in words that the lines load (tiles.py). Scales make up for what
-they are too small by: `lsb`, and of 8-bit floats `larger`; or `scaled`, where activations are raised.
+by side: numbers less shift and zero, of codes in words that the lines load (tiles.py). Scales make up for
+what they are too small by: `lsb`, and of 8-bit floats `larger`; or `scaled`, where activations are raised.
 
 Four bits, and codebooks of them, are looked up in one register of AVX-512 (in two of AVX2, where numbers are
 no integers). The bits of an 8-bit float become those of a float32 whose exponent has the same bits: it is

@@ -175,8 +175,8 @@ def _last(spec: QuantGemmSpec, across: int) -> str:
 PAIR = """
 INLINE vi pair_(vf low, vf high) {
 #if HAVE_BF16
-  static const u16 places[32] __attribute__((aligned(64))) = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7,
-    23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  static const u16 places[32] __attribute__((aligned(64))) = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22,
+    7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   vi x;
   __asm__("vcvtne2ps2bf16 %1, %2, %0" : "=v"(x) : "v"(low), "v"(high));
   __asm__("vpermw %1, %2, %0" : "=v"(x) : "v"(x), "v"(*(const vi *)places));
