@@ -115,6 +115,22 @@ def test_pairs_of_bfloat16(name: str):
     assert (error <= eps * (np.abs(x) @ np.abs(w.T))).all()
 
 
+def test_the_ends_of_e8m0():
+    """0 is 2^-127, 255 NaN."""
+    type = types.MXFP4
+    for int8 in (False, True):
+        spec, given = matmul(replace(type, layout="tiles"), 1, 16, 32, int8=int8), stored(type, 16, 32)
+        x = np.full((1, 32), 127, np.float32)
+        given["scales"][:] = 0
+        want = elements(type, 16, 32, given)
+        assert np.abs(want).max() == 6 * 2.0 ** -127
+        kernel, want = built(spec), (x @ (want * 2.0 ** 100).T * 2.0 ** -100).astype(np.float32)
+        np.testing.assert_array_equal(run(kernel, spec, x, tiles(type, 16, 32, given)), want)
+        given["scales"][3] = 255
+        got = run(kernel, spec, x, tiles(type, 16, 32, given))
+        assert list(np.nonzero(np.isnan(got[0]))[0]) == [3]
+
+
 @pytest.mark.parametrize("level", LEVELS[1:], ids=str)
 def test_the_largest_bytes(level: isa.ISA):
     """Sums in 16 bits are of as many products as these hold."""

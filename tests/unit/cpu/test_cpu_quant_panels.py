@@ -6,10 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cpu_quant_case import BF16, F16, F32, LEVELS, TYPES, built, elements, matmul, run, stored, tiles
+from tinygrad.device import Device
 from tinygrad.dtype import DType
+from tinygrad.runtime.support.elf import elf_loader
 
 from tinygrad_nv.cpu import isa
-from tinygrad_nv.cpu.isa import AVX2, AVX512_BF16, ISA
+from tinygrad_nv.cpu.isa import AMX, AVX2, AVX512_BF16, ISA
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.quant import types
 from tinygrad_nv.tile.expression import Sum
@@ -19,16 +21,18 @@ from tinygrad_nv.tile.templates import TABLE
 EPS = 2.0 ** -24
 RNG = np.random.default_rng
 PLAIN = ISA("avx512", bf16=True, vnni=True, emulated=True)      # pairs of bfloat16 in plain C
+EMULATED = ISA("amx", bf16=True, vnni=True, emulated=True)
 
 
-def exact(name: str, level: isa.ISA, dtype: DType, m: int = 130, n: int = 21, **how: bool) -> None:
+def exact(name: str, level: isa.ISA, dtype: DType, m: int = 130, symbolic: bool = False, block_m: int = 48,
+          rows: int = 3) -> None:
     """Integers come out exactly, whatever elements are rounded to."""
-    type = TYPES[name].of_rows()
+    type, n = TYPES[name].of_rows(), 21
     k = 512 if type.outer is not None or level == PLAIN else 5 * max(type.scale.columns, 128)
-    spec = matmul(replace(type, layout="tiles"), m, n, k, dtype, F32, 3, **how)
-    kernel, given = built(spec, level, block_m=48, rows=3, parts=3), stored(type, n, k, whole=True)
+    spec = matmul(replace(type, layout="tiles"), m, n, k, dtype, F32, 3, symbolic)
+    kernel, given = built(spec, level, block_m=block_m, rows=rows, parts=3), stored(type, n, k, whole=True)
     assert kernel.kernel.name.startswith("quant_panels")
-    x = RNG(m).integers(-4, 5, (m - how.get("symbolic", 0), k)).astype(np.float32)
+    x = RNG(m).integers(-4, 5, (m - symbolic, k)).astype(np.float32)
     np.testing.assert_array_equal(run(kernel, spec, x, tiles(type, n, k, given), [2, 0, 1]),
                                   x @ elements(type, n, k, given).T)
 
@@ -42,6 +46,15 @@ def test_levels(level: isa.ISA):
 @pytest.mark.parametrize("name", ["Q6_K", "Q5_1", "awq", "gptq 2 bits", "NVFP4", "int8 channel"])
 def test_types(name: str):
     exact(name, LEVELS[-1], BF16)
+
+
+def test_tiles_of_amx():
+    """Each tile instruction in plain C; the machine code of TDPBF16PS tmm0, tmm4, tmm6."""
+    exact("Q4_K", EMULATED, BF16, block_m=64, rows=32)
+    exact("awq", EMULATED, BF16, m=40, symbolic=True, block_m=32, rows=32)
+    spec = matmul(replace(types.Q4_K, layout="tiles"), 64, 32, 512, BF16)
+    binary = Device["CPU"].renderer.compiler.compile(built(spec, AMX).kernel.source)
+    assert bytes.fromhex("c4e24a5cc4") in elf_loader(binary)[0].tobytes()
 
 
 def test_rows_known_at_launch(): exact("Q8_0", LEVELS[-1], F16, symbolic=True)

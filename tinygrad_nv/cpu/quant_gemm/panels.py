@@ -8,10 +8,10 @@ where a is and the processor multiplies those, rounded once, as the reference do
       for each tile of 16 outputs
         for each `UNITS` units along k
           dequantise them: a panel of units x 16                 stays in the first cache
-          for `rows` rows at a time: totals += rows · panel      in registers
+          for `rows` rows at a time: totals += rows · panel      in registers, or by AMX tiles
         out = epilogue(totals)
 
-Totals are added in the order of k.
+Totals are added in the order of k. AMX multiplies pairs: a panel's units are operand b of TDPBF16PS.
 """
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ FEWEST_ROWS = 17            # fewer are for dots.py
 FEWEST_OF_PAIRS = 129       # where pairs.py needs no more for an operand than a shift and a look-up
 UNITS = 256                 # of a panel, 16 KB
 TALLEST = {16: 16, 8: 6, 4: 3}      # rows by lanes: totals of a tile and its panel's unit fill the registers
+STRIP = 32                  # rows of two AMX tiles, which one of the panel is multiplied with
 MOST_M = 256                # rows of a block, whose units come from the second or third cache
 PARTS = 4                   # for each thread, so that one that is held up does less
 TILES_OF_PART = 8           # fewer take less time than bringing a part's rows
@@ -39,9 +40,12 @@ def problems(spec: QuantGemmSpec, s: QuantPanels) -> list[str]:
     """Why a matmul cannot have a schedule; empty when it can."""
     out = tiles.problems(spec)
     if spec.int8: out.append("activations of int8")
-    fewest = FEWEST_OF_PAIRS if pairs.takes(spec, s.isa) else FEWEST_ROWS
+    by_tiles = _by_tiles(spec, s.isa)
+    fewest = FEWEST_OF_PAIRS if pairs.takes(spec, s.isa) and not by_tiles else FEWEST_ROWS
     if spec.gemm.m < fewest: out.append(f"{spec.gemm.m} rows, at least {fewest}")
-    if not 1 <= s.rows <= TALLEST[s.isa.lanes]: out.append(f"rows {s.rows}, 1 to {TALLEST[s.isa.lanes]}")
+    if by_tiles and s.rows != STRIP: out.append(f"rows {s.rows}, {STRIP} are needed")
+    elif not by_tiles and not 1 <= s.rows <= TALLEST[s.isa.lanes]:
+        out.append(f"rows {s.rows}, 1 to {TALLEST[s.isa.lanes]}")
     elif not s.block_m or s.block_m % s.rows:
         out.append(f"block_m {s.block_m}, a multiple of {s.rows} is needed")
     return out
@@ -51,15 +55,20 @@ def default(spec: QuantGemmSpec, target: CPU) -> QuantPanels:
     """The default schedule: blocks of rows of one size, and strips of one size in them."""
     gemm, threads = spec.gemm, target.threads
     most = -(-gemm.m // -(-gemm.m // MOST_M))
-    rows = -(-most // -(-most // TALLEST[target.isa.lanes]))
+    rows = -(-most // -(-most // TALLEST[target.isa.lanes])) if not _by_tiles(spec, target.isa) else STRIP
     items = -(-gemm.m // up(most, rows)) * -(-gemm.n // TILE)
     parts = 1 if threads == 1 else min(items, max(threads, min(threads * PARTS, items // TILES_OF_PART)))
     return QuantPanels(target.isa, parts, up(most, rows), rows)
 
 
+def _by_tiles(spec: QuantGemmSpec, isa: ISA) -> bool:
+    return isa.level == "amx" and kind_of(spec.gemm, isa) == "pair"
+
+
 def build(spec: QuantGemmSpec, s: QuantPanels) -> CPUKernel:
     """The kernel."""
     gemm, (n, k), kind = spec.gemm, spec.shape, kind_of(spec.gemm, s.isa)
+    by_tiles = _by_tiles(spec, s.isa)
     per = PER[kind]
     units, across = k // per, -(-gemm.n // TILE)
     pitch = up(units, 16) + 16      # rows at distances of a power of two would share sets of the cache
@@ -71,6 +80,7 @@ def build(spec: QuantGemmSpec, s: QuantPanels) -> CPUKernel:
   u32 *x = (u32 *)(sums + {gemm.parts}), panel[{UNITS} * {TILE}] __attribute__((aligned(64)));
   const s64 every = {'m' if gemm.symbolic else gemm.m}, down = (every + {s.block_m - 1}) / {s.block_m};
   const s64 items = down * {across}, end = items * (core_id + 1) / {s.parts};
+  {'tiles_begin();' if by_tiles else ''}
   for (s64 item = items * core_id / {s.parts}, before = -1; item < end; item++) {{
     const s64 m0 = item / {across} * {s.block_m}, t = item % {across}, n0 = t * {TILE};
     const s64 rows = every - m0 < {s.block_m} ? every - m0 : {s.block_m};
@@ -83,13 +93,14 @@ def build(spec: QuantGemmSpec, s: QuantPanels) -> CPUKernel:
     }}
     {_last(spec, across)}
     for (s64 i = 0; i < rows; i++) for (s64 j = 0; j < columns; j += W) {{ {finish(gemm)} }}
-  }}"""
+  }}
+  {'tiles_end();' if by_tiles else ''}"""
     inputs = [(c_type(gemm.a.dtype), "a"), *decode.pointers(spec.type, n, k),
               *((c_type(dtype), f"x{i}") for i, dtype in enumerate(gemm.parameters))]
     outputs, integers = [(c_type(gemm.out.dtype), "out"), ("u8", "work")], ["m"] if gemm.symbolic else []
     before = [header("gemm.h"), decode.struct(spec.type, n, k), tiles.functions(spec.type),
               columns.functions(spec.type, s.isa), PAIR if kind == "pair" else "", _unpack(spec, s.isa, kind),
-              _micro(kind, s, pitch)]
+              *([header("amx.h"), _tiles(pitch)] if by_tiles else [_micro(kind, s, pitch)])]
     return kernel(f"quant_panels_{gemm.m}x{gemm.n}x{gemm.k}", s.isa, body, outputs, inputs, integers, s.parts,
                   s.parts * own, "\n".join(before))
 
@@ -158,6 +169,23 @@ NOINLINE void panel_(const u32 *restrict panel, const u32 *restrict x, s64 count
   {loads}
   for (s64 u = 0; u < count; u++) {{ {read} {dots} }}
   {stores}
+}}"""
+
+
+def _tiles(pitch: int) -> str:
+    """The same of two AMX tiles of rows."""
+    each = (0, 1)
+    loads = " ".join(f"tile_load({r}, to + {16 * r}, {4 * TILE});" for r in each)
+    read = " ".join(f"tile_load({4 + r}, x + u + {16 * r * pitch}, {4 * pitch});" for r in each)
+    return f"""
+NOINLINE void panel_(const u32 *panel, const u32 *x, s64 count, float (*to)[{TILE}], int begin) {{
+  TILES;
+  if (begin) {{ {' '.join(f'tile_zero({r});' for r in each)} }} else {{ {loads} }}
+  for (s64 u = 0; u < count; u += 16) {{
+    {read} tile_load(6, panel + u * {TILE}, {4 * TILE});
+    {' '.join(f'tile_dot(bf16ps, {r}, {4 + r}, 6);' for r in each)}
+  }}
+  {' '.join(f'tile_store({r}, to + {16 * r}, {4 * TILE});' for r in each)}
 }}"""
 
 
