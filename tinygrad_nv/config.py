@@ -51,7 +51,8 @@ SETTINGS = (
             "vectors of 128 bits; avx2: of 256, FMA; avx512: of 512; amx: tiles, too"),
     Setting("NV_QUANT_ACTIVATIONS", "auto", ("auto", "float", "int8"),
             "activations times quantised matrices in tiles, on a CPU. auto: int8 in blocks of 32 for models "
-            "in GGUF, not with --dtype float32; float: float32, exact; int8: everywhere"),
+            "in GGUF, not with --dtype float32; float: as they are; int8: everywhere but "
+            "with NF4, FP4 and 8-bit floats"),
     Setting("NV_PDL", 1, (0, 1),
             "0: a kernel begins when the one before it has ended; 1: earlier, where both can (Hopper)"),
     Setting("NV_NVTX", 0, (0, 1),

@@ -4,8 +4,11 @@
   gemv.py       few rows: the matrix is read once
   blocked.py    many rows: blocks of the matrix are dequantised into panels of the blocked GEMM
   tiles.py      codes and scales of a matrix in tiles, in C
+  columns.py    columns of a matrix in tiles as float32 numbers, in C
+  pairs.py      2 and 4 bits of a matrix in tiles as pairs of bfloat16, in C
   rows.py       rows of activations in bytes or float32, in C
-  dots.py       any number of rows times a matrix in tiles, in bytes or float32
+  dots.py       any number of rows times a matrix in tiles, in bytes, float32 or pairs of bfloat16
+  panels.py     many rows of floats times a matrix in tiles, dequantised once for a block of rows
   amx.py        many rows in bytes times a matrix in tiles, by AMX tiles
   templates.py  the templates in their order
 """
