@@ -20,6 +20,7 @@ from tinygrad_nv.errors import WeightError
 from tinygrad_nv.functional import multiplies_codes, prepared
 from tinygrad_nv.quant.activations import QWeight, SparseWeight
 from tinygrad_nv.quant.floats import as_float32
+from tinygrad_nv.quant.readers.checks import AGAIN
 from tinygrad_nv.quant.readers.reader import Activations, Get, Reader, StoredMatrix, reader_of
 from tinygrad_nv.quant.sparse import SparseTensor
 from tinygrad_nv.quant.tensor import QTensor, in_memory
@@ -32,6 +33,7 @@ from .checkpoint import TensorEntry, convert, read_array, safetensors_dtype
 from .llama import Linear, Llama
 
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
+STATIC = (".input_scale", ".activation_scale")      # transformers' fp8 has the second
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,10 @@ class _Arrays:
     def read(stored: StoredMatrix, shape: tuple[int, int], get: Get) -> _Arrays:
         how, scale = stored.activations, None
         if how is not None and how.static:
-            name = next(each for each in stored.tensors if each.endswith(".input_scale"))
+            name = next((each for each in stored.tensors if each.endswith(STATIC)), None)
+            if name is None:
+                raise WeightError(f"{stored.tensors[0]} has no input_scale beside it",
+                                  "a scale of inputs, as quantization_config calls them static", AGAIN)
             scale = float(as_float32(get(name)).reshape(-1)[0])
         return _Arrays(stored.type, shape, stored.arrays(get), how, scale)
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tinygrad_nv.models.quantised import QuantisedLayer, read_layer
 
 from tinygrad_nv.errors import ModelError, WeightError
 from tinygrad_nv.quant.readers import mxfp4
-from tinygrad_nv.quant.readers.reader import Stored, reader_of
+from tinygrad_nv.quant.readers.reader import Activations, Stored, StoredMatrix, reader_of
 from tinygrad_nv.quant.readers.schemes import cache_of
+from tinygrad_nv.quant.types import E4M3, Scale
 from tinygrad_nv.quant.types import NF4 as NF4_ELEMENT
 
 L, SHAPE = "model.layers.0.mlp.up_proj", (64, 128)
@@ -177,6 +179,7 @@ def test_compressed_tensors_settings():
     quip = {"type": "hadamard", "apply": [{"location": "weight_input"}, {"location": "input"}]}
     config({**CT, "transform_config": {"config_groups": {"v": quip}}},
            "transform_config of quantization_config applies 'v' to input", "weight_input, weight_output")
+    config({**CT, "transform_config": {"config_groups": {"R1": 7}}}, "transform_config of quantization")
     config({**CT, "ignore": "lm_head"}, "ignore of quantization_config is 'lm_head'", "a list of names")
     config(group({"targets": [7]}), "group_0: targets of quantization_config is [7]", "a list of names")
     config(group({"targets": ["re:*"]}), "'*' of quantization_config is no regular expression")
@@ -187,6 +190,13 @@ def test_compressed_tensors_settings():
 @pytest.mark.parametrize("name", ["weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"])
 def test_compressed_tensors_lacks(name: str):
     matrix(CT, without(CT_STORED, name), f"{L}.{name} is missing", "expected: ")
+
+
+def test_static_inputs_without_a_scale():
+    static = Activations("e4m3", Scale(0, 0), static=True)
+    stored = StoredMatrix(E4M3 @ Scale(1, 0), (f"{L}.weight", f"{L}.weight_scale"), lambda get: {}, static)
+    refused(lambda: read_layer(QuantisedLayer("lm_head", ((stored, SHAPE),)), {}),
+            f"{L}.weight has no input_scale beside it", "calls them static")
 
 
 def test_compressed_tensors_that_is_not_compressed():

@@ -22,7 +22,8 @@ AGAIN = "use the config.json that belongs to these weights, or download the dire
 def checked(stored: Stored, name: str, kinds: Collection[str], *shapes: tuple[int, ...]) -> str:
     """The dtype of a tensor, which must be one of `kinds`, and have one of the shapes if any are given.
     Raises `WeightError`."""
-    wanted = f"{' or '.join(kinds)} {' or '.join(str(list(shape)) for shape in shapes)}".strip()
+    extents = dict.fromkeys(str(list(shape)) for shape in shapes)
+    wanted = f"{' or '.join(kinds)} {' or '.join(extents)}".strip()
     if name not in stored: raise WeightError(f"{name} is missing", wanted, AGAIN)
     kind, shape = stored[name]
     if kind not in kinds or (shapes and shape not in shapes):

@@ -259,14 +259,17 @@ def _require_fused_transforms(config: Mapping[str, Any], name: str) -> None:
     """Transforms (QuIP, SpinQuant) of weights are in the weights that are stored; those of inputs, outputs,
     queries and keys are applied while a model runs, and refused. Raises `ModelError`."""
     found = config.get("transform_config")
-    groups = found.get("config_groups") if isinstance(found, Mapping) else None
-    for group, scheme in (groups or {}).items():
-        for each in scheme.get("apply") or ():
-            where = each.get("location")
-            if where in ("weight_input", "weight_output"): continue
-            raise ModelError(f"{name}: transform_config of quantization_config applies {group!r} to {where}",
-                             "transforms of weights alone: weight_input, weight_output",
-                             "compress the model again without, or with SpinQuant's R1 and R2 only")
+    groups = (found.get("config_groups") if isinstance(found, Mapping) else None) or {}
+    try: places = [(group, each["location"]) for group, scheme in groups.items()
+                   for each in scheme.get("apply") or ()]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ModelError(f"{name}: transform_config of quantization_config is {found!r}",
+                         "groups, each with apply, a list of objects with a location", AGAIN) from error
+    for group, where in places:
+        if where in ("weight_input", "weight_output"): continue
+        raise ModelError(f"{name}: transform_config of quantization_config applies {group!r} to {where}",
+                         "transforms of weights alone: weight_input, weight_output",
+                         "compress the model again without, or with SpinQuant's R1 and R2 only")
 
 
 def _group(raw: Mapping[str, Any], whole: str | None, name: str) -> Group | None:
