@@ -3,7 +3,7 @@
 A matrix of N rows and K columns (a multiple of 4) has
 
     values      [N, K / 2] of its dtype: of each four columns the two that are kept, in their order
-    metadata   uint32 [T, U, 32]: tiles T of 16 rows, units U of 64 columns, both rounded up, and lanes
+    metadata    uint32 [T, U, 32]: tiles T of 16 rows, units U of 64 columns, both rounded up, and lanes
 
 Four bits say which two of four columns are kept: the lower two the first one's number, the upper two the
 second's, which is larger. A lane's word has them of 32 columns, as mma.sp and wgmma.sp take them in their
