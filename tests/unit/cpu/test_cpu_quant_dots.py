@@ -102,7 +102,8 @@ def test_activations_that_are_not_quantised(level: isa.ISA):
 
 
 @pytest.mark.skipif(not BEST.bf16, reason="no dot products of bfloat16 here")
-@pytest.mark.parametrize("name", ["awq", "gptq 2 bits", "MXFP4", "NVFP4", "nf4"])
+@pytest.mark.parametrize("name", ["awq", "gptq 2 bits", "MXFP4", "NVFP4", "nf4", "Q8_0", "int8 channel",
+                                  "uint8 tensor"])
 def test_pairs_of_bfloat16(name: str):
     """As exact as float32's sums, but for codebooks that bfloat16 has not: within half its last place."""
     type, m, n = TYPES[name].of_rows(), 3, 37

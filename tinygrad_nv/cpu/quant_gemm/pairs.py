@@ -1,4 +1,4 @@
-"""Rows of bfloat16 times a matrix in tiles of codes of 2 or 4 bits: dot products of pairs (VDPBF16PS).
+"""Rows of bfloat16 times a matrix in tiles of codes of 2, 4 or 8 bits: dot products of pairs (VDPBF16PS).
 
 Protocol: a word of 32 bits has codes of 32 / bits columns of an output. A shift and a look-up of 16-bit lanes
 (VPERMW, which ignores what is above five bits) make bfloat16 numbers of a pair of them, two bytes apart, in
@@ -7,6 +7,8 @@ scale.
 
     total += scale (Σ x v − (zero − middle) Σx)           float32
 
+Bytes are two numbers, of their lower five bits and of the upper three, which bfloat16 both has.
+
 v are codes less shift, or less `middle`, half of what codes reach, where there are zeros: neither sum is then
 much larger than their difference. Integers of codes are exact; numbers of a codebook are rounded to bfloat16,
 as elements are by the reference.
@@ -14,20 +16,22 @@ as elements are by the reference.
 from __future__ import annotations
 
 import struct
+from itertools import product
 
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.quant_gemm import tiles
-from tinygrad_nv.quant.types import QType
+from tinygrad_nv.quant.types import INT8, UINT8, QType
 from tinygrad_nv.tile.quant_gemm.spec import INT8_BLOCK, QuantGemmSpec
 
 
 def takes(spec: QuantGemmSpec, isa: ISA) -> bool:
     """Whether rows are multiplied so."""
     wide = isa.bf16 and isa.lanes == 16 and not isa.emulated
-    return wide and not spec.int8 and spec.gemm.a.dtype == dtypes.bfloat16 and spec.type.bits in (2, 4) and \
-        not spec.type.mins
+    type = spec.type
+    codes = type.bits in (2, 4) or type.element in (INT8, UINT8)
+    return wide and not spec.int8 and spec.gemm.a.dtype == dtypes.bfloat16 and codes and not type.mins
 
 
 def order(type: QType) -> list[int]:
@@ -45,11 +49,23 @@ def middle(type: QType) -> int:
     return 1 << type.bits - 1 if type.zeros else 0
 
 
+def books(type: QType) -> list[tuple[int, list[float]]]:
+    """What is looked up of a code, added: the first of five bits, and numbers of all of them."""
+    less = type.shift + middle(type)
+    if type.bits < 8:
+        numbers = type.element.values or [float(code - less) for code in range(1 << type.bits)]
+        return [(0, [numbers[i % len(numbers)] for i in range(32)])]
+    sign = 256 if tiles.signed(type) else 0
+    upper = [32 * (i % 8) - less - (sign if i % 8 >= 4 else 0) for i in range(32)]
+    return [(0, [float(i) for i in range(32)]), (5, [float(number) for number in upper])]
+
+
 def functions(spec: QuantGemmSpec) -> str:
-    """The functions arrange_, look_ and dots2_."""
+    """The functions arrange_, look_ and dots2_, and the tables of `books`."""
     type, a, k = spec.type, spec.gemm.a, spec.gemm.k
-    numbers = type.element.values or [code - type.shift - middle(type) for code in range(1 << type.bits)]
-    table = ", ".join(hex(_bfloat16(numbers[i % len(numbers)])) for i in range(32))
+    tables = "\n".join(f"static const u16 book{i}_[32] __attribute__((aligned(64))) = "
+                       f"{{{', '.join(hex(_bfloat16(number)) for number in numbers)}}};"
+                       for i, (_, numbers) in enumerate(books(type)))
     places, many, run = order(type), len(order(type)), tiles.run_of(type, k)
     at = "order[k + i]" if type.permuted else "(k + i)"
     if type.permuted or a.k != 1: read = f"vw x; for (int i = 0; i < {many}; i++) x[i] = p[{at} * {a.k}ll];"
@@ -59,10 +75,10 @@ def functions(spec: QuantGemmSpec) -> str:
     return f"""
 typedef VECTOR(u16, 32) vh32;
 typedef VECTOR(u16, {many}) vw __attribute__((aligned(2), may_alias));
-static const u16 book_[32] __attribute__((aligned(64))) = {{{table}}};
-INLINE vi look_(vi at) {{
+{tables}
+INLINE vi look_(const u16 *book, vi at) {{
   vi x;
-  __asm__("vpermw %2, %1, %0" : "=v"(x) : "v"(at), "v"(*(const vi *)book_));
+  __asm__("vpermw %2, %1, %0" : "=v"(x) : "v"(at), "v"(*(const vi *)book));
   return x;
 }}
 INLINE vf dots2_(vf c, vi v, const u16 *x) {{
@@ -101,9 +117,9 @@ def main_loop(spec: QuantGemmSpec, rows: int, chains: int) -> str:
     def words(at: int) -> str:
         lines, pairs = tiles.loads(spec, step, at), len(order(type)) // 2
         for word in range(step // (2 * pairs)):
-            for i, right in enumerate(shifts(type)):
-                lines.append(f"{{ const vi v = look_((vi)((vh32)codes{word * pairs // 2} >> (u16){right}));")
-                at = 2 * (word * pairs + i)
+            for i, (right, (book, (first, _))) in enumerate(product(shifts(type), enumerate(books(type)))):
+                word_, at = f"(vh32)codes{word * pairs // 2}", 2 * (word * pairs + i // len(books(type)))
+                lines.append(f"{{ const vi v = look_(book{book}_, (vi)({word_} >> (u16){right + first}));")
                 lines += [f"{each[i % chains]} = dots2_({each[i % chains]}, v, x + k + {r * k + at});"
                           for r, each in sums.items()]
                 lines.append("}")

@@ -27,7 +27,7 @@ from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.quant_gemm.spec import INT8_BLOCK, QuantGemmSpec
 
 FEWEST_ROWS = 17            # fewer are for dots.py
-FEWEST_OF_PAIRS = 129       # where pairs.py needs no more for an operand than a shift and a look-up
+FEWEST_OF_PAIRS = 129       # where pairs.py needs but a shift and a look-up for an operand: not of bytes
 UNITS = 256                 # of a panel, 16 KB
 TALLEST = {16: 16, 8: 6, 4: 3}      # rows by lanes: totals of a tile and its panel's unit fill the registers
 STRIP = 32                  # rows of two AMX tiles, which one of the panel is multiplied with
@@ -41,7 +41,8 @@ def problems(spec: QuantGemmSpec, s: QuantPanels) -> list[str]:
     out = tiles.problems(spec)
     if spec.int8: out.append("activations of int8")
     by_tiles = _by_tiles(spec, s.isa)
-    fewest = FEWEST_OF_PAIRS if pairs.takes(spec, s.isa) and not by_tiles else FEWEST_ROWS
+    looked_up = pairs.takes(spec, s.isa) and spec.type.bits < 8
+    fewest = FEWEST_OF_PAIRS if looked_up and not by_tiles else FEWEST_ROWS
     if spec.gemm.m < fewest: out.append(f"{spec.gemm.m} rows, at least {fewest}")
     if by_tiles and s.rows != STRIP: out.append(f"rows {s.rows}, {STRIP} are needed")
     elif not by_tiles and not 1 <= s.rows <= TALLEST[s.isa.lanes]:
