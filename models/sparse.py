@@ -17,10 +17,11 @@ from tinygrad.dtype import DType
 from tinygrad_nv.functional import multiplies_sparse
 from tinygrad_nv.quant.readers.reader import Activations
 from tinygrad_nv.quant.sparse import SparseTensor, compressed, two_of_four
-from tinygrad_nv.quant.types import E4M3, INT8, QType
+from tinygrad_nv.quant.types import E4M3, INT8, TILE, QType
 
 from .llama import Llama
 
+CHUNK = 1 << 22         # elements that are packed at a time: NumPy makes some ten bytes of each
 SIZE = {dtypes.bfloat16: 0x7FFF, dtypes.float16: 0x7FFF, dtypes.fp8e4m3: 0x7F}     # bits but the sign
 
 
@@ -42,9 +43,12 @@ def packed(dtype: DType, shape: tuple[int, int], elements: np.ndarray, scales: n
            device: str | None) -> SparseTensor | None:
     """A sparse matrix of elements [N, K] (bits, or numbers of int8) and scales of rows, None where it is
     none."""
-    raw = elements.view(f"u{dtype.itemsize}")
-    size = np.abs(elements.view(np.int8).astype(np.int16)) if dtype == dtypes.int8 else raw & SIZE[dtype]
-    if ((size != 0).reshape(-1, 4).sum(-1) > 2).any(): return None
-    arrays = compressed(raw, two_of_four(size.astype(np.int32)))
+    parts, step = [], max(1, CHUNK // (shape[1] * TILE)) * TILE
+    for begin in range(0, shape[0], step):
+        raw = elements[begin:begin + step].view(f"u{dtype.itemsize}")
+        there = raw != 0 if dtype == dtypes.int8 else raw & SIZE[dtype] != 0
+        if (there.reshape(-1, 4).sum(-1, dtype=np.uint8) > 2).any(): return None
+        parts.append(compressed(raw, two_of_four(there)))
+    arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     if scales is not None: arrays["scales"] = scales.astype(np.float32).reshape(shape[0], 1)
     return SparseTensor.of(dtype, shape, arrays, device)

@@ -153,7 +153,9 @@ def two_of_four(size: np.ndarray) -> np.ndarray:
     """The mask that keeps the two of each four columns that are largest; the first of equal ones."""
     import numpy as np
     n, k = size.shape
-    order = np.argsort(-size.reshape(n, k // 4, 4), -1, kind="stable")
-    kept = np.zeros((n, k // 4, 4), bool)
-    np.put_along_axis(kept, order[:, :, :2], True, -1)
+    fours = [size[:, i::4] for i in range(4)]
+    kept = np.empty((n, k // 4, 4), bool)
+    for i, one in enumerate(fours):
+        before = sum((other >= one).astype(np.uint8) for other in fours[:i])
+        kept[:, :, i] = before + sum((other > one).astype(np.uint8) for other in fours[i + 1:]) < 2
     return kept.reshape(n, k)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tinygrad.dtype import DType
-from tinygrad_nv.models import weights
+from tinygrad_nv.models import sparse, weights
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
 from transformers import AutoModelForCausalLM
@@ -42,6 +42,12 @@ def opened(directory: Path, dtype: DType, device: str) -> Llama:
 
 
 def logits(model: Llama) -> Tensor: return model(Tensor([IDS], dtype=dtypes.int32, device=model.device))
+
+
+@pytest.fixture(autouse=True)
+def few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices are packed 16 rows at a time."""
+    monkeypatch.setattr(sparse, "CHUNK", 1)
 
 
 @pytest.mark.parametrize(("scheme", "format"), [("2:4", "compressed-tensors"), ("2:4", "sparse-24-bitmask"),

@@ -106,6 +106,11 @@ def test_gradients():
     np.testing.assert_array_equal(of_bias.numpy(), np.full(N, 20))
 
 
+def test_dtypes_without_a_kernel():
+    assert not multiplies_sparse(F32, (N, K), None)
+    assert not multiplies_sparse(BF16, (N, K + 2), None)
+
+
 def test_what_does_not_fit_is_refused():
     (x, _), w = inputs(4, BF16), matrix(BF16)
     bias = Tensor.zeros(N - 1)

@@ -24,7 +24,7 @@ from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.rows import placed_rows, symbolic_rows
 from tinygrad_nv.patterns.target import Target, choose
-from tinygrad_nv.quant.sparse import SparseTensor, spread
+from tinygrad_nv.quant.sparse import DTYPES, SparseTensor, spread
 from tinygrad_nv.quant.tensor import in_memory, numbers_of
 from tinygrad_nv.tile.expression import Expression, Load, Sum
 from tinygrad_nv.tile.gemm.spec import FLOAT16S, GemmSpec, Operand, Result
@@ -52,7 +52,7 @@ class SparseMatmul:
 def has_kernel(dtype: DType, shape: tuple[int, int], target: Target) -> bool:
     """Whether a target multiplies sparse matrices of a dtype and shape."""
     (n, k), out = shape, dtypes.bfloat16
-    if TABLE.family(target.kind, SparseGemmSpec) is None or k % 4: return False
+    if TABLE.family(target.kind, SparseGemmSpec) is None or dtype not in DTYPES or k % 4: return False
     total = Sum(dtypes.int32 if dtype == dtypes.int8 else dtypes.float32).cast(out)
     gemm = GemmSpec(16, n, k, Operand(dtype, k, 1), Operand(dtype, k, 1), Result(out, n, 1), (), total)
     return TABLE.choose(SparseGemmSpec(gemm), target) is not None
