@@ -44,11 +44,17 @@ def device() -> Any:
 @contender("gemm", "ours")
 def ours(shape: Any, buffers: Buffers, options: Options) -> Run:
     """Our kernel, by the cost model's schedule."""
+    return launched(shape.spec, buffers)
+
+
+def launched(spec: Any, buffers: Buffers) -> Run:
+    """The kernel of a spec, by the default schedule."""
     import torch
     from gemm_launch import GemmLauncher
-    gpu, spec = device(), shape.spec
+    gpu = device()
     arch, sm_count = gpu.properties.arch, gpu.properties.sm_count
-    if (schedule := choose(spec, GPU(arch, sm_count))) is None: raise NotMeasured("no schedule of ours")
+    if (schedule := choose(spec, GPU(arch, sm_count))) is None:
+        raise NotMeasured(TABLE.why_not(spec, GPU(arch, sm_count)))
     launcher = GemmLauncher(gpu, TABLE.build(spec, schedule, GPU(arch, sm_count, gpu.clusters)))
     torch.cuda.synchronize()
     bound = [launcher.bound(spec, {name: t.data_ptr() for name, t in each.items()}) for each in buffers]

@@ -15,14 +15,13 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
-from gemm_contenders import Buffers, device
+from gemm_contenders import Buffers, device, launched
 from gpu_parts import NotMeasured, Options, Run, about, contender
 from quant_data import dequantised
 from quant_workloads import TYPES, CodesWorkload, WeightOnly
 
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.template import GPU
-from tinygrad_nv.tile.templates import TABLE
 
 INNER_TILES = 8         # of K that torch packs together
 
@@ -30,20 +29,7 @@ INNER_TILES = 8         # of K that torch packs together
 @contender("quant", "ours")
 def ours(shape: Any, buffers: Buffers, options: Options) -> Run:
     """Our kernel, by the default schedule."""
-    import torch
-    from gemm_launch import GemmLauncher
-    gpu, spec = device(), shape.spec
-    arch, sm_count = gpu.properties.arch, gpu.properties.sm_count
-    if (schedule := choose(spec, GPU(arch, sm_count))) is None:
-        raise NotMeasured(TABLE.why_not(spec, GPU(arch, sm_count)))
-    launcher = GemmLauncher(gpu, TABLE.build(spec, schedule, GPU(arch, sm_count, gpu.clusters)))
-    torch.cuda.synchronize()
-    bound = [launcher.bound(spec, {name: t.data_ptr() for name, t in each.items()}) for each in buffers]
-    gpu.synchronize()
-
-    def run(i: int) -> None: bound[i](gpu.external_stream(torch.cuda.current_stream().cuda_stream))
-
-    return run
+    return launched(shape.spec, buffers)
 
 
 @about("quant")

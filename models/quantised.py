@@ -20,7 +20,7 @@ from tinygrad_nv.errors import WeightError
 from tinygrad_nv.functional import multiplies_codes, prepared
 from tinygrad_nv.quant.activations import QWeight, SparseWeight
 from tinygrad_nv.quant.floats import as_float32
-from tinygrad_nv.quant.readers.checks import AGAIN
+from tinygrad_nv.quant.readers.checks import AGAIN, FLOATS
 from tinygrad_nv.quant.readers.reader import Activations, Get, Reader, StoredMatrix, reader_of
 from tinygrad_nv.quant.sparse import SparseTensor
 from tinygrad_nv.quant.tensor import QTensor, in_memory
@@ -151,7 +151,8 @@ def _sparse(model: Llama, one: Projection, stored: Mapping[str, tuple[str, tuple
             ) -> StoredFloats | None:
     """A projection of floats that may be sparse."""
     name = f"{one.name}.weight"
-    fits = stored.get(name, ("", ()))[1] == one.shape
+    kind, shape = stored.get(name, ("", ()))
+    fits = kind in FLOATS and shape == one.shape
     return StoredFloats(name) if fits and sparse.candidate(model, one.shape) else None
 
 
