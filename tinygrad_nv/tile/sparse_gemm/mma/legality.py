@@ -16,7 +16,7 @@ def problems(spec: SparseGemmSpec, s: SparseMma, arch: str) -> list[str]:
     """Why the template cannot have this schedule; empty when it can."""
     if spec.gemm.symbolic: return ["rows known at launch, which would be columns"]
     if s.swap: return ["swapped: the sparse matrix is operand A"]
-    if spec.gemm.a.dtype in FP8 and arch not in ("sm_89", "sm_120"):
+    if spec.gemm.a.dtype in FP8 and arch != "sm_89":
         return [f"8-bit floats: their mma.sp begins with sm_89, {arch} has none in its tensor cores"]
     if spec.gemm.a.dtype.itemsize == 1 and spec.gemm.a.major == "MN":
         return ["activations of 8 bits that lie along rows: ldmatrix turns 16 bits"]

@@ -34,8 +34,7 @@ def problems(spec: SparseGemmSpec, s: SparseWgmma, arch: str) -> list[str]:
 def _stage(spec: SparseGemmSpec, s: SparseWgmma) -> list[str]:
     """Columns of a stage."""
     if s.block_k % UNIT: return [f"block_k={s.block_k} is not a multiple of the unit's {UNIT} columns"]
-    eight = spec.gemm.a.dtype in FP8
-    if eight and s.block_k != 2 * PROMOTED_K:
+    if spec.gemm.a.dtype in FP8 and s.block_k != 2 * PROMOTED_K:
         return [f"block_k={s.block_k}: fp8 sums go to float32 after {2 * PROMOTED_K} columns, a stage"]
     if s.stream: return ["stream-K"]
     if s.swizzle_width: return [f"swizzle {s.swizzle_width}: the widest"]
