@@ -19,13 +19,15 @@ INLINE vf dot_pair(vf c, vi a, vi b) {
 // AVX-VNNI's has the name of AVX-512's
 #if AVX512
 #define VPDPBUSD "vpdpbusd"
+#define REGISTER "v"
 #else
 #define VPDPBUSD "%{vex%} vpdpbusd"
+#define REGISTER "x"   // VEX reaches 16, of the 32 that a processor with AVX-512 has, too
 #endif
 // of a byte without a sign (`free`) and one with
 INLINE vi dot_quad(vi c, vi free, vi with) {
 #if HAVE_VNNI
-  __asm__(VPDPBUSD " %2, %1, %0" : "+v"(c) : "v"(free), "v"(with));
+  __asm__(VPDPBUSD " %2, %1, %0" : "+" REGISTER(c) : REGISTER(free), REGISTER(with));
   return c;
 #else
   for (int i = 0; i < 32; i += 8) c += ((free >> i) & 0xff) * (with << (24 - i) >> 24);

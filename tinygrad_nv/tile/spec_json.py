@@ -35,7 +35,7 @@ TUNED = (GemmSpec, *KINDS.values())
 def spec_to_json(spec: Any) -> dict[str, Any]:
     """A spec as plain data."""
     if type(spec) is GemmSpec: return _matmul_to_json(spec)
-    return {"kind": type(spec).__name__, **_plain(spec)}
+    return {"kind": type(spec).__name__, **to_plain(spec)}
 
 
 def _matmul_to_json(spec: GemmSpec) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def spec_from_json(data: Any) -> Any:
     """The spec of plain data. Raises `SpecError` for what is none."""
     try:
         if not isinstance(data, dict) or "kind" not in data: return _matmul(data)
-        return _read(KINDS[data["kind"]], {name: each for name, each in data.items() if name != "kind"})
+        return from_plain(KINDS[data["kind"]], {name: each for name, each in data.items() if name != "kind"})
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise SpecError(f"{str(data)[:200]} is no spec: {type(error).__name__} {error}",
                         "what spec_to_json makes", "export it again") from error
@@ -142,26 +142,28 @@ def _axis(value: Any) -> Any:
 
 # **** fields of any spec ****
 
-def _plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
+    """A dataclass, dtype, expression or tuple as plain data; other values as they are."""
     if isinstance(value, DType): return short(value)
     if isinstance(value, Expression): return _nodes(value)
-    if isinstance(value, tuple): return [*map(_plain, value)]
-    if is_dataclass(value): return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, tuple): return [*map(to_plain, value)]
+    if is_dataclass(value): return {each.name: to_plain(getattr(value, each.name)) for each in fields(value)}
     return value
 
 
-def _read(hint: Any, value: Any) -> Any:
-    """A value of plain data, of the type that a field is annotated with."""
+def from_plain(hint: Any, value: Any) -> Any:
+    """A value of plain data, of the type that a field is annotated with. Raises KeyError, TypeError or
+    ValueError for what is none."""
     arguments = get_args(hint)
     if isinstance(hint, UnionType):     # of something and None
-        return None if value is None else _read(arguments[0], value)
+        return None if value is None else from_plain(arguments[0], value)
     if get_origin(hint) is Literal:
         if value not in arguments: raise ValueError(f"{value!r} is none of {arguments}")
         return value
     if get_origin(hint) is tuple:
         if type(value) is not list: raise TypeError(f"{value!r} is not a list")
         kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else arguments
-        return tuple(_read(kind, each) for kind, each in zip(kinds, value, strict=True))
+        return tuple(from_plain(kind, each) for kind, each in zip(kinds, value, strict=True))
     if hint is DType: return _dtype(value)
     if hint is Expression: return _expression(value)
     if is_dataclass(hint): return _read_fields(hint, value)
@@ -173,4 +175,4 @@ def _read_fields(cls: Any, data: dict[str, Any]) -> Any:
     hints = get_type_hints(cls)
     names = {each.name for each in fields(cls)}
     if data.keys() != names: raise KeyError(", ".join(sorted(data.keys() ^ names)))
-    return cls(**{name: _read(hints[name], data[name]) for name in names})
+    return cls(**{name: from_plain(hints[name], data[name]) for name in names})

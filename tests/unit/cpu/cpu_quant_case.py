@@ -155,7 +155,7 @@ def matmul(type: QType, m: int, n: int, k: int, dtype: DType = F32, out: DType |
     """A matmul; `gap`: elements between rows of a."""
     result = Result(out or dtype, n, 1)
     gemm = GemmSpec(m, n, k, Operand(dtype, k + gap, 1), Operand(dtype, k, 1), result, (),
-                    Sum().cast(result.dtype), symbolic=symbolic)
+                    Sum(dtypes.int32 if dtype == dtypes.int8 else F32).cast(result.dtype), symbolic=symbolic)
     return QuantGemmSpec(gemm, type, int8)
 
 

@@ -14,6 +14,7 @@ from cpu_quant_case import (
     LEVELS,
     TYPES,
     built,
+    default,
     elements,
     in_bytes,
     matmul,
@@ -232,3 +233,14 @@ def test_the_reference_is_what_kernels_compute(int8: bool):
 def test_rows(m: int):
     check(types.Q4_0, m, 40, 96, dtype=F16)
     check(types.Q4_K, m, 16, 256, symbolic=True)
+
+
+def test_codes_of_one_row_are_fetched_ahead():
+    """Each line of a block once, of all planes; not for more rows, and not where a block is no vector's."""
+    def fetches(name: str, m: int, level: isa.ISA = isa.AVX512_BF16) -> int:
+        spec = matmul(replace(TYPES[name], layout="tiles"), m, 64, 256, F32, F32, int8=True)
+        target, schedule = default(spec, level)
+        return TABLE.build(spec, schedule, target).source.count("__builtin_prefetch")
+    assert [fetches(name, 1) for name in ("Q8_0", "Q4_K", "Q6_K")] == [8, 4, 6]
+    assert fetches("Q8_0", 4) == 0
+    assert fetches("Q8_0", 1, isa.AVX2) == 0

@@ -10,5 +10,7 @@
   dots.py       any number of rows times a matrix in tiles, in bytes, float32 or pairs of bfloat16
   panels.py     many rows of floats times a matrix in tiles, dequantised once for a block of rows
   amx.py        many rows in bytes times a matrix in tiles, by AMX tiles
+  codes.py      any number of rows of codes times codes of a matrix in tiles, in integers
+  codes_amx.py  many rows of codes, by AMX tiles
   templates.py  the templates in their order
 """

@@ -58,7 +58,7 @@ def default(spec: QuantGemmSpec, target: CPU) -> QuantAmx:
 
 def build(spec: QuantGemmSpec, s: QuantAmx) -> CPUKernel:
     """The kernel."""
-    gemm, (n, k) = spec.gemm, spec.shape
+    gemm, k = spec.gemm, spec.gemm.k
     panel = k * TILE if spec.type.bits < 8 else 0
     steps, blocks = k // tiles.step_of(spec.type), k // INT8_BLOCK
     # of a part: totals; bytes of a tile; bytes, scales, sums as numbers and times the shift of a block's rows
@@ -66,7 +66,7 @@ def build(spec: QuantGemmSpec, s: QuantAmx) -> CPUKernel:
     own = up(own, 64)
     across = -(-gemm.n // TILE)
     body = f"""
-  {decode.packed_of(spec.type, n, k)}
+  {decode.packed_of(spec.buffers)}
   u8 *own = (u8 *)work + core_id * {own}ll;
   float (*sums)[{s.block_m}][{TILE}] = (float (*)[{s.block_m}][{TILE}])own;
   s8 *q = (s8 *)(sums + {gemm.parts}), *bytes = q + {s.block_m * k};
@@ -90,11 +90,11 @@ def build(spec: QuantGemmSpec, s: QuantAmx) -> CPUKernel:
     for (s64 i = 0; i < rows; i++) for (s64 j = 0; j < columns; j += W) {{ {finish(gemm)} }}
   }}
   tiles_end();"""
-    inputs = [(c_type(gemm.a.dtype), "a"), *decode.pointers(spec.type, n, k),
+    inputs = [(c_type(gemm.a.dtype), "a"), *decode.pointers(spec.buffers),
               *((c_type(dtype), f"x{i}") for i, dtype in enumerate(gemm.parameters))]
     outputs, integers = [(c_type(gemm.out.dtype), "out"), ("u8", "work")], ["m"] if gemm.symbolic else []
     before = [header("gemm.h"), f"#define TILE_UNITS {tiles.step_of(spec.type) // 4}", header("amx.h"),
-              decode.struct(spec.type, n, k), tiles.functions(spec.type), rows.functions(spec, STRIP),
+              decode.struct(spec.buffers), tiles.functions(spec.type), rows.functions(spec, STRIP),
               _unpack(spec) if panel else "", _main_loop(spec)]
     return kernel(f"quant_amx_{gemm.m}x{gemm.n}x{gemm.k}", s.isa, body, outputs, inputs, integers, s.parts,
                   s.parts * own, "\n".join(before))

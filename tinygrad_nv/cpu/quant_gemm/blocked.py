@@ -58,8 +58,8 @@ def build(spec: QuantGemmSpec, schedule: QuantGemm) -> CPUKernel:
     else:
         functions.append(packing("a", gemm.a, kind, step))
         pack_a = f"pack_a({at} + k0 * {gemm.a.k}ll, left, rows, strips * {schedule.rows}, deep);"
-    pack_b = f"{decode.packed_of(spec.type, n, k)} pack_b(w, right, p * {gemm.n} + n0 + j, k0, most, deep);"
-    inputs = [(c_type(gemm.a.dtype), "a"), *decode.pointers(spec.type, n, k)]
+    pack_b = f"{decode.packed_of(spec.buffers)} pack_b(w, right, p * {gemm.n} + n0 + j, k0, most, deep);"
+    inputs = [(c_type(gemm.a.dtype), "a"), *decode.pointers(spec.buffers)]
     return assembled(f"quant_gemm_{gemm.m}x{gemm.n}x{gemm.k}", gemm, schedule,
                      Operands(functions, inputs, pack_a=pack_a, pack_b=pack_b))
 

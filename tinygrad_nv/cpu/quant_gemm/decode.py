@@ -14,7 +14,7 @@ has permutations by lane.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import gcd
 
 from tinygrad.dtype import DType
@@ -36,7 +36,8 @@ def problems(type: QType) -> list[str]:
 def untaken(spec: QuantGemmSpec) -> list[str]:
     """Why elements cannot be multiplied with numbers of a in float32."""
     layout = spec.type.layout
-    return problems(spec.type) + ["activations of int8"] * spec.int8 + [layout] * (layout != "rows")
+    out = problems(spec.type) + ["activations of int8"] * (spec.int8 or spec.codes)
+    return out + [layout] * (layout != "rows")
 
 
 def run_of(type: QType, k: int, lanes: int) -> int:
@@ -48,19 +49,19 @@ def run_of(type: QType, k: int, lanes: int) -> int:
     return most if most % lanes == 0 else 1
 
 
-def pointers(type: QType, n: int, k: int) -> list[tuple[str, str]]:
+def pointers(have: Mapping[str, Buffer]) -> list[tuple[str, str]]:
     """The buffers as a kernel's inputs: C types and names."""
-    return [(c_type(one.dtype), name) for name, one in buffers(type, n, k).items()]
+    return [(c_type(one.dtype), name) for name, one in have.items()]
 
 
-def packed_of(type: QType, n: int, k: int) -> str:
+def packed_of(have: Mapping[str, Buffer]) -> str:
     """C that declares `w`, the struct of all pointers."""
-    return f"const matrix w = {{{', '.join(name for _, name in pointers(type, n, k))}}};"
+    return f"const matrix w = {{{', '.join(have)}}};"
 
 
-def struct(type: QType, n: int, k: int) -> str:
+def struct(have: Mapping[str, Buffer]) -> str:
     """The struct of the pointers to buffers."""
-    fields = "\n".join(f"  const {kind} *{name};" for kind, name in pointers(type, n, k))
+    fields = "\n".join(f"  const {kind} *{name};" for kind, name in pointers(have))
     return f"""
 typedef struct {{
 {fields}
@@ -70,7 +71,7 @@ typedef struct {{
 def functions(type: QType, n: int, k: int, lanes: int) -> str:
     """The functions, of a matrix of n rows and k columns."""
     have = buffers(type, n, k)
-    return f"""{struct(type, n, k)}
+    return f"""{struct(have)}
 typedef struct {{ vf scale, zero, min; }} factors;
 {_value(type, have, lanes)}
 {_factors(type, have, k, lanes)}

@@ -36,6 +36,9 @@ from tinygrad_nv.tile.quant_gemm.spec import INT8_BLOCK, QuantGemmSpec
 
 FEW, PARTS = 16, 2          # of so many rows a is little work, and there are PARTS for each thread
 CHAINS = 4                  # sums side by side: the latency of a multiplication and addition
+# blocks of codes that are fetched ahead. On 2 cores of a Xeon (AMX, 105 MB of L3) decode of a model of 38M
+# parameters is 1.13 to 1.23 (q8_0) and 1.05 (q4_K_M) times as fast; 16 blocks gain 1.09 and nothing
+AHEAD, LINE = 8, 64         # LINE: bytes
 BYTES_OF_PART = 64 << 10    # of codes; waking a thread takes as long as reading so much
 
 
@@ -56,14 +59,14 @@ def default(spec: QuantGemmSpec, target: CPU) -> QuantDots:
 
 def build(spec: QuantGemmSpec, s: QuantDots) -> CPUKernel:
     """The kernel."""
-    gemm, (n, k) = spec.gemm, spec.shape
+    gemm, k = spec.gemm, spec.gemm.k
     count, steps, blocks = -(-gemm.n // TILE), k // tiles.step_of(spec.type), k // INT8_BLOCK
     # of a part: totals; bytes, scales, sums as numbers and times the shift, or a in float32
     own = gemm.m * (4 * TILE * gemm.parts + (k + 4 * blocks + 8 * steps if spec.int8 else 4 * k))
     own = -(-own // 64) * 64
     count_m = "m" if gemm.symbolic else str(gemm.m)
     body = f"""
-  {decode.packed_of(spec.type, n, k)}
+  {decode.packed_of(spec.buffers)}
   u8 *own = (u8 *)work + core_id * {own}ll;
   float (*sums)[{TILE}] = (float (*)[{TILE}])own;
   float *d = (float *)(sums + {gemm.parts * gemm.m});
@@ -78,13 +81,13 @@ def build(spec: QuantGemmSpec, s: QuantDots) -> CPUKernel:
     }}
     {epilogue(gemm)}
   }}"""
-    inputs = [(c_type(gemm.a.dtype), "a"), *decode.pointers(spec.type, n, k),
+    inputs = [(c_type(gemm.a.dtype), "a"), *decode.pointers(spec.buffers),
               *((c_type(dtype), f"x{i}") for i, dtype in enumerate(gemm.parameters))]
     outputs, integers = [(c_type(gemm.out.dtype), "out"), ("u8", "work")], ["m"] if gemm.symbolic else []
-    before = [header("gemm.h"), decode.struct(spec.type, n, k),
-              DOTS, SHORTS if _in_shorts(s.isa) else "", tiles.functions(spec.type),
+    before = [header("gemm.h"), decode.struct(spec.buffers),
+              DOTS, SHORTS if in_shorts(s.isa) else "", tiles.functions(spec.type),
               *_functions(spec, s.isa),
-              *(_main_loop(spec, s.isa, each) for each in _tall(spec, s))]
+              *(_main_loop(spec, s.isa, each) for each in tall(spec, s.rows))]
     return kernel(f"quant_dots_{gemm.m}x{gemm.n}x{gemm.k}", s.isa, body, outputs, inputs, integers, s.parts,
                   s.parts * own, "\n".join(before))
 
@@ -146,11 +149,11 @@ INLINE vi turned_(vi q, vi x) { __asm__("vpsignb %2, %1, %0" : "=x"(q) : "x"(q),
 
 # **** the main loop ****
 
-def _tall(spec: QuantGemmSpec, s: QuantDots) -> list[int]:
-    """How many rows the main loops have, the largest first."""
-    if spec.gemm.symbolic: return [1 << i for i in range(s.rows.bit_length())][::-1]
-    rest = spec.gemm.m % s.rows
-    return [s.rows, *[rest] * (rest > 0)]
+def tall(spec: QuantGemmSpec, rows: int) -> list[int]:
+    """How many rows the main loops have, at most `rows`, the largest first."""
+    if spec.gemm.symbolic: return [1 << i for i in range(rows.bit_length())][::-1]
+    rest = spec.gemm.m % rows
+    return [rows, *[rest] * (rest > 0)]
 
 
 def _calls(spec: QuantGemmSpec, s: QuantDots, rows: str) -> str:
@@ -159,7 +162,7 @@ def _calls(spec: QuantGemmSpec, s: QuantDots, rows: str) -> str:
     of_a = f"q + i * {gemm.k}, d + i * {blocks}, sq + i * {steps}, start + i * {steps}" if spec.int8 else \
         f"x + i * {gemm.k}, d + i * {gemm.k // tiles.run_of(spec.type, gemm.k)}" \
         if pairs.takes(spec, s.isa) else f"d + i * {gemm.k}"
-    for each in _tall(spec, s):
+    for each in tall(spec, s.rows):
         made.append(f"for (; i + {each} <= {rows}; i += {each}) dots_{each}(w, p * {-(-gemm.n // TILE)} + t, "
                     f"lane, {of_a}, sums[p * {gemm.m} + i] + lane);")
     return "\n      ".join(made)
@@ -197,7 +200,7 @@ def _bytes(spec: QuantGemmSpec, isa: ISA, rows: int) -> str:
     type, k, step = spec.type, spec.gemm.k, tiles.step_of(spec.type)
     steps, blocks = k // step, k // INT8_BLOCK
     begin = "(vi)start[s + {}]" if tiles.shift(type) and not _turned(type, isa) else "(vi)0"
-    out = []
+    out = _fetches(spec, isa, rows)
     for at in range(0, INT8_BLOCK, step):
         out.append(f"{{ const s64 k = at + {at}, s = k / {step};")
         out += [f"const vf {name} = {text};" for name, text in tiles.factors(spec, type.element.lsb).items()]
@@ -218,11 +221,24 @@ def _bytes(spec: QuantGemmSpec, isa: ISA, rows: int) -> str:
   }}"""
 
 
+def _fetches(spec: QuantGemmSpec, isa: ISA, rows: int) -> list[str]:
+    """C that fetches the codes of the block `AHEAD` blocks later, of one row: more wait less for memory.
+    Past the end of the matrix a prefetch does nothing."""
+    if rows > 1 or isa.lanes != TILE: return []
+    out = []
+    for name, bits, _ in tiles.planes(spec):
+        column = TILE * bits // 8
+        block = f"(const u8 *)w.{name} + (t * {spec.gemm.k}ll + at) * {column}"
+        out += [f"__builtin_prefetch({block} + {AHEAD * INT8_BLOCK * column + line});"
+                for line in range(0, INT8_BLOCK * column, LINE)]
+    return out
+
+
 def _quads(spec: QuantGemmSpec, isa: ISA, rows: int, step: int) -> list[str]:
     """C that adds the products of a step to c0, …"""
     type, quads = spec.type, range(step // 4)
     def of_a(r: int, i: int) -> str: return f"q + k + {r * spec.gemm.k + 4 * i}"
-    if not _in_shorts(isa):
+    if not in_shorts(isa):
         return [f"c{r} = dots_(c{r}, y{i}, {of_a(r, i)});" for i in quads for r in range(rows)]
     def spread(r: int, i: int) -> str: return f"(vi)*(const quad_u *)({of_a(r, i)})"
     if _turned(type, isa):
@@ -237,14 +253,14 @@ def _quads(spec: QuantGemmSpec, isa: ISA, rows: int, step: int) -> list[str]:
             for first in range(0, len(quads), most) for r in range(rows)]
 
 
-def _in_shorts(isa: ISA) -> bool:
+def in_shorts(isa: ISA) -> bool:
     """Whether bytes are multiplied by VPMADDUBSW."""
     return isa.lanes > 4 and not isa.vnni and not isa.emulated
 
 
 def _turned(type: QType, isa: ISA) -> bool:
     """Whether codes with a sign give it to a, by VPSIGNB, which AVX-512 has not."""
-    return _in_shorts(isa) and isa.lanes == 8 and tiles.signed(type)
+    return in_shorts(isa) and isa.lanes == 8 and tiles.signed(type)
 
 
 def _numbers(spec: QuantGemmSpec, isa: ISA, rows: int, chains: int) -> str:

@@ -55,7 +55,7 @@ def build(spec: QuantGemmSpec, s: QuantGemv) -> CPUKernel:
     wide, chunks = up(k, lanes) + lanes, -(-gemm.n // s.block_n)
     rows = "m" if gemm.symbolic else str(gemm.m)
     body = f"""
-  {decode.packed_of(spec.type, n, k)}
+  {decode.packed_of(spec.buffers)}
   float *wide = (float *)work + core_id * {gemm.m * wide}ll;
   for (s64 i = 0; i < {rows}; i++) {{ {_widened(spec, wide)} }}
   for (s64 i = {rows}; i < {gemm.m}; i++) for (s64 k = 0; k < {wide}; k++) wide[i * {wide} + k] = 0;
@@ -71,7 +71,7 @@ def build(spec: QuantGemmSpec, s: QuantGemv) -> CPUKernel:
     }}
     {epilogue(gemm)}
   }}"""
-    inputs = [(c_type(gemm.a.dtype), "a"), *decode.pointers(spec.type, n, k),
+    inputs = [(c_type(gemm.a.dtype), "a"), *decode.pointers(spec.buffers),
               *((c_type(dtype), f"x{i}") for i, dtype in enumerate(gemm.parameters))]
     outputs, integers = [(c_type(gemm.out.dtype), "out"), ("float", "work")], ["m"] if gemm.symbolic else []
     return kernel(f"quant_gemv_{gemm.m}x{gemm.n}x{gemm.k}", s.isa, body, outputs, inputs, integers, s.parts,

@@ -68,14 +68,14 @@ def _by_tiles(spec: QuantGemmSpec, isa: ISA) -> bool:
 
 def build(spec: QuantGemmSpec, s: QuantPanels) -> CPUKernel:
     """The kernel."""
-    gemm, (n, k), kind = spec.gemm, spec.shape, kind_of(spec.gemm, s.isa)
+    gemm, k, kind = spec.gemm, spec.gemm.k, kind_of(spec.gemm, s.isa)
     by_tiles = _by_tiles(spec, s.isa)
     per = PER[kind]
     units, across = k // per, -(-gemm.n // TILE)
     pitch = up(units, 16) + 16      # rows at distances of a power of two would share sets of the cache
     own = 4 * s.block_m * (TILE * gemm.parts + pitch)
     body = f"""
-  {decode.packed_of(spec.type, n, k)}
+  {decode.packed_of(spec.buffers)}
   u8 *own = (u8 *)work + core_id * {own}ll;
   float (*sums)[{s.block_m}][{TILE}] = (float (*)[{s.block_m}][{TILE}])own;
   u32 *x = (u32 *)(sums + {gemm.parts}), panel[{UNITS} * {TILE}] __attribute__((aligned(64)));
@@ -96,10 +96,10 @@ def build(spec: QuantGemmSpec, s: QuantPanels) -> CPUKernel:
     for (s64 i = 0; i < rows; i++) for (s64 j = 0; j < columns; j += W) {{ {finish(gemm)} }}
   }}
   {'tiles_end();' if by_tiles else ''}"""
-    inputs = [(c_type(gemm.a.dtype), "a"), *decode.pointers(spec.type, n, k),
+    inputs = [(c_type(gemm.a.dtype), "a"), *decode.pointers(spec.buffers),
               *((c_type(dtype), f"x{i}") for i, dtype in enumerate(gemm.parameters))]
     outputs, integers = [(c_type(gemm.out.dtype), "out"), ("u8", "work")], ["m"] if gemm.symbolic else []
-    before = [header("gemm.h"), decode.struct(spec.type, n, k), tiles.functions(spec.type),
+    before = [header("gemm.h"), decode.struct(spec.buffers), tiles.functions(spec.type),
               columns.functions(spec.type, s.isa), PAIR if kind == "pair" else "", _unpack(spec, s.isa, kind),
               *([header("amx.h"), _tiles(pitch)] if by_tiles else [_micro(kind, s, pitch)])]
     return kernel(f"quant_panels_{gemm.m}x{gemm.n}x{gemm.k}", s.isa, body, outputs, inputs, integers, s.parts,

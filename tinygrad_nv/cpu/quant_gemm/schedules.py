@@ -32,6 +32,24 @@ class QuantDots(CPUSchedule):
 
 
 @dataclass(frozen=True)
+class CodesDots(CPUSchedule):
+    """Of codes times a matrix in tiles (codes.py): `rows` rows of a at a time."""
+    rows: int = 0
+    template: ClassVar[str] = "codes_dots"
+
+    def words(self) -> list[str]: return [*super().words(), f"{self.rows} rows at a time"]
+
+
+@dataclass(frozen=True)
+class CodesAmx(CPUSchedule):
+    """Of codes times a matrix in tiles, by AMX tiles (codes_amx.py): blocks of `block_m` rows of a."""
+    block_m: int = 0
+    template: ClassVar[str] = "codes_amx"
+
+    def words(self) -> list[str]: return [*super().words(), f"blocks of {self.block_m} rows"]
+
+
+@dataclass(frozen=True)
 class QuantAmx(CPUSchedule):
     """Of a matrix in tiles, by AMX tiles (amx.py): blocks of `block_m` rows of a."""
     block_m: int = 0

@@ -1,9 +1,17 @@
 """The templates of a matmul with a quantised matrix on a CPU: amx.py, panels.py and dots.py (in
-tiles), gemv.py (few rows), blocked.py."""
+tiles), codes_amx.py and codes.py (of codes), gemv.py (few rows), blocked.py."""
 from __future__ import annotations
 
-from tinygrad_nv.cpu.quant_gemm import amx, blocked, dots, gemv, panels
-from tinygrad_nv.cpu.quant_gemm.schedules import QuantAmx, QuantDots, QuantGemm, QuantGemv, QuantPanels
+from tinygrad_nv.cpu.quant_gemm import amx, blocked, codes, codes_amx, dots, gemv, panels
+from tinygrad_nv.cpu.quant_gemm.schedules import (
+    CodesAmx,
+    CodesDots,
+    QuantAmx,
+    QuantDots,
+    QuantGemm,
+    QuantGemv,
+    QuantPanels,
+)
 from tinygrad_nv.cpu.template import template
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 from tinygrad_nv.tile.template import Family
@@ -13,4 +21,6 @@ GEMM = template(QuantGemmSpec, QuantGemm, blocked.default, blocked.problems, blo
 DOTS = template(QuantGemmSpec, QuantDots, dots.default, dots.problems, dots.__name__)
 AMX = template(QuantGemmSpec, QuantAmx, amx.default, amx.problems, amx.__name__)
 PANELS = template(QuantGemmSpec, QuantPanels, panels.default, panels.problems, panels.__name__)
-FAMILY = Family("quant_gemm", (AMX, PANELS, DOTS, GEMV, GEMM))
+CODES_AMX = template(QuantGemmSpec, CodesAmx, codes_amx.default, codes_amx.problems, codes_amx.__name__)
+CODES_DOTS = template(QuantGemmSpec, CodesDots, codes.default, codes.problems, codes.__name__)
+FAMILY = Family("quant_gemm", (CODES_AMX, CODES_DOTS, AMX, PANELS, DOTS, GEMV, GEMM))

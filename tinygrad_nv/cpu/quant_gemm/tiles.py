@@ -18,11 +18,13 @@ from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.quant_gemm.spec import INT8_BLOCK, QuantGemmSpec
 
 
-def problems(spec: QuantGemmSpec) -> list[str]:
-    """Why a matrix is not read in tiles; empty when it can be."""
+def problems(spec: QuantGemmSpec, codes: bool = False) -> list[str]:
+    """Why a matrix is not read in tiles; empty when it can be. `codes`: by a template of activations that are
+    codes."""
     type, gemm = spec.type, spec.gemm
     if type.layout != "tiles": return ["a matrix that is not in tiles"]
     out = decode.problems(type) + expression.problems(gemm.epilogue)
+    if spec.codes != codes: out.append(f"activations of {short(gemm.a.dtype)}")
     if type.element.values and (type.bits != 4 or type.shift or type.zeros):
         out.append(f"codes {type.element}")
     if spec.int8 and not type.element.lsb: out.append(f"codes {type.element} times int8")
@@ -100,7 +102,7 @@ def _number(spec: QuantGemmSpec, name: str, scale: Scale) -> str:
 def loads(spec: QuantGemmSpec, step: int, at: int) -> list[str]:
     """C of the words of a step's codes, codes0, … and high0, …, each named after the first quad in it."""
     lines = []
-    for name, bits, _ in _planes(spec):
+    for name, bits, _ in planes(spec):
         each, width = 8 // bits, spec.buffers[name].shape[1]
         for first in range(0, step // 4, each):
             column = f"(k + {4 * first})" if at % (4 * each) == 0 else "at"
@@ -114,7 +116,7 @@ def quads(spec: QuantGemmSpec, step: int, at: int) -> list[str]:
     type, lines = spec.type, []
     for quad in range(step // 4):
         terms = []
-        for name, bits, to in _planes(spec):
+        for name, bits, to in planes(spec):
             each = 8 // bits
             whole = at // 4 + quad
             right, mask = whole % each * bits - to, ((1 << bits) - 1 << to) * 0x01010101
@@ -128,7 +130,7 @@ def quads(spec: QuantGemmSpec, step: int, at: int) -> list[str]:
     return lines
 
 
-def _planes(spec: QuantGemmSpec) -> list[tuple[str, int, int]]:
+def planes(spec: QuantGemmSpec) -> list[tuple[str, int, int]]:
     """Name, bits, and the lowest bit's place in codes."""
     low, bits = spec.type.low_bits, spec.type.bits
     return [("codes", low, 0), *[("high", bits - low, low)] * (bits > low)]

@@ -94,11 +94,13 @@ def lowered(what: QuantMatmul, target: Target, x: UOp, *rest: UOp) -> tuple[UOp,
                                        [storage, *rest], flops=count, nbytes=moved, **counted)
 
 
-def prepared(w: QTensor) -> QTensor:
+def prepared(w: QTensor, codes: bool = False) -> QTensor:
     """A matrix as kernels of its device read it fastest: in tiles or fragments where templates take those,
-    else as it is. It has buffers of its own, about as many bytes: drop the other."""
+    else as it is. It has buffers of its own, about as many bytes: drop the other. `codes`: for
+    `scaled_matmul`, which reads no fragments."""
     target = target_of(w.buffers["codes"].device)
     if target is None or w.type.layout != "rows": return w
+    if codes and target.matrix_layout == "fragments": return w
     made = w.multiplied() if target.matrix_layout == "fragments" else w
     (n, k), dtype = w.shape, dtypes.bfloat16
     try:
@@ -107,6 +109,14 @@ def prepared(w: QTensor) -> QTensor:
         found = TABLE.choose(QuantGemmSpec(gemm, type), target)
     except SpecError: return w
     return w if found is None or not w.finite else made.of_rows().laid(type.layout)
+
+
+def prepared_for(device: str | None) -> str:
+    """What `prepared` depends on besides a matrix, for keys of what it made: the kind of kernels, and their
+    instructions. Not the number of threads, which changes no layout."""
+    target = target_of(device)
+    if target is None: return "none"
+    return f"{target.kind} {target.instructions}"
 
 
 def _in_bytes(what: QuantMatmul) -> bool:

@@ -11,7 +11,8 @@ Where they are of whole rows and columns they are the epilogue of a plain matmul
 
     out = (Σ x w) · scale_w · scale_x + bias
 
-in float32, rounded once to `dtype`. Sums of groups are multiplied by both scales while they are added up
+in float32, rounded once to `dtype`; of a matrix in tiles, as CPUs read it, of one that is quantised
+(tile/quant_gemm). Sums of groups are multiplied by both scales while they are added up
 (tile/scaled_gemm). The reference is that in plain tinygrad. There is no gradient: codes have none.
 """
 from __future__ import annotations
@@ -32,15 +33,18 @@ from tinygrad_nv.patterns.index import largest
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.rows import placed_rows, symbolic_rows
 from tinygrad_nv.patterns.target import Target, choose
+from tinygrad_nv.quant.layouts import unlaid
 from tinygrad_nv.quant.tensor import QTensor, dequantized, in_memory, numbers_of
 from tinygrad_nv.quant.types import E4M3, INT8, QType, Scale, nbytes
 from tinygrad_nv.tile.expression import Expression, Load, Sum
 from tinygrad_nv.tile.gemm.spec import FLOAT16S, GemmSpec, Operand, Result
+from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 from tinygrad_nv.tile.scaled_gemm.spec import GROUP, BlockScales, ScaledGemmSpec
 from tinygrad_nv.tile.templates import TABLE
 
 NAME = "scaled_gemm"
 FLOATS = (dtypes.float32, *FLOAT16S)
+Spec = GemmSpec | ScaledGemmSpec | QuantGemmSpec
 
 
 @dataclass(frozen=True)
@@ -57,20 +61,28 @@ class ScaledMatmul:
 
 def takes_codes(type: QType) -> bool:
     """Whether a matrix's codes can be multiplied as they are: int8 or e4m3, with scales alone."""
-    return type == QType(type.element, type.scale) and type.element in (INT8, E4M3) and not type.scale.e8m0
+    plain = QType(type.element, type.scale, layout="tiles" if _in_tiles(type) else "rows")
+    return type == plain and type.element in (INT8, E4M3) and not type.scale.e8m0
+
+
+def _in_tiles(type: QType) -> bool: return type.layout == "tiles" and type.element == INT8
 
 
 def has_kernel(type: QType, shape: tuple[int, int], element: str, block: Scale, target: Target) -> bool:
     """Whether a target multiplies codes of a matrix with those of activations, quantised to `element` with
-    scales of blocks."""
+    scales of blocks. On targets whose matrices lie in tiles: of one that is `prepared`."""
     (n, k), m = shape, 64       # more rows than gemv's
+    if target.matrix_layout == "tiles": type = replace(type.of_rows(), layout="tiles")
     group = block.columns if block.columns < k else 0
     if not takes_codes(type) or type.element.name != element or group != type.scale.columns: return False
     try:
-        spec = _gemm(ScaledMatmul(type, shape, dtypes.bfloat16), m, Operand(type.element.dtype, k, 1), False)
+        spec: Spec
+        spec = gemm = _gemm(ScaledMatmul(type, shape, dtypes.bfloat16), m, Operand(type.element.dtype, k, 1),
+                            False)
+        if _in_tiles(type): spec = QuantGemmSpec(gemm, type)
         if group == GROUP:
             scales = BlockScales(1, k // GROUP), BlockScales(type.scale.rows or n, -(-k // GROUP))
-            spec = ScaledGemmSpec(m, n, k, spec.a, spec.b, spec.out, a_scale=scales[0], b_scale=scales[1])
+            spec = ScaledGemmSpec(m, n, k, gemm.a, gemm.b, gemm.out, a_scale=scales[0], b_scale=scales[1])
         return group in (0, GROUP) and TABLE.choose(spec, target) is not None
     except SpecError: return False
 
@@ -114,10 +126,13 @@ def multiplied(what: ScaledMatmul, x: Tensor, codes: Tensor, scales: Tensor,
     """The same in tinygrad. Of groups, scales are multiplied before the sum."""
     if what.scale is None: x_scale, bias = more[0], more[1:]
     else: x_scale, bias = Tensor.full((1,) * x.ndim, what.scale, dtype=dtypes.float32, device=x.device), more
-    groups, int8 = int(x_scale.shape[-1]), what.type.element == INT8
+    groups, int8, plain = int(x_scale.shape[-1]), what.type.element == INT8, replace(what.type, layout="rows")
+    if _in_tiles(what.type):
+        codes, scales = (unlaid(what.type, name, one, *what.shape)
+                         for name, one in (("codes", codes), ("scales", scales)))
     if groups > 1 or what.type.scale.columns:
         wide = _numbers(what.type, x).float().reshape(*x.shape[:-1], groups, -1) * x_scale.unsqueeze(-1)
-        w = dequantized(what.type, what.shape, {"codes": codes, "scales": scales})
+        w = dequantized(plain, what.shape, {"codes": codes, "scales": scales})
         made = wide.reshape(x.shape).contiguous() @ w.contiguous().T
     else:
         left, right = (_numbers(what.type, each).contiguous() for each in (x, codes))
@@ -143,6 +158,7 @@ def lowered(what: ScaledMatmul, target: Target, x: UOp, codes: UOp, scales: UOp,
     groups = what.type.scale.columns or (x_scale is not None and x_scale.shape[-1] > 1)
     way = _of_groups if groups else _of_rows
     spec, inputs = way(what, _gemm(what, m, a, rows is not None), x, x_scale, scales, bias)
+    if _in_tiles(what.type) and isinstance(spec, GemmSpec): spec = QuantGemmSpec(spec, what.type)
     counted: dict[str, Any] = {} if rows is None else {"rows": rows, "variables": [rows]}
     moved = nbytes(what.type, n, k) + prod(x.shape[:-1]) * (k + n * what.dtype.itemsize)
     return choose(spec, target).called(storage.device, [program.Output((*x.shape[:-1], n), what.dtype)],
@@ -159,7 +175,7 @@ def _gemm(what: ScaledMatmul, m: int, a: Operand, symbolic: bool) -> GemmSpec:
 
 
 def _of_rows(what: ScaledMatmul, gemm: GemmSpec, x: UOp, x_scale: UOp | None, scales: UOp,
-             bias: Sequence[UOp]) -> tuple[GemmSpec, list[UOp]]:
+             bias: Sequence[UOp]) -> tuple[Spec, list[UOp]]:
     """With scales of rows and columns in its epilogue; and where the scales lie."""
     total = Sum(gemm.accumulate).cast(dtypes.float32)
     total = total * Load(0, scales.dtype, 0, what.type.scale.rows).cast(dtypes.float32)
@@ -172,7 +188,7 @@ def _of_rows(what: ScaledMatmul, gemm: GemmSpec, x: UOp, x_scale: UOp | None, sc
 
 
 def _of_groups(what: ScaledMatmul, gemm: GemmSpec, x: UOp, x_scale: UOp | None, scales: UOp,
-               bias: Sequence[UOp]) -> tuple[GemmSpec, list[UOp]]:
+               bias: Sequence[UOp]) -> tuple[Spec, list[UOp]]:
     """With scales of groups of K."""
     blocks = what.type.scale
     if x_scale is None or blocks.columns != GROUP:

@@ -2,7 +2,7 @@
 
 Protocol. `quantize(x, element, block, scale)` rounds x (…, K) as quant/activations.py says, to int8 or e4m3,
 with a scale of each row or of groups of it, or a static one; bit for bit, but for the sign of e4m3's zeros.
-On a GPU it is one kernel with what makes x, where that is made of rows of memory (a norm, silu(gate) · up;
+It is one kernel with what makes x, where that is made of rows of memory (a norm, silu(gate) · up;
 patterns/norm): tile/norm's, with the largest |x| of a row or group as another statistic. Else x is stored
 first.
 """

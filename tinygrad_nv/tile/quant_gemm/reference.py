@@ -6,6 +6,7 @@ from dataclasses import replace
 from tinygrad import Tensor
 from tinygrad.dtype import dtypes
 
+from tinygrad_nv.quant.layouts import unlaid
 from tinygrad_nv.quant.tensor import dequantized
 from tinygrad_nv.tile.gemm import reference as gemm
 from tinygrad_nv.tile.gemm.spec import Operand
@@ -24,6 +25,10 @@ def arguments(spec: QuantGemmSpec) -> tuple[Argument, ...]:
 def reference(spec: QuantGemmSpec, given: Given, exact: bool = False) -> tuple[Tensor, ...]:
     """[m, n]."""
     shaped = {name: given[name].reshape(one.shape) for name, one in spec.buffers.items()}
+    if spec.codes:
+        codes = shaped["codes"]
+        if spec.type.layout != "rows": codes = unlaid(spec.type, "codes", codes, *spec.shape)
+        return gemm.reference(spec.gemm, {**given, "b": codes.contiguous().flatten()}, exact)
     wide = exact or spec.int8
     b = dequantized(spec.type, spec.shape, shaped, dtypes.float32 if wide else spec.gemm.b.dtype)
     if not spec.int8: return gemm.reference(spec.gemm, {**given, "b": b.contiguous().flatten()}, exact)

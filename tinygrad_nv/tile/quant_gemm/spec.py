@@ -11,6 +11,10 @@ A kernel may round dequantised elements to a's dtype, as the reference does, or 
 multiplied; dequantised elements are not rounded then:
 
     d = max |a| / 127       q = nearest(a · (1 / d)), ties to even       a ≈ q · d
+
+`codes`: a is int8 itself, codes that were quantised before. They are multiplied with the matrix's codes, and
+sums are int32, exact. Of the matrix's buffers kernels take `codes` alone: scales of both are parameters of
+the epilogue.
 """
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from dataclasses import dataclass
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.quant.types import Buffer, QType, buffers
+from tinygrad_nv.quant.types import INT8, Buffer, QType, buffers
 from tinygrad_nv.tile.gemm.spec import FLOAT16S, GemmSpec, Operand
 
 INT8_BLOCK = 32     # activations that are quantised with one scale
@@ -35,8 +39,12 @@ class QuantGemmSpec:
 
     def __post_init__(self) -> None:
         gemm, (n, k) = self.gemm, self.shape
-        if gemm.a.dtype not in FLOATS:
-            raise SpecError(f"activations of {gemm.a.dtype.name}", ", ".join(d.name for d in FLOATS))
+        if gemm.a.dtype not in (*FLOATS, dtypes.int8):
+            raise SpecError(f"activations of {gemm.a.dtype.name}",
+                            ", ".join(d.name for d in (*FLOATS, dtypes.int8)))
+        scaled = QType(INT8, self.type.scale, layout=self.type.layout)
+        if self.codes and (self.type != scaled or self.type.scale.columns or self.int8):
+            raise SpecError(f"codes of activations, b of {self.type}", "int8 with scales of rows alone")
         apart = gemm.parts > 1 and gemm.part != gemm.n * k
         if gemm.b != Operand(gemm.a.dtype, k, 1) or gemm.batch or apart:
             raise SpecError(f"a quantised operand {gemm.b} of a batch {gemm.batch}",
@@ -46,14 +54,20 @@ class QuantGemmSpec:
         buffers(self.type, n, k)
 
     @property
+    def codes(self) -> bool:
+        """Whether a is codes."""
+        return self.gemm.a.dtype == dtypes.int8
+
+    @property
     def shape(self) -> tuple[int, int]:
         """Of the quantised matrix, of all parts."""
         return self.gemm.parts * self.gemm.n, self.gemm.k
 
     @property
     def buffers(self) -> dict[str, Buffer]:
-        """Those of the quantised matrix."""
-        return buffers(self.type, *self.shape)
+        """Those of the quantised matrix that kernels take."""
+        found = buffers(self.type, *self.shape)
+        return {"codes": found["codes"]} if self.codes else found
 
     @property
     def integers(self) -> tuple[int, ...]:

@@ -118,9 +118,15 @@ def arguments(spec: GemmSpec, seed: int = 0, integers: bool = True, most: int = 
 
 # **** the answer ****
 
-def reference(spec: GemmSpec, given: dict[str, torch.Tensor], float32: bool = False) -> torch.Tensor:
-    """[*batch, m, n] in float64: sums exact (or in float32), each node of the epilogue rounded to its
-    dtype."""
+def reference(spec: GemmSpec, given: dict[str, torch.Tensor], float32: bool = False,
+              in_turn: bool = False) -> torch.Tensor:
+    """[*batch, m, n] in float64: sums exact (or in float32; `in_turn`: one product after the other, the same
+    on every processor, which torch's are not), each node of the epilogue rounded to its dtype."""
+    def sums_of(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if not in_turn: return a @ b.transpose(-1, -2)
+        total = torch.zeros(*a.shape[:-1], b.shape[-2], dtype=a.dtype)
+        for k in range(spec.k): total += a[..., :, None, k] * b[..., None, :, k]
+        return total
     where = places(spec)
 
     def matrix(name: str, part: int = 0) -> torch.Tensor:
@@ -129,7 +135,7 @@ def reference(spec: GemmSpec, given: dict[str, torch.Tensor], float32: bool = Fa
         return view(wide, extents, strides, offset) * scales(spec, name, given).to(wide.dtype)
 
     a = matrix("a")
-    sums = [(a @ matrix("b", part).transpose(-1, -2)).double() for part in range(spec.parts)]
+    sums = [sums_of(a, matrix("b", part)).double() for part in range(spec.parts)]
     return evaluate(spec, spec.epilogue, sums, given)
 
 
