@@ -15,8 +15,8 @@ Neither stops at an end token; all use as many threads as the machine has cores.
 prompt's submission; tokens/s over the tokens after the first; of prefill, tokens of the prompt a second.
 "start" is from process start to ready for greedy text: imports, loading, and whatever each engine compiles.
 
-llama.cpp is `llama-cpp-python`, with the package `gguf` to write the weights in its format
-(cpu_llama_cpp.py).
+llama.cpp is `llama-cpp-python` (gguf_peer.py), with the package `gguf` to write the weights in its format
+(gguf_writer.py).
 """
 from __future__ import annotations
 
@@ -48,6 +48,8 @@ SMALL = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4,
 MODELS: dict[str, tuple[str, dict[str, int]]] = {
     "box": ("float32", {}),
     "37M": ("float32", {**SMALL, "intermediate_size": 1408, "num_hidden_layers": 7}),
+    # as the 37M, every dimension a multiple of 256, as K-quants have them
+    "38M": ("float32", {**SMALL, "intermediate_size": 1536, "num_hidden_layers": 7}),
     "60M": ("float32", {**SMALL, "intermediate_size": 1536, "num_hidden_layers": 14}),
     "1B": ("bfloat16", {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
                         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}),
@@ -113,8 +115,12 @@ def work_theirs(directory: str, tokens: int, dtype: str) -> None:
 
 def work_llama_cpp(directory: str, tokens: int, dtype: str) -> None:
     """The llama.cpp process."""
-    from cpu_llama_cpp import Session
-    session = Session(directory, dtype, room=len(LONG) + 1)
+    from gguf_peer import Session
+    from gguf_writer import write
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        write(Path(directory), path, dtype)
+        session = Session(str(path), room=len(LONG) + 257)
 
     def once(mode: str) -> dict[str, Any]:
         prompt, count = (LONG, 1) if mode == "prefill" else (PROMPT, tokens)

@@ -1,16 +1,18 @@
 """GGUF files on the CPU beside llama.cpp: the same file, the same prompts, in one interleaved run.
 
-    python bench/cpu_gguf.py FILE.gguf … [--tokens 64] [--prompt 256] [--repeat 9] [--dtype bfloat16]
+    python bench/cpu_gguf.py FILE.gguf … [--tokens 129] [--prompt 512] [--repeat 9] [--peer PYTHON] [--save]
 
-Each engine is a process that loads, warms up, and then answers one repetition of a mode, so that only one of
-them computes at a time. Both use as many threads as the machine has cores:
+gguf_models.py makes files of random models. Each engine is a process that loads, warms up, and then answers
+one repetition of a mode, so that only one of them computes at a time. Both use as many threads as the machine
+has cores:
 
-    tg      tokens/s of `--tokens` greedy ones, after a prompt of 32
+    tg      tokens/s of `--tokens` greedy ones after the first, after a prompt of 32
     pp      tokens/s of a prompt of `--prompt`, with the first token chosen after it
 
 A ratio is of neighbouring repetitions, so that what slows both for a while cancels. A pair during which other
 processes took more than `QUIET` of the cores is not counted (Linux): threads that wait for each other suffer
-more than others. llama.cpp is `llama-cpp-python`, built for this processor.
+more than others. llama.cpp is `llama-cpp-python`, built for this processor (gguf_peer.py). `--peer` is the
+Python that has it, where this one has not.
 """
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ import argparse
 import json
 import subprocess
 import sys
-import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -58,25 +60,13 @@ def work_ours(path: str, arguments: argparse.Namespace) -> Callable[[str], float
 
 def work_theirs(path: str, arguments: argparse.Namespace) -> Callable[[str], float]:
     """The llama.cpp process."""
-    import os
-
-    import llama_cpp
-    import numpy as np
-    threads = os.cpu_count() or 1
-    model = llama_cpp.Llama(path, n_ctx=arguments.prompt + arguments.tokens + 256, n_threads=threads,
-                            n_threads_batch=threads, n_batch=512, verbose=False, use_mmap=False)
+    from gguf_peer import Session
+    session = Session(path, arguments.prompt + arguments.tokens + 256)
 
     def once(mode: str) -> float:
-        tokens, count = prompt_of(mode, arguments.prompt), arguments.tokens if mode == "tg" else 1
-        prompt, first = tokens, 0.0
-        model.reset()
-        begun = time.perf_counter()
-        for _ in range(count):
-            model.eval(tokens)
-            last = llama_cpp.llama_get_logits_ith(model.ctx, -1)
-            tokens = [int(np.argmax(np.ctypeslib.as_array(last, shape=(model.n_vocab(),))))]
-            first = first or time.perf_counter() - begun
-        return rate(mode, prompt, count, first, time.perf_counter() - begun)
+        prompt, count = prompt_of(mode, arguments.prompt), arguments.tokens if mode == "tg" else 1
+        _, first, whole = session.greedy(prompt, count)
+        return rate(mode, prompt, count, first, whole)
     return once
 
 
@@ -95,7 +85,8 @@ class Worker:
     """One engine's process."""
 
     def __init__(self, engine: str, path: Path, arguments: argparse.Namespace) -> None:
-        command = [sys.executable, __file__, str(path), "--work", engine, "--dtype", arguments.dtype,
+        python = arguments.peer if engine == THEIRS else sys.executable
+        command = [python, __file__, str(path), "--work", engine, "--dtype", arguments.dtype,
                    "--tokens", str(arguments.tokens), "--prompt", str(arguments.prompt)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.answer()
@@ -166,18 +157,26 @@ def compare(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     print(table(["tokens/s", *ENGINES, "ratio"], rows), flush=True)
     for mode, share in shares.items():
         if share > QUIET: print(f"{mode}: other processes took up to {share:.0%} of the cores", flush=True)
-    return {"file": path.name, "bytes": path.stat().st_size, "runs": runs, "others": shares,
-            "ratio": {mode: median(each) for mode, each in ratios.items()}}
+    return {"file": path.name, "bytes": path.stat().st_size, "types": types_of(path), "runs": runs,
+            "others": shares, "ratio": {mode: median(each) for mode, each in ratios.items()}}
+
+
+def types_of(path: Path) -> dict[str, int]:
+    """How many matrices of a file have each type."""
+    import gguf
+    tensors = gguf.GGUFReader(path).tensors
+    return dict(Counter(each.tensor_type.name for each in tensors if len(each.shape) > 1))
 
 
 def main() -> None:
     """Runs the comparison, or one engine's side of it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    parser.add_argument("--tokens", type=int, default=64, help="to generate (default 64)")
-    parser.add_argument("--prompt", type=int, default=256, help="tokens of a long prompt (default 256)")
+    parser.add_argument("--tokens", type=int, default=129, help="to generate (default 129)")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a long prompt (default 512)")
     parser.add_argument("--repeat", type=int, default=9, help="turns of each side (default 9)")
     parser.add_argument("--dtype", default="auto", help="of tinygrad_nv's activations (default auto)")
+    parser.add_argument("--peer", default=sys.executable, metavar="PYTHON", help="with llama-cpp-python")
     parser.add_argument("--save", action="store_true", help="keep the result beside the others")
     parser.add_argument("--work", choices=ENGINES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -6,12 +6,14 @@ Every side is a TinyJit that is replayed, of bfloat16 activations and of so many
 memory, as in a model; figures are of one. Sides take turns, so that what else the machine does meets all.
 Figures are medians of the turns, ratios those of each turn's pair. Bandwidth counts the matrix's bytes as
 they are stored. Matrices are `prepared` for the CPU, or with --as-stored in the layout of checkpoints.
-Activations are quantised to int8 where codes are integers, but not with --floats.
+Activations are quantised to int8 where codes are integers, but not with --floats. "W8A8" multiplies int8
+codes of rows, "W8A8 rounded" inputs that were rounded to them.
 """
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any, TypeVar
 
@@ -22,9 +24,11 @@ from tinygrad import Tensor, dtypes
 from tinygrad.helpers import Context
 
 from tinygrad_nv.cpu.target import host
-from tinygrad_nv.functional import prepared, quant_matmul
+from tinygrad_nv.functional import prepared, quant_matmul, quantize, scaled_matmul
 from tinygrad_nv.quant import types
+from tinygrad_nv.quant.activations import rounded
 from tinygrad_nv.quant.floats import to_e4m3
+from tinygrad_nv.quant.readers.reader import Activations
 from tinygrad_nv.quant.tensor import QTensor
 from tinygrad_nv.quant.types import QType, buffers
 
@@ -35,6 +39,7 @@ TYPES["awq"] = QType(types.UINT4, types.per_group_scale(128, dtypes.float16), ze
 TYPES |= {"fp8 blocks": types.E4M3 @ types.per_block_scale(128, 128),
           "fp8 channel": types.E4M3 @ types.per_channel_scale(), "mxfp4": types.MXFP4, "nvfp4": types.NVFP4,
           "nf4": types.NF4 @ types.per_group_scale(64)}
+TYPES |= {"W8A8": TYPES["int8 channel"], "W8A8 rounded": TYPES["int8 channel"]}
 MATRICES_BYTES = 64 << 20       # twice the largest cache
 FEW_ROWS = 16
 T = TypeVar("T")
@@ -71,6 +76,15 @@ def layers(matrices: list[T], multiplied: Callable[[T], Tensor]) -> Run:
     return captured(step)
 
 
+def multiplied(name: str, x: Tensor, w: QTensor, floats: bool) -> Tensor:
+    """x Wᵀ of a type by its name."""
+    if name == "W8A8":
+        codes, scales = quantize(x, "int8", types.Scale(1, 0))
+        return scaled_matmul(codes, scales, w)
+    if name == "W8A8 rounded": return quant_matmul(rounded(x, Activations("int8", types.Scale(1, 0))), w)
+    return quant_matmul(x, w, int8=not floats)
+
+
 def measure(n: int, k: int, rows: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """One shape: bfloat16 and all types in turns."""
     numbers = np.random.default_rng(rows).standard_normal((rows, k), np.float32)
@@ -82,7 +96,7 @@ def measure(n: int, k: int, rows: int, arguments: argparse.Namespace) -> dict[st
         one = matrix(TYPES[name], n, k)
         made = [one, *(matrix(TYPES[name], n, k) for _ in range(copies(one.nbytes, rows) - 1))]
         if not arguments.as_stored: made = [prepared(w) for w in made]
-        step = layers(made, lambda w: quant_matmul(x, w, int8=not arguments.floats))
+        step = layers(made, partial(multiplied, name, x, floats=arguments.floats))
         sides[name], nbytes[name] = (step, len(made)), one.nbytes
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(arguments.repeat):

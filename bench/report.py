@@ -257,7 +257,7 @@ def host(record: Record | None) -> str:
 def section(folder: Path) -> str:
     """The README's section, markers included."""
     parts = [on_a_gpu(folder), "Without a GPU:", report_cpu.decode(read(folder, "cpu_decode")),
-             report_cpu.kernels(read(folder, "cpu_kernels")),
+             report_cpu.gguf(read(folder, "cpu_gguf")), report_cpu.kernels(read(folder, "cpu_kernels")),
              report_serving.serving(read(folder, "serving")), loading(read(folder, "load")),
              emulator(read(folder, "emulator-x86_64")), producing(read(folder, "compile_time")),
              matching(read(folder, "match_time")), host(read(folder, "host_overhead"))]

@@ -50,6 +50,23 @@ def _model(result: Record, engines: list[str]) -> list[list[str]]:
             [f"{result['name']}, peak memory, MB", *peak, *blank]]
 
 
+def gguf(record: Record | None) -> str:
+    """GGUF files beside llama.cpp."""
+    if record is None: return f"GGUF files on a CPU (`bench/cpu_gguf.py`): {NOT_MEASURED}."
+    names = {"tg": f"decode, {record['tokens'] - 1} tokens", "pp": f"prefill, {record['prompt']} tokens"}
+    lines = []
+    for result in record["results"]:
+        for mode, runs in result["runs"].items():
+            ours, theirs = runs[OURS], runs[LLAMA_CPP]
+            ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+            lines.append([f"{result['file'].removesuffix('.gguf')}, {names[mode]}", f"{median(ours):.0f}",
+                          f"{median(theirs):.0f}", f"{median(ratios):.2f} ({spread(ratios)})",
+                          f"{result['others'][mode]:.0%}"])
+    header = [f"tokens/s, {record['machine']}", OURS, LLAMA_CPP, "ratio (spread)", "other load, at most"]
+    return ("GGUF files on a CPU beside llama.cpp, in one interleaved run (`bench/cpu_gguf.py`); other load "
+            "is the share of the cores that other processes took:\n\n" + markdown(header, lines))
+
+
 def kernels(record: Record | None) -> str:
     """Kernels beside torch: of each part and dtype the range of its ratios."""
     if record is None: return f"CPU kernels beside torch (`bench/cpu_kernels.py`): {NOT_MEASURED}."

@@ -195,7 +195,7 @@ def test_metadata_that_are_missing(path: Path, key: str):
     ({"llama.attention.value_length": 4}, "attention.value_length is 4, and heads have 8 elements"),
     ({"llama.rope.dimension_count": 4, "llama.attention.key_length": 8}, "rope.dimension_count is 4, and "),
     ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0},
-     "rope type 'longrope' is not supported"),
+     "short_factor of the rope parameters has 0 factors"),
     ({"llama.rope.scaling.type": "yarn"}, "rope type yarn lacks factor"),
     ({"llama.rope.scaling.factor": 2.0, "llama.rope.scaling.alpha": 2.0}, "rope.scaling.alpha is 2.0"),
     ({"llama.expert_count": 8}, "num_local_experts is 8, which is not implemented"),
@@ -212,7 +212,7 @@ def test_metadata_that_cannot_be(path: Path, metadata: dict[str, object], found:
 @pytest.mark.parametrize(("factors", "found"), [(3, "has 3 factors"), (4, None)])
 def test_rope_factors(path: Path, factors: int, found: str | None):
     write(path, {}, {"rope_freqs.weight": np.full(factors, 2, np.float32)})
-    if found is None: assert read_config(path).rope.factors == (2.0,) * 4
+    if found is None: assert read_config(path).distinct_ropes[0].factors == (2.0,) * 4
     else:
         with pytest.raises(ModelError, match=found): read_config(path)
     write(path, {"llama.rope.scaling.factor": 2.0}, {"rope_freqs.weight": np.full(4, 2, np.float32)})

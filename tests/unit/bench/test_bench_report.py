@@ -94,6 +94,16 @@ def test_decoding_on_a_cpu():
     assert "| box, peak memory, MB | 200 | 200 | 200 |  |  |" in lines
 
 
+def test_gguf_files_on_a_cpu():
+    runs = {"tg": {"tinygrad_nv": [30.0, 50.0, 40.0], "llama.cpp": [20.0, 20.0, 40.0]},
+            "pp": {"tinygrad_nv": [300.0], "llama.cpp": [200.0]}}
+    results = [{"file": "random-q4_0.gguf", "runs": runs, "others": {"tg": 0.25, "pp": 0.0}}]
+    lines = report.report_cpu.gguf({"machine": "a CPU", "tokens": 129, "prompt": 512,
+                                    "results": results}).splitlines()
+    assert "| random-q4_0, decode, 128 tokens | 40 | 20 | 1.50 (1.00 … 2.50) | 25% |" in lines
+    assert "| random-q4_0, prefill, 512 tokens | 300 | 200 | 1.50 (1.50 … 1.50) | 0% |" in lines
+
+
 def test_kernels_on_a_cpu():
     def case(ratio: float, seconds: float) -> dict[str, Any]:
         return {"part": "gemv", "dtype": "float32", "bytes": 2e9, "flops": 1, "ratio": ratio,
@@ -117,7 +127,7 @@ def test_serving_beside_transformers():
 
 def test_without_results_everything_is_not_measured(tmp_path: Path):
     said = report.section(tmp_path)
-    assert said.count("not measured") == len(report.PARTS) + 9
+    assert said.count("not measured") == len(report.PARTS) + 10
     assert "nothing has been measured yet" in said
 
 

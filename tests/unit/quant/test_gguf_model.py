@@ -107,9 +107,9 @@ def test_hyper_parameters_are_those_of_the_directory(directories: Directories, t
     assert np.float32(found.norm_eps) == np.float32(expected.norm_eps)
     if family == "mistral": expected = replace(expected, architecture="LlamaForCausalLM")
     if family == "llama3":
-        rates = [inverse_frequencies(each.rope) for each in (found, expected)]
+        rates = [inverse_frequencies(each.ropes[0], 1) for each in (found, expected)]
         assert np.allclose(*rates, rtol=1e-6, atol=0)
-        found = replace(found, rope=expected.rope)
+        found = replace(found, ropes=expected.ropes)
     same = {"norm_eps": expected.norm_eps, "dtype": expected.dtype, "eos_token_ids": expected.eos_token_ids}
     assert replace(found, **same) == expected
 

@@ -1,22 +1,16 @@
-"""llama.cpp on the weights of a Hugging Face directory of a Llama: for cpu_decode.py.
+"""The weights of a Hugging Face directory of a Llama as a GGUF file without a tokenizer: ids go in and out.
 
-Protocol: `Session(directory, dtype, room)` writes the weights as a GGUF file without a tokenizer (ids
-go in and come out), opens it, and `greedy(prompt, count)` chooses tokens. Needs the packages
-llama-cpp-python, built for this processor, and gguf.
-
-GGUF's llama rotates neighbouring elements of a head where Hugging Face's rotates the halves, so that rows of
-the projections of q and k change places (as llama.cpp's own conversion does).
+Protocol: `write(directory, path, dtype)`. GGUF's llama rotates neighbouring elements of a head where Hugging
+Face's rotates the halves, so that rows of the projections of q and k change places (as llama.cpp's own
+conversion does).
 """
 from __future__ import annotations
 
 import json
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import gguf
-import llama_cpp
 import numpy as np
 import torch
 from safetensors.torch import load_file
@@ -30,35 +24,6 @@ LAYER = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
          "ffn_down": "mlp.down_proj"}
 
 
-class Session:
-    """A model that chooses the likeliest tokens."""
-
-    def __init__(self, directory: str, dtype: str, room: int) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "model.gguf"
-            write(Path(directory), path, dtype)
-            threads = torch.get_num_threads()
-            self.model = llama_cpp.Llama(str(path), n_ctx=room + 256, n_threads=threads, n_batch=512,
-                                         n_threads_batch=threads, verbose=False, use_mmap=False)
-
-    def greedy(self, prompt: list[int], count: int) -> tuple[list[int], float, float]:
-        """Tokens, seconds to the first, and in all."""
-        self.model.reset()
-        begun, ids, first = time.perf_counter(), [], 0.0
-        tokens = list(prompt)
-        for _ in range(count):
-            self.model.eval(tokens)
-            ids.append(int(np.argmax(self.logits())))
-            first = first or time.perf_counter() - begun
-            tokens = ids[-1:]
-        return ids, first, time.perf_counter() - begun
-
-    def logits(self) -> np.ndarray:
-        """Those of the last token."""
-        last = llama_cpp.llama_get_logits_ith(self.model.ctx, -1)
-        return np.ctypeslib.as_array(last, shape=(self.model.n_vocab(),))
-
-
 def write(directory: Path, path: Path, dtype: str) -> None:
     """The weights as GGUF: norms in float32, the others in `dtype`."""
     config = json.loads((directory / "config.json").read_text())
@@ -66,7 +31,7 @@ def write(directory: Path, path: Path, dtype: str) -> None:
     for file in sorted(directory.glob("*.safetensors")): weights.update(load_file(file))
     heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
     writer = gguf.GGUFWriter(path, "llama")
-    describe(writer, config, dtype)
+    describe(writer, config)
     names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
     if not config["tie_word_embeddings"]: names["output"] = "lm_head"
     for i in range(config["num_hidden_layers"]):
@@ -83,7 +48,7 @@ def write(directory: Path, path: Path, dtype: str) -> None:
     writer.close()
 
 
-def describe(writer: Any, config: dict[str, Any], dtype: str) -> None:
+def describe(writer: Any, config: dict[str, Any]) -> None:
     """What llama.cpp must know of the model."""
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])

@@ -1,0 +1,73 @@
+"""bench/cpu_gguf.py and what makes its files, without llama.cpp."""
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
+import cpu_gguf
+from cpu_decode import BOX
+from gguf_writer import write
+from safetensors.numpy import load_file
+from tinygrad_nv.models.gguf import elements, stored
+
+from tinygrad_nv.quant.gguf.file import open_file
+
+
+def test_a_written_file_has_the_model(tmp_path: Path):
+    """Rows of q and k are in Hugging Face's order again when they are read."""
+    path = tmp_path / "box-f16.gguf"
+    write(BOX, path, "float16")
+    assert cpu_gguf.types_of(path) == {"F16": 29}
+    weights, file = load_file(BOX / "model.safetensors"), open_file(path)
+    found = {each.name: elements(file, each, 0, weights[each.name].size) for each in stored(file)}
+    assert found.keys() == weights.keys() - {"lm_head.weight"}
+    for name, values in found.items():
+        wanted = weights[name].astype(np.float32 if weights[name].ndim == 1 else np.float16)
+        assert np.array_equal(values.reshape(wanted.shape), wanted), name
+
+
+def test_rates():
+    prompt = cpu_gguf.prompt_of("pp", 512)
+    assert len(prompt) == 512
+    assert cpu_gguf.rate("pp", prompt, 1, 0.5, 0.5) == 1024
+    assert cpu_gguf.rate("tg", cpu_gguf.prompt_of("tg", 512), 129, 0.5, 1.5) == 128
+
+
+class FakeWorker:
+    """A worker whose repetitions have these rates, in turn."""
+    rates: dict[str, Iterator[float]]
+    asked: list[tuple[str, str]]
+
+    def __init__(self, engine: str, path: Path, arguments: Namespace) -> None: self.engine = engine
+
+    def once(self, mode: str) -> float:
+        self.asked.append((self.engine, mode))
+        return next(self.rates[self.engine])
+
+    def ticks(self) -> int: return 0
+
+    def end(self) -> None: self.asked.append((self.engine, "end"))
+
+
+def test_pairs_in_turn_of_which_the_quiet_ones_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    path = tmp_path / "some.gguf"
+    write(BOX, path, "float16")
+    monkeypatch.setattr(cpu_gguf, "Worker", FakeWorker)
+    monkeypatch.setattr(cpu_gguf, "MODES", ("tg",))
+    FakeWorker.asked = []
+    FakeWorker.rates = {"tinygrad_nv": iter([1.0, 30.0, 50.0]), "llama.cpp": iter([9.0, 10.0, 10.0])}
+    # ticks before and after each repetition: others take all of the first pair, and nothing later
+    busy = iter([0, 10, 10, 20, *[20] * 8])
+    whole = iter(range(0, 1000, 10))
+    monkeypatch.setattr(cpu_gguf, "machine_ticks", lambda: (next(whole), next(busy)))
+    found = cpu_gguf.compare(path, Namespace(repeat=2))
+    assert found["runs"]["tg"] == {"tinygrad_nv": [30.0, 50.0], "llama.cpp": [10.0, 10.0]}
+    assert (found["ratio"], found["others"], found["types"]) == ({"tg": 4.0}, {"tg": 0.0}, {"F16": 29})
+    assert FakeWorker.asked == [("tinygrad_nv", "tg"), ("llama.cpp", "tg")] * 3 + [("tinygrad_nv", "end"),
+                                                                               ("llama.cpp", "end")]
