@@ -41,7 +41,8 @@ CACHE_SEED = 1000   # parameter number of the first layer's cache
 def tinygrad_steps(config: ModelConfig, batch: int, context: int, device: str) -> tuple[Steps, Said]:
     """models/llama.py on a device."""
     from tinygrad import Device, Tensor, TinyJit, Variable, dtypes
-    from tinygrad_nv.models.llama import DenseKVCache, Llama
+    from tinygrad_nv.models.dense import DenseKVCache
+    from tinygrad_nv.models.llama import Llama
     from tinygrad_nv.models.weights import slots
 
     def filled(shape: tuple[int, ...], number: int) -> Tensor:
@@ -109,7 +110,8 @@ def torch_steps(config: ModelConfig, batch: int, context: int, device: str) -> t
     layers = [rest[i:i + 6] for i in range(0, len(rest), 6)]
     caches = [filled((2, batch, c.num_kv_heads, context + 1, c.head_dim), CACHE_SEED + i)
               for i in range(c.num_layers)]
-    cos, sin = (torch.tensor(t[context], device=device).to(kind) for t in tables(c.rope, context + 1))
+    rotations = tables(c.distinct_ropes[0], context + 1)
+    cos, sin = (torch.tensor(t[context], device=device).to(kind) for t in rotations)
     token = torch.tensor([[7 + b] for b in range(batch)], device=device)
     logits = torch.zeros(batch, c.vocab_size, device=device)
 

@@ -22,6 +22,7 @@ from tinygrad_nv.runtime.driver import (
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
+from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
 from tinygrad_nv.tile.templates import TABLE
 
 Submit = Callable[[Stream | None], None]
@@ -36,7 +37,7 @@ class GemmLauncher:
         self.function = self.module.function(made.name)
         self.workspaces: list[int] = []
 
-    def bound(self, spec: GemmSpec | QuantGemmSpec, addresses: Mapping[str, int],
+    def bound(self, spec: GemmSpec | QuantGemmSpec | SparseGemmSpec, addresses: Mapping[str, int],
               m: int | None = None) -> Submit:
         """A launch on this memory, `m` rows of a symbolic spec. Results of several must not share time: each
         has flags of its own."""

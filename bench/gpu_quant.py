@@ -3,7 +3,8 @@
 Weight-only: x @ w.T of bfloat16 activations and int4 (groups of 128), int8 and e4m3 (a scale for each output)
 at the layers of Llama 8B and 70B, from one row to 4096; and other types at one layer: zero points (AWQ),
 MXFP4, Q4_K, NF4. Codes times codes: int8 and e4m3 with a scale for each row and each output (W8A8, FP8), and
-e4m3 with scales of 1 x 128 and 128 x 128. GB/s counts codes, scales, activations and the result once.
+e4m3 with scales of 1 x 128 and 128 x 128. 2:4 sparse matrices of bfloat16, e4m3 and int8: TFLOP/s counts the
+zeros. GB/s counts codes, scales, activations and the result once.
 Contenders are in quant_contenders.py.
 
 Every row of a result is compared with float32, one of 16 with float64.
@@ -21,6 +22,7 @@ from gpu_compare import emulated as on_emulator
 from gpu_gemm import LLAMA, GemmWorkload
 from gpu_parts import Column, NotMeasured, Options, Row, emulated, timing_part, workloads
 from quant_workloads import TYPES, CodesWorkload, WeightOnly
+from sparse_workloads import SparseWorkload
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.quant import types
@@ -32,13 +34,14 @@ from tinygrad_nv.tile.templates import TABLE
 OTHERS = {"AWQ": QType(types.UINT4, per_group_scale(128, dtypes.float16), zeros=True), "MXFP4": types.MXFP4,
           "Q4_K": types.Q4_K, "NF4": types.NF4 @ per_group_scale(64)}
 CODES = {"W8A8": types.INT8, "FP8": types.E4M3}
+SPARSE = {"2:4 bf16": dtypes.bfloat16, "2:4 FP8": dtypes.fp8e4m3, "2:4 INT8": dtypes.int8}
 ROWS = (1, 16, 64, 128, 1024, 4096)
 LAYERS = (("8B", "qkv"), ("8B", "gate_up"), ("8B", "down"), ("70B", "o"))
 SOME_LAYERS, SOME_ROWS = LAYERS[1:3], (1, 64, 1024)
 
 
 @workloads("quant")
-def shapes() -> Iterator[WeightOnly | CodesWorkload | GemmWorkload]:
+def shapes() -> Iterator[WeightOnly | CodesWorkload | GemmWorkload | SparseWorkload]:
     """All matmuls."""
     for kind, type in TYPES.items():
         for model, layer in LAYERS if kind == "int4" else SOME_LAYERS:
@@ -52,6 +55,9 @@ def shapes() -> Iterator[WeightOnly | CodesWorkload | GemmWorkload]:
             for kind, element in CODES.items():
                 yield CodesWorkload(f"{kind} {model} {layer} M={m}", element, m, n, k)
             yield GemmWorkload(f"FP8 blocks {model} {layer} M={m}", m, n, k, fp8=True, blocks=True)
+    n, k = LLAMA["8B"]["gate_up"]
+    for kind, dtype in SPARSE.items():
+        for m in (*SOME_ROWS, 4096): yield SparseWorkload(f"{kind} 8B gate_up M={m}", dtype, m, n, k)
 
 
 @emulated("quant")

@@ -24,7 +24,8 @@ from tinygrad.helpers import Context
 from tinygrad.schedule import create_linear_with_vars
 from tinygrad.tensor import transform_to_call
 from tinygrad_nv.models.config import ModelConfig, RopeConfig
-from tinygrad_nv.models.llama import DenseKVCache, Llama
+from tinygrad_nv.models.dense import DenseKVCache
+from tinygrad_nv.models.llama import Llama
 
 from tinygrad_nv import hooks
 from tinygrad_nv.patterns import registered
@@ -34,7 +35,7 @@ from tinygrad_nv.runtime.note import note_of
 def decode(layers: int) -> Tensor:
     """The logits of one token at a bound position."""
     rope = RopeConfig("default", 10000.0, 16, 128)
-    config = ModelConfig("LlamaForCausalLM", 256, 64, 128, layers, 4, 2, 16, 128, rope,
+    config = ModelConfig("LlamaForCausalLM", 256, 64, 128, layers, 4, 2, 16, 128, (rope,) * layers,
                          windows=(None,) * layers)
     model = Llama(config, dtypes.bfloat16, "EMU")
     cache = DenseKVCache.create(config, 128, dtypes.bfloat16, device="EMU")

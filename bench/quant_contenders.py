@@ -9,6 +9,8 @@ Protocol: that of gemm_contenders.py. Each contender makes what it multiplies wi
     Marlin      gptq_marlin_gemm, of int4 and int8; of e4m3 as its fp8 layers have it
     Machete     machete_mm, sm_90
     CUTLASS     cutlass_scaled_mm, of codes times codes
+    cuSPARSELt  torch's semi-structured sparse matmul, of 2:4 sparse matrices; bf16 and torch multiply the
+                dense matrix there
 """
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ from gemm_contenders import Buffers, device, launched
 from gpu_parts import NotMeasured, Options, Run, about, contender
 from quant_data import dequantised
 from quant_workloads import TYPES, CodesWorkload, WeightOnly
+from sparse_workloads import SparseWorkload
 
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.template import GPU
@@ -49,7 +52,7 @@ def weight_only(shape: Any) -> str:
 
 def multiplies_codes(shape: Any) -> str:
     """"int8" or "fp8" with a scale for each row, "blocks", or ""."""
-    if isinstance(shape, WeightOnly): return ""
+    if isinstance(shape, WeightOnly | SparseWorkload): return ""
     if isinstance(shape, CodesWorkload): return "int8" if shape.int8 else "fp8"
     return "blocks"
 
@@ -58,10 +61,13 @@ def multiplies_codes(shape: Any) -> str:
 
 @contender("quant", "bf16")
 def cublas(shape: Any, buffers: Buffers, options: Options) -> Run:
-    """Of the dequantised matrix."""
+    """Of the dequantised matrix; of a sparse one with its zeros."""
     import torch
-    if multiplies_codes(shape): raise NotMeasured("rounds both operands: another matmul")
-    sets = [(each["a"].view(shape.m, shape.k), dequantised(shape.type, each, shape.k).bfloat16(),
+    sparse = isinstance(shape, SparseWorkload)
+    if multiplies_codes(shape) or (sparse and not shape.bf16):
+        raise NotMeasured("rounds both operands: another matmul")
+    sets = [(each["a"].view(shape.m, shape.k),
+             each["dense"] if sparse else dequantised(shape.type, each, shape.k).bfloat16(),
              each["out"].view(shape.m, shape.n)) for each in buffers]
 
     def run(i: int) -> None:
@@ -75,6 +81,7 @@ def cublas(shape: Any, buffers: Buffers, options: Options) -> Run:
 def of_torch(shape: Any, buffers: Buffers, options: Options) -> Run:
     """torch's quantised matmuls; what has no `out` is copied there."""
     kind = weight_only(shape)
+    if isinstance(shape, SparseWorkload): return _dense_codes(shape, buffers)
     if kind == "int4": return _int4pack(shape, buffers)
     if kind == "int8": return _int8pack(shape, buffers)
     if not multiplies_codes(shape): raise NotMeasured("torch has no such matmul")
@@ -141,6 +148,44 @@ def _scaled_mm(shape: Any, buffers: Buffers) -> Run:
     def run(i: int) -> None:
         a, b, rows, outputs, out = sets[i]
         torch._scaled_mm(a, b, rows, outputs, out_dtype=out.dtype, use_fast_accum=False, out=out)
+
+    return run
+
+
+def _dense_codes(shape: Any, buffers: Buffers) -> Run:
+    """A sparse matrix of 8 bits with its zeros, without scales."""
+    import torch
+    if shape.bf16: raise NotMeasured("bf16 is this one")
+    if shape.int8 and shape.m <= 16: raise NotMeasured("_int_mm takes more than 16 rows")
+    unit = torch.ones((), device=buffers[0]["a"].device)
+    sets = [(each["a"].view(shape.m, shape.k), each["dense"].T, each["out"].view(shape.m, shape.n))
+            for each in buffers]
+
+    def run(i: int) -> None:
+        a, b, out = sets[i]
+        if shape.int8: out.copy_(torch._int_mm(a, b))
+        else: torch._scaled_mm(a, b, unit, unit, out_dtype=out.dtype, use_fast_accum=False, out=out)
+
+    return run
+
+
+@contender("quant", "cuSPARSELt")
+def cusparselt(shape: Any, buffers: Buffers, options: Options) -> Run:
+    """torch._cslt_sparse_mm, which torch.sparse's semi-structured tensors call, also of e4m3, which they
+    refuse; a copy into `out`. Rows of activations are padded with zeros to a multiple that cuSPARSELt
+    takes."""
+    import torch
+    from torch.sparse.semi_structured import SparseSemiStructuredTensorCUSPARSELT as Semi
+    if not isinstance(shape, SparseWorkload): raise NotMeasured("multiplies 2:4 sparse matrices alone")
+    if not torch.backends.cusparselt.is_available(): raise NotMeasured("this torch has no cuSPARSELt")
+    kind = buffers[0]["dense"].dtype
+    more = -shape.m % Semi._DTYPE_SHAPE_CONSTRAINTS[kind].dense_min_cols
+    sets = [(torch.nn.functional.pad(each["a"].view(shape.m, shape.k), (0, 0, 0, more)),
+             torch._cslt_compress(each["dense"]), each["out"].view(shape.m, shape.n)) for each in buffers]
+
+    def run(i: int) -> None:
+        a, w, out = sets[i]
+        out.copy_(torch._cslt_sparse_mm(w, a.T, out_dtype=out.dtype, transpose_result=True)[:shape.m])
 
     return run
 

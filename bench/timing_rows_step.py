@@ -44,7 +44,7 @@ def kernels_of(name: str, batch: int, context: int) -> tuple[tuple[Any, Any], ..
 
     def empty(*shape: int, dtype: Any = dtypes.bfloat16) -> Tensor:
         return Tensor.empty(*shape, dtype=dtype, device=DEVICE)
-    model.__dict__["rope_tables"] = empty(context, c.head_dim // 2), empty(context, c.head_dim // 2)
+    model.__dict__["rope_tables"] = (empty(context, c.head_dim // 2), empty(context, c.head_dim // 2)),
     stored = batch * pages, PAGE, c.num_kv_heads, c.head_dim
     cache = PagedCache(tuple(LayerPages(empty(*stored), empty(*stored)) for _ in range(c.num_layers)))
     group = SequenceGroup(1, empty(batch, pages, dtype=dtypes.int32), empty(batch, dtype=dtypes.int32))

@@ -23,11 +23,13 @@ from gpu_correct import verdict
 from gpu_parts import CONTENDERS, NotMeasured
 from quant_case import BF16, F32, matmul, storages
 from quant_case import TYPES as TESTED
-from quant_data import buffers_of, dequantised
+from quant_data import buffers_of, dequantised, torch_dtype
 from quant_workloads import TYPES, CodesWorkload, WeightOnly
+from sparse_workloads import SparseWorkload, sparse
 
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.quant import QTensor, types
+from tinygrad_nv.quant.sparse import compressed
 from tinygrad_nv.tile.quant_gemm.schedules import QuantGemv
 from tinygrad_nv.tile.template import GPU
 
@@ -54,7 +56,8 @@ def test_matrices_are_what_the_package_has(name: str):
 
 
 @pytest.mark.parametrize("name", ["int4 8B gate_up M=16", "Q4_K 8B gate_up M=1", "W8A8 8B down M=64",
-                                  "FP8 8B down M=16", "FP8 blocks 8B down M=16"])
+                                  "FP8 8B down M=16", "FP8 blocks 8B down M=16", "2:4 bf16 8B gate_up M=64",
+                                  "2:4 FP8 8B gate_up M=1", "2:4 INT8 8B gate_up M=1"])
 def test_rows_are_right_on_the_emulated_device(name: str):
     shape = next(each for each in gpu_quant.shapes() if each.name == name)
     row = gpu_quant.counted(shape, OPTIONS)
@@ -68,10 +71,25 @@ def test_every_row_has_a_kernel_and_a_name_of_its_own():
     assert every[0].nbytes == 6144 * 4096 / 2 + 2 * 6144 * 32 + 2 * (6144 + 4096)
 
 
+@pytest.mark.parametrize("name", gpu_quant.SPARSE)
+def test_sparse_matrices_are_what_the_package_has(name: str):
+    """24 rows and 136 columns, no multiples of tiles and units."""
+    dtype, n, k = gpu_quant.SPARSE[name], 24, 136
+    bits = torch.int16 if dtype.itemsize == 2 else torch.int8
+    whole = torch.randint(1, 100, (n, k), dtype=bits)
+    pairs = torch.randint(6, (n, k // 4))
+    dense, values, metadata = sparse(dtype, whole.view(torch_dtype(dtype)), pairs)
+    wanted = compressed(whole.numpy(), dense.view(bits).numpy() != 0)
+    assert torch.equal(dense.view(bits), torch.where(dense.view(bits) != 0, whole, 0))
+    assert values.view(bits).numpy().tobytes() == wanted["values"].tobytes()
+    assert metadata.numpy().tobytes() == wanted["metadata"].tobytes()
+
+
 # **** contenders ****
 
-def small(kind: str) -> WeightOnly | CodesWorkload | gpu_gemm.GemmWorkload:
+def small(kind: str) -> WeightOnly | CodesWorkload | gpu_gemm.GemmWorkload | SparseWorkload:
     """Of each kind of workload."""
+    if kind in gpu_quant.SPARSE: return SparseWorkload(kind, gpu_quant.SPARSE[kind], 24, 64, 256)
     if kind in EVERY: return WeightOnly(kind, EVERY[kind], 24, 64, 256)
     if kind in gpu_quant.CODES: return CodesWorkload(kind, gpu_quant.CODES[kind], 24, 64, 256)
     return gpu_gemm.GemmWorkload(kind, 24, 256, 256, fp8=True, blocks=True)
@@ -127,7 +145,15 @@ class Fake:
     @staticmethod
     def scaled_mm(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor, outputs: torch.Tensor,
                   out_dtype: torch.dtype, use_fast_accum: bool, out: torch.Tensor) -> None:
+        if rows.ndim == 0: rows, outputs = rows[None, None], outputs[None, None]
         out.copy_(Fake.cutlass_scaled_mm(a, b, rows, outputs, out_dtype))
+
+    @staticmethod
+    def cslt_sparse_mm(packed: torch.Tensor, dense: torch.Tensor, out_dtype: torch.dtype,
+                       transpose_result: bool) -> torch.Tensor:
+        assert transpose_result
+        assert dense.shape[1] % 8 == 0
+        return (packed.double() @ dense.double()).T.to(out_dtype)
 
     gptq_marlin_repack = staticmethod(lambda codes, *rest: codes)
     machete_prepack_B = staticmethod(lambda codes, *rest: codes)
@@ -161,12 +187,17 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_convert_weight_to_int4pack", Fake.int4packed)
     monkeypatch.setattr(torch, "_weight_int4pack_mm", Fake.int4pack_mm)
     monkeypatch.setattr(torch, "_scaled_mm", Fake.scaled_mm)
+    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "_cslt_compress", lambda dense: dense)
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", Fake.cslt_sparse_mm)
     monkeypatch.setattr(torch, "compile", lambda step, dynamic: step)
 
 
 HAVE = {"int4": {"bf16", "torch", "Marlin", "Machete"}, "int8": {"bf16", "torch", "Marlin", "Machete"},
         "fp8": {"bf16", "Marlin"}, "AWQ": {"bf16"}, "MXFP4": {"bf16"}, "Q4_K": {"bf16"}, "NF4": {"bf16"},
-        "W8A8": {"torch", "CUTLASS"}, "FP8": {"torch", "CUTLASS"}, "blocks": {"torch", "CUTLASS"}}
+        "W8A8": {"torch", "CUTLASS"}, "FP8": {"torch", "CUTLASS"}, "blocks": {"torch", "CUTLASS"},
+        "2:4 bf16": {"bf16", "cuSPARSELt"}, "2:4 FP8": {"torch", "cuSPARSELt"},
+        "2:4 INT8": {"torch", "cuSPARSELt"}}
 
 
 @pytest.mark.parametrize("kind", HAVE)
@@ -189,13 +220,18 @@ def test_contenders_that_are_not_installed_are_left_out_in_words(monkeypatch: py
     for name in ("Marlin", "Machete"):
         with pytest.raises(NotMeasured, match="vLLM is not installed"):
             CONTENDERS["quant"][name](shape, shape.given("cpu"), OPTIONS)
+    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: False)
+    with pytest.raises(NotMeasured, match="this torch has no cuSPARSELt"):
+        CONTENDERS["quant"]["cuSPARSELt"](small("2:4 bf16"), [], OPTIONS)
 
 
-@pytest.mark.parametrize("kind", ["int4", "AWQ", "W8A8"])
+@pytest.mark.parametrize("kind", ["int4", "AWQ", "W8A8", *gpu_quant.SPARSE])
 def test_what_is_wrong_is_said(kind: str):
     shape = small(kind)
     one = shape.given("cpu")[0]
-    if isinstance(shape, CodesWorkload):
+    if isinstance(shape, SparseWorkload):
+        left, right = one["a"].view(shape.m, -1).double(), one["dense"].double()
+    elif isinstance(shape, CodesWorkload):
         left, right = (one[name].view(-1, shape.k).double() * one[scale][:, None]
                        for name, scale in (("a", "x1"), ("b", "x0")))
     else: left, right = one["a"].view(shape.m, -1).double(), dequantised(shape.type, one, shape.k).double()
