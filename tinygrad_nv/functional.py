@@ -9,7 +9,8 @@ model trains with flash attention, forward and backward, without a change (`meth
 `kv_append` and `paged_attention` are a decoder's steps over keys and values in pages, `varlen_attention` is
 for sequences that lie one after the other, `fp8_attention` for operands of 8 bits with scales, `embedding`
 for rows of a table by number, `quant_matmul` for a quantised matrix, `scaled_matmul` for one whose codes are
-multiplied with codes of activations (W8A8, FP8), `sparse_matmul` for one that is 2:4 sparse: the modules of
+multiplied with codes of activations (W8A8, FP8), `sparse_matmul` for one that is 2:4 sparse, `route` and
+`grouped_matmul` for mixtures of experts: the modules of
 patterns/ with these names (decode/paged.py, attention/varlen.py, attention/fp8.py, scaled_gemm/named.py, and
 named.py of the others) define them.
 """
@@ -38,9 +39,11 @@ from tinygrad_nv.patterns.attention.operands import Operands, arranged, check
 from tinygrad_nv.patterns.attention.varlen import varlen_attention
 from tinygrad_nv.patterns.decode.paged import paged_attention
 from tinygrad_nv.patterns.embedding.named import embedding
+from tinygrad_nv.patterns.grouped_gemm.named import grouped_matmul
 from tinygrad_nv.patterns.kv_append.named import kv_append
 from tinygrad_nv.patterns.named import check_devices
-from tinygrad_nv.patterns.quant_gemm.named import prepared, quant_matmul
+from tinygrad_nv.patterns.quant_gemm.named import prepared, prepared_for, quant_matmul
+from tinygrad_nv.patterns.router.named import Routing, route
 from tinygrad_nv.patterns.scaled_gemm.named import has_kernel, scaled_matmul
 from tinygrad_nv.patterns.scaled_gemm.quantize import quantize
 from tinygrad_nv.patterns.sparse_gemm import named as sparse
@@ -49,10 +52,14 @@ from tinygrad_nv.patterns.target import GPUS, kind_of, takes, target_of
 from tinygrad_nv.quant.types import QType, Scale
 from tinygrad_nv.tile.attention.dropout import kept_of
 from tinygrad_nv.tile.attention.spec import EVERY
+from tinygrad_nv.tile.router.spec import Policy
 
 __all__ = [
+    "Policy",
+    "Routing",
     "embedding",
     "fp8_attention",
+    "grouped_matmul",
     "kv_append",
     "multiplies_codes",
     "multiplies_sparse",
@@ -60,10 +67,12 @@ __all__ = [
     "prepared",
     "quant_matmul",
     "quantize",
+    "route",
     "scaled_dot_product_attention",
     "scaled_matmul",
     "sparse_matmul",
     "varlen_attention",
+    "weights_key",
 ]
 
 FLOAT16S = (dtypes.bfloat16, dtypes.float16)
@@ -163,10 +172,10 @@ def _attended(what: FlashAttention, given: Operands, dropout_p: float) -> Tensor
 
 def multiplies_codes(type: QType, shape: tuple[int, int], element: str, block: Scale,
                      device: str | None) -> bool:
-    """Whether `scaled_matmul` is a kernel on a GPU for a matrix, with activations that are quantised to
-    `element` with scales of blocks."""
+    """Whether `scaled_matmul` is a kernel for a matrix that is `prepared` for codes, with activations that
+    are quantised to `element` with scales of blocks."""
     name = Device.canonicalize(device)
-    if not hooks.enabled() or not config.get("NV_GEMM") or kind_of(name) not in GPUS: return False
+    if not hooks.enabled() or not config.get("NV_GEMM"): return False
     return (target := target_of(name)) is not None and has_kernel(type, shape, element, block, target)
 
 
@@ -175,6 +184,13 @@ def multiplies_sparse(dtype: DType, shape: tuple[int, int], device: str | None) 
     name = Device.canonicalize(device)
     if not hooks.enabled() or not config.get("NV_GEMM") or kind_of(name) not in GPUS: return False
     return (target := target_of(name)) is not None and sparse.has_kernel(dtype, shape, target)
+
+
+def weights_key(device: str | None) -> str:
+    """What `prepared`, `multiplies_codes` and `multiplies_sparse` depend on besides a matrix, for keys of
+    weights that were repacked."""
+    ours = hooks.enabled() and config.get("NV_GEMM")
+    return f"{prepared_for(Device.canonicalize(device))}, codes and sparse {'yes' if ours else 'no'}"
 
 
 def _kept(dropout_p: float) -> int:

@@ -14,6 +14,8 @@ schedule and returns a `CPUKernel`.
   sampling/   filters, choices and counts of tokens
   embedding/  rows of a table
   quant_gemm/ matmuls with a quantised matrix: as stored, and in tiles
+  router/     experts of tokens, and the order of slots
+  grouped_gemm/  rows times the matrix of their group
 
 measure.py measures the rates of this machine, for predictions. patterns/ make the calls, as they do for
 GPUs.

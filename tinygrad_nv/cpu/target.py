@@ -36,6 +36,11 @@ class CPU:
         """The architecture that entries of the schedule database have."""
         return f"cpu {self.isa}, {self.threads} threads"
 
+    @property
+    def instructions(self) -> str:
+        """What kernels can be made of; the number of threads is no part of it."""
+        return str(self.isa)
+
 
 def host() -> CPU:
     """The CPU of this process, as it is now. Raises `ConfigError` for an instruction set it lacks."""

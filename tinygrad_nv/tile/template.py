@@ -49,6 +49,11 @@ class GPU:
     model: str | None = None
 
     @property
+    def instructions(self) -> str:
+        """What kernels can be made of."""
+        return self.arch
+
+    @property
     def figures(self) -> str:
         """The name of the figures that the timing model has of it; "" without."""
         return figures_of(self.arch, self.sm_count) if self.model is None else self.model

@@ -1,5 +1,5 @@
-"""Every template of decode attention, appends, embeddings and sampling computes what its spec's reference
-says, as test_references.py: in two orders of warps, with indices that kernels may get."""
+"""Every template of decode attention, appends, embeddings, sampling and mixtures of experts computes what its
+spec's reference says, as test_references.py: in two orders of warps, with indices that kernels may get."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -16,11 +16,14 @@ from tinygrad.dtype import dtypes
 from tinygrad.helpers import Context
 
 from tinygrad_nv.cpu.isa import AVX2, PORTABLE, why_not
+from tinygrad_nv.cpu.router.kernel import CPURouter
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
 from tinygrad_nv.tile.expression import Load, Sum
+from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 from tinygrad_nv.tile.kv_append.spec import AppendSpec
+from tinygrad_nv.tile.router.spec import Policy, RouterSpec
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
@@ -28,7 +31,7 @@ from tinygrad_nv.tile.templates import TABLE
 
 LEVELS = [replace(HERE, isa=isa) for isa in (PORTABLE, AVX2) if not why_not(isa.level)]
 TARGETS = GPU("sm_80", 108), GPU("sm_90a", 132), HERE, *LEVELS
-FAMILIES = ("decode", "kv_append", "embedding", "sampling")
+FAMILIES = ("decode", "kv_append", "embedding", "sampling", "router", "grouped_gemm")
 
 
 def caches() -> dict[str, DecodeSpec]:
@@ -78,8 +81,28 @@ def samplers() -> dict[str, Any]:
             "largest": ChoiceSpec(4, 130, draw=False), "count": CountSpec(70, 90, 3)}
 
 
+def routers() -> dict[str, RouterSpec]:
+    """Scores, groups, biases."""
+    return {"softmax": RouterSpec(7, 20, Policy(3, renormalize=True), BF16),
+            "groups": RouterSpec(5, 24, Policy(4, "sigmoid", True, 2.5, 4, 2), F32, biased=True),
+            "largest of groups": RouterSpec(5, 24, Policy(3, "softmax", False, 1., 6, 2, "max"), F16),
+            "chosen": RouterSpec(1, 33, Policy(8, "chosen")),
+            "each chosen": RouterSpec(3, 5, Policy(1, "chosen_sigmoid"), biased=True)}
+
+
+def grouped() -> dict[str, GroupedGemmSpec]:
+    """Grouped matmuls: places of rows, activations."""
+    return {"in order": GroupedGemmSpec(3, 30, 20, 40, BF16),
+            "gate and up": GroupedGemmSpec(5, 36, 42, 33, F16, 12, gather=3, activation="silu", biased=True),
+            "down": GroupedGemmSpec(4, 26, 35, 64, F32, scatter=True, weighted=True),
+            "gelu": GroupedGemmSpec(2, 20, 36, 31, F32, activation="gelu"),
+            "gelu_tanh": GroupedGemmSpec(2, 20, 32, 32, BF16, activation="gelu_tanh"),
+            "clamped": GroupedGemmSpec(2, 20, 36, 70, BF16, activation="swiglu_clamped", biased=True)}
+
+
 SPECS = {f"{family}: {name}": spec
-         for family, of in zip(FAMILIES, (caches(), appends(), tables(), samplers()), strict=True)
+         for family, of in zip(FAMILIES, (caches(), appends(), tables(), samplers(), routers(),
+                                                 grouped()), strict=True)
          for name, spec in of.items()}
 CASES = [pytest.param(name, target, schedule, id=f"{name}, {schedule.template}, {target.arch}")
          for name, spec in SPECS.items() for target in TARGETS for schedule in schedules(spec, target)]
@@ -99,6 +122,10 @@ def prepared(spec: Any, integers: bool = False) -> Given:
     if isinstance(spec, AppendSpec) and spec.table:
         made["table"].copy_(torch.randperm(spec.stored + 2, generator=random)[:spec.batch * spec.pages] - 1)
     for name in (each for each in made if each.startswith("scale")): made[name].mul_(0.02).add_(0.01)
+    if isinstance(spec, GroupedGemmSpec):
+        ends = torch.randint(spec.rows // 2, spec.rows + 1, (spec.groups - 1,), generator=random)
+        made["offsets"].copy_(torch.tensor([0, *ends.sort().values, spec.rows]))
+        if spec.ordered: made["order"].copy_(torch.randperm(spec.rows, generator=random))
     if isinstance(spec, FilterSpec | ChoiceSpec) and "numbers" in made: numbered(spec, made, random)
     return made
 
@@ -119,13 +146,14 @@ def numbered(spec: FilterSpec | ChoiceSpec, made: Given, random: torch.Generator
 def runs(schedule: Schedule, target: GPU | CPU) -> list[tuple[Schedule, int]]:
     """Schedules and seeds: two orders of warps, or in one part or three."""
     if target.kind == "gpu": return [(schedule, seed) for seed in (0, 1)]
-    return [(replace(schedule, parts=1 if target == HERE else 3), 0)]
+    one = target == HERE or isinstance(schedule, CPURouter)
+    return [(replace(schedule, parts=1 if one else 3), 0)]
 
 
 def is_exact(spec: Any) -> bool:
     """Whether sums have one order, and products are rounded before they are added."""
     if isinstance(spec, AppendSpec): return spec.rope is None or spec.rope.rounded
-    return not isinstance(spec, DecodeSpec)
+    return not isinstance(spec, DecodeSpec | RouterSpec | GroupedGemmSpec)
 
 
 @pytest.mark.parametrize(("name", "target", "schedule"), CASES)

@@ -1,0 +1,125 @@
+"""Matmuls of rows with a matrix for each group of them, as a function known by name.
+
+Protocol. `grouped_matmul(x, w, offsets)` multiplies rows offsets[e] … offsets[e + 1] − 1 with matrix e
+(tile/grouped_gemm/spec.py). Rows of a mixture of experts are slots (patterns/router/named.py), and need not
+lie in their order: with `order` and `gather` g, row i is x[order[i] // g]; with `scatter`, result i is stored
+as row order[i]. How many rows a group has is read on the device: no extent depends on it.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinygrad import Tensor, dtypes
+from tinygrad.uop.ops import UOp
+
+from tinygrad_nv.errors import SpecError
+from tinygrad_nv.patterns import program
+from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.named import call, lower
+from tinygrad_nv.patterns.target import Target, choose
+from tinygrad_nv.tile.expression import short
+from tinygrad_nv.tile.grouped_gemm import reference
+from tinygrad_nv.tile.grouped_gemm.spec import FLOATS, GroupedGemmSpec
+from tinygrad_nv.tile.templates import TABLE
+
+NAME = "grouped_gemm"
+
+
+@dataclass(frozen=True)
+class GroupedMatmul:
+    """Tensors: x (M, K), w (E, N, K), offsets (E + 1), then those there are of order (R), weights (R) and
+    bias (E, N). `gather` 0: rows lie in order."""
+    rows: int
+    gather: int = 0
+    scatter: bool = False
+    activation: str = ""
+    weighted: bool = False
+    biased: bool = False
+
+    @property
+    def ordered(self) -> bool:
+        """Whether there is an order."""
+        return bool(self.gather or self.scatter or self.weighted)
+
+
+def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor, order: Tensor | None = None, *, gather: int = 0,
+                   scatter: bool = False, activation: str = "", weights: Tensor | None = None,
+                   bias: Tensor | None = None) -> Tensor:
+    """Rows of x (M, K) times the matrix of their group, of w (E, N, K), transposed: (R, N), with an
+    activation (R, N / 2), in x's dtype. R is the length of `order`, int32, else M; offsets int32 (E + 1),
+    weights float32 (R), bias (E, N). Raises `SpecError`."""
+    what = GroupedMatmul(int(x.shape[0] if order is None else order.shape[0]), gather, scatter, activation,
+                         weights is not None, bias is not None)
+    _check(what, x, w, offsets, order, weights, bias)
+    more = [each for each in (order, weights, bias) if each is not None]
+    return call(what, multiplied, x, w, offsets, *more, grad=_gradient)[0]
+
+
+def _check(what: GroupedMatmul, x: Tensor, w: Tensor, offsets: Tensor, order: Tensor | None,
+           weights: Tensor | None, bias: Tensor | None) -> None:
+    if (x.ndim, w.ndim) != (2, 3) or w.shape[2] != x.shape[1] or w.dtype != x.dtype or x.dtype not in FLOATS:
+        raise SpecError(f"x of {short(x.dtype)} {x.shape}, w of {short(w.dtype)} {w.shape}",
+                        "x (M, K) and w (E, N, K), floats of one dtype")
+    if offsets.shape != (w.shape[0] + 1,) or offsets.dtype != dtypes.int32:
+        raise SpecError(f"offsets of {short(offsets.dtype)} {offsets.shape}", f"int32 ({w.shape[0] + 1},)")
+    if what.ordered != (order is not None) or (order is not None and
+                                               (order.ndim != 1 or order.dtype != dtypes.int32)):
+        raise SpecError("no order" if order is None else f"order of {short(order.dtype)} {order.shape}",
+                        "int32 (R,) with gather, scatter or weights, and only then")
+    _spec(what, x.uop, w.uop)
+    for name, one, shape in (("weights", weights, (what.rows,)), ("bias", bias, w.shape[:2])):
+        if one is not None and one.shape != shape:
+            raise SpecError(f"{name} of shape {one.shape}", str(shape))
+
+
+def multiplied(what: GroupedMatmul, x: Tensor, w: Tensor, offsets: Tensor,
+               *more: Tensor) -> tuple[Tensor, ...]:
+    """The same in tinygrad."""
+    made = reference.multiplied(_spec(what, x.uop, w.uop), x, w, offsets, *_apart(what, more))
+    return (made.cast(x.dtype),)
+
+
+def _spec(what: GroupedMatmul, x: UOp, w: UOp) -> GroupedGemmSpec:
+    sources, k = map(int, x.shape)
+    groups, n = map(int, w.shape[:2])
+    return GroupedGemmSpec(groups, what.rows, n, k, x.dtype, sources, what.gather, what.scatter,
+                           what.activation, what.weighted, what.biased)
+
+
+def _apart(what: GroupedMatmul,
+           more: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """order, weights, bias; None for those there are not."""
+    rest = [*more]
+    return tuple(rest.pop(0) if there else None  # type: ignore[return-value]
+                 for there in (what.ordered, what.weighted, what.biased))
+
+
+def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
+    """Of x, w, weights and bias."""
+    what, given = call_.arg.aux, [Tensor(each) for each in call_.src[1:]]
+    floats = [i for i, each in enumerate(given) if dtypes.is_float(each.dtype)]
+    leaves = [each.detach() for each in given]
+    made = multiplied(what, *leaves)[0]
+    found = made.gradient(*(leaves[i] for i in floats), gradient=Tensor(grad))
+    places = dict(zip(floats, found, strict=True))
+    return tuple(places[i].cast(each.dtype).uop if i in places else None for i, each in enumerate(given))
+
+
+def lowered(what: GroupedMatmul, target: Target, x: UOp, w: UOp, offsets: UOp,
+            *more: UOp) -> tuple[UOp, ...] | None:
+    """The results of a kernel; None on targets without one. Raises `NotOurs` or `SpecError` where there is
+    none."""
+    if TABLE.family(target.kind, GroupedGemmSpec) is None: return None
+    spec, rest = _spec(what, x, w), [*more]
+    names = ["order"] * what.ordered + ["weights"] * what.weighted + ["bias"] * what.biased
+    kinds = {"order": dtypes.int32, "weights": dtypes.float32, "bias": spec.dtype}
+    for name, each in zip(names, rest, strict=True):
+        if each.dtype != kinds[name]:
+            raise NotOurs(f"{name} of {short(each.dtype)}, not {short(kinds[name])}")
+    moved = spec.active_bytes + (spec.x_rows * spec.k + spec.rows * spec.columns) * spec.dtype.itemsize
+    out = program.Output((spec.rows, spec.columns), spec.dtype)
+    return choose(spec, target).called(x.device, [out], [x, w, offsets, *rest], NAME, flops=spec.flops,
+                                       nbytes=moved)
+
+
+lower(GroupedMatmul, NAME, lowered)

@@ -1,0 +1,69 @@
+"""Matmuls of rows with the matrices of their groups, in plain tinygrad (tile/reference.py)."""
+from __future__ import annotations
+
+from tinygrad import Tensor
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.tile.grouped_gemm.spec import ALPHA, LIMIT, GroupedGemmSpec
+from tinygrad_nv.tile.reference import Argument, Given, Results, dense, gathered, rounded, widened
+
+
+def arguments(spec: GroupedGemmSpec) -> tuple[Argument, ...]:
+    """out, x, w, offsets, then those there are of order, weights, bias."""
+    out = Argument("out", spec.dtype, (dense(spec.rows, spec.columns),), "out")
+    given = [Argument("x", spec.dtype, (dense(spec.x_rows, spec.k),)),
+             Argument("w", spec.dtype, (dense(spec.groups, spec.n, spec.k),)),
+             Argument("offsets", dtypes.int32, (dense(spec.groups + 1),), values=range(1))]
+    if spec.ordered: given.append(Argument("order", dtypes.int32, (dense(spec.rows),), values=range(1)))
+    if spec.weighted: given.append(Argument("weights", dtypes.float32, (dense(spec.rows),)))
+    if spec.biased: given.append(Argument("bias", spec.dtype, (dense(spec.groups, spec.n),)))
+    return out, *given
+
+
+def reference(spec: GroupedGemmSpec, given: Given, exact: bool = False) -> Results:
+    """[rows, columns]."""
+    wide = widened(dtypes.float32, exact)
+    x = {each.name: gathered(given[each.name], each.places[0]) for each in arguments(spec)[1:]}
+    x = {name: each if each.dtype == dtypes.int32 else each.cast(wide) for name, each in x.items()}
+    made = multiplied(spec, x["x"], x["w"], x["offsets"], x.get("order"), x.get("weights"), x.get("bias"))
+    return made if exact else rounded(made, spec.dtype),
+
+
+def multiplied(spec: GroupedGemmSpec, x: Tensor, w: Tensor, offsets: Tensor, order: Tensor | None = None,
+               weights: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """The results, before they are rounded, in float32, or in float64 of such tensors."""
+    wide = widened(dtypes.float32, x.dtype == dtypes.float64)
+    group, inside = groups(spec.rows, offsets)
+    rows = x[order // spec.gather] if spec.gather and order is not None else x
+    made = (rows.contiguous().unsqueeze(1).cast(wide) * w[group].cast(wide)).sum(-1)
+    if bias is not None: made = made + bias[group].cast(wide)
+    made = activated(spec.activation, made)
+    if weights is not None and order is not None: made = made * weights[order].cast(wide).unsqueeze(-1)
+    made = inside.unsqueeze(-1).where(made, 0)
+    return made if not spec.scatter or order is None else made.contiguous()[_inverse(order)]
+
+
+def groups(rows: int, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """The group of each row, and whether it has one."""
+    numbers = Tensor.arange(rows, dtype=dtypes.int32).to(offsets.device)
+    group = (offsets[1:].unsqueeze(0) <= numbers.unsqueeze(1)).sum(-1, dtype=dtypes.int32)
+    last = int(offsets.shape[0]) - 2
+    return group.minimum(last).contiguous(), (group <= last) & (numbers >= offsets[0])
+
+
+def activated(name: str, x: Tensor) -> Tensor:
+    """act(gate) · up of gate | up, (R, N): (R, N / 2)."""
+    if not name: return x
+    gate, up = x.split(int(x.shape[-1]) // 2, dim=-1)
+    if name == "swiglu_clamped":
+        gate, up = gate.minimum(LIMIT), up.maximum(-LIMIT).minimum(LIMIT)
+        return (up + 1) * (gate * (gate * ALPHA).sigmoid())
+    if name == "silu": return gate.silu() * up
+    return (gate.gelu() if name == "gelu_tanh" else 0.5 * gate * (1 + (gate * 0.5 ** 0.5).erf())) * up
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """The place of each slot in the order."""
+    numbers = Tensor.arange(int(order.shape[0]), dtype=dtypes.int32).to(order.device)
+    own = order.unsqueeze(0) == numbers.unsqueeze(1)
+    return own.where(numbers, 0).sum(-1, dtype=dtypes.int32).contiguous()

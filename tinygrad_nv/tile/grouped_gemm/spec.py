@@ -1,0 +1,96 @@
+"""Matmuls of rows with the matrix of their group, in types. A spec does not know its target.
+
+Protocol: of x [sources, K], w [E, N, K] and offsets [E + 1], all contiguous; rows offsets[e] … offsets[e + 1]
+− 1 are group e. Of row i, slot = order[i] where there is an order:
+
+    y = x[source(i)] W_eᵀ + bias_e              sums of float32; source(i) is slot // gather, or i without
+    y = act(y[: N / 2]) · y[N / 2 :]            with `activation`, of gate | up
+    out[place(i)] = y · weights[slot]           with `weighted`; rounded once; place(i) is slot with `scatter`
+
+Rows that no group has are zeros in the reference, and may hold anything where a kernel runs. A kernel reads
+the matrices of groups that have rows, and no other.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinygrad.dtype import DType, dtypes
+
+from tinygrad_nv.errors import SpecError
+from tinygrad_nv.tile.expression import short
+
+ACTIVATIONS = ("", "silu", "gelu", "gelu_tanh", "swiglu_clamped")
+ALPHA, LIMIT = 1.702, 7.0   # of gpt-oss's gate, and where gate and up are cut
+FLOATS = (dtypes.float32, dtypes.bfloat16, dtypes.float16)
+
+
+@dataclass(frozen=True)
+class GroupedGemmSpec:
+    """`groups` matrices (n, k) and `rows` rows of `sources` of x. x, w, bias and results have one dtype,
+    weights are float32. Raises `SpecError` for what cannot be."""
+    groups: int
+    rows: int
+    n: int
+    k: int
+    dtype: DType = dtypes.float32
+    sources: int = 0        # 0: as many as rows
+    gather: int = 0
+    scatter: bool = False
+    activation: str = ""
+    weighted: bool = False
+    biased: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.groups, self.rows, self.n, self.k) < 1 or min(self.gather, self.sources) < 0:
+            raise SpecError(f"{self.rows}x{self.n}x{self.k} in {self.groups} groups", "extents ≥ 1")
+        if self.dtype not in FLOATS: raise SpecError(f"elements of {short(self.dtype)}", "floats")
+        if self.activation not in ACTIVATIONS or (self.activation and self.n % 2):
+            raise SpecError(f"activation={self.activation!r} of {self.n} columns",
+                            f"one of {', '.join(ACTIVATIONS[1:])}, of gate and up")
+        if self.gather and self.rows > self.gather * self.x_rows:
+            raise SpecError(f"gather={self.gather}, {self.rows} rows of {self.x_rows}",
+                            "as many rows, at most")
+        if not self.gather and self.x_rows != self.rows:
+            raise SpecError(f"an order of {self.rows} for {self.x_rows} rows", "gather, or as many")
+
+    @property
+    def x_rows(self) -> int:
+        """Rows of x."""
+        return self.sources or self.rows
+
+    @property
+    def columns(self) -> int:
+        """Of the result."""
+        return self.n // self.halves
+
+    @property
+    def halves(self) -> int:
+        """2 where columns of a matrix are gate | up."""
+        return 2 if self.activation else 1
+
+    @property
+    def ordered(self) -> bool:
+        """Whether there is an order."""
+        return bool(self.gather or self.scatter or self.weighted)
+
+    @property
+    def flops(self) -> int:
+        """Of all rows."""
+        return 2 * self.rows * self.n * self.k
+
+    @property
+    def active_bytes(self) -> int:
+        """Bytes of the matrices that are read at most."""
+        return min(self.groups, self.rows) * self.n * self.k * self.dtype.itemsize
+
+    @property
+    def integers(self) -> tuple[int, ...]:
+        """A kernel's integer arguments."""
+        return ()
+
+    def __str__(self) -> str:
+        more = [*[self.activation] * bool(self.activation), *["bias"] * self.biased,
+                *[f"rows // {self.gather}"] * bool(self.gather), *["weighted"] * self.weighted,
+                *["scattered"] * self.scatter]
+        return f"{self.rows}x{self.n}x{self.k} of {self.groups} groups {short(self.dtype)}" + \
+            "".join(f", {each}" for each in more)
