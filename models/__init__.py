@@ -2,8 +2,11 @@
 
 Read in this order:
   config.py     config.json of a Hugging Face directory, checked, as one frozen `ModelConfig`
-  rope.py       rotary frequencies: default, linear, dynamic, llama3, yarn
-  llama.py      the LLaMA family as one network: Llama, Mistral, Qwen2, Qwen3, Gemma
+  families/     what differs from LLaMA, a small file for each family
+  multimodal.py the language model of a directory that reads images, too
+  fields.py, rope_fields.py, names.py  keys of config.json, its rope parameters, names of tensors
+  rope.py       rotary frequencies: default, linear, dynamic, llama3, yarn, longrope
+  llama.py      the network; layers.py, attention.py, dense.py have its parts
   paged.py      a step of many sequences over KV cache pages
   weights.py    which tensors a checkpoint must hold, and where in the network each is stored
   quantised.py  quantised layers among them

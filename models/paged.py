@@ -12,11 +12,36 @@ each page and KV head (patterns/kv_append/named.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from tinygrad import Tensor
 
 from tinygrad_nv.functional import kv_append, paged_attention
 from tinygrad_nv.kvcache.store import LayerPages
+
+RopeTables: TypeAlias = tuple[Tensor, Tensor]   # cosines and sines of all positions
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """What a layer's attention computes: which of the rope tables rotates (None: none), the sliding
+    window, the factor of scores, and their cap."""
+    rope: int | None
+    window: int | None
+    scale: float
+    softcap: float | None
+
+
+def appended(keys: Tensor, values: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None,
+             lengths: Tensor, rope: RopeTables | None, k_scale: Tensor | None = None,
+             v_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """`kv_append` of k and v, rotated if there is a rope: keys, values, and q, rotated likewise."""
+    if rope is None:
+        made = kv_append(keys, values, k, v, table, lengths, k_scale=k_scale, v_scale=v_scale)
+        return made[0], made[1], q
+    keys, values, q = kv_append(keys, values, k, v, table, lengths, cos=rope[0], sin=rope[1], q=q,
+                                k_scale=k_scale, v_scale=v_scale, rounded=True)
+    return keys, values, q
 
 
 @dataclass(frozen=True)
@@ -35,30 +60,30 @@ class SequenceGroup:
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """The sequences of a step. `rope` are the tables of all positions that block tables reach."""
+    """The sequences of a step. `ropes` are tables of all positions that block tables reach."""
     groups: tuple[SequenceGroup, ...]
-    rope: tuple[Tensor, Tensor]
+    ropes: tuple[RopeTables, ...]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, pages: LayerPages, window: int | None) -> Tensor:
-        """Appends k and v (1, T, H_kv, D), rotated, to the pages, and returns attention of q (1, T, H, D)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pages: LayerPages, how: AttentionKind) -> Tensor:
+        """Appends k and v (1, T, H_kv, D) to the pages, and returns attention of q (1, T, H, D)
         over them: (1, T, H·D)."""
         # new Tensors over the same storage, so that reads depend on the appends
         keys, values = Tensor(pages.keys.uop), Tensor(pages.values.uop)
-        cos, sin = self.rope
+        rope = None if how.rope is None else self.ropes[how.rope]
         queries, first = [], 0
         for group in self.groups:
             end, each = first + group.num_tokens, group.tokens_per_sequence
-            own = [x[0, first:end].reshape(-1, each, *x.shape[2:]) for x in (q, k, v)]
-            keys, values, rotated = kv_append(
-                keys, values, own[1], own[2], group.table, group.lengths, cos=cos, sin=sin, q=own[0],
-                k_scale=pages.k_scale, v_scale=pages.v_scale, rounded=True)
+            own_q, own_k, own_v = (x[0, first:end].reshape(-1, each, *x.shape[2:]) for x in (q, k, v))
+            keys, values, rotated = appended(keys, values, own_q, own_k, own_v, group.table,
+                                             group.lengths, rope, pages.k_scale, pages.v_scale)
             queries.append(rotated)
             first = end
         out = []
         for group, rotated in zip(self.groups, queries, strict=True):
             if pages.k_scale is None: rotated = rotated.cast(keys.dtype)
-            attended = paged_attention(rotated, keys, values, group.table, group.lengths, window=window,
-                                       k_scale=pages.k_scale, v_scale=pages.v_scale)
+            attended = paged_attention(rotated, keys, values, group.table, group.lengths, scale=how.scale,
+                                       window=how.window, softcap=how.softcap, k_scale=pages.k_scale,
+                                       v_scale=pages.v_scale)
             out.append(attended.cast(q.dtype).reshape(group.num_tokens, -1))
         joined = out[0] if len(out) == 1 else out[0].cat(*out[1:])
         return joined.unsqueeze(0).contiguous()

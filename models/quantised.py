@@ -30,7 +30,9 @@ from tinygrad_nv.runtime.memory import write
 from . import sparse
 from .cache_scales import SUFFIXES
 from .checkpoint import TensorEntry, convert, read_array, safetensors_dtype
-from .llama import Linear, Llama
+from .feed_forward import MixtureOfExperts
+from .layers import Linear
+from .llama import Llama
 
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
 STATIC = (".input_scale", ".activation_scale")      # transformers' fp8 has the second
@@ -94,16 +96,21 @@ def projections(model: Llama, layer: int) -> list[Projection]:
     """Those of a layer, neighbours of a `Linear` one after the other."""
     c, made, block = model.config, list[Projection](), model.blocks[layer]
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    attention, ff = block.attention, block.feed_forward
-    for linear, part, names in (
-            (attention.qkv, "self_attn", {"q_proj": q, "k_proj": kv, "v_proj": kv}),
-            (attention.output, "self_attn", {"o_proj": c.hidden_size}),
-            (ff.gate_up, "mlp", {"gate_proj": ff.width, "up_proj": ff.width}),
-            (ff.down, "mlp", {"down_proj": c.hidden_size})):
-        first = 0
-        for name, rows in names.items():
-            made.append(Projection(f"model.layers.{layer}.{part}.{name}", linear, first, rows))
-            first += rows
+    attention, half, names = block.attention, block.feed_forward, c.names
+    linears: list[tuple[Linear, tuple[str, ...], tuple[int, ...]]] = [
+        (attention.qkv, names.qkv, (q, kv, kv)), (attention.output, (names.output,), (c.hidden_size,))]
+    gate_up, down = names.gate_up, names.down
+    if isinstance(half, MixtureOfExperts):
+        dense, (gate, up, down) = half.shared, (f"{names.shared_expert}.{x}" for x in names.expert_matrices)
+        gate_up = gate, up
+    else: dense = half
+    if dense is not None:
+        linears += [(dense.gate_up, gate_up, (dense.width, dense.width)),
+                    (dense.down, (down,), (c.hidden_size,))]
+    for linear, stored, rows in linears:
+        if len(stored) == 1: rows = sum(rows),
+        for i, name in enumerate(stored):
+            made.append(Projection(f"model.layers.{layer}.{name}", linear, sum(rows[:i]), rows[i]))
     return made
 
 
@@ -175,7 +182,7 @@ def _as_run(model: Llama, found: StoredMatrix | None, shape: tuple[int, int]) ->
 
 
 def _codes(type: QType, shape: tuple[int, int], how: Activations | None, device: str | None) -> bool:
-    """Whether codes of inputs and of a matrix are multiplied: on GPUs that have a kernel."""
+    """Whether codes of inputs and of a matrix are multiplied: on devices that have a kernel."""
     return how is not None and multiplies_codes(type, shape, how.element, how.scale, device)
 
 
@@ -272,6 +279,7 @@ class _Arrays:
 
 
 Read: TypeAlias = _Arrays | _Floats | Tensor
+Part: TypeAlias = QWeight | SparseWeight | Tensor       # of a layer in memory
 
 
 def read_layer(layer: QuantisedLayer, entries: Mapping[str, TensorEntry]) -> list[Read]:
@@ -280,20 +288,26 @@ def read_layer(layer: QuantisedLayer, entries: Mapping[str, TensorEntry]) -> lis
     return list(_merged(layer.parts, get))
 
 
-def fill(model: Llama, layer: QuantisedLayer, found: Iterable[Read]) -> None:
-    """Puts the parts of a layer in their place."""
+def fill(model: Llama, layer: QuantisedLayer, found: Iterable[Read]) -> tuple[Part, ...]:
+    """Repacks the parts of a layer, as kernels read them, and puts them in their place."""
     assert model.config.quantization is not None
     int8 = model.config.quantization["quant_method"] == "gguf" and model.int8_inputs
     alone = layer.linear == EMBEDDING   # nothing is multiplied with it: its rows stay in one piece
-    def laid(one: QWeight) -> QTensor: return one.matrix if alone or one.codes else prepared(one.matrix)
+    def laid(one: QWeight) -> QTensor: return one.matrix if alone else prepared(one.matrix, one.codes)
     made = (each if isinstance(each, Tensor) else each.in_memory(model) for each in found)
     parts = tuple(replace(part, int8=int8, matrix=laid(part)) if isinstance(part, QWeight) else part
                   for part in made)
+    place(model, layer, parts)
+    return parts
+
+
+def place(model: Llama, layer: QuantisedLayer, parts: tuple[Part, ...]) -> None:
+    """Puts the parts of a layer, as kernels read them, in their place."""
     if isinstance(layer.linear, Linear): layer.linear.parts = parts
     else:
         assert isinstance(parts[0], QWeight)
-        if not alone: model.quantised_head = parts[0]
-        if alone or model.config.tied: model.quantised_embedding = parts[0].matrix
+        if layer.linear != EMBEDDING: model.quantised_head = parts[0]
+        if layer.linear == EMBEDDING or model.config.tied: model.quantised_embedding = parts[0].matrix
 
 
 def matrices(model: Llama) -> list[tuple[QTensor | SparseTensor, Activations | None]]:

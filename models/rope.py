@@ -5,8 +5,8 @@ the cosines and sines of n positions, computed in float32 as transformers does (
 float32 rounding). The rotation pairs dimension i with i + dim/2 (the Hugging Face layout of weights), see
 `llama.rotate`.
 
-Sources: RoFormer (arXiv 2104.09864), linear interpolation (arXiv 2306.15595), YaRN (arXiv 2309.00071), and
-the frequency bands of Llama 3.1 as published with its weights.
+Sources: RoFormer (arXiv 2104.09864), linear interpolation (arXiv 2306.15595), YaRN (arXiv 2309.00071),
+LongRoPE (arXiv 2402.13753), and the frequency bands of Llama 3.1 as published with its weights.
 """
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "factors")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "factors")
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class RopeConfig:
     """`dim` rotary dimensions of each head, base `theta`; the rest is used by the kinds that name it.
 
     `dynamic` differs from `default` only past the trained length, which we never exceed. `factors`, one of
-    each pair, divide frequencies: GGUF files have the bands of Llama 3 so.
+    each pair, divide frequencies: GGUF files have the bands of Llama 3 so. `longrope` divides them by
+    `short_factor`, or by `long_factor` where sequences may be longer than `original_positions`.
     """
     kind: str
     theta: float
@@ -39,13 +40,18 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
     factors: tuple[float, ...] = ()
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
 
-def inverse_frequencies(rope: RopeConfig) -> np.ndarray:
-    """Radians per position of each of the dim/2 pairs, float32."""
+def inverse_frequencies(rope: RopeConfig, positions: int) -> np.ndarray:
+    """Radians per position of each of the dim/2 pairs, float32, for sequences of up to `positions`."""
     exponents = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
     frequencies = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
     if rope.kind == "factors": return frequencies / np.array(rope.factors, np.float32)
+    if rope.kind == "longrope":
+        factors = rope.long_factor if positions > rope.original_positions else rope.short_factor
+        return (frequencies / np.array(factors, np.float32)).astype(np.float32)
     if rope.kind == "linear": return frequencies / np.float32(rope.factor)
     if rope.kind == "llama3": return _llama3(rope, frequencies)
     if rope.kind == "yarn": return _yarn(rope, frequencies)
@@ -74,16 +80,22 @@ def _yarn(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """YaRN's scale of cosines and sines (its temperature, paper §3.3); 1 for every other kind."""
-    if rope.kind != "yarn": return 1.0
+    """The scale of cosines and sines: YaRN's (its temperature, paper §3.3), LongRoPE's (paper §3.3), else
+    1."""
+    if rope.kind not in ("yarn", "longrope"): return 1.0
     if rope.attention_factor is not None: return rope.attention_factor
+    if rope.kind == "longrope":
+        if rope.factor <= 1: return 1.0
+        return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_positions))
     def scale(m: float) -> float: return 1.0 if rope.factor <= 1 else 0.1 * m * math.log(rope.factor) + 1.0
     if rope.mscale and rope.mscale_all_dim: return scale(rope.mscale) / scale(rope.mscale_all_dim)
     return scale(1.0)
 
 
-def tables(rope: RopeConfig, positions: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines, float32, shape (positions, dim/2) each."""
-    angles = np.arange(positions, dtype=np.float32)[:, None] * inverse_frequencies(rope)[None, :]
+def tables(rope: RopeConfig, positions: int, longest: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines, float32, shape (positions, dim/2) each, for sequences of up to `longest` tokens, by
+    default `positions`."""
+    frequencies = inverse_frequencies(rope, positions if longest is None else longest)
+    angles = np.arange(positions, dtype=np.float32)[:, None] * frequencies[None, :]
     factor = np.float32(attention_factor(rope))
     return np.cos(angles) * factor, np.sin(angles) * factor

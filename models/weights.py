@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,11 @@ from .checkpoint import (
     unsupported,
 )
 from .config import ModelConfig
+from .feed_forward import MixtureOfExperts
 from .llama import Llama
-from .quantised import Plan, fill, planned, projections, read_layer, require_zeros
+from .multimodal import language_entries
+from .quantised import Plan, fill, place, planned, projections, read_layer, require_zeros
+from .repacked import opened
 
 # A second thread doubles the rate of page faults and copies; disks are faster with a queue of a few reads.
 READERS = min(4, os.cpu_count() or 1)
@@ -74,16 +77,34 @@ def slots(model: Llama) -> dict[str, WeightSlice]:
            "model.norm.weight": _whole(model.norm.weight)}
     if not c.tied: out[HEAD] = _whole(model.head)
     for i, block in enumerate(model.blocks):
-        layer, attention = f"model.layers.{i}", block.attention
-        out[f"{layer}.input_layernorm.weight"] = _whole(block.attention_norm.weight)
-        out[f"{layer}.post_attention_layernorm.weight"] = _whole(block.feed_forward_norm.weight)
-        if attention.q_norm is not None and attention.k_norm is not None:
-            out[f"{layer}.self_attn.q_norm.weight"] = _whole(attention.q_norm.weight)
-            out[f"{layer}.self_attn.k_norm.weight"] = _whole(attention.k_norm.weight)
+        layer, attention, names = f"model.layers.{i}", block.attention, c.names
+        for name, norm in ((names.attention_norm, block.attention_norm),
+                           (names.attention_post_norm, block.attention_post_norm),
+                           (names.feed_forward_norm, block.feed_forward_norm),
+                           (names.feed_forward_post_norm, block.feed_forward_post_norm),
+                           (names.q_norm, attention.q_norm), (names.k_norm, attention.k_norm)):
+            if norm is not None: out[f"{layer}.{name}.weight"] = _whole(norm.weight)
+        if isinstance(block.feed_forward, MixtureOfExperts): out |= _experts(model, i, block.feed_forward)
         for each in projections(model, i):
             out[f"{each.name}.weight"] = WeightSlice(each.linear.weight, each.first, each.shape)
             if (bias := each.linear.bias) is not None:
                 out[f"{each.name}.bias"] = WeightSlice(bias, each.first, (each.rows,))
+    return out
+
+
+def _experts(model: Llama, layer: int, block: MixtureOfExperts) -> dict[str, WeightSlice]:
+    """Of a mixture of experts: its router, and each expert's rows of the stacked matrices."""
+    names, prefix, width, hidden = (model.config.names, f"model.layers.{layer}", block.moe.width,
+                                    model.config.hidden_size)
+    out = {f"{prefix}.{names.router}.weight": _whole(block.router)}
+    if block.shared_gate is not None:
+        out[f"{prefix}.{names.shared_expert}_gate.weight"] = _whole(block.shared_gate)
+    gate, up, down = names.expert_matrices
+    for i in range(block.moe.experts):
+        expert = f"{prefix}.{names.expert.format(i)}"
+        out[f"{expert}.{gate}.weight"] = WeightSlice(block.gate_up, 2 * i * width, (width, hidden))
+        out[f"{expert}.{up}.weight"] = WeightSlice(block.gate_up, (2 * i + 1) * width, (width, hidden))
+        out[f"{expert}.{down}.weight"] = WeightSlice(block.down, i * hidden, (hidden, width))
     return out
 
 
@@ -115,7 +136,7 @@ def _some(names: list[str], most: int = 8) -> str:
 def stored_dtype(directory: Path) -> str:
     """The dtype of most of a checkpoint's bytes, for a config.json that does not name one."""
     weight: Counter[str] = Counter()
-    for entry in open_checkpoint(directory).entries.values():
+    for entry in language_entries(open_checkpoint(directory).entries).values():
         if entry.dtype in FLOATS: weight[entry.dtype] += entry.nbytes
     return weight.most_common(1)[0][0] if weight else "float32"
 
@@ -126,7 +147,8 @@ def nbytes(config: ModelConfig, dtype: DType, directory: Path) -> int:
     if config.quantization is None: return config.parameters * dtype.itemsize
     if config.quantization["quant_method"] == ONLINE: return _online_nbytes(config, dtype)
     # blocks of a tied embedding are listed twice
-    entries = {(each.file_offset, each.shape): each for each in open_checkpoint(directory).entries.values()}
+    found = language_entries(open_checkpoint(directory).entries)
+    entries = {(each.file_offset, each.shape): each for each in found.values()}
     def item(each: TensorEntry) -> int:
         return dtype.itemsize if each.dtype in FLOATS else ITEM_BYTES[each.dtype]
     return sum(math.prod(each.shape) * item(each) for each in entries.values())
@@ -150,6 +172,7 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
     `progress(done, total)` is called with bytes. Raises `WeightError` before anything is read if the
     checkpoint lacks tensors, and while reading if a file is shorter than its header says."""
     checkpoint = open_checkpoint(directory)
+    checkpoint.entries = language_entries(checkpoint.entries)
     plan = planned(model, checkpoint.entries, str(directory / "config.json"))
     wanted = {name: slot for name, slot in slots(model).items() if name not in plan.replaced}
     wanted |= {name: _whole(tensor) for name, tensor in plan.plain.items()}
@@ -168,7 +191,7 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
         reading = [readers.submit(_read, checkpoint, *chunk) for chunk in _chunks(wanted, checkpoint.entries)]
         try:
             for count in chain((future.result() for future in as_completed(reading)),
-                               _fill(model, plan, checkpoint)):
+                               _fill(model, plan, checkpoint, readers)):
                 done += count
                 if progress is not None: progress(done, total)
         except BaseException:
@@ -177,16 +200,26 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
     return total
 
 
-def _fill(model: Llama, plan: Plan, checkpoint: Checkpoint) -> Iterator[int]:
-    """Reads quantised layers: bytes of each. While tinygrad repacks one, in this thread, another is read."""
+def _fill(model: Llama, plan: Plan, checkpoint: Checkpoint, readers: ThreadPoolExecutor) -> Iterator[int]:
+    """Fills quantised layers: bytes of each. Those that are kept on disk `readers` read; while tinygrad
+    repacks one of the others, in this thread, another is read."""
+    def size(number: int) -> int:
+        return sum(checkpoint.entries[name].nbytes for name in plan.layers[number].tensors)
     ahead: Future[list[Any]] | None = None
-    with ThreadPoolExecutor(1) as reader:
-        for i, layer in enumerate(plan.layers):
+    with opened(model, plan, checkpoint.entries) as kept, ThreadPoolExecutor(1) as reader:
+        left: list[int] = []
+        for number, parts in enumerate(kept.restored(readers)):
+            if parts is None: left.append(number)
+            else:
+                place(model, plan.layers[number], parts)
+                yield size(number)
+        for number, after in zip_longest(left, left[1:]):
+            layer = plan.layers[number]
             found = (ahead or reader.submit(read_layer, layer, checkpoint.entries)).result()
-            ahead = reader.submit(read_layer, plan.layers[i + 1], checkpoint.entries) \
-                if i + 1 < len(plan.layers) else None
-            fill(model, layer, found)
-            yield sum(checkpoint.entries[name].nbytes for name in layer.tensors)
+            ahead = None if after is None else \
+                reader.submit(read_layer, plan.layers[after], checkpoint.entries)
+            kept.add(number, fill(model, layer, found))
+            yield size(number)
 
 
 def _require_tied(checkpoint: Checkpoint, directory: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("NV_STRICT", "1")  # a kernel that does not build is a failure here, not a warning
+os.environ.setdefault("NV_REPACK_CACHE", "0")  # models of tests are loaded once; tests of the cache set it
 # threads of BLAS that share cores with other tests spin while they wait for each other: 222 s against 32
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # a compile worker of tinygrad's, which takes 0.5 s of a core to start, is replaced after 16 kernels otherwise

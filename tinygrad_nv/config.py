@@ -14,13 +14,14 @@ from tinygrad_nv.errors import ConfigError
 
 @dataclass(frozen=True)
 class Setting:
-    """One variable: its name, what it is when unset, the values it may have (of a `path`, any), and what they
-    mean."""
+    """One variable: its name, what it is when unset, the values it may have (of a `path`, any; of a `number`,
+    any integer from 0 on), and what they mean."""
     name: str
     default: int | str
     allowed: tuple[int | str, ...]
     meaning: str
     path: bool = False
+    number: bool = False
 
 
 SETTINGS = (
@@ -67,6 +68,9 @@ SETTINGS = (
     Setting("NV_CACHE_DIR", "", ("",),
             "where compiled kernels and what was tuned and measured are kept; unset: tinygrad_nv in "
             "XDG_CACHE_HOME or ~/.cache", path=True),
+    Setting("NV_REPACK_CACHE", 48, (0, 48),
+            "GB of the cache directory for quantised weights in the order of kernels, which a second load "
+            "reads. 0: every load repacks", number=True),
     Setting("NV_SCHEDULES", "", ("",),
             "the file of tuned schedules; unset: tinygrad_nv/schedules.json in the cache directory",
             path=True),
@@ -85,6 +89,10 @@ def get(name: str) -> int | str:
     text = os.environ.get(name, "").strip()
     if not text: return setting.default
     if setting.path: return text
+    if setting.number:
+        if text.isdecimal(): return int(text)
+        raise ConfigError(f"{name}={text}", f"an integer from 0 on ({setting.meaning})",
+                          f"unset {name} for its default, {setting.default}")
     if text not in (allowed := [str(value) for value in setting.allowed]):
         raise ConfigError(f"{name}={text}", f"one of {', '.join(allowed)} ({setting.meaning})",
                           f"unset {name} for its default, {setting.default}")

@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.numpy import load_file
+from tinygrad_nv.models import repack_folder
 
+from tinygrad_nv.cli import doctor
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.sampling import SamplingParams
 
@@ -142,6 +144,18 @@ def test_doctor_lists_what_there_is(command):
     assert set(states) <= {"ok", "missing", "broken"}
     for subject in ("python", "tinygrad", "device", "C compiler", "ptxas", "NVRTC", "NVIDIA driver"):
         assert any(subject in line for line in outcome.out.splitlines()), subject
+
+
+def test_doctor_says_what_is_kept_of_repacked_weights(command, tmp_path: Path,
+                                                      monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(repack_folder, "root", lambda: tmp_path)
+    monkeypatch.setattr(repack_folder, "GB", 1000)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "0000.layer").write_bytes(bytes(1500))
+    kept = f"1.5 of 7 GB (NV_REPACK_CACHE), models: 1, in {tmp_path}"
+    for setting, words in (("7", kept), ("0", "not kept: NV_REPACK_CACHE=0")):
+        monkeypatch.setenv("NV_REPACK_CACHE", setting)
+        assert doctor._repacked().what == words
 
 
 def test_doctor_reports_what_it_could_not_look_at(command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -2,9 +2,9 @@
 from __future__ import annotations
 
 import pytest
-from tinygrad_nv.models.config import ARCHITECTURES
+from tinygrad_nv.models.families import FAMILIES
 
-HAVE = ", ".join(ARCHITECTURES)
+HAVE = ", ".join(FAMILIES)
 ROPES = "expected: one of: default, linear, dynamic, llama3, yarn"
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 NUMBER = "expected: a number > 0"
@@ -47,7 +47,9 @@ def test_weights_that_are_not_quantised_as_asked(command, spoil):
 
 
 ROPE_CASES = [
-    (rope(rope_type="longrope"), "rope type 'longrope' is not supported", ROPES),
+    (rope(rope_type="proportional"), "rope type 'proportional' is not supported", ROPES),
+    (rope(rope_type="longrope", short_factor=[1.0]), "short_factor of the rope parameters has 1 factors",
+     "one for each pair of dimensions"),
     ({"rope_parameters": None, "rope_scaling": {"type": "su"}}, "rope type 'su' is not supported", ROPES),
     (rope(rope_type=["yarn"]), "rope type ['yarn'] is not supported", ROPES),
     ({"rope_parameters": [1]}, "rope parameters are [1]", "expected: an object"),
@@ -64,7 +66,7 @@ ROPE_CASES = [
     (rope(rope_type="dynamic"), "rope type dynamic lacks factor", "expected: factor"),
     (rope(rope_type="linear", factor=2.0, partial_rotary_factor="x"), "partial_rotary_factor is 'x'", NUMBER),
     (rope(rope_type="linear", factor=2.0, partial_rotary_factor=0.5),
-     "partial_rotary_factor is 0.5 with rope type linear", "expected: 1: these families rotate whole heads"),
+     "partial_rotary_factor is 0.5 with rope type linear", "expected: 1: this family rotates whole heads"),
     ({"rope_scaling": {"type": "su"}, **rope()}, "rope type 'su' is not supported", ROPES),
 ]
 
@@ -74,6 +76,7 @@ def test_rope_that_is_not_supported(command, spoil, fields, found: str, expected
     command("generate", spoil(**fields), "hello").refused("config.json: ", found, expected)
 
 
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 4}
 FIELD_CASES = [
     ({"hidden_size": ...}, "hidden_size is None", INTEGER),
@@ -92,6 +95,12 @@ FIELD_CASES = [
     ({"dtype": "int8"}, "dtype 'int8' is not supported", "expected: one of: float32, float16, bfloat16"),
     ({"sliding_window": "x"}, "sliding_window is 'x'", INTEGER),
     ({"sliding_window": True}, "sliding_window is True", INTEGER),
+    ({**MIXTRAL, "num_experts_per_tok": 9}, "num_experts_per_tok is 9, of 4 experts", "as many, at most"),
+    ({**MIXTRAL, "num_experts": 8}, "num_local_experts is 4, num_experts 8", "one number of experts"),
+    ({**MIXTRAL, "quantization_config": {"quant_method": "fp8"}}, "a mixture of experts that is quantised",
+     "weights of floats"),
+    ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv is 8.0, which is not implemented",
+     "a model without it"),
     ({**QWEN, "layer_types": 3}, "layer_types is 3", "expected: a list of 2"),
     ({**QWEN, "layer_types": ["full_attention"]}, "layer_types is ['full_", "expected: a list of 2"),
     ({**QWEN, "layer_types": ["chunked_attention"] * 2}, "layer type 'chunked_attention'",

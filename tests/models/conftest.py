@@ -19,8 +19,8 @@ def hf_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if name not in made:
             case = CASES[name]
             torch.manual_seed(len(name))
-            config = getattr(transformers, f"{case.family}Config")(**{**BASE, **case.fields})
-            model = getattr(transformers, f"{case.family}ForCausalLM")(config)
+            network = getattr(transformers, f"{case.family}ForCausalLM")
+            model = network(network.config_class(**{**BASE, **case.fields}))
             for parameter_name, parameter in model.named_parameters():
                 # biases and norms are born 0 and 1, which would hide a bias or a norm that is not applied
                 mean = 1.0 if "norm" in parameter_name else 0.0

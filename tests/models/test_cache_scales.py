@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from test_parity import GREEDY, PROMPT
 from tinygrad import Tensor, dtypes
 from tinygrad_nv.models import weights
+from tinygrad_nv.models.attention import Attention
 from tinygrad_nv.models.config import read_config
-from tinygrad_nv.models.llama import Attention, Llama
+from tinygrad_nv.models.llama import Llama
 
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.quant.activations import to_e4m3

@@ -36,6 +36,17 @@ def test_a_value_that_is_not_allowed_is_an_error_with_the_allowed_ones(text, mon
     assert caught.value.fix == "unset NV for its default, 1"
 
 
+def test_a_number_may_be_any(monkeypatch):
+    monkeypatch.setenv("NV_REPACK_CACHE", "200")
+    assert config.get("NV_REPACK_CACHE") == 200
+    for text in ("-1", "1.5", "all", "²"):
+        monkeypatch.setenv("NV_REPACK_CACHE", text)
+        with pytest.raises(ConfigError) as caught: config.get("NV_REPACK_CACHE")
+        assert str(caught.value).splitlines()[0] == f"NV_REPACK_CACHE={text}"
+        assert caught.value.expected.startswith("an integer from 0 on (GB of the cache directory")
+        assert caught.value.fix == "unset NV_REPACK_CACHE for its default, 48"
+
+
 def test_a_setting_without_a_row_is_our_mistake():
     with pytest.raises(KeyError): config.get("NV_UNKNOWN")
 

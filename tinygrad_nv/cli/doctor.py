@@ -19,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from tinygrad_nv import config
 from tinygrad_nv.cli.doctor_finding import CheckResult
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.ptx.assemble import find_program
@@ -34,8 +35,8 @@ def examine() -> list[CheckResult]:
     checks: dict[str, Callable[[], CheckResult]] = {
         "python": _python, "tinygrad": _tinygrad, "tinygrad_nv hooks": _hooks, "device": _device,
         "C compiler": _compiler, "CPU kernels": doctor_cpu.instructions, "CPU threads": doctor_cpu.cores,
-        "CPU rates": doctor_cpu.speed, "ptxas": _ptxas, "NVRTC": _nvrtc, "NVIDIA driver": _driver,
-        "cuda-python": _cuda_python, "DEV=CUDA": _cuda_device}
+        "CPU rates": doctor_cpu.speed, "repacked weights": _repacked, "ptxas": _ptxas, "NVRTC": _nvrtc,
+        "NVIDIA driver": _driver, "cuda-python": _cuda_python, "DEV=CUDA": _cuda_device}
     return [_safely(subject, check) for subject, check in checks.items()]
 
 
@@ -99,6 +100,15 @@ def _compiler() -> CheckResult:
     except NVError as error: return CheckResult("C compiler", "missing", error.found, error.fix)
     command = " ".join(compiler.command)
     return CheckResult("C compiler", "ok", f"{compiler.version()} from {compiler.origin}: {command}")
+
+
+def _repacked() -> CheckResult:
+    from tinygrad_nv.models.repack_folder import GB, root, stored_bytes
+    subject, bound = "repacked weights", config.get("NV_REPACK_CACHE")
+    if not bound: return CheckResult(subject, "ok", "not kept: NV_REPACK_CACHE=0")
+    folders = [path for path in root().glob("*") if path.is_dir()]
+    return CheckResult(subject, "ok", f"{stored_bytes(root()) / GB:.1f} of {bound} GB (NV_REPACK_CACHE), "
+                                      f"models: {len(folders)}, in {root()}")
 
 
 def _ptxas() -> CheckResult:

@@ -17,6 +17,7 @@ from tinygrad_nv.models.config import read_config
 from tinygrad_nv.progress import bar
 from tinygrad_nv.quantize import report
 from tinygrad_nv.quantize.directory import IGNORED, quantize, require_plain
+from tinygrad_nv.quantize.network import require_computed
 from tinygrad_nv.quantize.quality import LEAST, Quality, affordable, compared
 from tinygrad_nv.quantize.schemes import FORMATS, METHODS, NAMES, OBSERVERS, ORDERS, Options, scheme_of
 from tinygrad_nv.quantize.text import Sequences, stories, texts, tokens
@@ -121,7 +122,7 @@ def _held_out(a: argparse.Namespace) -> _HeldOut:
         raise RequestError(f"a report in {a.report}", "a name that ends in .json or .png", "change --report")
     given = stories("held-out") if a.held_out is None else texts(a.held_out)
     try:
-        config = read_config(a.model)
+        require_computed(config := read_config(a.model))
         most = affordable(config) or (LEAST if asked else 0)
         if not most: return _HeldOut(None, "the model is large; --report FILE makes one")
         text = tokens(a.model, config, given, HELD_OUT, a.length, most)

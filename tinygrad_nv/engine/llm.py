@@ -187,9 +187,10 @@ class LLM:
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes of weights that a decode step reads: every parameter, but only one row of an embedding
-        that is not the head."""
+        """Bytes of weights that a decode step of one sequence reads: every parameter, but only one row of an
+        embedding that is not the head, and only a token's experts."""
         held = self._weight_bytes - sparse_savings(self.model)
+        held -= self.config.inactive_parameters * self.dtype.itemsize
         if self.config.tied: return held
         table, dense = self.model.quantised_embedding, self.config.vocab_size * self.config.hidden_size
         return held - (dense * self.dtype.itemsize if table is None else table.nbytes)

@@ -89,4 +89,6 @@ def step_bytes(config: ModelConfig, dtype: DType, num_tokens: int, num_samples: 
     """Estimated bytes of activations of a step of `num_tokens` tokens and `num_samples` samples."""
     widths = config.hidden_size + (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     widths += 3 * config.intermediate_size
+    # of a mixture of experts a row for each token's experts: gate | up, and what down makes
+    if config.moe is not None: widths += config.moe.policy.k * (config.moe.width + config.hidden_size)
     return ACTIVATION_COPIES * (num_tokens * widths * dtype.itemsize + num_samples * config.vocab_size * 4)

@@ -29,7 +29,6 @@ from tinygrad_nv.quantize.gptq import gptq
 from tinygrad_nv.quantize.network import (
     DOWN,
     GATE,
-    NORMS,
     UP,
     Block,
     K,
@@ -152,7 +151,8 @@ def _layer(job: Job, index: int, x: np.ndarray) -> tuple[Block, Tensors, dict[st
         seen.tokens += rows.stop - rows.start
     inputs = {name: each for names in TOGETHER for each in [seen.inputs(names[0])] for name in names}
     chosen = [name for names in TOGETHER for name in names if f"{layer}.{name}" in job.layers]
-    norms, weights = (job.source.entries[f"{layer}.{name}.weight"].dtype for name in (NORMS[0], Q))
+    names = job.source.config.names.norms[0], Q
+    norms, weights = (job.source.entries[f"{layer}.{name}.weight"].dtype for name in names)
     scales: Mapping[str, np.ndarray] = {}
     changed = block
     if scheme.method in ("awq", "smoothquant"):
@@ -226,7 +226,7 @@ def _written(job: Job, layer: str, before: Block, after: Block, found: Mapping[s
              linears: Mapping[str, Linear]) -> Tensors:
     """The tensors of a layer that are not those of the checkpoint."""
     entries = job.source.entries
-    for name in NORMS:
+    for name in before.norms:
         if after.norms[name] is not before.norms[name]:
             kind = FLOATS[entries[f"{layer}.{name}.weight"].dtype]
             yield f"{layer}.{name}.weight", *stored(kind, after.norms[name])

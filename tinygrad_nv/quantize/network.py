@@ -23,6 +23,8 @@ from tinygrad_nv.models.checkpoint import (
     safetensors_dtype,
 )
 from tinygrad_nv.models.config import ModelConfig, read_config
+from tinygrad_nv.models.multimodal import language_entries
+from tinygrad_nv.models.names import LLAMA_NAMES
 from tinygrad_nv.models.rope import tables
 from tinygrad_nv.quant.activations import E4M3_MAX
 from tinygrad_nv.quant.floats import as_float32, from_e4m3, to_e4m3
@@ -32,7 +34,6 @@ from tinygrad_nv.quant.tensor import QTensor
 Q, K, V, O = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 GATE, UP, DOWN = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 LINEARS = (Q, K, V, O, GATE, UP, DOWN)
-NORMS = ("input_layernorm", "post_attention_layernorm")
 BATCH = 4096                    # tokens that are in a layer's matmuls at a time
 See = Callable[[str, np.ndarray], None]
 
@@ -65,44 +66,51 @@ def rounded_inputs(x: np.ndarray, how: Activations, scale: float | None) -> np.n
 
 @dataclass(frozen=True)
 class Block:
-    """A layer. `norms` are by their names, with those of queries and keys; `rope` are cosines and sines."""
+    """A layer. `norms` are by their names, with those of queries and keys; `rope` are cosines and sines, None
+    where nothing is rotated."""
     config: ModelConfig
     window: int | None
     linears: Mapping[str, Linear]
     norms: Mapping[str, np.ndarray]
-    rope: tuple[np.ndarray, np.ndarray]
+    rope: tuple[np.ndarray, np.ndarray] | None
 
     def __call__(self, x: np.ndarray, lengths: Sequence[int], see: See | None = None) -> np.ndarray:
         """The layer's output [T, hidden]."""
         def linear(name: str, x: np.ndarray) -> np.ndarray:
             if see is not None: see(name, x)
             return self.linears[name](x)
-        c = self.config
-        h = self.norm(NORMS[0], x)
-        q, k, v = (linear(name, h).reshape(len(x), -1, c.head_dim) for name in (Q, K, V))
-        if c.qk_norm: q, k = self.norm("self_attn.q_norm", q), self.norm("self_attn.k_norm", k)
-        x = x + linear(O, self.attention(q, k, v, lengths))
-        h = self.norm(NORMS[1], x)
+        c, names, scale = self.config, self.config.names, np.float32(self.config.residual_scale)
+        h = self.norm(names.attention_norm, x)
+        q, k, v = (linear(name, h) for name in (Q, K, V))
+        if c.qk_norm == "all": q, k = self.norm(names.q_norm, q), self.norm(names.k_norm, k)
+        q, k, v = (each.reshape(len(x), -1, c.head_dim) for each in (q, k, v))
+        if c.qk_norm == "head": q, k = self.norm(names.q_norm, q), self.norm(names.k_norm, k)
+        made = linear(O, self.attention(q, k, v, lengths))
+        x = x + self.norm(names.attention_post_norm, made) * scale
+        h = self.norm(names.feed_forward_norm, x)
         gate = activated(c.activation, linear(GATE, h))
         gate *= linear(UP, h)
-        return x + linear(DOWN, gate)
+        return x + self.norm(names.feed_forward_post_norm, linear(DOWN, gate)) * scale
 
     def norm(self, name: str, x: np.ndarray) -> np.ndarray:
-        """RMSNorm."""
-        return normalised(x, self.norms[name], self.config)
+        """RMSNorm; x where a family has none, whose name is ""."""
+        return normalised(x, self.norms[name], self.config) if name else x
 
     def attention(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-        """softmax(q kᵀ / √D) v of each sequence, [T, H · D]."""
+        """softmax(scale · q kᵀ) v of each sequence, [T, H · D]."""
         c, begin, out = self.config, 0, np.empty_like(q)
+        scale = np.float32(c.head_dim ** -0.5 if c.attention_scale is None else c.attention_scale)
         for length in lengths:
             end = begin + length
-            cos, sin = (table[:length, None] for table in self.rope)
-            scale = np.float32(c.head_dim ** -0.5)
-            a = _rotated(q[begin:end], cos, sin) * scale
-            b = _rotated(k[begin:end], cos, sin)
+            a, b = q[begin:end], k[begin:end]
+            if self.rope is not None:
+                cos, sin = (table[:length, None] for table in self.rope)
+                a, b = _rotated(a, cos, sin), _rotated(b, cos, sin)
+            a = a * scale
             # [H_kv, queries of a group, T, D]
             queries = a.reshape(length, c.num_kv_heads, -1, c.head_dim).transpose(1, 2, 0, 3)
             scores = queries @ b.transpose(1, 2, 0)[:, None]
+            if c.softcap is not None: scores = np.tanh(scores / np.float32(c.softcap)) * np.float32(c.softcap)
             scores[..., ~_seen(length, self.window)] = -np.inf
             weights = softmax(scores)
             made = weights @ v[begin:end].transpose(1, 0, 2)[:, None]
@@ -155,13 +163,28 @@ def _erf(x: np.ndarray) -> np.ndarray:
     return np.sign(x) * (1 - series * np.exp(-x * x))
 
 
+def computes(config: ModelConfig) -> bool:
+    """Whether `Block` is a layer of a model."""
+    apart = (config.names.qkv, config.names.gate_up) == (LLAMA_NAMES.qkv, LLAMA_NAMES.gate_up)
+    return apart and config.moe is None
+
+
+def require_computed(config: ModelConfig) -> None:
+    """Raises `ModelError` for a model that `Block` is no layer of."""
+    if not computes(config):
+        raise ModelError(f"{config.architecture} is not calibrated or evaluated yet",
+                         "a dense model whose projections are stored apart",
+                         "use a scheme without calibration, and --no-report")
+
+
 class Source:
     """A model directory, read layer by layer. Raises `ModelError` and `WeightError`."""
 
     def __init__(self, directory: Path, positions: int) -> None:
         self.config = read_config(directory)
-        self.entries: dict[str, TensorEntry] = open_checkpoint(directory).entries
-        self.rope = tables(self.config.rope, positions)
+        self.entries: dict[str, TensorEntry] = language_entries(open_checkpoint(directory).entries)
+        require_computed(self.config)
+        self.ropes = [None if rope is None else tables(rope, positions) for rope in self.config.ropes]
         given, file = self.config.quantization, str(directory / "config.json")
         if given is not None and given.get("quant_method") == "gguf":
             raise ModelError(f"{directory} is a GGUF file", "a directory of Hugging Face",
@@ -191,10 +214,10 @@ class Source:
         hidden, width = c.hidden_size, c.intermediate_size
         shapes = {Q: (q, hidden), K: (kv, hidden), V: (kv, hidden), O: (hidden, q),
                   GATE: (width, hidden), UP: (width, hidden), DOWN: (hidden, width)}
-        names = (*NORMS, *(("self_attn.q_norm", "self_attn.k_norm") if c.qk_norm else ()))
+        names = [*c.names.norms, *([c.names.q_norm, c.names.k_norm] if c.qk_norm else [])]
         return Block(c, c.windows[index] if c.windows else None,
                      {name: self.linear(f"{layer}.{name}", shape) for name, shape in shapes.items()},
-                     {name: self.vector(f"{layer}.{name}.weight") for name in names}, self.rope)
+                     {name: self.vector(f"{layer}.{name}.weight") for name in names}, self.ropes[index])
 
     def linear(self, layer: str, shape: tuple[int, int]) -> Linear:
         """A linear layer, dequantised."""
@@ -224,7 +247,11 @@ class Source:
         c, norm = self.config, self.vector("model.norm.weight")
         linear = Linear(self.vector("model.embed_tokens.weight")) if c.tied else \
             self.linear("lm_head", (c.vocab_size, c.hidden_size))
-        return lambda x: linear(normalised(x, norm, c))
+        def logits(x: np.ndarray) -> np.ndarray:
+            made = linear(normalised(x, norm, c)) / np.float32(c.logit_divisor)
+            if c.logit_softcap is None: return made
+            return np.tanh(made / np.float32(c.logit_softcap)) * np.float32(c.logit_softcap)
+        return logits
 
 
 def batches(lengths: Sequence[int]) -> Iterator[tuple[slice, list[int]]]:

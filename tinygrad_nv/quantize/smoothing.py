@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tinygrad_nv.quantize.network import DOWN, GATE, NORMS, UP, Block, K, Linear, O, Q, V
+from tinygrad_nv.quantize.network import DOWN, GATE, UP, Block, K, Linear, O, Q, V
 from tinygrad_nv.quantize.rounding import Keep, rounded
 from tinygrad_nv.quantize.schemes import Scheme
 
@@ -46,8 +46,9 @@ def scaled(scheme: Scheme, block: Block, inputs: Mapping[str, Inputs], chosen: S
     norms' dtype, and `inputs` are of the block as it was."""
     linears, norms, found = dict(block.linears), dict(block.norms), dict[str, np.ndarray]()
     offset, search = np.float32(block.config.norm_offset), _searches[scheme.method]
-    for norm, names in zip(NORMS, ((Q, K, V), (GATE, UP)), strict=True):
-        if not set(names) <= set(chosen): continue
+    pre_norms = block.config.names.attention_norm, block.config.names.feed_forward_norm
+    for norm, names in zip(pre_norms, ((Q, K, V), (GATE, UP)), strict=True):
+        if not norm or not set(names) <= set(chosen): continue
         s = search(scheme, [linears[name].weight for name in names], inputs[names[0]])
         if s is None: continue
         kept = keep((norms[norm] + offset) / s - offset)

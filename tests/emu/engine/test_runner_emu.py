@@ -43,7 +43,7 @@ def gpu(request: pytest.FixtureRequest) -> NVDevice:
 def network(name: str) -> Llama:
     """Two layers of random parameters, the second with a window; 4 query heads over 2 key heads."""
     config = ModelConfig("LlamaForCausalLM", VOCAB, 64, 96, 2, 4, 2, 16, LENGTH,
-                         RopeConfig("default", 10000.0, 16, LENGTH), windows=(None, 6))
+                         (RopeConfig("default", 10000.0, 16, LENGTH),) * 2, windows=(None, 6))
     made = Llama(config, dtypes.float16, name)
     random = np.random.default_rng(0)
     def fill(x: Tensor, scale: float, mean: float = 0.0) -> None:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from pool_case import device
 from tinygrad_nv.models.config import ModelConfig
-from tinygrad_nv.models.llama import DenseKVCache, Llama
+from tinygrad_nv.models.dense import DenseKVCache
+from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.rope import RopeConfig
 
 from tinygrad_nv import Tensor, TinyJit, Variable, dtypes, explain
@@ -33,7 +34,7 @@ def gpu(request: pytest.FixtureRequest) -> NVDevice:
 def network(name: str) -> Llama:
     """Two layers of random parameters, the second with a window; 4 query heads over 2 key heads."""
     config = ModelConfig("LlamaForCausalLM", VOCAB, 64, 96, 2, 4, 2, 16, SIZE * PAGES,
-                         RopeConfig("default", 10000.0, 16, SIZE * PAGES), windows=(None, 6))
+                         (RopeConfig("default", 10000.0, 16, SIZE * PAGES),) * 2, windows=(None, 6))
     made = Llama(config, dtypes.float16, name)
     random = np.random.default_rng(0)
     def fill(x: Tensor, scale: float, mean: float = 0.0) -> None:
@@ -62,7 +63,7 @@ class Paged:
         """Float32 logits [B, vocab] of the last of T new tokens [B, T] of each request."""
         net, c = self.network, self.network.config
         batch, rows = tokens.shape
-        cos, sin = net.rope_tables
+        cos, sin = net.rope_tables[0]
         x = net.embedding[tokens]
         for block, (k_pages, v_pages) in zip(net.blocks, self.pages, strict=True):
             attention = block.attention

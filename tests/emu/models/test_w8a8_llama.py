@@ -1,5 +1,5 @@
-"""DEV=EMU: W8A8 and FP8 checkpoints multiply codes on GPUs, with one pass between matmuls, and give the
-logits that a CPU gives with rounded inputs."""
+"""DEV=EMU: W8A8 and FP8 checkpoints multiply codes on GPUs, with one pass between matmuls, and W8A8 on CPUs,
+and give the logits of rounded inputs."""
 from __future__ import annotations
 
 import json
@@ -75,7 +75,9 @@ def test_codes_are_multiplied_on_a_gpu(command, source: Path, tmp_path: Path, sc
     linears = [on_gpu.blocks[0].attention.qkv, on_gpu.blocks[0].feed_forward.gate_up]
     assert all(len(each.parts) == 1 and isinstance(each.parts[0], QWeight) and each.parts[0].codes
                for each in linears)
-    assert not any(isinstance(part, QWeight) and part.codes for part in on_cpu.blocks[0].attention.qkv.parts)
+    # a CPU multiplies codes of int8
+    assert all(isinstance(part, QWeight) and part.codes == (scheme == "w8a8")
+               for part in on_cpu.blocks[0].attention.qkv.parts)
     made = on_gpu(tokens(on_gpu))
     kernels = multiplied(told := explain(made))
     assert kernels.count("quantize") == 4, told
@@ -84,6 +86,23 @@ def test_codes_are_multiplied_on_a_gpu(command, source: Path, tmp_path: Path, sc
     assert kernels[last - 2:last + 2:2] == ["quantize", "quantize"]
     assert off(made, on_cpu(tokens(on_cpu))) <= LOGITS[scheme]
     assert off(first(on_gpu), first(on_cpu)) <= NEAR
+
+
+def test_codes_on_a_cpu_are_rounded_inputs(command, source: Path, tmp_path: Path,
+                                           monkeypatch: pytest.MonkeyPatch):
+    """The same numbers, of which sums are exact: the first matmul differs by float32's roundings alone."""
+    out = tmp_path / "made"
+    command("quantize", source, "--scheme", "w8a8", "--out", out).succeeded()
+    codes = opened(out, "CPU")
+    made = codes(tokens(codes))
+    kernels = [each.template for each in explain(made).kernels]
+    assert kernels.count("quantize") == 4
+    assert kernels.count("codes_dots") == 4
+    monkeypatch.setenv("NV_GEMM", "0")
+    rounded = opened(out, "CPU")
+    assert not any(isinstance(part, QWeight) and part.codes for part in rounded.blocks[0].attention.qkv.parts)
+    assert off(made, rounded(tokens(rounded))) <= LOGITS["w8a8"]
+    assert off(first(codes), first(rounded)) <= 2.0 ** -20
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8"])

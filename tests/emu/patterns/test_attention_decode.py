@@ -22,7 +22,7 @@ from attention_graph_case import (
     use,
 )
 from tinygrad.dtype import DType
-from tinygrad_nv.models.llama import DenseKVCache
+from tinygrad_nv.models.dense import DenseKVCache
 
 from tinygrad_nv import LLM, Device, SamplingParams, Tensor, TinyJit, Variable, explain
 from tinygrad_nv.cli import DEFAULT_MODEL

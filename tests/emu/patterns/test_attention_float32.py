@@ -10,7 +10,7 @@ import pytest
 import torch
 from attention_graph_case import BF16, DEVICES, F32, HIDDEN, causal, close, made, near, normal, scaled, seen
 from tinygrad import dtypes
-from tinygrad_nv.models.llama import DenseKVCache
+from tinygrad_nv.models.dense import DenseKVCache
 from training_case import gradients
 
 from tinygrad_nv import LLM, Context, Device, Tensor, TinyJit, Variable, explain

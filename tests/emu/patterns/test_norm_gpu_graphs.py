@@ -10,7 +10,8 @@ from pool_case import device
 from tinygrad import nn
 from tinygrad.dtype import DType
 from tinygrad_nv.models.config import ModelConfig
-from tinygrad_nv.models.llama import DenseKVCache, Llama
+from tinygrad_nv.models.dense import DenseKVCache
+from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
 from tinygrad_nv.models.rope import RopeConfig
 
@@ -140,7 +141,7 @@ KINDS = {"gemv": "product", "gemm": "product", "decode": "attention", "flash_mma
 def network(name: str, dtype: DType, **more: Any) -> Llama:
     """Two layers, of no parameters in particular."""
     config = ModelConfig("LlamaForCausalLM", 64, 64, 96, 2, 4, 2, 16, 64,
-                         RopeConfig("default", 10000.0, 16, 64), windows=(None, None), **more)
+                         (RopeConfig("default", 10000.0, 16, 64),) * 2, windows=(None, None), **more)
     return Llama(config, dtype, name)
 
 
@@ -188,4 +189,4 @@ def test_a_layer_is_eight_kernels_on_a_cpu():
 
 def test_norms_of_queries_and_keys_are_two_more(hopper: NVDevice):
     layer = [*STEP[:2], "norm", "norm", *STEP[2:]]
-    assert step(hopper.device, BF16, 2, qk_norm=True) == ["embedding", *layer, *layer, "norm", "product"]
+    assert step(hopper.device, BF16, 2, qk_norm="head") == ["embedding", *layer, *layer, "norm", "product"]

@@ -14,7 +14,8 @@ from paged_case import numbers
 from tinygrad import dtypes
 from tinygrad.dtype import DType
 from tinygrad_nv.models.config import ModelConfig
-from tinygrad_nv.models.llama import DenseKVCache, Llama
+from tinygrad_nv.models.dense import DenseKVCache
+from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.rope import RopeConfig
 
 from tinygrad_nv import Tensor, Variable, explain
@@ -154,7 +155,7 @@ def test_refusals():
 
 def network(dtype: DType) -> tuple[Llama, DenseKVCache]:
     rope = RopeConfig("default", 10000.0, 16, 64)
-    config = ModelConfig("LlamaForCausalLM", 64, 64, 96, 2, 4, 2, 16, 64, rope, windows=(None, 6))
+    config = ModelConfig("LlamaForCausalLM", 64, 64, 96, 2, 4, 2, 16, 64, (rope,) * 2, windows=(None, 6))
     model = Llama(config, dtype, "CPU")
     return model, DenseKVCache.create(config, 64, dtype, device="CPU")
 

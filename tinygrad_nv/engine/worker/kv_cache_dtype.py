@@ -75,7 +75,7 @@ def calibrated_scales(model: Llama, dtype: DType, device: str,
                       size: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Scales of each layer and KV head by the largest magnitude over `CALIBRATION_TOKENS` tokens, spaced
     evenly over the vocabulary and shuffled."""
-    held = min(CALIBRATION_TOKENS, model.positions) // size
+    held = min(CALIBRATION_TOKENS, model.rope_rows) // size
     count = held * size // GROUP * GROUP
     random = np.random.default_rng(0)
     tokens = random.permutation(np.linspace(0, model.config.vocab_size - 1, count).astype(np.int32))

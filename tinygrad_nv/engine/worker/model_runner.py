@@ -64,8 +64,8 @@ class ModelRunner:
         self.max_len = model.config.max_positions if max_len is None else max_len
         self.vocab_size, self.capacity = model.config.vocab_size, pages
         self.entries = -(-(self.max_len + GROUP - 1) // page_size)
-        if model.positions < self.entries * page_size:
-            model.positions = self.entries * page_size
+        if model.rope_rows < self.entries * page_size:
+            model.rope_rows = self.entries * page_size
             vars(model).pop("rope_tables", None)
         if pages < self.entries:
             raise RequestError(f"a KV cache of {pages} pages of {page_size} tokens",

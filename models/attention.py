@@ -1,0 +1,150 @@
+"""Attention of a layer, over whole sequences, a contiguous cache, or pages.
+
+Protocol: `attention(x, batch, cache)` with x (B, T, hidden). Without a cache the sequences are whole
+(training, scoring); a `DenseBatch` with a cache appends to it and attends to all of it; a `PagedBatch` has
+many sequences in pages (paged.py).
+"""
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
+
+from tinygrad_nv import config
+from tinygrad_nv.functional import scaled_dot_product_attention
+from tinygrad_nv.hooks import enabled
+from tinygrad_nv.kvcache.store import LayerPages
+from tinygrad_nv.patterns.target import cpu_of, takes
+from tinygrad_nv.tile.gemm.spec import FLOAT16S
+
+from .config import ModelConfig
+from .dense import DenseBatch, Position
+from .layers import Linear, RMSNorm
+from .paged import AttentionKind, PagedBatch, appended
+
+Cache: TypeAlias = tuple[Tensor, Tensor] | LayerPages    # of one layer
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the first 2·cos.shape[-1] dimensions of x (B, H, T, D), pairing i with i + half (RoFormer)."""
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
+    parts = [a * cos - b * sin, b * cos + a * sin]
+    return parts[0].cat(*parts[1:], *([rest] if rest.shape[-1] else []), dim=-1)
+
+
+def takes_kv_append(x: Tensor) -> bool:
+    """Whether a kernel of this package rotates queries and keys and writes the cache. tinygrad's own kernels
+    write only the new rows if `start` is a variable; `kv_append` reads it from memory."""
+    return enabled() and takes(x.device) and bool(config.get("NV_ATTENTION"))
+
+
+def takes_matmuls(x: Tensor, decoding: bool) -> bool:
+    """Whether matmuls of x run on kernels of this package, which take an attention whole and store its
+    inputs. tinygrad's own kernels compute x again for each output element unless it is contiguous. That holds
+    for float32 on GPUs, whose gradients need intermediate results of the attention."""
+    return enabled() and takes(x.device) and (decoding or x.dtype in FLOAT16S or cpu_of(x.device) is not None)
+
+
+class Attention:
+    """Grouped-query attention of layer `index`, with or without rotary positions, a sliding window and q/k
+    norms.
+    """
+
+    def __init__(self, config: ModelConfig, index: int, dtype: DType, device: str | None) -> None:
+        self.config, self.window, self.rope = config, config.windows[index], config.rope_indices[index]
+        self.scale = config.head_dim ** -0.5 if config.attention_scale is None else config.attention_scale
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.qkv = Linear(config.hidden_size, q + 2 * kv, config.qkv_bias, dtype, device)
+        self.output = Linear(q, config.hidden_size, config.output_bias, dtype, device)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            widths = (config.head_dim,) * 2 if config.qk_norm == "head" else (q, kv)
+            self.q_norm, self.k_norm = (RMSNorm(width, config, dtype, device) for width in widths)
+
+    def split(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q|k|v (B, T, (H + 2 H_kv) D) as heads (B, T, H, D), q and k normalised where the model does so."""
+        c, (B, T, _) = self.config, heads.shape
+        if c.qk_norm == "all": return self._split_normalised(heads)
+        heads = heads.reshape(B, T, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+        q, k, v = heads.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=2)
+        if self.q_norm is not None and self.k_norm is not None: q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
+
+    def _split_normalised(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`split` where all heads of q, and all of k, are normalised together."""
+        c, (B, T, _) = self.config, heads.shape
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        kv = c.num_kv_heads * c.head_dim
+        q, k, v = heads.split([c.num_heads * c.head_dim, kv, kv], dim=-1)
+        q, k = self.q_norm(q), self.k_norm(k)
+        made = [each.reshape(B, T, -1, c.head_dim) for each in (q, k, v)]
+        return made[0], made[1], made[2]
+
+    def project(self, x: Tensor, batch: DenseBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, T, hidden) to rotated q (B, H, T, D) and k, v (B, H_kv, T, D)."""
+        q, k, v = (each.transpose(1, 2) for each in self.split(self.qkv(x).contiguous_backward()))
+        if self.rope is not None:
+            cos, sin = batch.rope_rows(self.rope, x.shape[1])
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return q.contiguous(), k, v
+
+    def append(self, x: Tensor, batch: DenseBatch,
+               cache: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated q (B, H, T, D); keys and values (B, H_kv, start + T, D), those of x in the cache too."""
+        start, end = batch.start, batch.start + x.shape[1]
+        if batch.lengths is not None and takes_kv_append(x):
+            q, k, v = self.split(self.qkv(x).contiguous())
+            # new Tensors over the same storage, so that reads depend on the appends
+            keys, values = (Tensor(each.uop) for each in cache)
+            tables = None if self.rope is None else batch.ropes[self.rope]
+            keys, values, q = appended(keys, values, q, k, v, None, batch.lengths, tables)
+            return q.transpose(1, 2), keys[:, :, :end], values[:, :, :end]
+        q, *new = self.project(x, batch)
+        written = [Tensor(old.uop.after(old[:, :, start:end].uop.store(each.uop)))
+                   for old, each in zip(cache, new, strict=True)]
+        return q, written[0][:, :, :end], written[1][:, :, :end]
+
+    def mask(self, T: int, start: Position) -> Tensor | None:
+        """True where the token at start + i attends to position j of [0, start + T); None where every token
+        attends to all."""
+        if T == 1 and self.window is None: return None
+        rows = Tensor.arange(T).reshape(T, 1) + start
+        columns = Tensor.arange(start + T).reshape(1, start + T)
+        seen = columns <= rows
+        return seen if self.window is None else seen & (columns > rows - self.window)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, start: Position, decoding: bool) -> Tensor:
+        """softmax(scale · q kᵀ + mask) v as (B, T, H·D); softmax in float32."""
+        c, (B, _, T, _) = self.config, q.shape
+        q = q.reshape(B, c.num_kv_heads, c.num_heads // c.num_kv_heads, T, c.head_dim)
+        scores = q.matmul(k.unsqueeze(2).transpose(-1, -2), dtype=dtypes.float32) * self.scale
+        if c.softcap is not None: scores = (scores / c.softcap).tanh() * c.softcap
+        scores = scores.contiguous_backward()
+        if (mask := self.mask(T, start)) is not None: scores = mask.where(scores, -float("inf"))
+        weights = scores.softmax(-1).cast(v.dtype)
+        if not takes_matmuls(weights, decoding): weights = weights.contiguous()
+        out = weights.contiguous_backward() @ v.unsqueeze(2)
+        out = out.reshape(B, c.num_heads, T, c.head_dim).transpose(1, 2)
+        return out.reshape(B, T, c.num_heads * c.head_dim).contiguous()
+
+    def flash(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`attend` for whole sequences, with this package's attention kernel and its gradient."""
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, window=self.window,
+                                           scale=self.config.attention_scale, softcap=self.config.softcap)
+        return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
+
+    def __call__(self, x: Tensor, batch: DenseBatch | PagedBatch, cache: Cache | None) -> Tensor:
+        if isinstance(batch, PagedBatch):
+            assert isinstance(cache, LayerPages)
+            how = AttentionKind(self.rope, self.window, self.scale, self.config.softcap)
+            return self.output(batch.attend(*self.split(self.qkv(x).contiguous()), cache, how))
+        if cache is not None:
+            assert isinstance(cache, tuple)
+            return self.output(self.attend(*self.append(x, batch, cache), batch.start, True))
+        q, k, v = self.project(x, batch)
+        k, v = k.contiguous(), v.contiguous()
+        if takes_matmuls(q, False): return self.output(self.flash(q, k, v))
+        return self.output(self.attend(q, k, v, batch.start, False))

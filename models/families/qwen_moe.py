@@ -1,0 +1,51 @@
+"""Qwen2-MoE and Qwen3-MoE: mixtures of experts in the layers that decoder_sparse_step and mlp_only_layers
+leave. Qwen2-MoE has a shared expert with a gate, biases of q, k and v, and its windows in every other layer.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+from tinygrad_nv.errors import ModelError
+
+from ..fields import Fields
+from ..moe_config import COUNTS, moe_config
+from .family import Family
+from .layers import layer_types, windows
+
+
+def mixtures(f: Fields) -> list[bool]:
+    """For each layer whether it has experts. Raises `ModelError`."""
+    step, dense = f.positive("decoder_sparse_step"), f.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(each, int) for each in dense):
+        raise ModelError(f"{f.name}: mlp_only_layers is {dense!r}", "a list of layers")
+    return [i not in dense and (i + 1) % step == 0 for i in range(f.positive("num_hidden_layers"))]
+
+
+def second(f: Fields) -> dict[str, Any]:
+    """Of `ModelConfig`."""
+    used = f.flag("use_sliding_window")
+    first = f.get("max_window_layers", 28)
+    types = layer_types(f, lambda i: used and i % 2 == 0 and i < first)
+    moe = moe_config(f, 60, "moe_intermediate_size", mixtures(f),
+                     f.positive("shared_expert_intermediate_size"), True, f.flag("norm_topk_prob"))
+    return {"qkv_bias": f.flag("qkv_bias"), "output_bias": False, "moe": moe,
+            "windows": windows(f if used else f.within({"sliding_window": None}), types)}
+
+
+def third(f: Fields) -> dict[str, Any]:
+    """Of `ModelConfig`."""
+    used = f.flag("use_sliding_window") and f.get("sliding_window") is not None
+    window = f.positive("sliding_window") if used else None
+    moe = moe_config(f, 128, "moe_intermediate_size", mixtures(f), renormalize=f.flag("norm_topk_prob"))
+    return {"qk_norm": "head", "moe": moe, "windows": (window,) * f.positive("num_hidden_layers")}
+
+
+QWEN2 = Family("Qwen2MoeForCausalLM",
+               {"num_key_value_heads": 16, "num_experts_per_tok": 4,
+                "decoder_sparse_step": 1, "moe_intermediate_size": 1408,
+                "shared_expert_intermediate_size": 5632, "qkv_bias": True, "sliding_window": 4096},
+               frozenset(COUNTS), second)
+QWEN3 = Family("Qwen3MoeForCausalLM",
+               {"num_key_value_heads": 4, "num_experts_per_tok": 8,
+                "decoder_sparse_step": 1, "moe_intermediate_size": 768, "sliding_window": 4096},
+               frozenset(COUNTS), third)

@@ -1,0 +1,75 @@
+"""The feed-forward half of a layer: dense, or a mixture of experts.
+
+Protocol of a mixture (Switch Transformer, arXiv 2101.03961; Mixtral, arXiv 2401.04088): `route` chooses k
+experts for each token, and sorts the T · k slots by expert. Two grouped matmuls follow: gate | up of the
+tokens' rows, as they lie, with the activation; and down, weighted, each slot to its place. The k results
+of a token are added. No extent depends on the routing, so a captured step serves every token.
+"""
+from __future__ import annotations
+
+from tinygrad import Tensor
+from tinygrad.dtype import DType
+
+from tinygrad_nv.functional import grouped_matmul, route
+
+from .config import ModelConfig
+from .layers import Linear
+from .moe_config import MoEConfig
+
+
+class FeedForward:
+    """Gated feed-forward: down(act(gate(x)) · up(x)) (arXiv 2002.05202)."""
+
+    def __init__(self, config: ModelConfig, width: int, dtype: DType, device: str | None) -> None:
+        self.activation, self.width = config.activation, width
+        self.gate_up = Linear(config.hidden_size, 2 * self.width, config.mlp_bias, dtype, device)
+        self.down = Linear(self.width, config.hidden_size, config.mlp_bias, dtype, device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        both = self.gate_up(x).contiguous_backward().split([self.width, self.width], dim=-1)
+        # split: in one kernel each would be computed for all columns of both (15 ms against 10 on a CPU)
+        gate, up = (half.contiguous_backward() for half in both)
+        # realised: fused into `down` it would be computed again for every output row (212 µs against 13 + 3
+        # on a CPU)
+        return self.down((self.act(gate) * up).contiguous())
+
+    def act(self, x: Tensor) -> Tensor:
+        """The gate's activation."""
+        if self.activation == "silu": return x.silu()
+        return x.gelu() if self.activation == "gelu_tanh" else 0.5 * x * (1 + (x * 0.5 ** 0.5).erf())
+
+
+class MixtureOfExperts:
+    """Experts of which each token has some, and a shared one that every token has, where the config has
+    it."""
+
+    def __init__(self, config: ModelConfig, moe: MoEConfig, dtype: DType, device: str | None) -> None:
+        def empty(*shape: int) -> Tensor: return Tensor.empty(*shape, dtype=dtype, device=device)
+        hidden, self.moe, self.activation = config.hidden_size, moe, config.activation
+        self.router = empty(moe.experts, hidden)
+        # an expert's gate, then its up; one below the other
+        self.gate_up = empty(moe.experts * 2 * moe.width, hidden)
+        self.down = empty(moe.experts * hidden, moe.width)
+        self.shared = FeedForward(config, moe.shared_width, dtype, device) if moe.shared_width else None
+        self.shared_gate = empty(1, hidden) if moe.shared_gate else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x (B, T, hidden)."""
+        flat = x.reshape(-1, x.shape[-1])
+        made = self.routed(flat)
+        if self.shared is not None:
+            shared = self.shared(flat)
+            if self.shared_gate is not None: shared = flat.linear(self.shared_gate.T).sigmoid() * shared
+            made = made + shared
+        return made.reshape(x.shape)
+
+    def routed(self, x: Tensor) -> Tensor:
+        """What the experts add for tokens (T, hidden)."""
+        moe, (tokens, hidden) = self.moe, x.shape
+        routing = route(x.linear(self.router.T).contiguous(), moe.policy)
+        gate_up = self.gate_up.reshape(moe.experts, 2 * moe.width, hidden)
+        inner = grouped_matmul(x, gate_up, routing.offsets, routing.order, gather=moe.policy.k,
+                               activation=self.activation)
+        made = grouped_matmul(inner, self.down.reshape(moe.experts, hidden, moe.width), routing.offsets,
+                              routing.order, scatter=True, weights=routing.weights.flatten())
+        return made.reshape(tokens, moe.policy.k, hidden).sum(1)

@@ -1,0 +1,55 @@
+"""Layers that networks share: linear layers, quantised or not, and RMSNorm."""
+from __future__ import annotations
+
+from tinygrad import Tensor
+from tinygrad.dtype import DType
+
+from tinygrad_nv.functional import quant_matmul, quantize, scaled_matmul, sparse_matmul
+from tinygrad_nv.quant.activations import QWeight, SparseWeight
+
+from .config import ModelConfig
+
+
+class Linear:
+    """y = x Wᵀ + b with W of shape (out, in), as PyTorch stores it. `out` may be several projections
+    stacked. Of a quantised or sparse layer `parts` stand in for W: its rows in order, quantised or not."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, dtype: DType, device: str | None) -> None:
+        self.weight = Tensor.empty(outputs, inputs, dtype=dtype, device=device)
+        self.bias = Tensor.empty(outputs, dtype=dtype, device=device) if bias else None
+        self.parts: tuple[QWeight | SparseWeight | Tensor, ...] = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self.parts: return x.linear(self.weight.T, self.bias)
+        if len(self.parts) == 1: return multiply(x, self.parts[0], self.bias)
+        made = Tensor.cat(*(multiply(x, part) for part in self.parts), dim=-1)
+        return made if self.bias is None else made + self.bias
+
+
+def multiply(x: Tensor, weight: QWeight | SparseWeight | Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b, of W quantised, sparse, or neither."""
+    if isinstance(weight, Tensor): return x.linear(weight.T, bias)
+    how = weight.activations
+    if how is None and isinstance(weight, SparseWeight): return sparse_matmul(x, weight.matrix, bias)
+    if isinstance(weight, QWeight) and (how is None or not weight.codes):
+        return quant_matmul(weight.inputs(x), weight.matrix, bias, weight.int8)
+    assert how is not None
+    codes, scales = quantize(x, how.element, how.scale, weight.input_scale)
+    if isinstance(weight, SparseWeight): return sparse_matmul(codes, weight.matrix, bias, scales, x.dtype)
+    return scaled_matmul(codes, scales, weight.matrix, bias, x.dtype)
+
+
+class RMSNorm:
+    """x / rms(x) · (w + offset): statistics in float32 (arXiv 1910.07467)."""
+
+    def __init__(self, size: int, config: ModelConfig, dtype: DType, device: str | None) -> None:
+        self.weight = Tensor.empty(size, dtype=dtype, device=device)
+        self.eps, self.offset, self.rounds_last = config.norm_eps, config.norm_offset, config.norm_rounds_last
+
+    def __call__(self, x: Tensor) -> Tensor:
+        f = x.float()
+        f = f * (f.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        if self.rounds_last:
+            weight = self.weight.float() + self.offset if self.offset else self.weight.float()
+            return (f * weight).cast(x.dtype).contiguous()
+        return (f.cast(x.dtype) * self.weight).contiguous()

@@ -1,0 +1,46 @@
+"""The language model of a multimodal directory: its part of config.json, and its tensors by their own names.
+
+Text is read and written; what reads images or sound is left out, and prompts with them are refused elsewhere.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from tinygrad_nv.errors import ModelError
+
+T = TypeVar("T")
+# architectures whose text_config is that of a causal language model, by its model_type
+ARCHITECTURES = ("Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration",
+                 "Mistral3ForConditionalGeneration")
+KINDS = {"gemma3_text": "Gemma3ForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
+         "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# of a whole model, where its text_config says nothing
+SHARED = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
+TIED = "tie_word_embeddings"    # the head is outside the language model, so the whole model says it first
+# transformers has named the language model's tensors so, the first before its version 5
+PREFIXES = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
+            "model.language_model.": "model.", "lm_head.": "lm_head."}
+
+
+def language_config(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The config.json of the language model; that of a model without other parts as it is. Raises
+    `ModelError`."""
+    listed = data.get("architectures")
+    if not isinstance(listed, list) or not any(each in ARCHITECTURES for each in listed): return data
+    text = data.get("text_config")
+    kind = text.get("model_type") if isinstance(text, dict) else None
+    if not isinstance(text, dict) or kind not in KINDS:
+        raise ModelError(f"{name}: text_config is of model_type {kind!r}", f"one of: {', '.join(KINDS)}",
+                         "use a model of a supported family as it was published")
+    shared = {key: data[key] for key in SHARED if data.get(key) is not None and text.get(key) is None}
+    if data.get(TIED) is not None: shared[TIED] = data[TIED]
+    return {**text, **shared, "architectures": [KINDS[kind]]}
+
+
+def language_entries(entries: dict[str, T]) -> dict[str, T]:
+    """The language model's tensors by the names they have in one without other parts."""
+    if not any(name.startswith(prefix) for name in entries for prefix in PREFIXES if prefix != "lm_head."):
+        return entries
+    return {PREFIXES[prefix] + name.removeprefix(prefix): entry for name, entry in entries.items()
+            for prefix in PREFIXES if name.startswith(prefix)}

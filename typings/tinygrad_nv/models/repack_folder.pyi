@@ -1,0 +1,1 @@
+from models.repack_folder import *
