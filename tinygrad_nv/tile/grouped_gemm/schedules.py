@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-from tinygrad_nv.tile.gemm.schedules import Gemv, Mma
+from tinygrad_nv.tile.gemm.schedules import Gemv, Mma, Wgmma
 from tinygrad_nv.tile.schedule import RowWarps, Schedule, counted
 
 
@@ -44,3 +44,12 @@ class GroupedGemv(RowWarps, Schedule):
 class GroupedMma(Mma):
     """mma.sync (mma/): `block_m` rows of a group by `block_n` columns, those of gate and up together."""
     template: ClassVar[str] = "grouped_mma"
+
+
+@dataclass(frozen=True)
+class GroupedWgmma(Wgmma):
+    """wgmma (wgmma/): `block_m` rows of a group by `block_n` columns, those of gate and up together; swapped,
+    `block_m` columns, those of gate and up together, by `block_n` rows. `group` tiles of rows of one matrix
+    are computed together, so that it stays in L2."""
+    group: int = 16
+    template: ClassVar[str] = "grouped_wgmma"

@@ -1,13 +1,16 @@
-"""The templates of grouped matmuls on GPUs: gemv/ (few rows a group), mma/ (sm_80 and later). Their costs
-choose among them."""
+"""The templates of grouped matmuls on GPUs: gemv/ (few rows a group), wgmma/ (sm_90a), mma/ (sm_80 and
+later). Their costs choose among them; of those as near as `TIE` the earlier one is liked better."""
 from __future__ import annotations
 
 from functools import lru_cache
 
 from tinygrad_nv.tile import choose
 from tinygrad_nv.tile.grouped_gemm.gemv import plan as gemv
-from tinygrad_nv.tile.grouped_gemm.schedules import GroupedGemv
+from tinygrad_nv.tile.grouped_gemm.schedules import GroupedGemv, GroupedWgmma
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
+from tinygrad_nv.tile.grouped_gemm.wgmma import cost as wgmma_cost
+from tinygrad_nv.tile.grouped_gemm.wgmma import defaults as wgmma_defaults
+from tinygrad_nv.tile.grouped_gemm.wgmma import legality as wgmma_legality
 from tinygrad_nv.tile.legality import legality
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, later
@@ -16,7 +19,10 @@ TIE = 1.02              # predictions as near as this are the same
 
 GEMV = Template("grouped_gemv", GroupedGemmSpec, GroupedGemv, legality(gemv.problems), gemv.candidates,
                 later("tinygrad_nv.tile.grouped_gemm.gemv.kernel", "grouped_gemv"), gemv.cost)
-TEMPLATES: tuple[AnyTemplate, ...] = (GEMV,)
+WGMMA = Template("grouped_wgmma", GroupedGemmSpec, GroupedWgmma, legality(wgmma_legality.problems),
+                 wgmma_defaults.candidates,
+                 later("tinygrad_nv.tile.grouped_gemm.wgmma.kernel", "grouped_wgmma"), wgmma_cost.cost)
+TEMPLATES: tuple[AnyTemplate, ...] = (GEMV, WGMMA)
 
 
 @lru_cache(4096)
