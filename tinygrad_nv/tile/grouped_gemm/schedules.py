@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from tinygrad_nv.tile.gemm.schedules import Gemv, Mma, Wgmma
-from tinygrad_nv.tile.schedule import RowWarps, Schedule, counted
+from tinygrad_nv.tile.schedule import RowWarps, Schedule
 
 
 @dataclass(frozen=True)
