@@ -105,7 +105,8 @@ class Attention:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         return q.contiguous(), k, v
 
-    def append(self, x: Tensor, batch: DenseBatch, cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    def append(self, x: Tensor, batch: DenseBatch,
+               cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated q (B, H, T, D); keys and values (B, H_kv, start + T, D), those of x in the cache too."""
         start, end = batch.start, batch.start + x.shape[1]
         if batch.lengths is not None and takes_kv_append(x):

@@ -92,7 +92,7 @@ class LatentAttention:
 
     def absorbed(self, q: Tensor) -> Tensor:
         """Queries (B, T, H, rope + rank) for the cache's vectors, not rotated."""
-        B, T, c = *q.shape[:2], self.latent
+        (B, T, *_), c = q.shape, self.latent
         nope, rope = q.split([c.nope, c.rope], dim=-1)
         moved = nope.reshape(B * T, self.heads, c.nope).transpose(0, 1) @ self.matrices()[0]
         return rope.cat(moved.transpose(0, 1).reshape(B, T, self.heads, c.rank), dim=-1).contiguous()
@@ -159,9 +159,9 @@ class LatentAttention:
         shared, latent = self.latents(x)
         both = self.kv_b(latent).contiguous().reshape(B, T, self.heads, c.nope + c.value).transpose(1, 2)
         k, v = both.split([c.nope, c.value], dim=-1)
-        # contiguous: of one kernel with what follows clang makes a call of a function that rounds to bfloat16
+        # contiguous: fused with `cat`, clang calls a function for bfloat16 that tinygrad does not link
         shared = self.rotated(shared.unsqueeze(1), cos, sin).expand(B, self.heads, T, c.rope).contiguous()
-        q = nope.cat(self.rotated(rope, cos, sin), dim=-1)
+        q = nope.cat(self.rotated(rope, cos, sin).contiguous(), dim=-1)
         return q.contiguous(), k.cat(shared, dim=-1).contiguous(), v.contiguous()
 
     def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from tinygrad_nv.tile import epilogue, limits
-from tinygrad_nv.tile.attention.spec import OPERANDS
+from tinygrad_nv.tile.attention.spec import MOST_HEAD, OPERANDS
 from tinygrad_nv.tile.decode.combine import MOST_SPLITS
 from tinygrad_nv.tile.decode.plan import DecodePlan
 from tinygrad_nv.tile.decode.schedules import Decode
@@ -41,6 +41,7 @@ def _spec_problems(spec: DecodeSpec) -> list[str]:
     """Of what is asked, whatever the schedule."""
     out, unit = [], 32 if spec.quantised else 16
     for name, extent in (("d", spec.d), ("d_v", spec.d_v)):
+        if extent > MOST_HEAD: out.append(f"{name}={extent}, at most {MOST_HEAD}: sums are kept in registers")
         if extent % unit: out.append(f"{name}={extent} is not a multiple of {unit}")
     for name, pages in (("keys", spec.k), ("values", spec.v)):
         if pages.aligned_bytes < 16:
