@@ -34,6 +34,7 @@ from .config import ModelConfig
 from .dense import DenseBatch, DenseKVCache, Position
 from .embedding import quantised_rows
 from .feed_forward import FeedForward, MixtureOfExperts
+from .latent import LatentAttention
 from .layers import RMSNorm, multiply
 from .paged import PagedBatch, RopeTables
 from .rope import tables
@@ -47,7 +48,9 @@ class Block:
         def norm(name: str) -> RMSNorm | None:
             return RMSNorm(config.hidden_size, config, dtype, device) if name else None
         self.config, names = config, config.names
-        self.attention = Attention(config, index, dtype, device)
+        self.attention: Attention | LatentAttention
+        if config.latent is None: self.attention = Attention(config, index, dtype, device)
+        else: self.attention = LatentAttention(config, config.latent, index, dtype, device)
         self.feed_forward: FeedForward | MixtureOfExperts
         if (moe := config.moe) is not None and moe.layers[index]:
             self.feed_forward = MixtureOfExperts(config, moe, dtype, device)
