@@ -36,6 +36,7 @@ from .embedding import quantised_rows
 from .feed_forward import FeedForward, MixtureOfExperts
 from .latent import LatentAttention
 from .layers import RMSNorm, multiply
+from .packed import PackedBatch
 from .paged import PagedBatch, RopeTables
 from .rope import tables
 
@@ -66,7 +67,8 @@ class Block:
         scale = self.config.residual_scale
         return x + (made if scale == 1 else made * scale)
 
-    def __call__(self, x: Tensor, batch: DenseBatch | PagedBatch, cache: Cache | None) -> Tensor:
+    def __call__(self, x: Tensor, batch: DenseBatch | PagedBatch | PackedBatch,
+                 cache: Cache | None) -> Tensor:
         with layer("attention"):
             h = x if self.attention_norm is None else self.attention_norm(x)
             x = self.added(x, self.attention(h, batch, cache), self.attention_post_norm)
@@ -132,6 +134,13 @@ class Llama:
         for i, block in enumerate(self.blocks):
             with layer(f"layers.{i}"): x = block(x, batch, cache.layers[i] if cache else None)
         with layer("norm"): return self.norm(x)
+
+    def hidden_packed(self, tokens: Tensor, batch: PackedBatch) -> Tensor:
+        """The last layer's normalised output, (T, hidden), for tokens (T,) of the sequences in `batch`."""
+        x = self.embedded(tokens.reshape(1, -1))
+        for i, block in enumerate(self.blocks):
+            with layer(f"layers.{i}"): x = block(x, batch, None)
+        with layer("norm"): return self.norm(x)[0]
 
     def logits(self, x: Tensor) -> Tensor:
         """Of normalised outputs of the last layer."""

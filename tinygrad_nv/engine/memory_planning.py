@@ -61,6 +61,14 @@ def require_room(device: str, config: ModelConfig, dtype: DType, length: int, ca
     pool.require({WEIGHTS: weights, CACHE: bytes_per_token * capacity})
 
 
+def require_weights(device: str, weight_bytes: int, utilization: float) -> None:
+    """`require_room` of a model without a cache."""
+    fraction, pool = check_utilization(utilization), getattr(Device[device], "pool", None)
+    if pool is None: return
+    pool.use_at_most(fraction)
+    pool.require({WEIGHTS: weight_bytes})
+
+
 @dataclass(frozen=True)
 class CacheSize:
     """Size of a KV cache: pages of `page_size` tokens and `page_bytes` bytes, all layers, for `max_seqs`
