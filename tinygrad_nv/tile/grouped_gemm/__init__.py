@@ -4,6 +4,7 @@
   reference.py   the same in plain tinygrad
   schedules.py   the schedules of a GPU's templates
   cost.py        how long they take
+  imbalance.py   rows of groups in words
   activation.py  act(gate) · up in instructions
   wgmma/         the template with wgmma: sm_90a
   templates.py   the records of the templates
