@@ -19,10 +19,12 @@ PROMPTS = [[*PREFIX[:shared], *(int(i) for i in RANDOM.integers(3, 320, own))]
            for shared, own in ((0, 5), (40, 3), (40, 30), (0, 61), (32, 1), (0, 17))]
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "mixtral", "smollm3", "phi4")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "mixtral", "smollm3", "phi4",
+                                                            "deepseek-v2", "deepseek-v2-lite",
+                                                            "deepseek-v3-halves")]
 
 
-@pytest.mark.parametrize("case", ["qwen2-moe", *SLOW])
+@pytest.mark.parametrize("case", ["qwen2-moe", "deepseek-v3", *SLOW])
 def test_together_as_alone(hf_model: Callable[[str], Path], case: str):
     """Twice, so that the second time prefixes are found."""
     def opened(**more: Any) -> LLM: return LLM(hf_model(case), device="CPU", max_model_len=96, **more)

@@ -4,6 +4,7 @@
   reference.py   the same in plain tinygrad
   schedules.py   the schedules of a GPU's templates
   cost.py        how long they take
+  imbalance.py   rows of groups in words
   activation.py  act(gate) · up in instructions
   work.py        which rows a CTA of a plain grid has
   finish.py      bias, activation, weight, places
