@@ -1,8 +1,9 @@
 """KV cache pages of the device and the host, and copies between them.
 
 Protocol: `PageStore` owns the tensors of every layer, [P, page_size, H_kv, D] for keys and for values, and
-host memory for offloaded pages. `copy` queues copies of whole pages, all layers, ahead of the next launch. On
-a device with a driver it does not wait, and host memory is page-locked. On a CPU pages are copied at once.
+host memory for offloaded pages. `copy` queues copies of whole pages, with all layers in them, ahead of the
+next launch. On a device with a driver it does not wait, and host memory is page-locked. On a CPU pages are
+copied at once.
 """
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import numpy as np
 from tinygrad import Device, Tensor, dtypes
 from tinygrad.dtype import DType
 
+from tinygrad_nv.kvcache.groups import CacheGroups, one_group
 from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Copy, Download, Fill, HostMemory, Upload
@@ -37,8 +39,13 @@ class LayerPages:
 
 @dataclass(frozen=True)
 class PagedCache:
-    """The pages of every layer."""
+    """The pages of every layer, and of each layer its group (groups.py); () if there is one group."""
     layers: tuple[LayerPages, ...]
+    groups: tuple[int, ...] = ()
+
+    def group(self, layer: int) -> int:
+        """The group of a layer, whose block tables say which pages are its."""
+        return self.groups[layer] if self.groups else 0
 
 
 class KVDimensions(Protocol):
@@ -52,10 +59,13 @@ class KVDimensions(Protocol):
 
 
 class PageStore:
-    """`pages` pages of `size` tokens on the device, and `host_pages` on the host."""
+    """`pages` pages of `size` tokens on the device, and `host_pages` on the host. Layers of different
+    `groups` have the same tensors, where they have the same place in a page; by default all layers are one
+    group."""
 
     def __init__(self, config: KVDimensions, device: str, dtype: DType, pages: int, size: int,
-                 host_pages: int = 0) -> None:
+                 host_pages: int = 0, groups: CacheGroups | None = None) -> None:
+        groups = groups or one_group(config.num_layers)
         self.device, self.pages, self.size, self.host_pages = device, pages, size, host_pages
         shape = (pages, size, config.num_kv_heads, config.head_dim)
         def made() -> Tensor: return Tensor.empty(*shape, dtype=dtype, device=device)
@@ -63,9 +73,10 @@ class PageStore:
             if dtype not in BYTES: return None
             return Tensor.ones(pages, config.num_kv_heads, device=device).contiguous().realize()
         with labelled(CACHE):
-            layers = [LayerPages(made(), made(), scale(), scale()) for _ in range(config.num_layers)]
-        self.cache = PagedCache(tuple(layers))
-        self.tensors = [each for layer in self.cache.layers for each in (layer.keys, layer.values)]
+            stored = [(made(), made()) for _ in range(groups.layers_per_page)]
+            layers = [LayerPages(*stored[place], scale(), scale()) for _, place in groups.places]
+        self.cache = PagedCache(tuple(layers), tuple(group for group, _ in groups.places))
+        self.tensors = [each for pair in stored for each in pair]
         with labelled(CACHE):
             for tensor in self.tensors: allocate(tensor)
         self.page_bytes = int(np.prod(shape[1:])) * dtype.itemsize   # of one layer's keys or values
@@ -99,7 +110,7 @@ class PageStore:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of a page, all layers."""
+        """Bytes of a page, all layers that it holds."""
         return len(self.tensors) * self.page_bytes
 
     def copy(self, copies: Iterable[PageCopy]) -> None:

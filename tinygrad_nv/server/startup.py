@@ -147,8 +147,8 @@ def limits(arguments: argparse.Namespace) -> RequestLimits:
 
 def capacity_line(llm: LLM) -> str:
     """The capacity of the KV cache, in tokens and in requests of full length."""
-    pool = llm.core.pool.stats()
-    tokens = pool.total * llm.runner.page_size
-    return line("kv_cache", tokens=tokens, pages=pool.total, page_size=llm.runner.page_size,
-                max_model_len=llm.length, concurrency=f"{tokens / llm.length:.2f}x",
+    pages, runner = llm.core.pool.device.total, llm.runner
+    requests = pages / runner.groups.num_pages(llm.length, runner.page_size, 1)
+    return line("kv_cache", tokens=int(requests * llm.length), pages=pages, page_size=runner.page_size,
+                groups=len(runner.groups.windows), max_model_len=llm.length, concurrency=f"{requests:.2f}x",
                 max_num_seqs=llm.core.config.max_seqs)
