@@ -27,9 +27,9 @@ class MoEConfig:
         return hidden * (self.experts * (3 * self.width + 1) + 3 * self.shared_width + self.shared_gate)
 
     def activation_bytes(self, hidden: int, itemsize: int) -> int:
-        """Bytes of one token's activations in a layer: for each of its experts a row of act(gate) · up and one
-        that down makes, and the shared expert's. They exist once, as kernels read tokens' rows where they lie.
-        Of all experts there are float32 logits and scores only."""
+        """Bytes of one token's activations in a layer: for each of its experts a row of act(gate) · up and
+        one that down makes, and the shared expert's. They exist once, as kernels read tokens' rows where they
+        lie. Of all experts there are float32 logits and scores only."""
         rows = self.policy.k * (self.width + hidden) + 3 * self.shared_width + hidden
         return rows * itemsize + 2 * self.experts * 4
 
