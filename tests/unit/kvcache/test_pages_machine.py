@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pages_case import POOLS, Drive, driven
 
-from tinygrad_nv.kvcache import block_table, offload
+from tinygrad_nv.kvcache import offload
 from tinygrad_nv.kvcache.block_table import BlockTable
 from tinygrad_nv.kvcache.hybrid_table import HybridTable
 from tinygrad_nv.kvcache.page_allocator import CopyKind, PageAllocator
@@ -132,7 +132,9 @@ def prune_when_computed(table: BlockTable, tokens: Any) -> None:
     if window is not None and not table.offloaded: table.prune(table.computed - window + 1)
 
 
-def share_what_one_group_has(tables: Any, most: int) -> int: return NUM_CACHED(tables[1:2], most)
+def pages_of_any_group(table: BlockTable, pool: PagePool, prefix: PrefixHashes, group: int = 0) -> None:
+    INIT(table, pool, prefix, group)
+    table.suffix = b""
 
 
 def rollback_each_alone(table: HybridTable, batch: int) -> None:
@@ -184,7 +186,7 @@ DROP, PRUNE, ADVANCE = PageAllocator.drop, BlockTable.prune, BlockTable.advance
 MAKE_WRITABLE = BlockTable._make_writable
 TAKE_COPIES, RECOVER, COPY = PagePool.take_copies, PagePool.recover, PagePool.copy
 TO_HOST, TO_DEVICE, RESTORE = offload.copy_to_host, offload.copy_to_device, offload.restore
-NUM_CACHED = block_table._num_cached_pages
+INIT = BlockTable.__init__
 BUGS: list[tuple[object, str, Callable[..., Any], str]] = [
     (BlockTable, "fork", fork_without_references, "small"),
     (PageAllocator, "share", share_leaves_idle, "small"),
@@ -195,7 +197,7 @@ BUGS: list[tuple[object, str, Callable[..., Any], str]] = [
     (BlockTable, "advance", prune_when_computed, "window"),
     (BlockTable, "prune", prune_one_page_more, "hybrid"),
     (BlockTable, "advance", prune_when_computed, "hybrid"),
-    (block_table, "_num_cached_pages", share_what_one_group_has, "hybrid"),
+    (BlockTable, "__init__", pages_of_any_group, "hybrid"),
     (HybridTable, "rollback", rollback_each_alone, "hybrid"),
     (BlockTable, "_make_writable", own_without_copy, "small"),
     (PagePool, "recover", recover_nothing, "small"), (PagePool, "recover", recover_but_found, "small"),
