@@ -21,13 +21,15 @@ PROMPTS = [[*PREFIX[:shared], *(int(i) for i in RANDOM.integers(3, 320, own))]
 
 # pages so few that sequences are preempted, tokens of a page, and the windows of the groups of layers
 PLAIN, ALTERNATING = (14, 16, (None,)), (33, 8, (16, None, 16))
-CASES = {"qwen2-moe": PLAIN, "mixtral": PLAIN, "qwen3-moe": PLAIN, "olmoe": PLAIN, "smollm3": PLAIN,
-         "phi4": PLAIN, "gemma2": ALTERNATING, "gemma3": ALTERNATING,
+CASES = {"qwen2-moe": PLAIN, "deepseek-v3": PLAIN, "mixtral": PLAIN, "qwen3-moe": PLAIN, "olmoe": PLAIN,
+         "smollm3": PLAIN, "phi4": PLAIN, "deepseek-v2": PLAIN, "deepseek-v2-lite": PLAIN,
+         "deepseek-v3-halves": PLAIN, "gemma2": ALTERNATING, "gemma3": ALTERNATING,
          "olmo3": (25, 16, (20, 20, 20, None))}
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "qwen2-moe"]
+QUICK = ("qwen2-moe", "deepseek-v3")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in QUICK]
 
 
-@pytest.mark.parametrize("case", ["qwen2-moe", *SLOW])
+@pytest.mark.parametrize("case", [*QUICK, *SLOW])
 def test_together_as_alone(hf_model: Callable[[str], Path], case: str, monkeypatch: pytest.MonkeyPatch):
     """Twice, so that the second time prefixes are found. After each step every page is accounted for."""
     monkeypatch.setenv("NV_DEBUG", "1")

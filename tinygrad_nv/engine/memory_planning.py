@@ -31,7 +31,7 @@ ACTIVATION_COPIES = 4   # copies of a step's activations, in every width, that a
 
 def layer_bytes(config: ModelConfig, dtype: DType) -> int:
     """Bytes of keys and values of one token, one layer."""
-    return 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return config.kv_shape.elements * dtype.itemsize
 
 
 def token_bytes(config: ModelConfig, dtype: DType) -> int:
@@ -67,6 +67,14 @@ def require_room(device: str, config: ModelConfig, dtype: DType, length: int, ca
     pool.require({WEIGHTS: weights, CACHE: bytes_per_token * capacity})
 
 
+def require_weights(device: str, weight_bytes: int, utilization: float) -> None:
+    """`require_room` of a model without a cache."""
+    fraction, pool = check_utilization(utilization), getattr(Device[device], "pool", None)
+    if pool is None: return
+    pool.use_at_most(fraction)
+    pool.require({WEIGHTS: weight_bytes})
+
+
 @dataclass(frozen=True)
 class CacheSize:
     """Size of a KV cache: pages of `page_size` tokens and `page_bytes` bytes, for `max_seqs` sequences of at
@@ -95,8 +103,7 @@ class CacheSize:
 
 def step_bytes(config: ModelConfig, dtype: DType, num_tokens: int, num_samples: int) -> int:
     """Estimated bytes of activations of a step of `num_tokens` tokens and `num_samples` samples."""
-    widths = config.hidden_size + (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    widths += 3 * config.intermediate_size
+    widths = config.hidden_size + config.attention_width + 3 * config.intermediate_size
     made = ACTIVATION_COPIES * (num_tokens * widths * dtype.itemsize + num_samples * config.vocab_size * 4)
     if config.moe is None: return made
     return made + num_tokens * config.moe.activation_bytes(config.hidden_size, dtype.itemsize)

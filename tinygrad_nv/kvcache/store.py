@@ -1,9 +1,9 @@
 """KV cache pages of the device and the host, and copies between them.
 
-Protocol: `PageStore` owns the tensors of every layer, [P, page_size, H_kv, D] for keys and for values, and
-host memory for offloaded pages. `copy` queues copies of whole pages, with all layers in them, ahead of the
-next launch. On a device with a driver it does not wait, and host memory is page-locked. On a CPU pages are
-copied at once.
+Protocol: `PageStore` owns the tensors of every layer, [P, page_size, H_kv, D] for keys and, unless they are
+a part of these, for values, and host memory for offloaded pages. `copy` queues copies of whole pages, with
+all layers in them, ahead of the next launch. On a device with a driver it does not wait, and host memory is
+page-locked. On a CPU pages are copied at once.
 """
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv.kvcache.groups import CacheGroups, one_group
 from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
+from tinygrad_nv.kvcache.shape import KVShape
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Copy, Download, Fill, HostMemory, Upload
 from tinygrad_nv.runtime.memory import allocate, host_bytes, write
@@ -30,9 +31,10 @@ CACHE = "KV cache"  # label of its memory
 @dataclass(frozen=True)
 class LayerPages:
     """A layer's keys and values: [P, page_size, H_kv, D] each, and float32 scales [P, H_kv] of 8-bit dtypes.
+    A latent cache has no values beside its keys.
     """
     keys: Tensor
-    values: Tensor
+    values: Tensor | None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
@@ -53,9 +55,7 @@ class KVDimensions(Protocol):
     @property
     def num_layers(self) -> int: ...
     @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
+    def kv_shape(self) -> KVShape: ...
 
 
 class PageStore:
@@ -67,19 +67,23 @@ class PageStore:
                  host_pages: int = 0, groups: CacheGroups | None = None) -> None:
         groups = groups or one_group(config.num_layers)
         self.device, self.pages, self.size, self.host_pages = device, pages, size, host_pages
-        shape = (pages, size, config.num_kv_heads, config.head_dim)
-        def made() -> Tensor: return Tensor.empty(*shape, dtype=dtype, device=device)
-        def scale() -> Tensor | None:
-            if dtype not in BYTES: return None
-            return Tensor.ones(pages, config.num_kv_heads, device=device).contiguous().realize()
+        shape = config.kv_shape
+        def made(width: int) -> Tensor:
+            return Tensor.empty(pages, size, shape.heads, width, dtype=dtype, device=device)
+
+        def scale(width: int) -> Tensor | None:
+            if dtype not in BYTES or not width: return None
+            return Tensor.ones(pages, shape.heads, device=device).contiguous().realize()
+        keys, values = shape.keys, shape.values
         with labelled(CACHE):
-            stored = [(made(), made()) for _ in range(groups.layers_per_page)]
-            layers = [LayerPages(*stored[place], scale(), scale()) for _, place in groups.places]
+            stored = [(made(keys), made(values) if values else None) for _ in range(groups.layers_per_page)]
+            layers = [LayerPages(*stored[place], scale(keys), scale(values)) for _, place in groups.places]
         self.cache = PagedCache(tuple(layers), tuple(group for group, _ in groups.places))
-        self.tensors = [each for pair in stored for each in pair]
+        self.tensors = [each for pair in stored for each in pair if each is not None]
         with labelled(CACHE):
             for tensor in self.tensors: allocate(tensor)
-        self.page_bytes = int(np.prod(shape[1:])) * dtype.itemsize   # of one layer's keys or values
+        assert values in (0, keys), "keys and values of two widths"
+        self.page_bytes = size * shape.heads * keys * dtype.itemsize    # of one tensor
         opened = Device[device]
         self.driver = opened.driver if isinstance(opened, NVDevice) else None
         self.host: HostMemory | None = None
