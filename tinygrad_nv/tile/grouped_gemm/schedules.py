@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tinygrad_nv.tile.gemm.schedules import Wgmma
+from tinygrad_nv.tile.grouped_gemm.spec import GROUP
 
 
 @dataclass(frozen=True)
@@ -14,3 +15,10 @@ class GroupedWgmma(Wgmma):
     are computed together, so that it stays in L2."""
     group: int = 16
     template: ClassVar[str] = "grouped_wgmma"
+
+
+@dataclass(frozen=True)
+class GroupedScaledWgmma(GroupedWgmma):
+    """The same of 8-bit floats with scales: a stage is a group of K."""
+    block_k: int = GROUP
+    template: ClassVar[str] = "grouped_scaled_wgmma"
