@@ -15,6 +15,7 @@ from tinygrad.uop.ops import UOp
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.grouped_gemm.gradient import Given, gradients
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.expression import short
@@ -96,13 +97,12 @@ def _apart(what: GroupedMatmul,
 
 def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
     """Of x, w, weights and bias."""
-    what, given = call_.arg.aux, [Tensor(each) for each in call_.src[1:]]
-    floats = [i for i, each in enumerate(given) if dtypes.is_float(each.dtype)]
-    leaves = [each.detach() for each in given]
-    made = multiplied(what, *leaves)[0]
-    found = made.gradient(*(leaves[i] for i in floats), gradient=Tensor(grad))
-    places = dict(zip(floats, found, strict=True))
-    return tuple(places[i].cast(each.dtype).uop if i in places else None for i, each in enumerate(given))
+    what, (x, w, offsets, *more) = call_.arg.aux, (Tensor(each).detach() for each in call_.src[1:])
+    order, weights, bias = _apart(what, tuple(more))
+    found = gradients(Given(grouped_matmul, x, w, offsets, order, weights, bias, what.gather, what.scatter,
+                            what.activation), Tensor(grad))
+    floats = [None] * what.ordered + [each for each in (found.weights, found.bias) if each is not None]
+    return found.x.uop, found.w.uop, None, *(None if each is None else each.uop for each in floats)
 
 
 def lowered(what: GroupedMatmul, target: Target, x: UOp, w: UOp, offsets: UOp,
