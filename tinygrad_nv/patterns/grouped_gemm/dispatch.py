@@ -23,8 +23,8 @@ from tinygrad_nv.tile.router.spec import Policy
 
 @dataclass(frozen=True)
 class Experts:
-    """E gated feed-forward networks of I columns, and the router that chooses among them:
-    down(act(gate) · up) of rows of H. As in transformers, `gate_up` has an expert's gate above its up. `activation`: "silu",
+    """E gated feed-forward networks of I columns, down(act(gate) · up) of rows of H, and the router that
+    chooses among them. As in transformers, `gate_up` has an expert's gate above its up. `activation`: "silu",
     "gelu", "gelu_tanh" or "swiglu_clamped". `choice_bias`, float32, is added to scores where experts are
     chosen, and not to weights (DeepSeek-V3). Raises `SpecError` for shapes that do not fit each other."""
     router: Tensor                          # (E, H)
