@@ -7,7 +7,7 @@ the routing is, and no bit depends on their number.
       up to `few` of them: dot products along k          few.py
       more: blocks in registers or AMX tiles           panels.py
 
-Matrices of groups without rows are not read.
+Matrices of groups without rows are not read. Rows that no group has become zeros.
 """
 from __future__ import annotations
 

@@ -28,9 +28,11 @@ PITCH = BLOCK_UNITS + 16    # rows at distances of a power of two would share se
 
 @dataclass(frozen=True)
 class CPUGrouped(CPUSchedule):
-    """`block_m` rows of a group are multiplied with its matrix at a time."""
+    """`block_m` rows of a group are multiplied with its matrix at a time. `zeroes`: rows that no group has
+    become zeros."""
     block_m: int = MOST_M
     template: ClassVar[str] = "grouped_gemm"
+    zeroes: ClassVar[bool] = True
 
     def words(self) -> list[str]: return [*super().words(), f"blocks of {self.block_m} rows"]
 

@@ -7,8 +7,8 @@ Protocol: of x [sources, K], w [E, N, K] and offsets [E + 1], all contiguous; ro
     y = act(y[: N / 2]) · y[N / 2 :]            with `activation`, of gate | up
     out[place(i)] = y · weights[slot]           with `weighted`; rounded once; place(i) is slot with `scatter`
 
-Rows that no group has are zeros in the reference, and may hold anything where a kernel runs. A kernel reads
-the matrices of groups that have rows, and no other.
+Rows that no group has are zeros in the reference and on CPUs, and may hold anything where a GPU's kernel
+runs. A kernel reads the matrices of groups that have rows, and no other.
 """
 from __future__ import annotations
 
