@@ -47,8 +47,8 @@ def filled(module: Any, seed: int) -> Any:
     return module
 
 
-@pytest.mark.parametrize(("gating", "normalized"), [(1, True), pytest.param(1, False, marks=pytest.mark.slow),
-                                                    pytest.param(2, True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("gating", "normalized"), [(1, True), (1, False), (2, True)])
 def test_a_feed_forward_block(llm: Any, gating: int, normalized: bool):
     """Three grouped matmuls after one sort; within 1e-5 of the largest of tinygrad's."""
     block = filled(llm.FFNBlock(config(llm, gating, normalized)), 0)

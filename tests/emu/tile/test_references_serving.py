@@ -17,12 +17,13 @@ from tinygrad.helpers import Context
 
 from tinygrad_nv.cpu.isa import AVX2, PORTABLE, why_not
 from tinygrad_nv.cpu.router.kernel import CPURouter
+from tinygrad_nv.cpu.router.rows import CPUGroupRows
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
 from tinygrad_nv.tile.expression import Load, Sum
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
-from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
+from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, TransposedGroupedSpec
 from tinygrad_nv.tile.kv_append.spec import AppendSpec
 from tinygrad_nv.tile.router.spec import GroupRowsSpec, Policy, RouterSpec
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
@@ -99,6 +100,7 @@ def grouped() -> dict[str, GroupedGemmSpec | GroupedOuterSpec]:
             "down": GroupedGemmSpec(4, 26, 35, 64, F32, scatter=True, weighted=True),
             "gelu": GroupedGemmSpec(2, 20, 36, 31, F32, activation="gelu"),
             "gelu_tanh": GroupedGemmSpec(2, 20, 32, 32, BF16, activation="gelu_tanh"),
+            "transposed": TransposedGroupedSpec(3, 30, 28, 40, F16, 10, gather=3, scatter=True),
             "clamped": GroupedGemmSpec(2, 20, 36, 70, BF16, activation="swiglu_clamped", biased=True),
             "outer": GroupedOuterSpec(4, 26, 35, 50, F32), "outer, of slots": GroupedOuterSpec(
                 3, 24, 20, 28, BF16, 24, 8, 1, 3)}
@@ -150,7 +152,7 @@ def numbered(spec: FilterSpec | ChoiceSpec, made: Given, random: torch.Generator
 def runs(schedule: Schedule, target: GPU | CPU) -> list[tuple[Schedule, int]]:
     """Schedules and seeds: two orders of warps, or in one part or three."""
     if target.kind == "gpu": return [(schedule, seed) for seed in (0, 1)]
-    one = target == HERE or isinstance(schedule, CPURouter)
+    one = target == HERE or isinstance(schedule, CPURouter | CPUGroupRows)
     return [(replace(schedule, parts=1 if one else 3), 0)]
 
 

@@ -42,8 +42,9 @@ def looped(x: torch.Tensor, given: dict[str, torch.Tensor], policy: Policy) -> t
     return torch.stack(made).reshape(x.shape)
 
 
-@pytest.mark.parametrize("policy", ["top1", pytest.param("top2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("all_there_is", [False, True])
+@pytest.mark.parametrize(("policy", "all_there_is"), [
+    ("top2", False), *(pytest.param(*each, marks=pytest.mark.slow) for each in
+                       (("top1", False), ("top1", True), ("top2", True)))])
 def test_results_and_gradients(policy: str, all_there_is: bool):
     """Within 4e-6 of the largest: results, and gradients of tokens and of every field."""
     given = arrays(*(SHAPES if all_there_is else ("router", "gate_up", "down")))
@@ -62,6 +63,7 @@ def test_results_and_gradients(policy: str, all_there_is: bool):
         assert np.abs(one.numpy() - other.numpy()).max() <= 4e-6 * max(other.abs().max(), 1e-3)
 
 
+@pytest.mark.slow
 def test_the_body_is_the_same():
     mine = Experts(**{name: tensor(each) for name, each in arrays(*SHAPES).items()})
     x, policy = tensor(RNG.normal(size=(6, H)).astype(np.float32)), Policy(3, "sigmoid", True, 2.5)

@@ -33,17 +33,20 @@ def looped(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, weights: torch.
     act, found = ACT[str(options.get("activation", ""))], {}
     for i, slot in enumerate(order):
         if (e := int(experts[slot])) >= E: continue
-        y = act(w[e] @ x[slot // int(options["gather"]) if "gather" in options else i] + bias[e])
+        matrix, row = w[e].T if "transposed" in options else w[e], i
+        if "gather" in options: row = slot // int(str(options["gather"]))
+        y = act(matrix @ x[row] + bias[e])
         found[slot if options.get("scatter") else i] = y * weights[slot]
     zeros = torch.zeros_like(next(iter(found.values())))
     return torch.stack([found.get(i, zeros) for i in range(len(order))])
 
 
-CASES = {"down": {"scatter": True}, "gate and up": {"gather": 2, "activation": "silu"},
-         "rows in order": {}, "all there is": {"gather": 4, "scatter": True, "activation": "swiglu_clamped"}}
+CASES = {"down": {"scatter": True}, "gate and up": {"gather": 2, "activation": "silu"}, "rows in order": {},
+         "transposed": {"scatter": True, "gather": 1, "transposed": True},
+         "all there is": {"gather": 4, "scatter": True, "activation": "swiglu_clamped"}}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "down"))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "all there is"))
                                   for name in CASES])
 def test_gradients_are_those_of_a_loop(name: str):
     """Of x, w, bias and weights, within 4e-6 of the largest; experts 1 and 4 have no rows, some rows no
@@ -52,7 +55,8 @@ def test_gradients_are_those_of_a_loop(name: str):
     experts = RNG.choice([0, 2, 3, 5, 5, E], ROWS).astype(np.int32)
     order, offsets = group_rows(tensor(experts), E)
     rows = ROWS // int(options.get("gather", 1))
-    arrays = normal(rows, K), normal(E, N, K), normal(E, N), normal(ROWS)
+    matrices = (E, K, N) if options.get("transposed") else (E, N, K)
+    arrays = normal(rows, K), normal(*matrices), normal(E, N), normal(ROWS)
     mine = x, w, bias, weights = [tensor(each) for each in arrays]
     made = grouped_matmul(x, w, offsets, order, bias=bias, weights=weights, **options)
     grad = normal(*made.shape)

@@ -77,6 +77,7 @@ def test_a_layer_sorts_once():
     right(experts(inner, down, sel), Tensor(rows.astype(np.float32)), down, Tensor(numbers), 3)
 
 
+@pytest.mark.slow
 def test_symbolic_tokens_in_steps():
     """Captured once for any number of tokens, in a function."""
     w, xs, sels = whole(E, N, K), whole(1, 9, K), chosen(1, 9, 2)

@@ -3,7 +3,7 @@
 Protocol. Of y = act(x Wᵀ + b) · weight, with g the gradient of y, each row i of group e:
 
     u = x Wᵀ + b, computed again where there is an activation; dy = g · weight · act'(u)
-    dx[i] = dy[i] W_e        a grouped matmul with W transposed, once; rows of a token are added
+    dx[i] = dy[i] W_e        a grouped matmul with W the other way round; rows of a token are added
     dW_e  = Σ dy[i]ᵀ x[i]    grouped_outer; db_e the same with 1 in x's place
     dweight[i] = Σ g[i] · act(u[i])
 
@@ -36,6 +36,7 @@ class Given:
     gather: int
     scatter: bool
     activation: str
+    transposed: bool
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,10 @@ def gradients(given: Given, grad: Tensor) -> Gradients:
     dy, in_slots, weights = _rows(given, grad)
     order, ordered = given.order, given.order is not None
     gather = int(in_slots)
-    dw = grouped_outer(dy, given.x, given.offsets, order if gather or given.gather else None, gather_y=gather,
-                       gather_x=given.gather)
+    rows_of = order if gather or given.gather else None
+    if given.transposed: dw = grouped_outer(given.x, dy, given.offsets, rows_of, gather_y=given.gather,
+                                            gather_x=gather)
+    else: dw = grouped_outer(dy, given.x, given.offsets, rows_of, gather_y=gather, gather_x=given.gather)
     bias = None
     if given.bias is not None:
         ones = Tensor.ones(int(dy.shape[0]), 1, dtype=dy.dtype, device=dy.device).contiguous()
@@ -61,8 +64,8 @@ def gradients(given: Given, grad: Tensor) -> Gradients:
                              gather_x=gather)[..., 0]
     rows, k = (int(extent) for extent in given.x.shape)
     whole = ordered and given.gather * rows == int(dy.shape[0])
-    dx = given.matmul(dy, given.w.transpose(1, 2).contiguous(), given.offsets,
-                      order if gather or whole else None, gather=gather, scatter=whole)
+    dx = given.matmul(dy, given.w, given.offsets, order if gather or whole else None, gather=gather,
+                      scatter=whole, transposed=not given.transposed)
     if whole: dx = dx.reshape(rows, given.gather, k).sum(1)
     elif given.gather:
         assert order is not None
@@ -92,7 +95,7 @@ def _rows(given: Given, grad: Tensor) -> tuple[Tensor, bool, Tensor | None]:
 def _matmul(given: Given, scatter: bool) -> Tensor:
     """x Wᵀ + b, by slots or in the order of groups."""
     return given.matmul(given.x, given.w, given.offsets, given.order if given.gather or scatter else None,
-                        gather=given.gather, scatter=scatter, bias=given.bias)
+                        gather=given.gather, scatter=scatter, bias=given.bias, transposed=given.transposed)
 
 
 def _by_slot(x: Tensor, order: Tensor) -> Tensor:

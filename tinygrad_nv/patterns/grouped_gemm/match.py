@@ -285,16 +285,16 @@ def _symbol(space: Space, slots: Sequence[int]) -> UOp | None:
 def _called(match: GatheredMatmul, x: UOp, w: UOp, experts: UOp,
             sorts: dict[tuple[UOp, GroupRowsSpec], tuple[UOp, ...]]) -> UOp:
     spec, key = match.how.spec, (match.experts, match.rows)
+    known = (experts >= 0) & (experts < spec.groups)
+    zeroes = getattr(match.how.schedule, "zeroes", False)
     if key not in sorts:
-        numbers = experts if experts.dtype == dtypes.int32 else experts.cast(dtypes.int32)
-        sorts[key] = sorted_by(match.rows, match.how.target, numbers, match.tokens)
+        numbers = experts if zeroes else known.where(experts, 0)
+        sorts[key] = sorted_by(match.rows, match.how.target, numbers.cast(dtypes.int32), match.tokens)
     order, offsets = sorts[key]
     moved = spec.active_bytes + (spec.x_rows * spec.k + spec.rows * spec.columns) * spec.dtype.itemsize
     out = program.Output(match.end.shape, spec.dtype)
     made = match.how.called(match.end.device, [out], [x, w, offsets, order], NAME, flops=spec.flops,
                             nbytes=moved)[0]
-    if getattr(match.how.schedule, "zeroes", False): return made
-    # tinygrad gives zeros for numbers that are no expert's
-    known = experts.reshape(spec.rows, 1)
-    known = (known >= 0) & (known < spec.groups)
-    return known.where(made.reshape(spec.rows, spec.n), 0).reshape(match.end.shape)
+    if zeroes: return made
+    # tinygrad gives zeros for numbers that are no expert's, whose rows expert 0 has had
+    return known.reshape(spec.rows, 1).where(made.reshape(spec.rows, spec.n), 0).reshape(match.end.shape)

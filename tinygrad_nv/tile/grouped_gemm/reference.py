@@ -15,7 +15,8 @@ def arguments(spec: GroupedGemmSpec | GroupedOuterSpec) -> tuple[Argument, ...]:
     if isinstance(spec, GroupedOuterSpec): return _outer_arguments(spec)
     out = Argument("out", spec.dtype, (dense(spec.rows, spec.columns),), "out")
     given = [Argument("x", spec.dtype, (dense(spec.x_rows, spec.k),)),
-             Argument("w", spec.dtype, (dense(spec.groups, spec.n, spec.k),)),
+             Argument("w", spec.dtype, (dense(spec.groups, *((spec.k, spec.n) if spec.transposed else
+                                                              (spec.n, spec.k))),)),
              Argument("offsets", dtypes.int32, (dense(spec.groups + 1),), values=range(1))]
     if spec.ordered: given.append(Argument("order", dtypes.int32, (dense(spec.rows),), values=range(1)))
     if spec.weighted: given.append(Argument("weights", dtypes.float32, (dense(spec.rows),)))
@@ -38,6 +39,7 @@ def multiplied(spec: GroupedGemmSpec, x: Tensor, w: Tensor, offsets: Tensor, ord
                weights: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """The results, before they are rounded, in float32, or in float64 of such tensors."""
     wide = widened(dtypes.float32, x.dtype == dtypes.float64)
+    if spec.transposed: w = w.transpose(1, 2)
     group, inside = groups(spec.rows, offsets)
     rows = x[order // spec.gather] if spec.gather and order is not None else x
     made = (rows.contiguous().unsqueeze(1).cast(wide) * w[group].cast(wide)).sum(-1)

@@ -13,6 +13,7 @@ runs. A kernel reads the matrices of groups that have rows, and no other.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tinygrad.dtype import DType, dtypes
 
@@ -39,6 +40,7 @@ class GroupedGemmSpec:
     activation: str = ""
     weighted: bool = False
     biased: bool = False
+    transposed: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if min(self.groups, self.rows, self.n, self.k) < 1 or min(self.gather, self.sources) < 0:
@@ -94,3 +96,11 @@ class GroupedGemmSpec:
                 *["scattered"] * self.scatter]
         return f"{self.rows}x{self.n}x{self.k} of {self.groups} groups {short(self.dtype)}" + \
             "".join(f", {each}" for each in more)
+
+
+@dataclass(frozen=True)
+class TransposedGroupedSpec(GroupedGemmSpec):
+    """The same of w [E, K, N]: x W_e, as the gradients of rows are."""
+    transposed: ClassVar[bool] = True
+
+    def __str__(self) -> str: return f"{super().__str__()}, transposed"
