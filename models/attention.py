@@ -2,7 +2,7 @@
 
 Protocol: `attention(x, batch, cache)` with x (B, T, hidden). Without a cache the sequences are whole
 (training, scoring); a `DenseBatch` with a cache appends to it and attends to all of it; a `PagedBatch` has
-many sequences in pages (paged.py).
+many sequences in pages (paged.py), a `PackedBatch` many whole ones, one after the other (packed.py).
 """
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tinygrad_nv.tile.gemm.spec import FLOAT16S
 from .config import ModelConfig
 from .dense import DenseBatch, Position
 from .layers import Linear, RMSNorm, StoredLinear
+from .packed import PackedBatch
 from .paged import AttentionKind, PagedBatch, appended
 
 Cache: TypeAlias = tuple[Tensor, ...] | LayerPages    # of one layer
@@ -150,11 +151,21 @@ class Attention:
                                            scale=self.config.attention_scale, softcap=self.config.softcap)
         return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
 
-    def __call__(self, x: Tensor, batch: DenseBatch | PagedBatch, cache: Cache | None) -> Tensor:
+    def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> Tensor:
+        """Attention of heads (1, T, H, D) over sequences that lie one after the other: (1, T, H·D)."""
+        q, k, v = q[0], k[0], v[0]
+        if self.rope is not None: q, k = (rotate(each, *batch.ropes[self.rope]) for each in (q, k))
+        how = AttentionKind(self.rope, self.window, self.scale, self.config.softcap)
+        return batch.attend(q, k, v, how).unsqueeze(0)
+
+    def __call__(self, x: Tensor, batch: DenseBatch | PagedBatch | PackedBatch,
+                 cache: Cache | None) -> Tensor:
         if isinstance(batch, PagedBatch):
             assert isinstance(cache, LayerPages)
             how = AttentionKind(self.rope, self.window, self.scale, self.config.softcap)
             return self.output(batch.attend(*self.split(self.qkv(x).contiguous()), cache, how))
+        if isinstance(batch, PackedBatch):
+            return self.output(self.attend_packed(*self.split(self.qkv(x).contiguous()), batch))
         if cache is not None:
             assert isinstance(cache, tuple)
             return self.output(self.attend(*self.append(x, batch, cache), batch.start, True))

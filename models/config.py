@@ -22,6 +22,7 @@ from tinygrad_nv.quant.readers.reader import require_known
 
 from . import gguf
 from .families import FAMILIES
+from .families.bert import ENCODERS
 from .fields import Fields, activation
 from .latent_config import LatentConfig
 from .moe_config import MoEConfig
@@ -135,24 +136,27 @@ class ModelConfig:
             made += mixtures * shared * self.mlp_bias
         return made + self.hidden_size * (self.vocab_size * (2 - self.tied) + 1)
 
-    @property
-    def inactive_parameters(self) -> int:
-        """Of the experts that a token does not have."""
-        return 0 if self.moe is None else sum(self.moe.layers) * self.moe.inactive(self.hidden_size)
+    def inactive_parameters(self, tokens: int = 1) -> int:
+        """Expected parameters of experts that none of `tokens` tokens has."""
+        if self.moe is None: return 0
+        return round(sum(self.moe.layers) * self.moe.inactive(self.hidden_size, tokens))
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from `path`. Raises `ModelError` with the file and the position of an error."""
-    try: data = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(data := read_json_value(path), dict): return data
+    raise ModelError(f"{path} holds a {type(data).__name__}", "a JSON object", "download the file again")
+
+
+def read_json_value(path: Path) -> Any:
+    """Any JSON value from `path`. Raises `ModelError`."""
+    try: return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} cannot be read: {error}", "a readable UTF-8 text file",
                          "check its permissions, or download the file again") from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {error}", "a JSON object",
                          "download the file again") from error
-    if not isinstance(data, dict):
-        raise ModelError(f"{path} holds a {type(data).__name__}", "a JSON object", "download the file again")
-    return data
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -219,7 +223,7 @@ def parse_config(data: Mapping[str, Any], name: str = "config.json") -> ModelCon
         "norm_eps": Fields({"rms_norm_eps": 1e-6, **raw}, name).number("rms_norm_eps"),
         "activation": settings.get("activation") or activation(f, "hidden_act"),
         "tied": f.flag("tie_word_embeddings"),
-        "qkv_bias": bias, "output_bias": bias, "windows": (None,) * layers, "dtype": _dtype(raw, name),
+        "qkv_bias": bias, "output_bias": bias, "windows": (None,) * layers, "dtype": config_dtype(raw, name),
         "eos_token_ids": token_ids(raw.get("eos_token_id"), f"{name}: eos_token_id"),
         "quantization": _quantization(raw, name)}
     made = ModelConfig(**{**common, **settings})
@@ -265,12 +269,13 @@ def _architecture(data: Mapping[str, Any], name: str) -> str:
                          "use a causal language model saved by transformers")
     if (known := next((a for a in listed if isinstance(a, str) and a in FAMILIES), None)) is None:
         raise ModelError(f"{name}: architecture {', '.join(map(str, listed))} is not supported",
-                         f"one of: {have}",
+                         f"one of: {have}; of embedding models: {', '.join(ENCODERS)}",
                          "convert the model to one of these, or add it (see CONTRIBUTING.md)")
     return known
 
 
-def _dtype(raw: Mapping[str, Any], name: str) -> str | None:
+def config_dtype(raw: Mapping[str, Any], name: str) -> str | None:
+    """The dtype of config.json, None where it names none. Raises `ModelError`."""
     if not (given := raw.get("dtype") or raw.get("torch_dtype")): return None
     dtype = str(given).removeprefix("torch.")
     if dtype not in DTYPES:

@@ -167,13 +167,16 @@ def _online_nbytes(config: ModelConfig, dtype: DType) -> int:
     return made
 
 
-def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | None = None) -> int:
-    """Fills every parameter of `model` from `directory`; returns bytes read.
+def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | None = None,
+         headless: bool = False) -> int:
+    """Fills every parameter of `model` from `directory`; returns bytes read. `headless`: logits are
+    not computed, and a head in the files is not read.
 
     `progress(done, total)` is called with bytes. Raises `WeightError` before anything is read if the
     checkpoint lacks tensors, and while reading if a file is shorter than its header says."""
     checkpoint = open_checkpoint(directory)
     checkpoint.entries = _without_draft_layers(model.config, language_entries(checkpoint.entries))
+    if headless: checkpoint.entries.pop(HEAD, None)
     plan = planned(model, checkpoint.entries, str(directory / "config.json"))
     wanted = {name: slot for name, slot in slots(model).items() if name not in plan.replaced}
     wanted |= {name: _whole(tensor) for name, tensor in plan.plain.items()}
@@ -253,6 +256,22 @@ def _elements(checkpoint: Checkpoint, entry: TensorEntry, begin: int, end: int) 
     allocate(elements)
     checkpoint.read_into(entry, begin, end, elements, 0)
     return read(elements, np.dtype(f"u{ITEM_BYTES[entry.dtype]}")).copy()   # the memory goes with the tensor
+
+
+def fill_slots(checkpoint: Checkpoint, wanted: Mapping[str, WeightSlice],
+               progress: Callable[[int, int], None] | None = None) -> int:
+    """Reads the tensors of `wanted`, which are allocated, into their slots; returns bytes read."""
+    total, done = sum(checkpoint.entries[name].nbytes for name in wanted), 0
+    with ThreadPoolExecutor(READERS) as readers:
+        reading = [readers.submit(_read, checkpoint, *chunk) for chunk in _chunks(wanted, checkpoint.entries)]
+        try:
+            for future in as_completed(reading):
+                done += future.result()
+                if progress is not None: progress(done, total)
+        except BaseException:
+            readers.shutdown(cancel_futures=True)
+            raise
+    return total
 
 
 def _chunks(wanted: Mapping[str, WeightSlice],
