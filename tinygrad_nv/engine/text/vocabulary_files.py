@@ -103,9 +103,10 @@ def _byte_level(path: Path, config: Config, special: Mapping[str, str],
 
 def _wordpiece(path: Path, config: Config, special: Mapping[str, str],
                added: Config) -> tuple[Tokenizer, dict[str, str]]:
-    lines = path.read_text(encoding="utf-8").splitlines()
+    # not splitlines: vocabularies have tokens such as U+2028
+    lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     special = {**WORDPIECE, **special}
-    vocabulary = {text.rstrip("\n"): i for i, text in enumerate(lines)}
+    vocabulary = {text: i for i, text in enumerate(lines)}
     for each in ("unk_token", "cls_token", "sep_token"):
         if special[each] not in vocabulary:
             raise TokenizerError(f"{path} lacks the {each} {special[each]!r}", "a token on each line",
