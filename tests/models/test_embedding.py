@@ -138,6 +138,22 @@ def test_sizes_of_steps():
     assert step_sizes(512) == [8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512]
 
 
+def test_sizes_that_are_captured(tmp_path: Path):
+    """A warm-up captures few sizes, which serve the others until these come often."""
+    save(tmp_path, "BertModel", ENCODERS["Bert"])
+    llm = LLM(tmp_path, device="CPU", max_num_batched_tokens=32)
+    assert llm.embedder is not None
+    runner: EmbeddingRunner = llm.embedder.runner
+    assert runner.max_tokens == 66
+    runner.warm_up()
+    assert list(runner.steps) == [8, 32, 96]
+    for _ in range(7): runner.run([[5] * 12])
+    assert 16 not in runner.steps
+    runner.run([[5] * 12])
+    assert 16 in runner.steps
+    llm.close()
+
+
 def test_a_shared_step_gives_what_each_text_gives(tmp_path: Path):
     """Nothing of a text gets into another's vector, NaN neither: texts of one step, and each alone in a step
     of the same size."""
