@@ -15,13 +15,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import transformers
 
-from tinygrad_nv import LLM
+from tinygrad_nv.engine.llm import LLM
 
 MINILM = {"vocab_size": 30522, "hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6,
           "num_attention_heads": 12, "max_position_embeddings": 512}
@@ -76,8 +75,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory: Path = arguments.model or random_model(Path(folder))
         llm = LLM(directory, device="CPU", dtype="float32")
-        theirs: Any = transformers.AutoModel
-        model = theirs.from_pretrained(directory, dtype=torch.float32).eval()
+        model = transformers.AutoModel.from_pretrained(directory, dtype=torch.float32).eval()
         rng = np.random.default_rng(0)
         texts = [rng.integers(1000, 20000, rng.integers(7, 80)).tolist() for _ in range(arguments.texts)]
         def ours() -> np.ndarray:

@@ -176,3 +176,17 @@ def test_models_say_what_they_do(tmp_path: Path):
     with pytest.raises(ModelError, match="is an encoder"): LLM(tmp_path, device="CPU", task="generate")
     with pytest.raises(RequestError, match="the task is 'score'"): LLM(tmp_path, device="CPU", task="score")
     llm.close()
+
+
+@pytest.mark.slow
+def test_bfloat16(tmp_path: Path):
+    """An error of at most 1.5 × transformers' own; measured 1.1."""
+    exact = save(tmp_path, "BertModel", ENCODERS["Bert"])
+    add_modules(tmp_path, {"pooling_mode_mean_tokens": True}, False)
+    theirs = transformers.BertModel.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    expected, rounded = (np.stack([hidden_states(model, text).mean(0) for text in ragged((7, 1, 20, 33))])
+                         for model in (exact, theirs))
+    llm = LLM(tmp_path, device="CPU", dtype="bfloat16")
+    made = vectors(llm, ragged((7, 1, 20, 33)))
+    assert np.square(made - expected).mean() ** 0.5 <= 1.5 * np.square(rounded - expected).mean() ** 0.5
+    llm.close()
