@@ -23,7 +23,7 @@ from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
 from tinygrad_nv.tile.expression import Load, Sum
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
-from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, TransposedGroupedSpec
+from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, MixedGroupedSpec, TransposedGroupedSpec
 from tinygrad_nv.tile.kv_append.spec import AppendSpec
 from tinygrad_nv.tile.router.spec import GroupRowsSpec, Policy, RouterSpec
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
@@ -101,6 +101,7 @@ def grouped() -> dict[str, GroupedGemmSpec | GroupedOuterSpec]:
             "gelu": GroupedGemmSpec(2, 20, 36, 31, F32, activation="gelu"),
             "gelu_tanh": GroupedGemmSpec(2, 20, 32, 32, BF16, activation="gelu_tanh"),
             "transposed": TransposedGroupedSpec(3, 30, 28, 40, F16, 10, gather=3, scatter=True),
+            "mixed": MixedGroupedSpec(3, 30, 28, 40, F32, 15, gather=2, half=BF16),
             "clamped": GroupedGemmSpec(2, 20, 36, 70, BF16, activation="swiglu_clamped", biased=True),
             "outer": GroupedOuterSpec(4, 26, 35, 50, F32), "outer, of slots": GroupedOuterSpec(
                 3, 24, 20, 28, BF16, 24, 8, 1, 3)}
@@ -159,7 +160,7 @@ def runs(schedule: Schedule, target: GPU | CPU) -> list[tuple[Schedule, int]]:
 def is_exact(spec: Any) -> bool:
     """Whether sums have one order, and products are rounded before they are added."""
     if isinstance(spec, AppendSpec): return spec.rope is None or spec.rope.rounded
-    return not isinstance(spec, DecodeSpec | RouterSpec | GroupedGemmSpec)
+    return not isinstance(spec, DecodeSpec | RouterSpec | GroupedGemmSpec | GroupedOuterSpec)
 
 
 @pytest.mark.parametrize(("name", "target", "schedule"), CASES)

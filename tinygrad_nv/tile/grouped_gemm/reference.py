@@ -15,7 +15,7 @@ def arguments(spec: GroupedGemmSpec | GroupedOuterSpec) -> tuple[Argument, ...]:
     if isinstance(spec, GroupedOuterSpec): return _outer_arguments(spec)
     out = Argument("out", spec.dtype, (dense(spec.rows, spec.columns),), "out")
     given = [Argument("x", spec.dtype, (dense(spec.x_rows, spec.k),)),
-             Argument("w", spec.dtype, (dense(spec.groups, *((spec.k, spec.n) if spec.transposed else
+             Argument("w", spec.matrix, (dense(spec.groups, *((spec.k, spec.n) if spec.transposed else
                                                               (spec.n, spec.k))),)),
              Argument("offsets", dtypes.int32, (dense(spec.groups + 1),), values=range(1))]
     if spec.ordered: given.append(Argument("order", dtypes.int32, (dense(spec.rows),), values=range(1)))
