@@ -23,7 +23,12 @@ from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
 from tinygrad_nv.tile.expression import Load, Sum
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
-from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, MixedGroupedSpec, TransposedGroupedSpec
+from tinygrad_nv.tile.grouped_gemm.spec import (
+    GroupedGemmSpec,
+    MixedGroupedSpec,
+    ScaledGroupedGemmSpec,
+    TransposedGroupedSpec,
+)
 from tinygrad_nv.tile.kv_append.spec import AppendSpec
 from tinygrad_nv.tile.router.spec import GroupRowsSpec, Policy, RouterSpec
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
@@ -48,6 +53,8 @@ def caches() -> dict[str, DecodeSpec]:
         "e4m3": decode(3, 2, 2, 1, 64, 32, 3, kv=E4M3),
         "int8": decode(3, 2, 2, 2, 64, 16, 5, F16, S8, causal=False),
         "f32": decode(2, 1, 3, 2, 20, 8, 9, F32),
+        "latents": specs.latent(2, 8, 2, 64, 16, pages=3),
+        "wide latents": specs.latent(2, 20, 2, 288, 16, pages=3),
         "several splits": decode(1, 1, 2, 1, 32, 1100, length="argument", **apart),
         "bias": decode(2, 2, 2, 2, 32, 300, length="most", score=Sum() * 0.1 + bias, **apart)}
 
@@ -64,7 +71,8 @@ def appends() -> dict[str, AppendSpec]:
     there = {name: replace(spec, **few) for name, spec in made.items()}
     wide = replace(append(BF16, angles=BF16, half=8, q_heads=0, **exact), d_v=24, **few)
     return there | {"contiguous": replace(append(BF16, angles=BF16, table=False, **exact), page_size=40),
-                    "values of another width": wide}
+                    "values of another width": wide,
+                    "keys alone": replace(there["f16 interleaved"], d_v=0, v=None, v_pages=None)}
 
 
 def tables() -> dict[str, EmbeddingSpec]:
@@ -100,9 +108,11 @@ def grouped() -> dict[str, GroupedGemmSpec | GroupedOuterSpec]:
             "down": GroupedGemmSpec(4, 26, 35, 64, F32, scatter=True, weighted=True),
             "gelu": GroupedGemmSpec(2, 20, 36, 31, F32, activation="gelu"),
             "gelu_tanh": GroupedGemmSpec(2, 20, 32, 32, BF16, activation="gelu_tanh"),
-            "transposed": TransposedGroupedSpec(3, 30, 28, 40, F16, 10, gather=3, scatter=True),
             "mixed": MixedGroupedSpec(3, 30, 28, 40, F32, 15, gather=2, half=BF16),
             "clamped": GroupedGemmSpec(2, 20, 36, 70, BF16, activation="swiglu_clamped", biased=True),
+            "gathered": GroupedGemmSpec(3, 40, 64, 72, BF16, 20, gather=2, activation="silu", biased=True),
+            "8 bits": ScaledGroupedGemmSpec(3, 40, 48, 272, scatter=True, weighted=True),
+            "transposed": TransposedGroupedSpec(3, 30, 28, 40, F16, 10, gather=3, scatter=True),
             "outer": GroupedOuterSpec(4, 26, 35, 50, F32), "outer, of slots": GroupedOuterSpec(
                 3, 24, 20, 28, BF16, 24, 8, 1, 3)}
 

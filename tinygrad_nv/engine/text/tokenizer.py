@@ -97,6 +97,14 @@ class Tokenizer:
                                "--prompt-ids") from error
         return list(self.backend.encode(text, add_special_tokens=special).ids)
 
+    def encode_truncated(self, text: str, most: int) -> list[int]:
+        """`encode`, cut off at the end so that there are at most `most` ids, the special tokens among
+        them."""
+        own = self.backend.encode(text, add_special_tokens=False)
+        around = self.backend.num_special_tokens_to_add(False)
+        if len(own) + around > most: own.truncate(max(most - around, 0))
+        return list(self.backend.post_process(own).ids)[:most]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens left out."""
         return str(self.backend.decode(list(ids), skip_special_tokens=True))
