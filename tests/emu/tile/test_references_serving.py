@@ -21,7 +21,7 @@ from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
 from tinygrad_nv.tile.expression import Load, Sum
-from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
+from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec
 from tinygrad_nv.tile.kv_append.spec import AppendSpec
 from tinygrad_nv.tile.router.spec import Policy, RouterSpec
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
@@ -100,7 +100,9 @@ def grouped() -> dict[str, GroupedGemmSpec]:
             "down": GroupedGemmSpec(4, 26, 35, 64, F32, scatter=True, weighted=True),
             "gelu": GroupedGemmSpec(2, 20, 36, 31, F32, activation="gelu"),
             "gelu_tanh": GroupedGemmSpec(2, 20, 32, 32, BF16, activation="gelu_tanh"),
-            "clamped": GroupedGemmSpec(2, 20, 36, 70, BF16, activation="swiglu_clamped", biased=True)}
+            "clamped": GroupedGemmSpec(2, 20, 36, 70, BF16, activation="swiglu_clamped", biased=True),
+            "gathered": GroupedGemmSpec(3, 40, 64, 72, BF16, 20, gather=2, activation="silu", biased=True),
+            "8 bits": ScaledGroupedGemmSpec(3, 40, 48, 272, scatter=True, weighted=True)}
 
 
 SPECS = {f"{family}: {name}": spec
