@@ -63,8 +63,9 @@ def read_embedding_config(directory: Path, task: str = "auto") -> EmbeddingConfi
     if decoder is None:
         if task == "auto" and pooling is None: return None
         decoder = read_config(directory)
-    # without a head of its own: no logits are computed
-    return EmbeddingConfig(replace(decoder, tied=True), pooling or default_pooling(True))
+    # no logits are computed: the head is not read, but for that of a GGUF file, whose blocks may be shared
+    if (decoder.quantization or {}).get("quant_method") != "gguf": decoder = replace(decoder, tied=True)
+    return EmbeddingConfig(decoder, pooling or default_pooling(True))
 
 
 def _headless(directory: Path) -> ModelConfig | None:
