@@ -20,11 +20,11 @@ from tinygrad_nv.tile.gemm.spec import FLOAT16S
 
 from .config import ModelConfig
 from .dense import DenseBatch, Position
-from .layers import Linear, RMSNorm
+from .layers import Linear, RMSNorm, StoredLinear
 from .packed import PackedBatch
 from .paged import AttentionKind, PagedBatch, appended
 
-Cache: TypeAlias = tuple[Tensor, Tensor] | LayerPages    # of one layer
+Cache: TypeAlias = tuple[Tensor, ...] | LayerPages    # of one layer
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -64,6 +64,20 @@ class Attention:
             widths = (config.head_dim,) * 2 if config.qk_norm == "head" else (q, kv)
             self.q_norm, self.k_norm = (RMSNorm(width, config, dtype, device) for width in widths)
 
+    @property
+    def linears(self) -> list[StoredLinear]:
+        """Its matrices as a checkpoint stores them."""
+        c, names = self.config, self.config.names
+        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        return [(self.qkv, names.qkv, (q, kv, kv)), (self.output, (names.output,), (c.hidden_size,))]
+
+    @property
+    def norms(self) -> dict[str, RMSNorm]:
+        """Its norms by their names in a checkpoint."""
+        names = self.config.names
+        both = {names.q_norm: self.q_norm, names.k_norm: self.k_norm}
+        return {name: norm for name, norm in both.items() if norm is not None}
+
     def split(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q|k|v (B, T, (H + 2 H_kv) D) as heads (B, T, H, D), q and k normalised where the model does so."""
         c, (B, T, _) = self.config, heads.shape
@@ -93,7 +107,7 @@ class Attention:
         return q.contiguous(), k, v
 
     def append(self, x: Tensor, batch: DenseBatch,
-               cache: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+               cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated q (B, H, T, D); keys and values (B, H_kv, start + T, D), those of x in the cache too."""
         start, end = batch.start, batch.start + x.shape[1]
         if batch.lengths is not None and takes_kv_append(x):

@@ -35,7 +35,8 @@ class Prediction:
 
 @lru_cache(4096)
 def tiles(spec: GroupedGemmSpec, rows: int) -> float:
-    """Tiles of `rows` rows, of all groups."""
+    """Tiles of `rows` rows, of all groups. Those of one token are different ones."""
+    if spec.gather and spec.x_rows == 1: return float(spec.rows)
     mean = spec.rows / spec.groups
     if mean > MANY: return spec.groups * (mean / rows + 0.5)
     last = int(mean + 8 * sqrt(mean) + 16)
@@ -50,6 +51,5 @@ def active(spec: GroupedGemmSpec) -> float:
 
 def hbm_seconds(spec: GroupedGemmSpec, gpu: GPUModel) -> float:
     """Everything once."""
-    size = spec.dtype.itemsize
-    read = active(spec) * spec.n * spec.k + min(spec.x_rows, spec.rows) * spec.k + spec.rows * spec.columns
-    return read * size / (STREAMING * gpu.hbm_bytes_per_s)
+    read = (active(spec) * spec.n + min(spec.x_rows, spec.rows)) * spec.k * spec.dtype.itemsize
+    return (read + spec.rows * spec.columns * spec.out.itemsize) / (STREAMING * gpu.hbm_bytes_per_s)

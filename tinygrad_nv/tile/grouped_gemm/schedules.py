@@ -1,11 +1,12 @@
 """How rows are multiplied with the matrices of their groups on a GPU."""
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import ClassVar, Self
 
 from tinygrad_nv.tile.gemm.schedules import Gemv, Mma, Wgmma
-from tinygrad_nv.tile.schedule import RowWarps, Schedule, counted
+from tinygrad_nv.tile.grouped_gemm.spec import GROUP
+from tinygrad_nv.tile.schedule import RowWarps, Schedule
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class GroupedMma(Mma):
     """mma.sync (mma/): `block_m` rows of a group by `block_n` columns, those of gate and up together."""
     template: ClassVar[str] = "grouped_mma"
 
+    @property
+    def mma(self) -> Mma:
+        """The schedule of a matmul."""
+        return Mma(**asdict(self))
+
 
 @dataclass(frozen=True)
 class GroupedWgmma(Wgmma):
@@ -53,3 +59,10 @@ class GroupedWgmma(Wgmma):
     are computed together, so that it stays in L2."""
     group: int = 16
     template: ClassVar[str] = "grouped_wgmma"
+
+
+@dataclass(frozen=True)
+class GroupedScaledWgmma(GroupedWgmma):
+    """The same of 8-bit floats with scales: a stage is a group of K."""
+    block_k: int = GROUP
+    template: ClassVar[str] = "grouped_scaled_wgmma"

@@ -7,6 +7,7 @@ tile by itself, from the offsets: a lane has some groups side by side.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced
@@ -38,7 +39,7 @@ def tile_of(kb: Kernel, spec: GroupedGemmSpec, offsets: Value, number: Value, ro
             place = kb.reg("u32")
             kb.emit("min.u32", place, own + i if i else own, spec.groups)
             ends.append(kb.ld("global", "s32", advanced(kb, offsets, place, 4).at())[0])
-        tiles = [(end - begin + (rows - 1)) // rows for begin, end in zip(ends, ends[1:], strict=False)]
+        tiles = [(end - begin + (rows - 1)) // rows for begin, end in pairwise(ends)]
         until = kb.reg("s32", tiles[0])
         for more in tiles[1:]: until += more
         mine = kb.reg("s32", until)

@@ -1,5 +1,5 @@
-"""Routers on the emulated GPU: policies, numbers of experts and tokens, ties, NaN, one launch and two; bit for
-bit beside a sort in float64, and ptxas's report."""
+"""Routers on the emulated GPU: policies, numbers of experts and tokens, ties, NaN, one launch and two; bit
+for bit beside a sort in float64, and ptxas's report."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -124,7 +124,8 @@ def test_a_token_of_nan_alone_ends(policy: Policy):
     found = routed(spec, logits)
     nan = [*range(128, 136)] if policy.groups > 1 else [255] * 8
     assert found[0].tolist() == [nan, [*range(8)]]
-    assert np.isnan(found[1][0]).all() and np.isfinite(found[1][1]).all()
+    assert np.isnan(found[1][0]).all()
+    assert np.isfinite(found[1][1]).all()
     sorted_right(spec, found)
 
 

@@ -2,12 +2,12 @@
 tried first, and what it takes."""
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from tinygrad_nv.tile.gemm.cost import CostModel, Prediction
 from tinygrad_nv.tile.gemm.gemv import defaults, legality
 from tinygrad_nv.tile.gemm.gemv.plan import GemvPlan
-from tinygrad_nv.tile.gemm.schedules import Gemv
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.grouped_gemm.cost import active, tiles
@@ -60,5 +60,7 @@ def candidates(spec: GroupedGemmSpec, gpu: GPU) -> list[GroupedGemv]:
 def cost(spec: GroupedGemmSpec, s: GroupedGemv, gpu: GPU) -> Prediction:
     """What as many matmuls take as there are tiles, of matrices of their own: those of a second tile of a
     group come from HBM again where they no longer lie in L2."""
-    matrices = max(1, round(tiles(spec, s.rows)))
-    return CostModel(matmul_of(spec, s.rows, matrices), gpu_model_for(gpu.arch, gpu.sm_count)).predict(s.gemv)
+    count = tiles(spec, s.rows)
+    whole = matmul_of(spec, s.rows, max(1, round(count)))
+    made = CostModel(whole, gpu_model_for(gpu.arch, gpu.sm_count)).predict(s.gemv)
+    return replace(made, seconds=made.seconds * count / whole.matrices)

@@ -35,7 +35,7 @@ class GroupedStore(ABC):
 
     def __init__(self, kb: Kernel, plan: GroupedPlan, pointers: Mapping[str, Value]) -> None:
         self.kb, self.plan, self.spec, self.pointers = kb, plan, plan.grouped, pointers
-        self.size = self.spec.dtype.itemsize
+        self.size = self.spec.out.itemsize
         self.staging = kb.shared("staging", plan.staging_bytes, align=1024)
 
     @abstractmethod
@@ -73,7 +73,7 @@ class GroupedStore(ABC):
     def wide(self, half: Value) -> Value:
         """An element as float32."""
         made = self.kb.reg("f32")
-        self.kb.emit(f"cvt.f32.{FLOAT16S[self.spec.dtype]}", made, half)
+        self.kb.emit(f"cvt.f32.{FLOAT16S[self.spec.out]}", made, half)
         return made
 
     # **** lines ****
@@ -143,7 +143,7 @@ class RowStore(GroupedStore):
                   for half in range(self.spec.halves)]
         made = [self.result(tuple(each[i] for each in halves), [each[i] for each in biases], weight)
                 for i in range(2)]
-        return packed(self.kb, made, self.spec.dtype)
+        return packed(self.kb, made, self.spec.out)
 
     def _biases(self, tile: GroupTile, j: int) -> list[list[Value]]:
         """Of each half, those of a lane's two columns of eight number `j`."""
@@ -182,14 +182,15 @@ class ColumnStore(GroupedStore):
         beyond = panel.lines % (WARPGROUP // a_line) != 0
         if beyond:
             there[-1] = there[-1] & (chunks.line < panel.lines % (WARPGROUP // a_line))
-        weights = self._weights(tile)
         for i in range(len(sums) // spec.halves):
             biases = self._biases(tile, first + (warp * 16 + 64 * i) + (lane >> 2))
             halves = [sums[i + half * (len(sums) // spec.halves)] for half in range(spec.halves)]
             kb.sync(BARRIER + number, WARPGROUP)
             for j in range(0, panel.lines // 8, 2):
-                words = [self._pair(halves, biases, weights, j + more, h)
-                         for more in range(min(2, panel.lines // 8 - j)) for h in range(2)]
+                words = []
+                for eight in range(j, min(j + 2, panel.lines // 8)):
+                    weights = self._weights(tile, eight)
+                    words += [self._pair(halves, biases, weights, eight, h) for h in range(2)]
                 kb.stmatrix(matrices.at(8 * j, 0, 0), words, trans=True)
             kb.sync(BARRIER + number, WARPGROUP)
             inside = self.inside(column, 64 * i)
@@ -197,13 +198,11 @@ class ColumnStore(GroupedStore):
                 self.copied(chunks.at(step, 0, 0), line, 64 * i * self.size,
                             guard if inside is None else guard & inside, beyond and step == steps[-1])
 
-    def _weights(self, tile: GroupTile) -> list[Value]:
-        """Of a lane's two rows of each eight."""
-        if not self.spec.weighted: return []
+    def _weights(self, tile: GroupTile, j: int) -> list[Value | None]:
+        """Of a lane's two rows of eight number `j`."""
         row = tile.row + ((self.kb.special("laneid") & 3) << 1)
-        found = [self.weight(self.clamped(row + (8 * j + i), tile))
-                 for j in range(self.plan.tokens // 8) for i in range(2)]
-        return [each for each in found if each is not None]
+        return [self.weight(self.clamped(row + (8 * j + i), tile)) if self.spec.weighted else None
+                for i in range(2)]
 
     def _biases(self, tile: GroupTile, column: Value) -> list[list[Value]]:
         """Of each half, those of a lane's two columns, eight apart."""
@@ -218,8 +217,8 @@ class ColumnStore(GroupedStore):
         return made
 
     def _pair(self, halves: Sequence[Sequence[Value]], biases: Sequence[Sequence[Value]],
-              weights: Sequence[Value], j: int, h: int) -> Value:
+              weights: Sequence[Value | None], j: int, h: int) -> Value:
         """Two neighbouring rows of eight number `j` in a lane's column `h`, rounded."""
         made = [self.result(tuple(each[4 * j + 2 * h + i] for each in halves), [each[h] for each in biases],
-                            weights[2 * j + i] if weights else None) for i in range(2)]
-        return packed(self.kb, made, self.spec.dtype)
+                            weights[i]) for i in range(2)]
+        return packed(self.kb, made, self.spec.out)
