@@ -96,6 +96,7 @@ class Safetensors:
         if entry.parts:
             found = _sparse_elements(entry, begin, end).reshape(-1).data.cast("B")
             return write(tensor, offset, convert(found, entry.dtype, tensor.dtype))
+        if entry.strides is not None: return _read_strided(entry, begin, end, tensor, offset)
         item, (path, position) = ITEM_BYTES[entry.dtype], entry.file_offset
         target = host_bytes(tensor)
         with open(path, "rb", buffering=0) as file:
@@ -106,6 +107,18 @@ class Safetensors:
             data = memoryview(bytearray((end - begin) * item))
             _fill(file, data, path)
         write(tensor, offset, convert(data, entry.dtype, tensor.dtype))
+
+
+def _read_strided(entry: TensorEntry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
+    assert (begin, end) == (0, math.prod(entry.shape)), "strided tensors are read whole"
+    assert entry.strides is not None, "entries with strides only"
+    steps = zip(entry.shape, entry.strides, strict=True)
+    span = 1 + sum((extent - 1) * stride for extent, stride in steps)
+    data = memoryview(bytearray(span * ITEM_BYTES[entry.dtype]))
+    with open(entry.file_offset[0], "rb", buffering=0) as file:
+        file.seek(entry.file_offset[1])
+        _fill(file, data, entry.file_offset[0])
+    write(tensor, offset, convert(in_index_order(data, entry), entry.dtype, tensor.dtype))
 
 
 def _fill(file: FileIO, target: memoryview, path: str) -> None:
@@ -251,17 +264,6 @@ class PyTorchFiles(Safetensors):
         """The tensors of one file."""
         return [TensorEntry(name, dtype, shape, (str(path), position), strides)
                 for name, dtype, shape, position, strides in read_entries(path, IGNORED_SUFFIXES)]
-
-    def read_into(self, entry: TensorEntry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
-        if entry.strides is None: return super().read_into(entry, begin, end, tensor, offset)
-        assert (begin, end) == (0, math.prod(entry.shape)), "strided tensors are read whole"
-        steps = zip(entry.shape, entry.strides, strict=True)
-        span = 1 + sum((extent - 1) * stride for extent, stride in steps)
-        data = memoryview(bytearray(span * ITEM_BYTES[entry.dtype]))
-        with open(entry.file_offset[0], "rb", buffering=0) as file:
-            file.seek(entry.file_offset[1])
-            _fill(file, data, entry.file_offset[0])
-        return write(tensor, offset, convert(in_index_order(data, entry), entry.dtype, tensor.dtype))
 
 
 class GGUFTensors:

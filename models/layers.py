@@ -39,6 +39,12 @@ def multiply(x: Tensor, weight: QWeight | SparseWeight | Tensor, bias: Tensor | 
     return scaled_matmul(codes, scales, weight.matrix, bias, x.dtype)
 
 
+def normalised(x: Tensor, eps: float) -> Tensor:
+    """x / rms(x), float32."""
+    f = x.float()
+    return f * (f.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
 class RMSNorm:
     """x / rms(x) · (w + offset): statistics in float32 (arXiv 1910.07467)."""
 
@@ -47,8 +53,7 @@ class RMSNorm:
         self.eps, self.offset, self.rounds_last = config.norm_eps, config.norm_offset, config.norm_rounds_last
 
     def __call__(self, x: Tensor) -> Tensor:
-        f = x.float()
-        f = f * (f.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        f = normalised(x, self.eps)
         if self.rounds_last:
             weight = self.weight.float() + self.offset if self.offset else self.weight.float()
             return (f * weight).cast(x.dtype).contiguous()

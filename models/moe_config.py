@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tinygrad_nv.errors import ModelError, SpecError
 from tinygrad_nv.functional import Policy
+from tinygrad_nv.tile.router.spec import Score
 
 from .fields import Fields
 
@@ -14,17 +15,22 @@ from .fields import Fields
 class MoEConfig:
     """`experts` of `width` columns between gate | up and down, in the layers that `layers` says; `policy`
     chooses them. `shared_width` is that of the expert that every token has, 0 for none; with `shared_gate`
-    it is multiplied with the sigmoid of a logit."""
+    it is multiplied with the sigmoid of a logit. `biased`: router and experts have biases. `scaled_inputs`:
+    weights multiply what an expert is given, not what it makes."""
     experts: int
     width: int
     policy: Policy
     layers: tuple[bool, ...]
     shared_width: int = 0
     shared_gate: bool = False
+    biased: bool = False
+    scaled_inputs: bool = False
 
     def parameters(self, hidden: int) -> int:
         """Of one layer."""
-        return hidden * (self.experts * (3 * self.width + 1) + 3 * self.shared_width + self.shared_gate)
+        biases = self.experts * (1 + 2 * self.width + hidden) if self.biased else 0
+        return biases + hidden * (self.experts * (3 * self.width + 1) + 3 * self.shared_width
+                                  + self.shared_gate)
 
     def inactive(self, hidden: int) -> int:
         """Parameters of one layer's experts that a token does not have."""
@@ -35,15 +41,17 @@ COUNTS = ("num_local_experts", "num_experts")     # transformers takes either
 
 
 def moe_config(f: Fields, default: int, width: str, layers: Sequence[bool], shared_width: int = 0,
-               shared_gate: bool = False, renormalize: bool = True) -> MoEConfig:
-    """Of `default` experts where the file says no number, and the key of their width. Raises `ModelError`."""
+               shared_gate: bool = False, renormalize: bool = True, score: Score = "softmax",
+               **more: bool) -> MoEConfig:
+    """Of `default` experts where the file says no number, and the key of their width; `more` fields. Raises
+    `ModelError`."""
     counts = {f.positive(key) for key in COUNTS if f.get(key) is not None} or {default}
     if len(counts) > 1:
         raise ModelError(f"{f.name}: num_local_experts is {f.get(COUNTS[0])}, num_experts {f.get(COUNTS[1])}",
                          "one number of experts", "correct the file, or download it again")
     count, k = counts.pop(), f.positive("num_experts_per_tok")
-    try: policy = Policy(k, renormalize=renormalize)
+    try: policy = Policy(k, score, renormalize)
     except SpecError as error: raise ModelError(f"{f.name}: {error.found}", error.expected) from error
     if k > count:
         raise ModelError(f"{f.name}: num_experts_per_tok is {k}, of {count} experts", "as many, at most")
-    return MoEConfig(count, f.positive(width), policy, tuple(layers), shared_width, shared_gate)
+    return MoEConfig(count, f.positive(width), policy, tuple(layers), shared_width, shared_gate, **more)

@@ -1,5 +1,6 @@
-"""Families with experts, alternating windows or layers without rope, served together: few pages, so that
-requests are preempted, chunks of prompts, shared prefixes. Each gets the tokens that it gets alone."""
+"""Families with experts, alternating windows, sinks, chunks or layers without rope, served together: few
+pages, so that requests are preempted, chunks of prompts, shared prefixes. Each gets the tokens that it gets
+alone."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -19,7 +20,8 @@ PROMPTS = [[*PREFIX[:shared], *(int(i) for i in RANDOM.integers(3, 320, own))]
            for shared, own in ((0, 5), (40, 3), (40, 30), (0, 61), (32, 1), (0, 17))]
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "mixtral", "smollm3", "phi4")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow)
+        for name in ("gemma3", "mixtral", "smollm3", "phi4", "gpt-oss", "llama4")]
 
 
 @pytest.mark.parametrize("case", ["qwen2-moe", *SLOW])
