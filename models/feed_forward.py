@@ -7,7 +7,7 @@ of a token are added. No extent depends on the routing, so a captured step serve
 """
 from __future__ import annotations
 
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv.functional import grouped_matmul, route
@@ -56,6 +56,8 @@ class MixtureOfExperts:
             self.gate_up_bias, self.down_bias = empty(moe.experts, 2 * moe.width), empty(moe.experts, hidden)
         self.shared = FeedForward(config, moe.shared_width, dtype, device) if moe.shared_width else None
         self.shared_gate = empty(1, hidden) if moe.shared_gate else None
+        self.choice_bias: Tensor | None = None
+        if moe.choice_bias: self.choice_bias = Tensor.empty(moe.experts, dtype=dtypes.float32, device=device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (B, T, hidden)."""
@@ -70,8 +72,10 @@ class MixtureOfExperts:
     def routed(self, x: Tensor) -> Tensor:
         """What the experts add for tokens (T, hidden)."""
         moe, (tokens, hidden) = self.moe, x.shape
-        routing = route(x.linear(self.router.T, self.router_bias).contiguous(), moe.policy)
-        gather, weights = moe.policy.k, routing.weights.flatten()
+        rows, router = (x.float(), self.router.float()) if moe.exact_router else (x, self.router)
+        logits = rows.linear(router.T, self.router_bias).contiguous()
+        routing, gather = route(logits, moe.policy, self.choice_bias), moe.policy.k
+        weights: Tensor | None = routing.weights.flatten()
         if moe.scaled_inputs:
             slots = x.unsqueeze(1) * routing.weights.cast(x.dtype).unsqueeze(-1)
             x, gather, weights = slots.reshape(-1, hidden).contiguous(), 1, None

@@ -34,7 +34,9 @@ from .config import ModelConfig
 from .dense import DenseBatch, DenseKVCache, Position
 from .embedding import quantised_rows
 from .feed_forward import FeedForward, MixtureOfExperts
+from .latent import LatentAttention
 from .layers import RMSNorm, multiply
+from .packed import PackedBatch
 from .paged import PagedBatch, RopeTables
 from .rope import tables
 
@@ -47,7 +49,9 @@ class Block:
         def norm(name: str) -> RMSNorm | None:
             return RMSNorm(config.hidden_size, config, dtype, device) if name else None
         self.config, names = config, config.names
-        self.attention = Attention(config, index, dtype, device)
+        self.attention: Attention | LatentAttention
+        if config.latent is None: self.attention = Attention(config, index, dtype, device)
+        else: self.attention = LatentAttention(config, config.latent, index, dtype, device)
         self.feed_forward: FeedForward | MixtureOfExperts
         if (moe := config.moe) is not None and moe.layers[index]:
             self.feed_forward = MixtureOfExperts(config, moe, dtype, device)
@@ -63,7 +67,8 @@ class Block:
         scale = self.config.residual_scale
         return x + (made if scale == 1 else made * scale)
 
-    def __call__(self, x: Tensor, batch: DenseBatch | PagedBatch, cache: Cache | None) -> Tensor:
+    def __call__(self, x: Tensor, batch: DenseBatch | PagedBatch | PackedBatch,
+                 cache: Cache | None) -> Tensor:
         with layer("attention"):
             h = x if self.attention_norm is None else self.attention_norm(x)
             x = self.added(x, self.attention(h, batch, cache), self.attention_post_norm)
@@ -130,6 +135,13 @@ class Llama:
         for i, block in enumerate(self.blocks):
             with layer(f"layers.{i}"): x = block(x, batch, cache.layers[i] if cache else None)
         with layer("norm"): return self.norm(x)
+
+    def hidden_packed(self, tokens: Tensor, batch: PackedBatch) -> Tensor:
+        """The last layer's normalised output, (T, hidden), for tokens (T,) of the sequences in `batch`."""
+        x = self.embedded(tokens.reshape(1, -1))
+        for i, block in enumerate(self.blocks):
+            with layer(f"layers.{i}"): x = block(x, batch, None)
+        with layer("norm"): return self.norm(x)[0]
 
     def logits(self, x: Tensor) -> Tensor:
         """Of normalised outputs of the last layer."""

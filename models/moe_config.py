@@ -15,7 +15,8 @@ from .fields import Fields
 class MoEConfig:
     """`experts` of `width` columns between gate | up and down, in the layers that `layers` says; `policy`
     chooses them. `shared_width` is that of the expert that every token has, 0 for none; with `shared_gate`
-    it is multiplied with the sigmoid of a logit. `biased`: router and experts have biases. `scaled_inputs`:
+    it is multiplied with the sigmoid of a logit. `choice_bias`: scores have a bias where experts are chosen;
+    `exact_router`: logits are computed in float32. `biased`: router and experts have biases. `scaled_inputs`:
     weights multiply what an expert is given, not what it makes."""
     experts: int
     width: int
@@ -23,14 +24,16 @@ class MoEConfig:
     layers: tuple[bool, ...]
     shared_width: int = 0
     shared_gate: bool = False
+    choice_bias: bool = False
+    exact_router: bool = False
     biased: bool = False
     scaled_inputs: bool = False
 
     def parameters(self, hidden: int) -> int:
         """Of one layer."""
-        biases = self.experts * (1 + 2 * self.width + hidden) if self.biased else 0
-        return biases + hidden * (self.experts * (3 * self.width + 1) + 3 * self.shared_width
-                                  + self.shared_gate)
+        made = hidden * (self.experts * (3 * self.width + 1) + 3 * self.shared_width + self.shared_gate)
+        if self.biased: made += self.experts * (1 + 2 * self.width + hidden)
+        return made + self.experts * self.choice_bias
 
     def inactive(self, hidden: int) -> int:
         """Parameters of one layer's experts that a token does not have."""
@@ -41,13 +44,13 @@ COUNTS = ("num_local_experts", "num_experts")     # transformers takes either
 
 
 def moe_config(f: Fields, default: int, width: str, layers: Sequence[bool], shared_width: int = 0,
-               shared_gate: bool = False, renormalize: bool = True, score: Score = "softmax",
-               **more: bool) -> MoEConfig:
-    """Of `default` experts where the file says no number, and the key of their width; `more` fields. Raises
-    `ModelError`."""
-    counts = {f.positive(key) for key in COUNTS if f.get(key) is not None} or {default}
+               shared_gate: bool = False, renormalize: bool = True, keys: tuple[str, ...] = COUNTS,
+               score: Score = "softmax", **more: bool) -> MoEConfig:
+    """Of `default` experts where the file says no number under `keys`, and the key of their width; `more`
+    fields. Raises `ModelError`."""
+    counts = {f.positive(key) for key in keys if f.get(key) is not None} or {default}
     if len(counts) > 1:
-        raise ModelError(f"{f.name}: num_local_experts is {f.get(COUNTS[0])}, num_experts {f.get(COUNTS[1])}",
+        raise ModelError(f"{f.name}: " + ", ".join(f"{key} is {f.get(key)}" for key in keys),
                          "one number of experts", "correct the file, or download it again")
     count, k = counts.pop(), f.positive("num_experts_per_tok")
     try: policy = Policy(k, score, renormalize)

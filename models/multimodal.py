@@ -11,10 +11,11 @@ from tinygrad_nv.errors import ModelError
 
 T = TypeVar("T")
 # architectures whose text_config is that of a causal language model, by its model_type
-ARCHITECTURES = ("Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration",
-                 "Mistral3ForConditionalGeneration")
-KINDS = {"gemma3_text": "Gemma3ForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
-         "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = ("Gemma3ForConditionalGeneration", "Llama4ForConditionalGeneration",
+                 "LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration")
+KINDS = {"gemma3_text": "Gemma3ForCausalLM", "llama": "LlamaForCausalLM",
+         "llama4_text": "Llama4ForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
+         "qwen3": "Qwen3ForCausalLM"}
 # of a whole model, where its text_config says nothing
 SHARED = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
 TIED = "tie_word_embeddings"    # the head is outside the language model, so the whole model says it first
@@ -39,7 +40,10 @@ def language_config(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def language_entries(entries: dict[str, T]) -> dict[str, T]:
-    """The language model's tensors by the names they have in one without other parts."""
+    """The language model's tensors by the names they have in a causal language model without other parts."""
+    if "embed_tokens.weight" in entries:    # of a model without its head, as embedding models are saved
+        return {name if name == "lm_head.weight" else f"model.{name}": entry
+                for name, entry in entries.items()}
     if not any(name.startswith(prefix) for name in entries for prefix in PREFIXES if prefix != "lm_head."):
         return entries
     return {PREFIXES[prefix] + name.removeprefix(prefix): entry for name, entry in entries.items()

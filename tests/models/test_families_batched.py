@@ -21,10 +21,11 @@ PROMPTS = [[*PREFIX[:shared], *(int(i) for i in RANDOM.integers(3, 320, own))]
 
 
 SLOW = [pytest.param(name, marks=pytest.mark.slow)
-        for name in ("gemma3", "mixtral", "smollm3", "phi4", "gpt-oss", "llama4")]
+        for name in ("gemma3", "mixtral", "smollm3", "phi4", "deepseek-v2", "deepseek-v2-lite",
+                     "deepseek-v3-halves", "gpt-oss", "llama4")]
 
 
-@pytest.mark.parametrize("case", ["qwen2-moe", *SLOW])
+@pytest.mark.parametrize("case", ["qwen2-moe", "deepseek-v3", *SLOW])
 def test_together_as_alone(hf_model: Callable[[str], Path], case: str):
     """Twice, so that the second time prefixes are found."""
     def opened(**more: Any) -> LLM: return LLM(hf_model(case), device="CPU", max_model_len=96, **more)

@@ -30,7 +30,7 @@ ACTIVATION_COPIES = 4   # copies of a step's activations, in every width, that a
 
 def token_bytes(config: ModelConfig, dtype: DType) -> int:
     """Bytes of keys and values of one token, all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return config.num_layers * config.kv_shape.elements * dtype.itemsize
 
 
 def require_room(device: str, config: ModelConfig, dtype: DType, length: int, capacity: int,
@@ -61,6 +61,14 @@ def require_room(device: str, config: ModelConfig, dtype: DType, length: int, ca
     pool.require({WEIGHTS: weights, CACHE: bytes_per_token * capacity})
 
 
+def require_weights(device: str, weight_bytes: int, utilization: float) -> None:
+    """`require_room` of a model without a cache."""
+    fraction, pool = check_utilization(utilization), getattr(Device[device], "pool", None)
+    if pool is None: return
+    pool.use_at_most(fraction)
+    pool.require({WEIGHTS: weight_bytes})
+
+
 @dataclass(frozen=True)
 class CacheSize:
     """Size of a KV cache: pages of `page_size` tokens and `page_bytes` bytes, all layers, for `max_seqs`
@@ -87,8 +95,7 @@ class CacheSize:
 
 def step_bytes(config: ModelConfig, dtype: DType, num_tokens: int, num_samples: int) -> int:
     """Estimated bytes of activations of a step of `num_tokens` tokens and `num_samples` samples."""
-    widths = config.hidden_size + (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    widths += 3 * config.intermediate_size
+    widths = config.hidden_size + config.attention_width + 3 * config.intermediate_size
     # of a mixture of experts a row for each token's experts: gate | up, and what down makes
     if config.moe is not None: widths += config.moe.policy.k * (config.moe.width + config.hidden_size)
     return ACTIVATION_COPIES * (num_tokens * widths * dtype.itemsize + num_samples * config.vocab_size * 4)

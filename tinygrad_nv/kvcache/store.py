@@ -1,8 +1,9 @@
 """KV cache pages of the device and the host, and copies between them.
 
-Protocol: `PageStore` owns the tensors of every layer, [P, page_size, H_kv, D] for keys and for values, and
-host memory for offloaded pages. `copy` queues copies of whole pages, all layers, ahead of the next launch. On
-a device with a driver it does not wait, and host memory is page-locked. On a CPU pages are copied at once.
+Protocol: `PageStore` owns the tensors of every layer, [P, page_size, H_kv, D] for keys and, unless they are
+a part of these, for values, and host memory for offloaded pages. `copy` queues copies of whole pages, all
+layers, ahead of the next launch. On a device with a driver it does not wait, and host memory is page-locked.
+On a CPU pages are copied at once.
 """
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from tinygrad import Device, Tensor, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
+from tinygrad_nv.kvcache.shape import KVShape
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Copy, Download, Fill, HostMemory, Upload
 from tinygrad_nv.runtime.memory import allocate, host_bytes, write
@@ -28,9 +30,10 @@ CACHE = "KV cache"  # label of its memory
 @dataclass(frozen=True)
 class LayerPages:
     """A layer's keys and values: [P, page_size, H_kv, D] each, and float32 scales [P, H_kv] of 8-bit dtypes.
+    A latent cache has no values beside its keys.
     """
     keys: Tensor
-    values: Tensor
+    values: Tensor | None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
@@ -46,9 +49,7 @@ class KVDimensions(Protocol):
     @property
     def num_layers(self) -> int: ...
     @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
+    def kv_shape(self) -> KVShape: ...
 
 
 class PageStore:
@@ -57,18 +58,24 @@ class PageStore:
     def __init__(self, config: KVDimensions, device: str, dtype: DType, pages: int, size: int,
                  host_pages: int = 0) -> None:
         self.device, self.pages, self.size, self.host_pages = device, pages, size, host_pages
-        shape = (pages, size, config.num_kv_heads, config.head_dim)
-        def made() -> Tensor: return Tensor.empty(*shape, dtype=dtype, device=device)
-        def scale() -> Tensor | None:
-            if dtype not in BYTES: return None
-            return Tensor.ones(pages, config.num_kv_heads, device=device).contiguous().realize()
+        shape = config.kv_shape
+        def made(width: int) -> Tensor:
+            return Tensor.empty(pages, size, shape.heads, width, dtype=dtype, device=device)
+
+        def scale(width: int) -> Tensor | None:
+            if dtype not in BYTES or not width: return None
+            return Tensor.ones(pages, shape.heads, device=device).contiguous().realize()
+        keys, values = shape.keys, shape.values
         with labelled(CACHE):
-            layers = [LayerPages(made(), made(), scale(), scale()) for _ in range(config.num_layers)]
+            layers = [LayerPages(made(keys), made(values) if values else None, scale(keys), scale(values))
+                      for _ in range(config.num_layers)]
         self.cache = PagedCache(tuple(layers))
-        self.tensors = [each for layer in self.cache.layers for each in (layer.keys, layer.values)]
+        self.tensors = [each for layer in self.cache.layers for each in (layer.keys, layer.values)
+                        if each is not None]
         with labelled(CACHE):
             for tensor in self.tensors: allocate(tensor)
-        self.page_bytes = int(np.prod(shape[1:])) * dtype.itemsize   # of one layer's keys or values
+        assert values in (0, keys), "keys and values of two widths"
+        self.page_bytes = size * shape.heads * keys * dtype.itemsize    # of one tensor
         opened = Device[device]
         self.driver = opened.driver if isinstance(opened, NVDevice) else None
         self.host: HostMemory | None = None

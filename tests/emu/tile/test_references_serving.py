@@ -48,6 +48,8 @@ def caches() -> dict[str, DecodeSpec]:
         "chunks": decode(3, 1, 3, 3, 64, 8, 11, window=20, chunked=True),
         "int8": decode(3, 2, 2, 2, 64, 16, 5, F16, S8, causal=False),
         "f32": decode(2, 1, 3, 2, 20, 8, 9, F32),
+        "latents": specs.latent(2, 8, 2, 64, 16, pages=3),
+        "wide latents": specs.latent(2, 20, 2, 288, 16, pages=3),
         "several splits": decode(1, 1, 2, 1, 32, 1100, length="argument", **apart),
         "bias": decode(2, 2, 2, 2, 32, 300, length="most", score=Sum() * 0.1 + bias, **apart)}
 
@@ -64,7 +66,8 @@ def appends() -> dict[str, AppendSpec]:
     there = {name: replace(spec, **few) for name, spec in made.items()}
     wide = replace(append(BF16, angles=BF16, half=8, q_heads=0, **exact), d_v=24, **few)
     return there | {"contiguous": replace(append(BF16, angles=BF16, table=False, **exact), page_size=40),
-                    "values of another width": wide}
+                    "values of another width": wide,
+                    "keys alone": replace(there["f16 interleaved"], d_v=0, v=None, v_pages=None)}
 
 
 def tables() -> dict[str, EmbeddingSpec]:
