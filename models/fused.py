@@ -106,7 +106,8 @@ def _require(wanted: Mapping[str, tuple[int, ...]], entries: Mapping[str, Tensor
 
     def found(name: str) -> str:
         return f": found {entries[name].dtype} {list(entries[name].shape)}" if name in entries else ""
-    lines = [f"  {name} {list(shape)}{found(name)}" for name, shape in wanted.items() if not fits(name, shape)]
+    lines = [f"  {name} {list(shape)}{found(name)}" for name, shape in wanted.items()
+             if not fits(name, shape)]
     if not lines: return
     more = [f"  and {len(lines) - 8} more"] if len(lines) > 8 else []
     title = f"experts in {directory} are missing or of another shape"
