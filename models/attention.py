@@ -175,7 +175,8 @@ class Attention:
     def flash(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`attend` for whole sequences, with this package's attention kernel and its gradient."""
         out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, window=self.window,
-                                           scale=self.config.attention_scale, softcap=self.config.softcap)
+                                           scale=self.config.attention_scale, softcap=self.config.softcap,
+                                           sinks=self.sinks)
         return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> Tensor:
@@ -200,6 +201,5 @@ class Attention:
             return self.output(self.attend(*self.append(x, batch, cache), batch.start, True))
         q, k, v = self.project(x, batch)
         k, v = k.contiguous(), v.contiguous()
-        plain = self.sinks is None and not self.chunked
-        if plain and takes_matmuls(q, False): return self.output(self.flash(q, k, v))
+        if not self.chunked and takes_matmuls(q, False): return self.output(self.flash(q, k, v))
         return self.output(self.attend(q, k, v, batch.start, False))

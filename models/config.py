@@ -152,10 +152,10 @@ class ModelConfig:
             made += mixtures * shared * self.mlp_bias
         return made + self.hidden_size * (self.vocab_size * (2 - self.tied) + 1)
 
-    @property
-    def inactive_parameters(self) -> int:
-        """Of the experts that a token does not have."""
-        return 0 if self.moe is None else sum(self.moe.layers) * self.moe.inactive(self.hidden_size)
+    def inactive_parameters(self, tokens: int = 1) -> int:
+        """Expected parameters of experts that none of `tokens` tokens has."""
+        if self.moe is None: return 0
+        return round(sum(self.moe.layers) * self.moe.inactive(self.hidden_size, tokens))
 
 
 def read_json(path: Path) -> dict[str, Any]:

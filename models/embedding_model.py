@@ -67,6 +67,10 @@ def read_embedding_config(directory: Path, task: str = "auto") -> EmbeddingConfi
         raise ModelError(f"{directory}: {decoder.architecture} as an embedding model",
                          "an architecture without attention sinks or chunks of keys",
                          "use it to generate text")
+    if decoder.latent is not None:
+        raise ModelError(f"{directory} has multi-head latent attention ({decoder.architecture}), whose "
+                         "embeddings are not computed yet", "an encoder, or a decoder with plain attention",
+                         "choose another embedding model")
     # without a head of its own: no logits are computed
     return EmbeddingConfig(replace(decoder, tied=True), pooling or default_pooling(True))
 

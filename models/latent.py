@@ -28,6 +28,7 @@ from .config import ModelConfig
 from .dense import DenseBatch, Position
 from .latent_config import LatentConfig
 from .layers import Linear, RMSNorm, StoredLinear
+from .packed import PackedBatch
 from .paged import PagedBatch, RopeTables
 
 NORM_EPS = 1e-6     # of norms between ranks, whatever rms_norm_eps is
@@ -185,7 +186,9 @@ class LatentAttention:
         if not takes_matmuls(weights, decoding): weights = weights.contiguous()
         return (weights.contiguous_backward() @ v).transpose(1, 2).contiguous()
 
-    def __call__(self, x: Tensor, batch: DenseBatch | PagedBatch, cache: Cache | None) -> Tensor:
+    def __call__(self, x: Tensor, batch: DenseBatch | PagedBatch | PackedBatch,
+                 cache: Cache | None) -> Tensor:
+        assert not isinstance(batch, PackedBatch), "refused by embedding_model.py"
         if isinstance(batch, PagedBatch):
             assert isinstance(cache, LayerPages)
             return self.projected(self.paged(x, batch, cache))

@@ -16,6 +16,7 @@ Numerics are those of transformers: RMSNorm and softmax in float32, everything e
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -164,13 +165,15 @@ class Llama:
         with layer("head"):
             return self.logits(row).float().reshape(tokens.shape[0], self.config.vocab_size)
 
-    def step_paged(self, tokens: Tensor, batch: PagedBatch, cache: PagedCache,
+    def step_paged(self, tokens: Tensor, batch: PagedBatch | Sequence[PagedBatch], cache: PagedCache,
                    logits_indices: Tensor | None = None) -> Tensor:
         """Appends tokens (T,) of the sequences in `batch` to their pages; float32 logits (R, vocab) of the
-        tokens `logits_indices`, int32 (R,), or of all."""
+        tokens `logits_indices`, int32 (R,), or of all. Several batches: one for each group of layers of the
+        cache, with its block tables."""
+        batches = (batch,) if isinstance(batch, PagedBatch) else batch
         x = self.embedded(tokens.reshape(1, -1))
         for i, block in enumerate(self.blocks):
-            with layer(f"layers.{i}"): x = block(x, batch, cache.layers[i])
+            with layer(f"layers.{i}"): x = block(x, batches[cache.group(i)], cache.layers[i])
         with layer("norm"):
             if logits_indices is not None: x = embedding(x[0], logits_indices).unsqueeze(0).contiguous()
             x = self.norm(x)

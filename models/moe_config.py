@@ -35,9 +35,21 @@ class MoEConfig:
         if self.biased: made += self.experts * (1 + 2 * self.width + hidden)
         return made + self.experts * self.choice_bias
 
-    def inactive(self, hidden: int) -> int:
-        """Parameters of one layer's experts that a token does not have."""
-        return 3 * hidden * self.width * (self.experts - self.policy.k)
+    def activation_bytes(self, hidden: int, itemsize: int) -> int:
+        """Bytes of one token's activations in a layer: for each of its experts a row of act(gate) · up and
+        one that down makes, and the shared expert's. They exist once, as kernels read tokens' rows where they
+        lie. Of all experts there are float32 logits and scores only."""
+        rows = self.policy.k * (self.width + hidden) + 3 * self.shared_width + hidden
+        return rows * itemsize + 2 * self.experts * 4
+
+    def distinct(self, tokens: int) -> float:
+        """Expected number of distinct experts of `tokens` tokens in a layer, where each expert is as likely
+        as any other: all tokens miss one with probability (1 - k / experts) ^ tokens."""
+        return self.experts * (1 - (1 - self.policy.k / self.experts) ** tokens)
+
+    def inactive(self, hidden: int, tokens: int = 1) -> float:
+        """Expected parameters of one layer's experts that none of `tokens` tokens has."""
+        return 3 * hidden * self.width * (self.experts - self.distinct(tokens))
 
 
 COUNTS = ("num_local_experts", "num_experts")     # transformers takes either

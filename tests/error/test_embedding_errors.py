@@ -113,6 +113,16 @@ def test_options_that_embedding_models_lack(tmp_path: Path, options: dict[str, A
     refused(error, words, "expected: ")
 
 
+def test_a_decoder_with_latent_attention(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({
+        "architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 20, "hidden_size": 16, "q_lora_rank": None,
+        "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "max_position_embeddings": 16,
+        "first_k_dense_replace": 1}))
+    with pytest.raises(ModelError) as error: read_embedding_config(tmp_path, "embed")
+    refused(error, "multi-head latent attention (DeepseekV3ForCausalLM)", "choose another embedding model")
+
+
 def test_a_command_that_generates(command, tmp_path: Path):
     command("generate", write(tmp_path), "hello").refused(
         f"{tmp_path} is an encoder (BertModel), which generates no text", "expected: a causal language model",

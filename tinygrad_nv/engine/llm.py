@@ -29,7 +29,7 @@ from tinygrad_nv.engine.loading import (
     resolve_dtype,
     with_quantization,
 )
-from tinygrad_nv.engine.memory_planning import CacheSize, require_room, step_bytes, token_bytes
+from tinygrad_nv.engine.memory_planning import CacheSize, layer_bytes, require_room, step_bytes
 from tinygrad_nv.engine.outputs import Delta, EmbeddingRequestOutput, EngineCoreOutput, TokenLogprobs
 from tinygrad_nv.engine.prompts import Prompt, as_prompts, as_token_ids
 from tinygrad_nv.engine.sampling import SamplingParams, fresh_seed
@@ -44,6 +44,7 @@ from tinygrad_nv.engine.thread import EngineThread
 from tinygrad_nv.engine.worker.kv_cache_dtype import resolve_kv_cache_dtype
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.errors import NVError, RequestError, TokenizerError
+from tinygrad_nv.kvcache.groups import cache_groups
 from tinygrad_nv.kvcache.pool import PagePool
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import read_config
@@ -135,19 +136,19 @@ class LLM:
         self.length = context_length(self.config, self.dtype, max_model_len)
         self.defaults, self.eos = generation_defaults(self.directory, self.config)
         self.tokenizer, self.tokenizer_error = optional_tokenizer(self.directory)
-        window = self.config.windows[0] if len(set(self.config.windows)) == 1 else None
         speculative_config = None if speculative is None else parse_speculative(speculative)
         engine = EngineConfig(max_seqs=max_num_seqs, max_batched_tokens=max_num_batched_tokens,
                               max_len=self.length, queue_limit=max_queue, overlap=overlap, eos=self.eos,
-                              window=window,
                               num_speculative_tokens=speculative_config.tokens if speculative_config else 0)
         draft = None
         if speculative_config is not None and speculative_config.model is not None:
             draft = DraftModelFiles.read(speculative_config.model, self.dtype, self.config, self.tokenizer)
         stored = resolve_kv_cache_dtype(kv_cache_dtype, self.dtype, self.config.quantization)
-        token = token_bytes(self.config, stored)
+        groups = cache_groups(self.config.windows, self.length, page_size)
+        token = layer_bytes(self.config, stored) * groups.layers_per_page
         token += draft.token_bytes if draft else 0
-        cache = CacheSize(page_size, page_size * token, self.length, max_num_seqs)
+        cache = CacheSize(page_size, page_size * token, self.length, max_num_seqs, groups,
+                          max_num_batched_tokens)
         if num_pages is None and kv_cache_bytes is not None: num_pages = kv_cache_bytes // cache.page_bytes
         self._weight_bytes = weights.nbytes(self.config, self.dtype, self.directory)
         require_room(self.device, self.config, self.dtype, self.length,
@@ -166,9 +167,9 @@ class LLM:
         stage("load weights")
         self.runner = ModelRunner(self.model, pages=num_pages, page_size=page_size, max_seqs=max_num_seqs,
                                   max_len=self.length, max_batched_tokens=max_num_batched_tokens,
-                                  kv_dtype=kv_cache_dtype, host_pages=host_pages)
+                                  kv_dtype=kv_cache_dtype, host_pages=host_pages, groups=groups)
         pool = PagePool(num_pages, page_size, host_pages=host_pages, sharing=enable_prefix_caching,
-                        window=window)
+                        windows=groups.windows)
         self.draft_model = None if draft is None else draft.load(self.runner, max_num_batched_tokens)
         proposer = self.draft_model or (NgramProposer() if speculative_config else None)
         self.core = EngineCore(self.runner, pool, engine, proposer)
@@ -196,10 +197,15 @@ class LLM:
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes of weights that a decode step of one sequence reads: every parameter, but only one row of an
-        embedding that is not the head, and only a token's experts."""
+        """`step_weight_bytes` of one sequence."""
+        return self.step_weight_bytes(1)
+
+    def step_weight_bytes(self, sequences: int) -> int:
+        """Bytes of weights that a decode step of so many sequences reads: every parameter, but no more than a
+        few rows of an embedding that is not the head, and of experts only those that a token has, as many as
+        are expected (`MoEConfig.distinct`)."""
         held = self._weight_bytes - sparse_savings(self.model)
-        held -= self.config.inactive_parameters * self.dtype.itemsize
+        held -= self.config.inactive_parameters(sequences) * self.dtype.itemsize
         if self.config.tied: return held
         table, dense = self.model.quantised_embedding, self.config.vocab_size * self.config.hidden_size
         return held - (dense * self.dtype.itemsize if table is None else table.nbytes)

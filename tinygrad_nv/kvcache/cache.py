@@ -72,7 +72,7 @@ class KVCache:
         if pages is None and type(page_size) is int and page_size > 0:
             pages = self.max_requests * -(-self.max_length // page_size)
         self.pool = PagePool(cast(int, pages), page_size, host_pages=host_pages, sharing=sharing,
-                             window=window)
+                             windows=(window,))
         scales = [self._scales("k_scale", k_scale), self._scales("v_scale", v_scale)]
         shape = Shape(layers, KVShape(self.heads, self.d, self.d))
         self.store = PageStore(shape, self.device, kind.dtype, self.pool.device.total, page_size, host_pages)
@@ -107,7 +107,9 @@ class KVCache:
         """A request that will start with `tokens`. Its `len` is the number of tokens found in cached pages;
         the others are to be appended. Pages are shared between requests of equal `salt` only. Raises
         `PageError` if B requests are open."""
-        return self._register(self.pool.open(tokens, salt))
+        table = self.pool.open(tokens, salt)
+        assert isinstance(table, BlockTable), "a pool of one group"
+        return self._register(table)
 
     def _register(self, table: BlockTable) -> CachedSequence:
         made = CachedSequence(self, table)

@@ -1,9 +1,9 @@
 """KV cache pages of the device and the host, and copies between them.
 
 Protocol: `PageStore` owns the tensors of every layer, [P, page_size, H_kv, D] for keys and, unless they are
-a part of these, for values, and host memory for offloaded pages. `copy` queues copies of whole pages, all
-layers, ahead of the next launch. On a device with a driver it does not wait, and host memory is page-locked.
-On a CPU pages are copied at once.
+a part of these, for values, and host memory for offloaded pages. `copy` queues copies of whole pages, with
+all layers in them, ahead of the next launch. On a device with a driver it does not wait, and host memory is
+page-locked. On a CPU pages are copied at once.
 """
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import numpy as np
 from tinygrad import Device, Tensor, dtypes
 from tinygrad.dtype import DType
 
+from tinygrad_nv.kvcache.groups import CacheGroups, one_group
 from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
 from tinygrad_nv.kvcache.shape import KVShape
 from tinygrad_nv.runtime.device import NVDevice
@@ -40,8 +41,13 @@ class LayerPages:
 
 @dataclass(frozen=True)
 class PagedCache:
-    """The pages of every layer."""
+    """The pages of every layer, and of each layer its group (groups.py); () if there is one group."""
     layers: tuple[LayerPages, ...]
+    groups: tuple[int, ...] = ()
+
+    def group(self, layer: int) -> int:
+        """The group of a layer, whose block tables say which pages are its."""
+        return self.groups[layer] if self.groups else 0
 
 
 class KVDimensions(Protocol):
@@ -53,10 +59,13 @@ class KVDimensions(Protocol):
 
 
 class PageStore:
-    """`pages` pages of `size` tokens on the device, and `host_pages` on the host."""
+    """`pages` pages of `size` tokens on the device, and `host_pages` on the host. Layers of different
+    `groups` have the same tensors, where they have the same place in a page; by default all layers are one
+    group."""
 
     def __init__(self, config: KVDimensions, device: str, dtype: DType, pages: int, size: int,
-                 host_pages: int = 0) -> None:
+                 host_pages: int = 0, groups: CacheGroups | None = None) -> None:
+        groups = groups or one_group(config.num_layers)
         self.device, self.pages, self.size, self.host_pages = device, pages, size, host_pages
         shape = config.kv_shape
         def made(width: int) -> Tensor:
@@ -67,11 +76,10 @@ class PageStore:
             return Tensor.ones(pages, shape.heads, device=device).contiguous().realize()
         keys, values = shape.keys, shape.values
         with labelled(CACHE):
-            layers = [LayerPages(made(keys), made(values) if values else None, scale(keys), scale(values))
-                      for _ in range(config.num_layers)]
-        self.cache = PagedCache(tuple(layers))
-        self.tensors = [each for layer in self.cache.layers for each in (layer.keys, layer.values)
-                        if each is not None]
+            stored = [(made(keys), made(values) if values else None) for _ in range(groups.layers_per_page)]
+            layers = [LayerPages(*stored[place], scale(keys), scale(values)) for _, place in groups.places]
+        self.cache = PagedCache(tuple(layers), tuple(group for group, _ in groups.places))
+        self.tensors = [each for pair in stored for each in pair if each is not None]
         with labelled(CACHE):
             for tensor in self.tensors: allocate(tensor)
         assert values in (0, keys), "keys and values of two widths"
@@ -106,7 +114,7 @@ class PageStore:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of a page, all layers."""
+        """Bytes of a page, all layers that it holds."""
         return len(self.tensors) * self.page_bytes
 
     def copy(self, copies: Iterable[PageCopy]) -> None:

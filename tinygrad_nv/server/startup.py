@@ -159,8 +159,8 @@ def capacity_line(llm: LLM) -> str:
         return line("embeddings", dimensions=made.config.width, pooling=made.config.pooling.kind,
                     max_model_len=llm.length, max_num_batched_tokens=made.runner.max_tokens,
                     max_num_seqs=made.runner.max_seqs)
-    pool = llm.core.pool.stats()
-    tokens = pool.total * llm.runner.page_size
-    return line("kv_cache", tokens=tokens, pages=pool.total, page_size=llm.runner.page_size,
-                max_model_len=llm.length, concurrency=f"{tokens / llm.length:.2f}x",
+    pages, runner = llm.core.pool.device.total, llm.runner
+    requests = pages / runner.groups.num_pages(llm.length, runner.page_size, 1)
+    return line("kv_cache", tokens=int(requests * llm.length), pages=pages, page_size=runner.page_size,
+                groups=len(runner.groups.windows), max_model_len=llm.length, concurrency=f"{requests:.2f}x",
                 max_num_seqs=llm.core.config.max_seqs)

@@ -44,15 +44,22 @@ class Finish:
         if self.weights is None: return None
         return self.kb.ld("global", "f32", advanced(self.kb, self.weights, slot, 4).at())[0]
 
-    def biases(self, group: Value, column: Value, count: int) -> list[list[Value]]:
-        """f32 of `count` (1 or 2) columns, for each half; nothing where there is none."""
+    def biases(self, group: Value, column: Value, inside: Sequence[Value | None],
+               pairs: bool) -> list[list[Value]]:
+        """f32 of a column, or of two side by side, where they are inside, for each half; together where
+        `pairs`. Nothing where there is none."""
         if self.bias is None: return []
         spec, size = self.spec, self.spec.dtype.itemsize
         at = advanced(self.kb, advanced(self.kb, self.bias, group, spec.n * size), column, size)
         made = []
         for half in range(spec.halves):
-            lanes = read(self.kb, at, half * spec.columns * size, spec.dtype, count)
-            made.append([lanes.register(i) for i in range(count)])
+            start = half * spec.columns * size
+            if pairs:
+                both = read(self.kb, at, start, spec.dtype, 2, inside[0])
+                some = [both.register(i) for i in range(2)]
+            else: some = [read(self.kb, at, start + i * size, spec.dtype, 1, guard).register()
+                          for i, guard in enumerate(inside)]
+            made.append(some)
         return made
 
     def value(self, sums: Sequence[Value], bias: Sequence[Value], weight: Value | None) -> Value:

@@ -11,10 +11,12 @@ from tinygrad_nv.tile.reference import Argument, Given, Results, dense, gathered
 def arguments(spec: GroupedGemmSpec) -> tuple[Argument, ...]:
     """out, x, w, offsets, then those there are of order, weights, bias."""
     out = Argument("out", spec.dtype, (dense(spec.rows, spec.columns),), "out")
+    even = tuple(group * spec.rows // spec.groups for group in range(spec.groups + 1))
     given = [Argument("x", spec.dtype, (dense(spec.x_rows, spec.k),)),
              Argument("w", spec.dtype, (dense(spec.groups, spec.n, spec.k),)),
-             Argument("offsets", dtypes.int32, (dense(spec.groups + 1),), values=range(1))]
-    if spec.ordered: given.append(Argument("order", dtypes.int32, (dense(spec.rows),), values=range(1)))
+             Argument("offsets", dtypes.int32, (dense(spec.groups + 1),), values=range(1), usual=even)]
+    if spec.ordered: given.append(Argument("order", dtypes.int32, (dense(spec.rows),), values=range(1),
+                                           usual=range(spec.rows)))
     if spec.weighted: given.append(Argument("weights", dtypes.float32, (dense(spec.rows),)))
     if spec.biased: given.append(Argument("bias", spec.dtype, (dense(spec.groups, spec.n),)))
     return out, *given

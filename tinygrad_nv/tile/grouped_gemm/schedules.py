@@ -1,7 +1,7 @@
 """How rows are multiplied with the matrices of their groups on a GPU."""
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import ClassVar, Self
 
 from tinygrad_nv.tile.gemm.schedules import Gemv, Mma, Wgmma
@@ -44,6 +44,11 @@ class GroupedGemv(RowWarps, Schedule):
 class GroupedMma(Mma):
     """mma.sync (mma/): `block_m` rows of a group by `block_n` columns, those of gate and up together."""
     template: ClassVar[str] = "grouped_mma"
+
+    @property
+    def mma(self) -> Mma:
+        """The schedule of a matmul."""
+        return Mma(**asdict(self))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from functools import lru_cache
 
 from tinygrad_nv.tile import choose
 from tinygrad_nv.tile.grouped_gemm.gemv import plan as gemv
-from tinygrad_nv.tile.grouped_gemm.schedules import GroupedGemv, GroupedWgmma
+from tinygrad_nv.tile.grouped_gemm.mma import plan as mma
+from tinygrad_nv.tile.grouped_gemm.schedules import GroupedGemv, GroupedMma, GroupedWgmma
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 from tinygrad_nv.tile.grouped_gemm.wgmma import cost as wgmma_cost
 from tinygrad_nv.tile.grouped_gemm.wgmma import defaults as wgmma_defaults
@@ -22,7 +23,9 @@ GEMV = Template("grouped_gemv", GroupedGemmSpec, GroupedGemv, legality(gemv.prob
 WGMMA = Template("grouped_wgmma", GroupedGemmSpec, GroupedWgmma, legality(wgmma_legality.problems),
                  wgmma_defaults.candidates,
                  later("tinygrad_nv.tile.grouped_gemm.wgmma.kernel", "grouped_wgmma"), wgmma_cost.cost)
-TEMPLATES: tuple[AnyTemplate, ...] = (GEMV, WGMMA)
+MMA = Template("grouped_mma", GroupedGemmSpec, GroupedMma, legality(mma.problems), mma.candidates,
+               later("tinygrad_nv.tile.grouped_gemm.mma.kernel", "grouped_mma"), mma.cost)
+TEMPLATES: tuple[AnyTemplate, ...] = (GEMV, WGMMA, MMA)
 
 
 @lru_cache(4096)

@@ -112,7 +112,7 @@ class _GroupedEpilogue(GemvEpilogue):
         kb, spec, finish = self.kb, self.grouped, self.finished
         row = self.tile.first + m
         slot = finish.slot(row)
-        bias = [each[0] for each in finish.biases(self.tile.group, n, 1)]
+        bias = [each[0] for each in finish.biases(self.tile.group, n, [None], pairs=False)]
         made = finish.value(sums, bias, finish.weight(slot))
         size = spec.dtype.itemsize
         at = advanced(kb, advanced(kb, self.out, finish.place(row, slot), spec.columns * size), n, size)

@@ -13,7 +13,7 @@ from tinygrad_nv.tile.template import GPU
 
 STEP = 60               # cycles of a stage's barriers and issue that nothing hides
 LINES = 400             # cycles until the first lines of an epilogue are stored
-STORED = 8              # bytes of results a cycle of an epilogue
+STORED = 32             # bytes of results a cycle of an epilogue
 
 
 def cost(spec: GroupedGemmSpec, s: GroupedWgmma, gpu: GPU) -> Prediction:

@@ -11,8 +11,8 @@ from tinygrad_nv.tile.template import GPU
 TILES = (
     (128, 256, 12, False, False), (64, 256, 12, True, False), (128, 128, 12, True, False),
     (64, 128, 12, True, False), (256, 128, 12, False, False), (64, 128, 8, False, False),
-    *((rows, tokens, 12, False, True) for rows in (256, 128)
-      for tokens in (8, 16, 24, 32, 48, 64, 96, 128, 160, 192)))
+    *((256, tokens, 12, False, True) for tokens in (8, 16, 24, 32, 48, 64, 96, 128)),
+    *((128, tokens, 12, False, True) for tokens in (8, 16, 24, 32, 48, 64, 96, 128, 160, 192)))
 DEPTHS = range(8, 1, -1)
 
 

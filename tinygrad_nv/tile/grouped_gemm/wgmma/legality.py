@@ -11,6 +11,7 @@ from tinygrad_nv.tile.wgmma_tiles import MOST_BOX
 
 ALIGNED = 16                # bytes that TMA, cp.async and stores of 16 bytes ask of a row
 MOST_BYTES = 1 << 32        # of rows, which have 32-bit places
+MOST_SWAPPED = 128          # sums a thread that ptxas keeps beside weights and places of the columns' rows
 MOST_GATHERED = 192         # rows of a tile: a loader keeps the place of each of its copies
 
 
@@ -63,6 +64,8 @@ def _room(plan: GroupedPlan) -> list[str]:
         out.append(f"{s.depth} stages × {plan.stage_bytes} B + {staging} B to store from + "
                    f"{plan.table_bytes} B of groups + {plan.barrier_bytes} B of barriers = {needed} B of "
                    f"shared memory, sm_90a has {most}")
-    if plan.sums > plan.most_sums:
-        out.append(f"{plan.sums} sums a thread, at most {plan.most_sums} with {plan.consumers} consumers")
+    most_sums = min(plan.most_sums, MOST_SWAPPED) if s.swap else plan.most_sums
+    if plan.sums > most_sums:
+        out.append(f"{plan.sums} sums a thread, at most {most_sums} with {plan.consumers} consumers"
+                   f"{', swapped' if s.swap else ''}")
     return out

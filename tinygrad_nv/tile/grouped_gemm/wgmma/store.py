@@ -182,14 +182,15 @@ class ColumnStore(GroupedStore):
         beyond = panel.lines % (WARPGROUP // a_line) != 0
         if beyond:
             there[-1] = there[-1] & (chunks.line < panel.lines % (WARPGROUP // a_line))
-        weights = self._weights(tile)
         for i in range(len(sums) // spec.halves):
             biases = self._biases(tile, first + (warp * 16 + 64 * i) + (lane >> 2))
             halves = [sums[i + half * (len(sums) // spec.halves)] for half in range(spec.halves)]
             kb.sync(BARRIER + number, WARPGROUP)
             for j in range(0, panel.lines // 8, 2):
-                words = [self._pair(halves, biases, weights, j + more, h)
-                         for more in range(min(2, panel.lines // 8 - j)) for h in range(2)]
+                words = []
+                for eight in range(j, min(j + 2, panel.lines // 8)):
+                    weights = self._weights(tile, eight)
+                    words += [self._pair(halves, biases, weights, eight, h) for h in range(2)]
                 kb.stmatrix(matrices.at(8 * j, 0, 0), words, trans=True)
             kb.sync(BARRIER + number, WARPGROUP)
             inside = self.inside(column, 64 * i)
@@ -197,13 +198,11 @@ class ColumnStore(GroupedStore):
                 self.copied(chunks.at(step, 0, 0), line, 64 * i * self.size,
                             guard if inside is None else guard & inside, beyond and step == steps[-1])
 
-    def _weights(self, tile: GroupTile) -> list[Value]:
-        """Of a lane's two rows of each eight."""
-        if not self.spec.weighted: return []
+    def _weights(self, tile: GroupTile, j: int) -> list[Value | None]:
+        """Of a lane's two rows of eight number `j`."""
         row = tile.row + ((self.kb.special("laneid") & 3) << 1)
-        found = [self.weight(self.clamped(row + (8 * j + i), tile))
-                 for j in range(self.plan.tokens // 8) for i in range(2)]
-        return [each for each in found if each is not None]
+        return [self.weight(self.clamped(row + (8 * j + i), tile)) if self.spec.weighted else None
+                for i in range(2)]
 
     def _biases(self, tile: GroupTile, column: Value) -> list[list[Value]]:
         """Of each half, those of a lane's two columns, eight apart."""
@@ -218,8 +217,8 @@ class ColumnStore(GroupedStore):
         return made
 
     def _pair(self, halves: Sequence[Sequence[Value]], biases: Sequence[Sequence[Value]],
-              weights: Sequence[Value], j: int, h: int) -> Value:
+              weights: Sequence[Value | None], j: int, h: int) -> Value:
         """Two neighbouring rows of eight number `j` in a lane's column `h`, rounded."""
         made = [self.result(tuple(each[4 * j + 2 * h + i] for each in halves), [each[h] for each in biases],
-                            weights[2 * j + i] if weights else None) for i in range(2)]
+                            weights[i]) for i in range(2)]
         return packed(self.kb, made, self.spec.dtype)
