@@ -19,7 +19,8 @@ from tinygrad_nv.tile.expression import Position, walk
 def divided(spec: DecodeSpec) -> DecodeSpec:
     """The spec that CTAs have; the same where values are narrow enough, or cannot be divided."""
     count = -(-spec.d_v // MOST_HEAD)
-    if count == 1 or spec.heads > 1 or spec.d_v % count or Position(1) in walk(spec.score): return spec
+    if count == 1 or spec.heads > 1 or spec.sinks or spec.d_v % count or Position(1) in walk(spec.score):
+        return spec
     width, (request, _, query), (to, _, of) = spec.d_v // count, spec.q.batch, spec.out.batch
     k_scale, v_scale = (None if each is None else replace(each, head=0)
                         for each in (spec.k_scale, spec.v_scale))
