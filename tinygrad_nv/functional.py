@@ -10,7 +10,7 @@ model trains with flash attention, forward and backward, without a change (`meth
 for sequences that lie one after the other, `fp8_attention` for operands of 8 bits with scales, `embedding`
 for rows of a table by number, `quant_matmul` for a quantised matrix, `scaled_matmul` for one whose codes are
 multiplied with codes of activations (W8A8, FP8), `sparse_matmul` for one that is 2:4 sparse, `route` and
-`grouped_matmul` for mixtures of experts: the modules of
+`grouped_matmul` for mixtures of experts, `quant_grouped_matmul` for those that are quantised: the modules of
 patterns/ with these names (decode/paged.py, attention/varlen.py, attention/fp8.py, scaled_gemm/named.py, and
 named.py of the others) define them.
 """
@@ -43,6 +43,7 @@ from tinygrad_nv.patterns.grouped_gemm.named import grouped_matmul
 from tinygrad_nv.patterns.kv_append.named import kv_append
 from tinygrad_nv.patterns.named import check_devices
 from tinygrad_nv.patterns.quant_gemm.named import prepared, prepared_for, quant_matmul
+from tinygrad_nv.patterns.quant_grouped.named import prepared_type, quant_grouped_matmul
 from tinygrad_nv.patterns.router.named import Routing, route
 from tinygrad_nv.patterns.scaled_gemm.named import has_kernel, scaled_matmul
 from tinygrad_nv.patterns.scaled_gemm.quantize import quantize
@@ -65,6 +66,8 @@ __all__ = [
     "multiplies_sparse",
     "paged_attention",
     "prepared",
+    "prepared_type",
+    "quant_grouped_matmul",
     "quant_matmul",
     "quantize",
     "route",
