@@ -106,11 +106,6 @@ class ModelConfig:
         if self.moe is not None: made += mixtures * self.moe.parameters(self.hidden_size)
         return made + self.hidden_size * (self.vocab_size * (2 - self.tied) + 1)
 
-    @property
-    def inactive_parameters(self) -> int:
-        """Of the experts that a token does not have."""
-        return 0 if self.moe is None else sum(self.moe.layers) * self.moe.inactive(self.hidden_size)
-
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from `path`. Raises `ModelError` with the file and the position of an error."""
@@ -192,11 +187,7 @@ def parse_config(data: Mapping[str, Any], name: str = "config.json") -> ModelCon
         "qkv_bias": bias, "output_bias": bias, "windows": (None,) * layers, "dtype": _dtype(raw, name),
         "eos_token_ids": token_ids(raw.get("eos_token_id"), f"{name}: eos_token_id"),
         "quantization": _quantization(raw, name)}
-    made = ModelConfig(**{**common, **settings})
-    if made.moe is not None and made.quantization is not None:
-        raise ModelError(f"{name}: a mixture of experts that is quantised", "weights of floats",
-                         "use the model as it was published, not quantised")
-    return made
+    return ModelConfig(**{**common, **settings})
 
 
 def _require_implemented(raw: Mapping[str, Any], honours: frozenset[str], name: str) -> None:

@@ -26,10 +26,6 @@ class MoEConfig:
         """Of one layer."""
         return hidden * (self.experts * (3 * self.width + 1) + 3 * self.shared_width + self.shared_gate)
 
-    def inactive(self, hidden: int) -> int:
-        """Parameters of one layer's experts that a token does not have."""
-        return 3 * hidden * self.width * (self.experts - self.policy.k)
-
 
 COUNTS = ("num_local_experts", "num_experts")     # transformers takes either
 
