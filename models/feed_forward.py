@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv.functional import Routing, grouped_matmul, quant_grouped_matmul, route
@@ -58,6 +58,8 @@ class MixtureOfExperts:
         self.down_stack: StackWeight | None = None
         self.shared = FeedForward(config, moe.shared_width, dtype, device) if moe.shared_width else None
         self.shared_gate = empty(1, hidden) if moe.shared_gate else None
+        self.choice_bias: Tensor | None = None
+        if moe.choice_bias: self.choice_bias = Tensor.empty(moe.experts, dtype=dtypes.float32, device=device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (B, T, hidden)."""
@@ -72,7 +74,8 @@ class MixtureOfExperts:
     def routed(self, x: Tensor) -> Tensor:
         """What the experts add for tokens (T, hidden)."""
         moe, (tokens, hidden) = self.moe, x.shape
-        routing = route(x.linear(self.router.T).contiguous(), moe.policy)
+        rows, router = (x.float(), self.router.float()) if moe.exact_router else (x, self.router)
+        routing = route(rows.linear(router.T).contiguous(), moe.policy, self.choice_bias)
         inner = _multiplied(x, self.gate_up_stack, self.gate_up.reshape(moe.experts, 2 * moe.width, hidden),
                             routing, gather=moe.policy.k, activation=self.activation)
         made = _multiplied(inner, self.down_stack, self.down.reshape(moe.experts, hidden, moe.width), routing,

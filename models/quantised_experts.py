@@ -184,14 +184,14 @@ def stacks(model: Llama) -> list[StackWeight]:
     return [stack for stack in both if stack is not None]
 
 
-def idle_bytes(model: Llama) -> int:
-    """Bytes of experts that a token does not have."""
-    total, config = 0, model.config
+def idle_bytes(model: Llama, tokens: int) -> int:
+    """Expected bytes of experts that none of `tokens` tokens has."""
+    total, config = 0.0, model.config
     for block in (each.feed_forward for each in model.blocks):
         if not isinstance(block, MixtureOfExperts): continue
         moe = block.moe
-        halves = ((block.gate_up_stack, 2), (block.down_stack, 1))
-        total += sum(count * moe.experts * moe.width * config.hidden_size * model.dtype.itemsize
-                     if stack is None else stack.matrix.nbytes for stack, count in halves) \
-            * (moe.experts - moe.policy.k) // moe.experts
-    return total
+        size = config.hidden_size * moe.width * model.dtype.itemsize
+        whole = sum(count * moe.experts * size if stack is None else stack.matrix.nbytes
+                    for stack, count in ((block.gate_up_stack, 2), (block.down_stack, 1)))
+        total += whole * (1 - moe.distinct(tokens) / moe.experts)
+    return round(total)

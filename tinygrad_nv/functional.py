@@ -6,13 +6,14 @@
 Tensor method of that name is the same function: `q.scaled_dot_product_attention(k, v, is_causal=True)` of any
 model trains with flash attention, forward and backward, without a change (`method`).
 
-`kv_append` and `paged_attention` are a decoder's steps over keys and values in pages, `varlen_attention` is
-for sequences that lie one after the other, `fp8_attention` for operands of 8 bits with scales, `embedding`
-for rows of a table by number, `quant_matmul` for a quantised matrix, `scaled_matmul` for one whose codes are
-multiplied with codes of activations (W8A8, FP8), `sparse_matmul` for one that is 2:4 sparse, `route` and
-`grouped_matmul` for mixtures of experts, `quant_grouped_matmul` for those that are quantised: the modules of
-patterns/ with these names (decode/paged.py, attention/varlen.py, attention/fp8.py, scaled_gemm/named.py, and
-named.py of the others) define them.
+`kv_append` and `paged_attention` are a decoder's steps over keys and values in pages, `latent_attention` one
+over latents (MLA), `varlen_attention` is for sequences that lie one after the other, `fp8_attention` for
+operands of 8 bits with scales, `embedding` for rows of a table by number, `quant_matmul` for a quantised
+matrix, `scaled_matmul` for one whose codes are multiplied with codes of activations (W8A8, FP8),
+`sparse_matmul` for one that is 2:4 sparse, `route` and `grouped_matmul` for mixtures of experts,
+`quant_grouped_matmul` for those that are quantised: the modules of patterns/ with these names
+(decode/paged.py, decode/latent.py, attention/varlen.py, attention/fp8.py, scaled_gemm/named.py, and named.py
+of the others) define them.
 """
 from __future__ import annotations
 
@@ -37,6 +38,7 @@ from tinygrad_nv.patterns.attention.fp8 import fp8_attention
 from tinygrad_nv.patterns.attention.named import FlashAttention, attend, scores, sums, weighted
 from tinygrad_nv.patterns.attention.operands import Operands, arranged, check
 from tinygrad_nv.patterns.attention.varlen import varlen_attention
+from tinygrad_nv.patterns.decode.latent import latent_attention
 from tinygrad_nv.patterns.decode.paged import paged_attention
 from tinygrad_nv.patterns.embedding.named import embedding
 from tinygrad_nv.patterns.grouped_gemm.named import grouped_matmul
@@ -62,6 +64,7 @@ __all__ = [
     "fp8_attention",
     "grouped_matmul",
     "kv_append",
+    "latent_attention",
     "multiplies_codes",
     "multiplies_sparse",
     "paged_attention",

@@ -53,7 +53,10 @@ from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.table import aligned
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.grouped_gemm.imbalance import imbalance
+from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 from tinygrad_nv.tile.launch import LaunchConfig
+from tinygrad_nv.tile.templates import TABLE
 
 if TYPE_CHECKING:
     from tinygrad_nv.explain.levels import ScheduledGemm
@@ -272,7 +275,8 @@ def explain(*tensors: Tensor) -> Lowering:
 def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[program.Miss]) -> KernelRecord:
     note = note_of(call.src[0])
     name, estimates = _counted(call, device)
-    template, reason = _unlowered(call, misses) if note is None else (note.template, note.reason)
+    template, reason = _unlowered(call, misses) if note is None else \
+        (note.template, note.reason + _imbalance(call, note))
     values = {**var_vals, "_device_num": to_tuple(call.src[1].device).index(device)}
     try: flops, bytes = (int(sym_infer(x, values)) for x in (estimates.ops, estimates.mem))
     except TypeError as error:
@@ -291,6 +295,15 @@ def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[progr
                         call.src[0].src[2].arg, arch, sm_count, layer, cpu,
                         0 if cpu is None else _parts(call.src[0]), taken, clusters,
                         None if gpu is None else call.src[0].src[0].arg.aux)
+
+
+def _imbalance(call: UOp, note: Note) -> str:
+    """How unevenly a grouped matmul's rows are dealt, where its offsets are known now."""
+    if not isinstance(note.spec, GroupedGemmSpec): return ""
+    inputs = [each.name for each in TABLE.arguments(note.spec) if each.role == "in"]
+    offsets = call.src[-len(inputs):][inputs.index("offsets")]
+    if offsets.op is not Ops.BUFFER or not offsets.is_realized or isinstance(offsets.device, tuple): return ""
+    return f"; {imbalance(Tensor(offsets).tolist())}"
 
 
 def _predicted(cpu: CPU, note: Note, flops: int, bytes: int) -> float | None:

@@ -22,7 +22,7 @@ from tinygrad_nv.quant.types import MXFP4, Q4_0, Q4_K, UINT4, QType, per_group_s
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
 from tinygrad_nv.tile.expression import Load, Sum
-from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
+from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec
 from tinygrad_nv.tile.kv_append.spec import AppendSpec
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
 from tinygrad_nv.tile.router.spec import Policy, RouterSpec
@@ -48,6 +48,8 @@ def caches() -> dict[str, DecodeSpec]:
         "e4m3": decode(3, 2, 2, 1, 64, 32, 3, kv=E4M3),
         "int8": decode(3, 2, 2, 2, 64, 16, 5, F16, S8, causal=False),
         "f32": decode(2, 1, 3, 2, 20, 8, 9, F32),
+        "latents": specs.latent(2, 8, 2, 64, 16, pages=3),
+        "wide latents": specs.latent(2, 20, 2, 288, 16, pages=3),
         "several splits": decode(1, 1, 2, 1, 32, 1100, length="argument", **apart),
         "bias": decode(2, 2, 2, 2, 32, 300, length="most", score=Sum() * 0.1 + bias, **apart)}
 
@@ -64,7 +66,8 @@ def appends() -> dict[str, AppendSpec]:
     there = {name: replace(spec, **few) for name, spec in made.items()}
     wide = replace(append(BF16, angles=BF16, half=8, q_heads=0, **exact), d_v=24, **few)
     return there | {"contiguous": replace(append(BF16, angles=BF16, table=False, **exact), page_size=40),
-                    "values of another width": wide}
+                    "values of another width": wide,
+                    "keys alone": replace(there["f16 interleaved"], d_v=0, v=None, v_pages=None)}
 
 
 def tables() -> dict[str, EmbeddingSpec]:
@@ -99,7 +102,9 @@ def grouped() -> dict[str, GroupedGemmSpec]:
             "down": GroupedGemmSpec(4, 26, 35, 64, F32, scatter=True, weighted=True),
             "gelu": GroupedGemmSpec(2, 20, 36, 31, F32, activation="gelu"),
             "gelu_tanh": GroupedGemmSpec(2, 20, 32, 32, BF16, activation="gelu_tanh"),
-            "clamped": GroupedGemmSpec(2, 20, 36, 70, BF16, activation="swiglu_clamped", biased=True)}
+            "clamped": GroupedGemmSpec(2, 20, 36, 70, BF16, activation="swiglu_clamped", biased=True),
+            "gathered": GroupedGemmSpec(3, 40, 64, 72, BF16, 20, gather=2, activation="silu", biased=True),
+            "8 bits": ScaledGroupedGemmSpec(3, 40, 48, 272, scatter=True, weighted=True)}
 
 
 def quantised() -> dict[str, QuantGroupedSpec]:

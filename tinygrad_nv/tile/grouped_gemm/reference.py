@@ -4,19 +4,25 @@ from __future__ import annotations
 from tinygrad import Tensor
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.tile.grouped_gemm.spec import ALPHA, LIMIT, GroupedGemmSpec
+from tinygrad_nv.tile.grouped_gemm.spec import ALPHA, GROUP, LIMIT, GroupedGemmSpec, ScaledGroupedGemmSpec
 from tinygrad_nv.tile.reference import Argument, Given, Results, dense, gathered, rounded, widened
 
 
 def arguments(spec: GroupedGemmSpec) -> tuple[Argument, ...]:
-    """out, x, w, offsets, then those there are of order, weights, bias."""
-    out = Argument("out", spec.dtype, (dense(spec.rows, spec.columns),), "out")
+    """out, x, w, their scales where they have them, offsets, then those there are of order, weights, bias."""
+    out = Argument("out", spec.out, (dense(spec.rows, spec.columns),), "out")
+    even = tuple(group * spec.rows // spec.groups for group in range(spec.groups + 1))
     given = [Argument("x", spec.dtype, (dense(spec.x_rows, spec.k),)),
-             Argument("w", spec.dtype, (dense(spec.groups, spec.n, spec.k),)),
-             Argument("offsets", dtypes.int32, (dense(spec.groups + 1),), values=range(1))]
-    if spec.ordered: given.append(Argument("order", dtypes.int32, (dense(spec.rows),), values=range(1)))
+             Argument("w", spec.dtype, (dense(spec.groups, spec.n, spec.k),))]
+    if isinstance(spec, ScaledGroupedGemmSpec):
+        places = dense(spec.x_rows, spec.k_groups), dense(spec.groups, spec.n_groups, spec.k_groups)
+        given += [Argument(f"scale_{name}", dtypes.float32, (place,))
+                  for name, place in zip("xw", places, strict=True)]
+    given.append(Argument("offsets", dtypes.int32, (dense(spec.groups + 1),), values=range(1), usual=even))
+    if spec.ordered: given.append(Argument("order", dtypes.int32, (dense(spec.rows),), values=range(1),
+                                           usual=range(spec.rows)))
     if spec.weighted: given.append(Argument("weights", dtypes.float32, (dense(spec.rows),)))
-    if spec.biased: given.append(Argument("bias", spec.dtype, (dense(spec.groups, spec.n),)))
+    if spec.biased: given.append(Argument("bias", spec.out, (dense(spec.groups, spec.n),)))
     return out, *given
 
 
@@ -25,8 +31,19 @@ def reference(spec: GroupedGemmSpec, given: Given, exact: bool = False) -> Resul
     wide = widened(dtypes.float32, exact)
     x = {each.name: gathered(given[each.name], each.places[0]) for each in arguments(spec)[1:]}
     x = {name: each if each.dtype == dtypes.int32 else each.cast(wide) for name, each in x.items()}
+    if isinstance(spec, ScaledGroupedGemmSpec): x |= _scaled(spec, x)
     made = multiplied(spec, x["x"], x["w"], x["offsets"], x.get("order"), x.get("weights"), x.get("bias"))
-    return made if exact else rounded(made, spec.dtype),
+    return made if exact else rounded(made, spec.out),
+
+
+def _scaled(spec: ScaledGroupedGemmSpec, x: Given) -> dict[str, Tensor]:
+    """Operands times their scales: products of a group of K have a scale in common, so that sums differ in
+    roundings alone."""
+    def wide(scales: Tensor, axis: int, extent: int) -> Tensor:
+        long = scales.repeat_interleave(GROUP, axis)
+        return long.shrink(tuple((0, extent) if i == axis % long.ndim else None for i in range(long.ndim)))
+    of_x, of_w = (wide(x[f"scale_{name}"], -1, spec.k) for name in "xw")
+    return {"x": (x["x"] * of_x).contiguous(), "w": (x["w"] * wide(of_w, -2, spec.n)).contiguous()}
 
 
 def multiplied(spec: GroupedGemmSpec, x: Tensor, w: Tensor, offsets: Tensor, order: Tensor | None = None,

@@ -56,12 +56,72 @@ def built(name: str, spec: GemmSpec, schedule: Wgmma, gpu: GPU, kind: type[Wgmma
     return kind(kb, plan, ctas).written()
 
 
-class WgmmaKernel:
-    """The kernel as it is written: parameters and shared memory, then the two roles. `OPERANDS` are its
-    pointers between scratch and the epilogue's; maps read the first two. `LOADERS` threads of the producer's
+class WarpSpecialized:
+    """The roles of a kernel's warpgroups, and what comes before them. `LOADERS` threads of the producer's
     warpgroup do what `load_beside` says."""
-    OPERANDS: tuple[str, ...] = ("a", "b")
     LOADERS = 0
+    kb: Kernel
+    plan: WgmmaPlan
+    ring: Pipeline
+    ordered: OrderedBarrier | None
+    main_loop: MainLoop
+
+    @property
+    def tensor_maps(self) -> list[Value]:
+        """Maps to be fetched at the beginning."""
+        raise NotImplementedError
+
+    def prepare(self) -> None:
+        """What is done before the barrier that all threads meet at first."""
+
+    def produce(self) -> None:
+        """Fills stages, tile after tile: the producer's first warp."""
+        raise NotImplementedError
+
+    def load_beside(self) -> None:
+        """What the warps beside the producer's bring."""
+
+    def consume(self) -> None:
+        """Multiplies and stores, tile after tile; in ping-pong every second (or third) one."""
+        raise NotImplementedError
+
+    def write(self) -> None:
+        """The whole text."""
+        kb, plan = self.kb, self.plan
+        with kb.comment("one thread makes the barriers, and has the tensor maps fetched"):
+            with kb.if_(kb.tid.x == 0):
+                for each in self.tensor_maps: kb.emit("prefetch.tensormap", each.at())
+                self.ring.init()
+                if self.ordered is not None: self.ordered.init()
+                kb.fence_mbarrier_init()
+            self.prepare()
+            self.together()
+        producer = kb.tid.x >= WARPGROUP * plan.consumers
+        fewer, more = REGISTERS[plan.consumers]
+        with kb.if_(producer), kb.comment("producer: the last warpgroup"):
+            if fewer: kb.setmaxnreg(fewer, more=False)
+            with kb.if_(kb.tid.x < WARPGROUP * plan.consumers + 32): self.produce()
+            if self.LOADERS:
+                with kb.if_(kb.tid.x >= WARPGROUP * plan.consumers + 32): self.load_beside()
+            if plan.schedule.splits > 1: cluster_together(kb)
+        with kb.else_(), kb.comment("consumers"):
+            if more: kb.setmaxnreg(more, more=True)
+            self.main_loop.begin()
+            kb.wait_for_previous_grid()
+            self.consume()
+        if plan.cluster > 1:
+            with kb.comment("no CTA exits while others may still write to its shared memory"): self.together()
+
+    def together(self) -> None:
+        """A barrier of the CTA, or of the cluster."""
+        if self.plan.cluster == 1: self.kb.sync()
+        else: cluster_together(self.kb)
+
+
+class WgmmaKernel(WarpSpecialized):
+    """The kernel as it is written: parameters and shared memory, then the two roles. `OPERANDS` are its
+    pointers between scratch and the epilogue's; maps read the first two."""
+    OPERANDS: tuple[str, ...] = ("a", "b")
 
     def __init__(self, kb: Kernel, plan: WgmmaPlan, ctas: int) -> None:
         self.kb, self.plan, self.ctas, spec = kb, plan, ctas, plan.spec
@@ -91,8 +151,8 @@ class WgmmaKernel:
         """That of the consumers."""
         return MainLoop(self.kb, self.plan, self.ring, self.ordered, self.loads)
 
-    def load_beside(self) -> None:
-        """What the warps beside the producer's bring."""
+    @property
+    def tensor_maps(self) -> list[Value]: return [*self.loads.tensor_maps, *self.epilogue.tensor_maps]
 
     def written(self) -> GemmKernel:
         """The kernel, whole."""
@@ -105,52 +165,20 @@ class WgmmaKernel:
                           workspace_bytes=reduction.workspace_bytes, flags=reduction.flags,
                           rows_of_cta=s.block_m if each else 0, ctas_of_rows=each or 1, pdl=True)
 
-    def write(self) -> None:
-        """The whole text."""
-        kb, plan = self.kb, self.plan
-        with kb.comment("one thread makes the barriers, and has the tensor maps fetched"):
-            with kb.if_(kb.tid.x == 0):
-                for each in (*self.loads.tensor_maps, *self.epilogue.tensor_maps):
-                    kb.emit("prefetch.tensormap", each.at())
-                self.ring.init()
-                if self.ordered is not None: self.ordered.init()
-                kb.fence_mbarrier_init()
-            self.together()
-        producer = kb.tid.x >= WARPGROUP * plan.consumers
-        fewer, more = REGISTERS[plan.consumers]
-        with kb.if_(producer), kb.comment("producer: one thread of the last warpgroup"):
-            if fewer: kb.setmaxnreg(fewer, more=False)
-            with kb.if_(kb.tid.x < WARPGROUP * plan.consumers + 32), kb.if_(kb.elect()): self.produce()
-            if self.LOADERS:
-                with kb.if_(kb.tid.x >= WARPGROUP * plan.consumers + 32): self.load_beside()
-            if plan.schedule.splits > 1: cluster_together(kb)
-        with kb.else_(), kb.comment("consumers"):
-            if more: kb.setmaxnreg(more, more=True)
-            self.main_loop.begin()
-            kb.wait_for_previous_grid()
-            self.consume()
-        if plan.cluster > 1:
-            with kb.comment("no CTA exits while others may still write to its shared memory"): self.together()
-
-    def together(self) -> None:
-        """A barrier of the CTA, or of the cluster."""
-        if self.plan.cluster == 1: self.kb.sync()
-        else: cluster_together(self.kb)
-
     def produce(self) -> None:
-        """Fills stages, tile after tile."""
-        kb, at = self.kb, self.ring.cursor(producer=True)
-        kb.wait_for_previous_grid()
-        with self.scheduler.work_tiles() as work_tile:
-            self.loads.begin(self.scheduler.corner(work_tile.number), work_tile.first)
-            with kb.loop(0, work_tile.count):
-                full = self.ring.acquire(at)
-                self.loads.issue(at.stage, full)
-                at.advance()
-        kb.launch_dependents()
+        kb = self.kb
+        with kb.if_(kb.elect()):
+            at = self.ring.cursor(producer=True)
+            kb.wait_for_previous_grid()
+            with self.scheduler.work_tiles() as work_tile:
+                self.loads.begin(self.scheduler.corner(work_tile.number), work_tile.first)
+                with kb.loop(0, work_tile.count):
+                    full = self.ring.acquire(at)
+                    self.loads.issue(at.stage, full)
+                    at.advance()
+            kb.launch_dependents()
 
     def consume(self) -> None:
-        """Multiplies and stores, tile after tile; in ping-pong every second (or third) one."""
         plan, main_loop = self.plan, self.main_loop
         with self.scheduler.work_tiles(main_loop.consumer if plan.pingpong else None) as work_tile:
             self.reduction.finalize(work_tile, main_loop.sum(work_tile.count))

@@ -51,6 +51,11 @@ class GemmLoads:
         """All of them."""
         return [*self.a.maps, *self.b.maps]
 
+    @property
+    def starts(self) -> tuple[Value, Value]:
+        """Where the stages of both operands begin."""
+        return self.a.ring, self.b.ring
+
     def _side(self, name: str, start: int, operand: Operand, tile: OperandTile, pointer: int, extent: int,
               rows: int, peers: int, symbolic: bool = False, k: int = 0) -> OperandLoads:
         """`k`: the operand's own, where it has less than the matmul."""

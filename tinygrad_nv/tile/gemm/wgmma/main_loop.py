@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.ptx.builder import Kernel, Shared, Value
 from tinygrad_nv.ptx.builder.values import Number
-from tinygrad_nv.tile.gemm.wgmma.load import GemmLoads
 from tinygrad_nv.tile.gemm.wgmma.plan import PROMOTED_K, WARPGROUP, WgmmaPlan
 from tinygrad_nv.tile.pipeline import OrderedBarrier, Pipeline
 from tinygrad_nv.tile.wgmma_tiles import K_BYTES, OperandTile
@@ -58,11 +58,19 @@ class Descriptors:
         return made
 
 
+class OperandStages(Protocol):
+    """What the main loop reads: the ring, and where the stages of both operands begin (u32)."""
+    ring: Shared
+
+    @property
+    def starts(self) -> tuple[Value, Value]: ...
+
+
 class MainLoop:
     """The main loop of one consumer warpgroup."""
 
     def __init__(self, kb: Kernel, plan: WgmmaPlan, ring: Pipeline, ordered: OrderedBarrier | None,
-                 loads: GemmLoads) -> None:
+                 loads: OperandStages) -> None:
         self.kb, self.plan, self.ring, self.ordered = kb, plan, ring, ordered
         self.kind = "s32" if plan.spec.accumulate == dtypes.int32 else "f32"
         self.loads = loads
@@ -75,9 +83,9 @@ class MainLoop:
         # the same in all lanes; ptxas keeps what comes from redux, and all made of it, in uniform registers
         self.consumer = kb.reg("u32")
         kb.emit("redux.sync.min.u32", self.consumer, kb.tid.x // WARPGROUP, -1)
-        a = self.loads.a.ring
+        a, b = self.loads.starts
         if plan.readers > 1: a = a + self.consumer * plan.a.at_mn(plan.rows)
-        self.a, self.b = Descriptors.of(kb, plan.a, a), Descriptors.of(kb, plan.b, self.loads.b.ring)
+        self.a, self.b = Descriptors.of(kb, plan.a, a), Descriptors.of(kb, plan.b, b)
         lane = kb.special("laneid")
         self.mine = lane < plan.peers
         self.empty_barriers = ring.empty_barriers(self._peer(lane) if plan.peers > 1 else None)

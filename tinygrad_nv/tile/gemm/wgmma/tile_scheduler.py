@@ -128,21 +128,31 @@ class PersistentTileScheduler:
 
     def _split(self, number: Value, extent: Number) -> tuple[Value, Value]:
         """Quotient and remainder."""
-        if isinstance(extent, int) and extent == 1: return number, self.kb.reg("u32", 0)
-        whole = number // extent
-        return whole, number - whole * extent
+        return split(self.kb, number, extent)
 
     def _grouped(self, number: Value) -> tuple[Value, Value]:
         """Row and column of a tile among those of one matrix."""
-        group, rows = self.plan.schedule.group, self.tiles_m
-        if isinstance(rows, int) and rows <= group:
-            column, row = self._split(number, rows)
-            return row, column
-        which, rest = self._split(number, group * self.tiles_n)
-        first = which * group
-        if isinstance(rows, int) and rows % group == 0: height: Number = group
-        else:
-            height = self.kb.reg("u32")
-            self.kb.emit("min.u32", height, self.kb.reg("u32", rows) - first, group)
-        column, row = self._split(rest, height)
-        return first + row, column
+        return grouped_order(self.kb, number, self.tiles_m, self.tiles_n, self.plan.schedule.group)
+
+
+def split(kb: Kernel, number: Value, extent: Number) -> tuple[Value, Value]:
+    """Quotient and remainder."""
+    if isinstance(extent, int) and extent == 1: return number, kb.reg("u32", 0)
+    whole = number // extent
+    return whole, number - whole * extent
+
+
+def grouped_order(kb: Kernel, number: Value, rows: Value | int, columns: int,
+                  group: int) -> tuple[Value, Value]:
+    """Row and column of tile `number` of rows × columns: `group` rows together, columns outermost."""
+    if isinstance(rows, int) and rows <= group:
+        column, row = split(kb, number, rows)
+        return row, column
+    which, rest = split(kb, number, group * columns)
+    first = which * group
+    if isinstance(rows, int) and rows % group == 0: height: Number = group
+    else:
+        height = kb.reg("u32")
+        kb.emit("min.u32", height, kb.reg("u32", rows) - first, group)
+    column, row = split(kb, rest, height)
+    return first + row, column

@@ -32,7 +32,7 @@ class QuantMainLoop(MainLoop):
     def __init__(self, kb: Kernel, plan: QuantWgmmaPlan, ring: Pipeline, ordered: OrderedBarrier | None,
                  loads: QuantLoads) -> None:
         super().__init__(kb, plan, ring, ordered, loads)
-        self.quant, self.start = plan, loads.start
+        self.quant, self.start, self.b_start = plan, loads.start, loads.b.ring
 
     def begin(self) -> None:
         """Registers of the consumer; where its warp's tiles are in a stage."""
@@ -40,7 +40,7 @@ class QuantMainLoop(MainLoop):
         self.at, self.last = self.ring.cursor(), kb.reg("u32", 0)
         self.consumer = kb.reg("u32")
         kb.emit("redux.sync.min.u32", self.consumer, kb.tid.x // WARPGROUP, -1)
-        self.b = Descriptors.of(kb, plan.b, self.loads.b.ring)
+        self.b = Descriptors.of(kb, plan.b, self.b_start)
         lane = kb.special("laneid")
         self.mine = lane < plan.peers
         self.empty_barriers = self.ring.empty_barriers()

@@ -1,0 +1,55 @@
+"""How long grouped matmuls take on a GPU, roughly: what orders schedules, also those of different templates.
+
+Protocol: a template's cost is a `Prediction`, whose `seconds` are those of the slowest of tensor cores, HBM
+and L2. How many rows a group has is known on the device alone: rows are taken to be dealt at random, so that
+counts are Poisson's. `active` and `tiles` are the expected numbers of groups that have rows, and of tiles of
+so many rows.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, exp, lgamma, log, sqrt
+
+from tinygrad_nv.tile.gpu import STREAMING, GPUModel
+from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
+
+BESIDE = 0.1        # assumed
+MANY = 4096         # rows of a group above which a partial tile is half of one
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a launch, in waves of CTAs, in HBM and in L2."""
+    computing: float
+    hbm: float
+    l2: float
+    launch: float
+
+    @property
+    def seconds(self) -> float:
+        """All together: what is faster than the slowest disturbs it by `BESIDE` of its time."""
+        each = self.computing, self.hbm, self.l2
+        return (1 - BESIDE) * max(each) + BESIDE * sum(each) + self.launch
+
+
+@lru_cache(4096)
+def tiles(spec: GroupedGemmSpec, rows: int) -> float:
+    """Tiles of `rows` rows, of all groups. Those of one token are different ones."""
+    if spec.gather and spec.x_rows == 1: return float(spec.rows)
+    mean = spec.rows / spec.groups
+    if mean > MANY: return spec.groups * (mean / rows + 0.5)
+    last = int(mean + 8 * sqrt(mean) + 16)
+    return spec.groups * sum(exp(count * log(mean) - mean - lgamma(count + 1)) * ceil(count / rows)
+                             for count in range(1, last))
+
+
+def active(spec: GroupedGemmSpec) -> float:
+    """Groups that have rows."""
+    return tiles(spec, 1 << 30)
+
+
+def hbm_seconds(spec: GroupedGemmSpec, gpu: GPUModel) -> float:
+    """Everything once."""
+    read = (active(spec) * spec.n + min(spec.x_rows, spec.rows)) * spec.k * spec.dtype.itemsize
+    return (read + spec.rows * spec.columns * spec.out.itemsize) / (STREAMING * gpu.hbm_bytes_per_s)

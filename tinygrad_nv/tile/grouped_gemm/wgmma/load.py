@@ -1,0 +1,118 @@
+"""The producer's copies: boxes of matrices, and rows of x as boxes or one by one.
+
+Protocol: `begin(tile)` at each tile, then `issue(stage, full)` for each stage of its K in turn. Rows that lie
+in order come by TMA; those after the group's last belong to the next group, and are never stored. Gathered
+rows come by cp.async, `RowGather`, into the swizzle that TMA would have made: eight neighbouring lanes have a
+row's 128 bytes. Lanes beyond the group's last row copy that again.
+"""
+from __future__ import annotations
+
+from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
+from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.gemm.spec import Operand
+from tinygrad_nv.tile.gemm.wgmma.plan import WARPGROUP
+from tinygrad_nv.tile.grouped_gemm.wgmma.plan import CHUNK, CHUNKS, LOADERS, ROW_BYTES, GroupedPlan
+from tinygrad_nv.tile.grouped_gemm.wgmma.tile_scheduler import GroupTile
+from tinygrad_nv.tile.launch import MapArgument
+from tinygrad_nv.tile.layout import SharedTile
+from tinygrad_nv.tile.ops import swizzled
+from tinygrad_nv.tile.wgmma_tiles import map_argument
+
+X, W = 1, 2     # pointers of the kernel
+
+
+class RowPlaces:
+    """Where rows of a tile lie in x; `order` None: in their order."""
+
+    def __init__(self, kb: Kernel, plan: GroupedPlan, order: Value | None) -> None:
+        self.kb, self.gather, self.order = kb, plan.grouped.gather, order
+
+    def source(self, tile: GroupTile, row: Value) -> Value:
+        """The row of x of a row; beyond the group's last, of that."""
+        kb, clamped = self.kb, self.kb.reg("u32")
+        kb.emit("min.u32", clamped, row, tile.end - 1)
+        if not self.gather or self.order is None: return clamped
+        slot = kb.ld("global", "u32", advanced(kb, self.order, clamped, 4).at())[0]
+        return slot // self.gather if self.gather > 1 else slot
+
+
+class GroupedLoads:
+    """Copies by TMA; one thread."""
+
+    def __init__(self, kb: Kernel, plan: GroupedPlan) -> None:
+        self.kb, self.plan, spec, s = kb, plan, plan.grouped, plan.schedule
+        a_bytes = -(-plan.a.nbytes * s.depth // 1024) * 1024
+        self.ring = kb.shared("ring", a_bytes + plan.b.nbytes * s.depth, align=1024)
+        self.starts = self.ring.address(), self.ring.address(a_bytes)
+        self.matrix_start, self.row_start = self.starts if s.swap else self.starts[::-1]
+        matrix = Operand(spec.dtype, spec.k, 1, (spec.n * spec.k,))
+        self.maps: list[MapArgument] = [map_argument(matrix, plan.matrix_tile, W, spec.n, spec.k,
+                                                     (spec.groups,), plan.box_rows)]
+        self.tensor_maps = [kb.tensor_map("map_w")]
+        if not plan.gathered:
+            self.maps.append(map_argument(Operand(spec.dtype, spec.k, 1), plan.row_tile, X, spec.x_rows,
+                                          spec.k, (), plan.tokens))
+            self.tensor_maps.append(kb.tensor_map("map_x"))
+        self.at_k = kb.reg("s32")
+
+    def begin(self, tile: GroupTile) -> None:
+        """The next stages are of a tile."""
+        self.at_k.set(0)
+        self.tile = tile
+
+    def issue(self, stage: Value, full: MemoryOperand) -> None:
+        """Copies of one stage, which arrive at the barrier `full`; K moves on."""
+        kb, plan, tile = self.kb, self.plan, self.tile
+        start = self.matrix_start + stage * plan.matrix_tile.nbytes
+        matrices = [plan.grouped.groups] if plan.grouped.groups > 1 else []
+        for box in plan.boxes:
+            column = (tile.column + (box.half * plan.grouped.columns + box.column)).to("s32")
+            kb.tma_load(start.at(plan.matrix_tile.at_mn(box.mn)), self.tensor_maps[0],
+                        [self.at_k, column, *(tile.group.to("s32") for _ in matrices)], full)
+        if not plan.gathered:
+            start = self.row_start + stage * plan.row_tile.nbytes
+            kb.tma_load(start.at(), self.tensor_maps[1], [self.at_k, tile.row.to("s32")], full)
+        self.at_k += plan.schedule.block_k
+
+
+class RowGather:
+    """Copies of gathered rows by `LOADERS` threads."""
+
+    def __init__(self, kb: Kernel, plan: GroupedPlan, x: Value, places: RowPlaces, start: Value) -> None:
+        self.kb, self.plan, self.x, self.sources = kb, plan, x, places
+        thread = kb.tid.x - (WARPGROUP * plan.consumers + WARPGROUP - LOADERS)
+        self.chunk, self.row = thread % CHUNKS * CHUNK, thread // CHUNKS
+        tile, rows = SharedTile(plan.tokens, ROW_BYTES), LOADERS // CHUNKS
+        # the swizzle has the lowest three bits of a row: two passes later it is the same
+        self.rows, self.apart = rows, rows if rows % 8 else 0
+        self.places = [start + swizzled(tile, self.row + more, self.chunk)
+                       for more in dict.fromkeys((0, self.apart))]
+        self.offsets = kb.regs("u32", plan.passes)
+        rest = plan.tokens - (plan.passes - 1) * rows
+        self.last = self.row < rest if rest < rows else None
+        self.left = kb.reg("s32") if plan.grouped.k % plan.schedule.block_k else None
+
+    def begin(self, tile: GroupTile) -> None:
+        """The next stages are of a tile."""
+        kb, spec = self.kb, self.plan.grouped
+        pitch = spec.k * spec.dtype.itemsize
+        self.at = kb.reg("u64", self.x)
+        if self.left is not None: self.left.set(pitch - self.chunk.to("s32"))
+        sources = [self.sources.source(tile, tile.row + (self.row + i * self.rows))
+                   for i in range(self.plan.passes)]
+        for offset, source in zip(self.offsets, sources, strict=True):
+            offset.set(source * pitch + self.chunk)
+
+    def issue(self, stage: Value) -> None:
+        """Copies into a stage; K moves on."""
+        kb, nbytes = self.kb, self.plan.row_tile.nbytes
+        outside = [] if self.left is None else [self.left <= 0]
+        places = [place + stage * nbytes for place in self.places]
+        for i, offset in enumerate(self.offsets):
+            which = i % len(places)
+            place = places[which].at((i - which) * self.rows * ROW_BYTES)
+            guard = self.last if i + 1 == len(self.offsets) else None
+            kb.emit("cp.async.cg.shared.global", place, (self.at + offset.to("u64")).at(), CHUNK, *outside,
+                    guard=guard)
+        self.at += ROW_BYTES
+        if self.left is not None: self.left -= ROW_BYTES

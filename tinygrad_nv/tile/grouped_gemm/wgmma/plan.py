@@ -1,0 +1,153 @@
+"""What follows from a spec and a schedule of `grouped_wgmma`: tiles, boxes, bytes. Numbers only.
+
+Protocol: that of gemm/wgmma/plan.py, of the matmul of one group. A tile has `tokens` rows of a group and
+`tile_columns` columns of the result. Without `swap` rows are the left operand, and gate and up lie side by
+side in the right one. With it each consumer has 64 columns, or a multiple, of gate and then of up, so that a
+thread holds both of its elements.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
+from tinygrad_nv.tile.gemm.wgmma.plan import WgmmaPlan
+from tinygrad_nv.tile.grouped_gemm.schedules import GroupedWgmma
+from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
+from tinygrad_nv.tile.store_plan import Panel, span_of
+from tinygrad_nv.tile.wgmma_tiles import OperandTile
+
+ROW_BYTES = 128     # of K in a stage
+LOADERS = 96        # threads that gather rows: those of the producer's warpgroup beside TMA's warp
+CHUNK = 16          # bytes that a thread copies
+CHUNKS = ROW_BYTES // CHUNK
+LANES = 32
+MOST_EACH = 32      # groups that a lane counts
+
+
+class Box(NamedTuple):
+    """Part of a tile of a matrix: from `mn` of the tile on, `column` columns after the tile's first, of gate
+    (`half` 0) or up."""
+    mn: int
+    half: int
+    column: int
+
+
+@dataclass(frozen=True)
+class GroupedPlan(WgmmaPlan):
+    """See above."""
+    schedule: GroupedWgmma
+    grouped: GroupedGemmSpec
+
+    @staticmethod
+    @lru_cache(1024)
+    def of(grouped: GroupedGemmSpec, s: GroupedWgmma) -> GroupedPlan:
+        """The plan."""
+        operand = Operand(grouped.dtype, grouped.k, 1)
+        if s.swap:
+            out = Result(grouped.out, 1, grouped.n)
+            spec = GemmSpec(grouped.n, grouped.rows, grouped.k, operand, operand, out)
+        else:
+            out = Result(grouped.out, grouped.columns, 1)
+            spec = GemmSpec(grouped.rows, grouped.columns, grouped.k, operand, operand, out,
+                            parts=grouped.halves, part=grouped.columns * grouped.k)
+        a, b = (OperandTile(grouped.dtype, "K", extent, s.block_k, ROW_BYTES) for extent in (s.block_m,
+                                                                                             s.block_n))
+        return GroupedPlan(spec, s, a, b, grouped)
+
+    # **** tiles ****
+
+    @property
+    def row_tile(self) -> OperandTile:
+        """The operand that rows are."""
+        return self.b if self.schedule.swap else self.a
+
+    @property
+    def matrix_tile(self) -> OperandTile: return self.a if self.schedule.swap else self.b
+
+    @property
+    def tokens(self) -> int:
+        """Rows of a tile."""
+        return self.row_tile.mn
+
+    @property
+    def tile_columns(self) -> int:
+        """Columns of the result that a tile has."""
+        return self.matrix_tile.mn // self.grouped.halves
+
+    @property
+    def tiles_across(self) -> int:
+        """Tiles of one matrix's columns."""
+        return -(-self.grouped.columns // self.tile_columns)
+
+    @property
+    def most_tiles(self) -> int:
+        """Tiles there can be: each group may have one that is not full."""
+        spec = self.grouped
+        partial = min(spec.groups, spec.rows)
+        return (partial + (spec.rows - partial) // self.tokens) * self.tiles_across
+
+    @property
+    def each(self) -> int:
+        """Groups that a lane counts the tiles of."""
+        return -(-self.grouped.groups // LANES)
+
+    # **** loads ****
+
+    @property
+    def box_rows(self) -> int:
+        """Rows of a box of a matrix."""
+        shares = self.readers if self.schedule.swap and self.grouped.activation else 1
+        return self.matrix_tile.mn // (self.grouped.halves * shares)
+
+    @property
+    def boxes(self) -> list[Box]:
+        """Those of a tile of a matrix."""
+        rows, halves = self.box_rows, self.grouped.halves
+        return [Box((share * halves + half) * rows, half, share * rows)
+                for share in range(self.matrix_tile.mn // (halves * rows)) for half in range(halves)]
+
+    @property
+    def gathered(self) -> bool:
+        """Whether threads copy rows from where they lie; else they are boxes."""
+        return bool(self.grouped.gather)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of a stage that TMA brings."""
+        return self.matrix_tile.nbytes + (0 if self.gathered else self.row_tile.nbytes)
+
+    @property
+    def loaders(self) -> int:
+        """Threads beside TMA's warp that copy: gathered rows, and scales."""
+        return LOADERS if self.gathered or self.grouped.scaled else 0
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of a stage: scales of its rows, and one of gate and of up, or of the matrix; in pairs."""
+        return 4 * (self.tokens + 2) if self.grouped.scaled else 0
+
+    @property
+    def passes(self) -> int:
+        """Copies that a thread makes of a tile of gathered rows."""
+        return -(-self.tokens * CHUNKS // LOADERS)
+
+    # **** stores ****
+
+    @property
+    def panel(self) -> Panel:
+        """Results on their way: 16 rows of a warp, or with `swap` all rows and 64 columns of a consumer."""
+        size = self.grouped.out.itemsize
+        if self.schedule.swap: return Panel("N", self.tokens, 64 * size, 4)
+        return Panel("N", 16, span_of(self.tile_columns * size), 1)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Shared memory of all panels."""
+        return self.panel.nbytes * self.consumers * (1 if self.schedule.swap else 4)
+
+    @property
+    def table_bytes(self) -> int:
+        """Shared memory of what is known of groups."""
+        return 4 * (2 * (LANES * self.each + 1) + LANES)
