@@ -224,7 +224,7 @@ def _fill(model: Llama, plan: Plan, checkpoint: Checkpoint, readers: ThreadPoolE
     repacks one of the others, in this thread, another is read."""
     def size(number: int) -> int:
         return sum(checkpoint.entries[name].nbytes for name in plan.layers[number].tensors)
-    ahead: Future[list[Any]] | None = None
+    ahead: Future[Any] | None = None
     with opened(model, plan, checkpoint.entries) as kept, ThreadPoolExecutor(1) as reader:
         left: list[int] = []
         for number, parts in enumerate(kept.restored(readers)):
