@@ -51,6 +51,8 @@ def caches() -> dict[str, DecodeSpec]:
         "8 rows": decode(2, 1, 8, 8, 32, pages=5),
         "slopes": decode(3, 2, 3, 2, 64, 32, 3, score=specs.sloped()),
         "e4m3": decode(3, 2, 2, 1, 64, 32, 3, kv=E4M3),
+        "sinks": decode(3, 2, 3, 2, 64, pages=9, sinks=True),
+        "chunks": decode(3, 1, 3, 3, 64, 8, 11, window=20, chunked=True),
         "int8": decode(3, 2, 2, 2, 64, 16, 5, F16, S8, causal=False),
         "f32": decode(2, 1, 3, 2, 20, 8, 9, F32),
         "latents": specs.latent(2, 8, 2, 64, 16, pages=3),
