@@ -106,9 +106,9 @@ SPECS: dict[str, dict[str, Any]] = {
     "router": {"8 of 128": RouterSpec(16, 128, Policy(8, renormalize=True), BF16),
                "4096 tokens *": RouterSpec(4096, 128, Policy(8, renormalize=True), BF16),
                "groups *": RouterSpec(16, 256, Policy(8, "sigmoid", True, 2.5, 8, 4), F32, biased=True)},
-    "grouped_gemv": {"gate and up": expert_rows(8, 1, 8, 4096, 2048, activation="silu"),
+    "grouped_gemv": {"gate and up": expert_rows(8, 1, 8, 4096, 1024, activation="silu"),
                      "8 rows a group *": expert_rows(8, 8, 64, 2048, 4096)},
-    "grouped_wgmma": {"gate and up": expert_rows(4, 1024, 2048, 4096, 2048, activation="silu")},
+    "grouped_wgmma": {"gate and up": expert_rows(4, 256, 512, 2048, 1024, activation="silu")},
     "grouped_mma": {"down": expert_rows(4, 0, 512, 1024, 1024)}}
 
 

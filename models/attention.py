@@ -154,7 +154,8 @@ class Attention:
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> Tensor:
         """Attention of heads (1, T, H, D) over sequences that lie one after the other: (1, T, H·D)."""
         q, k, v = q[0], k[0], v[0]
-        if self.rope is not None: q, k = (rotate(each, *batch.ropes[self.rope]) for each in (q, k))
+        if self.rope is not None:
+            q, k = (rotate(each, *batch.ropes[self.rope]).contiguous() for each in (q, k))
         how = AttentionKind(self.rope, self.window, self.scale, self.config.softcap)
         return batch.attend(q, k, v, how).unsqueeze(0)
 

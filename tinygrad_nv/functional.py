@@ -10,9 +10,10 @@ model trains with flash attention, forward and backward, without a change (`meth
 over latents (MLA), `varlen_attention` is for sequences that lie one after the other, `fp8_attention` for
 operands of 8 bits with scales, `embedding` for rows of a table by number, `quant_matmul` for a quantised
 matrix, `scaled_matmul` for one whose codes are multiplied with codes of activations (W8A8, FP8),
-`sparse_matmul` for one that is 2:4 sparse, `route` and `grouped_matmul` for mixtures of experts: the modules
-of patterns/ with these names (decode/paged.py, decode/latent.py, attention/varlen.py, attention/fp8.py,
-scaled_gemm/named.py, and named.py of the others) define them.
+`sparse_matmul` for one that is 2:4 sparse, `dispatch` for mixtures of experts, made of `route`, `group_rows`,
+`grouped_matmul` and `grouped_outer`: the modules of patterns/ with these names (decode/paged.py,
+decode/latent.py, attention/varlen.py, attention/fp8.py, scaled_gemm/named.py, router/rows.py, grouped_gemm/,
+and named.py of the others) define them.
 """
 from __future__ import annotations
 
@@ -40,11 +41,14 @@ from tinygrad_nv.patterns.attention.varlen import varlen_attention
 from tinygrad_nv.patterns.decode.latent import latent_attention
 from tinygrad_nv.patterns.decode.paged import paged_attention
 from tinygrad_nv.patterns.embedding.named import embedding
+from tinygrad_nv.patterns.grouped_gemm.dispatch import Experts, dispatch
 from tinygrad_nv.patterns.grouped_gemm.named import grouped_matmul
+from tinygrad_nv.patterns.grouped_gemm.outer import grouped_outer
 from tinygrad_nv.patterns.kv_append.named import kv_append
 from tinygrad_nv.patterns.named import check_devices
 from tinygrad_nv.patterns.quant_gemm.named import prepared, prepared_for, quant_matmul
 from tinygrad_nv.patterns.router.named import Routing, route
+from tinygrad_nv.patterns.router.rows import group_rows
 from tinygrad_nv.patterns.scaled_gemm.named import has_kernel, scaled_matmul
 from tinygrad_nv.patterns.scaled_gemm.quantize import quantize
 from tinygrad_nv.patterns.sparse_gemm import named as sparse
@@ -56,11 +60,15 @@ from tinygrad_nv.tile.attention.spec import EVERY
 from tinygrad_nv.tile.router.spec import Policy
 
 __all__ = [
+    "Experts",
     "Policy",
     "Routing",
+    "dispatch",
     "embedding",
     "fp8_attention",
+    "group_rows",
     "grouped_matmul",
+    "grouped_outer",
     "kv_append",
     "latent_attention",
     "multiplies_codes",
