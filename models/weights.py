@@ -42,6 +42,7 @@ from .checkpoint import (
 from .config import ModelConfig
 from .feed_forward import MixtureOfExperts
 from .fused import apart
+from .latent import LatentAttention
 from .llama import Llama
 from .multimodal import language_entries
 from .quantised import Plan, fill, place, planned, projections, read_layer, require_zeros
@@ -210,6 +211,8 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
         except BaseException:
             readers.shutdown(cancel_futures=True)
             raise
+    for block in model.blocks:
+        if isinstance(block.attention, LatentAttention): block.attention.dequantize()
     return total
 
 
