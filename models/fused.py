@@ -33,11 +33,13 @@ DOWN, GATE_UP, BIAS = "down_proj", "gate_up_proj", "_bias"
 
 
 def apart(config: ModelConfig, entries: dict[str, TensorEntry], directory: Path) -> dict[str, TensorEntry]:
-    """The entries of a checkpoint with each expert's own; as they are where a family has no such tensors."""
+    """The entries of a checkpoint with each expert's own; as they are where a family has no such tensors, or
+    experts have their own."""
     moe, fused = config.moe, config.names.fused
     if moe is None or not fused: return entries
     prefixes = [f"model.layers.{i}.{config.names.expert.removesuffix('.{}')}"
                 for i, mixture in enumerate(moe.layers) if mixture]
+    if any(name.startswith(f"{prefix}.0.") for prefix in prefixes for name in entries): return entries
     shapes = _shapes(moe, config.hidden_size)
     quantised = (config.quantization or {}).get("quant_method") == "mxfp4"
     stored = {name: _packed(shape) if quantised and not name.endswith(BIAS) else {"": shape}

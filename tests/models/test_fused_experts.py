@@ -74,6 +74,26 @@ def test_every_code_and_scale():
         assert torch.equal(found, theirs[0].T), exponent
 
 
+def test_experts_that_have_tensors_of_their_own(tmp_path: Path, hf_model: Callable[[str], Path]):
+    """As others than transformers write them: the same parameters."""
+    source = hf_model("llama4")
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:
+        prefix, whole = name.rpartition(".")[0], tensors.pop(name)
+        for i, matrix in enumerate(whole.transpose(1, 2)):
+            parts = matrix.chunk(2) if "gate_up" in name else [matrix]
+            own = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
+            tensors |= {f"{prefix}.{i}.{one}.weight": part.contiguous()
+                        for one, part in zip(own, parts, strict=True)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    both = [Llama(read_config(directory), dtypes.float32, "CPU") for directory in (source, tmp_path)]
+    for model, directory in zip(both, (source, tmp_path), strict=True): weights.load(model, directory)
+    for name in ("gate_up", "down"):
+        first, second = (getattr(model.blocks[2].feed_forward, name).numpy() for model in both)
+        assert np.array_equal(first, second)
+
+
 def test_missing_and_misshapen_experts_are_listed(tmp_path: Path, hf_model: Callable[[str], Path]):
     source = hf_model("llama4")
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
