@@ -34,6 +34,7 @@ from .pickles import read_entries
 
 # Older checkpoints carry buffers that are recomputed, some of them masks of bool; they mean nothing.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
+EXPERT_BLOCKS = ("_blocks", "_scales")
 MAX_HEADER = 100 << 20  # the format's own limit
 SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # and those of quantised tensors, under their own names
@@ -256,6 +257,22 @@ def _with_sparse(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     return out
 
 
+def _with_experts(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Entries, blocks and scales of all experts as those of each (quant/readers/mxfp4.py)."""
+    out: dict[str, TensorEntry] = {}
+    for name, entry in entries.items():
+        prefix, there, last = name.rpartition(".experts.")
+        if not (there and last.endswith(EXPERT_BLOCKS) and "." not in last and entry.dtype == "U8"):
+            out[name] = entry
+            continue
+        (count, *shape), (path, offset) = entry.shape, entry.file_offset
+        for i in range(count):
+            own = f"{prefix}.experts.{i}.{last}"
+            out[own] = replace(entry, name=own, shape=tuple(shape),
+                               file_offset=(path, offset + i * math.prod(shape)))
+    return out
+
+
 def named(dtype: str) -> DType:
     """tinygrad's dtype of a name in `ITEM_BYTES`."""
     return {"float32": dtypes.float32, "float16": dtypes.float16, "bfloat16": dtypes.bfloat16}[dtype]
@@ -318,7 +335,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         elif index.is_file():
             for shard, names in _shards(index).items(): checkpoint.add(shard, names)
         else: continue
-        checkpoint.entries = _with_sparse(checkpoint.entries)
+        checkpoint.entries = _with_experts(_with_sparse(checkpoint.entries))
         return checkpoint
     raise WeightError(f"{directory} holds no weights",
                       "model.safetensors, or model.safetensors.index.json with its shards, or "

@@ -242,11 +242,7 @@ def parse_config(data: Mapping[str, Any], name: str = "config.json") -> ModelCon
         "qkv_bias": bias, "output_bias": bias, "windows": (None,) * layers, "dtype": config_dtype(raw, name),
         "eos_token_ids": token_ids(raw.get("eos_token_id"), f"{name}: eos_token_id"),
         "quantization": _quantization(raw, name)}
-    made = ModelConfig(**{**common, **settings})
-    if made.moe is not None and made.quantization is not None and not made.dequantises:
-        raise ModelError(f"{name}: a mixture of experts that is quantised", "weights of floats",
-                         "use the model as it was published, not quantised")
-    return made
+    return ModelConfig(**{**common, **settings})
 
 
 def _require_implemented(raw: Mapping[str, Any], honours: frozenset[str], name: str) -> None:

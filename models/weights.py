@@ -178,15 +178,14 @@ def _online_nbytes(config: ModelConfig, dtype: DType) -> int:
 
 def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | None = None,
          headless: bool = False) -> int:
-    """Fills every parameter of `model` from `directory`; returns bytes read. `headless`: logits are
-    not computed, and a head in the files is not read.
+    """Fills every parameter of `model` from `directory`; returns bytes read. `headless`: logits are not
+    computed, so the head in the files of a tied model may differ.
 
     `progress(done, total)` is called with bytes. Raises `WeightError` before anything is read if the
     checkpoint lacks tensors, and while reading if a file is shorter than its header says."""
     checkpoint = open_checkpoint(directory)
     entries = _without_draft_layers(model.config, language_entries(checkpoint.entries))
     checkpoint.entries = apart(model.config, entries, directory)
-    if headless: checkpoint.entries.pop(HEAD, None)
     plan = planned(model, checkpoint.entries, str(directory / "config.json"))
     wanted = {name: slot for name, slot in slots(model).items() if name not in plan.replaced}
     wanted |= {name: _whole(tensor) for name, tensor in plan.plain.items()}
@@ -196,7 +195,7 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
     require_zeros(plan, checkpoint.entries)
     if model.config.quantization is not None:
         model.cache_scales = read_cache_scales(model.config, checkpoint.entries)
-    if model.config.tied and HEAD in checkpoint.entries.keys() - plan.tensors:
+    if model.config.tied and not headless and HEAD in checkpoint.entries.keys() - plan.tensors:
         _require_tied(checkpoint, directory)
     with labelled("weights"):
         allocate_arena(list({id(slot.tensor): slot.tensor for slot in wanted.values()}.values()))
@@ -225,7 +224,7 @@ def _fill(model: Llama, plan: Plan, checkpoint: Checkpoint, readers: ThreadPoolE
     repacks one of the others, in this thread, another is read."""
     def size(number: int) -> int:
         return sum(checkpoint.entries[name].nbytes for name in plan.layers[number].tensors)
-    ahead: Future[list[Any]] | None = None
+    ahead: Future[Any] | None = None
     with opened(model, plan, checkpoint.entries) as kept, ThreadPoolExecutor(1) as reader:
         left: list[int] = []
         for number, parts in enumerate(kept.restored(readers)):

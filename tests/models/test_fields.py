@@ -104,7 +104,8 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 # tried of the families of multi-head latent attention
 LATENT_FIELDS: dict[str, dict[str, Any]] = {
-    "no q rank": {"q_lora_rank": None}, "other sizes": {"kv_lora_rank": 12, "v_head_dim": 10, "q_lora_rank": 9},
+    "no q rank": {"q_lora_rank": None},
+    "other sizes": {"kv_lora_rank": 12, "v_head_dim": 10, "q_lora_rank": 9},
     "halves": {"rope_interleave": False}, "interleaved is null": {"rope_interleave": None},
     "renormalised": {"norm_topk_prob": True}, "not renormalised": {"norm_topk_prob": False},
     "groups": {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from tinygrad_nv.tile.attention.spec import MOST_HEAD
-from tinygrad_nv.tile.decode.spec import DecodeSpec, Scales
+from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.expression import Position, walk
 
 
@@ -22,10 +22,8 @@ def divided(spec: DecodeSpec) -> DecodeSpec:
     if count == 1 or spec.heads > 1 or spec.sinks or spec.d_v % count or Position(1) in walk(spec.score):
         return spec
     width, (request, _, query), (to, _, of) = spec.d_v // count, spec.q.batch, spec.out.batch
-    def shared(scales: Scales | None) -> Scales | None:
-        return None if scales is None else replace(scales, head=0)
-
+    k_scale, v_scale = (None if each is None else replace(each, head=0)
+                        for each in (spec.k_scale, spec.v_scale))
     return replace(spec, heads=count, d_v=width, q=replace(spec.q, batch=(request, 0, query)),
                    k=replace(spec.k, head=0), v=replace(spec.v, head=width),
-                   out=replace(spec.out, batch=(to, width, of)),
-                   k_scale=shared(spec.k_scale), v_scale=shared(spec.v_scale))
+                   out=replace(spec.out, batch=(to, width, of)), k_scale=k_scale, v_scale=v_scale)
