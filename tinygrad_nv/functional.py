@@ -38,7 +38,7 @@ from tinygrad_nv.patterns.attention.fp8 import fp8_attention
 from tinygrad_nv.patterns.attention.named import (
     FlashAttention,
     attend,
-    log_sums,
+    lse_of,
     scores,
     sums,
     sunk,
@@ -140,7 +140,7 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
         masks = () if given.mask is None else (given.mask,)
         s = scores(what, sums(given.q, given.k), query.shape[-1], *masks)
         out = weighted(what, s, given.q, given.v, bool(masks), dropout_p)
-        return (out if sinks is None else sunk(out, log_sums(s), sinks)).reshape(given.shape)
+        return (out if sinks is None else sunk(out, lse_of(s), sinks)).reshape(given.shape)
     if scale is softcap is window is sinks is None:
         return query.scaled_dot_product_attention(key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     raise SpecError("scale, softcap, window or sinks with symbolic extents, or with a mask that enlarges the "
