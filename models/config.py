@@ -108,12 +108,6 @@ class ModelConfig:
         return tuple(None if each is None else self.distinct_ropes.index(each) for each in self.ropes)
 
     @property
-    def dequantises(self) -> bool:
-        """Whether quantised weights become floats as they are read: MXFP4 of experts, of nothing else."""
-        method = None if self.quantization is None else self.quantization["quant_method"]
-        return method == "mxfp4" and bool(self.names.fused)
-
-    @property
     def kv_shape(self) -> KVShape:
         """What the cache holds of a token in one layer."""
         if self.latent is not None: return KVShape(1, self.latent.width, 0)

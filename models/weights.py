@@ -155,7 +155,7 @@ def stored_dtype(directory: Path) -> str:
 def nbytes(config: ModelConfig, dtype: DType, directory: Path) -> int:
     """Bytes of all parameters in memory: quantised ones as they are stored, the others in `dtype`, sparse
     ones with their zeros."""
-    if config.quantization is None or config.dequantises: return config.parameters * dtype.itemsize
+    if config.quantization is None: return config.parameters * dtype.itemsize
     if config.quantization["quant_method"] == ONLINE: return _online_nbytes(config, dtype)
     # blocks of a tied embedding are listed twice
     found = language_entries(open_checkpoint(directory).entries)
