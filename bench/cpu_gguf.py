@@ -229,8 +229,10 @@ def main() -> None:
     if arguments.work:
         serve(WORK[arguments.work](str(arguments.files[0]), arguments))
         return
-    results = [compare(path, arguments) for path in arguments.files]
-    if arguments.save:
+    results = []
+    for path in arguments.files:
+        results.append(compare(path, arguments))
+        if not arguments.save: continue
         save(arguments.save, {"tokens": arguments.tokens, "prompt": arguments.prompt,
                               "cpu_time": arguments.cpu_time, "dtype": arguments.dtype, "results": results})
 

@@ -19,7 +19,8 @@ from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.quantised_experts import names_of
 
 SIZES = {"vocab_size": 320, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 256, "num_experts_per_tok": 2}
+         "num_key_value_heads": 2, "max_position_embeddings": 256, "num_experts_per_tok": 2,
+         "initializer_range": 0.1}
 FAMILIES = {
     "mixtral": ("Mixtral", {"num_local_experts": 5, "intermediate_size": 192}),
     "qwen2-moe": ("Qwen2Moe", {"num_experts": 6, "moe_intermediate_size": 64, "intermediate_size": 128,
