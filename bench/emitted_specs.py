@@ -150,6 +150,16 @@ def decode(batch: int = 4, heads: int = 2, group: int = 4, s_q: int = 1, d: int 
                       score=score, **more)
 
 
+def latent(batch: int = 4, heads: int = 16, s_q: int = 1, rank: int = 512, rope: int = 64,
+           page_size: int = 16, pages: int = 256, dtype: DType = BF16, **more: Any) -> DecodeSpec:
+    """An absorbed attention over latents: one key head, whose values are the last elements of its keys."""
+    d = rope + rank
+    q, out = (rows(dtype, (batch, 1, heads, s_q), width, turned=True) for width in (d, rank))
+    keys = Pages(dtype, page_size * d, d, d)
+    return DecodeSpec(batch, 1, heads, s_q, d, rank, page_size, pages, q, keys, replace(keys, offset=rope),
+                      out, score=Sum() * (1 / math.sqrt(d)), **more)
+
+
 def append(dtype: DType = BF16, kv: DType | None = None, half: int = 32, q_heads: int = 8, table: bool = True,
            d: int = 64, new: int = 1, angles: DType = F32, **rope: Any) -> AppendSpec:
     """An append of `new` tokens to each of 4 requests."""

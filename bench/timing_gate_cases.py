@@ -36,6 +36,8 @@ from tinygrad_nv.tile.attention.spec import Band
 from tinygrad_nv.tile.embedding.spec import EmbeddingSpec, Tokens
 from tinygrad_nv.tile.gemm.analytic import analytic
 from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
+from tinygrad_nv.tile.router.spec import Policy, RouterSpec
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU, AnyTemplate
@@ -44,6 +46,14 @@ from tinygrad_nv.tile.templates import TABLE
 GPU_NAME, HOPPER = "h100", GPU("sm_90a", 132)
 CAUSAL, WINDOW = Band(None, 0), Band(-1023, 0)
 HEADS: dict[str, Any] = {"batch": 2, "heads": 4, "group": 4}
+
+
+def expert_rows(groups: int, tokens: int, rows: int, n: int, k: int, activation: str = "") -> GroupedGemmSpec:
+    """Rows of tokens by the first matrices of experts; without tokens in order, weighted and scattered."""
+    if tokens: return GroupedGemmSpec(groups, rows, n, k, BF16, tokens, rows // tokens, activation=activation)
+    return GroupedGemmSpec(groups, rows, n, k, BF16, scatter=True, weighted=True)
+
+
 SPECS: dict[str, dict[str, Any]] = {
     "wgmma": {
         "bf16": matmul(4096, 4096, 4096), "16 rows": matmul(16, 4096, 4096),
@@ -92,7 +102,14 @@ SPECS: dict[str, dict[str, Any]] = {
     "embedding": {"bf16": EmbeddingSpec(128256, 4096, BF16, Tokens(dtypes.int32, (4, 1024), (1024, 1)))},
     "threshold": {"top-k": FilterSpec(16, 32000, Number.top_k, counted=True),
                   "top-p *": FilterSpec(16, 128256, Number.top_p)},
-    "choice": {"draw": ChoiceSpec(16, 32000)}, "count": {"16 tokens": CountSpec(16, 16, 32000)}}
+    "choice": {"draw": ChoiceSpec(16, 32000)}, "count": {"16 tokens": CountSpec(16, 16, 32000)},
+    "router": {"8 of 128": RouterSpec(16, 128, Policy(8, renormalize=True), BF16),
+               "4096 tokens *": RouterSpec(4096, 128, Policy(8, renormalize=True), BF16),
+               "groups *": RouterSpec(16, 256, Policy(8, "sigmoid", True, 2.5, 8, 4), F32, biased=True)},
+    "grouped_gemv": {"gate and up": expert_rows(8, 1, 8, 4096, 1024, activation="silu"),
+                     "8 rows a group *": expert_rows(8, 8, 64, 2048, 4096)},
+    "grouped_wgmma": {"gate and up": expert_rows(4, 256, 512, 2048, 1024, activation="silu")},
+    "grouped_mma": {"down": expert_rows(4, 0, 512, 1024, 1024)}}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Protocol: `attention(x, batch, cache)` with x (B, T, hidden). Without a cache the sequences are whole
 (training, scoring); a `DenseBatch` with a cache appends to it and attends to all of it; a `PagedBatch` has
-many sequences in pages (paged.py).
+many sequences in pages (paged.py), a `PackedBatch` many whole ones, one after the other (packed.py).
 """
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from tinygrad_nv.tile.gemm.spec import FLOAT16S
 
 from .config import ModelConfig
 from .dense import DenseBatch, Position
-from .layers import Linear, RMSNorm
+from .layers import Linear, RMSNorm, StoredLinear
+from .packed import PackedBatch
 from .paged import AttentionKind, PagedBatch, appended
 
-Cache: TypeAlias = tuple[Tensor, Tensor] | LayerPages    # of one layer
+Cache: TypeAlias = tuple[Tensor, ...] | LayerPages    # of one layer
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -63,6 +64,20 @@ class Attention:
             widths = (config.head_dim,) * 2 if config.qk_norm == "head" else (q, kv)
             self.q_norm, self.k_norm = (RMSNorm(width, config, dtype, device) for width in widths)
 
+    @property
+    def linears(self) -> list[StoredLinear]:
+        """Its matrices as a checkpoint stores them."""
+        c, names = self.config, self.config.names
+        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        return [(self.qkv, names.qkv, (q, kv, kv)), (self.output, (names.output,), (c.hidden_size,))]
+
+    @property
+    def norms(self) -> dict[str, RMSNorm]:
+        """Its norms by their names in a checkpoint."""
+        names = self.config.names
+        both = {names.q_norm: self.q_norm, names.k_norm: self.k_norm}
+        return {name: norm for name, norm in both.items() if norm is not None}
+
     def split(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q|k|v (B, T, (H + 2 H_kv) D) as heads (B, T, H, D), q and k normalised where the model does so."""
         c, (B, T, _) = self.config, heads.shape
@@ -92,7 +107,7 @@ class Attention:
         return q.contiguous(), k, v
 
     def append(self, x: Tensor, batch: DenseBatch,
-               cache: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+               cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated q (B, H, T, D); keys and values (B, H_kv, start + T, D), those of x in the cache too."""
         start, end = batch.start, batch.start + x.shape[1]
         if batch.lengths is not None and takes_kv_append(x):
@@ -136,11 +151,22 @@ class Attention:
                                            scale=self.config.attention_scale, softcap=self.config.softcap)
         return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
 
-    def __call__(self, x: Tensor, batch: DenseBatch | PagedBatch, cache: Cache | None) -> Tensor:
+    def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> Tensor:
+        """Attention of heads (1, T, H, D) over sequences that lie one after the other: (1, T, H·D)."""
+        q, k, v = q[0], k[0], v[0]
+        if self.rope is not None:
+            q, k = (rotate(each, *batch.ropes[self.rope]).contiguous() for each in (q, k))
+        how = AttentionKind(self.rope, self.window, self.scale, self.config.softcap)
+        return batch.attend(q, k, v, how).unsqueeze(0)
+
+    def __call__(self, x: Tensor, batch: DenseBatch | PagedBatch | PackedBatch,
+                 cache: Cache | None) -> Tensor:
         if isinstance(batch, PagedBatch):
             assert isinstance(cache, LayerPages)
             how = AttentionKind(self.rope, self.window, self.scale, self.config.softcap)
             return self.output(batch.attend(*self.split(self.qkv(x).contiguous()), cache, how))
+        if isinstance(batch, PackedBatch):
+            return self.output(self.attend_packed(*self.split(self.qkv(x).contiguous()), batch))
         if cache is not None:
             assert isinstance(cache, tuple)
             return self.output(self.attend(*self.append(x, batch, cache), batch.start, True))

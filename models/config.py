@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from tinygrad_nv.errors import ModelError
+from tinygrad_nv.kvcache.shape import KVShape
 from tinygrad_nv.quant.gguf.split import open_gguf
 from tinygrad_nv.quant.readers.reader import require_known
 
 from . import gguf
 from .families import FAMILIES
+from .families.bert import ENCODERS
 from .fields import Fields, activation
+from .latent_config import LatentConfig
 from .moe_config import MoEConfig
 from .multimodal import language_config
 from .names import LLAMA_NAMES, Names
@@ -47,8 +50,9 @@ class ModelConfig:
     rounded. `qk_norm` normalises queries and keys, each "head" or "all" heads together. Scores are
     multiplied by `attention_scale` (1/√D) and become cap · tanh(s / cap) with `softcap`, logits with
     `logit_softcap`, after they were divided by `logit_divisor`. What a layer adds to its input is
-    multiplied by `residual_scale`. `output_bias` is the bias of the attention's output projection,
-    `quantization` the quantization_config.
+    multiplied by `residual_scale`. With `latent` keys and values are computed of latents, and `head_dim` is
+    that of queries. A checkpoint's `draft_layers` after the others are not read. `output_bias` is the bias of
+    the attention's output projection, `quantization` the quantization_config.
     """
     architecture: str
     vocab_size: int
@@ -77,6 +81,8 @@ class ModelConfig:
     logit_softcap: float | None = None
     windows: tuple[int | None, ...] = ()
     moe: MoEConfig | None = None
+    latent: LatentConfig | None = None
+    draft_layers: int = 0
     names: Names = LLAMA_NAMES
     dtype: str | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -93,37 +99,64 @@ class ModelConfig:
         return tuple(None if each is None else self.distinct_ropes.index(each) for each in self.ropes)
 
     @property
+    def kv_shape(self) -> KVShape:
+        """What the cache holds of a token in one layer."""
+        if self.latent is not None: return KVShape(1, self.latent.width, 0)
+        return KVShape(self.num_kv_heads, self.head_dim, self.head_dim)
+
+    @property
+    def attention_width(self) -> int:
+        """Elements of a token's queries, keys and values in one layer."""
+        if self.latent is None: return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        # queries, absorbed ones and what is weighted; the cache's vector
+        each = self.latent.head + self.latent.width + self.latent.rank
+        return self.num_heads * each + self.latent.width
+
+    @property
+    def _attention_parameters(self) -> int:
+        """Of one layer."""
+        if self.latent is not None:
+            made = self.latent.parameters(self.hidden_size, self.num_heads)
+            return made + self.hidden_size * (self.num_heads * self.latent.value + self.output_bias)
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        made = self.hidden_size * (2 * q + 2 * kv + self.output_bias) + (q + 2 * kv) * self.qkv_bias
+        return made + {"": 0, "head": 2 * self.head_dim, "all": q + kv}[self.qk_norm]
+
+    @property
     def parameters(self) -> int:
         """Number of parameters, tied ones counted once."""
-        q, kv, names = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.names
-        layer = self.hidden_size * (2 * q + 2 * kv + len(names.norms))
-        layer += (q + 2 * kv) * self.qkv_bias + self.hidden_size * self.output_bias
-        layer += {"": 0, "head": 2 * self.head_dim, "all": q + kv}[self.qk_norm]
+        layer = self._attention_parameters + self.hidden_size * len(self.names.norms)
         dense = 3 * self.hidden_size * self.intermediate_size
         dense += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
         mixtures = 0 if self.moe is None else sum(self.moe.layers)
         made = self.num_layers * layer + (self.num_layers - mixtures) * dense
-        if self.moe is not None: made += mixtures * self.moe.parameters(self.hidden_size)
+        if self.moe is not None:
+            made += mixtures * self.moe.parameters(self.hidden_size)
+            shared = 2 * self.moe.shared_width + self.hidden_size if self.moe.shared_width else 0
+            made += mixtures * shared * self.mlp_bias
         return made + self.hidden_size * (self.vocab_size * (2 - self.tied) + 1)
 
-    @property
-    def inactive_parameters(self) -> int:
-        """Of the experts that a token does not have."""
-        return 0 if self.moe is None else sum(self.moe.layers) * self.moe.inactive(self.hidden_size)
+    def inactive_parameters(self, tokens: int = 1) -> int:
+        """Expected parameters of experts that none of `tokens` tokens has."""
+        if self.moe is None: return 0
+        return round(sum(self.moe.layers) * self.moe.inactive(self.hidden_size, tokens))
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from `path`. Raises `ModelError` with the file and the position of an error."""
-    try: data = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(data := read_json_value(path), dict): return data
+    raise ModelError(f"{path} holds a {type(data).__name__}", "a JSON object", "download the file again")
+
+
+def read_json_value(path: Path) -> Any:
+    """Any JSON value from `path`. Raises `ModelError`."""
+    try: return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} cannot be read: {error}", "a readable UTF-8 text file",
                          "check its permissions, or download the file again") from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {error}", "a JSON object",
                          "download the file again") from error
-    if not isinstance(data, dict):
-        raise ModelError(f"{path} holds a {type(data).__name__}", "a JSON object", "download the file again")
-    return data
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -168,10 +201,11 @@ def parse_config(data: Mapping[str, Any], name: str = "config.json") -> ModelCon
     _require_implemented(raw, family.honours, name)
     f = Fields(raw, name)
     hidden, heads = f.positive("hidden_size"), f.positive("num_attention_heads")
-    if raw.get("head_dim") is None and hidden % heads:
+    key = family.head_dim
+    if raw.get(key) is None and hidden % heads:
         raise ModelError(f"{name}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}",
-                         "a multiple, or an explicit head_dim")
-    head_dim = f.positive("head_dim") if raw.get("head_dim") is not None else hidden // heads
+                         f"a multiple, or an explicit {key}")
+    head_dim = f.positive(key) if raw.get(key) is not None else hidden // heads
     kv_heads = heads if raw.get("num_key_value_heads") is None else f.positive("num_key_value_heads")
     if heads % kv_heads:
         raise ModelError(f"{name}: num_attention_heads {heads} is not a multiple of "
@@ -189,7 +223,7 @@ def parse_config(data: Mapping[str, Any], name: str = "config.json") -> ModelCon
         "norm_eps": Fields({"rms_norm_eps": 1e-6, **raw}, name).number("rms_norm_eps"),
         "activation": settings.get("activation") or activation(f, "hidden_act"),
         "tied": f.flag("tie_word_embeddings"),
-        "qkv_bias": bias, "output_bias": bias, "windows": (None,) * layers, "dtype": _dtype(raw, name),
+        "qkv_bias": bias, "output_bias": bias, "windows": (None,) * layers, "dtype": config_dtype(raw, name),
         "eos_token_ids": token_ids(raw.get("eos_token_id"), f"{name}: eos_token_id"),
         "quantization": _quantization(raw, name)}
     made = ModelConfig(**{**common, **settings})
@@ -235,12 +269,13 @@ def _architecture(data: Mapping[str, Any], name: str) -> str:
                          "use a causal language model saved by transformers")
     if (known := next((a for a in listed if isinstance(a, str) and a in FAMILIES), None)) is None:
         raise ModelError(f"{name}: architecture {', '.join(map(str, listed))} is not supported",
-                         f"one of: {have}",
+                         f"one of: {have}; of embedding models: {', '.join(ENCODERS)}",
                          "convert the model to one of these, or add it (see CONTRIBUTING.md)")
     return known
 
 
-def _dtype(raw: Mapping[str, Any], name: str) -> str | None:
+def config_dtype(raw: Mapping[str, Any], name: str) -> str | None:
+    """The dtype of config.json, None where it names none. Raises `ModelError`."""
     if not (given := raw.get("dtype") or raw.get("torch_dtype")): return None
     dtype = str(given).removeprefix("torch.")
     if dtype not in DTYPES:

@@ -15,20 +15,22 @@ Position: TypeAlias = int | UOp
 
 @dataclass(frozen=True)
 class DenseKVCache:
-    """Keys and values of every layer: two tensors of shape (B, H_kv, capacity, D) each.
+    """Keys and values of every layer: two tensors of shape (B, H_kv, capacity, D) each, or one (latents).
 
     Uninitialised: attention reads [0, end) only, and everything before `end` has been written. A CPU
     therefore holds pages in memory as they are used.
     """
-    layers: tuple[tuple[Tensor, Tensor], ...]
+    layers: tuple[tuple[Tensor, ...], ...]
 
     @staticmethod
     def create(config: ModelConfig, capacity: int, dtype: DType, batch: int = 1,
                device: str | None = None) -> DenseKVCache:
         """A cache for `capacity` tokens in each of `batch` sequences."""
-        shape = (batch, config.num_kv_heads, capacity, config.head_dim)
-        def created() -> Tensor: return Tensor.empty(*shape, dtype=dtype, device=device)
-        return DenseKVCache(tuple((created(), created()) for _ in range(config.num_layers)))
+        shape = config.kv_shape
+        def created() -> tuple[Tensor, ...]:
+            return tuple(Tensor.empty(batch, shape.heads, capacity, width, dtype=dtype, device=device)
+                         for width in (shape.keys, shape.values) if width)
+        return DenseKVCache(tuple(created() for _ in range(config.num_layers)))
 
     @property
     def tensors(self) -> list[Tensor]:

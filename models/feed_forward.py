@@ -7,7 +7,7 @@ of a token are added. No extent depends on the routing, so a captured step serve
 """
 from __future__ import annotations
 
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv.functional import grouped_matmul, route
@@ -52,6 +52,8 @@ class MixtureOfExperts:
         self.down = empty(moe.experts * hidden, moe.width)
         self.shared = FeedForward(config, moe.shared_width, dtype, device) if moe.shared_width else None
         self.shared_gate = empty(1, hidden) if moe.shared_gate else None
+        self.choice_bias: Tensor | None = None
+        if moe.choice_bias: self.choice_bias = Tensor.empty(moe.experts, dtype=dtypes.float32, device=device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (B, T, hidden)."""
@@ -66,7 +68,8 @@ class MixtureOfExperts:
     def routed(self, x: Tensor) -> Tensor:
         """What the experts add for tokens (T, hidden)."""
         moe, (tokens, hidden) = self.moe, x.shape
-        routing = route(x.linear(self.router.T).contiguous(), moe.policy)
+        rows, router = (x.float(), self.router.float()) if moe.exact_router else (x, self.router)
+        routing = route(rows.linear(router.T).contiguous(), moe.policy, self.choice_bias)
         gate_up = self.gate_up.reshape(moe.experts, 2 * moe.width, hidden)
         inner = grouped_matmul(x, gate_up, routing.offsets, routing.order, gather=moe.policy.k,
                                activation=self.activation)

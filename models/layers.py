@@ -1,6 +1,8 @@
 """Layers that networks share: linear layers, quantised or not, and RMSNorm."""
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from tinygrad import Tensor
 from tinygrad.dtype import DType
 
@@ -37,6 +39,10 @@ def multiply(x: Tensor, weight: QWeight | SparseWeight | Tensor, bias: Tensor | 
     codes, scales = quantize(x, how.element, how.scale, weight.input_scale)
     if isinstance(weight, SparseWeight): return sparse_matmul(codes, weight.matrix, bias, scales, x.dtype)
     return scaled_matmul(codes, scales, weight.matrix, bias, x.dtype)
+
+
+# a matrix, the names of its parts in a checkpoint, from the top, and the rows of each
+StoredLinear: TypeAlias = tuple[Linear, tuple[str, ...], tuple[int, ...]]
 
 
 class RMSNorm:

@@ -16,6 +16,7 @@ Numerics are those of transformers: RMSNorm and softmax in float32, everything e
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -34,7 +35,9 @@ from .config import ModelConfig
 from .dense import DenseBatch, DenseKVCache, Position
 from .embedding import quantised_rows
 from .feed_forward import FeedForward, MixtureOfExperts
+from .latent import LatentAttention
 from .layers import RMSNorm, multiply
+from .packed import PackedBatch
 from .paged import PagedBatch, RopeTables
 from .rope import tables
 
@@ -47,7 +50,9 @@ class Block:
         def norm(name: str) -> RMSNorm | None:
             return RMSNorm(config.hidden_size, config, dtype, device) if name else None
         self.config, names = config, config.names
-        self.attention = Attention(config, index, dtype, device)
+        self.attention: Attention | LatentAttention
+        if config.latent is None: self.attention = Attention(config, index, dtype, device)
+        else: self.attention = LatentAttention(config, config.latent, index, dtype, device)
         self.feed_forward: FeedForward | MixtureOfExperts
         if (moe := config.moe) is not None and moe.layers[index]:
             self.feed_forward = MixtureOfExperts(config, moe, dtype, device)
@@ -63,7 +68,8 @@ class Block:
         scale = self.config.residual_scale
         return x + (made if scale == 1 else made * scale)
 
-    def __call__(self, x: Tensor, batch: DenseBatch | PagedBatch, cache: Cache | None) -> Tensor:
+    def __call__(self, x: Tensor, batch: DenseBatch | PagedBatch | PackedBatch,
+                 cache: Cache | None) -> Tensor:
         with layer("attention"):
             h = x if self.attention_norm is None else self.attention_norm(x)
             x = self.added(x, self.attention(h, batch, cache), self.attention_post_norm)
@@ -130,6 +136,13 @@ class Llama:
             with layer(f"layers.{i}"): x = block(x, batch, cache.layers[i] if cache else None)
         with layer("norm"): return self.norm(x)
 
+    def hidden_packed(self, tokens: Tensor, batch: PackedBatch) -> Tensor:
+        """The last layer's normalised output, (T, hidden), for tokens (T,) of the sequences in `batch`."""
+        x = self.embedded(tokens.reshape(1, -1))
+        for i, block in enumerate(self.blocks):
+            with layer(f"layers.{i}"): x = block(x, batch, None)
+        with layer("norm"): return self.norm(x)[0]
+
     def logits(self, x: Tensor) -> Tensor:
         """Of normalised outputs of the last layer."""
         c, made = self.config, multiply(x, self.head if self.quantised_head is None else self.quantised_head)
@@ -151,13 +164,15 @@ class Llama:
         with layer("head"):
             return self.logits(row).float().reshape(tokens.shape[0], self.config.vocab_size)
 
-    def step_paged(self, tokens: Tensor, batch: PagedBatch, cache: PagedCache,
+    def step_paged(self, tokens: Tensor, batch: PagedBatch | Sequence[PagedBatch], cache: PagedCache,
                    logits_indices: Tensor | None = None) -> Tensor:
         """Appends tokens (T,) of the sequences in `batch` to their pages; float32 logits (R, vocab) of the
-        tokens `logits_indices`, int32 (R,), or of all."""
+        tokens `logits_indices`, int32 (R,), or of all. Several batches: one for each group of layers of the
+        cache, with its block tables."""
+        batches = (batch,) if isinstance(batch, PagedBatch) else batch
         x = self.embedded(tokens.reshape(1, -1))
         for i, block in enumerate(self.blocks):
-            with layer(f"layers.{i}"): x = block(x, batch, cache.layers[i])
+            with layer(f"layers.{i}"): x = block(x, batches[cache.group(i)], cache.layers[i])
         with layer("norm"):
             if logits_indices is not None: x = embedding(x[0], logits_indices).unsqueeze(0).contiguous()
             x = self.norm(x)

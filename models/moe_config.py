@@ -14,32 +14,50 @@ from .fields import Fields
 class MoEConfig:
     """`experts` of `width` columns between gate | up and down, in the layers that `layers` says; `policy`
     chooses them. `shared_width` is that of the expert that every token has, 0 for none; with `shared_gate`
-    it is multiplied with the sigmoid of a logit."""
+    it is multiplied with the sigmoid of a logit. `choice_bias`: scores have a bias where experts are chosen;
+    `exact_router`: logits are computed in float32."""
     experts: int
     width: int
     policy: Policy
     layers: tuple[bool, ...]
     shared_width: int = 0
     shared_gate: bool = False
+    choice_bias: bool = False
+    exact_router: bool = False
 
     def parameters(self, hidden: int) -> int:
         """Of one layer."""
-        return hidden * (self.experts * (3 * self.width + 1) + 3 * self.shared_width + self.shared_gate)
+        made = hidden * (self.experts * (3 * self.width + 1) + 3 * self.shared_width + self.shared_gate)
+        return made + self.experts * self.choice_bias
 
-    def inactive(self, hidden: int) -> int:
-        """Parameters of one layer's experts that a token does not have."""
-        return 3 * hidden * self.width * (self.experts - self.policy.k)
+    def activation_bytes(self, hidden: int, itemsize: int) -> int:
+        """Bytes of one token's activations in a layer: for each of its experts a row of act(gate) · up and
+        one that down makes, and the shared expert's. They exist once, as kernels read tokens' rows where they
+        lie. Of all experts there are float32 logits and scores only."""
+        rows = self.policy.k * (self.width + hidden) + 3 * self.shared_width + hidden
+        return rows * itemsize + 2 * self.experts * 4
+
+    def distinct(self, tokens: int) -> float:
+        """Expected number of distinct experts of `tokens` tokens in a layer, where each expert is as likely
+        as any other: all tokens miss one with probability (1 - k / experts) ^ tokens."""
+        return self.experts * (1 - (1 - self.policy.k / self.experts) ** tokens)
+
+    def inactive(self, hidden: int, tokens: int = 1) -> float:
+        """Expected parameters of one layer's experts that none of `tokens` tokens has."""
+        return 3 * hidden * self.width * (self.experts - self.distinct(tokens))
 
 
 COUNTS = ("num_local_experts", "num_experts")     # transformers takes either
 
 
 def moe_config(f: Fields, default: int, width: str, layers: Sequence[bool], shared_width: int = 0,
-               shared_gate: bool = False, renormalize: bool = True) -> MoEConfig:
-    """Of `default` experts where the file says no number, and the key of their width. Raises `ModelError`."""
-    counts = {f.positive(key) for key in COUNTS if f.get(key) is not None} or {default}
+               shared_gate: bool = False, renormalize: bool = True,
+               keys: tuple[str, ...] = COUNTS) -> MoEConfig:
+    """Of `default` experts where the file says no number under `keys`, and the key of their width. Raises
+    `ModelError`."""
+    counts = {f.positive(key) for key in keys if f.get(key) is not None} or {default}
     if len(counts) > 1:
-        raise ModelError(f"{f.name}: num_local_experts is {f.get(COUNTS[0])}, num_experts {f.get(COUNTS[1])}",
+        raise ModelError(f"{f.name}: " + ", ".join(f"{key} is {f.get(key)}" for key in keys),
                          "one number of experts", "correct the file, or download it again")
     count, k = counts.pop(), f.positive("num_experts_per_tok")
     try: policy = Policy(k, renormalize=renormalize)

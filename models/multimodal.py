@@ -39,7 +39,10 @@ def language_config(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def language_entries(entries: dict[str, T]) -> dict[str, T]:
-    """The language model's tensors by the names they have in one without other parts."""
+    """The language model's tensors by the names they have in a causal language model without other parts."""
+    if "embed_tokens.weight" in entries:    # of a model without its head, as embedding models are saved
+        return {name if name == "lm_head.weight" else f"model.{name}": entry
+                for name, entry in entries.items()}
     if not any(name.startswith(prefix) for name in entries for prefix in PREFIXES if prefix != "lm_head."):
         return entries
     return {PREFIXES[prefix] + name.removeprefix(prefix): entry for name, entry in entries.items()

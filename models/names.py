@@ -19,6 +19,7 @@ class Names:
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"
+    choice_bias: str = "mlp.gate.e_score_correction_bias"
     expert: str = "mlp.experts.{}"
     expert_matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared_expert: str = "mlp.shared_expert"

@@ -68,6 +68,7 @@ class PagedBatch:
         """Appends k and v (1, T, H_kv, D) to the pages, and returns attention of q (1, T, H, D)
         over them: (1, T, H·D)."""
         # new Tensors over the same storage, so that reads depend on the appends
+        assert pages.values is not None
         keys, values = Tensor(pages.keys.uop), Tensor(pages.values.uop)
         rope = None if how.rope is None else self.ropes[how.rope]
         queries, first = [], 0

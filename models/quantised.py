@@ -95,10 +95,7 @@ class Plan:
 def projections(model: Llama, layer: int) -> list[Projection]:
     """Those of a layer, neighbours of a `Linear` one after the other."""
     c, made, block = model.config, list[Projection](), model.blocks[layer]
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    attention, half, names = block.attention, block.feed_forward, c.names
-    linears: list[tuple[Linear, tuple[str, ...], tuple[int, ...]]] = [
-        (attention.qkv, names.qkv, (q, kv, kv)), (attention.output, (names.output,), (c.hidden_size,))]
+    half, names, linears = block.feed_forward, c.names, block.attention.linears
     gate_up, down = names.gate_up, names.down
     if isinstance(half, MixtureOfExperts):
         dense, (gate, up, down) = half.shared, (f"{names.shared_expert}.{x}" for x in names.expert_matrices)

@@ -82,7 +82,7 @@ def slots(model: Llama) -> dict[str, WeightSlice]:
                            (names.attention_post_norm, block.attention_post_norm),
                            (names.feed_forward_norm, block.feed_forward_norm),
                            (names.feed_forward_post_norm, block.feed_forward_post_norm),
-                           (names.q_norm, attention.q_norm), (names.k_norm, attention.k_norm)):
+                           *attention.norms.items()):
             if norm is not None: out[f"{layer}.{name}.weight"] = _whole(norm.weight)
         if isinstance(block.feed_forward, MixtureOfExperts): out |= _experts(model, i, block.feed_forward)
         for each in projections(model, i):
@@ -97,6 +97,7 @@ def _experts(model: Llama, layer: int, block: MixtureOfExperts) -> dict[str, Wei
     names, prefix, width, hidden = (model.config.names, f"model.layers.{layer}", block.moe.width,
                                     model.config.hidden_size)
     out = {f"{prefix}.{names.router}.weight": _whole(block.router)}
+    if block.choice_bias is not None: out[f"{prefix}.{names.choice_bias}"] = _whole(block.choice_bias)
     if block.shared_gate is not None:
         out[f"{prefix}.{names.shared_expert}_gate.weight"] = _whole(block.shared_gate)
     gate, up, down = names.expert_matrices
@@ -166,13 +167,16 @@ def _online_nbytes(config: ModelConfig, dtype: DType) -> int:
     return made
 
 
-def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | None = None) -> int:
-    """Fills every parameter of `model` from `directory`; returns bytes read.
+def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | None = None,
+         headless: bool = False) -> int:
+    """Fills every parameter of `model` from `directory`; returns bytes read. `headless`: logits are
+    not computed, and a head in the files is not read.
 
     `progress(done, total)` is called with bytes. Raises `WeightError` before anything is read if the
     checkpoint lacks tensors, and while reading if a file is shorter than its header says."""
     checkpoint = open_checkpoint(directory)
-    checkpoint.entries = language_entries(checkpoint.entries)
+    checkpoint.entries = _without_draft_layers(model.config, language_entries(checkpoint.entries))
+    if headless: checkpoint.entries.pop(HEAD, None)
     plan = planned(model, checkpoint.entries, str(directory / "config.json"))
     wanted = {name: slot for name, slot in slots(model).items() if name not in plan.replaced}
     wanted |= {name: _whole(tensor) for name, tensor in plan.plain.items()}
@@ -198,6 +202,12 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
             readers.shutdown(cancel_futures=True)
             raise
     return total
+
+
+def _without_draft_layers(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Without layers that predict further tokens (MTP), which stand after the others and are not read."""
+    after = tuple(f"model.layers.{config.num_layers + i}." for i in range(config.draft_layers))
+    return {name: entry for name, entry in entries.items() if not name.startswith(after)}
 
 
 def _fill(model: Llama, plan: Plan, checkpoint: Checkpoint, readers: ThreadPoolExecutor) -> Iterator[int]:
@@ -246,6 +256,22 @@ def _elements(checkpoint: Checkpoint, entry: TensorEntry, begin: int, end: int) 
     allocate(elements)
     checkpoint.read_into(entry, begin, end, elements, 0)
     return read(elements, np.dtype(f"u{ITEM_BYTES[entry.dtype]}")).copy()   # the memory goes with the tensor
+
+
+def fill_slots(checkpoint: Checkpoint, wanted: Mapping[str, WeightSlice],
+               progress: Callable[[int, int], None] | None = None) -> int:
+    """Reads the tensors of `wanted`, which are allocated, into their slots; returns bytes read."""
+    total, done = sum(checkpoint.entries[name].nbytes for name in wanted), 0
+    with ThreadPoolExecutor(READERS) as readers:
+        reading = [readers.submit(_read, checkpoint, *chunk) for chunk in _chunks(wanted, checkpoint.entries)]
+        try:
+            for future in as_completed(reading):
+                done += future.result()
+                if progress is not None: progress(done, total)
+        except BaseException:
+            readers.shutdown(cancel_futures=True)
+            raise
+    return total
 
 
 def _chunks(wanted: Mapping[str, WeightSlice],

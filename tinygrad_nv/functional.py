@@ -6,13 +6,14 @@
 Tensor method of that name is the same function: `q.scaled_dot_product_attention(k, v, is_causal=True)` of any
 model trains with flash attention, forward and backward, without a change (`method`).
 
-`kv_append` and `paged_attention` are a decoder's steps over keys and values in pages, `varlen_attention` is
-for sequences that lie one after the other, `fp8_attention` for operands of 8 bits with scales, `embedding`
-for rows of a table by number, `quant_matmul` for a quantised matrix, `scaled_matmul` for one whose codes are
-multiplied with codes of activations (W8A8, FP8), `sparse_matmul` for one that is 2:4 sparse, `route` and
-`grouped_matmul` for mixtures of experts: the modules of
-patterns/ with these names (decode/paged.py, attention/varlen.py, attention/fp8.py, scaled_gemm/named.py, and
-named.py of the others) define them.
+`kv_append` and `paged_attention` are a decoder's steps over keys and values in pages, `latent_attention` one
+over latents (MLA), `varlen_attention` is for sequences that lie one after the other, `fp8_attention` for
+operands of 8 bits with scales, `embedding` for rows of a table by number, `quant_matmul` for a quantised
+matrix, `scaled_matmul` for one whose codes are multiplied with codes of activations (W8A8, FP8),
+`sparse_matmul` for one that is 2:4 sparse, `dispatch` for mixtures of experts, made of `route`, `group_rows`,
+`grouped_matmul` and `grouped_outer`: the modules of patterns/ with these names (decode/paged.py,
+decode/latent.py, attention/varlen.py, attention/fp8.py, scaled_gemm/named.py, router/rows.py, grouped_gemm/,
+and named.py of the others) define them.
 """
 from __future__ import annotations
 
@@ -37,13 +38,17 @@ from tinygrad_nv.patterns.attention.fp8 import fp8_attention
 from tinygrad_nv.patterns.attention.named import FlashAttention, attend, scores, sums, weighted
 from tinygrad_nv.patterns.attention.operands import Operands, arranged, check
 from tinygrad_nv.patterns.attention.varlen import varlen_attention
+from tinygrad_nv.patterns.decode.latent import latent_attention
 from tinygrad_nv.patterns.decode.paged import paged_attention
 from tinygrad_nv.patterns.embedding.named import embedding
+from tinygrad_nv.patterns.grouped_gemm.dispatch import Experts, dispatch
 from tinygrad_nv.patterns.grouped_gemm.named import grouped_matmul
+from tinygrad_nv.patterns.grouped_gemm.outer import grouped_outer
 from tinygrad_nv.patterns.kv_append.named import kv_append
 from tinygrad_nv.patterns.named import check_devices
 from tinygrad_nv.patterns.quant_gemm.named import prepared, prepared_for, quant_matmul
 from tinygrad_nv.patterns.router.named import Routing, route
+from tinygrad_nv.patterns.router.rows import group_rows
 from tinygrad_nv.patterns.scaled_gemm.named import has_kernel, scaled_matmul
 from tinygrad_nv.patterns.scaled_gemm.quantize import quantize
 from tinygrad_nv.patterns.sparse_gemm import named as sparse
@@ -55,12 +60,17 @@ from tinygrad_nv.tile.attention.spec import EVERY
 from tinygrad_nv.tile.router.spec import Policy
 
 __all__ = [
+    "Experts",
     "Policy",
     "Routing",
+    "dispatch",
     "embedding",
     "fp8_attention",
+    "group_rows",
     "grouped_matmul",
+    "grouped_outer",
     "kv_append",
+    "latent_attention",
     "multiplies_codes",
     "multiplies_sparse",
     "paged_attention",

@@ -102,7 +102,6 @@ def test_a_full_queue():
     ({"queue_limit": 0}, "max_queue is 0", "at least 1"),
     ({"ageing_s": 0.0}, "ageing_s is 0.0", "a number > 0"),
     ({"ageing_s": float("nan")}, "ageing_s is nan", "a number > 0"),
-    ({"window": 0}, "window is 0", "or None"),
     ({"offload_cost": -1.0}, "offload_cost is -1.0", "≥ 0"),
     ({"num_speculative_tokens": 65}, "num_speculative_tokens is 65", "0 to 64"),
     ({"max_seqs": 5}, "max_seqs is 5", "at most 4: the device has no more slots"),
@@ -113,8 +112,8 @@ def test_engines(config, words, expected):
 
 
 def test_a_pool_that_holds_no_sequence():
-    with pytest.raises(ConfigError, match="a pool of 8 tokens") as caught: engine(2)
-    assert caught.value.expected == "at least 9"
+    with pytest.raises(ConfigError, match="a pool of 2 pages of 4 tokens") as caught: engine(2)
+    assert caught.value.expected == "pages for 9 tokens"
 
 
 def test_a_step_that_raises():

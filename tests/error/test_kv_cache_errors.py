@@ -67,7 +67,7 @@ def test_what_a_cache_cannot_have(dtype: Any, more: dict[str, Any], said: tuple[
 @pytest.mark.parametrize(("more", "said"), [
     ({"pages": 0}, ("a pool with pages=0", "a whole number, at least 1")),
     ({"pages": 4, "page_size": 2.0}, ("page_size=2.0",)), ({"pages": 4, "host_pages": -1}, ("at least 0",)),
-    ({"pages": 4, "window": 0}, ("window=0",))])
+    ({"pages": 4, "windows": (None, 0)}, ("window=0",))])
 def test_what_a_pool_cannot_have(more: dict[str, Any], said: tuple[str, ...]):
     says(lambda: PagePool(**more), PageError, *said)
 

@@ -25,6 +25,9 @@ def hf_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
                 # biases and norms are born 0 and 1, which would hide a bias or a norm that is not applied
                 mean = 1.0 if "norm" in parameter_name else 0.0
                 if parameter.ndim == 1: torch.nn.init.normal_(parameter, mean, 0.3)
+            # a bias of choices, born 0
+            for buffer_name, buffer in model.named_buffers():
+                if "e_score_correction_bias" in buffer_name: torch.nn.init.normal_(buffer, 0.0, 0.3)
             made[name] = tmp_path_factory.mktemp(name)
             model.save_pretrained(made[name], **case.save)
         return made[name]

@@ -9,6 +9,10 @@ BASE = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 160, "num_hid
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
           "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 40, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8,
+          "v_head_dim": 20, "moe_intermediate_size": 24, "num_experts_per_tok": 3, "n_routed_experts": 12}
+# by default only logits are compared of these
+SLOW = ("deepseek-v2-lite", "deepseek-v3-halves")
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,19 @@ CASES = {
                                    "head_dim": 24, "norm_topk_prob": True, "tie_word_embeddings": True}),
     "olmoe": Case("Olmoe", {"num_experts": 7, "num_experts_per_tok": 1, "num_key_value_heads": 4,
                             "intermediate_size": 48, "pad_token_id": 0}),
+    "deepseek-v2": Case("DeepseekV2", {**LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy",
+                                       "n_group": 4, "topk_group": 2, "routed_scaling_factor": 3.0}),
+    "deepseek-v2-lite": Case("DeepseekV2", {**LATENT, "q_lora_rank": 40, "first_k_dense_replace": 1,
+                                            "num_hidden_layers": 3, "mlp_bias": True,
+                                            "rope_parameters": {**YARN, "mscale": 0.7,
+                                                                "mscale_all_dim": 0.9}}),
+    "deepseek-v3": Case("DeepseekV3", {**LATENT, "q_lora_rank": 48, "first_k_dense_replace": 1, "n_group": 4,
+                                       "topk_group": 2, "num_hidden_layers": 3,
+                                       "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "deepseek-v3-halves": Case("DeepseekV3", {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 0,
+                                              "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
+                                              "rope_interleave": False, "attention_bias": True,
+                                              "tie_word_embeddings": True}),
     "gemma2": Case("Gemma2", {"head_dim": 24, "sliding_window": 16, "num_hidden_layers": 3,
                               "query_pre_attn_scalar": 40, "attn_logit_softcapping": 2.0,
                               "final_logit_softcapping": 3.0}),

@@ -30,14 +30,17 @@ NAMED = {getattr(types, name).of_rows(): name for name in (
 class Weights:
     """Of a loaded model. `method` is config.json's, "" where nothing is quantised; `kinds` are words for each
     type of matrix, how many there are, and their bytes. `streamed` bytes are read by each decode step;
-    without quantisation it would be `unquantised`."""
+    without quantisation it would be `unquantised`. `experts` is of a mixture of experts."""
     method: str
     kinds: tuple[tuple[str, int, int], ...]
     dtype: str
     streamed: int
     unquantised: int
+    experts: Experts | None = None
 
-    def __str__(self) -> str:
+    def __str__(self) -> str: return self._kinds() + ("" if self.experts is None else f"\n{self.experts}")
+
+    def _kinds(self) -> str:
         read = f"{self.streamed / 1e6:,.1f} MB read for each token"
         if not self.kinds: return f"{self.dtype}, {read}"
         made = ", ".join(f"{count} × {words} ({nbytes / 1e6:,.1f} MB)" for words, count, nbytes in self.kinds)
@@ -47,12 +50,44 @@ class Weights:
     def record(self) -> dict[str, Any]:
         """For JSON."""
         kinds = [{"type": words, "matrices": count, "bytes": nbytes} for words, count, nbytes in self.kinds]
-        return {"quantization": self.method or None, "dtype": self.dtype, "kinds": kinds,
+        made = {"quantization": self.method or None, "dtype": self.dtype, "kinds": kinds,
                 "bytes_per_token": self.streamed, "bytes_per_token_unquantized": self.unquantised}
+        return made if self.experts is None else {**made, "experts": self.experts.record()}
 
 
-def described(llm: Any) -> Weights:
-    """Of an `LLM`."""
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: `count` in each of `layers` layers, of which a token has `active`. A decode step
+    of `sequences` reads `distinct` of a layer's experts and `streamed` bytes of weights, as expected where
+    each expert is as likely as any other. A router that prefers some reads fewer."""
+    count: int
+    active: int
+    layers: int
+    sequences: int
+    distinct: float
+    streamed: int
+
+    def __str__(self) -> str:
+        return (f"Experts: {self.active} of {self.count} for each token, in {self.layers} layers; even "
+                f"routing reads {self.distinct:.1f} of them for a batch of {self.sequences}, and "
+                f"{self.streamed / 1e6:,.1f} MB of weights in all")
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"experts": self.count, "experts_per_token": self.active, "layers": self.layers,
+                "sequences": self.sequences, "expected_distinct_experts": self.distinct,
+                "expected_bytes_per_step": self.streamed}
+
+
+def experts_of(llm: Any, sequences: int) -> Experts | None:
+    """Of an `LLM`; None if it has no mixture of experts."""
+    if (moe := llm.config.moe) is None: return None
+    return Experts(moe.experts, moe.policy.k, sum(moe.layers), sequences, moe.distinct(sequences),
+                   llm.step_weight_bytes(sequences))
+
+
+def described(llm: Any, sequences: int = 1) -> Weights:
+    """Of an `LLM`, where a step decodes so many sequences."""
     counts, sizes = Counter[str](), Counter[str]()
     for matrix, activations in matrices(llm.model):
         words = f"{NAMES.get(matrix.dtype.name, matrix.dtype.name)} 2:4" if isinstance(matrix, SparseTensor) \
@@ -64,9 +99,10 @@ def described(llm: Any) -> Weights:
     method = "" if config.quantization is None else str(config.quantization["quant_method"])
     if method == ONLINE: method = "quantised while loading"
     unread = 0 if config.tied else config.vocab_size * config.hidden_size
+    unread += config.inactive_parameters()
     return Weights(method, tuple((words, count, sizes[words]) for words, count in counts.most_common()),
                    NAMES.get(name := str(llm.dtype).rpartition(".")[2], name), llm.streamed_bytes,
-                   (config.parameters - unread) * llm.dtype.itemsize)
+                   (config.parameters - unread) * llm.dtype.itemsize, experts_of(llm, sequences))
 
 
 NAMES = {"float": "float32", "half": "float16", "__bf16": "bfloat16"}

@@ -204,7 +204,7 @@ def _interleaved(arguments: argparse.Namespace, directory: Path, load: Callable[
                     took = engine.run(workload)
                     if number >= warm: seconds.append(took)
                     step()
-        return list(engines), runs, described(llm)
+        return list(engines), runs, described(llm, min(len(workload), arguments.max_num_seqs))
     finally: llm.close()
 
 

@@ -62,7 +62,7 @@ def load(directory: Path, arguments: argparse.Namespace, **more: Any) -> LLM:
         return LLM(directory, arguments.dtype, arguments.max_model_len, None,
                    lambda done, total: progress.update(task, completed=done, total=total),
                    UTILIZATION if (fraction := arguments.gpu_memory_utilization) is None else fraction,
-                   **{"max_num_seqs": 1, "quantization": arguments.quantization, **more})
+                   **{"max_num_seqs": 1, "quantization": arguments.quantization, "task": "generate", **more})
 
 
 def compile_steps(llm: LLM, params: SamplingParams, prompt_tokens: int) -> None:

@@ -142,7 +142,7 @@ def _model(arguments: argparse.Namespace, find: Find) -> str:
     rows = 1 if arguments.prefill is None else GROUP
     def made(*shape: int) -> Tensor: return Tensor.empty(*shape, dtype=dtypes.int32, device=llm.model.device)
     group = SequenceGroup(rows, made(count := -(-taken // rows), llm.runner.entries), made(count))
-    batch = PagedBatch((group,), llm.model.rope_tables)
+    batch = [PagedBatch((group,), llm.model.rope_tables)] * len(llm.runner.groups.windows)
     wanted = None if arguments.prefill is None else made(1)
     lowering = explain(llm.model.step_paged(made(group.num_tokens), batch, llm.runner.store.cache, wanted))
     return str(lowering) if arguments.level is None else lowering.show(arguments.level, arguments.kernel)

@@ -26,6 +26,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     serve.add_argument("model", nargs="?", metavar="MODEL", help=directory)
     add_model_options(serve)
     engine = serve.add_argument_group("engine")
+    engine.add_argument("--task", default="auto", metavar="T", help="generate, or embed for /v1/embeddings "
+                        "(default auto: what the model's files say)")
     engine.add_argument("--max-num-seqs", type=_whole, default=64, metavar="N",
                         help="sequences that run at a time (default 64)")
     engine.add_argument("--max-num-batched-tokens", type=size, default=512, metavar="N",

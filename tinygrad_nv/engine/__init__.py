@@ -3,6 +3,8 @@
   llm.py             `LLM`: a loaded model directory; loading.py and memory_planning.py run before the load
   async_engine.py    `AsyncEngine`: the same engine for many callers of one asyncio loop
   sampling.py        `SamplingParams`
+  embedding/         embedding models: `LLM.embed`
+  prompts.py         prompts: a text or token ids
   outputs.py         tokens and text of a request while it runs
 
 The path of a request (docs/engine.md):

@@ -14,6 +14,7 @@ positions that both were to write count as not computed, and the other sequences
 """
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ from tinygrad_nv.engine.scheduling.scheduler_output import (
 )
 from tinygrad_nv.engine.structured_output.token_masks import TokenMasks
 from tinygrad_nv.errors import ConfigError, EngineError, ModelError, NVError, QueueFull, RequestError
-from tinygrad_nv.kvcache.block_table import BlockTable
+from tinygrad_nv.kvcache.groups import num_pages
+from tinygrad_nv.kvcache.hybrid_table import SequenceTable
 from tinygrad_nv.kvcache.pool import PagePool
 
 
@@ -302,21 +304,22 @@ class EngineCore:
         self.pool.recover(step.number, self._block_tables())
         for seq in self.scheduler.running: self.scheduler.restart(seq)
 
-    def _block_tables(self) -> list[BlockTable]:
+    def _block_tables(self) -> list[SequenceTable]:
         return [seq.table for group in self._requests.values() for seq in group if seq.table is not None]
 
 
 def max_context_length(pool: PagePool, config: EngineConfig) -> int:
     """Tokens that one sequence may have: `config.max_len`, or what the pool holds when the sequence runs
     alone, whichever is less. The padding of the last group of tokens counts."""
-    capacity = pool.stats().total * pool.page_size
-    window = config.window
-    if window is not None and window + config.max_batched_tokens + 2 * pool.page_size <= capacity:
-        return config.max_len
-    if capacity < GROUP + 1:
-        raise ConfigError(f"a pool of {capacity} tokens", f"at least {GROUP + 1}",
+    total, size = pool.device.total, pool.page_size
+    def fits(tokens: int) -> bool:
+        return sum(num_pages(tokens, each, size, config.max_batched_tokens) for each in pool.windows) <= total
+    if not fits(GROUP + 1):
+        raise ConfigError(f"a pool of {total} pages of {size} tokens", f"pages for {GROUP + 1} tokens",
                           "give the cache more memory")
-    return min(config.max_len, capacity - GROUP + 1)
+    if fits(config.max_len + GROUP - 1): return config.max_len
+    longest = bisect_right(range(config.max_len + GROUP), False, key=lambda tokens: not fits(tokens)) - 1
+    return longest - GROUP + 1
 
 
 def nan_error() -> ModelError:

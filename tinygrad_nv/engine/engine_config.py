@@ -23,8 +23,8 @@ class EngineConfig:
     included. `max_len`: tokens of a sequence, prompt included. `queue_limit`: requests that wait and have
     never run. `overlap`: schedule the next step before the output of the last one is processed. `ageing_s`: a
     waiting request gains one level of priority every so many seconds. `eos`: end tokens of the model.
-    `window`: keys that a token of a sliding-window model attends to. `offload_cost`: a preempted sequence is
-    offloaded to the host, rather than recomputed, if it has more than `offload_cost` tokens for each page.
+    `offload_cost`: a preempted sequence is offloaded to the host, rather than recomputed, if it has more than
+    `offload_cost` tokens for each page.
     `num_speculative_tokens`: draft tokens for each sequence and step; 0 turns speculative decoding off."""
     max_seqs: int = 64
     max_batched_tokens: int = 512
@@ -33,7 +33,6 @@ class EngineConfig:
     overlap: bool = True
     ageing_s: float = 10.0
     eos: tuple[int, ...] = ()
-    window: int | None = None
     offload_cost: float = 4.0
     num_speculative_tokens: int = 0
 
@@ -45,7 +44,6 @@ class EngineConfig:
         _require(self, "max_len", self.max_len >= 2, "at least 2: one prompt token and one output token")
         _require(self, "queue_limit", self.queue_limit >= 1, "at least 1")
         _require(self, "ageing_s", 0 < self.ageing_s < float("inf"), "a number > 0")
-        _require(self, "window", self.window is None or self.window >= 1, "at least 1, or None")
         _require(self, "offload_cost", self.offload_cost >= 0, "a number ≥ 0")
         _require(self, "num_speculative_tokens", 0 <= self.num_speculative_tokens <= 64,
                  "0 to 64 draft tokens")

@@ -12,16 +12,14 @@ from __future__ import annotations
 import itertools
 import queue
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import index
 from pathlib import Path
-from typing import Any, cast
-
-import numpy as np
+from typing import Any
 
 from tinygrad_nv.engine.core import EngineCore
+from tinygrad_nv.engine.embedding.embedder import open_embedder
 from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.loading import (
     context_length,
@@ -31,8 +29,9 @@ from tinygrad_nv.engine.loading import (
     resolve_dtype,
     with_quantization,
 )
-from tinygrad_nv.engine.memory_planning import CacheSize, require_room, step_bytes, token_bytes
-from tinygrad_nv.engine.outputs import Delta, EngineCoreOutput, TokenLogprobs
+from tinygrad_nv.engine.memory_planning import CacheSize, layer_bytes, require_room, step_bytes
+from tinygrad_nv.engine.outputs import Delta, EmbeddingRequestOutput, EngineCoreOutput, TokenLogprobs
+from tinygrad_nv.engine.prompts import Prompt, as_prompts, as_token_ids
 from tinygrad_nv.engine.sampling import SamplingParams, fresh_seed
 from tinygrad_nv.engine.scheduling.request import Request
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
@@ -45,6 +44,7 @@ from tinygrad_nv.engine.thread import EngineThread
 from tinygrad_nv.engine.worker.kv_cache_dtype import resolve_kv_cache_dtype
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.errors import NVError, RequestError, TokenizerError
+from tinygrad_nv.kvcache.groups import cache_groups
 from tinygrad_nv.kvcache.pool import PagePool
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import read_config
@@ -52,8 +52,6 @@ from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.quantised import sparse_savings
 from tinygrad_nv.runtime.memory import sweep
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
-
-Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,9 @@ class LLM:
     Prompts with a common prefix share pages (`enable_prefix_caching`). `speculative`, ngram:K or draft:DIR:K
     (speculation/ngram.py), turns on speculative decoding, which does not change the output. How weights are
     quantised says the checkpoint, and `quantization` checks that; weights that are not quantised it quantises
-    while they are loaded (fp8, int8). `stage(name)` is called at the end of each stage of loading."""
+    while they are loaded (fp8, int8). `task` "embed" makes an embedding model of one that generates
+    (models/embedding_model.py); embedding models `embed` alone. `stage(name)` is called at the end of each
+    stage of loading."""
 
     def __init__(self, directory: str | Path, dtype: str = "auto", max_model_len: int | None = None,
                  device: str | None = None, progress: Callable[[int, int], None] | None = None,
@@ -116,29 +116,39 @@ class LLM:
                  max_num_batched_tokens: int = 512, kv_cache_dtype: str = "auto", page_size: int = 16,
                  num_pages: int | None = None, kv_cache_bytes: int | None = None, swap_space: int = 0,
                  enable_prefix_caching: bool = True, max_queue: int = 1024, overlap: bool = True,
-                 speculative: str | None = None, quantization: str | None = None,
+                 speculative: str | None = None, quantization: str | None = None, task: str = "auto",
                  stage: Callable[[str], None] = lambda name: None) -> None:
         sweep()
+        self._request_numbers = itertools.count()
         self.directory, self.device = Path(directory), open_device(device)
         stage("open device")
+        self.embedder = open_embedder(
+            self.directory, self.device, task, {"speculative": speculative, "quantization": quantization},
+            dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_queue=max_queue,
+            max_num_batched_tokens=max_num_batched_tokens, progress=progress, stage=stage,
+            gpu_memory_utilization=gpu_memory_utilization)
+        if self.embedder is not None:
+            self.defaults, self.length = SamplingParams(), self.embedder.length
+            self.tokenizer, self.tokenizer_error = self.embedder.tokenizer, self.embedder.tokenizer_error
+            return
         self.config = with_quantization(quantization, read_config(self.directory), self.directory)
         self.dtype = resolve_dtype(dtype, self.config, self.directory, self.device)
         self.length = context_length(self.config, self.dtype, max_model_len)
         self.defaults, self.eos = generation_defaults(self.directory, self.config)
         self.tokenizer, self.tokenizer_error = optional_tokenizer(self.directory)
-        window = self.config.windows[0] if len(set(self.config.windows)) == 1 else None
         speculative_config = None if speculative is None else parse_speculative(speculative)
         engine = EngineConfig(max_seqs=max_num_seqs, max_batched_tokens=max_num_batched_tokens,
                               max_len=self.length, queue_limit=max_queue, overlap=overlap, eos=self.eos,
-                              window=window,
                               num_speculative_tokens=speculative_config.tokens if speculative_config else 0)
         draft = None
         if speculative_config is not None and speculative_config.model is not None:
             draft = DraftModelFiles.read(speculative_config.model, self.dtype, self.config, self.tokenizer)
         stored = resolve_kv_cache_dtype(kv_cache_dtype, self.dtype, self.config.quantization)
-        token = token_bytes(self.config, stored)
+        groups = cache_groups(self.config.windows, self.length, page_size)
+        token = layer_bytes(self.config, stored) * groups.layers_per_page
         token += draft.token_bytes if draft else 0
-        cache = CacheSize(page_size, page_size * token, self.length, max_num_seqs)
+        cache = CacheSize(page_size, page_size * token, self.length, max_num_seqs, groups,
+                          max_num_batched_tokens)
         if num_pages is None and kv_cache_bytes is not None: num_pages = kv_cache_bytes // cache.page_bytes
         self._weight_bytes = weights.nbytes(self.config, self.dtype, self.directory)
         require_room(self.device, self.config, self.dtype, self.length,
@@ -157,18 +167,18 @@ class LLM:
         stage("load weights")
         self.runner = ModelRunner(self.model, pages=num_pages, page_size=page_size, max_seqs=max_num_seqs,
                                   max_len=self.length, max_batched_tokens=max_num_batched_tokens,
-                                  kv_dtype=kv_cache_dtype, host_pages=host_pages)
+                                  kv_dtype=kv_cache_dtype, host_pages=host_pages, groups=groups)
         pool = PagePool(num_pages, page_size, host_pages=host_pages, sharing=enable_prefix_caching,
-                        window=window)
+                        windows=groups.windows)
         self.draft_model = None if draft is None else draft.load(self.runner, max_num_batched_tokens)
         proposer = self.draft_model or (NgramProposer() if speculative_config else None)
         self.core = EngineCore(self.runner, pool, engine, proposer)
         self.engine = EngineThread(self.core)
-        self._request_numbers = itertools.count()
         stage("pages")
 
     def close(self) -> None:
         """Ends running requests, and frees host memory. Nothing can be generated afterwards."""
+        if self.embedder is not None: return self.embedder.close()
         self.engine.close()
         self.runner.close()
         if self.draft_model is not None: self.draft_model.close()
@@ -187,10 +197,15 @@ class LLM:
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes of weights that a decode step of one sequence reads: every parameter, but only one row of an
-        embedding that is not the head, and only a token's experts."""
+        """`step_weight_bytes` of one sequence."""
+        return self.step_weight_bytes(1)
+
+    def step_weight_bytes(self, sequences: int) -> int:
+        """Bytes of weights that a decode step of so many sequences reads: every parameter, but no more than a
+        few rows of an embedding that is not the head, and of experts only those that a token has, as many as
+        are expected (`MoEConfig.distinct`)."""
         held = self._weight_bytes - sparse_savings(self.model)
-        held -= self.config.inactive_parameters * self.dtype.itemsize
+        held -= self.config.inactive_parameters(sequences) * self.dtype.itemsize
         if self.config.tied: return held
         table, dense = self.model.quantised_embedding, self.config.vocab_size * self.config.hidden_size
         return held - (dense * self.dtype.itemsize if table is None else table.nbytes)
@@ -242,6 +257,9 @@ class LLM:
     def request(self, name: str, prompt: Prompt, params: SamplingParams | None = None,
                 priority: int = 0) -> Request:
         """A checked request for the core; its parameters have a seed."""
+        if self.embedder is not None:
+            raise RequestError(f"{self.directory} makes embeddings, and generates no text",
+                               "a causal language model", "call embed(prompts)")
         params = self.defaults if params is None else params
         params.require_vocabulary(self.config.vocab_size)
         if params.stop: self.require_tokenizer()
@@ -271,6 +289,17 @@ class LLM:
             if builders[at].finished: progress(done := done + 1, len(builders))
         if self.engine.failure is not None: raise self.engine.failure
         return [one.completion() for one in builders]
+
+    def embed(self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None,
+              normalize: bool | None = None, dimensions: int | None = None) -> list[EmbeddingRequestOutput]:
+        """The embeddings of one prompt or of a list of them, in order. Prompts are cut off after
+        `truncate_prompt_tokens` tokens (-1: what the context holds); vectors have length 1 if `normalize`
+        says so (None: the model), and the first `dimensions` elements. Raises `RequestError`."""
+        if self.embedder is None:
+            raise RequestError(f"{self.directory} was loaded to generate text", "an embedding model",
+                               'load it with LLM(directory, task="embed")')
+        return self.embedder.embed(as_prompts(prompts), truncate_prompt_tokens=truncate_prompt_tokens,
+                                   normalize=normalize, dimensions=dimensions)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Yields text as it is generated. Raises `RequestError` at once for a bad prompt, and the error of an
@@ -316,26 +345,6 @@ class LLM:
             for name in open_: self.engine.abort(name)
 
     def _name(self) -> str: return f"local-{next(self._request_numbers)}"
-
-
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts; a single prompt becomes a list of one. Raises `RequestError` for other types."""
-    if isinstance(prompts, str): return [prompts]
-    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable): raise _not_a_prompt(prompts)
-    many = list(prompts)
-    if many and all(isinstance(each, int | np.integer) for each in many): return [cast(Prompt, prompts)]
-    return cast(list[Prompt], many)
-
-
-def as_token_ids(prompt: Iterable[Any]) -> list[int]:
-    """The token ids of a prompt that is not a text. Raises `RequestError` for other types."""
-    try: return [index(token) for token in prompt]
-    except TypeError: raise _not_a_prompt(prompt) from None
-
-
-def _not_a_prompt(found: Any) -> RequestError:
-    return RequestError(f"a prompt of type {type(found).__name__}: {str(found)[:40]}",
-                        "a text, or a list of token ids", "pass prompt texts, or lists of ids")
 
 
 class CompletionBuilder:

@@ -19,11 +19,13 @@ from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import ModelError, NVError, RequestError, TokenizerError
 from tinygrad_nv.models import gguf, weights
 from tinygrad_nv.models.config import DTYPES, ModelConfig, read_json, token_ids
+from tinygrad_nv.models.encoder_config import EncoderConfig
 from tinygrad_nv.quant.readers.online import SCHEMES
 from tinygrad_nv.quant.readers.reader import ONLINE
 
 
-def resolve_dtype(name: str, config: ModelConfig, directory: Path, device: str = "CPU") -> DType:
+def resolve_dtype(name: str, config: ModelConfig | EncoderConfig, directory: Path,
+                  device: str = "CPU") -> DType:
     """tinygrad's dtype for "auto" (config.json's dtype, else the checkpoint's) or for one of `DTYPES`, short
     forms included. Blocks of a GGUF file have none: "auto" is float32 on a CPU, whose kernels round inputs of
     float32 to int8 as fast as others and twice as exactly as bfloat16, and bfloat16 elsewhere."""
@@ -37,7 +39,7 @@ def resolve_dtype(name: str, config: ModelConfig, directory: Path, device: str =
     return {"float32": dtypes.float32, "float16": dtypes.float16, "bfloat16": dtypes.bfloat16}[full]
 
 
-def of_blocks(config: ModelConfig) -> bool:
+def of_blocks(config: ModelConfig | EncoderConfig) -> bool:
     """Whether a model is a GGUF file with blocks of codes."""
     return config.quantization is not None and config.quantization["quant_method"] == "gguf"
 

@@ -14,6 +14,7 @@ from tinygrad import Device
 from tinygrad.dtype import DType
 
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
+from tinygrad_nv.kvcache.groups import CacheGroups
 from tinygrad_nv.kvcache.store import CACHE
 from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.runtime.memory_pool import check_utilization
@@ -28,9 +29,14 @@ MAX_PAGES = 1 << 20    # the page pool takes about 500 bytes of host memory for 
 ACTIVATION_COPIES = 4   # copies of a step's activations, in every width, that are in memory at a time
 
 
+def layer_bytes(config: ModelConfig, dtype: DType) -> int:
+    """Bytes of keys and values of one token, one layer."""
+    return config.kv_shape.elements * dtype.itemsize
+
+
 def token_bytes(config: ModelConfig, dtype: DType) -> int:
     """Bytes of keys and values of one token, all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return config.num_layers * layer_bytes(config, dtype)
 
 
 def require_room(device: str, config: ModelConfig, dtype: DType, length: int, capacity: int,
@@ -61,20 +67,30 @@ def require_room(device: str, config: ModelConfig, dtype: DType, length: int, ca
     pool.require({WEIGHTS: weights, CACHE: bytes_per_token * capacity})
 
 
+def require_weights(device: str, weight_bytes: int, utilization: float) -> None:
+    """`require_room` of a model without a cache."""
+    fraction, pool = check_utilization(utilization), getattr(Device[device], "pool", None)
+    if pool is None: return
+    pool.use_at_most(fraction)
+    pool.require({WEIGHTS: weight_bytes})
+
+
 @dataclass(frozen=True)
 class CacheSize:
-    """Size of a KV cache: pages of `page_size` tokens and `page_bytes` bytes, all layers, for `max_seqs`
-    sequences of at most `length` tokens."""
+    """Size of a KV cache: pages of `page_size` tokens and `page_bytes` bytes, for `max_seqs` sequences of at
+    most `length` tokens, of which a step computes at most `chunk`. `groups`: which layers share a page."""
     page_size: int
     page_bytes: int
     length: int
     max_seqs: int
+    groups: CacheGroups
+    chunk: int
 
     @property
     def min_pages(self) -> int:
         """Pages of one sequence of full length. Tokens are computed in groups, so the last group may extend
         past the end."""
-        return -(-(self.length + GROUP - 1) // self.page_size)
+        return self.groups.num_pages(self.length + GROUP - 1, self.page_size, self.chunk)
 
     def num_pages(self, device: str, weights: int, step: int) -> int:
         """Pages that fit beside `weights` bytes of weights and `step` bytes of activations. Without a limit,
@@ -87,8 +103,7 @@ class CacheSize:
 
 def step_bytes(config: ModelConfig, dtype: DType, num_tokens: int, num_samples: int) -> int:
     """Estimated bytes of activations of a step of `num_tokens` tokens and `num_samples` samples."""
-    widths = config.hidden_size + (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    widths += 3 * config.intermediate_size
-    # of a mixture of experts a row for each token's experts: gate | up, and what down makes
-    if config.moe is not None: widths += config.moe.policy.k * (config.moe.width + config.hidden_size)
-    return ACTIVATION_COPIES * (num_tokens * widths * dtype.itemsize + num_samples * config.vocab_size * 4)
+    widths = config.hidden_size + config.attention_width + 3 * config.intermediate_size
+    made = ACTIVATION_COPIES * (num_tokens * widths * dtype.itemsize + num_samples * config.vocab_size * 4)
+    if config.moe is None: return made
+    return made + num_tokens * config.moe.activation_bytes(config.hidden_size, dtype.itemsize)

@@ -5,8 +5,8 @@ step: `reserve` the positions that it writes, launch it with a copy of `pages`, 
 as soon as they are known and the batch is certain to be the next one, or later. `computed` counts the tokens
 advanced over. Positions from `computed` on may be written any number of times until then.
 
-Pages that no token attends to any more are freed (`prune`; with the pool's window also by `advance`). Their
-entries, a prefix of the list, are −1.
+Pages that no token attends to any more are freed (`prune`; with a window also by `advance`). Their entries, a
+prefix of the list, are −1.
 
 A page with more than one reference, or with a hash in the prefix cache, is never written: `reserve` copies
 it, or removes its hash.
@@ -25,12 +25,14 @@ PRUNED = -1
 
 
 class BlockTable:
-    """A sequence's pages, created by `pool.open`. A table without pages (new, or after `release`) may
-    `share`."""
-    __slots__ = ("computed", "host_pages", "pages", "pool", "prefix", "pruned", "size", "tail")
+    """A sequence's pages of one group of layers (groups.py), created by `pool.open`. A table without pages
+    (new, or after `release`) may `share`."""
+    __slots__ = ("computed", "host_pages", "pages", "pool", "prefix", "pruned", "size", "suffix", "tail",
+                 "window")
 
-    def __init__(self, pool: TieredPages, prefix: PrefixHashes) -> None:
-        self.pool, self.prefix, self.size = pool, prefix, pool.page_size
+    def __init__(self, pool: TieredPages, prefix: PrefixHashes, group: int = 0) -> None:
+        self.pool, self.prefix, self.size, self.window = pool, prefix, pool.page_size, pool.windows[group]
+        self.suffix = bytes([group]) if group else b""      # of its pages' hashes
         self.pages: list[int] = []
         self.computed = 0
         self.tail: list[int] = []           # the newest tokens, hashed when their page is full
@@ -43,6 +45,16 @@ class BlockTable:
         return self.pages[self.pruned:]
 
     @property
+    def num_entries(self) -> int:
+        """Number of entries."""
+        return len(self.pages)
+
+    @property
+    def groups(self) -> tuple[BlockTable, ...]:
+        """The tables of all groups of layers: this one."""
+        return (self,)
+
+    @property
     def offloaded(self) -> bool:
         """Whether the pages are on the host."""
         return bool(self.host_pages)
@@ -52,29 +64,15 @@ class BlockTable:
     def share(self, tokens: Sequence[int]) -> None:
         """Shares the longest cached prefix of `tokens`, without the last token. The table must have no pages.
         Tokens hashed before are not hashed again."""
-        held = self.pages or self.host_pages
-        assert not held, "a table with pages cannot share others"
-        pool, prefix = self.pool, self.prefix
-        size, device, host = self.size, pool.device.by_hash, pool.host.by_hash
-        prefix.put(0, tokens)
-        run, best, first = 0, 0, 0
-        for page in range((len(tokens) - 1) // size):
-            key = prefix.key(page)
-            run = run + 1 if key in device or key in host else 0
-            seen = 0 if pool.window is None else max(0, (page + 1) * size - pool.window + 1) // size
-            if run >= page + 1 - seen: best, first = page + 1, seen
-            elif pool.window is None: break
-        pool.queries += len(tokens)
-        pages = offload.find_pages(pool, [prefix.key(page) for page in range(first, best)])
-        if first and len(pages) < best - first:     # too few pages to restore a whole window
-            pool.device.drop(reversed(pages))
-            pages, first = [], 0
-        self.pages, self.pruned = [PRUNED] * first + pages, first
-        self.computed = len(self.pages) * size
-        pool.hits += self.computed
+        share_prefix([self], tokens)
+
+    def first_visible_page(self, tokens: int) -> int:
+        """The first page that a token at position `tokens` attends to."""
+        return 0 if self.window is None else max(0, tokens - self.window + 1) // self.size
 
     def num_missing_pages(self, tokens: int, start: int | None = None) -> int:
-        """How many pages `reserve` would take."""
+        """How many pages `reserve` would take; of an offloaded table, `restore` and then `reserve`."""
+        if self.host_pages: return max(len(self.host_pages), -(-tokens // self.size) - self.pruned)
         pool = self.pool
         references, first = pool.device.references, (self.computed if start is None else start)
         end = -(-tokens // self.size)
@@ -119,13 +117,13 @@ class BlockTable:
         self.tail += tokens
         self.computed = computed = self.computed + count
         if computed % self.size >= count: return     # no page became full
-        pool, old = self.pool, computed - count
-        self._hash_tail()
+        old = computed - count
+        self.hash_tail()
         self._register_full(old // self.size, computed // self.size)
         # only up to the first of these tokens: the batch being assembled may still compute them
-        if pool.window is not None and not self.host_pages: self.prune(old - pool.window + 1)
+        if self.window is not None and not self.host_pages: self.prune(old - self.window + 1)
 
-    def _hash_tail(self) -> None:
+    def hash_tail(self) -> None:
         """Appends the newest tokens to `prefix`."""
         if self.pool.sharing: self.prefix.put(self.computed - len(self.tail), self.tail)
         self.tail = []
@@ -139,7 +137,7 @@ class BlockTable:
         for i in range(first, end):
             page = pages[i - num_pruned]
             memory.written_in[page] = pool.batch
-            if pool.sharing: memory.register(page, self.prefix.key(i))
+            if pool.sharing: memory.register(page, self.prefix.key(i) + self.suffix)
 
     def memory(self) -> tuple[PageAllocator, list[int]]:
         """The memory that holds the sequence, and its pages there."""
@@ -150,13 +148,22 @@ class BlockTable:
 
     def fork(self) -> BlockTable:
         """A table with the same tokens and pages, shared until either of the two writes."""
-        self._hash_tail()
+        self.hash_tail()
         made = BlockTable(self.pool, self.prefix.copy())
-        made.pages, made.computed, made.pruned = self.pages[:], self.computed, self.pruned
-        made.host_pages = self.host_pages[:]
+        self.copy_to(made)
+        return made
+
+    def copy_to(self, other: BlockTable) -> None:
+        """Shares all pages with a new table, whose hashes are those of this one."""
+        self.hash_tail()
+        other.pages, other.computed, other.pruned = self.pages[:], self.computed, self.pruned
+        other.host_pages = self.host_pages[:]
         memory, pages = self.memory()
         for page in pages: memory.share(page)
-        return made
+
+    def prune_window(self, position: int) -> None:
+        """Frees pages behind the window of a token at `position`, which no earlier token needs any more."""
+        if self.window is not None: self.prune(position - self.window + 1)
 
     def prune(self, before: int) -> None:
         """Frees pages whose tokens are all before position `before`."""
@@ -174,19 +181,23 @@ class BlockTable:
         assert not self.host_pages, "restore a sequence before truncating it"
         size, device = self.size, self.pool.device
         if tokens < self.computed:
-            if not self._has_visible(tokens):
-                raise PageError(f"a sequence truncated to {tokens} tokens, whose first {self.pruned * size} "
-                                "were pruned", "pages that the next token attends to",
-                                "release it, and compute it again")
-            self._hash_tail()
+            self.require_visible(tokens)
+            self.hash_tail()
             for page in self.pages[tokens // size:self.computed // size]: device.forget(page)
             self.computed = tokens
         self._shrink(-(-tokens // size))
 
+    def require_visible(self, tokens: int) -> None:
+        """Raises `PageError` if a token at position `tokens` would attend to pruned pages."""
+        if self._has_visible(tokens): return
+        raise PageError(f"a sequence truncated to {tokens} tokens, whose first {self.pruned * self.size} "
+                        "were pruned", "pages that the next token attends to",
+                        "release it, and compute it again")
+
     def _has_visible(self, tokens: int) -> bool:
         """Whether all pages that a token at position `tokens` attends to are present; without a window, all
         that were not pruned."""
-        behind = tokens if self.pool.window is None else max(0, tokens - self.pool.window + 1)
+        behind = tokens if self.window is None else max(0, tokens - self.window + 1)
         return behind >= self.pruned * self.size
 
     def _shrink(self, count: int) -> None:
@@ -202,21 +213,36 @@ class BlockTable:
     def rollback(self, batch: int) -> None:
         """Keeps the whole pages before the first that `batch` or a later one was to write
         (`PagePool.recover`)."""
-        self._hash_tail()
+        self.keep_pages(self.num_valid_pages(batch))
+
+    def num_valid_pages(self, batch: int) -> int:
+        """Full pages before the first that `batch` or a later one was to write, pruned ones included."""
+        self.hash_tail()
         memory, pages = self.memory()
         full = self.computed // self.size
-        num_valid = next((i for i, page in enumerate(pages[:full - self.pruned])
-                          if memory.written_in[page] >= batch), full - self.pruned)
-        tokens = (self.pruned + num_valid) * self.size
-        if tokens < self.computed and not self._has_visible(tokens): return self.release()
-        self._shrink(self.pruned + num_valid)
+        return next((i for i in range(self.pruned, full)
+                     if memory.written_in[pages[i - self.pruned]] >= batch), full)
+
+    def keep_pages(self, count: int) -> bool:
+        """Keeps the first `count` pages, which are full. Releases all, and returns False, if the next token
+        would attend to pruned pages."""
+        tokens = count * self.size
+        if tokens < self.computed and not self._has_visible(tokens):
+            self.release()
+            return False
+        self._shrink(count)
         self.computed = tokens
+        return True
 
     def release(self) -> None:
         """Frees all pages. The table may `share` again; it keeps its tokens' hashes."""
-        self._hash_tail()
         memory, pages = self.memory()
         memory.drop(reversed(pages))
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets the pages, whose references were dropped."""
+        self.hash_tail()
         self.pages, self.host_pages, self.computed, self.pruned = [], [], 0, 0
 
     # **** offload ****
@@ -234,3 +260,42 @@ class BlockTable:
         if made is None: return False
         self.pages, self.host_pages = [PRUNED] * self.pruned + made, []
         return True
+
+
+def share_prefix(tables: Sequence[BlockTable], tokens: Sequence[int]) -> None:
+    """The tables of a sequence, one for each group of layers, share the longest prefix that is cached for
+    all of them: all its pages without a window, else those that the next token attends to."""
+    assert not any(each.pages or each.host_pages for each in tables), "a table with pages cannot share others"
+    pool, prefix, size = tables[0].pool, tables[0].prefix, tables[0].size
+    prefix.put(0, tokens)
+    pool.queries += len(tokens)
+    count = _num_cached_pages(tables, (len(tokens) - 1) // size)
+    firsts = [each.first_visible_page(count * size) for each in tables]
+    found = [offload.find_pages(pool, [prefix.key(page) + each.suffix for page in range(first, count)])
+             for each, first in zip(tables, firsts, strict=True)]
+    # fewer than were found, if there are too few pages to restore all of them from the host
+    least = min(first + len(pages) for first, pages in zip(firsts, found, strict=True))
+    if least < count and any(firsts): least = 0     # not a whole window
+    if least < count: firsts = [0] * len(tables)
+    for each, first, pages in zip(tables, firsts, found, strict=True):
+        pool.device.drop(reversed(pages[least - first:]))
+        each.pages, each.pruned = [PRUNED] * first + pages[:least - first], first
+        each.computed = least * size
+    pool.hits += least * size
+
+
+def _num_cached_pages(tables: Sequence[BlockTable], most: int) -> int:
+    """Pages of the longest cached prefix, `most` at most."""
+    pool, prefix, size = tables[0].pool, tables[0].prefix, tables[0].size
+    device, host = pool.device.by_hash, pool.host.by_hash
+    runs, best = [0] * len(tables), 0     # cached pages up to this one, without a gap
+    for page in range(most):
+        key, complete = prefix.key(page), True
+        for i, each in enumerate(tables):
+            own = key + each.suffix
+            runs[i] = runs[i] + 1 if own in device or own in host else 0
+            if runs[i] >= page + 1 - each.first_visible_page((page + 1) * size): continue
+            if each.window is None: return best
+            complete = False
+        if complete: best = page + 1
+    return best

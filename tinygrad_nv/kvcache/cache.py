@@ -36,6 +36,7 @@ from tinygrad_nv.functional import kv_append, paged_attention
 from tinygrad_nv.kvcache.block_table import BlockTable
 from tinygrad_nv.kvcache.kind import CacheKind
 from tinygrad_nv.kvcache.pool import PagePool, PagePoolStats
+from tinygrad_nv.kvcache.shape import KVShape
 from tinygrad_nv.kvcache.store import LayerPages, PageStore
 from tinygrad_nv.patterns.decode.paged import FLOATS, check_shape
 from tinygrad_nv.tile.decode.spec import BYTES
@@ -48,8 +49,7 @@ Scales = float | Sequence[float] | np.ndarray
 class Shape:
     """The fields of a model's config that `PageStore` needs."""
     num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    kv_shape: KVShape
 
 
 class KVCache:
@@ -72,17 +72,17 @@ class KVCache:
         if pages is None and type(page_size) is int and page_size > 0:
             pages = self.max_requests * -(-self.max_length // page_size)
         self.pool = PagePool(cast(int, pages), page_size, host_pages=host_pages, sharing=sharing,
-                             window=window)
+                             windows=(window,))
         scales = [self._scales("k_scale", k_scale), self._scales("v_scale", v_scale)]
-        self.store = PageStore(Shape(layers, self.heads, self.d), self.device, kind.dtype,
-                               self.pool.device.total, page_size, host_pages)
+        shape = Shape(layers, KVShape(self.heads, self.d, self.d))
+        self.store = PageStore(shape, self.device, kind.dtype, self.pool.device.total, page_size, host_pages)
         # tinygrad's own attention multiplies masked positions by 0: NaN in unwritten pages would spread
         for x in self.store.tensors: Tensor(x.uop).assign(x.zeros_like()).realize()
         if kind.dtype in BYTES: self.store.scale(zip(*scales, strict=True))
         self.requests: list[CachedSequence] = []
         # each layer's pages after pending writes; the store's own Tensors stay plain buffers
         self.written_pages = [(Tensor(each.keys.uop), Tensor(each.values.uop))
-                              for each in self.store.cache.layers]
+                              for each in self.store.cache.layers if each.values is not None]
 
     def __class_getitem__(cls, words: Any) -> CacheKind[KVCache]: return CacheKind.of(words, cls)
 
@@ -107,7 +107,9 @@ class KVCache:
         """A request that will start with `tokens`. Its `len` is the number of tokens found in cached pages;
         the others are to be appended. Pages are shared between requests of equal `salt` only. Raises
         `PageError` if B requests are open."""
-        return self._register(self.pool.open(tokens, salt))
+        table = self.pool.open(tokens, salt)
+        assert isinstance(table, BlockTable), "a pool of one group"
+        return self._register(table)
 
     def _register(self, table: BlockTable) -> CachedSequence:
         made = CachedSequence(self, table)
@@ -296,6 +298,7 @@ class Step:
         cache, pages = self.cache, self.cache.pages(layer)
         check_shape("q", q, "N, T, heads, D", (int(self.lengths.shape[0]), self.num_tokens, None, cache.d))
         given = q.cast(cache.kind.dtype) if cache.kind.dtype in FLOATS else q
+        assert pages.values is not None
         out = paged_attention(given, pages.keys, pages.values, self.table, self.lengths, scale=scale,
                               window=cache.window, softcap=softcap, k_scale=pages.k_scale,
                               v_scale=pages.v_scale)

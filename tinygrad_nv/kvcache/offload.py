@@ -19,11 +19,11 @@ from tinygrad_nv.kvcache.page_allocator import CopyKind, PageAllocator, PageCopy
 
 class TieredPages:
     """`pages` device pages of `page_size` tokens, `host_pages` host pages, and the copies that the next batch
-    must do. `sharing` and `window` as in `PagePool`."""
+    must do. `sharing` and `windows` as in `PagePool`."""
 
     def __init__(self, pages: int, page_size: int, host_pages: int, sharing: bool,
-                 window: int | None) -> None:
-        self.page_size, self.sharing, self.window = page_size, sharing, window
+                 windows: tuple[int | None, ...]) -> None:
+        self.page_size, self.sharing, self.windows = page_size, sharing, windows
         self.device, self.host = PageAllocator(pages), PageAllocator(host_pages)
         self.batch = 0
         self.copies: list[PageCopy] = []

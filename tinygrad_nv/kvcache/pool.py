@@ -1,12 +1,12 @@
 """The page pool of a device and its host: block tables, prefix caching, pending copies.
 
-Protocol. `open` returns a `BlockTable` (block_table.py) for a sequence. Block tables take, share and free
-pages; none of this touches a device. Required copies are collected as `PageCopy`s
-(page_allocator.py) for the next batch, in order: `take_copies`. Batches run in the order
-of their `take_copies` calls. So a page may be reused as soon as the last batch that needs it is launched. A
-page may be shared (`BlockTable.advance`) as soon as the batch that writes it is launched, or is certain to be
-the next one. Sequences of the same batch may share it, too: in each layer a batch writes all keys and values
-before any token attends to them.
+Protocol. `open` returns a `BlockTable` (block_table.py) for a sequence, or a `HybridTable` (hybrid_table.py)
+if there are several groups of layers; all groups take pages of this pool. Block tables take, share and free
+pages; none of this touches a device. Required copies are collected as `PageCopy`s (page_allocator.py) for the
+next batch, in order: `take_copies`. Batches run in the order of their `take_copies` calls. So a page may be
+reused as soon as the last batch that needs it is launched. A page may be shared (`BlockTable.advance`) as
+soon as the batch that writes it is launched, or is certain to be the next one. Sequences of the same batch
+may share it, too: in each layer a batch writes all keys and values before any token attends to them.
 
 Two sequences that fill equal pages at the same time keep one page each. The second page is not found by its
 hash, and is freed with its sequence. So no block table changes under a running step; later sequences share
@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 from tinygrad_nv.errors import PageError
 from tinygrad_nv.kvcache.block_table import BlockTable
+from tinygrad_nv.kvcache.hybrid_table import HybridTable, SequenceTable
 from tinygrad_nv.kvcache.offload import TieredPages
 from tinygrad_nv.kvcache.page_allocator import CopyKind, PageAllocator, PageCopy
 from tinygrad_nv.kvcache.prefix_hashes import PrefixHashes, root
@@ -55,23 +56,25 @@ class PagePoolStats:
 
 class PagePool(TieredPages):
     """`pages` pages of `page_size` tokens, and `host_pages` on the host. `sharing`: later sequences with the
-    same prefix share full pages (prefix caching). `window`: a token attends to at most so many keys, itself
-    included, so pages behind the window are freed. Raises `PageError`."""
+    same prefix share full pages (prefix caching). `windows`: of each group of layers (groups.py) how many
+    keys a token attends to, itself included; pages behind the window are freed. None: all keys. Raises
+    `PageError`."""
 
     def __init__(self, pages: int, page_size: int = 16, *, host_pages: int = 0, sharing: bool = True,
-                 window: int | None = None) -> None:
+                 windows: tuple[int | None, ...] = (None,)) -> None:
         for name, number, minimum in (("pages", pages, 1), ("page_size", page_size, 1),
-                                      ("host_pages", host_pages, 0), ("window", window, 1)):
-            if number is None and name == "window": continue
+                                      ("host_pages", host_pages, 0),
+                                      *(("window", each, 1) for each in windows if each is not None)):
             if type(number) is not int or number < minimum:
                 raise PageError(f"a pool with {name}={number!r}", f"a whole number, at least {minimum}")
-        super().__init__(pages, page_size, host_pages, sharing, window)
+        super().__init__(pages, page_size, host_pages, sharing, windows)
         self._secret = os.urandom(16)
 
-    def open(self, tokens: Sequence[int], salt: bytes = b"") -> BlockTable:
+    def open(self, tokens: Sequence[int], salt: bytes = b"") -> SequenceTable:
         """A block table that shares the longest cached prefix of `tokens`, without the last token, which must
         be computed for its logits. Only pages written with the same `salt` are shared."""
-        table = BlockTable(self, PrefixHashes(root(self._secret, salt), self.page_size))
+        prefix = PrefixHashes(root(self._secret, salt), self.page_size)
+        table: SequenceTable = (BlockTable if len(self.windows) == 1 else HybridTable)(self, prefix)
         if self.sharing: table.share(tokens)
         return table
 
@@ -83,7 +86,7 @@ class PagePool(TieredPages):
         self.batch += 1
         return copies
 
-    def recover(self, batch: int, tables: Iterable[BlockTable]) -> None:
+    def recover(self, batch: int, tables: Iterable[SequenceTable]) -> None:
         """Discards the writes of batch `batch` and all after it; none may be running. Cached pages that they
         were to write are forgotten, and each of `tables`, which must be all, is rolled back to whole pages
         written before: `computed` is then where to continue. `batch` 0 discards all pages."""
@@ -103,7 +106,7 @@ class PagePool(TieredPages):
         return PagePoolStats(*states(self.device), *states(self.host), self.hits, self.queries,
                          self.device.evictions, *(self.num_copies[where] for where in CopyKind))
 
-    def assert_conserved(self, tables: Iterable[BlockTable]) -> None:
+    def assert_conserved(self, tables: Iterable[SequenceTable]) -> None:
         """Asserts that each page is free, cached or in use, and that its references are those of `tables`,
         which must be all."""
         tables_list = list(tables)

@@ -1,8 +1,9 @@
 """KV cache pages of the device and the host, and copies between them.
 
-Protocol: `PageStore` owns the tensors of every layer, [P, page_size, H_kv, D] for keys and for values, and
-host memory for offloaded pages. `copy` queues copies of whole pages, all layers, ahead of the next launch. On
-a device with a driver it does not wait, and host memory is page-locked. On a CPU pages are copied at once.
+Protocol: `PageStore` owns the tensors of every layer, [P, page_size, H_kv, D] for keys and, unless they are
+a part of these, for values, and host memory for offloaded pages. `copy` queues copies of whole pages, with
+all layers in them, ahead of the next launch. On a device with a driver it does not wait, and host memory is
+page-locked. On a CPU pages are copied at once.
 """
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ import numpy as np
 from tinygrad import Device, Tensor, dtypes
 from tinygrad.dtype import DType
 
+from tinygrad_nv.kvcache.groups import CacheGroups, one_group
 from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
+from tinygrad_nv.kvcache.shape import KVShape
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Copy, Download, Fill, HostMemory, Upload
 from tinygrad_nv.runtime.memory import allocate, host_bytes, write
@@ -28,17 +31,23 @@ CACHE = "KV cache"  # label of its memory
 @dataclass(frozen=True)
 class LayerPages:
     """A layer's keys and values: [P, page_size, H_kv, D] each, and float32 scales [P, H_kv] of 8-bit dtypes.
+    A latent cache has no values beside its keys.
     """
     keys: Tensor
-    values: Tensor
+    values: Tensor | None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class PagedCache:
-    """The pages of every layer."""
+    """The pages of every layer, and of each layer its group (groups.py); () if there is one group."""
     layers: tuple[LayerPages, ...]
+    groups: tuple[int, ...] = ()
+
+    def group(self, layer: int) -> int:
+        """The group of a layer, whose block tables say which pages are its."""
+        return self.groups[layer] if self.groups else 0
 
 
 class KVDimensions(Protocol):
@@ -46,29 +55,35 @@ class KVDimensions(Protocol):
     @property
     def num_layers(self) -> int: ...
     @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
+    def kv_shape(self) -> KVShape: ...
 
 
 class PageStore:
-    """`pages` pages of `size` tokens on the device, and `host_pages` on the host."""
+    """`pages` pages of `size` tokens on the device, and `host_pages` on the host. Layers of different
+    `groups` have the same tensors, where they have the same place in a page; by default all layers are one
+    group."""
 
     def __init__(self, config: KVDimensions, device: str, dtype: DType, pages: int, size: int,
-                 host_pages: int = 0) -> None:
+                 host_pages: int = 0, groups: CacheGroups | None = None) -> None:
+        groups = groups or one_group(config.num_layers)
         self.device, self.pages, self.size, self.host_pages = device, pages, size, host_pages
-        shape = (pages, size, config.num_kv_heads, config.head_dim)
-        def made() -> Tensor: return Tensor.empty(*shape, dtype=dtype, device=device)
-        def scale() -> Tensor | None:
-            if dtype not in BYTES: return None
-            return Tensor.ones(pages, config.num_kv_heads, device=device).contiguous().realize()
+        shape = config.kv_shape
+        def made(width: int) -> Tensor:
+            return Tensor.empty(pages, size, shape.heads, width, dtype=dtype, device=device)
+
+        def scale(width: int) -> Tensor | None:
+            if dtype not in BYTES or not width: return None
+            return Tensor.ones(pages, shape.heads, device=device).contiguous().realize()
+        keys, values = shape.keys, shape.values
         with labelled(CACHE):
-            layers = [LayerPages(made(), made(), scale(), scale()) for _ in range(config.num_layers)]
-        self.cache = PagedCache(tuple(layers))
-        self.tensors = [each for layer in self.cache.layers for each in (layer.keys, layer.values)]
+            stored = [(made(keys), made(values) if values else None) for _ in range(groups.layers_per_page)]
+            layers = [LayerPages(*stored[place], scale(keys), scale(values)) for _, place in groups.places]
+        self.cache = PagedCache(tuple(layers), tuple(group for group, _ in groups.places))
+        self.tensors = [each for pair in stored for each in pair if each is not None]
         with labelled(CACHE):
             for tensor in self.tensors: allocate(tensor)
-        self.page_bytes = int(np.prod(shape[1:])) * dtype.itemsize   # of one layer's keys or values
+        assert values in (0, keys), "keys and values of two widths"
+        self.page_bytes = size * shape.heads * keys * dtype.itemsize    # of one tensor
         opened = Device[device]
         self.driver = opened.driver if isinstance(opened, NVDevice) else None
         self.host: HostMemory | None = None
@@ -99,7 +114,7 @@ class PageStore:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of a page, all layers."""
+        """Bytes of a page, all layers that it holds."""
         return len(self.tensors) * self.page_bytes
 
     def copy(self, copies: Iterable[PageCopy]) -> None:

@@ -40,7 +40,7 @@ from tinygrad.uop.ops import (
 from tinygrad_nv import hooks
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.runtime.note import Note, ProgramKernel
-from tinygrad_nv.tile.kernel import Chain, Scratch, TileKernel
+from tinygrad_nv.tile.kernel import Chain, RouterKernel, Scratch, TileKernel
 from tinygrad_nv.tile.launch import PLAIN, LaunchConfig
 
 FIRST_SLOT = 1 << 20
@@ -123,6 +123,7 @@ class Built(Protocol):
 
 COMBINE = Note("combine", "adds up the splits of the kernel before")
 PIECES = Note("pieces", "the best of those of the kernel before")
+ORDER = Note("order", "orders the slots of the kernel before")
 
 
 def called(made: Built | Chain, device: str | tuple[str, ...], outputs: Sequence[Output | UOp],
@@ -141,7 +142,9 @@ def called(made: Built | Chain, device: str | tuple[str, ...], outputs: Sequence
         given.insert(len(given) if one.at is None else one.at, (Output((one.count,), one.dtype), False))
     done: tuple[UOp, ...] = ()
     for kernel in made.kernels:
-        if done: flops, nbytes, note = 0, sum(s.count * s.dtype.itemsize for s in made.scratch), COMBINE
+        if done:
+            flops, nbytes = 0, sum(s.count * s.dtype.itemsize for s in made.scratch)
+            note = ORDER if isinstance(made, RouterKernel) else COMBINE
         done = program(kernel.name, kernel.text, device, done or [out for out, _ in given], inputs,
                        grid=_grid(kernel, rows), block=kernel.block, variables=variables, flops=flops,
                        nbytes=nbytes, note=note, parts=kernel.parts, launch=kernel.launch)

@@ -9,6 +9,7 @@ Read in this order:
   sse.py          streams, and client disconnects
   completions.py  POST /v1/completions
   chat.py         POST /v1/chat/completions
+  embeddings.py   POST /v1/embeddings
   metrics.py      Prometheus metrics
   log.py          log lines
   app.py          routes, API keys, and OpenAI-style responses for every error

@@ -4,7 +4,7 @@ Protocol: `Gate` is the outermost middleware. It gives each request an id (x-req
 the server drains (503) and without an API key (401), turns `APIError`s and unexpected exceptions (500) into
 responses, counts and logs. A client that disconnected is logged with status 499.
 
-    POST /v1/completions, /v1/chat/completions
+    POST /v1/completions, /v1/chat/completions, /v1/embeddings
     GET  /v1/models, /v1/models/{id}
     GET  /health (200, or 503 while it drains), /metrics, / (the page)
 """
@@ -23,7 +23,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tinygrad_nv.server import chat, completions
+from tinygrad_nv.server import chat, completions, embeddings
 from tinygrad_nv.server.errors import APIError, internal
 from tinygrad_nv.server.fields import parse
 from tinygrad_nv.server.limits import read_body
@@ -44,6 +44,7 @@ def application(service: Service) -> ASGIApp:
     """The application that serves `service`."""
     routes = [Route("/v1/completions", _post(service, completions.answer, "cmpl"), methods=["POST"]),
               Route("/v1/chat/completions", _post(service, chat.answer, "chatcmpl"), methods=["POST"]),
+              Route("/v1/embeddings", _post(service, embeddings.answer, "embd"), methods=["POST"]),
               Route("/v1/models", _models(service)),
               Route("/v1/models/{name:path}", _models(service)),
               Route("/health", _health(service)), Route("/metrics", _metrics(service)), Route("/", _page)]

@@ -23,6 +23,7 @@ from tinygrad_nv.server.tools import Call, CallParser, ToolChoice, call_style, f
 
 async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
     """The response to a request with body `data`."""
+    service.require_generator()
     parsed = protocol.chat(data, service.model.defaults, service.limits)
     name = service.require_name(parsed.model)
     tools = () if parsed.choice.mode == "none" else parsed.tools

@@ -21,6 +21,7 @@ from tinygrad_nv.server.sse import Chunks, streamed, until_disconnect
 
 async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
     """The response to a request with body `data`."""
+    service.require_generator()
     parsed = protocol.completion(data, service.model.defaults, service.limits)
     name = service.require_name(parsed.model)
     size = sum(map(len, parsed.prompts))

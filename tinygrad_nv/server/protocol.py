@@ -65,7 +65,7 @@ class ChatRequest(Common):
 def completion(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) -> CompletionRequest:
     """A request of /v1/completions. `max_tokens` defaults to 16, as OpenAI's."""
     fields = Fields(data)
-    prompts = _prompts(fields)
+    texts = prompts(fields)
     if fields.text("suffix"):
         raise invalid("suffix is not served: no model here fills a gap; to fix: put what follows into the "
                       "prompt, or leave suffix out", "suffix", "unsupported")
@@ -76,7 +76,7 @@ def completion(data: dict[str, Any], defaults: SamplingParams, limits: RequestLi
                       "logprobs", "unsupported")
     most = fields.whole("max_tokens", 1)
     limit = 16 if most is None else most
-    common = _common(fields, defaults, limits, len(prompts), {"max_tokens": limit, "logprobs": logprobs})
+    common = _common(fields, defaults, limits, len(texts), {"max_tokens": limit, "logprobs": logprobs})
     best_of = fields.whole("best_of", 1)
     if best_of is not None and best_of != getattr(common.params, "n", 1):
         raise invalid(f"best_of is {best_of}, and is served only equal to n; to fix: ask for n choices with "
@@ -84,7 +84,7 @@ def completion(data: dict[str, Any], defaults: SamplingParams, limits: RequestLi
     ids = fields.flag("return_token_ids")
     fields.as_usual({"add_special_tokens": True})
     fields.finish()
-    return CompletionRequest(**vars(common), prompts=prompts, echo=echo, ids=ids)
+    return CompletionRequest(**vars(common), prompts=texts, echo=echo, ids=ids)
 
 
 def chat(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) -> ChatRequest:
@@ -174,19 +174,19 @@ def _bias(fields: Fields) -> dict[int, float] | None:
     return out or None
 
 
-def _prompts(fields: Fields) -> tuple[Prompt, ...]:
+def prompts(fields: Fields, name: str = "prompt") -> tuple[Prompt, ...]:
     """A string, a list of strings, a list of token ids, or a list of such lists."""
-    value = fields.take("prompt")
+    value = fields.take(name)
     expected = "a string, a list of strings, a list of token ids or a list of lists of token ids"
-    if value is None: raise invalid(f"prompt is missing, expected {expected}", "prompt", "missing_field")
-    if isinstance(value, str): return (unicode(value, "prompt"),)
-    if not isinstance(value, list): raise fields.wrong("prompt", value, expected)
-    if not value: raise invalid(f"prompt is an empty list, expected {expected}", "prompt")
-    if all(isinstance(item, str) for item in value): return tuple(unicode(item, "prompt") for item in value)
+    if value is None: raise invalid(f"{name} is missing, expected {expected}", name, "missing_field")
+    if isinstance(value, str): return (unicode(value, name),)
+    if not isinstance(value, list): raise fields.wrong(name, value, expected)
+    if not value: raise invalid(f"{name} is an empty list, expected {expected}", name)
+    if all(isinstance(item, str) for item in value): return tuple(unicode(item, name) for item in value)
     if all(type(item) is int for item in value): return (value,)
     if all(isinstance(item, list) and all(type(i) is int for i in item) for item in value):
         return tuple(value)
-    raise invalid(f"prompt is a list of mixed types, expected {expected}", "prompt")
+    raise invalid(f"{name} is a list of mixed types, expected {expected}", name)
 
 
 def _messages(fields: Fields) -> Sequence[dict[str, Any]]:

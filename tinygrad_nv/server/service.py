@@ -10,17 +10,21 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tinygrad_nv.engine.outputs import Delta
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.errors import NVError
+from tinygrad_nv.errors import NVError, RequestError
 from tinygrad_nv.server.errors import APIError, api_error
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.record import Record
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from tinygrad_nv.engine.embedding.batching import EmbeddingEngine
     from tinygrad_nv.engine.llm import Prompt
     from tinygrad_nv.engine.text.tokenizer import Tokenizer
     from tinygrad_nv.server.metrics import Metrics
@@ -41,6 +45,15 @@ class ServedModel(Protocol):
     def require_tokenizer(self) -> Tokenizer: ...
 
 
+class EmbeddingClient(Protocol):
+    """The part of `Embedder` that the server uses."""
+    def encode(self, prompt: Prompt, most: int | None = None) -> list[int]: ...
+    def require_dimensions(self, dimensions: int | None) -> None: ...
+    def submit(self, prompts: Sequence[Sequence[int]]) -> list[Future[np.ndarray]]: ...
+    def finish(self, pooled: Sequence[np.ndarray], normalize: bool | None = None,
+               dimensions: int | None = None) -> np.ndarray: ...
+
+
 class EngineClient(Protocol):
     """The part of `AsyncEngine` that the server uses."""
     @property
@@ -51,15 +64,34 @@ class EngineClient(Protocol):
     async def stop(self, drain_s: float = 0.0) -> None: ...
 
 
+class EmbeddingEngineClient(EngineClient):
+    """`engine` of an embedding model, as the server uses one that generates."""
+
+    def __init__(self, engine: EmbeddingEngine) -> None: self.engine = engine
+
+    @property
+    def failure(self) -> NVError | None: return None
+
+    def generate(self, prompt: list[int], params: SamplingParams, *, request_id: str | None = None,
+                 priority: int = 0) -> AsyncIterator[Delta]:
+        raise RequestError("the model makes embeddings", "a prompt to embed", "POST /v1/embeddings")
+
+    def stats(self) -> Any: return self.engine.stats()
+
+    async def stop(self, drain_s: float = 0.0) -> None: await self.engine.stop(drain_s)
+
+
 @dataclass
 class Service:
-    """A model served under `names`, the first of which is its own."""
+    """A model served under `names`, the first of which is its own. `embedder` is set for an embedding model,
+    which serves /v1/embeddings alone."""
     engine: EngineClient
     model: ServedModel
     names: tuple[str, ...]
     limits: RequestLimits
     metrics: Metrics
     keys: frozenset[str] = frozenset()
+    embedder: EmbeddingClient | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     active: int = 0         # requests being answered
@@ -69,6 +101,19 @@ class Service:
         if name is None or name in self.names: return name or self.names[0]
         raise APIError(404, f"the model {name[:200]!r} is not served here; expected: {', '.join(self.names)}",
                        "model_not_found", "model")
+
+    def require_embedder(self) -> EmbeddingClient:
+        """The embedding model. Raises `APIError` 400 for one that generates."""
+        if self.embedder is not None: return self.embedder
+        raise APIError(400, f"{self.names[0]} generates text; expected: an embedding model; to fix: start "
+                       "the server with --task embed, which makes embeddings of the last token's hidden "
+                       "state", "unsupported_task")
+
+    def require_generator(self) -> None:
+        """Raises `APIError` 400 for an embedding model."""
+        if self.embedder is None: return
+        raise APIError(400, f"{self.names[0]} makes embeddings, and generates no text; to fix: POST "
+                       "/v1/embeddings, or serve a causal language model", "unsupported_task")
 
     async def aside(self, size: int, task: Callable[[], T]) -> T:
         """`task()`, in a thread for long texts."""

@@ -12,6 +12,7 @@ import asyncio
 import gc
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from tinygrad_nv.runtime.programs import programs_compiled
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.log import LOG, line, set_up
 from tinygrad_nv.server.metrics import Metrics
-from tinygrad_nv.server.service import Service
+from tinygrad_nv.server.service import EmbeddingEngineClient, Service
 from tinygrad_nv.server.serving import Server, bind, serve, url
 from tinygrad_nv.server.waterfall import Waterfall
 
@@ -47,9 +48,9 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     gc.collect()
     gc.freeze()
     names = tuple(arguments.served_model_name or (directory.resolve().name,))
-    engine = AsyncEngine(llm)
+    engine = AsyncEngine(llm) if llm.embedder is None else EmbeddingEngineClient(llm.embedder.engine)
     metrics = Metrics(names[0], llm.length, engine.stats, arguments.metrics_prefix)
-    service = Service(engine, llm, names, limits(arguments), metrics, keys)
+    service = Service(engine, llm, names, limits(arguments), metrics, keys, llm.embedder)
     LOG.info(capacity_line(llm))
 
     def ready() -> None:
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
                       keys=len(keys), seconds=waterfall.total_s))
 
     async def main() -> None:
-        await engine.start()
+        if isinstance(engine, AsyncEngine): await engine.start()
         await serve(Server(service), [bound_socket], arguments.log_interval, ready)
 
     try: asyncio.run(main())
@@ -107,14 +108,19 @@ def warm_up(llm: LLM, waterfall: Waterfall) -> None:
             logged = now_s
             LOG.info(line("warm_up", done=done, steps=total))
         waterfall.mark("capture" if (now := programs_compiled()) == compiled else "compile")
-        compiled, steps = now, total
+        compiled, steps = now, max(steps, total)
 
+    if llm.embedder is not None: llm.embedder.warm_up(progress)
+    else: _warm_up_generation(llm, progress)
+    LOG.info(line("startup", stage="compile and capture", steps=steps, compiled=compiled - first,
+                  seconds=waterfall.stages.get("compile", 0) + waterfall.stages.get("capture", 0)))
+
+
+def _warm_up_generation(llm: LLM, progress: Callable[[int, int], None]) -> None:
     llm.runner.warm_up(progress)
     for temperature in (0.0, 1.0):
         llm.warm_up(replace(llm.defaults, temperature=temperature), 1)
-        progress(0, steps)
-    LOG.info(line("startup", stage="compile and capture", steps=steps, compiled=compiled - first,
-                  seconds=waterfall.stages.get("compile", 0) + waterfall.stages.get("capture", 0)))
+        progress(0, 0)
 
 
 def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -125,7 +131,8 @@ def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
             "max_num_batched_tokens": arguments.max_num_batched_tokens,
             "kv_cache_dtype": arguments.kv_cache_dtype, "swap_space": int(arguments.swap_space * GIB),
             "speculative": arguments.speculative, "quantization": arguments.quantization,
-            "enable_prefix_caching": arguments.enable_prefix_caching, "max_queue": arguments.max_queue,
+            "task": arguments.task, "enable_prefix_caching": arguments.enable_prefix_caching,
+            "max_queue": arguments.max_queue,
             **({} if fraction is None else {"gpu_memory_utilization": fraction})}
 
 
@@ -146,9 +153,14 @@ def limits(arguments: argparse.Namespace) -> RequestLimits:
 
 
 def capacity_line(llm: LLM) -> str:
-    """The capacity of the KV cache, in tokens and in requests of full length."""
-    pool = llm.core.pool.stats()
-    tokens = pool.total * llm.runner.page_size
-    return line("kv_cache", tokens=tokens, pages=pool.total, page_size=llm.runner.page_size,
-                max_model_len=llm.length, concurrency=f"{tokens / llm.length:.2f}x",
+    """The capacity of the KV cache, in tokens and in requests of full length; of an embedding model that of
+    a step."""
+    if (made := llm.embedder) is not None:
+        return line("embeddings", dimensions=made.config.width, pooling=made.config.pooling.kind,
+                    max_model_len=llm.length, max_num_batched_tokens=made.runner.max_tokens,
+                    max_num_seqs=made.runner.max_seqs)
+    pages, runner = llm.core.pool.device.total, llm.runner
+    requests = pages / runner.groups.num_pages(llm.length, runner.page_size, 1)
+    return line("kv_cache", tokens=int(requests * llm.length), pages=pages, page_size=runner.page_size,
+                groups=len(runner.groups.windows), max_model_len=llm.length, concurrency=f"{requests:.2f}x",
                 max_num_seqs=llm.core.config.max_seqs)

@@ -167,3 +167,17 @@ class DecodeKernel:
     def with_integers(self, integers: tuple[Integer, ...]) -> DecodeKernel:
         """The kernels with these integer arguments."""
         return replace(self, kernels=tuple(each.with_integers(integers) for each in self.kernels))
+
+
+@dataclass(frozen=True)
+class RouterKernel:
+    """The kernels of a router of many tokens, launched one after the other, all with the same parameters:
+    experts; weights; order; offsets; workspace, so many u32, never initialised; logits; bias, where the spec
+    has one."""
+    kernels: tuple[TileKernel, ...]
+    workspace_words: int
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        """The workspace."""
+        return (Scratch(dtypes.uint32, self.workspace_words),)

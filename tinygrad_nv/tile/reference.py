@@ -77,7 +77,7 @@ class Argument:
     places: tuple[Place, ...]
     role: Role = "in"
     values: range | None = None
-    usual: range | None = None
+    usual: Sequence[int] | None = None
 
     @property
     def size(self) -> int:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from cpu_gemv_case import LEVELS
 from cpu_grouped_case import answer, given, run
+from gemm_case import TORCH
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.cpu import isa
@@ -14,7 +15,7 @@ from tinygrad_nv.cpu.grouped_gemm import layout
 from tinygrad_nv.cpu.grouped_gemm.kernel import build
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.runtime.cpu.program import LoadedKernel, load
-from tinygrad_nv.tile.grouped_gemm.spec import ACTIVATIONS, GroupedGemmSpec
+from tinygrad_nv.tile.grouped_gemm.spec import ACTIVATIONS, GroupedGemmSpec, TransposedGroupedSpec
 
 F32, BF16, F16 = dtypes.float32, dtypes.bfloat16, dtypes.float16
 AMX = isa.AMX if not isa.why_not("amx") else replace(isa.AMX, emulated=True)
@@ -54,6 +55,21 @@ def test_whole_numbers_are_exact(level: isa.ISA, dtype: dtypes):
                              else torch.float16).double()
             inside = ~wanted.isnan()
             assert torch.equal(got[inside], near[inside])
+
+
+@pytest.mark.parametrize(("level", "dtype"), [
+    pytest.param(*kind, marks=[pytest.mark.slow] * (kind not in ((LEVELS[-1], F16), (AMX, BF16))))
+    for kind in KINDS], ids=str)
+def test_transposed_matrices(level: isa.ISA, dtype: dtypes):
+    """Whole numbers; nothing behind a matrix is read. Rows of no group are zeros."""
+    for n, k in ((51, 301), (80, 320)):
+        spec = TransposedGroupedSpec(5, 63, n, k, dtype, 23, gather=3, scatter=True, biased=True)
+        kernel = made(spec, level)
+        for counts, before in list(ROUTINGS.values())[:4]:
+            there = given(spec, counts, before, integers=True)
+            wanted = answer(spec, there).nan_to_num(0).to(TORCH[dtype]).double()
+            there["w"] = there["w"].transpose(1, 2).contiguous()
+            assert torch.equal(run(kernel, spec, there), wanted)
 
 
 @pytest.mark.parametrize(("level", "dtype"), KINDS, ids=str)

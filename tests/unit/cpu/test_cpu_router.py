@@ -7,6 +7,7 @@ import pytest
 import torch
 from cpu_gemv_case import LEVELS, at_end
 from gemm_case import TORCH
+from router_case import Found, chosen, sorted_right, weights
 from tinygrad import Tensor, TinyJit, dtypes
 from tinygrad.helpers import Context
 
@@ -19,7 +20,6 @@ from tinygrad_nv.runtime.cpu.program import load
 from tinygrad_nv.tile.router.spec import SCORES, RouterSpec
 
 F32, BF16 = dtypes.float32, dtypes.bfloat16
-Found = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def run(spec: RouterSpec, logits: torch.Tensor, bias: torch.Tensor | None = None,
@@ -34,29 +34,6 @@ def run(spec: RouterSpec, logits: torch.Tensor, bias: torch.Tensor | None = None
     made(*memory)
     a, b, c, d = (each.view(kind.dtype) for each, kind in zip(memory, out, strict=False))
     return a.reshape(spec.tokens, -1), b.reshape(spec.tokens, -1), c, d
-
-
-def chosen(spec: RouterSpec, logits: torch.Tensor, bias: torch.Tensor | None) -> np.ndarray:
-    """Experts by sorting, in float64: of scores that are no closer than float32 tells."""
-    policy, x = spec.policy, logits.double()
-    if policy.score == "softmax": x = x.softmax(-1)
-    if policy.score == "sigmoid": x = x.sigmoid()
-    if bias is not None: x = x + bias
-    if policy.groups > 1:
-        groups = x.view(spec.tokens, policy.groups, -1)
-        score = groups.amax(-1) if policy.group_score == "max" else groups.topk(2).values.sum(-1)
-        kept = (-score).sort(stable=True).indices[:, :policy.top_groups]
-        left = torch.ones_like(score, dtype=torch.bool).scatter(1, kept, False)
-        x = groups.masked_fill(left.unsqueeze(-1), -torch.inf).view(spec.tokens, -1)
-    return (-x).sort(stable=True).indices[:, :policy.k].numpy().astype(np.int32)
-
-
-def sorted_right(spec: RouterSpec, found: Found) -> None:
-    """Asserts order and offsets."""
-    experts, _, order, offsets = found
-    np.testing.assert_array_equal(order, experts.reshape(-1).argsort(kind="stable"))
-    counts = np.bincount(experts.reshape(-1), minlength=spec.experts)
-    np.testing.assert_array_equal(offsets, [0, *counts.cumsum()])
 
 
 POLICIES = [Policy(8), Policy(1, "sigmoid"), Policy(3, "chosen"), Policy(4, "chosen_sigmoid", scale=2.5),
@@ -79,17 +56,6 @@ def test_experts_and_weights(level: isa.ISA, policy: Policy):
         wanted = weights(policy, logits.double(), torch.from_numpy(found[0]).long())
         # an exponential and a quotient, each within 2 ulp, and a sum of so many
         np.testing.assert_allclose(found[1], wanted, rtol=(8 + count) * 2.0**-24)
-
-
-def weights(policy: Policy, x: torch.Tensor, experts: torch.Tensor) -> np.ndarray:
-    """In float64."""
-    if policy.score == "softmax": x = x.softmax(-1)
-    if policy.score == "sigmoid": x = x.sigmoid()
-    x = x.gather(1, experts)
-    if policy.score == "chosen": x = x.softmax(-1)
-    if policy.score == "chosen_sigmoid": x = x.sigmoid()
-    if policy.renormalize: x = x / x.sum(-1, keepdim=True)
-    return (x * policy.scale).numpy()
 
 
 def test_minus_infinity_and_nan():

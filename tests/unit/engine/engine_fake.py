@@ -2,10 +2,12 @@
 alone.
 
 The content of a position is a hash of its token and of all contents that the token attends to, read through
-the block table. A sampled token is a hash of its position's content, the slot's seed and the position. So a
-wrong page, position, slot, seed, copy or order changes all later tokens. Positions that were never written,
-or are padding, are poison: reading one is a fault, as are two writers of one position, two sequences in one
-slot, and a step over the token budget. `alone` computes the same without pages, slots or steps.
+the block table. With several groups of layers each group has a content there, of its own window and of what
+the group before it has. A sampled token is a hash of its position's content, the slot's seed and the
+position. So a wrong page, position, slot, seed, copy or order changes all later tokens. Positions that were
+never written, or are padding, are poison: reading one is a fault, as are two writers of one position, two
+sequences in one slot, and a step over the token budget. `alone` computes the same without pages, slots or
+steps.
 
 With `late` the device does nothing until its results are awaited, so host changes in between would show.
 """
@@ -38,9 +40,15 @@ BROKEN = 11         # a seed that makes logits not numbers
 EOS = 5
 
 
-def hashed_contents(seen: Sequence[int], token: int) -> int:
-    """The content of a position with this token that attends to the contents `seen`."""
-    return hash((tuple(seen), token)) & 0x7FFFFFFFFFFF
+def hashed_contents(seen: Sequence[int], x: int) -> int:
+    """The content of a position with this token, or content of the group of layers before, that attends to
+    the contents `seen`."""
+    return hash((tuple(seen), x)) & 0x7FFFFFFFFFFF
+
+
+def first_visible(position: int, window: int | None) -> int:
+    """The first position that a token attends to."""
+    return 0 if window is None else max(0, position - window + 1)
 
 
 def choice(row: int, seed: int, position: int, history: Sequence[int] | None, allowed: Sequence[int]) -> int:
@@ -110,7 +118,7 @@ class FakeDevice:
     host_pages: int = 0
     max_seqs: int = 8
     budget: int = 1 << 30
-    window: int | None = None
+    windows: tuple[int | None, ...] = (None,)
     late: bool = False
     fails: dict[int, int] = field(default_factory=dict)
     vocab_size: int = VOCAB
@@ -194,22 +202,32 @@ class FakeDevice:
         tokens = seq.tokens or [self.slots[seq.slot].last]
         self._fault(POISON in tokens, f"slot {seq.slot} has chosen nothing")
         # a snapshot, as the model runner copies the block table at launch
-        at = [(seq.block_table[position // self.page_size], position % self.page_size)
-              for position in range(seq.start + padded_tokens(len(tokens)))]
+        count = len(seq.block_table) // len(self.windows)
+        rows = list(tokens)
+        for group, window in enumerate(self.windows):
+            pages = seq.block_table[group * count:(group + 1) * count]
+            at = [(pages[position // self.page_size], position % self.page_size)
+                  for position in range(seq.start + padded_tokens(len(tokens)))]
+            rows = self._write_group(seq, rows, at, window, written)
+        return rows
+
+    def _write_group(self, seq: ScheduledSeq, inputs: list[int], at: list[tuple[int, int]],
+                     window: int | None, written: set[tuple[int, int]]) -> list[int]:
+        """Writes the positions of a group of layers, from the contents of the group before it."""
         positions = at[seq.start:]
         self._fault(not written.isdisjoint(positions), "two writers of a place")
         self._fault(any(page < 0 for page, _ in positions), "a write where there is no page")
         written.update(positions)
         rows: list[int] = []
-        for number, position in enumerate(positions):
-            if number >= len(tokens): self.store[position] = POISON
+        for number, place in enumerate(positions):
+            if number >= len(inputs): self.store[place] = POISON
             else:
-                first = 0 if self.window is None else max(0, seq.start + number - self.window + 1)
+                position = seq.start + number
                 seen = [int(self.store[each]) if each[0] >= 0 else POISON
-                        for each in at[first:seq.start + number]]
-                self._fault(POISON in seen, f"slot {seq.slot} place {seq.start + number} sees poison")
-                self.store[position] = hashed_contents(seen, tokens[number])
-                rows.append(int(self.store[position]))
+                        for each in at[first_visible(position, window):position]]
+                self._fault(POISON in seen, f"slot {seq.slot} place {position} sees poison")
+                self.store[place] = hashed_contents(seen, inputs[number])
+                rows.append(int(self.store[place]))
         return rows
 
     def _choose(self, sample: Sample, row: int) -> int:
@@ -243,23 +261,25 @@ class OracleProposer:
     def forget(self, key: tuple[str, int]) -> None: self.known.discard(key)
 
 
-def alone(request: Request, index: int, config: EngineConfig, max_len: int,
-          rule: Rule | None = None) -> tuple[list[int], str]:
+def alone(request: Request, index: int, config: EngineConfig, max_len: int, rule: Rule | None = None,
+          windows: Sequence[int | None] = (None,)) -> tuple[list[int], str]:
     """Tokens of an answer and its finish reason, if nothing else runs. A request must have a seed."""
     params = request.params
     assert params.seed is not None
     seed, tokens = params.seed + index, list(request.prompt)
     ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(config.eos))
-    values: list[int] = []
+    values: list[list[int]] = [[] for _ in windows]     # of each group of layers
     while True:
-        while len(values) < len(tokens):
-            first = 0 if config.window is None else max(0, len(values) - config.window + 1)
-            values.append(hashed_contents(values[first:], tokens[len(values)]))
+        for position in range(len(values[-1]), len(tokens)):
+            made = tokens[position]
+            for each, window in zip(values, windows, strict=True):
+                made = hashed_contents(each[first_visible(position, window):], made)
+                each.append(made)
         made = len(tokens) - len(request.prompt)
         allowed = [token for token in range(VOCAB) if rule is None or (token + rule.last) % 3]
         if made < params.min_tokens: allowed = [token for token in allowed if token not in ends] or allowed
         history = tokens if params.filters.penalty else None
-        token = choice(values[-1], seed, len(tokens), history, allowed)
+        token = choice(values[-1][-1], seed, len(tokens), history, allowed)
         if token >= VOCAB: return tokens[len(request.prompt):], "error"
         tokens.append(token)
         answer = tokens[len(request.prompt):]
@@ -282,14 +302,14 @@ class Engine:
     more: dict[str, Any] = field(default_factory=dict)
     proposer: OracleProposer | None = None
     fails: dict[int, int] = field(default_factory=dict)
+    windows: tuple[int | None, ...] = (None,)
 
     def __post_init__(self) -> None:
         self.config = EngineConfig(**{"max_seqs": self.max_seqs, "max_len": 256, "eos": (EOS,),
                                       "max_batched_tokens": self.max_batched_tokens, **self.more})
         self.device = FakeDevice(self.pages, self.page_size, self.host_pages, self.max_seqs,
-                                 self.max_batched_tokens, self.config.window, self.late, self.fails)
-        self.pool = PagePool(self.pages, self.page_size, host_pages=self.host_pages,
-                             window=self.config.window)
+                                 self.max_batched_tokens, self.windows, self.late, self.fails)
+        self.pool = PagePool(self.pages, self.page_size, host_pages=self.host_pages, windows=self.windows)
         self.core = EngineCore(self.device, self.pool, self.config, self.proposer)
         self.outputs_seen: list[EngineCoreOutput] = []
 
@@ -335,4 +355,4 @@ class Engine:
 
     def alone(self, request: Request, index: int = 0) -> list[int]:
         """The tokens that a request generates alone."""
-        return alone(request, index, self.config, self.core.max_len)[0]
+        return alone(request, index, self.config, self.core.max_len, windows=self.windows)[0]

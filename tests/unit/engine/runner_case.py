@@ -57,7 +57,7 @@ def poison_pages(runner: ModelRunner, pages: list[int]) -> None:
 
 @dataclass
 class Sequence:
-    """A sequence: its tokens, how many are computed, its pages."""
+    """A sequence: its tokens, how many are computed, its pages, one group of layers after the other."""
     slot: int
     tokens: list[int]
     prompt: int
@@ -83,8 +83,13 @@ class Driver:
 
     def reserve(self, sequence: Sequence, num_positions: int) -> None:
         """Pages for so many positions, in a new list."""
-        missing = -(-num_positions // self.runner.page_size) - len(sequence.pages)
-        if missing > 0: sequence.pages = sequence.pages + [self.free.pop() for _ in range(missing)]
+        groups = len(self.runner.groups.windows)
+        count = len(sequence.pages) // groups
+        missing = -(-num_positions // self.runner.page_size) - count
+        if missing <= 0: return
+        sequence.pages = [page for group in range(groups)
+                          for page in (*sequence.pages[group * count:(group + 1) * count],
+                                       *(self.free.pop() for _ in range(missing)))]
 
     def entry(self, sequence: Sequence, num_tokens: int, copies: tuple[Sequence, ...] = ()) -> ScheduledSeq:
         """The next tokens of a sequence. The last known token is sampled from, also for copies."""

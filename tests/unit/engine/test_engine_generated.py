@@ -14,6 +14,7 @@ from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Request
+from tinygrad_nv.kvcache.groups import num_pages
 from tinygrad_nv.kvcache.pool import PagePool
 
 BASE = [(7 * i + i * i) % VOCAB for i in range(64)]     # what prompts have in common
@@ -48,6 +49,7 @@ class Case:
     host_pages: int = 0
     late: bool = True
     wrong: int = 2
+    windows: tuple[int | None, ...] = (None,)
     fails: dict[int, int] = field(default_factory=dict)
 
 
@@ -64,8 +66,8 @@ def run(case: Case) -> Result:
     """Drives an engine until nothing is left, and checks what must hold of any."""
     config = case.config
     device = FakeDevice(case.pages, case.page_size, case.host_pages, config.max_seqs,
-                        config.max_batched_tokens, config.window, case.late, case.fails)
-    pool = PagePool(case.pages, case.page_size, host_pages=case.host_pages, window=config.window)
+                        config.max_batched_tokens, case.windows, case.late, case.fails)
+    pool = PagePool(case.pages, case.page_size, host_pages=case.host_pages, windows=case.windows)
     requests = [ask.request(number) for number, ask in enumerate(case.asks)]
     with mock.patch.dict(os.environ, NV_DEBUG="1"): core = EngineCore(device, pool, config)
     expected = answers(case, core.max_len)
@@ -118,7 +120,7 @@ def overtaken(core: EngineCore, waited: set[tuple[str, int]]) -> None:
 def answers(case: Case, max_len: int) -> dict[tuple[str, int], tuple[list[int], str]]:
     """What each sequence gets alone."""
     return {(str(number), index): alone(ask.request(number), index, case.config, max_len,
-                                        None if ask.rule is None else Rule(ask.rule))
+                                        None if ask.rule is None else Rule(ask.rule), case.windows)
             for number, ask in enumerate(case.asks) for index in range(ask.params.n)}
 
 
@@ -165,16 +167,15 @@ def cases(draw) -> Case:
     page_size, max_seqs = draw(st.sampled_from([1, 2, 4, 8, 16])), draw(st.integers(3, 6))
     speculation = draw(st.sampled_from([0, 0, 0, 2, 5, 9]))
     max_len, budget = draw(st.integers(28, 44)), draw(st.integers(max(8, max_seqs), 40))
-    window = draw(st.sampled_from([None, None, None, 1, 5, 12]))
+    windows = draw(st.sampled_from([(None,)] * 3 + [(1,), (5,), (12,), (5, None), (None, 1, 7), (4, 9)]))
     # so much that each prompt fits, or the window of one sequence
-    places = 40 if window is None else window + budget + 2 * page_size
-    least = -(-places // page_size)
+    least = sum(num_pages(40, window, page_size, budget) for window in windows)
     config = EngineConfig(max_seqs, budget, max_len, 1000, draw(st.booleans()), draw(st.floats(0.5, 20)),
-                          (EOS,), window, draw(st.sampled_from([0.0, 0.5, 4.0])), speculation)
+                          (EOS,), draw(st.sampled_from([0.0, 0.5, 4.0])), speculation)
     fails = draw(st.just({}) | st.dictionaries(st.integers(0, 30), st.integers(0, 3), max_size=3))
     return Case(draw(st.lists(asks(), min_size=1, max_size=8)), config, page_size,
                 least + draw(st.integers(0, least)), draw(st.sampled_from([0, 0, 5, 60])),
-                draw(st.booleans()), draw(st.integers(1, 4)), fails)
+                draw(st.booleans()), draw(st.integers(1, 4)), windows, fails)
 
 
 def tried(examples: int):

@@ -16,6 +16,7 @@ from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, Sample, Schedu
 from tinygrad_nv.engine.worker.input_buffer import STEP_GROUPS, BatchShape
 from tinygrad_nv.engine.worker.model_runner import CAPTURE_AFTER, ModelRunner
 from tinygrad_nv.errors import RequestError
+from tinygrad_nv.kvcache.groups import cache_groups
 from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -29,7 +30,9 @@ KINDS: dict[str, dict[str, Any]] = {
 def both(request: pytest.FixtureRequest):
     """A model and its runner."""
     model = network(**KINDS[request.param])
-    runner = ModelRunner(model, pages=PAGES, page_size=SIZE, max_seqs=6, max_len=LENGTH)
+    groups = cache_groups(model.config.windows, LENGTH, SIZE)
+    runner = ModelRunner(model, pages=PAGES, page_size=SIZE, max_seqs=6, max_len=LENGTH, groups=groups)
+    assert len(groups.windows) == len(set(model.config.windows))
     poison(runner)
     yield model, runner
     runner.close()

@@ -265,7 +265,7 @@ def test_a_cancelled_request_gives_its_pages_to_who_waits():
 
 
 def test_a_sliding_window_holds_few_pages():
-    engine = Engine(pages=18, max_seqs=1, more={"window": 8})
+    engine = Engine(pages=18, max_seqs=1, windows=(8,))
     request = engine.add("a", LONG[:100], max_tokens=100)
     most = 0
     while engine.core.unfinished:
@@ -296,7 +296,7 @@ def test_prompts_that_begin_alike_share_within_a_step(fails):
 
 def test_who_is_in_the_step_already_may_lose_its_pages():
     """A chunk of a prompt in a sliding window takes those of an answer that comes after it in order."""
-    engine = Engine(pages=14, max_seqs=2, more={"window": 16})
+    engine = Engine(pages=14, max_seqs=2, windows=(16,))
     later = engine.add("later", range(20, 36), 1, max_tokens=40)
     engine.step(3)
     first = engine.add("first", LONG[:120], max_tokens=4)

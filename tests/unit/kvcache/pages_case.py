@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from tinygrad_nv.kvcache.block_table import BlockTable
+from tinygrad_nv.kvcache.hybrid_table import SequenceTable
 from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
 from tinygrad_nv.kvcache.pool import PagePool
 
@@ -30,6 +31,7 @@ B = list(range(200, 220))
 def filled(pool: PagePool, tokens: list[int], salt: bytes = b"") -> BlockTable:
     """A table with all of these written."""
     table = pool.open(tokens, salt)
+    assert isinstance(table, BlockTable)
     assert table.reserve(len(tokens))
     table.advance(tokens[table.computed:])
     return table
@@ -42,8 +44,9 @@ def copies(pool: PagePool) -> list[tuple[CopyKind, int, int]]:
 @dataclass
 class Sequence:
     """Tokens, of which `in_flight` behind the computed ones are in launched steps. Tokens attend to positions
-    from `first_visible` on. `epoch` counts how often its pages were given up."""
-    table: BlockTable
+    from `first_visible` on, in groups of layers without a window. `epoch` counts how often its pages were
+    given up."""
+    table: SequenceTable
     salt: int
     tokens: list[int]
     in_flight: int = 0
@@ -58,14 +61,14 @@ class Sequence:
 
 @dataclass
 class ScheduledTokens:
-    """A sequence's part of a step: marks of all positions up to its last token, and pages, as of the launch.
-    """
+    """A sequence's part of a step: marks of all positions up to its last token, and of each group of layers
+    the first visible position and the pages, as of the launch."""
     sequence: Sequence
     epoch: int
     start: int
-    first_visible: int
+    first_visible: list[int]
     marks: list[int]
-    pages: list[int]
+    pages: list[list[int]]
     padded: int
     deferred: bool
 
@@ -75,6 +78,11 @@ class Step:
     number: int
     copies: tuple[PageCopy, ...]
     seqs: list[ScheduledTokens]
+
+
+def of_group(mark: int, group: int) -> int:
+    """The mark in pages of a group of layers."""
+    return hash((mark, group)) if group else mark
 
 
 @dataclass
@@ -93,10 +101,18 @@ class Memory:
     def write(self, entry: ScheduledTokens, good: bool = True) -> None:
         """Writes the new tokens, and garbage up to the last padded position."""
         for position in range(entry.start, entry.padded):
-            mark = entry.marks[position] if good and position < len(entry.marks) else GARBAGE
-            self.device[entry.pages[position // self.size]][position % self.size] = mark
+            written = good and position < len(entry.marks)
+            for group, pages in enumerate(entry.pages):
+                mark = of_group(entry.marks[position], group) if written else GARBAGE
+                self.device[pages[position // self.size]][position % self.size] = mark
 
-    def holds(self, pages: list[int], marks: list[int], first_visible: int, host: bool = False) -> bool:
+    def holds(self, pages: list[list[int]], marks: list[int], first_visible: list[int],
+              host: bool = False) -> bool:
+        """Whether the pages of each group hold the marks from the first visible position on."""
+        return all(self._holds(each, [of_group(mark, group) for mark in marks], first, host)
+                   for group, (each, first) in enumerate(zip(pages, first_visible, strict=True)))
+
+    def _holds(self, pages: list[int], marks: list[int], first_visible: int, host: bool) -> bool:
         """Whether positions from `first_visible` on hold the marks. `pages` starts with page 0."""
         memory, size = self.host if host else self.device, self.size
         first, at = first_visible // size, first_visible % size
@@ -134,6 +150,11 @@ class Drive:
         if operation(a, b, c) is not False:
             self.counts[operation.__name__] = self.counts.get(operation.__name__, 0) + 1
 
+    def first_visible(self, sequence: Sequence, position: int) -> list[int]:
+        """Of each group of layers the first position that a token at `position` attends to."""
+        return [sequence.first_visible if window is None else max(0, position - window + 1)
+                for window in self.pool.windows]
+
     def one(self, a: int, away: bool | None = None, idle: bool = False) -> Sequence | None:
         """A sequence, if there is one."""
         fits = [each for each in self.sequences if away in (None, each.table.offloaded)
@@ -155,8 +176,8 @@ class Drive:
 
     def shared(self, made: Sequence) -> None:
         """Checks the prefix cache hit against all pages ever filled."""
-        table, size, window = made.table, self.pool.page_size, self.pool.window
-        made.first_visible = 0 if window is None else max(0, table.computed - window + 1)
+        table, size = made.table, self.pool.page_size
+        made.first_visible = 0
         assert table.computed < len(made.tokens)
         assert table.computed % size == 0
         if not self.pool.sharing: return
@@ -164,7 +185,7 @@ class Drive:
         most, least = (next((i for i, end in enumerate(ends) if end not in marks), len(ends)) * size
                        for marks in (self.full, self.sure))
         assert table.computed <= most, "more was found than was ever filled"
-        if window is None and not self.pool.device.evictions:
+        if not any(self.pool.windows) and not self.pool.device.evictions:
             assert table.computed >= least, f"{table.computed} tokens found, {least} are there"
 
     def fork(self, a: int, b: int, c: int) -> bool:
@@ -208,23 +229,20 @@ class Drive:
 
     def truncate(self, a: int, b: int, c: int) -> bool:
         if (cut := self.one(a, away=False, idle=True)) is None: return False
-        table, window = cut.table, self.pool.window
-        tokens = table.computed - b % 8
-        first_visible = cut.first_visible if window is None else max(0, tokens - window + 1)
-        if tokens < max(1, first_visible, table.pruned * self.pool.page_size * (window is None)): return False
-        if first_visible < table.pruned * self.pool.page_size: return False
+        table, tokens = cut.table, cut.table.computed - b % 8
+        for each, first in zip(table.groups, self.first_visible(cut, tokens), strict=True):
+            if tokens < max(1, first) or first < each.pruned * self.pool.page_size: return False
         if tokens < table.computed: self.sure.clear()
         table.truncate(tokens)
-        cut.first_visible = first_visible
         cut.tokens = [*cut.tokens[:tokens], c % 3]
         return True
 
     def prune(self, a: int, b: int, c: int) -> bool:
         """Tokens no longer attend to positions before some point."""
-        if b % 3 or (cut := self.one(a, away=False)) is None or self.pool.window is not None: return False
+        if b % 3 or (cut := self.one(a, away=False)) is None or any(self.pool.windows): return False
         before = cut.table.computed * (c % 5) // 4
         cut.first_visible = max(cut.first_visible, before)
-        cut.table.prune(before)
+        for each in cut.table.groups: each.prune(before)
         return True
 
     # **** steps ****
@@ -249,32 +267,31 @@ class Drive:
             at = None if b % 5 == 0 else start
             missing, free = table.num_missing_pages(padded, at), self.pool.available
             # a page that another sequence filled past this one's end
-            if any(self.pool.device.hashes[page] for page in table.pages[start // size:]): self.sure.clear()
+            later = [page for each in table.groups for page in each.pages[start // size:]]
+            if any(self.pool.device.hashes[page] for page in later): self.sure.clear()
             if not table.reserve(padded, at):
                 assert missing > free
                 continue
             assert self.pool.available == free - missing
-            assert len(table.pages) * size >= padded
+            assert all(len(each.pages) == table.num_entries for each in table.groups)
+            assert table.num_entries * size >= padded
             if chosen: sequence.tokens.append((c >> bit) % 3)
             marks = sequence.marks()[:start + rows]
-            window = self.pool.window
-            first_visible = sequence.first_visible if window is None else max(0, start - window + 1)
-            seqs.append(ScheduledTokens(sequence, sequence.epoch, start, first_visible, marks,
-                                        table.pages[:], padded, deferred))
+            seqs.append(ScheduledTokens(sequence, sequence.epoch, start, self.first_visible(sequence, start),
+                                        marks, [each.pages[:] for each in table.groups], padded, deferred))
             if deferred: sequence.in_flight += rows
             else: self.advance(sequence, sequence.tokens[start:start + rows])
         self.steps.append(Step(number, self.pool.take_copies(), seqs))
         return True
 
     def advance(self, sequence: Sequence, tokens: list[int]) -> None:
-        table, size, window = sequence.table, self.pool.page_size, self.pool.window
+        table, size = sequence.table, self.pool.page_size
         old = table.computed
         table.advance(tokens)
         marks = sequence.marks()
         filled = [marks[position] for position in range(old, table.computed) if position % size == size - 1]
         self.full.update(filled)
         self.sure.update(filled)
-        if window is not None: sequence.first_visible = max(0, table.computed - window + 1)
 
     def complete(self, a: int, b: int, c: int) -> bool:
         """Runs the oldest step."""
@@ -309,10 +326,8 @@ class Drive:
         for sequence in self.sequences: self.discard_in_flight(sequence)
         self.pool.recover(number, [sequence.table for sequence in self.sequences])
         for sequence in self.sequences:
-            table, window = sequence.table, self.pool.window
-            if not table.computed: sequence.first_visible = 0
-            elif window is not None: sequence.first_visible = max(0, table.computed - window + 1)
-            if table.computed >= len(sequence.tokens): sequence.tokens.append(0)
+            if not sequence.table.computed: sequence.first_visible = 0
+            if sequence.table.computed >= len(sequence.tokens): sequence.tokens.append(0)
         self.sure.clear()
         return True
 
@@ -333,10 +348,12 @@ class Drive:
             table, size = sequence.table, self.pool.page_size
             marks = sequence.marks()[:table.computed]
             assert len(marks) == table.computed
-            pages = [-1] * table.pruned + table.host_pages if table.offloaded else table.pages
-            there = memory.holds(pages, marks, sequence.first_visible, table.offloaded)
+            pages = [[-1] * each.pruned + each.host_pages if table.offloaded else each.pages
+                     for each in table.groups]
+            visible = self.first_visible(sequence, table.computed)
+            there = memory.holds(pages, marks, visible, table.offloaded)
             assert there, "a sequence's tokens are not in its pages"
-            assert sequence.first_visible >= table.pruned * size
+            for each, first in zip(table.groups, visible, strict=True): assert first >= each.pruned * size
 
     def close(self) -> None:
         """Ends all sequences: every page is free or cached."""
@@ -349,7 +366,8 @@ class Drive:
 
 
 POOLS = {"small": {"pages": 12, "page_size": 4}, "host": {"pages": 14, "page_size": 4, "host_pages": 9},
-         "window": {"pages": 16, "page_size": 4, "host_pages": 5, "window": 10},
+         "window": {"pages": 16, "page_size": 4, "host_pages": 5, "windows": (10,)},
+         "hybrid": {"pages": 34, "page_size": 4, "host_pages": 13, "windows": (6, None, 10)},
          "single": {"pages": 40, "page_size": 1, "host_pages": 20},
          "large": {"pages": 400, "page_size": 4}, "alone": {"pages": 20, "page_size": 8, "sharing": False}}
 

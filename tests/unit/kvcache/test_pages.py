@@ -203,7 +203,7 @@ def test_truncate_gives_back_what_was_reserved():
 
 
 def test_pages_behind_a_window_are_given_back():
-    pool = PagePool(8, 4, window=6)
+    pool = PagePool(8, 4, windows=(6,))
     table = pool.open(A)
     for first in range(0, 20, 4):
         assert table.reserve(first + 4)
@@ -215,7 +215,7 @@ def test_pages_behind_a_window_are_given_back():
 
 
 def test_a_window_shares_what_its_rows_see():
-    pool = PagePool(16, 4, window=6)
+    pool = PagePool(16, 4, windows=(6,))
     filled(pool, A).release()
     for page in range(2): pool.device.forget(filled(pool, A[:4 * page + 5]).pages[page])
     table = pool.open(A)
@@ -225,14 +225,14 @@ def test_a_window_shares_what_its_rows_see():
 
 
 def test_a_window_finds_nothing_where_one_page_of_it_is_gone():
-    pool = PagePool(16, 4, window=9)
+    pool = PagePool(16, 4, windows=(9,))
     table = filled(pool, A)
     pool.device.forget(table.pages[3])
     assert pool.open([*A, 0]).computed == 12
 
 
 def test_a_window_needs_no_page_that_ends_right_before_it():
-    pool = PagePool(16, 4, window=5)
+    pool = PagePool(16, 4, windows=(5,))
     table = filled(pool, A)
     pool.device.forget(table.pages[3])
     # the token at position 20 attends to 16 to 20
@@ -240,7 +240,7 @@ def test_a_window_needs_no_page_that_ends_right_before_it():
 
 
 def test_a_cut_behind_what_was_pruned_is_refused():
-    pool = PagePool(8, 4, window=4)
+    pool = PagePool(8, 4, windows=(4,))
     table = pool.open(A)
     for first in range(0, 20, 4):
         assert table.reserve(first + 4)

@@ -18,6 +18,7 @@ from pages_case import POOLS, Drive, driven
 
 from tinygrad_nv.kvcache import offload
 from tinygrad_nv.kvcache.block_table import BlockTable
+from tinygrad_nv.kvcache.hybrid_table import HybridTable
 from tinygrad_nv.kvcache.page_allocator import CopyKind, PageAllocator
 from tinygrad_nv.kvcache.pool import PagePool
 from tinygrad_nv.kvcache.prefix_hashes import PrefixHashes
@@ -127,8 +128,17 @@ def prune_one_page_more(table: BlockTable, before: int) -> None:
 def prune_when_computed(table: BlockTable, tokens: Any) -> None:
     """Gives back what the batch being assembled still reads."""
     ADVANCE(table, tokens)
-    window = table.pool.window
+    window = table.window
     if window is not None and not table.offloaded: table.prune(table.computed - window + 1)
+
+
+def pages_of_any_group(table: BlockTable, pool: PagePool, prefix: PrefixHashes, group: int = 0) -> None:
+    INIT(table, pool, prefix, group)
+    table.suffix = b""
+
+
+def rollback_each_alone(table: HybridTable, batch: int) -> None:
+    for each in table.groups: each.rollback(batch)
 
 
 def own_without_copy(table: BlockTable, i: int) -> None:
@@ -176,6 +186,7 @@ DROP, PRUNE, ADVANCE = PageAllocator.drop, BlockTable.prune, BlockTable.advance
 MAKE_WRITABLE = BlockTable._make_writable
 TAKE_COPIES, RECOVER, COPY = PagePool.take_copies, PagePool.recover, PagePool.copy
 TO_HOST, TO_DEVICE, RESTORE = offload.copy_to_host, offload.copy_to_device, offload.restore
+INIT = BlockTable.__init__
 BUGS: list[tuple[object, str, Callable[..., Any], str]] = [
     (BlockTable, "fork", fork_without_references, "small"),
     (PageAllocator, "share", share_leaves_idle, "small"),
@@ -184,6 +195,10 @@ BUGS: list[tuple[object, str, Callable[..., Any], str]] = [
     (PrefixHashes, "key", key_short_of_a_token, "small"), (PagePool, "take_copies", moves_in_reverse, "host"),
     (BlockTable, "prune", prune_one_page_more, "window"), (BlockTable, "prune", prune_one_page_more, "small"),
     (BlockTable, "advance", prune_when_computed, "window"),
+    (BlockTable, "prune", prune_one_page_more, "hybrid"),
+    (BlockTable, "advance", prune_when_computed, "hybrid"),
+    (BlockTable, "__init__", pages_of_any_group, "hybrid"),
+    (HybridTable, "rollback", rollback_each_alone, "hybrid"),
     (BlockTable, "_make_writable", own_without_copy, "small"),
     (PagePool, "recover", recover_nothing, "small"), (PagePool, "recover", recover_but_found, "small"),
     (PagePool, "recover", recover_from_the_next, "small"),

@@ -2,17 +2,19 @@
 
 Protocol. Work is shared out by units; each is done by one part from its beginning to its end:
 
-    for each request, key head (all rows of it: GQA), split of `split_keys` keys:       split.py
+    for each request, key head, block of rows (all: GQA; 32 at most of latents: MLA), split of
+    `split_keys` keys:                      split.py
         sums = q kᵀ                        vectors along d, several keys and rows at a time
         weights = softmax of the scores, not yet divided
         out = weights v                    vectors along d
     for each row: fold the splits in their order, divide by the total of the weights
 
-Where requests times key heads keep all threads busy, a unit is a request's key head, and one kernel does it
-all. Else a unit is one split of it, which leaves sums, top and total in the workspace, and a second kernel
-`combine` folds them (Flash-Decoding, Dao et al. 2023). Both fold by the same arithmetic at the same places,
-multiples of `split_keys` keys, so that a row's bits are those of its own request alone. Sums are float32, and
-so are weights, which are not rounded to q's dtype: nearer to the exact result than the definition asks.
+Where requests times key heads keep all threads busy, a unit is a request's key head, or a block of its rows,
+and one kernel does it all. Else a unit is one split of it, which leaves sums, top and total in the workspace,
+and a second kernel `combine` folds them (Flash-Decoding, Dao et al. 2023). Both fold by the same arithmetic
+at the same places, multiples of `split_keys` keys, so that a row's bits are those of its own request alone.
+Sums are float32, and so are weights, which are not rounded to q's dtype: nearer to the exact result than the
+definition asks.
 """
 from __future__ import annotations
 
@@ -32,6 +34,8 @@ from tinygrad_nv.tile.launch import Integer
 # keys are read, then values: of 64 keys at a time that took 1.3 times as long
 SPLIT_KEYS = 256
 STACK_BYTES = 1 << 20   # what a kernel may keep on a thread's stack
+LATENT = 256            # elements of a head beyond which rows are divided into blocks of …
+BLOCK_ROWS = 32         # … at most so many, which stay in a nearby cache with their sums
 UNITS = 4               # parts of a thread, which even out requests of different lengths
 
 
@@ -52,20 +56,27 @@ def problems(spec: DecodeSpec, s: CPUDecode) -> list[str]:
     """Why this template does not take a decode attention; empty when it does."""
     out = expression.problems(spec.score)
     if (needed := _stack_bytes(spec, s)) > STACK_BYTES:
-        out.append(f"{spec.rows} rows of {spec.d} + 2 x {spec.d_v} + {s.split_keys} numbers: {needed} bytes "
-                   f"of stack, at most {STACK_BYTES}")
+        out.append(f"{s.block_rows or spec.rows} rows of {spec.d} + 2 x {spec.d_v} + {s.split_keys} numbers: "
+                   f"{needed} bytes of stack, at most {STACK_BYTES}")
     return out
 
 
 def default(spec: DecodeSpec, target: CPU) -> CPUDecode:
     """The default schedule, where none was tuned. A request's keys are divided among units where key heads
     alone would leave a thread without work."""
-    heads = spec.batch * spec.heads
+    rows = _block_rows(spec) if max(spec.d, spec.d_v) > LATENT else 0
+    heads = spec.batch * spec.heads * (spec.rows // rows if rows else 1)
     uneven = -(-heads // target.threads) * target.threads > heads * 1.25
     divided = uneven and spec.longest > SPLIT_KEYS
     units = heads * (-(-spec.longest // SPLIT_KEYS) if divided else 1)
     parts = min(units, UNITS * target.threads) if target.threads > 1 else 1
-    return CPUDecode(target.isa, parts, SPLIT_KEYS, divided)
+    return CPUDecode(target.isa, parts, SPLIT_KEYS, rows, divided)
+
+
+def _block_rows(spec: DecodeSpec) -> int:
+    """The largest divisor of all rows up to `BLOCK_ROWS`; 0 for all."""
+    if spec.rows <= BLOCK_ROWS: return 0
+    return next(count for count in range(BLOCK_ROWS, 0, -1) if spec.rows % count == 0)
 
 
 def build(spec: DecodeSpec, schedule: CPUDecode, integers: Sequence[Integer] = ()) -> DecodeKernels:
@@ -78,7 +89,7 @@ def build(spec: DecodeSpec, schedule: CPUDecode, integers: Sequence[Integer] = (
 
 def _stack_bytes(spec: DecodeSpec, s: CPUDecode) -> int:
     floats = up(spec.d, s.isa.lanes) + 2 * up(spec.d_v, s.isa.lanes) + s.split_keys + 4
-    return 4 * spec.rows * floats + 24 * s.split_keys
+    return 4 * (s.block_rows or spec.rows) * floats + 24 * s.split_keys
 
 
 class _Decode:
@@ -86,7 +97,7 @@ class _Decode:
 
     def __init__(self, spec: DecodeSpec, schedule: CPUDecode, integers: Sequence[Integer]) -> None:
         self.spec, self.schedule, self.isa, self.integers = spec, schedule, schedule.isa, integers
-        self.keys = schedule.split_keys
+        self.keys, self.rows = schedule.split_keys, schedule.block_rows or spec.rows
         self.splits = -(-spec.longest // self.keys)
         self.d_v = up(spec.d_v, self.isa.lanes)
         self.row_floats = self.d_v + self.isa.lanes    # of the workspace: sums, and top and total after them
@@ -95,7 +106,7 @@ class _Decode:
 
     def whole(self) -> CPUKernel:
         """One kernel for everything."""
-        rows = self.spec.rows
+        rows = self.rows
         return self._kernel("decode", f"""
   {self.part.declared()}
   float out_sums[{rows}][{self.d_v}] __attribute__((aligned(64))), out_top[{rows}], out_total[{rows}];
@@ -119,7 +130,7 @@ class _Decode:
       if (unit++ % {self.schedule.parts} != core_id) continue;
       {self.part.queries()}
       {self.part.attended()}
-      for (s64 r = 0; r < {self.spec.rows}; r++) {{
+      for (s64 r = 0; r < {self.rows}; r++) {{
         float *left = workspace + {self._left()};
         for (s64 e = 0; e < {self.d_v}; e += W) store_f32(left + e, load_f32(sums[r] + e));
         left[{self.d_v}] = top[r]; left[{self.d_v + 1}] = total[r];
@@ -132,7 +143,7 @@ class _Decode:
         return self._kernel("decode_combine", f"""
   float out_sums[{d}] __attribute__((aligned(64))), out_top, out_total;
   {self._heads(f'''
-    for (s64 r = 0; r < {self.spec.rows}; r++) {{
+    for (s64 r = 0; r < {self.rows}; r++) {{
       if (unit++ % {self.schedule.parts} != core_id) continue;
       {self._begun("out_sums", "out_top", "out_total")}
       for (s64 split = first / {self.keys}; split * {self.keys} < n; split++) {{
@@ -156,7 +167,8 @@ class _Decode:
                       before=functions(spec, self.isa) + _FOLD.format(d_v=self.d_v))
 
     def _heads(self, unit: str) -> str:
-        """All requests and key heads; `n` is a request's length, `first` the first key that it sees."""
+        """All requests, key heads and blocks of rows, of which `r0` is the first; `n` is a request's length,
+        `first` the first key that it sees."""
         spec = self.spec
         length = {"memory": "lengths[b]", "argument": "length", "most": str(spec.longest)}[spec.length]
         reach = spec.s_q + (spec.window or 0) - 1
@@ -165,14 +177,15 @@ class _Decode:
   for (s64 b = 0; b < {spec.batch}; b++) {{
     const s64 given = {length}, n = given < 0 ? 0 : given > {spec.longest} ? {spec.longest} : given;
     const s64 first = {first};
-    for (s64 h = 0; h < {spec.heads}; h++) {{{unit}
+    for (s64 h = 0; h < {spec.heads}; h++)
+    for (s64 r0 = 0; r0 < {spec.rows}; r0 += {self.rows}) {{{unit}
     }}
   }}"""
 
     def _left(self) -> str:
         """Where a row's split lies in the workspace."""
-        spec = self.spec
-        return f"(((b * {spec.heads} + h) * {self.splits} + split) * {spec.rows} + r) * {self.row_floats}"
+        unit = f"(b * {self.spec.heads} + h) * {self.splits} + split"
+        return f"(({unit}) * {self.spec.rows} + r0 + r) * {self.row_floats}"
 
     def _begun(self, sums: str, top: str, total: str) -> str:
         return (f"{{ {top} = -__builtin_inff(); {total} = 0.f; "

@@ -1,7 +1,8 @@
 """A split of keys in a decode attention: scores, softmax, weighted values.
 
-Protocol: C for request `b`, key head `h` and the keys of split number `split` among those from `first` to
-`n`, in these arrays on the stack, row r = i · group + g for row i of query head g:
+Protocol: C for request `b`, key head `h`, the block of rows from `r0` on and the keys of split number `split`
+among those from `first` to `n`, in these arrays on the stack, row r0 + r = i · group + g for row i of query
+head g:
 
     wide[r]             q in float32
     s[r]                scores, then weights
@@ -35,12 +36,12 @@ class SplitText:
 
     def __init__(self, spec: DecodeSpec, schedule: CPUDecode) -> None:
         self.spec, self.isa, self.keys = spec, schedule.isa, schedule.split_keys
-        self.lanes = schedule.isa.lanes
+        self.lanes, self.rows = schedule.isa.lanes, schedule.block_rows or spec.rows
         self.d, self.d_v = (-(-extent // self.lanes) * self.lanes for extent in (spec.d, spec.d_v))
 
     def declared(self) -> str:
         """The arrays."""
-        rows = self.spec.rows
+        rows = self.rows
         scales = f"float k_by[{self.keys}], v_by[{self.keys}];" if self.spec.quantised else ""
         return f"""float wide[{rows}][{self.d}] __attribute__((aligned(64)));
   float s[{rows}][{self.keys}] __attribute__((aligned(64)));
@@ -51,7 +52,7 @@ class SplitText:
     def queries(self) -> str:
         """q in float32."""
         spec, kind = self.spec, short(self.spec.q.dtype)
-        return f"""for (s64 r = 0; r < {spec.rows}; r++) {{
+        return f"""for (s64 r = 0; r < {self.rows}; r++) {{
       const {c_type(spec.q.dtype)} *from = q + {place_of_row(spec.q, spec.group)};
       for (s64 e = 0; e < {spec.d}; e += W) store_f32(wide[r] + e, load_n_{kind}(from + e, {spec.d} - e));
     }}"""
@@ -63,7 +64,7 @@ class SplitText:
       const s64 end = (split + 1) * {self.keys} < n ? (split + 1) * {self.keys} : n, count = end - c;
       {self._places()}
       for (s64 j = 0; j < count; j += W) {{ {self._by_rows(self._dots, self.lanes // 2)} }}
-      for (s64 r = 0; r < {self.spec.rows}; r++) {{ {self._softmax()} }}
+      for (s64 r = 0; r < {self.rows}; r++) {{ {self._softmax()} }}
       for (s64 j = 0; j < count; j += {NEAR_KEYS}) {{
         const s64 until = j + {NEAR_KEYS} < count ? j + {NEAR_KEYS} : count;
         {self._by_rows(self._weighted, rows)}
@@ -98,7 +99,7 @@ class SplitText:
     def _by_rows(self, block: Callable[[int], str], most: int) -> str:
         """Blocks of 4 rows, or `most`, as far as there are so many, then of 2 and of 1. A row's bits do not
         depend on its block."""
-        rows, lines, done = self.spec.rows, list[str](), 0
+        rows, lines, done = self.rows, list[str](), 0
         for size in (4, 2, 1):
             if size > most: continue
             until = done + (rows - done) // size * size
@@ -143,7 +144,7 @@ class SplitText:
         if spec.window is not None: seen += f" & (key > (vi)(s32)(t - {spec.window}))"
         scaled = " * load_f32(k_by + j)" if spec.quantised else ""
         valued = " * load_f32(v_by + j)" if spec.quantised else ""
-        return f"""const s64 i = r / {spec.group}, g = r % {spec.group}, t = {at}; (void)g;
+        return f"""const s64 i = (r0 + r) / {spec.group}, g = (r0 + r) % {spec.group}, t = {at}; (void)g;
           vf most = (vf)-__builtin_inff(), all = (vf)0.f;
           for (s64 j = 0; j < count; j += W) {{
             const vf x = load_f32(s[r] + j){scaled};
@@ -197,10 +198,10 @@ class SplitText:
 
 
 def place_of_row(rows: Rows, group: int) -> str:
-    """Where row r of request b and key head h begins: row i of query head g is number i · group + g."""
+    """Where row r0 + r of request b and key head h begins: row i of query head g is number i · group + g."""
     request, head, query = rows.batch
-    return f"{rows.offset} + b * {request}LL + h * {head}LL + r % {group} * {query}LL" \
-           f" + r / {group} * {rows.row}LL"
+    return f"{rows.offset} + b * {request}LL + h * {head}LL + (r0 + r) % {group} * {query}LL" \
+           f" + (r0 + r) / {group} * {rows.row}LL"
 
 
 def functions(spec: DecodeSpec, isa: ISA) -> str:

@@ -32,7 +32,8 @@ def functions(l: Layout, block_m: int) -> str:
     """The function, and those it calls."""
     micro = [_tiles(l, block_m, strips) for strips in (1, 2)] if l.by_tiles else \
         [_micro(l, block_m, vectors, columns) for vectors, columns in _shapes(l)]
-    return "\n".join([_some(l), _packed(l), _copied(l), *micro, _many(l, block_m)])
+    copied = _transposed(l) if l.spec.transposed else _copied(l)
+    return "\n".join([_some(l), _packed(l), copied, *micro, _many(l, block_m)])
 
 
 def _shapes(l: Layout) -> list[tuple[int, int]]:
@@ -88,6 +89,28 @@ NOINLINE void copy_(const {element} *w, s64 columns, s64 k, s64 count, u32 *to) 
     const {element} *from = w + c * {spec.k} + k + u * {l.per};
     __builtin_prefetch(from + {ahead}, 0, 2);
     *(vi_u *)(to + c * {PITCH} + u) = c < columns ? units_(from, {spec.k} - k - u * {l.per}) : (vi)0;
+  }}
+}}"""
+
+
+def _transposed(l: Layout) -> str:
+    """The same of a matrix whose rows are k: W rows of units of W columns at a time."""
+    spec, element, kind = l.spec, c_type(l.spec.dtype), short(l.spec.dtype)
+
+    def row(k: str) -> str:
+        load = f"load_n_{kind}(w + ({k}) * {spec.n} + c, columns - c)"
+        return f"({k} < {spec.k} ? as_i({load}) : (vi)0)"
+    unit = f"const s64 k0 = k + u + i; v[i] = {row('k0')};"
+    # the upper halves of two widened bfloat16 are a pair
+    if l.per == 2: unit = f"""const s64 k0 = k + 2 * (u + i), k1 = k0 + 1;
+      v[i] = (vi)((vu){row('k0')} >> 16 | (vu){row('k1')});"""
+    return f"""
+NOINLINE void copy_(const {element} *w, s64 columns, s64 k, s64 count, u32 *to) {{
+  for (s64 c = 0; c < {PANEL}; c += W) for (s64 u = 0; u < count; u += W) {{
+    vi v[W];
+    for (s64 i = 0; i < W; i++) {{ {unit} }}
+    transpose(v);
+    for (s64 i = 0; i < W; i++) *(vi_u *)(to + (c + i) * {PITCH} + u) = v[i];
   }}
 }}"""
 
@@ -181,7 +204,8 @@ def _multiplied(l: Layout, block_m: int) -> str:
     spec = l.spec
     columns = ["n1 - n" if spec.activation or not h else f"n1 - n - {h * PANEL}" for h in range(l.panels)]
     starts = [h * spec.columns if spec.activation else h * PANEL for h in range(l.panels)]
-    w = [f"p->w + (e * {spec.n} + {start} + n) * {spec.k}" for start in starts]
+    w = [f"p->w + e * {spec.n * spec.k} + {start} + n" if spec.transposed else
+         f"p->w + (e * {spec.n} + {start} + n) * {spec.k}" for start in starts]
     copies = " ".join(f"copy_({at}, {count}, u0 * {l.per}, count, copies[{h}]);"
                       for h, (at, count) in enumerate(zip(w, columns, strict=True)))
     strip = f"x + (r / {STRIP} * {l.units} + u0) * {STRIP}"

@@ -56,6 +56,8 @@ def build(spec: AppendSpec, schedule: CPUAppend) -> CPUKernel:
     if q is not None:
         to = Pages(q.dtype, spec.rows * spec.q_heads * spec.d, spec.q_heads * spec.d, spec.d)
         queries = _part("q", q, "q_out", to, "b", "t", spec.q_heads, rope, None)
+    values = "" if spec.v is None or spec.v_pages is None else \
+        _part("v", spec.v, "v_pages", spec.v_pages, "page", "token", spec.heads, None, spec.v_scale)
     body = f"""
   const s64 rows = {spec.batch * spec.rows};
   for (s64 row = rows * core_id / {schedule.parts}; row < rows * (core_id + 1) / {schedule.parts}; row++) {{
@@ -65,10 +67,12 @@ def build(spec: AppendSpec, schedule: CPUAppend) -> CPUKernel:
     const s64 page = inside ? {page} : -1, token = place % {spec.page_size};
     if (page < 0 || page >= {spec.stored}) continue;
     {_part("k", spec.k, "k_pages", spec.k_pages, "page", "token", spec.heads, rope, spec.k_scale)}
-    {_part("v", spec.v, "v_pages", spec.v_pages, "page", "token", spec.heads, None, spec.v_scale)}
+    {values}
   }}"""
-    outputs = [(c_type(spec.k_pages.dtype), "k_pages"), (c_type(spec.v_pages.dtype), "v_pages")]
-    inputs = [(c_type(spec.k.dtype), "k"), (c_type(spec.v.dtype), "v")]
+    outputs, inputs = [(c_type(spec.k_pages.dtype), "k_pages")], [(c_type(spec.k.dtype), "k")]
+    if spec.v is not None and spec.v_pages is not None:
+        outputs.append((c_type(spec.v_pages.dtype), "v_pages"))
+        inputs.append((c_type(spec.v.dtype), "v"))
     if q is not None:
         outputs.append((c_type(q.dtype), "q_out"))
         inputs.append((c_type(q.dtype), "q"))
@@ -93,8 +97,9 @@ def _part(name: str, rows: Heads, target: str, to: Pages, page: str, token: str,
 
 def _functions(spec: AppendSpec, isa: ISA) -> str:
     """move_q, move_k and move_v: one head from `from` to `to`."""
-    made = [_move("k", spec.k.dtype, spec.k_pages.dtype, spec.d, spec.rope),
-            _move("v", spec.v.dtype, spec.v_pages.dtype, spec.d_v, None)]
+    made = [_move("k", spec.k.dtype, spec.k_pages.dtype, spec.d, spec.rope)]
+    if spec.v is not None and spec.v_pages is not None:
+        made.append(_move("v", spec.v.dtype, spec.v_pages.dtype, spec.d_v, None))
     if spec.q is not None: made.append(_move("q", spec.q.dtype, spec.q.dtype, spec.d, spec.rope))
     return "\n".join([_QUANTISED, _interleaving(isa.lanes), *made])
 

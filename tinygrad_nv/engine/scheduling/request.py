@@ -23,7 +23,7 @@ from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
 from tinygrad_nv.errors import RequestError
-from tinygrad_nv.kvcache.block_table import BlockTable
+from tinygrad_nv.kvcache.hybrid_table import SequenceTable
 
 MAX_PRIORITY = 1000     # bounds how long a request may be overtaken: at most so many levels of ageing
 
@@ -94,7 +94,7 @@ class Seq:
     needs_sync: bool = False            # its next step needs this step's token on the host
     can_draft: bool = False             # speculative decoding is allowed for it
     branches: list[Seq] = field(default_factory=list)
-    table: BlockTable | None = None
+    table: SequenceTable | None = None
     slot: int = -1
     num_scheduled: int = 0
     num_in_flight: int = 0
@@ -132,7 +132,7 @@ class Seq:
         """Copies the block table after it changed."""
         assert self.table is not None
         self.block_table = tuple(self.table.pages)
-        self.num_reserved = len(self.block_table) * page_size
+        self.num_reserved = self.table.num_entries * page_size
 
 
 def padded(start: int, num_tokens: int) -> int:

@@ -152,7 +152,7 @@ class Scheduler:
         self.running.remove(seq)
         if seq in self._started: self._started.remove(seq)
         self.num_preempted += 1
-        if table.computed > self.config.offload_cost * len(table.pages) and table.offload():
+        if table.computed > self.config.offload_cost * table.num_entries and table.offload():
             self.num_offloaded += 1
         else: table.release()
         for each in (seq, *seq.branches): self.free_slot(each)
@@ -235,6 +235,11 @@ class Scheduler:
         while self._waiting_queue and not self._waiting_queue[0][1].waiting: heappop(self._waiting_queue)
         return self._waiting_queue[0][1] if self._waiting_queue else None
 
+    @property
+    def num_spare_pages(self) -> int:
+        """A page of each group of layers for each running sequence."""
+        return len(self.running) * len(self.pool.windows)
+
     def _start(self, seq: Seq, plan: StepPlan) -> bool:
         """Reserves slots and pages for a waiting sequence, or returns False."""
         if plan.token_budget < GROUP and not plan.single_tokens: return False
@@ -243,15 +248,15 @@ class Scheduler:
         if self.running and self._retry_in and lacking is not None and lacking[0] is seq:
             self._retry_in -= 1
             if self.pool.available < lacking[1]: return False
-        pool, spare = self.pool, len(self.running) + len(seq.branches) if self.running else 0
+        pool, spare = self.pool, self.num_spare_pages + len(seq.branches) if self.running else 0
         if (table := seq.table) is None: table = seq.table = pool.open(seq.tokens, seq.request.salt)
         # after a failed step, pages pruned by the window may be cached
         elif not (table.offloaded or table.pages): table.share(seq.tokens)
         left = len(seq.tokens) - table.computed
+        whole, chunk = (padded(table.computed, each) for each in (left, plan.chunk_size(left)))
         # a sliding window frees pages while the prompt is computed
-        end = padded(table.computed, left if self.config.window is None else plan.chunk_size(left))
-        if not table.offloaded: need = table.num_missing_pages(end)
-        else: need = max(len(table.host_pages), -(-end // pool.page_size) - table.pruned)
+        need = sum(each.num_missing_pages(whole if each.window is None else chunk) for each in table.groups)
+        end = chunk if any(pool.windows) else whole
         shortfall = need + spare - pool.available
         if shortfall > 0 or (table.offloaded and not table.restore()):
             if not table.offloaded: table.release()
@@ -282,8 +287,8 @@ class Scheduler:
                 masks = plan.masks[seq] = seq.matcher.masks(draft)
                 draft = draft[:len(masks) - 1]
             if not draft or not all(0 <= token < self.masks.size for token in draft): continue
-            spare = len(self.running) + (len(draft) + GROUP) // self.pool.page_size + 1
-            if self.pool.available < spare: continue
+            own = len(self.pool.windows) * ((len(draft) + GROUP) // self.pool.page_size + 1)
+            if self.pool.available < self.num_spare_pages + own: continue
             if seq.reserve(padded(seq.num_scheduled, 1 + len(draft)), self.pool.page_size):
                 plan.num_tokens[seq], plan.drafts[seq] = 1 + len(draft), draft
 
@@ -353,7 +358,7 @@ def commit_computed(seq: Seq, written: int) -> None:
     advance_table(seq, written)
     table = seq.table
     assert table is not None
-    if (window := table.pool.window) is None: return
+    if not any(table.pool.windows): return
     holes = table.pruned
-    table.prune(written - window + 1)
+    table.prune_window(written)
     if holes != table.pruned: seq.refresh_block_table(table.pool.page_size)

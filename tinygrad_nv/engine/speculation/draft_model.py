@@ -33,7 +33,7 @@ from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.engine.worker.kv_cache_dtype import resolve_kv_cache_dtype
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.errors import ModelError
-from tinygrad_nv.kvcache.block_table import BlockTable
+from tinygrad_nv.kvcache.hybrid_table import SequenceTable
 from tinygrad_nv.kvcache.pool import PagePool
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import ModelConfig, read_config
@@ -45,7 +45,7 @@ class _DraftState:
     """The draft model's state of a sequence: keys and values of `written` positions. Those from position
     `num_known_tokens` on are of the last `draft`."""
     slot: int
-    table: BlockTable
+    table: SequenceTable
     written: int
     num_known_tokens: int = 0
     draft: list[int] = field(default_factory=list)

@@ -1,8 +1,11 @@
 """Tokens and text: tokenizer, chat templates, detokenizer, stop strings.
 
-  detokenizer.py       Incremental detokenization, and stop strings
-  gguf.py              The tokenizer of a GGUF file
-  output_processor.py  `OutputProcessor`: sampled tokens of a request to text
-  token_bytes.py       The bytes of each token of a vocabulary
-  tokenizer.py         Text to ids and back, and chat templates
+  detokenizer.py         Incremental detokenization, and stop strings
+  gguf.py                The tokenizer of a GGUF file
+  output_processor.py    `OutputProcessor`: sampled tokens of a request to text
+  token_bytes.py         The bytes of each token of a vocabulary
+  tokenizer.py           Text to ids and back, and chat templates
+  vocabulary_files.py    Tokenizers of directories without tokenizer.json
+  sentencepiece.py       … of a SentencePiece model, which sentencepiece_file.py reads
+  added_tokens.py        Tokens that a directory adds to these
 """

@@ -2,6 +2,8 @@
 
 Protocol: `Tokenizer.load(directory)` reads tokenizer.json (with the `tokenizers` library) and the special
 tokens and chat template of tokenizer_config.json or chat_template.jinja, or those of a GGUF file (gguf.py).
+Of a directory without tokenizer.json it reads the older files (vocabulary_files.py): a SentencePiece model,
+vocab.json with merges.txt, or vocab.txt.
 Templates are untrusted code: they run in jinja's immutable sandbox, with only the helpers that transformers
 documents.
 """
@@ -20,6 +22,7 @@ import jinja2.ext
 import jinja2.sandbox
 import tokenizers
 
+from tinygrad_nv.engine.text import vocabulary_files
 from tinygrad_nv.engine.text.gguf import special_tokens, tokenizer_of
 from tinygrad_nv.errors import RequestError, TokenizerError
 from tinygrad_nv.models.gguf import find as find_gguf
@@ -40,24 +43,29 @@ class Tokenizer:
 
     @staticmethod
     def load(directory: Path) -> Tokenizer:
-        """Reads a Hugging Face directory. Raises `TokenizerError` when tokenizer.json is missing or
-        damaged."""
+        """Reads a Hugging Face directory. Raises `TokenizerError` when tokenizer.json is damaged, or missing
+        with nothing to make it from."""
         path = directory / "tokenizer.json"
         if not path.is_file() and (file := find_gguf(directory)) is not None: return Tokenizer.of(file)
-        if not path.is_file():
-            raise TokenizerError(f"{directory} has no tokenizer.json",
-                                 "a fast tokenizer saved by transformers",
-                                 "download tokenizer.json, or pass token ids instead of text")
-        try: backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise TokenizerError(f"{path} cannot be read: {error}",
-                                 "a tokenizer.json of the tokenizers library",
-                                 "download the file again") from error
-        backend.no_truncation()
-        backend.no_padding()
         config = _optional_json(directory / "tokenizer_config.json")
         older = _optional_json(directory / "special_tokens_map.json")
         special = {**_special_tokens(older), **_special_tokens(config)}
+        if path.is_file():
+            try: backend = tokenizers.Tokenizer.from_file(str(path))
+            except Exception as error:  # the library raises bare Exception
+                raise TokenizerError(f"{path} cannot be read: {error}",
+                                     "a tokenizer.json of the tokenizers library",
+                                     "download the file again") from error
+        else:
+            added = _optional_json(directory / "added_tokens.json")
+            if (made := vocabulary_files.read(directory, config, special, added)) is None:
+                raise TokenizerError(f"{directory} has no tokenizer.json",
+                                     "a fast tokenizer saved by transformers, or tokenizer.model, vocab.json "
+                                     "with merges.txt, or vocab.txt",
+                                     "download tokenizer.json, or pass token ids instead of text")
+            backend, special = made
+        backend.no_truncation()
+        backend.no_padding()
         return Tokenizer(backend, special, _template(directory, config))
 
     @staticmethod
@@ -88,6 +96,14 @@ class Tokenizer:
                                "UTF-8 text", "correct the prompt's encoding, or pass token ids with "
                                "--prompt-ids") from error
         return list(self.backend.encode(text, add_special_tokens=special).ids)
+
+    def encode_truncated(self, text: str, most: int) -> list[int]:
+        """`encode`, cut off at the end so that there are at most `most` ids, the special tokens among
+        them."""
+        own = self.backend.encode(text, add_special_tokens=False)
+        around = self.backend.num_special_tokens_to_add(False)
+        if len(own) + around > most: own.truncate(max(most - around, 0))
+        return list(self.backend.post_process(own).ids)[:most]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens left out."""

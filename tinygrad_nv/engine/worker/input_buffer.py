@@ -104,19 +104,21 @@ class InputField:
 
 @dataclass(frozen=True)
 class InputLayout:
-    """Offsets of the inputs of a shape, with block tables of `entries` pages."""
+    """Offsets of the inputs of a shape, with block tables of `entries` pages for each of `groups` groups of
+    layers."""
     shape: BatchShape
     entries: int
+    groups: int = 1
 
     @cached_property
     def fields(self) -> tuple[InputField, ...]:
         """All inputs, the sampler's first."""
-        s, n = self.shape, self.entries
+        s, n, g = self.shape, self.entries, self.groups
         extents: dict[str, tuple[int, ...]] = dict.fromkeys(SAMPLER, (s.samples,))
         extents |= {"tokens": (s.num_tokens,)}
         if not s.direct: extents["logits_indices"] = (s.samples,)
-        if s.decode: extents |= {"decode_lengths": (s.decode,), "decode_table": (s.decode, n)}
-        if s.groups: extents |= {"group_lengths": (s.groups,), "group_table": (s.groups, n)}
+        for kind, rows in (("decode", s.decode), ("group", s.groups)):
+            if rows: extents |= {f"{kind}_lengths": (rows,), **dict.fromkeys(table_names(kind, g), (rows, n))}
         sizes = [-(-math.prod(extent) // ALIGN) * ALIGN for extent in extents.values()]
         offsets = accumulate(sizes, initial=0)
         return tuple(InputField(*each) for each in zip(extents, extents.values(), offsets, strict=False))
@@ -130,6 +132,12 @@ class InputLayout:
     def num_words(self) -> int:
         """Words to upload."""
         return self.fields[-1].offset + self.fields[-1].size
+
+
+def table_names(kind: str, groups: int) -> list[str]:
+    """Names of the inputs with block tables, one for each group of layers. `kind`: "decode" for single
+    tokens, "group" for groups of tokens."""
+    return [f"{kind}_table_{i}" for i in range(groups)]
 
 
 class _StagingBuffer:
@@ -195,25 +203,27 @@ def _give_back(slots: list[_StagingBuffer]) -> None:
 
 
 class HostBlockTables:
-    """Block tables by slot, on the host. Rows are rewritten only when a table changed."""
+    """Block tables by group of layers and slot, on the host. Rows are rewritten only when a table changed."""
 
-    def __init__(self, slots: int, entries: int) -> None:
-        self.array = np.full((slots + 1, entries), -1, np.int32)     # the last: for padding
+    def __init__(self, slots: int, entries: int, groups: int = 1) -> None:
+        self.array = np.full((groups, slots + 1, entries), -1, np.int32)     # the last slot: for padding
         self.written: list[Sequence[int]] = [()] * (slots + 1)
 
     def update(self, seq: ScheduledSeq) -> None:
         """Copies a sequence's block table if it changed: the same object has the same pages."""
         pages, written = seq.block_table, self.written[seq.slot]
         if pages is written: return
-        self.array[seq.slot, :len(pages)] = pages
-        self.array[seq.slot, len(pages):len(written)] = -1
+        groups, rows = len(self.array), self.array[:, seq.slot]
+        now, before = len(pages) // groups, len(written) // groups
+        rows[:, :now] = np.reshape(pages, (groups, now))
+        rows[:, now:before] = -1
         self.written[seq.slot] = pages
 
 
 def write_batch(words: np.ndarray, layout: InputLayout, batch: SchedulerOutput, tables: HostBlockTables,
                 last_token: Callable[[int], int]) -> None:
     """Writes a batch in the layout of its shape. `last_token` returns the token that a slot sampled last."""
-    shape, padding_slot = layout.shape, len(tables.array) - 1
+    shape, padding_slot = layout.shape, tables.array.shape[1] - 1
     into = {each.name: words[first:end].reshape(each.shape) for each, first, end in layout.spans}
     tokens, lengths, slot_of_token = [0] * shape.num_tokens, [0] * shape.decode, [padding_slot] * shape.decode
     group_lengths, slot_of_group = list[int](), list[int]()
@@ -243,8 +253,11 @@ def write_batch(words: np.ndarray, layout: InputLayout, batch: SchedulerOutput, 
     if not shape.direct: into["logits_indices"][:] = logits_indices + [0] * fill
     if shape.decode:
         into["decode_lengths"][:] = lengths
-        np.take(tables.array, slot_of_token, axis=0, out=into["decode_table"])
+        for name, rows in zip(table_names("decode", layout.groups), tables.array, strict=True):
+            np.take(rows, slot_of_token, axis=0, out=into[name])
     if shape.groups:
         none = shape.groups - len(group_lengths)
         into["group_lengths"][:] = group_lengths + [0] * none
-        np.take(tables.array, slot_of_group + [padding_slot] * none, axis=0, out=into["group_table"])
+        slot_of_group += [padding_slot] * none
+        for name, rows in zip(table_names("group", layout.groups), tables.array, strict=True):
+            np.take(rows, slot_of_group, axis=0, out=into[name])

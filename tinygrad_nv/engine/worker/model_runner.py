@@ -33,12 +33,14 @@ from tinygrad_nv.engine.worker.input_buffer import (
     InputBuffer,
     InputField,
     InputLayout,
+    table_names,
     write_batch,
 )
-from tinygrad_nv.engine.worker.kv_cache_dtype import cache_scales, resolve_kv_cache_dtype
+from tinygrad_nv.engine.worker.kv_cache_dtype import cache_scales, require_scales, resolve_kv_cache_dtype
 from tinygrad_nv.engine.worker.output_buffer import OutputBuffer
 from tinygrad_nv.engine.worker.sampler import SamplerState, count_tokens, next_tokens
 from tinygrad_nv.errors import RequestError
+from tinygrad_nv.kvcache.groups import CacheGroups, one_group
 from tinygrad_nv.kvcache.store import PageStore
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
@@ -53,12 +55,13 @@ T = TypeVar("T")
 
 class ModelRunner:
     """`model` over `pages` pages of `page_size` tokens, for at most `max_seqs` sequences of at most `max_len`
-    tokens. A step has at most `max_batched_tokens` tokens, plus one for each sequence. Runners of one device
-    share a `thread`."""
+    tokens. A step has at most `max_batched_tokens` tokens, plus one for each sequence. Each of `groups` has
+    block tables of its own; None: all layers are one group. Runners of one device share a `thread`."""
 
     def __init__(self, model: Llama, *, pages: int, page_size: int = 16, max_seqs: int = 64,
                  max_len: int | None = None, max_batched_tokens: int = 512, kv_dtype: str = "auto",
-                 host_pages: int = 0, thread: ThreadPoolExecutor | None = None) -> None:
+                 host_pages: int = 0, groups: CacheGroups | None = None,
+                 thread: ThreadPoolExecutor | None = None) -> None:
         self.model, self.page_size, self.max_seqs = model, page_size, max_seqs
         self.device = Device.canonicalize(model.device)
         self.max_len = model.config.max_positions if max_len is None else max_len
@@ -67,18 +70,21 @@ class ModelRunner:
         if model.rope_rows < self.entries * page_size:
             model.rope_rows = self.entries * page_size
             vars(model).pop("rope_tables", None)
-        if pages < self.entries:
+        self.groups = groups or one_group(model.config.num_layers)
+        least = self.groups.num_pages(self.max_len + GROUP - 1, page_size, max_batched_tokens)
+        if pages < least:
             raise RequestError(f"a KV cache of {pages} pages of {page_size} tokens",
-                               f"{self.entries} at least: a context of {self.max_len} tokens",
+                               f"{least} at least: a context of {self.max_len} tokens",
                                "give the cache more memory, or lower --max-model-len")
         # computed here: inside a captured step every replay would compute them
         with labelled(WEIGHTS): _ = model.rope_tables
         dtype = resolve_kv_cache_dtype(kv_dtype, model.dtype, model.config.quantization)
-        self.store = PageStore(model.config, self.device, dtype, pages, page_size, host_pages)
+        if dtype in BYTES: require_scales(model.config)
+        self.store = PageStore(model.config, self.device, dtype, pages, page_size, host_pages, self.groups)
         if dtype in BYTES: self.store.scale(cache_scales(model, dtype, self.device, page_size))
-        self.tables = HostBlockTables(max_seqs, self.entries)
+        self.tables = HostBlockTables(max_seqs, self.entries, len(self.groups.windows))
         self.max_shape = self._max_shape(max_batched_tokens)
-        self.input_buffer = InputBuffer(self.device, InputLayout(self.max_shape, self.entries).num_words)
+        self.input_buffer = InputBuffer(self.device, self._layout(self.max_shape).num_words)
         with labelled(ACTIVATIONS):
             self.output_buffer = OutputBuffer(self.device, self.max_shape.samples, self.vocab_size)
             self.sampler_state = SamplerState(max_seqs, self.vocab_size, self.device)
@@ -199,7 +205,7 @@ class ModelRunner:
 
     def _step(self, shape: BatchShape) -> tuple[InputLayout, CapturedStep]:
         if shape not in self.steps:
-            layout = InputLayout(shape, self.entries)
+            layout = self._layout(shape)
             if shape.num_tokens > self.max_shape.num_tokens or layout.num_words > self.input_buffer.limit:
                 raise RequestError(f"a batch of {shape}", f"at most {self.max_shape}",
                                    "lower the token budget")
@@ -207,9 +213,12 @@ class ModelRunner:
             self.steps[shape] = layout, self._capture(lambda: self._compute(shape, inputs))
         return self.steps[shape]
 
+    def _layout(self, shape: BatchShape) -> InputLayout:
+        return InputLayout(shape, self.entries, len(self.groups.windows))
+
     def _sampler(self, samples: int, filters: Filters) -> CapturedStep:
         if (samples, filters) not in self.samplers:
-            fields = InputLayout(BatchShape(samples, 0, samples, True), self.entries).fields[:len(SAMPLER)]
+            fields = self._layout(BatchShape(samples, 0, samples, True)).fields[:len(SAMPLER)]
             inputs = self.input_buffer.tensors(fields)
             if filters.mask: inputs |= self.masks.tensors(samples)
             self.samplers[samples, filters] = self._capture(lambda: self._sample(samples, filters, inputs))
@@ -221,14 +230,17 @@ class ModelRunner:
             chosen = self.output_buffer.tokens(self.max_shape.samples)
             with layer("embedding"):
                 tokens = (tokens < 0).where(chosen[(-1 - tokens).maximum(0)], tokens).contiguous()
-        token_groups = []
-        if shape.decode:
-            token_groups.append(SequenceGroup(1, inputs["decode_table"], inputs["decode_lengths"]))
-        if shape.groups:
-            token_groups.append(SequenceGroup(GROUP, inputs["group_table"], inputs["group_lengths"]))
-        batch = PagedBatch(tuple(token_groups), self.model.rope_tables)
-        made = self.model.step_paged(tokens, batch, self.store.cache, inputs.get("logits_indices"))
+        batches = [self._batch(shape, inputs, group) for group in range(len(self.groups.windows))]
+        made = self.model.step_paged(tokens, batches, self.store.cache, inputs.get("logits_indices"))
         self.output_buffer.logits(shape.samples).assign(made).realize()
+
+    def _batch(self, shape: BatchShape, inputs: dict[str, Tensor], group: int) -> PagedBatch:
+        """The sequences of a step, with their block tables of a group of layers."""
+        made, count = [], len(self.groups.windows)
+        def table(kind: str) -> Tensor: return inputs[table_names(kind, count)[group]]
+        if shape.decode: made.append(SequenceGroup(1, table("decode"), inputs["decode_lengths"]))
+        if shape.groups: made.append(SequenceGroup(GROUP, table("group"), inputs["group_lengths"]))
+        return PagedBatch(tuple(made), self.model.rope_tables)
 
     def _sample(self, samples: int, filters: Filters, inputs: dict[str, Tensor]) -> None:
         slots = inputs["slots"]

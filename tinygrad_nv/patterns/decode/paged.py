@@ -21,6 +21,8 @@ request that is shorter than S_q. What a table and lengths cannot be is not look
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import zip_longest
 from math import isfinite
 
 from tinygrad import Tensor, dtypes
@@ -79,26 +81,28 @@ def _checked(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, lengths
     check_kind("q", q.dtype, FLOATS)
     for name, x in (("table", table), ("lengths", lengths)): check_kind(name, x.dtype, (dtypes.int32,))
     for name, x in (("k_pages", k_pages), ("v_pages", v_pages)): check_kind(name, x.dtype, (q.dtype, *BYTES))
-    scales = check_scales(k_pages, v_pages, k_scale, v_scale, (pages, kv_heads))
+    scales = check_scales([k_pages, v_pages], [k_scale, v_scale], (pages, kv_heads))
     return [q, k_pages, v_pages, table, lengths, *scales]
 
 
-def check_pages(k_pages: Tensor, v_pages: Tensor) -> None:
+def check_pages(k_pages: Tensor, v_pages: Tensor | None = None) -> None:
     """Raises `SpecError` for pages of keys and of values that differ in more than d."""
     check_shape("k_pages", k_pages, "P, page_size, H_kv, D", (None,) * 4)
+    if v_pages is None: return
     check_shape("v_pages", v_pages, "P, page_size, H_kv, D_v", (*k_pages.shape[:3], None))
     if k_pages.dtype != v_pages.dtype:
         raise SpecError(f"keys of {short(k_pages.dtype)}, values of {short(v_pages.dtype)}",
                         "one dtype for both")
 
 
-def check_scales(k_pages: Tensor, v_pages: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
+def check_scales(pages: Sequence[Tensor], scales: Sequence[Tensor | None],
                  shape: tuple[int | None, ...]) -> list[Tensor]:
-    """The scales, where pages of 8 bits have them. Raises `SpecError`."""
+    """The scales of keys and of values, where pages of 8 bits have them. Raises `SpecError`."""
     made = []
-    for name, pages, scale in (("k_scale", k_pages, k_scale), ("v_scale", v_pages, v_scale)):
-        if (scale is None) == (pages.dtype in BYTES):
-            raise SpecError(f"{'no ' if scale is None else ''}{name} with {short(pages.dtype)}",
+    for name, each, scale in zip_longest(("k_scale", "v_scale"), pages, scales):
+        if (scale is None) == (each is not None and each.dtype in BYTES):
+            kind = "no values" if each is None else short(each.dtype)
+            raise SpecError(f"{'no ' if scale is None else ''}{name} with {kind}",
                             "scales with keys and values of 8 bits, and only then")
         if scale is None: continue
         check_shape(name, scale, "P, H_kv", shape)

@@ -11,6 +11,8 @@ realized; keys and values are then written together. Padding: a row before the r
 0), or one whose page is none (−1), writes nothing: a batch may be filled up with requests of length 0. A
 scrap page needs no special care either, as long as no two rows share a token of it.
 
+Without values (`v_pages` and `v` are None) there are keys alone: a latent cache (decode/latent.py).
+
 Without a table the cache is contiguous, [B, H_kv, capacity, D] of a request each, as attention over slices of
 it reads it; all else is the same.
 
@@ -35,12 +37,12 @@ from tinygrad_nv.tile.decode.spec import BYTES
 from tinygrad_nv.tile.kv_append.reference import KVAppend, appended
 
 
-def kv_append(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, table: Tensor | None, lengths: Tensor,
-              *, cos: Tensor | None = None, sin: Tensor | None = None, q: Tensor | None = None,
-              k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+def kv_append(k_pages: Tensor, v_pages: Tensor | None, k: Tensor, v: Tensor | None, table: Tensor | None,
+              lengths: Tensor, *, cos: Tensor | None = None, sin: Tensor | None = None,
+              q: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
               interleaved: bool = False, rounded: bool = False) -> tuple[Tensor, ...]:
     """Writes new keys and values into their pages, in place as `Tensor.assign` does. Returns k_pages and
-    v_pages, and the rotated q if there is one: [B, T, H, D], in its dtype.
+    v_pages, if there are any, and the rotated q if there is one: [B, T, H, D], in its dtype.
 
     k_pages [P, page_size, H_kv, D], v_pages [P, page_size, H_kv, D_v]; k [B, T, H_kv, D], v [B, T, H_kv,
     D_v]; table int32 [B, pages]; lengths int32 [B], with the new tokens; q [B, T, H, D]. cos and sin
@@ -48,21 +50,24 @@ def kv_append(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, table: Ten
     2i and 2i + 1 if `interleaved`; `rounded` rounds each product and sum of the rotation, as operations on
     tensors of k's dtype do, which cos and sin must have too. Without a table keys are a contiguous cache
     [B, H_kv, capacity, D], values [B, H_kv, capacity, D_v]. Raises `SpecError`."""
-    check_pages(k_pages, v_pages)
+    if (v is None) != (v_pages is None):
+        raise SpecError(f"{'v_pages' if v is None else 'v'} alone", "v and v_pages, or neither")
+    pages, new = ([each for each in pair if each is not None] for pair in ((k_pages, v_pages), (k, v)))
+    check_pages(*pages)
     stored, *extents, d = k_pages.shape
     size, heads = extents if table is not None else extents[::-1]
     check_shape("k", k, "B, T, H_kv, D", (None, None, heads, d))
     batch, rows = k.shape[:2]
-    check_shape("v", v, "B, T, H_kv, D_v", (batch, rows, heads, v_pages.shape[3]))
+    if v is not None: check_shape("v", v, "B, T, H_kv, D_v", (batch, rows, heads, pages[1].shape[3]))
     if table is not None: check_shape("table", table, "B, pages", (batch, None))
     elif stored != batch:
         raise SpecError(f"a cache of {stored} requests, rows of {batch}", "as many", "slice the cache")
     check_shape("lengths", lengths, "B", (batch,))
-    for name, x in (("k", k), ("v", v)): check_kind(name, x.dtype, FLOATS)
+    for name, x in zip(("k", "v"), new, strict=False): check_kind(name, x.dtype, FLOATS)
     for name, x in (("table", table), ("lengths", lengths)):
         if x is not None: check_kind(name, x.dtype, (dtypes.int32,))
     check_kind("k_pages", k_pages.dtype, (*FLOATS, *BYTES))
-    scales = check_scales(k_pages, v_pages, k_scale, v_scale, (stored, heads))
+    scales = check_scales(pages, [k_scale, v_scale], (stored, heads))
     rope = _rope(cos, sin, int(d), int(size) * (1 if table is None else int(table.shape[1])))
     if q is not None:
         check_shape("q", q, "B, T, H, D", (batch, rows, None, d))
@@ -72,11 +77,12 @@ def kv_append(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, table: Ten
     if table is not None:
         limits = Limits("kv_append", int(stored), int(size), int(rows), holes=True)
         table, lengths = checked(limits, table, lengths)
-    given = [k_pages, v_pages, k, v, *([] if table is None else [table]), lengths, *rope,
+    given = [*pages, *new, *([] if table is None else [table]), lengths, *rope,
              *([] if q is None else [q]), *scales]
-    what = KVAppend(bool(rope), interleaved, q is not None, bool(scales), table is not None, rounded)
+    what = KVAppend(bool(rope), interleaved, q is not None, bool(scales), table is not None, rounded,
+                    v is not None)
     made = call(what, appended, *given)
-    return k_pages.assign(made[0]), v_pages.assign(made[1]), *made[2:]
+    return *(old.assign(one) for old, one in zip(pages, made, strict=False)), *made[len(pages):]
 
 
 def check_rounded(k: Tensor, q: Tensor | None, rope: list[Tensor]) -> None:

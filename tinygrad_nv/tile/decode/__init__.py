@@ -6,6 +6,7 @@
   legality.py  what the template requires of a schedule
   schedules.py how: the template's type of schedule; templates.py: its record
   defaults.py  candidates, from the spec and the architecture
+  columns.py   values wider than registers (MLA), divided among CTAs
   kernel.py    the template: split-KV with a combine step, on mma.sync
   split.py     the first kernel: one split of a sequence's keys
   copy.py      pages to shared memory by cp.async

@@ -25,6 +25,7 @@ adds in a fixed order (combine.py).
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel
+from tinygrad_nv.tile.decode.columns import divided
 from tinygrad_nv.tile.decode.combine import COMBINE_WARPS, Combine, Workspace
 from tinygrad_nv.tile.decode.plan import DecodePlan, Parameters, Span
 from tinygrad_nv.tile.decode.schedules import Decode
@@ -36,7 +37,7 @@ from tinygrad_nv.tile.template import GPU
 
 def decode_attention(spec: DecodeSpec, schedule: Decode, gpu: GPU) -> DecodeKernel:
     """The kernels of a decode attention, by a legal schedule."""
-    plan = DecodePlan.of(spec, schedule)
+    plan = DecodePlan.of(divided(spec), schedule)
     kernels = [_split(plan, gpu.arch)]
     if plan.workspace_bytes: kernels.append(_combine(plan, gpu.arch))
     return DecodeKernel(tuple(kernels), plan.workspace_bytes)

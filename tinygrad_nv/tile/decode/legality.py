@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 from tinygrad_nv.tile import epilogue, limits
-from tinygrad_nv.tile.attention.spec import OPERANDS
+from tinygrad_nv.tile.attention.spec import MOST_HEAD, OPERANDS
+from tinygrad_nv.tile.decode.columns import divided
 from tinygrad_nv.tile.decode.combine import MOST_SPLITS
 from tinygrad_nv.tile.decode.plan import DecodePlan
 from tinygrad_nv.tile.decode.schedules import Decode
@@ -19,6 +20,7 @@ def problems(spec: DecodeSpec, schedule: Decode, arch: str) -> list[str]:
     if spec.q.dtype not in OPERANDS:
         kind = short(spec.q.dtype)
         return [f"q of {kind}, a result of {kind}, not one of {', '.join(map(short, OPERANDS))} for both"]
+    spec = divided(spec)
     s, plan = schedule, DecodePlan.of(spec, schedule)
     out = _spec_problems(spec) + epilogue.problems(spec.score, arch)
     if s.warps_m not in (1, 2, 4) or s.warps_n not in (1, 2, 4, 8):
@@ -42,6 +44,8 @@ def _spec_problems(spec: DecodeSpec) -> list[str]:
     out, unit = [], 32 if spec.quantised else 16
     for name, extent in (("d", spec.d), ("d_v", spec.d_v)):
         if extent % unit: out.append(f"{name}={extent} is not a multiple of {unit}")
+    if spec.d_v > MOST_HEAD:
+        out.append(f"d_v={spec.d_v} of {spec.heads} key heads, at most {MOST_HEAD}: sums are in registers")
     for name, pages in (("keys", spec.k), ("values", spec.v)):
         if pages.aligned_bytes < 16:
             out.append(f"{name} begin at multiples of {pages.aligned_bytes} B, copies at multiples of 16")

@@ -36,13 +36,14 @@ from typing import Literal
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.tile.attention.spec import MOST_HEAD, OPERANDS, Rows
+from tinygrad_nv.tile.attention.spec import OPERANDS, Rows
 from tinygrad_nv.tile.expression import Expression, Position, Sum, loads, parameters, short, show, walk
 
 BYTES = (dtypes.fp8e4m3, dtypes.int8)    # keys and values that have scales
 KINDS = (*OPERANDS, dtypes.float32)      # of q and the result; GPUs have kernels of OPERANDS
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 MOST_ROWS = 8
+MOST_HEAD = 1024    # d and d_v: of latents (MLA) 576 and 512
 Length = Literal["memory", "argument", "most"]
 
 

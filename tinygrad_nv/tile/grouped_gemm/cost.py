@@ -35,7 +35,8 @@ class Prediction:
 
 @lru_cache(4096)
 def tiles(spec: GroupedGemmSpec, rows: int) -> float:
-    """Tiles of `rows` rows, of all groups."""
+    """Tiles of `rows` rows, of all groups. Those of one token are different ones."""
+    if spec.gather and spec.x_rows == 1: return float(spec.rows)
     mean = spec.rows / spec.groups
     if mean > MANY: return spec.groups * (mean / rows + 0.5)
     last = int(mean + 8 * sqrt(mean) + 16)

@@ -7,8 +7,8 @@ Protocol: of x [sources, K], w [E, N, K] and offsets [E + 1], all contiguous; ro
     y = act(y[: N / 2]) · y[N / 2 :]            with `activation`, of gate | up
     out[place(i)] = y · weights[slot]           with `weighted`; rounded once; place(i) is slot with `scatter`
 
-Rows that no group has are zeros in the reference, and may hold anything where a kernel runs. A kernel reads
-the matrices of groups that have rows, and no other.
+Rows that no group has are zeros in the reference and on CPUs, and may hold anything where a GPU's kernel
+runs. A kernel reads the matrices of groups that have rows, and no other.
 
 `ScaledGroupedGemmSpec` is the same of 8-bit floats with float32 scales of groups of `GROUP` of K, as in
 scaled_gemm/spec.py: scale_x [sources, K / GROUP] of each row, scale_w [E, N / GROUP, K / GROUP] of square
@@ -47,6 +47,7 @@ class GroupedGemmSpec:
     biased: bool = False
     OPERANDS: ClassVar[tuple[DType, ...]] = FLOATS
     scaled: ClassVar[bool] = False      # whether operands have scales
+    transposed: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if min(self.groups, self.rows, self.n, self.k) < 1 or min(self.gather, self.sources) < 0:
@@ -136,3 +137,11 @@ class ScaledGroupedGemmSpec(GroupedGemmSpec):
         return -(-self.n // GROUP)
 
     def __str__(self) -> str: return f"{super().__str__()}, scales 1x{GROUP}, {GROUP}x{GROUP}"
+
+
+@dataclass(frozen=True)
+class TransposedGroupedSpec(GroupedGemmSpec):
+    """The same of w [E, K, N]: x W_e, as the gradients of rows are."""
+    transposed: ClassVar[bool] = True
+
+    def __str__(self) -> str: return f"{super().__str__()}, transposed"

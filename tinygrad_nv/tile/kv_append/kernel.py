@@ -81,10 +81,11 @@ class _Append:
 
     def __init__(self, kb: Kernel, spec: AppendSpec) -> None:
         self.kb, self.spec, self.count = kb, spec, vector(spec)
-        self.k_pages, self.v_pages = kb.pointer("k_pages"), kb.pointer("v_pages")
+        self.pages = {name: (kb.pointer(f"{name}_pages"), pages) for name, pages in
+                      (("k", spec.k_pages), ("v", spec.v_pages)) if pages is not None}
         if spec.q: self.q_out = kb.pointer("q_out")
-        self.new = {"k": (kb.pointer("k"), spec.k), "v": (kb.pointer("v"), spec.v)}
-        if spec.q: self.new["q"] = kb.pointer("q"), spec.q
+        self.new = {name: (kb.pointer(name), rows) for name, rows in
+                    (("k", spec.k), ("v", spec.v), ("q", spec.q)) if rows is not None}
         if spec.table: self.table = kb.pointer("table")
         self.lengths = kb.pointer("lengths")
         if spec.rope: self.cos, self.sin = kb.pointer("cos"), kb.pointer("sin")
@@ -108,9 +109,8 @@ class _Append:
 
     def token_of(self, name: str) -> AppendTarget:
         """The row's token in its page."""
-        spec, keys = self.spec, name == "k"
-        base, pages, scale = (self.k_pages, spec.k_pages, spec.k_scale) if keys else \
-            (self.v_pages, spec.v_pages, spec.v_scale)
+        base, pages = self.pages[name]
+        scale = self.spec.k_scale if name == "k" else self.spec.v_scale
         size = pages.dtype.itemsize
         at = self.moved(self.moved(base + pages.offset * size, self.page, pages.page * size), self.token,
                         pages.token * size)

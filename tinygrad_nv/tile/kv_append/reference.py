@@ -24,22 +24,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class KVAppend:
-    """An append, as far as its tensors do not say it: which of cos and sin, q, scales and table there are."""
+    """An append, as far as its tensors do not say it: which of cos and sin, q, scales, table and values there
+    are."""
     rope: bool = False
     interleaved: bool = False
     q: bool = False
     scales: bool = False
     table: bool = True
     rounded: bool = False
+    values: bool = True
 
 
 @dataclass(frozen=True)
 class Arguments(Generic[T]):
     """The tensors of a call, or their UOps, by their names."""
-    k_pages: T
-    v_pages: T
-    k: T
-    v: T
+    pages: tuple[T, ...]    # of keys, and of values where there are any
+    new: tuple[T, ...]
     table: T | None
     lengths: T
     rope: tuple[T, ...]
@@ -50,12 +50,13 @@ class Arguments(Generic[T]):
     def of(what: KVAppend, given: tuple[T, ...]) -> Arguments[T]:
         """Those of a call's tensors: keys and values of the cache, k, v, the table if there is one, lengths,
         then cos and sin, q, scales of keys and of values."""
-        k_pages, v_pages, k, v, *more = given
-        rest = iter(more)
+        rest, count = iter(given), 1 + what.values
+        pages, new = (tuple(islice(rest, count)) for _ in range(2))
         table = next(rest) if what.table else None
         lengths = next(rest)
-        rope, q, scales = (tuple(islice(rest, count)) for count in (2 * what.rope, what.q, 2 * what.scales))
-        return Arguments(k_pages, v_pages, k, v, table, lengths, rope, q, scales)
+        rope, q, scales = (tuple(islice(rest, each))
+                           for each in (2 * what.rope, what.q, count * what.scales))
+        return Arguments(pages, new, table, lengths, rope, q, scales)
 
 
 def arguments(spec: AppendSpec) -> tuple[Argument, ...]:
@@ -69,11 +70,13 @@ def arguments(spec: AppendSpec) -> tuple[Argument, ...]:
         return [Argument(name, dtypes.float32, (each,)) for each in lies]
     pages = [Argument(name, x.dtype, (Place(x.offset, (spec.stored, spec.page_size, spec.heads, d),
                                             (x.page, x.token, x.head, 1)),), "inout")
-             for name, x, d in (("k_pages", spec.k_pages, spec.d), ("v_pages", spec.v_pages, spec.d_v))]
-    made = [*pages, rows("k", spec.k, spec.heads, spec.d), rows("v", spec.v, spec.heads, spec.d_v)]
+             for name, x, d in (("k_pages", spec.k_pages, spec.d), ("v_pages", spec.v_pages, spec.d_v))
+             if x is not None]
+    made = [*pages, *(rows(name, x, spec.heads, d) for name, x, d in
+                      (("k", spec.k, spec.d), ("v", spec.v, spec.d_v)) if x is not None)]
     if spec.q is not None:
         q = rows("q", spec.q, spec.q_heads, spec.d)
-        made.insert(2, replace(q, name="q_out", role="out", places=(dense(*q.places[0].extents),)))
+        made.insert(len(pages), replace(q, name="q_out", role="out", places=(dense(*q.places[0].extents),)))
         made.append(q)
     if spec.table: made.append(Argument("table", dtypes.int32, (dense(spec.batch, spec.pages),),
                                         values=range(-1, spec.stored + 1),
@@ -93,11 +96,12 @@ def reference(spec: AppendSpec, given: Given, exact: bool = False) -> tuple[Tens
     wide = {name: one.cast(widened(dtypes.float32, exact)) for name, one in x.items()}
     table = x["table"] if spec.table else Tensor.arange(spec.batch).reshape(-1, 1)
     ones = Tensor.ones(spec.stored, spec.heads)
+    names = "k" if spec.v is None else "kv"
     made = Arguments(
-        wide["k_pages"], wide["v_pages"], wide["k"], wide["v"], table, x["lengths"],
-        (wide["cos"], wide["sin"]) if rope else (), (wide["q"],) if spec.q else (),
-        tuple(wide.get(name, ones) for name in ("scale_k", "scale_v")))
-    kinds = [] if exact else [spec.k_pages.dtype, spec.v_pages.dtype, *([spec.q.dtype] if spec.q else [])]
+        tuple(wide[f"{name}_pages"] for name in names), tuple(wide[name] for name in names), table,
+        x["lengths"], (wide["cos"], wide["sin"]) if rope else (), (wide["q"],) if spec.q else (),
+        tuple(wide.get(f"scale_{name}", ones) for name in names))
+    kinds = [] if exact else [each.dtype for each in (spec.k_pages, spec.v_pages, spec.q) if each is not None]
     return written(made, rope is not None and rope.interleaved, kinds,
                    spec.k.dtype if rope and rope.rounded and not exact else None)
 
@@ -105,16 +109,18 @@ def reference(spec: AppendSpec, given: Given, exact: bool = False) -> tuple[Tens
 def appended(what: KVAppend, *given: Tensor) -> tuple[Tensor, ...]:
     """Pages of keys and of values, and q where there is one."""
     if not what.table:  # page b is request b's
-        pages = (each.transpose(1, 2) for each in given[:2])
-        numbers = Tensor.arange(given[2].shape[0]).reshape(-1, 1).cast(dtypes.int32)
-        k_pages, v_pages, *q = appended(replace(what, table=True), *pages, *given[2:4], numbers, *given[4:])
-        return k_pages.transpose(1, 2), v_pages.transpose(1, 2), *q
+        x = Arguments.of(what, given)
+        numbers = Tensor.arange(x.new[0].shape[0]).reshape(-1, 1).cast(dtypes.int32)
+        made = appended(replace(what, table=True), *(each.transpose(1, 2) for each in x.pages), *x.new,
+                        numbers, x.lengths, *x.rope, *x.q, *x.scales)
+        return *(each.transpose(1, 2) for each in made[:len(x.pages)]), *made[len(x.pages):]
     x = Arguments.of(what, given)
-    kinds = [each.dtype for each in (x.k_pages, x.v_pages, *x.q)]
-    wide = replace(x, k=x.k.float(), v=x.v.float(), rope=tuple(each.float() for each in x.rope),
-                   q=tuple(each.float() for each in x.q))
-    made = written(wide, what.interleaved, kinds, x.k.dtype if what.rounded else None)
-    return *made[:2], *(each.cast(old.dtype) for each, old in zip(made[2:], x.q, strict=True))
+    kinds = [each.dtype for each in (*x.pages, *x.q)]
+    def wide(given: tuple[Tensor, ...]) -> tuple[Tensor, ...]: return tuple(each.float() for each in given)
+    made = written(replace(x, new=wide(x.new), rope=wide(x.rope), q=wide(x.q)), what.interleaved, kinds,
+                   x.new[0].dtype if what.rounded else None)
+    count = len(x.pages)
+    return *made[:count], *(each.cast(old.dtype) for each, old in zip(made[count:], x.q, strict=True))
 
 
 def written(x: Arguments[Tensor], interleaved: bool, kinds: list[DType],
@@ -122,7 +128,7 @@ def written(x: Arguments[Tensor], interleaved: bool, kinds: list[DType],
     """Pages and q of rows in float32 or float64, rounded to their `kinds`, if any; products and sums of a
     rotation to `step`, if that is given."""
     assert x.table is not None
-    (stored, size), rows = x.k_pages.shape[:2], x.k.shape[1]
+    (stored, size), rows = x.pages[0].shape[:2], x.new[0].shape[1]
     longest = x.table.shape[1] * size
     place = x.lengths.reshape(-1, 1) - rows + Tensor.arange(rows).reshape(1, -1)
     inside = (place >= 0) & (place < longest)
@@ -132,14 +138,14 @@ def written(x: Arguments[Tensor], interleaved: bool, kinds: list[DType],
     token = there.where(page * size + near % size, -1)
     row = row_of(token.reshape(-1), stored * size)
     angles = tuple(table[near].unsqueeze(2) for table in x.rope)
-    k, *q = (rotated(each, angles, interleaved, step) for each in (x.k, *x.q))
+    k, *q = (rotated(each, angles, interleaved, step) for each in (x.new[0], *x.q))
     made = []
-    for number, (pages, new) in enumerate(((x.k_pages, k), (x.v_pages, x.v))):
+    for number, (pages, new) in enumerate(zip(x.pages, (k, *x.new[1:]), strict=True)):
         if x.scales:  # contiguous: or tinygrad divides
             scale = x.scales[number][there.where(page, 0)].unsqueeze(-1)
             new = new * scale.reciprocal().contiguous()
         made.append(placed(pages, narrowed(new, kinds[number]) if kinds else new, row))
-    return *made, *(narrowed(each, kinds[2]) if kinds else each for each in q)
+    return *made, *(narrowed(each, kinds[-1]) if kinds else each for each in q)
 
 
 def row_of(token: Tensor, count: int) -> Tensor:

@@ -7,6 +7,8 @@ rows + t, which is token p % page_size of page `table[b, p // page_size]`. For e
     v_pages[page, token, h] = rounded(v[b, t, h])
     q_out[b, t, h]          = rounded(rotate(q[b, t, h], p))           for each query head, where there is q
 
+Without v there are no values: a latent cache has keys alone.
+
     rotate(x, p)[i]         = x[i] cos[p, i] − x[j] sin[p, i]          of pairs (i, j): i and i + half, or of
     rotate(x, p)[j]         = x[j] cos[p, i] + x[i] sin[p, i]          interleaved ones 2i and 2i + 1
 
@@ -66,7 +68,8 @@ class Rope:
 @dataclass(frozen=True)
 class AppendSpec:
     """An append of `rows` tokens to each of `batch` requests, whose tables have `pages` of `stored` pages. A
-    contiguous cache (without `table`) has one page for each request, of any size: page b is request b's."""
+    contiguous cache (without `table`) has one page for each request, of any size: page b is request b's.
+    Without values `d_v` is 0."""
     batch: int
     rows: int
     heads: int
@@ -76,9 +79,9 @@ class AppendSpec:
     pages: int
     stored: int
     k: Heads
-    v: Heads
+    v: Heads | None
     k_pages: Pages
-    v_pages: Pages
+    v_pages: Pages | None
     rope: Rope | None = None
     q: Heads | None = None
     q_heads: int = 0
@@ -87,8 +90,10 @@ class AppendSpec:
     table: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("batch", "rows", "heads", "d", "d_v", "page_size", "pages", "stored"):
+        for name in ("batch", "rows", "heads", "d", "page_size", "pages", "stored"):
             if getattr(self, name) < 1: raise SpecError(f"{name}={getattr(self, name)}", "an extent ≥ 1")
+        if (self.v is None) != (self.v_pages is None) or (self.v is None) != (self.d_v == 0):
+            raise SpecError(f"values of {self.d_v} elements", "rows and pages of at least 1, or neither")
         if (self.q is None) != (self.q_heads == 0) or (self.q is not None and self.rope is None):
             raise SpecError(f"q of {self.q_heads} heads", "q with heads and a rotation, or none")
         if self.rope is not None and not 2 <= 2 * self.rope.half <= self.d:
@@ -100,11 +105,13 @@ class AppendSpec:
                 if x.dtype == self.rope.dtype: continue
                 raise SpecError(f"a rotation rounded to {short(self.rope.dtype)} of {short(x.dtype)}",
                                 "one dtype for rows, cos and sin")
-        given = [self.k.dtype, self.v.dtype, *([self.q.dtype] if self.q else []),
-                 *([self.rope.dtype] if self.rope else [])]
+        given = [each.dtype for each in (self.k, self.v, self.q, self.rope) if each is not None]
         for dtype in given:
             if dtype not in FLOATS: raise SpecError(f"rows of {short(dtype)}", "a float of 16 or 32 bits")
         for pages, scale in ((self.k_pages, self.k_scale), (self.v_pages, self.v_scale)):
+            if pages is None:
+                if scale is None: continue
+                raise SpecError("scales of values without values", "neither, or both")
             if pages.dtype not in (*FLOATS, *BYTES): raise SpecError(f"pages of {short(pages.dtype)}",
                                                                      "floats, or 8 bits with scales")
             if (scale is None) == (pages.dtype in BYTES):
@@ -118,13 +125,14 @@ class AppendSpec:
 
     def __str__(self) -> str:
         words = [f"append {self.batch}x{self.rows}", f"{self.heads} heads",
-                 f"d {self.d}" if self.d == self.d_v else f"d {self.d}/{self.d_v}",
+                 f"d {self.d}" if self.d_v in (0, self.d) else f"d {self.d}/{self.d_v}",
                  f"{short(self.k.dtype)} → {short(self.k_pages.dtype)}",
                  f"pages of {self.page_size}" if self.table else f"contiguous, ≤{self.page_size}"]
         if self.rope is not None:
             words.append(f"rope {2 * self.rope.half}" + (" interleaved" if self.rope.interleaved else "")
                          + (" rounded" if self.rope.rounded else ""))
         if self.q is not None: words.append(f"q of {self.q_heads} heads")
+        if self.v is None: words.append("no values")
         return ", ".join(words)
 
 
@@ -134,8 +142,7 @@ def vector(spec: AppendSpec) -> int:
     extents = [spec.d, spec.d_v]
     if spec.rope is not None: extents += [2 * spec.rope.half if spec.rope.interleaved else spec.rope.half,
                                           spec.d - 2 * spec.rope.half]
-    operands: list[Heads | Pages] = [spec.k, spec.v, spec.k_pages, spec.v_pages]
-    if spec.q is not None: operands.append(spec.q)
+    operands = [x for x in (spec.k, spec.v, spec.k_pages, spec.v_pages, spec.q) if x is not None]
     for count in (8, 4):
         whole = not any(extent % count for extent in extents)
         if whole and all(x.aligned_bytes >= min(16, count * x.dtype.itemsize) for x in operands): return count
@@ -148,7 +155,8 @@ def problems(spec: AppendSpec, arch: str) -> list[str]:
     if not vector(spec):
         rotated = f", {2 * spec.rope.half} of them rotated" if spec.rope else ""
         out.append(f"heads of {spec.d} and {spec.d_v} elements{rotated}: no vectors of 4 that are aligned")
-    if dtypes.fp8e4m3 in (spec.k_pages.dtype, spec.v_pages.dtype) and arch < "sm_89":
+    stored = [pages.dtype for pages in (spec.k_pages, spec.v_pages) if pages is not None]
+    if dtypes.fp8e4m3 in stored and arch < "sm_89":
         out.append(f"{arch} converts nothing to e4m3: sm_89 does")
     for name, count in (("requests", spec.batch), ("rows", spec.rows)):
         if count > MOST_GRID: out.append(f"{count} {name}, at most {MOST_GRID}")

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from decode_case import SMALL, decode, launched, requests
+from emitted_specs import latent
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import ScheduleError, SpecError
@@ -24,6 +25,7 @@ SHAPES = [{"d": 128, "group": 4}, {"d": 64, "group": 8}, {"d": 96, "group": 1}, 
           {"d": 192, "d_v": 128, "group": 16}, {"d": 128, "group": 4, "s_q": 8},
           {"d": 128, "group": 8, "s_q": 8}, {"d": 256, "group": 8, "s_q": 8},
           {"d": 128, "group": 4, "window": 4096}]
+LATENTS = [(16, 1), (128, 1), (128, 8)]     # query heads, rows
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
@@ -31,7 +33,16 @@ SHAPES = [{"d": 128, "group": 4}, {"d": 64, "group": 8}, {"d": 96, "group": 1}, 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_defaults_do_not_spill(arch: str, kv: DType | None, shape: dict):
     """Requests of up to 131072 tokens."""
-    spec = decode(batch=4, heads=8, pages=8192, kv=kv, **shape)
+    do_not_spill(decode(batch=4, heads=8, pages=8192, kv=kv, **shape), arch)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize(("heads", "rows"), LATENTS)
+def test_latents_do_not_spill(arch: str, heads: int, rows: int):
+    do_not_spill(latent(4, heads, rows, pages=8192), arch)
+
+
+def do_not_spill(spec: DecodeSpec, arch: str) -> None:
     schedule = DECODE.choose(spec, GPU(arch))
     assert schedule is not None
     for kernel in TABLE.build(spec, schedule, GPU(arch)).kernels:

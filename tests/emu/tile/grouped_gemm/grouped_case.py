@@ -61,9 +61,14 @@ def launched(made: TileKernel, spec: GroupedGemmSpec, held: Given, arch: str = "
     emu = Emulator(arch, seed=seed)
     out = torch.full((spec.rows, spec.columns), torch.nan).to(TORCH[spec.out])
     order = [emu.alloc(bits(each)) for each in (out, *held.values())]
+    scratch = [emu.alloc(each.count * each.dtype.itemsize) for each in made.scratch]
+    order[1:1] = scratch
+    for zero in made.launch.zeroed:
+        order[zero.pointer].data[:zero.nbytes] = 0
+        order[zero.pointer].valid = None
     maps = [tensor_map(order, each, 0) for each in made.maps]
     report = emu.launch(made.ptx, made.grid, made.threads, [*order, *maps], made.name,
-                        dynamic_smem=made.dynamic_smem)
+                        made.cluster, made.dynamic_smem)
     told = [*report.findings, *report.notes]
     assert told == [], "\n".join(map(str, told))
     data = np.frombuffer(order[0].numpy().tobytes(), np.uint8).copy()

@@ -36,7 +36,7 @@ def gemv(spec: GemmSpec, schedule: Gemv, gpu: GPU) -> GemmKernel:
     cluster = (1, plan.splits, 1) if plan.clustered(gpu.arch) else ()
     kb = Kernel("gemv", arch=gpu.arch, threads=schedule.threads, cluster=cluster,
                min_ctas=plan.ctas_an_sm)
-    _GemvKernel(kb, plan, swapped=schedule.swap).write()
+    GemvKernel(kb, plan, swapped=schedule.swap).write()
     shared = plan.splits > 1 and not cluster
     tiles = plan.blocks_n * spec.matrices
     nbytes = 4 * tiles * plan.splits * spec.parts * spec.m * schedule.block_n if shared else 0
@@ -45,7 +45,7 @@ def gemv(spec: GemmSpec, schedule: Gemv, gpu: GPU) -> GemmKernel:
                       flags=tiles if shared else 0, pdl=kb.hopper)
 
 
-class _GemvKernel:
+class GemvKernel:
     """The kernel as it is written."""
 
     def __init__(self, kb: Kernel, plan: GemvPlan, swapped: bool) -> None:
@@ -54,10 +54,7 @@ class _GemvKernel:
         out = kb.pointer("out")
         self.shared = [kb.pointer(name) for name in ("workspace", "flags")
                        if plan.splits > 1 and not kb.cluster]
-        first, second = kb.pointer("a"), kb.pointer("b")
-        a, b = (second, first) if swapped else (first, second)
-        self.extras = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
-        self.rows = kb.param("m", "u32") if spec.symbolic else kb.reg("u32", spec.m)
+        a, b, self.rows = self.declared(swapped)
         self.batch = self.indices()
         self.out, self.a, self.b = (
             pointer + self.batched(place.batch, place.offset) * place.dtype.itemsize
@@ -71,6 +68,14 @@ class _GemvKernel:
         # written
         self.read = "ld.global" if kb.hopper else "ld.global.nc"
         self.more: Value | None = None  # whether the warp has an iteration after this one
+
+    def declared(self, swapped: bool) -> tuple[Value, Value, Value]:
+        """Pointers to the activations and the weights, and how many rows there are."""
+        kb, spec = self.kb, self.spec
+        first, second = kb.pointer("a"), kb.pointer("b")
+        self.extras = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
+        rows = kb.param("m", "u32") if spec.symbolic else kb.reg("u32", spec.m)
+        return (second, first, rows) if swapped else (first, second, rows)
 
     def warps(self) -> tuple[Value, Value]:
         """The first column of this warp, and its number along K. From lane 0, so that ptxas knows that loops
@@ -117,14 +122,9 @@ class _GemvKernel:
             count = self.iterations(first_block)
             self.place(first_block, kb.ctaid.x * s.block_n + self.warp_n)
             self.make_ring()
-            if kb.hopper:
-                for slot in self.slots(0): self.ask(slot, count > 0)
-                kb.wait_for_previous_grid()
-                kb.launch_dependents()
+            self.wait(count > 0)
             if plan.full: self.load_all(count > 0)
-        with kb.comment("activations"):
-            staged(kb, plan, self.a, self.rows, first_block * s.block_k, plan.span, plan.pitch_bytes,
-                   self.smem.address(), self.read)
+        with kb.comment("activations"): self.stage(first_block * s.block_k)
         start = self.smem.address()
         self.lanes.point(start + self.warp_k * (s.block_k * plan.itemsize))
         if plan.full:
@@ -134,9 +134,26 @@ class _GemvKernel:
                 for step in range(plan.steps): self.lanes.take(step)
                 self.lanes.advance(a_round * plan.itemsize)
         if plan.tail: self.write_tail(start)
-        GemvEpilogue(kb, plan, self.lanes, self.smem, self.rows, self.batch, self.batched, self.warp_k,
-                     self.warp_n,
-               self.out, self.extras, self.shared).write()
+        self.epilogue().write()
+
+    def wait(self, some: Value) -> None:
+        """Has L2 fetch the first weights of a warp that has some, and waits for the kernel before."""
+        kb = self.kb
+        if not kb.hopper: return
+        for slot in self.slots(0): self.ask(slot, some)
+        kb.wait_for_previous_grid()
+        kb.launch_dependents()
+
+    def stage(self, first_k: Value) -> None:
+        """Activations to shared memory."""
+        plan = self.plan
+        staged(self.kb, plan, self.a, self.rows, first_k, plan.span, plan.pitch_bytes, self.smem.address(),
+               self.read)
+
+    def epilogue(self) -> GemvEpilogue:
+        """What comes after the loop over K."""
+        return GemvEpilogue(self.kb, self.plan, self.lanes, self.smem, self.rows, self.batch, self.batched,
+                            self.warp_k, self.warp_n, self.out, self.extras, self.shared)
 
     def iterations(self, first_block: Value) -> Value:
         """How many whole ones the warp has: s32."""

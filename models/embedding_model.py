@@ -1,0 +1,121 @@
+"""Embedding models: which directories are such, and the network with its pooling.
+
+Protocol: `read_embedding_config(directory, task)` is None for a model that generates text. Embedding models
+are the encoders of families/bert.py, and decoders that have sentence-transformers' modules.json, or whose
+architecture is without a head (MistralModel); task "embed" makes one of any decoder. `EmbeddingModel` holds
+the network; calling it gives the pooled hidden states of a packed batch.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from tinygrad import Tensor
+from tinygrad.dtype import DType
+
+from tinygrad_nv.errors import ModelError, RequestError
+
+from . import encoder_weights, weights
+from .config import ModelConfig, parse_config, read_config, read_json
+from .encoder import Encoder
+from .encoder_config import EncoderConfig, read_encoder_config
+from .families import FAMILIES
+from .llama import Llama
+from .packed import PackedBatch
+from .pooling import Pooling, default_pooling, pooled, read_pooling
+
+TASKS = ("auto", "generate", "embed")
+
+
+@dataclass(frozen=True)
+class EmbeddingConfig:
+    """Of an embedding model: its network, and what is made of hidden states."""
+    network: EncoderConfig | ModelConfig
+    pooling: Pooling
+
+    @property
+    def max_tokens(self) -> int:
+        """Of a text, special tokens included."""
+        return min(self.network.max_positions, self.pooling.max_tokens or self.network.max_positions)
+
+    @property
+    def width(self) -> int:
+        """Elements of an embedding."""
+        return self.pooling.width(self.network.hidden_size)
+
+
+def read_embedding_config(directory: Path, task: str = "auto") -> EmbeddingConfig | None:
+    """The config of an embedding model, None of a model that generates. Raises `ModelError` for a task that
+    the model does not have, `RequestError` for one that there is not."""
+    if task not in TASKS: raise RequestError(f"the task is {task!r}", f"one of: {', '.join(TASKS)}")
+    encoder = read_encoder_config(directory)
+    if task == "generate":
+        if encoder is None: return None
+        raise ModelError(f"{directory} is an encoder ({encoder.architecture}), which generates no text",
+                         "a causal language model",
+                         "serve it for /v1/embeddings, or call LLM(directory).embed(texts)")
+    pooling = read_pooling(directory)
+    if encoder is not None: return EmbeddingConfig(encoder, pooling or default_pooling(False))
+    decoder = _headless(directory)
+    if decoder is None:
+        if task == "auto" and pooling is None: return None
+        decoder = read_config(directory)
+    if decoder.latent is not None:
+        raise ModelError(f"{directory} has multi-head latent attention ({decoder.architecture}), whose "
+                         "embeddings are not computed yet", "an encoder, or a decoder with plain attention",
+                         "choose another embedding model")
+    # without a head of its own: no logits are computed
+    return EmbeddingConfig(replace(decoder, tied=True), pooling or default_pooling(True))
+
+
+def _headless(directory: Path) -> ModelConfig | None:
+    """The config of a decoder that is saved without its head."""
+    path = directory / "config.json"
+    if not os.path.isfile(path): return None
+    data = read_json(path)
+    listed = data.get("architectures")
+    for each in listed if isinstance(listed, list) else []:
+        whole = f"{str(each).removesuffix('Model')}ForCausalLM"
+        if str(each).endswith("Model") and whole in FAMILIES:
+            return parse_config({**data, "architectures": [whole]}, str(path))
+    return None
+
+
+class EmbeddingModel:
+    """The network. Parameters are allocated, not set: `load` fills them. Texts have at most `length`
+    tokens."""
+
+    def __init__(self, config: EmbeddingConfig, dtype: DType, device: str, length: int) -> None:
+        self.config, self.dtype, self.device, self.length = config, dtype, device, length
+        self.network: Encoder | Llama
+        if isinstance(config.network, EncoderConfig): self.network = Encoder(config.network, dtype, device)
+        else: self.network = Llama(config.network, dtype, device, positions=length)
+
+    def load(self, directory: Path, progress: Callable[[int, int], None] | None = None) -> int:
+        """Fills every parameter; returns bytes read. Raises `WeightError`."""
+        if isinstance(self.network, Encoder): return encoder_weights.load(self.network, directory, progress)
+        made = weights.load(self.network, directory, progress, headless=True)
+        _ = self.network.rope_tables    # inside a captured step every replay would compute them
+        return made
+
+    def positions(self, tokens: np.ndarray) -> np.ndarray:
+        """Positions of the tokens of one text."""
+        network = self.config.network
+        if not isinstance(network, EncoderConfig): return np.arange(len(tokens), dtype=np.int32)
+        if network.padding_id is None: return np.arange(len(tokens), dtype=np.int32) + network.first_position
+        counted = tokens != network.padding_id
+        return (np.cumsum(counted) * counted + network.padding_id).astype(np.int32)
+
+    def __call__(self, tokens: Tensor, positions: Tensor, starts: Tensor, longest: int) -> Tensor:
+        """float32 (sequences, hidden): pooled hidden states of tokens (T,) of sequences that begin at
+        `starts`."""
+        if isinstance(self.network, Encoder):
+            batch = PackedBatch(starts, positions, longest, False)
+            hidden = self.network(tokens, batch)
+        else:
+            batch = PackedBatch.of(starts, positions, longest, self.network.rope_tables)
+            hidden = self.network.hidden_packed(tokens, batch)
+        return pooled(self.config.pooling.kind, hidden.contiguous(), batch)

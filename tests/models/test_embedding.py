@@ -1,0 +1,192 @@
+"""Embedding models: hidden states are those of transformers, and vectors what sentence-transformers makes of
+them."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from embedding_case import DECODER, ENCODERS, add_modules, add_vocabulary, hidden_states, ragged, save
+from families import BASE, CASES
+from tinygrad import Tensor, dtypes
+from tinygrad_nv.models.embedding_model import EmbeddingConfig, EmbeddingModel
+from tinygrad_nv.models.encoder import Encoder
+from tinygrad_nv.models.encoder_config import read_encoder_config
+from tinygrad_nv.models.packed import PackedBatch
+from tinygrad_nv.models.pooling import Pooling
+
+from tinygrad_nv.engine.llm import LLM
+from tinygrad_nv.engine.worker.embedding_runner import EmbeddingRunner, step_sizes
+from tinygrad_nv.errors import ModelError, RequestError
+
+TEXTS = ragged((7, 1, 20))
+
+
+def vectors(llm: LLM, prompts: Any, **options: Any) -> np.ndarray:
+    return np.array([each.outputs.embedding for each in llm.embed(prompts, **options)], np.float32)
+
+
+def unit(x: np.ndarray) -> np.ndarray: return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_hidden_states_of_encoders(tmp_path: Path, family: str):
+    """max |h − theirs| ≤ 2e-4 · max |h|, measured 3e-7 to 3e-6. Rows after the last text are padding, and
+    RoBERTa's padding token in a text has the row of padding."""
+    theirs = save(tmp_path, f"{family}Model", ENCODERS[family])
+    texts = [*TEXTS, *([[5, 1, 7]] if "oberta" in family else [])]
+    config = read_encoder_config(tmp_path)
+    assert config is not None
+    model = EmbeddingModel(EmbeddingConfig(config, Pooling("cls")), dtypes.float32, "CPU", 64)
+    model.load(tmp_path)
+    assert isinstance(model.network, Encoder)
+    ends = np.cumsum([0, *map(len, texts)]).astype(np.int32)
+    starts, given = np.append(ends, ends[-1:]), np.zeros((2, 32), np.int32)
+    given[0, :ends[-1]] = np.concatenate(texts)
+    given[1, :ends[-1]] = np.concatenate([model.positions(np.array(text)) for text in texts])
+    tokens, positions, at = (Tensor(each, device="CPU") for each in (*given, starts))
+    made = model.network(tokens, PackedBatch(at, positions, 32, False)).numpy()
+    for i, text in enumerate(texts):
+        expected = hidden_states(theirs, text)
+        assert np.abs(made[ends[i]:ends[i + 1]] - expected).max() <= 2e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("kind", ["mean", "cls", "lasttoken"])
+def test_pooling(tmp_path: Path, kind: str):
+    """With a dense layer for the mean, as such models have it; names of flags, and of version 5."""
+    theirs, dense = save(tmp_path, "BertModel", ENCODERS["Bert"]), None
+    names = {"mean": {"pooling_mode_mean_tokens": True}, "cls": {"pooling_mode_cls_token": True},
+             "lasttoken": {"pooling_mode": "lasttoken"}}
+    if kind == "mean": dense = torch.nn.Linear(64, 24)
+    add_modules(tmp_path, names[kind], kind != "cls", dense, max_seq_length=48)
+    llm = LLM(tmp_path, device="CPU", max_num_batched_tokens=32)
+    expected = np.stack([{"mean": x.mean(0), "cls": x[0], "lasttoken": x[-1]}[kind]
+                         for x in (hidden_states(theirs, text) for text in TEXTS)])
+    if dense is not None:
+        with torch.no_grad(): expected = dense(torch.tensor(expected)).tanh().numpy()
+    if kind != "cls": expected = unit(expected)
+    assert np.abs(vectors(llm, TEXTS) - expected).max() <= 2e-4 * np.abs(expected).max()
+    assert llm.length == 48
+    if dense is not None:
+        assert np.allclose(vectors(llm, TEXTS, dimensions=5), unit(expected[:, :5]), atol=1e-4)
+    other = vectors(llm, TEXTS, normalize=kind == "cls")
+    assert np.allclose(unit(other), unit(expected), atol=1e-4)
+    assert np.allclose(np.linalg.norm(other, axis=1), 1, atol=1e-5) == (kind == "cls")
+    llm.close()
+
+
+def test_texts_and_many_prompts(tmp_path: Path):
+    """More prompts than a step or the queue holds, in their order; vocab.txt; the outputs have vLLM's
+    fields."""
+    theirs = save(tmp_path, "BertModel", ENCODERS["Bert"])
+    add_vocabulary(tmp_path)
+    llm = LLM(tmp_path, device="CPU", max_num_seqs=3, max_num_batched_tokens=16, max_model_len=20,
+              max_queue=4)
+    texts = ["fox", "a bear and a fox", "Zoo", "", "b " * 9, "c"] * 2
+    tokenizer = transformers.BertTokenizer.from_pretrained(tmp_path)
+    made = llm.embed(texts)
+    for text, one in zip(texts, made, strict=True):
+        ids = tokenizer(text)["input_ids"]
+        assert list(one.prompt_token_ids) == ids
+        expected = unit(hidden_states(theirs, ids)[0])     # CLS, as vLLM pools where no file says how
+        assert np.abs(np.array(one.outputs.embedding) - expected).max() <= 2e-4
+    assert llm.embed([]) == []
+    assert [each.prompt_token_ids for each in llm.embed("fox")] == [made[0].prompt_token_ids]
+    cut = llm.embed("a bear", truncate_prompt_tokens=4)[0].prompt_token_ids
+    assert cut == (2, *made[1].prompt_token_ids[1:3], 3)
+    assert len(llm.embed("a " * 50, truncate_prompt_tokens=-1)[0].prompt_token_ids) == 20
+    assert llm.embed([[5, 6, 7]], truncate_prompt_tokens=2)[0].prompt_token_ids == (5, 6)
+    with pytest.raises(RequestError, match="the prompt has 52 tokens, the context holds 20"):
+        llm.embed("a " * 50)
+    llm.close()
+
+
+def test_a_decoder_without_head(tmp_path: Path):
+    """As Qwen3-Embedding is saved: Qwen3ForCausalLM in config.json, tensors without "model.", the last
+    token."""
+    theirs = save(tmp_path, "Qwen3Model", {**DECODER, "tie_word_embeddings": False})
+    add_modules(tmp_path, {"pooling_mode_lasttoken": True})
+    expected = unit(np.stack([hidden_states(theirs, text)[-1] for text in TEXTS]))
+    for architecture in ("Qwen3Model", "Qwen3ForCausalLM"):
+        data = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**data, "architectures": [architecture]}))
+        llm = LLM(tmp_path, device="CPU", max_num_batched_tokens=32)
+        assert np.abs(vectors(llm, TEXTS) - expected).max() <= 2e-4
+        llm.close()
+
+
+@pytest.mark.parametrize("case", [case if case in ("mistral", "gemma2") else
+                                  pytest.param(case, marks=pytest.mark.slow) for case in CASES])
+def test_decoders_that_generate(tmp_path: Path, case: str):
+    """task="embed" of every family: windows, soft-caps, experts, ropes. The last token, normalised."""
+    family, fields = CASES[case].family, {**BASE, **CASES[case].fields}
+    theirs = save(tmp_path, f"{family}ForCausalLM", fields)
+    texts = ragged((40, 3, 17), 1)
+    llm = LLM(tmp_path, device="CPU", max_num_batched_tokens=64, task="embed")
+    expected = unit(np.stack([hidden_states(theirs.model, text)[-1] for text in texts]))
+    assert np.abs(vectors(llm, texts) - expected).max() <= 2e-4
+    llm.close()
+
+
+def test_sizes_of_steps():
+    assert step_sizes(8) == [8]
+    assert step_sizes(100) == [8, 16, 32, 48, 64, 96, 128]
+    assert step_sizes(512) == [8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512]
+
+
+def test_sizes_that_are_captured(tmp_path: Path):
+    """A warm-up captures few sizes, which serve the others until these come often."""
+    save(tmp_path, "BertModel", ENCODERS["Bert"])
+    llm = LLM(tmp_path, device="CPU", max_num_batched_tokens=32)
+    assert llm.embedder is not None
+    runner: EmbeddingRunner = llm.embedder.runner
+    assert runner.max_tokens == 66
+    runner.warm_up()
+    assert list(runner.steps) == [8, 32, 96]
+    for _ in range(7): runner.run([[5] * 12])
+    assert 16 not in runner.steps
+    runner.run([[5] * 12])
+    assert 16 in runner.steps
+    llm.close()
+
+
+def test_a_shared_step_gives_what_each_text_gives(tmp_path: Path):
+    """Nothing of a text gets into another's vector, NaN neither: texts of one step, and each alone in a step
+    of the same size."""
+    save(tmp_path, "BertModel", ENCODERS["Bert"])
+    add_modules(tmp_path, {"pooling_mode_cls_token": True})
+    llm = LLM(tmp_path, device="CPU")
+    assert llm.embedder is not None
+    runner: EmbeddingRunner = llm.embedder.runner
+    together = runner.run(TEXTS)
+    for i, text in enumerate(TEXTS):
+        alone = runner.run([text, [9] * (28 - len(text))])
+        assert np.abs(together[i] - alone[0]).max() <= 1e-5 * np.abs(together).max()
+    llm.close()
+
+
+def test_models_say_what_they_do(tmp_path: Path):
+    save(tmp_path, "BertModel", ENCODERS["Bert"])
+    llm = LLM(tmp_path, device="CPU")
+    with pytest.raises(RequestError, match="makes embeddings, and generates no text"): llm.generate([[5, 6]])
+    with pytest.raises(ModelError, match="is an encoder"): LLM(tmp_path, device="CPU", task="generate")
+    with pytest.raises(RequestError, match="the task is 'score'"): LLM(tmp_path, device="CPU", task="score")
+    llm.close()
+
+
+@pytest.mark.slow
+def test_bfloat16(tmp_path: Path):
+    """An error of at most 1.5 × transformers' own; measured 1.1."""
+    exact = save(tmp_path, "BertModel", ENCODERS["Bert"])
+    add_modules(tmp_path, {"pooling_mode_mean_tokens": True}, False)
+    theirs = transformers.BertModel.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    expected, rounded = (np.stack([hidden_states(model, text).mean(0) for text in ragged((7, 1, 20, 33))])
+                         for model in (exact, theirs))
+    llm = LLM(tmp_path, device="CPU", dtype="bfloat16")
+    made = vectors(llm, ragged((7, 1, 20, 33)))
+    assert np.square(made - expected).mean() ** 0.5 <= 1.5 * np.square(rounded - expected).mean() ** 0.5
+    llm.close()

@@ -1,0 +1,145 @@
+"""`Embedder`: a loaded embedding model, from texts to vectors.
+
+Protocol: `encode(prompt, most)` gives the token ids of a prompt, with the special tokens of the tokenizer
+around them; `submit(ids)` queues them, and `finish` makes vectors of what its futures give. `embed` does all
+three for a list of prompts, and returns vLLM's outputs.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinygrad_nv.engine.embedding.batching import EmbeddingEngine
+from tinygrad_nv.engine.loading import optional_tokenizer, resolve_dtype
+from tinygrad_nv.engine.memory_planning import require_weights
+from tinygrad_nv.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput
+from tinygrad_nv.engine.text.tokenizer import Tokenizer
+from tinygrad_nv.engine.worker.embedding_runner import EmbeddingRunner
+from tinygrad_nv.errors import ModelError, RequestError, TokenizerError
+from tinygrad_nv.models.embedding_model import EmbeddingConfig, EmbeddingModel, read_embedding_config
+from tinygrad_nv.runtime.memory_pool import UTILIZATION
+
+
+class Embedder:
+    """The model in `directory`, on `device`. Texts have at most `max_model_len` tokens, by default as many as
+    the model takes. `stage(name)` is called at the end of each stage of loading."""
+
+    def __init__(self, directory: Path, config: EmbeddingConfig, device: str, *, dtype: str = "auto",
+                 max_model_len: int | None = None, max_num_seqs: int = 64, max_num_batched_tokens: int = 512,
+                 max_queue: int = 1024, gpu_memory_utilization: float = UTILIZATION,
+                 progress: Callable[[int, int], None] | None = None,
+                 stage: Callable[[str], None] = lambda name: None) -> None:
+        self.config = config
+        self.tokenizer, self.tokenizer_error = optional_tokenizer(directory)
+        longest = config.network.max_positions
+        if max_model_len is not None and not 1 <= max_model_len <= longest:
+            raise ModelError(f"max_model_len is {max_model_len}", f"1 to {longest}, the model's own length",
+                             "change --max-model-len")
+        self.length = config.max_tokens if max_model_len is None else max_model_len
+        self.dtype = resolve_dtype(dtype, config.network, directory, device)
+        require_weights(device, self.weight_bytes, gpu_memory_utilization)
+        self.model = EmbeddingModel(config, self.dtype, device, self.length)
+        stage("read files")
+        self.model.load(directory, progress)
+        stage("load weights")
+        self.runner = EmbeddingRunner(self.model, max_num_seqs, max_num_batched_tokens)
+        self.engine = EmbeddingEngine(self.runner, max_queue)
+
+    def close(self) -> None:
+        """Cancels what waits. Nothing can be embedded afterwards."""
+        self.engine.close()
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises the error of loading it if there is none."""
+        if self.tokenizer is None: raise self.tokenizer_error or TokenizerError("no tokenizer")
+        return self.tokenizer
+
+    def encode(self, prompt: str | Sequence[int], most: int | None = None) -> list[int]:
+        """Token ids of a prompt, cut off after `most` tokens (−1: the context's), special tokens kept. Raises
+        `RequestError` for one that has none, or more than the context holds."""
+        if most is not None and not (most == -1 or 1 <= most <= self.length):
+            raise RequestError(f"truncate_prompt_tokens is {most}", f"-1, or 1 to {self.length}",
+                               "shorten prompts to what the model reads")
+        limit = self.length if most == -1 else most
+        if isinstance(prompt, str): ids = self._encode(prompt, limit)
+        else:
+            ids = list(prompt)[:limit]
+            if bad := [i for i in ids if not 0 <= i < self.config.network.vocab_size]:
+                raise RequestError(f"token id {bad[0]} is not in the vocabulary",
+                                   f"0 to {self.config.network.vocab_size - 1}",
+                                   "use ids of this model's tokenizer")
+        if not ids:
+            raise RequestError("the prompt has no tokens", "at least one token", "pass a longer prompt")
+        if len(ids) > self.length:
+            raise RequestError(f"the prompt has {len(ids)} tokens, the context holds {self.length}",
+                               f"at most {self.length}", "shorten the prompt, or set truncate_prompt_tokens "
+                               "to -1, which cuts it off there")
+        return ids
+
+    def _encode(self, text: str, limit: int | None) -> list[int]:
+        tokenizer = self.require_tokenizer()
+        if self.config.pooling.lowercase: text = text.lower()
+        if limit is None:
+            tokenizer.require_fitting(text, self.length + 1)
+            return tokenizer.encode(text)
+        return tokenizer.encode_truncated(text, limit)
+
+    def submit(self, prompts: Sequence[Sequence[int]]) -> list[Future[np.ndarray]]:
+        """Queues prompts of token ids."""
+        return self.engine.submit(prompts)
+
+    def finish(self, pooled: Sequence[np.ndarray], normalize: bool | None = None,
+               dimensions: int | None = None) -> np.ndarray:
+        """Vectors, float32 [n, dimensions], of what the futures of `submit` gave."""
+        return self.config.pooling.finish(np.stack(pooled), normalize, dimensions)
+
+    def require_dimensions(self, dimensions: int | None) -> None:
+        """Raises `RequestError` for a number of elements that embeddings do not have."""
+        if dimensions is not None and not 1 <= dimensions <= self.config.width:
+            raise RequestError(f"dimensions is {dimensions}", f"1 to {self.config.width}, the model's",
+                               "leave dimensions out")
+
+    def embed(self, prompts: Sequence[str | Sequence[int]], *, truncate_prompt_tokens: int | None = None,
+              normalize: bool | None = None, dimensions: int | None = None) -> list[EmbeddingRequestOutput]:
+        """The embeddings of prompts, in their order."""
+        self.require_dimensions(dimensions)
+        ids = [self.encode(prompt, truncate_prompt_tokens) for prompt in prompts]
+        if not ids: return []
+        step = self.engine.queue_limit      # more than may wait are submitted one part after the other
+        pooled: list[np.ndarray] = []
+        for first in range(0, len(ids), step):
+            futures = self.submit(ids[first:first + step])
+            try: wait(futures)
+            except BaseException:
+                for each in futures: each.cancel()
+                raise
+            pooled += [each.result() for each in futures]
+        vectors = self.finish(pooled, normalize, dimensions)
+        return [EmbeddingRequestOutput(str(at), EmbeddingOutput(vector.tolist()), tuple(its))
+                for at, (vector, its) in enumerate(zip(vectors, ids, strict=True))]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all parameters."""
+        return self.config.network.parameters * int(self.dtype.itemsize)
+
+    def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Compiles and captures every size of a step."""
+        self.runner.warm_up(progress)
+
+
+
+def open_embedder(directory: Path, device: str, task: str, others: Mapping[str, object],
+                  **options: Any) -> Embedder | None:
+    """The embedding model in `directory`, loaded; None of a model that generates. Raises `ModelError`, and
+    `RequestError` for one of `others` that is set: options that embedding models do not have."""
+    if (config := read_embedding_config(directory, task)) is None: return None
+    for name, value in others.items():
+        if value is not None:
+            raise RequestError(f"{name} is {value!r}, and the model makes embeddings", "no such option",
+                               f"leave {name} out")
+    return Embedder(directory, config, device, **options)

@@ -1,0 +1,104 @@
+"""Runs batches of texts through an embedding model, as captured steps.
+
+Protocol: `run(texts)` gives the pooled hidden states of one batch, float32 [texts, hidden]. Texts lie one
+after the other (models/packed.py), so the only padding is at the end, up to the next of `sizes`. `warm_up`
+captures every fourth power of two; another size is captured when no larger one can serve it, or when it has
+come often. One thread at a time.
+"""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+from tinygrad import Tensor, dtypes
+
+from tinygrad_nv.engine.memory_planning import ACTIVATIONS
+from tinygrad_nv.engine.worker.captured_step import CapturedStep
+from tinygrad_nv.models.embedding_model import EmbeddingModel
+from tinygrad_nv.runtime.memory import allocate, read, write
+from tinygrad_nv.runtime.memory_pool import labelled
+
+SMALLEST = 8
+CAPTURE_AFTER = 8   # uses of a size before it is captured, if a larger captured one serves it
+MAX_PADDING = 4     # a larger size serves a batch if it has at most so many times its tokens
+
+
+def step_sizes(most: int) -> list[int]:
+    """8, 16, 32, 48, 64, 96, …: powers of two, and from 32 on also the middles between them, so that at most
+    a third of a step is padding; the last holds `most` tokens."""
+    sizes, size = [SMALLEST], SMALLEST
+    while size < most:
+        size *= 2
+        if size > 32: sizes.append(size * 3 // 4)
+        sizes.append(size)
+    return [each for each in sizes if each < most] + [next(each for each in sizes if each >= most)]
+
+
+class EmbeddingRunner:
+    """`model` for batches of at most `max_seqs` texts and `max_tokens` tokens."""
+
+    def __init__(self, model: EmbeddingModel, max_seqs: int, max_tokens: int) -> None:
+        self.model, self.max_seqs = model, max_seqs
+        self.max_tokens = max(max_tokens, model.length)
+        self.sizes = step_sizes(self.max_tokens)
+        self.steps: dict[int, _Step] = {}
+        self.uses = Counter[int]()
+
+    def run(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
+        """Pooled hidden states of texts, which have at most `max_tokens` tokens together."""
+        step = self._step(self._size(sum(map(len, texts))))
+        return step([np.asarray(text, np.int32) for text in texts])
+
+    def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Captures sizes that serve all batches. `progress(done, total)` is called for each."""
+        wanted = self.sizes[-1:]
+        while wanted[0] > SMALLEST:
+            wanted.insert(0, next(size for size in self.sizes if size * MAX_PADDING >= wanted[0]))
+        for done, size in enumerate(wanted):
+            progress(done, len(wanted))
+            self._step(size)([np.zeros(1, np.int32)])
+        progress(len(wanted), len(wanted))
+
+    def _size(self, tokens: int) -> int:
+        """Of the step that runs so many tokens."""
+        fitting = [size for size in self.sizes if size >= tokens]
+        best = fitting[0]
+        self.uses[best] += 1
+        if best in self.steps or self.uses[best] >= CAPTURE_AFTER: return best
+        return next((size for size in fitting if size in self.steps and size <= MAX_PADDING * best), best)
+
+    def _step(self, size: int) -> _Step:
+        if size not in self.steps: self.steps[size] = _Step(self.model, size, min(size, self.max_seqs))
+        return self.steps[size]
+
+
+class _Step:
+    """The step of one size, with its inputs and outputs in memory."""
+
+    def __init__(self, model: EmbeddingModel, size: int, seqs: int) -> None:
+        def ints(count: int) -> Tensor: return Tensor.empty(count, dtype=dtypes.int32, device=model.device)
+        self.model, self.size, self.longest = model, size, min(size, model.length)
+        with labelled(ACTIVATIONS):
+            self.tokens, self.positions, self.starts = ints(size), ints(size), ints(seqs + 1)
+            self.out = Tensor.empty(seqs, model.config.network.hidden_size, device=model.device)
+            for each in (self.tokens, self.positions, self.starts, self.out): allocate(each)
+        self.captured = CapturedStep(self._compute, lambda: [self.out], model.device)
+
+    def _compute(self) -> None:
+        made = self.model(self.tokens, self.positions, self.starts, self.longest)
+        self.out.assign(made.cast(dtypes.float32)).realize()
+
+    def __call__(self, texts: Sequence[np.ndarray]) -> np.ndarray:
+        given = np.zeros((2, self.size), np.int32)
+        starts = np.zeros(int(self.starts.shape[0]), np.int32)
+        starts[1:len(texts) + 1] = np.cumsum([len(text) for text in texts])
+        starts[len(texts) + 1:] = total = starts[len(texts)]
+        given[0, :total] = np.concatenate(texts)
+        given[1, :total] = np.concatenate([self.model.positions(text) for text in texts])
+        put = partial(write, offset=0)
+        for tensor, data in ((self.tokens, given[0]), (self.positions, given[1]), (self.starts, starts)):
+            put(tensor, data=data.data.cast("B"))
+        self.captured()
+        return read(self.out, np.float32).reshape(self.out.shape)[:len(texts)].copy()

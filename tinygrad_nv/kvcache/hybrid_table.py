@@ -1,0 +1,145 @@
+"""The block tables of a sequence whose layers are in several groups (groups.py).
+
+Protocol: a `HybridTable` has a `BlockTable` for each group, and the operations of one. All tables have
+entries for the same tokens. An operation succeeds for all groups, or changes nothing. So a group with a
+window frees pages behind it, and the pool gives them to any group, while groups without one keep theirs.
+
+`pages` are the entries of all groups, one group after the other, equally many of each. Pages are dropped from
+the last token to the first, of all groups together: a prefix that lost a page of one group is of no use in
+the others.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from tinygrad_nv.kvcache import offload
+from tinygrad_nv.kvcache.block_table import PRUNED, BlockTable, share_prefix
+from tinygrad_nv.kvcache.offload import TieredPages
+from tinygrad_nv.kvcache.prefix_hashes import PrefixHashes
+
+
+class HybridTable:
+    """A sequence's block tables, `groups`. Created by `pool.open`."""
+    __slots__ = ("groups", "pool", "prefix")
+
+    def __init__(self, pool: TieredPages, prefix: PrefixHashes) -> None:
+        self.pool, self.prefix = pool, prefix
+        self.groups = tuple(BlockTable(pool, prefix, group) for group in range(len(pool.windows)))
+
+    @property
+    def computed(self) -> int:
+        """Tokens advanced over."""
+        return self.groups[0].computed
+
+    @property
+    def pages(self) -> list[int]:
+        """Entries of all groups; none while offloaded."""
+        return [] if self.offloaded else [page for each in self.groups for page in each.pages]
+
+    @property
+    def num_entries(self) -> int:
+        """Entries of each group."""
+        return self.groups[0].num_entries
+
+    @property
+    def pruned(self) -> int:
+        """Pruned entries of all groups."""
+        return sum(each.pruned for each in self.groups)
+
+    @property
+    def held_pages(self) -> list[int]:
+        """The pages that are not pruned."""
+        return [page for each in self.groups for page in each.held_pages]
+
+    @property
+    def host_pages(self) -> list[int]:
+        """The host's pages, while offloaded."""
+        return [page for each in self.groups for page in each.host_pages]
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether the pages are on the host."""
+        return any(each.host_pages for each in self.groups)
+
+    # **** before and after a step ****
+
+    def share(self, tokens: Sequence[int]) -> None:
+        """`BlockTable.share`."""
+        share_prefix(self.groups, tokens)
+
+    def num_missing_pages(self, tokens: int, start: int | None = None) -> int:
+        """How many pages `reserve` would take; of an offloaded table, `restore` and then `reserve`."""
+        return sum(each.num_missing_pages(tokens, start) for each in self.groups)
+
+    def reserve(self, tokens: int, start: int | None = None) -> bool:
+        """`BlockTable.reserve`."""
+        if self.num_missing_pages(tokens, start) > self.pool.available: return False
+        for each in self.groups:
+            reserved = each.reserve(tokens, start)
+            assert reserved, "pages that were available"
+        return True
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """`BlockTable.advance`."""
+        for each in self.groups: each.advance(tokens)
+
+    # **** fork, prune, truncate ****
+
+    def fork(self) -> HybridTable:
+        """`BlockTable.fork`."""
+        for each in self.groups: each.hash_tail()
+        made = HybridTable(self.pool, self.prefix.copy())
+        for each, other in zip(self.groups, made.groups, strict=True): each.copy_to(other)
+        return made
+
+    def prune_window(self, position: int) -> None:
+        """`BlockTable.prune_window`."""
+        for each in self.groups: each.prune_window(position)
+
+    def truncate(self, tokens: int) -> None:
+        """`BlockTable.truncate`."""
+        if tokens < self.computed:
+            for each in self.groups: each.require_visible(tokens)
+        for each in self.groups: each.truncate(tokens)
+
+    def rollback(self, batch: int) -> None:
+        """`BlockTable.rollback`."""
+        count = min(each.num_valid_pages(batch) for each in self.groups)
+        if not all(each.keep_pages(count) for each in self.groups): self.release()
+
+    def release(self) -> None:
+        """`BlockTable.release`."""
+        memory = self.pool.host if self.offloaded else self.pool.device
+        memory.drop(page for _, page in self._last_first())
+        for each in self.groups: each.clear()
+
+    # **** offload ****
+
+    def offload(self) -> bool:
+        """`BlockTable.offload`."""
+        order = self._last_first()[::-1]
+        made = offload.offload(self.pool, [page for _, page in order])
+        if made is None: return False
+        for each in self.groups: each.pages = [PRUNED] * each.pruned
+        for (group, _), page in zip(order, made, strict=True): self.groups[group].host_pages.append(page)
+        return True
+
+    def restore(self) -> bool:
+        """`BlockTable.restore`."""
+        order = self._last_first()[::-1]
+        made = offload.restore(self.pool, [page for _, page in order])
+        if made is None: return False
+        for each in self.groups: each.pages, each.host_pages = [PRUNED] * each.pruned, []
+        for (group, _), page in zip(order, made, strict=True): self.groups[group].pages.append(page)
+        return True
+
+    def _last_first(self) -> list[tuple[int, int]]:
+        """Each group and page that is held, of either memory, from the last token to the first."""
+        entries = [(each.pruned + i, group, page) for group, each in enumerate(self.groups)
+                   for i, page in enumerate(each.memory()[1])]
+        entries.sort(reverse=True)
+        return [(group, page) for _, group, page in entries]
+
+
+SequenceTable: TypeAlias = BlockTable | HybridTable

@@ -1,0 +1,96 @@
+"""POST /v1/embeddings.
+
+Protocol: fields are OpenAI's (input, model, encoding_format, dimensions) and vLLM's (truncate_prompt_tokens,
+normalize). All texts of a request are queued at once and computed in the engine's batches; the answer is one
+object. base64 is of float32, little-endian.
+"""
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from tinygrad_nv.engine.llm import Prompt
+from tinygrad_nv.errors import NVError
+from tinygrad_nv.server.errors import APIError, api_error, invalid
+from tinygrad_nv.server.fields import Fields
+from tinygrad_nv.server.protocol import WITHOUT_EFFECT, prompts
+from tinygrad_nv.server.record import Record
+from tinygrad_nv.server.service import EmbeddingClient, Service
+from tinygrad_nv.server.sse import until_disconnect
+
+MOST_INPUTS = 2048      # OpenAI's
+
+
+@dataclass(frozen=True)
+class EmbeddingsRequest:
+    """Of /v1/embeddings. `normalize` None is what the model says."""
+    model: str | None
+    inputs: tuple[Prompt, ...]
+    base64: bool
+    dimensions: int | None
+    truncate: int | None
+    normalize: bool | None
+
+
+def parsed(data: dict[str, Any]) -> EmbeddingsRequest:
+    """A request of /v1/embeddings. Raises `APIError`."""
+    fields = Fields(data)
+    inputs = prompts(fields, "input")
+    if len(inputs) > MOST_INPUTS:
+        raise invalid(f"input has {len(inputs)} texts, expected at most {MOST_INPUTS}", "input")
+    kind = fields.text("encoding_format") or "float"
+    if kind not in ("float", "base64"):
+        raise invalid(f"encoding_format is {kind[:40]!r}, expected float or base64", "encoding_format")
+    dimensions, truncate = fields.whole("dimensions", 1), fields.whole("truncate_prompt_tokens", -1)
+    normalize = fields.flag("normalize", True) if "normalize" in fields.left else None
+    made = EmbeddingsRequest(fields.text("model"), inputs, kind == "base64", dimensions, truncate, normalize)
+    fields.as_usual({"add_special_tokens": True, "priority": 0})
+    fields.ignore(WITHOUT_EFFECT)
+    fields.finish()
+    return made
+
+
+async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
+    """The response to a request with body `data`."""
+    asked, model = parsed(data), service.require_embedder()
+    name = service.require_name(asked.model)
+    try: model.require_dimensions(asked.dimensions)
+    except NVError as error: raise api_error(error, "dimensions") from error
+    size = sum(map(len, asked.inputs))
+    ids = await service.aside(size, lambda: [model.encode(text, asked.truncate) for text in asked.inputs])
+    record.prompt_tokens = sum(map(len, ids))
+    vectors = await until_disconnect(request, _vectors(service, model, asked, ids))
+    tokens = {"prompt_tokens": record.prompt_tokens, "total_tokens": record.prompt_tokens}
+    return JSONResponse({"id": record.id, "object": "list", "created": int(time.time()), "model": name,
+                         "data": [{"object": "embedding", "index": at, "embedding": _shown(vector, asked)}
+                                  for at, vector in enumerate(vectors)], "usage": tokens})
+
+
+async def _vectors(service: Service, model: EmbeddingClient, asked: EmbeddingsRequest,
+                   ids: Sequence[Sequence[int]]) -> np.ndarray:
+    """The vectors of all inputs. What has not run when the request ends is cancelled."""
+    try: futures = [asyncio.wrap_future(each) for each in model.submit(ids)]
+    except NVError as error: raise api_error(error) from error
+    try:
+        async with asyncio.timeout(service.limits.request_s): pooled = await asyncio.gather(*futures)
+    except TimeoutError as error:
+        raise APIError(504, f"the answer was not complete within {service.limits.request_s:g} s",
+                       "request_timeout") from error
+    except NVError as error: raise api_error(error) from error
+    finally:
+        for each in futures: each.cancel()
+    return model.finish(pooled, asked.normalize, asked.dimensions)
+
+
+def _shown(vector: np.ndarray, asked: EmbeddingsRequest) -> str | list[float]:
+    if asked.base64: return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    found: list[float] = vector.tolist()
+    return found

@@ -1,0 +1,119 @@
+"""Grouped matmuls of few rows a group (spec.py): each matrix that has rows is read once for a tile of them.
+For sm_80 and later, any extents.
+
+    wait for the kernel before; the kernel after may begin
+    the group and the rows of this CTA, from the offsets (work.py); a CTA without any ends
+    as gemm/gemv: weights past L1, activations in shared memory, gathered from the rows of x
+    bias, activation, weight; each row to its place
+
+Several CTAs share a sum in a cluster on sm_90a, else through the workspace. Rows of a tile that the group
+lacks are zeros where tensor cores multiply them, and stored nowhere.
+"""
+from __future__ import annotations
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.epilogue import stored
+from tinygrad_nv.tile.gemm.gemv.epilogue import GemvEpilogue
+from tinygrad_nv.tile.gemm.gemv.kernel import GemvKernel, x_width
+from tinygrad_nv.tile.gemm.gemv.plan import GemvPlan
+from tinygrad_nv.tile.grouped_gemm.finish import Finish
+from tinygrad_nv.tile.grouped_gemm.gemv.plan import plan_of
+from tinygrad_nv.tile.grouped_gemm.schedules import GroupedGemv
+from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
+from tinygrad_nv.tile.grouped_gemm.work import most_tiles, tile_of
+from tinygrad_nv.tile.kernel import GemmKernel
+from tinygrad_nv.tile.template import GPU
+
+
+def grouped_gemv(spec: GroupedGemmSpec, schedule: GroupedGemv, gpu: GPU) -> GemmKernel:
+    """The kernel. Parameters in this order: out; workspace and flags, where splits meet there; x; w; offsets;
+    order, weights, bias, where the spec has them."""
+    plan = plan_of(spec, schedule)
+    cluster = (1, plan.splits, 1) if plan.clustered(gpu.arch) else ()
+    kb = Kernel("grouped_gemv", arch=gpu.arch, threads=schedule.threads, cluster=cluster,
+                min_ctas=plan.ctas_an_sm)
+    _GroupedGemvKernel(kb, plan, spec).write()
+    numbers = most_tiles(spec, schedule.rows)
+    shared = plan.splits > 1 and not cluster
+    tiles = plan.blocks_n * numbers
+    nbytes = 4 * tiles * plan.splits * spec.halves * schedule.rows * schedule.block_n if shared else 0
+    return GemmKernel(kb.name, kb.ptx(), (plan.blocks_n, plan.splits, numbers), schedule.threads,
+                      kb.dynamic_smem, cluster=cluster or (1, 1, 1), workspace_bytes=nbytes,
+                      flags=tiles if shared else 0, pdl=kb.hopper)
+
+
+class _GroupedGemvKernel(GemvKernel):
+    """A matmul's kernel whose CTAs have a tile of a group each."""
+
+    def __init__(self, kb: Kernel, plan: GemvPlan, grouped: GroupedGemmSpec) -> None:
+        self.grouped = grouped
+        super().__init__(kb, plan, swapped=False)
+
+    def declared(self, swapped: bool) -> tuple[Value, Value, Value]:
+        """x, the group's matrix, and how many rows the tile has."""
+        kb, spec = self.kb, self.grouped
+        self.finish, self.extras = Finish(kb, spec), []
+        if kb.hopper:
+            kb.wait_for_previous_grid()
+            kb.launch_dependents()
+        self.tile = tile_of(kb, spec, self.finish.offsets, kb.ctaid.z, self.plan.spec.m)
+        matrix = advanced(kb, self.finish.w, self.tile.group, spec.n * spec.k * spec.dtype.itemsize)
+        return self.finish.x, matrix, self.tile.rows
+
+    def indices(self) -> list[Value]: return []
+
+    def wait(self, some: Value) -> None:
+        """All have waited."""
+
+    def stage(self, first_k: Value) -> None:
+        """The rows' activations, zeros beyond the last row and beyond K."""
+        kb, plan, spec = self.kb, self.plan, self.grouped
+        size, target = spec.dtype.itemsize, self.smem.address()
+        width = x_width(plan.spec.a, spec.k)
+        elements = width // size
+        there = [self.rows > row for row in range(plan.spec.m)]
+        sources = [advanced(kb, self.a, self.finish.source(self.tile.first + row, guard), spec.k * size)
+                   for row, guard in enumerate(there)]
+        with kb.loop(kb.tid.x * elements, plan.span, plan.threads * elements, kind="u32") as at:
+            column = first_k + at
+            inside, nbytes = column < spec.k, column.to("u64") * size
+            for row, (guard, source) in enumerate(zip(there, sources, strict=True)):
+                place = (target + at * size).at(row * plan.pitch_bytes)
+                copy(kb, place, kb.select(guard, source, self.a) + nbytes, width, guard & inside, self.read)
+        if width >= 4: kb.emit("cp.async.wait_all")
+        kb.sync()
+
+    def epilogue(self) -> GemvEpilogue:
+        return _GroupedEpilogue(self)
+
+
+def copy(kb: Kernel, place: object, source: Value, width: int, inside: Value, read: str) -> None:
+    """`width` bytes to shared memory; zeros, and nothing is read, where they are not inside."""
+    if width >= 4:
+        cache, some = "cg" if width == 16 else "ca", kb.select(inside, width, 0, "u32")
+        kb.emit(f"cp.async.{cache}.shared.global", place, source.at(), width, some)
+        return
+    value = kb.reg("b16", 0)
+    kb.emit(f"{read}.b16", value, source.at(), guard=inside)
+    kb.emit("st.shared.b16", place, value)
+
+
+class _GroupedEpilogue(GemvEpilogue):
+    """Stores rows of a group."""
+
+    def __init__(self, kernel: _GroupedGemvKernel) -> None:
+        k = kernel
+        super().__init__(k.kb, k.plan, k.lanes, k.smem, k.rows, k.batch, k.batched, k.warp_k, k.warp_n, k.out,
+                         [], k.shared)
+        self.finished, self.tile, self.grouped = k.finish, k.tile, k.grouped
+
+    def store(self, m: Value, n: Value, sums: list[Value]) -> None:
+        kb, spec, finish = self.kb, self.grouped, self.finished
+        row = self.tile.first + m
+        slot = finish.slot(row)
+        bias = [each[0] for each in finish.biases(self.tile.group, n, [None], pairs=False)]
+        made = finish.value(sums, bias, finish.weight(slot))
+        size = spec.dtype.itemsize
+        at = advanced(kb, advanced(kb, self.out, finish.place(row, slot), spec.columns * size), n, size)
+        stored(kb, at, made, spec.dtype)

@@ -1,0 +1,66 @@
+"""What follows from a spec and a schedule of `grouped_gemv`: the matmul of a tile, what is legal, what is
+tried first, and what it takes."""
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from tinygrad_nv.tile.gemm.cost import CostModel, Prediction
+from tinygrad_nv.tile.gemm.gemv import defaults, legality
+from tinygrad_nv.tile.gemm.gemv.plan import GemvPlan
+from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
+from tinygrad_nv.tile.gpu import gpu_model_for
+from tinygrad_nv.tile.grouped_gemm.cost import active, tiles
+from tinygrad_nv.tile.grouped_gemm.schedules import GroupedGemv
+from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
+from tinygrad_nv.tile.grouped_gemm.work import MOST_GROUPS, most_tiles
+from tinygrad_nv.tile.limits import MOST_GRID
+from tinygrad_nv.tile.template import GPU
+
+ROWS = (1, 2, 4, 8, 16)     # of a tile
+
+
+@lru_cache(1024)
+def matmul_of(spec: GroupedGemmSpec, rows: int, matrices: int = 0) -> GemmSpec:
+    """The matmul of a tile, whose rows are counted on the device; or of so many tiles, for the cost model."""
+    batch = (matrices,) if matrices else ()
+    a, b, out = ((each,) * len(batch) for each in (rows * spec.k, spec.n * spec.k, rows * spec.columns))
+    return GemmSpec(rows, spec.columns, spec.k, Operand(spec.dtype, spec.k, 1, a),
+                    Operand(spec.dtype, spec.k, 1, b), Result(spec.dtype, spec.columns, 1, out), batch,
+                    parts=spec.halves, part=spec.columns * spec.k * (spec.halves - 1), symbolic=not matrices)
+
+
+def plan_of(spec: GroupedGemmSpec, s: GroupedGemv) -> GemvPlan:
+    """The plan of a tile."""
+    return GemvPlan.of(matmul_of(spec, s.rows), s.gemv)
+
+
+def problems(spec: GroupedGemmSpec, s: GroupedGemv, arch: str) -> list[str]:
+    """Why the template cannot have a schedule; empty when it can."""
+    if s.rows not in ROWS: return [f"tiles of {s.rows} rows, not {', '.join(map(str, ROWS))}"]
+    out = legality.problems(matmul_of(spec, s.rows), s.gemv, arch)
+    if spec.groups > MOST_GROUPS: out.append(f"{spec.groups} groups, at most {MOST_GROUPS}")
+    if (count := most_tiles(spec, s.rows)) > MOST_GRID: out.append(f"{count} tiles, at most {MOST_GRID}")
+    return out
+
+
+def usual_rows(spec: GroupedGemmSpec) -> tuple[int, ...]:
+    """Rows of tiles worth trying: a group of the usual size is one, or has some to spare."""
+    mean = spec.rows / active(spec)
+    most = max(1, min(16, spec.x_rows if spec.gather else spec.rows))
+    return tuple(rows for rows in ROWS if rows >= min(mean, 8) and (rows < 2 * most)) or (1,)
+
+
+def candidates(spec: GroupedGemmSpec, gpu: GPU) -> list[GroupedGemv]:
+    """Those of a matmul of so few rows."""
+    return [GroupedGemv.of(each, rows) for rows in usual_rows(spec)
+            for each in defaults.candidates(matmul_of(spec, rows), gpu)]
+
+
+def cost(spec: GroupedGemmSpec, s: GroupedGemv, gpu: GPU) -> Prediction:
+    """What as many matmuls take as there are tiles, of matrices of their own: those of a second tile of a
+    group come from HBM again where they no longer lie in L2."""
+    count = tiles(spec, s.rows)
+    whole = matmul_of(spec, s.rows, max(1, round(count)))
+    made = CostModel(whole, gpu_model_for(gpu.arch, gpu.sm_count)).predict(s.gemv)
+    return replace(made, seconds=made.seconds * count / whole.matrices)

@@ -1,0 +1,96 @@
+"""Grouped matmuls with mma.sync (spec.py): the ring of gemm/mma, whose tiles of rows belong to a group each.
+For sm_80 and later, any extents.
+
+    wait for the kernel before
+    the group and the rows of this CTA, from the offsets (work.py); a CTA without any ends
+    as gemm/mma: rows of A are copied from where they lie in x, rows that the group lacks are zeros
+    bias, activation, weight; each row to its place (store.py)
+
+CTAs walk the tiles in groups of rows, so that those at work together share a group's matrix in L2.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
+from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.gemm.mma.kernel import MmaKernel
+from tinygrad_nv.tile.gemm.mma.plan import MmaPlan
+from tinygrad_nv.tile.grouped_gemm.finish import Finish
+from tinygrad_nv.tile.grouped_gemm.mma.plan import whole
+from tinygrad_nv.tile.grouped_gemm.mma.store import RowStore
+from tinygrad_nv.tile.grouped_gemm.schedules import GroupedMma
+from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
+from tinygrad_nv.tile.grouped_gemm.work import Tile, tile_of
+from tinygrad_nv.tile.kernel import GemmKernel
+from tinygrad_nv.tile.ops import TileCopy, width_of
+from tinygrad_nv.tile.share import Cell
+from tinygrad_nv.tile.template import GPU
+
+
+def grouped_mma(spec: GroupedGemmSpec, schedule: GroupedMma, gpu: GPU) -> GemmKernel:
+    """The kernel. Parameters in this order: out; x; w; offsets; order, weights, bias, where the spec has
+    them."""
+    kb = Kernel("grouped_mma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
+    return _GroupedMmaKernel(kb, MmaPlan.of(whole(spec, schedule), schedule.mma), spec).written()
+
+
+class _GroupedMmaKernel(MmaKernel):
+    """A matmul's kernel whose tiles belong to a group each."""
+
+    def __init__(self, kb: Kernel, plan: MmaPlan, grouped: GroupedGemmSpec) -> None:
+        self.grouped = grouped
+        super().__init__(kb, plan)
+
+    def declared(self) -> tuple[Value, Value]:
+        self.finish = Finish(self.kb, self.grouped)
+        return self.finish.x, self.finish.w
+
+    def bring(self, x: Value, w: Value) -> None:
+        """The copies of rows of x, then of each half of the group's matrix."""
+        kb, spec, s, size = self.kb, self.spec, self.schedule, self.spec.b.dtype.itemsize
+        if kb.hopper: kb.wait_for_previous_grid()
+        self.tile = tile_of(kb, self.grouped, self.finish.offsets, self.scheduler.m, s.block_m)
+        residue = spec.k % s.block_k or s.block_k
+        rows = GatheredCopy(kb, spec.a, x, kb.reg("u32", 0), self.tile.rows, residue,
+                            width_of(spec.a, 1, residue), s.block_m, s.block_k, 0, self.finish, self.tile)
+        matrix = advanced(kb, w, self.tile.group, self.grouped.n * spec.k * size)
+        made: list[TileCopy] = [rows]
+        for part in range(spec.parts):
+            start = made[-1].start + made[-1].tile.nbytes
+            made.append(TileCopy(kb, spec.b, matrix + part * spec.part * size if part else matrix,
+                                 self.first_n, spec.n, residue, width_of(spec.b, spec.n, residue),
+                                 self.columns, s.block_k, start))
+        self.copies = self.tiles = made
+        self.stage_bytes = made[-1].start + made[-1].tile.nbytes
+
+    def store(self) -> None:
+        """The warp's share of the tile."""
+        cells = [Cell(16 * i, 8 * j, [part[i][j] for part in self.sums])
+                 for i in range(self.warp_m // 16) for j in range(self.warp_n // 8)]
+        edges = self.grouped.columns % self.columns > 0
+        RowStore(self.kb, self.grouped, self.finish, self.tile, self.out, edges).write(
+            self.row, self.first_n + self.column, cells)
+
+
+@dataclass
+class GatheredCopy(TileCopy):
+    """Copies rows of x that the rows of a tile of a group are."""
+    finish: Finish
+    of: Tile
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        kb, pitch = self.kb, self.operand.mn * self.size
+        self.sources: dict[int, Value] = {}
+        for row in sorted({self.where(i)[0] for i in range(self.passes)}):
+            own = self.row + row if row else self.row
+            source = self.finish.source(self.of.first + own, own < self.of.rows)
+            self.sources[row] = advanced(kb, self.pointer, source, pitch) + self.byte.to("u64")
+        self.source = self.sources[0]   # what `ask` has L2 fetch
+
+    def _advance(self, elements: Value | int) -> None:
+        assert isinstance(elements, int)
+        for each in self.sources.values(): each += elements * self.size
+
+    def _at(self, row: int, column: int) -> MemoryOperand: return self.sources[row].at(column)

@@ -1,0 +1,1 @@
+from models.embedding_model import *

@@ -1,0 +1,1 @@
+from models.encoder_config import *
