@@ -18,7 +18,7 @@ from tinygrad_nv.tile.limits import MOST_GRID
 from tinygrad_nv.tile.template import GPU
 
 ROWS = (1, 2, 4, 8, 16)     # of a tile
-LONG = 1 << 27              # bytes of matrices above which the last CTAs of few waves cost more than small tiles
+LONG = 1 << 27              # bytes of matrices above which the end of few waves costs more than small tiles
 WAVES = 12                  # CTAs an SM then; 8.2 of them take 6 % longer than 16.4, as modelled
 
 
