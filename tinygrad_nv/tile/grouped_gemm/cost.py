@@ -51,6 +51,5 @@ def active(spec: GroupedGemmSpec) -> float:
 
 def hbm_seconds(spec: GroupedGemmSpec, gpu: GPUModel) -> float:
     """Everything once."""
-    size = spec.dtype.itemsize
-    read = active(spec) * spec.n * spec.k + min(spec.x_rows, spec.rows) * spec.k + spec.rows * spec.columns
-    return read * size / (STREAMING * gpu.hbm_bytes_per_s)
+    read = (active(spec) * spec.n + min(spec.x_rows, spec.rows)) * spec.k * spec.dtype.itemsize
+    return (read + spec.rows * spec.columns * spec.out.itemsize) / (STREAMING * gpu.hbm_bytes_per_s)

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import ClassVar, Self
 
 from tinygrad_nv.tile.gemm.schedules import Gemv, Mma, Wgmma
+from tinygrad_nv.tile.grouped_gemm.spec import GROUP
 from tinygrad_nv.tile.schedule import RowWarps, Schedule
 
 
@@ -58,3 +59,10 @@ class GroupedWgmma(Wgmma):
     are computed together, so that it stays in L2."""
     group: int = 16
     template: ClassVar[str] = "grouped_wgmma"
+
+
+@dataclass(frozen=True)
+class GroupedScaledWgmma(GroupedWgmma):
+    """The same of 8-bit floats with scales: a stage is a group of K."""
+    block_k: int = GROUP
+    template: ClassVar[str] = "grouped_scaled_wgmma"

@@ -7,8 +7,13 @@ from functools import lru_cache
 from tinygrad_nv.tile import choose
 from tinygrad_nv.tile.grouped_gemm.gemv import plan as gemv
 from tinygrad_nv.tile.grouped_gemm.mma import plan as mma
-from tinygrad_nv.tile.grouped_gemm.schedules import GroupedGemv, GroupedMma, GroupedWgmma
-from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
+from tinygrad_nv.tile.grouped_gemm.schedules import (
+    GroupedGemv,
+    GroupedMma,
+    GroupedScaledWgmma,
+    GroupedWgmma,
+)
+from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec
 from tinygrad_nv.tile.grouped_gemm.wgmma import cost as wgmma_cost
 from tinygrad_nv.tile.grouped_gemm.wgmma import defaults as wgmma_defaults
 from tinygrad_nv.tile.grouped_gemm.wgmma import legality as wgmma_legality
@@ -23,15 +28,17 @@ GEMV = Template("grouped_gemv", GroupedGemmSpec, GroupedGemv, legality(gemv.prob
 WGMMA = Template("grouped_wgmma", GroupedGemmSpec, GroupedWgmma, legality(wgmma_legality.problems),
                  wgmma_defaults.candidates,
                  later("tinygrad_nv.tile.grouped_gemm.wgmma.kernel", "grouped_wgmma"), wgmma_cost.cost)
+SCALED_WGMMA = Template("grouped_scaled_wgmma", ScaledGroupedGemmSpec, GroupedScaledWgmma, WGMMA.problems,
+                        wgmma_defaults.scaled_candidates, WGMMA.build, wgmma_cost.cost)
 MMA = Template("grouped_mma", GroupedGemmSpec, GroupedMma, legality(mma.problems), mma.candidates,
                later("tinygrad_nv.tile.grouped_gemm.mma.kernel", "grouped_mma"), mma.cost)
-TEMPLATES: tuple[AnyTemplate, ...] = (GEMV, WGMMA, MMA)
+TEMPLATES: tuple[AnyTemplate, ...] = (GEMV, WGMMA, SCALED_WGMMA, MMA)
 
 
 @lru_cache(4096)
 def _default(spec: GroupedGemmSpec, gpu: GPU) -> Schedule | None:
     """The legal candidate of the lowest cost; of those as near as `TIE`, the first."""
-    legal = [(each.cost(spec, s, gpu).seconds, s) for each in TEMPLATES if each.cost is not None
+    legal = [(each.cost(spec, s, gpu).seconds, s) for each in FAMILY.of(type(spec)) if each.cost is not None
              for s in each.candidates(spec, gpu) if not each.problems(spec, s, gpu)]
     least = min((seconds for seconds, _ in legal), default=0.0)
     return next((s for seconds, s in legal if seconds <= TIE * least), None)

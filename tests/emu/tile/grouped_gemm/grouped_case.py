@@ -7,27 +7,59 @@ else as far from float64 as sums of float32 are, twice, and two roundings.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import cpu_grouped_case
 import numpy as np
 import torch
-from cpu_grouped_case import Given, answer, given
+from cpu_grouped_case import Given
 from gemm_case import TORCH, bits, tensor_map
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.emulator.report import Report
-from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
+from tinygrad_nv.tile.grouped_gemm.spec import GROUP, GroupedGemmSpec, ScaledGroupedGemmSpec
 from tinygrad_nv.tile.kernel import TileKernel
 
+CUT = 2.0**-10  # of the largest, what tensor cores may cut of sums of 8-bit floats (14 bits of 128 products)
 C = 2.0     # times the error of float32 sums from first to last
 UNIT = {dtypes.float32: 2.0**-24, dtypes.bfloat16: 2.0**-8, dtypes.float16: 2.0**-11}
+
+
+def given(spec: GroupedGemmSpec, counts: Sequence[int], before: int = 0, integers: bool = False,
+          seed: int = 0) -> Given:
+    """Arguments; scales, where there are any, are powers of two beside integers, and NaN where no row of a
+    group has them."""
+    if not isinstance(spec, ScaledGroupedGemmSpec):
+        return cpu_grouped_case.given(spec, counts, before, integers, seed)
+    held = cpu_grouped_case.given(replace(spec, biased=False), counts, before, integers, seed)
+    random = np.random.default_rng(seed)
+
+    def scales(*shape: int) -> torch.Tensor:
+        values = 2.0 ** random.integers(-2, 3, shape) if integers else random.uniform(0.1, 2, shape)
+        return torch.from_numpy(values).float()
+    x, w = scales(spec.x_rows, spec.k_groups), scales(spec.groups, spec.n_groups, spec.k_groups)
+    x[held["x"].float().isnan().any(-1)] = torch.nan
+    w[held["w"].float().isnan().flatten(1).any(-1)] = torch.nan
+    made = {"x": held.pop("x"), "w": held.pop("w"), "scale_x": x, "scale_w": w, **held}
+    if spec.biased: made["bias"] = scales(spec.groups, spec.n).to(TORCH[spec.out])
+    return made
+
+
+def answer(spec: GroupedGemmSpec, held: Given, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """As cpu_grouped_case.py has it, of operands times their scales."""
+    if not isinstance(spec, ScaledGroupedGemmSpec): return cpu_grouped_case.answer(spec, held, dtype)
+    x = held["x"].double() * held["scale_x"].double().repeat_interleave(GROUP, -1)[:, :spec.k]
+    w = held["scale_w"].double().repeat_interleave(GROUP, -1).repeat_interleave(GROUP, -2)
+    w = held["w"].double() * w[:, :spec.n, :spec.k]
+    return cpu_grouped_case.answer(spec, {**held, "x": x, "w": w}, dtype)
 
 
 def launched(made: TileKernel, spec: GroupedGemmSpec, held: Given, arch: str = "sm_90a",
              seed: int | str = 0) -> tuple[torch.Tensor, Report]:
     """The result, and the report."""
     emu = Emulator(arch, seed=seed)
-    out = torch.full((spec.rows, spec.columns), torch.nan).to(TORCH[spec.dtype])
+    out = torch.full((spec.rows, spec.columns), torch.nan).to(TORCH[spec.out])
     order = [emu.alloc(bits(each)) for each in (out, *held.values())]
     scratch = [emu.alloc(each.count * each.dtype.itemsize) for each in made.scratch]
     order[1:1] = scratch
@@ -53,7 +85,7 @@ def exact(made: TileKernel, spec: GroupedGemmSpec, counts: Sequence[int], before
           arch: str = "sm_90a", seed: int | str = 0) -> None:
     """Asserts that integers come out to the bit, of rows that are the group's, and no other row."""
     held = given(spec, counts, before, integers=True, seed=sum(counts) + before)
-    wanted = answer(spec, held).to(TORCH[spec.dtype]).double()
+    wanted = answer(spec, held).to(TORCH[spec.out]).double()
     got = run(made, spec, held, arch, seed)
     assert torch.equal(got.isnan(), wanted.isnan()), "rows of no group were written, or rows of one were not"
     inside = ~wanted.isnan()
@@ -69,7 +101,8 @@ def near(made: TileKernel, spec: GroupedGemmSpec, counts: Sequence[int], before:
     inside = ~true.isnan()
     assert torch.equal(got.isnan(), ~inside)
     true, usual, got = true[inside], usual[inside], got[inside]
-    bound = C * (usual - true).abs().max() + 2 * UNIT[spec.dtype] * true.abs()
+    bound = C * (usual - true).abs().max() + 2 * UNIT[spec.out] * true.abs()
+    if spec.scaled: bound += CUT * true.abs().max()
     worst = ((got - true).abs() - bound).max()
     assert worst <= 0, f"an error {worst:g} above the bound"
 

@@ -17,8 +17,8 @@ from tinygrad_nv.tile.epilogue import stored
 from tinygrad_nv.tile.gemm.gemv.epilogue import GemvEpilogue
 from tinygrad_nv.tile.gemm.gemv.kernel import GemvKernel, x_width
 from tinygrad_nv.tile.gemm.gemv.plan import GemvPlan
+from tinygrad_nv.tile.grouped_gemm.epilogue import GroupedEpilogue
 from tinygrad_nv.tile.grouped_gemm.gemv.plan import plan_of
-from tinygrad_nv.tile.grouped_gemm.operands import GroupedOperands
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedGemv
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 from tinygrad_nv.tile.grouped_gemm.work import most_tiles, tile_of
@@ -53,13 +53,13 @@ class _GroupedGemvKernel(GemvKernel):
     def declared(self, swapped: bool) -> tuple[Value, Value, Value]:
         """x, the group's matrix, and how many rows the tile has."""
         kb, spec = self.kb, self.grouped
-        self.operands, self.extras = GroupedOperands(kb, spec), []
+        self.finish, self.extras = GroupedEpilogue(kb, spec), []
         if kb.hopper:
             kb.wait_for_previous_grid()
             kb.launch_dependents()
-        self.tile = tile_of(kb, spec, self.operands.offsets, kb.ctaid.z, self.plan.spec.m)
-        matrix = advanced(kb, self.operands.w, self.tile.group, spec.n * spec.k * spec.dtype.itemsize)
-        return self.operands.x, matrix, self.tile.rows
+        self.tile = tile_of(kb, spec, self.finish.offsets, kb.ctaid.z, self.plan.spec.m)
+        matrix = advanced(kb, self.finish.w, self.tile.group, spec.n * spec.k * spec.dtype.itemsize)
+        return self.finish.x, matrix, self.tile.rows
 
     def indices(self) -> list[Value]: return []
 
@@ -73,7 +73,7 @@ class _GroupedGemvKernel(GemvKernel):
         width = x_width(plan.spec.a, spec.k)
         elements = width // size
         there = [self.rows > row for row in range(plan.spec.m)]
-        sources = [advanced(kb, self.a, self.operands.source(self.tile.first + row, guard), spec.k * size)
+        sources = [advanced(kb, self.a, self.finish.source(self.tile.first + row, guard), spec.k * size)
                    for row, guard in enumerate(there)]
         with kb.loop(kb.tid.x * elements, plan.span, plan.threads * elements, kind="u32") as at:
             column = first_k + at
@@ -106,14 +106,14 @@ class _GroupedEpilogue(GemvEpilogue):
         k = kernel
         super().__init__(k.kb, k.plan, k.lanes, k.smem, k.rows, k.batch, k.batched, k.warp_k, k.warp_n, k.out,
                          [], k.shared)
-        self.operands, self.tile, self.grouped = k.operands, k.tile, k.grouped
+        self.finished, self.tile, self.grouped = k.finish, k.tile, k.grouped
 
     def store(self, m: Value, n: Value, sums: list[Value]) -> None:
-        kb, spec, operands = self.kb, self.grouped, self.operands
+        kb, spec, finish = self.kb, self.grouped, self.finished
         row = self.tile.first + m
-        slot = operands.slot(row)
-        bias = [each[0] for each in operands.biases(self.tile.group, n, [None], pairs=False)]
-        made = operands.value(sums, bias, operands.weight(slot))
+        slot = finish.slot(row)
+        bias = [each[0] for each in finish.biases(self.tile.group, n, [None], pairs=False)]
+        made = finish.value(sums, bias, finish.weight(slot))
         size = spec.dtype.itemsize
-        at = advanced(kb, advanced(kb, self.out, operands.place(row, slot), spec.columns * size), n, size)
+        at = advanced(kb, advanced(kb, self.out, finish.place(row, slot), spec.columns * size), n, size)
         stored(kb, at, made, spec.dtype)

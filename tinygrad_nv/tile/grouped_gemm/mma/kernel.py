@@ -16,9 +16,9 @@ from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.access import advanced
 from tinygrad_nv.tile.gemm.mma.kernel import MmaKernel
 from tinygrad_nv.tile.gemm.mma.plan import MmaPlan
+from tinygrad_nv.tile.grouped_gemm.epilogue import GroupedEpilogue
 from tinygrad_nv.tile.grouped_gemm.mma.plan import whole
 from tinygrad_nv.tile.grouped_gemm.mma.store import RowStore
-from tinygrad_nv.tile.grouped_gemm.operands import GroupedOperands
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedMma
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 from tinygrad_nv.tile.grouped_gemm.work import Tile, tile_of
@@ -43,17 +43,17 @@ class _GroupedMmaKernel(MmaKernel):
         super().__init__(kb, plan)
 
     def declared(self) -> tuple[Value, Value]:
-        self.operands = GroupedOperands(self.kb, self.grouped)
-        return self.operands.x, self.operands.w
+        self.finish = GroupedEpilogue(self.kb, self.grouped)
+        return self.finish.x, self.finish.w
 
     def bring(self, x: Value, w: Value) -> None:
         """The copies of rows of x, then of each half of the group's matrix."""
         kb, spec, s, size = self.kb, self.spec, self.schedule, self.spec.b.dtype.itemsize
         if kb.hopper: kb.wait_for_previous_grid()
-        self.tile = tile_of(kb, self.grouped, self.operands.offsets, self.scheduler.m, s.block_m)
+        self.tile = tile_of(kb, self.grouped, self.finish.offsets, self.scheduler.m, s.block_m)
         residue = spec.k % s.block_k or s.block_k
         rows = GatheredCopy(kb, spec.a, x, kb.reg("u32", 0), self.tile.rows, residue,
-                            width_of(spec.a, 1, residue), s.block_m, s.block_k, 0, self.operands, self.tile)
+                            width_of(spec.a, 1, residue), s.block_m, s.block_k, 0, self.finish, self.tile)
         matrix = advanced(kb, w, self.tile.group, self.grouped.n * spec.k * size)
         made: list[TileCopy] = [rows]
         for part in range(spec.parts):
@@ -69,14 +69,14 @@ class _GroupedMmaKernel(MmaKernel):
         cells = [Cell(16 * i, 8 * j, [part[i][j] for part in self.sums])
                  for i in range(self.warp_m // 16) for j in range(self.warp_n // 8)]
         edges = self.grouped.columns % self.columns > 0
-        RowStore(self.kb, self.grouped, self.operands, self.tile, self.out, edges).write(
+        RowStore(self.kb, self.grouped, self.finish, self.tile, self.out, edges).write(
             self.row, self.first_n + self.column, cells)
 
 
 @dataclass
 class GatheredCopy(TileCopy):
     """Copies rows of x that the rows of a tile of a group are."""
-    operands: GroupedOperands
+    finish: GroupedEpilogue
     of: Tile
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class GatheredCopy(TileCopy):
         self.sources: dict[int, Value] = {}
         for row in sorted({self.where(i)[0] for i in range(self.passes)}):
             own = self.row + row if row else self.row
-            source = self.operands.source(self.of.first + own, own < self.of.rows)
+            source = self.finish.source(self.of.first + own, own < self.of.rows)
             self.sources[row] = advanced(kb, self.pointer, source, pitch) + self.byte.to("u64")
         self.source = self.sources[0]   # what `ask` has L2 fetch
 

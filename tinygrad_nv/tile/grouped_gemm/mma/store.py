@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced, write
-from tinygrad_nv.tile.grouped_gemm.operands import GroupedOperands
+from tinygrad_nv.tile.grouped_gemm.epilogue import GroupedEpilogue
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 from tinygrad_nv.tile.grouped_gemm.work import Tile
 from tinygrad_nv.tile.lanes import Lanes
@@ -30,7 +30,7 @@ class RowStore:
     """Stores what a warp has of a tile; `edges`: tiles may reach beyond the last column."""
     kb: Kernel
     spec: GroupedGemmSpec
-    operands: GroupedOperands
+    finish: GroupedEpilogue
     tile: Tile
     out: Value
     edges: bool
@@ -48,17 +48,17 @@ class RowStore:
 
     def row(self, row: Value, column: Value) -> Row:
         """A row's place, from the lane's first column on."""
-        kb, spec, operands, size = self.kb, self.spec, self.operands, self.spec.dtype.itemsize
+        kb, spec, finish, size = self.kb, self.spec, self.finish, self.spec.dtype.itemsize
         there, own = row < self.tile.rows, self.tile.first + row
         slot = own
-        if operands.order is not None:
+        if finish.order is not None:
             slot = kb.reg("u32", 0)
-            kb.emit("ld.global.u32", slot, advanced(kb, operands.order, own, 4).at(), guard=there)
+            kb.emit("ld.global.u32", slot, advanced(kb, finish.order, own, 4).at(), guard=there)
         weight = None
-        if operands.weights is not None:
+        if finish.weights is not None:
             weight = kb.reg("f32", 0.0)
-            kb.emit("ld.global.f32", weight, advanced(kb, operands.weights, slot, 4).at(), guard=there)
-        start = advanced(kb, self.out, operands.place(own, slot), spec.columns * size)
+            kb.emit("ld.global.f32", weight, advanced(kb, finish.weights, slot, 4).at(), guard=there)
+        start = advanced(kb, self.out, finish.place(own, slot), spec.columns * size)
         return Row(advanced(kb, start, column, size), there, weight)
 
     def columns(self, cells: Sequence[Cell], rows: dict[int, Row], column: Value, at: int) -> None:
@@ -67,11 +67,11 @@ class RowStore:
         pairs = spec.columns % 2 == 0
         inside = [column + more < spec.columns if more else column < spec.columns for more in range(2)] \
             if self.edges else [None, None]
-        bias = self.operands.biases(self.tile.group, column, inside, pairs)
+        bias = self.finish.biases(self.tile.group, column, inside, pairs)
         for cell in cells:
             for half in range(2):
                 place = rows[cell.row + 8 * half]
-                made = [self.operands.value([part[2 * half + i] for part in cell.sums],
+                made = [self.finish.value([part[2 * half + i] for part in cell.sums],
                                           [each[i] for each in bias], place.weight) for i in range(2)]
                 value = Lanes(kb, spec.dtype, [*made])
                 guards = [place.there if each is None else place.there & each for each in inside]

@@ -6,5 +6,6 @@
   kernel.py          gemm/wgmma's kernel with the parts below
   tile_scheduler.py  tiles of groups, whose extents are read on the device
   load.py            the producer: boxes of matrices and rows, or rows gathered by other warps
+  scales.py          operands of 8 bits with scales of groups of K
   store.py           the epilogue: activation, weights, rows to their places
 """

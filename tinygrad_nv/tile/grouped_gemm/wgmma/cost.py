@@ -11,6 +11,7 @@ from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 from tinygrad_nv.tile.grouped_gemm.wgmma.plan import GroupedPlan
 from tinygrad_nv.tile.template import GPU
 
+PROMOTED = 0.3          # of wgmmas' time that sums of fp8 take, which are added in float32
 STEP = 60               # cycles of a stage's barriers and issue that nothing hides
 LINES = 400             # cycles until the first lines of an epilogue are stored
 STORED = 32             # bytes of results a cycle of an epilogue
@@ -22,10 +23,15 @@ def cost(spec: GroupedGemmSpec, s: GroupedWgmma, gpu: GPU) -> Prediction:
     count = tiles(spec, plan.tokens) * plan.tiles_across
     rate = model.tensor_fma * model.tensor_scale(spec.dtype, False)
     left = ceil(s.block_m / 64) * (64 + s.block_n) * plan.steps * INSTRUCTION_BYTES
-    step = max(s.block_m * s.block_n * s.block_k / rate, (left + plan.stage_bytes) / SMEM_BYTES_PER_CYCLE,
+    multiplied = s.block_m * s.block_n * s.block_k / rate * (1 + PROMOTED * plan.promoted)
+    step = max(multiplied, (left + plan.stage_bytes) / SMEM_BYTES_PER_CYCLE,
                STEP)
-    ending = 0 if plan.pingpong else LINES + plan.tokens * plan.tile_columns * spec.dtype.itemsize / STORED
-    waves = max(1.0, ceil(4 * count / model.sm_count) / 4)
+    ending = 0 if plan.pingpong else LINES + plan.tokens * plan.tile_columns * spec.out.itemsize / STORED
+    # an SM has whole tiles, and at most a ring of them on its way
+    waves = ceil(count / model.sm_count)
     computing = waves * (plan.iterations * step + ending) / model.clock_hz / model.sustained
+    fed = waves * plan.iterations * model.load_s / s.depth
+    uneven = waves * model.sm_count / count if count > model.sm_count else 1.0
+    hbm = max(hbm_seconds(spec, model) * uneven, fed)
     l2 = count * plan.iterations * plan.stage_bytes / model.l2_bytes_per_s
-    return Prediction(computing, hbm_seconds(spec, model), l2, model.launch_s + model.load_s)
+    return Prediction(computing, hbm, l2, model.launch_s + model.load_s)

@@ -22,8 +22,9 @@ from tinygrad_nv.tile.gemm.wgmma.plan import WARPGROUP
 from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedWgmma
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
-from tinygrad_nv.tile.grouped_gemm.wgmma.load import GroupedLoads, RowGather
-from tinygrad_nv.tile.grouped_gemm.wgmma.plan import LOADERS, GroupedPlan
+from tinygrad_nv.tile.grouped_gemm.wgmma.load import GroupedLoads, RowGather, RowPlaces
+from tinygrad_nv.tile.grouped_gemm.wgmma.plan import GroupedPlan
+from tinygrad_nv.tile.grouped_gemm.wgmma.scales import ScaleCopies, ScaledMainLoop
 from tinygrad_nv.tile.grouped_gemm.wgmma.store import ColumnStore, GroupedStore, RowStore
 from tinygrad_nv.tile.grouped_gemm.wgmma.tile_scheduler import GroupTileScheduler
 from tinygrad_nv.tile.kernel import TileKernel
@@ -32,10 +33,10 @@ from tinygrad_nv.tile.template import GPU
 
 
 def grouped_wgmma(spec: GroupedGemmSpec, schedule: GroupedWgmma, gpu: GPU) -> TileKernel:
-    """The kernel of a grouped matmul, by a legal schedule. Pointers: out, x, w, offsets, and those there are
-    of order, weights and bias."""
+    """The kernel of a grouped matmul, by a legal schedule. Pointers: out, x, w, their scales where
+    operands have them, offsets, and those there are of order, weights and bias."""
     plan = GroupedPlan.of(spec, schedule)
-    kb = Kernel("grouped_wgmma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
+    kb = Kernel(schedule.template, arch=gpu.arch, threads=schedule.threads, min_ctas=1)
     made = _GroupedKernel(kb, plan)
     made.write()
     ctas = min(gpu_model_for(gpu.arch, gpu.sm_count).sm_count, plan.most_tiles)
@@ -48,16 +49,18 @@ class _GroupedKernel(WarpSpecialized):
 
     def __init__(self, kb: Kernel, plan: GroupedPlan) -> None:
         self.kb, self.plan, spec = kb, plan, plan.grouped
-        names = ["out", "x", "w", "offsets", *["order"] * spec.ordered, *["weights"] * spec.weighted,
-                 *["bias"] * spec.biased]
+        names = ["out", "x", "w", *["scale_x", "scale_w"] * spec.scaled, "offsets",
+                 *["order"] * spec.ordered, *["weights"] * spec.weighted, *["bias"] * spec.biased]
         self.pointers = {name: kb.pointer(name) for name in names}
         self.scheduler = GroupTileScheduler(kb, plan, self.pointers["offsets"])
         self.loads = GroupedLoads(kb, plan)
-        self.LOADERS = LOADERS if plan.gathered else 0
+        self.LOADERS = plan.loaders
         self.ring = Pipeline(kb, plan.schedule.depth, plan.copied_bytes, WARPGROUP // 32 * plan.readers,
                              loaders=self.LOADERS)
         self.ordered = OrderedBarrier(kb, plan.consumers, WARPGROUP // 32) if plan.pingpong else None
-        self.main_loop = MainLoop(kb, plan, self.ring, self.ordered, self.loads)
+        self.scales = kb.shared("scales", plan.scale_bytes * plan.schedule.depth) if spec.scaled else None
+        self.main_loop = MainLoop(kb, plan, self.ring, self.ordered, self.loads) if self.scales is None else \
+            ScaledMainLoop(kb, plan, self.ring, self.ordered, self.loads, self.scales)
         kind: type[GroupedStore] = ColumnStore if plan.schedule.swap else RowStore
         self.epilogue = kind(kb, plan, self.pointers)
 
@@ -85,14 +88,24 @@ class _GroupedKernel(WarpSpecialized):
     def load_beside(self) -> None:
         kb, at = self.kb, self.ring.cursor(producer=True)
         kb.wait_for_previous_grid()
-        gather = RowGather(kb, self.plan, self.pointers["x"], self.pointers["order"], self.loads.row_start)
+        copies = self.copies()
         with self.scheduler.work_tiles() as tile:
-            gather.begin(tile)
+            for each in copies: each.begin(tile)
             with kb.loop(0, self.plan.iterations):
                 full = self.ring.vacant(at)
-                gather.issue(at.stage)
+                for each in copies: each.issue(at.stage)
                 kb.emit("cp.async.mbarrier.arrive.noinc.shared.b64", full)
                 at.advance()
+
+    def copies(self) -> list[RowGather | ScaleCopies]:
+        """What the warps beside TMA's copy."""
+        kb, plan, given = self.kb, self.plan, self.pointers
+        places = RowPlaces(kb, plan, given.get("order"))
+        made: list[RowGather | ScaleCopies] = []
+        if plan.gathered: made.append(RowGather(kb, plan, given["x"], places, self.loads.row_start))
+        if self.scales is not None:
+            made.append(ScaleCopies(kb, plan, given["scale_x"], given["scale_w"], places, self.scales))
+        return made
 
     def consume(self) -> None:
         plan, main_loop = self.plan, self.main_loop

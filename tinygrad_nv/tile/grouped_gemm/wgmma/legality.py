@@ -5,8 +5,9 @@ from tinygrad_nv.tile import limits
 from tinygrad_nv.tile.gemm.spec import FLOAT16S
 from tinygrad_nv.tile.gemm.wgmma import legality as wgmma
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedWgmma
-from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
+from tinygrad_nv.tile.grouped_gemm.spec import GROUP, GroupedGemmSpec
 from tinygrad_nv.tile.grouped_gemm.wgmma.plan import LANES, MOST_EACH, ROW_BYTES, GroupedPlan
+from tinygrad_nv.tile.scaled_gemm.legality import MOST_FINE_COLUMNS
 from tinygrad_nv.tile.wgmma_tiles import MOST_BOX
 
 ALIGNED = 16                # bytes that TMA, cp.async and stores of 16 bytes ask of a row
@@ -26,10 +27,11 @@ def problems(spec: GroupedGemmSpec, schedule: GroupedWgmma, arch: str) -> list[s
 def _spec(spec: GroupedGemmSpec) -> list[str]:
     """Operands and results that the kernel cannot have."""
     out, size = [], spec.dtype.itemsize
-    if spec.dtype not in FLOAT16S: out.append(f"operands of {spec.dtype.name}: float16 and bfloat16")
-    for name, extent in (("x and w", spec.k), ("the result", spec.columns)):
-        if extent * size % ALIGNED:
-            out.append(f"rows of {name} have {extent} × {size} B = {extent * size} B, not a multiple of "
+    if spec.out not in FLOAT16S:
+        out.append(f"{'results' if spec.scaled else 'operands'} of {spec.out.name}: float16 and bfloat16")
+    for name, extent, one in (("x and w", spec.k, size), ("the result", spec.columns, spec.out.itemsize)):
+        if extent * one % ALIGNED:
+            out.append(f"rows of {name} have {extent} × {one} B = {extent * one} B, not a multiple of "
                        f"{ALIGNED}")
     if spec.groups > LANES * MOST_EACH: out.append(f"{spec.groups} groups, at most {LANES * MOST_EACH}")
     if spec.gather and spec.x_rows * spec.k * size >= MOST_BYTES:
@@ -51,7 +53,20 @@ def _tile(plan: GroupedPlan) -> list[str]:
         out.append(f"{plan.tile_columns} columns of a tile are no multiple of 16")
     if plan.gathered and plan.tokens > MOST_GATHERED:
         out.append(f"{plan.tokens} gathered rows of a tile, at most {MOST_GATHERED}")
+    if plan.grouped.scaled: out += _scaled(plan)
     if plan.most_tiles > limits.MOST: out.append(f"{plan.most_tiles} tiles are above {limits.MOST}")
+    return out
+
+
+def _scaled(plan: GroupedPlan) -> list[str]:
+    """Scales of blocks against the tile: one of a half of its columns."""
+    out = []
+    if GROUP % plan.tile_columns:
+        out.append(f"{plan.tile_columns} columns of a tile do not divide the {GROUP} of a scale")
+    if plan.grouped.activation and plan.grouped.columns % GROUP:
+        out.append(f"up begins at column {plan.grouped.columns}, not at a multiple of the {GROUP} of a scale")
+    if plan.schedule.swap and plan.tokens > MOST_FINE_COLUMNS:
+        out.append(f"{plan.tokens} rows with a scale each, swapped at most {MOST_FINE_COLUMNS}")
     return out
 
 
@@ -60,10 +75,11 @@ def _room(plan: GroupedPlan) -> list[str]:
     s, out, most = plan.schedule, [], limits.SMEM_BYTES["sm_90a"]
     staging = -(-plan.staging_bytes // 1024) * 1024
     needed = s.depth * plan.stage_bytes + staging + -(-plan.table_bytes // 16) * 16 + plan.barrier_bytes
+    needed += -(-plan.scale_bytes * s.depth // 16) * 16
     if needed > most:
         out.append(f"{s.depth} stages × {plan.stage_bytes} B + {staging} B to store from + "
-                   f"{plan.table_bytes} B of groups + {plan.barrier_bytes} B of barriers = {needed} B of "
-                   f"shared memory, sm_90a has {most}")
+                   f"{plan.table_bytes} B of groups + {plan.scale_bytes * s.depth} B of scales + "
+                   f"{plan.barrier_bytes} B of barriers = {needed} B of shared memory, sm_90a has {most}")
     most_sums = min(plan.most_sums, MOST_SWAPPED) if s.swap else plan.most_sums
     if plan.sums > most_sums:
         out.append(f"{plan.sums} sums a thread, at most {most_sums} with {plan.consumers} consumers"

@@ -21,6 +21,21 @@ from tinygrad_nv.tile.wgmma_tiles import map_argument
 X, W = 1, 2     # pointers of the kernel
 
 
+class RowPlaces:
+    """Where rows of a tile lie in x; `order` None: in their order."""
+
+    def __init__(self, kb: Kernel, plan: GroupedPlan, order: Value | None) -> None:
+        self.kb, self.gather, self.order = kb, plan.grouped.gather, order
+
+    def source(self, tile: GroupTile, row: Value) -> Value:
+        """The row of x of a row; beyond the group's last, of that."""
+        kb, clamped = self.kb, self.kb.reg("u32")
+        kb.emit("min.u32", clamped, row, tile.end - 1)
+        if not self.gather or self.order is None: return clamped
+        slot = kb.ld("global", "u32", advanced(kb, self.order, clamped, 4).at())[0]
+        return slot // self.gather if self.gather > 1 else slot
+
+
 class GroupedLoads:
     """Copies by TMA; one thread."""
 
@@ -63,8 +78,8 @@ class GroupedLoads:
 class RowGather:
     """Copies of gathered rows by `LOADERS` threads."""
 
-    def __init__(self, kb: Kernel, plan: GroupedPlan, x: Value, order: Value, start: Value) -> None:
-        self.kb, self.plan, self.x, self.order = kb, plan, x, order
+    def __init__(self, kb: Kernel, plan: GroupedPlan, x: Value, places: RowPlaces, start: Value) -> None:
+        self.kb, self.plan, self.x, self.sources = kb, plan, x, places
         thread = kb.tid.x - (WARPGROUP * plan.consumers + WARPGROUP - LOADERS)
         self.chunk, self.row = thread % CHUNKS * CHUNK, thread // CHUNKS
         tile, rows = SharedTile(plan.tokens, ROW_BYTES), LOADERS // CHUNKS
@@ -83,11 +98,9 @@ class RowGather:
         pitch = spec.k * spec.dtype.itemsize
         self.at = kb.reg("u64", self.x)
         if self.left is not None: self.left.set(pitch - self.chunk.to("s32"))
-        last, rows = tile.end - 1, kb.regs("u32", self.plan.passes)
-        for i, row in enumerate(rows): kb.emit("min.u32", row, tile.row + (self.row + i * self.rows), last)
-        slots = [kb.ld("global", "u32", advanced(kb, self.order, row, 4).at())[0] for row in rows]
-        for offset, slot in zip(self.offsets, slots, strict=True):
-            source = slot // spec.gather if spec.gather > 1 else slot
+        sources = [self.sources.source(tile, tile.row + (self.row + i * self.rows))
+                   for i in range(self.plan.passes)]
+        for offset, source in zip(self.offsets, sources, strict=True):
             offset.set(source * pitch + self.chunk)
 
     def issue(self, stage: Value) -> None:

@@ -46,10 +46,10 @@ class GroupedPlan(WgmmaPlan):
         """The plan."""
         operand = Operand(grouped.dtype, grouped.k, 1)
         if s.swap:
-            out = Result(grouped.dtype, 1, grouped.n)
+            out = Result(grouped.out, 1, grouped.n)
             spec = GemmSpec(grouped.n, grouped.rows, grouped.k, operand, operand, out)
         else:
-            out = Result(grouped.dtype, grouped.columns, 1)
+            out = Result(grouped.out, grouped.columns, 1)
             spec = GemmSpec(grouped.rows, grouped.columns, grouped.k, operand, operand, out,
                             parts=grouped.halves, part=grouped.columns * grouped.k)
         a, b = (OperandTile(grouped.dtype, "K", extent, s.block_k, ROW_BYTES) for extent in (s.block_m,
@@ -119,6 +119,16 @@ class GroupedPlan(WgmmaPlan):
         return self.matrix_tile.nbytes + (0 if self.gathered else self.row_tile.nbytes)
 
     @property
+    def loaders(self) -> int:
+        """Threads beside TMA's warp that copy: gathered rows, and scales."""
+        return LOADERS if self.gathered or self.grouped.scaled else 0
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of a stage: scales of its rows, and one of gate and of up, or of the matrix; in pairs."""
+        return 4 * (self.tokens + 2) if self.grouped.scaled else 0
+
+    @property
     def passes(self) -> int:
         """Copies that a thread makes of a tile of gathered rows."""
         return -(-self.tokens * CHUNKS // LOADERS)
@@ -128,7 +138,7 @@ class GroupedPlan(WgmmaPlan):
     @property
     def panel(self) -> Panel:
         """Results on their way: 16 rows of a warp, or with `swap` all rows and 64 columns of a consumer."""
-        size = self.grouped.dtype.itemsize
+        size = self.grouped.out.itemsize
         if self.schedule.swap: return Panel("N", self.tokens, 64 * size, 4)
         return Panel("N", 16, span_of(self.tile_columns * size), 1)
 

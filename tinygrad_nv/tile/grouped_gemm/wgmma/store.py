@@ -35,7 +35,7 @@ class GroupedStore(ABC):
 
     def __init__(self, kb: Kernel, plan: GroupedPlan, pointers: Mapping[str, Value]) -> None:
         self.kb, self.plan, self.spec, self.pointers = kb, plan, plan.grouped, pointers
-        self.size = self.spec.dtype.itemsize
+        self.size = self.spec.out.itemsize
         self.staging = kb.shared("staging", plan.staging_bytes, align=1024)
 
     @abstractmethod
@@ -73,7 +73,7 @@ class GroupedStore(ABC):
     def wide(self, half: Value) -> Value:
         """An element as float32."""
         made = self.kb.reg("f32")
-        self.kb.emit(f"cvt.f32.{FLOAT16S[self.spec.dtype]}", made, half)
+        self.kb.emit(f"cvt.f32.{FLOAT16S[self.spec.out]}", made, half)
         return made
 
     # **** lines ****
@@ -143,7 +143,7 @@ class RowStore(GroupedStore):
                   for half in range(self.spec.halves)]
         made = [self.result(tuple(each[i] for each in halves), [each[i] for each in biases], weight)
                 for i in range(2)]
-        return packed(self.kb, made, self.spec.dtype)
+        return packed(self.kb, made, self.spec.out)
 
     def _biases(self, tile: GroupTile, j: int) -> list[list[Value]]:
         """Of each half, those of a lane's two columns of eight number `j`."""
@@ -221,4 +221,4 @@ class ColumnStore(GroupedStore):
         """Two neighbouring rows of eight number `j` in a lane's column `h`, rounded."""
         made = [self.result(tuple(each[4 * j + 2 * h + i] for each in halves), [each[h] for each in biases],
                             weights[i]) for i in range(2)]
-        return packed(self.kb, made, self.spec.dtype)
+        return packed(self.kb, made, self.spec.out)
