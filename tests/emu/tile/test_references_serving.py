@@ -23,7 +23,12 @@ from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
 from tinygrad_nv.tile.expression import Load, Sum
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
-from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec, TransposedGroupedSpec
+from tinygrad_nv.tile.grouped_gemm.spec import (
+    GroupedGemmSpec,
+    MixedGroupedSpec,
+    ScaledGroupedGemmSpec,
+    TransposedGroupedSpec,
+)
 from tinygrad_nv.tile.kv_append.spec import AppendSpec
 from tinygrad_nv.tile.router.spec import GroupRowsSpec, Policy, RouterSpec
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
@@ -46,6 +51,8 @@ def caches() -> dict[str, DecodeSpec]:
         "8 rows": decode(2, 1, 8, 8, 32, pages=5),
         "slopes": decode(3, 2, 3, 2, 64, 32, 3, score=specs.sloped()),
         "e4m3": decode(3, 2, 2, 1, 64, 32, 3, kv=E4M3),
+        "sinks": decode(3, 2, 3, 2, 64, pages=9, sinks=True),
+        "chunks": decode(3, 1, 3, 3, 64, 8, 11, window=20, chunked=True),
         "int8": decode(3, 2, 2, 2, 64, 16, 5, F16, S8, causal=False),
         "f32": decode(2, 1, 3, 2, 20, 8, 9, F32),
         "latents": specs.latent(2, 8, 2, 64, 16, pages=3),
@@ -103,6 +110,7 @@ def grouped() -> dict[str, GroupedGemmSpec | GroupedOuterSpec]:
             "down": GroupedGemmSpec(4, 26, 35, 64, F32, scatter=True, weighted=True),
             "gelu": GroupedGemmSpec(2, 20, 36, 31, F32, activation="gelu"),
             "gelu_tanh": GroupedGemmSpec(2, 20, 32, 32, BF16, activation="gelu_tanh"),
+            "mixed": MixedGroupedSpec(3, 30, 28, 40, F32, 15, gather=2, half=BF16),
             "clamped": GroupedGemmSpec(2, 20, 36, 70, BF16, activation="swiglu_clamped", biased=True),
             "gathered": GroupedGemmSpec(3, 40, 64, 72, BF16, 20, gather=2, activation="silu", biased=True),
             "8 bits": ScaledGroupedGemmSpec(3, 40, 48, 272, scatter=True, weighted=True),
@@ -164,7 +172,7 @@ def runs(schedule: Schedule, target: GPU | CPU) -> list[tuple[Schedule, int]]:
 def is_exact(spec: Any) -> bool:
     """Whether sums have one order, and products are rounded before they are added."""
     if isinstance(spec, AppendSpec): return spec.rope is None or spec.rope.rounded
-    return not isinstance(spec, DecodeSpec | RouterSpec | GroupedGemmSpec)
+    return not isinstance(spec, DecodeSpec | RouterSpec | GroupedGemmSpec | GroupedOuterSpec)
 
 
 @pytest.mark.parametrize(("name", "target", "schedule"), CASES)
