@@ -63,6 +63,10 @@ def read_embedding_config(directory: Path, task: str = "auto") -> EmbeddingConfi
     if decoder is None:
         if task == "auto" and pooling is None: return None
         decoder = read_config(directory)
+    if decoder.sinks or decoder.chunked:
+        raise ModelError(f"{directory}: {decoder.architecture} as an embedding model",
+                         "an architecture without attention sinks or chunks of keys",
+                         "use it to generate text")
     if decoder.latent is not None:
         raise ModelError(f"{directory} has multi-head latent attention ({decoder.architecture}), whose "
                          "embeddings are not computed yet", "an encoder, or a decoder with plain attention",

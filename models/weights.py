@@ -28,6 +28,7 @@ from tinygrad_nv.quant.types import nbytes as matrix_bytes
 from tinygrad_nv.runtime.memory import allocate, allocate_arena, read
 from tinygrad_nv.runtime.memory_pool import labelled
 
+from .attention import Attention
 from .cache_scales import read_cache_scales
 from .checkpoint import (
     FLOAT_BYTES,
@@ -40,6 +41,7 @@ from .checkpoint import (
 )
 from .config import ModelConfig
 from .feed_forward import MixtureOfExperts
+from .fused import apart
 from .llama import Llama
 from .multimodal import language_entries
 from .quantised import Plan, fill, place, planned, projections, read_layer, require_zeros
@@ -84,6 +86,8 @@ def slots(model: Llama) -> dict[str, WeightSlice]:
                            (names.feed_forward_post_norm, block.feed_forward_post_norm),
                            *attention.norms.items()):
             if norm is not None: out[f"{layer}.{name}.weight"] = _whole(norm.weight)
+        if isinstance(attention, Attention) and attention.sinks is not None:
+            out[f"{layer}.{names.sinks}"] = _whole(attention.sinks)
         if isinstance(block.feed_forward, MixtureOfExperts): out |= _experts(model, i, block.feed_forward)
         for each in projections(model, i):
             out[f"{each.name}.weight"] = WeightSlice(each.linear.weight, each.first, each.shape)
@@ -97,6 +101,7 @@ def _experts(model: Llama, layer: int, block: MixtureOfExperts) -> dict[str, Wei
     names, prefix, width, hidden = (model.config.names, f"model.layers.{layer}", block.moe.width,
                                     model.config.hidden_size)
     out = {f"{prefix}.{names.router}.weight": _whole(block.router)}
+    if block.router_bias is not None: out[f"{prefix}.{names.router}.bias"] = _whole(block.router_bias)
     if block.choice_bias is not None: out[f"{prefix}.{names.choice_bias}"] = _whole(block.choice_bias)
     if block.shared_gate is not None:
         out[f"{prefix}.{names.shared_expert}_gate.weight"] = _whole(block.shared_gate)
@@ -106,6 +111,10 @@ def _experts(model: Llama, layer: int, block: MixtureOfExperts) -> dict[str, Wei
         out[f"{expert}.{gate}.weight"] = WeightSlice(block.gate_up, 2 * i * width, (width, hidden))
         out[f"{expert}.{up}.weight"] = WeightSlice(block.gate_up, (2 * i + 1) * width, (width, hidden))
         out[f"{expert}.{down}.weight"] = WeightSlice(block.down, i * hidden, (hidden, width))
+        if block.gate_up_bias is not None and block.down_bias is not None:
+            out[f"{expert}.{gate}.bias"] = WeightSlice(block.gate_up_bias, 2 * i * width, (width,))
+            out[f"{expert}.{up}.bias"] = WeightSlice(block.gate_up_bias, (2 * i + 1) * width, (width,))
+            out[f"{expert}.{down}.bias"] = WeightSlice(block.down_bias, i * hidden, (hidden,))
     return out
 
 
@@ -145,7 +154,7 @@ def stored_dtype(directory: Path) -> str:
 def nbytes(config: ModelConfig, dtype: DType, directory: Path) -> int:
     """Bytes of all parameters in memory: quantised ones as they are stored, the others in `dtype`, sparse
     ones with their zeros."""
-    if config.quantization is None: return config.parameters * dtype.itemsize
+    if config.quantization is None or config.dequantises: return config.parameters * dtype.itemsize
     if config.quantization["quant_method"] == ONLINE: return _online_nbytes(config, dtype)
     # blocks of a tied embedding are listed twice
     found = language_entries(open_checkpoint(directory).entries)
@@ -175,7 +184,8 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
     `progress(done, total)` is called with bytes. Raises `WeightError` before anything is read if the
     checkpoint lacks tensors, and while reading if a file is shorter than its header says."""
     checkpoint = open_checkpoint(directory)
-    checkpoint.entries = _without_draft_layers(model.config, language_entries(checkpoint.entries))
+    entries = _without_draft_layers(model.config, language_entries(checkpoint.entries))
+    checkpoint.entries = apart(model.config, entries, directory)
     plan = planned(model, checkpoint.entries, str(directory / "config.json"))
     wanted = {name: slot for name, slot in slots(model).items() if name not in plan.replaced}
     wanted |= {name: _whole(tensor) for name, tensor in plan.plain.items()}
@@ -214,7 +224,7 @@ def _fill(model: Llama, plan: Plan, checkpoint: Checkpoint, readers: ThreadPoolE
     repacks one of the others, in this thread, another is read."""
     def size(number: int) -> int:
         return sum(checkpoint.entries[name].nbytes for name in plan.layers[number].tensors)
-    ahead: Future[list[Any]] | None = None
+    ahead: Future[Any] | None = None
     with opened(model, plan, checkpoint.entries) as kept, ThreadPoolExecutor(1) as reader:
         left: list[int] = []
         for number, parts in enumerate(kept.restored(readers)):

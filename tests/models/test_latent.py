@@ -54,8 +54,8 @@ def paged_logits(model: Llama, ids: list[int]) -> np.ndarray:
 
 
 def test_a_page_holds_latents_alone(hf_model: Callable[[str], Path]):
-    """Bytes of a token: (kv_lora_rank + qk_rope_head_dim) · dtype · layers, of DeepSeek-V3 in bfloat16 70,272;
-    keys and values of 128 heads would take 57 times as many."""
+    """Bytes of a token: (kv_lora_rank + qk_rope_head_dim) · dtype · layers, of DeepSeek-V3 in bfloat16
+    70,272; keys and values of 128 heads would take 57 times as many."""
     assert token_bytes(parse_config(V3), dtypes.bfloat16) == (512 + 64) * 2 * 61 == 70_272
     assert 61 * 128 * (192 + 128) * 2 / 70_272 > 56
     config = read_config(hf_model("deepseek-v3"))

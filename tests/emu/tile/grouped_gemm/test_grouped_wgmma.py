@@ -122,5 +122,5 @@ def test_few_rows_a_group_are_columns_of_wgmma():
         found = TABLE.choose(spec, gpu)
         assert isinstance(found, GroupedWgmma)
         assert found.swap
-        assert found.block_n == 8
+        assert found.block_n <= 16
         assert TABLE.read("gpu", found.to_json()) == found

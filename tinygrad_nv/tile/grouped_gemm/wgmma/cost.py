@@ -27,7 +27,11 @@ def cost(spec: GroupedGemmSpec, s: GroupedWgmma, gpu: GPU) -> Prediction:
     step = max(multiplied, (left + plan.stage_bytes) / SMEM_BYTES_PER_CYCLE,
                STEP)
     ending = 0 if plan.pingpong else LINES + plan.tokens * plan.tile_columns * spec.out.itemsize / STORED
-    waves = max(1.0, ceil(4 * count / model.sm_count) / 4)
+    # an SM has whole tiles, and at most a ring of them on its way
+    waves = ceil(count / model.sm_count)
     computing = waves * (plan.iterations * step + ending) / model.clock_hz / model.sustained
+    fed = waves * plan.iterations * model.load_s / s.depth
+    uneven = waves * model.sm_count / count if count > model.sm_count else 1.0
+    hbm = max(hbm_seconds(spec, model) * uneven, fed)
     l2 = count * plan.iterations * plan.stage_bytes / model.l2_bytes_per_s
-    return Prediction(computing, hbm_seconds(spec, model), l2, model.launch_s + model.load_s)
+    return Prediction(computing, hbm, l2, model.launch_s + model.load_s)
