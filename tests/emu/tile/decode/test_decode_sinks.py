@@ -22,7 +22,7 @@ def on_cpu(spec: DecodeSpec, given: Given) -> None:
 
 
 @pytest.mark.parametrize(("schedule", "arch"), [(SMALL, "sm_80"), (ONE, "sm_90a")])
-@pytest.mark.parametrize("dtype", [dtypes.bfloat16, dtypes.float16])
+@pytest.mark.parametrize("dtype", [dtypes.bfloat16, pytest.param(dtypes.float16, marks=pytest.mark.slow)])
 def test_sinks(schedule: Decode, arch: str, dtype: DType):
     """Of one split and of several, also where nothing is seen."""
     spec = decode(batch=5, heads=2, group=3, s_q=2, pages=40, dtype=dtype, sinks=True)
@@ -36,7 +36,7 @@ def test_sinks_on_a_cpu():
         on_cpu(spec, requests(spec, [0, 1, 130, 640]))
 
 
-@pytest.mark.parametrize("window", [17, 128])
+@pytest.mark.parametrize("window", [17, pytest.param(128, marks=pytest.mark.slow)])
 def test_sinks_in_a_window(window: int):
     spec = decode(batch=3, heads=1, group=8, s_q=3, pages=40, window=window, sinks=True)
     checked(spec, [2, 129, 640])
@@ -72,7 +72,7 @@ def test_a_sink_of_minus_infinity_changes_no_bit():
     assert torch.equal(run(spec, given), run(plain, without))
 
 
-@pytest.mark.parametrize(("size", "s_q"), [(24, 1), (64, 5), (100, 8)])
+@pytest.mark.parametrize(("size", "s_q"), [(24, 1), (100, 8), pytest.param(64, 5, marks=pytest.mark.slow)])
 def test_chunks(size: int, s_q: int):
     """Rows on both sides of a chunk's end."""
     spec = decode(batch=4, heads=1, group=2, s_q=s_q, pages=20, window=size, chunked=True)
