@@ -183,7 +183,9 @@ class Attention:
         """Attention of heads (1, T, H, D) over sequences that lie one after the other: (1, T, H·D)."""
         q, k, v = q[0], k[0], v[0]
         if self.rope is not None:
-            q, k = (rotate(each, *batch.ropes[self.rope]).contiguous() for each in (q, k))
+            rows, pairs = batch.ropes[self.rope], self.config.rope_interleaved
+            q, k = (rotate(each, *rows, pairs).contiguous() for each in (q, k))
+        if self.temperature is not None: q = self.temperature.applied(q, batch.positions.reshape(-1, 1, 1))
         how = AttentionKind(self.rope, self.window, self.scale, self.config.softcap)
         return batch.attend(q, k, v, how).unsqueeze(0)
 

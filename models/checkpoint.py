@@ -27,13 +27,14 @@ from tinygrad_nv.quant.floats import narrow_bfloat16, widen_bfloat16
 from tinygrad_nv.quant.gguf.split import open_gguf
 from tinygrad_nv.runtime.memory import host_bytes, write
 
-from . import bitmask, gguf, mxfp4
+from . import bitmask, gguf
 from .config import read_json
 from .pickles import ITEM_BYTES as FLOAT_BYTES
 from .pickles import read_entries
 
 # Older checkpoints carry buffers that are recomputed, some of them masks of bool; they mean nothing.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
+EXPERT_BLOCKS = ("_blocks", "_scales")
 MAX_HEADER = 100 << 20  # the format's own limit
 SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # and those of quantised tensors, under their own names
@@ -47,8 +48,7 @@ ITEM_BYTES = FLOAT_BYTES | {name: np.dtype(kind).itemsize for name, kind in NUMP
 class TensorEntry:
     """One tensor of a checkpoint. `file_offset` (file, byte) orders tensors as they are on disk; `dtype` is a
     name in `ITEM_BYTES`, of floats tinygrad's, else that of safetensors. `strides`, in elements, are set if
-    the elements are not in index order. `parts` are what a sparse tensor is stored in (bitmask.py), or codes
-    and scales of MXFP4, "U8" (mxfp4.py)."""
+    the elements are not in index order. `parts` are what a sparse tensor is stored in (bitmask.py)."""
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -95,8 +95,7 @@ class Safetensors:
 
     def read_into(self, entry: TensorEntry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
         if entry.parts:
-            elements = _numbers if entry.parts[0].dtype == "U8" else _sparse_elements
-            found = elements(entry, begin, end).reshape(-1).data.cast("B")
+            found = _sparse_elements(entry, begin, end).reshape(-1).data.cast("B")
             return write(tensor, offset, convert(found, entry.dtype, tensor.dtype))
         if entry.strides is not None: return _read_strided(entry, begin, end, tensor, offset)
         item, (path, position) = ITEM_BYTES[entry.dtype], entry.file_offset
@@ -204,22 +203,6 @@ def _read(entry: TensorEntry, begin: int, end: int) -> np.ndarray:
     return np.frombuffer(data, NUMPY_DTYPES[safetensors_dtype(entry)])
 
 
-def _numbers(entry: TensorEntry, begin: int, end: int) -> np.ndarray:
-    """Elements [begin, end) of a matrix of MXFP4, as bits of bfloat16."""
-    columns = entry.shape[1]
-    first, last = begin // columns, -(-end // columns)
-    codes, scales = (_rows(part, first, last) for part in entry.parts)
-    return mxfp4.numbers(codes, scales, columns).reshape(-1)[begin - first * columns:end - first * columns]
-
-
-def _rows(entry: TensorEntry, first: int, last: int) -> np.ndarray:
-    """Some rows of a strided matrix of bytes."""
-    assert entry.strides is not None, "entries with strides only"
-    (path, position), shape = entry.file_offset, (last - first, entry.shape[1])
-    some = replace(entry, shape=shape, file_offset=(path, position + first * entry.strides[0]))
-    return np.frombuffer(_strided(some), np.uint8).reshape(shape)
-
-
 def _sparse_elements(entry: TensorEntry, begin: int, end: int) -> np.ndarray:
     """Elements [begin, end) of a sparse tensor, with the zeros that are not stored."""
     elements, mask, *offsets = entry.parts
@@ -253,6 +236,22 @@ def _with_sparse(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
                               "download the directory again")
         out[weight] = TensorEntry(weight, elements.dtype, extents, elements.file_offset, None,
                                   (elements, mask, *offsets))
+    return out
+
+
+def _with_experts(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Entries, blocks and scales of all experts as those of each (quant/readers/mxfp4.py)."""
+    out: dict[str, TensorEntry] = {}
+    for name, entry in entries.items():
+        prefix, there, last = name.rpartition(".experts.")
+        if not (there and last.endswith(EXPERT_BLOCKS) and "." not in last and entry.dtype == "U8"):
+            out[name] = entry
+            continue
+        (count, *shape), (path, offset) = entry.shape, entry.file_offset
+        for i in range(count):
+            own = f"{prefix}.experts.{i}.{last}"
+            out[own] = replace(entry, name=own, shape=tuple(shape),
+                               file_offset=(path, offset + i * math.prod(shape)))
     return out
 
 
@@ -318,7 +317,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         elif index.is_file():
             for shard, names in _shards(index).items(): checkpoint.add(shard, names)
         else: continue
-        checkpoint.entries = _with_sparse(checkpoint.entries)
+        checkpoint.entries = _with_experts(_with_sparse(checkpoint.entries))
         return checkpoint
     raise WeightError(f"{directory} holds no weights",
                       "model.safetensors, or model.safetensors.index.json with its shards, or "

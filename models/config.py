@@ -108,12 +108,6 @@ class ModelConfig:
         return tuple(None if each is None else self.distinct_ropes.index(each) for each in self.ropes)
 
     @property
-    def dequantises(self) -> bool:
-        """Whether quantised weights become floats as they are read: MXFP4 of experts, of nothing else."""
-        method = None if self.quantization is None else self.quantization["quant_method"]
-        return method == "mxfp4" and bool(self.names.fused)
-
-    @property
     def kv_shape(self) -> KVShape:
         """What the cache holds of a token in one layer."""
         if self.latent is not None: return KVShape(1, self.latent.width, 0)
@@ -242,11 +236,7 @@ def parse_config(data: Mapping[str, Any], name: str = "config.json") -> ModelCon
         "qkv_bias": bias, "output_bias": bias, "windows": (None,) * layers, "dtype": config_dtype(raw, name),
         "eos_token_ids": token_ids(raw.get("eos_token_id"), f"{name}: eos_token_id"),
         "quantization": _quantization(raw, name)}
-    made = ModelConfig(**{**common, **settings})
-    if made.moe is not None and made.quantization is not None and not made.dequantises:
-        raise ModelError(f"{name}: a mixture of experts that is quantised", "weights of floats",
-                         "use the model as it was published, not quantised")
-    return made
+    return ModelConfig(**{**common, **settings})
 
 
 def _require_implemented(raw: Mapping[str, Any], honours: frozenset[str], name: str) -> None:

@@ -63,14 +63,12 @@ def read_embedding_config(directory: Path, task: str = "auto") -> EmbeddingConfi
     if decoder is None:
         if task == "auto" and pooling is None: return None
         decoder = read_config(directory)
-    if decoder.sinks or decoder.chunked:
-        raise ModelError(f"{directory}: {decoder.architecture} as an embedding model",
-                         "an architecture without attention sinks or chunks of keys",
-                         "use it to generate text")
-    if decoder.latent is not None:
-        raise ModelError(f"{directory} has multi-head latent attention ({decoder.architecture}), whose "
-                         "embeddings are not computed yet", "an encoder, or a decoder with plain attention",
-                         "choose another embedding model")
+    for name, there in (("multi-head latent attention", decoder.latent is not None),
+                        ("attention sinks", decoder.sinks), ("windows in chunks", decoder.chunked)):
+        if there:
+            raise ModelError(f"{directory} has {name} ({decoder.architecture}), whose embeddings are not "
+                             "computed yet", "an encoder, or a decoder with plain attention",
+                             "choose another embedding model")
     # no logits are computed: the head is not read, but for that of a GGUF file, whose blocks may be shared
     if (decoder.quantization or {}).get("quant_method") != "gguf": decoder = replace(decoder, tied=True)
     return EmbeddingConfig(decoder, pooling or default_pooling(True))

@@ -155,7 +155,7 @@ def stored_dtype(directory: Path) -> str:
 def nbytes(config: ModelConfig, dtype: DType, directory: Path) -> int:
     """Bytes of all parameters in memory: quantised ones as they are stored, the others in `dtype`, sparse
     ones with their zeros."""
-    if config.quantization is None or config.dequantises: return config.parameters * dtype.itemsize
+    if config.quantization is None: return config.parameters * dtype.itemsize
     if config.quantization["quant_method"] == ONLINE: return _online_nbytes(config, dtype)
     # blocks of a tied embedding are listed twice
     found = language_entries(open_checkpoint(directory).entries)
@@ -227,7 +227,7 @@ def _fill(model: Llama, plan: Plan, checkpoint: Checkpoint, readers: ThreadPoolE
     repacks one of the others, in this thread, another is read."""
     def size(number: int) -> int:
         return sum(checkpoint.entries[name].nbytes for name in plan.layers[number].tensors)
-    ahead: Future[list[Any]] | None = None
+    ahead: Future[Any] | None = None
     with opened(model, plan, checkpoint.entries) as kept, ThreadPoolExecutor(1) as reader:
         left: list[int] = []
         for number, parts in enumerate(kept.restored(readers)):

@@ -11,9 +11,9 @@ over latents (MLA), `varlen_attention` is for sequences that lie one after the o
 operands of 8 bits with scales, `embedding` for rows of a table by number, `quant_matmul` for a quantised
 matrix, `scaled_matmul` for one whose codes are multiplied with codes of activations (W8A8, FP8),
 `sparse_matmul` for one that is 2:4 sparse, `dispatch` for mixtures of experts, made of `route`, `group_rows`,
-`grouped_matmul` and `grouped_outer`: the modules of patterns/ with these names (decode/paged.py,
-decode/latent.py, attention/varlen.py, attention/fp8.py, scaled_gemm/named.py, router/rows.py, grouped_gemm/,
-and named.py of the others) define them.
+`grouped_matmul` and `grouped_outer`, `quant_grouped_matmul` for quantised experts: the modules of patterns/
+with these names (decode/paged.py, decode/latent.py, attention/varlen.py, attention/fp8.py,
+scaled_gemm/named.py, router/rows.py, grouped_gemm/, and named.py of the others) define them.
 """
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tinygrad_nv.patterns.attention.fp8 import fp8_attention
 from tinygrad_nv.patterns.attention.named import (
     FlashAttention,
     attend,
-    log_sums,
+    lse_of,
     scores,
     sums,
     sunk,
@@ -55,6 +55,7 @@ from tinygrad_nv.patterns.grouped_gemm.outer import grouped_outer
 from tinygrad_nv.patterns.kv_append.named import kv_append
 from tinygrad_nv.patterns.named import check_devices
 from tinygrad_nv.patterns.quant_gemm.named import prepared, prepared_for, quant_matmul
+from tinygrad_nv.patterns.quant_grouped.named import prepared_type, quant_grouped_matmul
 from tinygrad_nv.patterns.router.named import Routing, route
 from tinygrad_nv.patterns.router.rows import group_rows
 from tinygrad_nv.patterns.scaled_gemm.named import has_kernel, scaled_matmul
@@ -84,6 +85,8 @@ __all__ = [
     "multiplies_sparse",
     "paged_attention",
     "prepared",
+    "prepared_type",
+    "quant_grouped_matmul",
     "quant_matmul",
     "quantize",
     "route",
@@ -137,7 +140,7 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
         masks = () if given.mask is None else (given.mask,)
         s = scores(what, sums(given.q, given.k), query.shape[-1], *masks)
         out = weighted(what, s, given.q, given.v, bool(masks), dropout_p)
-        return (out if sinks is None else sunk(out, log_sums(s), sinks)).reshape(given.shape)
+        return (out if sinks is None else sunk(out, lse_of(s), sinks)).reshape(given.shape)
     if scale is softcap is window is sinks is None:
         return query.scaled_dot_product_attention(key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     raise SpecError("scale, softcap, window or sinks with symbolic extents, or with a mask that enlarges the "

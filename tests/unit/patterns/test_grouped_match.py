@@ -79,6 +79,15 @@ def test_numbers_of_no_expert_are_those_of_tinygrad():
     with disabled(): np.testing.assert_array_equal(found, experts(x, w, sel).numpy())
 
 
+def test_experts_of_64_bits():
+    """Numbers beyond 32 bits are no expert's."""
+    x, w = whole(4, 1, K), whole(E, N, K)
+    sel = Tensor([[3], [2**32 + 1], [0], [2**40]], dtype=dtypes.int64).realize()
+    found, rows = experts(x, w, sel).numpy()[:, 0], x.numpy()[:, 0]
+    wanted = np.einsum("rk,rnk->rn", rows, w.numpy()[[3, 0, 0, 0]]) * [[1], [0], [1], [0]]
+    np.testing.assert_array_equal(found, wanted)
+
+
 def test_a_layer_sorts_once():
     """Gate, up and down; the choice is computed in the same graph."""
     x, gate, up, down = whole(6, 1, K), whole(E, N, K), whole(E, N, K), whole(E, K, N)
@@ -120,6 +129,8 @@ def by_hand(x: Tensor, w: Tensor, sel: Tensor, first: int = 0) -> Tensor:
 @pytest.mark.parametrize(("words", "make"), [
     ("matrices that are computed", lambda x, w, sel: experts(x, w + 1, sel)),
     ("do not lie as (experts, columns, summed)", lambda x, w, sel: experts(x, w.transpose(0, 1), sel)),
+    ("40000 experts, at most 32768", lambda x, w, sel: experts(
+        x, Tensor.zeros(40000, 1, K).contiguous().realize(), sel)),
     ("matrices that are rounded", lambda x, w, sel: (x.unsqueeze(-2) @ w[sel].half().float().transpose(
         -1, -2)).contiguous()),
     ("results of f32, rows of f16", lambda x, w, sel: x.half().unsqueeze(-2).matmul(

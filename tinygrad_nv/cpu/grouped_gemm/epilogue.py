@@ -46,9 +46,9 @@ def pointers(spec: GroupedGemmSpec) -> list[tuple[str, str]]:
             *[("float", "weights")] * spec.weighted, *[(kind, "bias")] * spec.biased]
 
 
-def operands(spec: GroupedGemmSpec) -> str:
-    """The struct of a kernel's pointers."""
-    fields = " ".join(f"const {kind} *{name};" for kind, name in pointers(spec))
+def operands(spec: GroupedGemmSpec, matrices: bool = True) -> str:
+    """The struct of a kernel's pointers, with that to matrices or without."""
+    fields = " ".join(f"const {kind} *{name};" for kind, name in pointers(spec) if matrices or name != "w")
     return f"typedef struct {{ {c_type(spec.dtype)} *out; {fields} }} operands;"
 
 

@@ -78,13 +78,13 @@ def forward(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor, *more: Tensor
     """out and l; `more` are the mask and the seed, those there are."""
     mask, kept = _apart(what, (*q.shape[:3], k.shape[2]), more)
     s = scores(what, sums(q, k), q.shape[-1], *mask)
-    logs = log_sums(s)
+    logs = lse_of(s)
     if kept is None: return weighted(what, s, q, v, bool(mask)), logs
     p = (_softmax(what, s.cast(q.dtype), bool(mask)).float() * kept).cast(v.dtype)
     return p @ _for_each(v, q), logs
 
 
-def log_sums(s: Tensor) -> Tensor:
+def lse_of(s: Tensor) -> Tensor:
     """l of scores: log Σ exp s, −inf where nothing is seen."""
     top = s.max(-1, keepdim=True)
     top = (top == HIDDEN).where(0, top)

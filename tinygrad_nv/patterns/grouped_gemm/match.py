@@ -39,7 +39,7 @@ from tinygrad_nv.patterns.epilogue import number
 from tinygrad_nv.patterns.gemm.match import configuration as configuration
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
-from tinygrad_nv.patterns.router.rows import sorted_by
+from tinygrad_nv.patterns.router.rows import check_sorted, sorted_by
 from tinygrad_nv.patterns.target import Chosen, Target, choose, target_of
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.tile.expression import short
@@ -274,9 +274,10 @@ def _arranged(found: MatmulReduce, space: Space, read: _Read, out: Affine, end: 
     spec = GroupedGemmSpec(groups, rows, n, k, read.x.dtype, rows // gather, gather, scatter=True)
     if read.w.dtype != spec.dtype: spec = MixedGroupedSpec(**vars(spec), half=read.w.dtype)
     most = largest(tokens) if tokens is not None else rows
-    return GatheredMatmul(end, found.total, choose(spec, target),
-                          GroupRowsSpec(most, rows // most, groups, tokens is not None), read.x.storage,
-                          read.w.storage, read.experts.storage, tokens)
+    sort = GroupRowsSpec(most, rows // most, groups, tokens is not None)
+    check_sorted(sort, target)
+    return GatheredMatmul(end, found.total, choose(spec, target), sort, read.x.storage, read.w.storage,
+                          read.experts.storage, tokens)
 
 
 def _dense(order: Sequence[int], strides: dict[int, int], extents: Sequence[int], pitch: int) -> bool:
@@ -305,7 +306,8 @@ def _called(match: GatheredMatmul, x: UOp, w: UOp, experts: UOp,
     known = (experts >= 0) & (experts < spec.groups)
     zeroes = getattr(match.how.schedule, "zeroes", False)
     if key not in sorts:
-        numbers = experts if zeroes else known.where(experts, 0)
+        whole = zeroes and experts.dtype == dtypes.int32
+        numbers = experts if whole else known.where(experts, spec.groups if zeroes else 0)
         sorts[key] = sorted_by(match.rows, match.how.target, numbers.cast(dtypes.int32), match.tokens)
     order, offsets = sorts[key]
     moved = spec.active_bytes + (spec.x_rows * spec.k + spec.rows * spec.columns) * spec.dtype.itemsize
