@@ -55,11 +55,14 @@ def usual_rows(spec: GroupedGemmSpec) -> tuple[int, ...]:
 
 def candidates(spec: GroupedGemmSpec, gpu: GPU) -> list[GroupedGemv]:
     """Those of a matmul of so few rows; of `LONG` matrices with `WAVES` CTAs an SM, where there are such."""
-    made = [GroupedGemv.of(each, rows) for rows in usual_rows(spec)
-            for each in defaults.candidates(matmul_of(spec, rows), gpu)]
-    if active(spec) * spec.n * spec.k * spec.dtype.itemsize < LONG: return made
-    least = WAVES * gpu_model_for(gpu.arch, gpu.sm_count).sm_count / active(spec)
-    return [s for s in made if -(-spec.columns // s.block_n) * s.splits >= least] or made
+    some = active(spec)
+    few = some * spec.n * spec.k * spec.dtype.itemsize < LONG
+    least = 0.0 if few else WAVES * gpu_model_for(gpu.arch, gpu.sm_count).sm_count / some
+    out: list[GroupedGemv] = []
+    for rows in usual_rows(spec):
+        made = [GroupedGemv.of(each, rows) for each in defaults.candidates(matmul_of(spec, rows), gpu)]
+        out += [s for s in made if s.splits > 1 or -(-spec.columns // s.block_n) >= least] or made
+    return out
 
 
 def cost(spec: GroupedGemmSpec, s: GroupedGemv, gpu: GPU) -> Prediction:
