@@ -43,9 +43,13 @@ OURS, THEIRS, LLAMA_CPP = ENGINES
 BOX = Path(__file__).parent.parent / "models" / "tales"
 PROMPT = [0, *range(20, 51)]                                   # 32 ids that every vocabulary has
 LONG = [0, *(20 + i * 37 % 1900 for i in range(511))]          # 512
-# random Llamas: dtype, and what makes the configuration; the 1B is the shape of Llama 3.2 1B
+# random models: dtype, and what makes the configuration; Llamas, the 1B in the shape of Llama 3.2 1B, and
+# mixtures of experts in the proportions of Mixtral and Qwen3-MoE
 SMALL = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32000}
-MODELS: dict[str, tuple[str, dict[str, int]]] = {
+LARGE = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000}
+MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
+QWEN3 = {"num_experts": 64, "num_experts_per_tok": 8, "head_dim": 64, "norm_topk_prob": True}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "box": ("float32", {}),
     "37M": ("float32", {**SMALL, "intermediate_size": 1408, "num_hidden_layers": 7}),
     # as the 37M, every dimension a multiple of 256, as K-quants have them
@@ -53,19 +57,27 @@ MODELS: dict[str, tuple[str, dict[str, int]]] = {
     "60M": ("float32", {**SMALL, "intermediate_size": 1536, "num_hidden_layers": 14}),
     "1B": ("bfloat16", {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
                         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}),
+    "mixtral-100M": ("float32", {**SMALL, **MIXTRAL, "intermediate_size": 1024, "num_hidden_layers": 6}),
+    "mixtral-1B": ("bfloat16", {**LARGE, **MIXTRAL, "intermediate_size": 3584, "num_hidden_layers": 11}),
+    "qwen3-100M": ("float32", {**SMALL, **QWEN3, "intermediate_size": 1536, "moe_intermediate_size": 256,
+                               "num_hidden_layers": 3}),
+    "qwen3-1B": ("bfloat16", {**LARGE, **QWEN3, "intermediate_size": 3072, "moe_intermediate_size": 512,
+                              "num_hidden_layers": 9}),
 }
+FAMILIES = {"mixtral": "Mixtral", "qwen3": "Qwen3Moe"}     # by the start of a name; others are Llamas
 
 
 def make_random(directory: Path, name: str) -> None:
     """One of `MODELS`, with random weights."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
     torch.manual_seed(0)
     dtype, words = MODELS[name]
-    config = LlamaConfig(max_position_embeddings=1024, tie_word_embeddings=True, **words)
+    network = getattr(transformers, f"{FAMILIES.get(name.split('-')[0], 'Llama')}ForCausalLM")
+    config = network.config_class(max_position_embeddings=1024, tie_word_embeddings=True, **words)
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
-    LlamaForCausalLM(config).save_pretrained(directory)
+    network(config).save_pretrained(directory)
     torch.set_default_dtype(before)
 
 

@@ -1,4 +1,4 @@
-"""GGUF files on the CPU beside llama.cpp: the same file, the same prompts, in one interleaved run.
+"""GGUF files on the CPU beside llama.cpp, and transformers: the same prompts, in one interleaved run.
 
     python bench/cpu_gguf.py FILE.gguf … [--tokens 129] [--prompt 512] [--repeat 9] [--peer PYTHON] [--save]
 
@@ -9,17 +9,23 @@ has cores:
     tg      tokens/s of `--tokens` greedy ones after the first, after a prompt of 32
     pp      tokens/s of a prompt of `--prompt`, with the first token chosen after it
 
+With `--cpu-time` seconds are those of CPU time that a process took, on one thread, of which other processes
+take none: where a machine cannot be had alone. Decoding is then a run of `--tokens` less one of a token.
+
 A ratio is of neighbouring repetitions, so that what slows both for a while cancels. A pair during which other
 processes took more than `QUIET` of the cores is not counted (Linux): threads that wait for each other suffer
-more than others. llama.cpp is `llama-cpp-python`, built for this processor (gguf_peer.py). `--peer` is the
-Python that has it, where this one has not.
+more than others. transformers runs the floats that a file was made of in float32, where their directory is
+beside it (gguf_models.py). llama.cpp is `llama-cpp-python`, built for this processor (gguf_peer.py). `--peer`
+is the Python that has it, where this one has not.
 """
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -28,8 +34,8 @@ from typing import Any
 
 from measure import save, spread, table
 
-MODES, ENGINES = ("tg", "pp"), ("tinygrad_nv", "llama.cpp")
-OURS, THEIRS = ENGINES
+MODES, ENGINES = ("tg", "pp"), ("tinygrad_nv", "llama.cpp", "transformers")
+OURS, THEIRS, FLOATS = ENGINES
 QUIET = 0.05    # of the cores that others may take
 PATIENCE = 4    # times as many pairs as are asked for, before those that are not quiet count, too
 SHORT = [0, *range(20, 51)]     # 32 ids that every vocabulary has
@@ -45,32 +51,66 @@ def rate(mode: str, prompt: list[int], count: int, first: float, whole: float) -
     return len(prompt) / first if mode == "pp" else (count - 1) / (whole - first)
 
 
+def timed(run: Callable[[list[int], int], tuple[float, float]],
+          arguments: argparse.Namespace) -> Callable[[str], float]:
+    """Tokens/s of a mode: `run` gives seconds to the first token of so many, and in all."""
+    def cpu_seconds(prompt: list[int], count: int) -> float:
+        begun = time.process_time()
+        run(prompt, count)
+        return time.process_time() - begun
+
+    def once(mode: str) -> float:
+        prompt, count = prompt_of(mode, arguments.prompt), arguments.tokens if mode == "tg" else 1
+        if not arguments.cpu_time: return rate(mode, prompt, count, *run(prompt, count))
+        first = cpu_seconds(prompt, 1)
+        return rate(mode, prompt, count, first, first if count == 1 else cpu_seconds(prompt, count))
+    return once
+
+
 def work_ours(path: str, arguments: argparse.Namespace) -> Callable[[str], float]:
     """The tinygrad_nv process."""
     from tinygrad_nv.engine.llm import LLM
     from tinygrad_nv.engine.sampling import SamplingParams
     llm = LLM(path, arguments.dtype, device="CPU", max_num_seqs=1, enable_prefix_caching=False)
 
-    def once(mode: str) -> float:
-        prompt, count = prompt_of(mode, arguments.prompt), arguments.tokens if mode == "tg" else 1
+    def run(prompt: list[int], count: int) -> tuple[float, float]:
         done = llm.complete(prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
-        return rate(mode, prompt, count, done.ttft_s, done.ttft_s + done.decode_s)
-    return once
+        return done.ttft_s, done.ttft_s + done.decode_s
+    return timed(run, arguments)
 
 
 def work_theirs(path: str, arguments: argparse.Namespace) -> Callable[[str], float]:
     """The llama.cpp process."""
     from gguf_peer import Session
-    session = Session(path, arguments.prompt + arguments.tokens + 256)
-
-    def once(mode: str) -> float:
-        prompt, count = prompt_of(mode, arguments.prompt), arguments.tokens if mode == "tg" else 1
-        _, first, whole = session.greedy(prompt, count)
-        return rate(mode, prompt, count, first, whole)
-    return once
+    session = Session(path, arguments.prompt + arguments.tokens + 256, 1 if arguments.cpu_time else None)
+    return timed(lambda prompt, count: session.greedy(prompt, count)[1:], arguments)
 
 
-WORK = {OURS: work_ours, THEIRS: work_theirs}
+def work_floats(path: str, arguments: argparse.Namespace) -> Callable[[str], float]:
+    """The transformers process."""
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+    model = AutoModelForCausalLM.from_pretrained(directory_of(Path(path)), dtype=torch.float32).eval()
+    model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
+    if arguments.cpu_time: torch.set_num_threads(1)
+
+    def generated(ids: list[int], count: int) -> float:
+        prompt, begun = torch.tensor([ids]), time.perf_counter()
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count, do_sample=False)
+        return time.perf_counter() - begun
+
+    def run(ids: list[int], count: int) -> tuple[float, float]:
+        first = 0.0 if arguments.cpu_time else generated(ids, 1)
+        return first, generated(ids, count) if count > 1 or arguments.cpu_time else first
+    return timed(run, arguments)
+
+
+def directory_of(path: Path) -> Path:
+    """The floats that a file was made of."""
+    return path.parent / (path.stem.rpartition("-")[0] or path.name)
+
+
+WORK = {OURS: work_ours, THEIRS: work_theirs, FLOATS: work_floats}
 
 
 def serve(once: Callable[[str], float]) -> None:
@@ -88,7 +128,9 @@ class Worker:
         python = arguments.peer if engine == THEIRS else sys.executable
         command = [python, __file__, str(path), "--work", engine, "--dtype", arguments.dtype,
                    "--tokens", str(arguments.tokens), "--prompt", str(arguments.prompt)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        alone = {"NUM_CPU_THREADS": "1", "OMP_NUM_THREADS": "1"} if arguments.cpu_time else {}
+        self.process = subprocess.Popen([*command, *["--cpu-time"] * arguments.cpu_time], text=True,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | alone)
         self.answer()
 
     def answer(self) -> Any:
@@ -138,27 +180,29 @@ def machine_ticks() -> tuple[int, int]:
 
 def compare(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Both engines on one file, repetitions in turn."""
-    workers = {engine: Worker(engine, path, arguments) for engine in ENGINES}
+    there = [engine for engine in ENGINES if engine != FLOATS or directory_of(path).is_dir()]
+    workers = {engine: Worker(engine, path, arguments) for engine in there}
     found = {mode: [pair(workers, mode) for _ in range(arguments.repeat)] for mode in MODES}
     for mode, pairs in found.items():
-        for _ in range(PATIENCE * arguments.repeat):
+        for _ in range(0 if arguments.cpu_time else PATIENCE * arguments.repeat):
             if sum(others <= QUIET for others, _ in pairs) >= arguments.repeat: break
             pairs.append(pair(workers, mode))
         pairs.sort(key=lambda each: each[0])
-    runs = {mode: {each: [rates[each] for _, rates in pairs[:arguments.repeat]] for each in ENGINES}
+    runs = {mode: {each: [rates[each] for _, rates in pairs[:arguments.repeat]] for each in there}
             for mode, pairs in found.items()}
     for worker in workers.values(): worker.end()
-    ratios = {mode: [a / b for a, b in zip(done[OURS], done[THEIRS], strict=True)]
+    ratios = {mode: {peer: [a / b for a, b in zip(done[OURS], done[peer], strict=True)] for peer in there[1:]}
               for mode, done in runs.items()}
     def cell(rates: list[float], digits: int) -> str: return f"{median(rates):.{digits}f} ({spread(rates)})"
     shares = {mode: pairs[arguments.repeat - 1][0] for mode, pairs in found.items()}
-    rows = [[f"{path.name}, {mode}", *(cell(done[each], 1) for each in ENGINES), cell(ratios[mode], 2)]
-            for mode, done in runs.items()]
-    print(table(["tokens/s", *ENGINES, "ratio"], rows), flush=True)
+    rows = [[f"{path.name}, {mode}", *(cell(done[each], 1) for each in there),
+             *(cell(each, 2) for each in ratios[mode].values())] for mode, done in runs.items()]
+    print(table(["tokens/s", *there, *(f"/ {peer}" for peer in there[1:])], rows), flush=True)
     for mode, share in shares.items():
         if share > QUIET: print(f"{mode}: other processes took up to {share:.0%} of the cores", flush=True)
     return {"file": path.name, "bytes": path.stat().st_size, "types": types_of(path), "runs": runs,
-            "others": shares, "ratio": {mode: median(each) for mode, each in ratios.items()}}
+            "others": shares,
+            "ratio": {mode: {peer: median(each) for peer, each in by.items()} for mode, by in ratios.items()}}
 
 
 def types_of(path: Path) -> dict[str, int]:
@@ -175,18 +219,22 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=129, help="to generate (default 129)")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a long prompt (default 512)")
     parser.add_argument("--repeat", type=int, default=9, help="turns of each side (default 9)")
+    parser.add_argument("--cpu-time", action="store_true", help="of one thread, not of a clock")
     parser.add_argument("--dtype", default="auto", help="of tinygrad_nv's activations (default auto)")
     parser.add_argument("--peer", default=sys.executable, metavar="PYTHON", help="with llama-cpp-python")
-    parser.add_argument("--save", action="store_true", help="keep the result beside the others")
+    parser.add_argument("--save", nargs="?", const="cpu_gguf", metavar="NAME",
+                        help="keep the result beside the others")
     parser.add_argument("--work", choices=ENGINES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:
         serve(WORK[arguments.work](str(arguments.files[0]), arguments))
         return
-    results = [compare(path, arguments) for path in arguments.files]
-    if arguments.save:
-        save("cpu_gguf", {"tokens": arguments.tokens, "prompt": arguments.prompt, "dtype": arguments.dtype,
-                          "results": results})
+    results = []
+    for path in arguments.files:
+        results.append(compare(path, arguments))
+        if not arguments.save: continue
+        save(arguments.save, {"tokens": arguments.tokens, "prompt": arguments.prompt,
+                              "cpu_time": arguments.cpu_time, "dtype": arguments.dtype, "results": results})
 
 
 if __name__ == "__main__": main()

@@ -1,6 +1,6 @@
 """How fast are embeddings, beside transformers? Texts of 5 to 60 words in one interleaved run.
 
-    python bench/embeddings.py [MODEL] [--texts 256] [--rounds 5] [--json FILE]
+    python bench/embeddings.py [MODEL] [--texts 256] [--rounds 5]
 
 MODEL is a BERT-like directory; without it, a random one of MiniLM-L6's shape. transformers runs as
 sentence-transformers calls it: batches of 32 texts, sorted by length and padded, mean pooling, normalised.
@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from measure import save
 
 from tinygrad_nv.engine.llm import LLM
 
@@ -70,7 +71,6 @@ def main() -> None:
     parser.add_argument("model", nargs="?", type=Path)
     parser.add_argument("--texts", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         directory: Path = arguments.model or random_model(Path(folder))
@@ -95,7 +95,7 @@ def main() -> None:
     found["ratio"] = statistics.median(a / b for a, b in zip(seconds["transformers"], seconds["tinygrad_nv"],
                                                              strict=True))
     print(json.dumps(found, indent=1))
-    if arguments.json: arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    save("embeddings", found)
 
 
 if __name__ == "__main__": main()

@@ -1,15 +1,17 @@
-"""GGUF files for benches: the model in the box and random Llamas (cpu_decode.py) in formats of llama.cpp.
+"""GGUF files for benches: the model in the box and random ones (cpu_decode.py) in formats of llama.cpp.
 
     python bench/gguf_models.py 37M 38M --formats q4_0 q4_K_M q8_0 --out FOLDER [--peer PYTHON]
 
-Writes FOLDER/MODEL-FORMAT.gguf without a tokenizer: ids go in and come out. llama.cpp quantises a file of
-float16, so that a format is what llama.cpp makes of it: q4_K_M has q6_K for some matrices, and q5_0 and q8_0
-for those whose rows are no multiple of 256. The types of each file are printed. `--peer` is the Python that
-has llama-cpp-python (gguf_peer.py); this one needs gguf and torch.
+Writes FOLDER/MODEL-FORMAT.gguf without a tokenizer: ids go in and come out; and FOLDER/MODEL, the directory
+that cpu_gguf.py runs in transformers. llama.cpp quantises a file of float16, so that a format is what
+llama.cpp makes of it: q4_K_M has q6_K for some matrices, and q5_0 and q8_0 for those whose rows are no
+multiple of 256. The types of each file are printed. `--peer` is the Python that has llama-cpp-python
+(gguf_peer.py); this one needs gguf and torch.
 """
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +36,9 @@ def main() -> None:
     for model in arguments.models:
         source = arguments.out / f"{model}-f16.gguf"
         if not source.exists():
-            with made(model) as directory: write(directory, source, "float16")
+            with made(model) as directory:
+                write(directory, source, "float16")
+                shutil.copytree(directory, arguments.out / model, dirs_exist_ok=True)
         for format in arguments.formats:
             path = arguments.out / f"{model}-{format}.gguf"
             if not path.exists():

@@ -25,7 +25,7 @@ import numpy as np
 class Session:
     """A model that chooses the likeliest tokens."""
 
-    def __init__(self, path: str, room: int) -> None:
+    def __init__(self, path: str, room: int, threads: int | None = None) -> None:
         llama_cpp.llama_log_set(SILENT, None)
         llama_cpp.llama_backend_init()
         how = llama_cpp.llama_model_default_params()
@@ -33,7 +33,7 @@ class Session:
         self.model = llama_cpp.llama_model_load_from_file(path.encode(), how)
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch = room, max(params.n_ubatch, 512)
-        params.n_threads = params.n_threads_batch = os.cpu_count() or 1
+        params.n_threads = params.n_threads_batch = threads or os.cpu_count() or 1
         self.context = llama_cpp.llama_init_from_model(self.model, params)
         if not self.context: raise SystemExit(f"llama.cpp does not open {path}")
         self.batch = int(params.n_batch)

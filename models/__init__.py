@@ -9,7 +9,7 @@ Read in this order:
   llama.py      the network; layers.py, attention.py, dense.py have its parts
   paged.py      a step of many sequences over KV cache pages
   weights.py    which tensors a checkpoint must hold, and where in the network each is stored
-  quantised.py  quantised layers among them
+  quantised.py  quantised layers among them; quantised_experts.py those of experts
   checkpoint.py the files: safetensors (single or sharded) and pytorch_model.bin
   pickles.py    the tensors of a pytorch_model.bin, without running the pickle
   gguf.py       GGUF files: metadata as config.json, tensors by Hugging Face names

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
 from typing import Protocol
@@ -34,6 +34,7 @@ from .pickles import read_entries
 
 # Older checkpoints carry buffers that are recomputed, some of them masks of bool; they mean nothing.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
+EXPERT_BLOCKS = ("_blocks", "_scales")
 MAX_HEADER = 100 << 20  # the format's own limit
 SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # and those of quantised tensors, under their own names
@@ -96,6 +97,7 @@ class Safetensors:
         if entry.parts:
             found = _sparse_elements(entry, begin, end).reshape(-1).data.cast("B")
             return write(tensor, offset, convert(found, entry.dtype, tensor.dtype))
+        if entry.strides is not None: return _read_strided(entry, begin, end, tensor, offset)
         item, (path, position) = ITEM_BYTES[entry.dtype], entry.file_offset
         target = host_bytes(tensor)
         with open(path, "rb", buffering=0) as file:
@@ -106,6 +108,23 @@ class Safetensors:
             data = memoryview(bytearray((end - begin) * item))
             _fill(file, data, path)
         write(tensor, offset, convert(data, entry.dtype, tensor.dtype))
+
+
+def _read_strided(entry: TensorEntry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
+    assert (begin, end) == (0, math.prod(entry.shape)), "strided tensors are read whole"
+    write(tensor, offset, convert(_strided(entry), entry.dtype, tensor.dtype))
+
+
+def _strided(entry: TensorEntry) -> memoryview:
+    """The elements in index order."""
+    assert entry.strides is not None, "entries with strides only"
+    steps = zip(entry.shape, entry.strides, strict=True)
+    span = 1 + sum((extent - 1) * stride for extent, stride in steps)
+    data = memoryview(bytearray(span * ITEM_BYTES[entry.dtype]))
+    with open(entry.file_offset[0], "rb", buffering=0) as file:
+        file.seek(entry.file_offset[1])
+        _fill(file, data, entry.file_offset[0])
+    return in_index_order(data, entry)
 
 
 def _fill(file: FileIO, target: memoryview, path: str) -> None:
@@ -220,6 +239,22 @@ def _with_sparse(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     return out
 
 
+def _with_experts(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Entries, blocks and scales of all experts as those of each (quant/readers/mxfp4.py)."""
+    out: dict[str, TensorEntry] = {}
+    for name, entry in entries.items():
+        prefix, there, last = name.rpartition(".experts.")
+        if not (there and last.endswith(EXPERT_BLOCKS) and "." not in last and entry.dtype == "U8"):
+            out[name] = entry
+            continue
+        (count, *shape), (path, offset) = entry.shape, entry.file_offset
+        for i in range(count):
+            own = f"{prefix}.experts.{i}.{last}"
+            out[own] = replace(entry, name=own, shape=tuple(shape),
+                               file_offset=(path, offset + i * math.prod(shape)))
+    return out
+
+
 def named(dtype: str) -> DType:
     """tinygrad's dtype of a name in `ITEM_BYTES`."""
     return {"float32": dtypes.float32, "float16": dtypes.float16, "bfloat16": dtypes.bfloat16}[dtype]
@@ -252,17 +287,6 @@ class PyTorchFiles(Safetensors):
         return [TensorEntry(name, dtype, shape, (str(path), position), strides)
                 for name, dtype, shape, position, strides in read_entries(path, IGNORED_SUFFIXES)]
 
-    def read_into(self, entry: TensorEntry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
-        if entry.strides is None: return super().read_into(entry, begin, end, tensor, offset)
-        assert (begin, end) == (0, math.prod(entry.shape)), "strided tensors are read whole"
-        steps = zip(entry.shape, entry.strides, strict=True)
-        span = 1 + sum((extent - 1) * stride for extent, stride in steps)
-        data = memoryview(bytearray(span * ITEM_BYTES[entry.dtype]))
-        with open(entry.file_offset[0], "rb", buffering=0) as file:
-            file.seek(entry.file_offset[1])
-            _fill(file, data, entry.file_offset[0])
-        return write(tensor, offset, convert(in_index_order(data, entry), entry.dtype, tensor.dtype))
-
 
 class GGUFTensors:
     """Tensors of a GGUF file."""
@@ -293,7 +317,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         elif index.is_file():
             for shard, names in _shards(index).items(): checkpoint.add(shard, names)
         else: continue
-        checkpoint.entries = _with_sparse(checkpoint.entries)
+        checkpoint.entries = _with_experts(_with_sparse(checkpoint.entries))
         return checkpoint
     raise WeightError(f"{directory} holds no weights",
                       "model.safetensors, or model.safetensors.index.json with its shards, or "

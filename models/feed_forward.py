@@ -7,10 +7,13 @@ of a token are added. No extent depends on the routing, so a captured step serve
 """
 from __future__ import annotations
 
+from typing import Any
+
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
-from tinygrad_nv.functional import grouped_matmul, route
+from tinygrad_nv.functional import Routing, grouped_matmul, quant_grouped_matmul, route
+from tinygrad_nv.quant.activations import StackWeight
 
 from .config import ModelConfig
 from .layers import Linear
@@ -50,6 +53,13 @@ class MixtureOfExperts:
         # an expert's gate, then its up; one below the other
         self.gate_up = empty(moe.experts * 2 * moe.width, hidden)
         self.down = empty(moe.experts * hidden, moe.width)
+        self.router_bias = self.gate_up_bias = self.down_bias = None
+        if moe.biased:
+            self.router_bias = empty(moe.experts)
+            self.gate_up_bias, self.down_bias = empty(moe.experts, 2 * moe.width), empty(moe.experts, hidden)
+        # of quantised experts instead of these: gate and up of each, and down
+        self.gate_up_stack: StackWeight | None = None
+        self.down_stack: StackWeight | None = None
         self.shared = FeedForward(config, moe.shared_width, dtype, device) if moe.shared_width else None
         self.shared_gate = empty(1, hidden) if moe.shared_gate else None
         self.choice_bias: Tensor | None = None
@@ -69,10 +79,21 @@ class MixtureOfExperts:
         """What the experts add for tokens (T, hidden)."""
         moe, (tokens, hidden) = self.moe, x.shape
         rows, router = (x.float(), self.router.float()) if moe.exact_router else (x, self.router)
-        routing = route(rows.linear(router.T).contiguous(), moe.policy, self.choice_bias)
-        gate_up = self.gate_up.reshape(moe.experts, 2 * moe.width, hidden)
-        inner = grouped_matmul(x, gate_up, routing.offsets, routing.order, gather=moe.policy.k,
-                               activation=self.activation)
-        made = grouped_matmul(inner, self.down.reshape(moe.experts, hidden, moe.width), routing.offsets,
-                              routing.order, scatter=True, weights=routing.weights.flatten())
+        logits = rows.linear(router.T, self.router_bias).contiguous()
+        routing, gather = route(logits, moe.policy, self.choice_bias), moe.policy.k
+        weights: Tensor | None = routing.weights.flatten()
+        if moe.scaled_inputs:
+            slots = x.unsqueeze(1) * routing.weights.cast(x.dtype).unsqueeze(-1)
+            x, gather, weights = slots.reshape(-1, hidden).contiguous(), 1, None
+        inner = _multiplied(x, self.gate_up_stack, self.gate_up.reshape(moe.experts, 2 * moe.width, hidden),
+                            routing, gather=gather, activation=self.activation, bias=self.gate_up_bias)
+        made = _multiplied(inner, self.down_stack, self.down.reshape(moe.experts, hidden, moe.width), routing,
+                           scatter=True, weights=weights, bias=self.down_bias)
         return made.reshape(tokens, moe.policy.k, hidden).sum(1)
+
+
+def _multiplied(x: Tensor, stack: StackWeight | None, w: Tensor, routing: Routing, **more: Any) -> Tensor:
+    """Rows times the matrices of their experts: of a stack, where these are quantised, else of w."""
+    if stack is None: return grouped_matmul(x, w, routing.offsets, routing.order, **more)
+    return quant_grouped_matmul(stack.inputs(x), stack.matrix, routing.offsets, routing.order,
+                                int8=stack.int8, **more)

@@ -5,6 +5,9 @@ Protocol: `find(path)` is the file that a model's path means. `config_of(file)` 
 for `config.parse_config`; its quantization_config has the types of blocks (quant/readers/gguf.py).
 `stored(file)` are the tensors as a checkpoint lists them.
 
+A tensor of the matrices of all experts is listed as one for each, as Hugging Face has them. Whether weights
+of a token's experts are renormalised is no metadata: llama.cpp knows it of an architecture, as `FIXED` says.
+
 What llama.cpp's converter changes is undone: it orders the rows of queries and keys of LLaMA so that rope
 rotates neighbours, and it adds 1 to Gemma's norms. Rope frequencies of Llama 3 are a tensor of factors.
 
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +29,15 @@ from tinygrad_nv.quant.gguf.file import GGUFFile, GGUFTensor
 from tinygrad_nv.quant.gguf.split import parts_of
 from tinygrad_nv.quant.readers.gguf import row_order
 
+from .families import mixtral
+from .names import LLAMA_NAMES, Names
+
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
-                 "gemma": "GemmaForCausalLM"}
+                 "gemma": "GemmaForCausalLM", "qwen2moe": "Qwen2MoeForCausalLM",
+                 "qwen3moe": "Qwen3MoeForCausalLM", "olmoe": "OlmoeForCausalLM"}
+MIXTRAL = "MixtralForCausalLM"      # what a llama with experts is
+FIXED = {"qwen2moe": {"norm_topk_prob": False}, "qwen3moe": {"norm_topk_prob": True},
+         "olmoe": {"norm_topk_prob": False}}
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 EMBEDDING, HEAD, FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 
@@ -38,7 +48,10 @@ REQUIRED = {"context_length": "max_position_embeddings", "embedding_length": "hi
             "attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 # and those that config.py knows, or refuses
 OPTIONAL = {"attention.head_count_kv": "num_key_value_heads", "rope.freq_base": "rope_theta",
-            "expert_count": "num_local_experts", "attn_logit_softcapping": "attn_logit_softcapping",
+            "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+            "attention.clamp_kqv": "clip_qkv", "attn_logit_softcapping": "attn_logit_softcapping",
             "final_logit_softcapping": "final_logit_softcapping", "attention.scale": "attention_multiplier",
             "logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",
             "embedding_scale": "embedding_multiplier"}
@@ -51,7 +64,13 @@ LAYER_NAMES = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layer
                "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
                "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
                "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-               "ffn_down": "mlp.down_proj"}
+               "ffn_down": "mlp.down_proj", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+               "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
+               "ffn_down_shexp": "mlp.shared_expert.down_proj"}
+ROUTER = "ffn_gate_inp"
+EXPERTS = {"ffn_gate_exps": 0, "ffn_up_exps": 1, "ffn_down_exps": 2}    # places in Names.expert_matrices
+# settings of experts that no supported architecture has, with the values that change nothing
+NEUTRAL = {"expert_weights_scale": (0.0, 1.0), "expert_gating_func": (1,), "expert_group_count": (0, 1)}
 
 
 def find(path: Path) -> Path | None:
@@ -70,14 +89,20 @@ def find(path: Path) -> Path | None:
     return found[0] if found else None
 
 
-def hugging_face_name(name: str) -> str:
-    """blk.0.attn_q.weight → model.layers.0.self_attn.q_proj.weight; unknown names as they are."""
+def hugging_face_name(name: str, names: Names = LLAMA_NAMES) -> str:
+    """blk.0.attn_q.weight → model.layers.0.self_attn.q_proj.weight; unknown names as they are. Of the
+    matrices of experts {} stands for an expert's number."""
     stem, dot, suffix = name.rpartition(".")
     if stem in NAMES: return f"{NAMES[stem]}{dot}{suffix}"
     block, _, rest = stem.partition(".")
     number, _, part = rest.partition(".")
-    if block != "blk" or part not in LAYER_NAMES: return name
-    return f"model.layers.{number}.{LAYER_NAMES[part]}{dot}{suffix}"
+    found = LAYER_NAMES.get(part, names.router if part == ROUTER else "")
+    stem, _, expert = part.partition(".")
+    if part in EXPERTS: stem, expert = part.removesuffix("_exps"), "{}"
+    # older files have a tensor for each expert
+    if f"{stem}_exps" in EXPERTS and expert:
+        found = f"{names.expert.format(expert)}.{names.expert_matrices[EXPERTS[f'{stem}_exps']]}"
+    return f"model.layers.{number}.{found}{dot}{suffix}" if block == "blk" and found else name
 
 
 # **** metadata ****
@@ -97,15 +122,28 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     made = {name: _single(file, key, own[key]) for key, name in (REQUIRED | OPTIONAL).items()
             if key in own and not (key.endswith("_scale") and own[key] == 1.0)}
     made.setdefault("num_key_value_heads", made["num_attention_heads"])
-    made |= {"architectures": [ARCHITECTURES[kind]], "tie_word_embeddings": HEAD not in file.tensors,
+    for key, same in NEUTRAL.items():
+        if own.get(key, same[0]) not in same:
+            raise ModelError(f"{file.path}: {kind}.{key} is {own[key]!r}, which is not implemented",
+                             f"{' or '.join(map(str, same))}", "use a model of a supported family")
+    made |= FIXED.get(kind, {})
+    made |= {"architectures": [_mixture(file) or ARCHITECTURES[kind]],
+             "tie_word_embeddings": HEAD not in file.tensors,
              "vocab_size": _vocabulary(file, own), "eos_token_id": _end_tokens(file),
              "attention_bias": "blk.0.attn_q.bias" in file.tensors,
              "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
              "head_dim": _head_dim(file, own, made), "rope_scaling": _rope_scaling(file, own)}
-    if own.get("attention.sliding_window"): made |= _windows(kind, own["attention.sliding_window"])
+    if own.get("attention.sliding_window"): made |= _windows(kind, own["attention.sliding_window"]) \
+        | ({"architectures": [MIXTRAL]} if _mixture(file) else {})
     if types := _types(file): made["quantization_config"] = {"quant_method": "gguf", "types": types,
                                                              "heads": _reordered(file)}
     return made
+
+
+def _mixture(file: GGUFFile) -> str:
+    """Mixtral's architecture, where a llama has experts; else ""."""
+    experts = file.metadata.get("llama.expert_count")
+    return MIXTRAL if file.metadata.get("general.architecture") == "llama" and experts else ""
 
 
 def _single(file: GGUFFile, key: str, value: Any) -> Any:
@@ -187,17 +225,31 @@ class StoredTensor:
 
 def stored(file: GGUFFile) -> list[StoredTensor]:
     """The tensors of a model. An embedding of blocks is listed for the head, too, if that is tied."""
-    made = []
-    for source in file.tensors.values():
-        name, shape = hugging_face_name(source.name), source.shape
-        if source.name == FACTORS: continue
-        dtype = FLOATS.get(source.format.name, "U8")
-        if _offset(file, source): dtype = "float32"
-        blocked = (*shape[:-1], source.format.row_bytes(shape[-1]))
-        made.append(StoredTensor(name, dtype, blocked if dtype == "U8" else shape, source))
+    made, names = [], mixtral.NAMES if _mixture(file) else LLAMA_NAMES
+    for whole in file.tensors.values():
+        if whole.name == FACTORS: continue
+        name = hugging_face_name(whole.name, names)
+        for number, source in enumerate(_matrices(whole)):
+            shape, dtype = source.shape, FLOATS.get(source.format.name, "U8")
+            if _offset(file, source): dtype = "float32"
+            blocked = (*shape[:-1], source.format.row_bytes(shape[-1]))
+            made.append(StoredTensor(name.format(number) if "{}" in name else name, dtype,
+                                     blocked if dtype == "U8" else shape, source))
         if source.name == EMBEDDING and source.format.type is not None and HEAD not in file.tensors:
             made.append(StoredTensor(hugging_face_name(HEAD), "U8", blocked, source))
     return made
+
+
+def _matrices(source: GGUFTensor) -> list[GGUFTensor]:
+    """Of a tensor of experts, the matrix of each; else the tensor itself."""
+    part = source.name.split(".")[2] if source.name.startswith("blk.") else ""
+    # llama.cpp drops an extent of 1
+    if part == "ffn_gate_inp_shexp" and len(source.shape) == 1:
+        return [replace(source, shape=(1, *source.shape))]
+    if part not in EXPERTS or len(source.shape) != 3: return [source]
+    step = source.nbytes // source.shape[0]
+    return [replace(source, shape=source.shape[1:], offset=source.offset + i * step)
+            for i in range(source.shape[0])]
 
 
 def elements(file: GGUFFile, tensor: StoredTensor, begin: int, end: int) -> np.ndarray:
@@ -206,7 +258,7 @@ def elements(file: GGUFFile, tensor: StoredTensor, begin: int, end: int) -> np.n
     heads = _reordered(file).get(tensor.name.rpartition(".")[0].rpartition(".")[2])
     columns = tensor.shape[-1] if len(tensor.shape) > 1 else 1
     first, last = begin // columns, -(-end // columns)
-    raw = file.raw(source.name)
+    raw = file.bytes_of(source)
     if len(tensor.shape) == 1: raw = raw.reshape(tensor.shape[0], -1)
     rows = raw[first:last] if heads is None else raw[row_order(len(raw), heads)[first:last]]
     numbers = (blocks.values if tensor.dtype == "float32" else blocks.floats)(source.format, rows)

@@ -11,28 +11,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import WeightError
 from tinygrad_nv.functional import multiplies_codes, prepared
-from tinygrad_nv.quant.activations import QWeight, SparseWeight
+from tinygrad_nv.quant.activations import QWeight, SparseWeight, StackWeight
 from tinygrad_nv.quant.floats import as_float32
 from tinygrad_nv.quant.readers.checks import AGAIN, FLOATS
 from tinygrad_nv.quant.readers.reader import Activations, Get, Reader, StoredMatrix, reader_of
 from tinygrad_nv.quant.sparse import SparseTensor
+from tinygrad_nv.quant.stack import QStack
 from tinygrad_nv.quant.tensor import QTensor, in_memory
 from tinygrad_nv.quant.types import QType, Scale, buffers
 from tinygrad_nv.runtime.memory import write
 
-from . import sparse
+from . import quantised_experts, sparse
 from .cache_scales import SUFFIXES
 from .checkpoint import TensorEntry, convert, read_array, safetensors_dtype
 from .feed_forward import MixtureOfExperts
 from .layers import Linear
 from .llama import Llama
+from .quantised_experts import Chunk, StoredStack
 
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
 STATIC = (".input_scale", ".activation_scale")      # transformers' fp8 has the second
@@ -67,8 +69,8 @@ Stored = StoredMatrix | StoredFloats
 @dataclass(frozen=True)
 class QuantisedLayer:
     """A layer's projections in order; those that are neither quantised nor sparse have a Tensor of their own.
-    `linear` is their `Linear`, or the name of the head or the embedding."""
-    linear: Linear | str
+    `linear` is their `Linear`, the stack of experts, or the name of the head or the embedding."""
+    linear: Linear | StoredStack | str
     parts: tuple[tuple[Stored, tuple[int, int]] | Tensor, ...]
 
     @property
@@ -121,6 +123,8 @@ def planned(model: Llama, entries: Mapping[str, TensorEntry], file: str) -> Plan
     for layer in range(len(model.blocks)):
         for _, found in groupby(projections(model, layer), key=lambda each: id(each.linear)):
             _add_layer(plan, reader, list(found), stored, model)
+        for stack in quantised_experts.planned(model, layer, reader, stored):
+            _add_experts(plan, stack, stored, model)
     # of a tied GGUF file, blocks of the embedding are the head's, too
     blocks = model.config.quantization.get("types", ())
     if not model.config.tied or f"{HEAD}.weight" in blocks: _add_table(plan, reader, HEAD, stored, model)
@@ -151,6 +155,17 @@ def _add_layer(plan: Plan, reader: Reader, found: list[Projection],
     plan.layers.append(QuantisedLayer(found[0].linear, tuple(parts)))
 
 
+def _add_experts(plan: Plan, stack: StoredStack, stored: Mapping[str, tuple[str, tuple[int, ...]]],
+                 model: Llama) -> None:
+    found = [_as_run(model, each, stack.shape, codes=False) for each in stack.matrices]
+    stack = replace(stack, matrices=tuple(each for each in found if each is not None))
+    plan.layers.append(QuantisedLayer(stack, tuple((each, stack.shape) for each in stack.matrices)))
+    plan.replaced |= {f"{name}.weight" for name in stack.names}
+    assert model.config.quantization is not None
+    if model.config.quantization.get("quant_method") == "gptq":     # AutoGPTQ writes biases of zeros
+        plan.unread |= {bias for name in stack.names if (bias := f"{name}.bias") in stored}
+
+
 def _sparse(model: Llama, one: Projection, stored: Mapping[str, tuple[str, tuple[int, ...]]]
             ) -> StoredFloats | None:
     """A projection of floats that may be sparse."""
@@ -169,12 +184,13 @@ def _add_table(plan: Plan, reader: Reader, name: str, stored: Mapping[str, tuple
     plan.replaced.add(f"{name}.weight")
 
 
-def _as_run(model: Llama, found: StoredMatrix | None, shape: tuple[int, int]) -> StoredMatrix | None:
+def _as_run(model: Llama, found: StoredMatrix | None, shape: tuple[int, int],
+            codes: bool = True) -> StoredMatrix | None:
     """Inputs are rounded where transformers rounds them, of compressed-tensors; of FP8 blocks and the like,
     where codes are multiplied: where there is no FP8 matmul it dequantises them."""
     assert model.config.quantization is not None
     if found is None or model.config.quantization.get("quant_method") == "compressed-tensors": return found
-    return found if _codes(found.type, shape, found.activations, model.device) else \
+    return found if codes and _codes(found.type, shape, found.activations, model.device) else \
         replace(found, activations=None)
 
 
@@ -276,45 +292,59 @@ class _Arrays:
 
 
 Read: TypeAlias = _Arrays | _Floats | Tensor
-Part: TypeAlias = QWeight | SparseWeight | Tensor       # of a layer in memory
+Part: TypeAlias = QWeight | SparseWeight | StackWeight | Tensor     # of a layer in memory
 
 
-def read_layer(layer: QuantisedLayer, entries: Mapping[str, TensorEntry]) -> list[Read]:
-    """The parts of a layer, neighbours of one type as one matrix."""
+def read_layer(layer: QuantisedLayer, entries: Mapping[str, TensorEntry]) -> list[Read] | Iterator[Chunk]:
+    """The parts of a layer, neighbours of one type as one matrix; experts are read while they are used."""
     def get(name: str) -> np.ndarray: return read_array(entries[name])
+    if isinstance(layer.linear, StoredStack): return quantised_experts.read(layer.linear, get)
     return list(_merged(layer.parts, get))
 
 
-def fill(model: Llama, layer: QuantisedLayer, found: Iterable[Read]) -> tuple[Part, ...]:
+def fill(model: Llama, layer: QuantisedLayer, found: Iterable[Any]) -> tuple[Part, ...]:
     """Repacks the parts of a layer, as kernels read them, and puts them in their place."""
     assert model.config.quantization is not None
     int8 = model.config.quantization["quant_method"] == "gguf" and model.int8_inputs
-    alone = layer.linear == EMBEDDING   # nothing is multiplied with it: its rows stay in one piece
-    def laid(one: QWeight) -> QTensor: return one.matrix if alone else prepared(one.matrix, one.codes)
-    made = (each if isinstance(each, Tensor) else each.in_memory(model) for each in found)
-    parts = tuple(replace(part, int8=int8, matrix=laid(part)) if isinstance(part, QWeight) else part
-                  for part in made)
+    parts = (quantised_experts.fill(model, layer.linear, found, int8),) \
+        if isinstance(layer.linear, StoredStack) else _repacked(model, layer, found, int8)
     place(model, layer, parts)
     return parts
 
 
+def _repacked(model: Llama, layer: QuantisedLayer, found: Iterable[Read], int8: bool) -> tuple[Part, ...]:
+    alone = layer.linear == EMBEDDING   # nothing is multiplied with it: its rows stay in one piece
+    def laid(one: QWeight) -> QTensor: return one.matrix if alone else prepared(one.matrix, one.codes)
+    made = (each if isinstance(each, Tensor) else each.in_memory(model) for each in found)
+    return tuple(replace(part, int8=int8, matrix=laid(part)) if isinstance(part, QWeight) else part
+                 for part in made)
+
+
 def place(model: Llama, layer: QuantisedLayer, parts: tuple[Part, ...]) -> None:
     """Puts the parts of a layer, as kernels read them, in their place."""
-    if isinstance(layer.linear, Linear): layer.linear.parts = parts
+    if isinstance(layer.linear, Linear): layer.linear.parts = _of_linear(parts)
+    elif isinstance(layer.linear, StoredStack):
+        assert isinstance(parts[0], StackWeight)
+        layer.linear.place.put(parts[0])
     else:
         assert isinstance(parts[0], QWeight)
         if layer.linear != EMBEDDING: model.quantised_head = parts[0]
         if layer.linear == EMBEDDING or model.config.tied: model.quantised_embedding = parts[0].matrix
 
 
-def matrices(model: Llama) -> list[tuple[QTensor | SparseTensor, Activations | None]]:
+def _of_linear(parts: tuple[Part, ...]) -> tuple[QWeight | SparseWeight | Tensor, ...]:
+    return tuple(part for part in parts if not isinstance(part, StackWeight))
+
+
+def matrices(model: Llama) -> list[tuple[QTensor | QStack | SparseTensor, Activations | None]]:
     """The quantised and sparse matrices of a network, and how the inputs of each are rounded; one that is
-    both head and embedding once."""
+    both head and embedding once, those of a layer's experts as one."""
     found = [each for layer in range(len(model.blocks)) for each in projections(model, layer)]
     linears = {id(each.linear): each.linear for each in found}.values()
-    made: list[tuple[QTensor | SparseTensor, Activations | None]] = [
+    made: list[tuple[QTensor | QStack | SparseTensor, Activations | None]] = [
         (part.matrix, part.activations) for linear in linears for part in linear.parts
         if not isinstance(part, Tensor)]
+    made += [(stack.matrix, stack.activations) for stack in quantised_experts.stacks(model)]
     head, table = model.quantised_head, model.quantised_embedding
     if head is not None: made.append((head.matrix, head.activations))
     if table is not None and (head is None or table is not head.matrix): made.append((table, None))

@@ -25,11 +25,12 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.quant import sparse
-from tinygrad_nv.quant.activations import QWeight, SparseWeight
+from tinygrad_nv.quant.activations import QWeight, SparseWeight, StackWeight
 from tinygrad_nv.quant.readers.reader import Activations
 from tinygrad_nv.quant.sparse import SparseTensor
+from tinygrad_nv.quant.stack import QStack
 from tinygrad_nv.quant.tensor import QTensor, in_memory
-from tinygrad_nv.quant.types import Buffer, QType, buffers
+from tinygrad_nv.quant.types import Buffer, QType, buffers, stack_buffers
 from tinygrad_nv.runtime import memory
 from tinygrad_nv.tile.spec_json import from_plain, to_plain
 
@@ -43,7 +44,7 @@ DAMAGES = (OSError, ValueError, LookupError, TypeError, AttributeError, SpecErro
 def tensors_of(part: Part) -> dict[str, Tensor]:
     """Buffers that a file has of a part, by name."""
     if isinstance(part, Tensor): return {}
-    if isinstance(part, QWeight): return dict(part.matrix.buffers)
+    if isinstance(part, QWeight | StackWeight): return dict(part.matrix.buffers)
     matrix = part.matrix
     scales = {} if matrix.scales is None else {"scales": matrix.scales}
     return {"values": matrix.values, "metadata": matrix.metadata, **scales}
@@ -52,8 +53,9 @@ def tensors_of(part: Part) -> dict[str, Tensor]:
 def _said(part: Part, sums: Mapping[str, int]) -> dict[str, Any]:
     """A part without its buffers, of which it has checksums; {} of a dense one."""
     if isinstance(part, Tensor): return {}
-    made = {"shape": list(part.matrix.shape), "activations": to_plain(part.activations),
-            "input_scale": part.input_scale, "sums": dict(sums)}
+    made = {"shape": list(part.matrix.shape), "activations": to_plain(part.activations), "sums": dict(sums)}
+    if isinstance(part, StackWeight): return {"stack": to_plain(part.matrix.type), "int8": part.int8, **made}
+    made["input_scale"] = part.input_scale
     if isinstance(part, SparseWeight): return {"sparse": to_plain(part.matrix.dtype), **made}
     return {"type": to_plain(part.matrix.type), "int8": part.int8, "codes": part.codes, **made}
 
@@ -61,13 +63,18 @@ def _said(part: Part, sums: Mapping[str, int]) -> dict[str, Any]:
 def empty(data: dict[str, Any], plain: list[Tensor], device: str | None) -> Part:
     """A part with empty buffers; a dense one is taken from `plain`."""
     if not data: return plain.pop(0)
-    shape: tuple[int, int] = from_plain(tuple[int, int], data["shape"])
     how = from_plain(Activations | None, data["activations"])
-    scale = from_plain(float | None, data["input_scale"])
 
     def made(wanted: Mapping[str, Buffer]) -> dict[str, Tensor]:
         return {name: Tensor.empty(*wanted[name].shape, dtype=in_memory(wanted[name].dtype), device=device)
                 for name in data["sums"]}
+    if "stack" in data:
+        kind: QType = from_plain(QType, data["stack"])
+        extents: tuple[int, int, int] = from_plain(tuple[int, int, int], data["shape"])
+        return StackWeight(QStack(kind, extents, made(stack_buffers(kind, extents))), how,
+                           from_plain(bool, data["int8"]))
+    shape: tuple[int, int] = from_plain(tuple[int, int], data["shape"])
+    scale = from_plain(float | None, data["input_scale"])
     if "sparse" in data:
         dtype = from_plain(DType, data["sparse"])
         wanted = sparse.buffers(dtype, *shape) | {"scales": Buffer((shape[0], 1), dtypes.float32)}

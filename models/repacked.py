@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tinygrad import Tensor
 
-from tinygrad_nv.quant.activations import QWeight, SparseWeight
+from tinygrad_nv.quant.activations import QWeight, SparseWeight, StackWeight
 from tinygrad_nv.runtime.memory import allocate_arena
 from tinygrad_nv.runtime.memory_pool import labelled
 
@@ -129,6 +129,7 @@ def _is_repacked(parts: Loaded, plain: list[Tensor]) -> bool:
     """Whether a layer's parts lie in another order than stored; dense ones are those of the network."""
     known = {id(each) for each in plain}
     def repacked(part: Part) -> bool:
+        if isinstance(part, StackWeight): return part.matrix.type.layout != "rows"
         if isinstance(part, QWeight): return not part.codes or part.matrix.type.layout != "rows"
         return isinstance(part, SparseWeight)
     return all(id(each) in known for each in parts if isinstance(each, Tensor)) and any(map(repacked, parts))

@@ -54,10 +54,10 @@ def paged_logits(model: Llama, ids: list[int]) -> np.ndarray:
 
 
 def test_a_page_holds_latents_alone(hf_model: Callable[[str], Path]):
-    """Bytes of a token: (kv_lora_rank + qk_rope_head_dim) · dtype · layers, of DeepSeek-V3 in bfloat16 70,272;
-    keys and values of 128 heads would take 57 times as many."""
+    """Bytes of a token: (kv_lora_rank + qk_rope_head_dim) · dtype · layers. Keys and values of DeepSeek-V3's
+    128 heads would take 71 times as many."""
     assert token_bytes(parse_config(V3), dtypes.bfloat16) == (512 + 64) * 2 * 61 == 70_272
-    assert 61 * 128 * (192 + 128) * 2 / 70_272 > 56
+    assert 61 * 128 * (192 + 128) * 2 / 70_272 > 71
     config = read_config(hf_model("deepseek-v3"))
     store = PageStore(config, "CPU", dtypes.float32, 3, 16, host_pages=2)
     held = sum(int(each.nbytes()) for each in store.tensors)
@@ -120,6 +120,38 @@ def test_layers_that_draft_are_not_read(hf_model: Callable[[str], Path], tmp_pat
     config = json.loads((source / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert np.array_equal(our_logits(tmp_path, PROMPT[:20]), our_logits(source, PROMPT[:20]))
+
+
+@pytest.mark.slow
+def test_fp8_blocks(hf_model: Callable[[str], Path], tmp_path: Path):
+    """A checkpoint as DeepSeek publishes them, of the layers without experts: the logits of its numbers as
+    floats, in whole sequences and in pages; the matrix of keys and values is taken apart as floats."""
+    source, sides = hf_model("deepseek-v3-halves"), [tmp_path / "fp8", tmp_path / "floats"]
+    config = json.loads((source / "config.json").read_text()) | {"first_k_dense_replace": 2}
+    random, tensors = torch.Generator().manual_seed(0), load_file(source / "model.safetensors")
+    floats = {name: x for name, x in tensors.items() if ".mlp." not in name}
+    for layer in range(2):
+        for name, shape in (("gate", (160, 64)), ("up", (160, 64)), ("down", (64, 160))):
+            floats[f"model.layers.{layer}.mlp.{name}_proj.weight"] = torch.randn(shape, generator=random) / 8
+    stored = dict(floats)
+    for name in [name for name in floats if name.endswith("_proj.weight") or "kv_a_proj" in name]:
+        if not name.endswith(".weight"): continue
+        scales = torch.stack([torch.stack([block.abs().max() / 448 for block in rows.split(128, 1)])
+                              for rows in floats[name].split(128)])
+        wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        wide = wide[:floats[name].shape[0], :floats[name].shape[1]]
+        stored[name] = (floats[name] / wide).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"], floats[name] = scales, stored[name].float() * wide
+    how = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    for side, given, more in zip(sides, (stored, floats), ({"quantization_config": how}, {}), strict=True):
+        side.mkdir()
+        save_file(given, side / "model.safetensors")
+        (side / "config.json").write_text(json.dumps(config | more))
+    model, plain = (loaded(side) for side in sides)
+    assert model.blocks[0].attention.output.parts
+    assert np.array_equal(*(one.blocks[1].attention.kv_b.weight.numpy() for one in (model, plain)))
+    near(paged_logits(model, PROMPT[:20]), plain, PROMPT[:20])
+    near(model(ints([PROMPT[:20]]))[0].numpy(), plain, PROMPT[:20])
 
 
 def test_refusals(hf_model: Callable[[str], Path]):

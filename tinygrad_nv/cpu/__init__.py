@@ -16,6 +16,7 @@ schedule and returns a `CPUKernel`.
   quant_gemm/ matmuls with a quantised matrix: as stored, and in tiles
   router/     experts of tokens, and the order of slots
   grouped_gemm/  rows times the matrix of their group
+  quant_grouped/  the same with quantised matrices
 
 measure.py measures the rates of this machine, for predictions. patterns/ make the calls, as they do for
 GPUs.

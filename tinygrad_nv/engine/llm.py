@@ -50,6 +50,7 @@ from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.quantised import sparse_savings
+from tinygrad_nv.models.quantised_experts import idle_bytes
 from tinygrad_nv.runtime.memory import sweep
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
 
@@ -205,7 +206,7 @@ class LLM:
         few rows of an embedding that is not the head, and of experts only those that a token has, as many as
         are expected (`MoEConfig.distinct`)."""
         held = self._weight_bytes - sparse_savings(self.model)
-        held -= self.config.inactive_parameters(sequences) * self.dtype.itemsize
+        held -= idle_bytes(self.model, sequences)
         if self.config.tied: return held
         table, dense = self.model.quantised_embedding, self.config.vocab_size * self.config.hidden_size
         return held - (dense * self.dtype.itemsize if table is None else table.nbytes)

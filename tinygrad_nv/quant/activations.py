@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.quant.sparse import SparseTensor
+from tinygrad_nv.quant.stack import QStack
 from tinygrad_nv.quant.tensor import QTensor
 from tinygrad_nv.quant.types import Scale
 
@@ -39,6 +40,18 @@ class QWeight:
         """What is multiplied: x (…, K) rounded, in its dtype."""
         if self.activations is None: return x
         return rounded(x, self.activations, self.input_scale)
+
+
+@dataclass(frozen=True)
+class StackWeight:
+    """Matrices of a layer's experts, and how their inputs are rounded. `int8` as of a `QWeight`."""
+    matrix: QStack
+    activations: Activations | None = None
+    int8: bool = False
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """What is multiplied: x (…, K) rounded, in its dtype."""
+        return x if self.activations is None else rounded(x, self.activations)
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,19 @@ from tinygrad_nv.cpu.isa import AVX2, PORTABLE, why_not
 from tinygrad_nv.cpu.router.kernel import CPURouter
 from tinygrad_nv.cpu.router.rows import CPUGroupRows
 from tinygrad_nv.cpu.target import CPU
+from tinygrad_nv.quant.types import MXFP4, Q4_0, Q4_K, UINT4, QType, per_group_scale
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
 from tinygrad_nv.tile.expression import Load, Sum
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
-from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec, TransposedGroupedSpec
+from tinygrad_nv.tile.grouped_gemm.spec import (
+    GroupedGemmSpec,
+    MixedGroupedSpec,
+    ScaledGroupedGemmSpec,
+    TransposedGroupedSpec,
+)
 from tinygrad_nv.tile.kv_append.spec import AppendSpec
+from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
 from tinygrad_nv.tile.router.spec import GroupRowsSpec, Policy, RouterSpec
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
 from tinygrad_nv.tile.schedule import Schedule
@@ -33,7 +40,7 @@ from tinygrad_nv.tile.templates import TABLE
 
 LEVELS = [replace(HERE, isa=isa) for isa in (PORTABLE, AVX2) if not why_not(isa.level)]
 TARGETS = GPU("sm_80", 108), GPU("sm_90a", 132), HERE, *LEVELS
-FAMILIES = ("decode", "kv_append", "embedding", "sampling", "router", "grouped_gemm")
+FAMILIES = ("decode", "kv_append", "embedding", "sampling", "router", "grouped_gemm", "quant_grouped")
 
 
 def caches() -> dict[str, DecodeSpec]:
@@ -46,6 +53,8 @@ def caches() -> dict[str, DecodeSpec]:
         "8 rows": decode(2, 1, 8, 8, 32, pages=5),
         "slopes": decode(3, 2, 3, 2, 64, 32, 3, score=specs.sloped()),
         "e4m3": decode(3, 2, 2, 1, 64, 32, 3, kv=E4M3),
+        "sinks": decode(3, 2, 3, 2, 64, pages=9, sinks=True),
+        "chunks": decode(3, 1, 3, 3, 64, 8, 11, window=20, chunked=True),
         "int8": decode(3, 2, 2, 2, 64, 16, 5, F16, S8, causal=False),
         "f32": decode(2, 1, 3, 2, 20, 8, 9, F32),
         "latents": specs.latent(2, 8, 2, 64, 16, pages=3),
@@ -103,6 +112,7 @@ def grouped() -> dict[str, GroupedGemmSpec | GroupedOuterSpec]:
             "down": GroupedGemmSpec(4, 26, 35, 64, F32, scatter=True, weighted=True),
             "gelu": GroupedGemmSpec(2, 20, 36, 31, F32, activation="gelu"),
             "gelu_tanh": GroupedGemmSpec(2, 20, 32, 32, BF16, activation="gelu_tanh"),
+            "mixed": MixedGroupedSpec(3, 30, 28, 40, F32, 15, gather=2, half=BF16),
             "clamped": GroupedGemmSpec(2, 20, 36, 70, BF16, activation="swiglu_clamped", biased=True),
             "gathered": GroupedGemmSpec(3, 40, 64, 72, BF16, 20, gather=2, activation="silu", biased=True),
             "8 bits": ScaledGroupedGemmSpec(3, 40, 48, 272, scatter=True, weighted=True),
@@ -111,9 +121,19 @@ def grouped() -> dict[str, GroupedGemmSpec | GroupedOuterSpec]:
                 3, 24, 20, 28, BF16, 24, 8, 1, 3)}
 
 
+def quantised() -> dict[str, QuantGroupedSpec]:
+    """Grouped matmuls with matrices in tiles: scales, minima, codes of floats, orders of columns."""
+    def of(type: QType, one: GroupedGemmSpec, int8: bool = False) -> QuantGroupedSpec:
+        return QuantGroupedSpec(one, replace(type, layout="tiles"), int8)
+    down = GroupedGemmSpec(4, 30, 35, 128, F32, scatter=True, weighted=True)
+    both = GroupedGemmSpec(3, 36, 40, 256, BF16, 12, gather=3, activation="silu", biased=True)
+    return {"q4_0": of(Q4_0, down, True), "q4_k": of(Q4_K, both, True), "mxfp4": of(MXFP4, down),
+            "zeros": of(QType(UINT4, per_group_scale(32, F16), zeros=True, permuted=True), both)}
+
+
 SPECS = {f"{family}: {name}": spec
          for family, of in zip(FAMILIES, (caches(), appends(), tables(), samplers(), routers(),
-                                                 grouped()), strict=True)
+                                                 grouped(), quantised()), strict=True)
          for name, spec in of.items()}
 CASES = [pytest.param(name, target, schedule, id=f"{name}, {schedule.template}, {target.arch}")
          for name, spec in SPECS.items() for target in TARGETS for schedule in schedules(spec, target)]
@@ -132,7 +152,13 @@ def prepared(spec: Any, integers: bool = False) -> Given:
         made["slots"].copy_(torch.randperm(spec.slots + 2, generator=random)[:spec.rows] - 1)
     if isinstance(spec, AppendSpec) and spec.table:
         made["table"].copy_(torch.randperm(spec.stored + 2, generator=random)[:spec.batch * spec.pages] - 1)
-    for name in (each for each in made if each.startswith("scale")): made[name].mul_(0.02).add_(0.01)
+    for name in (each for each in made if each.startswith("scale") and made[each].is_floating_point()):
+        made[name].mul_(0.02).add_(0.01)
+    if isinstance(spec, QuantGroupedSpec):
+        if spec.type.scale.e8m0: made["scales"].add_(124)
+        for row in made["columns"].view(-1, spec.grouped.k) if "columns" in made else ():
+            row.copy_(torch.randperm(spec.grouped.k, generator=random))
+        spec = spec.grouped
     if isinstance(spec, GroupedGemmSpec | GroupedOuterSpec):
         ends = torch.randint(spec.rows // 2, spec.rows + 1, (spec.groups - 1,), generator=random)
         made["offsets"].copy_(torch.tensor([0, *ends.sort().values, spec.rows]))
@@ -164,7 +190,8 @@ def runs(schedule: Schedule, target: GPU | CPU) -> list[tuple[Schedule, int]]:
 def is_exact(spec: Any) -> bool:
     """Whether sums have one order, and products are rounded before they are added."""
     if isinstance(spec, AppendSpec): return spec.rope is None or spec.rope.rounded
-    return not isinstance(spec, DecodeSpec | RouterSpec | GroupedGemmSpec)
+    grouped = GroupedGemmSpec | GroupedOuterSpec | QuantGroupedSpec
+    return not isinstance(spec, DecodeSpec | RouterSpec | grouped)
 
 
 @pytest.mark.parametrize(("name", "target", "schedule"), CASES)

@@ -10,7 +10,7 @@ from tinygrad import Tensor
 from tinygrad.device import Buffer
 from tinygrad.helpers import Context, GlobalCounters
 
-from tinygrad_nv import explain
+from tinygrad_nv import disabled, explain
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.functional import Policy, group_rows, grouped_matmul, grouped_outer, route
 
@@ -97,6 +97,19 @@ def layer(tokens: int, experts: int, k: int, hidden: int, inner: int) -> Callabl
     return step
 
 
+def most_allocated(step: Callable[[], list[Tensor]], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes beyond those before, at most."""
+    before, most, theirs = GlobalCounters.mem_used, [0], Buffer.allocate
+
+    def allocate(self: Buffer, *given: object, **named: object) -> Buffer:
+        made = theirs(self, *given, **named)
+        most.append(GlobalCounters.mem_used - before)
+        return made
+    monkeypatch.setattr(Buffer, "allocate", allocate)
+    Tensor.realize(*step())
+    return max(most)
+
+
 @pytest.mark.slow
 def test_the_memory_of_a_step_is_that_of_rows_and_matrices(monkeypatch: pytest.MonkeyPatch):
     """512 tokens, 8 of 64 experts: at most 12 times the rows of gate | up, and 4 times the matrices. One
@@ -104,20 +117,20 @@ def test_the_memory_of_a_step_is_that_of_rows_and_matrices(monkeypatch: pytest.M
     with Context(DEV="CPU"):
         step = layer(512, 64, 8, 64, 32)
         report = explain(*step())
-        assert sum(each.template == "grouped_gemm" for each in report.kernels) == 8
-        before, most = GlobalCounters.mem_used, [0]
-        theirs = Buffer.allocate
+        assert [each.template for each in report.kernels].count("grouped_gemm") == 8
+        most, rows, matrices = most_allocated(step, monkeypatch), 512 * 8 * 64 * 4, 64 * 3 * 32 * 64 * 4
+        print(f"{most / 1e6:.1f} MB, rows {rows / 1e6:.1f}, matrices {matrices / 1e6:.1f}")
+        assert matrices < most <= 12 * rows + 4 * matrices
 
-        def allocate(self: Buffer, *given: object, **named: object) -> Buffer:
-            made = theirs(self, *given, **named)
-            most.append(GlobalCounters.mem_used - before)
-            return made
-        monkeypatch.setattr(Buffer, "allocate", allocate)
-        made = step()
-        Tensor.realize(*made)
-        rows, matrices = 512 * 8 * 64 * 4, 64 * 3 * 32 * 64 * 4
-        print(f"{max(most) / 1e6:.1f} MB, rows {rows / 1e6:.1f}, matrices {matrices / 1e6:.1f}")
-        assert matrices < max(most) <= 12 * rows + 4 * matrices
+
+@pytest.mark.slow
+def test_the_memory_of_the_bodies(monkeypatch: pytest.MonkeyPatch):
+    """The same without kernels of ours, of 128 tokens, 8 of 64 experts: less than one product of each row and
+    its expert's matrix, 16.8 MB."""
+    with Context(DEV="CPU"), disabled():
+        most = most_allocated(layer(128, 64, 8, 64, 32), monkeypatch)
+        print(f"{most / 1e6:.1f} MB")
+        assert most < 128 * 8 * 64 * 64 * 4 / 2
 
 
 def test_outer_products_are_refused():

@@ -49,6 +49,20 @@ def test_tokens_that_share_a_row(dtype: DType):
     right(experts(x, w, sel), x.expand(2, 3, 4, K).reshape(24, K), w, sel)
 
 
+@pytest.mark.parametrize("dtype", [dtypes.float16, pytest.param(dtypes.bfloat16, marks=pytest.mark.slow)],
+                         ids=str)
+def test_matrices_of_16_bits(dtype: DType):
+    """Rows of float32, as tinygrad's llm has them: a few of an expert, and 40; and rows that are widened."""
+    w, x, sel = whole(E, N, K, dtype=dtype), whole(40, 1, K), Tensor.full((40, 1), 2, dtype=dtypes.int32)
+    few, one = chosen(8, 1), sel.contiguous().realize()
+    rows = x[:8].contiguous().realize()
+    right(experts(rows, w, few), rows[:, 0], w, few)
+    right(experts(x, w, one), x[:, 0], w, one)
+    half = x.cast(dtype).realize()
+    made = (half.float().unsqueeze(-2) @ w[one].float().transpose(-1, -2)).contiguous()
+    right(made, x[:, 0], w, one)
+
+
 def test_a_row_for_each_slot_and_one_for_all():
     w, sel, rows, one = whole(E, N, K), chosen(7, 2), whole(7, 2, K), whole(1, 1, K)
     right(experts(rows, w, sel), rows.reshape(14, K), w, sel)
@@ -63,6 +77,15 @@ def test_numbers_of_no_expert_are_those_of_tinygrad():
     assert "grouped_gemm" in [each.template for each in explain(experts(x, w, sel)).kernels]
     found = experts(x, w, sel).numpy()
     with disabled(): np.testing.assert_array_equal(found, experts(x, w, sel).numpy())
+
+
+def test_experts_of_64_bits():
+    """Numbers beyond 32 bits are no expert's."""
+    x, w = whole(4, 1, K), whole(E, N, K)
+    sel = Tensor([[3], [2**32 + 1], [0], [2**40]], dtype=dtypes.int64).realize()
+    found, rows = experts(x, w, sel).numpy()[:, 0], x.numpy()[:, 0]
+    wanted = np.einsum("rk,rnk->rn", rows, w.numpy()[[3, 0, 0, 0]]) * [[1], [0], [1], [0]]
+    np.testing.assert_array_equal(found, wanted)
 
 
 def test_a_layer_sorts_once():
@@ -106,6 +129,10 @@ def by_hand(x: Tensor, w: Tensor, sel: Tensor, first: int = 0) -> Tensor:
 @pytest.mark.parametrize(("words", "make"), [
     ("matrices that are computed", lambda x, w, sel: experts(x, w + 1, sel)),
     ("do not lie as (experts, columns, summed)", lambda x, w, sel: experts(x, w.transpose(0, 1), sel)),
+    ("40000 experts, at most 32768", lambda x, w, sel: experts(
+        x, Tensor.zeros(40000, 1, K).contiguous().realize(), sel)),
+    ("matrices that are rounded", lambda x, w, sel: (x.unsqueeze(-2) @ w[sel].half().float().transpose(
+        -1, -2)).contiguous()),
     ("results of f32, rows of f16", lambda x, w, sel: x.half().unsqueeze(-2).matmul(
         w.half().contiguous()[sel].transpose(-1, -2), dtype=dtypes.float).contiguous()),
     ("experts of slots in another order", lambda x, w, sel: by_hand(x, w, sel.reshape(2, 7).T)),

@@ -13,17 +13,33 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 KINDS = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
-         "Qwen3ForCausalLM": "qwen3", "GemmaForCausalLM": "gemma"}
+         "Qwen3ForCausalLM": "qwen3", "GemmaForCausalLM": "gemma", "MixtralForCausalLM": "llama",
+         "Qwen2MoeForCausalLM": "qwen2moe", "Qwen3MoeForCausalLM": "qwen3moe", "OlmoeForCausalLM": "olmoe"}
 LAYERS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "q_proj": "attn_q",
           "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output", "q_norm": "attn_q_norm",
-          "k_norm": "attn_k_norm", "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
+          "k_norm": "attn_k_norm", "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
+          "gate": "ffn_gate_inp", "shared_expert_gate": "ffn_gate_inp_shexp", "w1": "ffn_gate",
+          "w3": "ffn_up", "w2": "ffn_down"}
 TOPS = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 
 
 def gguf_name(name: str) -> str:
     """Of a tensor."""
     *above, stem, suffix = name.split(".")
+    if "experts" in above: return f"blk.{above[2]}.{LAYERS[stem]}_exps.{suffix}"
+    if "shared_expert" in above: return f"blk.{above[2]}.{LAYERS[stem]}_shexp.{suffix}"
     return f"blk.{above[2]}.{LAYERS[stem]}.{suffix}" if "layers" in above else f"{TOPS[stem]}.{suffix}"
+
+
+def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """By GGUF names, the matrices of a layer's experts as one tensor."""
+    made: dict[str, list[np.ndarray]] = {}
+
+    def place(name: str) -> tuple[str, int]:
+        _, there, rest = name.partition(".experts.")
+        return gguf_name(name), int(rest.split(".")[0]) if there else 0
+    for name in sorted(tensors, key=place): made.setdefault(gguf_name(name), []).append(tensors[name])
+    return {name: np.stack(some) if "_exps" in name else some[0] for name, some in made.items()}
 
 
 def in_llama_cpp_order(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -87,9 +103,10 @@ def quantised(weight: np.ndarray, kind: Kind, seed: int) -> np.ndarray:
 
 
 def write_model(path: Path, directory: Path, kinds: dict[str, Kind] | Kind = Kind.F32,
-                metadata: dict[str, Any] | None = None, split: int = 0) -> None:
+                metadata: dict[str, Any] | None = None, split: int = 0, apart: bool = False) -> None:
     """The model of a directory, its matrices as `kinds`, by parts of GGUF names ("" for all). `metadata`
-    replaces or, with None, leaves out. `split`: into files of so many tensors."""
+    replaces or, with None, leaves out. `split`: into files of so many tensors. `apart`: each expert has
+    tensors of its own."""
     config = json.loads((directory / "config.json").read_text())
     tensors = load_file(directory / "model.safetensors")
     kinds = kinds if isinstance(kinds, dict) else {"": kinds}
@@ -98,9 +115,13 @@ def write_model(path: Path, directory: Path, kinds: dict[str, Kind] | Kind = Kin
     given = {f"{arch}.{key}": value for key, value in _metadata(config, tensors).items()}
     for key, value in (given | (metadata or {})).items(): add(writer, key, value)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    for seed, (name, weight) in enumerate(tensors.items()):
-        if name == "lm_head.weight" and config["tie_word_embeddings"]: continue
-        weight, name = weight.astype(np.float32), gguf_name(name)
+    whole = stacked(tensors)
+    if apart:
+        whole = {name.replace("_exps", f".{i}" * (weight is not one)): one for name, weight in whole.items()
+                 for i, one in enumerate(weight if "_exps" in name else [weight])}
+    for seed, (name, weight) in enumerate(whole.items()):
+        if name == "output.weight" and config["tie_word_embeddings"]: continue
+        weight = weight.astype(np.float32)
         part = name.split(".")[-2]
         if arch == "llama" and part in heads: weight = in_llama_cpp_order(weight, heads[part])
         if arch == "gemma" and name.endswith("norm.weight"): weight = weight + 1
@@ -126,6 +147,11 @@ def _metadata(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[st
             "attention.layer_norm_rms_epsilon": config["rms_norm_eps"], "attention.key_length": dim,
             "attention.value_length": dim, "rope.dimension_count": dim,
             "rope.freq_base": rope.get("rope_theta", 10000.0), "vocab_size": config["vocab_size"]}
+    experts = config.get("num_local_experts") or config.get("num_experts")
+    if experts: made |= {"expert_count": experts, "expert_used_count": config["num_experts_per_tok"]}
+    for key, there in (("moe_intermediate_size", "expert_feed_forward_length"),
+                       ("shared_expert_intermediate_size", "expert_shared_feed_forward_length")):
+        if config.get(key): made[there] = config[key]
     if rope.get("rope_type") in ("linear", "yarn"):
         made |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
         if original := rope.get("original_max_position_embeddings"):

@@ -1,15 +1,21 @@
 """gpt-oss's experts, against transformers' dequantiser."""
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
-from reader_case import LAYER, array_of, layer_of, matrix_of, read, same, stored_of
+from reader_case import LAYER, layer_of, matrix_of, read, same
+from safetensors.torch import save_file
+from tinygrad_nv.models.checkpoint import open_checkpoint, read_array
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from tinygrad_nv.errors import WeightError
 from tinygrad_nv.quant.readers.mxfp4 import reader
 from tinygrad_nv.quant.tensor import QTensor
 from tinygrad_nv.quant.types import MXFP4
 
-MATRICES = "model.layers.0.mlp.experts.gate_up_proj"
+EXPERTS = "model.layers.0.mlp.experts"
 CONFIG = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
 
 
@@ -19,14 +25,32 @@ def case(*shape: int) -> dict[str, torch.Tensor]:
             "scales": torch.randint(100, 140, shape, generator=make).to(torch.uint8)}
 
 
-def test_experts():
-    stored = case(3, 40, 5)
-    tensors = {f"{MATRICES}_{name}": each for name, each in stored.items()}
-    wanted = convert_moe_packed_tensors(stored["blocks"], stored["scales"])     # [E, K, N]
-    found = reader(CONFIG, "config.json").experts(MATRICES, 3, (40, 160), stored_of(tensors))
-    assert found.type == MXFP4
-    made = QTensor.of(found.type, (120, 160), found.arrays(lambda name: array_of(tensors[name])), "CPU")
-    assert same(made, wanted.transpose(1, 2).reshape(120, 160).contiguous())
+def test_experts(tmp_path: Path):
+    """Of a file that has all of them in one tensor, gate and up in turn."""
+    gate_up, down = case(3, 40, 5), case(3, 160, 1)
+    save_file({f"{EXPERTS}.{matrix}_{name}": each for matrix, stored in (("gate_up_proj", gate_up),
+               ("down_proj", down)) for name, each in stored.items()}, tmp_path / "model.safetensors")
+    entries = open_checkpoint(tmp_path).entries
+    stored = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+    wanted = {}
+    for matrix, each in (("gate_up_proj", gate_up), ("down_proj", down)):
+        made = convert_moe_packed_tensors(each["blocks"], each["scales"]).transpose(1, 2)  # [E, N, K]
+        wanted |= {"gate_proj": made[:, ::2], "up_proj": made[:, 1::2]} if "up" in matrix else {matrix: made}
+    for name, matrices in wanted.items():
+        for i, matrix in enumerate(matrices):
+            shape = tuple(matrix.shape)
+            found = reader(CONFIG, "config.json").matrix(f"{EXPERTS}.{i}.{name}", shape, stored)
+            assert found is not None
+            assert found.type == MXFP4
+            arrays = found.arrays(lambda name: read_array(entries[name]))
+            assert same(QTensor.of(found.type, shape, arrays, "CPU"), matrix.contiguous())
+
+
+def test_experts_that_do_not_fit():
+    stored = {f"{EXPERTS}.0.gate_up_proj_blocks": ("U8", (40, 5, 16)),
+              f"{EXPERTS}.0.gate_up_proj_scales": ("U8", (20, 5))}
+    with pytest.raises(WeightError, match=r"experts.0.gate_up_proj_scales is U8 \[20, 5\]"):
+        reader(CONFIG, "config.json").matrix(f"{EXPERTS}.0.up_proj", (20, 160), stored)
 
 
 def test_layers():

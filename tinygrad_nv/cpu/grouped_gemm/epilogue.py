@@ -42,13 +42,13 @@ CUT = (f"y0 = pick(y0 > {c_float(LIMIT)}, (vf){c_float(LIMIT)}, y0); "
 def pointers(spec: GroupedGemmSpec) -> list[tuple[str, str]]:
     """The inputs of a kernel: C types and names."""
     kind = c_type(spec.dtype)
-    return [(kind, "x"), (kind, "w"), ("s32", "offsets"), *[("s32", "order")] * spec.ordered,
+    return [(kind, "x"), (c_type(spec.matrix), "w"), ("s32", "offsets"), *[("s32", "order")] * spec.ordered,
             *[("float", "weights")] * spec.weighted, *[(kind, "bias")] * spec.biased]
 
 
-def operands(spec: GroupedGemmSpec) -> str:
-    """The struct of a kernel's pointers."""
-    fields = " ".join(f"const {kind} *{name};" for kind, name in pointers(spec))
+def operands(spec: GroupedGemmSpec, matrices: bool = True) -> str:
+    """The struct of a kernel's pointers, with that to matrices or without."""
+    fields = " ".join(f"const {kind} *{name};" for kind, name in pointers(spec) if matrices or name != "w")
     return f"typedef struct {{ {c_type(spec.dtype)} *out; {fields} }} operands;"
 
 

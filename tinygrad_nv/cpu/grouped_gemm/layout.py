@@ -16,7 +16,7 @@ from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import up
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
-from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, TransposedGroupedSpec
+from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, MixedGroupedSpec, TransposedGroupedSpec
 
 SMALL = 1 << 21             # flops below which threads are not worth waking
 FEW, FEW_OF_TILES = 8, 4
@@ -35,6 +35,11 @@ class CPUGrouped(CPUSchedule):
     zeroes: ClassVar[bool] = True
 
     def words(self) -> list[str]: return [*super().words(), f"blocks of {self.block_m} rows"]
+
+
+class CPUGroupedMixed(CPUGrouped):
+    """The same of float32 rows and matrices of 16-bit floats."""
+    template: ClassVar[str] = "grouped_mixed"
 
 
 class CPUGroupedTransposed(CPUGrouped):
@@ -106,6 +111,12 @@ def default(spec: GroupedGemmSpec, target: CPU) -> CPUGrouped:
     most = max(STRIP, min(MOST_M, target.l2_bytes // 2 // l.own_bytes(1), up(spec.rows, STRIP)))
     parts = 1 if spec.flops < SMALL else min(target.threads, l.shares)
     return CPUGrouped(target.isa, parts, most // STRIP * STRIP)
+
+
+def mixed_default(spec: MixedGroupedSpec, target: CPU) -> CPUGroupedMixed:
+    """The default schedule of float32 rows and matrices of 16-bit floats."""
+    made = default(spec, target)
+    return CPUGroupedMixed(made.isa, made.parts, made.block_m)
 
 
 def transposed_default(spec: TransposedGroupedSpec, target: CPU) -> CPUGroupedTransposed:

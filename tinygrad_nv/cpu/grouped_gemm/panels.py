@@ -18,6 +18,8 @@ Units behind a row, and rows and columns that are missing, are zeros.
 """
 from __future__ import annotations
 
+from tinygrad.dtype import DType
+
 from tinygrad_nv.cpu.gemm.layout import PANEL, UNITS
 from tinygrad_nv.cpu.grouped_gemm.layout import BLOCK_UNITS, PITCH, STRIP, Layout
 from tinygrad_nv.cpu.kernel import c_type
@@ -33,7 +35,7 @@ def functions(l: Layout, block_m: int) -> str:
     micro = [_tiles(l, block_m, strips) for strips in (1, 2)] if l.by_tiles else \
         [_micro(l, block_m, vectors, columns) for vectors, columns in _shapes(l)]
     copied = _transposed(l) if l.spec.transposed else _copied(l)
-    return "\n".join([_some(l), _packed(l), copied, *micro, _many(l, block_m)])
+    return "\n".join([*_some(l), _packed(l), copied, *micro, _many(l, block_m)])
 
 
 def _shapes(l: Layout) -> list[tuple[int, int]]:
@@ -43,15 +45,20 @@ def _shapes(l: Layout) -> list[tuple[int, int]]:
 
 # **** units ****
 
-def _some(l: Layout) -> str:
-    """The function that loads W units, `left` elements of which there are; it reads no other."""
-    kind, element = short(l.spec.dtype), c_type(l.spec.dtype)
+def _some(l: Layout) -> list[str]:
+    """The functions that load W units of x, and of w, `left` elements of which there are, and read no
+    other."""
+    return [_units(l, name, dtype) for name, dtype in (("units_", l.spec.dtype), ("matrix_", l.spec.matrix))]
+
+
+def _units(l: Layout, name: str, dtype: DType) -> str:
+    kind, element = short(dtype), c_type(dtype)
     if l.kind == "fma": body = f"return as_i(left >= W ? load_{kind}(p) : load_n_{kind}(p, left));"
     else: body = """if (left >= 2 * W) return *(const vi_u *)p;
   u16 some[2 * W] = {0};
   for (s64 i = 0; i < left; i++) some[i] = p[i];
   return *(const vi_u *)some;"""
-    return f"INLINE vi units_(const {element} *p, s64 left) {{\n  {body}\n}}"
+    return f"INLINE vi {name}(const {element} *p, s64 left) {{\n  {body}\n}}"
 
 
 def _packed(l: Layout) -> str:
@@ -81,14 +88,14 @@ NOINLINE void pack_(const operands *p, s64 first, s64 rows, u32 *to) {{
 def _copied(l: Layout) -> str:
     """The function that brings `count` units of a panel of `columns` columns, from element k on, and fetches
     the same of the next step."""
-    spec, element = l.spec, c_type(l.spec.dtype)
+    spec, element = l.spec, c_type(l.spec.matrix)
     ahead = l.step * spec.k
     return f"""
 NOINLINE void copy_(const {element} *w, s64 columns, s64 k, s64 count, u32 *to) {{
   for (s64 c = 0; c < {PANEL}; c++) for (s64 u = 0; u < count; u += W) {{
     const {element} *from = w + c * {spec.k} + k + u * {l.per};
     __builtin_prefetch(from + {ahead}, 0, 2);
-    *(vi_u *)(to + c * {PITCH} + u) = c < columns ? units_(from, {spec.k} - k - u * {l.per}) : (vi)0;
+    *(vi_u *)(to + c * {PITCH} + u) = c < columns ? matrix_(from, {spec.k} - k - u * {l.per}) : (vi)0;
   }}
 }}"""
 

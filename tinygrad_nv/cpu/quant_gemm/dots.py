@@ -86,15 +86,15 @@ def build(spec: QuantGemmSpec, s: QuantDots) -> CPUKernel:
     outputs, integers = [(c_type(gemm.out.dtype), "out"), ("u8", "work")], ["m"] if gemm.symbolic else []
     before = [header("gemm.h"), decode.struct(spec.buffers),
               DOTS, SHORTS if in_shorts(s.isa) else "", tiles.functions(spec.type),
-              *_functions(spec, s.isa),
-              *(_main_loop(spec, s.isa, each) for each in tall(spec, s.rows))]
+              *row_functions(spec, s.isa),
+              *(main_loop(spec, s.isa, each) for each in tall(spec, s.rows))]
     return kernel(f"quant_dots_{gemm.m}x{gemm.n}x{gemm.k}", s.isa, body, outputs, inputs, integers, s.parts,
                   s.parts * own, "\n".join(before))
 
 
 # **** rows of a ****
 
-def _functions(spec: QuantGemmSpec, isa: ISA) -> list[str]:
+def row_functions(spec: QuantGemmSpec, isa: ISA) -> list[str]:
     """The functions of rows, and of what they are multiplied with."""
     if pairs.takes(spec, isa): return [pairs.functions(spec)]
     return [rows.functions(spec), *([] if spec.int8 else [columns.functions(spec.type, isa)])]
@@ -151,24 +151,33 @@ INLINE vi turned_(vi q, vi x) { __asm__("vpsignb %2, %1, %0" : "=x"(q) : "x"(q),
 
 def tall(spec: QuantGemmSpec, rows: int) -> list[int]:
     """How many rows the main loops have, at most `rows`, the largest first."""
-    if spec.gemm.symbolic: return [1 << i for i in range(rows.bit_length())][::-1]
+    if spec.gemm.symbolic: return heights(rows)
     rest = spec.gemm.m % rows
     return [rows, *[rest] * (rest > 0)]
 
 
+def heights(rows: int) -> list[int]:
+    """The same where the number of rows is not known."""
+    return [1 << i for i in range(rows.bit_length())][::-1]
+
+
+def of_rows(spec: QuantGemmSpec, isa: ISA) -> str:
+    """C of what main loops take of rows from i on."""
+    k, step = spec.gemm.k, tiles.step_of(spec.type)
+    if spec.int8:
+        return f"q + i * {k}, d + i * {k // INT8_BLOCK}, sq + i * {k // step}, start + i * {k // step}"
+    return f"x + i * {k}, d + i * {k // tiles.run_of(spec.type, k)}" if pairs.takes(spec, isa) else \
+        f"d + i * {k}"
+
+
 def _calls(spec: QuantGemmSpec, s: QuantDots, rows: str) -> str:
-    gemm, made = spec.gemm, []
-    blocks, steps = gemm.k // INT8_BLOCK, gemm.k // tiles.step_of(spec.type)
-    of_a = f"q + i * {gemm.k}, d + i * {blocks}, sq + i * {steps}, start + i * {steps}" if spec.int8 else \
-        f"x + i * {gemm.k}, d + i * {gemm.k // tiles.run_of(spec.type, gemm.k)}" \
-        if pairs.takes(spec, s.isa) else f"d + i * {gemm.k}"
-    for each in tall(spec, s.rows):
-        made.append(f"for (; i + {each} <= {rows}; i += {each}) dots_{each}(w, p * {-(-gemm.n // TILE)} + t, "
-                    f"lane, {of_a}, sums[p * {gemm.m} + i] + lane);")
-    return "\n      ".join(made)
+    gemm, given = spec.gemm, of_rows(spec, s.isa)
+    return "\n      ".join(f"for (; i + {each} <= {rows}; i += {each}) "
+                           f"dots_{each}(w, p * {-(-gemm.n // TILE)} + t, lane, {given}, "
+                           f"sums[p * {gemm.m} + i] + lane);" for each in tall(spec, s.rows))
 
 
-def _main_loop(spec: QuantGemmSpec, isa: ISA, rows: int) -> str:
+def main_loop(spec: QuantGemmSpec, isa: ISA, rows: int) -> str:
     """The main loop of so many rows of a."""
     of_a = "const float *restrict x"
     if pairs.takes(spec, isa): of_a = "const u16 *restrict x, const float *sx"
@@ -292,9 +301,10 @@ def _numbers(spec: QuantGemmSpec, isa: ISA, rows: int, chains: int) -> str:
         return f"{zeros} for (s64 at = 0; at < {k}; at += {INT8_BLOCK}) {{ {block(factors, '')} }} {plain}"
     if run < INT8_BLOCK:
         return f"for (s64 at = 0; at < {k}; at += {INT8_BLOCK}) {{ {block([*factors, zeros], scaled)} }}"
+    # the last columns may be fewer than have one scale
     return f"""for (s64 k = 0; k < {k}; k += {run}) {{
     {' '.join(factors)} {zeros}
-    for (s64 at = k; at < k + {run}; at += {INT8_BLOCK}) {{
+    for (s64 at = k; at < k + {run}{f' && at < {k}' if k % run else ''}; at += {INT8_BLOCK}) {{
     {block([], '')}
     }}
     {scaled}

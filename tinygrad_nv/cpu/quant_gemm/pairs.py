@@ -61,7 +61,7 @@ def books(type: QType) -> list[tuple[int, list[float]]]:
 
 
 def functions(spec: QuantGemmSpec) -> str:
-    """The functions arrange_, look_ and dots2_, and the tables of `books`."""
+    """The functions arrange_, pair_of_ and dots2_, and the tables of `books`."""
     type, a, k = spec.type, spec.gemm.a, spec.gemm.k
     tables = "\n".join(f"static const u16 book{i}_[32] __attribute__((aligned(64))) = "
                        f"{{{', '.join(hex(_bfloat16(number)) for number in numbers)}}};"
@@ -76,7 +76,7 @@ def functions(spec: QuantGemmSpec) -> str:
 typedef VECTOR(u16, 32) vh32;
 typedef VECTOR(u16, {many}) vw __attribute__((aligned(2), may_alias));
 {tables}
-INLINE vi look_(const u16 *book, vi at) {{
+INLINE vi pair_of_(const u16 *book, vi at) {{
   vi x;
   __asm__("vpermw %2, %1, %0" : "=v"(x) : "v"(at), "v"(*(const vi *)book));
   return x;
@@ -119,7 +119,7 @@ def main_loop(spec: QuantGemmSpec, rows: int, chains: int) -> str:
         for word in range(step // (2 * pairs)):
             for i, (right, (book, (first, _))) in enumerate(product(shifts(type), enumerate(books(type)))):
                 word_, at = f"(vh32)codes{word * pairs // 2}", 2 * (word * pairs + i // len(books(type)))
-                lines.append(f"{{ const vi v = look_(book{book}_, (vi)({word_} >> (u16){right + first}));")
+                lines.append(f"{{ const vi v = pair_of_(book{book}_, (vi)({word_} >> (u16){right + first}));")
                 lines += [f"{each[i % chains]} = dots2_({each[i % chains]}, v, x + k + {r * k + at});"
                           for r, each in sums.items()]
                 lines.append("}")
@@ -129,8 +129,9 @@ def main_loop(spec: QuantGemmSpec, rows: int, chains: int) -> str:
         both = " ".join(f"{{ const s64 k = at + {at}; {before} {words(at)} {after} }}"
                         for at in range(0, INT8_BLOCK, step))
         return f"for (s64 at = 0; at < {k}; at += {INT8_BLOCK}) {{ {both} }}"
+    within = f"k < first + {run}" + (f" && k < {k}" if k % run else "")
     return f"""for (s64 first = 0; first < {k}; first += {run}) {{
     const s64 k = first; {before}
-    for (s64 k = first; k < first + {run}; k += {INT8_BLOCK}) {{ {words(0)} }}
+    for (s64 k = first; {within}; k += {INT8_BLOCK}) {{ {words(0)} }}
     {after}
   }}"""

@@ -40,7 +40,7 @@ def problems(spec: QuantGemmSpec, s: QuantPanels) -> list[str]:
     """Why a matmul cannot have a schedule; empty when it can."""
     out = tiles.problems(spec)
     if spec.int8: out.append("activations of int8")
-    by_tiles = _by_tiles(spec, s.isa)
+    by_tiles = multiplies_tiles(spec, s.isa)
     looked_up = pairs.takes(spec, s.isa) and spec.type.bits < 8
     fewest = FEWEST_OF_PAIRS if looked_up and not by_tiles else FEWEST_ROWS
     if spec.gemm.m < fewest: out.append(f"{spec.gemm.m} rows, at least {fewest}")
@@ -56,20 +56,22 @@ def default(spec: QuantGemmSpec, target: CPU) -> QuantPanels:
     """The default schedule: blocks of rows of one size, and strips of one size in them."""
     gemm, threads = spec.gemm, target.threads
     most = -(-gemm.m // -(-gemm.m // MOST_M))
-    rows = -(-most // -(-most // TALLEST[target.isa.lanes])) if not _by_tiles(spec, target.isa) else STRIP
+    by_tiles = multiplies_tiles(spec, target.isa)
+    rows = STRIP if by_tiles else -(-most // -(-most // TALLEST[target.isa.lanes]))
     items = -(-gemm.m // up(most, rows)) * -(-gemm.n // TILE)
     parts = 1 if threads == 1 else min(items, max(threads, min(threads * PARTS, items // TILES_OF_PART)))
     return QuantPanels(target.isa, parts, up(most, rows), rows)
 
 
-def _by_tiles(spec: QuantGemmSpec, isa: ISA) -> bool:
+def multiplies_tiles(spec: QuantGemmSpec, isa: ISA) -> bool:
+    """Whether AMX multiplies."""
     return isa.level == "amx" and kind_of(spec.gemm, isa) == "pair"
 
 
 def build(spec: QuantGemmSpec, s: QuantPanels) -> CPUKernel:
     """The kernel."""
     gemm, k, kind = spec.gemm, spec.gemm.k, kind_of(spec.gemm, s.isa)
-    by_tiles = _by_tiles(spec, s.isa)
+    by_tiles = multiplies_tiles(spec, s.isa)
     per = PER[kind]
     units, across = k // per, -(-gemm.n // TILE)
     pitch = up(units, 16) + 16      # rows at distances of a power of two would share sets of the cache
@@ -100,29 +102,35 @@ def build(spec: QuantGemmSpec, s: QuantPanels) -> CPUKernel:
               *((c_type(dtype), f"x{i}") for i, dtype in enumerate(gemm.parameters))]
     outputs, integers = [(c_type(gemm.out.dtype), "out"), ("u8", "work")], ["m"] if gemm.symbolic else []
     before = [header("gemm.h"), decode.struct(spec.buffers), tiles.functions(spec.type),
-              columns.functions(spec.type, s.isa), PAIR if kind == "pair" else "", _unpack(spec, s.isa, kind),
-              *([header("amx.h"), _tiles(pitch)] if by_tiles else [_micro(kind, s, pitch)])]
+              columns.functions(spec.type, s.isa), PAIR if kind == "pair" else "", unpack(spec, s.isa, kind),
+              *([header("amx.h"), tiles_micro(pitch)] if by_tiles else [micro(kind, s, pitch)])]
     return kernel(f"quant_panels_{gemm.m}x{gemm.n}x{gemm.k}", s.isa, body, outputs, inputs, integers, s.parts,
                   s.parts * own, "\n".join(before))
 
 
 def _brought(spec: QuantGemmSpec, kind: str, pitch: int) -> str:
     """C that brings the rows of a block into the workspace, in units."""
-    a, k, name = spec.gemm.a, spec.gemm.k, short(spec.gemm.a.dtype)
-    element = "u16" if kind == "pair" else "float"
-    at = f"{'order[k]' if spec.type.permuted else 'k'} * {a.k}ll"
-    one = f"to[k] = {f'p[{at}]' if kind == 'pair' else f'one_{name}(p + {at})'};"
-    many = "*(vh_u *)(to + k) = *(const vh_u *)(p + k);" if kind == "pair" else \
-        f"store_f32(to + k, load_{name}(p + k));"
-    straight = a.k == 1 and not spec.type.permuted
+    a = spec.gemm.a
     return f"""for (s64 i = 0; i < rows; i++) {{
       const {c_type(a.dtype)} *p = a + {a.offset} + (m0 + i) * {a.mn}ll;
-      {element} *to = ({element} *)(x + i * {pitch});
-      for (s64 k = 0; k < {k}; {f'k += W) {many}' if straight else f'k++) {one}'}
+      {brought_row(spec, kind, 'p', f'x + i * {pitch}', 'order')}
     }}"""
 
 
-def _unpack(spec: QuantGemmSpec, isa: ISA, kind: str) -> str:
+def brought_row(spec: QuantGemmSpec, kind: str, row: str, to: str, order: str) -> str:
+    """C that brings a row into units."""
+    a, k, name = spec.gemm.a, spec.gemm.k, short(spec.gemm.a.dtype)
+    element = "u16" if kind == "pair" else "float"
+    at = f"{f'({order})[k]' if spec.type.permuted else 'k'} * {a.k}ll"
+    one = f"to[k] = {f'{row}[{at}]' if kind == 'pair' else f'one_{name}({row} + {at})'};"
+    many = f"*(vh_u *)(to + k) = *(const vh_u *)({row} + k);" if kind == "pair" else \
+        f"store_f32(to + k, load_{name}({row} + k));"
+    straight = a.k == 1 and not spec.type.permuted
+    return f"""{element} *to = ({element} *)({to});
+      for (s64 k = 0; k < {k}; {f'k += W) {many}' if straight else f'k++) {one}'}"""
+
+
+def unpack(spec: QuantGemmSpec, isa: ISA, kind: str) -> str:
     """The function that dequantises `count` units of W outputs from column `first` on."""
     type, step, lines = spec.type, tiles.step_of(spec.type), list[str]()
     per = PER[kind]
@@ -148,7 +156,7 @@ NOINLINE void unpack_(matrix w, s64 t, s64 lane, s64 first, s64 count, u32 *to) 
 }}"""
 
 
-def _micro(kind: str, s: QuantPanels, pitch: int) -> str:
+def micro(kind: str, s: QuantPanels, pitch: int) -> str:
     """The function that adds units of `rows` rows times a panel's to totals; `begin` sets these to 0."""
     vectors = range(0, TILE, s.isa.lanes)
     cells = [(r, v, f"t{r}_{v}") for r in range(s.rows) for v in vectors]
@@ -173,7 +181,7 @@ NOINLINE void panel_(const u32 *restrict panel, const u32 *restrict x, s64 count
 }}"""
 
 
-def _tiles(pitch: int) -> str:
+def tiles_micro(pitch: int) -> str:
     """The same of two AMX tiles of rows."""
     each = (0, 1)
     loads = " ".join(f"tile_load({r}, to + {16 * r}, {4 * TILE});" for r in each)

@@ -8,7 +8,7 @@ token are added. `dispatched` is the same in plain tinygrad.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from tinygrad import Tensor, dtypes
 
@@ -40,10 +40,10 @@ class Experts:
         if (self.router.ndim, self.gate_up.ndim, self.down.ndim) != (2, 3, 3):
             raise SpecError(self._words(), "router (E, H), gate_up (E, 2 I, H), down (E, H, I)")
         (count, hidden), width = self.router.shape, self.down.shape[2]
-        wanted = {"router": (count, hidden), "gate_up": (count, 2 * width, hidden),
-                  "down": (count, hidden, width), "router_bias": (count,), "choice_bias": (count,),
-                  "gate_up_bias": (count, 2 * width), "down_bias": (count, hidden)}
-        for name, shape in wanted.items():
+        shapes = ((count, hidden), (count, 2 * width, hidden), (count, hidden, width), (count,), (count,),
+                  (count, 2 * width), (count, hidden))
+        names = [each.name for each in fields(self) if each.name != "activation"]
+        for name, shape in zip(names, shapes, strict=True):
             if (one := getattr(self, name)) is not None and one.shape != shape:
                 raise SpecError(f"{name} of shape {one.shape} beside {self._words()}", f"{shape}")
 

@@ -30,6 +30,7 @@ from tinygrad_nv.patterns.contraction import (
     NotOurs,
     Side,
     arithmetic,
+    is_exact,
     is_storage,
     product,
     side,
@@ -38,12 +39,12 @@ from tinygrad_nv.patterns.epilogue import number
 from tinygrad_nv.patterns.gemm.match import configuration as configuration
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
-from tinygrad_nv.patterns.router.rows import sorted_by
+from tinygrad_nv.patterns.router.rows import check_sorted, sorted_by
 from tinygrad_nv.patterns.target import Chosen, Target, choose, target_of
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm.spec import FLOAT16S
-from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
+from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, MixedGroupedSpec
 from tinygrad_nv.tile.router.spec import GroupRowsSpec
 from tinygrad_nv.tile.templates import TABLE
 
@@ -153,10 +154,13 @@ def _matched(found: MatmulReduce, gather: _Gather, target: Target,
     for node in reversed(chain[1:]):
         if node.op in GroupOp.Movement: at = space.through(node, at)
     summed = space.ranges(found.total.src[0].shape[:found.total.arg[1]])
-    read = _read(found, gather, space, found.indices(space, summed + at))
+    read = _read(found, gather, end, space, found.indices(space, summed + at))
     if words := arithmetic(found, read.x.dtype, read.w.dtype): raise NotOurs(words)
     kinds = [short(dtype) for dtype in (end.dtype, read.x.dtype, read.w.dtype)]
-    if len(set(kinds)) > 1: raise NotOurs("results of {}, rows of {}, matrices of {}".format(*kinds))
+    mixed = kinds[:2] == ["f32", "f32"] and read.w.dtype in FLOAT16S and \
+        TABLE.family(target.kind, MixedGroupedSpec) is not None
+    if len(set(kinds)) > 1 and not mixed:
+        raise NotOurs("results of {}, rows of {}, matrices of {}".format(*kinds))
     return _arranged(found, space, read, space.lies(end.shape, kept), end, target)
 
 
@@ -181,13 +185,17 @@ class _Read:
     e: int
 
 
-def _read(found: MatmulReduce, gather: _Gather, space: Space, at: Indices) -> _Read:
+def _read(found: MatmulReduce, gather: _Gather, end: UOp, space: Space, at: Indices) -> _Read:
     """The operands at the indices of a product. Raises `NotOurs` or `NotAffine`."""
     mul = found.mul
     gathered, other = mul.src[gather.number], mul.src[1 - gather.number]
-    x = side(space, other, space.over(mul.shape, other.shape, at), found.strip, is_storage)
+    # rows of 16-bit floats that give results of float32 are widened
+    strip = found.strip and end.dtype in FLOAT16S
+    x = side(space, other, space.over(mul.shape, other.shape, at), strip, is_storage)
     inner = space.range(gather.total.src[0].shape[0])
     if not inner.strides: raise NotOurs("one expert")
+    if not (_is_widened(gathered, gather.total) and _is_widened(gather.total.src[0], gather.where)):
+        raise NotOurs("matrices that are rounded")
     outer = _through(space, gathered, space.over(mul.shape, gathered.shape, at), gather.total)
     where = _through(space, gather.total.src[0], (inner, *outer), gather.where)
     w_source, shape = gather.where.src[1], gather.where.shape
@@ -201,6 +209,14 @@ def _read(found: MatmulReduce, gather: _Gather, space: Space, at: Indices) -> _R
     number_of = side(space, gather.experts, experts, False, is_storage)
     x, w, number_of = (each.resolved(space) for each in (x, w, number_of))
     return _Read(x, w, number_of, *space.resolve(inner).strides)
+
+
+def _is_widened(node: UOp, base: UOp) -> bool:
+    """Whether the casts of what is a view and cast of `base` lose nothing."""
+    while node is not base:
+        if node.op is Ops.CAST and not is_exact(node.src[0].dtype, node.dtype): return False
+        node = node.src[0]
+    return True
 
 
 def _through(space: Space, node: UOp, at: Indices, base: UOp) -> Indices:
@@ -256,10 +272,12 @@ def _arranged(found: MatmulReduce, space: Space, read: _Read, out: Affine, end: 
         raise NotOurs("rows that do not lie one after the other")
     tokens = _symbol(space, slots)
     spec = GroupedGemmSpec(groups, rows, n, k, read.x.dtype, rows // gather, gather, scatter=True)
+    if read.w.dtype != spec.dtype: spec = MixedGroupedSpec(**vars(spec), half=read.w.dtype)
     most = largest(tokens) if tokens is not None else rows
-    return GatheredMatmul(end, found.total, choose(spec, target),
-                          GroupRowsSpec(most, rows // most, groups, tokens is not None), read.x.storage,
-                          read.w.storage, read.experts.storage, tokens)
+    sort = GroupRowsSpec(most, rows // most, groups, tokens is not None)
+    check_sorted(sort, target)
+    return GatheredMatmul(end, found.total, choose(spec, target), sort, read.x.storage, read.w.storage,
+                          read.experts.storage, tokens)
 
 
 def _dense(order: Sequence[int], strides: dict[int, int], extents: Sequence[int], pitch: int) -> bool:
@@ -288,7 +306,8 @@ def _called(match: GatheredMatmul, x: UOp, w: UOp, experts: UOp,
     known = (experts >= 0) & (experts < spec.groups)
     zeroes = getattr(match.how.schedule, "zeroes", False)
     if key not in sorts:
-        numbers = experts if zeroes else known.where(experts, 0)
+        whole = zeroes and experts.dtype == dtypes.int32
+        numbers = experts if whole else known.where(experts, spec.groups if zeroes else 0)
         sorts[key] = sorted_by(match.rows, match.how.target, numbers.cast(dtypes.int32), match.tokens)
     order, offsets = sorts[key]
     moved = spec.active_bytes + (spec.x_rows * spec.k + spec.rows * spec.columns) * spec.dtype.itemsize

@@ -86,7 +86,7 @@ def lowered(what: QuantMatmul, target: Target, x: UOp, *rest: UOp) -> tuple[UOp,
     storage, a = placed_rows(x)
     gemm = GemmSpec(m, n, k, a, Operand(dtype, k, 1), Result(dtype, n, 1), (), epilogue,
                     symbolic=rows is not None)
-    spec = QuantGemmSpec(gemm, what.type, _in_bytes(what))
+    spec = QuantGemmSpec(gemm, what.type, in_bytes(what.type, what.int8))
     counted: dict[str, Any] = {} if rows is None else {"rows": rows, "variables": [rows]}
     count = gemm.flops // m * prod(x.shape[:-1])
     moved = nbytes(what.type, n, k) + prod(x.shape[:-1]) * (n + k) * dtype.itemsize
@@ -119,10 +119,10 @@ def prepared_for(device: str | None) -> str:
     return f"{target.kind} {target.instructions}"
 
 
-def _in_bytes(what: QuantMatmul) -> bool:
+def in_bytes(type: QType, int8: bool) -> bool:
     """Whether activations are quantised to int8, which codes of floats are not multiplied with."""
-    asked, whole = config.get("NV_QUANT_ACTIVATIONS"), what.type.element.lsb > 0
-    return what.type.layout == "tiles" and whole and (asked == "int8" or (asked == "auto" and what.int8))
+    asked, whole = config.get("NV_QUANT_ACTIVATIONS"), type.element.lsb > 0
+    return type.layout == "tiles" and whole and (asked == "int8" or (asked == "auto" and int8))
 
 
 lower(QuantMatmul, NAME, lowered)

@@ -50,11 +50,16 @@ def lowered(what: GroupRows, target: Target, experts: UOp) -> tuple[UOp, ...] | 
     return None if TABLE.family(target.kind, GroupRowsSpec) is None else _called(spec, target, experts, None)
 
 
+def check_sorted(spec: GroupRowsSpec, target: Target) -> None:
+    """Raises `NotOurs` for what `sorted_by` has no way to sort."""
+    if TABLE.family(target.kind, GroupRowsSpec) is not None: choose(spec, target)
+    elif spec.symbolic: raise NotOurs("a symbolic number of tokens")
+
+
 def sorted_by(spec: GroupRowsSpec, target: Target, experts: UOp, tokens: UOp | None) -> tuple[UOp, ...]:
     """order and offsets in a rewrite, by a kernel where the target has one. `tokens` is their number where it
-    is symbolic. Raises `NotOurs` where there is neither a kernel nor a known number."""
+    is symbolic."""
     if TABLE.family(target.kind, GroupRowsSpec) is not None: return _called(spec, target, experts, tokens)
-    if spec.symbolic: raise NotOurs("a symbolic number of tokens")
     return tuple(each.uop for each in rows_of(Tensor(experts).reshape(spec.slots), spec.experts))
 
 

@@ -64,7 +64,10 @@ class GGUFFile:
 
     def raw(self, name: str) -> np.ndarray:
         """A tensor's bytes, uint8 [rows, bytes of a row]. Pages are read as they are touched."""
-        tensor = self.tensors[name]
+        return self.bytes_of(self.tensors[name])
+
+    def bytes_of(self, tensor: GGUFTensor) -> np.ndarray:
+        """The same of a tensor, or of some of its matrices."""
         whole = self.data[tensor.path][tensor.offset:tensor.offset + tensor.nbytes]
         return whole.reshape(tensor.rows, tensor.format.row_bytes(tensor.shape[-1]))
 

@@ -2,10 +2,10 @@
 
     …experts.gate_up_proj_blocks    U8 [E, N, K / 32, 16]     two E2M1 codes, the first in the lower bits
     …experts.gate_up_proj_scales    U8 [E, N, K / 32]         E8M0
-    …experts.gate_up_proj_bias      [E, N]
 
-transformers transposes them to [E, K, N]; here a matrix has N outputs and K inputs, as all have. Source:
-transformers 5.23.0, integrations/mxfp4.py.
+A checkpoint lists them as those of each expert, …experts.0.gate_up_proj_blocks [N, K / 32, 16], and so on. Of
+gate_up_proj even rows are gate_proj, odd ones up_proj. transformers transposes them to [E, K, N]; here a
+matrix has N outputs and K inputs, as all have. Source: transformers 5.23.0, integrations/mxfp4.py.
 """
 from __future__ import annotations
 
@@ -19,32 +19,36 @@ from tinygrad_nv.quant.readers.checks import checked, checked_type, unquantised
 from tinygrad_nv.quant.readers.reader import Get, Stored, StoredMatrix
 from tinygrad_nv.quant.types import MXFP4
 
+GATE_UP = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}     # rows of gate_up_proj
+
 
 @dataclass(frozen=True)
 class MXFP4Reader:
     """Reads experts; linear layers are not quantised."""
 
     def matrix(self, layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix | None:
-        """See `Reader`: a layer of its own, [N, K / 32, 16], if there is one."""
-        if unquantised(stored, layer, "weight_blocks"): return None
-        return _stored(f"{layer}.weight", (), shape, stored)
+        """See `Reader`: of an expert its own, or its rows of gate and up; of other layers weight_blocks, [N,
+        K / 32, 16], if there are any."""
+        if ".experts." not in layer:
+            if unquantised(stored, layer, "weight_blocks"): return None
+            return _stored(f"{layer}.weight", shape, stored)
+        if f"{layer}.weight" in stored: return None
+        expert, _, name = layer.rpartition(".")
+        if name not in GATE_UP: return _stored(layer, shape, stored)
+        return _stored(f"{expert}.gate_up_proj", shape, stored, GATE_UP[name])
 
-    def experts(self, matrices: str, count: int, shape: tuple[int, int], stored: Stored) -> StoredMatrix:
-        """`matrices` (model.layers.0.mlp.experts.gate_up_proj) of `count` experts, N outputs x K inputs each:
-        one matrix, with rows [i N, (i + 1) N) of expert i. Raises `WeightError` for what is missing or does
-        not fit."""
-        return _stored(matrices, (count,), shape, stored)
 
-
-def _stored(name: str, count: tuple[int, ...], shape: tuple[int, int], stored: Stored) -> StoredMatrix:
+def _stored(name: str, shape: tuple[int, int], stored: Stored, rows: slice | None = None) -> StoredMatrix:
+    """Of all rows of blocks and scales, or of half of them."""
     (n, k), groups, blocks, scales = shape, -(-shape[1] // 32), f"{name}_blocks", f"{name}_scales"
+    whole = n if rows is None else 2 * n
     checked_type(name, MXFP4, shape)
-    checked(stored, blocks, ("U8",), (*count, n, groups, 16))
-    checked(stored, scales, ("U8",), (*count, n, groups))
+    checked(stored, blocks, ("U8",), (whole, groups, 16))
+    checked(stored, scales, ("U8",), (whole, groups))
 
     def arrays(get: Get) -> dict[str, np.ndarray]:
-        return {"codes": get(blocks).reshape(-1, groups * 16)[:, :k // 2],
-                "scales": get(scales).reshape(-1, groups)}
+        own = slice(None) if rows is None else rows
+        return {"codes": get(blocks)[own].reshape(n, groups * 16)[:, :k // 2], "scales": get(scales)[own]}
     return StoredMatrix(MXFP4, (blocks, scales), arrays)
 
 

@@ -8,7 +8,7 @@
   imbalance.py   rows of groups in words
   activation.py  act(gate) · up in instructions
   work.py        which rows a CTA of a plain grid has
-  finish.py      bias, activation, weight, places
+  epilogue.py    bias, activation, weight, places
   gemv/          the template of few rows a group
   wgmma/         the template with wgmma: sm_90a
   mma/           the template with mma.sync

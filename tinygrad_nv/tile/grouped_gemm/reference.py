@@ -17,7 +17,7 @@ def arguments(spec: GroupedGemmSpec | GroupedOuterSpec) -> tuple[Argument, ...]:
     even = tuple(group * spec.rows // spec.groups for group in range(spec.groups + 1))
     matrix = (spec.k, spec.n) if spec.transposed else (spec.n, spec.k)
     given = [Argument("x", spec.dtype, (dense(spec.x_rows, spec.k),)),
-             Argument("w", spec.dtype, (dense(spec.groups, *matrix),))]
+             Argument("w", spec.matrix, (dense(spec.groups, *matrix),))]
     if isinstance(spec, ScaledGroupedGemmSpec):
         places = dense(spec.x_rows, spec.k_groups), dense(spec.groups, spec.n_groups, spec.k_groups)
         given += [Argument(f"scale_{name}", dtypes.float32, (place,))

@@ -69,6 +69,11 @@ class GroupedGemmSpec:
         return self.dtype
 
     @property
+    def matrix(self) -> DType:
+        """Of w."""
+        return self.dtype
+
+    @property
     def x_rows(self) -> int:
         """Rows of x."""
         return self.sources or self.rows
@@ -96,7 +101,7 @@ class GroupedGemmSpec:
     @property
     def active_bytes(self) -> int:
         """Bytes of the matrices that are read at most."""
-        return min(self.groups, self.rows) * self.n * self.k * self.dtype.itemsize
+        return min(self.groups, self.rows) * self.n * self.k * self.matrix.itemsize
 
     @property
     def integers(self) -> tuple[int, ...]:
@@ -145,3 +150,20 @@ class TransposedGroupedSpec(GroupedGemmSpec):
     transposed: ClassVar[bool] = True
 
     def __str__(self) -> str: return f"{super().__str__()}, transposed"
+
+
+@dataclass(frozen=True)
+class MixedGroupedSpec(GroupedGemmSpec):
+    """The same of float32 rows and a w of 16-bit floats, which are widened."""
+    half: DType = dtypes.float16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dtype != dtypes.float32 or self.half not in FLOATS[1:]:
+            raise SpecError(f"rows of {short(self.dtype)}, matrices of {short(self.half)}",
+                            "f32, and f16 or bf16")
+
+    @property
+    def matrix(self) -> DType: return self.half
+
+    def __str__(self) -> str: return f"{super().__str__()}, matrices {short(self.half)}"

@@ -6,7 +6,8 @@ import functools
 from dataclasses import replace
 
 import pytest
-from grouped_case import exact, near, routings
+from cpu_grouped_case import given
+from grouped_case import exact, launched, near, routings
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.assemble import assemble, find_program
@@ -142,3 +143,11 @@ REFUSED = {
 def test_refused(words: str):
     spec, schedule = REFUSED[words]
     assert words in "; ".join(TABLE.problems(spec, schedule, GPUS[1]))
+
+
+@pytest.mark.parametrize("name", ["1 row", "8 rows"])
+def test_no_bank_conflicts_before_the_epilogue(name: str):
+    made = built(GATHERED, SCHEDULES[name], GPUS[1])
+    report = launched(made, GATHERED, given(GATHERED, [20, 0, 7, 20, 1], integers=True))[1]
+    first = made.ptx[:made.ptx.index("// sums of this warp")].count("\n") + 1
+    assert all(line > first for line in report.stats.bank_conflicts)

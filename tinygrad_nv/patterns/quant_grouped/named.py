@@ -1,0 +1,151 @@
+"""Matmuls of rows with the quantised matrix of their group, as a function known by name.
+
+Protocol. `quant_grouped_matmul(x, stack, offsets)` is `grouped_matmul` (patterns/grouped_gemm/named.py) with
+matrices that are dequantised to x's dtype: that is its reference, and what runs where no kernel does. With an
+activation a stack has two matrices for each group, gate and up. `prepared_type` is how kernels of a device
+read the matrices of a stack. On a CPU rows become int8 where the caller permits it, as those of
+`quant_matmul` do. Its gradients are those of x and weights.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tinygrad import Tensor, dtypes
+from tinygrad.uop.ops import UOp
+
+from tinygrad_nv.errors import SpecError
+from tinygrad_nv.patterns import program
+from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.named import call, lower
+from tinygrad_nv.patterns.quant_gemm.named import in_bytes
+from tinygrad_nv.patterns.target import Target, choose, target_of
+from tinygrad_nv.quant.stack import QStack
+from tinygrad_nv.quant.types import QType, stack_buffers
+from tinygrad_nv.tile.expression import short
+from tinygrad_nv.tile.grouped_gemm import reference as grouped
+from tinygrad_nv.tile.grouped_gemm.spec import FLOATS, GroupedGemmSpec
+from tinygrad_nv.tile.quant_grouped import reference
+from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
+from tinygrad_nv.tile.templates import TABLE
+
+NAME = "quant_grouped"
+
+
+@dataclass(frozen=True)
+class QuantGroupedMatmul:
+    """Tensors: x (M, K), the buffers of a stack, offsets (E + 1), then those there are of order (R), weights
+    (R) and bias (E, N). `int8`: kernels may round rows to int8, with a scale for each 32 inputs."""
+    type: QType
+    stack: tuple[int, int, int]
+    rows: int
+    gather: int = 0
+    scatter: bool = False
+    activation: str = ""
+    weighted: bool = False
+    biased: bool = False
+    int8: bool = False
+
+    @property
+    def ordered(self) -> bool:
+        """Whether there is an order."""
+        return bool(self.gather or self.scatter or self.weighted)
+
+    def spec(self, x: UOp) -> QuantGroupedSpec:
+        """The matmul of x. Raises `SpecError`."""
+        (count, n, k), halves = self.stack, 2 if self.activation else 1
+        if count % halves: raise SpecError(f"{count} matrices with an activation", "two for each group")
+        one = GroupedGemmSpec(count // halves, self.rows, n * halves, k, x.dtype, int(x.shape[0]),
+                              self.gather, self.scatter, self.activation, self.weighted, self.biased)
+        return QuantGroupedSpec(one, self.type, in_bytes(self.type, self.int8) and not self.type.permuted)
+
+
+def quant_grouped_matmul(x: Tensor, stack: QStack, offsets: Tensor, order: Tensor | None = None, *,
+                         gather: int = 0, scatter: bool = False, activation: str = "",
+                         weights: Tensor | None = None, bias: Tensor | None = None,
+                         int8: bool = False) -> Tensor:
+    """Rows of x (M, K) times the matrix of their group, of a stack of E matrices [N, K], transposed: (R, N);
+    with an activation of 2 E, gate and up of each group: (R, N). In x's dtype. R is the length of `order`,
+    int32, else M; offsets int32 (E + 1), weights float32 (R), bias (E, N), or (E, 2 N) with an activation.
+    With `int8` kernels of the CPU round rows to int8. Raises `SpecError`."""
+    rows = int(x.shape[0] if order is None else order.shape[0])
+    what = QuantGroupedMatmul(stack.type, stack.shape, rows, gather, scatter, activation, weights is not None,
+                              bias is not None, int8)
+    _check(what, x, offsets, order, weights, bias)
+    more = [each for each in (order, weights, bias) if each is not None]
+    return call(what, multiplied, x, *stack.buffers.values(), offsets, *more, grad=_gradient)[0]
+
+
+def _check(what: QuantGroupedMatmul, x: Tensor, offsets: Tensor, order: Tensor | None, weights: Tensor | None,
+           bias: Tensor | None) -> None:
+    if x.ndim != 2 or int(x.shape[1]) != what.stack[2] or x.dtype not in FLOATS:
+        raise SpecError(f"x of {short(x.dtype)} {x.shape}", f"floats (M, {what.stack[2]})")
+    one = what.spec(x.uop).grouped
+    if offsets.shape != (one.groups + 1,) or offsets.dtype != dtypes.int32:
+        raise SpecError(f"offsets of {short(offsets.dtype)} {offsets.shape}", f"int32 ({one.groups + 1},)")
+    if what.ordered != (order is not None) or (order is not None and
+                                               (order.ndim != 1 or order.dtype != dtypes.int32)):
+        raise SpecError("no order" if order is None else f"order of {short(order.dtype)} {order.shape}",
+                        "int32 (R,) with gather, scatter or weights, and only then")
+    for name, given, shape in (("weights", weights, (what.rows,)), ("bias", bias, (one.groups, one.n))):
+        if given is not None and given.shape != shape:
+            raise SpecError(f"{name} of shape {given.shape}", str(shape))
+
+
+def multiplied(what: QuantGroupedMatmul, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+    """The same in tinygrad."""
+    spec, names = what.spec(x.uop), stack_buffers(what.type, what.stack)
+    stack, offsets, more = dict(zip(names, rest, strict=False)), rest[len(names)], rest[len(names) + 1:]
+    w = reference.matrices(replace(spec, int8=False), stack)
+    return (grouped.multiplied(spec.grouped, x, w, offsets, *_apart(what, more)).cast(x.dtype),)
+
+
+def _apart(what: QuantGroupedMatmul,
+           more: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """order, weights, bias; None for those there are not."""
+    rest = [*more]
+    return tuple(rest.pop(0) if there else None  # type: ignore[return-value]
+                 for there in (what.ordered, what.weighted, what.biased))
+
+
+def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
+    """Of x, weights and bias."""
+    what, given = call_.arg.aux, [Tensor(each) for each in call_.src[1:]]
+    first = 1 + len(stack_buffers(what.type, what.stack))
+    places = [0, *(i for i in range(first, len(given)) if dtypes.is_float(given[i].dtype))]
+    leaves = [each.detach() for each in given]
+    found = multiplied(what, *leaves)[0].gradient(*(leaves[i] for i in places), gradient=Tensor(grad))
+    made = dict(zip(places, found, strict=True))
+    return tuple(made[i].cast(each.dtype).uop if i in made else None for i, each in enumerate(given))
+
+
+# **** kernels ****
+
+def lowered(what: QuantGroupedMatmul, target: Target, x: UOp, *rest: UOp) -> tuple[UOp, ...] | None:
+    """The results of a kernel; None on targets without one. Raises `NotOurs` or `SpecError` where there is
+    none."""
+    if TABLE.family(target.kind, QuantGroupedSpec) is None: return None
+    spec, one = what.spec(x), what.spec(x).grouped
+    names = ["order"] * what.ordered + ["weights"] * what.weighted + ["bias"] * what.biased
+    kinds = {"order": dtypes.int32, "weights": dtypes.float32, "bias": one.dtype}
+    for name, each in zip(names, rest[len(rest) - len(names):], strict=True):
+        if each.dtype != kinds[name]:
+            raise NotOurs(f"{name} of {short(each.dtype)}, not {short(kinds[name])}")
+    moved = spec.active_bytes + (one.x_rows * one.k + one.rows * one.columns) * one.dtype.itemsize
+    out = program.Output((one.rows, one.columns), one.dtype)
+    return choose(spec, target).called(x.device, [out], [x, *rest], NAME, flops=spec.flops, nbytes=moved)
+
+
+def prepared_type(type: QType, n: int, k: int, device: str | None) -> QType:
+    """The type of matrices [n, k] as kernels of a device read their stacks: in tiles where templates take
+    those, else as it is."""
+    target = target_of(device)
+    if target is None or type.layout != "rows" or target.matrix_layout != "tiles": return type
+    try:
+        made, one = replace(type, layout="tiles"), GroupedGemmSpec(1, 1, n, k, dtypes.bfloat16)
+        found = TABLE.choose(QuantGroupedSpec(one, made), target)
+    except SpecError: return type
+    return type if found is None else made
+
+
+lower(QuantGroupedMatmul, NAME, lowered)

@@ -1,0 +1,5 @@
+"""Matmuls of rows with the quantised matrix of their group.
+
+  spec.py       what is computed
+  reference.py  the same in plain tinygrad
+"""
