@@ -1,7 +1,7 @@
 """Imports every part of bench/gpu.py, which registers them, in the order in which they run."""
 from importlib import import_module
 
-for each in ("gpu_smoke", "gpu_correct", "gpu_chains", "gpu_gemm", "gpu_quant", "gpu_attention",
+for each in ("gpu_smoke", "gpu_correct", "gpu_chains", "gpu_gemm", "gpu_quant", "gpu_moe", "gpu_attention",
              "gpu_backward", "gpu_paged", "gpu_elementwise"):
     import_module(each)
 import_module("gpu_decode")  # last: a row takes minutes

@@ -18,7 +18,7 @@ from statistics import median
 
 from measure import each, save, spread, table
 
-from tinygrad_nv.kvcache.block_table import BlockTable
+from tinygrad_nv.kvcache.hybrid_table import SequenceTable
 from tinygrad_nv.kvcache.pool import PagePool
 
 SIZE = 16
@@ -37,7 +37,7 @@ class CacheLoad:
     def pool(self, **more: int) -> PagePool:
         return PagePool(self.pages, SIZE, **more)  # type: ignore[arg-type]
 
-    def filled(self, pool: PagePool) -> list[BlockTable]:
+    def filled(self, pool: PagePool) -> list[SequenceTable]:
         """Tables of all sequences, written."""
         made = []
         for prompt in self.prompts:
@@ -54,7 +54,7 @@ def timed(operations: int, call: Callable[[], object]) -> tuple[int, float]:
     return operations, time.process_time() - begun
 
 
-def every(tables: list[BlockTable], call: Callable[[BlockTable], object]) -> Callable[[], None]:
+def every(tables: list[SequenceTable], call: Callable[[SequenceTable], object]) -> Callable[[], None]:
     def run() -> None:
         for one in tables: call(one)
     return run
@@ -65,8 +65,9 @@ def every(tables: list[BlockTable], call: Callable[[BlockTable], object]) -> Cal
 def allocate(load: CacheLoad) -> Round:
     """Prompts that are not cached, from free pages, hashed."""
     while True:
-        pool, tables = load.pool(), list[BlockTable]()
-        def run(pool: PagePool = pool, tables: list[BlockTable] = tables) -> None: tables += load.filled(pool)
+        pool, tables = load.pool(), list[SequenceTable]()
+        def run(pool: PagePool = pool, tables: list[SequenceTable] = tables) -> None:
+            tables += load.filled(pool)
         yield timed(load.sequences * load.each_pages, run)
         pool.assert_conserved(tables)
 
@@ -87,7 +88,7 @@ def release(load: CacheLoad) -> Round:
     """Pages that stay cached."""
     pool = load.pool()
     while True:
-        yield timed(load.sequences * load.each_pages, every(load.filled(pool), BlockTable.release))
+        yield timed(load.sequences * load.each_pages, every(load.filled(pool), lambda table: table.release()))
         pool.assert_conserved([])
 
 
@@ -112,7 +113,7 @@ def append(load: CacheLoad) -> Round:
     while True:
         pool = load.pool()
         tables = load.filled(pool)
-        def steps(tables: list[BlockTable] = tables) -> None:
+        def steps(tables: list[SequenceTable] = tables) -> None:
             for _ in range(4 * SIZE):
                 for one in tables: one.reserve(one.computed + 1)
                 for one in tables: one.advance((7,))

@@ -20,6 +20,7 @@ from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.timing.model import Timing
 
 SMS, BLOCK_K = 132, 128
+GROUP_ROWS = 128    # to which rows of a group are padded
 PUBLISHED = {(64, 2112, 7168): 206, (64, 24576, 1536): 289, (64, 32768, 512): 219, (64, 7168, 16384): 336,
              (64, 4096, 7168): 287, (64, 7168, 2048): 295, (128, 2112, 7168): 352, (128, 24576, 1536): 535,
              (128, 32768, 512): 358, (128, 7168, 16384): 645, (128, 4096, 7168): 533, (128, 7168, 2048): 510,
@@ -40,20 +41,24 @@ class Config:
     shared_bytes: int
 
 
-def config(source: Path, m: int, n: int, k: int) -> Config:
-    """Its own choice: the functions of its Python that need no torch, run."""
+def config(source: Path, m: int, n: int, k: int, grouped: bool = False) -> Config:
+    """Its own choice: the functions of its Python that need no torch, run. `grouped`: rows of groups lie
+    padded, one after the other."""
     text = ast.parse((source / "deep_gemm" / "jit_kernels" / "gemm.py").read_text())
     wanted = ("is_tma_multicast_legal", "get_smem_size", "get_best_configs")
     text.body = [node for node in text.body if isinstance(node, ast.FunctionDef) and node.name in wanted]
-    space: dict[str, object] = {"cell_div": lambda a, b: -(-a // b), "Tuple": tuple}
+    space: dict[str, object] = {"cell_div": lambda a, b: -(-a // b), "Tuple": tuple,
+                                "get_m_alignment_for_contiguous_layout": lambda: GROUP_ROWS}
     exec(compile(text, "gemm.py", "exec"), space)
     found = space["get_best_configs"]
     assert callable(found)
-    return Config(*found(m, n, k, 1, SMS))
+    return Config(*found(m, n, k, 1, SMS, is_grouped_contiguous=grouped))
 
 
-def compiled(source: Path, include: Sequence[Path], n: int, k: int, made: Config) -> str:
-    """The PTX of the kernel for these extents."""
+def compiled(source: Path, include: Sequence[Path], n: int, k: int, made: Config, groups: int = 0) -> str:
+    """The PTX of the kernel for these extents; of `groups` matrices."""
+    kind = f"{groups or 1}, {made.stages}, {made.multicast}, GemmType::" + \
+        ("GroupedContiguous" if groups else "Normal")
     return to_ptx(f"""#include <stdexcept>
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
@@ -62,8 +67,8 @@ def compiled(source: Path, include: Sequence[Path], n: int, k: int, made: Config
 #include "deep_gemm/fp8_gemm.cuh"
 using namespace deep_gemm;
 void go(__nv_bfloat16 *d, float *s, CUtensorMap m) {{
-    Gemm<{n}, {k}, {made.rows}, {made.columns}, {BLOCK_K}, 1, {made.stages}, {made.multicast},
-         GemmType::Normal>::run(d, s, nullptr, 1, m, m, m, m, 0, {SMS}, {made.shared_bytes});
+    Gemm<{n}, {k}, {made.rows}, {made.columns}, {BLOCK_K}, {kind}>::run(
+        d, s, nullptr, 1, m, m, m, m, 0, {SMS}, {made.shared_bytes});
 }}
 """, (source / "deep_gemm" / "include", *include), FLAGS)
 
@@ -82,10 +87,33 @@ def predicted(source: Path, include: Sequence[Path], m: int, n: int, k: int, gpu
             TensorMap.tiled(b, (made.columns, BLOCK_K), "128B"),
             TensorMap.tiled(scales_a, (1, made.rows)),
             TensorMap.tiled(d, (made.rows, made.columns), dtype="bf16"))
+    return _launched(emu, text, made, [d, scales_b, 0, m, *maps], gpu)
+
+
+def predicted_grouped(source: Path, include: Sequence[Path], counts: np.ndarray, n: int, k: int,
+                      gpu: str) -> Timing:
+    """A launch of its kernel for groups of so many rows, each padded to whole tiles; groups without rows have
+    none."""
+    tiles, groups = -(-counts // GROUP_ROWS), -(-k // BLOCK_K)
+    m, of_row = int(tiles.sum()) * GROUP_ROWS, np.repeat(np.arange(len(counts)), tiles * GROUP_ROWS)
+    made = config(source, m, n, k, grouped=True)
+    text = compiled(source, include, n, k, made, len(counts))
+    emu = Emulator("sm_90a", check=False)
+    a, b, d = emu.zeros(m * k), emu.zeros(len(counts) * n * k), emu.zeros(2 * m * n)
+    scales_a, scales_b = emu.zeros(4 * groups * m), emu.zeros(4 * len(counts) * -(-n // BLOCK_K) * groups)
+    maps = (TensorMap.tiled(a.ptr, (made.rows, BLOCK_K), "128B", (m, k), (k,), "u8"),
+            TensorMap.tiled(b.ptr, (made.columns, BLOCK_K), "128B", (len(counts) * n, k), (k,), "u8"),
+            TensorMap.tiled(scales_a.ptr, (1, made.rows), "none", (groups, m), (4 * m,), "f32"),
+            TensorMap.tiled(d.ptr, (made.rows, made.columns), "none", (m, n), (2 * n,), "bf16"))
+    layout = emu.alloc(of_row.astype(np.int32))
+    return _launched(emu, text, made, [d, scales_b, layout, m, *maps], gpu)
+
+
+def _launched(emu: Emulator, text: str, made: Config, arguments: Sequence[object], gpu: str) -> Timing:
     entry = next(name for name in parse(text).functions if "fp8_gemm_kernel" in name)
     threads = 128 * (2 if made.rows == 64 else 3)
-    found = emu.launch(text, SMS, threads, [d, scales_b, 0, m, *maps], entry, made.multicast,
-                       made.shared_bytes, timing=gpu).timing
+    found = emu.launch(text, SMS, threads, list(arguments), entry, made.multicast, made.shared_bytes,
+                       timing=gpu, keep=False).timing
     assert found is not None
     return found
 

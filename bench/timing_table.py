@@ -28,6 +28,7 @@ import timing_rows_attention
 import timing_rows_decode
 import timing_rows_gemm
 import timing_rows_memory
+import timing_rows_moe
 import timing_rows_quant
 import timing_rows_step
 from measure import RESULTS, each, save, table
@@ -39,7 +40,7 @@ from tinygrad_nv.ptx.timing.gpu import figures
 
 RECORD, ROOT = "timing_table", Path(__file__).resolve().parents[1]
 MODULES = (timing_rows_gemm, timing_rows_quant, timing_rows_attention, timing_rows_memory, timing_rows_decode,
-           timing_rows_step)
+           timing_rows_step, timing_rows_moe)
 HBM = figures(GPU_NAME).hbm_bytes_per_s / 1e9   # GB/s that reads reach
 CHECKOUTS = {"fast_cu": "github.com/pranjalssh/fast.cu", "cutlass": "github.com/NVIDIA/cutlass",
              "deepgemm": "github.com/deepseek-ai/DeepGEMM",

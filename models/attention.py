@@ -20,15 +20,19 @@ from tinygrad_nv.tile.gemm.spec import FLOAT16S
 
 from .config import ModelConfig
 from .dense import DenseBatch, Position
-from .layers import Linear, RMSNorm, StoredLinear
+from .layers import Linear, RMSNorm, StoredLinear, normalised
 from .packed import PackedBatch
 from .paged import AttentionKind, PagedBatch, appended
 
 Cache: TypeAlias = tuple[Tensor, ...] | LayerPages    # of one layer
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the first 2·cos.shape[-1] dimensions of x (B, H, T, D), pairing i with i + half (RoFormer)."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotates the first 2·cos.shape[-1] dimensions of x (B, H, T, D), pairing i with i + half (RoFormer);
+    `interleaved` all of them, pairing 2 i with 2 i + 1."""
+    if interleaved:
+        a, b = (x[..., i::2].float() for i in range(2))
+        return Tensor.stack(a * cos - b * sin, b * cos + a * sin, dim=-1).flatten(-2).cast(x.dtype)
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
     parts = [a * cos - b * sin, b * cos + a * sin]
@@ -58,9 +62,12 @@ class Attention:
         self.scale = config.head_dim ** -0.5 if config.attention_scale is None else config.attention_scale
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.qkv = Linear(config.hidden_size, q + 2 * kv, config.qkv_bias, dtype, device)
+        self.chunked, self.sinks = config.chunked and self.window is not None, None
+        if config.sinks: self.sinks = Tensor.empty(config.num_heads, dtype=dtypes.float32, device=device)
+        self.temperature = config.temperature if self.rope is None else None
         self.output = Linear(q, config.hidden_size, config.output_bias, dtype, device)
         self.q_norm = self.k_norm = None
-        if config.qk_norm:
+        if config.qk_norm in ("head", "all"):
             widths = (config.head_dim,) * 2 if config.qk_norm == "head" else (q, kv)
             self.q_norm, self.k_norm = (RMSNorm(width, config, dtype, device) for width in widths)
 
@@ -85,6 +92,9 @@ class Attention:
         heads = heads.reshape(B, T, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         q, k, v = heads.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=2)
         if self.q_norm is not None and self.k_norm is not None: q, k = self.q_norm(q), self.k_norm(k)
+        # rotation keeps the norm, so that it does not matter which is first
+        if c.qk_norm == "unit" and self.rope is not None:
+            q, k = (normalised(each, c.norm_eps).cast(each.dtype).contiguous() for each in (q, k))
         return q, k, v
 
     def _split_normalised(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,8 +113,14 @@ class Attention:
         q, k, v = (each.transpose(1, 2) for each in self.split(self.qkv(x).contiguous_backward()))
         if self.rope is not None:
             cos, sin = batch.rope_rows(self.rope, x.shape[1])
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        return q.contiguous(), k, v
+            q, k = (rotate(each, cos, sin, self.config.rope_interleaved) for each in (q, k))
+        return self.tempered(q, batch.start, 2).contiguous(), k, v
+
+    def tempered(self, q: Tensor, start: Position, axis: int) -> Tensor:
+        """Queries at places start, start + 1 … along an axis, times the temperature that there is."""
+        if self.temperature is None: return q
+        places = Tensor.arange(q.shape[axis]) + start
+        return self.temperature.applied(q, places.reshape(-1, *(1,) * (q.ndim - axis - 1)))
 
     def append(self, x: Tensor, batch: DenseBatch,
                cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,7 +131,9 @@ class Attention:
             # new Tensors over the same storage, so that reads depend on the appends
             keys, values = (Tensor(each.uop) for each in cache)
             tables = None if self.rope is None else batch.ropes[self.rope]
-            keys, values, q = appended(keys, values, q, k, v, None, batch.lengths, tables)
+            keys, values, q = appended(keys, values, q, k, v, None, batch.lengths, tables,
+                                       interleaved=self.config.rope_interleaved)
+            q = self.tempered(q, start, 1)
             return q.transpose(1, 2), keys[:, :, :end], values[:, :, :end]
         q, *new = self.project(x, batch)
         written = [Tensor(old.uop.after(old[:, :, start:end].uop.store(each.uop)))
@@ -129,7 +147,8 @@ class Attention:
         rows = Tensor.arange(T).reshape(T, 1) + start
         columns = Tensor.arange(start + T).reshape(1, start + T)
         seen = columns <= rows
-        return seen if self.window is None else seen & (columns > rows - self.window)
+        if self.window is None: return seen
+        return seen & (columns >= rows - rows % self.window if self.chunked else columns > rows - self.window)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, start: Position, decoding: bool) -> Tensor:
         """softmax(scale · q kᵀ + mask) v as (B, T, H·D); softmax in float32."""
@@ -139,22 +158,34 @@ class Attention:
         if c.softcap is not None: scores = (scores / c.softcap).tanh() * c.softcap
         scores = scores.contiguous_backward()
         if (mask := self.mask(T, start)) is not None: scores = mask.where(scores, -float("inf"))
-        weights = scores.softmax(-1).cast(v.dtype)
+        weights = self.softmax(scores).cast(v.dtype)
         if not takes_matmuls(weights, decoding): weights = weights.contiguous()
         out = weights.contiguous_backward() @ v.unsqueeze(2)
         out = out.reshape(B, c.num_heads, T, c.head_dim).transpose(1, 2)
         return out.reshape(B, T, c.num_heads * c.head_dim).contiguous()
 
+    def softmax(self, scores: Tensor) -> Tensor:
+        """Of scores (B, H_kv, G, T, keys), and the sinks that there are."""
+        if self.sinks is None: return scores.softmax(-1)
+        sinks = self.sinks.reshape(1, self.config.num_kv_heads, -1, 1, 1)
+        top = scores.max(-1, keepdim=True).maximum(sinks).detach()
+        e = (scores - top).exp()
+        return e / (e.sum(-1, keepdim=True) + (sinks - top).exp())
+
     def flash(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`attend` for whole sequences, with this package's attention kernel and its gradient."""
         out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, window=self.window,
-                                           scale=self.config.attention_scale, softcap=self.config.softcap)
+                                           scale=self.config.attention_scale, softcap=self.config.softcap,
+                                           sinks=self.sinks)
         return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> Tensor:
         """Attention of heads (1, T, H, D) over sequences that lie one after the other: (1, T, H·D)."""
         q, k, v = q[0], k[0], v[0]
-        if self.rope is not None: q, k = (rotate(each, *batch.ropes[self.rope]) for each in (q, k))
+        if self.rope is not None:
+            rows, pairs = batch.ropes[self.rope], self.config.rope_interleaved
+            q, k = (rotate(each, *rows, pairs).contiguous() for each in (q, k))
+        if self.temperature is not None: q = self.temperature.applied(q, batch.positions.reshape(-1, 1, 1))
         how = AttentionKind(self.rope, self.window, self.scale, self.config.softcap)
         return batch.attend(q, k, v, how).unsqueeze(0)
 
@@ -162,7 +193,9 @@ class Attention:
                  cache: Cache | None) -> Tensor:
         if isinstance(batch, PagedBatch):
             assert isinstance(cache, LayerPages)
-            how = AttentionKind(self.rope, self.window, self.scale, self.config.softcap)
+            c = self.config
+            how = AttentionKind(self.rope, self.window, self.scale, c.softcap, self.chunked, self.sinks,
+                                c.rope_interleaved, self.temperature)
             return self.output(batch.attend(*self.split(self.qkv(x).contiguous()), cache, how))
         if isinstance(batch, PackedBatch):
             return self.output(self.attend_packed(*self.split(self.qkv(x).contiguous()), batch))
@@ -171,5 +204,5 @@ class Attention:
             return self.output(self.attend(*self.append(x, batch, cache), batch.start, True))
         q, k, v = self.project(x, batch)
         k, v = k.contiguous(), v.contiguous()
-        if takes_matmuls(q, False): return self.output(self.flash(q, k, v))
+        if not self.chunked and takes_matmuls(q, False): return self.output(self.flash(q, k, v))
         return self.output(self.attend(q, k, v, batch.start, False))

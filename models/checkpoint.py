@@ -97,6 +97,7 @@ class Safetensors:
         if entry.parts:
             found = _sparse_elements(entry, begin, end).reshape(-1).data.cast("B")
             return write(tensor, offset, convert(found, entry.dtype, tensor.dtype))
+        if entry.strides is not None: return _read_strided(entry, begin, end, tensor, offset)
         item, (path, position) = ITEM_BYTES[entry.dtype], entry.file_offset
         target = host_bytes(tensor)
         with open(path, "rb", buffering=0) as file:
@@ -107,6 +108,23 @@ class Safetensors:
             data = memoryview(bytearray((end - begin) * item))
             _fill(file, data, path)
         write(tensor, offset, convert(data, entry.dtype, tensor.dtype))
+
+
+def _read_strided(entry: TensorEntry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
+    assert (begin, end) == (0, math.prod(entry.shape)), "strided tensors are read whole"
+    write(tensor, offset, convert(_strided(entry), entry.dtype, tensor.dtype))
+
+
+def _strided(entry: TensorEntry) -> memoryview:
+    """The elements in index order."""
+    assert entry.strides is not None, "entries with strides only"
+    steps = zip(entry.shape, entry.strides, strict=True)
+    span = 1 + sum((extent - 1) * stride for extent, stride in steps)
+    data = memoryview(bytearray(span * ITEM_BYTES[entry.dtype]))
+    with open(entry.file_offset[0], "rb", buffering=0) as file:
+        file.seek(entry.file_offset[1])
+        _fill(file, data, entry.file_offset[0])
+    return in_index_order(data, entry)
 
 
 def _fill(file: FileIO, target: memoryview, path: str) -> None:
@@ -268,17 +286,6 @@ class PyTorchFiles(Safetensors):
         """The tensors of one file."""
         return [TensorEntry(name, dtype, shape, (str(path), position), strides)
                 for name, dtype, shape, position, strides in read_entries(path, IGNORED_SUFFIXES)]
-
-    def read_into(self, entry: TensorEntry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
-        if entry.strides is None: return super().read_into(entry, begin, end, tensor, offset)
-        assert (begin, end) == (0, math.prod(entry.shape)), "strided tensors are read whole"
-        steps = zip(entry.shape, entry.strides, strict=True)
-        span = 1 + sum((extent - 1) * stride for extent, stride in steps)
-        data = memoryview(bytearray(span * ITEM_BYTES[entry.dtype]))
-        with open(entry.file_offset[0], "rb", buffering=0) as file:
-            file.seek(entry.file_offset[1])
-            _fill(file, data, entry.file_offset[0])
-        return write(tensor, offset, convert(in_index_order(data, entry), entry.dtype, tensor.dtype))
 
 
 class GGUFTensors:

@@ -30,6 +30,7 @@ from .multimodal import language_config
 from .names import LLAMA_NAMES, Names
 from .rope import RopeConfig
 from .rope_fields import rope_config, rope_parameters
+from .temperature import Temperature
 
 DTYPES = ("float32", "float16", "bfloat16")
 # Fields that change what is computed, in some families: the others refuse them. per_layer_config (as
@@ -47,12 +48,16 @@ class ModelConfig:
     Sizes: `D` = `head_dim`, `H` = `num_heads`, `H_kv` = `num_kv_heads`. Of each layer `windows` has the
     sliding window in tokens, None for full attention, `ropes` the rotation, None for none. `norm_offset`
     is added to RMSNorm weights (1 for Gemma); with `norm_rounds_last` they multiply before the result is
-    rounded. `qk_norm` normalises queries and keys, each "head" or "all" heads together. Scores are
-    multiplied by `attention_scale` (1/√D) and become cap · tanh(s / cap) with `softcap`, logits with
-    `logit_softcap`, after they were divided by `logit_divisor`. What a layer adds to its input is
-    multiplied by `residual_scale`. With `latent` keys and values are computed of latents, and `head_dim` is
-    that of queries. A checkpoint's `draft_layers` after the others are not read. `output_bias` is the bias of
-    the attention's output projection, `quantization` the quantization_config.
+    rounded. `qk_norm` normalises queries and keys, each "head" or "all" heads together; "unit" each head of
+    layers with rope, without a weight. Scores are multiplied by `attention_scale` (1/√D) and become
+    cap · tanh(s / cap) with `softcap`, logits with `logit_softcap`, after they were divided by
+    `logit_divisor`. What a layer adds to its input is
+    multiplied by `residual_scale`. With `chunked` a window is a chunk of keys, of which a token sees its own.
+    `sinks` are a logit of each head beside those of keys. With `rope_interleaved` adjacent elements of a head
+    are rotated together, in float32; layers without rope have the `temperature`. With `latent` keys and
+    values are computed of latents, and `head_dim` is that of queries. A checkpoint's `draft_layers` after the
+    others are not read. `output_bias` is the bias of the attention's output projection, `quantization` the
+    quantization_config.
     """
     architecture: str
     vocab_size: int
@@ -80,6 +85,10 @@ class ModelConfig:
     logit_divisor: float = 1.0
     logit_softcap: float | None = None
     windows: tuple[int | None, ...] = ()
+    chunked: bool = False
+    sinks: bool = False
+    rope_interleaved: bool = False
+    temperature: Temperature | None = None
     moe: MoEConfig | None = None
     latent: LatentConfig | None = None
     draft_layers: int = 0
@@ -120,7 +129,8 @@ class ModelConfig:
             return made + self.hidden_size * (self.num_heads * self.latent.value + self.output_bias)
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         made = self.hidden_size * (2 * q + 2 * kv + self.output_bias) + (q + 2 * kv) * self.qkv_bias
-        return made + {"": 0, "head": 2 * self.head_dim, "all": q + kv}[self.qk_norm]
+        made += self.num_heads * self.sinks
+        return made + {"": 0, "unit": 0, "head": 2 * self.head_dim, "all": q + kv}[self.qk_norm]
 
     @property
     def parameters(self) -> int:

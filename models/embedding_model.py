@@ -63,12 +63,15 @@ def read_embedding_config(directory: Path, task: str = "auto") -> EmbeddingConfi
     if decoder is None:
         if task == "auto" and pooling is None: return None
         decoder = read_config(directory)
-    if decoder.latent is not None:
-        raise ModelError(f"{directory} has multi-head latent attention ({decoder.architecture}), whose "
-                         "embeddings are not computed yet", "an encoder, or a decoder with plain attention",
-                         "choose another embedding model")
-    # without a head of its own: no logits are computed
-    return EmbeddingConfig(replace(decoder, tied=True), pooling or default_pooling(True))
+    for name, there in (("multi-head latent attention", decoder.latent is not None),
+                        ("attention sinks", decoder.sinks), ("windows in chunks", decoder.chunked)):
+        if there:
+            raise ModelError(f"{directory} has {name} ({decoder.architecture}), whose embeddings are not "
+                             "computed yet", "an encoder, or a decoder with plain attention",
+                             "choose another embedding model")
+    # no logits are computed: the head is not read, but for that of a GGUF file, whose blocks may be shared
+    if (decoder.quantization or {}).get("quant_method") != "gguf": decoder = replace(decoder, tied=True)
+    return EmbeddingConfig(decoder, pooling or default_pooling(True))
 
 
 def _headless(directory: Path) -> ModelConfig | None:

@@ -53,6 +53,10 @@ class MixtureOfExperts:
         # an expert's gate, then its up; one below the other
         self.gate_up = empty(moe.experts * 2 * moe.width, hidden)
         self.down = empty(moe.experts * hidden, moe.width)
+        self.router_bias = self.gate_up_bias = self.down_bias = None
+        if moe.biased:
+            self.router_bias = empty(moe.experts)
+            self.gate_up_bias, self.down_bias = empty(moe.experts, 2 * moe.width), empty(moe.experts, hidden)
         # of quantised experts instead of these: gate and up of each, and down
         self.gate_up_stack: StackWeight | None = None
         self.down_stack: StackWeight | None = None
@@ -75,11 +79,16 @@ class MixtureOfExperts:
         """What the experts add for tokens (T, hidden)."""
         moe, (tokens, hidden) = self.moe, x.shape
         rows, router = (x.float(), self.router.float()) if moe.exact_router else (x, self.router)
-        routing = route(rows.linear(router.T).contiguous(), moe.policy, self.choice_bias)
+        logits = rows.linear(router.T, self.router_bias).contiguous()
+        routing, gather = route(logits, moe.policy, self.choice_bias), moe.policy.k
+        weights: Tensor | None = routing.weights.flatten()
+        if moe.scaled_inputs:
+            slots = x.unsqueeze(1) * routing.weights.cast(x.dtype).unsqueeze(-1)
+            x, gather, weights = slots.reshape(-1, hidden).contiguous(), 1, None
         inner = _multiplied(x, self.gate_up_stack, self.gate_up.reshape(moe.experts, 2 * moe.width, hidden),
-                            routing, gather=moe.policy.k, activation=self.activation)
+                            routing, gather=gather, activation=self.activation, bias=self.gate_up_bias)
         made = _multiplied(inner, self.down_stack, self.down.reshape(moe.experts, hidden, moe.width), routing,
-                           scatter=True, weights=routing.weights.flatten())
+                           scatter=True, weights=weights, bias=self.down_bias)
         return made.reshape(tokens, moe.policy.k, hidden).sum(1)
 
 

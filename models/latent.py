@@ -85,6 +85,15 @@ class LatentAttention:
         latent, rope = self.kv_a(x).contiguous().split([self.latent.rank, self.latent.rope], dim=-1)
         return rope, self.kv_norm(latent)
 
+    def dequantize(self) -> None:
+        """Has the matrix of keys and values in floats, if a checkpoint has quantised it: steps with a cache
+        take it apart by heads."""
+        if not self.kv_b.parts: return
+        # rows of one 1, which no rounding of inputs changes
+        one, old = Tensor.eye(self.latent.rank), self.kv_b.weight
+        made = self.kv_b(one.to(old.device).cast(old.dtype).contiguous().realize())
+        self.kv_b.weight, self.kv_b.parts = made.T.contiguous().realize(), ()
+
     def matrices(self) -> tuple[Tensor, Tensor]:
         """Of each head, for keys (H, nope, rank) and values (H, value, rank)."""
         c = self.latent

@@ -45,6 +45,12 @@ def multiply(x: Tensor, weight: QWeight | SparseWeight | Tensor, bias: Tensor | 
 StoredLinear: TypeAlias = tuple[Linear, tuple[str, ...], tuple[int, ...]]
 
 
+def normalised(x: Tensor, eps: float) -> Tensor:
+    """x / rms(x), float32."""
+    f = x.float()
+    return f * (f.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
 class RMSNorm:
     """x / rms(x) · (w + offset): statistics in float32 (arXiv 1910.07467)."""
 
@@ -53,8 +59,7 @@ class RMSNorm:
         self.eps, self.offset, self.rounds_last = config.norm_eps, config.norm_offset, config.norm_rounds_last
 
     def __call__(self, x: Tensor) -> Tensor:
-        f = x.float()
-        f = f * (f.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        f = normalised(x, self.eps)
         if self.rounds_last:
             weight = self.weight.float() + self.offset if self.offset else self.weight.float()
             return (f * weight).cast(x.dtype).contiguous()

@@ -101,8 +101,9 @@ class Llama:
     @cached_property
     def rope_tables(self) -> tuple[RopeTables, ...]:
         """Cosines and sines of each of the config's `distinct_ropes`, (rope_rows, dim/2), rounded to the
-        model's dtype."""
-        made = [tuple(Tensor(t, device=self.device).cast(self.dtype).contiguous()
+        model's dtype, unless adjacent elements are rotated."""
+        dtype = dtypes.float32 if self.config.rope_interleaved else self.dtype
+        made = [tuple(Tensor(t, device=self.device).cast(dtype).contiguous()
                       for t in tables(rope, self.rope_rows, self.positions))
                 for rope in self.config.distinct_ropes]
         Tensor.realize(*(each for pair in made for each in pair))

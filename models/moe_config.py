@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tinygrad_nv.errors import ModelError, SpecError
 from tinygrad_nv.functional import Policy
+from tinygrad_nv.tile.router.spec import Score
 
 from .fields import Fields
 
@@ -15,7 +16,8 @@ class MoEConfig:
     """`experts` of `width` columns between gate | up and down, in the layers that `layers` says; `policy`
     chooses them. `shared_width` is that of the expert that every token has, 0 for none; with `shared_gate`
     it is multiplied with the sigmoid of a logit. `choice_bias`: scores have a bias where experts are chosen;
-    `exact_router`: logits are computed in float32."""
+    `exact_router`: logits are computed in float32. `biased`: router and experts have biases. `scaled_inputs`:
+    weights multiply what an expert is given, not what it makes."""
     experts: int
     width: int
     policy: Policy
@@ -24,10 +26,13 @@ class MoEConfig:
     shared_gate: bool = False
     choice_bias: bool = False
     exact_router: bool = False
+    biased: bool = False
+    scaled_inputs: bool = False
 
     def parameters(self, hidden: int) -> int:
         """Of one layer."""
         made = hidden * (self.experts * (3 * self.width + 1) + 3 * self.shared_width + self.shared_gate)
+        if self.biased: made += self.experts * (1 + 2 * self.width + hidden)
         return made + self.experts * self.choice_bias
 
     def activation_bytes(self, hidden: int, itemsize: int) -> int:
@@ -51,17 +56,17 @@ COUNTS = ("num_local_experts", "num_experts")     # transformers takes either
 
 
 def moe_config(f: Fields, default: int, width: str, layers: Sequence[bool], shared_width: int = 0,
-               shared_gate: bool = False, renormalize: bool = True,
-               keys: tuple[str, ...] = COUNTS) -> MoEConfig:
-    """Of `default` experts where the file says no number under `keys`, and the key of their width. Raises
-    `ModelError`."""
+               shared_gate: bool = False, renormalize: bool = True, keys: tuple[str, ...] = COUNTS,
+               score: Score = "softmax", **more: bool) -> MoEConfig:
+    """Of `default` experts where the file says no number under `keys`, and the key of their width; `more`
+    fields. Raises `ModelError`."""
     counts = {f.positive(key) for key in keys if f.get(key) is not None} or {default}
     if len(counts) > 1:
         raise ModelError(f"{f.name}: " + ", ".join(f"{key} is {f.get(key)}" for key in keys),
                          "one number of experts", "correct the file, or download it again")
     count, k = counts.pop(), f.positive("num_experts_per_tok")
-    try: policy = Policy(k, renormalize=renormalize)
+    try: policy = Policy(k, score, renormalize)
     except SpecError as error: raise ModelError(f"{f.name}: {error.found}", error.expected) from error
     if k > count:
         raise ModelError(f"{f.name}: num_experts_per_tok is {k}, of {count} experts", "as many, at most")
-    return MoEConfig(count, f.positive(width), policy, tuple(layers), shared_width, shared_gate)
+    return MoEConfig(count, f.positive(width), policy, tuple(layers), shared_width, shared_gate, **more)

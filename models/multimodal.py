@@ -11,10 +11,11 @@ from tinygrad_nv.errors import ModelError
 
 T = TypeVar("T")
 # architectures whose text_config is that of a causal language model, by its model_type
-ARCHITECTURES = ("Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration",
-                 "Mistral3ForConditionalGeneration")
-KINDS = {"gemma3_text": "Gemma3ForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
-         "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = ("Gemma3ForConditionalGeneration", "Llama4ForConditionalGeneration",
+                 "LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration")
+KINDS = {"gemma3_text": "Gemma3ForCausalLM", "llama": "LlamaForCausalLM",
+         "llama4_text": "Llama4ForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
+         "qwen3": "Qwen3ForCausalLM"}
 # of a whole model, where its text_config says nothing
 SHARED = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
 TIED = "tie_word_embeddings"    # the head is outside the language model, so the whole model says it first

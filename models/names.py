@@ -7,7 +7,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Names:
     """Hugging Face names after "model.layers.{i}."; a norm whose name is "" is not there. Several names of a
-    matrix are its rows, one after the other."""
+    matrix are its rows, one after the other. `fused`: experts are stored as fused.py says, gate and up
+    "interleaved" or as "halves"."""
     attention_norm: str = "input_layernorm"
     attention_post_norm: str = ""
     feed_forward_norm: str = "post_attention_layernorm"
@@ -22,7 +23,9 @@ class Names:
     choice_bias: str = "mlp.gate.e_score_correction_bias"
     expert: str = "mlp.experts.{}"
     expert_matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    fused: str = ""
     shared_expert: str = "mlp.shared_expert"
+    sinks: str = "self_attn.sinks"
 
     @property
     def norms(self) -> tuple[str, ...]:

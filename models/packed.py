@@ -34,7 +34,6 @@ class PackedBatch:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, how: AttentionKind) -> Tensor:
         """Attention of q (T, H, D) over k, v (T, H_kv, D), rotated already: (T, H·D)."""
-        made = varlen_attention(q.contiguous(), k.contiguous(), v.contiguous(), self.starts, self.starts,
-                                self.longest, self.longest, causal=self.causal, window=how.window,
-                                scale=how.scale, softcap=how.softcap)
+        made = varlen_attention(q, k, v, self.starts, self.starts, self.longest, self.longest,
+                                causal=self.causal, window=how.window, scale=how.scale, softcap=how.softcap)
         return made.reshape(q.shape[0], -1).contiguous()

@@ -19,28 +19,36 @@ from tinygrad import Tensor
 from tinygrad_nv.functional import kv_append, paged_attention
 from tinygrad_nv.kvcache.store import LayerPages
 
+from .temperature import Temperature
+
 RopeTables: TypeAlias = tuple[Tensor, Tensor]   # cosines and sines of all positions
 
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """What a layer's attention computes: which of the rope tables rotates (None: none), the sliding
-    window, the factor of scores, and their cap."""
+    """What a layer's attention computes: which of the rope tables rotates (None: none), adjacent elements
+    if `interleaved`; the sliding window, or the size of a chunk; the factor of scores, and their cap; a logit
+    of each head beside those of keys; a factor of queries that grows with their places."""
     rope: int | None
     window: int | None
     scale: float
     softcap: float | None
+    chunked: bool = False
+    sinks: Tensor | None = None
+    interleaved: bool = False
+    temperature: Temperature | None = None
 
 
 def appended(keys: Tensor, values: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None,
              lengths: Tensor, rope: RopeTables | None, k_scale: Tensor | None = None,
-             v_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+             v_scale: Tensor | None = None, interleaved: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """`kv_append` of k and v, rotated if there is a rope: keys, values, and q, rotated likewise."""
     if rope is None:
         made = kv_append(keys, values, k, v, table, lengths, k_scale=k_scale, v_scale=v_scale)
         return made[0], made[1], q
     keys, values, q = kv_append(keys, values, k, v, table, lengths, cos=rope[0], sin=rope[1], q=q,
-                                k_scale=k_scale, v_scale=v_scale, rounded=True)
+                                k_scale=k_scale, v_scale=v_scale, interleaved=interleaved,
+                                rounded=not interleaved)
     return keys, values, q
 
 
@@ -56,6 +64,13 @@ class SequenceGroup:
     def num_tokens(self) -> int:
         """New tokens of all its sequences."""
         return self.tokens_per_sequence * int(self.lengths.shape[0])
+
+    @property
+    def places(self) -> Tensor:
+        """Of each token: [B, tokens_per_sequence, 1, 1]."""
+        each = self.tokens_per_sequence
+        places = self.lengths.reshape(-1, 1) - each + Tensor.arange(each)
+        return places.reshape(-1, each, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -75,8 +90,10 @@ class PagedBatch:
         for group in self.groups:
             end, each = first + group.num_tokens, group.tokens_per_sequence
             own_q, own_k, own_v = (x[0, first:end].reshape(-1, each, *x.shape[2:]) for x in (q, k, v))
+            if how.temperature is not None: own_q = how.temperature.applied(own_q, group.places)
             keys, values, rotated = appended(keys, values, own_q, own_k, own_v, group.table,
-                                             group.lengths, rope, pages.k_scale, pages.v_scale)
+                                             group.lengths, rope, pages.k_scale, pages.v_scale,
+                                             how.interleaved)
             queries.append(rotated)
             first = end
         out = []
@@ -84,7 +101,7 @@ class PagedBatch:
             if pages.k_scale is None: rotated = rotated.cast(keys.dtype)
             attended = paged_attention(rotated, keys, values, group.table, group.lengths, scale=how.scale,
                                        window=how.window, softcap=how.softcap, k_scale=pages.k_scale,
-                                       v_scale=pages.v_scale)
+                                       v_scale=pages.v_scale, chunked=how.chunked, sinks=how.sinks)
             out.append(attended.cast(q.dtype).reshape(group.num_tokens, -1))
         joined = out[0] if len(out) == 1 else out[0].cat(*out[1:])
         return joined.unsqueeze(0).contiguous()

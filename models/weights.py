@@ -28,6 +28,7 @@ from tinygrad_nv.quant.types import nbytes as matrix_bytes
 from tinygrad_nv.runtime.memory import allocate, allocate_arena, read
 from tinygrad_nv.runtime.memory_pool import labelled
 
+from .attention import Attention
 from .cache_scales import read_cache_scales
 from .checkpoint import (
     FLOAT_BYTES,
@@ -40,6 +41,8 @@ from .checkpoint import (
 )
 from .config import ModelConfig
 from .feed_forward import MixtureOfExperts
+from .fused import apart
+from .latent import LatentAttention
 from .llama import Llama
 from .multimodal import language_entries
 from .quantised import Plan, fill, place, planned, projections, read_layer, require_zeros
@@ -84,6 +87,8 @@ def slots(model: Llama) -> dict[str, WeightSlice]:
                            (names.feed_forward_post_norm, block.feed_forward_post_norm),
                            *attention.norms.items()):
             if norm is not None: out[f"{layer}.{name}.weight"] = _whole(norm.weight)
+        if isinstance(attention, Attention) and attention.sinks is not None:
+            out[f"{layer}.{names.sinks}"] = _whole(attention.sinks)
         if isinstance(block.feed_forward, MixtureOfExperts): out |= _experts(model, i, block.feed_forward)
         for each in projections(model, i):
             out[f"{each.name}.weight"] = WeightSlice(each.linear.weight, each.first, each.shape)
@@ -97,6 +102,7 @@ def _experts(model: Llama, layer: int, block: MixtureOfExperts) -> dict[str, Wei
     names, prefix, width, hidden = (model.config.names, f"model.layers.{layer}", block.moe.width,
                                     model.config.hidden_size)
     out = {f"{prefix}.{names.router}.weight": _whole(block.router)}
+    if block.router_bias is not None: out[f"{prefix}.{names.router}.bias"] = _whole(block.router_bias)
     if block.choice_bias is not None: out[f"{prefix}.{names.choice_bias}"] = _whole(block.choice_bias)
     if block.shared_gate is not None:
         out[f"{prefix}.{names.shared_expert}_gate.weight"] = _whole(block.shared_gate)
@@ -106,6 +112,10 @@ def _experts(model: Llama, layer: int, block: MixtureOfExperts) -> dict[str, Wei
         out[f"{expert}.{gate}.weight"] = WeightSlice(block.gate_up, 2 * i * width, (width, hidden))
         out[f"{expert}.{up}.weight"] = WeightSlice(block.gate_up, (2 * i + 1) * width, (width, hidden))
         out[f"{expert}.{down}.weight"] = WeightSlice(block.down, i * hidden, (hidden, width))
+        if block.gate_up_bias is not None and block.down_bias is not None:
+            out[f"{expert}.{gate}.bias"] = WeightSlice(block.gate_up_bias, 2 * i * width, (width,))
+            out[f"{expert}.{up}.bias"] = WeightSlice(block.gate_up_bias, (2 * i + 1) * width, (width,))
+            out[f"{expert}.{down}.bias"] = WeightSlice(block.down_bias, i * hidden, (hidden,))
     return out
 
 
@@ -169,14 +179,14 @@ def _online_nbytes(config: ModelConfig, dtype: DType) -> int:
 
 def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | None = None,
          headless: bool = False) -> int:
-    """Fills every parameter of `model` from `directory`; returns bytes read. `headless`: logits are
-    not computed, and a head in the files is not read.
+    """Fills every parameter of `model` from `directory`; returns bytes read. `headless`: logits are not
+    computed, so the head in the files of a tied model may differ.
 
     `progress(done, total)` is called with bytes. Raises `WeightError` before anything is read if the
     checkpoint lacks tensors, and while reading if a file is shorter than its header says."""
     checkpoint = open_checkpoint(directory)
-    checkpoint.entries = _without_draft_layers(model.config, language_entries(checkpoint.entries))
-    if headless: checkpoint.entries.pop(HEAD, None)
+    entries = _without_draft_layers(model.config, language_entries(checkpoint.entries))
+    checkpoint.entries = apart(model.config, entries, directory)
     plan = planned(model, checkpoint.entries, str(directory / "config.json"))
     wanted = {name: slot for name, slot in slots(model).items() if name not in plan.replaced}
     wanted |= {name: _whole(tensor) for name, tensor in plan.plain.items()}
@@ -186,7 +196,7 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
     require_zeros(plan, checkpoint.entries)
     if model.config.quantization is not None:
         model.cache_scales = read_cache_scales(model.config, checkpoint.entries)
-    if model.config.tied and HEAD in checkpoint.entries.keys() - plan.tensors:
+    if model.config.tied and not headless and HEAD in checkpoint.entries.keys() - plan.tensors:
         _require_tied(checkpoint, directory)
     with labelled("weights"):
         allocate_arena(list({id(slot.tensor): slot.tensor for slot in wanted.values()}.values()))
@@ -201,6 +211,8 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
         except BaseException:
             readers.shutdown(cancel_futures=True)
             raise
+    for block in model.blocks:
+        if isinstance(block.attention, LatentAttention): block.attention.dequantize()
     return total
 
 

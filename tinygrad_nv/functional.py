@@ -10,10 +10,10 @@ model trains with flash attention, forward and backward, without a change (`meth
 over latents (MLA), `varlen_attention` is for sequences that lie one after the other, `fp8_attention` for
 operands of 8 bits with scales, `embedding` for rows of a table by number, `quant_matmul` for a quantised
 matrix, `scaled_matmul` for one whose codes are multiplied with codes of activations (W8A8, FP8),
-`sparse_matmul` for one that is 2:4 sparse, `route` and `grouped_matmul` for mixtures of experts,
-`quant_grouped_matmul` for those that are quantised: the modules of patterns/ with these names
-(decode/paged.py, decode/latent.py, attention/varlen.py, attention/fp8.py, scaled_gemm/named.py, and named.py
-of the others) define them.
+`sparse_matmul` for one that is 2:4 sparse, `dispatch` for mixtures of experts, made of `route`, `group_rows`,
+`grouped_matmul` and `grouped_outer`, `quant_grouped_matmul` for quantised experts: the modules of patterns/
+with these names (decode/paged.py, decode/latent.py, attention/varlen.py, attention/fp8.py,
+scaled_gemm/named.py, router/rows.py, grouped_gemm/, and named.py of the others) define them.
 """
 from __future__ import annotations
 
@@ -35,18 +35,29 @@ from tinygrad_nv.patterns.attention import (
 )
 from tinygrad_nv.patterns.attention.dropout import drawn
 from tinygrad_nv.patterns.attention.fp8 import fp8_attention
-from tinygrad_nv.patterns.attention.named import FlashAttention, attend, scores, sums, weighted
+from tinygrad_nv.patterns.attention.named import (
+    FlashAttention,
+    attend,
+    lse_of,
+    scores,
+    sums,
+    sunk,
+    weighted,
+)
 from tinygrad_nv.patterns.attention.operands import Operands, arranged, check
 from tinygrad_nv.patterns.attention.varlen import varlen_attention
 from tinygrad_nv.patterns.decode.latent import latent_attention
 from tinygrad_nv.patterns.decode.paged import paged_attention
 from tinygrad_nv.patterns.embedding.named import embedding
+from tinygrad_nv.patterns.grouped_gemm.dispatch import Experts, dispatch
 from tinygrad_nv.patterns.grouped_gemm.named import grouped_matmul
+from tinygrad_nv.patterns.grouped_gemm.outer import grouped_outer
 from tinygrad_nv.patterns.kv_append.named import kv_append
 from tinygrad_nv.patterns.named import check_devices
 from tinygrad_nv.patterns.quant_gemm.named import prepared, prepared_for, quant_matmul
 from tinygrad_nv.patterns.quant_grouped.named import prepared_type, quant_grouped_matmul
 from tinygrad_nv.patterns.router.named import Routing, route
+from tinygrad_nv.patterns.router.rows import group_rows
 from tinygrad_nv.patterns.scaled_gemm.named import has_kernel, scaled_matmul
 from tinygrad_nv.patterns.scaled_gemm.quantize import quantize
 from tinygrad_nv.patterns.sparse_gemm import named as sparse
@@ -55,14 +66,19 @@ from tinygrad_nv.patterns.target import GPUS, kind_of, takes, target_of
 from tinygrad_nv.quant.types import QType, Scale
 from tinygrad_nv.tile.attention.dropout import kept_of
 from tinygrad_nv.tile.attention.spec import EVERY
+from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.router.spec import Policy
 
 __all__ = [
+    "Experts",
     "Policy",
     "Routing",
+    "dispatch",
     "embedding",
     "fp8_attention",
+    "group_rows",
     "grouped_matmul",
+    "grouped_outer",
     "kv_append",
     "latent_attention",
     "multiplies_codes",
@@ -94,14 +110,15 @@ def register() -> None:
 def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
                                  dropout_p: float = 0.0, is_causal: bool = False, enable_gqa: bool = False, *,
                                  scale: float | None = None, softcap: float | None = None,
-                                 window: int | None = None) -> Tensor:
+                                 window: int | None = None, sinks: Tensor | None = None) -> Tensor:
     """softmax(scale · query keyᵀ + mask) value: [..., H, S_q, D_v] in query's dtype.
 
     query [..., H, S_q, D], key [..., H_kv, S_kv, D], value [..., H_kv, S_kv, D_v]; what stands before the
     heads is broadcast. H_kv is H or 1, or with `enable_gqa` a divisor of H. `attn_mask`, bool (true: seen) or
     floats (added), is broadcast to [..., H, S_q, S_kv]. `is_causal`: row r sees columns up to r. `window`:
     columns nearer to r than so many. A row that sees nothing is 0. `scale` is 1/√D by default; `softcap`
-    makes scores cap · tanh(s / cap). `dropout_p` of the weights are dropped in Context(TRAINING=1), by
+    makes scores cap · tanh(s / cap). `sinks`, float32 [H], are one more logit of each head's softmax, of no
+    value. `dropout_p` of the weights are dropped in Context(TRAINING=1), by
     kernels of ours a multiple of 1/256 of them, the nearest, and the others are multiplied accordingly.
     Raises `SpecError`."""
     check(query, key, value, attn_mask, enable_gqa)
@@ -114,17 +131,20 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
             raise SpecError(f"{name}={number}", "a finite number" + " above 0" * (name == "softcap"))
     if window is not None and (type(window) is not int or window < 1):
         raise SpecError(f"window={window}", "at least a row's own column: 1")
+    if sinks is not None and (sinks.shape != (query.shape[-3],) or sinks.dtype != dtypes.float32):
+        raise SpecError(f"sinks of {short(sinks.dtype)} {sinks.shape}", f"float32 ({query.shape[-3]},)")
     what = FlashAttention(is_causal, scale, softcap, window)
     if (given := _ours(query, key, value, attn_mask, dropout_p, enable_gqa)) is not None:
-        return _attended(what, given, dropout_p)
+        return _attended(what, given, dropout_p, sinks)
     if (given := arranged(query, key, value, attn_mask)) is not None:
         masks = () if given.mask is None else (given.mask,)
         s = scores(what, sums(given.q, given.k), query.shape[-1], *masks)
-        return weighted(what, s, given.q, given.v, bool(masks), dropout_p).reshape(given.shape)
-    if scale is softcap is window is None:
+        out = weighted(what, s, given.q, given.v, bool(masks), dropout_p)
+        return (out if sinks is None else sunk(out, lse_of(s), sinks)).reshape(given.shape)
+    if scale is softcap is window is sinks is None:
         return query.scaled_dot_product_attention(key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    raise SpecError("scale, softcap or window with symbolic extents, or a mask that enlarges the result",
-                    "none of these", "bind extents, or expand query to the mask's batch")
+    raise SpecError("scale, softcap, window or sinks with symbolic extents, or with a mask that enlarges the "
+                    "result", "none of these", "bind extents, or expand query to the mask's batch")
 
 
 def _ours(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float,
@@ -168,11 +188,11 @@ def method(theirs: Callable[..., Tensor], query: Tensor, key: Tensor, value: Ten
     return _attended(FlashAttention(is_causal), given, dropout_p)
 
 
-def _attended(what: FlashAttention, given: Operands, dropout_p: float) -> Tensor:
+def _attended(what: FlashAttention, given: Operands, dropout_p: float, sinks: Tensor | None = None) -> Tensor:
     """The attention, with a new seed for its dropout."""
     kept, seed = _kept(dropout_p), None
     if kept < EVERY: seed = drawn(given.q.device)
-    out = attend(replace(what, kept=kept), given.q, given.k, given.v, given.mask, seed)
+    out = attend(replace(what, kept=kept), given.q, given.k, given.v, given.mask, seed, sinks)
     return out.reshape(given.shape)
 
 

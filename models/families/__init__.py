@@ -2,11 +2,27 @@
 
 `FAMILIES` has them by the architecture of config.json. family.py has the record, layers.py what several use.
 """
-from . import deepseek, gemma, granite, llama, mistral, mixtral, olmo, olmoe, phi3, qwen, qwen_moe, smollm3
+from . import (
+    deepseek,
+    gemma,
+    gpt_oss,
+    granite,
+    llama,
+    llama4,
+    mistral,
+    mixtral,
+    olmo,
+    olmoe,
+    phi3,
+    qwen,
+    qwen_moe,
+    smollm3,
+)
 from .family import Family
 
 FAMILIES: dict[str, Family] = {each.architecture: each for each in (
     llama.FAMILY, mistral.FAMILY, qwen.QWEN2, qwen.QWEN3, gemma.GEMMA, gemma.GEMMA2, gemma.GEMMA3,
     phi3.FAMILY, olmo.OLMO2, olmo.OLMO3, smollm3.FAMILY, granite.FAMILY,
+    gpt_oss.FAMILY, llama4.FAMILY,
     mixtral.FAMILY, qwen_moe.QWEN2, qwen_moe.QWEN3, olmoe.FAMILY,
     deepseek.V2, deepseek.V3)}

@@ -41,11 +41,13 @@ def attention_scale(latent: LatentConfig, rope: RopeConfig) -> float:
     return float(scale * (0.1 * rope.mscale_all_dim * log(rope.factor) + 1.0) ** 2)
 
 
-def mixture(f: Fields, default: int, alias: str, policy: Policy) -> MoEConfig:
-    """Mixtures of experts after the first layers; `policy` with any k. Raises `ModelError`."""
+def mixture(f: Fields, default: int, alias: str, policy: Policy) -> MoEConfig | None:
+    """Mixtures of experts after the first layers, if there are more; `policy` with any k. Raises
+    `ModelError`."""
     first, layers = f.get("first_k_dense_replace"), f.positive("num_hidden_layers")
     if not isinstance(first, int) or isinstance(first, bool) or first < 0:
         raise ModelError(f"{f.name}: first_k_dense_replace is {first!r}", "a number of layers")
+    if first >= layers: return None
     shared = f.positive("moe_intermediate_size") * f.positive("n_shared_experts")
     made = moe_config(f, default, "moe_intermediate_size", [i >= first for i in range(layers)], shared,
                       keys=(EXPERTS, alias))
@@ -104,8 +106,9 @@ def third(f: Fields) -> dict[str, Any]:
     require(f, "scoring_func", "sigmoid")
     require(f, "topk_method", "noaux_tc")
     policy = grouped(f, Policy(1, "sigmoid", f.flag("norm_topk_prob")))
-    moe = replace(mixture(f, 256, "num_local_experts", policy), choice_bias=True)
-    return {**common(f, f.flag("rope_interleave")), "moe": moe}
+    moe = mixture(f, 256, "num_local_experts", policy)
+    return {**common(f, f.flag("rope_interleave")),
+            "moe": None if moe is None else replace(moe, choice_bias=True)}
 
 
 HONOURS = frozenset({EXPERTS, "num_experts", "num_local_experts"})

@@ -67,4 +67,4 @@ def ragged(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
 
 def hidden_states(model: torch.nn.Module, ids: list[int]) -> np.ndarray:
     """The reference's, of one text."""
-    with torch.no_grad(): return model(torch.tensor([ids])).last_hidden_state[0].numpy()
+    with torch.no_grad(): return model(torch.tensor([ids])).last_hidden_state[0].float().numpy()

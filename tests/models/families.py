@@ -11,6 +11,8 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_fre
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 40, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8,
           "v_head_dim": 20, "moe_intermediate_size": 24, "num_experts_per_tok": 3, "n_routed_experts": 12}
+# by default only logits are compared of these
+SLOW = ("deepseek-v2-lite", "deepseek-v3-halves")
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,12 @@ CASES = {
                                    "head_dim": 24, "norm_topk_prob": True, "tie_word_embeddings": True}),
     "olmoe": Case("Olmoe", {"num_experts": 7, "num_experts_per_tok": 1, "num_key_value_heads": 4,
                             "intermediate_size": 48, "pad_token_id": 0}),
+    "gpt-oss": Case("GptOss", {"num_local_experts": 6, "num_experts_per_tok": 4, "intermediate_size": 40,
+                               "head_dim": 24, "sliding_window": 16, "num_hidden_layers": 3}),
+    "llama4": Case("Llama4", {"num_local_experts": 5, "num_hidden_layers": 3, "head_dim": 24,
+                              "intermediate_size": 48, "intermediate_size_mlp": 96, "moe_layers": [0, 2],
+                              "attention_chunk_size": 16, "no_rope_layer_interval": 3, "floor_scale": 12,
+                              "rope_parameters": LLAMA3}),
     "deepseek-v2": Case("DeepseekV2", {**LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy",
                                        "n_group": 4, "topk_group": 2, "routed_scaling_factor": 3.0}),
     "deepseek-v2-lite": Case("DeepseekV2", {**LATENT, "q_lora_rank": 40, "first_k_dense_replace": 1,

@@ -1,5 +1,6 @@
-"""Families with experts, alternating windows or layers without rope, served together: few pages, so that
-requests are preempted, chunks of prompts, shared prefixes. Each gets the tokens that it gets alone."""
+"""Families with experts, alternating windows, sinks, chunks or layers without rope, served together: few
+pages, so that requests are preempted, chunks of prompts, shared prefixes. Each gets the tokens that it gets
+alone."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -24,6 +25,7 @@ PLAIN, ALTERNATING = (14, 16, (None,)), (33, 8, (16, None, 16))
 CASES = {"qwen2-moe": PLAIN, "deepseek-v3": PLAIN, "mixtral": PLAIN, "qwen3-moe": PLAIN, "olmoe": PLAIN,
          "smollm3": PLAIN, "phi4": PLAIN, "deepseek-v2": PLAIN, "deepseek-v2-lite": PLAIN,
          "deepseek-v3-halves": PLAIN, "gemma2": ALTERNATING, "gemma3": ALTERNATING,
+         "gpt-oss": ALTERNATING, "llama4": (33, 8, (16, 16, None)),
          "olmo3": (25, 16, (20, 20, 20, None))}
 QUICK = ("qwen2-moe", "deepseek-v3")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in QUICK]

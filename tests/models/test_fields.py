@@ -102,11 +102,33 @@ FIELDS: dict[str, dict[str, Any]] = {
     "bidirectional": {"use_bidirectional_attention": True}, "not causal": {"is_causal": False},
     "per layer": {"per_layer_config": {"1": {"intermediate_size": 40}}}, "pad": {"pad_token_id": TOKENS[0]},
 }
+# tried of the families of multi-head latent attention
+LATENT_FIELDS: dict[str, dict[str, Any]] = {
+    "no q rank": {"q_lora_rank": None},
+    "other sizes": {"kv_lora_rank": 12, "v_head_dim": 10, "q_lora_rank": 9},
+    "halves": {"rope_interleave": False}, "interleaved is null": {"rope_interleave": None},
+    "renormalised": {"norm_topk_prob": True}, "not renormalised": {"norm_topk_prob": False},
+    "groups": {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
+    "groups without a method": {"n_group": 2, "topk_group": 1}, "one group": {"n_group": 1, "topk_group": 1},
+    "too many groups": {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 3},
+    "groups of one": {"n_group": 4, "topk_group": 2}, "no groups": {"n_group": None, "topk_group": None},
+    "method": {"topk_method": "noaux_tc"}, "no method": {"topk_method": None},
+    "score": {"scoring_func": "sigmoid"}, "other score": {"scoring_func": "softmax"},
+    "scaling of weights": {"routed_scaling_factor": 3.5}, "no dense layer": {"first_k_dense_replace": 0},
+    "dense layers": {"first_k_dense_replace": 2}, "every second": {"moe_layer_freq": 2},
+    "shared experts": {"n_shared_experts": 3}, "draft layers": {"num_nextn_predict_layers": 1},
+    "top 1": {"num_experts_per_tok": 1}, "too many experts": {"num_experts_per_tok": 5},
+    "six experts": {"n_routed_experts": 6, "num_experts": 6, "num_local_experts": 6},
+    "yarn mscale alone": rope(YARN, SMALL, mscale_all_dim=0.7),
+    "yarn mscale of 0": rope(YARN, SMALL, mscale=1.0, mscale_all_dim=0),
+    "linear and mscale": rope(rope_type="linear", factor=4.0, mscale_all_dim=1.0)}
 # The reference refuses, and so may we not: what a file must mean is plain.
 LENIENT = {("Mistral", "kv heads are null"), ("Gemma", "kv heads are null"),
            ("Gemma2", "kv heads are null"), ("Gemma3", "kv heads are null"), ("Phi3", "partial is null"),
-           *((family, "kv heads are null") for family in ("Mixtral", "Qwen2Moe", "Qwen3Moe")),
-           ("Qwen2Moe", "windows null")}     # no layer has one
+           *((family, "kv heads are null") for family in ("Mixtral", "Qwen2Moe", "Qwen3Moe", "GptOss",
+                                                            "Llama4")),
+           ("Qwen2Moe", "windows null"),     # no layer has one
+           ("DeepseekV3", "head_dim")}       # qk_rope_head_dim says it
 
 
 QUICK = {"theta within", "scaling and parameters", "linear", "yarn, original in both", "longrope", "nested",
@@ -114,22 +136,53 @@ QUICK = {"theta within", "scaling and parameters", "linear", "yarn, original in 
          "qkv_bias", "window", "windows from 1", "layer types", "layer types without windows", "tied", "gelu",
          "hidden_activation", "eps", "attn_logit_softcapping", "final_logit_softcapping",
          "residual_multiplier", "experts", "not causal"}
+# and what is set in families that have it
+OWN: dict[str, dict[str, dict[str, Any]]] = {
+    "GptOss": {"alpha": {"swiglu_alpha": 1.5}, "limit": {"swiglu_limit": 3.0},
+               "no biases": {"attention_bias": False}, "bare rope": rope(rope_type="default"),
+               "windows of all": {"sliding_window": 8, "layer_types": ["sliding_attention"] * 2},
+               "head_dim is left out": {"head_dim": 64, "rms_norm_eps": 1e-5}},
+    "Llama4": {"no norm": {"use_qk_norm": False},
+               "no norm, yarn": {"use_qk_norm": False, **rope(YARN, SMALL)},
+               "no temperature": {"attn_temperature_tuning": False, "no_rope_layers": [0, 1]},
+               "temperature": {"floor_scale": 4, "attn_scale": 0.5, "no_rope_layer_interval": 2},
+               "all have rope": {"no_rope_layers": [1, 1]}, "dense first": {"moe_layers": [1]},
+               "every other": {"interleave_moe_layer_step": 2}, "no chunks": {"attention_chunk_size": None},
+               "chunks of 12": {"attention_chunk_size": 12, "no_rope_layer_interval": 2},
+               "chunks without rope": {"attention_chunk_size": 8, "no_rope_layers": [0, 1],
+                                       "layer_types": ["chunked_attention", "full_attention"]},
+               "width": {"intermediate_size_mlp": 40, "moe_layers": []}}}
+# those of them that are tried by default
+QUICK_OWN = {"alpha", "no biases", "no norm", "temperature", "chunks of 12", "dense first"}
 # so that experts are few and small
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-           "shared_expert_intermediate_size": 40}
-MIXTURES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe")
+           "shared_expert_intermediate_size": 40, "intermediate_size_mlp": 56}
+LATENT = ("DeepseekV2", "DeepseekV3")
+MIXTURES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GptOss", "Llama4", *LATENT)
+SIZES = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 12,
+         "qk_rope_head_dim": 8, "v_head_dim": 6, "first_k_dense_replace": 1, "n_routed_experts": 4,
+         "n_group": 1, "topk_group": 1}
+FEW = {"attention_bias", "yarn mscale", "halves", "groups", "score", "kv heads"}  # of `LATENT`, by default
+
+
+def own(family: str) -> dict[str, dict[str, Any]]:
+    """Fields that are tried of this family alone."""
+    return LATENT_FIELDS if family in LATENT else OWN.get(family, {})
 
 
 def tried() -> list[Any]:
     """Families and fields; slow ones are marked."""
+    def quick(family: str, name: str) -> bool:
+        few = QUICK_OWN if family in OWN else FEW if family in LATENT else QUICK
+        return family in FIRST or name in few
     return [pytest.param(family, name, id=f"{family}-{name}",
-                         marks=[] if family in FIRST or name in QUICK else [pytest.mark.slow])
-            for family in FAMILIES for name in FIELDS]
+                         marks=[] if quick(family, name) else [pytest.mark.slow])
+            for family in FAMILIES for name in {**FIELDS, **own(family)}]
 
 
 def raw_config(family: str, fields: dict[str, Any]) -> dict[str, Any]:
     """config.json as a person would write it, which no class has completed."""
-    more = EXPERTS if family in MIXTURES else {}
+    more = {**(EXPERTS if family in MIXTURES else {}), **(SIZES if family in LATENT else {})}
     kind = getattr(transformers, f"{family}ForCausalLM").config_class.model_type
     return {**BASE, **more, "architectures": [f"{family}ForCausalLM"], "model_type": kind, **fields}
 
@@ -166,7 +219,7 @@ def stored(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def test_a_field_means_what_it_means_to_transformers(tmp_path: Path, family: str, name: str):
     """max |logit − theirs| ≤ 2e-4 · max |logit|, as test_parity.py has it. What transformers refuses or
     cannot run is refused, but for `LENIENT`."""
-    fields = FIELDS[name]
+    fields = {**FIELDS, **own(family)}[name]
     try: model, expected = theirs(family, fields)
     except Exception as error:  # whatever its classes raise
         if (family, name) in LENIENT: return

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import CASES
+from families import CASES, SLOW
 from tinygrad import Tensor, dtypes
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import read_config
@@ -46,7 +46,8 @@ def test_float32_logits_agree(hf_model: Callable[[str], Path], case: str):
     assert np.abs(our_logits(hf_model(case), PROMPT[:60]) - expected).max() <= 2e-4 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else [])
+                                  for case in CASES])
 def test_32_greedy_tokens_are_identical(hf_model: Callable[[str], Path], case: str):
     """Through prefill in chunks, the last of which fills no group, and decode steps."""
     assert len(PROMPT) % 64 % GROUP, "the last group is padded"

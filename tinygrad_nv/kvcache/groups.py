@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# block tables of a sequence; each costs the host 0.1 µs a decoded token, and 4 bytes of upload a page
+# block tables of a sequence. Over 8192 tokens the host takes 0.4 µs a token for one, 4.6 µs for seven, to
+# reserve, advance, prune and copy them (measured); a step uploads 4 bytes for each page that a table may have
 MAX_GROUPS = 8
 
 

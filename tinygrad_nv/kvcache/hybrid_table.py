@@ -11,6 +11,7 @@ the others.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TypeAlias
 
 from tinygrad_nv.kvcache import offload
@@ -35,7 +36,7 @@ class HybridTable:
     @property
     def pages(self) -> list[int]:
         """Entries of all groups; none while offloaded."""
-        return [] if self.offloaded else [page for each in self.groups for page in each.pages]
+        return [] if self.offloaded else list(chain.from_iterable(each.pages for each in self.groups))
 
     @property
     def num_entries(self) -> int:

@@ -12,6 +12,7 @@ from tinygrad_nv import hooks
 from tinygrad_nv.patterns import building, named, stable, target
 from tinygrad_nv.patterns.attention import match as attention
 from tinygrad_nv.patterns.gemm import match as gemm
+from tinygrad_nv.patterns.grouped_gemm import match as grouped_gemm
 from tinygrad_nv.patterns.norm import match as norm
 
 
@@ -34,7 +35,8 @@ REWRITES = (_guarded("stable", stable),
             Registered("named", named.rewrite, named.NEEDS,
                        (building.strict, attention.configuration, target.configuration)),
             *(_guarded(name, family, family.configuration, target.configuration)
-              for name, family in (("attention", attention), ("gemm", gemm), ("norm", norm))))
+              for name, family in (("attention", attention), ("grouped_gemm", grouped_gemm),
+                                   ("gemm", gemm), ("norm", norm))))
 
 
 def register() -> None:

@@ -64,9 +64,10 @@ def request_line(record: Record, method: str, path: str, status: int) -> str:
     """The line of a finished request. Times in milliseconds."""
     now = time.perf_counter()
     served = record.params is not None
+    counted = served or record.prompt_tokens > 0    # embeddings have no sampling parameters
     return line("request", id=record.id, method=method, path=path, status=status,
                 stream=int(record.stream) if served else None,
-                prompt_tokens=record.prompt_tokens if served else None,
+                prompt_tokens=record.prompt_tokens if counted else None,
                 cached_tokens=record.cached_tokens if served else None,
                 output_tokens=record.output_tokens if served else None,
                 finish=",".join(record.reasons) or None, error=record.error,

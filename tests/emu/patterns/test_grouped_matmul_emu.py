@@ -50,7 +50,6 @@ def test_a_layer_is_two_kernels_near_float64():
     layer = Layer(integers=False)
     made = layer()
     assert [each.template for each in explain(made).kernels] == ["grouped_gemm"] * 2
-    assert [str(each.schedule).split()[0] for each in explain(made).kernels] == ["grouped_wgmma"] * 2
     x, gate_up, down = (each.float().numpy().astype(np.float64)
                         for each in (layer.x, layer.gate_up, layer.down))
     both = np.einsum("rnk,rk->rn", gate_up[layer.experts], x[np.arange(TOKENS * K) // K])

@@ -17,15 +17,22 @@ from tinygrad.helpers import Context
 
 from tinygrad_nv.cpu.isa import AVX2, PORTABLE, why_not
 from tinygrad_nv.cpu.router.kernel import CPURouter
+from tinygrad_nv.cpu.router.rows import CPUGroupRows
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.quant.types import MXFP4, Q4_0, Q4_K, UINT4, QType, per_group_scale
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
 from tinygrad_nv.tile.expression import Load, Sum
-from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec
+from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
+from tinygrad_nv.tile.grouped_gemm.spec import (
+    GroupedGemmSpec,
+    MixedGroupedSpec,
+    ScaledGroupedGemmSpec,
+    TransposedGroupedSpec,
+)
 from tinygrad_nv.tile.kv_append.spec import AppendSpec
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
-from tinygrad_nv.tile.router.spec import Policy, RouterSpec
+from tinygrad_nv.tile.router.spec import GroupRowsSpec, Policy, RouterSpec
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
@@ -46,6 +53,8 @@ def caches() -> dict[str, DecodeSpec]:
         "8 rows": decode(2, 1, 8, 8, 32, pages=5),
         "slopes": decode(3, 2, 3, 2, 64, 32, 3, score=specs.sloped()),
         "e4m3": decode(3, 2, 2, 1, 64, 32, 3, kv=E4M3),
+        "sinks": decode(3, 2, 3, 2, 64, pages=9, sinks=True),
+        "chunks": decode(3, 1, 3, 3, 64, 8, 11, window=20, chunked=True),
         "int8": decode(3, 2, 2, 2, 64, 16, 5, F16, S8, causal=False),
         "f32": decode(2, 1, 3, 2, 20, 8, 9, F32),
         "latents": specs.latent(2, 8, 2, 64, 16, pages=3),
@@ -86,25 +95,30 @@ def samplers() -> dict[str, Any]:
             "largest": ChoiceSpec(4, 130, draw=False), "count": CountSpec(70, 90, 3)}
 
 
-def routers() -> dict[str, RouterSpec]:
-    """Scores, groups, biases."""
+def routers() -> dict[str, RouterSpec | GroupRowsSpec]:
+    """Scores, groups, biases; orders of experts that are given."""
     return {"softmax": RouterSpec(7, 20, Policy(3, renormalize=True), BF16),
             "groups": RouterSpec(5, 24, Policy(4, "sigmoid", True, 2.5, 4, 2), F32, biased=True),
             "largest of groups": RouterSpec(5, 24, Policy(3, "softmax", False, 1., 6, 2, "max"), F16),
             "chosen": RouterSpec(1, 33, Policy(8, "chosen")),
-            "each chosen": RouterSpec(3, 5, Policy(1, "chosen_sigmoid"), biased=True)}
+            "each chosen": RouterSpec(3, 5, Policy(1, "chosen_sigmoid"), biased=True),
+            "given": GroupRowsSpec(9, 3, 5)}
 
 
-def grouped() -> dict[str, GroupedGemmSpec]:
-    """Grouped matmuls: places of rows, activations."""
+def grouped() -> dict[str, GroupedGemmSpec | GroupedOuterSpec]:
+    """Grouped matmuls: places of rows, activations; sums of outer products."""
     return {"in order": GroupedGemmSpec(3, 30, 20, 40, BF16),
             "gate and up": GroupedGemmSpec(5, 36, 42, 33, F16, 12, gather=3, activation="silu", biased=True),
             "down": GroupedGemmSpec(4, 26, 35, 64, F32, scatter=True, weighted=True),
             "gelu": GroupedGemmSpec(2, 20, 36, 31, F32, activation="gelu"),
             "gelu_tanh": GroupedGemmSpec(2, 20, 32, 32, BF16, activation="gelu_tanh"),
+            "mixed": MixedGroupedSpec(3, 30, 28, 40, F32, 15, gather=2, half=BF16),
             "clamped": GroupedGemmSpec(2, 20, 36, 70, BF16, activation="swiglu_clamped", biased=True),
             "gathered": GroupedGemmSpec(3, 40, 64, 72, BF16, 20, gather=2, activation="silu", biased=True),
-            "8 bits": ScaledGroupedGemmSpec(3, 40, 48, 272, scatter=True, weighted=True)}
+            "8 bits": ScaledGroupedGemmSpec(3, 40, 48, 272, scatter=True, weighted=True),
+            "transposed": TransposedGroupedSpec(3, 30, 28, 40, F16, 10, gather=3, scatter=True),
+            "outer": GroupedOuterSpec(4, 26, 35, 50, F32), "outer, of slots": GroupedOuterSpec(
+                3, 24, 20, 28, BF16, 24, 8, 1, 3)}
 
 
 def quantised() -> dict[str, QuantGroupedSpec]:
@@ -145,7 +159,7 @@ def prepared(spec: Any, integers: bool = False) -> Given:
         for row in made["columns"].view(-1, spec.grouped.k) if "columns" in made else ():
             row.copy_(torch.randperm(spec.grouped.k, generator=random))
         spec = spec.grouped
-    if isinstance(spec, GroupedGemmSpec):
+    if isinstance(spec, GroupedGemmSpec | GroupedOuterSpec):
         ends = torch.randint(spec.rows // 2, spec.rows + 1, (spec.groups - 1,), generator=random)
         made["offsets"].copy_(torch.tensor([0, *ends.sort().values, spec.rows]))
         if spec.ordered: made["order"].copy_(torch.randperm(spec.rows, generator=random))
@@ -169,14 +183,15 @@ def numbered(spec: FilterSpec | ChoiceSpec, made: Given, random: torch.Generator
 def runs(schedule: Schedule, target: GPU | CPU) -> list[tuple[Schedule, int]]:
     """Schedules and seeds: two orders of warps, or in one part or three."""
     if target.kind == "gpu": return [(schedule, seed) for seed in (0, 1)]
-    one = target == HERE or isinstance(schedule, CPURouter)
+    one = target == HERE or isinstance(schedule, CPURouter | CPUGroupRows)
     return [(replace(schedule, parts=1 if one else 3), 0)]
 
 
 def is_exact(spec: Any) -> bool:
     """Whether sums have one order, and products are rounded before they are added."""
     if isinstance(spec, AppendSpec): return spec.rope is None or spec.rope.rounded
-    return not isinstance(spec, DecodeSpec | RouterSpec | GroupedGemmSpec | QuantGroupedSpec)
+    grouped = GroupedGemmSpec | GroupedOuterSpec | QuantGroupedSpec
+    return not isinstance(spec, DecodeSpec | RouterSpec | grouped)
 
 
 @pytest.mark.parametrize(("name", "target", "schedule"), CASES)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from cpu_gemv_case import LEVELS
 from cpu_grouped_case import answer, given, run
+from gemm_case import TORCH
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.cpu import isa
@@ -14,7 +15,12 @@ from tinygrad_nv.cpu.grouped_gemm import layout
 from tinygrad_nv.cpu.grouped_gemm.kernel import build
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.runtime.cpu.program import LoadedKernel, load
-from tinygrad_nv.tile.grouped_gemm.spec import ACTIVATIONS, GroupedGemmSpec
+from tinygrad_nv.tile.grouped_gemm.spec import (
+    ACTIVATIONS,
+    GroupedGemmSpec,
+    MixedGroupedSpec,
+    TransposedGroupedSpec,
+)
 
 F32, BF16, F16 = dtypes.float32, dtypes.bfloat16, dtypes.float16
 AMX = isa.AMX if not isa.why_not("amx") else replace(isa.AMX, emulated=True)
@@ -54,6 +60,38 @@ def test_whole_numbers_are_exact(level: isa.ISA, dtype: dtypes):
                              else torch.float16).double()
             inside = ~wanted.isnan()
             assert torch.equal(got[inside], near[inside])
+
+
+@pytest.mark.parametrize(("level", "dtype"), [
+    pytest.param(*kind, marks=[pytest.mark.slow] * (kind not in ((LEVELS[-1], F16), (AMX, BF16))))
+    for kind in KINDS], ids=str)
+def test_transposed_matrices(level: isa.ISA, dtype: dtypes):
+    """Whole numbers; nothing behind a matrix is read. Rows of no group are zeros."""
+    for n, k in ((51, 301), (80, 320)):
+        spec = TransposedGroupedSpec(5, 63, n, k, dtype, 23, gather=3, scatter=True, biased=True)
+        kernel = made(spec, level)
+        for counts, before in list(ROUTINGS.values())[:4]:
+            there = given(spec, counts, before, integers=True)
+            wanted = answer(spec, there).nan_to_num(0).to(TORCH[dtype]).double()
+            there["w"] = there["w"].transpose(1, 2).contiguous()
+            assert torch.equal(run(kernel, spec, there), wanted)
+
+
+@pytest.mark.parametrize(("level", "half"), [
+    pytest.param(level, half, marks=[pytest.mark.slow] * ((level, half) != (LEVELS[-1], F16)))
+    for level in ISAS for half in (F16, BF16)], ids=str)
+def test_float32_rows_and_matrices_of_16_bits(level: isa.ISA, half: dtypes):
+    """Whole numbers; nothing behind a matrix is read."""
+    for n, activation in ((51, ""), (74, "swiglu_clamped")):
+        spec = MixedGroupedSpec(5, 63, n, 301, F32, 23, gather=3, activation=activation, weighted=True,
+                                half=half)
+        kernel = made(spec, level)
+        for counts, before in list(ROUTINGS.values())[:4]:
+            there = given(spec, counts, before, integers=True)
+            wanted, there["w"] = answer(spec, there), there["w"].to(TORCH[half])
+            inside = ~wanted.isnan()
+            difference = (run(kernel, spec, there) - wanted)[inside].abs()
+            assert difference.max() <= (2.0**-20 * wanted[inside].abs().max() if activation else 0)
 
 
 @pytest.mark.parametrize(("level", "dtype"), KINDS, ids=str)

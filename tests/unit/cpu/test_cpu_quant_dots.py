@@ -31,6 +31,7 @@ from tinygrad_nv.cpu import isa
 from tinygrad_nv.explain import explain
 from tinygrad_nv.patterns.quant_gemm.named import prepared, quant_matmul
 from tinygrad_nv.quant import types
+from tinygrad_nv.quant.readers.online import SCHEMES, quantised
 from tinygrad_nv.quant.tensor import QTensor
 from tinygrad_nv.quant.types import QType
 from tinygrad_nv.tile.templates import TABLE
@@ -244,3 +245,16 @@ def test_codes_of_one_row_are_fetched_ahead():
     assert [fetches(name, 1) for name in ("Q8_0", "Q4_K", "Q6_K")] == [8, 4, 6]
     assert fetches("Q8_0", 4) == 0
     assert fetches("Q8_0", 1, isa.AVX2) == 0
+
+
+@pytest.mark.parametrize("k", [64, 192])
+def test_columns_that_fill_no_block(k: int):
+    """Blocks of 128 columns, of which the last has 64: as fp8 directories have them."""
+    type = SCHEMES["fp8_per_block"]
+    w, x = (RNG(rows).standard_normal((rows, k)).astype(np.float32) for rows in (128, 3))
+    matrix = QTensor.of(type, (128, k), quantised(type, "w", lambda _: w), "CPU")
+    made = quant_matmul(Tensor(x, device="CPU").realize(), prepared(matrix))
+    assert [kernel.template for kernel in explain(made).kernels] == ["quant_dots"]
+    exact = matrix.dequantize().numpy().astype(np.float64)
+    bound = 6 * EPS * np.sqrt(k) * np.abs(x) @ np.abs(exact).T
+    assert (np.abs(made.numpy() - x @ exact.T) <= bound).all()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import transformers
 from sentencepiece_golden import FILE
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tinygrad_nv.engine.text.sentencepiece_file import parse_model
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
@@ -103,7 +104,7 @@ def write_vocabulary(directory: Path, kind: str) -> None:
                  "hello", "world", "un", "##aff", "##able"]
         (directory / "vocab.txt").write_text("\n".join(dict.fromkeys(words)) + "\n", encoding="utf-8")
         return
-    level = list(transformers.convert_slow_tokenizer.bytes_to_unicode().values())
+    level = list(bytes_to_unicode().values())
     merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w"), ("o", "r"), ("Ġw", "or"),
               ("1", "2")]
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"] if kind == "Roberta" else ["<|endoftext|>"]

@@ -39,6 +39,8 @@ class Case:
     scale: float | None = None
     window: int | None = None
     softcap: float | None = None
+    chunked: bool = False
+    sinks: torch.Tensor | None = None
 
     @property
     def rows(self) -> int: return self.q.shape[1]
@@ -59,7 +61,7 @@ def numbers(random: torch.Generator, shape: tuple[int, ...], dtype: DType) -> to
 
 def case(lengths: list[int], rows: int = 1, heads: int = 2, kv_heads: int = 1, d: int = 32, size: int = 8,
          pages: int = 4, dtype: DType = dtypes.float32, kv: DType | None = None, d_v: int | None = None,
-         spare: int = 2, seed: int = 0, **more: float | None) -> Case:
+         spare: int = 2, seed: int = 0, sinks: bool = False, **more: float | None) -> Case:
     """Requests of these lengths."""
     random = torch.Generator().manual_seed(seed)
     kv, d_v = kv or dtype, d if d_v is None else d_v
@@ -67,8 +69,9 @@ def case(lengths: list[int], rows: int = 1, heads: int = 2, kv_heads: int = 1, d
     order = torch.randperm(len(lengths) * pages + spare, generator=random).tolist()
     table = torch.full((len(lengths), pages), FAR, dtype=torch.int32)
     unseen = torch.ones(len(order), size, dtype=torch.bool)
-    first = [max(0, length - rows + 1 - int(more["window"])) if more.get("window") else 0
-             for length in lengths]
+    first, window = [0] * len(lengths), int(more.get("window") or 0)
+    if window: first = [max(0, length - rows + 1 - window) for length in lengths]
+    if more.get("chunked"): first = [max(0, length - rows) // window * window for length in lengths]
     for b, (length, count) in enumerate(zip(lengths, owned, strict=True)):
         table[b, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
         for key in range(first[b], length): unseen[table[b, key // size], key % size] = False
@@ -82,7 +85,8 @@ def case(lengths: list[int], rows: int = 1, heads: int = 2, kv_heads: int = 1, d
         scales = tuple(torch.rand(len(unseen), kv_heads, generator=random) * 0.05 + 0.01 for _ in range(2))
         for x in scales: x[unseen.all(1)] = torch.nan
     q = numbers(random, (len(lengths), rows, heads, d), dtype)
-    return Case(q, k, v, table, lengths, dtype, kv, scales, **more)  # type: ignore[arg-type]
+    sink = torch.randn(heads, generator=random) if sinks else None
+    return Case(q, k, v, table, lengths, dtype, kv, scales, sinks=sink, **more)  # type: ignore[arg-type]
 
 
 # **** on a device ****
@@ -119,8 +123,9 @@ def scales_of(given: Case, device: str) -> dict[str, Tensor]:
 def attention(given: Case, device: str, tensors: list[Tensor] | None = None) -> Tensor:
     """The call."""
     tensors = operands(given, device) if tensors is None else tensors
+    sinks = None if given.sinks is None else Tensor(given.sinks.numpy(), device=device).realize()
     return paged_attention(*tensors, scale=given.scale, window=given.window, softcap=given.softcap,
-                           **scales_of(given, device))
+                           chunked=given.chunked, sinks=sinks, **scales_of(given, device))
 
 
 # **** the answer ****
@@ -134,6 +139,7 @@ def attended(given: Case, wide: torch.dtype, rounded: torch.dtype | None = None)
         for i in range(rows):
             place = length - rows + i
             low = 0 if given.window is None else max(0, place + 1 - given.window)
+            if given.chunked: low = max(0, place) // given.window * given.window
             keys = torch.arange(low, max(low, place + 1))
             if not len(keys): continue
             page = given.table[b][keys // given.size].long()
@@ -143,7 +149,8 @@ def attended(given: Case, wide: torch.dtype, rounded: torch.dtype | None = None)
             s = torch.einsum("hd,chd->hc", given.q[b, i].to(wide), k) * given.factor
             if factors: s = s * factors[0]
             if given.softcap is not None: s = torch.tanh(s / given.softcap) * given.softcap
-            p = torch.softmax(s, -1)
+            if given.sinks is not None: s = torch.cat([s, given.sinks.to(wide)[:, None]], -1)
+            p = torch.softmax(s, -1)[:, :len(keys)]
             if factors: p = p * factors[1]
             if rounded is not None: p = p.to(rounded).to(wide)
             made[b, i] = torch.einsum("hc,chd->hd", p, v).double()

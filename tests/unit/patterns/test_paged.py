@@ -11,11 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_case import attention, case, exact, fetched, near
-from tinygrad import dtypes
+from paged_case import attention, case, exact, fetched, near, operands
+from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv import explain
+from tinygrad_nv.functional import paged_attention
 
 S8, E4M3 = dtypes.int8, dtypes.fp8e4m3
 SHAPE = {"rows": 2, "heads": 4, "kv_heads": 2}
@@ -82,3 +83,39 @@ def test_the_bound_is_one():
     made = case([9, 16, 32], **SHAPE)
     got = fetched(attention(replace(made, lengths=[8, 15, 31]), "CPU"))
     with pytest.raises(AssertionError, match="above the bound"): near(made, got)
+
+
+# **** sinks and chunks ****
+
+def test_sinks():
+    """One more logit of each head, also in rows that see nothing; −∞ is none, beside a large one nothing is
+    left."""
+    near(made := case([0, 2, 31], **SHAPE, sinks=True), got := fetched(attention(made, "CPU")))
+    assert not got[0].any()
+    assert (got - fetched(attention(replace(made, sinks=None), "CPU"))).abs().max() > 0.01
+    given = replace(made, sinks=torch.tensor([1e30, 0.0, -torch.inf, 3.4e38]))
+    near(given, got := fetched(attention(given, "CPU")))
+    assert not got[:, :, [0, 3]].any()
+
+
+def test_chunks():
+    """Rows see the keys of their own chunk; pages of the chunks before are 2³⁰."""
+    for lengths in ([0, 3, 4], [5, 12, 13], [14, 31, 28]):
+        near(made := case(lengths, rows=4, heads=2, window=6, chunked=True, size=4, pages=8, sinks=True),
+             fetched(attention(made, "CPU")))
+
+
+def test_blocks_of_rows_in_chunks(ours: bool):
+    if not ours: return     # of the body nothing more is asked than above
+    for lengths in ([0, 3, 11], [12, 24, 30]):
+        near(made := case(lengths, rows=11, heads=2, window=8, chunked=True, size=4, pages=8),
+             fetched(attention(made, "CPU")))
+
+
+def test_sinks_that_lie_apart(ours: bool):
+    """A part of a larger tensor is copied first."""
+    if not ours: return
+    made = case([9, 17], **SHAPE, sinks=True)
+    tensors, wide = operands(made, "CPU"), Tensor.zeros(8, 2).contiguous()
+    wide[2:6, 1] = Tensor(made.sinks.numpy())
+    near(made, fetched(paged_attention(*tensors, sinks=wide.realize()[2:6, 1])))

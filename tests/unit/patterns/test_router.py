@@ -1,13 +1,16 @@
 """Routing of tokens to experts, beside torch's softmax and top-k: which experts, weights, order, gradient."""
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 from tinygrad import Tensor, dtypes
 
+from tinygrad_nv import disabled
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.functional import Policy, route
+from tinygrad_nv.functional import Policy, group_rows, route
 
 RNG = np.random.default_rng(0)
 POLICIES = {"mixtral": Policy(2, renormalize=True), "qwen": Policy(5), "one": Policy(1), "all": Policy(12),
@@ -74,3 +77,16 @@ def test_what_is_refused():
     with pytest.raises(SpecError, match="score='relu'"): Policy(1, "relu")  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="bias of f32"): route(logits, Policy(1), Tensor.zeros(5))
     with pytest.raises(SpecError, match="logits of s32"): route(logits.cast(dtypes.int32), Policy(1))
+
+
+@pytest.mark.parametrize("plain", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_rows_of_given_experts(plain: bool):
+    """In the order of a stable sort, those of no expert behind all others; `plain`: by the body."""
+    experts = RNG.choice([0, 2, 5, 6, 7, -1, 99], 40).astype(np.int32)
+    known = np.where((experts >= 0) & (experts < 7), experts, 7)
+    wanted = np.argsort(known, kind="stable"), np.cumsum([0, *np.bincount(known, minlength=8)[:7]])
+    with disabled() if plain else nullcontext():
+        found = [each.numpy() for each in group_rows(Tensor(experts, device="CPU"), 7)]
+    for mine, numbers in zip(found, wanted, strict=True): np.testing.assert_array_equal(mine, numbers)
+    with pytest.raises(SpecError, match="experts of f32"): group_rows(Tensor.zeros(4), 7)
+    with pytest.raises(SpecError, match="1 of 0 experts"): group_rows(Tensor(experts), 0)

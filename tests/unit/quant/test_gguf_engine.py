@@ -66,6 +66,21 @@ def test_greedy_tokens_are_those_of_transformers(source: Path, tmp_path: Path, m
     finally: llm.close()
 
 
+@pytest.mark.slow
+def test_embeddings_of_a_file(tmp_path: Path, make_model):
+    """Of a tied model, whose blocks are the embedding's and the head's."""
+    path = written(tmp_path / "model.gguf", make_model(**SIZES, tie_word_embeddings=True), Kind.Q8_0)
+    config = transformers.AutoConfig.from_pretrained(tmp_path, gguf_file=path.name)
+    model = transformers.LlamaForCausalLM(config)
+    made = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    model.eval().load_state_dict(made, strict=False)
+    llm = LLM(path, device="CPU", dtype="float32", task="embed", max_num_batched_tokens=16)
+    done = llm.embed(PROMPT)[0]
+    with torch.no_grad(): hidden = model.model(torch.tensor([done.prompt_token_ids])).last_hidden_state[0, -1]
+    assert (torch.tensor(done.outputs.embedding) - hidden / hidden.norm()).abs().max() <= 2e-4
+    llm.close()
+
+
 def test_a_file_and_its_directory_on_the_command_line(command, source: Path, tmp_path: Path):
     path = written(tmp_path / "model.gguf", source, Kind.Q8_0)
     outs = {command("generate", each, PROMPT, "--max-tokens", 4, "--temperature", 0).succeeded().out

@@ -7,7 +7,7 @@ Protocol. Work is shared out by units; each is done by one part from its beginni
         sums = q kᵀ                        vectors along d, several keys and rows at a time
         weights = softmax of the scores, not yet divided
         out = weights v                    vectors along d
-    for each row: fold the splits in their order, divide by the total of the weights
+    for each row: fold the splits in their order, from the sink on; divide by the total of the weights
 
 Where requests times key heads keep all threads busy, a unit is a request's key head, or a block of its rows,
 and one kernel does it all. Else a unit is one split of it, which leaves sums, top and total in the workspace,
@@ -18,6 +18,7 @@ definition asks.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,7 @@ from tinygrad_nv.tile.launch import Integer
 # keys are read, then values: of 64 keys at a time that took 1.3 times as long
 SPLIT_KEYS = 256
 STACK_BYTES = 1 << 20   # what a kernel may keep on a thread's stack
+LARGEST = "0x1.fffffep127f"
 LATENT = 256            # elements of a head beyond which rows are divided into blocks of …
 BLOCK_ROWS = 32         # … at most so many, which stay in a nearby cache with their sums
 UNITS = 4               # parts of a thread, which even out requests of different lengths
@@ -159,6 +161,7 @@ class _Decode:
         inputs = [(c_type(spec.q.dtype), "q"), (c_type(spec.k.dtype), "k"), (c_type(spec.v.dtype), "v")]
         inputs += [("s32", "table")] * spec.table + [("s32", "lengths")] * (spec.length == "memory")
         inputs += [("float", "k_scale"), ("float", "v_scale")] * spec.quantised
+        inputs += [("float", "sinks")] * spec.sinks
         inputs += [(c_type(dtype), f"x{i}") for i, dtype in enumerate(spec.parameters)]
         names, lines = ["length"], ""
         if spec.length != "argument": names = []
@@ -171,8 +174,8 @@ class _Decode:
         `first` the first key that it sees."""
         spec = self.spec
         length = {"memory": "lengths[b]", "argument": "length", "most": str(spec.longest)}[spec.length]
-        reach = spec.s_q + (spec.window or 0) - 1
-        first = f"n > {reach} ? n - {reach} : 0" if spec.window is not None else "0"
+        first = "0" if spec.window is None else f"(n > {spec.reach} ? n - {spec.reach} : 0)"
+        if spec.chunked: first += f" / {spec.window} * {spec.window}"
         return f"""s64 unit = 0;
   for (s64 b = 0; b < {spec.batch}; b++) {{
     const s64 given = {length}, n = given < 0 ? 0 : given > {spec.longest} ? {spec.longest} : given;
@@ -188,7 +191,13 @@ class _Decode:
         return f"(({unit}) * {self.spec.rows} + r0 + r) * {self.row_floats}"
 
     def _begun(self, sums: str, top: str, total: str) -> str:
-        return (f"{{ {top} = -__builtin_inff(); {total} = 0.f; "
+        """Row r before its first key: nothing, or its sink, of which a weight of 1 has no value."""
+        group, first, weight = self.spec.group, "-__builtin_inff()", "0.f"
+        if self.spec.sinks:
+            sink = f"sinks[h * {group} + (r0 + r) % {group}] * {math.log2(math.e).hex()}f"
+            first = f"min_((vf)({sink}), (vf){LARGEST})[0]"
+            weight = f"{top} == -__builtin_inff() ? 0.f : 1.f"
+        return (f"{{ {top} = {first}; {total} = {weight}; "
                 f"for (s64 e = 0; e < {self.d_v}; e += W) store_f32({sums} + e, (vf)0.f); }}")
 
     def _stored(self, sums: str, total: str) -> str:

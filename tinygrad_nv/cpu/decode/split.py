@@ -141,7 +141,8 @@ class SplitText:
         place = LanePlace(["x"], "t", "(c + j)", ("b", "h", "g"), "(count - j)", f"(n - {spec.s_q})", row="i")
         made, score = statements(spec.score, place, "e")
         seen = "(key <= (vi)(s32)t) & (key < (vi)(s32)(c + count))"
-        if spec.window is not None: seen += f" & (key > (vi)(s32)(t - {spec.window}))"
+        if spec.chunked: seen += f" & (key >= (vi)(s32)(t - t % {spec.window}))"
+        elif spec.window is not None: seen += f" & (key > (vi)(s32)(t - {spec.window}))"
         scaled = " * load_f32(k_by + j)" if spec.quantised else ""
         valued = " * load_f32(v_by + j)" if spec.quantised else ""
         return f"""const s64 i = (r0 + r) / {spec.group}, g = (r0 + r) % {spec.group}, t = {at}; (void)g;

@@ -5,5 +5,6 @@
   few.py        groups of few rows: a matrix is read once, as it lies
   panels.py     groups of many rows: rows in units, blocks of the result in registers or AMX tiles
   kernel.py     both in one kernel, which asks the offsets
-  templates.py  its record
+  outer.py      sums of outer products of the rows of groups: gradients of the matrices
+  templates.py  their records
 """

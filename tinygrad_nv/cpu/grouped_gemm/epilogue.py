@@ -42,7 +42,7 @@ CUT = (f"y0 = pick(y0 > {c_float(LIMIT)}, (vf){c_float(LIMIT)}, y0); "
 def pointers(spec: GroupedGemmSpec) -> list[tuple[str, str]]:
     """The inputs of a kernel: C types and names."""
     kind = c_type(spec.dtype)
-    return [(kind, "x"), (kind, "w"), ("s32", "offsets"), *[("s32", "order")] * spec.ordered,
+    return [(kind, "x"), (c_type(spec.matrix), "w"), ("s32", "offsets"), *[("s32", "order")] * spec.ordered,
             *[("float", "weights")] * spec.weighted, *[(kind, "bias")] * spec.biased]
 
 

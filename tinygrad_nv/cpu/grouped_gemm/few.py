@@ -32,10 +32,11 @@ def functions(l: Layout) -> str:
 
 def _dots(l: Layout, rows: int, streams: int) -> str:
     """The function of `streams` columns of each half, `apart` from each other, and `rows` rows."""
-    spec, kind, pairs, c = l.spec, short(l.spec.dtype), _pairs(l), c_type(l.spec.dtype)
-    step, name, vector = (2 * l.isa.lanes, "pairs", "vi") if pairs else (l.isa.lanes, kind, "vf")
+    spec, pairs, c, of_w = l.spec, _pairs(l), c_type(l.spec.dtype), c_type(l.spec.matrix)
+    step, vector = (2 * l.isa.lanes, "vi") if pairs else (l.isa.lanes, "vf")
+    name, name_w = ("pairs", "pairs") if pairs else (short(spec.dtype), short(spec.matrix))
     cells = [(h, r) for h in range(spec.halves) for r in range(streams)]
-    lines = [f"const {c} *w{h}_{r} = w + {h * spec.columns * spec.k}ll + {r} * apart * {spec.k};"
+    lines = [f"const {of_w} *w{h}_{r} = w + {h * spec.columns * spec.k}ll + {r} * apart * {spec.k};"
              for h, r in cells]
     lines += [f"const {c} *x{i} = x[{i}];" for i in range(rows)]
     lines += [f"vf s{h}_{r}_{i} = (vf)0.f;" for h, r in cells for i in range(rows)]
@@ -44,7 +45,7 @@ def _dots(l: Layout, rows: int, streams: int) -> str:
         load, count = ("load_n_", f", {left}") if left else ("load_", "")
         out = [f"const {vector} y{i} = {load}{name}(x{i} + k{count});" for i in range(rows)]
         for h, r in cells:
-            out.append(f"const {vector} v{h}_{r} = {load}{name}(w{h}_{r} + k{count});")
+            out.append(f"const {vector} v{h}_{r} = {load}{name_w}(w{h}_{r} + k{count});")
             for s, y in ((f"s{h}_{r}_{i}", f"y{i}") for i in range(rows)):
                 out.append(f"{s} = dot_pairs({s}, v{h}_{r}, {y});" if pairs else
                            f"{s} = fma_(v{h}_{r}, {y}, {s});")
@@ -56,7 +57,7 @@ def _dots(l: Layout, rows: int, streams: int) -> str:
               for h, r in cells for i in range(rows)]
     body = "\n  ".join(lines)
     return f"""
-NOINLINE void dots_{streams}_{rows}(const {c} *w, const {c} *const *x, s64 apart, float *to) {{
+NOINLINE void dots_{streams}_{rows}(const {of_w} *w, const {c} *const *x, s64 apart, float *to) {{
   {body}
 }}"""
 
@@ -65,7 +66,7 @@ def _pairs(l: Layout) -> bool: return l.kind == "pair" and not l.isa.emulated
 
 
 def _few(l: Layout, together: int, streams: int) -> str:
-    spec, element = l.spec, c_type(l.spec.dtype)
+    spec, element, of_w = l.spec, c_type(l.spec.dtype), c_type(l.spec.matrix)
 
     def called(many: int, apart: str) -> str:
         given = f"(from, x + i, {apart}, sums + i * {CHUNK} + c);"
@@ -82,13 +83,13 @@ NOINLINE void few_(const operands *p, s64 e, s64 first, s64 rows, s64 n0, s64 n1
   for (s64 i = 0; i < rows; i++) x[i] = source_(p, first + i);
   for (s64 n = n0; n < n1; n += {CHUNK}) {{
     const s64 count = n1 - n < {CHUNK} ? n1 - n : {CHUNK}, apart = count / {streams};
-    const {element} *w = p->w + (e * {spec.n} + n) * {spec.k};
+    const {of_w} *w = p->w + (e * {spec.n} + n) * {spec.k};
     for (s64 c = 0; c < apart; c++) {{
-      const {element} *from = w + c * {spec.k};
+      const {of_w} *from = w + c * {spec.k};
       {called(streams, 'apart')}
     }}
     for (s64 c = apart * {streams}; c < count; c++) {{
-      const {element} *from = w + c * {spec.k};
+      const {of_w} *from = w + c * {spec.k};
       {called(1, '0')}
     }}
     for (s64 i = 0; i < rows; i++) for (s64 c = 0; c < count; c += W)

@@ -7,7 +7,7 @@ the routing is, and no bit depends on their number.
       up to `few` of them: dot products along k          few.py
       more: blocks in registers or AMX tiles           panels.py
 
-Matrices of groups without rows are not read.
+Matrices of groups without rows are not read. Rows that no group has become zeros.
 """
 from __future__ import annotations
 
@@ -33,7 +33,12 @@ def build(spec: GroupedGemmSpec, s: CPUGrouped) -> CPUKernel:
     if (last - first > {l.few}) many_(&p, e, first, last, n0, n1, (u8 *)work + core_id * {own}ll);
     else if (last > first) few_(&p, e, first, last - first, n0, n1);
   }}
-  {'tiles_end();' if l.by_tiles else ''}"""
+  {'tiles_end();' if l.by_tiles else ''}
+  for (s64 i = 0; i < {spec.rows}; i++) {{
+    if (i >= offsets[0] && i < offsets[{spec.groups}]) {{ i = offsets[{spec.groups}] - 1ll; continue; }}
+    {c_type(spec.dtype)} *to = out + (s64)({'order[i]' if spec.scatter else 'i'}) * {spec.columns};
+    for (s64 n = n0; n < n1; n++) to[n] = 0;
+  }}"""
     before = [header("gemm.h"), *[header("amx.h")] * l.by_tiles, operands(spec), source(spec), finish(spec),
               few.functions(l), panels.functions(l, s.block_m)]
     return kernel(f"grouped_gemm_{spec.rows}x{spec.n}x{spec.k}", s.isa, body,

@@ -16,7 +16,7 @@ from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import up
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
-from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
+from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, MixedGroupedSpec, TransposedGroupedSpec
 
 SMALL = 1 << 21             # flops below which threads are not worth waking
 FEW, FEW_OF_TILES = 8, 4
@@ -28,11 +28,23 @@ PITCH = BLOCK_UNITS + 16    # rows at distances of a power of two would share se
 
 @dataclass(frozen=True)
 class CPUGrouped(CPUSchedule):
-    """`block_m` rows of a group are multiplied with its matrix at a time."""
+    """`block_m` rows of a group are multiplied with its matrix at a time. `zeroes`: rows that no group has
+    become zeros."""
     block_m: int = MOST_M
     template: ClassVar[str] = "grouped_gemm"
+    zeroes: ClassVar[bool] = True
 
     def words(self) -> list[str]: return [*super().words(), f"blocks of {self.block_m} rows"]
+
+
+class CPUGroupedMixed(CPUGrouped):
+    """The same of float32 rows and matrices of 16-bit floats."""
+    template: ClassVar[str] = "grouped_mixed"
+
+
+class CPUGroupedTransposed(CPUGrouped):
+    """The same of matrices whose rows are k."""
+    template: ClassVar[str] = "grouped_transposed"
 
 
 @dataclass(frozen=True)
@@ -60,12 +72,13 @@ class Layout:
     def few(self) -> int:
         """Rows of a group that are multiplied as dot products. (48 groups of 4 rows, 1024 x 2048: 14.3 ms, by
         tiles 21.1; of 6 rows 19.5 and 16.6. Without tiles 8 rows: 22.3 ms, in registers 48.9.)"""
+        if self.spec.transposed: return 0       # columns do not lie along k
         return FEW_OF_TILES if self.by_tiles else FEW
 
     @property
     def in_place(self) -> bool:
         """Whether tiles are loaded from a matrix as it lies."""
-        return self.by_tiles and self.spec.k % (UNITS * self.per) == 0
+        return self.by_tiles and not self.spec.transposed and self.spec.k % (UNITS * self.per) == 0
 
     @property
     def units(self) -> int:
@@ -98,6 +111,18 @@ def default(spec: GroupedGemmSpec, target: CPU) -> CPUGrouped:
     most = max(STRIP, min(MOST_M, target.l2_bytes // 2 // l.own_bytes(1), up(spec.rows, STRIP)))
     parts = 1 if spec.flops < SMALL else min(target.threads, l.shares)
     return CPUGrouped(target.isa, parts, most // STRIP * STRIP)
+
+
+def mixed_default(spec: MixedGroupedSpec, target: CPU) -> CPUGroupedMixed:
+    """The default schedule of float32 rows and matrices of 16-bit floats."""
+    made = default(spec, target)
+    return CPUGroupedMixed(made.isa, made.parts, made.block_m)
+
+
+def transposed_default(spec: TransposedGroupedSpec, target: CPU) -> CPUGroupedTransposed:
+    """The default schedule of matrices whose rows are k."""
+    made = default(spec, target)
+    return CPUGroupedTransposed(made.isa, made.parts, made.block_m)
 
 
 def problems(spec: GroupedGemmSpec, s: CPUGrouped) -> list[str]:

@@ -18,6 +18,8 @@ Units behind a row, and rows and columns that are missing, are zeros.
 """
 from __future__ import annotations
 
+from tinygrad.dtype import DType
+
 from tinygrad_nv.cpu.gemm.layout import PANEL, UNITS
 from tinygrad_nv.cpu.grouped_gemm.layout import BLOCK_UNITS, PITCH, STRIP, Layout
 from tinygrad_nv.cpu.kernel import c_type
@@ -32,7 +34,8 @@ def functions(l: Layout, block_m: int) -> str:
     """The function, and those it calls."""
     micro = [_tiles(l, block_m, strips) for strips in (1, 2)] if l.by_tiles else \
         [_micro(l, block_m, vectors, columns) for vectors, columns in _shapes(l)]
-    return "\n".join([_some(l), _packed(l), _copied(l), *micro, _many(l, block_m)])
+    copied = _transposed(l) if l.spec.transposed else _copied(l)
+    return "\n".join([*_some(l), _packed(l), copied, *micro, _many(l, block_m)])
 
 
 def _shapes(l: Layout) -> list[tuple[int, int]]:
@@ -42,15 +45,20 @@ def _shapes(l: Layout) -> list[tuple[int, int]]:
 
 # **** units ****
 
-def _some(l: Layout) -> str:
-    """The function that loads W units, `left` elements of which there are; it reads no other."""
-    kind, element = short(l.spec.dtype), c_type(l.spec.dtype)
+def _some(l: Layout) -> list[str]:
+    """The functions that load W units of x, and of w, `left` elements of which there are, and read no
+    other."""
+    return [_units(l, name, dtype) for name, dtype in (("units_", l.spec.dtype), ("matrix_", l.spec.matrix))]
+
+
+def _units(l: Layout, name: str, dtype: DType) -> str:
+    kind, element = short(dtype), c_type(dtype)
     if l.kind == "fma": body = f"return as_i(left >= W ? load_{kind}(p) : load_n_{kind}(p, left));"
     else: body = """if (left >= 2 * W) return *(const vi_u *)p;
   u16 some[2 * W] = {0};
   for (s64 i = 0; i < left; i++) some[i] = p[i];
   return *(const vi_u *)some;"""
-    return f"INLINE vi units_(const {element} *p, s64 left) {{\n  {body}\n}}"
+    return f"INLINE vi {name}(const {element} *p, s64 left) {{\n  {body}\n}}"
 
 
 def _packed(l: Layout) -> str:
@@ -80,14 +88,36 @@ NOINLINE void pack_(const operands *p, s64 first, s64 rows, u32 *to) {{
 def _copied(l: Layout) -> str:
     """The function that brings `count` units of a panel of `columns` columns, from element k on, and fetches
     the same of the next step."""
-    spec, element = l.spec, c_type(l.spec.dtype)
+    spec, element = l.spec, c_type(l.spec.matrix)
     ahead = l.step * spec.k
     return f"""
 NOINLINE void copy_(const {element} *w, s64 columns, s64 k, s64 count, u32 *to) {{
   for (s64 c = 0; c < {PANEL}; c++) for (s64 u = 0; u < count; u += W) {{
     const {element} *from = w + c * {spec.k} + k + u * {l.per};
     __builtin_prefetch(from + {ahead}, 0, 2);
-    *(vi_u *)(to + c * {PITCH} + u) = c < columns ? units_(from, {spec.k} - k - u * {l.per}) : (vi)0;
+    *(vi_u *)(to + c * {PITCH} + u) = c < columns ? matrix_(from, {spec.k} - k - u * {l.per}) : (vi)0;
+  }}
+}}"""
+
+
+def _transposed(l: Layout) -> str:
+    """The same of a matrix whose rows are k: W rows of units of W columns at a time."""
+    spec, element, kind = l.spec, c_type(l.spec.dtype), short(l.spec.dtype)
+
+    def row(k: str) -> str:
+        load = f"load_n_{kind}(w + ({k}) * {spec.n} + c, columns - c)"
+        return f"({k} < {spec.k} ? as_i({load}) : (vi)0)"
+    unit = f"const s64 k0 = k + u + i; v[i] = {row('k0')};"
+    # the upper halves of two widened bfloat16 are a pair
+    if l.per == 2: unit = f"""const s64 k0 = k + 2 * (u + i), k1 = k0 + 1;
+      v[i] = (vi)((vu){row('k0')} >> 16 | (vu){row('k1')});"""
+    return f"""
+NOINLINE void copy_(const {element} *w, s64 columns, s64 k, s64 count, u32 *to) {{
+  for (s64 c = 0; c < {PANEL}; c += W) for (s64 u = 0; u < count; u += W) {{
+    vi v[W];
+    for (s64 i = 0; i < W; i++) {{ {unit} }}
+    transpose(v);
+    for (s64 i = 0; i < W; i++) *(vi_u *)(to + (c + i) * {PITCH} + u) = v[i];
   }}
 }}"""
 
@@ -181,7 +211,8 @@ def _multiplied(l: Layout, block_m: int) -> str:
     spec = l.spec
     columns = ["n1 - n" if spec.activation or not h else f"n1 - n - {h * PANEL}" for h in range(l.panels)]
     starts = [h * spec.columns if spec.activation else h * PANEL for h in range(l.panels)]
-    w = [f"p->w + (e * {spec.n} + {start} + n) * {spec.k}" for start in starts]
+    w = [f"p->w + e * {spec.n * spec.k} + {start} + n" if spec.transposed else
+         f"p->w + (e * {spec.n} + {start} + n) * {spec.k}" for start in starts]
     copies = " ".join(f"copy_({at}, {count}, u0 * {l.per}, count, copies[{h}]);"
                       for h, (at, count) in enumerate(zip(w, columns, strict=True)))
     strip = f"x + (r / {STRIP} * {l.units} + u0) * {STRIP}"

@@ -301,9 +301,10 @@ def _numbers(spec: QuantGemmSpec, isa: ISA, rows: int, chains: int) -> str:
         return f"{zeros} for (s64 at = 0; at < {k}; at += {INT8_BLOCK}) {{ {block(factors, '')} }} {plain}"
     if run < INT8_BLOCK:
         return f"for (s64 at = 0; at < {k}; at += {INT8_BLOCK}) {{ {block([*factors, zeros], scaled)} }}"
+    # the last columns may be fewer than have one scale
     return f"""for (s64 k = 0; k < {k}; k += {run}) {{
     {' '.join(factors)} {zeros}
-    for (s64 at = k; at < k + {run}; at += {INT8_BLOCK}) {{
+    for (s64 at = k; at < k + {run}{f' && at < {k}' if k % run else ''}; at += {INT8_BLOCK}) {{
     {block([], '')}
     }}
     {scaled}

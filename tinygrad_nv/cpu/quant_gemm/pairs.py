@@ -129,8 +129,9 @@ def main_loop(spec: QuantGemmSpec, rows: int, chains: int) -> str:
         both = " ".join(f"{{ const s64 k = at + {at}; {before} {words(at)} {after} }}"
                         for at in range(0, INT8_BLOCK, step))
         return f"for (s64 at = 0; at < {k}; at += {INT8_BLOCK}) {{ {both} }}"
+    within = f"k < first + {run}" + (f" && k < {k}" if k % run else "")
     return f"""for (s64 first = 0; first < {k}; first += {run}) {{
     const s64 k = first; {before}
-    for (s64 k = first; k < first + {run}; k += {INT8_BLOCK}) {{ {words(0)} }}
+    for (s64 k = first; {within}; k += {INT8_BLOCK}) {{ {words(0)} }}
     {after}
   }}"""

@@ -1,11 +1,13 @@
 """Runs batches of texts through an embedding model, as captured steps.
 
 Protocol: `run(texts)` gives the pooled hidden states of one batch, float32 [texts, hidden]. Texts lie one
-after the other (models/packed.py), so the only padding is at the end, up to the next of `sizes`. Each size is
-captured when it comes first, or by `warm_up`. One thread at a time.
+after the other (models/packed.py), so the only padding is at the end, up to the next of `sizes`. `warm_up`
+captures every fourth power of two; another size is captured when no larger one can serve it, or when it has
+come often. One thread at a time.
 """
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -19,6 +21,8 @@ from tinygrad_nv.runtime.memory import allocate, read, write
 from tinygrad_nv.runtime.memory_pool import labelled
 
 SMALLEST = 8
+CAPTURE_AFTER = 8   # uses of a size before it is captured, if a larger captured one serves it
+MAX_PADDING = 4     # a larger size serves a batch if it has at most so many times its tokens
 
 
 def step_sizes(most: int) -> list[int]:
@@ -40,19 +44,30 @@ class EmbeddingRunner:
         self.max_tokens = max(max_tokens, model.length)
         self.sizes = step_sizes(self.max_tokens)
         self.steps: dict[int, _Step] = {}
+        self.uses = Counter[int]()
 
     def run(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
         """Pooled hidden states of texts, which have at most `max_tokens` tokens together."""
-        total = sum(map(len, texts))
-        step = self._step(next(size for size in self.sizes if size >= total))
+        step = self._step(self._size(sum(map(len, texts))))
         return step([np.asarray(text, np.int32) for text in texts])
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Captures all sizes. `progress(done, total)` is called for each."""
-        for done, size in enumerate(self.sizes):
-            progress(done, len(self.sizes))
+        """Captures sizes that serve all batches. `progress(done, total)` is called for each."""
+        wanted = self.sizes[-1:]
+        while wanted[0] > SMALLEST:
+            wanted.insert(0, next(size for size in self.sizes if size * MAX_PADDING >= wanted[0]))
+        for done, size in enumerate(wanted):
+            progress(done, len(wanted))
             self._step(size)([np.zeros(1, np.int32)])
-        progress(len(self.sizes), len(self.sizes))
+        progress(len(wanted), len(wanted))
+
+    def _size(self, tokens: int) -> int:
+        """Of the step that runs so many tokens."""
+        fitting = [size for size in self.sizes if size >= tokens]
+        best = fitting[0]
+        self.uses[best] += 1
+        if best in self.steps or self.uses[best] >= CAPTURE_AFTER: return best
+        return next((size for size in fitting if size in self.steps and size <= MAX_PADDING * best), best)
 
     def _step(self, size: int) -> _Step:
         if size not in self.steps: self.steps[size] = _Step(self.model, size, min(size, self.max_seqs))

@@ -20,6 +20,7 @@ from tinygrad.dtype import DType
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.kvcache.store import PageStore
+from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
 from tinygrad_nv.patterns.decode.paged import FLOATS
@@ -59,6 +60,13 @@ def resolve_kv_cache_dtype(name: str, model: DType, quantization: Mapping[str, A
     return found
 
 
+def require_scales(config: ModelConfig) -> None:
+    """Raises `RequestError` for a model whose cache has no form of 8 bits."""
+    if config.latent is None: return
+    raise RequestError("a KV cache of 8 bits for multi-head latent attention", "latents of 16 or 32 bits",
+                       "use --kv-cache-dtype bfloat16")
+
+
 def cache_scales(model: Llama, dtype: DType, device: str, size: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """float32 scales of 8-bit keys and values, of each layer and KV head; `size` is a page's."""
     scheme, heads = scheme_of(model.config.quantization), model.config.num_kv_heads
@@ -92,4 +100,5 @@ def calibrated_scales(model: Llama, dtype: DType, device: str,
         most: np.ndarray = np.abs(rows).max((0, 2))
         # a head of zeros or NaN gets scale 1
         return np.where((most > 0) & np.isfinite(most), most / CALIBRATED[dtype], 1.0)
-    return [(largest(layer.keys), largest(layer.values)) for layer in store.cache.layers]
+    return [(largest(layer.keys), largest(layer.values)) for layer in store.cache.layers
+            if layer.values is not None]

@@ -36,7 +36,7 @@ from tinygrad_nv.engine.worker.input_buffer import (
     table_names,
     write_batch,
 )
-from tinygrad_nv.engine.worker.kv_cache_dtype import cache_scales, resolve_kv_cache_dtype
+from tinygrad_nv.engine.worker.kv_cache_dtype import cache_scales, require_scales, resolve_kv_cache_dtype
 from tinygrad_nv.engine.worker.output_buffer import OutputBuffer
 from tinygrad_nv.engine.worker.sampler import SamplerState, count_tokens, next_tokens
 from tinygrad_nv.errors import RequestError
@@ -79,6 +79,7 @@ class ModelRunner:
         # computed here: inside a captured step every replay would compute them
         with labelled(WEIGHTS): _ = model.rope_tables
         dtype = resolve_kv_cache_dtype(kv_dtype, model.dtype, model.config.quantization)
+        if dtype in BYTES: require_scales(model.config)
         self.store = PageStore(model.config, self.device, dtype, pages, page_size, host_pages, self.groups)
         if dtype in BYTES: self.store.scale(cache_scales(model, dtype, self.device, page_size))
         self.tables = HostBlockTables(max_seqs, self.entries, len(self.groups.windows))

@@ -56,12 +56,20 @@ class FlashAttentionBackward:
 
 
 def attend(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
-           seed: Tensor | None = None) -> Tensor:
+           seed: Tensor | None = None, sinks: Tensor | None = None) -> Tensor:
     """The attention of q [B, H, S_q, D] over k [B, H_kv, S_kv, D] and v [B, H_kv, S_kv, D_v]: out. `mask` is
     bool (true: seen) or of floats (added), broadcast to [B, H, S_q, S_kv]; `seed`, uint32 [2], is that of
-    dropout."""
+    dropout; `sinks`, float32 [H], are `sunk`."""
     more = [one for one in (mask, seed) if one is not None]
-    return named.call(what, forward, q, k, v, *more, grad=_gradient)[0]
+    out, *logs = named.call(what, forward, q, k, v, *more, grad=_gradient)
+    return out if sinks is None else sunk(out, logs[0], sinks)
+
+
+def sunk(out: Tensor, logs: Tensor, sinks: Tensor) -> Tensor:
+    """out [B, H, S_q, D_v] with one more logit of each head that has no value: the sum of weights, exp l,
+    grows by exp sink, so that out is multiplied by 1 / (1 + exp(sink − l))."""
+    share = (logs == HIDDEN).where(0, (logs - sinks.reshape(1, -1, 1)).sigmoid())
+    return (out.float() * share.unsqueeze(-1)).cast(out.dtype)
 
 
 # **** forward ****
@@ -70,12 +78,17 @@ def forward(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor, *more: Tensor
     """out and l; `more` are the mask and the seed, those there are."""
     mask, kept = _apart(what, (*q.shape[:3], k.shape[2]), more)
     s = scores(what, sums(q, k), q.shape[-1], *mask)
-    top = s.max(-1, keepdim=True)
-    top = (top == HIDDEN).where(0, top)
-    logs = ((s - top).exp().sum(-1, keepdim=True).log() + top).squeeze(-1)
+    logs = lse_of(s)
     if kept is None: return weighted(what, s, q, v, bool(mask)), logs
     p = (_softmax(what, s.cast(q.dtype), bool(mask)).float() * kept).cast(v.dtype)
     return p @ _for_each(v, q), logs
+
+
+def lse_of(s: Tensor) -> Tensor:
+    """l of scores: log Σ exp s, −inf where nothing is seen."""
+    top = s.max(-1, keepdim=True)
+    top = (top == HIDDEN).where(0, top)
+    return ((s - top).exp().sum(-1, keepdim=True).log() + top).squeeze(-1)
 
 
 def _apart(what: FlashAttention, shape: tuple[int, ...],

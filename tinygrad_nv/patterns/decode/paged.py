@@ -10,8 +10,10 @@ For query head h, whose key head is h // (H / H_kv):
     p[i, c]   = softmax of s over the keys that row i sees     rounded to q's dtype
     out[i, d] = Σ_c p[i, c] v[c, d]                            float32, then rounded to q's dtype
 
-`window` counts the row's own key. With scales, one for each page and key head, keys and values stand for
-their numbers times these, and p is rounded after it has been multiplied by the scale of its value.
+`window` counts the row's own key; with `chunked` keys are in chunks of so many, of which a row sees its own.
+`sinks[h]` is one more logit of each softmax, which no key has (attention sinks). With scales, one for each
+page and key head, keys and values stand for their numbers times these, and p is rounded after it has been
+multiplied by the scale of its value.
 
 Everything is read from memory by each launch: one captured TinyJit or GraphPool serves any length up to the
 table's. Entries of the table, pages and tokens that no row sees may hold anything: nothing of them gets into
@@ -41,16 +43,19 @@ FLOATS = (dtypes.float32, dtypes.bfloat16, dtypes.float16)
 
 def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, lengths: Tensor, *,
                     scale: float | None = None, window: int | None = None, softcap: float | None = None,
-                    k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> Tensor:
+                    k_scale: Tensor | None = None, v_scale: Tensor | None = None, chunked: bool = False,
+                    sinks: Tensor | None = None) -> Tensor:
     """softmax(scale · q kᵀ) v of the newest S_q rows of each request: [B, S_q, H, D_v] in q's dtype.
 
     q [B, S_q, H, D]; k_pages [P, page_size, H_kv, D], v_pages [P, page_size, H_kv, D_v]; table int32
     [B, pages]; lengths int32 [B], with the new rows. Keys and values are of q's dtype, or of 8 bits with
     k_scale and v_scale, float32 [P, H_kv]. They may be parts of one tensor. `scale` is 1/√D by default.
+    `sinks` are float32 [H].
     Raises `SpecError`."""
     given = _checked(q, k_pages, v_pages, table, lengths, k_scale, v_scale)
     if window is not None and (type(window) is not int or window < 1):
         raise SpecError(f"window={window}", "a number, at least the row's own key: 1")
+    if chunked and window is None: raise SpecError("chunked without a window", "window: the size of a chunk")
     if softcap is not None and not (isfinite(softcap) and softcap > 0):
         raise SpecError(f"softcap={softcap}", "a finite number above 0", "leave it out for no cap")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -58,7 +63,12 @@ def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, 
     limits = Limits("paged_attention", int(k_pages.shape[0]), int(k_pages.shape[1]), int(q.shape[1]),
                     window or 0)
     given[3:5] = checked(limits, table, lengths)
-    return call(PagedAttention(scale, window, softcap), attended, *given)[0]
+    if sinks is not None:
+        check_shape("sinks", sinks, "H", (q.shape[2],))
+        check_kind("sinks", sinks.dtype, (dtypes.float32,))
+        given.append(sinks)
+    what = PagedAttention(scale, window, softcap, chunked, sinks is not None)
+    return call(what, attended, *given)[0]
 
 
 # **** what is refused ****

@@ -19,7 +19,7 @@ from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
-from tinygrad_nv.patterns.decode.paged_reference import PagedAttention
+from tinygrad_nv.patterns.decode.paged_reference import PagedAttention, apart
 from tinygrad_nv.patterns.strides import Laid, copied, laid
 from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.attention.spec import Rows
@@ -32,7 +32,8 @@ ROW_BYTES = 8  # of which rows of q begin at multiples: 4 elements of a lane
 
 def lowered(what: PagedAttention, target: Target, *arguments: UOp) -> tuple[UOp, ...]:
     """The result of a paged attention by kernels. Raises `NotOurs` or `SpecError` where there are none."""
-    q, k_pages, v_pages, table, lengths, *scales = arguments
+    q, k_pages, v_pages, table, lengths, *more = arguments
+    scales, sinks = apart(what, more)
     blocks = RequestBlocks.of(q, what.window)
     queries = blocks.queries(q)
     shapes = tuple(tuple(int(extent) for extent in x.shape) for x in (queries, k_pages, v_pages))
@@ -42,6 +43,7 @@ def lowered(what: PagedAttention, target: Target, *arguments: UOp) -> tuple[UOp,
     batch, rows, heads, _ = shapes[0]
     inputs = [read.storage, k.storage, v.storage, blocks.table(table), blocks.lengths(lengths),
               *(each.storage for each in scale)]
+    if sinks is not None: inputs.append(_dense(sinks))
     out = program.Output((batch, rows, heads, shapes[2][3]), q.dtype)
     flops = 2 * batch * heads * rows * spec.longest * (spec.d + spec.d_v)
     (done,) = choose(spec, target).called(q.device, [out], inputs, words=blocks.words, flops=flops)
@@ -124,7 +126,8 @@ def _spec(what: PagedAttention, q: Laid, k: Laid, v: Laid, scales: list[Laid], t
     out = Rows(q.dtype, heads * d_v, (rows * heads * d_v, group * d_v, d_v))
     k_scale, v_scale = map(_scales, scales) if scales else (None, None)
     return DecodeSpec(batch, kv_heads, group, rows, d, d_v, size, int(table.shape[1]), _rows(q, group),
-                      _pages(k), _pages(v), out, k_scale, v_scale, what.window, score(what))
+                      _pages(k), _pages(v), out, k_scale, v_scale, what.window, score(what),
+                      chunked=what.chunked, sinks=what.sinks)
 
 
 def _pages(x: Laid) -> Pages:
@@ -147,6 +150,12 @@ def score(what: PagedAttention) -> Expression:
 def _rows(q: Laid, group: int) -> Rows:
     request, row, head, _ = q.strides
     return Rows(q.dtype, row, (request, group * head, head), q.offset)
+
+
+def _dense(x: UOp) -> UOp:
+    """The storage of numbers side by side, copied where they are not at its beginning."""
+    found = laid(x)
+    return (found if (found.strides, found.offset) == ((1,), 0) else copied(x)).storage
 
 
 def _read(queries: UOp, group: int) -> Laid:

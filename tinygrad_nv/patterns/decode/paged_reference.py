@@ -1,15 +1,19 @@
 """Attention over keys and values in pages, in plain tinygrad: as paged.py defines it, on any device.
 
-Protocol: `attended(what, q, k_pages, v_pages, table, lengths, *scales)`. Pages are gathered for each request
-up to the table's extent, whatever its length. What no row sees is selected away, not multiplied by 0.
+Protocol: `attended(what, q, k_pages, v_pages, table, lengths, *scales, *sinks)`. Pages are gathered for each
+request up to the table's extent, whatever its length. What no row sees is selected away, not multiplied by 0.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tinygrad import Tensor
 
 from tinygrad_nv.tile.decode.reference import weighted
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -18,12 +22,14 @@ class PagedAttention:
     scale: float
     window: int | None = None
     softcap: float | None = None
+    chunked: bool = False
+    sinks: bool = False
 
 
 def attended(what: PagedAttention, q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor,
-             lengths: Tensor, *scales: Tensor) -> tuple[Tensor, ...]:
+             lengths: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
     """The attention: softmax in float32."""
-    batch, rows, heads, d = q.shape
+    (batch, rows, heads, d), (scales, sinks) = q.shape, apart(what, more)
     kv_heads, longest = k_pages.shape[2], table.shape[1] * k_pages.shape[1]
     k, v = (gathered(pages, table) for pages in (k_pages, v_pages))
     visible = seen(what, lengths, rows, longest).reshape(batch, 1, 1, rows, longest)
@@ -32,15 +38,23 @@ def attended(what: PagedAttention, q: Tensor, k_pages: Tensor, v_pages: Tensor, 
     if scales: s = s * spread(scales[0], table, k_pages.shape[1])
     if what.softcap is not None: s = (s / what.softcap).tanh() * what.softcap
     scale = spread(scales[1], table, k_pages.shape[1]) if scales else None
-    out = weighted(s, visible, v.float(), q.dtype, scale)
+    if sinks is not None: sinks = sinks.reshape(1, kv_heads, -1, 1, 1)
+    out = weighted(s, visible, v.float(), q.dtype, scale, sinks)
     return out.permute(0, 3, 1, 2, 4).reshape(batch, rows, heads, v.shape[-1]).cast(q.dtype).contiguous(),
+
+
+def apart(what: PagedAttention, more: Sequence[T]) -> tuple[Sequence[T], T | None]:
+    """The scales, none or two, and the sinks."""
+    return (more[:-1], more[-1]) if what.sinks else (more, None)
 
 
 def seen(what: PagedAttention, lengths: Tensor, rows: int, longest: int) -> Tensor:
     """Which keys each row sees: [B, S_q, keys]."""
     place = lengths.reshape(-1, 1, 1) - rows + Tensor.arange(rows).reshape(1, -1, 1)
     key = Tensor.arange(longest).reshape(1, 1, -1)
-    return key <= place if what.window is None else (key <= place) & (key > place - what.window)
+    if what.window is None: return key <= place
+    if what.chunked: return (key <= place) & (key >= place - place % what.window)
+    return (key <= place) & (key > place - what.window)
 
 
 def gathered(pages: Tensor, table: Tensor) -> Tensor:

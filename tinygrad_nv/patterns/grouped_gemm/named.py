@@ -7,7 +7,7 @@ as row order[i]. How many rows a group has is read on the device: no extent depe
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tinygrad import Tensor, dtypes
 from tinygrad.uop.ops import UOp
@@ -15,11 +15,12 @@ from tinygrad.uop.ops import UOp
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.grouped_gemm.gradient import Given, gradients
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.grouped_gemm import reference
-from tinygrad_nv.tile.grouped_gemm.spec import FLOATS, GroupedGemmSpec
+from tinygrad_nv.tile.grouped_gemm.spec import FLOATS, GroupedGemmSpec, TransposedGroupedSpec
 from tinygrad_nv.tile.templates import TABLE
 
 NAME = "grouped_gemm"
@@ -28,13 +29,14 @@ NAME = "grouped_gemm"
 @dataclass(frozen=True)
 class GroupedMatmul:
     """Tensors: x (M, K), w (E, N, K), offsets (E + 1), then those there are of order (R), weights (R) and
-    bias (E, N). `gather` 0: rows lie in order."""
+    bias (E, N). `gather` 0: rows lie in order. `transposed`: w is (E, K, N)."""
     rows: int
     gather: int = 0
     scatter: bool = False
     activation: str = ""
     weighted: bool = False
     biased: bool = False
+    transposed: bool = False
 
     @property
     def ordered(self) -> bool:
@@ -44,12 +46,12 @@ class GroupedMatmul:
 
 def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor, order: Tensor | None = None, *, gather: int = 0,
                    scatter: bool = False, activation: str = "", weights: Tensor | None = None,
-                   bias: Tensor | None = None) -> Tensor:
+                   bias: Tensor | None = None, transposed: bool = False) -> Tensor:
     """Rows of x (M, K) times the matrix of their group, of w (E, N, K), transposed: (R, N), with an
     activation (R, N / 2), in x's dtype. R is the length of `order`, int32, else M; offsets int32 (E + 1),
-    weights float32 (R), bias (E, N). Raises `SpecError`."""
+    weights float32 (R), bias (E, N). `transposed`: w is (E, K, N). Raises `SpecError`."""
     what = GroupedMatmul(int(x.shape[0] if order is None else order.shape[0]), gather, scatter, activation,
-                         weights is not None, bias is not None)
+                         weights is not None, bias is not None, transposed)
     _check(what, x, w, offsets, order, weights, bias)
     more = [each for each in (order, weights, bias) if each is not None]
     return call(what, multiplied, x, w, offsets, *more, grad=_gradient)[0]
@@ -57,9 +59,10 @@ def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor, order: Tensor | None =
 
 def _check(what: GroupedMatmul, x: Tensor, w: Tensor, offsets: Tensor, order: Tensor | None,
            weights: Tensor | None, bias: Tensor | None) -> None:
-    if (x.ndim, w.ndim) != (2, 3) or w.shape[2] != x.shape[1] or w.dtype != x.dtype or x.dtype not in FLOATS:
+    n, k = (2, 1) if what.transposed else (1, 2)
+    if (x.ndim, w.ndim) != (2, 3) or w.shape[k] != x.shape[1] or w.dtype != x.dtype or x.dtype not in FLOATS:
         raise SpecError(f"x of {short(x.dtype)} {x.shape}, w of {short(w.dtype)} {w.shape}",
-                        "x (M, K) and w (E, N, K), floats of one dtype")
+                        f"x (M, K) and w (E, {'K, N' if what.transposed else 'N, K'}), floats of one dtype")
     if offsets.shape != (w.shape[0] + 1,) or offsets.dtype != dtypes.int32:
         raise SpecError(f"offsets of {short(offsets.dtype)} {offsets.shape}", f"int32 ({w.shape[0] + 1},)")
     if what.ordered != (order is not None) or (order is not None and
@@ -67,7 +70,7 @@ def _check(what: GroupedMatmul, x: Tensor, w: Tensor, offsets: Tensor, order: Te
         raise SpecError("no order" if order is None else f"order of {short(order.dtype)} {order.shape}",
                         "int32 (R,) with gather, scatter or weights, and only then")
     _spec(what, x.uop, w.uop)
-    for name, one, shape in (("weights", weights, (what.rows,)), ("bias", bias, w.shape[:2])):
+    for name, one, shape in (("weights", weights, (what.rows,)), ("bias", bias, (w.shape[0], w.shape[n]))):
         if one is not None and one.shape != shape:
             raise SpecError(f"{name} of shape {one.shape}", str(shape))
 
@@ -81,9 +84,10 @@ def multiplied(what: GroupedMatmul, x: Tensor, w: Tensor, offsets: Tensor,
 
 def _spec(what: GroupedMatmul, x: UOp, w: UOp) -> GroupedGemmSpec:
     sources, k = map(int, x.shape)
-    groups, n = map(int, w.shape[:2])
-    return GroupedGemmSpec(groups, what.rows, n, k, x.dtype, sources, what.gather, what.scatter,
-                           what.activation, what.weighted, what.biased)
+    groups, n = int(w.shape[0]), int(w.shape[2 if what.transposed else 1])
+    kind = TransposedGroupedSpec if what.transposed else GroupedGemmSpec
+    return kind(groups, what.rows, n, k, x.dtype, sources, what.gather, what.scatter, what.activation,
+                what.weighted, what.biased)
 
 
 def _apart(what: GroupedMatmul,
@@ -96,13 +100,12 @@ def _apart(what: GroupedMatmul,
 
 def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
     """Of x, w, weights and bias."""
-    what, given = call_.arg.aux, [Tensor(each) for each in call_.src[1:]]
-    floats = [i for i, each in enumerate(given) if dtypes.is_float(each.dtype)]
-    leaves = [each.detach() for each in given]
-    made = multiplied(what, *leaves)[0]
-    found = made.gradient(*(leaves[i] for i in floats), gradient=Tensor(grad))
-    places = dict(zip(floats, found, strict=True))
-    return tuple(places[i].cast(each.dtype).uop if i in places else None for i, each in enumerate(given))
+    what, (x, w, offsets, *more) = call_.arg.aux, (Tensor(each).detach() for each in call_.src[1:])
+    order, weights, bias = _apart(what, tuple(more))
+    found = gradients(Given(grouped_matmul, x, w, offsets, order, weights, bias, what.gather, what.scatter,
+                            what.activation, what.transposed), Tensor(grad))
+    floats = [None] * what.ordered + [each for each in (found.weights, found.bias) if each is not None]
+    return found.x.uop, found.w.uop, None, *(None if each is None else each.uop for each in floats)
 
 
 def lowered(what: GroupedMatmul, target: Target, x: UOp, w: UOp, offsets: UOp,
@@ -110,6 +113,8 @@ def lowered(what: GroupedMatmul, target: Target, x: UOp, w: UOp, offsets: UOp,
     """The results of a kernel; None on targets without one. Raises `NotOurs` or `SpecError` where there is
     none."""
     if TABLE.family(target.kind, GroupedGemmSpec) is None: return None
+    if what.transposed and TABLE.family(target.kind, TransposedGroupedSpec) is None:
+        what, w = replace(what, transposed=False), w.permute((0, 2, 1)).contiguous()
     spec, rest = _spec(what, x, w), [*more]
     names = ["order"] * what.ordered + ["weights"] * what.weighted + ["bias"] * what.biased
     kinds = {"order": dtypes.int32, "weights": dtypes.float32, "bias": spec.dtype}

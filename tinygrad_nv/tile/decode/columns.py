@@ -19,10 +19,11 @@ from tinygrad_nv.tile.expression import Position, walk
 def divided(spec: DecodeSpec) -> DecodeSpec:
     """The spec that CTAs have; the same where values are narrow enough, or cannot be divided."""
     count = -(-spec.d_v // MOST_HEAD)
-    if count == 1 or spec.heads > 1 or spec.d_v % count or Position(1) in walk(spec.score): return spec
+    if count == 1 or spec.heads > 1 or spec.sinks or spec.d_v % count or Position(1) in walk(spec.score):
+        return spec
     width, (request, _, query), (to, _, of) = spec.d_v // count, spec.q.batch, spec.out.batch
-    scales = {name: None if scale is None else replace(scale, head=0)
-              for name, scale in (("k_scale", spec.k_scale), ("v_scale", spec.v_scale))}
+    k_scale, v_scale = (None if each is None else replace(each, head=0)
+                        for each in (spec.k_scale, spec.v_scale))
     return replace(spec, heads=count, d_v=width, q=replace(spec.q, batch=(request, 0, query)),
                    k=replace(spec.k, head=0), v=replace(spec.v, head=width),
-                   out=replace(spec.out, batch=(to, width, of)), **scales)
+                   out=replace(spec.out, batch=(to, width, of)), k_scale=k_scale, v_scale=v_scale)

@@ -7,6 +7,8 @@ Merged:
     w       = 2^(its row_max − row_max), of each part
     out     = Σ w · sums / Σ w · row_sum         in the order of the parts; 0 where the row_sum is 0
 
+A row's sink is added to the sum at the very end, as a part without values (`inverse_sum`).
+
 Parts are first the warps of a CTA, in shared memory, then the splits of a request, in the workspace. A
 request of one split is finished by its CTA at once; others by the kernel `combine`, a CTA for each row, whose
 warps take turns at the splits: their sums are added in the order of the warps. A lane of each warp has one
@@ -19,8 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.decode.plan import DecodePlan
-from tinygrad_nv.tile.decode.rows import base_of, power
+from tinygrad_nv.tile.decode.plan import DecodePlan, Parameters
+from tinygrad_nv.tile.decode.rows import LARGEST, LOG2E, base_of, power
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.lanes import FLOAT16S
 
@@ -40,6 +42,19 @@ def inverse(kb: Kernel, row_sum: Value) -> Value:
     made = kb.reg("f32")
     kb.emit("rcp.approx.ftz.f32", made, row_sum)
     return kb.select(row_sum == 0.0, 0.0, made)
+
+
+def inverse_sum(kb: Kernel, spec: DecodeSpec, sinks: Value | None, head: Value, row: Value, row_max: Value,
+                row_sum: Value) -> Value:
+    """What sums of values relative to `row_max` are multiplied by: 1 / the sum of the weights, to which the
+    row's sink is added."""
+    if sinks is None: return inverse(kb, row_sum)
+    at = sinks + (head * spec.group + row % spec.group).to("u64") * 4
+    sink = kb.reg("f32")
+    kb.emit("min.f32", sink, kb.ld("global", "f32", at.at())[0] * LOG2E, LARGEST)
+    base = base_of(kb, largest(kb, [row_max, sink]))
+    weight = power(kb, row_max - base)
+    return weight * inverse(kb, row_sum * weight + power(kb, sink - base))
 
 
 def store_out(kb: Kernel, spec: DecodeSpec, out: Value, indices: Sequence[Value], row: Value, column: Value,
@@ -135,8 +150,9 @@ class Merge:
 class Combine:
     """The kernel `combine`, a row for each CTA."""
 
-    def __init__(self, kb: Kernel, plan: DecodePlan, workspace: Workspace, out: Value) -> None:
-        self.kb, self.plan, self.spec, self.workspace, self.out = kb, plan, plan.spec, workspace, out
+    def __init__(self, kb: Kernel, plan: DecodePlan, given: Parameters) -> None:
+        self.kb, self.plan, self.spec, self.given = kb, plan, plan.spec, given
+        self.workspace = Workspace(kb, plan, given.workspace)
         self.lane, self.warp = kb.special("laneid"), kb.tid.x >> 5
         self.quads = self.spec.d_v // 4
         self.weights = kb.shared("weights", 4 * MOST_SPLITS)
@@ -146,7 +162,7 @@ class Combine:
         """Everything for a request of `count` (u32) splits."""
         kb, spec, row, indices = self.kb, self.spec, self.kb.ctaid.x, [self.kb.ctaid.z, self.kb.ctaid.y]
         number = self.workspace.number(indices, row)
-        whole = self._weigh(number, count)
+        row_max, row_sum = self._weigh(number, count)
         kb.sync()
         for first in range(0, self.quads, 32):
             quad = self.lane + first
@@ -155,23 +171,25 @@ class Combine:
                 kb.st("shared", "f32", place.at(), self._share(number, quad, count))
         kb.sync()
         with kb.if_(kb.tid.x < self.quads):
-            at, scale = self.sums.address(kb.tid.x * 16), inverse(kb, whole)
+            at = self.sums.address(kb.tid.x * 16)
+            scale = inverse_sum(kb, spec, self.given.sinks, indices[1], row, row_max, row_sum)
             parts = [kb.ld("shared", "f32", at.at(4 * spec.d_v * i), 4) for i in range(COMBINE_WARPS)]
             made = parts[0]
             for part in parts[1:]: made = [a + b for a, b in zip(made, part, strict=True)]
-            store_out(kb, spec, self.out, indices, row, kb.tid.x * 4, [value * scale for value in made])
+            store_out(kb, spec, self.given.out, indices, row, kb.tid.x * 4, [value * scale for value in made])
 
-    def _weigh(self, number: Value, count: Value) -> Value:
-        """The splits' weights, to shared memory; the row_sum of all."""
+    def _weigh(self, number: Value, count: Value) -> tuple[Value, Value]:
+        """The splits' weights, to shared memory; the row_max and row_sum of all."""
         kb, (row_max, row_sum) = self.kb, (self.kb.reg("f32", -math.inf), self.kb.reg("f32", 0.0))
         with kb.if_(self.lane < count):
             stats = kb.ld("global", "f32", self.workspace.stats(number, self.lane).at(), 2)
             row_max.set(stats[0])
             row_sum.set(stats[1])
-        weight = power(kb, row_max - base_of(kb, self._over_lanes(row_max, "max.f32")))
+        most = self._over_lanes(row_max, "max.f32")
+        weight = power(kb, row_max - base_of(kb, most))
         with kb.if_(kb.tid.x < MOST_SPLITS):
             kb.st("shared", "f32", self.weights.address(kb.tid.x * 4).at(), weight)
-        return self._over_lanes(row_sum * weight, "add.f32")
+        return most, self._over_lanes(row_sum * weight, "add.f32")
 
     def _share(self, number: Value, quad: Value, count: Value) -> list[Value]:
         """A warp's part of four columns: every fourth split."""

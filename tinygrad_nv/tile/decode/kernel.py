@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel
 from tinygrad_nv.tile.decode.columns import divided
-from tinygrad_nv.tile.decode.combine import COMBINE_WARPS, Combine, Workspace
+from tinygrad_nv.tile.decode.combine import COMBINE_WARPS, Combine
 from tinygrad_nv.tile.decode.plan import DecodePlan, Parameters, Span
 from tinygrad_nv.tile.decode.schedules import Decode
 from tinygrad_nv.tile.decode.spec import DecodeSpec
@@ -60,6 +60,6 @@ def _combine(plan: DecodePlan, arch: str) -> AttentionKernel:
         kb.launch_dependents()
     span = Span(kb, plan, given.length(kb.ctaid.z))
     with kb.if_(span.several):
-        Combine(kb, plan, Workspace(kb, plan, given.workspace), given.out).write(span.count())
+        Combine(kb, plan, given).write(span.count())
     return AttentionKernel("decode_combine", kb.ptx(), (spec.rows, spec.heads, spec.batch), threads,
                            kb.dynamic_smem, pdl=kb.hopper)

@@ -168,6 +168,7 @@ class Parameters:
         if spec.table: self.table = kb.pointer("table")
         if spec.length == "memory": self.lengths = kb.pointer("lengths")
         if spec.quantised: self.scales = [kb.pointer(name) for name in ("k_scale", "v_scale")]
+        self.sinks = kb.pointer("sinks") if spec.sinks else None
         self.extras = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
         if spec.length == "argument": self.argument = kb.param("length", "u32")
 
@@ -188,7 +189,8 @@ class Span:
         self.high = length
         self.first, self.low = kb.reg("s32", 0), kb.reg("s32", 0)  # that a row sees; of the first split
         if spec.window is not None:
-            kb.emit("max.s32", self.first, length - (spec.s_q + spec.window - 1), 0)
+            kb.emit("max.s32", self.first, length - spec.reach, 0)
+            if spec.chunked: self.first.set(self.first - self.first % spec.window)
             kb.emit("and.b32", self.low, self.first, -unit)
         self.all = self.high - self.low
         splits = plan.schedule.splits

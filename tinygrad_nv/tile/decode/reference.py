@@ -28,7 +28,7 @@ from tinygrad_nv.tile.reference import (
 
 
 def arguments(spec: DecodeSpec) -> tuple[Argument, ...]:
-    """out, q, k, v, table, lengths, scale_k, scale_v, x0, x1, …: those that there are."""
+    """out, q, k, v, table, lengths, scale_k, scale_v, sinks, x0, x1, …: those that there are."""
     stored, heads = spec.batch * spec.pages, (spec.batch, spec.heads, spec.group, spec.s_q)
     q, out = (Argument(name, x.dtype, (Place(x.offset, (*heads, d), (*x.batch, x.row, 1)),))
               for name, x, d in (("q", spec.q, spec.d), ("out", spec.out, spec.d_v)))
@@ -43,6 +43,7 @@ def arguments(spec: DecodeSpec) -> tuple[Argument, ...]:
                              usual=range(spec.longest, spec.longest + 1)))
     made += [Argument(name, dtypes.float32, (Place(x.offset, (stored, spec.heads), (x.page, x.head)),))
              for name, x in (("scale_k", spec.k_scale), ("scale_v", spec.v_scale)) if x is not None]
+    if spec.sinks: made.append(Argument("sinks", dtypes.float32, (dense(spec.heads, spec.group),)))
     return *made, *parameters((*heads, spec.longest), spec.score)
 
 
@@ -57,7 +58,8 @@ def reference(spec: DecodeSpec, given: Given, exact: bool = False) -> tuple[Tens
     start = length - spec.s_q
     place = start + row if spec.causal else length - 1
     seen = (key <= place).expand(spec.batch, 1, 1, spec.s_q, spec.longest)
-    if spec.window is not None: seen = seen & (key > place - spec.window)
+    if spec.window is not None:
+        seen = seen & (key >= place - place % spec.window if spec.chunked else key > place - spec.window)
     there = seen.any(-2, keepdim=True).transpose(-1, -2).reshape(spec.batch, 1, -1)
     k, k_scale = _rows(spec, given, "k", spec.k, spec.k_scale, there, exact)
     v, v_scale = _rows(spec, given, "v", spec.v, spec.v_scale, there, exact)
@@ -65,16 +67,22 @@ def reference(spec: DecodeSpec, given: Given, exact: bool = False) -> tuple[Tens
     sums = q @ (k * k_scale).contiguous().unsqueeze(2).transpose(-1, -2)
     s = evaluated(spec.score, extents, [sums.contiguous()], given, exact, {"m": place, "start": start})
     scale = v_scale.reshape(spec.batch, -1, 1, 1, spec.longest) if spec.quantised else None
-    return weighted(s, seen, v, None if exact else spec.q.dtype, scale),
+    sinks = given["sinks"].reshape(1, spec.heads, spec.group, 1, 1) if spec.sinks else None
+    return weighted(s, seen, v, None if exact else spec.q.dtype, scale, sinks),
 
 
-def weighted(s: Tensor, seen: Tensor, v: Tensor, kind: DType | None, scale: Tensor | None = None) -> Tensor:
-    """Values [B, H, keys, D] weighted by the softmax of what is seen of scores [B, H, G, S, keys]. Weights
-    are multiplied by `scale` and then rounded, if to a kind."""
+def weighted(s: Tensor, seen: Tensor, v: Tensor, kind: DType | None, scale: Tensor | None = None,
+             sinks: Tensor | None = None) -> Tensor:
+    """Values [B, H, keys, D] weighted by the softmax of what is seen of scores [B, H, G, S, keys], among
+    which `sinks` [1, H, G, 1, 1] are one more. Weights are multiplied by `scale` and then rounded, if to a
+    kind."""
     s = seen.where(s, -float("inf")).contiguous()
     top = s.max(-1, keepdim=True)
-    e = (s - (top == -float("inf")).where(0, top)).exp()
+    if sinks is not None: top = top.maximum(sinks)
+    top = (top == -float("inf")).where(0, top)
+    e = (s - top).exp()
     total = e.sum(-1, keepdim=True)
+    if sinks is not None: total = total + (sinks - top).exp()
     p = e / (total == 0).where(1, total)
     if scale is not None: p = seen.where(p * scale, 0)
     # what no row sees may be NaN, also beside a weight of 0

@@ -75,6 +75,12 @@ class LaneRows:
                   for row in self.row]
         self.seen = [kb.select(there, place, 0, "s32")
                      for there, place in zip(self.there, places, strict=True)]
+        if spec.chunked: self.low = [self._chunk(seen - 1) for seen in self.seen]
+
+    def _chunk(self, place: Value) -> Value:
+        """The first key of a place's chunk."""
+        place = place.to("u32")
+        return (place - place % (self.spec.window or 1)).to("s32")
 
     def queries(self, pointer: Value) -> list[list[Value]]:
         """Fragments of q, for each 16 elements of the head; 0 beyond the last row."""
@@ -118,10 +124,10 @@ class DecodeSoftmax:
         column = first + (kb.special("laneid") % 4 * 2).to("s32")
         cells, rescales = self._scores(sums, column), []
         for h, row_max in enumerate(self.row_max):
-            seen = self.rows.seen[h] - column
-            row = []
+            seen, row = self.rows.seen[h] - column, list[Value]()
+            low = self.rows.low[h] - column if self.spec.chunked else None
             for j, cell in enumerate(cells):
-                for e in range(2): row.append(self._masked(cell[2 * h + e], seen, 8 * j + e))
+                for e in range(2): row.append(self._masked(cell[2 * h + e], seen, low, 8 * j + e))
             new = kb.reg("f32", row_max)
             for value in row: kb.emit("max.f32", new, new, value)
             new = across(kb, new, "max.f32")
@@ -139,10 +145,12 @@ class DecodeSoftmax:
         """The sums of whole rows."""
         return [across(self.kb, row_sum, "add.f32") for row_sum in self.row_sum]
 
-    def _masked(self, value: Value, seen: Value, column: int) -> Value:
-        """−inf where the row sees `seen` keys from the lane's first column on, and this is not one."""
+    def _masked(self, value: Value, seen: Value, low: Value | None, column: int) -> Value:
+        """−inf where the row sees `seen` keys from the lane's first column on, of chunks those from `low` on,
+        and this is not one."""
         sees = seen > column
-        if self.spec.window is not None: sees = sees & (seen <= column + self.spec.window)
+        if low is not None: sees = sees & (low <= column)
+        elif self.spec.window is not None: sees = sees & (seen <= column + self.spec.window)
         return self.kb.select(sees, value, -math.inf)
 
     def _scores(self, sums: Cells, column: Value) -> Cells:

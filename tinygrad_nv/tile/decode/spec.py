@@ -8,7 +8,7 @@ head:
 
     sum[i, c]  = Σ_d q[i, d] k[c, d]                                      float32
     s[i, c]    = score(sum[i, c])     for c ≤ t, and c > t − window; else −inf
-    l[i]       = log Σ_c exp s[i, c]
+    l[i]       = log (Σ_c exp s[i, c] + exp sink)                         the sink only with `sinks`
     p[i, c]    = exp(s[i, c] − l[i])                                      rounded to q's dtype
     out[i, d]  = Σ_c p[i, c] v[c, d]                                      float32, then rounded to out's dtype
 
@@ -16,6 +16,10 @@ head:
 `Position("n")` the key c, `Position("start")` is length[b] − s_q, `Position(0)` the request, 1 the key head,
 2 the query head of it. Loads have the strides of row i, key c, and the three of the batch; with a table
 there are none. Rows that see nothing, as all of a request of length 0, give zeros.
+
+With `chunked` keys are in chunks of `window`, of which a row sees its own: c ≥ t − t mod window. `sinks` are
+float32 [key heads, group] in memory, a logit of each query head (attention sinks, arXiv 2309.17453): weights
+add up to less than 1. A sink of −inf is none.
 
 Keys and values of 8 bits (e4m3, s8) stand for their number times a scale, float32 in memory, one for each
 page and key head: p is then rounded after it has been multiplied by the scale of its value. NaN of e4m3
@@ -99,6 +103,8 @@ class DecodeSpec:
     table: bool = True
     length: Length = "memory"
     causal: bool = True
+    chunked: bool = False
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch", "heads", "group", "s_q", "d", "d_v", "pages"):
@@ -110,6 +116,9 @@ class DecodeSpec:
             raise SpecError(f"heads of {self.d} and {self.d_v} elements", f"at most {MOST_HEAD}")
         if self.window is not None and not self.causal and self.s_q > 1:
             raise SpecError(f"a window of {self.s_q} rows at one place", "rows at places of their own")
+        if self.chunked and (self.window is None or not self.causal):
+            raise SpecError("chunks " + ("without a window" if self.causal else "of rows at one place"),
+                            "a window, the size of a chunk, of rows at places of their own")
         self._check_pages()
         self._check_dtypes()
         self._check_score()
@@ -161,6 +170,12 @@ class DecodeSpec:
         return self.group * self.s_q
 
     @property
+    def reach(self) -> int:
+        """How far before the length the first key lies that a row sees, or of `chunked` the first row."""
+        assert self.window is not None
+        return self.s_q if self.chunked else self.s_q + self.window - 1
+
+    @property
     def longest(self) -> int:
         """Tokens of a request at most."""
         return self.pages * self.page_size
@@ -184,6 +199,7 @@ class DecodeSpec:
                  short(self.q.dtype) + kv]
         if self.table: words.append(f"pages of {self.page_size}")
         if self.s_q > 1 and not self.causal: words.append("full")
-        if self.window is not None: words.append(f"window {self.window}")
+        if self.window is not None: words.append(f"{'chunks of' if self.chunked else 'window'} {self.window}")
+        if self.sinks: words.append("sinks")
         if self.score != Sum(): words.append(show(self.score))
         return ", ".join(words)

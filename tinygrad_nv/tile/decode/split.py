@@ -6,7 +6,7 @@ registers each: two of row g, two of row g + 8.
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.decode.combine import Merge, Workspace, inverse, largest, store_out
+from tinygrad_nv.tile.decode.combine import Merge, Workspace, inverse, inverse_sum, largest, store_out
 from tinygrad_nv.tile.decode.copy import Bounds, PagedTileCopy, evict_first
 from tinygrad_nv.tile.decode.operands import Keys, Values
 from tinygrad_nv.tile.decode.plan import DecodePlan, Parameters, Span
@@ -244,7 +244,7 @@ class SplitKernel:
         kb, indices = self.kb, [self.request, self.head]
 
         def finish() -> None:
-            scale = inverse(kb, row_sum)
+            scale = inverse_sum(kb, self.spec, self.given.sinks, self.head, row, row_max, row_sum)
             store_out(kb, self.spec, self.given.out, indices, row, column, [value * scale for value in sums])
 
         if not self.plan.workspace_bytes: return finish()

@@ -1,13 +1,14 @@
 """Matmuls of rows with a matrix for each group of them: mixtures of experts.
 
   spec.py        what is computed
+  outer.py       sums of outer products of the rows of groups: gradients of the matrices
   reference.py   the same in plain tinygrad
   schedules.py   the schedules of a GPU's templates
   cost.py        how long they take
   imbalance.py   rows of groups in words
   activation.py  act(gate) · up in instructions
   work.py        which rows a CTA of a plain grid has
-  finish.py      bias, activation, weight, places
+  epilogue.py    bias, activation, weight, places
   gemv/          the template of few rows a group
   wgmma/         the template with wgmma: sm_90a
   mma/           the template with mma.sync

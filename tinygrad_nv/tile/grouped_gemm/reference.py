@@ -4,16 +4,20 @@ from __future__ import annotations
 from tinygrad import Tensor
 from tinygrad.dtype import dtypes
 
+from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
 from tinygrad_nv.tile.grouped_gemm.spec import ALPHA, GROUP, LIMIT, GroupedGemmSpec, ScaledGroupedGemmSpec
 from tinygrad_nv.tile.reference import Argument, Given, Results, dense, gathered, rounded, widened
 
 
-def arguments(spec: GroupedGemmSpec) -> tuple[Argument, ...]:
-    """out, x, w, their scales where they have them, offsets, then those there are of order, weights, bias."""
+def arguments(spec: GroupedGemmSpec | GroupedOuterSpec) -> tuple[Argument, ...]:
+    """out, x, w, their scales where they have them, offsets, then those there are of order, weights, bias; of
+    sums of outer products out, y, x, offsets, and the order if there is one."""
+    if isinstance(spec, GroupedOuterSpec): return _outer_arguments(spec)
     out = Argument("out", spec.out, (dense(spec.rows, spec.columns),), "out")
     even = tuple(group * spec.rows // spec.groups for group in range(spec.groups + 1))
+    matrix = (spec.k, spec.n) if spec.transposed else (spec.n, spec.k)
     given = [Argument("x", spec.dtype, (dense(spec.x_rows, spec.k),)),
-             Argument("w", spec.dtype, (dense(spec.groups, spec.n, spec.k),))]
+             Argument("w", spec.matrix, (dense(spec.groups, *matrix),))]
     if isinstance(spec, ScaledGroupedGemmSpec):
         places = dense(spec.x_rows, spec.k_groups), dense(spec.groups, spec.n_groups, spec.k_groups)
         given += [Argument(f"scale_{name}", dtypes.float32, (place,))
@@ -26,11 +30,14 @@ def arguments(spec: GroupedGemmSpec) -> tuple[Argument, ...]:
     return out, *given
 
 
-def reference(spec: GroupedGemmSpec, given: Given, exact: bool = False) -> Results:
-    """[rows, columns]."""
+def reference(spec: GroupedGemmSpec | GroupedOuterSpec, given: Given, exact: bool = False) -> Results:
+    """[rows, columns]; of sums of outer products [groups, n, k]."""
     wide = widened(dtypes.float32, exact)
     x = {each.name: gathered(given[each.name], each.places[0]) for each in arguments(spec)[1:]}
     x = {name: each if each.dtype == dtypes.int32 else each.cast(wide) for name, each in x.items()}
+    if isinstance(spec, GroupedOuterSpec):
+        made = summed(spec, x["y"], x["x"], x["offsets"], x.get("order"))
+        return made if exact else rounded(made, spec.dtype),
     if isinstance(spec, ScaledGroupedGemmSpec): x |= _scaled(spec, x)
     made = multiplied(spec, x["x"], x["w"], x["offsets"], x.get("order"), x.get("weights"), x.get("bias"))
     return made if exact else rounded(made, spec.out),
@@ -50,6 +57,7 @@ def multiplied(spec: GroupedGemmSpec, x: Tensor, w: Tensor, offsets: Tensor, ord
                weights: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """The results, before they are rounded, in float32, or in float64 of such tensors."""
     wide = widened(dtypes.float32, x.dtype == dtypes.float64)
+    if spec.transposed: w = w.transpose(1, 2)
     group, inside = groups(spec.rows, offsets)
     rows = x[order // spec.gather] if spec.gather and order is not None else x
     made = (rows.contiguous().unsqueeze(1).cast(wide) * w[group].cast(wide)).sum(-1)
@@ -77,6 +85,30 @@ def activated(name: str, x: Tensor) -> Tensor:
         return (up + 1) * (gate * (gate * ALPHA).sigmoid())
     if name == "silu": return gate.silu() * up
     return (gate.gelu() if name == "gelu_tanh" else 0.5 * gate * (1 + (gate * 0.5 ** 0.5).erf())) * up
+
+
+def _outer_arguments(spec: GroupedOuterSpec) -> tuple[Argument, ...]:
+    out = Argument("out", spec.dtype, (dense(spec.groups, spec.n, spec.k),), "out")
+    given = [Argument("y", spec.dtype, (dense(spec.of_y, spec.n),)),
+             Argument("x", spec.dtype, (dense(spec.of_x, spec.k),)),
+             Argument("offsets", dtypes.int32, (dense(spec.groups + 1),), values=range(1))]
+    if spec.ordered: given.append(Argument("order", dtypes.int32, (dense(spec.rows),), values=range(1)))
+    return out, *given
+
+
+def summed(spec: GroupedOuterSpec, y: Tensor, x: Tensor, offsets: Tensor,
+           order: Tensor | None = None) -> Tensor:
+    """Sums of outer products, before they are rounded, in float32, or in float64 of such tensors: one kernel,
+    which keeps no products."""
+    wide = widened(dtypes.float32, x.dtype == dtypes.float64)
+    group, inside = groups(spec.rows, offsets)
+    if order is not None:
+        y = y[order // spec.gather_y] if spec.gather_y else y
+        x = x[order // spec.gather_x] if spec.gather_x else x
+    own = inside.where(group, -1).unsqueeze(1) == Tensor.arange(spec.groups, dtype=dtypes.int32).to(x.device)
+    both = y.contiguous().cast(wide).reshape(spec.rows, 1, spec.n, 1) * x.contiguous().cast(wide).reshape(
+        spec.rows, 1, 1, spec.k)
+    return own.contiguous().reshape(spec.rows, spec.groups, 1, 1).where(both, 0).sum(0)
 
 
 def _inverse(order: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ Protocol: of x [sources, K], w [E, N, K] and offsets [E + 1], all contiguous; ro
     y = act(y[: N / 2]) · y[N / 2 :]            with `activation`, of gate | up
     out[place(i)] = y · weights[slot]           with `weighted`; rounded once; place(i) is slot with `scatter`
 
-Rows that no group has are zeros in the reference, and may hold anything where a kernel runs. A kernel reads
-the matrices of groups that have rows, and no other.
+Rows that no group has are zeros in the reference and on CPUs, and may hold anything where a GPU's kernel
+runs. A kernel reads the matrices of groups that have rows, and no other.
 
 `ScaledGroupedGemmSpec` is the same of 8-bit floats with float32 scales of groups of `GROUP` of K, as in
 scaled_gemm/spec.py: scale_x [sources, K / GROUP] of each row, scale_w [E, N / GROUP, K / GROUP] of square
@@ -47,6 +47,7 @@ class GroupedGemmSpec:
     biased: bool = False
     OPERANDS: ClassVar[tuple[DType, ...]] = FLOATS
     scaled: ClassVar[bool] = False      # whether operands have scales
+    transposed: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if min(self.groups, self.rows, self.n, self.k) < 1 or min(self.gather, self.sources) < 0:
@@ -65,6 +66,11 @@ class GroupedGemmSpec:
     @property
     def out(self) -> DType:
         """Of results and of bias."""
+        return self.dtype
+
+    @property
+    def matrix(self) -> DType:
+        """Of w."""
         return self.dtype
 
     @property
@@ -95,7 +101,7 @@ class GroupedGemmSpec:
     @property
     def active_bytes(self) -> int:
         """Bytes of the matrices that are read at most."""
-        return min(self.groups, self.rows) * self.n * self.k * self.dtype.itemsize
+        return min(self.groups, self.rows) * self.n * self.k * self.matrix.itemsize
 
     @property
     def integers(self) -> tuple[int, ...]:
@@ -136,3 +142,28 @@ class ScaledGroupedGemmSpec(GroupedGemmSpec):
         return -(-self.n // GROUP)
 
     def __str__(self) -> str: return f"{super().__str__()}, scales 1x{GROUP}, {GROUP}x{GROUP}"
+
+
+@dataclass(frozen=True)
+class TransposedGroupedSpec(GroupedGemmSpec):
+    """The same of w [E, K, N]: x W_e, as the gradients of rows are."""
+    transposed: ClassVar[bool] = True
+
+    def __str__(self) -> str: return f"{super().__str__()}, transposed"
+
+
+@dataclass(frozen=True)
+class MixedGroupedSpec(GroupedGemmSpec):
+    """The same of float32 rows and a w of 16-bit floats, which are widened."""
+    half: DType = dtypes.float16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dtype != dtypes.float32 or self.half not in FLOATS[1:]:
+            raise SpecError(f"rows of {short(self.dtype)}, matrices of {short(self.half)}",
+                            "f32, and f16 or bf16")
+
+    @property
+    def matrix(self) -> DType: return self.half
+
+    def __str__(self) -> str: return f"{super().__str__()}, matrices {short(self.half)}"

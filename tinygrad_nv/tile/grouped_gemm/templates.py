@@ -37,11 +37,14 @@ TEMPLATES: tuple[AnyTemplate, ...] = (GEMV, WGMMA, SCALED_WGMMA, MMA)
 
 @lru_cache(4096)
 def _default(spec: GroupedGemmSpec, gpu: GPU) -> Schedule | None:
-    """The legal candidate of the lowest cost; of those as near as `TIE`, the first."""
-    legal = [(each.cost(spec, s, gpu).seconds, s) for each in FAMILY.of(type(spec)) if each.cost is not None
-             for s in each.candidates(spec, gpu) if not each.problems(spec, s, gpu)]
-    least = min((seconds for seconds, _ in legal), default=0.0)
-    return next((s for seconds, s in legal if seconds <= TIE * least), None)
+    """The legal candidate of the lowest cost; of the best of templates as near as `TIE`, the first."""
+    best = []
+    for each in FAMILY.of(type(spec)):
+        legal = [(each.cost(spec, s, gpu).seconds, s) for s in each.candidates(spec, gpu)
+                 if each.cost is not None and not each.problems(spec, s, gpu)]
+        if legal: best.append(min(legal, key=lambda pair: pair[0]))
+    least = min((seconds for seconds, _ in best), default=0.0)
+    return next((s for seconds, s in best if seconds <= TIE * least), None)
 
 
 FAMILY = Family("grouped_gemm", TEMPLATES, choose.choose, defaults=_default)

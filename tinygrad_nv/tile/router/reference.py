@@ -5,22 +5,28 @@ from __future__ import annotations
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.tile.reference import Argument, Given, Results, dense, gathered
-from tinygrad_nv.tile.router.spec import EPSILON, Policy, RouterSpec
+from tinygrad_nv.tile.router.spec import EPSILON, GroupRowsSpec, Policy, RouterSpec
 
 
-def arguments(spec: RouterSpec) -> tuple[Argument, ...]:
-    """experts, weights, order, offsets; logits, and a bias if there is one."""
+def arguments(spec: RouterSpec | GroupRowsSpec) -> tuple[Argument, ...]:
+    """experts, weights, order, offsets; logits, and a bias if there is one. Of given experts: order, offsets;
+    experts."""
+    rows = (Argument("order", dtypes.int32, (dense(spec.slots),), "out"),
+            Argument("offsets", dtypes.int32, (dense(spec.experts + 1),), "out"))
+    if isinstance(spec, GroupRowsSpec):
+        return *rows, Argument("experts", dtypes.int32, (dense(spec.slots),),
+                               values=range(-2, spec.experts + 2), usual=range(spec.experts))
     chosen = dense(spec.tokens, spec.policy.k)
     given = [Argument("logits", spec.dtype, (dense(spec.tokens, spec.experts),))]
     if spec.biased: given.append(Argument("bias", dtypes.float32, (dense(spec.experts),)))
     return (Argument("experts", dtypes.int32, (chosen,), "out"),
-            Argument("weights", dtypes.float32, (chosen,), "out"),
-            Argument("order", dtypes.int32, (dense(spec.slots),), "out"),
-            Argument("offsets", dtypes.int32, (dense(spec.experts + 1),), "out"), *given)
+            Argument("weights", dtypes.float32, (chosen,), "out"), *rows, *given)
 
 
-def reference(spec: RouterSpec, given: Given, exact: bool = False) -> Results:
-    """experts, weights, order, offsets; `exact`: weights in float64, of the experts that float32 has."""
+def reference(spec: RouterSpec | GroupRowsSpec, given: Given, exact: bool = False) -> Results:
+    """experts, weights, order, offsets; `exact`: weights in float64, of the experts that float32 has. Of
+    given experts: order, offsets."""
+    if isinstance(spec, GroupRowsSpec): return rows_of(given["experts"], spec.experts)
     inputs = {each.name: gathered(given[each.name], each.places[0]) for each in arguments(spec)[4:]}
     logits = inputs["logits"]
     made = routed(spec.policy, logits, inputs.get("bias"))
@@ -88,3 +94,10 @@ def sorted_slots(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
     numbers = Tensor.arange(slots, dtype=dtypes.int32).to(experts.device)
     order = (before.unsqueeze(0) == numbers.unsqueeze(1)).where(numbers, 0).sum(-1, dtype=dtypes.int32)
     return order.contiguous(), offsets
+
+
+def rows_of(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The same of numbers (R) that may be no expert's: their slots stand behind all others."""
+    known = (experts >= 0) & (experts < count)
+    order, offsets = sorted_slots(known.where(experts, count), count + 1)
+    return order, offsets[:-1].contiguous()

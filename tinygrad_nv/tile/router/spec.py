@@ -92,3 +92,32 @@ def check(policy: Policy, experts: int) -> None:
                         "as many as there are, at most")
     if policy.groups > 1 and policy.group_score == "sum2" and within < 2:
         raise SpecError(f"groups of {within} experts", "2 at least, whose choices are added")
+
+
+@dataclass(frozen=True)
+class GroupRowsSpec:
+    """The order of slots whose experts are given, int32 [tokens · k]: order [tokens · k] and offsets
+    [experts + 1] as a router makes them. Slots whose number is no expert's stand behind all others; so do
+    those of tokens that are not there, where their number is `symbolic` and `tokens` the most. Raises
+    `SpecError` for what cannot be."""
+    tokens: int
+    k: int
+    experts: int
+    symbolic: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.tokens, self.k, self.experts) < 1:
+            raise SpecError(f"{self.tokens} tokens, {self.k} of {self.experts} experts", "1 at least")
+
+    @property
+    def slots(self) -> int:
+        """Of all tokens."""
+        return self.tokens * self.k
+
+    @property
+    def integers(self) -> tuple[int, ...]:
+        """A kernel's integer arguments."""
+        return (self.tokens,) if self.symbolic else ()
+
+    def __str__(self) -> str:
+        return f"{self.slots} slots by their {self.experts} experts{', symbolic' * self.symbolic}"

@@ -84,7 +84,8 @@ class Given:
 
 def seen(spec: DecodeSpec, length: int) -> range:
     """Keys that some row of a request sees."""
-    first = 0 if spec.window is None else max(0, length - spec.s_q - spec.window + 1)
+    first = 0 if spec.window is None else max(0, length - spec.reach)
+    if spec.chunked: first = first // spec.window * spec.window
     return range(first, length)
 
 
@@ -130,6 +131,7 @@ def requests(spec: DecodeSpec, lengths: list[int], seed: int = 0, spare: int = 3
         size = one.offset + sum((e - 1) * s for e, s in zip(sizes, strides_of(one), strict=True)) + 1
         storages[f"x{i}"] = (torch.rand(size, generator=random) < 0.7) if dtype == dtypes.bool else \
             torch.randn(size, generator=random).to(TORCH[dtype])
+    if spec.sinks: storages["sinks"] = torch.randn(spec.heads, spec.group, generator=random)
     storages |= {"table": table, "lengths": torch.tensor(lengths, dtype=torch.int32)}
     return Given(storages, written, lengths, together)
 
@@ -181,13 +183,17 @@ def attended(spec: DecodeSpec, given: Given, wide: torch.dtype,
         places = length - spec.s_q + torch.arange(spec.s_q)
         if not spec.causal: places = torch.full((spec.s_q,), length - 1)
         visible = keys[None, :] <= places[:, None]
-        if spec.window is not None: visible &= keys[None, :] > places[:, None] - spec.window
+        if spec.chunked: visible &= keys[None, :] >= places[:, None] // spec.window * spec.window
+        elif spec.window is not None: visible &= keys[None, :] > places[:, None] - spec.window
         sums = q[b] @ (k * k_scale).transpose(-1, -2)[:, None]
         scores = scored(spec, given, sums.double(), b, places, keys).to(wide)
         scores = torch.where(visible, scores, -torch.inf)
         top = scores.amax(-1, keepdim=True)
-        weights = torch.exp(scores - torch.where(top == -torch.inf, 0.0, top))
+        if spec.sinks: top = torch.maximum(top, sinks := given.storages["sinks"].to(wide)[:, :, None, None])
+        top = torch.where(top == -torch.inf, 0.0, top)
+        weights = torch.exp(scores - top)
         total = weights.sum(-1, keepdim=True)
+        if spec.sinks: total = total + torch.exp(sinks - top)
         weights = weights * v_scale.transpose(-1, -2)[:, None]
         if rounded is not None: weights = weights.to(rounded).to(wide)
         made[b] = (weights @ v[:, None] / torch.where(total == 0, torch.ones_like(total), total)).double()
@@ -273,8 +279,8 @@ def launched(made: DecodeKernel, spec: DecodeSpec, given: Given, arch: str = "sm
 
 def named(spec: DecodeSpec) -> tuple[str, ...]:
     """The inputs that a spec may have."""
-    there = {"table": spec.table, "lengths": spec.length == "memory"}
-    known = ("q", "k", "v", "table", "lengths", "k_scale", "v_scale")
+    there = {"table": spec.table, "lengths": spec.length == "memory", "sinks": spec.sinks}
+    known = ("q", "k", "v", "table", "lengths", "k_scale", "v_scale", "sinks")
     return *(name for name in known if there.get(name, True)), *(f"x{i}" for i in range(len(spec.parameters)))
 
 

@@ -42,6 +42,15 @@ def test_latents_do_not_spill(arch: str, heads: int, rows: int):
     do_not_spill(latent(4, heads, rows, pages=8192), arch)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("shape", [{"d": 64, "group": 8, "window": 128, "sinks": True},
+                                   {"d": 64, "group": 8, "s_q": 8, "sinks": True},
+                                   {"d": 128, "group": 5, "window": 8192, "chunked": True}], ids=str)
+def test_sinks_and_chunks_do_not_spill(arch: str, shape: dict):
+    """gpt-oss and Llama 4."""
+    do_not_spill(decode(batch=4, heads=8, pages=8192, **shape), arch)
+
+
 def do_not_spill(spec: DecodeSpec, arch: str) -> None:
     schedule = DECODE.choose(spec, GPU(arch))
     assert schedule is not None

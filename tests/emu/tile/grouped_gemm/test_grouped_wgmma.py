@@ -116,11 +116,17 @@ def test_refused(words: str):
 
 
 def test_few_rows_a_group_are_columns_of_wgmma():
-    gpu = GPU("sm_90a", 132)
-    for tokens in (8, 64):
+    gpu, (template,) = GPU("sm_90a", 132), [each for each in TABLE.templates("gpu", PLAIN)
+                                            if each.name == "grouped_wgmma"]
+    assert template.cost is not None
+    for tokens, swapped in ((8, True), (64, True), (16384, False)):
         spec = GroupedGemmSpec(128, tokens * 8, 3072, 4096, BF16, tokens, gather=8, activation="silu")
-        found = TABLE.choose(spec, gpu)
-        assert isinstance(found, GroupedWgmma)
-        assert found.swap
-        assert found.block_n == 8
+        legal = [s for s in template.candidates(spec, gpu) if not template.problems(spec, s, gpu)]
+        found = min(legal, key=lambda s: template.cost(spec, s, gpu).seconds)
+        assert found.swap == swapped
         assert TABLE.read("gpu", found.to_json()) == found
+
+
+def test_many_rows_a_group_are_left_to_wgmma():
+    spec = GroupedGemmSpec(8, 8192, 28672, 4096, BF16, 4096, gather=2, activation="silu")
+    assert isinstance(TABLE.choose(spec, GPU("sm_90a", 132)), GroupedWgmma)

@@ -17,7 +17,7 @@ from tinygrad_nv.tile.epilogue import stored
 from tinygrad_nv.tile.gemm.gemv.epilogue import GemvEpilogue
 from tinygrad_nv.tile.gemm.gemv.kernel import GemvKernel, x_width
 from tinygrad_nv.tile.gemm.gemv.plan import GemvPlan
-from tinygrad_nv.tile.grouped_gemm.finish import Finish
+from tinygrad_nv.tile.grouped_gemm.epilogue import GroupedEpilogue
 from tinygrad_nv.tile.grouped_gemm.gemv.plan import plan_of
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedGemv
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
@@ -53,7 +53,7 @@ class _GroupedGemvKernel(GemvKernel):
     def declared(self, swapped: bool) -> tuple[Value, Value, Value]:
         """x, the group's matrix, and how many rows the tile has."""
         kb, spec = self.kb, self.grouped
-        self.finish, self.extras = Finish(kb, spec), []
+        self.finish, self.extras = GroupedEpilogue(kb, spec), []
         if kb.hopper:
             kb.wait_for_previous_grid()
             kb.launch_dependents()

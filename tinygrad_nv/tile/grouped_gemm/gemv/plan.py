@@ -18,6 +18,8 @@ from tinygrad_nv.tile.limits import MOST_GRID
 from tinygrad_nv.tile.template import GPU
 
 ROWS = (1, 2, 4, 8, 16)     # of a tile
+LONG = 1 << 27              # bytes of matrices above which the end of few waves costs more than small tiles
+WAVES = 12                  # CTAs an SM then; 8.2 of them take 6 % longer than 16.4, as modelled
 
 
 @lru_cache(1024)
@@ -52,9 +54,12 @@ def usual_rows(spec: GroupedGemmSpec) -> tuple[int, ...]:
 
 
 def candidates(spec: GroupedGemmSpec, gpu: GPU) -> list[GroupedGemv]:
-    """Those of a matmul of so few rows."""
-    return [GroupedGemv.of(each, rows) for rows in usual_rows(spec)
+    """Those of a matmul of so few rows; of `LONG` matrices with `WAVES` CTAs an SM, where there are such."""
+    made = [GroupedGemv.of(each, rows) for rows in usual_rows(spec)
             for each in defaults.candidates(matmul_of(spec, rows), gpu)]
+    if active(spec) * spec.n * spec.k * spec.dtype.itemsize < LONG: return made
+    least = WAVES * gpu_model_for(gpu.arch, gpu.sm_count).sm_count / active(spec)
+    return [s for s in made if -(-spec.columns // s.block_n) * s.splits >= least] or made
 
 
 def cost(spec: GroupedGemmSpec, s: GroupedGemv, gpu: GPU) -> Prediction:

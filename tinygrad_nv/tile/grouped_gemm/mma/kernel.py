@@ -16,7 +16,7 @@ from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.access import advanced
 from tinygrad_nv.tile.gemm.mma.kernel import MmaKernel
 from tinygrad_nv.tile.gemm.mma.plan import MmaPlan
-from tinygrad_nv.tile.grouped_gemm.finish import Finish
+from tinygrad_nv.tile.grouped_gemm.epilogue import GroupedEpilogue
 from tinygrad_nv.tile.grouped_gemm.mma.plan import whole
 from tinygrad_nv.tile.grouped_gemm.mma.store import RowStore
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedMma
@@ -43,7 +43,7 @@ class _GroupedMmaKernel(MmaKernel):
         super().__init__(kb, plan)
 
     def declared(self) -> tuple[Value, Value]:
-        self.finish = Finish(self.kb, self.grouped)
+        self.finish = GroupedEpilogue(self.kb, self.grouped)
         return self.finish.x, self.finish.w
 
     def bring(self, x: Value, w: Value) -> None:
@@ -76,7 +76,7 @@ class _GroupedMmaKernel(MmaKernel):
 @dataclass
 class GatheredCopy(TileCopy):
     """Copies rows of x that the rows of a tile of a group are."""
-    finish: Finish
+    finish: GroupedEpilogue
     of: Tile
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced, write
-from tinygrad_nv.tile.grouped_gemm.finish import Finish
+from tinygrad_nv.tile.grouped_gemm.epilogue import GroupedEpilogue
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 from tinygrad_nv.tile.grouped_gemm.work import Tile
 from tinygrad_nv.tile.lanes import Lanes
@@ -30,7 +30,7 @@ class RowStore:
     """Stores what a warp has of a tile; `edges`: tiles may reach beyond the last column."""
     kb: Kernel
     spec: GroupedGemmSpec
-    finish: Finish
+    finish: GroupedEpilogue
     tile: Tile
     out: Value
     edges: bool

@@ -12,6 +12,7 @@ from tinygrad_nv.tile.grouped_gemm.wgmma.plan import GroupedPlan
 from tinygrad_nv.tile.template import GPU
 
 PROMOTED = 0.3          # of wgmmas' time that sums of fp8 take, which are added in float32
+L2_IN_STEP = 1.2        # times the rate of L2: neighbours read the same columns in step; fitted, too
 STEP = 60               # cycles of a stage's barriers and issue that nothing hides
 LINES = 400             # cycles until the first lines of an epilogue are stored
 STORED = 32             # bytes of results a cycle of an epilogue
@@ -27,7 +28,11 @@ def cost(spec: GroupedGemmSpec, s: GroupedWgmma, gpu: GPU) -> Prediction:
     step = max(multiplied, (left + plan.stage_bytes) / SMEM_BYTES_PER_CYCLE,
                STEP)
     ending = 0 if plan.pingpong else LINES + plan.tokens * plan.tile_columns * spec.out.itemsize / STORED
-    waves = max(1.0, ceil(4 * count / model.sm_count) / 4)
+    # an SM has whole tiles, and at most a ring of them on its way
+    waves = ceil(count / model.sm_count)
     computing = waves * (plan.iterations * step + ending) / model.clock_hz / model.sustained
-    l2 = count * plan.iterations * plan.stage_bytes / model.l2_bytes_per_s
-    return Prediction(computing, hbm_seconds(spec, model), l2, model.launch_s + model.load_s)
+    fed = waves * plan.iterations * model.load_s / s.depth
+    uneven = waves * model.sm_count / count if count > model.sm_count else 1.0
+    hbm = max(hbm_seconds(spec, model) * uneven, fed)
+    l2 = count * plan.iterations * plan.stage_bytes / (L2_IN_STEP * model.l2_bytes_per_s)
+    return Prediction(computing, hbm, l2, model.launch_s + model.load_s)

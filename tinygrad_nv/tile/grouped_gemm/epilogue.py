@@ -1,7 +1,7 @@
 """What happens to an element's sums: bias, activation, weight, and the place of a row (spec.py).
 
-Protocol: a `Finish` knows the pointers that a spec has. `slot(i)` is the slot of row i, `source(i)` its row
-of x, `place(i, slot)` that of the result.
+Protocol: a `GroupedEpilogue` knows the pointers that a spec has. `slot(i)` is the slot of row i, `source(i)`
+its row of x, `place(i, slot)` that of the result.
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tinygrad_nv.tile.grouped_gemm.activation import activated
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 
 
-class Finish:
+class GroupedEpilogue:
     """The kernel's parameters after out: x, w, offsets, and those there are of order, weights, bias."""
 
     def __init__(self, kb: Kernel, spec: GroupedGemmSpec) -> None:

@@ -1,0 +1,106 @@
+"""Rows of timing_table.py: both matmuls of mixtures of experts beside Triton's (moe_peers.py) and DeepGEMM's.
+
+Tokens are dealt at random, k different experts each. Ours gathers, activates, weights and scatters in the two
+kernels. Triton's gathers and scatters; its activation is not counted. DeepGEMM's first release (a6d97a1)
+multiplies fp8 rows that lie padded to 128 for each expert (its contiguous layout), and does nothing else:
+what brings them there is not counted. Operations are those of routed rows, bytes those of experts with rows.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import moe_peers
+import numpy as np
+import timing_deepgemm
+from emitted_specs import BF16
+from moe_peers import Tile
+from timing_gate_cases import GPU_NAME
+from timing_rows import Checkouts, Launches, Peer, Row
+from timing_triton import Array, predicted
+
+from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec
+
+TOKENS = (4096, 64)
+TRITON = {4096: (Tile(64, 128, 64, 4, 3, 16), Tile(128, 128, 64, 8, 3, 16), Tile(128, 256, 64, 8, 3, 16)),
+          64: (Tile(16, 64, 128, 4, 4, 1), Tile(16, 128, 64, 4, 4, 1), Tile(16, 128, 128, 4, 3, 1))}
+
+
+@dataclass(frozen=True)
+class Model:
+    """Experts, experts of a token, columns of tokens and of experts."""
+    name: str
+    experts: int
+    top_k: int
+    hidden: int
+    width: int
+
+    @lru_cache  # noqa: B019  four models
+    def dealt(self, tokens: int) -> np.ndarray:
+        """The expert of each slot."""
+        chances = np.random.default_rng(0).random((tokens, self.experts))
+        return np.argsort(chances, axis=1)[:, :self.top_k].reshape(-1)
+
+    def routing(self, tokens: int) -> dict[str, np.ndarray]:
+        """As the kernels take it."""
+        dealt = self.dealt(tokens)
+        ends = np.bincount(dealt, minlength=self.experts).cumsum()
+        return {"offsets": np.concatenate([[0], ends]).astype(np.int32),
+                "order": np.argsort(dealt, kind="stable").astype(np.int32)}
+
+    def specs(self, tokens: int, kind: type[GroupedGemmSpec]) -> dict[str, GroupedGemmSpec]:
+        """Both matmuls."""
+        rows, dtype = tokens * self.top_k, {} if kind is ScaledGroupedGemmSpec else {"dtype": BF16}
+        both = kind(self.experts, rows, 2 * self.width, self.hidden, sources=tokens, gather=self.top_k,
+                    activation="silu", **dtype)
+        down = kind(self.experts, rows, self.hidden, self.width, scatter=True, weighted=True, **dtype)
+        return {"gate | up": both, "down": down}
+
+
+MODELS = (Model("DeepSeek-V3", 256, 8, 7168, 2048), Model("Qwen3-235B", 128, 8, 4096, 1536),
+          Model("Mixtral 8x7B", 8, 2, 4096, 14336), Model("gpt-oss-120b", 128, 4, 2880, 2880))
+
+
+def of_triton(model: Model, tokens: int, spec: GroupedGemmSpec, tile: Tile, _: Checkouts) -> Launches:
+    slots, experts = moe_peers.aligned(model.dealt(tokens), model.experts, tile.m)
+    rows, top_k = tokens * model.top_k, model.top_k if spec.gather else 1
+    given: dict[str, Array | int] = {
+        "x": Array("bf16", (spec.x_rows, spec.k)), "w": Array("bf16", (spec.groups * spec.n, spec.k)),
+        "out": Array("bf16", (rows, spec.n)), "weights": Array("fp32", (rows,)),
+        "slots": Array("i32", slots.shape, (), slots), "experts": Array("i32", experts.shape, (), experts),
+        "N": spec.n, "K": spec.k, "SLOTS": rows}
+    fixed = {"TOP_K": top_k, "WEIGHTED": spec.weighted, "BM": tile.m, "BN": tile.n, "BK": tile.k,
+             "GROUP": tile.group, "TILES": len(experts)}
+    return [predicted(moe_peers.grouped, given, (len(experts) * -(-spec.n // tile.n),), fixed,
+                      num_warps=tile.warps, num_stages=tile.stages)]
+
+
+def of_deepgemm(model: Model, tokens: int, spec: GroupedGemmSpec, checkouts: Checkouts) -> Launches:
+    there = checkouts["deepgemm"]
+    counts = np.bincount(model.dealt(tokens), minlength=model.experts)
+    return [timing_deepgemm.predicted_grouped(there.folder, there.include, counts, spec.n, spec.k, GPU_NAME)]
+
+
+def rows() -> Iterator[Row]:
+    """bf16 by model, then fp8."""
+    for kind, words in ((GroupedGemmSpec, "bf16"), (ScaledGroupedGemmSpec, "e4m3, block scales")):
+        for model in MODELS:
+            if kind is ScaledGroupedGemmSpec and model.name != "DeepSeek-V3": continue
+            for tokens in TOKENS:
+                for what, spec in model.specs(tokens, kind).items():
+                    yield _row(kind, words, model, tokens, what, spec)
+
+
+def _row(kind: type[GroupedGemmSpec], words: str, model: Model, tokens: int, what: str,
+         spec: GroupedGemmSpec) -> Row:
+    if kind is ScaledGroupedGemmSpec:
+        peers = [Peer("DeepGEMM, grouped", partial(of_deepgemm, model, tokens, spec), "deepgemm")]
+    else:
+        peers = [Peer(f"Triton, {tile}", partial(of_triton, model, tokens, spec, tile))
+                 for tile in TRITON[tokens] if spec.n % tile.n == 0 and spec.k % tile.k == 0]
+    few = tokens * model.top_k < 64 * model.experts
+    active = np.count_nonzero(np.bincount(model.dealt(tokens)))
+    moved = int(active) * spec.n * spec.k * spec.dtype.itemsize if few else 0
+    return Row(f"mixture of experts {words}", f"{model.name}, {tokens} tokens, {what}", spec, tuple(peers),
+               flops=0 if few else spec.flops, nbytes=moved, given=model.routing(tokens))

@@ -1,0 +1,64 @@
+"""The part "moe" of bench/gpu.py: our kernels on the emulator, its peers' arithmetic on a CPU."""
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
+import gpu_moe
+from gpu_parts import NotMeasured
+from moe_contenders import deep_gemm, fused_experts, grouped_mm, padded
+
+from tinygrad_nv.tile.choose import choose
+from tinygrad_nv.tile.template import GPU
+
+OPTIONS = Namespace(arch="sm_90a", seed=0, emulate=True)
+EVERY = {each.name: each for each in gpu_moe.shapes()}
+
+
+@pytest.mark.parametrize("name", ["layer Qwen3-235B 16 tokens", "down gpt-oss-20b 64 tokens"])
+def test_rows_are_right_on_the_emulated_device(name: str):
+    row = gpu_moe.counted(EVERY[name], OPTIONS)
+    assert row["status"] == "emulated", row
+
+
+def test_every_row_has_a_kernel_and_a_name_of_its_own():
+    assert len(EVERY) == len(list(gpu_moe.shapes())) == 60
+    for each in EVERY.values():
+        for spec, _ in each.stages: assert choose(spec, GPU("sm_90a", 132)) is not None, each.name
+
+
+@pytest.mark.parametrize("part", gpu_moe.PARTS)
+def test_a_grouped_matmul_of_torch_is_right_and_another_is_found(part: str):
+    torch.manual_seed(0)
+    workload = EVERY[f"{part} Mixtral 16 tokens"].scaled()
+    given = workload.given("cpu")
+    run = grouped_mm(workload, given, OPTIONS)
+    for i, one in enumerate(given):
+        run(i)
+        assert workload.unlike(one) == ""
+    result, = workload.results
+    given[0][result].copy_(given[1][result])
+    assert workload.unlike(given[0]).startswith(f"{result} row ")
+
+
+def test_work_and_bytes():
+    one = EVERY["layer Mixtral 1 tokens"]
+    assert one.work == 2 * 2 * 3 * 4096 * 14336
+    assert one.nbytes == pytest.approx(2 * 2 * 3 * 4096 * 14336, rel=1e-3)
+    assert EVERY["layer Mixtral 4096 tokens"].nbytes > 8 * 2 * 3 * 4096 * 14336
+
+
+def test_rows_are_padded_to_whole_tiles():
+    assert padded([0, 0, 3, 4], 4) == ([0, 1, 2, 4], [1] * 4 + [2] * 4)
+
+
+def test_peers_say_why_they_do_not_run():
+    for part, peer, words in (("down", fused_experts, "whole layers alone"),
+                              ("layer", deep_gemm, "no whole layer")):
+        workload = EVERY[f"{part} Mixtral 1 tokens"].scaled()
+        with pytest.raises(NotMeasured, match=words): peer(workload, workload.given("cpu"), OPTIONS)
