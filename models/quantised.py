@@ -159,6 +159,7 @@ def _add_experts(plan: Plan, stack: StoredStack, stored: Mapping[str, tuple[str,
                  model: Llama) -> None:
     found = [_as_run(model, each, stack.shape, codes=False) for each in stack.matrices]
     stack = replace(stack, matrices=tuple(each for each in found if each is not None))
+    quantised_experts.require_dynamic(stack)
     plan.layers.append(QuantisedLayer(stack, tuple((each, stack.shape) for each in stack.matrices)))
     plan.replaced |= {f"{name}.weight" for name in stack.names}
     assert model.config.quantization is not None

@@ -83,14 +83,19 @@ def _require_alike(names: list[str], found: list[StoredMatrix | None]) -> None:
     kinds: dict[str, list[str]] = {}
     for name, each in zip(names, found, strict=True):
         kinds.setdefault("not quantised" if each is None else str(each.type.of_rows()), []).append(name)
-        if each is not None and each.activations is not None and each.activations.static:
-            raise WeightError(f"{name} has a static scale of its inputs", "scales of each token",
-                              "quantise the model anew with dynamic activations, or without")
     if len(kinds) == 1: return
     lines = [f"  {kind} ({len(some)}): {', '.join(some[:3])}" + ", …" * (len(some) > 3)
              for kind, some in kinds.items()]
     raise WeightError("\n".join(["experts of one layer are quantised in several ways", *lines]),
                       "one type for gate and up, and one for down, of all experts of a layer", AGAIN)
+
+
+def require_dynamic(stack: StoredStack) -> None:
+    """Raises `WeightError` where inputs of a stack, as it runs, have a static scale: one for each expert."""
+    for name, each in zip(stack.names, stack.matrices, strict=True):
+        if each.activations is not None and each.activations.static:
+            raise WeightError(f"{name} has a static scale of its inputs", "scales of each token",
+                              "quantise the model anew with dynamic activations, or without")
 
 
 # **** reading ****

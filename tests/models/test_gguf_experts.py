@@ -22,7 +22,7 @@ from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.errors import ModelError, WeightError
 
 WHOLE = {"mlp_only_layers": []}     # a GGUF file has experts in every layer
-WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256,
+WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256, "moe_intermediate_size": 256,
         "shared_expert_intermediate_size": 256}
 Q4_K_M = {"down": Kind.Q6_K, "_inp": Kind.F32, "token_embd": Kind.F32, "": Kind.Q4_K}
 PLAIN = {"_inp": Kind.F32, "token_embd": Kind.F32}      # what stays floats

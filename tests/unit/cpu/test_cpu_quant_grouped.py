@@ -105,6 +105,14 @@ def test_numbers(name: str):
     for routing in ROUTINGS: right(spec, kernel, routing)
 
 
+def test_the_last_scale_of_fewer_columns():
+    """K of 192 and of 64, with scales of 128 columns."""
+    for k in (192, 64):
+        for name in ("e4m3 blocks", "awq"):
+            spec = spec_of(name, k=k)
+            right(spec, made(spec, LEVELS[-1]), "ragged")
+
+
 @pytest.mark.parametrize(("name", "level"), [("Q6_K", LEVELS[-1]), ("Q4_K", isa.PORTABLE),
                                              ("Q8_0", LEVELS[-1])], ids=str)
 def test_rows_of_bytes(name: str, level: isa.ISA):

@@ -43,9 +43,8 @@ def step_of(type: QType) -> int:
 
 
 def run_of(type: QType, k: int) -> int:
-    """Columns that have one scale of the matrix."""
-    columns = [scale.columns for scale in (type.scale, type.outer) if scale is not None]
-    return gcd(*columns) or k
+    """Columns that have one scale of the matrix, a divisor of K: the last scale may be of fewer columns."""
+    return gcd(k, *(scale.columns for scale in (type.scale, type.outer) if scale is not None))
 
 
 def shift(type: QType) -> int:
