@@ -78,7 +78,7 @@ def test_numbers(how: dict[str, float], words: str): refused(words, *SHAPES, **h
 
 
 def test_what_only_kernels_of_ours_have_for_a_mask_that_enlarges_the_result():
-    error = refused("scale, softcap or window", *SHAPES, mask=Tensor.ones(3, 1, 4, 9), softcap=2.0)
+    error = refused("scale, softcap, window or sinks", *SHAPES, mask=Tensor.ones(3, 1, 4, 9), softcap=2.0)
     assert "expand query" in error.fix
 
 

@@ -162,7 +162,8 @@ def test_an_architecture_that_is_not_implemented(path: Path):
     write(path, {}, kind="mamba")
     with pytest.raises(ModelError) as caught: read_config(path)
     assert str(caught.value) == (f"{path}: general.architecture is 'mamba'\n  expected: one of llama, qwen2, "
-                                 "qwen3, gemma\n  to fix:   use a model of a supported family")
+                                 "qwen3, gemma, qwen2moe, qwen3moe, olmoe\n  to fix:   use a model of a "
+                                 "supported family")
 
 
 def test_parts_that_do_not_belong_together(tmp_path: Path):
@@ -198,7 +199,7 @@ def test_metadata_that_are_missing(path: Path, key: str):
      "short_factor of the rope parameters has 0 factors"),
     ({"llama.rope.scaling.type": "yarn"}, "rope type yarn lacks factor"),
     ({"llama.rope.scaling.factor": 2.0, "llama.rope.scaling.alpha": 2.0}, "rope.scaling.alpha is 2.0"),
-    ({"llama.expert_count": 8}, "num_local_experts is 8, which is not implemented"),
+    ({"llama.expert_count": 8, "llama.expert_used_count": 9}, "num_experts_per_tok is 9, of 8 experts"),
     ({"llama.logit_scale": 0.5}, "logits_scaling is 0.5, which is not implemented"),
     ({"llama.attention.head_count": "x"}, "num_attention_heads is 'x'"),
     ({"llama.attention.head_count": 5}, "hidden_size 32 is not a multiple of num_attention_heads 5"),

@@ -96,7 +96,7 @@ FIELD_CASES = [
     ({"sliding_window": "x"}, "sliding_window is 'x'", INTEGER),
     ({"sliding_window": True}, "sliding_window is True", INTEGER),
     ({**MIXTRAL, "num_experts_per_tok": 9}, "num_experts_per_tok is 9, of 4 experts", "as many, at most"),
-    ({**MIXTRAL, "num_experts": 8}, "num_local_experts is 4, num_experts 8", "one number of experts"),
+    ({**MIXTRAL, "num_experts": 8}, "num_local_experts is 4, num_experts is 8", "one number of experts"),
     ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv is 8.0, which is not implemented",
      "a model without it"),
     ({**QWEN, "layer_types": 3}, "layer_types is 3", "expected: a list of 2"),

@@ -300,9 +300,10 @@ def test_bitsandbytes_content():
 
 
 def test_mxfp4_experts():
-    name, reader = "model.layers.0.mlp.experts.down_proj", mxfp4.reader({}, "config.json")
-    stored = {f"{name}_blocks": ("U8", (4, 64, 4, 16)), f"{name}_scales": ("U8", (4, 64, 4))}
-    refused(lambda: reader.experts(name, 4, SHAPE, {f"{name}_blocks": ("U8", (4, 64, 4, 16))}),
-            f"{name}_scales is missing", "U8 [4, 64, 4]")
-    refused(lambda: reader.experts(name, 4, (64, 96), stored), "is U8 [4, 64, 4, 16]", "[4, 64, 3, 16]")
-    refused(lambda: reader.experts(name, 8, SHAPE, stored), "[8, 64, 4, 16]")
+    name, reader = "model.layers.0.mlp.experts.3.down_proj", mxfp4.reader({}, "config.json")
+    stored = {f"{name}_blocks": ("U8", (64, 4, 16)), f"{name}_scales": ("U8", (64, 4))}
+    refused(lambda: reader.matrix(name, SHAPE, {f"{name}_blocks": ("U8", (64, 4, 16))}),
+            f"{name}_scales is missing", "U8 [64, 4]")
+    refused(lambda: reader.matrix(name, (64, 96), stored), "is U8 [64, 4, 16]", "[64, 3, 16]")
+    both = {key.replace("down", "gate_up"): value for key, value in stored.items()}
+    refused(lambda: reader.matrix(name.replace("down", "up"), SHAPE, both), "[128, 4, 16]")

@@ -144,7 +144,7 @@ def test_what_no_schedule_can_do():
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    ({"s_q": 9}, "s_q=9"), ({"page_size": 48}, "pages of 48 tokens"), ({"d": 272}, "heads of 272 and 64"),
+    ({"s_q": 9}, "s_q=9"), ({"page_size": 48}, "pages of 48 tokens"), ({"d": 1040}, "heads of 1040 and 64"),
     ({"window": 0}, "window=0"), ({"pages": 0}, "pages=0"), ({"score": Sum(dtypes.int32)}, "scores of"),
     ({"score": Sum() + Load(0, dtypes.float32, 0, 1)}, "a score that reads memory"),
     ({"score": Sum(part=1)}, "in a score"),
