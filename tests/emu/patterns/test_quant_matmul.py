@@ -62,6 +62,7 @@ def test_outer_scales_multiply(type: QType):
     assert plain.multiplied() is plain
 
 
+@pytest.mark.slow
 def test_act_order_gathers_activations():
     type = replace(TYPES["gptq 2 bits"], scale=types.per_group_scale(64, dtypes.float16))
     w, x = matrix(type), rows(2)

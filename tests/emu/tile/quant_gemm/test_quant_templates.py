@@ -26,7 +26,7 @@ GEMV, WGMMA = QuantGemv(), QuantWgmma().k(64)
 BROAD = ("Q3_K", "Q5_K", "Q6_K", "MXFP4", "MXFP6", "NVFP4", "NF4", "FP4")
 MMA = QuantMma().block(16, 32).k(64).warps(1, 2)
 # whose references take seconds to compile; Q5_K and NF4 are alike
-LONG = ("Q5_0", "Q5_1", "3 bits", "Q3_K", "FP4", "MXFP6")
+LONG = ("Q5_0", "Q5_1", "3 bits", "Q3_K", "FP4", "MXFP6", "codebook", "MXFP4", "Q6_K")
 SMALL = WGMMA.block(64, 16).warps(8).stages(3)
 
 
