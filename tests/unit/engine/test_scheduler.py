@@ -127,7 +127,7 @@ def test_no_request_starves(priority, length, ageing, seqs):
     engine.add("patient", LONG[:length], priority, 0.0, max_tokens=3)
     order: list[str] = []
     for second in range(int((priority + 1) * ageing) + 6):
-        engine.add(f"urgent {second}", [second], -1, float(second), max_tokens=6 * seqs)
+        engine.add(f"urgent {second}", [second % 30], -1, float(second), max_tokens=6 * seqs)
         order += [name for name in begun(engine, 1) if name not in order]
     order += [name for name in begun(engine) if name not in order]
     assert not engine.core.unfinished
