@@ -23,8 +23,10 @@ from timing_triton import Array, predicted
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec
 
 TOKENS = (4096, 64)
-TRITON = {4096: (Tile(64, 128, 64, 4, 3, 16), Tile(128, 128, 64, 8, 3, 16), Tile(128, 256, 64, 8, 3, 16)),
-          64: (Tile(16, 64, 128, 4, 4, 1), Tile(16, 128, 64, 4, 4, 1), Tile(16, 128, 128, 4, 3, 1))}
+TRITON = {4096: (Tile(64, 128, 64, 4, 3, 16), Tile(128, 128, 64, 8, 3, 16), Tile(128, 256, 64, 8, 3, 16),
+                 Tile(128, 64, 64, 4, 4, 16)),
+          64: (Tile(16, 64, 128, 4, 4, 1), Tile(16, 128, 64, 4, 4, 1), Tile(16, 128, 128, 4, 3, 1),
+               Tile(16, 64, 64, 4, 4, 1))}      # the last of both: columns of gpt-oss are 45 times 64
 
 
 @dataclass(frozen=True)

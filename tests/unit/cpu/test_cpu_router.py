@@ -1,5 +1,5 @@
 """Routers on the CPU: every instruction set and policy, ties, −inf, groups; graphs of routers and grouped
-matmuls, with their gradients, against the bodies in tinygrad."""
+matmuls, with their gradients, against the references in tinygrad."""
 from __future__ import annotations
 
 import numpy as np
