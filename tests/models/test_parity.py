@@ -39,6 +39,17 @@ def our_logits(directory: Path, ids: list[int], dtype=dtypes.float32) -> np.ndar
     return model(Tensor([ids], dtype=dtypes.int32, device="CPU")).float().numpy()
 
 
+def require_same_answers(quantised: Path, plain: Path) -> None:
+    """Asserts that a quantised directory gives the logits and the 32 greedy tokens of its dequantised
+    weights, and reads fewer bytes."""
+    wanted = their_logits(plain, PROMPT[:60])
+    assert np.abs(our_logits(quantised, PROMPT[:60]) - wanted).max() <= 2e-4 * np.abs(wanted).max()
+    made = theirs(plain).generate(torch.tensor([PROMPT]), max_new_tokens=32, do_sample=False)
+    llm = LLM(quantised, device="CPU", max_num_seqs=2, max_num_batched_tokens=64)
+    assert list(llm.complete(PROMPT, GREEDY).token_ids) == made[0, len(PROMPT):].tolist()
+    assert llm.streamed_bytes < LLM(plain, device="CPU", max_num_seqs=2).streamed_bytes
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_float32_logits_agree(hf_model: Callable[[str], Path], case: str):
     """max |logit − HF| ≤ 2e-4 · max |logit|; measured 3e-7 to 2e-6."""

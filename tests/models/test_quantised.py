@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_parity import GREEDY, PROMPT, our_logits, their_logits, theirs
+from test_parity import require_same_answers
 from tinygrad import dtypes
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
-
-from tinygrad_nv.engine.llm import LLM
 
 GROUP = 32
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -100,12 +98,7 @@ def both(request: pytest.FixtureRequest, hf_model: Callable[[str], Path],
 def test_logits_and_greedy_tokens(both: tuple[Path, Path]):
     """Logits as those of unquantised models; measured 1.5e-7 and 2.3e-7 of the largest."""
     quantised, plain = both
-    wanted = their_logits(plain, PROMPT[:60])
-    assert np.abs(our_logits(quantised, PROMPT[:60]) - wanted).max() <= 2e-4 * np.abs(wanted).max()
-    made = theirs(plain).generate(torch.tensor([PROMPT]), max_new_tokens=32, do_sample=False)
-    llm = LLM(quantised, device="CPU", max_num_seqs=2, max_num_batched_tokens=64)
-    assert list(llm.complete(PROMPT, GREEDY).token_ids) == made[0, len(PROMPT):].tolist()
-    assert llm.streamed_bytes < LLM(plain, device="CPU", max_num_seqs=2).streamed_bytes
+    require_same_answers(quantised, plain)
 
 
 def test_every_byte_is_counted(both: tuple[Path, Path]):

@@ -10,13 +10,12 @@ import pytest
 import torch
 from experts_case import experts, write
 from safetensors.torch import load_file, save_file
-from test_parity import GREEDY, PROMPT, our_logits, their_logits, theirs
+from test_parity import require_same_answers
 from tinygrad import dtypes
 from tinygrad_nv.models import quantised_experts, repack_folder, weights
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
 
-from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.errors import WeightError
 
 CASES = [("awq", "qwen3-moe"), ("gptq", "mixtral"), ("fp8", "qwen3-moe"), ("ct-int4", "qwen2-moe")]
@@ -55,12 +54,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str]
 def test_logits_and_greedy_tokens(directories: Callable[[str, str], Both], kind: str, family: str):
     quantised, plain = directories(kind, family)
     require_same(loaded(quantised), plain)
-    wanted = their_logits(plain, PROMPT[:60])
-    assert np.abs(our_logits(quantised, PROMPT[:60]) - wanted).max() <= 2e-4 * np.abs(wanted).max()
-    made = theirs(plain).generate(torch.tensor([PROMPT]), max_new_tokens=32, do_sample=False)
-    llm = LLM(quantised, device="CPU", max_num_seqs=2, max_num_batched_tokens=64)
-    assert list(llm.complete(PROMPT, GREEDY).token_ids) == made[0, len(PROMPT):].tolist()
-    assert llm.streamed_bytes < LLM(plain, device="CPU", max_num_seqs=2).streamed_bytes
+    require_same_answers(quantised, plain)
 
 
 @pytest.mark.parametrize(("kind", "family"), [("fp8", "qwen3-moe"), ("ct-int4", "qwen2-moe"),

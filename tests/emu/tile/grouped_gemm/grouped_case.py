@@ -6,8 +6,10 @@ else as far from float64 as sums of float32 are, twice, and two roundings.
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import cpu_grouped_case
 import numpy as np
@@ -18,8 +20,11 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.emulator.report import Report
+from tinygrad_nv.tile.grouped_gemm.schedules import GroupedGemv
 from tinygrad_nv.tile.grouped_gemm.spec import GROUP, GroupedGemmSpec, ScaledGroupedGemmSpec
 from tinygrad_nv.tile.kernel import TileKernel
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 CUT = 2.0**-10  # of the largest, what tensor cores may cut of sums of 8-bit floats (14 bits of 128 products)
 C = 2.0     # times the error of float32 sums from first to last
@@ -53,6 +58,15 @@ def answer(spec: GroupedGemmSpec, held: Given, dtype: torch.dtype = torch.float6
     w = held["scale_w"].double().repeat_interleave(GROUP, -1).repeat_interleave(GROUP, -2)
     w = held["w"].double() * w[:, :spec.n, :spec.k]
     return cpu_grouped_case.answer(spec, {**held, "x": x, "w": w}, dtype)
+
+
+@functools.cache
+def built(spec: GroupedGemmSpec, schedule: Any, gpu: GPU) -> TileKernel:
+    """The kernel. Its loop has two stages more than its ring, where it has one."""
+    assert isinstance(schedule, GroupedGemv) or spec.k > schedule.block_k * (schedule.depth + 1)
+    made = TABLE.build(spec, schedule, gpu)
+    assert isinstance(made, TileKernel)
+    return made
 
 
 def launched(made: TileKernel, spec: GroupedGemmSpec, held: Given, arch: str = "sm_90a",

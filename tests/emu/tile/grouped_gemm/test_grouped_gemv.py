@@ -2,19 +2,17 @@
 of copies; and what ptxas makes of it."""
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import pytest
 from cpu_grouped_case import given
-from grouped_case import exact, launched, near, routings
+from grouped_case import built, exact, launched, near, routings
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.assemble import assemble, find_program
 from tinygrad_nv.ptx.emulator.emulator import LATE
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedGemv
 from tinygrad_nv.tile.grouped_gemm.spec import ACTIVATIONS, GroupedGemmSpec
-from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -34,13 +32,6 @@ SCHEDULES = {
     "2 splits": replace(S, rows=4, block_n=32, splits=2)}
 QUICK = {"1 row": ("ragged 7",), "8 rows": ("every other",), "2 splits": ("ragged 5",)}
 SPECS = (PLAIN, GATHERED, SCATTERED, GATED, WIDE, ODD)
-
-
-@functools.cache
-def built(spec: GroupedGemmSpec, schedule: GroupedGemv, gpu: GPU) -> TileKernel:
-    made = TABLE.build(spec, schedule, gpu)
-    assert isinstance(made, TileKernel)
-    return made
 
 
 def fitting(spec: GroupedGemmSpec, name: str) -> GroupedGemv:

@@ -2,12 +2,11 @@
 of copies; and what ptxas makes of it."""
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import pytest
 from cpu_grouped_case import given
-from grouped_case import exact, launched, near, routings
+from grouped_case import built, exact, launched, near, routings
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.assemble import assemble, find_program
@@ -15,7 +14,6 @@ from tinygrad_nv.ptx.emulator.emulator import LATE
 from tinygrad_nv.tile.grouped_gemm.mma.plan import candidates
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedMma
 from tinygrad_nv.tile.grouped_gemm.spec import ACTIVATIONS, GroupedGemmSpec
-from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -36,19 +34,11 @@ QUICK = {"128 rows": ("ragged 7",), "16 rows": ("every other",)}
 SPECS = (PLAIN, GATHERED, SCATTERED, GATED, ODD)
 
 
-@functools.cache
-def built(spec: GroupedGemmSpec, schedule: GroupedMma, gpu: GPU = AMPERE) -> TileKernel:
-    assert spec.k > schedule.block_k * (schedule.depth + 1)
-    made = TABLE.build(spec, schedule, gpu)
-    assert isinstance(made, TileKernel)
-    return made
-
-
 @pytest.mark.parametrize("name", QUICK)
 def test_integers_are_exact(name: str):
     for spec in (GATHERED, SCATTERED):
         for routing in QUICK[name]:
-            exact(built(spec, SCHEDULES[name]), spec, *routings(GROUPS, ROWS)[routing], arch="sm_80")
+            exact(built(spec, SCHEDULES[name], AMPERE), spec, *routings(GROUPS, ROWS)[routing], arch="sm_80")
 
 
 @pytest.mark.slow
@@ -57,14 +47,14 @@ def test_routings(routing: str):
     assert len(routings(GROUPS, ROWS)) >= 40
     for name in ("128 rows", "64 rows", "16 rows"):
         for spec in (PLAIN, GATHERED, SCATTERED):
-            exact(built(spec, SCHEDULES[name]), spec, *routings(GROUPS, ROWS)[routing], arch="sm_80")
+            exact(built(spec, SCHEDULES[name], AMPERE), spec, *routings(GROUPS, ROWS)[routing], arch="sm_80")
 
 
 @pytest.mark.parametrize("activation", ["silu", *(pytest.param(each, marks=pytest.mark.slow)
                                                   for each in ACTIVATIONS[2:])])
 def test_activations(activation: str):
     spec = replace(GATED, activation=activation)
-    near(built(spec, SCHEDULES["64 rows"]), spec, [70, 0, 17, 60, 1], 2, arch="sm_80")
+    near(built(spec, SCHEDULES["64 rows"], AMPERE), spec, [70, 0, 17, 60, 1], 2, arch="sm_80")
 
 
 @pytest.mark.slow
@@ -79,12 +69,12 @@ def test_numbers(name: str, gpu: GPU):
 def test_orders_of_copies(seed: int | str):
     for name in SCHEDULES:
         for spec in (GATHERED, SCATTERED):
-            exact(built(spec, SCHEDULES[name]), spec, [70, 0, 17, 60, 1], 1, "sm_80", seed)
+            exact(built(spec, SCHEDULES[name], AMPERE), spec, [70, 0, 17, 60, 1], 1, "sm_80", seed)
 
 
 def test_no_bank_conflicts():
     held = given(GATHERED, [70, 0, 17, 60, 1], integers=True)
-    report = launched(built(GATHERED, SCHEDULES["64 rows"]), GATHERED, held, "sm_80")[1]
+    report = launched(built(GATHERED, SCHEDULES["64 rows"], AMPERE), GATHERED, held, "sm_80")[1]
     assert sum(report.stats.bank_conflicts.values()) == 0
 
 

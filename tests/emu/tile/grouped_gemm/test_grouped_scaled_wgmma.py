@@ -1,18 +1,16 @@
 """grouped_scaled_wgmma on the emulator: 8-bit floats with scales of groups of K."""
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import pytest
-from grouped_case import exact, near, routings
+from grouped_case import built, exact, near, routings
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.ptx.emulator.emulator import LATE
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedScaledWgmma
 from tinygrad_nv.tile.grouped_gemm.spec import ScaledGroupedGemmSpec
-from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -30,18 +28,10 @@ SCHEDULES = {
 QUICK = {"128 rows": "ragged 7", "ping-pong": "every other", "8 columns": "ragged 2"}
 
 
-@functools.cache
-def built(spec: ScaledGroupedGemmSpec, schedule: GroupedScaledWgmma) -> TileKernel:
-    assert spec.k > schedule.block_k * (schedule.depth + 1)
-    made = TABLE.build(spec, schedule, HOPPER)
-    assert isinstance(made, TileKernel)
-    return made
-
-
 @pytest.mark.parametrize("name", QUICK)
 def test_integers_are_exact(name: str):
     for spec in (GATHERED, SCATTERED):
-        exact(built(spec, SCHEDULES[name]), spec, *routings(GROUPS, ROWS)[QUICK[name]])
+        exact(built(spec, SCHEDULES[name], HOPPER), spec, *routings(GROUPS, ROWS)[QUICK[name]])
 
 
 @pytest.mark.slow
@@ -49,19 +39,20 @@ def test_integers_are_exact(name: str):
 def test_routings(routing: str):
     for schedule in SCHEDULES.values():
         for spec in (PLAIN, GATHERED, SCATTERED):
-            exact(built(spec, schedule), spec, *routings(GROUPS, ROWS)[routing])
+            exact(built(spec, schedule, HOPPER), spec, *routings(GROUPS, ROWS)[routing])
 
 
 def test_gate_and_up():
     for schedule in (S.block(64, 128).pingpong().stages(4), S.block(256, 16).swapped().stages(4)):
-        near(built(GATED, schedule), GATED, [20, 0, 7, 17, 1], 2)
+        near(built(GATED, schedule, HOPPER), GATED, [20, 0, 7, 17, 1], 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2, LATE])
 def test_numbers_in_orders_of_copies(seed: int | str):
     for schedule in SCHEDULES.values():
-        for spec in (GATHERED, SCATTERED): near(built(spec, schedule), spec, [60, 0, 30, 50, 3], 3, seed=seed)
+        for spec in (GATHERED, SCATTERED):
+            near(built(spec, schedule, HOPPER), spec, [60, 0, 30, 50, 3], 3, seed=seed)
 
 
 REFUSED = {

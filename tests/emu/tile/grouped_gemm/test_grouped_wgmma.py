@@ -2,17 +2,15 @@
 of asynchronous copies; and what ptxas makes of it."""
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import pytest
-from grouped_case import exact, near, routings
+from grouped_case import built, exact, near, routings
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.emulator.emulator import LATE
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedWgmma
 from tinygrad_nv.tile.grouped_gemm.spec import ACTIVATIONS, GroupedGemmSpec
-from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -33,19 +31,11 @@ QUICK = {"128 rows": ("ragged 7", "every other"), "ping-pong": ("ragged 5",), "8
          "64 columns": ("all to a middle one",)}
 
 
-@functools.cache
-def built(spec: GroupedGemmSpec, schedule: GroupedWgmma) -> TileKernel:
-    assert spec.k > schedule.block_k * (schedule.depth + 1)
-    made = TABLE.build(spec, schedule, HOPPER)
-    assert isinstance(made, TileKernel)
-    return made
-
-
 @pytest.mark.parametrize("name", QUICK)
 def test_integers_are_exact(name: str):
     for spec in (PLAIN, GATHERED, SCATTERED):
         for routing in QUICK[name]:
-            exact(built(spec, SCHEDULES[name]), spec, *routings(GROUPS, ROWS)[routing])
+            exact(built(spec, SCHEDULES[name], HOPPER), spec, *routings(GROUPS, ROWS)[routing])
 
 
 @pytest.mark.slow
@@ -55,7 +45,7 @@ def test_routings(routing: str):
     for name, schedule in SCHEDULES.items():
         for spec in (PLAIN, GATHERED, SCATTERED):
             if TABLE.problems(spec, schedule, HOPPER): assert (name, spec) == ("256 rows", GATHERED)
-            else: exact(built(spec, schedule), spec, *routings(GROUPS, ROWS)[routing])
+            else: exact(built(spec, schedule, HOPPER), spec, *routings(GROUPS, ROWS)[routing])
 
 
 @pytest.mark.parametrize("groups", [1, 33, pytest.param(128, marks=pytest.mark.slow),
@@ -65,7 +55,7 @@ def test_counts_of_groups(groups: int):
     spec = GroupedGemmSpec(groups, 40, 64, 64 * 4, BF16)
     schedule = S.block(64, 16).swapped().warps(8).stages(2)
     for routing in ("ragged 9", "all to the last", "ragged 11"):
-        exact(built(spec, schedule), spec, *routings(groups, 40)[routing])
+        exact(built(spec, schedule, HOPPER), spec, *routings(groups, 40)[routing])
 
 
 @pytest.mark.parametrize("activation", ["silu", *(pytest.param(each, marks=pytest.mark.slow)
@@ -73,7 +63,7 @@ def test_counts_of_groups(groups: int):
 def test_activations(activation: str):
     spec = replace(GATED, activation=activation)
     for schedule in (S.block(64, 128).pingpong().stages(4), S.block(256, 16).swapped().stages(4)):
-        near(built(spec, schedule), spec, [70, 0, 17, 60, 1], 2)
+        near(built(spec, schedule, HOPPER), spec, [70, 0, 17, 60, 1], 2)
 
 
 @pytest.mark.slow
@@ -81,7 +71,7 @@ def test_activations(activation: str):
 def test_numbers(name: str):
     for spec in (PLAIN, GATHERED, SCATTERED):
         if not TABLE.problems(spec, SCHEDULES[name], HOPPER):
-            near(built(spec, SCHEDULES[name]), spec, [60, 0, 30, 50, 3], 3)
+            near(built(spec, SCHEDULES[name], HOPPER), spec, [60, 0, 30, 50, 3], 3)
 
 
 @pytest.mark.slow
@@ -89,7 +79,7 @@ def test_numbers(name: str):
 def test_orders_of_copies(seed: int | str):
     for name in ("128 rows", "ping-pong", "24 columns", "swapped ping-pong"):
         for spec in (GATHERED, SCATTERED):
-            exact(built(spec, SCHEDULES[name]), spec, [70, 0, 17, 60, 1], 1, seed=seed)
+            exact(built(spec, SCHEDULES[name], HOPPER), spec, [70, 0, 17, 60, 1], 1, seed=seed)
 
 
 # **** legality and defaults ****
