@@ -132,7 +132,6 @@ class Embedder:
         self.runner.warm_up(progress)
 
 
-
 def open_embedder(directory: Path, device: str, task: str, others: Mapping[str, object],
                   **options: Any) -> Embedder | None:
     """The embedding model in `directory`, loaded; None of a model that generates. Raises `ModelError`, and
