@@ -1,6 +1,8 @@
 """Memory of a step through a mixture of experts: what the memory plan counts, and how it grows."""
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 from tinygrad import GlobalCounters, Tensor, dtypes
@@ -33,6 +35,7 @@ def peak_bytes(tokens: int, experts: int, monkeypatch: pytest.MonkeyPatch) -> in
     layer.router, layer.gate_up, layer.down = (normal(*each.shape)
                                                for each in (layer.router, layer.gate_up, layer.down))
     x = normal(1, tokens, HIDDEN)
+    gc.collect()  # what tests before have left would be freed, and counted, in the middle
     before = most = GlobalCounters.mem_used
     plain = Buffer.allocate
     def allocate(buffer: Buffer, *args: object, **more: object) -> Buffer:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tinygrad import Tensor
+from tinygrad import Device, Tensor
 from tinygrad.device import Buffer
 from tinygrad.dtype import dtypes
 from tinygrad.runtime import ops_cpu
@@ -16,7 +16,10 @@ from tinygrad_nv.runtime.cpu import device as cpu_device
 from tinygrad_nv.runtime.cpu.memory import PAGE
 
 
-def buffer(nbytes: int) -> Buffer: return Buffer("CPU", nbytes, dtypes.uint8).allocate()
+def buffer(nbytes: int) -> Buffer:
+    """Newly allocated: none that was freed before, of the same size, and kept."""
+    Device["CPU"].allocator.free_cache()
+    return Buffer("CPU", nbytes, dtypes.uint8).allocate()
 
 
 def write(made: Buffer, data: np.ndarray) -> None: made.as_memoryview(force_zero_copy=True)[:] = data.data
@@ -56,8 +59,7 @@ def test_a_small_buffer_and_an_external_one_are_tinygrads():
 
 
 def test_disabled_is_tinygrads_own_memory():
-    unlike = 7 * PAGE + 4096  # no buffer of this size was made before, and kept
-    with tinygrad_nv.disabled(): assert not asked(buffer(unlike)._buf.va_addr)
+    with tinygrad_nv.disabled(): assert not asked(buffer(7 * PAGE)._buf.va_addr)
 
 
 def test_where_there_are_no_huge_pages_memory_is_private_all_the_same(monkeypatch: pytest.MonkeyPatch):
