@@ -35,6 +35,7 @@ def checked(spec: DecodeSpec, lengths: list[int], isa: ISA | None = None, seed: 
 
 # **** what is computed ****
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("dtype", "kv"), [(F32, None), (BF16, None), (F16, S8), (F32, E4M3)], ids=str)
 @pytest.mark.parametrize("isa", ISAS, ids=str)
 def test_levels(isa: ISA, dtype: dtypes, kv: dtypes):
