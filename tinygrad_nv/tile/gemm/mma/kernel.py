@@ -258,8 +258,12 @@ class MmaKernel:
             for b, sums in zip(parts, self.sums, strict=True):
                 for j, cell in enumerate(sums[i]):
                     half = 2 * (j % 2)
-                    self.kb.mma(shape, types, cell, left, b[j // 2][half:half + 2], cell)
+                    self.kb.mma(shape, types, cell, left, b[j // 2][half:half + 2], self.addend(cell, step))
             if after: self.fragments[0].load_one(i, following, after[0][i])
+
+    def addend(self, cell: list[Value], step: int) -> list[Value]:
+        """What a step's products are added to."""
+        return cell
 
     # **** the result ****
 

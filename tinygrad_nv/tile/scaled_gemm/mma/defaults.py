@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import functools
 
-from tinygrad_nv.tile.scaled_gemm.schedules import ScaledMma
 from tinygrad_nv.tile.scaled_gemm.mma.legality import ARCH
+from tinygrad_nv.tile.scaled_gemm.schedules import ScaledMma
 from tinygrad_nv.tile.scaled_gemm.spec import ScaledGemmSpec
 from tinygrad_nv.tile.template import GPU
 

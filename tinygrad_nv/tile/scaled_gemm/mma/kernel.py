@@ -4,7 +4,7 @@
         start the copies of the group `depth - 1` further on, and of its scales
         read the scales of the warp's rows and columns
         for each step of 32 bytes: all mmas of the warp's tile, into sums of the group, from 0 on
-        behind the mmas of the last step: sums += group's · row's · column's scale
+        totals += the group's sums · row's · column's scale
 
 The tensor cores of sm_89 keep 13 bits of an fp8 sum's fraction, as Hopper's do: so these hold for 128 of K.
 Where K ends within a group, that group comes first.
@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.fragments import instruction
 from tinygrad_nv.tile.gemm.mma.kernel import MmaKernel, Operands
 from tinygrad_nv.tile.kernel import GemmKernel
-from tinygrad_nv.tile.ops import TailFirst, width_of
+from tinygrad_nv.tile.ops import TailFirst, TileCopy, width_of
 from tinygrad_nv.tile.scaled_gemm.copy import ScaleCopies
 from tinygrad_nv.tile.scaled_gemm.mma.plan import ScaledMmaPlan
 from tinygrad_nv.tile.scaled_gemm.mma.scales import SideScales, StageScales
@@ -47,7 +46,7 @@ class ScaledMmaKernel(MmaKernel):
 
     def bring(self, a: Value, b: Value) -> None:
         kb, spec, s, plan = self.kb, self.scaled.spec, self.schedule, self.scaled
-        residue, made = spec.k % GROUP or GROUP, list[TailFirst]()
+        residue, made = spec.k % GROUP or GROUP, list[TileCopy]()
         sides = ((spec.a, a, self.first_m, self.rows, s.block_m, 0),
                  (spec.b, b, self.first_n, spec.n, s.block_n, s.block_m * GROUP * spec.a.dtype.itemsize))
         for operand, pointer, first, extent, block, start in sides:
@@ -56,12 +55,13 @@ class ScaledMmaKernel(MmaKernel):
                                   block, GROUP, start, spec.k))
         group = spec.groups - 1 if plan.ends_within else \
             0 if self.splits.first_k is None else self.splits.first_k // GROUP
-        scales = [ScaleCopies(kb, one.scales, pointer, kb.tid.x, s.threads, one.count, extent)
-                  for one, pointer, extent in ((plan.row_scales, self.pointers[0], self.rows),
-                                               (plan.column_scales, self.pointers[1], spec.n))]
-        for each, first in zip(scales, (self.first_m, self.first_n), strict=True): each.begin(first, group)
+        rows, columns = (ScaleCopies(kb, one.scales, pointer, kb.tid.x, s.threads, one.count, extent)
+                         for one, pointer, extent in ((plan.row_scales, self.pointers[0], self.rows),
+                                                      (plan.column_scales, self.pointers[1], spec.n)))
+        rows.begin(self.first_m, group)
+        columns.begin(self.first_n, group)
         self.tiles = made
-        self.copies = [*made, StageScales(plan, *scales, kb.tid.x * 4 + plan.scales_start)]
+        self.copies = [*made, StageScales(plan, rows, columns, kb.tid.x * 4 + plan.scales_start)]
         self.stage_bytes = plan.stage_bytes
 
     def read(self) -> None:
@@ -78,34 +78,31 @@ class ScaledMmaKernel(MmaKernel):
         return not (self.splits.one_or_two or any(tile.mn_major for tile in self.tiles))
 
     def _multiply(self) -> None:
-        zero = self.kb.reg("f32", 0.0)
-        self.zeros = [zero] * 4
-        self.group = [[self.kb.regs("f32", 4) for _ in row] for row in self.sums[0]]
+        self.zeros = [self.kb.reg("f32", 0.0)] * 4
+        totals = self.totals = self.sums
+        self.sums = [[[self.kb.regs("f32", 4) for _ in row] for row in part] for part in totals]
         super()._multiply()
+        self.sums = totals
 
     def _at_stage(self) -> None:
         super()._at_stage()
         for side in self.scales: side.move(self.reading)
 
-    def _multiply_step(self, operands: Operands, step: int, after: Operands | None = None) -> None:
-        shape, types = instruction(self.spec.a.dtype, self.spec.b.dtype)
-        (a, b), following = operands, (step + 1) % self.steps
-        if step == 0: self.read_scales = [side.load() for side in self.scales]
-        if after: self.fragments[1].load(following, after[1])
-        for i, left in enumerate(a):
-            for j, cell in enumerate(self.group[i]):
-                half = 2 * (j % 2)
-                self.kb.mma(shape, types, cell, left, b[j // 2][half:half + 2], cell if step else self.zeros)
-            if after: self.fragments[0].load_one(i, following, after[0][i])
-            if step == self.steps - 1 and i: self._promote(i - 1)
-        if step == self.steps - 1: self._promote(len(a) - 1)
+    def addend(self, cell: list[Value], step: int) -> list[Value]: return cell if step else self.zeros
 
-    def _promote(self, i: int) -> None:
-        """Adds a group's sums of 16 rows to those of all groups."""
+    def _multiply_step(self, operands: Operands, step: int, after: Operands | None = None) -> None:
+        if step == 0: self.read_scales = [side.load() for side in self.scales]
+        super()._multiply_step(operands, step, after)
+        if step == self.steps - 1: self._promote()
+
+    def _promote(self) -> None:
+        """Adds a group's sums, times their scales, to those of all groups. ptxas puts each between the mmas
+        of the last step."""
         kb, (rows, columns), products = self.kb, self.read_scales, dict[tuple[int, int], Value]()
-        for cell, group, column in zip(self.sums[0][i], self.group[i], columns, strict=True):
-            for r, (total, more) in enumerate(zip(cell, group, strict=True)):
-                left, right = rows[i][r // 2 % len(rows[i])], column[r % 2 % len(column)]
-                key = id(left), id(right)
-                if key not in products: products[key] = left * right
-                kb.emit("fma.rn.f32", total, more, products[key], total)
+        for row, totals, sums in zip(rows, self.totals[0], self.sums[0], strict=True):
+            for column, total, group in zip(columns, totals, sums, strict=True):
+                for r in range(4):
+                    left, right = row[r // 2 % len(row)], column[r % 2 % len(column)]
+                    key = id(left), id(right)
+                    if key not in products: products[key] = left * right
+                    kb.emit("fma.rn.f32", total[r], group[r], products[key], total[r])

@@ -26,14 +26,14 @@ class Side:
     share: int
 
     @property
-    def each(self) -> bool:
-        """Whether each row has its scale."""
-        return self.scales.rows == 1
-
-    @property
     def one(self) -> bool:
         """Whether all rows of the tile have one."""
         return self.scales.rows >= min(self.extent, self.block)
+
+    @property
+    def each(self) -> bool:
+        """Whether each row has its scale."""
+        return self.scales.rows == 1 and not self.one
 
     @property
     def count(self) -> int:
@@ -58,7 +58,7 @@ class ScaledMmaPlan(MmaPlan):
 
     @staticmethod
     @lru_cache(1024)
-    def of(spec: ScaledGemmSpec, s: ScaledMma) -> ScaledMmaPlan:    # type: ignore[override]
+    def of(spec: ScaledGemmSpec, s: ScaledMma) -> ScaledMmaPlan:
         """The plan; of the transposed matmul where the schedule is swapped."""
         return ScaledMmaPlan(spec.swapped() if s.swap else spec, s)
 
