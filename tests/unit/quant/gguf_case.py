@@ -9,6 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
+from gguf_families import CONVERTERS, converted
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
@@ -110,31 +111,41 @@ def write_model(path: Path, directory: Path, kinds: dict[str, Kind] | Kind = Kin
     config = json.loads((directory / "config.json").read_text())
     tensors = load_file(directory / "model.safetensors")
     kinds = kinds if isinstance(kinds, dict) else {"": kinds}
-    arch = KINDS[config["architectures"][0]]
+    if config["architectures"][0] in CONVERTERS: arch, given, whole = converted(config, tensors)
+    else: arch, given, whole = _of_llama(config, tensors, apart)
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
-    given = {f"{arch}.{key}": value for key, value in _metadata(config, tensors).items()}
+    given = {f"{arch}.{key}": value for key, value in given.items()}
     for key, value in (given | (metadata or {})).items(): add(writer, key, value)
+    for seed, (name, weight) in enumerate(whole.items()):
+        if name == "output.weight" and config["tie_word_embeddings"]: continue
+        weight = np.ascontiguousarray(weight, np.float32)
+        kind = next((kind for part, kind in kinds.items() if part in name), Kind.F32)
+        vector = weight.ndim == 1 or name.endswith(".bias")
+        if vector or kind == Kind.F32: writer.add_tensor(name, weight)
+        elif kind == Kind.F16: writer.add_tensor(name, weight.astype(np.float16))
+        else: writer.add_tensor(name, quantised(weight, kind, seed), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _of_llama(config: dict[str, Any], tensors: dict[str, np.ndarray],
+              apart: bool) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
+    """Architecture, metadata and tensors of a model like LLaMA."""
+    arch = KINDS[config["architectures"][0]]
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     whole = stacked(tensors)
     if apart:
         whole = {name.replace("_exps", f".{i}" * (weight is not one)): one for name, weight in whole.items()
                  for i, one in enumerate(weight if "_exps" in name else [weight])}
-    for seed, (name, weight) in enumerate(whole.items()):
-        if name == "output.weight" and config["tie_word_embeddings"]: continue
-        weight = weight.astype(np.float32)
+    for name, weight in whole.items():
         part = name.split(".")[-2]
-        if arch == "llama" and part in heads: weight = in_llama_cpp_order(weight, heads[part])
-        if arch == "gemma" and name.endswith("norm.weight"): weight = weight + 1
-        kind = next((kind for part, kind in kinds.items() if part in name), Kind.F32)
-        if weight.ndim == 1 or kind == Kind.F32: writer.add_tensor(name, weight)
-        elif kind == Kind.F16: writer.add_tensor(name, weight.astype(np.float16))
-        else: writer.add_tensor(name, quantised(weight, kind, seed), raw_dtype=kind)
+        if arch == "llama" and part in heads: whole[name] = in_llama_cpp_order(weight, heads[part])
+        if arch == "gemma" and name.endswith("norm.weight"): whole[name] = weight.astype(np.float32) + 1
     rope = config.get("rope_parameters") or {}
-    if rope.get("rope_type") == "llama3": writer.add_tensor("rope_freqs.weight", _factors(config, rope))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    if rope.get("rope_type") == "llama3": whole["rope_freqs.weight"] = _factors(config, rope)
+    return arch, _metadata(config, tensors), whole
 
 
 def _metadata(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -160,7 +171,6 @@ def _metadata(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[st
 
 
 def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    """An entry; None is left out."""
     """An entry; None is left out."""
     if value is None: return
     if isinstance(value, bool): writer.add_bool(key, value)
