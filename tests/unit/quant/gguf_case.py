@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
-from gguf_families import CONVERTERS, converted
+from gguf_families import CONVERTERS, bands, converted
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
@@ -143,9 +143,7 @@ def _of_llama(config: dict[str, Any], tensors: dict[str, np.ndarray],
         part = name.split(".")[-2]
         if arch == "llama" and part in heads: whole[name] = in_llama_cpp_order(weight, heads[part])
         if arch == "gemma" and name.endswith("norm.weight"): whole[name] = weight.astype(np.float32) + 1
-    rope = config.get("rope_parameters") or {}
-    if rope.get("rope_type") == "llama3": whole["rope_freqs.weight"] = _factors(config, rope)
-    return arch, _metadata(config, tensors), whole
+    return arch, _metadata(config, tensors), whole | dict(bands(config))
 
 
 def _metadata(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -202,14 +200,3 @@ def tokenizer_metadata(tokenizer: Tokenizer, pre: str | None, template: str | No
     if bos: made["add_bos_token"] = True
     found = {f"tokenizer.ggml.{key}": value for key, value in made.items()}
     return found | ({} if template is None else {"tokenizer.chat_template": template})
-
-
-def _factors(config: dict[str, Any], rope: dict[str, Any]) -> np.ndarray:
-    """What frequencies are divided by, as the converter computes it."""
-    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    frequencies = 1.0 / rope["rope_theta"] ** (np.arange(0, dim, 2, dtype=np.float32) / dim)
-    low, high, original = (rope[key] for key in ("low_freq_factor", "high_freq_factor",
-                                                 "original_max_position_embeddings"))
-    waves = 2 * np.pi / frequencies
-    smooth = np.clip((original / waves - low) / (high - low), 0, 1)
-    return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)

@@ -96,7 +96,7 @@ def gpt_oss_tensors(config: Config, tensors: Tensors) -> Iterator[tuple[str, np.
 
 def phi3(config: Config) -> dict[str, Any]:
     rope, heads = config["rope_parameters"], config["num_attention_heads"]
-    original = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
+    original = config["original_max_position_embeddings"]
     made = {"rope.dimension_count":
             int(rope.get("partial_rotary_factor", 1.0) * config["hidden_size"]) // heads,
             "rope.scaling.original_context_length": original,
@@ -137,7 +137,7 @@ def deepseek2_tensors(config: Config, tensors: Tensors) -> Iterator[tuple[str, n
     nope = config["qk_nope_head_dim"]
     for name, tensor in tensors.items():
         if not name.endswith("kv_b_proj.weight"):
-            yield name, tensor
+            yield name.replace("correction_bias", "correction.bias"), tensor
             continue
         heads = tensor.reshape(config["num_attention_heads"], -1, tensor.shape[1])
         yield name.replace("kv_b_proj", "k_b_proj"), heads[:, :nope].swapaxes(1, 2)
@@ -167,7 +167,20 @@ def llama4(config: Config) -> dict[str, Any]:
             "interleave_moe_layer_step": config["interleave_moe_layer_step"]}
 
 
+def bands(config: Config) -> Iterator[tuple[str, np.ndarray]]:
+    """What Llama 3's kind of rope divides frequencies by."""
+    rope = config["rope_parameters"]
+    if rope.get("rope_type") != "llama3": return
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, dim, 2, dtype=np.float32) / dim)
+    low, high, original = (rope[key] for key in ("low_freq_factor", "high_freq_factor",
+                                                 "original_max_position_embeddings"))
+    smooth = np.clip((original / waves - low) / (high - low), 0, 1)
+    yield "rope_freqs.weight", (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
+
+
 def llama4_tensors(config: Config, tensors: Tensors) -> Iterator[tuple[str, np.ndarray]]:
+    yield from bands(config)
     for name, tensor in tensors.items():
         if name.endswith("experts.gate_up_proj"):
             for part, half in zip(("gate", "up"), np.split(tensor.swapaxes(1, 2), 2, axis=1), strict=True):
@@ -204,7 +217,7 @@ def converted(config: Config, tensors: Tensors) -> tuple[str, dict[str, Any], Te
     made: Tensors = {}
     for name, tensor in _stacked(dict(converter.tensors(config, tensors))).items():
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        made[name if name.startswith("rope_factors") else str(found)] = tensor
+        made[name if name.startswith("rope_") else str(found)] = tensor
     return gguf.MODEL_ARCH_NAMES[converter.arch], {**common(config), **converter.metadata(config)}, made
 
 
