@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..families.llama4 import CHUNKED, NAMES
 from ..families.layers import FULL
+from ..families.llama4 import CHUNKED, NAMES
 from .architecture import PATTERN, Architecture, Metadata
 
 WINDOW = "attention.sliding_window"

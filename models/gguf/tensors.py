@@ -190,11 +190,11 @@ def _heads(file: GGUFFile) -> tuple[int, int]:
     kind = file.metadata["general.architecture"]
     found = file.metadata.get(f"{kind}.attention.head_count")
     shared = file.metadata.get(f"{kind}.attention.head_count_kv", found)
-    both = [each[0] if isinstance(each, list) and each else each for each in (found, shared)]
-    if not all(isinstance(each, int) and each > 0 for each in both):
-        raise ModelError(f"{file.path}: attention.head_count is {found!r}, attention.head_count_kv {shared!r}",
-                         "numbers of heads", AGAIN)
-    return both[0], both[1]
+    counts = [each[0] if isinstance(each, list) and each else each for each in (found, shared)]
+    heads, keys = (each if isinstance(each, int) else 0 for each in counts)
+    if heads > 0 and keys > 0: return heads, keys
+    raise ModelError(f"{file.path}: attention.head_count is {found!r}, and attention.head_count_kv "
+                     f"{shared!r}", "numbers of heads", AGAIN)
 
 
 def reordered(file: GGUFFile) -> dict[str, int]:

@@ -104,10 +104,11 @@ def quantised(weight: np.ndarray, kind: Kind, seed: int) -> np.ndarray:
 
 
 def write_model(path: Path, directory: Path, kinds: dict[str, Kind] | Kind = Kind.F32,
-                metadata: dict[str, Any] | None = None, split: int = 0, apart: bool = False) -> None:
+                metadata: dict[str, Any] | None = None, split: int = 0, apart: bool = False,
+                plain: bool = False) -> None:
     """The model of a directory, its matrices as `kinds`, by parts of GGUF names ("" for all). `metadata`
     replaces or, with None, leaves out. `split`: into files of so many tensors. `apart`: each expert has
-    tensors of its own."""
+    tensors of its own. `plain`: instead of blocks the numbers that they stand for."""
     config = json.loads((directory / "config.json").read_text())
     tensors = load_file(directory / "model.safetensors")
     kinds = kinds if isinstance(kinds, dict) else {"": kinds}
@@ -123,6 +124,7 @@ def write_model(path: Path, directory: Path, kinds: dict[str, Kind] | Kind = Kin
         vector = weight.ndim == 1 or name.endswith(".bias")
         if vector or kind == Kind.F32: writer.add_tensor(name, weight)
         elif kind == Kind.F16: writer.add_tensor(name, weight.astype(np.float16))
+        elif plain: writer.add_tensor(name, gguf.dequantize(quantised(weight, kind, seed), kind))
         else: writer.add_tensor(name, quantised(weight, kind, seed), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

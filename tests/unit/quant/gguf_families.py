@@ -59,14 +59,16 @@ def neighbours(config: Config, tensors: Tensors) -> Iterator[tuple[str, np.ndarr
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, tensor in tensors.items():
         count = heads.get(name.split(".")[-2])
-        if count: tensor = tensor.reshape(count, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+        if count:
+            halves = tensor.reshape(count, 2, -1, *tensor.shape[1:])
+            tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
         yield name, tensor
 
 
 def gemma2(config: Config) -> dict[str, Any]:
     return {"attn_logit_softcapping": config["attn_logit_softcapping"],
             "final_logit_softcapping": config["final_logit_softcapping"],
-            "attention.sliding_window": config["sliding_window"]}
+            "attention.sliding_window": config["sliding_window"], "rope.freq_base": None}
 
 
 def gemma3(config: Config) -> dict[str, Any]:
@@ -103,8 +105,8 @@ def phi3(config: Config) -> dict[str, Any]:
             "attention.sliding_window": config["sliding_window"] or 0}
     if "long_factor" in rope:
         scale = config["max_position_embeddings"] / original
-        made |= {"rope.scaling.type": "longrope", "rope.scaling.attn_factor":
-                 math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0}
+        made["rope.scaling.attn_factor"] = \
+            math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
     return made
 
 
@@ -117,7 +119,8 @@ def phi3_tensors(config: Config, tensors: Tensors) -> Iterator[tuple[str, np.nda
 
 def deepseek2(config: Config) -> dict[str, Any]:
     rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
-    made = {"attention.head_count_kv": 1, "leading_dense_block_count": config["first_k_dense_replace"],
+    made = {"attention.head_count_kv": 1, "vocab_size": config["vocab_size"],
+            "leading_dense_block_count": config["first_k_dense_replace"],
             "attention.kv_lora_rank": rank, "attention.key_length": rank + rotated,
             "attention.value_length": rank,
             "attention.key_length_mla": config["qk_nope_head_dim"] + rotated,
