@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -181,7 +181,9 @@ def _laid(type: QType, made: QType, shape: Shape, chunk: Chunk, device: str | No
     for name, (extents, dtype) in stack_buffers(type, shape).items():
         some[name] = Tensor.empty(*extents, dtype=in_memory(dtype), device=device)
         write(some[name], 0, np.ascontiguousarray(chunk.buffers[name]).reshape(-1).view(np.uint8).data)
-    return QStack(type, shape, some).laid(made.layout).buffers
+    stack = QStack(type, shape, some)
+    if made != replace(type, layout=made.layout): stack = stack.multiplied()
+    return stack.laid(made.layout).buffers
 
 
 def stacks(model: Llama) -> list[StackWeight]:

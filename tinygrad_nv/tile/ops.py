@@ -230,11 +230,11 @@ class TailFirst(TileCopy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.partial: self.source += (self.k - self.residue) * self.operand.k * self.size
+        if self.partial: self._advance(self.k - self.residue)
 
     def next(self, stage: Value, when: Value | None = None, first: bool = False) -> None:
         super().next(stage, when, first)
-        if first and self.partial: self.source -= self.k * self.operand.k * self.size
+        if first and self.partial: self._advance(-self.k)
 
 
 def _both(kb: Kernel, guard: Value, inside: Value) -> Value:

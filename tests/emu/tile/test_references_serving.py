@@ -19,7 +19,7 @@ from tinygrad_nv.cpu.isa import AVX2, PORTABLE, why_not
 from tinygrad_nv.cpu.router.kernel import CPURouter
 from tinygrad_nv.cpu.router.rows import CPUGroupRows
 from tinygrad_nv.cpu.target import CPU
-from tinygrad_nv.quant.types import MXFP4, Q4_0, Q4_K, UINT4, QType, per_group_scale
+from tinygrad_nv.quant.types import MXFP4, Q4_0, Q4_K, UINT4, Layout, QType, per_group_scale
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
 from tinygrad_nv.tile.expression import Load, Sum
@@ -122,12 +122,15 @@ def grouped() -> dict[str, GroupedGemmSpec | GroupedOuterSpec]:
 
 
 def quantised() -> dict[str, QuantGroupedSpec]:
-    """Grouped matmuls with matrices in tiles: scales, minima, codes of floats, orders of columns."""
-    def of(type: QType, one: GroupedGemmSpec, int8: bool = False) -> QuantGroupedSpec:
-        return QuantGroupedSpec(one, replace(type, layout="tiles"), int8)
+    """Grouped matmuls with matrices in tiles, and in fragments: scales, minima, codes of floats, orders of
+    columns."""
+    def of(type: QType, one: GroupedGemmSpec, int8: bool = False,
+           layout: Layout = "tiles") -> QuantGroupedSpec:
+        return QuantGroupedSpec(one, replace(type, layout=layout), int8)
     down = GroupedGemmSpec(4, 30, 35, 128, F32, scatter=True, weighted=True)
     both = GroupedGemmSpec(3, 36, 40, 256, BF16, 12, gather=3, activation="silu", biased=True)
     return {"q4_0": of(Q4_0, down, True), "q4_k": of(Q4_K, both, True), "mxfp4": of(MXFP4, down),
+            "mxfp4 in fragments": of(MXFP4, both, layout="fragments"),
             "zeros": of(QType(UINT4, per_group_scale(32, F16), zeros=True, permuted=True), both)}
 
 

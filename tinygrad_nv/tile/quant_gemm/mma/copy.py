@@ -16,19 +16,20 @@ OPERAND_B = (0, 2, 1, 3)    # registers of operand A in the order of two operand
 
 @dataclass
 class MatrixCopy:
-    """Copies the boxes of columns from tile `first` of 16 on (u32), for K from `first_k` on, to byte `start`
-    of a stage; first the last columns, where these are no whole stage (`TailFirst`)."""
+    """Copies the boxes of columns from tile `first` of 16 on (u32), of the `tiles` that there are, for K from
+    `first_k` on, to byte `start` of a stage; first the last columns, where these are no whole stage
+    (`TailFirst`)."""
     kb: Kernel
     plan: QuantMmaPlan
     pointers: Mapping[str, Value]
     first: Value
+    tiles: int
     first_k: Value
     start: int
 
     def __post_init__(self) -> None:
         self.tail = self.plan.spec.k % self.plan.schedule.block_k
         self.k = self.kb.reg("u32", self.plan.spec.k - self.tail if self.tail else self.first_k)
-        self.tiles = self.plan.quant.buffers["codes"].shape[0]
 
     def ask(self) -> None:
         """Has L2 fetch the first codes."""

@@ -50,7 +50,8 @@ class QuantMmaKernel(MmaKernel):
         self.starts = [plan.activation_bytes + part * plan.boxes[-1].end for part in range(spec.parts)]
         self.tiles = [tile]
         first = [self.first_n // TILE + part * (spec.n // TILE) for part in range(spec.parts)]
-        self.copies = [tile, *(MatrixCopy(kb, plan, self.pointers, at, first_k, start)
+        tiles = plan.quant.buffers["codes"].shape[0]
+        self.copies = [tile, *(MatrixCopy(kb, plan, self.pointers, at, tiles, first_k, start)
                                for at, start in zip(first, self.starts, strict=True))]
         self.stage_bytes = plan.stage_bytes
 
