@@ -50,7 +50,7 @@ def _matrices() -> list[tuple[str, tuple[int, ...]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["awq", "gptq", "ct-int4", "fp8", "ct-mxfp4", "nf4"])
+@pytest.mark.parametrize("kind", ["awq", "gptq", "ct-int4", "fp8", "ct-mxfp4"])
 def test_memory_is_that_of_the_quantised_model(tmp_path: Path, kind: str):
     """At most 1.15 times the model, beside what the process had before."""
     nbytes = write(kind, tmp_path)
