@@ -162,8 +162,9 @@ def test_an_architecture_that_is_not_implemented(path: Path):
     write(path, {}, kind="mamba")
     with pytest.raises(ModelError) as caught: read_config(path)
     assert str(caught.value) == (f"{path}: general.architecture is 'mamba'\n  expected: one of llama, qwen2, "
-                                 "qwen3, gemma, qwen2moe, qwen3moe, olmoe\n  to fix:   use a model of a "
-                                 "supported family")
+                                 "qwen3, qwen2moe, qwen3moe, olmoe, gemma, gemma2, gemma3, gpt-oss, "
+                                 "phi3, deepseek2, olmo2, smollm3, granite, llama4\n"
+                                 "  to fix:   use a model of a supported family")
 
 
 def test_parts_that_do_not_belong_together(tmp_path: Path):
@@ -223,7 +224,8 @@ def test_rope_factors(path: Path, factors: int, found: str | None):
 
 @pytest.mark.parametrize(("tensors", "found"), [
     ({"blk.0.ffn_up.weight": None}, r"missing \(1\): model.layers.0.mlp.up_proj.weight"),
-    ({"blk.0.attn_sinks.weight": VECTOR}, r"unexpected \(1\): blk.0.attn_sinks.weight"),
+    ({"blk.0.ssm_a.weight": VECTOR}, r"unexpected \(1\): blk.0.ssm_a.weight"),
+    ({"blk.0.attn_sinks.weight": VECTOR}, r"unexpected \(1\): model.layers.0.self_attn.sinks"),
     ({"blk.0.attn_q.weight": np.zeros((32, 64), np.float32)},
      r"wrong shape \(1\): model.layers.0.self_attn.q_proj.weight: \[32, 64\], expected \[32, 32\]"),
     ({"blk.0.attn_q.weight": np.zeros((32, 36), np.uint8)},
