@@ -36,6 +36,7 @@ def checked(spec: DecodeSpec, lengths: list[int], isa: ISA | None = None, seed: 
 
 # **** what is computed ****
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("dtype", "kv"), [(F32, None), (BF16, None), (F16, S8), (F32, E4M3),
                                            (BF16, E5M2)], ids=str)
 @pytest.mark.parametrize("isa", ISAS, ids=str)

@@ -28,6 +28,7 @@ SHAPES = [{"d": 128, "group": 4}, {"d": 64, "group": 8}, {"d": 96, "group": 1}, 
 LATENTS = [(16, 1), (128, 1), (128, 8)]     # query heads, rows
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 @pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -85,6 +86,7 @@ def page_bytes(stats: Stats) -> tuple[int, int]:
     return stats.asynchronous_bytes, 32 * sum(site.sectors for site in sites)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("page_size", [8, 64])
 @pytest.mark.parametrize(("shape", "arch"), [
