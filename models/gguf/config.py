@@ -36,6 +36,12 @@ NEUTRAL = {"expert_weights_scale": (0.0, 1.0), "expert_gating_func": (1,), "expe
            "expert_group_used_count": (0, 1), "attention.sliding_window": (0,)}
 HARMLESS = frozenset({"attention.layer_norm_epsilon", "expert_shared_count"})
 END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# Texts of tokens that end an answer, in chats; files of most models have only eos_token_id. NORMAL ones are
+# text.
+ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>",
+                  "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|eot|>"})
+HARMONY = frozenset({"<|return|>", "<|call|>"})     # where these are, <|end|> ends a message of several
+NORMAL = 1
 
 
 def find(path: Path) -> Path | None:
@@ -99,7 +105,14 @@ def _vocabulary(m: Metadata) -> Any:
 
 
 def _end_tokens(file: GGUFFile) -> list[Any]:
+    """Those that metadata name, and those that end an answer by their text."""
     found = [file.metadata.get(f"tokenizer.ggml.{key}") for key in END_TOKENS]
+    tokens, types = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    if isinstance(tokens, list) and isinstance(types, list):
+        named = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=False))
+                 if kind != NORMAL and token in ENDS}
+        if named.keys() >= HARMONY: named.pop("<|end|>", None)
+        found += named.values()
     return list(dict.fromkeys(token for token in found if token is not None))
 
 

@@ -29,6 +29,7 @@ def sizes(m: Metadata) -> dict[str, Any]:
     own = f"{KEY}_mla" in m.own
     head, value = (m.positive(f"{key}_mla" if own else key) for key in (KEY, VALUE))
     return {"qk_nope_head_dim": head - m.positive(ROTATED), "v_head_dim": value,
+            "kv_lora_rank": m.positive(RANK),
             "q_lora_rank": m.get(Q_RANK) or None,
             "num_key_value_heads": m.get("attention.head_count")}
 
@@ -36,8 +37,8 @@ def sizes(m: Metadata) -> dict[str, Any]:
 def second(m: Metadata) -> dict[str, Any]:
     """What V2 has of its own."""
     if m.get(NORMALISED):
-        raise ModelError(f"{m.file.path}: {m.kind}.{NORMALISED} is True, and {m.kind}.{GATING} is softmax",
-                         "weights as softmax gives them", USE)
+        raise ModelError(f"{m.file.path}: {m.kind}.{NORMALISED} is True, and {m.kind}.{GATING} "
+                         "is 1 (softmax)", "weights as softmax gives them", USE)
     grouped = m.get(GROUPS, 1) not in (0, 1)
     return {"architectures": ["DeepseekV2ForCausalLM"],
             "topk_method": "group_limited_greedy" if grouped else "greedy"}
@@ -60,6 +61,7 @@ def settings(m: Metadata) -> dict[str, Any]:
     return {**sizes(m), "rope_scaling": scaling, "n_group": m.get(GROUPS) or 1,
             "topk_group": m.get(TOP_GROUPS) or 1, "routed_scaling_factor": m.get(SCALE) or 1.0,
             "first_k_dense_replace": m.get("leading_dense_block_count", 0),
+            "moe_intermediate_size": m.positive("expert_feed_forward_length"),
             **(second(m) if gating == SOFTMAX else third(m))}
 
 
