@@ -67,6 +67,7 @@ def multiplied(told: Lowering) -> list[str]:
     return [str(each.template) for each in told.kernels if each.template in words]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8", "fp8-block"])
 def test_codes_are_multiplied_on_a_gpu(command, source: Path, tmp_path: Path, scheme: str):
     out = tmp_path / "made"

@@ -31,6 +31,7 @@ TYPES = {"int8": INT8 @ per_channel_scale(), "e4m3": E4M3 @ per_channel_scale(),
 def templates(made: Tensor) -> list[str | None]: return [each.template for each in explain(made).kernels]
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("m", [1, 7, 70])
 @pytest.mark.parametrize("name", TYPES)
 def test_integers_are_exact(name: str, m: int):

@@ -193,6 +193,7 @@ def is_exact(spec: Any) -> bool:
     return not isinstance(spec, DecodeSpec | RouterSpec | grouped)
 
 
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize(("name", "target", "schedule"), CASES)
 def test_numbers(name: str, target: GPU | CPU, schedule: Schedule):
     spec = SPECS[name]
@@ -206,6 +207,7 @@ def test_numbers(name: str, target: GPU | CPU, schedule: Schedule):
         else: right(asked, given, got)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "target", "schedule"), [
     each for each in CASES if isinstance(spec := SPECS[str(each.values[0])], AppendSpec)
     and not is_exact(spec)])

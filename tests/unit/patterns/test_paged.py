@@ -52,6 +52,7 @@ def test_window_and_soft_cap():
     assert got[1, 3].abs().min() > 0
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("rows", [9, 13, 17])
 def test_blocks_of_rows_in_a_window(rows: int):
     """Rows that fill a block up see no page that the request has given back: entries of the table are 2³⁰."""
