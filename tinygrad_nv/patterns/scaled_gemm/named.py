@@ -1,8 +1,8 @@
 """Matmuls of operands in 8 bits with scales, as a function known by name.
 
 Protocol. `scaled_matmul(x, x_scale, w, bias)` has codes of x and of W: both int8, or both e4m3, whose bits
-lie in uint8. Sums of int8 are exact, in int32; those of e4m3 are of float32 (wgmma keeps 14 bits: kernels add
-its sums to others in float32 after each 128 of K). Scales are of
+lie in uint8. Sums of int8 are exact, in int32; those of e4m3 are of float32 (tensor cores keep 14 bits:
+kernels add their sums to others in float32 after each 128 of K). Scales are of
 
     x   all of it (1, …), each row (…, 1), or each 128 columns of a row (…, K / 128), in float32
     W   all of it, or each output; blocks of 128 columns, where x has such

@@ -32,8 +32,7 @@ def scaled_mma(spec: ScaledGemmSpec, schedule: ScaledMma, gpu: GPU) -> GemmKerne
 
 
 class ScaledMmaKernel(MmaKernel):
-    """The kernel as it is written. Unrolled, it would spill: its loop has two sets of sums."""
-    unrolled = False
+    """The kernel as it is written."""
 
     def __init__(self, kb: Kernel, plan: ScaledMmaPlan) -> None:
         self.scaled = plan
@@ -77,27 +76,16 @@ class ScaledMmaKernel(MmaKernel):
     def double_buffered(self) -> bool:
         return not (self.splits.one_or_two or any(tile.mn_major for tile in self.tiles))
 
-    def _multiply(self) -> None:
-        self.zeros = [self.kb.reg("f32", 0.0)] * 4
-        totals = self.totals = self.sums
-        self.sums = [[[self.kb.regs("f32", 4) for _ in row] for row in part] for part in totals]
-        super()._multiply()
-        self.sums = totals
-
     def _at_stage(self) -> None:
         super()._at_stage()
         for side in self.scales: side.move(self.reading)
 
-    def addend(self, cell: list[Value], step: int) -> list[Value]: return cell if step else self.zeros
-
     def _multiply_step(self, operands: Operands, step: int, after: Operands | None = None) -> None:
         if step == 0: self.read_scales = [side.load() for side in self.scales]
         super()._multiply_step(operands, step, after)
-        if step == self.steps - 1: self._promote()
 
-    def _promote(self) -> None:
-        """Adds a group's sums, times their scales, to those of all groups. ptxas puts each between the mmas
-        of the last step."""
+    def promote(self) -> None:
+        """Adds a group's sums, times their scales, to those of all groups."""
         kb, (rows, columns), products = self.kb, self.read_scales, dict[tuple[int, int], Value]()
         for row, totals, sums in zip(rows, self.totals[0], self.sums[0], strict=True):
             for column, total, group in zip(columns, totals, sums, strict=True):
