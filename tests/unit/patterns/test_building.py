@@ -187,7 +187,7 @@ def test_a_kernel_of_a_users_own_is_the_users_business(spoiled, capsys):
 @pytest.mark.parametrize("error", [ScheduleError("no such tile"), KeyError("a bug")])
 def test_a_template_that_raises(device, error, monkeypatch, capsys):
     def raises(*_): raise error
-    monkeypatch.setattr(gemm, "_called", raises)
+    monkeypatch.setattr(gemm, "called", raises)
     for _ in range(2):
         a, b = pair(device)
         np.testing.assert_array_equal((a @ b).numpy(), values(16, 32) @ values(32, 24, seed=1))
@@ -210,7 +210,7 @@ def test_rows_and_attention_that_raise(module, call: str, monkeypatch, capsys):
     assert len(warnings_in(capsys)) == 1
 
 
-@pytest.mark.parametrize(("module", "name"), [(gemm, "_matched"), (stable, "_pair")])
+@pytest.mark.parametrize(("module", "name"), [(gemm, "matched"), (stable, "_pair")])
 def test_matching_that_raises(module, name, monkeypatch, capsys):
     def raises(*_): raise KeyError("a bug")
     monkeypatch.setattr(module, name, raises)
@@ -224,7 +224,7 @@ def test_matching_that_raises(module, name, monkeypatch, capsys):
 
 def test_a_matcher_that_raises_is_told(monkeypatch):
     def raises(*_): raise KeyError("a bug")
-    monkeypatch.setattr(gemm, "_matched", raises)
+    monkeypatch.setattr(gemm, "matched", raises)
     a, b = pair("CPU")
     assert "KeyError" in str(explain(a @ b))
 
