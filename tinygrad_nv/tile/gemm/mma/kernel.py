@@ -66,7 +66,9 @@ def gemm_mma(spec: GemmSpec, schedule: Mma, gpu: GPU) -> GemmKernel:
 
 
 class MmaKernel:
-    """The kernel as it is written: the parameters, then the stages of the protocol above."""
+    """The kernel as it is written: the parameters, then the stages of the protocol above. `unrolled`: ptxas
+    may unroll the loop where tiles along K are few."""
+    unrolled = True
     copies: Sequence[StageCopy]
     fragments: Sequence[StageFragments]
     stage_bytes: int
@@ -184,6 +186,7 @@ class MmaKernel:
             self._arrived()
             self._load(0, sets[0])
         with kb.loop(0, tiles, name="tile") as tile:
+            if not self.unrolled: kb.nounroll()
             if not double: self._arrived()
             else: self._at_stage()  # once more: a sum with what all threads share costs nothing
             if ahead: self._copy(tile < tiles - ahead)
@@ -255,8 +258,12 @@ class MmaKernel:
             for b, sums in zip(parts, self.sums, strict=True):
                 for j, cell in enumerate(sums[i]):
                     half = 2 * (j % 2)
-                    self.kb.mma(shape, types, cell, left, b[j // 2][half:half + 2], cell)
+                    self.kb.mma(shape, types, cell, left, b[j // 2][half:half + 2], self.addend(cell, step))
             if after: self.fragments[0].load_one(i, following, after[0][i])
+
+    def addend(self, cell: list[Value], step: int) -> list[Value]:
+        """What a step's products are added to."""
+        return cell
 
     # **** the result ****
 
