@@ -14,6 +14,7 @@ import pytest
 from families import CASES, YARN, Case, saved
 from gguf import GGMLQuantizationType as Kind
 from gguf_case import add, write_model
+from safetensors.numpy import load_file
 from test_parity import GREEDY, PROMPT, our_logits, their_logits
 from tinygrad_nv.models.config import ModelConfig, read_config
 from tinygrad_nv.models.gguf import elements, stored
@@ -104,6 +105,32 @@ def test_hyper_parameters(directories: dict[str, Path], tmp_path: Path, family: 
     write_model(path := tmp_path / "model.gguf", directories[family])
     expected = read_config(directories[family])
     require_alike(comparable(read_config(path), expected), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_elements(directories: dict[str, Path], tmp_path: Path, family: str):
+    """Those of the directory, but of norms of Gemma, to which 1 is added, and of experts in one tensor."""
+    write_model(path := tmp_path / "model.gguf", directories[family])
+    expected, file = load_file(directories[family] / "model.safetensors"), open_gguf(path)
+    found = {each.name: each for each in stored(file)}
+    assert all(".experts." in name for name in found.keys() ^ expected.keys())
+    for name in found.keys() & expected.keys():
+        values = elements(file, found[name], 0, expected[name].size).reshape(expected[name].shape)
+        near = 1e-6 if family.startswith("gemma") and "norm" in name else 0.
+        assert np.abs(values - expected[name]).max() <= near, name
+
+
+def test_what_is_known_without_metadata(directories: dict[str, Path], tmp_path: Path):
+    """Divisors of scores: of the largest Gemma 2, and of Granite where the file has none."""
+    path = tmp_path / "model.gguf"
+    write_model(path, directories["gemma2"], metadata={"gemma2.block_count": 46})
+    assert read_config(path).attention_scale == (64 // 4) ** -.5
+    write_model(path, directories["granite"], metadata={"granite.attention.scale": None})
+    assert read_config(path).attention_scale == (64 // 4) ** -.5
+    write_model(path, directories["gemma3"], metadata={"gemma3.attention.sliding_window": None})
+    assert read_config(path).windows == (None,) * 7
+    write_model(path, directories["llama4"], metadata={"llama4.expert_count": 128})
+    assert not read_config(path).qk_norm
 
 
 @pytest.mark.parametrize("family", [
