@@ -36,6 +36,7 @@ from tinygrad_nv.tile.attention.spec import Band
 from tinygrad_nv.tile.embedding.spec import EmbeddingSpec, Tokens
 from tinygrad_nv.tile.gemm.analytic import analytic
 from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec
 from tinygrad_nv.tile.router.spec import Policy, RouterSpec
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
@@ -114,7 +115,10 @@ SPECS: dict[str, dict[str, Any]] = {
                      "8 rows a group *": expert_rows(8, 8, 64, 2048, 4096)},
     "grouped_wgmma": {"gate and up": expert_rows(4, 256, 512, 2048, 1024, activation="silu")},
     "grouped_scaled_wgmma": {"down": ScaledGroupedGemmSpec(4, 512, 1024, 1024, scatter=True, weighted=True)},
-    "grouped_mma": {"down": expert_rows(4, 0, 512, 1024, 1024)}}
+    "grouped_mma": {"down": expert_rows(4, 0, 512, 1024, 1024)},
+    "grouped_outer_mma": {
+        "gate and up": GroupedOuterSpec(4, 1024, 1024, 1024, BF16, x_rows=256, gather_x=4),
+        "down *": GroupedOuterSpec(8, 8192, 2048, 1024, BF16, gather_y=1)}}
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ from tinygrad_nv.table import aligned
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.grouped_gemm.imbalance import imbalance
+from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 from tinygrad_nv.tile.launch import LaunchConfig
 from tinygrad_nv.tile.templates import TABLE
@@ -299,7 +300,7 @@ def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[progr
 
 def _imbalance(call: UOp, note: Note) -> str:
     """How unevenly a grouped matmul's rows are dealt, where its offsets are known now."""
-    if not isinstance(note.spec, GroupedGemmSpec): return ""
+    if not isinstance(note.spec, GroupedGemmSpec | GroupedOuterSpec): return ""
     inputs = [each.name for each in TABLE.arguments(note.spec) if each.role == "in"]
     offsets = call.src[-len(inputs):][inputs.index("offsets")]
     if offsets.op is not Ops.BUFFER or not offsets.is_realized or isinstance(offsets.device, tuple): return ""

@@ -3,12 +3,12 @@ not read."""
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from cpu_gemv_case import LEVELS, at_end
+from cpu_outer_case import UNIT, C, answer, given
 from gemm_case import TORCH
 from tinygrad.dtype import DType, dtypes
 
@@ -19,35 +19,14 @@ from tinygrad_nv.runtime.cpu.program import LoadedKernel, load
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
 
 F32, BF16, F16 = dtypes.float32, dtypes.bfloat16, dtypes.float16
-UNIT = {F32: 2.0**-24, BF16: 2.0**-8, F16: 2.0**-11}
 # of 63 rows in 5 groups; what is left over has no group
 ROUTINGS = ([0, 0, 63, 0, 0], 0), ([1, 0, 9, 40, 8], 2), ([17, 16, 15, 14, 1], 0), ([0] * 5, 4)
-C = 2.0     # times the error of float32 sums from first to last
 
 
 def made(spec: GroupedOuterSpec, level: isa.ISA, parts: int = 3) -> LoadedKernel:
     schedule = replace(outer.default(spec, CPU(level, 2)), parts=parts)
     assert outer.problems(spec, schedule) == []
     return load(outer.build(spec, schedule))
-
-
-def given(spec: GroupedOuterSpec, counts: list[int], before: int, whole: bool) -> dict[str, torch.Tensor]:
-    """y, x, offsets, order; rows of no group are NaN."""
-    random, kind = torch.Generator().manual_seed(0), TORCH[spec.dtype]
-    offsets = torch.tensor([before, *counts]).cumsum(0)
-    order = torch.randperm(spec.rows, generator=random)
-    made = {}
-    for name, rows, width, gather in (("y", spec.of_y, spec.n, spec.gather_y),
-                                      ("x", spec.of_x, spec.k, spec.gather_x)):
-        values = torch.randint(-3, 4, (rows, width), generator=random).double() if whole else \
-            torch.randn((rows, width), generator=random, dtype=torch.float64)
-        used = (order // gather if gather else torch.arange(spec.rows))[before:int(offsets[-1])]
-        gone = torch.ones(rows, dtype=torch.bool)
-        gone[used] = False
-        values[gone] = torch.nan
-        made[name] = values.to(kind)
-    made["offsets"] = offsets.int()
-    return made | ({"order": order.int()} if spec.ordered else {})
 
 
 def run(kernel: LoadedKernel, spec: GroupedOuterSpec, there: dict[str, torch.Tensor],
@@ -57,18 +36,6 @@ def run(kernel: LoadedKernel, spec: GroupedOuterSpec, there: dict[str, torch.Ten
     work = np.full(kernel.kernel.scratch[0].count * 4, 0xFF, np.uint8)
     kernel(memory[0], work, *memory[1:], order=order)
     return torch.from_numpy(memory[0].copy()).view(out.dtype).view(out.shape).double()
-
-
-def answer(spec: GroupedOuterSpec, there: dict[str, torch.Tensor], kind: torch.dtype) -> torch.Tensor:
-    """In a dtype, rows from first to last."""
-    sums = torch.zeros(spec.groups, spec.n, spec.k, dtype=kind)
-    for e, (first, last) in enumerate(pairwise(there["offsets"].tolist())):
-        for i in range(first, last):
-            slot = int(there["order"][i]) if spec.ordered else i
-            y, x = (there[name][slot // gather if gather else i].to(kind) for name, gather in
-                    (("y", spec.gather_y), ("x", spec.gather_x)))
-            sums[e] += torch.outer(y, x)
-    return sums.double()
 
 
 @pytest.mark.parametrize(("level", "dtype"), [

@@ -12,5 +12,6 @@
   gemv/          the template of few rows a group
   wgmma/         the template with wgmma: sm_90a
   mma/           the template with mma.sync
+  outer_mma/     the template of sums of outer products
   templates.py   the records of the templates
 """

@@ -37,11 +37,16 @@ class Prediction:
 def tiles(spec: GroupedGemmSpec, rows: int) -> float:
     """Tiles of `rows` rows, of all groups. Those of one token are different ones."""
     if spec.gather and spec.x_rows == 1: return float(spec.rows)
-    mean = spec.rows / spec.groups
-    if mean > MANY: return spec.groups * (mean / rows + 0.5)
+    return spec.groups * tiles_of_group(spec.rows / spec.groups, rows)
+
+
+@lru_cache(4096)
+def tiles_of_group(mean: float, rows: int) -> float:
+    """Tiles of `rows` rows that a group of `mean` rows has."""
+    if mean > MANY: return mean / rows + 0.5
     last = int(mean + 8 * sqrt(mean) + 16)
-    return spec.groups * sum(exp(count * log(mean) - mean - lgamma(count + 1)) * ceil(count / rows)
-                             for count in range(1, last))
+    return sum(exp(count * log(mean) - mean - lgamma(count + 1)) * ceil(count / rows)
+               for count in range(1, last))
 
 
 def active(spec: GroupedGemmSpec) -> float:

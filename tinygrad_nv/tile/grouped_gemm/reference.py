@@ -14,7 +14,6 @@ def arguments(spec: GroupedGemmSpec | GroupedOuterSpec) -> tuple[Argument, ...]:
     sums of outer products out, y, x, offsets, and the order if there is one."""
     if isinstance(spec, GroupedOuterSpec): return _outer_arguments(spec)
     out = Argument("out", spec.out, (dense(spec.rows, spec.columns),), "out")
-    even = tuple(group * spec.rows // spec.groups for group in range(spec.groups + 1))
     matrix = (spec.k, spec.n) if spec.transposed else (spec.n, spec.k)
     given = [Argument("x", spec.dtype, (dense(spec.x_rows, spec.k),)),
              Argument("w", spec.matrix, (dense(spec.groups, *matrix),))]
@@ -22,9 +21,8 @@ def arguments(spec: GroupedGemmSpec | GroupedOuterSpec) -> tuple[Argument, ...]:
         places = dense(spec.x_rows, spec.k_groups), dense(spec.groups, spec.n_groups, spec.k_groups)
         given += [Argument(f"scale_{name}", dtypes.float32, (place,))
                   for name, place in zip("xw", places, strict=True)]
-    given.append(Argument("offsets", dtypes.int32, (dense(spec.groups + 1),), values=range(1), usual=even))
-    if spec.ordered: given.append(Argument("order", dtypes.int32, (dense(spec.rows),), values=range(1),
-                                           usual=range(spec.rows)))
+    given.append(_offsets(spec))
+    if spec.ordered: given.append(_order(spec))
     if spec.weighted: given.append(Argument("weights", dtypes.float32, (dense(spec.rows),)))
     if spec.biased: given.append(Argument("bias", spec.out, (dense(spec.groups, spec.n),)))
     return out, *given
@@ -91,9 +89,18 @@ def _outer_arguments(spec: GroupedOuterSpec) -> tuple[Argument, ...]:
     out = Argument("out", spec.dtype, (dense(spec.groups, spec.n, spec.k),), "out")
     given = [Argument("y", spec.dtype, (dense(spec.of_y, spec.n),)),
              Argument("x", spec.dtype, (dense(spec.of_x, spec.k),)),
-             Argument("offsets", dtypes.int32, (dense(spec.groups + 1),), values=range(1))]
-    if spec.ordered: given.append(Argument("order", dtypes.int32, (dense(spec.rows),), values=range(1)))
+             _offsets(spec)]
+    if spec.ordered: given.append(_order(spec))
     return out, *given
+
+
+def _offsets(spec: GroupedGemmSpec | GroupedOuterSpec) -> Argument:
+    even = tuple(group * spec.rows // spec.groups for group in range(spec.groups + 1))
+    return Argument("offsets", dtypes.int32, (dense(spec.groups + 1),), values=range(1), usual=even)
+
+
+def _order(spec: GroupedGemmSpec | GroupedOuterSpec) -> Argument:
+    return Argument("order", dtypes.int32, (dense(spec.rows),), values=range(1), usual=range(spec.rows))
 
 
 def summed(spec: GroupedOuterSpec, y: Tensor, x: Tensor, offsets: Tensor,

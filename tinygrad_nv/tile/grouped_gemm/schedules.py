@@ -53,6 +53,13 @@ class GroupedMma(Mma):
 
 
 @dataclass(frozen=True)
+class GroupedOuterMma(GroupedMma):
+    """mma.sync of sums of outer products (outer_mma/): `block_m` columns of y by `block_n` of x, `block_k`
+    rows of a group at a time."""
+    template: ClassVar[str] = "grouped_outer_mma"
+
+
+@dataclass(frozen=True)
 class GroupedWgmma(Wgmma):
     """wgmma (wgmma/): `block_m` rows of a group by `block_n` columns, those of gate and up together; swapped,
     `block_m` columns, those of gate and up together, by `block_n` rows. `group` tiles of rows of one matrix

@@ -1,5 +1,6 @@
 """The templates of grouped matmuls on GPUs: gemv/ (few rows a group), wgmma/ (sm_90a), mma/ (sm_80 and
-later). Their costs choose among them; of those as near as `TIE` the earlier one is liked better."""
+later), and outer_mma/ of the gradients of their matrices. Their costs choose among them; of those as near as
+`TIE` the earlier one is liked better."""
 from __future__ import annotations
 
 from functools import lru_cache
@@ -7,9 +8,12 @@ from functools import lru_cache
 from tinygrad_nv.tile import choose
 from tinygrad_nv.tile.grouped_gemm.gemv import plan as gemv
 from tinygrad_nv.tile.grouped_gemm.mma import plan as mma
+from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
+from tinygrad_nv.tile.grouped_gemm.outer_mma import plan as outer_mma
 from tinygrad_nv.tile.grouped_gemm.schedules import (
     GroupedGemv,
     GroupedMma,
+    GroupedOuterMma,
     GroupedScaledWgmma,
     GroupedWgmma,
 )
@@ -32,11 +36,15 @@ SCALED_WGMMA = Template("grouped_scaled_wgmma", ScaledGroupedGemmSpec, GroupedSc
                         wgmma_defaults.scaled_candidates, WGMMA.build, wgmma_cost.cost)
 MMA = Template("grouped_mma", GroupedGemmSpec, GroupedMma, legality(mma.problems), mma.candidates,
                later("tinygrad_nv.tile.grouped_gemm.mma.kernel", "grouped_mma"), mma.cost)
-TEMPLATES: tuple[AnyTemplate, ...] = (GEMV, WGMMA, SCALED_WGMMA, MMA)
+OUTER_MMA = Template("grouped_outer_mma", GroupedOuterSpec, GroupedOuterMma, legality(outer_mma.problems),
+                     outer_mma.candidates,
+                     later("tinygrad_nv.tile.grouped_gemm.outer_mma.kernel", "grouped_outer_mma"),
+                     outer_mma.cost)
+TEMPLATES: tuple[AnyTemplate, ...] = (GEMV, WGMMA, SCALED_WGMMA, MMA, OUTER_MMA)
 
 
 @lru_cache(4096)
-def _default(spec: GroupedGemmSpec, gpu: GPU) -> Schedule | None:
+def _default(spec: GroupedGemmSpec | GroupedOuterSpec, gpu: GPU) -> Schedule | None:
     """The legal candidate of the lowest cost; of the best of templates as near as `TIE`, the first."""
     best = []
     for each in FAMILY.of(type(spec)):

@@ -184,11 +184,15 @@ class MmaKernel:
         self._multiply()
         self.sums = self.totals
 
+    def ring_bytes(self) -> Value | int:
+        """Bytes of the stages that tiles take in turns."""
+        return self.depth * self.stage_bytes
+
     def _multiply(self) -> None:
         kb, ahead, tiles = self.kb, self.depth - 1, self.splits.tiles
         self.reading = kb.reg("u32", name="reading").set(self.start)
         self.writing = kb.reg("u32", name="writing").set(self.start + ahead * self.stage_bytes)
-        self.end = self.start + self.depth * self.stage_bytes
+        self.end = self.start + self.ring_bytes()
         double = self.double_buffered()
         sets = [[f.registers() for f in self.fragments] for _ in range(1 + double)]
         if double:

@@ -1,0 +1,106 @@
+"""Sums of outer products of the rows of groups with mma.sync (outer.py): the ring of gemm/mma, over as many
+rows as a group has. For sm_80 and later, any extents.
+
+    wait for the kernel before
+    the rows of this CTA's group, from the offsets
+    as gemm/mma, of yᵀ and x: both lie along their columns, fragments are read by ldmatrix.trans; the first
+    stage has what is left of rows by block_k, zeros beyond, so that all others are full
+    a group without rows fills one stage with zeros, multiplies nothing, and stores zeros
+
+A stage is a part of the group's rows; rows of other groups are never read. With an order the slots of a
+stage's rows are read one step before the rows are copied (copies.py). Where a group has fewer stages than the
+ring, the ring is as short. Results do not depend on how rows are dealt to CTAs: one CTA has a tile's sums.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.gemm.mma.kernel import MmaKernel
+from tinygrad_nv.tile.gemm.mma.plan import MmaPlan
+from tinygrad_nv.tile.gemm.spec import Operand
+from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
+from tinygrad_nv.tile.grouped_gemm.outer_mma.copies import SLOT_BYTES, OrderedCopy
+from tinygrad_nv.tile.grouped_gemm.outer_mma.plan import matmul_of
+from tinygrad_nv.tile.grouped_gemm.schedules import GroupedOuterMma
+from tinygrad_nv.tile.kernel import GemmKernel
+from tinygrad_nv.tile.ops import TileCopy, width_of
+from tinygrad_nv.tile.template import GPU
+
+
+def grouped_outer_mma(spec: GroupedOuterSpec, schedule: GroupedOuterMma, gpu: GPU) -> GemmKernel:
+    """The kernel. Parameters in this order: out; y; x; offsets; order, where the spec has one."""
+    kb = Kernel("grouped_outer_mma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
+    return _OuterKernel(kb, MmaPlan.of(matmul_of(spec, spec.rows), schedule.mma), spec).written()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Its first row of all (u32), and its stages (s32), of which the first has `residue` rows (u32)."""
+    first: Value
+    stages: Value
+    residue: Value
+
+
+class _OuterKernel(MmaKernel):
+    """A matmul's kernel whose K are the rows of a group, counted on the device."""
+
+    def __init__(self, kb: Kernel, plan: MmaPlan, outer: GroupedOuterSpec) -> None:
+        self.outer = outer
+        super().__init__(kb, plan)
+
+    def declared(self) -> tuple[Value, Value]:
+        y, x, self.offsets = (self.kb.pointer(name) for name in ("y", "x", "offsets"))
+        self.order = self.kb.pointer("order") if self.outer.ordered else None
+        return y, x
+
+    def bring(self, y: Value, x: Value) -> None:
+        """The copies of rows of y, then of x."""
+        outer, spec, s = self.outer, self.spec, self.schedule
+        if self.kb.hopper: self.kb.wait_for_previous_grid()
+        self.group = self._group()
+        self.splits.tiles = self.group.stages
+        above = self._copy_of(spec.a, y, self.first_m, spec.m, s.block_m, 0, outer.gather_y)
+        across = self._copy_of(spec.b, x, self.first_n, spec.n, s.block_n, above.tile.nbytes, outer.gather_x)
+        self.copies = self.tiles = [above, across]
+        self.stage_bytes = across.start + across.tile.nbytes
+
+    def _group(self) -> Group:
+        kb, block = self.kb, self.schedule.block_k
+        at = advanced(kb, self.offsets, self.scheduler.matrix, 4)
+        begin, end = (kb.ld("global", "s32", at.at(4 * i))[0] for i in range(2))
+        count, full = kb.reg("s32"), kb.reg("s32")
+        kb.emit("max.s32", count, end - begin, 0)
+        stages = (count + (block - 1)) >> block.bit_length() - 1
+        kb.emit("max.s32", full, stages - 1, 0)
+        return Group(begin.to("u32"), stages, (count - full * block).to("u32"))
+
+    def _copy_of(self, operand: Operand, pointer: Value, first: Value, extent: int, block: int, start: int,
+                 gather: int) -> TileCopy:
+        kb, group, own = self.kb, self.group, self.group.first
+        width = width_of(operand, extent, 0)
+        shape = first, extent, group.residue, width, block, self.schedule.block_k, start
+        if not gather or self.order is None:
+            rows = advanced(kb, pointer, own, operand.k * operand.dtype.itemsize)
+            return TileCopy(kb, operand, rows, *shape)
+        order = advanced(kb, self.order, own, SLOT_BYTES)
+        return OrderedCopy(kb, operand, pointer, *shape, order, gather, group.stages)
+
+    def ring_bytes(self) -> Value:
+        """What is read ahead of the last stage is the first again, not one that was never filled."""
+        stages, used = self.group.stages.to("u32"), self.kb.reg("u32")
+        self.kb.emit("min.u32", used, stages, self.depth)
+        return used * self.stage_bytes
+
+    def _fill(self) -> None:
+        """Starts the copies of the stages that there are; the first one's are zeros beyond its rows."""
+        kb, ahead = self.kb, max(self.depth - 1, 1)
+        for tile in self.tiles:
+            if isinstance(tile, OrderedCopy): tile.begin(ahead)
+        with kb.comment(f"the first {ahead} stages"):
+            for stage in range(ahead):
+                there = self.group.stages > stage if stage else None
+                for copy in self.copies:
+                    copy.next(self.start + stage * self.stage_bytes, there, first=stage == 0)
+                kb.cp_async_commit()
