@@ -10,6 +10,7 @@ from math import ceil
 from tinygrad_nv.quant.types import nbytes
 from tinygrad_nv.tile.gpu import STREAMING, GPUModel, gpu_model_for
 from tinygrad_nv.tile.grouped_gemm.cost import Prediction, active, tiles
+from tinygrad_nv.tile.quant_gemm.gemv.plan import REGISTERS
 from tinygrad_nv.tile.quant_grouped.gemv import plan as gemv
 from tinygrad_nv.tile.quant_grouped.mma import plan as mma
 from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedGemv, QuantGroupedMma
@@ -22,7 +23,7 @@ SCALED = 4.5            # of mma, which multiplies each with its scale
 ALONE = 2.0             # times what is issued, that a lone warp of a scheduler takes
 BEGIN_S = 1.5e-6        # from a CTA's begin until its first codes arrive
 UNEVEN = 1.15           # times HBM's time that loads to registers take
-REGISTERS = 65536       # of an SM
+COPIED = 1.08           # that copies of mma take
 MMA_REGISTERS = 168     # of a thread of mma
 
 
@@ -43,7 +44,7 @@ def of_gemv(spec: QuantGroupedSpec, s: QuantGroupedGemv, gpu: GPU) -> Prediction
     """Of CTAs whose codes are on their way only once they know their group."""
     plan, model, one = gemv.plan_of(spec, s), gpu_model_for(gpu.arch, gpu.sm_count), spec.grouped
     count = tiles(one, s.rows)
-    held = max(1, min(plan.ctas_an_sm, model.smem_of_sm // plan.smem_bytes))
+    held = max(1, min(gemv.ctas_an_sm(plan), model.smem_of_sm // plan.smem_bytes))
     waves = max(1.0, count * plan.blocks_n * plan.splits / (model.sm_count * held))
     weights = count * one.halves * plan.blocks_n * plan.block_n * spec.type.padded(one.k)
     cycles = model.sm_count * model.clock_hz * model.sustained
@@ -65,4 +66,4 @@ def of_mma(spec: QuantGroupedSpec, s: QuantGroupedMma, gpu: GPU) -> Prediction:
     alone = plan.iterations * (ALONE * step / cycles + model.load_s / (s.depth - 1)) + BEGIN_S
     fed = ceil(count / (model.sm_count * held)) * alone
     computing = ceil(count / model.sm_count) * plan.iterations * step / cycles
-    return Prediction(computing, max(hbm_seconds(spec, model), fed), 0.0, model.launch_s + model.load_s)
+    return Prediction(computing, max(COPIED * hbm_seconds(spec, model), fed), 0.0, model.launch_s + model.load_s)

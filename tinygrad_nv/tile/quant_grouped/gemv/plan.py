@@ -8,12 +8,13 @@ from tinygrad_nv.tile.grouped_gemm.gemv.plan import ROWS, matmul_of, usual_rows
 from tinygrad_nv.tile.grouped_gemm.work import MOST_GROUPS, most_tiles
 from tinygrad_nv.tile.limits import MOST_GRID, SMEM_BYTES
 from tinygrad_nv.tile.quant_gemm.gemv import legality
-from tinygrad_nv.tile.quant_gemm.gemv.plan import QuantGemvPlan
+from tinygrad_nv.tile.quant_gemm.gemv.plan import REGISTERS, QuantGemvPlan
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedGemv
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
 from tinygrad_nv.tile.template import GPU
 
+ADDRESSES = 8       # registers of a tile
 SHAPES = ((2, 1, 4), (1, 2, 4), (1, 1, 4), (2, 2, 4), (1, 2, 8), (1, 1, 1))     # tiles, units, warps
 
 
@@ -26,6 +27,13 @@ def matrix_of(spec: QuantGroupedSpec, rows: int) -> QuantGemmSpec:
 def plan_of(spec: QuantGroupedSpec, s: QuantGroupedGemv) -> QuantGemvPlan:
     """The plan of a tile."""
     return QuantGemvPlan.of(matrix_of(spec, s.rows), s.gemv)
+
+
+def ctas_an_sm(plan: QuantGemvPlan) -> int:
+    """For how many ptxas is to leave registers: tiles beyond two take `ADDRESSES` more than the plan knows
+    of, where with fewer ptxas 13.0 spills up to 78 bytes."""
+    more = ADDRESSES * max(0, plan.schedule.tiles * plan.spec.parts - 2)
+    return max(1, min(REGISTERS // (-(-(plan.registers + more) // 8) * 8), 1024) // plan.threads)
 
 
 def problems(spec: QuantGroupedSpec, s: QuantGroupedGemv, arch: str) -> list[str]:
