@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,21 @@ class Outcome:
 Command = Callable[..., Outcome]
 MakeModel = Callable[..., Path]
 Spoil = Callable[..., Path]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test that is marked `sampled(n)` all cases but n are slow: the same at every run, and unlike those
+    of equal steps through a product of parameters, of every value of each."""
+    sweeps: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            sweeps.setdefault((item.path, item.nodeid.partition("[")[0]), []).append(item)
+    for cases in sweeps.values():
+        mark = cases[0].get_closest_marker("sampled")
+        assert mark is not None
+        cases.sort(key=lambda case: zlib.crc32(case.nodeid.encode()))
+        for case in cases[mark.args[0]:]: case.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

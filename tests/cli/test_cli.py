@@ -210,6 +210,7 @@ def test_characters_ascii_lacks_are_escaped_in_messages(tmp_path: Path):
     assert b"/\\xe9\\u2192\n" in done.stderr
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("redirection", "code", "said"), [
     ("| head -c 1", 0, b"h"), ("<&- >&-", 0, b""), ("--json | true", 0, b""), (">/dev/full", 2, b"")])
 def test_an_output_that_goes_away_ends_quietly(tiny: Path, redirection: str, code: int, said: bytes):

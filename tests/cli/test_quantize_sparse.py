@@ -29,6 +29,7 @@ def fours(directory: Path) -> torch.Tensor:
     return load_file(directory / "model.safetensors")[f"{LAYER}.weight"].float().reshape(-1, 4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [("2:4",), ("fp8", "--sparsity", "2:4"), ("w8a8", "--sparsity", "2:4")],
                          ids=" ".join)
 def test_transformers_reads_it(command, source: Path, tmp_path: Path, case: tuple[str, ...]):

@@ -114,6 +114,7 @@ def test_what_is_modelled_is_told_as_that_and_for_which_gpu(file: Path, command)
     assert choose(dense(256, 512, 256), GPU("sm_90a", 132)) == winner.schedule
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("words", "spec"), [
     (["--attention", "1x4x256x64", "--causal", "--kv-heads", "2"],
      attention.dense(1, 4, 256, 64, causal=True, kv_heads=2)),

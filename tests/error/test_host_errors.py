@@ -29,6 +29,7 @@ def ends(folder: Path, body: str, capfd: pytest.CaptureFixture[str], *options: s
     return code, *capfd.readouterr()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("body", "error", "words"), [
     ("dim3 x = {1, 1, 1}; TRY(cudaLaunchKernel(&scaled, x, x, (void *[]){&a, &b, &count}, 49153, 0));",
      "cudaErrorInvalidValue", ["49153 bytes of dynamic shared memory of scaled", "49152",

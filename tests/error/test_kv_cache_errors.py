@@ -36,7 +36,7 @@ def made(dtype: Any = dtypes.float32, **more: Any) -> KVCache:
     (("B", "H", "S max", "D", BF16), ("with 'S max' for its tokens of a request",)),
     (("B", "H", "S", 2.5, BF16), ("with 2.5 for its elements of a head",)),
     (("B", "H", "S", True, BF16), ("with True for its elements",)),
-    (("B", "H", "S", "D", dtypes.int32), ("KVCache[…] of s32", "one of f32, bf16, f16, e4m3, s8")),
+    (("B", "H", "S", "D", dtypes.int32), ("KVCache[…] of s32", "one of f32, bf16, f16, e4m3, e5m2, s8")),
     (("B", "H", "S", "D", "bf16"), ("KVCache[…] of 'bf16'", WRITTEN))])
 def test_words_that_are_no_type(words: Any, said: tuple[str, ...]):
     says(lambda: KVCache[words], SpecError, *said)

@@ -51,7 +51,8 @@ def checked(machine: GPU, spec: AttentionSpec, **extents: int) -> None:
     attention_case.near(spec, given, got, **extents)
 
 
-@pytest.mark.parametrize("kv", [None, dtypes.int8, dtypes.fp8e4m3], ids=["16 bits", "int8", "fp8"])
+@pytest.mark.parametrize("kv", [None, dtypes.int8, dtypes.fp8e4m3, dtypes.fp8e5m2],
+                         ids=["16 bits", "int8", "e4m3", "e5m2"])
 @pytest.mark.parametrize("page_size", [8, 16, 64, 256])
 @pytest.mark.parametrize("lengths", [[0, 1, 15, 16, 17], [300, 4000, 2, 1]], ids=str)
 def test_decode_attentions(machine: GPU, lengths: list[int], page_size: int, kv: DType | None):

@@ -13,13 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_parity import GREEDY, PROMPT
 from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.attention import Attention
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
 
+from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.quant.activations import to_e4m3
+from tinygrad_nv.tile.reference import rounded as to_float
 
 LAYERS = 2
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -55,20 +58,21 @@ def make(hf_model: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]
     return made
 
 
-def rounded(x: Tensor, scales: torch.Tensor, int8: bool) -> Tensor:
+def rounded(x: Tensor, scales: torch.Tensor, dtype: DType) -> Tensor:
     """x (B, H, T, D) as it is read from a cache."""
     s = Tensor(scales.float().reshape(-1, 1, 1).numpy(), device="CPU")
-    return (x / s).round().clamp(-127, 127) * s if int8 else to_e4m3(x / s) * s
+    if dtype == dtypes.int8: return (x / s).round().clamp(-127, 127) * s
+    return (to_e4m3(x / s) if dtype == dtypes.fp8e4m3 else to_float(x / s, dtype)) * s
 
 
 def log_probabilities(directory: Path, monkeypatch: pytest.MonkeyPatch, scales: list[torch.Tensor],
-                      int8: bool, tokens: list[int]) -> np.ndarray:
+                      dtype: DType, tokens: list[int]) -> np.ndarray:
     """Of every next token, by one forward pass whose attention takes dequantised keys and values."""
     project = Attention.project
 
     def dequantised(self: Attention, x: Tensor, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = project(self, x, batch)
-        return q, rounded(k, scales[0], int8).contiguous(), rounded(v, scales[-1], int8).contiguous()
+        return q, rounded(k, scales[0], dtype).contiguous(), rounded(v, scales[-1], dtype).contiguous()
     monkeypatch.setattr(Attention, "project", dequantised)
     model = Llama(read_config(directory), dtypes.float32, "CPU")
     weights.load(model, directory)
@@ -76,25 +80,62 @@ def log_probabilities(directory: Path, monkeypatch: pytest.MonkeyPatch, scales: 
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_s_scales_are_the_cache_s(make: Callable[..., Path], monkeypatch: pytest.MonkeyPatch,
                                                kind: str):
     """Log probabilities within 5e-5: measured 1e-5, and 1e-4 at least where nothing is rounded."""
     scales, config = KINDS[kind]
-    directory, int8 = make(scales, config), kind == "int8"
+    directory, dtype = make(scales, config), dtypes.int8 if kind == "int8" else dtypes.fp8e4m3
     llm = LLM(directory, device="CPU", max_num_seqs=2, max_num_batched_tokens=64)
     cache = llm.runner.store.cache.layers
-    assert cache[0].keys.dtype == (dtypes.int8 if int8 else dtypes.fp8e4m3)
+    assert cache[0].keys.dtype == dtype
     for layer in cache:
         for found, given in zip((layer.k_scale, layer.v_scale), (*scales.values(),) * 2, strict=False):
             assert found is not None
             assert (found.numpy() == given.float().reshape(1, -1).numpy()).all()
-    answer = llm.complete(PROMPT, replace(GREEDY, max_tokens=12, logprobs=1)).outputs[0]
+    same(llm, directory, monkeypatch, list(scales.values()), dtype)
+
+
+def same(llm: LLM, directory: Path, monkeypatch: pytest.MonkeyPatch, scales: list[torch.Tensor],
+         dtype: DType, prompt: Any = PROMPT) -> None:
+    """Asserts that greedy tokens, and their log probabilities, are those of dequantised keys and values."""
+    found = llm.complete(prompt, replace(GREEDY, max_tokens=12, logprobs=1))
     llm.close()
-    tokens = [*PROMPT, *answer.token_ids]
-    wanted = log_probabilities(directory, monkeypatch, list(scales.values()), int8, tokens)
-    for i, each in enumerate(answer.logprobs):
-        assert abs(each.logprob - wanted[len(PROMPT) - 1 + i, each.token]) < 5e-5
+    answer, tokens = found.outputs[0], list(found.outputs[0].token_ids)
+    wanted = log_probabilities(directory, monkeypatch, scales, dtype, [*found.prompt_token_ids, *tokens])
+    wanted = wanted[len(found.prompt_token_ids) - 1:-1]
+    assert tokens == wanted.argmax(-1).tolist()
+    for row, each in zip(wanted, answer.logprobs, strict=True):
+        assert abs(each.logprob - row[each.token]) < 5e-5
+
+
+def test_e5m2_is_stored_as_it_is(make: Callable[..., Path], monkeypatch: pytest.MonkeyPatch):
+    """The checkpoint's scales are of another dtype."""
+    directory = make(*KINDS["heads"])
+    llm = LLM(directory, device="CPU", max_num_seqs=2, max_num_batched_tokens=64, kv_cache_dtype="fp8_e5m2")
+    for layer in llm.runner.store.cache.layers:
+        assert layer.keys.dtype == dtypes.fp8e5m2
+        assert (layer.k_scale.numpy() == 1).all()
+    same(llm, directory, monkeypatch, [torch.ones(1)], dtypes.fp8e5m2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("given", "dtype"), [("fp8", dtypes.fp8e4m3), ("fp8_e5m2", dtypes.fp8e5m2)])
+def test_stories_of_fp8_are_those_of_rounded_keys_and_values(monkeypatch: pytest.MonkeyPatch, given: str,
+                                                             dtype: DType):
+    llm = LLM(DEFAULT_MODEL, device="CPU", max_num_seqs=2, max_num_batched_tokens=64, kv_cache_dtype=given)
+    same(llm, DEFAULT_MODEL, monkeypatch, [torch.ones(1)], dtype, "Once upon a time there was")
+
+
+def test_scales_without_a_scheme_are_of_e4m3(make: Callable[..., Path]):
+    """Directories of AutoFP8 before it named a scheme."""
+    directory = make({"k_scale": K, "v_scale": V}, CT)
+    for given, holds in (("fp8", True), ("int8", False), ("fp8_e5m2", False)):
+        llm = LLM(directory, device="CPU", max_num_seqs=1, kv_cache_dtype=given)
+        found = llm.runner.store.cache.layers[0].k_scale
+        assert (found.numpy()[0] == K.numpy()).all() == holds
+        llm.close()
 
 
 def test_scales_of_a_float_cache_are_left_alone(make: Callable[..., Path]):

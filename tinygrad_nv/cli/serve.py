@@ -33,7 +33,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     engine.add_argument("--max-num-batched-tokens", type=size, default=512, metavar="N",
                         help="tokens that a step computes (default 512)")
     engine.add_argument("--kv-cache-dtype", default="auto", metavar="D", help="of keys and values: float32, "
-                        "float16, bfloat16, fp8, int8 (default auto: the checkpoint's, else the model's)")
+                        "float16, bfloat16, fp8, fp8_e5m2, int8 (default auto: the checkpoint's, else the "
+                        "model's)")
     engine.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True,
                         help="prompts with a common prefix share its KV cache (default on)")
     engine.add_argument("--swap-space", type=_positive, default=0.0, metavar="GIB",

@@ -102,14 +102,14 @@ class LLM:
 
     At most `max_num_seqs` sequences run at a time, and a step computes at most `max_num_batched_tokens`
     tokens. Keys and values are stored as `kv_cache_dtype` ("auto": the checkpoint's, else the model's;
-    float32, float16, bfloat16, int8, fp8) in `num_pages` pages of `page_size` tokens, or as many as fit into
-    `kv_cache_bytes` (default: what is left of a GPU). `swap_space` bytes of host memory hold offloaded pages.
-    Prompts with a common prefix share pages (`enable_prefix_caching`). `speculative`, ngram:K or draft:DIR:K
-    (speculation/ngram.py), turns on speculative decoding, which does not change the output. How weights are
-    quantised says the checkpoint, and `quantization` checks that; weights that are not quantised it quantises
-    while they are loaded (fp8, int8). `task` "embed" makes an embedding model of one that generates
-    (models/embedding_model.py); embedding models `embed` alone. `stage(name)` is called at the end of each
-    stage of loading."""
+    float32, float16, bfloat16, int8, fp8, fp8_e5m2) in `num_pages` pages of `page_size` tokens, or as many as
+    fit into `kv_cache_bytes` (default: what is left of a GPU). `swap_space` bytes of host memory hold
+    offloaded pages. Prompts with a common prefix share pages (`enable_prefix_caching`). `speculative`,
+    ngram:K or draft:DIR:K (speculation/ngram.py), turns on speculative decoding, which does not change the
+    output. How weights are quantised says the checkpoint, and `quantization` checks that; weights that are
+    not quantised it quantises while they are loaded (fp8, int8). `task` "embed" makes an embedding model of
+    one that generates (models/embedding_model.py); embedding models `embed` alone. `stage(name)` is called at
+    the end of each stage of loading."""
 
     def __init__(self, directory: str | Path, dtype: str = "auto", max_model_len: int | None = None,
                  device: str | None = None, progress: Callable[[int, int], None] | None = None,

@@ -58,7 +58,7 @@ class KVCache:
     `layers` of pages of `page_size` tokens on `device` (the default device). `pages`: enough for B requests
     of S_max tokens, unless given; `host_pages` more in host memory. `window`: a token attends to at most so
     many keys, and pages behind the window are freed. `sharing`: requests with a common prefix share its
-    pages. int8 requires `k_scale` and `v_scale`, e4m3 accepts them: a number, or numbers [H] or [layers, H];
+    pages. int8 requires `k_scale` and `v_scale`, fp8 accepts them: a number, or numbers [H] or [layers, H];
     a key is its stored value times the scale. Raises `SpecError`, `PageError`, MemoryError."""
 
     def __init__(self, kind: CacheKind[KVCache], extents: tuple[int, int, int, int], *,

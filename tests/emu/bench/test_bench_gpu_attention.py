@@ -18,6 +18,7 @@ import gpu_paged
 OPTIONS = [Namespace(arch=arch, seed=1) for arch in ("sm_80", "sm_90a")]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options.arch)
 @pytest.mark.parametrize("workload", [gpu_attention.Forward(2, 4, 512, 64, True),
                                       gpu_attention.Forward(1, 4, 100, 128, False, 2)], ids=lambda w: w.name)

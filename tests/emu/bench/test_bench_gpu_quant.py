@@ -37,6 +37,7 @@ OPTIONS = Namespace(arch="sm_90a", seed=1)
 EVERY = {**TYPES, **gpu_quant.OTHERS}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", EVERY)
 def test_matrices_are_what_the_package_has(name: str):
     """24 rows and 256 columns: in fragments, and dequantised."""

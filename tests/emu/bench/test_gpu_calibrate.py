@@ -58,6 +58,7 @@ def recovered(name: str, wanted: Iterable[str]) -> None:
         assert getattr(base, one) != pytest.approx(right, rel=0.04)
 
 
+@pytest.mark.slow
 def test_the_figures_of_an_sm_are_found():
     recovered("h200", QUICK)
 

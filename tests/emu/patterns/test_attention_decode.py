@@ -71,6 +71,7 @@ def divided(y: Tensor) -> DecodeSpec:
 
 # **** steps ****
 
+@pytest.mark.sampled(4)
 @BOTH
 @pytest.mark.parametrize(("rows", "heads", "window"), [(1, 8, None), (1, 4, 200), (3, 4, None), (8, 2, 300)])
 def test_a_captured_step_serves_every_length(gpu: str, rows: int, heads: int, window: int | None):

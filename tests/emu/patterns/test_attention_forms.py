@@ -56,6 +56,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, change: Callable[[Tensor], Tensor]
 
 # **** masks ****
 
+@pytest.mark.sampled(5)
 @BOTH
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=["bf16", "f16", "f32"])
 @pytest.mark.parametrize(("rows", "keys"), [(36, 220), (2, 600)])
@@ -152,6 +153,7 @@ def test_logarithms_of_distances():
          lambda x: torch.where(tc <= tr, x * 0.125 - theirs.to(x.dtype), HIDDEN))
 
 
+@pytest.mark.sampled(4)
 @BOTH
 @pytest.mark.parametrize(("rows", "heads"), [(1, 4), (3, 4), (12, 2)])
 def test_alibi_over_a_cache(rows: int, heads: int):

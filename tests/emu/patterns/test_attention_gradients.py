@@ -79,6 +79,7 @@ def test_all_see_all(dtype: DType):
     trained(operands, simple, scaled(), dtype)
 
 
+@pytest.mark.sampled(3)
 @BOTH
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_causal_with_heads_that_share_keys(seed: int):
@@ -142,6 +143,7 @@ def test_a_band_that_is_made_as_a_mask_of_floats():
     assert not loads(forward.score)
 
 
+@pytest.mark.sampled(4)
 @BOTH
 @pytest.mark.parametrize("shape", [(40, 150), (1, 2, 1, 150), (2, 1, 40, 150)], ids=str)
 def test_masks_in_memory(shape: tuple[int, ...]):
@@ -236,6 +238,7 @@ def test_gradients_that_lie_backwards():
     near(wanted, operands, scaled(), grad.flip(2))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("lead_q", "lead_k"), [((), ()), ((2,), (2,)), ((2,), ()), ((), (2,)),
                                                 ((2, 3, 2), (3, 2)), ((2, 2), (2, 1))], ids=str)
 def test_other_ranks(lead_q: tuple[int, ...], lead_k: tuple[int, ...]):

@@ -44,6 +44,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 # **** the library's own ****
 
+@pytest.mark.sampled(9)
 @BOTH
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
@@ -54,6 +55,7 @@ def test_the_library_s_attention(dtype: DType, seed: int):
     assert near(y, operands, scaled).batch[2] == 2
 
 
+@pytest.mark.sampled(7)
 @BOTH
 @pytest.mark.parametrize(("rows", "keys"), [(20, 20), (150, 150), (1, 33), (70, 40), (33, 129)])
 def test_causal(rows: int, keys: int):
@@ -107,6 +109,7 @@ CONDITIONS: dict[str, Callable] = {
 }
 
 
+@pytest.mark.sampled(8)
 @BOTH
 @pytest.mark.parametrize("name", CONDITIONS)
 def test_conditions_of_positions(name: str):
@@ -211,6 +214,7 @@ def step(q: Tensor, cache: Tensor, start: object, window: int | None = None) -> 
     return mask.where(x, -float("inf")).softmax(-1) @ v.unsqueeze(2)
 
 
+@pytest.mark.sampled(5)
 @BOTH
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("rows", [1, 6])

@@ -58,6 +58,7 @@ def both() -> set[str]: return {FORWARD[ARCH], BACKWARD[ARCH]}
 
 # **** modes ****
 
+@pytest.mark.sampled(4)
 @BOTH
 @WRAPS
 def test_in_functions(wrap: Callable[[Fn], Fn]):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from append_case import NONE, Append, append, run, same, wanted
+from append_case import NONE, Append, append, infinite, run, same, wanted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_case import fetched
@@ -21,7 +21,8 @@ from tinygrad_nv.patterns.decode.paged import paged_attention
 from tinygrad_nv.patterns.kv_append.named import kv_append
 from tinygrad_nv.runtime.device import NVDevice
 
-F32, F16, BF16, S8, E4M3 = (dtypes.float32, dtypes.float16, dtypes.bfloat16, dtypes.int8, dtypes.fp8e4m3)
+F32, F16, BF16, S8 = dtypes.float32, dtypes.float16, dtypes.bfloat16, dtypes.int8
+E4M3, E5M2 = dtypes.fp8e4m3, dtypes.fp8e5m2
 ALL = {"half": 8, "q_heads": 4}
 
 
@@ -70,10 +71,15 @@ def test_page_sizes(hopper: NVDevice, size: int):
 
 
 @pytest.mark.parametrize(("dtype", "kv"), [(F32, F32), (BF16, BF16), (F32, F16), (F16, S8), (BF16, E4M3),
-                                           (F32, S8)], ids=str)
+                                           (F32, S8), (F16, E5M2)], ids=str)
 @pytest.mark.parametrize("half", [0, 8])
 def test_kinds(hopper: NVDevice, dtype: dtypes, kv: dtypes, half: int):
     checked(append([0, 9, 24], rows=2, dtype=dtype, kv=kv, half=half, q_heads=half // 4), hopper)
+
+
+@pytest.mark.parametrize("kv", [E4M3, E5M2], ids=str)
+def test_what_is_too_large_is_the_largest_number(hopper: NVDevice, kv: dtypes):
+    checked(infinite(kv), hopper)
 
 
 @settings(max_examples=8, deadline=None)
@@ -84,7 +90,7 @@ def test_generated(hopper: NVDevice, data: st.DataObject):
     half = data.draw(st.sampled_from([0, 4, 8]))
     checked(append(data.draw(st.lists(st.integers(0, size * pages), min_size=1, max_size=3)),
                    rows=data.draw(st.integers(1, 9)), heads=data.draw(st.integers(1, 9)), d=d, size=size,
-                   pages=pages, kv=data.draw(st.sampled_from([F16, S8, E4M3])), half=half,
+                   pages=pages, kv=data.draw(st.sampled_from([F16, S8, E4M3, E5M2])), half=half,
                    q_heads=data.draw(st.integers(0, 9)) if half else 0, interleaved=data.draw(st.booleans()),
                    seed=data.draw(st.integers(0, 99))), hopper)
 
@@ -148,7 +154,8 @@ def test_rows_of_one_element_are_copied(hopper: NVDevice):
 @pytest.mark.parametrize(("arch", "more", "words"), [
     ("sm_90a", {"d": 6}, "heads of 6 and 6 elements: no vectors of 4 that are aligned"),
     ("sm_90a", {"half": 3}, "6 of them rotated: no vectors"),
-    ("sm_80", {"kv": E4M3}, "sm_80 converts nothing to e4m3: sm_89 does")], ids=str)
+    ("sm_80", {"kv": E4M3}, "sm_80 converts nothing to e4m3: sm_89 does"),
+    ("sm_80", {"kv": E5M2}, "sm_80 converts nothing to e5m2: sm_89 does")], ids=str)
 def test_falls_back_with_a_reason(arch: str, more: dict[str, Any], words: str):
     opened = device(arch=arch)
     case = append([0, 9, 16], **more)

@@ -18,7 +18,7 @@ from tinygrad_nv.patterns.decode.paged import paged_attention
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 
-F16, BF16, S8, E4M3 = dtypes.float16, dtypes.bfloat16, dtypes.int8, dtypes.fp8e4m3
+F16, BF16, S8, E4M3, E5M2 = dtypes.float16, dtypes.bfloat16, dtypes.int8, dtypes.fp8e4m3, dtypes.fp8e5m2
 TEMPLATES = ["decode", "combine"]
 LONG = {"size": 128, "pages": 12, "d": 64, "dtype": F16}  # up to three splits
 
@@ -69,7 +69,7 @@ def test_page_sizes(ampere: NVDevice, size: int):
     checked(case([0, size - 1, size + 1], heads=4, size=size, pages=2, dtype=BF16), ampere)
 
 
-@pytest.mark.parametrize("kv", [S8, E4M3])
+@pytest.mark.parametrize("kv", [S8, E4M3, E5M2])
 def test_quantised(gpu: NVDevice, kv: dtypes):
     checked(case([0, 1, 17, 40], rows=2, heads=4, kv_heads=2, size=16, dtype=BF16, kv=kv), gpu)
 

@@ -114,6 +114,7 @@ def small(bits: np.ndarray, kind: str, relu: bool) -> np.ndarray:
     return np.array(out, np.uint16)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
 def test_to_f8(kind: str, relu: bool) -> None:

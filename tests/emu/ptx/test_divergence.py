@@ -171,7 +171,7 @@ def interpret(block: tuple, x: int) -> int:
     return x
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(BLOCK, st.integers(0, 3))
 def test_random_programs(block: tuple, seed: int):
     lines: list[str] = ["mad.lo.u32 %r1, %t, 2654435761, 12345;"]
@@ -180,7 +180,7 @@ def test_random_programs(block: tuple, seed: int):
     assert got.tolist() == [interpret(block, (t * 2654435761 + 12345) % (1 << 32)) for t in range(64)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(BLOCK)
 def test_branches_join_at_their_immediate_post_dominators(block: tuple):
     """Against the definition: a node post-dominates another when no path to the end avoids it."""

@@ -293,6 +293,7 @@ def compared(name: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 NAMES = [*ORDERED, "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"]
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("name", NAMES)
 def test_comparisons(name: str, kind: str) -> None:

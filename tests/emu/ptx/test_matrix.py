@@ -48,6 +48,7 @@ def store(count: int) -> str:
                                                for i in range(count))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("pitch", "conflicts"), [(16, 0), (48, 0), (128, 7)])

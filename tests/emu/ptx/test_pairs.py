@@ -32,6 +32,7 @@ def test_a_bug_is_found(case: Kernel, bug: str):
             f"seed {seed}: {case.bugs[bug]} at lines {sorted(case.lines(bug))} expected\n{said}"
 
 
+@pytest.mark.sampled(81)
 @pytest.mark.parametrize(("case", "bug"), PAIRS, ids=NAMES)
 def test_a_bug_is_ptx(case: Kernel, bug: str):
     assert assembles(case, bug) is (bug not in case.refused)

@@ -96,11 +96,13 @@ def test_a_prediction_takes_seconds_whatever_the_size():
     assert time.process_time() - begun < 15    # measured 3: the goal of 5 s has room for a loaded machine
 
 
+@pytest.mark.slow
 def test_time_grows_with_the_work():
     small, large = (predicted(square(n), TILE) for n in (2048, 4096))
     assert 6 < large.cycles / small.cycles < 9
 
 
+@pytest.mark.slow
 def test_fewer_stages_are_slower():
     spec = matmul(128 * 66, 256 * 2, 4096)
     cycles = [predicted(spec, TILE.stages(stages)).cycles for stages in (4, 3, 2)]
@@ -116,11 +118,13 @@ def test_waits_at_an_mbarrier_are_told_by_its_line():
     assert any(each.sass.startswith("SYNCS") for each in found.links)
 
 
+@pytest.mark.slow
 def test_half_a_tile_is_slower():
     whole, half = (predicted(square(4096), TILE.block(m, n)) for m, n in ((128, 256), (128, 128)))
     assert half.cycles > 1.03 * whole.cycles
 
 
+@pytest.mark.slow
 def test_eight_bits_are_faster_and_mma_is_slower():
     wide, narrow = predicted(square(4096)), predicted(square(4096, dtype=E4M3))
     assert narrow.cycles < 0.7 * wide.cycles
@@ -141,6 +145,7 @@ def test_without_overlap_of_softmax_and_products_attention_is_slower():
     assert both[1].cycles > 1.03 * both[0].cycles
 
 
+@pytest.mark.slow
 def test_a_causal_attention_takes_about_half():
     full = predicted(attention(4096, 4096, 128, BF16, batch=2, heads=16))
     causal = predicted(attention(4096, 4096, 128, BF16, batch=2, heads=16, band=Band(None, 0)))
@@ -155,6 +160,7 @@ def test_the_critical_path_names_what_would_shorten_it():
     assert max(path, key=lambda name: path[name]) == "HBM"
 
 
+@pytest.mark.slow
 def test_uncertainty_is_that_of_the_figures_the_path_depends_on():
     tensor, launch = predicted(square(4096)).uncertainty, predicted(rms(132, 1024)).uncertainty
     assert 0.05 < tensor < 0.08     # 3 % of the tensor cores' rate, 5 % of the model

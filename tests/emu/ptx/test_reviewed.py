@@ -117,6 +117,7 @@ def test_declarations_that_cannot_be(body: str, parameters: str) -> None:
 
 # **** loops that never wait ****
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("body", [
     "cp.async.ca.shared.global [s], [%d0], 16; cp.async.commit_group;",
     "cp.async.bulk.prefetch.L2.global [%d0], 16; cp.async.ca.shared.global [s], [%d0], 4;",

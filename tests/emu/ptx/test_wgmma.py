@@ -93,6 +93,7 @@ SPARSE = [*[replace(dense(*types), k=2 * DEPTH[types[1]], sparse=True, selector=
             for s in ((0, 1) if BITS[types[1]] > 8 else (0,))]]
 
 
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize("case", SPARSE, ids=lambda case: f"{case.name[16:]}-{case.selector}")
 @pytest.mark.parametrize("a_major", ["k", None])
 def test_sparse(case: Wgmma, a_major: str | None) -> None:

@@ -64,6 +64,7 @@ FLOATS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[np.ndarray], np.nd
 }
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("dtype", ULP, ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize("name", FLOATS)
 def test_floats(fake: Fake, name: str, dtype):
@@ -86,6 +87,7 @@ INTEGERS: dict[str, Callable[[], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", INTEGERS)
 def test_integers_are_exact(fake: Fake, name: str):
     found, wanted = on_both(INTEGERS[name])

@@ -22,6 +22,7 @@ SHAPE = (5, 9, 6)
 def whole(*shape: int) -> np.ndarray: return rng().integers(-8, 9, shape).astype(np.float32)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("axis", AXES, ids=str)
 def test_exact_reductions(axis: int | tuple[int, ...] | None):
     x = whole(*SHAPE)
@@ -78,6 +79,7 @@ SHAPES = ((1, 1, 1), (3, 5, 7), (16, 8, 16), (33, 17, 65), (64, 64, 64), (1, 48,
 TYPES = (dtypes.float, dtypes.half, dtypes.bfloat16, dtypes.int32, dtypes.int8, dtypes.double)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("dtype", TYPES, ids=lambda d: d.name)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matrix_products_of_integers(shape: tuple[int, int, int], dtype):

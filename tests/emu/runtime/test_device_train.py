@@ -69,6 +69,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[list[Tensor]], nn.optim.Optimizer],
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_network_learns_as_in_pytorch(name: str, jit: bool):

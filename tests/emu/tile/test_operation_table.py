@@ -200,6 +200,7 @@ def of_gpu(op: str, arch: str) -> list[Case]:
     return [case for case in cases(op) if not gpu.problems(case.node, arch)]
 
 
+@pytest.mark.sampled(56)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("width", [1, 2])
 @rows
@@ -255,6 +256,7 @@ def on_cpu(level: ISA) -> dict[Case, list[Number]]:
             for slot, case in zip(slots, some, strict=True)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 def test_c_computes_the_value(level: ISA):
     """And where Python has none, what PTX has. A NaN that comes first stays in max and min."""

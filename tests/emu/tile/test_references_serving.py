@@ -9,7 +9,7 @@ from typing import Any
 import emitted_specs as specs
 import pytest
 import torch
-from emitted_specs import BF16, E4M3, F16, F32, S8, S32, append, decode
+from emitted_specs import BF16, E4M3, E5M2, F16, F32, S8, S32, append, decode
 from reference_case import GUARD, Given, answer, right, run, same, storages
 from test_references import HERE, schedules
 from tinygrad.dtype import dtypes
@@ -52,7 +52,7 @@ def caches() -> dict[str, DecodeSpec]:
         "window": decode(3, 1, 3, 3, 96, 8, 11, F16, window=20, score=specs.capped(96)),
         "8 rows": decode(2, 1, 8, 8, 32, pages=5),
         "slopes": decode(3, 2, 3, 2, 64, 32, 3, score=specs.sloped()),
-        "e4m3": decode(3, 2, 2, 1, 64, 32, 3, kv=E4M3),
+        "e4m3": decode(3, 2, 2, 1, 64, 32, 3, kv=E4M3), "e5m2": decode(2, 1, 2, 1, 32, 32, 3, kv=E5M2),
         "sinks, chunks": decode(2, 1, 3, 2, 32, pages=5, window=20, chunked=True, sinks=True),
         "int8": decode(3, 2, 2, 2, 64, 16, 5, F16, S8, causal=False),
         "f32": decode(2, 1, 3, 2, 20, 8, 9, F32),
@@ -68,7 +68,8 @@ def appends() -> dict[str, AppendSpec]:
     few = {"stored": 15, "pages": 3}
     made = {
         "bf16": append(new=5), "f16 interleaved": append(F16, interleaved=True, new=2, angles=F16),
-        "to e4m3": append(BF16, E4M3, angles=BF16, **exact), "to int8": append(F32, S8, half=12, **exact),
+        "to e4m3": append(BF16, E4M3, angles=BF16, **exact), "to e5m2": append(F32, E5M2, half=0, q_heads=0),
+        "to int8": append(F32, S8, half=12, **exact),
         "copies": append(F32, BF16, 0, 0, new=7), "f32": append(F32, half=16, q_heads=3, **exact),
         "rounded": append(F16, angles=F16, interleaved=True, **exact)}
     there = {name: replace(spec, **few) for name, spec in made.items()}
@@ -137,7 +138,8 @@ SPECS = {f"{family}: {name}": spec
          for family, of in zip(FAMILIES, (caches(), appends(), tables(), samplers(), routers(),
                                                  grouped(), quantised()), strict=True)
          for name, spec in of.items()}
-CASES = [pytest.param(name, target, schedule, id=f"{name}, {schedule.template}, {target.arch}")
+CASES = [pytest.param(name, target, schedule, id=f"{name}, {schedule.template}, {target.arch}",
+                      marks=[pytest.mark.slow] * ("e5m2" in name))
          for name, spec in SPECS.items() for target in TARGETS for schedule in schedules(spec, target)]
 
 
@@ -196,6 +198,7 @@ def is_exact(spec: Any) -> bool:
     return not isinstance(spec, DecodeSpec | RouterSpec | grouped)
 
 
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize(("name", "target", "schedule"), CASES)
 def test_numbers(name: str, target: GPU | CPU, schedule: Schedule):
     spec = SPECS[name]
@@ -209,6 +212,7 @@ def test_numbers(name: str, target: GPU | CPU, schedule: Schedule):
         else: right(asked, given, got)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "target", "schedule"), [
     each for each in CASES if isinstance(spec := SPECS[str(each.values[0])], AppendSpec)
     and not is_exact(spec)])

@@ -68,6 +68,7 @@ def by_the_model(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float
 
 # **** without a GPU ****
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SPECS)
 def test_each_family_is_tuned_by_the_model(name: str):
     spec = SPECS[name]

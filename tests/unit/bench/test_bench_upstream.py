@@ -96,6 +96,7 @@ def test_quick_runs_plain_what_did_not_pass(checkout: Path, tmp_path: Path):
     assert row(done) == "test/unit/test_good.py 1 of 1 0 of 0 0 0"
 
 
+@pytest.mark.slow
 def test_where_nothing_passes_nothing_was_compared(checkout: Path, tmp_path: Path):
     (broken := checkout / "test" / "unit" / "test_broken.py").write_text("import no_such_module\n")
     try: done = called(checkout, tmp_path, "--only", "test_broken")

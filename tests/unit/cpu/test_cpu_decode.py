@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cpu_decode_case import ISAS, near, on, run
-from decode_case import contiguous, decode, requests
+from decode_case import contiguous, decode, every_number, requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_decode_invariant import alone, moved
@@ -19,7 +19,8 @@ from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.expression import Constant, Load, Position, Sum, tanh, where
 from tinygrad_nv.tile.launch import Integer
 
-F32, BF16, F16, S8, E4M3 = dtypes.float32, dtypes.bfloat16, dtypes.float16, dtypes.int8, dtypes.fp8e4m3
+F32, BF16, F16, S8 = dtypes.float32, dtypes.bfloat16, dtypes.float16, dtypes.int8
+E4M3, E5M2 = dtypes.fp8e4m3, dtypes.fp8e5m2
 LENGTHS = [640, 1, 0, 257, 300]  # three splits, one, none, two, two
 
 
@@ -35,7 +36,9 @@ def checked(spec: DecodeSpec, lengths: list[int], isa: ISA | None = None, seed: 
 
 # **** what is computed ****
 
-@pytest.mark.parametrize(("dtype", "kv"), [(F32, None), (BF16, None), (F16, S8), (F32, E4M3)], ids=str)
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("dtype", "kv"), [(F32, None), (BF16, None), (F16, S8), (F32, E4M3),
+                                           (BF16, E5M2)], ids=str)
 @pytest.mark.parametrize("isa", ISAS, ids=str)
 def test_levels(isa: ISA, dtype: dtypes, kv: dtypes):
     """Five rows, widths that are no multiple of vectors, a window, gaps."""
@@ -80,6 +83,14 @@ def test_scores():
     checked(contiguous(300, s_q=3, dtype=F32, causal=False, score=even), [211])
     late = where(Constant(280.0, F32) < Position("n").cast(F32), Sum() * 0.1, -float("inf"))
     checked(contiguous(300, s_q=3, dtype=F32, causal=False, score=late), [300])
+
+
+@pytest.mark.parametrize("kv", [S8, E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("isa", ISAS, ids=str)
+def test_every_byte_is_its_number(isa: ISA, kv: dtypes):
+    """One visible key: its value times its scale, a power of two, bit for bit."""
+    spec, made, wanted = every_number(kv, F32)
+    assert torch.equal(run(spec, made, isa).reshape(256), wanted)
 
 
 def test_very_large_scores():
@@ -139,7 +150,7 @@ def test_what_does_not_fit_the_stack():
 
 @st.composite
 def specs(draw: st.DrawFn) -> tuple[DecodeSpec, list[int]]:
-    kv = draw(st.sampled_from([None, S8, E4M3]))
+    kv = draw(st.sampled_from([None, S8, E4M3, E5M2]))
     d, d_v = (draw(st.integers(1, 70)) for _ in range(2))
     size, batch, longest = draw(st.sampled_from([8, 32])), draw(st.integers(1, 3)), draw(st.integers(1, 600))
     lengths = [draw(st.integers(0, longest)) for _ in range(batch)]

@@ -46,6 +46,7 @@ def test_levels(level: ISA, dtype: DType):
     close(spec, scheduled(spec, level, block_m=48, block_n=64))
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", SCORES)
 def test_scores(name: str):
     """Rows may see nothing."""

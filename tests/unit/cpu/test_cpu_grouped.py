@@ -47,6 +47,7 @@ def full(dtype: dtypes, **changes: object) -> GroupedGemmSpec:
     return replace(spec, **changes)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("level", "dtype"), KINDS, ids=str)
 def test_whole_numbers_are_exact(level: isa.ISA, dtype: dtypes):
     for spec in (full(dtype, activation="", weighted=False, n=51),
@@ -94,6 +95,7 @@ def test_float32_rows_and_matrices_of_16_bits(level: isa.ISA, half: dtypes):
             assert difference.max() <= (2.0**-20 * wanted[inside].abs().max() if activation else 0)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("level", "dtype"), KINDS, ids=str)
 def test_numbers(level: isa.ISA, dtype: dtypes):
     spec = full(dtype)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from append_case import Append, append, fetched, run, same, stored, wanted
+from append_case import Append, append, fetched, infinite, run, same, stored, wanted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_case import numbers
@@ -26,7 +26,8 @@ from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns.kv_append.named import kv_append
 from tinygrad_nv.runtime.cpu.program import load
 
-F32, F16, BF16, S8, E4M3 = (dtypes.float32, dtypes.float16, dtypes.bfloat16, dtypes.int8, dtypes.fp8e4m3)
+F32, F16, BF16, S8 = dtypes.float32, dtypes.float16, dtypes.bfloat16, dtypes.int8
+E4M3, E5M2 = dtypes.fp8e4m3, dtypes.fp8e5m2
 ALL = {"half": 8, "q_heads": 4}
 
 
@@ -47,10 +48,15 @@ def test_one_row(more: dict[str, Any]):
     checked(append([0, 1, 7, 8, 9, 24, 40], **more))
 
 
-@pytest.mark.parametrize(("dtype", "kv"), [(F32, F32), (BF16, BF16), (F32, F16), (F16, S8), (BF16, E4M3)],
-                         ids=str)
+@pytest.mark.parametrize(("dtype", "kv"), [(F32, F32), (BF16, BF16), (F32, F16), (F16, S8), (BF16, E4M3),
+                                           (F32, E5M2)], ids=str)
 def test_kinds(dtype: DType, kv: DType):
     checked(append([0, 9, 24], rows=5, dtype=dtype, kv=kv, **ALL))
+
+
+@pytest.mark.parametrize("kv", [E4M3, E5M2], ids=str)
+def test_what_is_too_large_is_the_largest_number(kv: DType):
+    checked(infinite(kv))
 
 
 @settings(max_examples=4, deadline=None)
@@ -61,7 +67,7 @@ def test_generated(data: st.DataObject):
     half = data.draw(st.sampled_from([0, 1, 4]))
     checked(append(data.draw(st.lists(st.integers(0, size * pages), min_size=1, max_size=3)),
                    rows=data.draw(st.integers(1, 9)), heads=data.draw(st.integers(1, 9)), d=d, size=size,
-                   pages=pages, kv=data.draw(st.sampled_from([F16, S8, E4M3])), half=half,
+                   pages=pages, kv=data.draw(st.sampled_from([F16, S8, E4M3, E5M2])), half=half,
                    q_heads=data.draw(st.integers(0, 9)) if half else 0, interleaved=data.draw(st.booleans()),
                    seed=data.draw(st.integers(0, 99))))
 

@@ -161,6 +161,7 @@ CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 IN_BFLOAT16 = ("llama", "gemma", "softmax", "LayerNorm")
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(("name", "dtype"), [*((name, F32) for name in CASES),
                                              *((name, dtypes.bfloat16) for name in IN_BFLOAT16)])
 def test_rows_in_a_graph_are_one_kernel_that_gives_what_tinygrad_gives(name: str, dtype: Any):
@@ -226,6 +227,7 @@ def gated(x: Tensor, act: Callable[[Tensor], Tensor] = Tensor.silu) -> Tensor:
 WIDE = np.random.default_rng(5).standard_normal((6, 2 * 70)).astype(np.float32)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [F32, dtypes.bfloat16], ids=str)
 @pytest.mark.parametrize("act", [Tensor.silu, Tensor.gelu, lambda x: 0.5 * x * (1 + (x * 0.5 ** 0.5).erf())])
 def test_silu_mul_standing_alone_is_one_kernel(dtype: Any, act: Callable[[Tensor], Tensor]):

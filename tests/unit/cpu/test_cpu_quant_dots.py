@@ -76,6 +76,7 @@ def check(type: QType, m: int, n: int, k: int, level: isa.ISA = BEST, dtype: DTy
     assert (error <= 6 * EPS * np.sqrt(k) * most).all()
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", NAMES)
 def test_types(name: str):
     type = TYPES[name].of_rows()
@@ -175,6 +176,7 @@ def on_the_cpu() -> Iterator[None]:
     with Context(DEV="CPU"): yield
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q5_1", "Q6_K", "Q3_K", "gptq 2 bits", "e4m3 blocks",
                                   "nf4"])
@@ -200,6 +202,7 @@ def test_what_has_no_tiles_stays_as_it_is():
         assert prepared(w) is w
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize(("asked", "allowed", "dtype", "int8"), [
     ("auto", True, BF16, True), ("auto", False, BF16, False), ("auto", True, F32, True),

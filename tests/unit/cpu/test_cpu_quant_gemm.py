@@ -55,6 +55,7 @@ def check(type: QType, m: int, n: int, k: int, level: isa.ISA = BEST) -> None:
     assert (error <= 4 * EPS * np.sqrt(k) * (np.abs(x).astype(np.float64) @ np.abs(w.T))).all()
 
 
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("m", [3, 33])
 @pytest.mark.parametrize("name", TYPES)
 def test_types(name: str, m: int):

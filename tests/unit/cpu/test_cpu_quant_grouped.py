@@ -85,6 +85,7 @@ def right(spec: QuantGroupedSpec, kernel: LoadedKernel, routing: str) -> None:
     assert ((got - exact).abs() <= bound).all(), ((got - exact).abs() - bound).max()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("name", ["Q4_0", "awq", "int8 channel"])
 @pytest.mark.parametrize("level", LEVELS, ids=str)
@@ -98,6 +99,7 @@ def test_whole_numbers_are_exact(level: isa.ISA, name: str, int8: bool):
         assert torch.equal(got[inside], wanted[inside])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", KINDS)
 def test_numbers(name: str):
     spec = spec_of(name)
@@ -144,6 +146,7 @@ def test_what_a_schedule_must_be():
         ["a matrix that is not in tiles"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("level", [isa.PORTABLE, isa.AVX2, isa.AVX512, isa.AVX512_BF16, isa.AMX], ids=str)
 def test_all_compile(level: isa.ISA):
     for name, int8 in (("awq", False), ("Q4_K", True)): made(spec_of(name, BF16, int8), level)

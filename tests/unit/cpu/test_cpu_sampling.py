@@ -32,6 +32,7 @@ def on_the_cpu() -> Iterator[None]:
     with Context(DEV="CPU"): yield
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize(("size", "floor"), [(5, False), (300, False), (300, True)])
 def test_a_filter_is_exact_where_a_sum_is_nearly_the_target(level: isa.ISA, size: int, floor: bool,

@@ -38,6 +38,7 @@ def same(got: np.ndarray, want: np.ndarray) -> None:
     np.testing.assert_array_equal(np.signbit(got[real]), np.signbit(want[real]))
 
 
+@pytest.mark.sampled(7)
 @levels
 @pytest.mark.parametrize("kind", SMALL)
 def test_every_pattern_of_a_float_is_read(kind: str, level: isa.ISA):
@@ -47,6 +48,7 @@ def test_every_pattern_of_a_float_is_read(kind: str, level: isa.ISA):
         same(call(level, f"{case}_{kind}", len(bits), np.zeros(len(bits), np.float32), bits), want)
 
 
+@pytest.mark.sampled(6)
 @levels
 @pytest.mark.parametrize("kind", ["bool", "s8", "u8", "s16", "u16"])
 def test_every_pattern_of_an_integer_is_read_and_written(kind: str, level: isa.ISA):

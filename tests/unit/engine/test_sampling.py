@@ -106,6 +106,7 @@ def test_the_filtered_logits_are_those_of_transformers(params: SamplingParams):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("params", CASES + MORE[:2], ids=filters_of)
 def test_draws_have_the_distribution_of_the_filtered_logits(params: SamplingParams):
     """3,000 positions: every token within 5 standard errors, and none that is filtered out."""

@@ -18,8 +18,9 @@ from tinygrad_nv.kvcache.cache import CachedSequence, KVCache, Step
 
 HEADS, QUERIES, D, SCALE = 2, 4, 32, 0.03
 TORCH = {dtypes.float32: torch.float32, dtypes.float16: torch.float16, dtypes.bfloat16: torch.bfloat16}
+FP8 = {dtypes.fp8e4m3: torch.float8_e4m3fn, dtypes.fp8e5m2: torch.float8_e5m2}
 NEAR = {dtypes.float32: 4e-5, dtypes.float16: 1e-2, dtypes.bfloat16: 6e-2, dtypes.int8: 4e-5,
-        dtypes.fp8e4m3: 4e-5}
+        dtypes.fp8e4m3: 4e-5, dtypes.fp8e5m2: 4e-5}
 
 
 def row(layer: int, tokens: list[int], what: int) -> np.ndarray:
@@ -31,7 +32,7 @@ def stored(x: np.ndarray, dtype: DType) -> np.ndarray:
     """The values as the cache stores them."""
     given = torch.from_numpy(x)
     if dtype == dtypes.int8: return torch.clamp((given / SCALE).round(), -128, 127).double().numpy() * SCALE
-    if dtype == dtypes.fp8e4m3: return (given / SCALE).to(torch.float8_e4m3fn).double().numpy() * SCALE
+    if dtype in FP8: return (given / SCALE).to(FP8[dtype]).double().numpy() * SCALE
     return given.to(TORCH[dtype]).double().numpy()
 
 
@@ -100,7 +101,7 @@ class Loop:
 
 
 def cache(dtype: DType = dtypes.float32, **more: Any) -> KVCache:
-    """A small cache; int8 and e4m3 have scales."""
+    """A small cache; those of 8 bits have scales."""
     scales = {"k_scale": SCALE, "v_scale": [SCALE] * HEADS} if dtype.itemsize == 1 else {}
     given = {"B": 4, "S_max": 64, "page_size": 8, "layers": 2} | scales | more
     return KVCache["B", HEADS, "S_max", D, dtype](**given)

@@ -18,6 +18,8 @@ from tinygrad.dtype import DType
 from tinygrad_nv.patterns.kv_append.named import kv_append
 
 NONE = -1  # an entry of a table without a page
+# scales with which some numbers saturate
+UNIT = {dtypes.int8: 0.02, dtypes.fp8e4m3: 0.004, dtypes.fp8e5m2: 3e-5}
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,19 @@ def append(lengths: list[int], rows: int = 1, heads: int = 2, d: int = 32, size:
     if q_heads:
         made["q"] = numbers(random, (batch, rows, q_heads, d), dtype)
         kinds["q"] = dtype
-    if kv.itemsize == 1:  # some numbers saturate
-        unit = 0.02 if kv == dtypes.int8 else 0.004
+    if kv in UNIT:
         for name in ("k_scale", "v_scale"):
-            made[name] = (torch.rand((stored_pages, heads), generator=random) + 0.5) * unit
+            made[name] = (torch.rand((stored_pages, heads), generator=random) + 0.5) * UNIT[kv]
             kinds[name] = dtypes.float32
     return Append(made, kinds, lengths, interleaved)
+
+
+def infinite(kv: DType) -> Append:
+    """Rows with numbers that are too large, infinities among them."""
+    case = append([1, 9], rows=1, kv=kv)
+    for name in ("k", "v"):
+        case.given[name][:, :, 0, :4] = torch.tensor([torch.inf, -torch.inf, 6e4, -6e4])
+    return case
 
 
 def run(case: Append, device: str) -> dict[str, torch.Tensor]:
@@ -119,7 +128,8 @@ def narrowed(case: Append, x: torch.Tensor, name: str, page: int) -> torch.Tenso
     if f"{name}_scale" not in case.given: return x.to(target)
     x = x * (1 / case.given[f"{name}_scale"][page])[:, None]
     if target == torch.int8: return x.round().clamp(-128, 127).to(target)
-    return x.clamp(-448, 448).to(target)
+    largest = torch.finfo(target).max
+    return x.clamp(-largest, largest).to(target)
 
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -19,7 +19,7 @@ from tinygrad.dtype import DType
 from tinygrad_nv.patterns.decode.paged import paged_attention
 
 TORCH = {dtypes.float32: torch.float32, dtypes.bfloat16: torch.bfloat16, dtypes.float16: torch.float16,
-         dtypes.int8: torch.int8, dtypes.fp8e4m3: torch.float8_e4m3fn}
+         dtypes.int8: torch.int8, dtypes.fp8e4m3: torch.float8_e4m3fn, dtypes.fp8e5m2: torch.float8_e5m2}
 UNIT = {dtypes.float32: 2.0**-24, dtypes.bfloat16: 2.0**-8, dtypes.float16: 2.0**-11}
 FAR = 1 << 30  # an entry of a table that must not be read
 C = 2.0        # of the plain implementation's error
@@ -56,7 +56,7 @@ def numbers(random: torch.Generator, shape: tuple[int, ...], dtype: DType) -> to
     """Normal numbers that the dtype holds; integers of all sizes."""
     if dtype == dtypes.int8: return torch.randint(-128, 128, shape, generator=random).to(torch.int8)
     wide = torch.randn(shape, generator=random)
-    return (wide * 20 if dtype == dtypes.fp8e4m3 else wide).to(TORCH[dtype])
+    return (wide * 20 if dtype.itemsize == 1 else wide).to(TORCH[dtype])
 
 
 def case(lengths: list[int], rows: int = 1, heads: int = 2, kv_heads: int = 1, d: int = 32, size: int = 8,
@@ -78,7 +78,7 @@ def case(lengths: list[int], rows: int = 1, heads: int = 2, kv_heads: int = 1, d
         table[b, :first[b] // size] = FAR
     k, v = (numbers(random, (len(unseen), size, kv_heads, width), kv) for width in (d, d_v))
     for x in (k, v):
-        if kv.itemsize == 1: x.view(torch.int8)[unseen] = 127  # NaN of e4m3
+        if kv.itemsize == 1: x.view(torch.int8)[unseen] = 127  # NaN of e4m3 and e5m2
         else: x[unseen] = torch.nan
     scales: tuple[torch.Tensor, ...] = ()
     if kv.itemsize == 1:

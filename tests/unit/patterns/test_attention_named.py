@@ -143,6 +143,7 @@ WHATS = [FlashAttention(), FlashAttention(causal=True), FlashAttention(softcap=1
          FlashAttention(window=5), FlashAttention(causal=True, window=3)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("what", WHATS, ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 def test_gradients_by_formulas(what: FlashAttention, masked: bool):
@@ -182,6 +183,7 @@ def test_rows_that_see_nothing_have_no_part_in_gradients():
     for one, other in zip(got, right, strict=True): np.testing.assert_allclose(one, other.numpy(), atol=1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("columns", "named"), [(1, False), (1, True), (3, False), (3, True)])
 def test_rows_that_see_nothing_are_zeros(columns: int, named: bool):
     q, k, v = (x[:1].contiguous().realize() for x in made(heads=1, kv=1, keys=columns))

@@ -81,6 +81,7 @@ def test_scores(what: FlashAttention, device: str, dtype: DType):
     same(what, operands(dtype=dtype, device=device))
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("group", [1, 2, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str, group: int): same(FlashAttention(causal=True), operands(layout, group=group))
@@ -132,6 +133,7 @@ def test_what_follows(after: str, device: str, dtype: DType):
 
 # **** with the LSE, and backward ****
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("device", "dtype"), [(GPU, BF16), (CPU, F32)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("what", "mask"), [(WHATS[1], ""), (WHATS[4], ""), (WHATS[1], "floats"),

@@ -22,6 +22,7 @@ def given(*shape: int) -> np.ndarray: return RNG.integers(-4, 5, shape).astype(n
 def on_cpu(x: np.ndarray) -> Tensor: return Tensor(np.ascontiguousarray(x), device="CPU")
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", COUNTS)
 @pytest.mark.parametrize("biased", [False, True])
 def test_rows_in_order(name: str, biased: bool):

@@ -37,6 +37,7 @@ def expected(policy: Policy, logits: torch.Tensor, bias: torch.Tensor | None = N
     return experts, weights * policy.scale
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("biased", [False, True])
 def test_experts_weights_and_order(name: str, biased: bool):

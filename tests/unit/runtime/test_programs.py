@@ -43,6 +43,7 @@ def test_a_second_process_makes_no_program(run):
     assert second[1] == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("change", [{"NOOPT": "1"}, {"NV_PROGRAM_CACHE": "0"}, {"CCACHE": "0"}, {"NV": "0"}],
                          ids=lambda c: "-".join(c))
 def test_what_changes_programs_or_forbids_the_cache_makes_them_anew(run, change):

@@ -35,6 +35,7 @@ def no_database(tmp_path, monkeypatch):
 
 # **** the space ****
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_every_schedule_is_legal_and_there_once(spec, arch):
@@ -97,6 +98,7 @@ def test_there_is_a_legal_schedule_for_every_product_of_halves(extents, majors, 
     assert why_not(spec, GPU(arch)) == ""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_the_choice_is_near_the_best_of_the_whole_space(spec, arch):

@@ -23,6 +23,7 @@ from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.decode.spec import Pages, Scales
 from tinygrad_nv.tile.expression import short
+from tinygrad_nv.tile.gemm.spec import FP8
 from tinygrad_nv.tile.kv_append.spec import AppendSpec, Heads, Rope
 
 PART_BYTES = 256 << 10  # that are moved by a part at least: waking a thread takes as long as some 10 KiB
@@ -109,7 +110,7 @@ def _move(name: str, source: DType, target: DType, d: int, rope: Rope | None) ->
 
     def stored(at: str, value: str, count: str) -> str:
         if target == dtypes.int8: value = f"to_s8({value} * inverse)"
-        elif target == dtypes.fp8e4m3: value = f"{value} * inverse"
+        elif target in FP8: value = f"{value} * inverse"
         return f"store_n_{to}(to + {at}, {value}, {count});"
     angles, lines, done = "", "", 0
     if rope is not None:

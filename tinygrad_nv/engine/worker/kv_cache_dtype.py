@@ -4,9 +4,10 @@ Protocol: values are stored in the model's dtype or in one of `CACHE_DTYPES`; "a
 kv_cache_scheme says, else the model's dtype. 8-bit dtypes have scales, equal for all pages of a layer's head,
 from the first of these that there is:
 
-    the checkpoint's        where its scheme has the dtype that is used
-    calibrated              int8's, and fp8's where the scheme says dynamic: some tokens run through the model
-    1                       of fp8, as in vLLM: e4m3 holds up to 448, far more than most keys and values
+    the checkpoint's  where its scheme has the dtype that is used
+    calibrated        int8's, and e4m3's where the scheme says dynamic: some tokens run through the model
+    1                 of fp8, as in vLLM: e4m3 holds up to 448, e5m2 up to 57344, far more than most keys and
+                      values
 """
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from tinygrad_nv.quant.readers.schemes import cache_of
 from tinygrad_nv.tile.expression import short
 
 CACHE_DTYPES = {"float32": dtypes.float32, "bfloat16": dtypes.bfloat16, "float16": dtypes.float16,
-                "fp8": dtypes.fp8e4m3, "int8": dtypes.int8}
+                "fp8": dtypes.fp8e4m3, "fp8_e5m2": dtypes.fp8e5m2, "int8": dtypes.int8}
 DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16",
                  "fp8_e4m3": "fp8"}
 # an element of a checkpoint's scheme as a dtype
@@ -70,7 +71,8 @@ def require_scales(config: ModelConfig) -> None:
 def cache_scales(model: Llama, dtype: DType, device: str, size: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """float32 scales of 8-bit keys and values, of each layer and KV head; `size` is a page's."""
     scheme, heads = scheme_of(model.config.quantization), model.config.num_kv_heads
-    same = scheme is None or SCHEME_DTYPES[scheme.element] == dtype
+    # scales without a scheme are older AutoFP8's
+    same = dtype == (dtypes.fp8e4m3 if scheme is None else SCHEME_DTYPES[scheme.element])
     found = [model.cache_scales.get(i) if same else None for i in range(model.config.num_layers)]
     if all(found): others = []
     elif dtype == dtypes.int8 or (same and scheme is not None and not scheme.static):

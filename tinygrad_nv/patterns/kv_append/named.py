@@ -21,8 +21,8 @@ are written in place too, but by tinygrad's kernels, which go through all of it.
 
 Pages of 8 bits have scales, one for each page and key head, that the caller has set before: they are those
 that `paged_attention` gets, and appending never changes them, since tokens that are already in a page would
-mean other numbers. A head whose values go beyond 127 scales (s8) or 448 (e4m3) saturates. Scales that are
-the same for all pages, found once for a model, are `scale.expand(P, H_kv).contiguous()`.
+mean other numbers. A head whose values go beyond 127 scales (s8), 448 (e4m3) or 57344 (e5m2) saturates.
+Scales that are the same for all pages, found once for a model, are `scale.expand(P, H_kv).contiguous()`.
 """
 from __future__ import annotations
 

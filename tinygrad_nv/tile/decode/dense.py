@@ -14,7 +14,7 @@ from tinygrad_nv.tile.expression import Sum
 from tinygrad_nv.tile.gemm.dense import TYPES
 
 WORDS = {name: TYPES[name] for name in ("bf16", "f16")}
-KV_WORDS = {**WORDS, **{name: TYPES[name] for name in ("e4m3", "s8")}}
+KV_WORDS = {**WORDS, **{name: TYPES[name] for name in ("e4m3", "e5m2", "s8")}}
 
 
 def dense(batch: int, heads: int, tokens: int, d: int, dtype: str = "bf16", kv_heads: int = 0,

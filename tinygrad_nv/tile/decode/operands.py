@@ -21,6 +21,12 @@ from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments
 from tinygrad_nv.tile.layout import SharedTile
 
 Pairs = list[list[Value]]  # by 8 keys or columns: two registers
+# how bytes in the upper halves of 16 bits become 16-bit floats: shifted right by, these bits kept beside the
+# sign, times this power of two, by which the exponents' offsets differ; None where they are such already
+WIDENED = {(dtypes.fp8e4m3, dtypes.float16): (1, 0x3F803F80, 0x5C005C00),
+           (dtypes.fp8e4m3, dtypes.bfloat16): (4, 0x07F007F0, 0x7B807B80),
+           (dtypes.fp8e5m2, dtypes.float16): None,
+           (dtypes.fp8e5m2, dtypes.bfloat16): (3, 0x0FE00FE0, 0x77807780)}
 
 
 class Keys:
@@ -68,11 +74,9 @@ def widened(kb: Kernel, word: Value, first: int, second: int, dtype: DType, wide
     """Two bytes of a b32 as two numbers of a 16-bit float, exactly."""
     made = kb.reg("b32")
     if dtype == dtypes.int8: return _integers(kb, word, first, second, wide, made)
-    # sign, exponent and mantissa to their places; the exponents' offsets differ by a power of two
-    shift, keep, power = (1, 0x3F803F80, 0x5C005C00) if wide == dtypes.float16 else \
-        (4, 0x07F007F0, 0x7B807B80)
     kb.emit("prmt.b32", made, word, 0, second << 12 | 4 << 8 | first << 4 | 4)
-    moved = kb.reg("b32")
+    if (places := WIDENED[dtype, wide]) is None: return made
+    (shift, keep, power), moved = places, kb.reg("b32")
     kb.emit("shr.u32", moved, made, shift)
     kept = (moved & keep) | (made & 0x80008000)
     return _fused(kb, wide, kept, kb.reg("b32", power), kb.reg("b32", 0x80008000))

@@ -21,9 +21,9 @@ With `chunked` keys are in chunks of `window`, of which a row sees its own: c �
 float32 [key heads, group] in memory, a logit of each query head (attention sinks, arXiv 2309.17453): weights
 add up to less than 1. A sink of −inf is none.
 
-Keys and values of 8 bits (e4m3, s8) stand for their number times a scale, float32 in memory, one for each
-page and key head: p is then rounded after it has been multiplied by the scale of its value. NaN of e4m3
-counts as 480 on a GPU.
+Keys and values of 8 bits (e4m3, e5m2, s8) stand for their number times a scale, float32 in memory, one for
+each page and key head: p is then rounded after it has been multiplied by the scale of its value. NaN of e4m3
+counts as 480, and on a GPU infinity and NaN of e5m2 as 2^16 and more beside q of bf16.
 
 The table (int32 [batch, pages], dense) is read from memory by each launch, and so are the lengths (int32
 [batch], at most pages · page_size) where `length` is "memory". "argument" is one length of all requests, an
@@ -43,7 +43,7 @@ from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.attention.spec import OPERANDS, Rows
 from tinygrad_nv.tile.expression import Expression, Position, Sum, loads, parameters, short, show, walk
 
-BYTES = (dtypes.fp8e4m3, dtypes.int8)    # keys and values that have scales
+BYTES = (dtypes.fp8e4m3, dtypes.fp8e5m2, dtypes.int8)  # keys and values that have scales
 KINDS = (*OPERANDS, dtypes.float32)      # of q and the result; GPUs have kernels of OPERANDS
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 MOST_ROWS = 8

@@ -13,9 +13,9 @@ Without v there are no values: a latent cache has keys alone.
     rotate(x, p)[j]         = x[j] cos[p, i] + x[i] sin[p, i]          interleaved ones 2i and 2i + 1
 
 in float32; elements from 2 · half on stay as they are. Where rows and tables are of one dtype the rotation
-may be `rounded`: each product and each sum to that dtype, as of tensors. Numbers of 8 bits (s8, e4m3) are
-x · (1 / scale) of the page and key head, to the nearest, ties to even; what is too large becomes the largest
-there is.
+may be `rounded`: each product and each sum to that dtype, as of tensors. Numbers of 8 bits (s8, e4m3, e5m2)
+are x · (1 / scale) of the page and key head, to the nearest, ties to even; what is too large, infinities too,
+becomes the largest number there is.
 
 A row before the request's first token, beyond its table, or with a page that is not one (below 0, or not
 below `stored`), writes no keys and no values: padding. Its q is rotated as at the nearest place of the table.
@@ -32,6 +32,7 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.decode.spec import BYTES, Pages, Scales
 from tinygrad_nv.tile.expression import short
+from tinygrad_nv.tile.gemm.spec import FP8
 from tinygrad_nv.tile.limits import MOST_GRID
 
 FLOATS = (dtypes.float32, dtypes.bfloat16, dtypes.float16)
@@ -156,8 +157,9 @@ def problems(spec: AppendSpec, arch: str) -> list[str]:
         rotated = f", {2 * spec.rope.half} of them rotated" if spec.rope else ""
         out.append(f"heads of {spec.d} and {spec.d_v} elements{rotated}: no vectors of 4 that are aligned")
     stored = [pages.dtype for pages in (spec.k_pages, spec.v_pages) if pages is not None]
-    if dtypes.fp8e4m3 in stored and arch < "sm_89":
-        out.append(f"{arch} converts nothing to e4m3: sm_89 does")
+    if arch < "sm_89":
+        out += [f"{arch} converts nothing to {short(dtype)}: sm_89 does"
+                for dtype in dict.fromkeys(stored) if dtype in FP8]
     for name, count in (("requests", spec.batch), ("rows", spec.rows)):
         if count > MOST_GRID: out.append(f"{count} {name}, at most {MOST_GRID}")
     return out

@@ -66,4 +66,5 @@ def of_mma(spec: QuantGroupedSpec, s: QuantGroupedMma, gpu: GPU) -> Prediction:
     alone = plan.iterations * (ALONE * step / cycles + model.load_s / (s.depth - 1)) + BEGIN_S
     fed = ceil(count / (model.sm_count * held)) * alone
     computing = ceil(count / model.sm_count) * plan.iterations * step / cycles
-    return Prediction(computing, max(COPIED * hbm_seconds(spec, model), fed), 0.0, model.launch_s + model.load_s)
+    hbm = max(COPIED * hbm_seconds(spec, model), fed)
+    return Prediction(computing, hbm, 0.0, model.launch_s + model.load_s)

@@ -45,6 +45,7 @@ def each(mma: Any, wgmma: Any) -> pytest.MarkDecorator:
 
 # **** heads ****
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
 @pytest.mark.parametrize(("schedule", "d"), [
     *((MMA, d) for d in (8, 40, 64, 72, 96, 128)), (SHARED, 160), (WIDE, 8), (SMALL, 16), (WIDE, 40),
@@ -67,6 +68,7 @@ def test_values_of_another_width_than_keys(schedule: BackwardSchedule, d: int, d
     close(backward(s_q, s_kv, d, d_v=d_v, band=CAUSAL, heads=heads), schedule)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("out", [BF16, F16, F32], ids=["bf16", "f16", "f32"])
 @pytest.mark.parametrize(("schedule", "arch"), [*((MMA, arch) for arch in SMEM_BYTES), (LOW, "sm_90a"),
                                                 (HALVED, "sm_90a")], ids=str)
@@ -77,6 +79,7 @@ def test_architectures_and_results(schedule: BackwardSchedule, arch: str, out: D
 
 # **** bands ****
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(("schedule", "start"), [
     (MMA, 0), (MMA, 33), *(pytest.param(MMA, at, marks=pytest.mark.slow) for at in (1, 31, 150)), (LOW, 0),
     (LOW, 150)], ids=str)
@@ -88,6 +91,7 @@ def test_bands(band: Band, schedule: BackwardSchedule, start: int):
     close(backward(s_q, s_kv, 16, band=band, start=start), schedule, seed=seed % 4)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("schedule", "s_q", "s_kv"), [
     *((one, *pair) for one in (MMA, LOW)
       for pair in ((1, 1), (1, 33), (31, 32), (33, 1), (95, 31), (97, 33))),
@@ -139,6 +143,7 @@ def test_offsets(schedule: BackwardSchedule, own: tuple[int, ...]):
 
 # **** schedules ****
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("schedule", [MMA, LOW, SMALL, HALVED], ids=str)
 def test_rings(schedule: BackwardSchedule, stages: int):
@@ -169,6 +174,7 @@ def test_warps_that_share_keys(schedule: BackwardSchedule, d: int, d_v: int):
     close(backward(70, 90, d, F16, d_v=d_v, band=Band(-30, 20), deterministic=True), schedule, "sm_90a")
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(4))
 @EACH
 def test_interleavings(schedule: BackwardSchedule, seed: int):
@@ -249,6 +255,7 @@ def test_equal_scores_share(schedule: BackwardSchedule):
 
 # **** one order of sums ****
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("schedule", "arch", "d", "band"), [
     *((MMA, arch, 16, band) for arch in ("sm_80", "sm_90a")
       for band in (FULL, CAUSAL, Band(-40, 3), Band(-20, None))),
@@ -319,6 +326,7 @@ def test_what_a_turn_orders(schedule: BackwardSchedule, add: str, fence: str):
 
 # **** extents of a launch ****
 
+@pytest.mark.sampled(9)
 @SMALLEST
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("symbolic", [SYMBOLS, ("s_q",), ("s_kv",)], ids=str)
@@ -355,6 +363,7 @@ def test_a_launch_has_the_blocks_of_its_keys(schedule: BackwardSchedule, own: tu
 
 # **** dropout ****
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("schedule", [MMA, mma(64, 64, 4), mma(32, 32, 1), mma(64, 128, 8, stages=3),
                                       mma(64, 64, 4, 2), *WGMMAS], ids=str)
 def test_dropout(schedule: BackwardSchedule):
@@ -363,6 +372,7 @@ def test_dropout(schedule: BackwardSchedule):
     close(backward(150, 140, d, heads=2, group=2, kept=150), schedule, seed=seed)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("schedule", "seed"), [
     *((MMA, seed) for seed in range(4)), *((one, seed) for one in WGMMAS for seed in (2, 3))], ids=str)
 def test_dropout_beside_everything_else(schedule: BackwardSchedule, seed: int):

@@ -56,6 +56,7 @@ def counted(spec: BackwardSpec, schedule: BackwardSchedule) -> Stats:
 
 # **** spills ****
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("d", "schedule"), TILES, ids=str)
 def test_default_schedules_keep_to_their_resources(d: int, schedule: BackwardMma):
     """The causal kernel has all code, in the full one the loop is a single block of instructions. The newer
@@ -66,6 +67,7 @@ def test_default_schedules_keep_to_their_resources(d: int, schedule: BackwardMma
         if not TABLE.problems(spec, schedule, GPU(arch)): fitting(built(spec, schedule, arch), arch)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("d", LOOPS)
 def test_windows_and_turns_do_not_spill(d: int):
     """Each alone; both and extents of a launch."""
@@ -75,6 +77,7 @@ def test_windows_and_turns_do_not_spill(d: int):
         fitting(built(spec, chosen(spec, "sm_80")), "sm_80")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["mask", "bias", "soft-cap", "soft-cap and bias", "ALiBi by head"])
 def test_scores_do_not_spill(name: str):
     for d in (64, 128, 256):
@@ -82,6 +85,7 @@ def test_scores_do_not_spill(name: str):
         fitting(built(spec, chosen(spec, "sm_80")), "sm_80")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("d", "score"), [
     *((d, None) for d in LOOPS), *((128, score) for score in ("ALiBi", "bias of heads", "mask")),
     (96, "soft-cap"), (64, "soft-cap and bias"), (128, "soft-cap and bias"), (256, "bias of heads")])
@@ -111,6 +115,7 @@ def test_registers_are_within_the_pool():
 
 # **** memory ****
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("d", "schedule"), [
     *TILES, (80, mma(*defaults.FEW[0])), (40, mma(*defaults.FEW[1]))], ids=str)
 def test_loops_lose_no_pass(d: int, schedule: BackwardMma):
@@ -149,6 +154,7 @@ def test_there_is_a_default(arch: str, d: int):
 
 # **** loops ****
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("d", LOOPS)
 def test_main_loops_of_wgmma_are_short(d: int):
     spec = backward(LONG, LONG, d)
@@ -169,6 +175,7 @@ def triton_work(kernel: Any, names: tuple[str, ...], d: int, warps: int) -> floa
     return around(made.ptx, made.entry)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("d", [64, 128])
 def test_loops_are_no_longer_than_those_of_triton(d: int):
     """Triton's two kernels make seven products where ours makes five: all are counted."""

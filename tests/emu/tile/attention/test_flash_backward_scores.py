@@ -59,6 +59,7 @@ def scores(n: int) -> dict[str, Expression]:
         "in f16": ((Sum() * 0.1).cast(F16) * Load(0, F16, 0, 1)).cast(F32)}
 
 
+@pytest.mark.sampled(11)
 @EACH
 @pytest.mark.parametrize("name", scores(1))
 def test_scores(kind: Kind, name: str):

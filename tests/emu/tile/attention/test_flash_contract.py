@@ -84,6 +84,7 @@ BANDS = [CAUSAL, Band(-40, 0), Band(-31, 0), Band(-63, 0), Band(None, 20), Band(
 
 # **** heads ****
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(("kind", "d", "dtype"), [
     pytest.param(kind, d, dtype, id=f"{name}-{d}-{dtype.name}") for name, kind in KINDS.items()
     for d in kind.heads for dtype in kind.dtypes])
@@ -102,6 +103,7 @@ def test_values_of_another_width_than_keys(kind: Kind, d: int, d_v: int):
           kind.small if wgmma else kind.narrow)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("out", [BF16, F16, F32], ids=["bf16", "f16", "f32"])
 @pytest.mark.parametrize(("kind", "arch"), [pytest.param(kind, arch, id=f"{name}-{arch}")
                                             for name, kind in KINDS.items() for arch in kind.archs])
@@ -114,6 +116,7 @@ def test_architectures_and_results(kind: Kind, arch: str, out: DType):
 
 # **** bands ****
 
+@pytest.mark.sampled(10)
 @EACH
 @pytest.mark.parametrize("band", BANDS, ids=str)
 def test_bands(kind: Kind, band: Band):
@@ -198,6 +201,7 @@ def test_a_rows_bits_do_not_depend_on_other_rows(kind: Kind):
 
 # **** layouts ****
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("order", ["bhr", "brh"])
 @pytest.mark.parametrize(("kind", "gap"), [pytest.param(kind, gap, id=f"{name}-{gap}")
                                            for name, kind in KINDS.items() for gap in kind.gaps])
@@ -238,6 +242,7 @@ def test_rings(kind: Kind, stages: int):
             close(attention(rows, s_kv, d, kind.dtypes[0]), schedule)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("kind", "schedule"), [pytest.param(kind, schedule, id=str(schedule))
                                                 for kind in KINDS.values() for schedule in kind.shapes])
 def test_blocks_and_warps(kind: Kind, schedule: FlashSchedule):
@@ -248,6 +253,7 @@ def test_blocks_and_warps(kind: Kind, schedule: FlashSchedule):
               schedule)
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("kind", "schedule"), [pytest.param(kind, schedule, id=str(schedule))
                                                 for kind in KINDS.values() for schedule in kind.orders])
@@ -274,6 +280,7 @@ def test_memory_is_touched_after_the_kernel_before(kind: Kind):
 
 # **** extents of a launch ****
 
+@pytest.mark.sampled(4)
 @EACH
 @pytest.mark.parametrize("band", [FULL, CAUSAL, Band(-20, 0)], ids=str)
 def test_extents_of_a_launch(kind: Kind, band: Band):

@@ -108,6 +108,7 @@ def test_transposed_fragments(tiles: int, first: int):
     assert np.array_equal(result.numpy().view(np.float32).reshape(-1, 16), np.where(expected, 1.0, -1.0))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("n", [16, 32, 48, 64, 80, 112, 128])
 def test_wgmma(n: int):
     """Blocks that begin anywhere in the 64 columns of a call, and have two or three of them."""

@@ -44,6 +44,7 @@ def same(spec: AttentionSpec, schedule: FlashWgmma, sm_count: int, seed: int = 0
         if one is not None and other is not None: assert torch.equal(one, other)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("band", "seed"), [*((band, seed) for band in BANDS[:3] for seed in range(4)),
                                             *((band, i % 4) for i, band in enumerate(BANDS[3:]))], ids=str)
 def test_bands(band: Band, seed: int):
@@ -163,6 +164,7 @@ def test_ctas_are_persistent_where_tiles_outnumber_multiprocessors():
         assert (made.grid, made.rows_of_cta) == (grid, rows)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
 def test_nothing_spills(d: int):
     """A window, grouped heads, extents of a launch, l: all that takes registers."""

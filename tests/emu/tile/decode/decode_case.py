@@ -165,8 +165,20 @@ def values(random: torch.Generator, shape: tuple[int, ...], dtype: DType, scale:
     """Numbers to begin with: of 8 bits, of all sizes that there are."""
     if dtype == dtypes.int8: return torch.randint(-128, 128, shape, generator=random).to(torch.int8)
     wide = torch.randn(shape, generator=random, dtype=torch.float64) * scale
-    return (wide * 20).to(torch.float32).to(torch.float8_e4m3fn) if dtype == dtypes.fp8e4m3 else \
-        wide.to(TORCH[dtype])
+    return (wide * 20).to(torch.float32).to(TORCH[dtype]) if dtype.itemsize == 1 else wide.to(TORCH[dtype])
+
+
+def every_number(kv: DType, dtype: DType) -> tuple[DecodeSpec, Given, torch.Tensor]:
+    """Requests of one key each, whose values are together every finite number of a dtype of 8 bits. The
+    result is these times their scale, a power of two."""
+    spec = decode(batch=8, d=32, pages=4, kv=kv, dtype=dtype)
+    given = requests(spec, [1] * 8)
+    numbers = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(TORCH[kv])
+    numbers = torch.where(numbers.float().isfinite(), numbers.float(), 0.0).to(TORCH[kv])
+    pages = given.storages["table"][:, 0].long()
+    given.storages["v"].view(-1, 16, 32)[pages, 0] = numbers.view(8, 32)
+    given.storages["v_scale"][pages] = 0.25
+    return spec, given, numbers.float() * 0.25
 
 
 # **** the answer ****

@@ -123,7 +123,7 @@ def test_a_launch_serves_any_length():
 
 @st.composite
 def specs(draw: st.DrawFn) -> tuple[DecodeSpec, list[int]]:
-    kv = draw(st.sampled_from([None, dtypes.int8, dtypes.fp8e4m3]))
+    kv = draw(st.sampled_from([None, dtypes.int8, dtypes.fp8e4m3, dtypes.fp8e5m2]))
     d, d_v = (draw(st.sampled_from([32, 64, 96, 128, 160, 256])) for _ in range(2))
     size, batch = draw(st.sampled_from([8, 16, 32, 64, 128, 256])), draw(st.integers(1, 3))
     longest = draw(st.integers(1, 700))

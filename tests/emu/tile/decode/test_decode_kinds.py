@@ -5,15 +5,16 @@ import math
 
 import pytest
 import torch
-from decode_case import SMALL, checked, decode, near, requests, run
+from decode_case import SMALL, checked, decode, every_number, near, requests, run
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.tile.expression import Constant, Expression, Position, Sum, tanh, where
 
-BYTES = [dtypes.int8, dtypes.fp8e4m3]
+BYTES = [dtypes.int8, dtypes.fp8e4m3, dtypes.fp8e5m2]
 WIDE = [dtypes.bfloat16, dtypes.float16]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kv", BYTES)
 @pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("seed", range(4))
@@ -24,7 +25,8 @@ def test_bytes_with_scales(kv: DType, dtype: DType, seed: int):
             SMALL.stages(2 + seed % 2), ["sm_80", "sm_90a"][seed // 2], seed)
 
 
-@pytest.mark.parametrize("kv", BYTES)
+@pytest.mark.sampled(13)
+@pytest.mark.parametrize("kv", [*BYTES[:2], pytest.param(BYTES[2], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("page_size", [8, 32, 256])
 @pytest.mark.parametrize(("d", "d_v", "order", "warps"), [(32, 64, "hts", 1), (64, 32, "ths", 2),
                                                           (96, 256, "ths", 4), (256, 128, "hts", 1)])
@@ -38,16 +40,8 @@ def test_layouts_of_bytes(kv: DType, page_size: int, d: int, d_v: int, order: st
 @pytest.mark.parametrize("dtype", WIDE)
 def test_every_byte_is_its_number(kv: DType, dtype: DType):
     """One visible key: its value times its scale, a power of two, bit for bit."""
-    spec = decode(batch=8, d=32, pages=4, kv=kv, dtype=dtype)
-    given = requests(spec, [1] * 8)
-    numbers = torch.arange(256, dtype=torch.int32).to(torch.uint8)
-    if kv == dtypes.fp8e4m3: numbers[numbers % 128 == 127] = 0
-    pages = given.storages["table"][:, 0].long()
-    given.storages["v"].view(torch.uint8).view(-1, 16, 32)[pages, 0] = numbers.view(8, 32)
-    given.storages["v_scale"][pages] = 0.25
-    got = run(spec, given).reshape(256)
-    value = numbers.view(torch.int8 if kv == dtypes.int8 else torch.float8_e4m3fn).float()
-    assert torch.equal(got.float(), value * 0.25)
+    spec, given, wanted = every_number(kv, dtype)
+    assert torch.equal(run(spec, given).reshape(256).float(), wanted)
 
 
 def test_scales_of_any_size():
@@ -82,6 +76,7 @@ def prefix() -> Expression:
     return where(Position("n") < Constant(10, dtypes.int32), Sum() * 0.25, first)
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("score", [Sum(), Sum() * -0.1, 0.5 * (Sum() * 0.3), soft_cap(5.0), soft_cap(50.0),
                                    alibi(), prefix()])
 @pytest.mark.parametrize("kv", [None, dtypes.int8])

@@ -40,6 +40,7 @@ def unspilt(made: GemmKernel, arch: str) -> int:
 
 # **** mma ****
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("dtype", "arch", "schedule"), [
     *[(BF16, arch, Mma()) for arch in ("sm_80", "sm_89", "sm_90a")], (F32, "sm_80", Mma().k(16)),
     (S8, "sm_80", Mma().k(64)), (E4M3, "sm_89", Mma().k(64))])
@@ -101,6 +102,7 @@ DEFAULTS = {
     "tf32": (W.block(128, 256).k(32), F32, "KK", 12)}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_main_loops_are_short_and_nothing_spills(name: str):
     schedule, dtype, majors, most = DEFAULTS[name]
@@ -131,6 +133,7 @@ WIDEST = {"one consumer": W.block(128, 192).warps(8), "two": W.block(256, 200).s
           "8 splits": W.block(128, 256).split(8), "stream-K": W.block(256, 160).stages(3).streamed()}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", WIDEST)
 def test_the_most_sums_fit_beside_a_long_epilogue(name: str):
     """A bias along rows, silu in the result's dtype, a residual."""
@@ -172,6 +175,7 @@ def decode(m: int, n: int, k: int, dtype: DType, majors: str) -> GemmSpec:
     return product(m, n, k, dtype, OUTS.get(dtype), majors)
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("m", [1, 5, 16])

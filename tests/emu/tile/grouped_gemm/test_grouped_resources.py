@@ -30,6 +30,7 @@ LEGAL = [(name, schedule) for name, spec in SPECS.items() for template in TABLE.
 CHOSEN = [(name, schedule) for name, schedule in LEGAL if schedule == TABLE.choose(SPECS[name], HOPPER)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "schedule"), [
     pytest.param(*each, marks=[] if each in CHOSEN else pytest.mark.slow, id=f"{each[0]}, {each[1]}")
     for each in LEGAL])

@@ -14,7 +14,7 @@ from tinygrad_nv.tile.kv_append.templates import Append
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
-BF16, S8, E4M3 = dtypes.bfloat16, dtypes.int8, dtypes.fp8e4m3
+BF16, S8, E4M3, E5M2 = dtypes.bfloat16, dtypes.int8, dtypes.fp8e4m3, dtypes.fp8e5m2
 
 
 def llama(kv: DType = BF16, interleaved: bool = False, heads: int = 8, d: int = 128) -> AppendSpec:
@@ -28,7 +28,8 @@ def llama(kv: DType = BF16, interleaved: bool = False, heads: int = 8, d: int = 
 
 
 @pytest.mark.parametrize(("arch", "kv"), [(arch, kv) for arch in ("sm_80", "sm_89", "sm_90a")
-                                          for kv in (BF16, S8, E4M3) if (arch, kv) != ("sm_80", E4M3)])
+                                          for kv in (BF16, S8, E4M3, E5M2)
+                                          if arch > "sm_80" or kv in (BF16, S8)])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_registers(arch: str, kv: DType, interleaved: bool):
     made = TABLE.build(llama(kv, interleaved), Append(), GPU(arch))

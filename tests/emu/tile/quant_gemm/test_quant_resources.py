@@ -44,6 +44,7 @@ def launched(spec: QuantGemmSpec, made: GemmKernel, arch: str) -> Report:
                       dynamic_smem=made.dynamic_smem, cluster=made.cluster)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=() if name in COMMON else pytest.mark.slow) for name in TYPES])
 @pytest.mark.parametrize("m", [1, 8, 16, 2048])
@@ -84,6 +85,7 @@ def per_weight(type: QType, dtype: DType, m: int, schedule: QuantGemv | QuantWgm
     return (loop.around - loop.tensor) / weights
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "dtype", "m", "schedule", "weights", "most"), [
     ("int4 g128", BF16, 2048, WIDE, 32, 3.5), ("int4 g128", F16, 2048, WIDE, 32, 3.25),
     ("int8 channel", BF16, 2048, WIDE, 32, 3.1), ("int4 g128", BF16, 1, QuantGemv().of(1, 2), 64, 2.0),

@@ -43,6 +43,7 @@ def held(spec: QuantGemmSpec, schedule: Schedule, gpu: GPU, seed: int = 0, whole
     else: right(spec, given, got, cut=CUT)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "dtype"), [
     *(pytest.param(name, BF16, marks=[pytest.mark.slow] * (name in LONG)) for name in TYPES),
     *((name, F16) for name in ("int4 g32", "awq g32", "uint8 zeros", "e4m3 channel", "e5m2", "MXFP4",
@@ -58,6 +59,7 @@ def test_types(name: str, dtype: Any):
             held(matmul(TYPES[name], m, 40, k, dtype, F32), schedule, HOPPER, whole=True)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("gpu", [AMPERE, ADA], ids=["sm_80", "sm_89"])
 @pytest.mark.parametrize("name", ["int4 g128", "awq g32", "int8 channel", "e4m3 g128", "Q4_K", "NVFP4"])
 def test_older_gpus(name: str, gpu: GPU):
@@ -65,6 +67,7 @@ def test_older_gpus(name: str, gpu: GPU):
     held(matmul(TYPES[name], 20, 24, 512), MMA, gpu)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("m", [1, 7, 8, 9, 16])
 @pytest.mark.parametrize("schedule", [
     GEMV, GEMV.of(2, 2), GEMV.of(1, 1).warps(3), GEMV.of(3, 1).warps(2).split(3),
@@ -74,6 +77,7 @@ def test_gemv_extents(m: int, schedule: QuantGemv):
     held(matmul(TYPES["awq g32"], m, 90, 1100 // 8 * 8, bias=True), schedule, HOPPER, seed=m)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("k", [8, 64, 200, 832])
 @pytest.mark.parametrize("gap", [0, 1, 8])
 def test_gemv_rows_anywhere(k: int, gap: int):
@@ -81,6 +85,7 @@ def test_gemv_rows_anywhere(k: int, gap: int):
     held(matmul(TYPES["Q8_0" if k % 32 == 0 else "int8 channel"], 2, 33, k, F16, gap=gap), GEMV, HOPPER)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rows", [1, 5, 9])
 def test_gemv_rows_known_at_launch(rows: int):
     held(matmul(TYPES["int4 g32"], 9, 40, 320, symbolic=True), GEMV.of(1, 2), HOPPER, rows=rows)
@@ -111,6 +116,7 @@ WIDE = [WGMMA.block(64, 8).warps(8), WGMMA.block(128, 64).warps(12).stages(4),
         WGMMA.block(192, 16).warps(16)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("schedule", WIDE, ids=str)
 @pytest.mark.parametrize("name", ["int4 g32", "awq", "int8 channel"])
 def test_wgmma_extents(schedule: QuantWgmma, name: str):
@@ -141,6 +147,7 @@ def test_wgmma_residual():
     held(matmul(TYPES["awq"], 24, 72, 512, epilogue=added), SMALL, HOPPER)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("schedule", [
     MMA.block(128, 64).warps(2, 2).stages(4), MMA.block(64, 128).warps(1, 4), MMA.block(32, 32).k(128),
     MMA.block(16, 64).warps(1, 4).split(3), MMA.block(16, 16).warps(1, 1).stages(2)], ids=str)
@@ -150,6 +157,7 @@ def test_mma_extents(schedule: QuantMma, name: str):
     held(matmul(TYPES[name], 70, 152, 1024, bias=True), schedule, AMPERE)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "k", "schedule"), [
     ("int4 g32", 352, MMA), ("int8 channel", 328, MMA.k(32)), ("codebook", 456, MMA.block(32, 32).k(128)),
     *(pytest.param(*each, marks=pytest.mark.slow) for each in (

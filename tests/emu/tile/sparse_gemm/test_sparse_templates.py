@@ -38,6 +38,7 @@ def held(spec: SparseGemmSpec, schedule: Schedule, gpu: GPU, seed: int = 0, whol
     else: right(spec, given, got, cut=2.0**-16)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [BF16, F16, E4M3, INT8], ids=str)
 @pytest.mark.parametrize("whole", [True, False])
 def test_wgmma_types(dtype: Any, whole: bool):
@@ -45,6 +46,7 @@ def test_wgmma_types(dtype: Any, whole: bool):
     held(matmul(20, 152, 256 * 5 + 64, dtype), SMALL.k(256 // dtype.itemsize), HOPPER, whole=whole)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("gpu", "dtype"), [(AMPERE, BF16), (AMPERE, F16), (AMPERE, INT8), (ADA, E4M3),
                                             (HOPPER, BF16)], ids=str)
 @pytest.mark.parametrize("whole", [True, False])
@@ -60,6 +62,7 @@ WIDE = [WGMMA.block(64, 8).warps(8), WGMMA.block(128, 64).warps(12).stages(4),
         WGMMA.block(128, 32).cluster(1, 2), WGMMA.block(128, 64).k(64).cluster(2, 2)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("schedule", WIDE, ids=str)
 def test_wgmma_extents(schedule: SparseWgmma):
     held(matmul(70, 152, 1024, bias=True), schedule, HOPPER)
@@ -71,6 +74,7 @@ def test_wgmma_of_fp8(schedule: SparseWgmma):
     held(matmul(70, 152, 1600, E4M3, bias=True), schedule.k(256).stages(2), HOPPER)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("schedule", [
     MMA.block(128, 64).warps(2, 2).stages(4), MMA.block(64, 128).warps(2, 2), MMA.block(32, 32).k(128),
     MMA.block(64, 16).warps(4, 1).split(3), MMA.block(16, 16).warps(1, 1).stages(2)], ids=str)
@@ -80,6 +84,7 @@ def test_mma_extents(schedule: SparseMma, dtype: Any):
     held(matmul(70, 152, 1280, dtype, bias=True), schedule, AMPERE)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 8, 64), (3, 7, 128), (65, 257, 192)])
 def test_extents(m: int, n: int, k: int):
     held(matmul(m, n, k), SMALL, HOPPER)

@@ -35,6 +35,7 @@ def lined(text: str, opcode: str) -> list[int]:
     return [each.ptx_line for each in only(text) if each.opcode == opcode]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", KERNELS)
 def test_lines_leave_the_instructions_as_they_are(name: str):
     """All 128 bits of each."""
@@ -45,6 +46,7 @@ def test_lines_leave_the_instructions_as_they_are(name: str):
     assert code(with_lines) == code(without)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", KERNELS)
 def test_instructions_that_stay_have_the_line_of_their_own(name: str):
     text = ptx(name)
@@ -68,6 +70,7 @@ def test_nearly_all_instructions_have_lines(name: str):
 
 # **** control bits ****
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OURS)
 def test_loads_set_scoreboards_and_others_wait_for_them(name: str):
     """Loads of one kind complete in order: one without a scoreboard is followed by one with."""

@@ -7,27 +7,11 @@ from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.quant.types import TILE
-from tinygrad_nv.tile.ops import TileCopy
 from tinygrad_nv.tile.quant_gemm.mma.plan import QuantMmaPlan
 from tinygrad_nv.tile.quant_gemm.stages import Box, StageOperands
 
 CHUNK = 16
 OPERAND_B = (0, 2, 1, 3)    # registers of operand A in the order of two operands B
-
-
-@dataclass
-class TailFirst(TileCopy):
-    """Copies the last `residue` columns of `k`, where these are no whole stage, and then those from 0 on, so
-    that every stage begins where units of the matrix do."""
-    k: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.partial: self._advance(self.k - self.residue)
-
-    def next(self, stage: Value, when: Value | None = None, first: bool = False) -> None:
-        super().next(stage, when, first)
-        if first and self.partial: self._advance(-self.k)
 
 
 @dataclass

@@ -13,8 +13,8 @@ from tinygrad_nv.quant.types import TILE
 from tinygrad_nv.tile.fragments import Fragments
 from tinygrad_nv.tile.gemm.mma.kernel import MmaKernel
 from tinygrad_nv.tile.kernel import GemmKernel
-from tinygrad_nv.tile.ops import width_of
-from tinygrad_nv.tile.quant_gemm.mma.copy import MatrixCopy, MatrixFragments, TailFirst
+from tinygrad_nv.tile.ops import TailFirst, width_of
+from tinygrad_nv.tile.quant_gemm.mma.copy import MatrixCopy, MatrixFragments
 from tinygrad_nv.tile.quant_gemm.mma.plan import QuantMmaPlan
 from tinygrad_nv.tile.quant_gemm.schedules import QuantMma
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec

@@ -19,8 +19,8 @@ from tinygrad_nv.tile.grouped_gemm.mma.kernel import GatheredCopy
 from tinygrad_nv.tile.grouped_gemm.mma.store import store_rows
 from tinygrad_nv.tile.grouped_gemm.work import tile_of
 from tinygrad_nv.tile.kernel import GemmKernel
-from tinygrad_nv.tile.ops import width_of
-from tinygrad_nv.tile.quant_gemm.mma.copy import MatrixCopy, TailFirst
+from tinygrad_nv.tile.ops import TailFirst, width_of
+from tinygrad_nv.tile.quant_gemm.mma.copy import MatrixCopy
 from tinygrad_nv.tile.quant_gemm.mma.kernel import QuantMmaKernel
 from tinygrad_nv.tile.quant_gemm.mma.plan import QuantMmaPlan
 from tinygrad_nv.tile.quant_grouped.matrices import of_group, tiles
