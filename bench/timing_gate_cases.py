@@ -4,7 +4,7 @@ tests, which is to take less than a minute of one core."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from emitted_specs import (
@@ -38,6 +38,7 @@ from tinygrad_nv.tile.gemm.analytic import analytic
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec
+from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
 from tinygrad_nv.tile.router.spec import Policy, RouterSpec
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
 from tinygrad_nv.tile.schedule import Schedule
@@ -55,6 +56,11 @@ def expert_rows(groups: int, tokens: int, rows: int, n: int, k: int, activation:
     """Rows of tokens by the first matrices of experts; without tokens in order, weighted and scattered."""
     if tokens: return GroupedGemmSpec(groups, rows, n, k, BF16, tokens, rows // tokens, activation=activation)
     return GroupedGemmSpec(groups, rows, n, k, BF16, scatter=True, weighted=True)
+
+
+def experts_of(type: str, grouped: GroupedGemmSpec) -> QuantGroupedSpec:
+    """The same with matrices of a type."""
+    return QuantGroupedSpec(grouped, replace(QTYPES[type], layout="fragments"))
 
 
 SPECS: dict[str, dict[str, Any]] = {
@@ -118,7 +124,11 @@ SPECS: dict[str, dict[str, Any]] = {
     "grouped_mma": {"down": expert_rows(4, 0, 512, 1024, 1024)},
     "grouped_outer_mma": {
         "gate and up": GroupedOuterSpec(4, 1024, 1024, 1024, BF16, x_rows=256, gather_x=4),
-        "down *": GroupedOuterSpec(8, 8192, 2048, 1024, BF16, gather_y=1)}}
+        "down *": GroupedOuterSpec(8, 8192, 2048, 1024, BF16, gather_y=1)},
+    "quant_grouped_gemv": {
+        "gate and up": experts_of("mxfp4", expert_rows(8, 1, 4, 5760, 2880, "swiglu_clamped")),
+        "4 rows a group, int4 *": experts_of("int4", expert_rows(8, 8, 32, 4096, 2048))},
+    "quant_grouped_mma": {"gate and up": experts_of("mxfp4", expert_rows(4, 64, 128, 2048, 1024, "silu"))}}
 
 
 @dataclass(frozen=True)

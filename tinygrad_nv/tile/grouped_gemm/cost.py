@@ -10,11 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, exp, lgamma, log, sqrt
+from typing import Any
 
 from tinygrad_nv.tile.gpu import STREAMING, GPUModel
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.template import GPU, AnyTemplate
 
 BESIDE = 0.04       # fitted to predictions of launches (bench/timing_rows_moe.py), within 10 %
+TIE = 1.02          # predictions as near as this are the same
 MANY = 4096         # rows of a group above which a partial tile is half of one
 
 
@@ -31,6 +35,18 @@ class Prediction:
         """All together: what is faster than the slowest disturbs it by `BESIDE` of its time."""
         each = self.computing, self.hbm, self.l2
         return (1 - BESIDE) * max(each) + BESIDE * sum(each) + self.launch
+
+
+@lru_cache(4096)
+def cheapest(templates: tuple[AnyTemplate, ...], spec: Any, gpu: GPU) -> Schedule | None:
+    """The legal candidate of the lowest cost; of the best of templates as near as `TIE`, the first."""
+    best = []
+    for each in templates:
+        legal = [(each.cost(spec, s, gpu).seconds, s) for s in each.candidates(spec, gpu)
+                 if each.cost is not None and not each.problems(spec, s, gpu)]
+        if legal: best.append(min(legal, key=lambda pair: pair[0]))
+    least = min((seconds for seconds, _ in best), default=0.0)
+    return next((s for seconds, s in best if seconds <= TIE * least), None)
 
 
 @lru_cache(4096)

@@ -88,9 +88,10 @@ class Factors:
         made = kb.regs("f32", 2)
         if dtype == dtypes.float32:
             for wide, bits in zip(made, loaded, strict=True): kb.emit("mov.b32", wide, bits)
-        elif dtype == dtypes.bfloat16:
-            kb.emit("mov.b32", made[0], loaded[0] << 16)
-            kb.emit("mov.b32", made[1], loaded[0] & 0xFFFF0000)
+        elif dtype == dtypes.bfloat16 or scale.e8m0:
+            word = self._exponents(loaded[0]) if scale.e8m0 else loaded[0]
+            kb.emit("mov.b32", made[0], word << 16)
+            kb.emit("mov.b32", made[1], word & 0xFFFF0000)
         elif dtype == dtypes.float16 or dtype in FP8:
             word = loaded[0] if dtype == dtypes.float16 else spread(kb, [loaded[0].to("u32")], dtype)[0]
             halves = kb.regs("b16", 2)
@@ -98,20 +99,22 @@ class Factors:
             for wide, half in zip(made, halves, strict=True): kb.emit("cvt.f32.f16", wide, half)
         else:
             both = loaded[0].to("u32")
-            for wide, shift in zip(made, (0, 8), strict=True): self._byte(wide, both, shift, scale)
+            for wide, shift in zip(made, (0, 8), strict=True): self._byte(wide, both, shift, scale.dtype)
         return made[0], made[1]
 
-    def _byte(self, into: Value, both: Value, shift: int, scale: Scale) -> None:
+    def _exponents(self, both: Value) -> Value:
+        """Two bytes of E8M0 as bfloat16: 0 is 2^-127, a subnormal number; 255 is infinity, times 0 NaN."""
+        kb, (spread, made) = self.kb, self.kb.regs("b32", 2)
+        kb.emit("prmt.b32", spread, both.to("u32"), 0, 0x4140)
+        kb.emit("max.bf16x2", made, spread << 7, kb.reg("b32", 0x00400040))
+        kb.emit("fma.rn.bf16x2", made, made, kb.reg("b32", 0), made)
+        return made
+
+    def _byte(self, into: Value, both: Value, shift: int, dtype: DType) -> None:
         kb = self.kb
-        if scale.dtype == dtypes.int8:
+        if dtype == dtypes.int8:
             signed = kb.reg("s32")
             kb.emit("bfe.s32", signed, both, shift, 8)
             kb.emit("cvt.rn.f32.s32", into, signed)
             return
-        byte = (both >> shift if shift else both) & 0xFF
-        if not scale.e8m0:
-            kb.emit("cvt.rn.f32.u32", into, byte)
-            return
-        # 0 is 2^-127, a subnormal number; 255 is NaN
-        bits = kb.select(byte == 0, 1 << 22, kb.select(byte == 255, 0x7FC00000, byte << 23, "u32"), "u32")
-        kb.emit("mov.b32", into, bits)
+        kb.emit("cvt.rn.f32.u32", into, (both >> shift if shift else both) & 0xFF)

@@ -2,4 +2,9 @@
 
   spec.py       what is computed
   reference.py  the same in plain tinygrad
+  schedules.py  the schedules of a GPU's templates
+  matrices.py   where the matrices of a group lie
+  gemv/, mma/   the templates
+  cost.py       how long they take
+  templates.py  their records
 """

@@ -18,11 +18,6 @@ class QuantGroupedGemv(QuantGemv):
         """Rows of a CTA."""
         return replace(self, rows=rows)
 
-    @classmethod
-    def like(cls, gemv: QuantGemv, rows: int) -> Self:
-        """As a matmul of so many rows is computed."""
-        return cls(**asdict(gemv), rows=rows)
-
     @property
     def gemv(self) -> QuantGemv:
         """The schedule of a tile's matmul."""

@@ -1,4 +1,5 @@
-"""The templates of grouped matmuls with quantised matrices on GPUs: gemv/ (few rows a group), mma/."""
+"""The templates of grouped matmuls with quantised matrices on GPUs: gemv/ (few rows a group), mma/. Their
+costs choose among them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -6,8 +7,10 @@ from typing import TypeVar
 
 from tinygrad_nv.tile import choose
 from tinygrad_nv.tile.gemm.spec import FLOAT16S
+from tinygrad_nv.tile.grouped_gemm.cost import cheapest
 from tinygrad_nv.tile.legality import legality
 from tinygrad_nv.tile.quant_gemm import fragments
+from tinygrad_nv.tile.quant_grouped import cost
 from tinygrad_nv.tile.quant_grouped.gemv import plan as gemv
 from tinygrad_nv.tile.quant_grouped.mma import plan as mma
 from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedGemv, QuantGroupedMma
@@ -30,8 +33,14 @@ def _whole(own: Callable[[QuantGroupedSpec, C, str], Sequence[str]]
 
 
 GEMV = Template("quant_grouped_gemv", QuantGroupedSpec, QuantGroupedGemv, _whole(gemv.problems),
-                gemv.candidates, later("tinygrad_nv.tile.quant_grouped.gemv.kernel", "quant_grouped_gemv"))
+                gemv.candidates, later("tinygrad_nv.tile.quant_grouped.gemv.kernel", "quant_grouped_gemv"),
+                cost.of_gemv)
 MMA = Template("quant_grouped_mma", QuantGroupedSpec, QuantGroupedMma, _whole(mma.problems), mma.candidates,
-               later("tinygrad_nv.tile.quant_grouped.mma.kernel", "quant_grouped_mma"))
+               later("tinygrad_nv.tile.quant_grouped.mma.kernel", "quant_grouped_mma"), cost.of_mma)
 
-FAMILY = Family("quant_grouped", (GEMV, MMA), choose.choose)
+
+def _default(spec: QuantGroupedSpec, gpu: GPU) -> Schedule | None:
+    return cheapest((GEMV, MMA), spec, gpu)
+
+
+FAMILY = Family("quant_grouped", (GEMV, MMA), choose.choose, defaults=_default)

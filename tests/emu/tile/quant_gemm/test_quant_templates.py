@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from quant_case import BF16, CUT, F16, F32, TYPES, matmul, storages
-from reference_case import right, run, same
+from reference_case import answer, right, run, same
 
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.quant import types
@@ -95,6 +95,19 @@ def test_gemv_parts():
     """silu(gate) · up of one matrix."""
     gated = (silu(Sum()) * Sum(part=1)).cast(BF16)
     held(matmul(TYPES["int4 g128"], 3, 48, 512, parts=2, epilogue=gated), GEMV.of(1, 2), HOPPER)
+
+
+def test_the_ends_of_e8m0():
+    """0 is 2^-127, a subnormal number, and 255 NaN."""
+    spec = matmul(TYPES["MXFP4"], 1, 16, 64, BF16, F32)
+    given = storages(spec, whole=True)
+    ends = torch.tensor([0, 255, 1, 240], dtype=torch.uint8)
+    given["scales"].view(2, 8, 2)[:, :4, 0] = ends      # of rows 0 to 3
+    got = run(spec, GEMV.of(1, 1).warps(1), HOPPER, given)["out"]
+    wanted = answer(spec, given)["out"]
+    assert got.isnan().nonzero().tolist() == wanted.isnan().nonzero().tolist() == [[0, 1]]
+    assert (got[0, 0], got[0, 2]) != (0, 0)
+    assert torch.equal(got.nan_to_num(), wanted.nan_to_num())
 
 
 WIDE = [WGMMA.block(64, 8).warps(8), WGMMA.block(128, 64).warps(12).stages(4),

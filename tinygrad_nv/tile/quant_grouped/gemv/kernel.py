@@ -20,7 +20,7 @@ from tinygrad_nv.tile.grouped_gemm.work import most_tiles, tile_of
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.quant_gemm.gemv.kernel import QuantGemvKernel
 from tinygrad_nv.tile.quant_gemm.gemv.plan import QuantGemvPlan
-from tinygrad_nv.tile.quant_grouped.gemv.plan import plan_of
+from tinygrad_nv.tile.quant_grouped.gemv.plan import ctas_an_sm, plan_of
 from tinygrad_nv.tile.quant_grouped.matrices import of_group
 from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedGemv
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
@@ -33,7 +33,7 @@ def quant_grouped_gemv(spec: QuantGroupedSpec, schedule: QuantGroupedGemv, gpu: 
     plan = plan_of(spec, schedule)
     cluster = (1, plan.splits, 1) if plan.clustered(gpu.arch) else ()
     kb = Kernel("quant_grouped_gemv", arch=gpu.arch, threads=plan.threads, cluster=cluster,
-                min_ctas=plan.ctas_an_sm)
+                min_ctas=ctas_an_sm(plan))
     _QuantGroupedGemv(kb, plan, spec).write()
     numbers = most_tiles(spec.grouped, schedule.rows)
     shared = plan.splits > 1 and not cluster

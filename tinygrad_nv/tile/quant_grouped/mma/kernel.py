@@ -24,7 +24,7 @@ from tinygrad_nv.tile.quant_gemm.mma.copy import MatrixCopy
 from tinygrad_nv.tile.quant_gemm.mma.kernel import QuantMmaKernel
 from tinygrad_nv.tile.quant_gemm.mma.plan import QuantMmaPlan
 from tinygrad_nv.tile.quant_grouped.matrices import of_group, tiles
-from tinygrad_nv.tile.quant_grouped.mma.plan import whole
+from tinygrad_nv.tile.quant_grouped.mma.plan import plan_of
 from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedMma
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
 from tinygrad_nv.tile.template import GPU
@@ -34,7 +34,7 @@ def quant_grouped_mma(spec: QuantGroupedSpec, schedule: QuantGroupedMma, gpu: GP
     """The kernel. Parameters in this order: out; x; the stack's buffers; offsets; order, weights, bias, where
     the spec has them."""
     kb = Kernel("quant_grouped_mma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
-    return _QuantGroupedMma(kb, QuantMmaPlan.of(whole(spec, schedule), schedule.mma), spec).written()
+    return _QuantGroupedMma(kb, plan_of(spec, schedule), spec).written()
 
 
 class _QuantGroupedMma(QuantMmaKernel):

@@ -1,5 +1,5 @@
 """What follows from a spec and a schedule of `quant_grouped_mma`: the matmul of all tiles that there may be,
-what is legal, what is tried first, and what it takes."""
+what is legal, and what is tried first."""
 from __future__ import annotations
 
 from dataclasses import asdict
@@ -9,6 +9,7 @@ from tinygrad_nv.tile.grouped_gemm.mma.plan import matmul_of
 from tinygrad_nv.tile.grouped_gemm.work import MOST_GROUPS, most_tiles
 from tinygrad_nv.tile.limits import MOST
 from tinygrad_nv.tile.quant_gemm.mma import defaults, legality
+from tinygrad_nv.tile.quant_gemm.mma.plan import QuantMmaPlan
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedMma
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
@@ -20,6 +21,11 @@ def whole(spec: QuantGroupedSpec, s: QuantGroupedMma) -> QuantGemmSpec:
     """The matmul of all tiles."""
     one = spec.grouped
     return QuantGemmSpec(matmul_of(one, most_tiles(one, s.block_m) * s.block_m), spec.type)
+
+
+def plan_of(spec: QuantGroupedSpec, s: QuantGroupedMma) -> QuantMmaPlan:
+    """The plan of all tiles."""
+    return QuantMmaPlan.of(whole(spec, s), s.mma)
 
 
 def problems(spec: QuantGroupedSpec, s: QuantGroupedMma, arch: str) -> list[str]:
