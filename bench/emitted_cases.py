@@ -60,7 +60,7 @@ from tinygrad_nv.tile.gemm.schedules import Gemv, Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.kernel import Chain, TileKernel
 from tinygrad_nv.tile.launch import Integer
-from tinygrad_nv.tile.scaled_gemm.schedules import ScaledWgmma
+from tinygrad_nv.tile.scaled_gemm.schedules import ScaledMma, ScaledWgmma
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
@@ -183,12 +183,17 @@ def scaled_gemm() -> Iterator[Case]:
     """FP8 with scales of groups of K."""
     some = {"4096": blocks(4096, 4096, 4096), "odd": blocks(101, 200, 336), "16 rows": blocks(16, 4096, 4096),
             "symbolic": blocks(1024, 512, 768, symbolic=True)}
-    yield from crossed("scaled_gemm", some, HOPPER)
+    yield from crossed("scaled_gemm", some, GPUS[1:])
     wide = {"640x512x1024": blocks(640, 512, 1024)}
     yield from crossed("scaled_gemm", wide, HOPPER, {
         "ping-pong": BLOCKS.block(64, 128).pingpong(), "cluster 2x1": BLOCKS.cluster(2),
         "split 2": BLOCKS.split(2), "stream-K": BLOCKS.streamed(), "256x128": BLOCKS.block(256, 128),
         "swapped": BLOCKS.block(128, 32).swapped()})
+    few = {"100x200x1024": blocks(100, 200, 1024)}
+    yield from crossed("scaled_gemm", few, ("sm_89",), {
+        "mma 128x128": ScaledMma().block(128, 128).warps(2, 4).stages(3),
+        "mma split 3": ScaledMma().block(64, 64).warps(2, 2).stages(3).split(3),
+        "mma swapped": ScaledMma().block(64, 32).warps(2, 1).stages(4).swapped()})
 
 
 def quant_gemm() -> Iterator[Case]:

@@ -45,6 +45,8 @@ from tinygrad_nv.tile.template import GPU, AnyTemplate
 from tinygrad_nv.tile.templates import TABLE
 
 GPU_NAME, HOPPER = "h100", GPU("sm_90a", 132)
+ADA = "l40s", GPU("sm_89", 142)
+OTHERS = {"scaled_mma": ADA}    # GPUs of templates that an H100 has not
 CAUSAL, WINDOW = Band(None, 0), Band(-1023, 0)
 HEADS: dict[str, Any] = {"batch": 2, "heads": 4, "group": 4}
 
@@ -65,6 +67,8 @@ SPECS: dict[str, dict[str, Any]] = {
     "scaled_wgmma": {
         "4096": blocks(4096, 4096, 4096), "16 rows *": blocks(16, 7168, 2048),
         "7168 x 16384 *": blocks(4096, 7168, 16384)},
+    "scaled_mma": {"1024": blocks(1024, 4096, 2048), "16 rows *": blocks(16, 7168, 2048),
+                   "300 rows *": blocks(300, 7168, 2048)},
     "mma": {"bf16": matmul(1024, 2048, 1024), "f32 out, odd *": matmul(1001, 1331, 750, out=F32)},
     "gemv": {"1 row": matmul(1, 4096, 14336), "8 rows *": matmul(8, 14336, 4096),
              "vocabulary *": matmul(1, 128256, 4096)},
@@ -119,11 +123,14 @@ SPECS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class GateCase:
-    """A spec by a template's default schedule. Not `quick`: left out of the default run."""
+    """A spec by a template's default schedule, on a GPU with figures. Not `quick`: left out of the default
+    run."""
     name: str
     quick: bool
     spec: Any
     schedule: Schedule
+    gpu_name: str = GPU_NAME
+    target: GPU = HOPPER
 
     def __str__(self) -> str: return self.name
 
@@ -131,19 +138,20 @@ class GateCase:
 def cases() -> Iterator[GateCase]:
     """All of them."""
     for template, specs in SPECS.items():
+        gpu_name, target = OTHERS.get(template, (GPU_NAME, HOPPER))
         for label, spec in specs.items():
             words = label.removesuffix(" *")
-            yield GateCase(f"{template}: {words}", words == label, spec,
-                           default(TABLE.named("gpu", template), spec))
+            schedule = default(TABLE.named("gpu", template), spec, target)
+            yield GateCase(f"{template}: {words}", words == label, spec, schedule, gpu_name, target)
 
 
-def default(template: AnyTemplate, spec: Any) -> Schedule:
+def default(template: AnyTemplate, spec: Any, target: GPU = HOPPER) -> Schedule:
     """What is chosen without a database of tuned ones, where it is the template's; else the first of the
     template's candidates that is legal, a matmul's by its cost."""
-    chosen = analytic(spec, HOPPER.arch, HOPPER.sm_count) if isinstance(spec, GemmSpec) else \
-        TABLE.choose(spec, HOPPER)
+    chosen = analytic(spec, target.arch, target.sm_count) if isinstance(spec, GemmSpec) else \
+        TABLE.choose(spec, target)
     if chosen is not None and TABLE.of(chosen) is template: return chosen
-    legal = [s for s in template.candidates(spec, HOPPER) if not template.problems(spec, s, HOPPER)]
+    legal = [s for s in template.candidates(spec, target) if not template.problems(spec, s, target)]
     cost = template.cost
-    found: Schedule = legal[0] if cost is None else min(legal, key=lambda s: cost(spec, s, HOPPER).seconds)
+    found: Schedule = legal[0] if cost is None else min(legal, key=lambda s: cost(spec, s, target).seconds)
     return found

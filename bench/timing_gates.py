@@ -3,7 +3,8 @@
     python bench/timing_gates.py [PATTERN ...]              compares; exit code 1 where a kernel got worse
     python bench/timing_gates.py --refresh [PATTERN ...]    accepts what there is now, and says what changed
 
-Each case of timing_gate_cases.py is built, assembled, and predicted on an H100 (tinygrad_nv/ptx/timing/).
+Each case of timing_gate_cases.py is built, assembled, and predicted on an H100, or an L40S where its
+template is of sm_89 (tinygrad_nv/ptx/timing/).
 timing_baseline.json has, of each of its kernels, the predicted time, how busy the units are, registers, what
 SASS spends on its tensor-core instructions, and by lines of PTX the cycles of the critical path, and those
 that a warp waits on average. Worse is, of a kernel:
@@ -29,7 +30,7 @@ from typing import Any
 
 import numpy as np
 from measure import each
-from timing_gate_cases import GPU_NAME, HOPPER, GateCase, cases
+from timing_gate_cases import GPU_NAME, GateCase, cases
 
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.ptx.sass import Loop, main_loop
@@ -56,15 +57,16 @@ Spent = tuple[str, str, str, float, int]    # the same, cycles, and the line tha
 def records(case: GateCase) -> list[Record]:
     """What the baseline has of a case's kernels. Raises the project's errors where ptxas refuses one, or has
     serialised its wgmmas."""
-    made = TABLE.build(case.spec, case.schedule, HOPPER)
+    made = TABLE.build(case.spec, case.schedule, case.target)
     kernels = [kernel for one in ([made.first, made.second] if isinstance(made, Chain) else [made])
                for kernel in one.kernels]
-    return [record(case, *pair) for pair in zip(kernels, timings(made, case.spec, GPU_NAME), strict=True)]
+    predicted = timings(made, case.spec, case.gpu_name)
+    return [record(case, *pair) for pair in zip(kernels, predicted, strict=True)]
 
 
 def record(case: GateCase, kernel: TileKernel, timing: Timing) -> Record:
     """Of one kernel."""
-    made = listing(kernel.ptx, HOPPER.arch)
+    made = listing(kernel.ptx, case.target.arch)
     used, loop = made.resources[kernel.name], main_loop(made.kernels[kernel.name])
     return {"kernel": kernel.name, "schedule": str(case.schedule), "us": round(timing.seconds * 1e6, 3),
             "cycles": timing.cycles, "limiter": timing.limiter, "registers": used.registers,

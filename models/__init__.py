@@ -12,6 +12,6 @@ Read in this order:
   quantised.py  quantised layers among them; quantised_experts.py those of experts
   checkpoint.py the files: safetensors (single or sharded) and pytorch_model.bin
   pickles.py    the tensors of a pytorch_model.bin, without running the pickle
-  gguf.py       GGUF files: metadata as config.json, tensors by Hugging Face names
+  gguf/         GGUF files: metadata as config.json, tensors by Hugging Face names
   tales/        the bundled model, and its training data and code
 """

@@ -149,6 +149,7 @@ def write(path: Path, metadata: dict[str, object], tensors: dict[str, np.ndarray
         if isinstance(value, list): writer.add_array(key, value)
         elif isinstance(value, str): writer.add_string(key, value)
         elif isinstance(value, float): writer.add_float32(key, value)
+        elif isinstance(value, bool): writer.add_bool(key, value)
         elif isinstance(value, int): writer.add_uint32(key, value)
     for name, data in (TENSORS | (tensors or {})).items():
         if data is not None: writer.add_tensor(name, data, raw_dtype=2 if data.dtype == np.uint8 else None)
@@ -162,8 +163,9 @@ def test_an_architecture_that_is_not_implemented(path: Path):
     write(path, {}, kind="mamba")
     with pytest.raises(ModelError) as caught: read_config(path)
     assert str(caught.value) == (f"{path}: general.architecture is 'mamba'\n  expected: one of llama, qwen2, "
-                                 "qwen3, gemma, qwen2moe, qwen3moe, olmoe\n  to fix:   use a model of a "
-                                 "supported family")
+                                 "qwen3, qwen2moe, qwen3moe, olmoe, gemma, gemma2, gemma3, gpt-oss, "
+                                 "phi3, deepseek2, olmo2, smollm3, granite, llama4\n"
+                                 "  to fix:   use a model of a supported family")
 
 
 def test_parts_that_do_not_belong_together(tmp_path: Path):
@@ -210,6 +212,48 @@ def test_metadata_that_cannot_be(path: Path, metadata: dict[str, object], found:
     with pytest.raises(ModelError, match=found): read_config(path)
 
 
+LATENT = {"attention.kv_lora_rank": 16, "rope.dimension_count": 4, "attention.key_length": 12,
+          "attention.value_length": 8, "expert_feed_forward_length": 32, "expert_count": 4,
+          "expert_used_count": 2, "expert_shared_count": 1}
+EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
+
+
+@pytest.mark.parametrize(("kind", "metadata", "found"), [
+    ("llama", {"attention.temperature_scale": .5}, r"llama.attention.temperature_scale is 0.5, which is not "
+                                                   r"implemented\n  expected: a model without it"),
+    ("llama", {"attention.causal": False}, "is_causal is False, which is not implemented"),
+    ("llama", {"rope.dimension_sections": [1, 1, 2, 0]}, r"llama.rope.dimension_sections is \[1, 1, 2, 0\]"),
+    ("llama", {"router_logit_softcapping": 30.0}, "llama.router_logit_softcapping is 30.0"),
+    ("gemma", {"attention.sliding_window": 16}, r"gemma.attention.sliding_window is 16.*\n  expected: 0"),
+    ("gemma2", {"attention.scale": .5}, "attention_multiplier is 0.5, which is not implemented"),
+    ("gemma3", {"attention.sliding_window": 16, "attention.sliding_window_pattern": [True, False]},
+     r"attention.sliding_window_pattern is \[True, False\]\n  expected: a number of layers, or a list of 1"),
+    ("gemma3", {"attention.shared_kv_layers": 2}, "gemma3.attention.shared_kv_layers is 2"),
+    ("gemma3", {"attention.key_length_swa": 4}, "gemma3.attention.key_length_swa is 4"),
+    ("qwen3moe", {**EXPERTS, "expert_weights_norm": False},
+     r"qwen3moe.expert_weights_norm is False.*\n  expected: True"),
+    ("phi3", {"rope.dimension_count": 3}, "partial_rotary_factor 0.375 rotates 3 of 8 dimensions"),
+    ("granite", {"logit_scale": 2.0, "rope.scaling.finetuned": False},
+     r"granite.rope.scaling.finetuned is False.*\n  expected: true: layers with rope"),
+    ("llama4", {**EXPERTS, "interleave_moe_layer_step": 1, "attention.sliding_window": 16},
+     r"llama4.attention.sliding_window is 16.*\n  expected: 8192, or none"),
+    ("deepseek2", {**LATENT, "attention.kv_lora_rank": None}, "attention.kv_lora_rank is None"),
+    ("deepseek2", {**LATENT, "expert_feed_forward_length": 0}, "expert_feed_forward_length is 0"),
+    ("deepseek2", {**LATENT, "expert_gating_func": 4}, r"expert_gating_func is 4.*\n  expected: 1 \("),
+    ("deepseek2", {**LATENT, "expert_weights_norm": True}, "expert_weights_norm is True, and deep"),
+    ("deepseek2", {**LATENT, "nextn_predict_layers": 1}, "deepseek2.nextn_predict_layers is 1"),
+    ("deepseek2", {**LATENT, "attention.temperature_length": 8192}, "attention.temperature_length is 8192"),
+    ("deepseek2", {**LATENT, "expert_gating_func": 2, "expert_group_count": 3, "expert_group_used_count": 4},
+     "n_group is 3, topk_group 4"),
+])
+def test_metadata_that_a_family_does_not_have(path: Path, kind: str, metadata: dict[str, object], found: str):
+    """What changes what is computed is read, or refused by name."""
+    own = {key.replace("llama.", f"{kind}."): value for key, value in METADATA.items()}
+    given = {f"{kind}.{key}": value for key, value in metadata.items()}
+    write(path, dict.fromkeys(METADATA) | own | given, kind=kind)
+    with pytest.raises(ModelError, match=found): read_config(path)
+
+
 @pytest.mark.parametrize(("factors", "found"), [(3, "has 3 factors"), (4, None)])
 def test_rope_factors(path: Path, factors: int, found: str | None):
     write(path, {}, {"rope_freqs.weight": np.full(factors, 2, np.float32)})
@@ -223,7 +267,8 @@ def test_rope_factors(path: Path, factors: int, found: str | None):
 
 @pytest.mark.parametrize(("tensors", "found"), [
     ({"blk.0.ffn_up.weight": None}, r"missing \(1\): model.layers.0.mlp.up_proj.weight"),
-    ({"blk.0.attn_sinks.weight": VECTOR}, r"unexpected \(1\): blk.0.attn_sinks.weight"),
+    ({"blk.0.ssm_a.weight": VECTOR}, r"unexpected \(1\): blk.0.ssm_a.weight"),
+    ({"blk.0.attn_sinks.weight": VECTOR}, r"unexpected \(1\): model.layers.0.self_attn.sinks"),
     ({"blk.0.attn_q.weight": np.zeros((32, 64), np.float32)},
      r"wrong shape \(1\): model.layers.0.self_attn.q_proj.weight: \[32, 64\], expected \[32, 32\]"),
     ({"blk.0.attn_q.weight": np.zeros((32, 36), np.uint8)},

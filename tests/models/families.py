@@ -2,7 +2,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import torch
+import transformers
 
 BASE = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -83,3 +87,19 @@ CASES = {
                                 "tie_word_embeddings": True}),
     "gemma": Case("Gemma", {"head_dim": 32, "num_key_value_heads": 1}),
 }
+
+
+def saved(case: Case, directory: Path, seed: int) -> Path:
+    """A random model in a directory."""
+    torch.manual_seed(seed)
+    network = getattr(transformers, f"{case.family}ForCausalLM")
+    model = network(network.config_class(**{**BASE, **case.fields}))
+    for parameter_name, parameter in model.named_parameters():
+        # biases and norms are born 0 and 1, which would hide a bias or a norm that is not applied
+        mean = 1.0 if "norm" in parameter_name else 0.0
+        if parameter.ndim == 1: torch.nn.init.normal_(parameter, mean, 0.3)
+    # a bias of choices, born 0
+    for buffer_name, buffer in model.named_buffers():
+        if "e_score_correction_bias" in buffer_name: torch.nn.init.normal_(buffer, 0.0, 0.3)
+    model.save_pretrained(directory, **case.save)
+    return directory

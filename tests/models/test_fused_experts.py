@@ -17,6 +17,7 @@ from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from tinygrad_nv import explain
 from tinygrad_nv.errors import WeightError
 
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, 320, 40)]
@@ -25,10 +26,10 @@ FIELDS = {**BASE, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediat
 CONFIG = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 
 
-def quantised(directory: Path) -> np.ndarray:
+def quantised(directory: Path, **changes: int) -> np.ndarray:
     """A random gpt-oss with experts of MXFP4, and transformers' logits of `IDS` in float32."""
     torch.manual_seed(0)
-    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**FIELDS)).eval()
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**FIELDS | changes)).eval()
     model.save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
     for i, layer in enumerate(model.model.layers):
@@ -65,6 +66,31 @@ def test_experts_of_mxfp4(tmp_path: Path):
     assert config.moe.parameters(64) * 2 > experts
     assert weights.nbytes(config, dtypes.bfloat16, tmp_path) == 2 * (config.parameters - experts) \
         + experts * 17 // 32
+
+
+def test_experts_of_mxfp4_stay_quantised_on_a_gpu(tmp_path: Path):
+    """Their matrices are the same to the bit, and both matmuls are kernels that read codes: as near to a
+    layer of float32 as bfloat16 is."""
+    quantised(tmp_path, num_hidden_layers=1)
+    both = {}
+    for device, dtype in (("EMU", dtypes.bfloat16), ("CPU", dtypes.float32)):
+        model = Llama(read_config(tmp_path), dtype, device)
+        weights.load(model, tmp_path)
+        both[device] = model.blocks[0].feed_forward
+    mine, plain = both["EMU"], both["CPU"]
+    for half in ("gate_up_stack", "down_stack"):
+        found, wanted = (getattr(each, half).matrix for each in (mine, plain))
+        assert found.type.layout == "fragments"
+        assert np.array_equal(found.dequantize().numpy(), wanted.dequantize().numpy())
+    for name in ("router", "router_bias", "gate_up_bias", "down_bias"):
+        getattr(plain, name).replace(getattr(mine, name).to("CPU").float().realize())
+    x = Tensor(np.random.default_rng(0).normal(size=(1, 3, 64)), dtype=dtypes.float32, device="CPU")
+    x = x.cast(dtypes.bfloat16).realize()
+    report = explain(made := mine(x.to("EMU").realize()))
+    assert [each.template for each in report.kernels].count("quant_grouped") == 2
+    wanted = plain(x.float()).numpy()
+    # roundings of logits, of the inner rows, of two results and of their sum
+    np.testing.assert_allclose(made.float().numpy(), wanted, atol=3 * 2.0**-8 * np.abs(wanted).max())
 
 
 def test_experts_that_have_tensors_of_their_own(tmp_path: Path, hf_model: Callable[[str], Path]):

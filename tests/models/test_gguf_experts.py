@@ -113,5 +113,5 @@ def test_what_is_refused(tmp_path: Path):
     write_model(path, directory, metadata={"olmoe.expert_count": 5})
     with pytest.raises(WeightError, match=r"missing \(12\): model.layers.0.mlp.experts.3.gate_proj.weight"):
         weights.load(Llama(read_config(path), device="CPU"), path)
-    write_model(path, directory, metadata={"general.architecture": "deepseek2"})
-    with pytest.raises(ModelError, match=r"general.architecture is 'deepseek2'"): read_config(path)
+    write_model(path, directory, metadata={"general.architecture": "dbrx"})
+    with pytest.raises(ModelError, match=r"general.architecture is 'dbrx'"): read_config(path)

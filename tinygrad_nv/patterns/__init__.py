@@ -7,7 +7,7 @@ in a graph; named.py is a function known by name, whose reference implementation
   index.py        index space: where an element of a tensor lies in memory
   contraction.py  matmuls, found by their indices: M, N, K, batch; operands, copied where that pays
   epilogue.py     the operations after a sum, as an expression for its kernel
-  named.py        named functions; strides.py has the strides of their arguments
+  named.py        named functions; strides.py: strides of their arguments; named_matmul.py: their matmuls
   positions.py    values that depend on the position of an element; values.py evaluates nodes at points
   program.py      a kernel in tinygrad's graph, with the facts that explain() shows; finalize.py prepares it
                   for compilation; rewriting.py handles graphs that contain such kernels

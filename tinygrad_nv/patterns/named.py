@@ -37,6 +37,7 @@ from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import target_of
 from tinygrad_nv.runtime.observe import ranges
 
+Users = Mapping[UOp, list[UOp]]
 Lower = Callable[..., tuple[UOp, ...] | dict[UOp, UOp] | None]
 NEEDS = ({Ops.FUNCTION},)
 
@@ -44,9 +45,12 @@ NEEDS = ({Ops.FUNCTION},)
 @dataclass(frozen=True)
 class Uses:
     """How a call is used: `after` each result that is, by its number, the nodes that follow, each the only
-    user of the one before."""
+    user of the one before. `users` are those of every node; `new` gives what takes the place of a node that
+    the call is made of."""
     call: UOp
     after: Mapping[int, tuple[UOp, ...]]
+    users: Users
+    new: Callable[[UOp], UOp]
 
 
 @dataclass(frozen=True)
@@ -111,14 +115,14 @@ def rewrite(sink: UOp) -> UOp:
         if node.op is Ops.GETTUPLE and (function := node.src[0]) not in done and function.op is Ops.FUNCTION \
                 and type(function.arg.aux) in _lowerings:
             done.add(function)
-            made = _made(function, tuple(map(new, function.src[1:])), users)
+            made = _made(function, users, new)
             ranges.carry_region(frozenset({function, node}), next(iter(made.values())))
             places.update(made)
         return places.get(node)
     return write_through(rebuilt(nodes, change))
 
 
-def _users(nodes: tuple[UOp, ...]) -> dict[UOp, list[UOp]]:
+def _users(nodes: tuple[UOp, ...]) -> Users:
     made: dict[UOp, list[UOp]] = {node: [] for node in nodes}
     for node in nodes:
         for one in dict.fromkeys(node.src):
@@ -126,21 +130,22 @@ def _users(nodes: tuple[UOp, ...]) -> dict[UOp, list[UOp]]:
     return made
 
 
-def _uses(function: UOp, users: Mapping[UOp, list[UOp]]) -> Uses:
+def _uses(function: UOp, users: Users, new: Callable[[UOp], UOp]) -> Uses:
     after = {}
     for result in users[function]:
         node, found = result, list[UOp]()
         while len(users[node]) == 1: found.append(node := users[node][0])
         after[result.arg] = tuple(found)
-    return Uses(function, after)
+    return Uses(function, after, users, new)
 
 
-def _made(function: UOp, arguments: tuple[UOp, ...], users: Mapping[UOp, list[UOp]]) -> dict[UOp, UOp]:
+def _made(function: UOp, users: Users, new: Callable[[UOp], UOp]) -> dict[UOp, UOp]:
     """What takes the place of a call's results: values of kernels, where there are any, else of its body."""
+    arguments = tuple(map(new, function.src[1:]))
     what = function.arg.aux
     lowering = _lowerings[type(what)]
     value, target = function.src[0].src[0], target_of(function.device)
-    uses = [_uses(function, users)] if lowering.sees_uses else []
+    uses = [_uses(function, users, new)] if lowering.sees_uses else []
 
     def lowered() -> tuple[UOp, ...] | dict[UOp, UOp] | None:
         try: return lowering.fn(what, target, *uses, *arguments)

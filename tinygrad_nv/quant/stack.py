@@ -15,7 +15,7 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.quant import layouts
-from tinygrad_nv.quant.tensor import dequantized, in_memory
+from tinygrad_nv.quant.tensor import dequantized, in_memory, multiplied
 from tinygrad_nv.quant.types import TILE, Layout, QType, stack_buffers
 
 Shape = tuple[int, int, int]      # matrices, their rows and columns
@@ -43,6 +43,10 @@ class QStack:
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return sum(int(each.nbytes()) for each in self.buffers.values())
+
+    def multiplied(self) -> QStack:
+        """The matrices with outer scales that multiply scales, as `QTensor.multiplied`."""
+        return QStack(self.type.multiplied(), self.shape, multiplied(self.type, self.buffers))
 
     def laid(self, layout: Layout) -> QStack:
         """The same matrices in a layout, of such in rows."""

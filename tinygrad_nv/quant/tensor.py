@@ -70,11 +70,7 @@ class QTensor:
         those that divide scales their reciprocals, and of those that come last the same. Elements differ by
         a unit of float32's last place at most, which is lost where they are rounded to 16 bits."""
         if not (self.type.divided or self.type.outer_last): return self
-        assert self.type.outer is not None
-        made = dict(self.buffers)
-        if self.type.divided: made["outer"] = (1 / made["outer"].float()).contiguous().realize()
-        kept = replace(self.type.outer, dtype=dtypes.float32) if self.type.divided else self.type.outer
-        return QTensor(replace(self.type, divided=False, outer_last=False, outer=kept), self.shape, made)
+        return QTensor(self.type.multiplied(), self.shape, multiplied(self.type, self.buffers))
 
     def of_rows(self) -> QTensor:
         """The same matrix with scales of single rows, as layouts but "rows" ask: a block's are repeated for
@@ -124,6 +120,12 @@ def dequantized(type: QType, shape: tuple[int, int], given: Mapping[str, Tensor]
         inverse = inverse.scatter(0, given["order"], Tensor.arange(k, dtype=dtypes.int32).to(made.device))
         made = made.contiguous()[:, inverse.contiguous()]  # neither is made again for every element
     return made.cast(dtype)
+
+
+def multiplied(type: QType, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Buffers of `type.multiplied()`: reciprocals of scales that divide."""
+    if type.outer is None or not type.divided: return dict(given)
+    return {**given, "outer": (1 / numbers_of(given["outer"], type.outer.dtype)).contiguous().realize()}
 
 
 def codes_of(type: QType, given: Mapping[str, Tensor]) -> Tensor:

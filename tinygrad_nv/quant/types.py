@@ -169,6 +169,12 @@ class QType:
         """Columns that a matrix of k columns has in memory."""
         return -(-k // self.unit) * self.unit if self.layout == "fragments" else k
 
+    def multiplied(self) -> QType:
+        """The type with outer scales that multiply scales (`QTensor.multiplied`)."""
+        kept = self.outer
+        if kept is not None and self.divided: kept = replace(kept, dtype=dtypes.float32)
+        return replace(self, divided=False, outer_last=False, outer=kept)
+
     def of_rows(self) -> QType:
         """The type with scales of single rows."""
         outer = None if self.outer is None else replace(self.outer, rows=1)

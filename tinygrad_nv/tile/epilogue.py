@@ -9,7 +9,8 @@ Floats are computed in float32 and rounded to the node's dtype, unless that chan
 and choices of 16-bit floats are computed two at a time by instructions that round once, which gives the same
 bits. As in tinygrad's own kernels, products and sums of float32 may be contracted, `max` and `min` prefer a
 number to NaN, exp2, log2 and sin are the approximations of the hardware; reciprocals and square roots of
-float32 are rounded to nearest. Integers of 8 and 16 bits wrap.
+float32 are rounded to nearest. Integers of 8 and 16 bits wrap. A quotient by a constant that only becomes an
+integer or 8 bits is computed without a branch, and exact as far as these can tell.
 """
 from __future__ import annotations
 
@@ -22,7 +23,18 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import read, write
-from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, nearest, short, walk
+from tinygrad_nv.tile.expression import (
+    FLOATS,
+    Apply,
+    Constant,
+    Expression,
+    Load,
+    Position,
+    Sum,
+    nearest,
+    short,
+    walk,
+)
 from tinygrad_nv.tile.lanes import (
     FLOAT16S,
     FP8,
@@ -97,6 +109,7 @@ class EpilogueEmitter:
     before: tuple[Expression, ...] = ()
     known: dict[tuple[int, int, int], Lanes] = field(default_factory=dict)
     factors: dict[str, Value] = field(default_factory=dict)
+    coarse: frozenset[Expression] = frozenset()
 
     def __post_init__(self) -> None:
         if found := problems(self.root, self.kb.arch):
@@ -104,6 +117,7 @@ class EpilogueEmitter:
                             "leave the operation to tinygrad")
         self.steps = steps(*self.before, self.root)
         self.number = next(i for i, step in enumerate(self.steps) if step.node == self.root)
+        self.coarse = coarse(self.steps)
 
     def at(self, row: int, pair: int) -> Lanes:
         """The value of a pair: rounded to the root's dtype where that is a float of 16 bits or more."""
@@ -139,6 +153,10 @@ class EpilogueEmitter:
         if (number := of_constants(kb, node, args)) is not None: return number
         if (argument := unchanged(node)) is not None: return args[argument]
         two = step.on_columns and self.width == 2
+        if node in self.coarse:
+            (by,) = args[1].wide
+            assert isinstance(by, float)
+            return Lanes(kb, node.dtype, each_lane(args[:1], lambda x: self._quotient(x, by)))
         if rectified(node): return self._float(OPERATIONS["max"], node.dtype, args[1:], two)
         if dtypes.is_float(node.dtype) and node.op != "where":
             return self._float(OPERATIONS[node.op], node.dtype, args, two)
@@ -164,6 +182,19 @@ class EpilogueEmitter:
         made = self._emitted("fma.rn.f32", "f32", close, error, close)
         small = self._emitted("setp.lt.f32", "pred", self._emitted("abs.f32", "f32", error), 0.5)
         return self.kb.select(small, made, close)
+
+    def _quotient(self, x: Number, by: float) -> Value:
+        """x / by to nearest where that is normal. After one step it is one of the two nearest, and the second
+        chooses (Markstein): the reciprocal is to nearest, remainders are exact. Where the product overflows,
+        or x is infinite or NaN, it stands for the quotient."""
+        factor = nearest(1 / by, dtypes.float32)
+        product = made = self._emitted("mul.f32", "f32", x, factor)
+        for _ in range(2):
+            rest = self._emitted("fma.rn.f32", "f32", made, -by, x)
+            made = self._emitted("fma.rn.f32", "f32", rest, factor, made)
+        size = self._emitted("abs.f32", "f32", product)
+        finite = self._emitted("setp.le.f32", "pred", size, FLOATS[dtypes.float32][2])
+        return self.kb.select(finite, made, product)
 
     def _pair(self, op: Operation, kind: str, args: list[Value]) -> Value:
         """An operation of two 16-bit floats at a time."""
@@ -217,6 +248,17 @@ def each_lane(args: Sequence[Lanes], make: Callable[..., Value]) -> list[Number]
     """An operation for each element; once where no argument differs between them."""
     count = max(len(arg.each()) for arg in args)
     return [make(*(arg.at(i) for arg in args)) for i in range(count)]
+
+
+def coarse(found: Sequence[EpilogueStep]) -> frozenset[Expression]:
+    """Quotients by a constant that only `round` and casts to 8-bit floats take, which see neither a last bit
+    of small ones nor how large the largest are."""
+    users: dict[Expression, list[Apply]] = {}
+    for node in (step.node for step in found if isinstance(step.node, Apply)):
+        for arg in node.args: users.setdefault(arg, []).append(node)
+    return frozenset(node for node, those in users.items() if isinstance(node, Apply) and node.op == "div"
+                     and isinstance(node.args[1], Constant) and 2.0 ** -60 < node.args[1].value < 2.0 ** 60
+                     and all(user.op == "round" or user.dtype in FP8 for user in those))
 
 
 def rectified(node: Apply) -> bool:

@@ -222,6 +222,21 @@ class TileCopy(Passes):
         return made
 
 
+@dataclass
+class TailFirst(TileCopy):
+    """Copies the last `residue` columns of `k`, where these are no whole stage, and then those from 0 on, so
+    that every stage begins where units of the matrix, or groups of its scales, do."""
+    k: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.partial: self._advance(self.k - self.residue)
+
+    def next(self, stage: Value, when: Value | None = None, first: bool = False) -> None:
+        super().next(stage, when, first)
+        if first and self.partial: self._advance(-self.k)
+
+
 def _both(kb: Kernel, guard: Value, inside: Value) -> Value:
     """guard and inside, which may be negated."""
     made = kb.reg("pred")

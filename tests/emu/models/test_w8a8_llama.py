@@ -132,6 +132,21 @@ def test_blocks_of_quant_method_fp8(command, source: Path, tmp_path: Path):
     assert on_cpu.activations is None
 
 
+@pytest.mark.slow
+def test_blocks_are_multiplied_on_an_l40s(command, source: Path, tmp_path: Path,
+                                          monkeypatch: pytest.MonkeyPatch):
+    """By mma.sync of 8-bit floats; codes of the same inputs are the same on a CPU, which rounds them, too."""
+    monkeypatch.setenv("EMU_ARCH", "sm_89")
+    out = tmp_path / "made"
+    command("quantize", source, "--scheme", "fp8-block", "--out", out).succeeded()
+    on_gpu, on_cpu = opened(out, "EMU:89"), opened(out, "CPU")
+    made = on_gpu(tokens(on_gpu))
+    kernels = [each.template for each in explain(made).kernels]
+    assert (kernels.count("quantize"), kernels.count("scaled_mma")) == (4, 4)
+    assert off(made, on_cpu(tokens(on_cpu))) <= LOGITS["fp8-block"]
+    assert off(first(on_gpu), first(on_cpu)) <= NEAR
+
+
 def test_static_scales_of_tensors(command, source: Path, tmp_path: Path):
     """As ModelOpt and AutoFP8 write them: matrices with a scale each become one with scales of rows."""
     out, tensors = tmp_path / "made", load_file(source / "model.safetensors")
@@ -152,7 +167,12 @@ def test_static_scales_of_tensors(command, source: Path, tmp_path: Path):
     assert isinstance(part, QWeight)
     assert str(part.matrix.type) == "e4m3 channel"
     made = model(tokens(model))
-    assert multiplied(explain(made)).count("quantize") == 4
+    # those of down's input are made by the matmul of gate | up
+    kernels = multiplied(told := explain(made))
+    assert kernels.count("quantize") == 3
+    last = len(kernels) - 1 - kernels[::-1].index("quantize")
+    assert kernels[last + 1:last + 3] == ["gemv", "gemv"]
+    assert "→ e4m3, 2 parts" in str(told)
     on_cpu = opened(out, "CPU")
     others = on_cpu.blocks[0].attention.qkv
     others.parts = tuple(replace(each, activations=part.activations, input_scale=part.input_scale)

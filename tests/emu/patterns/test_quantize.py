@@ -125,3 +125,17 @@ def test_one_pass_between_two_matmuls():
 def test_refused():
     for words, columns, element in (("groups of 128 of 200", 200, "e4m3"), ("of e5m2", 256, "e5m2")):
         with pytest.raises(SpecError, match=words): quantize(stored(3, columns), element, BLOCKS["group"])
+
+
+@pytest.mark.parametrize("element", ["int8", "e4m3"])
+def test_quotients_by_a_static_scale_are_exact(element: str):
+    """Numbers nearest to where codes change, and those without a quotient."""
+    scale = np.float32(0.12172)     # products with its reciprocal are other codes
+    halves = np.arange(-128.5, 128) if element == "int8" else \
+        np.concatenate([np.ldexp(np.arange(1, 34, 2), e) for e in range(-11, 5)])
+    near = (halves * float(scale)).astype(np.float32).view(np.int32)
+    around = (near[:, None] + np.arange(-4, 5)).astype(np.int32).view(np.float32).reshape(-1)
+    beside = np.array([np.inf, -np.inf, 3e38, -3e38, 1e-42, -1e-42, 0, -0.0] * 8, np.float32)
+    x = np.concatenate([around, -around, beside])
+    x = np.pad(x, (0, -x.size % 256)).reshape(-1, 256)
+    same(Tensor(x).realize(), element, Scale(0, 0), scale=float(scale))

@@ -10,7 +10,7 @@ from tinygrad import Variable
 
 from tinygrad_nv import Device, Tensor, dtypes, explain, hooks
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.functional import scaled_matmul
+from tinygrad_nv.functional import multiplies_codes, scaled_matmul
 from tinygrad_nv.quant.types import (
     E4M3,
     INT8,
@@ -67,14 +67,23 @@ def test_int8_sums_are_of_int32():
     with hooks.disabled(): np.testing.assert_array_equal(given.by_name().numpy(), wanted)
 
 
-@pytest.mark.parametrize(("arch", "name"), [("sm_80", "int8"), ("sm_89", "e4m3"), ("sm_90a", "e4m3")])
+@pytest.mark.parametrize(("arch", "name"), [("sm_80", "int8"), ("sm_89", "e4m3"), ("sm_90a", "e4m3"),
+                                            ("sm_89", "e4m3 blocks")])
 def test_architectures(arch: str, name: str, monkeypatch: pytest.MonkeyPatch):
     """A device of an architecture has a number of its own."""
     monkeypatch.setenv("EMU_ARCH", arch)
-    given = Codes.of(TYPES[name], 70, 48, 160)
+    given = Codes.of(TYPES[name], 70, 48, 256 if "blocks" in name else 160)
     made = given.by_name(device=f"EMU:{arch[3:5]}")
-    assert templates(made) == ["wgmma" if arch == "sm_90a" else "mma"]
+    kind = "wgmma" if arch == "sm_90a" else "mma"
+    assert templates(made) == [f"scaled_{kind}" if "blocks" in name else kind]
     np.testing.assert_array_equal(made.numpy(), given.answer)
+
+
+def test_models_multiply_codes_of_blocks_from_sm_89_on(monkeypatch: pytest.MonkeyPatch):
+    for arch in ("sm_80", "sm_89", "sm_90a"):
+        monkeypatch.setenv("EMU_ARCH", arch)
+        found = multiplies_codes(TYPES["e4m3 blocks"], (576, 7168), "e4m3", Scale(1, 128), f"EMU:{arch[3:5]}")
+        assert found == (arch != "sm_80")
 
 
 def test_fp8_begins_with_sm_89(monkeypatch: pytest.MonkeyPatch):

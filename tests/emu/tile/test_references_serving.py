@@ -9,7 +9,7 @@ from typing import Any
 import emitted_specs as specs
 import pytest
 import torch
-from emitted_specs import BF16, E4M3, F16, F32, S8, S32, append, decode
+from emitted_specs import BF16, E4M3, E5M2, F16, F32, S8, S32, append, decode
 from reference_case import GUARD, Given, answer, right, run, same, storages
 from test_references import HERE, schedules
 from tinygrad.dtype import dtypes
@@ -19,7 +19,7 @@ from tinygrad_nv.cpu.isa import AVX2, PORTABLE, why_not
 from tinygrad_nv.cpu.router.kernel import CPURouter
 from tinygrad_nv.cpu.router.rows import CPUGroupRows
 from tinygrad_nv.cpu.target import CPU
-from tinygrad_nv.quant.types import MXFP4, Q4_0, Q4_K, UINT4, QType, per_group_scale
+from tinygrad_nv.quant.types import MXFP4, Q4_0, Q4_K, UINT4, Layout, QType, per_group_scale
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
 from tinygrad_nv.tile.expression import Load, Sum
@@ -52,7 +52,7 @@ def caches() -> dict[str, DecodeSpec]:
         "window": decode(3, 1, 3, 3, 96, 8, 11, F16, window=20, score=specs.capped(96)),
         "8 rows": decode(2, 1, 8, 8, 32, pages=5),
         "slopes": decode(3, 2, 3, 2, 64, 32, 3, score=specs.sloped()),
-        "e4m3": decode(3, 2, 2, 1, 64, 32, 3, kv=E4M3),
+        "e4m3": decode(3, 2, 2, 1, 64, 32, 3, kv=E4M3), "e5m2": decode(2, 1, 2, 1, 32, 32, 3, kv=E5M2),
         "sinks, chunks": decode(2, 1, 3, 2, 32, pages=5, window=20, chunked=True, sinks=True),
         "int8": decode(3, 2, 2, 2, 64, 16, 5, F16, S8, causal=False),
         "f32": decode(2, 1, 3, 2, 20, 8, 9, F32),
@@ -68,7 +68,8 @@ def appends() -> dict[str, AppendSpec]:
     few = {"stored": 15, "pages": 3}
     made = {
         "bf16": append(new=5), "f16 interleaved": append(F16, interleaved=True, new=2, angles=F16),
-        "to e4m3": append(BF16, E4M3, angles=BF16, **exact), "to int8": append(F32, S8, half=12, **exact),
+        "to e4m3": append(BF16, E4M3, angles=BF16, **exact), "to e5m2": append(F32, E5M2, half=0, q_heads=0),
+        "to int8": append(F32, S8, half=12, **exact),
         "copies": append(F32, BF16, 0, 0, new=7), "f32": append(F32, half=16, q_heads=3, **exact),
         "rounded": append(F16, angles=F16, interleaved=True, **exact)}
     there = {name: replace(spec, **few) for name, spec in made.items()}
@@ -121,12 +122,15 @@ def grouped() -> dict[str, GroupedGemmSpec | GroupedOuterSpec]:
 
 
 def quantised() -> dict[str, QuantGroupedSpec]:
-    """Grouped matmuls with matrices in tiles: scales, minima, codes of floats, orders of columns."""
-    def of(type: QType, one: GroupedGemmSpec, int8: bool = False) -> QuantGroupedSpec:
-        return QuantGroupedSpec(one, replace(type, layout="tiles"), int8)
+    """Grouped matmuls with matrices in tiles, and in fragments: scales, minima, codes of floats, orders of
+    columns."""
+    def of(type: QType, one: GroupedGemmSpec, int8: bool = False,
+           layout: Layout = "tiles") -> QuantGroupedSpec:
+        return QuantGroupedSpec(one, replace(type, layout=layout), int8)
     down = GroupedGemmSpec(4, 30, 35, 128, F32, scatter=True, weighted=True)
     both = GroupedGemmSpec(3, 36, 40, 256, BF16, 12, gather=3, activation="silu", biased=True)
     return {"q4_0": of(Q4_0, down, True), "q4_k": of(Q4_K, both, True), "mxfp4": of(MXFP4, down),
+            "mxfp4 in fragments": of(MXFP4, both, layout="fragments"),
             "zeros": of(QType(UINT4, per_group_scale(32, F16), zeros=True, permuted=True), both)}
 
 
@@ -134,7 +138,8 @@ SPECS = {f"{family}: {name}": spec
          for family, of in zip(FAMILIES, (caches(), appends(), tables(), samplers(), routers(),
                                                  grouped(), quantised()), strict=True)
          for name, spec in of.items()}
-CASES = [pytest.param(name, target, schedule, id=f"{name}, {schedule.template}, {target.arch}")
+CASES = [pytest.param(name, target, schedule, id=f"{name}, {schedule.template}, {target.arch}",
+                      marks=[pytest.mark.slow] * ("e5m2" in name))
          for name, spec in SPECS.items() for target in TARGETS for schedule in schedules(spec, target)]
 
 

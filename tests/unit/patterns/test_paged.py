@@ -18,7 +18,7 @@ from tinygrad.dtype import DType
 from tinygrad_nv import explain
 from tinygrad_nv.functional import paged_attention
 
-S8, E4M3 = dtypes.int8, dtypes.fp8e4m3
+S8, E4M3, E5M2 = dtypes.int8, dtypes.fp8e4m3, dtypes.fp8e5m2
 SHAPE = {"rows": 2, "heads": 4, "kv_heads": 2}
 
 
@@ -62,7 +62,8 @@ def test_blocks_of_rows_in_a_window(rows: int):
     near(made, fetched(attention(made, "CPU")))
 
 
-@pytest.mark.parametrize(("dtype", "kv"), [(dtypes.float16, S8), (dtypes.bfloat16, E4M3)])
+@pytest.mark.parametrize(("dtype", "kv"), [(dtypes.float16, S8), (dtypes.bfloat16, E4M3),
+                                           (dtypes.float32, E5M2)])
 def test_quantised(dtype: DType, kv: DType):
     made = case([0, 9, 16], dtype=dtype, kv=kv, d_v=16, pages=2)
     near(made, fetched(attention(made, "CPU")))

@@ -9,6 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
+from gguf_families import CONVERTERS, bands, converted
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
@@ -103,38 +104,48 @@ def quantised(weight: np.ndarray, kind: Kind, seed: int) -> np.ndarray:
 
 
 def write_model(path: Path, directory: Path, kinds: dict[str, Kind] | Kind = Kind.F32,
-                metadata: dict[str, Any] | None = None, split: int = 0, apart: bool = False) -> None:
+                metadata: dict[str, Any] | None = None, split: int = 0, apart: bool = False,
+                plain: bool = False) -> None:
     """The model of a directory, its matrices as `kinds`, by parts of GGUF names ("" for all). `metadata`
     replaces or, with None, leaves out. `split`: into files of so many tensors. `apart`: each expert has
-    tensors of its own."""
+    tensors of its own. `plain`: instead of blocks the numbers that they stand for."""
     config = json.loads((directory / "config.json").read_text())
     tensors = load_file(directory / "model.safetensors")
     kinds = kinds if isinstance(kinds, dict) else {"": kinds}
-    arch = KINDS[config["architectures"][0]]
+    if config["architectures"][0] in CONVERTERS: arch, given, whole = converted(config, tensors)
+    else: arch, given, whole = _of_llama(config, tensors, apart)
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
-    given = {f"{arch}.{key}": value for key, value in _metadata(config, tensors).items()}
+    given = {f"{arch}.{key}": value for key, value in given.items()}
     for key, value in (given | (metadata or {})).items(): add(writer, key, value)
+    for seed, (name, weight) in enumerate(whole.items()):
+        if name == "output.weight" and config["tie_word_embeddings"]: continue
+        weight = np.ascontiguousarray(weight, np.float32)
+        kind = next((kind for part, kind in kinds.items() if part in name), Kind.F32)
+        vector = weight.ndim == 1 or name.endswith(".bias")
+        if vector or kind == Kind.F32: writer.add_tensor(name, weight)
+        elif kind == Kind.F16: writer.add_tensor(name, weight.astype(np.float16))
+        elif plain: writer.add_tensor(name, gguf.dequantize(quantised(weight, kind, seed), kind))
+        else: writer.add_tensor(name, quantised(weight, kind, seed), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _of_llama(config: dict[str, Any], tensors: dict[str, np.ndarray],
+              apart: bool) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
+    """Architecture, metadata and tensors of a model like LLaMA."""
+    arch = KINDS[config["architectures"][0]]
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     whole = stacked(tensors)
     if apart:
         whole = {name.replace("_exps", f".{i}" * (weight is not one)): one for name, weight in whole.items()
                  for i, one in enumerate(weight if "_exps" in name else [weight])}
-    for seed, (name, weight) in enumerate(whole.items()):
-        if name == "output.weight" and config["tie_word_embeddings"]: continue
-        weight = weight.astype(np.float32)
+    for name, weight in whole.items():
         part = name.split(".")[-2]
-        if arch == "llama" and part in heads: weight = in_llama_cpp_order(weight, heads[part])
-        if arch == "gemma" and name.endswith("norm.weight"): weight = weight + 1
-        kind = next((kind for part, kind in kinds.items() if part in name), Kind.F32)
-        if weight.ndim == 1 or kind == Kind.F32: writer.add_tensor(name, weight)
-        elif kind == Kind.F16: writer.add_tensor(name, weight.astype(np.float16))
-        else: writer.add_tensor(name, quantised(weight, kind, seed), raw_dtype=kind)
-    rope = config.get("rope_parameters") or {}
-    if rope.get("rope_type") == "llama3": writer.add_tensor("rope_freqs.weight", _factors(config, rope))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        if arch == "llama" and part in heads: whole[name] = in_llama_cpp_order(weight, heads[part])
+        if arch == "gemma" and name.endswith("norm.weight"): whole[name] = weight.astype(np.float32) + 1
+    return arch, _metadata(config, tensors), whole | dict(bands(config))
 
 
 def _metadata(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -160,7 +171,6 @@ def _metadata(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[st
 
 
 def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    """An entry; None is left out."""
     """An entry; None is left out."""
     if value is None: return
     if isinstance(value, bool): writer.add_bool(key, value)
@@ -192,14 +202,3 @@ def tokenizer_metadata(tokenizer: Tokenizer, pre: str | None, template: str | No
     if bos: made["add_bos_token"] = True
     found = {f"tokenizer.ggml.{key}": value for key, value in made.items()}
     return found | ({} if template is None else {"tokenizer.chat_template": template})
-
-
-def _factors(config: dict[str, Any], rope: dict[str, Any]) -> np.ndarray:
-    """What frequencies are divided by, as the converter computes it."""
-    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    frequencies = 1.0 / rope["rope_theta"] ** (np.arange(0, dim, 2, dtype=np.float32) / dim)
-    low, high, original = (rope[key] for key in ("low_freq_factor", "high_freq_factor",
-                                                 "original_max_position_embeddings"))
-    waves = 2 * np.pi / frequencies
-    smooth = np.clip((original / waves - low) / (high - low), 0, 1)
-    return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)

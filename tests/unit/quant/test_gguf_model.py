@@ -152,4 +152,5 @@ def test_names(directories: Directories):
         stem, _, suffix = name.rpartition(".")
         assert gguf_name(name) == f"{names.get_name(stem)}.{suffix}"
         assert hugging_face_name(gguf_name(name)) == name
-    assert hugging_face_name("blk.0.attn_sinks.weight") == "blk.0.attn_sinks.weight"
+    assert hugging_face_name("blk.0.attn_sinks.weight") == "model.layers.0.self_attn.sinks"
+    assert hugging_face_name("blk.0.ssm_a.weight") == "blk.0.ssm_a.weight"

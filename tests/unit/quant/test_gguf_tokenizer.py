@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import transformers
 from gguf_case import add, tokenizer_metadata
+from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.tales.tokenizer import CHAT_TEMPLATE
 from tokenizers import (
     AddedToken,
@@ -22,10 +23,12 @@ from tokenizers import (
     trainers,
 )
 from tokenizers import Tokenizer as Backend
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.tokenization_utils_base import generate_merges
 
 from tinygrad_nv.cli import DEFAULT_MODEL
-from tinygrad_nv.engine.text.gguf import PATTERNS, merges_of
+from tinygrad_nv.engine.text.gguf import merges_of
+from tinygrad_nv.engine.text.gguf_patterns import PATTERNS
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 
 TEXTS = ["", "a", "Hello, world!", "It's I'LL we've DON'T", "one  two   three    ",
@@ -37,6 +40,11 @@ TEXTS = ["", "a", "Hello, world!", "It's I'LL we've DON'T", "one  two   three   
 SPECIALS = ("<|bos|>", "<|eos|>", "<|user|>")
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
           r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+# one after the other
+DEEPSEEK3 = (r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
+             "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+             "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+")
+O200K = GGUF_PRE_TOKENIZER_SPLITS["gpt-4o"]
 QWEN2 = transformers.models.qwen2.tokenization_qwen2.PRETOKENIZE_REGEX
 
 
@@ -52,6 +60,9 @@ def byte_level(pre: str) -> Backend:
         "llama-bpe": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3), "isolated"), plain]),
         "qwen2": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN2), "isolated"), plain]),
         "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), whole]),
+        "gpt-4o": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(O200K), "isolated"), plain]),
+        "deepseek-v3": pre_tokenizers.Sequence(
+            [*(pre_tokenizers.Split(Regex(each), "isolated") for each in DEEPSEEK3), plain]),
         "gpt-2": whole}[pre]
     if pre == "qwen2": made.normalizer = normalizers.NFC()
     made.decoder = decoders.ByteLevel()
@@ -123,12 +134,13 @@ def require_equal(path: Path, original: Backend, skip: str = "") -> None:
             original.decode(ids, skip_special_tokens=False), text
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "smollm"])
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "smollm", "gpt-4o", "deepseek-v3"])
 def test_byte_level(tmp_path: Path, pre: str):
     original, path = byte_level(pre), tmp_path / "model.gguf"
     write(path, tokenizer_metadata(original, pre, CHAT_TEMPLATE, "<|bos|>", "<|eos|>"))
-    # transformers has no NFC for Qwen, no digits one by one, and splits camelCase
-    require_equal(path, original, {"qwen2": "\u0301", "smollm": "0123456789", "llama-bpe": "C"}.get(pre, ""))
+    # transformers has no NFC for Qwen, no digits one by one, no patterns of DeepSeek, and splits camelCase
+    require_equal(path, original, {"qwen2": "\u0301", "smollm": "0123456789", "llama-bpe": "C",
+                                   "deepseek-v3": "".join(TEXTS)}.get(pre, ""))
     made = Tokenizer.load(path)
     assert made.special == {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
     assert made.render([{"role": "user", "content": "hi"}]) == "<|bos|>hi"
@@ -166,16 +178,44 @@ def test_the_bundled_model(tmp_path: Path):
     assert Tokenizer.load(path).template == original.template
 
 
-def test_gemma_merges_in_the_order_of_tokens(tmp_path: Path):
+@pytest.mark.parametrize("kind", ["gemma", "gemma2", "gemma3"])
+def test_gemma_merges_in_the_order_of_tokens(tmp_path: Path, kind: str):
     """Its runs of blanks are stored as blanks, its scores say nothing."""
     original, path = sentencepiece(False), tmp_path / "model.gguf"
     metadata = tokenizer_metadata(original, None, None, "<s>", "</s>", "<unk>")
     blanks = [" " * len(token) if set(token) == {"▁"} else token
               for token in metadata["tokenizer.ggml.tokens"]]
     write(path, metadata | {"tokenizer.ggml.tokens": blanks, "tokenizer.ggml.scores": [0.0] * len(blanks)},
-          "gemma")
+          kind)
     made = Tokenizer.load(path)
     for text in TEXTS: assert made.encode(text) == original.encode(text).ids, text
+
+
+def test_special_tokens_of_phi3_take_the_blanks_behind_them(tmp_path: Path):
+    original, path = sentencepiece(True), tmp_path / "model.gguf"
+    added = [AddedToken(token, special=True, normalized=False, rstrip=token != "<|endoftext|>")
+             for token in ("<|endoftext|>", "<|user|>", "<|end|>")]
+    original.add_special_tokens(added)
+    texts = "<|user|>\n a", "<|end|>  a", "<|endoftext|> a"
+    expected = [original.encode(text).ids for text in texts]
+    for kind in ("phi3", "llama"):
+        write(path, tokenizer_metadata(original, None, None, "<s>", "<|endoftext|>", "<unk>"), kind)
+        ids = [Tokenizer.load(path).encode(text) for text in texts]
+        assert (ids == expected) == (kind == "phi3")
+        assert ids[2] == expected[2]
+
+
+@pytest.mark.parametrize(("texts", "ends"), [
+    (("<|user|>", "<|end|>", "<|endoftext|>"), ("</s>", "<|end|>", "<|endoftext|>")),
+    (("<end_of_turn>",), ("</s>", "<end_of_turn>")),
+    (("<|end|>", "<|return|>", "<|call|>"), ("</s>", "<|return|>", "<|call|>"))])
+def test_tokens_that_end_an_answer(tmp_path: Path, texts: tuple[str, ...], ends: tuple[str, ...]):
+    """By their texts, as files have only one of them; gpt-oss's <|end|> ends a message of several."""
+    original, path = sentencepiece(True), tmp_path / "model.gguf"
+    original.add_special_tokens([AddedToken(text, special=True) for text in texts])
+    metadata = tokenizer_metadata(original, None, None, "<s>", "</s>", "<unk>")
+    write(path, metadata | {"llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.vocab_size": 600})
+    assert set(read_config(path).eos_token_ids) == {original.token_to_id(text) for text in ends}
 
 
 def test_ends(tmp_path: Path):
@@ -198,6 +238,5 @@ def test_a_tokenizer_beside_the_file_is_read_first(tmp_path: Path):
 
 
 def test_patterns_are_those_of_transformers():
-    theirs = transformers.integrations.gguf.gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS
-    for name, pattern in PATTERNS.items():
-        if name in theirs: assert pattern == theirs[name], name
+    for name, patterns in PATTERNS.items():
+        if name in GGUF_PRE_TOKENIZER_SPLITS: assert patterns == (GGUF_PRE_TOKENIZER_SPLITS[name],), name

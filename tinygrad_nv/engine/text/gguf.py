@@ -17,31 +17,16 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from tinygrad_nv.engine.text.gguf_patterns import DIGITS, NFC, PATTERNS, WHOLE
 from tinygrad_nv.errors import TokenizerError
 from tinygrad_nv.quant.gguf.file import GGUFFile
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4    # types of tokens
+GEMMA = ("gemma", "gemma2", "gemma3")
+# of Phi-3's special tokens, those that do not take the blanks behind them, which no metadata say
+KEEPS_BLANKS = ("<unk>", "<s>", "<|endoftext|>")
 SPECIAL = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id",
            "pad_token": "padding_token_id"}
-
-# patterns as the tokenizer.json of models have them
-_LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-           r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
-           r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-# by tokenizer.ggml.pre; None: GPT-2's own
-PATTERNS: dict[str, str | None] = {
-    **dict.fromkeys(("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"), None),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "smaug-bpe", "dbrx"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez", "hunyuan"), _QWEN2),
-    "tekken": _TEKKEN}
-# GPT-2's, and digits one by one
-DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
-# a piece that is a token is not split, and texts begin with the bos token
-WHOLE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
-NFC = ("qwen2", "deepseek-r1-qwen", "megrez")
 
 
 def tokenizer_of(file: GGUFFile) -> Tokenizer:
@@ -56,7 +41,8 @@ def tokenizer_of(file: GGUFFile) -> Tokenizer:
     try:
         if kind == "gpt2": made = _byte_level(file, given, tokens, pre)
         else: made = _sentencepiece(file, given, tokens)
-        _add_tokens(made, tokens, types)
+        phi3 = kind == "llama" and file.metadata.get("general.architecture") == "phi3"
+        _add_tokens(made, tokens, types, phi3)
         _add_ends(made, given, tokens, kind == "llama" or pre in WHOLE)
     except TokenizerError: raise
     except Exception as error:  # the library raises bare Exception
@@ -95,11 +81,11 @@ def _byte_level(file: GGUFFile, given: Mapping[str, Any], tokens: list[str], pre
             raise TokenizerError(f"{file.path}: merge {left!r} {right!r} is not of tokens",
                                  "merges of two tokens to a token", _OTHER)
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre in WHOLE))
-    level, pattern = pre_tokenizers.ByteLevel, PATTERNS.get(pre)
+    level, patterns = pre_tokenizers.ByteLevel, PATTERNS.get(pre)
     split: list[Any] = [level(add_prefix_space=False, use_regex=True)]
     if pre in DIGITS: split.insert(0, pre_tokenizers.Digits(individual_digits=True))
-    if pattern is not None:
-        split = [pre_tokenizers.Split(Regex(pattern), "isolated"),
+    if patterns:
+        split = [*(pre_tokenizers.Split(Regex(each), "isolated") for each in patterns),
                  level(add_prefix_space=False, use_regex=False)]
     made.pre_tokenizer = pre_tokenizers.Sequence(split)
     made.decoder = decoders.ByteLevel()
@@ -109,7 +95,7 @@ def _byte_level(file: GGUFFile, given: Mapping[str, Any], tokens: list[str], pre
 
 def _sentencepiece(file: GGUFFile, given: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     # Gemma's runs of blanks are written as blanks; its tokens are in the order of merges, its scores are not
-    gemma = file.metadata.get("general.architecture") == "gemma"
+    gemma = file.metadata.get("general.architecture") in GEMMA
     pieces = ["▁" * len(token) if gemma and token and not token.strip(" ") else token for token in tokens]
     scores = [-float(i) for i in range(len(tokens))] if gemma else _list(file, given, "scores", float)
     unknown = special_tokens(file).get("unk_token")
@@ -135,13 +121,15 @@ def merges_of(pieces: Sequence[str], scores: Sequence[float]) -> list[tuple[str,
     return sorted(found, key=lambda pair: (-score[pair[0] + pair[1]], -len(pair[0]), -len(pair[1])))
 
 
-def _add_tokens(made: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
+def _add_tokens(made: Tokenizer, tokens: Sequence[str], types: Sequence[int], phi3: bool) -> None:
     """What is found in text before it is split."""
+    def added(token: str, special: bool) -> AddedToken:
+        return AddedToken(token, normalized=False, special=special,
+                          rstrip=phi3 and token not in KEEPS_BLANKS)
     kinds = list(zip(tokens, types, strict=False))
     vocabulary = made.get_vocab()
-    made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token, kind in kinds
-                             if kind in (UNKNOWN, CONTROL)])
-    made.add_tokens([AddedToken(token, normalized=False, special=False) for token, kind in kinds
+    made.add_special_tokens([added(token, True) for token, kind in kinds if kind in (UNKNOWN, CONTROL)])
+    made.add_tokens([added(token, False) for token, kind in kinds
                      if kind == USER_DEFINED and token in vocabulary])
 
 

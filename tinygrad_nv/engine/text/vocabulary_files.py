@@ -17,7 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from tinygrad_nv.engine.text import sentencepiece
 from tinygrad_nv.engine.text.added_tokens import add_ends, add_tokens
-from tinygrad_nv.engine.text.gguf import PATTERNS
+from tinygrad_nv.engine.text.gguf_patterns import QWEN2 as QWEN2_PATTERN
 from tinygrad_nv.engine.text.sentencepiece_file import read_model
 from tinygrad_nv.errors import TokenizerError
 
@@ -83,11 +83,9 @@ def _byte_level(path: Path, config: Config, special: Mapping[str, str],
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
     prefix = bool(config.get("add_prefix_space", False))
     if name.startswith("Qwen2"):
-        pattern = PATTERNS["qwen2"]
-        assert pattern is not None
         made.normalizer = normalizers.NFC()
         made.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(Regex(pattern), "isolated"),
+            [pre_tokenizers.Split(Regex(QWEN2_PATTERN), "isolated"),
              level(add_prefix_space=prefix, use_regex=False)])
     else: made.pre_tokenizer = level(add_prefix_space=prefix)
     made.decoder = decoders.ByteLevel()

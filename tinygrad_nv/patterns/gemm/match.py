@@ -10,7 +10,7 @@ patterns/target.py says; NV_GEMM=0 leaves all to tinygrad.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from tinygrad.dtype import DType, dtypes
@@ -74,7 +74,7 @@ def rewrite(sink: UOp) -> UOp:
         if (found := matches.get(node)) is None: return None
         inputs = [new(x) for x in found.inputs]
         total = min((x for x in found.region if x.op is Ops.REDUCE), key=matcher.place.__getitem__)
-        result = building.attempted(NAME, total, lambda: _called(found, inputs))
+        result = building.attempted(NAME, total, lambda: called(found, inputs, found.end.dtype))
         if result is None: return None
         ranges.carry_region(found.region, result)
         return result
@@ -120,7 +120,7 @@ class _MatmulMatcher:
         closed = ends(found.total, self.consumers, self.place, self.is_taken)
         regions = usable(closed, self.consumers)
         for end, region in regions or [(found.total, frozenset((found.total,)))]:
-            try: made = _matched(found, end, region, target, self.is_memory)
+            try: made = matched(found, end, region, target, self.is_memory)
             except (Unfused, NotAffine) as no: reason = reason or str(no)
             except SpecError as error: reason = reason or error.found
             except NotOurs as no:
@@ -133,9 +133,11 @@ class _MatmulMatcher:
         if reason: program.miss(NAME, found.total, reason)
 
 
-def _matched(found: MatmulReduce, end: UOp, region: frozenset[UOp], target: Target,
-             memory: Callable[[UOp], bool]) -> MatmulMatch:
-    """The match of a region. Raises `NotOurs`, `Unfused` or `NotAffine` where there is none."""
+def matched(found: MatmulReduce, end: UOp, region: frozenset[UOp], target: Target,
+            memory: Callable[[UOp], bool],
+            last: Callable[[Expression], Expression] = lambda value: value) -> MatmulMatch:
+    """The match of a region, whose result is `last` of its end's values. Raises `NotOurs`, `Unfused`,
+    `NotAffine` or `SpecError` where there is none."""
     space = Space()
     kept = space.ranges(end.shape)
     tail = Epilogue(space, found.total, end, region, kept, memory)
@@ -148,7 +150,7 @@ def _matched(found: MatmulReduce, end: UOp, region: frozenset[UOp], target: Targ
     if words := arithmetic(found, dims.a.dtype, dims.b.dtype): raise NotOurs(words, final=True)
     extras = list(dict.fromkeys(node for node, _ in entries))
     loads = [_load(dims, i, extras.index(node), node, lies) for i, (node, lies) in enumerate(entries)]
-    spec = _spec(dims, out, end, _finished(tail.expression, loads, numbers), part, len(numbers))
+    spec = _spec(dims, out, last(_finished(tail.expression, loads, numbers)), part, len(numbers))
     return MatmulMatch(end, region, choose(spec, target), (dims.a.storage, dims.b.storage, *extras),
                  dims.m.extent if isinstance(dims.m.extent, UOp) else None)
 
@@ -182,10 +184,10 @@ def _parts(space: Space, places: list[tuple[Side, Side]]) -> tuple[Side, Side, l
 
 # **** specs ****
 
-def _spec(dims: Contraction, out: Affine, end: UOp, epilogue: Expression, part: int, parts: int) -> GemmSpec:
+def _spec(dims: Contraction, out: Affine, epilogue: Expression, part: int, parts: int) -> GemmSpec:
     m, n = largest(dims.m.extent), largest(dims.n.extent)
     row, column = dims.m.strides[OUT], dims.n.strides[OUT]
-    result = Result(end.dtype, row if m > 1 else _rounded(n) * column, column if n > 1 else 1,
+    result = Result(epilogue.dtype, row if m > 1 else _rounded(n) * column, column if n > 1 else 1,
                     tuple(d.strides[OUT] for d in dims.batch), out.offset)
     a, b = _operand(dims, dims.a, A, dims.m), _operand(dims, dims.b, B, dims.n)
     batch, tf32 = tuple(largest(d.extent) for d in dims.batch), a.dtype == dtypes.float32 and bool(ALLOW_TF32)
@@ -224,10 +226,11 @@ def _finished(root: Expression, loads: list[Load], parts: list[int]) -> Expressi
 
 # **** calls ****
 
-def _called(match: MatmulMatch, inputs: list[UOp]) -> UOp:
+def called(match: MatmulMatch, inputs: Sequence[UOp], dtype: DType, words: str = "") -> UOp:
+    """The result of a match's kernel, which the graph has as `dtype`."""
     spec, rows, end = match.how.spec, match.rows, match.end
     m: sint = spec.m if rows is None else rows
-    return match.how.called(end.device, [program.Output(end.shape, end.dtype)], inputs, rows=m,
+    return match.how.called(end.device, [program.Output(end.shape, dtype)], inputs, words=words, rows=m,
                             variables=[] if rows is None else [rows], flops=spec.flops // spec.m * m,
                             nbytes=_bytes(spec, m))[0]
 

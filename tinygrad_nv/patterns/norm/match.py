@@ -280,7 +280,7 @@ def _spec(end: UOp, first: UOp | None,
     places = list(dict.fromkeys(node for root in (rows.expression, *(s.term for s in rows.statistics))
                                 for node in walk(root) if isinstance(node, _Place)))
     where = [space.resolve(Affine(place.offset, dict(place.strides))) for place in places]
-    dims = _dims(space, column, (out, *lies, *where))
+    dims = row_dims(space, column, (out, *lies, *where))
     inputs = list(dict.fromkeys(node for node, _ in rows.loads))
     known: dict[Expression, Expression] = {}
     for i, ((node, _), each) in enumerate(zip(rows.loads, lies, strict=True), 1):
@@ -311,14 +311,14 @@ def _indices(space: Space, end: UOp, column: Affine, n: int) -> Indices:
 
 
 @dataclass(frozen=True)
-class _Dims:
+class RowDims:
     """Dimensions with their strides in the result, the loads and the positions."""
     m: Dim
     n: Dim
     batch: tuple[Dim, ...]
 
 
-def _dims(space: Space, column: Affine, indexed: tuple[Affine, ...]) -> _Dims:
+def row_dims(space: Space, column: Affine, indexed: tuple[Affine, ...]) -> RowDims:
     def dim(r: int) -> Dim: return Dim(space.extents[r], tuple(index.strides.get(r, 0) for index in indexed))
 
     columns = [leaf for r in column.strides for leaf in space.leaves(r)]
@@ -332,10 +332,10 @@ def _dims(space: Space, column: Affine, indexed: tuple[Affine, ...]) -> _Dims:
     if sum(isinstance(each.extent, UOp) for each in rows) > 1: raise Unfused("two symbolic dimensions")
     m = max(rows, key=lambda each: (isinstance(each.extent, UOp), largest(each.extent)))
     if isinstance(m.extent, UOp) and m.extent.op is not Ops.PARAM: raise Unfused("an expression of rows")
-    return _Dims(m, along[0], tuple(each for each in rows if each is not m))
+    return RowDims(m, along[0], tuple(each for each in rows if each is not m))
 
 
-def _placed(dims: _Dims, number: int, offset: int) -> Expression:
+def _placed(dims: RowDims, number: int, offset: int) -> Expression:
     """A position in dimensions."""
     terms: list[tuple[Expression, int]] = [(Position("n"), dims.n.strides[number]),
                                            (Position("m"), dims.m.strides[number])]

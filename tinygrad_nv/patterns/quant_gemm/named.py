@@ -9,7 +9,6 @@ Its gradient is that of x; quantised matrices have none.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from tinygrad import Tensor
 from tinygrad.dtype import dtypes
@@ -18,12 +17,12 @@ from tinygrad.uop.ops import UOp
 
 from tinygrad_nv import config
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.index import largest
 from tinygrad_nv.patterns.named import call, lower
+from tinygrad_nv.patterns.named_matmul import NamedMatmul
 from tinygrad_nv.patterns.rows import placed_rows, symbolic_rows
-from tinygrad_nv.patterns.target import Target, choose, target_of
+from tinygrad_nv.patterns.target import Target, target_of
 from tinygrad_nv.quant.tensor import QTensor, dequantized
 from tinygrad_nv.quant.types import QType, buffers, nbytes
 from tinygrad_nv.tile.expression import Load, Sum
@@ -78,6 +77,11 @@ def lowered(what: QuantMatmul, target: Target, x: UOp, *rest: UOp) -> tuple[UOp,
     """The matmul by a kernel; None on targets without one. Raises `NotOurs` or `SpecError` where there is
     none."""
     if TABLE.family(target.kind, QuantGemmSpec) is None: return None
+    return matmul_of(what, target, x, *rest).called(target, x.dtype)
+
+
+def matmul_of(what: QuantMatmul, target: Target, x: UOp, *rest: UOp) -> NamedMatmul:
+    """The matmul of arguments. Raises `NotOurs` or `SpecError` where kernels have none."""
     (n, k), dtype, rows = what.shape, x.dtype, symbolic_rows(x)
     m, epilogue = prod(largest(extent) for extent in x.shape[:-1]), Sum().cast(dtype)
     if what.bias:
@@ -87,11 +91,7 @@ def lowered(what: QuantMatmul, target: Target, x: UOp, *rest: UOp) -> tuple[UOp,
     gemm = GemmSpec(m, n, k, a, Operand(dtype, k, 1), Result(dtype, n, 1), (), epilogue,
                     symbolic=rows is not None)
     spec = QuantGemmSpec(gemm, what.type, in_bytes(what.type, what.int8))
-    counted: dict[str, Any] = {} if rows is None else {"rows": rows, "variables": [rows]}
-    count = gemm.flops // m * prod(x.shape[:-1])
-    moved = nbytes(what.type, n, k) + prod(x.shape[:-1]) * (n + k) * dtype.itemsize
-    return choose(spec, target).called(storage.device, [program.Output((*x.shape[:-1], n), dtype)],
-                                       [storage, *rest], flops=count, nbytes=moved, **counted)
+    return NamedMatmul(spec, (storage, *rest), (*x.shape[:-1], n), rows, nbytes(what.type, n, k))
 
 
 def prepared(w: QTensor, codes: bool = False) -> QTensor:

@@ -137,12 +137,13 @@ def lowered(what: QuantGroupedMatmul, target: Target, x: UOp, *rest: UOp) -> tup
 
 
 def prepared_type(type: QType, n: int, k: int, device: str | None) -> QType:
-    """The type of matrices [n, k] as kernels of a device read their stacks: in tiles where templates take
-    those, else as it is."""
+    """The type of matrices [n, k] as kernels of a device read their stacks: in tiles or fragments where
+    templates take those, of fragments with outer scales that multiply; else as it is."""
     target = target_of(device)
-    if target is None or type.layout != "rows" or target.matrix_layout != "tiles": return type
+    if target is None or type.layout != "rows": return type
+    read = type.multiplied() if target.matrix_layout == "fragments" else type
     try:
-        made, one = replace(type, layout="tiles"), GroupedGemmSpec(1, 1, n, k, dtypes.bfloat16)
+        made, one = replace(read, layout=target.matrix_layout), GroupedGemmSpec(1, 1, n, k, dtypes.bfloat16)
         found = TABLE.choose(QuantGroupedSpec(one, made), target)
     except SpecError: return type
     return type if found is None else made

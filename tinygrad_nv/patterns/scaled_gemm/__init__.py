@@ -1,4 +1,6 @@
 """Matmuls of operands in 8 bits with scales, W8A8 and FP8.
 
   named.py      `scaled_matmul`, a named function, and its reference
+  quantize.py   `quantize`, which makes codes, and its kernels
+  ended.py      codes in the epilogue of the matmul before them
 """

@@ -1,8 +1,8 @@
 """Matmuls of operands in 8 bits with scales, as a function known by name.
 
 Protocol. `scaled_matmul(x, x_scale, w, bias)` has codes of x and of W: both int8, or both e4m3, whose bits
-lie in uint8. Sums of int8 are exact, in int32; those of e4m3 are of float32 (wgmma keeps 14 bits: kernels add
-its sums to others in float32 after each 128 of K). Scales are of
+lie in uint8. Sums of int8 are exact, in int32; those of e4m3 are of float32 (tensor cores keep 14 bits:
+kernels add their sums to others in float32 after each 128 of K). Scales are of
 
     x   all of it (1, …), each row (…, 1), or each 128 columns of a row (…, K / 128), in float32
     W   all of it, or each output; blocks of 128 columns, where x has such
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from tinygrad import Tensor
 from tinygrad.dtype import DType, dtypes
@@ -27,12 +26,12 @@ from tinygrad.helpers import prod
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.index import largest
 from tinygrad_nv.patterns.named import call, lower
+from tinygrad_nv.patterns.named_matmul import NamedMatmul
 from tinygrad_nv.patterns.rows import placed_rows, symbolic_rows
-from tinygrad_nv.patterns.target import Target, choose
+from tinygrad_nv.patterns.target import Target
 from tinygrad_nv.quant.layouts import unlaid
 from tinygrad_nv.quant.tensor import QTensor, dequantized, in_memory, numbers_of
 from tinygrad_nv.quant.types import E4M3, INT8, QType, Scale, nbytes
@@ -149,9 +148,13 @@ def _numbers(type: QType, codes: Tensor) -> Tensor:
 
 # **** kernels ****
 
-def lowered(what: ScaledMatmul, target: Target, x: UOp, codes: UOp, scales: UOp,
-            *more: UOp) -> tuple[UOp, ...]:
+def lowered(what: ScaledMatmul, target: Target, *arguments: UOp) -> tuple[UOp, ...]:
     """The matmul by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
+    return matmul_of(what, target, *arguments).called(target, what.dtype)
+
+
+def matmul_of(what: ScaledMatmul, target: Target, x: UOp, codes: UOp, scales: UOp, *more: UOp) -> NamedMatmul:
+    """The matmul of arguments. Raises `NotOurs` or `SpecError` where kernels have none."""
     (n, k), rows, (storage, a) = what.shape, symbolic_rows(x), placed_rows(x)
     x_scale, bias = (None, more) if what.scale is not None else (more[0], more[1:])
     m = prod(largest(extent) for extent in x.shape[:-1])
@@ -159,11 +162,8 @@ def lowered(what: ScaledMatmul, target: Target, x: UOp, codes: UOp, scales: UOp,
     way = _of_groups if groups else _of_rows
     spec, inputs = way(what, _gemm(what, m, a, rows is not None), x, x_scale, scales, bias)
     if _in_tiles(what.type) and isinstance(spec, GemmSpec): spec = QuantGemmSpec(spec, what.type)
-    counted: dict[str, Any] = {} if rows is None else {"rows": rows, "variables": [rows]}
-    moved = nbytes(what.type, n, k) + prod(x.shape[:-1]) * (k + n * what.dtype.itemsize)
-    return choose(spec, target).called(storage.device, [program.Output((*x.shape[:-1], n), what.dtype)],
-                                       [storage, codes, *inputs, *bias], flops=spec.flops // m *
-                                       prod(x.shape[:-1]), nbytes=moved, **counted)
+    return NamedMatmul(spec, (storage, codes, *inputs, *bias), (*x.shape[:-1], n), rows,
+                       nbytes(what.type, n, k))
 
 
 def _gemm(what: ScaledMatmul, m: int, a: Operand, symbolic: bool) -> GemmSpec:

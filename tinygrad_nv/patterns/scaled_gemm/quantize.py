@@ -3,8 +3,8 @@
 Protocol. `quantize(x, element, block, scale)` rounds x (…, K) as quant/activations.py says, to int8 or e4m3,
 with a scale of each row or of groups of it, or a static one; bit for bit, but for the sign of e4m3's zeros.
 It is one kernel with what makes x, where that is made of rows of memory (a norm, silu(gate) · up;
-patterns/norm): tile/norm's, with the largest |x| of a row or group as another statistic. Else x is stored
-first.
+patterns/norm): tile/norm's, with the largest |x| of a row or group as another statistic. With a static scale
+it is one with the matmul that x is made of, where there is one (ended.py). Else x is stored first.
 """
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tinygrad import Tensor
-from tinygrad.dtype import dtypes
+from tinygrad.dtype import DType, dtypes
 from tinygrad.helpers import prod
 from tinygrad.uop.ops import Ops, UOp
 
@@ -21,10 +21,11 @@ from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.epilogue import Unfused
 from tinygrad_nv.patterns.index import NotAffine, largest
-from tinygrad_nv.patterns.named import call, lower
+from tinygrad_nv.patterns.named import Uses, call, lower
 from tinygrad_nv.patterns.norm.match import spec_of
 from tinygrad_nv.patterns.rewriting import stored
 from tinygrad_nv.patterns.rows import placed_rows, symbolic_rows
+from tinygrad_nv.patterns.scaled_gemm.ended import ended
 from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.quant.activations import E4M3_MAX, TINY, quantized
 from tinygrad_nv.quant.types import Scale
@@ -44,6 +45,17 @@ class Quantize:
     element: str
     columns: int = 0
     scale: float | None = None
+
+    @property
+    def dtype(self) -> DType:
+        """Of codes in the graph."""
+        return dtypes.int8 if self.element == "int8" else dtypes.uint8
+
+    @property
+    def static(self) -> Constant:
+        """The static scale."""
+        assert self.scale is not None
+        return Constant(max(self.scale, TINY))
 
 
 def quantize(x: Tensor, element: str, block: Scale,
@@ -68,8 +80,17 @@ def codes_of(what: Quantize, x: Tensor) -> tuple[Tensor, ...]:
 
 # **** kernels ****
 
-def lowered(what: Quantize, target: Target, x: UOp) -> tuple[UOp, ...]:
+def lowered(what: Quantize, target: Target, uses: Uses, x: UOp) -> dict[UOp, UOp]:
     """One kernel, with what makes x where it may. Raises `NotOurs` or `SpecError`."""
+    words = ""
+    if what.scale is not None:
+        codes, words = ended(uses, target, lambda value: _codes(what, value, what.static), what.dtype)
+        if codes is not None: return {uses.call.gettuple(0): codes}
+    return {uses.call.gettuple(i): made for i, made in enumerate(_of_rows(what, target, x, words))}
+
+
+def _of_rows(what: Quantize, target: Target, x: UOp, words: str) -> tuple[UOp, ...]:
+    """By rows; `words` say why not by a matmul."""
     k, failed = int(x.shape[-1]), ""
     for way in (_made, _stored):
         try:
@@ -79,13 +100,14 @@ def lowered(what: Quantize, target: Target, x: UOp) -> tuple[UOp, ...]:
         except (Unfused, NotAffine, NotOurs, SpecError) as no:
             failed = no.found if isinstance(no, SpecError) else str(no)
             continue
-        outputs = [program.Output(x.shape, dtypes.int8 if what.element == "int8" else dtypes.uint8)]
+        outputs = [program.Output(x.shape, what.dtype)]
         if what.scale is None:
             outputs.append(program.Output((*x.shape[:-1], k // (what.columns or k)), F32))
         m = rows.m if symbol is None else symbol
         counted: dict[str, Any] = {} if symbol is None else {"rows": symbol, "variables": [symbol]}
         counted["flops"] = chosen.spec.flops // rows.m * m
-        return chosen.called(x.device, outputs, inputs, NAME, **counted)
+        text = f", not in the matmul before it: {words}" if words else ""
+        return chosen.called(x.device, outputs, inputs, NAME, text, **counted)
     raise NotOurs(failed)
 
 
@@ -115,8 +137,8 @@ def _with_codes(what: Quantize, rows: NormSpec, k: int) -> NormSpec:
     group = what.columns if what.columns < k else 0
     largest_x = Statistic("max", x.maximum(x * -1.0), group)
     scale: Expression = Apply("div", (Sum(F32, number), most), F32).maximum(least)
-    if what.scale is not None: scale = Constant(max(what.scale, TINY))
-    codes = _codes(what, Apply("div", (x, scale), F32))
+    if what.scale is not None: scale = what.static
+    codes = _codes(what, x, scale)
     out = replace(one.result, dtype=codes.dtype)
     if what.scale is not None: return replace(rows, results=(Computed(out, codes),))
     count = k // (group or k)
@@ -126,11 +148,12 @@ def _with_codes(what: Quantize, rows: NormSpec, k: int) -> NormSpec:
                    results=(Computed(out, codes), Computed(scales, scale, group)))
 
 
-def _codes(what: Quantize, quotient: Expression) -> Expression:
+def _codes(what: Quantize, x: Expression, scale: Expression) -> Expression:
+    quotient = Apply("div", (x.cast(F32), scale), F32)
     if what.element == "e4m3": return quotient.cast(dtypes.fp8e4m3)
     nearest = Apply("round", (quotient,), F32)
     low = nearest.maximum(-128.0)
     return Apply("min", (low, Constant(127.0)), F32).cast(dtypes.int8)
 
 
-lower(Quantize, NAME, lowered, "NV_NORM")
+lower(Quantize, NAME, lowered, "NV_NORM", sees_uses=True)

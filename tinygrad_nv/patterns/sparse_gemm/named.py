@@ -19,11 +19,11 @@ from tinygrad.helpers import prod
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.named import call, lower
+from tinygrad_nv.patterns.named_matmul import NamedMatmul
 from tinygrad_nv.patterns.rows import placed_rows, symbolic_rows
-from tinygrad_nv.patterns.target import Target, choose
+from tinygrad_nv.patterns.target import Target
 from tinygrad_nv.quant.sparse import DTYPES, SparseTensor, spread
 from tinygrad_nv.quant.tensor import in_memory, numbers_of
 from tinygrad_nv.tile.expression import Expression, Load, Sum
@@ -120,16 +120,19 @@ def lowered(what: SparseMatmul, target: Target, x: UOp, values: UOp, metadata: U
     """The matmul by a kernel; None on targets without one. Raises `NotOurs` or `SpecError` where there is
     none."""
     if TABLE.family(target.kind, SparseGemmSpec) is None: return None
+    return matmul_of(what, target, x, values, metadata, *more).called(target, what.out)
+
+
+def matmul_of(what: SparseMatmul, target: Target, x: UOp, values: UOp, metadata: UOp,
+              *more: UOp) -> NamedMatmul:
+    """The matmul of arguments. Raises `NotOurs` or `SpecError` where kernels have none."""
     if symbolic_rows(x) is not None: raise NotOurs("rows known at launch, which would be columns")
     (n, k), (storage, a), m = what.shape, placed_rows(x), prod(x.shape[:-1])
     ending, extras = _ending(what, x, [*more])
     gemm = GemmSpec(m, n, k, replace(a, dtype=what.dtype), Operand(what.dtype, k, 1), Result(what.out, n, 1),
                     (), ending)
     spec = SparseGemmSpec(gemm)
-    moved = spec.nbytes + m * (k * what.dtype.itemsize + n * what.out.itemsize)
-    return choose(spec, target).called(storage.device, [program.Output((*x.shape[:-1], n), what.out)],
-                                       [storage, values, metadata, *extras], flops=spec.flops,
-                                       nbytes=moved)
+    return NamedMatmul(spec, (storage, values, metadata, *extras), (*x.shape[:-1], n), None, spec.nbytes)
 
 
 def _ending(what: SparseMatmul, x: UOp, more: list[UOp]) -> tuple[Expression, list[UOp]]:

@@ -1,6 +1,6 @@
 """GGUF's blocks, as llama.cpp writes them.
 
-The quantization_config is made of a file's metadata (models/gguf.py): `types` has ggml's number of the type
+The quantization_config is made of a file's metadata (models/gguf/): `types` has ggml's number of the type
 of each tensor, `heads` the number of heads of projections (q_proj, k_proj) whose rows llama.cpp has ordered.
 A tensor is uint8 [N, bytes of a row]. Rows are put into their places block by block.
 """

@@ -5,7 +5,7 @@ its row of x, `place(i, slot)` that of the result.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced, read
@@ -14,11 +14,14 @@ from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 
 
 class GroupedEpilogue:
-    """The kernel's parameters after out: x, w, offsets, and those there are of order, weights, bias."""
+    """The kernel's parameters after out: x, the `matrices`, offsets, and those there are of order, weights,
+    bias."""
 
-    def __init__(self, kb: Kernel, spec: GroupedGemmSpec) -> None:
+    def __init__(self, kb: Kernel, spec: GroupedGemmSpec, matrices: Iterable[str] = ("w",)) -> None:
         self.kb, self.spec = kb, spec
-        self.x, self.w, self.offsets = (kb.pointer(name) for name in ("x", "w", "offsets"))
+        self.x = kb.pointer("x")
+        self.matrices = {name: kb.pointer(name) for name in matrices}
+        self.offsets = kb.pointer("offsets")
         self.order = kb.pointer("order") if spec.ordered else None
         self.weights = kb.pointer("weights") if spec.weighted else None
         self.bias = kb.pointer("bias") if spec.biased else None

@@ -2,9 +2,11 @@
 
   spec.py        a matmul, and the blocks of its operands' scales
   reference.py   it in plain tinygrad
-  schedules.py   the schedule of its template, and tiles to try first
-  legality.py    what scales ask of a schedule
+  schedules.py   the schedules of its templates, and wgmma's tiles to try first
+  copy.py        scales to shared memory
+  legality.py    what scales ask of a schedule of wgmma
   plan.py        scales of a stage in shared memory
   kernel.py      wgmma's kernel with scales: sm_90a
-  templates.py   the record of the template
+  mma/           mma.sync's kernel with scales: sm_89
+  templates.py   the records of the templates
 """

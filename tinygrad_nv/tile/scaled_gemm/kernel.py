@@ -16,16 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.ptx.builder import Value
 from tinygrad_nv.ptx.builder.values import Number
-from tinygrad_nv.tile.access import advanced
 from tinygrad_nv.tile.gemm.wgmma.kernel import WgmmaKernel, built
 from tinygrad_nv.tile.gemm.wgmma.main_loop import MainLoop
 from tinygrad_nv.tile.gemm.wgmma.plan import WARPGROUP
 from tinygrad_nv.tile.kernel import GemmKernel
+from tinygrad_nv.tile.scaled_gemm.copy import ScaleCopies
 from tinygrad_nv.tile.scaled_gemm.plan import LOADERS, ScalePlan
 from tinygrad_nv.tile.scaled_gemm.schedules import ScaledWgmma
-from tinygrad_nv.tile.scaled_gemm.spec import BlockScales, ScaledGemmSpec
+from tinygrad_nv.tile.scaled_gemm.spec import ScaledGemmSpec
 from tinygrad_nv.tile.template import GPU
 
 
@@ -54,9 +54,10 @@ class _ScaledKernel(WgmmaKernel):
         kb.wait_for_previous_grid()
         thread = kb.tid.x - (WARPGROUP * self.plan.consumers + 32)
         start = self.stages.address() + thread * 4
-        sides = [_Copies(kb, one, pointer, thread, count, extent) for one, pointer, count, extent in (
-            (spec.a_scale, self.pointers[0], scales.rows, self.rows),
-            (spec.b_scale, self.pointers[1], scales.columns, spec.n))]
+        sides = [ScaleCopies(kb, one, pointer, thread, LOADERS, count, extent)
+                 for one, pointer, count, extent in (
+                     (spec.a_scale, self.pointers[0], scales.rows, self.rows),
+                     (spec.b_scale, self.pointers[1], scales.columns, spec.n))]
         with self.scheduler.work_tiles() as work_tile:
             corner = self.scheduler.corner(work_tile.number)
             for side, first in zip(sides, (corner.m, corner.n), strict=True):
@@ -68,35 +69,6 @@ class _ScaledKernel(WgmmaKernel):
                 sides[1].issue(stage + scales.rows * 4)
                 kb.emit("cp.async.mbarrier.arrive.noinc.shared.b64", full)
                 at.advance()
-
-
-class _Copies:
-    """Copies of one side's scales, one of `count` blocks each: a thread's of a tile."""
-
-    def __init__(self, kb: Kernel, scales: BlockScales, pointer: Value, thread: Value, count: int,
-                 extent: Value | int) -> None:
-        self.kb, self.scales, self.pointer, self.extent = kb, scales, pointer, extent
-        self.thread, self.count = thread, count
-        self.at = kb.regs("u64", -(-count // LOADERS))
-        self.mine = [None if (i + 1) * LOADERS <= count else thread < count - i * LOADERS
-                     for i in range(len(self.at))]
-
-    def begin(self, first: Value, group: Value | int) -> None:
-        """Of the blocks of rows from `first` on, from a group on. Beyond the last, of the last."""
-        kb, one = self.kb, self.scales
-        start = self.pointer + one.offset * 4 if one.offset else self.pointer
-        if isinstance(group, Value): start = advanced(kb, start, group, one.k * 4)
-        elif group: start = start + group * one.k * 4
-        for i, at in enumerate(self.at):
-            row = kb.reg("u32")
-            kb.emit("min.u32", row, first + (self.thread + i * LOADERS) * one.rows, self.extent - 1)
-            at.set(advanced(kb, start, row // one.rows if one.rows > 1 else row, one.mn * 4))
-
-    def issue(self, stage: Value) -> None:
-        """Those of one group, into a stage, at this thread's place; the group after it is next."""
-        for i, (at, mine) in enumerate(zip(self.at, self.mine, strict=True)):
-            self.kb.emit("cp.async.ca.shared.global", stage.at(4 * LOADERS * i), at.at(), 4, guard=mine)
-            at += self.scales.k * 4
 
 
 class _ScaledMainLoop(MainLoop):

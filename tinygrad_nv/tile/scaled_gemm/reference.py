@@ -24,7 +24,8 @@ def reference(spec: ScaledGemmSpec, given: Given, exact: bool = False) -> tuple[
     """[m, n]."""
     _, a, b, a_scale, b_scale, *_ = arguments(spec)
     wide, rest = widened(spec.accumulate, exact), -spec.k % GROUP
-    left, right = (gathered(given[one.name], one.places[0]).cast(wide).pad(((0, 0), (0, rest)))
+    # stored before the pad: tinygrad 0.14 reads the index into a table of numbers beyond what is not padded
+    left, right = (gathered(given[one.name], one.places[0]).cast(wide).contiguous().pad(((0, 0), (0, rest)))
                    .reshape(-1, spec.groups, GROUP).permute(1, 0, 2).contiguous() for one in (a, b))
     sums = left @ right.transpose(-1, -2)
     for one, scale, axis in ((a_scale, spec.a_scale, -1), (b_scale, spec.b_scale, -2)):

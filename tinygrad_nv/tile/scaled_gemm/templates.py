@@ -1,4 +1,4 @@
-"""The template of matmuls with scales of groups on a GPU."""
+"""The templates of matmuls with scales of groups on GPUs: wgmma (sm_90a), mma/ (sm_89)."""
 from __future__ import annotations
 
 from tinygrad_nv.tile import choose
@@ -7,12 +7,18 @@ from tinygrad_nv.tile.gemm.legality import whole
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.wgmma.cost import WgmmaCost
 from tinygrad_nv.tile.scaled_gemm import legality, schedules
+from tinygrad_nv.tile.scaled_gemm.mma import defaults as mma_defaults
+from tinygrad_nv.tile.scaled_gemm.mma import legality as mma_legality
+from tinygrad_nv.tile.scaled_gemm.mma.cost import ScaledMmaCost
 from tinygrad_nv.tile.scaled_gemm.spec import ScaledGemmSpec
 from tinygrad_nv.tile.template import GPU, Family, Template, later
 
 WGMMA = Template("scaled_wgmma", ScaledGemmSpec, schedules.ScaledWgmma, whole(legality.problems),
                  schedules.candidates, later("tinygrad_nv.tile.scaled_gemm.kernel", "scaled_wgmma"),
                  WgmmaCost())
+MMA = Template("scaled_mma", ScaledGemmSpec, schedules.ScaledMma, whole(mma_legality.problems),
+               mma_defaults.candidates, later("tinygrad_nv.tile.scaled_gemm.mma.kernel", "scaled_mma"),
+               ScaledMmaCost())
 
 
 def _default(spec: ScaledGemmSpec, gpu: GPU) -> GemmSchedule | None:
@@ -29,4 +35,4 @@ def _counts(spec: ScaledGemmSpec, s: GemmSchedule, gpu: GPU, registers: int) -> 
     return counted(spec, s, gpu, registers)
 
 
-FAMILY = Family("scaled_gemm", (WGMMA,), choose.choose, None, _default, _tries, _counts)
+FAMILY = Family("scaled_gemm", (WGMMA, MMA), choose.choose, None, _default, _tries, _counts)

@@ -74,6 +74,17 @@ def test_fp8_sums_are_promoted(dtype: DType):
     assert ((made(spec, W64.k(128), given) - exact).abs() <= 2.0**-10 * exact).all()
 
 
+@pytest.mark.parametrize("k", [32, 64, 128, 256])
+def test_fp8_sums_of_mma_are_promoted_on_sm_89(k: int):
+    """The same: 3 % less without promotion."""
+    spec = product(20, 40, 2048, E4M3, F32)
+    given = arguments(spec, integers=False)
+    given = {name: storage.float().abs().to(storage.dtype) for name, storage in given.items()}
+    exact = reference(spec, given)
+    assert ((made(spec, M64.block(32, 32).warps(1, 2).k(k).stages(3), given, "sm_89") - exact).abs()
+            <= 2.0**-10 * exact).all()
+
+
 @pytest.mark.parametrize("majors", ["KK", "KM", "MK", "MM"])
 def test_mma_rounds_float32_operands_to_the_nearest_tf32(majors: str):
     """The answer for operands rounded to 10 bits of mantissa beforehand, halves away from zero."""

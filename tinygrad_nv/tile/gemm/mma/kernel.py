@@ -7,7 +7,7 @@ for any extents, strides and alignment.
         for each step of 32 bytes:
             at the last: wait until the next tile is in and all warps have read the last of this one
             read the fragments of the step after, of the next tile if need be
-            all products of the warp's tile
+            all products of the warp's tile; of 8-bit floats on sm_89, after 128 of K: promote their sums
     with splits: leave the sums in the workspace; the CTA that comes last adds them all up
     the epilogue; store what lies inside
 
@@ -25,7 +25,7 @@ from typing import Protocol
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.fragments import Fragments, instruction
-from tinygrad_nv.tile.gemm.mma.plan import MmaPlan
+from tinygrad_nv.tile.gemm.mma.plan import PROMOTED_STEPS, MmaPlan, promoted
 from tinygrad_nv.tile.gemm.schedules import Mma
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
 from tinygrad_nv.tile.gemm.splits import Splits
@@ -66,7 +66,9 @@ def gemm_mma(spec: GemmSpec, schedule: Mma, gpu: GPU) -> GemmKernel:
 
 
 class MmaKernel:
-    """The kernel as it is written: the parameters, then the stages of the protocol above."""
+    """The kernel as it is written: the parameters, then the stages of the protocol above. PROMOTES: sums
+    of 8-bit floats go to float32 where tensor cores cut them."""
+    PROMOTES = True
     copies: Sequence[StageCopy]
     fragments: Sequence[StageFragments]
     stage_bytes: int
@@ -76,6 +78,7 @@ class MmaKernel:
         spec, s = plan.spec, plan.schedule
         self.columns, self.steps = plan.columns, plan.steps
         self.warp_m, self.warp_n = plan.warp_m, plan.warp_n
+        self.promoted = self.PROMOTES and promoted(spec.a.dtype, kb.arch)
         self.splits = Splits(kb, spec, s, self.warp_m // 16 * self.warp_n // 8 * spec.parts)
         self.out = kb.pointer("out")
         self.splits.declare()
@@ -160,7 +163,8 @@ class MmaKernel:
             for copy in self.copies: copy.ask()
             kb.wait_for_previous_grid()
         self._fill()
-        self._multiply()
+        if self.promoted: self._multiply_promoted()
+        else: self._multiply()
         if kb.hopper: kb.launch_dependents()
         with self.splits.finished_last([cell for part in self.sums for row in part for cell in row]):
             self.store()
@@ -177,6 +181,13 @@ class MmaKernel:
         """Bytes of the stages that tiles take in turns."""
         return self.depth * self.stage_bytes
 
+    def _multiply_promoted(self) -> None:
+        """The same with sums of their own for each so much of K, which are added to the others."""
+        self.zeros, self.totals = [self.kb.reg("f32", 0.0)] * 4, self.sums
+        self.sums = [[[self.kb.regs("f32", 4) for _ in row] for row in part] for part in self.totals]
+        self._multiply()
+        self.sums = self.totals
+
     def _multiply(self) -> None:
         kb, ahead, tiles = self.kb, self.depth - 1, self.splits.tiles
         self.reading = kb.reg("u32", name="reading").set(self.start)
@@ -188,6 +199,7 @@ class MmaKernel:
             self._arrived()
             self._load(0, sets[0])
         with kb.loop(0, tiles, name="tile") as tile:
+            if self.promoted: kb.nounroll()     # where tiles are few, two sets of sums would spill
             if not double: self._arrived()
             else: self._at_stage()  # once more: a sum with what all threads share costs nothing
             if ahead: self._copy(tile < tiles - ahead)
@@ -219,7 +231,7 @@ class MmaKernel:
         bytes_apart = any(tile.mn_major and tile.operand.dtype.itemsize == 1 for tile in self.tiles)
         if self.splits.one_or_two or bytes_apart:
             return False  # a split of one tile has no second one to read fragments of
-        sums = self.warp_m * self.warp_n * self.spec.parts // 32
+        sums = self.warp_m * self.warp_n * self.spec.parts // 32 * (1 + self.promoted)
         fragments = (self.warp_m + self.warp_n * self.spec.parts) // 4
         return self.steps % 2 == 0 and sums + 2 * fragments <= REGISTERS
 
@@ -259,8 +271,17 @@ class MmaKernel:
             for b, sums in zip(parts, self.sums, strict=True):
                 for j, cell in enumerate(sums[i]):
                     half = 2 * (j % 2)
-                    self.kb.mma(shape, types, cell, left, b[j // 2][half:half + 2], cell)
+                    addend = self.zeros if self.promoted and step % PROMOTED_STEPS == 0 else cell
+                    self.kb.mma(shape, types, cell, left, b[j // 2][half:half + 2], addend)
             if after: self.fragments[0].load_one(i, following, after[0][i])
+        if self.promoted and following % PROMOTED_STEPS == 0: self.promote()
+
+    def promote(self) -> None:
+        """Adds the sums of so much of K to the others. ptxas puts each between the mmas of the last step."""
+        for part, more in zip(self.totals, self.sums, strict=True):
+            for row, sums in zip(part, more, strict=True):
+                for total, each in zip(row, sums, strict=True):
+                    for r in range(4): total[r] += each[r]
 
     # **** the result ****
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile import limits
-from tinygrad_nv.tile.gemm.mma.plan import MmaPlan
+from tinygrad_nv.tile.gemm.mma.plan import MmaPlan, promoted
 from tinygrad_nv.tile.gemm.schedules import Mma
 from tinygrad_nv.tile.gemm.spec import FP8, GemmSpec, Operand
 
 K_BYTES = (32, 64, 128, 256)
 MOST_SUMS = 192
+MOST_SUMS_TWICE = 64     # beside as many of 128 of K
 MOST_SUMS_UNPACKED = 64  # they take 242 registers, 128 spill: ptxas makes two HMMA of one of 8-bit floats
 
 
@@ -85,10 +86,12 @@ def _resource_problems(plan: MmaPlan, arch: str) -> list[str]:
     if needed > most:
         stage = f"({s.block_m} + {s.block_n}) × {s.block_k} × {size} B"
         out.append(f"{s.depth} stages × {stage} = {needed} B of shared memory, {arch} has {most}")
-    unpacked = spec.a.dtype in FP8 and arch == "sm_90a"
-    allowed = MOST_SUMS_UNPACKED if unpacked else MOST_SUMS
+    allowed, beside = MOST_SUMS, ""
+    if promoted(spec.a.dtype, arch):
+        allowed, beside = MOST_SUMS_TWICE, " beside those of 128 of K, as 8-bit floats have them"
+    elif spec.a.dtype in FP8:
+        allowed, beside = MOST_SUMS_UNPACKED, f" beside 8-bit floats, which {arch} unpacks to float16"
     if plan.sums > allowed:
-        beside = " beside 8-bit floats, which sm_90a unpacks to float16" if unpacked else ""
         out.append(f"{s.block_m} × {s.block_n} / {s.threads} threads = {plan.sums} sums a thread, at most "
                    f"{allowed}{beside}")
     return out

@@ -8,10 +8,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from tinygrad.dtype import DType
+
 from tinygrad_nv.tile.fragments import STEP_BYTES
 from tinygrad_nv.tile.gemm.schedules import Mma
-from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.gemm.spec import FP8, GemmSpec
 from tinygrad_nv.tile.store_plan import StorePlan, store_plan, warp_tile
+
+PROMOTED_STEPS = 4      # 128 of K, after which sums of 8-bit floats go to float32, or after a stage of less
+
+
+def promoted(dtype: DType, arch: str) -> bool:
+    """Whether the tensor cores keep only 13 bits of a sum's fraction. Hopper's mma.sync has float16 of them,
+    and sums of float32."""
+    return dtype in FP8 and arch == "sm_89"
 
 
 @dataclass(frozen=True)

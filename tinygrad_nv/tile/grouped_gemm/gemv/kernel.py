@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced
-from tinygrad_nv.tile.epilogue import stored
 from tinygrad_nv.tile.gemm.gemv.epilogue import GemvEpilogue
-from tinygrad_nv.tile.gemm.gemv.kernel import GemvKernel, x_width
+from tinygrad_nv.tile.gemm.gemv.kernel import GemvKernel
 from tinygrad_nv.tile.gemm.gemv.plan import GemvPlan
 from tinygrad_nv.tile.grouped_gemm.epilogue import GroupedEpilogue
 from tinygrad_nv.tile.grouped_gemm.gemv.plan import plan_of
+from tinygrad_nv.tile.grouped_gemm.gemv.rows import GroupEpilogue, gathered
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedGemv
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 from tinygrad_nv.tile.grouped_gemm.work import most_tiles, tile_of
@@ -58,7 +58,8 @@ class _GroupedGemvKernel(GemvKernel):
             kb.wait_for_previous_grid()
             kb.launch_dependents()
         self.tile = tile_of(kb, spec, self.finish.offsets, kb.ctaid.z, self.plan.spec.m)
-        matrix = advanced(kb, self.finish.w, self.tile.group, spec.n * spec.k * spec.dtype.itemsize)
+        matrix = advanced(kb, self.finish.matrices["w"], self.tile.group,
+                          spec.n * spec.k * spec.dtype.itemsize)
         return self.finish.x, matrix, self.tile.rows
 
     def indices(self) -> list[Value]: return []
@@ -67,53 +68,10 @@ class _GroupedGemvKernel(GemvKernel):
         """All have waited."""
 
     def stage(self, first_k: Value) -> None:
-        """The rows' activations, zeros beyond the last row and beyond K."""
-        kb, plan, spec = self.kb, self.plan, self.grouped
-        size, target = spec.dtype.itemsize, self.smem.address()
-        width = x_width(plan.spec.a, spec.k)
-        elements = width // size
-        there = [self.rows > row for row in range(plan.spec.m)]
-        sources = [advanced(kb, self.a, self.finish.source(self.tile.first + row, guard), spec.k * size)
-                   for row, guard in enumerate(there)]
-        with kb.loop(kb.tid.x * elements, plan.span, plan.threads * elements, kind="u32") as at:
-            column = first_k + at
-            inside, nbytes = column < spec.k, column.to("u64") * size
-            for row, (guard, source) in enumerate(zip(there, sources, strict=True)):
-                place = (target + at * size).at(row * plan.pitch_bytes)
-                copy(kb, place, kb.select(guard, source, self.a) + nbytes, width, guard & inside, self.read)
-        if width >= 4: kb.emit("cp.async.wait_all")
-        kb.sync()
+        plan = self.plan
+        gathered(self.kb, plan, self.finish, self.tile, first_k, plan.span, plan.pitch_bytes,
+                 self.smem.address(), self.read)
 
     def epilogue(self) -> GemvEpilogue:
-        return _GroupedEpilogue(self)
-
-
-def copy(kb: Kernel, place: object, source: Value, width: int, inside: Value, read: str) -> None:
-    """`width` bytes to shared memory; zeros, and nothing is read, where they are not inside."""
-    if width >= 4:
-        cache, some = "cg" if width == 16 else "ca", kb.select(inside, width, 0, "u32")
-        kb.emit(f"cp.async.{cache}.shared.global", place, source.at(), width, some)
-        return
-    value = kb.reg("b16", 0)
-    kb.emit(f"{read}.b16", value, source.at(), guard=inside)
-    kb.emit("st.shared.b16", place, value)
-
-
-class _GroupedEpilogue(GemvEpilogue):
-    """Stores rows of a group."""
-
-    def __init__(self, kernel: _GroupedGemvKernel) -> None:
-        k = kernel
-        super().__init__(k.kb, k.plan, k.lanes, k.smem, k.rows, k.batch, k.batched, k.warp_k, k.warp_n, k.out,
-                         [], k.shared)
-        self.finished, self.tile, self.grouped = k.finish, k.tile, k.grouped
-
-    def store(self, m: Value, n: Value, sums: list[Value]) -> None:
-        kb, spec, finish = self.kb, self.grouped, self.finished
-        row = self.tile.first + m
-        slot = finish.slot(row)
-        bias = [each[0] for each in finish.biases(self.tile.group, n, [None], pairs=False)]
-        made = finish.value(sums, bias, finish.weight(slot))
-        size = spec.dtype.itemsize
-        at = advanced(kb, advanced(kb, self.out, finish.place(row, slot), spec.columns * size), n, size)
-        stored(kb, at, made, spec.dtype)
+        return GroupEpilogue(self.finish, self.tile, self.kb, self.plan, self.lanes, self.smem, self.rows,
+                             self.batch, self.batched, self.warp_k, self.warp_n, self.out, [], self.shared)

@@ -18,13 +18,12 @@ from tinygrad_nv.tile.gemm.mma.kernel import MmaKernel
 from tinygrad_nv.tile.gemm.mma.plan import MmaPlan
 from tinygrad_nv.tile.grouped_gemm.epilogue import GroupedEpilogue
 from tinygrad_nv.tile.grouped_gemm.mma.plan import whole
-from tinygrad_nv.tile.grouped_gemm.mma.store import RowStore
+from tinygrad_nv.tile.grouped_gemm.mma.store import store_rows
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedMma
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 from tinygrad_nv.tile.grouped_gemm.work import Tile, tile_of
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.ops import TileCopy, width_of
-from tinygrad_nv.tile.share import Cell
 from tinygrad_nv.tile.template import GPU
 
 
@@ -44,7 +43,7 @@ class _GroupedMmaKernel(MmaKernel):
 
     def declared(self) -> tuple[Value, Value]:
         self.finish = GroupedEpilogue(self.kb, self.grouped)
-        return self.finish.x, self.finish.w
+        return self.finish.x, self.finish.matrices["w"]
 
     def bring(self, x: Value, w: Value) -> None:
         """The copies of rows of x, then of each half of the group's matrix."""
@@ -65,12 +64,7 @@ class _GroupedMmaKernel(MmaKernel):
         self.stage_bytes = made[-1].start + made[-1].tile.nbytes
 
     def store(self) -> None:
-        """The warp's share of the tile."""
-        cells = [Cell(16 * i, 8 * j, [part[i][j] for part in self.sums])
-                 for i in range(self.warp_m // 16) for j in range(self.warp_n // 8)]
-        edges = self.grouped.columns % self.columns > 0
-        RowStore(self.kb, self.grouped, self.finish, self.tile, self.out, edges).write(
-            self.row, self.first_n + self.column, cells)
+        store_rows(self, self.finish, self.tile)
 
 
 @dataclass

@@ -10,11 +10,21 @@ from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced, write
+from tinygrad_nv.tile.gemm.mma.kernel import MmaKernel
 from tinygrad_nv.tile.grouped_gemm.epilogue import GroupedEpilogue
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 from tinygrad_nv.tile.grouped_gemm.work import Tile
 from tinygrad_nv.tile.lanes import Lanes
 from tinygrad_nv.tile.share import Cell
+
+
+def store_rows(kernel: MmaKernel, finish: GroupedEpilogue, tile: Tile) -> None:
+    """What a warp of a kernel has of a tile."""
+    k, spec = kernel, finish.spec
+    cells = [Cell(16 * i, 8 * j, [part[i][j] for part in k.sums])
+             for i in range(k.warp_m // 16) for j in range(k.warp_n // 8)]
+    RowStore(k.kb, spec, finish, tile, k.out, edges=spec.columns % k.columns > 0).write(
+        k.row, k.first_n + k.column, cells)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def quant_gemv(spec: QuantGemmSpec, schedule: QuantGemv, gpu: GPU) -> GemmKernel
     plan = QuantGemvPlan.of(spec, schedule)
     cluster = (1, plan.splits, 1) if plan.clustered(gpu.arch) else ()
     kb = Kernel("quant_gemv", arch=gpu.arch, threads=plan.threads, cluster=cluster, min_ctas=plan.ctas_an_sm)
-    _QuantGemv(kb, plan).write()
+    QuantGemvKernel(kb, plan).write()
     shared = plan.splits > 1 and not cluster
     gemm = plan.spec
     nbytes = 4 * plan.blocks_n * plan.splits * gemm.parts * gemm.m * plan.block_n if shared else 0
@@ -57,7 +57,7 @@ class _Tile:
         self.of_row: dict[str, list[Value]] = {}        # factors of a whole row
 
 
-class _QuantGemv:
+class QuantGemvKernel:
     """The kernel as it is written."""
 
     total = "f32"
@@ -67,17 +67,13 @@ class _QuantGemv:
         self.out = kb.pointer("out")
         self.shared = [kb.pointer(name) for name in ("workspace", "flags")
                        if plan.splits > 1 and not kb.cluster]
-        self.a = kb.pointer("a") + self.spec.a.offset * self.spec.a.dtype.itemsize
-        pointers = {name: kb.pointer(name) for name in plan.quant.buffers}
-        self.extras = [kb.pointer(f"x{i}") for i in range(len(self.spec.parameters))]
-        self.rows = kb.param("m", "u32") if self.spec.symbolic else kb.reg("u32", self.spec.m)
+        self.a, self.pointers, self.rows = self.declared()
         self.smem = kb.shared("activations", plan.smem_bytes, align=128)
         # ptxas moves ld.global.nc to before griddepcontrol.wait
         self.read = "ld.global" if kb.hopper else "ld.global.nc"
         self.decoder = Decoder(kb, self.type, self.spec.a.dtype)
         self.decoder.prepare()
-        self.factors = Factors(kb, self.type, factor_names(pointers), self.read)
-        self.pointers = pointers
+        self.factors = Factors(kb, self.type, factor_names(self.pointers), self.read)
         warp, lane = kb.reg("u32"), kb.special("laneid")
         kb.emit("shfl.sync.idx.b32", warp, kb.tid.x >> 5, 0, 31, -1)
         self.warp, self.lane, self.lane_n, self.lane_k = warp, lane, lane >> 2, lane & 3
@@ -86,6 +82,14 @@ class _QuantGemv:
         self.tiles = [_Tile(kb, plan, self.decoder, self.factors)
                       for _ in range(self.spec.parts * plan.schedule.tiles)]
 
+    def declared(self) -> tuple[Value, dict[str, Value], Value]:
+        """Pointers to the activations and to the matrix's buffers, and how many rows there are."""
+        kb, spec = self.kb, self.spec
+        a = kb.pointer("a") + spec.a.offset * spec.a.dtype.itemsize
+        pointers = {name: kb.pointer(name) for name in self.plan.quant.buffers}
+        self.extras = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
+        return a, pointers, kb.param("m", "u32") if spec.symbolic else kb.reg("u32", spec.m)
+
     # **** the whole ****
 
     def write(self) -> None:
@@ -93,23 +97,37 @@ class _QuantGemv:
         kb, plan = self.kb, self.plan
         with kb.comment("the warp's first units"):
             self.place()
-            if kb.hopper:
-                self.prefetch()
-                kb.wait_for_previous_grid()
-                kb.launch_dependents()
+            self.wait()
             self.load_all()
             if not plan.groups: self.load_rows()
-        with kb.comment("activations"):
-            staged(kb, plan, self.a, self.rows, kb.ctaid.y * plan.span, plan.span, plan.pitch_bytes,
-                   self.smem.address(), self.read)
+        with kb.comment("activations"): self.stage(kb.ctaid.y * plan.span)
         self.point()
         count = self.iterations()
         with kb.comment("the sum"), kb.loop(0, count, kind="s32") as i:
             self.iteration(i, count)
         if not plan.groups:
             with kb.comment("scales of rows"): self.scale_rows()
-        GemvEpilogue(kb, plan, self, self.smem, self.rows, [], lambda strides, offset: kb.reg("u64", offset),
-                     self.warp, kb.reg("u32", 0), self.out, self.extras, self.shared).write()
+        self.epilogue().write()
+
+    def wait(self) -> None:
+        """Has L2 fetch the first codes, and waits for the kernel before."""
+        if not self.kb.hopper: return
+        self.prefetch()
+        self.kb.wait_for_previous_grid()
+        self.kb.launch_dependents()
+
+    def stage(self, first: Value) -> None:
+        """Activations to shared memory, from a column on."""
+        plan = self.plan
+        staged(self.kb, plan, self.a, self.rows, first, plan.span, plan.pitch_bytes, self.smem.address(),
+               self.read)
+
+    def epilogue(self) -> GemvEpilogue:
+        """What comes after the loop over K."""
+        kb = self.kb
+        return GemvEpilogue(kb, self.plan, self, self.smem, self.rows, [],
+                            lambda strides, offset: kb.reg("u64", offset), self.warp, kb.reg("u32", 0),
+                            self.out, self.extras, self.shared)
 
     def iterations(self) -> Value:
         """How many the warp has: s32."""

@@ -11,11 +11,17 @@ from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 
 def problems(spec: QuantGemmSpec, s: QuantGemv, arch: str) -> list[str]:
     """Why the template cannot have this schedule; empty when it can."""
+    gemm = spec.gemm
+    apart = [f"{gemm.parts} parts of n={gemm.n}, no multiple of 16"] if gemm.parts > 1 and gemm.n % 16 else []
+    return apart + matrix_problems(spec, s, arch)
+
+
+def matrix_problems(spec: QuantGemmSpec, s: QuantGemv, arch: str) -> list[str]:
+    """The same where each part begins with a tile of its own."""
     gemm, plan = spec.gemm, QuantGemvPlan.of(spec, s)
     if gemm.m > MOST_ROWS: return [f"m={gemm.m} is above {MOST_ROWS}"]
     if s.threads > 1024: return [f"{s.warps_m} warps are {s.threads} threads, at most 1024"]
     out = []
-    if gemm.parts > 1 and gemm.n % 16: out.append(f"{gemm.parts} parts of n={gemm.n}, no multiple of 16")
     if not plan.groups and spec.type.mins: out.append("minima of whole rows")
     most = min(255, REGISTERS // s.threads // 8 * 8)
     if plan.registers > most:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.quant.types import TILE
-from tinygrad_nv.tile.ops import TileCopy
 from tinygrad_nv.tile.quant_gemm.mma.plan import QuantMmaPlan
 from tinygrad_nv.tile.quant_gemm.stages import Box, StageOperands
 
@@ -16,35 +15,21 @@ OPERAND_B = (0, 2, 1, 3)    # registers of operand A in the order of two operand
 
 
 @dataclass
-class TailFirst(TileCopy):
-    """Copies the last `residue` columns of `k`, where these are no whole stage, and then those from 0 on, so
-    that every stage begins where units of the matrix do."""
-    k: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.partial: self.source += (self.k - self.residue) * self.operand.k * self.size
-
-    def next(self, stage: Value, when: Value | None = None, first: bool = False) -> None:
-        super().next(stage, when, first)
-        if first and self.partial: self.source -= self.k * self.operand.k * self.size
-
-
-@dataclass
 class MatrixCopy:
-    """Copies the boxes of columns from tile `first` of 16 on (u32), for K from `first_k` on, to byte `start`
-    of a stage; first the last columns, where these are no whole stage (`TailFirst`)."""
+    """Copies the boxes of columns from tile `first` of 16 on (u32), of the `tiles` that there are, for K from
+    `first_k` on, to byte `start` of a stage; first the last columns, where these are no whole stage
+    (`TailFirst`)."""
     kb: Kernel
     plan: QuantMmaPlan
     pointers: Mapping[str, Value]
     first: Value
+    tiles: int
     first_k: Value
     start: int
 
     def __post_init__(self) -> None:
         self.tail = self.plan.spec.k % self.plan.schedule.block_k
         self.k = self.kb.reg("u32", self.plan.spec.k - self.tail if self.tail else self.first_k)
-        self.tiles = self.plan.quant.buffers["codes"].shape[0]
 
     def ask(self) -> None:
         """Has L2 fetch the first codes."""

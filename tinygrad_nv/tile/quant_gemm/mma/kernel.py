@@ -13,8 +13,8 @@ from tinygrad_nv.quant.types import TILE
 from tinygrad_nv.tile.fragments import Fragments
 from tinygrad_nv.tile.gemm.mma.kernel import MmaKernel
 from tinygrad_nv.tile.kernel import GemmKernel
-from tinygrad_nv.tile.ops import width_of
-from tinygrad_nv.tile.quant_gemm.mma.copy import MatrixCopy, MatrixFragments, TailFirst
+from tinygrad_nv.tile.ops import TailFirst, width_of
+from tinygrad_nv.tile.quant_gemm.mma.copy import MatrixCopy, MatrixFragments
 from tinygrad_nv.tile.quant_gemm.mma.plan import QuantMmaPlan
 from tinygrad_nv.tile.quant_gemm.schedules import QuantMma
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
@@ -50,7 +50,8 @@ class QuantMmaKernel(MmaKernel):
         self.starts = [plan.activation_bytes + part * plan.boxes[-1].end for part in range(spec.parts)]
         self.tiles = [tile]
         first = [self.first_n // TILE + part * (spec.n // TILE) for part in range(spec.parts)]
-        self.copies = [tile, *(MatrixCopy(kb, plan, self.pointers, at, first_k, start)
+        tiles = plan.quant.buffers["codes"].shape[0]
+        self.copies = [tile, *(MatrixCopy(kb, plan, self.pointers, at, tiles, first_k, start)
                                for at, start in zip(first, self.starts, strict=True))]
         self.stage_bytes = plan.stage_bytes
 

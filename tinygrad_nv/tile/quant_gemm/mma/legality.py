@@ -13,6 +13,14 @@ MOST_SUMS = 128     # of a thread, beside operands in the making
 
 def problems(spec: QuantGemmSpec, s: QuantMma, arch: str) -> list[str]:
     """Why the template cannot have this schedule; empty when it can."""
+    gemm_spec, columns = spec.gemm, QuantMmaPlan.of(spec, s).columns
+    apart = gemm_spec.parts > 1 and gemm_spec.n % columns > 0
+    return [f"{gemm_spec.parts} parts of n={gemm_spec.n}, no multiple of {columns}"] * apart + \
+        matrix_problems(spec, s, arch)
+
+
+def matrix_problems(spec: QuantGemmSpec, s: QuantMma, arch: str) -> list[str]:
+    """The same where each part begins with a tile of its own."""
     gemm_spec = spec.gemm
     if s.swap: return ["swapped: the matrix is operand B"]
     plan, least = QuantMmaPlan.of(spec, s), 16 * s.warps_n * gemm_spec.parts
@@ -25,8 +33,6 @@ def problems(spec: QuantGemmSpec, s: QuantMma, arch: str) -> list[str]:
                    f"block_k={s.block_k}")
     if gemm_spec.k % s.block_k and s.splits > 1: out.append(f"splits of k={gemm_spec.k}, no whole stages")
     if s.block_k * 2 not in (64, 128, 256): out.append(f"block_k={s.block_k} is not 32, 64 or 128")
-    if gemm_spec.parts > 1 and gemm_spec.n % plan.columns:
-        out.append(f"{gemm_spec.parts} parts of n={gemm_spec.n}, no multiple of {plan.columns}")
     if not 2 <= s.depth <= 8: out.append(f"{s.depth} stages are not 2 to 8")
     if s.splits > plan.iterations: out.append(f"{s.splits} splits of {plan.iterations} steps")
     if out: return out

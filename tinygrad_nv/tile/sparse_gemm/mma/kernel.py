@@ -31,6 +31,7 @@ def sparse_mma(spec: SparseGemmSpec, schedule: SparseMma, gpu: GPU) -> GemmKerne
 
 class SparseMmaKernel(MmaKernel):
     """The kernel as it is written."""
+    PROMOTES = False
 
     def __init__(self, kb: Kernel, plan: SparseMmaPlan) -> None:
         self.sparse = plan

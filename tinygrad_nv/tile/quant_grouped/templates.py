@@ -1,0 +1,37 @@
+"""The templates of grouped matmuls with quantised matrices on GPUs: gemv/ (few rows a group), mma/."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from tinygrad_nv.tile import choose
+from tinygrad_nv.tile.gemm.spec import FLOAT16S
+from tinygrad_nv.tile.legality import legality
+from tinygrad_nv.tile.quant_gemm import fragments
+from tinygrad_nv.tile.quant_grouped.gemv import plan as gemv
+from tinygrad_nv.tile.quant_grouped.mma import plan as mma
+from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedGemv, QuantGroupedMma
+from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.template import GPU, Family, Template, later
+
+C = TypeVar("C", bound=Schedule)
+
+
+def _whole(own: Callable[[QuantGroupedSpec, C, str], Sequence[str]]
+           ) -> Callable[[QuantGroupedSpec, C, GPU], list[str]]:
+    """Why a template cannot have a schedule; empty when it can."""
+    def found(spec: QuantGroupedSpec, s: C, arch: str) -> tuple[str, ...]:
+        asked = fragments.problems(spec.type)
+        if spec.grouped.dtype not in FLOAT16S: asked.append(f"activations of {spec.grouped.dtype.name}")
+        if spec.int8: asked.append("activations of int8")
+        return (*asked, *(() if asked else own(spec, s, arch)))
+    return legality(found)
+
+
+GEMV = Template("quant_grouped_gemv", QuantGroupedSpec, QuantGroupedGemv, _whole(gemv.problems),
+                gemv.candidates, later("tinygrad_nv.tile.quant_grouped.gemv.kernel", "quant_grouped_gemv"))
+MMA = Template("quant_grouped_mma", QuantGroupedSpec, QuantGroupedMma, _whole(mma.problems), mma.candidates,
+               later("tinygrad_nv.tile.quant_grouped.mma.kernel", "quant_grouped_mma"))
+
+FAMILY = Family("quant_grouped", (GEMV, MMA), choose.choose)

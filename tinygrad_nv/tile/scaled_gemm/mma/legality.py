@@ -1,0 +1,52 @@
+"""What `scaled_mma` asks of a schedule."""
+from __future__ import annotations
+
+from tinygrad_nv.tile import limits
+from tinygrad_nv.tile.gemm.mma import legality as gemm
+from tinygrad_nv.tile.scaled_gemm.mma.plan import ScaledMmaPlan, Side
+from tinygrad_nv.tile.scaled_gemm.schedules import ScaledMma
+from tinygrad_nv.tile.scaled_gemm.spec import GROUP, ScaledGemmSpec
+
+ARCH = "sm_89"
+MOST_SUMS = 64      # of a thread, beside as many of a group
+EIGHT, SIXTEEN = 8, 16      # columns and rows of an instruction
+
+
+def problems(spec: ScaledGemmSpec, s: ScaledMma, arch: str) -> list[str]:
+    """Why the template cannot have this schedule; empty when it can."""
+    if arch != ARCH: return [f"mma.sync multiplies 8-bit floats as they are on {ARCH} alone, this is {arch}"]
+    if s.swap and spec.symbolic: return ["swap of symbolic rows"]
+    plan = ScaledMmaPlan.of(spec, s)
+    spec = plan.spec
+    out = gemm.extent_problems("block_m", s.block_m, s.warps_m, 1, spec.a)
+    out += gemm.extent_problems("block_n", s.block_n, s.warps_n, 1, spec.b)
+    if s.block_k != GROUP: out.append(f"block_k={s.block_k}: a stage is a group of {GROUP}")
+    if s.threads > 1024 or s.threads & (s.threads - 1):
+        out.append(f"{s.threads} threads are above 1024, or not a power of 2")
+    if not 2 <= s.depth <= 8: out.append(f"{s.depth} stages are not 2 to 8")
+    if s.splits > plan.iterations: out.append(f"{s.splits} splits of {plan.iterations} groups")
+    if spec.k % GROUP and s.splits > 1: out.append(f"splits of k={spec.k}, no whole groups")
+    if out: return out
+    out += gemm.copied(s, "block_m", s.block_m, spec.a) + gemm.copied(s, "block_n", s.block_n, spec.b)
+    out += _blocks("block_m", plan.row_scales, SIXTEEN) + _blocks("block_n", plan.column_scales, EIGHT)
+    return out + _room(plan, arch)
+
+
+def _blocks(name: str, side: Side, least: int) -> list[str]:
+    """The blocks of scales against the tile, and against a warp's share of it."""
+    rows = side.scales.rows
+    if side.each or rows >= side.extent: return []
+    if rows % least: return [f"scales {side.scales} of {name}: 1 or a multiple of {least}"]
+    return [f"{name}={side.block}, {extent} of a {whose}, and scales {side.scales}: neither divides the other"
+            for extent, whose in ((side.block, "tile"), (side.share, "warp"))
+            if rows % extent and extent % rows][:1]
+
+
+def _room(plan: ScaledMmaPlan, arch: str) -> list[str]:
+    """Shared memory and registers."""
+    out, s, most = [], plan.schedule, limits.SMEM_BYTES[arch]
+    if (needed := max(plan.ring_bytes, plan.store.smem_bytes)) > most:
+        out.append(f"{s.depth} stages × {plan.stage_bytes} B, or what is stored from, = {needed} B of shared "
+                   f"memory, {arch} has {most}")
+    if plan.sums > MOST_SUMS: out.append(f"{plan.sums} sums a thread, at most {MOST_SUMS}")
+    return out
