@@ -177,16 +177,16 @@ class MmaKernel:
                 for copy in self.copies: copy.next(self.start + stage * self.stage_bytes, first=stage == 0)
                 kb.cp_async_commit()
 
+    def ring_bytes(self) -> Value | int:
+        """Bytes of the stages that tiles take in turns."""
+        return self.depth * self.stage_bytes
+
     def _multiply_promoted(self) -> None:
         """The same with sums of their own for each so much of K, which are added to the others."""
         self.zeros, self.totals = [self.kb.reg("f32", 0.0)] * 4, self.sums
         self.sums = [[[self.kb.regs("f32", 4) for _ in row] for row in part] for part in self.totals]
         self._multiply()
         self.sums = self.totals
-
-    def ring_bytes(self) -> Value | int:
-        """Bytes of the stages that tiles take in turns."""
-        return self.depth * self.stage_bytes
 
     def _multiply(self) -> None:
         kb, ahead, tiles = self.kb, self.depth - 1, self.splits.tiles
