@@ -64,3 +64,16 @@ def test_no_bank_conflict_in_the_loop(schedule: GroupedWgmma):
         made = TABLE.build(spec, schedule, GPU("sm_90a", 4))
         lost.append(sum(launched(made, spec, given(spec, [50, 0, 30]))[1].stats.bank_conflicts.values()))
     assert lost[0] == lost[1]
+
+
+
+@pytest.mark.parametrize("spec", [
+    GroupedGemmSpec(256, 32768, 4096, 7168, BF16, 4096, gather=8, activation="silu"),
+    ScaledGroupedGemmSpec(256, 32768, 7168, 2048, scatter=True, weighted=True)], ids=["bf16", "e4m3"])
+def test_what_is_legal_is_built(spec: GroupedGemmSpec):
+    """Tables of many groups lie beside rings that take all of shared memory."""
+    legal = [(template, schedule) for template in TABLE.templates("gpu", spec)
+             for schedule in template.candidates(spec, HOPPER)
+             if not template.problems(spec, schedule, HOPPER)]
+    assert len(legal) > 10
+    for template, schedule in legal: template.build(spec, schedule, HOPPER)

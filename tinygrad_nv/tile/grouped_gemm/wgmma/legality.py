@@ -73,15 +73,19 @@ def _scaled(plan: GroupedPlan) -> list[str]:
 def _room(plan: GroupedPlan) -> list[str]:
     """Shared memory and registers."""
     s, out, most = plan.schedule, [], limits.SMEM_BYTES["sm_90a"]
-    staging = -(-plan.staging_bytes // 1024) * 1024
-    needed = s.depth * plan.stage_bytes + staging + -(-plan.table_bytes // 16) * 16 + plan.barrier_bytes
-    needed += -(-plan.scale_bytes * s.depth // 16) * 16
+    # in the kernel's order: what is swizzled, the ring and what is stored from, begins at a multiple of 1024
+    ring = _above(plan.table_bytes) + s.depth * plan.stage_bytes
+    needed = _above(ring + plan.barrier_bytes + plan.scale_bytes * s.depth) + plan.staging_bytes
     if needed > most:
-        out.append(f"{s.depth} stages × {plan.stage_bytes} B + {staging} B to store from + "
+        out.append(f"{s.depth} stages × {plan.stage_bytes} B + {plan.staging_bytes} B to store from + "
                    f"{plan.table_bytes} B of groups + {plan.scale_bytes * s.depth} B of scales + "
-                   f"{plan.barrier_bytes} B of barriers = {needed} B of shared memory, sm_90a has {most}")
+                   f"{plan.barrier_bytes} B of barriers, aligned, = {needed} B of shared memory, sm_90a has "
+                   f"{most}")
     most_sums = min(plan.most_sums, MOST_SWAPPED) if s.swap else plan.most_sums
     if plan.sums > most_sums:
         out.append(f"{plan.sums} sums a thread, at most {most_sums} with {plan.consumers} consumers"
                    f"{', swapped' if s.swap else ''}")
     return out
+
+
+def _above(nbytes: int) -> int: return -(-nbytes // 1024) * 1024

@@ -149,5 +149,5 @@ class GroupedPlan(WgmmaPlan):
 
     @property
     def table_bytes(self) -> int:
-        """Shared memory of what is known of groups."""
-        return 4 * (2 * (LANES * self.each + 1) + LANES)
+        """Shared memory of what is known of groups: three arrays, each at a multiple of 16."""
+        return 4 * (2 * (LANES * self.each + 4) + LANES)
