@@ -147,8 +147,8 @@ def _stamps(paths: Iterable[str]) -> tuple[Stamp, ...]:
 
 @functools.cache
 def _code() -> str:
-    """Of the files that read and repack weights."""
-    folders = (*quant.__path__, str(Path(__file__).parent))
+    """Of all files: those that read and repack weights, and kernels, which say what layouts they read."""
+    folders = (str(Path(quant.__path__[0]).parent), str(Path(__file__).parent))
     paths = sorted(path for folder in folders for path in Path(folder).rglob("*.py"))
     return _hash(*(path.read_text(encoding="utf-8") for path in paths))
 

@@ -77,7 +77,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     made.setdefault("num_key_value_heads", made["num_attention_heads"])
     made |= {"architectures": [architecture.family], "tie_word_embeddings": HEAD not in file.tensors,
              "vocab_size": _vocabulary(m), "eos_token_id": _end_tokens(file),
-             "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+             "attention_bias": any(f"blk.0.{part}.bias" in file.tensors for part in ("attn_q", "attn_qkv")),
              "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors}
     made |= dict(architecture.fixed) | architecture.settings(m)
     if architecture.whole_heads: made["head_dim"] = _head_dim(m)

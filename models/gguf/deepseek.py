@@ -1,7 +1,8 @@
 """DeepSeek-V2 and V3, by what gates their experts: softmax, or sigmoid. Sizes of latent attention are
 metadata; that of a key is its own only in files whose kv_b is in two tensors, else it is that of a query.
 
-llama.cpp chooses groups of experts as V3 does also for V2; here they are chosen as V2 was trained.
+llama.cpp chooses groups of experts as V3 does also for V2; here they are chosen as V2 was trained. Files of
+V3 from before llama.cpp knew groups do not say them: its 256 experts are in 8, of which 4 are taken.
 """
 from __future__ import annotations
 
@@ -21,6 +22,8 @@ GROUPS, TOP_GROUPS = "expert_group_count", "expert_group_used_count"
 KEYS = {"expert_count": "n_routed_experts", "leading_dense_block_count": "first_k_dense_replace",
         "expert_shared_count": "n_shared_experts", RANK: "kv_lora_rank", ROTATED: "qk_rope_head_dim",
         SCALE: "routed_scaling_factor", NORMALISED: "norm_topk_prob"}
+# of DeepSeek-V3's config.json: experts, groups, groups that are taken
+V3_EXPERTS, V3_GROUPS, V3_TOP_GROUPS = 256, 8, 4
 DRAFT = "nextn_predict_layers"      # of block_count
 
 
@@ -46,7 +49,10 @@ def second(m: Metadata) -> dict[str, Any]:
 
 def third(m: Metadata) -> dict[str, Any]:
     """What V3 has of its own."""
-    return {"architectures": ["DeepseekV3ForCausalLM"], "norm_topk_prob": bool(m.get(NORMALISED, False))}
+    made = {"architectures": ["DeepseekV3ForCausalLM"], "norm_topk_prob": bool(m.get(NORMALISED, False))}
+    if m.get(GROUPS) is None and m.get("expert_count") == V3_EXPERTS:
+        made |= {"n_group": V3_GROUPS, "topk_group": V3_TOP_GROUPS}
+    return made
 
 
 def settings(m: Metadata) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Rope scaling of a GGUF file, as rope_scaling of config.json."""
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +13,8 @@ from .architecture import AGAIN, USE, Metadata
 FACTORS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 SCALING = {"factor": "factor", "original_context_length": "original_max_position_embeddings",
            "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow",
-           "attn_factor": "attn_factor", "yarn_attn_factor": "attention_factor"}
+           # the whole factor, as converters write it
+           "attn_factor": "attention_factor", "yarn_attn_factor": "attention_factor"}
 
 
 def rope_scaling(m: Metadata, more: Mapping[str, str] | None = None) -> dict[str, Any] | None:
@@ -36,15 +36,11 @@ def rope_scaling(m: Metadata, more: Mapping[str, str] | None = None) -> dict[str
     if unknown := [key for key in given if key not in known]:
         raise ModelError(f"{m.file.path}: rope.scaling.{unknown[0]} is {given[unknown[0]]!r}",
                          f"a rope scaling of {', '.join(known)}", USE)
+    if kind != "longrope" and given.get("attn_factor") == 1.0: del given["attn_factor"]     # says nothing
     made = {"rope_type": kind, **{known[key]: value for key, value in given.items()}}
-    attention, factor = made.pop("attn_factor", None), made.get("factor")
     if kind == "longrope":
         made |= {key: _factors(m, name) for key, name in (("long_factor", LONG), ("short_factor", SHORT))
                  if name in m.file.tensors}
-        if attention is not None: made["attention_factor"] = attention
-    elif attention not in (None, 1.0) and isinstance(factor, float) and factor > 1:
-        # llama.cpp multiplies YaRN's own factor
-        made["attention_factor"] = attention * (0.1 * math.log(factor) + 1.0)
     return made
 
 

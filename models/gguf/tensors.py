@@ -86,7 +86,7 @@ def stored(file: GGUFFile) -> list[StoredTensor]:
     """The tensors of a model. An embedding of blocks is listed for the head, too, if that is tied."""
     made, architecture = list[StoredTensor](), architecture_of(file)
     for whole in file.tensors.values():
-        if whole.name in UNREAD: continue
+        if whole.name in UNREAD or _is_told_twice(file, whole): continue
         if (pair := _pair(file, whole)) is not None: made += [pair] * (pair.source is whole)
         else: made += [_listed(one, architecture) for one in _apart(file, whole, architecture)]
         if whole.name == EMBEDDING and whole.format.type is not None and HEAD not in file.tensors:
@@ -131,6 +131,12 @@ def _apart(file: GGUFFile, whole: GGUFTensor, architecture: Architecture) -> lis
     name = part.removesuffix("_exps")
     if not of_each or name == part or name not in EXPERTS: return [whole]
     return [cut(f"{name}.{i}", i * step, whole.shape[1:]) for i in range(whole.shape[0])]
+
+
+def _is_told_twice(file: GGUFFile, one: GGUFTensor) -> bool:
+    """Whether a file has the matrix of keys and values as one, too."""
+    block, _, suffix = one.name.rpartition(".")[0].rpartition(".")
+    return suffix in (KEYS, VALUES) and f"{block}.attn_kv_b.weight" in file.tensors
 
 
 def _pair(file: GGUFFile, one: GGUFTensor) -> StoredTensor | None:

@@ -131,6 +131,23 @@ def test_what_is_known_without_metadata(directories: dict[str, Path], tmp_path: 
     assert read_config(path).windows == (None,) * 7
     write_model(path, directories["llama4"], metadata={"llama4.expert_count": 128})
     assert not read_config(path).qk_norm
+    groups = {f"deepseek2.expert_group_{key}": None for key in ("count", "used_count")}
+    for experts, expected in ((256, (8, 4)), (384, (1, 1))):    # of DeepSeek-V3, of others
+        write_model(path, directories["deepseek-v3"], metadata={**groups, "deepseek2.expert_count": experts})
+        moe = read_config(path).moe
+        assert moe is not None
+        assert (moe.policy.groups, moe.policy.top_groups) == expected
+
+
+def test_either_key_of_the_factor_of_attention(directories: dict[str, Path], tmp_path: Path):
+    """Of YaRN: converters wrote one and later the other, and meant all of it."""
+    found = []
+    for key, other in (("yarn_attn_factor", "attn_factor"), ("attn_factor", "yarn_attn_factor")):
+        write_model(path := tmp_path / f"{key}.gguf", directories["gpt-oss"], metadata={
+            f"gpt-oss.rope.scaling.{key}": 1.25, f"gpt-oss.rope.scaling.{other}": None})
+        found.append(read_config(path))
+    assert 1.25 in [rope.attention_factor for rope in found[0].distinct_ropes]
+    require_alike(*found)
 
 
 @pytest.mark.parametrize("family", [
@@ -203,6 +220,7 @@ def test_tensors_that_some_files_have_in_one(directories: dict[str, Path], tmp_p
             return {stored_name: np.concatenate(waiting.pop(stored_name), axis)}
         return {name: array}
     path = written(tmp_path / "joined.gguf", directories[family], joined)
+    require_alike(read_config(path), read_config(path.with_suffix(".whole")))
     files = [open_gguf(each) for each in (path.with_suffix(".whole"), path)]
     assert any(".attn_qkv." in name for name in files[1].tensors)
     assert not waiting
@@ -243,3 +261,6 @@ def test_keys_and_values_of_older_files(directories: dict[str, Path], tmp_path: 
     expected = elements(older, other, 0, count)
     for begin, end in ((0, count), (0, 1), (1000, 1001), (1759, 3521), (count - 7, count)):
         assert np.array_equal(elements(file, tensor, begin, end), expected[begin:end])
+    thrice = written(tmp_path / "thrice.gguf", source, lambda name, array: {name: array} | joined(name, array))
+    names = [each.name for each in stored(open_gguf(thrice))]
+    assert sorted(names) == sorted(new)

@@ -209,3 +209,15 @@ def test_no_bank_conflicts(name: str):
         _, report = launched(TABLE.build(spec, SCHEDULES[name], ADA), spec, held, "sm_89", check=False)
         found.append(sum(report.stats.bank_conflicts.values()))
     assert found[0] == found[1]
+
+
+
+@pytest.mark.parametrize("sms", [58, 128, 142])
+@pytest.mark.parametrize(("m", "n", "k"), [(512, 2048, 4096), (512, 1024, 14336), (256, 1024, 14336),
+                                           (128, 1024, 14336), (128, 2048, 4096), (16, 4096, 4096)])
+def test_what_is_chosen_is_built(m: int, n: int, k: int, sms: int):
+    """Rings may take all of shared memory, of which splits take some, too."""
+    gpu, spec = GPU("sm_89", sms), scaled(m, n, k)
+    schedule = TABLE.choose(spec, gpu)
+    assert isinstance(schedule, ScaledMma)
+    TABLE.build(spec, schedule, gpu)

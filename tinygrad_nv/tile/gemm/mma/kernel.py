@@ -66,8 +66,8 @@ def gemm_mma(spec: GemmSpec, schedule: Mma, gpu: GPU) -> GemmKernel:
 
 
 class MmaKernel:
-    """The kernel as it is written: the parameters, then the stages of the protocol above. PROMOTES: sums
-    of 8-bit floats go to float32 where tensor cores cut them."""
+    """The kernel as it is written: the parameters, then the stages of the protocol above. PROMOTES: whether
+    sums of 8-bit floats go to float32 where tensor cores cut them; without, sums over K lose bits there."""
     PROMOTES = True
     copies: Sequence[StageCopy]
     fragments: Sequence[StageFragments]

@@ -82,10 +82,11 @@ def copied(s: Mma, name: str, extent: int, operand: Operand) -> list[str]:
 
 def _resource_problems(plan: MmaPlan, arch: str) -> list[str]:
     spec, s, size = plan.spec, plan.schedule, plan.spec.a.dtype.itemsize
-    out, needed, most = [], plan.ring_bytes, limits.SMEM_BYTES[arch]
+    out, needed, most = [], plan.smem_bytes, limits.SMEM_BYTES[arch]
     if needed > most:
         stage = f"({s.block_m} + {s.block_n}) × {s.block_k} × {size} B"
-        out.append(f"{s.depth} stages × {stage} = {needed} B of shared memory, {arch} has {most}")
+        out.append(f"{s.depth} stages × {stage}, or what is stored from, = {needed} B of shared memory, "
+                   f"{arch} has {most}")
     allowed, beside = MOST_SUMS, ""
     if promoted(spec.a.dtype, arch):
         allowed, beside = MOST_SUMS_TWICE, " beside those of 128 of K, as 8-bit floats have them"

@@ -15,6 +15,7 @@ from tinygrad_nv.tile.gemm.schedules import Mma
 from tinygrad_nv.tile.gemm.spec import FP8, GemmSpec
 from tinygrad_nv.tile.store_plan import StorePlan, store_plan, warp_tile
 
+ARRIVED = 4             # bytes in which a CTA's threads are told whether it comes last
 PROMOTED_STEPS = 4      # 128 of K, after which sums of 8-bit floats go to float32, or after a stage of less
 
 
@@ -77,3 +78,8 @@ class MmaPlan:
         """How the result is stored: each warp its share."""
         s = self.schedule
         return store_plan(self.spec.stored, warp_tile(s.block_m, self.columns, s.warps_m, s.warps_n))
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of the kernel: the ring, or what is stored from; of splits, which came last, too."""
+        return max(self.ring_bytes, self.store.smem_bytes) + ARRIVED * (self.schedule.splits > 1)

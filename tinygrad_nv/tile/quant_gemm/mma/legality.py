@@ -38,7 +38,7 @@ def matrix_problems(spec: QuantGemmSpec, s: QuantMma, arch: str) -> list[str]:
     if out: return out
     out += gemm.copied(s, "block_m", s.block_m, gemm_spec.a) + stages.problems(spec, plan.boxes, s.block_k)
     most = limits.SMEM_BYTES[arch]
-    if (needed := max(plan.ring_bytes, plan.store.smem_bytes)) > most:
+    if (needed := plan.smem_bytes) > most:
         out.append(f"{s.depth} stages × {plan.stage_bytes} B, or what is stored from, = {needed} B of shared "
                    f"memory, {arch} has {most}")
     if plan.sums > MOST_SUMS: out.append(f"{plan.sums} sums a thread, at most {MOST_SUMS}")

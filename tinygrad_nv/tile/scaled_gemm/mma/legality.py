@@ -45,7 +45,7 @@ def _blocks(name: str, side: Side, least: int) -> list[str]:
 def _room(plan: ScaledMmaPlan, arch: str) -> list[str]:
     """Shared memory and registers."""
     out, s, most = [], plan.schedule, limits.SMEM_BYTES[arch]
-    if (needed := max(plan.ring_bytes, plan.store.smem_bytes)) > most:
+    if (needed := plan.smem_bytes) > most:
         out.append(f"{s.depth} stages × {plan.stage_bytes} B, or what is stored from, = {needed} B of shared "
                    f"memory, {arch} has {most}")
     if plan.sums > MOST_SUMS: out.append(f"{plan.sums} sums a thread, at most {MOST_SUMS}")
