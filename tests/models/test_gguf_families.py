@@ -261,6 +261,7 @@ def test_keys_and_values_of_older_files(directories: dict[str, Path], tmp_path: 
     expected = elements(older, other, 0, count)
     for begin, end in ((0, count), (0, 1), (1000, 1001), (1759, 3521), (count - 7, count)):
         assert np.array_equal(elements(file, tensor, begin, end), expected[begin:end])
-    thrice = written(tmp_path / "thrice.gguf", source, lambda name, array: {name: array} | joined(name, array))
+    thrice = written(tmp_path / "thrice.gguf", source,
+                     lambda name, array: {name: array} | joined(name, array))
     names = [each.name for each in stored(open_gguf(thrice))]
     assert sorted(names) == sorted(new)
