@@ -86,7 +86,8 @@ def _resource_problems(plan: MmaPlan, arch: str) -> list[str]:
     if needed > most:
         stage = f"({s.block_m} + {s.block_n}) × {s.block_k} × {size} B"
         more = f", {needed} B with what is stored from and splits," if needed != plan.ring_bytes else ""
-        out.append(f"{s.depth} stages × {stage} = {plan.ring_bytes} B{more} of shared memory, {arch} has {most}")
+        out.append(f"{s.depth} stages × {stage} = {plan.ring_bytes} B{more} of shared memory, {arch} has "
+                   f"{most}")
     allowed, beside = MOST_SUMS, ""
     if promoted(spec.a.dtype, arch):
         allowed, beside = MOST_SUMS_TWICE, " beside those of 128 of K, as 8-bit floats have them"
