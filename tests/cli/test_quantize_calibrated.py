@@ -56,7 +56,7 @@ CASES = [("--scheme", "w4a16", "--method", "gptq", *GROUPS),
          ("--scheme", "fp8", "--static")]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(case[1:]))
 def test_transformers_reads_it(command, source: Path, tmp_path: Path, case: tuple[str, ...]):
     """The same logits; of inputs that are rounded, too, those of each layer, given the same."""

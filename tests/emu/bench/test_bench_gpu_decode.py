@@ -13,6 +13,7 @@ from gpu_decode import TINY, DecodeWorkload, StepProcess
 from gpu_parts import NotMeasured
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_step_on_the_emulated_device_gives_the_logits_of_torch(batch: int):
     row = gpu_decode.emulated(DecodeWorkload("Llama-3.2-1B", batch, 1024), Namespace(arch="sm_90a"))

@@ -63,6 +63,7 @@ def test_the_figures_of_an_sm_are_found():
     recovered("h200", QUICK)
 
 
+@pytest.mark.slow
 def test_microbenchmarks_measure_what_they_are_called():
     """On the model, by its own rules: rates and latencies of units, passes of bank conflicts, figures."""
     gpu = replace(figures("h200"), coalesced=0.0)   # what a round reads again counts as another SM's

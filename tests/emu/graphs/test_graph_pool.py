@@ -39,6 +39,7 @@ def poison(pool: GraphPool) -> None:
         if memory is not None: opened.driver.submit(Fill(memory._buf, 0xff, memory.nbytes))
 
 
+@pytest.mark.sampled(1)
 def test_every_size_and_number_of_rows(emulated: NVDevice):
     plain, pooled = Paged(emulated.device), Paged(emulated.device)
     pool = pool_of(pooled, device=emulated.device)
@@ -144,6 +145,7 @@ def test_a_larger_size_makes_the_arena_grow(hopper: NVDevice):
     assert [(b.captures, b.builds, b.hits) for b in pool.stats().buckets] == [(1, 2, 0), (1, 1, 0), (1, 1, 1)]
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 99)), min_size=1, max_size=6))
 def test_sizes_in_any_order(kept: tuple[Paged, Paged, GraphPool], calls: list[tuple[int, int]]):

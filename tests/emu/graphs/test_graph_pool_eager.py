@@ -288,6 +288,7 @@ def test_another_window_of_l2_means_another_graph(emu: NVDevice, monkeypatch: py
 
 # **** devices ****
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("graphs", [True, False])
 def test_the_cpu(graphs: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("NV_CPU_GRAPH", str(int(graphs)))

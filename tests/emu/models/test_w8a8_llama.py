@@ -106,6 +106,7 @@ def test_codes_on_a_cpu_are_rounded_inputs(command, source: Path, tmp_path: Path
     assert off(first(codes), first(rounded)) <= 2.0 ** -20
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8"])
 def test_greedy_tokens_of_the_engine_are_those_of_a_cpu(command, source: Path, tmp_path: Path, scheme: str):
     """Two requests in one batch, over pages, by captured steps."""

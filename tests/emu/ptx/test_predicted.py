@@ -82,6 +82,7 @@ TILE = Wgmma().block(128, 256).k(64).stages(4)
 def square(n: int, **more: object) -> GemmSpec: return matmul(n, n, n, **more)
 
 
+@pytest.mark.slow
 def test_large_matmuls_are_bound_by_tensor_cores():
     for n in (4096, 8192):
         found = predicted(square(n))

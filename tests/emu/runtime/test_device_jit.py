@@ -284,6 +284,7 @@ def test_float32_products_keep_their_digits():
     near(Tensor(x) @ Tensor(x), x.astype(np.float64) @ x, 5e-6)
 
 
+@pytest.mark.slow
 def test_beam_times_candidates(monkeypatch: pytest.MonkeyPatch):
     x, seconds = floats(16, 16), []
     timed = NVDevice.timed
