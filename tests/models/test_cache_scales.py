@@ -80,7 +80,7 @@ def log_probabilities(directory: Path, monkeypatch: pytest.MonkeyPatch, scales: 
     return found
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_s_scales_are_the_cache_s(make: Callable[..., Path], monkeypatch: pytest.MonkeyPatch,
                                                kind: str):

@@ -49,6 +49,7 @@ def test_matrices_are_rounded_to_the_nearest(name: str, dtype: torch.dtype):
     assert np.array_equal(found, (codes * scales).numpy())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["fp8", "int8"])
 def test_through_the_engine(hf_model: Callable[[str], Path], name: str):
     """Greedy tokens of the dequantised weights; dense matrices are never allocated."""

@@ -69,7 +69,7 @@ def test_32_greedy_tokens_are_identical(hf_model: Callable[[str], Path], case: s
     assert list(llm.complete(PROMPT, GREEDY).token_ids) == made[0, len(PROMPT):].tolist()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", [
     case if case in ("llama", "qwen3", "gemma", "gemma2", "olmo2", "granite", "qwen2-moe")
     else pytest.param(case, marks=pytest.mark.slow) for case in CASES])

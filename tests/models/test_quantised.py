@@ -95,6 +95,7 @@ def both(request: pytest.FixtureRequest, hf_model: Callable[[str], Path],
     return made[0], made[1]
 
 
+@pytest.mark.sampled(1)
 def test_logits_and_greedy_tokens(both: tuple[Path, Path]):
     """Logits as those of unquantised models; measured 1.5e-7 and 2.3e-7 of the largest."""
     quantised, plain = both

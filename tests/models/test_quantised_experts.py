@@ -49,6 +49,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str]
     return make
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "family"), [*CASES[:2], *(pytest.param(*each, marks=pytest.mark.slow)
                                                            for each in [*CASES[2:], *SLOW])])
 def test_logits_and_greedy_tokens(directories: Callable[[str, str], Both], kind: str, family: str):

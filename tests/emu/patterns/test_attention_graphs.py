@@ -55,7 +55,7 @@ def test_the_library_s_attention(dtype: DType, seed: int):
     assert near(y, operands, scaled).batch[2] == 2
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(3)
 @BOTH
 @pytest.mark.parametrize(("rows", "keys"), [(20, 20), (150, 150), (1, 33), (70, 40), (33, 129)])
 def test_causal(rows: int, keys: int):
@@ -109,7 +109,7 @@ CONDITIONS: dict[str, Callable] = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @BOTH
 @pytest.mark.parametrize("name", CONDITIONS)
 def test_conditions_of_positions(name: str):

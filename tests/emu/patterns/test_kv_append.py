@@ -52,6 +52,7 @@ def checked(case: Append, gpu: NVDevice) -> None:
 
 # **** what is written ****
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("more", [
     {}, {"half": 16}, ALL, {**ALL, "interleaved": True}, {"d": 24, "d_v": 40}, {"d": 20, "half": 4},
     {**ALL, "d": 128, "heads": 3, "angles": F16}], ids=str)

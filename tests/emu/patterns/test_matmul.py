@@ -11,6 +11,7 @@ from tinygrad_nv import Context, Tensor, dtypes, explain
 from tinygrad_nv.tile.expression import show
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("a", "b", "wanted"), [
     ((24, 48), (48, 40), (24, 40, 48)),
     ((3, 24, 48), (3, 48, 40), (3, 24, 40, 48)),
@@ -29,6 +30,7 @@ def test_shapes(a: tuple[int, ...], b: tuple[int, ...], wanted: tuple[int, ...])
     check(stored(x) @ stored(w), x @ w, wanted)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("majors", ["KK", "KN", "MK", "MN"])
 @pytest.mark.parametrize("dtype", [BF16, dtypes.half], ids=["bf16", "f16"])
 def test_majors(majors: str, dtype: DType):
@@ -137,6 +139,7 @@ def test_rows_of_two_dimensions_that_are_not_one():
 
 # **** einsum ****
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("formula", "wanted"), [
     ("ij,jk->ik", (6, 4, 10)), ("ij,jk->ki", (6, 4, 10)), ("ji,jk->ik", (6, 4, 10)),
     ("ij,kj->ki", (6, 4, 10)), ("bij,bjk->bik", (3, 6, 4, 10)), ("bij,bjk->ikb", (3, 6, 4, 10)),

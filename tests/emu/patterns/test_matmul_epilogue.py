@@ -71,6 +71,7 @@ def test_every_node_is_rounded_to_its_dtype():
     check(y, wanted, (16, 16, 64))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "error"), [("silu", 2e-2), ("gelu", 4e-2), ("sigmoid", 1e-2),
                                              ("tanh", 2e-2), ("erf", 3e-2), ("exp", 2e-2)])
 def test_activations(name: str, error: float):

@@ -59,6 +59,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> None:
 
 # **** results ****
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rows", [1, 4, 8])
 def test_lengths_around_pages(gpu: NVDevice, rows: int):
     checked(case([0, 1, 15, 16, 17, 64], rows=rows, heads=4, kv_heads=2, size=16, dtype=F16), gpu)
@@ -69,6 +70,7 @@ def test_page_sizes(ampere: NVDevice, size: int):
     checked(case([0, size - 1, size + 1], heads=4, size=size, pages=2, dtype=BF16), ampere)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv", [S8, E4M3, E5M2])
 def test_quantised(gpu: NVDevice, kv: dtypes):
     checked(case([0, 1, 17, 40], rows=2, heads=4, kv_heads=2, size=16, dtype=BF16, kv=kv), gpu)

@@ -80,7 +80,7 @@ def gated(x: Tensor) -> Tensor:
     return (gate.silu() * up).contiguous()
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("element", ["int8", "e4m3"])
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("way", [normed, residual, gated])

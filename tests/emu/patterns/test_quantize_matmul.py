@@ -82,6 +82,7 @@ def chains(n: int, device: str | None = None) -> dict[str, Callable[[Tensor], Te
             "heads": lambda x: x.reshape(5, 1, n).silu().reshape(1, 5, n)}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("chain", ["nothing", "bias, relu²", "gelu", "residual", "gate", "gate, other order",
                                    "heads"])
 @pytest.mark.parametrize(("name", "element"), [("e4m3", "e4m3"), pytest.param("int8", "int8", marks=SLOW),

@@ -247,6 +247,7 @@ def test_integral_floats(kind: str) -> None:
 
 # **** integers ****
 
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("kind", INTEGERS)
 @pytest.mark.parametrize("to", INTEGERS)
 def test_integers(to: str, kind: str) -> None:

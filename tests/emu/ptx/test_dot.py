@@ -178,6 +178,7 @@ def test_mma_adds_as_described(case: Mma, bits: int, step: int, keep: int, sprea
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("kinds", "bits", "keep"), [
     (("f32", "bf16", "bf16"), 25, 23), (("f32", "f16", "f16"), 25, 23), (("f16", "f16", "f16"), 25, 23),
     (("f32", "tf32", "tf32"), 25, 23), (("f32", "e4m3", "e5m2"), 13, 13), (("f16", "e4m3", "e4m3"), 13, 23)])

@@ -62,6 +62,7 @@ def check(opcode: str, name: str, kind: str, mode: str = "rn", **modifiers: bool
         assert same, (opcode, [hex(code) for code in codes], hex(int(result)), hex(want))
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
 @pytest.mark.parametrize("name", ARITY)
 def test_f32_roundings(name: str, mode: str) -> None:
@@ -70,6 +71,7 @@ def test_f32_roundings(name: str, mode: str) -> None:
     check(f"{name}.{mode}.ftz.f32", name, "f32", mode, ftz=True)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
 @pytest.mark.parametrize("name", ARITY)
 def test_f64_roundings(name: str, mode: str) -> None:
@@ -86,6 +88,7 @@ def test_f32_saturation(opcode: str) -> None:
     check(f"{opcode}.f32", name, "f32", mode or "rn")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 @pytest.mark.parametrize("name", ["add", "sub", "mul", "fma"])
 def test_half_arithmetic(name: str, kind: str) -> None:

@@ -64,7 +64,7 @@ FLOATS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[np.ndarray], np.nd
 }
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", ULP, ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize("name", FLOATS)
 def test_floats(fake: Fake, name: str, dtype):
@@ -94,6 +94,7 @@ def test_integers_are_exact(fake: Fake, name: str):
     np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16, np.uint16])
 def test_narrow_integers_wrap(fake: Fake, kind: type):
     limits = np.iinfo(kind)

@@ -123,7 +123,7 @@ def torch_of(dtype) -> torch.dtype:
     return getattr(torch, names.get(dtype) or f"{signed}{8 * dtype.itemsize}")
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("source", ALL, ids=lambda d: torch_of(d).__str__().removeprefix("torch."))
 def test_casts_from(source):
     # what every type can hold, so that no cast is undefined; halves and bf16 round it

@@ -48,6 +48,7 @@ INDEXED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[np.ndarray], np.n
 }
 
 
+@pytest.mark.sampled(27)
 @pytest.mark.parametrize("name", INDEXED)
 @pytest.mark.parametrize("dtype", [np.float32, np.int8], ids=["float", "int8"])
 def test_movement(name: str, dtype: type):

@@ -30,6 +30,7 @@ LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[torch.Tensor], tor
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients(name: str):
     ours, theirs = LOSSES[name]

@@ -198,7 +198,7 @@ def is_exact(spec: Any) -> bool:
     return not isinstance(spec, DecodeSpec | RouterSpec | grouped)
 
 
-@pytest.mark.sampled(18)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("name", "target", "schedule"), CASES)
 def test_numbers(name: str, target: GPU | CPU, schedule: Schedule):
     spec = SPECS[name]

@@ -295,6 +295,7 @@ def command(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, check=False, timeout=120)
 
 
+@pytest.mark.slow
 def test_the_command_counts_launches_and_finds_the_one_that_disagrees(recorder: gpu_record.Recorder,
                                                                       cases: Cases, tmp_path: Path):
     good = recorded(cases)

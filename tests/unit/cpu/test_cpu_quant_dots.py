@@ -176,7 +176,7 @@ def on_the_cpu() -> Iterator[None]:
     with Context(DEV="CPU"): yield
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q5_1", "Q6_K", "Q3_K", "gptq 2 bits", "e4m3 blocks",
                                   "nf4"])

@@ -161,6 +161,7 @@ def test_the_gradient_of_a_gradient():
         assert (got - right).abs().max() <= 1e-5 * right.abs().max()
 
 
+@pytest.mark.slow
 def test_attention_of_ours_can_be_switched_off(monkeypatch: pytest.MonkeyPatch):
     operands, grad = made(rows=20, keys=24, dtype=F32), normal(1, 2, 20, 32, seed=9, dtype=F32)
     for name in ("NV_ATTENTION", "NV_CPU"):

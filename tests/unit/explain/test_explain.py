@@ -145,7 +145,7 @@ def test_program_without_a_note_is_the_users(data):
 
 # **** it realizes nothing ****
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @graphs
 def test_nothing_is_changed(data, graph):
     want = graph(*data).numpy()

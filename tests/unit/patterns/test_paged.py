@@ -43,6 +43,7 @@ def test_any_lengths(lengths: list[int], seed: int):
     near(made, fetched(attention(made, "CPU")))
 
 
+@pytest.mark.sampled(1)
 def test_window_and_soft_cap():
     """Rows that see nothing are zeros."""
     made = case([0, 1, 3, 20], rows=4, heads=2, window=2, softcap=0.5, scale=0.7)
@@ -52,7 +53,7 @@ def test_window_and_soft_cap():
     assert got[1, 3].abs().min() > 0
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows", [9, 13, 17])
 def test_blocks_of_rows_in_a_window(rows: int):
     """Rows that fill a block up see no page that the request has given back: entries of the table are 2³⁰."""
@@ -62,6 +63,7 @@ def test_blocks_of_rows_in_a_window(rows: int):
     near(made, fetched(attention(made, "CPU")))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("dtype", "kv"), [(dtypes.float16, S8), (dtypes.bfloat16, E4M3),
                                            (dtypes.float32, E5M2)])
 def test_quantised(dtype: DType, kv: DType):
@@ -89,6 +91,7 @@ def test_the_bound_is_one():
 
 # **** sinks and chunks ****
 
+@pytest.mark.sampled(1)
 def test_sinks():
     """One more logit of each head, also in rows that see nothing; −∞ is none, beside a large one nothing is
     left."""
@@ -100,6 +103,7 @@ def test_sinks():
     assert not got[:, :, [0, 3]].any()
 
 
+@pytest.mark.sampled(1)
 def test_chunks():
     """Rows see the keys of their own chunk; pages of the chunks before are 2³⁰."""
     for lengths in ([0, 3, 4], [5, 12, 13], [14, 31, 28]):

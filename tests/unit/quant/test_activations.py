@@ -30,6 +30,7 @@ def test_dynamic_scales(element: str, strategy: str):
     np.testing.assert_array_equal(found, wanted.numpy())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("element", ["int8", "e4m3"])
 def test_the_last_block_may_be_short(element: str):
     """As if inputs went on with zeros."""

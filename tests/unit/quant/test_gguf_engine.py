@@ -48,7 +48,7 @@ def their_tokens(path: Path) -> tuple[list[int], list[int]]:
     return ids, found[0, len(ids):].tolist()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kinds", [*KINDS, "tied"])
 def test_greedy_tokens_are_those_of_transformers(source: Path, tmp_path: Path, make_model, kinds: str):
     if kinds == "tied": source = make_model(**SIZES, tie_word_embeddings=True)
@@ -91,6 +91,7 @@ def test_a_file_and_its_directory_on_the_command_line(command, source: Path, tmp
     command("explain", path).succeeded()
 
 
+@pytest.mark.slow
 def test_a_model_in_several_files(command, source: Path, tmp_path: Path):
     """As one file: by the name of any part, and by the directory. A part that is missing is named."""
     whole = written(tmp_path / "whole.gguf", source, KINDS["Q4_K_M"])

@@ -134,7 +134,7 @@ def test_floats_are_those_of_the_directory(directories: Directories, tmp_path: P
     require_same(ours(path), expected)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kinds", QUANTISED)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_blocks_are_those_of_transformers(directories: Directories, tmp_path: Path, family: str, kinds: str):

@@ -45,7 +45,7 @@ def each(mma: Any, wgmma: Any) -> pytest.MarkDecorator:
 
 # **** heads ****
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
 @pytest.mark.parametrize(("schedule", "d"), [
     *((MMA, d) for d in (8, 40, 64, 72, 96, 128)), (SHARED, 160), (WIDE, 8), (SMALL, 16), (WIDE, 40),
@@ -121,6 +121,7 @@ def test_blocks_that_see_nothing_of_the_keys_are_skipped(schedule: BackwardSched
 
 # **** layouts ****
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("schedule", "gap"), [*((MMA, gap) for gap in (0, 2, 4, 8)), (LOW, 0), (LOW, 8)],
                          ids=str)
 @pytest.mark.parametrize("order", ["bhr", "brh"])
@@ -143,7 +144,7 @@ def test_offsets(schedule: BackwardSchedule, own: tuple[int, ...]):
 
 # **** schedules ****
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("schedule", [MMA, LOW, SMALL, HALVED], ids=str)
 def test_rings(schedule: BackwardSchedule, stages: int):
@@ -155,6 +156,7 @@ def test_rings(schedule: BackwardSchedule, stages: int):
         close(backward(s_q, s_kv, 16, group=group), schedule.stages(stages))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("schedule", [mma(64, 64, 4), mma(32, 64, 4), mma(64, 128, 8), mma(32, 64, 2),
                                       mma(32, 128, 8), mma(128, 64, 4, stages=3), *WGMMAS], ids=str)
 def test_blocks_and_warps(schedule: BackwardSchedule):
@@ -162,6 +164,7 @@ def test_blocks_and_warps(schedule: BackwardSchedule):
         close(backward(200, 140, d, d_v=d_v, band=CAUSAL), schedule)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("schedule", "d", "d_v"), [
     (mma(64, 64, 2, 2), 64, 64), (mma(64, 32, 2, 2, 3), 32, 96), (mma(64, 32, 1, 4), 64, 128),
     (SHARED, 136, 72), (HALVED, 136, 72), (HALVED, 200, 256),
@@ -255,7 +258,7 @@ def test_equal_scores_share(schedule: BackwardSchedule):
 
 # **** one order of sums ****
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("schedule", "arch", "d", "band"), [
     *((MMA, arch, 16, band) for arch in ("sm_80", "sm_90a")
       for band in (FULL, CAUSAL, Band(-40, 3), Band(-20, None))),
@@ -363,7 +366,7 @@ def test_a_launch_has_the_blocks_of_its_keys(schedule: BackwardSchedule, own: tu
 
 # **** dropout ****
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", [MMA, mma(64, 64, 4), mma(32, 32, 1), mma(64, 128, 8, stages=3),
                                       mma(64, 64, 4, 2), *WGMMAS], ids=str)
 def test_dropout(schedule: BackwardSchedule):

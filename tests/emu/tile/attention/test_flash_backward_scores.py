@@ -59,7 +59,7 @@ def scores(n: int) -> dict[str, Expression]:
         "in f16": ((Sum() * 0.1).cast(F16) * Load(0, F16, 0, 1)).cast(F32)}
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(5)
 @EACH
 @pytest.mark.parametrize("name", scores(1))
 def test_scores(kind: Kind, name: str):
@@ -70,6 +70,7 @@ def test_scores(kind: Kind, name: str):
         close(spec, kind.schedule, seed=len(name) % 4)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["bias of a head", "low soft-cap", "mask"])
 @pytest.mark.parametrize("schedule", [WIDE, SMALL, HALVED], ids=str)
 def test_scores_in_other_blocks(schedule: BackwardSchedule, name: str):

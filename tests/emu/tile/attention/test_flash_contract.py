@@ -84,7 +84,7 @@ BANDS = [CAUSAL, Band(-40, 0), Band(-31, 0), Band(-63, 0), Band(None, 20), Band(
 
 # **** heads ****
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("kind", "d", "dtype"), [
     pytest.param(kind, d, dtype, id=f"{name}-{d}-{dtype.name}") for name, kind in KINDS.items()
     for d in kind.heads for dtype in kind.dtypes])
@@ -94,6 +94,7 @@ def test_heads(kind: Kind, d: int, dtype: DType):
     close(attention(40, 200, d, dtype, out=F32), kind.narrow, seed=d % 4)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("kind", "d", "d_v"), [
     pytest.param(kind, *pair, id=f"{name}-{pair}") for name, kind in KINDS.items() for pair in kind.widths])
 def test_values_of_another_width_than_keys(kind: Kind, d: int, d_v: int):
@@ -103,7 +104,7 @@ def test_values_of_another_width_than_keys(kind: Kind, d: int, d_v: int):
           kind.small if wgmma else kind.narrow)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("out", [BF16, F16, F32], ids=["bf16", "f16", "f32"])
 @pytest.mark.parametrize(("kind", "arch"), [pytest.param(kind, arch, id=f"{name}-{arch}")
                                             for name, kind in KINDS.items() for arch in kind.archs])
@@ -116,7 +117,7 @@ def test_architectures_and_results(kind: Kind, arch: str, out: DType):
 
 # **** bands ****
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @EACH
 @pytest.mark.parametrize("band", BANDS, ids=str)
 def test_bands(kind: Kind, band: Band):
@@ -128,6 +129,7 @@ def test_bands(kind: Kind, band: Band):
     close(replace(spec, symbolic=()), schedule)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("kind", "schedule"), [
     (KINDS["mma"], mma(64, 64, 4)), (KINDS["fma"], fma(64, 64, 2, 2)), (KINDS["wgmma"], WGMMA)],
     ids=["mma", "fma", "wgmma"])
@@ -201,7 +203,7 @@ def test_a_rows_bits_do_not_depend_on_other_rows(kind: Kind):
 
 # **** layouts ****
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("order", ["bhr", "brh"])
 @pytest.mark.parametrize(("kind", "gap"), [pytest.param(kind, gap, id=f"{name}-{gap}")
                                            for name, kind in KINDS.items() for gap in kind.gaps])
@@ -232,6 +234,7 @@ def narrowest(kind: Kind, stages: int) -> list[FlashSchedule]:
     return [fma(32, 16, 2, 1, stages) if kind is KINDS["fma"] else fma(16, 16, 1, 2, stages)]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("kind", "stages"), [pytest.param(kind, stages, id=f"{name}-{stages}")
                                               for name, kind in KINDS.items() for stages in kind.stages])
 def test_rings(kind: Kind, stages: int):
@@ -242,7 +245,7 @@ def test_rings(kind: Kind, stages: int):
             close(attention(rows, s_kv, d, kind.dtypes[0]), schedule)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("kind", "schedule"), [pytest.param(kind, schedule, id=str(schedule))
                                                 for kind in KINDS.values() for schedule in kind.shapes])
 def test_blocks_and_warps(kind: Kind, schedule: FlashSchedule):
@@ -253,7 +256,7 @@ def test_blocks_and_warps(kind: Kind, schedule: FlashSchedule):
               schedule)
 
 
-@pytest.mark.sampled(15)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("kind", "schedule"), [pytest.param(kind, schedule, id=str(schedule))
                                                 for kind in KINDS.values() for schedule in kind.orders])
@@ -293,6 +296,7 @@ def test_extents_of_a_launch(kind: Kind, band: Band):
         near(spec, given, launch(spec, schedule, given, seed=seed % 4, **named), **named)
 
 
+@pytest.mark.sampled(8)
 @EACH
 @pytest.mark.parametrize("symbolic", [("s_q",), ("s_kv",), ("start",), ("s_q", "start")], ids="+".join)
 def test_some_symbolic_extents(kind: Kind, symbolic: tuple[str, ...]):

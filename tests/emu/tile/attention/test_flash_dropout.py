@@ -50,6 +50,7 @@ def masks(make: Any, arch: str, kept: int, s_kv: int = 256) -> None:
     assert 0 < (out != 0).double().mean() < 1
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kept", [1, 100, 128, 255])
 @pytest.mark.parametrize("n", [32, 64])
 def test_what_is_kept(n: int, kept: int):

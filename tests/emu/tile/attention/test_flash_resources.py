@@ -60,7 +60,7 @@ def counted(spec: AttentionSpec, schedule: FlashSchedule) -> Stats:
 
 # **** spills ****
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("d", "schedule"), TILES, ids=str)
 def test_default_schedules_keep_to_their_resources(d: int, schedule: FlashMma | FlashFma):
     """The causal kernel has all code; in the full one of mma the loop is a single block of instructions,
@@ -118,7 +118,7 @@ def test_registers_are_within_the_pool():
 
 # **** memory ****
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("d", "schedule"), TILES, ids=str)
 def test_loops_lose_no_pass_and_fill_sectors(d: int, schedule: FlashMma | FlashFma):
     """Two blocks of columns more: what they cost. Heads of an odd number of 8 elements straddle sectors."""

@@ -61,6 +61,7 @@ def test_sliding_windows(window: int, s_q: int):
     checked(decode(batch=4, group=2, s_q=s_q, pages=40, window=window), [2, 65, 300, 639])
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("gap", [2, 4, 6, 8])
 @pytest.mark.parametrize("kv", [None, dtypes.int8])
 @pytest.mark.parametrize("order", ["ths", "hts"])

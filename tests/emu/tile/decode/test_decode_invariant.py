@@ -93,6 +93,7 @@ def test_padding_rows():
     assert not got[[0, 2, 3]].any()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("splits", [1, 2, 3, 5, 8, 16, 32])
 def test_numbers_of_splits(splits: int):
     """All within the bound of the error: a request has so many parts at most, of one tile of keys at least.

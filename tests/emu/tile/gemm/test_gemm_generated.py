@@ -253,7 +253,7 @@ NAMED = {"ping-pong": WGMMA.block(64, 64).pingpong(), "multicast of B": WGMMA.cl
          "mma.sync, split": Mma().block(64, 64).k(32).split(2), "gemv": Gemv()}
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", NAMED)
 def test_each_kind_of_schedule_goes_round_its_ring(name: str, seed: int):
@@ -269,6 +269,7 @@ def test_each_kind_of_schedule_goes_round_its_ring(name: str, seed: int):
     exactly((spec, s, "sm_90a"), seed, sm_count=2 * prod(cluster))
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("rows", [1, 65, 200])
 @pytest.mark.parametrize("name", [name for name in NAMED if name not in ("swapped", "gemv")])
 def test_rows_known_at_launch_with_each_kind_of_schedule(name: str, rows: int):

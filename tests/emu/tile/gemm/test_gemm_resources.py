@@ -40,7 +40,7 @@ def unspilt(made: GemmKernel, arch: str) -> int:
 
 # **** mma ****
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("dtype", "arch", "schedule"), [
     *[(BF16, arch, Mma()) for arch in ("sm_80", "sm_89", "sm_90a")], (F32, "sm_80", Mma().k(16)),
     (S8, "sm_80", Mma().k(64)), (E4M3, "sm_89", Mma().k(64))])
@@ -175,7 +175,7 @@ def decode(m: int, n: int, k: int, dtype: DType, majors: str) -> GemmSpec:
     return product(m, n, k, dtype, OUTS.get(dtype), majors)
 
 
-@pytest.mark.sampled(15)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("m", [1, 5, 16])
@@ -206,6 +206,7 @@ def weight_sectors(stats: Stats) -> tuple[int, int]:
     return sum(site.requests for site in sites), sum(site.sectors for site in sites)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("m", [1, 5, 16])
 @pytest.mark.parametrize("majors", ["KK", "KM"])

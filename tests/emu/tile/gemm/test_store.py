@@ -31,7 +31,7 @@ def test_every_major_edge_and_gap(arch: str, out: DType):
         exact(product(m, n, 1, HALF, out=out, out_major=major, gap=gap, batch=batch), SMALL, arch)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS, ids=["sm_80", "sm_90a", "TMA"])
 @pytest.mark.parametrize("out", OUTS, ids=lambda dtype: dtype.name)
 def test_staged_results_of_every_dtype(out: DType, way: tuple[Mma | Wgmma, str]):
@@ -51,7 +51,7 @@ def test_staged_results_of_every_dtype(out: DType, way: tuple[Mma | Wgmma, str])
         assert bool(stores) == (schedule is WARPS)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("way", WAYS, ids=["sm_80", "sm_90a", "TMA"])
 @pytest.mark.parametrize("out", OUTS, ids=lambda dtype: dtype.name)
 def test_edges_of_staged_results(out: DType, way: tuple[Mma | Wgmma, str]):

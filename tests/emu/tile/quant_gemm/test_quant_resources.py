@@ -44,7 +44,7 @@ def launched(spec: QuantGemmSpec, made: GemmKernel, arch: str) -> Report:
                       dynamic_smem=made.dynamic_smem, cluster=made.cluster)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=() if name in COMMON else pytest.mark.slow) for name in TYPES])
 @pytest.mark.parametrize("m", [1, 8, 16, 2048])

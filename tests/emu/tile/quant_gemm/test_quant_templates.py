@@ -147,7 +147,7 @@ def test_wgmma_residual():
     held(matmul(TYPES["awq"], 24, 72, 512, epilogue=added), SMALL, HOPPER)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("schedule", [
     MMA.block(128, 64).warps(2, 2).stages(4), MMA.block(64, 128).warps(1, 4), MMA.block(32, 32).k(128),
     MMA.block(16, 64).warps(1, 4).split(3), MMA.block(16, 16).warps(1, 1).stages(2)], ids=str)

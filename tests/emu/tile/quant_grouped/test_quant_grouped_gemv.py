@@ -29,6 +29,7 @@ SCHEDULES = {"1 row": S.by(1).of(1, 2), "4 rows": S.by(4).of(2, 1), "8 rows": S.
 QUICK = {"1 row": ("ragged 7",), "8 rows": ("every other",), "2 splits": ("ragged 5",)}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("gpu", [AMPERE, HOPPER], ids=lambda gpu: gpu.arch)
 @pytest.mark.parametrize("name", QUICK)
 def test_whole_numbers_are_exact(name: str, gpu: GPU):

@@ -59,6 +59,7 @@ def test_instructions_that_stay_have_the_line_of_their_own(name: str):
             assert Counter(each.ptx_line for each in code if each.opcode == opcode) == wanted
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", KERNELS)
 def test_nearly_all_instructions_have_lines(name: str):
     """Without: what ptxas begins a function with, and the trap and padding at its end."""
