@@ -90,6 +90,7 @@ def test_large_matmuls_are_bound_by_tensor_cores():
         assert 700 < found.tflops < 989       # of the peak of an H100, at a clock that no power limits
 
 
+@pytest.mark.slow
 def test_a_prediction_takes_seconds_whatever_the_size():
     predicted(square(512))                     # what is compiled once
     begun = time.process_time()

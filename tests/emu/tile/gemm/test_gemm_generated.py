@@ -46,7 +46,7 @@ ARCHS = {"mma": ("sm_80", "sm_89", "sm_90a"), "wgmma": ("sm_90a",), "gemv": ("sm
 TIMES = 1         # bench/gpu_record.py draws more
 MOST_WORK = 40e6  # multiply-adds of an example: half a second
 SHORT = st.one_of(st.integers(1, 40), st.sampled_from([64, 72, 96, 128, 136, 200]))
-EXAMPLES = {"mma": 50, "wgmma": 70, "gemv": 40}
+EXAMPLES = {"mma": 30, "wgmma": 45, "gemv": 25}
 Case = tuple[GemmSpec, GemmSchedule, str]
 
 

@@ -116,7 +116,7 @@ WIDE = [WGMMA.block(64, 8).warps(8), WGMMA.block(128, 64).warps(12).stages(4),
         WGMMA.block(192, 16).warps(16)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", WIDE, ids=str)
 @pytest.mark.parametrize("name", ["int4 g32", "awq", "int8 channel"])
 def test_wgmma_extents(schedule: QuantWgmma, name: str):
@@ -124,6 +124,7 @@ def test_wgmma_extents(schedule: QuantWgmma, name: str):
     held(matmul(TYPES[name], 70, 152, 1024, bias=True), schedule, HOPPER)
 
 
+@pytest.mark.slow
 def test_wgmma_block_of_128():
     """Also where the last stage is beyond the padded columns."""
     for name, k in (("int4 g32", 1024), ("int4 g128", 1024), ("Q4_K", 1024), ("int4 g32", 352),

@@ -38,7 +38,7 @@ def held(spec: SparseGemmSpec, schedule: Schedule, gpu: GPU, seed: int = 0, whol
     else: right(spec, given, got, cut=2.0**-16)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [BF16, F16, E4M3, INT8], ids=str)
 @pytest.mark.parametrize("whole", [True, False])
 def test_wgmma_types(dtype: Any, whole: bool):
@@ -46,7 +46,7 @@ def test_wgmma_types(dtype: Any, whole: bool):
     held(matmul(20, 152, 256 * 5 + 64, dtype), SMALL.k(256 // dtype.itemsize), HOPPER, whole=whole)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("gpu", "dtype"), [(AMPERE, BF16), (AMPERE, F16), (AMPERE, INT8), (ADA, E4M3),
                                             (HOPPER, BF16)], ids=str)
 @pytest.mark.parametrize("whole", [True, False])
@@ -74,7 +74,7 @@ def test_wgmma_of_fp8(schedule: SparseWgmma):
     held(matmul(70, 152, 1600, E4M3, bias=True), schedule.k(256).stages(2), HOPPER)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", [
     MMA.block(128, 64).warps(2, 2).stages(4), MMA.block(64, 128).warps(2, 2), MMA.block(32, 32).k(128),
     MMA.block(64, 16).warps(4, 1).split(3), MMA.block(16, 16).warps(1, 1).stages(2)], ids=str)
