@@ -35,7 +35,7 @@ class NamedMatmul:
         """The matmul with a matrix that is neither quantised nor sparse."""
         return self.spec if isinstance(self.spec, GemmSpec) else self.spec.gemm
 
-    def followed(self, after: Expression, parts: int, extras: Sequence[UOp]) -> NamedMatmul:
+    def with_epilogue(self, after: Expression, parts: int, extras: Sequence[UOp]) -> NamedMatmul:
         """The matmul with `after` in its epilogue: an expression of `parts` equal parts of its result's
         columns, `Sum(part=i)` of the result's dtype, and of `extras`, whose loads are numbered from 0. Raises
         `SpecError`."""

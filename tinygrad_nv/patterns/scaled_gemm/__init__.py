@@ -2,5 +2,5 @@
 
   named.py      `scaled_matmul`, a named function, and its reference
   quantize.py   `quantize`, which makes codes, and its kernels
-  ended.py      codes in the epilogue of the matmul before them
+  epilogue.py   codes in the epilogue of the matmul before them
 """

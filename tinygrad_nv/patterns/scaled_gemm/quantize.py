@@ -4,7 +4,7 @@ Protocol. `quantize(x, element, block, scale)` rounds x (…, K) as quant/activa
 with a scale of each row or of groups of it, or a static one; bit for bit, but for the sign of e4m3's zeros.
 It is one kernel with what makes x, where that is made of rows of memory (a norm, silu(gate) · up;
 patterns/norm): tile/norm's, with the largest |x| of a row or group as another statistic. With a static scale
-it is one with the matmul that x is made of, where there is one (ended.py). Else x is stored first.
+it is one with the matmul that x is made of, where there is one (epilogue.py). Else x is stored first.
 """
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tinygrad_nv.patterns.named import Uses, call, lower
 from tinygrad_nv.patterns.norm.match import spec_of
 from tinygrad_nv.patterns.rewriting import stored
 from tinygrad_nv.patterns.rows import placed_rows, symbolic_rows
-from tinygrad_nv.patterns.scaled_gemm.ended import ended
+from tinygrad_nv.patterns.scaled_gemm import epilogue
 from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.quant.activations import E4M3_MAX, TINY, quantized
 from tinygrad_nv.quant.types import Scale
@@ -84,7 +84,8 @@ def lowered(what: Quantize, target: Target, uses: Uses, x: UOp) -> dict[UOp, UOp
     """One kernel, with what makes x where it may. Raises `NotOurs` or `SpecError`."""
     words = ""
     if what.scale is not None:
-        codes, words = ended(uses, target, lambda value: _codes(what, value, what.static), what.dtype)
+        codes, words = epilogue.quantized(uses, target, lambda value: _codes(what, value, what.static),
+                                          what.dtype)
         if codes is not None: return {uses.call.gettuple(0): codes}
     return {uses.call.gettuple(i): made for i, made in enumerate(_of_rows(what, target, x, words))}
 

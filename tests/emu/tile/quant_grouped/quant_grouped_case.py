@@ -14,6 +14,7 @@ from typing import Any
 
 import cpu_grouped_case
 import numpy as np
+import pytest
 import torch
 from cpu_grouped_case import Given, answer
 from cpu_quant_case import elements, stored
@@ -28,13 +29,15 @@ from tinygrad_nv.quant import types
 from tinygrad_nv.quant.stack import QStack
 from tinygrad_nv.quant.tensor import in_memory
 from tinygrad_nv.quant.types import QType, stack_buffers
-from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
+from tinygrad_nv.tile.grouped_gemm.spec import ACTIVATIONS, GroupedGemmSpec
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
 F16, BF16 = dtypes.float16, dtypes.bfloat16
+each_activation = pytest.mark.parametrize("activation", [pytest.param(
+    each, marks=[] if each == "swiglu_clamped" else pytest.mark.slow) for each in ACTIVATIONS[1:]])
 TYPES: dict[str, QType] = {
     "int4 g32": QType(types.UINT4, types.per_group_scale(32, BF16), shift=8),
     "awq": QType(types.UINT4, types.per_group_scale(128, F16), zeros=True),

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 from grouped_case import routings
-from quant_grouped_case import BF16, F16, ROUNDED, TYPES, exact, near, spec_of
+from quant_grouped_case import BF16, F16, ROUNDED, TYPES, each_activation, exact, near, spec_of
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.emulator.emulator import LATE
-from tinygrad_nv.tile.grouped_gemm.spec import ACTIVATIONS, GroupedGemmSpec
+from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedGemv
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
@@ -58,8 +58,7 @@ def test_types(kind: str):
             if kind not in ROUNDED: exact(spec_of(kind, one), schedule, gpu, RAGGED, 2)
 
 
-@pytest.mark.parametrize("activation", [pytest.param(
-    each, marks=[] if each == "swiglu_clamped" else pytest.mark.slow) for each in ACTIVATIONS[1:]])
+@each_activation
 def test_activations(activation: str):
     one = replace(GATED, activation=activation)
     for name in ("1 row", "8 rows"): near(spec_of("MXFP4", one), SCHEDULES[name], HOPPER, RAGGED, 2)

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 from grouped_case import routings
-from quant_grouped_case import BF16, F16, ROUNDED, TYPES, exact, near, reported, spec_of
+from quant_grouped_case import BF16, F16, ROUNDED, TYPES, each_activation, exact, near, reported, spec_of
 
 from tinygrad_nv.ptx.emulator.emulator import LATE
-from tinygrad_nv.tile.grouped_gemm.spec import ACTIVATIONS, GroupedGemmSpec
+from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedMma
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
@@ -54,8 +54,7 @@ def test_types(kind: str):
         if kind not in ROUNDED: exact(spec_of(kind, one), schedule, gpu, RAGGED, 2)
 
 
-@pytest.mark.parametrize("activation", [pytest.param(
-    each, marks=[] if each == "swiglu_clamped" else pytest.mark.slow) for each in ACTIVATIONS[1:]])
+@each_activation
 def test_activations(activation: str):
     one = replace(GATED, activation=activation)
     near(spec_of("MXFP4", one), SCHEDULES["64 rows"], AMPERE, RAGGED, 2)

@@ -3,11 +3,14 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from gemm_case import arguments, scales, view
+from gemm_case import arguments, run, scales, view
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.tile.gemm.spec import Operand, Result
 from tinygrad_nv.tile.scaled_gemm.spec import GROUP, BlockScales, ScaledGemmSpec
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
 
 E4M3, F32 = dtypes.fp8e4m3, dtypes.float32
 
@@ -40,3 +43,13 @@ def wide(spec: ScaledGemmSpec, held: dict[str, torch.Tensor]) -> tuple[torch.Ten
     made = [view(held[name].double(), (rows, spec.k), (one.mn, one.k), 0) * scales(spec, name, held)
             for name, one, rows in (("a", spec.a, spec.m), ("b", spec.b, spec.n))]
     return made[0], made[1]
+
+
+def near(spec: ScaledGemmSpec, schedule: Schedule, gpu: GPU) -> None:
+    """Random numbers, to 2^-10 of the magnitudes that are added up, where tensor cores keep some 13 bits of
+    sums of 128, and an error of 2^-22 for each of the groups' roundings in float32."""
+    held = given(spec, integers=False)
+    got = run(TABLE.build(spec, schedule, gpu), spec, held, gpu.arch)
+    left, right = wide(spec, held)
+    unit = 2.0**-10 + spec.groups * 2.0**-22
+    assert ((got - left @ right.T).abs() <= unit * (left.abs() @ right.T.abs())).all()

@@ -1,7 +1,7 @@
 """Codes that the matmul before them makes.
 
-Protocol. With a static scale codes are elements of x: no statistic of x is needed first. `ended` looks for a
-matmul that x is made of by elementwise operations, and whose result has no other user: one of a named
+Protocol. With a static scale codes are elements of x: no statistic of x is needed first. `quantized` looks
+for a matmul that x is made of by elementwise operations, and whose result has no other user: one of a named
 function, or one of the graph whose operands are memory or elements of it (patterns/gemm). It gives that
 matmul with all of this in its epilogue, rounded to x's dtype before it is quantised, as the graph says; also
 of equal parts of the columns, as in silu(gate) · up of one matmul. The matmul that stores its result, which
@@ -50,7 +50,7 @@ class _Region:
     nodes: frozenset[UOp]
 
 
-def ended(uses: Uses, target: Target, codes: Codes, dtype: DType) -> tuple[UOp | None, str]:
+def quantized(uses: Uses, target: Target, codes: Codes, dtype: DType) -> tuple[UOp | None, str]:
     """The codes of a call's argument by the matmul before it, as `dtype`; or None, and why not: "" where no
     matmul ends there."""
     reason = ""
@@ -172,7 +172,7 @@ def _named(uses: Uses, region: _Region, target: Target, codes: Codes, dtype: DTy
         m, along = (dim.strides[1 + count + i] for dim in (dims.m, dims.n))
         known[Load(i, node.dtype, 0, 0)] = Load(extras.index(node), node.dtype, m, along, (), each.offset)
     after = codes(substituted(tail.expression, known))
-    made = matmul.followed(after, len(parts), extras)
+    made = matmul.with_epilogue(after, len(parts), extras)
     return made.called(target, dtype)[0].reshape(end.shape)
 
 
