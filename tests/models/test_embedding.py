@@ -37,6 +37,7 @@ def vectors(llm: LLM, prompts: Any, **options: Any) -> np.ndarray:
 def unit(x: np.ndarray) -> np.ndarray: return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ENCODERS)
 def test_hidden_states_of_encoders(tmp_path: Path, family: str):
     """max |h − theirs| ≤ 2e-4 · max |h|, measured 3e-7 to 3e-6. Rows after the last text are padding, and
@@ -59,6 +60,7 @@ def test_hidden_states_of_encoders(tmp_path: Path, family: str):
         assert np.abs(made[ends[i]:ends[i + 1]] - expected).max() <= 2e-4 * np.abs(expected).max()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["mean", "cls", "lasttoken"])
 def test_pooling(tmp_path: Path, kind: str):
     """With a dense layer for the mean, as such models have it; names of flags, and of version 5."""
@@ -123,6 +125,7 @@ def test_a_decoder_without_head(tmp_path: Path):
         llm.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [case if case in ("mistral", "gemma2") else
                                   pytest.param(case, marks=pytest.mark.slow) for case in CASES
                                   if CASES[case].family not in REFUSED])
