@@ -9,7 +9,7 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedScaledWgmma, GroupedWgmma
-from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec
+from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec, TransposedGroupedSpec
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -21,6 +21,7 @@ SPECS = {
     "clamped": GroupedGemmSpec(n=5760, k=2880, dtype=BF16, sources=2048, gather=4, biased=True,
                                activation="swiglu_clamped", **ROWS),
     "down": GroupedGemmSpec(n=4096, k=1536, dtype=BF16, scatter=True, weighted=True, biased=True, **ROWS),
+    "gradient of rows": TransposedGroupedSpec(n=1536, k=4096, dtype=BF16, **ROWS),
     "gate | up of 8 bits": ScaledGroupedGemmSpec(n=4096, k=7168, sources=1024, gather=8, activation="silu",
                                                  **ROWS),
     "down of 8 bits": ScaledGroupedGemmSpec(n=7168, k=2048, scatter=True, weighted=True, **ROWS)}
