@@ -91,7 +91,7 @@ def test_levels(level: isa.ISA, name: str):
     check(TYPES[name].of_rows(), 5, 21, 512, level)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q6_K", "Q4_K", "Q5_1", "awq", "MXFP4", "gptq 2 bits"])
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 def test_many_rows(level: isa.ISA, name: str):
