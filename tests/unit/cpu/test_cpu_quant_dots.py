@@ -28,6 +28,7 @@ from tinygrad.helpers import Context
 
 from tinygrad_nv import disabled
 from tinygrad_nv.cpu import isa
+from tinygrad_nv.cpu.quant_gemm import byte_panels
 from tinygrad_nv.explain import explain
 from tinygrad_nv.patterns.quant_gemm.named import prepared, quant_matmul
 from tinygrad_nv.quant import types
@@ -89,6 +90,20 @@ def test_types(name: str):
 @pytest.mark.parametrize("level", LEVELS[:-1], ids=str)
 def test_levels(level: isa.ISA, name: str):
     check(TYPES[name].of_rows(), 5, 21, 512, level)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q6_K", "Q4_K", "Q5_1", "awq", "MXFP4", "gptq 2 bits"])
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+def test_many_rows(level: isa.ISA, name: str):
+    """Of panels, the last of fewer columns: exact, and with the bits of one row alone."""
+    type, (m, n, k) = replace(TYPES[name].of_rows(), layout="tiles"), (byte_panels.FEWEST_ROWS + 6, 21, 768)
+    check(TYPES[name].of_rows(), m, n, k, level, symbolic=True)
+    given = tiles(TYPES[name].of_rows(), n, k, stored(TYPES[name].of_rows(), n, k, 1))
+    x = RNG(m).standard_normal((m, k)).astype(np.float32)
+    many, alone = (matmul(type, rows, n, k, out=F32, int8=True) for rows in (m, 1))
+    got, one = run(built(many, level), many, x, given), built(alone, level)
+    for i in range(m): assert got[i].tobytes() == run(one, alone, x[i:i + 1], given)[0].tobytes()
 
 
 @pytest.mark.sampled(1)

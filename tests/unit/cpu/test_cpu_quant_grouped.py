@@ -124,6 +124,14 @@ def test_rows_of_bytes(name: str, level: isa.ISA):
     for routing in ROUTINGS: right(spec, kernel, routing)
 
 
+def test_rows_of_bytes_have_the_bits_of_one_alone():
+    """Of panels, and of dot products where a block has one row."""
+    spec = spec_of("Q4_K", int8=True, k=768)
+    there = arguments(spec, "ragged")[0]
+    many, alone = (run(made(spec, LEVELS[-1], block_m=rows), spec.grouped, there) for rows in (48, 1))
+    assert torch.equal(many.nan_to_num(), alone.nan_to_num())
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("level", [LEVELS[-1], AMX], ids=str)
 def test_rows_of_bfloat16(level: isa.ISA):
