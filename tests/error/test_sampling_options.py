@@ -59,7 +59,7 @@ REFUSED: list[tuple[str, Any, str]] = [
       for x in (-1, 21, True, 2.0)],
     *[(name, x, "True or False") for name in ("ignore_eos", "include_stop_str_in_output") for x in (1, None)],
     *[("stop", x, "non-empty strings") for x in ("end", ("a", ""), (1,), None)],
-    *[("structured", x, "a Structured") for x in ("a*", {"regex": "a*"}, False)],
+    *[("structured_outputs", x, "StructuredOutputsParams") for x in ("a*", {"regex": "a*"}, False)],
     *[("stop_token_ids", x, "token ids") for x in ((True,), (-1,), ("a",), 5)],
     *[("logit_bias", x, "a bias for token ids") for x in ({-1: 1.0}, {"1": 1.0}, {True: 1.0}, [(1, 1.0)])],
 ]
