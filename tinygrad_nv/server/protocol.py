@@ -135,7 +135,7 @@ def _common(fields: Fields, defaults: SamplingParams, limits: RequestLimits, pro
         "stop_token_ids": fields.wholes("stop_token_ids") or None,
         "ignore_eos": fields.flag("ignore_eos") or None,
         "include_stop_str_in_output": fields.flag("include_stop_str_in_output") or None,
-        "structured": structured(fields, limits, forced)}
+        "structured_outputs": structured(fields, limits, forced)}
     # OpenAI's seeds are signed
     if given["seed"] is not None: given["seed"] %= 1 << 64
     if (choices := prompts * (given["n"] or 1)) > limits.choices:
