@@ -84,7 +84,8 @@ def test_what_is_no_prompt(tiny: Path):
     for wrong in (5, None, {"prompt": 5}, [{"prompt": ["x"]}], [[1.5]], [None]):
         with pytest.raises(RequestError, match=r"a prompt of type \w+: .*\n  expected: a text, or a list of"):
             llm.generate(wrong, params)  # type: ignore[arg-type]
-    for right in ("a", {"prompt": "x"}, [{"prompt_token_ids": [5]}], [5, 9], np.array([5, 9]), [np.array([5, 9])], ["a"], [[5]]):
+    for right in ("a", {"prompt": "x"}, [{"prompt_token_ids": [5]}], [5, 9], np.array([5, 9]),
+                  [np.array([5, 9])], ["a"], [[5]]):
         assert len(llm.generate(right, params)) == 1  # type: ignore[arg-type]
     assert len(llm.generate("a", [params])) == 1
 
