@@ -36,6 +36,7 @@ def vectors(llm: LLM, prompts: Any, **options: Any) -> np.ndarray:
 def unit(x: np.ndarray) -> np.ndarray: return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ENCODERS)
 def test_hidden_states_of_encoders(tmp_path: Path, family: str):
     """max |h − theirs| ≤ 2e-4 · max |h|, measured 3e-7 to 3e-6. Rows after the last text are padding, and
@@ -86,6 +87,7 @@ def test_fields_of_older_files(tmp_path: Path, family: str):
     llm.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["mean", "cls", "lasttoken"])
 def test_pooling(tmp_path: Path, kind: str):
     """With a dense layer for the mean, as such models have it; names of flags, and of version 5."""
@@ -157,6 +159,7 @@ BOTH_WAYS: dict[str, dict[str, Any]] = {
                         "query_pre_attn_scalar": 16, "num_hidden_layers": 7}}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cls", BOTH_WAYS)
 def test_decoders_that_attend_in_both_directions(tmp_path: Path, cls: str):
     """Without modules.json, and without a head; EmbeddingGemma is a Gemma3TextModel with two dense layers."""
@@ -174,6 +177,7 @@ def test_decoders_that_attend_in_both_directions(tmp_path: Path, cls: str):
     assert read_embedding_config(tmp_path, "embed") is not None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [case if case in ("mistral", "gemma2") else
                                   pytest.param(case, marks=pytest.mark.slow) for case in CASES
                                   if CASES[case].family not in REFUSED])

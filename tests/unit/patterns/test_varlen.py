@@ -47,6 +47,7 @@ def called(tensors: list[torch.Tensor], **how: object) -> torch.Tensor:
     return torch.from_numpy(varlen_attention(*given, 8, 12, **how).numpy()).double()  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("how", "first", "last"), [
     ({}, -math.inf, math.inf), ({"causal": True}, -math.inf, 0), ({"causal": True, "window": 3}, -2, 0),
     ({"window": 3}, -2, 2)], ids=str)

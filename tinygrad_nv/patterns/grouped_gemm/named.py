@@ -97,7 +97,7 @@ def lowered(what: GroupedMatmul, target: Target, x: UOp, w: UOp, offsets: UOp,
     """The results of a kernel; None on targets without one. Raises `NotOurs` or `SpecError` where there is
     none."""
     if TABLE.family(target.kind, GroupedGemmSpec) is None: return None
-    if what.transposed and TABLE.family(target.kind, TransposedGroupedSpec) is None:
+    if what.transposed and TABLE.choose(_spec(what, x, w), target) is None:     # float32 on GPUs
         what, w = replace(what, transposed=False), w.permute((0, 2, 1)).contiguous()
     spec, rest = _spec(what, x, w), [*more]
     require_kinds(what, rest, spec.dtype)
