@@ -43,9 +43,10 @@ def save(directory: Path, cls: str, fields: dict[str, Any]) -> torch.nn.Module:
 
 
 def add_modules(directory: Path, pooling: dict[str, Any], normalize: bool = True,
-                dense: torch.nn.Linear | None = None, **own: Any) -> None:
+                dense: tuple[torch.nn.Linear, ...] = (), activation: str = "activation.Tanh",
+                **own: Any) -> None:
     """modules.json and the folders that it names."""
-    kinds = ["Transformer", "Pooling", *["Dense"] * (dense is not None), *["Normalize"] * normalize]
+    kinds = ["Transformer", "Pooling", *["Dense"] * len(dense), *["Normalize"] * normalize]
     modules = [{"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "",
                 "type": f"sentence_transformers.models.{kind}"} for i, kind in enumerate(kinds)]
     (directory / "modules.json").write_text(json.dumps(modules))
@@ -53,12 +54,13 @@ def add_modules(directory: Path, pooling: dict[str, Any], normalize: bool = True
     (directory / "1_Pooling" / "config.json").write_text(json.dumps(
         {"word_embedding_dimension": 64, "pooling_mode_max_tokens": False, **pooling}))
     (directory / "sentence_bert_config.json").write_text(json.dumps(own))
-    if dense is None: return
-    (directory / "2_Dense" / "config.json").write_text(json.dumps(
-        {"in_features": dense.in_features, "out_features": dense.out_features, "bias": dense.bias is not None,
-         "activation_function": "torch.nn.modules.activation.Tanh"}))
-    state = {f"linear.{name}": tensor.contiguous() for name, tensor in dense.state_dict().items()}
-    save_file(state, directory / "2_Dense" / "model.safetensors")
+    for i, each in enumerate(dense):
+        folder = directory / f"{i + 2}_Dense"
+        (folder / "config.json").write_text(json.dumps(
+            {"in_features": each.in_features, "out_features": each.out_features,
+             "bias": each.bias is not None, "activation_function": f"torch.nn.modules.{activation}"}))
+        state = {f"linear.{name}": tensor.contiguous() for name, tensor in each.state_dict().items()}
+        save_file(state, folder / "model.safetensors")
 
 
 def add_vocabulary(directory: Path) -> None:

@@ -16,7 +16,9 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 40, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8,
           "v_head_dim": 20, "moe_intermediate_size": 24, "num_experts_per_tok": 3, "n_routed_experts": 12}
 # by default only logits are compared of these
-SLOW = ("deepseek-v2-lite", "deepseek-v3-halves")
+SLOW = ("deepseek-v2-lite", "deepseek-v3-halves", "mistral-narrow", "qwen2-moe-mixed", "qwen3-moe-one",
+        "gpt-oss-narrow", "gemma3-narrow", "smollm3-windows", "deepseek-v3-dense-first")
+MIXED = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,37 @@ CASES = {
                                 "residual_multiplier": 0.22, "logits_scaling": 4.0,
                                 "tie_word_embeddings": True}),
     "gemma": Case("Gemma", {"head_dim": 32, "num_key_value_heads": 1}),
+    # windows smaller than a page, odd widths, layers that are unlike, one expert, all experts
+    "mistral-narrow": Case("Mistral", {"sliding_window": 3, "head_dim": 40, "num_key_value_heads": 1,
+                                       "hidden_act": "gelu", "rope_parameters": YARN}),
+    "qwen2-moe-mixed": Case("Qwen2Moe", {"num_experts": 5, "num_experts_per_tok": 5, "qkv_bias": False,
+                                         "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+                                         "decoder_sparse_step": 2, "mlp_only_layers": [3],
+                                         "num_hidden_layers": 4, "use_sliding_window": True,
+                                         "sliding_window": 5, "layer_types": MIXED,
+                                         "tie_word_embeddings": True}),
+    "qwen3-moe-one": Case("Qwen3Moe", {"num_experts": 20, "num_experts_per_tok": 1, "attention_bias": True,
+                                       "moe_intermediate_size": 40, "head_dim": 20, "norm_topk_prob": False,
+                                       "decoder_sparse_step": 1, "rope_parameters": LLAMA3}),
+    "gpt-oss-narrow": Case("GptOss", {"num_local_experts": 3, "num_experts_per_tok": 3, "head_dim": 40,
+                                      "intermediate_size": 56, "sliding_window": 1, "layer_types": MIXED,
+                                      "num_hidden_layers": 4, "attention_bias": False,
+                                      "tie_word_embeddings": True}),
+    "gemma3-narrow": Case("Gemma3", {"head_dim": 12, "sliding_window": 3, "num_hidden_layers": 4,
+                                     "layer_types": MIXED, "query_pre_attn_scalar": 8,
+                                     "final_logit_softcapping": 3.0, "attention_bias": True,
+                                     "rope_parameters": {"full_attention": YARN,
+                                                         "sliding_attention": {"rope_type": "default",
+                                                                               "rope_theta": 100.0}}}),
+    "smollm3-windows": Case("SmolLM3", {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 0, 1],
+                                        "use_sliding_window": True, "sliding_window": 7,
+                                        "layer_types": MIXED, "attention_bias": True, "mlp_bias": True,
+                                        "pad_token_id": 0}),
+    "deepseek-v3-dense-first": Case("DeepseekV3", {**LATENT, "q_lora_rank": None, "n_shared_experts": 3,
+                                                   "first_k_dense_replace": 2, "num_hidden_layers": 3,
+                                                   "n_routed_experts": 10, "n_group": 2, "topk_group": 1,
+                                                   "num_experts_per_tok": 5, "norm_topk_prob": False,
+                                                   "attention_bias": True, "rope_parameters": LLAMA3}),
 }
 
 

@@ -95,7 +95,8 @@ def test_pooling(tmp_path: Path, kind: str):
     names = {"mean": {"pooling_mode_mean_tokens": True}, "cls": {"pooling_mode_cls_token": True},
              "lasttoken": {"pooling_mode": "lasttoken"}}
     if kind == "mean": dense = torch.nn.Linear(64, 24)
-    add_modules(tmp_path, names[kind], kind != "cls", dense, max_seq_length=48)
+    add_modules(tmp_path, names[kind], kind != "cls", () if dense is None else (dense,),
+                max_seq_length=48)
     llm = LLM(tmp_path, device="CPU", max_num_batched_tokens=32)
     expected = np.stack([{"mean": x.mean(0), "cls": x[0], "lasttoken": x[-1]}[kind]
                          for x in (hidden_states(theirs, text) for text in TEXTS)])
@@ -159,15 +160,22 @@ BOTH_WAYS: dict[str, dict[str, Any]] = {
                         "query_pre_attn_scalar": 16, "num_hidden_layers": 7}}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cls", BOTH_WAYS)
 def test_decoders_that_attend_in_both_directions(tmp_path: Path, cls: str):
-    """Without modules.json, and without a head; EmbeddingGemma is a Gemma3TextModel with two dense layers."""
+    """Without a head, and without modules.json but for Gemma 3 with two dense layers: EmbeddingGemma."""
     theirs = save(tmp_path, cls, {**DECODER, "pad_token_id": 0, **BOTH_WAYS[cls]})
-    expected = unit(np.stack([hidden_states(theirs, text).mean(0) for text in TEXTS]))
+    expected = np.stack([hidden_states(theirs, text).mean(0) for text in TEXTS])
+    if cls == "Gemma3TextModel":
+        dense = torch.nn.Linear(64, 96, bias=False), torch.nn.Linear(96, 48, bias=False)
+        add_modules(tmp_path, {"pooling_mode_mean_tokens": True}, True, dense, "linear.Identity")
+        with torch.no_grad(): expected = dense[1](dense[0](torch.tensor(expected))).numpy()
+    expected = unit(expected)
     llm = LLM(tmp_path, device="CPU", max_num_batched_tokens=32)
     assert np.abs(vectors(llm, TEXTS) - expected).max() <= 2e-4
     llm.close()
     if cls == "EuroBertModel": return
+    (tmp_path / "modules.json").unlink(missing_ok=True)
     data = json.loads((tmp_path / "config.json").read_text())
     family = cls.removesuffix("Model").removesuffix("Text")
     (tmp_path / "config.json").write_text(json.dumps({**data, "architectures": [f"{family}ForCausalLM"]}))

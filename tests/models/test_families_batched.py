@@ -26,7 +26,8 @@ CASES = {"qwen2-moe": PLAIN, "deepseek-v3": PLAIN, "mixtral": PLAIN, "qwen3-moe"
          "smollm3": PLAIN, "phi4": PLAIN, "deepseek-v2": PLAIN, "deepseek-v2-lite": PLAIN,
          "deepseek-v3-halves": PLAIN, "gemma2": ALTERNATING, "gemma3": ALTERNATING,
          "gpt-oss": ALTERNATING, "llama4": (33, 8, (16, 16, None)),
-         "olmo3": (25, 16, (20, 20, 20, None))}
+         "olmo3": (25, 16, (20, 20, 20, None)),
+         "gpt-oss-narrow": (22, 8, (1, None))}
 QUICK = ("deepseek-v3",)      # a mixture of experts with latents
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in QUICK]
 
