@@ -19,7 +19,7 @@ from tinygrad_nv.tile import limits
 from tinygrad_nv.tile.decode.columns import divided
 from tinygrad_nv.tile.decode.combine import MOST_SPLITS
 from tinygrad_nv.tile.decode.plan import DecodePlan
-from tinygrad_nv.tile.decode.schedules import Decode
+from tinygrad_nv.tile.decode.schedules import Decode, LatentWgmma
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.template import GPU
 
@@ -53,3 +53,9 @@ def _with(spec: DecodeSpec, arch: str, rows: int, groups: int) -> Decode:
     while made.depth < 5 and DecodePlan.of(spec, made.stages(made.depth + 1)).smem_bytes <= room:
         made = made.stages(made.depth + 1)
     return made
+
+
+def latent_candidates(spec: DecodeSpec, gpu: GPU) -> Iterator[LatentWgmma]:
+    """Of latents, by wgmma."""
+    if not spec.latent: return
+    yield LatentWgmma().keys(64).stages(2).split(MOST_SPLITS, 512)

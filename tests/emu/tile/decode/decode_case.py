@@ -273,7 +273,7 @@ def launched(made: DecodeKernel, spec: DecodeSpec, given: Given, arch: str = "sm
     out = emu.alloc(bits(torch.full((size,), GUARD, dtype=TORCH[spec.out.dtype])))
     order = [out, *([emu.alloc(made.workspace_bytes)] if made.workspace_bytes else [])]
     for name in named(spec):
-        if name == "v" and given.together: order.append(order[-1])
+        if name == "v" and given.together and not spec.latent: order.append(order[-1])
         if name not in given.storages: continue
         storage = given.storages[name]
         order.append(emu.alloc(bits(storage)))

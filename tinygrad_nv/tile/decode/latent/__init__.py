@@ -1,0 +1,9 @@
+"""Decode attention over latents (MLA) by wgmma: a tile of latents in shared memory is keys and values. sm_90a.
+
+  plan.py       the numbers of a spec and a schedule: tiles, bytes
+  legality.py   what the template requires of a spec and a schedule
+  kernel.py     the template: one warpgroup loads, two multiply
+  load.py       queries and latents to shared memory, by cp.async
+  main_loop.py  the two that multiply: one has scores and softmax, each half of the columns of values
+  store.py      the result, or a split's part of it
+"""
