@@ -9,16 +9,18 @@ arrival at the barrier comes when its copies have landed.
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Shared, Value
-from tinygrad_nv.tile.decode.copy import Bounds, evict_first
+from tinygrad_nv.tile.decode.copy import evict_first
 from tinygrad_nv.tile.decode.latent.plan import ROWS, SPAN, WARPGROUP, LatentPlan
+from tinygrad_nv.tile.decode.latent.tile_scheduler import LatentTile, LatentTileScheduler
 from tinygrad_nv.tile.decode.plan import Parameters
 from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.ops import CHUNK, swizzled
-from tinygrad_nv.tile.pipeline import Pipeline
+from tinygrad_nv.tile.pipeline import Pipeline, PipelineState
 from tinygrad_nv.tile.wgmma_tiles import OperandTile
 
 ACROSS = SPAN // CHUNK          # threads of a row
 AT_ONCE = WARPGROUP // ACROSS   # rows of a pass
+SIZE = 2                        # bytes of an element
 
 
 class LatentLoads:
@@ -32,67 +34,84 @@ class LatentLoads:
         # latents that no other CTA reads need not stay in L2
         if plan.row_blocks == 1: self.policy = evict_first(kb)
 
-    def queries(self, target: Shared, request: Value, head: Value, block: Value, full: MemoryOperand) -> None:
+    def run(self, work: LatentTileScheduler, ring: Pipeline, latents: Shared, q_ring: Pipeline,
+            queries: Shared) -> None:
+        """All copies. Queries come after the first tile of latents, which has room earlier."""
+        kb, at, at_q = self.kb, ring.cursor(producer=True), q_ring.cursor(producer=True)
+        start = latents.address() + self.place
+        with work.work_tiles() as tile:
+            rows = PagedRows(kb, self.plan, self.given, tile, self.row, self.byte)
+            rows.look_up()
+            with kb.if_(tile.tiles <= 0): self._queries(queries, tile, q_ring, at_q)
+            with kb.loop(0, tile.tiles, name="loaded") as number:
+                full = ring.vacant(at)
+                stage = start + at.stage * self.plan.keys.nbytes
+                for i, row in enumerate(rows.passes):
+                    self._row(self.plan.keys, stage, row, rows.source(i), rows.outside[i])
+                self._arrive(full)
+                at.advance()
+                with kb.if_(number == 0): self._queries(queries, tile, q_ring, at_q)
+                rows.move()
+
+    def _queries(self, target: Shared, tile: LatentTile, ring: Pipeline, at_q: PipelineState) -> None:
         """The 64 rows of a block."""
         kb, spec, q = self.kb, self.plan.spec, self.plan.spec.q
-        at = target.address() + self.place
+        full, at = ring.vacant(at_q), target.address() + self.place
         for first in range(0, ROWS, AT_ONCE):
-            number = block * ROWS + (self.row + first)
+            number = tile.block * ROWS + (self.row + first)
             elements = kb.reg("u64", q.offset)
-            for index, stride in zip((request, head, number % spec.group, number // spec.group),
+            for index, stride in zip((tile.request, tile.head, number % spec.group, number // spec.group),
                                      (*q.batch, q.row), strict=True):
                 elements = elements + index.to("u64") * stride
             source = self.given.q + (elements * 2 + self.byte.to("u64"))
             self._row(self.plan.queries, at, first, source, number >= spec.rows)
         self._arrive(full)
-
-    def latents(self, ring: Pipeline, target: Shared, request: Value, head: Value, first: Value,
-                tiles: Value, bounds: Bounds) -> None:
-        """`tiles` tiles of keys from `first` (s32) on."""
-        kb, plan, spec, n = self.kb, self.plan, self.plan.spec, self.plan.schedule.block_n
-        size, start, at = 2, target.address() + self.place, ring.cursor(producer=True)
-        source = self.given.keys + (head.to("u64") * spec.k.head + spec.k.offset) * size \
-            + self.byte.to("u64")
-        table = self.given.table + request.to("u64") * (4 * spec.pages)
-        passes = range(0, n, AT_ONCE)
-        pages, there = kb.regs("u32", len(passes)), kb.regs("pred", len(passes))
-        key = kb.reg("s32", first + self.row.to("s32"))
-
-        def look_up() -> None:
-            """The pages of the thread's keys, and whether a row sees them."""
-            for i, more in enumerate(passes):
-                mine = key + more if more else key
-                inside = (mine >= bounds.low) & (mine < bounds.high)
-                kb.emit("mov.pred", there[i], inside)
-                pages[i].set(0)
-                entry = (mine.to("u32") // spec.page_size).to("u64") * 4
-                kb.emit("ld.global.u32", pages[i], (table + entry).at(), guard=inside)
-
-        look_up()
-        with kb.loop(0, tiles, name="loaded"):
-            full = ring.vacant(at)
-            stage = start + at.stage * plan.keys.nbytes
-            for i, more in enumerate(passes):
-                row, within = kb.reg("u64"), (key + more).to("u32") & (spec.page_size - 1)
-                kb.emit("mad.wide.u32", row, pages[i], spec.k.page * size, source)
-                kb.emit("mad.wide.u32", row, within, spec.k.token * size, row)
-                self._row(plan.keys, stage, more, row, ~there[i])
-            self._arrive(full)
-            at.advance()
-            key += n
-            look_up()
+        at_q.advance()
 
     def _row(self, tile: OperandTile, target: Value, row: int, source: Value, outside: Value) -> None:
         """The thread's bytes of a row; zeros of one that is outside."""
-        kb, made = self.kb, outside
-        if outside.negated:
-            made = kb.reg("pred")
-            kb.emit("not.pred", made, ~outside)
+        kb = self.kb
         hint = ".L2::cache_hint" if self.policy is not None else ""
         for column in range(tile.columns):
             kb.emit(f"cp.async.cg.shared.global{hint}.L2::128B",
-                    target.at(column * tile.column_bytes + row * SPAN), source.at(column * SPAN), CHUNK, made,
-                    *([] if self.policy is None else [self.policy]))
+                    target.at(column * tile.column_bytes + row * SPAN), source.at(column * SPAN), CHUNK,
+                    outside, *([] if self.policy is None else [self.policy]))
 
     def _arrive(self, full: MemoryOperand) -> None:
         self.kb.emit("cp.async.mbarrier.arrive.noinc.shared.b64", full)
+
+
+class PagedRows:
+    """A thread's rows of the next tile of keys: one of each pass."""
+
+    def __init__(self, kb: Kernel, plan: LatentPlan, given: Parameters, tile: LatentTile, row: Value,
+                 byte: Value) -> None:
+        self.kb, self.plan, self.bounds, spec = kb, plan, tile.bounds, plan.spec
+        self.passes = range(0, plan.schedule.block_n, AT_ONCE)
+        self.first = given.keys + (tile.head.to("u64") * spec.k.head + spec.k.offset) * SIZE + byte.to("u64")
+        self.table = given.table + tile.request.to("u64") * (4 * spec.pages)
+        self.pages, self.outside = kb.regs("u32", len(self.passes)), kb.regs("pred", len(self.passes))
+        self.key = kb.reg("s32", tile.first + row.to("s32"))
+
+    def look_up(self) -> None:
+        """Their pages, and whether no row sees them."""
+        kb, bounds = self.kb, self.bounds
+        for row, page, outside in zip(self.passes, self.pages, self.outside, strict=True):
+            key = self.key + row if row else self.key
+            kb.emit("mov.pred", outside, (key < bounds.low) | (key >= bounds.high))
+            page.set(0)
+            entry = (key.to("u32") // self.plan.spec.page_size).to("u64") * 4
+            kb.emit("ld.global.u32", page, (self.table + entry).at(), guard=~outside)
+
+    def source(self, i: int) -> Value:
+        """Where the thread's bytes of its row of a pass lie."""
+        kb, spec, made = self.kb, self.plan.spec, self.kb.reg("u64")
+        token = (self.key + self.passes[i]).to("u32") & (spec.page_size - 1)
+        kb.emit("mad.wide.u32", made, self.pages[i], spec.k.page * SIZE, self.first)
+        kb.emit("mad.wide.u32", made, token, spec.k.token * SIZE, made)
+        return made
+
+    def move(self) -> None:
+        """To the next tile."""
+        self.key += self.plan.schedule.block_n
+        self.look_up()

@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 from tinygrad_nv.ptx.builder import Kernel, Shared, Value
 from tinygrad_nv.tile.decode.latent.plan import CONSUMERS, ROWS, SPAN, STEP, WARPGROUP, LatentPlan
+from tinygrad_nv.tile.decode.latent.tile_scheduler import LatentTile
 from tinygrad_nv.tile.decode.rows import Cells, DecodeSoftmax
 from tinygrad_nv.tile.gemm.wgmma.main_loop import Descriptors
 from tinygrad_nv.tile.lanes import packed
@@ -41,7 +42,11 @@ class Values:
         self.factors = factors.address() + row * 4
         self.at, self.empty = ring.cursor(), ring.empty_barriers()
         self.mine = kb.special("laneid") == 0
-        self.out = kb.regs("f32", plan.half // 2, 0.0)
+        self.out = kb.regs("f32", plan.half // 2)
+
+    def clear(self) -> None:
+        """Nothing is added yet."""
+        for each in self.out: each.set(0.0)
 
     def wait(self) -> None:
         """Waits for the tile; copies are of another proxy than wgmma's reads."""
@@ -68,14 +73,16 @@ class Values:
     def give_back(self) -> None:
         """No lane of this warp reads the tile any more."""
         self.ring.release(self.empty, self.at.stage, self.mine)
+        self.at.advance()
 
 
 class ScoringLoop:
     """The first warpgroup."""
 
-    def __init__(self, kb: Kernel, plan: LatentPlan, values: Values, softmax: DecodeSoftmax, queries: Shared,
+    def __init__(self, kb: Kernel, plan: LatentPlan, values: Values, q_ring: Pipeline, queries: Shared,
                  latents: Shared, weights: Shared) -> None:
-        self.kb, self.plan, self.values, self.softmax = kb, plan, values, softmax
+        self.kb, self.plan, self.values, self.q_ring = kb, plan, values, q_ring
+        self.at_q, self.empty_q = q_ring.cursor(), q_ring.empty_barriers()
         self.q = Descriptors.of(kb, plan.queries, queries.address())
         self.keys = Descriptors.of(kb, plan.keys, latents.address())
         self.ahead = values.ring.cursor()
@@ -88,20 +95,33 @@ class ScoringLoop:
         places.at_stage(weights.address())
         self.places = [places(plan.weights.at_step(step)) for step in range(plan.schedule.block_n // STEP)]
 
-    def run(self, first: Value, tiles: Value) -> None:
-        """`tiles` tiles (s32, at least one) of keys from `first` (s32) on."""
+    def run(self, tile: LatentTile, softmax: DecodeSoftmax) -> None:
+        """A work tile."""
+        kb = self.kb
+        self.softmax = softmax
+        self.values.clear()
+        self.q_ring.wait(self.at_q)
+        with kb.if_(tile.tiles > 0): self._attend(tile)
+        with kb.else_(): self._give_back_queries()
+        self.at_q.advance()
+
+    def _attend(self, tile: LatentTile) -> None:
+        """All tiles of keys, of which there is at least one."""
         kb, values = self.kb, self.values
-        key = kb.reg("s32", first)
+        key = kb.reg("s32", tile.first)
         self._scores()
-        with kb.loop(1, tiles, name="tile"):
+        with kb.loop(1, tile.tiles, name="tile"):
             self._absorb(key)
             self._scores()
             kb.wgmma_wait(1)
             values.give_back()
-            values.at.advance()
             key += self.plan.schedule.block_n
-        self._absorb(key)
+        self._absorb(key, self._give_back_queries)
         kb.wgmma_wait(0)
+        values.give_back()
+
+    def _give_back_queries(self) -> None:
+        self.q_ring.release(self.empty_q, self.at_q.stage, self.values.mine)
 
     def _scores(self) -> None:
         """Issues S = Q Kᵀ of the next tile."""
@@ -117,10 +137,11 @@ class ScoringLoop:
         kb.wgmma_commit()
         self.ahead.advance()
 
-    def _absorb(self, key: Value) -> None:
-        """Scores become weights; issues O += P V."""
+    def _absorb(self, key: Value, read: Callable[[], None] = lambda: None) -> None:
+        """Scores become weights; issues O += P V. `read` is called when the scores are there."""
         kb, values = self.kb, self.values
         kb.wgmma_wait(0)
+        read()
         cells: Cells = [self.s[i:i + 4] for i in range(0, len(self.s), 4)]
         factors = self.softmax.step(cells, key)
         for i, cell in enumerate(cells):
@@ -136,9 +157,9 @@ class ScoringLoop:
         values.add(lambda step: self.p[4 * step:4 * step + 4])
 
 
-def second(kb: Kernel, plan: LatentPlan, values: Values, weights: Shared, tiles: Value) -> None:
-    """The second warpgroup: all tiles."""
-    left = Descriptors.of(kb, plan.weights, weights.address())
+def second(kb: Kernel, plan: LatentPlan, values: Values, left: Descriptors, tiles: Value) -> None:
+    """The second warpgroup: a work tile of `tiles` (s32) tiles of keys; `left` are the weights."""
+    values.clear()
     with kb.loop(0, tiles, name="tile"):
         kb.arrive(FREE, CONSUMERS * WARPGROUP)
         values.wait()
@@ -147,4 +168,3 @@ def second(kb: Kernel, plan: LatentPlan, values: Values, weights: Shared, tiles:
         values.add(lambda step: left.at(left.base, plan.weights.at_step(step)))
         kb.wgmma_wait(0)
         values.give_back()
-        values.at.advance()

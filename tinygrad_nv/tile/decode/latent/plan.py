@@ -20,6 +20,7 @@ WARPGROUP, CONSUMERS = 128, 2   # threads; warpgroups that multiply
 SPAN = 128                      # bytes of a row of a column of boxes
 COLUMN = SPAN // 2              # elements of it
 REGISTERS = 56, 224             # of a thread that loads, and of one that multiplies: 56 + 2 · 224 ≤ 512
+LANES = 32
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,21 @@ class LatentPlan(SplitPlan):
 
     @property
     def row_blocks(self) -> int: return -(-self.spec.rows // ROWS)
+
+    @property
+    def blocks(self) -> int:
+        """Work tiles of a split: blocks of rows of all key heads."""
+        return self.spec.heads * self.row_blocks
+
+    @property
+    def work_tiles(self) -> int:
+        """Of all requests, at most."""
+        return self.spec.batch * self.most_splits * self.blocks
+
+    @property
+    def each(self) -> int:
+        """Requests that a lane counts."""
+        return -(-self.spec.batch // LANES)
 
     @property
     def values_at(self) -> int:
@@ -74,6 +90,6 @@ class LatentPlan(SplitPlan):
 
     @property
     def smem_bytes(self) -> int:
-        """All of shared memory: also three numbers of each row, and barriers."""
+        """All of shared memory: also three numbers of each row, one of each request, and barriers."""
         tiles = self.queries.nbytes + self.keys.nbytes * self.schedule.depth + self.weights.nbytes
-        return tiles + 12 * ROWS + 8 * (2 * self.schedule.depth + 1)
+        return tiles + 12 * ROWS + 4 * LANES * (self.each + 1) + 16 + 8 * (2 * self.schedule.depth + 2)
