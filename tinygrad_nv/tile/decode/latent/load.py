@@ -1,8 +1,8 @@
 """What one warpgroup copies to shared memory for the two others: queries once, tile after tile of latents.
 
 Protocol: cp.async, 16 bytes a thread, into the swizzle that wgmma reads: eight neighbouring threads have a
-row's 128 bytes, and the warpgroup 16 rows of one column of boxes. Pages are as small as 8 tokens, so that
-each thread looks its own rows' pages up, for the next tile while copies of this one are on their way. Rows
+row's 128 bytes, and the warpgroup 16 rows of one column of boxes. Each warp reads the table 32 entries at a
+time, one a lane, and as many ahead of the first copies that need them. Rows
 beyond the last, and keys outside low … high − 1, become zeros, and nothing of them is read. A thread's
 arrival at the barrier comes when its copies have landed.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Shared, Value
 from tinygrad_nv.tile.decode.copy import evict_first
-from tinygrad_nv.tile.decode.latent.plan import ROWS, SPAN, WARPGROUP, LatentPlan
+from tinygrad_nv.tile.decode.latent.plan import LANES, ROWS, SPAN, WARPGROUP, LatentPlan
 from tinygrad_nv.tile.decode.latent.tile_scheduler import LatentTile, LatentTileScheduler
 from tinygrad_nv.tile.decode.plan import Parameters
 from tinygrad_nv.tile.layout import SharedTile
@@ -41,13 +41,11 @@ class LatentLoads:
         start = latents.address() + self.place
         with work.work_tiles() as tile:
             rows = PagedRows(kb, self.plan, self.given, tile, self.row, self.byte)
-            rows.look_up()
             with kb.if_(tile.tiles <= 0): self._queries(queries, tile, q_ring, at_q)
             with kb.loop(0, tile.tiles, name="loaded") as number:
                 full = ring.vacant(at)
                 stage = start + at.stage * self.plan.keys.nbytes
-                for i, row in enumerate(rows.passes):
-                    self._row(self.plan.keys, stage, row, rows.source(i), rows.outside[i])
+                for row in rows.passes: self._row(self.plan.keys, stage, row, *rows.source(row))
                 self._arrive(full)
                 at.advance()
                 with kb.if_(number == 0): self._queries(queries, tile, q_ring, at_q)
@@ -82,7 +80,8 @@ class LatentLoads:
 
 
 class PagedRows:
-    """A thread's rows of the next tile of keys: one of each pass."""
+    """A thread's rows of the next tile of keys: one of each pass. The lanes of a warp have `LANES` entries of
+    the table, and have asked for as many more."""
 
     def __init__(self, kb: Kernel, plan: LatentPlan, given: Parameters, tile: LatentTile, row: Value,
                  byte: Value) -> None:
@@ -90,28 +89,37 @@ class PagedRows:
         self.passes = range(0, plan.schedule.block_n, AT_ONCE)
         self.first = given.keys + (tile.head.to("u64") * spec.k.head + spec.k.offset) * SIZE + byte.to("u64")
         self.table = given.table + tile.request.to("u64") * (4 * spec.pages)
-        self.pages, self.outside = kb.regs("u32", len(self.passes)), kb.regs("pred", len(self.passes))
         self.key = kb.reg("s32", tile.first + row.to("s32"))
+        self.entry = kb.reg("s32", tile.first // spec.page_size)    # that lane 0 has
+        self.end = kb.reg("s32", tile.first + LANES * spec.page_size)   # of the keys of these entries
+        self.row, self.now, self.later = row.to("s32"), kb.reg("u32"), kb.reg("u32")
+        self._read(self.now, 0)
+        self._read(self.later, LANES)
 
-    def look_up(self) -> None:
-        """Their pages, and whether no row sees them."""
-        kb, bounds = self.kb, self.bounds
-        for row, page, outside in zip(self.passes, self.pages, self.outside, strict=True):
-            key = self.key + row if row else self.key
-            kb.emit("mov.pred", outside, (key < bounds.low) | (key >= bounds.high))
-            page.set(0)
-            entry = (key.to("u32") // self.plan.spec.page_size).to("u64") * 4
-            kb.emit("ld.global.u32", page, (self.table + entry).at(), guard=~outside)
+    def _read(self, into: Value, beyond: int) -> None:
+        """Entries from `beyond` on; of pages that no row sees 0."""
+        kb, size, bounds = self.kb, self.plan.spec.page_size, self.bounds
+        entry = self.entry + (kb.special("laneid").to("s32") + beyond)
+        into.set(0)
+        there = (entry * size < bounds.high) & (entry * size + size > bounds.low)
+        kb.emit("ld.global.u32", into, (self.table + entry.to("u32").to("u64") * 4).at(), guard=there)
 
-    def source(self, i: int) -> Value:
-        """Where the thread's bytes of its row of a pass lie."""
-        kb, spec, made = self.kb, self.plan.spec, self.kb.reg("u64")
-        token = (self.key + self.passes[i]).to("u32") & (spec.page_size - 1)
-        kb.emit("mad.wide.u32", made, self.pages[i], spec.k.page * SIZE, self.first)
-        kb.emit("mad.wide.u32", made, token, spec.k.token * SIZE, made)
-        return made
+    def source(self, row: int) -> tuple[Value, Value]:
+        """Where the thread's bytes of its row of a pass lie, and whether no row sees it."""
+        kb, spec, made, page = self.kb, self.plan.spec, self.kb.reg("u64"), self.kb.reg("u32")
+        key = self.key + row if row else self.key
+        lane = (key // spec.page_size - self.entry).to("u32")
+        kb.emit("shfl.sync.idx.b32", page, self.now, lane, 31, -1)
+        kb.emit("mad.wide.u32", made, page, spec.k.page * SIZE, self.first)
+        kb.emit("mad.wide.u32", made, key.to("u32") & (spec.page_size - 1), spec.k.token * SIZE, made)
+        return made, (key < self.bounds.low) | (key >= self.bounds.high)
 
     def move(self) -> None:
         """To the next tile."""
+        kb, size = self.kb, self.plan.spec.page_size
         self.key += self.plan.schedule.block_n
-        self.look_up()
+        with kb.if_(self.key - self.row >= self.end):
+            self.entry += LANES
+            self.end += LANES * size
+            self.now.set(self.later)
+            self._read(self.later, LANES)
