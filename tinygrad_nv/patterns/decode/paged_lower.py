@@ -41,8 +41,8 @@ def lowered(what: PagedAttention, target: Target, *arguments: UOp) -> tuple[UOp,
     read = _read(queries, shapes[0][2] // shapes[1][2])
     spec = _spec(what, read, k, v, scale, table, shapes)
     batch, rows, heads, _ = shapes[0]
-    inputs = [read.storage, k.storage, *[v.storage] * (not spec.latent), blocks.table(table), blocks.lengths(lengths),
-              *(each.storage for each in scale)]
+    inputs = [read.storage, k.storage, *[v.storage] * (not spec.latent), blocks.table(table),
+              blocks.lengths(lengths), *(each.storage for each in scale)]
     if sinks is not None: inputs.append(_dense(sinks))
     out = program.Output((batch, rows, heads, shapes[2][3]), q.dtype)
     flops = 2 * batch * heads * rows * spec.longest * (spec.d + spec.d_v)

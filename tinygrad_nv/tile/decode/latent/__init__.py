@@ -1,4 +1,4 @@
-"""Decode attention over latents (MLA) by wgmma: a tile of latents in shared memory is keys and values. sm_90a.
+"""Decode attention over latents (MLA) by wgmma, sm_90a: a tile in shared memory is keys and values.
 
   plan.py       the numbers of a spec and a schedule: tiles, bytes
   legality.py   what the template requires of a spec and a schedule

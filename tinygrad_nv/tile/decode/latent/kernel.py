@@ -1,5 +1,5 @@
-"""Decode attention over latents (MLA, absorbed): all query heads of a token against one copy of its latents in
-shared memory, by wgmma (FlashMLA, FlashInfer). For sm_90a.
+"""Decode attention over latents (MLA, absorbed): all query heads of a token against one copy of its latents
+in shared memory, by wgmma (FlashMLA, FlashInfer). For sm_90a.
 
     wait for the kernel before; the kernel after may begin
     one warp counts splits of all requests (tile_scheduler.py)

@@ -69,4 +69,5 @@ class LatentStore:
         scale = inverse_sum(kb, spec, self.given.sinks, tile.head, number, row_max, row_sum)
         at = out_place(kb, spec, self.given.out, [tile.request, tile.head], number, column)
         for j, pair in enumerate(pairs):
-            kb.st("global", "b32", at.at(16 * j), packed(kb, [value * scale for value in pair], spec.out.dtype))
+            scaled = packed(kb, [value * scale for value in pair], spec.out.dtype)
+            kb.st("global", "b32", at.at(16 * j), scaled)
