@@ -31,13 +31,14 @@ from tinygrad_nv.tile.attention.spec import Band
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, most_q: int, most_k: int, *,
                      causal: bool = False, window: int | None = None, scale: float | None = None,
-                     softcap: float | None = None) -> Tensor:
+                     softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:
     """softmax(scale · q kᵀ) v of each sequence: [rows, H, D_v] in q's dtype.
 
     q [rows, H, D], k [keys, H_kv, D], v [keys, H_kv, D_v] of one dtype; cu_q and cu_k int32 [sequences + 1],
     from 0 on, never falling. `most_q` and `most_k` are at least the rows and keys of any sequence; what is
     longer is cut off. `causal`: a row sees keys up to its place, the last row the last key. `window`: fewer
-    than so many keys away from it. `scale` is 1/√D by default. Raises `SpecError`."""
+    than so many keys away from it. `scale` is 1/√D by default. `sinks`, float32 [H], are one more logit of
+    each head's softmax, of no value. Raises `SpecError`."""
     _check(q, k, v, cu_q, cu_k)
     for name, most in (("most_q", most_q), ("most_k", most_k)):
         if type(most) is not int or most < 1: raise SpecError(f"{name}={most!r}", "a number, at least 1")
@@ -50,8 +51,11 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor
     first = None if window is None else 1 - window
     last = 0 if causal else None if window is None else window - 1
     most_q, most_k = min(most_q, q.shape[0]), min(most_k, k.shape[0])
-    what = VarlenAttention(most_q, most_k, Band(first, last), scale, softcap)
-    return call(what, attended, q, k, v, cu_q, cu_k)[0]
+    if sinks is not None:
+        check_shape("sinks", sinks, "H", (q.shape[1],))
+        check_kind("sinks", sinks.dtype, (dtypes.float32,))
+    what = VarlenAttention(most_q, most_k, Band(first, last), scale, softcap, sinks is not None)
+    return call(what, attended, q, k, v, cu_q, cu_k, *([] if sinks is None else [sinks]))[0]
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:

@@ -21,13 +21,14 @@ LEAST_BYTES = 16  # of which rows begin at multiples, or they are copied: what e
 
 def lowered(what: VarlenAttention, target: Target, *arguments: UOp) -> tuple[UOp, ...]:
     """The result of a ragged attention by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
-    q, k, v, *ends = arguments
+    q, k, v, *more = arguments
+    ends, sinks = more[:2], [copied(each).storage for each in more[2:]]
     read = [_read(x) for x in (q, k, v)]
     shape = tuple(map(int, (*q.shape[:2], v.shape[2])))
     keys, sequences = (int(k.shape[0]), int(k.shape[1])), int(ends[0].shape[0]) - 1
     spec = _spec(what, read, shape, keys, int(q.shape[2]), sequences)
     share = spec.flops * shape[0] // (spec.batch[0] * spec.s_q)  # of as many rows as there are
-    inputs = [*(each.storage for each in read), *ends]
+    inputs = [*(each.storage for each in read), *ends, *sinks]
     return choose(spec, target).called(q.device, [program.Output(shape, q.dtype)], inputs, rows=spec.s_q,
                                        flops=min(spec.flops, share))
 
@@ -41,7 +42,8 @@ def _spec(what: VarlenAttention, read: list[Laid], shape: tuple[int, ...], keys:
     shared, values = (Rows(x.dtype, x.strides[0], (0, x.strides[1], 0), x.offset) for x in (k, v))
     return AttentionSpec(what.most_q, what.most_k, d, d_v, queries, shared, values,
                          Rows(q.dtype, heads * d_v, (0, group * d_v, d_v)), (sequences, keys[1], group),
-                         _score(what), what.band, total=(rows, keys[0]))
+                         _score(what), what.band, total=(rows, keys[0]),
+                         sinks=(0, group, 1) if what.sinks else None)
 
 
 def _score(what: VarlenAttention) -> Expression:
