@@ -36,8 +36,8 @@ LIFT = 256.0    # of p of 8 bits before it is rounded (spec.py)
 
 
 def arguments(spec: AttentionSpec | BackwardSpec) -> tuple[Argument, ...]:
-    """As tile/kernel.py says: out, l, q, k, v, scales, cu_q, cu_k, sinks, seed, x0, x1, …; or dq, dk, dv, q, k, v,
-    grad, l, delta, seed, x0, x1, …"""
+    """As tile/kernel.py says: out, l, q, k, v, scales, cu_q, cu_k, sinks, seed, x0, x1, …; or dq, dk, dv,
+    q, k, v, grad, l, delta, seed, x0, x1, …"""
     if isinstance(spec, BackwardSpec): return _backward_arguments(spec)
     s_q, s_kv = spec.total or (spec.s_q, spec.s_kv)
     made = [_rows(spec, "out", spec.out, s_q, spec.d_v, "out")]

@@ -34,8 +34,8 @@ still; rows that a sequence lacks are not written.
 
 keep is 1 for kept of 256 elements, else 0, by a seed in memory (dropout.py).
 
-With `sinks` each matrix of the batch has one more logit, float32 in memory with these strides along the batch,
-which no value belongs to (attention sinks, arXiv 2309.17453):
+With `sinks` each matrix of the batch has one more logit, float32 in memory with these strides along the
+batch, which no value belongs to (attention sinks, arXiv 2309.17453):
 
     l[r]       = log (Σ_c exp s[r, c] + exp sink)
 

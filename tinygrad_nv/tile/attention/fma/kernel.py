@@ -28,7 +28,7 @@ from tinygrad_nv.tile.attention.fma.store import WarpReduction, store
 from tinygrad_nv.tile.attention.mma.copy import ColumnPipeline, RowCopy
 from tinygrad_nv.tile.attention.ragged_rest import store_logs
 from tinygrad_nv.tile.attention.schedules import FlashFma
-from tinygrad_nv.tile.attention.score import Columns, Extents, Scores, signed
+from tinygrad_nv.tile.attention.score import Columns, Extents, Scores, signed, sink_of
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 from tinygrad_nv.tile.expression import loads
 from tinygrad_nv.tile.kernel import AttentionKernel
