@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from decode_case import Given, launched, near, requests, run
 from emitted_specs import latent
-from tinygrad import dtypes
+from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
+from tinygrad_nv import explain
 from tinygrad_nv.errors import ScheduleError
+from tinygrad_nv.functional import latent_attention
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.tile.decode.schedules import Decode, LatentWgmma
 from tinygrad_nv.tile.decode.spec import DecodeSpec
@@ -143,6 +146,25 @@ def test_chosen_and_does_not_spill(heads: int, rows: int):
         assert (resources.spill_store_bytes, resources.spill_load_bytes, resources.stack_bytes) == (0, 0, 0)
     assert isinstance(TABLE.choose(spec, GPU("sm_80")), Decode)
     assert isinstance(TABLE.choose(replace(spec, latent=False), GPU(ARCH)), Decode)
+
+
+def test_latent_attention_is_lowered_to_it():
+    """From a Tensor: no copy of values, and the numbers of the reference."""
+    random = np.random.default_rng(0)
+    def of(*shape: int, device: str = "EMU") -> Tensor:
+        values = random.standard_normal(shape).astype(np.float32)
+        return Tensor(values, device=device).cast(dtypes.bfloat16).realize()
+    q, pages = of(2, 1, 16, 192), of(9, 16, 1, 192)
+    table, lengths = Tensor([[3, 1, 7], [4, 0, 8]], device="EMU"), Tensor([40, 17], device="EMU")
+    y = latent_attention(q, pages, table.cast(dtypes.int32).realize(), lengths.cast(dtypes.int32).realize(),
+                         value_dim=128)
+    assert [kernel.template for kernel in explain(y).kernels] == ["latent_wgmma"]
+    k = pages.float().numpy()[table.numpy()].reshape(2, 48, 192)
+    scores = np.einsum("bhd,bcd->bhc", q.float().numpy()[:, 0], k) / 192**0.5
+    scores[np.arange(48)[None, None] >= np.array([40, 17])[:, None, None].repeat(16, 1)] = -np.inf
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    wanted = np.einsum("bhc,bcd->bhd", p / p.sum(-1, keepdims=True), k[..., 64:])
+    assert abs(y.float().numpy()[:, 0] - wanted).max() < 0.02
 
 
 @pytest.mark.parametrize(("change", "words"), [
