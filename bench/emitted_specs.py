@@ -157,7 +157,7 @@ def latent(batch: int = 4, heads: int = 16, s_q: int = 1, rank: int = 512, rope:
     q, out = (rows(dtype, (batch, 1, heads, s_q), width, turned=True) for width in (d, rank))
     keys = Pages(dtype, page_size * d, d, d)
     return DecodeSpec(batch, 1, heads, s_q, d, rank, page_size, pages, q, keys, replace(keys, offset=rope),
-                      out, score=Sum() * (1 / math.sqrt(d)), **more)
+                      out, score=Sum() * (1 / math.sqrt(d)), latent=True, **more)
 
 
 def append(dtype: DType = BF16, kv: DType | None = None, half: int = 32, q_heads: int = 8, table: bool = True,

@@ -22,6 +22,7 @@ from emitted_specs import (
     decode,
     elements,
     gated,
+    latent,
     layer,
     matmul,
     quantised,
@@ -110,6 +111,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "decode": {
         "4096 tokens": decode(batch=16, heads=8, pages=256), "e4m3 *": decode(16, 8, pages=256, kv=E4M3),
         "4 rows *": decode(16, 8, s_q=4, pages=256)},
+    "latent_wgmma": {"16 heads": latent(4, 16, pages=64), "128 heads *": latent(16, 128, pages=256)},
     "norm": {
         "rms": rms(4096, 4096), "layer *": layer(4096, 4096), "softmax *": softmax(4096, 4096),
         "argmax *": argmax(16, 128256), "silu(gate) up *": elements(4096, 14336),

@@ -126,9 +126,10 @@ class GemmKernel(TileKernel):
 @dataclass(frozen=True)
 class AttentionKernel(TileKernel):
     """A kernel of an attention. Parameters in this order: out; l, where the spec has `lse`; q, k, v;
-    scales of q, of k, of v, where it has them; cu_q, cu_k, s32, of a ragged batch; seed, two u32, lower half
-    first, of dropout; x0, x1, … of the score; u32 s_q, s_kv, start, those of them that are symbolic; tensor
-    maps, whose dynamic dimension is an integer by its number. Its rows are s_q."""
+    scales of q, of k, of v, where it has them; cu_q, cu_k, s32, of a ragged batch; sinks, where it has them;
+    seed, two u32, lower half first, of dropout; x0, x1, … of the score; u32 s_q, s_kv, start, those of
+    them that are symbolic; tensor maps, whose dynamic dimension is an integer by its number. Its rows are
+    s_q."""
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,8 @@ def attentions() -> dict[str, Any]:
         "bias": attention(40, 50, 32, score=specs.biased(40, 50, 32)), "f32": attention(40, 50, 32, F32),
         "dropout": attention(40, 50, 32, kept=200, lse=True), "ragged": begins,
         "ragged dropout": replace(begins, kept=100),
+        "sinks": attention(40, 50, 32, band=CAUSAL, group=2, lse=True, sinks=(0, 2, 1)),
+        "ragged sinks": replace(begins, sinks=(0, begins.batch[2], 1)),
         "e4m3": specs.scaled(attention(70, 130, 64, band=CAUSAL, **small), 32),
         "e4m3 by head": specs.scaled(attention(70, 130, 128, **small), 0),
         "symbolic": attention(70, 90, symbolic=("s_q", "s_kv", "start"), band=CAUSAL, **small)}

@@ -26,7 +26,8 @@ def ends() -> list[torch.Tensor]:
 
 
 def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: float = -math.inf,
-             last: float = math.inf, scale: float | None = None, cap: float | None = None) -> torch.Tensor:
+             last: float = math.inf, scale: float | None = None, cap: float | None = None,
+             sinks: torch.Tensor | None = None) -> torch.Tensor:
     """Each sequence by itself, in float64."""
     out, (cu_q, cu_k) = torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float64), ends()
     group = q.shape[1] // k.shape[1]
@@ -37,7 +38,9 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: float = -
         s = mine @ own.transpose(-1, -2) * (scale or q.shape[2] ** -0.5)
         if cap is not None: s = (s / cap).tanh() * cap
         away = torch.arange(keys)[None] - torch.arange(rows)[:, None] - (keys - rows)
-        p = torch.where((away >= first) & (away <= last), s, -torch.inf).softmax(-1).nan_to_num(0)
+        s = torch.where((away >= first) & (away <= last), s, -torch.inf)
+        if sinks is not None: s = torch.cat([s, sinks.double()[:, None, None].expand(-1, rows, 1)], -1)
+        p = s.softmax(-1).nan_to_num(0)[..., :keys]
         out[cu_q[b]:cu_q[b + 1]] = (p @ values).transpose(0, 1)
     return out
 
@@ -54,6 +57,16 @@ def called(tensors: list[torch.Tensor], **how: object) -> torch.Tensor:
 def test_the_body_is_each_sequence_by_itself(how: dict[str, object], first: float, last: float):
     tensors = storages()
     assert (called(tensors, **how) - expected(*tensors, first, last)).abs().max() < 1e-6
+
+
+def test_sinks():
+    """One more logit of each head; of −∞ none."""
+    tensors, sinks = storages(), torch.tensor([0.5, -torch.inf, 3.0, 1e30])
+    wanted = expected(*tensors, last=0, sinks=sinks)
+    got = called(tensors, causal=True, sinks=Tensor(sinks.numpy()))
+    assert (got - wanted).abs().max() < 1e-6
+    assert not got[:, 3].any()
+    with pytest.raises(SpecError, match="sinks of shape"): called(tensors, sinks=Tensor.ones(3))
 
 
 def test_scale_and_softcap():

@@ -68,6 +68,7 @@ def build(spec: AttentionSpec, schedule: CPUFlash, integers: Sequence[Integer] =
     inputs = [(c_type(one.dtype), name) for one, name in ((spec.q, "q"), (spec.k, "k"), (spec.v, "v"))]
     if spec.scales is not None: inputs += [("float", f"scale_{name}") for name in "qkv"]
     if spec.ragged: inputs += [("s32", "cu_q"), ("s32", "cu_k")]
+    if spec.sinks is not None: inputs.append(("float", "sinks"))
     if spec.kept < EVERY: inputs.append(("u32", "seed"))
     inputs += [(c_type(dtype), f"x{i}") for i, dtype in enumerate(spec.parameters)]
     name = f"flash_{spec.s_q}x{spec.s_kv}x{spec.d}"
@@ -206,16 +207,35 @@ def _loaded(spec: AttentionSpec, schedule: CPUFlash, blocks: AttentionBlocks) ->
     }}"""
 
 
+def _total(spec: AttentionSpec) -> tuple[str, str]:
+    """What the sum of a row's weights is relative to, in base 2, and how that and its inverse are computed: a
+    sink is one more weight."""
+    top = f"tops_[i] * {flash_score.base(spec)}"
+    if spec.sinks is None:
+        return top, f"""const float total = sum_(sums_[i]), share = total == 0.f ? 0.f
+        : {flash_score.lift(spec)} / total;"""
+    places = zip(("b0", "b1", "(first_head + head)"), spec.sinks, strict=True)
+    at = " + ".join(["0", *(f"{place} * (s64){stride}" for place, stride in places if stride)])
+    largest = c_float((2 - 2.0**-23) * 2.0**127)
+    return "base", f"""const float own = {top}, logit = sinks[{at}] * {c_float(math.log2(math.e))};
+      const float sink = logit < {largest} ? logit : {largest}, most = own > sink ? own : sink;
+      const float base = most == -__builtin_inff() ? 0.f : most;
+      const float weight = exp2_small((vf)(own - base))[0];
+      const float total = sum_(sums_[i]) * weight + exp2_small((vf)(sink - base))[0];
+      const float share = total == 0.f ? 0.f : weight * {flash_score.lift(spec)} / total;"""
+
+
 def _stored(spec: AttentionSpec, blocks: AttentionBlocks, rows: int) -> str:
     """A row of the result, and of l."""
     out, kind = spec.out, short(spec.out.dtype)
     where = _at(out, "b0", "b1", "first_head + head", "at_q + first_row + r")
     _, kv, group = spec.batch
+    top, total = _total(spec)
     logs = f"""
       logs[((b0 * {kv} + b1) * {group} + first_head + head) * {spec.s_q} + first_row + r] =
-        (log2_((vf)total)[0] + tops_[i] * {flash_score.base(spec)}) * {c_float(math.log(2))};"""
+        (log2_((vf)total)[0] + {top}) * {c_float(math.log(2))};"""
     return f"""const s64 i = head * {rows} + r;
-      const float total = sum_(sums_[i]), share = total == 0.f ? 0.f : {flash_score.lift(spec)} / total;
+      {total}
       for (s64 x = 0; x < {spec.d_v}; x += W)
         store_n_{kind}(out + {where} + x, load_f32(o_ + i * {blocks.width} + x) * share, {spec.d_v} - x);
       {logs if spec.lse else ""}"""

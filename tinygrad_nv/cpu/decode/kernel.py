@@ -158,7 +158,8 @@ class _Decode:
     def _kernel(self, name: str, body: str) -> CPUKernel:
         spec = self.spec
         outputs = [(c_type(spec.out.dtype), "out"), *[("float", "workspace")] * self.schedule.divided]
-        inputs = [(c_type(spec.q.dtype), "q"), (c_type(spec.k.dtype), "k"), (c_type(spec.v.dtype), "v")]
+        inputs = [(c_type(spec.q.dtype), "q"), (c_type(spec.k.dtype), "k")]
+        inputs += [(c_type(spec.v.dtype), "v")] * (not spec.latent)
         inputs += [("s32", "table")] * spec.table + [("s32", "lengths")] * (spec.length == "memory")
         inputs += [("float", "k_scale"), ("float", "v_scale")] * spec.quantised
         inputs += [("float", "sinks")] * spec.sinks
@@ -166,6 +167,7 @@ class _Decode:
         names, lines = ["length"], ""
         if spec.length != "argument": names = []
         elif self.integers: names, lines = computed(names, self.integers)
+        if spec.latent: lines += f"  const {c_type(spec.v.dtype)} *restrict const v = k;\n"
         return kernel(name, self.isa, lines + body, outputs, inputs, names, self.schedule.parts,
                       before=functions(spec, self.isa) + _FOLD.format(d_v=self.d_v))
 

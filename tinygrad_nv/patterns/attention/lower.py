@@ -17,11 +17,12 @@ from tinygrad_nv.patterns.attention.attempt import Attempt, called, tried
 from tinygrad_nv.patterns.attention.named import FlashAttention
 from tinygrad_nv.patterns.attention.reading import read_from, shape_of
 from tinygrad_nv.patterns.attention.score import FLOATS
+from tinygrad_nv.patterns.attention.spec import Found
 from tinygrad_nv.patterns.attention.weights import NAME as NEAR
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.decode.match import decoded
 from tinygrad_nv.patterns.named import Uses
-from tinygrad_nv.patterns.strides import laid
+from tinygrad_nv.patterns.strides import copied, laid
 from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, walk
@@ -39,7 +40,8 @@ def register() -> None:
 def forward(what: FlashAttention, target: Target, uses: Uses, *arguments: UOp) -> dict[UOp, UOp] | None:
     """The result in the place of a node that it is moved and cast to, and the LSE if it is used; None where
     there is no kernel: without the LSE match.py says why."""
-    operands, seed = (arguments, ()) if what.kept == EVERY else (arguments[:-1], arguments[-1:])
+    rest, sinks = (arguments, ()) if not what.sinks else (arguments[:-1], arguments[-1:])
+    operands, seed = (rest, ()) if what.kept == EVERY else (rest[:-1], rest[-1:])
     lse = LSE in uses.after
     out = uses.call.gettuple(OUT)
     tail = () if lse else _tail(out, uses.after[OUT])
@@ -49,8 +51,9 @@ def forward(what: FlashAttention, target: Target, uses: Uses, *arguments: UOp) -
         until = tail[:tail.index(attempt.end) + 1] if attempt.end in tail else ()
         found = read_from(what, attempt, until, operands, lse)
         found = replace(found, spec=dropped(found.spec, what, operands))
+        found, logits = sunk(found, sinks, operands)
         how = decoded(found, target) or choose(found.spec, target, found.integers)
-        inputs = [*found.inputs[:3], *seed, *found.inputs[3:]]
+        inputs = [*found.inputs[:3], *logits, *seed, *found.inputs[3:]]
         logs = [program.Output((*found.spec.batch, found.spec.s_q), dtypes.float32)] * lse
         made[attempt.end], *rest = called(attempt, found, how, inputs, *logs)
         for log in rest: made[uses.call.gettuple(LSE)] = log.reshape(shape_of(operands[0])[:3])
@@ -82,7 +85,7 @@ def _attempts(out: UOp, tail: tuple[UOp, ...], by_rows: bool) -> list[Attempt]:
 def dropped(spec: AttentionSpec, what: FlashAttention, arguments: tuple[UOp, ...]) -> AttentionSpec:
     """The spec with the function's dropout, whose elements are known by their head and row: query heads that
     the spec has as rows become heads again. `arguments` begin with q and k."""
-    if what.kept == EVERY: return spec
+    if what.kept == EVERY and not what.sinks: return spec
     (_, heads, rows, _), (_, kv, _, _) = map(shape_of, arguments[:2])
     if spec.s_q == rows: return replace(spec, kept=what.kept)
     group = heads // kv
@@ -98,6 +101,21 @@ def dropped(spec: AttentionSpec, what: FlashAttention, arguments: tuple[UOp, ...
     q, out = (replace(one, batch=(*one.batch[:2], rows * one.row)) for one in (spec.q, spec.out))
     return replace(spec, s_q=rows, batch=(*spec.batch[:2], group), q=q, out=out, score=score(spec.score),
                    kept=what.kept)
+
+
+def sunk(found: Found, sinks: tuple[UOp, ...], arguments: tuple[UOp, ...]) -> tuple[Found, list[UOp]]:
+    """An attention with sinks, if there are any, and where they lie: [H], or where the spec has batch and key
+    heads as one dimension [B · H]. `arguments` begin with q and k."""
+    if not sinks: return found, []
+    (b, heads, rows, _), (_, kv, _, _) = map(shape_of, arguments[:2])
+    group, spec = heads // kv, found.spec
+    if spec.s_q != rows or spec.batch not in ((b, kv, group), (1, b * kv, group)):
+        raise NotOurs(f"sinks of {heads} heads that lie as {'x'.join(map(str, spec.batch))}")
+    (given,) = sinks
+    if spec.batch[0] != b: given = given.reshape((1, heads)).expand((b, heads)).reshape((b * heads,))
+    there = laid(given)
+    read = (there if (there.strides, there.offset) == ((1,), 0) else copied(given)).storage
+    return replace(found, spec=replace(spec, sinks=(0, group, 1))), [read]
 
 
 def lies_by_rows(x: UOp) -> bool:

@@ -9,10 +9,12 @@ query head h, G = H / H_kv, and the columns that a row sees (`FlashAttention`):
     out        = p v                                                      [B, H, S_q, D_v], of v's dtype
     l[r]       = log Σ_c exp s[r, c]                                      [B, H, S_q], float32
 
-A row that sees nothing has weights of 0. With dropout p is multiplied by what dropout.py says,
-after l. The bodies are plain tinygrad, `out` node by node that of the library's method where no mask
-or window hides rows and nothing is dropped. l is asked for by the gradient: FlashAttentionBackward, of
-q, k, v, mask, l, delta and the result's gradient, with
+With sinks there is one more summand in l, exp sink, and p has one more column, which is left out: the same
+kernel computes gradients, and that of a sink is −Σ exp(sink − l) delta, over rows. A row that sees nothing
+has weights of 0. With dropout p is multiplied by what dropout.py says, after l. The bodies are plain
+tinygrad, `out` node by node that of the library's method where no mask or window hides rows and nothing is
+dropped. l is asked for by the gradient: FlashAttentionBackward, of q, k, v, mask, l, delta and the result's
+gradient, with
 
     delta[r]   = Σ_d grad[r, d] out[r, d]                                 float32, outside of the function
     p[r, c]    = exp(s[r, c] − l[r]);   ds = p · (grad vᵀ − delta)
@@ -24,7 +26,7 @@ plain tinygrad: who wants it has S_q × S_kv in memory. lower.py makes kernels o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import least_upper_dtype
@@ -41,12 +43,13 @@ HIDDEN = -math.inf
 class FlashAttention:
     """An attention, as far as its tensors do not say it. `scale` None is 1/√D. `causal`: row r sees columns
     up to r. `window`: columns nearer to r than so many, on both sides. `kept` of 256 weights are kept, by a
-    seed that comes after the mask."""
+    seed that comes after the mask. `sinks`, the last tensor, are one more logit of each head's softmax."""
     causal: bool = False
     scale: float | None = None
     softcap: float | None = None
     window: int | None = None
     kept: int = EVERY
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,9 @@ def attend(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor |
            seed: Tensor | None = None, sinks: Tensor | None = None) -> Tensor:
     """The attention of q [B, H, S_q, D] over k [B, H_kv, S_kv, D] and v [B, H_kv, S_kv, D_v]: out. `mask` is
     bool (true: seen) or of floats (added), broadcast to [B, H, S_q, S_kv]; `seed`, uint32 [2], is that of
-    dropout; `sinks`, float32 [H], are `sunk`."""
-    more = [one for one in (mask, seed) if one is not None]
-    out, *logs = named.call(what, forward, q, k, v, *more, grad=_gradient)
-    return out if sinks is None else sunk(out, logs[0], sinks)
+    dropout; `sinks` are float32 [H]."""
+    more = [one for one in (mask, seed, sinks) if one is not None]
+    return named.call(replace(what, sinks=sinks is not None), forward, q, k, v, *more, grad=_gradient)[0]
 
 
 def sunk(out: Tensor, logs: Tensor, sinks: Tensor) -> Tensor:
@@ -75,13 +77,24 @@ def sunk(out: Tensor, logs: Tensor, sinks: Tensor) -> Tensor:
 # **** forward ****
 
 def forward(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> tuple[Tensor, Tensor]:
-    """out and l; `more` are the mask and the seed, those there are."""
+    """out and l; `more` are the mask, the seed and the sinks, those there are."""
+    if what.sinks:
+        out, logs = forward(replace(what, sinks=False), q, k, v, *more[:-1])
+        return sunk(out, logs, more[-1]), _joined(logs, more[-1])
     mask, kept = _apart(what, (*q.shape[:3], k.shape[2]), more)
     s = scores(what, sums(q, k), q.shape[-1], *mask)
     logs = lse_of(s)
     if kept is None: return weighted(what, s, q, v, bool(mask)), logs
     p = (_softmax(what, s.cast(q.dtype), bool(mask)).float() * kept).cast(v.dtype)
     return p @ _for_each(v, q), logs
+
+
+def _joined(logs: Tensor, sinks: Tensor) -> Tensor:
+    """log (exp l + exp sink)."""
+    sinks = sinks.reshape(1, -1, 1)
+    top = logs.maximum(sinks)
+    base = (top == HIDDEN).where(0, top)
+    return ((logs - base).exp() + (sinks - base).exp()).log() + base
 
 
 def lse_of(s: Tensor) -> Tensor:
@@ -148,10 +161,19 @@ def _gradient(*given: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
     delta = (grad.float() * out.float()).sum(-1)
     if 3 in grads: delta = delta - grads[3]
     q, k, v, *more = (Tensor(one) for one in call.src[1:])
-    what, rest = call.arg.aux, (*more, Tensor(call.gettuple(1)), delta, grad)
+    what, logs = call.arg.aux, Tensor(call.gettuple(1))
+    sinks = [more.pop()] if what.sinks else []
+    what, rest = replace(what, sinks=False), (*more, logs, delta, grad)
     made = named.call(FlashAttentionBackward(what), backward, q, k, v, *rest)
     masks = [_of_mask(what, q, k, v, *rest) if dtypes.is_float(one.dtype) else None for one in more]
-    return (*(one.uop for one in made), *(None if one is None else one.uop for one in masks))
+    return (*(one.uop for one in made), *(None if one is None else one.uop for one in masks),
+            *(_of_sinks(one, logs, delta).uop for one in sinks))
+
+
+def _of_sinks(sinks: Tensor, logs: Tensor, delta: Tensor) -> Tensor:
+    """The gradient of sinks, which have weights but no values: −Σ exp(sink − l) delta."""
+    weight = (logs == HIDDEN).where(0, (sinks.reshape(1, -1, 1) - logs).exp())
+    return -(weight * delta).sum((0, 2))
 
 
 def backward(what: FlashAttentionBackward, q: Tensor, k: Tensor, v: Tensor,

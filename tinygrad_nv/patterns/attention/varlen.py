@@ -32,7 +32,8 @@ from tinygrad_nv.tile.attention.spec import Band
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, most_q: int, most_k: int, *,
                      causal: bool = False, window: int | None = None, scale: float | None = None,
-                     softcap: float | None = None, distances: Tensor | None = None) -> Tensor:
+                     softcap: float | None = None, distances: Tensor | None = None,
+                     sinks: Tensor | None = None) -> Tensor:
     """softmax(scale · q kᵀ) v of each sequence: [rows, H, D_v] in q's dtype.
 
     q [rows, H, D], k [keys, H_kv, D], v [keys, H_kv, D_v] of one dtype; cu_q and cu_k int32 [sequences + 1],
@@ -40,7 +41,8 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor
     longer is cut off. `causal`: a row sees keys up to its place, the last row the last key. `window`: fewer
     than so many keys away from it. `scale` is 1/√D by default. `distances`, float32 [H, 2 L − 1], are added
     to scores by how far a key is from its row (relative position biases, as T5 and MPNet have them): L is at
-    least `most_q`, and cu_q and cu_k are one tensor. Raises `SpecError`."""
+    least `most_q`, and cu_q and cu_k are one tensor. `sinks`, float32 [H], are one more logit of each head's
+    softmax, of no value. Raises `SpecError`."""
     _check(q, k, v, cu_q, cu_k)
     for name, most in (("most_q", most_q), ("most_k", most_k)):
         if type(most) is not int or most < 1: raise SpecError(f"{name}={most!r}", "a number, at least 1")
@@ -53,10 +55,16 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor
     first = None if window is None else 1 - window
     last = 0 if causal else None if window is None else window - 1
     most_q, most_k = min(most_q, q.shape[0]), min(most_k, k.shape[0])
-    what = VarlenAttention(most_q, most_k, Band(first, last), scale, softcap)
-    if distances is None: return call(what, attended, q, k, v, cu_q, cu_k)[0]
-    _check_distances(distances, q.shape[1], max(most_q, most_k), cu_q is cu_k)
-    return call(what, attended, q, k, v, cu_q, cu_k, distances)[0]
+    more = []
+    if sinks is not None:
+        check_shape("sinks", sinks, "H", (q.shape[1],))
+        check_kind("sinks", sinks.dtype, (dtypes.float32,))
+        more.append(sinks)
+    if distances is not None:
+        _check_distances(distances, q.shape[1], max(most_q, most_k), cu_q is cu_k)
+        more.append(distances)
+    what = VarlenAttention(most_q, most_k, Band(first, last), scale, softcap, sinks is not None)
+    return call(what, attended, q, k, v, cu_q, cu_k, *more)[0]
 
 
 def _check_distances(x: Tensor, heads: int, most: int, one: bool) -> None:

@@ -22,14 +22,16 @@ LEAST_BYTES = 16  # of which rows begin at multiples, or they are copied: what e
 
 def lowered(what: VarlenAttention, target: Target, *arguments: UOp) -> tuple[UOp, ...]:
     """The result of a ragged attention by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
-    (q, k, v, *rest), distances = arguments, arguments[5] if len(arguments) > 5 else None
+    q, k, v, *more = arguments
+    rest, sinks, distances = more[:2], more[2:2 + what.sinks], next(iter(more[2 + what.sinks:]), None)
     read = [_read(x) for x in (q, k, v)]
     shape = tuple(map(int, (*q.shape[:2], v.shape[2])))
     keys, sequences = (int(k.shape[0]), int(k.shape[1])), int(rest[0].shape[0]) - 1
     spec = _spec(what, read, shape, keys, int(q.shape[2]), sequences,
                  0 if distances is None else int(distances.shape[1]))
     share = spec.flops * shape[0] // (spec.batch[0] * spec.s_q)  # of as many rows as there are
-    inputs = [*(each.storage for each in read), *rest]
+    inputs = [*(each.storage for each in read), *rest, *(copied(each).storage for each in sinks),
+              *([] if distances is None else [distances])]
     return choose(spec, target).called(q.device, [program.Output(shape, q.dtype)], inputs, rows=spec.s_q,
                                        flops=min(spec.flops, share))
 
@@ -44,7 +46,8 @@ def _spec(what: VarlenAttention, read: list[Laid], shape: tuple[int, ...], keys:
     shared, values = (Rows(x.dtype, x.strides[0], (0, x.strides[1], 0), x.offset) for x in (k, v))
     return AttentionSpec(what.most_q, what.most_k, d, d_v, queries, shared, values,
                          Rows(q.dtype, heads * d_v, (0, group * d_v, d_v)), (sequences, keys[1], group),
-                         _score(what, distances, group), what.band, total=(rows, keys[0]))
+                         _score(what, distances, group), what.band, total=(rows, keys[0]),
+                         sinks=(0, group, 1) if what.sinks else None)
 
 
 def _score(what: VarlenAttention, distances: int, group: int) -> Expression:

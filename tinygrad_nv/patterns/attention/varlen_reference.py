@@ -20,11 +20,14 @@ class VarlenAttention:
     band: Band
     scale: float
     softcap: float | None = None
+    sinks: bool = False
 
 
-def attended(what: VarlenAttention, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor,
-             cu_k: Tensor, distances: Tensor | None = None) -> tuple[Tensor, ...]:
-    """The attention in plain tinygrad: every sequence filled up to the most, softmax in float32."""
+def attended(what: VarlenAttention, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor,
+             *more: Tensor) -> tuple[Tensor, ...]:
+    """The attention in plain tinygrad: every sequence filled up to the most, softmax in float32. `more`
+    are sinks and distances, those there are."""
+    sinks, distances = more[:what.sinks], next(iter(more[what.sinks:]), None)
     (total, heads, d), kv_heads, batch = q.shape, k.shape[1], cu_q.shape[0] - 1
     rows, keys = (lengths(cu, most) for cu, most in ((cu_q, what.most_q), (cu_k, what.most_k)))
     queries = filled(q, cu_q, rows, what.most_q).reshape(batch, what.most_q, kv_heads, heads // kv_heads, d)
@@ -36,9 +39,14 @@ def attended(what: VarlenAttention, q: Tensor, k: Tensor, v: Tensor, cu_q: Tenso
         added = distances[:, way + distances.shape[1] // 2]
         s = s + added.reshape(1, kv_heads, heads // kv_heads, *way.shape)
     s = seen(what, rows, keys).reshape(batch, 1, 1, what.most_q, what.most_k).where(s, -float("inf"))
-    top = s.max(-1, keepdim=True).detach()
-    e = (s - (top == -float("inf")).where(0, top)).exp()
-    p = e / (sum_ := e.sum(-1, keepdim=True)).eq(0).where(1, sum_)
+    logits = [each.reshape(1, kv_heads, heads // kv_heads, 1, 1) for each in sinks]
+    top = s.max(-1, keepdim=True)
+    for each in logits: top = top.maximum(each)
+    top = (top == -float("inf")).where(0, top).detach()
+    e = (s - top).exp()
+    sum_ = e.sum(-1, keepdim=True)
+    for each in logits: sum_ = sum_ + (each - top).exp()
+    p = e / sum_.eq(0).where(1, sum_)
     out = (p.cast(v.dtype).float() @ v.float()).cast(v.dtype).permute(0, 3, 1, 2, 4)
     return laid_out(out.reshape(batch * what.most_q, heads, v.shape[-1]), cu_q, what.most_q, total),
 

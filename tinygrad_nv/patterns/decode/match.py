@@ -54,6 +54,7 @@ def decoded(made: Found, target: Target) -> Chosen | None:
     """The decode attention that an attention is, where that is better."""
     spec = _turned(made.spec)
     if spec.lse or spec.ragged or spec.kept < EVERY or "s_q" in spec.symbolic: return None
+    if spec.sinks is not None and spec is not made.spec: return None  # of heads that are rows now
     if (seen := _seen(spec.band, spec.s_q, made.forms)) is None: return None
     length, window = seen
     longest = most(length, made.names)
@@ -125,7 +126,7 @@ def _spec(spec: AttentionSpec, longest: int, varies: bool, window: int | None,
     causal = spec.s_q == 1 or spec.band.last is not None
     return DecodeSpec(b, heads, group, spec.s_q, spec.d, spec.d_v, longest, 1, spec.q, _pages(spec.k),
                       _pages(spec.v), spec.out, None, None, window, score, False,
-                      "argument" if varies else "most", causal)
+                      "argument" if varies else "most", causal, sinks=spec.sinks is not None)
 
 
 def _pages(rows: Rows) -> Pages: return Pages(rows.dtype, rows.batch[0], rows.row, rows.batch[1], rows.offset)

@@ -41,8 +41,8 @@ def lowered(what: PagedAttention, target: Target, *arguments: UOp) -> tuple[UOp,
     read = _read(queries, shapes[0][2] // shapes[1][2])
     spec = _spec(what, read, k, v, scale, table, shapes)
     batch, rows, heads, _ = shapes[0]
-    inputs = [read.storage, k.storage, v.storage, blocks.table(table), blocks.lengths(lengths),
-              *(each.storage for each in scale)]
+    inputs = [read.storage, k.storage, *[v.storage] * (not spec.latent), blocks.table(table),
+              blocks.lengths(lengths), *(each.storage for each in scale)]
     if sinks is not None: inputs.append(_dense(sinks))
     out = program.Output((batch, rows, heads, shapes[2][3]), q.dtype)
     flops = 2 * batch * heads * rows * spec.longest * (spec.d + spec.d_v)
@@ -127,7 +127,12 @@ def _spec(what: PagedAttention, q: Laid, k: Laid, v: Laid, scales: list[Laid], t
     k_scale, v_scale = map(_scales, scales) if scales else (None, None)
     return DecodeSpec(batch, kv_heads, group, rows, d, d_v, size, int(table.shape[1]), _rows(q, group),
                       _pages(k), _pages(v), out, k_scale, v_scale, what.window, score(what),
-                      chunked=what.chunked, sinks=what.sinks)
+                      chunked=what.chunked, sinks=what.sinks, latent=not scales and _among(v, d_v, k, d))
+
+
+def _among(v: Laid, d_v: int, k: Laid, d: int) -> bool:
+    """Whether values are elements of keys."""
+    return v.storage is k.storage and v.strides == k.strides and 0 <= v.offset - k.offset <= d - d_v
 
 
 def _pages(x: Laid) -> Pages:

@@ -36,8 +36,8 @@ LIFT = 256.0    # of p of 8 bits before it is rounded (spec.py)
 
 
 def arguments(spec: AttentionSpec | BackwardSpec) -> tuple[Argument, ...]:
-    """As tile/kernel.py says: out, l, q, k, v, scales, cu_q, cu_k, seed, x0, x1, …; or dq, dk, dv, q, k, v,
-    grad, l, delta, seed, x0, x1, …"""
+    """As tile/kernel.py says: out, l, q, k, v, scales, cu_q, cu_k, sinks, seed, x0, x1, …; or dq, dk, dv,
+    q, k, v, grad, l, delta, seed, x0, x1, …"""
     if isinstance(spec, BackwardSpec): return _backward_arguments(spec)
     s_q, s_kv = spec.total or (spec.s_q, spec.s_kv)
     made = [_rows(spec, "out", spec.out, s_q, spec.d_v, "out")]
@@ -51,7 +51,11 @@ def arguments(spec: AttentionSpec | BackwardSpec) -> tuple[Argument, ...]:
         made += [Argument(f"cu_{name}", dtypes.int32, (ends,), values=range(total + 1),
                           usual=range(0, total + 1, max(1, min(most, total // spec.batch[0]))))
                  for name, total, most in (("q", s_q, spec.s_q), ("k", s_kv, spec.s_kv))]
+    if spec.sinks is not None: made.append(Argument("sinks", dtypes.float32, (_sinks(spec),)))
     return *made, *_rest(spec)
+
+
+def _sinks(spec: AttentionSpec) -> Place: return Place(0, spec.batch, spec.sinks or (0, 0, 0))
 
 
 def _backward_arguments(spec: BackwardSpec) -> tuple[Argument, ...]:
@@ -87,9 +91,14 @@ def reference(spec: AttentionSpec | BackwardSpec, given: Given, exact: bool = Fa
     """out and l; of a backward pass dq, dk and dv."""
     if isinstance(spec, BackwardSpec): return _gradients(spec, given, exact)
     s, seen, _ = _scores(spec, given, exact)
-    top = s.max(-1, keepdim=True)
-    e = (s - (top == -math.inf).where(0, top)).exp().contiguous()
+    top, sinks = s.max(-1, keepdim=True), None
+    if spec.sinks is not None:
+        sinks = gathered(given["sinks"], _sinks(spec)).reshape(*spec.batch, 1, 1).cast(s.dtype)
+        top = top.maximum(sinks)
+    base = (top == -math.inf).where(0, top)
+    e = (s - base).exp().contiguous()
     total = e.sum(-1, keepdim=True)
+    if sinks is not None: total = total + (sinks - base).exp()
     kept = e * _keep(spec, given, s.shape) if spec.kept < EVERY else e
     if spec.scales is not None: p = _rounded(kept * LIFT, dtypes.fp8e4m3, exact) / LIFT
     else: p = _rounded(kept, spec.v.dtype, exact)

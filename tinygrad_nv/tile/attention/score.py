@@ -32,6 +32,7 @@ from tinygrad_nv.tile.lanes import Lanes
 
 LOG2E, LN2 = math.log2(math.e), math.log(2)
 LARGE = 2.0**28  # half a unit of such a product is 8: weights that should be 1 are up to 2^8, as f16 can be
+LARGEST = (2 - 2.0**-23) * 2.0**127
 MOST_SCALE = 2.0**60  # of scales that need not be evaluated: all that follows from them is a normal float32
 Cells = list[list[list[Value]]]  # by 16 rows, by 8 columns: four registers
 
@@ -313,12 +314,18 @@ class OnlineSoftmax:
         kb.emit("ex2.approx.ftz.f32", made, made)
         return made
 
-    def finish(self) -> tuple[list[Value], list[Value]]:
-        """1 / row_sum of every row, 0 for rows that saw nothing, and l."""
+    def finish(self, sink: Value | None = None) -> tuple[list[Value], list[Value]]:
+        """1 / row_sum of every row, 0 for rows that saw nothing, and l; `sink` is one more logit of all rows.
+        """
         kb, inverses, logs = self.kb, [], []
         for row_max, row_sum in zip(self.row_max, self.row_sum, strict=True):
             whole = across(kb, row_sum, "add.f32")
             inverse, log = kb.regs("f32", 2)
+            if sink is not None:
+                self._sunk(row_max, whole, sink, inverse, log)
+                inverses.append(inverse)
+                logs.append(log)
+                continue
             kb.emit("rcp.approx.ftz.f32", inverse, whole)
             inverses.append(kb.select(whole == 0.0, 0.0, inverse))
             kb.emit("lg2.approx.f32", log, whole)
@@ -327,6 +334,32 @@ class OnlineSoftmax:
                    (log - self.lift if self.lift else log) * LN2)
             logs.append(log)
         return inverses, logs
+
+
+    def _sunk(self, row_max: Value, row_sum: Value, sink: Value, inverse: Value, log: Value) -> None:
+        """1 / (row_sum + the sink's weight) and l of a row, both relative to the larger of its max and its
+        sink."""
+        kb, hidden = self.kb, row_max == -math.inf
+        safe, logit, base, weight, other = kb.select(hidden, 0.0, row_max), *kb.regs("f32", 4)
+        scaled = kb.select(hidden, -math.inf, safe * self._factor(safe), "f32")
+        kb.emit("min.f32", logit, sink * LOG2E, LARGEST)
+        kb.emit("max.f32", base, scaled, logit)
+        base.set(kb.select(base == -math.inf, 0.0, base))
+        kb.emit("ex2.approx.ftz.f32", weight, scaled - base)
+        kb.emit("ex2.approx.ftz.f32", other, logit - base)
+        whole = row_sum * weight + other
+        kb.emit("rcp.approx.ftz.f32", inverse, whole)
+        inverse.set(kb.select(whole == 0.0, 0.0, inverse * weight))
+        kb.emit("lg2.approx.f32", log, whole)
+        log.set((log + base) * LN2)
+
+
+def sink_of(kb: Kernel, spec: AttentionSpec, sinks: Value | None, batch: Sequence[Value]) -> Value | None:
+    """The sink of a matrix of the batch (u32)."""
+    if sinks is None or spec.sinks is None: return None
+    at = sinks
+    for index, stride in zip(batch, spec.sinks, strict=True): at = advanced(kb, at, index, stride * 4)
+    return kb.ld("global", "f32", at.at())[0]
 
 
 def nearest_power(x: float) -> float:

@@ -34,6 +34,13 @@ still; rows that a sequence lacks are not written.
 
 keep is 1 for kept of 256 elements, else 0, by a seed in memory (dropout.py).
 
+With `sinks` each matrix of the batch has one more logit, float32 in memory with these strides along the
+batch, which no value belongs to (attention sinks, arXiv 2309.17453):
+
+    l[r]       = log (Σ_c exp s[r, c] + exp sink)
+
+so that weights add up to less than 1. A sink of −inf is none.
+
 q, k and v of fp8e4m3 have `scales`, float32 numbers ≥ 0 in memory by which blocks of their rows are worth
 more or less, of q, of k and of v:
 
@@ -134,6 +141,7 @@ class AttentionSpec:
     total: tuple[int, int] | None = None
     kept: int = EVERY
     scales: tuple[RowScales, RowScales, RowScales] | None = None
+    sinks: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
         extents = (("s_q", self.s_q), ("s_kv", self.s_kv), ("d", self.d), ("d_v", self.d_v),
@@ -166,6 +174,8 @@ class AttentionSpec:
             raise SpecError(f"{short(self.q.dtype)} {'with' if self.scales else 'without'} scales",
                             "scales of e4m3, of nothing else")
         if self.scales is not None: self._check_scales(self.scales)
+        if self.scales is not None and self.sinks is not None:
+            raise SpecError("sinks of e4m3 operands", "sinks of floats of 16 or 32 bits")
         if self.out.dtype not in RESULTS:
             raise SpecError(f"a result of {self.out.dtype}", "a float of 16 or 32 bits")
         if self.score.dtype != dtypes.float32: raise SpecError(f"scores of {self.score.dtype}", "float32")
@@ -230,6 +240,7 @@ class AttentionSpec:
                  str(self.band)]
         if self.total is not None: words[0] = f"{b} of {self.total[0]}x{self.total[1]}"
         if self.kept < EVERY: words.append(f"{self.kept}/{EVERY} kept")
+        if self.sinks is not None: words.append("sinks")
         if self.start or "start" in self.symbolic: words.append(f"from {extent('start')}")
         if self.score != Sum(): words.append(show(self.score))
         return ", ".join(words)

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.decode.plan import DecodePlan, Parameters
+from tinygrad_nv.tile.decode.plan import DecodePlan, Parameters, SplitPlan
 from tinygrad_nv.tile.decode.rows import LARGEST, LOG2E, base_of, power
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.lanes import FLOAT16S
@@ -57,14 +57,21 @@ def inverse_sum(kb: Kernel, spec: DecodeSpec, sinks: Value | None, head: Value, 
     return weight * inverse(kb, row_sum * weight + power(kb, sink - base))
 
 
-def store_out(kb: Kernel, spec: DecodeSpec, out: Value, indices: Sequence[Value], row: Value, column: Value,
-              values: Sequence[Value]) -> None:
-    """Four elements of a row of the result, from `column` (u32) on. `indices` are request and key head."""
+def out_place(kb: Kernel, spec: DecodeSpec, out: Value, indices: Sequence[Value], row: Value,
+              column: Value) -> Value:
+    """Where a row of the result has element `column` (u32). `indices` are request and key head."""
     o = spec.out
     at = kb.reg("u64", o.offset)
     for index, stride in zip((*indices, row % spec.group, row // spec.group), (*o.batch, o.row), strict=True):
         at = at + index.to("u64") * stride
-    address, pairs = out + (at + column.to("u64")) * 2, []
+    return out + (at + column.to("u64")) * 2
+
+
+def store_out(kb: Kernel, spec: DecodeSpec, out: Value, indices: Sequence[Value], row: Value, column: Value,
+              values: Sequence[Value]) -> None:
+    """Four elements of a row of the result, from `column` on."""
+    o = spec.out
+    address, pairs = out_place(kb, spec, out, indices, row, column), []
     for i in (0, 2):
         pairs.append(kb.reg("b32"))
         kb.emit(f"cvt.rn.{FLOAT16S[o.dtype]}x2.f32", pairs[-1], values[i + 1], values[i])
@@ -78,7 +85,7 @@ class Workspace:
     """Sums of a row's split, and its row_max and row_sum beside each other, as plan.py has them. `row` is
     the row's number among all."""
     kb: Kernel
-    plan: DecodePlan
+    plan: SplitPlan
     pointer: Value
 
     def number(self, indices: Sequence[Value], row: Value) -> Value:
@@ -150,7 +157,7 @@ class Merge:
 class Combine:
     """The kernel `combine`, a row for each CTA."""
 
-    def __init__(self, kb: Kernel, plan: DecodePlan, given: Parameters) -> None:
+    def __init__(self, kb: Kernel, plan: SplitPlan, given: Parameters) -> None:
         self.kb, self.plan, self.spec, self.given = kb, plan, plan.spec, given
         self.workspace = Workspace(kb, plan, given.workspace)
         self.lane, self.warp = kb.special("laneid"), kb.tid.x >> 5

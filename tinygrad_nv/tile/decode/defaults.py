@@ -19,7 +19,7 @@ from tinygrad_nv.tile import limits
 from tinygrad_nv.tile.decode.columns import divided
 from tinygrad_nv.tile.decode.combine import MOST_SPLITS
 from tinygrad_nv.tile.decode.plan import DecodePlan
-from tinygrad_nv.tile.decode.schedules import Decode
+from tinygrad_nv.tile.decode.schedules import Decode, LatentWgmma
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.template import GPU
 
@@ -53,3 +53,12 @@ def _with(spec: DecodeSpec, arch: str, rows: int, groups: int) -> Decode:
     while made.depth < 5 and DecodePlan.of(spec, made.stages(made.depth + 1)).smem_bytes <= room:
         made = made.stages(made.depth + 1)
     return made
+
+
+def latent_candidates(spec: DecodeSpec, gpu: GPU) -> Iterator[LatentWgmma]:
+    """Of latents, by wgmma: tiles of 32 keys, of which three are on their way where one is multiplied. Splits
+    are smaller than workspace and launches of few requests ask for: few rows have much less to leave than to
+    read, and with one request multiprocessors have nothing else to do."""
+    if not spec.latent: return
+    least = 128 if spec.rows <= 16 else 256 if spec.rows <= 64 else 512
+    for depth in (6, 5, 4, 3, 2): yield LatentWgmma().keys(32).stages(depth).split(MOST_SPLITS, least)

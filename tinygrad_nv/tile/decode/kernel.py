@@ -27,7 +27,7 @@ from __future__ import annotations
 from tinygrad_nv.ptx.builder import Kernel
 from tinygrad_nv.tile.decode.columns import divided
 from tinygrad_nv.tile.decode.combine import COMBINE_WARPS, Combine
-from tinygrad_nv.tile.decode.plan import DecodePlan, Parameters, Span
+from tinygrad_nv.tile.decode.plan import DecodePlan, Parameters, Span, SplitPlan
 from tinygrad_nv.tile.decode.schedules import Decode
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.decode.split import SplitKernel
@@ -39,7 +39,7 @@ def decode_attention(spec: DecodeSpec, schedule: Decode, gpu: GPU) -> DecodeKern
     """The kernels of a decode attention, by a legal schedule."""
     plan = DecodePlan.of(divided(spec), schedule)
     kernels = [_split(plan, gpu.arch)]
-    if plan.workspace_bytes: kernels.append(_combine(plan, gpu.arch))
+    if plan.workspace_bytes: kernels.append(combine_kernel(plan, gpu.arch))
     return DecodeKernel(tuple(kernels), plan.workspace_bytes)
 
 
@@ -51,7 +51,8 @@ def _split(plan: DecodePlan, arch: str) -> AttentionKernel:
     return AttentionKernel("decode_split", kb.ptx(), grid, s.threads, kb.dynamic_smem, pdl=kb.hopper)
 
 
-def _combine(plan: DecodePlan, arch: str) -> AttentionKernel:
+def combine_kernel(plan: SplitPlan, arch: str) -> AttentionKernel:
+    """The second kernel."""
     spec, threads = plan.spec, 32 * COMBINE_WARPS
     kb = Kernel("decode_combine", arch=arch, threads=threads)
     given = Parameters(kb, plan)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.decode.schedules import Decode
+from tinygrad_nv.tile.decode.schedules import Decode, KeySplits
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.layout import SharedTile
 
@@ -30,41 +30,15 @@ def up(value: int, unit: int) -> int:
 
 
 @dataclass(frozen=True)
-class DecodePlan:
-    """Of a spec and a schedule."""
+class SplitPlan:
+    """How a request's keys are split, and what splits leave each other."""
     spec: DecodeSpec
-    schedule: Decode
-
-    @staticmethod
-    @lru_cache(1024)
-    def of(spec: DecodeSpec, schedule: Decode) -> DecodePlan:
-        """The plan."""
-        return DecodePlan(spec, schedule)
-
-    @property
-    def keys(self) -> int:
-        """Of a warp's tile."""
-        return self.schedule.block_n // self.schedule.warps_n
-
-    @property
-    def group_threads(self) -> int:
-        """Threads that share a tile of keys."""
-        return 32 * self.schedule.warps_m
+    schedule: KeySplits
 
     @property
     def unit(self) -> int:
         """Splits begin at multiples of it: both powers of two."""
         return max(self.schedule.block_n, self.spec.page_size if self.spec.table else 1)
-
-    # **** rows ****
-
-    @property
-    def block_rows(self) -> int: return 16 * self.schedule.warps_m
-
-    @property
-    def row_blocks(self) -> int: return -(-self.spec.rows // self.block_rows)
-
-    # **** splits ****
 
     @property
     def least(self) -> int:
@@ -88,12 +62,57 @@ class DecodePlan:
         """Of a request; as many CTAs are launched for each."""
         return min(self.schedule.splits, -(-self.most_span // self.least))
 
+    # **** the workspace ****
+
+    @property
+    def all_rows(self) -> int: return self.spec.batch * self.spec.heads * self.spec.rows
+
+    @property
+    def stats_start(self) -> int:
+        """Bytes before the maxima and sums: sums are first, [request, key head, row, split, d_v]."""
+        return 4 * self.all_rows * self.most_splits * self.spec.d_v
+
+    @property
+    def workspace_bytes(self) -> int:
+        """0 where no request is split."""
+        return 0 if self.most_splits == 1 else self.stats_start + 8 * self.all_rows * self.most_splits
+
+
+@dataclass(frozen=True)
+class DecodePlan(SplitPlan):
+    """Of a spec and a schedule."""
+    schedule: Decode
+
+    @staticmethod
+    @lru_cache(1024)
+    def of(spec: DecodeSpec, schedule: Decode) -> DecodePlan:
+        """The plan."""
+        return DecodePlan(spec, schedule)
+
+    @property
+    def keys(self) -> int:
+        """Of a warp's tile."""
+        return self.schedule.block_n // self.schedule.warps_n
+
+    @property
+    def group_threads(self) -> int:
+        """Threads that share a tile of keys."""
+        return 32 * self.schedule.warps_m
+
+    # **** rows ****
+
+    @property
+    def block_rows(self) -> int: return 16 * self.schedule.warps_m
+
+    @property
+    def row_blocks(self) -> int: return -(-self.spec.rows // self.block_rows)
+
+    # **** shared memory ****
+
     @property
     def most_pages(self) -> int:
         """Of a split, of those that are looked up."""
         return self.most_keys // self.spec.page_size if self.spec.table else 0
-
-    # **** shared memory ****
 
     def tile(self, width: int) -> SharedTile:
         """Of a warp's keys or values, with `width` elements each, in rows of 32, 64 or multiples of 128
@@ -141,30 +160,16 @@ class DecodePlan:
     @property
     def smem_bytes(self) -> int: return up(self.ring_bytes, 16) + up(self.q_bytes, 16) + self.table_bytes
 
-    # **** the workspace ****
-
-    @property
-    def all_rows(self) -> int: return self.spec.batch * self.spec.heads * self.spec.rows
-
-    @property
-    def stats_start(self) -> int:
-        """Bytes before the maxima and sums: sums are first, [request, key head, row, split, d_v]."""
-        return 4 * self.all_rows * self.most_splits * self.spec.d_v
-
-    @property
-    def workspace_bytes(self) -> int:
-        """0 where no request is split."""
-        return 0 if self.most_splits == 1 else self.stats_start + 8 * self.all_rows * self.most_splits
-
 
 class Parameters:
     """Those of both kernels."""
 
-    def __init__(self, kb: Kernel, plan: DecodePlan) -> None:
+    def __init__(self, kb: Kernel, plan: SplitPlan) -> None:
         self.kb, self.out = kb, kb.pointer("out")
         if plan.workspace_bytes: self.workspace = kb.pointer("workspace")
         self.spec = spec = plan.spec
-        self.q, self.keys, self.values = (kb.pointer(name) for name in ("q", "keys", "values"))
+        self.q, self.keys = (kb.pointer(name) for name in ("q", "keys"))
+        self.values = self.keys if spec.latent else kb.pointer("values")
         if spec.table: self.table = kb.pointer("table")
         if spec.length == "memory": self.lengths = kb.pointer("lengths")
         if spec.quantised: self.scales = [kb.pointer(name) for name in ("k_scale", "v_scale")]
@@ -184,7 +189,7 @@ class Parameters:
 class Span:
     """A request's keys that rows see, and how they are split. All s32."""
 
-    def __init__(self, kb: Kernel, plan: DecodePlan, length: Value) -> None:
+    def __init__(self, kb: Kernel, plan: SplitPlan, length: Value) -> None:
         self.kb, spec, unit = kb, plan.spec, plan.unit
         self.high = length
         self.first, self.low = kb.reg("s32", 0), kb.reg("s32", 0)  # that a row sees; of the first split

@@ -28,14 +28,16 @@ from tinygrad_nv.tile.reference import (
 
 
 def arguments(spec: DecodeSpec) -> tuple[Argument, ...]:
-    """out, q, k, v, table, lengths, scale_k, scale_v, sinks, x0, x1, …: those that there are."""
+    """out, q, k, v, table, lengths, scale_k, scale_v, sinks, x0, x1, …: those that there are; values of
+    latents are in the memory of keys."""
     stored, heads = spec.batch * spec.pages, (spec.batch, spec.heads, spec.group, spec.s_q)
     q, out = (Argument(name, x.dtype, (Place(x.offset, (*heads, d), (*x.batch, x.row, 1)),))
               for name, x, d in (("q", spec.q, spec.d), ("out", spec.out, spec.d_v)))
     made = [replace(out, role="out"), q]
     made += [Argument(name, x.dtype, (Place(x.offset, (stored, spec.page_size, spec.heads, d),
                                             (x.page, x.token, x.head, 1)),))
-             for name, x, d in (("k", spec.k, spec.d), ("v", spec.v, spec.d_v))]
+             for name, x, d in (("k", spec.k, spec.d), ("v", spec.v, spec.d_v))
+             if not (spec.latent and name == "v")]
     if spec.table: made.append(Argument("table", dtypes.int32, (dense(spec.batch, spec.pages),),
                                         values=range(stored), usual=range(stored)))
     if spec.length == "memory":
@@ -101,7 +103,8 @@ def _rows(spec: DecodeSpec, given: Given, name: str, pages: Pages, scales: Scale
     page = given["table"][entry.flatten()].reshape(entry.shape) if spec.table else entry
     page = there.where(page, 0)
     lies = Place(pages.offset, (), (pages.page, pages.token, pages.head, 1))
-    found = elements(given[name], index_of(lies, (page, key % spec.page_size, h, e)))
+    memory = given["k" if spec.latent else name]
+    found = elements(memory, index_of(lies, (page, key % spec.page_size, h, e)))
     found = there.where(found.cast(wide), 0).contiguous()
     if scales is None: return found, Tensor.ones(1, dtype=wide)
     at = index_of(Place(scales.offset, (), (scales.page, scales.head)), (page, h))

@@ -30,6 +30,9 @@ The table (int32 [batch, pages], dense) is read from memory by each launch, and 
 integer of the launch; "most" is the longest. Nothing is read of pages, entries of the table, tokens and
 parameters of the score that no row sees.
 
+With `latent` values are elements of keys, in the memory of keys (MLA): `v` says where they lie there, and
+there is no pointer of values.
+
 Strides are in elements; along d elements lie side by side.
 """
 from __future__ import annotations
@@ -105,6 +108,7 @@ class DecodeSpec:
     causal: bool = True
     chunked: bool = False
     sinks: bool = False
+    latent: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch", "heads", "group", "s_q", "d", "d_v", "pages"):
@@ -124,6 +128,10 @@ class DecodeSpec:
         self._check_score()
 
     def _check_pages(self) -> None:
+        if self.latent and ((self.k.page, self.k.token) != (self.v.page, self.v.token) or self.quantised):
+            raise SpecError("values among keys whose " + ("dtype has scales" if self.quantised else
+                                                          "pages or tokens lie elsewhere"),
+                            "pages and tokens of keys, of floats")
         if self.table:
             if self.page_size not in PAGE_SIZES:
                 raise SpecError(f"pages of {self.page_size} tokens",
@@ -201,5 +209,6 @@ class DecodeSpec:
         if self.s_q > 1 and not self.causal: words.append("full")
         if self.window is not None: words.append(f"{'chunks of' if self.chunked else 'window'} {self.window}")
         if self.sinks: words.append("sinks")
+        if self.latent: words.append("latents")
         if self.score != Sum(): words.append(show(self.score))
         return ", ".join(words)

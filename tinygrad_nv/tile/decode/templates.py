@@ -1,10 +1,11 @@
-"""The template of decode attention."""
+"""The templates of decode attention."""
 from __future__ import annotations
 
 from tinygrad_nv.tile.choose import choose
-from tinygrad_nv.tile.decode.defaults import candidates
+from tinygrad_nv.tile.decode.defaults import candidates, latent_candidates
+from tinygrad_nv.tile.decode.latent.legality import problems as latent_problems
 from tinygrad_nv.tile.decode.legality import problems
-from tinygrad_nv.tile.decode.schedules import Decode
+from tinygrad_nv.tile.decode.schedules import Decode, LatentWgmma
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.legality import legality
@@ -19,5 +20,7 @@ def _why_not(spec: DecodeSpec, gpu: GPU) -> str:
 
 
 FAMILY = Family("decode", (
+    Template("latent_wgmma", DecodeSpec, LatentWgmma, legality(latent_problems), latent_candidates,
+             later("tinygrad_nv.tile.decode.latent.kernel", "latent_attention")),
     Template("decode", DecodeSpec, Decode, legality(problems), candidates,
              later("tinygrad_nv.tile.decode.kernel", "decode_attention")),), chooses=choose, says=_why_not)

@@ -78,6 +78,7 @@ def places(spec: AttentionSpec) -> dict[str, tuple[DType, Place]]:
     for name, scales, count in zip("qkv", spec.scales or (), (spec.s_q, spec.s_kv, spec.s_kv), strict=False):
         made[f"scale_{name}"] = dtypes.float32, (scales.offset, (*spec.batch, -(-count // scales.rows)),
                                                  (*scales.batch, scales.block))
+    if spec.sinks is not None: made["sinks"] = dtypes.float32, (0, spec.batch, spec.sinks)
     if spec.kept < EVERY: made["seed"] = dtypes.int32, (0, (2,), (1,))
     for load in sorted(loads(spec.score), key=lambda load: load.parameter):
         strides = (*(load.batch or (0, 0, 0)), load.m, load.n)
@@ -152,10 +153,13 @@ def attended(spec: AttentionSpec, given: dict[str, torch.Tensor], wide: torch.dt
     small = SimpleNamespace(batch=spec.batch, m=s_q, n=s_kv)
     scores = evaluate(small, spec.score, [sums.double()], given).to(wide)
     scores = torch.where(seen(spec, extents), scores, -torch.inf)
-    top = scores.amax(-1, keepdim=True)
+    sinks = torch.full((*spec.batch, 1, 1), -torch.inf)
+    if spec.sinks is not None: sinks = view(given["sinks"], spec.batch, spec.sinks, 0)[..., None, None]
+    sinks = sinks.to(wide)
+    top = torch.maximum(scores.amax(-1, keepdim=True), sinks)
     top = torch.where(top == -torch.inf, torch.zeros_like(top), top)
     weights = torch.exp(scores - top)
-    total = weights.sum(-1, keepdim=True)
+    total = weights.sum(-1, keepdim=True) + torch.exp(sinks - top)
     if spec.kept < EVERY: weights = weights * keep(spec, given, s_q, s_kv)
     lift = 256 if spec.scales is not None else 1
     if rounded is not None: weights = (weights * lift).to(rounded).to(wide) / lift

@@ -26,7 +26,7 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.tile.attention.spec import Rows
-from tinygrad_nv.tile.decode.schedules import Decode
+from tinygrad_nv.tile.decode.schedules import Decode, KeySplits
 from tinygrad_nv.tile.decode.spec import DecodeSpec, Length, Pages, Scales
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, Sum, loads
 from tinygrad_nv.tile.kernel import DecodeKernel
@@ -273,7 +273,7 @@ def launched(made: DecodeKernel, spec: DecodeSpec, given: Given, arch: str = "sm
     out = emu.alloc(bits(torch.full((size,), GUARD, dtype=TORCH[spec.out.dtype])))
     order = [out, *([emu.alloc(made.workspace_bytes)] if made.workspace_bytes else [])]
     for name in named(spec):
-        if name == "v" and given.together: order.append(order[-1])
+        if name == "v" and given.together and not spec.latent: order.append(order[-1])
         if name not in given.storages: continue
         storage = given.storages[name]
         order.append(emu.alloc(bits(storage)))
@@ -296,7 +296,7 @@ def named(spec: DecodeSpec) -> tuple[str, ...]:
     return *(name for name in known if there.get(name, True)), *(f"x{i}" for i in range(len(spec.parameters)))
 
 
-def run(spec: DecodeSpec, given: Given, schedule: Decode = SMALL, arch: str = "sm_80",
+def run(spec: DecodeSpec, given: Given, schedule: KeySplits = SMALL, arch: str = "sm_80",
         seed: int = 0) -> torch.Tensor:
     """The result [batch, heads, group, s_q, d_v], in its dtype. Nothing may be found, and nothing beside it
     written."""

@@ -28,7 +28,7 @@ from tinygrad_nv.tile.attention.fma.store import WarpReduction, store
 from tinygrad_nv.tile.attention.mma.copy import ColumnPipeline, RowCopy
 from tinygrad_nv.tile.attention.ragged_rest import store_logs
 from tinygrad_nv.tile.attention.schedules import FlashFma
-from tinygrad_nv.tile.attention.score import Columns, Extents, Scores, signed
+from tinygrad_nv.tile.attention.score import Columns, Extents, Scores, signed, sink_of
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 from tinygrad_nv.tile.expression import loads
 from tinygrad_nv.tile.kernel import AttentionKernel
@@ -57,6 +57,7 @@ class _FlashFmaKernel:
         self.out = kb.pointer("out")
         self.log = kb.pointer("l") if spec.lse else None
         self.q, self.keys, self.values = (kb.pointer(name) for name in "qkv")
+        self.sinks = kb.pointer("sinks") if spec.sinks is not None else None
         extras = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
         self.extents = Extents.declared(kb, spec)
         self._own_place()
@@ -153,7 +154,7 @@ class _FlashFmaKernel:
         return None
 
     def _store(self, row: Value, rows: Value) -> None:
-        inverses, logs = self.softmax.finish()
+        inverses, logs = self.softmax.finish(sink_of(self.kb, self.spec, self.sinks, self.batch))
         self.outputs.scaled(inverses)
         if self.log is not None: store_logs(self.kb, self.spec, self.log, logs, self.batch, row, rows)
         out = row_start(self.kb, self.out, self.spec.out, self.batch, row + self.outputs.lane_row)

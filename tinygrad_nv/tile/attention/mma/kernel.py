@@ -31,7 +31,7 @@ from tinygrad_nv.tile.attention.mma.copy import ColumnPipeline, RowCopy
 from tinygrad_nv.tile.attention.mma.plan import FlashMmaPlan, padded
 from tinygrad_nv.tile.attention.ragged_rest import clear, store_logs
 from tinygrad_nv.tile.attention.schedules import FlashMma
-from tinygrad_nv.tile.attention.score import Cells, Columns, Extents, OnlineSoftmax, Scores, signed
+from tinygrad_nv.tile.attention.score import Cells, Columns, Extents, OnlineSoftmax, Scores, signed, sink_of
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
 from tinygrad_nv.tile.expression import loads
 from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
@@ -64,6 +64,7 @@ class _FlashMmaKernel:
         self.log = kb.pointer("l") if spec.lse else None
         self.q, self.keys, self.values = (kb.pointer(name) for name in "qkv")
         cu = (kb.pointer("cu_q"), kb.pointer("cu_k")) if spec.ragged else None
+        self.sinks = kb.pointer("sinks") if spec.sinks is not None else None
         self.seed = kb.pointer("seed") if spec.kept < EVERY else None
         self.extras = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
         self._own_place()
@@ -235,7 +236,7 @@ class _FlashMmaKernel:
     def _store(self) -> None:
         """Divides by the row sums and stores, by way of the ring, which is no longer needed."""
         kb, extents = self.kb, self.extents
-        inverses, logs = self.softmax.finish()
+        inverses, logs = self.softmax.finish(sink_of(kb, self.spec, self.sinks, self.batch))
         if self.dropout is not None: inverses = [inverse * self.dropout.scale for inverse in inverses]
         self._rescale(inverses)
         rows = extents.s_q if isinstance(extents.s_q, Value) else kb.reg("u32", extents.s_q)

@@ -222,9 +222,9 @@ class Fp8MainLoop(AttentionMainLoop):
                 for each in cell: each *= scale
         return cells
 
-    def finish(self) -> tuple[list[Value], list[Value]]:
+    def finish(self, sink: Value | None = None) -> tuple[list[Value], list[Value]]:
         """What the result is multiplied by, of each row, and l."""
-        inverses, logs = super().finish()
+        inverses, logs = super().finish(sink)
         return (inverses if self.by_block[2] else [each * self.now for each in inverses]), logs
 
     # **** products ****

@@ -27,7 +27,7 @@ from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced
 from tinygrad_nv.tile.attention.ragged_rest import clear
 from tinygrad_nv.tile.attention.schedules import FlashWgmma
-from tinygrad_nv.tile.attention.score import Extents, Scores
+from tinygrad_nv.tile.attention.score import Extents, Scores, sink_of
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
 from tinygrad_nv.tile.attention.wgmma.blocks import KeyBlocks
 from tinygrad_nv.tile.attention.wgmma.fp8 import Fp8MainLoop, TransposedValues
@@ -63,6 +63,7 @@ class _FlashWgmmaKernel:
         for name in "qkv": kb.pointer(name)  # the tensor maps'
         self.scales = [kb.pointer(f"scale_{name}") for name in "qkv"] if spec.scales is not None else []
         self.cu = (kb.pointer("cu_q"), kb.pointer("cu_k")) if spec.ragged else None
+        self.sinks = kb.pointer("sinks") if spec.sinks is not None else None
         self.seed = kb.pointer("seed") if spec.kept < EVERY else None
         self.extras = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
         self.extents = Extents.declared(kb, spec)
@@ -142,7 +143,7 @@ class _FlashWgmmaKernel:
             row = tile.row + first
             products.tile(self.blocks(tile), Scores(kb, plan.spec, self.extents, self.extras, tile.batch, row,
                                                     plan.schedule.block_m, plan.schedule.block_n))
-            inverse, logs = products.finish()
+            inverse, logs = products.finish(sink_of(kb, plan.spec, self.sinks, tile.batch))
             if products.dropout is not None: inverse = [each * products.dropout.scale for each in inverse]
             self.finish.store(products.out, inverse, logs, row, first, self.extents.s_q, tile.batch)
             if plan.overlaid: products.give_back_queries()

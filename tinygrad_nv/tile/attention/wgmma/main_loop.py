@@ -135,9 +135,9 @@ class AttentionMainLoop:
     def _summed(self) -> None:
         """After a block's second product, while its values are there."""
 
-    def finish(self) -> tuple[list[Value], list[Value]]:
-        """What the result is multiplied by, of each row, and l."""
-        return self.softmax.finish()
+    def finish(self, sink: Value | None = None) -> tuple[list[Value], list[Value]]:
+        """What the result is multiplied by, of each row, and l; `sink` is the tile's."""
+        return self.softmax.finish(sink)
 
     # **** blocks ****
 
