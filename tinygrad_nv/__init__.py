@@ -13,6 +13,8 @@ from tinygrad_nv import interrupt
 
 interrupt.starting()
 
+import importlib
+import importlib.metadata
 import multiprocessing
 import sys
 from importlib.abc import MetaPathFinder
@@ -20,9 +22,16 @@ from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
 
-__all__ = ["LLM", "Context", "Device", "GlobalCounters", "KernelRecord", "Lowering", "SamplingParams",
-           "Tensor", "TinyJit", "UOp", "Variable", "disable", "disabled", "dtypes", "enable", "enabled",
-           "explain", "function", "layer", "memory_report", "nn", "timeline"]
+__all__ = ["LLM", "Context", "Device", "GlobalCounters", "KernelRecord", "Lowering", "RequestOutput",
+           "SamplingParams", "StructuredOutputsParams", "Tensor", "TinyJit", "UOp", "Variable", "__version__",
+           "disable", "disabled", "dtypes", "enable", "enabled", "explain", "function", "layer",
+           "memory_report", "nn", "timeline"]
+
+
+LATER = {"LLM": "tinygrad_nv.engine.llm", "SamplingParams": "tinygrad_nv.engine.sampling",
+         "RequestOutput": "tinygrad_nv.engine.request_output",
+         "StructuredOutputsParams": "tinygrad_nv.engine.structured_output.params",
+         "timeline": "tinygrad_nv.runtime.observe.timeline"}
 
 
 class _ModelsFinder(MetaPathFinder):
@@ -38,17 +47,9 @@ class _ModelsFinder(MetaPathFinder):
 
 
 def __getattr__(name: str) -> object:
-    """`LLM`, `SamplingParams` and `timeline`, loaded when asked for: importing tinygrad_nv stays as fast as
-    tinygrad."""
-    if name == "LLM":
-        from tinygrad_nv.engine.llm import LLM
-        return LLM
-    if name == "SamplingParams":
-        from tinygrad_nv.engine.sampling import SamplingParams
-        return SamplingParams
-    if name == "timeline":
-        from tinygrad_nv.runtime.observe.timeline import timeline
-        return timeline
+    """What `LATER` has, loaded when asked for: importing tinygrad_nv stays as fast as tinygrad."""
+    if name == "__version__": return importlib.metadata.version("tinygrad_nv")
+    if (module := LATER.get(name)) is not None: return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,6 +1,7 @@
 """What the commands do when all is well, and how they end when a terminal, a pipe or a person interferes."""
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import pty
@@ -19,6 +20,8 @@ import torch
 from safetensors.numpy import load_file
 from tinygrad_nv.models import repack_folder
 
+import tinygrad_nv
+from tinygrad_nv import cli
 from tinygrad_nv.cli import doctor
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.sampling import SamplingParams
@@ -194,6 +197,7 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, "PYTHONUNBUFFERED": "1", **changes}
 
 
+@pytest.mark.slow
 def test_characters_latin_1_lacks_are_escaped(tiny: Path):
     done = subprocess.run([*MODULE, "generate", str(tiny), "é→", "--max-tokens", "1"], capture_output=True,
                           env=environment(PYTHONIOENCODING="latin-1"), check=False)
@@ -303,3 +307,10 @@ def test_chat_survives_bytes_that_are_no_text(tiny: Path):
     assert done.returncode == 0, done.stderr
     assert b"Traceback" not in done.stderr
 
+
+
+def test_versions(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended: cli.main(["--version"])
+    assert ended.value.code == 0
+    assert re.fullmatch(r"tinygrad_nv \d+\.\d+\.\d+ tinygrad 0\.14\.0\n", capsys.readouterr().out)
+    assert tinygrad_nv.__version__ == importlib.metadata.version("tinygrad_nv")

@@ -81,10 +81,11 @@ def test_a_model_without_a_prompt(command, tiny: Path):
 def test_what_is_no_prompt(tiny: Path):
     llm = LLM(tiny, max_num_seqs=1)
     params = SamplingParams(max_tokens=1)
-    for wrong in (5, None, {"prompt": "x"}, [{"prompt": "x"}], [[1.5]], [None]):
+    for wrong in (5, None, {"prompt": 5}, [{"prompt": ["x"]}], [[1.5]], [None]):
         with pytest.raises(RequestError, match=r"a prompt of type \w+: .*\n  expected: a text, or a list of"):
             llm.generate(wrong, params)  # type: ignore[arg-type]
-    for right in ("a", [5, 9], np.array([5, 9]), [np.array([5, 9])], ["a"], [[5]]):
+    for right in ("a", {"prompt": "x"}, [{"prompt_token_ids": [5]}], [5, 9], np.array([5, 9]),
+                  [np.array([5, 9])], ["a"], [[5]]):
         assert len(llm.generate(right, params)) == 1  # type: ignore[arg-type]
     assert len(llm.generate("a", [params])) == 1
 

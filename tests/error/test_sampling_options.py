@@ -53,13 +53,13 @@ REFUSED: list[tuple[str, Any, str]] = [
     *[("n", x, "a whole number ≥ 1") for x in (0, -1, True, 1.5)],
     *[("max_tokens", x, "a whole number ≥ 1") for x in (True, 1.0)],
     *[("min_tokens", x, "a whole number ≥ 0") for x in (-1, True, None)],
-    ("min_tokens", 257, "at most max_tokens, 256"),
+    ("min_tokens", 17, "at most max_tokens, 16"),
     *[("seed", x, "a whole number in [0, 2^64)") for x in (True, 0.5)],
     *[(name, x, "a whole number from 0 to 20") for name in ("logprobs", "prompt_logprobs")
       for x in (-1, 21, True, 2.0)],
     *[(name, x, "True or False") for name in ("ignore_eos", "include_stop_str_in_output") for x in (1, None)],
-    *[("stop", x, "non-empty strings") for x in ("end", ("a", ""), (1,), None)],
-    *[("structured", x, "a Structured") for x in ("a*", {"regex": "a*"}, False)],
+    *[("stop", x, "non-empty strings") for x in (("a", ""), (1,), 5)],
+    *[("structured_outputs", x, "StructuredOutputsParams") for x in ("a*", {"regex": "a*"}, False)],
     *[("stop_token_ids", x, "token ids") for x in ((True,), (-1,), ("a",), 5)],
     *[("logit_bias", x, "a bias for token ids") for x in ({-1: 1.0}, {"1": 1.0}, {True: 1.0}, [(1, 1.0)])],
 ]

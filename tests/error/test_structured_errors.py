@@ -9,7 +9,8 @@ from tokenizers import models
 
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.structured_output.matcher import GrammarCompiler
-from tinygrad_nv.engine.structured_output.params import MAX_BYTES, Structured
+from tinygrad_nv.engine.structured_output.params import MAX_BYTES
+from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams as Structured
 from tinygrad_nv.engine.text.token_bytes import token_bytes
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import RequestError, TokenizerError
@@ -22,7 +23,7 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("form", "words"), [
-    ({}, "structured output with no constraint\n  expected: exactly one of json_schema, regex, choice, "
+    ({}, "structured output with no constraint\n  expected: exactly one of json, regex, choice, "
          "grammar, json_object\n  to fix:   add one of them"),
     ({"regex": "a", "json_object": True}, "structured output with regex and json_object\n"),
     ({"regex": ""}, "the regex of the structured output is empty"),
@@ -35,15 +36,15 @@ def nested(depth: int) -> dict[str, Any]:
     ({"choice": ["a", 1]}, "the choice of the structured output is ['a', 1]\n  expected: a list of "),
     ({"choice": ["a"] * 4097}, "choice of the structured output has 4097 texts\n  expected: at most 4096"),
     ({"grammar": "root ::= ("}, "the grammar of the structured output is not understood: "),
-    ({"json_schema": "{"}, "the JSON schema of the structured output is not JSON: "),
-    ({"json_schema": "[" * 100_000}, "the JSON schema of the structured output is not JSON: "),
-    ({"json_schema": [1]}, "the JSON schema of the structured output is a list\n  expected: an object, "),
-    ({"json_schema": {"const": float("nan")}}, "the JSON schema of the structured output is not JSON: "),
-    ({"json_schema": {"const": {1, 2}}}, "the JSON schema of the structured output is not JSON: "),
-    ({"json_schema": nested(60)}, "is more than 100 levels deep\n  expected: at most 100"),
-    ({"json_schema": {"items": {"multipleOf": 99999989}}}, "has multipleOf 99999989\n  expected: multiples "
+    ({"json": "{"}, "the JSON schema of the structured output is not JSON: "),
+    ({"json": "[" * 100_000}, "the JSON schema of the structured output is not JSON: "),
+    ({"json": [1]}, "the JSON schema of the structured output is a list\n  expected: an object, "),
+    ({"json": {"const": float("nan")}}, "the JSON schema of the structured output is not JSON: "),
+    ({"json": {"const": {1, 2}}}, "the JSON schema of the structured output is not JSON: "),
+    ({"json": nested(60)}, "is more than 100 levels deep\n  expected: at most 100"),
+    ({"json": {"items": {"multipleOf": 99999989}}}, "has multipleOf 99999989\n  expected: multiples "
      "of at most 10000, or of so much shifted by digits"),
-    ({"json_schema": {"x-guidance": {"lenient": True}}}, "has x-guidance\n  expected: keywords of JSON "),
+    ({"json": {"x-guidance": {"lenient": True}}}, "has x-guidance\n  expected: keywords of JSON "),
 ])
 def test_an_invalid_constraint(form: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError) as caught: Structured(**form)
@@ -65,25 +66,25 @@ LEAVE = "to fix:   leave it out, and check the answer for it afterwards"
     ({"regex": r"(a)\1"}, "backreferences are not supported"),
     ({"grammar": "start: other"}, 'unknown name: "other"'),
     ({"grammar": "start: start"}, "the grammar of the structured output cannot be compiled"),
-    ({"json_schema": {"not": {}}}, f'the JSON schema uses "not", which cannot be enforced while tokens are '
+    ({"json": {"not": {}}}, f'the JSON schema uses "not", which cannot be enforced while tokens are '
      f"sampled\n  expected: keywords that docs/structured.md names\n  {LEAVE}"),
-    ({"json_schema": False}, "the JSON schema uses"),
-    ({"json_schema": {"type": "array", "uniqueItems": True, "contains": {}}}, "uniqueItems"),
-    ({"json_schema": {"if": {"type": "string"}}}, 'the JSON schema uses "if"'),
-    ({"json_schema": {"type": "object", "propertyNames": {}}}, 'the JSON schema uses "propertyNames"'),
-    ({"json_schema": {"type": "object", "unevaluatedProperties": False}}, '"unevaluatedProperties"'),
-    ({"json_schema": {"$dynamicRef": "#a"}}, 'the JSON schema uses "$dynamicRef"'),
-    ({"json_schema": {"$ref": "http://example.com/a"}}, "the JSON schema of the structured output cannot "),
-    ({"json_schema": {"type": "string", "format": "zip"}}, "the JSON schema has format 'zip', which is not "
+    ({"json": False}, "the JSON schema uses"),
+    ({"json": {"type": "array", "uniqueItems": True, "contains": {}}}, "uniqueItems"),
+    ({"json": {"if": {"type": "string"}}}, 'the JSON schema uses "if"'),
+    ({"json": {"type": "object", "propertyNames": {}}}, 'the JSON schema uses "propertyNames"'),
+    ({"json": {"type": "object", "unevaluatedProperties": False}}, '"unevaluatedProperties"'),
+    ({"json": {"$dynamicRef": "#a"}}, 'the JSON schema uses "$dynamicRef"'),
+    ({"json": {"$ref": "http://example.com/a"}}, "the JSON schema of the structured output cannot "),
+    ({"json": {"type": "string", "format": "zip"}}, "the JSON schema has format 'zip', which is not "
      "known\n  expected: date-time, time, date, duration, email, hostname, ipv4, ipv6, uuid or uri"),
-    ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum (5) is greater than maximum"),
-    ({"json_schema": {"type": "object", "minProperties": 2}}, None),
-    ({"json_schema": {"properties": {"a": {}, "b": {}}, "minProperties": 2}}, "min/maxProperties only "),
-    ({"json_schema": {"allOf": [{"anyOf": [{"properties": {f"{i}{j}": {}}} for j in range(4)]}
+    ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum (5) is greater than maximum"),
+    ({"json": {"type": "object", "minProperties": 2}}, None),
+    ({"json": {"properties": {"a": {}, "b": {}}, "minProperties": 2}}, "min/maxProperties only "),
+    ({"json": {"allOf": [{"anyOf": [{"properties": {f"{i}{j}": {}}} for j in range(4)]}
                                 for i in range(8)]}}, "schema too large"),
-    ({"json_schema": {"allOf": [{"type": "integer", "multipleOf": m} for m in (97, 89, 101)]}},
+    ({"json": {"allOf": [{"type": "integer", "multipleOf": m} for m in (97, 89, 101)]}},
      "the JSON schema takes more than 1 s to compile\n  expected: a grammar that compiles in that time"),
-    ({"json_schema": {"properties": {f"p{i}": {"type": "string"} for i in range(5000)}}}, "the JSON schema "),
+    ({"json": {"properties": {f"p{i}": {"type": "string"} for i in range(5000)}}}, "the JSON schema "),
 ])
 def test_a_constraint_that_cannot_be_enforced(grammars: GrammarCompiler, form: dict[str, Any],
                                               words: str | None) -> None:

@@ -51,7 +51,7 @@ class Run:
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     made = LLM(DEFAULT_MODEL, device="CPU", max_model_len=LENGTH, max_num_seqs=SEQS, num_pages=PAGES,
-               max_num_batched_tokens=32, swap_space=HOST_PAGES * 32768)
+               max_num_batched_tokens=32, swap_space=HOST_PAGES * 32768 / 2**30)
     assert made.core.pool.stats().host_total == HOST_PAGES
     yield made
     made.close()

@@ -12,7 +12,8 @@ import pytest
 from tinygrad import Tensor
 
 from tinygrad_nv.cli import DEFAULT_MODEL
-from tinygrad_nv.engine.llm import LLM, Completion
+from tinygrad_nv.engine.llm import LLM
+from tinygrad_nv.engine.request_output import RequestOutput
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.errors import EngineError, ModelError, RequestError
 
@@ -42,7 +43,7 @@ def test_answers_come_in_the_order_of_their_prompts(llm: LLM, single: list[tuple
     """More prompts than run at a time, each with params of its own, some with several answers."""
     seen: list[tuple[int, int]] = []
     params = [replace(GREEDY, max_tokens=2 + 2 * i, n=1 + i % 2) for i in range(6)]
-    done = llm.generate(PROMPTS, params, lambda *each: seen.append(each))
+    done = llm.generate(PROMPTS, params, progress=lambda *each: seen.append(each))
     assert [completion.prompt_token_ids for completion in done] == [tuple(ids) for ids in PROMPTS]
     for i, completion in enumerate(done):
         assert [answer.index for answer in completion.outputs] == list(range(1 + i % 2))
@@ -58,7 +59,7 @@ def test_one_prompt_is_a_list_of_one(llm: LLM, single: list[tuple[int, ...]]):
 
 
 def test_params_must_be_as_many_as_prompts(llm: LLM):
-    with pytest.raises(RequestError, match="1 params for 6 prompts"): llm.generate(PROMPTS, [GREEDY])
+    with pytest.raises(RequestError, match="1 sampling_params for 6 prompts"): llm.generate(PROMPTS, [GREEDY])
 
 
 def test_a_bad_prompt_is_refused_before_any_runs(llm: LLM):
@@ -94,7 +95,7 @@ def test_streams_run_beside_each_other(llm: LLM, single: list[tuple[int, ...]]):
 
 
 def test_threads_share_a_model(llm: LLM, single: list[tuple[int, ...]]):
-    found: dict[int, Completion] = {}
+    found: dict[int, RequestOutput] = {}
     def work(i: int) -> None: found[i] = llm.complete(PROMPTS[i], GREEDY)
     threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
     for thread in threads: thread.start()
@@ -107,10 +108,10 @@ def test_a_conversation_that_goes_on_computes_only_what_is_new(llm: LLM):
     first = llm.complete(prompt, GREEDY)
     longer = [*prompt, *first.token_ids, 7, 8, 9]
     again = llm.complete(longer, GREEDY)
-    assert again.cached_tokens == 48, "the full pages of 51 tokens; the last one chosen was not computed"
+    assert again.num_cached_tokens == 48, "the full pages of 51 tokens; the last one chosen was not computed"
     llm.core.pool.recover(0, ())
     fresh = llm.complete(longer, GREEDY)
-    assert (fresh.cached_tokens, fresh.token_ids) == (0, again.token_ids)
+    assert (fresh.num_cached_tokens, fresh.token_ids) == (0, again.token_ids)
 
 
 def test_logprobs_are_those_of_the_logits(llm: LLM):
@@ -121,12 +122,15 @@ def test_logprobs_are_those_of_the_logits(llm: LLM):
     assert len(logprobs) == len(done.token_ids)
     for at, each in enumerate(logprobs, len(PROMPTS[3]) - 1):
         best = np.argsort(-exact[at], kind="stable")[:3]
-        assert (each.token, each.rank) == (ids[at + 1], 1)
-        assert [token for token, _, _ in each.top] == best.tolist()
-        assert np.allclose([value for _, _, value in each.top], exact[at][best], atol=1e-4)
-        assert each.logprob == pytest.approx(exact[at][each.token], abs=1e-4)
+        assert [*each] == best.tolist()
+        assert [one.rank for one in each.values()] == [1, 2, 3]
+        assert np.allclose([one.logprob for one in each.values()], exact[at][best], atol=1e-4)
+        assert ids[at + 1] == best[0]
+    chosen = [each[token].logprob for each, token in zip(logprobs, done.token_ids, strict=True)]
+    assert done.outputs[0].cumulative_logprob == pytest.approx(sum(chosen))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("length", [5, 70, 65])
 def test_warming_up_captures_all_that_an_answer_needs(hf_model: Callable[[str], Path], length: int):
     """A prompt in one chunk, and one whose second chunk is of some tokens, or of one."""
@@ -161,6 +165,7 @@ def test_an_interrupt_in_the_middle_of_a_batch(llm: LLM, single: list[tuple[int,
 
 # **** steps that fail ****
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("at", range(3))
 def test_a_step_that_fails_while_it_is_captured(hf_model: Callable[[str], Path], at: int, monkeypatch):
     """The `at`-th realize of a request raises, after what it should compute has been written down."""

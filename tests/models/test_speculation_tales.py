@@ -7,7 +7,7 @@ from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.core import EngineStats
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.structured_output.params import Structured
+from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams as Structured
 
 AGE = {"type": "object", "additionalProperties": False, "required": ["age"],
        "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}}}
@@ -15,7 +15,7 @@ ASKED = [("Once upon a time", SamplingParams(max_tokens=40, temperature=0.0)),
          ("A dog", SamplingParams(max_tokens=40, temperature=0.9, seed=3, top_p=0.9, n=2)),
          ("The dog ran. The dog ran. The dog", SamplingParams(max_tokens=40, temperature=0.0)),
          ("A cat", SamplingParams(max_tokens=30, seed=1, repetition_penalty=1.2)),
-         ("Once", SamplingParams(max_tokens=40, seed=3, structured=Structured(json_schema=AGE)))]
+         ("Once", SamplingParams(max_tokens=40, seed=3, structured_outputs=Structured(json=AGE)))]
 
 
 def answers(speculative: str | None) -> tuple[list[list[tuple[int, ...]]], EngineStats]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import json
 import os
 import sys
@@ -108,6 +109,7 @@ def parser() -> argparse.ArgumentParser:
     directory = "a model directory or a GGUF file (default: the bundled model)"
     top = argparse.ArgumentParser(prog="tinygrad-nv",
                                   description="Run transformers with tinygrad, fast on NVIDIA.")
+    top.add_argument("--version", action="version", version=versions())
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     generate = commands.add_parser("generate", help="continue a prompt",
                                    usage="%(prog)s [options] [MODEL] PROMPT")
@@ -176,6 +178,11 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(message) from error
 
 
+def versions() -> str:
+    """Of this package and of tinygrad."""
+    return " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("tinygrad_nv", "tinygrad"))
+
+
 def _ids(text: str) -> list[int]:
     try: return [int(word) for word in text.replace(",", " ").split()]
     except ValueError as error:
@@ -212,7 +219,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     with console.tracing(arguments.trace) as recorded:
         llm = console.load(directory, arguments)
         params = console.sampling(arguments, llm)
-        ids = llm.encode(request)  # raises for a bad prompt before anything is compiled
+        ids = llm.tokenize(request)  # raises for a bad prompt before anything is compiled
         console.compile_steps(llm, params, len(ids))
         if arguments.json:
             with recorded(): done = llm.complete(ids, params)

@@ -20,7 +20,8 @@ from rich.text import Text
 from tinygrad import Device
 from tinygrad.helpers import DEV
 
-from tinygrad_nv.engine.llm import LLM, Completion
+from tinygrad_nv.engine.llm import LLM
+from tinygrad_nv.engine.request_output import RequestOutput
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
@@ -132,12 +133,12 @@ def device_name(llm: LLM) -> str:
     return f"{llm.device} {arch.split(',')[0]}" if arch else str(llm.device)
 
 
-def weight_rate(done: Completion, llm: LLM) -> float:
+def weight_rate(done: RequestOutput, llm: LLM) -> float:
     """GB of weights read a second while decoding."""
     return done.tokens_per_s * llm.streamed_bytes / 1e9
 
 
-def report(done: Completion, llm: LLM) -> dict[str, Any]:
+def report(done: RequestOutput, llm: LLM) -> dict[str, Any]:
     """The answer and its figures, for `--json`."""
     return {"prompt_token_ids": list(done.prompt_token_ids), "token_ids": list(done.token_ids),
             "text": done.text, "finish_reason": done.finish_reason, "seed": done.seed,
@@ -146,7 +147,7 @@ def report(done: Completion, llm: LLM) -> dict[str, Any]:
             "device": device_name(llm)}
 
 
-def summary(done: Completion, llm: LLM) -> str:
+def summary(done: RequestOutput, llm: LLM) -> str:
     """One line: time to first token, tokens/s, GB/s of weights."""
     return (f"[{len(done.token_ids)} tokens · first after {done.ttft_s * 1e3:.0f} ms"
             f" · {done.tokens_per_s:.1f} tokens/s"

@@ -109,7 +109,7 @@ class AsyncEngine:
         params = self.llm.defaults if params is None else params
         name = f"request-{next(self._request_numbers)}" if request_id is None else request_id
         self._require_new(name)
-        return self._generate(Request(name, self.llm.encode(prompt), params, priority, time.monotonic()))
+        return self._generate(Request(name, self.llm.tokenize(prompt), params, priority, time.monotonic()))
 
     def _require_new(self, name: str) -> None:
         if name in self._streams:
@@ -120,7 +120,7 @@ class AsyncEngine:
         stream = DeltaStream(OutputProcessor(self.llm.tokenizer, request.prompt, request.params))
         self._streams[request.id], self._waiting = stream, self._waiting + 1
         try:
-            if request.params.structured is not None:   # compiling a new grammar may take seconds
+            if request.params.masked:   # compiling a new grammar may take seconds
                 matchers = await asyncio.to_thread(self.llm.matchers, request.params)
                 request = replace(request, matchers=matchers)
             self.llm.engine.submit(request, self._on_outputs)

@@ -1,7 +1,7 @@
 """`LLM`: a model directory, ready to generate.
 
 Protocol: `LLM(directory)` loads the model, or raises for one it cannot run. `generate(prompts, params)`
-answers all prompts as one batch, and returns `Completion`s in their order. `stream(prompt, params)` yields
+answers all prompts as one batch, and returns `RequestOutput`s in their order. `stream(prompt, params)` yields
 the `Delta`s of one answer, and `complete` collects them. Any thread may call these, several at a time.
 
 If a caller fails, Ctrl-C included, its requests are aborted and the model stays usable: the core runs in its
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import itertools
 import queue
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, cast
 
 from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.embedding.embedder import open_embedder
@@ -30,20 +31,24 @@ from tinygrad_nv.engine.loading import (
     with_quantization,
 )
 from tinygrad_nv.engine.memory_planning import CacheSize, layer_bytes, require_room, step_bytes
-from tinygrad_nv.engine.outputs import Delta, EmbeddingRequestOutput, EngineCoreOutput, TokenLogprobs
-from tinygrad_nv.engine.prompts import Prompt, as_prompts, as_token_ids
+from tinygrad_nv.engine.outputs import Delta, EmbeddingRequestOutput, EngineCoreOutput
+from tinygrad_nv.engine.progress_bar import progress_bar
+from tinygrad_nv.engine.prompts import ParsedPrompt, Prompt, as_prompts, parse, text_or_tokens
+from tinygrad_nv.engine.request_output import RequestOutput, RequestOutputBuilder
 from tinygrad_nv.engine.sampling import SamplingParams, fresh_seed
-from tinygrad_nv.engine.scheduling.request import Request
+from tinygrad_nv.engine.scheduling.request import Matcher, Request
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
 from tinygrad_nv.engine.speculation.draft_model import DraftModelFiles
 from tinygrad_nv.engine.speculation.ngram import NgramProposer, parse_speculative
-from tinygrad_nv.engine.structured_output.matcher import GrammarCompiler, GrammarMatcher
+from tinygrad_nv.engine.structured_output.matcher import GrammarCompiler
+from tinygrad_nv.engine.structured_output.token_rules import TokenRules, word_tokens
 from tinygrad_nv.engine.text.output_processor import OutputProcessor
 from tinygrad_nv.engine.text.tokenizer import Message, Tokenizer, Tools
 from tinygrad_nv.engine.thread import EngineThread
+from tinygrad_nv.engine.vllm_arguments import from_vllm, require_no_adapter
 from tinygrad_nv.engine.worker.kv_cache_dtype import resolve_kv_cache_dtype
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
-from tinygrad_nv.errors import NVError, RequestError, TokenizerError
+from tinygrad_nv.errors import RequestError, TokenizerError
 from tinygrad_nv.kvcache.groups import cache_groups
 from tinygrad_nv.kvcache.pool import PagePool
 from tinygrad_nv.models import weights
@@ -54,74 +59,44 @@ from tinygrad_nv.models.quantised_experts import idle_bytes
 from tinygrad_nv.runtime.memory import sweep
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
 
-
-@dataclass(frozen=True)
-class Answer:
-    """One of the n answers to a prompt. `finish_reason` is "stop" (end token, stop token or stop string, the
-    latter two in `stop_reason`), "length", or "error" with an `error`."""
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    stop_reason: int | str | None = None
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    error: NVError | None = None
-
-
-@dataclass(frozen=True)
-class Completion:
-    """The answers to a prompt; `text`, `token_ids` and `finish_reason` are those of the first.
-    `cached_tokens`: prompt tokens found in the prefix cache. Times are in seconds: `ttft_s` from the call to
-    the first token, `decode_s` from there to the last token."""
-    prompt_token_ids: tuple[int, ...]
-    outputs: tuple[Answer, ...]
-    seed: int
-    cached_tokens: int
-    ttft_s: float
-    decode_s: float
-
-    @property
-    def text(self) -> str: return self.outputs[0].text
-
-    @property
-    def token_ids(self) -> tuple[int, ...]: return self.outputs[0].token_ids
-
-    @property
-    def finish_reason(self) -> str: return self.outputs[0].finish_reason
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens a second of the first answer after its first token; 0 if there was only one."""
-        return (len(self.token_ids) - 1) / self.decode_s if self.decode_s > 0 else 0.0
+GIB = 1 << 30
 
 
 class LLM:
-    """A loaded model. `directory` is a Hugging Face directory; `progress(done, total)` reports bytes of
-    weights. This process uses at most the fraction `gpu_memory_utilization`, 0 < x <= 1, of a GPU's memory;
-    no effect on a CPU.
+    """A loaded model. `model` is a Hugging Face directory or a GGUF file; `progress(done, total)` reports
+    bytes of weights. This process uses at most the fraction `gpu_memory_utilization`, 0 < x <= 1, of a GPU's
+    memory; no effect on a CPU.
 
     At most `max_num_seqs` sequences run at a time, and a step computes at most `max_num_batched_tokens`
     tokens. Keys and values are stored as `kv_cache_dtype` ("auto": the checkpoint's, else the model's;
     float32, float16, bfloat16, int8, fp8, fp8_e5m2) in `num_pages` pages of `page_size` tokens, or as many as
-    fit into `kv_cache_bytes` (default: what is left of a GPU). `swap_space` bytes of host memory hold
+    fit into `kv_cache_bytes` (default: what is left of a GPU). `swap_space` GiB of host memory hold
     offloaded pages. Prompts with a common prefix share pages (`enable_prefix_caching`). `speculative`,
     ngram:K or draft:DIR:K (speculation/ngram.py), turns on speculative decoding, which does not change the
     output. How weights are quantised says the checkpoint, and `quantization` checks that; weights that are
     not quantised it quantises while they are loaded (fp8, int8). `task` "embed" makes an embedding model of
-    one that generates (models/embedding_model.py); embedding models `embed` alone. `stage(name)` is called at
-    the end of each stage of loading."""
+    one that generates (models/embedding_model.py); embedding models `embed` alone. Seeds of requests without
+    one come from `seed`, or are random. `tokenizer` is a directory with another tokenizer. `stage(name)` is
+    called at the end of each stage of loading. Other arguments of vLLM's `LLM` are taken, or refused
+    (vllm_arguments.py)."""
 
-    def __init__(self, directory: str | Path, dtype: str = "auto", max_model_len: int | None = None,
+    def __init__(self, model: str | Path, dtype: str = "auto", max_model_len: int | None = None,
                  device: str | None = None, progress: Callable[[int, int], None] | None = None,
                  gpu_memory_utilization: float = UTILIZATION, *, max_num_seqs: int = 64,
                  max_num_batched_tokens: int = 512, kv_cache_dtype: str = "auto", page_size: int = 16,
-                 num_pages: int | None = None, kv_cache_bytes: int | None = None, swap_space: int = 0,
+                 num_pages: int | None = None, kv_cache_bytes: int | None = None, swap_space: float = 0,
                  enable_prefix_caching: bool = True, max_queue: int = 1024, overlap: bool = True,
                  speculative: str | None = None, quantization: str | None = None, task: str = "auto",
-                 stage: Callable[[str], None] = lambda name: None) -> None:
+                 tokenizer: str | Path | None = None, seed: int | None = None,
+                 stage: Callable[[str], None] = lambda name: None, **vllm: Any) -> None:
+        own = from_vllm(vllm, frozenset(signature(LLM).parameters))
+        page_size, num_pages = own.get("page_size", page_size), own.get("num_pages", num_pages)
+        kv_cache_bytes, task = own.get("kv_cache_bytes", kv_cache_bytes), own.get("task", task)
+        speculative = own.get("speculative", speculative)
+        self._seeds = fresh_seed if seed is None else partial(Random(seed).getrandbits, 32)
         sweep()
         self._request_numbers = itertools.count()
-        self.directory, self.device = Path(directory), open_device(device)
+        self.directory, self.device = Path(model), open_device(device)
         stage("open device")
         self.embedder = open_embedder(
             self.directory, self.device, task, {"speculative": speculative, "quantization": quantization},
@@ -136,7 +111,7 @@ class LLM:
         self.dtype = resolve_dtype(dtype, self.config, self.directory, self.device)
         self.length = context_length(self.config, self.dtype, max_model_len)
         self.defaults, self.eos = generation_defaults(self.directory, self.config)
-        self.tokenizer, self.tokenizer_error = optional_tokenizer(self.directory)
+        self.tokenizer, self.tokenizer_error = optional_tokenizer(Path(tokenizer or self.directory))
         speculative_config = None if speculative is None else parse_speculative(speculative)
         engine = EngineConfig(max_seqs=max_num_seqs, max_batched_tokens=max_num_batched_tokens,
                               max_len=self.length, queue_limit=max_queue, overlap=overlap, eos=self.eos,
@@ -159,7 +134,7 @@ class LLM:
             step = step_bytes(self.config, self.dtype, max_num_batched_tokens + max_num_seqs, max_num_seqs)
             held = self._weight_bytes + (draft.weight_bytes if draft else 0)
             num_pages = cache.num_pages(self.device, held, step)
-        host_pages = swap_space // cache.page_bytes
+        host_pages = int(swap_space * GIB) // cache.page_bytes
         self.model = Llama(self.config, self.dtype, self.device, positions=self.length)
         # float32 that is asked for by name stays what it is
         self.model.int8_inputs |= dtype == "auto"
@@ -176,6 +151,10 @@ class LLM:
         self.core = EngineCore(self.runner, pool, engine, proposer)
         self.engine = EngineThread(self.core)
         stage("pages")
+
+    def __enter__(self) -> LLM: return self
+
+    def __exit__(self, *_: object) -> None: self.close()
 
     def close(self) -> None:
         """Ends running requests, and frees host memory. Nothing can be generated afterwards."""
@@ -213,14 +192,18 @@ class LLM:
 
     # **** prompts ****
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, checked against the vocabulary and the context."""
-        if isinstance(prompt, str):
-            if not prompt:
+    def tokenize(self, prompt: Prompt, truncate_prompt_tokens: int | None = None) -> list[int]:
+        """Token ids of a prompt, checked against the vocabulary and the context; with
+        `truncate_prompt_tokens` its last ones."""
+        parsed, limit = parse(prompt), truncate_prompt_tokens
+        if parsed.messages is not None: return self.encode_chat(parsed.messages)
+        if parsed.ids is not None: ids = parsed.ids
+        else:
+            if not parsed.text:
                 raise RequestError("the prompt is empty", "at least one character", "write a prompt")
-            self.require_tokenizer().require_fitting(prompt, self.length)
-            ids = self.require_tokenizer().encode(prompt)
-        else: ids = as_token_ids(prompt)
+            if limit is None: self.require_tokenizer().require_fitting(parsed.text, self.length)
+            ids = self.require_tokenizer().encode(parsed.text)
+        if limit is not None: ids = ids[-(self.length - 1 if limit == -1 else limit):]
         if not ids:
             raise RequestError("the prompt has no tokens", "at least one token id", "pass a longer prompt")
         if bad := [i for i in ids if not 0 <= i < self.config.vocab_size]:
@@ -240,20 +223,29 @@ class LLM:
     def encode_chat(self, messages: Sequence[Message], tools: Tools = (), /, **extra: Any) -> list[int]:
         """Token ids of a conversation, through the model's chat template. `tools` and `extra` are variables
         of the template."""
+        return self.conversation(messages, tools, **extra).ids or []
+
+    def conversation(self, messages: Sequence[Message], tools: Tools = (), /, **extra: Any) -> ParsedPrompt:
+        """A conversation as a prompt: its text and token ids, as `encode_chat` has them."""
         text = self.require_tokenizer().render(messages, tools, **extra)
         self.require_tokenizer().require_fitting(text, self.length)
-        return self.encode(self.require_tokenizer().encode(text, special=False))
+        return ParsedPrompt(text, self.tokenize(self.require_tokenizer().encode(text, special=False)))
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
         """The compiler and cache of structured output grammars."""
         return GrammarCompiler(self.require_tokenizer(), self.config.vocab_size, self.eos)
 
-    def matchers(self, params: SamplingParams) -> tuple[GrammarMatcher, ...]:
-        """A matcher for each answer if the output is structured; compiling a new grammar takes up to seconds.
-        Raises `RequestError` for a grammar that cannot be enforced."""
-        if params.structured is None: return ()
-        return tuple(self.grammars.matcher(params.structured) for _ in range(params.n))
+    def matchers(self, params: SamplingParams) -> tuple[Matcher, ...]:
+        """A matcher for each answer if not every token may follow; compiling a new grammar takes up to
+        seconds. Raises `RequestError` for a grammar that cannot be enforced."""
+        if not params.masked: return ()
+        constraint = params.structured_outputs
+        made = [None if constraint is None else self.grammars.matcher(constraint) for _ in range(params.n)]
+        if params.allowed_token_ids is None and not params.bad_words: return tuple(filter(None, made))
+        words = word_tokens(self.require_tokenizer(), params.bad_words) if params.bad_words else ()
+        return tuple(TokenRules(self.config.vocab_size, params.allowed_token_ids, words, each)
+                     for each in made)
 
     def request(self, name: str, prompt: Prompt, params: SamplingParams | None = None,
                 priority: int = 0) -> Request:
@@ -264,32 +256,62 @@ class LLM:
         params = self.defaults if params is None else params
         params.require_vocabulary(self.config.vocab_size)
         if params.stop: self.require_tokenizer()
-        if params.seed is None: params = replace(params, seed=fresh_seed())
-        return Request(name, self.encode(prompt), params, priority, matchers=self.matchers(params))
+        if params.seed is None: params = replace(params, seed=self._seeds())
+        parsed = parse(prompt)
+        if parsed.messages is not None: parsed = replace(self.conversation(parsed.messages), salt=parsed.salt)
+        return Request(name, self.tokenize(parsed, params.truncate_prompt_tokens), params, priority,
+                       matchers=self.matchers(params), salt=parsed.salt.encode(), text=parsed.text)
 
     # **** answers ****
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
-                 params: SamplingParams | Sequence[SamplingParams] | None = None,
-                 progress: Callable[[int, int], None] = lambda done, total: None) -> list[Completion]:
-        """Answers to one prompt or to a list of them, in order. `params` are for all, or a list with one for
-        each; `progress(done, total)` counts finished prompts. Raises `RequestError` at once for a bad prompt;
-        an answer that fails later has finish reason "error"."""
-        many = as_prompts(prompts)
-        if many and many[0] is prompts and (params is None or isinstance(params, SamplingParams)):
-            return [self.complete(many[0], params)]
+                 sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                 use_tqdm: bool | Callable[..., Any] = True, lora_request: None = None,
+                 priority: Sequence[int] | None = None,
+                 progress: Callable[[int, int], None] = lambda done, total: None) -> list[RequestOutput]:
+        """Answers to one prompt or to a list of them, in order. `sampling_params` are for all, or a list with
+        one for each, as `priority` is. `progress(done, total)` counts finished prompts; so does a bar of tqdm
+        on a terminal, where that is installed, or what `use_tqdm` makes. Raises `RequestError` at once for a
+        bad prompt; an answer that fails later has finish reason "error"."""
+        many, params = as_prompts(prompts), sampling_params
+        require_no_adapter(lora_request)
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else params
-        if len(each) != len(many):
-            raise RequestError(f"{len(each)} params for {len(many)} prompts",
-                               "one for all, or one for each", "pass as many")
-        requests = [self.request(self._name(), prompt, its) for prompt, its in zip(many, each, strict=True)]
-        builders = [CompletionBuilder(request) for request in requests]
+        for name, given in (("sampling_params", each), ("priorities", priority)):
+            if given is not None and len(given) != len(many):
+                raise RequestError(f"{len(given)} {name} for {len(many)} prompts",
+                                   "one for all, or one for each", "pass as many")
+        requests = [self.request(self._name(), prompt, its, first) for prompt, its, first in
+                    zip(many, each, priority or [0] * len(many), strict=True)]
+        with progress_bar(use_tqdm, len(many)) as advance: return self._answers(requests, progress, advance)
+
+    def _answers(self, requests: Sequence[Request], progress: Callable[[int, int], None],
+                 advance: Callable[[], None]) -> list[RequestOutput]:
+        builders = [RequestOutputBuilder(request) for request in requests]
         done = 0
         for at, delta in self._run(requests):
             builders[at].push(delta)
-            if builders[at].finished: progress(done := done + 1, len(builders))
+            if not builders[at].finished: continue
+            progress(done := done + 1, len(builders))
+            advance()
         if self.engine.failure is not None: raise self.engine.failure
-        return [one.completion() for one in builders]
+        return [one.output() for one in builders]
+
+    def chat(self, messages: Sequence[Message] | Sequence[Sequence[Message]],
+             sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+             use_tqdm: bool | Callable[..., Any] = True, lora_request: None = None,
+             tools: Tools | None = None, chat_template: str | None = None,
+             chat_template_content_format: str = "auto", add_generation_prompt: bool = True,
+             continue_final_message: bool = False,
+             chat_template_kwargs: Mapping[str, Any] | None = None) -> list[RequestOutput]:
+        """Answers to a conversation, or to a list of them, as `generate` gives them. The chat template is the
+        model's or `chat_template`, with `tools` and `chat_template_kwargs`."""
+        several = not messages or not isinstance(messages[0], Mapping)
+        extra = {**(chat_template_kwargs or {}), "chat_template": chat_template,
+                 "add_generation_prompt": add_generation_prompt,
+                 "continue_final_message": continue_final_message}
+        prompts = [self.conversation(each, tools or (), **extra)
+                   for each in cast(Sequence[Sequence[Message]], messages if several else [messages])]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None,
               normalize: bool | None = None, dimensions: int | None = None) -> list[EmbeddingRequestOutput]:
@@ -299,7 +321,8 @@ class LLM:
         if self.embedder is None:
             raise RequestError(f"{self.directory} was loaded to generate text", "an embedding model",
                                'load it with LLM(directory, task="embed")')
-        return self.embedder.embed(as_prompts(prompts), truncate_prompt_tokens=truncate_prompt_tokens,
+        return self.embedder.embed([*map(text_or_tokens, as_prompts(prompts))],
+                                   truncate_prompt_tokens=truncate_prompt_tokens,
                                    normalize=normalize, dimensions=dimensions)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
@@ -308,13 +331,13 @@ class LLM:
         return self._stream(self.request(self._name(), prompt, params))
 
     def complete(self, prompt: Prompt, params: SamplingParams | None = None,
-                 on_delta: Callable[[Delta], None] = lambda _: None) -> Completion:
+                 on_delta: Callable[[Delta], None] = lambda _: None) -> RequestOutput:
         """The whole answer to one prompt, or its n answers; `on_delta` is called with each delta."""
-        builders = CompletionBuilder(request := self.request(self._name(), prompt, params))
+        builders = RequestOutputBuilder(request := self.request(self._name(), prompt, params))
         for delta in self._stream(request):
             on_delta(delta)
             builders.push(delta)
-        return builders.completion()
+        return builders.output()
 
     def _stream(self, request: Request) -> Iterator[Delta]:
         for _, delta in self._run([request]):
@@ -346,41 +369,3 @@ class LLM:
             for name in open_: self.engine.abort(name)
 
     def _name(self) -> str: return f"local-{next(self._request_numbers)}"
-
-
-class CompletionBuilder:
-    """Collects the deltas of a prompt's answers."""
-
-    def __init__(self, request: Request) -> None:
-        self.request, self.started = request, time.perf_counter()
-        self.first = self.last = 0.0
-        self.cached = 0
-        self.deltas: list[list[Delta]] = [[] for _ in range(request.params.n)]
-        self.going = request.params.n
-
-    @property
-    def finished(self) -> bool: return not self.going
-
-    def push(self, delta: Delta) -> None:
-        """Adds a delta."""
-        self.last = time.perf_counter()
-        self.first = self.first or self.last
-        self.cached = max(self.cached, delta.cached_tokens)
-        self.deltas[delta.index].append(delta)
-        self.going -= delta.finish_reason is not None
-
-    def completion(self) -> Completion:
-        """The completion, once it is finished."""
-        seed = self.request.params.seed
-        assert seed is not None
-        return Completion(tuple(self.request.prompt), tuple(map(join_deltas, self.deltas)), seed, self.cached,
-                          self.first - self.started, self.last - self.first)
-
-
-def join_deltas(deltas: Sequence[Delta]) -> Answer:
-    """The deltas of one sequence as an answer."""
-    last = deltas[-1]
-    assert last.finish_reason is not None
-    return Answer(last.index, "".join(each.text for each in deltas),
-                  tuple(token for each in deltas for token in each.tokens), last.finish_reason,
-                  last.stop_reason, tuple(found for each in deltas for found in each.logprobs), last.error)

@@ -75,6 +75,9 @@ def context_length(config: ModelConfig, dtype: DType, requested: int | None) -> 
     return min(config.max_positions, max(CACHE_BYTES // token_bytes(config, dtype), 2048))
 
 
+ANSWER_TOKENS = 256     # of an answer at most, where nobody says how many
+
+
 def open_device(name: str | None) -> str:
     """Opens tinygrad's device `name` (its default when None) and returns the canonical name."""
     requested = name or repr(DEV) or "default"
@@ -113,6 +116,6 @@ def generation_defaults(directory: Path, config: ModelConfig) -> tuple[SamplingP
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise ModelError(f"{path}: {name} is {value!r}", "a number", "correct the file")
     if not data.get("do_sample"): given["temperature"] = 0.0
-    try: return replace(SamplingParams(), **given), eos
+    try: return SamplingParams(max_tokens=ANSWER_TOKENS, **given), eos
     except RequestError as error:
         raise ModelError(f"{path}: {error.found}", error.expected, "correct the file") from error

@@ -1,7 +1,12 @@
-"""Prompts: a text or token ids, one or many of them."""
+"""Prompts: a text, token ids, or vLLM's dictionary of one of them or of messages; one or many.
+
+Protocol: `parse(prompt)` makes a `ParsedPrompt`, which has one of text, ids and messages. Prompts
+with different salts share no pages of keys and values.
+"""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import index
 from typing import Any, cast
 
@@ -9,16 +14,56 @@ import numpy as np
 
 from tinygrad_nv.errors import RequestError
 
-Prompt = str | Sequence[int]
+TextOrTokens = str | Sequence[int]
+KINDS = ("prompt", "prompt_token_ids", "messages")
+
+
+@dataclass(frozen=True)
+class ParsedPrompt:
+    """See above. A conversation that was rendered has both ids and their text."""
+    text: str | None = None
+    ids: list[int] | None = None
+    messages: list[Mapping[str, Any]] | None = None
+    salt: str = ""
+
+
+Prompt = TextOrTokens | Mapping[str, Any] | ParsedPrompt
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts; a single prompt becomes a list of one. Raises `RequestError` for other types."""
-    if isinstance(prompts, str): return [prompts]
-    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable): raise _not_a_prompt(prompts)
+    if isinstance(prompts, str | Mapping | ParsedPrompt): return [prompts]
+    if not isinstance(prompts, Iterable): raise _not_a_prompt(prompts)
     many = list(prompts)
     if many and all(isinstance(each, int | np.integer) for each in many): return [cast(Prompt, prompts)]
     return cast(list[Prompt], many)
+
+
+def parse(prompt: Prompt) -> ParsedPrompt:
+    """What a prompt has. Raises `RequestError` for other types."""
+    if isinstance(prompt, ParsedPrompt): return prompt
+    if isinstance(prompt, str): return ParsedPrompt(prompt)
+    if not isinstance(prompt, Mapping): return ParsedPrompt(ids=as_token_ids(prompt))
+    given = {name: value for name, value in prompt.items() if value is not None}
+    salt, found = given.pop("cache_salt", ""), [name for name in KINDS if name in given]
+    if len(found) != 1 or len(given) != 1 or not isinstance(salt, str):
+        raise RequestError(f"a prompt with {', '.join(map(repr, prompt)) or 'nothing'}",
+                           f"one of {', '.join(KINDS)}, and perhaps cache_salt, a text",
+                           "pass a text, token ids or messages; images and sounds are not read")
+    value = given[found[0]]
+    if found[0] == "prompt" and isinstance(value, str): return ParsedPrompt(value, salt=salt)
+    if found[0] == "prompt_token_ids" and not isinstance(value, str | Mapping):
+        return ParsedPrompt(ids=as_token_ids(value), salt=salt)
+    if found[0] == "messages" and isinstance(value, list): return ParsedPrompt(messages=value, salt=salt)
+    raise _not_a_prompt(value)
+
+
+def text_or_tokens(prompt: Prompt) -> TextOrTokens:
+    """A prompt without messages. Raises `RequestError`."""
+    parsed = parse(prompt)
+    if parsed.messages is not None:
+        raise RequestError("a prompt of messages", "a text, or token ids", "embed one of the messages' texts")
+    return parsed.text or "" if parsed.ids is None else parsed.ids
 
 
 def as_token_ids(prompt: Iterable[Any]) -> list[int]:

@@ -1,6 +1,7 @@
 """`SamplingParams`: the sampling options of a request.
 
-Protocol: `SamplingParams` is checked when created. `filters` says which parts of the sampler it needs,
+Protocol: `SamplingParams` is checked when created; None, and a single stop string, are put as what they stand
+for. `filters` says which parts of the sampler it needs,
 `numbers` are its parameters in the layout of worker/sampler.py.
 """
 from __future__ import annotations
@@ -9,10 +10,12 @@ import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
 
 import numpy as np
 
-from tinygrad_nv.engine.structured_output.params import Structured
+from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.tile.sampling.spec import NUMBERS, SEEDS, Number
 
@@ -22,6 +25,7 @@ FLOAT32_MIN, FLOAT32_MAX = 2.0 ** -126, (2 - 2.0 ** -23) * 2.0 ** 127
 GREEDY_BELOW = 1e-5
 MAX_LOGPROBS = 20       # OpenAI's bounds, also for bias and penalties
 MAX_BIASED_TOKENS = 300
+MAX_BAD_WORDS = 1000
 _SLOT_NUMBERS = [Number.temperature, Number.min_p, Number.repetition_penalty, Number.presence_penalty,
                  Number.frequency_penalty]
 
@@ -43,9 +47,17 @@ class Filters:
         return Filters(*(getattr(self, f.name) or getattr(other, f.name) for f in fields(Filters)))
 
 
+class RequestOutputKind(Enum):
+    """What vLLM returns while a request runs. A finished answer, as `LLM.generate` has it, is the same for
+    all; streams of this package are deltas."""
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample tokens and when to stop. Names and meanings are vLLM's.
+    """How to sample tokens and when to stop. Names, meanings and defaults are vLLM's.
 
     `temperature` 0 is greedy (as is anything below `GREEDY_BELOW`). `top_k` 0 or -1 keeps every token.
     `top_p` in (0, 1]; `min_p` in [0, 1], relative to the likeliest token. `repetition_penalty` divides
@@ -57,14 +69,20 @@ class SamplingParams:
     `stop` strings end the text and are not part of it, unless `include_stop_str_in_output`. Ids in
     `stop_token_ids` end it like the model's own end tokens, which `ignore_eos` disables. No end token is
     sampled before `min_tokens` tokens. `logprobs` and `prompt_logprobs` request log probabilities of so many
-    of the likeliest tokens, besides the sampled one. `structured` constrains the output
-    (structured_output/params.py)."""
+    of the likeliest tokens, besides the sampled one.
+
+    `structured_outputs` constrains the output (structured_output/params.py). Only `allowed_token_ids` are
+    sampled, if there are any, and none that completes one of `bad_words` (a text, also with a blank before
+    it) in the output. A prompt is cut off at its beginning so that it has at most `truncate_prompt_tokens`
+    tokens (-1: what the context holds). `skip_special_tokens` leaves special tokens out of the text, and
+    without `detokenize` there is none. `spaces_between_special_tokens`, True,
+    changes no text, and neither does `output_kind`. `best_of` is `n`, and `logits_processors` None."""
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    max_tokens: int | None = 256
+    max_tokens: int | None = 16
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -77,9 +95,22 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
-    structured: Structured | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    truncate_prompt_tokens: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    detokenize: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    best_of: int | None = None
+    logits_processors: None = None
 
     def __post_init__(self) -> None:
+        self._set(stop=(self.stop,) if isinstance(self.stop, str) else _listed(self.stop),
+                  stop_token_ids=_listed(self.stop_token_ids), bad_words=_listed(self.bad_words),
+                  logit_bias={} if self.logit_bias is None else self.logit_bias)
+        if self.allowed_token_ids is not None: self._set(allowed_token_ids=_listed(self.allowed_token_ids))
         self._check_number("temperature", 0, FLOAT32_MAX, "a number ≥ 0 (0 is greedy)")
         self._check_integer("top_k", -1, sys.maxsize, "a whole number ≥ 1, or 0 for every token")
         self._check_number("top_p", 0, 1, "a number in (0, 1]", above=True)
@@ -96,15 +127,38 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             self._check_integer(name, 0, MAX_LOGPROBS, f"a whole number from 0 to {MAX_LOGPROBS}",
                                 optional=True)
-        for name in ("ignore_eos", "include_stop_str_in_output"):
+        self._check_integer("truncate_prompt_tokens", -1, sys.maxsize, "a whole number ≥ 1, or -1",
+                            optional=True)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize",
+                     "spaces_between_special_tokens"):
             self._require(name, isinstance(getattr(self, name), bool), "True or False")
-        self._require("stop", isinstance(self.stop, tuple | list)
-                      and all(isinstance(each, str) and each for each in self.stop), "non-empty strings")
-        self._require("stop_token_ids", isinstance(self.stop_token_ids, tuple | list)
-                      and all(_is_whole(each) and each >= 0 for each in self.stop_token_ids), "token ids")
-        self._require("structured", self.structured is None or isinstance(self.structured, Structured),
-                      "a Structured")
+        for name in ("stop", "bad_words"):
+            self._require(name, isinstance(texts := getattr(self, name), tuple)
+                          and all(isinstance(each, str) and each for each in texts), "non-empty strings")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            self._require(name, (ids := getattr(self, name)) is None or (isinstance(ids, tuple)
+                          and all(_is_whole(each) and each >= 0 for each in ids)), "token ids")
+        self._check_unusual()
+        self._require("structured_outputs", self.structured_outputs is None
+                      or isinstance(self.structured_outputs, StructuredOutputsParams),
+                      "StructuredOutputsParams")
         self._check_logit_bias()
+
+    def _check_unusual(self) -> None:
+        self._require("truncate_prompt_tokens", self.truncate_prompt_tokens != 0, "a whole number ≥ 1, or -1")
+        self._require("allowed_token_ids", self.allowed_token_ids != (), "at least one token id, or None")
+        self._require("bad_words", len(self.bad_words) <= MAX_BAD_WORDS, f"at most {MAX_BAD_WORDS} texts")
+        self._require("stop", not self.stop or self.detokenize, "none without detokenize")
+        self._require("spaces_between_special_tokens", self.spaces_between_special_tokens,
+                      "True: tokenizers of this package put no other blanks")
+        self._require("best_of", self.best_of in (None, self.n), f"n, {self.n}: answers are not chosen among")
+        self._require("logits_processors", self.logits_processors is None,
+                      "None: logits stay on the device; logit_bias, allowed_token_ids, bad_words and "
+                      "structured_outputs are there")
+        self._require("output_kind", isinstance(self.output_kind, RequestOutputKind), "a RequestOutputKind")
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items(): object.__setattr__(self, name, value)
 
     def _check_logit_bias(self) -> None:
         bias = self.logit_bias
@@ -138,10 +192,17 @@ class SamplingParams:
                        penalty, bool(self.logit_bias))
 
     def require_vocabulary(self, size: int) -> None:
-        """Raises `RequestError` for a bias of a token outside a vocabulary of `size` tokens."""
-        if bad := [i for i in self.logit_bias if i >= size]:
-            raise RequestError(f"logit_bias has token id {bad[0]}, which is not in the vocabulary",
-                               f"0 to {size - 1}", "use ids of this model's tokenizer")
+        """Raises `RequestError` for a token outside a vocabulary of `size` tokens."""
+        for name in ("logit_bias", "allowed_token_ids"):
+            ids = getattr(self, name) or ()
+            if bad := [i for i in ids if i >= size]:
+                raise RequestError(f"{name} has token id {bad[0]}, which is not in the vocabulary",
+                                   f"0 to {size - 1}", "use ids of this model's tokenizer")
+
+    @property
+    def masked(self) -> bool:
+        """Whether matchers say which tokens may follow."""
+        return bool(self.structured_outputs is not None or self.allowed_token_ids or self.bad_words)
 
     def numbers(self, seed: int) -> np.ndarray:
         """The parameters of a sampler row, float32 [NUMBERS], in the order of `Number`. Parameters that a
@@ -156,6 +217,11 @@ class SamplingParams:
         made[Number.top_p] = max(self.top_p, FLOAT32_MIN) if used.top_p else np.inf
         made[Number.seed:] = [seed >> 16 * i & 0xFFFF for i in range(SEEDS)]
         return made
+
+
+def _listed(given: Any) -> Any:
+    """A list as a tuple, None as an empty one; anything else as it is, for its check to find."""
+    return () if given is None else tuple(given) if isinstance(given, list) else given
 
 
 def _is_number(x: object) -> bool: return isinstance(x, int | float) and not isinstance(x, bool)

@@ -25,7 +25,7 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
     parsed = protocol.completion(data, service.model.defaults, service.limits)
     name = service.require_name(parsed.model)
     size = sum(map(len, parsed.prompts))
-    prompts = await service.aside(size, lambda: [service.model.encode(prompt) for prompt in parsed.prompts])
+    prompts = await service.aside(size, lambda: [service.model.tokenize(prompt) for prompt in parsed.prompts])
     echoes = await service.aside(size, lambda: [_echo(service, parsed, prompts, at)
                                                 for at in range(len(prompts))])
     shared = {"id": record.id, "object": "text_completion", "created": int(time.time()), "model": name}

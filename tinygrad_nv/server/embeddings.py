@@ -17,7 +17,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from tinygrad_nv.engine.llm import Prompt
+from tinygrad_nv.engine.prompts import TextOrTokens
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.server.errors import APIError, api_error, invalid
 from tinygrad_nv.server.fields import Fields
@@ -33,7 +33,7 @@ MOST_INPUTS = 2048      # OpenAI's
 class EmbeddingsRequest:
     """Of /v1/embeddings. `normalize` None is what the model says."""
     model: str | None
-    inputs: tuple[Prompt, ...]
+    inputs: tuple[TextOrTokens, ...]
     base64: bool
     dimensions: int | None
     truncate: int | None

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tinygrad_nv.engine.llm import Prompt
+from tinygrad_nv.engine.prompts import TextOrTokens
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.server.errors import APIError, api_error, invalid
@@ -29,7 +29,8 @@ USUAL = {"skip_special_tokens": True, "spaces_between_special_tokens": True, "de
          "use_beam_search": False, "early_stopping": False, "length_penalty": 1.0}
 TOP_LOGPROBS = 20
 # reserved variables of chat templates
-OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt",
+                 "continue_final_message", "chat_template")
 # limits of OpenAI and vLLM
 STOPS, PENALTY = 16, 2.0
 
@@ -48,7 +49,7 @@ class Common:
 @dataclass(frozen=True)
 class CompletionRequest(Common):
     """Of /v1/completions."""
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[TextOrTokens, ...]
     echo: bool
     ids: bool               # return token ids, too
 
@@ -134,7 +135,7 @@ def _common(fields: Fields, defaults: SamplingParams, limits: RequestLimits, pro
         "stop_token_ids": fields.wholes("stop_token_ids") or None,
         "ignore_eos": fields.flag("ignore_eos") or None,
         "include_stop_str_in_output": fields.flag("include_stop_str_in_output") or None,
-        "structured": structured(fields, limits, forced)}
+        "structured_outputs": structured(fields, limits, forced)}
     # OpenAI's seeds are signed
     if given["seed"] is not None: given["seed"] %= 1 << 64
     if (choices := prompts * (given["n"] or 1)) > limits.choices:
@@ -174,7 +175,7 @@ def _bias(fields: Fields) -> dict[int, float] | None:
     return out or None
 
 
-def prompts(fields: Fields, name: str = "prompt") -> tuple[Prompt, ...]:
+def prompts(fields: Fields, name: str = "prompt") -> tuple[TextOrTokens, ...]:
     """A string, a list of strings, a list of token ids, or a list of such lists."""
     value = fields.take(name)
     expected = "a string, a list of strings, a list of token ids or a list of lists of token ids"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from tinygrad_nv.engine.embedding.batching import EmbeddingEngine
-    from tinygrad_nv.engine.llm import Prompt
+    from tinygrad_nv.engine.prompts import TextOrTokens
     from tinygrad_nv.engine.text.tokenizer import Tokenizer
     from tinygrad_nv.server.metrics import Metrics
 
@@ -39,7 +39,7 @@ class ServedModel(Protocol):
     defaults: SamplingParams
     length: int
 
-    def encode(self, prompt: Prompt) -> list[int]: ...
+    def tokenize(self, prompt: TextOrTokens) -> list[int]: ...
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (),
                     /, **extra: Any) -> list[int]: ...
     def require_tokenizer(self) -> Tokenizer: ...
@@ -47,7 +47,7 @@ class ServedModel(Protocol):
 
 class EmbeddingClient(Protocol):
     """The part of `Embedder` that the server uses."""
-    def encode(self, prompt: Prompt, most: int | None = None) -> list[int]: ...
+    def encode(self, prompt: TextOrTokens, most: int | None = None) -> list[int]: ...
     def require_dimensions(self, dimensions: int | None) -> None: ...
     def submit(self, prompts: Sequence[Sequence[int]]) -> list[Future[np.ndarray]]: ...
     def finish(self, pooled: Sequence[np.ndarray], normalize: bool | None = None,

@@ -31,7 +31,6 @@ from tinygrad_nv.server.service import EmbeddingEngineClient, Service
 from tinygrad_nv.server.serving import Server, bind, serve, url
 from tinygrad_nv.server.waterfall import Waterfall
 
-GIB = 1 << 30
 PROGRESS_S = 5.0    # between lines about a warm-up
 
 
@@ -129,7 +128,7 @@ def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"dtype": arguments.dtype, "max_model_len": arguments.max_model_len,
             "max_num_seqs": arguments.max_num_seqs,
             "max_num_batched_tokens": arguments.max_num_batched_tokens,
-            "kv_cache_dtype": arguments.kv_cache_dtype, "swap_space": int(arguments.swap_space * GIB),
+            "kv_cache_dtype": arguments.kv_cache_dtype, "swap_space": arguments.swap_space,
             "speculative": arguments.speculative, "quantization": arguments.quantization,
             "task": arguments.task, "enable_prefix_caching": arguments.enable_prefix_caching,
             "max_queue": arguments.max_queue,

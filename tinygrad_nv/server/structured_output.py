@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tinygrad_nv.engine.structured_output.params import Structured
+from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.server.errors import api_error, invalid
 from tinygrad_nv.server.fields import Fields
@@ -20,32 +20,31 @@ MAX_CALLS = 16
 # keywords that allow or restrict further properties of an object
 COMBINING_KEYWORDS = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames",
                       "minProperties", "allOf", "anyOf", "oneOf", "$ref", "if"}
-# vLLM's names, and `Structured`'s
-KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+KINDS = ("json", "regex", "choice", "grammar")
 
 
 def structured(fields: Fields, limits: RequestLimits, forced: dict[str, Any] | None) -> Any:
-    """`SamplingParams.structured` of a request. `forced` is the schema required by its tool choice."""
+    """What constrains the output of a request. `forced` is the schema required by its tool choice."""
     option = structured_option(fields, limits)
     # response_format constrains the content, which a forced tool call lacks
     if option and forced is not None and not option[0].startswith("response_format"):
         raise invalid(f"tool_choice forces a tool call, and {option[0]} asks for another output, expected "
                       "one of them", "tool_choice")
-    if forced is not None: option = "tools", {"json_schema": forced, "disable_any_whitespace": True}
+    if forced is not None: option = "tools", {"json": forced, "disable_any_whitespace": True}
     if option is None: return None
     path, arguments = option
-    try: return Structured(**arguments)
+    try: return StructuredOutputsParams(**arguments)
     except RequestError as error: raise api_error(error, path) from error
 
 
 def structured_option(fields: Fields, limits: RequestLimits) -> tuple[str, dict[str, Any]] | None:
-    """The field that constrains the output, and the arguments of `Structured` for it."""
+    """The field that constrains the output, and the arguments of `StructuredOutputsParams` for it."""
     found: list[tuple[str, dict[str, Any]]] = []
     if (wanted := fields.object("response_format")) is not None: found += _response_format(wanted)
     inner = Fields(fields.object("structured_outputs") or {}, "structured_outputs")
-    for kind, name in KINDS.items():
+    for kind in KINDS:
         for at, field in ((inner, kind), (fields, f"guided_{kind}")):
-            if (value := at.take(field)) is not None: found.append((at.path(field), {name: value}))
+            if (value := at.take(field)) is not None: found.append((at.path(field), {kind: value}))
     if inner.flag("json_object"): found.append((inner.path("json_object"), {"json_object": True}))
     one_line = inner.flag("disable_any_whitespace")
     inner.finish()
@@ -72,7 +71,7 @@ def _response_format(wanted: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]
     if schema is None:
         raise invalid("response_format.json_schema.schema is missing, expected a JSON schema",
                       "response_format.json_schema.schema", "missing_field")
-    return [("response_format.json_schema.schema", {"json_schema": schema})]
+    return [("response_format.json_schema.schema", {"json": schema})]
 
 
 def call_schema(tools: tuple[Tool, ...], choice: ToolChoice) -> dict[str, Any] | None:

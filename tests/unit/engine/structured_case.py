@@ -12,7 +12,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.structured_output.matcher import GrammarCompiler, GrammarMatcher
-from tinygrad_nv.engine.structured_output.params import Structured
+from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams as Structured
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 
 LETTERS = "▁abcdefghijklmnopqrstuvwxyz{}[]\":,0123456789"
@@ -140,4 +140,4 @@ SCHEMAS = {"person": PERSON, "code": {"type": "string", "pattern": "^[A-Z]{2}-[0
 
 def schema(name: str) -> Structured:
     """A schema of `SCHEMAS`."""
-    return Structured(json_schema=SCHEMAS[name])
+    return Structured(json=SCHEMAS[name])

@@ -22,14 +22,14 @@ from tinygrad.tensor import all_tensors
 from tinygrad_nv import LLM
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.structured_output.params import Structured
+from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams as Structured
 
 def cycle(pages):
     llm = LLM(DEFAULT_MODEL, max_num_seqs=4, num_pages=pages, device="CPU", **json.loads(sys.argv[1]))
     free = SamplingParams(temperature=0, max_tokens=4)
     # one after the other: which prompts meet in a step, and so its buffers, is otherwise a matter of time
     llm.generate(["Once"], [free])
-    llm.generate(["x"], [replace(free, structured=Structured(choice=["yes"]))])
+    llm.generate(["x"], [replace(free, structured_outputs=Structured(choice=["yes"]))])
     llm.close()
 
 def left():

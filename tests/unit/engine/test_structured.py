@@ -13,7 +13,7 @@ from tokenizers import decoders, models
 
 from tinygrad_nv.engine.structured_output.grammar_check import GrammarChecker
 from tinygrad_nv.engine.structured_output.matcher import GrammarCompiler, pack_mask
-from tinygrad_nv.engine.structured_output.params import Structured
+from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams as Structured
 from tinygrad_nv.engine.text.token_bytes import token_bytes
 from tinygrad_nv.errors import EngineError, RequestError
 
@@ -64,7 +64,7 @@ def test_grammars_of_both_kinds(grammar: str) -> None:
 def test_a_list_of_lists_has_no_depth() -> None:
     nested = {"$defs": {"l": {"type": "array", "maxItems": 2, "items": {"$ref": "#/$defs/l"}}},
               "$ref": "#/$defs/l"}
-    ids = written(grammars("tales").matcher(Structured(json_schema=nested)), 1, np.random.default_rng(5))
+    ids = written(grammars("tales").matcher(Structured(json=nested)), 1, np.random.default_rng(5))
     assert isinstance(json.loads(text("tales", ids)), list)
 
 
@@ -204,7 +204,7 @@ def test_masks_end_where_a_draft_is_wrong() -> None:
 # **** many at once ****
 
 def test_matchers_of_one_form_do_not_know_of_each_other() -> None:
-    form = Structured(json_schema=PERSON)
+    form = Structured(json=PERSON)
     first = grammars("tales").matcher(form)
     before = first.mask().copy()
     written(first, 1, np.random.default_rng(0))
@@ -227,11 +227,11 @@ def test_threads_that_ask_at_once() -> None:
 
 
 def test_equal_forms_are_equal() -> None:
-    a, b = Structured(json_schema=PERSON), Structured(json_schema=json.dumps(PERSON))
+    a, b = Structured(json=PERSON), Structured(json=json.dumps(PERSON))
     assert a == b
     assert hash(a) == hash(b)
     assert a != Structured(regex="a")
-    assert Structured(json_object=True) == Structured(json_schema={"type": "object"})
+    assert Structured(json_object=True) == Structured(json={"type": "object"})
 
 
 # **** grammars that take too long ****
@@ -241,7 +241,7 @@ BOMB = {"allOf": [{"type": "integer", "multipleOf": 97}, {"multipleOf": 89}, {"m
 
 def test_a_form_over_its_time_is_ended_and_the_next_one_compiles() -> None:
     checker = GrammarChecker(0.5)
-    with pytest.raises(TimeoutError): checker.check(Structured(json_schema=BOMB).grammar_text)
+    with pytest.raises(TimeoutError): checker.check(Structured(json=BOMB).grammar_text)
     assert checker.check(Structured(regex="a").grammar_text) == ""
     assert "unclosed group" in checker.check(Structured(regex="(a").grammar_text)
     checker.close()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from structured_case import grammars
 
-from tinygrad_nv.engine.structured_output.params import Structured
+from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams as Structured
 
 SCHEMA = {"type": "object", "required": ["a"], "additionalProperties": False,
           "properties": {"a": {"type": "array", "items": {"type": "integer"}}, "b": {"type": "string"}}}
@@ -18,7 +18,7 @@ BETWEEN = [at for at in range(1, len(TEXT)) if TEXT[at - 1] in '{[,:]' or TEXT[a
 def allows(text: str, one_line: bool = False, schema: Any = SCHEMA) -> bool:
     """Whether a model may write this, letter by letter, and end there."""
     made = grammars("tales")
-    matcher = made.matcher(Structured(json_schema=schema, disable_any_whitespace=one_line))
+    matcher = made.matcher(Structured(json=schema, disable_any_whitespace=one_line))
     for byte in text.encode():
         token = made._tokenizer_info._ids[bytes([byte])]
         if not int(matcher.mask()[token >> 5]) >> (token & 31) & 1: return False

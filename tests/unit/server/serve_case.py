@@ -57,10 +57,10 @@ class FakeModel:
 
     def require_tokenizer(self) -> Tokenizer: return self.tokenizer
 
-    def encode(self, prompt: Any) -> list[int]: return LLM.encode(self, prompt)  # type: ignore[arg-type]
+    def tokenize(self, prompt: Any) -> list[int]: return LLM.tokenize(self, prompt)  # type: ignore[arg-type]
 
     def encode_chat(self, messages: Any, tools: Any = (), /, **extra: Any) -> list[int]:
-        return self.encode(self.tokenizer.encode_chat(messages, tools, **extra))
+        return self.tokenize(self.tokenizer.encode_chat(messages, tools, **extra))
 
 
 @dataclass

@@ -9,7 +9,7 @@ import pytest
 from structured_case import allowed, grammars, text, tokenizer, written
 
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.structured_output.params import Structured
+from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams as Structured
 from tinygrad_nv.server import protocol
 from tinygrad_nv.server.errors import APIError
 from tinygrad_nv.server.limits import RequestLimits
@@ -47,7 +47,7 @@ TOOLS = tuple(tool(name, parameters) for name, parameters in PARAMETERS.items())
 
 def answered(tools: tuple[dict[str, Any], ...], choice: ToolChoice, seed: int) -> str:
     """What a model writes that finds every token equally likely."""
-    form = Structured(json_schema=call_schema(tools, choice), disable_any_whitespace=True)
+    form = Structured(json=call_schema(tools, choice), disable_any_whitespace=True)
     return text("tales", written(grammars("tales").matcher(form), 1, np.random.default_rng(seed), most=600))
 
 
@@ -74,7 +74,7 @@ def test_required_calls_are_of_tools_there_are(choice: ToolChoice):
 
 def test_a_call_that_is_repeated_ends():
     """The likeliest way for a model in a loop: always another call."""
-    form = Structured(json_schema=call_schema((tool("again", None),), REQUIRED), disable_any_whitespace=True)
+    form = Structured(json=call_schema((tool("again", None),), REQUIRED), disable_any_whitespace=True)
     matcher, words = grammars("tales").matcher(form), tokenizer("tales")[0]
     comma, ids = words.encode(",", special=False)[0], list[int]()
     while not matcher.finished:
@@ -129,7 +129,7 @@ NULL = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "
 
 @pytest.mark.parametrize("form", [{"type": "text"}, {"type": "json_object"}, NULL])
 def test_response_format_is_about_content(form: dict[str, Any]):
-    assert asked(response_format=form).params.structured == asked().params.structured
+    assert asked(response_format=form).params.structured_outputs == asked().params.structured_outputs
     with pytest.raises(APIError, match="guided_regex asks for another output"): asked(guided_regex="a")
 
 
@@ -147,5 +147,5 @@ def test_a_schema_too_deep_is_refused():
 
 def test_white_space_is_asked_for_as_in_vllm():
     one = asked(tool_choice="none", structured_outputs={"json": PLACE, "disable_any_whitespace": True})
-    assert one.params.structured == Structured(json_schema=PLACE, disable_any_whitespace=True)
-    assert one.params.structured != Structured(json_schema=PLACE)
+    assert one.params.structured_outputs == Structured(json=PLACE, disable_any_whitespace=True)
+    assert one.params.structured_outputs != Structured(json=PLACE)

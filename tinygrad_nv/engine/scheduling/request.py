@@ -65,7 +65,8 @@ class Proposer(Protocol):
 @dataclass(frozen=True)
 class Request:
     """`params.n` answers to `prompt`. A smaller `priority` runs first, as in vLLM. `matchers`: one for each
-    answer if the output is structured. Prefixes are shared only between requests of equal `salt`."""
+    answer if not every token may follow. Prefixes are shared only between requests of equal `salt`. `text`:
+    the prompt's, if it has one."""
     id: str
     prompt: list[int]
     params: SamplingParams
@@ -73,6 +74,7 @@ class Request:
     arrival_s: float = field(default_factory=time.monotonic)
     matchers: tuple[Matcher, ...] = ()
     salt: bytes = b""
+    text: str | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -190,4 +192,4 @@ def check_request(request: Request, config: EngineConfig, max_len: int, vocab: i
         raise RequestError(f"prompt_logprobs is {request.params.prompt_logprobs}",
                            "None: log probabilities are computed for output tokens only",
                            "leave it out, or ask for logprobs")
-    assert len(request.matchers) == n or (not request.matchers and request.params.structured is None)
+    assert len(request.matchers) == n or (not request.matchers and not request.params.masked)

@@ -27,7 +27,7 @@ from tinygrad_nv.engine.structured_output.grammar_check import (
     GrammarChecker,
     compile_grammar,
 )
-from tinygrad_nv.engine.structured_output.params import Structured
+from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams
 from tinygrad_nv.engine.text.token_bytes import token_bytes
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import EngineError, RequestError
@@ -121,9 +121,9 @@ class GrammarCompiler:
                                       list(tokenizer_info.eos))
         self._checker = GrammarChecker(seconds)
         self._lock = threading.Lock()
-        self._cache: OrderedDict[Structured, GrammarMatcher] = OrderedDict()
+        self._cache: OrderedDict[StructuredOutputsParams, GrammarMatcher] = OrderedDict()
 
-    def matcher(self, structured: Structured) -> GrammarMatcher:
+    def matcher(self, structured: StructuredOutputsParams) -> GrammarMatcher:
         """A matcher in its initial state. Compiling a new grammar takes up to seconds. Raises `RequestError`.
         """
         with self._lock:
@@ -140,7 +140,7 @@ class GrammarCompiler:
         """Ends the subprocess that checks grammars."""
         self._checker.close()
 
-    def _compile(self, structured: Structured) -> GrammarMatcher:
+    def _compile(self, structured: StructuredOutputsParams) -> GrammarMatcher:
         text = structured.grammar_text
         if not structured.trusted:
             try: error = self._checker.check(text)

@@ -1,8 +1,8 @@
-"""`Structured`: a JSON schema, a regular expression, a choice of texts, a grammar, or any JSON object.
+"""A JSON schema, a regular expression, a choice of texts, a grammar, or any JSON object.
 
-Protocol: `Structured` is checked when created, without a tokenizer: exactly one constraint, of bounded size.
-`grammar_text` is what matcher.py compiles: llguidance's JSON, in which every kind is a grammar or a schema.
-Schema keywords that cannot be enforced raise an error; none is silently ignored.
+Protocol: `StructuredOutputsParams` is checked when created, without a tokenizer: exactly one constraint, of
+bounded size. `grammar_text` is what matcher.py compiles: llguidance's JSON, in which every kind is a grammar
+or a schema. Schema keywords that cannot be enforced raise an error; none is silently ignored.
 """
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator
 
 
 @dataclass(frozen=True)
-class Structured:
-    """Exactly one constraint. `json_schema`: a schema as an object, a boolean or its text (draft 2020-12).
+class StructuredOutputsParams:
+    """Exactly one constraint. `json`: a schema as an object, a boolean or its text (draft 2020-12).
     `regex`: the whole output matches it (Rust syntax: no look-around, no back-references). `choice`: one of
     these texts. `grammar`: Lark, or llama.cpp's GBNF. `json_object`: any JSON object.
     `disable_any_whitespace`: JSON on one line, with no white space but one blank after a comma or colon."""
-    json_schema: Any = None
+    json: Any = None
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
@@ -41,11 +41,11 @@ class Structured:
     disable_any_whitespace: bool = False
 
     def __post_init__(self) -> None:
-        names = [name for name in ("json_schema", "regex", "choice", "grammar")
+        names = [name for name in ("json", "regex", "choice", "grammar")
                  if getattr(self, name) is not None] + ["json_object"] * bool(self.json_object)
         if len(names) != 1:
             raise RequestError(f"structured output with {' and '.join(names) or 'no constraint'}",
-                               "exactly one of json_schema, regex, choice, grammar, json_object",
+                               "exactly one of json, regex, choice, grammar, json_object",
                                "leave one" if names else "add one of them")
         _ = self.grammar_text   # raises now if invalid
 
@@ -67,7 +67,7 @@ class Structured:
         if self.regex is not None: return _lark_grammar(f"start: /{_lark_regex(_text('regex', self.regex))}/")
         if self.choice is not None: return _lark_grammar(_choice_grammar(self.choice))
         if self.grammar is not None: return _lark_grammar(_to_lark(_text("grammar", self.grammar)))
-        schema = {"type": "object"} if self.json_object else _checked_schema(self.json_schema)
+        schema = {"type": "object"} if self.json_object else _checked_schema(self.json)
         space = COMPACT if self.disable_any_whitespace else {"whitespace_pattern": WHITESPACE}
         schema = {**schema, "x-guidance": space}
         return json.dumps({"grammars": [{"json_schema": schema}]})
@@ -75,7 +75,7 @@ class Structured:
     def __hash__(self) -> int: return hash(self.grammar_text)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Structured) and self.grammar_text == other.grammar_text
+        return isinstance(other, StructuredOutputsParams) and self.grammar_text == other.grammar_text
 
 
 def _lark_grammar(text: str) -> str: return json.dumps({"grammars": [{"lark_grammar": text}]})

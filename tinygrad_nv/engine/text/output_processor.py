@@ -11,6 +11,7 @@ searched for stop strings.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from tinygrad_nv.engine.outputs import Delta, EngineCoreOutput, TokenLogprobs
 from tinygrad_nv.engine.sampling import SamplingParams
@@ -43,9 +44,12 @@ class OutputProcessor:
         return Delta(chosen.index, new_text, tokens, found, reason, stop, chosen.cached_tokens, chosen.error)
 
     def _text(self) -> SequenceText:
-        if self.tokenizer is None: return SequenceText(Detokenizer(lambda _: ""), self.params)
-        detokenizer = Detokenizer(self.tokenizer.decode, self.prompt, self.tokenizer.silent)
-        return SequenceText(detokenizer, self.params)
+        if self.tokenizer is None or not self.params.detokenize:
+            return SequenceText(Detokenizer(lambda _: ""), self.params)
+        tokenizer, skip = self.tokenizer, self.params.skip_special_tokens
+        decode = partial(tokenizer.decode, skip_special_tokens=skip)
+        silent = tokenizer.silent if skip else tokenizer.unknown
+        return SequenceText(Detokenizer(decode, self.prompt, silent), self.params)
 
     def _token_logprobs(self, token: int, logprobs: Logprobs) -> TokenLogprobs:
         text = self.tokenizer.token_text if self.tokenizer else lambda _: ""

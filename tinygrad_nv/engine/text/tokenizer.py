@@ -105,13 +105,17 @@ class Tokenizer:
         if len(own) + around > most: own.truncate(max(most - around, 0))
         return list(self.backend.post_process(own).ids)[:most]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, special tokens left out."""
-        return str(self.backend.decode(list(ids), skip_special_tokens=True))
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`, special tokens left out unless `skip_special_tokens` is False."""
+        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def silent(self, token: int) -> bool:
         """Whether `decode` omits the token: it is special, or not in the vocabulary."""
-        return token in self._special_ids or self.backend.id_to_token(token) is None
+        return token in self._special_ids or self.unknown(token)
+
+    def unknown(self, token: int) -> bool:
+        """Whether the token is not in the vocabulary."""
+        return self.backend.id_to_token(token) is None
 
     def token_text(self, token: int) -> str:
         """The text of one token: special tokens as they are written, bytes that are not a character as
@@ -135,17 +139,23 @@ class Tokenizer:
         # a letter in front, for the space that decoders strip at the start of a text
         return self.encode("a", special=False)
 
-    def render(self, messages: Sequence[Message], tools: Tools = (), /, **extra: Any) -> str:
+    def render(self, messages: Sequence[Message], tools: Tools = (), /, *, chat_template: str | None = None,
+               add_generation_prompt: bool = True, continue_final_message: bool = False, **extra: Any) -> str:
         """The prompt of a conversation, up to the assistant's turn. `tools` are functions as in OpenAI's API,
-        `extra` further variables of the template."""
-        if self.template is None:
+        `extra` further variables of the template. `add_generation_prompt`: the assistant's next turn begins;
+        `continue_final_message`: the last message goes on instead. `chat_template` stands for the model's
+        own."""
+        if (template := chat_template or self.template) is None:
             raise TokenizerError("the model has no chat template", "chat_template.jinja, or chat_template in "
                                  "tokenizer_config.json", "use `generate` with a plain prompt")
         try:
-            compiled = _environment().from_string(self.template)
-            return compiled.render({**extra, **self.special, "messages": [dict(m) for m in messages],
+            compiled = _environment().from_string(template)
+            text = compiled.render({**extra, **self.special, "messages": [dict(m) for m in messages],
                                     "tools": [dict(tool) for tool in tools] or None, "documents": None,
-                                    "add_generation_prompt": True})
+                                    "add_generation_prompt":
+                                    add_generation_prompt and not continue_final_message})
+            return _continued(text, messages) if continue_final_message else text
+        except RequestError: raise
         except jinja2.exceptions.SecurityError as error:
             raise TokenizerError(f"the chat template tried to leave its sandbox: {error}",
                                  "a template that only formats messages", "do not use this model's template; "
@@ -158,6 +168,17 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Message], tools: Tools = (), /, **extra: Any) -> list[int]:
         """Ids of a conversation, as `render` writes it. The template writes its own special tokens."""
         return self.encode(self.render(messages, tools, **extra), special=False)
+
+
+def _continued(text: str, messages: Sequence[Message]) -> str:
+    """A conversation up to the end of its last message's content, as transformers cuts it."""
+    last = messages[-1].get("content") if messages else None
+    if not isinstance(last, str) or not last.strip() or (at := text.rfind(last.strip())) < 0:
+        raise RequestError("continue_final_message, and the last message's content is not in the prompt",
+                           "a last message of text that the template writes as it is",
+                           "leave continue_final_message out")
+    whole = text[at:at + len(last)] == last     # some templates strip contents
+    return text[:at + len(last if whole else last.strip())]
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

@@ -7,11 +7,13 @@ row's 128 bytes. Lanes beyond the group's last row copy that again.
 """
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.access import advanced
 from tinygrad_nv.tile.gemm.spec import Operand
 from tinygrad_nv.tile.gemm.wgmma.plan import WARPGROUP
-from tinygrad_nv.tile.grouped_gemm.wgmma.plan import CHUNK, CHUNKS, LOADERS, ROW_BYTES, GroupedPlan
+from tinygrad_nv.tile.grouped_gemm.wgmma.plan import CHUNK, CHUNKS, LOADERS, ROW_BYTES, GroupedPlan, matrix_of
 from tinygrad_nv.tile.grouped_gemm.wgmma.tile_scheduler import GroupTile
 from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.layout import SharedTile
@@ -45,8 +47,8 @@ class GroupedLoads:
         self.ring = kb.shared("ring", a_bytes + plan.b.nbytes * s.depth, align=1024)
         self.starts = self.ring.address(), self.ring.address(a_bytes)
         self.matrix_start, self.row_start = self.starts if s.swap else self.starts[::-1]
-        matrix = Operand(spec.dtype, spec.k, 1, (spec.n * spec.k,))
-        self.maps: list[MapArgument] = [map_argument(matrix, plan.matrix_tile, W, spec.n, spec.k,
+        matrices = replace(matrix_of(spec), batch=(spec.n * spec.k,))
+        self.maps: list[MapArgument] = [map_argument(matrices, plan.matrix_tile, W, spec.n, spec.k,
                                                      (spec.groups,), plan.box_rows)]
         self.tensor_maps = [kb.tensor_map("map_w")]
         if not plan.gathered:
@@ -67,8 +69,9 @@ class GroupedLoads:
         matrices = [plan.grouped.groups] if plan.grouped.groups > 1 else []
         for box in plan.boxes:
             column = (tile.column + (box.half * plan.grouped.columns + box.column)).to("s32")
+            place = [column, self.at_k] if plan.grouped.transposed else [self.at_k, column]
             kb.tma_load(start.at(plan.matrix_tile.at_mn(box.mn)), self.tensor_maps[0],
-                        [self.at_k, column, *(tile.group.to("s32") for _ in matrices)], full)
+                        [*place, *(tile.group.to("s32") for _ in matrices)], full)
         if not plan.gathered:
             start = self.row_start + stage * plan.row_tile.nbytes
             kb.tma_load(start.at(), self.tensor_maps[1], [self.at_k, tile.row.to("s32")], full)

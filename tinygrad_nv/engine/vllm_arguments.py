@@ -1,0 +1,100 @@
+"""Arguments of vLLM's `LLM` that are not `LLM`'s own here.
+
+Protocol: `from_vllm(given)` returns the arguments of `LLM` that stand for them. Some have another name here
+(`RENAMED`); some can have the values that the engine has, and no other (`FIXED`); some change nothing that
+it does (`NO_EFFECT`). What is refused, and what nobody knows, is a `ConfigError`.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from tinygrad_nv.errors import ConfigError
+
+RENAMED = {"block_size": "page_size", "num_gpu_blocks_override": "num_pages",
+           "kv_cache_memory_bytes": "kv_cache_bytes"}
+# accepted values, and what holds instead of others
+FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "tensor_parallel_size": ((1,), "a model runs on one device"),
+    "pipeline_parallel_size": ((1,), "a model runs on one device"),
+    "data_parallel_size": ((1,), "a model runs on one device"),
+    "enable_expert_parallel": ((False,), "a model runs on one device"),
+    "distributed_executor_backend": ((None, "uni", "mp"), "a model runs on one device"),
+    "tokenizer_mode": (("auto", "hf", "slow"), "tokenizers are those of the model's directory"),
+    "load_format": (("auto", "safetensors", "hf", "gguf"), "weights are safetensors or GGUF files"),
+    "config_format": (("auto", "hf"), "configurations are config.json or in a GGUF file"),
+    "hf_overrides": ((None, {}), "the configuration is the checkpoint's"),
+    "cpu_offload_gb": ((0, 0.0), "weights stay where they are computed with"),
+    "enable_lora": ((False,), "adapters are not served yet"),
+    "enable_prompt_embeds": ((False,), "prompts are texts or token ids"),
+    "enable_chunked_prefill": ((None, True), "long prompts are computed in chunks of max_num_batched_tokens"),
+    "enable_sleep_mode": ((False,), "weights stay in memory"),
+    "logits_processors": ((None, []), "logits stay on the device"),
+    "revision": ((None, "main"), "a directory has one revision"),
+    "tokenizer_revision": ((None, "main"), "a directory has one revision"),
+    "code_revision": ((None,), "no code of a checkpoint is run"),
+    "generation_config": (("auto",), "defaults are those of generation_config.json"),
+    "guided_decoding_backend": ((None, "auto", "guidance"), "llguidance enforces structured output"),
+    "scheduling_policy": (("fcfs", "priority"), "requests run by priority, then in order")}
+NO_EFFECT = frozenset({
+    "trust_remote_code", "enforce_eager", "max_seq_len_to_capture", "disable_custom_all_reduce",
+    "disable_log_stats", "compilation_config", "max_parallel_loading_workers", "allowed_local_media_path",
+    "limit_mm_per_prompt", "mm_processor_kwargs", "disable_mm_preprocessor_cache", "use_tqdm_on_load",
+    "async_scheduling", "max_logprobs", "calculate_kv_scales", "cuda_graph_sizes", "download_dir",
+    "show_hidden_metrics_for_version", "disable_cascade_attn", "enable_log_requests",
+    "use_v2_block_manager", "num_lookahead_slots", "preemption_mode", "skip_tokenizer_init"})
+
+
+def from_vllm(given: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
+    """The arguments of `LLM` that `given` ones stand for; `known` are its own."""
+    made: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in RENAMED: made[RENAMED[name]] = value
+        elif name in FIXED: _require_fixed(name, value)
+        elif name == "speculative_config": made["speculative"] = _speculative(value)
+        elif name == "runner": made["task"] = _task(value)
+        elif name not in NO_EFFECT: raise _unknown(name, known)
+    return made
+
+
+def require_no_adapter(lora_request: Any) -> None:
+    """Raises `ConfigError` for an adapter."""
+    if lora_request is not None:
+        raise ConfigError(f"lora_request is {lora_request!r}, and {FIXED['enable_lora'][1]}", "None",
+                          "merge the adapter into the weights")
+
+
+def _require_fixed(name: str, value: Any) -> None:
+    accepted, why = FIXED[name]
+    if value in accepted: return
+    raise ConfigError(f"{name} is {value!r}, and {why}", " or ".join(map(repr, accepted)),
+                      f"leave {name} out")
+
+
+def _task(runner: Any) -> str:
+    found = {"auto": "auto", "generate": "generate", "pooling": "embed"}.get(runner)
+    if found is None: raise ConfigError(f"runner is {runner!r}", "auto, generate or pooling", "change runner")
+    return found
+
+
+def _speculative(config: Any) -> str | None:
+    """`--speculative` of vLLM's dictionary: prompt lookup, or a draft model."""
+    if config is None: return None
+    expected = 'a dictionary such as {"method": "ngram", "num_speculative_tokens": 4}, or one with a model'
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"speculative_config is {config!r}", expected, "change speculative_config")
+    given = dict(config)
+    tokens, method, model = (given.pop(name, None) for name in ("num_speculative_tokens", "method", "model"))
+    for name in ("prompt_lookup_max", "prompt_lookup_min"): given.pop(name, None)
+    if given or not isinstance(tokens, int) or method not in (None, "ngram", "draft_model"):
+        raise ConfigError(f"speculative_config is {dict(config)}", expected, "change speculative_config")
+    if method == "ngram" or model in (None, "ngram", "[ngram]"): return f"ngram:{tokens}"
+    return f"draft:{model}:{tokens}"
+
+
+def _unknown(name: str, known: frozenset[str]) -> ConfigError:
+    names = [*known, *RENAMED, *FIXED, *NO_EFFECT, "speculative_config", "runner"]
+    near = get_close_matches(name, names, 1)
+    return ConfigError(f"LLM has no argument {name!r}", "those of docs/vllm.md",
+                       f"did you mean {near[0]}?" if near else f"leave {name} out")
