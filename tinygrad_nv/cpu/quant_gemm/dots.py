@@ -14,8 +14,8 @@ A step is as many columns as have one scale, 16 or 32:
     out = epilogue(totals)
 
 That is of activations that are quantised as the spec says, bytes q with a scale d for each block of 32 and
-the sum Σq of each step. Others are widened, and multiplied with numbers of float32 (columns.py), or
-stay pairs of bfloat16 (pairs.py):
+the sum Σq of each step; many are multiplied with panels of codes (byte_panels.py). Others are widened, and
+multiplied with numbers of float32 (columns.py), or stay pairs of bfloat16 (pairs.py):
 
           total += scale Σ x (v − shift − zero)         of all columns of a scale
           total += x (scale v − min)                    with minima

@@ -7,7 +7,8 @@ cpu/grouped_gemm.
     for each group that has rows, `block_m` of them at a time
       bring them: bytes and scales, float32 numbers, or pairs of bfloat16; units where they are many
       for each tile of 16 columns of a part, of gate and of up
-        sums = rows · tile                few: dot products, quant_gemm/dots.py; many: quant_gemm/panels.py
+        sums = rows · tile                few: dot products, quant_gemm/dots.py; many: quant_gemm/panels.py,
+                                          in bytes quant_gemm/byte_panels.py
         epilogue: bias, activation, weight, place
 
 A row that the group before had alone, too, is not brought again: a token's experts, while it is decoded, have
