@@ -75,7 +75,7 @@ def context_length(config: ModelConfig, dtype: DType, requested: int | None) -> 
     return min(config.max_positions, max(CACHE_BYTES // token_bytes(config, dtype), 2048))
 
 
-ANSWER_TOKENS = 256     # of an answer at most, where nobody says how many
+ANSWER_TOKENS = 256     # of an answer at most, unless a request says otherwise
 
 
 def open_device(name: str | None) -> str:

@@ -2,7 +2,7 @@
 
 Protocol: `from_vllm(given)` returns the arguments of `LLM` that stand for them. Some have another name here
 (`RENAMED`); some can have the values that the engine has, and no other (`FIXED`); some change nothing that
-it does (`NO_EFFECT`). What is refused, and what nobody knows, is a `ConfigError`.
+it does (`NO_EFFECT`). Other values, and unknown arguments, are a `ConfigError`.
 """
 from __future__ import annotations
 
