@@ -102,7 +102,7 @@ class WarpSpecialized:
             if fewer: kb.setmaxnreg(fewer, more=False)
             with kb.if_(kb.tid.x < WARPGROUP * plan.consumers + 32): self.produce()
             if self.LOADERS:
-                with kb.if_(kb.tid.x >= WARPGROUP * plan.consumers + 32): self.load_beside()
+                with kb.if_(kb.tid.x >= plan.schedule.threads - self.LOADERS): self.load_beside()
             if plan.schedule.splits > 1: cluster_together(kb)
         with kb.else_(), kb.comment("consumers"):
             if more: kb.setmaxnreg(more, more=True)
