@@ -131,6 +131,9 @@ SPECS: dict[str, dict[str, Any]] = {
     "grouped_mma": {"down": expert_rows(4, 0, 512, 1024, 1024)},
     "grouped_transposed_wgmma": {"gradient of rows": transposed(expert_rows(4, 0, 512, 1024, 2048))},
     "grouped_transposed_mma": {"gradient of rows": transposed(expert_rows(4, 0, 512, 1024, 1024))},
+    "grouped_outer_wgmma": {
+        "gate and up": GroupedOuterSpec(4, 1024, 1024, 1024, BF16, x_rows=256, gather_x=4),
+        "rows in order *": GroupedOuterSpec(8, 8192, 2048, 1024, BF16)},
     "grouped_outer_mma": {
         "gate and up": GroupedOuterSpec(4, 1024, 1024, 1024, BF16, x_rows=256, gather_x=4),
         "down *": GroupedOuterSpec(8, 8192, 2048, 1024, BF16, gather_y=1)},

@@ -8,10 +8,10 @@
 Rows are of timing_rows_*.py. DIRs are checkouts of public repositories, each with the folders of headers that
 it needs beside; kernels of Triton's need none. Kernels of others are compiled as their authors wrote them and
 predicted (ptx/timing/) like ours, which have their default schedules. The record, timing_table.json, keeps
-what was predicted by the same model before: rows and peers of other runs, but not of another model. Nothing
-was measured here. `--page` writes the record between the two lines MARK of a page, such as docs/timing.md.
-Beside GB/s of what memory bounds stands the share of the GPU's HBM bandwidth, which no kernel exceeds whose
-data do not lie in L2.
+rows of other runs, each with a digest of the model that predicted it, and of a row that is predicted again
+the peers of the same model. Nothing was measured here. `--page` writes the record between the two lines MARK
+of a page, such as docs/timing.md. Beside GB/s of what memory bounds stands the share of the GPU's HBM
+bandwidth, which no kernel exceeds whose data do not lie in L2.
 """
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ MARK = "<!-- timing_table -->"
 Record = dict[str, Any]
 
 
+@cache
 def model() -> str:
     """A digest of what predictions depend on beside the kernels: two of one digest may be compared."""
     whole = hashlib.sha256()
@@ -59,17 +61,17 @@ def model() -> str:
 
 
 def kept() -> dict[str, Record]:
-    """Rows that were predicted by the same model, by name."""
+    """Rows of other runs, by name."""
     file = RESULTS / f"{RECORD}.json"
     known = json.loads(file.read_text()) if file.exists() else {}
-    return {row["row"]: row for row in known.get("rows", ())} if known.get("model") == model() else {}
+    return {row["row"]: row for row in known.get("rows", ())}
 
 
 def predicted(row: Row, checkouts: Checkouts, old: Record) -> Record:
-    """Microseconds of ours and of each peer, those of peers without a checkout as they were."""
+    """Microseconds of ours and of each peer, those of peers without a checkout as the same model had them."""
     schedule, launches = ours(row)
     longest = max(launches, key=lambda one: one.seconds)
-    peers, failed = dict(old.get("peers", {})), {}
+    peers, failed = dict(old["peers"]) if old.get("model") == model() else {}, {}
     for peer in row.peers:
         if peer.needs and peer.needs not in checkouts: continue
         try: peers[peer.name] = round(1e6 * taken(peer.launched(checkouts)), 3)
@@ -77,7 +79,8 @@ def predicted(row: Row, checkouts: Checkouts, old: Record) -> Record:
     us = round(1e6 * taken(launches, row.pdl), 3)
     found: Record = {"row": str(row), "us": us, "schedule": schedule, "limiter": longest.limiter,
                      "tflops": round(row.flops / us / 1e6, 1),
-                     "gbytes_per_s": round(row.nbytes / us / 1e3, 1), "peers": peers, "failed": failed}
+                     "gbytes_per_s": round(row.nbytes / us / 1e3, 1), "peers": peers, "failed": failed,
+                     "model": model()}
     if peers: found |= {"best": (best := min(peers, key=lambda name: peers[name])),
                         "ratio": round(peers[best] / us, 4)}
     return found
@@ -137,7 +140,7 @@ def main() -> int:
                       key=lambda row: order.index(row["row"]))
     if given.page: written(given.page, all_rows)
     if not given.dry:
-        save(RECORD, {"gpu": GPU_NAME, "model": model(), "rows": all_rows})
+        save(RECORD, {"gpu": GPU_NAME, "rows": all_rows})
     return 0
 
 

@@ -3,9 +3,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import timing_table
+from timing_rows import Peer, Row
 
 
 def record(us: float, **peers: float) -> dict[str, object]:
@@ -34,6 +36,16 @@ def test_docs_have_what_the_record_has():
     rows = json.loads((timing_table.RESULTS / f"{timing_table.RECORD}.json").read_text())["rows"]
     page = (timing_table.ROOT / "docs" / "timing.md").read_text()
     assert page.split(timing_table.MARK)[1].strip() == timing_table.markdown(rows)
+
+
+def test_a_row_keeps_peers_of_its_own_model_alone(monkeypatch: pytest.MonkeyPatch):
+    launch = SimpleNamespace(seconds=1e-5, limiter="HBM")
+    monkeypatch.setattr(timing_table, "ours", lambda _: ("a schedule", [launch]))
+    monkeypatch.setattr(timing_table, "taken", lambda launches, pdl=False: launches[0].seconds)
+    row = Row("matmul bf16", "1 x 2 x 3", None, (Peer("theirs", lambda _: [], "their_checkout"),), flops=10)
+    for model, peers in ((timing_table.model(), {"theirs": 12.0}), ("another", {})):
+        found = timing_table.predicted(row, {}, record(11.0, theirs=12.0) | {"model": model})
+        assert (found["peers"], found["us"], found["model"]) == (peers, 10.0, timing_table.model())
 
 
 def test_names_of_rows_are_unique():

@@ -12,6 +12,7 @@
   gemv/          the template of few rows a group
   wgmma/         the template with wgmma: sm_90a
   mma/           the template with mma.sync
-  outer_mma/     the template of sums of outer products
+  outer_wgmma/   the template of sums of outer products with wgmma: sm_90a
+  outer_mma/     the same with mma.sync
   templates.py   the records of the templates
 """

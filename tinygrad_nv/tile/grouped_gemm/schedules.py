@@ -81,6 +81,13 @@ class GroupedTransposedWgmma(GroupedWgmma):
 
 
 @dataclass(frozen=True)
+class GroupedOuterWgmma(Wgmma):
+    """wgmma of sums of outer products (outer_wgmma/): `block_m` columns of y by `block_n` of x, `block_k`
+    rows of a group at a time."""
+    template: ClassVar[str] = "grouped_outer_wgmma"
+
+
+@dataclass(frozen=True)
 class GroupedScaledWgmma(GroupedWgmma):
     """The same of 8-bit floats with scales: a stage is a group of K."""
     block_k: int = GROUP

@@ -1,5 +1,5 @@
 """The templates of grouped matmuls on GPUs: gemv/ (few rows a group), wgmma/ (sm_90a), mma/ (sm_80 and
-later), and outer_mma/ of the gradients of their matrices. Their costs choose among them."""
+later), and outer_wgmma/ and outer_mma/ of the gradients of their matrices. Their costs choose among them."""
 from __future__ import annotations
 
 from tinygrad_nv.tile import choose
@@ -8,10 +8,12 @@ from tinygrad_nv.tile.grouped_gemm.gemv import plan as gemv
 from tinygrad_nv.tile.grouped_gemm.mma import plan as mma
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
 from tinygrad_nv.tile.grouped_gemm.outer_mma import plan as outer_mma
+from tinygrad_nv.tile.grouped_gemm.outer_wgmma import plan as outer_wgmma
 from tinygrad_nv.tile.grouped_gemm.schedules import (
     GroupedGemv,
     GroupedMma,
     GroupedOuterMma,
+    GroupedOuterWgmma,
     GroupedScaledWgmma,
     GroupedTransposedMma,
     GroupedTransposedWgmma,
@@ -34,6 +36,10 @@ SCALED_WGMMA = Template("grouped_scaled_wgmma", ScaledGroupedGemmSpec, GroupedSc
                         wgmma_defaults.scaled_candidates, WGMMA.build, wgmma_cost.cost)
 MMA = Template("grouped_mma", GroupedGemmSpec, GroupedMma, legality(mma.problems), mma.candidates,
                later("tinygrad_nv.tile.grouped_gemm.mma.kernel", "grouped_mma"), mma.cost)
+OUTER_WGMMA = Template("grouped_outer_wgmma", GroupedOuterSpec, GroupedOuterWgmma,
+                       legality(outer_wgmma.problems), outer_wgmma.candidates,
+                       later("tinygrad_nv.tile.grouped_gemm.outer_wgmma.kernel", "grouped_outer_wgmma"),
+                       outer_wgmma.cost)
 OUTER_MMA = Template("grouped_outer_mma", GroupedOuterSpec, GroupedOuterMma, legality(outer_mma.problems),
                      outer_mma.candidates,
                      later("tinygrad_nv.tile.grouped_gemm.outer_mma.kernel", "grouped_outer_mma"),
@@ -44,7 +50,7 @@ TRANSPOSED_WGMMA = Template("grouped_transposed_wgmma", TransposedGroupedSpec, G
 TRANSPOSED_MMA = Template("grouped_transposed_mma", TransposedGroupedSpec, GroupedTransposedMma, MMA.problems,
                           mma.transposed_candidates, MMA.build, mma.cost)
 TEMPLATES: tuple[AnyTemplate, ...] = (GEMV, WGMMA, SCALED_WGMMA, MMA, TRANSPOSED_WGMMA, TRANSPOSED_MMA,
-                                      OUTER_MMA)
+                                      OUTER_WGMMA, OUTER_MMA)
 
 
 def _default(spec: GroupedGemmSpec | GroupedOuterSpec, gpu: GPU) -> Schedule | None:

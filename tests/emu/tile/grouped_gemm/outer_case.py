@@ -16,9 +16,10 @@ from gemm_case import TORCH, bits
 
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.emulator.report import Report
+from tinygrad_nv.tile.emulated import tensor_map
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
-from tinygrad_nv.tile.grouped_gemm.schedules import GroupedOuterMma
 from tinygrad_nv.tile.kernel import TileKernel
+from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -26,7 +27,7 @@ Held = dict[str, torch.Tensor]
 
 
 @functools.cache
-def built(spec: GroupedOuterSpec, schedule: GroupedOuterMma, gpu: GPU) -> TileKernel:
+def built(spec: GroupedOuterSpec, schedule: Schedule, gpu: GPU) -> TileKernel:
     """The kernel."""
     made = TABLE.build(spec, schedule, gpu)
     assert isinstance(made, TileKernel)
@@ -39,7 +40,8 @@ def launched(made: TileKernel, spec: GroupedOuterSpec, held: Held, arch: str,
     emu = Emulator(arch, seed=seed)
     out = torch.full((spec.groups, spec.n, spec.k), torch.nan).to(TORCH[spec.dtype])
     pointers = [emu.alloc(bits(each)) for each in (out, *held.values())]
-    report = emu.launch(made.ptx, made.grid, made.threads, pointers, made.name, made.cluster,
+    maps = [tensor_map(pointers, each, ()) for each in made.maps]
+    report = emu.launch(made.ptx, made.grid, made.threads, [*pointers, *maps], made.name, made.cluster,
                         made.dynamic_smem)
     told = [*report.findings, *report.notes]
     assert told == [], "\n".join(map(str, told))

@@ -102,7 +102,7 @@ class WarpSpecialized:
             if fewer: kb.setmaxnreg(fewer, more=False)
             with kb.if_(kb.tid.x < WARPGROUP * plan.consumers + 32): self.produce()
             if self.LOADERS:
-                with kb.if_(kb.tid.x >= WARPGROUP * plan.consumers + 32): self.load_beside()
+                with kb.if_(kb.tid.x >= plan.schedule.threads - self.LOADERS): self.load_beside()
             if plan.schedule.splits > 1: cluster_together(kb)
         with kb.else_(), kb.comment("consumers"):
             if more: kb.setmaxnreg(more, more=True)
@@ -130,9 +130,9 @@ class WgmmaKernel(WarpSpecialized):
         operands = {name: kb.pointer(name) for name in self.OPERANDS}
         extras = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
         rows: Value | int = kb.param("m", "u32") if spec.symbolic else spec.m
-        self.scheduler = PersistentTileScheduler(kb, plan, rows, ctas)
+        self.scheduler = self.made_scheduler(operands, rows)
         self.loads = self.made_loads(1 + len(shared))
-        self.ring = Pipeline(kb, plan.schedule.depth, plan.stage_bytes, WARPGROUP // 32 * plan.readers,
+        self.ring = Pipeline(kb, plan.schedule.depth, plan.copied_bytes, WARPGROUP // 32 * plan.readers,
                          plan.peers, loaders=self.LOADERS)
         self.ordered = OrderedBarrier(kb, plan.consumers, WARPGROUP // 32) if plan.pingpong else None
         self.main_loop = self.made_main_loop(operands, rows)
@@ -142,6 +142,10 @@ class WgmmaKernel(WarpSpecialized):
         self.reduction: TileReduction
         if shared: self.reduction = StreamKReduction(*ends, shared)
         else: self.reduction = (ClusterReduction if plan.schedule.splits > 1 else TileReduction)(*ends)
+
+    def made_scheduler(self, pointers: Mapping[str, Value], rows: Value | int) -> PersistentTileScheduler:
+        """The work tiles."""
+        return PersistentTileScheduler(self.kb, self.plan, rows, self.ctas)
 
     def made_loads(self, first_pointer: int) -> GemmLoads:
         """The producer's copies."""

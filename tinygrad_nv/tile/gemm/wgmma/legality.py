@@ -23,7 +23,7 @@ def problems(spec: GemmSpec, schedule: Wgmma, arch: str) -> list[str]:
     if found := warps(schedule) or extents(schedule, computed): return out + found
     plan = WgmmaPlan.of(spec, schedule)
     return [*out, *swizzled("block_m", plan.a, schedule), *swizzled("block_n", plan.b, schedule),
-            *_room(plan), *cluster(plan), *shared_sums(plan)]
+            *room(plan), *cluster(plan), *shared_sums(plan)]
 
 
 def _operands(spec: GemmSpec) -> list[str]:
@@ -88,7 +88,7 @@ def swizzled(name: str, tile: OperandTile, s: Wgmma) -> list[str]:
     return []
 
 
-def _room(plan: WgmmaPlan) -> list[str]:
+def room(plan: WgmmaPlan) -> list[str]:
     """Shared memory and registers."""
     out, s = [], plan.schedule
     staging, most = plan.store.smem_bytes, limits.SMEM_BYTES["sm_90a"]

@@ -98,6 +98,11 @@ class WgmmaPlan:
     def stage_bytes(self) -> int: return self.a.nbytes + self.b.nbytes
 
     @property
+    def copied_bytes(self) -> int:
+        """Bytes of a stage that TMA brings."""
+        return self.stage_bytes
+
+    @property
     def barrier_bytes(self) -> int:
         """Two mbarriers a stage, and one for each consumer's turn."""
         return 8 * (2 * self.schedule.depth + (self.consumers if self.pingpong else 0))

@@ -12,8 +12,7 @@ from dataclasses import replace
 from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.access import advanced
 from tinygrad_nv.tile.gemm.spec import Operand
-from tinygrad_nv.tile.gemm.wgmma.plan import WARPGROUP
-from tinygrad_nv.tile.grouped_gemm.wgmma.plan import CHUNK, CHUNKS, LOADERS, ROW_BYTES, GroupedPlan, matrix_of
+from tinygrad_nv.tile.grouped_gemm.wgmma.plan import CHUNK, CHUNKS, ROW_BYTES, GroupedPlan, matrix_of
 from tinygrad_nv.tile.grouped_gemm.wgmma.tile_scheduler import GroupTile
 from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.layout import SharedTile
@@ -79,20 +78,18 @@ class GroupedLoads:
 
 
 class RowGather:
-    """Copies of gathered rows by `LOADERS` threads."""
+    """Copies of gathered rows by the plan's `loaders`."""
 
     def __init__(self, kb: Kernel, plan: GroupedPlan, x: Value, places: RowPlaces, start: Value) -> None:
         self.kb, self.plan, self.x, self.sources = kb, plan, x, places
-        thread = kb.tid.x - (WARPGROUP * plan.consumers + WARPGROUP - LOADERS)
+        thread = kb.tid.x - (plan.schedule.threads - plan.loaders)
         self.chunk, self.row = thread % CHUNKS * CHUNK, thread // CHUNKS
-        tile, rows = SharedTile(plan.tokens, ROW_BYTES), LOADERS // CHUNKS
+        tile, rows = SharedTile(plan.tokens, ROW_BYTES), plan.loaders // CHUNKS
         # the swizzle has the lowest three bits of a row: two passes later it is the same
         self.rows, self.apart = rows, rows if rows % 8 else 0
         self.places = [start + swizzled(tile, self.row + more, self.chunk)
                        for more in dict.fromkeys((0, self.apart))]
         self.offsets = kb.regs("u32", plan.passes)
-        rest = plan.tokens - (plan.passes - 1) * rows
-        self.last = self.row < rest if rest < rows else None
         self.left = kb.reg("s32") if plan.grouped.k % plan.schedule.block_k else None
 
     def begin(self, tile: GroupTile) -> None:
@@ -114,8 +111,6 @@ class RowGather:
         for i, offset in enumerate(self.offsets):
             which = i % len(places)
             place = places[which].at((i - which) * self.rows * ROW_BYTES)
-            guard = self.last if i + 1 == len(self.offsets) else None
-            kb.emit("cp.async.cg.shared.global", place, (self.at + offset.to("u64")).at(), CHUNK, *outside,
-                    guard=guard)
+            kb.emit("cp.async.cg.shared.global", place, (self.at + offset.to("u64")).at(), CHUNK, *outside)
         self.at += ROW_BYTES
         if self.left is not None: self.left -= ROW_BYTES

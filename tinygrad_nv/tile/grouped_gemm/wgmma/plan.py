@@ -130,8 +130,10 @@ class GroupedPlan(WgmmaPlan):
 
     @property
     def loaders(self) -> int:
-        """Threads beside TMA's warp that copy: gathered rows, and scales."""
-        return LOADERS if self.gathered or self.grouped.scaled else 0
+        """Threads beside TMA's warp that copy: gathered rows, and scales. Where all do not divide the copies
+        of rows, 64 do: one that is predicated would be a branch in each stage."""
+        if not self.gathered and not self.grouped.scaled: return 0
+        return LOADERS if not self.gathered or self.tokens * CHUNKS % LOADERS == 0 else LOADERS - LANES
 
     @property
     def scale_bytes(self) -> int:
@@ -141,7 +143,7 @@ class GroupedPlan(WgmmaPlan):
     @property
     def passes(self) -> int:
         """Copies that a thread makes of a tile of gathered rows."""
-        return -(-self.tokens * CHUNKS // LOADERS)
+        return self.tokens * CHUNKS // self.loaders
 
     # **** stores ****
 

@@ -14,22 +14,22 @@ from tinygrad_nv.tile.gemm.wgmma.main_loop import MainLoop, OperandStages
 from tinygrad_nv.tile.gemm.wgmma.plan import WARPGROUP
 from tinygrad_nv.tile.grouped_gemm.spec import GROUP, ScaledGroupedGemmSpec
 from tinygrad_nv.tile.grouped_gemm.wgmma.load import RowPlaces
-from tinygrad_nv.tile.grouped_gemm.wgmma.plan import LOADERS, GroupedPlan
+from tinygrad_nv.tile.grouped_gemm.wgmma.plan import GroupedPlan
 from tinygrad_nv.tile.grouped_gemm.wgmma.tile_scheduler import GroupTile
 from tinygrad_nv.tile.pipeline import OrderedBarrier, Pipeline
 
 
 class ScaleCopies:
-    """Copies of scales by `LOADERS` threads."""
+    """Copies of scales by the plan's `loaders`."""
 
     def __init__(self, kb: Kernel, plan: GroupedPlan, scale_x: Value, scale_w: Value, places: RowPlaces,
                  stages: Shared) -> None:
         self.kb, self.plan, self.scale_x, self.scale_w, self.rows = kb, plan, scale_x, scale_w, places
-        self.thread = kb.tid.x - (WARPGROUP * plan.consumers + WARPGROUP - LOADERS)
+        self.thread, threads = kb.tid.x - (plan.schedule.threads - plan.loaders), plan.loaders
         self.stages = stages.address() + self.thread * 4
-        self.passes = -(-plan.tokens // LOADERS)
+        self.passes = -(-plan.tokens // threads)
         self.at = kb.regs("u64", self.passes)
-        self.mine = [None if (i + 1) * LOADERS <= plan.tokens else self.thread < plan.tokens - i * LOADERS
+        self.mine = [None if (i + 1) * threads <= plan.tokens else self.thread < plan.tokens - i * threads
                      for i in range(self.passes)]
         self.at_matrix, self.has_half = kb.reg("u64"), self.thread < plan.grouped.halves
 
@@ -38,7 +38,7 @@ class ScaleCopies:
         kb, spec = self.kb, self.plan.grouped
         assert isinstance(spec, ScaledGroupedGemmSpec)
         for i, at in enumerate(self.at):
-            row = self.rows.source(tile, tile.row + (self.thread + i * LOADERS))
+            row = self.rows.source(tile, tile.row + (self.thread + i * self.plan.loaders))
             at.set(advanced(kb, self.scale_x, row, spec.k_groups * 4))
         first = tile.group * spec.n_groups + tile.column // GROUP
         half = kb.reg("u32")
@@ -51,7 +51,7 @@ class ScaleCopies:
         kb, plan = self.kb, self.plan
         place = self.stages + stage * plan.scale_bytes
         for i, (at, mine) in enumerate(zip(self.at, self.mine, strict=True)):
-            kb.emit("cp.async.ca.shared.global", place.at(4 * LOADERS * i), at.at(), 4, guard=mine)
+            kb.emit("cp.async.ca.shared.global", place.at(4 * plan.loaders * i), at.at(), 4, guard=mine)
             at += 4
         kb.emit("cp.async.ca.shared.global", place.at(4 * plan.tokens), self.at_matrix.at(), 4,
                 guard=self.has_half)

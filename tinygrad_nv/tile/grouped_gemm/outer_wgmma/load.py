@@ -1,0 +1,127 @@
+"""How rows of y and x come to the stages of a tile: by TMA, and by cp.async of the threads beside it.
+
+Protocol: `OuterLoads.place` at each tile, then `issue` for each stage but the first: boxes of the operand
+that is not gathered. A `RowCopy` of each operand copies all of its first stage, zeros beyond the group's rows
+and the matrix's columns, so that no row of another group is read, and where it is gathered whole stages, too.
+Eight threads have a row of a box, in the swizzle that TMA would have made; the slots of a stage are read
+while the one before is copied.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
+from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.gemm.spec import Operand
+from tinygrad_nv.tile.gemm.wgmma.load import GemmLoads, OperandLoads
+from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import Corner
+from tinygrad_nv.tile.grouped_gemm.outer_wgmma.plan import LOADERS, SPAN, OuterPlan
+from tinygrad_nv.tile.grouped_gemm.outer_wgmma.tile_scheduler import Rows
+from tinygrad_nv.tile.wgmma_tiles import OperandTile
+
+CHUNK = 16                      # bytes that a thread copies
+EIGHT = SPAN // CHUNK           # chunks of a row of a box
+AT_ONCE = LOADERS // EIGHT      # rows
+OF_WARP = 32 // EIGHT           # of those, a warp's
+
+
+class OuterLoads(GemmLoads):
+    """Boxes of what is not gathered; one thread."""
+    plan: OuterPlan
+
+    def _side(self, name: str, start: int, operand: Operand, tile: OperandTile, pointer: int, extent: int,
+              rows: int, peers: int, symbolic: bool = False, k: int = 0) -> OperandLoads:
+        kb = self.kb
+        if not self.plan.gathered[name == "b"]:
+            return super()._side(name, start, operand, tile, pointer, extent, rows, peers, symbolic, k)
+        ring = self.ring.address(start)
+        return OperandLoads(operand, tile, ring, ring, [], rows, None, None, kb.reg("s32"), kb.reg("s32"))
+
+    def place(self, corner: Corner, rows: Rows) -> None:
+        """The next stage is the second of a tile."""
+        super().begin(corner)
+        for side in (self.a, self.b): side.at_k.set((rows.begin + rows.residue).to("s32"))
+
+    def issue(self, stage: Value, full: MemoryOperand) -> None:
+        """Copies of one whole stage; rows move on."""
+        for side, gather in zip((self.a, self.b), self.plan.gathered, strict=True):
+            if gather: continue
+            self._boxes(side, 0, side.maps[0], side.target + stage * side.tile.nbytes, full)
+            side.at_k += side.tile.k
+
+
+class RowCopy:
+    """Copies of an operand's rows, which have `columns` columns, to its stages, which begin at `start`;
+    `gather` slots of `order` a row, 0: rows in order. A lane has the slot of one of its warp's rows."""
+
+    def __init__(self, kb: Kernel, tile: OperandTile, pointer: Value, start: Value, columns: int, gather: int,
+                 order: Value | None, thread: Value) -> None:
+        self.kb, self.tile, self.pointer, self.order = kb, tile, pointer, order
+        self.columns, self.gather = columns, gather
+        self.row, self.chunk = thread // EIGHT, thread % EIGHT
+        self.place = start + (self.row * SPAN + ((self.chunk ^ self.row % EIGHT) * CHUNK))
+        self.passes = tile.k // AT_ONCE
+        if not gather: return
+        lane = kb.special("laneid")
+        self.source_lane = lane // EIGHT
+        self.own = lane // OF_WARP * AT_ONCE + (thread // 32 * OF_WARP + lane % OF_WARP)
+        self.slot, self.next_row = kb.reg("u32"), kb.reg("u32")     # the row whose slot is read next
+
+    @property
+    def pitch(self) -> int:
+        """Bytes of a row."""
+        return self.columns * self.tile.size
+
+    def begin(self, rows: Rows) -> None:
+        """The next stage is the first of a tile."""
+        self.rows = rows
+        if not self.gather: return
+        self.next_row.set(rows.begin + self.own)
+        self._read(self.own < rows.residue)
+        self.next_row += rows.residue
+
+    def first(self, stage: Value, column: Value) -> None:
+        """The first stage of a tile from `column` on."""
+        size = self.tile.size
+        self.at = self.pointer + (column * size + self.chunk * CHUNK).to("u64")
+        self.left = (self.columns - column.to("s32")) * size - (self.chunk * CHUNK).to("s32")
+        inside = [self.row + AT_ONCE * i < self.rows.residue for i in range(self.passes)]
+        if self.gather:
+            self._gathered(stage, inside)
+            return
+        at = advanced(self.kb, self.at, self.rows.begin + self.row, self.pitch)
+        for i, each in enumerate(inside):
+            self._copy(stage, i, at, each)
+            at += AT_ONCE * self.pitch
+
+    def issue(self, stage: Value) -> None:
+        """A whole stage of gathered rows."""
+        self._gathered(stage, [None] * self.passes)
+
+    def _gathered(self, stage: Value, inside: Sequence[Value | None]) -> None:
+        kb, offset = self.kb, self.slot // self.gather * self.pitch
+        self._read(self.next_row < self.rows.end)
+        self.next_row += self.tile.k
+        for i, each in enumerate(inside):
+            own = kb.reg("u32")
+            kb.emit("shfl.sync.idx.b32", own, offset, self.source_lane + OF_WARP * i, 31, -1)
+            self._copy(stage, i, self.at + own.to("u64"), each)
+
+    def _read(self, guard: Value) -> None:
+        """A slot; 0 for a row that is not there."""
+        assert self.order is not None
+        self.slot.set(0)
+        self.kb.emit("ld.global.u32", self.slot, advanced(self.kb, self.order, self.next_row, 4).at(),
+                     guard=guard)
+
+    def _copy(self, stage: Value, i: int, at: Value, inside: Value | None) -> None:
+        """Rows number `i` of each thread, of all boxes."""
+        kb, tile = self.kb, self.tile
+        place = self.place + stage * tile.nbytes
+        for box in range(tile.columns):
+            outside = [] if inside is None else [~inside]
+            if self.columns % tile.mn:
+                beyond = self.left <= box * SPAN
+                outside = [beyond if inside is None else beyond | ~inside]
+            kb.emit("cp.async.cg.shared.global", place.at(box * tile.column_bytes + i * AT_ONCE * SPAN),
+                    at.at(box * SPAN), CHUNK, *outside)
