@@ -13,8 +13,9 @@ from tinygrad_nv.tile.grouped_gemm.cost import Prediction, active, tiles
 from tinygrad_nv.tile.quant_gemm.gemv.plan import REGISTERS
 from tinygrad_nv.tile.quant_grouped.gemv import plan as gemv
 from tinygrad_nv.tile.quant_grouped.mma import plan as mma
-from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedGemv, QuantGroupedMma
+from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedGemv, QuantGroupedMma, QuantGroupedWgmma
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
+from tinygrad_nv.tile.quant_grouped.wgmma.plan import QuantGroupedPlan
 from tinygrad_nv.tile.template import GPU
 
 ISSUED = 128            # instructions of threads that an SM issues in a cycle
@@ -24,6 +25,9 @@ ALONE = 2.0             # times what is issued, that a lone warp of a scheduler 
 BEGIN_S = 1.5e-6        # from a CTA's begin until its first codes arrive
 UNEVEN = 1.15           # times HBM's time that loads to registers take
 COPIED = 1.08           # that copies of mma take
+OVERLAP = 0.2           # of the lesser of wgmmas and what makes their operands, that is not hidden
+STEP = 60               # cycles of a stage's barriers
+LINES, STORED = 400, 32     # of an epilogue of wgmma, as in grouped_gemm/wgmma/cost.py
 MMA_REGISTERS = 168     # of a thread of mma
 
 
@@ -68,3 +72,20 @@ def of_mma(spec: QuantGroupedSpec, s: QuantGroupedMma, gpu: GPU) -> Prediction:
     computing = ceil(count / model.sm_count) * plan.iterations * step / cycles
     hbm = max(COPIED * hbm_seconds(spec, model), fed)
     return Prediction(computing, hbm, 0.0, model.launch_s + model.load_s)
+
+
+def of_wgmma(spec: QuantGroupedSpec, s: QuantGroupedWgmma, gpu: GPU) -> Prediction:
+    """Of persistent CTAs, whose operands are made for all rows of a tile."""
+    plan, model = QuantGroupedPlan.of(spec, s), gpu_model_for(gpu.arch, gpu.sm_count)
+    count = tiles(spec.grouped, plan.tokens) * plan.tiles_across
+    made = s.block_m * s.block_k * SCALED / ISSUED
+    multiplied = s.block_m * s.block_n * s.block_k / model.tensor_fma
+    step = max(made, multiplied) + OVERLAP * min(made, multiplied) + STEP
+    ending = LINES + plan.tokens * plan.tile_columns * spec.grouped.out.itemsize / STORED
+    waves = ceil(count / model.sm_count)
+    computing = waves * (plan.iterations * step + ending) / model.clock_hz / model.sustained
+    fed = waves * plan.iterations * model.load_s / s.depth
+    uneven = waves * model.sm_count / count if count > model.sm_count else 1.0
+    hbm = max(hbm_seconds(spec, model) * uneven, fed)
+    l2 = count * plan.iterations * plan.stage_bytes / model.l2_bytes_per_s
+    return Prediction(computing, hbm, l2, model.launch_s + model.load_s)

@@ -19,12 +19,16 @@ MOST_GATHERED = 192         # rows of a tile: a loader keeps the place of each o
 def problems(spec: GroupedGemmSpec, schedule: GroupedWgmma, arch: str) -> list[str]:
     """Why the template cannot have this schedule; empty when it can."""
     if arch != "sm_90a": return [f"wgmma needs sm_90a, the target is {arch}"]
-    if found := _spec(spec): return found
-    plan = GroupedPlan.of(spec, schedule)
-    return wgmma.warps(schedule) or wgmma.extents(schedule, plan.spec) or [*_tile(plan), *_room(plan)]
+    return operands(spec) or of_plan(GroupedPlan.of(spec, schedule))
 
 
-def _spec(spec: GroupedGemmSpec) -> list[str]:
+def of_plan(plan: GroupedPlan) -> list[str]:
+    """The schedule against the matmul's tiles, shared memory and registers."""
+    s = plan.schedule
+    return wgmma.warps(s) or wgmma.extents(s, plan.spec) or [*_tile(plan), *_room(plan)]
+
+
+def operands(spec: GroupedGemmSpec) -> list[str]:
     """Operands and results that the kernel cannot have."""
     out, size = [], spec.dtype.itemsize
     if spec.out not in FLOAT16S:
@@ -74,7 +78,7 @@ def _room(plan: GroupedPlan) -> list[str]:
     """Shared memory and registers."""
     s, out, most = plan.schedule, [], limits.SMEM_BYTES["sm_90a"]
     # in the kernel's order: what is swizzled, the ring and what is stored from, begins at a multiple of 1024
-    ring = _above(plan.table_bytes) + s.depth * plan.stage_bytes
+    ring = _above(plan.table_bytes) + plan.ring_bytes
     needed = _above(ring + plan.barrier_bytes + plan.scale_bytes * s.depth) + plan.staging_bytes
     if needed > most:
         out.append(f"{s.depth} stages × {plan.stage_bytes} B + {plan.staging_bytes} B to store from + "

@@ -102,7 +102,7 @@ class GroupedPlan(WgmmaPlan):
         return self.matrix_tile.mn // (self.grouped.halves * shares)
 
     @property
-    def boxes(self) -> list[Box]:
+    def matrix_boxes(self) -> list[Box]:
         """Those of a tile of a matrix."""
         rows, halves = self.box_rows, self.grouped.halves
         return [Box((share * halves + half) * rows, half, share * rows)
@@ -114,9 +114,24 @@ class GroupedPlan(WgmmaPlan):
         return bool(self.grouped.gather)
 
     @property
+    def arriving_bytes(self) -> int:
+        """Bytes of a matrix that TMA brings to a stage."""
+        return self.matrix_tile.nbytes
+
+    @property
     def copied_bytes(self) -> int:
         """Bytes of a stage that TMA brings."""
-        return self.matrix_tile.nbytes + (0 if self.gathered else self.row_tile.nbytes)
+        return self.arriving_bytes + (0 if self.gathered else self.row_tile.nbytes)
+
+    @property
+    def b_start(self) -> int:
+        """Where the right operand's stages begin, behind the left one's."""
+        return -(-self.a.nbytes * self.schedule.depth // 1024) * 1024
+
+    @property
+    def ring_bytes(self) -> int:
+        """Shared memory of all stages."""
+        return self.b_start + self.schedule.depth * self.b.nbytes
 
     @property
     def loaders(self) -> int:
