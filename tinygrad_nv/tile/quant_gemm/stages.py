@@ -137,9 +137,11 @@ class StageOperands:
             if zero is None: continue
             for register, value in zip(into, self.decoder.offsets(zero), strict=True): register.set(value)
         if not self.scaled: return
-        scales, minima = self.factors.scales(loaded), self.factors.minima(loaded)
+        both, minima = self.factors.broadcast(loaded, self.dtype), self.factors.minima(loaded)
+        scales = self.factors.scales(loaded) if both is None else both
         for row, (factor, *addend) in enumerate(self.pairs[number]):
-            self._pair(factor, scales[row])
+            if both is None: self._pair(factor, scales[row])
+            else: factor.set(scales[row])
             if minima is not None: self._pair(addend[0], -minima[row])
 
     def _pair(self, into: Value, value: Value) -> None:

@@ -12,7 +12,6 @@ from tinygrad_nv.tile.wgmma_tiles import MOST_BOX
 
 ALIGNED = 16                # bytes that TMA, cp.async and stores of 16 bytes ask of a row
 MOST_BYTES = 1 << 32        # of rows, which have 32-bit places
-MOST_SWAPPED = 128          # sums a thread that ptxas keeps beside weights and places of the columns' rows
 MOST_GATHERED = 192         # rows of a tile: a loader keeps the place of each of its copies
 
 
@@ -46,8 +45,9 @@ def operands(spec: GroupedGemmSpec) -> list[str]:
 def _tile(plan: GroupedPlan) -> list[str]:
     """Tiles whose boxes and panels cannot be."""
     s, out = plan.schedule, []
-    if s.block_k * plan.a.size != ROW_BYTES:
-        out.append(f"block_k={s.block_k} × {plan.a.size} B: a stage has rows of {ROW_BYTES} B")
+    if s.block_k * plan.a.size not in range(ROW_BYTES, (plan.MOST_BOXES + 1) * ROW_BYTES, ROW_BYTES):
+        rows = " or ".join(f"{count * ROW_BYTES} B" for count in range(1, plan.MOST_BOXES + 1))
+        out.append(f"block_k={s.block_k} × {plan.a.size} B: a stage has rows of {rows}")
     if s.cluster_ctas > 1 or s.stream: out.append("clusters, splits and stream-K: one CTA has a tile")
     if plan.box_rows > MOST_BOX or plan.tokens > MOST_BOX: out.append(f"boxes above {MOST_BOX} rows")
     if s.swap and plan.rows % (64 * plan.grouped.halves):
@@ -85,7 +85,7 @@ def _room(plan: GroupedPlan) -> list[str]:
                    f"{plan.table_bytes} B of groups + {plan.scale_bytes * s.depth} B of scales + "
                    f"{plan.barrier_bytes} B of barriers, aligned, = {needed} B of shared memory, sm_90a has "
                    f"{most}")
-    most_sums = min(plan.most_sums, MOST_SWAPPED) if s.swap else plan.most_sums
+    most_sums = min(plan.most_sums, plan.MOST_SWAPPED) if s.swap else plan.most_sums
     if plan.sums > most_sums:
         out.append(f"{plan.sums} sums a thread, at most {most_sums} with {plan.consumers} consumers"
                    f"{', swapped' if s.swap else ''}")

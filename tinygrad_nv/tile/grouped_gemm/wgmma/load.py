@@ -71,8 +71,11 @@ class GroupedLoads:
         plan = self.plan
         self.issue_matrix(stage, full)
         if not plan.gathered:
-            start = self.row_start + stage * plan.row_tile.nbytes
-            self.kb.tma_load(start.at(), self.tensor_maps[-1], [self.at_k, self.tile.row.to("s32")], full)
+            start, row = self.row_start + stage * plan.row_tile.nbytes, self.tile.row.to("s32")
+            for box in range(plan.row_tile.columns):
+                at_k = self.at_k + box * plan.row_tile.inner if box else self.at_k
+                self.kb.tma_load(start.at(box * plan.row_tile.column_bytes), self.tensor_maps[-1],
+                                 [at_k, row], full)
         self.at_k += plan.schedule.block_k
 
     def issue_matrix(self, stage: Value, full: MemoryOperand) -> None:
@@ -116,14 +119,16 @@ class RowGather:
 
     def issue(self, stage: Value) -> None:
         """Copies into a stage; K moves on."""
-        kb, nbytes = self.kb, self.plan.row_tile.nbytes
-        outside = [] if self.left is None else [self.left <= 0]
-        places = [place + stage * nbytes for place in self.places]
+        kb, tile = self.kb, self.plan.row_tile
+        places = [place + stage * tile.nbytes for place in self.places]
+        outside: list[list[Value]] = [[] for _ in range(tile.columns)]
+        if self.left is not None: outside = [[self.left <= box * ROW_BYTES] for box in range(tile.columns)]
         for i, offset in enumerate(self.offsets):
             which = i % len(places)
-            place = places[which].at((i - which) * self.rows * ROW_BYTES)
-            guard = self.last if i + 1 == len(self.offsets) else None
-            kb.emit("cp.async.cg.shared.global", place, (self.at + offset.to("u64")).at(), CHUNK, *outside,
-                    guard=guard)
-        self.at += ROW_BYTES
-        if self.left is not None: self.left -= ROW_BYTES
+            source, guard = self.at + offset.to("u64"), self.last if i + 1 == len(self.offsets) else None
+            for box, beyond in enumerate(outside):
+                place = places[which].at(box * tile.column_bytes + (i - which) * self.rows * ROW_BYTES)
+                kb.emit("cp.async.cg.shared.global", place, source.at(box * ROW_BYTES), CHUNK, *beyond,
+                        guard=guard)
+        self.at += tile.columns * ROW_BYTES
+        if self.left is not None: self.left -= tile.columns * ROW_BYTES

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.gemm.wgmma.plan import WgmmaPlan
@@ -18,7 +18,7 @@ from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 from tinygrad_nv.tile.store_plan import Panel, span_of
 from tinygrad_nv.tile.wgmma_tiles import OperandTile
 
-ROW_BYTES = 128     # of K in a stage
+ROW_BYTES = 128     # of K in a box
 LOADERS = 96        # threads that gather rows: those of the producer's warpgroup beside TMA's warp
 CHUNK = 16          # bytes that a thread copies
 CHUNKS = ROW_BYTES // CHUNK
@@ -39,6 +39,9 @@ class GroupedPlan(WgmmaPlan):
     """See above."""
     schedule: GroupedWgmma
     grouped: GroupedGemmSpec
+    MOST_BOXES: ClassVar[int] = 1       # of K side by side in a stage
+    # sums a thread that ptxas keeps beside weights and places of the columns' rows
+    MOST_SWAPPED: ClassVar[int] = 128
 
     @staticmethod
     @lru_cache(1024)

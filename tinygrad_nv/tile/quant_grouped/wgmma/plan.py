@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 from tinygrad_nv.tile.grouped_gemm.wgmma.plan import GroupedPlan
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
@@ -22,6 +23,8 @@ class QuantGroupedPlan(MatrixStages, GroupedPlan):
     schedule: QuantGroupedWgmma
     quant: QuantGemmSpec
     stack: QuantGroupedSpec
+    MOST_BOXES: ClassVar[int] = 2
+    MOST_SWAPPED: ClassVar[int] = 160
 
     @staticmethod
     @lru_cache(1024)
