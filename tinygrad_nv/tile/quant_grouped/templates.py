@@ -1,5 +1,5 @@
-"""The templates of grouped matmuls with quantised matrices on GPUs: gemv/ (few rows a group), wgmma/ (sm_90a),
-mma/. Their costs choose among them."""
+"""The templates of grouped matmuls with quantised matrices on GPUs: gemv/ (few rows a group), wgmma/
+(sm_90a), mma/. Their costs choose among them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
 from tinygrad_nv.tile.quant_grouped.wgmma import defaults as wgmma_defaults
 from tinygrad_nv.tile.quant_grouped.wgmma import legality as wgmma_legality
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.template import GPU, Family, Template, later
+from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, later
 
 C = TypeVar("C", bound=Schedule)
 
@@ -42,10 +42,11 @@ WGMMA = Template("quant_grouped_wgmma", QuantGroupedSpec, QuantGroupedWgmma, _wh
                  later("tinygrad_nv.tile.quant_grouped.wgmma.kernel", "quant_grouped_wgmma"), cost.of_wgmma)
 MMA = Template("quant_grouped_mma", QuantGroupedSpec, QuantGroupedMma, _whole(mma.problems), mma.candidates,
                later("tinygrad_nv.tile.quant_grouped.mma.kernel", "quant_grouped_mma"), cost.of_mma)
+TEMPLATES: tuple[AnyTemplate, ...] = (GEMV, MMA, WGMMA)
 
 
 def _default(spec: QuantGroupedSpec, gpu: GPU) -> Schedule | None:
-    return cheapest((GEMV, WGMMA, MMA), spec, gpu)
+    return cheapest(TEMPLATES, spec, gpu)
 
 
-FAMILY = Family("quant_grouped", (GEMV, WGMMA, MMA), choose.choose, defaults=_default)
+FAMILY = Family("quant_grouped", TEMPLATES, choose.choose, defaults=_default)

@@ -24,7 +24,7 @@ def problems(spec: GroupedGemmSpec, schedule: GroupedWgmma, arch: str) -> list[s
 def of_plan(plan: GroupedPlan) -> list[str]:
     """The schedule against the matmul's tiles, shared memory and registers."""
     s = plan.schedule
-    return wgmma.warps(s) or wgmma.extents(s, plan.spec) or [*_tile(plan), *_room(plan)]
+    return wgmma.warps(s) or wgmma.extents(s, plan.spec, plan.MOST_ROWS) or [*_tile(plan), *_room(plan)]
 
 
 def operands(spec: GroupedGemmSpec) -> list[str]:
@@ -49,7 +49,7 @@ def _tile(plan: GroupedPlan) -> list[str]:
         rows = " or ".join(f"{count * ROW_BYTES} B" for count in range(1, plan.MOST_BOXES + 1))
         out.append(f"block_k={s.block_k} × {plan.a.size} B: a stage has rows of {rows}")
     if s.cluster_ctas > 1 or s.stream: out.append("clusters, splits and stream-K: one CTA has a tile")
-    if plan.box_rows > MOST_BOX or plan.tokens > MOST_BOX: out.append(f"boxes above {MOST_BOX} rows")
+    if plan.box_rows > plan.MOST_ROWS or plan.tokens > MOST_BOX: out.append(f"boxes above {MOST_BOX} rows")
     if s.swap and plan.rows % (64 * plan.grouped.halves):
         out.append(f"{plan.rows} columns of gate and up for a consumer are no multiple of "
                    f"{64 * plan.grouped.halves}")

@@ -16,7 +16,7 @@ from tinygrad_nv.tile.gemm.wgmma.plan import WgmmaPlan
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedWgmma
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 from tinygrad_nv.tile.store_plan import Panel, span_of
-from tinygrad_nv.tile.wgmma_tiles import OperandTile
+from tinygrad_nv.tile.wgmma_tiles import MOST_BOX, OperandTile
 
 ROW_BYTES = 128     # of K in a box
 LOADERS = 96        # threads that gather rows: those of the producer's warpgroup beside TMA's warp
@@ -40,6 +40,7 @@ class GroupedPlan(WgmmaPlan):
     schedule: GroupedWgmma
     grouped: GroupedGemmSpec
     MOST_BOXES: ClassVar[int] = 1       # of K side by side in a stage
+    MOST_ROWS: ClassVar[int] = MOST_BOX     # of the left operand's tile
     # sums a thread that ptxas keeps beside weights and places of the columns' rows
     MOST_SWAPPED: ClassVar[int] = 128
 

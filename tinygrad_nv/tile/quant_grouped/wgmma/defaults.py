@@ -1,4 +1,4 @@
-"""Tiles of `quant_grouped_wgmma` worth trying: as many rows as a group has, up to what sums leave room for."""
+"""Tiles of `quant_grouped_wgmma` worth trying: as many rows as a group has, up to what registers hold."""
 from __future__ import annotations
 
 from itertools import product
@@ -10,14 +10,14 @@ from tinygrad_nv.tile.quant_grouped.wgmma.legality import problems
 from tinygrad_nv.tile.template import GPU
 
 # columns of matrices, warps, most rows of a group that registers have room for
-TILES = ((256, 12, 160), (192, 16, 128), (128, 12, 256))
+TILES = ((384, 16, 96), (256, 12, 160), (192, 16, 128), (128, 12, 256))
 ROWS = (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256)
 
 
 def candidates(spec: QuantGroupedSpec, gpu: GPU) -> list[QuantGroupedWgmma]:
     """The tiles, each with as many stages as fit; none where there is no wgmma."""
-    made = []
-    for (columns, warps, most), rows, block_k in product(TILES if gpu.arch == "sm_90a" else (), ROWS, (128, 64)):
+    made, tiles = [], TILES if gpu.arch == "sm_90a" else ()
+    for (columns, warps, most), rows, block_k in product(tiles, ROWS, (128, 64)):
         if rows <= most:
             base = QuantGroupedWgmma().block(columns, rows).k(block_k).warps(warps)
             rings = [base.stages(depth) for depth in DEPTHS]

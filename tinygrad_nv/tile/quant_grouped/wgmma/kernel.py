@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
 from tinygrad_nv.quant.types import TILE
 from tinygrad_nv.tile.grouped_gemm.wgmma.kernel import GroupedKernel
-from tinygrad_nv.tile.grouped_gemm.wgmma.load import W, GroupedLoads
+from tinygrad_nv.tile.grouped_gemm.wgmma.load import GroupedLoads, W
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.quant_gemm.wgmma.load import first_of
 from tinygrad_nv.tile.quant_gemm.wgmma.main_loop import QuantMainLoop

@@ -24,6 +24,7 @@ class QuantGroupedPlan(MatrixStages, GroupedPlan):
     quant: QuantGemmSpec
     stack: QuantGroupedSpec
     MOST_BOXES: ClassVar[int] = 2
+    MOST_ROWS: ClassVar[int] = 384      # boxes have tiles of 16 of them
     MOST_SWAPPED: ClassVar[int] = 160
 
     @staticmethod
