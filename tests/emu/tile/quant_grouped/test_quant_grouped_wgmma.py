@@ -41,9 +41,11 @@ def test_whole_numbers_are_exact(name: str, routing: str, kind: str, one: Groupe
 @pytest.mark.parametrize("routing", routings(GROUPS, ROWS))
 def test_routings(routing: str):
     assert len(routings(GROUPS, ROWS)) >= 40
-    for schedule in SCHEDULES.values():
+    for name, schedule in SCHEDULES.items():
         for kind, one in (("MXFP4", GATHERED), ("awq g32", SCATTERED), ("int8 channel", PLAIN)):
-            exact(spec_of(kind, one), schedule, HOPPER, *routings(GROUPS, ROWS)[routing])
+            if TABLE.problems(spec_of(kind, one), schedule, HOPPER):    # boxes of 128 columns of bytes
+                assert (name, kind) == ("three consumers", "int8 channel")
+            else: exact(spec_of(kind, one), schedule, HOPPER, *routings(GROUPS, ROWS)[routing])
 
 
 @pytest.mark.slow
