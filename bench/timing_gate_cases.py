@@ -4,7 +4,7 @@ tests, which is to take less than a minute of one core."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from emitted_specs import (
@@ -37,7 +37,7 @@ from tinygrad_nv.tile.embedding.spec import EmbeddingSpec, Tokens
 from tinygrad_nv.tile.gemm.analytic import analytic
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
-from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec
+from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec, TransposedGroupedSpec
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
 from tinygrad_nv.tile.router.spec import Policy, RouterSpec
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
@@ -56,6 +56,11 @@ def expert_rows(groups: int, tokens: int, rows: int, n: int, k: int, activation:
     """Rows of tokens by the first matrices of experts; without tokens in order, weighted and scattered."""
     if tokens: return GroupedGemmSpec(groups, rows, n, k, BF16, tokens, rows // tokens, activation=activation)
     return GroupedGemmSpec(groups, rows, n, k, BF16, scatter=True, weighted=True)
+
+
+def transposed(spec: GroupedGemmSpec) -> TransposedGroupedSpec:
+    """The same of matrices (K, N)."""
+    return TransposedGroupedSpec(**{each.name: getattr(spec, each.name) for each in fields(spec)})
 
 
 def experts_of(type: str, grouped: GroupedGemmSpec) -> QuantGroupedSpec:
@@ -122,6 +127,8 @@ SPECS: dict[str, dict[str, Any]] = {
     "grouped_wgmma": {"gate and up": expert_rows(4, 256, 512, 2048, 1024, activation="silu")},
     "grouped_scaled_wgmma": {"down": ScaledGroupedGemmSpec(4, 512, 1024, 1024, scatter=True, weighted=True)},
     "grouped_mma": {"down": expert_rows(4, 0, 512, 1024, 1024)},
+    "grouped_transposed_wgmma": {"gradient of rows": transposed(expert_rows(4, 0, 512, 1024, 2048))},
+    "grouped_transposed_mma": {"gradient of rows": transposed(expert_rows(4, 0, 512, 1024, 1024))},
     "grouped_outer_mma": {
         "gate and up": GroupedOuterSpec(4, 1024, 1024, 1024, BF16, x_rows=256, gather_x=4),
         "down *": GroupedOuterSpec(8, 8192, 2048, 1024, BF16, gather_y=1)},

@@ -22,19 +22,20 @@ from tinygrad_nv.quant.readers.reader import require_known
 
 from . import gguf
 from .families import FAMILIES
-from .families.bert import ENCODERS
+from .families.encoders import ENCODERS
+from .families.family import Family
 from .fields import Fields, activation
 from .latent_config import LatentConfig
 from .moe_config import MoEConfig
 from .multimodal import language_config
 from .names import LLAMA_NAMES, Names
-from .rope import RopeConfig
+from .rope import RopeConfig, distinct
 from .rope_fields import rope_config, rope_parameters
 from .temperature import Temperature
 
 DTYPES = ("float32", "float16", "bfloat16")
-# Fields that change what is computed, in some families: the others refuse them. per_layer_config (as
-# is_causal: false) does so in all.
+# Fields that change what is computed, in some families: the others refuse them. per_layer_config does so in
+# all.
 REFUSED = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "num_experts",
            "num_local_experts", "n_routed_experts", "attention_multiplier", "logits_scaling",
            "residual_multiplier", "embedding_multiplier", "clip_qkv", "use_bidirectional_attention",
@@ -56,8 +57,9 @@ class ModelConfig:
     `sinks` are a logit of each head beside those of keys. With `rope_interleaved` adjacent elements of a head
     are rotated together, in float32; layers without rope have the `temperature`. With `latent` keys and
     values are computed of latents, and `head_dim` is that of queries. A checkpoint's `draft_layers` after the
-    others are not read. `output_bias` is the bias of the attention's output projection, `quantization` the
-    quantization_config.
+    others are not read. Unless `causal` tokens attend in both directions, and a window is as wide on either
+    side (embedding models). `output_bias` is the bias of the attention's output projection, `quantization`
+    the quantization_config.
     """
     architecture: str
     vocab_size: int
@@ -92,6 +94,7 @@ class ModelConfig:
     moe: MoEConfig | None = None
     latent: LatentConfig | None = None
     draft_layers: int = 0
+    causal: bool = True
     names: Names = LLAMA_NAMES
     dtype: str | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -100,7 +103,7 @@ class ModelConfig:
     @property
     def distinct_ropes(self) -> tuple[RopeConfig, ...]:
         """The ropes of all layers, each once."""
-        return tuple(dict.fromkeys(each for each in self.ropes if each is not None))
+        return distinct(self.ropes)
 
     @property
     def rope_indices(self) -> tuple[int | None, ...]:
@@ -169,15 +172,15 @@ def read_json_value(path: Path) -> Any:
                          "download the file again") from error
 
 
-def read_config(directory: Path) -> ModelConfig:
+def read_config(directory: Path, embeds: bool = False) -> ModelConfig:
     """The configuration of the model in `directory`. Raises `ModelError` naming what is missing or not
-    supported."""
+    supported. `embeds` as `parse_config` has it."""
     if not os.path.exists(directory):  # unlike Path.exists, False for a name too long for the system
         raise ModelError(f"no such directory: {directory}",
                          "a Hugging Face model directory (config.json, weights), or a GGUF file",
                          "check the path; models are not downloaded")
     if (file := gguf.find(directory)) is not None:
-        return parse_config(gguf.config_of(open_gguf(file)), str(file))
+        return parse_config(gguf.config_of(open_gguf(file)), str(file), embeds=embeds)
     _require_no_adapter(directory)
     path = directory / "config.json"
     if not path.is_file():
@@ -187,7 +190,7 @@ def read_config(directory: Path) -> ModelConfig:
     # ModelOpt's first versions say in a file of its own how weights are quantised
     if not data.get("quantization_config") and theirs.is_file():
         data["quantization_config"] = {"quant_method": "modelopt", **read_json(theirs)}
-    return parse_config(data, str(path))
+    return parse_config(data, str(path), embeds=embeds)
 
 
 def _require_no_adapter(directory: Path) -> None:
@@ -203,10 +206,12 @@ def _require_no_adapter(directory: Path) -> None:
                      "save_pretrained, and name that directory")
 
 
-def parse_config(data: Mapping[str, Any], name: str = "config.json") -> ModelConfig:
-    """`read_config` for an object already read; `name` is used in messages."""
+def parse_config(data: Mapping[str, Any], name: str = "config.json", family: Family | None = None,
+                 embeds: bool = False) -> ModelConfig:
+    """`read_config` for an object already read; `name` is used in messages. `family` stands for that of its
+    architecture; `embeds`: it generates no text, so it need not be causal."""
     data = language_config(data, name)
-    family = FAMILIES[_architecture(data, name)]
+    if family is None: family = FAMILIES[_architecture(data, name)]
     raw = {**family.defaults, **data}
     _require_implemented(raw, family.honours, name)
     f = Fields(raw, name)
@@ -226,6 +231,10 @@ def parse_config(data: Mapping[str, Any], name: str = "config.json") -> ModelCon
     bias, positions = f.flag("attention_bias"), f.positive("max_position_embeddings")
     settings = family.settings(f)
     if "ropes" not in settings: settings["ropes"] = (rope_config(f, rope_parameters(f), head_dim),) * layers
+    if not raw.get("is_causal", True):      # transformers' windows are wider by one then
+        settings |= {"causal": False, "windows": tuple(
+            None if each is None else each + 1 for each in settings.get("windows", (None,) * layers))}
+    if not embeds and not settings.get("causal", True): _refuse_both_directions(raw, name)
     common = {
         "architecture": family.architecture, "vocab_size": f.positive("vocab_size"), "hidden_size": hidden,
         "intermediate_size": f.positive("intermediate_size"), "num_layers": layers, "num_heads": heads,
@@ -242,10 +251,15 @@ def parse_config(data: Mapping[str, Any], name: str = "config.json") -> ModelCon
 def _require_implemented(raw: Mapping[str, Any], honours: frozenset[str], name: str) -> None:
     """Refuses fields by name that change what is computed."""
     found = [key for key in REFUSED if raw.get(key) and key not in honours]
-    found += ["is_causal"] * (not raw.get("is_causal", True))
     if found:
         raise ModelError(f"{name}: {found[0]} is {raw[found[0]]!r}, which is not implemented",
                          "a model without it", "use a model of a supported family as it was published")
+
+
+def _refuse_both_directions(raw: Mapping[str, Any], name: str) -> None:
+    key = "use_bidirectional_attention" if raw.get("is_causal", True) else "is_causal"
+    raise ModelError(f"{name}: {key} is {raw.get(key)!r}, which is not implemented for models that generate",
+                     "a model without it", "load it for embeddings: task=\"embed\", or --task embed")
 
 
 def _quantization(raw: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:

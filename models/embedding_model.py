@@ -1,7 +1,7 @@
 """Embedding models: which directories are such, and the network with its pooling.
 
 Protocol: `read_embedding_config(directory, task)` is None for a model that generates text. Embedding models
-are the encoders of families/bert.py, and decoders that have sentence-transformers' modules.json, or whose
+are the encoders of families/encoders.py, and decoders that have sentence-transformers' modules.json, or whose
 architecture is without a head (MistralModel); task "embed" makes one of any decoder. `EmbeddingModel` holds
 the network; calling it gives the pooled hidden states of a packed batch.
 """
@@ -22,7 +22,7 @@ from . import encoder_weights, weights
 from .config import ModelConfig, parse_config, read_config, read_json
 from .encoder import Encoder
 from .encoder_config import EncoderConfig, read_encoder_config
-from .families import FAMILIES
+from .families import EMBEDDERS
 from .llama import Llama
 from .packed import PackedBatch
 from .pooling import Pooling, default_pooling, pooled, read_pooling
@@ -62,7 +62,7 @@ def read_embedding_config(directory: Path, task: str = "auto") -> EmbeddingConfi
     decoder = _headless(directory)
     if decoder is None:
         if task == "auto" and pooling is None: return None
-        decoder = read_config(directory)
+        decoder = read_config(directory, embeds=True)
     for name, there in (("multi-head latent attention", decoder.latent is not None),
                         ("attention sinks", decoder.sinks), ("windows in chunks", decoder.chunked)):
         if there:
@@ -71,7 +71,7 @@ def read_embedding_config(directory: Path, task: str = "auto") -> EmbeddingConfi
                              "choose another embedding model")
     # no logits are computed: the head is not read, but for that of a GGUF file, whose blocks may be shared
     if (decoder.quantization or {}).get("quant_method") != "gguf": decoder = replace(decoder, tied=True)
-    return EmbeddingConfig(decoder, pooling or default_pooling(True))
+    return EmbeddingConfig(decoder, pooling or default_pooling(True, decoder.causal))
 
 
 def _headless(directory: Path) -> ModelConfig | None:
@@ -81,9 +81,7 @@ def _headless(directory: Path) -> ModelConfig | None:
     data = read_json(path)
     listed = data.get("architectures")
     for each in listed if isinstance(listed, list) else []:
-        whole = f"{str(each).removesuffix('Model')}ForCausalLM"
-        if str(each).endswith("Model") and whole in FAMILIES:
-            return parse_config({**data, "architectures": [whole]}, str(path))
+        if each in EMBEDDERS: return parse_config(data, str(path), EMBEDDERS[each], embeds=True)
     return None
 
 
@@ -94,7 +92,8 @@ class EmbeddingModel:
     def __init__(self, config: EmbeddingConfig, dtype: DType, device: str, length: int) -> None:
         self.config, self.dtype, self.device, self.length = config, dtype, device, length
         self.network: Encoder | Llama
-        if isinstance(config.network, EncoderConfig): self.network = Encoder(config.network, dtype, device)
+        if isinstance(config.network, EncoderConfig):
+            self.network = Encoder(config.network, dtype, device, length)
         else: self.network = Llama(config.network, dtype, device, positions=length)
 
     def load(self, directory: Path, progress: Callable[[int, int], None] | None = None) -> int:
@@ -116,9 +115,9 @@ class EmbeddingModel:
         """float32 (sequences, hidden): pooled hidden states of tokens (T,) of sequences that begin at
         `starts`."""
         if isinstance(self.network, Encoder):
-            batch = PackedBatch(starts, positions, longest, False)
-            hidden = self.network(tokens, batch)
+            hidden = self.network(tokens, batch := self.network.batch(starts, positions, longest))
         else:
-            batch = PackedBatch.of(starts, positions, longest, self.network.rope_tables)
+            batch = PackedBatch.of(starts, positions, longest, self.network.rope_tables,
+                                   self.network.config.causal)
             hidden = self.network.hidden_packed(tokens, batch)
         return pooled(self.config.pooling.kind, hidden.contiguous(), batch)

@@ -1,7 +1,8 @@
 """Which tensors an encoder's checkpoint must hold, and where in the network each is stored.
 
 Protocol: as weights.py. Names are found with and without the prefix of a whole model ("bert."), and
-LayerNorm's with their oldest names, gamma and beta.
+LayerNorm's with their oldest names, gamma and beta. Matrices that a network stacks are stored as one, or
+apart.
 """
 from __future__ import annotations
 
@@ -29,25 +30,27 @@ def whole(tensor: Tensor) -> WeightSlice:
 
 def encoder_slots(model: Encoder) -> dict[str, WeightSlice]:
     """Every tensor that the checkpoint must hold, by its name without the model's prefix."""
-    names, hidden = model.config.names, model.config.hidden_size
-    out = {"embeddings.word_embeddings.weight": whole(model.words),
-           "embeddings.position_embeddings.weight": whole(model.positions)}
-    if model.types is not None: out["embeddings.token_type_embeddings.weight"] = whole(model.types)
+    names, out = model.config.names, dict[str, WeightSlice]()
 
-    def add(name: str, one: Linear | LayerNorm) -> None:
-        assert isinstance(one.bias, Tensor)
-        out[f"{name}.weight"], out[f"{name}.bias"] = whole(one.weight), whole(one.bias)
-    add("embeddings.LayerNorm", model.norm)
+    def add(stored: tuple[str, ...], one: Linear | LayerNorm) -> None:
+        for kind, tensor in (("weight", one.weight), ("bias", one.bias)):
+            if tensor is None: continue
+            rows, *rest = map(int, tensor.shape)
+            count = rows // len(stored)
+            for at, name in enumerate(stored):
+                out[f"{name}.{kind}"] = WeightSlice(tensor, at * count, (count, *rest))
+    for name, table in ((names.words, model.words), (names.positions, model.positions),
+                        (names.types, model.types), (names.distances, model.distances)):
+        if table is not None: out[f"{name}.weight"] = whole(table)
+    add((names.embedding_norm,), model.norm)
+    if model.final_norm is not None: add((names.final_norm,), model.final_norm)
     for i, block in enumerate(model.blocks):
-        layer = names.layer.format(i)
-        for at, name in enumerate(names.qkv):
-            assert block.qkv.bias is not None
-            out[f"{layer}.{name}.weight"] = WeightSlice(block.qkv.weight, at * hidden, (hidden, hidden))
-            out[f"{layer}.{name}.bias"] = WeightSlice(block.qkv.bias, at * hidden, (hidden,))
-        for name, linear in ((names.output, block.output), (names.up, block.up), (names.down, block.down)):
-            add(f"{layer}.{name}", linear)
-        for name, norm in ((names.attention_norm, block.attention_norm), (names.norm, block.norm)):
-            add(f"{layer}.{name}", norm)
+        named: list[tuple[tuple[str, ...], Linear | LayerNorm | None]] = [
+            (names.qkv, block.qkv), ((names.output,), block.output), (names.up, block.up),
+            ((names.down,), block.down), ((names.attention_norm,), block.attention_norm),
+            ((names.norm,), block.norm)]
+        for stored, one in named:
+            if one is not None: add(tuple(f"{names.layer.format(i)}.{each}" for each in stored), one)
     return out
 
 
@@ -68,4 +71,7 @@ def load(model: Encoder, directory: Path, progress: Callable[[int, int], None] |
     check(wanted, checkpoint.entries, False, directory)
     with labelled("weights"):
         allocate_arena(list({id(slot.tensor): slot.tensor for slot in wanted.values()}.values()))
-    return fill_slots(checkpoint, wanted, progress)
+    made = fill_slots(checkpoint, wanted, progress)
+    # inside a captured step every replay would compute them
+    _ = model.rope_tables, model.distance_biases
+    return made

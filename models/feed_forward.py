@@ -12,7 +12,14 @@ from typing import Any
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
-from tinygrad_nv.functional import Routing, grouped_matmul, quant_grouped_matmul, route
+from tinygrad_nv.functional import (
+    Routing,
+    grouped_matmul,
+    quant_grouped_matmul,
+    quantize,
+    route,
+    scaled_grouped_matmul,
+)
 from tinygrad_nv.quant.activations import StackWeight
 
 from .config import ModelConfig
@@ -95,5 +102,9 @@ class MixtureOfExperts:
 def _multiplied(x: Tensor, stack: StackWeight | None, w: Tensor, routing: Routing, **more: Any) -> Tensor:
     """Rows times the matrices of their experts: of a stack, where these are quantised, else of w."""
     if stack is None: return grouped_matmul(x, w, routing.offsets, routing.order, **more)
+    if stack.codes and (how := stack.activations) is not None:
+        codes, scales = quantize(x, how.element, how.scale)
+        return scaled_grouped_matmul(codes, scales, stack.matrix, routing.offsets, routing.order,
+                                     dtype=x.dtype, **more)
     return quant_grouped_matmul(stack.inputs(x), stack.matrix, routing.offsets, routing.order,
                                 int8=stack.int8, **more)

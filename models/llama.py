@@ -39,7 +39,7 @@ from .latent import LatentAttention
 from .layers import RMSNorm, multiply
 from .packed import PackedBatch
 from .paged import PagedBatch, RopeTables
-from .rope import tables
+from .rope_tables import rope_tables
 
 
 class Block:
@@ -103,11 +103,7 @@ class Llama:
         """Cosines and sines of each of the config's `distinct_ropes`, (rope_rows, dim/2), rounded to the
         model's dtype, unless adjacent elements are rotated."""
         dtype = dtypes.float32 if self.config.rope_interleaved else self.dtype
-        made = [tuple(Tensor(t, device=self.device).cast(dtype).contiguous()
-                      for t in tables(rope, self.rope_rows, self.positions))
-                for rope in self.config.distinct_ropes]
-        Tensor.realize(*(each for pair in made for each in pair))
-        return tuple((cos, sin) for cos, sin in made)
+        return rope_tables(self.config.distinct_ropes, self.rope_rows, self.positions, dtype, self.device)
 
     def batch_at(self, start: Position, shape: tuple[int, ...], cache: DenseKVCache | None,
                  lengths: Tensor | None) -> DenseBatch:

@@ -18,22 +18,26 @@ from .paged import AttentionKind, RopeTables
 @dataclass(frozen=True)
 class PackedBatch:
     """`starts` int32 [sequences + 1] and `positions` int32 [T] in memory; no sequence has more than `longest`
-    tokens. `ropes` are cosines and sines of each token, (T, 1, dim/2)."""
+    tokens. `ropes` are cosines and sines of each token, (T, 1, dim/2). `distances`, float32 (H, 2 L − 1) for
+    an L of at least `longest`, are added to scores by how far a key is from its row."""
     starts: Tensor
     positions: Tensor
     longest: int
     causal: bool
     ropes: tuple[RopeTables, ...] = ()
+    distances: Tensor | None = None
 
     @staticmethod
-    def of(starts: Tensor, positions: Tensor, longest: int, tables: tuple[RopeTables, ...]) -> PackedBatch:
-        """A causal batch, with the rows of rope tables of its tokens."""
+    def of(starts: Tensor, positions: Tensor, longest: int, tables: tuple[RopeTables, ...], causal: bool,
+           distances: Tensor | None = None) -> PackedBatch:
+        """A batch with the rows of rope tables of its tokens."""
         ropes = tuple((embedding(cos, positions).unsqueeze(1), embedding(sin, positions).unsqueeze(1))
                       for cos, sin in tables)
-        return PackedBatch(starts, positions, longest, True, ropes)
+        return PackedBatch(starts, positions, longest, causal, ropes, distances)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, how: AttentionKind) -> Tensor:
         """Attention of q (T, H, D) over k, v (T, H_kv, D), rotated already: (T, H·D)."""
         made = varlen_attention(q, k, v, self.starts, self.starts, self.longest, self.longest,
-                                causal=self.causal, window=how.window, scale=how.scale, softcap=how.softcap)
+                                causal=self.causal, window=how.window, scale=how.scale, softcap=how.softcap,
+                                distances=self.distances)
         return made.reshape(q.shape[0], -1).contiguous()

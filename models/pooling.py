@@ -70,9 +70,9 @@ class Pooling:
         return self.dense[-1].weight.shape[0] if self.dense else hidden
 
 
-def default_pooling(decoder: bool) -> Pooling:
-    """Of a model without modules.json."""
-    return Pooling("last" if decoder else "cls")
+def default_pooling(decoder: bool, causal: bool = False) -> Pooling:
+    """Of a model without modules.json: of decoders that attend in both directions the mean."""
+    return Pooling("cls" if not decoder else "last" if causal else "mean")
 
 
 def pooled(kind: str, hidden: Tensor, batch: PackedBatch) -> Tensor:

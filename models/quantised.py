@@ -157,8 +157,9 @@ def _add_layer(plan: Plan, reader: Reader, found: list[Projection],
 
 def _add_experts(plan: Plan, stack: StoredStack, stored: Mapping[str, tuple[str, tuple[int, ...]]],
                  model: Llama) -> None:
-    found = [_as_run(model, each, stack.shape, codes=False) for each in stack.matrices]
-    stack = replace(stack, matrices=tuple(each for each in found if each is not None))
+    if not stack.codes:
+        found = [_as_run(model, each, stack.shape, codes=False) for each in stack.matrices]
+        stack = replace(stack, matrices=tuple(each for each in found if each is not None))
     quantised_experts.require_dynamic(stack)
     plan.layers.append(QuantisedLayer(stack, tuple((each, stack.shape) for each in stack.matrices)))
     plan.replaced |= {f"{name}.weight" for name in stack.names}

@@ -16,8 +16,9 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import WeightError
-from tinygrad_nv.functional import prepared_type
+from tinygrad_nv.functional import multiplies_grouped_codes, prepared_type
 from tinygrad_nv.quant.activations import StackWeight
+from tinygrad_nv.quant.floats import as_float32
 from tinygrad_nv.quant.readers.checks import AGAIN
 from tinygrad_nv.quant.readers.reader import Get, Reader, Stored, StoredMatrix
 from tinygrad_nv.quant.stack import QStack, Shape
@@ -54,6 +55,19 @@ class StoredStack:
     matrices: tuple[StoredMatrix, ...]
     names: tuple[str, ...]
     shape: tuple[int, int]
+    codes: bool = False     # are multiplied with codes of inputs: scales stay those of blocks
+
+    @property
+    def type(self) -> QType:
+        """Of the stack, as it is read."""
+        type = self.matrices[0].type
+        if not self.codes: return type.of_rows()
+        return replace(type, scale=replace(type.scale, dtype=dtypes.float32))
+
+    @property
+    def extents(self) -> Shape:
+        """Of the stack."""
+        return (len(self.matrices), *self.shape)
 
 
 def names_of(model: Llama, layer: int, half: Half) -> list[str]:
@@ -78,7 +92,7 @@ def planned(model: Llama, layer: int, reader: Reader, stored: Stored) -> Iterato
         if not any(found): continue
         _require_alike(names, found)
         whole = tuple(each for each in found if each is not None)
-        yield StoredStack(Experts(block, half), whole, tuple(names), shape)
+        yield _with_codes(StoredStack(Experts(block, half), whole, tuple(names), shape), model)
 
 
 def _require_alike(names: list[str], found: list[StoredMatrix | None]) -> None:
@@ -90,6 +104,17 @@ def _require_alike(names: list[str], found: list[StoredMatrix | None]) -> None:
              for kind, some in kinds.items()]
     raise WeightError("\n".join(["experts of one layer are quantised in several ways", *lines]),
                       "one type for gate and up, and one for down, of all experts of a layer", AGAIN)
+
+
+def _with_codes(stack: StoredStack, model: Llama) -> StoredStack:
+    """The stack as one whose codes are multiplied, where all are stored so and the device has a kernel."""
+    (kind, how), *others = {(each.type, each.activations) for each in stack.matrices}
+    if others or how is None or how.static or kind.scale.e8m0: return stack
+    made = replace(stack, codes=True)
+    activation = model.config.activation if stack.place.half == "gate_up" else ""
+    found = multiplies_grouped_codes(made.type, made.extents, activation, model.dtype, how.element, how.scale,
+                                     model.device)
+    return made if found else stack
 
 
 def require_dynamic(stack: StoredStack) -> None:
@@ -116,7 +141,7 @@ def read(stack: StoredStack, get: Get) -> Iterator[Chunk]:
     many = max(1, min(MOST, max(LEAST, each * len(matrices) // PART)) // each)
 
     def chunk(begin: int) -> Chunk:
-        some = [_rows(one, name, shape, get) for one, name in
+        some = [_rows(one, name, shape, stack.codes, get) for one, name in
                 zip(matrices[begin:begin + many], names[begin:begin + many], strict=True)]
         return Chunk(len(some), {name: np.concatenate([one[name] for one in some]) for name in some[0]})
     with ThreadPoolExecutor(1) as reader:
@@ -128,8 +153,10 @@ def read(stack: StoredStack, get: Get) -> Iterator[Chunk]:
             yield found
 
 
-def _rows(stored: StoredMatrix, name: str, shape: tuple[int, int], get: Get) -> dict[str, np.ndarray]:
-    """A matrix's buffers, with scales of single rows; an order as a row."""
+def _rows(stored: StoredMatrix, name: str, shape: tuple[int, int], codes: bool,
+          get: Get) -> dict[str, np.ndarray]:
+    """A matrix's buffers, with scales of single rows, or of blocks where codes are multiplied; an order as a
+    row."""
     n, made = shape[0], stored.arrays(get)
     if stored.type.element.dtype in LARGEST and \
             bool((made["codes"].view(np.uint8) & 0x7F > LARGEST[stored.type.element.dtype]).any()):
@@ -138,6 +165,7 @@ def _rows(stored: StoredMatrix, name: str, shape: tuple[int, int], get: Get) -> 
     def of(key: str, array: np.ndarray) -> np.ndarray:
         if key == "order": return array.reshape(1, -1)
         if key in ("codes", "high"): return array.reshape(n, -1)
+        if codes: return as_float32(array)
         scale = stored.type.outer if key.startswith("outer") else stored.type.scale
         assert scale is not None
         return _repeated(array, scale, n)
@@ -159,9 +187,8 @@ def _repeated(array: np.ndarray, scale: Scale, n: int) -> np.ndarray:
 
 def fill(model: Llama, stack: StoredStack, chunks: Iterable[Chunk], int8: bool) -> StackWeight:
     """A stack, of its matrices as kernels read them."""
-    stored, (n, k) = stack.matrices[0], stack.shape
-    type, shape = stored.type.of_rows(), (len(stack.matrices), n, k)
-    made = prepared_type(type, n, k, model.device)
+    stored, (n, k), type, shape = stack.matrices[0], stack.shape, stack.type, stack.extents
+    made = type if stack.codes else prepared_type(type, n, k, model.device)
     wanted = stack_buffers(made, shape)
     whole = {name: Tensor.empty(*extents, dtype=in_memory(dtype), device=model.device)
              for name, (extents, dtype) in wanted.items()}
@@ -173,7 +200,7 @@ def fill(model: Llama, stack: StoredStack, chunks: Iterable[Chunk], int8: bool) 
             view = host_bytes(tensor)
             write(whole[name], done[name], memoryview(read_part(tensor, 0, size)) if view is None else view)
             done[name] += size
-    return StackWeight(QStack(made, shape, whole), stored.activations, int8)
+    return StackWeight(QStack(made, shape, whole), stored.activations, int8, stack.codes)
 
 
 def _laid(type: QType, made: QType, shape: Shape, chunk: Chunk, device: str | None) -> Mapping[str, Tensor]:

@@ -11,6 +11,7 @@ LongRoPE (arXiv 2402.13753), and the frequency bands of Llama 3.1 as published w
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +43,11 @@ class RopeConfig:
     factors: tuple[float, ...] = ()
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+
+
+def distinct(ropes: Sequence[RopeConfig | None]) -> tuple[RopeConfig, ...]:
+    """The ropes of all layers, each once."""
+    return tuple(dict.fromkeys(each for each in ropes if each is not None))
 
 
 def inverse_frequencies(rope: RopeConfig, positions: int) -> np.ndarray:

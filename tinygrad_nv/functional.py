@@ -11,7 +11,8 @@ over latents (MLA), `varlen_attention` is for sequences that lie one after the o
 operands of 8 bits with scales, `embedding` for rows of a table by number, `quant_matmul` for a quantised
 matrix, `scaled_matmul` for one whose codes are multiplied with codes of activations (W8A8, FP8),
 `sparse_matmul` for one that is 2:4 sparse, `dispatch` for mixtures of experts, made of `route`, `group_rows`,
-`grouped_matmul` and `grouped_outer`, `quant_grouped_matmul` for quantised experts: the modules of patterns/
+`grouped_matmul` and `grouped_outer`, `quant_grouped_matmul` for quantised experts, `scaled_grouped_matmul`
+where codes are multiplied with codes: the modules of patterns/
 with these names (decode/paged.py, decode/latent.py, attention/varlen.py, attention/fp8.py,
 scaled_gemm/named.py, router/rows.py, grouped_gemm/, and named.py of the others) define them.
 """
@@ -49,9 +50,11 @@ from tinygrad_nv.patterns.attention.varlen import varlen_attention
 from tinygrad_nv.patterns.decode.latent import latent_attention
 from tinygrad_nv.patterns.decode.paged import paged_attention
 from tinygrad_nv.patterns.embedding.named import embedding
+from tinygrad_nv.patterns.grouped_gemm import scaled as scaled_grouped
 from tinygrad_nv.patterns.grouped_gemm.dispatch import Experts, dispatch
 from tinygrad_nv.patterns.grouped_gemm.named import grouped_matmul
 from tinygrad_nv.patterns.grouped_gemm.outer import grouped_outer
+from tinygrad_nv.patterns.grouped_gemm.scaled import scaled_grouped_matmul
 from tinygrad_nv.patterns.kv_append.named import kv_append
 from tinygrad_nv.patterns.named import check_devices
 from tinygrad_nv.patterns.quant_gemm.named import prepared, prepared_for, quant_matmul
@@ -82,6 +85,7 @@ __all__ = [
     "kv_append",
     "latent_attention",
     "multiplies_codes",
+    "multiplies_grouped_codes",
     "multiplies_sparse",
     "paged_attention",
     "prepared",
@@ -91,6 +95,7 @@ __all__ = [
     "quantize",
     "route",
     "scaled_dot_product_attention",
+    "scaled_grouped_matmul",
     "scaled_matmul",
     "sparse_matmul",
     "varlen_attention",
@@ -205,6 +210,17 @@ def multiplies_codes(type: QType, shape: tuple[int, int], element: str, block: S
     return (target := target_of(name)) is not None and has_kernel(type, shape, element, block, target)
 
 
+def multiplies_grouped_codes(type: QType, shape: tuple[int, int, int], activation: str, dtype: DType,
+                             element: str, block: Scale, device: str | None) -> bool:
+    """Whether `scaled_grouped_matmul` is a kernel for a stack of matrices, with results of a dtype, and with
+    activations that are quantised to `element` with scales of blocks."""
+    name = Device.canonicalize(device)
+    if not hooks.enabled() or (type, element, block) != (scaled_grouped.BLOCKS, "e4m3", scaled_grouped.ROWS):
+        return False
+    return (target := target_of(name)) is not None and \
+        scaled_grouped.has_kernel(shape, activation, dtype, target)
+
+
 def multiplies_sparse(dtype: DType, shape: tuple[int, int], device: str | None) -> bool:
     """Whether `sparse_matmul` is a kernel on a GPU for a matrix."""
     name = Device.canonicalize(device)
@@ -213,7 +229,7 @@ def multiplies_sparse(dtype: DType, shape: tuple[int, int], device: str | None) 
 
 
 def weights_key(device: str | None) -> str:
-    """What `prepared`, `multiplies_codes` and `multiplies_sparse` depend on besides a matrix, for keys of
+    """What `prepared`, `multiplies_codes` and the like depend on besides a matrix, for keys of
     weights that were repacked."""
     ours = hooks.enabled() and config.get("NV_GEMM")
     return f"{prepared_for(Device.canonicalize(device))}, codes and sparse {'yes' if ours else 'no'}"

@@ -1,9 +1,11 @@
 """The families of models, one small file each: what of `ModelConfig` differs from LLaMA's.
 
-`FAMILIES` has them by the architecture of config.json. family.py has the record, layers.py what several use.
+`FAMILIES` has them by the architecture of config.json, `EMBEDDERS` those of embedding models (encoders.py has
+encoders). family.py has the record, layers.py what several use.
 """
 from . import (
     deepseek,
+    eurobert,
     gemma,
     gpt_oss,
     granite,
@@ -26,3 +28,9 @@ FAMILIES: dict[str, Family] = {each.architecture: each for each in (
     gpt_oss.FAMILY, llama4.FAMILY,
     mixtral.FAMILY, qwen_moe.QWEN2, qwen_moe.QWEN3, olmoe.FAMILY,
     deepseek.V2, deepseek.V3)}
+
+# of architectures that make embeddings alone: decoders without their heads, and encoders with their layers
+EMBEDDERS: dict[str, Family] = {
+    **{f"{name.removesuffix('ForCausalLM')}Model": family for name, family in FAMILIES.items()},
+    "Gemma3TextModel": gemma.GEMMA3,
+    "EuroBertModel": eurobert.FAMILY, "EuroBertForMaskedLM": eurobert.FAMILY}

@@ -48,8 +48,10 @@ def second(f: Fields) -> dict[str, Any]:
 def third(f: Fields) -> dict[str, Any]:
     """Of `ModelConfig`."""
     every = f.positive("sliding_window_pattern") if f.get("sliding_window_pattern") is not None else 6
-    types = layer_types(f, lambda i: (i + 1) % every != 0)
-    return {**_scaled(f), "qk_norm": "head", "windows": windows(f, types),
+    types, both = layer_types(f, lambda i: (i + 1) % every != 0), f.flag("use_bidirectional_attention")
+    # EmbeddingGemma's window is as wide, half on either side
+    if both: f = f.within({"sliding_window": f.positive("sliding_window") // 2 + 1})
+    return {**_scaled(f), "causal": not both, "qk_norm": "head", "windows": windows(f, types),
             "ropes": ropes_by_type(f, types, f.get("rope_theta", GLOBAL),
                                    f.get("rope_local_base_freq", LOCAL))}
 
@@ -63,4 +65,4 @@ GEMMA2 = Family("Gemma2ForCausalLM",
 GEMMA3 = Family("Gemma3ForCausalLM",
                 {**SECOND, "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216,
                  "num_hidden_layers": 26, "num_attention_heads": 8, "max_position_embeddings": 131_072},
-                SCALES, third)
+                SCALES | {"use_bidirectional_attention"}, third)

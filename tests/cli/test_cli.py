@@ -194,6 +194,7 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, "PYTHONUNBUFFERED": "1", **changes}
 
 
+@pytest.mark.slow
 def test_characters_latin_1_lacks_are_escaped(tiny: Path):
     done = subprocess.run([*MODULE, "generate", str(tiny), "é→", "--max-tokens", "1"], capture_output=True,
                           env=environment(PYTHONIOENCODING="latin-1"), check=False)

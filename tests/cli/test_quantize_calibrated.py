@@ -56,7 +56,7 @@ CASES = [("--scheme", "w4a16", "--method", "gptq", *GROUPS),
          ("--scheme", "fp8", "--static")]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(case[1:]))
 def test_transformers_reads_it(command, source: Path, tmp_path: Path, case: tuple[str, ...]):
     """The same logits; of inputs that are rounded, too, those of each layer, given the same."""
@@ -67,7 +67,7 @@ def test_transformers_reads_it(command, source: Path, tmp_path: Path, case: tupl
     assert np.abs(found - wanted).max() < close * np.abs(wanted).max()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [("awq",), ("gptq",), ("gptq", "--act-order", "group"),
                                   ("gptq", "--act-order", "none", "--asymmetric")], ids=" ".join)
 def test_their_own_formats(command, source: Path, tmp_path: Path, case: tuple[str, ...]):

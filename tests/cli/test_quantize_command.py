@@ -61,7 +61,7 @@ def found_of(matrix) -> torch.Tensor:
     return torch.tensor(matrix.dequantize().numpy())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [("w4a16",), ("fp8",), ("fp8-block",), ("w8a8",)], ids=" ".join)
 def test_transformers_reads_it(command, source: Path, tmp_path: Path, case: tuple[str, ...]):
     """The same of each layer, given the same, with inputs rounded as the scheme has them. Logits may differ
@@ -72,7 +72,7 @@ def test_transformers_reads_it(command, source: Path, tmp_path: Path, case: tupl
     assert np.abs(logits(out) - wanted).max() < 0.1 * np.abs(wanted).max()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("format", "scheme"), [(format, each) for format, names in FORMATS.items()
                                                 for each in names if "sparse" not in format])
 def test_other_formats(command, source: Path, tmp_path: Path, format: str, scheme: str):

@@ -52,7 +52,26 @@ def test_fields_that_are_not_implemented(tmp_path: Path, fields: dict[str, Any],
     refused(error, f"{tmp_path / 'config.json'}: {words}", "expected: ")
 
 
-@pytest.mark.parametrize("name", ["NomicBertModel", "ModernBertModel", "MPNetModel",
+NOMIC = {"architectures": ["NomicBertModel"]}
+MODERN = {"architectures": ["ModernBertModel"], "pad_token_id": 0}
+
+
+@pytest.mark.parametrize(("fields", "words"), [
+    ({**NOMIC, "moe_every_n_layers": 2}, "moe_every_n_layers is 2, which is not implemented for NomicBert"),
+    ({**NOMIC, "rotary_scaling_factor": 2}, "rotary_scaling_factor is 2"),
+    ({**NOMIC, "rotary_emb_fraction": 0.5}, "rotary_emb_fraction is 0.5"),
+    ({**NOMIC, "n_head": 3}, "hidden_size 8 is not a multiple of num_attention_heads 3"),
+    ({**MODERN, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling is "),
+    ({**MODERN, "local_attention": -1}, "local_attention is -1"),
+    ({**MODERN, "layer_types": ["chunked_attention"]}, "layer type 'chunked_attention' is not supported"),
+    ({"architectures": ["MPNetModel"], "relative_attention_num_buckets": 16},
+     "relative_attention_num_buckets is 16, which is not implemented for MPNetModel")])
+def test_fields_of_other_encoders(tmp_path: Path, fields: dict[str, Any], words: str):
+    with pytest.raises(ModelError) as error: read_embedding_config(write(tmp_path, **fields))
+    refused(error, f"{tmp_path / 'config.json'}: {words}", "expected: ")
+
+
+@pytest.mark.parametrize("name", ["NewModel", "XmodModel", "DebertaV2Model",
                                   "BertForSequenceClassification"])
 def test_architectures_that_are_not_read(tmp_path: Path, name: str):
     with pytest.raises(ModelError) as error: LLM(write(tmp_path, architectures=[name]), device="CPU")

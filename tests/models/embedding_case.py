@@ -17,7 +17,15 @@ DISTILBERT = {"vocab_size": 120, "dim": 64, "hidden_dim": 96, "n_layers": 2, "n_
               "max_position_embeddings": 64}
 ENCODERS: dict[str, dict[str, Any]] = {
     "Bert": SIZES, "Roberta": {**SIZES, "pad_token_id": 1}, "DistilBert": DISTILBERT,
-    "XLMRoberta": {**SIZES, "pad_token_id": 1, "hidden_act": "gelu_new", "type_vocab_size": 1}}
+    "XLMRoberta": {**SIZES, "pad_token_id": 1, "hidden_act": "gelu_new", "type_vocab_size": 1},
+    "Camembert": {**SIZES, "pad_token_id": 1}, "MPNet": {**SIZES, "max_position_embeddings": 520},
+    "NomicBert": {**SIZES, "head_dim": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    "Gte": {**SIZES, "type_vocab_size": 0, "hidden_act": "gelu"}, "JinaEmbeddingsV3": SIZES,
+    "ModernBert": {**SIZES, "num_hidden_layers": 4, "local_attention": 8, "norm_bias": True,
+                   "pad_token_id": 0,
+                   "rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0,
+                                                          "rope_theta": 16e4},
+                                       "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}}}
 DECODER = {**SIZES, "num_key_value_heads": 2, "head_dim": 16}
 WORDS = [*"abcdefghijklmnopqrstuvwxyz", *(f"##{each}" for each in "abcdefghijklmnopqrstuvwxyz")]
 

@@ -127,6 +127,7 @@ def test_logprobs_are_those_of_the_logits(llm: LLM):
         assert each.logprob == pytest.approx(exact[at][each.token], abs=1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("length", [5, 70, 65])
 def test_warming_up_captures_all_that_an_answer_needs(hf_model: Callable[[str], Path], length: int):
     """A prompt in one chunk, and one whose second chunk is of some tokens, or of one."""
@@ -161,6 +162,7 @@ def test_an_interrupt_in_the_middle_of_a_batch(llm: LLM, single: list[tuple[int,
 
 # **** steps that fail ****
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("at", range(3))
 def test_a_step_that_fails_while_it_is_captured(hf_model: Callable[[str], Path], at: int, monkeypatch):
     """The `at`-th realize of a request raises, after what it should compute has been written down."""

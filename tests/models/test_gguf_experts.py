@@ -35,7 +35,7 @@ def changes(family: str, wide: bool = False) -> dict[str, object]:
     return moe | (WHOLE if family.startswith("qwen") else {})
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_floats(tmp_path: Path, family: str):
     """Hyper-parameters are those of the directory, logits those of transformers."""

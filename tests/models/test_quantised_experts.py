@@ -58,6 +58,7 @@ def test_logits_and_greedy_tokens(directories: Callable[[str, str], Both], kind:
     require_same_answers(quantised, plain)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "family"), [("fp8", "qwen3-moe"), ("ct-int4", "qwen2-moe"),
                                               ("ct-int8", "mixtral")])
 def test_matrices_are_the_same(directories: Callable[[str, str], Both], kind: str, family: str):

@@ -154,6 +154,7 @@ def flipped(data: bytearray) -> None: data[1000] ^= 16
 def described_otherwise(data: bytearray) -> None: data[-30] ^= 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("damage", [cut, shortened, emptied, flipped, described_otherwise])
 def test_a_damaged_file_is_repacked(damage: Callable[[bytearray], None], directory: Path, root: Path,
                                     repacked: list[object], capsys: pytest.CaptureFixture[str]):

@@ -75,6 +75,7 @@ def test_stories_are_made_of_words_of_the_language(tales: list[str]):
     assert sum(word.lower() not in known for word in used) <= len(used) / 300
 
 
+@pytest.mark.slow
 def test_stories_are_not_copies(tales: list[str]):
     assert len(set(tales)) == len(tales)
     assert not set(tales) & set(corpus("train", 20_000))

@@ -125,6 +125,7 @@ def test_memory_is_that_of_the_model(tmp_path: Path):
     assert done["rss_peak"] - done["rss_before"] >= 0.9 * done["model_bytes"], "else this measures nothing"
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_model_when_the_dtype_changes_too(tmp_path: Path):
     """float32 files into a bfloat16 model, which is half as large as what is read."""
     done = loaded_in_a_process(tmp_path, "bfloat16")

@@ -44,10 +44,12 @@ class QWeight:
 
 @dataclass(frozen=True)
 class StackWeight:
-    """Matrices of a layer's experts, and how their inputs are rounded. `int8` as of a `QWeight`."""
+    """Matrices of a layer's experts, and how their inputs are rounded. `int8` and `codes` as of a
+    `QWeight`."""
     matrix: QStack
     activations: Activations | None = None
     int8: bool = False
+    codes: bool = False
 
     def inputs(self, x: Tensor) -> Tensor:
         """What is multiplied: x (…, K) rounded, in its dtype."""

@@ -2,7 +2,8 @@
 
 A stack of `count` matrices of N rows and K columns has their buffers (types.py), those of a matrix behind
 those of the one before: the first extent is `count` times a matrix's. So in layouts of tiles each matrix
-begins with a tile of its own. Scales are of single rows. `order` is int32 [count, K]: columns of each
+begins with a tile of its own. Scales may be of blocks of rows: those of a matrix begin with its first row,
+and its last block may be cut off. `order` is int32 [count, K]: columns of each
 matrix may lie in an order of their own.
 """
 from __future__ import annotations
@@ -71,13 +72,24 @@ def _laid(type: QType, name: str, data: Tensor, shape: Shape) -> Tensor:
     return layouts.laid(type, name, data, k).bitcast(kind)
 
 
+def _of_rows(type: QType, name: str, blocks: Tensor, count: int, n: int) -> Tensor:
+    """Scales, points or minima of each row of a stack, of those of blocks."""
+    scale = type.outer if name.startswith("outer") else type.scale
+    assert scale is not None
+    if scale.rows == 1: return blocks
+    columns = int(blocks.shape[-1])
+    each = blocks.reshape(count, -1, 1, columns).expand(count, -1, scale.rows or n, columns)
+    return each.reshape(count, -1, columns)[:, :n].reshape(count * n, columns)
+
+
 def dequantized_stack(type: QType, shape: Shape, given: Mapping[str, Tensor],
                       dtype: DType = dtypes.float32) -> Tensor:
     """The same of buffers."""
     count, n, k = shape
     rows = n if type.layout == "rows" else n + -n % TILE
-    plain = {name: one for name, one in given.items() if name != "order"}
-    made = dequantized(replace(type, permuted=False), (count * rows, k), plain)
+    plain = {name: one if name in ("codes", "high") else _of_rows(type, name, one, count, n)
+             for name, one in given.items() if name != "order"}
+    made = dequantized(replace(type.of_rows(), permuted=False), (count * rows, k), plain)
     made = made.reshape(count, rows, k)[:, :n]
     if not type.permuted: return made.cast(dtype)
     numbers = Tensor.arange(k, dtype=dtypes.int32).to(made.device).expand(count, k)

@@ -225,7 +225,6 @@ def buffers(type: QType, n: int, k: int) -> dict[str, Buffer]:
 def stack_buffers(type: QType, shape: tuple[int, int, int]) -> dict[str, Buffer]:
     """The same of a stack (stack.py) of `count` matrices of n rows and k columns."""
     count, n, k = shape
-    if type.of_rows() != type: raise SpecError(f"a stack of {type}", "scales of single rows")
     made = {name: Buffer((count * one.shape[0], *one.shape[1:]), one.dtype)
             for name, one in buffers(type, n, k).items()}
     if "order" in made: made["order"] = Buffer((count, k), dtypes.int32)

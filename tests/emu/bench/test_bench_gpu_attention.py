@@ -35,6 +35,7 @@ def test_paged(options: Namespace):
     assert row["schedule"].startswith("decode")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options.arch)
 @pytest.mark.parametrize("workload", [
     gpu_backward.Backward(gpu_attention.Forward(2, 4, 512, 64, True, 2)),

@@ -37,7 +37,7 @@ OPTIONS = Namespace(arch="sm_90a", seed=1)
 EVERY = {**TYPES, **gpu_quant.OTHERS}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", EVERY)
 def test_matrices_are_what_the_package_has(name: str):
     """24 rows and 256 columns: in fragments, and dequantised."""
@@ -259,6 +259,7 @@ def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[gpu_re
     cases.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("whole", [False, True])
 def test_launches_are_judged_by_their_reference(recorder: gpu_record.Recorder, whole: bool):
     """One place of the result is another: within the bound it is close, where sums are exact it must be the

@@ -69,6 +69,7 @@ def test_a_row_of_a_matmul(monkeypatch: pytest.MonkeyPatch, buffer: int, row: in
     if by: assert found["why"].startswith(f"ours: {words}: ")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("buffer", "head", "row", "launch", "words"), [
     (3, 0, 5, 3, "set 0: sequence 0, head 0, row 5: off by"),
     (3, 1, 40, 3, "set 0: sequence 0, head 1, row 40: off by"),

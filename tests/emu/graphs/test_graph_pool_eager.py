@@ -111,6 +111,7 @@ def test_state_that_is_bound_anew(emu: NVDevice):
     np.testing.assert_array_equal(ahead(x=X).numpy(), X + X.sum(0))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("keep", [lambda x: x, lambda x: x.reshape(-1), lambda x: x[:, 1:3], lambda x: x * 2,
                                   lambda x: (x * 2).realize()])
 def test_what_is_kept_of_inputs_is_not_overwritten(emu: NVDevice, keep: Any):

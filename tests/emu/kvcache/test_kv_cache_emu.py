@@ -11,6 +11,7 @@ from tinygrad_nv.tile.expression import short
 PROMPT = list(range(1, 12))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [dtypes.float16, dtypes.int8], ids=short)
 def test_requests_fork_leave_and_return(dtype: DType, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("NV_DEBUG", "1")

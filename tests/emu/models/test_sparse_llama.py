@@ -50,7 +50,7 @@ def few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse, "CHUNK", 1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("scheme", "format"), [("2:4", "compressed-tensors"), ("2:4", "sparse-24-bitmask"),
                                                 ("w8a8", "sparse-24-bitmask"), ("fp8", "compressed-tensors")])
 def test_sparse_layers(command, source: Path, tmp_path: Path, scheme: str, format: str):

@@ -71,7 +71,7 @@ def divided(y: Tensor) -> DecodeSpec:
 
 # **** steps ****
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @BOTH
 @pytest.mark.parametrize(("rows", "heads", "window"), [(1, 8, None), (1, 4, 200), (3, 4, None), (8, 2, 300)])
 def test_a_captured_step_serves_every_length(gpu: str, rows: int, heads: int, window: int | None):
@@ -140,6 +140,7 @@ def scores(q: Tensor, k: Tensor) -> Tensor: return q.matmul(k.transpose(-1, -2),
 def attended(x: Tensor, v: Tensor) -> Tensor: return x.softmax(-1).cast(v.dtype) @ v
 
 
+@pytest.mark.sampled(2)
 @BOTH
 @pytest.mark.parametrize("rows", [1, 4])
 def test_soft_caps_and_biases(gpu: str, rows: int):
@@ -161,6 +162,7 @@ def test_soft_caps_and_biases(gpu: str, rows: int):
     assert (spec.rows, spec.length, len(spec.parameters)) == (rows, "most", 3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("heads", "kv", "dtype"), [(48, 1, BF16), (6, 6, F16), (12, 4, F16)])
 def test_heads(heads: int, kv: int, dtype: DType):
     operands = made(b=2, heads=heads, kv=kv, rows=1, keys=800, dtype=dtype)

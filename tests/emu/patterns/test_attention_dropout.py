@@ -66,11 +66,13 @@ def _forwards(*tensors: Tensor) -> tuple[AttentionSpec, AttentionSpec]:
     return forward, backward.forward
 
 
+@pytest.mark.sampled(1)
 @BOTH
 def test_causal_heads_of_groups():
     trained(made(2, 4, 2, 70, 70), 180)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("group", [1, 3])
 def test_all_see_all(group: int):
     """Query heads of a key head are told apart, though their rows lie as one."""
@@ -85,6 +87,7 @@ def test_one_row_and_few_heads():
     trained(made(1, 4, 1, 1, 90), 128, False)
 
 
+@pytest.mark.sampled(1)
 @BOTH
 def test_the_tensor_method_in_training():
     """Forward and backward drop the same: the result is linear in v, so ⟨dv, v⟩ = ⟨grad, out⟩."""

@@ -49,6 +49,7 @@ def test_the_library_s_attention(seed: int):
     assert spec.q.dtype == F32
 
 
+@pytest.mark.sampled(3)
 @BOTH
 @pytest.mark.parametrize(("rows", "keys"), [(150, 150), (1, 33), (33, 129)])
 def test_causal(rows: int, keys: int):
@@ -136,6 +137,7 @@ def test_results_of_16_bits():
 
 # **** symbolic ****
 
+@pytest.mark.sampled(2)
 @BOTH
 @pytest.mark.parametrize("rows", [1, 6])
 def test_a_captured_step_serves_every_start(rows: int):
@@ -172,6 +174,7 @@ def test_a_language_model_in_float32(tiny: Path):
 
 # **** gradients, mixed dtypes ****
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("spelling", ["by hand", "library"])
 def test_gradients(spelling: str):
     """Of graphs that were spelled by hand, and of the library's attention."""

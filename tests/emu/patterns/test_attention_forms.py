@@ -56,7 +56,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, change: Callable[[Tensor], Tensor]
 
 # **** masks ****
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @BOTH
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=["bf16", "f16", "f32"])
 @pytest.mark.parametrize(("rows", "keys"), [(36, 220), (2, 600)])
@@ -153,7 +153,7 @@ def test_logarithms_of_distances():
          lambda x: torch.where(tc <= tr, x * 0.125 - theirs.to(x.dtype), HIDDEN))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @BOTH
 @pytest.mark.parametrize(("rows", "heads"), [(1, 4), (3, 4), (12, 2)])
 def test_alibi_over_a_cache(rows: int, heads: int):
@@ -183,6 +183,7 @@ def test_one_tensor_of_all_projections():
         near(y, tuple(cut(x)), lambda s: torch.where(c <= r, s / 32**0.5, HIDDEN))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rows", [6, 24])
 def test_a_tree_of_rows_behind_a_cache(gpu: str, rows: int):
     """Keys that are put together, a mask in memory for the new ones."""

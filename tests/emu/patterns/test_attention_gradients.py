@@ -72,6 +72,7 @@ def in_order(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q.scaled_dot_product_attention(k, v, is_causal=True, enable_gqa=True)
 
 
+@pytest.mark.sampled(2)
 @BOTH
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
 def test_all_see_all(dtype: DType):
@@ -79,7 +80,7 @@ def test_all_see_all(dtype: DType):
     trained(operands, simple, scaled(), dtype)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @BOTH
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_causal_with_heads_that_share_keys(seed: int):
@@ -89,12 +90,14 @@ def test_causal_with_heads_that_share_keys(seed: int):
     assert forward.batch[2] == 2
 
 
+@pytest.mark.sampled(1)
 @BOTH
 def test_wider_heads():
     operands = made(heads=1, kv=1, rows=70, d=128)
     trained(operands, in_order, causal(70, 150, 128))
 
 
+@pytest.mark.sampled(1)
 @BOTH
 def test_sums_in_one_order(monkeypatch: pytest.MonkeyPatch):
     operands = made(rows=70)
@@ -109,6 +112,7 @@ def test_values_of_another_width():
     trained(made(rows=20, d=32, d_v=64), simple, scaled())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_few_rows(rows: int):
     trained(made(heads=4, rows=rows), simple, scaled())
@@ -119,6 +123,7 @@ def test_few_rows(rows: int):
 def capped(x: torch.Tensor) -> torch.Tensor: return 5 * torch.tanh(x * 0.3 / 5)
 
 
+@pytest.mark.sampled(1)
 @BOTH
 def test_soft_cap_and_scale():
     trained(made(), lambda q, k, v: scaled_dot_product_attention(q, k, v, scale=0.3, softcap=5), capped)
@@ -143,7 +148,7 @@ def test_a_band_that_is_made_as_a_mask_of_floats():
     assert not loads(forward.score)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @BOTH
 @pytest.mark.parametrize("shape", [(40, 150), (1, 2, 1, 150), (2, 1, 40, 150)], ids=str)
 def test_masks_in_memory(shape: tuple[int, ...]):
@@ -155,6 +160,7 @@ def test_masks_in_memory(shape: tuple[int, ...]):
     assert len(loads(forward.score)) == 1
 
 
+@pytest.mark.sampled(1)
 @BOTH
 def test_a_mask_of_floats_and_its_gradient():
     operands, values = made(heads=4), normal(4, 40, 150, seed=5)
@@ -220,6 +226,7 @@ def test_gradients_that_lie_otherwise():
     near(wanted, operands, scaled(), grad.permute(0, 3, 2, 1))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 2, 1, 1), (1, 1, 40, 1), (1, 1, 1, 32)], ids=str)
 def test_gradients_that_repeat(shape: tuple[int, ...]):
     """As those of `(out * scale).sum()`: what has stride 0 along d cannot be read where it lies."""
@@ -238,7 +245,7 @@ def test_gradients_that_lie_backwards():
     near(wanted, operands, scaled(), grad.flip(2))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("lead_q", "lead_k"), [((), ()), ((2,), (2,)), ((2,), ()), ((), (2,)),
                                                 ((2, 3, 2), (3, 2)), ((2, 2), (2, 1))], ids=str)
 def test_other_ranks(lead_q: tuple[int, ...], lead_k: tuple[int, ...]):

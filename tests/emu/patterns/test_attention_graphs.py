@@ -55,7 +55,7 @@ def test_the_library_s_attention(dtype: DType, seed: int):
     assert near(y, operands, scaled).batch[2] == 2
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @BOTH
 @pytest.mark.parametrize(("rows", "keys"), [(20, 20), (150, 150), (1, 33), (70, 40), (33, 129)])
 def test_causal(rows: int, keys: int):
@@ -65,6 +65,7 @@ def test_causal(rows: int, keys: int):
     if rows > 1: assert spec.band.last == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("d", [16, 32, 72, 128])
 def test_heads_of_other_widths(d: int):
     operands = made(rows=17, keys=100, d=d)
@@ -109,7 +110,7 @@ CONDITIONS: dict[str, Callable] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @BOTH
 @pytest.mark.parametrize("name", CONDITIONS)
 def test_conditions_of_positions(name: str):
@@ -140,6 +141,7 @@ def test_a_maximum_that_is_guarded():
     near((e / e.sum(-1, keepdim=True)).cast(BF16) @ v, operands, seen(20, 150, lambda r, c: c < r - 3))
 
 
+@pytest.mark.sampled(1)
 @BOTH
 def test_a_score_with_everything():
     """ALiBi, a soft-cap, a bias in memory, a causal mask."""
@@ -214,7 +216,7 @@ def step(q: Tensor, cache: Tensor, start: object, window: int | None = None) -> 
     return mask.where(x, -float("inf")).softmax(-1) @ v.unsqueeze(2)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @BOTH
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("rows", [1, 6])
@@ -235,6 +237,7 @@ def test_a_captured_step_serves_every_start(rows: int, window: int | None):
               (q, k[:, :, :end], v[:, :, :end]), bounds, BF16)
 
 
+@pytest.mark.sampled(1)
 @BOTH
 def test_rows_and_start_that_vary():
     """Prefill in pieces: s_q, s_kv and start are all arguments."""

@@ -58,7 +58,7 @@ def both() -> set[str]: return {FORWARD[ARCH], BACKWARD[ARCH]}
 
 # **** modes ****
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @BOTH
 @WRAPS
 def test_in_functions(wrap: Callable[[Fn], Fn]):
@@ -101,6 +101,7 @@ def test_left_to_tinygrad(monkeypatch: pytest.MonkeyPatch):
         assert not both() & set(templates(*one))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_each_shard_has_an_attention(axis: int):
     operands, grad = made(b=2, heads=4, kv=2, rows=20, keys=70), normal(2, 4, 20, 32, seed=9)
@@ -225,6 +226,7 @@ def test_a_block_learns_as_torch_s_does():
     np.testing.assert_allclose(ours, right, rtol=0.02)
 
 
+@pytest.mark.sampled(1)
 @BOTH
 def test_a_step_has_both_kernels_and_nothing_of_all_pairs_in_memory():
     block, t = Block(), 256

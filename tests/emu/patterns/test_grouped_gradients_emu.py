@@ -54,7 +54,9 @@ def test_gradients_of_a_layer_are_as_near_as_torchs(seed: int):
     experts = Experts(**{name: each for name, each in mine.items() if name != "tokens"})
     made = dispatch(mine["tokens"], experts, "top2").float() * Tensor(SIGNS)
     found = made.sum().gradient(*mine.values())
-    assert [each.name for each in explain(*found).kernels].count("grouped_outer_mma") == 4
+    names = [each.name for each in explain(*found).kernels]
+    assert names.count("grouped_outer_mma") == 4
+    assert sum(name.startswith("grouped_transposed") for name in names) == 2
     Tensor.realize(*found)
     for name, one, other, wanted in zip(given, found, usual, exact, strict=True):
         values = one.float().numpy().astype(np.float64)

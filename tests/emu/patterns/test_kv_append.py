@@ -52,7 +52,7 @@ def checked(case: Append, gpu: NVDevice) -> None:
 
 # **** what is written ****
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("more", [
     {}, {"half": 16}, ALL, {**ALL, "interleaved": True}, {"d": 24, "d_v": 40}, {"d": 20, "half": 4},
     {**ALL, "d": 128, "heads": 3, "angles": F16}], ids=str)
@@ -71,6 +71,7 @@ def test_page_sizes(hopper: NVDevice, size: int):
     checked(append([size - 1, size, size + 1], rows=2, size=size, pages=2, heads=1, half=16), hopper)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("dtype", "kv"), [(F32, F32), (BF16, BF16), (F32, F16), (F16, S8), (BF16, E4M3),
                                            (F32, S8), (F16, E5M2)], ids=str)
 @pytest.mark.parametrize("half", [0, 8])
@@ -152,6 +153,7 @@ def test_rows_of_one_element_are_copied(hopper: NVDevice):
 
 # **** what a kernel of ours does not take ****
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("arch", "more", "words"), [
     ("sm_90a", {"d": 6}, "heads of 6 and 6 elements: no vectors of 4 that are aligned"),
     ("sm_90a", {"half": 3}, "6 of them rotated: no vectors"),
@@ -192,6 +194,7 @@ def decode(x: dict[str, Tensor]) -> Tensor:
     return paged_attention(q, x["k_pages"], x["v_pages"], x["table"], x["lengths"])
 
 
+@pytest.mark.sampled(1)
 def test_the_attention_that_follows_sees_what_is_written(gpu: NVDevice):
     case = append([1, 9, 24], **ALL)
     x = case.tensors(gpu.device)

@@ -41,7 +41,7 @@ def view(draw: st.DataObject, values: np.ndarray, seed: int) -> Tensor:
     return stored(values)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=14, deadline=None)
 @given(formulas(), st.data())
 def test_any_einsum(case: tuple[str, dict[str, int]], data: st.DataObject):
     formula, sizes = case

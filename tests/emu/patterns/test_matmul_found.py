@@ -61,6 +61,7 @@ def test_an_operand_of_constants_is_left_to_tinygrad():
 
 # **** functions ****
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stored_again", [False, True])
 def test_functions_of_symbolic_rows(stored_again: bool):
     """A precompiled function stores its result in storage of a symbolic shape."""
@@ -94,6 +95,7 @@ def test_a_target_whose_first_row_is_a_condition():
     np.testing.assert_array_equal(target.float().numpy(), rounded(a @ b * (s[0] > 0)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rows", [24, 3])
 def test_a_condition_in_memory_is_a_parameter(rows: int):
     """By gemv and by tensor cores; of every element, of a column, and of both together."""

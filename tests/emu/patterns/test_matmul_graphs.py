@@ -46,7 +46,7 @@ def made(steps: list[tuple[str, int, int]], outputs: tuple[int, int]) -> list[Te
     return [values[-1], *(values[i % len(values)] * 1 for i in outputs)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(STEPS, st.tuples(st.integers(0, 9), st.integers(0, 9)))
 def test_random_graphs(steps: list[tuple[str, int, int]], outputs: tuple[int, int]):
     with Context(DEV="EMU"):

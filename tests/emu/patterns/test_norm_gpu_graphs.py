@@ -62,7 +62,7 @@ CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def templates(*tensors: Tensor) -> list[str | None]: return [k.template for k in explain(*tensors).kernels]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_rows_are_one_kernel_that_gives_what_tinygrad_gives(name: str, gpu: NVDevice):
     for dtype in (F32, BF16):
@@ -115,6 +115,7 @@ def test_products_and_attention_keep_what_is_theirs(hopper: NVDevice):
     assert "norm" not in templates(q.scaled_dot_product_attention(q, q))
 
 
+@pytest.mark.sampled(1)
 def test_silu_mul_standing_alone_is_one_kernel(gpu: NVDevice):
     """Of a product that others use too, as in training, and its gradients."""
     both = of(np.random.default_rng(1).standard_normal((6, 2 * 72)).astype(np.float32), gpu)
@@ -172,7 +173,7 @@ def paged(name: str, dtype: DType) -> list[str]:
     return kinds(net.step_paged(empty(4), place, cache))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_layer_is_eight_kernels(gpu: NVDevice, batch: int):
     assert step(gpu.device, BF16, batch) == ["embedding", *STEP, *STEP, "norm", "product"]
@@ -180,6 +181,7 @@ def test_a_layer_is_eight_kernels(gpu: NVDevice, batch: int):
     assert gelu == ["embedding", *STEP, *STEP, "norm", "product"]
 
 
+@pytest.mark.sampled(1)
 def test_a_layer_over_pages_is_eight_kernels(gpu: NVDevice):
     assert paged(gpu.device, BF16) == ["embedding", *STEP, *STEP, "norm", "product"]
 

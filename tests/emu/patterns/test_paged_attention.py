@@ -59,28 +59,31 @@ def same(a: torch.Tensor, b: torch.Tensor) -> None:
 
 # **** results ****
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows", [1, 4, 8])
 def test_lengths_around_pages(gpu: NVDevice, rows: int):
     checked(case([0, 1, 15, 16, 17, 64], rows=rows, heads=4, kv_heads=2, size=16, dtype=F16), gpu)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [8, 32, 64, 128, 256])
 def test_page_sizes(ampere: NVDevice, size: int):
     checked(case([0, size - 1, size + 1], heads=4, size=size, pages=2, dtype=BF16), ampere)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kv", [S8, E4M3, E5M2])
 def test_quantised(gpu: NVDevice, kv: dtypes):
     checked(case([0, 1, 17, 40], rows=2, heads=4, kv_heads=2, size=16, dtype=BF16, kv=kv), gpu)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("more", [{"window": 5}, {"softcap": 0.5}, {"scale": 2.0, "window": 1}], ids=str)
 def test_scores(ampere: NVDevice, more: dict[str, Any]):
     checked(case([0, 1, 9, 32], rows=3, dtype=F16, d=48, d_v=16, **more), ampere)
 
 
+@pytest.mark.sampled(1)
 def test_splits(gpu: NVDevice):
     checked(case([0, 700, 1536], heads=4, kv_heads=1, **LONG), gpu, kernels=2)
 
@@ -97,6 +100,7 @@ def test_generated(ampere: NVDevice, data: st.DataObject):
                  window=data.draw(st.none() | st.integers(1, 40))), ampere)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows", [9, 16, 37])
 def test_many_rows_are_blocks_of_requests(ampere: NVDevice, rows: int):
     made = case([0, 5, 33, 64], rows=rows, heads=4, kv_heads=2, size=16, dtype=F16)
@@ -149,12 +153,14 @@ def test_keys_of_one_element(ampere: NVDevice):
 
 # **** bits ****
 
+@pytest.mark.sampled(1)
 def test_permuted_pages_change_no_bit(gpu: NVDevice):
     made = case([0, 9, 700, 1536], rows=2, heads=4, **LONG)
     wanted = run(made, gpu, kernels=2)
     for seed in range(3): same(run(permuted(made, seed), gpu, kernels=2), wanted)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kv", [None, S8])
 def test_batch_sizes_change_no_bit(ampere: NVDevice, kv: dtypes | None):
     made = case([700, 0, 1536, 3], rows=2, heads=4, kv=kv, **LONG)
@@ -164,6 +170,7 @@ def test_batch_sizes_change_no_bit(ampere: NVDevice, kv: dtypes | None):
 
 # **** one capture, any length ****
 
+@pytest.mark.sampled(1)
 def test_a_captured_step_serves_any_length(gpu: NVDevice):
     first = case([1, 2, 3], rows=2, heads=4, **LONG)
     tensors = operands(first, gpu.device)
@@ -196,6 +203,7 @@ def test_a_graph_pool_serves_any_length(ampere: NVDevice):
 
 # **** what is left to the body ****
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("more", "words"), [
     ({"size": 12}, "pages of 12 tokens, not one of 8, 16"), ({"d": 20}, "d=20 is not a multiple of 16"),
     ({"dtype": dtypes.float32}, "q of f32, a result of f32")], ids=str)

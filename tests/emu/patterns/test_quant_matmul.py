@@ -33,7 +33,7 @@ def rows(m: int, k: int = K) -> Tensor:
 def templates(x: Tensor) -> list[str | None]: return [each.template for each in explain(x).kernels]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "m", "template"), [
     ("awq", 1, "quant_gemv"), ("Q4_0", 40, "quant_wgmma"), ("e4m3 blocks", 3, "quant_gemv"),
     ("uint8 tensor", 3, "quant_gemv"), ("NVFP4", 2, "quant_gemv"), ("Q4_K", 20, "quant_wgmma"),

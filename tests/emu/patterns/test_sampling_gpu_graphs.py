@@ -34,6 +34,7 @@ def hopper() -> NVDevice:
     return device()
 
 
+@pytest.mark.sampled(1)
 def test_tokens_are_those_of_the_cpu(gpu: NVDevice):
     """Of a step of all kinds. Noise and probabilities differ in last bits, which choose no token here."""
     xs = np.stack([logits_of(i, 2, V) for i in range(len(KINDS))])
@@ -64,6 +65,7 @@ def kernels(params: SamplingParams, gpu: NVDevice, rows: int = 2, size: int = V,
     return [k.template or "tinygrad" for k in explain(made).kernels]
 
 
+@pytest.mark.sampled(1)
 def test_a_sampler_is_few_kernels(gpu: NVDevice):
     """As many as on a CPU."""
     assert kernels(SamplingParams(temperature=0.0), gpu) == ["choice"]

@@ -46,7 +46,7 @@ def answer(x: np.ndarray, dtype: DType) -> np.ndarray:
     return x @ (W * KEPT).T * (SCALES.T if dtype.itemsize == 1 else 1)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("m", [1, 7, 70])
 @pytest.mark.parametrize("dtype", [BF16, F16, E4M3, INT8], ids=str)
 @pytest.mark.parametrize("where", ["EMU", "reference", "CPU"])
@@ -67,6 +67,7 @@ def test_integers_are_exact(dtype: DType, m: int, where: str):
     np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("arch", "dtype"), [("sm_80", BF16), ("sm_80", INT8), ("sm_89", E4M3)], ids=str)
 def test_architectures(arch: str, dtype: DType, monkeypatch: pytest.MonkeyPatch):
     """A device of an architecture has a number of its own."""

@@ -72,6 +72,25 @@ def test_one_kernel(causal: bool):
     near(out, exact(*given, LENGTHS, causal))
 
 
+def test_distances():
+    """Biases by how far a key is from its row."""
+    lengths = [(n, n) for n, _ in LENGTHS]
+    q, k, v = operands(lengths, kv_heads=2)
+    random = torch.Generator().manual_seed(1)
+    cu, bias = ends(lengths)[0], torch.randn(2, 2 * 70 - 1, generator=random)
+    wanted = torch.zeros(q.shape, dtype=torch.float64)
+    for b, (n, _) in enumerate(lengths):
+        mine, own, values = (x[cu[b]:cu[b + 1]].double().transpose(0, 1) for x in (q, k, v))
+        away = torch.arange(n)[None] - torch.arange(n)[:, None]
+        p = (mine @ own.transpose(-1, -2) * q.shape[2] ** -0.5 + bias[:, away + 69]).softmax(-1)
+        wanted[cu[b]:cu[b + 1]] = (p @ values).transpose(0, 1)
+    at = stored(cu)
+    out = varlen_attention(*map(stored, (q, k, v)), at, at, 70, 70, distances=stored(bias))
+    (kernel,) = explain(out).kernels
+    assert kernel.template.startswith("flash_")
+    near(out, wanted)
+
+
 def test_heads_of_a_projection_are_read_where_they_lie():
     q, k, v = operands(LENGTHS[:1] * 2)
     rows = q.shape[0]
@@ -93,6 +112,7 @@ def test_one_captured_graph_serves_any_lengths():
         near(step(*map(stored, ends(lengths))), exact(q, k, v, lengths))
 
 
+@pytest.mark.sampled(1)
 def test_a_miss_has_its_reason():
     q, k, v = (Tensor.zeros(9, 2, 20, dtype=F16, device=DEVICE).contiguous().realize() for _ in range(3))
     cu = stored(np.array([0, 9], np.int32))

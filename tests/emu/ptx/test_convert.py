@@ -114,7 +114,7 @@ def small(bits: np.ndarray, kind: str, relu: bool) -> np.ndarray:
     return np.array(out, np.uint16)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
 def test_to_f8(kind: str, relu: bool) -> None:
@@ -267,6 +267,7 @@ def test_integers(to: str, kind: str) -> None:
             assert int(b) == (max(low, min(number, high)) if saturates else value(number, to)) & ones
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("mode", ROUNDINGS)
 @pytest.mark.parametrize("kind", INTEGERS)
 def test_integers_to_floats(kind: str, mode: str) -> None:
@@ -292,6 +293,7 @@ def whole(number: Number, word: str) -> int:
     return {"rni": round, "rzi": int, "rmi": lambda v: v.__floor__(), "rpi": lambda v: v.__ceil__()}[word](x)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("word", ["rni", "rzi", "rmi", "rpi"])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_floats_to_integers(kind: str, word: str) -> None:

@@ -190,20 +190,25 @@ def test_branches_join_at_their_immediate_post_dominators(block: tuple):
     ops = lower(module, module.functions["test"], {}).ops
     after = [[at + 1] if op.handler not in ("bra", "exit") else
              [op.target] * (op.handler == "bra") + [at + 1] * (op.guard >= 0) for at, op in enumerate(ops)]
-    ends = {at for at, op in enumerate(ops) if op.handler == "exit"}
+    before: list[list[int]] = [[] for _ in ops]
+    for at, following in enumerate(after):
+        for each in following:
+            if each < len(ops): before[each].append(at)
+    ends = [at for at, op in enumerate(ops) if op.handler == "exit"]
 
-    def reaches_an_end(start: int, without: int) -> bool:
-        seen, rest = set(), [start]
+    def ending(without: int) -> set[int]:
+        """The nodes from which a path reaches an end and avoids `without`."""
+        seen, rest = {without}, list(ends)
         while rest:
             at = rest.pop()
-            if at in seen or at == without: continue
-            if at in ends: return True
+            if at in seen: continue
             seen.add(at)
-            rest += after[at]
-        return False
+            rest += before[at]
+        return seen - {without}
 
+    avoiding = [ending(p) for p in range(len(ops))]
     for at, op in enumerate(ops):
         if op.handler != "bra" or op.guard < 0: continue
-        dominators = [p for p in range(len(ops)) if p != at and not reaches_an_end(at, p)]
-        nearest = [p for p in dominators if all(q == p or not reaches_an_end(p, q) for q in dominators)]
+        dominators = [p for p in range(len(ops)) if p != at and at not in avoiding[p]]
+        nearest = [p for p in dominators if all(q == p or p not in avoiding[q] for q in dominators)]
         assert op.join in (nearest or [-1]), (at, op.join, nearest)

@@ -62,7 +62,7 @@ def check(opcode: str, name: str, kind: str, mode: str = "rn", **modifiers: bool
         assert same, (opcode, [hex(code) for code in codes], hex(int(result)), hex(want))
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
 @pytest.mark.parametrize("name", ARITY)
 def test_f32_roundings(name: str, mode: str) -> None:
@@ -71,7 +71,7 @@ def test_f32_roundings(name: str, mode: str) -> None:
     check(f"{name}.{mode}.ftz.f32", name, "f32", mode, ftz=True)
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
 @pytest.mark.parametrize("name", ARITY)
 def test_f64_roundings(name: str, mode: str) -> None:
@@ -79,6 +79,7 @@ def test_f64_roundings(name: str, mode: str) -> None:
     check(f"{name}.{mode}.f64", name, "f64", mode)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("opcode", ["add", "sub", "mul", "fma.rn", "add.rz", "fma.rp"])
 def test_f32_saturation(opcode: str) -> None:
     """.sat, and forms without a rounding."""

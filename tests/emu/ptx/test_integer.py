@@ -118,6 +118,7 @@ add("mad24.hi.sat.s32", "s32 s32 s32 s32", lambda a,
     b, c: clamp((low24(a, "s") * low24(b, "s") >> 16) + c, 32))
 
 
+@pytest.mark.sampled(68)
 @pytest.mark.parametrize(("opcode", "kinds", "expected"), CASES, ids=[case[0] for case in CASES])
 def test_against_python(opcode: str, kinds: str, expected: Callable[..., int]) -> None:
     """Every instruction of the table on random operands and edges."""

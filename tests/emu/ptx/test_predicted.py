@@ -228,6 +228,7 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path, capsys: pytest.Capt
     assert slowest["name"].startswith(("FADD", "FMUL"))     # what waits for the load
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("spec", "nbytes"), [
     (rms(4096, 4096), 2 * 2 * 4096**2), (matmul(1, 4096, 256), 2 * 4096 * 256),
     (matmul(1, 14336, 4096), 2 * 14336 * 4096)])

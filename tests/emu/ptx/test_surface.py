@@ -26,7 +26,7 @@ def module(lines: list[str], entry: str = "k") -> str:
             f".maxntid 128\n{{\n{registers}\n{body}\nLABEL: ret;\nTABLE: .branchtargets LABEL, LABEL;\n}}\n")
 
 
-@pytest.mark.sampled(168)
+@pytest.mark.sampled(84)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.text.replace(" ", ""))
 def test_a_row_runs(form: Form):
     for line in instances(form):

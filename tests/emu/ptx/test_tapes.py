@@ -43,6 +43,7 @@ CASES = {"wgmma": (matmul(256, 128, 512), SMALL),
          "attention": (attention(256, 300, 64, BF16, batch=1, heads=1), None)}
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", [0, 1, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_those_that_are_counted(name: str, seed: int):

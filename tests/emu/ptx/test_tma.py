@@ -29,6 +29,7 @@ from tinygrad_nv.ptx.emulator import Emulator, TensorMap
 
 # **** loads ****
 
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("mode", PERIODS)
 @pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32, np.float64])

@@ -68,6 +68,7 @@ class Chain:
         assert torch.equal(out.double().reshape(wanted.shape), wanted)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("way", ["stream", "capture", "graph"])
 def test_products_one_after_the_other(fake: Fake, name: str, way: str):

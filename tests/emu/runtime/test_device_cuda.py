@@ -42,6 +42,7 @@ def rounded(x: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     return torch.tensor(x).to(dtype).float().numpy()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dtype", "theirs"), [(dtypes.half, torch.float16),
                                                (dtypes.bfloat16, torch.bfloat16)])
 def test_narrow_floats_round_as_they_must(fake: Fake, dtype, theirs: torch.dtype):
@@ -64,7 +65,7 @@ FLOATS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[np.ndarray], np.nd
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ULP, ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize("name", FLOATS)
 def test_floats(fake: Fake, name: str, dtype):
@@ -87,14 +88,14 @@ INTEGERS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", INTEGERS)
 def test_integers_are_exact(fake: Fake, name: str):
     found, wanted = on_both(INTEGERS[name])
     np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16, np.uint16])
 def test_narrow_integers_wrap(fake: Fake, kind: type):
     limits = np.iinfo(kind)
@@ -105,6 +106,7 @@ def test_narrow_integers_wrap(fake: Fake, kind: type):
     equal((Tensor(x) - 100 < Tensor(x)).cast(dtypes.int32), (x - kind(100) < x).astype(np.int32))
 
 
+@pytest.mark.sampled(1)
 def test_random_numbers_are_those_of_the_cpu(fake: Fake):
     def drawn() -> Tensor:
         Tensor.manual_seed(3)
@@ -237,6 +239,7 @@ def test_copies_between_devices_of_other_kinds():
 
 # **** a language model ****
 
+@pytest.mark.sampled(1)
 def test_a_language_model_says_what_it_says_on_the_cpu(fake: Fake, tiny: Path):
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     prompt = [5, 9, 20, 31, 7]

@@ -92,7 +92,7 @@ def test_double_keeps_its_digits(name: str):
     assert np.abs(found / wanted - 1).max() < 1e-14
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", INTEGERS, ids=lambda d: d.__name__)
 def test_integers_wrap_as_numpys(dtype: type):
     info = np.iinfo(dtype)
@@ -123,7 +123,7 @@ def torch_of(dtype) -> torch.dtype:
     return getattr(torch, names.get(dtype) or f"{signed}{8 * dtype.itemsize}")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("source", ALL, ids=lambda d: torch_of(d).__str__().removeprefix("torch."))
 def test_casts_from(source):
     # what every type can hold, so that no cast is undefined; halves and bf16 round it

@@ -48,7 +48,7 @@ INDEXED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[np.ndarray], np.n
 }
 
 
-@pytest.mark.sampled(27)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", INDEXED)
 @pytest.mark.parametrize("dtype", [np.float32, np.int8], ids=["float", "int8"])
 def test_movement(name: str, dtype: type):
@@ -118,7 +118,7 @@ DRAWS: dict[str, tuple[Callable[[], Tensor], float]] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", DRAWS)
 def test_random_numbers_are_those_of_the_cpu(name: str):
     draw, error = DRAWS[name]

@@ -311,6 +311,7 @@ def test_variables_may_be_negative_and_wide():
     equal((ones * Variable("n", 0, 1 << 40).bind(1 << 33)).contiguous(), np.full(4, 1 << 33))
 
 
+@pytest.mark.slow
 def test_a_language_model_says_what_it_says_on_the_cpu(tiny: Path):
     """Prefill, captured decode steps and sampler, with every check on."""
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)

@@ -296,6 +296,7 @@ def multiplied(x: Tensor, w: Tensor, schedule: GemmSchedule, m: Variable | None 
     return Tensor(gemm(kernel, Output((spec.m, spec.n), dtypes.half), [x.uop, w.uop], m=m))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", PRODUCTS.values(), ids=PRODUCTS)
 def test_products_in_replays(schedule: GemmSchedule):
     jit = TinyJit(lambda x, w: (multiplied((x + 1).contiguous(), w, schedule) + 1).contiguous().realize())

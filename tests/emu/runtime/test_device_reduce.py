@@ -22,7 +22,7 @@ SHAPE = (5, 9, 6)
 def whole(*shape: int) -> np.ndarray: return rng().integers(-8, 9, shape).astype(np.float32)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("axis", AXES, ids=str)
 def test_exact_reductions(axis: int | tuple[int, ...] | None):
     x = whole(*SHAPE)
@@ -44,6 +44,7 @@ def test_where_the_extremes_are(axis: int):
     equal(Tensor(x).argmin(axis), x.argmin(axis).astype(np.int32))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("axis", AXES, ids=str)
 def test_means_and_variances(axis: int | tuple[int, ...] | None):
     x = floats(*SHAPE)
@@ -79,7 +80,7 @@ SHAPES = ((1, 1, 1), (3, 5, 7), (16, 8, 16), (33, 17, 65), (64, 64, 64), (1, 48,
 TYPES = (dtypes.float, dtypes.half, dtypes.bfloat16, dtypes.int32, dtypes.int8, dtypes.double)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", TYPES, ids=lambda d: d.name)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matrix_products_of_integers(shape: tuple[int, int, int], dtype):
@@ -90,6 +91,7 @@ def test_matrix_products_of_integers(shape: tuple[int, int, int], dtype):
     np.testing.assert_array_equal(x.matmul(y, dtype=dtype).float().numpy(), a @ b)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dtype", "error"),
                          [(dtypes.float, 2e-6), (dtypes.half, 4e-3), (dtypes.bfloat16, 4e-2)],
                          ids=lambda d: getattr(d, "name", ""))
@@ -117,6 +119,7 @@ def test_a_half_product_runs_on_tensor_cores(monkeypatch: pytest.MonkeyPatch):
     assert any("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" in text for text in seen)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", [{}, {"padding": 1}, {"stride": 2, "padding": 2}, {"dilation": 2},
                                      {"groups": 2, "padding": 1}], ids=str)
 def test_convolutions(options: dict[str, int]):

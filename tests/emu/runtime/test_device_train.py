@@ -48,6 +48,7 @@ def test_gradients_of_a_convolution():
     for one, other in zip(found, wanted, strict=True): near(one, other.numpy(), 1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dtype", "error"),
                          [(dtypes.float, 1e-5), (dtypes.half, 1e-2), (dtypes.bfloat16, 8e-2)],
                          ids=lambda d: getattr(d, "name", ""))
@@ -70,7 +71,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[list[Tensor]], nn.optim.Optimizer],
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_network_learns_as_in_pytorch(name: str, jit: bool):

@@ -150,6 +150,7 @@ def kernel_of(case: Case) -> GemmKernel:
 def text_of(case: Case) -> str: return kernel_of(case).ptx
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", CASES)
 def test_templates_between_kernels_that_write_what_they_read(name: str):
     case = CASES[name]
@@ -159,6 +160,7 @@ def test_templates_between_kernels_that_write_what_they_read(name: str):
     assert all(isinstance(work, Fill) for work in works[:-1])
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", CASES)
 def test_without_the_wait_it_is_found(name: str):
     case = CASES[name]
@@ -169,6 +171,7 @@ def test_without_the_wait_it_is_found(name: str):
 
 
 # behind a fill nothing runs early, so that a wait may be anywhere
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not kernel_of(case).zeroed])
 def test_a_wait_that_comes_late_is_found(name: str):
     case = CASES[name]
@@ -221,7 +224,7 @@ def opcodes(text: str) -> list[str]:
     return [each.opcode for each in code if each.opcode in GLOBAL or each.opcode in ("ACQBULK", "PREEXIT")]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_moved_to_before_the_wait(name: str):
     found = opcodes(text_of(CASES[name]))
@@ -241,6 +244,7 @@ def test_ptxas_moves_what_is_said_to_be_constant():
     assert opcodes(text.replace("ld.global.L1::no_allocate", "ld.global.nc.L1::no_allocate"))[0] == "LDG"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["mma", "gemv"])
 def test_index_arithmetic_comes_before_the_wait(name: str):
     (code,) = functions(disassembled(assemble(text_of(CASES[name])).cubin)).values()

@@ -200,7 +200,7 @@ def of_gpu(op: str, arch: str) -> list[Case]:
     return [case for case in cases(op) if not gpu.problems(case.node, arch)]
 
 
-@pytest.mark.sampled(56)
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("width", [1, 2])
 @rows

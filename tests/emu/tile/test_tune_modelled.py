@@ -68,7 +68,7 @@ def by_the_model(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float
 
 # **** without a GPU ****
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SPECS)
 def test_each_family_is_tuned_by_the_model(name: str):
     spec = SPECS[name]
@@ -210,6 +210,7 @@ def test_what_was_modelled_is_measured_once_there_is_a_gpu(monkeypatch: pytest.M
     assert [each.how for each in database.entries()] == ["modelled", "measured"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["attention", "gradient", "decode"])
 def test_a_driver_times_each_family(name: str):
     driver = EmulatedDriver("sm_90a", check=False)

@@ -77,7 +77,7 @@ CASES = {
     "an offset": product(32, 32, 64, offset=5)}
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("spec", CASES.values(), ids=CASES)
 def test_integers_come_out_as_they_are(spec: GemmSpec): exact(spec)
 

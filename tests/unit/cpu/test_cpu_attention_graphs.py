@@ -62,7 +62,7 @@ def near(out: Tensor, dtype: DType, *given: Tensor, mask: torch.Tensor | None = 
     assert ((wide(out) - exact).abs() <= bound).all()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_the_method_and_by_hand(causal: bool, dtype: DType):
@@ -119,6 +119,7 @@ def test_rows_of_a_cache_are_arguments():
         near(step(q, begin.bind(place)), F32, q, keys[0], keys[1], mask=mask)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_gradients(dtype: DType):
     """The forward pass is ours, with l; what has no kernel for the gradient falls back to the body."""

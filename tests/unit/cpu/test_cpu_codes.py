@@ -109,7 +109,7 @@ def layer(n: int, k: int, static: float | None = None) -> tuple[QWeight, QWeight
     return QWeight(prepared(matrix, codes=True), how, static, codes=True), QWeight(matrix, how, static)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("static", [None, .02])
 @pytest.mark.parametrize("m", [1, 40])
 def test_a_layer_is_that_of_rounded_inputs(m: int, static: float | None):

@@ -36,7 +36,7 @@ def checked(spec: DecodeSpec, lengths: list[int], isa: ISA | None = None, seed: 
 
 # **** what is computed ****
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dtype", "kv"), [(F32, None), (BF16, None), (F16, S8), (F32, E4M3),
                                            (BF16, E5M2)], ids=str)
 @pytest.mark.parametrize("isa", ISAS, ids=str)
@@ -46,6 +46,7 @@ def test_levels(isa: ISA, dtype: dtypes, kv: dtypes):
             LENGTHS, isa)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_rows(rows: int):
     """Rows before a request's first token see nothing."""
@@ -53,6 +54,7 @@ def test_rows(rows: int):
     assert not got[1, :, :, :max(0, rows - 3)].any()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [8, 64, 256])
 def test_edges_of_pages_and_splits(size: int):
     spec = decode(batch=6, d=32, page_size=size, pages=1024 // size, dtype=F32)
@@ -109,6 +111,7 @@ def test_nan_of_a_seen_key_reaches_its_rows_alone():
 
 # **** what changes no bit ****
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kv", [None, S8], ids=str)
 def test_bits_are_those_of_the_request(kv: dtypes):
     """Pages anywhere, parts, their order, a request by itself, a shorter table."""

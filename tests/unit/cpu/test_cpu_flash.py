@@ -25,6 +25,7 @@ F32, BF16, F16 = dtypes.float32, dtypes.bfloat16, dtypes.float16
 CAUSAL = Band(last=0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 def test_levels(level: isa.ISA, dtype: DType):

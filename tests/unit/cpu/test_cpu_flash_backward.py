@@ -37,6 +37,7 @@ HEADS = st.one_of(st.sampled_from([32, 64, 96, 128]), st.integers(1, 100))
 Case = tuple[BackwardSpec, dict[str, int]]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 def test_levels(level: ISA, dtype: DType):
@@ -46,7 +47,7 @@ def test_levels(level: ISA, dtype: DType):
     close(spec, scheduled(spec, level, block_m=48, block_n=64))
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", SCORES)
 def test_scores(name: str):
     """Rows may see nothing."""

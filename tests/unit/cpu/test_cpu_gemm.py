@@ -56,12 +56,14 @@ def check(spec: GemmSpec, level: ISA = BEST, m: int | None = None, **changes: in
 
 # **** integers ****
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("level", [*LEVELS, PLAIN], ids=str)
 @pytest.mark.parametrize("dtype", [F32, BF16, S8], ids=["f32", "bf16", "s8"])
 def test_every_level_and_what_is_left_at_edges(level: ISA, dtype):
     check(product(45, 83, 151, dtype, gap=3), level)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("dtype", "majors"), list(pairs((F32, BF16, U8), ("KM", "MK", "MM"))), ids=str)
 def test_every_major(dtype, majors: str): check(product(37, 50, 90, dtype, majors=majors, gap=1))
 
@@ -82,6 +84,7 @@ CASES = {
     "an offset": product(32, 32, 64, F32, offset=5)}
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("spec", CASES.values(), ids=CASES)
 def test_a_form(spec: GemmSpec): check(spec)
 

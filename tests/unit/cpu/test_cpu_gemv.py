@@ -35,6 +35,7 @@ def whole(dtype: DType) -> DType:
     return dtypes.int32 if dtypes.is_int(dtype) else F32
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("majors", ["KK", "KM", "MK"])
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 def test_levels(level: isa.ISA, majors: str):
@@ -44,6 +45,7 @@ def test_levels(level: isa.ISA, majors: str):
         exact(spec, scheduled(spec, level, parts=3, block_n=40))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes(dtype: DType):
     for level, majors in ((LEVELS[0], "KK"), (BEST, "KK"), (BEST, "KM")):
@@ -121,6 +123,7 @@ def close(spec: GemmSpec, level: isa.ISA = BEST, roundings: int = 2) -> None:
     assert ((got - answer).abs() <= bound).all(), float(((got - answer).abs() / bound).max())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("major", "KM")
 def test_close_to_the_answer(major: str, dtype: DType):

@@ -47,7 +47,7 @@ def full(dtype: dtypes, **changes: object) -> GroupedGemmSpec:
     return replace(spec, **changes)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("level", "dtype"), KINDS, ids=str)
 def test_whole_numbers_are_exact(level: isa.ISA, dtype: dtypes):
     for spec in (full(dtype, activation="", weighted=False, n=51),
@@ -63,6 +63,7 @@ def test_whole_numbers_are_exact(level: isa.ISA, dtype: dtypes):
             assert torch.equal(got[inside], near[inside])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("level", "dtype"), [
     pytest.param(*kind, marks=[pytest.mark.slow] * (kind not in ((LEVELS[-1], F16), (AMX, BF16))))
     for kind in KINDS], ids=str)
@@ -95,7 +96,7 @@ def test_float32_rows_and_matrices_of_16_bits(level: isa.ISA, half: dtypes):
             assert difference.max() <= (2.0**-20 * wanted[inside].abs().max() if activation else 0)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("level", "dtype"), KINDS, ids=str)
 def test_numbers(level: isa.ISA, dtype: dtypes):
     spec = full(dtype)
@@ -103,6 +104,7 @@ def test_numbers(level: isa.ISA, dtype: dtypes):
     for counts, before in ROUTINGS.values(): right(spec, kernel, counts, before)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
 def test_activations(activation: str):
     spec = full(F32, activation=activation, scatter=False, weighted=False, k=32)
@@ -121,6 +123,7 @@ def right(spec: GroupedGemmSpec, kernel: LoadedKernel, counts: list[int], before
     assert ((got - exact).abs() <= bound).all(), ((got - exact).abs() - bound).max()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("level", [LEVELS[-1], AMX], ids=str)
 def test_the_same_bits_in_any_parts(level: isa.ISA):
     spec = full(BF16, n=200)
@@ -142,6 +145,7 @@ def test_blocks_of_rows_and_of_k():
     assert "multiple of 16" in problem
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("level", [isa.PORTABLE, isa.AVX2, isa.AVX512, isa.AVX512_BF16, isa.AMX], ids=str)
 def test_all_compile(level: isa.ISA):
     made(full(BF16), level)

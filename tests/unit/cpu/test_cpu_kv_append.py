@@ -166,6 +166,7 @@ def network(dtype: DType) -> tuple[Llama, DenseKVCache]:
     return model, DenseKVCache.create(config, 64, dtype, device="CPU")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("rows", [1, 16])
 def test_eight_kernels_a_layer(dtype: DType, rows: int):

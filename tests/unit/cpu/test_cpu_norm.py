@@ -73,6 +73,7 @@ def rows(m: int, n: int, seed: int = 0) -> np.ndarray:
     return x
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize("n", [5, 131])
 def test_rms_and_softmax_are_as_exact_as_float32(level: isa.ISA, n: int):
@@ -161,7 +162,7 @@ CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 IN_BFLOAT16 = ("llama", "gemma", "softmax", "LayerNorm")
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("name", "dtype"), [*((name, F32) for name in CASES),
                                              *((name, dtypes.bfloat16) for name in IN_BFLOAT16)])
 def test_rows_in_a_graph_are_one_kernel_that_gives_what_tinygrad_gives(name: str, dtype: Any):
@@ -252,6 +253,7 @@ def test_gradients_of_a_gate_are_elements():
     for a, b in zip(ours, (g, u), strict=True): np.testing.assert_allclose(a, b.grad, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("act", [Tensor.log_softmax, Tensor.softplus, Tensor.elu, Tensor.logsigmoid])
 @pytest.mark.parametrize("dtype", [F32, dtypes.bfloat16], ids=str)
 def test_whole_numbers_among_floats_are_floats(dtype: Any, act: Callable[[Tensor], Tensor]):

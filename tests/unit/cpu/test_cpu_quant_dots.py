@@ -28,6 +28,7 @@ from tinygrad.helpers import Context
 
 from tinygrad_nv import disabled
 from tinygrad_nv.cpu import isa
+from tinygrad_nv.cpu.quant_gemm import byte_panels
 from tinygrad_nv.explain import explain
 from tinygrad_nv.patterns.quant_gemm.named import prepared, quant_matmul
 from tinygrad_nv.quant import types
@@ -76,7 +77,7 @@ def check(type: QType, m: int, n: int, k: int, level: isa.ISA = BEST, dtype: DTy
     assert (error <= 6 * EPS * np.sqrt(k) * most).all()
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", NAMES)
 def test_types(name: str):
     type = TYPES[name].of_rows()
@@ -84,12 +85,28 @@ def test_types(name: str):
     check(type, 3, 37, k)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q6_K", "Q3_K", "Q5_1", "NVFP4"])
 @pytest.mark.parametrize("level", LEVELS[:-1], ids=str)
 def test_levels(level: isa.ISA, name: str):
     check(TYPES[name].of_rows(), 5, 21, 512, level)
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q6_K", "Q4_K", "Q5_1", "awq", "MXFP4", "gptq 2 bits"])
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+def test_many_rows(level: isa.ISA, name: str):
+    """Of panels, the last of fewer columns: exact, and with the bits of one row alone."""
+    type, (m, n, k) = replace(TYPES[name].of_rows(), layout="tiles"), (byte_panels.FEWEST_ROWS + 6, 21, 768)
+    check(TYPES[name].of_rows(), m, n, k, level, symbolic=True)
+    given = tiles(TYPES[name].of_rows(), n, k, stored(TYPES[name].of_rows(), n, k, 1))
+    x = RNG(m).standard_normal((m, k)).astype(np.float32)
+    many, alone = (matmul(type, rows, n, k, out=F32, int8=True) for rows in (m, 1))
+    got, one = run(built(many, level), many, x, given), built(alone, level)
+    for i in range(m): assert got[i].tobytes() == run(one, alone, x[i:i + 1], given)[0].tobytes()
+
+
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 def test_activations_that_are_not_quantised(level: isa.ISA):
     """Sums of K products in the order of k, of elements that are rounded three times."""
@@ -147,6 +164,7 @@ def test_the_largest_bytes(level: isa.ISA):
         np.testing.assert_array_equal(got[0], elements(wide, 16, k, given).sum(1) * -127)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("m", [2, 40])
 def test_parts_change_no_bit(m: int):
     type = types.Q4_K
@@ -176,7 +194,7 @@ def on_the_cpu() -> Iterator[None]:
     with Context(DEV="CPU"): yield
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q5_1", "Q6_K", "Q3_K", "gptq 2 bits", "e4m3 blocks",
                                   "nf4"])
@@ -202,7 +220,7 @@ def test_what_has_no_tiles_stays_as_it_is():
         assert prepared(w) is w
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize(("asked", "allowed", "dtype", "int8"), [
     ("auto", True, BF16, True), ("auto", False, BF16, False), ("auto", True, F32, True),
@@ -220,6 +238,7 @@ def test_what_is_quantised(asked: str, allowed: bool, dtype: DType, int8: bool,
     assert (2e-4 if int8 else 0) <= error <= (1e-2 if int8 or dtype == BF16 else 1e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("int8", [False, True])
 def test_the_reference_is_what_kernels_compute(int8: bool):
     type, m, n, k = TYPES["gptq 2 bits"], 3, 20, 96
@@ -233,6 +252,7 @@ def test_the_reference_is_what_kernels_compute(int8: bool):
         np.testing.assert_allclose(got, made.numpy(), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("m", [1, 2, 8, 9, 33])
 def test_rows(m: int):
     check(types.Q4_0, m, 40, 96, dtype=F16)
@@ -250,6 +270,7 @@ def test_codes_of_one_row_are_fetched_ahead():
     assert fetches("Q8_0", 1, isa.AVX2) == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("k", [64, 192])
 def test_columns_that_fill_no_block(k: int):
     """Blocks of 128 columns, of which the last has 64: as fp8 directories have them."""

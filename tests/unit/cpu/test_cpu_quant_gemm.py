@@ -55,13 +55,14 @@ def check(type: QType, m: int, n: int, k: int, level: isa.ISA = BEST) -> None:
     assert (error <= 4 * EPS * np.sqrt(k) * (np.abs(x).astype(np.float64) @ np.abs(w.T))).all()
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("m", [3, 33])
 @pytest.mark.parametrize("name", TYPES)
 def test_types(name: str, m: int):
     check(TYPES[name], m, 21, width(TYPES[name]))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["Q5_1", "Q6_K", "nf4", "gptq 2 bits", "e4m3 blocks", "int8 g24"])
 @pytest.mark.parametrize("level", LEVELS[:-1], ids=str)
 def test_levels(level: isa.ISA, name: str):

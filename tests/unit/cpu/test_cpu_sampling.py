@@ -32,7 +32,7 @@ def on_the_cpu() -> Iterator[None]:
     with Context(DEV="CPU"): yield
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize(("size", "floor"), [(5, False), (300, False), (300, True)])
 def test_a_filter_is_exact_where_a_sum_is_nearly_the_target(level: isa.ISA, size: int, floor: bool,
@@ -55,6 +55,7 @@ def test_a_filter_is_exact_where_a_sum_is_nearly_the_target(level: isa.ISA, size
             assert (out[R * size:] == 77).all()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("alike", [False, True])
 def test_a_floor_that_is_wrong_is_given_up(alike: bool, monkeypatch: pytest.MonkeyPatch):
     """One that has half of the mass: the sums in order tell."""
@@ -97,6 +98,7 @@ def test_kernels_have_the_bits_of_their_bodies(size: int, alike: bool):
     for a, b in zip(ours, theirs, strict=True): np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize(("rows", "size"), [(5, 1001), (1, 30000)])
 def test_choices_do_not_depend_on_parts(level: isa.ISA, rows: int, size: int):

@@ -67,6 +67,7 @@ def in_order(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q.scaled_dot_product_attention(k, v, is_causal=True, enable_gqa=True)
 
 
+@pytest.mark.sampled(2)
 @DTYPES
 def test_causal_with_heads_that_share_keys(dtype: DType):
     forward, _ = trained(made(b=2, heads=4, rows=150, dtype=dtype), in_order, causal(150, 150), dtype)
@@ -74,6 +75,7 @@ def test_causal_with_heads_that_share_keys(dtype: DType):
     assert forward.batch[2] == 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rows", [1, 40])
 def test_all_see_all(rows: int):
     """Query heads of a key head are rows of one matrix where there is one row of each."""
@@ -91,6 +93,7 @@ def test_soft_cap_scale_and_window():
     assert (forward.band.first, forward.band.last) == (-19, 0)
 
 
+@pytest.mark.sampled(2)
 @DTYPES
 def test_masks_in_memory(dtype: DType):
     """Some rows see nothing."""
@@ -175,6 +178,7 @@ def test_attention_of_ours_can_be_switched_off(monkeypatch: pytest.MonkeyPatch):
 
 # **** dropout ****
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_dropout(causal: bool, dtype: DType):
@@ -215,6 +219,7 @@ def test_dropout_of_the_tensor_method():
 
 # **** a model ****
 
+@pytest.mark.slow
 def test_a_step_of_a_language_model(monkeypatch: pytest.MonkeyPatch):
     """Its loss and gradients are those of tinygrad's kernels."""
     _, loss, gradients = llama("CPU", dtypes.float32)

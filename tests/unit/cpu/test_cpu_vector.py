@@ -38,7 +38,7 @@ def same(got: np.ndarray, want: np.ndarray) -> None:
     np.testing.assert_array_equal(np.signbit(got[real]), np.signbit(want[real]))
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(4)
 @levels
 @pytest.mark.parametrize("kind", SMALL)
 def test_every_pattern_of_a_float_is_read(kind: str, level: isa.ISA):

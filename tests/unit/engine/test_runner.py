@@ -38,7 +38,7 @@ def both(request: pytest.FixtureRequest):
     runner.close()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_mixed_batches_choose_what_the_whole_context_does(both, request):
     model, runner = both
     driver = Driver(runner)

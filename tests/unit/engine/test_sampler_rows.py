@@ -134,6 +134,7 @@ def test_a_slot_forgets_who_was_there():
     assert not slots.counts.numpy().any()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("params", [SamplingParams(seed=21), SamplingParams(temperature=0),
                                     SamplingParams(temperature=0.8, top_k=12, top_p=0.9, min_p=0.01, seed=5)],
                          ids=["draw", "greedy", "filters"])

@@ -21,7 +21,7 @@ def debug(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NV_DEBUG", "1")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.float16, dtypes.bfloat16, dtypes.int8,
                                    dtypes.fp8e4m3, dtypes.fp8e5m2], ids=short)
 def test_requests_share_fork_leave_and_return(dtype: Any):

@@ -56,6 +56,7 @@ MASKS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Band, int, int]] = {
 }
 
 
+@pytest.mark.sampled(21)
 @pytest.mark.parametrize("name", [name for name in MASKS if name != "all"])
 @pytest.mark.parametrize("applied", ["where", "added", "filled"])
 def test_masks_that_are_bands(name: str, applied: str):

@@ -164,6 +164,7 @@ def test_bound_variables_and_writes_in_place(device, spoiled):
     np.testing.assert_array_equal(got, (values(16, 32)[:5] @ values(32, 24, seed=1)).sum(0))
 
 
+@pytest.mark.sampled(1)
 def test_a_function_known_by_name_is_computed_by_its_body(device, spoiled, capsys):
     spoiled(AttentionSpec)
     half = values(1, 2, 64, 64) / 4

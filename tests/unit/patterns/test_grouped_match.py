@@ -43,6 +43,7 @@ def right(made: Tensor, x: Tensor, w: Tensor, sel: Tensor, count: int = 1) -> No
     np.testing.assert_array_equal(made.float().numpy().reshape(wanted.shape), wanted)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.float16, dtypes.bfloat16], ids=str)
 def test_tokens_that_share_a_row(dtype: DType):
     x, w, sel = whole(2, 3, 1, K, dtype=dtype), whole(E, N, K, dtype=dtype), chosen(2, 3, 4)

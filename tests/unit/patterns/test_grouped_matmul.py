@@ -38,6 +38,7 @@ def test_rows_in_order(name: str, biased: bool):
         assert (found[own] == x[own] @ w[e].T + bias[e] * biased).all()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swiglu_clamped"])
 def test_a_mixture_of_experts(activation: str, k: int):

@@ -20,6 +20,7 @@ def test_copies_are_exact():
     same(run(case, "CPU"), wanted(case))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotations(interleaved: bool):
     case = append([0, 9, 24], rows=2, dtype=dtypes.float32, half=6, q_heads=3, interleaved=interleaved)

@@ -17,7 +17,7 @@ def test_every_method_is_a_case_or_left_for_a_reason():
     assert (LEFT.keys() - methods, cases - methods, LEFT.keys() & cases) == (set(), set(), set())
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("each", plan(), ids=named)
 def test_values_and_gradients_of_sums(each: Any):
     with Context(DEV="CPU"): assert wrong(*each, "CPU") == ""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tinygrad import Tensor, dtypes
 
+from tinygrad_nv import disabled, explain
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns.attention.varlen import varlen_attention
 
@@ -46,6 +47,7 @@ def called(tensors: list[torch.Tensor], **how: object) -> torch.Tensor:
     return torch.from_numpy(varlen_attention(*given, 8, 12, **how).numpy()).double()  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("how", "first", "last"), [
     ({}, -math.inf, math.inf), ({"causal": True}, -math.inf, 0), ({"causal": True, "window": 3}, -2, 0),
     ({"window": 3}, -2, 2)], ids=str)
@@ -58,6 +60,31 @@ def test_scale_and_softcap():
     tensors = storages()
     wanted = expected(*tensors, scale=2.0, cap=1.5)
     assert (called(tensors, scale=2.0, softcap=1.5) - wanted).abs().max() < 1e-5
+
+
+def test_distances():
+    """Biases by how far a key is from its row, which a body and a kernel add."""
+    q, k, v = storages()
+    k, v = (torch.randn(len(q), 2, 8, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    cu, bias = ends()[0], torch.randn(4, 2 * 9 - 1, generator=torch.Generator().manual_seed(2))
+    wanted = torch.zeros(*q.shape, dtype=torch.float64)
+    for b in range(len(cu) - 1):
+        mine, own, values = (x[cu[b]:cu[b + 1]].double().transpose(0, 1) for x in
+                             (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)))
+        away = torch.arange(mine.shape[1])[None] - torch.arange(mine.shape[1])[:, None]
+        s = mine @ own.transpose(-1, -2) * 8 ** -0.5 + bias[:, away + 8]
+        wanted[cu[b]:cu[b + 1]] = (s.softmax(-1) @ values).transpose(0, 1)
+    given, at = [Tensor(x.numpy(), device="CPU") for x in (q, k, v)], Tensor(cu.numpy(), device="CPU")
+    half = Tensor(bias.numpy() / 2, device="CPU").realize()
+    made = varlen_attention(*given, at, at, 9, 9, distances=half * 2)
+    assert [kernel.template for kernel in explain(made).kernels][-1] == "flash"
+    assert (torch.from_numpy(made.numpy()).double() - wanted).abs().max() < 1e-6
+    with disabled(): assert (torch.from_numpy(varlen_attention(
+        *given, at, at, 9, 9, distances=half * 2).numpy()).double() - wanted).abs().max() < 1e-6
+    with pytest.raises(SpecError, match="an odd number, at least 17"):
+        varlen_attention(*given, at, at, 9, 9, distances=half[:, 2:])
+    with pytest.raises(SpecError, match="with other keys than rows"):
+        varlen_attention(*given, at, at.contiguous(), 9, 9, distances=half)
 
 
 def test_neighbours_do_not_meet():

@@ -51,7 +51,7 @@ def put(words: np.ndarray, row: int, column: int, code: int, bits: int, unit: in
     words[row // 16, column // unit, lane, field // (16 // bits)] |= np.uint32(code << place)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SINGLE)
 def test_fragments(name: str):
     type = SINGLE[name]
@@ -64,6 +64,7 @@ def test_fragments(name: str):
     np.testing.assert_array_equal(made.dequantize().numpy(), w.dequantize().numpy())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["e4m3 blocks", "uint8 tensor", "NVFP4"])
 def test_scales_of_single_rows(name: str):
     type, (n, k) = TYPES[name], (130, 256)
@@ -75,7 +76,7 @@ def test_scales_of_single_rows(name: str):
         np.testing.assert_array_equal(made.dequantize().numpy(), w.dequantize().numpy())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["rows", "tiles", "fragments"])
 @pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q4_K", "Q6_K", "gptq 3 bits"])
 def test_single_rows(name: str, layout: types.Layout):

@@ -29,7 +29,7 @@ def linears(model: Llama) -> list[Linear]:
             for linear in vars(part).values() if isinstance(linear, Linear)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_loaded(kind: str, tmp_path: Path):
     quantised, plain = (linears(loaded(directory)) for directory in write(kind, tmp_path))

@@ -53,7 +53,7 @@ def test_plain_directories(make_model, case: str, monkeypatch: pytest.MonkeyPatc
     close(logits(directory), np.concatenate(wanted))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gptq-8-bits", "ct-int8", "ct-fp8"])
 def test_quantised_directories(tmp_path: Path, kind: str):
     directory, _ = directory_case.write(kind, tmp_path)

@@ -46,7 +46,7 @@ def case(n: int, k: int, kind: str = "nf4", size: int = 64,
     return stored, matrix.reshape(n, k)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("n", "k", "size"), [(8, 64, 64), (5, 192, 64), (3, 256, 128), (2, 4096, 4096)])
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -61,7 +61,7 @@ def agrees(scheme: QuantizationScheme, n: int, k: int, dtype: torch.dtype = torc
     return same(read(config_of(scheme), layer_of(state), (n, k))[0], matrix)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("bits", ALL_BITS)
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_packed_groups(bits: int, symmetric: bool):
@@ -69,7 +69,7 @@ def test_packed_groups(bits: int, symmetric: bool):
     assert agrees(scheme, 35, 96)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("bits", ALL_BITS)
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_packed_channels_of_columns_that_fill_no_word(bits: int, symmetric: bool):
@@ -105,7 +105,7 @@ def test_packed_as_older_versions_do(bits: int):
     assert same(found, (codes - zeros[:, of]).to(torch.float16) * scales[:, of])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_order_of_activations(bits: int, symmetric: bool):
@@ -145,6 +145,7 @@ def test_int8(strategy: str, symmetric: bool):
     if symmetric: assert found.type.element == INT8
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("strategy", "more"), [
     ("tensor", {}), ("channel", {}), ("group", {"group_size": 32}), ("block", {"block_structure": [16, 32]})])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

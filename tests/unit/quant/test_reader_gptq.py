@@ -52,6 +52,7 @@ def case(n: int, k: int, group: int, bits: int = 4, version: int = 2, symmetric:
     return stored, ((codes - zeros[of]).to(dtype) * scales[of]).T.contiguous()
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("n", "k", "group"), [(32, 32, 32), (96, 160, 32), (64, 416, 128)])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("version", [1, 2])
@@ -72,7 +73,7 @@ def test_symmetric(bits: int, wanted: QType):
     assert found.type == wanted
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_order_of_activations(bits: int, symmetric: bool):

@@ -29,6 +29,7 @@ def made(type: QType) -> tuple[QStack, np.ndarray]:
     return QStack(type, (COUNT, N, K), buffers), np.stack([elements(type, N, K, one) for one in each])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["tiles", "fragments"])
 def test_layouts(layout: types.Layout):
     stack, wanted = made(MXFP4)

@@ -259,6 +259,7 @@ print(out.numpy()[3, 5])
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("threads", ["2", "8"])
 def test_one_core_and_any_number_of_threads(threads: str):
     begun = time.monotonic()

@@ -43,7 +43,7 @@ def test_a_second_process_makes_no_program(run):
     assert second[1] == 0
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", [{"NOOPT": "1"}, {"NV_PROGRAM_CACHE": "0"}, {"CCACHE": "0"}, {"NV": "0"}],
                          ids=lambda c: "-".join(c))
 def test_what_changes_programs_or_forbids_the_cache_makes_them_anew(run, change):
@@ -53,6 +53,7 @@ def test_what_changes_programs_or_forbids_the_cache_makes_them_anew(run, change)
     assert made > 0
 
 
+@pytest.mark.slow
 def test_another_compiler_makes_programs_anew(run, tmp_path: Path):
     assert run()[1] > 0
     wrapper = tmp_path / "other-cc"
@@ -120,6 +121,7 @@ print("traced:", [name for name in names if name.startswith("E_")])
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", [{"DEBUG": "4"}, {"VIZ": "-1"}], ids=lambda how: "-".join(how))
 def test_what_DEBUG_and_VIZ_show_is_shown_in_every_process(tmp_path: Path, how: dict[str, str]):
     """Sources, and the steps that VIZ links a kernel to, exist while a program is made."""

@@ -123,6 +123,7 @@ def test_a_layer_ends_with_an_exception(executed):
 
 # **** every kernel ****
 
+@pytest.mark.sampled(1)
 def test_an_eager_model(on, executed):
     x, w = normal(16, 64), weights()
     wanted = model(x, w).numpy()

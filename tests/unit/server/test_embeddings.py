@@ -100,6 +100,7 @@ def test_the_openai_client(server: Live):
         assert made.data[0].embedding[1] == made.usage.prompt_tokens
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("fields", "param", "words"), [
     ({}, "input", "input is missing"), ({"input": []}, "input", "input is an empty list"),
     ({"input": [1, "a"]}, "input", "a list of mixed types"),

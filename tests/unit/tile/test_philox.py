@@ -54,6 +54,7 @@ def test_probabilities_are_multiples_of_a_256th():
     assert [kept_of(p) for p in (0.0, 0.1, 0.5, 0.9, 1 / 256, 1.0)] == [256, 230, 128, 26, 255, 0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("shape", "kept"), [((2, 3, 5, 70), 100), ((1, 2, 3, 64), 200), ((1, 1, 2, 7), 1)])
 def test_weights_of_tinygrad_are_those_of_kernels(shape: tuple[int, ...], kept: int):
     seed = np.array([0xdeadbeef, 7], np.uint32)

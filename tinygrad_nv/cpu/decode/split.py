@@ -28,6 +28,7 @@ from tinygrad_nv.tile.attention.spec import Rows
 from tinygrad_nv.tile.decode.spec import DecodeSpec, Pages, Scales
 from tinygrad_nv.tile.expression import short
 
+BLOCK, MANY_ROWS = 4, 16     # of many rows so many are multiplied with values at a time
 NEAR_KEYS = 16  # whose values stay in the nearest cache while columns are taken block by block
 
 
@@ -59,7 +60,8 @@ class SplitText:
 
     def attended(self) -> str:
         """top, total and sums of a split."""
-        rows = max(1, self.isa.registers * 3 // 4 * self.lanes // self.d_v)
+        rows = BLOCK if self.rows >= MANY_ROWS else \
+            max(1, self.isa.registers * 3 // 4 * self.lanes // self.d_v)
         return f"""const s64 c = split * {self.keys} > first ? split * {self.keys} : first;
       const s64 end = (split + 1) * {self.keys} < n ? (split + 1) * {self.keys} : n, count = end - c;
       {self._places()}
@@ -100,7 +102,7 @@ class SplitText:
         """Blocks of 4 rows, or `most`, as far as there are so many, then of 2 and of 1. A row's bits do not
         depend on its block."""
         rows, lines, done = self.rows, list[str](), 0
-        for size in (4, 2, 1):
+        for size in (BLOCK, 2, 1):
             if size > most: continue
             until = done + (rows - done) // size * size
             loop = f"for (s64 r = {done}; r < {until}; r += {size})"

@@ -4,7 +4,7 @@ Protocol: `functions` makes the C function
 
     many_(p, e, first, last, n0, n1, own)    columns n0 … n1 of rows first … last of group e
 
-    for each block of `block_m` rows
+    for each block of up to `block_m` rows, all of them as many
       their units, `STRIP` rows side by side                        in `own`, the part's workspace
       for each one or two panels of 16 columns
         for each `BLOCK_UNITS` units along k
@@ -40,7 +40,7 @@ def functions(l: Layout, block_m: int) -> str:
 
 def _shapes(l: Layout) -> list[tuple[int, int]]:
     """Vectors of rows by columns of blocks in registers: one strip, and two where that is worth its own."""
-    return [(1, 16), (2, 8)] if l.isa.lanes == 16 else [(2, 4)]
+    return [(1, 16), (2, 8)] if l.isa.lanes == 16 else [(2, 6)]
 
 
 # **** units ****
@@ -127,16 +127,25 @@ NOINLINE void copy_(const {element} *w, s64 columns, s64 k, s64 count, u32 *to) 
 def _micro(l: Layout, block_m: int, vectors: int, columns: int) -> str:
     """The function that adds `count` units of a panel times `vectors` vectors of rows to sums; `begin` sets
     these to 0."""
-    cells = [(c, v, f"s{c}_{v}") for c in range(columns) for v in range(vectors)]
-
     def at(v: int) -> str:
         lane = v * l.isa.lanes
         return f"{lane // STRIP * STRIP * l.units} + u * {STRIP} + {lane % STRIP}"
-    loads = " ".join(f"vf {s} = begin ? (vf)0.f : load_f32(to + (j + {c}) * {block_m} + {v} * W);"
-                     for c, v, s in cells)
     read = " ".join(f"const vi x{v} = *(const vi_u *)(x + {at(v)});" for v in range(vectors))
-    dots = " ".join(f"{s} = unit_({s}, from + u + {c * PITCH}, x{v});" for c, v, s in cells)
-    stores = " ".join(f"store_f32(to + (j + {c}) * {block_m} + {v} * W, {s});" for c, v, s in cells)
+
+    def block(first: int, count: int) -> str:
+        cells = [(c, v, f"s{c}_{v}") for c in range(count) for v in range(vectors)]
+        loads = " ".join(f"vf {s} = begin ? (vf)0.f : load_f32(sums + {c * block_m} + {v} * W);"
+                         for c, v, s in cells)
+        dots = " ".join(f"{s} = unit_({s}, from + u + {c * PITCH}, x{v});" for c, v, s in cells)
+        stores = " ".join(f"store_f32(sums + {c * block_m} + {v} * W, {s});" for c, v, s in cells)
+        return f"""{{
+    const u32 *from = panel + {first * PITCH};
+    float *const sums = to + {first * block_m};
+    {loads}
+    for (s64 u = 0; u < count; u++) {{ {read} {dots} }}
+    {stores}
+  }}"""
+    blocks = "\n  ".join(block(first, min(columns, PANEL - first)) for first in range(0, PANEL, columns))
     unit = f"""
 INLINE vf unit_(vf c, const u32 *w, vi x) {{
 #if {int(l.kind == 'pair')} && HAVE_BF16
@@ -149,12 +158,7 @@ INLINE vf unit_(vf c, const u32 *w, vi x) {{
     return f"""{unit}
 NOINLINE void micro_{vectors}(const u32 *restrict panel, const u32 *restrict x, s64 count, float *restrict to,
                               int begin) {{
-  for (s64 j = 0; j < {PANEL}; j += {columns}) {{
-    const u32 *from = panel + j * {PITCH};
-    {loads}
-    for (s64 u = 0; u < count; u++) {{ {read} {dots} }}
-    {stores}
-  }}
+  {blocks}
 }}"""
 
 
@@ -189,8 +193,10 @@ NOINLINE void many_(const operands *p, s64 e, s64 first, s64 last, s64 n0, s64 n
   float *const sums = (float *)own;
   u32 *const x = (u32 *)(sums + {l.panels * PANEL * block_m});
   u32 copies[{l.panels}][{PANEL * PITCH}] __attribute__((aligned(64)));
-  for (s64 i0 = first; i0 < last; i0 += {block_m}) {{
-    const s64 rows = last - i0 < {block_m} ? last - i0 : {block_m};
+  const s64 blocks = (last - first + {block_m - 1}) / {block_m};
+  const s64 most = ((last - first + blocks - 1) / blocks + {STRIP - 1}) / {STRIP} * {STRIP};
+  for (s64 i0 = first; i0 < last; i0 += most) {{
+    const s64 rows = last - i0 < most ? last - i0 : most;
     pack_(p, i0, rows, x);
     for (s64 n = n0; n < n1; n += {l.step}) {{
       for (s64 u0 = 0; u0 < {l.units}; u0 += {BLOCK_UNITS}) {{

@@ -17,8 +17,8 @@ from __future__ import annotations
 from tinygrad_nv.cpu.gemm.gemv.kernel import epilogue
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, header, kernel, up
-from tinygrad_nv.cpu.quant_gemm import decode, tiles
-from tinygrad_nv.cpu.quant_gemm.dots import DOTS, SHORTS, in_shorts, tall
+from tinygrad_nv.cpu.quant_gemm import byte_dots, decode, tiles
+from tinygrad_nv.cpu.quant_gemm.dots import tall
 from tinygrad_nv.cpu.quant_gemm.schedules import CodesDots
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.quant.types import TILE
@@ -74,7 +74,7 @@ def build(spec: QuantGemmSpec, s: CodesDots) -> CPUKernel:
     inputs = [("s8", "a"), *decode.pointers(spec.buffers),
               *((c_type(dtype), f"x{i}") for i, dtype in enumerate(gemm.parameters))]
     outputs, integers = [(c_type(gemm.out.dtype), "out"), ("u8", "work")], ["m"] if gemm.symbolic else []
-    before = [header("gemm.h"), decode.struct(spec.buffers), DOTS, SHORTS if in_shorts(s.isa) else "",
+    before = [header("gemm.h"), decode.struct(spec.buffers), byte_dots.functions(s.isa),
               _total(gemm.k), *(_main_loop(spec, s.isa, each) for each in tall(spec, s.rows))]
     return kernel(f"codes_dots_{gemm.m}x{gemm.n}x{gemm.k}", s.isa, body, outputs, inputs, integers, s.parts,
                   s.parts * own, "\n".join(before))
@@ -124,7 +124,7 @@ NOINLINE void dots_{rows}(matrix w, s64 t, s64 lane, const s8 *restrict a, const
 def _dot(isa: ISA, to: str, free: str, place: str) -> str:
     """C that adds four columns' products. In 16 bits the upper bit is multiplied apart: there two products of
     bytes do not fit, and −128 has no sign to give."""
-    if not in_shorts(isa): return f"{to} = dots_({to}, {free}, {place});"
+    if not byte_dots.in_shorts(isa): return f"{to} = dots_({to}, {free}, {place});"
     a = f"(vi)*(const quad_u *)({place})"
     halves = ("0x7f7f7f7f", "(s32)0x80808080")
-    return " ".join(f"{to} += four_(two_({free} & {half}, {a}));" for half in halves)
+    return " ".join(f"{to} = four_({to}, two_({free} & {half}, {a}));" for half in halves)

@@ -28,10 +28,10 @@ from __future__ import annotations
 from tinygrad_nv.cpu.gemm.gemv.kernel import epilogue
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, header, kernel
-from tinygrad_nv.cpu.quant_gemm import columns, decode, pairs, rows, tiles
+from tinygrad_nv.cpu.quant_gemm import byte_dots, byte_panels, columns, decode, pairs, rows, tiles
 from tinygrad_nv.cpu.quant_gemm.schedules import QuantDots
 from tinygrad_nv.cpu.target import CPU
-from tinygrad_nv.quant.types import TILE, QType
+from tinygrad_nv.quant.types import TILE
 from tinygrad_nv.tile.quant_gemm.spec import INT8_BLOCK, QuantGemmSpec
 
 FEW, PARTS = 16, 2          # of so many rows a is little work, and there are PARTS for each thread
@@ -65,6 +65,9 @@ def build(spec: QuantGemmSpec, s: QuantDots) -> CPUKernel:
     own = gemm.m * (4 * TILE * gemm.parts + (k + 4 * blocks + 8 * steps if spec.int8 else 4 * k))
     own = -(-own // 64) * 64
     count_m = "m" if gemm.symbolic else str(gemm.m)
+    many = spec.int8 and gemm.m >= byte_panels.FEWEST_ROWS
+    panels = f"""if ({count_m} >= {byte_panels.FEWEST_ROWS})
+        panels_(w, p * {count} + t, {count_m}, q, d, sq, start, sums + p * {gemm.m}); else""" if many else ""
     body = f"""
   {decode.packed_of(spec.buffers)}
   u8 *own = (u8 *)work + core_id * {own}ll;
@@ -75,9 +78,9 @@ def build(spec: QuantGemmSpec, s: QuantDots) -> CPUKernel:
   for (s64 t = (s64)core_id * {count} / {s.parts}; t < end; t++) {{
     const s64 n0 = t * {TILE};
     const s64 count = {gemm.n} - n0 < {TILE} ? {gemm.n} - n0 : {TILE};
-    for (s64 p = 0; p < {gemm.parts}; p++) for (s64 lane = 0; lane < {TILE}; lane += W) {{
-      s64 i = 0;
-      {_calls(spec, s, count_m)}
+    for (s64 p = 0; p < {gemm.parts}; p++) {{
+      {panels}
+      for (s64 lane = 0; lane < {TILE}; lane += W) {{ s64 i = 0; {_calls(spec, s, count_m)} }}
     }}
     {epilogue(gemm)}
   }}"""
@@ -85,9 +88,10 @@ def build(spec: QuantGemmSpec, s: QuantDots) -> CPUKernel:
               *((c_type(dtype), f"x{i}") for i, dtype in enumerate(gemm.parameters))]
     outputs, integers = [(c_type(gemm.out.dtype), "out"), ("u8", "work")], ["m"] if gemm.symbolic else []
     before = [header("gemm.h"), decode.struct(spec.buffers),
-              DOTS, SHORTS if in_shorts(s.isa) else "", tiles.functions(spec.type),
+              byte_dots.functions(s.isa), tiles.functions(spec.type),
               *row_functions(spec, s.isa),
-              *(main_loop(spec, s.isa, each) for each in tall(spec, s.rows))]
+              *(main_loop(spec, s.isa, each) for each in tall(spec, s.rows)),
+              byte_panels.functions(spec, s.isa) if many else ""]
     return kernel(f"quant_dots_{gemm.m}x{gemm.n}x{gemm.k}", s.isa, body, outputs, inputs, integers, s.parts,
                   s.parts * own, "\n".join(before))
 
@@ -115,36 +119,6 @@ def _prologue(spec: QuantGemmSpec, isa: ISA, count: str) -> str:
   s8 *q = (s8 *)(start + {m * steps});
   for (s64 i = 0; i < {count}; i++)
     quantise_({row}, q + i * {k}, d + i * {blocks}, sq + i * {steps}, start + i * {steps});"""
-
-
-# a quad of codes times a quad of a, which all lanes have
-DOTS = """
-typedef s32 quad_u __attribute__((aligned(1), may_alias));
-INLINE vi dots_(vi c, vi codes, const s8 *q) {
-#if HAVE_VNNI && AVX512
-  __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(c) : "v"(codes), "m"(*(const quad_u *)q));
-  return c;
-#else
-  return dot_quad(c, codes, (vi)*(const quad_u *)q);
-#endif
-}"""
-# the same in 16 bits, two sums of two products
-SHORTS = """
-typedef VECTOR(s16, 2 * W) shorts;
-INLINE shorts two_(vi free, vi with) {
-  shorts x;
-  __asm__("vpmaddubsw %2, %1, %0" : "=v"(x) : "v"(free), "v"(with));
-  return x;
-}
-INLINE vi four_(shorts x) {
-  vi sum;
-  __asm__("vpmaddwd %2, %1, %0" : "=v"(sum) : "v"(x), "v"((vi)0x00010001));
-  return sum;
-}
-#if !AVX512
-INLINE vi size_(vi x) { __asm__("vpabsb %1, %0" : "=v"(x) : "v"(x)); return x; }
-INLINE vi turned_(vi q, vi x) { __asm__("vpsignb %2, %1, %0" : "=x"(q) : "x"(q), "x"(x)); return q; }
-#endif"""
 
 
 # **** the main loop ****
@@ -208,20 +182,17 @@ def _bytes(spec: QuantGemmSpec, isa: ISA, rows: int) -> str:
     """C of bytes: for each block the steps in it."""
     type, k, step = spec.type, spec.gemm.k, tiles.step_of(spec.type)
     steps, blocks = k // step, k // INT8_BLOCK
-    begin = "(vi)start[s + {}]" if tiles.shift(type) and not _turned(type, isa) else "(vi)0"
+    begin = "(vi)start[s + {}]" if tiles.shift(type) and not byte_dots.turned(type, isa) else "(vi)0"
     out = _fetches(spec, isa, rows)
     for at in range(0, INT8_BLOCK, step):
         out.append(f"{{ const s64 k = at + {at}, s = k / {step};")
         out += [f"const vf {name} = {text};" for name, text in tiles.factors(spec, type.element.lsb).items()]
         out += tiles.loads(spec, step, at) + tiles.quads(spec, step, at)
         out += [f"vi c{r} = {begin.format(r * steps)};" for r in range(rows)]
-        out += _quads(spec, isa, rows, step)
-        for r in range(rows):
-            value = f"to_f(c{r})"
-            if type.zeros: value = f"({value} - zero * sq[s + {r * steps}])"
-            value = f"{value} * scale"
-            if type.mins: value = f"({value} - low * sq[s + {r * steps}])"
-            out.append(f"total{r} = fma_({value}, (vf)d[b + {r * blocks}], total{r});")
+        out += byte_dots.products(type, isa, step, rows, "q + k", k)
+        sums = (byte_dots.scaled(type, f"c{r}", f"sq[s + {r * steps}]") for r in range(rows))
+        out += [f"total{r} = fma_({value}, (vf)d[b + {r * blocks}], total{r});"
+                for r, value in enumerate(sums)]
         out.append("}")
     lines = "\n    ".join(out)
     return f"""for (s64 b = 0; b < {blocks}; b++) {{
@@ -241,35 +212,6 @@ def _fetches(spec: QuantGemmSpec, isa: ISA, rows: int) -> list[str]:
         out += [f"__builtin_prefetch({block} + {AHEAD * INT8_BLOCK * column + line});"
                 for line in range(0, INT8_BLOCK * column, LINE)]
     return out
-
-
-def _quads(spec: QuantGemmSpec, isa: ISA, rows: int, step: int) -> list[str]:
-    """C that adds the products of a step to c0, …"""
-    type, quads = spec.type, range(step // 4)
-    def of_a(r: int, i: int) -> str: return f"q + k + {r * spec.gemm.k + 4 * i}"
-    if not in_shorts(isa):
-        return [f"c{r} = dots_(c{r}, y{i}, {of_a(r, i)});" for i in quads for r in range(rows)]
-    def spread(r: int, i: int) -> str: return f"(vi)*(const quad_u *)({of_a(r, i)})"
-    if _turned(type, isa):
-        out = [f"const vi size{i} = size_(codes{i});" for i in quads]
-        return out + [f"c{r} += four_(two_(size{i}, turned_({spread(r, i)}, codes{i})));"
-                      for i in quads for r in range(rows)]
-    most = 32767 // (2 * 127 * tiles.largest(type))     # sums of two products that 16 bits hold
-    if not most:
-        return [f"c{r} += four_(two_(y{i} & {half}, {spread(r, i)}));" for i in quads for r in range(rows)
-                for half in ("0x7f7f7f7f", "(s32)0x80808080")]
-    return [f"c{r} += four_({' + '.join(f'two_(y{i}, {spread(r, i)})' for i in quads[first:first + most])});"
-            for first in range(0, len(quads), most) for r in range(rows)]
-
-
-def in_shorts(isa: ISA) -> bool:
-    """Whether bytes are multiplied by VPMADDUBSW."""
-    return isa.lanes > 4 and not isa.vnni and not isa.emulated
-
-
-def _turned(type: QType, isa: ISA) -> bool:
-    """Whether codes with a sign give it to a, by VPSIGNB, which AVX-512 has not."""
-    return in_shorts(isa) and isa.lanes == 8 and tiles.signed(type)
 
 
 def _numbers(spec: QuantGemmSpec, isa: ISA, rows: int, chains: int) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from tinygrad_nv.cpu.gemm.layout import PER
 from tinygrad_nv.cpu.grouped_gemm import epilogue
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, header, kernel
-from tinygrad_nv.cpu.quant_gemm import columns, decode, dots, panels, tiles
+from tinygrad_nv.cpu.quant_gemm import byte_dots, byte_panels, columns, decode, dots, panels, tiles
 from tinygrad_nv.cpu.quant_gemm.schedules import QuantPanels
 from tinygrad_nv.cpu.quant_grouped.layout import CPUQuantGrouped, Layout
 from tinygrad_nv.quant.types import TILE
@@ -61,11 +61,11 @@ def build(spec: QuantGroupedSpec, s: CPUQuantGrouped) -> CPUKernel:
 def _functions(l: Layout, s: CPUQuantGrouped) -> list[str]:
     spec, matrix, one = l.spec, l.matrix, l.spec.grouped
     shared = [header("gemm.h"), decode.struct(spec.buffers), epilogue.operands(one, matrices=False),
-              epilogue.source(one), epilogue.finish(one), dots.DOTS,
-              dots.SHORTS if dots.in_shorts(l.isa) else "", tiles.functions(spec.type)]
+              epilogue.source(one), epilogue.finish(one), byte_dots.functions(l.isa),
+              tiles.functions(spec.type)]
     heights = dots.heights(s.rows)
     few = [*dots.row_functions(matrix, l.isa), *(dots.main_loop(matrix, l.isa, each) for each in heights),
-           _few(l, s, heights)]
+           *([byte_panels.functions(matrix, l.isa)] if l.byte_panels else []), _few(l, s, heights)]
     if not l.few: return shared + few
     strips = QuantPanels(l.isa, 1, s.block_m, l.strip)
     # rows of pairs have no functions of columns yet
@@ -96,6 +96,8 @@ def _few(l: Layout, s: CPUQuantGrouped, heights: list[int]) -> str:
     one, given = l.spec.grouped, dots.of_rows(l.matrix, l.isa)
     calls = " ".join(f"for (; i + {each} <= rows; i += {each}) "
                      f"dots_{each}(w, of, lane, {given}, sums[h][i] + lane);" for each in heights)
+    many = f"if (rows >= {byte_panels.FEWEST_ROWS}) panels_(w, of, rows, q, d, sq, start, sums[h]); else " \
+        if l.byte_panels else ""
     return f"""
 NOINLINE void few_(const operands *p, matrix w, s64 e, s64 i0, s64 rows, s64 t0, s64 t1, u8 *own,
                    int again) {{
@@ -109,7 +111,7 @@ NOINLINE void few_(const operands *p, matrix w, s64 e, s64 i0, s64 rows, s64 t0,
     for (s64 h = 0; h < {one.halves}; h++) {{
       const s64 of = (e * {one.halves} + h) * {l.across} + t;
       {_pointers(l, s)}
-      for (s64 lane = 0; lane < {TILE}; lane += W) {{ s64 i = 0; {calls} }}
+      {many}for (s64 lane = 0; lane < {TILE}; lane += W) {{ s64 i = 0; {calls} }}
     }}
     {_finished(l)}
   }}

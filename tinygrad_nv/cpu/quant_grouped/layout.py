@@ -12,7 +12,7 @@ from typing import ClassVar
 from tinygrad_nv.cpu.gemm.layout import PER, kind_of
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import up
-from tinygrad_nv.cpu.quant_gemm import pairs, panels, tiles
+from tinygrad_nv.cpu.quant_gemm import byte_panels, pairs, panels, tiles
 from tinygrad_nv.cpu.quant_gemm.dots import BYTES_OF_PART
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
@@ -71,6 +71,11 @@ class Layout:
         looked_up = self.pairs and self.spec.type.bits < 8
         most = (panels.FEWEST_OF_PAIRS if looked_up and not self.by_tiles else panels.FEWEST_ROWS) - 1
         return 0 if self.spec.int8 or self.spec.grouped.rows <= most else most
+
+    @property
+    def byte_panels(self) -> bool:
+        """Whether many rows in bytes are multiplied with panels."""
+        return self.spec.int8 and self.spec.grouped.rows >= byte_panels.FEWEST_ROWS
 
     @property
     def strip(self) -> int:

@@ -8,6 +8,7 @@ last row stands at the last key (as in FlashAttention 2.1). For query head h, wh
 H_kv), over the keys c that row i sees:
 
     s[i, c]   = scale · Σ_d q[i, d] k[c, d]                    float32; cap · tanh(s / cap) with `softcap`
+              + distances[h, L − 1 + c − i]                    with `distances` [H, 2 L − 1]
     p[i, c]   = softmax of s                                   rounded to q's dtype
     out[i, d] = Σ_c p[i, c] v[c, d]                            float32, then rounded to q's dtype
 
@@ -31,13 +32,15 @@ from tinygrad_nv.tile.attention.spec import Band
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, most_q: int, most_k: int, *,
                      causal: bool = False, window: int | None = None, scale: float | None = None,
-                     softcap: float | None = None) -> Tensor:
+                     softcap: float | None = None, distances: Tensor | None = None) -> Tensor:
     """softmax(scale · q kᵀ) v of each sequence: [rows, H, D_v] in q's dtype.
 
     q [rows, H, D], k [keys, H_kv, D], v [keys, H_kv, D_v] of one dtype; cu_q and cu_k int32 [sequences + 1],
     from 0 on, never falling. `most_q` and `most_k` are at least the rows and keys of any sequence; what is
     longer is cut off. `causal`: a row sees keys up to its place, the last row the last key. `window`: fewer
-    than so many keys away from it. `scale` is 1/√D by default. Raises `SpecError`."""
+    than so many keys away from it. `scale` is 1/√D by default. `distances`, float32 [H, 2 L − 1], are added
+    to scores by how far a key is from its row (relative position biases, as T5 and MPNet have them): L is at
+    least `most_q`, and cu_q and cu_k are one tensor. Raises `SpecError`."""
     _check(q, k, v, cu_q, cu_k)
     for name, most in (("most_q", most_q), ("most_k", most_k)):
         if type(most) is not int or most < 1: raise SpecError(f"{name}={most!r}", "a number, at least 1")
@@ -51,7 +54,19 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor
     last = 0 if causal else None if window is None else window - 1
     most_q, most_k = min(most_q, q.shape[0]), min(most_k, k.shape[0])
     what = VarlenAttention(most_q, most_k, Band(first, last), scale, softcap)
-    return call(what, attended, q, k, v, cu_q, cu_k)[0]
+    if distances is None: return call(what, attended, q, k, v, cu_q, cu_k)[0]
+    _check_distances(distances, q.shape[1], max(most_q, most_k), cu_q is cu_k)
+    return call(what, attended, q, k, v, cu_q, cu_k, distances)[0]
+
+
+def _check_distances(x: Tensor, heads: int, most: int, one: bool) -> None:
+    """Raises `SpecError` for biases that do not fit."""
+    check_shape("distances", x, "H, 2 L - 1", (heads, None))
+    check_kind("distances", x.dtype, (dtypes.float32,))
+    if not x.shape[1] % 2 or x.shape[1] < 2 * most - 1:
+        raise SpecError(f"distances of {x.shape[1]} numbers for each head",
+                        f"an odd number, at least {2 * most - 1}: distances from {1 - most} to {most - 1}")
+    if not one: raise SpecError("distances, with other keys than rows", "cu_q and cu_k of one tensor")
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:

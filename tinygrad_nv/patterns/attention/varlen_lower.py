@@ -6,6 +6,7 @@ copied. What no template does is a near miss, and the body runs.
 """
 from __future__ import annotations
 
+from tinygrad.dtype import dtypes
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.patterns import program
@@ -13,7 +14,7 @@ from tinygrad_nv.patterns.attention.varlen_reference import VarlenAttention
 from tinygrad_nv.patterns.strides import Laid, copied, laid
 from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.attention.spec import AttentionSpec, Rows
-from tinygrad_nv.tile.expression import Expression, Sum, tanh
+from tinygrad_nv.tile.expression import Expression, Load, Sum, tanh
 
 NAME = "attention"
 LEAST_BYTES = 16  # of which rows begin at multiples, or they are copied: what every template reads
@@ -21,32 +22,36 @@ LEAST_BYTES = 16  # of which rows begin at multiples, or they are copied: what e
 
 def lowered(what: VarlenAttention, target: Target, *arguments: UOp) -> tuple[UOp, ...]:
     """The result of a ragged attention by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
-    q, k, v, *ends = arguments
+    (q, k, v, *rest), distances = arguments, arguments[5] if len(arguments) > 5 else None
     read = [_read(x) for x in (q, k, v)]
     shape = tuple(map(int, (*q.shape[:2], v.shape[2])))
-    keys, sequences = (int(k.shape[0]), int(k.shape[1])), int(ends[0].shape[0]) - 1
-    spec = _spec(what, read, shape, keys, int(q.shape[2]), sequences)
+    keys, sequences = (int(k.shape[0]), int(k.shape[1])), int(rest[0].shape[0]) - 1
+    spec = _spec(what, read, shape, keys, int(q.shape[2]), sequences,
+                 0 if distances is None else int(distances.shape[1]))
     share = spec.flops * shape[0] // (spec.batch[0] * spec.s_q)  # of as many rows as there are
-    inputs = [*(each.storage for each in read), *ends]
+    inputs = [*(each.storage for each in read), *rest]
     return choose(spec, target).called(q.device, [program.Output(shape, q.dtype)], inputs, rows=spec.s_q,
                                        flops=min(spec.flops, share))
 
 
 def _spec(what: VarlenAttention, read: list[Laid], shape: tuple[int, ...], keys: tuple[int, int], d: int,
-          sequences: int) -> AttentionSpec:
-    """The spec of operands: `shape` is the result's, `keys` are keys and key heads."""
+          sequences: int, distances: int) -> AttentionSpec:
+    """The spec of operands: `shape` is the result's, `keys` are keys and key heads, `distances` how many
+    there are for each head."""
     (rows, heads, d_v), group = shape, shape[1] // keys[1]
     q, k, v = read
     queries = Rows(q.dtype, q.strides[0], (0, group * q.strides[1], q.strides[1]), q.offset)
     shared, values = (Rows(x.dtype, x.strides[0], (0, x.strides[1], 0), x.offset) for x in (k, v))
     return AttentionSpec(what.most_q, what.most_k, d, d_v, queries, shared, values,
                          Rows(q.dtype, heads * d_v, (0, group * d_v, d_v)), (sequences, keys[1], group),
-                         _score(what), what.band, total=(rows, keys[0]))
+                         _score(what, distances, group), what.band, total=(rows, keys[0]))
 
 
-def _score(what: VarlenAttention) -> Expression:
-    scaled = Sum() * what.scale
-    return scaled if what.softcap is None else tanh(scaled * (1 / what.softcap)) * what.softcap
+def _score(what: VarlenAttention, distances: int, group: int) -> Expression:
+    score = Sum() * what.scale
+    if what.softcap is not None: score = tanh(score * (1 / what.softcap)) * what.softcap
+    if not distances: return score
+    return score + Load(0, dtypes.float32, -1, 1, (0, group * distances, distances), distances // 2)
 
 
 def _read(x: UOp) -> Laid:

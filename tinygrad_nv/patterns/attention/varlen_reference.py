@@ -23,7 +23,7 @@ class VarlenAttention:
 
 
 def attended(what: VarlenAttention, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor,
-             cu_k: Tensor) -> tuple[Tensor, ...]:
+             cu_k: Tensor, distances: Tensor | None = None) -> tuple[Tensor, ...]:
     """The attention in plain tinygrad: every sequence filled up to the most, softmax in float32."""
     (total, heads, d), kv_heads, batch = q.shape, k.shape[1], cu_q.shape[0] - 1
     rows, keys = (lengths(cu, most) for cu, most in ((cu_q, what.most_q), (cu_k, what.most_k)))
@@ -31,6 +31,10 @@ def attended(what: VarlenAttention, q: Tensor, k: Tensor, v: Tensor, cu_q: Tenso
     k, v = (filled(x, cu_k, keys, what.most_k).permute(0, 2, 1, 3).unsqueeze(2) for x in (k, v))
     s = (queries.permute(0, 2, 3, 1, 4).float() @ k.float().transpose(-1, -2)) * what.scale
     if what.softcap is not None: s = (s / what.softcap).tanh() * what.softcap
+    if distances is not None:
+        way = Tensor.arange(what.most_k).reshape(1, -1) - Tensor.arange(what.most_q).reshape(-1, 1)
+        added = distances[:, way + distances.shape[1] // 2]
+        s = s + added.reshape(1, kv_heads, heads // kv_heads, *way.shape)
     s = seen(what, rows, keys).reshape(batch, 1, 1, what.most_q, what.most_k).where(s, -float("inf"))
     top = s.max(-1, keepdim=True).detach()
     e = (s - (top == -float("inf")).where(0, top)).exp()

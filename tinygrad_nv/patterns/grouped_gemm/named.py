@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tinygrad import Tensor, dtypes
+from tinygrad import Tensor
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
-from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.grouped_gemm.gradient import Given, gradients
+from tinygrad_nv.patterns.grouped_gemm.slots import apart, check_slots, require_kinds
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.expression import short
@@ -63,22 +63,14 @@ def _check(what: GroupedMatmul, x: Tensor, w: Tensor, offsets: Tensor, order: Te
     if (x.ndim, w.ndim) != (2, 3) or w.shape[k] != x.shape[1] or w.dtype != x.dtype or x.dtype not in FLOATS:
         raise SpecError(f"x of {short(x.dtype)} {x.shape}, w of {short(w.dtype)} {w.shape}",
                         f"x (M, K) and w (E, {'K, N' if what.transposed else 'N, K'}), floats of one dtype")
-    if offsets.shape != (w.shape[0] + 1,) or offsets.dtype != dtypes.int32:
-        raise SpecError(f"offsets of {short(offsets.dtype)} {offsets.shape}", f"int32 ({w.shape[0] + 1},)")
-    if what.ordered != (order is not None) or (order is not None and
-                                               (order.ndim != 1 or order.dtype != dtypes.int32)):
-        raise SpecError("no order" if order is None else f"order of {short(order.dtype)} {order.shape}",
-                        "int32 (R,) with gather, scatter or weights, and only then")
+    check_slots(what, int(w.shape[0]), int(w.shape[n]), offsets, order, weights, bias)
     _spec(what, x.uop, w.uop)
-    for name, one, shape in (("weights", weights, (what.rows,)), ("bias", bias, (w.shape[0], w.shape[n]))):
-        if one is not None and one.shape != shape:
-            raise SpecError(f"{name} of shape {one.shape}", str(shape))
 
 
 def multiplied(what: GroupedMatmul, x: Tensor, w: Tensor, offsets: Tensor,
                *more: Tensor) -> tuple[Tensor, ...]:
     """The same in tinygrad."""
-    made = reference.multiplied(_spec(what, x.uop, w.uop), x, w, offsets, *_apart(what, more))
+    made = reference.multiplied(_spec(what, x.uop, w.uop), x, w, offsets, *apart(what, more))
     return (made.cast(x.dtype),)
 
 
@@ -90,18 +82,10 @@ def _spec(what: GroupedMatmul, x: UOp, w: UOp) -> GroupedGemmSpec:
                 what.weighted, what.biased)
 
 
-def _apart(what: GroupedMatmul,
-           more: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """order, weights, bias; None for those there are not."""
-    rest = [*more]
-    return tuple(rest.pop(0) if there else None  # type: ignore[return-value]
-                 for there in (what.ordered, what.weighted, what.biased))
-
-
 def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
     """Of x, w, weights and bias."""
     what, (x, w, offsets, *more) = call_.arg.aux, (Tensor(each).detach() for each in call_.src[1:])
-    order, weights, bias = _apart(what, tuple(more))
+    order, weights, bias = apart(what, tuple(more))
     found = gradients(Given(grouped_matmul, x, w, offsets, order, weights, bias, what.gather, what.scatter,
                             what.activation, what.transposed), Tensor(grad))
     floats = [None] * what.ordered + [each for each in (found.weights, found.bias) if each is not None]
@@ -113,14 +97,10 @@ def lowered(what: GroupedMatmul, target: Target, x: UOp, w: UOp, offsets: UOp,
     """The results of a kernel; None on targets without one. Raises `NotOurs` or `SpecError` where there is
     none."""
     if TABLE.family(target.kind, GroupedGemmSpec) is None: return None
-    if what.transposed and TABLE.family(target.kind, TransposedGroupedSpec) is None:
+    if what.transposed and TABLE.choose(_spec(what, x, w), target) is None:     # float32 on GPUs
         what, w = replace(what, transposed=False), w.permute((0, 2, 1)).contiguous()
     spec, rest = _spec(what, x, w), [*more]
-    names = ["order"] * what.ordered + ["weights"] * what.weighted + ["bias"] * what.biased
-    kinds = {"order": dtypes.int32, "weights": dtypes.float32, "bias": spec.dtype}
-    for name, each in zip(names, rest, strict=True):
-        if each.dtype != kinds[name]:
-            raise NotOurs(f"{name} of {short(each.dtype)}, not {short(kinds[name])}")
+    require_kinds(what, rest, spec.dtype)
     moved = spec.active_bytes + (spec.x_rows * spec.k + spec.rows * spec.columns) * spec.dtype.itemsize
     out = program.Output((spec.rows, spec.columns), spec.dtype)
     return choose(spec, target).called(x.device, [out], [x, w, offsets, *rest], NAME, flops=spec.flops,

@@ -8,7 +8,6 @@ read the matrices of a stack. On a CPU rows become int8 where the caller permits
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tinygrad import Tensor, dtypes
@@ -16,7 +15,7 @@ from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
-from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.grouped_gemm.slots import apart, check_slots, require_kinds
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.quant_gemm.named import in_bytes
 from tinygrad_nv.patterns.target import Target, choose, target_of
@@ -81,15 +80,7 @@ def _check(what: QuantGroupedMatmul, x: Tensor, offsets: Tensor, order: Tensor |
     if x.ndim != 2 or int(x.shape[1]) != what.stack[2] or x.dtype not in FLOATS:
         raise SpecError(f"x of {short(x.dtype)} {x.shape}", f"floats (M, {what.stack[2]})")
     one = what.spec(x.uop).grouped
-    if offsets.shape != (one.groups + 1,) or offsets.dtype != dtypes.int32:
-        raise SpecError(f"offsets of {short(offsets.dtype)} {offsets.shape}", f"int32 ({one.groups + 1},)")
-    if what.ordered != (order is not None) or (order is not None and
-                                               (order.ndim != 1 or order.dtype != dtypes.int32)):
-        raise SpecError("no order" if order is None else f"order of {short(order.dtype)} {order.shape}",
-                        "int32 (R,) with gather, scatter or weights, and only then")
-    for name, given, shape in (("weights", weights, (what.rows,)), ("bias", bias, (one.groups, one.n))):
-        if given is not None and given.shape != shape:
-            raise SpecError(f"{name} of shape {given.shape}", str(shape))
+    check_slots(what, one.groups, one.n, offsets, order, weights, bias)
 
 
 def multiplied(what: QuantGroupedMatmul, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
@@ -97,15 +88,7 @@ def multiplied(what: QuantGroupedMatmul, x: Tensor, *rest: Tensor) -> tuple[Tens
     spec, names = what.spec(x.uop), stack_buffers(what.type, what.stack)
     stack, offsets, more = dict(zip(names, rest, strict=False)), rest[len(names)], rest[len(names) + 1:]
     w = reference.matrices(replace(spec, int8=False), stack)
-    return (grouped.multiplied(spec.grouped, x, w, offsets, *_apart(what, more)).cast(x.dtype),)
-
-
-def _apart(what: QuantGroupedMatmul,
-           more: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """order, weights, bias; None for those there are not."""
-    rest = [*more]
-    return tuple(rest.pop(0) if there else None  # type: ignore[return-value]
-                 for there in (what.ordered, what.weighted, what.biased))
+    return (grouped.multiplied(spec.grouped, x, w, offsets, *apart(what, more)).cast(x.dtype),)
 
 
 def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
@@ -126,11 +109,7 @@ def lowered(what: QuantGroupedMatmul, target: Target, x: UOp, *rest: UOp) -> tup
     none."""
     if TABLE.family(target.kind, QuantGroupedSpec) is None: return None
     spec, one = what.spec(x), what.spec(x).grouped
-    names = ["order"] * what.ordered + ["weights"] * what.weighted + ["bias"] * what.biased
-    kinds = {"order": dtypes.int32, "weights": dtypes.float32, "bias": one.dtype}
-    for name, each in zip(names, rest[len(rest) - len(names):], strict=True):
-        if each.dtype != kinds[name]:
-            raise NotOurs(f"{name} of {short(each.dtype)}, not {short(kinds[name])}")
+    require_kinds(what, rest[len(stack_buffers(what.type, what.stack)) + 1:], one.dtype)
     moved = spec.active_bytes + (one.x_rows * one.k + one.rows * one.columns) * one.dtype.itemsize
     out = program.Output((one.rows, one.columns), one.dtype)
     return choose(spec, target).called(x.device, [out], [x, *rest], NAME, flops=spec.flops, nbytes=moved)

@@ -53,6 +53,12 @@ class GroupedMma(Mma):
 
 
 @dataclass(frozen=True)
+class GroupedTransposedMma(GroupedMma):
+    """The same of matrices (K, N)."""
+    template: ClassVar[str] = "grouped_transposed_mma"
+
+
+@dataclass(frozen=True)
 class GroupedOuterMma(GroupedMma):
     """mma.sync of sums of outer products (outer_mma/): `block_m` columns of y by `block_n` of x, `block_k`
     rows of a group at a time."""
@@ -66,6 +72,12 @@ class GroupedWgmma(Wgmma):
     are computed together, so that it stays in L2."""
     group: int = 16
     template: ClassVar[str] = "grouped_wgmma"
+
+
+@dataclass(frozen=True)
+class GroupedTransposedWgmma(GroupedWgmma):
+    """The same of matrices (K, N)."""
+    template: ClassVar[str] = "grouped_transposed_wgmma"
 
 
 @dataclass(frozen=True)

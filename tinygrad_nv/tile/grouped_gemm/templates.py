@@ -13,9 +13,11 @@ from tinygrad_nv.tile.grouped_gemm.schedules import (
     GroupedMma,
     GroupedOuterMma,
     GroupedScaledWgmma,
+    GroupedTransposedMma,
+    GroupedTransposedWgmma,
     GroupedWgmma,
 )
-from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec
+from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec, TransposedGroupedSpec
 from tinygrad_nv.tile.grouped_gemm.wgmma import cost as wgmma_cost
 from tinygrad_nv.tile.grouped_gemm.wgmma import defaults as wgmma_defaults
 from tinygrad_nv.tile.grouped_gemm.wgmma import legality as wgmma_legality
@@ -36,7 +38,13 @@ OUTER_MMA = Template("grouped_outer_mma", GroupedOuterSpec, GroupedOuterMma, leg
                      outer_mma.candidates,
                      later("tinygrad_nv.tile.grouped_gemm.outer_mma.kernel", "grouped_outer_mma"),
                      outer_mma.cost)
-TEMPLATES: tuple[AnyTemplate, ...] = (GEMV, WGMMA, SCALED_WGMMA, MMA, OUTER_MMA)
+TRANSPOSED_WGMMA = Template("grouped_transposed_wgmma", TransposedGroupedSpec, GroupedTransposedWgmma,
+                            WGMMA.problems, wgmma_defaults.transposed_candidates, WGMMA.build,
+                            wgmma_cost.cost)
+TRANSPOSED_MMA = Template("grouped_transposed_mma", TransposedGroupedSpec, GroupedTransposedMma, MMA.problems,
+                          mma.transposed_candidates, MMA.build, mma.cost)
+TEMPLATES: tuple[AnyTemplate, ...] = (GEMV, WGMMA, SCALED_WGMMA, MMA, TRANSPOSED_WGMMA, TRANSPOSED_MMA,
+                                      OUTER_MMA)
 
 
 def _default(spec: GroupedGemmSpec | GroupedOuterSpec, gpu: GPU) -> Schedule | None:

@@ -59,6 +59,7 @@ def test_heads(schedule: BackwardSchedule, d: int, dtype: DType):
     close(backward(70, 40, d, dtype), schedule, seed=d % 4)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("schedule", "d", "d_v"), [
     *((MMA, *pair) for pair in ((64, 128), (128, 64), (72, 40), (24, 8), (32, 72), (16, 64))),
     (WIDE, 64, 16), (WIDE, 32, 72), (LOW, 128, 64), (LOW, 72, 128), (SMALL, 16, 64), (SMALL, 24, 8),
@@ -68,7 +69,7 @@ def test_values_of_another_width_than_keys(schedule: BackwardSchedule, d: int, d
     close(backward(s_q, s_kv, d, d_v=d_v, band=CAUSAL, heads=heads), schedule)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("out", [BF16, F16, F32], ids=["bf16", "f16", "f32"])
 @pytest.mark.parametrize(("schedule", "arch"), [*((MMA, arch) for arch in SMEM_BYTES), (LOW, "sm_90a"),
                                                 (HALVED, "sm_90a")], ids=str)
@@ -79,7 +80,7 @@ def test_architectures_and_results(schedule: BackwardSchedule, arch: str, out: D
 
 # **** bands ****
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("schedule", "start"), [
     (MMA, 0), (MMA, 33), *(pytest.param(MMA, at, marks=pytest.mark.slow) for at in (1, 31, 150)), (LOW, 0),
     (LOW, 150)], ids=str)
@@ -91,7 +92,7 @@ def test_bands(band: Band, schedule: BackwardSchedule, start: int):
     close(backward(s_q, s_kv, 16, band=band, start=start), schedule, seed=seed % 4)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("schedule", "s_q", "s_kv"), [
     *((one, *pair) for one in (MMA, LOW)
       for pair in ((1, 1), (1, 33), (31, 32), (33, 1), (95, 31), (97, 33))),
@@ -101,6 +102,7 @@ def test_lengths(schedule: BackwardSchedule, s_q: int, s_kv: int):
     for band in (FULL, CAUSAL): close(backward(s_q, s_kv, d, band=band), schedule, seed=seed)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("schedule", "s", "d", "blocks"), [
     (MMA, 256, 64, {FULL: 64, CAUSAL: 36, Band(-31, 0): 15}),
     (LOW, 256, 128, {FULL: 8, CAUSAL: 6, Band(-63, 0): 5})], ids=["mma", "wgmma"])
@@ -121,7 +123,7 @@ def test_blocks_that_see_nothing_of_the_keys_are_skipped(schedule: BackwardSched
 
 # **** layouts ****
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("schedule", "gap"), [*((MMA, gap) for gap in (0, 2, 4, 8)), (LOW, 0), (LOW, 8)],
                          ids=str)
 @pytest.mark.parametrize("order", ["bhr", "brh"])
@@ -144,7 +146,7 @@ def test_offsets(schedule: BackwardSchedule, own: tuple[int, ...]):
 
 # **** schedules ****
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("schedule", [MMA, LOW, SMALL, HALVED], ids=str)
 def test_rings(schedule: BackwardSchedule, stages: int):
@@ -156,7 +158,7 @@ def test_rings(schedule: BackwardSchedule, stages: int):
         close(backward(s_q, s_kv, 16, group=group), schedule.stages(stages))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", [mma(64, 64, 4), mma(32, 64, 4), mma(64, 128, 8), mma(32, 64, 2),
                                       mma(32, 128, 8), mma(128, 64, 4, stages=3), *WGMMAS], ids=str)
 def test_blocks_and_warps(schedule: BackwardSchedule):
@@ -164,7 +166,7 @@ def test_blocks_and_warps(schedule: BackwardSchedule):
         close(backward(200, 140, d, d_v=d_v, band=CAUSAL), schedule)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("schedule", "d", "d_v"), [
     (mma(64, 64, 2, 2), 64, 64), (mma(64, 32, 2, 2, 3), 32, 96), (mma(64, 32, 1, 4), 64, 128),
     (SHARED, 136, 72), (HALVED, 136, 72), (HALVED, 200, 256),
@@ -177,7 +179,7 @@ def test_warps_that_share_keys(schedule: BackwardSchedule, d: int, d_v: int):
     close(backward(70, 90, d, F16, d_v=d_v, band=Band(-30, 20), deterministic=True), schedule, "sm_90a")
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(4))
 @EACH
 def test_interleavings(schedule: BackwardSchedule, seed: int):
@@ -258,7 +260,7 @@ def test_equal_scores_share(schedule: BackwardSchedule):
 
 # **** one order of sums ****
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("schedule", "arch", "d", "band"), [
     *((MMA, arch, 16, band) for arch in ("sm_80", "sm_90a")
       for band in (FULL, CAUSAL, Band(-40, 3), Band(-20, None))),
@@ -329,7 +331,7 @@ def test_what_a_turn_orders(schedule: BackwardSchedule, add: str, fence: str):
 
 # **** extents of a launch ****
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(5)
 @SMALLEST
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("symbolic", [SYMBOLS, ("s_q",), ("s_kv",)], ids=str)
@@ -349,6 +351,7 @@ def test_extents_about_the_edges_of_blocks(schedule: BackwardSchedule, s_q: int,
     close(spec, schedule, seed=s_kv % 4, s_q=s_q, s_kv=s_kv, start=max(0, min(60, s_kv - s_q)))
 
 
+@pytest.mark.sampled(4)
 @SMALLEST
 @pytest.mark.parametrize("symbolic", [("s_q",), ("s_kv",), ("start",), ("s_q", "start")], ids="+".join)
 def test_some_symbolic_extents(schedule: BackwardSchedule, symbolic: tuple[str, ...]):
@@ -366,7 +369,7 @@ def test_a_launch_has_the_blocks_of_its_keys(schedule: BackwardSchedule, own: tu
 
 # **** dropout ****
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", [MMA, mma(64, 64, 4), mma(32, 32, 1), mma(64, 128, 8, stages=3),
                                       mma(64, 64, 4, 2), *WGMMAS], ids=str)
 def test_dropout(schedule: BackwardSchedule):
@@ -375,7 +378,7 @@ def test_dropout(schedule: BackwardSchedule):
     close(backward(150, 140, d, heads=2, group=2, kept=150), schedule, seed=seed)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("schedule", "seed"), [
     *((MMA, seed) for seed in range(4)), *((one, seed) for one in WGMMAS for seed in (2, 3))], ids=str)
 def test_dropout_beside_everything_else(schedule: BackwardSchedule, seed: int):

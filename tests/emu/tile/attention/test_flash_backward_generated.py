@@ -71,6 +71,7 @@ def schedules(draw: st.DrawFn, template: str) -> BackwardSchedule:
     return mma(pick(32, 64), 16 * warps * pick(1, 2), warps, pick(1, 1, 2, 4), pick(2, 3, 4))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("template", SIDES)
 def test_generated(template: str):
     drawn_from, archs, legal, examples = SIDES[template]

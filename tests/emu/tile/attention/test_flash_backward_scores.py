@@ -59,7 +59,7 @@ def scores(n: int) -> dict[str, Expression]:
         "in f16": ((Sum() * 0.1).cast(F16) * Load(0, F16, 0, 1)).cast(F32)}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @EACH
 @pytest.mark.parametrize("name", scores(1))
 def test_scores(kind: Kind, name: str):
@@ -70,7 +70,7 @@ def test_scores(kind: Kind, name: str):
         close(spec, kind.schedule, seed=len(name) % 4)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["bias of a head", "low soft-cap", "mask"])
 @pytest.mark.parametrize("schedule", [WIDE, SMALL, HALVED], ids=str)
 def test_scores_in_other_blocks(schedule: BackwardSchedule, name: str):
@@ -78,6 +78,7 @@ def test_scores_in_other_blocks(schedule: BackwardSchedule, name: str):
     close(spec, schedule)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["bias", "soft-cap and mask"])
 def test_scores_by_default_schedules(name: str):
     spec = backward(70, 50, 64, F16, band=CAUSAL, score=scores(50)[name])
@@ -95,6 +96,7 @@ def test_large_scores(kind: Kind):
         close(spec, kind.schedule, scale=8.0)
 
 
+@pytest.mark.sampled(4)
 @EACH
 @pytest.mark.parametrize("size", [2.0**14, 2.0**60])
 @pytest.mark.parametrize("score", [Sum() * 0.1, Sum() * -0.1], ids=["folded", "evaluated"])
@@ -125,6 +127,7 @@ def test_rows_that_see_nothing_have_no_share(kind: Kind):
     assert (got.dq[..., 40:64, :] == 0).all()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("kind", "band"), [
     (KINDS["mma"], CAUSAL), (KINDS["wgmma"], CAUSAL), (KINDS["wgmma"], Band(160, None))],

@@ -84,7 +84,7 @@ BANDS = [CAUSAL, Band(-40, 0), Band(-31, 0), Band(-63, 0), Band(None, 20), Band(
 
 # **** heads ****
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("kind", "d", "dtype"), [
     pytest.param(kind, d, dtype, id=f"{name}-{d}-{dtype.name}") for name, kind in KINDS.items()
     for d in kind.heads for dtype in kind.dtypes])
@@ -94,7 +94,7 @@ def test_heads(kind: Kind, d: int, dtype: DType):
     close(attention(40, 200, d, dtype, out=F32), kind.narrow, seed=d % 4)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("kind", "d", "d_v"), [
     pytest.param(kind, *pair, id=f"{name}-{pair}") for name, kind in KINDS.items() for pair in kind.widths])
 def test_values_of_another_width_than_keys(kind: Kind, d: int, d_v: int):
@@ -104,7 +104,7 @@ def test_values_of_another_width_than_keys(kind: Kind, d: int, d_v: int):
           kind.small if wgmma else kind.narrow)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("out", [BF16, F16, F32], ids=["bf16", "f16", "f32"])
 @pytest.mark.parametrize(("kind", "arch"), [pytest.param(kind, arch, id=f"{name}-{arch}")
                                             for name, kind in KINDS.items() for arch in kind.archs])
@@ -117,7 +117,7 @@ def test_architectures_and_results(kind: Kind, arch: str, out: DType):
 
 # **** bands ****
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @EACH
 @pytest.mark.parametrize("band", BANDS, ids=str)
 def test_bands(kind: Kind, band: Band):
@@ -144,6 +144,7 @@ def test_columns_that_no_row_sees_are_not_read(kind: Kind, schedule: FlashSchedu
         near(spec, given, launch(spec, schedule, spoilt, seed=seed))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("schedule", "dtype", "d", "d_v", "blocks"), [
     (MMA, BF16, 64, 64, {FULL: 64, CAUSAL: 36, Band(-31, 0): 15}),
     (FMA, F32, 16, 32, {FULL: 64, CAUSAL: 36, Band(-31, 0): 15}),
@@ -163,6 +164,7 @@ def test_blocks_that_no_row_sees_are_skipped(schedule: FlashSchedule, dtype: DTy
 
 # **** exact ****
 
+@pytest.mark.sampled(2)
 @EACH
 def test_a_row_that_sees_one_column_is_its_value(kind: Kind):
     for dtype in kind.dtypes:
@@ -172,6 +174,7 @@ def test_a_row_that_sees_one_column_is_its_value(kind: Kind):
         assert torch.equal(out, matrix(spec, given, "v")[..., 60:130, :].double())
 
 
+@pytest.mark.sampled(4)
 @EACH
 @pytest.mark.parametrize("band", [FULL, Band(-63, 0)], ids=["full", "window"])
 def test_equal_scores_are_a_mean(kind: Kind, band: Band):
@@ -203,7 +206,7 @@ def test_a_rows_bits_do_not_depend_on_other_rows(kind: Kind):
 
 # **** layouts ****
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("order", ["bhr", "brh"])
 @pytest.mark.parametrize(("kind", "gap"), [pytest.param(kind, gap, id=f"{name}-{gap}")
                                            for name, kind in KINDS.items() for gap in kind.gaps])
@@ -213,6 +216,7 @@ def test_layouts(kind: Kind, gap: int, order: str):
                     lse=True), kind.small)
 
 
+@pytest.mark.sampled(2)
 @EACH
 def test_offsets_and_heads_that_are_the_same(kind: Kind):
     spec = attention(40, 130, 64, kind.dtypes[0], heads=3, batch=2)
@@ -234,7 +238,7 @@ def narrowest(kind: Kind, stages: int) -> list[FlashSchedule]:
     return [fma(32, 16, 2, 1, stages) if kind is KINDS["fma"] else fma(16, 16, 1, 2, stages)]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "stages"), [pytest.param(kind, stages, id=f"{name}-{stages}")
                                               for name, kind in KINDS.items() for stages in kind.stages])
 def test_rings(kind: Kind, stages: int):
@@ -245,7 +249,7 @@ def test_rings(kind: Kind, stages: int):
             close(attention(rows, s_kv, d, kind.dtypes[0]), schedule)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "schedule"), [pytest.param(kind, schedule, id=str(schedule))
                                                 for kind in KINDS.values() for schedule in kind.shapes])
 def test_blocks_and_warps(kind: Kind, schedule: FlashSchedule):
@@ -256,7 +260,7 @@ def test_blocks_and_warps(kind: Kind, schedule: FlashSchedule):
               schedule)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("kind", "schedule"), [pytest.param(kind, schedule, id=str(schedule))
                                                 for kind in KINDS.values() for schedule in kind.orders])
@@ -283,7 +287,7 @@ def test_memory_is_touched_after_the_kernel_before(kind: Kind):
 
 # **** extents of a launch ****
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @EACH
 @pytest.mark.parametrize("band", [FULL, CAUSAL, Band(-20, 0)], ids=str)
 def test_extents_of_a_launch(kind: Kind, band: Band):
@@ -296,7 +300,7 @@ def test_extents_of_a_launch(kind: Kind, band: Band):
         near(spec, given, launch(spec, schedule, given, seed=seed % 4, **named), **named)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @EACH
 @pytest.mark.parametrize("symbolic", [("s_q",), ("s_kv",), ("start",), ("s_q", "start")], ids="+".join)
 def test_some_symbolic_extents(kind: Kind, symbolic: tuple[str, ...]):

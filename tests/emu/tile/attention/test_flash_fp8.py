@@ -27,6 +27,7 @@ BLOCKS = {"of all": (-1, -1, -1), "of heads": (0, 0, 0), "of blocks": (64, 64, 6
 
 # **** heads, bands, scales ****
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("d", [16, 32, 48, 64, 96, 128, 192, 256])
 def test_heads(d: int):
     """The band is a window that begins and ends within blocks; 200 keys are 7 blocks."""
@@ -43,6 +44,7 @@ def test_results(out: DType):
     close8(attention8(70, 130, 64, out=out, heads=2, group=2, lse=True))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("start", [0, 150])
 @pytest.mark.parametrize("band", [CAUSAL, Band(-40, 0), Band(None, 20), Band(-10, None), Band(5, 60),
                                   Band(-70, -33)], ids=str)
@@ -51,6 +53,7 @@ def test_bands(band: Band, start: int):
     close8(attention8(140, 230, 32, (32, 32, 32), band=band, start=start, lse=True), NARROW, start % 4)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "seed"), [*(("of blocks", seed) for seed in range(4)), ("of all", 0),
                                             ("of heads", 1), ("of keys", 2), ("of values", 3)])
 def test_blocks_of_scales(name: str, seed: int):
@@ -96,6 +99,7 @@ SCORES = {"soft-cap": tanh(SCALED * 0.05) * 20.0,
           "mask": where(Load(0, dtypes.bool, 200, 1), SCALED, Constant(-math.inf))}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["of heads", "of blocks"])
 @pytest.mark.parametrize("score", SCORES)
 def test_scores(score: str, name: str):
@@ -173,6 +177,7 @@ def test_schedules(schedule: FlashWgmma):
         close8(spec, schedule)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("band", "seed"), [*((CAUSAL, seed) for seed in range(4)), (FULL, 1),
                                             (Band(-50, 0), 2), (Band(None, -100), 3)], ids=str)
 def test_persistent(band: Band, seed: int):

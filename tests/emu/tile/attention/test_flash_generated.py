@@ -28,7 +28,7 @@ SIDES: dict[str, tuple[Any, ...]] = {
               st.one_of(st.integers(1, 400), st.sampled_from([64, 128, 256])), HALF, [BF16, F16],
               [None, F32, F16], [0, 8]),
     "fma": (ROWS, KEYS, st.one_of(WIDE, st.integers(1, 90)), [F32], [F32, F32, BF16], [0, 0, 1, 2, 4])}
-EXAMPLES = {"mma": 60, "wgmma": 25, "fma": 20}
+EXAMPLES = {"mma": 30, "wgmma": 14, "fma": 10}
 LEGAL: dict[str, FlashSchedule] = {"mma": mma(32, 16, 2), "wgmma": W.block(64, 32).warps(8),
                                    "fma": fma(32, 16, 2)}
 
@@ -90,6 +90,7 @@ def schedules(draw: st.DrawFn, template: str) -> FlashSchedule:
     return made.pingpong() if consumers > 1 and draw(st.booleans()) else made
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("template", SIDES)
 def test_generated(template: str):
     @settings(max_examples=EXAMPLES[template], deadline=None)

@@ -129,6 +129,7 @@ def close_wgmma(case: Case, schedule: Schedule, seed: int = 0) -> None:
     near(case, given, run(TABLE.build(case.spec, schedule, GPU("sm_90a")), case, given, "sm_90a", seed))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("band", [FULL, CAUSAL, Band(-20, 10), Band(3, None)], ids=str)
 @pytest.mark.parametrize("schedule", [W.block(64, 64).warps(8), W.block(128, 48).stages(3).pingpong()],
                          ids=str)

@@ -77,7 +77,7 @@ def test_default_schedules_keep_to_their_resources(d: int, schedule: FlashMma | 
         if not TABLE.problems(spec, schedule, GPU(arch)): fitting(built(spec, schedule, arch), arch)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["mma", "fma"])
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_do_not_spill(name: str, dtype):
@@ -86,7 +86,7 @@ def test_scores_do_not_spill(name: str, dtype):
         fitting(built(spec, chosen(spec, "sm_80")), "sm_80")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("d", "score", "few"), [
     *((d, None, False) for d in (64, 96, 128, 192, 256)), *((128, score, False) for score in SCORES),
     (64, "ALiBi", False), *((d, "soft-cap and bias", False) for d in (64, 192, 256)),
@@ -100,7 +100,7 @@ def test_no_default_of_wgmma_spills(d: int, score: str | None, few: bool):
     assert_overlapped(code_of(built(spec, chosen(plain, "sm_90a")), "sm_90a"), 3)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("schedule", "d"), [(W.block(64, 256).warps(8), 64), (W.block(128, 240), 64),
                                              (W.block(128, 192), 128), (W.block(192, 128).warps(16), 64),
                                              (W.block(192, 80).warps(16), 128)], ids=str)
@@ -118,7 +118,7 @@ def test_registers_are_within_the_pool():
 
 # **** memory ****
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("d", "schedule"), TILES, ids=str)
 def test_loops_lose_no_pass_and_fill_sectors(d: int, schedule: FlashMma | FlashFma):
     """Two blocks of columns more: what they cost. Heads of an odd number of 8 elements straddle sectors."""
@@ -136,6 +136,7 @@ def test_loops_lose_no_pass_and_fill_sectors(d: int, schedule: FlashMma | FlashF
         assert many.tensor_flops - few.tensor_flops == flops
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("d", [20, 36, 72, 96])
 def test_heads_of_other_widths_lose_no_pass(d: int):
     for schedule in (fma(64, 32, 2), fma(16, 32, 1, 4)):
@@ -175,7 +176,7 @@ def test_there_is_a_default(arch: str, d: int, dtype):
 
 # by heads, the most SASS instructions for an HGMMA of the loop without a mask; triton_attention.py's kernels
 # of 128 rows and 8 warps, by Triton 3.9, have 44 of 64, 36 (32 with 64 columns) of 128, 24 of 256
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("d", "most"), [(64, 34), (96, 30), (128, 29), (192, 22), (256, 17)])
 def test_main_loops_of_wgmma_are_short(d: int, most: int):
     schedule = chosen(attention(LONG, LONG, d), "sm_90a")
@@ -212,6 +213,7 @@ def test_only_tensor_cores_multiply():
     assert {each.opcode for each in code} & set(TENSOR) == {"HMMA"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("d", [64, 96])
 def test_loops_of_fma_multiply_and_add(d: int):
     """Seven of eight instructions of both products are FFMA, and no other unit multiplies."""

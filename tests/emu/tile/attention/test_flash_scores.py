@@ -51,7 +51,7 @@ SCORES: dict[str, Expression] = {
     "two parameters": where(Load(1, dtypes.bool, 0, 1), SCALED + Load(0, F32, 200, 1), NOTHING)}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @HALF_PRECISION
 @pytest.mark.parametrize("name", SCORES)
 def test_scores(name: str, schedule: FlashSchedule):

@@ -11,7 +11,7 @@ from tinygrad.dtype import DType, dtypes
 EDGES = [[0, 1, 15, 16, 17], [63, 64, 65, 127, 128], [129, 255, 256, 257, 383], [511, 512, 513, 639, 640]]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_lengths_around_edges(seed: int, arch: str):
@@ -27,6 +27,7 @@ def test_rows_of_a_request(s_q: int):
             [s_q // 2, s_q, 300])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("group", "s_q", "warps"), [(1, 1, 1), (7, 1, 1), (16, 1, 1), (5, 4, 1), (8, 4, 2),
                                                      (8, 8, 4), (3, 7, 2), (16, 8, 4)])
 def test_heads_and_rows_are_packed(group: int, s_q: int, warps: int):
@@ -35,7 +36,7 @@ def test_heads_and_rows_are_packed(group: int, s_q: int, warps: int):
     checked(decode(heads=2, group=group, s_q=s_q, pages=20), [290], schedule, "sm_90a")
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("page_size", [8, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize(("order", "warps"), [("ths", 1), ("hts", 1), ("both", 4)])
 def test_page_sizes_and_layouts(page_size: int, order: str, warps: int):
@@ -44,6 +45,7 @@ def test_page_sizes_and_layouts(page_size: int, order: str, warps: int):
     checked(spec, [page_size + 1, 530], schedule, together=order == "both")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("d", [16, 32, 48, 80, 96, 128, 192, 256])
 def test_heads_of_all_widths(d: int):
     checked(decode(batch=2, group=2, d=d, pages=20, dtype=dtypes.float16), [33, 300])
@@ -54,6 +56,7 @@ def test_values_of_another_width(d: int, d_v: int):
     checked(decode(batch=2, heads=2, group=2, d=d, d_v=d_v, pages=20), [33, 300])
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("window", [1, 7, 64, 100, 200, 1000])
 @pytest.mark.parametrize("s_q", [1, 3])
 def test_sliding_windows(window: int, s_q: int):
@@ -61,7 +64,7 @@ def test_sliding_windows(window: int, s_q: int):
     checked(decode(batch=4, group=2, s_q=s_q, pages=40, window=window), [2, 65, 300, 639])
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("gap", [2, 4, 6, 8])
 @pytest.mark.parametrize("kv", [None, dtypes.int8])
 @pytest.mark.parametrize("order", ["ths", "hts"])

@@ -18,6 +18,7 @@ from tinygrad_nv.tile.templates import TABLE
 BIAS = Load(0, dtypes.bfloat16, 700, 1, (4 * 700, 2 * 700, 700))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_one_launch_serves_any_length(arch: str):
     """Splits of 128 keys, up to ten tiles from a ring of three stages; beyond the length nothing is written.
@@ -31,6 +32,7 @@ def test_one_launch_serves_any_length(arch: str):
         near(spec, given, storage.view(2, 2, 4, 1, 128))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("causal", [True, False])
 def test_rows_and_layouts(seed: int, causal: bool):
@@ -88,6 +90,7 @@ def both() -> Expression:
     return where(seen, Sum() * 0.125 + BIAS.cast(dtypes.float32), float("-inf"))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("score", [alibi(dtypes.float32), alibi(dtypes.float16), both(),
                                    Sum() + BIAS.cast(dtypes.float32)])
 @pytest.mark.parametrize("length", ["argument", "most"])

@@ -14,7 +14,7 @@ BYTES = [dtypes.int8, dtypes.fp8e4m3, dtypes.fp8e5m2]
 WIDE = [dtypes.bfloat16, dtypes.float16]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kv", BYTES)
 @pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("seed", range(4))
@@ -25,7 +25,7 @@ def test_bytes_with_scales(kv: DType, dtype: DType, seed: int):
             SMALL.stages(2 + seed % 2), ["sm_80", "sm_90a"][seed // 2], seed)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv", [*BYTES[:2], pytest.param(BYTES[2], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("page_size", [8, 32, 256])
 @pytest.mark.parametrize(("d", "d_v", "order", "warps"), [(32, 64, "hts", 1), (64, 32, "ths", 2),
@@ -36,6 +36,7 @@ def test_layouts_of_bytes(kv: DType, page_size: int, d: int, d_v: int, order: st
     checked(spec, [page_size - 1, 300], SMALL.warps(warps, 4 // warps))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv", BYTES)
 @pytest.mark.parametrize("dtype", WIDE)
 def test_every_byte_is_its_number(kv: DType, dtype: DType):
@@ -76,7 +77,7 @@ def prefix() -> Expression:
     return where(Position("n") < Constant(10, dtypes.int32), Sum() * 0.25, first)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("score", [Sum(), Sum() * -0.1, 0.5 * (Sum() * 0.3), soft_cap(5.0), soft_cap(50.0),
                                    alibi(), prefix()])
 @pytest.mark.parametrize("kv", [None, dtypes.int8])

@@ -28,7 +28,7 @@ SHAPES = [{"d": 128, "group": 4}, {"d": 64, "group": 8}, {"d": 96, "group": 1}, 
 LATENTS = [(16, 1), (128, 1), (128, 8)]     # query heads, rows
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 @pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -37,13 +37,14 @@ def test_defaults_do_not_spill(arch: str, kv: DType | None, shape: dict):
     do_not_spill(decode(batch=4, heads=8, pages=8192, kv=kv, **shape), arch)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize(("heads", "rows"), LATENTS)
 def test_latents_do_not_spill(arch: str, heads: int, rows: int):
     do_not_spill(latent(4, heads, rows, pages=8192), arch)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("shape", [{"d": 64, "group": 8, "window": 128, "sinks": True},
                                    {"d": 64, "group": 8, "s_q": 8, "sinks": True},
@@ -87,7 +88,7 @@ def page_bytes(stats: Stats) -> tuple[int, int]:
     return stats.asynchronous_bytes, 32 * sum(site.sectors for site in sites)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("page_size", [8, 64])
 @pytest.mark.parametrize(("shape", "arch"), [

@@ -72,6 +72,7 @@ def test_a_sink_of_minus_infinity_changes_no_bit():
     assert torch.equal(run(spec, given), run(plain, without))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("size", "s_q"), [(24, 1), (100, 8), pytest.param(64, 5, marks=pytest.mark.slow)])
 def test_chunks(size: int, s_q: int):
     """Rows on both sides of a chunk's end."""

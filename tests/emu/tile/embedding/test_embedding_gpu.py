@@ -99,6 +99,7 @@ def test_the_checks_can_fail():
     with pytest.raises(AssertionError): checked(9, 64, 40, "sm_80", spoilt=("setp.lt.u64", "setp.le.u64"))
 
 
+@pytest.mark.sampled(1)
 def test_in_graphs(gpu: NVDevice):
     random = np.random.default_rng(0)
     weight = Tensor(random.standard_normal((40, 24)), device=gpu.device).cast(BF16).contiguous().realize()

@@ -32,6 +32,7 @@ def few(monkeypatch: pytest.MonkeyPatch, resident: int) -> None:
         monkeypatch.setattr(case, "Emulator", partial(Emulator, resident=resident, step_limit=STEPS))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ctas", [5, 9, 16])
 @pytest.mark.parametrize("resident", [1, 2])
 def test_stream_k(ctas: int, resident: int, monkeypatch: pytest.MonkeyPatch):
@@ -52,6 +53,7 @@ def test_stream_k_has_the_same_bits_however_many_run(monkeypatch: pytest.MonkeyP
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", TURNS)
 def test_backward_passes_in_turns(name: str, monkeypatch: pytest.MonkeyPatch):
     made, arch = TURNS[name]

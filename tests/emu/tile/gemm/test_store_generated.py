@@ -30,7 +30,7 @@ SCHEDULES = st.sampled_from([(SMALL, "sm_80"), (WARPS, "sm_80"), (WARPS, "sm_90a
                              (Mma().block(64, 48).warps(1, 1), "sm_89")])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(EXTENTS, EXTENTS, st.sampled_from([(), (2,), (2, 1, 2)]), st.sampled_from("NM"),
        st.sampled_from([0, 0, 1, 8]), st.sampled_from(OUTS), SCHEDULES, st.integers(0, 3))
 def test_every_result(m: int, n: int, batch: tuple[int, ...], major: str, gap: int, out: DType,
@@ -40,7 +40,7 @@ def test_every_result(m: int, n: int, batch: tuple[int, ...], major: str, gap: i
     exact(spec_of(out, m, n, batch=batch, out_major=major, gap=gap), schedule, arch, seed)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(EXTENTS, EXTENTS, st.sampled_from([(), (2,)]), st.sampled_from("NM"), st.sampled_from([0, 1, 8]),
        st.sampled_from([HALF, dtypes.float16, SINGLE]), SCHEDULES, st.integers(0, 3),
        st.lists(st.sampled_from(["row", "column", "scalar", "residual", "turned", "mask"]), max_size=3),
@@ -67,7 +67,7 @@ STEPS = ["row bias", "column bias", "residual", "row scale", "column scale", "sc
          "activation"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(EXTENTS, st.sampled_from([8, 48, 72, 128, 33]), st.sampled_from([HALF, dtypes.float16, SINGLE]),
        SCHEDULES, st.lists(st.sampled_from(STEPS), max_size=4), st.sampled_from(ACTIVATIONS), st.booleans(),
        st.sampled_from([HALF, dtypes.float16, SINGLE]))

@@ -36,7 +36,9 @@ def given(spec: GroupedGemmSpec, counts: Sequence[int], before: int = 0, integer
     """Arguments; scales, where there are any, are powers of two beside integers, and NaN where no row of a
     group has them."""
     if not isinstance(spec, ScaledGroupedGemmSpec):
-        return cpu_grouped_case.given(spec, counts, before, integers, seed)
+        made = cpu_grouped_case.given(spec, counts, before, integers, seed)
+        if spec.transposed: made["w"] = made["w"].transpose(1, 2).contiguous()
+        return made
     held = cpu_grouped_case.given(replace(spec, biased=False), counts, before, integers, seed)
     random = np.random.default_rng(seed)
 
@@ -53,6 +55,7 @@ def given(spec: GroupedGemmSpec, counts: Sequence[int], before: int = 0, integer
 
 def answer(spec: GroupedGemmSpec, held: Given, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """As cpu_grouped_case.py has it, of operands times their scales."""
+    if spec.transposed: held = {**held, "w": held["w"].transpose(1, 2)}
     if not isinstance(spec, ScaledGroupedGemmSpec): return cpu_grouped_case.answer(spec, held, dtype)
     x = held["x"].double() * held["scale_x"].double().repeat_interleave(GROUP, -1)[:, :spec.k]
     w = held["scale_w"].double().repeat_interleave(GROUP, -1).repeat_interleave(GROUP, -2)

@@ -41,6 +41,7 @@ def fitting(spec: GroupedGemmSpec, name: str) -> GroupedGemv:
     return made
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.arch)
 @pytest.mark.parametrize("name", QUICK)
 def test_integers_are_exact(name: str, gpu: GPU):
@@ -111,6 +112,7 @@ def layers(name: str, tokens: int) -> tuple[GroupedGemmSpec, GroupedGemmSpec]:
             GroupedGemmSpec(experts, tokens * k, hidden, width, BF16, scatter=True, weighted=True))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(find_program("ptxas") is None, reason="needs ptxas")
 @pytest.mark.parametrize("name", MODELS)
 def test_of_a_token_and_some_it_is_the_default_and_spills_nothing(name: str):

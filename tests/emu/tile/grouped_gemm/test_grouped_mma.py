@@ -78,6 +78,7 @@ def test_no_bank_conflicts():
     assert sum(report.stats.bank_conflicts.values()) == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(find_program("ptxas") is None, reason="needs ptxas")
 @pytest.mark.parametrize("activation", ["", "silu"])
 def test_no_candidate_spills(activation: str):

@@ -28,6 +28,7 @@ SCHEDULES = {
 QUICK = {"128 rows": "ragged 7", "ping-pong": "every other", "8 columns": "ragged 2"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", QUICK)
 def test_integers_are_exact(name: str):
     for spec in (GATHERED, SCATTERED):

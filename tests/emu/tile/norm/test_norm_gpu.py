@@ -40,6 +40,7 @@ ARCHES = ("sm_80", "sm_90a")
 FORMS = {"rms": rms, "layer": layer, "softmax": softmax, "argmax": argmax, "silu·mul": gated}
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("form", FORMS)

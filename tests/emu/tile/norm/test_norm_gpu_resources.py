@@ -18,7 +18,7 @@ FORMS = {"rms": rms, "layer": layer, "softmax": softmax, "argmax": argmax, "silu
 REGISTERS, THREADS = 65536, 2048  # of an SM
 
 
-@pytest.mark.sampled(59)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("form", FORMS)

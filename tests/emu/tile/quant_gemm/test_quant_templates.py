@@ -43,7 +43,7 @@ def held(spec: QuantGemmSpec, schedule: Schedule, gpu: GPU, seed: int = 0, whole
     else: right(spec, given, got, cut=CUT)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "dtype"), [
     *(pytest.param(name, BF16, marks=[pytest.mark.slow] * (name in LONG)) for name in TYPES),
     *((name, F16) for name in ("int4 g32", "awq g32", "uint8 zeros", "e4m3 channel", "e5m2", "MXFP4",
@@ -59,7 +59,7 @@ def test_types(name: str, dtype: Any):
             held(matmul(TYPES[name], m, 40, k, dtype, F32), schedule, HOPPER, whole=True)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("gpu", [AMPERE, ADA], ids=["sm_80", "sm_89"])
 @pytest.mark.parametrize("name", ["int4 g128", "awq g32", "int8 channel", "e4m3 g128", "Q4_K", "NVFP4"])
 def test_older_gpus(name: str, gpu: GPU):
@@ -67,7 +67,7 @@ def test_older_gpus(name: str, gpu: GPU):
     held(matmul(TYPES[name], 20, 24, 512), MMA, gpu)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("m", [1, 7, 8, 9, 16])
 @pytest.mark.parametrize("schedule", [
     GEMV, GEMV.of(2, 2), GEMV.of(1, 1).warps(3), GEMV.of(3, 1).warps(2).split(3),
@@ -77,7 +77,7 @@ def test_gemv_extents(m: int, schedule: QuantGemv):
     held(matmul(TYPES["awq g32"], m, 90, 1100 // 8 * 8, bias=True), schedule, HOPPER, seed=m)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("k", [8, 64, 200, 832])
 @pytest.mark.parametrize("gap", [0, 1, 8])
 def test_gemv_rows_anywhere(k: int, gap: int):
@@ -116,7 +116,7 @@ WIDE = [WGMMA.block(64, 8).warps(8), WGMMA.block(128, 64).warps(12).stages(4),
         WGMMA.block(192, 16).warps(16)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", WIDE, ids=str)
 @pytest.mark.parametrize("name", ["int4 g32", "awq", "int8 channel"])
 def test_wgmma_extents(schedule: QuantWgmma, name: str):
@@ -132,6 +132,7 @@ def test_wgmma_block_of_128():
         held(matmul(TYPES[name], 40, 72, k), SMALL.k(128), HOPPER)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", [GEMV, SMALL, MMA], ids=str)
 def test_less_than_a_tile(schedule: Schedule):
     held(matmul(TYPES["Q4_K"], 5, 7, 512, F16), schedule, HOPPER)
@@ -175,6 +176,7 @@ def test_mma_last_columns(name: str, k: int, schedule: QuantMma):
         held(QuantGemmSpec(gemm, TYPES[name]), schedule, AMPERE)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows", [1, 16, 40])
 def test_mma_rows_known_at_launch(rows: int):
     held(matmul(TYPES["int4 g128"], 40, 40, 512, symbolic=True), MMA, AMPERE, rows=rows)

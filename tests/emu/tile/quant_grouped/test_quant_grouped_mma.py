@@ -29,6 +29,7 @@ SCHEDULES = {"128 rows": S.block(128, 64).warps(2, 2).stages(3),
              "32 rows": S.block(32, 32).warps(1, 1).stages(2)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "routing"), [("64 rows", "ragged 7"), ("16 rows", "every other")])
 def test_whole_numbers_are_exact(name: str, routing: str):
     for kind, one in (("MXFP4", GATHERED), ("awq g32", SCATTERED)):

@@ -38,6 +38,7 @@ def test_chosen(tokens: int, gpu: GPU, wanted: str):
     assert TABLE.read("gpu", found.to_json()) == found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "MXFP4" else pytest.mark.slow)
                                   for name in TYPES])
 @pytest.mark.parametrize("tokens", [1, 4096])
@@ -49,6 +50,7 @@ def test_defaults_do_not_spill(name: str, tokens: int):
             assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("schedule", "weights", "most"), [
     (G.by(1).of(2, 1).warps(4), 128, 3.6), (M.block(16, 128).k(64).warps(1, 4).stages(4), 64, 4.8),
     (W.block(256, 48).k(128).warps(12).stages(5), 128, 3.8)], ids=str)

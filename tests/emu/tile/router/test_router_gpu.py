@@ -129,6 +129,7 @@ def test_a_token_of_nan_alone_ends(policy: Policy):
     sorted_right(spec, found)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(find_program("ptxas") is None, reason="needs ptxas")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_registers(arch: str):

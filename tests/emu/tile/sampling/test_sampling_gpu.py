@@ -53,7 +53,7 @@ def filtered(spec: FilterSpec, x: np.ndarray, weights: np.ndarray, targets: np.n
     return launched(made, arch, out, *rows, numbers, seed=seed, reports=reports)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("alike", [False, True], ids=["weighted", "counted"])
 @pytest.mark.parametrize(("size", "bits"), [(5, 4), (300, 4), (512, 4), (300, 2), (512, 2)])

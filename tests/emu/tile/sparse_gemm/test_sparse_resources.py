@@ -22,6 +22,7 @@ from tinygrad_nv.tile.templates import TABLE
 HOPPER, ADA, AMPERE = GPU("sm_90a", 132), GPU("sm_89", 142), GPU("sm_80", 108)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("dtype", "gpu"), [(BF16, HOPPER), (E4M3, HOPPER), (INT8, HOPPER), (BF16, AMPERE),
                                             (INT8, AMPERE), (E4M3, ADA)],
                          ids=lambda each: str(getattr(each, "arch", each)))
@@ -36,6 +37,7 @@ def test_default_schedules_do_not_spill(dtype: Any, gpu: GPU, m: int):
     assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("dtype", "schedule", "most"), [
     (BF16, SparseWgmma().block(128, 256).warps(12).k(64).stages(4), 30),
     (BF16, SparseWgmma().block(256, 128).warps(12).k(128).stages(2), 52)], ids=str)

@@ -38,7 +38,7 @@ def held(spec: SparseGemmSpec, schedule: Schedule, gpu: GPU, seed: int = 0, whol
     else: right(spec, given, got, cut=2.0**-16)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [BF16, F16, E4M3, INT8], ids=str)
 @pytest.mark.parametrize("whole", [True, False])
 def test_wgmma_types(dtype: Any, whole: bool):
@@ -46,7 +46,7 @@ def test_wgmma_types(dtype: Any, whole: bool):
     held(matmul(20, 152, 256 * 5 + 64, dtype), SMALL.k(256 // dtype.itemsize), HOPPER, whole=whole)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("gpu", "dtype"), [(AMPERE, BF16), (AMPERE, F16), (AMPERE, INT8), (ADA, E4M3),
                                             (HOPPER, BF16)], ids=str)
 @pytest.mark.parametrize("whole", [True, False])
@@ -62,19 +62,20 @@ WIDE = [WGMMA.block(64, 8).warps(8), WGMMA.block(128, 64).warps(12).stages(4),
         WGMMA.block(128, 32).cluster(1, 2), WGMMA.block(128, 64).k(64).cluster(2, 2)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", WIDE, ids=str)
 def test_wgmma_extents(schedule: SparseWgmma):
     held(matmul(70, 152, 1024, bias=True), schedule, HOPPER)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", [WIDE[1], WIDE[3].stages(2), WIDE[4], WIDE[6]], ids=str)
 def test_wgmma_of_fp8(schedule: SparseWgmma):
     """Sums of 64 rows at a time go to float32."""
     held(matmul(70, 152, 1600, E4M3, bias=True), schedule.k(256).stages(2), HOPPER)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", [
     MMA.block(128, 64).warps(2, 2).stages(4), MMA.block(64, 128).warps(2, 2), MMA.block(32, 32).k(128),
     MMA.block(64, 16).warps(4, 1).split(3), MMA.block(16, 16).warps(1, 1).stages(2)], ids=str)
@@ -97,6 +98,7 @@ def test_columns_within_a_unit():
     assert "not a multiple of block_k" in "; ".join(TABLE.problems(matmul(9, 40, 80), MMA, AMPERE))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("schedule", "gpu"), [(SMALL, HOPPER), (MMA, AMPERE)], ids=str)
 def test_activations_along_rows(schedule: Schedule, gpu: GPU):
     """And a result that lies so, and rows apart."""
@@ -106,6 +108,7 @@ def test_activations_along_rows(schedule: Schedule, gpu: GPU):
     held(SparseGemmSpec(gemm), schedule, gpu)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("schedule", "gpu"), [(SMALL, HOPPER), (MMA, AMPERE)], ids=str)
 def test_an_epilogue(schedule: Schedule, gpu: GPU):
     added = (Sum() * Load(0, F32, 1, 0) + Load(1, BF16, 72, 1).cast(F32)).cast(BF16)

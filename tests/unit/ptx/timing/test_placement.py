@@ -37,6 +37,7 @@ def opcodes(copy: Copy) -> list[str]: return [each.opcode for each in copy.instr
 
 # **** our kernels ****
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", KERNELS)
 def test_what_a_block_does_is_among_its_instructions(name: str):
     """As many of each as the PTX block has, with those that are within it."""

@@ -30,7 +30,7 @@ from tinygrad_nv.tile.template import GPU
 def grouped_mma(spec: GroupedGemmSpec, schedule: GroupedMma, gpu: GPU) -> GemmKernel:
     """The kernel. Parameters in this order: out; x; w; offsets; order, weights, bias, where the spec has
     them."""
-    kb = Kernel("grouped_mma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
+    kb = Kernel(schedule.template, arch=gpu.arch, threads=schedule.threads, min_ctas=1)
     return _GroupedMmaKernel(kb, MmaPlan.of(whole(spec, schedule), schedule.mma), spec).written()
 
 

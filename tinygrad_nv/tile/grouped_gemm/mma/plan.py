@@ -10,8 +10,8 @@ from tinygrad_nv.tile.gemm.mma import defaults, legality
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.grouped_gemm.cost import active, tiles
-from tinygrad_nv.tile.grouped_gemm.schedules import GroupedMma
-from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
+from tinygrad_nv.tile.grouped_gemm.schedules import GroupedMma, GroupedTransposedMma
+from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, TransposedGroupedSpec
 from tinygrad_nv.tile.grouped_gemm.work import MOST_GROUPS, most_tiles
 from tinygrad_nv.tile.limits import MOST
 from tinygrad_nv.tile.template import GPU
@@ -22,9 +22,10 @@ def matmul_of(spec: GroupedGemmSpec, rows: int, matrices: int = 0) -> GemmSpec:
     """A matmul of so many rows; of so many matrices, for the cost model."""
     batch = (matrices,) if matrices else ()
     a, b, out = ((each,) * len(batch) for each in (rows * spec.k, spec.n * spec.k, rows * spec.columns))
+    across, along = (1, spec.n) if spec.transposed else (spec.k, 1)
     return GemmSpec(rows, spec.columns, spec.k, Operand(spec.dtype, spec.k, 1, a),
-                    Operand(spec.dtype, spec.k, 1, b), Result(spec.dtype, spec.columns, 1, out), batch,
-                    parts=spec.halves, part=spec.columns * spec.k * (spec.halves - 1))
+                    Operand(spec.dtype, across, along, b), Result(spec.dtype, spec.columns, 1, out), batch,
+                    parts=spec.halves, part=spec.columns * across * (spec.halves - 1))
 
 
 def whole(spec: GroupedGemmSpec, s: GroupedMma) -> GemmSpec:
@@ -45,6 +46,11 @@ def problems(spec: GroupedGemmSpec, s: GroupedMma, arch: str) -> list[str]:
 def candidates(spec: GroupedGemmSpec, gpu: GPU) -> list[GroupedMma]:
     """Those of a matmul."""
     return [GroupedMma(**asdict(each)) for each in defaults.candidates(whole(spec, GroupedMma()), gpu)]
+
+
+def transposed_candidates(spec: TransposedGroupedSpec, gpu: GPU) -> list[GroupedTransposedMma]:
+    """The same of matrices (K, N)."""
+    return [GroupedTransposedMma(**asdict(each)) for each in candidates(spec, gpu)]
 
 
 def cost(spec: GroupedGemmSpec, s: GroupedMma, gpu: GPU) -> Prediction:

@@ -4,8 +4,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from tinygrad_nv.tile.grouped_gemm.schedules import GroupedScaledWgmma, GroupedWgmma
-from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec
+from tinygrad_nv.tile.grouped_gemm.schedules import (
+    GroupedScaledWgmma,
+    GroupedTransposedWgmma,
+    GroupedWgmma,
+)
+from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec, TransposedGroupedSpec
 from tinygrad_nv.tile.grouped_gemm.wgmma.legality import problems
 from tinygrad_nv.tile.grouped_gemm.wgmma.plan import ROW_BYTES
 from tinygrad_nv.tile.template import GPU
@@ -30,6 +34,11 @@ S = TypeVar("S", bound=GroupedWgmma)
 def candidates(spec: GroupedGemmSpec, gpu: GPU) -> list[GroupedWgmma]:
     """The tiles, each with as many stages as fit; none where there is no wgmma."""
     return _deepest(GroupedWgmma(), TILES, spec, gpu.arch)
+
+
+def transposed_candidates(spec: TransposedGroupedSpec, gpu: GPU) -> list[GroupedTransposedWgmma]:
+    """The same of matrices (K, N)."""
+    return _deepest(GroupedTransposedWgmma(), TILES, spec, gpu.arch)
 
 
 def scaled_candidates(spec: ScaledGroupedGemmSpec, gpu: GPU) -> list[GroupedScaledWgmma]:

@@ -36,6 +36,7 @@ def operands(spec: GroupedGemmSpec) -> list[str]:
         if extent * one % ALIGNED:
             out.append(f"rows of {name} have {extent} × {one} B = {extent * one} B, not a multiple of "
                        f"{ALIGNED}")
+    if spec.transposed and spec.activation: out.append("gate and up of matrices (K, N)")
     if spec.groups > LANES * MOST_EACH: out.append(f"{spec.groups} groups, at most {LANES * MOST_EACH}")
     if spec.gather and spec.x_rows * spec.k * size >= MOST_BYTES:
         out.append(f"x has {spec.x_rows} × {spec.k} × {size} B, gathered rows are below {MOST_BYTES} B")

@@ -7,11 +7,13 @@ row's 128 bytes. Lanes beyond the group's last row copy that again.
 """
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.access import advanced
 from tinygrad_nv.tile.gemm.spec import Operand
 from tinygrad_nv.tile.gemm.wgmma.plan import WARPGROUP
-from tinygrad_nv.tile.grouped_gemm.wgmma.plan import CHUNK, CHUNKS, LOADERS, ROW_BYTES, GroupedPlan
+from tinygrad_nv.tile.grouped_gemm.wgmma.plan import CHUNK, CHUNKS, LOADERS, ROW_BYTES, GroupedPlan, matrix_of
 from tinygrad_nv.tile.grouped_gemm.wgmma.tile_scheduler import GroupTile
 from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.layout import SharedTile
@@ -56,7 +58,7 @@ class GroupedLoads:
     def declare_matrices(self) -> None:
         """The maps of the matrices."""
         plan, spec = self.plan, self.plan.grouped
-        matrix = Operand(spec.dtype, spec.k, 1, (spec.n * spec.k,))
+        matrix = replace(matrix_of(spec), batch=(spec.n * spec.k,))
         self.maps.append(map_argument(matrix, plan.matrix_tile, W, spec.n, spec.k, (spec.groups,),
                                       plan.box_rows))
         self.tensor_maps.append(self.kb.tensor_map("map_w"))
@@ -85,8 +87,9 @@ class GroupedLoads:
         matrices = [plan.grouped.groups] if plan.grouped.groups > 1 else []
         for box in plan.matrix_boxes:
             column = (tile.column + (box.half * plan.grouped.columns + box.column)).to("s32")
+            place = [column, self.at_k] if plan.grouped.transposed else [self.at_k, column]
             kb.tma_load(start.at(plan.matrix_tile.at_mn(box.mn)), self.tensor_maps[0],
-                        [self.at_k, column, *(tile.group.to("s32") for _ in matrices)], full)
+                        [*place, *(tile.group.to("s32") for _ in matrices)], full)
 
 
 class RowGather:

@@ -28,10 +28,15 @@ MOST_EACH = 32      # groups that a lane counts
 
 class Box(NamedTuple):
     """Part of a tile of a matrix: from `mn` of the tile on, `column` columns after the tile's first, of gate
-    (`half` 0) or up."""
+    (`half` 0) or up. That of a matrix (K, N) has rows of K."""
     mn: int
     half: int
     column: int
+
+
+def matrix_of(grouped: GroupedGemmSpec) -> Operand:
+    """How a matrix lies in memory."""
+    return Operand(grouped.dtype, *((1, grouped.n) if grouped.transposed else (grouped.k, 1)))
 
 
 @dataclass(frozen=True)
@@ -48,16 +53,17 @@ class GroupedPlan(WgmmaPlan):
     @lru_cache(1024)
     def of(grouped: GroupedGemmSpec, s: GroupedWgmma) -> GroupedPlan:
         """The plan."""
-        operand = Operand(grouped.dtype, grouped.k, 1)
+        rows, matrix = Operand(grouped.dtype, grouped.k, 1), matrix_of(grouped)
         if s.swap:
             out = Result(grouped.out, 1, grouped.n)
-            spec = GemmSpec(grouped.n, grouped.rows, grouped.k, operand, operand, out)
+            spec = GemmSpec(grouped.n, grouped.rows, grouped.k, matrix, rows, out)
         else:
             out = Result(grouped.out, grouped.columns, 1)
-            spec = GemmSpec(grouped.rows, grouped.columns, grouped.k, operand, operand, out,
+            spec = GemmSpec(grouped.rows, grouped.columns, grouped.k, rows, matrix, out,
                             parts=grouped.halves, part=grouped.columns * grouped.k)
-        a, b = (OperandTile(grouped.dtype, "K", extent, s.block_k, ROW_BYTES) for extent in (s.block_m,
-                                                                                             s.block_n))
+        major = "MN" if grouped.transposed else "K"
+        a, b = (OperandTile(grouped.dtype, major if s.swap == left else "K", extent, s.block_k, ROW_BYTES)
+                for left, extent in ((True, s.block_m), (False, s.block_n)))
         return GroupedPlan(spec, s, a, b, grouped)
 
     # **** tiles ****
@@ -102,12 +108,16 @@ class GroupedPlan(WgmmaPlan):
     @property
     def box_rows(self) -> int:
         """Rows of a box of a matrix."""
+        if self.grouped.transposed: return self.matrix_tile.k
         shares = self.readers if self.schedule.swap and self.grouped.activation else 1
         return self.matrix_tile.mn // (self.grouped.halves * shares)
 
     @property
     def matrix_boxes(self) -> list[Box]:
         """Those of a tile of a matrix."""
+        if self.grouped.transposed:
+            inner = self.matrix_tile.inner
+            return [Box(at, 0, at) for at in range(0, self.matrix_tile.mn, inner)]
         rows, halves = self.box_rows, self.grouped.halves
         return [Box((share * halves + half) * rows, half, share * rows)
                 for share in range(self.matrix_tile.mn // (halves * rows)) for half in range(halves)]
