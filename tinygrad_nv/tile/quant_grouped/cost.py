@@ -27,7 +27,8 @@ ALONE = 2.0             # times what is issued, that a lone warp of a scheduler 
 BEGIN_S = 1.5e-6        # from a CTA's begin until its first codes arrive
 UNEVEN = 1.15           # times HBM's time that loads to registers take
 COPIED = 1.08           # that copies of mma take
-PLACED = 4.1            # of wgmma
+PLACED = 4.0            # of wgmma
+STAGE = 60              # cycles of its barriers
 MULTIPLIED = 0.95       # of wgmmas' time that is left beside what makes their operands
 IN_FLIGHT, WAITED = 0.25, 38    # of it, and cycles of 16 columns, where each wgmma is short
 SPREAD = 0.5            # of a wave: as many tiles more than expected as groups are dealt
@@ -84,7 +85,7 @@ def of_wgmma(spec: QuantGroupedSpec, s: QuantGroupedWgmma, gpu: GPU) -> Predicti
     made = PLACED * s.block_m * s.block_k / ISSUED
     multiplied = s.block_m * s.block_n * s.block_k / model.tensor_fma
     # what makes operands is issued between wgmmas rather than beside them (ptx/timing/gpus: beside_wgmma)
-    step = made + max(MULTIPLIED * multiplied, IN_FLIGHT * multiplied + WAITED * plan.steps)
+    step = STAGE + made + max(MULTIPLIED * multiplied, IN_FLIGHT * multiplied + WAITED * plan.steps)
     ending = LINES + plan.tokens * plan.tile_columns * spec.grouped.out.itemsize / STORED
     whole = count / model.sm_count
     waves = max(ceil(whole), whole + SPREAD if whole > 1 else 1.0)
