@@ -140,6 +140,9 @@ SPECS: dict[str, dict[str, Any]] = {
     "quant_grouped_gemv": {
         "gate and up": experts_of("mxfp4", expert_rows(8, 1, 4, 5760, 2880, "swiglu_clamped")),
         "4 rows a group, int4 *": experts_of("int4", expert_rows(8, 8, 32, 4096, 2048))},
+    "quant_grouped_wgmma": {
+        "down": experts_of("mxfp4", expert_rows(4, 0, 512, 1024, 1024)),
+        "gate and up, int4 *": experts_of("int4", expert_rows(8, 512, 1024, 4096, 2048, "silu"))},
     "quant_grouped_mma": {"gate and up": experts_of("mxfp4", expert_rows(4, 64, 128, 2048, 1024, "silu"))}}
 
 

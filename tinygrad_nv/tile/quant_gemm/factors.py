@@ -1,8 +1,8 @@
 """Scales, zero points and minima of fragments (quant/types.py) in registers: those of a lane's two rows.
 
 Protocol: `registers()` are for one block of each buffer, `load(name, into, at, block, guard)` loads two rows
-of it, which lie side by side, from the address of block 0. `scales` and `minima`, f32, and `zeros`, u32,
-convert them where they are needed.
+of it, which lie side by side, from the address of block 0. `scales` and `minima`, f32, `broadcast`, pairs
+of 16-bit floats, and `zeros`, u32, convert them where they are needed.
 """
 from __future__ import annotations
 
@@ -66,6 +66,17 @@ class Factors:
     def scales(self, loaded: Mapping[str, list[Value]]) -> Pair:
         """scale · outer, f32."""
         return self._with_outer(loaded, "scales", "outer")
+
+    def broadcast(self, loaded: Mapping[str, list[Value]], dtype: DType) -> Pair | None:
+        """Scales as pairs of 16-bit floats, each twice; None where they are no numbers of that dtype."""
+        scale = self.type.scale
+        exponents = scale.e8m0 and dtype == dtypes.bfloat16
+        if "outer" in loaded or not (exponents or scale.dtype == dtype): return None
+        word, made = loaded["scales"][0], self.kb.regs("b32", 2)
+        if exponents: word = self._exponents(word)
+        for each, which in zip(made, (0x1010, 0x3232), strict=True):
+            self.kb.emit("prmt.b32", each, word, 0, which)
+        return made[0], made[1]
 
     def minima(self, loaded: Mapping[str, list[Value]]) -> Pair | None:
         """min · outer_min, f32; None without."""

@@ -8,7 +8,7 @@ then `operand(number, column)` for 16 columns of one of its tiles.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tinygrad.dtype import DType
@@ -80,19 +80,19 @@ def problems(spec: QuantGemmSpec, of: tuple[Box, ...], block_k: int) -> list[str
 
 
 class StageOperands:
-    """A warp's tiles, `count` of them, `apart` tiles from each other; with `scaled`, elements are multiplied
-    with their scales, else with none. Codes and factors stay in registers until they are read again."""
+    """A warp's tiles, of numbers `tiles` after its first; with `scaled`, elements are multiplied with their
+    scales, else with none. Codes and factors stay in registers until they are read again."""
 
-    def __init__(self, kb: Kernel, type: QType, dtype: DType, of: tuple[Box, ...], count: int, apart: int,
+    def __init__(self, kb: Kernel, type: QType, dtype: DType, of: tuple[Box, ...], tiles: Sequence[int],
                  scaled: bool) -> None:
-        self.kb, self.type, self.dtype, self.apart, self.scaled = kb, type, dtype, apart, scaled
+        self.kb, self.type, self.dtype, self.tiles, self.scaled = kb, type, dtype, tiles, scaled
         self.boxes = {box.name: box for box in of}
         self.decoder = Decoder(kb, type, dtype)
         self.decoder.prepare()
         self.factors = Factors(kb, type, factor_names(self.boxes), "ld.shared")
         self.words = [{name: kb.regs("b32", self.decoder.words(name)) for name in self.decoder.planes}
-                      for _ in range(count)]
-        every = range(count)
+                      for _ in tiles]
+        every = range(len(tiles))
         many = self.decoder.offset_count if type.zeros else 0
         self.zeros = [[kb.regs("b32", many) for _ in range(2)] for _ in every]
         self.pairs = [[kb.regs("b32", 1 + type.mins) for _ in range(2)] for _ in every] if scaled else []
@@ -118,7 +118,7 @@ class StageOperands:
     def _read_codes(self, at: Mapping[str, Value], number: int, unit: int) -> None:
         for name, words in self.words[number].items():
             nbytes = 4 * len(words)
-            place = at[name].at(self.apart * number * self.boxes[name].tile_bytes + 32 * nbytes * unit)
+            place = at[name].at(self.tiles[number] * self.boxes[name].tile_bytes + 32 * nbytes * unit)
             self.kb.emit(f"ld.shared{VECTORS[nbytes]}", words if len(words) > 1 else words[0], place)
 
     def loaded(self, at: Mapping[str, Value], number: int, column: int) -> dict[str, list[Value]]:
@@ -126,7 +126,7 @@ class StageOperands:
         made = self.factors.registers()
         for name, into in made.items():
             box = self.boxes[name]
-            self.factors.load(name, into, at[name] + self.apart * number * box.tile_bytes,
+            self.factors.load(name, into, at[name] + self.tiles[number] * box.tile_bytes,
                               column // box.columns if box.columns else 0, None)
         return made
 
@@ -137,9 +137,11 @@ class StageOperands:
             if zero is None: continue
             for register, value in zip(into, self.decoder.offsets(zero), strict=True): register.set(value)
         if not self.scaled: return
-        scales, minima = self.factors.scales(loaded), self.factors.minima(loaded)
+        both, minima = self.factors.broadcast(loaded, self.dtype), self.factors.minima(loaded)
+        scales = self.factors.scales(loaded) if both is None else both
         for row, (factor, *addend) in enumerate(self.pairs[number]):
-            self._pair(factor, scales[row])
+            if both is None: self._pair(factor, scales[row])
+            else: factor.set(scales[row])
             if minima is not None: self._pair(addend[0], -minima[row])
 
     def _pair(self, into: Value, value: Value) -> None:

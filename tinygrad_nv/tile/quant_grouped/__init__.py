@@ -4,7 +4,7 @@
   reference.py  the same in plain tinygrad
   schedules.py  the schedules of a GPU's templates
   matrices.py   where the matrices of a group lie
-  gemv/, mma/   the templates
+  gemv/, wgmma/, mma/  the templates
   cost.py       how long they take
   templates.py  their records
 """

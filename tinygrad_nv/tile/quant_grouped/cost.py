@@ -1,7 +1,8 @@
 """How long grouped matmuls with quantised matrices take on a GPU, roughly: what orders schedules, also those
 of different templates. Expected numbers of groups and tiles are those of grouped_gemm/cost.py.
 
-Fitted to predictions of launches of gpt-oss-120b's experts of MXFP4 (1 to 64 tokens, H100), within 10 %.
+Fitted to predictions of launches of gpt-oss-120b's experts of MXFP4 on an H100, within 10 %: 1 to 64 tokens,
+wgmma 4 to 16384.
 """
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ from math import ceil
 from tinygrad_nv.quant.types import nbytes
 from tinygrad_nv.tile.gpu import STREAMING, GPUModel, gpu_model_for
 from tinygrad_nv.tile.grouped_gemm.cost import Prediction, active, tiles
+from tinygrad_nv.tile.grouped_gemm.wgmma.cost import LINES, STORED
 from tinygrad_nv.tile.quant_gemm.gemv.plan import REGISTERS
 from tinygrad_nv.tile.quant_grouped.gemv import plan as gemv
 from tinygrad_nv.tile.quant_grouped.mma import plan as mma
-from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedGemv, QuantGroupedMma
+from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedGemv, QuantGroupedMma, QuantGroupedWgmma
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
+from tinygrad_nv.tile.quant_grouped.wgmma.plan import QuantGroupedPlan
 from tinygrad_nv.tile.template import GPU
 
 ISSUED = 128            # instructions of threads that an SM issues in a cycle
@@ -24,6 +27,11 @@ ALONE = 2.0             # times what is issued, that a lone warp of a scheduler 
 BEGIN_S = 1.5e-6        # from a CTA's begin until its first codes arrive
 UNEVEN = 1.15           # times HBM's time that loads to registers take
 COPIED = 1.08           # that copies of mma take
+PLACED = 4.0            # of wgmma
+STAGE = 60              # cycles of its barriers
+MULTIPLIED = 0.95       # of wgmmas' time that is left beside what makes their operands
+IN_FLIGHT, WAITED = 0.25, 38    # of it, and cycles of 16 columns, where each wgmma is short
+SPREAD = 0.5            # of a wave: as many tiles more than expected as groups are dealt
 MMA_REGISTERS = 168     # of a thread of mma
 
 
@@ -68,3 +76,21 @@ def of_mma(spec: QuantGroupedSpec, s: QuantGroupedMma, gpu: GPU) -> Prediction:
     computing = ceil(count / model.sm_count) * plan.iterations * step / cycles
     hbm = max(COPIED * hbm_seconds(spec, model), fed)
     return Prediction(computing, hbm, 0.0, model.launch_s + model.load_s)
+
+
+def of_wgmma(spec: QuantGroupedSpec, s: QuantGroupedWgmma, gpu: GPU) -> Prediction:
+    """Of persistent CTAs, whose operands are made for all rows of a tile."""
+    plan, model = QuantGroupedPlan.of(spec, s), gpu_model_for(gpu.arch, gpu.sm_count)
+    count = tiles(spec.grouped, plan.tokens) * plan.tiles_across
+    made = PLACED * s.block_m * s.block_k / ISSUED
+    multiplied = s.block_m * s.block_n * s.block_k / model.tensor_fma
+    # what makes operands is issued between wgmmas rather than beside them (ptx/timing/gpus: beside_wgmma)
+    step = STAGE + made + max(MULTIPLIED * multiplied, IN_FLIGHT * multiplied + WAITED * plan.steps)
+    ending = LINES + plan.tokens * plan.tile_columns * spec.grouped.out.itemsize / STORED
+    whole = count / model.sm_count
+    waves = max(ceil(whole), whole + SPREAD if whole > 1 else 1.0)
+    computing = waves * (plan.iterations * step + ending) / model.clock_hz + BEGIN_S
+    fed = waves * plan.iterations * model.load_s / s.depth
+    hbm = max(COPIED * hbm_seconds(spec, model) * max(waves / whole, 1.0) + BEGIN_S, fed)
+    l2 = count * plan.iterations * plan.stage_bytes / model.l2_bytes_per_s
+    return Prediction(computing, hbm, l2, model.launch_s + model.load_s)

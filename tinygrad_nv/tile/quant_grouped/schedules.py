@@ -4,6 +4,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import ClassVar, Self
 
+from tinygrad_nv.tile.grouped_gemm.schedules import GroupedWgmma
 from tinygrad_nv.tile.quant_gemm.schedules import QuantGemv, QuantMma
 from tinygrad_nv.tile.schedule import counted
 
@@ -35,3 +36,10 @@ class QuantGroupedMma(QuantMma):
     def mma(self) -> QuantMma:
         """The schedule of a matmul."""
         return QuantMma(**asdict(self))
+
+
+@dataclass(frozen=True)
+class QuantGroupedWgmma(GroupedWgmma):
+    """wgmma (wgmma/): `block_m` columns, those of gate and up together, by `block_n` rows of a group."""
+    swap: bool = True
+    template: ClassVar[str] = "quant_grouped_wgmma"

@@ -1,5 +1,5 @@
-"""The templates of grouped matmuls with quantised matrices on GPUs: gemv/ (few rows a group), mma/. Their
-costs choose among them."""
+"""The templates of grouped matmuls with quantised matrices on GPUs: gemv/ (few rows a group), wgmma/
+(sm_90a), mma/. Their costs choose among them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -13,10 +13,12 @@ from tinygrad_nv.tile.quant_gemm import fragments
 from tinygrad_nv.tile.quant_grouped import cost
 from tinygrad_nv.tile.quant_grouped.gemv import plan as gemv
 from tinygrad_nv.tile.quant_grouped.mma import plan as mma
-from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedGemv, QuantGroupedMma
+from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedGemv, QuantGroupedMma, QuantGroupedWgmma
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
+from tinygrad_nv.tile.quant_grouped.wgmma import defaults as wgmma_defaults
+from tinygrad_nv.tile.quant_grouped.wgmma import legality as wgmma_legality
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.template import GPU, Family, Template, later
+from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, later
 
 C = TypeVar("C", bound=Schedule)
 
@@ -35,12 +37,16 @@ def _whole(own: Callable[[QuantGroupedSpec, C, str], Sequence[str]]
 GEMV = Template("quant_grouped_gemv", QuantGroupedSpec, QuantGroupedGemv, _whole(gemv.problems),
                 gemv.candidates, later("tinygrad_nv.tile.quant_grouped.gemv.kernel", "quant_grouped_gemv"),
                 cost.of_gemv)
+WGMMA = Template("quant_grouped_wgmma", QuantGroupedSpec, QuantGroupedWgmma, _whole(wgmma_legality.problems),
+                 wgmma_defaults.candidates,
+                 later("tinygrad_nv.tile.quant_grouped.wgmma.kernel", "quant_grouped_wgmma"), cost.of_wgmma)
 MMA = Template("quant_grouped_mma", QuantGroupedSpec, QuantGroupedMma, _whole(mma.problems), mma.candidates,
                later("tinygrad_nv.tile.quant_grouped.mma.kernel", "quant_grouped_mma"), cost.of_mma)
+TEMPLATES: tuple[AnyTemplate, ...] = (GEMV, MMA, WGMMA)
 
 
 def _default(spec: QuantGroupedSpec, gpu: GPU) -> Schedule | None:
-    return cheapest((GEMV, MMA), spec, gpu)
+    return cheapest(TEMPLATES, spec, gpu)
 
 
-FAMILY = Family("quant_grouped", (GEMV, MMA), choose.choose, defaults=_default)
+FAMILY = Family("quant_grouped", TEMPLATES, choose.choose, defaults=_default)

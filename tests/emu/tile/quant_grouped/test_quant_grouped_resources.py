@@ -11,13 +11,13 @@ from tinygrad.dtype import DType
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
-from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedGemv, QuantGroupedMma
+from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedGemv, QuantGroupedMma, QuantGroupedWgmma
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
 HOPPER, AMPERE = GPU("sm_90a", 132), GPU("sm_80", 108)
-G, M = QuantGroupedGemv(), QuantGroupedMma()
+G, M, W = QuantGroupedGemv(), QuantGroupedMma(), QuantGroupedWgmma()
 
 
 def layer(name: str, tokens: int, dtype: DType = BF16) -> tuple[QuantGroupedSpec, QuantGroupedSpec]:
@@ -30,8 +30,8 @@ def layer(name: str, tokens: int, dtype: DType = BF16) -> tuple[QuantGroupedSpec
 
 
 @pytest.mark.parametrize(("tokens", "gpu", "wanted"), [
-    (1, HOPPER, "quant_grouped_gemv"), (64, HOPPER, "quant_grouped_mma"), (4096, HOPPER, "quant_grouped_mma"),
-    (4096, AMPERE, "quant_grouped_mma")])
+    (1, HOPPER, "quant_grouped_gemv"), (64, HOPPER, "quant_grouped_mma"),
+    (1024, HOPPER, "quant_grouped_wgmma"), (4096, AMPERE, "quant_grouped_mma")])
 def test_chosen(tokens: int, gpu: GPU, wanted: str):
     found = TABLE.choose(layer("MXFP4", tokens)[0], gpu)
     assert TABLE.of(found).name == wanted
@@ -52,15 +52,19 @@ def test_defaults_do_not_spill(name: str, tokens: int):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("schedule", "weights", "most"), [
-    (G.by(1).of(2, 1).warps(4), 128, 3.6), (M.block(16, 128).k(64).warps(1, 4).stages(4), 64, 5.0)], ids=str)
-def test_instructions_for_each_weight(schedule: QuantGroupedGemv | QuantGroupedMma, weights: int,
-                                      most: float):
+    (G.by(1).of(2, 1).warps(4), 128, 3.6), (M.block(16, 128).k(64).warps(1, 4).stages(4), 64, 4.8),
+    (W.block(256, 48).k(128).warps(12).stages(5), 128, 3.8)], ids=str)
+def test_instructions_for_each_weight(schedule: QuantGroupedGemv | QuantGroupedMma | QuantGroupedWgmma,
+                                      weights: int, most: float):
     """Of gate and up of MXFP4: a thread of the gemv has 32 weights of each of four tiles, one of mma 32 of
-    each half. 8 weights take 7 shifts, 8 lop3 and 4 multiplications, and mma scales them, 4 more."""
+    each half, one of wgmma 64. 8 weights take 7 shifts, 8 lop3 and 4 multiplications, and mma and wgmma scale
+    them, 4 more. No wgmma waits for all before it."""
     made = TABLE.build(layer("MXFP4", 1)[0], schedule, HOPPER)
     loop = main_loop(functions(disassembled(assemble(made.ptx, HOPPER.arch).cubin))[made.name])
     assert loop is not None
     assert (loop.around - loop.tensor) / weights <= most
+    left = [each.operands for each in loop.instructions if each.modifiers.startswith(".DEPBAR")]
+    assert set(left) == ({"gsb0, 0x2"} if schedule.template == W.template else set())
 
 
 def test_the_gemv_has_no_bank_conflict_before_sums_are_shared():

@@ -53,13 +53,13 @@ def warps(s: Wgmma) -> list[str]:
     return []
 
 
-def extents(s: Wgmma, spec: GemmSpec) -> list[str]:
+def extents(s: Wgmma, spec: GemmSpec, most_rows: int = MOST_BOX) -> list[str]:
     """Of the tile, and of the ring."""
     out, size = [], spec.a.dtype.itemsize
     share = 64 if s.mode == "pingpong" else 64 * s.consumers
-    if s.block_m % share or s.block_m > MOST_BOX:
+    if s.block_m % share or s.block_m > most_rows:
         many = "64 rows" if s.mode == "pingpong" else f"{s.consumers} consumers × 64 = {share} rows"
-        out.append(f"block_m={s.block_m} is not a multiple of {many} up to {MOST_BOX}")
+        out.append(f"block_m={s.block_m} is not a multiple of {many} up to {most_rows}")
     if s.block_n % 8 or s.block_n > 256:
         out.append(f"block_n={s.block_n} is not a multiple of 8 up to 256: no such wgmma")
     elif spec.a.dtype in INT8S and s.block_n not in BYTE_COLUMNS:

@@ -15,6 +15,8 @@ where its group does.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.gemm.wgmma.kernel import WarpSpecialized
 from tinygrad_nv.tile.gemm.wgmma.main_loop import MainLoop
@@ -35,34 +37,51 @@ from tinygrad_nv.tile.template import GPU
 def grouped_wgmma(spec: GroupedGemmSpec, schedule: GroupedWgmma, gpu: GPU) -> TileKernel:
     """The kernel of a grouped matmul, by a legal schedule. Pointers: out, x, w, their scales where
     operands have them, offsets, and those there are of order, weights and bias."""
-    plan = GroupedPlan.of(spec, schedule)
     kb = Kernel(schedule.template, arch=gpu.arch, threads=schedule.threads, min_ctas=1)
-    made = _GroupedKernel(kb, plan)
-    made.write()
-    ctas = min(gpu_model_for(gpu.arch, gpu.sm_count).sm_count, plan.most_tiles)
-    return TileKernel(kb.name, kb.ptx(), (ctas, 1, 1), schedule.threads, kb.dynamic_smem,
-                      maps=tuple(made.loads.maps), pdl=True)
+    return GroupedKernel(kb, GroupedPlan.of(spec, schedule)).written(gpu)
 
 
-class _GroupedKernel(WarpSpecialized):
+class GroupedKernel(WarpSpecialized):
+    """The kernel as it is written."""
     plan: GroupedPlan
 
     def __init__(self, kb: Kernel, plan: GroupedPlan) -> None:
         self.kb, self.plan, spec = kb, plan, plan.grouped
-        names = ["out", "x", "w", *["scale_x", "scale_w"] * spec.scaled, "offsets",
-                 *["order"] * spec.ordered, *["weights"] * spec.weighted, *["bias"] * spec.biased]
+        names = ["out", "x", *self.matrices, "offsets", *["order"] * spec.ordered,
+                 *["weights"] * spec.weighted, *["bias"] * spec.biased]
         self.pointers = {name: kb.pointer(name) for name in names}
         self.scheduler = GroupTileScheduler(kb, plan, self.pointers["offsets"])
-        self.loads = GroupedLoads(kb, plan)
+        self.loads = self.made_loads()
         self.LOADERS = plan.loaders
         self.ring = Pipeline(kb, plan.schedule.depth, plan.copied_bytes, WARPGROUP // 32 * plan.readers,
                              loaders=self.LOADERS)
         self.ordered = OrderedBarrier(kb, plan.consumers, WARPGROUP // 32) if plan.pingpong else None
         self.scales = kb.shared("scales", plan.scale_bytes * plan.schedule.depth) if spec.scaled else None
-        self.main_loop = MainLoop(kb, plan, self.ring, self.ordered, self.loads) if self.scales is None else \
-            ScaledMainLoop(kb, plan, self.ring, self.ordered, self.loads, self.scales)
+        self.main_loop = self.made_main_loop()
         kind: type[GroupedStore] = ColumnStore if plan.schedule.swap else RowStore
         self.epilogue = kind(kb, plan, self.pointers)
+
+    @property
+    def matrices(self) -> Sequence[str]:
+        """Names of the pointers between x and offsets."""
+        return ["w", *["scale_x", "scale_w"] * self.plan.grouped.scaled]
+
+    def made_loads(self) -> GroupedLoads:
+        """The producer's copies."""
+        return GroupedLoads(self.kb, self.plan)
+
+    def made_main_loop(self) -> MainLoop:
+        """That of the consumers."""
+        if self.scales is None: return MainLoop(self.kb, self.plan, self.ring, self.ordered, self.loads)
+        return ScaledMainLoop(self.kb, self.plan, self.ring, self.ordered, self.loads, self.scales)
+
+    def written(self, gpu: GPU) -> TileKernel:
+        """The kernel, whole."""
+        kb, plan = self.kb, self.plan
+        self.write()
+        ctas = min(gpu_model_for(gpu.arch, gpu.sm_count).sm_count, plan.most_tiles)
+        return TileKernel(kb.name, kb.ptx(), (ctas, 1, 1), plan.schedule.threads, kb.dynamic_smem,
+                          maps=tuple(self.loads.maps), pdl=True)
 
     @property
     def tensor_maps(self) -> list[Value]: return self.loads.tensor_maps

@@ -12,19 +12,22 @@ from tinygrad_nv.tile.wgmma_tiles import MOST_BOX
 
 ALIGNED = 16                # bytes that TMA, cp.async and stores of 16 bytes ask of a row
 MOST_BYTES = 1 << 32        # of rows, which have 32-bit places
-MOST_SWAPPED = 128          # sums a thread that ptxas keeps beside weights and places of the columns' rows
 MOST_GATHERED = 192         # rows of a tile: a loader keeps the place of each of its copies
 
 
 def problems(spec: GroupedGemmSpec, schedule: GroupedWgmma, arch: str) -> list[str]:
     """Why the template cannot have this schedule; empty when it can."""
     if arch != "sm_90a": return [f"wgmma needs sm_90a, the target is {arch}"]
-    if found := _spec(spec): return found
-    plan = GroupedPlan.of(spec, schedule)
-    return wgmma.warps(schedule) or wgmma.extents(schedule, plan.spec) or [*_tile(plan), *_room(plan)]
+    return operands(spec) or of_plan(GroupedPlan.of(spec, schedule))
 
 
-def _spec(spec: GroupedGemmSpec) -> list[str]:
+def of_plan(plan: GroupedPlan) -> list[str]:
+    """The schedule against the matmul's tiles, shared memory and registers."""
+    s = plan.schedule
+    return wgmma.warps(s) or wgmma.extents(s, plan.spec, plan.MOST_ROWS) or [*_tile(plan), *_room(plan)]
+
+
+def operands(spec: GroupedGemmSpec) -> list[str]:
     """Operands and results that the kernel cannot have."""
     out, size = [], spec.dtype.itemsize
     if spec.out not in FLOAT16S:
@@ -43,10 +46,11 @@ def _spec(spec: GroupedGemmSpec) -> list[str]:
 def _tile(plan: GroupedPlan) -> list[str]:
     """Tiles whose boxes and panels cannot be."""
     s, out = plan.schedule, []
-    if s.block_k * plan.a.size != ROW_BYTES:
-        out.append(f"block_k={s.block_k} × {plan.a.size} B: a stage has rows of {ROW_BYTES} B")
+    if s.block_k * plan.a.size not in range(ROW_BYTES, (plan.MOST_BOXES + 1) * ROW_BYTES, ROW_BYTES):
+        rows = " or ".join(f"{count * ROW_BYTES} B" for count in range(1, plan.MOST_BOXES + 1))
+        out.append(f"block_k={s.block_k} × {plan.a.size} B: a stage has rows of {rows}")
     if s.cluster_ctas > 1 or s.stream: out.append("clusters, splits and stream-K: one CTA has a tile")
-    if plan.box_rows > MOST_BOX or plan.tokens > MOST_BOX: out.append(f"boxes above {MOST_BOX} rows")
+    if plan.box_rows > plan.MOST_ROWS or plan.tokens > MOST_BOX: out.append(f"boxes above {MOST_BOX} rows")
     if s.swap and plan.rows % (64 * plan.grouped.halves):
         out.append(f"{plan.rows} columns of gate and up for a consumer are no multiple of "
                    f"{64 * plan.grouped.halves}")
@@ -75,14 +79,14 @@ def _room(plan: GroupedPlan) -> list[str]:
     """Shared memory and registers."""
     s, out, most = plan.schedule, [], limits.SMEM_BYTES["sm_90a"]
     # in the kernel's order: what is swizzled, the ring and what is stored from, begins at a multiple of 1024
-    ring = _above(plan.table_bytes) + s.depth * plan.stage_bytes
+    ring = _above(plan.table_bytes) + plan.ring_bytes
     needed = _above(ring + plan.barrier_bytes + plan.scale_bytes * s.depth) + plan.staging_bytes
     if needed > most:
         out.append(f"{s.depth} stages × {plan.stage_bytes} B + {plan.staging_bytes} B to store from + "
                    f"{plan.table_bytes} B of groups + {plan.scale_bytes * s.depth} B of scales + "
                    f"{plan.barrier_bytes} B of barriers, aligned, = {needed} B of shared memory, sm_90a has "
                    f"{most}")
-    most_sums = min(plan.most_sums, MOST_SWAPPED) if s.swap else plan.most_sums
+    most_sums = min(plan.most_sums, plan.MOST_SWAPPED) if s.swap else plan.most_sums
     if plan.sums > most_sums:
         out.append(f"{plan.sums} sums a thread, at most {most_sums} with {plan.consumers} consumers"
                    f"{', swapped' if s.swap else ''}")

@@ -41,20 +41,26 @@ class GroupedLoads:
     """Copies by TMA; one thread."""
 
     def __init__(self, kb: Kernel, plan: GroupedPlan) -> None:
-        self.kb, self.plan, spec, s = kb, plan, plan.grouped, plan.schedule
-        a_bytes = -(-plan.a.nbytes * s.depth // 1024) * 1024
-        self.ring = kb.shared("ring", a_bytes + plan.b.nbytes * s.depth, align=1024)
-        self.starts = self.ring.address(), self.ring.address(a_bytes)
-        self.matrix_start, self.row_start = self.starts if s.swap else self.starts[::-1]
-        matrices = replace(matrix_of(spec), batch=(spec.n * spec.k,))
-        self.maps: list[MapArgument] = [map_argument(matrices, plan.matrix_tile, W, spec.n, spec.k,
-                                                     (spec.groups,), plan.box_rows)]
-        self.tensor_maps = [kb.tensor_map("map_w")]
+        self.kb, self.plan, spec = kb, plan, plan.grouped
+        self.ring = kb.shared("ring", plan.ring_bytes, align=1024)
+        self.starts = self.ring.address(), self.ring.address(plan.b_start)
+        self.matrix_start, self.row_start = self.starts if plan.schedule.swap else self.starts[::-1]
+        self.maps: list[MapArgument] = []
+        self.tensor_maps: list[Value] = []
+        self.declare_matrices()
         if not plan.gathered:
             self.maps.append(map_argument(Operand(spec.dtype, spec.k, 1), plan.row_tile, X, spec.x_rows,
                                           spec.k, (), plan.tokens))
             self.tensor_maps.append(kb.tensor_map("map_x"))
         self.at_k = kb.reg("s32")
+
+    def declare_matrices(self) -> None:
+        """The maps of the matrices."""
+        plan, spec = self.plan, self.plan.grouped
+        matrix = replace(matrix_of(spec), batch=(spec.n * spec.k,))
+        self.maps.append(map_argument(matrix, plan.matrix_tile, W, spec.n, spec.k, (spec.groups,),
+                                      plan.box_rows))
+        self.tensor_maps.append(self.kb.tensor_map("map_w"))
 
     def begin(self, tile: GroupTile) -> None:
         """The next stages are of a tile."""
@@ -63,18 +69,26 @@ class GroupedLoads:
 
     def issue(self, stage: Value, full: MemoryOperand) -> None:
         """Copies of one stage, which arrive at the barrier `full`; K moves on."""
+        plan = self.plan
+        self.issue_matrix(stage, full)
+        if not plan.gathered:
+            start, row = self.row_start + stage * plan.row_tile.nbytes, self.tile.row.to("s32")
+            for box in range(plan.row_tile.columns):
+                at_k = self.at_k + box * plan.row_tile.inner if box else self.at_k
+                self.kb.tma_load(start.at(box * plan.row_tile.column_bytes), self.tensor_maps[-1],
+                                 [at_k, row], full)
+        self.at_k += plan.schedule.block_k
+
+    def issue_matrix(self, stage: Value, full: MemoryOperand) -> None:
+        """Those of the matrix of the tile's group."""
         kb, plan, tile = self.kb, self.plan, self.tile
         start = self.matrix_start + stage * plan.matrix_tile.nbytes
         matrices = [plan.grouped.groups] if plan.grouped.groups > 1 else []
-        for box in plan.boxes:
+        for box in plan.matrix_boxes:
             column = (tile.column + (box.half * plan.grouped.columns + box.column)).to("s32")
             place = [column, self.at_k] if plan.grouped.transposed else [self.at_k, column]
             kb.tma_load(start.at(plan.matrix_tile.at_mn(box.mn)), self.tensor_maps[0],
                         [*place, *(tile.group.to("s32") for _ in matrices)], full)
-        if not plan.gathered:
-            start = self.row_start + stage * plan.row_tile.nbytes
-            kb.tma_load(start.at(), self.tensor_maps[1], [self.at_k, tile.row.to("s32")], full)
-        self.at_k += plan.schedule.block_k
 
 
 class RowGather:
@@ -105,12 +119,15 @@ class RowGather:
 
     def issue(self, stage: Value) -> None:
         """Copies into a stage; K moves on."""
-        kb, nbytes = self.kb, self.plan.row_tile.nbytes
-        outside = [] if self.left is None else [self.left <= 0]
-        places = [place + stage * nbytes for place in self.places]
+        kb, tile = self.kb, self.plan.row_tile
+        places = [place + stage * tile.nbytes for place in self.places]
+        outside: list[list[Value]] = [[] for _ in range(tile.columns)]
+        if self.left is not None: outside = [[self.left <= box * ROW_BYTES] for box in range(tile.columns)]
         for i, offset in enumerate(self.offsets):
             which = i % len(places)
-            place = places[which].at((i - which) * self.rows * ROW_BYTES)
-            kb.emit("cp.async.cg.shared.global", place, (self.at + offset.to("u64")).at(), CHUNK, *outside)
-        self.at += ROW_BYTES
-        if self.left is not None: self.left -= ROW_BYTES
+            source = self.at + offset.to("u64")
+            for box, beyond in enumerate(outside):
+                place = places[which].at(box * tile.column_bytes + (i - which) * self.rows * ROW_BYTES)
+                kb.emit("cp.async.cg.shared.global", place, source.at(box * ROW_BYTES), CHUNK, *beyond)
+        self.at += tile.columns * ROW_BYTES
+        if self.left is not None: self.left -= tile.columns * ROW_BYTES

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.gemm.wgmma.plan import WgmmaPlan
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedWgmma
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 from tinygrad_nv.tile.store_plan import Panel, span_of
-from tinygrad_nv.tile.wgmma_tiles import OperandTile
+from tinygrad_nv.tile.wgmma_tiles import MOST_BOX, OperandTile
 
-ROW_BYTES = 128     # of K in a stage
+ROW_BYTES = 128     # of K in a box
 LOADERS = 96        # threads that gather rows: those of the producer's warpgroup beside TMA's warp
 CHUNK = 16          # bytes that a thread copies
 CHUNKS = ROW_BYTES // CHUNK
@@ -44,6 +44,10 @@ class GroupedPlan(WgmmaPlan):
     """See above."""
     schedule: GroupedWgmma
     grouped: GroupedGemmSpec
+    MOST_BOXES: ClassVar[int] = 1       # of K side by side in a stage
+    MOST_ROWS: ClassVar[int] = MOST_BOX     # of the left operand's tile
+    # sums a thread that ptxas keeps beside weights and places of the columns' rows
+    MOST_SWAPPED: ClassVar[int] = 128
 
     @staticmethod
     @lru_cache(1024)
@@ -109,7 +113,7 @@ class GroupedPlan(WgmmaPlan):
         return self.matrix_tile.mn // (self.grouped.halves * shares)
 
     @property
-    def boxes(self) -> list[Box]:
+    def matrix_boxes(self) -> list[Box]:
         """Those of a tile of a matrix."""
         if self.grouped.transposed:
             inner = self.matrix_tile.inner
@@ -124,9 +128,24 @@ class GroupedPlan(WgmmaPlan):
         return bool(self.grouped.gather)
 
     @property
+    def arriving_bytes(self) -> int:
+        """Bytes of a matrix that TMA brings to a stage."""
+        return self.matrix_tile.nbytes
+
+    @property
     def copied_bytes(self) -> int:
         """Bytes of a stage that TMA brings."""
-        return self.matrix_tile.nbytes + (0 if self.gathered else self.row_tile.nbytes)
+        return self.arriving_bytes + (0 if self.gathered else self.row_tile.nbytes)
+
+    @property
+    def b_start(self) -> int:
+        """Where the right operand's stages begin, behind the left one's."""
+        return -(-self.a.nbytes * self.schedule.depth // 1024) * 1024
+
+    @property
+    def ring_bytes(self) -> int:
+        """Shared memory of all stages."""
+        return self.b_start + self.schedule.depth * self.b.nbytes
 
     @property
     def loaders(self) -> int:

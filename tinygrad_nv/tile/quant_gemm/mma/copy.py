@@ -89,7 +89,8 @@ class MatrixFragments:
     def __post_init__(self) -> None:
         plan = self.plan
         self.count = plan.warp_n // TILE
-        self.operands = StageOperands(self.kb, plan.type, plan.spec.a.dtype, plan.boxes, self.count, 1, True)
+        self.operands = StageOperands(self.kb, plan.type, plan.spec.a.dtype, plan.boxes, range(self.count),
+                                      True)
         self.places = self.operands.places(self.kb.reg("u32", self.start), self.first // TILE)
         self.at: dict[str, Value] = {name: self.kb.reg("u32") for name in self.places}
 

@@ -6,7 +6,7 @@ from tinygrad_nv.tile.gemm.wgmma import legality as gemm
 from tinygrad_nv.tile.quant_gemm import stages
 from tinygrad_nv.tile.quant_gemm.schedules import QuantWgmma
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
-from tinygrad_nv.tile.quant_gemm.wgmma.plan import PENDING, QuantWgmmaPlan
+from tinygrad_nv.tile.quant_gemm.wgmma.plan import PENDING, MatrixStages, QuantWgmmaPlan
 from tinygrad_nv.tile.wgmma_tiles import MOST_BOX, taken, unreachable
 
 # sums and operands of a thread, that leave registers for codes and factors
@@ -24,31 +24,36 @@ def problems(spec: QuantGemmSpec, s: QuantWgmma, arch: str) -> list[str]:
     out += unreachable(computed.b, (), 2)
     if found := gemm.warps(s) or gemm.extents(s, computed): return out + found
     plan = QuantWgmmaPlan.of(spec, s)
-    return [*out, *_stages(plan), *gemm.swizzled("block_n", plan.b, s), *_room(plan), *gemm.shared_sums(plan)]
+    if s.stream or s.cluster_m * s.cluster_n > 1: out.append("stream-K, or a cluster that shares operands")
+    return [*out, *of_stages(plan), *gemm.swizzled("block_n", plan.b, s), *_room(plan), *registers(plan),
+            *gemm.shared_sums(plan)]
 
 
-def _stages(plan: QuantWgmmaPlan) -> list[str]:
-    s, out = plan.schedule, stages.problems(plan.quant, plan.boxes, plan.schedule.block_k)
+def of_stages(plan: MatrixStages) -> list[str]:
+    """Stages that are no whole units or blocks, or have too few columns."""
+    out = stages.problems(plan.quant, plan.boxes, plan.schedule.block_k)
     for box in plan.boxes:
         if box.inner > MOST_BOX: out.append(f"{box.name}: {box.inner} elements of a box, at most {MOST_BOX}")
     if plan.steps <= PENDING:  # the next operands would be written over those of wgmmas in flight
         out.append(f"{plan.steps} times 16 columns of a stage, {PENDING} of which are in flight")
-    if not plan.grouped and plan.type.mins: out.append("minima of whole rows")
-    if s.stream or s.cluster_m * s.cluster_n > 1: out.append("stream-K, or a cluster that shares operands")
+    if not plan.scaled and plan.type.mins: out.append("minima of whole rows")
     return out
 
 
 def _room(plan: QuantWgmmaPlan) -> list[str]:
-    """Shared memory and registers."""
+    """Shared memory, and sums."""
     out, s = [], plan.schedule
     staging, most = plan.store.smem_bytes, limits.SMEM_BYTES["sm_90a"]
     needed = plan.ring_bytes + -(-staging // 1024) * 1024 + plan.barrier_bytes
     if needed > most:
         out.append(f"{s.depth} stages of {plan.matrix_bytes} + {plan.b.nbytes} B, {staging} B to store from: "
                    f"{needed} B of shared memory, sm_90a has {most}")
-    operands = 4 * (PENDING + 1) * plan.subtiles
-    if plan.sums + operands > MOST_REGISTERS:
-        out.append(f"{plan.sums} sums and {operands} registers of operands a thread, at most "
-                   f"{MOST_REGISTERS}")
     if plan.sums > plan.most_sums: out.append(f"{plan.sums} sums a thread, at most {plan.most_sums}")
     return out
+
+
+def registers(plan: MatrixStages) -> list[str]:
+    """Sums and operands of a thread."""
+    operands = 4 * (PENDING + 1) * plan.subtiles
+    if plan.sums + operands <= MOST_REGISTERS: return []
+    return [f"{plan.sums} sums and {operands} registers of operands a thread, at most {MOST_REGISTERS}"]

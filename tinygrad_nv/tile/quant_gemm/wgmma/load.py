@@ -21,14 +21,18 @@ class QuantLoads(GemmLoads):
         self.start = self.ring.address()
         self.boxes: list[tuple[Box, Value]] = []
         for number, box in enumerate(plan.boxes):
-            self.maps.append(plan.map(box, first_pointer + 1 + number))
+            shape = plan.quant.buffers[box.name].shape
+            self.maps.append(plan.map(box, shape, first_pointer + 1 + number))
             self.boxes.append((box, kb.tensor_map(f"map_{box.name}")))
-        self.b = self._side("b", plan.activations_start, spec.b, plan.b, first_pointer, spec.n, plan.b_rows,
+        self.b = self._side("b", plan.b_start, spec.b, plan.b, first_pointer, spec.n, plan.b_rows,
                             s.cluster_m)
         self.tile, self.k = kb.reg("s32"), kb.reg("s32")
 
     @property
     def tensor_maps(self) -> list[Value]: return [*(each for _, each in self.boxes), *self.b.maps]
+
+    @property
+    def starts(self) -> tuple[Value, Value]: return self.start, self.b.ring
 
     def begin(self, corner: Corner, first: Value | int = 0) -> None:
         kb, start = self.kb, first * self.plan.schedule.block_k
@@ -41,14 +45,15 @@ class QuantLoads(GemmLoads):
         kb, plan = self.kb, self.quant
         place = self.start + stage * plan.matrix_bytes
         for box, tensor_map in self.boxes:
-            kb.tma_load(place.at(box.start), tensor_map, [self.first_of(box), self.tile], full)
+            first = first_of(box, self.k, plan.schedule.block_k)
+            kb.tma_load(place.at(box.start), tensor_map, [first, self.tile], full)
         self._boxes(self.b, 0, self.b.maps[0], self.b.target + stage * plan.b.nbytes, full)
         for each in (self.k, self.b.at_k): each += plan.schedule.block_k
 
-    def first_of(self, box: Box) -> Value | int:
-        """The first element of a row of tiles that a stage has."""
-        block_k = self.plan.schedule.block_k
-        if box.codes:
-            if box.inner >= block_k: return self.k * (box.inner // block_k)
-            return self.k // (block_k // box.inner)
-        return self.k // box.columns * TILE if box.columns else 0
+
+def first_of(box: Box, k: Value, block_k: int) -> Value | int:
+    """The first element of a row of tiles that a stage has, whose first column is `k`."""
+    if box.codes:
+        if box.inner >= block_k: return k * (box.inner // block_k)
+        return k // (block_k // box.inner)
+    return k // box.columns * TILE if box.columns else 0

@@ -17,22 +17,21 @@ from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.ptx.builder.values import Number
-from tinygrad_nv.tile.gemm.wgmma.main_loop import Descriptors, MainLoop
+from tinygrad_nv.tile.gemm.wgmma.main_loop import Descriptors, MainLoop, OperandStages
 from tinygrad_nv.tile.gemm.wgmma.plan import WARPGROUP
 from tinygrad_nv.tile.pipeline import OrderedBarrier, Pipeline
 from tinygrad_nv.tile.quant_gemm.factors import Pair
 from tinygrad_nv.tile.quant_gemm.stages import StageOperands
-from tinygrad_nv.tile.quant_gemm.wgmma.load import QuantLoads
-from tinygrad_nv.tile.quant_gemm.wgmma.plan import PENDING, QuantWgmmaPlan
+from tinygrad_nv.tile.quant_gemm.wgmma.plan import PENDING, MatrixStages
 
 
 class QuantMainLoop(MainLoop):
     """The main loop of one consumer warpgroup."""
 
-    def __init__(self, kb: Kernel, plan: QuantWgmmaPlan, ring: Pipeline, ordered: OrderedBarrier | None,
-                 loads: QuantLoads) -> None:
+    def __init__(self, kb: Kernel, plan: MatrixStages, ring: Pipeline, ordered: OrderedBarrier | None,
+                 loads: OperandStages) -> None:
         super().__init__(kb, plan, ring, ordered, loads)
-        self.quant, self.start, self.b_start = plan, loads.start, loads.b.ring
+        self.quant = plan
 
     def begin(self) -> None:
         """Registers of the consumer; where its warp's tiles are in a stage."""
@@ -40,7 +39,8 @@ class QuantMainLoop(MainLoop):
         self.at, self.last = self.ring.cursor(), kb.reg("u32", 0)
         self.consumer = kb.reg("u32")
         kb.emit("redux.sync.min.u32", self.consumer, kb.tid.x // WARPGROUP, -1)
-        self.b = Descriptors.of(kb, plan.b, self.b_start)
+        start, activations = self.loads.starts
+        self.b = Descriptors.of(kb, plan.b, activations)
         lane = kb.special("laneid")
         self.mine = lane < plan.peers
         self.empty_barriers = self.ring.empty_barriers()
@@ -48,11 +48,11 @@ class QuantMainLoop(MainLoop):
             self.ordered.begin(self.consumer, lane == 0)
             self.at.jump(self.consumer * plan.iterations)
         self.sums = [kb.regs(self.kind, plan.schedule.block_n // 2) for _ in range(plan.subtiles)]
-        self.operands = StageOperands(kb, plan.type, plan.spec.a.dtype, plan.boxes, plan.subtiles, 4,
-                                      plan.grouped)
+        self.operands = StageOperands(kb, plan.type, plan.spec.a.dtype, plan.boxes, plan.warp_tiles,
+                                      plan.scaled)
         warp = kb.tid.x % WARPGROUP >> 5
-        tile = warp if plan.readers == 1 else self.consumer * (plan.rows // 16) + warp
-        self.places = self.operands.places(self.start, tile)
+        tile = self.consumer * plan.tiles_apart + warp if plan.tiles_apart else warp
+        self.places = self.operands.places(start, tile)
 
     # **** the loop ****
 
@@ -62,10 +62,10 @@ class QuantMainLoop(MainLoop):
         self._multiply_stage(False)
         with kb.loop(1, iterations, kind="u32"): self._multiply_stage(True)
         self._issued()
-        if not self.quant.grouped: scales = self._row_scales()
+        if not self.quant.scaled: scales = self._row_scales()
         kb.wgmma_wait(0)
         self.ring.release(self.empty_barriers, self.last, self.mine)
-        if self.quant.grouped: return
+        if self.quant.scaled: return
         for row, pair in zip(self.sums, scales, strict=True):
             for i, total in enumerate(row): kb.emit("mul.f32", total, total, pair[i >> 1 & 1])
 

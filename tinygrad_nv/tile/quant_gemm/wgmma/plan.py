@@ -1,14 +1,15 @@
 """What follows from a spec and a schedule of `quant_wgmma`.
 
 Protocol: that of gemm/wgmma/plan.py, of the transposed matmul: rows are those of the matrix, whose codes and
-factors are boxes of a stage, columns are rows of activations.
+factors are boxes of a stage, columns are rows of activations. `MatrixStages` is what a plan has beside, whose
+operand A is made of a quantised matrix.
 """
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from tinygrad_nv.quant.types import QType
+from tinygrad_nv.quant.types import TILE, QType
 from tinygrad_nv.tile.gemm.wgmma.plan import WgmmaPlan
 from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.quant_gemm.schedules import QuantWgmma
@@ -20,9 +21,78 @@ PENDING = 2     # groups of wgmmas in flight while the next operands are made
 MAP_DTYPES = {1: "u8", 2: "u16", 4: "u32"}  # by size
 
 
+class MatrixStages(WgmmaPlan):
+    """Stages of a quantised matrix, and of activations. `a` is the operand as registers have it. A tile has
+    rows of `halves` matrices, those of one after those of the other."""
+    quant: QuantGemmSpec
+
+    @property
+    def halves(self) -> int: return 1
+
+    @property
+    def staggered(self) -> int: return 0
+
+    @property
+    def type(self) -> QType: return self.quant.type
+
+    @property
+    def scaled(self) -> bool:
+        """Whether a row has several scales, which are multiplied with elements."""
+        return bool(self.type.scale.columns)
+
+    # **** shared memory ****
+
+    @cached_property
+    def boxes(self) -> tuple[Box, ...]:
+        """Codes and factors of a stage."""
+        return boxes(self.quant, self.schedule.block_m, self.schedule.block_k)
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Shared memory of a stage's boxes."""
+        return self.boxes[-1].end
+
+    @property
+    def arriving_bytes(self) -> int:
+        """Those of them that are copied."""
+        return sum(box.nbytes for box in self.boxes)
+
+    @property
+    def b_start(self) -> int:
+        """Where stages of activations begin."""
+        return -(-self.matrix_bytes * self.schedule.depth // 1024) * 1024
+
+    @property
+    def ring_bytes(self) -> int:
+        """Shared memory of all stages: boxes first, then activations."""
+        return self.b_start + self.schedule.depth * self.b.nbytes
+
+    def map(self, box: Box, shape: tuple[int, ...], pointer: int) -> MapArgument:
+        """The tensor map of a box of a buffer of a shape: that of one of the matrices."""
+        tiles, *inner = shape
+        count = 1
+        for extent in inner: count *= extent
+        if box.codes: count //= 4
+        return MapArgument(pointer, MAP_DTYPES[box.size], (count, tiles), (count * box.size,),
+                           (box.inner, box.tiles // self.halves), "none")
+
+    # **** tiles of a warp ****
+
+    @property
+    def tiles_apart(self) -> int:
+        """Tiles of 16 rows of a stage between those of a consumer and of the next one."""
+        return self.rows // self.halves // TILE if self.readers > 1 else 0
+
+    @property
+    def warp_tiles(self) -> tuple[int, ...]:
+        """Those of a warp, one for each 64 rows of its consumer, after the first."""
+        each, half = self.subtiles // self.halves, self.schedule.block_m // self.halves // TILE
+        return tuple(number // each * half + number % each * 4 for number in range(self.subtiles))
+
+
 @dataclass(frozen=True)
-class QuantWgmmaPlan(WgmmaPlan):
-    """See above. `a` is the operand as registers have it."""
+class QuantWgmmaPlan(MatrixStages):
+    """See above."""
     schedule: QuantWgmma
     quant: QuantGemmSpec
 
@@ -38,45 +108,6 @@ class QuantWgmmaPlan(WgmmaPlan):
         return QuantWgmmaPlan(spec, s, a, b, quant)
 
     @property
-    def type(self) -> QType: return self.quant.type
-
-    @cached_property
-    def boxes(self) -> tuple[Box, ...]:
-        """Codes and factors of a stage."""
-        return boxes(self.quant, self.schedule.block_m, self.schedule.block_k)
-
-    @property
-    def matrix_bytes(self) -> int:
-        """Shared memory of a stage's boxes."""
-        return self.boxes[-1].end
-
-    @property
     def stage_bytes(self) -> int:
         """Bytes that arrive."""
-        return sum(box.nbytes for box in self.boxes) + self.b.nbytes
-
-    @property
-    def ring_bytes(self) -> int:
-        """Shared memory of all stages: boxes first, then activations."""
-        s = self.schedule
-        return self.activations_start + s.depth * self.b.nbytes
-
-    @property
-    def activations_start(self) -> int: return -(-self.matrix_bytes * self.schedule.depth // 1024) * 1024
-
-    def map(self, box: Box, pointer: int) -> MapArgument:
-        """The tensor map of a box."""
-        tiles, *inner = self.quant.buffers[box.name].shape
-        count = 1
-        for extent in inner: count *= extent
-        if box.codes: count //= 4
-        return MapArgument(pointer, MAP_DTYPES[box.size], (count, tiles), (count * box.size,),
-                           (box.inner, box.tiles), "none")
-
-    @property
-    def staggered(self) -> int: return 0
-
-    @property
-    def grouped(self) -> bool:
-        """Whether a row has several scales, which are multiplied with elements."""
-        return bool(self.type.scale.columns)
+        return self.arriving_bytes + self.b.nbytes
