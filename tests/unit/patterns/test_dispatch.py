@@ -12,6 +12,8 @@ from tinygrad import Tensor
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.functional import Experts, Policy, dispatch
 from tinygrad_nv.patterns.grouped_gemm.dispatch import dispatched, policy_of
+from tinygrad_nv.quant.stack import QStack
+from tinygrad_nv.quant.types import INT8, per_channel_scale
 
 RNG = np.random.default_rng(5)
 E, H, I = 5, 16, 12
@@ -69,6 +71,32 @@ def test_the_body_is_the_same():
     x, policy = tensor(RNG.normal(size=(6, H)).astype(np.float32)), Policy(3, "sigmoid", True, 2.5)
     got, wanted = (make(x, mine, policy).numpy() for make in (dispatch, dispatched))
     assert np.abs(got - wanted).max() <= 2e-6 * np.abs(wanted).max()
+
+
+def stack(x: np.ndarray) -> QStack:
+    """int8, a scale for each row."""
+    count, n, k = x.shape
+    scales = np.abs(x).max(-1, keepdims=True).reshape(count * n, 1) / 127
+    codes = np.rint(x.reshape(count * n, k) / scales).astype(np.int8)
+    return QStack(INT8 @ per_channel_scale(), x.shape, {"codes": tensor(codes), "scales": tensor(scales)})
+
+
+def test_quantised_matrices():
+    """Results and gradients of tokens, router and biases are those of the dequantised matrices."""
+    given = arrays("router", "gate_up", "down", "gate_up_bias", "down_bias")
+    stacks = {"gate_up": stack(given["gate_up"].reshape(2 * E, I, H)), "down": stack(given["down"])}
+    shared = {name: tensor(given[name]) for name in ("router", "gate_up_bias", "down_bias")}
+    dense = {name: each.dequantize().reshape(SHAPES[name]).realize() for name, each in stacks.items()}
+    tokens, grad = (tensor(RNG.normal(size=(2, 5, H)).astype(np.float32)) for _ in range(2))
+    found, wanted = [], []
+    for out, matrices in ((found, stacks), (wanted, dense)):
+        made = dispatch(tokens, Experts(**shared, **matrices), "top2")
+        out += [made, *(made * grad).sum().gradient(tokens, *shared.values())]
+    found.append(dispatched(tokens, Experts(**shared, **stacks), "top2"))
+    for one, other in zip(found, [*wanted, wanted[0]], strict=True):
+        assert np.abs(one.numpy() - other.numpy()).max() <= 4e-6 * max(np.abs(other.numpy()).max(), 1e-3)
+    with pytest.raises(SpecError, match="gate_up of shape"):
+        Experts(shared["router"], stack(given["gate_up"]), stacks["down"])
 
 
 def test_policies_by_name():

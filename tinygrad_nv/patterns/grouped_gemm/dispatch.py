@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
+from typing import Any
 
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns.grouped_gemm.named import grouped_matmul
-from tinygrad_nv.patterns.router.named import route
+from tinygrad_nv.patterns.quant_grouped.named import quant_grouped_matmul
+from tinygrad_nv.patterns.router.named import Routing, route
+from tinygrad_nv.quant.stack import QStack
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.grouped_gemm.reference import activated
 from tinygrad_nv.tile.router.reference import routed
@@ -26,10 +29,11 @@ class Experts:
     """E gated feed-forward networks of I columns, down(act(gate) · up) of rows of H, and the router that
     chooses among them. As in transformers, `gate_up` has an expert's gate above its up. `activation`: "silu",
     "gelu", "gelu_tanh" or "swiglu_clamped". `choice_bias`, float32, is added to scores where experts are
-    chosen, and not to weights (DeepSeek-V3). Raises `SpecError` for shapes that do not fit each other."""
+    chosen, and not to weights (DeepSeek-V3). Quantised matrices are a `QStack`: of gate and up of each expert
+    in turn, [2 E, I, H], and of down, [E, H, I]. Raises `SpecError` for shapes that do not fit each other."""
     router: Tensor                          # (E, H)
-    gate_up: Tensor                         # (E, 2 I, H)
-    down: Tensor                            # (E, H, I)
+    gate_up: Tensor | QStack                # (E, 2 I, H)
+    down: Tensor | QStack                   # (E, H, I)
     activation: str = "silu"
     router_bias: Tensor | None = None       # (E)
     choice_bias: Tensor | None = None       # (E)
@@ -37,10 +41,11 @@ class Experts:
     down_bias: Tensor | None = None         # (E, H)
 
     def __post_init__(self) -> None:
-        if (self.router.ndim, self.gate_up.ndim, self.down.ndim) != (2, 3, 3):
+        if self.router.ndim != 2 or any(len(each.shape) != 3 for each in (self.gate_up, self.down)):
             raise SpecError(self._words(), "router (E, H), gate_up (E, 2 I, H), down (E, H, I)")
         (count, hidden), width = self.router.shape, self.down.shape[2]
-        shapes = ((count, hidden), (count, 2 * width, hidden), (count, hidden, width), (count,), (count,),
+        both = (2 * count, width) if isinstance(self.gate_up, QStack) else (count, 2 * width)
+        shapes = ((count, hidden), (*both, hidden), (count, hidden, width), (count,), (count,),
                   (count, 2 * width), (count, hidden))
         names = [each.name for each in fields(self) if each.name != "activation"]
         for name, shape in zip(names, shapes, strict=True):
@@ -62,13 +67,13 @@ def policy_of(policy: Policy | str) -> Policy:
 
 def dispatch(tokens: Tensor, experts: Experts, policy: Policy | str = "top2") -> Tensor:
     """What a mixture of experts makes of tokens (…, H): (…, H) in their dtype, with the gradients of tokens
-    and of all that `experts` has but `choice_bias`. Raises `SpecError`."""
+    and of all that `experts` has but `choice_bias` and quantised matrices. Raises `SpecError`."""
     policy, x = policy_of(policy), _flat(tokens, experts)
     routing = route(_logits(x, experts).contiguous(), policy, experts.choice_bias)
-    inner = grouped_matmul(x, experts.gate_up, routing.offsets, routing.order, gather=policy.k,
-                           activation=experts.activation, bias=experts.gate_up_bias)
-    made = grouped_matmul(inner, experts.down, routing.offsets, routing.order, scatter=True,
-                          weights=routing.weights.flatten(), bias=experts.down_bias)
+    inner = _multiplied(x, experts.gate_up, routing, gather=policy.k, activation=experts.activation,
+                        bias=experts.gate_up_bias)
+    made = _multiplied(inner, experts.down, routing, scatter=True, weights=routing.weights.flatten(),
+                       bias=experts.down_bias)
     return made.reshape(-1, policy.k, x.shape[1]).sum(1).reshape(tokens.shape)
 
 
@@ -78,9 +83,9 @@ def dispatched(tokens: Tensor, experts: Experts, policy: Policy | str = "top2") 
     chosen, weights, *_ = routed(policy, _logits(x, experts), experts.choice_bias)
     numbers = Tensor.arange(int(experts.router.shape[0]), dtype=dtypes.int32).to(x.device)
     own = (chosen.unsqueeze(-1) == numbers).where(weights.unsqueeze(-1), 0).sum(1)      # (T, E)
-    both = x.float().unsqueeze(0) @ experts.gate_up.float().transpose(1, 2)             # (E, T, 2 I)
+    both = x.float().unsqueeze(0) @ _dense(experts.gate_up, 2).transpose(1, 2)          # (E, T, 2 I)
     if experts.gate_up_bias is not None: both = both + experts.gate_up_bias.float().unsqueeze(1)
-    made = activated(experts.activation, both) @ experts.down.float().transpose(1, 2)
+    made = activated(experts.activation, both) @ _dense(experts.down, 1).transpose(1, 2)
     if experts.down_bias is not None: made = made + experts.down_bias.float().unsqueeze(1)
     return (made * own.T.unsqueeze(-1)).sum(0).cast(x.dtype).reshape(tokens.shape)
 
@@ -88,10 +93,24 @@ def dispatched(tokens: Tensor, experts: Experts, policy: Policy | str = "top2") 
 def _flat(tokens: Tensor, experts: Experts) -> Tensor:
     """Tokens (T, H). Raises `SpecError` for others than the experts take."""
     hidden = experts.router.shape[1]
-    if tokens.ndim < 2 or tokens.shape[-1] != hidden or tokens.dtype != experts.down.dtype:
+    dtype = (experts.router if isinstance(experts.down, QStack) else experts.down).dtype
+    if tokens.ndim < 2 or tokens.shape[-1] != hidden or tokens.dtype != dtype:
         raise SpecError(f"tokens of {short(tokens.dtype)} {tokens.shape}",
-                        f"{short(experts.down.dtype)} (…, {hidden}), as the experts have")
+                        f"{short(dtype)} (…, {hidden}), as the experts have")
     return tokens.reshape(-1, hidden)
+
+
+def _multiplied(x: Tensor, w: Tensor | QStack, routing: Routing, **more: Any) -> Tensor:
+    """Rows times the matrices of their experts."""
+    multiply: Any = quant_grouped_matmul if isinstance(w, QStack) else grouped_matmul
+    return multiply(x, w, routing.offsets, routing.order, **more)
+
+
+def _dense(w: Tensor | QStack, parts: int) -> Tensor:
+    """The matrices of each expert in float32, `parts` one below the other."""
+    if not isinstance(w, QStack): return w.float()
+    count, n, k = w.shape
+    return w.dequantize().reshape(count // parts, parts * n, k)
 
 
 def _logits(x: Tensor, experts: Experts) -> Tensor:
