@@ -1,6 +1,7 @@
 """Programs written for vLLM's Python API, on the model in the box."""
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from tinygrad_nv import LLM, SamplingParams
 from tinygrad_nv.cli import DEFAULT_MODEL
+from tinygrad_nv.engine.async_engine import AsyncEngine
 from tinygrad_nv.engine.request_output import RequestOutput
 from tinygrad_nv.engine.sampling import RequestOutputKind
 from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams
@@ -69,7 +71,7 @@ def test_a_salt_keeps_prefixes_apart(llm: LLM):
 
 
 @pytest.mark.parametrize("prompt", [
-    {}, {"prompt": PROMPT, "prompt_token_ids": [1]}, {"prompt": 5}, {"multi_modal_data": {"image": 1}},
+    {}, {"prompt": PROMPT, "messages": []}, {"prompt": 5}, {"multi_modal_data": {"image": 1}},
     {"prompt": PROMPT, "cache_salt": 3}, {"prompt_token_ids": "abc"}, {"messages": "x"}], ids=str)
 def test_prompts_that_are_refused(llm: LLM, prompt: dict[str, Any]):
     with pytest.raises(RequestError, match="a prompt "): llm.generate(prompt, GREEDY)
@@ -88,8 +90,22 @@ def test_chat(llm: LLM):
     assert made.prompt == "<user> Hi there\n<assistant> The cat is "
     [made] = llm.chat(going_on, GREEDY, chat_template=TEMPLATE, add_generation_prompt=False)
     assert made.prompt == "<user> Hi there\n<assistant> The cat is \n"
-    with pytest.raises(RequestError, match="continue_final_message"):
-        llm.chat(talk, GREEDY, chat_template="nothing", continue_final_message=True)
+    for content in ("<", "assistant", "x "):     # which the template writes elsewhere, too
+        [made] = llm.chat([{"role": "assistant", "content": content}], GREEDY, continue_final_message=True,
+                          chat_template=TEMPLATE + "<end>")
+        assert made.prompt == f"<assistant> {content}"
+    for template, last in (("nothing", "Hi"), (TEMPLATE, " ")):
+        with pytest.raises(RequestError, match="continue_final_message"):
+            llm.chat([{"role": "user", "content": last}], GREEDY, chat_template=template,
+                     continue_final_message=True)
+
+
+def test_parts_of_a_content_are_texts(llm: LLM):
+    parts = [{"type": "text", "text": "A girl"}, {"type": "text", "text": "ran."}]
+    [made] = llm.chat([{"role": "user", "content": parts}], GREEDY, chat_template=TEMPLATE)
+    assert made.prompt.startswith("<user> A girl\nran.\n")
+    with pytest.raises(RequestError, match="a content of parts"):
+        llm.chat([{"role": "user", "content": [{"type": "image_url"}]}], GREEDY, chat_template=TEMPLATE)
 
 
 def test_a_seed_of_the_model_repeats_its_answers():
@@ -127,7 +143,8 @@ def test_what_stands_for_nothing():
 
 
 @pytest.mark.parametrize("given", [
-    {"best_of": 3}, {"logits_processors": [print]}, {"allowed_token_ids": []}, {"bad_words": [""]},
+    {"best_of": 3}, {"logits_processors": [print]}, {"seed": -2}, {"allowed_token_ids": []},
+    {"bad_words": [""]},
     {"truncate_prompt_tokens": 0}, {"truncate_prompt_tokens": -2}, {"stop": ["a"], "detokenize": False},
     {"spaces_between_special_tokens": False}, {"output_kind": 2}, {"skip_special_tokens": None},
     {"allowed_token_ids": "12"}, {"bad_words": ["a"] * 1001}], ids=str)
@@ -169,9 +186,20 @@ def test_rules_beside_a_structured_output(llm: LLM):
     own = llm.require_tokenizer().encode("blue", special=False)
     [made] = llm.generate([PROMPT], replace(none, structured_outputs=StructuredOutputsParams(regex="blue!!"),
                                             allowed_token_ids=own))
-    assert (made.finish_reason, type(made.outputs[0].error)) == ("error", RequestError)
-    assert "leave no token" in str(made.outputs[0].error)
-    assert llm.generate(PROMPT, GREEDY)[0].finish_reason == "length"    # the engine goes on
+    assert (made.text, made.finish_reason) == ("blue", "stop")      # "!" is not allowed
+    [made] = llm.generate([PROMPT], replace(GREEDY, structured_outputs=StructuredOutputsParams(
+        choice=["yes", "no"]), bad_words=[llm.require_tokenizer().token_text(llm.eos[0])]))
+    assert (made.text in ("yes", "no"), made.finish_reason) == (True, "stop")
+
+
+def test_an_answer_that_is_complete_keeps_its_last_token(llm: LLM):
+    """Where no token could follow it."""
+    [there] = llm.require_tokenizer().encode(" there", special=False)
+    base = replace(GREEDY, allowed_token_ids=[there], bad_words=["there there"])
+    for more, text, reason in (({"max_tokens": 1}, " there", "length"), ({"stop": ["there"]}, " ", "stop"),
+                               ({}, " there", "stop")):
+        made = llm.generate(PROMPT, replace(base, **more))[0]
+        assert (made.text, made.finish_reason, made.token_ids[0]) == (text, reason, there)
 
 
 def test_prompts_are_cut_off_at_their_beginning(llm: LLM):
@@ -179,6 +207,12 @@ def test_prompts_are_cut_off_at_their_beginning(llm: LLM):
     for most in (1, 7, len(tokens), 10**6):
         [made] = llm.generate([tokens], replace(GREEDY, truncate_prompt_tokens=most))
         assert list(made.prompt_token_ids) == tokens[-most:]
+    text = "The dog ran after the cat. " * 3
+    [made] = llm.generate(text, replace(GREEDY, truncate_prompt_tokens=7))
+    assert list(made.prompt_token_ids) == [tokens[0], *tokens[-6:]], "the special token is kept"
+    talk = [{"role": "user", "content": text * 30}]
+    [made] = llm.chat(talk, replace(GREEDY, truncate_prompt_tokens=9), chat_template=TEMPLATE)
+    assert len(made.prompt_token_ids) == 9
     [made] = llm.generate([[*tokens] * 40], replace(GREEDY, truncate_prompt_tokens=-1, max_tokens=1))
     assert len(made.prompt_token_ids) == 255
 
@@ -201,10 +235,22 @@ def test_texts_with_special_tokens_and_without_any(llm: LLM):
     ({"runner": "draft"}, "runner is 'draft'"),
     ({"speculative_config": "ngram"}, "speculative_config is 'ngram'"),
     ({"speculative_config": {"method": "eagle", "num_speculative_tokens": 2}}, "speculative_config is"),
+    ({"speculative_config": {"method": "draft_model", "num_speculative_tokens": 2}}, "speculative_config is"),
+    ({"max_num_seqs": "8"}, "max_num_seqs is '8'"), ({"swap_space": float("nan")}, "swap_space is nan"),
+    ({"block_size": True}, "block_size is True"), ({"max_model_len": 0}, "max_model_len is 0"),
     ({"load_format": "pt"}, "load_format is 'pt'"), ({"enable_chunked_prefill": False}, "is False")], ids=str)
 def test_arguments_that_are_refused(given: dict[str, Any], words: str):
     """Before anything is read."""
     with pytest.raises(ConfigError, match=words): LLM("/no/such/directory", **given)
+
+
+def test_none_is_the_default():
+    given = dict.fromkeys((
+        "max_num_seqs", "max_num_batched_tokens", "block_size", "swap_space", "max_model_len", "quantization",
+        "enable_prefix_caching", "num_gpu_blocks_override", "kv_cache_memory_bytes", "speculative_config",
+        "seed", "hf_overrides"))
+    with LLM(DEFAULT_MODEL, device="CPU", **given) as made:
+        assert (made.core.config.max_seqs, made.runner.page_size, made.core.pool.sharing) == (64, 16, True)
 
 
 def test_an_unknown_argument_names_the_nearest():
@@ -231,3 +277,33 @@ def test_priorities_are_as_many_as_prompts(llm: LLM):
     assert len(llm.generate([PROMPT] * 2, replace(GREEDY, max_tokens=1), priority=[1, 0])) == 2
     with pytest.raises(RequestError, match="1 priorities for 2 prompts"):
         llm.generate([PROMPT] * 2, GREEDY, priority=[1])
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    ({"priority": ["high"]}, "priority is 'high'"), ({"priority": [0.5]}, "priority is 0.5"),
+    ({"sampling_params": {"n": 1}}, "sampling_params of type dict"),
+    ({"sampling_params": SamplingParams(n=65)}, "n is 65"),
+    ({"sampling_params": SamplingParams(prompt_logprobs=1)}, "prompt_logprobs is 1"),
+    ({"prompts": [b"abc"]}, "a prompt of type bytes"), ({"prompts": [[True, False]]}, "a prompt of type list")
+], ids=str)
+def test_what_is_refused_before_anything_runs(llm: LLM, given: dict[str, Any], words: str):
+    steps = llm.core.stats().steps
+    with pytest.raises(RequestError, match=words): llm.generate(**{"prompts": [PROMPT], **given})
+    assert llm.core.stats().steps == steps
+    assert len(llm.generate(iter(ids(llm, PROMPT)), iter([GREEDY]))) == 1
+
+
+def test_an_engine_of_a_loop_takes_what_generate_takes(llm: LLM):
+    """Salts, truncation and messages."""
+    long = ids(llm, "A frog sat on a log. " * 8)
+
+    async def cached(**more: Any) -> int:
+        found = [delta async for delta in engine.generate({"prompt_token_ids": long, **more}, GREEDY)]
+        return max(delta.cached_tokens for delta in found)
+
+    async def all_of_them() -> list[int]:
+        await engine.start()
+        return [await cached(cache_salt=salt) for salt in ("x", "x", "y", "\ud800")]
+    engine = AsyncEngine(llm)
+    found = asyncio.run(all_of_them())
+    assert [each > 0 for each in found] == [False, True, False, False]

@@ -106,10 +106,9 @@ class AsyncEngine:
         if self._waiting >= limit:
             raise QueueFull(f"{self._waiting} requests wait for their first token", f"less than {limit}",
                             "retry later, or raise --max-queue")
-        params = self.llm.defaults if params is None else params
         name = f"request-{next(self._request_numbers)}" if request_id is None else request_id
         self._require_new(name)
-        return self._generate(Request(name, self.llm.tokenize(prompt), params, priority, time.monotonic()))
+        return self._generate(self.llm.request(name, prompt, params, priority, matched=False))
 
     def _require_new(self, name: str) -> None:
         if name in self._streams:

@@ -33,10 +33,10 @@ from tinygrad_nv.engine.loading import (
 from tinygrad_nv.engine.memory_planning import CacheSize, layer_bytes, require_room, step_bytes
 from tinygrad_nv.engine.outputs import Delta, EmbeddingRequestOutput, EngineCoreOutput
 from tinygrad_nv.engine.progress_bar import progress_bar
-from tinygrad_nv.engine.prompts import ParsedPrompt, Prompt, as_prompts, parse, text_or_tokens
+from tinygrad_nv.engine.prompts import ParsedPrompt, Prompt, as_prompts, flattened, parse, text_or_tokens
 from tinygrad_nv.engine.request_output import RequestOutput, RequestOutputBuilder
 from tinygrad_nv.engine.sampling import SamplingParams, fresh_seed
-from tinygrad_nv.engine.scheduling.request import Matcher, Request
+from tinygrad_nv.engine.scheduling.request import Matcher, Request, check_request
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
 from tinygrad_nv.engine.speculation.draft_model import DraftModelFiles
 from tinygrad_nv.engine.speculation.ngram import NgramProposer, parse_speculative
@@ -45,10 +45,10 @@ from tinygrad_nv.engine.structured_output.token_rules import TokenRules, word_to
 from tinygrad_nv.engine.text.output_processor import OutputProcessor
 from tinygrad_nv.engine.text.tokenizer import Message, Tokenizer, Tools
 from tinygrad_nv.engine.thread import EngineThread
-from tinygrad_nv.engine.vllm_arguments import from_vllm, require_no_adapter
+from tinygrad_nv.engine.vllm_arguments import from_vllm, gib, require_no_adapter, whole
 from tinygrad_nv.engine.worker.kv_cache_dtype import resolve_kv_cache_dtype
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
-from tinygrad_nv.errors import RequestError, TokenizerError
+from tinygrad_nv.errors import ConfigError, RequestError, TokenizerError
 from tinygrad_nv.kvcache.groups import cache_groups
 from tinygrad_nv.kvcache.pool import PagePool
 from tinygrad_nv.models import weights
@@ -82,17 +82,24 @@ class LLM:
 
     def __init__(self, model: str | Path, dtype: str = "auto", max_model_len: int | None = None,
                  device: str | None = None, progress: Callable[[int, int], None] | None = None,
-                 gpu_memory_utilization: float = UTILIZATION, *, max_num_seqs: int = 64,
-                 max_num_batched_tokens: int = 512, kv_cache_dtype: str = "auto", page_size: int = 16,
-                 num_pages: int | None = None, kv_cache_bytes: int | None = None, swap_space: float = 0,
-                 enable_prefix_caching: bool = True, max_queue: int = 1024, overlap: bool = True,
-                 speculative: str | None = None, quantization: str | None = None, task: str = "auto",
+                 gpu_memory_utilization: float = UTILIZATION, *, max_num_seqs: int | None = 64,
+                 max_num_batched_tokens: int | None = 512, kv_cache_dtype: str = "auto",
+                 page_size: int | None = 16, num_pages: int | None = None, kv_cache_bytes: int | None = None,
+                 swap_space: float | None = 0, enable_prefix_caching: bool | None = True,
+                 max_queue: int = 1024, overlap: bool = True, speculative: str | None = None,
+                 quantization: str | None = None, task: str | None = "auto",
                  tokenizer: str | Path | None = None, seed: int | None = None,
                  stage: Callable[[str], None] = lambda name: None, **vllm: Any) -> None:
         own = from_vllm(vllm, frozenset(signature(LLM).parameters))
         page_size, num_pages = own.get("page_size", page_size), own.get("num_pages", num_pages)
-        kv_cache_bytes, task = own.get("kv_cache_bytes", kv_cache_bytes), own.get("task", task)
+        kv_cache_bytes, task = own.get("kv_cache_bytes", kv_cache_bytes), own.get("task", task or "auto")
         speculative = own.get("speculative", speculative)
+        # vLLM's defaults are None
+        max_num_seqs = whole("max_num_seqs", max_num_seqs, 64)
+        max_num_batched_tokens = whole("max_num_batched_tokens", max_num_batched_tokens, 512)
+        page_size = whole("block_size", page_size, 16)
+        if max_model_len is not None: max_model_len = whole("max_model_len", max_model_len, 0)
+        swap_space, enable_prefix_caching = gib("swap_space", swap_space), enable_prefix_caching is not False
         self._seeds = fresh_seed if seed is None else partial(Random(seed).getrandbits, 32)
         sweep()
         self._request_numbers = itertools.count()
@@ -104,6 +111,8 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens, progress=progress, stage=stage,
             gpu_memory_utilization=gpu_memory_utilization)
         if self.embedder is not None:
+            if tokenizer is not None:
+                raise ConfigError("another tokenizer for an embedding model", "the model's", "leave it out")
             self.defaults, self.length = SamplingParams(), self.embedder.length
             self.tokenizer, self.tokenizer_error = self.embedder.tokenizer, self.embedder.tokenizer_error
             return
@@ -195,15 +204,18 @@ class LLM:
     def tokenize(self, prompt: Prompt, truncate_prompt_tokens: int | None = None) -> list[int]:
         """Token ids of a prompt, checked against the vocabulary and the context; with
         `truncate_prompt_tokens` its last ones."""
-        parsed, limit = parse(prompt), truncate_prompt_tokens
-        if parsed.messages is not None: return self.encode_chat(parsed.messages)
-        if parsed.ids is not None: ids = parsed.ids
+        if self.embedder is not None:
+            return self.embedder.encode(text_or_tokens(prompt), truncate_prompt_tokens)
+        parsed = parse(prompt)
+        limit = self.length - 1 if truncate_prompt_tokens == -1 else truncate_prompt_tokens
+        if parsed.messages is not None: parsed = self.conversation(parsed.messages)
+        if parsed.ids is not None: ids = parsed.ids if limit is None else parsed.ids[-limit:]
+        elif not parsed.text:
+            raise RequestError("the prompt is empty", "at least one character", "write a prompt")
+        elif limit is not None: ids = self.require_tokenizer().encode_truncated(parsed.text, limit, "left")
         else:
-            if not parsed.text:
-                raise RequestError("the prompt is empty", "at least one character", "write a prompt")
-            if limit is None: self.require_tokenizer().require_fitting(parsed.text, self.length)
+            self.require_tokenizer().require_fitting(parsed.text, self.length)
             ids = self.require_tokenizer().encode(parsed.text)
-        if limit is not None: ids = ids[-(self.length - 1 if limit == -1 else limit):]
         if not ids:
             raise RequestError("the prompt has no tokens", "at least one token id", "pass a longer prompt")
         if bad := [i for i in ids if not 0 <= i < self.config.vocab_size]:
@@ -223,13 +235,20 @@ class LLM:
     def encode_chat(self, messages: Sequence[Message], tools: Tools = (), /, **extra: Any) -> list[int]:
         """Token ids of a conversation, through the model's chat template. `tools` and `extra` are variables
         of the template."""
-        return self.conversation(messages, tools, **extra).ids or []
+        made = self.conversation(messages, tools, **extra)
+        self.require_tokenizer().require_fitting(made.text or "", self.length)
+        return self.tokenize(made)
 
     def conversation(self, messages: Sequence[Message], tools: Tools = (), /, **extra: Any) -> ParsedPrompt:
-        """A conversation as a prompt: its text and token ids, as `encode_chat` has them."""
-        text = self.require_tokenizer().render(messages, tools, **extra)
-        self.require_tokenizer().require_fitting(text, self.length)
-        return ParsedPrompt(text, self.tokenize(self.require_tokenizer().encode(text, special=False)))
+        """A conversation as a prompt: its text and token ids. Parts of a content are joined by new lines."""
+        self._require_generator()
+        text = self.require_tokenizer().render([*map(flattened, messages)], tools, **extra)
+        return ParsedPrompt(text, self.require_tokenizer().encode(text, special=False))
+
+    def _require_generator(self) -> None:
+        if self.embedder is None: return
+        raise RequestError(f"{self.directory} makes embeddings, and generates no text",
+                           "a causal language model", "call embed(prompts)")
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
@@ -244,23 +263,26 @@ class LLM:
         made = [None if constraint is None else self.grammars.matcher(constraint) for _ in range(params.n)]
         if params.allowed_token_ids is None and not params.bad_words: return tuple(filter(None, made))
         words = word_tokens(self.require_tokenizer(), params.bad_words) if params.bad_words else ()
-        return tuple(TokenRules(self.config.vocab_size, params.allowed_token_ids, words, each)
+        return tuple(TokenRules(self.config.vocab_size, self.eos, params.allowed_token_ids, words, each)
                      for each in made)
 
     def request(self, name: str, prompt: Prompt, params: SamplingParams | None = None,
-                priority: int = 0) -> Request:
-        """A checked request for the core; its parameters have a seed."""
-        if self.embedder is not None:
-            raise RequestError(f"{self.directory} makes embeddings, and generates no text",
-                               "a causal language model", "call embed(prompts)")
+                priority: int = 0, matched: bool = True) -> Request:
+        """A checked request for the core; its parameters have a seed, and `matched` its matchers."""
+        self._require_generator()
         params = self.defaults if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params of type {type(params).__name__}", "SamplingParams",
+                               "pass SamplingParams(…)")
         params.require_vocabulary(self.config.vocab_size)
         if params.stop: self.require_tokenizer()
         if params.seed is None: params = replace(params, seed=self._seeds())
         parsed = parse(prompt)
         if parsed.messages is not None: parsed = replace(self.conversation(parsed.messages), salt=parsed.salt)
-        return Request(name, self.tokenize(parsed, params.truncate_prompt_tokens), params, priority,
-                       matchers=self.matchers(params), salt=parsed.salt.encode(), text=parsed.text)
+        made = Request(name, self.tokenize(parsed, params.truncate_prompt_tokens), params, priority,
+                       salt=parsed.salt.encode(errors="surrogatepass"), text=parsed.text)
+        check_request(made, self.core.config, self.length, self.config.vocab_size)
+        return replace(made, matchers=self.matchers(params)) if matched else made
 
     # **** answers ****
 
@@ -275,7 +297,8 @@ class LLM:
         bad prompt; an answer that fails later has finish reason "error"."""
         many, params = as_prompts(prompts), sampling_params
         require_no_adapter(lora_request)
-        each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else params
+        alike = params is None or isinstance(params, SamplingParams | Mapping)
+        each = cast(list[SamplingParams | None], [params] * len(many) if alike else [*params])  # type: ignore
         for name, given in (("sampling_params", each), ("priorities", priority)):
             if given is not None and len(given) != len(many):
                 raise RequestError(f"{len(given)} {name} for {len(many)} prompts",
@@ -314,10 +337,12 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def embed(self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None,
-              normalize: bool | None = None, dimensions: int | None = None) -> list[EmbeddingRequestOutput]:
+              normalize: bool | None = None, dimensions: int | None = None, use_tqdm: bool = True,
+              lora_request: None = None) -> list[EmbeddingRequestOutput]:
         """The embeddings of one prompt or of a list of them, in order. Prompts are cut off after
         `truncate_prompt_tokens` tokens (-1: what the context holds); vectors have length 1 if `normalize`
         says so (None: the model), and the first `dimensions` elements. Raises `RequestError`."""
+        require_no_adapter(lora_request)
         if self.embedder is None:
             raise RequestError(f"{self.directory} was loaded to generate text", "an embedding model",
                                'load it with LLM(directory, task="embed")')

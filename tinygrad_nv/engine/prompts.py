@@ -33,9 +33,9 @@ Prompt = TextOrTokens | Mapping[str, Any] | ParsedPrompt
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts; a single prompt becomes a list of one. Raises `RequestError` for other types."""
     if isinstance(prompts, str | Mapping | ParsedPrompt): return [prompts]
-    if not isinstance(prompts, Iterable): raise _not_a_prompt(prompts)
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable): raise _not_a_prompt(prompts)
     many = list(prompts)
-    if many and all(isinstance(each, int | np.integer) for each in many): return [cast(Prompt, prompts)]
+    if many and all(isinstance(each, int | np.integer) for each in many): return [cast(Prompt, many)]
     return cast(list[Prompt], many)
 
 
@@ -45,7 +45,9 @@ def parse(prompt: Prompt) -> ParsedPrompt:
     if isinstance(prompt, str): return ParsedPrompt(prompt)
     if not isinstance(prompt, Mapping): return ParsedPrompt(ids=as_token_ids(prompt))
     given = {name: value for name, value in prompt.items() if value is not None}
-    salt, found = given.pop("cache_salt", ""), [name for name in KINDS if name in given]
+    salt, text = given.pop("cache_salt", ""), None
+    if "prompt_token_ids" in given: text = given.pop("prompt", None)   # the text of these tokens
+    found = [name for name in KINDS if name in given]
     if len(found) != 1 or len(given) != 1 or not isinstance(salt, str):
         raise RequestError(f"a prompt with {', '.join(map(repr, prompt)) or 'nothing'}",
                            f"one of {', '.join(KINDS)}, and perhaps cache_salt, a text",
@@ -53,8 +55,9 @@ def parse(prompt: Prompt) -> ParsedPrompt:
     value = given[found[0]]
     if found[0] == "prompt" and isinstance(value, str): return ParsedPrompt(value, salt=salt)
     if found[0] == "prompt_token_ids" and not isinstance(value, str | Mapping):
-        return ParsedPrompt(ids=as_token_ids(value), salt=salt)
-    if found[0] == "messages" and isinstance(value, list): return ParsedPrompt(messages=value, salt=salt)
+        return ParsedPrompt(text if isinstance(text, str) else None, as_token_ids(value), salt=salt)
+    if found[0] == "messages" and isinstance(value, list | tuple):
+        return ParsedPrompt(messages=[*value], salt=salt)
     raise _not_a_prompt(value)
 
 
@@ -68,8 +71,22 @@ def text_or_tokens(prompt: Prompt) -> TextOrTokens:
 
 def as_token_ids(prompt: Iterable[Any]) -> list[int]:
     """The token ids of a prompt that is not a text. Raises `RequestError` for other types."""
-    try: return [index(token) for token in prompt]
+    try: ids = [token if isinstance(token, bool) else index(token) for token in prompt]
     except TypeError: raise _not_a_prompt(prompt) from None
+    if isinstance(prompt, bytes) or any(isinstance(each, bool) for each in ids): raise _not_a_prompt(prompt)
+    return ids
+
+
+def flattened(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose content is a text: parts of text are joined by new lines, as vLLM joins them. Raises
+    `RequestError` for other parts."""
+    parts = message.get("content")
+    if not isinstance(parts, list | tuple): return message
+    if all(isinstance(each, Mapping) and isinstance(each.get("text"), str) and
+           each.get("type", "text") in ("text", "input_text", "output_text") for each in parts):
+        return {**message, "content": "\n".join(each["text"] for each in parts)}
+    raise RequestError(f"a content of parts {str(parts)[:60]}", "parts of type text",
+                       "leave images and sounds out: the model reads text")
 
 
 def _not_a_prompt(found: Any) -> RequestError:

@@ -109,7 +109,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._set(stop=(self.stop,) if isinstance(self.stop, str) else _listed(self.stop),
                   stop_token_ids=_listed(self.stop_token_ids), bad_words=_listed(self.bad_words),
-                  logit_bias={} if self.logit_bias is None else self.logit_bias)
+                  logit_bias={} if self.logit_bias is None else self.logit_bias,
+                  seed=None if self.seed == -1 else self.seed,
+                  logits_processors=None if self.logits_processors == [] else self.logits_processors)
         if self.allowed_token_ids is not None: self._set(allowed_token_ids=_listed(self.allowed_token_ids))
         self._check_number("temperature", 0, FLOAT32_MAX, "a number ≥ 0 (0 is greedy)")
         self._check_integer("top_k", -1, sys.maxsize, "a whole number ≥ 1, or 0 for every token")

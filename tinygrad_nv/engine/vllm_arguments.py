@@ -50,12 +50,27 @@ def from_vllm(given: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]
     """The arguments of `LLM` that `given` ones stand for; `known` are its own."""
     made: dict[str, Any] = {}
     for name, value in given.items():
-        if name in RENAMED: made[RENAMED[name]] = value
+        if name in RENAMED:
+            if value is not None: made[RENAMED[name]] = value
         elif name in FIXED: _require_fixed(name, value)
         elif name == "speculative_config": made["speculative"] = _speculative(value)
         elif name == "runner": made["task"] = _task(value)
         elif name not in NO_EFFECT: raise _unknown(name, known)
     return made
+
+
+def whole(name: str, value: Any, default: int) -> int:
+    """A whole number; the default for None. Raises `ConfigError`."""
+    if value is None: return default
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1: return value
+    raise ConfigError(f"{name} is {value!r}", "a whole number ≥ 1", f"change {name}")
+
+
+def gib(name: str, value: Any) -> float:
+    """GiB; none for None. Raises `ConfigError`."""
+    if value is None: return 0.0
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1 << 30: return value
+    raise ConfigError(f"{name} is {value!r}", "a number of GiB ≥ 0", f"change {name}")
 
 
 def require_no_adapter(lora_request: Any) -> None:
@@ -87,10 +102,11 @@ def _speculative(config: Any) -> str | None:
     given = dict(config)
     tokens, method, model = (given.pop(name, None) for name in ("num_speculative_tokens", "method", "model"))
     for name in ("prompt_lookup_max", "prompt_lookup_min"): given.pop(name, None)
-    if given or not isinstance(tokens, int) or method not in (None, "ngram", "draft_model"):
+    lookup = model in (None, "ngram", "[ngram]")
+    if given or not isinstance(tokens, int) or method not in (None, "ngram", "draft_model") or \
+            (method is not None and lookup != (method == "ngram")):
         raise ConfigError(f"speculative_config is {dict(config)}", expected, "change speculative_config")
-    if method == "ngram" or model in (None, "ngram", "[ngram]"): return f"ngram:{tokens}"
-    return f"draft:{model}:{tokens}"
+    return f"ngram:{tokens}" if lookup else f"draft:{model}:{tokens}"
 
 
 def _unknown(name: str, known: frozenset[str]) -> ConfigError:

@@ -57,6 +57,7 @@ def caches() -> dict[str, DecodeSpec]:
         "int8": decode(3, 2, 2, 2, 64, 16, 5, F16, S8, causal=False),
         "f32": decode(2, 1, 3, 2, 20, 8, 9, F32),
         "latents": specs.latent(2, 8, 2, 64, 16, pages=3),
+        "latents of 128": specs.latent(2, 16, 1, 128, 64, pages=3),
         "wide latents": specs.latent(2, 20, 2, 288, 16, pages=3),
         "several splits": decode(1, 1, 2, 1, 32, 1100, length="argument", **apart),
         "bias": decode(2, 2, 2, 2, 32, 300, length="most", score=Sum() * 0.1 + bias, **apart)}
@@ -117,6 +118,8 @@ def grouped() -> dict[str, GroupedGemmSpec | GroupedOuterSpec]:
             "gathered": GroupedGemmSpec(3, 40, 64, 72, BF16, 20, gather=2, activation="silu", biased=True),
             "8 bits": ScaledGroupedGemmSpec(3, 40, 48, 272, scatter=True, weighted=True),
             "transposed": TransposedGroupedSpec(3, 30, 28, 40, F16, 10, gather=3, scatter=True),
+            "transposed, aligned": TransposedGroupedSpec(3, 30, 32, 40, BF16),
+            "outer, aligned": GroupedOuterSpec(4, 40, 64, 64, BF16),
             "outer": GroupedOuterSpec(4, 26, 35, 50, F32), "outer, of slots": GroupedOuterSpec(
                 3, 24, 20, 28, BF16, 24, 8, 1, 3)}
 
@@ -131,6 +134,7 @@ def quantised() -> dict[str, QuantGroupedSpec]:
     both = GroupedGemmSpec(3, 36, 40, 256, BF16, 12, gather=3, activation="silu", biased=True)
     return {"q4_0": of(Q4_0, down, True), "q4_k": of(Q4_K, both, True), "mxfp4": of(MXFP4, down),
             "mxfp4 in fragments": of(MXFP4, both, layout="fragments"),
+            "more columns": of(MXFP4, replace(both, n=512, k=256), layout="fragments"),
             "zeros": of(QType(UINT4, per_group_scale(32, F16), zeros=True, permuted=True), both)}
 
 

@@ -72,10 +72,10 @@ class CountingLLM:
         self.core, self.engine, self.defaults = core, EngineThread(core), SamplingParams(max_tokens=4)
         self.tokenizer = self
 
-    def encode(self, prompt) -> list[int]:
+    def request(self, name: str, prompt, params=None, priority: int = 0, matched: bool = True) -> Request:
         if not prompt: raise RequestError("the prompt is empty")
-        return list(prompt)
+        return Request(name, list(prompt), self.defaults if params is None else params, priority)
 
-    def decode(self, ids) -> str: return "".join(f"{i} " for i in ids)
+    def decode(self, ids, skip_special_tokens: bool = True) -> str: return "".join(f"{i} " for i in ids)
 
     def silent(self, token: int) -> bool: return False

@@ -150,6 +150,7 @@ def padded_tokens(num_tokens: int) -> int:
 def new_sequences(request: Request, config: EngineConfig, max_len: int, arrival_number: int) -> Seq:
     """The first sequence of a request, with the others as its branches. `arrival_number` counts requests."""
     params = request.params
+    assert len(request.matchers) == (params.n if params.masked else 0)
     seed = secrets.randbits(64) if params.seed is None else params.seed
     offset = request.priority * config.ageing_s + request.arrival_s
     length = len(request.prompt)
@@ -185,11 +186,11 @@ def check_request(request: Request, config: EngineConfig, max_len: int, vocab: i
     if n > config.max_seqs:
         raise RequestError(f"n is {n}, and {config.max_seqs} sequences run at a time",
                            f"1 to {config.max_seqs}", "ask for fewer answers, or raise --max-num-seqs")
-    if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
-        raise RequestError(f"priority is {request.priority}",
+    whole = isinstance(request.priority, int) and not isinstance(request.priority, bool)
+    if not whole or not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
+        raise RequestError(f"priority is {request.priority!r}",
                            f"-{MAX_PRIORITY} to {MAX_PRIORITY}, smaller first", "change priority")
     if request.params.prompt_logprobs is not None:
         raise RequestError(f"prompt_logprobs is {request.params.prompt_logprobs}",
                            "None: log probabilities are computed for output tokens only",
                            "leave it out, or ask for logprobs")
-    assert len(request.matchers) == n or (not request.matchers and not request.params.masked)

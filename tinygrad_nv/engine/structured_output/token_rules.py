@@ -2,7 +2,8 @@
 
 Protocol: that of a matcher (scheduling/request.py). A mask has the allowed tokens, those that the grammar
 allows if there is one, and none that would complete a bad word: one whose tokens before the last are the last
-tokens of the output, as in vLLM. Where no token is left, `TokenRules` or `accept` raises a `RequestError`.
+tokens of the output, as in vLLM. Where no token is left after some, only end tokens may follow, and the
+answer ends; where none is left at the beginning, `TokenRules` raises a `RequestError`.
 """
 from __future__ import annotations
 
@@ -24,15 +25,19 @@ def word_tokens(tokenizer: Tokenizer, words: Iterable[str]) -> Words:
 
 
 class TokenRules:
-    """See above. `allowed` is None where every token is; `vocab` ids exist."""
+    """See above. `allowed` is None where every token is; `vocab` ids exist, of which `eos` end an answer."""
 
-    def __init__(self, vocab: int, allowed: Sequence[int] | None, words: Words,
+    def __init__(self, vocab: int, eos: Sequence[int], allowed: Sequence[int] | None, words: Words,
                  grammar: GrammarMatcher | None = None) -> None:
         every = range(vocab) if allowed is None else allowed
+        self._ends = pack_mask([token for token in eos if 0 <= token < vocab], vocab)
         self._allowed, self._words, self._grammar = pack_mask(every, vocab), words, grammar
         self._last: tuple[int, ...] = ()    # of the output, as many as the longest word has before its last
         self._kept = max((len(word) - 1 for word in words), default=0)
         self._mask = self._masked((), None if grammar is None else grammar.mask())
+        if self._mask is self._ends:
+            raise RequestError("allowed_token_ids, bad_words and the structured output leave no token",
+                               "one that may come first", "allow more tokens")
 
     @property
     def finished(self) -> bool:
@@ -50,12 +55,11 @@ class TokenRules:
         for token, grammar in zip(draft, grammars[1:], strict=False):
             if not found[-1][token >> 5] >> np.uint32(token & 31) & np.uint32(1): break
             last = self._after(last, token)
-            try: found.append(self._masked(last, grammar))
-            except RequestError: break      # `accept` raises it if this token is accepted
+            found.append(self._masked(last, grammar))
         return found
 
     def accept(self, token: int) -> None:
-        """Advances by one token. Raises `RequestError` where none may follow."""
+        """Advances by one token."""
         self._last = self._after(self._last, token)
         if self._grammar is not None: self._grammar.accept(token)
         self._mask = self._masked(self._last, None if self._grammar is None else self._grammar.mask())
@@ -68,6 +72,4 @@ class TokenRules:
         for *before, token in self._words:
             if last[len(last) - len(before):] == tuple(before) and len(before) <= len(last):
                 mask[token >> 5] &= ~np.uint32(1 << (token & 31))
-        if mask.any(): return mask
-        raise RequestError("allowed_token_ids, bad_words and the structured output leave no token",
-                           "one that may follow", "allow more tokens, an end token among them")
+        return mask if mask.any() else self._ends

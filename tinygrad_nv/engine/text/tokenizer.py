@@ -30,6 +30,7 @@ from tinygrad_nv.quant.gguf.split import open_gguf
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
+MARK = "\ue000\ue001\ue002"     # of the end of a message, in no text: for private use
 # characters a token may stand for, as a multiple of the longest token: some tokenizers drop spaces
 MAX_CHARS_PER_TOKEN = 4
 
@@ -97,12 +98,12 @@ class Tokenizer:
                                "--prompt-ids") from error
         return list(self.backend.encode(text, add_special_tokens=special).ids)
 
-    def encode_truncated(self, text: str, most: int) -> list[int]:
-        """`encode`, cut off at the end so that there are at most `most` ids, the special tokens among
-        them."""
+    def encode_truncated(self, text: str, most: int, side: str = "right") -> list[int]:
+        """`encode`, cut off at the end, or at the beginning ("left"), so that there are at most `most` ids,
+        the special tokens among them."""
         own = self.backend.encode(text, add_special_tokens=False)
         around = self.backend.num_special_tokens_to_add(False)
-        if len(own) + around > most: own.truncate(max(most - around, 0))
+        if len(own) + around > most: own.truncate(max(most - around, 0), direction=side)
         return list(self.backend.post_process(own).ids)[:most]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -148,13 +149,14 @@ class Tokenizer:
         if (template := chat_template or self.template) is None:
             raise TokenizerError("the model has no chat template", "chat_template.jinja, or chat_template in "
                                  "tokenizer_config.json", "use `generate` with a plain prompt")
+        if continue_final_message: messages = _marked(messages)
         try:
             compiled = _environment().from_string(template)
             text = compiled.render({**extra, **self.special, "messages": [dict(m) for m in messages],
                                     "tools": [dict(tool) for tool in tools] or None, "documents": None,
                                     "add_generation_prompt":
                                     add_generation_prompt and not continue_final_message})
-            return _continued(text, messages) if continue_final_message else text
+            return _continued(text) if continue_final_message else text
         except RequestError: raise
         except jinja2.exceptions.SecurityError as error:
             raise TokenizerError(f"the chat template tried to leave its sandbox: {error}",
@@ -170,15 +172,22 @@ class Tokenizer:
         return self.encode(self.render(messages, tools, **extra), special=False)
 
 
-def _continued(text: str, messages: Sequence[Message]) -> str:
+def _marked(messages: Sequence[Message]) -> list[Message]:
+    """A conversation whose last content ends with a mark, by which its end is found in the prompt."""
+    last = messages[-1] if messages else {}
+    if not isinstance(content := last.get("content"), str) or not content.strip():
+        raise RequestError("continue_final_message of a message without a text",
+                           "a last message to go on with", "leave continue_final_message out")
+    return [*messages[:-1], {**last, "content": content + MARK}]
+
+
+def _continued(text: str) -> str:
     """A conversation up to the end of its last message's content, as transformers cuts it."""
-    last = messages[-1].get("content") if messages else None
-    if not isinstance(last, str) or not last.strip() or (at := text.rfind(last.strip())) < 0:
+    if (at := text.find(MARK)) < 0:
         raise RequestError("continue_final_message, and the last message's content is not in the prompt",
                            "a last message of text that the template writes as it is",
                            "leave continue_final_message out")
-    whole = text[at:at + len(last)] == last     # some templates strip contents
-    return text[:at + len(last if whole else last.strip())]
+    return text[:at]
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

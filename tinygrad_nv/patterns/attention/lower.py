@@ -91,7 +91,7 @@ def dropped(spec: AttentionSpec, what: FlashAttention, arguments: tuple[UOp, ...
     group = heads // kv
     moved = any(isinstance(node, Position) and node.axis == "m" for node in walk(spec.score))
     if spec.batch[2] != 1 or spec.s_q != group * rows or moved or not spec.band.full:
-        raise NotOurs(f"dropout of {spec.s_q} rows that are no head's")
+        raise NotOurs(f"dropout or sinks of {spec.s_q} rows that are no head's")
 
     def score(node: Expression) -> Expression:
         if isinstance(node, Load):
@@ -112,6 +112,7 @@ def sunk(found: Found, sinks: tuple[UOp, ...], arguments: tuple[UOp, ...]) -> tu
     if spec.s_q != rows or spec.batch not in ((b, kv, group), (1, b * kv, group)):
         raise NotOurs(f"sinks of {heads} heads that lie as {'x'.join(map(str, spec.batch))}")
     (given,) = sinks
+    if given.shape != (heads,): raise NotOurs(f"sinks {tuple(given.shape)} of {heads} heads of a shard")
     if spec.batch[0] != b: given = given.reshape((1, heads)).expand((b, heads)).reshape((b * heads,))
     there = laid(given)
     read = (there if (there.strides, there.offset) == ((1,), 0) else copied(given)).storage

@@ -66,7 +66,6 @@ class Cost:
     known: bool = True
 
 
-NEVER = "@!PT"      # guard of what is never executed: of `LDS RZ, [RZ]`, which ptxas puts before LDGSTS
 _VARIABLE = 20      # cycles of results that ptxas waits for and nothing is published of: assumed
 # beginnings of opcode and modifiers, and their cost; the first that fits
 _GROUPS: tuple[tuple[str, Cost], ...] = (
@@ -111,8 +110,7 @@ _SHAPE = re.compile(r"\.64x(\d+)x(\d+)")
 
 def cost_of(each: SASSInstruction, gpu: GPUFigures) -> Cost:
     """What an instruction takes on a GPU. One without a row is taken for an integer operation whose result is
-    variable, and is not `known`. One that is never executed takes an issue slot."""
-    if each.guard == NEVER: return Cost(Unit.CONTROL)
+    variable, and is not `known`."""
     whole = each.opcode + each.modifiers + "."
     if _ASYNC.match(each.opcode): return _wgmma(each, gpu)
     if each.opcode == "DEPBAR": return Cost(Unit.CONTROL, kind=Kind.COPY_WAIT, number=pending(each))

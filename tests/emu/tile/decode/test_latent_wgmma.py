@@ -50,6 +50,12 @@ def test_lengths_around_edges(seed: int, keys: int):
     checked(small(5), lengths[seed], SMALL.keys(keys).stages(2).split(4, 128), seed)
 
 
+def test_a_window_that_begins_in_the_middle_of_a_page():
+    """And is longer than the pages whose numbers a warp holds: 32 of 64 keys."""
+    spec = latent(1, 16, 1, 128, 64, page_size=64, pages=40, window=2200)
+    checked(spec, [2237], SMALL.split(1, 4096))
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("heads", "s_q"), [(1, 1), (7, 8), (16, 2), (20, 3), (64, 1), (66, 1), (128, 1),
                                              (40, 4)])

@@ -5,7 +5,7 @@ import pytest
 
 from tinygrad_nv.ptx.sass import SASSInstruction
 from tinygrad_nv.ptx.timing.gpu import figures
-from tinygrad_nv.ptx.timing.units import Kind, Unit, cost_of
+from tinygrad_nv.ptx.timing.units import Unit, cost_of
 
 
 @pytest.mark.parametrize(("opcode", "modifiers", "unit", "busy"), [
@@ -14,11 +14,3 @@ from tinygrad_nv.ptx.timing.units import Kind, Unit, cost_of
 def test_units(opcode: str, modifiers: str, unit: Unit, busy: int):
     found = cost_of(SASSInstruction(0, opcode, modifiers, "R0, R1", "", None), figures("h100"))
     assert (found.unit, found.busy, found.known) == (unit, busy, True)
-
-
-@pytest.mark.parametrize(("guard", "kind"), [("@!PT", Kind.PLAIN), ("@P0", Kind.SHARED_ACCESS),
-                                             ("", Kind.SHARED_ACCESS)])
-def test_what_is_never_executed_asks_shared_memory_for_nothing(guard: str, kind: Kind):
-    found = cost_of(SASSInstruction(0, "LDS", "", "RZ, [RZ]", guard, None), figures("h100"))
-    assert found.kind is kind
-    assert (found.unit is Unit.SHARED) == (kind is Kind.SHARED_ACCESS)

@@ -91,7 +91,8 @@ class PagedRows:
         self.table = given.table + tile.request.to("u64") * (4 * spec.pages)
         self.key = kb.reg("s32", tile.first + row.to("s32"))
         self.entry = kb.reg("s32", tile.first // spec.page_size)    # that lane 0 has
-        self.end = kb.reg("s32", tile.first + LANES * spec.page_size)   # of the keys of these entries
+        # of the keys of these entries; a window may begin in the middle of the first one's page
+        self.end = kb.reg("s32", (self.entry + LANES) * spec.page_size)
         self.row, self.now, self.later = row.to("s32"), kb.reg("u32"), kb.reg("u32")
         self._read(self.now, 0)
         self._read(self.later, LANES)
