@@ -53,7 +53,7 @@ class FakeModel:
         loaded = Tokenizer.load(DEFAULT_MODEL)
         self.tokenizer = Tokenizer(loaded.backend, loaded.special, template or loaded.template)
         self.defaults, self.length = SamplingParams(temperature=0.0), LENGTH
-        self.config = read_config(DEFAULT_MODEL)
+        self.config, self.embedder = read_config(DEFAULT_MODEL), None
 
     def require_tokenizer(self) -> Tokenizer: return self.tokenizer
 

@@ -150,7 +150,7 @@ def padded_tokens(num_tokens: int) -> int:
 def new_sequences(request: Request, config: EngineConfig, max_len: int, arrival_number: int) -> Seq:
     """The first sequence of a request, with the others as its branches. `arrival_number` counts requests."""
     params = request.params
-    assert len(request.matchers) == (params.n if params.masked else 0)
+    assert len(request.matchers) == params.n or (not request.matchers and not params.masked)
     seed = secrets.randbits(64) if params.seed is None else params.seed
     offset = request.priority * config.ageing_s + request.arrival_s
     length = len(request.prompt)
