@@ -16,7 +16,7 @@ OUT_OF_RANGE = [
     *[("top_k", value, "a whole number ≥ 1, or 0 for every token") for value in ("-2", "1" + "0" * 400)],
     *[("repetition_penalty", value, "a number > 0 (1 is none)") for value in ("0", "-1", "nan", "inf")],
     *[("max_tokens", value, "a whole number ≥ 1") for value in ("0", "-5")],
-    *[("seed", value, "a whole number in [0, 2^64)") for value in ("-1", str(1 << 64))],
+    *[("seed", value, "a whole number in [0, 2^64)") for value in ("-2", str(1 << 64))],
 ]
 
 

@@ -98,7 +98,7 @@ class LLM:
         max_num_seqs = whole("max_num_seqs", max_num_seqs, 64)
         max_num_batched_tokens = whole("max_num_batched_tokens", max_num_batched_tokens, 512)
         page_size = whole("block_size", page_size, 16)
-        if max_model_len is not None: max_model_len = whole("max_model_len", max_model_len, 0)
+        if not isinstance(max_model_len, int | None): whole("max_model_len", max_model_len, 0)
         swap_space, enable_prefix_caching = gib("swap_space", swap_space), enable_prefix_caching is not False
         self._seeds = fresh_seed if seed is None else partial(Random(seed).getrandbits, 32)
         sweep()

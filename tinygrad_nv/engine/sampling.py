@@ -63,8 +63,8 @@ class SamplingParams:
     `top_p` in (0, 1]; `min_p` in [0, 1], relative to the likeliest token. `repetition_penalty` divides
     positive logits of tokens in the prompt or output, and multiplies negative ones. `presence_penalty` is
     subtracted from the logits of tokens in the output, `frequency_penalty` once for each occurrence.
-    `logit_bias` is added to logits, by token id. `seed` None draws a random one; sequence i of `n` uses seed
-    + i.
+    `logit_bias` is added to logits, by token id. `seed` None or -1 draws a random one; sequence i of `n` uses
+    seed + i.
 
     `stop` strings end the text and are not part of it, unless `include_stop_str_in_output`. Ids in
     `stop_token_ids` end it like the model's own end tokens, which `ignore_eos` disables. No end token is
