@@ -136,13 +136,7 @@ class LLM:
                           max_num_batched_tokens)
         if num_pages is None and kv_cache_bytes is not None: num_pages = kv_cache_bytes // cache.page_bytes
         self._weight_bytes = weights.nbytes(self.config, self.dtype, self.directory)
-        require_room(self.device, self.config, self.dtype, self.length,
-                     (cache.min_pages if num_pages is None else num_pages) * page_size,
-                     gpu_memory_utilization, token, self._weight_bytes)
-        if num_pages is None:
-            step = step_bytes(self.config, self.dtype, max_num_batched_tokens + max_num_seqs, max_num_seqs)
-            held = self._weight_bytes + (draft.weight_bytes if draft else 0)
-            num_pages = cache.num_pages(self.device, held, step)
+        num_pages = self._pages(num_pages, cache, token, draft, gpu_memory_utilization)
         host_pages = int(swap_space * GIB) // cache.page_bytes
         self.model = Llama(self.config, self.dtype, self.device, positions=self.length)
         # float32 that is asked for by name stays what it is
@@ -160,6 +154,17 @@ class LLM:
         self.core = EngineCore(self.runner, pool, engine, proposer)
         self.engine = EngineThread(self.core)
         stage("pages")
+
+    def _pages(self, asked: int | None, cache: CacheSize, token: int, draft: DraftModelFiles | None,
+               utilization: float) -> int:
+        """Pages of the KV cache: as many as were asked for, or as fit beside weights and a step. Raises where
+        there is no room."""
+        pages = cache.min_pages if asked is None else asked
+        require_room(self.device, self.config, self.dtype, self.length, pages * cache.page_size, utilization,
+                     token, self._weight_bytes)
+        if asked is not None: return asked
+        step = step_bytes(self.config, self.dtype, cache.chunk + cache.max_seqs, cache.max_seqs)
+        return cache.num_pages(self.device, self._weight_bytes + (draft.weight_bytes if draft else 0), step)
 
     def __enter__(self) -> LLM: return self
 

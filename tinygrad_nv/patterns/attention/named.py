@@ -11,7 +11,7 @@ query head h, G = H / H_kv, and the columns that a row sees (`FlashAttention`):
 
 With sinks there is one more summand in l, exp sink, and p has one more column, which is left out: the same
 kernel computes gradients, and that of a sink is −Σ exp(sink − l) delta, over rows. A row that sees nothing
-has weights of 0. With dropout p is multiplied by what dropout.py says, after l. The bodies are plain
+has weights of 0. With dropout p is multiplied by what dropout.py says, after l. The references are plain
 tinygrad, `out` node by node that of the library's method where no mask or window hides rows and nothing is
 dropped. l is asked for by the gradient: FlashAttentionBackward, of q, k, v, mask, l, delta and the result's
 gradient, with
