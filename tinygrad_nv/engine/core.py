@@ -209,7 +209,8 @@ class EngineCore:
                 continue
             # other sequences share full pages alone, so a decode updates the block table once a page
             if num_tokens > 1 or not written % size: commit_computed(seq, written)
-            if first == at: continue
+            if seq.prompt_logprobs is not None: first = self._collect_prompt(seq, work, first, logprobs)
+            if first == at or seq.finished: continue
             seq.num_in_flight -= 1
             if not seq.forking:
                 self._append_token(seq, tokens[first], logprobs.get(first) if logprobs else None)
@@ -217,6 +218,19 @@ class EngineCore:
                 for number, branch in enumerate(self._fork(seq, written), first):
                     self._append_token(branch, tokens[number], logprobs.get(number))
         assert at == len(tokens), f"{len(tokens)} tokens for {at} samples"
+
+    def _collect_prompt(self, seq: Seq, work: ScheduledSeq, at: int, logprobs: dict[int, Logprobs]) -> int:
+        """Keeps the log probabilities of prompt tokens, whose samples come first. Returns the number of the
+        sample after them."""
+        assert seq.prompt_logprobs is not None
+        for sample in work.samples:
+            if sample.target is None: break
+            if (found := logprobs.get(at)) is None:
+                for each in (seq, *seq.branches): self._fail_seq(each, nan_error())
+                break
+            seq.prompt_logprobs.append(found)
+            at += 1
+        return at
 
     def _fork(self, seq: Seq, written: int) -> list[Seq]:
         """Forks the branches off a sequence whose prompt is computed, and starts them. Returns all n
@@ -268,8 +282,10 @@ class EngineCore:
             if seq.matcher.finished: reason, complete = "stop", True
         if reason is None and length >= seq.max_length: reason = "length"
         found = () if logprobs is None else (logprobs,)
-        self._outputs.append(EngineCoreOutput(seq.request.id, seq.index, (token,), found, reason,
-                                              stop, seq.num_cached, None, complete))
+        self._outputs.append(made := EngineCoreOutput(seq.request.id, seq.index, (token,), found, reason,
+                                                      stop, seq.num_cached, None, complete))
+        if seq.prompt_logprobs is not None and seq.num_output_tokens == 1:
+            made.prompt_logprobs = tuple(seq.prompt_logprobs)
         if reason is not None: self._free_seq(seq)
 
     # **** ends ****

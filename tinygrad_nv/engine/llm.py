@@ -37,7 +37,7 @@ from tinygrad_nv.engine.prompts import ParsedPrompt, Prompt, as_prompts, flatten
 from tinygrad_nv.engine.request_output import RequestOutput, RequestOutputBuilder
 from tinygrad_nv.engine.sampling import SamplingParams, fresh_seed
 from tinygrad_nv.engine.scheduling.request import Matcher, Request, check_request
-from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
+from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, max_prompt_logits
 from tinygrad_nv.engine.speculation.draft_model import DraftModelFiles
 from tinygrad_nv.engine.speculation.ngram import NgramProposer, parse_speculative
 from tinygrad_nv.engine.structured_output.matcher import GrammarCompiler
@@ -163,7 +163,8 @@ class LLM:
         require_room(self.device, self.config, self.dtype, self.length, pages * cache.page_size, utilization,
                      token, self._weight_bytes)
         if asked is not None: return asked
-        step = step_bytes(self.config, self.dtype, cache.chunk + cache.max_seqs, cache.max_seqs)
+        step = step_bytes(self.config, self.dtype, cache.chunk + cache.max_seqs,
+                          cache.max_seqs + max_prompt_logits(cache.max_seqs))
         return cache.num_pages(self.device, self._weight_bytes + (draft.weight_bytes if draft else 0), step)
 
     def __enter__(self) -> LLM: return self
