@@ -73,6 +73,13 @@ def gib(name: str, value: Any) -> float:
     raise ConfigError(f"{name} is {value!r}", "a number of GiB ≥ 0", f"change {name}")
 
 
+def flag(name: str, value: Any, default: bool) -> bool:
+    """True or False, also 1 or 0; the default for None. Raises `ConfigError`."""
+    if value is None: return default
+    if isinstance(value, int) and value in (0, 1): return bool(value)
+    raise ConfigError(f"{name} is {value!r}", "True or False", f"change {name}")
+
+
 def require_no_adapter(lora_request: Any) -> None:
     """Raises `ConfigError` for an adapter."""
     if lora_request is not None:

@@ -6,14 +6,14 @@ three for a list of prompts, and returns vLLM's outputs.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from tinygrad_nv.engine.embedding.batching import EmbeddingEngine
+from tinygrad_nv.engine.load_options import LoadOptions
 from tinygrad_nv.engine.loading import optional_tokenizer, resolve_dtype
 from tinygrad_nv.engine.memory_planning import require_weights
 from tinygrad_nv.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput
@@ -132,13 +132,17 @@ class Embedder:
         self.runner.warm_up(progress)
 
 
-def open_embedder(directory: Path, device: str, task: str, others: Mapping[str, object],
-                  **options: Any) -> Embedder | None:
+def open_embedder(directory: Path, device: str, task: str, options: LoadOptions) -> Embedder | None:
     """The embedding model in `directory`, loaded; None of a model that generates. Raises `ModelError`, and
-    `RequestError` for one of `others` that is set: options that embedding models do not have."""
+    `RequestError` for options that embedding models do not have."""
     if (config := read_embedding_config(directory, task)) is None: return None
-    for name, value in others.items():
+    o = options
+    for name, value in (("speculative", o.speculative), ("quantization", o.quantization),
+                        ("tokenizer", o.tokenizer)):
         if value is not None:
-            raise RequestError(f"{name} is {value!r}, and the model makes embeddings", "no such option",
+            raise RequestError(f"{name} is {str(value)!r}, and the model makes embeddings", "no such option",
                                f"leave {name} out")
-    return Embedder(directory, config, device, **options)
+    return Embedder(directory, config, device, dtype=o.dtype, max_model_len=o.max_model_len,
+                    max_num_seqs=o.max_num_seqs, max_num_batched_tokens=o.max_num_batched_tokens,
+                    max_queue=o.max_queue, gpu_memory_utilization=o.gpu_memory_utilization,
+                    progress=o.progress, stage=o.stage)
