@@ -17,21 +17,6 @@ from tinygrad_nv.engine.scheduling.scheduler_output import Logprobs
 from tinygrad_nv.errors import NVError
 
 
-@dataclass(frozen=True)
-class EmbeddingOutput:
-    """An embedding: as many numbers as the model has dimensions, or as were asked for."""
-    embedding: list[float]
-
-
-@dataclass(frozen=True)
-class EmbeddingRequestOutput:
-    """The embedding of one prompt, in vLLM's fields."""
-    request_id: str
-    outputs: EmbeddingOutput
-    prompt_token_ids: tuple[int, ...]
-    finished: bool = True
-
-
 @dataclass(slots=True)
 class EngineCoreOutput:
     """Tokens that a step sampled for sequence `index` (0 … n − 1) of a request. `cached_tokens`: prompt
