@@ -1,4 +1,4 @@
-"""The part of `LLM` that generates: `generate`, `chat`, `stream` and `complete`.
+"""The part of `LLM` that generates: `generate`, `chat`, `beam_search`, `stream` and `complete`.
 
 Protocol: `_run(requests)` submits requests to the core's thread, a few more than run at a time, and yields
 their deltas; the methods collect those.
@@ -8,8 +8,10 @@ from __future__ import annotations
 import itertools
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
+from tinygrad_nv.engine.beam_search import BeamSearchOutput, BeamSearchParams, Search
 from tinygrad_nv.engine.llm_prompts import PromptMethods
 from tinygrad_nv.engine.outputs import Delta, EngineCoreOutput
 from tinygrad_nv.engine.progress_bar import progress_bar
@@ -78,6 +80,42 @@ class GenerationMethods(PromptMethods):
         prompts = [self.conversation(each, tools or (), **extra)
                    for each in cast(Sequence[Sequence[Message]], messages if several else [messages])]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams,
+                    lora_request: None = None, use_tqdm: bool | Callable[..., Any] = False,
+                    concurrency_limit: int | None = None) -> list[BeamSearchOutput]:
+        """The best beams of one prompt or of a list of them (beam_search.py), of `concurrency_limit` prompts
+        at a time. Each round is a batch of all beams, whose earlier tokens are in the prefix cache."""
+        require_no_adapter(lora_request)
+        many = [self.request(self._name(), prompt, params.sampling) for prompt in as_prompts(prompts)]
+        for each in many:
+            if len(each.prompt) + params.max_tokens > self.length:
+                raise RequestError(f"the prompt has {len(each.prompt)} tokens, and max_tokens is "
+                                   f"{params.max_tokens}", f"at most {self.length} together, the context",
+                                   "shorten the prompt, or lower max_tokens")
+        size, made = concurrency_limit or max(1, len(many)), list[BeamSearchOutput]()
+        with progress_bar(use_tqdm, len(many)) as advance:
+            for first in range(0, len(many), size):
+                made += self._search(many[first:first + size], params)
+                for _ in many[first:first + size]: advance()
+        return made
+
+    def _search(self, prompts: Sequence[Request], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        searches = [Search(each.prompt, params, self.eos) for each in prompts]
+        for _ in range(params.max_tokens):
+            requests = [replace(prompt, id=self._name(), prompt=beam.tokens)
+                        for prompt, search in zip(prompts, searches, strict=True) for beam in search.beams]
+            if not requests: break
+            answers = iter(self._answers(requests, lambda done, total: None, lambda: None))
+            for search in searches:
+                outputs = [next(answers).outputs[0] for _ in search.beams]
+                if (error := next((each.error for each in outputs if each.error), None)) is not None:
+                    raise error
+                search.extend([found for each in outputs for found in each.logprobs or ()])
+        made = [BeamSearchOutput(search.best()) for search in searches]
+        for beam in (beam for each in made for beam in each.sequences):
+            if self.tokenizer: beam.text = self.tokenizer.decode(beam.tokens, skip_special_tokens=False)
+        return made
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Yields text as it is generated. Raises `RequestError` at once for a bad prompt, and the error of an
