@@ -32,6 +32,7 @@ from tinygrad_nv.engine.loading import (
     with_quantization,
 )
 from tinygrad_nv.engine.memory_planning import CacheSize, layer_bytes, require_room, step_bytes
+from tinygrad_nv.engine.metrics import Latencies, Metric, metrics
 from tinygrad_nv.engine.sampling import SamplingParams, fresh_seed
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, max_prompt_logits
 from tinygrad_nv.engine.speculation.draft_model import DraftModelFiles
@@ -40,6 +41,7 @@ from tinygrad_nv.engine.thread import EngineThread
 from tinygrad_nv.engine.vllm_arguments import flag, from_vllm, gib, whole
 from tinygrad_nv.engine.worker.kv_cache_dtype import resolve_kv_cache_dtype
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
+from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.kvcache.groups import cache_groups
 from tinygrad_nv.kvcache.pool import PagePool
 from tinygrad_nv.models import weights
@@ -94,7 +96,7 @@ class LLM(GenerationMethods, PoolingMethods):
             own.get("speculative", speculative), quantization, None if tokenizer is None else Path(tokenizer))
         self._seeds = fresh_seed if seed is None else partial(Random(seed).getrandbits, 32)
         sweep()
-        self._request_numbers = itertools.count()
+        self._request_numbers, self.latencies = itertools.count(), Latencies()
         self.directory, self.device = Path(model), open_device(device)
         stage("open device")
         self.embedder = open_embedder(self.directory, self.device, own.get("task", task or "auto"), options)
@@ -171,6 +173,28 @@ class LLM(GenerationMethods, PoolingMethods):
         self.runner.close()
         if self.draft_model is not None: self.draft_model.close()
         if "grammars" in self.__dict__: self.grammars.close()
+
+    def get_metrics(self) -> list[Metric]:
+        """Statistics, as vLLM's metric objects (metrics.py)."""
+        engine = self.embedder.engine if self.embedder is not None else self.core
+        return metrics(engine.stats(), self.latencies, str(self.directory))
+
+    def reset_prefix_cache(self) -> bool:
+        """Empties the prefix cache. True, as nothing prevents it."""
+        if self.embedder is None: self.engine.call(self.core.reset_prefix_cache)
+        return True
+
+    def sleep(self, level: int = 1, **_: Any) -> None:
+        """Raises: weights and pages stay where captured steps find them."""
+        raise ConfigError(f"sleep(level={level}), and memory is not given back while the model is open",
+                          "a model that stays awake", "close() it, and load it again later")
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Does nothing: models do not sleep."""
+
+    def is_sleeping(self) -> bool:
+        """False."""
+        return False
 
     def warm_up(self, params: SamplingParams, prompt_tokens: int) -> None:
         """Compiles and captures what an answer to a prompt of this length needs, by generating one."""

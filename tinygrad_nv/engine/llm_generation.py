@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from tinygrad_nv.engine.beam_search import BeamSearchOutput, BeamSearchParams, Search
 from tinygrad_nv.engine.llm_prompts import PromptMethods
+from tinygrad_nv.engine.metrics import Latencies
 from tinygrad_nv.engine.outputs import Delta, EngineCoreOutput
 from tinygrad_nv.engine.progress_bar import progress_bar
 from tinygrad_nv.engine.prompts import Prompt, as_prompts
@@ -29,6 +30,7 @@ from tinygrad_nv.errors import RequestError
 class GenerationMethods(PromptMethods):
     """How `LLM` generates."""
     engine: EngineThread
+    latencies: Latencies
     _request_numbers: itertools.count[int]
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
@@ -55,14 +57,16 @@ class GenerationMethods(PromptMethods):
     def _answers(self, requests: Sequence[Request], progress: Callable[[int, int], None],
                  advance: Callable[[], None]) -> list[RequestOutput]:
         builders = [RequestOutputBuilder(request) for request in requests]
-        done = 0
+        outputs: dict[int, RequestOutput] = {}
         for at, delta in self._run(requests):
             builders[at].push(delta)
             if not builders[at].finished: continue
-            progress(done := done + 1, len(builders))
+            outputs[at] = builders[at].output()
+            self.latencies.add(outputs[at])
+            progress(len(outputs), len(builders))
             advance()
         if self.engine.failure is not None: raise self.engine.failure
-        return [one.output() for one in builders]
+        return [outputs[at] for at in range(len(builders))]
 
     def chat(self, messages: Sequence[Message] | Sequence[Sequence[Message]],
              sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -72,12 +76,13 @@ class GenerationMethods(PromptMethods):
              continue_final_message: bool = False,
              chat_template_kwargs: Mapping[str, Any] | None = None) -> list[RequestOutput]:
         """Answers to a conversation, or to a list of them, as `generate` gives them. The chat template is the
-        model's or `chat_template`, with `tools` and `chat_template_kwargs`."""
+        model's or `chat_template`, with `tools` and `chat_template_kwargs`, which come before the others."""
         several = not messages or not isinstance(messages[0], Mapping)
-        extra = {**(chat_template_kwargs or {}), "chat_template": chat_template,
+        extra = {"tools": tools, "chat_template": chat_template,
                  "add_generation_prompt": add_generation_prompt,
-                 "continue_final_message": continue_final_message}
-        prompts = [self.conversation(each, tools or (), **extra)
+                 "continue_final_message": continue_final_message, **(chat_template_kwargs or {})}
+        tools = extra.pop("tools") or ()
+        prompts = [self.conversation(each, tools, **extra)
                    for each in cast(Sequence[Sequence[Message]], messages if several else [messages])]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 

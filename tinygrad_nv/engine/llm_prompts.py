@@ -19,6 +19,7 @@ from tinygrad_nv.engine.scheduling.request import Matcher, Request, check_reques
 from tinygrad_nv.engine.structured_output.matcher import GrammarCompiler
 from tinygrad_nv.engine.structured_output.token_rules import TokenRules, word_tokens
 from tinygrad_nv.engine.text.tokenizer import Message, Tokenizer, Tools
+from tinygrad_nv.engine.text.user_tokenizer import UserTokenizer
 from tinygrad_nv.errors import NVError, RequestError, TokenizerError
 from tinygrad_nv.models.config import ModelConfig
 
@@ -67,6 +68,14 @@ class PromptMethods:
         if self.tokenizer is None: raise self.tokenizer_error or TokenizerError("no tokenizer")
         return self.tokenizer
 
+    def get_tokenizer(self) -> UserTokenizer:
+        """The tokenizer, with transformers' names."""
+        return UserTokenizer(self.require_tokenizer(), str(self.directory), self.length)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` takes where it gets none: the model's own, and 256 tokens."""
+        return self.defaults
+
     def encode_chat(self, messages: Sequence[Message], tools: Tools = (), /, **extra: Any) -> list[int]:
         """Token ids of a conversation, through the model's chat template. `tools` and `extra` are variables
         of the template."""
@@ -90,6 +99,14 @@ class PromptMethods:
         """The compiler and cache of structured output grammars."""
         return GrammarCompiler(self.require_tokenizer(), self.config.vocab_size, self.eos)
 
+    def _require_more_than_ends(self, params: SamplingParams) -> None:
+        """Raises `RequestError` where only end tokens are allowed, and none may come before `min_tokens`."""
+        if params.allowed_token_ids is None or not params.min_tokens: return
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos)}
+        if {*params.allowed_token_ids} <= ends:
+            raise RequestError(f"min_tokens is {params.min_tokens}, and only end tokens are allowed",
+                               "a token that may come before", "allow more tokens, or set min_tokens to 0")
+
     def matchers(self, params: SamplingParams) -> tuple[Matcher, ...]:
         """A matcher for each answer if not every token may follow; compiling a new grammar takes up to
         seconds. Raises `RequestError` for a grammar that cannot be enforced."""
@@ -111,6 +128,7 @@ class PromptMethods:
                                "pass SamplingParams(…)")
         params.require_vocabulary(self.config.vocab_size)
         if params.stop: self.require_tokenizer()
+        self._require_more_than_ends(params)
         if params.seed is None: params = replace(params, seed=self._seeds())
         parsed = parse(prompt)
         if parsed.messages is not None: parsed = replace(self.conversation(parsed.messages), salt=parsed.salt)

@@ -42,7 +42,7 @@ NO_EFFECT = frozenset({
     "disable_log_stats", "compilation_config", "max_parallel_loading_workers", "allowed_local_media_path",
     "limit_mm_per_prompt", "mm_processor_kwargs", "disable_mm_preprocessor_cache", "use_tqdm_on_load",
     "async_scheduling", "max_logprobs", "calculate_kv_scales", "cuda_graph_sizes", "download_dir",
-    "show_hidden_metrics_for_version", "disable_cascade_attn", "enable_log_requests",
+    "show_hidden_metrics_for_version", "collect_metrics", "disable_cascade_attn", "enable_log_requests",
     "use_v2_block_manager", "num_lookahead_slots", "preemption_mode", "skip_tokenizer_init"})
 
 

@@ -129,7 +129,7 @@ class Tokenizer:
 
     def silent(self, token: int) -> bool:
         """Whether `decode` omits the token: it is special, or not in the vocabulary."""
-        return token in self._special_ids or self.unknown(token)
+        return token in self.special_ids or self.unknown(token)
 
     def unknown(self, token: int) -> bool:
         """Whether the token is not in the vocabulary."""
@@ -145,7 +145,8 @@ class Tokenizer:
         return self._texts[token]
 
     @cached_property
-    def _special_ids(self) -> frozenset[int]:
+    def special_ids(self) -> frozenset[int]:
+        """Ids of special tokens."""
         added = self.backend.get_added_tokens_decoder()
         return frozenset(token for token, entry in added.items() if entry.special)
 
