@@ -28,6 +28,7 @@ def llm() -> Iterator[LLM]:
 def theirs() -> torch.nn.Module: return AutoModelForCausalLM.from_pretrained(DEFAULT_MODEL).eval()
 
 
+@pytest.mark.slow
 def test_they_are_transformers(llm: LLM, theirs: torch.nn.Module):
     params = BeamSearchParams(beam_width=4, max_tokens=12, ignore_eos=True)
     found = llm.beam_search(PROMPTS, params)
@@ -50,6 +51,7 @@ def test_they_are_transformers(llm: LLM, theirs: torch.nn.Module):
         llm.beam_search(TALE, replace(params, max_tokens=250))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 3.0])
 def test_they_are_vllms(llm: LLM, theirs: torch.nn.Module, penalty: float):
     """Against a plain search over transformers' logits, of a story that is about to end."""

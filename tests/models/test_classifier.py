@@ -30,7 +30,7 @@ def logits(model: torch.nn.Module, ids: list[int], **more: Any) -> np.ndarray:
     with torch.no_grad(): return model(torch.tensor([ids]), **more).logits[0].double().numpy()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cls", CASES)
 def test_classes_are_transformers(tmp_path: Path, cls: str):
     """Probabilities and logits; of three labels, and with a single one."""
@@ -50,7 +50,7 @@ def test_classes_are_transformers(tmp_path: Path, cls: str):
             assert [each.outputs.data.tolist() for each in encoded] == [each.outputs.probs for each in made]
 
 
-@pytest.fixture(scope="module", params=["Bert", "Roberta"])
+@pytest.fixture(scope="module", params=["Bert", pytest.param("Roberta", marks=pytest.mark.slow)])
 def reranker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
              ) -> Iterator[tuple[LLM, torch.nn.Module, Any]]:
     """A cross-encoder with a vocabulary, of one label: BERT's tokens have types."""
@@ -91,6 +91,7 @@ def test_scores_are_transformers(reranker: tuple[LLM, torch.nn.Module, Any]):
     with pytest.raises(RequestError, match="classifies, and makes no embeddings"): llm.embed("fox")
 
 
+@pytest.mark.slow
 def test_rows_of_tokens(tmp_path: Path):
     """Embeddings of each token with length 1, hidden states without; logits of each token: rewards."""
     theirs = save(tmp_path, "Qwen3Model", DECODER)
@@ -115,6 +116,7 @@ def test_rows_of_tokens(tmp_path: Path):
         with pytest.raises(RequestError, match="has 2 labels"): llm.score("a", "b")
 
 
+@pytest.mark.slow
 def test_scores_of_embeddings_are_cosines(tmp_path: Path):
     save(tmp_path, "BertModel", ENCODERS["Bert"])
     add_modules(tmp_path, {"pooling_mode_mean_tokens": True}, False)
@@ -128,6 +130,7 @@ def test_scores_of_embeddings_are_cosines(tmp_path: Path):
         assert made[2].outputs.score == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("fields", "name"), [
     ({}, "softmax"), ({"problem_type": "regression"}, "identity"),
     ({"problem_type": "multi_label_classification"}, "sigmoid"),

@@ -76,7 +76,8 @@ def test_metrics(llm: LLM):
     first, then = (each["vllm:request_generation_tokens"] for each in (before, found))
     assert type(then) is Histogram
     assert (then.count - first.count, then.sum - first.sum) == (3, 64)
-    assert [then.buckets[each] - first.buckets[each] for each in ("10.0", "20.0", "50.0", "+Inf")] == [0, 2, 3, 3]
+    bounds = ("10.0", "20.0", "50.0", "+Inf")
+    assert [then.buckets[each] - first.buckets[each] for each in bounds] == [0, 2, 3, 3]
     assert found["vllm:time_to_first_token_seconds"].sum < found["vllm:e2e_request_latency_seconds"].sum
     assert {each.labels["model_name"] for each in found.values()} == {str(DEFAULT_MODEL)}
 
@@ -94,7 +95,20 @@ def test_what_is_not_there_says_so(llm: LLM):
     with pytest.raises(ConfigError, match="sleep"): llm.sleep(level=2)
     llm.wake_up(tags=["weights"])
     assert not llm.is_sleeping()
-    assert llm.get_default_sampling_params() == llm.defaults
+    params = llm.get_default_sampling_params()
+    assert params == llm.defaults
+    params.max_tokens = 3
+    assert llm.defaults.max_tokens == 256
+
+
+def test_fields_are_set_and_checked():
+    params = SamplingParams(max_tokens=7)
+    params.stop, params.temperature = "end", 0
+    assert params == SamplingParams(max_tokens=7, stop=("end",), temperature=0)
+    with pytest.raises(RequestError, match="temperature is -1"): params.temperature = -1
+    with pytest.raises(RequestError, match="did you mean temperature"): params.temperatur = 1
+    assert params == SamplingParams(max_tokens=7, stop=("end",), temperature=0)
+    assert hash(params) == hash(SamplingParams(max_tokens=7, stop=("end",), temperature=0))
 
 
 def test_a_template_takes_what_the_kwargs_say(llm: LLM):

@@ -74,7 +74,7 @@ class PromptMethods:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` takes where it gets none: the model's own, and 256 tokens."""
-        return self.defaults
+        return replace(self.defaults)
 
     def encode_chat(self, messages: Sequence[Message], tools: Tools = (), /, **extra: Any) -> list[int]:
         """Token ids of a conversation, through the model's chat template. `tools` and `extra` are variables
@@ -129,7 +129,7 @@ class PromptMethods:
         params.require_vocabulary(self.config.vocab_size)
         if params.stop: self.require_tokenizer()
         self._require_more_than_ends(params)
-        if params.seed is None: params = replace(params, seed=self._seeds())
+        params = replace(params, seed=self._seeds() if params.seed is None else params.seed)
         parsed = parse(prompt)
         if parsed.messages is not None: parsed = replace(self.conversation(parsed.messages), salt=parsed.salt)
         made = Request(name, self.tokenize(parsed, params.truncate_prompt_tokens), params, priority,
