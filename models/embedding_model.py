@@ -31,7 +31,8 @@ from .llama import Llama
 from .packed import PackedBatch
 from .pooling import Pooling, default_pooling, pooled, read_pooling
 
-TASKS = ("auto", "generate", "embed", "classify", "score")
+TASKS = ("auto", "generate", "embed", "classify", "score", "reward")
+OF_HEADS = ("classify", "reward")
 CLASSIFIES = "ForSequenceClassification"
 
 
@@ -72,7 +73,7 @@ def read_embedding_config(directory: Path, task: str = "auto") -> EmbeddingConfi
     pooling = read_pooling(directory)
     if encoder is not None:
         if encoder.architecture.endswith(CLASSIFIES): return _classifying(directory, encoder)
-        if task == "classify": raise _no_classifier(directory, encoder.architecture)
+        if task in OF_HEADS: raise _no_classifier(directory, encoder.architecture)
         return EmbeddingConfig(encoder, pooling or default_pooling(False))
     decoder, classifies = _headless(directory)
     if decoder is None:
@@ -90,7 +91,7 @@ def read_embedding_config(directory: Path, task: str = "auto") -> EmbeddingConfi
         data = read_json(directory / "config.json")
         made = read_classifier(directory, data, DECODER_HEAD, (), decoder.hidden_size)
         return EmbeddingConfig(decoder, Pooling("last", normalize=False), made)
-    if task == "classify": raise _no_classifier(directory, decoder.architecture)
+    if task in OF_HEADS: raise _no_classifier(directory, decoder.architecture)
     return EmbeddingConfig(decoder, pooling or default_pooling(True, decoder.causal))
 
 

@@ -12,6 +12,7 @@ import torch
 import transformers
 from embedding_case import DECODER, ENCODERS, add_modules, add_vocabulary, hidden_states, ragged, save
 from tinygrad_nv.models.classifier import gelu, sigmoid, softmax
+from tinygrad_nv.models.embedding_model import read_embedding_config
 
 from tinygrad_nv import LLM, PoolingParams
 from tinygrad_nv.errors import ModelError, RequestError
@@ -157,8 +158,20 @@ def test_heads_that_are_refused(tmp_path: Path):
         path.write_text(json.dumps({**data, **fields}))
         with pytest.raises(ModelError, match=words): LLM(tmp_path, device="CPU")
     save(tmp_path, "BertModel", ENCODERS["Bert"])
-    with pytest.raises(ModelError, match="has no head for classification"):
-        LLM(tmp_path, device="CPU", task="classify")
+    for task in ("classify", "reward"):
+        with pytest.raises(ModelError, match="has no head for classification"):
+            LLM(tmp_path, device="CPU", task=task)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_heads_of_16_bits(tmp_path: Path, dtype: torch.dtype):
+    """Are read exactly, and applied in float64."""
+    theirs = save(tmp_path, "BertForSequenceClassification", {**ENCODERS["Bert"], "num_labels": 3})
+    theirs.to(dtype).save_pretrained(tmp_path)
+    found = read_embedding_config(tmp_path).classifier
+    assert np.array_equal(found.weight, theirs.classifier.weight.detach().float().numpy())
+    assert np.array_equal(found.bias, theirs.classifier.bias.detach().float().numpy())
+    assert np.array_equal(found.hidden.weight, theirs.bert.pooler.dense.weight.detach().float().numpy())
 
 
 def test_functions():

@@ -19,7 +19,11 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tensor_parallel_size": ((1,), "a model runs on one device"),
     "pipeline_parallel_size": ((1,), "a model runs on one device"),
     "data_parallel_size": ((1,), "a model runs on one device"),
+    "decode_context_parallel_size": ((1,), "a model runs on one device"),
+    "prefill_context_parallel_size": ((1,), "a model runs on one device"),
     "enable_expert_parallel": ((False,), "a model runs on one device"),
+    "enable_eplb": ((False,), "a model runs on one device"),
+    "kv_transfer_config": ((None,), "a model runs on one device"),
     "distributed_executor_backend": ((None, "uni", "mp"), "a model runs on one device"),
     "tokenizer_mode": (("auto", "hf", "slow"), "tokenizers are those of the model's directory"),
     "load_format": (("auto", "safetensors", "hf", "gguf"), "weights are safetensors or GGUF files"),
@@ -34,6 +38,11 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "revision": ((None, "main"), "a directory has one revision"),
     "tokenizer_revision": ((None, "main"), "a directory has one revision"),
     "code_revision": ((None,), "no code of a checkpoint is run"),
+    "convert": (("auto", "none"), "runner and task say what a model does"),
+    "pooler_config": ((None,), "a model's files say how it pools"),
+    "override_pooler_config": ((None,), "a model's files say how it pools"),
+    "structured_outputs_config": ((None, {}), "llguidance enforces structured output"),
+    "otlp_traces_endpoint": ((None,), "no traces are sent"),
     "generation_config": (("auto",), "defaults are those of generation_config.json"),
     "guided_decoding_backend": ((None, "auto", "guidance"), "llguidance enforces structured output"),
     "scheduling_policy": (("fcfs", "priority"), "requests run by priority, then in order")}
@@ -43,6 +52,11 @@ NO_EFFECT = frozenset({
     "limit_mm_per_prompt", "mm_processor_kwargs", "disable_mm_preprocessor_cache", "use_tqdm_on_load",
     "async_scheduling", "max_logprobs", "calculate_kv_scales", "cuda_graph_sizes", "download_dir",
     "show_hidden_metrics_for_version", "collect_metrics", "disable_cascade_attn", "enable_log_requests",
+    "hf_token", "served_model_name", "model_impl", "attention_config", "attention_backend", "kernel_config",
+    "optimization_level", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "cudagraph_metrics",
+    "prefix_caching_hash_algo", "mm_processor_cache_gb", "mm_encoder_tp_mode", "skip_mm_profiling",
+    "language_model_only", "allowed_media_domains", "kv_cache_metrics", "aggregate_engine_logging",
+    "long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills",
     "use_v2_block_manager", "num_lookahead_slots", "preemption_mode", "skip_tokenizer_init"})
 
 
