@@ -143,6 +143,15 @@ def test_a_conversation_is_answered(client: openai.OpenAI):
     assert done.usage.completion_tokens == 4
 
 
+def test_parts_of_a_content_are_joined_by_new_lines(client: openai.OpenAI):
+    """As in `LLM.chat`; the engine here repeats its prompt."""
+    def said(content: object) -> str | None:
+        return client.chat.completions.create(model=NAME, max_tokens=40, messages=[
+            {"role": "user", "content": content}]).choices[0].message.content  # type: ignore[typeddict-item]
+    parts = [{"type": "text", "text": "Once upon"}, {"type": "text", "text": "a time"}]
+    assert said(parts) == said("Once upon\na time") != said("Once upona time")
+
+
 def test_a_conversation_streams_with_logprobs(client: openai.OpenAI):
     messages = [{"role": "user", "content": PROMPT}]
     asked = {"model": NAME, "messages": messages, "max_tokens": 5, "logprobs": True, "top_logprobs": 1}

@@ -158,4 +158,5 @@ def merge_deltas(first: Delta, then: Delta) -> Delta:
     """Two consecutive deltas of one sequence as one."""
     return replace(then, text=first.text + then.text, tokens=first.tokens + then.tokens,
                    logprobs=first.logprobs + then.logprobs,
+                   prompt_logprobs=first.prompt_logprobs + then.prompt_logprobs,
                    cached_tokens=max(first.cached_tokens, then.cached_tokens))

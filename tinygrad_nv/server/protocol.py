@@ -219,7 +219,7 @@ def _message(data: dict[str, Any], at: int) -> dict[str, Any]:
 
 
 def _content(fields: Fields, may_lack: bool) -> str:
-    """A string, or parts of type text, which are joined."""
+    """A string, or parts of type text, which are joined by new lines, as `LLM.chat` joins them."""
     value, path = fields.take("content"), fields.path("content")
     if value is None:
         if may_lack: return ""
@@ -236,7 +236,7 @@ def _content(fields: Fields, may_lack: bool) -> str:
         if not isinstance(text, str):
             raise invalid(f"{path}[{i}].text is missing, expected a string", f"{path}[{i}].text")
         texts.append(unicode(text, f"{path}[{i}].text"))
-    return "".join(texts)
+    return "\n".join(texts)
 
 
 def _call(data: dict[str, Any], path: str) -> dict[str, Any]:

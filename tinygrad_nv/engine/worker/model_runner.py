@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -23,7 +24,7 @@ from tinygrad import Device, Tensor, dtypes
 
 from tinygrad_nv.engine.memory_planning import ACTIVATIONS, WEIGHTS
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
-from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, SamplerOutput, SchedulerOutput
+from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, SamplerOutput, SchedulerOutput, max_samples
 from tinygrad_nv.engine.worker.captured_step import CapturedStep
 from tinygrad_nv.engine.worker.input_buffer import (
     SAMPLER,
@@ -33,6 +34,7 @@ from tinygrad_nv.engine.worker.input_buffer import (
     InputBuffer,
     InputField,
     InputLayout,
+    next_power_of_two,
     table_names,
     write_batch,
 )
@@ -100,7 +102,7 @@ class ModelRunner:
         """The largest shape: every prefill may pad its last group."""
         groups = min(self.max_seqs + -(-tokens // GROUP), STEP_GROUPS[-1] - self.max_seqs)
         least = BatchShape.at_least(self.max_seqs, groups, self.max_seqs, False)
-        return BatchShape(least.decode, least.groups, max(least.samples, GROUP * self.max_seqs), False)
+        return replace(least, samples=next_power_of_two(max_samples(self.max_seqs)))
 
     # **** called by the engine's thread ****
 
@@ -274,7 +276,7 @@ class SlotFilters:
         slot_filters, masked = set(), False
         for seq in batch.seqs:
             for sample in seq.samples:
-                slot_filters.add(self.index_of_slot[sample.slot])
+                if sample.slot >= 0: slot_filters.add(self.index_of_slot[sample.slot])
                 masked = masked or sample.mask is not None
         if (made := self.combined.get(key := (frozenset(slot_filters), masked))) is None:
             made = Filters(mask=masked)
