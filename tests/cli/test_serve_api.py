@@ -244,7 +244,11 @@ def test_calls_of_tools_are_told_apart_from_text():
         text = "".join(c.choices[0].delta.content or "" for c in chunks)
         assert "<" not in text
         calls = [call for c in chunks for call in c.choices[0].delta.tool_calls or []]
-        assert [(call.index, call.function.name) for call in calls] == [(0, "weather")]
+        assert [call.function.name for call in calls] == ["weather"] + [None] * (len(calls) - 1)
+        assert {call.index for call in calls} == {0}
+        assert len(calls) > 3
+        assert "".join(call.function.arguments
+                       for call in calls) == done.message.tool_calls[0].function.arguments
         assert chunks[-1].choices[0].finish_reason == "tool_calls"
         # without tools it is text like any other
         plain = client.chat.completions.create(model=NAME, messages=asked["messages"]).choices[0]  # type: ignore[arg-type]

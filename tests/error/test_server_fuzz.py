@@ -20,7 +20,10 @@ NAMES = ("prompt", "messages", "model", "max_tokens", "max_completion_tokens", "
          "guided_json",
          "guided_regex", "guided_choice", "guided_grammar", "chat_template_kwargs", "user", "role", "content",
          "type", "text", "function", "name", "parameters", "arguments", "tool_calls", "json_schema", "schema",
-         "include_usage", "1", "\ud800")
+         "include_usage", "functions", "function_call", "reasoning_effort", "prediction", "cache_salt",
+         "continue_final_message", "add_generation_prompt", "return_token_ids", "include_reasoning", "input",
+         "instructions", "reasoning", "output", "call_id", "previous_response_id", "truncation", "thinking",
+         "system", "input_schema", "tool_use_id", "1", "\ud800")
 WORDS = st.sampled_from(("user", "assistant", "text", "function", "json_schema", "json_object", "required",
                          "auto", "object", "{}", "a", "Once", "", "\0", "\ud800", "(", "start: \"a\""))
 NUMBERS = st.sampled_from((-1, 0, 1, 2, 3, 0.5, 1e300, 5e-324, 10 ** 30, 10 ** 400, 1 << 63))
