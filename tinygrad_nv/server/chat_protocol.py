@@ -35,6 +35,7 @@ class ChatRequest(Common):
     choice: ToolChoice
     extra: dict[str, Any] | None = None
     effort: str | None = None
+    thinking: bool | None = None        # a switch of some templates
     verbosity: str | None = None
     template: str | None = None
     continued: bool = False

@@ -152,12 +152,15 @@ def _template(service: Service, request: ChatRequest, tokenizer: Tokenizer) -> s
 
 
 def _variables(request: ChatRequest, template: str) -> dict[str, Any]:
-    """Variables of the template for reasoning_effort and verbosity."""
+    """Variables of the template for reasoning and verbosity."""
     out: dict[str, Any] = {}
+    if request.thinking is not None and "enable_thinking" in template:
+        out["enable_thinking"] = request.thinking
     if (effort := request.effort) is not None:
-        if "reasoning_effort" in template: out["reasoning_effort"] = effort
-        if "enable_thinking" in template: out["enable_thinking"] = effort != "none"
-        if not out:
+        switches = [name for name in ("reasoning_effort", "enable_thinking") if name in template]
+        if "reasoning_effort" in switches: out["reasoning_effort"] = effort
+        if "enable_thinking" in switches: out["enable_thinking"] = effort != "none"
+        if not switches:
             raise invalid(f"reasoning_effort is {effort!r}, and the chat template has neither "
                           "reasoning_effort "
                           "nor enable_thinking: this model's reasoning has no switch; to fix: leave it out",

@@ -36,7 +36,9 @@ class ResponseStore:
     def put(self, stored: Stored) -> None:
         """Keeps a response, in the place of one with its id."""
         name = stored.response["id"]
-        if name in self.kept: self.drop(name)
+        if (old := self.kept.pop(name, None)) is not None:
+            self.bytes -= old.size
+            stored.task = old.task
         stored.size = len(json.dumps([stored.response, stored.items, stored.messages]))
         self.kept[name] = stored
         self.bytes += stored.size
@@ -51,5 +53,7 @@ class ResponseStore:
                        "not_found", param)
 
     def drop(self, name: str) -> None:
-        """Forgets a response."""
-        self.bytes -= self.kept.pop(name).size
+        """Forgets a response, and ends it if it is generated in the background."""
+        dropped = self.kept.pop(name)
+        self.bytes -= dropped.size
+        if dropped.task is not None: dropped.task.cancel()
