@@ -122,6 +122,19 @@ def test_echo_without_a_tokenizer_is_refused():
         client.completions.create(model=NAME, prompt=[5, 6], echo=True)
 
 
+def test_a_conversation_without_a_tokenizer_is_refused():
+    model = FakeModel()
+
+    def none() -> None: raise TokenizerError("m has no tokenizer.json", "one", "add it")
+    model.require_tokenizer = none      # type: ignore[method-assign, assignment]
+    with live(fake_service(FakeEngine(model))) as server:
+        for path, asked in (("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+                            ("responses", {"input": "a", "truncation": "auto"}),
+                            ("messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1})):
+            answer = server.post(asked, "/v1/" + path)
+            assert (answer.status_code, "no tokenizer.json" in answer.text) == (400, True)
+
+
 def test_logprobs_of_a_completion(client: openai.OpenAI):
     found = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=3, logprobs=2).choices[0].logprobs
     assert found is not None

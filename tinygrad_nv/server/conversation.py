@@ -66,7 +66,7 @@ class Conversation:
     async def of(service: Service, request: ChatRequest) -> Conversation:
         """See above."""
         service.require_generator()
-        model, tokenizer = service.require_name(request.model), service.model.require_tokenizer()
+        model, tokenizer = service.require_name(request.model), service.require_tokenizer()
         template = _template(service, request, tokenizer)
         extra = {**_variables(request, template), **(request.extra or {})}
         offered = () if request.choice.mode == "none" else request.tools
@@ -93,7 +93,7 @@ class Conversation:
         request = self.request
         async for at, delta in self.service.run([self.prompt], request.params, request.priority, record,
                                                 request.salt):
-            if at not in readers: readers[at] = Reader(self._parser(), self.service.model.require_tokenizer())
+            if at not in readers: readers[at] = Reader(self._parser(), self.service.require_tokenizer())
             reader = readers[at]
             before = reader.reasoning_tokens
             events = reader.push(delta)

@@ -19,6 +19,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from tinygrad_nv.errors import RequestError
 from tinygrad_nv.server.chat_protocol import ChatRequest
 from tinygrad_nv.server.conversation import Conversation
 from tinygrad_nv.server.errors import APIError, internal, invalid
@@ -94,11 +95,13 @@ async def _fitted(service: Service, request: ChatRequest) -> ChatRequest:
     message."""
     system = [each for each in request.messages if each["role"] == "system"]
     others = [each for each in request.messages if each["role"] != "system"]
-    tokenizer = service.model.require_tokenizer()
+    tokenizer, length = service.require_tokenizer(), service.model.length
 
     def fits(dropped: int) -> bool:
-        tokens = tokenizer.encode_chat([*system, *others[dropped:]], request.tools, **(request.extra or {}))
-        return len(tokens) < service.model.length
+        text = tokenizer.render([*system, *others[dropped:]], request.tools, **(request.extra or {}))
+        try: tokenizer.require_fitting(text, length)
+        except RequestError: return False
+        return len(tokenizer.encode(text, special=False)) < length
 
     def search() -> int:
         low, high = 0, max(len(others) - 1, 0)

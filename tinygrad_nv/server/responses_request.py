@@ -28,7 +28,8 @@ SHARED = ("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 ROLES = ("user", "assistant", "system", "developer")
 # fields that are in a response as they were in its request, with their defaults
-SHOWN: dict[str, Any] = {"instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True,
+SHOWN: dict[str, Any] = {"instructions": None, "max_output_tokens": None, "metadata": {},
+                         "parallel_tool_calls": True,
          "previous_response_id": None, "store": True, "temperature": None, "tool_choice": "auto", "tools": [],
          "top_logprobs": 0, "top_p": None, "truncation": "disabled", "user": None, "background": False}
 

@@ -142,6 +142,11 @@ class Service:
         raise APIError(400, f"{self.names[0]} makes embeddings, and generates no text; to fix: POST "
                        "/v1/embeddings, or serve a causal language model", "unsupported_task")
 
+    def require_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises `APIError` 400 if there is none."""
+        try: return self.model.require_tokenizer()
+        except NVError as error: raise api_error(error) from error
+
     async def aside(self, size: int, task: Callable[[], T]) -> T:
         """`task()`, in a thread for long texts."""
         try: return task() if size <= INLINE_CHARACTERS else await asyncio.to_thread(task)

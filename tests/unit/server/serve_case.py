@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -46,12 +47,16 @@ class FakeStats:
     steps: int = 0
 
 
+@functools.cache
+def _tokenizer() -> Tokenizer: return Tokenizer.load(DEFAULT_MODEL)
+
+
 class FakeModel:
     """The words of the model in the box, checked as `LLM` does, without its weights. `template` replaces its
     chat template."""
 
     def __init__(self, template: str | None = None) -> None:
-        loaded = Tokenizer.load(DEFAULT_MODEL)
+        loaded = _tokenizer()
         self.tokenizer = Tokenizer(loaded.backend, loaded.special, template or loaded.template)
         self.defaults, self.length = SamplingParams(temperature=0.0), LENGTH
         self.config, self.embedder = read_config(DEFAULT_MODEL), None

@@ -29,8 +29,9 @@ def serving(said: str | Sequence[str], template: str = QWEN, **more: Any) -> Ite
     """A client, and the engine it talks to, which says `said`, a character a token."""
     engine = FakeEngine(FakeModel(template), pieces=tuple(said))
     with (live(fake_service(engine, **more)) as server,
-          openai.OpenAI(base_url=server.url + "/v1", api_key="any",
-                        max_retries=0) as client): yield client, engine
+          openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0,
+                        http_client=openai.DefaultHttpxClient(verify=False)) as client):
+        yield client, engine
 
 
 def prompt(engine: FakeEngine) -> str:
@@ -211,7 +212,7 @@ def test_special_markers_are_in_the_text():
 
 
 def test_arguments_are_json_wherever_deltas_are_cut():
-    for size in (1, 2, 3, 7, 50, 500):
+    for size in (1, 7, 500):
         pieces = [SAID[at:at + size] for at in range(0, len(SAID), size)]
         with serving(pieces) as (client, _):
             chunks = client.chat.completions.create(model=NAME, messages=USER, tools=[LOOK], stream=True)

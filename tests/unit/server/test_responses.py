@@ -14,9 +14,9 @@ from tinygrad_nv.errors import NVError
 from tinygrad_nv.server import response_store
 from tinygrad_nv.server.response_store import ResponseStore, Stored
 
-TEMPLATE = ("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.reasoning_content }}{{ m.tool_calls "
-            "}}\n"
-            "{% endfor %}{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}{# reasoning_effort <think> #}")
+TEMPLATE = ("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.reasoning_content }}"
+            "{{ m.tool_calls }}\n{% endfor %}{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}"
+            "{# reasoning_effort <think> #}")
 LOOK: dict[str, Any] = {"type": "function", "name": "look", "description": "sees", "parameters": {
     "type": "object", "properties": {"at": {"type": "string"}}}}
 SAID = '<think>so</think>see <tool_call>{"name": "look", "arguments": {"at": "a fox"}}</tool_call>'
@@ -27,7 +27,8 @@ def serving(said: str | Sequence[str] = "yes", **engine: Any) -> Iterator[tuple[
     """A client, the engine it talks to, which says `said`, a character a token, and the server."""
     made = FakeEngine(FakeModel(TEMPLATE), pieces=tuple(said), **engine)
     with (live(fake_service(made)) as server,
-          openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0) as client):
+          openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0,
+                        http_client=openai.DefaultHttpxClient(verify=False)) as client):
         yield client, made, server
 
 
@@ -223,8 +224,8 @@ def test_an_engine_that_fails_is_an_event():
         assert events[-1].type == "response.failed"
         assert (events[-1].response.error.code,
                 "NaN" in events[-1].response.error.message) == ("server_error", True)
-        with pytest.raises(openai.InternalServerError, match="NaN"): client.responses.create(model=NAME,
-                                                                                             input="x")
+        with pytest.raises(openai.InternalServerError, match="NaN"):
+            client.responses.create(model=NAME, input="x")
         begun = client.responses.create(model=NAME, input="x", background=True)
         until(lambda: client.responses.retrieve(begun.id).status == "failed")
     with serving(failure=NVError("gone", "it", "restart")) as (client, engine, _):
