@@ -6,7 +6,6 @@ arguments of tool calls. The first delta of a call has its id and name.
 """
 from __future__ import annotations
 
-import secrets
 import time
 from typing import Any
 
@@ -53,7 +52,7 @@ async def _chunks(conversation: Conversation, record: Record, shared: dict[str, 
             seen.add(at)
             yield {**shared, **ids, "choices": [{"index": at, "delta": {"role": "assistant", "content": ""},
                                                  "logprobs": None, "finish_reason": None}]}
-        entry = _entry(update, request.legacy, request.params.logprobs is not None)
+        entry = _entry(update, conversation)
         if request.ids: entry["token_ids"] = list(update.delta.tokens)
         # no chunk while text that may become a tool call is held back
         if entry["delta"] or entry["finish_reason"] or update.delta.logprobs or request.ids:
@@ -61,24 +60,25 @@ async def _chunks(conversation: Conversation, record: Record, shared: dict[str, 
     if request.usage: yield {**shared, "choices": [], "usage": chat_usage(record)}
 
 
-def _entry(update: Update, legacy: bool, logprobs: bool) -> dict[str, Any]:
+def _entry(update: Update, conversation: Conversation) -> dict[str, Any]:
     """The chunk's entry for an update."""
-    delta = update.delta
+    delta, legacy = update.delta, conversation.request.legacy
+    logprobs = conversation.request.params.logprobs is not None
     sent: dict[str, Any] = {}
     if text := update.reasoning: sent |= dict.fromkeys(REASONING, text)
     if text := update.content: sent["content"] = text
     reason = update.finish_reason
     if calls := update.calls:
-        if legacy: sent["function_call"] = _call(calls[0])["function"]
-        else: sent["tool_calls"] = [_call(call) for call in calls]
+        if legacy: sent["function_call"] = _call(calls[0], conversation)["function"]
+        else: sent["tool_calls"] = [_call(call, conversation) for call in calls]
     if legacy and reason == "tool_calls": reason = "function_call"
     return {"index": update.at, "delta": sent, "finish_reason": reason, "stop_reason": delta.stop_reason,
             "logprobs": {"content": [logprob(each) for each in delta.logprobs]} if logprobs else None}
 
 
-def _call(call: CallDelta) -> dict[str, Any]:
+def _call(call: CallDelta, conversation: Conversation) -> dict[str, Any]:
     if call.name is None: return {"index": call.index, "function": {"arguments": call.text}}
-    return {"index": call.index, "id": f"call_{secrets.token_hex(12)}", "type": "function",
+    return {"index": call.index, "id": conversation.call_id(), "type": "function",
             "function": {"name": call.name, "arguments": call.text}}
 
 

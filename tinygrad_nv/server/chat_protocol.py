@@ -64,7 +64,7 @@ def chat(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) 
     if choice.forced: common = replace(common, params=replace(common.params, stop=(), stop_token_ids=()))
     require_unstored(fields)
     _prediction(fields)
-    fields.as_usual({"modalities": ["text"]})
+    fields.as_usual({"modalities": ["text"], "echo": False, "add_special_tokens": False})
     fields.finish()
     return ChatRequest(**vars(common), **turn, messages=messages, tools=tools, choice=choice, legacy=legacy)
 
@@ -127,10 +127,11 @@ def _message(data: dict[str, Any], at: int) -> dict[str, Any]:
                                    for i, item in enumerate(calls)]
     for name in ("name", "tool_call_id"):
         if (value := fields.text(name)) is not None: out[name] = value
-    # templates have these names for it
     thoughts = [fields.text("reasoning"), fields.text("reasoning_content")]
     if reasoning := next(filter(None, thoughts), None):
-        out |= dict.fromkeys(("reasoning", "reasoning_content", "thinking"), reasoning)
+        out |= dict.fromkeys(("reasoning", "reasoning_content"), reasoning)
+        # the name in the template of gpt-oss, which takes one of content and thinking before a call
+        if not (calls and content): out["thinking"] = reasoning
     # fields of an earlier response, sent back unchanged
     fields.ignore(["refusal", "audio", "annotations"])
     fields.finish()

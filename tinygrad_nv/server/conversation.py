@@ -9,6 +9,7 @@ from its first token on.
 """
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -86,6 +87,10 @@ class Conversation:
             request = replace(request, params=replace(request.params, skip_special_tokens=False))
         return Conversation(service, request, model, prompt, Answer(prefix, request.continued, schemas),
                             *names)
+
+    def call_id(self) -> str:
+        """An id for a tool call: Mistral's templates take 9 letters or digits."""
+        return secrets.token_hex(5)[:9] if self.tools == "mistral" else f"call_{secrets.token_hex(12)}"
 
     async def run(self, record: Record) -> AsyncGenerator[Update, None]:
         """The answer as it is generated. Counts the tokens of reasoning."""

@@ -7,7 +7,6 @@ block. Errors have Anthropic's shape (errors.py).
 from __future__ import annotations
 
 import json
-import secrets
 from typing import Any
 
 from starlette.requests import Request
@@ -29,7 +28,7 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
     parsed = message_request(data, service.model.defaults, service.limits)
     conversation = await Conversation.of(service, parsed)
     record.stream = parsed.stream
-    builder = MessageBuilder(record, conversation.model)
+    builder = MessageBuilder(record, conversation)
     events = _events(conversation, builder, record)
     style = Typed(lambda error: error.message_body(record.id))
     if parsed.stream: return await streamed(request, events, record, style)
@@ -73,10 +72,11 @@ def _object(text: str) -> dict[str, Any]:
 class MessageBuilder:
     """A message as it grows, and the events of its stream."""
 
-    def __init__(self, record: Record, model: str) -> None:
+    def __init__(self, record: Record, conversation: Conversation) -> None:
+        self.call_id = conversation.call_id
         self.record, self.open, self.call, self.arguments = record, False, -1, ""
         self.message: dict[str, Any] = {"id": record.id, "type": "message", "role": "assistant",
-                                        "model": model,
+                                        "model": conversation.model,
                                         "content": [], "stop_reason": None, "stop_sequence": None}
 
     @property
@@ -114,7 +114,7 @@ class MessageBuilder:
     def _push_call(self, call: CallDelta) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
         if call.name is not None or not self.open or self.call != call.index:
-            events = self._begin({"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}",
+            events = self._begin({"type": "tool_use", "id": self.call_id(),
                                   "name": call.name or "", "input": {}})
             self.call, self.arguments = call.index, ""
         self.arguments += call.text

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from tinygrad_nv.server.chat import logprob
-from tinygrad_nv.server.conversation import Update
+from tinygrad_nv.server.conversation import Conversation, Update
 from tinygrad_nv.server.errors import APIError
 from tinygrad_nv.server.parsers.parser import CallDelta, Content, Event, Reasoning
 from tinygrad_nv.server.record import Record
@@ -23,10 +23,12 @@ StreamEvent = dict[str, Any]
 class ResponseBuilder:
     """The response to `request`."""
 
-    def __init__(self, name: str, model: str, request: ResponseRequest) -> None:
+    def __init__(self, name: str, conversation: Conversation, request: ResponseRequest) -> None:
+        self.call_id = conversation.call_id
         self.response: dict[str, Any] = {
             "id": name, "object": "response", "created_at": int(time.time()), "status": "in_progress",
-            "error": None, "incomplete_details": None, "model": model, "output": [], "usage": None,
+            "error": None, "incomplete_details": None, "model": conversation.model, "output": [],
+            "usage": None,
             "service_tier": "default", **request.shown}
         self.count, self.call = 0, -1       # events so far; the index of the call that is written
         self.with_logprobs = request.chat.params.logprobs is not None
@@ -80,7 +82,7 @@ class ResponseBuilder:
         if call.name is not None or not self._open("function_call") or self.call != call.index:
             events, self.call = self._close("completed"), call.index
             self.output.append({"id": f"fc_{secrets.token_hex(12)}", "type": "function_call",
-                                "call_id": f"call_{secrets.token_hex(12)}", "name": call.name or "",
+                                "call_id": self.call_id(), "name": call.name or "",
                                 "arguments": "", "status": "in_progress"})
             events.append(self._item_event("added"))
         self.output[-1]["arguments"] += call.text

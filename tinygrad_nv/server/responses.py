@@ -39,7 +39,7 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
     chat = await _fitted(service, parsed.chat) if parsed.truncate else parsed.chat
     conversation = await Conversation.of(service, chat)
     record.stream = parsed.chat.stream
-    builder = ResponseBuilder(record.id, conversation.model, parsed)
+    builder = ResponseBuilder(record.id, conversation, parsed)
     events = _events(service, conversation, builder, parsed, record)
     if parsed.background: return _in_background(service, builder, parsed, events)
     if parsed.chat.stream: return await streamed(request, events, record, Typed(builder.failed))

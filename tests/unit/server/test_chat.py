@@ -4,12 +4,15 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 from serve_case import NAME, FakeEngine, FakeModel, fake_service, live
 
+from tinygrad_nv.cli import DEFAULT_MODEL
+from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.server.service import Parsers
 
 QWEN = ("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.reasoning_content }}\n{% endfor %}{% if "
@@ -202,13 +205,18 @@ def test_fields_reach_the_engine():
         assert (engine.asked[-1][0].salt, engine.asked[-1][1].skip_special_tokens) == ("x", False)
 
 
-def test_special_markers_are_in_the_text():
-    """The model in the box has <|endoftext|>-like special tokens; a parser's marker among them is kept."""
-    engine = FakeEngine(FakeModel(QWEN), pieces=("ok",))
-    special = next(iter(engine.model.tokenizer.special.values()))
-    assert engine.model.tokenizer.special_text(special)
-    assert not engine.model.tokenizer.special_text("Once")
-    assert not engine.model.tokenizer.special_text("no such token")
+def test_markers_that_are_special_tokens_are_in_the_text():
+    with serving('[TOOL_CALLS]look[ARGS]{"at": "x"}',
+                 "{{ messages[0].content }}{# [TOOL_CALLS] #}") as (client, engine):
+        loaded = Tokenizer.load(DEFAULT_MODEL)
+        loaded.backend.add_special_tokens(["[TOOL_CALLS]"])
+        engine.model.tokenizer = replace(loaded, template=engine.model.tokenizer.template)
+        done = client.chat.completions.create(model=NAME, messages=USER, tools=[LOOK])
+        assert not engine.asked[-1][1].skip_special_tokens
+        [call] = done.choices[0].message.tool_calls
+        assert (call.function.arguments, len(call.id), call.id.isalnum()) == ('{"at": "x"}', 9, True)
+        client.chat.completions.create(model=NAME, messages=USER)
+        assert engine.asked[-1][1].skip_special_tokens
 
 
 def test_arguments_are_json_wherever_deltas_are_cut():
