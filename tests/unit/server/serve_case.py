@@ -72,11 +72,13 @@ class FakeModel:
 @dataclass
 class FakeEngine:
     """Says `text`, or `pieces` as they are, or the prompt again, a token at a time, `pause_s` apart. `limit`:
-    requests that run. `stopped_by`: the stop string or token that ends `text` or `pieces`."""
+    requests that run. `cached`: tokens of its prompt that it had. `stopped_by`: the stop string or token that
+    ends `text` or `pieces`."""
     model: FakeModel
     text: str | None = None
     pieces: Sequence[str] = ()
     stopped_by: str | int | None = None
+    cached: int = 0
     pause_s: float = 0.0
     limit: int = 1000
     failure: NVError | None = None
@@ -126,7 +128,8 @@ class FakeEngine:
         top = tuple((token, text, -0.5) for _ in range(params.logprobs or 0))
         told = () if params.logprobs is None else (TokenLogprobs(token, text, -0.5, 1, top),)
         reason = ("stop" if ends else "length") if last else None
-        return Delta(index, text, (token,), told, reason, self.stopped_by if reason == "stop" else None)
+        return Delta(index, text, (token,), told, reason, self.stopped_by if reason == "stop" else None,
+                     self.cached)
 
 
 @dataclass

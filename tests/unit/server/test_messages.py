@@ -157,6 +157,13 @@ def test_tokens_are_counted():
         assert counted.input_tokens == len(engine.asked[-1][0].ids or [])
 
 
+def test_tokens_of_the_prefix_cache_are_counted_apart():
+    with serving(cached=4) as (client, engine, _):
+        used = client.messages.create(model=NAME, max_tokens=9, messages=USER).usage
+        assert (used.cache_read_input_tokens, used.cache_creation_input_tokens) == (4, 0)
+        assert used.input_tokens + 4 == len(engine.asked[-1][0].ids or [])
+
+
 # **** errors ****
 
 def test_the_key_may_be_in_either_header():

@@ -166,6 +166,17 @@ def test_truncation_drops_the_oldest_messages():
         assert LENGTH * 0.7 < len(engine.asked[-1][0].ids or []) < LENGTH
 
 
+def test_truncation_leaves_no_result_without_its_call():
+    with serving() as (client, engine, _):
+        items = [{"role": "user", "content": "first"},
+                 {"type": "function_call", "call_id": "x", "name": "look",
+                  "arguments": json.dumps({"at": "b " * 600})},
+                 {"type": "function_call_output", "call_id": "x", "output": "a fox"},
+                 {"role": "user", "content": "last"}]
+        client.responses.create(model=NAME, input=items, truncation="auto")
+        assert prompt(engine).startswith("user: last")
+
+
 # **** responses that are kept ****
 
 def test_a_response_is_kept_until_it_is_deleted():
