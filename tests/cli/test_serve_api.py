@@ -122,6 +122,19 @@ def test_echo_without_a_tokenizer_is_refused():
         client.completions.create(model=NAME, prompt=[5, 6], echo=True)
 
 
+def test_a_conversation_without_a_tokenizer_is_refused():
+    model = FakeModel()
+
+    def none() -> None: raise TokenizerError("m has no tokenizer.json", "one", "add it")
+    model.require_tokenizer = none      # type: ignore[method-assign, assignment]
+    with live(fake_service(FakeEngine(model))) as server:
+        for path, asked in (("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+                            ("responses", {"input": "a", "truncation": "auto"}),
+                            ("messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1})):
+            answer = server.post(asked, "/v1/" + path)
+            assert (answer.status_code, "no tokenizer.json" in answer.text) == (400, True)
+
+
 def test_logprobs_of_a_completion(client: openai.OpenAI):
     found = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=3, logprobs=2).choices[0].logprobs
     assert found is not None
@@ -253,7 +266,11 @@ def test_calls_of_tools_are_told_apart_from_text():
         text = "".join(c.choices[0].delta.content or "" for c in chunks)
         assert "<" not in text
         calls = [call for c in chunks for call in c.choices[0].delta.tool_calls or []]
-        assert [(call.index, call.function.name) for call in calls] == [(0, "weather")]
+        assert [call.function.name for call in calls] == ["weather"] + [None] * (len(calls) - 1)
+        assert {call.index for call in calls} == {0}
+        assert len(calls) > 3
+        assert "".join(call.function.arguments
+                       for call in calls) == done.message.tool_calls[0].function.arguments
         assert chunks[-1].choices[0].finish_reason == "tool_calls"
         # without tools it is text like any other
         plain = client.chat.completions.create(model=NAME, messages=asked["messages"]).choices[0]  # type: ignore[arg-type]

@@ -15,11 +15,12 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tinygrad_nv.engine.outputs import Delta, EngineCoreOutput
+from tinygrad_nv.engine.prompts import Prompt
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Request
 from tinygrad_nv.engine.text.output_processor import OutputProcessor
@@ -95,7 +96,7 @@ class AsyncEngine:
         """Current statistics of the core."""
         return self.llm.core.stats()
 
-    def generate(self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None, *,
                  request_id: str | None = None, priority: int = 0) -> AsyncIterator[Delta]:
         """The deltas of an answer. Raises `RequestError` for an invalid request, `QueueFull` when
         `queue_limit` requests wait for their first token, `EngineError` when the engine has stopped."""

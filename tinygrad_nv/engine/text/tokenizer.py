@@ -131,6 +131,11 @@ class Tokenizer:
         """Whether `decode` omits the token: it is special, or not in the vocabulary."""
         return token in self.special_ids or self.unknown(token)
 
+    def special_text(self, text: str) -> bool:
+        """Whether `text` is a special token, which `decode` omits."""
+        token = self.backend.token_to_id(text)
+        return token is not None and token in self._special_ids
+
     def unknown(self, token: int) -> bool:
         """Whether the token is not in the vocabulary."""
         return self.backend.id_to_token(token) is None
