@@ -28,6 +28,7 @@ from tinygrad_nv.engine.loading import (
     open_device,
     optional_tokenizer,
     resolve_dtype,
+    weights_identity,
     with_quantization,
 )
 from tinygrad_nv.engine.memory_planning import CacheSize, layer_bytes, require_room, step_bytes
@@ -58,6 +59,7 @@ from tinygrad_nv.models.quantised import sparse_savings
 from tinygrad_nv.models.quantised_experts import idle_bytes
 from tinygrad_nv.runtime.memory import sweep
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
+from tinygrad_nv.runtime.programs import Compilations
 
 GIB = 1 << 30
 
@@ -102,7 +104,7 @@ class LLM:
         swap_space, enable_prefix_caching = gib("swap_space", swap_space), enable_prefix_caching is not False
         self._seeds = fresh_seed if seed is None else partial(Random(seed).getrandbits, 32)
         sweep()
-        self._request_numbers = itertools.count()
+        self._request_numbers, self.compilations = itertools.count(), Compilations()
         self.directory, self.device = Path(model), open_device(device)
         stage("open device")
         self.embedder = open_embedder(
@@ -146,13 +148,16 @@ class LLM:
         stage("load weights")
         self.runner = ModelRunner(self.model, pages=num_pages, page_size=page_size, max_seqs=max_num_seqs,
                                   max_len=self.length, max_batched_tokens=max_num_batched_tokens,
-                                  kv_dtype=kv_cache_dtype, host_pages=host_pages, groups=groups)
+                                  kv_dtype=kv_cache_dtype, host_pages=host_pages, groups=groups,
+                                  identity=weights_identity(self.directory),
+                                  verifies=speculative_config is not None)
         pool = PagePool(num_pages, page_size, host_pages=host_pages, sharing=enable_prefix_caching,
                         windows=groups.windows)
         self.draft_model = None if draft is None else draft.load(self.runner, max_num_batched_tokens)
         proposer = self.draft_model or (NgramProposer() if speculative_config else None)
         self.core = EngineCore(self.runner, pool, engine, proposer)
         self.engine = EngineThread(self.core)
+        self.compilations = Compilations()
         stage("pages")
 
     def _pages(self, asked: int | None, cache: CacheSize, token: int, draft: DraftModelFiles | None,
@@ -188,6 +193,13 @@ class LLM:
             # a prefix cache hit would run another graph
             request = replace(self.request(name := self._name(), [0] * count, made), salt=name.encode())
             for _ in self._stream(request): pass
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Statistics of the engine (core.py), and `compilations_after_ready`: what was compiled and captured
+        since the model was loaded and, if it was, warmed up."""
+        stats = {} if self.embedder is not None else vars(self.core.stats())
+        return {**stats, "compilations_after_ready": self.compilations.since()}
 
     @property
     def streamed_bytes(self) -> int:
