@@ -80,9 +80,9 @@ def test_another_setting_is_another_file(kept, monkeypatch: pytest.MonkeyPatch, 
     assert before.path != after.path
 
 
-def test_a_damaged_file_is_none(kept):
+def test_a_damaged_file_is_none(kept, directory: Path):
     for damage in (b"", kept[2].read_bytes()[:-40], b"other bytes"):
-        (file := kept[2].with_suffix(".damaged")).write_bytes(damage)
+        (file := directory / "damaged").write_bytes(damage)
         assert StepStore(file, "CPU", dict).steps == {}
     assert len(StepStore(kept[2], "CPU", dict).steps) == kept[1]
 
