@@ -150,7 +150,7 @@ class LLM:
                                   max_len=self.length, max_batched_tokens=max_num_batched_tokens,
                                   kv_dtype=kv_cache_dtype, host_pages=host_pages, groups=groups,
                                   identity=weights_identity(self.directory),
-                                  verifies=speculative_config is not None)
+                                  verifies=speculative_config is not None, directory=self.directory)
         pool = PagePool(num_pages, page_size, host_pages=host_pages, sharing=enable_prefix_caching,
                         windows=groups.windows)
         self.draft_model = None if draft is None else draft.load(self.runner, max_num_batched_tokens)

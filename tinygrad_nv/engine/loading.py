@@ -83,7 +83,7 @@ def weights_identity(model: Path) -> str:
     """What tells the files of a model from others: the content of small ones, size and time of large ones."""
     made = hashlib.sha256()
     for file in [model] if model.is_file() else sorted(each for each in model.iterdir() if each.is_file()):
-        if file.suffix == ".py": continue
+        if file.suffix in (".py", ".xz"): continue  # of the bundled model
         stat = file.stat()
         small = stat.st_size <= HASHED_BYTES
         what = file.read_bytes() if small else f"{file.resolve()} {stat.st_mtime_ns}".encode()

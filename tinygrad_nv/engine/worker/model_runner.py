@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -64,14 +65,15 @@ class ModelRunner:
     """`model` over `pages` pages of `page_size` tokens, for at most `max_seqs` sequences of at most `max_len`
     tokens. A step has at most `max_batched_tokens` tokens, plus one for each sequence. Each of `groups` has
     block tables of its own; None: all layers are one group. Runners of one device share a `thread`. Captured
-    steps are kept on disk (step_store.py) where `identity` says which weights these are. `verifies`: a
-    sequence may sample several tokens in a step, to verify a draft."""
+    steps are kept on disk (step_store.py) where `identity` says which weights these are; `directory` may have
+    some that came with them. `verifies`: a sequence may sample several tokens in a step, to verify a draft.
+    """
 
     def __init__(self, model: Llama, *, pages: int, page_size: int = 16, max_seqs: int = 64,
                  max_len: int | None = None, max_batched_tokens: int = 512, kv_dtype: str = "auto",
                  host_pages: int = 0, groups: CacheGroups | None = None,
                  thread: ThreadPoolExecutor | None = None, identity: str = "",
-                 verifies: bool = False) -> None:
+                 verifies: bool = False, directory: Path | None = None) -> None:
         self.model, self.page_size, self.max_seqs = model, page_size, max_seqs
         self.device = Device.canonicalize(model.device)
         self.max_len = model.config.max_positions if max_len is None else max_len
@@ -103,7 +105,8 @@ class ModelRunner:
         self.slot_filters = SlotFilters(max_seqs)
         facts = (identity, model.config, model.dtype, model.int8_inputs, model.rope_rows, pages, page_size,
                  max_seqs, self.max_len, self.max_shape, self.groups, dtype)
-        self.step_store = StepStore.open(facts, self.device, self._buffers) if identity else None
+        self.facts: tuple[object, ...] = facts
+        self.step_store = StepStore.open(facts, self.device, self._buffers, directory) if identity else None
         self.steps: dict[BatchShape, tuple[InputLayout, CapturedStep]] = {}
         self.samplers: dict[tuple[int, Filters], CapturedStep] = {}
         self.uncaptured: Counter[BatchShape] = Counter()   # uses of shapes that are not captured

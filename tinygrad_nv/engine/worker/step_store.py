@@ -14,15 +14,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import io
-import lzma
 import os
-import pickle
 import platform
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 from tinygrad import Tensor
@@ -36,14 +32,9 @@ from tinygrad.uop.ops import Ops, UOp, buffers
 
 from tinygrad_nv import cache, config, hooks
 from tinygrad_nv.cpu.isa import flags
+from tinygrad_nv.engine.worker import prebuilt_steps
+from tinygrad_nv.engine.worker.step_file import FASTEST, NEUTRAL, dumps, loads, sources
 from tinygrad_nv.runtime.renderers import renderer_of
-
-# settings that change no kernel, or that are in the key by what they name
-NEUTRAL = ("NV_CACHE_DIR", "NV_API_KEY", "NV_SCHEDULES", "NV_REPACK_CACHE", "NV_NVTX", "NV_DEBUG",
-           "NV_PROGRAM_CACHE")
-# folders of the package whose sources make no step
-OTHER = ("server", "cli", "benchmarks", "explain", "host", "quantize", "emulator", "timing",
-         "structured_output", "text", "page", "tales")
 
 
 @dataclass(frozen=True)
@@ -58,22 +49,27 @@ class _Place:
 class StepStore:
     """The steps of one configuration. `tensors()` are those that outlive steps, by name."""
 
-    def __init__(self, path: Path, device: str, tensors: Callable[[], Mapping[str, Buffer]]) -> None:
+    def __init__(self, path: Path, device: str, tensors: Callable[[], Mapping[str, Buffer]],
+                 prebuilt: Callable[[], dict[str, UOp]] = dict) -> None:
         self.path, self.device, self.tensors = path, device, tensors
-        self.steps: dict[str, UOp] = _read(path)
+        try: self.steps = loads(path.read_bytes())
+        except OSError: self.steps = {}
+        if not self.steps: self.steps = prebuilt()
         self.changed = False
 
     @staticmethod
-    def open(facts: Iterable[object], device: str,
-             tensors: Callable[[], Mapping[str, Buffer]]) -> StepStore | None:
-        """The store of steps that depend on `facts`; None where nothing is kept or settings ask to see how
-        programs are made."""
+    def open(facts: Iterable[object], device: str, tensors: Callable[[], Mapping[str, Buffer]],
+             model: Path | None = None) -> StepStore | None:
+        """The store of steps that depend on `facts`, at first with those that come with `model`; None where
+        nothing is kept, or settings ask to see how programs are made."""
         if not config.get("NV_PROGRAM_CACHE") or not CCACHE or VIZ or BEAM or JIT != 1 or not hooks.enabled():
             return None
-        places = [(name, at.nbytes, at.dtype, at.offset) for name, at in tensors().items()]
+        facts, places = list(facts), places_of(tensors())
         words = [*map(repr, facts), repr(places), sources(), *map(repr, _settings(device))]
         key = hashlib.sha256("\0".join(words).encode()).hexdigest()[:32]
-        return StepStore(cache.named() / "steps" / f"{key}.xz", device, tensors)
+        def prebuilt() -> dict[str, UOp]:
+            return {} if model is None else prebuilt_steps.read(model, device, facts, places)
+        return StepStore(cache.named() / "steps" / f"{key}.xz", device, tensors, prebuilt)
 
     def get(self, name: str) -> UOp | None:
         """The schedule of a step over the memory of this process; None if it is not kept."""
@@ -105,25 +101,14 @@ class StepStore:
         """Writes the file, if a step was put since it was read."""
         if not self.changed: return
         self.changed = False
-        with contextlib.suppress(OSError): _write(self.path, self.steps)
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("wb", dir=self.path.parent, delete=False) as file:
+                file.write(dumps(self.steps, FASTEST))
+            os.replace(file.name, self.path)
 
 
 # **** what is in the key ****
-
-@functools.cache
-def sources() -> str:
-    """A hash of the package's sources that make steps, and of tinygrad's version."""
-    made = hashlib.sha256(hooks.TINYGRAD_VERSION.encode())
-    for package in ("tinygrad_nv", "tinygrad_nv.models"):
-        root = Path(str(resources.files(package)))
-        for folder, inner, files in os.walk(root):
-            inner[:] = sorted(each for each in inner if each not in OTHER)
-            for file in sorted(files):
-                if not file.endswith((".py", ".h", ".c")): continue
-                made.update(f"{package}/{Path(folder, file).relative_to(root)}\0".encode())
-                made.update(Path(folder, file).read_bytes())
-    return made.hexdigest()
-
 
 def _settings(device: str) -> list[object]:
     """Settings, processor and compiler, as far as kernels depend on them."""
@@ -131,6 +116,11 @@ def _settings(device: str) -> list[object]:
     renderer = renderer_of(device)
     return [settings, hooks.configuration(), [each.value for each in to_program_context], platform.machine(),
             sorted(flags()), renderer.target, renderer.compiler.cachekey]
+
+
+def places_of(tensors: Mapping[str, Buffer]) -> list[tuple[str, int, str, int]]:
+    """Where tensors are, as far as steps depend on it."""
+    return [(name, at.nbytes, at.dtype.name, at.offset) for name, at in tensors.items()]
 
 
 def named_buffers(**owners: object) -> dict[str, Buffer]:
@@ -219,21 +209,3 @@ def _slim(program: UOp) -> UOp | None:
     parameters = tuple(u for u in linear.src if u.op is Ops.PARAM and u.addrspace != AddrSpace.ALU)
     return program.replace(src=(UOp.sink(arg=sink.arg), linear.replace(src=parameters),
                                 source.replace(arg=""), binary))
-
-
-# **** the file ****
-
-def _read(path: Path) -> dict[str, UOp]:
-    """The steps of a file; none of one that is not there, or is damaged."""
-    try: return pickle.loads(lzma.decompress(path.read_bytes()))
-    except (OSError, lzma.LZMAError, pickle.UnpicklingError, EOFError, AttributeError, ImportError,
-            TypeError, ValueError, IndexError): return {}
-
-
-def _write(path: Path, steps: dict[str, UOp]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    into = io.BytesIO()
-    pickle.Pickler(into, protocol=pickle.HIGHEST_PROTOCOL).dump(steps)
-    with tempfile.NamedTemporaryFile("wb", dir=path.parent, delete=False) as file:
-        file.write(lzma.compress(into.getbuffer(), preset=1))
-    os.replace(file.name, path)
