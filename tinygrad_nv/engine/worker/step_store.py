@@ -5,14 +5,13 @@ sources of the package, model and weights' places, settings, processor, compiler
 of a step over this process's memory, or None; `put(name, linear, existing)` keeps one, and `save` writes all
 that were put. A step that uses memory which has no name is not kept, and is captured in each process.
 
-In the file a buffer is a mark: the name of a tensor and the place in it, or the number of an intermediate,
+In the file an argument is a mark: the name of a tensor and the place in it, or the number of an intermediate,
 which gets memory of its own. A program has its binary and what launches it; its graph and its text are left
 out, so explain() names its kernel but shows no source.
 """
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import os
 import platform
@@ -21,14 +20,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
 from tinygrad.codegen import to_program_context
 from tinygrad.device import Buffer
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.engine import realize
 from tinygrad.helpers import BEAM, CCACHE, JIT, VIZ
 from tinygrad.nn.state import get_state_dict
-from tinygrad.uop.ops import Ops, UOp, buffers
+from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import cache, config, hooks
 from tinygrad_nv.cpu.isa import flags
@@ -39,11 +38,12 @@ from tinygrad_nv.runtime.renderers import renderer_of
 
 @dataclass(frozen=True)
 class _Place:
-    """Memory of a step: a part of a tensor by name, or the whole of an intermediate by number."""
+    """Memory of a step: a part of a tensor by name, or of an intermediate of `whole` bytes by number."""
     owner: str | int
     size: int
     dtype: DType
     offset: int = 0
+    whole: int = 0
 
 
 class StepStore:
@@ -74,16 +74,15 @@ class StepStore:
     def get(self, name: str) -> UOp | None:
         """The schedule of a step over the memory of this process; None if it is not kept."""
         if (kept := self.steps.get(name)) is None: return None
-        named, own = self.tensors(), dict[int, UOp]()
+        named, own = self.tensors(), dict[int, Buffer]()
 
         def memory(u: UOp) -> UOp:
             at: _Place = u.tag
-            if isinstance(at.owner, int):
-                if at.owner not in own: own[at.owner] = UOp.new_buffer(self.device, at.size, at.dtype)
-                return own[at.owner]
-            owner = named[at.owner]
+            if isinstance(at.owner, str): owner = named[at.owner]
+            elif at.owner in own: owner = own[at.owner]
+            else: owner = own[at.owner] = Buffer(self.device, at.whole, dtypes.uint8)
             return UOp.from_buffer(owner.base.view(at.size, at.dtype, owner.offset + at.offset))
-        marks = dict.fromkeys(u for call in _calls(kept) for u in _memory(call) if isinstance(u.tag, _Place))
+        marks = dict.fromkeys(u for call in _calls(kept) for u in call.src[1:] if isinstance(u.tag, _Place))
         if any(isinstance(u.tag.owner, str) and u.tag.owner not in named for u in marks): return None
         return _over(kept, {u: memory(u) for u in marks}, {})
 
@@ -143,24 +142,29 @@ def _realized(name: str, tensor: Tensor) -> dict[str, Buffer]:
 
 def _places(linear: UOp, existing: frozenset[UOp], device: str,
             named: Mapping[str, Buffer]) -> dict[UOp, _Place] | None:
-    """The memory of every buffer of a schedule; None where one is neither named nor an intermediate, which is
-    written before it is read."""
+    """The memory of every argument of a schedule; None where one is neither named nor in an intermediate,
+    which is written before it is read."""
     owners: dict[int, list[tuple[str, Buffer]]] = {}
     for name, at in named.items(): owners.setdefault(id(at.base), []).append((name, at))
     found: dict[UOp, _Place] = {}
+    numbers: dict[UOp, int] = {}
     written = set[UOp]()
     for call in _calls(linear):
         arguments = realize.get_call_arg_uops(call)
         outs, ins = realize.get_call_outs_ins(call)
         for number, argument in enumerate(arguments):
-            for u in argument.toposort():
-                if u.op is not Ops.BUFFER: continue
-                if u not in found:
-                    if (at := _place(u, existing, device, owners, len(found))) is None: return None
-                    found[u] = at
-                if isinstance(found[u].owner, int) and number in ins and u not in written: return None
-        for number in outs: written |= {u for u in arguments[number].toposort() if u.op is Ops.BUFFER}
+            [u] = leaves if len(leaves := _leaves(argument)) == 1 else [argument]
+            if u.op is not Ops.BUFFER or u.device != device: return None
+            if argument not in found:
+                at = _place(argument, u, owners, numbers)
+                if at is None or (isinstance(at.owner, int) and u in existing): return None
+                found[argument] = at
+            if isinstance(found[argument].owner, int) and number in ins and u not in written: return None
+        for number in outs: written.update(_leaves(arguments[number]))
     return found
+
+
+def _leaves(argument: UOp) -> list[UOp]: return [u for u in argument.toposort() if u.op is Ops.BUFFER]
 
 
 def _calls(linear: UOp) -> list[UOp]:
@@ -171,35 +175,28 @@ def _calls(linear: UOp) -> list[UOp]:
 def _is_graph(call: UOp) -> bool: return call.src[0].op is Ops.CUSTOM_FUNCTION and call.src[0].arg == "graph"
 
 
-def _memory(call: UOp) -> list[UOp]:
-    """What a launch reads and writes, down to buffers or their marks."""
-    return [u for argument in realize.get_call_arg_uops(call) for u in argument.toposort()]
-
-
 def _over(linear: UOp, memory: Mapping[UOp, UOp], programs: Mapping[UOp, UOp]) -> UOp:
     """A schedule with other memory and programs. (`UOp.substitute` leaves graphs as they are.)"""
-    @functools.cache
-    def argument(u: UOp) -> UOp: return memory[u] if u in memory else u.substitute(dict(memory), walk=True)
-
     def call(one: UOp) -> UOp:
         if not _is_graph(one):
-            return one.replace(src=(programs.get(one.src[0], one.src[0]), *map(argument, one.src[1:])))
+            arguments = [memory.get(u, u) for u in one.src[1:]]
+            return one.replace(src=(programs.get(one.src[0], one.src[0]), *arguments))
         graph, inner = one.src[0], one.src[0].src[0]
         return one.replace(src=(graph.replace(src=(inner.replace(src=tuple(map(call, inner.src))),)),
                                 *one.src[1:]))
     return linear.replace(src=tuple(map(call, linear.src)))
 
 
-def _place(u: UOp, existing: frozenset[UOp], device: str, owners: Mapping[int, list[tuple[str, Buffer]]],
-           number: int) -> _Place | None:
-    if u.device != device: return None
-    at = buffers.get(u)
-    if isinstance(at, Buffer):
-        for name, owner in owners.get(id(at.base), ()):
-            offset = at.offset - owner.offset
-            if offset >= 0 and offset + at.nbytes <= owner.nbytes:
-                return _Place(name, at.size, at.dtype, offset)
-    return None if u in existing else _Place(number, u.max_numel(), u.dtype)
+def _place(argument: UOp, u: UOp, owners: Mapping[int, list[tuple[str, Buffer]]],
+           numbers: dict[UOp, int]) -> _Place | None:
+    """Where an argument is in the buffer `u`, whose memory is of one of `owners` or an intermediate."""
+    at = argument.buffer
+    if not isinstance(at, Buffer): return None
+    for name, owner in owners.get(id(at.base), ()):
+        offset = at.offset - owner.offset
+        if offset >= 0 and offset + at.nbytes <= owner.nbytes: return _Place(name, at.size, at.dtype, offset)
+    number = numbers.setdefault(u, len(numbers))
+    return _Place(number, at.size, at.dtype, at.offset, at.base.nbytes)
 
 
 def _slim(program: UOp) -> UOp | None:
