@@ -35,8 +35,8 @@ def main() -> int:
 
 def bundled() -> Path:
     """The directory of the bundled model."""
-    from tinygrad_nv import models
-    return Path(str(models.__file__)).parent / "tales"
+    from tinygrad_nv.models import tales
+    return Path(str(tales.__file__)).parent
 
 
 def _write() -> int:
