@@ -29,6 +29,7 @@ from tinygrad_nv.engine.loading import (
     open_device,
     optional_tokenizer,
     resolve_dtype,
+    weights_identity,
     with_quantization,
 )
 from tinygrad_nv.engine.memory_planning import CacheSize, layer_bytes, require_room, step_bytes
@@ -51,6 +52,7 @@ from tinygrad_nv.models.quantised import sparse_savings
 from tinygrad_nv.models.quantised_experts import idle_bytes
 from tinygrad_nv.runtime.memory import sweep
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
+from tinygrad_nv.runtime.programs import Compilations
 
 GIB = 1 << 30
 
@@ -97,6 +99,7 @@ class LLM(GenerationMethods, PoolingMethods):
         self._seeds = fresh_seed if seed is None else partial(Random(seed).getrandbits, 32)
         sweep()
         self._request_numbers, self.latencies = itertools.count(), Latencies()
+        self.compilations = Compilations()
         self.directory, self.device = Path(model), open_device(device)
         stage("open device")
         self.embedder = open_embedder(self.directory, self.device, own.get("task", task or "auto"), options)
@@ -132,13 +135,16 @@ class LLM(GenerationMethods, PoolingMethods):
         self.model = self._load_weights(o)
         self.runner = ModelRunner(self.model, pages=num_pages, page_size=o.page_size, max_seqs=o.max_num_seqs,
                                   max_len=self.length, max_batched_tokens=o.max_num_batched_tokens,
-                                  kv_dtype=o.kv_cache_dtype, host_pages=host_pages, groups=groups)
+                                  kv_dtype=o.kv_cache_dtype, host_pages=host_pages, groups=groups,
+                                  identity=weights_identity(self.directory),
+                                  verifies=speculation is not None, directory=self.directory)
         pool = PagePool(num_pages, o.page_size, host_pages=host_pages, sharing=o.enable_prefix_caching,
                         windows=groups.windows)
         self.draft_model = None if draft is None else draft.load(self.runner, o.max_num_batched_tokens)
         proposer = self.draft_model or (NgramProposer() if speculation else None)
         self.core = EngineCore(self.runner, pool, engine, proposer)
         self.engine = EngineThread(self.core)
+        self.compilations = Compilations()
         o.stage("pages")
 
     def _load_weights(self, options: LoadOptions) -> Llama:
@@ -206,6 +212,13 @@ class LLM(GenerationMethods, PoolingMethods):
             # a prefix cache hit would run another graph
             request = replace(self.request(name := self._name(), [0] * count, made), salt=name.encode())
             for _ in self._stream(request): pass
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Statistics of the engine (core.py), and `compilations_after_ready`: what was compiled and captured
+        since the model was loaded and, if it was, warmed up."""
+        stats = {} if self.embedder is not None else vars(self.core.stats())
+        return {**stats, "compilations_after_ready": self.compilations.since()}
 
     @property
     def streamed_bytes(self) -> int:

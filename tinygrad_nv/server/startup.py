@@ -23,7 +23,7 @@ from tinygrad_nv import config
 from tinygrad_nv.engine.async_engine import AsyncEngine
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.errors import RequestError, TokenizerError
-from tinygrad_nv.runtime.programs import programs_compiled
+from tinygrad_nv.runtime.programs import Compilations, programs_compiled
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.log import LOG, line, set_up
 from tinygrad_nv.server.metrics import Metrics
@@ -48,7 +48,8 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     gc.freeze()
     names = tuple(arguments.served_model_name or (directory.resolve().name,))
     engine = AsyncEngine(llm) if llm.embedder is None else EmbeddingEngineClient(llm.embedder.engine)
-    metrics = Metrics(names[0], llm.length, engine.stats, arguments.metrics_prefix)
+    metrics = Metrics(names[0], llm.length, engine.stats, arguments.metrics_prefix,
+                      lambda: llm.compilations.since())
     service = Service(engine, llm, names, limits(arguments), metrics, keys, llm.embedder, parsers(arguments))
     LOG.info(capacity_line(llm))
 
@@ -111,6 +112,7 @@ def warm_up(llm: LLM, waterfall: Waterfall) -> None:
 
     if llm.embedder is not None: llm.embedder.warm_up(progress)
     else: _warm_up_generation(llm, progress)
+    llm.compilations = Compilations()
     LOG.info(line("startup", stage="compile and capture", steps=steps, compiled=compiled - first,
                   seconds=waterfall.stages.get("compile", 0) + waterfall.stages.get("capture", 0)))
 
