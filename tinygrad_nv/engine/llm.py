@@ -17,7 +17,7 @@ from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
 from random import Random
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.embedding.embedder import open_embedder
@@ -30,6 +30,8 @@ from tinygrad_nv.engine.loading import (
     resolve_dtype,
     with_quantization,
 )
+from tinygrad_nv.engine.lora.request import LoRAConfig, LoRARequest, one_for_each
+from tinygrad_nv.engine.lora.serving import open_adapters, with_adapter
 from tinygrad_nv.engine.memory_planning import CacheSize, layer_bytes, require_room, step_bytes
 from tinygrad_nv.engine.outputs import Delta, EmbeddingRequestOutput, EngineCoreOutput
 from tinygrad_nv.engine.progress_bar import progress_bar
@@ -60,6 +62,7 @@ from tinygrad_nv.runtime.memory import sweep
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
 
 GIB = 1 << 30
+Lora: TypeAlias = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM:
@@ -76,8 +79,10 @@ class LLM:
     output. How weights are quantised says the checkpoint, and `quantization` checks that; weights that are
     not quantised it quantises while they are loaded (fp8, int8). `task` "embed" makes an embedding model of
     one that generates (models/embedding_model.py); embedding models `embed` alone. Seeds of requests without
-    one come from `seed`, or are random. `tokenizer` is a directory with another tokenizer. `stage(name)` is
-    called at the end of each stage of loading. Other arguments of vLLM's `LLM` are taken, or refused
+    one come from `seed`, or are random. `tokenizer` is a directory with another tokenizer. With `enable_lora`
+    requests may have adapters of ranks up to `max_lora_rank`, of which `max_loras` run at a time and
+    `max_cpu_loras` stay in host memory, in `lora_dtype` (engine/lora/). `stage(name)` is called at the end of
+    each stage of loading. Other arguments of vLLM's `LLM` are taken, or refused
     (vllm_arguments.py)."""
 
     def __init__(self, model: str | Path, dtype: str = "auto", max_model_len: int | None = None,
@@ -88,7 +93,9 @@ class LLM:
                  swap_space: float | None = 0, enable_prefix_caching: bool | None = True,
                  max_queue: int = 1024, overlap: bool = True, speculative: str | None = None,
                  quantization: str | None = None, task: str | None = "auto",
-                 tokenizer: str | Path | None = None, seed: int | None = None,
+                 tokenizer: str | Path | None = None, seed: int | None = None, enable_lora: bool = False,
+                 max_loras: int = 4, max_lora_rank: int = 16, max_cpu_loras: int | None = None,
+                 lora_dtype: str = "auto",
                  stage: Callable[[str], None] = lambda name: None, **vllm: Any) -> None:
         own = from_vllm(vllm, frozenset(signature(LLM).parameters))
         page_size, num_pages = own.get("page_size", page_size), own.get("num_pages", num_pages)
@@ -106,7 +113,8 @@ class LLM:
         self.directory, self.device = Path(model), open_device(device)
         stage("open device")
         self.embedder = open_embedder(
-            self.directory, self.device, task, {"speculative": speculative, "quantization": quantization},
+            self.directory, self.device, task, {"speculative": speculative, "quantization": quantization,
+                                                "enable_lora": enable_lora or None},
             dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_queue=max_queue,
             max_num_batched_tokens=max_num_batched_tokens, progress=progress, stage=stage,
             gpu_memory_utilization=gpu_memory_utilization)
@@ -122,9 +130,13 @@ class LLM:
         self.defaults, self.eos = generation_defaults(self.directory, self.config)
         self.tokenizer, self.tokenizer_error = optional_tokenizer(Path(tokenizer or self.directory))
         speculative_config = None if speculative is None else parse_speculative(speculative)
+        lora = None if not enable_lora else LoRAConfig.of(
+            self.config, self.dtype, self.device, max_loras=max_loras, max_lora_rank=max_lora_rank,
+            max_cpu_loras=max_cpu_loras, lora_dtype=lora_dtype)
         engine = EngineConfig(max_seqs=max_num_seqs, max_batched_tokens=max_num_batched_tokens,
                               max_len=self.length, queue_limit=max_queue, overlap=overlap, eos=self.eos,
-                              num_speculative_tokens=speculative_config.tokens if speculative_config else 0)
+                              num_speculative_tokens=speculative_config.tokens if speculative_config else 0,
+                              max_adapters=lora.slots if lora else 0)
         draft = None
         if speculative_config is not None and speculative_config.model is not None:
             draft = DraftModelFiles.read(speculative_config.model, self.dtype, self.config, self.tokenizer)
@@ -136,6 +148,7 @@ class LLM:
                           max_num_batched_tokens)
         if num_pages is None and kv_cache_bytes is not None: num_pages = kv_cache_bytes // cache.page_bytes
         self._weight_bytes = weights.nbytes(self.config, self.dtype, self.directory)
+        self._adapter_bytes = 0 if lora is None else lora.nbytes(Llama(self.config, self.dtype, self.device))
         num_pages = self._pages(num_pages, cache, token, draft, gpu_memory_utilization)
         host_pages = int(swap_space * GIB) // cache.page_bytes
         self.model = Llama(self.config, self.dtype, self.device, positions=self.length)
@@ -143,10 +156,12 @@ class LLM:
         self.model.int8_inputs |= dtype == "auto"
         stage("read files")
         weights.load(self.model, self.directory, progress)
+        self.adapters = None if lora is None else open_adapters(self.model, lora)
         stage("load weights")
         self.runner = ModelRunner(self.model, pages=num_pages, page_size=page_size, max_seqs=max_num_seqs,
                                   max_len=self.length, max_batched_tokens=max_num_batched_tokens,
-                                  kv_dtype=kv_cache_dtype, host_pages=host_pages, groups=groups)
+                                  kv_dtype=kv_cache_dtype, host_pages=host_pages, groups=groups,
+                                  adapters=self.adapters.model if self.adapters else None)
         pool = PagePool(num_pages, page_size, host_pages=host_pages, sharing=enable_prefix_caching,
                         windows=groups.windows)
         self.draft_model = None if draft is None else draft.load(self.runner, max_num_batched_tokens)
@@ -160,11 +175,12 @@ class LLM:
         """Pages of the KV cache: as many as were asked for, or as fit beside weights and a step. Raises where
         there is no room."""
         pages = cache.min_pages if asked is None else asked
+        held = self._weight_bytes + self._adapter_bytes
         require_room(self.device, self.config, self.dtype, self.length, pages * cache.page_size, utilization,
-                     token, self._weight_bytes)
+                     token, held)
         if asked is not None: return asked
         step = step_bytes(self.config, self.dtype, cache.chunk + cache.max_seqs, cache.max_seqs)
-        return cache.num_pages(self.device, self._weight_bytes + (draft.weight_bytes if draft else 0), step)
+        return cache.num_pages(self.device, held + (draft.weight_bytes if draft else 0), step)
 
     def __enter__(self) -> LLM: return self
 
@@ -272,7 +288,7 @@ class LLM:
                      for each in made)
 
     def request(self, name: str, prompt: Prompt, params: SamplingParams | None = None,
-                priority: int = 0, matched: bool = True) -> Request:
+                priority: int = 0, matched: bool = True, lora_request: LoRARequest | None = None) -> Request:
         """A checked request for the core; its parameters have a seed, and `matched` its matchers."""
         self._require_generator()
         params = self.defaults if params is None else params
@@ -287,29 +303,31 @@ class LLM:
         made = Request(name, self.tokenize(parsed, params.truncate_prompt_tokens), params, priority,
                        salt=parsed.salt.encode(errors="surrogatepass"), text=parsed.text)
         check_request(made, self.core.config, self.length, self.config.vocab_size)
+        made = with_adapter(self.adapters, made, lora_request)
         return replace(made, matchers=self.matchers(params)) if matched else made
 
     # **** answers ****
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
                  sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-                 use_tqdm: bool | Callable[..., Any] = True, lora_request: None = None,
+                 use_tqdm: bool | Callable[..., Any] = True, lora_request: Lora = None,
                  priority: Sequence[int] | None = None,
                  progress: Callable[[int, int], None] = lambda done, total: None) -> list[RequestOutput]:
-        """Answers to one prompt or to a list of them, in order. `sampling_params` are for all, or a list with
-        one for each, as `priority` is. `progress(done, total)` counts finished prompts; so does a bar of tqdm
-        on a terminal, where that is installed, or what `use_tqdm` makes. Raises `RequestError` at once for a
-        bad prompt; an answer that fails later has finish reason "error"."""
+        """Answers to one prompt or to a list of them, in order. `sampling_params` and `lora_request` are for
+        all, or a list with one for each, as `priority` is. `progress(done, total)` counts finished prompts;
+        so does a bar of tqdm on a terminal, where that is installed, or what `use_tqdm` makes. Raises
+        `RequestError` at once for a bad prompt; an answer that fails later has finish reason "error"."""
         many, params = as_prompts(prompts), sampling_params
-        require_no_adapter(lora_request)
+        loras = one_for_each(lora_request, len(many))
         alike = params is None or isinstance(params, SamplingParams | Mapping)
         each = cast(list[SamplingParams | None], [params] * len(many) if alike else [*params])  # type: ignore
         for name, given in (("sampling_params", each), ("priorities", priority)):
             if given is not None and len(given) != len(many):
                 raise RequestError(f"{len(given)} {name} for {len(many)} prompts",
                                    "one for all, or one for each", "pass as many")
-        requests = [self.request(self._name(), prompt, its, first) for prompt, its, first in
-                    zip(many, each, priority or [0] * len(many), strict=True)]
+        requests = [self.request(self._name(), prompt, its, first, lora_request=lora) for
+                    prompt, its, first, lora in
+                    zip(many, each, priority or [0] * len(many), loras, strict=True)]
         with progress_bar(use_tqdm, len(many)) as advance: return self._answers(requests, progress, advance)
 
     def _answers(self, requests: Sequence[Request], progress: Callable[[int, int], None],
@@ -326,7 +344,7 @@ class LLM:
 
     def chat(self, messages: Sequence[Message] | Sequence[Sequence[Message]],
              sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-             use_tqdm: bool | Callable[..., Any] = True, lora_request: None = None,
+             use_tqdm: bool | Callable[..., Any] = True, lora_request: Lora = None,
              tools: Tools | None = None, chat_template: str | None = None,
              chat_template_content_format: str = "auto", add_generation_prompt: bool = True,
              continue_final_message: bool = False,
@@ -355,10 +373,11 @@ class LLM:
                                    truncate_prompt_tokens=truncate_prompt_tokens,
                                    normalize=normalize, dimensions=dimensions)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *,
+               lora_request: LoRARequest | None = None) -> Iterator[Delta]:
         """Yields text as it is generated. Raises `RequestError` at once for a bad prompt, and the error of an
         answer that fails later. Closing the iterator aborts the request."""
-        return self._stream(self.request(self._name(), prompt, params))
+        return self._stream(self.request(self._name(), prompt, params, lora_request=lora_request))
 
     def complete(self, prompt: Prompt, params: SamplingParams | None = None,
                  on_delta: Callable[[Delta], None] = lambda _: None) -> RequestOutput:

@@ -26,7 +26,6 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "config_format": (("auto", "hf"), "configurations are config.json or in a GGUF file"),
     "hf_overrides": ((None, {}), "the configuration is the checkpoint's"),
     "cpu_offload_gb": ((0, 0.0), "weights stay where they are computed with"),
-    "enable_lora": ((False,), "adapters are not served yet"),
     "enable_prompt_embeds": ((False,), "prompts are texts or token ids"),
     "enable_chunked_prefill": ((None, True), "long prompts are computed in chunks of max_num_batched_tokens"),
     "enable_sleep_mode": ((False,), "weights stay in memory"),
@@ -43,7 +42,8 @@ NO_EFFECT = frozenset({
     "limit_mm_per_prompt", "mm_processor_kwargs", "disable_mm_preprocessor_cache", "use_tqdm_on_load",
     "async_scheduling", "max_logprobs", "calculate_kv_scales", "cuda_graph_sizes", "download_dir",
     "show_hidden_metrics_for_version", "disable_cascade_attn", "enable_log_requests",
-    "use_v2_block_manager", "num_lookahead_slots", "preemption_mode", "skip_tokenizer_init"})
+    "use_v2_block_manager", "num_lookahead_slots", "preemption_mode", "skip_tokenizer_init",
+    "fully_sharded_loras", "lora_extra_vocab_size"})
 
 
 def from_vllm(given: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
@@ -76,8 +76,8 @@ def gib(name: str, value: Any) -> float:
 def require_no_adapter(lora_request: Any) -> None:
     """Raises `ConfigError` for an adapter."""
     if lora_request is not None:
-        raise ConfigError(f"lora_request is {lora_request!r}, and {FIXED['enable_lora'][1]}", "None",
-                          "merge the adapter into the weights")
+        raise ConfigError(f"lora_request is {lora_request!r}, and embeddings are the base model's",
+                          "None", "merge the adapter into the weights")
 
 
 def _require_fixed(name: str, value: Any) -> None:

@@ -16,11 +16,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
 from tinygrad import Device, Tensor, dtypes
 
+from tinygrad_nv.engine.lora.peft import Adapter
 from tinygrad_nv.engine.memory_planning import ACTIVATIONS, WEIGHTS
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, SamplerOutput, SchedulerOutput
@@ -43,6 +46,7 @@ from tinygrad_nv.errors import RequestError
 from tinygrad_nv.kvcache.groups import CacheGroups, one_group
 from tinygrad_nv.kvcache.store import PageStore
 from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.lora import ModelAdapters
 from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
 from tinygrad_nv.runtime.memory_pool import labelled
 from tinygrad_nv.runtime.observe.ranges import layer, span
@@ -56,12 +60,14 @@ T = TypeVar("T")
 class ModelRunner:
     """`model` over `pages` pages of `page_size` tokens, for at most `max_seqs` sequences of at most `max_len`
     tokens. A step has at most `max_batched_tokens` tokens, plus one for each sequence. Each of `groups` has
-    block tables of its own; None: all layers are one group. Runners of one device share a `thread`."""
+    block tables of its own; None: all layers are one group. Runners of one device share a `thread`.
+    `adapters` are those of the model, if it is served with some."""
 
     def __init__(self, model: Llama, *, pages: int, page_size: int = 16, max_seqs: int = 64,
                  max_len: int | None = None, max_batched_tokens: int = 512, kv_dtype: str = "auto",
                  host_pages: int = 0, groups: CacheGroups | None = None,
-                 thread: ThreadPoolExecutor | None = None) -> None:
+                 thread: ThreadPoolExecutor | None = None, adapters: ModelAdapters | None = None) -> None:
+        self.adapters = adapters
         self.model, self.page_size, self.max_seqs = model, page_size, max_seqs
         self.device = Device.canonicalize(model.device)
         self.max_len = model.config.max_positions if max_len is None else max_len
@@ -100,7 +106,8 @@ class ModelRunner:
         """The largest shape: every prefill may pad its last group."""
         groups = min(self.max_seqs + -(-tokens // GROUP), STEP_GROUPS[-1] - self.max_seqs)
         least = BatchShape.at_least(self.max_seqs, groups, self.max_seqs, False)
-        return BatchShape(least.decode, least.groups, max(least.samples, GROUP * self.max_seqs), False)
+        return BatchShape(least.decode, least.groups, max(least.samples, GROUP * self.max_seqs), False,
+                          self.adapters is not None)
 
     # **** called by the engine's thread ****
 
@@ -122,6 +129,12 @@ class ModelRunner:
         self.slot_filters.start_slot(slot, params.filters)
         self._defer(lambda: self._fork(source, slot, params, seed))
 
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Puts an adapter into an adapter slot, for the next batch on."""
+        adapters = self.adapters
+        assert adapters is not None, "the model is served without adapters"
+        self._defer(lambda: adapters.write(slot, adapter.matrices))
+
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None,
                 shapes: Iterable[BatchShape] | None = None) -> None:
         """Captures these shapes (`default_shapes` if None). `progress(done, total)` is called for each."""
@@ -141,7 +154,8 @@ class ModelRunner:
         beside = [BatchShape.at_least(rows, groups, 2 * rows, False)
                   for rows in sorted({min(GROUP, self.max_seqs), self.max_seqs})
                   for groups in (3, 15, 56) if groups <= max_shape]
-        return decode + chunks + list(dict.fromkeys(beside))
+        made = decode + chunks + list(dict.fromkeys(beside))
+        return made + [replace(each, adapted=True) for each in made if self.adapters is not None]
 
     def close(self) -> None:
         """Waits for launched batches, and frees page-locked memory."""
@@ -214,7 +228,8 @@ class ModelRunner:
         return self.steps[shape]
 
     def _layout(self, shape: BatchShape) -> InputLayout:
-        return InputLayout(shape, self.entries, len(self.groups.windows))
+        return InputLayout(shape, self.entries, len(self.groups.windows),
+                           0 if self.adapters is None else self.adapters.slots)
 
     def _sampler(self, samples: int, filters: Filters) -> CapturedStep:
         if (samples, filters) not in self.samplers:
@@ -231,7 +246,9 @@ class ModelRunner:
             with layer("embedding"):
                 tokens = (tokens < 0).where(chosen[(-1 - tokens).maximum(0)], tokens).contiguous()
         batches = [self._batch(shape, inputs, group) for group in range(len(self.groups.windows))]
-        made = self.model.step_paged(tokens, batches, self.store.cache, inputs.get("logits_indices"))
+        indices, adapters = inputs.get("logits_indices"), self.adapters
+        with nullcontext() if adapters is None or not shape.adapted else adapters.of_rows(inputs["adapters"]):
+            made = self.model.step_paged(tokens, batches, self.store.cache, indices)
         self.output_buffer.logits(shape.samples).assign(made).realize()
 
     def _batch(self, shape: BatchShape, inputs: dict[str, Tensor], group: int) -> PagedBatch:
