@@ -25,7 +25,7 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
     """The response to a request with body `data`."""
     service.require_generator()
     parsed = protocol.chat(data, service.model.defaults, service.limits)
-    name = service.require_name(parsed.model)
+    name = record.model = service.require_name(parsed.model)
     tools = () if parsed.choice.mode == "none" else parsed.tools
     size = sum(len(message["content"]) for message in parsed.messages)
     prompt = await service.aside(size, lambda: service.model.encode_chat(parsed.messages, tools,
