@@ -64,8 +64,8 @@ class LayerAdapters:
     def added(self, x: Tensor) -> Tensor | None:
         """What adapters add for x (…, in), None outside of a step with adapters."""
         if (rows := self.model.rows) is None: return None
-        made = lora_added(x.reshape(-1, x.shape[-1]).contiguous(), self.a, self.b, self.ranks, self.segments,
-                          rows.offsets, rows.order)
+        made = lora_added(x.reshape(-1, x.shape[-1]), self.a, self.b, self.ranks, self.segments, rows.offsets,
+                          rows.order)
         return made.reshape(*x.shape[:-1], made.shape[-1])
 
     def write(self, slot: int, matrices: Mapping[str, AdapterMatrices]) -> None:

@@ -18,7 +18,8 @@ from tinygrad_nv.tile.lora.spec import LoraExpandSpec
 
 COLUMNS = 8                 # vectors: with `rows` rows, 8 / rows of them are summed at a time
 SHARE = 16 * COLUMNS        # columns that parts have multiples of, with the widest vectors
-BYTES_OF_PART = 1 << 15     # of B, as of A
+BYTES_OF_PART = 64 << 10    # of B, as of A
+PARTS = 4                   # for each thread
 ROWS = (1, 2, 4)
 
 
@@ -28,9 +29,10 @@ class CPULoraExpand(CPUSchedule):
 
 
 def default(spec: LoraExpandSpec, target: CPU) -> CPULoraExpand:
-    """As many parts as there are threads, where B is worth waking them."""
+    """Some parts for each thread, where the matrices are worth waking them."""
+    most = PARTS * target.threads if target.threads > 1 else 1
     shares = -(-spec.columns // SHARE)
-    return CPULoraExpand(target.isa, max(1, min(target.threads, shares, spec.active_bytes // BYTES_OF_PART)))
+    return CPULoraExpand(target.isa, max(1, min(most, shares, spec.active_bytes // BYTES_OF_PART)))
 
 
 def build(spec: LoraExpandSpec, s: CPULoraExpand) -> CPUKernel:

@@ -19,7 +19,8 @@ from tinygrad_nv.tile.lora.spec import LoraShrinkSpec
 
 TOGETHER = 4                # columns
 BLOCK = 32                  # rows, which stay in the second cache while columns follow each other
-BYTES_OF_PART = 1 << 15     # of A: a thread wakes in the time it takes to read them
+BYTES_OF_PART = 64 << 10    # of A: waking a thread takes as long as reading so much
+PARTS = 4                   # for each thread, so that a thread that is late does fewer
 
 
 class CPULoraShrink(CPUSchedule):
@@ -28,9 +29,10 @@ class CPULoraShrink(CPUSchedule):
 
 
 def default(spec: LoraShrinkSpec, target: CPU) -> CPULoraShrink:
-    """As many parts as there are threads, where A is worth waking them."""
+    """Some parts for each thread, where the matrices are worth waking them."""
+    most = PARTS * target.threads if target.threads > 1 else 1
     shares = -(-spec.rank // TOGETHER)
-    return CPULoraShrink(target.isa, max(1, min(target.threads, shares, spec.active_bytes // BYTES_OF_PART)))
+    return CPULoraShrink(target.isa, max(1, min(most, shares, spec.active_bytes // BYTES_OF_PART)))
 
 
 def build(spec: LoraShrinkSpec, s: CPULoraShrink) -> CPUKernel:
