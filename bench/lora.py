@@ -21,7 +21,9 @@ from statistics import median
 import numpy as np
 from safetensors.numpy import save_file
 
-from tinygrad_nv import LLM, LoRARequest, SamplingParams
+from tinygrad_nv.engine.llm import LLM
+from tinygrad_nv.engine.lora.request import LoRARequest
+from tinygrad_nv.engine.sampling import SamplingParams
 
 HIDDEN, WIDTH, LAYERS, HEADS, KV_HEADS, VOCAB = 768, 2048, 12, 12, 4, 8192
 TOKENS, PROMPT = 32, 16
