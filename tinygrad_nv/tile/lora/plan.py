@@ -2,7 +2,7 @@
 that there may be, what is legal, what is tried first, and what it takes."""
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from tinygrad_nv.tile.gemm.cost import Prediction
@@ -43,9 +43,15 @@ def problems(spec: LoraExpandSpec, s: LoraExpandMma, arch: str) -> list[str]:
 
 
 def candidates(spec: LoraExpandSpec, gpu: GPU) -> list[LoraExpandMma]:
-    """Those of a grouped matmul, whose ring needs no more stages than a rank has."""
-    made = grouped.transposed_candidates(spec.grouped, gpu)
-    return [LoraExpandMma(**asdict(replace(each, depth=2))) for each in made]
+    """Rows of an adapter as there are, of 16 to 64, by columns of which segments are multiples: 128 where
+    they are, in four warps. (8 rows of 8 adapters, rank 16, 28672 columns, on an H100 as modelled: 6.2 µs,
+    with 64 columns 6.5, with 32 in one warp 9.7.)"""
+    mean = spec.rows // min(spec.adapters, spec.rows)
+    rows = 16 if mean <= 16 else 32 if mean <= 32 else 64
+    k = next((k for k in (16, 32) if spec.rank <= k), 64)
+    base = LoraExpandMma().k(k)
+    made = [base.block(rows, n).warps(1, min(4, n // 16)) for n in (128, 64, 32, 16)]
+    return [replace(each, depth=2) for each in made]
 
 
 def cost(spec: LoraExpandSpec, s: LoraExpandMma, gpu: GPU) -> Prediction:

@@ -45,10 +45,10 @@ def greedy(model: Path, prompts: Prompts, found: Path | None, count: int) -> lis
     return out
 
 
-def prompts(count: int, seed: int, most: int = 40, vocab: int = 300) -> list[list[int]]:
+def prompts(count: int, seed: int, least: int = 1, most: int = 40, vocab: int = 300) -> list[list[int]]:
     """Random ones."""
     random = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, most, (count,), generator=random).tolist()
+    lengths = torch.randint(least, most, (count,), generator=random).tolist()
     return [torch.randint(5, vocab, (length,), generator=random).tolist() for length in lengths]
 
 
@@ -58,5 +58,5 @@ def answers(llm: LLM, given: Prompts, loras: Sequence[LoRARequest | None], count
     how = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, **params)
     made = llm.generate([{"prompt_token_ids": [*each]} for each in given], how, use_tqdm=False,
                         lora_request=list(loras))
-    for each in made: assert each.outputs[0].error is None
+    for each in made: assert each.outputs[0].error is None, each.outputs[0].error
     return [tuple(each.token_ids) for each in made]
