@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from gpu_cases import DEFAULT, Case, Cases, Judged, Memory
 
-from tinygrad_nv.ptx.emulator import Buffer, Emulator, TensorMap
+from tinygrad_nv.ptx.emulator import Buffer, Emulator, TensorMap, emulator
 from tinygrad_nv.ptx.emulator.arguments import pack_argument, triple
 from tinygrad_nv.runtime.driver import TensorMapSpec
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
@@ -45,6 +45,7 @@ ROOT = Path(__file__).parents[1]
 MOST, MOST_BYTES = 24, 16 << 20
 SCANNED = 1 << 16       # larger memory is not scanned for addresses
 MAP_BYTES, MAP_ALIGN = 128, 64
+FIRST_ADDRESS = 0x5ea7_1d3b_0000    # as odd as those of a GPU: the emulator's own are 7, 0 and up in 32 bits
 Wanted = dict[int, tuple[str, np.ndarray, np.ndarray]]  # by address: a torch dtype, exact values, bounds
 Given = tuple[list[bytes], dict[int, TensorMapSpec], dict[int, bytes]]  # arguments, maps, memory
 
@@ -75,6 +76,8 @@ class Recorder:
     def install(self) -> None:
         """From now on."""
         recorder = self
+        # no small integers beside each other look like an address (`gpu_cases.moved`)
+        emulator.FIRST_ADDRESS = FIRST_ADDRESS
 
         def launch(emu: Emulator, ptx_text: str, grid: Any, block: Any, args: Sequence[object] = (),
                    entry: str | None = None, cluster: Any = (1, 1, 1), dynamic_smem: int = 0,

@@ -315,6 +315,8 @@ def test_an_address_that_is_taken(command):
     (["--api-key", "a b"], "printable"), (["--max-queue", "0"], "not a whole number"),
     (["--drain-timeout", "-1"], "not a number"), (["--max-num-seqs", "x"], "not a whole number"),
     (["--metrics-prefix", "x"], "invalid choice"),
+    (["--reasoning-parser", "x"], "'x' is none of auto, none, openai_gptoss"),
+    (["--tool-call-parser", "x"], "'x' is none of auto, none, openai, qwen3_coder"),
     (["--device", "NOPE"], "NOPE"), (["--kv-cache-dtype", "int4"], "int4"),
     (["--speculative", "magic:3"], "magic"), (["--swap-space", "nan"], "not a number"),
     (["--chat-template", "/nowhere"], "/nowhere cannot be read")])

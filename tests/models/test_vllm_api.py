@@ -284,7 +284,6 @@ def test_priorities_are_as_many_as_prompts(llm: LLM):
     ({"priority": ["high"]}, "priority is 'high'"), ({"priority": [0.5]}, "priority is 0.5"),
     ({"sampling_params": {"n": 1}}, "sampling_params of type dict"),
     ({"sampling_params": SamplingParams(n=65)}, "n is 65"),
-    ({"sampling_params": SamplingParams(prompt_logprobs=1)}, "prompt_logprobs is 1"),
     ({"prompts": [b"abc"]}, "a prompt of type bytes"), ({"prompts": [[True, False]]}, "a prompt of type list")
 ], ids=str)
 def test_what_is_refused_before_anything_runs(llm: LLM, given: dict[str, Any], words: str):

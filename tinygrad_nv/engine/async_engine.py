@@ -15,12 +15,13 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tinygrad_nv.engine.lora.serving import with_adapter
 from tinygrad_nv.engine.outputs import Delta, EngineCoreOutput
+from tinygrad_nv.engine.prompts import Prompt
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Request
 from tinygrad_nv.engine.text.output_processor import OutputProcessor
@@ -97,7 +98,7 @@ class AsyncEngine:
         """Current statistics of the core."""
         return self.llm.core.stats()
 
-    def generate(self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None, *,
                  request_id: str | None = None, priority: int = 0,
                  lora_request: LoRARequest | None = None) -> AsyncIterator[Delta]:
         """The deltas of an answer. Raises `RequestError` for an invalid request, `QueueFull` when
@@ -163,4 +164,5 @@ def merge_deltas(first: Delta, then: Delta) -> Delta:
     """Two consecutive deltas of one sequence as one."""
     return replace(then, text=first.text + then.text, tokens=first.tokens + then.tokens,
                    logprobs=first.logprobs + then.logprobs,
+                   prompt_logprobs=first.prompt_logprobs + then.prompt_logprobs,
                    cached_tokens=max(first.cached_tokens, then.cached_tokens))

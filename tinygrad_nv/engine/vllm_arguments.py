@@ -19,7 +19,11 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tensor_parallel_size": ((1,), "a model runs on one device"),
     "pipeline_parallel_size": ((1,), "a model runs on one device"),
     "data_parallel_size": ((1,), "a model runs on one device"),
+    "decode_context_parallel_size": ((1,), "a model runs on one device"),
+    "prefill_context_parallel_size": ((1,), "a model runs on one device"),
     "enable_expert_parallel": ((False,), "a model runs on one device"),
+    "enable_eplb": ((False,), "a model runs on one device"),
+    "kv_transfer_config": ((None,), "a model runs on one device"),
     "distributed_executor_backend": ((None, "uni", "mp"), "a model runs on one device"),
     "tokenizer_mode": (("auto", "hf", "slow"), "tokenizers are those of the model's directory"),
     "load_format": (("auto", "safetensors", "hf", "gguf"), "weights are safetensors or GGUF files"),
@@ -33,6 +37,11 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "revision": ((None, "main"), "a directory has one revision"),
     "tokenizer_revision": ((None, "main"), "a directory has one revision"),
     "code_revision": ((None,), "no code of a checkpoint is run"),
+    "convert": (("auto", "none"), "runner and task say what a model does"),
+    "pooler_config": ((None,), "a model's files say how it pools"),
+    "override_pooler_config": ((None,), "a model's files say how it pools"),
+    "structured_outputs_config": ((None, {}), "llguidance enforces structured output"),
+    "otlp_traces_endpoint": ((None,), "no traces are sent"),
     "generation_config": (("auto",), "defaults are those of generation_config.json"),
     "guided_decoding_backend": ((None, "auto", "guidance"), "llguidance enforces structured output"),
     "scheduling_policy": (("fcfs", "priority"), "requests run by priority, then in order")}
@@ -41,7 +50,12 @@ NO_EFFECT = frozenset({
     "disable_log_stats", "compilation_config", "max_parallel_loading_workers", "allowed_local_media_path",
     "limit_mm_per_prompt", "mm_processor_kwargs", "disable_mm_preprocessor_cache", "use_tqdm_on_load",
     "async_scheduling", "max_logprobs", "calculate_kv_scales", "cuda_graph_sizes", "download_dir",
-    "show_hidden_metrics_for_version", "disable_cascade_attn", "enable_log_requests",
+    "show_hidden_metrics_for_version", "collect_metrics", "disable_cascade_attn", "enable_log_requests",
+    "hf_token", "served_model_name", "model_impl", "attention_config", "attention_backend", "kernel_config",
+    "optimization_level", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "cudagraph_metrics",
+    "prefix_caching_hash_algo", "mm_processor_cache_gb", "mm_encoder_tp_mode", "skip_mm_profiling",
+    "language_model_only", "allowed_media_domains", "kv_cache_metrics", "aggregate_engine_logging",
+    "long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills",
     "use_v2_block_manager", "num_lookahead_slots", "preemption_mode", "skip_tokenizer_init",
     "fully_sharded_loras", "lora_extra_vocab_size"})
 
@@ -71,6 +85,13 @@ def gib(name: str, value: Any) -> float:
     if value is None: return 0.0
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1 << 30: return value
     raise ConfigError(f"{name} is {value!r}", "a number of GiB ≥ 0", f"change {name}")
+
+
+def flag(name: str, value: Any, default: bool) -> bool:
+    """True or False, also 1 or 0; the default for None. Raises `ConfigError`."""
+    if value is None: return default
+    if isinstance(value, int) and value in (0, 1): return bool(value)
+    raise ConfigError(f"{name} is {value!r}", "True or False", f"change {name}")
 
 
 def require_no_adapter(lora_request: Any) -> None:

@@ -38,7 +38,7 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
 async def _chunks(service: Service, parsed: protocol.CompletionRequest, prompts: Sequence[list[int]],
                   echoes: Sequence[str], record: Record, shared: dict[str, Any]) -> Chunks:
     offsets: dict[int, int] = {}
-    async for at, delta in service.run(prompts, parsed.params, parsed.priority, record):
+    async for at, delta in service.run(prompts, parsed.params, parsed.priority, record, parsed.salt):
         first = at not in offsets
         offset = offsets.setdefault(at, 0)
         logprobs = None

@@ -27,6 +27,7 @@ class Record:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    reasoning_tokens: int = 0
     answers: dict[int, ChoiceTimes] = field(default_factory=dict)
     params: SamplingParams | None = None
     choices: int = 0

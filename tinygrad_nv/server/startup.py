@@ -29,7 +29,7 @@ from tinygrad_nv.server.adapters import AdapterNames
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.log import LOG, line, set_up
 from tinygrad_nv.server.metrics import Metrics
-from tinygrad_nv.server.service import EmbeddingEngineClient, Service
+from tinygrad_nv.server.service import EmbeddingEngineClient, Parsers, Service
 from tinygrad_nv.server.serving import Server, bind, serve, url
 from tinygrad_nv.server.waterfall import Waterfall
 
@@ -52,7 +52,8 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     gc.freeze()
     engine = AsyncEngine(llm) if llm.embedder is None else EmbeddingEngineClient(llm.embedder.engine)
     metrics = Metrics(names[0], llm.length, engine.stats, arguments.metrics_prefix)
-    service = Service(engine, llm, names, limits(arguments), metrics, keys, llm.embedder, adapters=adapters)
+    service = Service(engine, llm, names, limits(arguments), metrics, keys, llm.embedder, parsers(arguments),
+                      adapters=adapters)
     LOG.info(capacity_line(llm))
 
     def ready() -> None:
@@ -155,6 +156,12 @@ def api_keys(arguments: argparse.Namespace) -> frozenset[str]:
         raise RequestError("an API key is empty, or has other than printable ASCII characters",
                            "a key that a header can carry", "change --api-key or NV_API_KEY")
     return frozenset(given)
+
+
+def parsers(arguments: argparse.Namespace) -> Parsers:
+    """How answers are parsed, as the command line says."""
+    return Parsers(arguments.reasoning_parser, arguments.tool_call_parser, arguments.enable_auto_tool_choice,
+                   arguments.trust_request_chat_template)
 
 
 def limits(arguments: argparse.Namespace) -> RequestLimits:

@@ -95,12 +95,11 @@ def store_plan(stored: Stored, tile: StoreTile) -> StorePlan:
     if not out.major or out.operand("m").aligned_bytes < 16: return plan
     panel = panel_of(out.major, tile.group_rows, tile.group_columns, tile.warps, out.dtype.itemsize)
     if panel is None: return plan
-    plan = replace(plan, panel=panel, smem_bytes=tile.groups * 2 * panel.nbytes)
-    if tile.warps == 4: return with_map(plan, stored)
-    # lines end where a chunk of 16 bytes does
+    # lines end where a chunk of 16 bytes does: by TMA, too, which an H100 lets write all of the last chunk
     along, edges = (stored.n, plan.edges_n) if out.major == "N" else (stored.m, plan.edges_m)
-    partial = edges and (along * out.dtype.itemsize % 16 or (out.major == "M" and stored.symbolic))
-    return replace(plan, panel=None, smem_bytes=0) if partial else plan
+    if edges and (along * out.dtype.itemsize % 16 or (out.major == "M" and stored.symbolic)): return plan
+    plan = replace(plan, panel=panel, smem_bytes=tile.groups * 2 * panel.nbytes)
+    return with_map(plan, stored) if tile.warps == 4 else plan
 
 
 def with_map(plan: StorePlan, stored: Stored) -> StorePlan:

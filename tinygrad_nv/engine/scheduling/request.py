@@ -22,7 +22,7 @@ import numpy as np
 from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.lora.peft import Adapter
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
+from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, Logprobs
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.kvcache.hybrid_table import SequenceTable
 
@@ -106,6 +106,9 @@ class Seq:
     num_reserved: int = 0
     block_table: tuple[int, ...] = ()
     num_cached: int = -1                # prompt tokens found in the prefix cache; -1: never ran
+    # of the prompt's tokens but the first, as far as they are known; None: not asked for
+    prompt_logprobs: list[Logprobs] | None = None
+    num_scored: int = 0                 # of these, those that a launched step computes, too
     waiting: bool = False
     forking: bool = False               # the step that samples its branches' first tokens is launched
     finished: bool = False
@@ -119,6 +122,20 @@ class Seq:
     def num_output_tokens(self) -> int:
         """Number of output tokens that the host knows."""
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def shareable_tokens(self) -> Sequence[int]:
+        """The tokens whose keys and values may come from the prefix cache: not those before a prompt token
+        whose log probability must be computed."""
+        found = self.prompt_logprobs
+        if found is None or len(found) >= self.num_prompt_tokens - 1: return self.tokens
+        return self.tokens[:len(found) + 1]
+
+    def logits_range(self, start: int, end: int) -> range:
+        """The tokens start … end − 1 whose logits tell the log probability of the next prompt token, and
+        that no launched step computes."""
+        if self.prompt_logprobs is None: return range(0)
+        return range(max(start, self.num_scored), min(end, self.num_prompt_tokens - 1))
 
     @property
     def name(self) -> tuple[str, int]:
@@ -168,6 +185,7 @@ def new_sequences(request: Request, config: EngineConfig, max_len: int, arrival_
                 bool(request.matchers) or can_draft, can_draft)
             for index in range(params.n)]
     made[0].branches = made[1:]
+    if params.prompt_logprobs is not None: made[0].prompt_logprobs = []
     return made[0]
 
 
@@ -196,7 +214,3 @@ def check_request(request: Request, config: EngineConfig, max_len: int, vocab: i
     if request.adapter is not None and not config.max_adapters:
         raise RequestError(f"a request with adapter {request.adapter.name!r}, and the model has none",
                            "a request without", "load the model with enable_lora=True")
-    if request.params.prompt_logprobs is not None:
-        raise RequestError(f"prompt_logprobs is {request.params.prompt_logprobs}",
-                           "None: log probabilities are computed for output tokens only",
-                           "leave it out, or ask for logprobs")

@@ -79,18 +79,20 @@ class BatchShape:
     @staticmethod
     def at_least(decode: int, groups: int, samples: int, direct: bool) -> BatchShape:
         """The smallest shape with at least so many decodes, groups and samples."""
-        if direct: return BatchShape(_next_power_of_two(decode), 0, _next_power_of_two(decode), True)
-        if not groups: return BatchShape(_next_power_of_two(decode), 0, _next_power_of_two(samples), False)
-        decode_tokens = max(GROUP, _next_power_of_two(decode)) if decode else 0
+        if direct: return BatchShape(next_power_of_two(decode), 0, next_power_of_two(decode), True)
+        if not groups: return BatchShape(next_power_of_two(decode), 0, next_power_of_two(samples), False)
+        decode_tokens = max(GROUP, next_power_of_two(decode)) if decode else 0
         decode_groups = decode_tokens // GROUP
         whole = bisect_left(STEP_GROUPS, decode_groups + groups)
         # the model runner refuses shapes beyond the largest step
         groups = (STEP_GROUPS[whole] if whole < len(STEP_GROUPS) else decode_groups + groups) - decode_groups
-        samples = 1 if samples < 2 else max(GROUP, _next_power_of_two(samples))
+        samples = 1 if samples < 2 else max(GROUP, next_power_of_two(samples))
         return BatchShape(decode_tokens, groups, samples, False)
 
 
-def _next_power_of_two(num_tokens: int) -> int: return 1 << max(0, num_tokens - 1).bit_length()
+def next_power_of_two(num_tokens: int) -> int:
+    """The smallest power of two that is no less."""
+    return 1 << max(0, num_tokens - 1).bit_length()
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from tinygrad import Device, Tensor, dtypes
 from tinygrad_nv.engine.lora.peft import Adapter
 from tinygrad_nv.engine.memory_planning import ACTIVATIONS, WEIGHTS
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
-from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, SamplerOutput, SchedulerOutput
+from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, SamplerOutput, SchedulerOutput, max_samples
 from tinygrad_nv.engine.worker.captured_step import CapturedStep
 from tinygrad_nv.engine.worker.input_buffer import (
     SAMPLER,
@@ -36,6 +36,7 @@ from tinygrad_nv.engine.worker.input_buffer import (
     InputBuffer,
     InputField,
     InputLayout,
+    next_power_of_two,
     table_names,
     write_batch,
 )
@@ -106,8 +107,8 @@ class ModelRunner:
         """The largest shape: every prefill may pad its last group."""
         groups = min(self.max_seqs + -(-tokens // GROUP), STEP_GROUPS[-1] - self.max_seqs)
         least = BatchShape.at_least(self.max_seqs, groups, self.max_seqs, False)
-        return BatchShape(least.decode, least.groups, max(least.samples, GROUP * self.max_seqs), False,
-                          self.adapters is not None)
+        return replace(least, samples=next_power_of_two(max_samples(self.max_seqs)),
+                       adapted=self.adapters is not None)
 
     # **** called by the engine's thread ****
 
@@ -291,7 +292,7 @@ class SlotFilters:
         slot_filters, masked = set(), False
         for seq in batch.seqs:
             for sample in seq.samples:
-                slot_filters.add(self.index_of_slot[sample.slot])
+                if sample.slot >= 0: slot_filters.add(self.index_of_slot[sample.slot])
                 masked = masked or sample.mask is not None
         if (made := self.combined.get(key := (frozenset(slot_filters), masked))) is None:
             made = Filters(mask=masked)

@@ -7,8 +7,11 @@ of 16 keys there is one for the whole tile.
 
 Keys of a contiguous cache lie `token` apart, which needs no look-up.
 
-Keys outside low … high − 1 are not read: their places become zeros. L2 is asked to drop first what no CTA
-will read again in this step.
+Keys outside low … high − 1 are not read: their places become zeros.
+
+No copy has a cache policy, though L2 could drop first what is read once: of cp.async with a policy and a
+shared address in a register and a uniform one, ptxas 12.9 and 13.0 make LDGSTS with operands of neither,
+which an H100 answers with "illegal instruction".
 """
 from __future__ import annotations
 
@@ -18,13 +21,6 @@ from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.decode.spec import Pages
 from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.ops import CHUNK, Places, swizzled_plain
-
-
-def evict_first(kb: Kernel) -> Value:
-    """A cache policy for what is read once."""
-    made = kb.reg("b64", name="read_once")
-    kb.emit("createpolicy.fractional.L2::evict_first.b64", made)
-    return made
 
 
 @dataclass
@@ -51,7 +47,6 @@ class PagedTileCopy:
     threads: int
     table: Value | None
     start: int
-    policy: Value
 
     def __post_init__(self) -> None:
         kb, tile = self.kb, self.tile
@@ -86,10 +81,10 @@ class PagedTileCopy:
                 if row % run == 0: source = self._look_up(key + row if row else key, bounds)
                 outside = kb.reg("pred")
                 kb.emit("setp.ge.u32", outside, (inside + row if row else inside).to("u32"), extent.to("u32"))
-            kb.emit("cp.async.cg.shared.global.L2::cache_hint.L2::128B",
+            kb.emit("cp.async.cg.shared.global.L2::128B",
                    self.places(self._plain(row, column), self.start),
                    source.at(row % run * self.pages.token * self.pages.dtype.itemsize + column), CHUNK,
-                   outside, self.policy, guard=self._guard(column))
+                   outside, guard=self._guard(column))
 
     def _look_up(self, key: Value, bounds: Bounds) -> Value:
         """Where the thread's bytes of a key lie: u64."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.decode.combine import Merge, Workspace, inverse, inverse_sum, largest, store_out
-from tinygrad_nv.tile.decode.copy import Bounds, PagedTileCopy, evict_first
+from tinygrad_nv.tile.decode.copy import Bounds, PagedTileCopy
 from tinygrad_nv.tile.decode.operands import Keys, Values
 from tinygrad_nv.tile.decode.plan import DecodePlan, Parameters, Span
 from tinygrad_nv.tile.decode.rows import Cells, DecodeSoftmax, LaneRows
@@ -143,7 +143,7 @@ class SplitKernel:
     def _begin(self) -> None:
         """Copies, fragments and sums, as they are ahead of the loop: nothing of them asks for the length."""
         kb, plan, spec = self.kb, self.plan, self.spec
-        thread, policy = kb.tid.x - self.warp_n * plan.group_threads, evict_first(kb)
+        thread = kb.tid.x - self.warp_n * plan.group_threads
 
         def copy(pages: Pages, pointer: Value, width: int, start: int) -> PagedTileCopy:
             size = pages.dtype.itemsize
@@ -151,7 +151,7 @@ class SplitKernel:
             if not spec.table: at = at + self.request.to("u64") * (pages.page * size)
             table = self.table.address() if spec.table else None
             return PagedTileCopy(kb, pages, spec.page_size, at, plan.tile(width), width * size, thread,
-                            plan.group_threads, table, start, policy)
+                            plan.group_threads, table, start)
 
         values = plan.k_tile.nbytes
         self.copies = [copy(spec.k, self.given.keys, spec.d, 0),

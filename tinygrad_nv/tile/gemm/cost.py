@@ -90,6 +90,10 @@ class Cost(Generic[C]):
         """CTAs of a cluster."""
         return s.cluster_ctas
 
+    def streaming(self, spec: GemmSpec, s: C) -> float:
+        """The share of HBM's peak that a schedule's loads reach."""
+        return self.hbm_share
+
     def compute(self, s: C, done: Work, ctas: int) -> float:
         """Cycles of a step in tensor cores and shared memory, with so many CTAs on the SM."""
         return max(done.tensor, done.shared) + 0.1 * min(done.tensor, done.shared)
@@ -196,7 +200,7 @@ class CostModel:
         busy = max(per_sm * t.steps * step + ends * done.finish,
                    turns * (t.steps * alone + first) - first + ceil(turns) * done.finish)
         sm_s = busy / gpu_model.clock_hz
-        hbm_s = self._hbm_bytes(s, t) / (gpu_model.hbm_bytes_per_s * cost.hbm_share)
+        hbm_s = self._hbm_bytes(s, t) / (gpu_model.hbm_bytes_per_s * cost.streaming(self.spec, s))
         if cost.streams and units > t.usable: hbm_s *= (1 + per_sm * t.usable / units) / 2
         flags = cost.flags(s, gpu_model.arch)
         launch_s = gpu_model.early_launch_s if gpu_model.early_launch_s and not flags else gpu_model.launch_s

@@ -78,8 +78,9 @@ class BackwardWgmmaPlan:
         wide = -(-boxes // pieces) * pieces * span // 2  # whole boxes for each consumer
         slopes = OperandTile(dtype, "K", n, m, 128) if halved else OperandTile(dtype, "K", m, n, 128)
 
-        def result(rows: Rows, width: int, span: int) -> OperandTile | None:
-            whole = rows.dtype.itemsize == 2 and rows.aligned_bytes == 16
+        def result(rows: Rows, elements: int, width: int, span: int) -> OperandTile | None:
+            # a map does not cut off within 16 bytes
+            whole = rows.dtype.itemsize == 2 and rows.aligned_bytes == 16 and elements % 8 == 0
             return OperandTile(rows.dtype, "K", n, width, span) if whole else None
 
         return BackwardWgmmaPlan(spec, schedule, OperandTile(dtype, "K", m, d, span),
@@ -87,7 +88,7 @@ class BackwardWgmmaPlan:
                     OperandTile(dtype, "K", m, d_v, span_v), OperandTile(dtype, "MN", d_v, m, span_v),
                     OperandTile(dtype, "K", n, wide, span), OperandTile(dtype, "MN", wide, n, span),
                     OperandTile(dtype, "K", n, d_v, span_v), slopes,
-                    result(spec.dk, d, span), result(spec.dv, d_v, span_v))
+                    result(spec.dk, spec.forward.d, d, span), result(spec.dv, spec.forward.d_v, d_v, span_v))
 
     @property
     def consumers(self) -> int: return self.schedule.consumers

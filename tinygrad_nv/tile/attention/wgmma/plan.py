@@ -54,8 +54,9 @@ class FlashWgmmaPlan:
         k = OperandTile(dtype, "K", n, d, span)
         v = OperandTile(dtype, "MN", d_v, n, span_v)
         turned = OperandTile(dtype, "K", d_v, n, natural_span(n)) if size == 1 else None
-        # a map would not cut off where a sequence of a ragged batch ends
-        whole = spec.out.dtype.itemsize == 2 and spec.out.aligned_bytes == 16 and not spec.ragged
+        # a map would not cut off where a sequence of a ragged batch ends, nor within 16 bytes
+        whole = (spec.out.dtype.itemsize == 2 and spec.out.aligned_bytes == 16 and spec.d_v % 8 == 0
+                 and not spec.ragged)
         span_out = natural_span(2 * d_v)
         out = OperandTile(spec.out.dtype, "K", schedule.block_m, d_v, span_out) if whole else None
         if spec.ragged: sm_count = 0  # tiles are found by the grid

@@ -9,7 +9,6 @@ arrival at the barrier comes when its copies have landed.
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Shared, Value
-from tinygrad_nv.tile.decode.copy import evict_first
 from tinygrad_nv.tile.decode.latent.plan import LANES, ROWS, SPAN, WARPGROUP, LatentPlan
 from tinygrad_nv.tile.decode.latent.tile_scheduler import LatentTile, LatentTileScheduler
 from tinygrad_nv.tile.decode.plan import Parameters
@@ -27,12 +26,10 @@ class LatentLoads:
     """The copies of a CTA; `thread` (u32) is the thread's number in its warpgroup."""
 
     def __init__(self, kb: Kernel, plan: LatentPlan, given: Parameters, thread: Value) -> None:
-        self.kb, self.plan, self.given, self.policy = kb, plan, given, None
+        self.kb, self.plan, self.given = kb, plan, given
         self.row, self.byte = thread // ACROSS, thread % ACROSS * CHUNK
         # the swizzle has the lowest three bits of a row: the same in all passes
         self.place = swizzled(SharedTile(AT_ONCE, SPAN), self.row, self.byte)
-        # latents that no other CTA reads need not stay in L2
-        if plan.row_blocks == 1: self.policy = evict_first(kb)
 
     def run(self, work: LatentTileScheduler, ring: Pipeline, latents: Shared, q_ring: Pipeline,
             queries: Shared) -> None:
@@ -69,11 +66,10 @@ class LatentLoads:
     def _row(self, tile: OperandTile, target: Value, row: int, source: Value, outside: Value) -> None:
         """The thread's bytes of a row; zeros of one that is outside."""
         kb = self.kb
-        hint = ".L2::cache_hint" if self.policy is not None else ""
         for column in range(tile.columns):
-            kb.emit(f"cp.async.cg.shared.global{hint}.L2::128B",
+            kb.emit("cp.async.cg.shared.global.L2::128B",
                     target.at(column * tile.column_bytes + row * SPAN), source.at(column * SPAN), CHUNK,
-                    outside, *([] if self.policy is None else [self.policy]))
+                    outside)
 
     def _arrive(self, full: MemoryOperand) -> None:
         self.kb.emit("cp.async.mbarrier.arrive.noinc.shared.b64", full)

@@ -9,15 +9,17 @@ from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.template import GPU
 
 # rows, columns, warps, ping-pong, swapped; 128 bytes of K
+# those for few rows first: of tiles that wait for HBM alike, on an H100 these took 2 to 8 % less
 TILES = (
+    (64, 8, 8, False, True), (64, 16, 8, False, True), (64, 32, 8, False, True), (128, 8, 12, False, True),
+    (128, 16, 12, False, True),
     (128, 256, 12, False, False), (256, 128, 12, False, False), (128, 128, 12, True, False),
     (128, 192, 12, False, False), (128, 128, 12, False, False), (64, 256, 12, True, False),
     (128, 160, 12, False, False), (192, 128, 16, False, False), (64, 192, 12, True, False),
     (64, 128, 12, True, False), (128, 64, 12, False, False), (64, 128, 8, False, False),
-    (64, 16, 8, False, True), (64, 8, 8, False, True), (64, 32, 8, False, True), (64, 64, 8, False, True),
-    (64, 256, 8, False, False), (64, 64, 8, False, False), (128, 96, 12, False, False),
-    (64, 32, 8, False, False), (64, 16, 8, False, False), (128, 16, 12, False, True),
-    (128, 32, 12, False, True), (128, 64, 12, False, True))
+    (64, 64, 8, False, True), (64, 256, 8, False, False), (64, 64, 8, False, False), (128, 96, 12, False, False),
+    (64, 32, 8, False, False), (64, 16, 8, False, False), (128, 32, 12, False, True),
+    (128, 64, 12, False, True))
 
 
 def candidates(spec: GemmSpec, gpu: GPU) -> tuple[Wgmma, ...]:
