@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TypeVar
@@ -25,6 +26,7 @@ import numpy as np
 from tinygrad import Device, Tensor, dtypes
 from tinygrad.device import Buffer
 
+from tinygrad_nv.engine.lora.peft import Adapter
 from tinygrad_nv.engine.memory_planning import ACTIVATIONS, WEIGHTS
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, SamplerOutput, SchedulerOutput, max_samples
@@ -49,6 +51,7 @@ from tinygrad_nv.errors import RequestError
 from tinygrad_nv.kvcache.groups import CacheGroups, one_group
 from tinygrad_nv.kvcache.store import PageStore
 from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.lora import ModelAdapters
 from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
 from tinygrad_nv.runtime.memory_pool import labelled
 from tinygrad_nv.runtime.observe.ranges import layer, span
@@ -68,13 +71,14 @@ class ModelRunner:
     block tables of its own; None: all layers are one group. Runners of one device share a `thread`. Captured
     steps are kept on disk (step_store.py) where `identity` says which weights these are; `directory` may have
     some that came with them. `verifies`: a sequence may sample several tokens in a step, to verify a draft.
-    """
+    `adapters` are those of the model, if it is served with some."""
 
     def __init__(self, model: Llama, *, pages: int, page_size: int = 16, max_seqs: int = 64,
                  max_len: int | None = None, max_batched_tokens: int = 512, kv_dtype: str = "auto",
                  host_pages: int = 0, groups: CacheGroups | None = None,
-                 thread: ThreadPoolExecutor | None = None, identity: str = "",
-                 verifies: bool = False, directory: Path | None = None) -> None:
+                 thread: ThreadPoolExecutor | None = None, identity: str = "", verifies: bool = False,
+                 directory: Path | None = None, adapters: ModelAdapters | None = None) -> None:
+        self.adapters = adapters
         self.model, self.page_size, self.max_seqs = model, page_size, max_seqs
         self.device = Device.canonicalize(model.device)
         self.max_len = model.config.max_positions if max_len is None else max_len
@@ -119,7 +123,8 @@ class ModelRunner:
         """The largest shape: every prefill may pad its last group."""
         groups = min(self.max_seqs + -(-tokens // GROUP), STEP_GROUPS[-1] - self.max_seqs)
         least = BatchShape.at_least(self.max_seqs, groups, self.max_seqs, False)
-        return replace(least, samples=next_power_of_two(max_samples(self.max_seqs)))
+        return replace(least, samples=next_power_of_two(max_samples(self.max_seqs)),
+                       adapted=self.adapters is not None)
 
     # **** called by the engine's thread ****
 
@@ -140,6 +145,12 @@ class ModelRunner:
         continues with the last token of `source`."""
         self.slot_filters.start_slot(slot, params.filters)
         self._defer(lambda: self._fork(source, slot, params, seed))
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Puts an adapter into an adapter slot, for the next batch on."""
+        adapters = self.adapters
+        assert adapters is not None, "the model is served without adapters"
+        self._defer(lambda: adapters.write(slot, adapter.matrices))
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None,
                 shapes: Iterable[BatchShape] | None = None) -> None:
@@ -167,7 +178,8 @@ class ModelRunner:
                   for count in rows for groups in (3, 15) if groups < whole]
         beside += [replace(BatchShape.at_least(count, 1, 2 * count, False), groups=whole) for count in rows]
         if self.verifies: beside = [replace(each, samples=largest.samples) for each in beside]
-        return list(dict.fromkeys([*decode, *chunks, *beside]))
+        made = list(dict.fromkeys([*decode, *chunks, *beside]))
+        return made + [replace(each, adapted=True) for each in made if self.adapters is not None]
 
     def close(self) -> None:
         """Waits for launched batches, and frees page-locked memory."""
@@ -248,7 +260,8 @@ class ModelRunner:
         return self.steps[shape]
 
     def _layout(self, shape: BatchShape) -> InputLayout:
-        return InputLayout(shape, self.entries, len(self.groups.windows))
+        return InputLayout(shape, self.entries, len(self.groups.windows),
+                           0 if self.adapters is None else self.adapters.slots)
 
     def _sampler(self, samples: int, filters: Filters) -> CapturedStep:
         if (samples, filters) not in self.samplers:
@@ -268,7 +281,9 @@ class ModelRunner:
             with layer("embedding"):
                 tokens = (tokens < 0).where(chosen[(-1 - tokens).maximum(0)], tokens).contiguous()
         batches = [self._batch(shape, inputs, group) for group in range(len(self.groups.windows))]
-        made = self.model.step_paged(tokens, batches, self.store.cache, inputs.get("logits_indices"))
+        indices, adapters = inputs.get("logits_indices"), self.adapters
+        with nullcontext() if adapters is None or not shape.adapted else adapters.of_rows(inputs["adapters"]):
+            made = self.model.step_paged(tokens, batches, self.store.cache, indices)
         self.output_buffer.logits(shape.samples).assign(made).realize()
 
     def _batch(self, shape: BatchShape, inputs: dict[str, Tensor], group: int) -> PagedBatch:
