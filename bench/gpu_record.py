@@ -11,7 +11,8 @@ Of products and of matmuls with quantised matrices it is kept what they must be:
 far the suite lets a kernel be from them.
 
 Left out: launches with findings, those of an emulator that sums exactly (no hardware does), im2col maps,
-modules whose variables an earlier launch changed, and what is beyond the `limits` of a test.
+modules whose variables an earlier launch changed, PTX with an address in its text, and what is beyond the
+`limits` of a test.
 """
 from __future__ import annotations
 
@@ -112,6 +113,7 @@ class Recorder:
         reached = reachable(emu, [*packed, *(spec.address.to_bytes(8, "little") for spec in maps.values())],
                             set(loaded.addresses.values()))
         if sum(map(len, reached.values())) > MOST_BYTES: return None
+        if any(str(address) in text or f"{address:#x}" in text for address in reached): return None
         return packed, maps, reached
 
     def keep(self, emu: Emulator, text: str, entry: str | None, shape: tuple[Any, Any, Any], smem: int,

@@ -121,14 +121,15 @@ def test_half_fma_rounds_once() -> None:
 
 
 def test_fma_beyond_a_tensor() -> None:
-    """fma.oob: zero where a factor is the NaN that TMA fills in, whatever the others are."""
-    a = np.array([0x7fff, 0x3c00, 0x3c00, 0x7c00], np.uint16)
-    b = np.array([0x7c00, 0x7fff, 0x4000, 0x3c00], np.uint16)
-    c = np.array([0x3c00, 0x3c00, 0x3c00, 0], np.uint16)
+    """fma.oob: zero where a factor is the NaN that TMA fills in, whatever the others are; an H100 answers
+    other NaNs with 0x7fff."""
+    a = np.array([0x7ff7, 0x3c00, 0x3c00, 0x7c00, 0x7fff, 0x3c00], np.uint16)
+    b = np.array([0x7c00, 0x7ff7, 0x4000, 0x3c00, 0x7c00, 0x7fff], np.uint16)
+    c = np.array([0x3c00, 0x3c00, 0x3c00, 0, 0x3c00, 0x3c00], np.uint16)
     got = apply1("fma.rn.oob.f16 %d0, %s0, %s1, %s2;", a, b, c, result=np.uint16)
-    assert got.tolist() == [0, 0, 0x4200, 0x7c00]
+    assert got.tolist() == [0, 0, 0x4200, 0x7c00, 0x7fff, 0x7fff]
     got = apply1("fma.rn.oob.relu.bf16 %d0, %s0, %s1, %s2;", a, b, c, result=np.uint16)
-    assert got[:2].tolist() == [0, 0]
+    assert got[[0, 1, 4, 5]].tolist() == [0, 0, 0x7fff, 0x7fff]
 
 
 # **** min, max, signs ****

@@ -14,6 +14,7 @@
 
 enum { RN, RZ, RM, RP, RNA };   /* to nearest even, to zero, down, up, to nearest with ties away from zero */
 enum { NAN_F32 = 0x7fffffff, NAN_F16 = 0x7fff, NAN_F8 = 0x7f };
+enum { OOB_NAN = 0x7ff7 };   /* each 16 bits that TMA fills in beyond a tensor, as an H100 does it */
 enum { MAX_F16 = 0x7bff, MAX_BF16 = 0x7f7f, MAX_TF32 = 0x3fbff, MAX_E4M3 = 0x7e, MAX_E5M2 = 0x7b };
 
 static inline u32 as_u32(f32 x) { u32 y; memcpy(&y, &x, 4); return y; }

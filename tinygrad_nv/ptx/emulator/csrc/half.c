@@ -5,9 +5,6 @@
  */
 #include "formats.h"
 
-/* A NaN that TMA fills places beyond a tensor with; fma.oob takes it for zero. */
-enum { OOB_NAN = 0x7fff };
-
 static inline f64 load_half(u32 word, int half, u32 flags, bool brain) {
     u32 code = word >> 16 * half & 0xffff;
     f32 x = brain ? bf16_to_f32(code) : f16_to_f32(code);
@@ -43,7 +40,7 @@ HALF_BOTH(max, LOAD(a, a); LOAD(b, b), most_f32((f32)a, (f32)b, op->flags))
 HALF_BOTH(ex2, LOAD(a, a), power_of_two(a))
 HALF_BOTH(tanh, LOAD(a, a), tanh(a))
 
-/* fma.oob: zero where a factor is the NaN of places that do not exist. */
+/* fma.oob: zero where a factor is OOB_NAN. Of 0x7fff an H100 makes a NaN. */
 #define HALF_OOB(name, is_brain) \
     HANDLER(name) { \
         const bool brain = is_brain; \
