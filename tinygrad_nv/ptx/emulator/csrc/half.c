@@ -59,7 +59,8 @@ HALF_OOB(fma_oob_f16, false)
 HALF_OOB(fma_oob_bf16, true)
 #undef LOAD
 
-/* abs, neg: of the bits, NaNs too */
+/* abs, neg: of the bits; of a NaN, 0x7fff */
+static inline u32 half_canonical(u32 code, u32 exponent) { return (code & 0x7fff) > exponent ? NAN_F16 : code; }
 #define HALF_SIGNS(name, exponent, expr) \
     HANDLER(name) { \
         u32 out[LANES], ones = op->vector == 2 ? ~0u : 0xffff; \
@@ -70,7 +71,8 @@ HALF_OOB(fma_oob_bf16, true)
                 u32 high = a & (exponent) << 16 ? 0xffff0000 : 0x80000000; \
                 a &= low | high; \
             } \
-            out[l] = (expr) & ones; \
+            a = expr; \
+            out[l] = (half_canonical(a & 0xffff, exponent) | half_canonical(a >> 16, exponent) << 16) & ones; \
         } \
         put32(w, op->d, out, mask); \
         return NEXT; \
