@@ -72,7 +72,8 @@ class Guarded(H11Protocol):
         """Starts the header timeout."""
         super().connection_made(transport)
         # pause writing as soon as the socket is full: tokens generated meanwhile become one delta
-        transport.set_write_buffer_limits(0)
+        # (1, not 0: asyncio's TLS counts an empty buffer as full then, and stays paused)
+        transport.set_write_buffer_limits(1, 0)
         self._wait()
 
     def data_received(self, data: bytes) -> None:

@@ -106,6 +106,15 @@ class Parsers:
                        "unsupported", "tool_choice")
 
 
+@dataclass(frozen=True)
+class CORS:
+    """What pages of other origins may do, as their browsers ask: "*" is any origin, method or header."""
+    origins: tuple[str, ...] = ("*",)
+    methods: tuple[str, ...] = ("*",)
+    headers: tuple[str, ...] = ("*",)
+    credentials: bool = False
+
+
 @dataclass
 class Service:
     """A model served under `names`, the first of which is its own. `embedder` is set for an embedding model,
@@ -118,6 +127,7 @@ class Service:
     keys: frozenset[str] = frozenset()
     embedder: EmbeddingClient | None = None
     parsers: Parsers = field(default_factory=Parsers)
+    cors: CORS = field(default_factory=CORS)
     responses: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False

@@ -27,7 +27,7 @@ from tinygrad_nv.errors import NVError, QueueFull
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.metrics import Metrics
 from tinygrad_nv.server.service import Service
-from tinygrad_nv.server.serving import Server, bind, serve, url
+from tinygrad_nv.server.serving import HTTP, HTTPOptions, Server, bind, serve, url
 
 NAME = "tales"
 LENGTH = 512
@@ -160,15 +160,15 @@ def fake_service(engine: FakeEngine | None = None, limits: RequestLimits | None 
 
 
 @contextlib.contextmanager
-def live(service: Service) -> Iterator[Live]:
+def live(service: Service, options: HTTPOptions = HTTP) -> Iterator[Live]:
     """The service, answering."""
     taken, ready = bind("127.0.0.1", 0), threading.Event()
     box: list[Live] = []
 
     async def main() -> None:
-        server = Server(service)
-        client = httpx.Client(base_url=url(taken), timeout=60, verify=False)  # no certificates: slow
-        box.append(Live(url(taken), service, server, asyncio.get_running_loop(), client))
+        server = Server(service, options)
+        client = httpx.Client(base_url=url(taken, options), timeout=60, verify=False)  # no certificates: slow
+        box.append(Live(url(taken, options), service, server, asyncio.get_running_loop(), client))
         await serve(server, [taken], 3600, ready.set)
 
     thread = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
