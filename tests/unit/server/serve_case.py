@@ -110,14 +110,24 @@ class FakeEngine:
             for at in range(most):
                 for index in range(params.n):
                     last = at == most - 1 or (ends and at == len(words) - 1)
-                    yield self._delta(words[at % len(words)], index, at, params, last, ends
-                                      and at == len(words) - 1)
+                    made = self._delta(words[at % len(words)], index, at, params, last, ends
+                                       and at == len(words) - 1)
+                    if at == index == 0: made.prompt_logprobs = self._of_prompt(prompt, params)
+                    yield made
                     self.generated += 1
                 if last: return
                 await asyncio.sleep(self.pause_s)
         finally:
             self.running.discard(name)
             self.closed.append(name)
+
+    def _of_prompt(self, prompt: list[int], params: SamplingParams) -> tuple[TokenLogprobs, ...]:
+        """Token at position i: -i, and the likeliest ones are the ids that follow its own, from -i/2 on."""
+        if (most := params.prompt_logprobs) is None: return ()
+        text = self.model.tokenizer.token_text
+        return tuple(TokenLogprobs(token, text(token), -float(i), 7, tuple(
+            (token + j, text(token + j), -i / 2 - j) for j in range(1, most + 1)))
+            for i, token in enumerate(prompt) if i)
 
     def _delta(self, token: int, index: int, at: int, params: SamplingParams, last: bool,
                ends: bool) -> Delta:
