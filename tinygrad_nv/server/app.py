@@ -4,7 +4,7 @@ Protocol: endpoints of `ANSWERS` get the JSON object of the body; status.py has 
 gate.py stands in front of all, and says which requests are admitted.
 
     POST /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /v1/embeddings
-    POST /tokenize, /detokenize
+    POST /pooling, /classify, /score, /v1/score, /rerank, /v1/rerank, /v2/rerank, /tokenize, /detokenize
     GET  /v1/models, /v1/models/{id}, /health, /ping, /load, /version, /metrics, / (the page)
 """
 from __future__ import annotations
@@ -19,7 +19,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from tinygrad_nv.server import chat, completions, embeddings, messages, responses, status, tokenization
+from tinygrad_nv.server import (
+    chat,
+    completions,
+    embeddings,
+    messages,
+    pooling,
+    responses,
+    status,
+    tokenization,
+)
 from tinygrad_nv.server.errors import APIError, internal
 from tinygrad_nv.server.fields import parse
 from tinygrad_nv.server.gate import Gate, route_path
@@ -33,6 +42,9 @@ ANSWERS: dict[str, tuple[Answer, str]] = {
     "/v1/completions": (completions.answer, "cmpl-"), "/v1/chat/completions": (chat.answer, "chatcmpl-"),
     "/v1/responses": (responses.answer, "resp_"), "/v1/messages": (messages.answer, "msg_"),
     "/v1/messages/count_tokens": (messages.count, "req_"), "/v1/embeddings": (embeddings.answer, "embd-"),
+    "/pooling": (pooling.pooling, "pool-"), "/classify": (pooling.classify, "classify-"),
+    **dict.fromkeys(("/score", "/v1/score"), (pooling.score, "score-")),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), (pooling.rerank, "rerank-")),
     "/tokenize": (tokenization.tokenize, "tok-"), "/detokenize": (tokenization.detokenize, "tok-")}
 KEPT = [("GET", "", responses.retrieve), ("DELETE", "", responses.delete),
         ("GET", "/input_items", responses.input_items), ("POST", "/cancel", responses.cancel)]

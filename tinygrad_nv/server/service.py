@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tinygrad_nv.engine.embedding.batching import EmbeddingEngine
     from tinygrad_nv.engine.prompts import Prompt, TextOrTokens
     from tinygrad_nv.engine.text.tokenizer import Tokenizer
+    from tinygrad_nv.models.classifier import Classifier
     from tinygrad_nv.server.metrics import Metrics
 
 T = TypeVar("T")
@@ -50,9 +51,12 @@ class ServedModel(Protocol):
 
 class EmbeddingClient(Protocol):
     """The part of `Embedder` that the server uses."""
+    @property
+    def classifier(self) -> Classifier | None: ...
     def encode(self, prompt: TextOrTokens, most: int | None = None) -> list[int]: ...
     def require_dimensions(self, dimensions: int | None) -> None: ...
-    def submit(self, prompts: Sequence[Sequence[int]]) -> list[Future[np.ndarray]]: ...
+    def encode_pair(self, first: str, second: str, most: int | None = None) -> Sequence[int]: ...
+    def submit(self, prompts: Sequence[Sequence[int]], every: bool = False) -> list[Future[np.ndarray]]: ...
     def finish(self, pooled: Sequence[np.ndarray], normalize: bool | None = None,
                dimensions: int | None = None) -> np.ndarray: ...
 
@@ -149,8 +153,16 @@ class Service:
     def require_generator(self) -> None:
         """Raises `APIError` 400 for an embedding model."""
         if self.embedder is None: return
-        raise APIError(400, f"{self.names[0]} makes embeddings, and generates no text; to fix: POST "
-                       "/v1/embeddings, or serve a causal language model", "unsupported_task")
+        makes, path = ("makes embeddings", "/v1/embeddings") if self.embedder.classifier is None else \
+            ("classifies texts", "/classify or /score")
+        raise APIError(400, f"{self.names[0]} {makes}, and generates no text; to fix: POST "
+                       f"{path}, or serve a causal language model", "unsupported_task")
+
+    def no_classifier(self) -> APIError:
+        """400: the embedding model has no head for classification."""
+        return APIError(400, f"{self.names[0]} makes embeddings, and has no head for classification; to fix: "
+                        "POST /v1/embeddings or /score, or serve a model for sequence classification",
+                        "unsupported_task")
 
     def require_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises `APIError` 400 if there is none."""
