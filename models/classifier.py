@@ -74,6 +74,11 @@ class Classifier:
     hidden: HiddenLayer | None
     activation: str
     labels: int
+    names: tuple[str, ...] = ()
+
+    def label(self, at: int) -> str:
+        """The name of a label; transformers' for one that config.json does not name."""
+        return self.names[at] if at < len(self.names) else f"LABEL_{at}"
 
     def logits(self, pooled: np.ndarray) -> np.ndarray:
         """float64 (n, labels) of pooled hidden states (n, hidden)."""
@@ -124,7 +129,7 @@ def read_classifier(directory: Path, data: Mapping[str, Any], names: HeadNames, 
                             optional(f"{names.norm}.bias", hidden) if names.norm else None,
                             float(data.get("norm_eps", 1e-5)))
     return Classifier(read(f"{names.out}.weight", (labels, hidden)), optional(f"{names.out}.bias", labels),
-                      dense, score_activation(data, labels), labels)
+                      dense, score_activation(data, labels), labels, label_names(data, labels))
 
 
 def number_of_labels(data: Mapping[str, Any], name: str) -> int:
@@ -133,6 +138,13 @@ def number_of_labels(data: Mapping[str, Any], name: str) -> int:
     made = len(named) if isinstance(named, dict) and named else data.get("num_labels", 2)
     if isinstance(made, int) and not isinstance(made, bool) and made >= 1: return made
     raise ModelError(f"{name}: num_labels is {made!r}", "a whole number ≥ 1", CORRECT)
+
+
+def label_names(data: Mapping[str, Any], labels: int) -> tuple[str, ...]:
+    """What id2label says of each label."""
+    named = data.get("id2label")
+    if not isinstance(named, Mapping): return ()
+    return tuple(str(named.get(str(at), f"LABEL_{at}")) for at in range(labels))
 
 
 def score_activation(data: Mapping[str, Any], labels: int) -> str:

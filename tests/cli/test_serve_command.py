@@ -341,6 +341,10 @@ def test_an_address_that_is_taken(command):
     (["--metrics-prefix", "x"], "invalid choice"),
     (["--reasoning-parser", "x"], "'x' is none of auto, none, openai_gptoss"),
     (["--tool-call-parser", "x"], "'x' is none of auto, none, openai, qwen3_coder"),
+    (["--allowed-origins", "x"], "'x' is not a JSON list"), (["--allowed-headers", "[1]"], "is not a JSON"),
+    (["--root-path", "llm"], "does not begin with /"), (["--ssl-certfile", "/nowhere"], "TLS cannot use"),
+    (["--ssl-cert-reqs", "3"], "invalid choice"), (["--uvicorn-log-level", "loud"], "invalid choice"),
+    (["--api-key", "a", "/"], "--api-key has the value /, which is a file or directory"),
     (["--device", "NOPE"], "NOPE"), (["--kv-cache-dtype", "int4"], "int4"),
     (["--speculative", "magic:3"], "magic"), (["--swap-space", "nan"], "not a number"),
     (["--chat-template", "/nowhere"], "/nowhere cannot be read")])

@@ -92,7 +92,7 @@ FIELDS = [
     ({"n": 0}, "n", "at least 1"), ({"n": 10 ** 9}, "n", "at most 64"),
     ({"prompt": ["a"] * 33, "n": 2}, "n", "66 choices"), ({"best_of": 4}, "best_of", "equal to n"),
     ({"suffix": "end"}, "suffix", "not served"), ({"logprobs": 21}, "logprobs", "0 to 20"),
-    ({"echo": True, "logprobs": 1}, "logprobs", "echo"), ({"stop": ""}, "stop", "non-empty"),
+ ({"stop": ""}, "stop", "non-empty"),
     ({"stop": ["a"] * 17}, "stop", "at most 16"), ({"stop": [1]}, "stop", "list of strings"),
     ({"stop_token_ids": ["a"]}, "stop_token_ids", "whole numbers"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),

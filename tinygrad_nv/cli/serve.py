@@ -7,15 +7,17 @@ port is bound before the model is loaded, so a port conflict is reported at once
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from tinygrad_nv.cli.lora_options import add_lora_options
-from tinygrad_nv.errors import NVError
+from tinygrad_nv.errors import NVError, RequestError
 
 PREFIXES = ("tinygrad_nv", "vllm")
+LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], directory: str,
@@ -49,7 +51,21 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     add_lora_options(serve, _whole)
     _add_parser_options(serve)
     _add_server_options(serve)
-    serve.set_defaults(run=lambda arguments: run(arguments, model(arguments.model)))
+    _add_http_options(serve)
+    def start(arguments: argparse.Namespace) -> NoReturn:
+        _require_own_model(arguments)
+        run(arguments, model(arguments.model))
+    serve.set_defaults(run=start)
+
+
+def _require_own_model(arguments: argparse.Namespace) -> None:
+    """Raises `RequestError` where an option with several values took MODEL for its last one."""
+    if arguments.model is not None: return
+    for option, words in (("--api-key", arguments.api_key),
+                          ("--served-model-name", arguments.served_model_name)):
+        if len(words or ()) > 1 and Path(words[-1]).exists():
+            raise RequestError(f"{option} has the value {words[-1]}, which is a file or directory",
+                               "MODEL in front of options with several values", f"put MODEL before {option}")
 
 
 def _add_parser_options(serve: argparse.ArgumentParser) -> None:
@@ -74,8 +90,8 @@ def _add_server_options(serve: argparse.ArgumentParser) -> None:
                         help="(default 127.0.0.1; 0.0.0.0 is every address)")
     server.add_argument("--port", type=_port, default=8000, metavar="N",
                         help="0 takes a free one (default 8000)")
-    server.add_argument("--api-key", action="append", metavar="KEY", help="required by /v1; may be "
-                        "repeated (default NV_API_KEY, else none)")
+    server.add_argument("--api-key", nargs="+", action="extend", metavar="KEY", help="required by what "
+                        "computes; may be several (default NV_API_KEY, else none)")
     server.add_argument("--served-model-name", nargs="+", metavar="NAME",
                         help="(default: the directory's name)")
     server.add_argument("--max-queue", type=_whole, default=1024, metavar="N",
@@ -91,6 +107,36 @@ def _add_server_options(serve: argparse.ArgumentParser) -> None:
                         help="of names in /metrics (default tinygrad_nv)")
     server.add_argument("--log-interval", type=_positive, default=10.0, metavar="S",
                         help="seconds between lines about the engine (default 10)")
+
+
+def _add_http_options(serve: argparse.ArgumentParser) -> None:
+    http = serve.add_argument_group("HTTP")
+    for name, what in (("origins", "pages of other origins that browsers let use the server"),
+                       ("methods", "methods that they may use"), ("headers", "headers that they may send")):
+        http.add_argument(f"--allowed-{name}", type=_texts, default=("*",), metavar="JSON",
+                          help=f'{what}, a JSON list (default ["*"])')
+    http.add_argument("--allow-credentials", action="store_true", help="they may send cookies")
+    http.add_argument("--root-path", type=_root_path, default="", metavar="PATH",
+                      help="what a proxy in front takes off paths")
+    for name, what in (("keyfile", "private key: serve HTTPS"), ("certfile", "certificate"),
+                       ("ca-certs", "certificates that clients' are checked with")):
+        http.add_argument(f"--ssl-{name}", metavar="FILE", help=f"{what}, PEM")
+    http.add_argument("--ssl-cert-reqs", type=int, choices=(0, 1, 2), default=0,
+                      help="clients need no certificate (0, the default), may (1) or must have one (2)")
+    http.add_argument("--uvicorn-log-level", choices=LEVELS, default="warning",
+                      help="of the HTTP library's own lines (default warning)")
+
+
+def _texts(text: str) -> tuple[str, ...]:
+    try: found = json.loads(text)
+    except ValueError: found = None
+    if isinstance(found, list) and all(isinstance(each, str) for each in found): return tuple(found)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list of strings, such as '[\"*\"]'")
+
+
+def _root_path(text: str) -> str:
+    if text == "" or text.startswith("/"): return text.rstrip("/")
+    raise argparse.ArgumentTypeError(f"{text!r} does not begin with /")
 
 
 def _parser_name(kind: str) -> Callable[[str], str]:

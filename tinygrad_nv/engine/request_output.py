@@ -101,7 +101,7 @@ class RequestOutputBuilder:
         assert seed is not None
         told = request.params.logprobs is not None
         found = [each for delta in self.deltas[0] for each in delta.prompt_logprobs]
-        of_prompt = None if request.params.prompt_logprobs is None else (None, *map(_of_token, found))
+        of_prompt = None if request.params.prompt_logprobs is None else (None, *map(of_token, found))
         return RequestOutput(request.id, request.text, tuple(request.prompt),
                              tuple(joined(each, told) for each in self.deltas), seed, self.cached,
                              self.first - self.started, self.last - self.first, of_prompt)
@@ -114,11 +114,12 @@ def joined(deltas: Sequence[Delta], told: bool) -> CompletionOutput:
     found = [each for delta in deltas for each in delta.logprobs]
     return CompletionOutput(last.index, "".join(each.text for each in deltas),
                             tuple(token for each in deltas for token in each.tokens), last.finish_reason,
-                            last.stop_reason, tuple(map(_of_token, found)) if told else None,
+                            last.stop_reason, tuple(map(of_token, found)) if told else None,
                             sum(each.logprob for each in found) if told else None, last.error)
 
 
-def _of_token(found: TokenLogprobs) -> dict[int, Logprob]:
+def of_token(found: TokenLogprobs) -> dict[int, Logprob]:
+    """The dictionary of a token."""
     made = {found.token: Logprob(found.logprob, found.rank, found.text)}
     likeliest = {token: Logprob(value, rank, text) for rank, (token, text, value) in enumerate(found.top, 1)}
     return made | {token: each for token, each in likeliest.items() if token not in made}

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from tinygrad_nv.engine.outputs import TokenLogprobs
 from tinygrad_nv.server.chat_protocol import chat
-from tinygrad_nv.server.completions import usage
+from tinygrad_nv.server.completions import prompt_dictionaries, usage
 from tinygrad_nv.server.conversation import Conversation, Update
 from tinygrad_nv.server.parsers.parser import CallDelta
 from tinygrad_nv.server.record import Record
@@ -47,6 +47,9 @@ async def _chunks(conversation: Conversation, record: Record, shared: dict[str, 
     request, seen = conversation.request, set[int]()
     async for update in conversation.run(record):
         at = update.at
+        if at == 0 and at not in seen and request.prompt_logprobs is not None:
+            told = prompt_dictionaries(update.delta.prompt_logprobs, request.prompt_logprobs)
+            yield {**shared, "prompt_logprobs": told, "choices": []}
         if at not in seen:
             ids = {"prompt_token_ids": conversation.prompt} if request.ids and not seen else {}
             seen.add(at)
@@ -120,15 +123,16 @@ class Message:
 
 
 async def _whole(chunks: Chunks, shared: dict[str, Any], count: int, record: Record) -> Response:
-    messages, ids = [Message() for _ in range(count)], list[int]()
+    messages, ids, more = [Message() for _ in range(count)], list[int](), dict[str, Any]()
     async for chunk in chunks:
+        if "prompt_logprobs" in chunk: more["prompt_logprobs"] = chunk["prompt_logprobs"]
         ids = chunk.get("prompt_token_ids", ids)
         for part in chunk["choices"]: messages[part["index"]].add(part)
     choices = [message.choice(at) for at, message in enumerate(messages)]
     for choice, message in zip(choices, messages, strict=True):
         if ids: choice["token_ids"] = message.ids
-    return JSONResponse({**shared, "choices": choices, "usage": chat_usage(record),
-                         **({"prompt_token_ids": ids} if ids else {})})
+    if ids: more["prompt_token_ids"] = ids
+    return JSONResponse({**shared, "choices": choices, "usage": chat_usage(record), **more})
 
 
 def logprob(each: TokenLogprobs) -> dict[str, Any]:

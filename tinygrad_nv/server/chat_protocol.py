@@ -14,7 +14,7 @@ from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.server.errors import APIError, invalid
 from tinygrad_nv.server.fields import Fields, parse, unicode
 from tinygrad_nv.server.limits import RequestLimits
-from tinygrad_nv.server.protocol import TOP_LOGPROBS, Common, common_fields, require_unstored
+from tinygrad_nv.server.protocol import Common, common_fields, require_unstored
 from tinygrad_nv.server.structured_output import call_schema
 from tinygrad_nv.server.tools import Tool, ToolChoice, legacy_choice, tool_choice, tool_list
 
@@ -52,7 +52,7 @@ def chat(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) 
     tools = tool_list(fields)
     legacy = "functions" in fields.left or "function_call" in fields.left
     tools, choice = legacy_choice(fields, tools) if legacy else (tools, tool_choice(fields, tools))
-    logprobs, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, TOP_LOGPROBS)
+    logprobs, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, limits.logprobs)
     if top is not None and not logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     limits_given = [fields.whole("max_completion_tokens", 1), fields.whole("max_tokens", 1)]

@@ -5,14 +5,17 @@ with `stream_options.include_usage` a last one with the usage and no choices.
 """
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from tinygrad_nv.engine.outputs import Delta, TokenLogprobs
+from tinygrad_nv.engine.request_output import of_token
 from tinygrad_nv.server import protocol
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
@@ -32,28 +35,60 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
     record.stream = parsed.stream
     chunks = _chunks(service, parsed, prompts, echoes, record, shared)
     if parsed.stream: return await streamed(request, chunks, record)
-    return await until_disconnect(request, _whole(chunks, shared, len(prompts) * parsed.params.n, record))
+    return await until_disconnect(request, _whole(chunks, shared, len(prompts) * parsed.params.n, parsed,
+                                                 record))
 
 
 async def _chunks(service: Service, parsed: protocol.CompletionRequest, prompts: Sequence[list[int]],
                   echoes: Sequence[str], record: Record, shared: dict[str, Any]) -> Chunks:
     offsets: dict[int, int] = {}
-    async for at, delta in service.run(prompts, parsed.params, parsed.priority, record, parsed.salt):
-        first = at not in offsets
-        offset = offsets.setdefault(at, 0)
-        logprobs = None
-        if parsed.params.logprobs is not None and delta.logprobs:
-            logprobs, offsets[at] = completion_logprobs(delta.logprobs, offset, parsed.params.logprobs)
-        echo = echoes[at // parsed.params.n] if first else ""
-        choice = _choice(at, echo + delta.text, delta, logprobs)
+    top, n = parsed.params.logprobs, parsed.params.n
+    deltas = service.run(prompts, parsed.params, parsed.priority, record, parsed.salt)
+    if parsed.params.prompt_logprobs is not None: deltas = prompt_first(deltas, n)
+    async for at, delta in deltas:
+        first, prompt = at not in offsets, prompts[at // n]
+        if parsed.silent: delta = replace(delta, text="", tokens=(), logprobs=(), finish_reason="length",
+                                          stop_reason=None)
+        offset, parts = offsets.setdefault(at, 0), list[dict[str, Any]]()
+        if first and parsed.echo and top is not None:
+            own, offset = _prompt_logprobs(service, prompt, delta.prompt_logprobs, top)
+            parts.append(own)
+        if top is not None and delta.logprobs:
+            own, offset = completion_logprobs(delta.logprobs, offset, top)
+            parts.append(own)
+        offsets[at] = offset
+        choice = _choice(at, (echoes[at // n] if first else "") + delta.text, delta, _joined(parts))
+        if first and parsed.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_dictionaries(delta.prompt_logprobs, parsed.prompt_logprobs)
         if parsed.ids:
-            if first: choice["prompt_token_ids"] = prompts[at // parsed.params.n]
+            if first: choice["prompt_token_ids"] = prompt
             choice["token_ids"] = list(delta.tokens)
-        yield {**shared, "choices": [choice], **({"usage": usage(record)} if parsed.usages else {})}
-    if parsed.usage: yield {**shared, "choices": [], "usage": usage(record)}
+        yield {**shared, "choices": [choice], **({"usage": _usage(record, parsed)} if parsed.usages else {})}
+    if parsed.usage: yield {**shared, "choices": [], "usage": _usage(record, parsed)}
 
 
-async def _whole(chunks: Chunks, shared: dict[str, Any], count: int, record: Record) -> Response:
+async def prompt_first(deltas: AsyncGenerator[tuple[int, Delta], None],
+                       n: int) -> AsyncGenerator[tuple[int, Delta], None]:
+    """The same deltas, but the first one of every choice has the log probabilities of its prompt, which the
+    engine gives to the first choice of a prompt: others wait for that one."""
+    found: dict[int, tuple[TokenLogprobs, ...]] = {}
+    held: dict[int, list[tuple[int, Delta]]] = {}
+    begun = set[int]()
+    async with contextlib.aclosing(deltas):
+        async for at, delta in deltas:
+            prompt = at // n
+            if prompt not in found:
+                held.setdefault(prompt, []).append((at, delta))
+                if at % n: continue
+                found[prompt] = delta.prompt_logprobs
+            for choice, its in held.pop(prompt, [(at, delta)]):
+                if choice in begun: yield choice, its
+                else: yield choice, replace(its, prompt_logprobs=found[prompt])
+                begun.add(choice)
+
+
+async def _whole(chunks: Chunks, shared: dict[str, Any], count: int, parsed: protocol.CompletionRequest,
+                 record: Record) -> Response:
     choices: list[dict[str, Any]] = [{"index": at, "text": "", "logprobs": None} for at in range(count)]
     async for chunk in chunks:
         for part in chunk["choices"]:
@@ -61,11 +96,12 @@ async def _whole(chunks: Chunks, shared: dict[str, Any], count: int, record: Rec
             whole["text"] += part["text"]
             if (new := part["logprobs"]) is not None:
                 old = whole["logprobs"]
-                whole["logprobs"] = new if old is None else {key: old[key] + new[key] for key in new}
+                whole["logprobs"] = new if old is None else _joined([old, new])
             whole |= {key: part[key] for key in ("finish_reason", "stop_reason")}
+            if "prompt_logprobs" in part: whole["prompt_logprobs"] = part["prompt_logprobs"]
             for key in ("prompt_token_ids", "token_ids"):
                 if key in part: whole[key] = whole.get(key, []) + part[key]
-    return JSONResponse({**shared, "choices": choices, "usage": usage(record)})
+    return JSONResponse({**shared, "choices": choices, "usage": _usage(record, parsed)})
 
 
 def _choice(at: int, text: str, delta: Delta, logprobs: dict[str, Any] | None) -> dict[str, Any]:
@@ -82,17 +118,41 @@ def _echo(service: Service, parsed: protocol.CompletionRequest, prompts: Sequenc
 
 def completion_logprobs(logprobs: Sequence[TokenLogprobs], offset: int,
                         top: int) -> tuple[dict[str, Any], int]:
-    """Logprobs in the format of /v1/completions, and the length of the text after them."""
-    out: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [] if top else None,
-                           "text_offset": []}
+    """Logprobs in the format of /v1/completions, and the length of the text after them. Of several tokens
+    with the same text, `top_logprobs` has the likeliest."""
+    out: dict[str, Any] = {"tokens": [], "token_logprobs": [], "text_offset": []}
+    if top: out["top_logprobs"] = []
     for each in logprobs:
         out["tokens"].append(each.text)
         out["token_logprobs"].append(each.logprob)
         out["text_offset"].append(offset)
         offset += len(each.text)
-        if top: out["top_logprobs"].append({text: value for _, text, value in each.top})
-    if not top: del out["top_logprobs"]
+        if top: out["top_logprobs"].append({text: value for _, text, value in reversed(each.top[:top])})
     return out, offset
+
+
+def _prompt_logprobs(service: Service, prompt: Sequence[int], found: Sequence[TokenLogprobs],
+                     top: int) -> tuple[dict[str, Any], int]:
+    """`completion_logprobs` of an echoed prompt: None for its first token, which nothing predicts."""
+    text = service.model.require_tokenizer().token_text(prompt[0])
+    first = {"tokens": [text], "token_logprobs": [None], "text_offset": [0], "top_logprobs": [None]}
+    rest, offset = completion_logprobs(found, len(text), top)
+    return {key: first[key] + rest[key] for key in rest}, offset
+
+
+def prompt_dictionaries(found: Sequence[TokenLogprobs], most: int) -> list[dict[int, Any] | None]:
+    """vLLM's prompt_logprobs: a dictionary for each token, None for the first."""
+    tokens = [of_token(replace(each, top=each.top[:most])) for each in found]
+    return [None, *({token: vars(its) for token, its in each.items()} for each in tokens)]
+
+
+def _joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    return {key: [item for part in parts for item in part[key]] for key in parts[0]} if parts else None
+
+
+def _usage(record: Record, parsed: protocol.CompletionRequest) -> dict[str, Any]:
+    """The token that the engine sampled after a prompt that is all that is returned does not count."""
+    return usage(replace(record, output_tokens=0) if parsed.silent else record)
 
 
 def usage(record: Record) -> dict[str, Any]:

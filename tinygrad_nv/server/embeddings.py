@@ -27,6 +27,7 @@ from tinygrad_nv.server.service import EmbeddingClient, Service
 from tinygrad_nv.server.sse import until_disconnect
 
 MOST_INPUTS = 2048      # OpenAI's
+ENCODINGS = ("float", "base64")
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,7 @@ def parsed(data: dict[str, Any]) -> EmbeddingsRequest:
     inputs = prompts(fields, "input")
     if len(inputs) > MOST_INPUTS:
         raise invalid(f"input has {len(inputs)} texts, expected at most {MOST_INPUTS}", "input")
-    kind = fields.text("encoding_format") or "float"
-    if kind not in ("float", "base64"):
-        raise invalid(f"encoding_format is {kind[:40]!r}, expected float or base64", "encoding_format")
+    kind = fields.one_of("encoding_format", ENCODINGS)
     dimensions, truncate = fields.whole("dimensions", 1), fields.whole("truncate_prompt_tokens", -1)
     normalize = fields.flag("normalize", True) if "normalize" in fields.left else None
     made = EmbeddingsRequest(fields.text("model"), inputs, kind == "base64", dimensions, truncate, normalize)
@@ -67,27 +66,28 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
     size = sum(map(len, asked.inputs))
     ids = await service.aside(size, lambda: [model.encode(text, asked.truncate) for text in asked.inputs])
     record.prompt_tokens = sum(map(len, ids))
-    vectors = await until_disconnect(request, _vectors(service, model, asked, ids))
+    found = await until_disconnect(request, pooled(service, model, ids))
+    vectors = model.finish(found, asked.normalize, asked.dimensions)
     tokens = {"prompt_tokens": record.prompt_tokens, "total_tokens": record.prompt_tokens}
     return JSONResponse({"id": record.id, "object": "list", "created": int(time.time()), "model": name,
                          "data": [{"object": "embedding", "index": at, "embedding": _shown(vector, asked)}
                                   for at, vector in enumerate(vectors)], "usage": tokens})
 
 
-async def _vectors(service: Service, model: EmbeddingClient, asked: EmbeddingsRequest,
-                   ids: Sequence[Sequence[int]]) -> np.ndarray:
-    """The vectors of all inputs. What has not run when the request ends is cancelled."""
-    try: futures = [asyncio.wrap_future(each) for each in model.submit(ids)]
+async def pooled(service: Service, model: EmbeddingClient, ids: Sequence[Sequence[int]],
+                 every: bool = False) -> list[np.ndarray]:
+    """Pooled hidden states of prompts, or with `every` those of their tokens. What has not run when the
+    request ends is cancelled."""
+    try: futures = [asyncio.wrap_future(each) for each in model.submit(ids, every)]
     except NVError as error: raise api_error(error) from error
     try:
-        async with asyncio.timeout(service.limits.request_s): pooled = await asyncio.gather(*futures)
+        async with asyncio.timeout(service.limits.request_s): return await asyncio.gather(*futures)
     except TimeoutError as error:
         raise APIError(504, f"the answer was not complete within {service.limits.request_s:g} s",
                        "request_timeout") from error
     except NVError as error: raise api_error(error) from error
     finally:
         for each in futures: each.cancel()
-    return model.finish(pooled, asked.normalize, asked.dimensions)
 
 
 def _shown(vector: np.ndarray, asked: EmbeddingsRequest) -> str | list[float]:

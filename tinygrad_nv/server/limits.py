@@ -16,6 +16,7 @@ import h11
 from starlette.requests import ClientDisconnect, Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from tinygrad_nv.engine.sampling import MAX_LOGPROBS
 from tinygrad_nv.server.errors import APIError
 
 
@@ -23,8 +24,9 @@ from tinygrad_nv.server.errors import APIError
 class RequestLimits:
     """Limits of requests. `choices`: texts of one request, prompts × n; `body_bytes`, `schema_bytes`: sizes
     of a body and of a JSON schema in it; timeouts in seconds for headers, body and answer; `drain_s`: for
-    running requests at shutdown."""
+    running requests at shutdown; `logprobs`: of each token."""
     choices: int = 128
+    logprobs: int = MAX_LOGPROBS
     body_bytes: int = 4 << 20
     schema_bytes: int = 64 << 10
     header_s: float = 10.0
@@ -72,7 +74,8 @@ class Guarded(H11Protocol):
         """Starts the header timeout."""
         super().connection_made(transport)
         # pause writing as soon as the socket is full: tokens generated meanwhile become one delta
-        transport.set_write_buffer_limits(0)
+        # (1, not 0: asyncio's TLS counts an empty buffer as full then, and stays paused)
+        transport.set_write_buffer_limits(1, 0)
         self._wait()
 
     def data_received(self, data: bytes) -> None:

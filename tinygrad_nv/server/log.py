@@ -16,6 +16,8 @@ from typing import Any
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
 
+LEVELS = {"critical": logging.CRITICAL, "error": logging.ERROR, "warning": logging.WARNING,
+          "info": logging.INFO, "debug": logging.DEBUG, "trace": 5}     # trace is uvicorn's
 LOG = logging.getLogger("tinygrad_nv.server")
 
 
@@ -50,11 +52,11 @@ class _Stderr(logging.Handler):
         with contextlib.suppress(OSError, ValueError): print(self.format(record), file=sys.stderr, flush=True)
 
 
-def set_up() -> None:
-    """Sends our log lines, and uvicorn's warnings, to stderr."""
+def set_up(uvicorn_level: str = "warning") -> None:
+    """Sends our log lines, and those of uvicorn from `uvicorn_level` on, to stderr."""
     handler = _Stderr()
     handler.setFormatter(_Formatter())
-    for name, level in ((LOG.name, logging.INFO), ("uvicorn", logging.WARNING)):
+    for name, level in ((LOG.name, logging.INFO), ("uvicorn", LEVELS[uvicorn_level])):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)
@@ -65,7 +67,7 @@ def request_line(record: Record, method: str, path: str, status: int) -> str:
     now = time.perf_counter()
     served = record.params is not None
     counted = served or record.prompt_tokens > 0    # embeddings have no sampling parameters
-    return line("request", id=record.id, method=method, path=path, status=status,
+    return line("request", id=record.id, client_id=record.client_id, method=method, path=path, status=status,
                 stream=int(record.stream) if served else None,
                 prompt_tokens=record.prompt_tokens if counted else None,
                 cached_tokens=record.cached_tokens if served else None,

@@ -10,7 +10,7 @@ no effect. An unknown field is an error: it may be misspelt.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from tinygrad_nv.engine.prompts import TextOrTokens
 from tinygrad_nv.engine.sampling import MAX_BAD_WORDS, SamplingParams
@@ -26,7 +26,6 @@ TIERS = ("auto", "default")
 # vLLM's fields that are accepted with their default value only
 USUAL = {"spaces_between_special_tokens": True, "detokenize": True,
          "use_beam_search": False, "early_stopping": False, "length_penalty": 1.0}
-TOP_LOGPROBS = 20
 # limits of OpenAI and vLLM
 STOPS, PENALTY = 16, 2.0
 
@@ -43,30 +42,31 @@ class Common:
     priority: int
     salt: str
     ids: bool               # return token ids, too
+    prompt_logprobs: int | None     # return so many for each token of the prompt
 
 
 @dataclass(frozen=True)
 class CompletionRequest(Common):
-    """Of /v1/completions."""
+    """Of /v1/completions. `silent`: the prompt is all that is returned."""
     prompts: tuple[TextOrTokens, ...]
     echo: bool
+    silent: bool
 
 
 def completion(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) -> CompletionRequest:
-    """A request of /v1/completions. `max_tokens` defaults to 16, as OpenAI's."""
+    """A request of /v1/completions. `max_tokens` defaults to 16, as OpenAI's, and may be
+    0 with `echo`."""
     fields = Fields(data)
     texts = prompts(fields)
     if fields.text("suffix"):
         raise invalid("suffix is not served: no model here fills a gap; to fix: put what follows into the "
                       "prompt, or leave suffix out", "suffix", "unsupported")
     echo = fields.flag("echo")
-    logprobs = fields.whole("logprobs", 0, TOP_LOGPROBS)
-    if echo and logprobs is not None:
-        raise invalid("logprobs of an echoed prompt are not computed; to fix: leave out echo or logprobs",
-                      "logprobs", "unsupported")
-    most = fields.whole("max_tokens", 1)
-    limit = 16 if most is None else most
-    common = common_fields(fields, defaults, limits, len(texts), {"max_tokens": limit, "logprobs": logprobs})
+    logprobs = fields.whole("logprobs", 0, limits.logprobs)
+    most = fields.whole("max_tokens", 0 if echo else 1)
+    limit = 16 if most is None else max(most, 1)
+    common = common_fields(fields, defaults, limits, len(texts), {
+        "max_tokens": limit, "logprobs": logprobs, "prompt_logprobs": logprobs if echo else None})
     best_of = fields.whole("best_of", 1)
     if best_of is not None and best_of != getattr(common.params, "n", 1):
         raise invalid(f"best_of is {best_of}, and is served only equal to n; to fix: ask for n choices with "
@@ -74,7 +74,7 @@ def completion(data: dict[str, Any], defaults: SamplingParams, limits: RequestLi
     require_unstored(fields)
     fields.as_usual({"add_special_tokens": True})
     fields.finish()
-    return CompletionRequest(**vars(common), prompts=texts, echo=echo)
+    return CompletionRequest(**vars(common), prompts=texts, echo=echo, silent=most == 0)
 
 
 def common_fields(fields: Fields, defaults: SamplingParams, limits: RequestLimits, prompts: int,
@@ -97,11 +97,16 @@ def common_fields(fields: Fields, defaults: SamplingParams, limits: RequestLimit
         "bad_words": fields.texts("bad_words", MAX_BAD_WORDS) or None,
         "allowed_token_ids": fields.wholes("allowed_token_ids") or None,
         "structured_outputs": structured(fields, limits, forced)}
+    own = fields.whole("prompt_logprobs", 0, limits.logprobs)
+    given["prompt_logprobs"] = max(filter(_is_given, (own, given.get("prompt_logprobs"))), default=None)
     # OpenAI's seeds are signed
     if given["seed"] is not None: given["seed"] %= 1 << 64
     if (choices := prompts * (given["n"] or 1)) > limits.choices:
         raise invalid(f"{choices} choices requested (prompts × n),  expected at most {limits.choices}", "n")
     stream = fields.flag("stream")
+    if stream and own is not None:
+        raise invalid("prompt_logprobs are not streamed; to fix: leave out stream or prompt_logprobs",
+                      "prompt_logprobs", "unsupported")
     options = Fields(fields.object("stream_options") or {}, "stream_options")
     usage = options.flag("include_usage")
     usages = options.flag("continuous_usage_stats")
@@ -112,7 +117,10 @@ def common_fields(fields: Fields, defaults: SamplingParams, limits: RequestLimit
     if salt == "": raise invalid("cache_salt is empty, expected at least one character", "cache_salt")
     labels(fields)
     fields.as_usual(USUAL)
-    return Common(model, _params(defaults, given), stream, usage, usages, priority, salt or "", ids)
+    return Common(model, _params(defaults, given), stream, usage, usages, priority, salt or "", ids, own)
+
+
+def _is_given(value: int | None) -> TypeGuard[int]: return value is not None
 
 
 def labels(fields: Fields) -> None:

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.engine.sampling import MAX_LOGPROBS, SamplingParams
 from tinygrad_nv.server.chat_protocol import EFFORTS, VERBOSITIES, ChatRequest, chat
 from tinygrad_nv.server.errors import invalid
 from tinygrad_nv.server.fields import Fields, unicode
 from tinygrad_nv.server.limits import RequestLimits
-from tinygrad_nv.server.protocol import TOP_LOGPROBS
 from tinygrad_nv.server.response_store import ResponseStore
 
 # fields that mean the same as in /v1/chat/completions
@@ -147,7 +146,7 @@ def _logprobs(fields: Fields) -> dict[str, Any]:
     for each in include:
         if each not in (LOGPROBS, ENCRYPTED):
             raise invalid(f"include has {each[:60]!r}, expected {LOGPROBS} or {ENCRYPTED}", "include")
-    top = fields.whole("top_logprobs", 0, TOP_LOGPROBS)
+    top = fields.whole("top_logprobs", 0, MAX_LOGPROBS)
     asked = LOGPROBS in include or bool(top)
     return {"logprobs": asked or None, "top_logprobs": top if asked else None}
 

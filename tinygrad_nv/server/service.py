@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tinygrad_nv.engine.lora.request import LoRARequest
     from tinygrad_nv.engine.prompts import Prompt, TextOrTokens
     from tinygrad_nv.engine.text.tokenizer import Tokenizer
+    from tinygrad_nv.models.classifier import Classifier
     from tinygrad_nv.server.adapters import AdapterNames
     from tinygrad_nv.server.metrics import Metrics
 
@@ -52,9 +53,12 @@ class ServedModel(Protocol):
 
 class EmbeddingClient(Protocol):
     """The part of `Embedder` that the server uses."""
+    @property
+    def classifier(self) -> Classifier | None: ...
     def encode(self, prompt: TextOrTokens, most: int | None = None) -> list[int]: ...
     def require_dimensions(self, dimensions: int | None) -> None: ...
-    def submit(self, prompts: Sequence[Sequence[int]]) -> list[Future[np.ndarray]]: ...
+    def encode_pair(self, first: str, second: str, most: int | None = None) -> Sequence[int]: ...
+    def submit(self, prompts: Sequence[Sequence[int]], every: bool = False) -> list[Future[np.ndarray]]: ...
     def finish(self, pooled: Sequence[np.ndarray], normalize: bool | None = None,
                dimensions: int | None = None) -> np.ndarray: ...
 
@@ -108,6 +112,15 @@ class Parsers:
                        "unsupported", "tool_choice")
 
 
+@dataclass(frozen=True)
+class CORS:
+    """What pages of other origins may do, as their browsers ask: "*" is any origin, method or header."""
+    origins: tuple[str, ...] = ("*",)
+    methods: tuple[str, ...] = ("*",)
+    headers: tuple[str, ...] = ("*",)
+    credentials: bool = False
+
+
 @dataclass
 class Service:
     """A model served under `names`, the first of which is its own. `embedder` is set for an embedding model,
@@ -120,6 +133,7 @@ class Service:
     keys: frozenset[str] = frozenset()
     embedder: EmbeddingClient | None = None
     parsers: Parsers = field(default_factory=Parsers)
+    cors: CORS = field(default_factory=CORS)
     responses: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
@@ -145,8 +159,16 @@ class Service:
     def require_generator(self) -> None:
         """Raises `APIError` 400 for an embedding model."""
         if self.embedder is None: return
-        raise APIError(400, f"{self.names[0]} makes embeddings, and generates no text; to fix: POST "
-                       "/v1/embeddings, or serve a causal language model", "unsupported_task")
+        makes, path = ("makes embeddings", "/v1/embeddings") if self.embedder.classifier is None else \
+            ("classifies texts", "/classify or /score")
+        raise APIError(400, f"{self.names[0]} {makes}, and generates no text; to fix: POST "
+                       f"{path}, or serve a causal language model", "unsupported_task")
+
+    def no_classifier(self) -> APIError:
+        """400: the embedding model has no head for classification."""
+        return APIError(400, f"{self.names[0]} makes embeddings, and has no head for classification; to fix: "
+                        "POST /v1/embeddings or /score, or serve a model for sequence classification",
+                        "unsupported_task")
 
     def require_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises `APIError` 400 if there is none."""

@@ -13,10 +13,12 @@ import multiprocessing.util
 import os
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import uvicorn
 
@@ -29,6 +31,49 @@ from tinygrad_nv.server.service import Service
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 POLL_S = 0.02
 WORKERS_END_S = 0.5     # 0.02 s suffice unless a signal killed the compile worker that held the pool's lock
+
+
+@dataclass(frozen=True)
+class HTTPOptions:
+    """Options of uvicorn: files of TLS in PEM, whether clients need certificates (the ssl module's CERT_…
+    constants), and the path that a proxy in front takes off."""
+    root_path: str = ""
+    keyfile: str | None = None
+    certfile: str | None = None
+    ca_certs: str | None = None
+    cert_reqs: int = ssl.CERT_NONE
+
+    @property
+    def scheme(self) -> str:
+        """https with a certificate, as in uvicorn."""
+        return "https" if self.keyfile or self.certfile else "http"
+
+    def check(self) -> None:
+        """Raises `RequestError` for files that TLS cannot use."""
+        if self.scheme == "http":
+            if self.ca_certs is None and not self.cert_reqs: return
+            raise RequestError("certificates of clients are to be checked, and the server has none",
+                               "a server that serves HTTPS", "add --ssl-certfile and --ssl-keyfile")
+        try: self.config(_nothing).load()
+        except (OSError, AssertionError) as error:      # ssl.SSLError is an OSError
+            files = ", ".join(filter(None, (self.keyfile, self.certfile, self.ca_certs)))
+            raise RequestError(f"TLS cannot use {files}: {error or 'the certificate is missing'}",
+                               "a certificate and its private key, PEM files",
+                               "change --ssl-certfile, --ssl-keyfile or --ssl-ca-certs") from error
+
+    def config(self, app: Any, **more: Any) -> uvicorn.Config:
+        """uvicorn's configuration."""
+        return uvicorn.Config(app, root_path=self.root_path, ssl_keyfile=self.keyfile,
+                              ssl_certfile=self.certfile, ssl_ca_certs=self.ca_certs,
+                              ssl_cert_reqs=self.cert_reqs, ws="none", lifespan="off", log_config=None,
+                              **more)
+
+
+async def _nothing(scope: Any, receive: Any, send: Any) -> None:
+    """An application to check options with."""
+
+
+HTTP = HTTPOptions()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -45,21 +90,19 @@ def bind(host: str, port: int) -> socket.socket:
     return made
 
 
-def url(taken: socket.socket) -> str:
+def url(taken: socket.socket, options: HTTPOptions = HTTP) -> str:
     """The address of a socket, for a browser."""
     host, port = taken.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{options.scheme}://" + (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
 
 
 class Server(uvicorn.Server):
     """A server that drains before it exits."""
 
-    def __init__(self, service: Service) -> None:
-        limits = service.limits
-        super().__init__(uvicorn.Config(
-            application(service), http=guarded(limits), ws="none", lifespan="off", log_config=None,
-            access_log=False, server_header=False, timeout_graceful_shutdown=2, timeout_keep_alive=30,
-            backlog=2048))
+    def __init__(self, service: Service, options: HTTPOptions = HTTP) -> None:
+        super().__init__(options.config(
+            application(service), http=guarded(service.limits), access_log=False, server_header=False,
+            timeout_graceful_shutdown=2, timeout_keep_alive=30, backlog=2048))
         self.service = service
         self._draining: asyncio.Task[None] | None = None
 

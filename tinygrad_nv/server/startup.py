@@ -29,8 +29,8 @@ from tinygrad_nv.server.adapters import AdapterNames
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.log import LOG, line, set_up
 from tinygrad_nv.server.metrics import Metrics
-from tinygrad_nv.server.service import EmbeddingEngineClient, Parsers, Service
-from tinygrad_nv.server.serving import Server, bind, serve, url
+from tinygrad_nv.server.service import CORS, EmbeddingEngineClient, Parsers, Service
+from tinygrad_nv.server.serving import HTTPOptions, Server, bind, serve, url
 from tinygrad_nv.server.waterfall import Waterfall
 
 PROGRESS_S = 5.0    # between lines about a warm-up
@@ -39,8 +39,10 @@ PROGRESS_S = 5.0    # between lines about a warm-up
 def run(arguments: argparse.Namespace, directory: Path) -> None:
     """The command `serve`. Returns when the server was told to stop."""
     waterfall = Waterfall()
-    set_up()
+    set_up(arguments.uvicorn_log_level)
     waterfall.mark("import")
+    options = http_options(arguments)
+    options.check()
     bound_socket, keys = bind(arguments.host, arguments.port), api_keys(arguments)
     if arguments.device: use(arguments.device)
     llm = load(arguments, directory, waterfall)
@@ -54,19 +56,19 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     metrics = Metrics(names[0], llm.length, engine.stats, arguments.metrics_prefix,
                       lambda: llm.compilations.since())
     service = Service(engine, llm, names, limits(arguments), metrics, keys, llm.embedder, parsers(arguments),
-                      adapters=adapters)
+                      adapters=adapters, cors=cors(arguments))
     LOG.info(capacity_line(llm))
 
     def ready() -> None:
         waterfall.mark("listen")
         for each in waterfall.lines(): LOG.info("waterfall %s", each)
-        LOG.info(line("ready", url=url(bound_socket), model=",".join(names), device=llm.device,
+        LOG.info(line("ready", url=url(bound_socket, options), model=",".join(names), device=llm.device,
                       pid=os.getpid(),
                       keys=len(keys), seconds=waterfall.total_s))
 
     async def main() -> None:
         if isinstance(engine, AsyncEngine): await engine.start()
-        await serve(Server(service), [bound_socket], arguments.log_interval, ready)
+        await serve(Server(service, options), [bound_socket], arguments.log_interval, ready)
 
     try: asyncio.run(main())
     finally: llm.close()
@@ -164,6 +166,18 @@ def parsers(arguments: argparse.Namespace) -> Parsers:
     """How answers are parsed, as the command line says."""
     return Parsers(arguments.reasoning_parser, arguments.tool_call_parser, arguments.enable_auto_tool_choice,
                    arguments.trust_request_chat_template)
+
+
+def cors(arguments: argparse.Namespace) -> CORS:
+    """What pages of other origins may do, as the command line says."""
+    a = arguments
+    return CORS(a.allowed_origins, a.allowed_methods, a.allowed_headers, a.allow_credentials)
+
+
+def http_options(arguments: argparse.Namespace) -> HTTPOptions:
+    """The options of uvicorn on the command line."""
+    a = arguments
+    return HTTPOptions(a.root_path, a.ssl_keyfile, a.ssl_certfile, a.ssl_ca_certs, a.ssl_cert_reqs)
 
 
 def limits(arguments: argparse.Namespace) -> RequestLimits:

@@ -27,7 +27,7 @@ from tinygrad_nv.errors import NVError, QueueFull
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.metrics import Metrics
 from tinygrad_nv.server.service import Service
-from tinygrad_nv.server.serving import Server, bind, serve, url
+from tinygrad_nv.server.serving import HTTP, HTTPOptions, Server, bind, serve, url
 
 NAME = "tales"
 LENGTH = 512
@@ -112,14 +112,24 @@ class FakeEngine:
             for at in range(most):
                 for index in range(params.n):
                     last = at == most - 1 or (ends and at == len(words) - 1)
-                    yield self._delta(words[at % len(words)], index, at, params, last, ends
-                                      and at == len(words) - 1)
+                    made = self._delta(words[at % len(words)], index, at, params, last, ends
+                                       and at == len(words) - 1)
+                    if at == index == 0: made.prompt_logprobs = self._of_prompt(prompt, params)
+                    yield made
                     self.generated += 1
                 if last: return
                 await asyncio.sleep(self.pause_s)
         finally:
             self.running.discard(name)
             self.closed.append(name)
+
+    def _of_prompt(self, prompt: list[int], params: SamplingParams) -> tuple[TokenLogprobs, ...]:
+        """Token at position i: -i, and the likeliest ones are the ids that follow its own, from -i/2 on."""
+        if (most := params.prompt_logprobs) is None: return ()
+        text = self.model.tokenizer.token_text
+        return tuple(TokenLogprobs(token, text(token), -float(i), 7, tuple(
+            (token + j, text(token + j), -i / 2 - j) for j in range(1, most + 1)))
+            for i, token in enumerate(prompt) if i)
 
     def _delta(self, token: int, index: int, at: int, params: SamplingParams, last: bool,
                ends: bool) -> Delta:
@@ -162,15 +172,15 @@ def fake_service(engine: FakeEngine | None = None, limits: RequestLimits | None 
 
 
 @contextlib.contextmanager
-def live(service: Service) -> Iterator[Live]:
+def live(service: Service, options: HTTPOptions = HTTP) -> Iterator[Live]:
     """The service, answering."""
     taken, ready = bind("127.0.0.1", 0), threading.Event()
     box: list[Live] = []
 
     async def main() -> None:
-        server = Server(service)
-        client = httpx.Client(base_url=url(taken), timeout=60, verify=False)  # no certificates: slow
-        box.append(Live(url(taken), service, server, asyncio.get_running_loop(), client))
+        server = Server(service, options)
+        client = httpx.Client(base_url=url(taken, options), timeout=60, verify=False)  # no certificates: slow
+        box.append(Live(url(taken, options), service, server, asyncio.get_running_loop(), client))
         await serve(server, [taken], 3600, ready.set)
 
     thread = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)

@@ -45,7 +45,8 @@ class FakeEmbedder(Embedder):
     def __init__(self, queue_limit: int = 100) -> None:
         self.tokenizer, self.tokenizer_error = FakeModel().tokenizer, None
         network: Any = SimpleNamespace(vocab_size=300, hidden_size=WIDTH, max_positions=64)
-        self.config: Any = SimpleNamespace(network=network, pooling=Pooling("cls", False), width=WIDTH)
+        self.config: Any = SimpleNamespace(network=network, pooling=Pooling("cls", False), width=WIDTH,
+                                          classifier=None)
         self.length, self.device = 64, FakeRunner()
         self.engine = EmbeddingEngine(self.device, queue_limit)
 
@@ -109,7 +110,7 @@ def test_the_openai_client(server: Live):
     ({"input": [3] * 65}, None, "the prompt has 65 tokens, the context holds 64"),
     ({"input": "a", "dimensions": 5}, "dimensions", "dimensions is 5; expected: 1 to 4"),
     ({"input": "a", "dimensions": 0}, "dimensions", "expected at least 1"),
-    ({"input": "a", "encoding_format": "hex"}, "encoding_format", "expected float or base64"),
+    ({"input": "a", "encoding_format": "hex"}, "encoding_format", "expected one of float, base64"),
     ({"input": "a", "truncate_prompt_tokens": 65}, None, "truncate_prompt_tokens is 65"),
     ({"input": "a", "truncate_prompt_tokens": 0}, None, "truncate_prompt_tokens is 0"),
     ({"input": "a", "dimension": 2}, "dimension", "did you mean dimensions?"),

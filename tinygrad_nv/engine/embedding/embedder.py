@@ -21,6 +21,7 @@ from tinygrad_nv.engine.memory_planning import require_weights
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.engine.worker.embedding_runner import EmbeddingRunner, Pair
 from tinygrad_nv.errors import ModelError, RequestError, TokenizerError
+from tinygrad_nv.models.classifier import Classifier
 from tinygrad_nv.models.embedding_model import EmbeddingConfig, EmbeddingModel, read_embedding_config
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
 
@@ -106,9 +107,14 @@ class Embedder:
             return tokenizer.encode(text)
         return tokenizer.encode_truncated(text, limit)
 
-    def submit(self, prompts: Sequence[Sequence[int]]) -> list[Future[np.ndarray]]:
-        """Queues prompts of token ids."""
-        return self.engine.submit(prompts)
+    @property
+    def classifier(self) -> Classifier | None:
+        """The head for classification."""
+        return self.config.classifier
+
+    def submit(self, prompts: Sequence[Sequence[int]], every: bool = False) -> list[Future[np.ndarray]]:
+        """Queues prompts of token ids, with `every` for the hidden states of each token."""
+        return self.engine.submit(prompts, every)
 
     def finish(self, pooled: Sequence[np.ndarray], normalize: bool | None = None,
                dimensions: int | None = None) -> np.ndarray:

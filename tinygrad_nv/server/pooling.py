@@ -1,0 +1,186 @@
+"""POST /pooling, /classify, /score (/v1/score) and /rerank (/v1/rerank, /v2/rerank), with vLLM's fields.
+
+Protocol: models are those of `LLM`'s encode, classify and score. /rerank has the fields of Jina's and
+Cohere's APIs: the documents of a query in the order of their scores. All texts of a request are queued at
+once and computed in the engine's batches.
+"""
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from tinygrad_nv.engine.llm_pooling import POOLING_TASKS
+from tinygrad_nv.errors import NVError
+from tinygrad_nv.server.embeddings import ENCODINGS, MOST_INPUTS, pooled
+from tinygrad_nv.server.errors import api_error, invalid
+from tinygrad_nv.server.fields import Fields, unicode
+from tinygrad_nv.server.protocol import labels, prompts
+from tinygrad_nv.server.record import Record
+from tinygrad_nv.server.service import EmbeddingClient, Service
+from tinygrad_nv.server.sse import until_disconnect
+
+# names of two sides of a score, newest first
+SIDES = (("queries", "documents"), ("data_1", "data_2"), ("text_1", "text_2"))
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Fields of all of these endpoints. `activate`: probabilities, instead of logits."""
+    model: str | None
+    truncate: int | None
+    activate: bool
+
+
+def _finish(fields: Fields) -> Shared:
+    """Reads the fields of all of these endpoints. Raises `APIError` for others."""
+    flags = [fields.flag(name, True) for name in ("use_activation", "activation", "softmax")]
+    made = Shared(fields.text("model"), fields.whole("truncate_prompt_tokens", -1), all(flags))
+    fields.as_usual({"add_special_tokens": True, "priority": 0})
+    labels(fields)
+    fields.finish()
+    return made
+
+
+def _inputs(fields: Fields) -> Any:
+    if len(found := prompts(fields, "input")) <= MOST_INPUTS: return found
+    raise invalid(f"input has {len(found)} texts, expected at most {MOST_INPUTS}", "input")
+
+
+async def pooling(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
+    """Arrays of each text: what the model's head or its pooling gives, of the text or of each token."""
+    fields, model = Fields(data), service.require_embedder()
+    inputs, kind = _inputs(fields), fields.one_of("encoding_format", ENCODINGS)
+    head = model.classifier
+    task = fields.one_of("task", POOLING_TASKS) or ("token_embed" if head is None else "token_classify")
+    dimensions = fields.whole("dimensions", 1)
+    normalize = fields.flag("normalize", True) if "normalize" in fields.left else None
+    shared = _finish(fields)
+    name, classifies = service.require_name(shared.model), task.endswith("classify")
+    if classifies and head is None: raise service.no_classifier()
+    if not classifies: _require_embeddings(model, dimensions)
+    ids = await _encoded(service, record, model, inputs, shared)
+    found = await until_disconnect(request, pooled(service, model, ids, task.startswith("token")))
+
+    def made(x: np.ndarray) -> np.ndarray:
+        if classifies and head is not None: return head.scores(np.atleast_2d(x), shared.activate).reshape(
+            *x.shape[:-1], -1)
+        return model.finish([*np.atleast_2d(x)], normalize, dimensions).reshape(*x.shape[:-1], -1)
+
+    def answer() -> Response:
+        shown = [base64.b64encode(made(x).astype("<f4").tobytes()).decode() if kind == "base64" else
+                 made(x).tolist() for x in found]
+        return _listed(record, name, [{"object": "pooling", "data": each} for each in shown])
+    return await service.aside(sum(x.size for x in found), answer)
+
+
+async def classify(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
+    """The probabilities of labels for each text, and the likeliest label."""
+    fields, model = Fields(data), service.require_embedder()
+    if (head := model.classifier) is None: raise service.no_classifier()
+    inputs, shared = _inputs(fields), _finish(fields)
+    name = service.require_name(shared.model)
+    ids = await _encoded(service, record, model, inputs, shared)
+    found = await until_disconnect(request, pooled(service, model, ids))
+    scores = head.scores(np.stack(found), shared.activate)
+    return _listed(record, name, [{"label": head.label(int(each.argmax())), "probs": each.tolist(),
+                                   "num_classes": head.labels} for each in scores])
+
+
+async def score(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
+    """Scores of pairs of texts: of one with each of a list, or of two lists' texts one by one."""
+    fields, model = Fields(data), service.require_embedder()
+    if len(given := [pair for pair in SIDES if set(pair) & set(fields.left)]) != 1:
+        raise invalid(f"texts to score are in {len(given)} pairs of fields, expected one of "
+                      f"{', '.join(map(' and '.join, SIDES))}", SIDES[0][0], "missing_field")
+    [names] = given
+    first, second = (fields.texts(side, MOST_INPUTS) for side in names)
+    shared = _finish(fields)
+    for side, texts in zip(names, (first, second), strict=True):
+        if not texts:
+            raise invalid(f"{side} is missing or empty, expected a text, or texts", side, "missing_field")
+    if len(first) == 1: first *= len(second)
+    if len(first) != len(second):
+        raise invalid(f"{names[0]} has {len(first)} texts, and {names[1]} {len(second)}, expected one text "
+                      "with any number, or equally many", names[0])
+    name = service.require_name(shared.model)
+    scores = await _scores(request, service, record, model, first, second, shared)
+    return _listed(record, name, [{"object": "score", "score": each} for each in scores])
+
+
+async def rerank(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
+    """Documents in the order of their scores for a query, the best ones first."""
+    fields, model = Fields(data), service.require_embedder()
+    query, documents = fields.text("query"), _documents(fields)
+    if query is None: raise invalid("query is missing, expected a text", "query", "missing_field")
+    top, shown = fields.whole("top_n", 0), fields.flag("return_documents", True)
+    shared = _finish(fields)
+    name = service.require_name(shared.model)
+    scores = await _scores(request, service, record, model, (query,) * len(documents), documents, shared)
+    order = sorted(range(len(documents)), key=lambda at: -scores[at])[:top or None]
+    results = [{"index": at, "relevance_score": scores[at],
+                **({"document": {"text": documents[at]}} if shown else {})} for at in order]
+    return JSONResponse({"id": record.id, "model": name, "usage": _usage(record), "results": results})
+
+
+def _documents(fields: Fields) -> tuple[str, ...]:
+    """Texts, or objects with a text."""
+    found, expected = fields.take("documents"), "a list of texts, or of objects with a text"
+    if not found: raise invalid(f"documents is missing or empty, expected {expected}", "documents",
+                                "missing_field")
+    if not isinstance(found, list): raise fields.wrong("documents", found, expected)
+    if len(found) > MOST_INPUTS:
+        raise invalid(f"documents has {len(found)} texts, expected at most {MOST_INPUTS}", "documents")
+    texts = [each["text"] if isinstance(each, dict) and set(each) == {"text"} else each for each in found]
+    if not all(isinstance(each, str) for each in texts): raise fields.wrong("documents", found, expected)
+    return tuple(unicode(each, "documents") for each in texts)
+
+
+async def _scores(request: Request, service: Service, record: Record, model: EmbeddingClient,
+                  first: Sequence[str], second: Sequence[str], shared: Shared) -> list[float]:
+    """What a cross-encoder says of pairs of texts, or the cosines of their embeddings."""
+    if (head := model.classifier) is None:
+        unique = [*dict.fromkeys((*first, *second))]
+        ids = await _encoded(service, record, model, unique, shared)
+        found = await until_disconnect(request, pooled(service, model, ids))
+        of = dict(zip(unique, model.finish(found, True), strict=True))
+        return [float(np.dot(of[a], of[b])) for a, b in zip(first, second, strict=True)]
+    if head.labels != 1:
+        raise invalid(f"{service.names[0]} has {head.labels} labels, and scores are of one; to fix: POST "
+                      "/classify, or serve a reranker", None, "unsupported_task")
+    def encoded() -> list[Any]:
+        return [model.encode_pair(a, b, shared.truncate) for a, b in zip(first, second, strict=True)]
+    pairs = await service.aside(sum(map(len, first)) + sum(map(len, second)), encoded)
+    record.prompt_tokens = sum(map(len, pairs))
+    found = await until_disconnect(request, pooled(service, model, pairs))
+    return [float(each) for each in head.scores(np.stack(found), shared.activate)[:, 0]]
+
+
+async def _encoded(service: Service, record: Record, model: EmbeddingClient, inputs: Any,
+                   shared: Shared) -> list[list[int]]:
+    """Token ids of the texts, which the record counts."""
+    ids = await service.aside(sum(map(len, inputs)), lambda: [model.encode(text, shared.truncate)
+                                                              for text in inputs])
+    record.prompt_tokens = sum(map(len, ids))
+    return ids
+
+
+def _require_embeddings(model: EmbeddingClient, dimensions: int | None) -> None:
+    try: model.require_dimensions(dimensions)
+    except NVError as error: raise api_error(error) from error
+
+
+def _usage(record: Record) -> dict[str, int]:
+    return dict.fromkeys(("prompt_tokens", "total_tokens"), record.prompt_tokens)
+
+
+def _listed(record: Record, model: str, data: Sequence[dict[str, Any]]) -> Response:
+    return JSONResponse({"id": record.id, "object": "list", "created": int(time.time()), "model": model,
+                         "data": [{"index": at, **each} for at, each in enumerate(data)],
+                         "usage": _usage(record)})

@@ -1,0 +1,78 @@
+"""Endpoints that tell of the server: models, health, load, version, metrics, and the chat page.
+
+Protocol: each is a function of the service that returns an endpoint without a body. /ping is /health for
+SageMaker; `server_load` counts the requests that are being answered.
+"""
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+
+import tinygrad_nv
+from tinygrad_nv.server.errors import APIError
+from tinygrad_nv.server.service import Service
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+PAGE = Path(__file__).parent / "page"
+# the page loads nothing from elsewhere, and runs in no frame
+POLICY = "default-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
+PAGE_HEADERS = {"Content-Security-Policy": POLICY,
+                "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
+FILES = {"page.js": "text/javascript", "page.css": "text/css"}
+
+
+def routes(service: Service) -> list[Route]:
+    """All of them."""
+    models, health = _models(service), _health(service)
+    return [Route("/v1/models", models), Route("/v1/models/{name:path}", models), Route("/health", health),
+            Route("/ping", health, methods=["GET", "POST"]), Route("/load", _load(service)),
+            Route("/version", _version), Route("/metrics", _metrics(service)), Route("/", _page),
+            *(Route(f"/{name}", _page) for name in FILES)]
+
+
+def _models(service: Service) -> Endpoint:
+    def model_card(name: str) -> dict[str, Any]:
+        lora = None if service.adapters is None else service.adapters.find(name)
+        root, parent = (service.names[0], None) if lora is None else (lora.lora_path, service.names[0])
+        return {"id": name, "object": "model", "created": service.created, "owned_by": "tinygrad-nv",
+                "root": root, "parent": parent, "max_model_len": service.model.length}
+
+    async def endpoint(request: Request) -> Response:
+        if name := request.path_params.get("name"):
+            return JSONResponse(model_card(service.require_name(name)))
+        names = (*service.names, *(service.adapters.names if service.adapters else ()))
+        return JSONResponse({"object": "list", "data": [model_card(name) for name in names]})
+    return endpoint
+
+
+def _health(service: Service) -> Endpoint:
+    async def endpoint(_: Request) -> Response:
+        if service.draining: raise APIError(503, "the server is stopping", "draining")
+        if failure := service.engine.failure: raise APIError(503, str(failure), "engine_error")
+        return JSONResponse({"status": "ok"})
+    return endpoint
+
+
+def _load(service: Service) -> Endpoint:
+    async def endpoint(_: Request) -> Response: return JSONResponse({"server_load": service.active})
+    return endpoint
+
+
+async def _version(_: Request) -> Response: return JSONResponse({"version": tinygrad_nv.__version__})
+
+
+def _metrics(service: Service) -> Endpoint:
+    async def endpoint(_: Request) -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return endpoint
+
+
+async def _page(request: Request) -> Response:
+    name = request.url.path.rpartition("/")[2]
+    return FileResponse(PAGE / (name or "index.html"), media_type=FILES.get(name, "text/html"),
+                        headers=PAGE_HEADERS)

@@ -1,0 +1,72 @@
+"""POST /tokenize and /detokenize: between texts and token ids, as the model reads them.
+
+Protocol: vLLM's fields. /tokenize takes a `prompt`, or the `messages` of a conversation with the fields that
+are about the chat template. `token_strs` are the entries of the vocabulary. A text that is far longer than
+the context is refused before it is tokenized.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from tinygrad_nv.engine.text.tokenizer import Tokenizer
+from tinygrad_nv.server.chat_protocol import chat
+from tinygrad_nv.server.conversation import Conversation
+from tinygrad_nv.server.errors import invalid
+from tinygrad_nv.server.fields import Fields
+from tinygrad_nv.server.record import Record
+from tinygrad_nv.server.service import Service
+
+CONVERSATION = ("model", "messages", "tools", "add_generation_prompt", "continue_final_message",
+                "add_special_tokens", "chat_template", "chat_template_kwargs")
+
+
+async def tokenize(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
+    """The token ids of a prompt, or of a conversation."""
+    fields, tokenizer = Fields(data), service.require_tokenizer()
+    shown = fields.flag("return_token_strs")
+    if ("prompt" in fields.left) == ("messages" in fields.left):
+        raise invalid("one of prompt and messages is expected, found both or neither; to fix: leave one",
+                      "prompt", "missing_field")
+    ids = await _conversation(service, fields) if "messages" in fields.left else \
+        await _prompt(service, fields, tokenizer)
+    record.prompt_tokens = len(ids)
+    pieces = [tokenizer.backend.id_to_token(token) for token in ids] if shown else None
+    return JSONResponse({"count": len(ids), "max_model_len": service.model.length, "tokens": ids,
+                         "token_strs": pieces})
+
+
+async def _prompt(service: Service, fields: Fields, tokenizer: Tokenizer) -> list[int]:
+    text, special = fields.text("prompt") or "", fields.flag("add_special_tokens", True)
+    service.require_name(fields.text("model"))
+    fields.finish()
+
+    def made() -> list[int]:
+        tokenizer.require_fitting(text, service.model.length + 1)
+        return tokenizer.encode(text, special)
+    return await service.aside(len(text), made)
+
+
+async def _conversation(service: Service, fields: Fields) -> list[int]:
+    given = {name: value for name in CONVERSATION if (value := fields.take(name)) is not None}
+    fields.known.add("prompt")
+    fields.finish()
+    request = chat(given, service.model.defaults, service.limits)
+    return (await Conversation.of(service, request)).prompt
+
+
+async def detokenize(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
+    """The text of token ids, special tokens as they are written."""
+    fields, tokenizer = Fields(data), service.require_tokenizer()
+    if "tokens" not in fields.left:
+        raise invalid("tokens is missing, expected a list of token ids", "tokens", "missing_field")
+    ids = fields.wholes("tokens")
+    service.require_name(fields.text("model"))
+    fields.finish()
+    if bad := [token for token in ids if token >= 1 << 31 or tokenizer.unknown(token)]:
+        raise invalid(f"tokens has the id {str(bad[0])[:20]}, which is not in the vocabulary; to fix: send "
+                      "ids of this model's tokenizer", "tokens")
+    text = await service.aside(len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=False))
+    return JSONResponse({"prompt": text})
