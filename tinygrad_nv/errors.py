@@ -80,6 +80,10 @@ class PTXError(NVError):
         self.line = line
 
 
+class DLPackError(NVError, BufferError):
+    """Memory that cannot be shared with another library. A BufferError, as the array API asks."""
+
+
 class DriverError(NVError):
     """A device was asked for what it cannot do, or a kernel on it went wrong."""
 

@@ -15,7 +15,7 @@ from tinygrad import (
     nn,
 )
 
-from tinygrad_nv import config, functional, hooks
+from tinygrad_nv import config, dlpack, functional, hooks
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.explain import KernelRecord, Lowering, explain
 from tinygrad_nv.hooks import disable, disabled, enable, enabled
@@ -33,6 +33,7 @@ __all__ = ["Context", "Device", "GlobalCounters", "KernelRecord", "Lowering", "T
            "memory_report", "nn"]
 
 functional.register()
+dlpack.register()
 registered.register()
 hooks.add_check("building", building.checked)
 hooks.add_compile("programs", programs.cached)

@@ -31,7 +31,7 @@ def test_commands_run(command: str):
     assert done.stdout.strip()
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=["llm", "explain", "emu"])
+@pytest.mark.parametrize("script", SCRIPTS, ids=["llm", "explain", "dlpack", "emu"])
 def test_scripts_run(script: str):
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)

@@ -23,7 +23,7 @@ KINDS = ("eager", "lazy", "typing")
 # knows what a kernel is; the CPU's schedules are found by running, so cpu knows runtime. hooks is how all
 # above reach into tinygrad.
 LAYERS = ("errors table interrupt progress", "config", "cache", "toolchain", "ptx", "quant", "tile", "hooks",
-          "runtime", "cpu", "host patterns", "functional", "kvcache graphs", "models", "engine",
+          "runtime", "cpu", "host patterns", "functional dlpack", "kvcache graphs", "models", "engine",
           "server benchmarks quantize", "explain", "registration", "tinygrad_nv", "cli")
 RANKS = {group: rank for rank, row in enumerate(LAYERS) for group in row.split()}
 # files that make a group without a folder of their own
@@ -32,7 +32,7 @@ GROUPS = {"__main__": "cli"}
 # what a group may import of tinygrad; the others nothing
 EVERYTHING, NUMBERS = ("*",), ("tinygrad.dtype", "tinygrad.helpers")
 USERS = ("tinygrad", *NUMBERS, "tinygrad.nn", "tinygrad.nn.*")
-TINYGRAD = {**dict.fromkeys(("hooks", "runtime", "patterns"), EVERYTHING),
+TINYGRAD = {**dict.fromkeys(("hooks", "runtime", "patterns", "dlpack"), EVERYTHING),
             **dict.fromkeys(("tile", "cpu"), NUMBERS),
             **dict.fromkeys(("functional", "kvcache", "quant", "models", "engine", "server", "explain",
                              "registration", "cli"), USERS)}

@@ -11,6 +11,8 @@ Protocol. Hooks are registered by name and removed by name:
     add_execute(name, fn)                 fn(call, ctx, run) -> seconds, around the execution of each call
     add_custom_function(name, execute, outs_ins)  runs CUSTOM_FUNCTION nodes called `name` or `name:anything`
     add_method(name, fn)                  fn(theirs, self, …) replaces Tensor's method
+    add_attribute(name, value)            gives Tensor an attribute that it does not have
+    add_creation(name, fn)                fn(data, device) makes what Tensor(data, device) does not know
     add_device(name, cls, preferred)      Device[name] opens cls(name); it is the default if `preferred()`
                                           (free_intermediates of a TinyJit frees views, too, and programs
                                           get the `aux` of a kernel's KernelInfo with their TinyELF)
@@ -171,6 +173,27 @@ def add_method(name: str, fn: Callable[..., Any]) -> None:
 
 
 def remove_method(name: str) -> None: methods.remove_method(name)
+
+
+def add_attribute(name: str, value: Any) -> None:
+    """Registers an attribute that tinygrad's Tensor does not have."""
+    methods.add_attribute(name, value)
+    _apply()
+
+
+def add_creation(name: str, fn: Callable[[Any, Any], tuple[UOp, Any] | None]) -> None:
+    """Registers `fn(data, device)` for data that tinygrad's Tensor(data, device) does not know: the UOp and
+    the device to make the Tensor of, or None."""
+    methods.add_creation(name, fn)
+    _apply()
+
+
+def remove_attribute(name: str) -> None: methods.remove_attribute(name)
+
+
+def remove_creation(name: str) -> None:
+    methods.remove_creation(name)
+    _apply()
 
 
 # **** on and off ****

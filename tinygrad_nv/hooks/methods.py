@@ -1,4 +1,5 @@
-"""Methods of Tensor that are ours while enabled. Part of __init__.py, which states the protocol.
+"""Methods and attributes of Tensor that are ours while enabled. Part of __init__.py, which states the
+protocol.
 
 With them goes a correction: tinygrad 0.14.0 takes parameters of a function that is called inside another one
 for the other's own when it derives that (`_compact_params`), which fails where there are more of them.
@@ -16,9 +17,12 @@ from tinygrad.helpers import TRACEMETA
 from tinygrad.mixin import gradient
 from tinygrad.uop.ops import Ops, UOp
 
-from tinygrad_nv.hooks.replaced import add, put_back, remove, replace
+from tinygrad_nv.errors import HookError
+from tinygrad_nv.hooks.replaced import add, put_back, remove, replace, theirs
 
 _methods: dict[str, tuple[Any, Any]] = {}  # the class that has it, and ours
+_attributes: dict[str, Any] = {}
+_creations: dict[str, Callable[[Any, Any], tuple[UOp, Any] | None]] = {}
 
 
 def add_method(name: str, fn: Callable[..., Any]) -> None:
@@ -42,8 +46,46 @@ def remove_method(name: str) -> None:
     put_back(owner, name)
 
 
+def add_attribute(name: str, value: Any) -> None:
+    """Registers an attribute that tinygrad's Tensor does not have."""
+    if hasattr(Tensor, name) and name not in _attributes:
+        raise HookError(f"Tensor has a {name} of tinygrad's", "a name that it does not have", "add_method")
+    add(_attributes, "attribute", name, value)
+
+
+def remove_attribute(name: str) -> None:
+    """Undoes `add_attribute`."""
+    remove(_attributes, "attribute", name)
+    if name in vars(Tensor): delattr(Tensor, name)
+
+
+def add_creation(name: str, fn: Callable[[Any, Any], tuple[UOp, Any] | None]) -> None:
+    """Registers `fn(data, device)` for data that tinygrad's Tensor(data, device) does not know: the UOp and
+    the device to make the Tensor of, or None."""
+    add(_creations, "creation", name, fn)
+
+
+def remove_creation(name: str) -> None:
+    """Undoes `add_creation`."""
+    remove(_creations, "creation", name)
+
+
+def _init(self: Tensor, data: Any, device: Any = None, dtype: Any = None) -> None:
+    init = theirs(Tensor, "__init__")
+    try: return init(self, data, device, dtype)  # what tinygrad knows costs nothing here
+    except RuntimeError as error: refusal = error
+    made = next(filter(None, (fn(data, device) for fn in _creations.values())), None)
+    if made is None: raise refusal
+    return init(self, *made, dtype)
+
+
 def apply(on: bool) -> None:
     """Puts methods in the place of tinygrad's, or those back."""
+    for name, value in _attributes.items():
+        if on: setattr(Tensor, name, value)
+        elif name in vars(Tensor): delattr(Tensor, name)
+    if on and _creations: replace(Tensor, "__init__", functools.wraps(Tensor.__init__)(_init))
+    else: put_back(Tensor, "__init__")
     if on and _methods: replace(gradient, "_compact_params", _compact_params)
     else: put_back(gradient, "_compact_params")
     for name, (owner, ours) in _methods.items():
