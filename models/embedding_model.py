@@ -1,9 +1,10 @@
-"""Embedding models: which directories are such, and the network with its pooling.
+"""Models of one result for a text: which directories are such, and the network with its pooling.
 
 Protocol: `read_embedding_config(directory, task)` is None for a model that generates text. Embedding models
 are the encoders of families/encoders.py, and decoders that have sentence-transformers' modules.json, or whose
-architecture is without a head (MistralModel); task "embed" makes one of any decoder. `EmbeddingModel` holds
-the network; calling it gives the pooled hidden states of a packed batch.
+architecture is without a head (MistralModel); task "embed" makes one of any decoder. Models for sequence
+classification (cross-encoders, rerankers) have a `classifier` beside it. `EmbeddingModel` holds the network;
+calling it gives the pooled hidden states of a packed batch, or all of them.
 """
 from __future__ import annotations
 
@@ -19,15 +20,20 @@ from tinygrad.dtype import DType
 from tinygrad_nv.errors import ModelError, RequestError
 
 from . import encoder_weights, weights
+from .classifier import Classifier, read_classifier
 from .config import ModelConfig, parse_config, read_config, read_json
 from .encoder import Encoder
 from .encoder_config import EncoderConfig, read_encoder_config
 from .families import EMBEDDERS
+from .families.encoder import DECODER_HEAD
+from .families.encoders import ENCODERS
 from .llama import Llama
 from .packed import PackedBatch
 from .pooling import Pooling, default_pooling, pooled, read_pooling
 
-TASKS = ("auto", "generate", "embed")
+TASKS = ("auto", "generate", "embed", "classify", "score", "reward")
+OF_HEADS = ("classify", "reward")
+CLASSIFIES = "ForSequenceClassification"
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,13 @@ class EmbeddingConfig:
     """Of an embedding model: its network, and what is made of hidden states."""
     network: EncoderConfig | ModelConfig
     pooling: Pooling
+    classifier: Classifier | None = None
+
+    @property
+    def typed(self) -> bool:
+        """Whether tokens of the second of two texts have a type of their own."""
+        network = self.network
+        return self.classifier is not None and isinstance(network, EncoderConfig) and network.token_types > 1
 
     @property
     def max_tokens(self) -> int:
@@ -58,8 +71,11 @@ def read_embedding_config(directory: Path, task: str = "auto") -> EmbeddingConfi
                          "a causal language model",
                          "serve it for /v1/embeddings, or call LLM(directory).embed(texts)")
     pooling = read_pooling(directory)
-    if encoder is not None: return EmbeddingConfig(encoder, pooling or default_pooling(False))
-    decoder = _headless(directory)
+    if encoder is not None:
+        if encoder.architecture.endswith(CLASSIFIES): return _classifying(directory, encoder)
+        if task in OF_HEADS: raise _no_classifier(directory, encoder.architecture)
+        return EmbeddingConfig(encoder, pooling or default_pooling(False))
+    decoder, classifies = _headless(directory)
     if decoder is None:
         if task == "auto" and pooling is None: return None
         decoder = read_config(directory, embeds=True)
@@ -71,18 +87,40 @@ def read_embedding_config(directory: Path, task: str = "auto") -> EmbeddingConfi
                              "choose another embedding model")
     # no logits are computed: the head is not read, but for that of a GGUF file, whose blocks may be shared
     if (decoder.quantization or {}).get("quant_method") != "gguf": decoder = replace(decoder, tied=True)
+    if classifies:
+        data = read_json(directory / "config.json")
+        made = read_classifier(directory, data, DECODER_HEAD, (), decoder.hidden_size)
+        return EmbeddingConfig(decoder, Pooling("last", normalize=False), made)
+    if task in OF_HEADS: raise _no_classifier(directory, decoder.architecture)
     return EmbeddingConfig(decoder, pooling or default_pooling(True, decoder.causal))
 
 
-def _headless(directory: Path) -> ModelConfig | None:
-    """The config of a decoder that is saved without its head."""
+def _classifying(directory: Path, encoder: EncoderConfig) -> EmbeddingConfig:
+    """The config of an encoder with a head for classification."""
+    family, data = ENCODERS[encoder.architecture], read_json(directory / "config.json")
+    kind = data.get(family.pooling_field) or "cls"
+    if kind not in ("cls", "mean"):
+        raise ModelError(f"{directory}: {family.pooling_field} is {kind!r}, which is not implemented",
+                         "cls or mean", "choose another model")
+    made = read_classifier(directory, data, family.head, encoder.names.prefixes, encoder.hidden_size)
+    return EmbeddingConfig(encoder, Pooling(kind, normalize=False), made)
+
+
+def _no_classifier(directory: Path, architecture: str) -> ModelError:
+    return ModelError(f"{directory} has no head for classification ({architecture})",
+                      f"an architecture …{CLASSIFIES}", "use a classifier, or a reranker")
+
+
+def _headless(directory: Path) -> tuple[ModelConfig | None, bool]:
+    """The config of a decoder that is saved without its head, and whether it has one for classification."""
     path = directory / "config.json"
-    if not os.path.isfile(path): return None
+    if not os.path.isfile(path): return None, False
     data = read_json(path)
     listed = data.get("architectures")
     for each in listed if isinstance(listed, list) else []:
-        if each in EMBEDDERS: return parse_config(data, str(path), EMBEDDERS[each], embeds=True)
-    return None
+        if each in EMBEDDERS:
+            return parse_config(data, str(path), EMBEDDERS[each], embeds=True), each.endswith(CLASSIFIES)
+    return None, False
 
 
 class EmbeddingModel:
@@ -111,13 +149,17 @@ class EmbeddingModel:
         counted = tokens != network.padding_id
         return (np.cumsum(counted) * counted + network.padding_id).astype(np.int32)
 
-    def __call__(self, tokens: Tensor, positions: Tensor, starts: Tensor, longest: int) -> Tensor:
+    def __call__(self, tokens: Tensor, positions: Tensor, starts: Tensor, longest: int,
+                 types: Tensor | None = None, every: bool = False) -> Tensor:
         """float32 (sequences, hidden): pooled hidden states of tokens (T,) of sequences that begin at
-        `starts`."""
+        `starts`; with `every` (T, hidden): those of all tokens. `types`: of tokens, if the config is
+        `typed`."""
         if isinstance(self.network, Encoder):
-            hidden = self.network(tokens, batch := self.network.batch(starts, positions, longest))
+            batch = self.network.batch(starts, positions, longest)
+            hidden = self.network(tokens, batch, types)
         else:
             batch = PackedBatch.of(starts, positions, longest, self.network.rope_tables,
                                    self.network.config.causal)
             hidden = self.network.hidden_packed(tokens, batch)
+        if every: return hidden.float()
         return pooled(self.config.pooling.kind, hidden.contiguous(), batch)

@@ -127,12 +127,14 @@ class Encoder:
         """The batch of a step, with what its attention needs of this network."""
         return PackedBatch.of(starts, positions, longest, self.rope_tables, False, self.distance_biases)
 
-    def __call__(self, tokens: Tensor, batch: PackedBatch) -> Tensor:
-        """Hidden states (T, hidden) of the last layer."""
+    def __call__(self, tokens: Tensor, batch: PackedBatch, types: Tensor | None = None) -> Tensor:
+        """Hidden states (T, hidden) of the last layer. `types` int32 (T,): 1 for tokens of the second of two
+        texts; None: all are of type 0."""
         with layer("embedding"):
             x = embedding(self.words, tokens)
             if self.positions is not None: x = x + embedding(self.positions, batch.positions)
-            if self.types is not None: x = x + self.types[0]    # a text alone is of type 0
+            if self.types is not None:
+                x = x + (self.types[0] if types is None else embedding(self.types, types))
             x = self.norm(x.contiguous())
         for i, block in enumerate(self.blocks):
             with layer(f"layers.{i}"): x = block(x, batch)

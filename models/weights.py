@@ -180,12 +180,14 @@ def _online_nbytes(config: ModelConfig, dtype: DType) -> int:
 def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | None = None,
          headless: bool = False) -> int:
     """Fills every parameter of `model` from `directory`; returns bytes read. `headless`: logits are not
-    computed, so the head in the files of a tied model may differ.
+    computed, so the head in the files of a tied model may differ, and one for classification is not read
+    here (classifier.py).
 
     `progress(done, total)` is called with bytes. Raises `WeightError` before anything is read if the
     checkpoint lacks tensors, and while reading if a file is shorter than its header says."""
     checkpoint = open_checkpoint(directory)
     entries = _without_draft_layers(model.config, language_entries(checkpoint.entries))
+    if headless: entries = {name: each for name, each in entries.items() if not name.startswith("score.")}
     checkpoint.entries = apart(model.config, entries, directory)
     plan = planned(model, checkpoint.entries, str(directory / "config.json"))
     wanted = {name: slot for name, slot in slots(model).items() if name not in plan.replaced}

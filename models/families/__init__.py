@@ -29,8 +29,10 @@ FAMILIES: dict[str, Family] = {each.architecture: each for each in (
     mixtral.FAMILY, qwen_moe.QWEN2, qwen_moe.QWEN3, olmoe.FAMILY,
     deepseek.V2, deepseek.V3)}
 
-# of architectures that make embeddings alone: decoders without their heads, and encoders with their layers
+# of architectures that generate no text: decoders without their heads, or with one for classification, and
+# encoders with their layers
 EMBEDDERS: dict[str, Family] = {
-    **{f"{name.removesuffix('ForCausalLM')}Model": family for name, family in FAMILIES.items()},
+    **{name.removesuffix("ForCausalLM") + kind: family for name, family in FAMILIES.items()
+       for kind in ("Model", "ForSequenceClassification")},
     "Gemma3TextModel": gemma.GEMMA3,
     "EuroBertModel": eurobert.FAMILY, "EuroBertForMaskedLM": eurobert.FAMILY}

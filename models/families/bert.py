@@ -12,7 +12,7 @@ from typing import Any
 from tinygrad_nv.errors import ModelError
 
 from ..fields import Fields
-from .encoder import BERT_DEFAULTS, EncoderFamily, EncoderNames
+from .encoder import BERT_DEFAULTS, ROBERTA_HEAD, EncoderFamily, EncoderNames, HeadNames
 
 DISTILBERT_NAMES = EncoderNames(
     ("distilbert.",), layer="transformer.layer.{}",
@@ -46,13 +46,14 @@ def after_padding(f: Fields, pad: Any) -> dict[str, Any]:
 
 BERT = EncoderFamily(BERT_DEFAULTS)
 ROBERTA = EncoderFamily({**BERT_DEFAULTS, "vocab_size": 50265, "pad_token_id": 1},
-                        EncoderNames(("roberta.",)), roberta)
+                        EncoderNames(("roberta.",)), roberta, head=ROBERTA_HEAD)
 DISTILBERT = EncoderFamily(
     {"vocab_size": 30522, "dim": 768, "n_layers": 6, "n_heads": 12, "hidden_dim": 3072, "activation": "gelu",
      "max_position_embeddings": 512, "type_vocab_size": None, "layer_norm_eps": 1e-12}, DISTILBERT_NAMES,
     renamed={"hidden_size": "dim", "intermediate_size": "hidden_dim", "num_hidden_layers": "n_layers",
-             "num_attention_heads": "n_heads", "hidden_act": "activation"})
+             "num_attention_heads": "n_heads", "hidden_act": "activation"},
+    head=HeadNames("classifier", "pre_classifier", "relu"))
 MPNET = EncoderFamily({**BERT_DEFAULTS, "vocab_size": 30527, "type_vocab_size": None}, MPNET_NAMES, mpnet,
-                      only={"relative_attention_num_buckets": (BUCKETS,)})
+                      only={"relative_attention_num_buckets": (BUCKETS,)}, head=ROBERTA_HEAD)
 FAMILIES = {"Bert": BERT, "Roberta": ROBERTA, "XLMRoberta": ROBERTA, "Camembert": ROBERTA,
             "DistilBert": DISTILBERT, "MPNet": MPNET}

@@ -28,19 +28,41 @@ class EncoderNames:
     norm: str = "output.LayerNorm"
     final_norm: str = ""
     distances: str = ""
-    unread: tuple[str, ...] = ("pooler.", "cls.", "lm_head.", "vocab_", "embeddings.position_ids")
+    unread: tuple[str, ...] = ("pooler.", "cls.", "lm_head.", "vocab_", "embeddings.position_ids",
+                               "classifier.", "pre_classifier.")
+
+
+@dataclass(frozen=True)
+class HeadNames:
+    """Names of a head for sequence classification (classifier.py), without the model's prefix: `out` of the
+    matrix that makes logits, `dense` and `norm` of the layer before it, if there is one, with its activation,
+    which config.json may have in `activation_field`."""
+    out: str
+    dense: str = ""
+    activation: str = "tanh"
+    norm: str = ""
+    activation_field: str = "classifier_activation"
+
+
+BERT_HEAD = HeadNames("classifier", "pooler.dense")
+ROBERTA_HEAD = HeadNames("classifier.out_proj", "classifier.dense")
+DECODER_HEAD = HeadNames("score")
 
 
 @dataclass(frozen=True)
 class EncoderFamily:
     """`defaults` are what transformers' config class fills in; `renamed` has BERT's names of fields that it
     calls otherwise. `only` are fields that change what is computed, with the values that are computed;
-    `settings(f)` are fields of `EncoderConfig` that differ from BERT's. It raises `ModelError`."""
+    `settings(f)` are fields of `EncoderConfig` that differ from BERT's. It raises `ModelError`. `head` is
+    that of models for sequence classification, which pool the first token (CLS) unless `pooling_field` of
+    config.json names another."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     names: EncoderNames = EncoderNames()
     settings: Callable[[Fields], dict[str, Any]] = lambda f: {}
     renamed: Mapping[str, str] = field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    head: HeadNames = BERT_HEAD
+    pooling_field: str = ""
 
 
 BERT_DEFAULTS = {"vocab_size": 30522, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,

@@ -5,4 +5,4 @@ from .encoder import EncoderFamily
 ENCODERS: dict[str, EncoderFamily] = {
     f"{name}{kind}": family
     for families in (bert.FAMILIES, rotary_bert.FAMILIES, modernbert.FAMILIES)
-    for name, family in families.items() for kind in ("Model", "ForMaskedLM")}
+    for name, family in families.items() for kind in ("Model", "ForMaskedLM", "ForSequenceClassification")}

@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 from ..fields import Fields
-from .encoder import BERT_DEFAULTS, EncoderFamily, EncoderNames
+from .encoder import BERT_DEFAULTS, EncoderFamily, EncoderNames, HeadNames
 from .layers import layer_types, ropes_by_type, windows
 
 NAMES = EncoderNames(
     ("model.",), words="embeddings.tok_embeddings", embedding_norm="embeddings.norm", layer="layers.{}",
     qkv=("attn.Wqkv",), output="attn.Wo", attention_norm="attn_norm", up=("mlp.Wi",), down="mlp.Wo",
-    norm="mlp_norm", final_norm="final_norm", unread=("head.", "decoder."))
+    norm="mlp_norm", final_norm="final_norm", unread=("head.", "decoder.", "classifier."))
 GLOBAL, LOCAL = 160_000.0, 10_000.0     # bases of layers without a window and with one
 
 
@@ -36,5 +36,6 @@ FAMILY = EncoderFamily(
      "hidden_activation": "gelu", "max_position_embeddings": 8192, "type_vocab_size": None, "norm_eps": 1e-5,
      "local_attention": 128, "global_attn_every_n_layers": 3}, NAMES, modernbert,
     {"hidden_act": "hidden_activation", "layer_norm_eps": "norm_eps"},
-    {"rope_scaling": (), "sliding_window": ()})
+    {"rope_scaling": (), "sliding_window": ()}, HeadNames("classifier", "head.dense", "gelu", "head.norm"),
+    "classifier_pooling")
 FAMILIES = {"ModernBert": FAMILY}

@@ -12,7 +12,7 @@ from tinygrad_nv.errors import ModelError
 
 from ..fields import Fields
 from ..rope_fields import rope_config, rope_parameters
-from .encoder import BERT_DEFAULTS, EncoderFamily, EncoderNames
+from .encoder import BERT_DEFAULTS, ROBERTA_HEAD, EncoderFamily, EncoderNames
 
 NOMIC_NAMES = EncoderNames(
     ("nomic_bert.", "bert."), embedding_norm="emb_ln", layer="encoder.layers.{}", qkv=("attn.Wqkv",),
@@ -64,5 +64,6 @@ GTE = EncoderFamily(
 JINA = EncoderFamily(
     {**BERT_DEFAULTS, "vocab_size": 250_002, "hidden_size": 1024, "num_hidden_layers": 24,
      "num_attention_heads": 16, "intermediate_size": 4096, "max_position_embeddings": 8194,
-     "type_vocab_size": 1, "layer_norm_eps": 1e-5, "rope_theta": 20_000.0}, JINA_NAMES, rotary)
+     "type_vocab_size": 1, "layer_norm_eps": 1e-5, "rope_theta": 20_000.0}, JINA_NAMES, rotary,
+    head=ROBERTA_HEAD)
 FAMILIES = {"NomicBert": NOMIC, "Gte": GTE, "JinaEmbeddingsV3": JINA}

@@ -122,6 +122,19 @@ def test_echo_without_a_tokenizer_is_refused():
         client.completions.create(model=NAME, prompt=[5, 6], echo=True)
 
 
+def test_a_conversation_without_a_tokenizer_is_refused():
+    model = FakeModel()
+
+    def none() -> None: raise TokenizerError("m has no tokenizer.json", "one", "add it")
+    model.require_tokenizer = none      # type: ignore[method-assign, assignment]
+    with live(fake_service(FakeEngine(model))) as server:
+        for path, asked in (("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+                            ("responses", {"input": "a", "truncation": "auto"}),
+                            ("messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1})):
+            answer = server.post(asked, "/v1/" + path)
+            assert (answer.status_code, "no tokenizer.json" in answer.text) == (400, True)
+
+
 def test_logprobs_of_a_completion(client: openai.OpenAI):
     found = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=3, logprobs=2).choices[0].logprobs
     assert found is not None
@@ -141,6 +154,15 @@ def test_a_conversation_is_answered(client: openai.OpenAI):
     assert done.choices[0].message.content
     assert done.usage is not None
     assert done.usage.completion_tokens == 4
+
+
+def test_parts_of_a_content_are_joined_by_new_lines(client: openai.OpenAI):
+    """As in `LLM.chat`; the engine here repeats its prompt."""
+    def said(content: object) -> str | None:
+        return client.chat.completions.create(model=NAME, max_tokens=40, messages=[
+            {"role": "user", "content": content}]).choices[0].message.content  # type: ignore[typeddict-item]
+    parts = [{"type": "text", "text": "Once upon"}, {"type": "text", "text": "a time"}]
+    assert said(parts) == said("Once upon\na time") != said("Once upona time")
 
 
 def test_a_conversation_streams_with_logprobs(client: openai.OpenAI):
@@ -244,7 +266,11 @@ def test_calls_of_tools_are_told_apart_from_text():
         text = "".join(c.choices[0].delta.content or "" for c in chunks)
         assert "<" not in text
         calls = [call for c in chunks for call in c.choices[0].delta.tool_calls or []]
-        assert [(call.index, call.function.name) for call in calls] == [(0, "weather")]
+        assert [call.function.name for call in calls] == ["weather"] + [None] * (len(calls) - 1)
+        assert {call.index for call in calls} == {0}
+        assert len(calls) > 3
+        assert "".join(call.function.arguments
+                       for call in calls) == done.message.tool_calls[0].function.arguments
         assert chunks[-1].choices[0].finish_reason == "tool_calls"
         # without tools it is text like any other
         plain = client.chat.completions.create(model=NAME, messages=asked["messages"]).choices[0]  # type: ignore[arg-type]

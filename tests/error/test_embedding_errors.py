@@ -72,7 +72,7 @@ def test_fields_of_other_encoders(tmp_path: Path, fields: dict[str, Any], words:
 
 
 @pytest.mark.parametrize("name", ["NewModel", "XmodModel", "DebertaV2Model",
-                                  "BertForSequenceClassification"])
+                                  "BertForTokenClassification"])
 def test_architectures_that_are_not_read(tmp_path: Path, name: str):
     with pytest.raises(ModelError) as error: LLM(write(tmp_path, architectures=[name]), device="CPU")
     refused(error, f"architecture {name} is not supported", "BertModel", "XLMRobertaModel")

@@ -69,11 +69,6 @@ def test_more_answers_than_run_at_a_time():
     assert error.expected == "1 to 4"
 
 
-def test_logprobs_of_prompts():
-    error = refused(engine(), "prompt_logprobs is 0", prompt_logprobs=0)
-    assert error.fix == "leave it out, or ask for logprobs"
-
-
 def test_priorities():
     error = refused(engine(), "priority is 1001", priority=1001)
     assert error.expected == "-1000 to 1000, smaller first"

@@ -40,6 +40,7 @@ class Watched:
 class Run:
     """What came of some requests, and what happened to them."""
     tokens: Tokens = field(default_factory=dict)
+    prompts: dict[str, list[float]] = field(default_factory=dict)
     reasons: dict[tuple[str, int], str] = field(default_factory=dict)
     batches: Sequence[SchedulerOutput] = ()
     preempted: int = 0
@@ -73,6 +74,8 @@ def drive(llm: LLM, requests: Sequence[Request], arrivals: Sequence[int], cancel
         for chosen in core.step():
             assert chosen.error is None
             run.tokens[chosen.request, chosen.index] += chosen.tokens
+            if chosen.prompt_logprobs: run.prompts[chosen.request] = [
+                each.chosen for each in chosen.prompt_logprobs]
             if chosen.finish_reason: run.reasons[chosen.request, chosen.index] = chosen.finish_reason
         for name, count in list(cancelled.items()):
             if (name, 0) in run.tokens and len(run.tokens[name, 0]) >= count: core.abort(name)
@@ -84,13 +87,15 @@ def drive(llm: LLM, requests: Sequence[Request], arrivals: Sequence[int], cancel
     return run
 
 
-def alone(llm: LLM, requests: Sequence[Request]) -> Tokens:
+def alone(llm: LLM, requests: Sequence[Request]) -> Run:
     """Each by itself, with all pages, nothing shared and every step looked at."""
     config = EngineConfig(max_seqs=SEQS, max_batched_tokens=128, max_len=LENGTH, overlap=False)
-    tokens: Tokens = {}
+    made = Run()
     for request in requests:
-        tokens |= drive(llm, [request], [0], {}, config, PagePool(PAGES, 16, sharing=False)).tokens
-    return tokens
+        run = drive(llm, [request], [0], {}, config, PagePool(PAGES, 16, sharing=False))
+        made.tokens |= run.tokens
+        made.prompts |= run.prompts
+    return made
 
 
 def some(count: int, seed: int, shared: int) -> list[Request]:
@@ -106,6 +111,7 @@ def some(count: int, seed: int, shared: int) -> list[Request]:
         params = SamplingParams(**draws[rng.integers(len(draws))], seed=int(rng.integers(1 << 40)),
                                 n=int(rng.choice([1, 1, 1, 1, 2, 3])), ignore_eos=True,
                                 max_tokens=int(rng.choice([3, 20, 60, 80])),
+                                prompt_logprobs=0 if at % 5 == 4 else None,
                                 # so that some end at unpredictable positions
                                 stop_token_ids=tuple(range(5, 100)) if rng.random() < 0.3 else ())
         made.append(Request(f"r{at}", prompt, params, arrival_s=float(at)))
@@ -120,7 +126,10 @@ def check(llm: LLM, count: int, seed: int) -> None:
     config = EngineConfig(max_seqs=SEQS, max_batched_tokens=24, max_len=LENGTH)
     run = drive(llm, requests, arrivals, cancelled, config, PagePool(PAGES, 16, host_pages=HOST_PAGES))
     expected = alone(llm, requests)
-    for name, tokens in expected.items():
+    for name, values in run.prompts.items():
+        assert values == pytest.approx(expected.prompts[name], abs=1e-4), name
+    assert len(run.prompts) >= count // 8
+    for name, tokens in expected.tokens.items():
         got = run.tokens[name]
         if run.reasons[name] == "abort": assert got == tokens[:len(got)], name
         else: assert got == tokens, name

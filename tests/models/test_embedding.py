@@ -248,7 +248,7 @@ def test_models_say_what_they_do(tmp_path: Path):
     llm = LLM(tmp_path, device="CPU")
     with pytest.raises(RequestError, match="makes embeddings, and generates no text"): llm.generate([[5, 6]])
     with pytest.raises(ModelError, match="is an encoder"): LLM(tmp_path, device="CPU", task="generate")
-    with pytest.raises(RequestError, match="the task is 'score'"): LLM(tmp_path, device="CPU", task="score")
+    with pytest.raises(RequestError, match="the task is 'speak'"): LLM(tmp_path, device="CPU", task="speak")
     llm.close()
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from tinygrad_nv.cli.lora_options import add_lora_options
 from tinygrad_nv.errors import NVError
 
 PREFIXES = ("tinygrad_nv", "vllm")
@@ -45,8 +46,26 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     engine.add_argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's own")
     engine.add_argument("--warm-up", action=argparse.BooleanOptionalAction, default=True,
                         help="compile and capture before serving (default on)")
+    add_lora_options(serve, _whole)
+    _add_parser_options(serve)
     _add_server_options(serve)
     serve.set_defaults(run=lambda arguments: run(arguments, model(arguments.model)))
+
+
+def _add_parser_options(serve: argparse.ArgumentParser) -> None:
+    parsers = serve.add_argument_group("answers")
+    for option, kind, what in (("--reasoning-parser", "REASONING", "reasoning, such as qwen3, deepseek_r1, "
+                                                                   "openai"),
+                               ("--tool-call-parser", "TOOLS", "tool calls, such as hermes, llama3_json, "
+                                                               "openai")):
+        parsers.add_argument(option, default="auto", type=_parser_name(kind), metavar="NAME", help="how the "
+                                                                                                   "model "
+                             f"writes {what}, or none (default auto: what the chat template says)")
+    parsers.add_argument("--enable-auto-tool-choice", action=argparse.BooleanOptionalAction, default=True,
+                         help="the model decides whether it calls a tool (default on)")
+    parsers.add_argument("--trust-request-chat-template", action=argparse.BooleanOptionalAction,
+                         default=False,
+                         help="run chat templates of requests, in the sandbox (default off)")
 
 
 def _add_server_options(serve: argparse.ArgumentParser) -> None:
@@ -72,6 +91,15 @@ def _add_server_options(serve: argparse.ArgumentParser) -> None:
                         help="of names in /metrics (default tinygrad_nv)")
     server.add_argument("--log-interval", type=_positive, default=10.0, metavar="S",
                         help="seconds between lines about the engine (default 10)")
+
+
+def _parser_name(kind: str) -> Callable[[str], str]:
+    def name(text: str) -> str:
+        from tinygrad_nv.server.parsers import table
+        names = (table.AUTO, table.NONE, *getattr(table, kind))
+        if text in names: return text
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+    return name
 
 
 def _whole(text: str) -> int:

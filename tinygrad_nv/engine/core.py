@@ -22,6 +22,7 @@ from typing import Protocol
 
 from tinygrad_nv import config as settings
 from tinygrad_nv.engine.engine_config import EngineConfig
+from tinygrad_nv.engine.lora.peft import Adapter
 from tinygrad_nv.engine.outputs import EngineCoreOutput
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Proposer, Request, Seq, check_request, new_sequences
@@ -56,6 +57,9 @@ class Executor(Protocol):
                    output: Sequence[int] = ()) -> None:
         """Assigns a slot to a sequence; `output` are the tokens it has generated already."""
 
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Puts an adapter into an adapter slot."""
+
     def fork(self, source: int, slot: int, params: SamplingParams, seed: int) -> None:
         """Assigns a slot to a copy of the sequence in `source`, with another seed."""
 
@@ -65,7 +69,8 @@ class EngineStats:
     """Statistics of an engine. Current values: running and waiting sequences, and the fraction of pages in
     use (`kv_used`). Totals: preemptions, and how many of them offloaded pages to the host; prompt tokens
     looked up in the prefix cache and found there; prompt and generated tokens; steps launched, and steps that
-    failed; draft tokens proposed, and accepted."""
+    failed; draft tokens proposed, and accepted, of
+    these how many at each place of a draft."""
     running: int
     waiting: int
     kv_used: float
@@ -79,6 +84,7 @@ class EngineStats:
     failed_steps: int
     drafted: int
     accepted: int
+    accepted_at: tuple[int, ...] = ()
 
     @property
     def prefix_hit_rate(self) -> float:
@@ -111,7 +117,7 @@ class EngineCore:
         self._num_added = 0
         self._debug = bool(settings.get("NV_DEBUG"))
         self._num_generated = self._num_steps = self._num_failed_steps = 0
-        self._num_draft_tokens = self._num_accepted_tokens = 0
+        self._num_draft_tokens, self._accepted_at = 0, [0] * config.num_speculative_tokens
 
     # **** requests ****
 
@@ -139,6 +145,10 @@ class EngineCore:
         for seq in self._requests.get(request, []):
             if seq.index == index and seq.num_output_tokens: return self._finish_seq(seq, "stop", stop_reason)
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets what the prefix cache holds: later requests compute their prompts."""
+        self.pool.forget_prefixes()
+
     @property
     def unfinished(self) -> bool:
         """Whether a request is queued or running, or an output has not been returned."""
@@ -151,7 +161,7 @@ class EngineCore:
                            scheduler.num_preempted, scheduler.num_offloaded, scheduler.prompt_tokens,
                            scheduler.prefix_hits, scheduler.prompt_tokens, self._num_generated,
                            self._num_steps, self._num_failed_steps,
-                           self._num_draft_tokens, self._num_accepted_tokens)
+                           self._num_draft_tokens, sum(self._accepted_at), tuple(self._accepted_at))
 
     # **** a step ****
 
@@ -175,6 +185,7 @@ class EngineCore:
     def _launch(self, step: ScheduledStep) -> InFlightStep:
         self._num_steps += 1
         try:
+            for number, adapter in step.adapters: self.executor.load_adapter(number, adapter)
             for seq in step.started: self._start_slot(seq)
             for seq in step.forked:
                 for each in seq.branches:
@@ -209,7 +220,8 @@ class EngineCore:
                 continue
             # other sequences share full pages alone, so a decode updates the block table once a page
             if num_tokens > 1 or not written % size: commit_computed(seq, written)
-            if first == at: continue
+            if seq.prompt_logprobs is not None: first = self._collect_prompt(seq, work, first, logprobs)
+            if first == at or seq.finished: continue
             seq.num_in_flight -= 1
             if not seq.forking:
                 self._append_token(seq, tokens[first], logprobs.get(first) if logprobs else None)
@@ -217,6 +229,19 @@ class EngineCore:
                 for number, branch in enumerate(self._fork(seq, written), first):
                     self._append_token(branch, tokens[number], logprobs.get(number))
         assert at == len(tokens), f"{len(tokens)} tokens for {at} samples"
+
+    def _collect_prompt(self, seq: Seq, work: ScheduledSeq, at: int, logprobs: dict[int, Logprobs]) -> int:
+        """Keeps the log probabilities of prompt tokens, whose samples come first. Returns the number of the
+        sample after them."""
+        assert seq.prompt_logprobs is not None
+        for sample in work.samples:
+            if sample.target is None: break
+            if (found := logprobs.get(at)) is None:
+                for each in (seq, *seq.branches): self._fail_seq(each, nan_error())
+                break
+            seq.prompt_logprobs.append(found)
+            at += 1
+        return at
 
     def _fork(self, seq: Seq, written: int) -> list[Seq]:
         """Forks the branches off a sequence whose prompt is computed, and starts them. Returns all n
@@ -243,7 +268,7 @@ class EngineCore:
             self._append_token(seq, token, logprobs.get(at + num_accepted))
             if seq.finished or num_accepted == len(draft) or draft[num_accepted] != token: break
             num_accepted += 1
-        self._num_accepted_tokens += num_accepted
+        for place in range(num_accepted): self._accepted_at[place] += 1
         if seq.finished: return
         seq.num_scheduled = work.start + 1 + num_accepted
         commit_computed(seq, seq.num_scheduled)
@@ -268,8 +293,10 @@ class EngineCore:
             if seq.matcher.finished: reason, complete = "stop", True
         if reason is None and length >= seq.max_length: reason = "length"
         found = () if logprobs is None else (logprobs,)
-        self._outputs.append(EngineCoreOutput(seq.request.id, seq.index, (token,), found, reason,
-                                              stop, seq.num_cached, None, complete))
+        self._outputs.append(made := EngineCoreOutput(seq.request.id, seq.index, (token,), found, reason,
+                                                      stop, seq.num_cached, None, complete))
+        if seq.prompt_logprobs is not None and seq.num_output_tokens == 1:
+            made.prompt_logprobs = tuple(seq.prompt_logprobs)
         if reason is not None: self._free_seq(seq)
 
     # **** ends ****
@@ -303,6 +330,7 @@ class EngineCore:
             for each in (seq, *seq.branches): self._fail_seq(each, words)
         self.pool.recover(step.number, self._block_tables())
         for seq in self.scheduler.running: self.scheduler.restart(seq)
+        self.scheduler.adapters.invalidate()
 
     def _block_tables(self) -> list[SequenceTable]:
         return [seq.table for group in self._requests.values() for seq in group if seq.table is not None]

@@ -17,27 +17,13 @@ from tinygrad_nv.engine.scheduling.scheduler_output import Logprobs
 from tinygrad_nv.errors import NVError
 
 
-@dataclass(frozen=True)
-class EmbeddingOutput:
-    """An embedding: as many numbers as the model has dimensions, or as were asked for."""
-    embedding: list[float]
-
-
-@dataclass(frozen=True)
-class EmbeddingRequestOutput:
-    """The embedding of one prompt, in vLLM's fields."""
-    request_id: str
-    outputs: EmbeddingOutput
-    prompt_token_ids: tuple[int, ...]
-    finished: bool = True
-
-
 @dataclass(slots=True)
 class EngineCoreOutput:
     """Tokens that a step sampled for sequence `index` (0 … n − 1) of a request. `cached_tokens`: prompt
     tokens found in the prefix cache. `complete`: the structured output is complete, and the last token is
-    text rather than an end token. (Not frozen: a step creates one for each sequence, and a frozen dataclass
-    takes three times as long.)"""
+    text rather than an end token. `prompt_logprobs`: with the first token of sequence 0, if they were asked
+    for, of all prompt tokens but the first. (Not frozen: a step creates one for each sequence, and a frozen
+    dataclass takes three times as long.)"""
     request: str
     index: int
     tokens: tuple[int, ...]
@@ -47,11 +33,12 @@ class EngineCoreOutput:
     cached_tokens: int = 0
     error: NVError | None = None
     complete: bool = False
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """A sampled token with its text, log probability and rank, and the `top` alternatives."""
+    """A sampled token, or a prompt's, with its text, log probability and rank, and the `top` alternatives."""
     token: int
     text: str
     logprob: float
@@ -62,7 +49,8 @@ class TokenLogprobs:
 @dataclass(slots=True)
 class Delta:
     """Text and tokens that sequence `index` gained since its last delta. `cached_tokens`: prompt tokens found
-    in the prefix cache."""
+    in the prefix cache. `prompt_logprobs`: in the first delta of sequence 0, if they were asked for, of all
+    prompt tokens but the first."""
     index: int
     text: str
     tokens: tuple[int, ...]
@@ -71,3 +59,4 @@ class Delta:
     stop_reason: int | str | None = None
     cached_tokens: int = 0
     error: NVError | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()

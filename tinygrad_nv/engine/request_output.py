@@ -2,7 +2,7 @@
 
 Protocol: a `RequestOutputBuilder` collects the deltas of a request's answers; once it is `finished`, `output`
 is the whole. Log probabilities are a dictionary for each token, from token ids to `Logprob`s: the sampled
-token first, then the likeliest.
+token, or the prompt's, first, then the likeliest.
 """
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ class CompletionOutput:
 @dataclass(frozen=True)
 class RequestOutput:
     """The answers to a prompt; `text`, `token_ids` and `finish_reason` are those of the first. `prompt` is
-    the text, None for token ids. `num_cached_tokens`: prompt tokens found in the prefix cache. Times are in
-    seconds: `ttft_s` from the call to the first token, `decode_s` from there to the last token."""
+    the text, None for token ids. `num_cached_tokens`: prompt tokens found in the prefix cache.
+    `prompt_logprobs`, if asked for: of each prompt token, None of the first. Times are in seconds: `ttft_s`
+    from the call to the first token, `decode_s` from there to the last token."""
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
@@ -99,9 +100,11 @@ class RequestOutputBuilder:
         request, seed = self.request, self.request.params.seed
         assert seed is not None
         told = request.params.logprobs is not None
+        found = [each for delta in self.deltas[0] for each in delta.prompt_logprobs]
+        of_prompt = None if request.params.prompt_logprobs is None else (None, *map(_of_token, found))
         return RequestOutput(request.id, request.text, tuple(request.prompt),
                              tuple(joined(each, told) for each in self.deltas), seed, self.cached,
-                             self.first - self.started, self.last - self.first)
+                             self.first - self.started, self.last - self.first, of_prompt)
 
 
 def joined(deltas: Sequence[Delta], told: bool) -> CompletionOutput:

@@ -10,6 +10,7 @@ import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from enum import Enum
 from typing import Any
 
@@ -26,6 +27,7 @@ GREEDY_BELOW = 1e-5
 MAX_LOGPROBS = 20       # OpenAI's bounds, also for bias and penalties
 MAX_BIASED_TOKENS = 300
 MAX_BAD_WORDS = 1000
+LAST = "logits_processors"      # the last field
 _SLOT_NUMBERS = [Number.temperature, Number.min_p, Number.repetition_penalty, Number.presence_penalty,
                  Number.frequency_penalty]
 
@@ -55,7 +57,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class SamplingParams:
     """How to sample tokens and when to stop. Names, meanings and defaults are vLLM's.
 
@@ -76,7 +78,9 @@ class SamplingParams:
     it) in the output. A prompt is cut off at its beginning so that it has at most `truncate_prompt_tokens`
     tokens (-1: what the context holds). `skip_special_tokens` leaves special tokens out of the text, and
     without `detokenize` there is none. `spaces_between_special_tokens`, True,
-    changes no text, and neither does `output_kind`. `best_of` is `n`, and `logits_processors` None."""
+    changes no text, and neither does `output_kind`. `best_of` is `n`, and `logits_processors` None.
+
+    A field that is set later is checked, too. Requests keep the values that they were made with."""
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -145,6 +149,19 @@ class SamplingParams:
                       or isinstance(self.structured_outputs, StructuredOutputsParams),
                       "StructuredOutputsParams")
         self._check_logit_bias()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in type(self).__dataclass_fields__:
+            near = get_close_matches(name, type(self).__dataclass_fields__, 1)
+            raise RequestError(f"SamplingParams has no field {name!r}", "those of docs/vllm.md",
+                               f"did you mean {near[0]}?" if near else f"leave {name} out")
+        before = dict(vars(self))
+        object.__setattr__(self, name, value)
+        if LAST not in before: return   # `__init__` sets the fields in order
+        try: self.__post_init__()
+        except RequestError:
+            vars(self).update(before)
+            raise
 
     def _check_unusual(self) -> None:
         self._require("truncate_prompt_tokens", self.truncate_prompt_tokens != 0, "a whole number ≥ 1, or -1")

@@ -2,8 +2,8 @@
 
 Protocol: `submit(request, sink)` queues a request. After each step, `sink` is called once, from the core's
 thread, with the `EngineCoreOutput`s of all requests submitted with it. `abort` ends a request, `finish` one
-sequence of it; the sink gets no more outputs of them after the step that is running. All calls return at
-once. Their commands run between steps, in the order of the calls.
+sequence of it; the sink gets no more outputs of them after the step that is running. These calls return at
+once; `call` waits for its task. Their commands run between steps, in the order of the calls.
 
 The thread exits when no work is left, and starts again with the next command. When the core raises, every
 request ends with finish reason "error", and `failure` is set: later calls of `submit` raise it. `close` does
@@ -15,9 +15,10 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from tinygrad_nv.engine.outputs import EngineCoreOutput
 from tinygrad_nv.errors import EngineError, NVError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from tinygrad_nv.engine.core import EngineCore
     from tinygrad_nv.engine.scheduling.request import Request
 
+T = TypeVar("T")
 Sink = Callable[[list[EngineCoreOutput]], None]
 
 
@@ -49,10 +51,7 @@ class EngineThread:
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Queues a request. If the core rejects it, the sink gets `EngineCoreOutput`s with the error."""
-        if os.getpid() != self._process:
-            raise EngineError("the model was loaded before this process was forked off, and its threads did "
-                              "not come along", "a model of the process's own",
-                              'load it after the fork, or start the process by "spawn"')
+        self._require_own_process()
         self._enqueue(partial(self._add, request, sink))
         if self.failure is not None: raise self.failure
 
@@ -64,6 +63,18 @@ class EngineThread:
         """Ends one sequence whose text has met a stop string."""
         self._enqueue(partial(self._finish, request, index, stop_reason))
 
+    def call(self, task: Callable[[], T]) -> T:
+        """Runs a task between two steps, and returns its result."""
+        done: Future[T] = Future()
+        def run() -> None:
+            if not done.set_running_or_notify_cancel(): return
+            try: done.set_result(task())
+            except BaseException as error: done.set_exception(error)
+        self._require_own_process()
+        self._enqueue(run)
+        if self.failure is not None and done.cancel(): raise self.failure
+        return done.result()
+
     def close(self) -> None:
         """Ends all requests with an error and waits for the thread. Later submits raise."""
         self._enqueue(self._close)
@@ -73,6 +84,12 @@ class EngineThread:
         """Waits until no work is left."""
         with self._lock: thread = self._thread
         if thread is not None: thread.join(timeout_s)
+
+    def _require_own_process(self) -> None:
+        if os.getpid() == self._process: return
+        raise EngineError("the model was loaded before this process was forked off, and its threads did "
+                          "not come along", "a model of the process's own",
+                          'load it after the fork, or start the process by "spawn"')
 
     def _enqueue(self, command: Callable[[], None]) -> None:
         if os.getpid() != self._process: return     # another thread of the parent may have held the lock

@@ -19,14 +19,17 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tensor_parallel_size": ((1,), "a model runs on one device"),
     "pipeline_parallel_size": ((1,), "a model runs on one device"),
     "data_parallel_size": ((1,), "a model runs on one device"),
+    "decode_context_parallel_size": ((1,), "a model runs on one device"),
+    "prefill_context_parallel_size": ((1,), "a model runs on one device"),
     "enable_expert_parallel": ((False,), "a model runs on one device"),
+    "enable_eplb": ((False,), "a model runs on one device"),
+    "kv_transfer_config": ((None,), "a model runs on one device"),
     "distributed_executor_backend": ((None, "uni", "mp"), "a model runs on one device"),
     "tokenizer_mode": (("auto", "hf", "slow"), "tokenizers are those of the model's directory"),
     "load_format": (("auto", "safetensors", "hf", "gguf"), "weights are safetensors or GGUF files"),
     "config_format": (("auto", "hf"), "configurations are config.json or in a GGUF file"),
     "hf_overrides": ((None, {}), "the configuration is the checkpoint's"),
     "cpu_offload_gb": ((0, 0.0), "weights stay where they are computed with"),
-    "enable_lora": ((False,), "adapters are not served yet"),
     "enable_prompt_embeds": ((False,), "prompts are texts or token ids"),
     "enable_chunked_prefill": ((None, True), "long prompts are computed in chunks of max_num_batched_tokens"),
     "enable_sleep_mode": ((False,), "weights stay in memory"),
@@ -34,6 +37,11 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "revision": ((None, "main"), "a directory has one revision"),
     "tokenizer_revision": ((None, "main"), "a directory has one revision"),
     "code_revision": ((None,), "no code of a checkpoint is run"),
+    "convert": (("auto", "none"), "runner and task say what a model does"),
+    "pooler_config": ((None,), "a model's files say how it pools"),
+    "override_pooler_config": ((None,), "a model's files say how it pools"),
+    "structured_outputs_config": ((None, {}), "llguidance enforces structured output"),
+    "otlp_traces_endpoint": ((None,), "no traces are sent"),
     "generation_config": (("auto",), "defaults are those of generation_config.json"),
     "guided_decoding_backend": ((None, "auto", "guidance"), "llguidance enforces structured output"),
     "scheduling_policy": (("fcfs", "priority"), "requests run by priority, then in order")}
@@ -42,8 +50,14 @@ NO_EFFECT = frozenset({
     "disable_log_stats", "compilation_config", "max_parallel_loading_workers", "allowed_local_media_path",
     "limit_mm_per_prompt", "mm_processor_kwargs", "disable_mm_preprocessor_cache", "use_tqdm_on_load",
     "async_scheduling", "max_logprobs", "calculate_kv_scales", "cuda_graph_sizes", "download_dir",
-    "show_hidden_metrics_for_version", "disable_cascade_attn", "enable_log_requests",
-    "use_v2_block_manager", "num_lookahead_slots", "preemption_mode", "skip_tokenizer_init"})
+    "show_hidden_metrics_for_version", "collect_metrics", "disable_cascade_attn", "enable_log_requests",
+    "hf_token", "served_model_name", "model_impl", "attention_config", "attention_backend", "kernel_config",
+    "optimization_level", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "cudagraph_metrics",
+    "prefix_caching_hash_algo", "mm_processor_cache_gb", "mm_encoder_tp_mode", "skip_mm_profiling",
+    "language_model_only", "allowed_media_domains", "kv_cache_metrics", "aggregate_engine_logging",
+    "long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills",
+    "use_v2_block_manager", "num_lookahead_slots", "preemption_mode", "skip_tokenizer_init",
+    "fully_sharded_loras", "lora_extra_vocab_size"})
 
 
 def from_vllm(given: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
@@ -73,11 +87,18 @@ def gib(name: str, value: Any) -> float:
     raise ConfigError(f"{name} is {value!r}", "a number of GiB ≥ 0", f"change {name}")
 
 
+def flag(name: str, value: Any, default: bool) -> bool:
+    """True or False, also 1 or 0; the default for None. Raises `ConfigError`."""
+    if value is None: return default
+    if isinstance(value, int) and value in (0, 1): return bool(value)
+    raise ConfigError(f"{name} is {value!r}", "True or False", f"change {name}")
+
+
 def require_no_adapter(lora_request: Any) -> None:
     """Raises `ConfigError` for an adapter."""
     if lora_request is not None:
-        raise ConfigError(f"lora_request is {lora_request!r}, and {FIXED['enable_lora'][1]}", "None",
-                          "merge the adapter into the weights")
+        raise ConfigError(f"lora_request is {lora_request!r}, and embeddings are the base model's",
+                          "None", "merge the adapter into the weights")
 
 
 def _require_fixed(name: str, value: Any) -> None:

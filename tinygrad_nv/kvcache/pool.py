@@ -96,6 +96,11 @@ class PagePool(TieredPages):
                 if pages.written_in[page] >= batch: pages.forget(page)
         for table in tables: table.rollback(batch)
 
+    def forget_prefixes(self) -> None:
+        """Empties the prefix cache. Pages in use stay so, and are not found by others."""
+        for pages in (self.device, self.host):
+            for page in list(pages.by_hash.values()): pages.forget(page)
+
     # **** statistics and checks ****
 
     def stats(self) -> PagePoolStats:

@@ -1,14 +1,20 @@
-"""OpenAI's HTTP API over an engine.
+"""OpenAI's HTTP API, and Anthropic's, over an engine.
 
 Read in this order:
   errors.py       error responses
   fields.py       strict JSON, and typed access to its fields
-  protocol.py     requests: JSON objects to typed ones (with structured_output.py: structured output, and
-                  tools.py: tools, and tool calls in a model's text)
+  protocol.py     requests of completions: JSON objects to typed ones
+  chat_protocol.py  requests of conversations (with structured_output.py: structured output, and tools.py:
+                  tools and tool choice)
+  parsers/        reasoning and tool calls in a model's text
   service.py      what endpoints share: the generation of one request; record.py, its record
+  conversation.py  what endpoints of conversations share: from the chat template to parsed answers
   sse.py          streams, and client disconnects
   completions.py  POST /v1/completions
   chat.py         POST /v1/chat/completions
+  responses.py    POST /v1/responses (with responses_request.py: requests, response_events.py: the response
+                  and its events, response_store.py: those that are kept)
+  messages.py     POST /v1/messages (with messages_request.py: requests)
   embeddings.py   POST /v1/embeddings
   metrics.py      Prometheus metrics
   log.py          log lines

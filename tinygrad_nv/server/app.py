@@ -4,7 +4,8 @@ Protocol: `Gate` is the outermost middleware. It gives each request an id (x-req
 the server drains (503) and without an API key (401), turns `APIError`s and unexpected exceptions (500) into
 responses, counts and logs. A client that disconnected is logged with status 499.
 
-    POST /v1/completions, /v1/chat/completions, /v1/embeddings
+    POST /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /v1/embeddings
+    POST /v1/load_lora_adapter, /v1/unload_lora_adapter
     GET  /v1/models, /v1/models/{id}
     GET  /health (200, or 503 while it drains), /metrics, / (the page)
 """
@@ -23,7 +24,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tinygrad_nv.server import chat, completions, embeddings
+from tinygrad_nv.server import adapters, chat, completions, embeddings, messages, responses
 from tinygrad_nv.server.errors import APIError, internal
 from tinygrad_nv.server.fields import parse
 from tinygrad_nv.server.limits import read_body
@@ -38,15 +39,24 @@ PAGE_HEADERS = {"Content-Security-Policy": POLICY,
                 "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
 FILES = {"page.js": "text/javascript", "page.css": "text/css"}
 Answer = Callable[[Request, Service, Record, dict[str, Any]], Awaitable[Response]]
+# endpoints with a JSON body, and the prefixes of their ids
+ANSWERS: dict[str, tuple[Answer, str]] = {
+    "/v1/completions": (completions.answer, "cmpl-"), "/v1/chat/completions": (chat.answer, "chatcmpl-"),
+    "/v1/responses": (responses.answer, "resp_"), "/v1/messages": (messages.answer, "msg_"),
+    "/v1/messages/count_tokens": (messages.count, "req_"), "/v1/embeddings": (embeddings.answer, "embd-")}
+KEPT = [("GET", "", responses.retrieve), ("DELETE", "", responses.delete),
+        ("GET", "/input_items", responses.input_items), ("POST", "/cancel", responses.cancel)]
 
 
 def application(service: Service) -> ASGIApp:
     """The application that serves `service`."""
-    routes = [Route("/v1/completions", _post(service, completions.answer, "cmpl"), methods=["POST"]),
-              Route("/v1/chat/completions", _post(service, chat.answer, "chatcmpl"), methods=["POST"]),
-              Route("/v1/embeddings", _post(service, embeddings.answer, "embd"), methods=["POST"]),
-              Route("/v1/models", _models(service)),
-              Route("/v1/models/{name:path}", _models(service)),
+    routes = [Route(path, _post(service, answer, prefix), methods=["POST"])
+              for path, (answer, prefix) in ANSWERS.items()]
+    routes += [Route("/v1/responses/{id}" + path, _kept(service, task), methods=[method])
+               for method, path, task in KEPT]
+    routes += [Route(f"/v1/{name}_lora_adapter", _post(service, _adapter(change), "lora-"), methods=["POST"])
+               for name, change in (("load", adapters.load), ("unload", adapters.unload))]
+    routes += [Route("/v1/models", _models(service)), Route("/v1/models/{name:path}", _models(service)),
               Route("/health", _health(service)), Route("/metrics", _metrics(service)), Route("/", _page)]
     routes += [Route(f"/{name}", _page) for name in FILES]
     handlers = {HTTPException: _refused, APIError: _api_error, ClientDisconnect: _client_gone,
@@ -83,7 +93,7 @@ class Gate:
                 await self.app(scope, receive, recorded_send)
             except APIError as error:
                 record.error = error.code
-                await error.response()(scope, receive, recorded_send)
+                await error.response(scope["path"], record.id)(scope, receive, recorded_send)
             except Exception as error:  # `_unexpected` has responded
                 LOG.exception("internal_error id=%s", record.id)
                 record.error = type(error).__name__
@@ -93,12 +103,17 @@ class Gate:
 
     def _admit(self, scope: Scope) -> None:
         if self.service.keys:
-            given = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+            headers = dict(scope["headers"])
+            given = headers.get(b"authorization", b"").decode("latin-1")
             kind, _, key = given.partition(" ")
+            # the header of Anthropic's clients
+            if not given and (given := headers.get(b"x-api-key", b"").decode("latin-1")):
+                kind, key = "bearer", given
             known = [hmac.compare_digest(key.strip().encode(), each.encode()) for each in self.service.keys]
             if kind.lower() != "bearer" or not any(known):
                 what = "is wrong" if given else "is missing"
-                raise APIError(401, f"the API key {what}; expected: the header Authorization: Bearer KEY",
+                raise APIError(401, f"the API key {what}; expected: the header Authorization: Bearer KEY, or "
+                               "x-api-key: KEY",
                                "invalid_api_key", None, {"WWW-Authenticate": "Bearer"})
         if self.service.draining:
             raise APIError(503, "the server is stopping and takes no new requests", "draining", None,
@@ -129,7 +144,7 @@ def _method(scope: Scope) -> str:
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, APIError)
     request.scope["record"].error = error.code
-    return error.response()
+    return error.response(request.url.path, request.scope["record"].id)
 
 
 async def _client_gone(request: Request, _: Exception) -> Response:
@@ -138,7 +153,8 @@ async def _client_gone(request: Request, _: Exception) -> Response:
     return Response(status_code=499)
 
 
-async def _unexpected(_: Request, __: Exception) -> Response: return internal().response()
+async def _unexpected(request: Request, _: Exception) -> Response:
+    return internal().response(request.url.path, request.scope["record"].id)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -150,15 +166,21 @@ async def _refused(request: Request, error: Exception) -> Response:
                         f"{(headers or {}).get('Allow', '')}", "method_not_allowed", None, headers)
     else: made = APIError(error.status_code, f"there is nothing at {path}", "not_found", None, headers)
     request.scope["record"].error = made.code
-    return made.response()
+    return made.response(path, request.scope["record"].id)
 
 
 def _post(service: Service, answer: Answer, prefix: str) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         record: Record = request.scope["record"]
-        record.id = f"{prefix}-{record.id}"
+        record.id = prefix + record.id
         _require_json(request.headers)
         return await answer(request, service, record, parse(await read_body(request, service.limits)))
+    return endpoint
+
+
+def _kept(service: Service, task: Callable[[Service, str], Awaitable[Response]]
+          ) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response: return await task(service, request.path_params["id"])
     return endpoint
 
 
@@ -169,15 +191,24 @@ def _require_json(headers: Mapping[str, str]) -> None:
                        "application/json", "unsupported_media_type")
 
 
+def _adapter(change: Callable[..., Awaitable[Response]]) -> Answer:
+    async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
+        return await change(request, service.adapters, data)
+    return answer
+
+
 def _models(service: Service) -> Callable[[Request], Awaitable[Response]]:
     def model_card(name: str) -> dict[str, Any]:
+        lora = None if service.adapters is None else service.adapters.find(name)
+        root, parent = (service.names[0], None) if lora is None else (lora.lora_path, service.names[0])
         return {"id": name, "object": "model", "created": service.created, "owned_by": "tinygrad-nv",
-                "root": service.names[0], "parent": None, "max_model_len": service.model.length}
+                "root": root, "parent": parent, "max_model_len": service.model.length}
 
     async def endpoint(request: Request) -> Response:
         if name := request.path_params.get("name"):
             return JSONResponse(model_card(service.require_name(name)))
-        return JSONResponse({"object": "list", "data": [model_card(name) for name in service.names]})
+        names = (*service.names, *(service.adapters.names if service.adapters else ()))
+        return JSONResponse({"object": "list", "data": [model_card(name) for name in names]})
     return endpoint
 
 

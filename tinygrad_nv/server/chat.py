@@ -1,8 +1,8 @@
 """POST /v1/chat/completions.
 
 Protocol: the conversation goes through the model's chat template, with its tools. A stream starts with a
-chunk that names the role of each choice, then has one for each delta. A tool call is sent whole, in one
-chunk, when it is complete.
+chunk that names the role of each choice, then has one for each delta: of the reasoning, the content, and the
+arguments of tool calls. The first delta of a call has its id and name.
 """
 from __future__ import annotations
 
@@ -12,110 +12,130 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from tinygrad_nv.engine.outputs import Delta, TokenLogprobs
-from tinygrad_nv.server import protocol
+from tinygrad_nv.engine.outputs import TokenLogprobs
+from tinygrad_nv.server.chat_protocol import chat
 from tinygrad_nv.server.completions import usage
+from tinygrad_nv.server.conversation import Conversation, Update
+from tinygrad_nv.server.parsers.parser import CallDelta
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.sse import Chunks, streamed, until_disconnect
-from tinygrad_nv.server.tools import Call, CallParser, ToolChoice, call_style, forced_calls
+
+# names of reasoning in a message: vLLM's, and the older one
+REASONING = ("reasoning", "reasoning_content")
 
 
 async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
     """The response to a request with body `data`."""
     service.require_generator()
-    parsed = protocol.chat(data, service.model.defaults, service.limits)
-    name = service.require_name(parsed.model)
-    tools = () if parsed.choice.mode == "none" else parsed.tools
-    size = sum(len(message["content"]) for message in parsed.messages)
-    prompt = await service.aside(size, lambda: service.model.encode_chat(parsed.messages, tools,
-                                                                         **parsed.extra))
+    parsed = chat(data, service.model.defaults, service.limits)
+    conversation = await Conversation.of(service, parsed)
     shared = {"id": record.id, "object": "chat.completion.chunk" if parsed.stream else "chat.completion",
-              "created": int(time.time()), "model": name}
+              "created": int(time.time()), "model": conversation.model}
     record.stream = parsed.stream
-    style = call_style(service.model.require_tokenizer().template) if tools else ""
-    chunks = _chunks(service, parsed, prompt, record, shared, style)
+    chunks = _chunks(conversation, record, shared)
     if parsed.stream: return await streamed(request, chunks, record)
     return await until_disconnect(request, _whole(chunks, shared, parsed.params.n, record))
 
 
-class ChatChoice:
-    """One choice in progress: its text, parsed for tool calls."""
-
-    def __init__(self, at: int, style: str, choice: ToolChoice) -> None:
-        self.at, self.calls, self.choice = at, 0, choice
-        self.parser = CallParser(style if choice.mode == "auto" else "")
-        self.all = ""
-
-    def push(self, delta: Delta, logprobs: bool) -> dict[str, Any]:
-        """The chunk's entry for a delta."""
-        content, calls = self._read(delta)
-        if not self.choice.several: calls = calls[:1 - self.calls]
-        sent: dict[str, Any] = {"content": content} if content or not calls else {}
-        if calls:
-            sent["tool_calls"] = [call.to_json(self.calls + i) for i, call in enumerate(calls)]
-            self.calls += len(calls)
-        reason = delta.finish_reason
-        if reason == "stop" and self.calls: reason = "tool_calls"
-        return {"index": self.at, "delta": sent, "finish_reason": reason, "stop_reason": delta.stop_reason,
-                "logprobs": {"content": [_logprob(each) for each in delta.logprobs]} if logprobs else None}
-
-    def _read(self, delta: Delta) -> tuple[str, list[Call]]:
-        if self.choice.forced:
-            # the whole text is tool calls, sent when complete or truncated by max_tokens
-            self.all += delta.text
-            return "", [] if delta.finish_reason is None else forced_calls(self.all, self.choice)
-        content, calls = self.parser.push(delta.text)
-        if delta.finish_reason is not None:
-            rest, more = self.parser.flush()
-            content, calls = content + rest, calls + more
-        return content, calls
+def chat_usage(record: Record) -> dict[str, Any]:
+    """Tokens of a request so far, those of reasoning among them."""
+    return {**usage(record), "completion_tokens_details": {"reasoning_tokens": record.reasoning_tokens}}
 
 
-async def _chunks(service: Service, parsed: protocol.ChatRequest, prompt: list[int], record: Record,
-                  shared: dict[str, Any], style: str) -> Chunks:
-    choices: dict[int, ChatChoice] = {}
-    logprobs = parsed.params.logprobs is not None
-    async for at, delta in service.run([prompt], parsed.params, parsed.priority, record):
-        if at not in choices:
-            choices[at] = ChatChoice(at, style, parsed.choice)
-            yield {**shared, "choices": [{"index": at, "delta": {"role": "assistant", "content": ""},
-                                          "logprobs": None, "finish_reason": None}]}
-        entry = choices[at].push(delta, logprobs)
+async def _chunks(conversation: Conversation, record: Record, shared: dict[str, Any]) -> Chunks:
+    request, seen = conversation.request, set[int]()
+    async for update in conversation.run(record):
+        at = update.at
+        if at not in seen:
+            ids = {"prompt_token_ids": conversation.prompt} if request.ids and not seen else {}
+            seen.add(at)
+            yield {**shared, **ids, "choices": [{"index": at, "delta": {"role": "assistant", "content": ""},
+                                                 "logprobs": None, "finish_reason": None}]}
+        entry = _entry(update, conversation)
+        if request.ids: entry["token_ids"] = list(update.delta.tokens)
         # no chunk while text that may become a tool call is held back
-        if entry["delta"] != {"content": ""} or entry["finish_reason"] or delta.logprobs:
-            yield {**shared, "choices": [entry], **({"usage": usage(record)} if parsed.usages else {})}
-    if parsed.usage: yield {**shared, "choices": [], "usage": usage(record)}
+        if entry["delta"] or entry["finish_reason"] or update.delta.logprobs or request.ids:
+            yield {**shared, "choices": [entry], **({"usage": chat_usage(record)} if request.usages else {})}
+    if request.usage: yield {**shared, "choices": [], "usage": chat_usage(record)}
+
+
+def _entry(update: Update, conversation: Conversation) -> dict[str, Any]:
+    """The chunk's entry for an update."""
+    delta, legacy = update.delta, conversation.request.legacy
+    logprobs = conversation.request.params.logprobs is not None
+    sent: dict[str, Any] = {}
+    if text := update.reasoning: sent |= dict.fromkeys(REASONING, text)
+    if text := update.content: sent["content"] = text
+    reason = update.finish_reason
+    if calls := update.calls:
+        if legacy: sent["function_call"] = _call(calls[0], conversation)["function"]
+        else: sent["tool_calls"] = [_call(call, conversation) for call in calls]
+    if legacy and reason == "tool_calls": reason = "function_call"
+    return {"index": update.at, "delta": sent, "finish_reason": reason, "stop_reason": delta.stop_reason,
+            "logprobs": {"content": [logprob(each) for each in delta.logprobs]} if logprobs else None}
+
+
+def _call(call: CallDelta, conversation: Conversation) -> dict[str, Any]:
+    if call.name is None: return {"index": call.index, "function": {"arguments": call.text}}
+    return {"index": call.index, "id": conversation.call_id(), "type": "function",
+            "function": {"name": call.name, "arguments": call.text}}
+
+
+class Message:
+    """A message that chunks add up to."""
+
+    def __init__(self) -> None:
+        self.texts = dict.fromkeys(("content", *REASONING), "")
+        self.calls: list[dict[str, Any]] = []
+        self.function: dict[str, Any] | None = None
+        self.logprobs: list[dict[str, Any]] | None = None
+        self.ids: list[int] = []
+        self.reasons: dict[str, Any] = {}
+
+    def add(self, part: dict[str, Any]) -> None:
+        """Adds a chunk's entry."""
+        delta = part["delta"]
+        for name in self.texts: self.texts[name] += delta.get(name, "")
+        for call in delta.get("tool_calls", []):
+            if "id" in call: self.calls.append({key: call[key] for key in ("id", "type", "function")})
+            else: self.calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+        if (call := delta.get("function_call")) is not None:
+            if self.function is None: self.function = call
+            else: self.function["arguments"] += call["arguments"]
+        if part["logprobs"]: self.logprobs = [*(self.logprobs or ()), *part["logprobs"]["content"]]
+        self.ids += part.get("token_ids", [])
+        self.reasons = {key: part.get(key) for key in ("finish_reason", "stop_reason")}
+
+    def choice(self, at: int) -> dict[str, Any]:
+        """The choice of a response."""
+        called = self.calls or self.function
+        content = None if called and not self.texts["content"] else self.texts["content"]
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self.texts["reasoning"]: message |= {name: self.texts[name] for name in REASONING}
+        if self.calls: message["tool_calls"] = self.calls
+        if self.function: message["function_call"] = self.function
+        logprobs = None if self.logprobs is None else {"content": self.logprobs, "refusal": None}
+        return {**self.reasons, "index": at, "message": message, "logprobs": logprobs}
 
 
 async def _whole(chunks: Chunks, shared: dict[str, Any], count: int, record: Record) -> Response:
-    texts = [""] * count
-    calls: list[list[dict[str, Any]]] = [[] for _ in range(count)]
-    logprobs: list[list[dict[str, Any]]] = [[] for _ in range(count)]
-    choices: list[dict[str, Any]] = [{} for _ in range(count)]
-    sent = False
+    messages, ids = [Message() for _ in range(count)], list[int]()
     async for chunk in chunks:
-        for part in chunk["choices"]:
-            at, delta = part["index"], part["delta"]
-            texts[at] += delta.get("content", "")
-            calls[at] += [{key: call[key] for key in call if key != "index"}
-                          for call in delta.get("tool_calls", [])]
-            if part["logprobs"]: logprobs[at] += part["logprobs"]["content"]
-            sent = sent or part["logprobs"] is not None
-            choices[at] = {key: part.get(key) for key in ("finish_reason", "stop_reason")}
-    for at in range(count):
-        content = None if calls[at] and not texts[at] else texts[at]
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if calls[at]: message["tool_calls"] = calls[at]
-        choices[at] |= {"index": at, "message": message,
-                        "logprobs": {"content": logprobs[at], "refusal": None} if sent else None}
-    return JSONResponse({**shared, "choices": choices, "usage": usage(record)})
+        ids = chunk.get("prompt_token_ids", ids)
+        for part in chunk["choices"]: messages[part["index"]].add(part)
+    choices = [message.choice(at) for at, message in enumerate(messages)]
+    for choice, message in zip(choices, messages, strict=True):
+        if ids: choice["token_ids"] = message.ids
+    return JSONResponse({**shared, "choices": choices, "usage": chat_usage(record),
+                         **({"prompt_token_ids": ids} if ids else {})})
 
 
-def _logprob(each: TokenLogprobs) -> dict[str, Any]:
+def logprob(each: TokenLogprobs) -> dict[str, Any]:
+    """A token's entry in logprobs."""
     return {**_token(each.text, each.logprob),
             "top_logprobs": [_token(text, value) for _, text, value in each.top]}
 
 
-def _token(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+def _token(text: str, value: float) -> dict[str, Any]:
+    return {"token": text, "logprob": value, "bytes": list(text.encode())}

@@ -23,7 +23,7 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
     """The response to a request with body `data`."""
     service.require_generator()
     parsed = protocol.completion(data, service.model.defaults, service.limits)
-    name = service.require_name(parsed.model)
+    name = record.model = service.require_name(parsed.model)
     size = sum(map(len, parsed.prompts))
     prompts = await service.aside(size, lambda: [service.model.tokenize(prompt) for prompt in parsed.prompts])
     echoes = await service.aside(size, lambda: [_echo(service, parsed, prompts, at)
@@ -38,7 +38,7 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
 async def _chunks(service: Service, parsed: protocol.CompletionRequest, prompts: Sequence[list[int]],
                   echoes: Sequence[str], record: Record, shared: dict[str, Any]) -> Chunks:
     offsets: dict[int, int] = {}
-    async for at, delta in service.run(prompts, parsed.params, parsed.priority, record):
+    async for at, delta in service.run(prompts, parsed.params, parsed.priority, record, parsed.salt):
         first = at not in offsets
         offset = offsets.setdefault(at, 0)
         logprobs = None

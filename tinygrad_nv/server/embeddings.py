@@ -21,7 +21,7 @@ from tinygrad_nv.engine.prompts import TextOrTokens
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.server.errors import APIError, api_error, invalid
 from tinygrad_nv.server.fields import Fields
-from tinygrad_nv.server.protocol import WITHOUT_EFFECT, prompts
+from tinygrad_nv.server.protocol import labels, prompts
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import EmbeddingClient, Service
 from tinygrad_nv.server.sse import until_disconnect
@@ -53,7 +53,7 @@ def parsed(data: dict[str, Any]) -> EmbeddingsRequest:
     normalize = fields.flag("normalize", True) if "normalize" in fields.left else None
     made = EmbeddingsRequest(fields.text("model"), inputs, kind == "base64", dimensions, truncate, normalize)
     fields.as_usual({"add_special_tokens": True, "priority": 0})
-    fields.ignore(WITHOUT_EFFECT)
+    labels(fields)
     fields.finish()
     return made
 

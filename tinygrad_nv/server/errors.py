@@ -3,7 +3,8 @@
 Protocol: every response that is not 2xx has the body {"error": {"message", "type", "param", "code"}}, which
 OpenAI's clients turn into exceptions. `type` is "invalid_request_error" for errors of the client,
 "rate_limit_error" if it should retry later, "server_error" for errors of the server. `code` is for programs,
-`param` is the invalid field. An `NVError` keeps its three parts in the message.
+`param` is the invalid field. An `NVError` keeps its three parts in the message. Under /v1/messages bodies are
+{"type": "error", "error": {"type", "message"}, "request_id"}, as Anthropic's clients read them.
 """
 from __future__ import annotations
 
@@ -13,6 +14,11 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from tinygrad_nv.errors import EngineError, NVError, QueueFull, RequestError, TokenizerError
+
+MESSAGES = "/v1/messages"
+# of Anthropic's API
+MESSAGE_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
+                 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
 
 
 class APIError(Exception):
@@ -31,9 +37,15 @@ class APIError(Exception):
         return {"error": {"message": self.message, "type": _type(self.status), "param": self.param,
                           "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """The response."""
-        return JSONResponse(self.body(), self.status, self.headers)
+    def response(self, path: str = "", request_id: str = "") -> JSONResponse:
+        """The response, in the shape of Anthropic's API for its paths."""
+        body = self.message_body(request_id) if path.startswith(MESSAGES) else self.body()
+        return JSONResponse(body, self.status, self.headers)
+
+    def message_body(self, request_id: str) -> dict[str, Any]:
+        """The JSON body in the shape of Anthropic's API."""
+        kind = MESSAGE_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id}
 
 
 def _encodable(text: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tinygrad_nv.server.errors import APIError, invalid
@@ -113,6 +113,13 @@ class Fields:
         if value is None: return None
         if not isinstance(value, str): raise self.wrong(name, value, "a string")
         return unicode(value, self.path(name))
+
+    def one_of(self, name: str, words: Sequence[str]) -> str | None:
+        """One of these words."""
+        value = self.text(name)
+        if value is None or value in words: return value
+        raise invalid(f"{self.path(name)} is {value[:60]!r}, expected one of {', '.join(words)}",
+                      self.path(name))
 
     def object(self, name: str) -> dict[str, Any] | None:
         """An object."""

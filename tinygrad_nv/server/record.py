@@ -27,9 +27,11 @@ class Record:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    reasoning_tokens: int = 0
     answers: dict[int, ChoiceTimes] = field(default_factory=dict)
     params: SamplingParams | None = None
     choices: int = 0
+    model: str = ""     # the name that was asked for
     reasons: list[str] = field(default_factory=list)
     error: str | None = None
 

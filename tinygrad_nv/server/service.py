@@ -15,18 +15,23 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tinygrad_nv.engine.outputs import Delta
+from tinygrad_nv.engine.prompts import ParsedPrompt
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.errors import NVError, RequestError
 from tinygrad_nv.server.errors import APIError, api_error
 from tinygrad_nv.server.limits import RequestLimits
+from tinygrad_nv.server.parsers.table import AUTO, REASONING, TOOLS, detect
 from tinygrad_nv.server.record import Record
+from tinygrad_nv.server.response_store import ResponseStore
 
 if TYPE_CHECKING:
     import numpy as np
 
     from tinygrad_nv.engine.embedding.batching import EmbeddingEngine
-    from tinygrad_nv.engine.prompts import TextOrTokens
+    from tinygrad_nv.engine.lora.request import LoRARequest
+    from tinygrad_nv.engine.prompts import Prompt, TextOrTokens
     from tinygrad_nv.engine.text.tokenizer import Tokenizer
+    from tinygrad_nv.server.adapters import AdapterNames
     from tinygrad_nv.server.metrics import Metrics
 
 T = TypeVar("T")
@@ -58,8 +63,8 @@ class EngineClient(Protocol):
     """The part of `AsyncEngine` that the server uses."""
     @property
     def failure(self) -> NVError | None: ...
-    def generate(self, prompt: list[int], params: SamplingParams, *, request_id: str | None = None,
-                 priority: int = 0) -> AsyncIterator[Delta]: ...
+    def generate(self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None,
+                 priority: int = 0, lora_request: LoRARequest | None = None) -> AsyncIterator[Delta]: ...
     def stats(self) -> Any: ...
     async def stop(self, drain_s: float = 0.0) -> None: ...
 
@@ -72,13 +77,35 @@ class EmbeddingEngineClient(EngineClient):
     @property
     def failure(self) -> NVError | None: return None
 
-    def generate(self, prompt: list[int], params: SamplingParams, *, request_id: str | None = None,
-                 priority: int = 0) -> AsyncIterator[Delta]:
+    def generate(self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None,
+                 priority: int = 0, lora_request: LoRARequest | None = None) -> AsyncIterator[Delta]:
         raise RequestError("the model makes embeddings", "a prompt to embed", "POST /v1/embeddings")
 
     def stats(self) -> Any: return self.engine.stats()
 
     async def stop(self, drain_s: float = 0.0) -> None: await self.engine.stop(drain_s)
+
+
+@dataclass(frozen=True)
+class Parsers:
+    """How answers are parsed: names of parsers/table.py, or "auto" for what the chat template asks for, or
+    "none". Without `auto_tool_choice`, tools need a tool choice that forces a call."""
+    reasoning: str = AUTO
+    tools: str = AUTO
+    auto_tool_choice: bool = True
+    trust_request_template: bool = False
+
+    def named(self, template: str) -> tuple[str, str]:
+        """The names of the parsers of reasoning and of tool calls."""
+        return (detect(REASONING, template) if self.reasoning == AUTO else self.reasoning,
+                detect(TOOLS, template) if self.tools == AUTO else self.tools)
+
+    def require_auto(self) -> None:
+        """Raises `APIError` 400 where the server was started without automatic tool choice."""
+        if self.auto_tool_choice: return
+        raise APIError(400, "tools with tool_choice 'auto', and the server was started with "
+                       "--no-enable-auto-tool-choice; expected: 'none', 'required' or a function's name",
+                       "unsupported", "tool_choice")
 
 
 @dataclass
@@ -92,14 +119,20 @@ class Service:
     metrics: Metrics
     keys: frozenset[str] = frozenset()
     embedder: EmbeddingClient | None = None
+    parsers: Parsers = field(default_factory=Parsers)
+    responses: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     active: int = 0         # requests being answered
+    adapters: AdapterNames | None = None
 
     def require_name(self, name: str | None) -> str:
-        """The model name for the response. A request without one gets the served model."""
+        """The model name for the response. A request without one gets the served model; an adapter's name is
+        one, too."""
         if name is None or name in self.names: return name or self.names[0]
-        raise APIError(404, f"the model {name[:200]!r} is not served here; expected: {', '.join(self.names)}",
+        if self.adapters is not None and self.adapters.find(name) is not None: return name
+        every = (*self.names, *(self.adapters.names if self.adapters is not None else ()))
+        raise APIError(404, f"the model {name[:200]!r} is not served here; expected: {', '.join(every)}",
                        "model_not_found", "model")
 
     def require_embedder(self) -> EmbeddingClient:
@@ -115,16 +148,25 @@ class Service:
         raise APIError(400, f"{self.names[0]} makes embeddings, and generates no text; to fix: POST "
                        "/v1/embeddings, or serve a causal language model", "unsupported_task")
 
+    def require_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises `APIError` 400 if there is none."""
+        try: return self.model.require_tokenizer()
+        except NVError as error: raise api_error(error) from error
+
     async def aside(self, size: int, task: Callable[[], T]) -> T:
         """`task()`, in a thread for long texts."""
         try: return task() if size <= INLINE_CHARACTERS else await asyncio.to_thread(task)
         except NVError as error: raise api_error(error) from error
 
     async def run(self, prompts: Sequence[list[int]], params: SamplingParams, priority: int,
-                  record: Record) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Deltas of all prompts with the number of their choice, prompt × n + index."""
+                  record: Record, salt: str = "") -> AsyncGenerator[tuple[int, Delta], None]:
+        """Deltas of all prompts with the number of their choice, prompt × n + index, by the adapter that
+        `record.model` names, if it does."""
+        lora = None if self.adapters is None else self.adapters.find(record.model)
+        more: dict[str, Any] = {} if lora is None else {"lora_request": lora}
         try:
-            sources = [self.engine.generate(prompt, params, request_id=f"{record.id}-{at}", priority=priority)
+            sources = [self.engine.generate(ParsedPrompt(ids=prompt, salt=salt), params,
+                                            request_id=f"{record.id}-{at}", priority=priority, **more)
                        for at, prompt in enumerate(prompts)]
         except NVError as error: raise api_error(error) from error
         record.params, record.choices = params, len(prompts) * params.n

@@ -1,7 +1,8 @@
-"""Server-sent events: `data: {…}` and an empty line for each chunk, `data: [DONE]` at the end.
+"""Server-sent events: `data: {…}` and an empty line for each chunk.
 
-Protocol: `streamed(request, chunks, record)` waits for the first chunk before it responds, so that an invalid
-request gets an error status. Later errors are an event {"error": …}, and the stream still ends with [DONE].
+Protocol: `streamed(request, chunks, record, style)` waits for the first chunk before it responds, so that an
+invalid request gets an error status. A `Style` says how chunks, a later error and the end are written:
+`Plain` has `data: [DONE]` at the end and {"error": …} as an error; `Typed` events have names.
 When the client disconnects, `chunks` is closed, even in the middle of an await.
 """
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -25,13 +26,37 @@ Chunks = AsyncGenerator[dict[str, Any], None]
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-def event(data: dict[str, Any]) -> bytes:
-    """One event."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+class Plain:
+    """The style of completions."""
+    end = b"data: [DONE]\n\n"
+
+    def event(self, data: dict[str, Any]) -> bytes:
+        """One event."""
+        return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+    def error(self, error: APIError) -> bytes:
+        """The event of an error."""
+        return self.event(error.body())
 
 
-async def streamed(request: Request, chunks: Chunks, record: Record) -> Response:
+class Typed(Plain):
+    """Events that are named by their type. `failed` makes the one of an error."""
+    end = b""
+
+    def __init__(self, failed: Callable[[APIError], dict[str, Any]]) -> None: self.failed = failed
+
+    def event(self, data: dict[str, Any]) -> bytes:
+        """One event."""
+        return f"event: {data['type']}\n".encode() + super().event(data)
+
+    def error(self, error: APIError) -> bytes:
+        """The event of an error."""
+        return self.event(self.failed(error))
+
+
+async def streamed(request: Request, chunks: Chunks, record: Record, style: Plain | None = None) -> Response:
     """The response with `chunks` as its events."""
+    style = style or Plain()
     try: first = await until_disconnect(request, anext(chunks))
     except BaseException:
         await chunks.aclose()
@@ -41,17 +66,17 @@ async def streamed(request: Request, chunks: Chunks, record: Record) -> Response
         async with contextlib.aclosing(chunks):
             record.error = "client_gone"  # until the end is reached
             try:
-                yield event(first)
-                async for chunk in chunks: yield event(chunk)
+                yield style.event(first)
+                async for chunk in chunks: yield style.event(chunk)
                 record.error = None
             except APIError as error:
                 record.error = error.code
-                yield event(error.body())
+                yield style.error(error)
             except Exception as error:
                 LOG.exception("internal_error id=%s", record.id)
                 record.error = type(error).__name__
-                yield event(internal().body())
-            yield b"data: [DONE]\n\n"
+                yield style.error(internal())
+            if style.end: yield style.end
 
     return _Closing(events(), headers=HEADERS, media_type="text/event-stream")
 

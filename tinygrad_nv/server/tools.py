@@ -1,30 +1,18 @@
-"""Tools: what a request offers, and the tool calls in a model's text.
+"""Tools: what a request offers, and the schema-independent part of its tool choice.
 
-Protocol: `tool_list` and `tool_choice` read a request. Tools reach the model through its chat template alone.
-A `CallParser` takes the text as it is generated, and returns content that is certain and calls that are
-complete; `flush()` ends it. The format of calls is detected from the chat template (`call_style`):
-
-    hermes  <tool_call>{"name": …, "arguments": {…}}</tool_call>, anywhere (Hermes, Qwen)
-    llama   the whole answer is {"name": …, "parameters": {…}}, several separated by ";" (Llama 3)
-
-Text in neither format stays text.
+Protocol: `tool_list` and `tool_choice` read a request, `legacy_choice` one with the older fields functions
+and function_call. Tools reach the model through its chat template alone; parsers/ finds the calls in its
+answer.
 """
 from __future__ import annotations
 
-import json
-import re
-import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from tinygrad_nv.engine.text.detokenizer import overlap
 from tinygrad_nv.server.errors import invalid
 from tinygrad_nv.server.fields import Fields, unicode
 
 Tool = dict[str, Any]
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-# the start of a call of `structured_output.call_schema` , up to its arguments
-CUT_CALL = re.compile(r'\{"name": ?("(?:[^"\\]|\\.)*"), ?"parameters": ?')
 
 
 @dataclass(frozen=True)
@@ -39,19 +27,6 @@ class ToolChoice:
     def forced(self) -> bool:
         """Whether the answer must be tool calls."""
         return self.mode in ("named", "required")
-
-
-@dataclass(frozen=True)
-class Call:
-    """A tool call; `arguments` is a JSON object as text, truncated where the answer was."""
-    name: str
-    arguments: str
-
-    def to_json(self, index: int | None = None) -> dict[str, Any]:
-        """As in a response; with `index` in a stream."""
-        out = {"id": f"call_{secrets.token_hex(12)}", "type": "function",
-               "function": {"name": self.name, "arguments": self.arguments}}
-        return out if index is None else {"index": index, **out}
 
 
 def tool_list(fields: Fields) -> tuple[Tool, ...]:
@@ -72,6 +47,26 @@ def tool_list(fields: Fields) -> tuple[Tool, ...]:
     return tuple(tools)
 
 
+def legacy_choice(fields: Fields, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], ToolChoice]:
+    """Tools and tool choice of the fields functions and function_call: at most one call."""
+    for name in ("tools", "tool_choice"):
+        if tools or name in fields.left:
+            raise invalid(f"{name} and functions are both given, expected one of them; to fix: leave "
+                          "functions "
+                          "and function_call out, which are the older names", "functions")
+    functions = fields.objects("functions") or []
+    made = Fields({"tools": [{"type": "function", "function": each} for each in functions]})
+    value = fields.take("function_call")
+    if isinstance(value, dict): value = {"type": "function", "function": value}
+    if isinstance(value, str) and value not in ("none", "auto"):
+        raise invalid(f"function_call is {value[:60]!r}, expected 'none', 'auto' or {{'name': …}}",
+                      "function_call")
+    fields.flag("parallel_tool_calls", False)
+    listed = tool_list(made)
+    chosen = tool_choice(Fields({"tool_choice": value, "parallel_tool_calls": False}), listed)
+    return listed, chosen
+
+
 def tool_choice(fields: Fields, tools: tuple[Tool, ...]) -> ToolChoice:
     """"none", "auto", "required", or {"type": "function", "function": {"name": …}}; parallel_tool_calls."""
     value, several = fields.take("tool_choice"), fields.flag("parallel_tool_calls", True)
@@ -87,87 +82,3 @@ def tool_choice(fields: Fields, tools: tuple[Tool, ...]) -> ToolChoice:
         raise invalid(f"tool_choice names {name[:64]!r}, which is not among tools: {', '.join(names)}",
                       "tool_choice")
     return ToolChoice(value, name if value == "named" else "", several)
-
-
-def call_style(template: str | None) -> str:
-    """The format of tool calls of a model with this chat template: "hermes", "llama" or "" for unknown."""
-    if template is None: return ""
-    if OPEN in template: return "hermes"
-    return "llama" if "python_tag" in template or "ipython" in template else ""
-
-
-class CallParser:
-    """Splits a growing text into content and tool calls."""
-
-    def __init__(self, style: str) -> None:
-        self.style, self.held, self.inside = style, "", False
-
-    def push(self, piece: str) -> tuple[str, list[Call]]:
-        """Content that is certain, and calls that are complete."""
-        self.held += piece
-        if self.style == "hermes": return self._hermes()
-        start = self.held.lstrip()[:1]
-        if self.style == "llama" and start in ("", "{"): return "", []
-        self.style, text, self.held = "", self.held, ""
-        return text, []
-
-    def flush(self) -> tuple[str, list[Call]]:
-        """The content and calls left at the end."""
-        text, self.held = self.held, ""
-        if self.style == "llama" and (calls := _calls(text.split(";"), "parameters")): return "", calls
-        if self.inside:
-            # the answer ended, or was truncated, without the closing tag
-            if calls := _calls([text], "arguments"): return "", calls
-            return OPEN + text, []
-        return text, []
-
-    def _hermes(self) -> tuple[str, list[Call]]:
-        content, calls = "", []
-        while True:
-            before, found, after = self.held.partition(CLOSE if self.inside else OPEN)
-            if not found: break
-            self.held = after
-            if not self.inside: content += before
-            elif made := _calls([before], "arguments"): calls += made
-            else: content += OPEN + before + CLOSE
-            self.inside = not self.inside
-        if not self.inside:
-            keep = overlap(self.held, OPEN)
-            cut = len(self.held) - keep
-            content, self.held = content + self.held[:cut], self.held[cut:]
-        if calls and not content.strip(): content = ""
-        return content, calls
-
-
-def _calls(texts: list[str], key: str) -> list[Call]:
-    """The calls, or none when one of the texts is not one."""
-    out = []
-    for text in texts:
-        try: data = json.loads(text)
-        except (ValueError, RecursionError): return []
-        if not isinstance(data, dict) or not isinstance(data.get("name"), str): return []
-        arguments = data.get(key, data.get("arguments", data.get("parameters", {})))
-        if not isinstance(arguments, dict): return []
-        out.append(Call(data["name"].encode("utf-8", "backslashreplace").decode(), _json(arguments)))
-    return out
-
-
-def forced_calls(text: str, choice: ToolChoice) -> list[Call]:
-    """The calls in the answer of a request with tool choice "named" (the text is the arguments) or "required"
-    (a list of calls). If the text was truncated, so are the last call's arguments; a call without a name is
-    dropped."""
-    if choice.mode == "named": return [Call(choice.name, text)]
-    calls, left = [], text[1:]
-    while left:
-        try: item, end = json.JSONDecoder().raw_decode(left)
-        except (ValueError, RecursionError): break
-        calls.append(Call(item["name"], _json(item["parameters"])))
-        left = left[end:].lstrip(", ")
-    if cut := CUT_CALL.match(left): calls.append(Call(json.loads(cut[1]), left[cut.end():]))
-    return calls
-
-
-def _json(value: Any) -> str:
-    """JSON as a model would write it; a lone surrogate, which no response can carry, stays escaped."""
-    text = json.dumps(value, ensure_ascii=False)
-    return json.dumps(value) if any("\ud800" <= letter <= "\udfff" for letter in text) else text

@@ -31,6 +31,7 @@ from tinygrad_nv.engine.scheduling.scheduler_output import (
     SamplerOutput,
     ScheduledSeq,
     SchedulerOutput,
+    max_samples,
 )
 from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
 from tinygrad_nv.kvcache.pool import PagePool
@@ -55,6 +56,11 @@ def choice(row: int, seed: int, position: int, history: Sequence[int] | None, al
     """The sampled token, from a position's content; `history` for sampling with penalties."""
     if seed == BROKEN: return VOCAB
     return allowed[hash((row, seed, position, tuple(history or ()))) % len(allowed)]
+
+
+def told(content: int, token: int) -> Logprobs:
+    """The log probability of a prompt token after a position of this content."""
+    return Logprobs(-float(hash((content, token)) % 9973), 1)
 
 
 class Rule:
@@ -187,9 +193,15 @@ class FakeDevice:
         logprobs: dict[int, Logprobs] = {}
         for seq, values in zip(batch.seqs, rows, strict=True):
             for sample in seq.samples:
-                if sample.logprobs is not None:
-                    logprobs[len(tokens)] = Logprobs(-float(values[sample.token_index] % 97), 1)
-                tokens.append(self._choose(sample, values[sample.token_index]))
+                content = values[sample.token_index]
+                if sample.target is not None:
+                    self._fault(sample.slot >= 0, "a slot of what is not sampled")
+                    logprobs[len(tokens)] = told(content, sample.target)
+                    tokens.append(0)
+                    continue
+                if sample.logprobs is not None: logprobs[len(tokens)] = Logprobs(-float(content % 97), 1)
+                tokens.append(self._choose(sample, content))
+        self._fault(len(tokens) > max_samples(self.max_seqs), "more samples than a step has")
         return SamplerOutput(np.array(tokens, np.int32), logprobs)
 
     def _move(self, copy: PageCopy) -> None:
@@ -288,6 +300,16 @@ def alone(request: Request, index: int, config: EngineConfig, max_len: int, rule
             rule.accept(token)
             if rule.finished: return answer, "stop"
         if len(answer) == params.max_tokens or len(tokens) == max_len: return answer, "length"
+
+
+def alone_on_prompt(prompt: Sequence[int], windows: Sequence[int | None] = (None,)) -> list[Logprobs]:
+    """The log probabilities of a prompt's tokens, if nothing else runs."""
+    values: list[list[int]] = [[] for _ in windows]
+    for position, made in enumerate(prompt):
+        for each, window in zip(values, windows, strict=True):
+            made = hashed_contents(each[first_visible(position, window):], made)
+            each.append(made)
+    return [told(values[-1][i], token) for i, token in enumerate(prompt[1:])]
 
 
 @dataclass

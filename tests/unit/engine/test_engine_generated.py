@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from unittest import mock
 
 import pytest
-from engine_fake import EOS, VOCAB, FakeDevice, OracleProposer, Rule, alone
+from engine_fake import EOS, VOCAB, FakeDevice, OracleProposer, Rule, alone, alone_on_prompt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -105,6 +105,11 @@ def note(case: Case, result: Result, chosen) -> None:
     tokens.extend(chosen.tokens)
     ask = case.asks[int(chosen.request)]
     assert len(chosen.logprobs) == (len(chosen.tokens) if ask.params.logprobs is not None else 0)
+    asked = ask.params.prompt_logprobs is not None and chosen.index == 0 and bool(chosen.tokens)
+    if asked and len(tokens) == 1:
+        prompt = ask.request(0).prompt
+        assert list(chosen.prompt_logprobs) == alone_on_prompt(prompt, case.windows)
+    else: assert not chosen.prompt_logprobs
     if chosen.finish_reason is not None: result.reasons[name] = chosen.finish_reason
     elif ask.told is not None and chosen.index == 0 and len(tokens) >= ask.told:
         result.core.finish(chosen.request, 0, "told")
@@ -142,7 +147,7 @@ params = st.builds(
     SamplingParams, max_tokens=st.integers(1, 14), seed=st.integers(0, 30),
     n=st.sampled_from([1, 1, 1, 2, 3]), ignore_eos=st.booleans(),
     stop_token_ids=st.sampled_from([(), (), (9,), (9, 20)]), logprobs=st.sampled_from([None, None, 0]),
-    presence_penalty=st.sampled_from([0.0, 0.0, 1.0]))
+    presence_penalty=st.sampled_from([0.0, 0.0, 1.0]), prompt_logprobs=st.sampled_from([None, None, 0]))
 
 
 def maybe(most: int) -> st.SearchStrategy[int | None]:

@@ -170,6 +170,21 @@ def test_logprobs_are_those_of_the_unfiltered_logits(model, runner):
     assert found.logprobs[2].top == ()
 
 
+def test_log_probabilities_of_a_prompt(model, runner):
+    """Of a token that is not sampled, of the logits before it; the sample beside it is as without."""
+    runner.start_slot(0, SamplingParams(temperature=0, logit_bias={12: 100.0}), 0, PROMPT)
+    found = chosen(runner, *(Sample(i, -1, i + 1, logprobs=2, target=token)
+                             for i, token in enumerate(PROMPT[1:])), Sample(4, 0, 5, logprobs=0))
+    assert found.tokens[-1] == 12
+    assert set(found.logprobs) == set(range(5))
+    for i, token in enumerate(PROMPT[1:]):
+        logits = logits_of(model, PROMPT[:i + 1]).astype(np.float64)
+        wanted = logits - np.log(np.exp(logits).sum())
+        assert found.logprobs[i].chosen == pytest.approx(wanted[token], abs=1e-4)
+        assert found.logprobs[i].rank == 1 + (wanted > wanted[token]).sum()
+        assert [each for each, _ in found.logprobs[i].top] == np.argsort(-wanted)[:2].tolist()
+
+
 # **** ahead ****
 
 def test_shapes_that_were_warmed_up_capture_nothing_later(model):

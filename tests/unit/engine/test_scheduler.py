@@ -4,14 +4,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from engine_fake import Engine
+from engine_fake import Engine, alone_on_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.scheduling.request import Request
+from tinygrad_nv.engine.scheduling.request import Request, Seq, new_sequences
 from tinygrad_nv.engine.scheduling.scheduler import StepPlan
 from tinygrad_nv.errors import QueueFull
 from tinygrad_nv.kvcache.page_allocator import CopyKind
@@ -48,9 +50,46 @@ def test_rows_that_fill_a_group_up_count():
 
 
 def test_a_chunk_is_whole_groups_or_the_last():
-    assert [StepPlan(budget).chunk_size(left) for left, budget in
+    assert [StepPlan(budget, 0).chunk_size(sequence(left), 0) for left, budget in
             ((100, 32), (100, 31), (20, 32), (3, 8), (100, 7), (1, 100), (1, 7))] == [32, 24, 20, 3, 0, 1, 1]
-    assert [StepPlan(budget, single_tokens=True).chunk_size(100) for budget in (7, 1, 0)] == [1, 1, 0]
+    assert [StepPlan(budget, 0, single_tokens=True).chunk_size(sequence(100), 0)
+            for budget in (7, 1, 0)] == [1, 1, 0]
+
+
+def test_chunks_of_prompts_with_log_probabilities():
+    """Of as many tokens as logits are computed of, and more where these are known already."""
+    seq = sequence(100, prompt_logprobs=0)
+    assert [StepPlan(512, logits).chunk_size(seq, 0) for logits in (0, 7, 8, 21, 98, 99)] == [
+        0, 0, 8, 16, 96, 100]
+    assert [StepPlan(512, 8).chunk_size(seq, start) for start in (91, 92, 98, 99)] == [9, 8, 2, 1]
+    seq.num_scored = 40
+    assert [StepPlan(512, logits).chunk_size(seq, 10) for logits in (0, 8, 59)] == [24, 32, 90]
+    assert StepPlan(512, 0, single_tokens=True).chunk_size(seq, 39) == 1
+    assert StepPlan(512, 0, single_tokens=True).chunk_size(seq, 40) == 0
+    plan = StepPlan(512, 64)
+    seq.num_scheduled = 32
+    plan.add(seq, 16)
+    assert plan.logits_budget == 56
+    plan.remove(seq)
+    assert plan.logits_budget == 64
+
+
+def test_prompts_share_what_logits_a_step_computes():
+    """24 of 4 sequences': two prompts have a chunk each; the next begins when they are done."""
+    engine = Engine(pages=200, max_batched_tokens=64)
+    engine.add("plain", [1] * 3, max_tokens=20)
+    for name in "abc": engine.add(name, LONG[:16], prompt_logprobs=0, max_tokens=1)
+    engine.end()
+    assert [engine.rows(i) for i in range(4)] == [[3, 16, 8], [1, 8, 16], [1], [1]]
+    for name in "abc":
+        first = next(each for each in engine.outputs_seen if each.request == name)
+        assert list(first.prompt_logprobs) == alone_on_prompt(LONG[:16])
+        assert first.cached_tokens == 0
+
+
+def sequence(tokens: int, **params: Any) -> Seq:
+    """One that has not begun."""
+    return new_sequences(Request("a", [1] * tokens, SamplingParams(**params)), EngineConfig(), 2048, 0)
 
 
 def test_a_budget_that_decodes_take_leaves_a_row_for_prompts():

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from tinygrad_nv.models.config import read_config
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.outputs import Delta, TokenLogprobs
+from tinygrad_nv.engine.prompts import ParsedPrompt, Prompt, parse
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import NVError, QueueFull
@@ -45,12 +47,16 @@ class FakeStats:
     steps: int = 0
 
 
+@functools.cache
+def _tokenizer() -> Tokenizer: return Tokenizer.load(DEFAULT_MODEL)
+
+
 class FakeModel:
     """The words of the model in the box, checked as `LLM` does, without its weights. `template` replaces its
     chat template."""
 
     def __init__(self, template: str | None = None) -> None:
-        loaded = Tokenizer.load(DEFAULT_MODEL)
+        loaded = _tokenizer()
         self.tokenizer = Tokenizer(loaded.backend, loaded.special, template or loaded.template)
         self.defaults, self.length = SamplingParams(temperature=0.0), LENGTH
         self.config, self.embedder = read_config(DEFAULT_MODEL), None
@@ -65,9 +71,14 @@ class FakeModel:
 
 @dataclass
 class FakeEngine:
-    """Says `text`, or the prompt again, a token at a time, `pause_s` apart. `limit`: requests that run."""
+    """Says `text`, or `pieces` as they are, or the prompt again, a token at a time, `pause_s` apart. `limit`:
+    requests that run. `cached`: tokens of its prompt that it had. `stopped_by`: the stop string or token that
+    ends `text` or `pieces`."""
     model: FakeModel
     text: str | None = None
+    pieces: Sequence[str] = ()
+    stopped_by: str | int | None = None
+    cached: int = 0
     pause_s: float = 0.0
     limit: int = 1000
     failure: NVError | None = None
@@ -76,25 +87,33 @@ class FakeEngine:
     closed: list[str] = field(default_factory=list)
     generated: int = 0
     stopping: bool = False
+    loras: list[Any] = field(default_factory=list)      # of requests, None where there is none
+    asked: list[tuple[ParsedPrompt, SamplingParams]] = field(default_factory=list)
 
     def stats(self) -> FakeStats: return FakeStats(len(self.running), generated_tokens=self.generated)
 
     async def stop(self, drain_s: float = 0.0) -> None: self.stopping = True
 
-    def generate(self, prompt: list[int], params: SamplingParams, *, request_id: str | None = None,
-                 priority: int = 0) -> AsyncIterator[Delta]:
+    def generate(self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None,
+                 priority: int = 0, lora_request: Any = None) -> AsyncIterator[Delta]:
+        self.loras.append(lora_request)
         if len(self.running) >= self.limit: raise QueueFull("1 waits", "less than 1", "come again")
-        return self._answer(prompt, params, request_id or "")
+        parsed = parse(prompt)
+        self.asked.append((parsed, params))
+        return self._answer(parsed.ids or [], params, request_id or "")
 
     async def _answer(self, prompt: list[int], params: SamplingParams, name: str) -> AsyncIterator[Delta]:
         words = self.model.tokenizer.encode(self.text, special=False) if self.text is not None else prompt
+        if self.pieces: words = list(range(len(self.pieces)))
+        ends = self.text is not None or bool(self.pieces)
         self.running.add(name)
         try:
-            most = params.max_tokens or (LENGTH if self.text is None else len(words))
+            most = params.max_tokens or (len(words) if ends else LENGTH)
             for at in range(most):
                 for index in range(params.n):
-                    last = at == most - 1 or (self.text is not None and at == len(words) - 1)
-                    yield self._delta(words[at % len(words)], index, at, params, last)
+                    last = at == most - 1 or (ends and at == len(words) - 1)
+                    yield self._delta(words[at % len(words)], index, at, params, last, ends
+                                      and at == len(words) - 1)
                     self.generated += 1
                 if last: return
                 await asyncio.sleep(self.pause_s)
@@ -102,15 +121,17 @@ class FakeEngine:
             self.running.discard(name)
             self.closed.append(name)
 
-    def _delta(self, token: int, index: int, at: int, params: SamplingParams, last: bool) -> Delta:
+    def _delta(self, token: int, index: int, at: int, params: SamplingParams, last: bool,
+               ends: bool) -> Delta:
         if self.fails_after == at:
             return Delta(index, "", (), (), "error", None, 0, NVError("NaN", "numbers", "other weights"))
         if self.stopping: return Delta(index, "", (), (), "abort")
-        text = self.model.tokenizer.decode([token])
+        text = self.pieces[token] if self.pieces else self.model.tokenizer.decode([token])
         top = tuple((token, text, -0.5) for _ in range(params.logprobs or 0))
         told = () if params.logprobs is None else (TokenLogprobs(token, text, -0.5, 1, top),)
-        reason = ("length" if self.text is None else "stop") if last else None
-        return Delta(index, text, (token,), told, reason)
+        reason = ("stop" if ends else "length") if last else None
+        return Delta(index, text, (token,), told, reason, self.stopped_by if reason == "stop" else None,
+                     self.cached)
 
 
 @dataclass

@@ -6,15 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from parser_case import Call, calls_of, every_cut
 from structured_case import allowed, grammars, text, tokenizer, written
 
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams as Structured
-from tinygrad_nv.server import protocol
+from tinygrad_nv.server import chat_protocol
 from tinygrad_nv.server.errors import APIError
 from tinygrad_nv.server.limits import RequestLimits
+from tinygrad_nv.server.parsers.forced import CallList, NamedCall
 from tinygrad_nv.server.structured_output import MAX_CALLS, call_schema
-from tinygrad_nv.server.tools import ToolChoice, forced_calls
+from tinygrad_nv.server.tools import ToolChoice
 
 UNIT = {"enum": ["C", "F"]}
 PLACE = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 5}}, "required": ["city"]}
@@ -43,6 +45,12 @@ def tool(name: str, parameters: Any) -> dict[str, Any]:
 
 
 TOOLS = tuple(tool(name, parameters) for name, parameters in PARAMETERS.items())
+
+
+def forced_calls(text: str, choice: ToolChoice) -> list[Call]:
+    """The calls in an answer, wherever it is cut into pieces."""
+    make = (lambda: NamedCall(choice.name)) if choice.mode == "named" else CallList
+    return calls_of(every_cut(make, text))
 
 
 def answered(tools: tuple[dict[str, Any], ...], choice: ToolChoice, seed: int) -> str:
@@ -113,9 +121,9 @@ def test_what_lists_no_properties_or_says_more_stays_open():
 
 # **** requests ****
 
-def asked(**fields: Any) -> protocol.ChatRequest:
+def asked(**fields: Any) -> chat_protocol.ChatRequest:
     data = {"messages": [{"role": "user", "content": "x"}], "tools": [TOOLS[0]], "tool_choice": "required"}
-    return protocol.chat({**data, **fields}, SamplingParams(), RequestLimits())
+    return chat_protocol.chat({**data, **fields}, SamplingParams(), RequestLimits())
 
 
 def test_stop_strings_do_not_cut_a_call():

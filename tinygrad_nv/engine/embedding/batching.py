@@ -1,6 +1,7 @@
 """`EmbeddingEngine`: computes texts of many callers, batched, in a thread of its own.
 
-Protocol: `submit(texts)` queues token ids and returns a future for each. The thread takes what waits, in
+Protocol: `submit(texts)` queues token ids and returns a future for each, of its pooled hidden states, or with
+`every` of those of its tokens, which are steps of their own. The thread takes what waits, in
 order, up to a step's tokens and texts, and sets the futures of a step together. A future that is cancelled
 before its step runs is left out. An exception fails the texts of its step only. The thread is the only one
 that uses tinygrad after the model is loaded.
@@ -13,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -28,13 +30,23 @@ class Runner(Protocol):
 
     def run(self, texts: Sequence[Sequence[int]]) -> np.ndarray: ...
 
+    def run_tokens(self, texts: Sequence[Sequence[int]]) -> Sequence[np.ndarray]: ...
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A text that waits."""
+    text: Sequence[int]
+    future: Future[np.ndarray]
+    every: bool
+
 
 class EmbeddingEngine:
     """Batches of `runner`. `queue_limit`: texts that may wait when more are submitted."""
 
     def __init__(self, runner: Runner, queue_limit: int) -> None:
         self.runner, self.queue_limit = runner, queue_limit
-        self._waiting = deque[tuple[Sequence[int], Future[np.ndarray]]]()
+        self._waiting = deque[_Entry]()
         self._arrived = threading.Condition()
         self._thread: threading.Thread | None = None
         self._running = self._tokens = self._steps = self._failed = 0
@@ -45,7 +57,7 @@ class EmbeddingEngine:
         """Steps fail one by one; the engine goes on."""
         return None
 
-    def submit(self, texts: Sequence[Sequence[int]]) -> list[Future[np.ndarray]]:
+    def submit(self, texts: Sequence[Sequence[int]], every: bool = False) -> list[Future[np.ndarray]]:
         """Queues texts, each with at least one token and at most a step's. Raises `QueueFull`, or
         `EngineError` after `close`."""
         futures = [Future[np.ndarray]() for _ in texts]
@@ -55,7 +67,8 @@ class EmbeddingEngine:
             if len(self._waiting) >= self.queue_limit:
                 raise QueueFull(f"{len(self._waiting)} texts wait", f"less than {self.queue_limit}",
                                 "retry later, or raise --max-queue")
-            self._waiting.extend(zip(texts, futures, strict=True))
+            self._waiting.extend(_Entry(text, future, every)
+                                 for text, future in zip(texts, futures, strict=True))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="nv-embedding", daemon=True)
                 self._thread.start()
@@ -77,7 +90,7 @@ class EmbeddingEngine:
         """Cancels texts that wait, and ends the thread."""
         with self._arrived:
             self._closed = True
-            while self._waiting: self._waiting.popleft()[1].cancel()
+            while self._waiting: self._waiting.popleft().future.cancel()
             self._arrived.notify()
         if self._thread is not None: self._thread.join()
 
@@ -89,23 +102,26 @@ class EmbeddingEngine:
                 batch = self._next()
             if batch: self._step(batch)
 
-    def _next(self) -> list[tuple[Sequence[int], Future[np.ndarray]]]:
+    def _next(self) -> list[_Entry]:
         """What waits, up to a step's size."""
-        batch: list[tuple[Sequence[int], Future[np.ndarray]]] = []
+        batch: list[_Entry] = []
         tokens = 0
         while self._waiting and len(batch) < self.runner.max_seqs:
-            if (tokens := tokens + len(self._waiting[0][0])) > self.runner.max_tokens: break
+            first = self._waiting[0]
+            if batch and first.every != batch[0].every: break
+            if (tokens := tokens + len(first.text)) > self.runner.max_tokens: break
             entry = self._waiting.popleft()
-            if entry[1].set_running_or_notify_cancel(): batch.append(entry)
+            if entry.future.set_running_or_notify_cancel(): batch.append(entry)
         self._running = len(batch)
         return batch
 
-    def _step(self, batch: Sequence[tuple[Sequence[int], Future[np.ndarray]]]) -> None:
-        texts, made, failure = [text for text, _ in batch], None, None
-        try: made = self.runner.run(texts)
+    def _step(self, batch: Sequence[_Entry]) -> None:
+        texts, failure = [each.text for each in batch], None
+        made: Sequence[np.ndarray] | np.ndarray | None = None
+        try: made = self.runner.run_tokens(texts) if batch[0].every else self.runner.run(texts)
         except Exception as error: failure = error  # of the device, or a driver
         self._steps, self._tokens = self._steps + 1, self._tokens + sum(map(len, texts))
         self._running, self._failed = 0, self._failed + (made is None)
-        for at, (_, future) in enumerate(batch):
-            if made is None: future.set_exception(failure)
-            else: future.set_result(made[at])
+        for at, each in enumerate(batch):
+            if made is None: each.future.set_exception(failure)
+            else: each.future.set_result(made[at])

@@ -1,24 +1,25 @@
 """`Embedder`: a loaded embedding model, from texts to vectors.
 
 Protocol: `encode(prompt, most)` gives the token ids of a prompt, with the special tokens of the tokenizer
-around them; `submit(ids)` queues them, and `finish` makes vectors of what its futures give. `embed` does all
-three for a list of prompts, and returns vLLM's outputs.
+around them, `encode_pair` those of two texts; `submit(ids)` queues them, and `finish` makes vectors of what
+its futures give. `pool` submits and waits for any number of prompts; `embed` does all of it for a list of
+prompts, and returns vLLM's outputs.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from tinygrad_nv.engine.embedding.batching import EmbeddingEngine
+from tinygrad_nv.engine.embedding.outputs import EmbeddingOutput, EmbeddingRequestOutput
+from tinygrad_nv.engine.load_options import LoadOptions
 from tinygrad_nv.engine.loading import optional_tokenizer, resolve_dtype
 from tinygrad_nv.engine.memory_planning import require_weights
-from tinygrad_nv.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
-from tinygrad_nv.engine.worker.embedding_runner import EmbeddingRunner
+from tinygrad_nv.engine.worker.embedding_runner import EmbeddingRunner, Pair
 from tinygrad_nv.errors import ModelError, RequestError, TokenizerError
 from tinygrad_nv.models.embedding_model import EmbeddingConfig, EmbeddingModel, read_embedding_config
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
@@ -61,9 +62,7 @@ class Embedder:
     def encode(self, prompt: str | Sequence[int], most: int | None = None) -> list[int]:
         """Token ids of a prompt, cut off after `most` tokens (−1: the context's), special tokens kept. Raises
         `RequestError` for one that has none, or more than the context holds."""
-        if most is not None and not (most == -1 or 1 <= most <= self.length):
-            raise RequestError(f"truncate_prompt_tokens is {most}", f"-1, or 1 to {self.length}",
-                               "shorten prompts to what the model reads")
+        self._require_truncation(most)
         limit = self.length if most == -1 else most
         if isinstance(prompt, str): ids = self._encode(prompt, limit)
         else:
@@ -74,11 +73,30 @@ class Embedder:
                                    "use ids of this model's tokenizer")
         if not ids:
             raise RequestError("the prompt has no tokens", "at least one token", "pass a longer prompt")
+        self._require_room(ids)
+        return ids
+
+    def encode_pair(self, first: str, second: str, most: int | None = None) -> Pair:
+        """Token ids of two texts, with the special tokens around and between them. The longer text is cut off
+        first, if there are more than `most` tokens. Raises `RequestError`."""
+        self._require_truncation(most)
+        tokenizer, limit = self.require_tokenizer(), self.length if most == -1 else most
+        if limit is None:
+            for text in (first, second): tokenizer.require_fitting(text, self.length + 1)
+        ids = Pair(*tokenizer.encode_pair(first, second, limit))
+        self._require_room(ids)
+        return ids
+
+    def _require_truncation(self, most: int | None) -> None:
+        if most is None or most == -1 or 1 <= most <= self.length: return
+        raise RequestError(f"truncate_prompt_tokens is {most}", f"-1, or 1 to {self.length}",
+                           "shorten prompts to what the model reads")
+
+    def _require_room(self, ids: Sequence[int]) -> None:
         if len(ids) > self.length:
             raise RequestError(f"the prompt has {len(ids)} tokens, the context holds {self.length}",
                                f"at most {self.length}", "shorten the prompt, or set truncate_prompt_tokens "
                                "to -1, which cuts it off there")
-        return ids
 
     def _encode(self, text: str, limit: int | None) -> list[int]:
         tokenizer = self.require_tokenizer()
@@ -98,7 +116,11 @@ class Embedder:
         return self.config.pooling.finish(np.stack(pooled), normalize, dimensions)
 
     def require_dimensions(self, dimensions: int | None) -> None:
-        """Raises `RequestError` for a number of elements that embeddings do not have."""
+        """Raises `RequestError` for a number of elements that embeddings do not have, and of a model that
+        makes none."""
+        if self.config.classifier is not None:
+            raise RequestError("the model classifies, and makes no embeddings", "an embedding model",
+                               "call classify or score")
         if dimensions is not None and not 1 <= dimensions <= self.config.width:
             raise RequestError(f"dimensions is {dimensions}", f"1 to {self.config.width}, the model's",
                                "leave dimensions out")
@@ -109,18 +131,22 @@ class Embedder:
         self.require_dimensions(dimensions)
         ids = [self.encode(prompt, truncate_prompt_tokens) for prompt in prompts]
         if not ids: return []
+        vectors = self.finish(self.pool(ids), normalize, dimensions)
+        return [EmbeddingRequestOutput(str(at), EmbeddingOutput(vector.tolist()), tuple(its))
+                for at, (vector, its) in enumerate(zip(vectors, ids, strict=True))]
+
+    def pool(self, ids: Sequence[Sequence[int]], every: bool = False) -> list[np.ndarray]:
+        """Pooled hidden states of prompts, or with `every` those of each token."""
         step = self.engine.queue_limit      # more than may wait are submitted one part after the other
-        pooled: list[np.ndarray] = []
+        made: list[np.ndarray] = []
         for first in range(0, len(ids), step):
-            futures = self.submit(ids[first:first + step])
+            futures = self.engine.submit(ids[first:first + step], every)
             try: wait(futures)
             except BaseException:
                 for each in futures: each.cancel()
                 raise
-            pooled += [each.result() for each in futures]
-        vectors = self.finish(pooled, normalize, dimensions)
-        return [EmbeddingRequestOutput(str(at), EmbeddingOutput(vector.tolist()), tuple(its))
-                for at, (vector, its) in enumerate(zip(vectors, ids, strict=True))]
+            made += [each.result() for each in futures]
+        return made
 
     @property
     def weight_bytes(self) -> int:
@@ -132,13 +158,17 @@ class Embedder:
         self.runner.warm_up(progress)
 
 
-def open_embedder(directory: Path, device: str, task: str, others: Mapping[str, object],
-                  **options: Any) -> Embedder | None:
+def open_embedder(directory: Path, device: str, task: str, options: LoadOptions) -> Embedder | None:
     """The embedding model in `directory`, loaded; None of a model that generates. Raises `ModelError`, and
-    `RequestError` for one of `others` that is set: options that embedding models do not have."""
+    `RequestError` for options that embedding models do not have."""
     if (config := read_embedding_config(directory, task)) is None: return None
-    for name, value in others.items():
+    o = options
+    for name, value in (("speculative", o.speculative), ("quantization", o.quantization),
+                        ("tokenizer", o.tokenizer)):
         if value is not None:
-            raise RequestError(f"{name} is {value!r}, and the model makes embeddings", "no such option",
+            raise RequestError(f"{name} is {str(value)!r}, and the model makes embeddings", "no such option",
                                f"leave {name} out")
-    return Embedder(directory, config, device, **options)
+    return Embedder(directory, config, device, dtype=o.dtype, max_model_len=o.max_model_len,
+                    max_num_seqs=o.max_num_seqs, max_num_batched_tokens=o.max_num_batched_tokens,
+                    max_queue=o.max_queue, gpu_memory_utilization=o.gpu_memory_utilization,
+                    progress=o.progress, stage=o.stage)

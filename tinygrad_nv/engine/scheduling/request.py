@@ -20,8 +20,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from tinygrad_nv.engine.engine_config import EngineConfig
+from tinygrad_nv.engine.lora.peft import Adapter
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
+from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, Logprobs
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.kvcache.hybrid_table import SequenceTable
 
@@ -66,7 +67,7 @@ class Proposer(Protocol):
 class Request:
     """`params.n` answers to `prompt`. A smaller `priority` runs first, as in vLLM. `matchers`: one for each
     answer if not every token may follow. Prefixes are shared only between requests of equal `salt`. `text`:
-    the prompt's, if it has one."""
+    the prompt's, if it has one. `adapter` changes the model for it; its digest is in the salt."""
     id: str
     prompt: list[int]
     params: SamplingParams
@@ -75,6 +76,7 @@ class Request:
     matchers: tuple[Matcher, ...] = ()
     salt: bytes = b""
     text: str | None = None
+    adapter: Adapter | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -98,11 +100,15 @@ class Seq:
     branches: list[Seq] = field(default_factory=list)
     table: SequenceTable | None = None
     slot: int = -1
+    adapter_slot: int = -1              # while it has a slot
     num_scheduled: int = 0
     num_in_flight: int = 0
     num_reserved: int = 0
     block_table: tuple[int, ...] = ()
     num_cached: int = -1                # prompt tokens found in the prefix cache; -1: never ran
+    # of the prompt's tokens but the first, as far as they are known; None: not asked for
+    prompt_logprobs: list[Logprobs] | None = None
+    num_scored: int = 0                 # of these, those that a launched step computes, too
     waiting: bool = False
     forking: bool = False               # the step that samples its branches' first tokens is launched
     finished: bool = False
@@ -116,6 +122,20 @@ class Seq:
     def num_output_tokens(self) -> int:
         """Number of output tokens that the host knows."""
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def shareable_tokens(self) -> Sequence[int]:
+        """The tokens whose keys and values may come from the prefix cache: not those before a prompt token
+        whose log probability must be computed."""
+        found = self.prompt_logprobs
+        if found is None or len(found) >= self.num_prompt_tokens - 1: return self.tokens
+        return self.tokens[:len(found) + 1]
+
+    def logits_range(self, start: int, end: int) -> range:
+        """The tokens start … end − 1 whose logits tell the log probability of the next prompt token, and
+        that no launched step computes."""
+        if self.prompt_logprobs is None: return range(0)
+        return range(max(start, self.num_scored), min(end, self.num_prompt_tokens - 1))
 
     @property
     def name(self) -> tuple[str, int]:
@@ -165,6 +185,7 @@ def new_sequences(request: Request, config: EngineConfig, max_len: int, arrival_
                 bool(request.matchers) or can_draft, can_draft)
             for index in range(params.n)]
     made[0].branches = made[1:]
+    if params.prompt_logprobs is not None: made[0].prompt_logprobs = []
     return made[0]
 
 
@@ -190,7 +211,6 @@ def check_request(request: Request, config: EngineConfig, max_len: int, vocab: i
     if not whole or not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
         raise RequestError(f"priority is {request.priority!r}",
                            f"-{MAX_PRIORITY} to {MAX_PRIORITY}, smaller first", "change priority")
-    if request.params.prompt_logprobs is not None:
-        raise RequestError(f"prompt_logprobs is {request.params.prompt_logprobs}",
-                           "None: log probabilities are computed for output tokens only",
-                           "leave it out, or ask for logprobs")
+    if request.adapter is not None and not config.max_adapters:
+        raise RequestError(f"a request with adapter {request.adapter.name!r}, and the model has none",
+                           "a request without", "load the model with enable_lora=True")

@@ -15,6 +15,9 @@ takes, until the budget of `max_batched_tokens` is used:
   3. waiting sequences, by key, until one finds no slot or too few pages
   4. draft tokens, if budget is left and no sequence waits
 
+Chunks of a prompt whose log probabilities are asked for are at most `max_prompt_logits` tokens, which all
+such sequences of a step share; drafts, whose tokens need logits, too, are left out of such a step.
+
 Pages. A waiting sequence starts when there are pages for all its tokens, and one spare page for each running
 sequence. When a running sequence finds too few pages, the scheduler preempts the lowest-priority running
 sequence and re-queues it with its original key, ahead of all that arrived later.
@@ -30,8 +33,16 @@ from typing import Any
 import numpy as np
 
 from tinygrad_nv.engine.engine_config import EngineConfig
+from tinygrad_nv.engine.lora.peft import Adapter
+from tinygrad_nv.engine.lora.slots import AdapterSlots
 from tinygrad_nv.engine.scheduling.request import DraftRequest, Proposer, Seq, padded, padded_tokens
-from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, Sample, ScheduledSeq, SchedulerOutput
+from tinygrad_nv.engine.scheduling.scheduler_output import (
+    GROUP,
+    Sample,
+    ScheduledSeq,
+    SchedulerOutput,
+    max_prompt_logits,
+)
 from tinygrad_nv.engine.structured_output.token_masks import TokenMasks
 from tinygrad_nv.kvcache.pool import PagePool
 
@@ -48,8 +59,9 @@ class OutOfPages(Exception):
 @dataclass
 class ScheduledStep:
     """A batch and its sequences. `drafted`: those with draft tokens. Before the launch, the slots of
-    `started` are to be set, then those of the branches of `forked`. `needs_sync`: the output must be
-    processed before the next step is scheduled. `number`: the pool's batch number."""
+    `started` are to be set, then those of the branches of `forked`; `adapters` are put into their slots.
+    `needs_sync`: the output must be processed before the next step is scheduled. `number`: the pool's batch
+    number."""
     batch: SchedulerOutput
     seqs: list[Seq]
     drafted: frozenset[Seq]
@@ -57,12 +69,14 @@ class ScheduledStep:
     forked: list[Seq]
     needs_sync: bool
     number: int
+    adapters: tuple[tuple[int, Adapter], ...] = ()
 
 
 @dataclass
 class StepPlan:
     """A step being assembled."""
     token_budget: int
+    logits_budget: int              # prompt tokens whose logits are computed
     single_tokens: bool = False     # decodes leave less than a group of the budget
     num_tokens: dict[Seq, int] = field(default_factory=dict)
     drafts: dict[Seq, Sequence[int]] = field(default_factory=dict)
@@ -72,16 +86,23 @@ class StepPlan:
         """Schedules `num_tokens` tokens of the sequence."""
         self.num_tokens[seq] = num_tokens
         self.token_budget -= padded_tokens(num_tokens)
+        self.logits_budget -= len(seq.logits_range(seq.num_scheduled, seq.num_scheduled + num_tokens))
 
-    def chunk_size(self, left: int) -> int:
-        """How many of `left` tokens to schedule: whole groups, except for the last chunk; one, if decodes
-        leave no more of the budget; 0 if none is left."""
-        if left == 1 or self.single_tokens: return min(1, self.token_budget)
-        return min(left, self.token_budget // GROUP * GROUP)
+    def chunk_size(self, seq: Seq, start: int) -> int:
+        """How many tokens from `start` on to schedule: whole groups, except for the last chunk; one, if
+        decodes leave no more of the budget; 0 if none is left."""
+        left = len(seq.tokens) - start
+        if left == 1 or self.single_tokens: made = min(1, self.token_budget)
+        else: made = min(left, self.token_budget // GROUP * GROUP)
+        wanted = seq.logits_range(start, start + made)
+        if len(wanted) <= self.logits_budget: return made
+        return (wanted.start + self.logits_budget - start) // GROUP * GROUP
 
     def remove(self, seq: Seq) -> None:
         """Takes the sequence out of the step."""
-        if num_tokens := self.num_tokens.pop(seq, 0): self.token_budget += padded_tokens(num_tokens)
+        if not (num_tokens := self.num_tokens.pop(seq, 0)): return
+        self.token_budget += padded_tokens(num_tokens)
+        self.logits_budget += len(seq.logits_range(seq.num_scheduled, seq.num_scheduled + num_tokens))
 
 
 class Scheduler:
@@ -90,6 +111,7 @@ class Scheduler:
     def __init__(self, pool: PagePool, config: EngineConfig, masks: TokenMasks,
                  proposer: Proposer | None = None) -> None:
         self.pool, self.config, self.masks, self.proposer = pool, config, masks, proposer
+        self.adapters = AdapterSlots(config.max_adapters)
         self.running: list[Seq] = []                # sorted by key
         self.num_waiting = self.num_new = 0         # waiting sequences; those that never ran
         self.num_preempted = self.num_offloaded = 0 # events so far
@@ -138,7 +160,8 @@ class Scheduler:
     def free_slot(self, seq: Seq) -> None:
         """Frees the sequence's slot."""
         if seq.slot >= 0: self._slots.append(seq.slot)
-        seq.slot = -1
+        if seq.adapter_slot >= 0: self.adapters.release(seq.adapter_slot)
+        seq.slot = seq.adapter_slot = -1
 
     def _preempt(self, seq: Seq) -> None:
         """Preempts a sequence: offloads or frees its pages, frees its slots, and re-queues it. The host must
@@ -164,20 +187,23 @@ class Scheduler:
         assert seq.table is not None
         seq.num_scheduled = seq.table.computed
         seq.num_in_flight, seq.num_reserved, seq.forking = 0, 0, False
+        if seq.prompt_logprobs is not None: seq.num_scored = len(seq.prompt_logprobs)
         if seq not in self._started: self._started.append(seq)
 
     # **** a step ****
 
     def schedule(self, synced: bool) -> ScheduledStep | None:
         """The next step, or None. Raises `OutOfPages`."""
-        plan, before = StepPlan(self.config.max_batched_tokens), self.num_preempted
+        most = max_prompt_logits(self.config.max_seqs)
+        plan, before = StepPlan(self.config.max_batched_tokens, most), self.num_preempted
         chunked = self._schedule_decodes(plan, synced)
         for seq in chunked:
             if not seq.waiting: self._schedule_chunk(plan, seq, synced)
         for seq in chunked: self._commit(plan, seq)
         # a sequence preempted in this step would take its pages back
         if before == self.num_preempted: self._schedule_waiting(plan)
-        if self.config.num_speculative_tokens and not self.num_waiting: self._schedule_drafts(plan)
+        if self.config.num_speculative_tokens and not self.num_waiting and plan.logits_budget == most:
+            self._schedule_drafts(plan)
         return self._step(plan) if plan.num_tokens else None
 
     def _schedule_decodes(self, plan: StepPlan, synced: bool) -> list[Seq]:
@@ -206,7 +232,7 @@ class Scheduler:
         return True
 
     def _schedule_chunk(self, plan: StepPlan, seq: Seq, synced: bool) -> None:
-        num_tokens = plan.chunk_size(len(seq.tokens) - seq.num_scheduled)
+        num_tokens = plan.chunk_size(seq, seq.num_scheduled)
         if num_tokens and self._reserve(plan, seq, padded(seq.num_scheduled, num_tokens), synced):
             plan.add(seq, num_tokens)
 
@@ -225,11 +251,18 @@ class Scheduler:
                 self.num_new, seq.num_cached = self.num_new - 1, seq.num_scheduled
                 self.prompt_tokens += seq.num_prompt_tokens
                 self.prefix_hits += seq.num_cached
-            for each in (seq, *seq.branches): each.slot = self._slots.pop()
+            for each in (seq, *seq.branches): self._take_slots(each)
             self._started.append(seq)
             self.start_running(seq)
-            plan.add(seq, plan.chunk_size(len(seq.tokens) - seq.num_scheduled))
+            plan.add(seq, plan.chunk_size(seq, seq.num_scheduled))
             self._commit(plan, seq)
+
+    def _take_slots(self, seq: Seq) -> None:
+        seq.slot = self._slots.pop()
+        if seq.request.adapter is None: return
+        found = self.adapters.acquire(seq.request.adapter)
+        assert found is not None, "a slot for the adapter was there"
+        seq.adapter_slot = found
 
     def _next_waiting(self) -> Seq | None:
         while self._waiting_queue and not self._waiting_queue[0][1].waiting: heappop(self._waiting_queue)
@@ -244,16 +277,19 @@ class Scheduler:
         """Reserves slots and pages for a waiting sequence, or returns False."""
         if plan.token_budget < GROUP and not plan.single_tokens: return False
         if len(self._slots) < 1 + len(seq.branches): return False
+        if (adapter := seq.request.adapter) is not None and self.adapters.find(adapter) is None: return False
+        if seq.logits_range(0, len(seq.tokens)) and plan.logits_budget < GROUP: return False
         lacking = self._short_of_pages
         if self.running and self._retry_in and lacking is not None and lacking[0] is seq:
             self._retry_in -= 1
             if self.pool.available < lacking[1]: return False
         pool, spare = self.pool, self.num_spare_pages + len(seq.branches) if self.running else 0
-        if (table := seq.table) is None: table = seq.table = pool.open(seq.tokens, seq.request.salt)
+        if (table := seq.table) is None:
+            table = seq.table = pool.open(seq.shareable_tokens, seq.request.salt)
         # after a failed step, pages pruned by the window may be cached
-        elif not (table.offloaded or table.pages): table.share(seq.tokens)
-        left = len(seq.tokens) - table.computed
-        whole, chunk = (padded(table.computed, each) for each in (left, plan.chunk_size(left)))
+        elif not (table.offloaded or table.pages): table.share(seq.shareable_tokens)
+        start, left = table.computed, len(seq.tokens) - table.computed
+        whole, chunk = (padded(start, each) for each in (left, plan.chunk_size(seq, start)))
         # a sliding window frees pages while the prompt is computed
         need = sum(each.num_missing_pages(whole if each.window is None else chunk) for each in table.groups)
         end = chunk if any(pool.windows) else whole
@@ -308,17 +344,19 @@ class Scheduler:
             samples: tuple[Sample, ...] = ()
             if end >= num_known:
                 if seq.matcher is None and end >= seq.min_length and not (drafts or seq.branches):
-                    samples = (make(Sample, (num_tokens - 1, seq.slot, end, None, seq.logprobs)),)
+                    samples = (make(Sample, (num_tokens - 1, seq.slot, end, None, seq.logprobs, None)),)
                 else: samples = self._samples(seq, start, num_tokens, plan)
                 seq.num_in_flight += 1
                 if seq.needs_sync: needs_sync = True
                 if seq.forking: forked.append(seq)
-            seqs.append(make(ScheduledSeq, (seq.slot, start, part, seq.block_table, samples)))
+            if seq.prompt_logprobs is not None: samples = self._prompt_samples(seq, start, end) + samples
+            seqs.append(make(ScheduledSeq, (seq.slot, start, part, seq.block_table, samples,
+                                            seq.adapter_slot)))
         started, self._started = self._started, []
         number = self.pool.batch
         batch = SchedulerOutput(tuple(seqs), self.pool.take_copies())
         return ScheduledStep(batch, list(plan.num_tokens), frozenset(drafts), started, forked, needs_sync,
-                             number)
+                             number, self.adapters.take_loads())
 
     def _samples(self, seq: Seq, start: int, num_tokens: int, plan: StepPlan) -> tuple[Sample, ...]:
         """The samples of a sequence whose last known token is computed: the next token; after a draft, one
@@ -332,9 +370,15 @@ class Scheduler:
         return tuple(self._sample(each, num_tokens - 1, end, next_mask(each))
                      for each in (seq, *seq.branches))
 
+    def _prompt_samples(self, seq: Seq, start: int, end: int) -> tuple[Sample, ...]:
+        """Samples for the log probabilities of prompt tokens."""
+        wanted, count = seq.logits_range(start, end), seq.request.params.prompt_logprobs
+        if wanted: seq.num_scored = wanted.stop
+        return tuple(make(Sample, (i - start, -1, i + 1, None, count, seq.tokens[i + 1])) for i in wanted)
+
     def _sample(self, seq: Seq, token_index: int, position: int, mask: np.ndarray | None) -> Sample:
         mask = self.masks.of(seq, position, mask) if position < seq.min_length else mask
-        return make(Sample, (token_index, seq.slot, position, mask, seq.logprobs))
+        return make(Sample, (token_index, seq.slot, position, mask, seq.logprobs, None))
 
 
 def next_mask(seq: Seq) -> np.ndarray | None:

@@ -10,7 +10,8 @@ A `slot` is a sequence's index on the device, below the maximum number of runnin
 for each slot what a later step needs before the host knows it: the token sampled last (a `ScheduledSeq`
 without `tokens` starts with it), and token counts for penalties. `Sample.slot` selects the sampling
 parameters, and the slot that keeps the token: after a fork, several samples read one token's logits, each for
-its own slot.
+its own slot. A sample with a `target` has slot −1: it is computed for the log probability of that token, and
+what it samples is dropped.
 
 Sequences with more than one new token are computed in groups of `GROUP` tokens. Their block table covers
 start + tokens, rounded up to whole groups from `start`. No token attends to what the padding writes, and it
@@ -27,30 +28,46 @@ import numpy as np
 from tinygrad_nv.kvcache.page_allocator import PageCopy
 
 GROUP = 8       # query tokens of one sequence that paged attention computes together
+# prompt tokens of a step whose logits are computed: 32 MiB of them with 128Ki tokens in the vocabulary
+PROMPT_LOGITS = 64
+
+
+def max_samples(max_seqs: int) -> int:
+    """Samples of a step: one for each sequence, and at least a group of prompt tokens or of drafts."""
+    return GROUP * max(2, max_seqs)
+
+
+def max_prompt_logits(max_seqs: int) -> int:
+    """Samples of a step that may be prompt tokens."""
+    return min(PROMPT_LOGITS, max_samples(max_seqs) - max_seqs)
 
 
 class Sample(NamedTuple):
     """A token to sample from the logits of the sequence's new token number `token_index`, for `slot`. The
     token will be at `position`, which together with the seed determines the sampling noise. `mask`, packed
     uint32 [⌈vocab / 32⌉], is a token mask: bit i % 32 of word i // 32 allows token i; None allows all.
-    `logprobs`: how many of the likeliest tokens to report besides the sampled one; None reports nothing."""
+    `logprobs`: how many of the likeliest tokens to report besides the sampled one; None reports nothing.
+    `target`: the token to report instead of the sampled one."""
     token_index: int
     slot: int
     position: int
     mask: np.ndarray | None = None
     logprobs: int | None = None
+    target: int | None = None
 
 
 class ScheduledSeq(NamedTuple):
     """The new tokens of a sequence in a step: `tokens` (empty: one, the slot's last sampled token) at
     positions start, start + 1, … `block_table` is the same object as long as the table does not change; with
-    several groups of layers it has their entries one group after the other, equally many of each. (A tuple,
-    as `Sample` is: a step creates one for each sequence, in half the time of a frozen dataclass.)"""
+    several groups of layers it has their entries one group after the other, equally many of each. `adapter`:
+    the slot of its adapter, −1 without one. (A tuple, as `Sample` is: a step creates one for each sequence,
+    in half the time of a frozen dataclass.)"""
     slot: int
     start: int
     tokens: Sequence[int]
     block_table: Sequence[int]
     samples: tuple[Sample, ...] = ()
+    adapter: int = -1
 
     @property
     def num_tokens(self) -> int:
@@ -77,8 +94,9 @@ class SchedulerOutput:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Natural log probabilities, from the model's logits before any filter: that of the sampled token
-    (`chosen`), its rank (1: the likeliest), and the likeliest tokens with theirs, best first."""
+    """Natural log probabilities, from the model's logits before any filter: that of the sampled token, or
+    of the target (`chosen`), its rank (1: the likeliest), and the likeliest tokens with theirs, best first.
+    """
     chosen: float
     rank: int
     top: tuple[tuple[int, float], ...] = ()
@@ -87,6 +105,6 @@ class Logprobs:
 @dataclass(frozen=True)
 class SamplerOutput:
     """Sampled tokens of a step, int32 [samples], in the order of the sequences and their samples; log
-    probabilities by sample number. A token ≥ vocab means that the logits were NaN."""
+    probabilities by sample number, none where the logits were NaN. A token ≥ vocab means the same."""
     tokens: np.ndarray
     logprobs: dict[int, Logprobs] = field(default_factory=dict)

@@ -19,8 +19,10 @@ Words = tuple[tuple[int, ...], ...]
 
 
 def word_tokens(tokenizer: Tokenizer, words: Iterable[str]) -> Words:
-    """The tokens of each word, at the start of a text and after a blank: both may follow in an output."""
-    found = [tuple(tokenizer.encode(text, special=False)) for word in words for text in (word, f" {word}")]
+    """The tokens of each word, at the start of a text and after a blank: both may follow in an output. Blanks
+    before a word are left out, as in vLLM."""
+    bare = [word.lstrip() for word in words]
+    found = [tuple(tokenizer.encode(text, special=False)) for word in bare for text in (word, f" {word}")]
     return tuple(dict.fromkeys(each for each in found if each))
 
 

@@ -41,7 +41,9 @@ class OutputProcessor:
         if reason is not None: del self.texts[chosen.index]
         tokens, logprobs = chosen.tokens[:num_used], chosen.logprobs[:num_used]
         found = tuple(map(self._token_logprobs, tokens, logprobs)) if logprobs else ()
-        return Delta(chosen.index, new_text, tokens, found, reason, stop, chosen.cached_tokens, chosen.error)
+        prompt = tuple(map(self._token_logprobs, self.prompt[1:], chosen.prompt_logprobs))
+        return Delta(chosen.index, new_text, tokens, found, reason, stop, chosen.cached_tokens, chosen.error,
+                     prompt)
 
     def _text(self) -> SequenceText:
         if self.tokenizer is None or not self.params.detokenize:

@@ -91,12 +91,16 @@ class Tokenizer:
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Ids of `text`, with the special tokens that the model expects around it unless `special` is False.
         """
+        self.require_utf8(text)
+        return list(self.backend.encode(text, add_special_tokens=special).ids)
+
+    def require_utf8(self, text: str) -> None:
+        """Raises `RequestError` for a text that is not."""
         try: text.encode()
         except UnicodeEncodeError as error:  # what Python makes of bytes on a command line that are not UTF-8
             raise RequestError(f"the prompt is not UTF-8: {text[error.start]!r} at character {error.start}",
                                "UTF-8 text", "correct the prompt's encoding, or pass token ids with "
                                "--prompt-ids") from error
-        return list(self.backend.encode(text, add_special_tokens=special).ids)
 
     def encode_truncated(self, text: str, most: int, side: str = "right") -> list[int]:
         """`encode`, cut off at the end, or at the beginning ("left"), so that there are at most `most` ids,
@@ -106,13 +110,31 @@ class Tokenizer:
         if len(own) + around > most: own.truncate(max(most - around, 0), direction=side)
         return list(self.backend.post_process(own).ids)[:most]
 
+    def encode_pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], list[int]]:
+        """Ids of two texts, and of which type each token is. Of more than `most` the longer text is cut off
+        first, token by token."""
+        for text in (first, second): self.require_utf8(text)
+        one, two = (self.backend.encode(text, add_special_tokens=False) for text in (first, second))
+        if most is not None:
+            room = max(0, most - self.backend.num_special_tokens_to_add(True))
+            own = min(len(one), max(room - len(two), -(-room // 2)))
+            one.truncate(own)
+            two.truncate(max(0, room - own))
+        made = self.backend.post_process(one, two)
+        return list(made.ids), list(made.type_ids)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`, special tokens left out unless `skip_special_tokens` is False."""
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def silent(self, token: int) -> bool:
         """Whether `decode` omits the token: it is special, or not in the vocabulary."""
-        return token in self._special_ids or self.unknown(token)
+        return token in self.special_ids or self.unknown(token)
+
+    def special_text(self, text: str) -> bool:
+        """Whether `text` is a special token, which `decode` omits."""
+        token = self.backend.token_to_id(text)
+        return token is not None and token in self.special_ids
 
     def unknown(self, token: int) -> bool:
         """Whether the token is not in the vocabulary."""
@@ -128,7 +150,8 @@ class Tokenizer:
         return self._texts[token]
 
     @cached_property
-    def _special_ids(self) -> frozenset[int]:
+    def special_ids(self) -> frozenset[int]:
+        """Ids of special tokens."""
         added = self.backend.get_added_tokens_decoder()
         return frozenset(token for token, entry in added.items() if entry.special)
 

@@ -1,6 +1,7 @@
 """Runs batches of texts through an embedding model, as captured steps.
 
-Protocol: `run(texts)` gives the pooled hidden states of one batch, float32 [texts, hidden]. Texts lie one
+Protocol: `run(texts)` gives the pooled hidden states of one batch, float32 [texts, hidden], and
+`run_tokens(texts)` those of all tokens, one array [tokens, hidden] for each text. Texts lie one
 after the other (models/packed.py), so the only padding is at the end, up to the next of `sizes`. `warm_up`
 captures every fourth power of two; another size is captured when no larger one can serve it, or when it has
 come often. One thread at a time.
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 from tinygrad import Tensor, dtypes
@@ -23,6 +23,19 @@ from tinygrad_nv.runtime.memory_pool import labelled
 SMALLEST = 8
 CAPTURE_AFTER = 8   # uses of a size before it is captured, if a larger captured one serves it
 MAX_PADDING = 4     # a larger size serves a batch if it has at most so many times its tokens
+
+
+class Pair(list[int]):
+    """Token ids of two texts; `types` are 0 for tokens of the first, and 1 for those of the second."""
+
+    def __init__(self, ids: Sequence[int], types: Sequence[int]) -> None:
+        super().__init__(ids)
+        self.types = types
+
+
+def token_types(text: Sequence[int]) -> np.ndarray:
+    """Of each token of a text, int32."""
+    return np.asarray(text.types if isinstance(text, Pair) else [0] * len(text), np.int32)
 
 
 def step_sizes(most: int) -> list[int]:
@@ -44,12 +57,21 @@ class EmbeddingRunner:
         self.max_tokens = max(max_tokens, model.length)
         self.sizes = step_sizes(self.max_tokens)
         self.steps: dict[int, _Step] = {}
+        self.token_steps: dict[int, _Step] = {}     # of `run_tokens`
         self.uses = Counter[int]()
 
     def run(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
         """Pooled hidden states of texts, which have at most `max_tokens` tokens together."""
         step = self._step(self._size(sum(map(len, texts))))
-        return step([np.asarray(text, np.int32) for text in texts])
+        return step(texts)[:len(texts)].copy()
+
+    def run_tokens(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Hidden states of each token."""
+        size = next(size for size in self.sizes if size >= sum(map(len, texts)))
+        if size not in self.token_steps:
+            self.token_steps[size] = _Step(self.model, size, self._seqs(size), every=True)
+        made = self.token_steps[size](texts).copy()
+        return np.split(made, np.cumsum([len(text) for text in texts]))[:len(texts)]
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Captures sizes that serve all batches. `progress(done, total)` is called for each."""
@@ -58,7 +80,7 @@ class EmbeddingRunner:
             wanted.insert(0, next(size for size in self.sizes if size * MAX_PADDING >= wanted[0]))
         for done, size in enumerate(wanted):
             progress(done, len(wanted))
-            self._step(size)([np.zeros(1, np.int32)])
+            self._step(size)([[0]])
         progress(len(wanted), len(wanted))
 
     def _size(self, tokens: int) -> int:
@@ -70,35 +92,44 @@ class EmbeddingRunner:
         return next((size for size in fitting if size in self.steps and size <= MAX_PADDING * best), best)
 
     def _step(self, size: int) -> _Step:
-        if size not in self.steps: self.steps[size] = _Step(self.model, size, min(size, self.max_seqs))
+        if size not in self.steps: self.steps[size] = _Step(self.model, size, self._seqs(size))
         return self.steps[size]
+
+    def _seqs(self, size: int) -> int: return min(size, self.max_seqs)
 
 
 class _Step:
     """The step of one size, with its inputs and outputs in memory."""
 
-    def __init__(self, model: EmbeddingModel, size: int, seqs: int) -> None:
+    def __init__(self, model: EmbeddingModel, size: int, seqs: int, every: bool = False) -> None:
         def ints(count: int) -> Tensor: return Tensor.empty(count, dtype=dtypes.int32, device=model.device)
         self.model, self.size, self.longest = model, size, min(size, model.length)
+        self.every = every
+        self.types: Tensor | None = None
         with labelled(ACTIVATIONS):
             self.tokens, self.positions, self.starts = ints(size), ints(size), ints(seqs + 1)
-            self.out = Tensor.empty(seqs, model.config.network.hidden_size, device=model.device)
-            for each in (self.tokens, self.positions, self.starts, self.out): allocate(each)
+            if model.config.typed: self.types = ints(size)
+            shape = size if every else seqs, model.config.network.hidden_size
+            self.out = Tensor.empty(*shape, device=model.device)
+            for each in (self.tokens, self.positions, self.types, self.starts, self.out):
+                if each is not None: allocate(each)
         self.captured = CapturedStep(self._compute, lambda: [self.out], model.device)
 
     def _compute(self) -> None:
-        made = self.model(self.tokens, self.positions, self.starts, self.longest)
+        made = self.model(self.tokens, self.positions, self.starts, self.longest, self.types, self.every)
         self.out.assign(made.cast(dtypes.float32)).realize()
 
-    def __call__(self, texts: Sequence[np.ndarray]) -> np.ndarray:
-        given = np.zeros((2, self.size), np.int32)
+    def __call__(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
+        given = np.zeros((3, self.size), np.int32)
+        arrays = [np.asarray(text, np.int32) for text in texts]
         starts = np.zeros(int(self.starts.shape[0]), np.int32)
         starts[1:len(texts) + 1] = np.cumsum([len(text) for text in texts])
         starts[len(texts) + 1:] = total = starts[len(texts)]
-        given[0, :total] = np.concatenate(texts)
-        given[1, :total] = np.concatenate([self.model.positions(text) for text in texts])
-        put = partial(write, offset=0)
-        for tensor, data in ((self.tokens, given[0]), (self.positions, given[1]), (self.starts, starts)):
-            put(tensor, data=data.data.cast("B"))
+        given[0, :total] = np.concatenate(arrays)
+        given[1, :total] = np.concatenate([self.model.positions(text) for text in arrays])
+        given[2, :total] = np.concatenate([token_types(text) for text in texts])
+        for tensor, data in ((self.tokens, given[0]), (self.positions, given[1]), (self.types, given[2]),
+                             (self.starts, starts)):
+            if tensor is not None: write(tensor, 0, data.data.cast("B"))
         self.captured()
-        return read(self.out, np.float32).reshape(self.out.shape)[:len(texts)].copy()
+        return read(self.out, np.float32).reshape(self.out.shape)

@@ -2,9 +2,10 @@
 
 Protocol: `OutputBuffer` owns the logits of the sampled positions, float32 [samples, vocab], and the sampled
 tokens, int32 [samples]. Each step with samples overwrites them. `deliver` queues the copies that a batch asks
-for behind its step, and sets a future's result: tokens, and log probabilities for samples that request them,
-from the unfiltered logits, in float64. On a device with a driver the copies go to page-locked memory, and a
-reader thread waits for them, so that the next step can be launched meanwhile.
+for behind its step, and sets a future's result: tokens, and log probabilities for samples that request them
+(of the sampled token, or of the sample's target), from the unfiltered logits, in float64. On a device with a
+driver the copies go to page-locked memory, and a reader thread waits for them, so that the next step can be
+launched meanwhile.
 
 `last_token(slot)` is the token that a slot sampled last, for a sequence that starts with it: if the previous
 step sampled it, its number on the device as −1 − number; else the token itself, which the host knows.
@@ -26,7 +27,8 @@ from tinygrad_nv.graphs.inputs import region
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Download, Event, HostMemory
 
-LogprobRequests = list[tuple[int, int]]     # sample numbers, and how many log probabilities each requests
+# sample numbers, how many log probabilities each requests, and the token if it is not the sampled one
+LogprobRequests = list[tuple[int, int, int | None]]
 
 
 class OutputBuffer:
@@ -53,6 +55,10 @@ class OutputBuffer:
         """The first sampled tokens."""
         return _view(self._tokens, (samples,), dtypes.int32)
 
+    def memory(self) -> dict[str, Buffer]:
+        """The regions on the device, by name."""
+        return {"tokens": self._tokens, **{f"logits_{count}": at for count, at in self._logits.items()}}
+
     def last_token(self, slot: int) -> int:
         """The token a slot sampled last, or −1 − its number on the device."""
         done, number = self._last[slot]
@@ -67,10 +73,11 @@ class OutputBuffer:
         """
         samples = [sample for seq in batch.seqs for sample in seq.samples]
         if samples: self._newest = done
-        for number, sample in enumerate(samples): self._last[sample.slot] = done, number
-        requested = [sample.logprobs for sample in samples]
-        count = len(requested)
-        wanted = [(i, number) for i, number in enumerate(requested) if number is not None]
+        for number, sample in enumerate(samples):
+            if sample.slot >= 0: self._last[sample.slot] = done, number
+        count = len(samples)
+        wanted = [(i, each.logprobs, each.target) for i, each in enumerate(samples)
+                  if each.logprobs is not None]
         opened = Device[self.device]
         if isinstance(opened, NVDevice):
             self._download(opened, count, size, wanted, done)
@@ -80,7 +87,7 @@ class OutputBuffer:
         if not wanted:
             done.set_result(SamplerOutput(tokens))
             return
-        rows = _words(self._logits[size], np.float32).reshape(-1, self.vocab_size)[[i for i, _ in wanted]]
+        rows = _words(self._logits[size], np.float32).reshape(-1, self.vocab_size)[[i for i, _, _ in wanted]]
         self._reader.submit(_finalize, done, tokens, rows, wanted)
 
     def _download(self, opened: NVDevice, count: int, size: int, wanted: LogprobRequests,
@@ -89,7 +96,7 @@ class OutputBuffer:
         first = -(-4 * max(1, count) // 256) * 256
         host, event = self._host_memory(opened, first + len(wanted) * row_bytes)
         if count: driver.submit(Download(host, 0, self._tokens._buf, 4 * count))
-        for k, (i, _) in enumerate(wanted):
+        for k, (i, _, _) in enumerate(wanted):
             source = self._logits[size]._buf + i * row_bytes
             driver.submit(Download(host, first + k * row_bytes, source, row_bytes))
         driver.record(event)
@@ -129,8 +136,9 @@ def _give_back(free: SimpleQueue[tuple[HostMemory, Event]]) -> None:
 def _finalize(done: Future[SamplerOutput], tokens: np.ndarray, rows: np.ndarray,
               wanted: LogprobRequests) -> None:
     try:
-        found = {i: logprobs(row, int(tokens[i]), num_logprobs)
-                 for row, (i, num_logprobs) in zip(rows, wanted, strict=True) if tokens[i] < rows.shape[1]}
+        found = {i: logprobs(row, int(tokens[i]) if target is None else target, num_logprobs)
+                 for row, (i, num_logprobs, target) in zip(rows, wanted, strict=True)
+                 if not np.isnan(row.max())}
         done.set_result(SamplerOutput(tokens, found))
     except BaseException as error: done.set_exception(error)
 

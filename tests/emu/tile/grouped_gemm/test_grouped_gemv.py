@@ -11,6 +11,7 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.assemble import assemble, find_program
 from tinygrad_nv.ptx.emulator.emulator import LATE
+from tinygrad_nv.tile.grouped_gemm.gemv.plan import candidates, cost
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedGemv
 from tinygrad_nv.tile.grouped_gemm.spec import ACTIVATIONS, GroupedGemmSpec
 from tinygrad_nv.tile.template import GPU
@@ -115,11 +116,13 @@ def layers(name: str, tokens: int) -> tuple[GroupedGemmSpec, GroupedGemmSpec]:
 @pytest.mark.sampled(2)
 @pytest.mark.skipif(find_program("ptxas") is None, reason="needs ptxas")
 @pytest.mark.parametrize("name", MODELS)
-def test_of_a_token_and_some_it_is_the_default_and_spills_nothing(name: str):
+def test_of_a_token_it_is_the_default_and_it_spills_nothing(name: str):
+    """Of several rows of a group an H100 takes less with tensor cores' other templates."""
+    assert isinstance(TABLE.choose(layers(name, 1)[0], GPU("sm_90a")), GroupedGemv)
+    assert not isinstance(TABLE.choose(layers(name, 8)[0], GPU("sm_90a")), GroupedGemv)
     for arch, tokens in (("sm_90a", 1), ("sm_80", 4), ("sm_90a", 8)):
         for spec in layers(name, tokens):
-            found = TABLE.choose(spec, GPU(arch))
-            assert isinstance(found, GroupedGemv)
+            found = min(candidates(spec, GPU(arch)), key=lambda s: cost(spec, s, GPU(arch)).seconds)
             assert TABLE.read("gpu", found.to_json()) == found
             resources = assemble(TABLE.build(spec, found, GPU(arch)).ptx, arch).kernels["grouped_gemv"]
             assert resources.spill_store_bytes == resources.spill_load_bytes == 0

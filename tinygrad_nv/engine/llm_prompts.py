@@ -1,0 +1,142 @@
+"""The part of `LLM` that makes requests of prompts: tokens, conversations, grammars.
+
+Protocol: `request(name, prompt, params)` is a checked `Request` for the core, `tokenize(prompt)` its token
+ids.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tinygrad_nv.engine.core import EngineCore
+from tinygrad_nv.engine.embedding.embedder import Embedder
+from tinygrad_nv.engine.lora.request import LoRARequest
+from tinygrad_nv.engine.lora.serving import ServedAdapters, with_adapter
+from tinygrad_nv.engine.prompts import ParsedPrompt, Prompt, flattened, parse, text_or_tokens
+from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.engine.scheduling.request import Matcher, Request, check_request
+from tinygrad_nv.engine.structured_output.matcher import GrammarCompiler
+from tinygrad_nv.engine.structured_output.token_rules import TokenRules, word_tokens
+from tinygrad_nv.engine.text.tokenizer import Message, Tokenizer, Tools
+from tinygrad_nv.engine.text.user_tokenizer import UserTokenizer
+from tinygrad_nv.errors import NVError, RequestError, TokenizerError
+from tinygrad_nv.models.config import ModelConfig
+
+
+class PromptMethods:
+    """What `LLM` does with prompts."""
+    directory: Path
+    embedder: Embedder | None
+    length: int
+    tokenizer: Tokenizer | None
+    tokenizer_error: NVError | None
+    config: ModelConfig
+    eos: tuple[int, ...]
+    defaults: SamplingParams
+    core: EngineCore
+    adapters: ServedAdapters | None
+    _seeds: Callable[[], int]
+
+    def tokenize(self, prompt: Prompt, truncate_prompt_tokens: int | None = None) -> list[int]:
+        """Token ids of a prompt, checked against the vocabulary and the context; with
+        `truncate_prompt_tokens` its last ones."""
+        if self.embedder is not None:
+            return self.embedder.encode(text_or_tokens(prompt), truncate_prompt_tokens)
+        parsed = parse(prompt)
+        limit = self.length - 1 if truncate_prompt_tokens == -1 else truncate_prompt_tokens
+        if parsed.messages is not None: parsed = self.conversation(parsed.messages)
+        if parsed.ids is not None: ids = parsed.ids if limit is None else parsed.ids[-limit:]
+        elif not parsed.text:
+            raise RequestError("the prompt is empty", "at least one character", "write a prompt")
+        elif limit is not None: ids = self.require_tokenizer().encode_truncated(parsed.text, limit, "left")
+        else:
+            self.require_tokenizer().require_fitting(parsed.text, self.length)
+            ids = self.require_tokenizer().encode(parsed.text)
+        if not ids:
+            raise RequestError("the prompt has no tokens", "at least one token id", "pass a longer prompt")
+        if bad := [i for i in ids if not 0 <= i < self.config.vocab_size]:
+            raise RequestError(f"token id {bad[0]} is not in the vocabulary",
+                               f"0 to {self.config.vocab_size - 1}", "use ids of this model's tokenizer")
+        if len(ids) >= self.length:
+            raise RequestError(f"the prompt has {len(ids)} tokens, the context holds {self.length}",
+                               f"at most {self.length - 1}, so that one can be added",
+                               "shorten the prompt or raise --max-model-len")
+        return ids
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises the error of loading it if there is none."""
+        if self.tokenizer is None: raise self.tokenizer_error or TokenizerError("no tokenizer")
+        return self.tokenizer
+
+    def get_tokenizer(self) -> UserTokenizer:
+        """The tokenizer, with transformers' names."""
+        return UserTokenizer(self.require_tokenizer(), str(self.directory), self.length)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` takes where it gets none: the model's own, and 256 tokens."""
+        return replace(self.defaults)
+
+    def encode_chat(self, messages: Sequence[Message], tools: Tools = (), /, **extra: Any) -> list[int]:
+        """Token ids of a conversation, through the model's chat template. `tools` and `extra` are variables
+        of the template."""
+        made = self.conversation(messages, tools, **extra)
+        self.require_tokenizer().require_fitting(made.text or "", self.length)
+        return self.tokenize(made)
+
+    def conversation(self, messages: Sequence[Message], tools: Tools = (), /, **extra: Any) -> ParsedPrompt:
+        """A conversation as a prompt: its text and token ids. Parts of a content are joined by new lines."""
+        self._require_generator()
+        text = self.require_tokenizer().render([*map(flattened, messages)], tools, **extra)
+        return ParsedPrompt(text, self.require_tokenizer().encode(text, special=False))
+
+    def _require_generator(self) -> None:
+        if self.embedder is None: return
+        raise RequestError(f"{self.directory} makes embeddings, and generates no text",
+                           "a causal language model", "call embed(prompts)")
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """The compiler and cache of structured output grammars."""
+        return GrammarCompiler(self.require_tokenizer(), self.config.vocab_size, self.eos)
+
+    def _require_more_than_ends(self, params: SamplingParams) -> None:
+        """Raises `RequestError` where only end tokens are allowed, and none may come before `min_tokens`."""
+        if params.allowed_token_ids is None or not params.min_tokens: return
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos)}
+        if {*params.allowed_token_ids} <= ends:
+            raise RequestError(f"min_tokens is {params.min_tokens}, and only end tokens are allowed",
+                               "a token that may come before", "allow more tokens, or set min_tokens to 0")
+
+    def matchers(self, params: SamplingParams) -> tuple[Matcher, ...]:
+        """A matcher for each answer if not every token may follow; compiling a new grammar takes up to
+        seconds. Raises `RequestError` for a grammar that cannot be enforced."""
+        if not params.masked: return ()
+        constraint = params.structured_outputs
+        made = [None if constraint is None else self.grammars.matcher(constraint) for _ in range(params.n)]
+        if params.allowed_token_ids is None and not params.bad_words: return tuple(filter(None, made))
+        words = word_tokens(self.require_tokenizer(), params.bad_words) if params.bad_words else ()
+        return tuple(TokenRules(self.config.vocab_size, self.eos, params.allowed_token_ids, words, each)
+                     for each in made)
+
+    def request(self, name: str, prompt: Prompt, params: SamplingParams | None = None,
+                priority: int = 0, matched: bool = True, lora_request: LoRARequest | None = None) -> Request:
+        """A checked request for the core; its parameters have a seed, and `matched` its matchers."""
+        self._require_generator()
+        params = self.defaults if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params of type {type(params).__name__}", "SamplingParams",
+                               "pass SamplingParams(…)")
+        params.require_vocabulary(self.config.vocab_size)
+        if params.stop: self.require_tokenizer()
+        self._require_more_than_ends(params)
+        params = replace(params, seed=self._seeds() if params.seed is None else params.seed)
+        parsed = parse(prompt)
+        if parsed.messages is not None: parsed = replace(self.conversation(parsed.messages), salt=parsed.salt)
+        made = Request(name, self.tokenize(parsed, params.truncate_prompt_tokens), params, priority,
+                       salt=parsed.salt.encode(errors="surrogatepass"), text=parsed.text)
+        check_request(made, self.core.config, self.length, self.config.vocab_size)
+        made = with_adapter(self.adapters, made, lora_request)
+        return replace(made, matchers=self.matchers(params)) if matched else made

@@ -1,0 +1,174 @@
+"""Requests of conversations: JSON objects to typed ones.
+
+Protocol: `chat(data, defaults, limits)` returns a `ChatRequest`. Other endpoints of conversations translate
+their requests to the fields of this one. What depends on the chat template (reasoning_effort, verbosity) is
+decided where it is rendered: conversation.py.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.server.errors import APIError, invalid
+from tinygrad_nv.server.fields import Fields, parse, unicode
+from tinygrad_nv.server.limits import RequestLimits
+from tinygrad_nv.server.protocol import TOP_LOGPROBS, Common, common_fields, require_unstored
+from tinygrad_nv.server.structured_output import call_schema
+from tinygrad_nv.server.tools import Tool, ToolChoice, legacy_choice, tool_choice, tool_list
+
+# reserved variables of chat templates
+OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt",
+                 "continue_final_message", "chat_template")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+VERBOSITIES = ("low", "medium", "high")
+
+
+@dataclass(frozen=True)
+class ChatRequest(Common):
+    """Of /v1/chat/completions. `extra` are further variables of the chat template, `template` stands for the
+    model's own. `continued`: the answer goes on with the last message. `legacy`: tools were given as
+    functions, and the call is returned as a function_call."""
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[Tool, ...]
+    choice: ToolChoice
+    extra: dict[str, Any] | None = None
+    effort: str | None = None
+    thinking: bool | None = None        # a switch of some templates
+    verbosity: str | None = None
+    template: str | None = None
+    continued: bool = False
+    generation_prompt: bool = True
+    legacy: bool = False
+    show_reasoning: bool = True
+
+
+def chat(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) -> ChatRequest:
+    """A request of /v1/chat/completions. Without `max_completion_tokens` or `max_tokens`, an answer may fill
+    the context."""
+    fields = Fields(data)
+    messages = tuple(_message(item, at) for at, item in enumerate(_messages(fields)))
+    tools = tool_list(fields)
+    legacy = "functions" in fields.left or "function_call" in fields.left
+    tools, choice = legacy_choice(fields, tools) if legacy else (tools, tool_choice(fields, tools))
+    logprobs, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, TOP_LOGPROBS)
+    if top is not None and not logprobs:
+        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+    limits_given = [fields.whole("max_completion_tokens", 1), fields.whole("max_tokens", 1)]
+    most = min((limit for limit in limits_given if limit is not None), default=None)
+    turn = _turn(fields, messages)
+    given = {"max_tokens": most, "logprobs": (top or 0) if logprobs else None}
+    common = common_fields(fields, defaults, limits, 1, given, call_schema(tools, choice))
+    # a stop string within its arguments would truncate a tool call
+    if choice.forced: common = replace(common, params=replace(common.params, stop=(), stop_token_ids=()))
+    require_unstored(fields)
+    _prediction(fields)
+    fields.as_usual({"modalities": ["text"], "echo": False, "add_special_tokens": False})
+    fields.finish()
+    return ChatRequest(**vars(common), **turn, messages=messages, tools=tools, choice=choice, legacy=legacy)
+
+
+def _turn(fields: Fields, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The fields that are about the chat template."""
+    extra = fields.object("chat_template_kwargs") or {}
+    if own := [name for name in OWN_VARIABLES if name in extra]:
+        raise invalid(f"chat_template_kwargs has {own[0]}, which the server sets; to fix: "
+                      "leave it out", "chat_template_kwargs")
+    continued = fields.flag("continue_final_message")
+    begins = fields.flag("add_generation_prompt", not continued)
+    if continued and begins:
+        raise invalid("continue_final_message and add_generation_prompt are both true: the answer goes on "
+                      "with "
+                      "the last message or begins a new one; to fix: set add_generation_prompt to false",
+                      "continue_final_message")
+    if continued and messages[-1]["role"] != "assistant":
+        raise invalid(f"continue_final_message, and the last message's role is {messages[-1]['role']!r}, "
+                      "expected 'assistant'; to fix: end messages with the text to go on with",
+                      "continue_final_message")
+    return {"extra": extra, "continued": continued, "generation_prompt": begins,
+            "template": fields.text("chat_template"), "effort": fields.one_of("reasoning_effort", EFFORTS),
+            "verbosity": fields.one_of("verbosity", VERBOSITIES),
+            "show_reasoning": fields.flag("include_reasoning", True)}
+
+
+def _prediction(fields: Fields) -> None:
+    """Predicted content: it could make an answer faster, and changes none."""
+    given = fields.object("prediction")
+    if given is None: return
+    inner = Fields(given, "prediction")
+    if (kind := inner.text("type")) != "content":
+        raise invalid(f"prediction.type is {kind!r}, expected 'content'", "prediction.type")
+    _content(inner, may_lack=False)
+    inner.finish()
+
+
+def _messages(fields: Fields) -> Sequence[dict[str, Any]]:
+    messages = fields.objects("messages")
+    if messages is None: raise invalid("messages is missing, expected a list", "messages", "missing_field")
+    if not messages: raise invalid("messages is empty, expected at least one message", "messages")
+    return messages
+
+
+def _message(data: dict[str, Any], at: int) -> dict[str, Any]:
+    """A message for the chat template: role, content as one string, tool calls with parsed arguments."""
+    fields = Fields(data, f"messages[{at}]")
+    role = fields.text("role")
+    if role not in (roles := ("system", "developer", "user", "assistant", "tool", "function")):
+        raise invalid(f"{fields.path('role')} is {role!r}, expected one of {', '.join(roles)}",
+                      fields.path("role"))
+    calls = fields.objects("tool_calls")
+    if (function := fields.object("function_call")) is not None:
+        calls = [*(calls or ()), {"function": function}]
+    content = _content(fields, may_lack=role == "assistant")
+    out: dict[str, Any] = {"role": {"developer": "system", "function": "tool"}.get(role, role),
+                           "content": content}
+    if calls: out["tool_calls"] = [_call(item, f"{fields.path('tool_calls')}[{i}]")
+                                   for i, item in enumerate(calls)]
+    for name in ("name", "tool_call_id"):
+        if (value := fields.text(name)) is not None: out[name] = value
+    thoughts = [fields.text("reasoning"), fields.text("reasoning_content")]
+    if reasoning := next(filter(None, thoughts), None):
+        out |= dict.fromkeys(("reasoning", "reasoning_content"), reasoning)
+        # the name in the template of gpt-oss, which takes one of content and thinking before a call
+        if not (calls and content): out["thinking"] = reasoning
+    # fields of an earlier response, sent back unchanged
+    fields.ignore(["refusal", "audio", "annotations"])
+    fields.finish()
+    return out
+
+
+def _content(fields: Fields, may_lack: bool) -> str:
+    """A string, or parts of type text, which are joined by new lines, as `LLM.chat` joins them."""
+    value, path = fields.take("content"), fields.path("content")
+    if value is None:
+        if may_lack: return ""
+        raise invalid(f"{path} is missing, expected a string or a list of parts", path, "missing_field")
+    if isinstance(value, str): return unicode(value, path)
+    if not isinstance(value, list): raise fields.wrong("content", value, "a string or a list of parts")
+    texts = []
+    for i, part in enumerate(value):
+        if not isinstance(part, dict): raise fields.wrong(f"content[{i}]", part, "an object")
+        if part.get("type") not in ("text", "input_text", "output_text"):
+            raise invalid(f"{path}[{i}].type is {str(part.get('type'))[:40]!r}, expected 'text': the model "
+                          "reads nothing else", f"{path}[{i}].type", "unsupported")
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise invalid(f"{path}[{i}].text is missing, expected a string", f"{path}[{i}].text")
+        texts.append(unicode(text, f"{path}[{i}].text"))
+    return "\n".join(texts)
+
+
+def _call(data: dict[str, Any], path: str) -> dict[str, Any]:
+    """A tool call of an earlier turn. Templates write arguments as JSON themselves: they get the object."""
+    fields = Fields(data, path)
+    function = Fields(fields.object("function") or {}, f"{path}.function")
+    name, arguments = function.text("name"), function.take("arguments")
+    if not name: raise invalid(f"{path}.function.name is missing, expected a string", f"{path}.function.name")
+    if isinstance(arguments, str) and arguments:
+        try: arguments = parse(arguments.encode())
+        except (APIError, UnicodeEncodeError) as error:
+            raise invalid(f"{path}.function.arguments is no JSON object: {error}",
+                          f"{path}.function.arguments") from error
+    return {"id": fields.text("id") or "", "type": "function",
+            "function": {"name": name, "arguments": arguments or {}}}

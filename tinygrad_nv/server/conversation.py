@@ -1,0 +1,180 @@
+"""What the endpoints of conversations share: from a `ChatRequest` to parsed answers.
+
+Protocol: `Conversation.of(service, request)` renders the chat template and chooses the parsers; it raises
+`APIError` for what the template or the parsers cannot do. `Conversation.run(record)` yields an `Update` for
+each delta of the engine: its choice, and the reasoning, content and tool calls in it.
+
+An answer that a schema, a regular expression or a grammar constrains has no reasoning: the constraint holds
+from its first token on.
+"""
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tinygrad_nv.engine.outputs import Delta
+from tinygrad_nv.engine.text.tokenizer import Tokenizer
+from tinygrad_nv.server.chat_protocol import ChatRequest
+from tinygrad_nv.server.errors import invalid
+from tinygrad_nv.server.parsers.forced import CallList, NamedCall
+from tinygrad_nv.server.parsers.parser import CallDelta, Content, Event, Parser, Reasoning, joined
+from tinygrad_nv.server.parsers.table import NONE, Answer, answer_parser, markers
+from tinygrad_nv.server.record import Record
+from tinygrad_nv.server.service import Service
+
+# tokens at the end of the prompt that may have the first marker of reasoning
+TAIL_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Update:
+    """What choice `at` gained with `delta`."""
+    at: int
+    delta: Delta
+    events: list[Event]
+    finish_reason: str | None
+
+    @property
+    def reasoning(self) -> str:
+        """Its reasoning."""
+        return "".join(each.text for each in self.events if isinstance(each, Reasoning))
+
+    @property
+    def content(self) -> str:
+        """Its content."""
+        return "".join(each.text for each in self.events if isinstance(each, Content))
+
+    @property
+    def calls(self) -> list[CallDelta]:
+        """Its tool calls."""
+        return [each for each in self.events if isinstance(each, CallDelta)]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A request whose prompt is rendered."""
+    service: Service
+    request: ChatRequest
+    model: str
+    prompt: list[int]
+    answer: Answer
+    reasoning: str
+    tools: str
+
+    @staticmethod
+    async def of(service: Service, request: ChatRequest) -> Conversation:
+        """See above."""
+        service.require_generator()
+        model, tokenizer = service.require_name(request.model), service.require_tokenizer()
+        template = _template(service, request, tokenizer)
+        extra = {**_variables(request, template), **(request.extra or {})}
+        offered = () if request.choice.mode == "none" else request.tools
+        if request.template is not None: extra["chat_template"] = request.template
+        if request.continued: extra["continue_final_message"] = True
+        if not request.generation_prompt: extra["add_generation_prompt"] = False
+        size = sum(len(message["content"]) for message in request.messages)
+        prompt = await service.aside(size,
+                                     lambda: service.model.encode_chat(request.messages, offered, **extra))
+        names = service.parsers.named(template)
+        if request.params.structured_outputs is not None: names = NONE, names[1]
+        if request.choice.mode == "auto": service.parsers.require_auto()
+        prefix = request.messages[-1]["content"] if request.continued \
+            else tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False)
+        schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in offered}
+        if any(map(tokenizer.special_text, markers(*names) if schemas else markers(names[0], NONE))):
+            request = replace(request, params=replace(request.params, skip_special_tokens=False))
+        return Conversation(service, request, model, prompt, Answer(prefix, request.continued, schemas),
+                            *names)
+
+    def call_id(self) -> str:
+        """An id for a tool call: Mistral's templates take 9 letters or digits."""
+        return secrets.token_hex(5)[:9] if self.tools == "mistral" else f"call_{secrets.token_hex(12)}"
+
+    async def run(self, record: Record) -> AsyncGenerator[Update, None]:
+        """The answer as it is generated. Counts the tokens of reasoning."""
+        readers: dict[int, Reader] = {}
+        request = self.request
+        record.model = self.model
+        async for at, delta in self.service.run([self.prompt], request.params, request.priority, record,
+                                                request.salt):
+            if at not in readers: readers[at] = Reader(self._parser(), self.service.require_tokenizer())
+            reader = readers[at]
+            before = reader.reasoning_tokens
+            events = reader.push(delta)
+            record.reasoning_tokens += reader.reasoning_tokens - before
+            yield Update(at, delta, [*self._wanted(events)], reader.reason(delta))
+
+    def _parser(self) -> Parser:
+        choice = self.request.choice
+        if choice.mode == "named": return NamedCall(choice.name)
+        if choice.mode == "required": return CallList()
+        return answer_parser(self.reasoning, self.tools, self.answer)
+
+    def _wanted(self, events: Iterable[Event]) -> Iterable[Event]:
+        for event in events:
+            if isinstance(event, CallDelta) and event.index and not self.request.choice.several: continue
+            if isinstance(event, Reasoning) and not self.request.show_reasoning: continue
+            yield event
+
+
+class Reader:
+    """One choice in progress."""
+
+    def __init__(self, parser: Parser, tokenizer: Tokenizer) -> None:
+        self.parser, self.tokenizer = parser, tokenizer
+        self.reasoning_tokens, self.called = 0, False
+
+    def push(self, delta: Delta) -> list[Event]:
+        """The events of a delta. Markers of reasoning count as reasoning."""
+        events: list[Event] = []
+        for text, count in self._pieces(delta):
+            before = self.parser.reasoning
+            events += self.parser.feed(text)
+            if before or self.parser.reasoning: self.reasoning_tokens += count
+        if delta.finish_reason is not None: events += self.parser.flush()
+        self.called = self.called or any(isinstance(event, CallDelta) for event in events)
+        return joined(events)
+
+    def reason(self, delta: Delta) -> str | None:
+        """The finish reason, "tool_calls" for a finished answer with calls."""
+        return "tool_calls" if delta.finish_reason == "stop" and self.called else delta.finish_reason
+
+    def _pieces(self, delta: Delta) -> list[tuple[str, int]]:
+        """Its text token by token, where texts of tokens add up to it."""
+        if len(delta.tokens) > 1:
+            texts = [self.tokenizer.token_text(token) for token in delta.tokens]
+            if "".join(texts) == delta.text: return [(text, 1) for text in texts]
+        return [(delta.text, len(delta.tokens))]
+
+
+def _template(service: Service, request: ChatRequest, tokenizer: Tokenizer) -> str:
+    if request.template is None: return tokenizer.template or ""
+    if service.parsers.trust_request_template: return request.template
+    raise invalid("a template from a request is not run; to fix: start the server with --chat-template, or "
+                  "with "
+                  "--trust-request-chat-template", "chat_template", "unsupported")
+
+
+def _variables(request: ChatRequest, template: str) -> dict[str, Any]:
+    """Variables of the template for reasoning and verbosity."""
+    out: dict[str, Any] = {}
+    if request.thinking is not None and "enable_thinking" in template:
+        out["enable_thinking"] = request.thinking
+    if (effort := request.effort) is not None:
+        switches = [name for name in ("reasoning_effort", "enable_thinking") if name in template]
+        if "reasoning_effort" in switches: out["reasoning_effort"] = effort
+        if "enable_thinking" in switches: out["enable_thinking"] = effort != "none"
+        if not switches:
+            raise invalid(f"reasoning_effort is {effort!r}, and the chat template has neither "
+                          "reasoning_effort "
+                          "nor enable_thinking: this model's reasoning has no switch; to fix: leave it out",
+                          "reasoning_effort", "unsupported")
+    if request.verbosity is not None:
+        if "verbosity" in template: out["verbosity"] = request.verbosity
+        elif request.verbosity != "medium":
+            raise invalid(f"verbosity is {request.verbosity!r}, and the chat template has no such variable; "
+                          "to fix: leave it out, and ask for the length in a message", "verbosity",
+                          "unsupported")
+    return out

@@ -1,0 +1,200 @@
+"""Requests of /v1/messages, as requests of a conversation.
+
+Protocol: `message_request(data, defaults, limits)` reads the fields of Anthropic's Messages API, and
+translates content blocks: text, thinking, tool_use and tool_result. Neighbours of one role become one
+message. A last message of the assistant is gone on with (prefill).
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.server.chat_protocol import EFFORTS, ChatRequest, chat
+from tinygrad_nv.server.errors import invalid
+from tinygrad_nv.server.fields import Fields, unicode
+from tinygrad_nv.server.limits import RequestLimits
+from tinygrad_nv.server.protocol import STOPS
+
+# fields that mean the same as in /v1/chat/completions
+SHARED = ("model", "stream", "top_k", "min_p", "repetition_penalty", "seed", "stop_token_ids", "ignore_eos",
+          "priority", "cache_salt", "structured_outputs", "chat_template_kwargs")
+THINKING = ("enabled", "adaptive", "disabled")
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def message_request(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits,
+                    counted: bool = False) -> ChatRequest:
+    """A request of /v1/messages; with `counted` of /v1/messages/count_tokens, which has no max_tokens."""
+    fields = Fields(data)
+    asked: dict[str, Any] = {name: fields.take(name) for name in SHARED}
+    most = fields.whole("max_tokens", 1)
+    if most is None and not counted:
+        raise invalid("max_tokens is missing, expected a whole number ≥ 1", "max_tokens", "missing_field")
+    messages = [*_system(fields), *_messages(fields)]
+    continued = messages[-1]["role"] == "assistant"
+    asked |= {"messages": messages, "max_tokens": most, "stop": list(fields.texts("stop_sequences", STOPS))
+              or None,
+              "temperature": fields.number("temperature", 0, 1), "top_p": fields.number("top_p", 0, 1),
+              **_tools(fields), **_output(fields)}
+    if continued: asked |= {"continue_final_message": True, "add_generation_prompt": False}
+    thinking = _thinking(fields, most)
+    metadata = Fields(fields.object("metadata") or {}, "metadata")
+    metadata.text("user_id")
+    metadata.finish()
+    fields.one_of("service_tier", ("auto", "standard_only"))
+    fields.ignore(["cache_control"])        # prompts with equal prefixes share pages anyway
+    fields.finish()
+    request = chat({name: value for name, value in asked.items() if value is not None}, defaults, limits)
+    return replace(request, thinking=thinking, show_reasoning=thinking is not False)
+
+
+# **** fields ****
+
+def _thinking(fields: Fields, most: int | None) -> bool | None:
+    """Whether the model reasons, if the request says so. A budget is checked; the engine bounds the whole
+    answer alone."""
+    given = fields.object("thinking")
+    if given is None: return None
+    inner = Fields(given, "thinking")
+    kind = inner.one_of("type", THINKING)
+    if kind is None: raise invalid(f"thinking.type is missing, expected one of {', '.join(THINKING)}",
+                                   "thinking.type", "missing_field")
+    inner.whole("budget_tokens", 1, None if most is None else max(most - 1, 1))
+    inner.one_of("display", ("summarized", "full", "omitted"))
+    inner.finish()
+    return kind != "disabled"
+
+
+def _tools(fields: Fields) -> dict[str, Any]:
+    made = []
+    for at, each in enumerate(fields.objects("tools") or []):
+        inner = Fields(each, f"tools[{at}]")
+        if (kind := inner.text("type")) not in (None, "custom"):
+            raise invalid(f"tools[{at}].type is {kind[:60]!r}, expected 'custom': the server runs no tools "
+                          "of its "
+                          "own", f"tools[{at}].type", "unsupported")
+        schema = inner.object("input_schema")
+        if schema is None: raise invalid(f"tools[{at}].input_schema is missing, expected a JSON schema",
+                                         f"tools[{at}].input_schema", "missing_field")
+        function = {"name": inner.take("name"), "description": inner.text("description"),
+                    "parameters": schema}
+        inner.flag("strict")
+        inner.ignore(["cache_control"])
+        inner.finish()
+        made.append({"type": "function", "function": {k: v for k, v in function.items() if v is not None}})
+    given = fields.object("tool_choice")
+    if given is None: return {"tools": made or None}
+    inner = Fields(given, "tool_choice")
+    kind, name = inner.one_of("type", (*CHOICES, "tool")), inner.text("name")
+    several = not inner.flag("disable_parallel_tool_use")
+    inner.finish()
+    named = {"type": "function", "function": {"name": name}}
+    return {"tools": made or None, "tool_choice": named if kind == "tool" else CHOICES.get(kind or "auto"),
+            "parallel_tool_calls": several}
+
+
+def _output(fields: Fields) -> dict[str, Any]:
+    """output_config: the effort, and the schema of the answer."""
+    inner = Fields(fields.object("output_config") or {}, "output_config")
+    effort, given = inner.one_of("effort", EFFORTS), inner.object("format")
+    inner.finish()
+    if given is None: return {"reasoning_effort": effort}
+    about = Fields(given, "output_config.format")
+    about.one_of("type", ("json_schema",))
+    schema = about.object("schema")
+    about.finish()
+    if schema is None: raise invalid("output_config.format.schema is missing, expected a JSON schema",
+                                     "output_config.format.schema", "missing_field")
+    return {"reasoning_effort": effort,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}}
+
+
+# **** messages ****
+
+def _system(fields: Fields) -> list[dict[str, Any]]:
+    value = fields.take("system")
+    if value is None: return []
+    if isinstance(value, str): return [{"role": "system", "content": unicode(value, "system")}]
+    blocks = _blocks(value, "system")
+    return [{"role": "system", "content": "\n".join(_text(each) for each in blocks)}]
+
+
+def _messages(fields: Fields) -> list[dict[str, Any]]:
+    given = fields.objects("messages")
+    if given is None: raise invalid("messages is missing, expected a list", "messages", "missing_field")
+    if not given: raise invalid("messages is empty, expected at least one message", "messages")
+    out: list[dict[str, Any]] = []
+    for at, each in enumerate(given):
+        inner = Fields(each, f"messages[{at}]")
+        role, path = inner.one_of("role", ("user", "assistant")), inner.path("content")
+        content = inner.take("content")
+        inner.finish()
+        if role is None: raise invalid(f"messages[{at}].role is missing, expected user or assistant",
+                                       f"messages[{at}].role", "missing_field")
+        blocks = [Fields({"type": "text", "text": content}, path)] if isinstance(content, str) \
+            else _blocks(content, path)
+        for block in blocks: _add(block, role, out)
+        if not blocks: raise invalid(f"{path} is empty, expected at least one block", path)
+    return out
+
+
+def _blocks(value: Any, path: str) -> list[Fields]:
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise invalid(f"{path} is neither a string nor a list of blocks", path)
+    return [Fields(each, f"{path}[{at}]") for at, each in enumerate(value)]
+
+
+def _add(block: Fields, role: str, out: list[dict[str, Any]]) -> None:
+    """Adds a block to the conversation."""
+    kind = block.left.get("type")
+    if kind == "tool_result" and role == "user":
+        out.append(_result(block))
+        return
+    if not out or out[-1]["role"] != role: out.append({"role": role, "content": ""})
+    last = out[-1]
+    if kind == "text": last["content"] += ("\n" if last["content"] else "") + _text(block)
+    elif kind == "tool_use" and role == "assistant": last.setdefault("tool_calls", []).append(_use(block))
+    elif kind == "thinking" and role == "assistant":
+        last["reasoning"] = last.get("reasoning", "") + (block.text("thinking") or "")
+    elif kind != "redacted_thinking":
+        expected = "text or tool_result" if role == "user" else "text, thinking or tool_use"
+        raise invalid(f"{block.path('type')} is {str(kind)[:40]!r}, expected {expected}: the model reads "
+                      "nothing "
+                      "else", block.path("type"), "unsupported")
+
+
+def _text(block: Fields) -> str:
+    kind, text = block.take("type"), block.text("text")
+    if kind != "text": raise invalid(f"{block.path('type')} is {str(kind)[:40]!r}, expected 'text': the "
+                                     "model "
+                                     "reads nothing else", block.path("type"), "unsupported")
+    if text is None: raise invalid(f"{block.path('text')} is missing, expected a string", block.path("text"),
+                                   "missing_field")
+    block.ignore(["cache_control", "citations"])
+    block.finish()
+    return text
+
+
+def _use(block: Fields) -> dict[str, Any]:
+    """A call of an earlier turn."""
+    block.ignore(["type", "cache_control", "caller"])
+    name, given, call = block.text("name"), block.object("input"), block.text("id")
+    block.finish()
+    if not name: raise invalid(f"{block.path('name')} is missing, expected a string", block.path("name"),
+                               "missing_field")
+    return {"id": call, "type": "function", "function": {"name": name, "arguments": given or {}}}
+
+
+def _result(block: Fields) -> dict[str, Any]:
+    """The result of a tool."""
+    block.ignore(["type", "cache_control"])
+    name, content, path = block.text("tool_use_id"), block.take("content"), block.path("content")
+    failed = block.flag("is_error")
+    block.finish()
+    if not name: raise invalid(f"{block.path('tool_use_id')} is missing, expected a string",
+                               block.path("tool_use_id"), "missing_field")
+    texts: Sequence[str] = [unicode(content, path)] if isinstance(content, str) else \
+        [_text(each) for each in _blocks(content or [], path)]
+    return {"role": "tool", "tool_call_id": name, "content": ("Error: " if failed else "") + "\n".join(texts)}

@@ -1,0 +1,152 @@
+"""POST /v1/responses, and the responses that are kept.
+
+    POST   /v1/responses                    a response, streamed with typed events, or in the background
+    GET    /v1/responses/{id}               as it is now
+    GET    /v1/responses/{id}/input_items   what it was asked
+    POST   /v1/responses/{id}/cancel        ends one in the background
+    DELETE /v1/responses/{id}
+
+Protocol: a response is kept unless `store` is false, and later requests go on with it by
+`previous_response_id`. A response in the background is answered at once, and has its answer when it is
+complete.
+"""
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from tinygrad_nv.errors import RequestError
+from tinygrad_nv.server.chat_protocol import ChatRequest
+from tinygrad_nv.server.conversation import Conversation
+from tinygrad_nv.server.errors import APIError, internal, invalid
+from tinygrad_nv.server.log import LOG
+from tinygrad_nv.server.record import Record
+from tinygrad_nv.server.response_events import ResponseBuilder
+from tinygrad_nv.server.response_store import Stored
+from tinygrad_nv.server.responses_request import ResponseRequest, messages_of, response_request
+from tinygrad_nv.server.service import Service
+from tinygrad_nv.server.sse import Chunks, Typed, streamed, until_disconnect
+
+
+async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
+    """The response to a request with body `data`."""
+    service.require_generator()
+    parsed = response_request(data, service.responses, service.model.defaults, service.limits)
+    chat = await _fitted(service, parsed.chat) if parsed.truncate else parsed.chat
+    conversation = await Conversation.of(service, chat)
+    record.stream = parsed.chat.stream
+    builder = ResponseBuilder(record.id, conversation, parsed)
+    events = _events(service, conversation, builder, parsed, record)
+    if parsed.background: return _in_background(service, builder, parsed, events)
+    if parsed.chat.stream: return await streamed(request, events, record, Typed(builder.failed))
+    return await until_disconnect(request, _whole(events, builder))
+
+
+async def _events(service: Service, conversation: Conversation, builder: ResponseBuilder,
+                  parsed: ResponseRequest, record: Record) -> Chunks:
+    begun, reason = False, None
+    async for update in conversation.run(record):
+        # not before the engine has taken the request
+        for event in () if begun else builder.begin(): yield event
+        begun, reason = True, update.finish_reason
+        for event in builder.push(update): yield event
+    last = builder.finish(reason, record)
+    if parsed.store: service.responses.put(_stored(builder, parsed))
+    for event in last: yield event
+
+
+async def _whole(events: Chunks, builder: ResponseBuilder) -> Response:
+    async for _ in events: pass
+    return JSONResponse(builder.response)
+
+
+def _stored(builder: ResponseBuilder, parsed: ResponseRequest) -> Stored:
+    return Stored(builder.response, parsed.items, [*parsed.messages, *messages_of(builder.output)])
+
+
+def _in_background(service: Service, builder: ResponseBuilder, parsed: ResponseRequest,
+                   events: Chunks) -> Response:
+    async def run() -> None:
+        service.active += 1
+        try:
+            async for _ in events: pass
+        except asyncio.CancelledError: builder.response["status"] = "cancelled"
+        except APIError as error: builder.failed(error)
+        except Exception:
+            LOG.exception("internal_error id=%s", builder.response["id"])
+            builder.failed(internal())
+        finally:
+            await events.aclose()
+            service.active -= 1
+
+    shown = {**builder.response, "status": "queued"}
+    stored = _stored(builder, parsed)
+    stored.task = asyncio.ensure_future(run())
+    service.responses.put(stored)
+    return JSONResponse(shown)
+
+
+async def _fitted(service: Service, request: ChatRequest) -> ChatRequest:
+    """`request` without so many of its oldest messages that the prompt fits: instructions stay, and the last
+    message."""
+    system = [each for each in request.messages if each["role"] == "system"]
+    others = [each for each in request.messages if each["role"] != "system"]
+    tokenizer, length = service.require_tokenizer(), service.model.length
+
+    def fits(dropped: int) -> bool:
+        text = tokenizer.render([*system, *others[dropped:]], request.tools, **(request.extra or {}))
+        try: tokenizer.require_fitting(text, length)
+        except RequestError: return False
+        return len(tokenizer.encode(text, special=False)) < length
+
+    def search() -> int:
+        low, high = 0, max(len(others) - 1, 0)
+        while low < high:
+            middle = (low + high) // 2
+            if fits(middle): high = middle
+            else: low = middle + 1
+        return low
+
+    dropped = await service.aside(sum(len(each["content"]) for each in others), search)
+    # a result without its call
+    while dropped < len(others) - 1 and others[dropped]["role"] == "tool": dropped += 1
+    return replace(request, messages=(*system, *others[dropped:])) if dropped else request
+
+
+# **** responses that are kept ****
+
+async def retrieve(service: Service, name: str) -> Response:
+    """The response as it is now."""
+    return JSONResponse(service.responses.get(name).response)
+
+
+async def input_items(service: Service, name: str) -> Response:
+    """Its input items, the newest first."""
+    items = service.responses.get(name).items[::-1]
+    return JSONResponse({"object": "list", "data": items, "first_id": items[0]["id"],
+                         "last_id": items[-1]["id"], "has_more": False})
+
+
+async def cancel(service: Service, name: str) -> Response:
+    """Ends a response in the background."""
+    stored = service.responses.get(name)
+    if stored.task is None:
+        raise invalid(f"the response {name!r} does not run in the background, expected one that was asked "
+                      "for "
+                      "with background true")
+    stored.task.cancel()
+    await asyncio.gather(stored.task, return_exceptions=True)
+    # one that was cancelled before it ran
+    if stored.response["status"] == "in_progress": stored.response["status"] = "cancelled"
+    return JSONResponse(stored.response)
+
+
+async def delete(service: Service, name: str) -> Response:
+    """Forgets a response."""
+    service.responses.get(name)
+    service.responses.drop(name)
+    return JSONResponse({"id": name, "object": "response", "deleted": True})

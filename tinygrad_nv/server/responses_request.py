@@ -1,0 +1,244 @@
+"""Requests of /v1/responses, as requests of a conversation.
+
+Protocol: `response_request(data, store, defaults, limits)` reads the fields of OpenAI's Responses API, and
+translates input items to messages: a message, a function_call, a function_call_output and a reasoning item,
+of which neighbours of the assistant become one message. Fields that completions have too are passed on.
+"""
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.server.chat_protocol import EFFORTS, VERBOSITIES, ChatRequest, chat
+from tinygrad_nv.server.errors import invalid
+from tinygrad_nv.server.fields import Fields, unicode
+from tinygrad_nv.server.limits import RequestLimits
+from tinygrad_nv.server.protocol import TOP_LOGPROBS
+from tinygrad_nv.server.response_store import ResponseStore
+
+# fields that mean the same as in /v1/chat/completions
+SHARED = ("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+          "frequency_penalty", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "logit_bias",
+          "include_stop_str_in_output", "skip_special_tokens", "bad_words", "allowed_token_ids", "priority",
+          "cache_salt", "structured_outputs", "chat_template_kwargs", "parallel_tool_calls", "user",
+          "safety_identifier", "prompt_cache_key", "metadata", "service_tier", "stream")
+LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+ROLES = ("user", "assistant", "system", "developer")
+# fields that are in a response as they were in its request, with their defaults
+SHOWN: dict[str, Any] = {"instructions": None, "max_output_tokens": None, "metadata": {},
+                         "parallel_tool_calls": True,
+         "previous_response_id": None, "store": True, "temperature": None, "tool_choice": "auto", "tools": [],
+         "top_logprobs": 0, "top_p": None, "truncation": "disabled", "user": None, "background": False}
+
+
+@dataclass(frozen=True)
+class ResponseRequest:
+    """`items`: the input items; `messages`: the conversation up to them, without instructions; `shown`: what
+    the response repeats. `truncate`: the oldest messages may be left out. `logprobs`: they were asked for."""
+    chat: ChatRequest
+    items: list[dict[str, Any]]
+    messages: list[dict[str, Any]]
+    shown: dict[str, Any]
+    store: bool
+    background: bool
+    truncate: bool
+
+
+def response_request(data: dict[str, Any], store: ResponseStore, defaults: SamplingParams,
+                     limits: RequestLimits) -> ResponseRequest:
+    """A request of /v1/responses."""
+    fields = Fields(data)
+    asked: dict[str, Any] = {name: fields.take(name) for name in SHARED}
+    items = _items(fields)
+    messages = [*_previous(fields, store), *messages_of(items)]
+    instructions = fields.text("instructions")
+    system = [] if instructions is None else [{"role": "system", "content": instructions}]
+    asked |= {"messages": [*system, *messages], "max_completion_tokens": fields.whole("max_output_tokens", 1),
+              **_text(fields), **_reasoning(fields), **_tools(fields), **_logprobs(fields)}
+    keep, background = fields.flag("store", True), fields.flag("background")
+    if background and (asked["stream"] or not keep):
+        raise invalid("background is true, with stream or without store, expected a response that is stored "
+                      "and "
+                      "asked for later; to fix: leave background or stream out", "background", "unsupported")
+    truncate = fields.one_of("truncation", ("auto", "disabled")) == "auto"
+    _stream_options(fields)
+    for name in ("conversation", "prompt", "context_management", "max_tool_calls"):
+        if fields.take(name) is not None:
+            raise invalid(f"{name} is not served; to fix: leave it out, and send input or "
+                          "previous_response_id",
+                          name, "unsupported")
+    fields.finish()
+    request = chat({name: value for name, value in asked.items() if value is not None}, defaults, limits)
+    shown = {name: value if (given := data.get(name)) is None else given for name, value in SHOWN.items()}
+    shown["temperature"], shown["top_p"] = request.params.temperature, request.params.top_p
+    shown["text"] = data.get("text") or {"format": {"type": "text"}}
+    shown["reasoning"] = {"effort": request.effort, "summary": None}
+    return ResponseRequest(request, items, messages, shown, keep, background, truncate)
+
+
+# **** fields ****
+
+def _previous(fields: Fields, store: ResponseStore) -> Sequence[dict[str, Any]]:
+    if (name := fields.text("previous_response_id")) is None: return ()
+    stored = store.get(name, "previous_response_id")
+    if stored.response["status"] in ("completed", "incomplete"): return stored.messages
+    raise invalid(f"previous_response_id names a response that is {stored.response['status']}, expected a "
+                  "complete one", "previous_response_id")
+
+
+def _text(fields: Fields) -> dict[str, Any]:
+    inner = Fields(fields.object("text") or {}, "text")
+    given, verbosity = inner.object("format"), inner.one_of("verbosity", VERBOSITIES)
+    inner.finish()
+    out: dict[str, Any] = {"verbosity": verbosity}
+    if given is None: return out
+    about = Fields(given, "text.format")
+    kind = about.one_of("type", ("text", "json_object", "json_schema"))
+    if kind is None: raise invalid("text.format.type is missing, expected text, json_object or json_schema",
+                                   "text.format.type", "missing_field")
+    schema = about.object("schema")
+    if kind == "json_schema" and schema is None:
+        raise invalid("text.format.schema is missing, expected a JSON schema", "text.format.schema",
+                      "missing_field")
+    names = {name: about.take(name) for name in ("name", "description", "strict")}
+    about.finish()
+    described = {} if schema is None else {"json_schema": {**names, "schema": schema}}
+    return {**out, "response_format": {"type": kind, **described}}
+
+
+def _reasoning(fields: Fields) -> dict[str, Any]:
+    inner = Fields(fields.object("reasoning") or {}, "reasoning")
+    effort = inner.one_of("effort", EFFORTS)
+    for name in ("summary", "generate_summary"):
+        if (asked := inner.text(name)) not in (None, "auto"):
+            raise invalid(f"reasoning.{name} is {asked!r}, and no summaries are written: the reasoning "
+                          "itself is "
+                          "in the response; to fix: leave it out", f"reasoning.{name}", "unsupported")
+    inner.finish()
+    return {"reasoning_effort": effort}
+
+
+def _tools(fields: Fields) -> dict[str, Any]:
+    made: list[dict[str, Any]] = []
+    for at, each in enumerate(fields.objects("tools") or []):
+        inner = Fields(each, f"tools[{at}]")
+        if (kind := inner.text("type")) != "function":
+            raise invalid(f"tools[{at}].type is {str(kind)[:60]!r}, expected 'function': the server runs no "
+                          "tools of its own", f"tools[{at}].type", "unsupported")
+        made.append({"type": "function", "function": {
+            name: value for name in ("name", "description", "parameters", "strict")
+            if (value := inner.take(name)) is not None}})
+        inner.finish()
+    choice = fields.take("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        names = [each.get("name") for each in choice.get("tools") or [] if isinstance(each, dict)]
+        made = [each for each in made if each["function"].get("name") in names]
+        choice = choice.get("mode", "auto")
+    elif isinstance(choice, dict):
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    return {"tools": made or None, "tool_choice": choice}
+
+
+def _logprobs(fields: Fields) -> dict[str, Any]:
+    include = fields.texts("include", 16)
+    for each in include:
+        if each not in (LOGPROBS, ENCRYPTED):
+            raise invalid(f"include has {each[:60]!r}, expected {LOGPROBS} or {ENCRYPTED}", "include")
+    top = fields.whole("top_logprobs", 0, TOP_LOGPROBS)
+    asked = LOGPROBS in include or bool(top)
+    return {"logprobs": asked or None, "top_logprobs": top if asked else None}
+
+
+def _stream_options(fields: Fields) -> None:
+    options = Fields(fields.object("stream_options") or {}, "stream_options")
+    options.flag("include_obfuscation")
+    options.finish()
+
+
+# **** items ****
+
+def _items(fields: Fields) -> list[dict[str, Any]]:
+    """Input items, each with a type and an id."""
+    value = fields.take("input")
+    if value is None: raise invalid("input is missing, expected a string or a list of items", "input",
+                                    "missing_field")
+    if isinstance(value, str):
+        value = [{"role": "user", "content": [{"type": "input_text", "text": unicode(value, "input")}]}]
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise fields.wrong("input", value, "a string or a list of items")
+    if not value: raise invalid("input is empty, expected at least one item", "input")
+    return [{"type": "message", "id": f"item_{secrets.token_hex(12)}", **each} for each in value]
+
+
+def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Items as messages of /v1/chat/completions."""
+    out: list[dict[str, Any]] = []
+    for at, item in enumerate(items):
+        fields = Fields(item, f"input[{at}]")
+        kind = fields.text("type")
+        fields.ignore(["id", "status"])
+        if kind == "message": _message(fields, out)
+        elif kind == "function_call": _call(fields, out)
+        elif kind == "function_call_output":
+            out.append({"role": "tool", "tool_call_id": _required(fields, "call_id"),
+                        "content": _content(fields, "output")})
+        elif kind == "reasoning": _thought(fields, out)
+        else: raise invalid(f"input[{at}].type is {str(kind)[:60]!r}, expected message, function_call, "
+                            "function_call_output or reasoning", f"input[{at}].type", "unsupported")
+        fields.finish()
+    return out
+
+
+def _message(fields: Fields, out: list[dict[str, Any]]) -> None:
+    role = fields.one_of("role", ROLES)
+    if role is None: raise invalid(f"{fields.path('role')} is missing, expected one of {', '.join(ROLES)}",
+                                   fields.path("role"), "missing_field")
+    fields.ignore(["phase"])
+    content = _content(fields, "content")
+    last = out[-1] if out else {}
+    # the answer after its reasoning
+    if role == "assistant" and set(last) == {"role", "content", "reasoning"} and not last["content"]:
+        last["content"] = content
+    else: out.append({"role": role, "content": content})
+
+
+def _call(fields: Fields, out: list[dict[str, Any]]) -> None:
+    call = {"id": _required(fields, "call_id"), "type": "function",
+            "function": {"name": _required(fields, "name"), "arguments": fields.text("arguments") or "{}"}}
+    if not out or out[-1]["role"] != "assistant": out.append({"role": "assistant", "content": ""})
+    out[-1].setdefault("tool_calls", []).append(call)
+
+
+def _thought(fields: Fields, out: list[dict[str, Any]]) -> None:
+    texts = [each.get("text") for name in ("content", "summary") for each in fields.objects(name) or []]
+    fields.ignore(["encrypted_content"])
+    if not all(isinstance(text, str) for text in texts):
+        raise invalid(f"{fields.where} has no texts, expected content of type reasoning_text", fields.where)
+    out.append({"role": "assistant", "content": "", "reasoning": "".join(map(str, texts))})
+
+
+def _required(fields: Fields, name: str) -> str:
+    if value := fields.text(name): return value
+    raise invalid(f"{fields.path(name)} is missing, expected a string", fields.path(name), "missing_field")
+
+
+def _content(fields: Fields, name: str) -> str:
+    """A text, or the texts of parts."""
+    value, path = fields.take(name), fields.path(name)
+    if value is None: raise invalid(f"{path} is missing, expected a string or a list of parts", path,
+                                    "missing_field")
+    if isinstance(value, str): return unicode(value, path)
+    if not isinstance(value, list): raise fields.wrong(name, value, "a string or a list of parts")
+    texts = []
+    for at, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
+        if kind not in ("input_text", "output_text", "text", "refusal") or not isinstance(text, str):
+            raise invalid(f"{path}[{at}] is of type {str(kind)[:40]!r}, expected input_text or output_text "
+                          "with a "
+                          "text: the model reads nothing else", f"{path}[{at}]", "unsupported")
+        texts.append(unicode(text, f"{path}[{at}].text"))
+    return "\n".join(texts)
