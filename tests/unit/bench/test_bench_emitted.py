@@ -10,7 +10,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 import emitted
+import emitted_cases
 from emitted_cases import cases
+
+from tinygrad_nv.cpu.target import CPU
 
 PTX = """.version 8.7
 .target sm_80
@@ -141,3 +144,12 @@ def test_cases_are_of_all_families_and_their_kernels_are_made():
     assert all(made[case.name]["kind"] in ("PTX", "C") and made[case.name]["launch"] for case in few)
     assert "header: vector.h" in made
     assert not emitted.report(made, emitted.written(few), {}, (), 40)
+
+
+@pytest.mark.slow
+def test_no_template_copies_by_cp_async_with_a_cache_policy():
+    """Of those ptxas makes an illegal instruction; the builder refuses them."""
+    texts = [kernel.ptx for case in cases() if not isinstance(case.target, CPU) and case.schedule is None
+             for kernel in emitted_cases.emitted(case).kernels]
+    assert sum("cp.async.cg" in text for text in texts) > 20
+    assert not any(re.search(r"cp\.async\.c[ag]\S*cache_hint", text) for text in texts)
