@@ -12,7 +12,7 @@ from tinygrad_nv.engine import vllm_arguments as engine
 from tinygrad_nv.engine.vllm_arguments import from_vllm
 
 # those of adapters are left out; =: with a value
-NAMES = """
+TEXT = """
 host= port= uds= uvicorn-log-level= disable-uvicorn-access-log allow-credentials allowed-origins=
 allowed-methods= allowed-headers= api-key= chat-template= chat-template-content-format=
 trust-request-chat-template response-role= ssl-keyfile= ssl-certfile= ssl-ca-certs= enable-ssl-refresh
@@ -49,7 +49,8 @@ scheduling-policy= enable-chunked-prefill disable-chunked-mm-input scheduler-cls
 disable-hybrid-kv-cache-manager async-scheduling stream-interval= kv-transfer-config= kv-events-config=
 compilation-config= attention-backend= additional-config= disable-log-stats enable-log-requests
 disable-log-requests nnodes= node-rank= master-addr= master-port=
-""".split()
+"""
+NAMES = TEXT.split()
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -96,7 +97,7 @@ def test_what_llm_is_given():
     (["--tensor_paralel_size=2"], "did you mean --tensor-parallel-size?"),
     (["--zzzz"], "unrecognized arguments: --zzzz\n"),
     (["-tp", "2"], "--tensor-parallel-size is 2, and a model runs on one device; expected: 1\n"),
-    (["--load-format", "dummy"], '--load-format is "dummy", and weights are safetensors or GGUF files; expect'),
+    (["--load-format", "dummy"], '--load-format is "dummy", and weights are safetensors or GGUF files; '),
     (["--enable-sleep-mode"], "--enable-sleep-mode is true, and weights stay in memory; expected: false"),
     (["--no-enable-chunked-prefill"], "--enable-chunked-prefill is false, and long prompts are computed in"),
     (["--uds", "/tmp/x"], '--uds is "/tmp/x", and --host and --port say where it listens; to fix: '),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tinygrad_nv.cli import vllm_options
+from tinygrad_nv.cli.lora_options import add_lora_options
 from tinygrad_nv.errors import NVError, RequestError
 
 PREFIXES = ("tinygrad_nv", "vllm")
@@ -49,6 +50,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     engine.add_argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's own")
     engine.add_argument("--warm-up", action=argparse.BooleanOptionalAction, default=True,
                         help="compile and capture before serving (default on)")
+    add_lora_options(serve, _whole)
     _add_parser_options(serve)
     _add_server_options(serve)
     _add_http_options(serve)

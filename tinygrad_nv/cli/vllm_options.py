@@ -50,6 +50,7 @@ FLAGS = frozenset({
     "enable_layerwise_nvtx_tracing", "enable_log_requests", "enable_logging_iteration_details",
     "enable_mfu_metrics", "enable_multimodal_encoder_data_parallel", "enforce_eager",
     "guided_decoding_disable_additional_properties", "guided_decoding_disable_fallback",
+    "fully_sharded_loras",
     "interleave_mm_strings", "kv_cache_metrics", "language_model_only", "mm_encoder_only",
     "multi_step_stream_outputs", "ray_workers_use_nsight", "skip_mm_profiling", "skip_tokenizer_init",
     "trust_remote_code", "use_tqdm_on_load", "use_v2_block_manager"}) | {

@@ -4,6 +4,7 @@ Protocol: endpoints of `ANSWERS` get the JSON object of the body; status.py has 
 gate.py stands in front of all, and says which requests are admitted.
 
     POST /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /v1/embeddings
+    POST /v1/load_lora_adapter, /v1/unload_lora_adapter
     POST /pooling, /classify, /score, /v1/score, /rerank, /v1/rerank, /v2/rerank, /tokenize, /detokenize
     GET  /v1/models, /v1/models/{id}, /health, /ping, /load, /version, /metrics, / (the page)
 """
@@ -20,6 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from tinygrad_nv.server import (
+    adapters,
     chat,
     completions,
     embeddings,
@@ -56,6 +58,8 @@ def application(service: Service) -> ASGIApp:
               for path, (answer, prefix) in ANSWERS.items()]
     routes += [Route("/v1/responses/{id}" + path, _kept(service, task), methods=[method])
                for method, path, task in KEPT]
+    routes += [Route(f"/v1/{name}_lora_adapter", _post(service, _adapter(change), "lora-"), methods=["POST"])
+               for name, change in (("load", adapters.load), ("unload", adapters.unload))]
     routes += status.routes(service)
     handlers = {HTTPException: _refused, APIError: _api_error, ClientDisconnect: _client_gone,
                 Exception: _unexpected}
@@ -111,3 +115,9 @@ def _require_json(headers: Mapping[str, str]) -> None:
     if kind.partition(";")[0].strip().lower() != "application/json":
         raise APIError(415, f"the body's type is {kind[:100]!r}; expected: the header Content-Type: "
                        "application/json", "unsupported_media_type")
+
+
+def _adapter(change: Callable[..., Awaitable[Response]]) -> Answer:
+    async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
+        return await change(request, service.adapters, data)
+    return answer

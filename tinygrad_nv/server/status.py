@@ -37,13 +37,16 @@ def routes(service: Service) -> list[Route]:
 
 def _models(service: Service) -> Endpoint:
     def model_card(name: str) -> dict[str, Any]:
+        lora = None if service.adapters is None else service.adapters.find(name)
+        root, parent = (service.names[0], None) if lora is None else (lora.lora_path, service.names[0])
         return {"id": name, "object": "model", "created": service.created, "owned_by": "tinygrad-nv",
-                "root": service.names[0], "parent": None, "max_model_len": service.model.length}
+                "root": root, "parent": parent, "max_model_len": service.model.length}
 
     async def endpoint(request: Request) -> Response:
         if name := request.path_params.get("name"):
             return JSONResponse(model_card(service.require_name(name)))
-        return JSONResponse({"object": "list", "data": [model_card(name) for name in service.names]})
+        names = (*service.names, *(service.adapters.names if service.adapters else ()))
+        return JSONResponse({"object": "list", "data": [model_card(name) for name in names]})
     return endpoint
 
 
