@@ -39,8 +39,9 @@ SHOWN = 5           # disagreements of a row
 FIRST = ("test_gem", "test_scaled_gemm", "test_quant", "test_pairs", "test_triton", "test_nvcc")
 ORDERS = range(5)  # seeds of the emulator
 # what PTX does not define to the last bit, or at all
-UNDEFINED = re.compile(r"\.approx|\bdiv\.full|\b(?:tanh|ex2|lg2|sin|cos)\."
-                       r"|\b(?:wg?mma|mma)\S*\.(?:b?f\d+|tf32|e\dm\d)"
+APPROXIMATE = re.compile(r"\.approx|\bdiv\.full|\b(?:tanh|ex2|lg2|sin|cos)\.")
+UNDEFINED = re.compile(APPROXIMATE.pattern
+                       + r"|\b(?:wg?mma|mma)\S*\.(?:b?f\d+|tf32|e\dm\d)"
                        r"|\b(?:atom|red|cp\.reduce)\S*\.b?f\d+|%clock|%globaltimer|%smid|%nsmid|%warpid")
 # additions and multiplications that ptxas may fuse: the emulator rounds each
 UNROUNDED = re.compile(r"(?<![.\w])(add|sub|mul)((?:\.ftz|\.sat)*\.(?:b?f16(?:x2)?|f32(?:x2)?|f64)\b)")

@@ -4,8 +4,8 @@ Protocol: endpoints of `ANSWERS` get the JSON object of the body; status.py has 
 gate.py stands in front of all, and says which requests are admitted.
 
     POST /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /v1/embeddings
-    POST /v1/load_lora_adapter, /v1/unload_lora_adapter
     POST /pooling, /classify, /score, /v1/score, /rerank, /v1/rerank, /v2/rerank, /tokenize, /detokenize
+    POST /v1/load_lora_adapter, /v1/unload_lora_adapter
     GET  /v1/models, /v1/models/{id}, /health, /ping, /load, /version, /metrics, / (the page)
 """
 from __future__ import annotations

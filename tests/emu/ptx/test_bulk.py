@@ -36,11 +36,15 @@ def test_bulk_pieces_on_one_mbarrier(seed: int, pieces: int) -> None:
     body = COPY + INIT.format(count=1) + EXPECT.format(bytes=512)
     for i in range(pieces):
         body += ("@%p0 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-                 f"[%r2+{i * each}], [%d0+{i * each}], {each}, [%r4], %d9;\n")
-    report, (source, out) = run("mov.b64 %d9, 0;\n" + body + wait() + BACK, DATA, ZEROS,
-                                seed=seed)
+                 f"[%r2+{i * each}], [%d0+{i * each}], {each}, [%r4], %d10;\n")
+    made = "createpolicy.fractional.L2::evict_first.b64 %d10;\n"
+    report, (source, out) = run(made + body + wait() + BACK, DATA, ZEROS, seed=seed)
     assert not report.findings
     assert (out == source).all()
+    # the state of the mbarrier is no policy: an illegal instruction on an H100
+    report, _ = run("mov.b64 %d9, 0;\n" + body.replace("%d10", "%d9") + wait() + BACK, DATA, ZEROS, seed=seed)
+    assert [finding.kind for finding in report.findings] == ["out-of-bounds"] * pieces
+    assert "is no cache policy" in report.findings[0].message
 
 
 @pytest.mark.parametrize(("old", "new", "kind"), [

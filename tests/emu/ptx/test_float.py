@@ -121,14 +121,15 @@ def test_half_fma_rounds_once() -> None:
 
 
 def test_fma_beyond_a_tensor() -> None:
-    """fma.oob: zero where a factor is the NaN that TMA fills in, whatever the others are."""
-    a = np.array([0x7fff, 0x3c00, 0x3c00, 0x7c00], np.uint16)
-    b = np.array([0x7c00, 0x7fff, 0x4000, 0x3c00], np.uint16)
-    c = np.array([0x3c00, 0x3c00, 0x3c00, 0], np.uint16)
+    """fma.oob: zero where a factor is the NaN that TMA fills in, whatever the others are; an H100 answers
+    other NaNs with 0x7fff."""
+    a = np.array([0x7ff7, 0x3c00, 0x3c00, 0x7c00, 0x7fff, 0x3c00], np.uint16)
+    b = np.array([0x7c00, 0x7ff7, 0x4000, 0x3c00, 0x7c00, 0x7fff], np.uint16)
+    c = np.array([0x3c00, 0x3c00, 0x3c00, 0, 0x3c00, 0x3c00], np.uint16)
     got = apply1("fma.rn.oob.f16 %d0, %s0, %s1, %s2;", a, b, c, result=np.uint16)
-    assert got.tolist() == [0, 0, 0x4200, 0x7c00]
+    assert got.tolist() == [0, 0, 0x4200, 0x7c00, 0x7fff, 0x7fff]
     got = apply1("fma.rn.oob.relu.bf16 %d0, %s0, %s1, %s2;", a, b, c, result=np.uint16)
-    assert got[:2].tolist() == [0, 0]
+    assert got[[0, 1, 4, 5]].tolist() == [0, 0, 0x7fff, 0x7fff]
 
 
 # **** min, max, signs ****
@@ -168,24 +169,47 @@ def test_extremes(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_signs(kind: str) -> None:
-    """abs, neg and copysign are of the bits; .ftz flushes first."""
+    """abs, neg and copysign are of the bits; .ftz flushes first. As on an H100, abs and neg of a NaN are the
+    canonical one, and in f64 neg leaves it as it is."""
     a, b = inputs(kind, COUNT, 2)
     sign = TYPES[kind](FORMATS[kind].sign)
+    nans = np.isnan(numbers_of(a, kind))
+
+    def ours(wanted: np.ndarray, were: np.ndarray = nans) -> np.ndarray:
+        return np.where(were, a if kind == "f64" else TYPES[kind](FORMATS[kind].nan), wanted)
     body = f"abs.{kind} %d0, %s0; neg.{kind} %d1, %s0;"
     if kind in ("f32", "f64"): body += f"copysign.{kind} %d2, %s0, %s1;"
     got = apply(body, [a, b], [TYPES[kind]] * (3 if kind in ("f32", "f64") else 2))
-    for result, want in zip(got, (a & ~sign, a ^ sign, (a & sign) | (b & ~sign)), strict=False):
+    for result, want in zip(got, (ours(a & ~sign), ours(a ^ sign), (a & sign) | (b & ~sign)), strict=False):
         assert np.array_equal(result, want)
     if kind in ("f32", "f16"):
         got = apply(f"abs.ftz.{kind} %d0, %s0; neg.ftz.{kind} %d1, %s0;", [a], [TYPES[kind]] * 2)
         flat = np.array([flushed(int(x), FORMATS[kind]) for x in a], TYPES[kind])
-        assert np.array_equal(got[0], flat & ~sign)
-        assert np.array_equal(got[1], flat ^ sign)
+        assert np.array_equal(got[0], ours(flat & ~sign))
+        assert np.array_equal(got[1], ours(flat ^ sign))
     if kind in ("f16", "bf16"):
         words = a.astype(np.uint32) | b.astype(np.uint32) << 16
         got = apply(f"abs.{kind}x2 %d0, %s0; neg.{kind}x2 %d1, %s0;", [words], [np.uint32] * 2)
-        assert np.array_equal(got[0], words & 0x7fff7fff)
-        assert np.array_equal(got[1], words ^ 0x80008000)
+        for result, change in ((got[0], lambda x: x & ~sign), (got[1], lambda x: x ^ sign)):
+            assert np.array_equal(result & 0xffff, ours(change(a)))
+            assert np.array_equal(result >> 16, ours(change(b), np.isnan(numbers_of(b, kind))))
+
+
+@pytest.mark.parametrize(("opcode", "operands", "want"), [
+    ("add.rn", (0x7ff8000000000000, 0xfff8000000000001), 0xfff8000000000001),     # the last NaN
+    ("mul.rz", (0x7ff8000000000000, 0xfff8000000000000), 0xfff8000000000000),
+    ("fma.rm", (0x7ff8000000000000, 0xfff0000000000000, 0xfff8000000000001), 0xfff8000000000001),
+    ("fma.rm", (0x7ff8000000000000, 0xc0086e7b773902bf, 0x3ff0000000000001), 0x7ff8000000000000),
+    ("sub.rp", (0x834729d0d536ffe2, 0x7ff8000000000000), 0x7ff8000000000000),     # with its sign
+    ("sub.rn", (0x834729d0d536ffe2, 0x7ff8000000000000), 0x7ff8000000000000),
+    ("sub.rp", (0x7ff0000000000000, 0xfff0000000000001), 0xfff8000000000001),     # and quiet
+    ("add.rn", (0x7ff0000000000000, 0xfff0000000000000), 0xfff8000000000000),     # invalid
+    ("fma.rm", (0xfff0000000000000, 0, 0x0010000000000000), 0xfff8000000000000)])
+def test_nans_of_f64_as_an_h100_has_them(opcode: str, operands: tuple[int, ...], want: int) -> None:
+    """Which NaN comes through, and its sign."""
+    given = [np.array([each], np.uint64) for each in operands]
+    names = ", ".join(f"%s{i}" for i in range(len(given)))
+    assert apply1(f"{opcode}.f64 %d0, {names};", *given, result=np.uint64).tolist() == [want]
 
 
 # **** approximations: within an ulp of f64's, far inside the manual's bounds ****

@@ -43,8 +43,8 @@ def quotient(a: int, b: int, bits: int) -> int:
 
 
 def remainder(a: int, b: int, bits: int) -> int:
-    """With the sign of the dividend, which it is for a divisor of zero."""
-    return a if b == 0 else a - quotient(a, b, bits) * b
+    """With the sign of the dividend; all ones for a divisor of zero, as an H100 has it."""
+    return -1 if b == 0 else a - quotient(a, b, bits) * b
 
 
 ALL = ("s16", "u16", "s32", "u32", "s64", "u64")
@@ -163,8 +163,9 @@ def test_funnel_shifts(mode: str) -> None:
 
 
 def extracted(a: int, at: int, length: int, kind: str) -> int:
-    """bfe, bit by bit as the manual has it."""
-    top, at, length = widths(kind) - 1, at & 255, length & 255
+    """bfe, bit by bit as the manual has it; of 64 bits an H100 takes all of `at` and `length`."""
+    top = widths(kind) - 1
+    if top == 31: at, length = at & 255, length & 255
     sign = 0 if kind[0] == "u" or length == 0 else a >> min(at + length - 1, top) & 1
     return sum((a >> (at + i) & 1 if i < length and at + i <= top else sign) << i for i in range(top + 1))
 
@@ -185,10 +186,24 @@ def test_fields_in(n: int) -> None:
     a, b, c, d = integers(n, COUNT, 1), integers(n, COUNT, 2), small(COUNT, 3), small(COUNT, 4)
     got = apply1(f"bfi.b{n} %d0, %s0, %s1, %s2, %s3;", a, b, c, d, result=UNSIGNED[n // 8])
     for x, y, at, length, r in zip(a, b, c, d, got, strict=True):
-        want, at, length = int(y), int(at) & 255, int(length) & 255
+        want, at, length = int(y), *(int(i) & 255 if n == 32 else int(i) for i in (at, length))
         for i in range(min(length, max(n - at, 0))):
             want = want & ~(1 << (at + i)) | (int(x) >> i & 1) << (at + i)
         assert int(r) == want
+
+
+def test_fields_beyond_a_word_as_an_h100_has_them() -> None:
+    """Positions and lengths of more than 8 bits, of 64-bit fields."""
+    a = np.array([0x61ae321cf5e93fd4, 0xffffffffffffe7d8, 0xfff2a1121b13f6a9], np.uint64)
+    at = np.array([0x99a03025, 0x7e60e106, 0x14], np.uint32)
+    length = np.array([0x1a, 0x2e, 0xbf323e03], np.uint32)
+    got = apply("bfe.s64 %d0, %s0, %s1, %s2; bfe.u64 %d1, %s0, %s1, %s2;", [a, at, length], [np.uint64] * 2)
+    assert got[0].tolist() == [0, 0xffffffffffffffff, 0xffffffff2a1121b1]
+    assert got[1].tolist() == [0, 0, 0xfff2a1121b1]
+    a, b = np.array([0xfffff0c47cf51fc7, 0xffffffffffffca1f], np.uint64), np.array([7, 0x2faa], np.uint64)
+    at, length = np.array([0xde860724, 0xc], np.uint32), np.array([0x3b, 0x96e1e31c], np.uint32)
+    got = apply("bfi.b64 %d0, %s0, %s1, %s2, %s3;", [a, b, at, length], [np.uint64])
+    assert got[0].tolist() == [7, 0xfffffffffca1ffaa]
 
 
 @pytest.mark.parametrize("mode", ["clamp", "wrap"])

@@ -76,11 +76,12 @@ def test_a_function_called_twice() -> None:
 
 
 def test_a_call_under_a_guard() -> None:
-    """Lanes whose guard is false do not enter; what they read of the result is their own."""
-    body = ("add.u32 %a1, %t, 1; setp.lt.u32 %p, %t, 5; mov.u32 %a7, 77;\n"
-            ".param .b32 param0; st.param.b32 [param0], %a1;\n"
-            ".param .b32 retval0; st.param.b32 [retval0], %a7;\n"
-            "@%p call (retval0), steps, (param0);\nld.param.b32 %a2, [retval0];\nst.global.u32 [%at], %a2;")
+    """Lanes whose guard is false do not enter. The parameter that takes the result is the callee's alone to
+    write: without the call it may be anything (an H100 reads 0 where a store before the call wrote 77)."""
+    body = ("add.u32 %a1, %t, 1; setp.lt.u32 %p, %t, 5;\n"
+            ".param .b32 param0; st.param.b32 [param0], %a1;\n.param .b32 retval0;\n"
+            "@%p call (retval0), steps, (param0);\nld.param.b32 %a2, [retval0];\n"
+            "selp.u32 %a2, %a2, 77, %p;\nst.global.u32 [%at], %a2;")
     out, findings = run(STEPS + kernel(body))
     assert not findings
     assert out.tolist() == [collatz(t + 1) if t < 5 else 77 for t in range(64)]
@@ -207,12 +208,12 @@ def test_a_failed_assertion_is_a_finding() -> None:
 # of an int, a double, a text, a long and a star for the width; what is printed for each thread
 PRINTED = {b"none, 100%%\n": (0, "none, 100%\n"),
            b"%d|%-6.2f|%s|%llx|%*u|": (6, "-1|0.50  |t < 40|123456789a|   7|"),
-           b"%hhd %c %p": (3, "-1 @ 0x743c203430")}
+           b"%hhd %c %p": (2, "-1 @ 0x743c203430")}  # CUDA has no hh: an H100's driver counts 2
 
 
 @pytest.mark.parametrize("form", PRINTED)
 def test_printf_prints(form: bytes) -> None:
-    """One line of each thread; its result is the number of arguments."""
+    """One line of each thread; its result is the number of arguments of conversions that CUDA has."""
     count, wanted = PRINTED[form]
     texts = f".global .align 1 .b8 form[{len(form) + 1}] = {{{', '.join(map(str, form))}}};\n" + TEXTS
     values = {b"%hhd %c %p": ("st.local.b32 [args], -1; st.local.b32 [args+4], 64;"

@@ -39,7 +39,7 @@ def test_load_2d(seed: int, mode: str, dtype: type) -> None:
     wide = 128 // size if mode == "none" else int(mode[:-1]) // size
     array = counting((40, 3 * wide), dtype)
     map_ = TensorMap.tiled(emu.alloc(array), box=(16, wide), swizzle=mode)
-    for at in ((0, 0), (8, wide), (-3, -wide // 2), (32, 5 * wide // 2), (100, 0)):
+    for at in ((0, 0), (8, wide), (-3, -16 // size), (32, 3 * wide - 16 // size), (100, 0)):
         report, image = load(emu, map_, at, 16 * wide * size)
         assert not report.findings
         assert (image == swizzled(box_of(array, at, (16, wide)).tobytes(), mode)).all()
@@ -57,8 +57,8 @@ def test_swizzle_is_by_absolute_address(mode: str, offset: int) -> None:
     assert (image == swizzled(array.tobytes(), mode, offset)).all()
 
 
-SHAPES = [((200,), (64,), (-8,)), ((7, 24), (4, 16), (5, -3)), ((3, 9, 16), (2, 5, 8), (2, -1, 4)),
-          ((3, 4, 5, 16), (2, 2, 3, 8), (-1, 3, 3, 12)), ((2, 3, 4, 5, 8), (2, 2, 2, 2, 4), (0, -1, 3, 2, 6))]
+SHAPES = [((200,), (64,), (-8,)), ((7, 24), (4, 16), (5, -4)), ((3, 9, 16), (2, 5, 8), (2, -1, 4)),
+          ((3, 4, 5, 16), (2, 2, 3, 8), (-1, 3, 3, 12)), ((2, 3, 4, 5, 8), (2, 2, 2, 2, 4), (0, -1, 3, 2, 4))]
 
 
 @pytest.mark.parametrize(("shape", "box", "at"), SHAPES)
@@ -106,6 +106,8 @@ def test_nan_fill(dtype: type, name: str) -> None:
     inside = np.zeros((8, 32), bool)
     inside[:4, :24] = True
     assert (np.isnan(got) == ~inside).all()
+    # as on an H100: f7 7f in each 16 bits
+    assert (image.view(np.uint16).reshape(8, 32, -1)[~inside] == 0x7ff7).all()
 
 
 def test_subnormals_are_flushed_for_ftz() -> None:
@@ -120,7 +122,7 @@ def test_subnormals_are_flushed_for_ftz() -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("mode", PERIODS)
-@pytest.mark.parametrize("at", [(0, 0), (24, 16), (-5, -4)])
+@pytest.mark.parametrize("at", [(0, 0), (24, 16), (5, 4)])
 def test_store_2d(seed: int, mode: str, at) -> None:
     emu = Emulator(seed=seed)
     wide = 32 if mode == "none" else int(mode[:-1]) // 4
@@ -140,7 +142,7 @@ def test_store_2d(seed: int, mode: str, at) -> None:
 def test_store_ranks(shape, box, at) -> None:
     emu = Emulator()
     array, data = counting(shape, np.int32), counting(box, np.int32) + 1000
-    target = emu.alloc(array)
+    target, at = emu.alloc(array), tuple(map(abs, at))
     report = store(emu, TensorMap.tiled(target, box=box), at, data)
     want = array.copy()
     for index in np.ndindex(*box):
@@ -148,6 +150,59 @@ def test_store_ranks(shape, box, at) -> None:
         if all(0 <= x < n for x, n in zip(where, shape, strict=True)): want[where] = data[index]
     assert not report.findings
     assert (target.numpy() == want).all()
+
+
+@pytest.mark.parametrize(("inner", "written"), [(1, 8), (131, 136), (136, 136)])
+def test_store_writes_whole_chunks(inner: int, written: int) -> None:
+    """As an H100 does: of a row of 1 bf16, 8 of shared memory go out, of 131, 136. Loads fill in by elements.
+    Where the memory ends with the last row, the rest of its chunk is out of bounds."""
+    emu = Emulator()
+    pitch, rows = 144, 4
+    array, data = np.full((rows, pitch), 77, np.uint16), counting((rows, 144), np.uint16) + 1000
+    target = emu.alloc(array)
+    for at in range(0, 144, 72):
+        map_ = TensorMap.tiled(target, box=(rows, 72), dims=(rows, inner), strides=(2 * pitch,), dtype="bf16")
+        assert not store(emu, map_, (0, at), data[:, at:at + 72].copy()).findings
+    want = array.copy()
+    want[:, :written] = data[:, :written]
+    assert (target.numpy() == want).all()
+    report, image = load(emu, TensorMap.tiled(target, box=(rows, 16), dims=(rows, inner), dtype="u16",
+                                              strides=(2 * pitch,)), (0, 0), 128)
+    assert not report.findings
+    assert (image.view(np.uint16).reshape(rows, 16)[:, inner:] == 0).all()
+    short = emu.alloc(np.zeros((rows - 1) * pitch + inner, np.uint16))
+    ends = TensorMap.tiled(short.ptr, box=(rows, 144), dims=(rows, inner), strides=(2 * pitch,), dtype="bf16")
+    assert kinds(store(emu, ends, (0, 0), data)) == (set() if inner == written else {"out-of-bounds"})
+
+
+@pytest.mark.parametrize(("dtype", "inner", "fine"), [
+    ("s32", -3, False), ("s32", 6, False), ("s32", -8, True), ("s32", 4, True), ("s32", 12, True),
+    ("s32", 16, True), ("u16", 2, False)])
+def test_innermost_coordinates(dtype: str, inner: int, fine: bool) -> None:
+    """An H100 takes those that are multiples of 16 bytes; others end the launch."""
+    emu = Emulator()
+    array = counting((8, 64), np.int32 if dtype == "s32" else np.uint16)
+    map_ = TensorMap.tiled(emu.alloc(array), box=(8, 16), dtype=dtype)
+    report, _ = load(emu, map_, (0, inner), 128 * array.itemsize)
+    assert ("misaligned" in kinds(report)) == (not fine)
+    assert fine == (kinds(report) == set())
+    if inner >= 0:
+        report = store(emu, map_, (0, inner), counting((8, 16), array.dtype))
+        assert kinds(report) == (set() if fine else {"misaligned"})
+
+
+@pytest.mark.parametrize("at", [(-8,), (4, -1, 2), (-3, 5), (12, 3, 3, -1), (6, 2, 3, -1, 0)])
+def test_stores_below_zero(at) -> None:
+    """These end the launch on an H100 (innermost first). Loads of outer coordinates below 0 fill in."""
+    emu = Emulator()
+    at = (at[0] // 4 * 4, *at[1:])
+    box = (1,) * (len(at) - 1) + (8,)
+    map_ = TensorMap.tiled(emu.alloc(counting((16,) * len(at), np.int32)), box=box)
+    report = store(emu, map_, at[::-1], counting(box, np.int32))
+    assert kinds(report) == {"out-of-bounds"}
+    assert "coordinates below 0" in report.findings[0].message
+    report, _ = load(emu, map_, at[::-1], 32)
+    assert not report.findings
 
 
 @pytest.mark.parametrize(("how", "dtype", "combine"), [

@@ -19,7 +19,7 @@ import gpu_chains
 import gpu_correct
 import gpu_record
 import gpu_smoke
-from gpu_cases import Case, Cases
+from gpu_cases import Case, Cases, Memory
 from gpu_parts import PARTS, NotMeasured
 
 from tinygrad_nv.ptx.emulator import Emulator
@@ -159,6 +159,28 @@ def measured(cases: Cases, tmp_path: Path, **options: Any) -> dict[str, Any]:
     measure = PARTS["chains"].opened
     assert measure is not None
     return measure(given)("test_here::test_it", 10.0)
+
+
+def test_a_text_with_an_address_is_not_recorded(cases: Cases):
+    """It would name the same place on a device, where something else lies, or nothing."""
+    emu = Emulator("sm_90a")
+    out, given = emu.alloc(np.zeros(N, np.int32)), emu.alloc(np.arange(N, dtype=np.int32))
+    for said in (str(given.ptr), f"{given.ptr:#x}"):
+        text = PLAIN.replace("ret;", f".reg .b64 %named; mov.b64 %named, {said};\nret;")
+        assert not emu.launch(text, 1, N, [out, given]).findings
+        assert cases.names() == []
+    recorded(cases, PLAIN)
+    assert len(cases.names()) == 1
+
+
+@pytest.mark.parametrize(("ptx", "bits"), [("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16", True),
+                                           ("ex2.approx.ftz.f32 %f0, %f1;", False)])
+def test_only_values_without_approximations_are_judged_by_bits(ptx: str, bits: bool):
+    """The emulator rounds approximations exactly, which no GPU does."""
+    values = np.arange(N, dtype=np.float32)
+    memory = Memory(0, values.tobytes(), values.tobytes(), "float32")
+    made = gpu_record.judged_by(0, memory, ptx, "float32", values.astype(np.float64), np.full(N, 2.0**-20))
+    assert made.exact.size == made.bound.size == (0 if bits else N)
 
 
 def test_kernels_that_wait_are_chained(cases: Cases, tmp_path: Path):

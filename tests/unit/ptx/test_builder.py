@@ -338,6 +338,8 @@ def test_errors_name_the_writers_line():
     (lambda k: (k.pointer("x"), k.shared("x", 16)), "a parameter and a tile x"),
     (lambda k: (k.mbarriers("x"), k.param("x", "u32")), "a parameter and a tile x"),
     (lambda k: k.emit("mov.u32", k.reg("u32"), "text"), "is no operand"),
+    (lambda k: k.emit("cp.async.cg.shared.global.L2::cache_hint", k.reg("u32").at(), k.reg("u64").at(), 16,
+                      k.reg("b64")), r"a copy with a cache policy, of which ptxas 12\.9 and 13\.0"),
     (lambda k: k.emit("frob.u32"), "no instruction frob")])
 def test_errors(write, words: str):
     with pytest.raises(PTXError, match=words) as caught: write(Kernel("wrong", threads=32))

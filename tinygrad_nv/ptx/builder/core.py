@@ -249,6 +249,11 @@ class Core:
         try: form = isa.check(instruction, self.arch, self.version)
         except PTXError as error:
             raise self._located(error) from None
+        if opcode.startswith(("cp.async.ca.", "cp.async.cg.")) and "L2::cache_hint" in modifiers:
+            raise self._located(PTXError(
+                f"{opcode}: a copy with a cache policy, of which ptxas 12.9 and 13.0 make an illegal LDGSTS "
+                "where the shared address is the sum of a register and a uniform register", instruction.line,
+                "cp.async without .L2::cache_hint", "leave the policy out, or copy with cp.async.bulk"))
         slots = isa.operands_of(form, instruction.modifiers, instruction.operands)
         assert not isinstance(slots, str)
         use = form.use(instruction.modifiers)

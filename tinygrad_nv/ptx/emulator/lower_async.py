@@ -36,9 +36,10 @@ def spaces_of(instruction: Instruction) -> list[str]:
 
 
 def without_policy(low: FunctionLowering, instruction: Instruction) -> list[Operand]:
-    """The operands but the cache policy, which changes nothing here."""
+    """The operands but the cache policy, which must be one, and changes nothing here."""
     operands = list(instruction.operands)
-    return operands[:-1] if low.has("L2::cache_hint") else operands
+    if low.has("L2::cache_hint"): low.emit("check_policy", a=low.source(operands.pop(), "b64"))
+    return operands
 
 
 def count_of(low: FunctionLowering, operand: Operand) -> int:

@@ -19,6 +19,7 @@ from tinygrad_nv.tile.attention.spec import AttentionSpec, Rows
 from tinygrad_nv.tile.expression import Constant, Load, Sum
 from tinygrad_nv.tile.gemm.schedules import Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import Result
+from tinygrad_nv.tile.store_plan import with_map
 
 WAYS = [(WARPS, "sm_80"), (WARPS, "sm_90a"), (GROUPS, "sm_90a")]
 
@@ -96,6 +97,23 @@ def test_rows_that_are_known_at_launch():
         for m in (1, 64, 131, 200):
             got = run(outer(spec, schedule, "sm_90a"), spec, values, "sm_90a", m=m)
             assert (got == reference(spec, values)[:m]).all()
+
+
+@pytest.mark.parametrize(("n", "gap", "major", "rows", "found"), [
+    (136, 0, "M", 1, "elements beside the result were written"),
+    (136, 0, "M", 131, "elements beside the result were written"),
+    (131, 5, "N", 200, "out-of-bounds")])
+def test_tma_of_lines_that_end_within_a_chunk_is_found(monkeypatch: pytest.MonkeyPatch, n: int, gap: int,
+                                                       major: str, rows: int, found: str):
+    """As an H100 does, TMA writes all of the last 16 bytes: a plan that stores such lines by TMA writes
+    beside the result (the first two launches did: 8 elements for 1, 136 for 131) or beyond the memory."""
+    spec = spec_of(HALF, 200, n, out_major=major, gap=gap, symbolic=rows < 200)
+    plan = with_map(planned(spec_of(HALF, 200, 136, out_major=major), GROUPS), spec.stored)
+    assert plan.map is not None
+    assert planned(spec, GROUPS).map is None
+    monkeypatch.setattr("store_case.planned", lambda *_: plan)
+    with pytest.raises(AssertionError, match=found):
+        run(outer(spec, GROUPS, "sm_90a"), spec, arguments(spec), "sm_90a", m=rows)
 
 
 def test_what_rows_of_16_bytes_need():

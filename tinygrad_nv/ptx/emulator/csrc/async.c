@@ -100,6 +100,19 @@ HANDLER(async_address) {
     return NEXT;
 }
 
+/* A cache policy (a) of an asynchronous copy: 1 in the upper 4 bits, and no bits below the upper 12 unless bit 59
+ * says that it is of a range (on an H100 createpolicy.range gives 0x1c00002000000000). With another number, the
+ * state of an mbarrier, an H100 ended the launch with an illegal instruction. */
+HANDLER(check_policy) {
+    ACTIVE {
+        u64 policy = r64(w, op->a)[l];
+        if (policy >> 60 != 1 || (!(policy >> 59 & 1) && policy << 12))
+            report(m, OUT_OF_BOUNDS, op, w, l, "0x%llx is no cache policy: it is not of createpolicy",
+                   (unsigned long long)policy);
+    }
+    return NEXT;
+}
+
 /* **** other CTAs' shared memory **** */
 
 /* mapa: the address (width 4 or 8 bytes) as it is in the CTA of rank b of the cluster. */

@@ -43,13 +43,13 @@ static inline u64 reverse64(u64 x) {
 UNARY(brev_b32, U32, reverse64(a) >> 32)
 UNARY(brev_b64, U64, reverse64(a))
 
-/* **** fields: position and length are taken modulo 256 **** */
+/* **** fields: position and length are taken modulo 256 of 32 bits, whole of 64, as an H100 does **** */
 
 /* bfe of a value of `width` bits: the field [at, at + length); signed fields, and bits beyond the word,
  * repeat the highest bit that exists. */
 static inline u64 field_of(u64 a, u32 at, u32 length, u32 width, bool is_signed) {
-    at &= 255, length &= 255;
-    u32 top = at + length - 1 < width - 1 ? at + length - 1 : width - 1;
+    if (width == 32) at &= 255, length &= 255;
+    u32 top = (u64)at + length < width ? at + length - 1 : width - 1;
     u64 sign = is_signed && length ? a >> top & 1 : 0;
     u64 kept = at < width ? a >> at : 0;
     u32 have = length && at < width ? top - at + 1 : 0;
@@ -71,7 +71,7 @@ FIELDS_(bfe_s64, u64, put64, 64, true)
 
 /* bfi: the low bits of a go into b (fields: a, b, c position, e length). */
 static inline u64 insert_field(u64 a, u64 b, u32 at, u32 length, u32 width) {
-    at &= 255, length &= 255;
+    if (width == 32) at &= 255, length &= 255;
     if (at >= width || !length) return b;
     u64 ones = (length > 63 ? ~0ull : (1ull << length) - 1) << at;
     return (b & ~ones) | (a << at & ones);

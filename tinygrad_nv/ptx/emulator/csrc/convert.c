@@ -10,7 +10,7 @@
 enum Type { TYPE_U8, TYPE_S8, TYPE_U16, TYPE_S16, TYPE_U32, TYPE_S32, TYPE_U64, TYPE_S64, TYPE_F16, TYPE_BF16,
     TYPE_F32, TYPE_F64, TYPE_TF32, TYPE_E4M3, TYPE_E5M2 };
 /* FTZ, SAT, RELU as in float.c */
-enum { SATFINITE = 64, INTEGRAL = 128 };   /* INTEGRAL: float to float, rounded to an integer */
+enum { SATFINITE = 64, INTEGRAL = 128, FROM_F64 = 256 };   /* INTEGRAL: float to float, rounded to an integer */
 
 static inline bool is_signed_type(int type) { return type & 1; }
 static inline int bits_of_type(int type) { return 8 << (type >> 1); }
@@ -70,7 +70,7 @@ static inline void load_floats(const Warp *w, const Op *op, int type, f64 *out) 
         case TYPE_BF16: EACH out[l] = bf16_to_f32(x[l] & 0xffff); break;
         case TYPE_F64: EACH out[l] = rf64(w, op->a)[l]; break;
         default:
-            if (op->flags & FTZ) EACH out[l] = flush(as_f32(x[l]));
+            if (op->flags & FTZ) EACH out[l] = as_f32(canonical(flush(as_f32(x[l]))));
             else EACH out[l] = as_f32(x[l]);
     }
 }
@@ -84,8 +84,16 @@ static inline u32 f32_code(f64 x, int mode, u32 flags) {
     f32 y = f64_to_f32(x, mode);
     return canonical(flags & FTZ ? flush(y) : y);
 }
+/* A NaN of f64 in f16, bf16 or f32: quiet, with its sign and the upper bits of its payload. (On an H100
+ * 0x7ff8000000000000 gives 0x7e00, 0x7fc0 and 0x7fc00000; no other was tried.) */
+static inline u32 narrowed_nan(u64 x, int type) {
+    u32 bits = type == TYPE_F32 ? 32 : 16, mantissa = type == TYPE_F32 ? 23 : type == TYPE_F16 ? 10 : 7;
+    u32 exponent = (1u << (bits - 1)) - (1u << mantissa), payload = 1u << (mantissa - 1);
+    return (u32)(x >> 63) << (bits - 1) | exponent | payload | (u32)((x & 0xfffffffffffffull) >> (52 - mantissa));
+}
 /* The code of a value in a format of at most 32 bits, with the modifiers of the op. */
 static inline u32 float_code(f64 x, int type, int mode, u32 flags) {
+    if (flags & FROM_F64 && x != x && !(flags & SAT)) return narrowed_nan(as_u64(x), type);
     switch (type) {
         case TYPE_F16: return f64_to_f16(limited(x, flags, 65504), mode);
         case TYPE_BF16: return f64_to_bf16(limited(x, flags, 0x1.fep127), mode);
@@ -94,8 +102,8 @@ static inline u32 float_code(f64 x, int type, int mode, u32 flags) {
     }
 }
 #define STORE_AS(type) case type: EACH out[l] = float_code(x[l], type, mode, flags); break
-static inline int store_floats(Warp *w, const Op *op, int type, f64 *x, u32 mask) {
-    u32 out[LANES], flags = op->flags;
+static inline int store_floats(Warp *w, const Op *op, int type, f64 *x, u32 flags, u32 mask) {
+    u32 out[LANES];
     int mode = op->vector;
     if (type == TYPE_F64) {
         if (flags & SAT) EACH x[l] = limited(x[l], SAT, 0);
@@ -119,11 +127,24 @@ static inline f64 to_integral(f64 x, int mode) {
 
 /* **** conversions with a float on one side or both **** */
 
+/* f32 to tf32, ties away from zero: infinities and NaNs lose their low bits, and .satfinite takes the next code
+ * towards zero for them, a NaN or not. So an H100 does it. */
+static inline u32 tf32_away(u32 x, u32 flags) {
+    u32 code = ((x & 0x7f800000) == 0x7f800000 ? x : x + 0x1000) & ~0x1fffu;
+    return flags & SATFINITE && (code & 0x7f800000) == 0x7f800000 ? code - 0x2000 : code;
+}
 HANDLER(cvt_float) {
     f64 x[LANES];
-    load_floats(w, op, op->more >> 8, x);
+    int from = op->more >> 8;
+    if ((op->more & 255) == TYPE_TF32 && op->vector == RNA) {
+        u32 out[LANES];
+        EACH out[l] = tf32_away(r32(w, op->a)[l], op->flags);
+        put32(w, op->d, out, mask);
+        return NEXT;
+    }
+    load_floats(w, op, from, x);
     if (op->flags & INTEGRAL) EACH x[l] = to_integral(x[l], op->vector);
-    return store_floats(w, op, op->more & 255, x, mask);
+    return store_floats(w, op, op->more & 255, x, op->flags | (from == TYPE_F64 ? FROM_F64 : 0), mask);
 }
 
 /* An integer as f64, in any rounding. */
@@ -146,7 +167,7 @@ HANDLER(cvt_from_integer) {
         u64 size = negative ? 0 - x[l] : x[l];
         y[l] = to == TYPE_F64 ? integer_to_f64(size, negative, op->vector) : odd_integer(size, negative);
     }
-    return store_floats(w, op, to, y, mask);
+    return store_floats(w, op, to, y, op->flags, mask);
 }
 
 /* Float to integer clamps. NaN is 0; but where either side is 64 bits wide, only the highest bit is set. */
@@ -175,7 +196,7 @@ HANDLER(cvt_to_integer) {
     put32(w, op->d, out, mask); \
     return NEXT;
 #define DIRECT(name, expr) HANDLER(name) { DIRECT_LOOP(expr) }
-DIRECT(cvt_f32_bf16, canonical(bf16_to_f32(a)))
+DIRECT(cvt_f32_bf16, a << 16)   /* NaNs too: an H100 makes 0x7fff0000 of 0x7fff */
 DIRECT(cvt_f32_f16, canonical(f16_to_f32(a)))
 DIRECT(cvt_bf16_f32, f32_to_bf16(as_f32(a)))
 DIRECT(cvt_f16_f32, f32_to_f16(as_f32(a)))

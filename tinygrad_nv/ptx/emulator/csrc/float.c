@@ -3,7 +3,7 @@
  * Protocol: flags of every op here and in half.c are FTZ (subnormal inputs and results are zeros of their
  * sign), SAT (results within [0, 1], NaN gives +0), RELU, NANS (min and max give NaN when an operand is NaN)
  * and XOR_SIGN (of min and max of absolute values). `more` is the rounding. f32 results that are NaN are
- * 0x7fffffff; f64 NaNs are the host's. Functions that PTX calls approximate are f64's of the C library,
+ * 0x7fffffff. f64 sums and products give NaNs as an H100 does; others of f64 are the host's. Functions that PTX calls approximate are f64's of the C library,
  * rounded: within the manual's bounds.
  */
 #include "formats.h"
@@ -112,7 +112,7 @@ static inline f32 most_f32(f32 a, f32 b, u32 flags) {
 FLOAT2(min_f32, least_f32(a, b, op->flags))
 FLOAT2(max_f32, most_f32(a, b, op->flags))
 
-/* **** signs: of the bits, NaNs too **** */
+/* **** signs: of the bits; abs and neg of a NaN are 0x7fffffff, as all NaNs are **** */
 
 #define SIGNS_F32(name, expr) \
     HANDLER(name) { \
@@ -125,8 +125,8 @@ FLOAT2(max_f32, most_f32(a, b, op->flags))
         put32(w, op->d, out, mask); \
         return NEXT; \
     }
-SIGNS_F32(abs_f32, a & 0x7fffffff)
-SIGNS_F32(neg_f32, a ^ 0x80000000)
+SIGNS_F32(abs_f32, canonical(as_f32(a & 0x7fffffff)))
+SIGNS_F32(neg_f32, canonical(as_f32(a ^ 0x80000000)))
 SIGNS_F32(copysign_f32, (a & 0x80000000) | (r32(w, op->b)[l] & 0x7fffffff))
 
 /* **** f64 **** */
@@ -160,10 +160,18 @@ static f64 directed_f64(int what, f64 a, f64 b, f64 c, int mode) {
 #define A f64 a = rf64(w, op->a)[l]
 #define AB A; f64 b = rf64(w, op->b)[l]
 #define ABC AB; f64 c = rf64(w, op->c)[l]
-DOUBLE(add_f64, AB, a + b, directed_f64(F64_ADD, a, b, 0, op->more))
-DOUBLE(sub_f64, AB, a - b, directed_f64(F64_ADD, a, -b, 0, op->more))
-DOUBLE(mul_f64, AB, a * b, directed_f64(F64_MUL, a, b, 0, op->more))
-DOUBLE(fma_f64, ABC, fma(a, b, c), directed_f64(F64_FMA, a, b, c, op->more))
+/* The last operand that is a NaN comes through, quiet and with its sign; what is invalid without one gives
+ * 0xfff8000000000000. */
+static inline f64 quiet(f64 x) { return as_f64(as_u64(x) | 1ull << 51); }
+static inline f64 nan2(f64 a, f64 b, f64 result) {
+    f64 made = result == result ? result : as_f64(0xfff8000000000000ull);
+    return b != b ? quiet(b) : a != a ? quiet(a) : made;
+}
+static inline f64 nan3(f64 a, f64 b, f64 c, f64 result) { return c != c ? quiet(c) : nan2(a, b, result); }
+DOUBLE(add_f64, AB, nan2(a, b, a + b), nan2(a, b, directed_f64(F64_ADD, a, b, 0, op->more)))
+DOUBLE(sub_f64, AB, nan2(a, b, a - b), nan2(a, b, directed_f64(F64_ADD, a, -b, 0, op->more)))
+DOUBLE(mul_f64, AB, nan2(a, b, a * b), nan2(a, b, directed_f64(F64_MUL, a, b, 0, op->more)))
+DOUBLE(fma_f64, ABC, nan3(a, b, c, fma(a, b, c)), nan3(a, b, c, directed_f64(F64_FMA, a, b, c, op->more)))
 DOUBLE(div_f64, AB, a / b, directed_f64(F64_DIV, a, b, 0, op->more))
 DOUBLE(rcp_f64, A, 1.0 / a, directed_f64(F64_DIV, 1, a, 0, op->more))
 DOUBLE(sqrt_f64, A, sqrt(a), directed_f64(F64_SQRT, a, 0, 0, op->more))
@@ -178,7 +186,7 @@ DOUBLE_EXACT(rcp_approx_f64, A, upper_word(1.0 / upper_word(a)))
 DOUBLE_EXACT(rsqrt_approx_ftz_f64, A, upper_word(1.0 / sqrt(upper_word(a))))
 DOUBLE_EXACT(rsqrt_f64, A, 1.0 / sqrt(a))
 DOUBLE_EXACT(abs_f64, A, fabs(a))
-DOUBLE_EXACT(neg_f64, A, -a)
+DOUBLE_EXACT(neg_f64, A, a != a ? quiet(a) : -a)   /* an addition on hardware, which leaves NaNs their sign */
 DOUBLE_EXACT(copysign_f64, AB, copysign(b, a))
 static inline f64 least_f64(f64 a, f64 b) {
     f64 least = a < b ? a : b < a ? b : as_f64(as_u64(a) | as_u64(b));

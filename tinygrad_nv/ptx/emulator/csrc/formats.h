@@ -1,8 +1,8 @@
 /* Floating-point formats: f16, bf16, tf32, e4m3 and e5m2 to and from f32 and f64, every rounding, each
  * result rounded once.
  *
- * Protocol: codes are the low bits of a u32. NaNs come out as PTX's canonical ones: 0x7fffffff (f32), 0x7fff
- * (f16, bf16), 0x7f (e4m3, e5m2). What is rounded twice is rounded to odd the first time (Boldo and
+ * Protocol: codes are the low bits of a u32. NaNs come out as PTX's canonical ones: 0x7fffffff (f32), 0x7fffe000
+ * (tf32), 0x7fff (f16, bf16), 0x7f (e4m3, e5m2). What is rounded twice is rounded to odd the first time (Boldo and
  * Melquiond), in f64, which has at least two bits more than any format here: then the second rounding is
  * that of the exact value. All functions are free of branches, so that loops over lanes become vector code.
  */
@@ -14,6 +14,7 @@
 
 enum { RN, RZ, RM, RP, RNA };   /* to nearest even, to zero, down, up, to nearest with ties away from zero */
 enum { NAN_F32 = 0x7fffffff, NAN_F16 = 0x7fff, NAN_F8 = 0x7f };
+enum { OOB_NAN = 0x7ff7 };   /* each 16 bits that TMA fills in beyond a tensor, as an H100 does it */
 enum { MAX_F16 = 0x7bff, MAX_BF16 = 0x7f7f, MAX_TF32 = 0x3fbff, MAX_E4M3 = 0x7e, MAX_E5M2 = 0x7b };
 
 static inline u32 as_u32(f32 x) { u32 y; memcpy(&y, &x, 4); return y; }
@@ -100,7 +101,7 @@ static inline u32 f64_to_f16(f64 x, int mode) { return x == x ? encode(x, 5, 10,
 static inline u32 f64_to_bf16(f64 x, int mode) { return x == x ? encode(x, 8, 7, MAX_BF16, mode) : NAN_F16; }
 /* tf32 as a word of f32 whose low 13 bits are zero */
 static inline u32 f64_to_tf32(f64 x, int mode) {
-    return x == x ? encode(x, 8, 10, MAX_TF32, mode) << 13 : (u32)NAN_F32;
+    return x == x ? encode(x, 8, 10, MAX_TF32, mode) << 13 : (u32)NAN_F32 & ~0x1fffu;
 }
 
 /* f64 to f32; NaNs stay what the host makes of them. */

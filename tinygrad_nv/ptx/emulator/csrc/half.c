@@ -5,9 +5,6 @@
  */
 #include "formats.h"
 
-/* A NaN that TMA fills places beyond a tensor with; fma.oob takes it for zero. */
-enum { OOB_NAN = 0x7fff };
-
 static inline f64 load_half(u32 word, int half, u32 flags, bool brain) {
     u32 code = word >> 16 * half & 0xffff;
     f32 x = brain ? bf16_to_f32(code) : f16_to_f32(code);
@@ -43,7 +40,7 @@ HALF_BOTH(max, LOAD(a, a); LOAD(b, b), most_f32((f32)a, (f32)b, op->flags))
 HALF_BOTH(ex2, LOAD(a, a), power_of_two(a))
 HALF_BOTH(tanh, LOAD(a, a), tanh(a))
 
-/* fma.oob: zero where a factor is the NaN of places that do not exist. */
+/* fma.oob: zero where a factor is OOB_NAN. Of 0x7fff an H100 makes a NaN. */
 #define HALF_OOB(name, is_brain) \
     HANDLER(name) { \
         const bool brain = is_brain; \
@@ -62,7 +59,8 @@ HALF_OOB(fma_oob_f16, false)
 HALF_OOB(fma_oob_bf16, true)
 #undef LOAD
 
-/* abs, neg: of the bits, NaNs too */
+/* abs, neg: of the bits; of a NaN, 0x7fff */
+static inline u32 half_canonical(u32 code, u32 exponent) { return (code & 0x7fff) > exponent ? NAN_F16 : code; }
 #define HALF_SIGNS(name, exponent, expr) \
     HANDLER(name) { \
         u32 out[LANES], ones = op->vector == 2 ? ~0u : 0xffff; \
@@ -73,7 +71,8 @@ HALF_OOB(fma_oob_bf16, true)
                 u32 high = a & (exponent) << 16 ? 0xffff0000 : 0x80000000; \
                 a &= low | high; \
             } \
-            out[l] = (expr) & ones; \
+            a = expr; \
+            out[l] = (half_canonical(a & 0xffff, exponent) | half_canonical(a >> 16, exponent) << 16) & ones; \
         } \
         put32(w, op->d, out, mask); \
         return NEXT; \

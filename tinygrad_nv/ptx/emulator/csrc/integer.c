@@ -135,14 +135,15 @@ static inline i64 product24_u(u32 a, u32 b) { return (i64)((u64)(a & 0xffffff) *
 MUL24(s) MUL24(u)
 TERNARY(mad24_hi_sat_s32, U32, clamp_s32((product24_s(a, b) >> 16) + (i32)c))
 
-/* **** div, rem: division by zero, left open by the manual, gives all ones and the dividend **** */
+/* **** div, rem: by zero, which the manual leaves open, both give all ones, as ptxas's code does for every type
+ * (an H100 was asked for s32) **** */
 
 #define SIGNED_DIVISION(suffix, types, type, unsigned_type) \
     BINARY(div_##suffix, types, b == 0 ? (type)-1 : b == -1 ? (type)(0 - (unsigned_type)a) : (type)(a / b)) \
-    BINARY(rem_##suffix, types, b == 0 ? a : b == -1 ? 0 : (type)(a % b))
+    BINARY(rem_##suffix, types, b == 0 ? (type)-1 : b == -1 ? 0 : (type)(a % b))
 #define UNSIGNED_DIVISION(suffix, types, type) \
     BINARY(div_##suffix, types, b == 0 ? (type)-1 : (type)(a / b)) \
-    BINARY(rem_##suffix, types, b == 0 ? a : (type)(a % b))
+    BINARY(rem_##suffix, types, b == 0 ? (type)-1 : (type)(a % b))
 SIGNED_DIVISION(s16, S16, i16, u16)
 SIGNED_DIVISION(s32, S32, i32, u32)
 SIGNED_DIVISION(s64, S64, i64, u64)

@@ -16,8 +16,35 @@ static inline int mma_m(const Op *op) { return op->more & 0xff; }
 static inline int mma_n(const Op *op) { return op->more >> 8 & 0x3ff; }
 static inline int mma_k(const Op *op) { return op->more >> 18; }
 
-/* The arithmetic of an architecture's mma.sync. Hopper has no 8-bit floats there: ptxas makes two f16
- * steps of them. */
+/* Hopper's mma.sync has no 8-bit floats: ptxas unpacks them to f16 and makes two HMMAs, of the elements 0 and 1 of
+ * each four, then of 2 and 3, which begin with zero; C is added to their sum by FADD or HADD2. (Sparse ones are
+ * taken for two halves of k here.) */
+static void unpack_eights(Dot *d) {
+    int ld = dot_ld(d->n), half = d->k / 2;
+    u32 a[DOT_ROWS][DOT_K], b[DOT_K][8];
+    memcpy(a, dot_tile.raw_a, sizeof a);
+    for (int k = 0; k < d->k; k++) memcpy(b[k], dot_tile.raw_b + k * ld, sizeof b[k]);
+    for (int k = 0; k < d->k; k++) {
+        int to = (k & 2 ? half : 0) + k / 4 * 2 + (k & 1);
+        for (int i = 0; i < DOT_ROWS; i++)
+            dot_tile.raw_a[i][to] = f32_to_f16(d->a == E4M3 ? e4m3_to_f32(a[i][k]) : e5m2_to_f32(a[i][k]));
+        for (int j = 0; j < 8; j++)
+            dot_tile.raw_b[to * ld + j] =
+                f32_to_f16(d->b == E4M3 ? e4m3_to_f32(b[k][j]) : e5m2_to_f32(b[k][j]));
+    }
+    d->a = d->b = F16, d->step = half;
+}
+
+static void dot_eights(Dot *d) {
+    u32 c[DOT_ROWS * 16];
+    memcpy(c, d->c, sizeof c);
+    memset(d->c, 0, sizeof c);
+    unpack_eights(d);
+    dot(d, false);
+    for (int i = 0; i < DOT_ROWS * 16; i++) d->c[i] = canonical(as_f32(c[i]) + as_f32(d->c[i]));
+}
+
+/* The arithmetic of an architecture's mma.sync. */
 static void mma_arithmetic(const Machine *m, Dot *d, bool sparse) {
     bool hopper = m->launch.arch >= 90, eight = d->a == E4M3 || d->a == E5M2;
     d->bits = hopper ? 25 : eight ? 13 : 24;
@@ -104,6 +131,7 @@ HANDLER(mma) {
     }
     mma_arithmetic(m, &d, sparse);
     if (d.a == B1) dot_bits(&d, op->flags & MMA_XOR);
+    else if (m->launch.arch >= 90 && !sparse && !d.exact && (d.a == E4M3 || d.a == E5M2)) dot_eights(&d);
     else dot(&d, sparse);
     store_accumulators(w, places, d.rows, d.n, d.result, c, 16, mask);
     return NEXT;

@@ -65,7 +65,10 @@ static const char *print_spec(Arguments *a, const char *at) {
         else spec[n++] = *at;
     }
     spec[n] = 0;
-    for (; *at && strchr("hlzjtL", *at); at++) wide |= *at != 'h';
+    for (const char *size = at; *at && strchr("hlzjtL", *at); at++) {
+        wide |= *at != 'h';
+        if (at == size + 1 && *size == 'h' && *at == 'h') a->count--;   /* not of CUDA's, which does not count it */
+    }
     if (*at == '%') print_text(a->m, "%", 1);
     else if (*at) convert_one(a, spec, wide, *at);
     return *at ? at + 1 : at;

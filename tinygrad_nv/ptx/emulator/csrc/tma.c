@@ -2,7 +2,8 @@
  *
  * A box lies in shared memory densely, dimension 0 fastest, in rows of `pitch` bytes (dimension 0); then the
  * swizzle is applied to absolute shared addresses, 16 bytes at a time. Elements outside the tensor are filled
- * in by loads and dropped by stores; an mbarrier always gets the bytes of the whole box.
+ * in by loads; an mbarrier always gets the bytes of the whole box. Stores drop them, except that dimension 0
+ * ends where a chunk of 16 bytes does: on an H100, a row of 131 bf16 of which a box has 136 is stored as 136.
  *
  * Ops: the shared address in `a` (destination of loads, source of stores), b the map's address (u64), c the
  * mbarrier's (u64), e the multicast mask or -1; the list: `vector` coordinates, then im2col offsets. flags:
@@ -18,7 +19,7 @@ typedef struct {
     u64 offset;
 } BoxRow;
 
-/* One box on its way: bytes low to high of each row are in the tensor. */
+/* One box on its way: bytes low to high of each row are in the tensor, or are stored. */
 typedef struct {
     Map map;
     i32 at[5], shift[3];   /* coordinates; im2col offsets */
@@ -78,8 +79,29 @@ static void find_row(Machine *m, Warp *w, const Op *op, int lane, Box *b, u32 r,
     row->region = p.region, row->offset = p.offset;
 }
 
+/* Coordinates at which an H100 ends the launch with an illegal instruction: an innermost one that is no
+ * multiple of 16 bytes, and any below 0 in a store (of reductions it was not tried). */
+static bool coordinates_hold(Machine *m, Warp *w, const Op *op, int lane, const Map *map, int kind) {
+    const i32 *list = m->launch.lists + op->list;
+    i64 inner = (i64)s32(w, list[0])[lane] * (i64)map->width;
+    if (inner % 16) {
+        report(m, MISALIGNED, op, w, lane, "an innermost coordinate of %d elements, %lld bytes, which is not a "
+               "multiple of 16 bytes", s32(w, list[0])[lane], (long long)inner);
+        return false;
+    }
+    for (u32 i = 0; kind == WRITE && i < map->rank; i++) {
+        if (s32(w, list[i])[lane] >= 0) continue;
+        report(m, OUT_OF_BOUNDS, op, w, lane, "a store at coordinate %d in dimension %u: tensor stores take no "
+               "coordinates below 0", s32(w, list[i])[lane], i);
+        return false;
+    }
+    return true;
+}
+
+/* The box at the coordinates; NULL: reported. */
 static Box *find_box(Machine *m, Warp *w, const Op *op, int lane, const Map *map, int kind) {
     const i32 *list = m->launch.lists + op->list;
+    if (!coordinates_hold(m, w, op, lane, map, kind)) return NULL;
     Box *b = malloc(sizeof *b + map->rows * sizeof *b->row);
     b->map = *map, b->rows = map->rows, b->dense = NULL, b->signal.cta = NULL;
     for (u32 i = 0; i < map->rank; i++) b->at[i] = s32(w, list[i])[lane];
@@ -88,6 +110,7 @@ static Box *find_box(Machine *m, Warp *w, const Op *op, int lane, const Map *map
         b->shift[i] = at < op->count ? (i32)(r32(w, list[at])[lane] & 0xffff) : 0;
     }
     i64 width = map->width, begin = -(i64)b->at[0] * width, end = ((i64)map->dim[0] - b->at[0]) * width;
+    if (kind == WRITE) end = (end + 15) & ~15ll;
     b->low = (u32)(begin < 0 ? 0 : begin > map->pitch ? map->pitch : begin);
     b->high = (u32)(end < 0 ? 0 : end > map->pitch ? map->pitch : end);
     for (u32 r = 0; r < b->rows; r++) find_row(m, w, op, lane, b, r, kind);
@@ -120,7 +143,7 @@ static void enter_rows(Machine *m, Who *who, const Box *b, int kind) {
     }
 }
 
-/* Enters what is touched in shared memory: all of the box by loads, the rows in the tensor by stores. */
+/* Enters what is touched in shared memory: all of the box by loads, what goes out by stores. */
 static void enter_shared(Machine *m, Who *who, const Box *b, int kind) {
     u32 pitch = b->map.pitch;
     Place all = {b->shared, b->offset, b->shared->data + b->offset};
@@ -156,11 +179,11 @@ static void note_rows(const Warp *w, const Box *b, u32 kind) {
 
 /* **** loads **** */
 
-/* What elements outside the tensor become, `pitch` bytes of it. */
+/* What elements outside the tensor become, `pitch` bytes of it: 0, or OOB_NAN in each 16 bits. An H100 was
+ * seen to do so for f16, bf16 and f32. */
 static void fill_row(const Map *map, u8 *row) {
-    u64 nan = map->width == 8 ? 0x7fffffffffffffff : map->width == 4 ? 0x7fffffff : 0x7fff;
-    memset(row, 0, map->pitch);
-    if (map->fill) for (u32 i = 0; i < map->pitch; i += map->width) memcpy(row + i, &nan, map->width);
+    u16 nan = map->fill ? OOB_NAN : 0;
+    for (u32 i = 0; i < map->pitch; i += 2) memcpy(row + i, &nan, 2);
 }
 
 static void flush_row(u8 *row, u32 bytes) {
@@ -215,6 +238,7 @@ HANDLER(tma_load) {
         u64 barrier = r64(w, op->c)[l];
         if (!read_map(m, w, op, l, r64(w, op->b)[l], &map)) continue;
         Box *box = find_box(m, w, op, l, &map, READ);
+        if (!box) continue;
         note_rows(w, box, READS);
         count_bulk(m, GLOBAL, SHARED, map.bytes);
         if (op->e < 0) load_box(m, w, op, l, box, to[l], barrier);
@@ -265,6 +289,7 @@ HANDLER(tma_store) {
         if (!read_map(m, w, op, l, r64(w, op->b)[l], &map)) continue;
         if (!place_box(m, w, op, l, from[l], READ, &map, &p)) continue;
         Box *b = find_box(m, w, op, l, &map, WRITE);
+        if (!b) continue;
         b->shared = p.region, b->offset = p.offset;
         note_rows(w, b, reduction_of(op) ? REDUCED : WRITES);
         Who reads = {w, op, l, actor_of(w, ACTOR_BULK_READ), group, 2, 0};

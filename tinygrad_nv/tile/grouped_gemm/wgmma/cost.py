@@ -16,8 +16,8 @@ L2_IN_STEP = 1.2        # times the rate of L2: neighbours read the same columns
 STEP = 60               # cycles of a stage's barriers and issue that nothing hides
 LINES = 400             # cycles until the first lines of an epilogue are stored
 STORED = 32             # bytes of results a cycle of an epilogue
-# of steps and of HBM, where gathered rows are wgmma's rows or `MANY` of them a tile: on an H100 such schedules
-# took 1.1 to 1.8 times what was predicted otherwise, swapped ones of fewer rows 0.92 to 1.1 times
+# of steps and of HBM, where gathered rows are wgmma's rows or `MANY` of them a tile: on an H100 such
+# schedules took 1.1 to 1.8 times what was predicted otherwise, swapped ones of fewer rows 0.92 to 1.1 times
 MANY, GATHERED, GATHERED_HBM = 128, 1.3, 1.1
 
 
