@@ -363,3 +363,27 @@ def test_help_names_the_defaults(command):
     shown = command("serve", "--help").succeeded().out
     for word in ("--host", "127.0.0.1", "8000", "--max-num-seqs", "--served-model-name", "NV_API_KEY"):
         assert word in shown
+
+
+@pytest.mark.slow
+def test_a_harness_gets_the_log_probabilities_of_prompts(alone: LLM):
+    """The request of lm-eval's local-completions, of prompts in several chunks and short ones. A server of
+    its own: steps with the logits of prompts are captured when they come."""
+    prompts = [alone.tokenize(text) for text in (PROMPT * 12, PROMPT, "A dog")]
+    with started("--no-warm-up") as process, \
+            openai.OpenAI(base_url=process.url + "/v1", api_key="any") as client:
+        done = client.completions.create(model="tales", prompt=prompts, max_tokens=1, echo=True, logprobs=1,
+                                         seed=1, temperature=0)
+        process.popen.terminate()
+        assert process.ended() == 0
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, logprobs=1)
+    for choice, ids, its in zip(done.choices, prompts, alone.generate(prompts, params), strict=True):
+        assert choice.logprobs is not None
+        assert its.prompt_logprobs is not None
+        values, tops = choice.logprobs.token_logprobs[:-1], choice.logprobs.top_logprobs[:-1]
+        assert (len(values), values[0], tops[0]) == (len(ids), None, None)
+        expected = [each for each in its.prompt_logprobs if each is not None]
+        for token, value, top, own in zip(ids[1:], values[1:], tops[1:], expected, strict=True):
+            assert value == pytest.approx(own[token].logprob, abs=2e-4)
+            assert max(top.values()) == pytest.approx(max(each.logprob for each in own.values()), abs=2e-4)
+            assert (value == max(top.values())) == (own[token].rank == 1)   # what the harness calls greedy

@@ -10,6 +10,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+import torch
 import transformers
 from embedding_case import ENCODERS, add_modules, add_vocabulary, hidden_states, save
 
@@ -37,5 +38,33 @@ def test_an_embedding_model_is_served(tmp_path: Path):
         asked = {"messages": [{"role": "user", "content": "hello"}]}
         answer = httpx.post(f"{found[1]}/v1/chat/completions", json=asked, timeout=60)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_task")
+        process.terminate()
+        assert process.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_a_reranker_is_served(tmp_path: Path):
+    theirs = save(tmp_path, "BertForSequenceClassification", {**ENCODERS["Bert"], "num_labels": 1,
+                                                              "type_vocab_size": 2})
+    add_vocabulary(tmp_path)
+    documents = ["a bear", "zoo", "a fox and a bear"]
+    tokenizer = transformers.BertTokenizer.from_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = [float(theirs(**tokenizer("a fox", text, return_tensors="pt")).logits.sigmoid())
+                    for text in documents]
+    command = [sys.executable, "-m", "tinygrad_nv", "serve", str(tmp_path), *OPTIONS]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        start = ""
+        while (found := re.search(r" ready url=(\S+)", start)) is None: start += process.stderr.readline()
+        with httpx.Client(base_url=found[1], timeout=60) as client:
+            asked = {"query": "a fox", "documents": documents}
+            made = client.post("/v1/rerank", json=asked).json()["results"]
+            assert [each["index"] for each in made] == sorted(range(3), key=lambda at: -expected[at])
+            assert np.allclose([each["relevance_score"] for each in made], sorted(expected)[::-1], atol=2e-4)
+            made = client.post("/score", json={"text_1": "a fox", "text_2": documents}).json()["data"]
+            assert np.allclose([each["score"] for each in made], expected, atol=2e-4)
+            made = client.post("/classify", json={"input": documents[0]}).json()["data"]
+            assert (made[0]["label"], made[0]["num_classes"]) == ("LABEL_0", 1)
         process.terminate()
         assert process.wait(60) == 0

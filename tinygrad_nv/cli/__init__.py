@@ -30,6 +30,7 @@ from tinygrad_nv.cli import (
 from tinygrad_nv.cli import (
     tune as tune_command,
 )
+from tinygrad_nv.cli import vllm_options
 from tinygrad_nv.errors import ModelError, NVError, RequestError
 from tinygrad_nv.host import command as host
 from tinygrad_nv.ptx import command as ptx
@@ -75,10 +76,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """argparse takes all positional arguments from one place; here PROMPT may also follow options that
     follow MODEL."""
     top = parser()
-    arguments, rest = top.parse_known_args(bench_command.named(list(sys.argv[1:] if argv is None else argv)))
+    words = bench_command.named(list(sys.argv[1:] if argv is None else argv))
+    arguments, rest = top.parse_known_args(vllm_options.normal(words))
     options_end = rest.index("--") if "--" in rest else len(rest)
     if rest and (not hasattr(arguments, "words") or any(word.startswith("-") for word in rest[:options_end])):
-        top.error(f"unrecognized arguments: {' '.join(rest)}")
+        top.error(f"unrecognized arguments: {' '.join(rest)}"
+                  + vllm_options.nearest(arguments.command, rest))
     if rest: arguments.words += rest[:options_end] + rest[options_end + 1:]
     return arguments
 
@@ -136,6 +139,7 @@ def parser() -> argparse.ArgumentParser:
     host.add_command(ptx.add_commands(commands))
     tune_command.add_command(commands)
     quantize_command.add_command(commands, "a model directory")
+    for each in commands.choices.values(): each.set_defaults(command=each)
     return top
 
 

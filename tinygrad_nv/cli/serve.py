@@ -13,10 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from tinygrad_nv.cli import vllm_options
 from tinygrad_nv.cli.lora_options import add_lora_options
 from tinygrad_nv.errors import NVError, RequestError
 
 PREFIXES = ("tinygrad_nv", "vllm")
+MAX_LOGPROBS = 20   # the engine's: importing it takes a second
 LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
@@ -52,6 +54,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     _add_parser_options(serve)
     _add_server_options(serve)
     _add_http_options(serve)
+    vllm_options.add_options(serve)
     def start(arguments: argparse.Namespace) -> NoReturn:
         _require_own_model(arguments)
         run(arguments, model(arguments.model))
@@ -94,6 +97,9 @@ def _add_server_options(serve: argparse.ArgumentParser) -> None:
                         "computes; may be several (default NV_API_KEY, else none)")
     server.add_argument("--served-model-name", nargs="+", metavar="NAME",
                         help="(default: the directory's name)")
+    server.add_argument("--max-logprobs", type=_logprobs, default=MAX_LOGPROBS, metavar="N",
+                        help="log probabilities that a request may ask for "
+                             f"(default {MAX_LOGPROBS}, the most)")
     server.add_argument("--max-queue", type=_whole, default=1024, metavar="N",
                         help="requests that may wait; more get 429 (default 1024)")
     server.add_argument("--max-body-bytes", type=_whole, default=4 << 20, metavar="N",
@@ -151,6 +157,11 @@ def _parser_name(kind: str) -> Callable[[str], str]:
 def _whole(text: str) -> int:
     if text.isascii() and text.isdigit() and 0 < int(text) < 1 << 40: return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number ≥ 1")
+
+
+def _logprobs(text: str) -> int:
+    if text.isascii() and text.isdigit() and int(text) <= MAX_LOGPROBS: return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {MAX_LOGPROBS}")
 
 
 def _port(text: str) -> int:

@@ -150,7 +150,7 @@ def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
             "speculative": arguments.speculative, "quantization": arguments.quantization,
             "task": arguments.task, "enable_prefix_caching": arguments.enable_prefix_caching,
             "max_queue": arguments.max_queue, **lora_options(arguments),
-            **({} if fraction is None else {"gpu_memory_utilization": fraction})}
+            **({} if fraction is None else {"gpu_memory_utilization": fraction}), **arguments.vllm}
 
 
 def api_keys(arguments: argparse.Namespace) -> frozenset[str]:
@@ -184,7 +184,7 @@ def limits(arguments: argparse.Namespace) -> RequestLimits:
     """The limits set on the command line."""
     return RequestLimits(body_bytes=arguments.max_body_bytes, header_s=arguments.header_timeout,
                   body_s=arguments.body_timeout, request_s=arguments.request_timeout,
-                  drain_s=arguments.drain_timeout)
+                  drain_s=arguments.drain_timeout, logprobs=arguments.max_logprobs)
 
 
 def capacity_line(llm: LLM) -> str:

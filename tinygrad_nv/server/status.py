@@ -5,6 +5,7 @@ SageMaker; `server_load` counts the requests that are being answered.
 """
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-import tinygrad_nv
 from tinygrad_nv.server.errors import APIError
 from tinygrad_nv.server.service import Service
 
@@ -63,7 +63,8 @@ def _load(service: Service) -> Endpoint:
     return endpoint
 
 
-async def _version(_: Request) -> Response: return JSONResponse({"version": tinygrad_nv.__version__})
+async def _version(_: Request) -> Response:
+    return JSONResponse({"version": importlib.metadata.version("tinygrad_nv")})
 
 
 def _metrics(service: Service) -> Endpoint:

@@ -111,8 +111,8 @@ def test_items_of_every_kind():
             {"type": "function_call_output", "call_id": "x", "output": [{"type": "input_text", "text": "d"}]}]
         client.responses.create(model=NAME, input=items)
         assert prompt(engine).startswith(
-            "system: D\nuser: ab\nassistant: cs[{'id': 'x', 'type': 'function', 'function': {'name': 'look', "
-            "'arguments': {'at': 1}}}]\ntool: d\n")
+            "system: D\nuser: a\nb\nassistant: cs[{'id': 'x', 'type': 'function', "
+            "'function': {'name': 'look', 'arguments': {'at': 1}}}]\ntool: d\n")
 
 
 def test_an_answer_that_is_cut_is_incomplete():

@@ -37,6 +37,13 @@ def test_a_prompt_is_tokenized_and_back(server: Live):
     assert ask(server, prompt="a")["token_strs"] is None
 
 
+def test_special_tokens_are_known_by_their_texts():
+    texts = {TOKENIZER.backend.id_to_token(token) for token in TOKENIZER.special_ids}
+    assert texts
+    assert all(map(TOKENIZER.special_text, texts))
+    assert not TOKENIZER.special_text("a")
+
+
 def test_a_conversation_is_tokenized_as_it_is_answered(server: Live):
     assert ask(server, messages=TURNS[:1])["tokens"] == MODEL.encode_chat(TURNS[:1])
     continued = {"continue_final_message": True, "add_generation_prompt": False}

@@ -1,0 +1,125 @@
+"""Options of `vllm serve` that `tinygrad-nv serve` has no use of its own for.
+
+Protocol: `add_options(parser)` makes all of them known. Those that are arguments of vLLM's `LLM` are passed
+to this package's, which takes or refuses their values (engine/vllm_arguments.py); `FIXED` and `NO_EFFECT`
+are those of the server alone, with the same meaning. `normal` spells options as they are declared.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from tinygrad_nv.engine import vllm_arguments as engine
+
+# accepted values, and what holds instead of others
+FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "api_server_count": ((1,), "one process answers requests"),
+    "chat_template_content_format": (("auto", "string"), "contents are texts"),
+    "config": ((), "options are on the command line alone"),
+    "enable_force_include_usage": ((False,), "stream_options of a request ask for its usage"),
+    "enable_ssl_refresh": ((False,), "certificates are read at the start"),
+    "enable_tokenizer_info_endpoint": ((False,), "/tokenize and /detokenize are served"),
+    "exclude_tools_when_tool_choice_none": ((True,), "templates get no tools then"),
+    "headless": ((False,), "one process computes and answers"),
+    "log_config_file": ((None,), "logs go to stderr, one event a line"),
+    "default_chat_template_kwargs": ((None, {}), "chat_template_kwargs of a request are variables"),
+    "grpc": ((False,), "HTTP is served"),
+    "tokens_only": ((False,), "texts are served"),
+    "middleware": ((), "no code of others runs in the server"),
+    "reasoning_parser_plugin": ((), "no code of others runs in the server"),
+    "response_role": (("assistant",), "answers are the assistant's"),
+    "return_tokens_as_token_ids": ((False,), "return_token_ids of a request asks for ids"),
+    "ssl_ciphers": ((None, "TLSv1"), "the ciphers are those of Python's ssl module"),
+    "tool_parser_plugin": ((), "no code of others runs in the server"),
+    "tool_server": ((), "tools run at the client"),
+    "uds": ((), "--host and --port say where it listens")}
+NO_EFFECT = frozenset({
+    "disable_access_log_for_endpoints", "disable_fastapi_docs", "disable_frontend_multiprocessing",
+    "disable_log_requests", "disable_uvicorn_access_log", "enable_log_deltas", "enable_log_outputs",
+    "enable_prompt_tokens_details", "enable_request_id_headers", "enable_server_load_tracking",
+    "h11_max_header_count", "h11_max_incomplete_event_size", "log_error_stack", "max_log_len"})
+# of those without effect, options that take no value; with a prefix no-, too
+FLAGS = frozenset({
+    "aggregate_engine_logging", "async_scheduling", "calculate_kv_scales", "cudagraph_metrics",
+    "disable_async_output_proc", "disable_cascade_attn", "disable_chunked_mm_input",
+    "disable_custom_all_reduce", "disable_hybrid_kv_cache_manager", "disable_log_stats",
+    "disable_mm_preprocessor_cache", "disable_nccl_for_dp_synchronization",
+    "enable_layerwise_nvtx_tracing", "enable_log_requests", "enable_logging_iteration_details",
+    "enable_mfu_metrics", "enable_multimodal_encoder_data_parallel", "enforce_eager",
+    "guided_decoding_disable_additional_properties", "guided_decoding_disable_fallback",
+    "fully_sharded_loras",
+    "interleave_mm_strings", "kv_cache_metrics", "language_model_only", "mm_encoder_only",
+    "multi_step_stream_outputs", "ray_workers_use_nsight", "skip_mm_profiling", "skip_tokenizer_init",
+    "trust_remote_code", "use_tqdm_on_load", "use_v2_block_manager"}) | {
+    name for name in NO_EFFECT if name.startswith(("disable_", "enable_", "log_error"))} - {
+        "disable_access_log_for_endpoints"}
+OWN = ("speculative_config", "runner", "tokenizer")     # of LLM, each with a meaning
+SHORT = {"tensor_parallel_size": ("-tp",), "pipeline_parallel_size": ("-pp",), "data_parallel_size": ("-dp",)}
+NEAR = 0.6  # how similar an option must be to be suggested
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds each option that `parser` does not have."""
+    fixed = FIXED | engine.FIXED
+    for name in sorted({*fixed, *NO_EFFECT, *engine.NO_EFFECT, *engine.RENAMED, *OWN}):
+        option = "--" + name.replace("_", "-")
+        if option in parser._option_string_actions: continue
+        flag = name in FLAGS or any(isinstance(each, bool) for each in fixed.get(name, ((),))[0])
+        action = _Flag if flag else _Value
+        options = [option, "--no-" + option[2:]] if flag else [option, *SHORT.get(name, ())]
+        parser.add_argument(*options, dest=name, action=action, default=argparse.SUPPRESS,
+                            help=argparse.SUPPRESS)
+    parser.set_defaults(vllm={})
+
+
+class _Value(argparse.Action):
+    """An option with a value: JSON, else a text."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+                 option_string: str | None = None) -> None:
+        try: value = json.loads(values)
+        except ValueError: value = values
+        _take(parser, namespace, self.dest, value)
+
+
+class _Flag(argparse.Action):
+    """An option without one."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, **more)
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+                 option_string: str | None = None) -> None:
+        _take(parser, namespace, self.dest, not str(option_string).startswith("--no-"))
+
+
+def _take(parser: argparse.ArgumentParser, namespace: argparse.Namespace, name: str, value: Any) -> None:
+    option = "--" + name.replace("_", "-")
+    if (known := (FIXED | engine.FIXED).get(name)) is not None:
+        accepted, why = known
+        if value not in accepted:
+            shown = " or ".join(json.dumps(each) for each in accepted if each is not None)
+            parser.error(f"{option} is {json.dumps(value)}, and {why}; "
+                         + (f"expected: {shown}" if shown else "to fix: leave it out"))
+    elif name not in NO_EFFECT | engine.NO_EFFECT: namespace.vllm = {**namespace.vllm, name: value}
+
+
+def normal(argv: Sequence[str]) -> list[str]:
+    """Command-line words of `serve` with options spelled as they are declared: vLLM takes `_` for `-`."""
+    made = list(argv)
+    if made[:1] != ["serve"]: return made
+    for at, word in enumerate(made):
+        if word == "--": break
+        name, equals, value = word.partition("=")
+        if name.startswith("--"): made[at] = name.replace("_", "-") + equals + value
+    return made
+
+
+def nearest(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
+    """A suggestion for the first unknown option among `words`, "" if no option is near."""
+    unknown = next((word.partition("=")[0] for word in words if word.startswith("--")), "")
+    found = get_close_matches(unknown, [*parser._option_string_actions], 1, NEAR)
+    return f"; did you mean {found[0]}?" if found else ""
