@@ -28,6 +28,7 @@ from measure import each, save, table
 
 from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.engine_config import EngineConfig
+from tinygrad_nv.engine.lora.peft import Adapter
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Request
 from tinygrad_nv.engine.scheduling.scheduler_output import Logprobs, SamplerOutput, SchedulerOutput
@@ -63,6 +64,9 @@ class Stub:
 
     def start_slot(self, slot: int, params: SamplingParams, seed: int, prompt: Sequence[int],
                    output: Sequence[int] = ()) -> None:
+        """Nothing."""
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
         """Nothing."""
 
     def fork(self, source: int, slot: int, params: SamplingParams, seed: int) -> None:

@@ -39,6 +39,7 @@ from tinygrad_nv.tile.gemm.analytic import analytic
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec, TransposedGroupedSpec
+from tinygrad_nv.tile.lora.spec import LoraExpandSpec
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
 from tinygrad_nv.tile.router.spec import Policy, RouterSpec
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
@@ -137,6 +138,8 @@ SPECS: dict[str, dict[str, Any]] = {
     "grouped_outer_mma": {
         "gate and up": GroupedOuterSpec(4, 1024, 1024, 1024, BF16, x_rows=256, gather_x=4),
         "down *": GroupedOuterSpec(8, 8192, 2048, 1024, BF16, gather_y=1)},
+    "lora_expand_mma": {"q|k|v of 8 adapters": LoraExpandSpec(8, 64, 16, BF16, BF16, (4096, 1024, 1024)),
+                        "gate|up of 512 tokens *": LoraExpandSpec(8, 512, 16, BF16, BF16, (14336, 14336))},
     "quant_grouped_gemv": {
         "gate and up": experts_of("mxfp4", expert_rows(8, 1, 4, 5760, 2880, "swiglu_clamped")),
         "4 rows a group, int4 *": experts_of("int4", expert_rows(8, 8, 32, 4096, 2048))},

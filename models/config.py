@@ -200,9 +200,10 @@ def _require_no_adapter(directory: Path) -> None:
     adapter = read_json(path)
     kind, base = str(adapter.get("peft_type", "LoRA"))[:40], str(adapter.get("base_model_name_or_path"))[:200]
     if kind == "LORA": kind = "LoRA"
-    raise ModelError(f"{directory} is an adapter ({kind}) of the model {base}, and adapters are not read yet",
+    served = f"serve its model with --lora-modules NAME={directory}; or " * (kind == "LoRA")
+    raise ModelError(f"{directory} is an adapter ({kind}) of the model {base}, and no model",
                      "a Hugging Face model directory, without adapter_config.json",
-                     "merge it into its model with PEFT's merge_and_unload, save the result with "
+                     f"{served}merge it into its model with PEFT's merge_and_unload, save the result with "
                      "save_pretrained, and name that directory")
 
 

@@ -1,7 +1,7 @@
 """Layers that networks share: linear layers, quantised or not, and RMSNorm."""
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from tinygrad import Tensor
 from tinygrad.dtype import DType
@@ -12,16 +12,29 @@ from tinygrad_nv.quant.activations import QWeight, SparseWeight
 from .config import ModelConfig
 
 
+class Adapters(Protocol):
+    """What adapters add to a layer (lora.py)."""
+
+    def added(self, x: Tensor) -> Tensor | None: ...
+
+
 class Linear:
     """y = x Wᵀ + b with W of shape (out, in), as PyTorch stores it. `out` may be several projections
-    stacked. Of a quantised or sparse layer `parts` stand in for W: its rows in order, quantised or not."""
+    stacked. Of a quantised or sparse layer `parts` stand in for W: its rows in order, quantised or not.
+    `adapters` may add something in a step that has some."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, dtype: DType, device: str | None) -> None:
         self.weight = Tensor.empty(outputs, inputs, dtype=dtype, device=device)
         self.bias = Tensor.empty(outputs, dtype=dtype, device=device) if bias else None
         self.parts: tuple[QWeight | SparseWeight | Tensor, ...] = ()
+        self.adapters: Adapters | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
+        more = None if self.adapters is None else self.adapters.added(x)
+        return self.multiplied(x) if more is None else self.multiplied(x) + more
+
+    def multiplied(self, x: Tensor) -> Tensor:
+        """x Wᵀ + b."""
         if not self.parts: return x.linear(self.weight.T, self.bias)
         if len(self.parts) == 1: return multiply(x, self.parts[0], self.bias)
         made = Tensor.cat(*(multiply(x, part) for part in self.parts), dim=-1)

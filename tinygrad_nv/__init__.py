@@ -22,16 +22,17 @@ from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
 
-__all__ = ["LLM", "BeamSearchParams", "Context", "Device", "GlobalCounters", "KernelRecord", "Lowering",
-           "PoolingParams", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "Tensor", "TinyJit",
-           "UOp", "Variable", "__version__", "disable", "disabled", "dtypes", "enable", "enabled", "explain",
-           "function", "layer", "memory_report", "nn", "timeline"]
+__all__ = ["LLM", "BeamSearchParams", "Context", "Device", "GlobalCounters", "KernelRecord", "LoRARequest",
+           "Lowering", "PoolingParams", "RequestOutput", "SamplingParams", "StructuredOutputsParams",
+           "Tensor", "TinyJit", "UOp", "Variable", "__version__", "disable", "disabled", "dtypes", "enable",
+           "enabled", "explain", "function", "layer", "memory_report", "nn", "timeline"]
 
 
 LATER = {"LLM": "tinygrad_nv.engine.llm", "BeamSearchParams": "tinygrad_nv.engine.beam_search",
          "PoolingParams": "tinygrad_nv.engine.embedding.params",
          "SamplingParams": "tinygrad_nv.engine.sampling",
          "RequestOutput": "tinygrad_nv.engine.request_output",
+         "LoRARequest": "tinygrad_nv.engine.lora.request",
          "StructuredOutputsParams": "tinygrad_nv.engine.structured_output.params",
          "timeline": "tinygrad_nv.runtime.observe.timeline"}
 

@@ -12,7 +12,7 @@ operands of 8 bits with scales, `embedding` for rows of a table by number, `quan
 matrix, `scaled_matmul` for one whose codes are multiplied with codes of activations (W8A8, FP8),
 `sparse_matmul` for one that is 2:4 sparse, `dispatch` for mixtures of experts, made of `route`, `group_rows`,
 `grouped_matmul` and `grouped_outer`, `quant_grouped_matmul` for quantised experts, `scaled_grouped_matmul`
-where codes are multiplied with codes: the modules of patterns/
+where codes are multiplied with codes, `lora_added` for low-rank adapters: the modules of patterns/
 with these names (decode/paged.py, decode/latent.py, attention/varlen.py, attention/fp8.py,
 scaled_gemm/named.py, router/rows.py, grouped_gemm/, and named.py of the others) define them.
 """
@@ -56,6 +56,7 @@ from tinygrad_nv.patterns.grouped_gemm.named import grouped_matmul
 from tinygrad_nv.patterns.grouped_gemm.outer import grouped_outer
 from tinygrad_nv.patterns.grouped_gemm.scaled import scaled_grouped_matmul
 from tinygrad_nv.patterns.kv_append.named import kv_append
+from tinygrad_nv.patterns.lora.named import lora_added
 from tinygrad_nv.patterns.named import check_devices
 from tinygrad_nv.patterns.quant_gemm.named import prepared, prepared_for, quant_matmul
 from tinygrad_nv.patterns.quant_grouped.named import prepared_type, quant_grouped_matmul
@@ -84,6 +85,7 @@ __all__ = [
     "grouped_outer",
     "kv_append",
     "latent_attention",
+    "lora_added",
     "multiplies_codes",
     "multiplies_grouped_codes",
     "multiplies_sparse",

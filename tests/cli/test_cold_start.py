@@ -23,7 +23,8 @@ def compiled(database: Path) -> int:
 
 def test_the_first_answer_compiles_few_kernels_and_the_second_none(tmp_path: Path):
     database = tmp_path / "cache.db"
-    own = {"CACHEDB": str(database), "DEV": "CPU", "NUM_CPU_THREADS": "2"}
+    own = {"CACHEDB": str(database), "NV_CACHE_DIR": str(tmp_path / "cache"), "DEV": "CPU",
+           "NUM_CPU_THREADS": "2"}
     command = [sys.executable, "-m", "tinygrad_nv", "generate", "Once upon a time", "--max-tokens", "3",
                "--seed", "1", "--json"]
     found, answers = [], []

@@ -11,8 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -97,6 +99,8 @@ def figure(metrics: str, name: str) -> float:
 def server() -> Iterator[Process]:
     with started("--log-interval", "0.2", "--seed", "7") as process:
         yield process
+        # whatever tests have asked for: nothing was compiled or captured for it
+        assert figure(HTTP.get(process.url + "/metrics").text, "compilations_after_ready_total") == 0
         process.popen.terminate()
         assert process.ended() == 0
 
@@ -108,6 +112,26 @@ def client(server: Process) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def alone() -> LLM: return LLM(DEFAULT_MODEL, max_model_len=256, max_num_seqs=4)
+
+
+# what has kernels of its own in the sampler, or a step of another shape
+@pytest.mark.parametrize("options", [
+    {"n": 3, "temperature": 1.0}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5, "temperature": 1.0},
+    {"logit_bias": {"5": 3.0}}, {"extra_body": {"repetition_penalty": 1.3}}, {"extra_body": {"min_p": 0.1}},
+    {"extra_body": {"top_k": 5}}, {"top_p": 0.5}, {"logprobs": 3}, {"max_tokens": 1},
+    {"extra_body": {"structured_outputs": {"choice": ["yes", "no"]}}}, {"prompt": PROMPT * 25}])
+def test_no_request_compiles(server: Process, client: openai.OpenAI, options: dict[str, Any]):
+    client.completions.create(**{"model": "tales", "prompt": PROMPT, "max_tokens": 6} | options)
+    assert figure(HTTP.get(server.url + "/metrics").text, "compilations_after_ready_total") == 0
+
+
+def test_a_burst_of_requests_compiles_nothing(server: Process, client: openai.OpenAI):
+    """Steps of every mixture of prompts and answers that four sequences can be in."""
+    def ask(i: int) -> None:
+        client.completions.create(model="tales", prompt=PROMPT * (1 + i % 5), max_tokens=1 + i % 7,
+                                  temperature=i % 2)
+    with ThreadPoolExecutor(32) as threads: list(threads.map(ask, range(100)))
+    assert figure(HTTP.get(server.url + "/metrics").text, "compilations_after_ready_total") == 0
 
 
 def test_the_start_has_no_gap(server: Process):

@@ -61,9 +61,10 @@ def test_an_adapter(command, tmp_path: Path, copy: Path, adapter: dict[str, str]
     config = {**adapter, "base_model_name_or_path": "org/base"}
     (directory / "adapter_config.json").write_text(json.dumps(config))
     command("generate", directory, "hello").refused(
-        f"{directory} is an adapter ({kind}) of the model org/base, and adapters are not read yet",
+        f"{directory} is an adapter ({kind}) of the model org/base, and no model",
         "expected: a Hugging Face model directory, without adapter_config.json",
-        "to fix:   merge it into its model with PEFT's merge_and_unload")
+        "merge it into its model with PEFT's merge_and_unload",
+        *[f"to fix:   serve its model with --lora-modules NAME={directory}; or"] * (kind == "LoRA"))
 
 
 def test_an_adapter_that_is_no_json(command, copy: Path):

@@ -231,7 +231,8 @@ def test_texts_with_special_tokens_and_without_any(llm: LLM):
 
 @pytest.mark.parametrize(("given", "words"), [
     ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, and a model runs on one device"),
-    ({"enable_lora": True}, "enable_lora is True"), ({"gpu_memory_utilisation": 0.5}, "no argument"),
+    ({"enable_prompt_embeds": True}, "enable_prompt_embeds is True"),
+    ({"gpu_memory_utilisation": 0.5}, "no argument"),
     ({"runner": "draft"}, "runner is 'draft'"),
     ({"speculative_config": "ngram"}, "speculative_config is 'ngram'"),
     ({"speculative_config": {"method": "eagle", "num_speculative_tokens": 2}}, "speculative_config is"),
@@ -259,7 +260,7 @@ def test_an_unknown_argument_names_the_nearest():
 
 
 def test_an_adapter_is_refused(llm: LLM):
-    with pytest.raises(ConfigError, match="lora_request is 'x'"): llm.generate(PROMPT, lora_request="x")
+    with pytest.raises(RequestError, match="lora_request of type str"): llm.generate(PROMPT, lora_request="x")
 
 
 def test_a_bar_counts_prompts(llm: LLM):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from tinygrad_nv.cli.lora_options import add_lora_options
 from tinygrad_nv.errors import NVError
 
 PREFIXES = ("tinygrad_nv", "vllm")
@@ -45,6 +46,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     engine.add_argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's own")
     engine.add_argument("--warm-up", action=argparse.BooleanOptionalAction, default=True,
                         help="compile and capture before serving (default on)")
+    add_lora_options(serve, _whole)
     _add_parser_options(serve)
     _add_server_options(serve)
     serve.set_defaults(run=lambda arguments: run(arguments, model(arguments.model)))

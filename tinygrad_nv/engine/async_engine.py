@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tinygrad_nv.engine.lora.serving import with_adapter
 from tinygrad_nv.engine.outputs import Delta, EngineCoreOutput
 from tinygrad_nv.engine.prompts import Prompt
 from tinygrad_nv.engine.sampling import SamplingParams
@@ -29,6 +30,7 @@ from tinygrad_nv.errors import EngineError, NVError, QueueFull, RequestError
 if TYPE_CHECKING:
     from tinygrad_nv.engine.core import EngineStats
     from tinygrad_nv.engine.llm import LLM
+    from tinygrad_nv.engine.lora.request import LoRARequest
 
 
 class DeltaStream:
@@ -97,7 +99,8 @@ class AsyncEngine:
         return self.llm.core.stats()
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None, *,
-                 request_id: str | None = None, priority: int = 0) -> AsyncIterator[Delta]:
+                 request_id: str | None = None, priority: int = 0,
+                 lora_request: LoRARequest | None = None) -> AsyncIterator[Delta]:
         """The deltas of an answer. Raises `RequestError` for an invalid request, `QueueFull` when
         `queue_limit` requests wait for their first token, `EngineError` when the engine has stopped."""
         if self.failure is not None: raise self.failure
@@ -109,17 +112,19 @@ class AsyncEngine:
                             "retry later, or raise --max-queue")
         name = f"request-{next(self._request_numbers)}" if request_id is None else request_id
         self._require_new(name)
-        return self._generate(self.llm.request(name, prompt, params, priority, matched=False))
+        return self._generate(self.llm.request(name, prompt, params, priority, matched=False), lora_request)
 
     def _require_new(self, name: str) -> None:
         if name in self._streams:
             raise RequestError(f"request {name!r} is running", "an id of its own", "change request_id")
 
-    async def _generate(self, request: Request) -> AsyncIterator[Delta]:
+    async def _generate(self, request: Request, lora: LoRARequest | None) -> AsyncIterator[Delta]:
         self._require_new(request.id)   # another request may have taken the id since `generate`
         stream = DeltaStream(OutputProcessor(self.llm.tokenizer, request.prompt, request.params))
         self._streams[request.id], self._waiting = stream, self._waiting + 1
         try:
+            if lora is not None:        # reading an adapter may take seconds
+                request = await asyncio.to_thread(with_adapter, self.llm.adapters, request, lora)
             if request.params.masked:   # compiling a new grammar may take seconds
                 matchers = await asyncio.to_thread(self.llm.matchers, request.params)
                 request = replace(request, matchers=matchers)

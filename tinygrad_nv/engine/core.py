@@ -22,6 +22,7 @@ from typing import Protocol
 
 from tinygrad_nv import config as settings
 from tinygrad_nv.engine.engine_config import EngineConfig
+from tinygrad_nv.engine.lora.peft import Adapter
 from tinygrad_nv.engine.outputs import EngineCoreOutput
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Proposer, Request, Seq, check_request, new_sequences
@@ -55,6 +56,9 @@ class Executor(Protocol):
     def start_slot(self, slot: int, params: SamplingParams, seed: int, prompt: Sequence[int],
                    output: Sequence[int] = ()) -> None:
         """Assigns a slot to a sequence; `output` are the tokens it has generated already."""
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Puts an adapter into an adapter slot."""
 
     def fork(self, source: int, slot: int, params: SamplingParams, seed: int) -> None:
         """Assigns a slot to a copy of the sequence in `source`, with another seed."""
@@ -181,6 +185,7 @@ class EngineCore:
     def _launch(self, step: ScheduledStep) -> InFlightStep:
         self._num_steps += 1
         try:
+            for number, adapter in step.adapters: self.executor.load_adapter(number, adapter)
             for seq in step.started: self._start_slot(seq)
             for seq in step.forked:
                 for each in seq.branches:
@@ -325,6 +330,7 @@ class EngineCore:
             for each in (seq, *seq.branches): self._fail_seq(each, words)
         self.pool.recover(step.number, self._block_tables())
         for seq in self.scheduler.running: self.scheduler.restart(seq)
+        self.scheduler.adapters.invalidate()
 
     def _block_tables(self) -> list[SequenceTable]:
         return [seq.table for group in self._requests.values() for seq in group if seq.table is not None]

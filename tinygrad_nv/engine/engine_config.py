@@ -25,7 +25,8 @@ class EngineConfig:
     waiting request gains one level of priority every so many seconds. `eos`: end tokens of the model.
     `offload_cost`: a preempted sequence is offloaded to the host, rather than recomputed, if it has more than
     `offload_cost` tokens for each page.
-    `num_speculative_tokens`: draft tokens for each sequence and step; 0 turns speculative decoding off."""
+    `num_speculative_tokens`: draft tokens for each sequence and step; 0 turns speculative decoding off.
+    `max_adapters`: adapters that run at a time."""
     max_seqs: int = 64
     max_batched_tokens: int = 512
     max_len: int = 2048
@@ -35,6 +36,7 @@ class EngineConfig:
     eos: tuple[int, ...] = ()
     offload_cost: float = 4.0
     num_speculative_tokens: int = 0
+    max_adapters: int = 0
 
     def __post_init__(self) -> None:
         _require(self, "max_seqs", self.max_seqs >= 1, "at least 1")

@@ -29,8 +29,11 @@ from tinygrad_nv.engine.loading import (
     open_device,
     optional_tokenizer,
     resolve_dtype,
+    weights_identity,
     with_quantization,
 )
+from tinygrad_nv.engine.lora.request import LoRAConfig
+from tinygrad_nv.engine.lora.serving import open_adapters
 from tinygrad_nv.engine.memory_planning import CacheSize, layer_bytes, require_room, step_bytes
 from tinygrad_nv.engine.metrics import Latencies, Metric, metrics
 from tinygrad_nv.engine.sampling import SamplingParams, fresh_seed
@@ -51,6 +54,7 @@ from tinygrad_nv.models.quantised import sparse_savings
 from tinygrad_nv.models.quantised_experts import idle_bytes
 from tinygrad_nv.runtime.memory import sweep
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
+from tinygrad_nv.runtime.programs import Compilations
 
 GIB = 1 << 30
 
@@ -69,8 +73,10 @@ class LLM(GenerationMethods, PoolingMethods):
     output. How weights are quantised says the checkpoint, and `quantization` checks that; weights that are
     not quantised it quantises while they are loaded (fp8, int8). `task` "embed" makes an embedding model of
     one that generates (models/embedding_model.py); embedding models `embed` alone. Seeds of requests without
-    one come from `seed`, or are random. `tokenizer` is a directory with another tokenizer. `stage(name)` is
-    called at the end of each stage of loading. Other arguments of vLLM's `LLM` are taken, or refused
+    one come from `seed`, or are random. `tokenizer` is a directory with another tokenizer. With `enable_lora`
+    requests may have adapters of ranks up to `max_lora_rank`, of which `max_loras` run at a time and
+    `max_cpu_loras` stay in host memory, in `lora_dtype` (engine/lora/). `stage(name)` is called at the end of
+    each stage of loading. Other arguments of vLLM's `LLM` are taken, or refused
     (vllm_arguments.py)."""
 
     def __init__(self, model: str | Path, dtype: str = "auto", max_model_len: int | None = None,
@@ -81,7 +87,9 @@ class LLM(GenerationMethods, PoolingMethods):
                  swap_space: float | None = 0, enable_prefix_caching: bool | None = True,
                  max_queue: int = 1024, overlap: bool = True, speculative: str | None = None,
                  quantization: str | None = None, task: str | None = "auto",
-                 tokenizer: str | Path | None = None, seed: int | None = None,
+                 tokenizer: str | Path | None = None, seed: int | None = None, enable_lora: bool = False,
+                 max_loras: int = 4, max_lora_rank: int = 16, max_cpu_loras: int | None = None,
+                 lora_dtype: str = "auto",
                  stage: Callable[[str], None] = lambda name: None, **vllm: Any) -> None:
         own = from_vllm(vllm, frozenset(signature(LLM).parameters))
         if not isinstance(max_model_len, int | None): whole("max_model_len", max_model_len, 0)
@@ -93,15 +101,21 @@ class LLM(GenerationMethods, PoolingMethods):
             whole("block_size", own.get("page_size", page_size), 16), own.get("num_pages", num_pages),
             own.get("kv_cache_bytes", kv_cache_bytes), int(gib("swap_space", swap_space) * GIB),
             flag("enable_prefix_caching", enable_prefix_caching, True), max_queue, overlap,
-            own.get("speculative", speculative), quantization, None if tokenizer is None else Path(tokenizer))
+            own.get("speculative", speculative), quantization, None if tokenizer is None else Path(tokenizer),
+            {"max_loras": max_loras, "max_lora_rank": max_lora_rank, "max_cpu_loras": max_cpu_loras,
+             "lora_dtype": lora_dtype} if enable_lora else None)
         self._seeds = fresh_seed if seed is None else partial(Random(seed).getrandbits, 32)
         sweep()
         self._request_numbers, self.latencies = itertools.count(), Latencies()
+        self.compilations = Compilations()
         self.directory, self.device = Path(model), open_device(device)
         stage("open device")
         self.embedder = open_embedder(self.directory, self.device, own.get("task", task or "auto"), options)
         if self.embedder is None: self._open_generator(options)
         else:
+            if options.lora is not None:
+                raise ConfigError("enable_lora is True, and the model makes embeddings",
+                                  "a model that generates", "leave enable_lora out")
             self.defaults, self.length = SamplingParams(), self.embedder.length
             self.tokenizer, self.tokenizer_error = self.embedder.tokenizer, self.embedder.tokenizer_error
 
@@ -115,6 +129,8 @@ class LLM(GenerationMethods, PoolingMethods):
         self.tokenizer, self.tokenizer_error = optional_tokenizer(o.tokenizer or self.directory)
         speculation = None if o.speculative is None else parse_speculative(o.speculative)
         engine = o.engine_config(self.length, self.eos, speculation.tokens if speculation else 0)
+        lora = None if o.lora is None else LoRAConfig.of(self.config, self.dtype, self.device, **o.lora)
+        if lora is not None: engine = replace(engine, max_adapters=lora.slots)
         draft = None
         if speculation is not None and speculation.model is not None:
             draft = DraftModelFiles.read(speculation.model, self.dtype, self.config, self.tokenizer)
@@ -127,18 +143,24 @@ class LLM(GenerationMethods, PoolingMethods):
         asked = o.num_pages
         if asked is None and o.kv_cache_bytes is not None: asked = o.kv_cache_bytes // cache.page_bytes
         self._weight_bytes = weights.nbytes(self.config, self.dtype, self.directory)
+        self._adapter_bytes = 0 if lora is None else lora.nbytes(Llama(self.config, self.dtype, self.device))
         num_pages = self._pages(asked, cache, token, draft, o.gpu_memory_utilization)
         host_pages = o.swap_bytes // cache.page_bytes
         self.model = self._load_weights(o)
+        self.adapters = None if lora is None else open_adapters(self.model, lora)
         self.runner = ModelRunner(self.model, pages=num_pages, page_size=o.page_size, max_seqs=o.max_num_seqs,
                                   max_len=self.length, max_batched_tokens=o.max_num_batched_tokens,
-                                  kv_dtype=o.kv_cache_dtype, host_pages=host_pages, groups=groups)
+                                  kv_dtype=o.kv_cache_dtype, host_pages=host_pages, groups=groups,
+                                  identity=weights_identity(self.directory),
+                                  verifies=speculation is not None, directory=self.directory,
+                                  adapters=self.adapters.model if self.adapters else None)
         pool = PagePool(num_pages, o.page_size, host_pages=host_pages, sharing=o.enable_prefix_caching,
                         windows=groups.windows)
         self.draft_model = None if draft is None else draft.load(self.runner, o.max_num_batched_tokens)
         proposer = self.draft_model or (NgramProposer() if speculation else None)
         self.core = EngineCore(self.runner, pool, engine, proposer)
         self.engine = EngineThread(self.core)
+        self.compilations = Compilations()
         o.stage("pages")
 
     def _load_weights(self, options: LoadOptions) -> Llama:
@@ -155,12 +177,13 @@ class LLM(GenerationMethods, PoolingMethods):
         """Pages of the KV cache: as many as were asked for, or as fit beside weights and a step. Raises where
         there is no room."""
         pages = cache.min_pages if asked is None else asked
+        held = self._weight_bytes + self._adapter_bytes
         require_room(self.device, self.config, self.dtype, self.length, pages * cache.page_size, utilization,
-                     token, self._weight_bytes)
+                     token, held)
         if asked is not None: return asked
         step = step_bytes(self.config, self.dtype, cache.chunk + cache.max_seqs,
                           cache.max_seqs + max_prompt_logits(cache.max_seqs))
-        return cache.num_pages(self.device, self._weight_bytes + (draft.weight_bytes if draft else 0), step)
+        return cache.num_pages(self.device, held + (draft.weight_bytes if draft else 0), step)
 
     def __enter__(self) -> LLM: return self
 
@@ -206,6 +229,13 @@ class LLM(GenerationMethods, PoolingMethods):
             # a prefix cache hit would run another graph
             request = replace(self.request(name := self._name(), [0] * count, made), salt=name.encode())
             for _ in self._stream(request): pass
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Statistics of the engine (core.py), and `compilations_after_ready`: what was compiled and captured
+        since the model was loaded and, if it was, warmed up."""
+        stats = {} if self.embedder is not None else vars(self.core.stats())
+        return {**stats, "compilations_after_ready": self.compilations.since()}
 
     @property
     def streamed_bytes(self) -> int:

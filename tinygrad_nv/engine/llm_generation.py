@@ -9,10 +9,11 @@ import itertools
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from tinygrad_nv.engine.beam_search import BeamSearchOutput, BeamSearchParams, Search
 from tinygrad_nv.engine.llm_prompts import PromptMethods
+from tinygrad_nv.engine.lora.request import LoRARequest, one_for_each
 from tinygrad_nv.engine.metrics import Latencies
 from tinygrad_nv.engine.outputs import Delta, EngineCoreOutput
 from tinygrad_nv.engine.progress_bar import progress_bar
@@ -26,6 +27,8 @@ from tinygrad_nv.engine.thread import EngineThread
 from tinygrad_nv.engine.vllm_arguments import require_no_adapter
 from tinygrad_nv.errors import RequestError
 
+Lora: TypeAlias = LoRARequest | Sequence[LoRARequest | None] | None
+
 
 class GenerationMethods(PromptMethods):
     """How `LLM` generates."""
@@ -35,23 +38,24 @@ class GenerationMethods(PromptMethods):
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
                  sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-                 use_tqdm: bool | Callable[..., Any] = True, lora_request: None = None,
+                 use_tqdm: bool | Callable[..., Any] = True, lora_request: Lora = None,
                  priority: Sequence[int] | None = None,
                  progress: Callable[[int, int], None] = lambda done, total: None) -> list[RequestOutput]:
-        """Answers to one prompt or to a list of them, in order. `sampling_params` are for all, or a list with
-        one for each, as `priority` is. `progress(done, total)` counts finished prompts; so does a bar of tqdm
-        on a terminal, where that is installed, or what `use_tqdm` makes. Raises `RequestError` at once for a
-        bad prompt; an answer that fails later has finish reason "error"."""
+        """Answers to one prompt or to a list of them, in order. `sampling_params` and `lora_request` are for
+        all, or a list with one for each, as `priority` is. `progress(done, total)` counts finished prompts;
+        so does a bar of tqdm on a terminal, where that is installed, or what `use_tqdm` makes. Raises
+        `RequestError` at once for a bad prompt; an answer that fails later has finish reason "error"."""
         many, params = as_prompts(prompts), sampling_params
-        require_no_adapter(lora_request)
+        loras = one_for_each(lora_request, len(many))
         alike = params is None or isinstance(params, SamplingParams | Mapping)
         each = cast(list[SamplingParams | None], [params] * len(many) if alike else [*params])  # type: ignore
         for name, given in (("sampling_params", each), ("priorities", priority)):
             if given is not None and len(given) != len(many):
                 raise RequestError(f"{len(given)} {name} for {len(many)} prompts",
                                    "one for all, or one for each", "pass as many")
-        requests = [self.request(self._name(), prompt, its, first) for prompt, its, first in
-                    zip(many, each, priority or [0] * len(many), strict=True)]
+        requests = [self.request(self._name(), prompt, its, first, lora_request=lora) for
+                    prompt, its, first, lora in
+                    zip(many, each, priority or [0] * len(many), loras, strict=True)]
         with progress_bar(use_tqdm, len(many)) as advance: return self._answers(requests, progress, advance)
 
     def _answers(self, requests: Sequence[Request], progress: Callable[[int, int], None],
@@ -70,7 +74,7 @@ class GenerationMethods(PromptMethods):
 
     def chat(self, messages: Sequence[Message] | Sequence[Sequence[Message]],
              sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-             use_tqdm: bool | Callable[..., Any] = True, lora_request: None = None,
+             use_tqdm: bool | Callable[..., Any] = True, lora_request: Lora = None,
              tools: Tools | None = None, chat_template: str | None = None,
              chat_template_content_format: str = "auto", add_generation_prompt: bool = True,
              continue_final_message: bool = False,
@@ -122,10 +126,11 @@ class GenerationMethods(PromptMethods):
             if self.tokenizer: beam.text = self.tokenizer.decode(beam.tokens, skip_special_tokens=False)
         return made
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *,
+               lora_request: LoRARequest | None = None) -> Iterator[Delta]:
         """Yields text as it is generated. Raises `RequestError` at once for a bad prompt, and the error of an
         answer that fails later. Closing the iterator aborts the request."""
-        return self._stream(self.request(self._name(), prompt, params))
+        return self._stream(self.request(self._name(), prompt, params, lora_request=lora_request))
 
     def complete(self, prompt: Prompt, params: SamplingParams | None = None,
                  on_delta: Callable[[Delta], None] = lambda _: None) -> RequestOutput:

@@ -13,6 +13,8 @@ from typing import Any
 
 from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.embedding.embedder import Embedder
+from tinygrad_nv.engine.lora.request import LoRARequest
+from tinygrad_nv.engine.lora.serving import ServedAdapters, with_adapter
 from tinygrad_nv.engine.prompts import ParsedPrompt, Prompt, flattened, parse, text_or_tokens
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Matcher, Request, check_request
@@ -35,6 +37,7 @@ class PromptMethods:
     eos: tuple[int, ...]
     defaults: SamplingParams
     core: EngineCore
+    adapters: ServedAdapters | None
     _seeds: Callable[[], int]
 
     def tokenize(self, prompt: Prompt, truncate_prompt_tokens: int | None = None) -> list[int]:
@@ -119,7 +122,7 @@ class PromptMethods:
                      for each in made)
 
     def request(self, name: str, prompt: Prompt, params: SamplingParams | None = None,
-                priority: int = 0, matched: bool = True) -> Request:
+                priority: int = 0, matched: bool = True, lora_request: LoRARequest | None = None) -> Request:
         """A checked request for the core; its parameters have a seed, and `matched` its matchers."""
         self._require_generator()
         params = self.defaults if params is None else params
@@ -135,4 +138,5 @@ class PromptMethods:
         made = Request(name, self.tokenize(parsed, params.truncate_prompt_tokens), params, priority,
                        salt=parsed.salt.encode(errors="surrogatepass"), text=parsed.text)
         check_request(made, self.core.config, self.length, self.config.vocab_size)
+        made = with_adapter(self.adapters, made, lora_request)
         return replace(made, matchers=self.matchers(params)) if matched else made

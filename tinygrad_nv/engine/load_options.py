@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tinygrad_nv.engine.engine_config import EngineConfig
 
@@ -29,6 +30,7 @@ class LoadOptions:
     speculative: str | None
     quantization: str | None
     tokenizer: Path | None
+    lora: dict[str, Any] | None = None      # arguments of adapters (lora/request.py), where there are some
 
     def engine_config(self, length: int, eos: tuple[int, ...], num_speculative_tokens: int) -> EngineConfig:
         """The engine's limits."""

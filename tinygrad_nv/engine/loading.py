@@ -5,6 +5,7 @@ Protocol: each function resolves one setting, or raises an `NVError` that says w
 """
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,21 @@ def context_length(config: ModelConfig, dtype: DType, requested: int | None) -> 
                              f"2 to {config.max_positions}, the model's own length", "change --max-model-len")
         return requested
     return min(config.max_positions, max(CACHE_BYTES // token_bytes(config, dtype), 2048))
+
+
+HASHED_BYTES = 16 << 20     # of a model file whose content is hashed; others are known by their time
+
+
+def weights_identity(model: Path) -> str:
+    """What tells the files of a model from others: the content of small ones, size and time of large ones."""
+    made = hashlib.sha256()
+    for file in [model] if model.is_file() else sorted(each for each in model.iterdir() if each.is_file()):
+        if file.suffix in (".py", ".xz"): continue  # of the bundled model
+        stat = file.stat()
+        small = stat.st_size <= HASHED_BYTES
+        what = file.read_bytes() if small else f"{file.resolve()} {stat.st_mtime_ns}".encode()
+        made.update(f"{file.name} {stat.st_size} ".encode() + what)
+    return made.hexdigest()
 
 
 ANSWER_TOKENS = 256     # of an answer at most, unless a request says otherwise

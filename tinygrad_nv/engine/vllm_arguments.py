@@ -30,7 +30,6 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "config_format": (("auto", "hf"), "configurations are config.json or in a GGUF file"),
     "hf_overrides": ((None, {}), "the configuration is the checkpoint's"),
     "cpu_offload_gb": ((0, 0.0), "weights stay where they are computed with"),
-    "enable_lora": ((False,), "adapters are not served yet"),
     "enable_prompt_embeds": ((False,), "prompts are texts or token ids"),
     "enable_chunked_prefill": ((None, True), "long prompts are computed in chunks of max_num_batched_tokens"),
     "enable_sleep_mode": ((False,), "weights stay in memory"),
@@ -57,7 +56,8 @@ NO_EFFECT = frozenset({
     "prefix_caching_hash_algo", "mm_processor_cache_gb", "mm_encoder_tp_mode", "skip_mm_profiling",
     "language_model_only", "allowed_media_domains", "kv_cache_metrics", "aggregate_engine_logging",
     "long_prefill_token_threshold", "max_num_partial_prefills", "max_long_partial_prefills",
-    "use_v2_block_manager", "num_lookahead_slots", "preemption_mode", "skip_tokenizer_init"})
+    "use_v2_block_manager", "num_lookahead_slots", "preemption_mode", "skip_tokenizer_init",
+    "fully_sharded_loras", "lora_extra_vocab_size"})
 
 
 def from_vllm(given: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
@@ -97,8 +97,8 @@ def flag(name: str, value: Any, default: bool) -> bool:
 def require_no_adapter(lora_request: Any) -> None:
     """Raises `ConfigError` for an adapter."""
     if lora_request is not None:
-        raise ConfigError(f"lora_request is {lora_request!r}, and {FIXED['enable_lora'][1]}", "None",
-                          "merge the adapter into the weights")
+        raise ConfigError(f"lora_request is {lora_request!r}, and embeddings are the base model's",
+                          "None", "merge the adapter into the weights")
 
 
 def _require_fixed(name: str, value: Any) -> None:

@@ -17,6 +17,7 @@ import contextlib
 import hashlib
 import sqlite3
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from tinygrad.codegen import to_program, to_program_cache, to_program_key
@@ -44,6 +45,27 @@ def programs_known() -> int:
 def programs_compiled() -> int:
     """How many of them it compiled."""
     return programs_known() - _read
+
+
+@dataclass(frozen=True)
+class Compilations:
+    """What this process has compiled and captured since this was made: programs of every device, by C
+    compiler, ptxas or tinygrad, and steps that were traced."""
+    programs: int = field(default_factory=lambda: programs_compiled())
+    steps: int = field(default_factory=lambda: _captured)
+
+    def since(self) -> int:
+        """How many by now."""
+        return programs_compiled() - self.programs + _captured - self.steps
+
+
+_captured = 0  # steps that were traced, not read
+
+
+def count_capture() -> None:
+    """Counts a step that is traced now."""
+    global _captured
+    _captured += 1
 
 
 def compiled(compiler: Compiler, text: str) -> bytes:

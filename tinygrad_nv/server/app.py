@@ -5,6 +5,7 @@ the server drains (503) and without an API key (401), turns `APIError`s and unex
 responses, counts and logs. A client that disconnected is logged with status 499.
 
     POST /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /v1/embeddings
+    POST /v1/load_lora_adapter, /v1/unload_lora_adapter
     GET  /v1/models, /v1/models/{id}
     GET  /health (200, or 503 while it drains), /metrics, / (the page)
 """
@@ -23,7 +24,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tinygrad_nv.server import chat, completions, embeddings, messages, responses
+from tinygrad_nv.server import adapters, chat, completions, embeddings, messages, responses
 from tinygrad_nv.server.errors import APIError, internal
 from tinygrad_nv.server.fields import parse
 from tinygrad_nv.server.limits import read_body
@@ -53,6 +54,8 @@ def application(service: Service) -> ASGIApp:
               for path, (answer, prefix) in ANSWERS.items()]
     routes += [Route("/v1/responses/{id}" + path, _kept(service, task), methods=[method])
                for method, path, task in KEPT]
+    routes += [Route(f"/v1/{name}_lora_adapter", _post(service, _adapter(change), "lora-"), methods=["POST"])
+               for name, change in (("load", adapters.load), ("unload", adapters.unload))]
     routes += [Route("/v1/models", _models(service)), Route("/v1/models/{name:path}", _models(service)),
               Route("/health", _health(service)), Route("/metrics", _metrics(service)), Route("/", _page)]
     routes += [Route(f"/{name}", _page) for name in FILES]
@@ -188,15 +191,24 @@ def _require_json(headers: Mapping[str, str]) -> None:
                        "application/json", "unsupported_media_type")
 
 
+def _adapter(change: Callable[..., Awaitable[Response]]) -> Answer:
+    async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
+        return await change(request, service.adapters, data)
+    return answer
+
+
 def _models(service: Service) -> Callable[[Request], Awaitable[Response]]:
     def model_card(name: str) -> dict[str, Any]:
+        lora = None if service.adapters is None else service.adapters.find(name)
+        root, parent = (service.names[0], None) if lora is None else (lora.lora_path, service.names[0])
         return {"id": name, "object": "model", "created": service.created, "owned_by": "tinygrad-nv",
-                "root": service.names[0], "parent": None, "max_model_len": service.model.length}
+                "root": root, "parent": parent, "max_model_len": service.model.length}
 
     async def endpoint(request: Request) -> Response:
         if name := request.path_params.get("name"):
             return JSONResponse(model_card(service.require_name(name)))
-        return JSONResponse({"object": "list", "data": [model_card(name) for name in service.names]})
+        names = (*service.names, *(service.adapters.names if service.adapters else ()))
+        return JSONResponse({"object": "list", "data": [model_card(name) for name in names]})
     return endpoint
 
 

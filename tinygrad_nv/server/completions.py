@@ -23,7 +23,7 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
     """The response to a request with body `data`."""
     service.require_generator()
     parsed = protocol.completion(data, service.model.defaults, service.limits)
-    name = service.require_name(parsed.model)
+    name = record.model = service.require_name(parsed.model)
     size = sum(map(len, parsed.prompts))
     prompts = await service.aside(size, lambda: [service.model.tokenize(prompt) for prompt in parsed.prompts])
     echoes = await service.aside(size, lambda: [_echo(service, parsed, prompts, at)

@@ -96,6 +96,7 @@ class Conversation:
         """The answer as it is generated. Counts the tokens of reasoning."""
         readers: dict[int, Reader] = {}
         request = self.request
+        record.model = self.model
         async for at, delta in self.service.run([self.prompt], request.params, request.priority, record,
                                                 request.salt):
             if at not in readers: readers[at] = Reader(self._parser(), self.service.require_tokenizer())

@@ -44,8 +44,9 @@ class _Engine(Collector):
                ("counter", "generation_tokens", "generated_tokens", "Tokens generated."),
                ("counter", "engine_steps", "steps", "Steps of the engine."))
 
-    def __init__(self, prefix: str, model: str, stats: Callable[[], Any]) -> None:
-        self.prefix, self.model, self.stats = prefix, model, stats
+    def __init__(self, prefix: str, model: str, stats: Callable[[], Any],
+                 compilations: Callable[[], int]) -> None:
+        self.prefix, self.model, self.stats, self.compilations = prefix, model, stats, compilations
 
     def collect(self) -> Iterator[Metric]:
         """Metrics now."""
@@ -55,14 +56,19 @@ class _Engine(Collector):
             metric = family(f"{self.prefix}:{name}", words, labels=["model_name"])
             metric.add_metric([self.model], getattr(stats, attribute))
             yield metric
+        metric = CounterMetricFamily(f"{self.prefix}:compilations_after_ready", "Kernels compiled and steps "
+                                     "captured since the server was ready.", labels=["model_name"])
+        metric.add_metric([self.model], self.compilations())
+        yield metric
 
 
 class Metrics:
     """Metrics of the model `model` with a context of `length` tokens."""
 
-    def __init__(self, model: str, length: int, stats: Callable[[], Any], prefix: str = PREFIXES[0]) -> None:
+    def __init__(self, model: str, length: int, stats: Callable[[], Any], prefix: str = PREFIXES[0],
+                 compilations: Callable[[], int] = lambda: 0) -> None:
         self.registry, self.prefix, self.model = CollectorRegistry(), prefix, model
-        self.registry.register(_Engine(prefix, model, stats))
+        self.registry.register(_Engine(prefix, model, stats, compilations))
         sizes = tokens_up_to(length)
         self.time_to_first_token = self._histogram("time_to_first_token_seconds",
                                                    "Time to a request's first token.", TTFT)

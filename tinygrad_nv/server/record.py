@@ -31,6 +31,7 @@ class Record:
     answers: dict[int, ChoiceTimes] = field(default_factory=dict)
     params: SamplingParams | None = None
     choices: int = 0
+    model: str = ""     # the name that was asked for
     reasons: list[str] = field(default_factory=list)
     error: str | None = None
 

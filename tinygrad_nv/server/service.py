@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     import numpy as np
 
     from tinygrad_nv.engine.embedding.batching import EmbeddingEngine
+    from tinygrad_nv.engine.lora.request import LoRARequest
     from tinygrad_nv.engine.prompts import Prompt, TextOrTokens
     from tinygrad_nv.engine.text.tokenizer import Tokenizer
+    from tinygrad_nv.server.adapters import AdapterNames
     from tinygrad_nv.server.metrics import Metrics
 
 T = TypeVar("T")
@@ -62,7 +64,7 @@ class EngineClient(Protocol):
     @property
     def failure(self) -> NVError | None: ...
     def generate(self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None,
-                 priority: int = 0) -> AsyncIterator[Delta]: ...
+                 priority: int = 0, lora_request: LoRARequest | None = None) -> AsyncIterator[Delta]: ...
     def stats(self) -> Any: ...
     async def stop(self, drain_s: float = 0.0) -> None: ...
 
@@ -76,7 +78,7 @@ class EmbeddingEngineClient(EngineClient):
     def failure(self) -> NVError | None: return None
 
     def generate(self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None,
-                 priority: int = 0) -> AsyncIterator[Delta]:
+                 priority: int = 0, lora_request: LoRARequest | None = None) -> AsyncIterator[Delta]:
         raise RequestError("the model makes embeddings", "a prompt to embed", "POST /v1/embeddings")
 
     def stats(self) -> Any: return self.engine.stats()
@@ -122,11 +124,15 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     active: int = 0         # requests being answered
+    adapters: AdapterNames | None = None
 
     def require_name(self, name: str | None) -> str:
-        """The model name for the response. A request without one gets the served model."""
+        """The model name for the response. A request without one gets the served model; an adapter's name is
+        one, too."""
         if name is None or name in self.names: return name or self.names[0]
-        raise APIError(404, f"the model {name[:200]!r} is not served here; expected: {', '.join(self.names)}",
+        if self.adapters is not None and self.adapters.find(name) is not None: return name
+        every = (*self.names, *(self.adapters.names if self.adapters is not None else ()))
+        raise APIError(404, f"the model {name[:200]!r} is not served here; expected: {', '.join(every)}",
                        "model_not_found", "model")
 
     def require_embedder(self) -> EmbeddingClient:
@@ -154,10 +160,13 @@ class Service:
 
     async def run(self, prompts: Sequence[list[int]], params: SamplingParams, priority: int,
                   record: Record, salt: str = "") -> AsyncGenerator[tuple[int, Delta], None]:
-        """Deltas of all prompts with the number of their choice, prompt × n + index."""
+        """Deltas of all prompts with the number of their choice, prompt × n + index, by the adapter that
+        `record.model` names, if it does."""
+        lora = None if self.adapters is None else self.adapters.find(record.model)
+        more: dict[str, Any] = {} if lora is None else {"lora_request": lora}
         try:
             sources = [self.engine.generate(ParsedPrompt(ids=prompt, salt=salt), params,
-                                            request_id=f"{record.id}-{at}", priority=priority)
+                                            request_id=f"{record.id}-{at}", priority=priority, **more)
                        for at, prompt in enumerate(prompts)]
         except NVError as error: raise api_error(error) from error
         record.params, record.choices = params, len(prompts) * params.n

@@ -23,7 +23,9 @@ from tinygrad_nv import config
 from tinygrad_nv.engine.async_engine import AsyncEngine
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.errors import RequestError, TokenizerError
-from tinygrad_nv.runtime.programs import programs_compiled
+from tinygrad_nv.runtime.programs import Compilations, programs_compiled
+from tinygrad_nv.server.adapter_options import lora_modules, lora_options
+from tinygrad_nv.server.adapters import AdapterNames
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.log import LOG, line, set_up
 from tinygrad_nv.server.metrics import Metrics
@@ -42,14 +44,17 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     bound_socket, keys = bind(arguments.host, arguments.port), api_keys(arguments)
     if arguments.device: use(arguments.device)
     llm = load(arguments, directory, waterfall)
+    names = tuple(arguments.served_model_name or (directory.resolve().name,))
+    adapters = open_adapters(llm, names, arguments)
     if arguments.warm_up: warm_up(llm, waterfall)
     # loaded objects are permanent: exclude them from garbage collection
     gc.collect()
     gc.freeze()
-    names = tuple(arguments.served_model_name or (directory.resolve().name,))
     engine = AsyncEngine(llm) if llm.embedder is None else EmbeddingEngineClient(llm.embedder.engine)
-    metrics = Metrics(names[0], llm.length, engine.stats, arguments.metrics_prefix)
-    service = Service(engine, llm, names, limits(arguments), metrics, keys, llm.embedder, parsers(arguments))
+    metrics = Metrics(names[0], llm.length, engine.stats, arguments.metrics_prefix,
+                      lambda: llm.compilations.since())
+    service = Service(engine, llm, names, limits(arguments), metrics, keys, llm.embedder, parsers(arguments),
+                      adapters=adapters)
     LOG.info(capacity_line(llm))
 
     def ready() -> None:
@@ -88,6 +93,16 @@ def load(arguments: argparse.Namespace, directory: Path, waterfall: Waterfall) -
     return llm
 
 
+def open_adapters(llm: LLM, names: tuple[str, ...], arguments: argparse.Namespace) -> AdapterNames | None:
+    """The adapters of --lora-modules, read; None of a model that is served without."""
+    if llm.embedder is not None or llm.adapters is None: return None
+    made = AdapterNames(llm.adapters.cache, names, arguments.allow_runtime_lora_updating)
+    for name, path in lora_modules(arguments, names):
+        made.add(name, path)
+        LOG.info(line("adapter", name=name, path=path))
+    return made
+
+
 def _template(path: Path) -> str:
     try: return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -111,6 +126,7 @@ def warm_up(llm: LLM, waterfall: Waterfall) -> None:
 
     if llm.embedder is not None: llm.embedder.warm_up(progress)
     else: _warm_up_generation(llm, progress)
+    llm.compilations = Compilations()
     LOG.info(line("startup", stage="compile and capture", steps=steps, compiled=compiled - first,
                   seconds=waterfall.stages.get("compile", 0) + waterfall.stages.get("capture", 0)))
 
@@ -131,7 +147,7 @@ def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
             "kv_cache_dtype": arguments.kv_cache_dtype, "swap_space": arguments.swap_space,
             "speculative": arguments.speculative, "quantization": arguments.quantization,
             "task": arguments.task, "enable_prefix_caching": arguments.enable_prefix_caching,
-            "max_queue": arguments.max_queue,
+            "max_queue": arguments.max_queue, **lora_options(arguments),
             **({} if fraction is None else {"gpu_memory_utilization": fraction})}
 
 

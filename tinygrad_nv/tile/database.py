@@ -137,7 +137,8 @@ def cache_directory() -> Path:
 def state() -> tuple[str, tuple[int, ...] | None]:
     """What changes whenever `lookup` may answer otherwise."""
     file = _where()
-    return file, _mark(file)
+    mark = _mark(file)
+    return ("", None) if mark is None else (file, mark)     # no file is the same anywhere
 
 
 def kept_as(spec: Any) -> Any:

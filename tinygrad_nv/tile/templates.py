@@ -1,7 +1,7 @@
 """The one table of templates: which module has a family's, by kind of target."""
 from tinygrad_nv.tile.template import Table
 
-BOTH = ("gemm", "attention", "decode", "norm", "kv_append", "embedding", "sampling", "quant_gemm")
+BOTH = ("gemm", "attention", "decode", "norm", "kv_append", "embedding", "sampling", "quant_gemm", "lora")
 FAMILIES = {"gpu": (*BOTH, "scaled_gemm", "sparse_gemm", "router", "grouped_gemm", "quant_grouped"),
             "cpu": (*BOTH, "router", "grouped_gemm", "quant_grouped")}
 FOLDERS = {"gpu": "tile", "cpu": "cpu"}

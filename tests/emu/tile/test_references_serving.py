@@ -31,6 +31,7 @@ from tinygrad_nv.tile.grouped_gemm.spec import (
     TransposedGroupedSpec,
 )
 from tinygrad_nv.tile.kv_append.spec import AppendSpec
+from tinygrad_nv.tile.lora.spec import LoraExpandSpec, LoraShrinkSpec, LoraSpec
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
 from tinygrad_nv.tile.router.spec import GroupRowsSpec, Policy, RouterSpec
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
@@ -40,7 +41,7 @@ from tinygrad_nv.tile.templates import TABLE
 
 LEVELS = [replace(HERE, isa=isa) for isa in (PORTABLE, AVX2) if not why_not(isa.level)]
 TARGETS = GPU("sm_80", 108), GPU("sm_90a", 132), HERE, *LEVELS
-FAMILIES = ("decode", "kv_append", "embedding", "sampling", "router", "grouped_gemm", "quant_grouped")
+FAMILIES = ("decode", "kv_append", "embedding", "sampling", "router", "grouped_gemm", "quant_grouped", "lora")
 
 
 def caches() -> dict[str, DecodeSpec]:
@@ -138,9 +139,19 @@ def quantised() -> dict[str, QuantGroupedSpec]:
             "zeros": of(QType(UINT4, per_group_scale(32, F16), zeros=True, permuted=True), both)}
 
 
+def adapters() -> dict[str, LoraSpec]:
+    """Shrink and expand of adapters: dtypes, ranks, segments."""
+    return {"shrink": LoraShrinkSpec(3, 30, 11, F32, F32, 45, 2),
+            "shrink 16 bits": LoraShrinkSpec(3, 20, 4, BF16, BF16, 72, 3),
+            "expand": LoraExpandSpec(3, 30, 8, BF16, BF16, (64, 32, 32)),
+            "expand, odd": LoraExpandSpec(4, 26, 11, F16, F16, (48, 37)),
+            "expand, one": LoraExpandSpec(2, 40, 64, BF16, BF16, (100,)),
+            "expand of 16 bits": LoraExpandSpec(3, 20, 5, F32, BF16, (33, 64))}
+
+
 SPECS = {f"{family}: {name}": spec
          for family, of in zip(FAMILIES, (caches(), appends(), tables(), samplers(), routers(),
-                                                 grouped(), quantised()), strict=True)
+                                                 grouped(), quantised(), adapters()), strict=True)
          for name, spec in of.items()}
 CASES = [pytest.param(name, target, schedule, id=f"{name}, {schedule.template}, {target.arch}",
                       marks=[pytest.mark.slow] * ("e5m2" in name))
@@ -171,6 +182,10 @@ def prepared(spec: Any, integers: bool = False) -> Given:
         ends = torch.randint(spec.rows // 2, spec.rows + 1, (spec.groups - 1,), generator=random)
         made["offsets"].copy_(torch.tensor([0, *ends.sort().values, spec.rows]))
         if spec.ordered: made["order"].copy_(torch.randperm(spec.rows, generator=random))
+    if isinstance(spec, LoraSpec):
+        ends = torch.randint(1, spec.rows, (spec.adapters,), generator=random)
+        made["offsets"].copy_(torch.tensor([0, *ends.sort().values, spec.rows]))
+        made["order"].copy_(torch.randperm(spec.rows, generator=random))
     if isinstance(spec, FilterSpec | ChoiceSpec) and "numbers" in made: numbered(spec, made, random)
     return made
 
@@ -198,7 +213,7 @@ def runs(schedule: Schedule, target: GPU | CPU) -> list[tuple[Schedule, int]]:
 def is_exact(spec: Any) -> bool:
     """Whether sums have one order, and products are rounded before they are added."""
     if isinstance(spec, AppendSpec): return spec.rope is None or spec.rope.rounded
-    grouped = GroupedGemmSpec | GroupedOuterSpec | QuantGroupedSpec
+    grouped = GroupedGemmSpec | GroupedOuterSpec | QuantGroupedSpec | LoraSpec
     return not isinstance(spec, DecodeSpec | RouterSpec | grouped)
 
 

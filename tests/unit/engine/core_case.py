@@ -70,9 +70,10 @@ class CountingLLM:
         from tinygrad_nv.engine.sampling import SamplingParams
         from tinygrad_nv.engine.thread import EngineThread
         self.core, self.engine, self.defaults = core, EngineThread(core), SamplingParams(max_tokens=4)
-        self.tokenizer = self
+        self.tokenizer, self.adapters = self, None
 
-    def request(self, name: str, prompt, params=None, priority: int = 0, matched: bool = True) -> Request:
+    def request(self, name: str, prompt, params=None, priority: int = 0, matched: bool = True,
+                lora_request=None) -> Request:
         if not prompt: raise RequestError("the prompt is empty")
         return Request(name, list(prompt), self.defaults if params is None else params, priority)
 

@@ -87,6 +87,7 @@ class FakeEngine:
     closed: list[str] = field(default_factory=list)
     generated: int = 0
     stopping: bool = False
+    loras: list[Any] = field(default_factory=list)      # of requests, None where there is none
     asked: list[tuple[ParsedPrompt, SamplingParams]] = field(default_factory=list)
 
     def stats(self) -> FakeStats: return FakeStats(len(self.running), generated_tokens=self.generated)
@@ -94,7 +95,8 @@ class FakeEngine:
     async def stop(self, drain_s: float = 0.0) -> None: self.stopping = True
 
     def generate(self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None,
-                 priority: int = 0) -> AsyncIterator[Delta]:
+                 priority: int = 0, lora_request: Any = None) -> AsyncIterator[Delta]:
+        self.loras.append(lora_request)
         if len(self.running) >= self.limit: raise QueueFull("1 waits", "less than 1", "come again")
         parsed = parse(prompt)
         self.asked.append((parsed, params))

@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from tinygrad_nv.engine.engine_config import EngineConfig
+from tinygrad_nv.engine.lora.peft import Adapter
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, Logprobs
 from tinygrad_nv.errors import RequestError
@@ -66,7 +67,7 @@ class Proposer(Protocol):
 class Request:
     """`params.n` answers to `prompt`. A smaller `priority` runs first, as in vLLM. `matchers`: one for each
     answer if not every token may follow. Prefixes are shared only between requests of equal `salt`. `text`:
-    the prompt's, if it has one."""
+    the prompt's, if it has one. `adapter` changes the model for it; its digest is in the salt."""
     id: str
     prompt: list[int]
     params: SamplingParams
@@ -75,6 +76,7 @@ class Request:
     matchers: tuple[Matcher, ...] = ()
     salt: bytes = b""
     text: str | None = None
+    adapter: Adapter | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -98,6 +100,7 @@ class Seq:
     branches: list[Seq] = field(default_factory=list)
     table: SequenceTable | None = None
     slot: int = -1
+    adapter_slot: int = -1              # while it has a slot
     num_scheduled: int = 0
     num_in_flight: int = 0
     num_reserved: int = 0
@@ -208,3 +211,6 @@ def check_request(request: Request, config: EngineConfig, max_len: int, vocab: i
     if not whole or not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
         raise RequestError(f"priority is {request.priority!r}",
                            f"-{MAX_PRIORITY} to {MAX_PRIORITY}, smaller first", "change priority")
+    if request.adapter is not None and not config.max_adapters:
+        raise RequestError(f"a request with adapter {request.adapter.name!r}, and the model has none",
+                           "a request without", "load the model with enable_lora=True")

@@ -33,6 +33,8 @@ from typing import Any
 import numpy as np
 
 from tinygrad_nv.engine.engine_config import EngineConfig
+from tinygrad_nv.engine.lora.peft import Adapter
+from tinygrad_nv.engine.lora.slots import AdapterSlots
 from tinygrad_nv.engine.scheduling.request import DraftRequest, Proposer, Seq, padded, padded_tokens
 from tinygrad_nv.engine.scheduling.scheduler_output import (
     GROUP,
@@ -57,8 +59,9 @@ class OutOfPages(Exception):
 @dataclass
 class ScheduledStep:
     """A batch and its sequences. `drafted`: those with draft tokens. Before the launch, the slots of
-    `started` are to be set, then those of the branches of `forked`. `needs_sync`: the output must be
-    processed before the next step is scheduled. `number`: the pool's batch number."""
+    `started` are to be set, then those of the branches of `forked`; `adapters` are put into their slots.
+    `needs_sync`: the output must be processed before the next step is scheduled. `number`: the pool's batch
+    number."""
     batch: SchedulerOutput
     seqs: list[Seq]
     drafted: frozenset[Seq]
@@ -66,6 +69,7 @@ class ScheduledStep:
     forked: list[Seq]
     needs_sync: bool
     number: int
+    adapters: tuple[tuple[int, Adapter], ...] = ()
 
 
 @dataclass
@@ -107,6 +111,7 @@ class Scheduler:
     def __init__(self, pool: PagePool, config: EngineConfig, masks: TokenMasks,
                  proposer: Proposer | None = None) -> None:
         self.pool, self.config, self.masks, self.proposer = pool, config, masks, proposer
+        self.adapters = AdapterSlots(config.max_adapters)
         self.running: list[Seq] = []                # sorted by key
         self.num_waiting = self.num_new = 0         # waiting sequences; those that never ran
         self.num_preempted = self.num_offloaded = 0 # events so far
@@ -155,7 +160,8 @@ class Scheduler:
     def free_slot(self, seq: Seq) -> None:
         """Frees the sequence's slot."""
         if seq.slot >= 0: self._slots.append(seq.slot)
-        seq.slot = -1
+        if seq.adapter_slot >= 0: self.adapters.release(seq.adapter_slot)
+        seq.slot = seq.adapter_slot = -1
 
     def _preempt(self, seq: Seq) -> None:
         """Preempts a sequence: offloads or frees its pages, frees its slots, and re-queues it. The host must
@@ -245,11 +251,18 @@ class Scheduler:
                 self.num_new, seq.num_cached = self.num_new - 1, seq.num_scheduled
                 self.prompt_tokens += seq.num_prompt_tokens
                 self.prefix_hits += seq.num_cached
-            for each in (seq, *seq.branches): each.slot = self._slots.pop()
+            for each in (seq, *seq.branches): self._take_slots(each)
             self._started.append(seq)
             self.start_running(seq)
             plan.add(seq, plan.chunk_size(seq, seq.num_scheduled))
             self._commit(plan, seq)
+
+    def _take_slots(self, seq: Seq) -> None:
+        seq.slot = self._slots.pop()
+        if seq.request.adapter is None: return
+        found = self.adapters.acquire(seq.request.adapter)
+        assert found is not None, "a slot for the adapter was there"
+        seq.adapter_slot = found
 
     def _next_waiting(self) -> Seq | None:
         while self._waiting_queue and not self._waiting_queue[0][1].waiting: heappop(self._waiting_queue)
@@ -264,6 +277,7 @@ class Scheduler:
         """Reserves slots and pages for a waiting sequence, or returns False."""
         if plan.token_budget < GROUP and not plan.single_tokens: return False
         if len(self._slots) < 1 + len(seq.branches): return False
+        if (adapter := seq.request.adapter) is not None and self.adapters.find(adapter) is None: return False
         if seq.logits_range(0, len(seq.tokens)) and plan.logits_budget < GROUP: return False
         lacking = self._short_of_pages
         if self.running and self._retry_in and lacking is not None and lacking[0] is seq:
@@ -336,12 +350,13 @@ class Scheduler:
                 if seq.needs_sync: needs_sync = True
                 if seq.forking: forked.append(seq)
             if seq.prompt_logprobs is not None: samples = self._prompt_samples(seq, start, end) + samples
-            seqs.append(make(ScheduledSeq, (seq.slot, start, part, seq.block_table, samples)))
+            seqs.append(make(ScheduledSeq, (seq.slot, start, part, seq.block_table, samples,
+                                            seq.adapter_slot)))
         started, self._started = self._started, []
         number = self.pool.batch
         batch = SchedulerOutput(tuple(seqs), self.pool.take_copies())
         return ScheduledStep(batch, list(plan.num_tokens), frozenset(drafts), started, forked, needs_sync,
-                             number)
+                             number, self.adapters.take_loads())
 
     def _samples(self, seq: Seq, start: int, num_tokens: int, plan: StepPlan) -> tuple[Sample, ...]:
         """The samples of a sequence whose last known token is computed: the next token; after a draft, one

@@ -134,7 +134,7 @@ class Tokenizer:
     def special_text(self, text: str) -> bool:
         """Whether `text` is a special token, which `decode` omits."""
         token = self.backend.token_to_id(text)
-        return token is not None and token in self._special_ids
+        return token is not None and token in self.special_ids
 
     def unknown(self, token: int) -> bool:
         """Whether the token is not in the vocabulary."""

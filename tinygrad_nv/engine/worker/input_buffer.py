@@ -18,7 +18,7 @@ import math
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -44,35 +44,37 @@ SAMPLER = ("slots", "positions")   # inputs of the sampler, int32 [samples] each
 @dataclass(frozen=True)
 class BatchShape:
     """Shape of a step: decode tokens, groups, and samples, padded. `direct`: the samples are the decode
-    tokens, in order."""
+    tokens, in order. `adapted`: some of the tokens have an adapter."""
     decode: int
     groups: int
     samples: int
     direct: bool
+    adapted: bool = False
 
     @property
     def num_tokens(self) -> int: return self.decode + GROUP * self.groups
 
     def __str__(self) -> str:
         groups = f" + {self.groups}·{GROUP}" if self.groups else ""
-        return f"{self.decode}{groups} tokens, {self.samples} samples"
+        return f"{self.decode}{groups} tokens, {self.samples} samples{', adapters' * self.adapted}"
 
     def has_room_for(self, other: BatchShape) -> bool:
         """Whether a batch of the other shape can be padded to this one."""
         return not self.direct and self.decode >= other.decode and self.groups >= other.groups \
-            and self.samples >= other.samples
+            and self.samples >= other.samples and self.adapted == other.adapted
 
     @staticmethod
     def of(batch: SchedulerOutput) -> BatchShape:
         """The shape for a batch."""
         decode = groups = 0
-        direct = True
+        direct, adapted = True, False
         for seq in batch.seqs:
-            num_tokens = seq.num_tokens
+            num_tokens, adapted = seq.num_tokens, adapted or seq.adapter >= 0
             direct = direct and len(seq.samples) == 1 and num_tokens == 1
             if num_tokens == 1: decode += 1
             else: groups += -(-num_tokens // GROUP)
-        return BatchShape.at_least(decode, groups, batch.num_samples, direct)
+        made = BatchShape.at_least(decode, groups, batch.num_samples, direct)
+        return replace(made, adapted=True) if adapted else made
 
     @staticmethod
     def at_least(decode: int, groups: int, samples: int, direct: bool) -> BatchShape:
@@ -107,10 +109,11 @@ class InputField:
 @dataclass(frozen=True)
 class InputLayout:
     """Offsets of the inputs of a shape, with block tables of `entries` pages for each of `groups` groups of
-    layers."""
+    layers. A token without an adapter has number `adapters`, that of the adapter slots."""
     shape: BatchShape
     entries: int
     groups: int = 1
+    adapters: int = 0
 
     @cached_property
     def fields(self) -> tuple[InputField, ...]:
@@ -118,6 +121,7 @@ class InputLayout:
         s, n, g = self.shape, self.entries, self.groups
         extents: dict[str, tuple[int, ...]] = dict.fromkeys(SAMPLER, (s.samples,))
         extents |= {"tokens": (s.num_tokens,)}
+        if s.adapted: extents["adapters"] = (s.num_tokens,)
         if not s.direct: extents["logits_indices"] = (s.samples,)
         for kind, rows in (("decode", s.decode), ("group", s.groups)):
             if rows: extents |= {f"{kind}_lengths": (rows,), **dict.fromkeys(table_names(kind, g), (rows, n))}
@@ -250,6 +254,7 @@ def write_batch(words: np.ndarray, layout: InputLayout, batch: SchedulerOutput, 
             logits_indices.append(first + sample.token_index)
     fill = shape.samples - len(slots)
     into["tokens"][:] = tokens
+    if shape.adapted: into["adapters"][:] = _adapters(batch, shape, layout.adapters)
     into["slots"][:] = slots + [-1] * fill
     into["positions"][:] = positions + [0] * fill
     if not shape.direct: into["logits_indices"][:] = logits_indices + [0] * fill
@@ -263,3 +268,14 @@ def write_batch(words: np.ndarray, layout: InputLayout, batch: SchedulerOutput, 
         slot_of_group += [padding_slot] * none
         for name, rows in zip(table_names("group", layout.groups), tables.array, strict=True):
             np.take(rows, slot_of_group, axis=0, out=into[name])
+
+
+def _adapters(batch: SchedulerOutput, shape: BatchShape, none: int) -> list[int]:
+    """The adapter slot of each token, as `write_batch` lays tokens out; that of padding is `none`."""
+    decode, groups = list[int](), list[int]()
+    for seq in batch.seqs:
+        own, count = none if seq.adapter < 0 else seq.adapter, len(seq.tokens)
+        if count < 2: decode.append(own)
+        else: groups += [own] * count + [none] * (-count % GROUP)
+    decode += [none] * (shape.decode - len(decode))
+    return decode + groups + [none] * (shape.num_tokens - shape.decode - len(groups))

@@ -8,20 +8,25 @@ next batch can be launched before they are known. On a CPU the thread computes.
 
 A step's graph computes the logits of the sampled positions. The sampler's graph samples tokens, which stay on
 the device for sequences whose next step starts with a token that the host does not know yet. Graphs are
-captured ahead by `warm_up`, or when a shape arrives for which no captured graph has room, or which arrives
-often. After an exception the runner stays usable; what the failed step wrote is undefined.
+captured ahead by `warm_up`; its default shapes have room for every batch, so that nothing is captured later.
+Without a warm-up they are captured when a shape arrives for which no captured graph has room, or which
+arrives often. After an exception the runner stays usable; what the failed step wrote is undefined.
 """
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 from tinygrad import Device, Tensor, dtypes
+from tinygrad.device import Buffer
 
+from tinygrad_nv.engine.lora.peft import Adapter
 from tinygrad_nv.engine.memory_planning import ACTIVATIONS, WEIGHTS
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, SamplerOutput, SchedulerOutput, max_samples
@@ -41,10 +46,12 @@ from tinygrad_nv.engine.worker.input_buffer import (
 from tinygrad_nv.engine.worker.kv_cache_dtype import cache_scales, require_scales, resolve_kv_cache_dtype
 from tinygrad_nv.engine.worker.output_buffer import OutputBuffer
 from tinygrad_nv.engine.worker.sampler import SamplerState, count_tokens, next_tokens
+from tinygrad_nv.engine.worker.step_store import StepStore, named_buffers
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.kvcache.groups import CacheGroups, one_group
 from tinygrad_nv.kvcache.store import PageStore
 from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.lora import ModelAdapters
 from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
 from tinygrad_nv.runtime.memory_pool import labelled
 from tinygrad_nv.runtime.observe.ranges import layer, span
@@ -52,18 +59,26 @@ from tinygrad_nv.tile.decode.spec import BYTES
 
 CAPTURE_AFTER = 8   # uses of a shape before it is captured, if a larger captured shape serves it
 MAX_PADDING = 4     # a larger shape serves a batch if it has at most so many times its tokens
+# filters of samplers that are captured ahead: a batch uses the first that has all of its own
+LEVELS = (Filters(), Filters(draw=True), Filters(draw=True, top_k=True, top_p=True),
+          Filters(**dict.fromkeys((each.name for each in fields(Filters)), True)))
 T = TypeVar("T")
 
 
 class ModelRunner:
     """`model` over `pages` pages of `page_size` tokens, for at most `max_seqs` sequences of at most `max_len`
     tokens. A step has at most `max_batched_tokens` tokens, plus one for each sequence. Each of `groups` has
-    block tables of its own; None: all layers are one group. Runners of one device share a `thread`."""
+    block tables of its own; None: all layers are one group. Runners of one device share a `thread`. Captured
+    steps are kept on disk (step_store.py) where `identity` says which weights these are; `directory` may have
+    some that came with them. `verifies`: a sequence may sample several tokens in a step, to verify a draft.
+    `adapters` are those of the model, if it is served with some."""
 
     def __init__(self, model: Llama, *, pages: int, page_size: int = 16, max_seqs: int = 64,
                  max_len: int | None = None, max_batched_tokens: int = 512, kv_dtype: str = "auto",
                  host_pages: int = 0, groups: CacheGroups | None = None,
-                 thread: ThreadPoolExecutor | None = None) -> None:
+                 thread: ThreadPoolExecutor | None = None, identity: str = "", verifies: bool = False,
+                 directory: Path | None = None, adapters: ModelAdapters | None = None) -> None:
+        self.adapters = adapters
         self.model, self.page_size, self.max_seqs = model, page_size, max_seqs
         self.device = Device.canonicalize(model.device)
         self.max_len = model.config.max_positions if max_len is None else max_len
@@ -85,6 +100,7 @@ class ModelRunner:
         self.store = PageStore(model.config, self.device, dtype, pages, page_size, host_pages, self.groups)
         if dtype in BYTES: self.store.scale(cache_scales(model, dtype, self.device, page_size))
         self.tables = HostBlockTables(max_seqs, self.entries, len(self.groups.windows))
+        self.max_batched_tokens, self.verifies = max_batched_tokens, verifies
         self.max_shape = self._max_shape(max_batched_tokens)
         self.input_buffer = InputBuffer(self.device, self._layout(self.max_shape).num_words)
         with labelled(ACTIVATIONS):
@@ -92,9 +108,14 @@ class ModelRunner:
             self.sampler_state = SamplerState(max_seqs, self.vocab_size, self.device)
         self.masks = MaskBuffer(self.device, self.max_shape.samples, self.vocab_size)
         self.slot_filters = SlotFilters(max_seqs)
+        facts = (identity, model.config, model.dtype, model.int8_inputs, model.rope_rows, pages, page_size,
+                 max_seqs, self.max_len, self.max_shape, self.groups, dtype)
+        self.facts: tuple[object, ...] = facts
+        self.step_store = StepStore.open(facts, self.device, self._buffers, directory) if identity else None
         self.steps: dict[BatchShape, tuple[InputLayout, CapturedStep]] = {}
         self.samplers: dict[tuple[int, Filters], CapturedStep] = {}
         self.uncaptured: Counter[BatchShape] = Counter()   # uses of shapes that are not captured
+        self.warm = False       # after `warm_up` only captured shapes and samplers run
         self.failed: BaseException | None = None
         self.thread = thread or ThreadPoolExecutor(1, "nv-device")
 
@@ -102,7 +123,8 @@ class ModelRunner:
         """The largest shape: every prefill may pad its last group."""
         groups = min(self.max_seqs + -(-tokens // GROUP), STEP_GROUPS[-1] - self.max_seqs)
         least = BatchShape.at_least(self.max_seqs, groups, self.max_seqs, False)
-        return replace(least, samples=next_power_of_two(max_samples(self.max_seqs)))
+        return replace(least, samples=next_power_of_two(max_samples(self.max_seqs)),
+                       adapted=self.adapters is not None)
 
     # **** called by the engine's thread ****
 
@@ -124,29 +146,44 @@ class ModelRunner:
         self.slot_filters.start_slot(slot, params.filters)
         self._defer(lambda: self._fork(source, slot, params, seed))
 
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Puts an adapter into an adapter slot, for the next batch on."""
+        adapters = self.adapters
+        assert adapters is not None, "the model is served without adapters"
+        self._defer(lambda: adapters.write(slot, adapter.matrices))
+
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None,
                 shapes: Iterable[BatchShape] | None = None) -> None:
-        """Captures these shapes (`default_shapes` if None). `progress(done, total)` is called for each."""
+        """Captures these shapes (`default_shapes` if None) and samplers, and calls `progress(done, total)`
+        for each."""
         shapes_to_capture = list(shapes) if shapes is not None else self.default_shapes()
         for done, shape in enumerate(shapes_to_capture):
             progress(done, len(shapes_to_capture))
             self._run_now(lambda shape=shape: self._warm_up_shape(shape))  # type: ignore[misc]
         progress(len(shapes_to_capture), len(shapes_to_capture))
+        self.warm = shapes is None
+        if self.step_store is not None: self._run_now(self.step_store.save)
 
     def default_shapes(self) -> list[BatchShape]:
         """Shapes that every load needs: decodes of each size, prompt chunks alone, and prompt chunks beside
-        few and many decodes, of sizes that also serve those between."""
+        few and many decodes, of sizes that also serve those between. The last has room for every batch."""
         decode = [BatchShape.at_least(1 << i, 0, 0, True)
                   for i in range((self.max_seqs - 1).bit_length() + 1)]
-        chunks = [BatchShape.at_least(0, groups, 1, False) for groups in (1, 2, 4, 8)]
-        max_shape = self.max_shape.num_tokens // GROUP - self.max_shape.decode // GROUP
-        beside = [BatchShape.at_least(rows, groups, 2 * rows, False)
-                  for rows in sorted({min(GROUP, self.max_seqs), self.max_seqs})
-                  for groups in (3, 15, 56) if groups <= max_shape]
-        return decode + chunks + list(dict.fromkeys(beside))
+        largest = self.max_shape
+        whole = -(-self.max_batched_tokens // GROUP)    # groups of a step without decodes
+        chunks = [BatchShape.at_least(0, groups, 1, False)
+                  for groups in (1, 2, 4, 8, 16, 32, 64, 128) if groups < whole]
+        rows = sorted({min(each, self.max_seqs) for each in (GROUP, 4 * GROUP, self.max_seqs)})
+        beside = [BatchShape.at_least(count, groups, 2 * count, False)
+                  for count in rows for groups in (3, 15) if groups < whole]
+        beside += [replace(BatchShape.at_least(count, 1, 2 * count, False), groups=whole) for count in rows]
+        if self.verifies: beside = [replace(each, samples=largest.samples) for each in beside]
+        made = list(dict.fromkeys([*decode, *chunks, *beside]))
+        return made + [replace(each, adapted=True) for each in made if self.adapters is not None]
 
     def close(self) -> None:
         """Waits for launched batches, and frees page-locked memory."""
+        if self.step_store is not None: self._run_now(self.step_store.save)
         self.thread.shutdown()
         for each in (self.output_buffer, self.input_buffer, self.masks, self.store): each.close()
 
@@ -177,6 +214,7 @@ class ModelRunner:
     def _run(self, batch: SchedulerOutput, filters: Filters) -> int:
         """Queues a step. Returns the number of samples of its shape."""
         shape = self._choose_shape(BatchShape.of(batch))
+        if self.warm: filters = next(each for each in LEVELS if each | filters == each)
         layout, step = self._step(shape)
         with span(f"step {shape}"):
             write_batch(self.input_buffer.open(), layout, batch, self.tables, self.output_buffer.last_token)
@@ -189,12 +227,13 @@ class ModelRunner:
     # **** graphs ****
 
     def _choose_shape(self, shape: BatchShape) -> BatchShape:
-        """The shape itself, or while it is rare a larger captured one. A capture takes as long as hundreds of
-        small steps (0.3 s against 1 ms with the bundled model)."""
-        if shape in self.steps or shape.direct or self.uncaptured[shape] >= CAPTURE_AFTER: return shape
+        """The shape itself, or a larger captured one: always after a warm-up, else while it is rare. A
+        capture takes as long as hundreds of small steps (0.3 s against 1 ms with the bundled model)."""
+        if shape in self.steps: return shape
+        if not self.warm and (shape.direct or self.uncaptured[shape] >= CAPTURE_AFTER): return shape
         self.uncaptured[shape] += 1
-        larger = [each for each in self.steps
-                  if each.has_room_for(shape) and each.num_tokens <= MAX_PADDING * shape.num_tokens]
+        larger = [each for each in self.steps if each.has_room_for(shape)
+                  and (self.warm or each.num_tokens <= MAX_PADDING * shape.num_tokens)]
         return min(larger, key=lambda each: (each.num_tokens, each.samples), default=shape)
 
     def _warm_up_shape(self, shape: BatchShape) -> None:
@@ -203,7 +242,10 @@ class ModelRunner:
                     self.output_buffer.last_token)
         self.input_buffer.send(layout.num_words)
         step()
-        self._sampler(shape.samples, Filters())()
+        for filters in LEVELS:
+            if (shape.samples, filters) in self.samplers: continue
+            if filters.mask: self.masks.send(SchedulerOutput(()), shape.samples)
+            self._sampler(shape.samples, filters)()
 
     def _step(self, shape: BatchShape) -> tuple[InputLayout, CapturedStep]:
         if shape not in self.steps:
@@ -212,18 +254,24 @@ class ModelRunner:
                 raise RequestError(f"a batch of {shape}", f"at most {self.max_shape}",
                                    "lower the token budget")
             inputs = self.input_buffer.tensors(layout.fields)
-            self.steps[shape] = layout, self._capture(lambda: self._compute(shape, inputs))
+            self.output_buffer.logits(shape.samples)    # memory of the step, also of one that is not traced
+            self.steps[shape] = layout, self._capture(f"step {shape}, {shape.direct}",
+                                                      lambda: self._compute(shape, inputs))
         return self.steps[shape]
 
     def _layout(self, shape: BatchShape) -> InputLayout:
-        return InputLayout(shape, self.entries, len(self.groups.windows))
+        return InputLayout(shape, self.entries, len(self.groups.windows),
+                           0 if self.adapters is None else self.adapters.slots)
 
     def _sampler(self, samples: int, filters: Filters) -> CapturedStep:
         if (samples, filters) not in self.samplers:
             fields = self._layout(BatchShape(samples, 0, samples, True)).fields[:len(SAMPLER)]
             inputs = self.input_buffer.tensors(fields)
+            self.output_buffer.logits(samples)
             if filters.mask: inputs |= self.masks.tensors(samples)
-            self.samplers[samples, filters] = self._capture(lambda: self._sample(samples, filters, inputs))
+            self.sampler_state.allocate(filters)
+            self.samplers[samples, filters] = self._capture(f"sampler {samples} {filters}",
+                                                            lambda: self._sample(samples, filters, inputs))
         return self.samplers[samples, filters]
 
     def _compute(self, shape: BatchShape, inputs: dict[str, Tensor]) -> None:
@@ -233,7 +281,9 @@ class ModelRunner:
             with layer("embedding"):
                 tokens = (tokens < 0).where(chosen[(-1 - tokens).maximum(0)], tokens).contiguous()
         batches = [self._batch(shape, inputs, group) for group in range(len(self.groups.windows))]
-        made = self.model.step_paged(tokens, batches, self.store.cache, inputs.get("logits_indices"))
+        indices, adapters = inputs.get("logits_indices"), self.adapters
+        with nullcontext() if adapters is None or not shape.adapted else adapters.of_rows(inputs["adapters"]):
+            made = self.model.step_paged(tokens, batches, self.store.cache, indices)
         self.output_buffer.logits(shape.samples).assign(made).realize()
 
     def _batch(self, shape: BatchShape, inputs: dict[str, Tensor], group: int) -> PagedBatch:
@@ -253,8 +303,15 @@ class ModelRunner:
             if filters.penalty: made.append(count_tokens(self.sampler_state, slots, tokens))
         Tensor.realize(*made)
 
-    def _capture(self, step: Callable[[], None]) -> CapturedStep:
-        return CapturedStep(step, lambda: self.sampler_state.written, self.device)
+    def _capture(self, name: str, step: Callable[[], None]) -> CapturedStep:
+        return CapturedStep(step, lambda: self.sampler_state.written, self.device, self.step_store, name)
+
+    def _buffers(self) -> dict[str, Buffer]:
+        """The memory that outlives steps, by name."""
+        masks = {} if self.masks.buffer is None else {"masks": self.masks.buffer.region}
+        return named_buffers(model=self.model, rope=self.model.rope_tables, cache=self.store.cache,
+                             state=self.sampler_state, inputs=self.input_buffer.region, **masks,
+                             **self.output_buffer.memory())
 
 
 class SlotFilters:

@@ -55,6 +55,10 @@ class OutputBuffer:
         """The first sampled tokens."""
         return _view(self._tokens, (samples,), dtypes.int32)
 
+    def memory(self) -> dict[str, Buffer]:
+        """The regions on the device, by name."""
+        return {"tokens": self._tokens, **{f"logits_{count}": at for count, at in self._logits.items()}}
+
     def last_token(self, slot: int) -> int:
         """The token a slot sampled last, or −1 − its number on the device."""
         done, number = self._last[slot]

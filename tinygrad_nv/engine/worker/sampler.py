@@ -39,6 +39,7 @@ class SamplerState:
     def __init__(self, count: int, vocab_size: int, device: str | None = None) -> None:
         self.count, self.vocab_size, self.device = count, vocab_size, device
         self._nothing = memoryview(bytes(4 * vocab_size))
+        self._biased = set[int]()   # slots with biases
         self.numbers = Tensor.empty(count, NUMBERS, device=device)
         for slot in range(count): write(self.numbers, self._at(NUMBERS, slot), _bytes(_GREEDY))
 
@@ -64,7 +65,10 @@ class SamplerState:
             biases = np.zeros(self.vocab_size, np.float32)
             biases[list(params.logit_bias)] = list(params.logit_bias.values())
             write(self.bias, self._at(self.vocab_size, slot), _bytes(biases))
-        elif "bias" in vars(self): write(self.bias, self._at(self.vocab_size, slot), self._nothing)
+            self._biased.add(slot)
+        elif slot in self._biased:
+            write(self.bias, self._at(self.vocab_size, slot), self._nothing)
+            self._biased.remove(slot)
 
     def fork(self, source: int, slot: int, params: SamplingParams, seed: int) -> None:
         """Assigns a slot to a copy of the sequence in `source`, with another seed."""
@@ -77,6 +81,11 @@ class SamplerState:
     def written(self) -> tuple[Tensor, ...]:
         """The tensors that steps assign to."""
         return (self.counts,) if "counts" in vars(self) else ()
+
+    def allocate(self, filters: Filters) -> None:
+        """Allocates what a sampler with these filters needs."""
+        if filters.penalty: _ = self.counts
+        if filters.bias: _ = self.bias
 
     def _zeros(self) -> Tensor:
         made = Tensor.empty(self.count, self.vocab_size, dtype=dtypes.float32, device=self.device)

@@ -63,7 +63,7 @@ def multiplied(spec: GroupedGemmSpec, x: Tensor, w: Tensor, offsets: Tensor, ord
     made = activated(spec.activation, made)
     if weights is not None and order is not None: made = made * weights[order].cast(wide).unsqueeze(-1)
     made = inside.unsqueeze(-1).where(made, 0)
-    return made if not spec.scatter or order is None else made.contiguous()[_inverse(order)]
+    return made if not spec.scatter or order is None else made.contiguous()[inverse(order)]
 
 
 def groups(rows: int, offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ def summed(spec: GroupedOuterSpec, y: Tensor, x: Tensor, offsets: Tensor,
     return own.contiguous().reshape(spec.rows, spec.groups, 1, 1).where(both, 0).sum(0)
 
 
-def _inverse(order: Tensor) -> Tensor:
+def inverse(order: Tensor) -> Tensor:
     """The place of each slot in the order."""
     numbers = Tensor.arange(int(order.shape[0]), dtype=dtypes.int32).to(order.device)
     own = order.unsqueeze(0) == numbers.unsqueeze(1)

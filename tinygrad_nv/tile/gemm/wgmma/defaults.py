@@ -17,9 +17,9 @@ TILES = (
     (128, 192, 12, False, False), (128, 128, 12, False, False), (64, 256, 12, True, False),
     (128, 160, 12, False, False), (192, 128, 16, False, False), (64, 192, 12, True, False),
     (64, 128, 12, True, False), (128, 64, 12, False, False), (64, 128, 8, False, False),
-    (64, 64, 8, False, True), (64, 256, 8, False, False), (64, 64, 8, False, False), (128, 96, 12, False, False),
-    (64, 32, 8, False, False), (64, 16, 8, False, False), (128, 32, 12, False, True),
-    (128, 64, 12, False, True))
+    (64, 64, 8, False, True), (64, 256, 8, False, False), (64, 64, 8, False, False),
+    (128, 96, 12, False, False), (64, 32, 8, False, False), (64, 16, 8, False, False),
+    (128, 32, 12, False, True), (128, 64, 12, False, True))
 
 
 def candidates(spec: GemmSpec, gpu: GPU) -> tuple[Wgmma, ...]:

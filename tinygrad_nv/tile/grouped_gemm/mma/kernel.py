@@ -31,10 +31,10 @@ def grouped_mma(spec: GroupedGemmSpec, schedule: GroupedMma, gpu: GPU) -> GemmKe
     """The kernel. Parameters in this order: out; x; w; offsets; order, weights, bias, where the spec has
     them."""
     kb = Kernel(schedule.template, arch=gpu.arch, threads=schedule.threads, min_ctas=1)
-    return _GroupedMmaKernel(kb, MmaPlan.of(whole(spec, schedule), schedule.mma), spec).written()
+    return GroupedMmaKernel(kb, MmaPlan.of(whole(spec, schedule), schedule.mma), spec).written()
 
 
-class _GroupedMmaKernel(MmaKernel):
+class GroupedMmaKernel(MmaKernel):
     """A matmul's kernel whose tiles belong to a group each."""
 
     def __init__(self, kb: Kernel, plan: MmaPlan, grouped: GroupedGemmSpec) -> None:
@@ -51,9 +51,10 @@ class _GroupedMmaKernel(MmaKernel):
         if kb.hopper: kb.wait_for_previous_grid()
         self.tile = tile_of(kb, self.grouped, self.finish.offsets, self.scheduler.m, s.block_m)
         residue = spec.k % s.block_k or s.block_k
-        rows = GatheredCopy(kb, spec.a, x, kb.reg("u32", 0), self.tile.rows, residue,
-                            width_of(spec.a, 1, residue), s.block_m, s.block_k, 0, self.finish, self.tile)
-        matrix = advanced(kb, w, self.tile.group, self.grouped.n * spec.k * size)
+        read = self.rows_read()
+        rows = GatheredCopy(kb, spec.a, self.x_of(x), kb.reg("u32", 0), read.rows, residue,
+                            width_of(spec.a, 1, residue), s.block_m, s.block_k, 0, self.finish, read)
+        matrix = self.matrix(w)
         made: list[TileCopy] = [rows]
         for part in range(spec.parts):
             start = made[-1].start + made[-1].tile.nbytes
@@ -62,6 +63,19 @@ class _GroupedMmaKernel(MmaKernel):
                                  self.columns, s.block_k, start))
         self.copies = self.tiles = made
         self.stage_bytes = made[-1].start + made[-1].tile.nbytes
+
+    def rows_read(self) -> Tile:
+        """The rows of the tile whose x is read."""
+        return self.tile
+
+    def x_of(self, x: Value) -> Value:
+        """Where rows of x begin."""
+        return x
+
+    def matrix(self, w: Value) -> Value:
+        """The group's."""
+        size = self.grouped.n * self.spec.k * self.spec.b.dtype.itemsize
+        return advanced(self.kb, w, self.tile.group, size)
 
     def store(self) -> None:
         store_rows(self, self.finish, self.tile)

@@ -1,0 +1,131 @@
+"""Captured steps on disk: a second runner traces none and answers the same; what has changed is captured."""
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from runner_case import LENGTH, PAGES, SIZE, Driver, network
+from tinygrad import helpers
+from tinygrad.engine.realize import compile_linear, run_linear
+from tinygrad.uop.ops import Ops, UOp, buffers
+
+from tinygrad_nv import Tensor
+from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.engine.worker.model_runner import ModelRunner
+from tinygrad_nv.engine.worker.step_store import StepStore
+from tinygrad_nv.runtime.programs import Compilations
+
+# a prompt in a chunk, a decode, and a sampler with every filter
+DRAWN = SamplingParams(temperature=1.0, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2,
+                       logit_bias={3: 1.0})
+
+
+@pytest.fixture(scope="module")
+def model():
+    return network()
+
+
+def answers(model, identity: str = "weights", max_seqs: int = 2) -> tuple[list[list[int]], int]:
+    """Tokens of two sequences, one of them with every filter, and how many steps were traced for them."""
+    counted = Compilations()
+    runner = ModelRunner(model, pages=PAGES, page_size=SIZE, max_seqs=max_seqs, max_len=LENGTH,
+                         identity=identity)
+    try:
+        driver = Driver(runner)
+        for prompt in (9, 3): driver.add(prompt)
+        runner.start_slot(1, DRAWN, 5, driver.sequences[1].tokens)
+        driver.drive(3)
+        return [each.tokens for each in driver.sequences], Compilations().steps - counted.steps
+    finally: runner.close()
+
+
+@pytest.fixture(scope="module")
+def kept(model, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[int]], int, Path]:
+    """The answers of a first runner, how many steps it traced, and its file."""
+    place = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NV_CACHE_DIR", str(place))
+        expected, traced = answers(model)
+    [file] = (place / "steps").iterdir()
+    return expected, traced, file
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, kept, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache directory with that file."""
+    monkeypatch.setenv("NV_CACHE_DIR", str(tmp_path))
+    shutil.copytree(kept[2].parent, tmp_path / "steps")
+    return tmp_path / "steps"
+
+
+def test_a_second_runner_traces_nothing_and_answers_the_same(model, kept):
+    assert kept[1] > 2
+    assert answers(model) == (kept[0], 0)
+
+
+def test_steps_of_other_weights_are_traced(model, kept, directory: Path):
+    assert answers(model, "others")[1] == kept[1]
+    assert len(list(directory.iterdir())) == 2
+
+
+@pytest.mark.parametrize(("name", "value"), [("NV_NORM", "0"), ("NUM_CPU_THREADS", "3")])
+def test_another_setting_is_another_file(kept, monkeypatch: pytest.MonkeyPatch, name: str, value: str):
+    before = StepStore.open((), "CPU", dict)
+    monkeypatch.setenv(name, value)
+    if name == "NUM_CPU_THREADS": monkeypatch.setattr(helpers.NUM_CPU_THREADS, "value", int(value))
+    after = StepStore.open((), "CPU", dict)
+    assert before is not None
+    assert after is not None
+    assert before.path != after.path
+
+
+def test_a_damaged_file_is_none(kept, directory: Path):
+    for damage in (b"", kept[2].read_bytes()[:-40], b"other bytes"):
+        (file := directory / "damaged").write_bytes(damage)
+        assert StepStore(file, "CPU", dict).steps == {}
+    assert len(StepStore(kept[2], "CPU", dict).steps) == kept[1]
+
+
+def test_without_an_identity_nothing_is_kept(model, kept, directory: Path):
+    before = kept[2].stat().st_mtime_ns
+    assert answers(model, "")[1] == kept[1]
+    assert [file.name for file in directory.iterdir()] == [kept[2].name]
+    assert kept[2].stat().st_mtime_ns == before
+
+
+# **** which steps are kept ****
+
+def compiled(tensor: Tensor) -> UOp:
+    """The schedule of a pending assignment."""
+    linear = compile_linear(tensor.linear_with_vars()[0])
+    assert all(call.src[0].op is Ops.PROGRAM for call in linear.src)
+    return linear
+
+
+def test_a_step_over_memory_without_a_name_is_not_kept(directory: Path):
+    named, other = (Tensor([1.0, 2.0]).contiguous().realize() for _ in range(2))
+    into = Tensor.empty(2).contiguous().realize()
+    memory = {"in": named.uop.buffer, "out": into.uop.buffer}
+    store = StepStore(directory / "a", "CPU", lambda: memory)  # type: ignore[arg-type, return-value]
+    for number, (source, kept) in enumerate(((named, True), (other, False))):
+        existing = frozenset(buffers)
+        store.put(str(number), compiled(into.assign(source + 1)), existing)
+        assert (store.get(str(number)) is not None) == kept
+
+
+def test_a_step_is_over_the_memory_that_has_its_name_now(directory: Path):
+    memory = {}
+    store = StepStore(directory / "a", "CPU", lambda: memory)
+    first, second = ([Tensor([float(i), 2.0]).contiguous().realize() for i in range(base, base + 2)]
+                     for base in (0, 5))
+    memory |= {name: tensor.uop.buffer for name, tensor in zip(("in", "out"), first, strict=True)}
+    store.put("add", compiled(first[1].assign(first[0] + 1)), frozenset(buffers))
+    store.save()
+    memory |= {name: tensor.uop.buffer for name, tensor in zip(("in", "out"), second, strict=True)}
+    read = StepStore(directory / "a", "CPU", lambda: memory).get("add")
+    assert read is not None
+    run_linear(read, jit=True)
+    assert second[1].tolist() == [6.0, 3.0]
+    del memory["in"]
+    assert StepStore(directory / "a", "CPU", lambda: memory).get("add") is None

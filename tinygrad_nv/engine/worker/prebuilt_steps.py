@@ -1,0 +1,71 @@
+"""Captured steps that come with a model, for a common processor.
+
+Protocol: `read(model, …)` gives the steps of `steps-x86-64-v3.xz` in the bundled model's directory (no other
+model's: such a file is code), where they are of these sources, this model and these facts, and where this
+machine runs them: an x86-64 of level 3 with Linux, every setting that changes kernels at its default, and no
+compiler that was asked for by name (CC). The file begins with its key, so one of other sources is not used.
+`python -m tinygrad_nv.engine.prebuild` writes it.
+
+Kernels are called in `PARTS` parts: threads beyond these have nothing to do, and fewer take turns. A model
+that is worth more threads has no such file.
+"""
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+
+from tinygrad.codegen import to_program_config
+from tinygrad.helpers import NUM_CPU_THREADS
+from tinygrad.uop.ops import UOp
+
+from tinygrad_nv import config
+from tinygrad_nv.cpu.isa import flags
+from tinygrad_nv.engine.worker import step_file
+from tinygrad_nv.tile import database
+
+NAME = "steps-x86-64-v3.xz"
+PARTS = 4
+# what Linux calls the instructions of level 3 (x86-64 psABI, 2.8)
+LEVEL_3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
+KEY_BYTES = 64
+BUNDLED = Path(str(resources.files("tinygrad_nv.models") / "tales")).resolve()
+
+
+def key(facts: Iterable[object], places: object) -> str:
+    """A hash of what these steps depend on; processor and settings are those of `why_not`."""
+    settings = [each.value for each in to_program_config if each is not NUM_CPU_THREADS]
+    words = [*map(repr, facts), repr(places), step_file.sources(), repr(settings)]
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()
+
+
+def why_not(device: str) -> str:
+    """What keeps this process from using such steps; "" if nothing does."""
+    if device != "CPU": return f"the device is {device}"
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return f"this is {sys.platform} on {platform.machine()}"
+    if missing := LEVEL_3 - flags(): return f"the processor lacks {', '.join(sorted(missing))}"
+    if os.environ.get("CC", "").strip(): return "CC is set"
+    changed = [each.name for each in config.SETTINGS
+               if each.name not in step_file.NEUTRAL and config.get(each.name) != each.default]
+    if changed: return f"{changed[0]} is set"
+    return "schedules were tuned" if database.state()[1] is not None else ""
+
+
+def read(model: Path, device: str, facts: Iterable[object], places: object) -> dict[str, UOp]:
+    """The steps of the bundled model; none where the file is absent, of other sources, or not for this
+    machine, and of any other model: unpickling a file runs what it says."""
+    file = model / NAME
+    if model.resolve() != BUNDLED or not file.is_file() or why_not(device): return {}
+    data = file.read_bytes()
+    if data[:KEY_BYTES].decode(errors="replace") != key(facts, places): return {}
+    return step_file.loads(data[KEY_BYTES:])
+
+
+def write(file: Path, steps: dict[str, UOp], facts: Iterable[object], places: object) -> None:
+    """Writes the file."""
+    file.write_bytes(key(facts, places).encode() + step_file.dumps(steps, step_file.SMALLEST))
