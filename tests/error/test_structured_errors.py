@@ -22,6 +22,9 @@ def nested(depth: int) -> dict[str, Any]:
     return made
 
 
+def named(count: int) -> dict[str, Any]: return {"properties": {f"p{i}": {} for i in range(count)}}
+
+
 @pytest.mark.parametrize(("form", "words"), [
     ({}, "structured output with no constraint\n  expected: exactly one of json, regex, choice, "
          "grammar, json_object\n  to fix:   add one of them"),
@@ -41,6 +44,8 @@ def nested(depth: int) -> dict[str, Any]:
     ({"json": [1]}, "the JSON schema of the structured output is a list\n  expected: an object, "),
     ({"json": {"const": float("nan")}}, "the JSON schema of the structured output is not JSON: "),
     ({"json": {"const": {1, 2}}}, "the JSON schema of the structured output is not JSON: "),
+    ({"json": {"items": named(500), "$defs": {"a": named(1500)}}}, "has 2000 properties or more\n  expected: "
+     "at most 1000"),
     ({"json": nested(60)}, "is more than 100 levels deep\n  expected: at most 100"),
     ({"json": {"items": {"multipleOf": 99999989}}}, "has multipleOf 99999989\n  expected: multiples "
      "of at most 10000, or of so much shifted by digits"),

@@ -1,4 +1,4 @@
-"""`tinygrad-nv`: generate, chat, serve, bench, doctor, explain, ptx, tune.
+"""`tinygrad-nv`: generate, chat, serve, run-batch, bench, doctor, explain, ptx, tune, quantize, completion.
 
 Protocol: only generated text goes to stdout, as it is generated; progress, notes and errors go to stderr. An
 `NVError` prints its message and exits with 2, Ctrl-C exits with 130, a closed pipe exits quietly.
@@ -25,12 +25,17 @@ from tinygrad_nv.cli import (
     quantize as quantize_command,
 )
 from tinygrad_nv.cli import (
+    run_batch as run_batch_command,
+)
+from tinygrad_nv.cli import (
     serve as serve_command,
 )
 from tinygrad_nv.cli import (
     tune as tune_command,
 )
 from tinygrad_nv.cli import vllm_options
+from tinygrad_nv.cli.model_path import found
+from tinygrad_nv.cli.sampling_options import add_sampling_options, token_ids
 from tinygrad_nv.errors import ModelError, NVError, RequestError
 from tinygrad_nv.host import command as host
 from tinygrad_nv.ptx import command as ptx
@@ -109,7 +114,7 @@ def _survive_any_terminal() -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    directory = "a model directory or a GGUF file (default: the bundled model)"
+    directory = "a model directory, a GGUF file or a hub name (default: the bundled model)"
     top = argparse.ArgumentParser(prog="tinygrad-nv",
                                   description="Run transformers with tinygrad, fast on NVIDIA.")
     top.add_argument("--version", action="version", version=versions())
@@ -118,20 +123,23 @@ def parser() -> argparse.ArgumentParser:
                                    usage="%(prog)s [options] [MODEL] PROMPT")
     generate.add_argument("words", nargs="*", metavar="[MODEL] PROMPT",
                           help=f"{directory} and the text to continue")
-    generate.add_argument("--prompt-ids", type=_ids, metavar="1,2,3", help="token ids instead of a text")
+    generate.add_argument("--prompt-ids", type=token_ids, metavar="1,2,3", help="token ids instead of a text")
     generate.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     generate.add_argument("--trace", type=Path, metavar="FILE", help="time every kernel on its own: a Chrome "
                           "trace to FILE, a table to stderr (slower)")
     _add_model_options(generate)
-    _add_sampling_options(generate)
+    add_sampling_options(generate, answers=True)
     generate.set_defaults(run=_generate)
     chat = commands.add_parser("chat", help="talk to a model", usage="%(prog)s [options] [MODEL]")
     chat.add_argument("model", nargs="?", metavar="MODEL", help=directory)
     chat.add_argument("--system", metavar="TEXT", help="a system message")
     _add_model_options(chat)
-    _add_sampling_options(chat)
+    add_sampling_options(chat, answers=False)
+    chat.add_argument("--markdown", action=argparse.BooleanOptionalAction,
+                      help="render Markdown (default: on a terminal)")
     chat.set_defaults(run=_chat)
     serve_command.add_command(commands, directory, _add_model_options, _model, _size)
+    run_batch_command.add_command(commands, directory, _add_model_options, _model, _size)
     bench_command.add_command(commands, directory, _add_model_options, _model)
     doctor = commands.add_parser("doctor", help="check this machine: what is found, used and missing")
     doctor.set_defaults(run=_doctor)
@@ -139,6 +147,10 @@ def parser() -> argparse.ArgumentParser:
     host.add_command(ptx.add_commands(commands))
     tune_command.add_command(commands)
     quantize_command.add_command(commands, "a model directory")
+    completion = commands.add_parser("completion", help="a script that completes commands and options")
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="such as: source <(tinygrad-nv "
+                            "completion bash)")
+    completion.set_defaults(run=_completion)
     for each in commands.choices.values(): each.set_defaults(command=each)
     return top
 
@@ -157,21 +169,6 @@ def _add_model_options(command: argparse.ArgumentParser) -> None:
     group.add_argument("--device", help="tinygrad's device (default: its choice, or DEV)")
 
 
-def _add_sampling_options(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("sampling (defaults: the model's generation_config.json)")
-    group.add_argument("--max-tokens", type=int, metavar="N", help="tokens to generate at most (default 256)")
-    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
-    group.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens that sum to P")
-    group.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens; 0 keeps all")
-    group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below P times the likeliest")
-    group.add_argument("--repetition-penalty", type=float, metavar="R", help="1 is none")
-    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
-    group.add_argument("--stop", action="append", metavar="TEXT",
-                       help="end before this text; may be repeated")
-    group.add_argument("--ignore-eos", action="store_true", default=None,
-                       help="go on past the model's end token")
-
-
 def _size(text: str) -> int:
     """A number of tokens; k and m count in thousands as vLLM's do: 32k is 32000, 32K is 32768."""
     units = {"k": 1000, "K": 1024, "m": 1000 ** 2, "M": 1024 ** 2}
@@ -185,12 +182,6 @@ def _size(text: str) -> int:
 def versions() -> str:
     """Of this package and of tinygrad."""
     return " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("tinygrad_nv", "tinygrad"))
-
-
-def _ids(text: str) -> list[int]:
-    try: return [int(word) for word in text.replace(",", " ").split()]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids; write 1,2,3") from error
 
 
 def _split_words(words: list[str], with_ids: bool) -> tuple[Path, str]:
@@ -213,7 +204,7 @@ def _model(name: str | None) -> Path:
         raise ModelError(f"the bundled model is not at {DEFAULT_MODEL}",
                          "an installation with its model files",
                          "reinstall tinygrad-nv, or name a model directory")
-    return DEFAULT_MODEL if name is None else Path(name)
+    return DEFAULT_MODEL if name is None else found(name)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -223,37 +214,35 @@ def _generate(arguments: argparse.Namespace) -> int:
     with console.tracing(arguments.trace) as recorded:
         llm = console.load(directory, arguments)
         params = console.sampling(arguments, llm)
+        if (params.logprobs, params.prompt_logprobs) != (None, None) and not arguments.json:
+            raise RequestError("log probabilities are asked for as text", "--json, which has them",
+                               "add --json")
         ids = llm.tokenize(request)  # raises for a bad prompt before anything is compiled
         console.compile_steps(llm, params, len(ids))
         if arguments.json:
             with recorded(): done = llm.complete(ids, params)
             print(json.dumps(console.report(done, llm)))
             return 0
-        console.say(prompt, end="")
         with recorded():
-            done = llm.complete(ids, params, lambda piece: console.say(piece.text, end=""))
-            console.say("")
+            if params.n == 1:
+                console.say(prompt, end="")
+                done = llm.complete(ids, params, lambda piece: console.say(piece.text, end=""))
+                console.say("")
+            else:
+                done = llm.complete(ids, params)
+                for each in done.outputs: console.say(prompt + each.text)
         print(console.summary(done, llm), file=sys.stderr)
         return 0
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    from tinygrad_nv.cli import console
-    llm = console.load(_model(arguments.model), arguments)
-    params = console.sampling(arguments, llm)
-    messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
-    llm.encode_chat([{"role": "user", "content": "?"}])  # raises before the first question
-    console.compile_steps(llm, params, 1)
-    while (question := console.ask()) is not None:
-        if not question: continue
-        asked = [*messages, {"role": "user", "content": question}]
-        try: asked, ids = console.fit(llm, asked)
-        except RequestError as error:  # skip the question and continue the conversation
-            _say_error(error)
-            continue
-        answer = llm.complete(ids, params, lambda piece: console.say(piece.text, end=""))
-        console.say("\n")
-        messages = [*asked, {"role": "assistant", "content": answer.text}]
+    from tinygrad_nv.cli import chat
+    return chat.run(arguments, _model(arguments.model))
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    from tinygrad_nv.cli import completion
+    print(completion.script(parser(), arguments.shell), end="")
     return 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +20,9 @@ from rich.text import Text
 from tinygrad import Device
 from tinygrad.helpers import DEV
 
+from tinygrad_nv.cli.sampling_options import given
 from tinygrad_nv.engine.llm import LLM
-from tinygrad_nv.engine.request_output import RequestOutput
+from tinygrad_nv.engine.request_output import CompletionOutput, Logprob, RequestOutput
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
@@ -63,7 +64,8 @@ def load(directory: Path, arguments: argparse.Namespace, **more: Any) -> LLM:
         return LLM(directory, arguments.dtype, arguments.max_model_len, None,
                    lambda done, total: progress.update(task, completed=done, total=total),
                    UTILIZATION if (fraction := arguments.gpu_memory_utilization) is None else fraction,
-                   **{"max_num_seqs": 1, "quantization": arguments.quantization, "task": "generate", **more})
+                   **{"max_num_seqs": max(getattr(arguments, "n", None) or 1, 1),
+                      "quantization": arguments.quantization, "task": "generate", **more})
 
 
 def compile_steps(llm: LLM, params: SamplingParams, prompt_tokens: int) -> None:
@@ -93,11 +95,7 @@ def tracing(path: Path | None) -> Iterator[Callable[[], AbstractContextManager[N
 
 def sampling(arguments: argparse.Namespace, llm: LLM) -> SamplingParams:
     """The model's sampling defaults, overridden by the command line."""
-    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed",
-             "ignore_eos")
-    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    if arguments.stop: given["stop"] = tuple(arguments.stop)
-    return replace(llm.defaults, **given)
+    return replace(llm.defaults, **given(arguments))
 
 
 def say(text: str, end: str = "\n") -> None:
@@ -140,11 +138,27 @@ def weight_rate(done: RequestOutput, llm: LLM) -> float:
 
 def report(done: RequestOutput, llm: LLM) -> dict[str, Any]:
     """The answer and its figures, for `--json`."""
-    return {"prompt_token_ids": list(done.prompt_token_ids), "token_ids": list(done.token_ids),
+    many = {"outputs": [_answer(each) for each in done.outputs]} if len(done.outputs) > 1 else {}
+    told = {} if done.outputs[0].logprobs is None else {"logprobs": _logprobs(done.outputs[0].logprobs)}
+    asked = {} if done.prompt_logprobs is None else {"prompt_logprobs": _logprobs(done.prompt_logprobs)}
+    return {**many, **told, **asked,
+            "prompt_token_ids": list(done.prompt_token_ids), "token_ids": list(done.token_ids),
             "text": done.text, "finish_reason": done.finish_reason, "seed": done.seed,
             "ttft_s": round(done.ttft_s, 6),
             "tokens_per_s": round(done.tokens_per_s, 3), "weight_gb_per_s": round(weight_rate(done, llm), 4),
             "device": device_name(llm)}
+
+
+def _answer(output: CompletionOutput) -> dict[str, Any]:
+    told = {} if output.logprobs is None else {"logprobs": _logprobs(output.logprobs)}
+    return {"index": output.index, "token_ids": list(output.token_ids), "text": output.text,
+            "finish_reason": output.finish_reason, **told}
+
+
+def _logprobs(tokens: Sequence[dict[int, Logprob] | None]) -> list[Any]:
+    """Of each token its own log probability first, then the likeliest; null of the first of a prompt."""
+    return [each and [{"id": token, "token": found.decoded_token, "logprob": found.logprob}
+                      for token, found in each.items()] for each in tokens]
 
 
 def summary(done: RequestOutput, llm: LLM) -> str:

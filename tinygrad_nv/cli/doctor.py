@@ -26,7 +26,7 @@ from tinygrad_nv.ptx.assemble import find_program
 from tinygrad_nv.toolchain import find_compiler
 
 CUDA_EXTRA = ("pip install cuda-python nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-nvcc nvidia-ml-py "
-              "nvtx, on a machine with a GPU")
+              "nvtx")
 
 
 def examine() -> list[CheckResult]:
@@ -52,11 +52,20 @@ def usable(findings: list[CheckResult]) -> bool:
     return all(f.state == "ok" for f in findings if f.needed)
 
 
+def runnable(fix: str) -> str:
+    """Advice whose `pip install` is for the Python that runs this: another one may be `pip`'s in PATH, and
+    environments made by uv have no pip."""
+    own = f'"{sys.executable}"' if " " in sys.executable else sys.executable
+    has_pip = importlib.util.find_spec("pip") is not None
+    if has_pip: return fix.replace("pip install", f"{own} -m pip install")
+    return fix.replace("pip install", f"UV_PYTHON={own} uv pip install")
+
+
 def table(findings: list[CheckResult]) -> str:
     """The report as aligned text."""
     grid = Table(box=None, pad_edge=False, show_header=False)
     for finding in findings:
-        advice = f"\n→ {finding.fix}" if finding.fix else ""
+        advice = f"\n→ {runnable(finding.fix)}" if finding.fix else ""
         grid.add_row(finding.state, finding.subject, finding.what + advice)
     # no wrapping when piped; markup off, or rich would read [cuda] as a style
     width = max(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 1000

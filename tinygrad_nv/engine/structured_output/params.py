@@ -18,6 +18,8 @@ from tinygrad_nv.errors import RequestError
 # bytes of a constraint's text, and nesting depth of a schema: llguidance reads 128 levels at most, of which
 # its own wrapper takes three
 MAX_BYTES, MAX_DEPTH = 256 << 10, 100
+# properties of all objects of a schema: time to compile grows with their square, 0.4 s for 1000 optional ones
+MAX_PROPERTIES = 1000
 MAX_CHOICES, MAX_CHOICE_BYTES = 4096, 64 << 10
 # multipleOf m compiles to an automaton of m states: 0.14 s for 9973, minutes for 10^8
 MAX_MULTIPLE = 10_000
@@ -159,8 +161,9 @@ def _checked_schema(schema: Any) -> dict[str, Any]:
 
 
 def _require_depth(schema: Any) -> None:
-    """Raises for a schema that is nested too deeply, or has a multipleOf that needs too many states."""
-    level, depth = [schema], 0
+    """Raises for a schema that is nested too deeply, names too many properties, or has a multipleOf that
+    needs too many states."""
+    level, depth, properties = [schema], 0, 0
     while level:
         depth += 1
         if depth > MAX_DEPTH:
@@ -169,8 +172,11 @@ def _require_depth(schema: Any) -> None:
         for each in level:
             if isinstance(each, dict):
                 _require_multiple(each.get("multipleOf"))
+                properties += len(named) if isinstance(named := each.get("properties"), dict) else 0
                 inner += each.values()
             elif isinstance(each, list | tuple): inner += each
+        if properties > MAX_PROPERTIES:
+            raise _invalid("JSON schema", f"has {properties} properties or more", f"at most {MAX_PROPERTIES}")
         level = [each for each in inner if isinstance(each, dict | list | tuple)]
 
 

@@ -1,0 +1,63 @@
+"""`run-batch`: a file of requests, answered as one batch, with errors a line."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tinygrad_nv.cli import DEFAULT_MODEL
+from tinygrad_nv.engine.llm import LLM
+from tinygrad_nv.engine.sampling import SamplingParams
+
+GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+
+
+def line(name: Any, url: str, **body: Any) -> str:
+    return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body})
+
+
+def test_answers_are_in_order_and_errors_are_of_their_lines(command, tmp_path: Path):
+    prompts = ("Once upon a time", "One day", "A fox")
+    asked = [line("a", "/v1/completions", prompt=prompts[0], model="tales", **GREEDY), "nonsense",
+             line("b", "/v1/chat/completions", messages=[{"role": "user", "content": "hi"}], **GREEDY),
+             line("c", "/v1/completions", prompt=prompts[1], **{**GREEDY, "max_tokens": 20}), "",
+             line("d", "/v1/completions", prompt="x", model="another"), line(7, "/v1/completions",
+                                                                             prompt="x"),
+             line("e", "/v1/tokens", prompt="x"), line("f", "/v1/completions", prompt="x", stream=True),
+             line("g", "/v1/completions", prompt=prompts[2], n=2, **GREEDY), line("h", "/v1/embeddings",
+                                                                                  input="x")]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(asked))
+    done = command("run-batch", "-i", source, "-o", target).succeeded()
+    assert done.err == "[10 requests · 6 failed]\n"
+    found = [json.loads(text) for text in target.read_text().splitlines()]
+    assert [each["custom_id"] for each in found] == ["a", None, "b", "c", "d", None, "e", "f", "g", "h"]
+    assert [each["response"]["status_code"] for each in found] == [200, 400, 200, 200, 404, 400, 400, 400,
+                                                                   200, 400]
+    for each in found: assert (each["error"] is None) == (each["response"]["body"] is not None)
+    texts = [found[at]["response"]["body"]["choices"][0]["text"] for at in (0, 3, 8)]
+    llm = LLM(DEFAULT_MODEL)
+    for prompt, text, most in zip(prompts, texts, (6, 20, 6), strict=True):
+        assert text == llm.complete(prompt, SamplingParams(temperature=0, max_tokens=most,
+                                                           ignore_eos=True)).text
+    assert len(found[8]["response"]["body"]["choices"]) == 2
+    assert found[2]["response"]["body"]["object"] == "chat.completion"
+    for at, words in ((1, "line 2: the line is not JSON"), (4, "'another' is not served"), (5,
+                                                                                            "custom_id is 7"),
+                      (6, "url is '/v1/tokens'"), (7, "stream is true"), (9, "generates text")):
+        assert words in found[at]["error"]["message"]
+
+
+def test_embeddings_and_standard_streams(command, tiny: Path):
+    asked = "\n".join(line(name, "/v1/embeddings", input=name) for name in ("a fox", "a bear"))
+    done = command("run-batch", "--model", tiny, "-i", "-", "-o", "-", "--task", "embed",
+                   stdin=asked).succeeded()
+    found = [json.loads(text) for text in done.out.splitlines()]
+    assert [each["custom_id"] for each in found] == ["a fox", "a bear"]
+    assert all(len(each["response"]["body"]["data"][0]["embedding"]) == 64 for each in found)
+
+
+def test_files_that_cannot_be_used(command, tmp_path: Path):
+    command("run-batch", "-i", tmp_path / "none", "-o", "-").refused("cannot be read", "--input-file")
+    (tmp_path / "in").write_text("{}")
+    command("run-batch", "-i", tmp_path / "in", "-o", tmp_path / "no" / "out").refused("the system refused")

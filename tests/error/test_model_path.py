@@ -1,0 +1,71 @@
+"""MODEL of a command line: hub names from the local cache. test_model_directory.py is about paths."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tinygrad_nv.cli.model_path import found
+from tinygrad_nv.errors import ModelError
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty Hugging Face cache."""
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"): monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "home" / "hub"
+
+
+def download(hub: Path, files: tuple[str, ...] = ("config.json",), ref: str = "main",
+             commit: str = "a1b2") -> Path:
+    """What `hf download org/model` leaves."""
+    folder = hub / "models--org--model"
+    (folder / "refs").mkdir(parents=True, exist_ok=True)
+    (folder / "refs" / ref).write_text(commit)
+    snapshot = folder / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    for name in files: (snapshot / name).write_text("{}")
+    return snapshot
+
+
+def refused(name: str, *words: str) -> None:
+    with pytest.raises(ModelError) as caught: found(name)
+    assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
+
+
+def test_a_hub_name_is_found_in_the_cache(hub: Path, monkeypatch: pytest.MonkeyPatch):
+    main, other = download(hub), download(hub, ref="v2", commit="c3d4")
+    assert found("org/model") == main
+    assert found("org/model@v2") == found("org/model@c3d4") == other
+    monkeypatch.setenv("HF_HUB_CACHE", str(hub.parent / "elsewhere"))
+    refused("org/model", str(hub.parent / "elsewhere"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(hub))
+    assert found("org/model") == main
+
+
+def test_a_directory_comes_before_the_cache(hub: Path):
+    download(hub)
+    here = hub.parents[1] / "org" / "model"
+    here.mkdir(parents=True)
+    (here / "config.json").write_text("{}")
+    assert found("org/model") == Path("org/model")
+
+
+def test_what_to_download_is_said(hub: Path):
+    refused("org/model", f"neither a directory here nor a model in the Hugging Face cache, {hub}",
+            "hf download org/model")
+    refused("org/model@v3", "hf download org/model --revision v3")
+    download(hub)
+    refused("org/model@v3", "without revision v3", "one of main")
+
+
+def test_a_download_that_is_not_complete(hub: Path):
+    download(hub, ("README.md",))
+    refused("org/model", "without its config.json", "hf download org/model")
+
+
+def test_a_path_is_left_as_it_is(tmp_path: Path):
+    for name in (tmp_path, tmp_path / "no" / "such", "./no/such", "nowhere", "x" * 300):
+        assert found(str(name)) == Path(name)

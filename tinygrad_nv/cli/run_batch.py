@@ -1,0 +1,178 @@
+"""`tinygrad-nv run-batch -i FILE -o FILE`: a file of requests, as vLLM's run-batch and OpenAI's batches have
+it.
+
+Protocol: a line of the input is `{"custom_id", "method": "POST", "url", "body"}`, where `url` is one of
+`URLS` and `body` what that endpoint takes. A line of the output has the request's `custom_id` and its
+`response` (`status_code`, `request_id`, `body`) or `error`; lines are in the order of the input, each written
+once all before it are done. The requests are those of the server (server/app.py), without a network: they run
+as one batch. A line that is no request, or is refused, is an error of that line alone. `-` is stdin or
+stdout.
+"""
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import json
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from tinygrad_nv.errors import NVError, RequestError
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+WANTED = '{"custom_id": …, "method": "POST", "url": …, "body": {…}}'
+BODY_BYTES, REQUEST_S = 64 << 20, 30 * 86400.0
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], directory: str,
+                add_model_options: Callable[[argparse.ArgumentParser], None],
+                model: Callable[[str | None], Path], size: Callable[[str], int]) -> None:
+    """Adds `run-batch`."""
+    command = commands.add_parser("run-batch", help="answer a file of requests, as vLLM's run-batch")
+    command.add_argument("model", nargs="?", metavar="MODEL", help=directory)
+    command.add_argument("--model", dest="named", metavar="MODEL", help="the same, as vLLM has it")
+    command.add_argument("-i", "--input-file", required=True, metavar="FILE",
+                         help="JSON lines of custom_id, method, url, body; - is stdin")
+    command.add_argument("-o", "--output-file", required=True, metavar="FILE", help="- is stdout")
+    add_model_options(command)
+    engine = command.add_argument_group("engine")
+    engine.add_argument("--task", default="auto", metavar="T",
+                        help="generate or embed (default auto: what the "
+                        "model's files say)")
+    engine.add_argument("--max-num-seqs", type=size, default=64, metavar="N",
+                        help="sequences that run at a time (default 64)")
+    engine.add_argument("--max-num-batched-tokens", type=size, default=512, metavar="N",
+                        help="tokens that a step computes (default 512)")
+    engine.add_argument("--served-model-name", nargs="+", metavar="NAME",
+                        help="names that requests may use (default: the directory's name, and MODEL)")
+    command.set_defaults(run=lambda arguments: run(arguments, model(arguments.named or arguments.model)))
+
+
+def run(arguments: argparse.Namespace, directory: Path) -> int:
+    """The command `run-batch`."""
+    try: importlib.import_module("tinygrad_nv.server.app")  # before anything is loaded
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("tinygrad_nv"): raise
+        raise NVError(f"the Python package {error.name} is not installed", "what serving needs",
+                      "pip install starlette uvicorn prometheus_client llguidance") from error
+    from tinygrad_nv.cli import console
+    lines = _lines(arguments.input_file)
+    with _opened(arguments.output_file) as out:
+        llm = console.load(directory, arguments, task=arguments.task, max_num_seqs=arguments.max_num_seqs,
+                           max_num_batched_tokens=arguments.max_num_batched_tokens)
+        given = [arguments.named or arguments.model] if arguments.named or arguments.model else []
+        names = tuple(arguments.served_model_name or dict.fromkeys([directory.resolve().name, *given]))
+        try: failed = asyncio.run(answered(llm, names, lines, out))
+        finally: llm.close()
+    print(f"[{len(lines)} requests · {failed} failed]", file=sys.stderr)
+    return 0
+
+
+def _lines(name: str) -> list[str]:
+    try: text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{name} cannot be read: {error}", "a UTF-8 file of JSON lines",
+                           "change --input-file") from error
+    return [line for line in text.split("\n") if line.strip()]
+
+
+@contextlib.contextmanager
+def _opened(name: str) -> Iterator[IO[str]]:
+    if name == "-":
+        yield sys.stdout
+        return
+    with open(name, "w", encoding="utf-8") as file: yield file
+
+
+async def answered(llm: Any, names: tuple[str, ...], lines: list[str], out: IO[str]) -> int:
+    """Answers all lines at a time, and writes the answers in order. Returns how many failed."""
+    from tinygrad_nv.engine.async_engine import AsyncEngine
+    from tinygrad_nv.server.app import application
+    from tinygrad_nv.server.limits import RequestLimits
+    from tinygrad_nv.server.metrics import Metrics
+    from tinygrad_nv.server.service import EmbeddingEngineClient, Service
+    generates = llm.embedder is None
+    engine = AsyncEngine(llm) if generates else EmbeddingEngineClient(llm.embedder.engine)
+    limits = RequestLimits(body_bytes=BODY_BYTES, request_s=REQUEST_S)
+    service = Service(engine, llm, names, limits, Metrics(names[0], llm.length, engine.stats),
+                      embedder=llm.embedder)
+    if isinstance(engine, AsyncEngine): await engine.start()
+    app, failed = application(service), 0
+    # the engine's queue has an end; so many keep every step full
+    at_a_time = asyncio.Semaphore(4 * llm.core.config.max_seqs if generates else 64)
+    tasks = [asyncio.create_task(_answer(app, line, number, at_a_time)) for number, line in enumerate(lines,
+                                                                                                      1)]
+    try:
+        for task in tasks:
+            made = await task
+            failed += made["error"] is not None
+            out.write(json.dumps(made, ensure_ascii=False) + "\n")
+            out.flush()
+    finally:
+        for task in tasks: task.cancel()
+        await engine.stop()
+    return failed
+
+
+async def _answer(app: Any, line: str, number: int, at_a_time: asyncio.Semaphore) -> dict[str, Any]:
+    """One line of the output."""
+    asked: dict[str, Any] = {}
+    try:
+        asked = _object(line)
+        _check(asked)
+        async with at_a_time: status, body = await _post(app, asked["url"],
+                                                         json.dumps(asked["body"]).encode())
+    except RequestError as error:
+        status, body = 400, {"error": {"message": f"line {number}: {error}", "type": "invalid_request_error",
+                                       "param": None, "code": 400}}
+    found = {"status_code": status, "request_id": f"batch-{secrets.token_hex(12)}",
+             "body": body if status == 200 else None}
+    return {"id": f"batch_req_{secrets.token_hex(12)}",
+            "custom_id": name if isinstance(name := asked.get("custom_id"), str) else None,
+            "response": found,
+            "error": None if status == 200 else body.get("error", body)}
+
+
+def _object(line: str) -> dict[str, Any]:
+    try: asked = json.loads(line)
+    except ValueError as error: raise RequestError(f"the line is not JSON: {error}", WANTED) from error
+    if not isinstance(asked, dict): raise RequestError("the line is no object", WANTED)
+    return asked
+
+
+def _check(asked: dict[str, Any]) -> None:
+    """Raises `RequestError` for what is no request."""
+    for name, kind in (("custom_id", str), ("url", str), ("body", dict)):
+        if not isinstance(asked.get(name), kind):
+            raise RequestError(f"{name} is {repr(asked.get(name))[:80]}", WANTED)
+    if asked.get("method", "POST") != "POST":
+        raise RequestError(f"method is {repr(asked['method'])[:80]}", "POST")
+    if asked["url"] not in URLS:
+        raise RequestError(f"url is {repr(asked['url'])[:80]}", f"one of {', '.join(URLS)}")
+    if asked["body"].get("stream"):
+        raise RequestError("stream is true", "an answer that is whole", "leave stream out of the body")
+
+
+async def _post(app: Any, path: str, body: bytes) -> tuple[int, Any]:
+    """A request to the application, as a web server hands it over. Returns the status and the JSON."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        if messages: return messages.pop()
+        await asyncio.Event().wait()  # a client that stays
+        raise AssertionError
+
+    async def send(message: dict[str, Any]) -> None: sent.append(message)
+
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await app({"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
+               "path": path,
+               "raw_path": path.encode(), "root_path": "", "scheme": "http", "query_string": b"",
+               "headers": headers, "client": ("run-batch", 0), "server": ("run-batch", 0)}, receive, send)
+    text = b"".join(each.get("body", b"") for each in sent if each["type"] == "http.response.body")
+    return sent[0]["status"], json.loads(text)
