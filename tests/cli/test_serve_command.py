@@ -234,7 +234,10 @@ def test_a_forced_call_ends_in_a_call_or_is_cut_and_says_so(client: openai.OpenA
 def gathered(stream: openai.Stream) -> tuple[str, str, list]:
     """Finish reason, content and calls of a stream of one choice."""
     parts = [chunk.choices[0] for chunk in stream if chunk.choices]
-    calls = [call.function for part in parts for call in part.delta.tool_calls or []]
+    calls = []
+    for call in (call for part in parts for call in part.delta.tool_calls or []):
+        if call.index == len(calls): calls.append(call.function)
+        else: calls[call.index].arguments += call.function.arguments
     return parts[-1].finish_reason, "".join(part.delta.content or "" for part in parts), calls
 
 

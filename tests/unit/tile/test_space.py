@@ -137,8 +137,8 @@ def test_the_choice_depends_on_the_number_of_sms():
         "sm_80": "None", "sm_89": "mma 128x128x64, 2x4 warps, 3 stages",
         "sm_90a": "wgmma 256x128x128, 12 warps, 4 stages, cluster 1x2, stream-K"}),
     (dense(8, 4096, 4096), {
-        "sm_80": "gemv 16x64x128, 8 warps", "sm_89": "mma 16x64x64, 1x4 warps, 6 stages",
-        "sm_90a": "gemv 16x32x128, 8 warps"}),
+        "sm_80": "mma 16x64x64, 1x4 warps, 6 stages", "sm_89": "mma 16x64x64, 1x4 warps, 6 stages",
+        "sm_90a": "wgmma 64x8x64, 8 warps, 7 stages, swapped"}),
     (dense(64, 4096, 4096), {
         "sm_80": "mma 64x128x32, 2x2 warps, 6 stages, split 3", "sm_89": "mma 32x64x64, 1x2 warps, 6 stages",
         "sm_90a": "wgmma 64x32x64, 8 warps, 7 stages, cluster 1x2, swapped"}),

@@ -111,7 +111,9 @@ class ModelRunner:
         facts = (identity, model.config, model.dtype, model.int8_inputs, model.rope_rows, pages, page_size,
                  max_seqs, self.max_len, self.max_shape, self.groups, dtype)
         self.facts: tuple[object, ...] = facts
-        self.step_store = StepStore.open(facts, self.device, self._buffers, directory) if identity else None
+        # steps with adapters are captured anew: what an adapter's slot holds is no fact of these
+        kept = bool(identity) and adapters is None
+        self.step_store = StepStore.open(facts, self.device, self._buffers, directory) if kept else None
         self.steps: dict[BatchShape, tuple[InputLayout, CapturedStep]] = {}
         self.samplers: dict[tuple[int, Filters], CapturedStep] = {}
         self.uncaptured: Counter[BatchShape] = Counter()   # uses of shapes that are not captured
