@@ -86,6 +86,7 @@ class Staged:
         self.kinds: dict[str, Lines] = {}
         self.made: dict[tuple[str, ...], Value] = {}
         self.chunk: tuple[Value, Value] | tuple[()] = ()
+        self.present: Value | None = None   # whether the panel has this thread's line, where some have none
 
     def run(self) -> None:
         """All panels of the tile."""
@@ -253,7 +254,7 @@ class Staged:
             inner = lines.byte // size
             m, n = (inner, lines.line) if along_m else (lines.line, inner)
             self.chunk = (self.first_m + m, self.first_n + n)
-        fewer = lines.line < panel.lines if panel.lines % (threads // a_line) else None
+        self.present = fewer = lines.line < panel.lines if panel.lines % (threads // a_line) else None
         for byte in range(0, panel.line_bytes, panel.span):
             for down in range(0, panel.lines, threads // a_line):
                 on = byte // size
@@ -294,11 +295,10 @@ class Staged:
     def _hand_out(self, start: int, row: int, column: int, halves: Sequence[tuple[int, int]],
                   fetched: list[list[Value]]) -> None:
         """What has been fetched, to the lanes that have the elements."""
-        kb, load, panel = self.kb, self.load, self.panel
-        fewer = panel.lines < 32 * panel.group // (panel.span // 16)
+        kb, load = self.kb, self.load
         assert load is not None
-        for words, (_, _, at, guard) in zip(fetched, self._chunks(start, row, column), strict=True):
-            kb.emit("st.shared.v4.b32", at, words, guard=guard if fewer else None)
+        for words, (_, _, at, _) in zip(fetched, self._chunks(start, row, column), strict=True):
+            kb.emit("st.shared.v4.b32", at, words, guard=self.present)  # zeros beyond the result, too
         self._together()
         for at, matrices in self._matrices(start, row, column, halves):
             for each, word in zip(matrices, kb.ldmatrix(at, len(matrices), trans=self.panel.major == "M"),

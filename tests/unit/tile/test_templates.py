@@ -115,7 +115,7 @@ def test_a_comparison_is_seen(code: str):
 
 def test_nothing_compares_names_of_templates():
     """Outside ptx/, where mma and wgmma are instructions, and the table itself. A level of an instruction
-    set, a kind of structured output, and objects and fields of OpenAI's API have the names of templates too."""
+    set, a kind of structured output, objects and fields of OpenAI's API have the names of templates too."""
     files = [file for file in PACKAGE.rglob("*.py") if file.relative_to(PACKAGE).parts[0] != "ptx"
              and file != PACKAGE / "tile" / "templates.py"]
     names = NAMES - {"amx", "choice", "count", "embedding"}
