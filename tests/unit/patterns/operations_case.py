@@ -159,8 +159,8 @@ _LEFT = {
         "contiguous_backward custom_kernel data decode_hevc_frame detach diag diagonal element_size "
         "empty empty_like expand eye flatten flip from_blob from_dlpack from_url full full_like gather "
         "gradient invalids is_floating_point is_param_ item linear_with_vars linspace masked_select "
-        "max_numel max_unpool2d meshgrid nbytes nonzero numel numpy one_hot ones ones_like pad pad_to permute "
-        "realize rearrange repeat repeat_interleave replace reshape roll scatter schedule_linear "
+        "max_numel max_unpool2d meshgrid nbytes nonzero numel numpy one_hot ones ones_like pad pad_to "
+        "permute realize rearrange repeat repeat_interleave replace reshape roll scatter schedule_linear "
         "sequential shard shard_ shard_like shrink shrink_to size split squeeze stack to to_ tolist "
         "transpose tril triu ufix unflatten unfold unsqueeze view zeros zeros_like",
     "a cast, which every case of another dtype has":
