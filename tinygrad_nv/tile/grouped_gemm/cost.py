@@ -7,6 +7,7 @@ so many rows.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, exp, lgamma, log, sqrt
@@ -18,7 +19,7 @@ from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU, AnyTemplate
 
 BESIDE = 0.04       # fitted to predictions of launches (bench/timing_rows_moe.py), within 10 %
-TIE = 1.02          # predictions as near as this are the same
+TIE, NEAR = 1.02, 1.003     # predictions as near as this are the same: of templates, within one
 MANY = 4096         # rows of a group above which a partial tile is half of one
 
 
@@ -39,14 +40,19 @@ class Prediction:
 
 @lru_cache(4096)
 def cheapest(templates: tuple[AnyTemplate, ...], spec: Any, gpu: GPU) -> Schedule | None:
-    """The legal candidate of the lowest cost; of the best of templates as near as `TIE`, the first."""
+    """The legal candidate of the lowest cost; of those of a template as near as `NEAR`, and of the best of
+    templates as near as `TIE`, the first."""
     best = []
     for each in templates:
         legal = [(each.cost(spec, s, gpu).seconds, s) for s in each.candidates(spec, gpu)
                  if each.cost is not None and not each.problems(spec, s, gpu)]
-        if legal: best.append(min(legal, key=lambda pair: pair[0]))
-    least = min((seconds for seconds, _ in best), default=0.0)
-    return next((s for seconds, s in best if seconds <= TIE * least), None)
+        if legal: best.append(_first(legal, NEAR))
+    return _first(best, TIE)[1] if best else None
+
+
+def _first(pairs: Sequence[tuple[float, Schedule]], near: float) -> tuple[float, Schedule]:
+    least = min(seconds for seconds, _ in pairs)
+    return next(pair for pair in pairs if pair[0] <= near * least)
 
 
 @lru_cache(4096)

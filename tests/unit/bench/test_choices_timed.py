@@ -1,0 +1,26 @@
+"""The schedules that are chosen, beside those that an H100 timed (bench/results/schedules_*.json)."""
+from __future__ import annotations
+
+import json
+
+import gpu_all  # noqa: F401 (registers the workloads)
+import pytest
+from gpu_parts import all_workloads
+from measure import RESULTS
+
+from tinygrad_nv.tile.choose import choose
+from tinygrad_nv.tile.template import GPU
+
+TIMED = json.loads((RESULTS / "schedules_h100-80gb-hbm3.json").read_text())["schedules"]
+MOST = 1.15     # times the fastest that was timed
+# what reads no rows beyond a group's last since then, so that its time is not known
+SINCE = "gate_up DeepSeek-V3 4096 tokens"
+
+
+@pytest.mark.parametrize(("part", "name"), [(part, name) for part in ("gemm", "moe") for name in TIMED[part]
+                                            if name != SINCE])
+def test_what_is_chosen_is_near_the_fastest(part: str, name: str):
+    workload = all_workloads(part)[name]
+    spec = workload.stages[0][0] if part == "moe" else workload.spec
+    seconds = {row["schedule"]: row["seconds"] for row in TIMED[part][name] if row["seconds"]}
+    assert seconds[str(choose(spec, GPU("sm_90a", 132)))] <= MOST * min(seconds.values())
