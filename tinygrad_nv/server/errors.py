@@ -3,7 +3,7 @@
 Protocol: every response that is not 2xx has the body {"error": {"message", "type", "param", "code"}}, which
 OpenAI's clients turn into exceptions. `type` is "invalid_request_error" for errors of the client,
 "rate_limit_error" if it should retry later, "server_error" for errors of the server. `code` is for programs,
-`param` is the invalid field. An `NVError` keeps its three parts in the message. Under /v1/messages bodies are
+`param` is the invalid field. An `NVError` keeps its three parts in the message. Responses of /v1/messages are
 {"type": "error", "error": {"type", "message"}, "request_id"}, as Anthropic's clients read them.
 """
 from __future__ import annotations
