@@ -56,7 +56,8 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     metrics = Metrics(names[0], llm.length, engine.stats, arguments.metrics_prefix,
                       lambda: llm.compilations.since())
     service = Service(engine, llm, names, limits(arguments), metrics, keys, llm.embedder, parsers(arguments),
-                      adapters=adapters, cors=cors(arguments))
+                      adapters=adapters, cors=cors(arguments),
+                      tokenizer_info=arguments.enable_tokenizer_info_endpoint)
     LOG.info(capacity_line(llm))
 
     def ready() -> None:

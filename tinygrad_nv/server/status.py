@@ -1,7 +1,8 @@
-"""Endpoints that tell of the server: models, health, load, version, metrics, and the chat page.
+"""Endpoints that tell of the server: models, tokenizer, health, load, version, metrics, and the chat page.
 
 Protocol: each is a function of the service that returns an endpoint without a body. /ping is /health for
-SageMaker; `server_load` counts the requests that are being answered.
+SageMaker; `server_load` counts the requests that are being answered. /tokenizer_info, where it is served, has
+the entries of tokenizer_config.json that clients build prompts with.
 """
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ PAGE = Path(__file__).parent / "page"
 POLICY = "default-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
 PAGE_HEADERS = {"Content-Security-Policy": POLICY,
                 "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
+TOKENIZER_INFO = "/tokenizer_info"
 FILES = {"page.js": "text/javascript", "page.css": "text/css"}
 
 
@@ -31,7 +33,8 @@ def routes(service: Service) -> list[Route]:
     models, health = _models(service), _health(service)
     return [Route("/v1/models", models), Route("/v1/models/{name:path}", models), Route("/health", health),
             Route("/ping", health, methods=["GET", "POST"]), Route("/load", _load(service)),
-            Route("/version", _version), Route("/metrics", _metrics(service)), Route("/", _page),
+            Route(TOKENIZER_INFO, _tokenizer_info(service)), Route("/version", _version),
+            Route("/metrics", _metrics(service)), Route("/", _page),
             *(Route(f"/{name}", _page) for name in FILES)]
 
 
@@ -60,6 +63,18 @@ def _health(service: Service) -> Endpoint:
 
 def _load(service: Service) -> Endpoint:
     async def endpoint(_: Request) -> Response: return JSONResponse({"server_load": service.active})
+    return endpoint
+
+
+def _tokenizer_info(service: Service) -> Endpoint:
+    async def endpoint(_: Request) -> Response:
+        if not service.tokenizer_info:
+            raise APIError(404, "the server does not tell of its tokenizer; to fix: start it with "
+                           "--enable-tokenizer-info-endpoint", "not_found")
+        tokenizer = service.require_tokenizer()
+        special = {name: tokenizer.special.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+        return JSONResponse({"tokenizer_class": "PreTrainedTokenizerFast", **special, **tokenizer.special,
+                             "model_max_length": service.model.length, "chat_template": tokenizer.template})
     return endpoint
 
 
