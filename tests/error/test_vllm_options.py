@@ -101,7 +101,7 @@ def test_what_llm_is_given():
     (["--enable-sleep-mode"], "--enable-sleep-mode is true, and weights stay in memory; expected: false"),
     (["--no-enable-chunked-prefill"], "--enable-chunked-prefill is false, and long prompts are computed in"),
     (["--uds", "/tmp/x"], '--uds is "/tmp/x", and --host and --port say where it listens; to fix: '),
-    (["--otlp-traces-endpoint", "http://a"], '--otlp-traces-endpoint is "http://a", and no traces are sent'),
+    (["--collect-detailed-traces", "all"], '--collect-detailed-traces is "all", and a trace is a span'),
     (["--max-logprobs", "-1"], "'-1' is not a whole number from 0 to 20")])
 def test_others_are_refused(words: list[str], found: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended: cli.main(["serve", *words])

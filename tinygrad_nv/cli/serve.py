@@ -111,6 +111,8 @@ def _add_server_options(serve: argparse.ArgumentParser) -> None:
                             help=f"seconds for {what} (default {default})")
     server.add_argument("--metrics-prefix", choices=PREFIXES, default=PREFIXES[0],
                         help="of names in /metrics (default tinygrad_nv)")
+    server.add_argument("--otlp-traces-endpoint", metavar="URL", help="send a trace of each request to an "
+                        "OpenTelemetry collector, such as http://localhost:4318/v1/traces")
     server.add_argument("--log-interval", type=_positive, default=10.0, metavar="S",
                         help="seconds between lines about the engine (default 10)")
 
