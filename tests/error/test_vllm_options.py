@@ -92,6 +92,14 @@ def test_what_llm_is_given():
     assert vllm_options.normal(["generate", "--a_b"]) == ["generate", "--a_b"]
 
 
+def test_the_model_has_an_option(command):
+    """As with vLLM, it may be named either way."""
+    for words in (["/nowhere/m"], ["--model", "/nowhere/m"], ["/nowhere/m", "--model", "/nowhere/m"]):
+        command("serve", *words).refused("/nowhere/m")
+    command("serve", "/nowhere/a", "--model", "/nowhere/b").refused(
+        "MODEL is /nowhere/a, and --model is /nowhere/b", "expected: one of them", "leave one out")
+
+
 @pytest.mark.parametrize(("words", "found"), [
     (["--max-modl-len", "5"], "--max-modl-len; did you mean --max-model-len?"),
     (["--tensor_paralel_size=2"], "did you mean --tensor-parallel-size?"),
