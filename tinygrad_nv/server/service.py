@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tinygrad_nv.models.classifier import Classifier
     from tinygrad_nv.server.adapters import AdapterNames
     from tinygrad_nv.server.metrics import Metrics
+    from tinygrad_nv.server.sleeping import SleepingLLM
 
 T = TypeVar("T")
 # longer texts are tokenized in a thread; this many characters block the event loop for about 5 ms
@@ -139,6 +140,7 @@ class Service:
     draining: bool = False
     active: int = 0         # requests being answered
     adapters: AdapterNames | None = None
+    sleeping: SleepingLLM | None = None     # where clients may have it sleep
 
     def require_name(self, name: str | None) -> str:
         """The model name for the response. A request without one gets the served model; an adapter's name is

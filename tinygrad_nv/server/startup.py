@@ -48,6 +48,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     llm = load(arguments, directory, waterfall)
     names = tuple(arguments.served_model_name or (directory.resolve().name,))
     adapters = open_adapters(llm, names, arguments)
+    if arguments.enable_sleep_mode: llm.sleeper.require_memory()
     if arguments.warm_up: warm_up(llm, waterfall)
     # loaded objects are permanent: exclude them from garbage collection
     gc.collect()
@@ -56,7 +57,8 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     metrics = Metrics(names[0], llm.length, engine.stats, arguments.metrics_prefix,
                       lambda: llm.compilations.since())
     service = Service(engine, llm, names, limits(arguments), metrics, keys, llm.embedder, parsers(arguments),
-                      adapters=adapters, cors=cors(arguments))
+                      adapters=adapters, cors=cors(arguments),
+                      sleeping=llm if arguments.enable_sleep_mode else None)
     LOG.info(capacity_line(llm))
 
     def ready() -> None:
