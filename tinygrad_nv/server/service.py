@@ -135,6 +135,7 @@ class Service:
     embedder: EmbeddingClient | None = None
     parsers: Parsers = field(default_factory=Parsers)
     cors: CORS = field(default_factory=CORS)
+    tokenizer_info: bool = False    # whether /tokenizer_info is served
     responses: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False

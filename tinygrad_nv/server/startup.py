@@ -58,7 +58,8 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
                       lambda: llm.compilations.since())
     service = Service(engine, llm, names, limits(arguments), metrics, keys, llm.embedder, parsers(arguments),
                       adapters=adapters, cors=cors(arguments),
-                      sleeping=llm if arguments.enable_sleep_mode else None)
+                      sleeping=llm if arguments.enable_sleep_mode else None,
+                      tokenizer_info=arguments.enable_tokenizer_info_endpoint)
     LOG.info(capacity_line(llm))
 
     def ready() -> None:
