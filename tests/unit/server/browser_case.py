@@ -64,9 +64,9 @@ class Browser:
         """Whether there is such an element."""
         return bool(self.each(selector, "true"))
 
-    def screen(self, width: int = 0, height: int = 0) -> None:
+    def screen(self, width: int = 0, height: int = 0, mobile: bool = False) -> None:
         """A screen of this size; without one the window's own."""
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": mobile}
         self.devtools("Emulation.setDeviceMetricsOverride" if width else
                       "Emulation.clearDeviceMetricsOverride", **(size if width else {}))
 

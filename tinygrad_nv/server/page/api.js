@@ -41,23 +41,26 @@ async function request(path, options = {}) {
   try { response = await fetch(path, { ...options, headers }); }
   catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Failure(LOST, { wait: 0 });
+    throw new Failure(LOST);
   }
   if (response.ok) return response;
   const text = await response.text();
   let error = null;
   try { error = JSON.parse(text).error; } catch { /* not the server's: a proxy's */ }
+  const wait = Number(response.headers.get("Retry-After")) || 0;
   throw new Failure(error?.message ?? `The answer's status is ${response.status}: ${text.slice(0, 200)}`,
-    { status: response.status, param: error?.param ?? null, wait: Number(response.headers.get("Retry-After")) || 0 });
+    { status: response.status, param: error?.param ?? null, wait });
 }
 
 // [{id, parent, max_model_len, …}], the adapters' with a parent.
 export async function models() { return (await (await request("v1/models")).json()).data; }
 
-export async function metrics() { return (await request("metrics", { signal: AbortSignal.timeout(POLL_LIMIT_MS) })).text(); }
+const soon = () => ({ signal: AbortSignal.timeout(POLL_LIMIT_MS) });
+
+export async function metrics() { return (await request("metrics", soon())).text(); }
 
 // Whether the server takes requests; throws where it cannot be reached.
-export async function healthy() { return (await fetch("health", { signal: AbortSignal.timeout(POLL_LIMIT_MS) })).ok; }
+export async function healthy() { return (await fetch("health", soon())).ok; }
 
 // The chunks of an answer.
 export async function* chat(body, signal) {

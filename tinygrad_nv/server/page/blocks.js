@@ -1,10 +1,9 @@
-// The blocks of Markdown: text to a list of {type, …}. Types: paragraph, heading, code, quote, list, table, rule.
-// `from` and `to` are the lines of a block. As in CommonMark and GitHub's tables, but: text that is indented is
-// no code, "---" is a rule also below a paragraph, and a quote has ">" on each line. All but the last block of a
-// text stay as they are when it grows. Blocks are at most `DEPTH` deep; what is deeper is a paragraph.
+// The blocks of Markdown: text to a list of {type, …}. Types: paragraph, heading, code, quote, list, table,
+// rule. `from` and `to` are the lines of a block. As in CommonMark with GitHub's tables, but: text that is
+// indented is no code, "---" is a rule also below a paragraph, and a quote has ">" on each line. All but the
+// last block of a text stay as they are when it grows. What is deeper than `DEPTH` is a paragraph.
 
 const DEPTH = 12;
-const ALIGN = { "l": "left", "r": "right", "c": "center" };
 
 export function blocks(text) {
   return parse(text.split("\n").map((line) => line.replace(/\r$/, "")), 0);
@@ -111,10 +110,12 @@ function table(lines, at) {
   if (!second.includes("-") || !/^[ \t|:-]+$/.test(second)) return null;
   const under = cells(second), head = cells(lines[at]);
   if (under.length !== head.length || !under.every((cell) => /^:?-+:?$/.test(cell))) return null;
-  const align = under.map((cell) => ALIGN[cell.endsWith(":") ? (cell.startsWith(":") ? "c" : "r") : cell.startsWith(":") ? "l" : ""]);
+  const align = under.map((cell) => !cell.endsWith(":") ? null : cell.startsWith(":") ? "center" : "right");
   const rows = [];
   let to = at + 2;
-  for (; to < lines.length && lines[to].includes("|"); to++) rows.push(cells(lines[to]).slice(0, head.length));
+  for (; to < lines.length && lines[to].includes("|"); to++) {
+    rows.push(cells(lines[to]).slice(0, head.length));
+  }
   return { type: "table", head, align, rows, to };
 }
 
@@ -168,13 +169,15 @@ function list(lines, at, depth) {
 function begins(lines, at) {
   const mark = marker(lines[at]);
   return Boolean(FENCE.test(lines[at]) || heading(lines, at) || rule(lines, at) || QUOTE.test(lines[at])
-    || (mark && (mark.rest || mark.ordered === false) && (!mark.ordered || mark.number === 1)) || table(lines, at));
+    || (mark && (!mark.ordered || (mark.rest && mark.number === 1))) || table(lines, at));
 }
 
 function paragraph(lines, at) {
   const text = [lines[at]];
   let to = at + 1;
-  if (/^\s*={3,}\s*$/.test(lines[to] ?? "")) return { type: "heading", level: 1, text: lines[at].trim(), to: to + 1 };
+  if (/^\s*={3,}\s*$/.test(lines[to] ?? "")) {
+    return { type: "heading", level: 1, text: lines[at].trim(), to: to + 1 };
+  }
   for (; to < lines.length && !blank(lines[to]) && !begins(lines, to); to++) text.push(lines[to]);
   return { type: "paragraph", text: text.map((line) => line.trimStart()).join("\n").trimEnd(), to };
 }

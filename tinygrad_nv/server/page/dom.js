@@ -5,8 +5,8 @@ const SVG = $("icons").namespaceURI;
 const NOTICE_MS = 8000;
 const COPIED_MS = 1600;
 
-// An element with properties, data-… (under `data`), aria-… (under `aria`) and children: nodes, strings, lists of
-// them. Lists may be long, and are no arguments.
+// An element with properties, data-… (under `data`), aria-… (under `aria`) and children: nodes, strings, null, or
+// lists of them, which may be long.
 export function make(name, { data = {}, aria = {}, ...properties } = {}, ...children) {
   const element = Object.assign(document.createElement(name), properties);
   Object.assign(element.dataset, data);

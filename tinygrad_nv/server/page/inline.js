@@ -89,7 +89,7 @@ function code(text, at, list, runs, open) {
   if (end < 0 && !(open && at + length < text.length)) { list.text("`".repeat(length)); return at + length; }
   const stop = end < 0 ? text.length : end;
   let inside = text.slice(at + length, stop).replaceAll("\n", " ");
-  if (inside.length > 2 && inside.startsWith(" ") && inside.endsWith(" ") && inside.trim()) inside = inside.slice(1, -1);
+  if (inside.startsWith(" ") && inside.endsWith(" ") && inside.trim()) inside = inside.slice(1, -1);
   list.push({ type: "code", text: inside });
   return end < 0 ? text.length : end + length;
 }
@@ -98,8 +98,9 @@ function code(text, at, list, runs, open) {
 function delimiters(text, at, list) {
   const mark = text[at], end = skip(text, at, mark), count = end - at;
   const before = text[at - 1] ?? " ", after = text[end] ?? " ";
-  const left = !SPACE.test(after) && (!PUNCTUATION.test(after) || SPACE.test(before) || PUNCTUATION.test(before));
-  const right = !SPACE.test(before) && (!PUNCTUATION.test(before) || SPACE.test(after) || PUNCTUATION.test(after));
+  const edge = (each) => SPACE.test(each) || PUNCTUATION.test(each);
+  const left = !SPACE.test(after) && (!PUNCTUATION.test(after) || edge(before));
+  const right = !SPACE.test(before) && (!PUNCTUATION.test(before) || edge(after));
   const opens = mark === "_" ? left && (!right || PUNCTUATION.test(before)) : left;
   const closes = mark === "_" ? right && (!left || PUNCTUATION.test(after)) : right;
   if (mark === "~" && count !== 2) list.text(text.slice(at, end));
@@ -174,7 +175,8 @@ function entity(text, at, list) {
 }
 
 function bare(text, at, list) {
-  const found = /\w/.test(text[at - 1] ?? "") ? null : /^https?:\/\/[^\s<>"`*]+/.exec(text.slice(at, at + MAX_TARGET));
+  const piece = /\w/.test(text[at - 1] ?? "") ? "" : text.slice(at, at + MAX_TARGET);
+  const found = /^https?:\/\/[^\s<>"`*]+/.exec(piece);
   if (!found) { list.text("h"); return at + 1; }
   let shown = found[0].replace(/[.,;:!?'_~]{1,9}$/, "");
   while (shown.endsWith(")") && count(shown, ")") > count(shown, "(")) shown = shown.slice(0, -1);
@@ -238,7 +240,7 @@ class Nodes {
   last = null;
   places = 0;
 
-  // `budget`: characters that may be read as targets of links, of which each is read once in a text that has some
+  // `budget`: characters that may be read as targets of links; where those are links, each is read once
   constructor(budget) { this.budget = budget; }
 
   push(node) {

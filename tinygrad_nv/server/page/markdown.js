@@ -53,7 +53,7 @@ function startOfLine(text, line) {
 function draw(block, open) {
   switch (block.type) {
     // below the headings of the page
-    case "heading": return make(`h${Math.min(block.level + 2, 6)}`, { data: { level: block.level } }, spans(block.text, open));
+    case "heading": return make(`h${Math.min(block.level + 2, 6)}`, {}, spans(block.text, open));
     case "code": return code(block);
     case "quote": return make("blockquote", {}, block.children.map((child) => draw(child, open)));
     case "table": return table(block);
@@ -92,16 +92,17 @@ function table({ head, align, rows }) {
   const row = (name, cells) => make("tr", {}, cells.map((text, at) =>
     make(name, align[at] ? { className: `align-${align[at]}` } : {}, spans(text, false))));
   return make("div", { className: "table", tabIndex: 0, role: "region", aria: { label: "Table" } },
-    make("table", {}, make("thead", {}, row("th", head)), make("tbody", {}, rows.map((cells) => row("td", cells)))));
+    make("table", {}, make("thead", {}, row("th", head)),
+      make("tbody", {}, rows.map((cells) => row("td", cells)))));
 }
 
 function code({ language, text }) {
   const inside = make("code", {}, document.createTextNode(text));
   const label = language.slice(0, 30) || "text";
-  const region = text.split("\n", LONG_CODE_LINES + 1).length > LONG_CODE_LINES ? { role: "region" } : { role: "group" };
+  const role = text.split("\n", LONG_CODE_LINES + 1).length > LONG_CODE_LINES ? "region" : "group";
   return make("figure", { className: "code" },
     make("figcaption", {}, make("span", {}, label), copyButton("Copy code", () => inside.textContent)),
-    make("pre", { tabIndex: 0, ...region, aria: { label: `Code: ${label}` } }, inside));
+    make("pre", { tabIndex: 0, role, aria: { label: `Code: ${label}` } }, inside));
 }
 
 const spans = (text, open) => inline(text, open).map((node) => span(node, false));

@@ -29,22 +29,25 @@ export class UserView {
     this.text = make("div", { className: "text" }, message.content);
     this.tools = make("div", { className: "tools" }, copyButton("Copy message", () => message.content),
       iconButton("edit", "Edit message", () => edit(this)));
-    this.element = make("li", { className: "user" }, make("h3", { className: "hidden" }, "You"), this.text, this.tools);
+    this.element = make("li", { className: "user" }, make("h3", { className: "hidden" }, "You"),
+      this.text, this.tools);
   }
 
   // Puts an editor in place of the text; `send(text)` when it is done.
   edit(send, text = this.message.content) {
     if (this.editor) return this.editor.querySelector("textarea").focus();
-    const area = make("textarea", { value: text, rows: Math.min(12, text.split("\n").length + 1), aria: { label: "Edit your message" } });
+    const area = make("textarea", { value: text, rows: Math.min(12, text.split("\n").length + 1),
+      aria: { label: "Edit your message" } });
     const close = () => { this.editor.replaceWith(this.text); this.editor = null; };
+    const cancel = () => { close(); this.tools.lastElementChild.focus(); };
     const done = () => { if (area.value.trim()) { close(); send(area.value.trim()); } };
-    this.editor = make("form", { className: "editor", onsubmit: (event) => { event.preventDefault(); done(); } }, area,
-      make("div", { className: "row" },
-        make("button", { type: "button", className: "plain", onclick: () => { close(); this.tools.lastElementChild.focus(); } }, "Cancel"),
-        make("button", { type: "submit", className: "primary" }, "Send again")));
+    this.editor = make("form", { className: "editor" }, area, make("div", { className: "row" },
+      make("button", { type: "button", className: "plain", onclick: cancel }, "Cancel"),
+      make("button", { type: "submit", className: "primary" }, "Send again")));
+    this.editor.addEventListener("submit", (event) => { event.preventDefault(); done(); });
     area.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); done(); }
-      if (event.key === "Escape") { event.stopPropagation(); close(); this.tools.lastElementChild.focus(); }
+      if (event.key === "Escape") { event.stopPropagation(); cancel(); }
     });
     this.text.replaceWith(this.editor);
     area.focus();
@@ -64,7 +67,8 @@ export class AnswerView {
     this.tools = make("div", { className: "tools" }, copyButton("Copy answer", () => message.content.trim()),
       iconButton("retry", "Answer again", () => retry(this), "quiet-button retry"), this.small);
     this.heading = make("h3", { className: "hidden" }, `${message.model ?? "Model"} answers`);
-    this.element = make("li", { className: "assistant" }, this.heading, this.text, this.calls, this.end, this.tools);
+    this.element = make("li", { className: "assistant" },
+      this.heading, this.text, this.calls, this.end, this.tools);
   }
 
   // Draws what the message has gained.
@@ -77,20 +81,25 @@ export class AnswerView {
     this.markdown.update(message.content.trimStart(), !running);
     if (message.calls?.length) this.calls.replaceChildren(...message.calls.map(call));
     this.end.textContent = running ? "" : ENDS[message.end] ?? "";
-    this.small.textContent = message.figures?.tokens ? figures(message.figures) : "";
+    if (message.figures?.tokens) {
+      this.small.textContent = figures(message.figures);
+      this.small.title = `after ${number(message.figures.prompt)} tokens of the conversation`;
+    }
     return this;
   }
 
   // The reasoning, folded once it has ended unless it was opened or closed by hand.
   think(running) {
     if (!this.thinking) {
-      this.thinking = make("details", { className: "thinking" }, make("summary"), make("div", { className: "text markdown" }));
+      this.thinking = make("details", { className: "thinking" }, make("summary"),
+        make("div", { className: "text markdown" }));
       this.thoughts = new Markdown(this.thinking.lastElementChild);
       this.heading.after(this.thinking);
     }
     const { thought } = this.message;
     this.thinking.classList.toggle("now", running);
-    this.thinking.firstElementChild.textContent = running ? "Thinking …" : thought ? `Thought for ${duration(thought)}` : "Thought";
+    this.thinking.firstElementChild.textContent = running ? "Thinking …"
+      : thought ? `Thought for ${duration(thought)}` : "Thought";
     this.thoughts.update(this.message.reasoning.trimStart(), !running);
   }
 }
@@ -98,9 +107,11 @@ export class AnswerView {
 function call({ function: { name, arguments: given } }) {
   let shown = given;
   try { shown = JSON.stringify(JSON.parse(given), null, 2); } catch { /* still growing, or cut */ }
-  return make("figure", { className: "code call" }, make("figcaption", {}, make("span", {}, "Calls ", make("b", {}, name)),
-    copyButton("Copy arguments", () => shown)), make("pre", { tabIndex: 0, role: "group", aria: { label: `Arguments of ${name}` } },
-    make("code", {}, shown)));
+  const label = `Arguments of ${name}`;
+  return make("figure", { className: "code call" },
+    make("figcaption", {}, make("span", {}, "Calls ", make("b", {}, name)),
+      copyButton("Copy arguments", () => shown)),
+    make("pre", { tabIndex: 0, role: "group", aria: { label } }, make("code", {}, shown)));
 }
 
 // What went wrong, in its parts.

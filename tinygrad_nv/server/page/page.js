@@ -1,5 +1,5 @@
-// The page talks to the same endpoints as every other client: /v1/models, /v1/chat/completions (a stream), and
-// /metrics and /health, once a second while they are seen. This file wires the rest together: it has the
+// The page talks to the same endpoints as every other client: /v1/models, /v1/chat/completions (a stream),
+// /metrics and /health, once a second while they are seen. This file puts the others together, and has the
 // composer, the two panels that fold away, the theme, the key and the keyboard.
 
 import { healthy, keepKey, key, metrics, models } from "./api.js";
@@ -118,7 +118,7 @@ $("text").addEventListener("keydown", (event) => {
   if (event.key === "ArrowUp" && !$("text").value && talk.editLast()) event.preventDefault();
 });
 document.addEventListener("keydown", (event) => {
-  if ($("key-dialog").open || event.defaultPrevented) return;
+  if ($("key-dialog").open || $("menu").matches(":popover-open") || event.defaultPrevented) return;
   if (event.key === "Escape") {
     if (!wide.matches && (isOpen("side") || isOpen("panel"))) closeDrawers();
     else talk.stop();
@@ -161,7 +161,9 @@ function closeDrawers() {
   }
 }
 
-function arrange() { for (const name of ["side", "panel"]) fold(name, wide.matches && !read(`${name}-folded`)); }
+function arrange() {
+  for (const name of ["side", "panel"]) fold(name, wide.matches && !read(`${name}-folded`));
+}
 
 for (const name of ["side", "panel"]) {
   $(`${name}-toggle`).addEventListener("click", () => toggle(name));
@@ -218,7 +220,8 @@ async function learn() {
 function greet() {
   const card = chosen();
   $("greeting").textContent = card ? card.id : "tinygrad-nv";
-  $("context").textContent = card?.max_model_len ? `It reads and writes up to ${number(card.max_model_len)} tokens in a conversation.` : "";
+  $("context").textContent = card?.max_model_len
+    ? `A conversation may have ${number(card.max_model_len)} tokens.` : "";
 }
 
 let plots = null;

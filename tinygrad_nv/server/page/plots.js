@@ -69,22 +69,27 @@ export class Plots {
   }
 }
 
+const label = (x, y, end, text = "") => svg("text", { x, y, "text-anchor": end ? "end" : "start" }, text);
+
 class Plot {
   constructor({ title, unit, least, most = Infinity, holds = false, lines }, root) {
     Object.assign(this, { title, unit, least, most, holds });
-    this.lines = lines.map((line, at) => ({ ...line, past: [], path: svg("path", { class: `line line-${at}` }),
-      area: at ? null : svg("path", { class: "area" }), dot: svg("circle", { class: `dot dot-${at}`, r: 2.5 }),
-      shown: make("b", { id: line.id }, "–") }));
-    this.ticks = [0, 0.5, 1].map((part) => ({ part, text: svg("text", { x: LEFT - 6, y: this.y(part) + 3.5, "text-anchor": "end" }) }));
-    const bottom = HEIGHT - 4;
+    this.lines = lines.map((line, at) => ({ ...line, past: [], shown: make("b", { id: line.id }, "–"),
+      path: svg("path", { class: `line line-${at}` }), dot: svg("circle", { class: `dot dot-${at}`, r: 2.5 }),
+      area: at ? null : svg("path", { class: "area" }) }));
+    this.ticks = [0, 0.5, 1].map((part) => ({ part, text: label(LEFT - 6, this.y(part) + 3.5, true) }));
+    const across = `H${WIDTH - RIGHT}`;
+    const grid = this.ticks.map(({ part }) => svg("path", { class: "grid", d: `M${LEFT},${this.y(part)}${across}` }));
     this.svg = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img" },
-      ...this.ticks.flatMap(({ part, text }) => [svg("path", { class: "grid", d: `M${LEFT},${this.y(part)}H${WIDTH - RIGHT}` }), text]),
-      svg("text", { x: LEFT, y: bottom }, "60 s ago"), svg("text", { x: WIDTH - RIGHT, y: bottom, "text-anchor": "end" }, "now"),
-      ...this.lines.flatMap((line) => [...(line.area ? [line.area] : []), line.path, line.dot]));
-    const values = this.lines.flatMap((line, at) => [
-      ...(this.lines.length > 1 ? [make("span", { className: `key key-${at}` }, `${line.label} `)] : []), line.shown]);
-    root.append(make("div", { className: "plot" }, make("div", { className: "row" }, make("h3", {}, title),
-      make("span", { className: "values" }, ...values, ...(unit ? [make("span", { className: "unit" }, ` ${unit}`)] : []))), this.svg));
+      ...grid, ...this.ticks.map(({ text }) => text),
+      label(LEFT, HEIGHT - 4, false, `${SECONDS} s ago`), label(WIDTH - RIGHT, HEIGHT - 4, true, "now"),
+      // the first line is drawn last, over the others
+      ...this.lines.toReversed().flatMap((line) => [line.area, line.path, line.dot]).filter(Boolean));
+    const key = ({ label: words }, at) => make("span", { className: `key key-${at}` }, `${words} `);
+    root.append(make("div", { className: "plot" },
+      make("div", { className: "row" }, make("h3", {}, title), make("span", { className: "values" },
+        this.lines.flatMap((line, at) => [lines.length > 1 ? key(line, at) : null, line.shown]), ` ${unit}`)),
+      this.svg));
     this.draw();
   }
 
@@ -113,7 +118,9 @@ class Plot {
       line.path.setAttribute("d", path && `M${path}`);
       line.area?.setAttribute("d", path && `M${points[0][0].toFixed(1)},${this.y(0)}L${path}V${this.y(0)}Z`);
       line.dot.setAttribute("visibility", path ? "visible" : "hidden");
-      if (path) { line.dot.setAttribute("cx", points.at(-1)[0]); line.dot.setAttribute("cy", points.at(-1)[1]); }
+      if (!path) continue;
+      line.dot.setAttribute("cx", points.at(-1)[0]);
+      line.dot.setAttribute("cy", points.at(-1)[1]);
     }
     const values = this.lines.map(({ label, past }) => `${label} ${said(past.at(-1) ?? null)}`).join(", ");
     this.svg.setAttribute("aria-label", `${this.title}, the last minute, now: ${values} ${this.unit}`.trim());
@@ -121,4 +128,4 @@ class Plot {
 }
 
 // Whether the plots can be seen.
-export const seen = () => document.visibilityState === "visible" && $("figures").checkVisibility({ visibilityProperty: true });
+export const seen = () => document.visibilityState === "visible" && $("figures").checkVisibility();

@@ -1,4 +1,4 @@
-// Sampling parameters, the system message and the model: kept in the browser. An empty field is the model's own.
+// Sampling parameters, the system message and the model: kept in the browser. An empty field is the default.
 
 import { $, make } from "./dom.js";
 import { read, write } from "./store.js";
@@ -17,6 +17,7 @@ export function setUp(changed) {
   $("model").addEventListener("change", () => { write("model", $("model").value); efforts(); changed(); });
   $("reset").addEventListener("click", () => {
     for (const name of FIELDS) { $(name).value = ""; $(name).removeAttribute("aria-invalid"); }
+    write("settings", null);
     keep();
     $("temperature").focus();
   });
@@ -24,9 +25,11 @@ export function setUp(changed) {
 }
 
 function keep() {
-  const filled = FIELDS.filter((name) => $(name).value !== "");
-  write("settings", { ...read("settings", {}), ...Object.fromEntries(FIELDS.map((name) => [name, $(name).value])) });
-  $("reset").disabled = !filled.length;
+  const values = Object.fromEntries(FIELDS.map((name) => [name, $(name).value]));
+  // a model without efforts leaves the choice for others as it is
+  if ($("effort-row").hidden) values.reasoning_effort = read("settings", {}).reasoning_effort ?? "";
+  write("settings", values);
+  $("reset").disabled = !Object.values(values).some(Boolean);
 }
 
 // The fields of a request; `system` besides.
@@ -34,9 +37,10 @@ export function settings() {
   const out = {};
   for (const name of NUMBERS) if ($(name).value !== "") out[name] = Number($(name).value);
   // "\n" stands for a new line
-  const stop = $("stop_strings").value.split("\n").filter(Boolean).map((text) => text.replaceAll("\\n", "\n"));
+  const lines = $("stop_strings").value.split("\n").filter(Boolean);
+  const stop = lines.map((text) => text.replaceAll("\\n", "\n"));
   if (stop.length) out.stop = stop;
-  if ($("reasoning_effort").value && !$("effort-row").hidden) out.reasoning_effort = $("reasoning_effort").value;
+  if ($("reasoning_effort").value) out.reasoning_effort = $("reasoning_effort").value;
   if ($("system").value.trim()) out.system = $("system").value.trim();
   return out;
 }
@@ -66,10 +70,11 @@ export function offer(list) {
 }
 
 function efforts() {
-  const known = chosen()?.reasoning_efforts ?? [], before = $("reasoning_effort").value || read("settings", {}).reasoning_effort;
+  const known = chosen()?.reasoning_efforts ?? [], before = read("settings", {}).reasoning_effort;
   // a switch knows only off and on
   const words = known.length === 2 && known[0] === "none" ? { none: "off", [known[1]]: "on" } : EFFORTS;
-  $("reasoning_effort").replaceChildren(new Option("default", ""), ...known.map((each) => new Option(words[each] ?? each, each)));
+  const options = known.map((each) => new Option(words[each] ?? each, each));
+  $("reasoning_effort").replaceChildren(new Option("default", ""), ...options);
   $("reasoning_effort").value = known.includes(before) ? before : "";
   $("effort-row").hidden = !known.length;
 }

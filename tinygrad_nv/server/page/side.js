@@ -25,11 +25,13 @@ export class Side {
   draw(shown, running) {
     const today = new Date().setHours(0, 0, 0, 0), groups = new Map();
     for (const each of this.store.list()) {
-      const name = each.updated >= today ? "Today" : each.updated >= today - 6 * DAY_MS ? "Last seven days" : "Older";
+      const name = each.updated >= today ? "Today"
+        : each.updated >= today - 6 * DAY_MS ? "Last seven days" : "Older";
       groups.set(name, [...groups.get(name) ?? [], each]);
     }
-    $("conversations").replaceChildren(...[...groups].map(([name, some]) => make("section", {}, make("h3", {}, name),
-      make("ul", {}, ...some.map((each) => this.item(each, each === shown, running(each)))))));
+    const item = (each) => this.item(each, each === shown, running(each));
+    $("conversations").replaceChildren(...[...groups].map(([name, some]) =>
+      make("section", {}, make("h3", {}, name), make("ul", {}, some.map(item)))));
     const count = this.store.all.size;
     $("storage").textContent = count
       ? `${count} kept in this browser · ${(this.store.used() / (1 << 20)).toFixed(1)} of ${LIMIT >> 20} MB`

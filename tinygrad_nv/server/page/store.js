@@ -1,6 +1,6 @@
 // Conversations in the browser's storage: one entry each, so that tabs do not overwrite each other's.
-// A conversation: {id, title, named, updated, messages}. A message: {role, content}; an answer also has what is
-// of it: reasoning, calls, model, end, figures. Storage that is off, full or damaged costs nothing but the keeping.
+// A conversation: {id, title, named, updated, messages}. A message: {role, content}; an answer may also have
+// reasoning, calls, model, end, figures. Storage that is off, full or damaged costs nothing but the keeping.
 
 const PREFIX = "tinygrad-nv:";
 const TALK = `${PREFIX}conversation:`;
@@ -76,8 +76,8 @@ export class Conversations {
 
   problem() {
     const used = (this.used() / (1 << 20)).toFixed(1);
-    return `This conversation is not kept: the browser's storage is full (${used} of ${LIMIT >> 20} MB) or off. `
-      + "To keep it, export it, or delete others.";
+    const full = `full (${used} of ${LIMIT >> 20} MB) or off`;
+    return `This conversation is not kept: the browser's storage is ${full}. Save it, or delete others.`;
   }
 
   remove(id) {
@@ -100,8 +100,8 @@ export class Conversations {
 function checked(text) {
   let found;
   try { found = JSON.parse(text); } catch { return null; }
-  const whole = typeof found?.id === "string" && typeof found.title === "string" && Number.isFinite(found.updated)
-    && Array.isArray(found.messages) && found.messages.every((each) => typeof each?.content === "string"
+  const whole = typeof found?.id === "string" && typeof found.title === "string"
+    && Number.isFinite(found.updated) && Array.isArray(found.messages) && found.messages.every((each) => typeof each?.content === "string"
       && (each.role === "user" || each.role === "assistant"));
   return whole ? found : null;
 }
@@ -113,21 +113,25 @@ export function title(text) {
 
 // **** export ****
 
-const filename = (conversation) => conversation.title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "") || "conversation";
+const filename = (conversation) =>
+  conversation.title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "") || "conversation";
 
 // Messages as the API takes them, with the settings of the page.
 export function asJSON(conversation, settings) {
   const { system, ...parameters } = settings;
+  // what is undefined is left out
   const messages = conversation.messages.map(({ role, content, reasoning, calls }) =>
-    ({ role, content, ...(reasoning ? { reasoning } : {}), ...(calls?.length ? { tool_calls: calls } : {}) }));
+    ({ role, content, reasoning, tool_calls: calls }));
   const model = conversation.messages.findLast((each) => each.model)?.model;
-  const text = JSON.stringify({ title: conversation.title, updated: new Date(conversation.updated).toISOString(),
-    model, parameters, messages: system ? [{ role: "system", content: system }, ...messages] : messages }, null, 2);
+  if (system) messages.unshift({ role: "system", content: system });
+  const updated = new Date(conversation.updated).toISOString();
+  const text = JSON.stringify({ title: conversation.title, updated, model, parameters, messages }, null, 2);
   return [`${filename(conversation)}.json`, "application/json", text];
 }
 
 export function asMarkdown(conversation) {
   const messages = conversation.messages.map(({ role, content, model }) =>
     `## ${role === "user" ? "You" : model ?? "Assistant"}\n\n${content.trim()}\n`);
-  return [`${filename(conversation)}.md`, "text/markdown", `# ${conversation.title}\n\n${messages.join("\n")}`];
+  const text = `# ${conversation.title}\n\n${messages.join("\n")}`;
+  return [`${filename(conversation)}.md`, "text/markdown", text];
 }

@@ -1,6 +1,6 @@
-// The conversation that is shown, and the answers that are being written, also of conversations that are not.
-// A turn without an answer is no part of the conversation: its words go back to where they were typed. `end` of
-// an answer is "lost" until it has ended otherwise, also where the page is left in the middle.
+// The conversation that is shown, and the answers that are being written, also of conversations that are
+// not. A turn without an answer is no part of the conversation: its words go back to where they were typed.
+// `end` of an answer is "lost" until it has ended otherwise, also where the page is left in the middle.
 
 import { chat, Failure } from "./api.js";
 import { $, announce, notice } from "./dom.js";
@@ -9,7 +9,7 @@ import { blame, settings } from "./settings.js";
 
 const NEAR = 80;             // pixels from the end at which the view follows the text
 const FRAME_MS = 16;
-const SHARE = 4;             // time between two drawings, in times of a drawing: long answers are drawn less often
+const SHARE = 4;             // times the time of a drawing pass before the next: long answers are drawn less
 const SPOKEN = 1500;         // characters of an answer that are announced
 
 export class Talk {
@@ -169,7 +169,8 @@ export class Talk {
       blame(failure.param);
       this.refused(failure);
     } else if (kept && shown) {
-      announce(`${message.end === "stopped" ? "Stopped" : "Answer"}: ${message.content.trim().slice(0, SPOKEN)}`);
+      const word = message.end === "stopped" ? "Stopped" : "Answer";
+      announce(`${word}: ${message.content.trim().slice(0, SPOKEN)}`);
     }
     if (shown && this.follow) this.toEnd();
   }
@@ -188,7 +189,7 @@ export class Talk {
     }
     for (const call of delta.tool_calls ?? []) {
       const calls = message.calls ??= [];
-      if (call.id) calls[call.index] = structuredClone({ id: call.id, type: "function", function: call.function });
+      if (call.id) calls[call.index] = { id: call.id, type: "function", function: { ...call.function } };
       else calls[call.index].function.arguments += call.function.arguments;
     }
     if (choice?.finish_reason) message.end = choice.finish_reason === "length" ? "length" : undefined;
@@ -197,8 +198,8 @@ export class Talk {
       // the last chunk tells the usage alone: its time is none of a token
       if (choice) run.last = now;
       const seconds = (run.last - run.first) / 1000;
-      message.figures = { tokens, first: run.first - run.begun, rate: tokens > 1 && seconds > 0 ? (tokens - 1) / seconds : 0,
-        prompt: chunk.usage.prompt_tokens };
+      const rate = tokens > 1 && seconds > 0 ? (tokens - 1) / seconds : 0;
+      message.figures = { tokens, rate, first: run.first - run.begun, prompt: chunk.usage.prompt_tokens };
     }
     this.schedule(run, conversation);
   }
