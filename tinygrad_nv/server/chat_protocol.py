@@ -29,7 +29,8 @@ VERBOSITIES = ("low", "medium", "high")
 class ChatRequest(Common):
     """Of /v1/chat/completions. `extra` are further variables of the chat template, `template` stands for the
     model's own. `continued`: the answer goes on with the last message. `legacy`: tools were given as
-    functions, and the call is returned as a function_call."""
+    functions, and the call is returned as a function_call. `budget`: tokens of reasoning at most, if its end
+    is a token; `must_bound`: an error otherwise."""
     messages: tuple[dict[str, Any], ...]
     tools: tuple[Tool, ...]
     choice: ToolChoice
@@ -42,6 +43,8 @@ class ChatRequest(Common):
     generation_prompt: bool = True
     legacy: bool = False
     show_reasoning: bool = True
+    budget: int | None = None
+    must_bound: bool = False
 
 
 def chat(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) -> ChatRequest:
@@ -89,6 +92,7 @@ def _turn(fields: Fields, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"extra": extra, "continued": continued, "generation_prompt": begins,
             "template": fields.text("chat_template"), "effort": fields.one_of("reasoning_effort", EFFORTS),
             "verbosity": fields.one_of("verbosity", VERBOSITIES),
+            "budget": fields.whole("thinking_token_budget", 0), "must_bound": True,
             "show_reasoning": fields.flag("include_reasoning", True)}
 
 

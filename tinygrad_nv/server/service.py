@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tinygrad_nv.server.adapters import AdapterNames
     from tinygrad_nv.server.metrics import Metrics
     from tinygrad_nv.server.sleeping import SleepingLLM
+    from tinygrad_nv.server.tracing import Tracer
 
 T = TypeVar("T")
 # longer texts are tokenized in a thread; this many characters block the event loop for about 5 ms
@@ -142,6 +143,7 @@ class Service:
     active: int = 0         # requests being answered
     adapters: AdapterNames | None = None
     sleeping: SleepingLLM | None = None     # where clients may have it sleep
+    tracer: Tracer | None = None
 
     def require_name(self, name: str | None) -> str:
         """The model name for the response. A request without one gets the served model; an adapter's name is
