@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from browser_case import Browser
-from serve_case import FakeEngine, Live, until
+from page_case import until
+from serve_case import FakeEngine, Live
 
 # draws texts, and takes out what copies code and the roles of regions
 DRAW = """const {Markdown} = await import("./markdown.js");
@@ -142,9 +143,8 @@ def test_hostile_text_stays_text(window: Browser, page: Live, engine: FakeEngine
 
 # what costs careless parsers time or stack in proportion to the square of its length
 LENGTH, DEEP = 20_000, 100_000
-LONG = ["*a ", "**a **", "*a* ", "_a_b", "`", "``a` ", "[", "[a](", "[a](https://x", "![[", "<", "<https:",
-        "&", "https://", "> ", ">", "- ", "  - a\n", "- a\n  ", "# ", "#", "```\n", "|", "| a |\n|---|\n",
-        "a|b\n-|-\n", "~~a ", "\\", "*_", "a "]
+LONG = ["**a **", "*a* ", "_a_b", "``a` ", "[", "[a](https://x", "<https:", "https://", "> ", "- ",
+        "- a\n  ", "# ", "```\n", "| a |\n|---|\n", "*_"]
 
 
 def test_long_and_deep_text_is_drawn_in_time(window: Browser, renderer: None):
