@@ -12,7 +12,7 @@ from serve_case import FakeEngine, Live
 
 PAGE = Path(__file__).parents[3] / "tinygrad_nv" / "server" / "page"
 WIDTH = "return document.documentElement.scrollWidth"
-LINE = "x = 1  # a line of code that is wider than a telephone is, so that it scrolls\n"
+LINE = "if x == 1: return 'a string'  # code that is wider than a telephone is, so that it scrolls\n"
 MARKDOWN = ("Some *text* with `code` and a [link](https://example.org).\n\n> quoted\n\n1. one\n\n"
             "| a | b |\n|--|--|\n| c | d |\n\n" f"```python\n{LINE * 3}```\n")
 
