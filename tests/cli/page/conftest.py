@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 from browser_case import Browser, browser
-from page_case import forget, open_page
-from serve_case import FakeEngine, FakeModel, Live, fake_service, live, until
+from page_case import forget, open_page, until
+from serve_case import FakeEngine, FakeModel, Live, fake_service, live
 
 PAUSE_S = 0.02
 
@@ -34,8 +34,7 @@ def engine(served: tuple[Live, FakeEngine]) -> FakeEngine:
 def page(window: Browser, served: tuple[Live, FakeEngine], engine: FakeEngine) -> Iterator[Live]:
     """The page, ready, with nothing kept."""
     server = served[0]
-    forget(window, server)
     open_page(window, server)
     yield server
-    window.open("about:blank")
+    forget(window, server)
     until(lambda: not engine.running)

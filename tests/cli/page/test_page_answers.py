@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 from browser_case import Browser
-from page_case import ANSWERS, ESCAPE, UP, field, prompts, say
-from serve_case import NAME, FakeEngine, Live, until
+from page_case import ANSWERS, ESCAPE, UP, field, prompts, say, until
+from serve_case import NAME, FakeEngine, Live
 
 SAID = "#messages li.user .text"
 COPIED = "window.copied = []; navigator.clipboard.writeText = async text => { window.copied.push(text) }"
@@ -101,7 +101,7 @@ def test_answers_and_code_are_copied(window: Browser, page: Live, engine: FakeEn
 
 
 def test_a_conversation_goes_on_while_another_is_shown(window: Browser, page: Live, engine: FakeEngine):
-    window.type("#max_tokens", "60")
+    engine.pause_s = 0.05
     window.type("#text", "fox\n")
     until(lambda: "fox" in window.text(ANSWERS))
     window.click("#clear")
@@ -112,9 +112,13 @@ def test_a_conversation_goes_on_while_another_is_shown(window: Browser, page: Li
     until(lambda: "duck" in window.text(f"{ANSWERS} .text"))
     assert "fox" not in window.text("#messages")
     window.click("#stop")
-    window.click("#conversations li.running .conversation")
-    until(lambda: "60 tokens" in window.text(ANSWERS))
+    until(lambda: len(engine.running) == 1)
+    window.each("#conversations li.running .conversation", "e.click()")
+    begun = window.text(f"{ANSWERS} .text")
+    until(lambda: len(window.text(f"{ANSWERS} .text")) > len(begun))
     assert "duck" not in window.text("#messages")
+    window.click("#stop")
+    until(lambda: not engine.running)
     assert window.complaints() == []
 
 
@@ -158,8 +162,6 @@ def test_an_error_is_told_in_its_parts(window: Browser, page: Live, engine: Fake
     assert not window.has("li.error")
     # the console names the answers 429 and 400, and nothing else
     assert [each for each in window.complaints() if "429" not in each and "400" not in each] == []
-
-
-def test_a_page_that_came_before_its_server_finds_the_model(window: Browser, page: Live):
+    # a page that came before its server finds the model
     window.run("document.querySelector('#model').replaceChildren()")
     until(lambda: field(window, "#model") == NAME)

@@ -6,13 +6,12 @@ from argparse import Namespace
 from typing import Any
 
 from browser_case import Browser
-from page_case import ANSWERS, ENTER, SHIFT, ended, field, open_page, prompts, say
-from serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live, until
+from page_case import ANSWERS, ENTER, SHIFT, ended, field, open_page, prompts, say, until
+from serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live
 
 from tinygrad_nv.server.adapters import AdapterNames
 
-BIG = {"id": "big", "title": "big", "named": True, "updated": 1,
-       "messages": [{"role": "user", "content": "x" * (4 * 2 ** 20 - 200)}]}
+BIG = {"id": "big", "title": "big", "named": True, "updated": 1, "messages": [{"role": "user"}]}
 
 
 def test_a_reload_keeps_conversations_settings_and_what_is_written(
@@ -99,7 +98,9 @@ def test_full_and_damaged_storage_is_told_and_costs_nothing_else(
         window: Browser, page: Live, engine: FakeEngine):
     engine.text, engine.pause_s = "a fox", 0
     window.run(f"""const put = (id, text) => localStorage.setItem("tinygrad-nv:conversation:" + id, text);
-        put("big", {json.dumps(json.dumps(BIG))}); put("a", "no JSON"); put("b", '{{"id": "b"}}');
+        const big = {json.dumps(BIG)};
+        big.messages[0].content = "x".repeat(4 * 2 ** 20 - 200);
+        put("big", JSON.stringify(big)); put("a", "no JSON"); put("b", '{{"id": "b"}}');
         localStorage.setItem("tinygrad-nv:settings", "[")""")
     open_page(window, page)
     assert window.text("#conversations .conversation") == "big"

@@ -1,11 +1,19 @@
 """The chat page in a browser."""
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from browser_case import Browser
-from serve_case import FakeEngine, Live, until
+from serve_case import FakeEngine, Live
+from serve_case import until as soon
 
 ANSWERS = "#messages li.assistant"
 ENTER, ESCAPE, SHIFT, TAB, UP = "\ue007", "\ue00c", "\ue008", "\ue004", "\ue013"     # WebDriver's keys
+
+
+def until(holds: Callable[[], object]) -> None:
+    """Waits until `holds()`. A question to the browser costs it time, too."""
+    soon(holds, pause_s=0.03)
 
 
 def open_page(window: Browser, server: Live) -> None:
@@ -15,7 +23,7 @@ def open_page(window: Browser, server: Live) -> None:
 
 
 def forget(window: Browser, server: Live) -> None:
-    """Removes what the browser has kept of the server."""
+    """Leaves the page, and removes what the browser has kept of it."""
     window.open(server.url + "/icon.svg")
     window.run("localStorage.clear(); sessionStorage.clear()")
     window.complaints()

@@ -3,6 +3,7 @@
 
 import { blocks } from "./blocks.js";
 import { copyButton, make } from "./dom.js";
+import { highlight } from "./highlight.js";
 import { inline } from "./inline.js";
 
 const LONG_CODE_LINES = 12;      // code of more lines is a region that screen readers list
@@ -27,14 +28,14 @@ export class Markdown {
       this.offset += startOfLine(rest, last.from);
       this.tail = this.code = null;
     }
-    if (this.code && last.type === "code" && last.text.startsWith(this.code.data)) {
+    if (!done && this.code && last.type === "code" && last.text.startsWith(this.code.data)) {
       // code grows in place: its selection and its scroll position stay
       this.code.appendData(last.text.slice(this.code.length));
       return;
     }
     this.put(draw(last, !done));
     this.tail = this.root.lastElementChild;
-    this.code = last.type === "code" ? this.tail.querySelector("code").firstChild : null;
+    this.code = !done && last.type === "code" ? this.tail.querySelector("code").firstChild : null;
   }
 
   put(element) {
@@ -54,7 +55,7 @@ function draw(block, open) {
   switch (block.type) {
     // below the headings of the page
     case "heading": return make(`h${Math.min(block.level + 2, 6)}`, {}, spans(block.text, open));
-    case "code": return code(block);
+    case "code": return code(block, open);
     case "quote": return make("blockquote", {}, block.children.map((child) => draw(child, open)));
     case "table": return table(block);
     case "list": return list(block, open);
@@ -96,8 +97,11 @@ function table({ head, align, rows }) {
       make("tbody", {}, rows.map((cells) => row("td", cells)))));
 }
 
-function code({ language, text }) {
-  const inside = make("code", {}, document.createTextNode(text));
+// Code has colours once it is complete.
+function code({ language, text }, open) {
+  const parts = open ? [[null, text]] : highlight(text, language);
+  const inside = make("code", {}, parts.map(([kind, part]) =>
+    kind ? make("span", { className: kind }, part) : document.createTextNode(part)));
   const label = language.slice(0, 30) || "text";
   const role = text.split("\n", LONG_CODE_LINES + 1).length > LONG_CODE_LINES ? "region" : "group";
   return make("figure", { className: "code" },

@@ -17,7 +17,7 @@ export const duration = (ms) => ms < 1000 ? `${number(ms)} ms` : `${number(ms / 
 // "40 tokens · 38.2 tokens/s · first after 85 ms"
 export function figures({ tokens, rate, first }) {
   const parts = [`${number(tokens)} ${tokens === 1 ? "token" : "tokens"}`];
-  if (rate) parts.push(`${number(rate, 1)} tokens/s`);
+  if (rate) parts.push(`${number(rate, rate < 100 ? 1 : 0)} tokens/s`);
   if (first !== null) parts.push(`first after ${duration(first)}`);
   return parts.join(" · ");
 }

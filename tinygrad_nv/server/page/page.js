@@ -1,6 +1,8 @@
 // The page talks to the same endpoints as every other client: /v1/models, /v1/chat/completions (a stream),
 // /metrics and /health, once a second while they are seen. This file puts the others together, and has the
-// composer, the two panels that fold away, the theme, the key and the keyboard.
+// composer, the two panels that fold away, the theme, the key and the keyboard. Read in this order: dom.js,
+// api.js, store.js, settings.js; blocks.js and inline.js, which read Markdown, highlight.js and
+// markdown.js, which draw it; message.js, talk.js, side.js, plots.js. theme.js comes before all of them.
 
 import { healthy, keepKey, key, metrics, models } from "./api.js";
 import { $, announce, notice } from "./dom.js";

@@ -108,7 +108,7 @@ class Plot {
   draw() {
     const all = this.lines.flatMap((line) => line.past).filter((value) => value !== null);
     const top = Math.min(this.most, ceiling(Math.max(this.least, ...all)));
-    for (const { part, text } of this.ticks) text.textContent = said(top * part);
+    for (const { part, text } of this.ticks) text.textContent = (top * part).toLocaleString("en");
     for (const line of this.lines) {
       const first = SECONDS - line.past.length + 1;
       const points = line.past.map((value, at) => value === null ? null
