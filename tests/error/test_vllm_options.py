@@ -106,7 +106,6 @@ def test_the_model_has_an_option(command):
     (["--zzzz"], "unrecognized arguments: --zzzz\n"),
     (["-tp", "2"], "--tensor-parallel-size is 2, and a model runs on one device; expected: 1\n"),
     (["--load-format", "dummy"], '--load-format is "dummy", and weights are safetensors or GGUF files; '),
-    (["--enable-sleep-mode"], "--enable-sleep-mode is true, and weights stay in memory; expected: false"),
     (["--no-enable-chunked-prefill"], "--enable-chunked-prefill is false, and long prompts are computed in"),
     (["--uds", "/tmp/x"], '--uds is "/tmp/x", and --host and --port say where it listens; to fix: '),
     (["--collect-detailed-traces", "all"], '--collect-detailed-traces is "all", and a trace is a span'),

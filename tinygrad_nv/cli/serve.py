@@ -120,6 +120,8 @@ def _add_server_options(serve: argparse.ArgumentParser) -> None:
                                 ("drain", 30, "what runs when the server is told to stop")):
         server.add_argument(f"--{name}-timeout", type=_positive, default=float(default), metavar="S",
                             help=f"seconds for {what} (default {default})")
+    server.add_argument("--enable-sleep-mode", action="store_true",
+                        help="clients may have the model sleep: POST /sleep, /wake_up, GET /is_sleeping")
     server.add_argument("--metrics-prefix", choices=PREFIXES, default=PREFIXES[0],
                         help="of names in /metrics (default tinygrad_nv)")
     server.add_argument("--otlp-traces-endpoint", metavar="URL", help="send a trace of each request to an "

@@ -54,7 +54,6 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "cpu_offload_gb": ((0, 0.0), "weights stay where they are computed with"),
     "enable_prompt_embeds": ((False,), "prompts are texts or token ids"),
     "enable_chunked_prefill": ((None, True), "long prompts are computed in chunks of max_num_batched_tokens"),
-    "enable_sleep_mode": ((False,), "weights stay in memory"),
     "logits_processors": ((None, []), "logits stay on the device"),
     "revision": ((None, "main"), "a directory has one revision"),
     "tokenizer_revision": ((None, "main"), "a directory has one revision"),
@@ -93,7 +92,7 @@ NO_EFFECT = frozenset({
     "ray_workers_use_nsight", "safetensors_load_strategy", "scheduler_delay_factor", "stream_interval",
     "ubatch_size", "video_pruning_rate",
     "use_v2_block_manager", "num_lookahead_slots", "preemption_mode", "skip_tokenizer_init",
-    "fully_sharded_loras", "lora_extra_vocab_size"})
+    "fully_sharded_loras", "lora_extra_vocab_size", "enable_sleep_mode"})
 
 
 def from_vllm(given: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tinygrad_nv.engine.outputs import Delta
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.server.beams import beam_deltas
-from tinygrad_nv.server.chat_protocol import ChatRequest
+from tinygrad_nv.server.chat_protocol import EFFORTS, ChatRequest
 from tinygrad_nv.server.errors import invalid
 from tinygrad_nv.server.parsers.forced import CallList, NamedCall
 from tinygrad_nv.server.parsers.parser import CallDelta, Chain, Content, Event, Parser, Reasoning, joined
@@ -176,6 +176,14 @@ def _template(service: Service, request: ChatRequest, tokenizer: Tokenizer) -> s
     raise invalid("a template from a request is not run; to fix: start the server with --chat-template, or "
                   "with "
                   "--trust-request-chat-template", "chat_template", "unsupported")
+
+
+def known_efforts(template: str) -> list[str]:
+    """The values of reasoning_effort that change something: a template with `enable_thinking` alone knows off
+    and on."""
+    if "reasoning_effort" in template:
+        return [each for each in EFFORTS if each != "none" or "enable_thinking" in template]
+    return ["none", "medium"] if "enable_thinking" in template else []
 
 
 def _variables(request: ChatRequest, template: str) -> dict[str, Any]:

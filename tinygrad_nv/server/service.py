@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tinygrad_nv.models.classifier import Classifier
     from tinygrad_nv.server.adapters import AdapterNames
     from tinygrad_nv.server.metrics import Metrics
+    from tinygrad_nv.server.sleeping import SleepingLLM
     from tinygrad_nv.server.tracing import Tracer
 
 T = TypeVar("T")
@@ -142,6 +143,7 @@ class Service:
     draining: bool = False
     active: int = 0         # requests being answered
     adapters: AdapterNames | None = None
+    sleeping: SleepingLLM | None = None     # where clients may have it sleep
     tracer: Tracer | None = None
 
     def require_name(self, name: str | None) -> str:

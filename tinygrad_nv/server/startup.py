@@ -51,6 +51,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     llm = load(arguments, directory, waterfall)
     names = tuple(arguments.served_model_name or (directory.resolve().name,))
     adapters = open_adapters(llm, names, arguments)
+    if arguments.enable_sleep_mode: llm.sleeper.require_memory()
     if arguments.warm_up: warm_up(llm, waterfall)
     # loaded objects are permanent: exclude them from garbage collection
     gc.collect()
@@ -60,6 +61,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
                       lambda: llm.compilations.since())
     service = Service(engine, llm, names, limits(arguments), metrics, keys, llm.embedder, parsers(arguments),
                       adapters=adapters, cors=cors(arguments),
+                      sleeping=llm if arguments.enable_sleep_mode else None,
                       tokenizer_info=arguments.enable_tokenizer_info_endpoint, tracer=tracer)
     LOG.info(capacity_line(llm))
 

@@ -206,9 +206,9 @@ def live(service: Service, options: HTTPOptions = HTTP) -> Iterator[Live]:
         assert not thread.is_alive()
 
 
-def until(holds: Any, seconds: float = 30.0) -> None:
+def until(holds: Any, seconds: float = 30.0, pause_s: float = 0.005) -> None:
     """Waits until `holds()`."""
     ends = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < ends, "it did not come to hold"
-        time.sleep(0.005)
+        time.sleep(pause_s)
