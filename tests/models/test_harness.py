@@ -83,6 +83,7 @@ def loglikelihoods(server: Live, asked: Sequence[tuple[list[int], list[int]]]) -
     return out
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [1, 5])
 def test_loglikelihoods_are_transformers(server: Live, theirs: torch.nn.Module, tokenizer: Any, size: int):
     asked = pairs(tokenizer)
@@ -95,6 +96,7 @@ def test_loglikelihoods_are_transformers(server: Live, theirs: torch.nn.Module, 
     assert {greedy for _, greedy in found} == {True, False}
 
 
+@pytest.mark.slow
 def test_generations_end_where_the_harness_says(server: Live, llm: LLM):
     """generate_until: `stop` are its strings and the end token's text."""
     [whole] = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=40))

@@ -2,8 +2,9 @@
 runs, and nothing is left behind.
 
 Clients ask over HTTP for completions with adapters and without, with log probabilities of their prompts,
-several answers, structured output and penalties, sampled ones in between; wrong requests are refused. Beside
-them run beam searches, and an embedding server of the same process. What is right is what each gives alone.
+several answers, beams, structured output and penalties, sampled ones in between; wrong ones are refused.
+Beside them run beam searches of `LLM`, and an embedding server of the same process. What is right is what
+each gives alone.
 """
 from __future__ import annotations
 
@@ -31,12 +32,14 @@ from tinygrad_nv.server.adapters import AdapterNames
 CONFIGS: list[dict[str, Any]] = [{"r": 8, "target_modules": "all-linear"},
                                  {"r": 4, "target_modules": ["q_proj", "v_proj"]},
                                  {"r": 3, "target_modules": ["o_proj", "gate_proj"]}]
-PROMPTS = prompts(4, 3, 4, 16)
+# without a stream, and with few tokens: each round computes the last page of a beam again
+BEAM_FIELDS: dict[str, Any] = {"use_beam_search": True, "stream": False, "max_tokens": 5}
 # what clients ask for besides their prompt
 KINDS: tuple[dict[str, Any], ...] = (
     {"model": "tales"}, {"model": "a0"}, {"model": "a1"}, {"model": "a2"}, {"model": "a1", "logprobs": 2},
     {"echo": True, "logprobs": 1}, {"model": "a2", "echo": True, "logprobs": 0}, {"n": 2},
-    {"repetition_penalty": 1.3}, {"structured_outputs": {"regex": "(a|b|c| ){6}"}}, {"bad_words": ["e"]})
+    {"repetition_penalty": 1.3}, {"model": "a0", "n": 3, **BEAM_FIELDS},
+    {"structured_outputs": {"regex": "(a|b|c| ){6}"}}, {"bad_words": ["e"]})
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "n": 2, "top_p": 0.9}
 WRONG: tuple[dict[str, Any], ...] = ({"model": "a9"}, {"logprobs": 99}, {"temperature": -1})
 BEAMS = BeamSearchParams(beam_width=3, max_tokens=5)
@@ -60,6 +63,7 @@ class Load:
     embedding: Live
     llm: LLM
     tokens: int
+    prompts: list[list[int]]
     alone: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
     vectors: list[np.ndarray] = field(default_factory=list)
     beams: list[list[tuple[int, ...]]] = field(default_factory=list)
@@ -73,11 +77,14 @@ def body(kind: dict[str, Any], prompt: list[int], tokens: int) -> dict[str, Any]
 async def ask(client: httpx.AsyncClient, asked: dict[str, Any], leave_after: int | None = None
               ) -> list[Any] | None:
     """Tokens of each answer, and log probabilities of the prompt where they are asked for; None of a request
-    that is left after so many chunks. Half of the clients leave without reading a stream."""
-    if leave_after == 0:
-        try: await client.post("/v1/completions", json={**asked, "stream": False}, timeout=0.02)
+    that is left after so many chunks, or soon where there is no stream."""
+    if leave_after == 0 or not asked["stream"]:
+        options = {} if leave_after is None else {"timeout": 0.02}
+        try: made = await client.post("/v1/completions", json={**asked, "stream": False}, **options)
         except httpx.TimeoutException: return None
-        return None
+        if made.status_code != 200: raise RuntimeError(made.text)
+        if leave_after is not None: return None
+        return [*(choice["token_ids"] for choice in made.json()["choices"]), []]
     answers: dict[int, list[int]] = {}
     values: list[float] = []
     async with client.stream("POST", "/v1/completions", json=asked) as answer:
@@ -114,8 +121,8 @@ async def one_client(number: int, load: Load, seen: Seen, http: tuple[httpx.Asyn
     """A client of its own mind, the same in each run."""
     mind, (client, embeddings) = random.Random(number), http
     for _ in range(rounds):
-        at, kind = mind.randrange(len(PROMPTS)), mind.randrange(len(KINDS))
-        asked = body(KINDS[kind], PROMPTS[at], load.tokens)
+        at, kind = mind.randrange(len(load.prompts)), mind.randrange(len(KINDS))
+        asked = body(KINDS[kind], load.prompts[at], load.tokens)
         try:
             what = mind.random()
             if what < 0.05:
@@ -123,10 +130,10 @@ async def one_client(number: int, load: Load, seen: Seen, http: tuple[httpx.Asyn
                 assert refused.status_code in (400, 404), refused.text
                 seen.refused += 1
             elif what < 0.15:
-                vector = await embed(embeddings, PROMPTS[at])
+                vector = await embed(embeddings, load.prompts[at])
                 assert np.abs(vector - load.vectors[at]).max() <= 1e-6
                 seen.embedded += 1
-            elif what < 0.25: await ask(client, asked | SAMPLED)
+            elif what < 0.25: await ask(client, body(SAMPLED, load.prompts[at], load.tokens))
             else:
                 found = await ask(client, asked, mind.randrange(load.tokens) if number % 5 == 0 else None)
                 assert found in (None, load.alone[kind, at]), (KINDS[kind], at)
@@ -141,8 +148,8 @@ def run(load: Load, clients: int, rounds: int, searches: int) -> Seen:
 
     def search() -> None:
         for number in range(searches):
-            at = number % len(PROMPTS)
-            if beam(load.llm, PROMPTS[at]) != load.beams[at]: seen.errors.append(f"other beams of {at}")
+            at = number % len(load.prompts)
+            if beam(load.llm, load.prompts[at]) != load.beams[at]: seen.errors.append(f"other beams of {at}")
             seen.searched += 1
 
     async def main() -> None:
@@ -158,8 +165,9 @@ def run(load: Load, clients: int, rounds: int, searches: int) -> Seen:
     return seen
 
 
-def opened(tiny: Path, folder: Path, tokens: int, one_step: bool, **options: Any) -> Iterator[Load]:
-    """The servers, with what each request gives alone."""
+def opened(tiny: Path, folder: Path, tokens: int, count: int, one_step: bool,
+           **options: Any) -> Iterator[Load]:
+    """The servers, with what each request of `count` prompts gives alone."""
     with LLM(tiny, device="CPU", enable_lora=True, max_loras=2, max_cpu_loras=2, max_model_len=64,
              **options) as llm, LLM(tiny, device="CPU", task="embed", max_model_len=64,
                                     max_num_batched_tokens=64) as embedder:
@@ -171,26 +179,26 @@ def opened(tiny: Path, folder: Path, tokens: int, one_step: bool, **options: Any
         for number, config in enumerate(CONFIGS):
             names.add(f"a{number}", str(adapter(tiny, folder / f"a{number}", number, **config)))
         with live(llm_service(llm, adapters=names)) as generation, live(llm_service(embedder)) as embedding:
-            load = Load(generation, embedding, llm, tokens)
+            load = Load(generation, embedding, llm, tokens, prompts(count, 3, 4, 16))
 
             async def alone() -> None:
                 async with httpx.AsyncClient(base_url=generation.url, timeout=120) as one, \
                         httpx.AsyncClient(base_url=embedding.url, timeout=120) as other:
-                    for at, prompt in enumerate(PROMPTS):
+                    for at, prompt in enumerate(load.prompts):
                         for number, kind in enumerate(KINDS):
                             made = await ask(one, body(kind, prompt, tokens))
                             assert made is not None
                             load.alone[number, at] = made
                         load.vectors.append(await embed(other, prompt))
             asyncio.run(alone())
-            load.beams = [beam(llm, prompt) for prompt in PROMPTS]
+            load.beams = [beam(llm, prompt) for prompt in load.prompts]
             yield load
 
 
 @pytest.fixture(scope="module")
 def load(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
-    yield from opened(tiny, tmp_path_factory.mktemp("adapters"), 24, True, max_num_seqs=4,
-                      max_num_batched_tokens=16, num_pages=6)
+    yield from opened(tiny, tmp_path_factory.mktemp("adapters"), 14, 2, True, max_num_seqs=4,
+                      max_num_batched_tokens=16, num_pages=5)
 
 
 def handles() -> int:
@@ -226,7 +234,7 @@ def require_nothing_left(load: Load, before: int) -> None:
 
 
 def test_nothing_changes_and_nothing_is_left(load: Load):
-    assert len({str(each) for each in load.alone.values()}) > 3 * len(PROMPTS), "kinds differ"
+    assert len({str(each) for each in load.alone.values()}) > 3 * len(load.prompts), "kinds differ"
     before, preempted = before_load(load), load.llm.core.stats().preempted
     seen = run(load, 40, 1, 2)
     assert seen.errors == []
@@ -243,7 +251,7 @@ def test_nothing_changes_and_nothing_is_left(load: Load):
      "swap_space": 8 / 1024}], ids=["many", "drafts and host pages"])
 def test_200_clients_of_everything(tiny: Path, tmp_path: Path, options: dict[str, Any]):
     """Each asks ten times. Steps are captured as they come."""
-    for load in opened(tiny, tmp_path, 24, False, **options):
+    for load in opened(tiny, tmp_path, 24, 4, False, **options):
         run(load, 40, 1, 2)
         before, then = before_load(load), load.llm.core.stats()
         seen = run(load, 200, 10, 40)

@@ -16,7 +16,7 @@ from tinygrad_nv.server.fields import Fields, parse, unicode
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.protocol import Common, common_fields, require_unstored
 from tinygrad_nv.server.structured_output import call_schema
-from tinygrad_nv.server.tools import Tool, ToolChoice, legacy_choice, tool_choice, tool_list
+from tinygrad_nv.server.tools import Tool, ToolChoice, allowed_tools, legacy_choice, tool_choice, tool_list
 
 # reserved variables of chat templates
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt",
@@ -54,7 +54,10 @@ def chat(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) 
     messages = tuple(_message(item, at) for at, item in enumerate(_messages(fields)))
     tools = tool_list(fields)
     legacy = "functions" in fields.left or "function_call" in fields.left
-    tools, choice = legacy_choice(fields, tools) if legacy else (tools, tool_choice(fields, tools))
+    if legacy: tools, choice = legacy_choice(fields, tools)
+    else:
+        tools = allowed_tools(fields, tools)
+        choice = tool_choice(fields, tools)
     logprobs, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, limits.logprobs)
     if top is not None and not logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
@@ -67,7 +70,8 @@ def chat(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) 
     if choice.forced: common = replace(common, params=replace(common.params, stop=(), stop_token_ids=()))
     require_unstored(fields)
     _prediction(fields)
-    fields.as_usual({"modalities": ["text"], "echo": False, "add_special_tokens": False})
+    fields.as_usual({"modalities": ["text"], "echo": False, "add_special_tokens": False, "documents": [],
+                     "audio": {}, "web_search_options": {}})
     fields.finish()
     return ChatRequest(**vars(common), **turn, messages=messages, tools=tools, choice=choice, legacy=legacy)
 

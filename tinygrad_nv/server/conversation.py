@@ -17,6 +17,7 @@ from typing import Any
 from tinygrad_nv.engine.outputs import Delta
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
+from tinygrad_nv.server.beams import beam_deltas
 from tinygrad_nv.server.chat_protocol import EFFORTS, ChatRequest
 from tinygrad_nv.server.errors import invalid
 from tinygrad_nv.server.parsers.forced import CallList, NamedCall
@@ -77,8 +78,10 @@ class Conversation:
         if request.continued: extra["continue_final_message"] = True
         if not request.generation_prompt: extra["add_generation_prompt"] = False
         size = sum(len(message["content"]) for message in request.messages)
-        prompt = await service.aside(size,
-                                     lambda: service.model.encode_chat(request.messages, offered, **extra))
+        limit = request.params.truncate_prompt_tokens
+        prompt = await service.aside(size, lambda: service.model.encode_chat(
+            request.messages, offered, **extra) if limit is None else service.model.tokenize(
+                tokenizer.encode(tokenizer.render(request.messages, offered, **extra), special=False), limit))
         names = service.parsers.named(template)
         if request.choice.mode == "auto": service.parsers.require_auto()
         prefix = request.messages[-1]["content"] if request.continued \
@@ -100,8 +103,9 @@ class Conversation:
         readers: dict[int, Reader] = {}
         request = self.request
         record.model = self.model
-        async for at, delta in self.service.run([self.prompt], request.params, request.priority, record,
-                                                request.salt):
+        deltas = beam_deltas(self.service, [self.prompt], request, record) if request.beams is not None else \
+            self.service.run([self.prompt], request.params, request.priority, record, request.salt)
+        async for at, delta in deltas:
             if at not in readers: readers[at] = Reader(self._parser(), self.service.require_tokenizer())
             reader = readers[at]
             before = reader.reasoning_tokens

@@ -59,12 +59,13 @@ class FakeModel:
     def __init__(self, template: str | None = None) -> None:
         loaded = _tokenizer()
         self.tokenizer = Tokenizer(loaded.backend, loaded.special, template or loaded.template)
-        self.defaults, self.length = SamplingParams(temperature=0.0), LENGTH
+        self.defaults, self.length, self.eos = SamplingParams(temperature=0.0), LENGTH, (1,)
         self.config, self.embedder = read_config(DEFAULT_MODEL), None
 
     def require_tokenizer(self) -> Tokenizer: return self.tokenizer
 
-    def tokenize(self, prompt: Any) -> list[int]: return LLM.tokenize(self, prompt)  # type: ignore[arg-type]
+    def tokenize(self, prompt: Any, truncate_prompt_tokens: int | None = None) -> list[int]:
+        return LLM.tokenize(self, prompt, truncate_prompt_tokens)  # type: ignore[arg-type]
 
     def encode_chat(self, messages: Any, tools: Any = (), /, **extra: Any) -> list[int]:
         return self.tokenize(self.tokenizer.encode_chat(messages, tools, **extra))
