@@ -93,7 +93,11 @@ class StepStore:
         programs = {call.src[0]: _slim(call.src[0]) for call in _calls(linear)}
         if any(made is None for made in programs.values()): return
         marks = {u: UOp(Ops.NOOP, u.dtype, tag=at) for u, at in places.items()}
-        self.steps[name] = _over(linear, marks, programs)
+        self.add(name, _over(linear, marks, programs))
+
+    def add(self, name: str, step: UOp) -> None:
+        """Keeps a step that `put` has made, here or in another process."""
+        self.steps[name] = step
         self.changed = True
 
     def save(self) -> None:
