@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 from tinygrad.helpers import PARALLEL, Context
 
 from tinygrad_nv.engine.sampling import Filters
-from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
-from tinygrad_nv.engine.worker.input_buffer import BatchShape
+from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, max_prompt_logits
+from tinygrad_nv.engine.worker.input_buffer import BatchShape, next_power_of_two
 from tinygrad_nv.engine.worker.step_process import Made, NumberQueue, StepProcess
 from tinygrad_nv.runtime.programs import count_elsewhere, programs_compiled
 
@@ -54,9 +54,11 @@ def default_jobs(max_seqs: int, max_batched_tokens: int, largest: BatchShape, ve
               for count in rows for groups in (3, 15) if groups < whole]
     beside += [replace(BatchShape.at_least(count, 1, 2 * count, False), groups=whole) for count in rows]
     if verifies: beside = [replace(each, samples=largest.samples) for each in beside]
-    # log probabilities of prompts may need more samples than twice the sequences
-    room = replace(beside[-1], samples=largest.samples)
-    first = list(dict.fromkeys([decode[0], beside[0], decode[-1], room]))
+    # a short prompt, with the samplers of all decodes; and all that a step may have
+    short = replace(beside[0], samples=max(beside[0].samples, decode[-1].samples))
+    most = next_power_of_two(max_seqs + max_prompt_logits(max_seqs))
+    room = replace(beside[-1], samples=max(beside[-1].samples, most))
+    first = list(dict.fromkeys([decode[0], short, decode[-1], room]))
     others = [each for each in dict.fromkeys([*decode, *chunks, *beside]) if each not in first]
     for shapes in (first, others):
         if adapters: shapes += [replace(each, adapted=True) for each in shapes]
