@@ -70,8 +70,8 @@ def tokenizer() -> dict[str, object]:
     special = [{"id": VOCAB - 2 + i, "content": name, "single_word": False, "lstrip": False, "rstrip": False,
                 "normalized": False, "special": True} for i, name in enumerate(("<|bos|>", "<|eos|>"))]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": special, "normalizer": None,
-            "pre_tokenizer": level, "post_processor": None, "decoder": level,
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": special,
+            "normalizer": None, "pre_tokenizer": level, "post_processor": None, "decoder": level,
             "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
                       "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
                       "ignore_merges": False, "vocab": vocab, "merges": merges}}

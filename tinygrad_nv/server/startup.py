@@ -135,6 +135,8 @@ def warm_up(llm: LLM, waterfall: Waterfall) -> None:
 
 
 def _warm_up_generation(llm: LLM, progress: Callable[[int, int], None]) -> None:
+    if (store := llm.runner.step_store) is not None and store.note:
+        LOG.info(line("prebuilt_steps", used=0, why=store.note))
     llm.runner.warm_up(progress, later=True)
     for temperature in (0.0, 1.0):
         llm.warm_up(replace(llm.defaults, temperature=temperature), 1)

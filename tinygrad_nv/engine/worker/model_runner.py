@@ -118,10 +118,11 @@ class ModelRunner:
         self.slot_filters = SlotFilters(max_seqs)
         facts = (identity, model.config, model.dtype, model.int8_inputs, model.rope_rows, pages, page_size,
                  max_seqs, self.max_len, self.max_shape, self.groups, dtype)
-        self.facts: tuple[object, ...] = facts
-        # steps with adapters are captured anew: what an adapter's slot holds is no fact of these
-        kept = bool(identity) and adapters is None
-        self.step_store = StepStore.open(facts, self.device, self._buffers, directory) if kept else None
+        # what the slots of adapters hold is no fact: steps read it from memory
+        room = () if adapters is None else (adapters.slots, adapters.rank, adapters.dtype)
+        self.facts: tuple[object, ...] = *facts, *room
+        self.step_store = None
+        if identity: self.step_store = StepStore.open(self.facts, self.device, self._buffers, directory)
         self.steps: dict[BatchShape, tuple[InputLayout, CapturedStep]] = {}
         self.samplers: dict[tuple[int, Filters], CapturedStep] = {}
         self.uncaptured: Counter[BatchShape] = Counter()   # uses of shapes that are not captured

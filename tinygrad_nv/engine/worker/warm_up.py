@@ -99,7 +99,8 @@ class WarmUp:
 
         def count() -> None:
             self.done += 1
-            progress(self.done + self.made.qsize(), len(self.first))
+            # what the fork has sent may be of those that follow
+            progress(min(self.done + self.made.qsize(), len(self.first)), len(self.first))
         for job in self.first:
             if job in mine: continue
             self._now(job)
