@@ -65,7 +65,8 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
         LOG.info(line("ready", url=url(bound_socket, options), model=",".join(names), device=llm.device,
                       pid=os.getpid(),
                       keys=len(keys), seconds=waterfall.total_s))
-        if llm.embedder is None: llm.runner.follow(_later())
+        if llm.embedder is None:
+            for runner in llm.runners: runner.follow(_later())
 
     async def main() -> None:
         if isinstance(engine, AsyncEngine): await engine.start()
@@ -137,7 +138,7 @@ def warm_up(llm: LLM, waterfall: Waterfall) -> None:
 def _warm_up_generation(llm: LLM, progress: Callable[[int, int], None]) -> None:
     if (store := llm.runner.step_store) is not None and store.note:
         LOG.info(line("prebuilt_steps", used=0, why=store.note))
-    llm.runner.warm_up(progress, later=True)
+    for each in llm.runners: each.warm_up(progress, later=True)
     for temperature in (0.0, 1.0):
         llm.warm_up(replace(llm.defaults, temperature=temperature), 1)
         progress(0, 0)

@@ -20,7 +20,8 @@ def test_a_warm_up_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, patience:
     monkeypatch.setattr(startup, "PROGRESS_S", patience)
     said: list[str] = []
     monkeypatch.setattr(startup.LOG, "info", said.append)
-    llm = SimpleNamespace(runner=SimpleNamespace(warm_up=steps, step_store=None), defaults=SamplingParams(), embedder=None,
+    runner = SimpleNamespace(warm_up=steps, step_store=None)
+    llm = SimpleNamespace(runner=runner, runners=[runner], defaults=SamplingParams(), embedder=None,
                           warm_up=lambda params, length: None)
     startup.warm_up(llm, Waterfall())  # type: ignore[arg-type]
     assert said[:-1] == lines

@@ -23,8 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-from tinygrad import Device, Tensor, dtypes
+from tinygrad import Device, Tensor
 from tinygrad.device import Buffer
 
 from tinygrad_nv.engine.lora.peft import Adapter
@@ -38,13 +37,13 @@ from tinygrad_nv.engine.worker.input_buffer import (
     BatchShape,
     HostBlockTables,
     InputBuffer,
-    InputField,
     InputLayout,
     next_power_of_two,
     table_names,
     write_batch,
 )
 from tinygrad_nv.engine.worker.kv_cache_dtype import cache_scales, require_scales, resolve_kv_cache_dtype
+from tinygrad_nv.engine.worker.mask_buffer import MaskBuffer
 from tinygrad_nv.engine.worker.output_buffer import OutputBuffer
 from tinygrad_nv.engine.worker.sampler import SamplerState, count_tokens, next_tokens
 from tinygrad_nv.engine.worker.step_store import StepStore, named_buffers
@@ -130,7 +129,7 @@ class ModelRunner:
         self.ahead: WarmUp | None = None
         self.forks = self.device == "CPU"   # a GPU's driver does not run in a fork
         self.failed: BaseException | None = None
-        self.thread = thread or ThreadPoolExecutor(1, "nv-device")
+        self.thread, self.shares = thread or ThreadPoolExecutor(1, "nv-device"), thread is not None
 
     def _max_shape(self, tokens: int) -> BatchShape:
         """The largest shape: every prefill may pad its last group."""
@@ -187,10 +186,12 @@ class ModelRunner:
                             self.adapters is not None)
 
     def close(self) -> None:
-        """Waits for launched batches, and frees page-locked memory."""
+        """Waits for launched batches, and frees page-locked memory. Runners that share the thread of this one
+        are closed before."""
         if self.ahead is not None: self.ahead.close()
         if self.step_store is not None: self.run_now(self.step_store.save)
-        self.thread.shutdown()
+        if self.shares: self.run_now(lambda: None)
+        else: self.thread.shutdown()
         for each in (self.output_buffer, self.input_buffer, self.masks, self.store): each.close()
 
     # **** on the runner's thread ****
@@ -369,33 +370,3 @@ class SlotFilters:
             for kind in slot_filters: made |= self.distinct[kind]
             self.combined[key] = made
         return made
-
-
-class MaskBuffer:
-    """Token masks of samples, allocated on the device with the first batch that has one."""
-
-    def __init__(self, device: str, samples: int, vocab_size: int) -> None:
-        self.device, self.samples, self.words = device, samples, -(-vocab_size // 32)
-        self.buffer: InputBuffer | None = None
-
-    def tensors(self, samples: int) -> dict[str, Tensor]:
-        """uint32 [samples, ⌈vocab / 32⌉]."""
-        return self._open().tensors([InputField("masks", (samples, self.words), 0)], dtypes.uint32)
-
-    def send(self, batch: SchedulerOutput, samples: int) -> None:
-        """Uploads the token masks of a batch; a sample without one allows every token."""
-        buffer = self._open()
-        into = buffer.open()[:samples * self.words].view(np.uint32).reshape(samples, self.words)
-        given = [sample.mask for seq in batch.seqs for sample in seq.samples]
-        for i in range(samples):
-            mask = given[i] if i < len(given) else None
-            into[i] = 0xFFFFFFFF if mask is None else mask
-        buffer.send(samples * self.words)
-
-    def _open(self) -> InputBuffer:
-        if self.buffer is None: self.buffer = InputBuffer(self.device, self.samples * self.words)
-        return self.buffer
-
-    def close(self) -> None:
-        """Frees page-locked memory."""
-        if self.buffer is not None: self.buffer.close()

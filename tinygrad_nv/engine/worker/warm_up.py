@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 
 from tinygrad.helpers import PARALLEL, Context
 
@@ -25,14 +25,27 @@ from tinygrad_nv.engine.sampling import Filters
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, max_prompt_logits
 from tinygrad_nv.engine.worker.input_buffer import BatchShape, next_power_of_two
 from tinygrad_nv.engine.worker.step_process import Made, NumberQueue, StepProcess
+from tinygrad_nv.engine.worker.step_store import StepStore
 from tinygrad_nv.runtime.programs import count_elsewhere, programs_compiled
-
-if TYPE_CHECKING:
-    from tinygrad_nv.engine.worker.model_runner import ModelRunner
 
 # a step; or a sampler, by its number of samples and its filters
 Job = BatchShape | tuple[int, Filters]
 Progress = Callable[[int, int], None]
+T = TypeVar("T")
+
+
+class Runner(Protocol):
+    """What a warm-up asks of the model runner. `prepare` is called on its thread, by way of `run_now`, which
+    waits, or of `defer`, behind batches that wait by now. `forks`: steps may be captured in a fork."""
+    step_store: StepStore | None
+    forks: bool
+
+    def prepare(self, job: Job) -> None: ...
+    def job_name(self, job: Job) -> str: ...
+    def samples(self, samples: int) -> bool: ...
+    def run_now(self, task: Callable[[], T]) -> T: ...
+    def defer(self, task: Callable[[], None]) -> None: ...
+
 
 # filters of samplers that are captured ahead: a batch uses the first that has all of its own
 LEVELS = (Filters(), Filters(draw=True), Filters(draw=True, top_k=True, top_p=True),
@@ -77,7 +90,7 @@ def with_samplers(shapes: Iterable[BatchShape]) -> list[Job]:
 class WarmUp:
     """The warm-up of a runner."""
 
-    def __init__(self, runner: ModelRunner, first: list[Job], others: list[Job]) -> None:
+    def __init__(self, runner: Runner, first: list[Job], others: list[Job]) -> None:
         self.runner, self.first, self.others = runner, first, others
         self.theirs, self.mine = list[Job](), 0     # captured by the fork alone; how many by both
         self.process: StepProcess | None = None
