@@ -26,7 +26,7 @@ QUESTIONS = (("Once upon a time there was a little", (" fox", " engine", " seven
              ("Tom was very happy. He said:", (" \"Thank you!\"", " river"), 0),
              ("The bird", (" sang in the tree", " tree the in sang"), 0))
 LONG = "One day a bear went to the river, and the old tree was there. " * 3
-# of a token's log probability in float32: 4 times what transformers' own float32 differs by (measured: 5.5e-6;
+# of a token's log probability in float32: 4 times what transformers in float32 differs by (measured: 5.5e-6,
 # this package's 4.3e-6)
 NOISE = 2e-5
 

@@ -16,7 +16,7 @@ import random
 import re
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from lora_case import adapter, prompts
 from serve_case import Live, live, llm_service, until
 
 from tinygrad_nv import LLM, BeamSearchParams
+from tinygrad_nv.engine.worker.input_buffer import BatchShape
 from tinygrad_nv.server.adapters import AdapterNames
 
 CONFIGS: list[dict[str, Any]] = [{"r": 8, "target_modules": "all-linear"},
@@ -172,8 +173,10 @@ def opened(tiny: Path, folder: Path, tokens: int, count: int, one_step: bool,
              **options) as llm, LLM(tiny, device="CPU", task="embed", max_model_len=64,
                                     max_num_batched_tokens=64) as embedder:
         assert llm.adapters is not None
-        if one_step:    # captured once, with room for every batch
-            llm.runner.warm_up(shapes=[replace(llm.runner.max_shape, adapted=True)])
+        if one_step:    # the largest has room for every batch, with adapters or without
+            shapes = [job for job in llm.runner.jobs[0] if isinstance(job, BatchShape)]
+            most = max(each.samples for each in shapes)
+            llm.runner.warm_up(shapes=[each for each in shapes if each.samples == most])
             llm.runner.warm = True
         names = AdapterNames(llm.adapters.cache, ("tales",))
         for number, config in enumerate(CONFIGS):
