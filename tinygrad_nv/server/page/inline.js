@@ -11,11 +11,9 @@ const PUNCTUATION = /[\p{P}\p{S}]/u;
 
 // The address of a link, or null for one that is not followed.
 export function address(target) {
-  if (!/^(?:https?:\/\/|mailto:)/i.test(target) || target.length > MAX_TARGET) return null;
-  try {
-    const url = new URL(target);
-    return ["http:", "https:", "mailto:"].includes(url.protocol) ? url.href : null;
-  } catch { return null; }
+  if (target.length > MAX_TARGET || !URL.canParse(target)) return null;
+  const url = new URL(target);
+  return ["http:", "https:", "mailto:"].includes(url.protocol) ? url.href : null;
 }
 
 // `open`: the text still grows, so that emphasis and code that nothing ends yet reach to its end.
