@@ -1,7 +1,8 @@
-"""Endpoints that tell of the server: models, health, load, version, metrics, and the chat page.
+"""Endpoints that tell of the server: models, tokenizer, health, load, version, metrics, and the chat page.
 
 Protocol: each is a function of the service that returns an endpoint without a body. /ping is /health for
-SageMaker; `server_load` counts the requests that are being answered.
+SageMaker; `server_load` counts the requests that are being answered. /tokenizer_info, where it is served, has
+the entries of tokenizer_config.json that clients build prompts with.
 """
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ PAGE = Path(__file__).parent / "page"
 POLICY = "default-src 'self'; object-src 'none'; form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
 PAGE_HEADERS = {"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer",
                 "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
+TOKENIZER_INFO = "/tokenizer_info"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 # what browsers ask for, and its file
 FILES = {"": "index.html", "favicon.ico": "icon.svg",
@@ -36,7 +38,8 @@ def routes(service: Service) -> list[Route]:
     models, health = _models(service), _health(service)
     return [Route("/v1/models", models), Route("/v1/models/{name:path}", models), Route("/health", health),
             Route("/ping", health, methods=["GET", "POST"]), Route("/load", _load(service)),
-            Route("/version", _version), Route("/metrics", _metrics(service)),
+            Route("/version", _version), Route(TOKENIZER_INFO, _tokenizer_info(service)),
+            Route("/metrics", _metrics(service)),
             *(Route(f"/{name}", _page(PAGE / file)) for name, file in FILES.items())]
 
 
@@ -74,6 +77,18 @@ def _health(service: Service) -> Endpoint:
 
 def _load(service: Service) -> Endpoint:
     async def endpoint(_: Request) -> Response: return JSONResponse({"server_load": service.active})
+    return endpoint
+
+
+def _tokenizer_info(service: Service) -> Endpoint:
+    async def endpoint(_: Request) -> Response:
+        if not service.tokenizer_info:
+            raise APIError(404, "the server does not tell of its tokenizer; to fix: start it with "
+                           "--enable-tokenizer-info-endpoint", "not_found")
+        tokenizer = service.require_tokenizer()
+        special = {name: tokenizer.special.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+        return JSONResponse({"tokenizer_class": "PreTrainedTokenizerFast", **special, **tokenizer.special,
+                             "model_max_length": service.model.length, "chat_template": tokenizer.template})
     return endpoint
 
 

@@ -183,6 +183,10 @@ class ModelRunner:
         made = list(dict.fromkeys([*decode, *chunks, *beside]))
         return made + [replace(each, adapted=True) for each in made if self.adapters is not None]
 
+    def discard_cache(self) -> None:
+        """Gives the memory of the KV cache back, after what was launched."""
+        self._run_now(self.store.discard)
+
     def close(self) -> None:
         """Waits for launched batches, and frees page-locked memory."""
         if self.step_store is not None: self._run_now(self.step_store.save)
