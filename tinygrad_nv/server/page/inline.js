@@ -174,11 +174,11 @@ function entity(text, at, list) {
 
 function bare(text, at, list) {
   const piece = /\w/.test(text[at - 1] ?? "") ? "" : text.slice(at, at + MAX_TARGET);
-  const found = /^https?:\/\/[^\s<>"`*]+/.exec(piece);
+  const found = /^https?:\/\/[^\s<>"`*[\]]+/.exec(piece);
   if (!found) { list.text("h"); return at + 1; }
   let shown = found[0].replace(/[.,;:!?'_~]{1,9}$/, "");
   while (shown.endsWith(")") && count(shown, ")") > count(shown, "(")) shown = shown.slice(0, -1);
-  shown = shown.replace(/[\].,]{1,9}$/, "");
+  shown = shown.replace(/[.,]{1,9}$/, "");
   const href = address(shown);
   if (!href) { list.text("h"); return at + 1; }
   list.push(link(href, shown));
