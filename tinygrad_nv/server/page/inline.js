@@ -10,7 +10,7 @@ const SPACE = /\s/;
 const PUNCTUATION = /[\p{P}\p{S}]/u;
 
 // The address of a link, or null for one that is not followed.
-export function address(target) {
+function address(target) {
   if (target.length > MAX_TARGET || !URL.canParse(target)) return null;
   const url = new URL(target);
   return ["http:", "https:", "mailto:"].includes(url.protocol) ? url.href : null;
