@@ -71,6 +71,8 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
         LOG.info(line("ready", url=url(bound_socket, options), model=",".join(names), device=llm.device,
                       pid=os.getpid(),
                       keys=len(keys), seconds=waterfall.total_s))
+        if llm.embedder is None:
+            for runner in llm.runners: runner.follow(_later())
 
     async def main() -> None:
         if isinstance(engine, AsyncEngine): await engine.start()
@@ -142,10 +144,25 @@ def warm_up(llm: LLM, waterfall: Waterfall) -> None:
 
 
 def _warm_up_generation(llm: LLM, progress: Callable[[int, int], None]) -> None:
-    llm.runner.warm_up(progress)
+    if (store := llm.runner.step_store) is not None and store.note:
+        LOG.info(line("prebuilt_steps", used=0, why=store.note))
+    for each in llm.runners: each.warm_up(progress, later=True)
     for temperature in (0.0, 1.0):
         llm.warm_up(replace(llm.defaults, temperature=temperature), 1)
         progress(0, 0)
+
+
+def _later() -> Callable[[int, int], None]:
+    """Logs how far steps are that follow after `ready`, where that takes long."""
+    begun = logged = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal logged
+        now_s = time.monotonic()
+        if done < total and now_s < logged + PROGRESS_S: return
+        logged = now_s
+        LOG.info(line("warm_up_later", done=done, steps=total, seconds=now_s - begun))
+    return progress
 
 
 def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
