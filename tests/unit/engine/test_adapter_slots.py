@@ -122,7 +122,8 @@ def test_what_runs_and_what_waits_is_told():
     assert told.labels == {"max_lora": "2", "running_lora_adapters": "a,b", "waiting_lora_adapters": "a,c"}
     run(core, [])
     assert core.stats().adapters == AdapterUse(2, (), ())
-    assert EngineCore(Slots(64, 4), PagePool(64, 4), EngineConfig(max_seqs=8, max_len=100)).stats().adapters is None
+    without = EngineConfig(max_seqs=8, max_len=100)
+    assert EngineCore(Slots(64, 4), PagePool(64, 4), without).stats().adapters is None
 
 
 def test_an_adapter_for_a_model_that_has_none():
