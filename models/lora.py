@@ -46,13 +46,26 @@ class AdapterMatrices:
     b: np.ndarray
 
 
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a step by slot, as `group_rows` sorts them."""
+    order: Tensor
+    offsets: Tensor
+
+
+class CurrentStep:
+    """The rows of the step that is built now; None outside of one with adapters."""
+    rows: Rows | None = None
+
+
 class LayerAdapters:
     """The adapters of one `Linear`, whose projections are `parts`, in order."""
 
     def __init__(self, parts: tuple[Projection, ...], slots: int, rank: int, dtype: DType,
-                 model: ModelAdapters) -> None:
+                 step: CurrentStep) -> None:
         device, inputs = parts[0].linear.weight.device, parts[0].shape[1]
-        self.parts, self.rank, self.dtype, self.model = parts, rank, dtype, model
+        # no reference to the layer, which has this: a model's tensors are found by walking its attributes
+        self.names, self.rank, self.dtype, self.step = tuple(part.name for part in parts), rank, dtype, step
         self.segments = tuple(part.rows for part in parts)
         self.a = Tensor.empty(slots, len(parts) * rank, inputs, dtype=dtype, device=device)
         self.b = Tensor.empty(slots, rank, sum(self.segments), dtype=dtype, device=device)
@@ -61,14 +74,14 @@ class LayerAdapters:
 
     def added(self, x: Tensor) -> Tensor | None:
         """What adapters add for x (…, in), None outside of a step with adapters."""
-        if (rows := self.model.rows) is None: return None
+        if (rows := self.step.rows) is None: return None
         made = lora_added(x.reshape(-1, x.shape[-1]), self.a, self.b, self.ranks, self.segments, rows.offsets,
                           rows.order)
         return made.reshape(*x.shape[:-1], made.shape[-1])
 
     def write(self, slot: int, matrices: Mapping[str, AdapterMatrices]) -> None:
         """Puts an adapter's matrices in a slot; projections that it has none of get nothing added."""
-        found = {i: matrices[part.name] for i, part in enumerate(self.parts) if part.name in matrices}
+        found = {i: matrices[name] for i, name in enumerate(self.names) if name in matrices}
         if found or slot in self.filled: self._put(slot, found)
         if found: self.filled.add(slot)
         else: self.filled.discard(slot)
@@ -80,7 +93,7 @@ class LayerAdapters:
     def _put(self, slot: int, found: Mapping[int, AdapterMatrices]) -> None:
         kind, first = BITS[self.dtype], 0
         a, b = (np.zeros([int(n) for n in each.shape[1:]], kind) for each in (self.a, self.b))
-        ranks = np.zeros(len(self.parts), np.int32)
+        ranks = np.zeros(len(self.names), np.int32)
         for i, width in enumerate(self.segments):
             if (one := found.get(i)) is not None:
                 ranks[i] = rank = len(one.a)
@@ -91,23 +104,16 @@ class LayerAdapters:
             write(tensor, slot * array.nbytes, array.reshape(-1).data.cast("B"))
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a step by slot, as `group_rows` sorts them."""
-    order: Tensor
-    offsets: Tensor
-
-
 class ModelAdapters:
     """The adapters of a model. Latent attention and experts have none."""
 
     def __init__(self, model: Llama, slots: int, rank: int, dtype: DType) -> None:
         self.slots, self.rank, self.dtype = slots, rank, dtype
-        self.rows: Rows | None = None
+        self.step = CurrentStep()
         self.layers = list[LayerAdapters]()
         for _, found in groupby(adapted(model), key=lambda each: id(each.linear)):
             parts = tuple(found)
-            layer = parts[0].linear.adapters = LayerAdapters(parts, slots, rank, dtype, self)
+            layer = parts[0].linear.adapters = LayerAdapters(parts, slots, rank, dtype, self.step)
             self.layers.append(layer)
         # one mapping: what is read in each step lies in huge pages
         allocate_arena([each for layer in self.layers for each in (layer.a, layer.b, layer.ranks)])
@@ -122,9 +128,9 @@ class ModelAdapters:
     def of_rows(self, slot_of_row: Tensor) -> Iterator[None]:
         """Layers that are built inside add what adapters make of their rows."""
         order, offsets = group_rows(slot_of_row, self.slots + 1)
-        self.rows = Rows(order.contiguous(), offsets.contiguous())
+        self.step.rows = Rows(order.contiguous(), offsets.contiguous())
         try: yield
-        finally: self.rows = None
+        finally: self.step.rows = None
 
 
 def adapted(model: Llama) -> list[Projection]:

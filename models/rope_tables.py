@@ -1,8 +1,12 @@
 """Rope tables on a device, of networks whose layers share some."""
 from __future__ import annotations
 
-from tinygrad import Tensor
+import numpy as np
+from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
+
+from tinygrad_nv.quant.floats import narrow_bfloat16
+from tinygrad_nv.runtime.memory import write
 
 from .paged import RopeTables
 from .rope import RopeConfig, tables
@@ -12,7 +16,15 @@ def rope_tables(ropes: tuple[RopeConfig, ...], rows: int, positions: int, dtype:
                 device: str | None) -> tuple[RopeTables, ...]:
     """Cosines and sines of each rope, (rows, dim/2), rounded to `dtype`, for sequences of up to `positions`
     tokens."""
-    made = [tuple(Tensor(t, device=device).cast(dtype).contiguous() for t in tables(rope, rows, positions))
-            for rope in ropes]
-    if made: Tensor.realize(*(each for pair in made for each in pair))
-    return tuple((cos, sin) for cos, sin in made)
+    def table(values: np.ndarray) -> Tensor:
+        made = Tensor.empty(*values.shape, dtype=dtype, device=device)
+        write(made, 0, np.ascontiguousarray(rounded(values, dtype)).reshape(-1).view(np.uint8).data)
+        return made
+    return tuple((table(cos), table(sin)) for cos, sin in (tables(rope, rows, positions) for rope in ropes))
+
+
+def rounded(values: np.ndarray, dtype: DType) -> np.ndarray:
+    """float32 rounded to nearest, as tinygrad casts; bfloat16 as its bits. (Casting on the device would
+    schedule and compile kernels, a tenth of a second of each start.)"""
+    if dtype is dtypes.bfloat16: return narrow_bfloat16(values)
+    return values.astype({dtypes.float32: np.float32, dtypes.float16: np.float16}[dtype])

@@ -14,7 +14,6 @@ from tinygrad_nv import interrupt
 interrupt.starting()
 
 import importlib
-import importlib.metadata
 import multiprocessing
 import sys
 from importlib.abc import MetaPathFinder
@@ -51,7 +50,9 @@ class _ModelsFinder(MetaPathFinder):
 
 def __getattr__(name: str) -> object:
     """What `LATER` has, loaded when asked for: importing tinygrad_nv stays as fast as tinygrad."""
-    if name == "__version__": return importlib.metadata.version("tinygrad_nv")
+    if name == "__version__":
+        from importlib.metadata import version
+        return version("tinygrad_nv")
     if (module := LATER.get(name)) is not None: return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

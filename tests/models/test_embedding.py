@@ -22,6 +22,7 @@ from tinygrad_nv.models.pooling import Pooling
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.worker.embedding_runner import EmbeddingRunner, step_sizes
 from tinygrad_nv.errors import ModelError, RequestError
+from tinygrad_nv.runtime.programs import Compilations
 
 TEXTS = ragged((7, 1, 20))
 # families whose attention is not that of packed sequences, and what of it
@@ -213,18 +214,26 @@ def test_sizes_of_steps():
 
 
 def test_sizes_that_are_captured(tmp_path: Path):
-    """A warm-up captures few sizes, which serve the others until these come often."""
+    """Without a warm-up a size is captured when it has come often; after one, none is captured any more."""
     save(tmp_path, "BertModel", ENCODERS["Bert"])
     llm = LLM(tmp_path, device="CPU", max_num_batched_tokens=32)
     assert llm.embedder is not None
     runner: EmbeddingRunner = llm.embedder.runner
     assert runner.max_tokens == 66
-    runner.warm_up()
-    assert list(runner.steps) == [8, 32, 96]
+    runner.run([[5] * 48])
     for _ in range(7): runner.run([[5] * 12])
-    assert 16 not in runner.steps
+    assert list(runner.steps) == [48]
     runner.run([[5] * 12])
-    assert 16 in runner.steps
+    assert list(runner.steps) == [48, 16]
+    expected = runner.run([[5] * 20])
+    runner.warm_up()
+    assert (sorted(runner.steps), sorted(runner.token_steps)) == ([8, 16, 32, 48, 96], [8, 16, 96])
+    counted = Compilations()
+    for length in range(1, 67):
+        for _ in range(9 if length == 12 else 1): runner.run([[5] * length])
+        runner.run_tokens([[5] * length])
+    assert counted.since() == 0
+    np.testing.assert_allclose(runner.run([[5] * 20]), expected, rtol=1e-5, atol=1e-6)
     llm.close()
 
 

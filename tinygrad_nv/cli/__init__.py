@@ -7,41 +7,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
+import importlib
 import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tinygrad_nv import interrupt, models
-from tinygrad_nv.cli import (
-    bench as bench_command,
-)
-from tinygrad_nv.cli import (
-    explain as explain_command,
-)
-from tinygrad_nv.cli import (
-    quantize as quantize_command,
-)
-from tinygrad_nv.cli import (
-    run_batch as run_batch_command,
-)
-from tinygrad_nv.cli import (
-    serve as serve_command,
-)
-from tinygrad_nv.cli import (
-    tune as tune_command,
-)
 from tinygrad_nv.cli import vllm_options
 from tinygrad_nv.cli.model_path import found
 from tinygrad_nv.cli.sampling_options import add_sampling_options, token_ids
 from tinygrad_nv.errors import ModelError, NVError, RequestError
-from tinygrad_nv.host import command as host
-from tinygrad_nv.ptx import command as ptx
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
 
 DEFAULT_MODEL = Path(models.__file__).parent / "tales"
+COMMANDS = ("generate", "chat", "serve", "run-batch", "bench", "doctor", "explain", "ptx", "tune", "quantize",
+            "completion")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,8 +63,9 @@ def _main(argv: Sequence[str] | None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """argparse takes all positional arguments from one place; here PROMPT may also follow options that
     follow MODEL."""
-    top = parser()
-    words = bench_command.named(list(sys.argv[1:] if argv is None else argv))
+    words = list(sys.argv[1:] if argv is None else argv)
+    top = parser(words[0] if words and words[0] in COMMANDS else None)
+    if words[:1] == ["bench"]: words = _module("bench").named(words)
     arguments, rest = top.parse_known_args(vllm_options.normal(words))
     options_end = rest.index("--") if "--" in rest else len(rest)
     if rest and (not hasattr(arguments, "words") or any(word.startswith("-") for word in rest[:options_end])):
@@ -112,13 +96,50 @@ def _survive_any_terminal() -> None:
         with contextlib.suppress(AttributeError, ValueError): stream.reconfigure(errors=errors)  # type: ignore[union-attr]
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
+def parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The command line; with `only` that of one command, of which alone modules are loaded."""
     directory = "a model directory, a GGUF file or a hub name (default: the bundled model)"
     top = argparse.ArgumentParser(prog="tinygrad-nv",
                                   description="Run transformers with tinygrad, fast on NVIDIA.")
-    top.add_argument("--version", action="version", version=versions())
+    top.add_argument("--version", action=_Version, nargs=0, help="show versions and exit")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
+    for name in COMMANDS if only is None else [only]: _add(name, commands, directory)
+    for each in commands.choices.values(): each.set_defaults(command=each)
+    return top
+
+
+def _add(name: str, commands: argparse._SubParsersAction[argparse.ArgumentParser], directory: str) -> None:
+    """Adds a command."""
+    match name:
+        case "generate": _add_generate(commands, directory)
+        case "chat": _add_chat(commands, directory)
+        case "serve" | "run-batch":
+            module = _module(name.replace("-", "_"))
+            module.add_command(commands, directory, _add_model_options, _model, _size)
+        case "bench" | "explain":
+            _module(name).add_command(commands, directory, _add_model_options, _model)
+        case "doctor":
+            commands.add_parser("doctor", help="check this machine: what is found, used and missing"
+                                ).set_defaults(run=_doctor)
+        case "ptx":
+            from tinygrad_nv.host import command as host
+            from tinygrad_nv.ptx import command as ptx
+            host.add_command(ptx.add_commands(commands))
+        case "tune": _module(name).add_command(commands)
+        case "quantize": _module(name).add_command(commands, "a model directory")
+        case "completion":
+            completion = commands.add_parser(name, help="a script that completes commands and options")
+            completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="such as: source "
+                                    "<(tinygrad-nv completion bash)")
+            completion.set_defaults(run=_completion)
+
+
+def _module(name: str) -> Any:
+    """The module of a command. (Loading those of all commands takes half a second.)"""
+    return importlib.import_module(f"tinygrad_nv.cli.{name}")
+
+
+def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser], directory: str) -> None:
     generate = commands.add_parser("generate", help="continue a prompt",
                                    usage="%(prog)s [options] [MODEL] PROMPT")
     generate.add_argument("words", nargs="*", metavar="[MODEL] PROMPT",
@@ -130,6 +151,9 @@ def parser() -> argparse.ArgumentParser:
     _add_model_options(generate)
     add_sampling_options(generate, answers=True)
     generate.set_defaults(run=_generate)
+
+
+def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser], directory: str) -> None:
     chat = commands.add_parser("chat", help="talk to a model", usage="%(prog)s [options] [MODEL]")
     chat.add_argument("model", nargs="?", metavar="MODEL", help=directory)
     chat.add_argument("--system", metavar="TEXT", help="a system message")
@@ -138,21 +162,6 @@ def parser() -> argparse.ArgumentParser:
     chat.add_argument("--markdown", action=argparse.BooleanOptionalAction,
                       help="render Markdown (default: on a terminal)")
     chat.set_defaults(run=_chat)
-    serve_command.add_command(commands, directory, _add_model_options, _model, _size)
-    run_batch_command.add_command(commands, directory, _add_model_options, _model, _size)
-    bench_command.add_command(commands, directory, _add_model_options, _model)
-    doctor = commands.add_parser("doctor", help="check this machine: what is found, used and missing")
-    doctor.set_defaults(run=_doctor)
-    explain_command.add_command(commands, directory, _add_model_options, _model)
-    host.add_command(ptx.add_commands(commands))
-    tune_command.add_command(commands)
-    quantize_command.add_command(commands, "a model directory")
-    completion = commands.add_parser("completion", help="a script that completes commands and options")
-    completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="such as: source <(tinygrad-nv "
-                            "completion bash)")
-    completion.set_defaults(run=_completion)
-    for each in commands.choices.values(): each.set_defaults(command=each)
-    return top
 
 
 def _add_model_options(command: argparse.ArgumentParser) -> None:
@@ -179,8 +188,17 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(message) from error
 
 
+class _Version(argparse.Action):
+    """`--version`. (Looking versions up takes 0.1 s, which no other command shall wait for.)"""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(versions())
+        parser.exit()
+
+
 def versions() -> str:
     """Of this package and of tinygrad."""
+    import importlib.metadata
     return " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("tinygrad_nv", "tinygrad"))
 
 

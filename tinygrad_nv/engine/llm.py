@@ -195,8 +195,8 @@ class LLM(GenerationMethods, PoolingMethods):
         """Ends running requests, and frees host memory. Nothing can be generated afterwards."""
         if self.embedder is not None: return self.embedder.close()
         self.engine.close()
-        self.runner.close()
         if self.draft_model is not None: self.draft_model.close()
+        self.runner.close()
         if "grammars" in self.__dict__: self.grammars.close()
 
     def get_metrics(self) -> list[Metric]:
@@ -234,6 +234,12 @@ class LLM(GenerationMethods, PoolingMethods):
             assert self.draft_directory is not None
             models.append(SleepingModel(draft.runner, self.draft_directory, draft.pool.forget_prefixes))
         return Sleeper(self.engine, models)
+
+    @property
+    def runners(self) -> list[ModelRunner]:
+        """That of the model, and that of the draft model, if there is one."""
+        drafts = [] if self.draft_model is None else [self.draft_model.runner]
+        return [self.runner, *(each for each in drafts if isinstance(each, ModelRunner))]
 
     def warm_up(self, params: SamplingParams, prompt_tokens: int) -> None:
         """Compiles and captures what an answer to a prompt of this length needs, by generating one."""

@@ -42,7 +42,7 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(("kv_offloading_size", "kv_offloading_backend"),
                     ((None,), "swap_space is the host memory for pages")),
     "guided_decoding_disable_any_whitespace": ((False,), "whitespace is as docs/structured.md says"),
-    "collect_detailed_traces": ((None,), "no traces are sent"),
+    "collect_detailed_traces": ((None,), "a trace is a span of the whole request"),
     "logprobs_mode": (("raw_logprobs",), "log probabilities are of the model's own logits"),
     "node_rank": ((0,), "a model runs on one device"),
     "enable_mm_embeds": ((False,), "prompts are texts or token ids"),
@@ -62,7 +62,7 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "pooler_config": ((None,), "a model's files say how it pools"),
     "override_pooler_config": ((None,), "a model's files say how it pools"),
     "structured_outputs_config": ((None, {}), "llguidance enforces structured output"),
-    "otlp_traces_endpoint": ((None,), "no traces are sent"),
+    "otlp_traces_endpoint": ((None,), "the server sends traces, and LLM none"),
     "generation_config": (("auto",), "defaults are those of generation_config.json"),
     "guided_decoding_backend": ((None, "auto", "guidance"), "llguidance enforces structured output"),
     "scheduling_policy": (("fcfs", "priority"), "requests run by priority, then in order")}

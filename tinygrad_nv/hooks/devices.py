@@ -128,19 +128,31 @@ def _chosen(theirs: functools.cached_property[str]) -> functools.cached_property
 
 
 def _opening(device: Any) -> Iterator[str]:
-    """tinygrad's devices that open, in its order. Its driver for NVIDIA's GPUs takes half a second to load,
-    which is saved where Linux lists none of them."""
+    """tinygrad's devices that open, in its order. Its drivers of GPUs take up to half a second to load, which
+    is saved where Linux lists no such GPU."""
     for name in ALL_DEVICES:
-        if name == "NV" and sys.platform == "linux" and not _nvidia(): continue
+        if sys.platform == "linux" and _absent(name): continue
         with contextlib.suppress(Exception): yield device[name].device
 
 
-def _nvidia() -> bool:
-    if any(Path("/dev").glob("nvidia*")): return True
-    for vendor in Path("/sys/bus/pci/devices").glob("*/vendor"):
-        with contextlib.suppress(OSError):
-            if vendor.read_text().strip() == "0x10de": return True
+def _absent(name: str, root: Path = Path("/")) -> bool:
+    """Whether Linux lists nothing that the device could be. (CUDA serves below WSL, too: /dev/dxg.)"""
+    def present(*patterns: str) -> bool: return any(any(root.glob(each)) for each in patterns)
+
+    def listed(bus: str, file: str, *vendors: str) -> bool:
+        return any(_line(each) in vendors for each in root.glob(f"sys/bus/{bus}/devices/*/{file}"))
+    match name:
+        case "NV": return not present("dev/nvidia*") and not listed("pci", "vendor", "0x10de")
+        case "CUDA": return _absent("NV", root) and not present("dev/dxg")
+        case "AMD": return not present("dev/kfd") and not listed("pci", "vendor", "0x1002") \
+            and not listed("usb", "idVendor", "add1", "3801")
+        case "QCOM": return not present("dev/kgsl-3d0")
     return False
+
+
+def _line(file: Path) -> str:
+    try: return file.read_text().strip()
+    except OSError: return ""
 
 
 def _first_preferred() -> str | None:

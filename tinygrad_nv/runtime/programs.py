@@ -34,6 +34,7 @@ TABLE = "nv_program_2"  # the number goes up when what is stored changes
 
 
 _read = 0  # programs that this process has from disk
+_elsewhere = 0  # programs that other processes have compiled for this one
 _early: set[tuple[str, str]] = set()  # texts that it has compiled before their schedule was
 
 
@@ -43,8 +44,14 @@ def programs_known() -> int:
 
 
 def programs_compiled() -> int:
-    """How many of them it compiled."""
-    return programs_known() - _read
+    """How many of them it compiled, and those that were compiled for it."""
+    return programs_known() - _read + _elsewhere
+
+
+def count_elsewhere(programs: int) -> None:
+    """Counts programs that another process has compiled for this one."""
+    global _elsewhere
+    _elsewhere += programs
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ gate.py stands in front of all, and says which requests are admitted.
     POST /pooling, /classify, /score, /v1/score, /rerank, /v1/rerank, /v2/rerank, /tokenize, /detokenize
     POST /v1/load_lora_adapter, /v1/unload_lora_adapter
     POST /sleep, /wake_up, GET /is_sleeping
-    GET  /v1/models, /v1/models/{id}, /health, /ping, /load, /version, /metrics, / (the page)
+    GET  /v1/models, /v1/models/{id}, /health, /ping, /load, /version, /tokenizer_info, /metrics, / (the page)
 """
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def application(service: Service) -> ASGIApp:
     handlers = {HTTPException: _refused, APIError: _api_error, ClientDisconnect: _client_gone,
                 Exception: _unexpected}
     app = Starlette(routes=routes, exception_handlers=handlers)
-    return Gate(app, service, (*ANSWERS, *sleeping.PATHS))
+    return Gate(app, service, (*ANSWERS, *sleeping.PATHS, status.TOKENIZER_INFO))
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

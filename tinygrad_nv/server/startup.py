@@ -31,6 +31,7 @@ from tinygrad_nv.server.log import LOG, line, set_up
 from tinygrad_nv.server.metrics import Metrics
 from tinygrad_nv.server.service import CORS, EmbeddingEngineClient, Parsers, Service
 from tinygrad_nv.server.serving import HTTPOptions, Server, bind, serve, url
+from tinygrad_nv.server.tracing import Tracer
 from tinygrad_nv.server.waterfall import Waterfall
 
 PROGRESS_S = 5.0    # between lines about a warm-up
@@ -43,6 +44,8 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     waterfall.mark("import")
     options = http_options(arguments)
     options.check()
+    endpoint = arguments.otlp_traces_endpoint
+    tracer = None if endpoint is None else Tracer.to(endpoint)
     bound_socket, keys = bind(arguments.host, arguments.port), api_keys(arguments)
     if arguments.device: use(arguments.device)
     llm = load(arguments, directory, waterfall)
@@ -58,7 +61,8 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
                       lambda: llm.compilations.since())
     service = Service(engine, llm, names, limits(arguments), metrics, keys, llm.embedder, parsers(arguments),
                       adapters=adapters, cors=cors(arguments),
-                      sleeping=llm if arguments.enable_sleep_mode else None)
+                      sleeping=llm if arguments.enable_sleep_mode else None,
+                      tokenizer_info=arguments.enable_tokenizer_info_endpoint, tracer=tracer)
     LOG.info(capacity_line(llm))
 
     def ready() -> None:
@@ -67,13 +71,17 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
         LOG.info(line("ready", url=url(bound_socket, options), model=",".join(names), device=llm.device,
                       pid=os.getpid(),
                       keys=len(keys), seconds=waterfall.total_s))
+        if llm.embedder is None:
+            for runner in llm.runners: runner.follow(_later())
 
     async def main() -> None:
         if isinstance(engine, AsyncEngine): await engine.start()
         await serve(Server(service, options), [bound_socket], arguments.log_interval, ready)
 
     try: asyncio.run(main())
-    finally: llm.close()
+    finally:
+        llm.close()
+        if tracer is not None: tracer.close()
     LOG.info(line("stopped"))
 
 
@@ -136,10 +144,25 @@ def warm_up(llm: LLM, waterfall: Waterfall) -> None:
 
 
 def _warm_up_generation(llm: LLM, progress: Callable[[int, int], None]) -> None:
-    llm.runner.warm_up(progress)
+    if (store := llm.runner.step_store) is not None and store.note:
+        LOG.info(line("prebuilt_steps", used=0, why=store.note))
+    for each in llm.runners: each.warm_up(progress, later=True)
     for temperature in (0.0, 1.0):
         llm.warm_up(replace(llm.defaults, temperature=temperature), 1)
         progress(0, 0)
+
+
+def _later() -> Callable[[int, int], None]:
+    """Logs how far steps are that follow after `ready`, where that takes long."""
+    begun = logged = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal logged
+        now_s = time.monotonic()
+        if done < total and now_s < logged + PROGRESS_S: return
+        logged = now_s
+        LOG.info(line("warm_up_later", done=done, steps=total, seconds=now_s - begun))
+    return progress
 
 
 def model_options(arguments: argparse.Namespace) -> dict[str, Any]:

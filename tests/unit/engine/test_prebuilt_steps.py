@@ -45,6 +45,16 @@ def test_those_of_other_sources_weights_or_options_are_not(model: Path, monkeypa
     assert prebuilt_steps.read(model, "CPU", FACTS, []) == {}
     monkeypatch.setattr(step_file, "sources", lambda: "others")
     assert prebuilt_steps.read(model, "CPU", FACTS, PLACES) == {}
+    assert "other sources" in prebuilt_steps.why_unused(model, "CPU", FACTS, PLACES)
+
+
+def test_why_they_are_not_used_is_said(model: Path, monkeypatch: pytest.MonkeyPatch):
+    assert prebuilt_steps.why_unused(model, "CPU", FACTS, PLACES) == ""
+    assert prebuilt_steps.why_unused(model.parent, "CPU", FACTS, PLACES) == "", "another model has none"
+    assert prebuilt_steps.why_unused(model, "EMU", FACTS, PLACES) == "the device is EMU"
+    (model / prebuilt_steps.NAME).unlink()
+    assert prebuilt_steps.why_unused(model, "CPU", FACTS, PLACES) == f"there is no {prebuilt_steps.NAME}"
+    assert prebuilt_steps.read(model, "CPU", FACTS, PLACES) == {}
 
 
 @pytest.mark.parametrize(("name", "value", "why"), [

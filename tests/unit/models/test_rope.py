@@ -4,10 +4,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tinygrad.dtype import DType
 from tinygrad_nv.models.config import parse_config
-from tinygrad_nv.models.rope import tables
+from tinygrad_nv.models.rope import RopeConfig, tables
+from tinygrad_nv.models.rope_tables import rope_tables
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from tinygrad_nv import Tensor, dtypes
+
+INTEGERS = {2: dtypes.uint16, 4: dtypes.uint32}
 
 KINDS = {
     "default": {"rope_type": "default"},
@@ -49,3 +55,14 @@ def test_old_and_new_spellings_are_one_configuration():
         "rope_theta": 500000.0, "rope_scaling": {**KINDS["llama3"], "type": "llama3"}}
     assert parse_config({"architectures": ["LlamaForCausalLM"], **old}) == parse_config(
         {"architectures": ["LlamaForCausalLM"], **new})
+
+
+@pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.float16, dtypes.bfloat16])
+def test_tables_are_rounded_as_tinygrad_rounds(dtype: DType):
+    rope = RopeConfig("default", 10000.0, 64, 512)
+    made = rope_tables((rope,), 512, 512, dtype, "CPU")[0]
+    for ours, exact in zip(made, tables(rope, 512), strict=True):
+        theirs = Tensor(exact, device="CPU").cast(dtype)
+        assert (ours.dtype, ours.shape) == (dtype, exact.shape)
+        assert np.array_equal(ours.bitcast(INTEGERS[dtype.itemsize]).numpy(),
+                              theirs.bitcast(INTEGERS[dtype.itemsize]).numpy())

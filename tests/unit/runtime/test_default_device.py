@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tinygrad_nv.hooks import devices
+
 TESTS = Path(__file__).parent
 FAKE = f"""
 import sys; sys.path.insert(0, {str(TESTS)!r})
@@ -65,3 +67,19 @@ with installed() as fake:
     fake.fail("cuDevicePrimaryCtxRetain", "CUDA_ERROR_DEVICE_UNAVAILABLE", times=9)
     print(Device.DEFAULT)
 """) == "CPU"
+
+
+@pytest.mark.parametrize(("file", "text", "device"), [
+    ("dev/nvidia0", "", "NV"), ("sys/bus/pci/devices/0/vendor", "0x10de\n", "NV"), ("dev/dxg", "", "CUDA"),
+    ("dev/nvidiactl", "", "CUDA"), ("dev/kfd", "", "AMD"),
+    ("sys/bus/pci/devices/0/vendor", "0x1002\n", "AMD"),
+    ("sys/bus/usb/devices/0/idVendor", "add1\n", "AMD"), ("dev/kgsl-3d0", "", "QCOM")])
+def test_drivers_of_gpus_that_linux_does_not_list_are_not_loaded(tmp_path: Path, file: str, text: str,
+                                                                 device: str):
+    assert devices._absent(device, tmp_path)
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text("0x8086\n" if text else text)
+    if text: assert devices._absent(device, tmp_path), "another vendor's"
+    (tmp_path / file).write_text(text)
+    assert not devices._absent(device, tmp_path)
+    assert not devices._absent("CPU", tmp_path)

@@ -19,7 +19,7 @@ from pathlib import Path
 from tinygrad.dtype import DType
 
 from tinygrad_nv.engine.core import Executor
-from tinygrad_nv.engine.loading import optional_tokenizer
+from tinygrad_nv.engine.loading import optional_tokenizer, weights_identity
 from tinygrad_nv.engine.memory_planning import token_bytes
 from tinygrad_nv.engine.scheduling.request import DraftRequest, padded
 from tinygrad_nv.engine.scheduling.scheduler_output import (
@@ -190,5 +190,5 @@ class DraftModelFiles:
         weights.load(model, self.directory)
         runner = ModelRunner(model, pages=beside.capacity, page_size=beside.page_size,
                              max_seqs=beside.max_seqs, max_len=length, max_batched_tokens=budget,
-                             thread=beside.thread)
+                             thread=beside.thread, identity=weights_identity(self.directory))
         return DraftModelProposer(runner, PagePool(beside.capacity, beside.page_size), budget, length)

@@ -1,21 +1,24 @@
 """A step as device graphs, captured once and launched without tinygrad.
 
 Protocol: `CapturedStep(step, state, device)` is called like `step`, which takes and returns nothing and
-assigns to tensors it closes over, among them those of `state()`. The first call captures it, as one graph
-where the device has graphs, and runs it. Later calls launch that graph, in a tenth of TinyJit's time. TinyJit
+assigns to tensors it closes over, among them those of `state()`. `prepare` captures it, as one graph where
+the device has graphs, without running it; the first call does so, too. Calls launch that graph, in a tenth
+of TinyJit's time. TinyJit
 launches instead when kernels are observed one by one (DEBUG, PROFILE, `hooks.add_execute`), or the device has
 no graph for the whole step. After an exception, Ctrl-C included, the tensors of `state` are restored, and an
 unfinished capture starts again. A step that `store` has by its `name` is not traced (step_store.py).
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tinygrad import Tensor, TinyJit, UOp
 from tinygrad.engine import realize
-from tinygrad.engine.jit import CapturedJit, GraphRunner
-from tinygrad.helpers import DEBUG, PROFILE, Context
+from tinygrad.engine.jit import CapturedJit, GraphRunner, jit_lower
+from tinygrad.helpers import DEBUG, PROFILE, Context, disable_gc
+from tinygrad.tensor import all_tensors
 from tinygrad.uop.ops import Ops, buffers
 
 from tinygrad_nv import hooks
@@ -26,7 +29,7 @@ from tinygrad_nv.runtime.programs import count_capture
 
 
 class CapturedStep:
-    """`step`, captured on its first call."""
+    """`step`, captured by `prepare` or on its first call."""
 
     def __init__(self, step: Callable[[], None], state: Callable[[], Sequence[Tensor]], device: str,
                  store: StepStore | None = None, name: str = "") -> None:
@@ -39,37 +42,58 @@ class CapturedStep:
             with span("replay"):
                 for graph in self.graphs: graph((), {})
             return
-        state = self.state()
-        before = [tensor.uop for tensor in state]
-        try:
-            if self.jit is None: self._capture()
-            else: self.jit()
-        except BaseException:
-            # a pending assignment that did not run would become part of the next capture
-            for tensor, uop in zip(state, before, strict=True): tensor.uop = uop
-            raise
+        self.prepare()
+        with self._restored(): self.jit()
 
-    def _capture(self) -> None:
-        """TinyJit runs its first call eagerly, for functions with side effects on first use. These steps have
-        none, and the eager run would schedule every kernel a second time (1.5 s of a 4 s start with the
-        bundled model)."""
+    def prepare(self) -> None:
+        """Captures the step, and loads its kernels, but does not run it."""
+        if self.jit is not None: return
         kept = self.store.get(self.name) if self.store is not None else None
-        if kept is None: jit: Any = self._captured()
-        else:
-            jit = type(TinyJit(self.step))(None, CapturedJit(None, kept, [], []))
-            with span("stored step"): jit()
-        self.jit, linear = jit, jit.captured.linear
+        if kept is None:
+            with self._restored(): kept = self._captured()
+        self.jit = type(TinyJit(self.step))(None, CapturedJit(None, kept, [], []))
+        linear = self.jit.captured.linear
         # TinyJit does not put a single kernel into a graph
         if len(linear.src) == 1 and not graph_obstacle(linear, self.device): linear = linear.replace(src=(
             UOp(Ops.CUSTOM_FUNCTION, src=(linear,), arg="graph").call(),))
         if all(call.src[0].op is Ops.CUSTOM_FUNCTION and call.src[0].arg == "graph" for call in linear.src):
             self.graphs = [realize.get_graph_runtime(call.src[0], ()) for call in linear.src]
 
-    def _captured(self) -> Any:
+    def _captured(self) -> UOp:
+        """The schedule of the step. (TinyJit's own capture also runs it, after an eager first call, for
+        functions with side effects on first use. These steps have none, and running each of a large model's
+        takes longer than to capture it.)"""
         existing = frozenset(buffers)
         count_capture()
-        jit = TinyJit(self.step)
-        jit.cnt = 1
-        with span("capture"), Context(JIT_BATCH_SIZE=0): jit()  # 0: all kernels in one graph
-        if self.store is not None: self.store.put(self.name, jit.captured.linear, existing)
-        return jit
+        linears = _Linears()
+        with span("capture"), disable_gc(), Context(JIT_BATCH_SIZE=0):     # 0: all kernels in one graph
+            if realize.capturing: raise RuntimeError("a step is captured while another is")
+            realize.capturing.append(linears)
+            try: self.step()
+            finally: realize.capturing.clear()
+            held = set(buffers) | {u for ref in list(all_tensors) if (tensor := ref()) is not None
+                                   for u in tensor.uop.toposort() if u.op is Ops.BUFFER}
+            linear = jit_lower(UOp(Ops.LINEAR, src=tuple(linears.calls)), held, [])
+        if self.store is not None: self.store.put(self.name, linear, existing)
+        return linear
+
+    @contextlib.contextmanager
+    def _restored(self) -> Iterator[None]:
+        """Restores the state after an exception: a pending assignment that did not run would become part of
+        the next capture."""
+        state = self.state()
+        before = [tensor.uop for tensor in state]
+        try: yield
+        except BaseException:
+            for tensor, uop in zip(state, before, strict=True): tensor.uop = uop
+            raise
+
+
+class _Linears:
+    """What tinygrad schedules during a capture."""
+
+    def __init__(self) -> None: self.calls: list[UOp] = []
+
+    def add_linear(self, linear: UOp, var_vals: dict[str, int]) -> None:
+        """tinygrad calls this in place of running a schedule."""
+        self.calls += linear.src

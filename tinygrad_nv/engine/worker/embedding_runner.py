@@ -3,8 +3,8 @@
 Protocol: `run(texts)` gives the pooled hidden states of one batch, float32 [texts, hidden], and
 `run_tokens(texts)` those of all tokens, one array [tokens, hidden] for each text. Texts lie one
 after the other (models/packed.py), so the only padding is at the end, up to the next of `sizes`. `warm_up`
-captures every fourth power of two; another size is captured when no larger one can serve it, or when it has
-come often. One thread at a time.
+captures sizes that serve all batches, and no other is captured afterwards. Without it a size is captured when
+no larger one can serve it, or when it has come often. One thread at a time.
 """
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from tinygrad_nv.runtime.memory_pool import labelled
 SMALLEST = 8
 CAPTURE_AFTER = 8   # uses of a size before it is captured, if a larger captured one serves it
 MAX_PADDING = 4     # a larger size serves a batch if it has at most so many times its tokens
+AHEAD, AHEAD_TOKENS = 2, 8      # the same of sizes that a warm-up captures, of `run` and of `run_tokens`
 
 
 class Pair(list[int]):
@@ -59,6 +60,7 @@ class EmbeddingRunner:
         self.steps: dict[int, _Step] = {}
         self.token_steps: dict[int, _Step] = {}     # of `run_tokens`
         self.uses = Counter[int]()
+        self.warm = False       # after `warm_up` only captured sizes run
 
     def run(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
         """Pooled hidden states of texts, which have at most `max_tokens` tokens together."""
@@ -67,29 +69,41 @@ class EmbeddingRunner:
 
     def run_tokens(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Hidden states of each token."""
-        size = next(size for size in self.sizes if size >= sum(map(len, texts)))
-        if size not in self.token_steps:
-            self.token_steps[size] = _Step(self.model, size, self._seqs(size), every=True)
-        made = self.token_steps[size](texts).copy()
+        fitting = (size for size in self.sizes if size >= sum(map(len, texts)))
+        size = next(size for size in fitting if not self.warm or size in self.token_steps)
+        made = self._token_step(size)(texts).copy()
         return np.split(made, np.cumsum([len(text) for text in texts]))[:len(texts)]
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Captures sizes that serve all batches. `progress(done, total)` is called for each."""
+        steps = [*((self._step, size) for size in self._ahead(AHEAD)),
+                 *((self._token_step, size) for size in self._ahead(AHEAD_TOKENS))]
+        for done, (step, size) in enumerate(steps):
+            progress(done, len(steps))
+            step(size)([[0]])
+        progress(len(steps), len(steps))
+        self.warm = True
+
+    def _ahead(self, padding: int) -> list[int]:
+        """The largest size, and below each the least that has at most `padding` times fewer tokens."""
         wanted = self.sizes[-1:]
         while wanted[0] > SMALLEST:
-            wanted.insert(0, next(size for size in self.sizes if size * MAX_PADDING >= wanted[0]))
-        for done, size in enumerate(wanted):
-            progress(done, len(wanted))
-            self._step(size)([[0]])
-        progress(len(wanted), len(wanted))
+            wanted.insert(0, next(size for size in self.sizes if size * padding >= wanted[0]))
+        return wanted
 
     def _size(self, tokens: int) -> int:
         """Of the step that runs so many tokens."""
         fitting = [size for size in self.sizes if size >= tokens]
+        if self.warm: return next(size for size in fitting if size in self.steps)
         best = fitting[0]
         self.uses[best] += 1
         if best in self.steps or self.uses[best] >= CAPTURE_AFTER: return best
         return next((size for size in fitting if size in self.steps and size <= MAX_PADDING * best), best)
+
+    def _token_step(self, size: int) -> _Step:
+        if size not in self.token_steps:
+            self.token_steps[size] = _Step(self.model, size, self._seqs(size), every=True)
+        return self.token_steps[size]
 
     def _step(self, size: int) -> _Step:
         if size not in self.steps: self.steps[size] = _Step(self.model, size, self._seqs(size))

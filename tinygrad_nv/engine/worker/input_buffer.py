@@ -60,7 +60,8 @@ class BatchShape:
 
     def has_room_for(self, other: BatchShape) -> bool:
         """Whether a batch of the other shape can be padded to this one."""
-        return not self.direct and self.decode >= other.decode and self.groups >= other.groups \
+        if self.direct: return other.direct and self.decode >= other.decode and self.adapted == other.adapted
+        return self.decode >= other.decode and self.groups >= other.groups \
             and self.samples >= other.samples and self.adapted == other.adapted
 
     @staticmethod

@@ -18,12 +18,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-from tinygrad import Device, Tensor, dtypes
+from tinygrad import Device, Tensor
 from tinygrad.device import Buffer
 
 from tinygrad_nv.engine.lora.peft import Adapter
@@ -37,31 +37,38 @@ from tinygrad_nv.engine.worker.input_buffer import (
     BatchShape,
     HostBlockTables,
     InputBuffer,
-    InputField,
     InputLayout,
     next_power_of_two,
     table_names,
     write_batch,
 )
 from tinygrad_nv.engine.worker.kv_cache_dtype import cache_scales, require_scales, resolve_kv_cache_dtype
+from tinygrad_nv.engine.worker.mask_buffer import MaskBuffer
 from tinygrad_nv.engine.worker.output_buffer import OutputBuffer
 from tinygrad_nv.engine.worker.sampler import SamplerState, count_tokens, next_tokens
 from tinygrad_nv.engine.worker.step_store import StepStore, named_buffers
+from tinygrad_nv.engine.worker.warm_up import (
+    EVERY,
+    LEVELS,
+    Job,
+    Progress,
+    WarmUp,
+    default_jobs,
+    with_samplers,
+)
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.kvcache.groups import CacheGroups, one_group
 from tinygrad_nv.kvcache.store import PageStore
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.lora import ModelAdapters
 from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
+from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.memory_pool import labelled
 from tinygrad_nv.runtime.observe.ranges import layer, span
 from tinygrad_nv.tile.decode.spec import BYTES
 
 CAPTURE_AFTER = 8   # uses of a shape before it is captured, if a larger captured shape serves it
 MAX_PADDING = 4     # a larger shape serves a batch if it has at most so many times its tokens
-# filters of samplers that are captured ahead: a batch uses the first that has all of its own
-LEVELS = (Filters(), Filters(draw=True), Filters(draw=True, top_k=True, top_p=True),
-          Filters(**dict.fromkeys((each.name for each in fields(Filters)), True)))
 T = TypeVar("T")
 
 
@@ -110,16 +117,19 @@ class ModelRunner:
         self.slot_filters = SlotFilters(max_seqs)
         facts = (identity, model.config, model.dtype, model.int8_inputs, model.rope_rows, pages, page_size,
                  max_seqs, self.max_len, self.max_shape, self.groups, dtype)
-        self.facts: tuple[object, ...] = facts
-        # steps with adapters are captured anew: what an adapter's slot holds is no fact of these
-        kept = bool(identity) and adapters is None
-        self.step_store = StepStore.open(facts, self.device, self._buffers, directory) if kept else None
+        # what the slots of adapters hold is no fact: steps read it from memory
+        room = () if adapters is None else (adapters.slots, adapters.rank, adapters.dtype)
+        self.facts: tuple[object, ...] = *facts, *room
+        self.step_store = None
+        if identity: self.step_store = StepStore.open(self.facts, self.device, self._buffers, directory)
         self.steps: dict[BatchShape, tuple[InputLayout, CapturedStep]] = {}
         self.samplers: dict[tuple[int, Filters], CapturedStep] = {}
         self.uncaptured: Counter[BatchShape] = Counter()   # uses of shapes that are not captured
         self.warm = False       # after `warm_up` only captured shapes and samplers run
+        self.ahead: WarmUp | None = None
+        self.forks = self.device == "CPU"   # a GPU's driver does not run in a fork
         self.failed: BaseException | None = None
-        self.thread = thread or ThreadPoolExecutor(1, "nv-device")
+        self.thread, self.shares = thread or ThreadPoolExecutor(1, "nv-device"), thread is not None
 
     def _max_shape(self, tokens: int) -> BatchShape:
         """The largest shape: every prefill may pad its last group."""
@@ -140,64 +150,59 @@ class ModelRunner:
                    output: Sequence[int] = ()) -> None:
         """Assigns `slot` to a sequence, from the next batch on. `prompt` and `output` count for penalties."""
         self.slot_filters.start_slot(slot, params.filters)
-        self._defer(lambda: self.sampler_state.start_slot(slot, params, seed, prompt, output))
+        self.defer(lambda: self.sampler_state.start_slot(slot, params, seed, prompt, output))
 
     def fork(self, source: int, slot: int, params: SamplingParams, seed: int) -> None:
         """Assigns `slot` to a copy of the sequence in `source`, with another seed, from the next batch on. It
         continues with the last token of `source`."""
         self.slot_filters.start_slot(slot, params.filters)
-        self._defer(lambda: self._fork(source, slot, params, seed))
+        self.defer(lambda: self._fork(source, slot, params, seed))
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         """Puts an adapter into an adapter slot, for the next batch on."""
         adapters = self.adapters
         assert adapters is not None, "the model is served without adapters"
-        self._defer(lambda: adapters.write(slot, adapter.matrices))
+        self.defer(lambda: adapters.write(slot, adapter.matrices))
 
-    def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None,
-                shapes: Iterable[BatchShape] | None = None) -> None:
-        """Captures these shapes (`default_shapes` if None) and samplers, and calls `progress(done, total)`
-        for each."""
-        shapes_to_capture = list(shapes) if shapes is not None else self.default_shapes()
-        for done, shape in enumerate(shapes_to_capture):
-            progress(done, len(shapes_to_capture))
-            self._run_now(lambda shape=shape: self._warm_up_shape(shape))  # type: ignore[misc]
-        progress(len(shapes_to_capture), len(shapes_to_capture))
+    def warm_up(self, progress: Progress = lambda done, total: None,
+                shapes: Iterable[BatchShape] | None = None, later: bool = False) -> None:
+        """Captures what every load needs (`jobs`), or these shapes with their samplers, and calls
+        `progress(done, total)` for each. `later`: only what has room for every batch, and `follow` the rest
+        (warm_up.py)."""
+        first, others = self.jobs if shapes is None else (with_samplers(shapes), [])
+        self.ahead = WarmUp(self, first, others) if later else WarmUp(self, [*first, *others], [])
+        self.ahead(progress)
         self.warm = shapes is None
-        if self.step_store is not None: self._run_now(self.step_store.save)
+        if self.step_store is not None and not later: self.run_now(self.step_store.save)
 
-    def default_shapes(self) -> list[BatchShape]:
-        """Shapes that every load needs: decodes of each size, prompt chunks alone, and prompt chunks beside
-        few and many decodes, of sizes that also serve those between. The last has room for every batch."""
-        decode = [BatchShape.at_least(1 << i, 0, 0, True)
-                  for i in range((self.max_seqs - 1).bit_length() + 1)]
-        largest = self.max_shape
-        whole = -(-self.max_batched_tokens // GROUP)    # groups of a step without decodes
-        chunks = [BatchShape.at_least(0, groups, 1, False)
-                  for groups in (1, 2, 4, 8, 16, 32, 64, 128) if groups < whole]
-        rows = sorted({min(each, self.max_seqs) for each in (GROUP, 4 * GROUP, self.max_seqs)})
-        beside = [BatchShape.at_least(count, groups, 2 * count, False)
-                  for count in rows for groups in (3, 15) if groups < whole]
-        beside += [replace(BatchShape.at_least(count, 1, 2 * count, False), groups=whole) for count in rows]
-        if self.verifies: beside = [replace(each, samples=largest.samples) for each in beside]
-        made = list(dict.fromkeys([*decode, *chunks, *beside]))
-        return made + [replace(each, adapted=True) for each in made if self.adapters is not None]
+    def follow(self, progress: Progress) -> None:
+        """Prepares what `warm_up` has left for later, while batches run."""
+        if self.ahead is not None: self.ahead.follow(progress)
+
+    @property
+    def jobs(self) -> tuple[list[Job], list[Job]]:
+        """Steps and samplers that are captured ahead."""
+        return default_jobs(self.max_seqs, self.max_batched_tokens, self.max_shape, self.verifies,
+                            self.adapters is not None)
 
     def discard_cache(self) -> None:
         """Gives the memory of the KV cache back, after what was launched."""
         self._run_now(self.store.discard)
 
     def close(self) -> None:
-        """Waits for launched batches, and frees page-locked memory."""
-        if self.step_store is not None: self._run_now(self.step_store.save)
-        self.thread.shutdown()
+        """Waits for launched batches, and frees page-locked memory. Runners that share the thread of this one
+        are closed before."""
+        if self.ahead is not None: self.ahead.close()
+        if self.step_store is not None: self.run_now(self.step_store.save)
+        if self.shares: self.run_now(lambda: None)
+        else: self.thread.shutdown()
         for each in (self.output_buffer, self.input_buffer, self.masks, self.store): each.close()
 
     # **** on the runner's thread ****
 
-    def _defer(self, task: Callable[[], None]) -> None: self.thread.submit(self._run_deferred, task)
+    def defer(self, task: Callable[[], None]) -> None: self.thread.submit(self._run_deferred, task)
 
-    def _run_now(self, task: Callable[[], T]) -> T: return self.thread.submit(task).result()
+    def run_now(self, task: Callable[[], T]) -> T: return self.thread.submit(task).result()
 
     def _run_deferred(self, task: Callable[[], None]) -> None:
         try: task()
@@ -220,7 +225,8 @@ class ModelRunner:
     def _run(self, batch: SchedulerOutput, filters: Filters) -> int:
         """Queues a step. Returns the number of samples of its shape."""
         shape = self._choose_shape(BatchShape.of(batch))
-        if self.warm: filters = next(each for each in LEVELS if each | filters == each)
+        if self.warm: filters = next(each for each in LEVELS if each | filters == each
+                                     and (shape.samples, each) in self.samplers)
         layout, step = self._step(shape)
         with span(f"step {shape}"):
             write_batch(self.input_buffer.open(), layout, batch, self.tables, self.output_buffer.last_token)
@@ -242,16 +248,33 @@ class ModelRunner:
                   and (self.warm or each.num_tokens <= MAX_PADDING * shape.num_tokens)]
         return min(larger, key=lambda each: (each.num_tokens, each.samples), default=shape)
 
-    def _warm_up_shape(self, shape: BatchShape) -> None:
-        layout, step = self._step(shape)
-        write_batch(self.input_buffer.open(), layout, SchedulerOutput(()), self.tables,
-                    self.output_buffer.last_token)
-        self.input_buffer.send(layout.num_words)
-        step()
-        for filters in LEVELS:
-            if (shape.samples, filters) in self.samplers: continue
-            if filters.mask: self.masks.send(SchedulerOutput(()), shape.samples)
-            self._sampler(shape.samples, filters)()
+    def prepare(self, job: Job) -> None:
+        """Captures a step or a sampler, or reads it, and loads its kernels. A GPU also runs it, as its driver
+        loads them then."""
+        if isinstance(job, tuple):
+            made = self._sampler(*job)
+            if job[1].mask: self.masks.send(SchedulerOutput(()), job[0])
+        else:
+            layout, made = self._step(job)
+            write_batch(self.input_buffer.open(), layout, SchedulerOutput(()), self.tables,
+                        self.output_buffer.last_token)
+            self.input_buffer.send(layout.num_words)
+        try:
+            made.prepare()
+            if isinstance(Device[self.device], NVDevice): made()
+        except BaseException:   # no batch shall choose it
+            if isinstance(job, tuple): del self.samplers[job]
+            else: del self.steps[job]
+            raise
+
+    def job_name(self, job: Job) -> str:
+        """The name of a step or a sampler in the store."""
+        if isinstance(job, tuple): return f"sampler {job[0]} {job[1]}"
+        return f"step {job}, {job.direct}"
+
+    def samples(self, samples: int) -> bool:
+        """Whether there are samplers for all filters of so many samples."""
+        return all((samples, filters) in self.samplers for filters in EVERY)
 
     def _step(self, shape: BatchShape) -> tuple[InputLayout, CapturedStep]:
         if shape not in self.steps:
@@ -261,7 +284,7 @@ class ModelRunner:
                                    "lower the token budget")
             inputs = self.input_buffer.tensors(layout.fields)
             self.output_buffer.logits(shape.samples)    # memory of the step, also of one that is not traced
-            self.steps[shape] = layout, self._capture(f"step {shape}, {shape.direct}",
+            self.steps[shape] = layout, self._capture(self.job_name(shape),
                                                       lambda: self._compute(shape, inputs))
         return self.steps[shape]
 
@@ -276,7 +299,7 @@ class ModelRunner:
             self.output_buffer.logits(samples)
             if filters.mask: inputs |= self.masks.tensors(samples)
             self.sampler_state.allocate(filters)
-            self.samplers[samples, filters] = self._capture(f"sampler {samples} {filters}",
+            self.samplers[samples, filters] = self._capture(self.job_name((samples, filters)),
                                                             lambda: self._sample(samples, filters, inputs))
         return self.samplers[samples, filters]
 
@@ -315,9 +338,14 @@ class ModelRunner:
     def _buffers(self) -> dict[str, Buffer]:
         """The memory that outlives steps, by name."""
         masks = {} if self.masks.buffer is None else {"masks": self.masks.buffer.region}
+        return {**self._weights_and_pages, **named_buffers(state=self.sampler_state, **masks,
+                                                           **self.output_buffer.memory())}
+
+    @cached_property
+    def _weights_and_pages(self) -> dict[str, Buffer]:
+        """Those that stay the same, of which a model has many."""
         return named_buffers(model=self.model, rope=self.model.rope_tables, cache=self.store.cache,
-                             state=self.sampler_state, inputs=self.input_buffer.region, **masks,
-                             **self.output_buffer.memory())
+                             inputs=self.input_buffer.region)
 
 
 class SlotFilters:
@@ -346,33 +374,3 @@ class SlotFilters:
             for kind in slot_filters: made |= self.distinct[kind]
             self.combined[key] = made
         return made
-
-
-class MaskBuffer:
-    """Token masks of samples, allocated on the device with the first batch that has one."""
-
-    def __init__(self, device: str, samples: int, vocab_size: int) -> None:
-        self.device, self.samples, self.words = device, samples, -(-vocab_size // 32)
-        self.buffer: InputBuffer | None = None
-
-    def tensors(self, samples: int) -> dict[str, Tensor]:
-        """uint32 [samples, ⌈vocab / 32⌉]."""
-        return self._open().tensors([InputField("masks", (samples, self.words), 0)], dtypes.uint32)
-
-    def send(self, batch: SchedulerOutput, samples: int) -> None:
-        """Uploads the token masks of a batch; a sample without one allows every token."""
-        buffer = self._open()
-        into = buffer.open()[:samples * self.words].view(np.uint32).reshape(samples, self.words)
-        given = [sample.mask for seq in batch.seqs for sample in seq.samples]
-        for i in range(samples):
-            mask = given[i] if i < len(given) else None
-            into[i] = 0xFFFFFFFF if mask is None else mask
-        buffer.send(samples * self.words)
-
-    def _open(self) -> InputBuffer:
-        if self.buffer is None: self.buffer = InputBuffer(self.device, self.samples * self.words)
-        return self.buffer
-
-    def close(self) -> None:
-        """Frees page-locked memory."""
-        if self.buffer is not None: self.buffer.close()

@@ -1,9 +1,9 @@
 """Captured steps that come with a model, for a common processor.
 
 Protocol: `read(model, …)` gives the steps of `steps-x86-64-v3.xz` in the bundled model's directory (no other
-model's: such a file is code), where they are of these sources, this model and these facts, and where this
-machine runs them: an x86-64 of level 3 with Linux, every setting that changes kernels at its default, and no
-compiler that was asked for by name (CC). The file begins with its key, so one of other sources is not used.
+model's: such a file is code), and none where `why_unused` says why: they must be of these sources, this model
+and these facts, and this machine must run them, an x86-64 of level 3 with Linux, with every setting that
+changes kernels at its default, and no compiler that was asked for by name (CC). The file begins with its key.
 `python -m tinygrad_nv.engine.prebuild` writes it.
 
 Kernels are called in `PARTS` parts: threads beyond these have nothing to do, and fewer take turns. A model
@@ -56,14 +56,23 @@ def why_not(device: str) -> str:
     return "schedules were tuned" if database.state()[1] is not None else ""
 
 
+def why_unused(model: Path, device: str, facts: Iterable[object], places: object) -> str:
+    """Why steps that come with the bundled model are captured instead; "" where they are used, and of any
+    other model."""
+    if model.resolve() != BUNDLED: return ""
+    if (why := why_not(device)): return why
+    try:
+        with (model / NAME).open("rb") as file: found = file.read(KEY_BYTES).decode(errors="replace")
+    except OSError: return f"there is no {NAME}"
+    return "" if found == key(facts, places) else f"{NAME} is of other sources, weights or options"
+
+
 def read(model: Path, device: str, facts: Iterable[object], places: object) -> dict[str, UOp]:
-    """The steps of the bundled model; none where the file is absent, of other sources, or not for this
-    machine, and of any other model: unpickling a file runs what it says."""
-    file = model / NAME
-    if model.resolve() != BUNDLED or not file.is_file() or why_not(device): return {}
-    data = file.read_bytes()
-    if data[:KEY_BYTES].decode(errors="replace") != key(facts, places): return {}
-    return step_file.loads(data[KEY_BYTES:])
+    """The steps of the bundled model; none where they are not used, and of any other model: unpickling a file
+    runs what it says."""
+    facts = list(facts)
+    if model.resolve() != BUNDLED or why_unused(model, device, facts, places): return {}
+    return step_file.loads((model / NAME).read_bytes()[KEY_BYTES:])
 
 
 def write(file: Path, steps: dict[str, UOp], facts: Iterable[object], places: object) -> None:

@@ -7,8 +7,8 @@ import io
 import lzma
 import os
 import pickle
+from collections.abc import Iterator
 from importlib import resources
-from pathlib import Path
 
 from tinygrad.uop.ops import UOp
 
@@ -28,14 +28,20 @@ def sources() -> str:
     """A hash of the package's sources that make steps, and of tinygrad's version."""
     made = hashlib.sha256(hooks.TINYGRAD_VERSION.encode())
     for package in ("tinygrad_nv", "tinygrad_nv.models"):
-        root = Path(str(resources.files(package)))
-        for folder, inner, files in os.walk(root):
-            inner[:] = sorted(each for each in inner if each not in OTHER)
-            for file in sorted(files):
-                if not file.endswith((".py", ".h", ".c")): continue
-                made.update(f"{package}/{Path(folder, file).relative_to(root)}\0".encode())
-                made.update(Path(folder, file).read_bytes())
+        for name, file in _files(str(resources.files(package))):
+            made.update(f"{package}/{name}\0".encode())
+            with open(file, "rb", buffering=0) as opened: made.update(opened.read())
     return made.hexdigest()
+
+
+def _files(root: str) -> Iterator[tuple[str, str]]:
+    """Sources below a directory, as names in it and paths. (Strings, not Paths: hundreds of files, of which
+    every start reads all.)"""
+    for folder, inner, files in os.walk(root):
+        inner[:] = sorted(each for each in inner if each not in OTHER)
+        for file in sorted(files):
+            path = f"{folder}/{file}"
+            if file.endswith((".py", ".h", ".c")): yield path[len(root) + 1:], path
 
 
 def loads(data: bytes) -> dict[str, UOp]:

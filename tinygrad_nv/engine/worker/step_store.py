@@ -56,6 +56,7 @@ class StepStore:
         except OSError: self.steps = {}
         if not self.steps: self.steps = prebuilt()
         self.changed = False
+        self.note = ""      # why steps that came with the model were not used
 
     @staticmethod
     def open(facts: Iterable[object], device: str, tensors: Callable[[], Mapping[str, Buffer]],
@@ -69,7 +70,10 @@ class StepStore:
         key = hashlib.sha256("\0".join(words).encode()).hexdigest()[:32]
         def prebuilt() -> dict[str, UOp]:
             return {} if model is None else prebuilt_steps.read(model, device, facts, places)
-        return StepStore(cache.named() / "steps" / f"{key}.xz", device, tensors, prebuilt)
+        made = StepStore(cache.named() / "steps" / f"{key}.xz", device, tensors, prebuilt)
+        if not made.steps and model is not None:
+            made.note = prebuilt_steps.why_unused(model, device, facts, places)
+        return made
 
     def get(self, name: str) -> UOp | None:
         """The schedule of a step over the memory of this process; None if it is not kept."""
@@ -93,7 +97,11 @@ class StepStore:
         programs = {call.src[0]: _slim(call.src[0]) for call in _calls(linear)}
         if any(made is None for made in programs.values()): return
         marks = {u: UOp(Ops.NOOP, u.dtype, tag=at) for u, at in places.items()}
-        self.steps[name] = _over(linear, marks, programs)
+        self.add(name, _over(linear, marks, programs))
+
+    def add(self, name: str, step: UOp) -> None:
+        """Keeps a step that `put` has made, here or in another process."""
+        self.steps[name] = step
         self.changed = True
 
     def save(self) -> None:

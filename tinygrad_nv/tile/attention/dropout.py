@@ -36,9 +36,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tinygrad_nv.ptx.builder import Kernel, Value
+if TYPE_CHECKING:  # no kernel for a CPU needs it
+    from tinygrad_nv.ptx.builder import Kernel, Value
+    Counter = list[Value | None]
 from tinygrad_nv.tile.attention.spec import EVERY
 
 ROUNDS = 10
@@ -76,7 +78,6 @@ def keeps(row: Any, column: Any, matrix: Any, seed: Sequence[Any], kept: int) ->
 
 # **** in a kernel ****
 
-Counter = list[Value | None]
 
 
 @dataclass

@@ -1,0 +1,214 @@
+"""Steps and samplers that are captured ahead: which, in which order, and in which process.
+
+Protocol: `default_jobs(…)` are all that a load needs, first those that have room for every batch.
+`WarmUp(runner, first, others)(progress)` prepares the first and returns: a batch then runs in the smallest
+step that is there. `follow(progress)` prepares the others while the engine serves, one at a time between
+batches. Steps that are kept on disk (step_store.py) are read. The others are captured, here and in a fork
+(step_process.py), which takes its share of the first and all of the others, so that no request waits for a
+capture. Where there is no fork (a GPU, steps that are not kept) all are captured here, before the call
+returns. `close` ends the fork.
+"""
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import fields, replace
+from functools import partial
+from queue import SimpleQueue
+from typing import Protocol, TypeVar
+
+from tinygrad.helpers import PARALLEL, Context
+
+from tinygrad_nv.engine.sampling import Filters
+from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, max_prompt_logits
+from tinygrad_nv.engine.worker.input_buffer import BatchShape, next_power_of_two
+from tinygrad_nv.engine.worker.step_process import Made, NumberQueue, StepProcess
+from tinygrad_nv.engine.worker.step_store import StepStore
+from tinygrad_nv.runtime.programs import count_elsewhere, programs_compiled
+
+# a step; or a sampler, by its number of samples and its filters
+Job = BatchShape | tuple[int, Filters]
+Progress = Callable[[int, int], None]
+T = TypeVar("T")
+
+
+class Runner(Protocol):
+    """What a warm-up asks of the model runner. `prepare` is called on its thread, by way of `run_now`, which
+    waits, or of `defer`, behind batches that wait by now. `forks`: steps may be captured in a fork."""
+    step_store: StepStore | None
+    forks: bool
+
+    def prepare(self, job: Job) -> None: ...
+    def job_name(self, job: Job) -> str: ...
+    def samples(self, samples: int) -> bool: ...
+    def run_now(self, task: Callable[[], T]) -> T: ...
+    def defer(self, task: Callable[[], None]) -> None: ...
+
+
+# filters of samplers that are captured ahead: a batch uses the first that has all of its own
+LEVELS = (Filters(), Filters(draw=True), Filters(draw=True, top_k=True, top_p=True),
+          Filters(**dict.fromkeys((each.name for each in fields(Filters)), True)))
+EVERY = (LEVELS[0], LEVELS[-1])     # these serve every batch
+
+
+def default_jobs(max_seqs: int, max_batched_tokens: int, largest: BatchShape, verifies: bool,
+                 adapters: bool) -> tuple[list[Job], list[Job]]:
+    """What every load needs. The first have room for every batch: decodes of one sequence and of all, a short
+    prompt beside a few decodes, and the largest step. The others are decodes of each power of two, prompt
+    chunks alone, and prompt chunks beside few and many decodes, of sizes that also serve those between."""
+    decode = [BatchShape.at_least(1 << i, 0, 0, True) for i in range((max_seqs - 1).bit_length() + 1)]
+    whole = -(-max_batched_tokens // GROUP)     # groups of a step without decodes
+    chunks = [BatchShape.at_least(0, groups, 1, False)
+              for groups in (1, 2, 4, 8, 16, 32, 64, 128) if groups < whole]
+    rows = sorted({min(each, max_seqs) for each in (GROUP, 4 * GROUP, max_seqs)})
+    beside = [BatchShape.at_least(count, groups, 2 * count, False)
+              for count in rows for groups in (3, 15) if groups < whole]
+    beside += [replace(BatchShape.at_least(count, 1, 2 * count, False), groups=whole) for count in rows]
+    if verifies: beside = [replace(each, samples=largest.samples) for each in beside]
+    # a short prompt, with the samplers of all decodes; and all that a step may have
+    short = replace(beside[0], samples=max(beside[0].samples, decode[-1].samples))
+    most = next_power_of_two(max_seqs + max_prompt_logits(max_seqs))
+    room = replace(beside[-1], samples=max(beside[-1].samples, most))
+    first = list(dict.fromkeys([decode[0], short, decode[-1], room]))
+    others = [each for each in dict.fromkeys([*decode, *chunks, *beside]) if each not in first]
+    for shapes in (first, others):
+        if adapters: shapes += [replace(each, adapted=True) for each in shapes]
+    sizes = dict.fromkeys(each.samples for each in first)
+    before: list[Job] = [*first, *((size, each) for size in sizes for each in EVERY)]     # the longest first
+    return before, [job for job in with_samplers([*first, *others]) if job not in before]
+
+
+def with_samplers(shapes: Iterable[BatchShape]) -> list[Job]:
+    """Steps, each behind its samplers."""
+    jobs: dict[Job, None] = {}
+    for shape in shapes: jobs |= dict.fromkeys((*((shape.samples, each) for each in LEVELS), shape))
+    return list(jobs)
+
+
+class WarmUp:
+    """The warm-up of a runner."""
+
+    def __init__(self, runner: Runner, first: list[Job], others: list[Job]) -> None:
+        self.runner, self.first, self.others = runner, first, others
+        self.theirs, self.mine = list[Job](), 0     # captured by the fork alone; how many by both
+        self.process: StepProcess | None = None
+        self.threads: list[threading.Thread] = []
+        self.made: SimpleQueue[Made | None] = SimpleQueue()   # what the fork sends
+        self.done = 0
+
+    def __call__(self, progress: Progress) -> None:
+        """Prepares the first."""
+        mine, self.theirs = self._missing(self.first), self._missing(self.others)
+        self.mine = len(mine)
+        numbers = NumberQueue(len(mine))
+        if self.others and (mine or self.theirs): self._fork(numbers, [*mine, *self.theirs], len(mine))
+        if self.process is None and self.theirs:    # captured now: nothing is captured beside requests
+            numbers.close()
+            mine, self.first, self.others = [*mine, *self.theirs], [*self.first, *self.others], []
+            numbers = NumberQueue(len(mine))
+        progress(0, len(self.first))
+
+        def count() -> None:
+            self.done += 1
+            # what the fork has sent may be of those that follow
+            progress(min(self.done + self.made.qsize(), len(self.first)), len(self.first))
+        for job in self.first:
+            if job in mine: continue
+            self._now(job)
+            count()
+        left = dict(enumerate(mine))
+        while (number := numbers.take()) is not None:
+            self._now(left.pop(number))
+            count()
+        numbers.close()
+        while left and self.process is not None:
+            if (made := self.made.get()) is None:   # the fork died: what it had is captured here
+                self.made.put(None)     # for `follow`
+                break
+            count_elsewhere(made.compiled)
+            self.runner.run_now(partial(self._adopt, left.pop(made.number), made))
+            count()
+        for job in left.values():
+            self._now(job)
+            count()
+
+    def follow(self, progress: Progress) -> None:
+        """Prepares the others on the runner's thread. Returns at once."""
+        here, total = deque(job for job in self.others if job not in self.theirs), len(self.others)
+        done = 0
+
+        def count() -> None:
+            nonlocal done
+            done += 1
+            progress(done, total)
+
+        def read() -> None:
+            # batches run in larger steps, if it does not get its memory
+            with contextlib.suppress(Exception): self.runner.prepare(here.popleft())
+            count()
+            if here: self.runner.defer(read)    # behind batches that wait by now
+
+        def adopt(made: Made) -> None:
+            job = self.theirs[made.number - self.mine]
+            # a step comes after its samplers, and is of no use without them
+            if made.step is not None and (isinstance(job, tuple) or self.runner.samples(job.samples)):
+                with contextlib.suppress(Exception): self._adopt(job, made)
+            count()
+
+        def listen(process: StepProcess) -> None:
+            while (made := self.made.get()) is not None: self.runner.defer(partial(adopt, made))
+            process.close()
+            self.runner.run_now(lambda: None)   # after the last
+            if self.runner.step_store is not None: self.runner.step_store.save()
+        if here: self.runner.defer(read)
+        if self.process is not None: self._start(partial(listen, self.process))
+
+    def close(self) -> None:
+        """Ends what is left to be done."""
+        if self.process is not None: self.process.close()
+        for thread in self.threads: thread.join()
+
+    # **** this process ****
+
+    def _missing(self, jobs: list[Job]) -> list[Job]:
+        store = self.runner.step_store
+        return [job for job in jobs if store is None or self.runner.job_name(job) not in store.steps]
+
+    def _now(self, job: Job) -> None:
+        def prepare() -> None:
+            # a core is the fork's: no other processes that compile
+            with Context(PARALLEL=PARALLEL.value if self.process is None else 0): self.runner.prepare(job)
+        self.runner.run_now(prepare)
+
+    def _adopt(self, job: Job, made: Made) -> None:
+        """Prepares what the fork has captured; what could not be kept is captured here."""
+        store = self.runner.step_store
+        assert store is not None
+        if made.step is not None: store.add(self.runner.job_name(job), made.step)
+        self.runner.prepare(job)
+
+    # **** the fork ****
+
+    def _fork(self, numbers: NumberQueue, jobs: list[Job], first: int) -> None:
+        """Forks where steps can be handed over."""
+        runner, store = self.runner, self.runner.step_store
+        if store is None or not runner.forks: return
+
+        def capture(number: int) -> Made:
+            before = programs_compiled()
+            with Context(PARALLEL=0): runner.prepare(jobs[number])
+            return Made(number, store.steps.get(runner.job_name(jobs[number])), programs_compiled() - before)
+        later = range(first, len(jobs))
+        self.process = process = runner.run_now(lambda: StepProcess.start(numbers, later, capture))
+        if process is None: return
+
+        def receive() -> None:
+            while (made := process.receive()) is not None: self.made.put(made)
+            self.made.put(None)
+        self._start(receive)
+
+    def _start(self, task: Callable[[], None]) -> None:
+        self.threads.append(thread := threading.Thread(target=task, name="nv-warm-up", daemon=True))
+        thread.start()
