@@ -187,7 +187,7 @@ class ModelRunner:
 
     def discard_cache(self) -> None:
         """Gives the memory of the KV cache back, after what was launched."""
-        self._run_now(self.store.discard)
+        self.run_now(self.store.discard)
 
     def close(self) -> None:
         """Waits for launched batches, and frees page-locked memory. Runners that share the thread of this one
