@@ -26,7 +26,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv.functional import group_rows, lora_added
-from tinygrad_nv.runtime.memory import allocate, write
+from tinygrad_nv.runtime.memory import allocate_arena, write
 
 from .attention import Attention
 from .llama import Llama
@@ -70,9 +70,7 @@ class LayerAdapters:
         self.a = Tensor.empty(slots, len(parts) * rank, inputs, dtype=dtype, device=device)
         self.b = Tensor.empty(slots, rank, sum(self.segments), dtype=dtype, device=device)
         self.ranks = Tensor.empty(slots, len(parts), dtype=dtypes.int32, device=device)
-        for each in (self.a, self.b, self.ranks): allocate(each)
         self.filled = set[int]()    # slots whose matrices are not 0
-        for slot in range(slots): self._put(slot, {})
 
     def added(self, x: Tensor) -> Tensor | None:
         """What adapters add for x (…, in), None outside of a step with adapters."""
@@ -87,6 +85,10 @@ class LayerAdapters:
         if found or slot in self.filled: self._put(slot, found)
         if found: self.filled.add(slot)
         else: self.filled.discard(slot)
+
+    def clear(self, slot: int) -> None:
+        """Fills a slot with zeros."""
+        self._put(slot, {})
 
     def _put(self, slot: int, found: Mapping[int, AdapterMatrices]) -> None:
         kind, first = BITS[self.dtype], 0
@@ -113,6 +115,10 @@ class ModelAdapters:
             parts = tuple(found)
             layer = parts[0].linear.adapters = LayerAdapters(parts, slots, rank, dtype, self.step)
             self.layers.append(layer)
+        # one mapping: what is read in each step lies in huge pages
+        allocate_arena([each for layer in self.layers for each in (layer.a, layer.b, layer.ranks)])
+        for slot in range(slots):
+            for layer in self.layers: layer.clear(slot)
 
     def write(self, slot: int, matrices: Mapping[str, AdapterMatrices]) -> None:
         """Puts an adapter in a slot. Steps launched before have the slot's matrices of before."""

@@ -218,6 +218,22 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
     return total
 
 
+def held(model: Llama) -> list[Tensor]:
+    """The tensors that `load` filled of a model that is not quantised."""
+    return list({id(slot.tensor): slot.tensor for slot in slots(model).values()}.values())
+
+
+def read_again(model: Llama, directory: Path) -> int:
+    """Reads the weights of a model that is not quantised again, into the memory that they have; returns bytes
+    read. Raises `WeightError` as `load` does."""
+    checkpoint, wanted = open_checkpoint(directory), slots(model)
+    entries = _without_draft_layers(model.config, language_entries(checkpoint.entries))
+    checkpoint.entries = apart(model.config, entries, directory)
+    check(wanted, checkpoint.entries, model.config.tied, directory)
+    if model.config.tied and HEAD in checkpoint.entries: _require_tied(checkpoint, directory)
+    return fill_slots(checkpoint, wanted)
+
+
 def _without_draft_layers(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Without layers that predict further tokens (MTP), which stand after the others and are not read."""
     after = tuple(f"model.layers.{config.num_layers + i}." for i in range(config.draft_layers))

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.sampling import SamplingParams
@@ -49,12 +51,19 @@ def test_answers_are_in_order_and_errors_are_of_their_lines(command, tmp_path: P
 
 
 def test_embeddings_and_standard_streams(command, tiny: Path):
-    asked = "\n".join(line(name, "/v1/embeddings", input=name) for name in ("a fox", "a bear"))
+    asked = "\n".join([*(line(name, "/v1/embeddings", input=name) for name in ("a fox", "a bear")),
+                       line("score", "/v1/score", text_1="a fox", text_2=["a fox", "a bear"]),
+                       line("rerank", "/v1/rerank", query="a fox", documents=["a bear", "a fox"])])
     done = command("run-batch", "--model", tiny, "-i", "-", "-o", "-", "--task", "embed",
                    stdin=asked).succeeded()
     found = [json.loads(text) for text in done.out.splitlines()]
-    assert [each["custom_id"] for each in found] == ["a fox", "a bear"]
-    assert all(len(each["response"]["body"]["data"][0]["embedding"]) == 64 for each in found)
+    assert [each["custom_id"] for each in found] == ["a fox", "a bear", "score", "rerank"]
+    bodies = [each["response"]["body"] for each in found]
+    assert all(len(body["data"][0]["embedding"]) == 64 for body in bodies[:2])
+    scores = [each["score"] for each in bodies[2]["data"]]
+    assert scores[0] == pytest.approx(1)
+    assert scores[1] < 0.99
+    assert [each["index"] for each in bodies[3]["results"]] == [1, 0]
 
 
 def test_files_that_cannot_be_used(command, tmp_path: Path):

@@ -118,6 +118,15 @@ def test_a_step_that_raises():
     chosen = [each for _ in range(3) for each in core.step()]
     assert [(each.request, each.finish_reason) for each in chosen] == [("a", "error")]
     assert "a step of the engine failed: MemoryError: no memory" in str(chosen[0].error)
+    assert "lower --max-num-seqs" in str(chosen[0].error)
+    try: divmod(1, 0)
+    except ZeroDivisionError as error: core.executor = Device(error)
+    core.add(Request("c", [1], SamplingParams()))
+    chosen = [each for _ in range(3) for each in core.step()]
+    words = "ZeroDivisionError: integer division or modulo by zero, test_engine_errors.py:"
+    assert words in str(chosen[0].error)
+    assert "report it" in str(chosen[0].error)
+    assert isinstance(chosen[0].error.__cause__, ZeroDivisionError)
     core.executor = Device(RequestError("the driver's own words"))
     core.add(Request("b", [1], SamplingParams()))
     chosen = [each for _ in range(3) for each in core.step()]

@@ -92,16 +92,23 @@ def test_what_llm_is_given():
     assert vllm_options.normal(["generate", "--a_b"]) == ["generate", "--a_b"]
 
 
+def test_the_model_has_an_option(command):
+    """As with vLLM, it may be named either way."""
+    for words in (["/nowhere/m"], ["--model", "/nowhere/m"], ["/nowhere/m", "--model", "/nowhere/m"]):
+        command("serve", *words).refused("/nowhere/m")
+    command("serve", "/nowhere/a", "--model", "/nowhere/b").refused(
+        "MODEL is /nowhere/a, and --model is /nowhere/b", "expected: one of them", "leave one out")
+
+
 @pytest.mark.parametrize(("words", "found"), [
     (["--max-modl-len", "5"], "--max-modl-len; did you mean --max-model-len?"),
     (["--tensor_paralel_size=2"], "did you mean --tensor-parallel-size?"),
     (["--zzzz"], "unrecognized arguments: --zzzz\n"),
     (["-tp", "2"], "--tensor-parallel-size is 2, and a model runs on one device; expected: 1\n"),
     (["--load-format", "dummy"], '--load-format is "dummy", and weights are safetensors or GGUF files; '),
-    (["--enable-sleep-mode"], "--enable-sleep-mode is true, and weights stay in memory; expected: false"),
     (["--no-enable-chunked-prefill"], "--enable-chunked-prefill is false, and long prompts are computed in"),
     (["--uds", "/tmp/x"], '--uds is "/tmp/x", and --host and --port say where it listens; to fix: '),
-    (["--otlp-traces-endpoint", "http://a"], '--otlp-traces-endpoint is "http://a", and no traces are sent'),
+    (["--collect-detailed-traces", "all"], '--collect-detailed-traces is "all", and a trace is a span'),
     (["--max-logprobs", "-1"], "'-1' is not a whole number from 0 to 20")])
 def test_others_are_refused(words: list[str], found: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended: cli.main(["serve", *words])

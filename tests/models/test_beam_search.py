@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from serve_case import live, llm_service
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tinygrad_nv import LLM, BeamSearchParams
@@ -101,3 +102,31 @@ def test_a_search():
 def test_params_that_are_refused(given: dict[str, object], words: str):
     with pytest.raises(RequestError, match=words):
         BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, **given})
+
+
+def test_they_are_served(llm: LLM):
+    """n is the width; usage counts the tokens of the answers."""
+    params = BeamSearchParams(beam_width=3, max_tokens=5, length_penalty=0.5)
+    expected = llm.beam_search(PROMPTS, params)
+    asked = {"prompt": PROMPTS, "n": 3, "max_tokens": 5, "use_beam_search": True, "length_penalty": 0.5,
+             "return_token_ids": True}
+    with live(llm_service(llm)) as server:
+        made = server.post(asked).json()
+        turns = [{"role": "user", "content": PROMPTS[0]}]
+        spoken = server.post({"messages": turns, "n": 3, "max_completion_tokens": 5, "use_beam_search": True,
+                              "length_penalty": 0.5}, "/v1/chat/completions").json()
+    beams = [(beam, len(llm.tokenize(prompt))) for prompt, output in zip(PROMPTS, expected, strict=True)
+             for beam in output.sequences]
+    assert [choice["token_ids"] for choice in made["choices"]] == [beam.tokens[own:] for beam, own in beams]
+    for prompt, choice in zip([PROMPTS[0]] * 3 + [PROMPTS[1]] * 3, made["choices"], strict=True):
+        ids = [*llm.tokenize(prompt), *choice["token_ids"]]
+        assert prompt + choice["text"] == llm.require_tokenizer().decode(ids)
+        assert choice["finish_reason"] == "length"
+    assert made["usage"] == {"prompt_tokens": sum(map(len, map(llm.tokenize, PROMPTS))),
+                             "completion_tokens": 30, "total_tokens": made["usage"]["total_tokens"],
+                             "prompt_tokens_details": {"cached_tokens": made["usage"]["prompt_tokens_details"]
+                                                       ["cached_tokens"]}}
+    [output] = llm.beam_search([{"prompt_token_ids": llm.encode_chat(turns)}], params)
+    assert [choice["message"]["content"] for choice in spoken["choices"]] == [
+        made["choices"][at]["text"] for at in range(3)]
+    assert [beam.tokens for beam in output.sequences] == [beam.tokens for beam, _ in beams[:3]]

@@ -92,9 +92,6 @@ def test_the_prefix_cache_is_emptied(llm: LLM):
 
 
 def test_what_is_not_there_says_so(llm: LLM):
-    with pytest.raises(ConfigError, match="sleep"): llm.sleep(level=2)
-    llm.wake_up(tags=["weights"])
-    assert not llm.is_sleeping()
     params = llm.get_default_sampling_params()
     assert params == llm.defaults
     params.max_tokens = 3

@@ -23,7 +23,8 @@ from typing import IO, Any
 
 from tinygrad_nv.errors import NVError, RequestError
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings",
+        "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/pooling", "/classify")
 WANTED = '{"custom_id": …, "method": "POST", "url": …, "body": {…}}'
 BODY_BYTES, REQUEST_S = 64 << 20, 30 * 86400.0
 

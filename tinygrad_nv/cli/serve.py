@@ -29,6 +29,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     serve = commands.add_parser("serve", help="serve a model over OpenAI's HTTP API, with a page to chat",
                                 usage="%(prog)s [options] [MODEL]")
     serve.add_argument("model", nargs="?", metavar="MODEL", help=directory)
+    serve.add_argument("--model", dest="named", metavar="MODEL", help="the same, as vLLM has it")
     add_model_options(serve)
     engine = serve.add_argument_group("engine")
     engine.add_argument("--task", default="auto", metavar="T", help="generate, or embed for /v1/embeddings "
@@ -56,9 +57,19 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     _add_http_options(serve)
     vllm_options.add_options(serve)
     def start(arguments: argparse.Namespace) -> NoReturn:
+        arguments.model = _chosen_model(arguments)
         _require_own_model(arguments)
         run(arguments, model(arguments.model))
     serve.set_defaults(run=start)
+
+
+def _chosen_model(arguments: argparse.Namespace) -> str | None:
+    """MODEL, or --model."""
+    given: str | None = arguments.model
+    named: str | None = arguments.named
+    if given is not None and named is not None and given != named:
+        raise RequestError(f"MODEL is {given}, and --model is {named}", "one of them", "leave one out")
+    return named if given is None else given
 
 
 def _require_own_model(arguments: argparse.Namespace) -> None:
@@ -109,8 +120,12 @@ def _add_server_options(serve: argparse.ArgumentParser) -> None:
                                 ("drain", 30, "what runs when the server is told to stop")):
         server.add_argument(f"--{name}-timeout", type=_positive, default=float(default), metavar="S",
                             help=f"seconds for {what} (default {default})")
+    server.add_argument("--enable-sleep-mode", action="store_true",
+                        help="clients may have the model sleep: POST /sleep, /wake_up, GET /is_sleeping")
     server.add_argument("--metrics-prefix", choices=PREFIXES, default=PREFIXES[0],
                         help="of names in /metrics (default tinygrad_nv)")
+    server.add_argument("--otlp-traces-endpoint", metavar="URL", help="send a trace of each request to an "
+                        "OpenTelemetry collector, such as http://localhost:4318/v1/traces")
     server.add_argument("--log-interval", type=_positive, default=10.0, metavar="S",
                         help="seconds between lines about the engine (default 10)")
 
@@ -129,6 +144,8 @@ def _add_http_options(serve: argparse.ArgumentParser) -> None:
         http.add_argument(f"--ssl-{name}", metavar="FILE", help=f"{what}, PEM")
     http.add_argument("--ssl-cert-reqs", type=int, choices=(0, 1, 2), default=0,
                       help="clients need no certificate (0, the default), may (1) or must have one (2)")
+    http.add_argument("--enable-tokenizer-info-endpoint", action=argparse.BooleanOptionalAction,
+                      default=False, help="serve /tokenizer_info: special tokens and chat template")
     http.add_argument("--uvicorn-log-level", choices=LEVELS, default="warning",
                       help="of the HTTP library's own lines (default warning)")
 

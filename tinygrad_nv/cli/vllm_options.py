@@ -21,7 +21,6 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "config": ((), "options are on the command line alone"),
     "enable_force_include_usage": ((False,), "stream_options of a request ask for its usage"),
     "enable_ssl_refresh": ((False,), "certificates are read at the start"),
-    "enable_tokenizer_info_endpoint": ((False,), "/tokenize and /detokenize are served"),
     "exclude_tools_when_tool_choice_none": ((True,), "templates get no tools then"),
     "headless": ((False,), "one process computes and answers"),
     "log_config_file": ((None,), "logs go to stderr, one event a line"),

@@ -103,7 +103,7 @@ class AsyncEngine:
                  lora_request: LoRARequest | None = None) -> AsyncIterator[Delta]:
         """The deltas of an answer. Raises `RequestError` for an invalid request, `QueueFull` when
         `queue_limit` requests wait for their first token, `EngineError` when the engine has stopped."""
-        if self.failure is not None: raise self.failure
+        if (error := self.failure or self.llm.engine.refusal) is not None: raise error
         if self._stopping:
             raise EngineError("the engine is stopping", "an engine that takes requests", "retry later")
         limit = self.llm.core.config.queue_limit

@@ -14,10 +14,12 @@ positions that both were to write count as not computed, and the other sequences
 """
 from __future__ import annotations
 
+import traceback
 from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from tinygrad_nv import config as settings
@@ -322,9 +324,7 @@ class EngineCore:
         self._num_failed_steps += 1
         later, self._in_flight = self._in_flight, None
         if later is not None: later.sampled.exception()
-        words = error if isinstance(error, NVError) else EngineError(
-            f"a step of the engine failed: {type(error).__name__}: {error}", "",
-            "retry; if it happens again, lower --max-num-seqs or --max-num-batched-tokens")
+        words = error if isinstance(error, NVError) else _step_error(error)
         for seq in step.seqs:
             if seq.finished: continue
             for each in (seq, *seq.branches): self._fail_seq(each, words)
@@ -334,6 +334,18 @@ class EngineCore:
 
     def _block_tables(self) -> list[SequenceTable]:
         return [seq.table for group in self._requests.values() for seq in group if seq.table is not None]
+
+
+def _step_error(error: Exception) -> EngineError:
+    """What requests are told of an exception that is none of ours. It names the innermost place, since most
+    callers show no traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f", {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    made = EngineError(f"a step of the engine failed: {type(error).__name__}: {error}{place}", "",
+                       "retry; if it happens again, lower --max-num-seqs or --max-num-batched-tokens"
+                       if isinstance(error, MemoryError) else "retry; if it happens again, report it")
+    made.__cause__ = error
+    return made
 
 
 def max_context_length(pool: PagePool, config: EngineConfig) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
 from random import Random
@@ -38,6 +38,7 @@ from tinygrad_nv.engine.memory_planning import CacheSize, layer_bytes, require_r
 from tinygrad_nv.engine.metrics import Latencies, Metric, metrics
 from tinygrad_nv.engine.sampling import SamplingParams, fresh_seed
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, max_prompt_logits
+from tinygrad_nv.engine.sleep import Sleeper, SleepingModel
 from tinygrad_nv.engine.speculation.draft_model import DraftModelFiles
 from tinygrad_nv.engine.speculation.ngram import NgramProposer, parse_speculative
 from tinygrad_nv.engine.thread import EngineThread
@@ -157,6 +158,7 @@ class LLM(GenerationMethods, PoolingMethods):
         pool = PagePool(num_pages, o.page_size, host_pages=host_pages, sharing=o.enable_prefix_caching,
                         windows=groups.windows)
         self.draft_model = None if draft is None else draft.load(self.runner, o.max_num_batched_tokens)
+        self.draft_directory = None if draft is None else draft.directory
         proposer = self.draft_model or (NgramProposer() if speculation else None)
         self.core = EngineCore(self.runner, pool, engine, proposer)
         self.engine = EngineThread(self.core)
@@ -207,17 +209,31 @@ class LLM(GenerationMethods, PoolingMethods):
         if self.embedder is None: self.engine.call(self.core.reset_prefix_cache)
         return True
 
-    def sleep(self, level: int = 1, **_: Any) -> None:
-        """Raises: weights and pages stay where captured steps find them."""
-        raise ConfigError(f"sleep(level={level}), and memory is not given back while the model is open",
-                          "a model that stays awake", "close() it, and load it again later")
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Gives memory back (sleep.py): the KV cache; with level 2 the weights, too. Running requests end,
+        with mode "wait" when they are done, and others are refused until `wake_up`."""
+        self.sleeper.sleep(level, mode)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Does nothing: models do not sleep."""
+        """Takes requests again. `tags`, "weights" and "kv_cache", wake one after the other."""
+        self.sleeper.wake_up(tags)
 
     def is_sleeping(self) -> bool:
-        """False."""
-        return False
+        """Whether a part of the model sleeps."""
+        return self.embedder is None and bool(self.sleeper.asleep)
+
+    @cached_property
+    def sleeper(self) -> Sleeper:
+        """The sleep of this model. Raises `ConfigError` for one that makes embeddings."""
+        if self.embedder is not None:
+            raise ConfigError("sleep() of a model that makes embeddings, which has no KV cache",
+                              "a model that generates", "close() it, and load it again later")
+        models = [SleepingModel(self.runner, self.directory, self.core.reset_prefix_cache)]
+        if (draft := self.draft_model) is not None:
+            assert isinstance(draft.runner, ModelRunner)
+            assert self.draft_directory is not None
+            models.append(SleepingModel(draft.runner, self.draft_directory, draft.pool.forget_prefixes))
+        return Sleeper(self.engine, models)
 
     @property
     def runners(self) -> list[ModelRunner]:

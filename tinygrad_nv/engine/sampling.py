@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams
+from tinygrad_nv.engine.structured_output.params import ReasoningTokens, StructuredOutputsParams
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.tile.sampling.spec import NUMBERS, SEEDS, Number
 
@@ -73,12 +73,13 @@ class SamplingParams:
     sampled before `min_tokens` tokens. `logprobs` and `prompt_logprobs` request log probabilities of so many
     of the likeliest tokens, besides the sampled one.
 
-    `structured_outputs` constrains the output (structured_output/params.py). Only `allowed_token_ids` are
-    sampled, if there are any, and none that completes one of `bad_words` (a text, also with a blank before
-    it) in the output. A prompt is cut off at its beginning so that it has at most `truncate_prompt_tokens`
-    tokens (-1: what the context holds). `skip_special_tokens` leaves special tokens out of the text, and
-    without `detokenize` there is none. `spaces_between_special_tokens`, True,
-    changes no text, and neither does `output_kind`. `best_of` is `n`, and `logits_processors` None.
+    `structured_outputs` constrains the output (structured_output/params.py), with `reasoning` what comes
+    after the model's reasoning, whose tokens may be bounded (structured_output/after_reasoning.py). Only
+    `allowed_token_ids` are sampled, if there are any, and none that completes one of `bad_words` (a text,
+    also with a blank before it) in the output. A prompt is cut off at its beginning so that it has at most
+    `truncate_prompt_tokens` tokens (-1: what the context holds). `skip_special_tokens` leaves special tokens
+    out of the text, and without `detokenize` there is none. `spaces_between_special_tokens`, True, changes no
+    text, and neither does `output_kind`. `best_of` is `n`, and `logits_processors` None.
 
     A field that is set later is checked, too. Requests keep the values that they were made with."""
     temperature: float = 1.0
@@ -100,6 +101,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     structured_outputs: StructuredOutputsParams | None = None
+    reasoning: ReasoningTokens | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     truncate_prompt_tokens: int | None = None
@@ -221,7 +223,8 @@ class SamplingParams:
     @property
     def masked(self) -> bool:
         """Whether matchers say which tokens may follow."""
-        return bool(self.structured_outputs is not None or self.allowed_token_ids or self.bad_words)
+        return bool(self.structured_outputs is not None or self.allowed_token_ids or self.bad_words
+                    or self.reasoning is not None)
 
     def numbers(self, seed: int) -> np.ndarray:
         """The parameters of a sampler row, float32 [NUMBERS], in the order of `Number`. Parameters that a

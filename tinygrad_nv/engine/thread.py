@@ -5,6 +5,8 @@ thread, with the `EngineCoreOutput`s of all requests submitted with it. `abort` 
 sequence of it; the sink gets no more outputs of them after the step that is running. These calls return at
 once; `call` waits for its task. Their commands run between steps, in the order of the calls.
 
+`pause(why, abort)` ends what runs, aborted or when it is done, and later submits raise `why` until `resume`.
+
 The thread exits when no work is left, and starts again with the next command. When the core raises, every
 request ends with finish reason "error", and `failure` is set: later calls of `submit` raise it. `close` does
 the same. A forked process has none of the parent's threads; `submit` raises there.
@@ -44,6 +46,7 @@ class EngineThread:
     def __init__(self, core: EngineCore) -> None:
         self.core = core
         self.failure: NVError | None = None
+        self.refusal: NVError | None = None     # of requests, while paused
         self._clients: dict[str, Client] = {}  # used by the core's thread alone
         self._lock, self._commands = threading.Lock(), deque[Callable[[], None]]()
         self._process = os.getpid()
@@ -52,6 +55,7 @@ class EngineThread:
     def submit(self, request: Request, sink: Sink) -> None:
         """Queues a request. If the core rejects it, the sink gets `EngineCoreOutput`s with the error."""
         self._require_own_process()
+        if self.refusal is not None: raise self.refusal
         self._enqueue(partial(self._add, request, sink))
         if self.failure is not None: raise self.failure
 
@@ -74,6 +78,14 @@ class EngineThread:
         self._enqueue(run)
         if self.failure is not None and done.cancel(): raise self.failure
         return done.result()
+
+    def pause(self, why: NVError, abort: bool) -> None:
+        """Ends all requests, with finish reason "abort" or when they are done. Later submits raise `why`."""
+        self.call(partial(self._pause, why, abort))
+
+    def resume(self) -> None:
+        """Takes requests again."""
+        self.refusal = None
 
     def close(self) -> None:
         """Ends all requests with an error and waits for the thread. Later submits raise."""
@@ -124,9 +136,15 @@ class EngineThread:
     def _close(self) -> None:
         if self.failure is None: raise EngineError("the model is closed", "one that is open", "load it again")
 
+    def _pause(self, why: NVError, abort: bool) -> None:
+        self.refusal = why
+        if abort:
+            for request in list(self._clients): self.core.abort(request)
+        while self.core.unfinished: self._deliver(self.core.step())
+
     def _add(self, request: Request, sink: Sink) -> None:
         try:
-            if self.failure is not None: raise self.failure
+            if (error := self.failure or self.refusal) is not None: raise error
             self.core.add(request)
         except NVError as error:
             sink([EngineCoreOutput(request.id, index, (), finish_reason="error", error=error)

@@ -42,7 +42,7 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(("kv_offloading_size", "kv_offloading_backend"),
                     ((None,), "swap_space is the host memory for pages")),
     "guided_decoding_disable_any_whitespace": ((False,), "whitespace is as docs/structured.md says"),
-    "collect_detailed_traces": ((None,), "no traces are sent"),
+    "collect_detailed_traces": ((None,), "a trace is a span of the whole request"),
     "logprobs_mode": (("raw_logprobs",), "log probabilities are of the model's own logits"),
     "node_rank": ((0,), "a model runs on one device"),
     "enable_mm_embeds": ((False,), "prompts are texts or token ids"),
@@ -54,7 +54,6 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "cpu_offload_gb": ((0, 0.0), "weights stay where they are computed with"),
     "enable_prompt_embeds": ((False,), "prompts are texts or token ids"),
     "enable_chunked_prefill": ((None, True), "long prompts are computed in chunks of max_num_batched_tokens"),
-    "enable_sleep_mode": ((False,), "weights stay in memory"),
     "logits_processors": ((None, []), "logits stay on the device"),
     "revision": ((None, "main"), "a directory has one revision"),
     "tokenizer_revision": ((None, "main"), "a directory has one revision"),
@@ -63,7 +62,7 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "pooler_config": ((None,), "a model's files say how it pools"),
     "override_pooler_config": ((None,), "a model's files say how it pools"),
     "structured_outputs_config": ((None, {}), "llguidance enforces structured output"),
-    "otlp_traces_endpoint": ((None,), "no traces are sent"),
+    "otlp_traces_endpoint": ((None,), "the server sends traces, and LLM none"),
     "generation_config": (("auto",), "defaults are those of generation_config.json"),
     "guided_decoding_backend": ((None, "auto", "guidance"), "llguidance enforces structured output"),
     "scheduling_policy": (("fcfs", "priority"), "requests run by priority, then in order")}
@@ -93,7 +92,7 @@ NO_EFFECT = frozenset({
     "ray_workers_use_nsight", "safetensors_load_strategy", "scheduler_delay_factor", "stream_interval",
     "ubatch_size", "video_pruning_rate",
     "use_v2_block_manager", "num_lookahead_slots", "preemption_mode", "skip_tokenizer_init",
-    "fully_sharded_loras", "lora_extra_vocab_size"})
+    "fully_sharded_loras", "lora_extra_vocab_size", "enable_sleep_mode"})
 
 
 def from_vllm(given: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:

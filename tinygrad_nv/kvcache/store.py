@@ -21,7 +21,7 @@ from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
 from tinygrad_nv.kvcache.shape import KVShape
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Copy, Download, Fill, HostMemory, Upload
-from tinygrad_nv.runtime.memory import allocate, host_bytes, write
+from tinygrad_nv.runtime.memory import allocate, discard, host_bytes, write
 from tinygrad_nv.runtime.memory_pool import labelled
 from tinygrad_nv.tile.decode.spec import BYTES
 
@@ -145,6 +145,10 @@ class PageStore:
             else:
                 assert self.host is not None, "there are no host pages"
                 driver.submit(Upload(at(copy.target), self.host, host_array(copy.source), nbytes))
+
+    def discard(self) -> None:
+        """Gives the memory of all pages back, on a CPU. What they held is lost."""
+        discard(self.tensors)
 
     def close(self) -> None:
         """Frees page-locked memory."""

@@ -3,11 +3,13 @@
 Protocol: `allocate(tensor)` gives an empty tensor its memory, `allocate_arena(tensors)` gives many of them
 one mapping; `host_bytes(tensor)` is a writable view of that memory where the host can address it (the CPU
 device), so that files are read straight into place; `write(tensor, offset, data)` puts bytes at an offset
-on any device. Nothing here schedules a kernel.
+on any device; `discard(tensors)` gives the system their memory back, and they stay where they are. Nothing
+here schedules a kernel.
 """
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import sys
@@ -107,6 +109,27 @@ def read_part(tensor: Tensor, offset: int, size: int) -> bytearray:
         buffer = allocate(tensor).view(size, dtypes.uint8, offset).ensure_allocated()
         buffer.allocator._copyout(memoryview(made), buffer._buf)
     return made
+
+
+def discards(device: str) -> bool:
+    """Whether `discard` can give back memory of a device's tensors."""
+    return device.partition(":")[0] == "CPU" and sys.platform == "linux"
+
+
+def discard(tensors: Sequence[Tensor]) -> None:
+    """Gives the system the memory of tensors back, but for pages that they share with others. Their addresses
+    stay: what is read there is 0 until it is written."""
+    system, page = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE
+    for tensor in tensors:
+        memory = host_bytes(tensor)
+        assert memory is not None, "memory of a device that is not the host's"
+        begin = np.frombuffer(memory, np.uint8).ctypes.data
+        first, end = -(-begin // page), (begin + len(memory)) // page
+        if first >= end: continue
+        pages = ctypes.c_void_p(first * page), ctypes.c_size_t((end - first) * page)
+        # shared ones, as tinygrad maps small buffers, are the system's until they are removed
+        if not system.madvise(*pages, mmap.MADV_REMOVE): continue
+        if system.madvise(*pages, mmap.MADV_DONTNEED): raise OSError(ctypes.get_errno(), "madvise")
 
 
 def resident_bytes() -> int:

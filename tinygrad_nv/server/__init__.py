@@ -23,5 +23,5 @@ Read in this order:
   serving.py      uvicorn with these limits, and a graceful shutdown
   startup.py      from the command line to a listening server
   waterfall.py    a breakdown of the startup time
-  page/           a web page to chat with the model and to watch the server
+  page/           a web page to chat with the model and to watch the server; page.js puts its modules together
 """

@@ -6,7 +6,8 @@ gate.py stands in front of all, and says which requests are admitted.
     POST /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /v1/embeddings
     POST /pooling, /classify, /score, /v1/score, /rerank, /v1/rerank, /v2/rerank, /tokenize, /detokenize
     POST /v1/load_lora_adapter, /v1/unload_lora_adapter
-    GET  /v1/models, /v1/models/{id}, /health, /ping, /load, /version, /metrics, / (the page)
+    POST /sleep, /wake_up, GET /is_sleeping
+    GET  /v1/models, /v1/models/{id}, /health, /ping, /load, /version, /tokenizer_info, /metrics, / (the page)
 """
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ from tinygrad_nv.server import (
     messages,
     pooling,
     responses,
+    sleeping,
     status,
     tokenization,
 )
@@ -60,11 +62,11 @@ def application(service: Service) -> ASGIApp:
                for method, path, task in KEPT]
     routes += [Route(f"/v1/{name}_lora_adapter", _post(service, _adapter(change), "lora-"), methods=["POST"])
                for name, change in (("load", adapters.load), ("unload", adapters.unload))]
-    routes += status.routes(service)
+    routes += [*status.routes(service), *sleeping.routes(service.sleeping)]
     handlers = {HTTPException: _refused, APIError: _api_error, ClientDisconnect: _client_gone,
                 Exception: _unexpected}
     app = Starlette(routes=routes, exception_handlers=handlers)
-    return Gate(app, service, ANSWERS)
+    return Gate(app, service, (*ANSWERS, *sleeping.PATHS, status.TOKENIZER_INFO))
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

@@ -16,7 +16,7 @@ from tinygrad_nv.server.fields import Fields, parse, unicode
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.protocol import Common, common_fields, require_unstored
 from tinygrad_nv.server.structured_output import call_schema
-from tinygrad_nv.server.tools import Tool, ToolChoice, legacy_choice, tool_choice, tool_list
+from tinygrad_nv.server.tools import Tool, ToolChoice, allowed_tools, legacy_choice, tool_choice, tool_list
 
 # reserved variables of chat templates
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt",
@@ -29,7 +29,8 @@ VERBOSITIES = ("low", "medium", "high")
 class ChatRequest(Common):
     """Of /v1/chat/completions. `extra` are further variables of the chat template, `template` stands for the
     model's own. `continued`: the answer goes on with the last message. `legacy`: tools were given as
-    functions, and the call is returned as a function_call."""
+    functions, and the call is returned as a function_call. `budget`: tokens of reasoning at most, if its end
+    is a token; `must_bound`: an error otherwise."""
     messages: tuple[dict[str, Any], ...]
     tools: tuple[Tool, ...]
     choice: ToolChoice
@@ -42,6 +43,8 @@ class ChatRequest(Common):
     generation_prompt: bool = True
     legacy: bool = False
     show_reasoning: bool = True
+    budget: int | None = None
+    must_bound: bool = False
 
 
 def chat(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) -> ChatRequest:
@@ -51,7 +54,10 @@ def chat(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) 
     messages = tuple(_message(item, at) for at, item in enumerate(_messages(fields)))
     tools = tool_list(fields)
     legacy = "functions" in fields.left or "function_call" in fields.left
-    tools, choice = legacy_choice(fields, tools) if legacy else (tools, tool_choice(fields, tools))
+    if legacy: tools, choice = legacy_choice(fields, tools)
+    else:
+        tools = allowed_tools(fields, tools)
+        choice = tool_choice(fields, tools)
     logprobs, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, limits.logprobs)
     if top is not None and not logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
@@ -64,7 +70,8 @@ def chat(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) 
     if choice.forced: common = replace(common, params=replace(common.params, stop=(), stop_token_ids=()))
     require_unstored(fields)
     _prediction(fields)
-    fields.as_usual({"modalities": ["text"], "echo": False, "add_special_tokens": False})
+    fields.as_usual({"modalities": ["text"], "echo": False, "add_special_tokens": False, "documents": [],
+                     "audio": {}, "web_search_options": {}})
     fields.finish()
     return ChatRequest(**vars(common), **turn, messages=messages, tools=tools, choice=choice, legacy=legacy)
 
@@ -89,6 +96,7 @@ def _turn(fields: Fields, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"extra": extra, "continued": continued, "generation_prompt": begins,
             "template": fields.text("chat_template"), "effort": fields.one_of("reasoning_effort", EFFORTS),
             "verbosity": fields.one_of("verbosity", VERBOSITIES),
+            "budget": fields.whole("thinking_token_budget", 0), "must_bound": True,
             "show_reasoning": fields.flag("include_reasoning", True)}
 
 

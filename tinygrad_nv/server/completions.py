@@ -15,8 +15,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from tinygrad_nv.engine.outputs import Delta, TokenLogprobs
+from tinygrad_nv.engine.prompts import TextOrTokens
 from tinygrad_nv.engine.request_output import of_token
 from tinygrad_nv.server import protocol
+from tinygrad_nv.server.beams import beam_deltas
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.sse import Chunks, streamed, until_disconnect
@@ -28,7 +30,7 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
     parsed = protocol.completion(data, service.model.defaults, service.limits)
     name = record.model = service.require_name(parsed.model)
     size = sum(map(len, parsed.prompts))
-    prompts = await service.aside(size, lambda: [service.model.tokenize(prompt) for prompt in parsed.prompts])
+    prompts = await service.aside(size, lambda: [_ids(service, parsed, prompt) for prompt in parsed.prompts])
     echoes = await service.aside(size, lambda: [_echo(service, parsed, prompts, at)
                                                 for at in range(len(prompts))])
     shared = {"id": record.id, "object": "text_completion", "created": int(time.time()), "model": name}
@@ -43,7 +45,8 @@ async def _chunks(service: Service, parsed: protocol.CompletionRequest, prompts:
                   echoes: Sequence[str], record: Record, shared: dict[str, Any]) -> Chunks:
     offsets: dict[int, int] = {}
     top, n = parsed.params.logprobs, parsed.params.n
-    deltas = service.run(prompts, parsed.params, parsed.priority, record, parsed.salt)
+    deltas = beam_deltas(service, prompts, parsed, record) if parsed.beams is not None else \
+        service.run(prompts, parsed.params, parsed.priority, record, parsed.salt)
     if parsed.params.prompt_logprobs is not None: deltas = prompt_first(deltas, n)
     async for at, delta in deltas:
         first, prompt = at not in offsets, prompts[at // n]
@@ -109,11 +112,22 @@ def _choice(at: int, text: str, delta: Delta, logprobs: dict[str, Any] | None) -
             "stop_reason": delta.stop_reason}
 
 
+def _ids(service: Service, parsed: protocol.CompletionRequest, prompt: TextOrTokens) -> list[int]:
+    """The tokens of a prompt."""
+    if isinstance(prompt, str) and not parsed.special:
+        tokenizer = service.model.require_tokenizer()
+        if parsed.params.truncate_prompt_tokens is None:
+            tokenizer.require_fitting(prompt, service.model.length)
+        prompt = tokenizer.encode(prompt, special=False)
+    return service.model.tokenize(prompt, parsed.params.truncate_prompt_tokens)
+
+
 def _echo(service: Service, parsed: protocol.CompletionRequest, prompts: Sequence[list[int]], at: int) -> str:
     """The text to prepend to the choices of a prompt."""
     if not parsed.echo: return ""
     prompt = parsed.prompts[at]
-    return prompt if isinstance(prompt, str) else service.model.require_tokenizer().decode(prompts[at])
+    whole = isinstance(prompt, str) and parsed.params.truncate_prompt_tokens is None
+    return str(prompt) if whole else service.model.require_tokenizer().decode(prompts[at])
 
 
 def completion_logprobs(logprobs: Sequence[TokenLogprobs], offset: int,

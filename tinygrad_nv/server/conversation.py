@@ -4,8 +4,8 @@ Protocol: `Conversation.of(service, request)` renders the chat template and choo
 `APIError` for what the template or the parsers cannot do. `Conversation.run(record)` yields an `Update` for
 each delta of the engine: its choice, and the reasoning, content and tool calls in it.
 
-An answer that a schema, a regular expression or a grammar constrains has no reasoning: the constraint holds
-from its first token on.
+A schema, a regular expression or a grammar constrains what comes after the reasoning, where tokens tell its
+end (reasoning_tokens.py); else it holds from the first token on, and the answer has no reasoning.
 """
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tinygrad_nv.engine.outputs import Delta
+from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
-from tinygrad_nv.server.chat_protocol import ChatRequest
+from tinygrad_nv.server.beams import beam_deltas
+from tinygrad_nv.server.chat_protocol import EFFORTS, ChatRequest
 from tinygrad_nv.server.errors import invalid
 from tinygrad_nv.server.parsers.forced import CallList, NamedCall
-from tinygrad_nv.server.parsers.parser import CallDelta, Content, Event, Parser, Reasoning, joined
+from tinygrad_nv.server.parsers.parser import CallDelta, Chain, Content, Event, Parser, Reasoning, joined
 from tinygrad_nv.server.parsers.table import NONE, Answer, answer_parser, markers
+from tinygrad_nv.server.reasoning_tokens import reasoning_tokens, require_markers
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
 
@@ -75,18 +78,21 @@ class Conversation:
         if request.continued: extra["continue_final_message"] = True
         if not request.generation_prompt: extra["add_generation_prompt"] = False
         size = sum(len(message["content"]) for message in request.messages)
-        prompt = await service.aside(size,
-                                     lambda: service.model.encode_chat(request.messages, offered, **extra))
+        limit = request.params.truncate_prompt_tokens
+        prompt = await service.aside(size, lambda: service.model.encode_chat(
+            request.messages, offered, **extra) if limit is None else service.model.tokenize(
+                tokenizer.encode(tokenizer.render(request.messages, offered, **extra), special=False), limit))
         names = service.parsers.named(template)
-        if request.params.structured_outputs is not None: names = NONE, names[1]
         if request.choice.mode == "auto": service.parsers.require_auto()
         prefix = request.messages[-1]["content"] if request.continued \
             else tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False)
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in offered}
+        answer = Answer(prefix, request.continued, schemas)
+        names, params = _reasoned(names, answer, tokenizer, request)
+        request = replace(request, params=params)
         if any(map(tokenizer.special_text, markers(*names) if schemas else markers(names[0], NONE))):
             request = replace(request, params=replace(request.params, skip_special_tokens=False))
-        return Conversation(service, request, model, prompt, Answer(prefix, request.continued, schemas),
-                            *names)
+        return Conversation(service, request, model, prompt, answer, *names)
 
     def call_id(self) -> str:
         """An id for a tool call: Mistral's templates take 9 letters or digits."""
@@ -97,8 +103,9 @@ class Conversation:
         readers: dict[int, Reader] = {}
         request = self.request
         record.model = self.model
-        async for at, delta in self.service.run([self.prompt], request.params, request.priority, record,
-                                                request.salt):
+        deltas = beam_deltas(self.service, [self.prompt], request, record) if request.beams is not None else \
+            self.service.run([self.prompt], request.params, request.priority, record, request.salt)
+        async for at, delta in deltas:
             if at not in readers: readers[at] = Reader(self._parser(), self.service.require_tokenizer())
             reader = readers[at]
             before = reader.reasoning_tokens
@@ -108,9 +115,10 @@ class Conversation:
 
     def _parser(self) -> Parser:
         choice = self.request.choice
-        if choice.mode == "named": return NamedCall(choice.name)
-        if choice.mode == "required": return CallList()
-        return answer_parser(self.reasoning, self.tools, self.answer)
+        if not choice.forced: return answer_parser(self.reasoning, self.tools, self.answer)
+        forced = NamedCall(choice.name) if choice.mode == "named" else CallList()
+        if self.reasoning == NONE: return forced
+        return Chain(answer_parser(self.reasoning, NONE, self.answer), forced)
 
     def _wanted(self, events: Iterable[Event]) -> Iterable[Event]:
         for event in events:
@@ -149,12 +157,33 @@ class Reader:
         return [(delta.text, len(delta.tokens))]
 
 
+def _reasoned(names: tuple[str, str], answer: Answer, tokenizer: Tokenizer,
+              request: ChatRequest) -> tuple[tuple[str, str], SamplingParams]:
+    """The names of the parsers, and the parameters, of an answer whose reasoning is free of the constraint,
+    and bounded by its budget."""
+    params, budget = request.params, request.budget
+    if request.must_bound and budget is not None: require_markers(names[0], tokenizer, budget)
+    constrained = params.structured_outputs is not None
+    if not constrained and budget is None: return names, params
+    tokens = reasoning_tokens(names[0], answer, tokenizer, budget)
+    if tokens is None and constrained: names = NONE, names[1]
+    return names, replace(params, reasoning=tokens)
+
+
 def _template(service: Service, request: ChatRequest, tokenizer: Tokenizer) -> str:
     if request.template is None: return tokenizer.template or ""
     if service.parsers.trust_request_template: return request.template
     raise invalid("a template from a request is not run; to fix: start the server with --chat-template, or "
                   "with "
                   "--trust-request-chat-template", "chat_template", "unsupported")
+
+
+def known_efforts(template: str) -> list[str]:
+    """The values of reasoning_effort that change something: a template with `enable_thinking` alone knows off
+    and on."""
+    if "reasoning_effort" in template:
+        return [each for each in EFFORTS if each != "none" or "enable_thinking" in template]
+    return ["none", "medium"] if "enable_thinking" in template else []
 
 
 def _variables(request: ChatRequest, template: str) -> dict[str, Any]:

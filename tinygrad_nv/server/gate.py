@@ -90,6 +90,7 @@ class Gate:
 
     def _ended(self, scope: Scope, record: Record, status: int) -> None:
         self.service.metrics.finished(record)
+        if self.service.tracer is not None: self.service.tracer.finished(record, scope["headers"], status)
         route = scope.get("route")
         path = "other" if route is None else route.path
         self.service.metrics.http_requests.labels(_method(scope), path, str(status)).inc()

@@ -53,10 +53,12 @@ class _Stderr(logging.Handler):
 
 
 def set_up(uvicorn_level: str = "warning") -> None:
-    """Sends our log lines, and those of uvicorn from `uvicorn_level` on, to stderr."""
+    """Sends our log lines, those of uvicorn from `uvicorn_level` on, and warnings of OpenTelemetry, to
+    stderr."""
     handler = _Stderr()
     handler.setFormatter(_Formatter())
-    for name, level in ((LOG.name, logging.INFO), ("uvicorn", LEVELS[uvicorn_level])):
+    for name, level in ((LOG.name, logging.INFO), ("uvicorn", LEVELS[uvicorn_level]),
+                        ("opentelemetry", logging.WARNING)):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)

@@ -39,7 +39,7 @@ def message_request(data: dict[str, Any], defaults: SamplingParams, limits: Requ
               "temperature": fields.number("temperature", 0, 1), "top_p": fields.number("top_p", 0, 1),
               **_tools(fields), **_output(fields)}
     if continued: asked |= {"continue_final_message": True, "add_generation_prompt": False}
-    thinking = _thinking(fields, most)
+    thinking, budget = _thinking(fields, most)
     metadata = Fields(fields.object("metadata") or {}, "metadata")
     metadata.text("user_id")
     metadata.finish()
@@ -47,24 +47,24 @@ def message_request(data: dict[str, Any], defaults: SamplingParams, limits: Requ
     fields.ignore(["cache_control"])        # prompts with equal prefixes share pages anyway
     fields.finish()
     request = chat({name: value for name, value in asked.items() if value is not None}, defaults, limits)
-    return replace(request, thinking=thinking, show_reasoning=thinking is not False)
+    return replace(request, thinking=thinking, show_reasoning=thinking is not False, budget=budget,
+                   must_bound=False)
 
 
 # **** fields ****
 
-def _thinking(fields: Fields, most: int | None) -> bool | None:
-    """Whether the model reasons, if the request says so. A budget is checked; the engine bounds the whole
-    answer alone."""
+def _thinking(fields: Fields, most: int | None) -> tuple[bool | None, int | None]:
+    """Whether the model reasons, if the request says so, and tokens of reasoning at most."""
     given = fields.object("thinking")
-    if given is None: return None
+    if given is None: return None, None
     inner = Fields(given, "thinking")
     kind = inner.one_of("type", THINKING)
     if kind is None: raise invalid(f"thinking.type is missing, expected one of {', '.join(THINKING)}",
                                    "thinking.type", "missing_field")
-    inner.whole("budget_tokens", 1, None if most is None else max(most - 1, 1))
+    budget = inner.whole("budget_tokens", 1, None if most is None else max(most - 1, 1))
     inner.one_of("display", ("summarized", "full", "omitted"))
     inner.finish()
-    return kind != "disabled"
+    return kind != "disabled", budget
 
 
 def _tools(fields: Fields) -> dict[str, Any]:

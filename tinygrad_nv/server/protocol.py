@@ -9,9 +9,11 @@ no effect. An unknown field is an error: it may be misspelt.
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
+from tinygrad_nv.engine.beam_search import BeamSearchParams
 from tinygrad_nv.engine.prompts import TextOrTokens
 from tinygrad_nv.engine.sampling import MAX_BAD_WORDS, SamplingParams
 from tinygrad_nv.errors import RequestError
@@ -21,11 +23,17 @@ from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.structured_output import structured
 
 # texts that name a client or a request for its own records
-LABELS = ("user", "safety_identifier", "prompt_cache_key", "request_id")
+LABELS = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id")
 TIERS = ("auto", "default")
 # vLLM's fields that are accepted with their default value only
 USUAL = {"spaces_between_special_tokens": True, "detokenize": True,
-         "use_beam_search": False, "early_stopping": False, "length_penalty": 1.0}
+         "early_stopping": False,
+         "return_tokens_as_token_ids": False, "logits_processors": [], "kv_transfer_params": {},
+         "vllm_xargs": {}, "mm_processor_kwargs": {}, "prompt_embeds": []}
+# what beam search has no use for
+NOT_OF_BEAMS = ("stop", "stop_token_ids", "min_tokens", "logprobs", "prompt_logprobs", "logit_bias",
+                "presence_penalty", "frequency_penalty", "repetition_penalty", "top_p", "top_k", "min_p",
+                "bad_words", "allowed_token_ids", "structured_outputs")
 # limits of OpenAI and vLLM
 STOPS, PENALTY = 16, 2.0
 
@@ -43,14 +51,17 @@ class Common:
     salt: str
     ids: bool               # return token ids, too
     prompt_logprobs: int | None     # return so many for each token of the prompt
+    beams: BeamSearchParams | None  # beams.py
 
 
 @dataclass(frozen=True)
 class CompletionRequest(Common):
-    """Of /v1/completions. `silent`: the prompt is all that is returned."""
+    """Of /v1/completions. `silent`: the prompt is all that is returned. `special`: texts get the special
+    tokens that the model expects around them."""
     prompts: tuple[TextOrTokens, ...]
     echo: bool
     silent: bool
+    special: bool
 
 
 def completion(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) -> CompletionRequest:
@@ -72,9 +83,9 @@ def completion(data: dict[str, Any], defaults: SamplingParams, limits: RequestLi
         raise invalid(f"best_of is {best_of}, and is served only equal to n; to fix: ask for n choices with "
                       "logprobs and choose", "best_of", "unsupported")
     require_unstored(fields)
-    fields.as_usual({"add_special_tokens": True})
+    special = fields.flag("add_special_tokens", True)
     fields.finish()
-    return CompletionRequest(**vars(common), prompts=texts, echo=echo, silent=most == 0)
+    return CompletionRequest(**vars(common), prompts=texts, echo=echo, silent=most == 0, special=special)
 
 
 def common_fields(fields: Fields, defaults: SamplingParams, limits: RequestLimits, prompts: int,
@@ -96,6 +107,7 @@ def common_fields(fields: Fields, defaults: SamplingParams, limits: RequestLimit
         "skip_special_tokens": fields.flag("skip_special_tokens", True),
         "bad_words": fields.texts("bad_words", MAX_BAD_WORDS) or None,
         "allowed_token_ids": fields.wholes("allowed_token_ids") or None,
+        "truncate_prompt_tokens": fields.whole("truncate_prompt_tokens", -1),
         "structured_outputs": structured(fields, limits, forced)}
     own = fields.whole("prompt_logprobs", 0, limits.logprobs)
     given["prompt_logprobs"] = max(filter(_is_given, (own, given.get("prompt_logprobs"))), default=None)
@@ -117,7 +129,25 @@ def common_fields(fields: Fields, defaults: SamplingParams, limits: RequestLimit
     if salt == "": raise invalid("cache_salt is empty, expected at least one character", "cache_salt")
     labels(fields)
     fields.as_usual(USUAL)
-    return Common(model, _params(defaults, given), stream, usage, usages, priority, salt or "", ids, own)
+    beams = _beams(fields, given, stream)
+    return Common(model, _params(defaults, given), stream, usage, usages, priority, salt or "", ids, own,
+                  beams)
+
+
+def _beams(fields: Fields, given: Mapping[str, Any], stream: bool) -> BeamSearchParams | None:
+    """What `use_beam_search` asks for: n beams. Greedy, where the request has no temperature."""
+    if not fields.flag("use_beam_search"):
+        fields.as_usual({"length_penalty": 1.0})
+        return None
+    if bad := [*(name for name in NOT_OF_BEAMS if given.get(name) is not None), *["stream"] * stream]:
+        raise invalid(f"{bad[0]} and use_beam_search are both given, expected one of them: beams are whole "
+                      "answers, by their probability alone; to fix: leave one out", bad[0], "unsupported")
+    penalty = fields.number("length_penalty")
+    try:
+        return BeamSearchParams(given["n"] or 1, given["max_tokens"] or 1, bool(given["ignore_eos"]),
+                                given["temperature"] or 0.0, 1.0 if penalty is None else penalty,
+                                bool(given["include_stop_str_in_output"]))
+    except RequestError as error: raise api_error(error, "n") from error
 
 
 def _is_given(value: int | None) -> TypeGuard[int]: return value is not None

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from tinygrad_nv.models.classifier import Classifier
     from tinygrad_nv.server.adapters import AdapterNames
     from tinygrad_nv.server.metrics import Metrics
+    from tinygrad_nv.server.sleeping import SleepingLLM
+    from tinygrad_nv.server.tracing import Tracer
 
 T = TypeVar("T")
 # longer texts are tokenized in a thread; this many characters block the event loop for about 5 ms
@@ -44,8 +46,9 @@ class ServedModel(Protocol):
     """The part of `LLM` that the server uses."""
     defaults: SamplingParams
     length: int
+    eos: tuple[int, ...]
 
-    def tokenize(self, prompt: TextOrTokens) -> list[int]: ...
+    def tokenize(self, prompt: TextOrTokens, truncate_prompt_tokens: int | None = None) -> list[int]: ...
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (),
                     /, **extra: Any) -> list[int]: ...
     def require_tokenizer(self) -> Tokenizer: ...
@@ -134,11 +137,14 @@ class Service:
     embedder: EmbeddingClient | None = None
     parsers: Parsers = field(default_factory=Parsers)
     cors: CORS = field(default_factory=CORS)
+    tokenizer_info: bool = False    # whether /tokenizer_info is served
     responses: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     active: int = 0         # requests being answered
     adapters: AdapterNames | None = None
+    sleeping: SleepingLLM | None = None     # where clients may have it sleep
+    tracer: Tracer | None = None
 
     def require_name(self, name: str | None) -> str:
         """The model name for the response. A request without one gets the served model; an adapter's name is

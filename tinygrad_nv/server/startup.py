@@ -31,6 +31,7 @@ from tinygrad_nv.server.log import LOG, line, set_up
 from tinygrad_nv.server.metrics import Metrics
 from tinygrad_nv.server.service import CORS, EmbeddingEngineClient, Parsers, Service
 from tinygrad_nv.server.serving import HTTPOptions, Server, bind, serve, url
+from tinygrad_nv.server.tracing import Tracer
 from tinygrad_nv.server.waterfall import Waterfall
 
 PROGRESS_S = 5.0    # between lines about a warm-up
@@ -43,11 +44,14 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     waterfall.mark("import")
     options = http_options(arguments)
     options.check()
+    endpoint = arguments.otlp_traces_endpoint
+    tracer = None if endpoint is None else Tracer.to(endpoint)
     bound_socket, keys = bind(arguments.host, arguments.port), api_keys(arguments)
     if arguments.device: use(arguments.device)
     llm = load(arguments, directory, waterfall)
     names = tuple(arguments.served_model_name or (directory.resolve().name,))
     adapters = open_adapters(llm, names, arguments)
+    if arguments.enable_sleep_mode: llm.sleeper.require_memory()
     if arguments.warm_up: warm_up(llm, waterfall)
     # loaded objects are permanent: exclude them from garbage collection
     gc.collect()
@@ -56,7 +60,9 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     metrics = Metrics(names[0], llm.length, engine.stats, arguments.metrics_prefix,
                       lambda: llm.compilations.since())
     service = Service(engine, llm, names, limits(arguments), metrics, keys, llm.embedder, parsers(arguments),
-                      adapters=adapters, cors=cors(arguments))
+                      adapters=adapters, cors=cors(arguments),
+                      sleeping=llm if arguments.enable_sleep_mode else None,
+                      tokenizer_info=arguments.enable_tokenizer_info_endpoint, tracer=tracer)
     LOG.info(capacity_line(llm))
 
     def ready() -> None:
@@ -73,7 +79,9 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
         await serve(Server(service, options), [bound_socket], arguments.log_interval, ready)
 
     try: asyncio.run(main())
-    finally: llm.close()
+    finally:
+        llm.close()
+        if tracer is not None: tracer.close()
     LOG.info(line("stopped"))
 
 

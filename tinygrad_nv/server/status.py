@@ -1,7 +1,8 @@
-"""Endpoints that tell of the server: models, health, load, version, metrics, and the chat page.
+"""Endpoints that tell of the server: models, tokenizer, health, load, version, metrics, and the chat page.
 
 Protocol: each is a function of the service that returns an endpoint without a body. /ping is /health for
-SageMaker; `server_load` counts the requests that are being answered.
+SageMaker; `server_load` counts the requests that are being answered. /tokenizer_info, where it is served, has
+the entries of tokenizer_config.json that clients build prompts with.
 """
 from __future__ import annotations
 
@@ -14,16 +15,22 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from tinygrad_nv.errors import NVError
+from tinygrad_nv.server.conversation import known_efforts
 from tinygrad_nv.server.errors import APIError
 from tinygrad_nv.server.service import Service
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 PAGE = Path(__file__).parent / "page"
 # the page loads nothing from elsewhere, and runs in no frame
-POLICY = "default-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
-PAGE_HEADERS = {"Content-Security-Policy": POLICY,
+POLICY = "default-src 'self'; object-src 'none'; form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
+PAGE_HEADERS = {"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer",
                 "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
-FILES = {"page.js": "text/javascript", "page.css": "text/css"}
+TOKENIZER_INFO = "/tokenizer_info"
+TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+# what browsers ask for, and its file
+FILES = {"": "index.html", "favicon.ico": "icon.svg",
+         **{path.name: path.name for path in PAGE.iterdir() if path.suffix in TYPES}}
 
 
 def routes(service: Service) -> list[Route]:
@@ -31,16 +38,19 @@ def routes(service: Service) -> list[Route]:
     models, health = _models(service), _health(service)
     return [Route("/v1/models", models), Route("/v1/models/{name:path}", models), Route("/health", health),
             Route("/ping", health, methods=["GET", "POST"]), Route("/load", _load(service)),
-            Route("/version", _version), Route("/metrics", _metrics(service)), Route("/", _page),
-            *(Route(f"/{name}", _page) for name in FILES)]
+            Route("/version", _version), Route(TOKENIZER_INFO, _tokenizer_info(service)),
+            Route("/metrics", _metrics(service)),
+            *(Route(f"/{name}", _page(PAGE / file)) for name, file in FILES.items())]
 
 
 def _models(service: Service) -> Endpoint:
+    efforts = _efforts(service)
     def model_card(name: str) -> dict[str, Any]:
         lora = None if service.adapters is None else service.adapters.find(name)
         root, parent = (service.names[0], None) if lora is None else (lora.lora_path, service.names[0])
         return {"id": name, "object": "model", "created": service.created, "owned_by": "tinygrad-nv",
-                "root": root, "parent": parent, "max_model_len": service.model.length}
+                "root": root, "parent": parent, "max_model_len": service.model.length,
+                "reasoning_efforts": efforts}
 
     async def endpoint(request: Request) -> Response:
         if name := request.path_params.get("name"):
@@ -48,6 +58,13 @@ def _models(service: Service) -> Endpoint:
         names = (*service.names, *(service.adapters.names if service.adapters else ()))
         return JSONResponse({"object": "list", "data": [model_card(name) for name in names]})
     return endpoint
+
+
+def _efforts(service: Service) -> list[str]:
+    """What `reasoning_effort` may say to this model."""
+    try: template = service.model.require_tokenizer().template or ""
+    except NVError: return []
+    return [] if service.embedder else known_efforts(template)
 
 
 def _health(service: Service) -> Endpoint:
@@ -63,6 +80,18 @@ def _load(service: Service) -> Endpoint:
     return endpoint
 
 
+def _tokenizer_info(service: Service) -> Endpoint:
+    async def endpoint(_: Request) -> Response:
+        if not service.tokenizer_info:
+            raise APIError(404, "the server does not tell of its tokenizer; to fix: start it with "
+                           "--enable-tokenizer-info-endpoint", "not_found")
+        tokenizer = service.require_tokenizer()
+        special = {name: tokenizer.special.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+        return JSONResponse({"tokenizer_class": "PreTrainedTokenizerFast", **special, **tokenizer.special,
+                             "model_max_length": service.model.length, "chat_template": tokenizer.template})
+    return endpoint
+
+
 async def _version(_: Request) -> Response:
     return JSONResponse({"version": importlib.metadata.version("tinygrad_nv")})
 
@@ -73,7 +102,7 @@ def _metrics(service: Service) -> Endpoint:
     return endpoint
 
 
-async def _page(request: Request) -> Response:
-    name = request.url.path.rpartition("/")[2]
-    return FileResponse(PAGE / (name or "index.html"), media_type=FILES.get(name, "text/html"),
-                        headers=PAGE_HEADERS)
+def _page(file: Path) -> Endpoint:
+    async def endpoint(_: Request) -> Response:
+        return FileResponse(file, media_type=TYPES[file.suffix], headers=PAGE_HEADERS)
+    return endpoint

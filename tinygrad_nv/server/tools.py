@@ -1,8 +1,8 @@
 """Tools: what a request offers, and the schema-independent part of its tool choice.
 
-Protocol: `tool_list` and `tool_choice` read a request, `legacy_choice` one with the older fields functions
-and function_call. Tools reach the model through its chat template alone; parsers/ finds the calls in its
-answer.
+Protocol: `tool_list`, `allowed_tools` and `tool_choice` read a request, `legacy_choice` one with the older
+fields functions and function_call. Tools reach the model through its chat template alone; parsers/ finds the
+calls in its answer.
 """
 from __future__ import annotations
 
@@ -65,6 +65,25 @@ def legacy_choice(fields: Fields, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, 
     listed = tool_list(made)
     chosen = tool_choice(Fields({"tool_choice": value, "parallel_tool_calls": False}), listed)
     return listed, chosen
+
+
+def allowed_tools(fields: Fields, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+    """The tools that a tool choice of type "allowed_tools" keeps, whose mode is then the tool choice."""
+    value = fields.left.get("tool_choice")
+    if not isinstance(value, dict) or value.get("type") != "allowed_tools": return tools
+    outer = Fields(value, "tool_choice")
+    outer.text("type")
+    inner = Fields(outer.object("allowed_tools") or {}, "tool_choice.allowed_tools")
+    outer.finish()
+    mode, listed = inner.one_of("mode", ("auto", "required")), tool_list(inner)
+    inner.finish()
+    names, known = [tool["function"]["name"] for tool in listed], [tool["function"]["name"] for tool in tools]
+    if not names or (unknown := [name for name in names if name not in known]):
+        found = f"names {unknown[0]!r}" if names else "names no tool"
+        raise invalid(f"tool_choice.allowed_tools {found}, expected some of tools: {', '.join(known)}",
+                      "tool_choice.allowed_tools.tools")
+    fields.left["tool_choice"] = mode or "auto"
+    return tuple(tool for tool in tools if tool["function"]["name"] in names)
 
 
 def tool_choice(fields: Fields, tools: tuple[Tool, ...]) -> ToolChoice:

@@ -100,3 +100,13 @@ def test_a_chunk_beside_decode_rows_pages_moved_and_steps_ahead(gpu: NVDevice):
         check(model, two, got[1])
         gpu.synchronize()
     finally: runner.close()
+
+
+def test_a_first_step_of_single_tokens_reads_nothing_that_was_never_written(gpu: NVDevice):
+    """Each token is looked for among those sampled last, too, and none was sampled yet."""
+    model = network(gpu.device)
+    runner = ModelRunner(model, pages=6, page_size=SIZE, max_seqs=2, max_len=LENGTH)
+    try:
+        batch = SchedulerOutput((ScheduledSeq(0, 0, (3,), (1, 2, 3), (Sample(0, 0, 1),)),))
+        check(model, [3], runner.launch(batch).result().tokens.tolist())
+    finally: runner.close()

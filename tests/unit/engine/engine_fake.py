@@ -117,8 +117,8 @@ class Slot:
 
 @dataclass
 class FakeDevice:
-    """`fails`: launches, counted from 0, that raise after part of their work: as many copies and sequences as
-    the number says."""
+    """`fails`: launches, counted from 0, that raise after part of their work: as many copies as the number
+    says, and if these were all, as many sequences."""
     pages: int
     page_size: int
     host_pages: int = 0
@@ -185,7 +185,9 @@ class FakeDevice:
         self._fault(not all(0 <= slot < self.max_seqs for slot in slots), "no such slot")
         for copy in batch.copies[:fails]: self._move(copy)
         if fails is not None:
-            for seq in batch.seqs[:fails]: self._write(seq, set())
+            # copies come first: a sequence whose page was not copied is not reached
+            if fails >= len(batch.copies):
+                for seq in batch.seqs[:fails]: self._write(seq, set())
             raise MemoryError("the device has no memory left")
         written: set[tuple[int, int]] = set()
         rows = [self._write(seq, written) for seq in batch.seqs]

@@ -199,3 +199,10 @@ def test_a_request_gets_what_it_gets_alone(case):
 @given(cases())
 def test_a_request_gets_what_it_gets_alone_in_many_cases(case):
     run(case)
+
+
+def test_long_drafts_share_the_samples_of_a_step():
+    """9 drafts and a token for each of 3 sequences would be 30 samples, and a step has 24."""
+    result = run(Case([Ask(0, [0], SamplingParams(max_tokens=12, seed=0, n=3))],
+                      EngineConfig(3, 33, 28, 1000, False, 1.0, (EOS,), 0.0, 9), page_size=1))
+    assert 24 in [batch.num_samples for batch in result.device.launched]

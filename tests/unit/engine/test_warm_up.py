@@ -155,6 +155,19 @@ def test_a_warm_up_in_two_processes_serves_like_one(tmp_path: Path, monkeypatch:
     again.close()
 
 
+def test_what_is_captured_ahead_writes_no_input_of_a_batch():
+    """Small buffers are mapped shared: what a fork writes to one, the process that serves finds in its batch.
+    """
+    runner = runner_of(network(num_layers=1, ropes=PLAIN.ropes[:1], windows=(None,)), forks=False)
+    words = runner.input_buffer.open()
+    words[:] = 7
+    for job in (BatchShape.at_least(2, 0, 0, True), (2, Filters(mask=True))): runner.prepare(job)
+    assert (words == 7).all()
+    assert runner.masks.buffer is not None
+    assert not runner.masks.buffer.open().any()
+    runner.close()
+
+
 def test_what_cannot_be_captured_elsewhere_is_captured_before(tmp_path: Path,
                                                               monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("NV_CACHE_DIR", str(tmp_path))

@@ -70,6 +70,7 @@ class Fake:
         self.clusters: dict[int, int] = {}
         self.peers = True
         self.capturing: set[int] = set()
+        self.capture_mode = threading.local()
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(cu, name)    # an AttributeError where cuda.bindings has no such thing
@@ -284,7 +285,18 @@ class Fake:
         assert flags == cu.CU_MEMHOSTALLOC_PORTABLE
         return (*OK, self.here().host(nbytes))
 
+    def _cuThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
+        before = getattr(self.capture_mode, "now", cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
+        self.capture_mode.now = mode
+        return (*OK, before)
+
+    def ends_captures(self) -> bool:
+        """Whether a call that waits or frees ends the captures of this thread."""
+        relaxed = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        return bool(self.capturing) and getattr(self.capture_mode, "now", None) != relaxed
+
     def _cuMemFreeHost(self, address: Any) -> Any:
+        assert not self.ends_captures(), "freed while a stream is captured"
         assert self.here().pinned.pop(int(address), None) is not None, "no page-locked memory is there"
         return OK
 

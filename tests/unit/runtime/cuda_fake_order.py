@@ -43,6 +43,7 @@ def stream_destroy(fake: Fake, stream: Any) -> Any:
 
 
 def stream_synchronize(fake: Fake, stream: Any) -> Any:
+    assert not fake.ends_captures(), "waited for while a stream is captured"
     (queue := fake.queue(stream)).finish()
     return (S.CUDA_ERROR_ILLEGAL_ADDRESS,) if queue.device.lost else OK
 

@@ -24,6 +24,7 @@ static int total(size_t *out, int d) { return *out = 1 << 30, 0; }
 static int retain(u64 *out, int d) { return *out = 0xc0, 0; }
 static int get_current(u64 *out) { return getpid() == process ? (*out = current, 0) : NOT_INITIALIZED; }
 static int set_current(u64 context) { return current = context, 0; }
+static int capturing(u64 stream, int *out) { return *out = 0, 0; }
 static int make(u64 *out) { return *out = handles += 16, 0; }
 static int string(int status, const char **out) { return *out = "words", 0; }
 
@@ -199,6 +200,7 @@ static const struct { const char *symbol; void *function; } functions[] = {
     {"cuModuleGetFunction", function}, {"cuFuncGetAttribute", function_get},
     {"cuFuncSetAttribute", function_set}, {"cuFuncGetParamInfo", parameter}, {"cuLaunchKernelEx", launch},
     {"cuOccupancyMaxActiveClusters", occupancy},
+    {"cuStreamIsCapturing", capturing},
     {"cuGraphCreate", make}, {"cuGraphAddKernelNode", kernel_node}, {"cuGraphAddMemsetNode", memset_node},
     {"cuGraphAddMemcpyNode", memcpy_node}, {"cuGraphKernelNodeSetAttribute", node_attribute},
     {"cuGraphAddDependencies", dependencies}, {"cuGraphInstantiate", instantiate},

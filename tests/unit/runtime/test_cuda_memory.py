@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -110,6 +111,22 @@ def test_a_stream_in_capture_is_left_alone(fake: Fake, gpu: CUDADriver):
     fake.capturing.clear()
     gpu.free(gpu.alloc(8))
     assert not theirs.busy
+
+
+def test_what_goes_while_a_library_captures_does_not_end_its_capture(fake: Fake, gpu: CUDADriver,
+                                                                     monkeypatch: pytest.MonkeyPatch):
+    """A collection of cycles in the midst of torch's capture waited for our streams."""
+    theirs, host, other = gpu.stream(), gpu.host(64), gpu.host(64)
+    gpu.submit(Upload(gpu.alloc(64), host, 0, 64))
+    fake.capturing.add(int(theirs.handle))
+    del host
+    gc.collect()
+    assert fake.complaints == []
+    assert fake.calls["cuMemFreeHost"] == 1
+    monkeypatch.setattr(gpu, "_beside_captures", nullcontext)
+    with pytest.raises(AssertionError, match="while a stream is captured"): other.free()
+    fake.complaints.clear()
+    fake.capturing.clear()
 
 
 # **** page-locked memory ****

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import re
 import shutil
 import subprocess
@@ -44,6 +45,39 @@ class Browser:
     def run(self, script: str) -> Any:
         """What a script returns."""
         return self.call("execute/sync", script=script, args=[])
+
+    def later(self, script: str) -> Any:
+        """What the promise of an async function's body comes to."""
+        wrapped = f"const end = arguments[0]; (async () => {{ {script} }})().then(end, e => end(String(e)))"
+        return self.call("execute/async", script=wrapped, args=[])
+
+    def each(self, selector: str, script: str) -> list[Any]:
+        """The value of an expression for each element `e`."""
+        found = f"document.querySelectorAll({json.dumps(selector)})"
+        return list(self.run(f"return [...{found}].map(e => {script})"))
+
+    def text(self, selector: str) -> str:
+        """The texts of all elements, as they are seen."""
+        return "|".join(self.each(selector, "e.innerText"))
+
+    def has(self, selector: str) -> bool:
+        """Whether there is such an element."""
+        return bool(self.each(selector, "true"))
+
+    def screen(self, width: int = 0, height: int = 0, mobile: bool = False) -> None:
+        """A screen of this size; without one the window's own."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": mobile}
+        self.devtools("Emulation.setDeviceMetricsOverride" if width else
+                      "Emulation.clearDeviceMetricsOverride", **(size if width else {}))
+
+    def media(self, **features: str) -> None:
+        """Media features, such as prefers_color_scheme="dark"."""
+        self.devtools("Emulation.setEmulatedMedia", features=[
+            {"name": name.replace("_", "-"), "value": value} for name, value in features.items()])
+
+    def devtools(self, command: str, **params: Any) -> Any:
+        """A command of Chromium's DevTools protocol."""
+        return self.call("goog/cdp/execute", cmd=command, params=params)
 
     def complaints(self) -> list[str]:
         """What the console says of warnings and errors since it was asked last."""

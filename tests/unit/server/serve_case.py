@@ -18,6 +18,7 @@ import httpx
 from tinygrad_nv.models.config import read_config
 
 from tinygrad_nv.cli import DEFAULT_MODEL
+from tinygrad_nv.engine.async_engine import AsyncEngine
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.outputs import Delta, TokenLogprobs
 from tinygrad_nv.engine.prompts import ParsedPrompt, Prompt, parse
@@ -26,7 +27,7 @@ from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import NVError, QueueFull
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.metrics import Metrics
-from tinygrad_nv.server.service import Service
+from tinygrad_nv.server.service import EmbeddingEngineClient, Service
 from tinygrad_nv.server.serving import HTTP, HTTPOptions, Server, bind, serve, url
 
 NAME = "tales"
@@ -58,12 +59,13 @@ class FakeModel:
     def __init__(self, template: str | None = None) -> None:
         loaded = _tokenizer()
         self.tokenizer = Tokenizer(loaded.backend, loaded.special, template or loaded.template)
-        self.defaults, self.length = SamplingParams(temperature=0.0), LENGTH
+        self.defaults, self.length, self.eos = SamplingParams(temperature=0.0), LENGTH, (1,)
         self.config, self.embedder = read_config(DEFAULT_MODEL), None
 
     def require_tokenizer(self) -> Tokenizer: return self.tokenizer
 
-    def tokenize(self, prompt: Any) -> list[int]: return LLM.tokenize(self, prompt)  # type: ignore[arg-type]
+    def tokenize(self, prompt: Any, truncate_prompt_tokens: int | None = None) -> list[int]:
+        return LLM.tokenize(self, prompt, truncate_prompt_tokens)  # type: ignore[arg-type]
 
     def encode_chat(self, messages: Any, tools: Any = (), /, **extra: Any) -> list[int]:
         return self.tokenize(self.tokenizer.encode_chat(messages, tools, **extra))
@@ -171,6 +173,13 @@ def fake_service(engine: FakeEngine | None = None, limits: RequestLimits | None 
     return Service(engine, engine.model, (NAME, "alias"), limits or RequestLimits(), metrics, **more)
 
 
+def llm_service(llm: LLM, **more: Any) -> Service:
+    """A service of a loaded model, as `tinygrad-nv serve` makes it."""
+    engine = AsyncEngine(llm) if llm.embedder is None else EmbeddingEngineClient(llm.embedder.engine)
+    return Service(engine, llm, (NAME,), RequestLimits(), Metrics(NAME, llm.length, engine.stats),
+                   embedder=llm.embedder, **more)
+
+
 @contextlib.contextmanager
 def live(service: Service, options: HTTPOptions = HTTP) -> Iterator[Live]:
     """The service, answering."""
@@ -181,7 +190,10 @@ def live(service: Service, options: HTTPOptions = HTTP) -> Iterator[Live]:
         server = Server(service, options)
         client = httpx.Client(base_url=url(taken, options), timeout=60, verify=False)  # no certificates: slow
         box.append(Live(url(taken, options), service, server, asyncio.get_running_loop(), client))
+        real = service.engine if isinstance(service.engine, AsyncEngine) else None
+        if real is not None: await real.start()
         await serve(server, [taken], 3600, ready.set)
+        if real is not None: await real.stop()
 
     thread = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
     thread.start()
@@ -194,9 +206,9 @@ def live(service: Service, options: HTTPOptions = HTTP) -> Iterator[Live]:
         assert not thread.is_alive()
 
 
-def until(holds: Any, seconds: float = 30.0) -> None:
+def until(holds: Any, seconds: float = 30.0, pause_s: float = 0.005) -> None:
     """Waits until `holds()`."""
     ends = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < ends, "it did not come to hold"
-        time.sleep(0.005)
+        time.sleep(pause_s)

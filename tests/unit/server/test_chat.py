@@ -150,6 +150,16 @@ def test_effort_and_verbosity_are_variables_of_the_template():
         assert prompt(engine).endswith("assistant:")
 
 
+@pytest.mark.parametrize(("template", "efforts"), [
+    ("{{ messages }}", []), ("{% if enable_thinking %}", ["none", "medium"]),
+    ("{{ reasoning_effort }}", ["minimal", "low", "medium", "high", "xhigh", "max"]),
+    ("{{ reasoning_effort }}{% if enable_thinking %}",
+     ["none", "minimal", "low", "medium", "high", "xhigh", "max"])])
+def test_efforts_that_a_template_knows_are_listed_with_the_model(template: str, efforts: list[str]):
+    with live(fake_service(FakeEngine(FakeModel(template)))) as server:
+        assert server.http.get("/v1/models").json()["data"][0]["reasoning_efforts"] == efforts
+
+
 def test_a_message_goes_on():
     with serving(" more</think>yes") as (client, engine):
         messages = [*USER, {"role": "assistant", "content": "<think>so"}]

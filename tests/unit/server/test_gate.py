@@ -89,6 +89,19 @@ def test_endpoints_without_a_key(server: Live):
         assert server.http.get(path).status_code == 401
 
 
+def test_the_tokenizer_is_told_of_where_the_server_says_so(server: Live):
+    with_key = {"Authorization": "Bearer key"}
+    answer = server.http.get("/tokenizer_info", headers=with_key)
+    assert answer.status_code == 404
+    assert "start it with --enable-tokenizer-info-endpoint" in answer.text
+    server.service.tokenizer_info = True
+    try:
+        assert server.http.get("/tokenizer_info").status_code == 401
+        told = server.http.get("/tokenizer_info", headers=with_key).json()
+    finally: server.service.tokenizer_info = False
+    assert (told["bos_token"], told["eos_token"], told["model_max_length"]) == ("<|bos|>", "<|eos|>", LENGTH)
+
+
 def test_load_counts_what_runs(strict: Live):
     strict.service.active += 2
     try: assert strict.http.get("/load").json() == {"server_load": 2}

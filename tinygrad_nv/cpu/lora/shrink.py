@@ -4,7 +4,7 @@ Protocol: parts share out the columns that an adapter has, `TOGETHER` at a time,
 
     for each adapter e that has rows, for `BLOCK` of them, for each segment
       for `TOGETHER` columns below ranks[e, segment]: long streams of A, read once for the block
-        two rows at a time: sums in registers, lanes of k
+        two rows at a time: sums in registers, lanes of k; the next columns are fetched meanwhile
     zeros: columns from the rank on, and rows without an adapter
 """
 from __future__ import annotations
@@ -84,6 +84,7 @@ def _dots(spec: LoraShrinkSpec, many: int, lanes: int) -> str:
         load, count = ("load_n_", f", {left}") if left else ("load_", "")
         lines = [f"const vf y{i} = {load}{of_x}(x{i} + k{count});" for i in range(2)]
         for u in range(many):
+            if not left: lines.append(f"__builtin_prefetch(w + {(u + TOGETHER) * k} + k, 0, 2);")
             lines.append(f"const vf v{u} = {load}{of_w}(w + {u * k} + k{count});")
             lines += [f"s{u}_{i} = fma_(v{u}, y{i}, s{u}_{i});" for i in range(2)]
         return " ".join(lines)

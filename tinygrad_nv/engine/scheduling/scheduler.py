@@ -42,6 +42,7 @@ from tinygrad_nv.engine.scheduling.scheduler_output import (
     ScheduledSeq,
     SchedulerOutput,
     max_prompt_logits,
+    max_samples,
 )
 from tinygrad_nv.engine.structured_output.token_masks import TokenMasks
 from tinygrad_nv.kvcache.pool import PagePool
@@ -307,8 +308,8 @@ class Scheduler:
     # **** speculative decoding ****
 
     def _schedule_drafts(self, plan: StepPlan) -> None:
-        """Asks the proposer for drafts of decoding sequences, as far as budget and pages are left."""
-        requests = {}
+        """Asks the proposer for drafts of decoding sequences, as far as tokens, samples and pages last."""
+        requests, samples = {}, max_samples(self.config.max_seqs) - self.config.max_seqs
         for seq, num_tokens in plan.num_tokens.items():
             most = min(self.config.num_speculative_tokens, seq.max_length - len(seq.tokens) - 1)
             if num_tokens > 1 or most < 1 or seq.num_in_flight or seq.branches or not seq.can_draft: continue
@@ -318,7 +319,7 @@ class Scheduler:
             plan.token_budget -= cost
         if not requests or self.proposer is None: return
         for seq, draft in zip(requests, self.proposer.propose(list(requests.values())), strict=True):
-            draft = draft[:requests[seq].max_tokens]
+            draft = draft[:min(requests[seq].max_tokens, samples)]
             if seq.matcher is not None:
                 masks = plan.masks[seq] = seq.matcher.masks(draft)
                 draft = draft[:len(masks) - 1]
@@ -327,6 +328,7 @@ class Scheduler:
             if self.pool.available < self.num_spare_pages + own: continue
             if seq.reserve(padded(seq.num_scheduled, 1 + len(draft)), self.pool.page_size):
                 plan.num_tokens[seq], plan.drafts[seq] = 1 + len(draft), draft
+                samples -= len(draft)
 
     # **** the batch ****
 

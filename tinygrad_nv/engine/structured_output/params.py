@@ -80,6 +80,17 @@ class StructuredOutputsParams:
         return isinstance(other, StructuredOutputsParams) and self.grammar_text == other.grammar_text
 
 
+@dataclass(frozen=True)
+class ReasoningTokens:
+    """How a model's reasoning is written, in tokens. `start`: the token that may begin it, None of an answer
+    that is `inside` from its first token on. `end`: the tokens that end it."""
+    start: int | None
+    end: tuple[int, ...]
+    inside: bool
+    may_end: bool = False
+    budget: int | None = None
+
+
 def _lark_grammar(text: str) -> str: return json.dumps({"grammars": [{"lark_grammar": text}]})
 
 

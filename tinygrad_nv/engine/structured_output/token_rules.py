@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from tinygrad_nv.engine.structured_output.after_reasoning import AfterReasoning
 from tinygrad_nv.engine.structured_output.matcher import GrammarMatcher, pack_mask
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import RequestError
@@ -30,7 +31,7 @@ class TokenRules:
     """See above. `allowed` is None where every token is; `vocab` ids exist, of which `eos` end an answer."""
 
     def __init__(self, vocab: int, eos: Sequence[int], allowed: Sequence[int] | None, words: Words,
-                 grammar: GrammarMatcher | None = None) -> None:
+                 grammar: GrammarMatcher | AfterReasoning | None = None) -> None:
         every = range(vocab) if allowed is None else allowed
         self._ends = pack_mask([token for token in eos if 0 <= token < vocab], vocab)
         self._allowed, self._words, self._grammar = pack_mask(every, vocab), words, grammar

@@ -185,6 +185,10 @@ class ModelRunner:
         return default_jobs(self.max_seqs, self.max_batched_tokens, self.max_shape, self.verifies,
                             self.adapters is not None)
 
+    def discard_cache(self) -> None:
+        """Gives the memory of the KV cache back, after what was launched."""
+        self.run_now(self.store.discard)
+
     def close(self) -> None:
         """Waits for launched batches, and frees page-locked memory. Runners that share the thread of this one
         are closed before."""
@@ -225,12 +229,15 @@ class ModelRunner:
                                      and (shape.samples, each) in self.samplers)
         layout, step = self._step(shape)
         with span(f"step {shape}"):
-            write_batch(self.input_buffer.open(), layout, batch, self.tables, self.output_buffer.last_token)
-            self.input_buffer.send(layout.num_words)
+            self._send(batch, layout)
             if filters.mask: self.masks.send(batch, shape.samples)
             step()
             if batch.num_samples: self._sampler(shape.samples, filters)()
         return shape.samples
+
+    def _send(self, batch: SchedulerOutput, layout: InputLayout) -> None:
+        write_batch(self.input_buffer.open(), layout, batch, self.tables, self.output_buffer.last_token)
+        self.input_buffer.send(layout.num_words)
 
     # **** graphs ****
 
@@ -247,17 +254,17 @@ class ModelRunner:
     def prepare(self, job: Job) -> None:
         """Captures a step or a sampler, or reads it, and loads its kernels. A GPU also runs it, as its driver
         loads them then."""
+        runs = isinstance(Device[self.device], NVDevice)
+        # in a fork, the CPU's inputs are those of the process that serves: they are left as they are
         if isinstance(job, tuple):
             made = self._sampler(*job)
-            if job[1].mask: self.masks.send(SchedulerOutput(()), job[0])
+            if runs and job[1].mask: self.masks.send(SchedulerOutput(()), job[0])
         else:
             layout, made = self._step(job)
-            write_batch(self.input_buffer.open(), layout, SchedulerOutput(()), self.tables,
-                        self.output_buffer.last_token)
-            self.input_buffer.send(layout.num_words)
+            if runs: self._send(SchedulerOutput(()), layout)
         try:
             made.prepare()
-            if isinstance(Device[self.device], NVDevice): made()
+            if runs: made()
         except BaseException:   # no batch shall choose it
             if isinstance(job, tuple): del self.samplers[job]
             else: del self.steps[job]

@@ -26,6 +26,7 @@ from tinygrad_nv.engine.scheduling.scheduler_output import Logprobs, SamplerOutp
 from tinygrad_nv.graphs.inputs import region
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Download, Event, HostMemory
+from tinygrad_nv.runtime.memory import write
 
 # sample numbers, how many log probabilities each requests, and the token if it is not the sampled one
 LogprobRequests = list[tuple[int, int, int | None]]
@@ -38,6 +39,8 @@ class OutputBuffer:
         self.device, self.vocab_size = device, vocab_size
         self._logits: dict[int, Buffer] = {}    # by number of samples, since most steps have few
         self._tokens = region(device, 4 * samples)
+        # the first step gathers from them, also where it takes nothing
+        write(self.tokens(samples), 0, memoryview(bytes(4 * samples)))
         # by slot: the step, and the sample's number in it
         self._last: dict[int, tuple[Future[SamplerOutput], int]] = {}
         self._newest: Future[SamplerOutput] | None = None

@@ -5,10 +5,11 @@ through this.
 """
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tinygrad_nv.errors import DriverError, KernelError
@@ -103,8 +104,18 @@ class CUDAContext(driver.Driver):
     def _destroy(self, key: int) -> None:
         destroy, handle, after_work = self.live.pop(key, ("", None, False))
         if not destroy or self.lost or self.forked: return
-        if after_work: self.sync()
-        self.call(destroy, handle)
+        with self._beside_captures():
+            if after_work: self.sync()
+            self.call(destroy, handle)
+
+    @contextlib.contextmanager
+    def _beside_captures(self) -> Iterator[None]:
+        """Calls that have nothing to do with a graph which another library captures in this thread, as a
+        finalizer's. Waiting or freeing would end such a capture (CUDA's cudaStreamCaptureModeGlobal)."""
+        exchange = "cuThreadExchangeStreamCaptureMode"
+        before = self.call(exchange, self.cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+        try: yield
+        finally: self.call(exchange, before)
 
     def sync(self) -> None:
         """Waits for our work in all streams."""

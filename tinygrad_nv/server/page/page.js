@@ -1,205 +1,249 @@
-// The page talks to the same endpoints as every other client: /v1/models, /v1/chat/completions (a stream), and
-// once a second /metrics, whose last minute is drawn. Nothing is kept but the API key, until the tab is closed.
-"use strict";
+// The page talks to the same endpoints as every other client: /v1/models, /v1/chat/completions (a stream),
+// /metrics and /health, once a second while they are seen. This file puts the others together, and has the
+// composer, the two panels that fold away, the theme, the key and the keyboard. Read in this order: dom.js,
+// api.js, store.js, settings.js; blocks.js and inline.js, which read Markdown, highlight.js and
+// markdown.js, which draw it; message.js, talk.js, side.js, plots.js. theme.js comes before all of them.
 
-const $ = (id) => document.getElementById(id);
-const SECONDS = 60;
-const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
-const LOST = "The connection to the server is lost.";
-let messages = [];           // of the conversation that is shown
-let running = null;          // the AbortController of an answer that is being written
+import { healthy, keepKey, key, metrics, models } from "./api.js";
+import { $, announce, notice } from "./dom.js";
+import { number } from "./message.js";
+import { Plots, seen } from "./plots.js";
+import { chosen, offer, setUp } from "./settings.js";
+import { Side } from "./side.js";
+import { Conversations, read, write } from "./store.js";
+import { Talk } from "./talk.js";
 
-function headers() {
-  const key = $("key").value;
-  return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+const POLL_MS = 1000;
+const DRAFT_MS = 300;
+const store = new Conversations();
+const wide = matchMedia("(min-width: 1180px)");
+
+// **** conversations ****
+
+const talk = new Talk({
+  changed(conversation) {
+    // one that was deleted while it was answered stays deleted
+    if (conversation.deleted) return;
+    const problem = store.save(conversation);
+    if (problem) { notice(problem); announce(problem); }
+    if (!conversation.messages.length) store.remove(conversation.id);
+    draw();
+  },
+  refused(failure) { if (failure.status === 401) askKey(true); },
+});
+const side = new Side(store, {
+  open(conversation) { show(conversation); fold("side", wide.matches); },
+  renamed(conversation) { const problem = store.save(conversation); if (problem) notice(problem); draw(); },
+  removed(conversation) {
+    talk.stop(conversation);
+    conversation.deleted = true;
+    if (conversation === talk.conversation) show(store.list()[0] ?? store.create());
+    else draw();
+  },
+  restored(conversation) { delete conversation.deleted; store.save(conversation); show(conversation); },
+});
+
+function draw() {
+  side.draw(talk.conversation, (each) => talk.runs.has(each.id));
+  document.title = talk.conversation.title ? `${talk.conversation.title} · tinygrad-nv` : "tinygrad-nv";
 }
 
-function show(role, text) {
-  const item = document.createElement("li");
-  item.className = role;
-  item.textContent = text;
-  $("messages").append(item);
-  item.scrollIntoView({ block: "end" });
-  return item;
+function show(conversation) {
+  keepDraft();
+  talk.show(conversation);
+  write("shown", store.all.has(conversation.id) ? conversation.id : null);
+  const draft = read(draftName());
+  $("text").value = typeof draft === "string" ? draft : "";
+  grow();
+  draw();
 }
 
-function settings() {
-  const out = {};
-  for (const name of NUMBERS) if ($(name).value !== "") out[name] = Number($(name).value);
-  return out;
+function begin() {
+  show(store.create());
+  fold("side", wide.matches && isOpen("side"));
+  $("text").focus();
 }
 
-// **** a conversation ****
+$("clear").addEventListener("click", begin);
+$("side-new").addEventListener("click", begin);
+addEventListener("storage", (event) => {
+  const id = store.changed(event);
+  if (!id) return;
+  if (id === talk.conversation.id && store.all.has(id) && !talk.running) talk.redraw();
+  draw();
+});
+addEventListener("pagehide", () => {
+  keepDraft();
+  for (const id of talk.runs.keys()) if (store.all.has(id)) store.save(store.all.get(id));
+});
 
-async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let held = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) break;
-    held += value;
-    const parts = held.split("\n\n");
-    held = parts.pop();
-    for (const part of parts) {
-      const data = part.replace(/^data: /, "");
-      if (data === "[DONE]") return;
-      yield JSON.parse(data);
-    }
-  }
-  throw new Error(LOST);
+// **** the composer ****
+
+let drafting = 0;
+const draftName = () => `draft:${store.all.has(talk.conversation.id) ? talk.conversation.id : "new"}`;
+
+function keepDraft() {
+  clearTimeout(drafting);
+  if (talk.conversation) write(draftName(), $("text").value.trim() ? $("text").value : null);
 }
 
-async function ask(text) {
-  const system = $("system").value.trim();
-  const said = messages;     // "New conversation" begins another list, also in the middle of an answer
-  said.push({ role: "user", content: text });
-  const turn = show("user", text);
-  const item = show("assistant busy", "");
-  running = new AbortController();
-  $("send").disabled = true;
-  $("stop").disabled = false;
-  let answer = "", tokens = 0, note = "", end = "";
-  const begun = performance.now();
-  let first = null;
-  try {
-    const body = { model: $("model").value, stream: true, stream_options: { include_usage: true }, ...settings(),
-      messages: system ? [{ role: "system", content: system }, ...said] : said };
-    const response = await fetch("v1/chat/completions",
-      { method: "POST", headers: headers(), body: JSON.stringify(body), signal: running.signal });
-    if (!response.ok) throw new Error((await response.json()).error.message);
-    for await (const chunk of events(response)) {
-      if (chunk.error) throw new Error(chunk.error.message);
-      if (chunk.usage) tokens = chunk.usage.completion_tokens;
-      const choice = chunk.choices[0];
-      if (choice && choice.finish_reason === "length") end = " · cut: no more tokens were allowed";
-      if (!choice || !choice.delta.content) continue;
-      first = first ?? performance.now();
-      answer += choice.delta.content;
-      const list = $("messages"), low = list.scrollHeight - list.scrollTop - list.clientHeight < 60;
-      item.textContent = answer;
-      if (low) list.scrollTop = list.scrollHeight;
-    }
-    const rate = tokens > 1 ? (tokens - 1) / (performance.now() - first) * 1000 : 0;
-    if (first !== null) note = `${tokens} tokens · first after ${(first - begun).toFixed(0)} ms · ${rate.toFixed(1)} tokens/s${end}`;
-  } catch (error) {
-    if (error.name === "AbortError") note = "stopped";
-    else if (said === messages) show("error", error instanceof TypeError ? LOST : error.message);
-  } finally {
-    running = null;
-    $("send").disabled = false;
-    $("stop").disabled = true;
-    item.classList.remove("busy");
-  }
-  if (note) {
-    const small = document.createElement("small");
-    small.textContent = note;
-    item.append(small);
-  }
-  if (answer) said.push({ role: "assistant", content: answer });
-  else {
-    // a turn without an answer is no part of the conversation; its words can be sent again
-    said.pop();
-    item.remove();
-    turn.remove();
-    if (said === messages && !$("text").value) $("text").value = text;
-  }
+function grow() {
+  const text = $("text");
+  text.style.height = "auto";
+  text.style.height = `${text.scrollHeight}px`;
+  $("send").disabled = !text.value.trim();
 }
 
+$("text").addEventListener("input", () => {
+  grow();
+  clearTimeout(drafting);
+  drafting = setTimeout(keepDraft, DRAFT_MS);
+});
+addEventListener("resize", grow);
 $("form").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = $("text").value.trim();
-  if (!text || running) return;
+  if (!text || talk.running) return;
   $("text").value = "";
-  ask(text);
+  keepDraft();
+  grow();
+  talk.send(text);
+  write("shown", talk.conversation.id);
 });
+$("stop").addEventListener("click", () => { talk.stop(); $("text").focus(); });
+
+// **** the keyboard ****
+
 $("text").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+  if (event.isComposing) return;
+  if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); $("form").requestSubmit(); }
+  if (event.key === "ArrowUp" && !$("text").value && talk.editLast()) event.preventDefault();
+});
+document.addEventListener("keydown", (event) => {
+  if ($("key-dialog").open || $("menu").matches(":popover-open") || event.defaultPrevented) return;
+  if (event.key === "Escape") {
+    if (!wide.matches && (isOpen("side") || isOpen("panel"))) closeDrawers();
+    else talk.stop();
+  }
+  const typing = /^(?:INPUT|TEXTAREA|SELECT)$/.test(document.activeElement.tagName);
+  if (event.key === "/" && !typing && !event.ctrlKey && !event.metaKey && !event.altKey) {
     event.preventDefault();
-    $("form").requestSubmit();
+    closeDrawers();
+    $("text").focus();
   }
 });
-document.addEventListener("keydown", (event) => { if (event.key === "Escape" && running) running.abort(); });
-$("stop").addEventListener("click", () => { if (running) running.abort(); $("text").focus(); });
-$("clear").addEventListener("click", () => {
-  if (running) running.abort();
-  messages = [];
-  $("messages").replaceChildren();
-  $("text").focus();
+
+// **** panels: columns of a wide window, drawers of a narrow one ****
+
+const isOpen = (name) => document.body.classList.contains(`${name}-open`);
+
+function fold(name, open) {
+  document.body.classList.toggle(`${name}-open`, open);
+  $(`${name}-toggle`).setAttribute("aria-expanded", open);
+  $(name).inert = !open;
+  const drawer = !wide.matches && (isOpen("side") || isOpen("panel"));
+  $("centre").inert = drawer;
+  $("veil").hidden = !drawer;
+}
+
+function toggle(name) {
+  const open = !isOpen(name);
+  if (open && !wide.matches) fold(name === "side" ? "panel" : "side", false);
+  fold(name, open);
+  if (wide.matches) write(`${name}-folded`, open ? null : true);
+  else if (open) $(name).querySelector("button, input, select").focus();
+}
+
+function closeDrawers() {
+  if (wide.matches) return;
+  for (const name of ["side", "panel"]) {
+    if (!isOpen(name)) continue;
+    fold(name, false);
+    $(`${name}-toggle`).focus();
+  }
+}
+
+function arrange() {
+  for (const name of ["side", "panel"]) fold(name, wide.matches && !read(`${name}-folded`));
+}
+
+for (const name of ["side", "panel"]) {
+  $(`${name}-toggle`).addEventListener("click", () => toggle(name));
+  $(`${name}-close`).addEventListener("click", () => toggle(name));
+}
+$("veil").addEventListener("click", closeDrawers);
+wide.addEventListener("change", arrange);
+
+// **** the theme ****
+
+for (const choice of document.querySelectorAll("input[name=theme]")) {
+  choice.checked = choice.value === (document.documentElement.dataset.theme ?? "auto");
+  choice.addEventListener("change", () => {
+    if (choice.value === "auto") delete document.documentElement.dataset.theme;
+    else document.documentElement.dataset.theme = choice.value;
+    // theme.js reads the bare word
+    try { localStorage.setItem("tinygrad-nv:theme", choice.value); } catch { /* for this visit alone */ }
+  });
+}
+
+// **** the server ****
+
+let locked = false;          // it wants a key, and has not got the right one
+
+function askKey(again) {
+  locked = true;
+  state("wants an API key", false);
+  $("key-wrong").hidden = !again || !key();
+  if (!$("key-dialog").open) $("key-dialog").showModal();
+  $("key").focus();
+}
+
+$("key-dialog").addEventListener("close", () => {
+  keepKey($("key").value.trim());
+  $("key").value = "";
+  learn();
 });
-
-// **** the engine ****
-
-const FIGURES = [
-  { id: "running", label: "Running", value: (now) => now.num_requests_running, least: 4 },
-  { id: "queued", label: "Queued", value: (now) => now.num_requests_waiting, least: 4 },
-  { id: "kv", label: "KV cache in use", value: (now) => now.kv_cache_usage_perc * 100, least: 100, unit: " %" },
-  { id: "rate", label: "Tokens/s", least: 10,     // of a server that was started anew, none at first
-    value: (now, then) => then && now.generation_tokens_total >= then.generation_tokens_total ? (now.generation_tokens_total - then.generation_tokens_total) / (now.at - then.at) : 0 },
-];
-
-for (const figure of FIGURES) {
-  figure.past = [];
-  const box = document.createElement("div");
-  box.className = "figure";
-  box.innerHTML = `<span>${figure.label}</span><b id="${figure.id}">–</b>
-    <svg viewBox="0 0 ${SECONDS} 36" preserveAspectRatio="none" role="img" aria-label="${figure.label}, the last minute">
-    <path class="area"></path><path class="line"></path></svg>`;
-  $("figures").append(box);
-  figure.box = box;
-}
-
-function draw(figure) {
-  const top = Math.max(figure.least, ...figure.past) * 1.05;
-  const start = SECONDS - figure.past.length;
-  const points = figure.past.map((value, i) => `${start + i + 1},${(34 - 32 * value / top).toFixed(2)}`);
-  figure.box.querySelector(".line").setAttribute("d", `M${points.join("L")}`);
-  figure.box.querySelector(".area").setAttribute("d", `M${start + 1},36L${points.join("L")}L${SECONDS},36Z`);
-}
-
-// "prefix:name{labels} value", of all models and without histograms
-function parse(text) {
-  const out = { at: performance.now() / 1000 };
-  for (const [, name, value] of text.matchAll(/^\w+:(\w+)\{[^}]*\} (\S+)$/gm)) out[name] = Number(value);
-  return out;
-}
-
-let then = null;
-async function watch() {
-  try {
-    const response = await fetch("metrics");
-    const now = parse(await response.text());
-    for (const figure of FIGURES) {
-      const value = figure.value(now, then);
-      $(figure.id).textContent = value.toFixed(value < 10 && !Number.isInteger(value) ? 1 : 0) + (figure.unit ?? "");
-      figure.past = [...figure.past, value].slice(-SECONDS);
-      draw(figure);
-    }
-    then = now;
-    const health = await fetch("health");
-    if (health.ok && !locked && !$("model").length) await models();
-    if (!locked) state(health.ok ? "ready" : "stopping", health.ok);
-  } catch { state("not reachable", false); }
-  setTimeout(watch, 1000);
-}
+$("key-dialog").addEventListener("cancel", (event) => event.preventDefault());
 
 function state(text, good) {
   // said once, not every second
   if ($("health").textContent !== text) $("health").textContent = text;
-  $("health").className = `state ${good ? "good" : "bad"}`;
+  $("health").className = good ? "good" : "bad";
 }
 
-let locked = false;          // the server wants a key, and has not got the right one
-async function models() {
-  const response = await fetch("v1/models", { headers: headers() });
-  locked = response.status === 401;
-  if (locked) {
-    $("key").focus();
-    return state("wants an API key", false);
-  }
-  $("model").replaceChildren(...(await response.json()).data.map((model) => new Option(model.id)));
+async function learn() {
+  try {
+    offer(await models());
+    locked = false;
+    greet();
+  } catch (failure) { if (failure.status === 401) askKey(true); }
 }
 
-$("key").value = sessionStorage.getItem("key") ?? "";
-$("key").addEventListener("change", () => { sessionStorage.setItem("key", $("key").value); models(); });
-models().catch(() => {});
+function greet() {
+  const card = chosen();
+  $("greeting").textContent = card ? card.id : "tinygrad-nv";
+  $("context").textContent = card?.max_model_len
+    ? `A conversation may have ${number(card.max_model_len)} tokens.` : "";
+}
+
+let plots = null;
+async function watch() {
+  if (document.visibilityState === "visible") {
+    try {
+      if (seen()) (plots ??= new Plots($("figures"))).add(await metrics());
+      else plots?.restart();
+      const good = await healthy();
+      if (good && !locked && !$("model").length) await learn();
+      if (!locked) state(good ? "ready" : "stopping", good);
+    } catch { state("not reachable", false); }
+  } else plots?.restart();
+  setTimeout(watch, POLL_MS);
+}
+
+plots = new Plots($("figures"));
+arrange();
+setUp(greet);
+show(store.all.get(read("shown")) ?? store.create());
+learn();
 watch();
+if (matchMedia("(hover: hover)").matches) $("text").focus();

@@ -33,10 +33,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Kind:
-    """A parser. `make(answer)` is one for an answer."""
+    """A parser. `make(answer)` is one for an answer. Of reasoning, `start` and `end` are the tokens around
+    it."""
     make: Callable[[Answer], Machine]
     signs: tuple[str, ...] = ()
     special: tuple[str, ...] = ()
+    start: str = ""
+    end: tuple[str, ...] = ()
 
 
 def _think(start: str, end: str, answer: Answer, always: bool = False,
@@ -47,15 +50,21 @@ def _think(start: str, end: str, answer: Answer, always: bool = False,
     return Think(start, end, inside, implicit if answer.schemas else ())
 
 
+def _thinks(start: str, end: str, signs: tuple[str, ...] | None = None, **more: Any) -> Kind:
+    """Reasoning between two markers, of which `signs` are in a template."""
+    return Kind(partial(_think, start, end, **more), (start,) if signs is None else signs, (start, end),
+                start, (end,))
+
+
 THINK = ("<think>", "</think>")
-HARMONY = Kind(lambda answer: Harmony(True, bool(answer.schemas)), ("<|channel|>",), MARKS)
+HARMONY = Kind(lambda answer: Harmony(True, bool(answer.schemas)), ("<|channel|>",), MARKS,
+               end=("<|channel|>", "final", "<|message|>"))
 REASONING = {
     "openai_gptoss": HARMONY,
-    "mistral": Kind(partial(_think, "[THINK]", "[/THINK]"), ("[THINK]",), ("[THINK]", "[/THINK]")),
-    "seed_oss": Kind(partial(_think, "<seed:think>", "</seed:think>"), ("<seed:think>",),
-                     ("<seed:think>", "</seed:think>")),
-    "qwen3": Kind(partial(_think, *THINK, implicit=(OPEN,)), THINK, THINK),
-    "deepseek_r1": Kind(partial(_think, *THINK, always=True), (), THINK),
+    "mistral": _thinks("[THINK]", "[/THINK]"),
+    "seed_oss": _thinks("<seed:think>", "</seed:think>"),
+    "qwen3": _thinks(*THINK, signs=THINK, implicit=(OPEN,)),
+    "deepseek_r1": _thinks(*THINK, signs=(), always=True),
 }
 TOOLS = {
     "openai": Kind(lambda answer: Harmony(False, bool(answer.schemas)), ("<|channel|>",), MARKS),

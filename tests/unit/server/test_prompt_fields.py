@@ -1,0 +1,96 @@
+"""Fields about the tokens of a prompt, and about which tools may be called."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serve_case import FakeEngine, FakeModel, Live, fake_service, live
+
+TEXT = "Once upon a time there was a little fox"
+TOKENIZER = FakeModel().tokenizer
+PLAIN, WITH_SPECIAL = TOKENIZER.encode(TEXT, special=False), TOKENIZER.encode(TEXT)
+TEMPLATE = ("{% for m in messages %}{{ m.content }}{% endfor %}"
+            "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}")
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+         for name in ("look", "walk", "sleep")]
+
+
+@pytest.fixture(scope="module")
+def engine() -> FakeEngine: return FakeEngine(FakeModel(TEMPLATE))
+
+
+@pytest.fixture(scope="module")
+def server(engine: FakeEngine) -> Iterator[Live]:
+    with live(fake_service(engine)) as running: yield running
+
+
+def ask(server: Live, path: str = "/v1/completions", **fields: Any) -> dict[str, Any]:
+    answer = server.post({"max_tokens": 2, **fields}, path)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_special_tokens_may_be_left_out(server: Live, engine: FakeEngine):
+    for special, ids in ((True, WITH_SPECIAL), (False, PLAIN)):
+        made = ask(server, prompt=TEXT, add_special_tokens=special)
+        assert engine.asked[-1][0].ids == ids
+        assert made["usage"]["prompt_tokens"] == len(ids)
+    assert len(WITH_SPECIAL) == len(PLAIN) + 1
+    ask(server, prompt=[5, 6], add_special_tokens=False)
+    assert engine.asked[-1][0].ids == [5, 6]
+
+
+def test_prompts_are_truncated_at_their_beginning(server: Live, engine: FakeEngine):
+    made = ask(server, prompt=TEXT, truncate_prompt_tokens=4, echo=True, return_token_ids=True)
+    ids = engine.asked[-1][0].ids
+    assert ids is not None
+    assert (len(ids), ids[-3:]) == (4, PLAIN[-3:])
+    assert made["choices"][0]["text"].startswith(TOKENIZER.decode(ids))
+    ask(server, prompt=TEXT, truncate_prompt_tokens=4, add_special_tokens=False)
+    assert engine.asked[-1][0].ids == PLAIN[-4:]
+    ask(server, prompt=PLAIN, truncate_prompt_tokens=3)
+    assert engine.asked[-1][0].ids == PLAIN[-3:]
+    # what is longer than the context, too
+    for path, prompt in (("/v1/completions", {"prompt": TEXT * 500}),
+                         ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT * 500}]})):
+        assert server.post(prompt, path).status_code == 400
+        ask(server, path, **prompt, truncate_prompt_tokens=-1)
+        assert len(engine.asked[-1][0].ids or ()) == 511
+        ask(server, path, **prompt, truncate_prompt_tokens=5)
+        assert (engine.asked[-1][0].ids or [])[-4:] == PLAIN[-4:]
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_some_tools_are_allowed(server: Live, engine: FakeEngine, mode: str):
+    chosen = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [
+        {"type": "function", "function": {"name": name}} for name in ("sleep", "look")]}}
+    ask(server, "/v1/chat/completions", messages=[{"role": "user", "content": "how?"}], tools=TOOLS,
+        tool_choice=chosen)
+    prompt, params = engine.asked[-1]
+    text = TOKENIZER.decode(prompt.ids or [])
+    assert ("look" in text, "walk" in text, "sleep" in text) == (True, False, True)
+    constraint = params.structured_outputs
+    assert (constraint is not None) == (mode == "required")
+    if constraint is not None: assert "walk" not in str(constraint.json)
+
+
+@pytest.mark.parametrize(("tools", "words"), [
+    ([], "tool_choice.allowed_tools names no tool, expected some of tools: look, walk, sleep"),
+    ([{"type": "function", "function": {"name": "fly"}}], "names 'fly', expected some of tools: look")])
+def test_tools_that_cannot_be_allowed(server: Live, tools: list[Any], words: str):
+    chosen = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}
+    answer = server.post({"messages": [{"role": "user", "content": "a"}], "tools": TOOLS,
+                          "tool_choice": chosen}, "/v1/chat/completions")
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("field", ["documents", "audio", "web_search_options", "kv_transfer_params",
+                                   "mm_processor_kwargs", "vllm_xargs", "logits_processors"])
+def test_what_no_model_here_has_is_refused_by_name(server: Live, field: str):
+    asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    answer = server.post({**asked, field: {"a": 1}}, "/v1/chat/completions")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(f"{field} is not served; to fix: leave it out")
+    assert server.post({**asked, field: None}, "/v1/chat/completions").status_code == 200
