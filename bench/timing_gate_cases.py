@@ -39,7 +39,7 @@ from tinygrad_nv.tile.gemm.analytic import analytic
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec, TransposedGroupedSpec
-from tinygrad_nv.tile.lora.spec import LoraExpandSpec
+from tinygrad_nv.tile.lora.spec import LoraExpandSpec, LoraShrinkSpec
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
 from tinygrad_nv.tile.router.spec import Policy, RouterSpec
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
@@ -125,7 +125,8 @@ SPECS: dict[str, dict[str, Any]] = {
     "router": {"8 of 128": RouterSpec(16, 128, Policy(8, renormalize=True), BF16),
                "4096 tokens *": RouterSpec(4096, 128, Policy(8, renormalize=True), BF16),
                "groups *": RouterSpec(16, 256, Policy(8, "sigmoid", True, 2.5, 8, 4), F32, biased=True)},
-    "grouped_gemv": {"gate and up": expert_rows(8, 1, 8, 4096, 1024, activation="silu"),
+    "grouped_gemv": {"x Aᵀ of 8 adapters": LoraShrinkSpec(8, 8, 16, BF16, BF16, 4096, 3).grouped,
+                     "gate and up": expert_rows(8, 1, 8, 4096, 1024, activation="silu"),
                      "8 rows a group *": expert_rows(8, 8, 64, 2048, 4096)},
     "grouped_wgmma": {"gate and up": expert_rows(4, 256, 512, 2048, 1024, activation="silu")},
     "grouped_scaled_wgmma": {"down": ScaledGroupedGemmSpec(4, 512, 1024, 1024, scatter=True, weighted=True)},

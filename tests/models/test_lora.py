@@ -72,6 +72,18 @@ def test_a_mixed_batch_has_the_tokens_of_peft(llm: LLM, loras: list[LoRARequest]
 
 
 @pytest.mark.slow
+def test_ranks_of_8_to_64(tiny: Path, tmp_path: Path):
+    """In one batch, over slots of the largest."""
+    given, paths = prompts(4, 4), [adapter(tiny, tmp_path / f"r{rank}", rank, r=rank, lora_alpha=4,
+                                           target_modules="all-linear") for rank in (8, 16, 64)]
+    loras = [None, *(LoRARequest(path.name, i, str(path)) for i, path in enumerate(paths, 1))]
+    with LLM(tiny, device="CPU", enable_lora=True, max_loras=3, max_lora_rank=64, max_num_seqs=4) as made:
+        assert answers(made, given, loras, COUNT) == [
+            greedy(tiny, [prompt], path, COUNT)[0]
+            for prompt, path in zip(given, [None, *paths], strict=True)]
+
+
+@pytest.mark.slow
 def test_few_pages_change_no_token(tiny: Path, loras: list[LoRARequest],
                                    expected: dict[str, list[tuple[int, ...]]]):
     """Sequences are preempted, and go on with their adapter, maybe in another slot; prompts are cut."""

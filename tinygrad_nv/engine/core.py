@@ -25,6 +25,7 @@ from typing import Protocol
 from tinygrad_nv import config as settings
 from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.lora.peft import Adapter
+from tinygrad_nv.engine.lora.slots import AdapterUse
 from tinygrad_nv.engine.outputs import EngineCoreOutput
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Proposer, Request, Seq, check_request, new_sequences
@@ -73,7 +74,7 @@ class EngineStats:
     use (`kv_used`). Totals: preemptions, and how many of them offloaded pages to the host; prompt tokens
     looked up in the prefix cache and found there; prompt and generated tokens; steps launched, and steps that
     failed; draft tokens proposed, and accepted, of
-    these how many at each place of a draft."""
+    these how many at each place of a draft. `adapters` of a model that is served with some."""
     running: int
     waiting: int
     kv_used: float
@@ -88,6 +89,7 @@ class EngineStats:
     drafted: int
     accepted: int
     accepted_at: tuple[int, ...] = ()
+    adapters: AdapterUse | None = None
 
     @property
     def prefix_hit_rate(self) -> float:
@@ -164,7 +166,8 @@ class EngineCore:
                            scheduler.num_preempted, scheduler.num_offloaded, scheduler.prompt_tokens,
                            scheduler.prefix_hits, scheduler.prompt_tokens, self._num_generated,
                            self._num_steps, self._num_failed_steps,
-                           self._num_draft_tokens, sum(self._accepted_at), tuple(self._accepted_at))
+                           self._num_draft_tokens, sum(self._accepted_at), tuple(self._accepted_at),
+                           scheduler.adapter_use())
 
     # **** a step ****
 

@@ -6,6 +6,7 @@ vLLM's names. `Latencies` has a histogram for each of what `LLM.generate` measur
 from __future__ import annotations
 
 import threading
+import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -92,7 +93,9 @@ def metrics(stats: EngineStats, latencies: Latencies, model: str) -> list[Metric
                 "vllm:generation_tokens": stats.generated_tokens,
                 "vllm:spec_decode_num_draft_tokens": stats.drafted,
                 "vllm:spec_decode_num_accepted_tokens": stats.accepted}
-    return [*(Gauge(name, labels, float(value)) for name, value in gauges.items()),
+    lora = [] if stats.adapters is None else [Gauge("vllm:lora_requests_info", stats.adapters.labels(),
+                                                    time.time())]
+    return [*lora, *(Gauge(name, labels, float(value)) for name, value in gauges.items()),
             *(Counter(name, labels, value) for name, value in counters.items()),
             Vector("vllm:spec_decode_num_accepted_tokens_per_pos", labels, list(stats.accepted_at)),
             *latencies.histograms(labels)]

@@ -56,6 +56,13 @@ class _Engine(Collector):
             metric = family(f"{self.prefix}:{name}", words, labels=["model_name"])
             metric.add_metric([self.model], getattr(stats, attribute))
             yield metric
+        if stats.adapters is not None:
+            labels = stats.adapters.labels()
+            metric = GaugeMetricFamily(f"{self.prefix}:lora_requests_info", "Adapters of running and of "
+                                       "waiting sequences, and how many run at a time; the time.",
+                                       labels=[*labels])
+            metric.add_metric([*labels.values()], time.time())
+            yield metric
         metric = CounterMetricFamily(f"{self.prefix}:compilations_after_ready", "Kernels compiled and steps "
                                      "captured since the server was ready.", labels=["model_name"])
         metric.add_metric([self.model], self.compilations())

@@ -8,10 +8,28 @@ import pytest
 import torch
 from lora_case import adapter, answers, greedy, prompts
 from on_emu import emu  # noqa: F401
+from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
 
 from tinygrad_nv import LLM, LoRARequest
+from tinygrad_nv.explain import explain
+from tinygrad_nv.functional import lora_added
 
 COUNT = 6
+
+
+def test_what_runs_of_float32():
+    """x Aᵀ is a kernel; expand multiplies by tensor cores, so tinygrad's own kernels run, and why is said."""
+    def some(*shape: int, dtype: DType = dtypes.float32) -> Tensor:
+        return Tensor.empty(*shape, dtype=dtype, device="EMU")
+    for dtype, found in ((dtypes.float32, {"grouped_gemv"}), (dtypes.bfloat16, {"grouped_gemv",
+                                                                               "lora_expand_mma"})):
+        x, a, b = (some(*shape, dtype=dtype) for shape in ((8, 64), (4, 24, 64), (4, 8, 128)))
+        ranks, offsets, order = (some(*shape, dtype=dtypes.int32) for shape in ((4, 3), (6,), (8,)))
+        kernels = explain(lora_added(x, a, b, ranks, (64, 32, 32), offsets, order)).kernels
+        assert {each.name for each in kernels if each.template == "lora"} == found
+        refused = any("lora: operands of float without tf32" in each.reason for each in kernels)
+        assert refused is (dtype == dtypes.float32)
 
 
 @pytest.mark.slow

@@ -13,7 +13,8 @@ from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.lora.cache import AdapterCache
 from tinygrad_nv.engine.lora.peft import Adapter
 from tinygrad_nv.engine.lora.request import LoRARequest
-from tinygrad_nv.engine.lora.slots import AdapterSlots
+from tinygrad_nv.engine.lora.slots import AdapterSlots, AdapterUse
+from tinygrad_nv.engine.metrics import Latencies, metrics
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Request
 from tinygrad_nv.errors import RequestError
@@ -79,11 +80,15 @@ class Slots(FakeDevice):
         return super().launch(batch)
 
 
-def run(core: EngineCore, adapters: Sequence[Adapter | None], tokens: int = 4) -> dict[str, int]:
+def added(core: EngineCore, adapters: Sequence[Adapter | None], tokens: int = 4) -> None:
     for i, adapter in enumerate(adapters):
         salt = adapter.digest if adapter else b""
         core.add(Request(f"{i}", [1 + i, 2, 3], SamplingParams(max_tokens=tokens, ignore_eos=True),
                          arrival_s=float(i), salt=salt, adapter=adapter))
+
+
+def run(core: EngineCore, adapters: Sequence[Adapter | None], tokens: int = 4) -> dict[str, int]:
+    added(core, adapters, tokens)
     counts: dict[str, int] = {}
     while core.unfinished:
         for each in core.step():
@@ -102,6 +107,23 @@ def test_requests_wait_for_slots_and_all_run():
     assert max(map(len, device.read)) == 2
     assert {name for read in device.read for name in read} == {"a", "b", "c"}
     assert core.scheduler.adapters.in_use == 0
+
+
+def test_what_runs_and_what_waits_is_told():
+    """As vLLM's metric, which models without adapters have not."""
+    core = EngineCore(Slots(64, 4), PagePool(64, 4), EngineConfig(max_seqs=8, max_batched_tokens=64,
+                                                                  max_len=100, max_adapters=2))
+    added(core, [B, None, A, B, C, A])
+    core.step()
+    use = core.stats().adapters
+    assert use == AdapterUse(2, ("a", "b"), ("a", "c"))
+    [told] = [each for each in metrics(core.stats(), Latencies(), "m")
+              if each.name == "vllm:lora_requests_info"]
+    assert told.labels == {"max_lora": "2", "running_lora_adapters": "a,b", "waiting_lora_adapters": "a,c"}
+    run(core, [])
+    assert core.stats().adapters == AdapterUse(2, (), ())
+    without = EngineConfig(max_seqs=8, max_len=100)
+    assert EngineCore(Slots(64, 4), PagePool(64, 4), without).stats().adapters is None
 
 
 def test_an_adapter_for_a_model_that_has_none():

@@ -46,6 +46,7 @@ class FakeStats:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     steps: int = 0
+    adapters: Any = None
 
 
 @functools.cache

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live
+from serve_case import NAME, FakeEngine, FakeModel, FakeStats, Live, fake_service, live
 
 from tinygrad_nv.engine.lora.request import LoRARequest
+from tinygrad_nv.engine.lora.slots import AdapterUse
 from tinygrad_nv.errors import ModelError, RequestError
 from tinygrad_nv.server.adapter_options import lora_modules
 from tinygrad_nv.server.adapters import AdapterNames
+from tinygrad_nv.server.metrics import Metrics
 
 
 class Loader:
@@ -103,6 +105,14 @@ def test_loading_is_off_unless_it_was_asked_for(engine: FakeEngine):
         with live(fake_service(engine, adapters=adapters)) as made:
             refused = made.post(asked, "/v1/load_lora_adapter")
             assert (refused.status_code, words in refused.text) == (status, True)
+
+
+def test_the_metric_of_adapters(engine: FakeEngine):
+    told = FakeStats(1, adapters=AdapterUse(4, ("a", "b"), ("c",)))
+    text = Metrics(NAME, 8, lambda: told, "vllm").text().decode()
+    labels = 'max_lora="4",running_lora_adapters="a,b",waiting_lora_adapters="c"'
+    assert f"vllm:lora_requests_info{{{labels}}} " in text
+    assert "lora" not in Metrics(NAME, 8, engine.stats).text().decode()
 
 
 def test_modules_of_the_command_line():

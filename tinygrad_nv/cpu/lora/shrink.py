@@ -4,7 +4,7 @@ Protocol: parts share out the columns that an adapter has, `TOGETHER` at a time,
 
     for each adapter e that has rows, for `BLOCK` of them, for each segment
       for `TOGETHER` columns below ranks[e, segment]: long streams of A, read once for the block
-        two rows at a time: sums in registers, lanes of k; the next columns are fetched meanwhile
+        one or two rows at a time: sums in registers, lanes of k; the next columns are fetched meanwhile
     zeros: columns from the rank on, and rows without an adapter
 """
 from __future__ import annotations
@@ -18,6 +18,7 @@ from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.lora.spec import LoraShrinkSpec
 
 TOGETHER = 4                # columns
+LINE = 64                   # bytes
 BLOCK = 32                  # rows, which stay in the second cache while columns follow each other
 BYTES_OF_PART = 64 << 10    # of A: waking a thread takes as long as reading so much
 PARTS = 4                   # for each thread, so that a thread that is late does fewer
@@ -50,18 +51,17 @@ def build(spec: LoraShrinkSpec, s: CPULoraShrink) -> CPUKernel:
         const s64 left = rank - r;
         const {w} *from = a + ((e * {spec.parts} + part) * {rank} + r) * {spec.k};
         {c} *to = out + part * {rank} + r;
+        const s64 count = {rank} - r < {TOGETHER} ? {rank} - r : {TOGETHER};
         for (s64 i = i0; i < i1; i += 2) {{
-          const s64 j = i + 1 < i1 ? i + 1 : i;
+          const {c} *x0 = x + (s64)order[i] * {spec.k};
+          const {c} *x1 = x + (s64)order[i + 1 < i1 ? i + 1 : i] * {spec.k};
           float sums[{2 * TOGETHER}] = {{0}};
-          if (left >= {TOGETHER}) dots_{TOGETHER}(from, x + (s64)order[i] * {spec.k},
-                                                  x + (s64)order[j] * {spec.k}, sums);
-          else for (s64 u = 0; u < left; u++)
-            dots_1(from + u * {spec.k}, x + (s64)order[i] * {spec.k}, x + (s64)order[j] * {spec.k}, sums + u);
-          const s64 count = {rank} - r < {TOGETHER} ? {rank} - r : {TOGETHER};
-          for (s64 u = 0; u < count; u++) {{
-            put_(to + i * {n} + u, sums[u]);
-            put_(to + j * {n} + u, i == j ? sums[u] : sums[{TOGETHER} + u]);
-          }}
+          if (left < {TOGETHER})
+            for (s64 u = 0; u < left; u++) dots_2x1(from + u * {spec.k}, x0, x1, sums + u);
+          else if (x0 == x1) dots_1x{TOGETHER}(from, x0, x0, sums);
+          else dots_2x{TOGETHER}(from, x0, x1, sums);
+          for (s64 u = 0; u < count; u++) put_(to + i * {n} + u, sums[u]);
+          if (i + 1 < i1) for (s64 u = 0; u < count; u++) put_(to + (i + 1) * {n} + u, sums[{TOGETHER} + u]);
         }}
       }}
     }}
@@ -70,33 +70,43 @@ def build(spec: LoraShrinkSpec, s: CPULoraShrink) -> CPUKernel:
     for (s64 i = offsets[{spec.adapters}] * {n}ll; i < {spec.rows * n}; i++) out[i] = 0;"""
     put = f"INLINE void put_({c} *to, float x) {{ store_n_{short(spec.dtype)}(to, (vf)x, 1); }}"
     if short(spec.dtype) == "f32": put = "INLINE void put_(float *to, float x) { *to = x; }"
-    before = "\n".join([header("gemm.h"), put, *(_dots(spec, many, s.isa.lanes) for many in (1, TOGETHER))])
+    dots = [_dots(spec, *shape, s.isa.lanes) for shape in ((2, 1), (1, TOGETHER), (2, TOGETHER))]
+    before = "\n".join([header("gemm.h"), put, "ANYWHERE(vf4_u, vf4);", *dots])
     return kernel(f"lora_shrink_{spec.rows}x{n}x{spec.k}", s.isa, body, [(c, "out")],
                   [(c, "x"), (w, "a"), ("s32", "ranks"), ("s32", "offsets"), ("s32", "order")], parts=s.parts,
                   before=before)
 
 
-def _dots(spec: LoraShrinkSpec, many: int, lanes: int) -> str:
-    """C: sums of two rows with `many` columns of A; those of the second row from `TOGETHER` on."""
-    k, of_x, of_w = spec.k, short(spec.dtype), short(spec.matrix)
+def _dots(spec: LoraShrinkSpec, rows: int, many: int, lanes: int) -> str:
+    """C: sums of one or two rows with `many` columns of A; those of the second row from `TOGETHER` on."""
+    k, of_x, of_w, size = spec.k, short(spec.dtype), short(spec.matrix), spec.matrix.itemsize
+    line = max(1, LINE // (lanes * size))       # vectors
 
-    def inner(left: int) -> str:
+    def inner(at: int, left: int) -> str:
+        """A vector, `at` lanes after k, or the last lanes."""
         load, count = ("load_n_", f", {left}") if left else ("load_", "")
-        lines = [f"const vf y{i} = {load}{of_x}(x{i} + k{count});" for i in range(2)]
+        lines = [f"const vf y{i} = {load}{of_x}(x{i} + k + {at}{count});" for i in range(rows)]
         for u in range(many):
-            if not left: lines.append(f"__builtin_prefetch(w + {(u + TOGETHER) * k} + k, 0, 2);")
-            lines.append(f"const vf v{u} = {load}{of_w}(w + {u * k} + k{count});")
-            lines += [f"s{u}_{i} = fma_(v{u}, y{i}, s{u}_{i});" for i in range(2)]
-        return " ".join(lines)
-    names = [(u, i) for u in range(many) for i in range(2)]
-    whole = k // lanes * lanes
-    loop = f"for (s64 k = 0; k < {whole}; k += W) {{ {inner(0)} }}" if whole else ""
-    tail = f"{{ const s64 k = {whole}; {inner(k - whole)} }}" if whole < k else ""
-    c = c_type(spec.dtype)
+            if not left and not at: lines.append(f"__builtin_prefetch(w + {(u + many) * k} + k, 0, 2);")
+            lines.append(f"const vf v{u} = {load}{of_w}(w + {u * k + at} + k{count});")
+            lines += [f"s{u}_{i} = fma_(v{u}, y{i}, s{u}_{i});" for i in range(rows)]
+        return f"{{ {' '.join(lines)} }}"
+    names = [(u, i) for u in range(many) for i in range(rows)]
+    steps, whole = [], 0
+    for vectors in dict.fromkeys((line, 1)):
+        end = k // (lanes * vectors) * lanes * vectors
+        body = " ".join(inner(at * lanes, 0) for at in range(vectors))
+        if whole < end: steps.append(f"for (s64 k = {whole}; k < {end}; k += {vectors} * W) {{ {body} }}")
+        whole = end
+    if whole < k: steps.append(f"{{ const s64 k = {whole}; {inner(0, k - whole)} }}")
+    c, loops = c_type(spec.dtype), "\n  ".join(steps)
+    if many == TOGETHER:
+        ends = [f"*(vf4_u *)(to + {i * many}) = sum4_({', '.join(f's{u}_{i}' for u in range(many))});"
+                for i in range(rows)]
+    else: ends = [f"to[{i * TOGETHER + u}] = sum_(s{u}_{i});" for u, i in names]
     return f"""
-NOINLINE void dots_{many}(const {c_type(spec.matrix)} *w, const {c} *x0, const {c} *x1, float *to) {{
+NOINLINE void dots_{rows}x{many}(const {c_type(spec.matrix)} *w, const {c} *x0, const {c} *x1, float *to) {{
   vf {', '.join(f's{u}_{i} = (vf)0.f' for u, i in names)};
-  {loop}
-  {tail}
-  {' '.join(f'to[{i * TOGETHER + u}] = sum_(s{u}_{i});' for u, i in names)}
+  {loops}
+  {' '.join(ends)}
 }}"""

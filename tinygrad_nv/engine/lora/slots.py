@@ -7,6 +7,7 @@ adapters to put into slots before the next step is launched. Called by the core'
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinygrad_nv.engine.lora.peft import Adapter
@@ -17,6 +18,27 @@ class _Slot:
     adapter: Adapter | None = None
     users: int = 0
     released: int = 0       # when its last user left
+
+
+@dataclass(frozen=True)
+class AdapterUse:
+    """How many slots there are, and the names of adapters of sequences that run and that wait."""
+    slots: int
+    running: tuple[str, ...]
+    waiting: tuple[str, ...]
+
+    @staticmethod
+    def of(slots: int, running: Sequence[Adapter | None],
+           waiting: Sequence[Adapter | None]) -> AdapterUse | None:
+        """Of sequences; None of a model that is served without adapters."""
+        if not slots: return None
+        return AdapterUse(slots, *(tuple(sorted({each.name for each in those if each is not None}))
+                                   for those in (running, waiting)))
+
+    def labels(self) -> dict[str, str]:
+        """Of vLLM's metric."""
+        return {"max_lora": str(self.slots), "waiting_lora_adapters": ",".join(self.waiting),
+                "running_lora_adapters": ",".join(self.running)}
 
 
 class AdapterSlots:

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from tinygrad_nv.engine.engine_config import EngineConfig
-from tinygrad_nv.engine.lora.slots import AdapterSlots
+from tinygrad_nv.engine.lora.slots import AdapterSlots, AdapterUse
 from tinygrad_nv.engine.scheduling.request import DraftRequest, Proposer, Seq, padded, padded_tokens
 from tinygrad_nv.engine.scheduling.scheduler_output import (
     GROUP,
@@ -72,6 +72,12 @@ class Scheduler:
         self._started: list[Seq] = []
         self._short_of_pages: tuple[Seq, int] | None = None
         self._retry_in = 0
+
+    def adapter_use(self) -> AdapterUse | None:
+        """The adapters of sequences now. Any thread may call this."""
+        waiting = [seq for _, seq in self._waiting_queue[:] if seq.waiting]
+        return AdapterUse.of(self.config.max_adapters, *([each.request.adapter for each in seqs]
+                                                         for seqs in (self.running[:], waiting)))
 
     # **** the waiting and running queues ****
 

@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from tinygrad import Device, Tensor
 from tinygrad.device import Buffer
@@ -269,6 +269,11 @@ class ModelRunner:
             if isinstance(job, tuple): del self.samplers[job]
             else: del self.steps[job]
             raise
+
+    def forget_freed(self) -> None:
+        """Has new buffers get new memory. A fork calls it: tinygrad keeps freed buffers for others, and what
+        the fork wrote to one that both take again, the process that serves would find there."""
+        cast(Any, Device[self.device].allocator).cache.clear()
 
     def job_name(self, job: Job) -> str:
         """The name of a step or a sampler in the store."""

@@ -14,6 +14,7 @@ from tinygrad_nv.ptx.emulator.emulator import LATE
 from tinygrad_nv.tile.grouped_gemm.gemv.plan import candidates, cost
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedGemv
 from tinygrad_nv.tile.grouped_gemm.spec import ACTIVATIONS, GroupedGemmSpec
+from tinygrad_nv.tile.lora.spec import LoraShrinkSpec
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -98,6 +99,25 @@ def test_orders_of_copies(seed: int | str):
     for name in SCHEDULES:
         for gpu in GPUS:
             exact(built(GATHERED, SCHEDULES[name], gpu), GATHERED, [20, 0, 7, 20, 1], 1, gpu.arch, seed)
+
+
+@pytest.mark.parametrize("gpu", [GPU("sm_90a", 132), GPU("sm_80", 108)], ids=lambda gpu: gpu.arch)
+def test_few_ctas_share_sums(gpu: GPU):
+    """x Aᵀ of 8 adapters of rank 16: in clusters, or through the workspace; in any order of copies."""
+    spec = LoraShrinkSpec(8, 8, 16, BF16, BF16, 2048).grouped
+    made = TABLE.choose(spec, GPU("sm_90a", 132))
+    assert isinstance(made, GroupedGemv)
+    assert made.splits >= 4
+    for seed, routing in ((0, [1] * 8), (1, [0, 6, 0, 1, 0, 0, 0, 0]), (LATE, [0] * 7 + [8])):
+        exact(built(spec, made, gpu), spec, routing, arch=gpu.arch, seed=seed)
+    near(built(spec, made, gpu), spec, [2, 0, 3, 0, 0, 1, 0, 1], arch=gpu.arch)
+
+
+def test_many_ctas_share_none():
+    """Experts of Qwen3-235B have more columns than there are SMs."""
+    for tokens in (1, 8):
+        found = candidates(layers("Qwen3-235B", tokens)[0], GPU("sm_90a", 132))
+        assert {each.splits for each in found} == {1}
 
 
 # **** legality and defaults ****
