@@ -225,8 +225,8 @@ class ModelRunner:
     def _run(self, batch: SchedulerOutput, filters: Filters) -> int:
         """Queues a step. Returns the number of samples of its shape."""
         shape = self._choose_shape(BatchShape.of(batch))
-        if self.warm: filters = next(each for each in LEVELS if each | filters == each
-                                     and (shape.samples, each) in self.samplers)
+        if self.warm: filters = next((each for each in LEVELS if each | filters == each
+                                      and (shape.samples, each) in self.samplers), filters)
         layout, step = self._step(shape)
         with span(f"step {shape}"):
             self._send(batch, layout)
