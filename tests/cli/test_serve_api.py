@@ -188,6 +188,18 @@ def test_a_stream_ends_with_done(server: Live):
     assert lines[-1] == "data: [DONE]"
 
 
+def test_no_separator_of_lines_cuts_an_event():
+    """httpx splits texts into lines at more than the ends of lines."""
+    said = ["a\u2028b", "\x85", "\u2029é☃", "\x0b\x0c\x1c", "\r\n"]
+    with live(fake_service(FakeEngine(FakeModel(), pieces=said))) as server, connected(server) as client:
+        with server.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+            lines = [line for line in answer.iter_lines() if line]
+        texts = [json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines[:-1]]
+        assert texts == said
+        chunks = client.completions.create(model=NAME, prompt="x", stream=True)
+        assert [chunk.choices[0].text for chunk in chunks] == said
+
+
 def test_models_are_listed(client: openai.OpenAI, server: Live):
     assert [model.id for model in client.models.list()] == [NAME, "alias"]
     assert client.models.retrieve("alias").owned_by == "tinygrad-nv"

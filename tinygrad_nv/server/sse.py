@@ -23,6 +23,8 @@ from tinygrad_nv.server.record import Record
 
 T = TypeVar("T")
 Chunks = AsyncGenerator[dict[str, Any], None]
+# of Unicode: a client that splits a stream into lines as Python splits texts would cut an event there
+SEPARATORS = str.maketrans({each: f"\\u{ord(each):04x}" for each in "\x85\u2028\u2029"})
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -32,7 +34,9 @@ class Plain:
 
     def event(self, data: dict[str, Any]) -> bytes:
         """One event."""
-        return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+        text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+        if not text.isascii(): text = text.translate(SEPARATORS)
+        return b"data: " + text.encode() + b"\n\n"
 
     def error(self, error: APIError) -> bytes:
         """The event of an error."""

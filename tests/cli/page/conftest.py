@@ -13,7 +13,8 @@ PAUSE_S = 0.02
 
 @pytest.fixture(scope="session")
 def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browser(tmp_path_factory.mktemp("profile")) as made: yield made
+    # what moves is drawn sixty times a second, without a GPU
+    with browser(tmp_path_factory.mktemp("profile"), "--force-prefers-reduced-motion") as made: yield made
 
 
 @pytest.fixture(scope="session")

@@ -61,6 +61,11 @@ def test_a_telephone_gives_the_conversation_its_room(window: Browser, telephone:
         press(window, ESCAPE)
         assert focused(window) == f"{name}-toggle"
         assert window.has(f"body:not(.{name}-open)")
+    # a conversation that is chosen closes the drawer
+    window.click("#side-toggle")
+    window.click("#conversations .conversation")
+    assert window.has("body:not(.side-open)")
+    assert focused(window) == "log"
     for width in (360, 820, 1440):
         window.screen(width, 800)
         assert window.run(WIDTH) == width

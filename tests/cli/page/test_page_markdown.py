@@ -55,6 +55,8 @@ EXAMPLES = {
                               "<pre><code>x</code></pre></figure></li></ul>",
     "[a](https://b.c/d_(e) 'f') <mailto:g@h.i> https://j.k/l.": '<p><a href="https://b.c/d_(e)">a</a> '
         '<a href="mailto:g@h.i">mailto:g@h.i</a> <a href="https://j.k/l">https://j.k/l</a>.</p>',
+    "[https://a.b](https://c.d) [https://e.f]": '<p><a href="https://c.d/"><span>https://a.b</span></a> '
+        '[<a href="https://e.f/">https://e.f</a>]</p>',
     "![a fox](https://b.c/d.png)": '<p><a href="https://b.c/d.png">a fox</a></p>',      # nothing is loaded
     "a &lt;b&gt; &copy; <br> c": "<p>a &lt;b&gt; &amp;copy; <br> c</p>",
 }

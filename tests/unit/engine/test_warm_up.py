@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from runner_case import LENGTH, PAGES, PLAIN, SIZE, Driver, network
+from tinygrad import Device
+from tinygrad.device import Buffer
 from tinygrad.uop.ops import Ops, UOp
 from tinygrad_nv.models.lora import AdapterMatrices, ModelAdapters
 
@@ -153,6 +155,42 @@ def test_a_warm_up_in_two_processes_serves_like_one(tmp_path: Path, monkeypatch:
     assert warmed(again)[1] == 0
     assert answers(again) == expected
     again.close()
+
+
+def test_what_is_captured_ahead_writes_no_input_of_a_batch():
+    """Small buffers are mapped shared: what a fork writes to one, the process that serves finds in its batch.
+    """
+    runner = runner_of(network(num_layers=1, ropes=PLAIN.ropes[:1], windows=(None,)), forks=False)
+    words = runner.input_buffer.open()
+    words[:] = 7
+    for job in (BatchShape.at_least(2, 0, 0, True), (2, Filters(mask=True))): runner.prepare(job)
+    assert (words == 7).all()
+    assert runner.masks.buffer is not None
+    assert not runner.masks.buffer.open().any()
+    runner.close()
+
+
+@linux
+def test_a_fork_writes_to_no_memory_that_was_freed_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Both processes have it among what is free, and small buffers are mapped shared."""
+    monkeypatch.setenv("NV_CACHE_DIR", str(tmp_path))
+    runner, here = runner_of(network(num_layers=1, ropes=PLAIN.ropes[:1], windows=(None,))), os.getpid()
+    size = 1000
+    buffers = [Buffer("CPU", size, dtypes.uint8).allocate() for _ in range(8)]
+    views = [np.frombuffer(each.as_memoryview(force_zero_copy=True), np.uint8) for each in buffers]
+    for view in views: view[:] = 7
+    for each in buffers: each.deallocate()
+    assert sum(len(each) for (freed, _), each in Device["CPU"].allocator.cache.items() if freed == size) >= 8
+
+    def prepare(self: ModelRunner, job: warm_up.Job) -> None:
+        if os.getpid() == here: return
+        for _ in range(8):
+            taken = Buffer("CPU", size, dtypes.uint8).allocate()
+            np.frombuffer(taken.as_memoryview(force_zero_copy=True), np.uint8)[:] = 1
+    monkeypatch.setattr(ModelRunner, "prepare", prepare)
+    warmed(runner)
+    assert all((view == 7).all() for view in views)
+    runner.close()
 
 
 def test_what_cannot_be_captured_elsewhere_is_captured_before(tmp_path: Path,

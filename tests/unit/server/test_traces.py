@@ -145,3 +145,8 @@ def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch, protocol: st
     with pytest.raises(RequestError, match=f"pip install opentelemetry-sdk .*proto-{kind}") as error:
         Tracer.to("http://localhost:4318/v1/traces")
     assert "is not installed" in str(error.value)
+
+
+def test_the_command_refuses_them_before_it_loads_a_model(command):
+    command("serve", "--port", "0", "--otlp-traces-endpoint", "collector:4317").refused(
+        "--otlp-traces-endpoint is 'collector:4317'", "an address that begins with http://")

@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from tinygrad import Device, Tensor
 from tinygrad.device import Buffer
@@ -229,12 +229,15 @@ class ModelRunner:
                                      and (shape.samples, each) in self.samplers)
         layout, step = self._step(shape)
         with span(f"step {shape}"):
-            write_batch(self.input_buffer.open(), layout, batch, self.tables, self.output_buffer.last_token)
-            self.input_buffer.send(layout.num_words)
+            self._send(batch, layout)
             if filters.mask: self.masks.send(batch, shape.samples)
             step()
             if batch.num_samples: self._sampler(shape.samples, filters)()
         return shape.samples
+
+    def _send(self, batch: SchedulerOutput, layout: InputLayout) -> None:
+        write_batch(self.input_buffer.open(), layout, batch, self.tables, self.output_buffer.last_token)
+        self.input_buffer.send(layout.num_words)
 
     # **** graphs ****
 
@@ -251,21 +254,26 @@ class ModelRunner:
     def prepare(self, job: Job) -> None:
         """Captures a step or a sampler, or reads it, and loads its kernels. A GPU also runs it, as its driver
         loads them then."""
+        runs = isinstance(Device[self.device], NVDevice)
+        # in a fork, the CPU's inputs are those of the process that serves: they are left as they are
         if isinstance(job, tuple):
             made = self._sampler(*job)
-            if job[1].mask: self.masks.send(SchedulerOutput(()), job[0])
+            if runs and job[1].mask: self.masks.send(SchedulerOutput(()), job[0])
         else:
             layout, made = self._step(job)
-            write_batch(self.input_buffer.open(), layout, SchedulerOutput(()), self.tables,
-                        self.output_buffer.last_token)
-            self.input_buffer.send(layout.num_words)
+            if runs: self._send(SchedulerOutput(()), layout)
         try:
             made.prepare()
-            if isinstance(Device[self.device], NVDevice): made()
+            if runs: made()
         except BaseException:   # no batch shall choose it
             if isinstance(job, tuple): del self.samplers[job]
             else: del self.steps[job]
             raise
+
+    def forget_freed(self) -> None:
+        """Has new buffers get new memory. A fork calls it: tinygrad keeps freed buffers for others, and what
+        the fork wrote to one that both take again, the process that serves would find there."""
+        cast(Any, Device[self.device].allocator).cache.clear()
 
     def job_name(self, job: Job) -> str:
         """The name of a step or a sampler in the store."""

@@ -22,7 +22,7 @@ export function svg(name, attributes = {}, ...children) {
   return element;
 }
 
-export function icon(name) {
+function icon(name) {
   return svg("svg", { class: "icon", "aria-hidden": "true" }, svg("use", { href: `#i-${name}` }));
 }
 
@@ -49,7 +49,7 @@ export function notice(text, action = null, act = null) {
   hiding = setTimeout(hide, NOTICE_MS);
 }
 
-export async function copy(text) {
+async function copy(text) {
   try { await navigator.clipboard.writeText(text); }
   catch {
     // without HTTPS, other hosts than localhost have no clipboard API

@@ -10,12 +10,10 @@ const SPACE = /\s/;
 const PUNCTUATION = /[\p{P}\p{S}]/u;
 
 // The address of a link, or null for one that is not followed.
-export function address(target) {
-  if (!/^(?:https?:\/\/|mailto:)/i.test(target) || target.length > MAX_TARGET) return null;
-  try {
-    const url = new URL(target);
-    return ["http:", "https:", "mailto:"].includes(url.protocol) ? url.href : null;
-  } catch { return null; }
+function address(target) {
+  if (target.length > MAX_TARGET || !URL.canParse(target)) return null;
+  const url = new URL(target);
+  return ["http:", "https:", "mailto:"].includes(url.protocol) ? url.href : null;
 }
 
 // `open`: the text still grows, so that emphasis and code that nothing ends yet reach to its end.
@@ -176,11 +174,11 @@ function entity(text, at, list) {
 
 function bare(text, at, list) {
   const piece = /\w/.test(text[at - 1] ?? "") ? "" : text.slice(at, at + MAX_TARGET);
-  const found = /^https?:\/\/[^\s<>"`*]+/.exec(piece);
+  const found = /^https?:\/\/[^\s<>"`*[\]]+/.exec(piece);
   if (!found) { list.text("h"); return at + 1; }
   let shown = found[0].replace(/[.,;:!?'_~]{1,9}$/, "");
   while (shown.endsWith(")") && count(shown, ")") > count(shown, "(")) shown = shown.slice(0, -1);
-  shown = shown.replace(/[\].,]{1,9}$/, "");
+  shown = shown.replace(/[.,]{1,9}$/, "");
   const href = address(shown);
   if (!href) { list.text("h"); return at + 1; }
   list.push(link(href, shown));

@@ -12,10 +12,10 @@ const ENDS = {
 
 export const number = (value, digits = 0) =>
   value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-export const duration = (ms) => ms < 1000 ? `${number(ms)} ms` : `${number(ms / 1000, 1)} s`;
+const duration = (ms) => ms < 1000 ? `${number(ms)} ms` : `${number(ms / 1000, 1)} s`;
 
 // "40 tokens · 38.2 tokens/s · first after 85 ms"
-export function figures({ tokens, rate, first }) {
+function figures({ tokens, rate, first }) {
   const parts = [`${number(tokens)} ${tokens === 1 ? "token" : "tokens"}`];
   if (rate) parts.push(`${number(rate, rate < 100 ? 1 : 0)} tokens/s`);
   if (first !== null) parts.push(`first after ${duration(first)}`);

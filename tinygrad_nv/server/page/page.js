@@ -5,7 +5,7 @@
 // markdown.js, which draw it; message.js, talk.js, side.js, plots.js. theme.js comes before all of them.
 
 import { healthy, keepKey, key, metrics, models } from "./api.js";
-import { $, announce, notice } from "./dom.js";
+import { $, notice } from "./dom.js";
 import { number } from "./message.js";
 import { Plots, seen } from "./plots.js";
 import { chosen, offer, setUp } from "./settings.js";
@@ -25,14 +25,19 @@ const talk = new Talk({
     // one that was deleted while it was answered stays deleted
     if (conversation.deleted) return;
     const problem = store.save(conversation);
-    if (problem) { notice(problem); announce(problem); }
+    if (problem) notice(problem);
     if (!conversation.messages.length) store.remove(conversation.id);
     draw();
   },
   refused(failure) { if (failure.status === 401) askKey(true); },
 });
 const side = new Side(store, {
-  open(conversation) { show(conversation); fold("side", wide.matches); },
+  open(conversation) {
+    show(conversation);
+    if (wide.matches) return;
+    fold("side", false);
+    $("log").focus();
+  },
   renamed(conversation) { const problem = store.save(conversation); if (problem) notice(problem); draw(); },
   removed(conversation) {
     talk.stop(conversation);
@@ -226,21 +231,20 @@ function greet() {
     ? `A conversation may have ${number(card.max_model_len)} tokens.` : "";
 }
 
-let plots = null;
+const plots = new Plots($("figures"));
 async function watch() {
   if (document.visibilityState === "visible") {
     try {
-      if (seen()) (plots ??= new Plots($("figures"))).add(await metrics());
-      else plots?.restart();
+      if (seen()) plots.add(await metrics());
+      else plots.restart();
       const good = await healthy();
       if (good && !locked && !$("model").length) await learn();
       if (!locked) state(good ? "ready" : "stopping", good);
     } catch { state("not reachable", false); }
-  } else plots?.restart();
+  } else plots.restart();
   setTimeout(watch, POLL_MS);
 }
 
-plots = new Plots($("figures"));
 arrange();
 setUp(greet);
 show(store.all.get(read("shown")) ?? store.create());

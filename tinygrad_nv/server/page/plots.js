@@ -34,7 +34,7 @@ const PLOTS = [
 ];
 
 // "prefix:name{labels} value" lines, without buckets of histograms
-export function parse(text) {
+function parse(text) {
   const out = { at: performance.now() / 1000 };
   for (const [, name, value] of text.matchAll(/^\w+:(\w+)\{[^}]*\} (\S+)$/gm)) out[name] = Number(value);
   return out;

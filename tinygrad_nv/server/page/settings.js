@@ -45,12 +45,11 @@ export function settings() {
   return out;
 }
 
-// Marks the field that the server refuses; returns whether there is one.
+// Marks the field that the server refuses, if there is one.
 export function blame(param) {
   const name = param === "stop" ? "stop_strings" : param;
   const field = FIELDS.includes(name) ? $(name) : null;
   field?.setAttribute("aria-invalid", "true");
-  return Boolean(field);
 }
 
 export const chosen = () => cards.find((card) => card.id === $("model").value);

@@ -10,6 +10,7 @@ import { blame, settings } from "./settings.js";
 const NEAR = 80;             // pixels from the end at which the view follows the text
 const FRAME_MS = 16;
 const SHARE = 4;             // times the time of a drawing pass before the next: long answers are drawn less
+const SHORTEST_S = 0.02;     // from the first token to the last; less gives no rate
 const SPOKEN = 1500;         // characters of an answer that are announced
 
 export class Talk {
@@ -198,7 +199,7 @@ export class Talk {
       // the last chunk tells the usage alone: its time is none of a token
       if (choice) run.last = now;
       const seconds = (run.last - run.first) / 1000;
-      const rate = tokens > 1 && seconds > 0 ? (tokens - 1) / seconds : 0;
+      const rate = seconds > SHORTEST_S ? (tokens - 1) / seconds : 0;
       message.figures = { tokens, rate, first: run.first - run.begun, prompt: chunk.usage.prompt_tokens };
     }
     this.schedule(run, conversation);
