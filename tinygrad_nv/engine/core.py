@@ -28,7 +28,7 @@ from tinygrad_nv.engine.lora.peft import Adapter
 from tinygrad_nv.engine.outputs import EngineCoreOutput
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Proposer, Request, Seq, check_request, new_sequences
-from tinygrad_nv.engine.scheduling.scheduler import OutOfPages, ScheduledStep, Scheduler, commit_computed
+from tinygrad_nv.engine.scheduling.scheduler import OutOfPages, Scheduler, commit_computed
 from tinygrad_nv.engine.scheduling.scheduler_output import (
     GROUP,
     Logprobs,
@@ -36,6 +36,7 @@ from tinygrad_nv.engine.scheduling.scheduler_output import (
     ScheduledSeq,
     SchedulerOutput,
 )
+from tinygrad_nv.engine.scheduling.step_plan import ScheduledStep
 from tinygrad_nv.engine.structured_output.token_masks import TokenMasks
 from tinygrad_nv.errors import ConfigError, EngineError, ModelError, NVError, QueueFull, RequestError
 from tinygrad_nv.kvcache.groups import num_pages

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Request, Seq, new_sequences
-from tinygrad_nv.engine.scheduling.scheduler import StepPlan
+from tinygrad_nv.engine.scheduling.step_plan import StepPlan
 from tinygrad_nv.errors import QueueFull
 from tinygrad_nv.kvcache.page_allocator import CopyKind
 

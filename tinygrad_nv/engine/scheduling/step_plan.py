@@ -1,0 +1,64 @@
+"""A step while it is assembled, and as it is launched.
+
+Protocol: the scheduler adds sequences to a `StepPlan`, which counts what is left of the step's budgets, takes
+some out again, and makes a `ScheduledStep` of the rest.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tinygrad_nv.engine.lora.peft import Adapter
+from tinygrad_nv.engine.scheduling.request import Seq, padded_tokens
+from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, SchedulerOutput
+
+
+@dataclass
+class ScheduledStep:
+    """A batch and its sequences. `drafted`: those with draft tokens. Before the launch, the slots of
+    `started` are to be set, then those of the branches of `forked`; `adapters` are put into their slots.
+    `needs_sync`: the output must be processed before the next step is scheduled. `number`: the pool's batch
+    number."""
+    batch: SchedulerOutput
+    seqs: list[Seq]
+    drafted: frozenset[Seq]
+    started: list[Seq]
+    forked: list[Seq]
+    needs_sync: bool
+    number: int
+    adapters: tuple[tuple[int, Adapter], ...] = ()
+
+
+@dataclass
+class StepPlan:
+    """A step being assembled."""
+    token_budget: int
+    logits_budget: int              # prompt tokens whose logits are computed
+    single_tokens: bool = False     # decodes leave less than a group of the budget
+    num_tokens: dict[Seq, int] = field(default_factory=dict)
+    drafts: dict[Seq, Sequence[int]] = field(default_factory=dict)
+    masks: dict[Seq, Sequence[np.ndarray | None]] = field(default_factory=dict)
+
+    def add(self, seq: Seq, num_tokens: int) -> None:
+        """Schedules `num_tokens` tokens of the sequence."""
+        self.num_tokens[seq] = num_tokens
+        self.token_budget -= padded_tokens(num_tokens)
+        self.logits_budget -= len(seq.logits_range(seq.num_scheduled, seq.num_scheduled + num_tokens))
+
+    def chunk_size(self, seq: Seq, start: int) -> int:
+        """How many tokens from `start` on to schedule: whole groups, except for the last chunk; one, if
+        decodes leave no more of the budget; 0 if none is left."""
+        left = len(seq.tokens) - start
+        if left == 1 or self.single_tokens: made = min(1, self.token_budget)
+        else: made = min(left, self.token_budget // GROUP * GROUP)
+        wanted = seq.logits_range(start, start + made)
+        if len(wanted) <= self.logits_budget: return made
+        return (wanted.start + self.logits_budget - start) // GROUP * GROUP
+
+    def remove(self, seq: Seq) -> None:
+        """Takes the sequence out of the step."""
+        if not (num_tokens := self.num_tokens.pop(seq, 0)): return
+        self.token_budget += padded_tokens(num_tokens)
+        self.logits_budget += len(seq.logits_range(seq.num_scheduled, seq.num_scheduled + num_tokens))
