@@ -6,6 +6,7 @@ before it calls. So the package begins with `starting`, which acts where it is t
 """
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -36,6 +37,17 @@ def caught() -> None:
     (3.10 to 3.13, `python -m`) remembers that it left one, and ends by SIGINT whatever the exit code is. The
     next text that runs clears that."""
     exec("")
+
+
+def leave() -> None:
+    """Ends the process, if it is the command: threads that compute are not waited for, and processes that
+    compile are killed."""
+    if not _own: return
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError): stream.flush()
+    if (processes := sys.modules.get("multiprocessing")) is not None:
+        for each in processes.active_children(): each.kill()
+    os._exit(130)
 
 
 def _is_command() -> bool:

@@ -113,15 +113,22 @@ def _made(command: tuple[str, ...], origin: Origin) -> CCompiler:
 
 
 def compile_object(compiler: CCompiler, arguments: list[str], source: str) -> bytes:
-    """Runs the compiler on C `source` and returns the object it writes. Raises `ToolchainError` with its
-    words."""
+    """Runs the compiler on C `source` and returns the object it writes. One that a signal ends, such as that
+    of a system without memory, is run again. Raises `ToolchainError` with its words."""
     command = compiler.arguments(arguments)
-    try:
-        done = subprocess.run(command, input=source.encode(), capture_output=True, check=False,
-                              env=compiler.environment())
-    except OSError as error:
-        raise ToolchainError(f"{command[0]} could not be started: {error}",
-                             "an executable compiler") from error
+    for _ in range(2):
+        try:
+            # Ctrl-C is for this process: a compiler that it ends would be a kernel that does not build
+            done = subprocess.run(command, input=source.encode(), capture_output=True, check=False,
+                                  env=compiler.environment(),
+                                  process_group=0 if os.name == "posix" else None)
+        except OSError as error:
+            raise ToolchainError(f"{command[0]} could not be started: {error}",
+                                 "an executable compiler") from error
+        if done.returncode >= 0: break
+    if done.returncode < 0:
+        raise ToolchainError(f"{command[0]} was ended by signal {-done.returncode} in the midst of a kernel",
+                             "memory for the compiler", "free some, and start again")
     if done.returncode != 0 or not done.stdout.startswith(b"\x7fELF"):
         words = done.stderr.decode(errors="replace").strip()
         name = compiler.version() or command[0]

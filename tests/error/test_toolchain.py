@@ -1,4 +1,5 @@
 """What a user reads when the CPU device has no compiler, or one that does not work."""
+import os
 import stat
 
 import pytest
@@ -62,6 +63,23 @@ def test_an_error_of_zigs_names_no_temporary_file():
     compiler = toolchain.CCompiler((str(zig), "cc"), "ziglang", "")
     with pytest.raises(ToolchainError, match=r"\n<stdin>:1:1: error: unknown type name 'nonsense'"):
         toolchain.compile_object(compiler, ["-c", "-x", "c", "-", "-o", "-"], "nonsense x;")
+
+
+def test_a_compiler_that_a_signal_ends_is_run_again(bare, monkeypatch):
+    ended = f"[ $1 = --version ] || {{ echo x >> {bare}/runs; kill -9 $$; }}"
+    monkeypatch.setenv("CC", script(bare / "cc", ended))
+    words = compiled()
+    assert words[0].endswith("/cc was ended by signal 9 in the midst of a kernel")
+    assert "memory for the compiler" in words[1]
+    assert (bare / "runs").read_text() == "x\nx\n"
+
+
+def test_a_compiler_is_not_ended_by_the_ctrl_c_of_its_terminal(bare, monkeypatch):
+    """It is in a process group of its own."""
+    monkeypatch.setenv("CC", script(bare / "cc", f"read a b c d group rest < /proc/$$/stat; "
+                       f"[ $1 = --version ] || echo $group > {bare}/group"))
+    compiled()
+    assert int((bare / "group").read_text()) != os.getpgid(0)
 
 
 def test_a_compiler_that_writes_no_object(bare, monkeypatch):

@@ -45,6 +45,7 @@ def _main(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         interrupt.caught()
         print(file=sys.stderr)
+        interrupt.leave()
         return 130
     except BrokenPipeError:
         _drop_output()

@@ -63,8 +63,9 @@ class _Engine(Collector):
                                        labels=[*labels])
             metric.add_metric([*labels.values()], time.time())
             yield metric
-        metric = CounterMetricFamily(f"{self.prefix}:compilations_after_ready", "Kernels compiled and steps "
-                                     "captured since the server was ready.", labels=["model_name"])
+        metric = CounterMetricFamily(f"{self.prefix}:compilations_after_ready",
+                                     "Kernels that the server itself compiled, and steps that it captured, "
+                                     "since it was ready.", labels=["model_name"])
         metric.add_metric([self.model], self.compilations())
         yield metric
 

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
                       pid=os.getpid(),
                       keys=len(keys), seconds=waterfall.total_s))
         if llm.embedder is None:
-            for runner in llm.runners: runner.follow(_later())
+            for runner in llm.runners: runner.follow(_later(), _missed)
 
     async def main() -> None:
         if isinstance(engine, AsyncEngine): await engine.start()
@@ -150,6 +150,10 @@ def _warm_up_generation(llm: LLM, progress: Callable[[int, int], None]) -> None:
     for temperature in (0.0, 1.0):
         llm.warm_up(replace(llm.defaults, temperature=temperature), 1)
         progress(0, 0)
+
+
+def _missed(count: int) -> None:
+    LOG.warning(line("warm_up_later", missed=count))
 
 
 def _later() -> Callable[[int, int], None]:

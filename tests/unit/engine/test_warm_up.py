@@ -21,7 +21,9 @@ from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, max_prompt_log
 from tinygrad_nv.engine.worker import warm_up
 from tinygrad_nv.engine.worker.input_buffer import BatchShape
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
-from tinygrad_nv.engine.worker.step_process import Made, NumberQueue, StepProcess
+from tinygrad_nv.engine.worker.step_process import CapturedJob, NumberQueue, StepProcess
+from tinygrad_nv.patterns import program
+from tinygrad_nv.patterns.program import KernelSource
 from tinygrad_nv.runtime.programs import Compilations
 
 linux = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="forks are used on Linux")
@@ -60,7 +62,7 @@ def test_decodes_serve_decodes_alone():
 
 # **** in two processes ****
 
-def made(number: int) -> Made: return Made(number, UOp(Ops.NOOP, tag=(number, os.getpid())), 1)
+def made(number: int) -> CapturedJob: return CapturedJob(number, UOp(Ops.NOOP, tag=(number, os.getpid())), 1)
 
 
 @linux
@@ -73,13 +75,14 @@ def test_both_processes_take_numbers_and_the_fork_takes_those_that_follow():
     assert sorted([*mine, *(each.number for each in found)]) == list(range(53))
     assert [each.number for each in found][-3:] == [50, 51, 52]
     assert all(each.step is not None and each.step.tag == (each.number, process.pid) for each in found)
+    pid = process.pid
     process.close()
-    with pytest.raises(ChildProcessError): os.waitpid(process.pid or -1, os.WNOHANG)
+    with pytest.raises(ChildProcessError): os.waitpid(pid, os.WNOHANG)
 
 
 @linux
 def test_a_fork_that_dies_ends_what_it_sends(capfd: pytest.CaptureFixture[str]):
-    def capture(number: int) -> Made:
+    def capture(number: int) -> CapturedJob:
         if number == 2: raise MemoryError("no room")
         return made(number)
     process = StepProcess.start(NumberQueue(0), range(5), capture)
@@ -90,6 +93,18 @@ def test_a_fork_that_dies_ends_what_it_sends(capfd: pytest.CaptureFixture[str]):
 
 
 @linux
+def test_what_cannot_be_captured_does_not_end_what_follows():
+    def capture(number: int) -> CapturedJob:
+        if number == 2: raise ValueError("no kernel")
+        return made(number)
+    process = StepProcess.start(NumberQueue(3), range(3, 5), capture)
+    assert process is not None
+    found = list(iter(process.receive, None))
+    assert [(each.number, each.step is None) for each in found] == [(i, i == 2) for i in range(5)]
+    process.close()
+
+
+@linux
 def test_a_fork_holds_no_port():
     """A server that is gone has given its port back, whatever its fork does."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -97,7 +112,8 @@ def test_a_fork_holds_no_port():
         process = StepProcess.start(NumberQueue(0), range(2),
                                     lambda number: made(number + len(os.read(go[0], number))))
         assert process is not None
-        assert process.receive() == Made(0, None, 0) or True
+        assert (first := process.receive()) is not None
+        assert first.number == 0
     with socket.create_server(address, reuse_port=False): pass
     process.close()
 
@@ -125,7 +141,8 @@ def warmed(runner: ModelRunner) -> tuple[list[tuple[int, int]], int]:
     runner.warm_up(lambda done, total: seen.append((done, total)), later=True)
     steps = Compilations().steps - counted.steps
     if runner.ahead is not None and runner.ahead.others:
-        runner.follow(lambda done, total: finished.set() if done == total else None)
+        runner.follow(lambda done, total: finished.set() if done == total else None,
+                      lambda count: finished.set())
         assert finished.wait(120)
     return seen, steps
 
@@ -218,6 +235,41 @@ def test_what_a_dead_fork_leaves_is_captured_here(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(ModelRunner, "prepare", prepare)
     runner.warm_up(later=True)
     assert set(prepared) == set(first)
+    runner.close()
+
+
+def test_a_kept_step_waits_for_its_samplers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A batch would choose it, and capture the sampler that is not there."""
+    monkeypatch.setenv("NV_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(warm_up.StepProcess, "start", lambda *_: None)
+    runner = ModelRunner(network(), pages=64, page_size=SIZE, max_seqs=16, max_len=LENGTH,
+                         max_batched_tokens=64, identity="weights")
+    _, others = runner.jobs
+    store = runner.step_store
+    step = next(job for job in others if isinstance(job, BatchShape) and (job.samples, Filters()) in others)
+    assert store is not None
+    store.steps = {runner.job_name(step): UOp(Ops.NOOP)}
+    monkeypatch.setattr(ModelRunner, "prepare", lambda self, job: None)
+    runner.warm_up(later=True)
+    assert runner.ahead is not None
+    assert runner.ahead.fork_jobs.index(step) > runner.ahead.fork_jobs.index((step.samples, Filters()))
+    store.changed = False
+    runner.close()
+
+
+def test_a_step_with_a_kernel_that_did_not_build_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The compiler may have been ended for want of memory: the next start tries again."""
+    monkeypatch.setenv("NV_CACHE_DIR", str(tmp_path))
+    runner = runner_of(network(num_layers=1, ropes=PLAIN.ropes[:1], windows=(None,)), forks=False)
+    job = (1, Filters())
+    monkeypatch.setitem(program.refused, KernelSource("CPU", "k", ""), "does not build")
+    runner.prepare(job)
+    assert runner.step_store is not None
+    assert not runner.step_store.steps
+    program.refused.clear()
+    del runner.samplers[job]
+    runner.prepare(job)
+    assert [*runner.step_store.steps] == [runner.job_name(job)]
     runner.close()
 
 

@@ -24,6 +24,7 @@ from tinygrad.uop.ops import Ops, buffers
 from tinygrad_nv import hooks
 from tinygrad_nv.engine.worker.step_store import StepStore
 from tinygrad_nv.graphs.capture import graph_obstacle
+from tinygrad_nv.patterns import program
 from tinygrad_nv.runtime.observe.ranges import span
 from tinygrad_nv.runtime.programs import count_capture
 
@@ -74,7 +75,8 @@ class CapturedStep:
             held = set(buffers) | {u for ref in list(all_tensors) if (tensor := ref()) is not None
                                    for u in tensor.uop.toposort() if u.op is Ops.BUFFER}
             linear = jit_lower(UOp(Ops.LINEAR, src=tuple(linears.calls)), held, [])
-        if self.store is not None: self.store.put(self.name, linear, existing)
+        # the next start tries a kernel again that did not build: the compiler may have been out of memory
+        if self.store is not None and not program.refused: self.store.put(self.name, linear, existing)
         return linear
 
     @contextlib.contextmanager

@@ -175,9 +175,9 @@ class ModelRunner:
         self.warm = shapes is None
         if self.step_store is not None and not later: self.run_now(self.step_store.save)
 
-    def follow(self, progress: Progress) -> None:
+    def follow(self, progress: Progress, missed: Callable[[int], None] = lambda count: None) -> None:
         """Prepares what `warm_up` has left for later, while batches run."""
-        if self.ahead is not None: self.ahead.follow(progress)
+        if self.ahead is not None: self.ahead.follow(progress, missed)
 
     @property
     def jobs(self) -> tuple[list[Job], list[Job]]:

@@ -33,7 +33,7 @@ SIZE = struct.Struct("<Q")      # of a message: bytes that follow
 
 
 @dataclass(frozen=True)
-class Made:
+class CapturedJob:
     """A captured step: its number, its schedule (None of one that cannot be kept), and how many programs were
     compiled for it."""
     number: int
@@ -69,7 +69,7 @@ class StepProcess:
 
     @staticmethod
     def start(queue: NumberQueue, later: Iterable[int],
-              capture: Callable[[int], Made]) -> StepProcess | None:
+              capture: Callable[[int], CapturedJob]) -> StepProcess | None:
         """Forks; None where the system has no forks, or no memory for one."""
         if sys.platform != "linux": return None
         messages, into = os.pipe()
@@ -82,11 +82,11 @@ class StepProcess:
         os.close(into)
         return StepProcess(pid, messages)
 
-    def receive(self) -> Made | None:
+    def receive(self) -> CapturedJob | None:
         """The next step; None if no more comes."""
         try:
             size, = SIZE.unpack(self._read(SIZE.size))
-            made: Made = pickle.loads(self._read(size))
+            made: CapturedJob = pickle.loads(self._read(size))
         except EOFError: return None
         return made
 
@@ -103,7 +103,7 @@ class StepProcess:
             self.pid = 0
 
 
-def _run(parent: int, queue: NumberQueue, later: Iterable[int], capture: Callable[[int], Made],
+def _run(parent: int, queue: NumberQueue, later: Iterable[int], capture: Callable[[int], CapturedJob],
          into: int) -> NoReturn:
     """What the fork does. It never returns: above it is the stack of the other process."""
     status = 1
@@ -114,13 +114,20 @@ def _run(parent: int, queue: NumberQueue, later: Iterable[int], capture: Callabl
         for each in (signal.SIGINT, signal.SIGTERM): signal.signal(each, signal.SIG_DFL)
         gc.freeze()     # a collection writes to all objects, of pages that are shared
         _close_sockets()
-        while (number := queue.take()) is not None: _send(into, capture(number))
+        while (number := queue.take()) is not None: _send(into, _captured(capture, number))
         os.nice(LOWEST_PRIORITY)
-        for number in later: _send(into, capture(number))
+        for number in later: _send(into, _captured(capture, number))
         status = 0
     except (BrokenPipeError, KeyboardInterrupt): pass
     except BaseException: sys.excepthook(*sys.exc_info())
     finally: os._exit(status)
+
+
+def _captured(capture: Callable[[int], CapturedJob], number: int) -> CapturedJob:
+    """One that cannot be captured does not end those behind it; a lack of memory does."""
+    try: return capture(number)
+    except MemoryError: raise
+    except Exception: return CapturedJob(number, None, 0)
 
 
 def _close_sockets() -> None:
@@ -129,7 +136,7 @@ def _close_sockets() -> None:
             if stat.S_ISSOCK(os.fstat(int(each.name)).st_mode): os.close(int(each.name))
 
 
-def _send(into: int, made: Made) -> None:
+def _send(into: int, made: CapturedJob) -> None:
     data = pickle.dumps(made, pickle.HIGHEST_PROTOCOL)
     view = memoryview(SIZE.pack(len(data)) + data)
     while view: view = view[os.write(into, view):]

@@ -110,8 +110,12 @@ class StepStore:
         self.changed = False
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            data = dumps(dict(self.steps), FASTEST)     # a copy: another thread may put a step
             with tempfile.NamedTemporaryFile("wb", dir=self.path.parent, delete=False) as file:
-                file.write(dumps(self.steps, FASTEST))
+                try: file.write(data)
+                except BaseException:
+                    os.unlink(file.name)
+                    raise
             os.replace(file.name, self.path)
 
 

@@ -24,7 +24,7 @@ from tinygrad.helpers import PARALLEL, Context
 from tinygrad_nv.engine.sampling import Filters
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, max_prompt_logits
 from tinygrad_nv.engine.worker.input_buffer import BatchShape, next_power_of_two
-from tinygrad_nv.engine.worker.step_process import Made, NumberQueue, StepProcess
+from tinygrad_nv.engine.worker.step_process import CapturedJob, NumberQueue, StepProcess
 from tinygrad_nv.engine.worker.step_store import StepStore
 from tinygrad_nv.runtime.programs import count_elsewhere, programs_compiled
 
@@ -93,21 +93,24 @@ class WarmUp:
 
     def __init__(self, runner: Runner, first: list[Job], others: list[Job]) -> None:
         self.runner, self.first, self.others = runner, first, others
-        self.theirs, self.mine = list[Job](), 0     # captured by the fork alone; how many by both
+        self.fork_jobs, self.num_shared = list[Job](), 0     # captured by the fork alone; how many by both
         self.process: StepProcess | None = None
         self.threads: list[threading.Thread] = []
-        self.made: SimpleQueue[Made | None] = SimpleQueue()   # what the fork sends
-        self.done = 0
+        self.made: SimpleQueue[CapturedJob | None] = SimpleQueue()   # what the fork sends
+        self.done, self.closed = 0, False
 
     def __call__(self, progress: Progress) -> None:
         """Prepares the first."""
-        mine, self.theirs = self._missing(self.first), self._missing(self.others)
-        self.mine = len(mine)
+        mine, missing = self._missing(self.first), self._missing(self.others)
+        # a step that is kept waits for its samplers: no batch shall choose it before they are there
+        self.fork_jobs = [job for job in self.others if job in missing or (
+            isinstance(job, BatchShape) and any((job.samples, each) in missing for each in EVERY))]
+        self.num_shared = len(mine)
         numbers = NumberQueue(len(mine))
-        if self.others and (mine or self.theirs): self._fork(numbers, [*mine, *self.theirs], len(mine))
-        if self.process is None and self.theirs:    # captured now: nothing is captured beside requests
+        if self.others and (mine or self.fork_jobs): self._fork(numbers, [*mine, *self.fork_jobs], len(mine))
+        if self.process is None and self.fork_jobs:    # captured now: nothing is captured beside requests
             numbers.close()
-            mine, self.first, self.others = [*mine, *self.theirs], [*self.first, *self.others], []
+            mine, self.first, self.others = [*mine, *self.fork_jobs], [*self.first, *self.others], []
             numbers = NumberQueue(len(mine))
         progress(0, len(self.first))
 
@@ -135,9 +138,10 @@ class WarmUp:
             self._now(job)
             count()
 
-    def follow(self, progress: Progress) -> None:
-        """Prepares the others on the runner's thread. Returns at once."""
-        here, total = deque(job for job in self.others if job not in self.theirs), len(self.others)
+    def follow(self, progress: Progress, missed: Callable[[int], None] = lambda count: None) -> None:
+        """Prepares the others on the runner's thread. Returns at once. `missed` is told in the end how many
+        could not be prepared, if there are any: batches run in larger steps."""
+        here, total = deque(job for job in self.others if job not in self.fork_jobs), len(self.others)
         done = 0
 
         def count() -> None:
@@ -146,28 +150,32 @@ class WarmUp:
             progress(done, total)
 
         def read() -> None:
-            # batches run in larger steps, if it does not get its memory
-            with contextlib.suppress(Exception): self.runner.prepare(here.popleft())
-            count()
+            # it may not get its memory
+            with contextlib.suppress(Exception):
+                self.runner.prepare(here.popleft())
+                count()
             if here: self.runner.defer(read)    # behind batches that wait by now
 
-        def adopt(made: Made) -> None:
-            job = self.theirs[made.number - self.mine]
+        def adopt(made: CapturedJob) -> None:
+            job = self.fork_jobs[made.number - self.num_shared]
             # a step comes after its samplers, and is of no use without them
             if made.step is not None and (isinstance(job, tuple) or self.runner.samples(job.samples)):
-                with contextlib.suppress(Exception): self._adopt(job, made)
-            count()
+                with contextlib.suppress(Exception):
+                    self._adopt(job, made)
+                    count()
 
         def listen(process: StepProcess) -> None:
             while (made := self.made.get()) is not None: self.runner.defer(partial(adopt, made))
             process.close()
             self.runner.run_now(lambda: None)   # after the last
+            if done < total and not self.closed: missed(total - done)
             if self.runner.step_store is not None: self.runner.step_store.save()
         if here: self.runner.defer(read)
         if self.process is not None: self._start(partial(listen, self.process))
 
     def close(self) -> None:
         """Ends what is left to be done."""
+        self.closed = True
         if self.process is not None: self.process.close()
         for thread in self.threads: thread.join()
 
@@ -183,7 +191,7 @@ class WarmUp:
             with Context(PARALLEL=PARALLEL.value if self.process is None else 0): self.runner.prepare(job)
         self.runner.run_now(prepare)
 
-    def _adopt(self, job: Job, made: Made) -> None:
+    def _adopt(self, job: Job, made: CapturedJob) -> None:
         """Prepares what the fork has captured; what could not be kept is captured here."""
         store = self.runner.step_store
         assert store is not None
@@ -197,11 +205,12 @@ class WarmUp:
         runner, store = self.runner, self.runner.step_store
         if store is None or not runner.forks: return
 
-        def capture(number: int) -> Made:
+        def capture(number: int) -> CapturedJob:
             runner.forget_freed()
             before = programs_compiled()
             with Context(PARALLEL=0): runner.prepare(jobs[number])
-            return Made(number, store.steps.get(runner.job_name(jobs[number])), programs_compiled() - before)
+            step = store.steps.get(runner.job_name(jobs[number]))
+            return CapturedJob(number, step, programs_compiled() - before)
         later = range(first, len(jobs))
         self.process = process = runner.run_now(lambda: StepProcess.start(numbers, later, capture))
         if process is None: return
