@@ -5,7 +5,8 @@ thread, with the `EngineCoreOutput`s of all requests submitted with it. `abort` 
 sequence of it; the sink gets no more outputs of them after the step that is running. These calls return at
 once; `call` waits for its task. Their commands run between steps, in the order of the calls.
 
-`pause(why, abort)` ends what runs, aborted or when it is done, and later submits raise `why` until `resume`.
+After `pause(why, abort)` submits raise `why` until `resume`. What runs ends, aborted or when it is done, and
+then the pause's future is set; `resume` cancels it. Commands run meanwhile, as they always do.
 
 The thread exits when no work is left, and starts again with the next command. When the core raises, every
 request ends with finish reason "error", and `failure` is set: later calls of `submit` raise it. `close` does
@@ -47,7 +48,8 @@ class EngineThread:
         self.core = core
         self.failure: NVError | None = None
         self.refusal: NVError | None = None     # of requests, while paused
-        self._clients: dict[str, Client] = {}  # used by the core's thread alone
+        # used by the core's thread alone
+        self._clients, self._pauses = dict[str, Client](), list[Future[None]]()
         self._lock, self._commands = threading.Lock(), deque[Callable[[], None]]()
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
@@ -79,13 +81,15 @@ class EngineThread:
         if self.failure is not None and done.cancel(): raise self.failure
         return done.result()
 
-    def pause(self, why: NVError, abort: bool) -> None:
-        """Ends all requests, with finish reason "abort" or when they are done. Later submits raise `why`."""
-        self.call(partial(self._pause, why, abort))
+    def pause(self, why: NVError, abort: bool) -> Future[None]:
+        """Later submits raise `why`. Requests end, with finish reason "abort" or when they are done; the
+        future is set when none is left."""
+        return self.call(partial(self._pause, why, abort))
 
     def resume(self) -> None:
-        """Takes requests again."""
+        """Takes requests again. Pauses that still wait for requests are cancelled."""
         self.refusal = None
+        self._enqueue(self._cancel_pauses)
 
     def close(self) -> None:
         """Ends all requests with an error and waits for the thread. Later submits raise."""
@@ -127,8 +131,10 @@ class EngineThread:
         while True:
             with self._lock:
                 if not self._commands:
-                    if not self.core.unfinished: self._thread = None
-                    return self._thread is not None
+                    if self.core.unfinished: return True
+                    self._thread = None
+                    while self._pauses: self._pauses.pop().set_result(None)
+                    return False
                 command = self._commands[0]
             command()
             self._commands.popleft()    # after the call: `_fail` runs a command that raised once more
@@ -136,11 +142,16 @@ class EngineThread:
     def _close(self) -> None:
         if self.failure is None: raise EngineError("the model is closed", "one that is open", "load it again")
 
-    def _pause(self, why: NVError, abort: bool) -> None:
+    def _pause(self, why: NVError, abort: bool) -> Future[None]:
+        if self.failure is not None: raise self.failure
         self.refusal = why
         if abort:
             for request in list(self._clients): self.core.abort(request)
-        while self.core.unfinished: self._deliver(self.core.step())
+        self._pauses.append(done := Future[None]())
+        return done
+
+    def _cancel_pauses(self) -> None:
+        while self._pauses: self._pauses.pop().cancel()
 
     def _add(self, request: Request, sink: Sink) -> None:
         try:
@@ -189,4 +200,5 @@ class EngineThread:
                 for index in client.unfinished)
         self._clients.clear()
         for sink, part in by_sink.items(): sink(part)
+        while self._pauses: self._pauses.pop().set_exception(failure)
         for command in commands: command()  # requests queued meanwhile get the error, too

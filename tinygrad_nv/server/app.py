@@ -62,7 +62,7 @@ def application(service: Service) -> ASGIApp:
                for method, path, task in KEPT]
     routes += [Route(f"/v1/{name}_lora_adapter", _post(service, _adapter(change), "lora-"), methods=["POST"])
                for name, change in (("load", adapters.load), ("unload", adapters.unload))]
-    routes += [*status.routes(service), *sleeping.routes(service.sleeping)]
+    routes += [*status.routes(service), *sleeping.routes(service.sleeping, service.cors.origins)]
     handlers = {HTTPException: _refused, APIError: _api_error, ClientDisconnect: _client_gone,
                 Exception: _unexpected}
     app = Starlette(routes=routes, exception_handlers=handlers)

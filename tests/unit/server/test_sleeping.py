@@ -7,6 +7,7 @@ import pytest
 from serve_case import FakeEngine, FakeModel, Live, fake_service, live
 
 from tinygrad_nv.errors import ConfigError
+from tinygrad_nv.server.service import CORS
 
 
 class Sleeping:
@@ -52,6 +53,30 @@ def test_what_is_wrong(served: Live, model: Sleeping):
     assert served.http.get("/sleep").status_code == 405
     assert served.http.post("/sleep", headers={"Authorization": "Bearer x"}).status_code == 401
     assert model.calls == []
+
+
+def test_pages_of_other_origins_are_refused(model: Sleeping):
+    """By default any page may use the server; which may have it sleep must be said by name."""
+    for origins in (("*",), ("https://chat.example",)):
+        model.calls.clear()
+        with live(fake_service(FakeEngine(FakeModel(), "a"), sleeping=model, cors=CORS(origins))) as made:
+            named = {"Origin": "https://chat.example", "Sec-Fetch-Site": "cross-site"}
+            for headers, allowed in (
+                    ({}, True), ({"Origin": made.url}, True), ({"Sec-Fetch-Site": "none"}, True),
+                    ({"Origin": made.url, "Sec-Fetch-Site": "same-origin"}, True),
+                    (named, "*" not in origins),
+                    ({"Origin": "https://evil.example"}, False), ({"Origin": "null"}, False),
+                    ({"Origin": "http://[x"}, False),
+                    ({"Origin": f"http://127.0.0.1:{made.port + 1}"}, False),
+                    ({"Sec-Fetch-Site": "cross-site"}, False)):
+                for path in ("/sleep", "/wake_up"):
+                    model.calls.clear()
+                    answer = made.http.post(path, headers=headers)
+                    got = answer.status_code, len(model.calls)
+                    assert got == ((200, 1) if allowed else (403, 0)), headers
+                    if allowed: continue
+                    assert answer.json()["error"]["code"] == "cross_origin"
+                    assert "--allowed-origins" in answer.json()["error"]["message"]
 
 
 def test_a_server_that_was_not_started_for_it():

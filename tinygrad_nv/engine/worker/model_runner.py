@@ -179,6 +179,18 @@ class ModelRunner:
         """Prepares what `warm_up` has left for later, while batches run."""
         if self.ahead is not None: self.ahead.follow(progress, missed)
 
+    def end_captures(self) -> None:
+        """Ends what `follow` has begun, and the fork, which has this process's memory."""
+        if self.ahead is not None: self.ahead.close()
+
+    def resume_captures(self) -> None:
+        """Has what `end_captures` left prepared while batches run."""
+        left = [job for job in self.jobs[1] if job not in self.steps and job not in self.samplers]
+        if not self.warm or not left: return
+        self.ahead = WarmUp(self, [], left)
+        self.ahead(lambda done, total: None)
+        self.follow(lambda done, total: None)
+
     @property
     def jobs(self) -> tuple[list[Job], list[Job]]:
         """Steps and samplers that are captured ahead."""
