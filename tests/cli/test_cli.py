@@ -291,8 +291,10 @@ def test_interrupt_at_the_prompt_ends_the_chat(tiny: Path):
 
 
 def test_interrupt_while_it_answers_ends_the_chat(make_model: Callable[..., Path]):
-    """The answer is far from its end: some 4,000 tokens, of which the first few have come."""
-    with chat(make_model(max_position_embeddings=4096), "--max-tokens", "4000", "--ignore-eos") as talk:
+    """The answer is far from its end: some 4,000 tokens, of which the first few have come. (Markdown comes in
+    blocks, perhaps all with the last.)"""
+    with chat(make_model(max_position_embeddings=4096), "--max-tokens", "4000", "--ignore-eos",
+              "--no-markdown") as talk:
         talk.read_until(lambda seen: seen.endswith(b"> "))
         begun = len(talk.seen)
         talk.write(b"hello\n")
