@@ -58,12 +58,12 @@ def test_embeddings_and_standard_streams(command, tiny: Path):
                    stdin=asked).succeeded()
     found = [json.loads(text) for text in done.out.splitlines()]
     assert [each["custom_id"] for each in found] == ["a fox", "a bear", "score", "rerank"]
-    bodies = [each["response"]["body"] for each in found]
-    assert all(len(body["data"][0]["embedding"]) == 64 for body in bodies[:2])
-    scores = [each["score"] for each in bodies[2]["data"]]
+    answers = [each["response"]["body"] for each in found]
+    assert all(len(each["data"][0]["embedding"]) == 64 for each in answers[:2])
+    scores = [each["score"] for each in answers[2]["data"]]
     assert scores[0] == pytest.approx(1)
     assert scores[1] < 0.99
-    assert [each["index"] for each in bodies[3]["results"]] == [1, 0]
+    assert [each["index"] for each in answers[3]["results"]] == [1, 0]
 
 
 def test_files_that_cannot_be_used(command, tmp_path: Path):

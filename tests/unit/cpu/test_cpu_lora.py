@@ -120,6 +120,17 @@ def test_numbers(level: ISA, kind: tuple[DType, DType]):
         assert torch.equal(got, run(other, spec, there))
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("level", LEVELS[::-1], ids=str)
+def test_columns_of_several_chunks(level: ISA):
+    """A segment of two chunks of sums and a piece of a third, whose end is within a vector."""
+    spec = LoraExpandSpec(ADAPTERS, ROWS, RANK, F32, F32, (2 * expand.CHUNK + 77, 33, 40))
+    for parts in (1, 3):
+        for counts in COUNTS:
+            there = given(spec, counts, integers=True)
+            assert torch.equal(run(built(spec, level, parts), spec, there), answer(spec, there))
+
+
 def test_parts_are_as_many_as_matrices_are_worth():
     target = CPU(LEVELS[-1], 2)
     few, many = LoraShrinkSpec(1, 1, 8, k=64), LoraShrinkSpec(8, 8, 8, k=4096)

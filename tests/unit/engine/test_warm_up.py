@@ -45,11 +45,12 @@ def test_the_first_have_room_for_every_batch(max_seqs: int, budget: int, adapter
             batch = BatchShape(decode, groups, samples, groups == 0, adapted)
             serving = [each for each in shapes if each == batch or each.has_room_for(batch)]
             assert serving, batch
-            assert all((each.samples, filters) in first for each in serving for filters in warm_up.EVERY)
+            assert all((each.samples, filters) in first
+                       for each in serving for filters in warm_up.GENERAL_FILTERS)
     assert not set(first) & set(others)
     for number, job in enumerate(others):
         if isinstance(job, BatchShape):
-            assert all((job.samples, each) in [*first, *others[:number]] for each in warm_up.LEVELS)
+            assert all((job.samples, each) in [*first, *others[:number]] for each in warm_up.FILTER_SETS)
 
 
 def test_decodes_serve_decodes_alone():
@@ -306,5 +307,5 @@ def test_steps_with_adapters_are_kept(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_filters_of_a_batch_run_in_a_sampler_that_is_there():
-    assert warm_up.LEVELS[-1] == Filters(**dict.fromkeys(vars(Filters()), True))
-    for each in warm_up.LEVELS: assert any(each | level == level for level in warm_up.EVERY)
+    assert warm_up.FILTER_SETS[-1] == Filters(**dict.fromkeys(vars(Filters()), True))
+    for each in warm_up.FILTER_SETS: assert any(each | level == level for level in warm_up.GENERAL_FILTERS)

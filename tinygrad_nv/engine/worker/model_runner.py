@@ -48,8 +48,8 @@ from tinygrad_nv.engine.worker.output_buffer import OutputBuffer
 from tinygrad_nv.engine.worker.sampler import SamplerState, count_tokens, next_tokens
 from tinygrad_nv.engine.worker.step_store import StepStore, named_buffers
 from tinygrad_nv.engine.worker.warm_up import (
-    EVERY,
-    LEVELS,
+    FILTER_SETS,
+    GENERAL_FILTERS,
     Job,
     Progress,
     WarmUp,
@@ -237,7 +237,7 @@ class ModelRunner:
     def _run(self, batch: SchedulerOutput, filters: Filters) -> int:
         """Queues a step. Returns the number of samples of its shape."""
         shape = self._choose_shape(BatchShape.of(batch))
-        if self.warm: filters = next((each for each in LEVELS if each | filters == each
+        if self.warm: filters = next((each for each in FILTER_SETS if each | filters == each
                                       and (shape.samples, each) in self.samplers), filters)
         layout, step = self._step(shape)
         with span(f"step {shape}"):
@@ -294,7 +294,7 @@ class ModelRunner:
 
     def samples(self, samples: int) -> bool:
         """Whether there are samplers for all filters of so many samples."""
-        return all((samples, filters) in self.samplers for filters in EVERY)
+        return all((samples, filters) in self.samplers for filters in GENERAL_FILTERS)
 
     def _step(self, shape: BatchShape) -> tuple[InputLayout, CapturedStep]:
         if shape not in self.steps:

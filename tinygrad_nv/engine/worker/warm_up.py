@@ -49,9 +49,9 @@ class Runner(Protocol):
 
 
 # filters of samplers that are captured ahead: a batch uses the first that has all of its own
-LEVELS = (Filters(), Filters(draw=True), Filters(draw=True, top_k=True, top_p=True),
+FILTER_SETS = (Filters(), Filters(draw=True), Filters(draw=True, top_k=True, top_p=True),
           Filters(**dict.fromkeys((each.name for each in fields(Filters)), True)))
-EVERY = (LEVELS[0], LEVELS[-1])     # these serve every batch
+GENERAL_FILTERS = (FILTER_SETS[0], FILTER_SETS[-1])     # these serve every batch
 
 
 def default_jobs(max_seqs: int, max_batched_tokens: int, largest: BatchShape, verifies: bool,
@@ -77,14 +77,15 @@ def default_jobs(max_seqs: int, max_batched_tokens: int, largest: BatchShape, ve
     for shapes in (first, others):
         if adapters: shapes += [replace(each, adapted=True) for each in shapes]
     sizes = dict.fromkeys(each.samples for each in first)
-    before: list[Job] = [*first, *((size, each) for size in sizes for each in EVERY)]     # the longest first
+    # the longest first
+    before: list[Job] = [*first, *((size, each) for size in sizes for each in GENERAL_FILTERS)]
     return before, [job for job in with_samplers([*first, *others]) if job not in before]
 
 
 def with_samplers(shapes: Iterable[BatchShape]) -> list[Job]:
     """Steps, each behind its samplers."""
     jobs: dict[Job, None] = {}
-    for shape in shapes: jobs |= dict.fromkeys((*((shape.samples, each) for each in LEVELS), shape))
+    for shape in shapes: jobs |= dict.fromkeys((*((shape.samples, each) for each in FILTER_SETS), shape))
     return list(jobs)
 
 
@@ -104,7 +105,7 @@ class WarmUp:
         mine, missing = self._missing(self.first), self._missing(self.others)
         # a step that is kept waits for its samplers: no batch shall choose it before they are there
         self.fork_jobs = [job for job in self.others if job in missing or (
-            isinstance(job, BatchShape) and any((job.samples, each) in missing for each in EVERY))]
+            isinstance(job, BatchShape) and any((job.samples, each) in missing for each in GENERAL_FILTERS))]
         self.num_shared = len(mine)
         numbers = NumberQueue(len(mine))
         if self.others and (mine or self.fork_jobs): self._fork(numbers, [*mine, *self.fork_jobs], len(mine))

@@ -38,10 +38,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tinygrad_nv.tile.attention.spec import EVERY
+
 if TYPE_CHECKING:  # no kernel for a CPU needs it
     from tinygrad_nv.ptx.builder import Kernel, Value
     Counter = list[Value | None]
-from tinygrad_nv.tile.attention.spec import EVERY
 
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -77,8 +78,6 @@ def keeps(row: Any, column: Any, matrix: Any, seed: Sequence[Any], kept: int) ->
 
 
 # **** in a kernel ****
-
-
 
 @dataclass
 class Generator:
