@@ -42,7 +42,8 @@ from .packed import PackedBatch
 from .paged import PagedBatch, RopeTables
 from .rope_tables import rope_tables
 
-if TYPE_CHECKING: from .parallel import Parallel    # a program of one device does not load it
+if TYPE_CHECKING:   # a program of one device does not load it
+    from .parallel import Parallel
 
 
 class Block:
@@ -90,8 +91,8 @@ class Block:
 
 
 class Llama:
-    """The network. Parameters are allocated, not set: `weights.load` or `initialise` fills them. One of a `parallel`
-    group has a part of it: `config` is then that part's (parallel.py)."""
+    """The network. Parameters are allocated, not set: `weights.load` or `initialise` fills them. One of a
+    `parallel` group has a part of it: `config` is then that part's (parallel.py)."""
 
     def __init__(self, config: ModelConfig, dtype: DType = dtypes.float32, device: str | None = None,
                  positions: int | None = None, parallel: Parallel | None = None) -> None:

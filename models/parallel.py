@@ -1,14 +1,15 @@
 """Tensor parallel networks: what one rank has of a decoder, and of its checkpoint.
 
-Protocol (Megatron-LM, arXiv 1909.08053): a rank has some heads of each attention and some columns of each feed-forward
-half. q|k|v and gate|up are cut by rows, the matrices behind them by columns, so that a rank's half of a layer is that of
-a smaller network; the sum over ranks is what the whole network adds (`Parallel.summed`). Norms and routers are on every
-rank. Key and value heads are cut, or stand on several ranks where there are fewer than ranks. The vocabulary is cut by
-rows: a rank embeds its own tokens, the others add zeros, and logits are gathered.
+Protocol (Megatron-LM, arXiv 1909.08053): a rank has some heads of each attention and some columns of each
+feed-forward half. q|k|v and gate|up are cut by rows, the matrices behind them by columns, so that a rank's
+half of a layer is that of a smaller network; the sum over ranks is what the whole network adds
+(`Parallel.summed`). Norms and routers are on every rank. Key and value heads are cut, or stand on several
+ranks where there are fewer than ranks. The vocabulary is cut by rows: a rank embeds its own tokens, the
+others add zeros, and logits are gathered.
 
-`local_config(config, ranks)` is the smaller network's config. `shares(whole, local, rank)` says for each tensor of a
-checkpoint which part a rank has: where the shapes of the two networks differ. `own_entries` cuts the entries, so that
-loading reads a rank's part of the files and nothing else.
+`local_config(config, ranks)` is the smaller network's config. `shares(whole, local, rank)` says for each
+tensor of a checkpoint which part a rank has: where the shapes of the two networks differ. `own_entries` cuts
+the entries, so that loading reads a rank's part of the files and nothing else.
 """
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ class Parallel:
         first, count = self.rows(vocab_size)
         # the lookup gives 0 for a number of no row
         own = ((tokens >= first) & (tokens < first + count)).where(tokens - first, int(table.shape[0]))
-        return all_reduce(embedding(table, own.cast(dtypes.int32)), self.group, replicated=True, name="embedding")
+        return self.summed(embedding(table, own.cast(dtypes.int32)), "embedding")
 
     def gathered(self, logits: Tensor, vocab_size: int) -> Tensor:
         """Logits (…, V) of the rows of all ranks."""
@@ -74,14 +75,17 @@ def local_config(config: ModelConfig, ranks: int) -> ModelConfig:
     if ranks == 1: return config
     _require_cut(config, ranks)
     moe = config.moe
-    if moe is not None: moe = replace(moe, width=moe.width // ranks, shared_width=moe.shared_width // ranks)
-    return replace(config, num_heads=config.num_heads // ranks, num_kv_heads=max(config.num_kv_heads // ranks, 1),
+    if moe is not None:
+        moe = replace(moe, width=moe.width // ranks, shared_width=moe.shared_width // ranks)
+    return replace(config, num_heads=config.num_heads // ranks,
+                   num_kv_heads=max(config.num_kv_heads // ranks, 1),
                    intermediate_size=config.intermediate_size // ranks, moe=moe)
 
 
 def _require_cut(config: ModelConfig, ranks: int) -> None:
     def refuse(found: str, expected: str) -> ModelError:
-        return ModelError(f"{ranks} tensor parallel ranks, and {found}", expected, "change --tensor-parallel-size")
+        return ModelError(f"{ranks} tensor parallel ranks, and {found}", expected,
+                          "change --tensor-parallel-size")
     unfit = [f"{name} is {extent}" for name, extent in (
         ("num_attention_heads", config.num_heads), ("intermediate_size", config.intermediate_size),
         *([] if config.moe is None else [("the width of an expert", config.moe.width),
@@ -89,10 +93,13 @@ def _require_cut(config: ModelConfig, ranks: int) -> None:
              if extent % ranks]
     if unfit: raise refuse(unfit[0], f"a multiple of {ranks}")
     if config.num_kv_heads % ranks and ranks % config.num_kv_heads:
-        raise refuse(f"num_key_value_heads is {config.num_kv_heads}", f"a multiple or a divisor of {ranks}")
-    for found, what in ((config.quantization, "weights are quantised"), (config.latent, "attention is latent (MLA)"),
+        raise refuse(f"num_key_value_heads is {config.num_kv_heads}",
+                     f"a multiple or a divisor of {ranks}")
+    for found, what in ((config.quantization, "weights are quantised"),
+                        (config.latent, "attention is latent (MLA)"),
                         (config.qk_norm == "all", "norms of queries span all heads")):
-        if found: raise refuse(f"{what}, which is not cut yet", "a model of float weights with heads of its own")
+        if not found: continue
+        raise refuse(f"{what}, which is not cut yet", "a model of float weights with heads of its own")
 
 
 @dataclass(frozen=True)
@@ -105,8 +112,8 @@ class Share:
 
 def shares(whole: Mapping[str, tuple[int, ...]], local: Mapping[str, tuple[int, ...]], parallel: Parallel,
            vocabulary: tuple[str, ...]) -> dict[str, Share]:
-    """What a rank has of each tensor that is cut, by the tensors' shapes in both networks. Those that several ranks
-    have, such as keys' heads, are the same on neighbours."""
+    """What a rank has of each tensor that is cut, by the tensors' shapes in both networks. Those that several
+    ranks have, such as keys' heads, are the same on neighbours."""
     made = {}
     for name, shape in local.items():
         differ = [axis for axis, (a, b) in enumerate(zip(whole[name], shape, strict=True)) if a != b]

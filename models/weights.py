@@ -228,7 +228,8 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
 
 
 def _cut(model: Llama, checkpoint: Checkpoint, directory: Path) -> set[str]:
-    """Cuts entries to what a network's rank has of them; biases that it has none of, as another rank adds them."""
+    """Cuts entries to what a network's rank has of them; biases that it has none of, as another rank adds
+    them."""
     if (parallel := model.parallel) is None: return set()
     from .parallel import added_elsewhere, own_entries, shares
     whole = slots(Llama(parallel.whole, model.dtype, model.device))

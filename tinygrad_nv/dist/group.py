@@ -1,13 +1,13 @@
 """Groups of ranks that call collectives together.
 
-Protocol: `World` is what this process knows of all ranks: who it is, how they were started, what carries bytes.
-`world.group(members)` makes a group; all members call it, in the same order, and get a `Group` each. A group has a
-structure that C fills in while a collective runs (csrc/group.h): `current()` says what it is at, `check()` raises what
-went wrong, `abort()` ends what waits. After an error a group is of no use any more.
+Protocol: `World` is what this process knows of all ranks: who it is, how they were started, what carries
+bytes. `world.group(members)` makes a group; all members call it, in the same order, and get a `Group` each. A
+group has a structure that C fills in while a collective runs (csrc/group.h): `current()` says what it is at,
+`check()` raises what went wrong, `abort()` ends what waits. After an error a group is of no use any more.
 
-A collective in a graph is one C call (collectives/kernel.py) with a `descriptor` as its last argument: a Tensor of 8
-words that says which function, which group, and what to do. So one kernel is compiled for all collectives, and a
-graph, or a step that was kept on disk, finds this process's addresses in memory.
+A collective in a graph is one C call (collectives/kernel.py) with a `descriptor` as its last argument: a
+Tensor of 8 words that says which function, which group, and what to do. So one kernel is compiled for all
+collectives, and a graph, or a step that was kept on disk, finds this process's addresses in memory.
 """
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from tinygrad import Tensor, dtypes
+from tinygrad import Tensor
 from tinygrad.dtype import DType
 
-from tinygrad_nv import config
 from tinygrad_nv.dist.ranks import Ranks
 from tinygrad_nv.dist.store import Store
 from tinygrad_nv.dist.transports import mpi, shared
@@ -89,8 +88,8 @@ class Group:
             peer: int = 0, name: str = "") -> None:
         """A collective on arrays, now. Raises `DistError`."""
         call = Call(KINDS.index(kind), count, TYPES.index(dtype), OPS.index(op), peer, 0)
-        library().c.collective(ctypes.byref(self.struct), ctypes.byref(call), ctypes.c_void_p(out.ctypes.data),
-                               ctypes.c_void_p(given.ctypes.data))
+        library().c.collective(ctypes.byref(self.struct), ctypes.byref(call),
+                               ctypes.c_void_p(out.ctypes.data), ctypes.c_void_p(given.ctypes.data))
         self.check()
 
     def current(self) -> Operation | None:
@@ -125,7 +124,8 @@ class Group:
 
     def _operation(self, call: Call, number: int, since: float) -> Operation:
         name = self.tags[call.tag] if call.tag < len(self.tags) else ""
-        return Operation(number, KINDS[call.kind], name or "a tensor", call.count, TYPES[call.type].name, since)
+        return Operation(number, KINDS[call.kind], name or "a tensor", call.count, TYPES[call.type].name,
+                         since)
 
 
 @dataclass
@@ -153,9 +153,11 @@ class World:
         chosen = tuple(range(self.size)) if members is None else tuple(members)
         if len(set(chosen)) != len(chosen) or not chosen or not all(0 <= r < self.size for r in chosen):
             raise DistError(f"a group of ranks {list(chosen)}", f"different ranks of 0 to {self.size - 1}")
-        if len(chosen) > MOST_RANKS: raise DistError(f"a group of {len(chosen)} ranks", f"at most {MOST_RANKS}")
+        if len(chosen) > MOST_RANKS:
+            raise DistError(f"a group of {len(chosen)} ranks", f"at most {MOST_RANKS}")
         if self.rank not in chosen:
-            raise DistError(f"rank {self.rank} makes a group of ranks {list(chosen)}", "a group that it is in")
+            raise DistError(f"rank {self.rank} makes a group of ranks {list(chosen)}",
+                            "a group that it is in")
         self.made[chosen] += 1
         made = Group("-".join(map(str, chosen)), chosen, chosen.index(self.rank), self.timeout_s)
         if len(chosen) > 1:
@@ -192,14 +194,16 @@ def world() -> World:
 
 
 def init(transport: str = "auto", ranks: Ranks | None = None) -> World:
-    """Finds the other ranks, as the launcher's environment variables say, and meets them. `transport` is "shared"
-    (ranks of one machine), "mpi", or "auto": MPI where a launcher of MPI started them. Raises `DistError`."""
+    """Finds the other ranks, as the launcher's environment variables say, and meets them. `transport` is
+    "shared" (ranks of one machine), "mpi", or "auto": MPI where a launcher of MPI started them. Raises
+    `DistError`."""
     global _world
     if _world is not None: raise DistError("init() is called twice", "one call", "use world()")
     found = Ranks.from_environment() if ranks is None else ranks
-    timeout = float(config.get("NV_DIST_TIMEOUT"))
+    timeout = 600.0
     if transport == "auto":
-        transport = "alone" if found.world_size == 1 else "mpi" if found.launcher in ("mpiexec", "srun") else "shared"
+        own = "mpi" if found.launcher in ("mpiexec", "srun") else "shared"
+        transport = own if found.world_size > 1 else "alone"
     if transport == "shared" and found.local_world_size != found.world_size:
         raise DistError(f"{found.world_size} ranks, of which {found.local_world_size} are on this machine",
                         "ranks of one machine, where memory is the transport",

@@ -1,13 +1,13 @@
 """Collectives of Tensors over a group of ranks, with gradients.
 
-Protocol. Every rank of the group calls the same function with tensors of one shape and dtype, and gets its result. The
-calls are lazy, as all of tinygrad: they run when what depends on them is realized, in an order that all ranks share if
-they build the same graphs.
+Protocol. Every rank of the group calls the same function with tensors of one shape and dtype, and gets its
+result. The calls are lazy, as all of tinygrad: they run when what depends on them is realized, in an order
+that all ranks share if they build the same graphs.
 
-Gradients are those of the sum of all ranks' losses, as torch.distributed.nn.functional has them: that of `all_reduce`
-is an `all_reduce`. Where all ranks compute one loss that is counted once, as tensor parallel layers do (Megatron-LM,
-arXiv 1909.08053, section 3), `all_reduce(x, replicated=True)` passes the gradient on as it is, and `copied` is the
-identity with an `all_reduce` in its gradient.
+Gradients are those of the sum of all ranks' losses, as torch.distributed.nn.functional has them: that of
+`all_reduce` is an `all_reduce`. Where all ranks compute one loss that is counted once, as tensor parallel
+layers do (Megatron-LM, arXiv 1909.08053, section 3), `all_reduce(x, replicated=True)` passes the gradient on
+as it is, and `copied` is the identity with an `all_reduce` in its gradient.
 
 A `wire` dtype is that of what is carried: x is cast before and the result after.
 """
@@ -37,10 +37,10 @@ class Copied:
 BUCKET_BYTES = 25 << 20     # as torch's DistributedDataParallel has it
 
 
-def all_reduce(x: Tensor, group: Group, op: str = "sum", *, wire: DType | None = None, replicated: bool = False,
-               name: str = "") -> Tensor:
-    """The sum (or "max", "min") over all ranks, of x's shape. 16-bit floats are added in float32, in the order of
-    ranks, and rounded once. Only the sum has a gradient. Raises `DistError`."""
+def all_reduce(x: Tensor, group: Group, op: str = "sum", *, wire: DType | None = None,
+               replicated: bool = False, name: str = "") -> Tensor:
+    """The sum (or "max", "min") over all ranks, of x's shape. 16-bit floats are added in float32, in the
+    order of ranks, and rounded once. Only the sum has a gradient. Raises `DistError`."""
     if group.size == 1: return x
     if wire is not None and wire != x.dtype:
         return all_reduce(x.cast(wire), group, op, replicated=replicated, name=name).cast(x.dtype)
@@ -114,15 +114,15 @@ def broadcast(x: Tensor, group: Group, root: int = 0, name: str = "") -> Tensor:
 
 
 def send(x: Tensor, group: Group, to: int, name: str = "") -> Tensor:
-    """Sends x to rank `to` of the group, which has to `recv` it. Returns a byte to realize: x is sent when that is
-    computed."""
+    """Sends x to rank `to` of the group, which has to `recv` it. Returns a byte to realize: x is sent when
+    that is computed."""
     return _called("send", x, group, (1,), prod(_extents(x)), peer=to, name=name, dtype=dtypes.uint8)
 
 
 def recv(shape: Sequence[int], dtype: DType, group: Group, source: int, name: str = "",
          device: str = "CPU") -> Tensor:
-    """What rank `source` of the group sends, of this shape and dtype. Calls that one graph shall have several of need
-    different names."""
+    """What rank `source` of the group sends, of this shape and dtype. Calls that one graph shall have several
+    of need different names."""
     count = prod(shape)
     words = group.descriptor("recv", count, dtype, peer=source, name=name)
     what = Collective("recv", tuple(shape), dtype, count * dtype.itemsize, _told("recv", group, name))
@@ -131,8 +131,8 @@ def recv(shape: Sequence[int], dtype: DType, group: Group, source: int, name: st
 
 def all_reduce_many(tensors: Sequence[Tensor], group: Group, *, bucket_bytes: int = BUCKET_BYTES,
                     wire: DType | None = None, name: str = "") -> list[Tensor]:
-    """`all_reduce` of each, those of one dtype together in buckets of at most so many bytes, in their order: a call
-    for each bucket, not for each tensor."""
+    """`all_reduce` of each, those of one dtype together in buckets of at most so many bytes, in their order:
+    a call for each bucket, not for each tensor."""
     made: list[Tensor] = list(tensors)
     for number, bucket in enumerate(buckets(tensors, bucket_bytes)):
         flat = Tensor.cat(*(tensors[i].reshape(-1) for i in bucket)) if len(bucket) > 1 else \
@@ -146,7 +146,8 @@ def all_reduce_many(tensors: Sequence[Tensor], group: Group, *, bucket_bytes: in
 
 
 def buckets(tensors: Sequence[Tensor], most: int) -> list[list[int]]:
-    """Numbers of tensors that are carried together: neighbours among those of a dtype, up to so many bytes."""
+    """Numbers of tensors that are carried together: neighbours among those of a dtype, up to so many
+    bytes."""
     made, open_ = list[list[int]](), dict[DType, tuple[list[int], int]]()
     for i, each in enumerate(tensors):
         size = prod(_extents(each)) * each.dtype.itemsize
@@ -161,12 +162,16 @@ def buckets(tensors: Sequence[Tensor], most: int) -> list[list[int]]:
 
 # **** calls ****
 
-def _called(kind: str, x: Tensor, group: Group, shape: Sequence[int], count: int, op: str = "sum", peer: int = 0,
-            name: str = "", back: Callable[..., tuple[UOp | None, ...]] | None = None, dtype: DType | None = None) -> Tensor:
+Back = Callable[..., tuple[UOp | None, ...]]
+
+
+def _called(kind: str, x: Tensor, group: Group, shape: Sequence[int], count: int, op: str = "sum",
+            peer: int = 0, name: str = "", back: Back | None = None, dtype: DType | None = None) -> Tensor:
     if str(x.device).partition(":")[0] != "CPU":
         raise DistError(f"{kind} of a tensor on {x.device}", "a tensor on the CPU", "move it: .to(\"CPU\")")
     words = group.descriptor(kind, count, x.dtype, op, peer, name)
-    what = Collective(kind, tuple(shape), dtype or x.dtype, 2 * count * x.dtype.itemsize, _told(kind, group, name))
+    what = Collective(kind, tuple(shape), dtype or x.dtype, 2 * count * x.dtype.itemsize,
+                      _told(kind, group, name))
     return call(what, called, x.contiguous(), words.to(x.device), grad=back)[0]
 
 

@@ -1,8 +1,8 @@
 """A collective in the graph of a CPU: a kernel of one part, that calls the group's transport (csrc/group.h).
 
-Protocol: `called(what, x, descriptor)` puts it there. The descriptor has all that C has to know: one kernel is compiled
-for all collectives. tinygrad orders it after what makes its input and before what
-reads its result, in eager programs, in a TinyJit's graph and in captured steps alike. Ranks that build the same graph
+Protocol: `called(what, x, descriptor)` puts it there. The descriptor has all that C has to know: one kernel
+is compiled for all collectives. tinygrad orders it after what makes its input and before what reads its
+result, in eager programs, in a TinyJit's graph and in captured steps alike. Ranks that build the same graph
 run the same collectives in the same order, as tinygrad's order depends on the graph alone.
 """
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Collective:
 
 
 # what only sends has a byte as its result, by which its kernel is found in the graph
-TEXTS = {name: f"{_TYPES}void {name}({arguments}) {{\n{_CALL.format(*used)}}}\n" for name, arguments, used in (
+TEXTS = {name: f"{_TYPES}void {name}({arguments}) {{\n{_CALL.format(*used)}}}\n"
+         for name, arguments, used in (
     ("collective", "u8 *out, const u8 *in, const u *words", ("out", "in")),
     ("collective_send", "u8 *done, const u8 *in, const u *words", ("(void *)0", "in")),
     ("collective_recv", "u8 *out, const u *words", ("out", "(void *)0")))}

@@ -1,9 +1,9 @@
-/* A group of ranks in this process: what Python fills in and reads (transports/library.py: GroupStruct), what a
- * collective is, and what each transport answers.
+/* A group of ranks in this process: what Python fills in and reads (transports/library.py: GroupStruct), what
+ * a collective is, and what each transport answers.
  *
- * Protocol: `collective(group, call)` runs one collective on memory of the host and returns 0, or what went wrong,
- * which stays in `status`: every later call returns it at once. Ranks of a group call the same collectives in the
- * same order.
+ * Protocol: `collective(group, call)` runs one collective on memory of the host and returns 0, or what went
+ * wrong, which stays in `status`: every later call returns it at once. Ranks of a group call the same
+ * collectives in the same order.
  */
 #include <stdint.h>
 #include <stddef.h>
@@ -22,8 +22,9 @@ enum { MOST_RANKS = 64 };
 
 static const u64 SIZES[TYPES] = {4, 8, 2, 2, 1, 1, 2, 2, 4, 4, 8, 8};
 
-/* What one call does. `count` is of elements: all of them of ALL_REDUCE, BROADCAST, SEND and RECV; those of one rank
- * otherwise. `peer` is the root, or the other rank of SEND and RECV; `tag` the number of a tensor's name. */
+/* What one call does. `count` is of elements: all of them of ALL_REDUCE, BROADCAST, SEND and RECV; those of
+ * one rank otherwise. `peer` is the root, or the other rank of SEND and RECV; `tag` the number of a tensor's
+ * name. */
 typedef struct { u64 kind, count, type, op, peer, tag; } Call;
 
 typedef struct Group Group;

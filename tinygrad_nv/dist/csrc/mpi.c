@@ -1,9 +1,9 @@
 /* Ranks of MPI. Its functions and handles are found at run time: nothing here is linked against an MPI.
  *
- * Protocol: Python fills `mpi` with addresses of functions, the communicator, datatypes and operations. Handles are
- * integers of 32 bits (MPICH) or pointers (Open MPI): both are passed in a register of 64. 16-bit floats, which MPI
- * has no arithmetic for, are gathered, or scattered where there are many, and added here (reduce.c): all ranks have
- * the same bits, rounded once.
+ * Protocol: Python fills `mpi` with addresses of functions, the communicator, datatypes and operations.
+ * Handles are integers of 32 bits (MPICH) or pointers (Open MPI): both are passed in a register of 64. 16-bit
+ * floats, which MPI has no arithmetic for, are gathered, or scattered where there are many, and added here
+ * (reduce.c): all ranks have the same bits, rounded once.
  */
 enum {
   M_ALLREDUCE, M_REDUCE_SCATTER, M_ALLGATHER, M_ALLTOALL, M_BCAST, M_SEND, M_RECV, M_COMM, M_STATUS_IGNORE, M_BYTE,

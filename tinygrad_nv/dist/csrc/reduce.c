@@ -1,5 +1,5 @@
-/* Sums of what several ranks have, in the order of ranks: every rank that adds up the same elements gets the same
- * bits. 16-bit floats are added in float32 and rounded once. */
+/* Sums of what several ranks have, in the order of ranks: every rank that adds up the same elements gets the
+ * same bits. 16-bit floats are added in float32 and rounded once. */
 enum { BLOCK = 2048 };  /* elements at a time: 8 KB of float32 stay in the first cache */
 
 static inline float of_bf16(u16 x) { u32 bits = (u32)x << 16; float f; memcpy(&f, &bits, 4); return f; }

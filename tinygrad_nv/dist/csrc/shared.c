@@ -1,18 +1,20 @@
 /* Ranks of one machine over memory that they share.
  *
- * Protocol. Each rank has a line of flags, two slots of `slot_bytes`, and two slots for what it has reduced. A
- * collective is cut into steps that fit a slot. In step s (counted by every rank) a rank copies its part into its
- * slot s % 2, writes what it calls beside, and publishes `arrived = s`; then it waits until all others have arrived,
- * compares what they call, and reads. A slot is written again in step s + 2: no rank is then still reading what it
- * had in step s, as all have arrived in step s + 1, each after it had read step s. So nobody waits for readers, and
- * one wait a step is enough. Large reductions are done in two phases: each rank reduces its share of the elements
- * into its second slot and publishes `reduced = s`; then each copies the shares of the others. The same argument
- * holds for that slot: to arrive in step s + 1 a rank has read all shares of step s.
+ * Protocol. Each rank has a line of flags, two slots of `slot_bytes`, and two slots for what it has reduced.
+ * A collective is cut into steps that fit a slot. In step s (counted by every rank) a rank copies its part
+ * into its slot s % 2, writes what it calls beside, and publishes `arrived = s`; then it waits until all
+ * others have arrived, compares what they call, and reads. A slot is written again in step s + 2: no rank is
+ * then still reading what it had in step s, as all have arrived in step s + 1, each after it had read step s.
+ * So nobody waits for readers, and one wait a step is enough. Large reductions are done in two phases: each
+ * rank reduces its share of the elements into its second slot and publishes `reduced = s`; then each copies
+ * the shares of the others. The same argument holds for that slot: to arrive in step s + 1 a rank has read
+ * all shares of step s.
  *
  * Messages between two ranks go through two slots of the pair; `written` and `read` count.
  *
- * Waiting: some 40 µs of looks, then the processor is given to others between looks, then sleeps of 20 µs: there may
- * be more ranks than cores. `abort` of the memory holds 1 + the rank that gave up, and ends all others.
+ * Waiting: some 40 µs of looks, then the processor is given to others between looks, then sleeps of 20 µs:
+ * there may be more ranks than cores. `abort` of the memory holds 1 + the rank that gave up, and ends all
+ * others.
  */
 #include <sched.h>
 #include <time.h>

@@ -1,7 +1,7 @@
 """The C of csrc/ as a shared library: compiled once, kept by content, called through ctypes.
 
-Protocol: `library()` gives the loaded library, compiled with the C compiler of `toolchain.py` when its sources, the
-compiler or the processor are new. `GroupStruct` is csrc/group.h's `Group`, `Call` its `Call`.
+Protocol: `library()` gives the loaded library, compiled with the C compiler of `toolchain.py` when its
+sources, the compiler or the processor are new. `GroupStruct` is csrc/group.h's `Group`, `Call` its `Call`.
 """
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ from tinygrad_nv.toolchain import find_compiler
 
 SOURCES = Path(__file__).parent.parent / "csrc"
 # no contraction: sums are those that reduce.c says
-FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=off", "-fno-sanitize=all", "-g0")
+FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=off",
+         "-fno-sanitize=all", "-g0")
 MOST_RANKS = 64
 u64 = ctypes.c_uint64
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send", "recv")
 OPS = ("sum", "max", "min")
-TYPES: tuple[DType, ...] = (dtypes.float32, dtypes.float64, dtypes.bfloat16, dtypes.float16, dtypes.int8, dtypes.uint8,
-                            dtypes.int16, dtypes.uint16, dtypes.int32, dtypes.uint32, dtypes.int64, dtypes.uint64)
+TYPES: tuple[DType, ...] = (
+    dtypes.float32, dtypes.float64, dtypes.bfloat16, dtypes.float16, dtypes.int8, dtypes.uint8,
+    dtypes.int16, dtypes.uint16, dtypes.int32, dtypes.uint32, dtypes.int64, dtypes.uint64)
 OK, MISMATCH, LATE, ABORTED, FAILED = range(5)
 
 
@@ -71,8 +73,8 @@ def _processor() -> str:
 
 @functools.cache
 def library() -> Library:
-    """The library, compiled when it has to be (about 1 s). Raises `ToolchainError` when there is no compiler or it
-    fails."""
+    """The library, compiled when it has to be (about 1 s). Raises `ToolchainError` when there is no compiler
+    or it fails."""
     compiler = find_compiler(any_c=True)
     sources = b"".join(path.name.encode() + path.read_bytes() for path in sorted(SOURCES.iterdir()))
     key = hashlib.sha256(b"\0".join((sources, compiler.identity.encode(), _processor().encode(),

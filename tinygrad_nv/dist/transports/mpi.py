@@ -1,8 +1,8 @@
 """Groups of ranks of MPI (csrc/mpi.c), by mpi4py.
 
-Protocol: `connect(struct, members)` makes a communicator of its own for the group, and fills in the addresses of
-MPI's functions and its handles: kernels call MPI without Python. mpi4py starts MPI when it is imported, which needs a
-launcher of MPI (mpiexec, srun).
+Protocol: `connect(struct, members)` makes a communicator of its own for the group, and fills in the addresses
+of MPI's functions and its handles: kernels call MPI without Python. mpi4py starts MPI when it is imported,
+which needs a launcher of MPI (mpiexec, srun).
 """
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 from tinygrad_nv.dist.transports.library import TYPES, GroupStruct, library
 from tinygrad_nv.errors import DistError
 
-FUNCTIONS = ("MPI_Allreduce", "MPI_Reduce_scatter_block", "MPI_Allgather", "MPI_Alltoall", "MPI_Bcast", "MPI_Send",
-             "MPI_Recv")
+FUNCTIONS = ("MPI_Allreduce", "MPI_Reduce_scatter_block", "MPI_Allgather", "MPI_Alltoall", "MPI_Bcast",
+             "MPI_Send", "MPI_Recv")
 COMM, STATUS_IGNORE, BYTE, FIRST_TYPE, FIRST_OP = 7, 8, 9, 16, 32
 # none for 16-bit floats, which csrc/mpi.c adds itself
 NAMES = ("FLOAT", "DOUBLE", "BYTE", "BYTE", "INT8_T", "UINT8_T", "INT16_T", "UINT16_T", "INT32_T", "UINT32_T",
@@ -23,11 +23,12 @@ NAMES = ("FLOAT", "DOUBLE", "BYTE", "BYTE", "INT8_T", "UINT8_T", "INT16_T", "UIN
 
 def load() -> Any:
     """mpi4py's module of MPI. Raises `DistError` where it is not installed or does not start."""
-    try: from mpi4py import MPI
+    try:
+        from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise DistError(f"MPI cannot be used: {error}", "mpi4py and an MPI",
-                        "pip install 'tinygrad_nv[dist]', or start ranks of one machine with tinygrad-nv launch") \
-            from error
+                        "pip install -e '.[dist]', or start ranks of one machine with "
+                        "tinygrad-nv launch") from error
     return MPI
 
 
@@ -54,7 +55,7 @@ def _address(name: str) -> int:
         except (AttributeError, OSError): continue
         if found is not None: return found
     raise DistError(f"the MPI that mpi4py has loaded has no {name}", "MPICH or Open MPI",
-                    "pip install 'tinygrad_nv[dist]'")
+                    "pip install -e '.[dist]'")
 
 
 def _libraries() -> list[str]:

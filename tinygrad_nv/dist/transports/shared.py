@@ -1,8 +1,8 @@
 """Groups of ranks of one machine, over memory that they share (csrc/shared.c).
 
-Protocol: `connect(struct, members, key, exchange)` maps the group's memory into each rank. The first member makes it
-without a name (memfd), tells where its descriptor is (/proc/PID/fd/N), and closes it when all have mapped it: when a
-rank is killed, the system gives the memory back, and there is no file that could be left.
+Protocol: `connect(struct, members, key, exchange)` maps the group's memory into each rank. The first member
+makes it without a name (memfd), tells where its descriptor is (/proc/PID/fd/N), and closes it when all have
+mapped it: when a rank is killed, the system gives the memory back, and there is no file that could be left.
 """
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Exchange = Callable[[str, bytes], Sequence[bytes]]  # (name, own) -> those of al
 
 
 def connect(struct: GroupStruct, leads: bool, name: str, exchange: Exchange) -> mmap.mmap:
-    """Maps the memory of a group and makes its structure use it. Raises `DistError` where ranks cannot reach each
-    other's memory."""
+    """Maps the memory of a group and makes its structure use it. Raises `DistError` where ranks cannot reach
+    each other's memory."""
     c = library()
     size = c.c.shared_bytes(ctypes.c_uint64(struct.size), ctypes.c_uint64(SLOT_BYTES))
     made = -1
@@ -29,7 +29,8 @@ def connect(struct: GroupStruct, leads: bool, name: str, exchange: Exchange) -> 
         if leads:
             made = os.memfd_create("tinygrad_nv", os.MFD_CLOEXEC)
             os.ftruncate(made, size)
-        told = exchange(f"{name}/memory", f"/proc/{os.getpid()}/fd/{made}".encode() if leads else b"")[0].decode()
+        own = f"/proc/{os.getpid()}/fd/{made}".encode() if leads else b""
+        told = exchange(f"{name}/memory", own)[0].decode()
         memory = mmap.mmap(made, size) if leads else _mapped(told, size)
         exchange(f"{name}/mapped", b"")
     finally:
