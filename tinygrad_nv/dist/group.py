@@ -66,6 +66,7 @@ class Group:
         self.why: DistError | None = None
         self.held: Any = None       # what the transport needs to be kept
         self.tags: list[str] = []   # names of tensors
+        self.flags: dict[int, Tensor] = {}
         self.descriptors: dict[tuple[int, ...], Tensor] = {}
 
     def __repr__(self) -> str: return f"Group({self.name}: rank {self.rank} of {self.size})"
@@ -84,6 +85,12 @@ class Group:
             words = [library().address("collective"), ctypes.addressof(self.struct), *key]
             self.descriptors[key] = Tensor(np.array(words, np.uint64), device="CPU").realize()
         return self.descriptors[key]
+
+    def is_rank(self, rank: int) -> Tensor:
+        """1 on this rank of the group, 0 on others, float32 (1,) on the CPU: a value in memory, so that all ranks
+        build the same graph."""
+        if rank not in self.flags: self.flags[rank] = Tensor(np.array([rank == self.rank], np.float32)).realize()
+        return self.flags[rank]
 
     def run(self, kind: str, out: np.ndarray, given: np.ndarray, count: int, dtype: DType, op: str = "sum",
             peer: int = 0, name: str = "") -> None:
