@@ -135,7 +135,7 @@ class Server:
     def _patience(self) -> float | None:
         ends = [wait.deadline for wait in self.waits]
         ends += [peer.since + HELLO_S for peer in self.peers if peer.rank < 0]
-        return max(0.0, min(ends) - time.monotonic()) if ends else None
+        return min(3600.0, max(0.0, min(ends) - time.monotonic())) if ends else None
 
     def _expire(self) -> None:
         now = time.monotonic()
