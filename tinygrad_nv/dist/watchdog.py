@@ -30,6 +30,7 @@ from tinygrad_nv.dist.store import Store
 from tinygrad_nv.errors import DistError
 
 ANSWER_S = 5.0      # in which a rank must say what it is at
+LOOK_S = 0.5        # between looks at what a collective came to
 DRAIN_S = 30.0      # for functions that run before the end, as servers drain
 FOREVER_S = 1e9
 ASK, VERDICT = "watchdog/ask", "watchdog/verdict"
@@ -60,6 +61,8 @@ class Progress(Protocol):
 
     def last(self) -> Operation | None: ...
 
+    def failed(self) -> DistError | None: ...
+
 
 class Record:
     """The collective that a rank is in, and the last one that it ended. One thread writes."""
@@ -78,6 +81,8 @@ class Record:
     def current(self) -> Operation | None: return self._current
 
     def last(self) -> Operation | None: return self._last
+
+    def failed(self) -> DistError | None: return None
 
 
 @dataclass(frozen=True)
@@ -168,8 +173,9 @@ class Watchdog:
 
     def _look(self) -> None:
         """Sleeps until the collective that it saw could be late, at most a quarter of the timeout."""
-        if not self.timeout_s: return
         while not self.closed.wait(self._patience()):
+            if (failed := self.record.failed()) is not None: return self._end(failed)
+            if not self.timeout_s: continue
             if (now := self.record.current()) is None: continue
             if time.monotonic() - now.started_s < self.timeout_s: continue
             with contextlib.suppress(DistError):    # a rank that is lost ends all by another way
@@ -178,8 +184,9 @@ class Watchdog:
 
     def _patience(self) -> float:
         now = self.record.current()
+        if not self.timeout_s: return LOOK_S
         left = self.timeout_s if now is None else now.started_s + self.timeout_s - time.monotonic()
-        return min(max(left, 0.005), self.timeout_s / 4)
+        return min(max(left, 0.005), self.timeout_s / 4, LOOK_S)
 
     def _listen(self) -> None:
         """Waits until a rank asks, and for what it says then."""
