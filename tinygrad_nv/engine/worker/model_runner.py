@@ -273,7 +273,7 @@ class ModelRunner:
             if filters.mask: self.masks.send(batch, shape.samples)
             step()
             if batch.num_samples: self._sampler(shape.samples, filters)()
-            if (parallel := self.model.parallel) is not None: parallel.group.check()
+            if (parallel := self.model.parallel) is not None: parallel.check()
         return shape.samples
 
     def _send(self, batch: SchedulerOutput, layout: InputLayout) -> None:
@@ -362,6 +362,9 @@ class ModelRunner:
         indices, adapters = inputs.get("logits_indices"), self.adapters
         with nullcontext() if adapters is None or not shape.adapted else adapters.of_rows(inputs["adapters"]):
             made = self.model.step_paged(tokens, batches, self.store.cache, indices)
+        if (stage := self.model.parallel) is not None and not stage.last:
+            made.realize()
+            return
         self.output_buffer.logits(shape.samples).assign(made).realize()
 
     def _batch(self, shape: BatchShape, inputs: dict[str, Tensor], group: int) -> PagedBatch:
