@@ -1,6 +1,12 @@
-"""Several devices and processes: ranks, how they find each other, and how a fault in one ends all.
+"""Several devices and processes: ranks, what they say to each other, and how a fault in one ends all.
 
-Reading order: `ranks` (which process is this), `store` (small values between ranks; `store_server` and
-`frames` are behind it), `watchdog` (what ends ranks that hang), `launcher` (what starts them). Importing
-tinygrad_nv imports nothing of this package.
+  ranks.py                  which rank this process is
+  store.py                  small values between ranks; rendezvous.py, store_server.py, frames.py behind it
+  watchdog.py               ends ranks that hang, differ, or are lost
+  launcher.py               starts ranks; processes.py ends them together, cores.py shares the cores
+  group.py                  groups of ranks, `init()` and `world()`
+  collectives/              functions of Tensors: all_reduce, reduce_scatter, all_gather, all_to_all, ...
+  transports/, csrc/        what carries the bytes: shared memory, MPI
+
+Nothing here is imported by a program of one device. Ranks, stores and launchers import no tinygrad.
 """

@@ -24,8 +24,6 @@ package.__path__ = [{str(ROOT / "tinygrad_nv")!r}]
 sys.modules["tinygrad_nv"] = package
 from tinygrad_nv.dist.ranks import Ranks
 from tinygrad_nv.dist.store import Store
-from tinygrad_nv.dist.watchdog import Record, Watchdog
-from tinygrad_nv.dist import watchdog
 ranks = Ranks.from_environment()
 """
 MARK = "DIST_TEST_MARK"     # a variable that every process of a test has

@@ -59,7 +59,7 @@ def test_all_gather_is_by_rank_and_a_name_may_be_used_again(stores):
 def test_a_barrier_waits_for_all_and_says_who_is_missing(stores):
     began = time.monotonic()
     found = together([lambda store=store: store.barrier("b", 0.05) for store in stores[:1]])
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 8
     assert isinstance(found[0], DistTimeout)
     assert found[0].ranks == (1, 2)
     assert "ranks 1 and 2 of 3 did not come to 'b' in 0.05 s (all are connected)" in str(found[0])
@@ -74,7 +74,7 @@ def test_a_lost_rank_is_told_to_all_at_once(stores):
     threading.Timer(0.05, lose, (stores[1],)).start()
     began = time.monotonic()
     found = together([lambda: stores[0].barrier("b", 30), lambda: stores[2].get("k", 30)])
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 8
     for error in found:
         assert isinstance(error, DistError)
         assert error.ranks == (1,)
@@ -139,7 +139,7 @@ def test_alone_there_is_a_store_too():
 def test_ranks_that_never_come_are_named():
     began = time.monotonic()
     found = opened(ranks_of(4)[::2], 0.2)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 8
     assert all(isinstance(each, DistError) for each in found), found
     words = [str(each) for each in found]
     assert all("ranks 1 and 3 of 4 did not come to 'rendezvous' in 0." in each for each in words), words
