@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from dist_case import ended, free_port, program
+from dist_case import HEAD, ended, free_port, program
 
 FIND = """
 with Store.open(ranks, 20) as store:
@@ -67,6 +68,28 @@ def test_srun(tmp_path: Path):
         for rank in range(3)]
     found = ended(processes)
     assert [(status, out) for status, out, _ in found] == [(0, "ABC srun 3\n"), (0, ""), (0, "")], found
+
+
+def own_address() -> str:
+    """An address of this machine that is not loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+        try: route.connect(("203.0.113.1", 9))      # sends nothing
+        except OSError: pytest.skip("needs a network")
+        return str(route.getsockname()[0])
+
+
+def test_two_hosts(tmp_path: Path):
+    """Both are this one, by an address that other hosts can reach."""
+    path, script, port = program(tmp_path, FIND), tmp_path / "launcher.py", free_port()
+    script.write_text(f"""{HEAD}
+from tinygrad_nv.dist.launcher import Launch, launch
+host = int(sys.argv[1])
+sys.exit(launch(Launch(({str(path)!r},), 2, 2, host, {own_address()!r}, {port})))
+""")
+    hosts = [subprocess.Popen([sys.executable, str(script), str(host)], text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE) for host in range(2)]
+    found = ended(hosts)
+    assert [(status, out) for status, out, _ in found] == [(0, "[rank 0] ABCD launch 4\n"), (0, "")], found
 
 
 @pytest.mark.slow

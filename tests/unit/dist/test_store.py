@@ -2,16 +2,18 @@
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 from dist_case import close, free_port, opened, ranks_of, together
 
 from tinygrad_nv.dist import rendezvous
-from tinygrad_nv.dist.frames import MAGIC, BadFrame, Frame, Kind, named, take, unpacked_list
+from tinygrad_nv.dist.frames import HEADER, MAGIC, BadFrame, Frame, Kind, named, take, unpacked_list
 from tinygrad_nv.dist.ranks import Ranks
 from tinygrad_nv.dist.rendezvous import ports
 from tinygrad_nv.dist.store import Store
+from tinygrad_nv.dist.store_server import HELLO_S
 from tinygrad_nv.errors import DistError, DistTimeout
 
 
@@ -182,8 +184,8 @@ def test_a_port_that_is_taken():
 
 
 def test_addresses_that_cannot_be():
-    rank = Ranks(0, 2, 0, 1, 0, "192.0.2.1", free_port(), "launch")     # of no host
-    with pytest.raises(DistError, match=r"MASTER_ADDR=192\.0\.2\.1 is no address of this host"):
+    rank = Ranks(0, 2, 0, 1, 0, "203.0.113.77", free_port(), "launch")     # of no host
+    with pytest.raises(DistError, match=r"MASTER_ADDR=203\.0\.113\.77 is no address of this host"):
         Store.open(rank)
     with pytest.raises(DistError, match=r"MASTER_ADDR=127\.0\.0\.1 is 127\.0\.0\.1, which other hosts"):
         Store.open(replace(rank, master_addr="127.0.0.1"))
@@ -228,9 +230,30 @@ def test_a_process_without_the_token_is_refused(monkeypatch):
     assert "another group's store has this port" in str(found[1])
 
 
-@pytest.mark.parametrize("text", [b"GET / HTTP/1.1\r\n\r\n", bytes(1 << 16), b"", b"\2" + b"\xff" * 10])
+def test_a_store_without_the_token_is_not_believed():
+    """It greets, and welcomes whatever it is told, until no rank has come for a while."""
+    with socket.create_server(("127.0.0.1", 0)) as false:
+        false.settimeout(0.5)
+
+        def serve():
+            with suppress(TimeoutError):
+                while True:
+                    with false.accept()[0] as connection:
+                        connection.sendall(Frame(Kind.GREETING, 0, "", MAGIC + bytes(32)).packed())
+                        connection.recv(1 << 16)
+                        connection.sendall(Frame(Kind.WELCOME, 0, "", bytes(32)).packed())
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(DistTimeout, match="the port is another program's"):
+            Store.open(ranks_of(2, false.getsockname()[1])[1], 0.1)
+        thread.join()
+
+
+@pytest.mark.parametrize("text", [b"GET / HTTP/1.1\r\n\r\n", bytes(1 << 16), b"", b"\2" + b"\xff" * 10,
+                                  HEADER.pack(Kind.HELLO, 0, 0, 1 << 20)])
 def test_what_a_stranger_sends_harms_none(stores, text: bytes):
-    with socket.create_connection(stores[0].server.listener.getsockname()) as stranger:
+    with socket.create_connection(stores[0].server.listener.getsockname(), HELLO_S / 2) as stranger:
         stranger.sendall(text)
         if text: assert take_all(stranger).find(MAGIC) > 0
     stores[0].set("a", b"1")
