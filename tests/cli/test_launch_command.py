@@ -9,13 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Command
 from dist_case import MARK, alive, await_none, program
 
 SCRIPT = Path(sys.executable).with_name("tinygrad-nv")
 
 
-def test_a_command_runs_as_several_ranks(command: Command):
+def test_a_command_runs_as_several_ranks(command):
     text = "echo $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE, $GROUP_RANK, $MASTER_ADDR"
     done = command("launch", "-n", "2", "sh", "-c", text).succeeded()
     assert sorted(done.out.splitlines()) == [f"[rank {rank}] {rank} of 2, {rank} of 2, 0, 127.0.0.1"
@@ -24,11 +23,11 @@ def test_a_command_runs_as_several_ranks(command: Command):
 
 @pytest.mark.parametrize("words", [("echo", "-n", "--max_model_len=3", "--", "x"),
                                    ("--", "echo", "-n", "--max_model_len=3", "--", "x")])
-def test_options_behind_the_command_are_its_own(words: tuple[str, ...], command: Command):
+def test_options_behind_the_command_are_its_own(words: tuple[str, ...], command):
     assert command("launch", "-n", "1", *words).succeeded().out == "[rank 0] --max_model_len=3 -- x\n"
 
 
-def test_the_status_of_the_rank_that_failed_first(command: Command):
+def test_the_status_of_the_rank_that_failed_first(command):
     text = "[ $RANK = 0 ] && sleep 60; echo no; exit 7"
     done = command("launch", "--nproc-per-node", "2", "sh", "-c", text)
     assert done.code == 7
@@ -36,7 +35,7 @@ def test_the_status_of_the_rank_that_failed_first(command: Command):
     assert "exited with status 7; the other ranks were ended\n  its last lines:\n  | no\n" in done.err
 
 
-def test_logs(command: Command, tmp_path: Path):
+def test_logs(command, tmp_path: Path):
     done = command("launch", "-n", "2", "--quiet", "--log-dir", tmp_path / "new" / "logs", "sh", "-c",
                    "echo out $RANK; echo err $RANK >&2").succeeded()
     assert (done.out, done.err) == ("[rank 0] out 0\n", "[rank 0] err 0\n")

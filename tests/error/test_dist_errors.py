@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 
 import pytest
-from conftest import Command
 
 
 @pytest.mark.parametrize(("words", "said"), [
@@ -20,11 +19,11 @@ from conftest import Command
     (("-n", "2", "--master-port", "70000", "true"), ("--master-port 70000", "1 to 65535")),
     (("-n", "2", "--grace", "-1", "true"), ("--grace -1", "seconds, 0 or more")),
     (("-n", "2", "--log-dir", "/proc/none", "true"), ("the system refused", "/proc/none"))])
-def test_launches_that_cannot_be(words: tuple[str, ...], said: tuple[str, ...], command: Command):
+def test_launches_that_cannot_be(words: tuple[str, ...], said: tuple[str, ...], command):
     command("launch", *words).refused(*said)
 
 
-def test_a_port_that_is_taken(command: Command):
+def test_a_port_that_is_taken(command):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         command("launch", "-n", "2", "--master-port", port, "true").refused(
@@ -33,5 +32,5 @@ def test_a_port_that_is_taken(command: Command):
 
 
 @pytest.mark.parametrize("text", ["abc", "8", ""])
-def test_numbers_that_are_none(text: str, command: Command):
+def test_numbers_that_are_none(text: str, command):
     assert command("launch", "-n", text, "-n").code == 2
