@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,5 +89,7 @@ def take(store: Store) -> Share:
 
 def limit(threads: int) -> None:
     """The number of threads for kernels of this process, unless the user set it."""
-    from tinygrad_nv.runtime.cpu import threads as kernel_threads  # tinygrad takes a second to import
-    kernel_threads.limit(threads)
+    if "tinygrad.helpers" in sys.modules:
+        from tinygrad_nv.runtime.cpu import threads as of_kernels
+        of_kernels.limit(threads)
+    else: os.environ.setdefault("NUM_CPU_THREADS", str(threads))     # read when tinygrad is imported

@@ -38,11 +38,26 @@ from tinygrad_nv.dist.transports.library import (
     GroupStruct,
     library,
 )
-from tinygrad_nv.dist.watchdog import Operation, Watchdog
+from tinygrad_nv.dist.watchdog import Watchdog
 from tinygrad_nv.errors import DistError
 
 
 WAIT_S = 1e9    # a collective waits so long by itself
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A collective: its number in the group, its name, the tensor that it is for, and elements that are sent.
+    `started_s` is of time.monotonic()."""
+    number: int
+    name: str
+    tensor: str
+    count: int
+    dtype: str
+    started_s: float
+
+    def __str__(self) -> str:
+        return f"{self.name} #{self.number} of {self.tensor} {self.dtype}[{self.count}]"
 
 
 class Group:
@@ -99,6 +114,12 @@ class Group:
         s = self.struct
         return self._operation(s.current, s.begun, s.since / 1e9) if s.begun else None
 
+    def failed(self) -> DistError | None:
+        """What went wrong in a collective that has returned."""
+        try: self.check()
+        except DistError as error: return error
+        return None
+
     def check(self) -> None:
         """Raises `DistError` if a collective has failed."""
         s = self.struct
@@ -132,7 +153,7 @@ class Group:
     def _operation(self, call: Call, number: int, since: float, named: bool = True) -> Operation:
         # another rank numbers its names itself
         name = self.tags[call.tag] if named and call.tag < len(self.tags) else ""
-        return Operation(number, KINDS[call.kind], name or "a tensor", (int(call.count),),
+        return Operation(number, KINDS[call.kind], name or "a tensor", int(call.count),
                          TYPES[call.type].name, since)
 
 
@@ -205,24 +226,6 @@ class World:
         for each in self.groups: each.end(why)
         for fn in self.told: fn(why)
 
-    # **** what the watchdog asks ****
-
-    def current(self) -> Operation | None:
-        """The collective that this rank is in, that of a group that waits longest."""
-        found = [now for each in self.groups if (now := each.current()) is not None]
-        return min(found, key=lambda each: each.started_s, default=None)
-
-    def last(self) -> Operation | None:
-        """The collective that this rank has begun last."""
-        found = [now for each in self.groups if (now := each.last()) is not None]
-        return max(found, key=lambda each: each.started_s, default=None)
-
-    def failed(self) -> DistError | None:
-        """What went wrong in a collective that has returned."""
-        try: self.check()
-        except DistError as error: return error
-        return None
-
     def check(self) -> None:
         """Raises `DistError` if a collective of any group has failed."""
         for each in self.groups: each.check()
@@ -262,7 +265,7 @@ def init(transport: str = "auto", ranks: Ranks | None = None) -> World:
     # a collective waits for ever: the watchdog says when that is too long
     _world = World(found, store, transport, WAIT_S)
     if store is not None:
-        _world.watchdog = Watchdog(store, _world)
+        _world.watchdog = Watchdog(store, _world.groups)
         _world.watchdog.before_end(_world.end)
     return _world
 

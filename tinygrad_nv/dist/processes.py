@@ -59,6 +59,7 @@ class Guard:
         self.process = subprocess.Popen([sys.executable, "-I", "-S", "-c", GUARD, str(grace_s)], text=True,
                                         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
                                         stderr=subprocess.DEVNULL, start_new_session=True)
+        _guards.add(self)
 
     def tell(self, sign: str, group: int) -> None:
         assert self.process.stdin is not None
@@ -66,12 +67,28 @@ class Guard:
             self.process.stdin.write(f"{sign}{group}\n")
             self.process.stdin.flush()
 
+    def forked(self) -> None:
+        """In a forked process: closes its copy of the pipe, which would hide the end of this one."""
+        assert self.process.stdin is not None
+        os.close(self.process.stdin.fileno())
+
     def close(self) -> None:
         """Of a group that has ended."""
+        _guards.discard(self)
         self.process.kill()
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError): self.process.stdin.close()
         self.process.wait()
+
+
+_guards: set[Guard] = set()
+
+
+def _forked() -> None:
+    for guard in _guards: guard.forked()
+
+
+if hasattr(os, "register_at_fork"): os.register_at_fork(after_in_child=_forked)
 
 
 @dataclass

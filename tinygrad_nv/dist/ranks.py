@@ -11,7 +11,8 @@ Protocol: `Ranks.from_environment()`. The first of these that is there counts:
 
 MASTER_ADDR is the host of rank 0; where it is not set, this host if all ranks are on it, or the first host of
 Slurm's list. MASTER_PORT is a port of that host; where it is not set, it follows from the number of the job
-(of MPICH's on one host: of its process above the ranks), and is 29500 where there is none. Only the standard library is imported, so that ranks start fast.
+(of MPICH on one host: of its process above the ranks), and is 29500 where there is none. Only the standard
+library is imported, so that ranks start fast.
 
 Source of the names: PyTorch, torchrun; Open MPI, mpirun(1); MPICH, Hydra; Slurm, srun(1).
 """

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import socket
 import sys
 import threading
@@ -23,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
+from weakref import WeakSet
 
 from tinygrad_nv.dist.frames import (
     HELLO_BYTES,
@@ -46,6 +48,14 @@ OPEN_S, WAIT_S = 300.0, 300.0       # as torch's stores wait
 GRACE_S = 5.0       # beyond a timeout, until the store itself counts as hung
 LINGER_S = 10.0     # that rank 0 waits in close() for the others
 Watch = Callable[[int, str], None]
+_stores: WeakSet[Store] = WeakSet()
+
+
+def _forked() -> None:
+    for store in list(_stores): store._forked()
+
+
+if hasattr(os, "register_at_fork"): os.register_at_fork(after_in_child=_forked)
 
 
 
@@ -67,6 +77,7 @@ class Store:
         self._reader = threading.Thread(target=self._read, name="tinygrad_nv store reader", daemon=True)
         self._reader.start()
         atexit.register(self._exit)
+        _stores.add(self)
 
     @staticmethod
     def open(ranks: Ranks, timeout_s: float = OPEN_S) -> Store:
@@ -137,6 +148,12 @@ class Store:
         with contextlib.suppress(OSError): self._socket.shutdown(socket.SHUT_RDWR)
         if threading.current_thread() is not self._reader: self._reader.join()
         self._socket.close()
+
+    def _forked(self) -> None:
+        """In a forked process: closes its copies of the sockets, which would hide the end of this one."""
+        self._closed, self._lock = True, threading.Lock()
+        self._socket.close()
+        if self.server is not None: self.server.forked()
 
     def _exit(self) -> None:
         """As the interpreter ends: with an exception that no code caught, or in good order."""

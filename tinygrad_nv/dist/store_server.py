@@ -112,6 +112,11 @@ class Server:
             self._wake()
             self.thread.join()
 
+    def forked(self) -> None:
+        """In a forked process, which does not serve."""
+        sockets = [self.listener, self.wake, self.woken, *(peer.socket for peer in self.peers)]
+        for each in sockets: each.close()
+
     def _wake(self) -> None:
         with contextlib.suppress(OSError): self.wake.send(b"x")
 

@@ -24,8 +24,6 @@ package.__path__ = [{str(ROOT / "tinygrad_nv")!r}]
 sys.modules["tinygrad_nv"] = package
 from tinygrad_nv.dist.ranks import Ranks
 from tinygrad_nv.dist.store import Store
-from tinygrad_nv.dist.watchdog import Record, Watchdog
-from tinygrad_nv.dist import watchdog
 ranks = Ranks.from_environment()
 """
 MARK = "DIST_TEST_MARK"     # a variable that every process of a test has
@@ -70,16 +68,16 @@ def program(folder: Path, text: str) -> Path:
     return path
 
 
-def environment(rank: int, world: int, port: int, **more: str) -> dict[str, str]:
+def environment(rank: int, world: int, port: int) -> dict[str, str]:
     """The variables of a rank that are set by hand."""
     return {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(world), "MASTER_PORT": str(port), **more}
+            "LOCAL_WORLD_SIZE": str(world), "MASTER_PORT": str(port)}
 
 
-def spawned(path: Path, world: int, **more: str) -> list[subprocess.Popen[str]]:
+def spawned(path: Path, world: int, *words: str) -> list[subprocess.Popen[str]]:
     """Ranks without a launcher."""
     port = free_port()
-    return [subprocess.Popen([sys.executable, str(path)], env=environment(rank, world, port, **more),
+    return [subprocess.Popen([sys.executable, str(path), *words], env=environment(rank, world, port),
                              text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             for rank in range(world)]
 

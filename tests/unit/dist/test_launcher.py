@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 from dist_case import HEAD, MARK, await_none, program
 
-from tinygrad_nv.dist.launcher import Launch, launch, program as command_of
+from tinygrad_nv.dist.launcher import Launch, launch
+from tinygrad_nv.dist.launcher import program as command_of
 from tinygrad_nv.dist.processes import ENDED, Failure
+from tinygrad_nv.errors import DistError
 
 LAUNCHER = f"""{HEAD.replace("ranks = Ranks.from_environment()", "")}
 from tinygrad_nv.dist.launcher import Launch, launch, start_local
@@ -33,9 +35,8 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     assert await_none(name, 2) == []
 
 
-def launched(folder: Path, text: str, ranks: int = 2, **options: object) -> int:
-    path = program(folder, text)
-    return launch(Launch((str(path),), ranks, grace_s=float(options.pop("grace_s", 2.0)), **options))  # type: ignore[arg-type]
+def launched(folder: Path, text: str, ranks: int = 2, quiet: bool = False, grace_s: float = 2.0) -> int:
+    return launch(Launch((str(program(folder, text)),), ranks, quiet=quiet, grace_s=grace_s))
 
 
 def lines(text: str) -> list[str]:
@@ -60,11 +61,11 @@ with Store.open(ranks, 10) as store:
 
 def test_prefixes_are_aligned_and_quiet_shows_rank_0(mark: str, tmp_path: Path,
                                                      capsys: pytest.CaptureFixture[str]):
-    """Ranks 9 and 10 of 11: the second host of several."""
-    what = Launch(("sh", "-c", "echo $RANK $LOCAL_RANK $GROUP_RANK $WORLD_SIZE $MASTER_ADDR:$MASTER_PORT"), 2, 6, 4,
-                  "gpu0", 29500, log_dir=tmp_path / "logs")
-    assert launch(what) == 0
-    assert lines(capsys.readouterr().out) == ["[rank  8] 8 0 4 12 gpu0:29500", "[rank  9] 9 1 4 12 gpu0:29500"]
+    """Ranks 8 and 9 of 12: of the fifth of six hosts."""
+    text = "echo $RANK $LOCAL_RANK $GROUP_RANK $WORLD_SIZE $MASTER_ADDR:$MASTER_PORT"
+    assert launch(Launch(("sh", "-c", text), 2, 6, 4, "gpu0", 29500, log_dir=tmp_path / "logs")) == 0
+    assert lines(capsys.readouterr().out) == ["[rank  8] 8 0 4 12 gpu0:29500",
+                                              "[rank  9] 9 1 4 12 gpu0:29500"]
     assert (tmp_path / "logs" / "rank-9.log").read_text() == "9 1 4 12 gpu0:29500\n"
     assert launched(tmp_path, "print(ranks.rank)", quiet=True) == 0
     assert capsys.readouterr().out == "[rank 0] 0\n"
@@ -92,16 +93,17 @@ time.sleep(60)
 """
     began = time.monotonic()
     assert launched(tmp_path, text, 3) == 3
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 8
     err = capsys.readouterr().err
     assert re.search(r"tinygrad-nv launch: rank 1 \(process \d+\) exited with status 3; the other ranks were "
                      r"ended\n  its last lines:\n  \| about to fail\n", err), err
 
 
-def test_a_rank_that_is_killed_before_rendezvous(mark: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_rank_that_is_killed_before_rendezvous(mark: str, tmp_path: Path,
+                                                 capsys: pytest.CaptureFixture[str]):
     began = time.monotonic()
     assert launched(tmp_path, "if ranks.rank == 1: os.kill(os.getpid(), 9)\nStore.open(ranks, 60)", 3) == 137
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 8
     assert "rank 1 (process" in (err := capsys.readouterr().err)
     assert "was killed by SIGKILL; the other ranks were ended" in err
 
@@ -132,18 +134,17 @@ time.sleep(60)
 """
     began = time.monotonic()
     assert launched(tmp_path, text, grace_s=0.3) == 4
-    assert 0.3 <= time.monotonic() - began < 3
+    assert 0.3 <= time.monotonic() - began < 8
 
 
 def test_what_a_rank_has_started_ends_with_it(mark: str):
     """A shell that leaves a process behind."""
     began = time.monotonic()
     assert launch(Launch(("sh", "-c", "sleep 60 & exit 0"), 2)) == 0
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 8
 
 
 def test_a_program_that_is_not_there(mark: str):
-    from tinygrad_nv.errors import DistError
     with pytest.raises(DistError, match="'no-such-program' cannot be started: No such file"):
         launch(Launch(("no-such-program",), 2))
 
@@ -165,7 +166,7 @@ with Store.open(ranks, 10) as store:
     before = signal.getsignal(number)
     began = time.monotonic()
     assert launched(tmp_path, text, grace_s=0.3) == code
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 8
     assert signal.getsignal(number) == before
     assert capsys.readouterr().out.count("got it") == (0 if handled == "signal.SIG_IGN" else 2)
 
@@ -184,14 +185,15 @@ time.sleep(60)
               "rank 0": f"start_local(3, [{str(path)!r}], grace_s=0.3)\ntime.sleep(60)"}
     script = tmp_path / "launcher.py"
     script.write_text(LAUNCHER + starts[how])
-    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT)
     assert process.stdout is not None
     for _ in range(2): assert b"started" in process.stdout.readline()
     process.kill()
     process.wait()
     began = time.monotonic()
     assert await_none(mark, 3) == []
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 8
     process.stdout.close()
 
 
@@ -200,7 +202,8 @@ time.sleep(60)
 def local(folder: Path, rank: str, own: str) -> subprocess.CompletedProcess[str]:
     path, script = program(folder, rank), folder / "own.py"
     script.write_text(f"{LAUNCHER}\nPATH = {str(path)!r}\n{own}")
-    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=30,
+                          check=False)
 
 
 def test_a_process_starts_its_own_ranks(mark: str, tmp_path: Path):
@@ -244,13 +247,14 @@ def test_close_ends_ranks_that_do_not(mark: str, tmp_path: Path):
     began = time.monotonic()
     done = local(tmp_path, "time.sleep(60)", "start_local(2, [PATH]).close(0.1)")
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 8
 
 
 def test_words_for_statuses():
     said = {status: Failure(1, 7, status, ()) for status in (3, -9, -64)}
     assert {status: (each.exit_code, str(each)) for status, each in said.items()} == {
-        3: (3, "rank 1 (process 7) exited with status 3"), -9: (137, "rank 1 (process 7) was killed by SIGKILL"),
+        3: (3, "rank 1 (process 7) exited with status 3"),
+        -9: (137, "rank 1 (process 7) was killed by SIGKILL"),
         -64: (192, f"rank 1 (process 7) was killed by {signal.Signals(64).name}")}
 
 

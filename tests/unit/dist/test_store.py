@@ -2,16 +2,18 @@
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 from dist_case import close, free_port, opened, ranks_of, together
 
 from tinygrad_nv.dist import rendezvous
-from tinygrad_nv.dist.frames import MAGIC, BadFrame, Frame, Kind, named, take, unpacked_list
+from tinygrad_nv.dist.frames import HEADER, MAGIC, BadFrame, Frame, Kind, named, take, unpacked_list
 from tinygrad_nv.dist.ranks import Ranks
 from tinygrad_nv.dist.rendezvous import ports
 from tinygrad_nv.dist.store import Store
+from tinygrad_nv.dist.store_server import HELLO_S
 from tinygrad_nv.errors import DistError, DistTimeout
 
 
@@ -59,7 +61,7 @@ def test_all_gather_is_by_rank_and_a_name_may_be_used_again(stores):
 def test_a_barrier_waits_for_all_and_says_who_is_missing(stores):
     began = time.monotonic()
     found = together([lambda store=store: store.barrier("b", 0.05) for store in stores[:1]])
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 8
     assert isinstance(found[0], DistTimeout)
     assert found[0].ranks == (1, 2)
     assert "ranks 1 and 2 of 3 did not come to 'b' in 0.05 s (all are connected)" in str(found[0])
@@ -74,7 +76,7 @@ def test_a_lost_rank_is_told_to_all_at_once(stores):
     threading.Timer(0.05, lose, (stores[1],)).start()
     began = time.monotonic()
     found = together([lambda: stores[0].barrier("b", 30), lambda: stores[2].get("k", 30)])
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 8
     for error in found:
         assert isinstance(error, DistError)
         assert error.ranks == (1,)
@@ -139,7 +141,7 @@ def test_alone_there_is_a_store_too():
 def test_ranks_that_never_come_are_named():
     began = time.monotonic()
     found = opened(ranks_of(4)[::2], 0.2)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 8
     assert all(isinstance(each, DistError) for each in found), found
     words = [str(each) for each in found]
     assert all("ranks 1 and 3 of 4 did not come to 'rendezvous' in 0." in each for each in words), words
@@ -182,8 +184,8 @@ def test_a_port_that_is_taken():
 
 
 def test_addresses_that_cannot_be():
-    rank = Ranks(0, 2, 0, 1, 0, "192.0.2.1", free_port(), "launch")     # of no host
-    with pytest.raises(DistError, match=r"MASTER_ADDR=192\.0\.2\.1 is no address of this host"):
+    rank = Ranks(0, 2, 0, 1, 0, "203.0.113.77", free_port(), "launch")     # of no host
+    with pytest.raises(DistError, match=r"MASTER_ADDR=203\.0\.113\.77 is no address of this host"):
         Store.open(rank)
     with pytest.raises(DistError, match=r"MASTER_ADDR=127\.0\.0\.1 is 127\.0\.0\.1, which other hosts"):
         Store.open(replace(rank, master_addr="127.0.0.1"))
@@ -228,9 +230,30 @@ def test_a_process_without_the_token_is_refused(monkeypatch):
     assert "another group's store has this port" in str(found[1])
 
 
-@pytest.mark.parametrize("text", [b"GET / HTTP/1.1\r\n\r\n", bytes(1 << 16), b"", b"\2" + b"\xff" * 10])
+def test_a_store_without_the_token_is_not_believed():
+    """It greets, and welcomes whatever it is told, until no rank has come for a while."""
+    with socket.create_server(("127.0.0.1", 0)) as false:
+        false.settimeout(0.5)
+
+        def serve():
+            with suppress(TimeoutError):
+                while True:
+                    with false.accept()[0] as connection:
+                        connection.sendall(Frame(Kind.GREETING, 0, "", MAGIC + bytes(32)).packed())
+                        connection.recv(1 << 16)
+                        connection.sendall(Frame(Kind.WELCOME, 0, "", bytes(32)).packed())
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(DistTimeout, match="the port is another program's"):
+            Store.open(ranks_of(2, false.getsockname()[1])[1], 0.1)
+        thread.join()
+
+
+@pytest.mark.parametrize("text", [b"GET / HTTP/1.1\r\n\r\n", bytes(1 << 16), b"", b"\2" + b"\xff" * 10,
+                                  HEADER.pack(Kind.HELLO, 0, 0, 1 << 20)])
 def test_what_a_stranger_sends_harms_none(stores, text: bytes):
-    with socket.create_connection(stores[0].server.listener.getsockname()) as stranger:
+    with socket.create_connection(stores[0].server.listener.getsockname(), HELLO_S / 2) as stranger:
         stranger.sendall(text)
         if text: assert take_all(stranger).find(MAGIC) > 0
     stores[0].set("a", b"1")
