@@ -50,6 +50,16 @@ class Parallel:
         return self.group.size
 
     @property
+    def groups(self) -> list[Group]:
+        """All that this rank calls collectives of."""
+        return [each for each in (self.group, self.pipe, self.world) if each is not None]
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """What a step depends on: which part it is of what."""
+        return "rank", *((each.name, each.rank, each.size) for each in self.groups)
+
+    @property
     def stage(self) -> int:
         """Of this rank."""
         return 0 if self.pipe is None else self.pipe.rank
@@ -95,8 +105,7 @@ class Parallel:
 
     def check(self) -> None:
         """Raises `DistError` if a collective has failed."""
-        for each in (self.group, self.pipe, self.world):
-            if each is not None: each.check()
+        for each in self.groups: each.check()
 
     def agreed(self, tokens: Tensor) -> Tensor:
         """Sampled tokens, those of the first rank of the last stage: the same on all, also where processors

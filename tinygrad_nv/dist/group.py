@@ -42,6 +42,7 @@ from tinygrad_nv.dist.watchdog import Watchdog
 from tinygrad_nv.errors import DistError
 
 
+DESCRIPTOR = "collective"   # names of descriptors begin with it
 WAIT_S = 1e9    # a collective waits so long by itself
 
 
@@ -89,6 +90,20 @@ class Group:
             words = [library().address("collective"), ctypes.addressof(self.struct), *key]
             self.descriptors[key] = Tensor(np.array(words, np.uint64), device="CPU").realize()
         return self.descriptors[key]
+
+    def named_descriptors(self) -> dict[str, Tensor]:
+        """Those that there are, by names that mean the same in another process."""
+        made = {}
+        for (kind, count, dtype, op, peer, tag), each in self.descriptors.items():
+            words = [KINDS[kind], str(count), TYPES[dtype].name, OPS[op], str(peer), self.tags[tag]]
+            made["/".join([DESCRIPTOR, self.name, *words])] = each
+        return made
+
+    def named_descriptor(self, name: str) -> Tensor:
+        """The one of such a name."""
+        kind, count, dtype, op, peer, tag = name.split("/", 7)[2:]
+        found = next(each for each in TYPES if each.name == dtype)
+        return self.descriptor(kind, int(count), found, op, int(peer), tag)
 
     def is_rank(self, rank: int) -> Tensor:
         """1 on this rank of the group, 0 on others, float32 (1,) on the CPU: a value in memory, so that all

@@ -30,6 +30,7 @@ from tinygrad_nv.errors import DistError
 
 ANSWER_S = 5.0      # in which a rank must say what it is at
 LOOK_S = 0.5        # between looks at what collectives came to
+LEFT_S = 2.0        # a collective that others end may still be running here
 DRAIN_S = 30.0      # for functions that run before the end, as servers drain
 FOREVER_S = 1e9
 ASK, VERDICT = "watchdog/ask", "watchdog/verdict"
@@ -187,12 +188,21 @@ class Watchdog:
         while not self.closed.wait(self._patience()):
             failed = next((error for each in list(self.groups) if (error := each.failed()) is not None), None)
             if failed is not None: return self._end(failed)
-            if not self.timeout_s: continue
             if (oldest := self._oldest()) is None: continue
+            if (left := self._left(*oldest)) is not None: return self._end(left)
+            if not self.timeout_s: continue
             if time.monotonic() - oldest[1].started_s < self.timeout_s: continue
             with contextlib.suppress(DistError):    # a rank that is lost ends all by another way
                 if self.store.add(ASK + "/asked", 1) == 1: self._judge(*oldest)
             return
+
+    def _left(self, group: Group, stuck: Operation) -> DistError | None:
+        """An error for a collective that waits for ranks that have ended in good order."""
+        gone = [rank for rank in group.members if rank in self.store.left]
+        if not gone or time.monotonic() - stuck.started_s < LEFT_S: return None
+        return DistError(f"{named(gone)} ended while this rank was in {stuck}",
+                         "the same collectives in the same order in all ranks",
+                         "see which of them these ranks do not call", tuple(gone))
 
     def _patience(self) -> float:
         oldest = self._oldest()

@@ -165,14 +165,13 @@ class LLM(GenerationMethods, PoolingMethods):
         plan = RunnerPlan(self.directory, self.dtype.name, self.device, self.length, num_pages, o.page_size,
                           o.max_num_seqs, o.max_num_batched_tokens, o.kv_cache_dtype, host_pages, groups,
                           # float32 that is asked for by name stays what it is
-                          speculation is not None, o.dtype == "auto", o.tensor_parallel_size,
-                          o.pipeline_parallel_size)
+                          speculation is not None, o.dtype == "auto", weights_identity(self.directory),
+                          o.tensor_parallel_size, o.pipeline_parallel_size)
         if self.ranks is not None: self.runner = self.ranks.load(plan, o.progress, o.stage)
         else:
             model = load_weights(plan, self.config, None, o.progress, o.stage)
             self.adapters = None if lora is None else open_adapters(model, lora)
-            self.runner = make_runner(plan, model, identity=weights_identity(self.directory),
-                                      directory=self.directory,
+            self.runner = make_runner(plan, model, directory=self.directory,
                                       adapters=self.adapters.model if self.adapters else None)
         self.model = self.runner.model
         pool = PagePool(num_pages, o.page_size, host_pages=host_pages, sharing=o.enable_prefix_caching,

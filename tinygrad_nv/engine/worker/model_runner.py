@@ -124,7 +124,8 @@ class ModelRunner:
                  max_seqs, self.max_len, self.max_shape, self.groups, dtype)
         # what the slots of adapters hold is no fact: steps read it from memory
         room = () if adapters is None else (adapters.slots, adapters.rank, adapters.dtype)
-        self.facts: tuple[object, ...] = *facts, *room
+        rank = () if model.parallel is None else model.parallel.facts
+        self.facts: tuple[object, ...] = *facts, *room, *rank
         self.step_store = None
         if identity: self.step_store = StepStore.open(self.facts, self.device, self._buffers, directory)
         self.steps: dict[BatchShape, tuple[InputLayout, CapturedStep]] = {}
@@ -391,8 +392,11 @@ class ModelRunner:
     def _buffers(self) -> dict[str, Buffer]:
         """The memory that outlives steps, by name."""
         masks = {} if self.masks.buffer is None else {"masks": self.masks.buffer.region}
-        return {**self._weights_and_pages, **named_buffers(state=self.sampler_state, **masks,
-                                                           **self.output_buffer.memory())}
+        found = {**self._weights_and_pages, **named_buffers(state=self.sampler_state, **masks,
+                                                            **self.output_buffer.memory())}
+        if (parallel := self.model.parallel) is None: return found
+        from tinygrad_nv.engine.executor.descriptors import Named
+        return Named(found, parallel.groups)
 
     @cached_property
     def _weights_and_pages(self) -> dict[str, Buffer]:
