@@ -1,11 +1,12 @@
 """Plans beside published rows (plan_rows.py): `tinygrad-nv plan` is a model, and this is how far off it is.
 No GPU is needed.
 
-    python bench/plan_check.py [--fit] [--page FILE.md] [PATTERN ...]
+    python bench/plan_check.py [--fit] [--page FILE.md] [--plot] [PATTERN ...]
 
 The record is results/plan_check.json, with every row, its source, what was published and what is modelled.
 Errors are of rows that no constant was fitted to: median and worst of each group. `--fit` prints the shares
-of figures.toml that the other rows give; `--page` writes the summary between the two lines MARK of a page.
+of figures.toml that the other rows give; `--page` writes the summary between the two lines MARK of a page;
+`--plot` draws results/plan_check.png.
 """
 from __future__ import annotations
 
@@ -16,11 +17,13 @@ from math import log
 from pathlib import Path
 from statistics import median
 from typing import Any
+from zlib import crc32
 
-from measure import save, table
+from measure import RESULTS, save, table
 from plan_rows import SHARES, Row, Shares, latencies, rows, throughputs, training
 
 RECORD, MARK = "plan_check", "<!-- plan_check -->"
+ROOT = RESULTS.parents[1]
 GROUPS = ("training", "memory", "few sequences", "first token", "many sequences", "collectives")
 STEPS = tuple(i / 100 for i in range(30, 101))
 
@@ -58,6 +61,30 @@ def written(page: Path, found: Sequence[Row]) -> None:
     page.write_text(f"{before}{MARK}\n{markdown(found)}\n{MARK}{after}")
 
 
+def plot(found: Sequence[Row], path: Path) -> None:
+    """Each row's error, by group: rows that judge filled, those that were fitted hollow."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    figure, axes = pyplot.subplots(figsize=(8, 3.6))
+    for place, group in enumerate(GROUPS):
+        rows = [row for row in found if row.group == group]
+        for row in rows:
+            height = place + 0.6 * (crc32(row.name.encode()) % 100 / 100 - 0.5)
+            axes.plot(row.modelled / row.published, height, "o", markersize=4, color=f"C{place}",
+                      markerfacecolor="none" if row.fitted else f"C{place}")
+    axes.set_xscale("log")
+    axes.set_xticks([0.5, 0.7, 1, 1.4, 2], ["0.5", "0.7", "1", "1.4", "2"])
+    axes.minorticks_off()
+    axes.axvline(1, color="grey", linewidth=0.8)
+    axes.set_yticks(range(len(GROUPS)), GROUPS)
+    axes.invert_yaxis()
+    axes.set_xlabel("modelled / published (filled: judges, hollow: fitted to)")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    print(f"written to {path.relative_to(ROOT)}")
+
+
 # **** the shares ****
 
 def best(made: Callable[[float], Iterator[Row]]) -> float:
@@ -92,6 +119,7 @@ def main() -> None:
     parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="parts of names or sources")
     parser.add_argument("--fit", action="store_true", help="print the shares that half of the rows gives")
     parser.add_argument("--page", type=Path, metavar="FILE.md", help="put the summary there, too")
+    parser.add_argument("--plot", action="store_true", help=f"draw results/{RECORD}.png (needs matplotlib)")
     given = parser.parse_args()
     if given.fit:
         print(fitted())
@@ -102,8 +130,10 @@ def main() -> None:
               f"{row.error:+.0%}", "fitted" if row.fitted else "") for row in found]
     print(table(("row", "source", "published", "modelled", "", "error", ""), lines))
     print("\n" + table(HEADER, summary(found)))
+    if given.patterns: return      # not all rows
     if given.page: written(given.page, found)
-    if not given.patterns: save(RECORD, record(found))
+    if given.plot: plot(found, RESULTS / f"{RECORD}.png")
+    save(RECORD, record(found))
 
 
 if __name__ == "__main__": main()

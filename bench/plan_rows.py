@@ -208,9 +208,9 @@ def throughputs(shares: Shares) -> Iterator[Row]:
             work = Inference(1, prompt, answer // 2, "fp8", "fp8", 0.95)
             batch = min(MOST, most_sequences(preset(model), Layout(tp=where.gpus), work, where))
             made = served(model, gpus, replace(work, batch=batch, output_len=answer), shares)
-            name = f"{model} fp8, {gpus}, {batch} of {prompt} + {answer}"
+            name = f"{model}, {gpus}, {prompt} + {answer}"
             yield Row("many sequences", "TensorRT-LLM 1.0", name, rate, "tokens/s", made.tokens_per_s,
-                      half(f"{model}, {gpus}, {prompt} + {answer}"))
+                      half(name))
 
 
 # **** collectives ****

@@ -58,6 +58,8 @@ def _add_inference(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--quantization", "-q", default="bf16", metavar="TYPE",
                        help="of matrices: bf16, fp8, int8, int4 (default bf16)")
     group.add_argument("--kv-cache-dtype", default="bf16", metavar="TYPE", help="bf16 or fp8 (default bf16)")
+    group.add_argument("--max-num-batched-tokens", type=int, default=8192, metavar="N",
+                       help="tokens of a step (default 8192)")
     group.add_argument("--gpu-memory-utilization", type=float, metavar="X", help="fraction of a GPU's memory "
                        "(default 0.9; of training 0.95)")
 
@@ -92,9 +94,9 @@ def run(arguments: argparse.Namespace) -> int:
                       ("tp", "pp", "dp", "ep", "sp", "zero", "recompute", "microbatch")))
     open_ = list(variants(config, where, work, choice))
     if len(open_) == 1:
-        made = plan(config, open_[0][0], where, open_[0][1])
-        require_room(config, made)
-        found = Found((made,), ())
+        (layout, decided), = open_
+        require_room(config, layout, where, decided)
+        found = Found((plan(config, layout, where, decided),), ())
     else:
         found = search(config, where, work, choice)
         if not found.plans: raise _none(found, len(open_))
@@ -115,7 +117,8 @@ def _work(arguments: argparse.Namespace, gpus: int) -> Work:
     if not arguments.train:
         batch = 32 if arguments.batch is None else arguments.batch
         return replace(Inference(batch, arguments.input_len, arguments.output_len, arguments.quantization,
-                                 arguments.kv_cache_dtype), **more)
+                                 arguments.kv_cache_dtype,
+                                 max_tokens=arguments.max_num_batched_tokens), **more)
     batch = 2 * gpus if arguments.batch is None else arguments.batch
     return replace(Training(batch, arguments.seq_len, precision=arguments.precision,
                             schedule=arguments.schedule, virtual=arguments.virtual,

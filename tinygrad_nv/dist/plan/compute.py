@@ -59,12 +59,14 @@ def grouped(device: Device, experts: int, rows: int, n: int, k: int, kind: str =
     return launch_s(device) + max(read / streamed(device), 2.0 * rows * n * k / rate)
 
 
-def _on(device: Device, found: Prediction, target: GPU) -> float:
-    """A prediction of an architecture's first GPU, with the memory and the clock of this device."""
+def _on(device: Device, found: Any, target: GPU) -> float:
+    """A prediction of an architecture's first GPU, with the memory and the clock of this device. That of few
+    rows is of memory alone."""
     known = gpu_model_for(target.arch, target.sm_count)
-    slower = known.clock_hz / device.model.clock_hz
-    hbm = found.hbm * known.hbm_bytes_per_s / device.model.hbm_bytes_per_s
-    return replace(found, computing=found.computing * slower, hbm=hbm).seconds
+    slower, longer = (known.clock_hz / device.model.clock_hz,
+                      known.hbm_bytes_per_s / device.model.hbm_bytes_per_s)
+    if not isinstance(found, Prediction): return float(found.seconds * longer)
+    return replace(found, computing=found.computing * slower, hbm=found.hbm * longer).seconds
 
 
 def streamed(device: Device) -> float:

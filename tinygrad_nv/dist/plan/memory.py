@@ -27,6 +27,7 @@ from tinygrad_nv.dist.plan.layout import DTYPES, Inference, Layout, Training, Wo
 from tinygrad_nv.dist.plan.pipeline import under_way
 from tinygrad_nv.dist.plan.shards import optimizer_share, parameters, rank_config
 from tinygrad_nv.engine.memory_planning import step_bytes
+from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
 from tinygrad_nv.models.config import ModelConfig
 
 PAGE = 16       # tokens
@@ -75,8 +76,7 @@ def inference(config: ModelConfig, layout: Layout, work: Inference, stage: int) 
     rank, held = rank_config(config, layout, stage), parameters(config, layout, stage)
     sequences = work.batch // layout.dp
     weights = held.matrices * DTYPES[work.quantization] + held.others * HALF
-    tokens = min(work.max_tokens, sequences * work.input_len)
-    activations = step_bytes(rank, dtypes.bfloat16, max(tokens, sequences), sequences)
+    activations = step_bytes(rank, dtypes.bfloat16, work.max_tokens + sequences, sequences)
     cache = sequences * kv_bytes(rank, work, work.input_len + work.output_len)
     return {"weights": ceil(weights), "KV cache": cache, "activations": activations}
 
@@ -84,8 +84,8 @@ def inference(config: ModelConfig, layout: Layout, work: Inference, stage: int) 
 def kv_bytes(rank: ModelConfig, work: Inference, tokens: int) -> int:
     """Of one sequence of so many tokens, in whole pages; layers with a window keep what it sees."""
     size = DTYPES[work.kv_dtype] * rank.kv_shape.elements
-    pages = sum(ceil(tokens / PAGE) if window is None else min(ceil(tokens / PAGE), ceil(window / PAGE) + 1)
-                for window in rank.windows)
+    whole = ceil((tokens + GROUP - 1) / PAGE)      # tokens are computed in groups
+    pages = sum(whole if window is None else min(whole, ceil(window / PAGE) + 1) for window in rank.windows)
     return int(pages * PAGE * size)
 
 

@@ -85,26 +85,26 @@ def _training(config: ModelConfig, layout: Layout, cluster: Cluster, work: Train
                 optimizer_s=step.optimizer_s, microbatches=step.microbatches)
 
 
-def require_room(config: ModelConfig, made: Plan) -> None:
-    """Raises `PlanError` where memory is not enough: by how much, and what would fit."""
-    held = made.memory
+def require_room(config: ModelConfig, layout: Layout, cluster: Cluster, work: Work) -> None:
+    """Raises `PlanError` for a layout that cannot be, and where memory is not enough: by how much, and what
+    would fit."""
+    layouts.require(layout, config, cluster, work)
+    held = memory(config, layout, work, cluster)
     if held.fits: return
     parts = ", ".join(f"{human(size)} of {name}" for name, size in
                       sorted(held.parts, key=lambda part: -part[1])[:3])
-    device = made.cluster.device
-    raise PlanError(f"{made.layout}: {human(held.total)} a GPU, {human(held.total - held.limit)} more than "
+    device = cluster.device
+    raise PlanError(f"{layout}: {human(held.total)} a GPU, {human(held.total - held.limit)} more than "
                     f"fit ({parts})",
                     f"at most {human(held.limit)} of the {human(device.memory_bytes)} of {device.name}",
-                    _advice(config, made))
+                    _advice(config, layout, cluster, work, held))
 
 
-def _advice(config: ModelConfig, made: Plan) -> str:
-    work, layout = made.work, made.layout
+def _advice(config: ModelConfig, layout: Layout, cluster: Cluster, work: Work, held: Memory) -> str:
     if isinstance(work, Inference):
-        if fitting := most_sequences(config, layout, work, made.cluster):
-            return f"--batch {fitting}, which fits"
+        if fitting := most_sequences(config, layout, work, cluster): return f"--batch {fitting}, which fits"
         smaller = "" if work.quantization != "bf16" else ", or --quantization int4"
-        return f"more GPUs: weights are {human(made.memory.of('weights'))} each{smaller}"
+        return f"more GPUs: weights are {human(held.of('weights'))} each{smaller}"
     tried = ["--zero 3"] * (work.zero < 3 and layout.dp > 1) + \
         ["--recompute full"] * (work.recompute != "full") + \
         ["--microbatch 1"] * (work.microbatch > 1) + ["--sp"] * (layout.tp > 1 and not layout.sp)
