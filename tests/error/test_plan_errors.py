@@ -1,6 +1,7 @@
 """`tinygrad-nv plan`: layouts that cannot be, that do not fit, and clusters without figures."""
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ TRAIN = ("--train", "--zero", "1", "--recompute", "none", "--microbatch", "1")
     ((*TENSOR, "--ep", "8"), ("--ep 8 of a model without experts", "leave --ep out")),
     ((*DATA, "--batch", "9"), ("batch 9 over dp 8", "a multiple of 8", "--batch 16")),
     ((*EIGHT, "--tp", "1", "--pp", "8", "--sp"), ("--sp without tensor parallelism", "leave --sp out")),
+    ((*TENSOR, "--sp"), ("--sp of inference", "sequence parallel training: --train", "leave --sp out")),
     # types and settings
     ((*TENSOR, "-q", "fp4"), ("matrices of fp4", "one of bf16, fp8, int8, int4")),
     ((*TENSOR, "--kv-cache-dtype", "int4"), ("keys and values of int4", "bf16, fp8")),
@@ -84,3 +86,12 @@ def test_gpus_are_asked_for(command):
 
 def test_a_directory_that_is_no_model(command, tmp_path: Path):
     command("plan", tmp_path, "--gpus", "H100").refused(f"{tmp_path} has no config.json")
+
+
+def test_weights_quantised_in_a_way_that_plans_do_not_know(command, tiny: Path, tmp_path: Path):
+    config = json.loads((tiny / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command("plan", tmp_path, "--gpus", "H100").refused(
+        "weights are quantised by mxfp4", "expected: bf16, fp8, and integers of 8 or 4 bits",
+        "--quantization int4")

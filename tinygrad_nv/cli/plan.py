@@ -55,8 +55,8 @@ def _add_inference(group: argparse._ArgumentGroup) -> None:
                        help="tokens of a prompt (default 1024)")
     group.add_argument("--output-len", type=int, default=128, metavar="N",
                        help="tokens of an answer (default 128)")
-    group.add_argument("--quantization", "-q", default="bf16", metavar="TYPE",
-                       help="of matrices: bf16, fp8, int8, int4 (default bf16)")
+    group.add_argument("--quantization", "-q", metavar="TYPE",
+                       help="of matrices: bf16, fp8, int8, int4 (default: what the configuration says)")
     group.add_argument("--kv-cache-dtype", default="bf16", metavar="TYPE", help="bf16 or fp8 (default bf16)")
     group.add_argument("--max-num-batched-tokens", type=int, default=8192, metavar="N",
                        help="tokens of a step (default 8192)")
@@ -89,6 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     where = cluster(arguments.gpus, arguments.nodes, arguments.net)
     if arguments.power is not None: where = replace(where, device=where.device.limited(arguments.power))
     if arguments.top < 1: raise PlanError(f"--top {arguments.top}", "1 or more")
+    if arguments.quantization is None: arguments.quantization = presets.stored(config)
     work = _work(arguments, where.gpus)
     choice = Choice(*(getattr(arguments, name) for name in
                       ("tp", "pp", "dp", "ep", "sp", "zero", "recompute", "microbatch")))

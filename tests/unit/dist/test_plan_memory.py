@@ -10,7 +10,7 @@ from tinygrad_nv.dist.plan.cluster import cluster
 from tinygrad_nv.dist.plan.layout import Inference, Layout, Training
 from tinygrad_nv.dist.plan.memory import inference, memory, most_sequences, training
 from tinygrad_nv.dist.plan.pipeline import under_way
-from tinygrad_nv.dist.plan.presets import names, preset
+from tinygrad_nv.dist.plan.presets import names, preset, stored
 from tinygrad_nv.dist.plan.shards import optimizer_share, parameters, rank_config, stage_layers
 
 DENSE = preset("llama-3.1-8b")
@@ -94,6 +94,17 @@ def test_quantised_matrices_and_float_embeddings():
     for kind, size in (("bf16", 2), ("fp8", 1), ("int8", 1), ("int4", .5)):
         found = inference(DENSE, Layout(), Inference(quantization=kind), 0)["weights"]
         assert found == held.matrices * size + held.others * 2
+
+
+@pytest.mark.parametrize(("given", "expected"), [
+    (None, "bf16"), ({"quant_method": "fp8"}, "fp8"), ({"quant_method": "gptq", "bits": 4}, "int4"),
+    ({"quant_method": "awq", "bits": 8}, "int8"), ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
+    ({"quant_method": "compressed-tensors",
+      "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}}}}, "fp8"),
+    ({"quant_method": "compressed-tensors",
+      "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}}}, "int4")])
+def test_how_a_checkpoint_is_stored(given: dict[str, object] | None, expected: str):
+    assert stored(replace(DENSE, quantization=given)) == expected
 
 
 def test_zero_shares_out_what_it_says():

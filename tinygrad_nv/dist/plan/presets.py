@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from tinygrad_nv.errors import ModelError
+from tinygrad_nv.errors import ModelError, PlanError
 from tinygrad_nv.models.config import ModelConfig, parse_config, read_config
 
 SPELLED = {"llama-3.3-70b": "llama-3.1-70b", "llama-3-8b": "llama-3.1-8b", "llama-3-70b": "llama-3.1-70b",
@@ -46,3 +46,18 @@ def find(name: str, path: Path | None = None) -> ModelConfig:
     where = Path(name) if path is None else path
     if name.lower() in _presets() or name.lower() in SPELLED: return preset(name)
     return read_config(where) if os.path.exists(where) else preset(name)
+
+
+def stored(config: ModelConfig) -> str:
+    """How a checkpoint's matrices are stored, as `Inference.quantization` names it. Raises `PlanError` for one
+    that plans do not know."""
+    if (given := config.quantization) is None: return "bf16"
+    method = str(given["quant_method"])
+    groups = [group.get("weights") or {} for group in (given.get("config_groups") or {}).values()]
+    said = [method, given.get("quant_algo"), *(each.get("type") for each in groups)]
+    sizes = [given.get("bits"), *(each.get("num_bits") for each in groups)]
+    bits, floats = next(filter(None, sizes), None), "float" in said
+    if any("fp8" in str(word).lower() for word in said) or (floats and bits == 8): return "fp8"
+    if bits in (4, 8) and not floats: return f"int{bits}"
+    raise PlanError(f"weights are quantised by {method}", "bf16, fp8, and integers of 8 or 4 bits",
+                    "say what is most like it: --quantization int4")
