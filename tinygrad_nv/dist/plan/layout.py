@@ -178,7 +178,8 @@ def _of_work(layout: Layout, config: ModelConfig, cluster: Cluster, work: Work) 
 
 
 def _of_inference(layout: Layout, work: Inference) -> PlanError | None:
-    if layout.sp: return PlanError("--sp of inference", "sequence parallel training: --train", "leave --sp out")
+    if layout.sp:
+        return PlanError("--sp of inference", "sequence parallel training: --train", "leave --sp out")
     if work.kv_dtype not in KV_DTYPES:
         return PlanError(f"keys and values of {work.kv_dtype}", f"one of {', '.join(KV_DTYPES)}")
     if min(work.batch, work.input_len, work.output_len) < 1:

@@ -49,8 +49,8 @@ def find(name: str, path: Path | None = None) -> ModelConfig:
 
 
 def stored(config: ModelConfig) -> str:
-    """How a checkpoint's matrices are stored, as `Inference.quantization` names it. Raises `PlanError` for one
-    that plans do not know."""
+    """How a checkpoint's matrices are stored, as `Inference.quantization` names it. Raises `PlanError` for a
+    way that plans do not know."""
     if (given := config.quantization) is None: return "bf16"
     method = str(given["quant_method"])
     groups = [group.get("weights") or {} for group in (given.get("config_groups") or {}).values()]
