@@ -30,7 +30,7 @@ class Region(ctypes.Structure):
     """core.h: Region."""
     _fields_ = (("base", u64), ("size", u64), ("data", ctypes.c_void_p), ("valid", ctypes.c_void_p),
                 ("pages", ctypes.c_void_p), ("cta", ctypes.c_void_p), ("touched", ctypes.c_void_p),
-                ("low", u64), ("high", u64), ("flight", ctypes.c_void_p))
+                ("low", u64), ("high", u64), ("flight", ctypes.c_void_p), ("gpu", i32))
 
 
 class Counters(ctypes.Structure):
@@ -66,7 +66,7 @@ class LaunchStruct(ctypes.Structure):
         ("resident", i32), ("seed", u64), ("step_limit", u64), ("late", i32), ("trace", TRACE),
         ("trace_cta", i64), ("trace_warps", u64), ("footprint", i32), ("pdl", i32),
         ("ahead", ctypes.c_char_p), ("taped", ctypes.c_void_p), ("taped_count", i32), ("whole", i32),
-        ("brief", u64), ("idle", i32))
+        ("brief", u64), ("idle", i32), ("peers", ctypes.c_void_p), ("gpu", i32), ("name", ctypes.c_char_p))
 
 
 class TapeStruct(ctypes.Structure):
@@ -83,6 +83,7 @@ RESULTS = {"machine_new": ctypes.c_void_p, "machine_run": ctypes.c_int, "machine
            "machine_held": ctypes.c_bool, "machine_printed": ctypes.c_char_p,
            "machine_tape_count": i32, "machine_draws": i32,
            "machine_tape": ctypes.POINTER(TapeStruct), "footprint_runs": i64,
+           "peers_new": ctypes.c_void_p, "peers_pages": ctypes.c_void_p, "peers_run": i32, "peers_free": None,
            "warp_registers": ctypes.c_void_p, "warp_id": i32, "warp_number": i32}
 
 

@@ -24,3 +24,4 @@
 #include "wgmma.c"
 #include "matrix.c"
 #include "print.c"
+#include "peers.c"

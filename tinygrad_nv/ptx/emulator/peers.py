@@ -1,0 +1,113 @@
+"""Emulated GPUs that see each other's memory: their launches run beside one another.
+
+Protocol: `Peers(gpus, seed)` joins emulators of different ordinals. `run` gets the work of each GPU, a
+generator that yields what it waits for: a launch, as a function that makes its `Run` of its place among
+peers, which is answered with the `Report`; or an `Until`, which is asked again when a launch has ended. The
+launches of one GPU follow one another. GPUs take turns, by the seed; with seeds that four does not divide, a
+GPU stands still now and then. When `run` returns, all is done, and ordered before what comes next.
+
+Memory of any of the GPUs may be used by all, and races between them are found. Flags in memory order them,
+with accesses and fences of system scope (csrc/clocks.c). csrc/peers.c says more of turns, and of deadlocks.
+"""
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tinygrad_nv.errors import PTXError
+from tinygrad_nv.ptx.emulator.buffer import Buffer
+from tinygrad_nv.ptx.emulator.emulator import Emulator
+from tinygrad_nv.ptx.emulator.native import library
+from tinygrad_nv.ptx.emulator.report import Report
+from tinygrad_nv.ptx.emulator.running import Among, Run
+
+TURNS = 100_000     # between looks at the keyboard
+
+Launching = Callable[[Among | None], Run]
+
+
+@dataclass(frozen=True)
+class Until:
+    """A GPU waits until `ready`, for what another GPU's work does."""
+    ready: Callable[[], bool]
+
+
+Work = Generator[Launching | Until, Report | None, None]
+
+
+def launching(emulator: Emulator, *args: Any, **options: Any) -> Launching:
+    """A launch with the arguments of `Emulator.launch`, as work yields it."""
+    def made(among: Among | None) -> Run: return emulator.prepared(*args, among=among, **options)
+    return made
+
+
+class Peers:
+    """GPUs that see each other's memory. Raises `PTXError` where two have the same addresses."""
+
+    def __init__(self, gpus: Sequence[Emulator], seed: int = 0) -> None:
+        self.gpus, self.seed = list(gpus), seed
+        if len({gpu.ordinal for gpu in gpus}) < len(self.gpus):
+            raise PTXError("two peers of one ordinal", 0, "GPUs whose addresses differ",
+                           "Emulator(ordinal=0), Emulator(ordinal=1), …")
+
+    def run(self, works: Sequence[Work]) -> None:
+        """Runs the work of each GPU beside that of the others, to the end."""
+        session = _Session(self, list(works))
+        try: session.run()
+        finally: session.close()
+
+
+class _Session:
+    """One run: what C keeps of it."""
+
+    def __init__(self, peers: Peers, works: list[Work]) -> None:
+        self.peers, self.works, self.c = peers, works, library().c
+        self.handle = int(self.c.peers_new(len(peers.gpus), ctypes.c_uint64(peers.seed)))
+        self.running: dict[int, Run] = {}
+        self.until: dict[int, Until] = {}
+        self.pages: dict[Buffer, int] = {}      # which keeps buffers, too, that are freed meanwhile
+
+    def run(self) -> None:
+        for gpu in range(len(self.works)): self.advance(gpu, None)
+        while self.running or self.until:
+            for gpu in [gpu for gpu, until in self.until.items() if until.ready()]:
+                del self.until[gpu]
+                self.advance(gpu, None)
+            if not self.running:
+                if any(until.ready() for until in self.until.values()): continue
+                if self.until:
+                    raise PTXError(f"GPU {min(self.until)} waits for what no GPU does", 0,
+                                   "an event that another GPU's work records")
+                return
+            ended = self.c.peers_run(ctypes.c_void_p(self.handle), ctypes.c_uint64(TURNS))
+            if ended >= 0: self.advance(ended // 4, self.running.pop(ended // 4).finish(ended % 4))
+
+    def advance(self, gpu: int, report: Report | None) -> None:
+        """A GPU's work goes on, to what it waits for next."""
+        try: wanted = self.works[gpu].send(report)
+        except StopIteration: return
+        if isinstance(wanted, Until): self.until[gpu] = wanted
+        else:
+            run = wanted(Among(self.handle, gpu, self.pages_of, self.buffers()))
+            run.start()
+            self.running[gpu] = run
+
+    def buffers(self) -> tuple[tuple[Buffer, int], ...]:
+        """All memory that there is."""
+        return tuple((buffer, number) for number, gpu in enumerate(self.peers.gpus)
+                     for buffer in gpu.buffers.values())
+
+    def pages_of(self, buffer: Buffer) -> int:
+        """Where the shadow of a buffer is."""
+        if buffer not in self.pages:
+            nbytes = ctypes.c_uint64(buffer.nbytes)
+            self.pages[buffer] = int(self.c.peers_pages(ctypes.c_void_p(self.handle), nbytes))
+        return self.pages[buffer]
+
+    def close(self) -> None:
+        """What still runs is given up."""
+        for run in self.running.values(): run.abandon()
+        for work in self.works: work.close()
+        self.c.peers_free(ctypes.c_void_p(self.handle))
