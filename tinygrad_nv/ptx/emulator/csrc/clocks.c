@@ -41,7 +41,7 @@ struct Shadow {
 
 /* **** peers: launches of several GPUs that run together (peers.c) **** */
 
-typedef struct { const Op *ops; const char *name; u32 grid[3], cluster[3], number; i32 gpu; } PeerLaunch;
+typedef struct { const Op *ops; char name[64]; u32 grid[3], cluster[3], number; i32 gpu; } PeerLaunch;
 typedef struct { u32 launch, number; } PeerCluster;     /* of Peers.launches; in the grid */
 
 /* A GPU, whose launches run one after the other. */
@@ -356,6 +356,7 @@ static bool knows(const Warp *w, u32 cluster, u32 actor, u32 clock, int which) {
     u32 key = cluster << ACTOR_BITS | actor;
     const Sparse *s = &w->clock->foreign;
     i32 at = sparse_find(s, key);
-    if (at == s->count || s->items[at].key != key) return w->cta->cluster->peers && ended(w, s, cluster);
-    return (which == KNOWN ? s->items[at].known : s->items[at].fenced) >= clock;
+    if (at < s->count && s->items[at].key == key && (which == KNOWN ? s->items[at].known : s->items[at].fenced) >= clock)
+        return true;
+    return w->cta->cluster->peers && ended(w, s, cluster);
 }

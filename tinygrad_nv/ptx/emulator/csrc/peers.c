@@ -55,7 +55,8 @@ static void peers_begin(Machine *m) {
     if (p->launch_count == p->launch_room)
         p->launches = realloc(p->launches, sizeof *p->launches * (p->launch_room = 2 * p->launch_room + 16));
     PeerLaunch *launch = &p->launches[p->launch_count];
-    *launch = (PeerLaunch){.ops = m->launch.ops, .name = m->launch.name, .number = ++gpu->launches, .gpu = m->launch.gpu};
+    *launch = (PeerLaunch){.ops = m->launch.ops, .number = ++gpu->launches, .gpu = m->launch.gpu};
+    snprintf(launch->name, sizeof launch->name, "%s", m->launch.name);
     memcpy(launch->grid, m->launch.grid, sizeof launch->grid);
     memcpy(launch->cluster, m->launch.cluster, sizeof launch->cluster);
     m->peer_launch = p->launch_count++;
