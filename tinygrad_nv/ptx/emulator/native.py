@@ -83,7 +83,8 @@ RESULTS = {"machine_new": ctypes.c_void_p, "machine_run": ctypes.c_int, "machine
            "machine_held": ctypes.c_bool, "machine_printed": ctypes.c_char_p,
            "machine_tape_count": i32, "machine_draws": i32,
            "machine_tape": ctypes.POINTER(TapeStruct), "footprint_runs": i64,
-           "peers_new": ctypes.c_void_p, "peers_pages": ctypes.c_void_p, "peers_run": i32, "peers_free": None,
+           "peers_new": ctypes.c_void_p, "peers_pages": ctypes.c_void_p, "peers_run": i32,
+           "peers_note": i32, "peers_learn": None, "peers_free": None,
            "warp_registers": ctypes.c_void_p, "warp_id": i32, "warp_number": i32}
 
 

@@ -2,9 +2,10 @@
 
 Protocol: `Peers(gpus, seed)` joins emulators of different ordinals. `run` gets the work of each GPU, a
 generator that yields what it waits for: a launch, as a function that makes its `Run` of its place among
-peers, which is answered with the `Report`; or an `Until`, which is asked again when a launch has ended. The
-launches of one GPU follow one another. GPUs take turns, by the seed; with seeds that four does not divide, a
-GPU stands still now and then. When `run` returns, all is done, and ordered before what comes next.
+peers, which is answered with the `Report`; or a `Point` that it has passed, or that another GPU's work has
+to pass first. The launches of one GPU follow one another. GPUs take turns, by the seed; with seeds that four
+does not divide, a GPU stands still now and then. When `run` returns, all is done, and ordered before what
+comes next.
 
 Memory of any of the GPUs may be used by all, and races between them are found. Flags in memory order them,
 with accesses and fences of system scope (csrc/clocks.c). csrc/peers.c says more of turns, and of deadlocks.
@@ -28,13 +29,40 @@ TURNS = 100_000     # between looks at the keyboard
 Launching = Callable[[Among | None], Run]
 
 
+@dataclass(eq=False)
+class Point:
+    """A point in a GPU's work: passed or not; among peers, what is known there, by C's number of it."""
+    passed: bool = False
+    run: object = None
+    number: int = -1
+
+
 @dataclass(frozen=True)
-class Until:
-    """A GPU waits until `ready`, for what another GPU's work does."""
-    ready: Callable[[], bool]
+class Passed:
+    """The work has come to a point."""
+    point: Point
 
 
-Work = Generator[Launching | Until, Report | None, None]
+@dataclass(frozen=True)
+class Awaited:
+    """The work goes on once another GPU's has passed a point."""
+    point: Point
+
+
+Asked = Launching | Passed | Awaited
+Work = Generator[Asked, Report | None, None]
+
+
+def alone(work: Work) -> None:
+    """Does the work of a GPU without peers."""
+    report = None
+    try:
+        while True:
+            asked = work.send(report)
+            report = None
+            if isinstance(asked, Passed): asked.point.passed = True
+            elif not isinstance(asked, Awaited): report = asked(None).to_end()
+    except StopIteration: return
 
 
 def launching(emulator: Emulator, *args: Any, **options: Any) -> Launching:
@@ -66,33 +94,47 @@ class _Session:
         self.peers, self.works, self.c = peers, works, library().c
         self.handle = int(self.c.peers_new(len(peers.gpus), ctypes.c_uint64(peers.seed)))
         self.running: dict[int, Run] = {}
-        self.until: dict[int, Until] = {}
+        self.waiting: dict[int, Point] = {}
         self.pages: dict[Buffer, int] = {}      # which keeps buffers, too, that are freed meanwhile
 
     def run(self) -> None:
         for gpu in range(len(self.works)): self.advance(gpu, None)
-        while self.running or self.until:
-            for gpu in [gpu for gpu, until in self.until.items() if until.ready()]:
-                del self.until[gpu]
+        while self.running or self.waiting:
+            ready = [gpu for gpu, point in self.waiting.items() if point.passed]
+            for gpu in ready:
+                self.learn(gpu, self.waiting.pop(gpu))
                 self.advance(gpu, None)
+            if ready: continue
             if not self.running:
-                if any(until.ready() for until in self.until.values()): continue
-                if self.until:
-                    raise PTXError(f"GPU {min(self.until)} waits for what no GPU does", 0,
-                                   "an event that another GPU's work records")
-                return
+                raise PTXError(f"GPU {min(self.waiting)} waits for what no GPU does", 0,
+                               "an event that another GPU's work records")
             ended = self.c.peers_run(ctypes.c_void_p(self.handle), ctypes.c_uint64(TURNS))
             if ended >= 0: self.advance(ended // 4, self.running.pop(ended // 4).finish(ended % 4))
 
     def advance(self, gpu: int, report: Report | None) -> None:
-        """A GPU's work goes on, to what it waits for next."""
-        try: wanted = self.works[gpu].send(report)
-        except StopIteration: return
-        if isinstance(wanted, Until): self.until[gpu] = wanted
-        else:
-            run = wanted(Among(self.handle, gpu, self.pages_of, self.buffers()))
-            run.start()
-            self.running[gpu] = run
+        """A GPU's work goes on, to its next launch or to a point that no other GPU has passed."""
+        while True:
+            try: asked = self.works[gpu].send(report)
+            except StopIteration: return
+            report = None
+            if isinstance(asked, Passed):
+                point = asked.point
+                point.passed, point.run = True, self
+                point.number = self.c.peers_note(ctypes.c_void_p(self.handle), gpu)
+            elif isinstance(asked, Awaited):
+                if not asked.point.passed:
+                    self.waiting[gpu] = asked.point
+                    return
+                self.learn(gpu, asked.point)
+            else:
+                run = asked(Among(self.handle, gpu, self.pages_of, self.buffers()))
+                run.start()
+                self.running[gpu] = run
+                return
+
+    def learn(self, gpu: int, point: Point) -> None:
+        """What is known at a point is known to a GPU."""
+        if point.run is self: self.c.peers_learn(ctypes.c_void_p(self.handle), gpu, point.number)
 
     def buffers(self) -> tuple[tuple[Buffer, int], ...]:
         """All memory that there is."""

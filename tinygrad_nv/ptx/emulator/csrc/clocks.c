@@ -61,6 +61,8 @@ struct Peers {
     u32 launch_count, launch_room, started, cluster_room;
     u64 changes, seed, rng, turns;
     bool stuck;             /* a deadlock was reported */
+    Sparse *notes;          /* what GPUs knew at points that others wait for */
+    i32 note_count, note_room;
     struct PeerPages { struct PeerPages *next; struct Page **pages; u64 count; } *pages;
 };
 

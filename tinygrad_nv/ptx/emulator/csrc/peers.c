@@ -42,8 +42,9 @@ void peers_free(Peers *p) {
     }
     for (i32 i = 0; i < p->gpu_count; i++)
         free(p->gpus[i].before.items), free(p->gpus[i].known.items), free(p->gpus[i].ended.items);
+    for (i32 i = 0; i < p->note_count; i++) free(p->notes[i].items);
     shadow_free(p->shadow);
-    free(p->gpus), free(p->launches), free(p->clusters), free(p);
+    free(p->notes), free(p->gpus), free(p->launches), free(p->clusters), free(p);
 }
 
 /* **** the launches of a GPU **** */
@@ -87,6 +88,20 @@ static void peers_end(Peers *p, i32 number) {
     gpu->ended.count = 0;
     gpu->machine = NULL;
     p->changes++;
+}
+
+/* What a GPU knows between launches, by a number, for another GPU that waits for this point. */
+i32 peers_note(Peers *p, i32 gpu) {
+    if (p->note_count == p->note_room)
+        p->notes = realloc(p->notes, sizeof *p->notes * (size_t)(p->note_room = 2 * p->note_room + 16));
+    p->notes[p->note_count] = (Sparse){0};
+    sparse_join(&p->notes[p->note_count], &p->gpus[gpu].known);
+    return p->note_count++;
+}
+
+void peers_learn(Peers *p, i32 gpu, i32 note) {
+    sparse_join(&p->gpus[gpu].known, &p->notes[note]);
+    sparse_join(&p->gpus[gpu].before, &p->notes[note]);
 }
 
 /* **** threads that poll **** */
