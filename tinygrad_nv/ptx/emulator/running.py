@@ -52,14 +52,15 @@ class Among:
 
 class Run:
     """One launch: what C reads and writes, kept alive. `packed` are the program's ops and their lists.
-    Without `contents` nothing is said of memory that was never written."""
+    Without `contents` nothing is said of memory that was never written, without `count` the report has no
+    counters."""
 
     def __init__(self, emu: Device, packed: tuple[bytes, Any], program: Program,
                  shape: tuple[Triple, Triple, Triple], shared: int, parameters: bytes, text: str,
                  trace: Trace | bool | None = None, footprint: bool = False,
                  ahead: Sequence[Footprint] | None = None, tapes: Tapes | None = None,
-                 among: Among | None = None, contents: bool = True) -> None:
-        self.tapes, self.among, self.began = tapes, among, time.perf_counter()
+                 among: Among | None = None, contents: bool = True, count: bool = True) -> None:
+        self.tapes, self.count, self.began = tapes, count, time.perf_counter()
         self.library: Library = library()
         self.program, self.programmatic = program, ahead is not None
         self.text, self.shape, self.shared = text, shape, shared
@@ -104,7 +105,7 @@ class Run:
             for memory, runs in each.runs.items():
                 if not isinstance(memory, Buffer): continue
                 runs.paint(flight.setdefault(memory, np.zeros(memory.nbytes, np.uint8)))
-        for buffer, region in zip(self.buffers, self.regions, strict=False):
+        for buffer, region in zip(self.buffers, self.regions, strict=False) if flight else ():
             if buffer in flight: region.flight = flight[buffer].ctypes.data
         return flight
 
@@ -145,7 +146,8 @@ class Run:
         finally: self.abandon()
         self.tracer.finish()
         notes = [finding for finding in findings if finding.kind == NOTE]
-        return Report([finding for finding in findings if finding.kind != NOTE], self.stats(),
+        stats = self.stats() if self.count else Stats()
+        return Report([finding for finding in findings if finding.kind != NOTE], stats,
                       time.perf_counter() - self.began, self.footprint, self.programmatic and not held, notes,
                       printed=printed)
 

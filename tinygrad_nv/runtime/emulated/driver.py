@@ -251,7 +251,7 @@ class EmulatedDriver(Moves, driver.Driver):
         if work.window is not None: self._check_window(work.window)
         report = yield launching(self.emulator, module.text, work.grid, work.block, work.args,
                                  work.function.name, work.cluster, work.dynamic_smem, footprint=self.check,
-                                 ahead=ahead if work.pdl else None)
+                                 ahead=ahead if work.pdl else None, count=False)
         assert report is not None
         on = f" on GPU {self.emulator.ordinal}" if self.beside else ""
         stream.findings += [described(work, module, finding, on) for finding in report.findings]

@@ -13,7 +13,7 @@
 
 #include "core.h"
 
-enum { POLLS = 2048, LOOK = 64, SLEEPS = 32, LONGEST_SLEEP = 10, LONG_SLICE = 256 };
+enum { POLLS = 2048, LOOK = 64, SLEEPS = 64, LONGEST_SLEEP = 8, LONG_SLICE = 128 };
 
 /* **** what Python calls **** */
 
@@ -135,7 +135,7 @@ static bool warp_waits(const Warp *w, u64 changes) {
 /* Whether nothing of a launch can go on by itself. */
 static bool machine_waits(const Machine *m, u64 changes) {
     bool room = m->cluster_count < m->launch.resident && m->next_cluster < m->cluster_total;
-    if (room || m->async_count) return false;
+    if (room || m->async_count || !m->cluster_count) return false;  /* without clusters it is about to end */
     for (i32 k = 0; k < m->cluster_count; k++)
         for (i32 c = 0; c < m->clusters[k]->size; c++)
             for (i32 i = 0; i < m->clusters[k]->ctas[c].warp_count; i++)
