@@ -40,9 +40,12 @@ class AllReduceGroup:
             driver.copy_in(place, memoryview(table))
         for driver in self.drivers: driver.synchronize()
 
-    def arguments(self, rank: int, outs: Sequence[int], inputs: Sequence[int]) -> tuple[bytes, ...]:
-        """Of a kernel on the device of a rank: out, or out and residual_out; x, or x, residual and weight."""
-        return *map(pointer, (*outs, *inputs, self.tables[rank])), integer(rank)
+    def arguments(self, rank: int, outs: Sequence[int], inputs: Sequence[int],
+                  multicast: int = 0) -> tuple[bytes, ...]:
+        """Of a kernel on the device of a rank: out, or out and residual_out; x, or x, residual and weight.
+        `multicast` is for multimem: the address of an object over `workspaces`, which the caller has made."""
+        addresses = (*outs, *inputs, self.tables[rank], *([multicast] if multicast else []))
+        return *map(pointer, addresses), integer(rank)
 
     def close(self) -> None:
         """Gives the memory back."""

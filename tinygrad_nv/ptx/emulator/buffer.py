@@ -37,3 +37,11 @@ class Buffer:
                            "allocate another buffer")
         self.data[:] = raw
         if self.valid is not None: self.valid[:] = 1
+
+
+@dataclass(frozen=True)
+class Multicast:
+    """A multicast object: addresses from `ptr` on stand for the allocations at `members`, one of each GPU."""
+    ptr: int
+    nbytes: int
+    members: tuple[int, ...]

@@ -26,7 +26,7 @@ from tinygrad_nv.ptx.emulator.arguments import (
     pack_arguments,
     triple,
 )
-from tinygrad_nv.ptx.emulator.buffer import Buffer
+from tinygrad_nv.ptx.emulator.buffer import Buffer, Multicast
 from tinygrad_nv.ptx.emulator.calls import expanded
 from tinygrad_nv.ptx.emulator.footprint import Footprint
 from tinygrad_nv.ptx.emulator.lowering import WORKSPACE, WORKSPACE_BYTES
@@ -105,6 +105,7 @@ class Emulator:
         self.arch, self.check, self.seed, self.exact, self.step_limit = arch, check, seed, exact, step_limit
         self.resident = resident
         self.buffers: dict[int, Buffer] = {}
+        self.multicasts: list[Multicast] = []
         self.modules: dict[bytes, LoadedModule] = {}
         self.ordinal, self.next_address = ordinal, FIRST_ADDRESS + ordinal * GPU_ADDRESSES
 

@@ -23,6 +23,7 @@ SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-O2", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno",
          "-fno-strict-aliasing", "-fno-sanitize=all", "-g0", f"-DSHARED_BASE={SHARED_BASE}")
 TRACE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32)
+MOST_PEERS = 16
 u8, u32, i32, u64, i64 = ctypes.c_uint8, ctypes.c_uint32, ctypes.c_int32, ctypes.c_uint64, ctypes.c_int64
 
 
@@ -66,7 +67,13 @@ class LaunchStruct(ctypes.Structure):
         ("resident", i32), ("seed", u64), ("step_limit", u64), ("late", i32), ("trace", TRACE),
         ("trace_cta", i64), ("trace_warps", u64), ("footprint", i32), ("pdl", i32),
         ("ahead", ctypes.c_char_p), ("taped", ctypes.c_void_p), ("taped_count", i32), ("whole", i32),
-        ("brief", u64), ("idle", i32), ("peers", ctypes.c_void_p), ("gpu", i32), ("name", ctypes.c_char_p))
+        ("brief", u64), ("idle", i32), ("peers", ctypes.c_void_p), ("gpu", i32),
+        ("name", ctypes.c_char_p), ("multicasts", ctypes.c_void_p), ("multicast_count", i32))
+
+
+class MulticastStruct(ctypes.Structure):
+    """core.h: Multicast."""
+    _fields_ = (("base", u64), ("size", u64), ("members", u64 * MOST_PEERS), ("count", i32))
 
 
 class TapeStruct(ctypes.Structure):

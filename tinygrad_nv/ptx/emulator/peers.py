@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinygrad_nv.errors import PTXError
-from tinygrad_nv.ptx.emulator.buffer import Buffer
+from tinygrad_nv.ptx.emulator.buffer import Buffer, Multicast
 from tinygrad_nv.ptx.emulator.emulator import Emulator
-from tinygrad_nv.ptx.emulator.native import library
+from tinygrad_nv.ptx.emulator.native import MOST_PEERS, library
 from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.ptx.emulator.running import Among, Run
 
 TURNS = 100_000     # between looks at the keyboard
+FIRST_MULTICAST, MULTICAST_GAP = 0x4000_0000_0000, 1 << 21
 
 Launching = Callable[[Among | None], Run]
 
@@ -75,10 +76,21 @@ class Peers:
     """GPUs that see each other's memory. Raises `PTXError` where two have the same addresses."""
 
     def __init__(self, gpus: Sequence[Emulator], seed: int = 0) -> None:
-        self.gpus, self.seed = list(gpus), seed
+        self.gpus, self.seed, self.next_multicast = list(gpus), seed, FIRST_MULTICAST
         if len({gpu.ordinal for gpu in gpus}) < len(self.gpus):
             raise PTXError("two peers of one ordinal", 0, "GPUs whose addresses differ",
                            "Emulator(ordinal=0), Emulator(ordinal=1), …")
+
+    def multicast(self, buffers: Sequence[Buffer]) -> Multicast:
+        """The addresses at which multimem reaches memory of one size in each GPU."""
+        sizes = {buffer.nbytes for buffer in buffers}
+        if len(sizes) != 1 or not 1 <= len(buffers) <= MOST_PEERS:
+            raise PTXError(f"a multicast object of {len(buffers)} buffers of {sorted(sizes)} bytes", 0,
+                           f"1 to {MOST_PEERS} of one size")
+        made = Multicast(self.next_multicast, sizes.pop(), tuple(buffer.ptr for buffer in buffers))
+        self.next_multicast += -(-made.nbytes // MULTICAST_GAP + 1) * MULTICAST_GAP
+        for gpu in self.gpus: gpu.multicasts.append(made)
+        return made
 
     def run(self, works: Sequence[Work]) -> None:
         """Runs the work of each GPU beside that of the others, to the end."""

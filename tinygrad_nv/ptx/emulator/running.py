@@ -15,9 +15,18 @@ from typing import Any, Protocol
 import numpy as np
 
 from tinygrad_nv.ptx.emulator.arguments import SM_COUNT, Triple, entry_registers, resident_clusters
-from tinygrad_nv.ptx.emulator.buffer import Buffer
+from tinygrad_nv.ptx.emulator.buffer import Buffer, Multicast
 from tinygrad_nv.ptx.emulator.footprint import Footprint, Runs
-from tinygrad_nv.ptx.emulator.native import TRACE, Counters, LaunchStruct, Library, Region, library
+from tinygrad_nv.ptx.emulator.native import (
+    MOST_PEERS,
+    TRACE,
+    Counters,
+    LaunchStruct,
+    Library,
+    MulticastStruct,
+    Region,
+    library,
+)
 from tinygrad_nv.ptx.emulator.program import Program
 from tinygrad_nv.ptx.emulator.report import KINDS, NOTE, Finding, Report, Site, Stats
 from tinygrad_nv.ptx.emulator.tapes import Tapes
@@ -38,6 +47,7 @@ class Device(Protocol):
     step_limit: int
     resident: int
     buffers: dict[int, Buffer]
+    multicasts: list[Multicast]
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,9 @@ class Run:
                    None if b.valid is None or not contents else b.valid.ctypes.data,
                    None if among is None else among.pages(b), gpu=gpu) for b, gpu in ordered))
         self.flight = self._flight(ahead or ())
+        self.multicasts = (MulticastStruct * (len(emu.multicasts) + 1))(*(
+            MulticastStruct(each.ptr, each.nbytes, (ctypes.c_uint64 * MOST_PEERS)(*each.members),
+                            len(each.members)) for each in emu.multicasts))
         self.footprint = Footprint(f"kernel {program.name}") if footprint and emu.check else None
         self.counters = (Counters * (len(program.opcodes) + 1))()
         self.tracer = Tracer(program, self.ops, self.library, text, trace)
@@ -93,7 +106,8 @@ class Run:
             ahead is not None, _names(ahead or ()), None if tapes is None else tapes.numbers.ctypes.data,
             *((0, 0, 0, False) if tapes is None else
               (len(tapes.numbers), len(tapes.clusters), tapes.brief, tapes.idle)),
-            *((None, 0) if among is None else (among.handle, among.gpu)), program.name.encode())
+            *((None, 0) if among is None else (among.handle, among.gpu)), program.name.encode(),
+            ctypes.addressof(self.multicasts), len(emu.multicasts))
         self.totals: Any = None
         self.steps = 0
         self.machine = ctypes.c_void_p()

@@ -6,6 +6,7 @@
         phase 0: all peers' halves are there
         one-shot:   each vector: one of every peer, all under way together; added in the order of ranks
         two-shot:   the same for this GPU's piece → own half; phase 1; each vector from the GPU that summed it
+        multimem:   this GPU's piece of all halves, as the switch adds it up → all halves; phase 1; own half
         the sums → out, or residual and norm of each row (epilogue.py)
     the epoch
 """
@@ -16,9 +17,18 @@ from collections.abc import Callable
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced
 from tinygrad_nv.tile.all_reduce.epilogue import Epilogue, Plain, ResidualNorm
-from tinygrad_nv.tile.all_reduce.schedules import AllReduceSchedule, OneShot, TwoShot
+from tinygrad_nv.tile.all_reduce.schedules import AllReduceSchedule, Multimem, OneShot, TwoShot
 from tinygrad_nv.tile.all_reduce.spec import VECTOR_BYTES, AllReduceSpec
-from tinygrad_nv.tile.all_reduce.vectors import Words, added, copy_elements, elements, load, store, vector
+from tinygrad_nv.tile.all_reduce.vectors import (
+    Words,
+    added,
+    copy_elements,
+    elements,
+    load,
+    load_reduce,
+    store,
+    vector,
+)
 from tinygrad_nv.tile.all_reduce.workspace import EPOCH, LINE_BYTES, PHASE_BYTES
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.template import GPU
@@ -33,6 +43,11 @@ def one_shot(spec: AllReduceSpec, s: OneShot, gpu: GPU) -> TileKernel:
 def two_shot(spec: AllReduceSpec, s: TwoShot, gpu: GPU) -> TileKernel:
     """The kernel, with the parameters of `one_shot`."""
     return _finished(_TwoShot(spec, s, gpu))
+
+
+def multimem(spec: AllReduceSpec, s: Multimem, gpu: GPU) -> TileKernel:
+    """The kernel, with the parameters of `one_shot`; before the rank, the address of the multicast object."""
+    return _finished(_Multimem(spec, s, gpu))
 
 
 def _finished(made: AllReduceKernel) -> TileKernel:
@@ -54,7 +69,9 @@ class AllReduceKernel:
         if spec.columns:
             residual, weight = kb.pointer("residual"), kb.pointer("weight")
             self.epilogue = ResidualNorm(kb, spec, s, out, residual_out, residual, weight)
-        self.table, self.rank = kb.pointer("peers"), kb.param("rank", "u32")
+        self.table = kb.pointer("peers")
+        if type(s) is Multimem: self.multicast = kb.pointer("multicast")
+        self.rank = kb.param("rank", "u32")
         self.round_vectors = s.vectors_of_round(spec)
 
     def write(self) -> None:
@@ -73,6 +90,7 @@ class AllReduceKernel:
             self.lines, first = lines, s.workspace.data
             self.at = [peer + (halves + first).to("u64") for peer in self.peers]
             self.mine = self.own + (halves + first).to("u64")
+            if type(s) is Multimem: self.every = self.multicast + (halves + first).to("u64")
         with kb.comment("the thread's peer, whose arrivals it tells and waits for"):
             self.tells = kb.tid.x < self.spec.world
             peer = kb.reg("u64", 0)
@@ -91,7 +109,7 @@ class AllReduceKernel:
         """One round of this CTA."""
         kb, spec, s = self.kb, self.spec, self.s
         self.epoch += 1
-        half = ((self.epoch & 1) * s.half_bytes).to("u64")
+        self.side = half = ((self.epoch & 1) * s.half_bytes).to("u64")
         self.first = (number * s.ctas + kb.ctaid.x) * self.round_vectors
         self.count = kb.reg("u32")
         kb.emit("min.u32", self.count, self.first, spec.vectors)
@@ -177,4 +195,26 @@ class _TwoShot(AllReduceKernel):
             half = self.halves[0]
             for number in range(1, spec.world): half = kb.select(owner == number, self.halves[number], half)
             return load(kb, advanced(kb, half, i - owner * piece, VECTOR_BYTES).at(behind))
+        self.epilogue.write(self.first, self.count, self.s.threads, gathered)
+
+
+class _Multimem(AllReduceKernel):
+    """The switch adds up, for every GPU its piece of each round. What is written at one address of memory and
+    read at another passes a fence of the alias proxy."""
+    s: Multimem
+
+    def sums(self) -> None:
+        kb, spec = self.kb, self.spec
+        piece, behind = self.s.piece(spec, self.round_vectors), self.round_vectors * VECTOR_BYTES
+        with kb.comment("this GPU's piece"):
+            kb.emit("fence.proxy.alias")
+            every, first, end = self.every + self.side, self.rank * piece, kb.reg("u32")
+            kb.emit("min.u32", end, first + piece, self.count)
+            with kb.loop(first + kb.tid.x, end, self.s.threads, kind="u32") as i:
+                at = advanced(kb, every, i, VECTOR_BYTES)
+                kb.emit("multimem.st.weak.global.v4.f32", at.at(behind), load_reduce(kb, at, spec.dtype))
+            kb.emit("fence.proxy.alias")
+        self.exchanged(1)
+
+        def gathered(i: Value) -> Words: return load(kb, advanced(kb, self.half, i, VECTOR_BYTES).at(behind))
         self.epilogue.write(self.first, self.count, self.s.threads, gathered)

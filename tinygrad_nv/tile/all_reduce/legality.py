@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tinygrad_nv.tile.all_reduce.schedules import AllReduceSchedule
+from tinygrad_nv.tile.all_reduce.schedules import AllReduceSchedule, Multimem
 from tinygrad_nv.tile.all_reduce.spec import VECTOR_BYTES, AllReduceSpec
 from tinygrad_nv.tile.all_reduce.workspace import MOST_CHANNELS
 from tinygrad_nv.tile.legality import legality
@@ -15,6 +15,7 @@ MOST_CHUNKS = 8         # vectors of a row that a thread keeps in registers, 4 e
 def _problems(spec: AllReduceSpec, s: AllReduceSchedule, arch: str) -> Iterator[str]:
     if not 1 <= s.channels <= MOST_CHANNELS: yield f"{s.channels} channels, at most {MOST_CHANNELS}"
     if s.ctas > s.channels: yield f"{s.ctas} CTAs, and {s.channels} channels"
+    if type(s) is Multimem and arch < "sm_90": yield f"multimem on {arch}, which is of sm_90"
     if s.threads % 32 or s.threads > MOST_THREADS:
         yield f"{s.threads} threads: a multiple of 32 up to {MOST_THREADS}"
     if s.half_bytes % VECTOR_BYTES:

@@ -5,6 +5,8 @@ are; of rows with a norm, whole rows.
 
     one-shot    every GPU reads all of it from every peer: one exchange of flags, (world − 1) · n bytes in
     two-shot    every GPU sums a piece, and reads the others' pieces: two exchanges, 2 (world − 1) / world · n
+    multimem    the switch sums a GPU's piece as it is read, and gives it to all as it is written: two
+                exchanges, n / world in and n / world out, and from every GPU as much as it has
 """
 from __future__ import annotations
 
@@ -71,6 +73,20 @@ class TwoShot(AllReduceSchedule):
     def vectors_held(self, spec: AllReduceSpec) -> int:
         # the most with vectors + piece(vectors) ≤ room
         return self.half_bytes // VECTOR_BYTES * spec.world // (spec.world + 1)
+
+    def piece(self, spec: AllReduceSpec, vectors: int) -> int:
+        """Vectors of a GPU's piece of a round."""
+        return -(-vectors // spec.world)
+
+
+@dataclass(frozen=True)
+class Multimem(AllReduceSchedule):
+    """A half has the vectors of a round, and behind them the sums of all GPUs. Floats are added up in the
+    order of the switch; all GPUs get the same bits. For sm_90 and a multicast object over all workspaces."""
+    template: ClassVar[str] = "all_reduce_multimem"
+    phases: ClassVar[int] = 2
+
+    def vectors_held(self, spec: AllReduceSpec) -> int: return self.half_bytes // VECTOR_BYTES // 2
 
     def piece(self, spec: AllReduceSpec, vectors: int) -> int:
         """Vectors of a GPU's piece of a round."""

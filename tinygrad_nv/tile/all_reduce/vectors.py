@@ -24,6 +24,23 @@ def store(kb: Kernel, place: MemoryOperand, words: Words, guard: Value | None = 
     kb.emit("st.global.v4.b32", place, words, guard=guard)
 
 
+def load_reduce(kb: Kernel, place: Value, dtype: DType) -> Words:
+    """The sum of the vectors at an address of a multicast object, made by the switch."""
+    made = kb.regs("b32", WORDS)
+    if dtype in FLOAT16S:
+        kb.emit(f"multimem.ld_reduce.weak.global.add.acc::f32.v4.{FLOAT16S[dtype]}x2", made, place.at())
+    elif dtype == dtypes.float32: kb.emit("multimem.ld_reduce.weak.global.add.v4.f32", made, place.at())
+    elif dtype.itemsize == 4:
+        for i, word in enumerate(made):
+            kb.emit("multimem.ld_reduce.weak.global.add.u32", word, place.at(4 * i))
+    else:
+        for i in range(0, WORDS, 2):
+            pair = kb.reg("u64")
+            kb.emit("multimem.ld_reduce.weak.global.add.u64", pair, place.at(4 * i))
+            kb.emit("mov.b64", made[i:i + 2], pair)
+    return made
+
+
 def elements(kb: Kernel, words: Words, dtype: DType) -> list[Value]:
     """Of a vector: float32, or integers of the dtype's width."""
     if dtype in FLOAT16S: return [each for word in words for each in unpacked(kb, word, dtype)]

@@ -15,7 +15,7 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.emulator import Buffer, Emulator, Finding, Peers
 from tinygrad_nv.ptx.emulator.peers import Work, launching
-from tinygrad_nv.tile.all_reduce.schedules import AllReduceSchedule
+from tinygrad_nv.tile.all_reduce.schedules import AllReduceSchedule, Multimem
 from tinygrad_nv.tile.all_reduce.spec import AllReduceSpec
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
@@ -59,18 +59,20 @@ class Case:
         workspaces = [workspace(gpu, self.schedule) for gpu in gpus]
         table = np.array([each.ptr for each in workspaces], np.uint64)
         outs = [[gpu.alloc(self.spec.nbytes) for _ in range(2 if self.spec.columns else 1)] for gpu in gpus]
+        peers = Peers(gpus, seed)
+        every = [peers.multicast(workspaces).ptr] if isinstance(self.schedule, Multimem) else []
         xs = [gpu.alloc(bits(x)) for gpu, x in zip(gpus, self.x, strict=True)]
 
         def work(rank: int) -> Work:
             gpu = gpus[rank]
             after = [gpu.alloc(bits(each)) for each in (self.residual, self.weight) if each is not None]
-            args = (*outs[rank], xs[rank], *after, gpu.alloc(table), np.uint32(rank))
+            args = (*outs[rank], xs[rank], *after, gpu.alloc(table), *every, np.uint32(rank))
             for _ in range(calls):
                 report = yield launching(gpu, text, kernel.grid, kernel.threads, args, kernel.name)
                 assert report is not None
                 self.found += [*report.findings, *report.notes]
         self.found = []
-        Peers(gpus, seed).run([work(rank) for rank in range(self.spec.world)])
+        peers.run([work(rank) for rank in range(self.spec.world)])
         return [[tensor(out, self.spec.dtype) for out in each] for each in outs]
 
     def expected(self) -> list[torch.Tensor]:

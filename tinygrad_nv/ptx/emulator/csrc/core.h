@@ -267,6 +267,8 @@ typedef struct {
     Peers *peers;          /* GPUs that run beside this one, NULL: none (peers.c) */
     i32 gpu;               /* which of them it is */
     const char *name;      /* of the kernel */
+    const struct Multicast *multicasts;
+    i32 multicast_count;
 } Launch;
 
 enum Special { TID_X, TID_Y, TID_Z, CTAID_X, CTAID_Y, CTAID_Z, LANEID, WARPID, CLUSTERID_X, CLUSTERID_Y,
@@ -434,6 +436,11 @@ void clock_begin(Warp *w, const Machine *m);    /* a warp starts: what its strea
 void clock_end(Machine *m, const Warp *w);      /* and ends */
 
 /* **** peers.c **** */
+
+enum { MOST_PEERS = 16 };
+
+/* Addresses that stand for those of one allocation, from `members[i]` on, in each of several GPUs (multimem.c). */
+typedef struct Multicast { u64 base, size, members[MOST_PEERS]; i32 count; } Multicast;
 
 u32 peers_cluster(Machine *m, u32 number);      /* the sequence of a cluster that starts */
 void peers_poll(Machine *m, Warp *w, const Op *op, u64 address);

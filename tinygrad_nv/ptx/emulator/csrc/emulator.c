@@ -13,6 +13,7 @@
 #include "memory.c"
 #include "access.c"
 #include "atomics.c"
+#include "multimem.c"
 #include "mbarrier.c"
 #include "barriers.c"
 #include "async.c"
