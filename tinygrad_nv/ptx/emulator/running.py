@@ -79,8 +79,8 @@ class Run:
         ordered = sorted(((b, gpu) for b, gpu in places if b.nbytes), key=lambda each: each[0].ptr)
         self.buffers = [buffer for buffer, _ in ordered]
         self.regions = (Region * (len(ordered) + 1))(*(
-            Region(b.ptr, b.nbytes, b.data.ctypes.data,
-                   None if b.valid is None or not contents else b.valid.ctypes.data,
+            Region(b.ptr, b.nbytes, _address(b.data),
+                   None if b.valid is None or not contents else _address(b.valid),
                    None if among is None else among.pages(b), gpu=gpu) for b, gpu in ordered))
         self.flight = self._flight(ahead or ())
         self.multicasts = (MulticastStruct * (len(emu.multicasts) + 1))(*(
@@ -170,11 +170,10 @@ class Run:
             if region.touched: into[buffer] = self._runs(region)
 
     def _runs(self, region: Region, room: int = 64) -> Runs:
-        bounds, flags = np.empty(room + 1, np.int64), np.empty(room, np.uint8)
-        count = self.library.c.footprint_runs(ctypes.byref(region), bounds.ctypes, flags.ctypes,
-                                              ctypes.c_int64(room))
+        bounds, flags = (ctypes.c_int64 * (room + 1))(), (ctypes.c_uint8 * room)()
+        count = self.library.c.footprint_runs(ctypes.byref(region), bounds, flags, ctypes.c_int64(room))
         if count > room: return self._runs(region, count)
-        return Runs(bounds[:count + 1], flags[:count])
+        return Runs(np.array(bounds[:count + 1], np.int64), np.array(flags[:count], np.uint8))
 
     @staticmethod
     def finding(found: Any) -> Finding:
@@ -192,6 +191,11 @@ class Run:
         sites = tuple(Site(opcode, line, c.warps, c.threads, c.passes, c.conflicts, c.sectors, c.requests,
                            c.flops) for opcode, line, c in counted if c.warps)
         return Stats(sites, self.steps, *self.totals)
+
+
+def _address(array: np.ndarray) -> int:
+    """Where its bytes are: as array.ctypes.data, which takes several times as long."""
+    return int(array.__array_interface__["data"][0])
 
 
 def _names(ahead: Sequence[Footprint]) -> bytes:
