@@ -32,7 +32,8 @@ CALLS = 64      # of a graph
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=2.0, help="for each size (default 2)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
@@ -94,7 +95,8 @@ def agreed(group: Group, contenders: dict[str, Callable[[], None]], seconds: flo
 def report(transport: str, rows: list[dict[str, Any]], out: Path) -> None:
     """A table on stdout, and the results beside those of the other transport."""
     names = [name for name in ("group", "mpi4py", "graph") if name in rows[0]]
-    print(f"{'bytes':>10}" + "".join(f"{name + ' us':>12}" for name in names) + f"{'GB/s':>8}  mpi4py / group")
+    heads = "".join(f"{name + ' us':>12}" for name in names)
+    print(f"{'bytes':>10}{heads}{'GB/s':>8}  mpi4py / group")
     for each in rows:
         ratio = "" if "ratio" not in each else \
             f"{each['ratio']:.2f} ({each['quartiles'][0]:.2f} to {each['quartiles'][2]:.2f})"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv.dist.ranks import Ranks
@@ -40,7 +40,7 @@ from tinygrad_nv.dist.transports.library import (
 )
 from tinygrad_nv.dist.watchdog import Watchdog
 from tinygrad_nv.errors import DistError
-
+from tinygrad_nv.runtime.memory import write
 
 DESCRIPTOR = "collective"   # names of descriptors begin with it
 WAIT_S = 1e9    # a collective waits so long by itself
@@ -88,7 +88,7 @@ class Group:
         key = KINDS.index(kind), count, TYPES.index(dtype), OPS.index(op), peer, self.tags.index(name)
         if key not in self.descriptors:
             words = [library().address("collective"), ctypes.addressof(self.struct), *key]
-            self.descriptors[key] = Tensor(np.array(words, np.uint64), device="CPU").realize()
+            self.descriptors[key] = _in_memory(np.array(words, np.uint64), dtypes.uint64)
         return self.descriptors[key]
 
     def named_descriptors(self) -> dict[str, Tensor]:
@@ -108,7 +108,8 @@ class Group:
     def is_rank(self, rank: int) -> Tensor:
         """1 on this rank of the group, 0 on others, float32 (1,) on the CPU: a value in memory, so that all
         ranks build the same graph."""
-        if rank not in self.flags: self.flags[rank] = Tensor(np.array([rank == self.rank], np.float32)).realize()
+        if rank not in self.flags:
+            self.flags[rank] = _in_memory(np.array([rank == self.rank], np.float32), dtypes.float32)
         return self.flags[rank]
 
     def run(self, kind: str, out: np.ndarray, given: np.ndarray, count: int, dtype: DType, op: str = "sum",
@@ -170,6 +171,13 @@ class Group:
         name = self.tags[call.tag] if named and call.tag < len(self.tags) else ""
         return Operation(number, KINDS[call.kind], name or "a tensor", int(call.count),
                          TYPES[call.type].name, since)
+
+
+def _in_memory(x: np.ndarray, dtype: DType) -> Tensor:
+    """A Tensor of these elements, at once: `realize` would become part of a step that is being captured."""
+    made = Tensor.empty(*x.shape, dtype=dtype, device="CPU")
+    write(made, 0, x.data.cast("B"))
+    return made
 
 
 @dataclass
