@@ -17,8 +17,8 @@ MOST = 1.15     # times the fastest that was timed
 UNTIMED = "Llama 8B gate_up silu M=16"
 
 
-@pytest.mark.parametrize(("part", "name"), [(part, name) for part in ("gemm", "moe") for name in TIMED[part]
-                                            if name != UNTIMED])
+@pytest.mark.parametrize(("part", "name"), [(part, name) for part in ("gemm", "moe", "paged")
+                                            for name in TIMED[part] if name != UNTIMED])
 def test_what_is_chosen_is_near_the_fastest(part: str, name: str):
     workload = all_workloads(part)[name]
     spec = workload.stages[0][0] if part == "moe" else workload.spec
