@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tinygrad import Tensor, dtypes
@@ -41,15 +42,19 @@ from .packed import PackedBatch
 from .paged import PagedBatch, RopeTables
 from .rope_tables import rope_tables
 
+if TYPE_CHECKING:   # a program of one device does not load it
+    from .parallel import Parallel
+
 
 class Block:
     """One layer: x + attention(norm(x)), then x + feed_forward(norm(x)); norms before or after, as `Names`
     has them."""
 
-    def __init__(self, config: ModelConfig, index: int, dtype: DType, device: str | None) -> None:
+    def __init__(self, config: ModelConfig, index: int, dtype: DType, device: str | None,
+                 parallel: Parallel | None = None) -> None:
         def norm(name: str) -> RMSNorm | None:
             return RMSNorm(config.hidden_size, config, dtype, device) if name else None
-        self.config, names = config, config.names
+        self.config, self.parallel, self.index, names = config, parallel, index, config.names
         self.attention: Attention | LatentAttention
         if config.latent is None: self.attention = Attention(config, index, dtype, device)
         else: self.attention = LatentAttention(config, config.latent, index, dtype, device)
@@ -62,8 +67,14 @@ class Block:
         self.feed_forward_norm = norm(names.feed_forward_norm)
         self.feed_forward_post_norm = norm(names.feed_forward_post_norm)
 
-    def added(self, x: Tensor, made: Tensor, post: RMSNorm | None) -> Tensor:
+    def begun(self, x: Tensor, norm: RMSNorm | None, half: str) -> Tensor:
+        """The input of half of a layer."""
+        made = x if norm is None else norm(x)
+        return made if self.parallel is None else self.parallel.begun(made, f"layers.{self.index}.{half}")
+
+    def added(self, x: Tensor, made: Tensor, post: RMSNorm | None, half: str) -> Tensor:
         """x and what half of a layer makes of it."""
+        if self.parallel is not None: made = self.parallel.summed(made, f"layers.{self.index}.{half}")
         if post is not None: made = post(made)
         scale = self.config.residual_scale
         return x + (made if scale == 1 else made * scale)
@@ -71,23 +82,26 @@ class Block:
     def __call__(self, x: Tensor, batch: DenseBatch | PagedBatch | PackedBatch,
                  cache: Cache | None) -> Tensor:
         with layer("attention"):
-            h = x if self.attention_norm is None else self.attention_norm(x)
-            x = self.added(x, self.attention(h, batch, cache), self.attention_post_norm)
+            h = self.begun(x, self.attention_norm, "attention")
+            x = self.added(x, self.attention(h, batch, cache), self.attention_post_norm, "attention")
         with layer("feed_forward"):
-            h = x if self.feed_forward_norm is None else self.feed_forward_norm(x)
-            return self.added(x, self.feed_forward(h), self.feed_forward_post_norm).contiguous()
+            h = self.begun(x, self.feed_forward_norm, "feed_forward")
+            made = self.feed_forward(h)
+            return self.added(x, made, self.feed_forward_post_norm, "feed_forward").contiguous()
 
 
 class Llama:
-    """The network. Parameters are allocated, not set: `weights.load` or `initialise` fills them."""
+    """The network. Parameters are allocated, not set: `weights.load` or `initialise` fills them. One of a
+    `parallel` group has a part of it: `config` is then that part's (parallel.py)."""
 
     def __init__(self, config: ModelConfig, dtype: DType = dtypes.float32, device: str | None = None,
-                 positions: int | None = None) -> None:
-        self.config, self.dtype, self.device = config, dtype, device
+                 positions: int | None = None, parallel: Parallel | None = None) -> None:
+        self.config, self.dtype, self.device, self.parallel = config, dtype, device, parallel
         self.positions = config.max_positions if positions is None else positions
         self.rope_rows = self.positions     # of the tables, at least
-        self.embedding = Tensor.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.blocks = [Block(config, i, dtype, device) for i in range(config.num_layers)]
+        rows = config.vocab_size if parallel is None else parallel.table_rows(config.vocab_size)
+        self.embedding = Tensor.empty(rows, config.hidden_size, dtype=dtype, device=device)
+        self.blocks = [Block(config, i, dtype, device, parallel) for i in range(config.num_layers)]
         self.norm = RMSNorm(config.hidden_size, config, dtype, device)
         self.head = self.embedding
         if not config.tied: self.head = Tensor.empty(*self.embedding.shape, dtype=dtype, device=device)
@@ -117,8 +131,9 @@ class Llama:
         """The first layer's input, (B, T, hidden)."""
         with layer("embedding"):
             table = self.quantised_embedding
-            x = embedding(self.embedding, tokens) if table is None else \
-                quantised_rows(table, tokens, self.dtype)
+            if table is not None: x = quantised_rows(table, tokens, self.dtype)
+            elif self.parallel is None: x = embedding(self.embedding, tokens)
+            else: x = self.parallel.embedded(self.embedding, tokens, self.config.vocab_size)
             if self.config.embedding_scale != 1.0:
                 x = x * Tensor(self.config.embedding_scale, dtype=self.dtype, device=self.device)
             return x.contiguous()  # gathered once: norms and residuals read it
@@ -143,6 +158,7 @@ class Llama:
     def logits(self, x: Tensor) -> Tensor:
         """Of normalised outputs of the last layer."""
         c, made = self.config, multiply(x, self.head if self.quantised_head is None else self.quantised_head)
+        if self.parallel is not None: made = self.parallel.gathered(made, c.vocab_size)
         if c.logit_divisor != 1: made = made / c.logit_divisor
         if c.logit_softcap is None: return made
         # in float32: tinygrad's tanh rounds between its operations

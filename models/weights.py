@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from tinygrad.dtype import DType
 from tinygrad_nv.errors import WeightError
 from tinygrad_nv.quant.readers.reader import ONLINE, reader_of
 from tinygrad_nv.quant.types import nbytes as matrix_bytes
-from tinygrad_nv.runtime.memory import allocate, allocate_arena, read
+from tinygrad_nv.runtime.memory import allocate, allocate_arena, read, write
 from tinygrad_nv.runtime.memory_pool import labelled
 
 from .attention import Attention
@@ -73,12 +73,19 @@ def _whole(tensor: Tensor) -> WeightSlice:
     return WeightSlice(tensor, 0, tuple(int(s) for s in tensor.shape))
 
 
+def _of_vocabulary(model: Llama, tensor: Tensor) -> WeightSlice:
+    """The rows of the vocabulary that a network has."""
+    whole = _whole(tensor)
+    if model.parallel is None: return whole
+    return replace(whole, shape=(model.parallel.rows(model.config.vocab_size)[1], *whole.shape[1:]))
+
+
 def slots(model: Llama) -> dict[str, WeightSlice]:
     """Every tensor the checkpoint must hold, by its Hugging Face name, layer by layer."""
     c = model.config
-    out = {EMBEDDING: _whole(model.embedding),
+    out = {EMBEDDING: _of_vocabulary(model, model.embedding),
            "model.norm.weight": _whole(model.norm.weight)}
-    if not c.tied: out[HEAD] = _whole(model.head)
+    if not c.tied: out[HEAD] = _of_vocabulary(model, model.head)
     for i, block in enumerate(model.blocks):
         layer, attention, names = f"model.layers.{i}", block.attention, c.names
         for name, norm in ((names.attention_norm, block.attention_norm),
@@ -189,8 +196,10 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
     entries = _without_draft_layers(model.config, language_entries(checkpoint.entries))
     if headless: entries = {name: each for name, each in entries.items() if not name.startswith("score.")}
     checkpoint.entries = apart(model.config, entries, directory)
+    elsewhere = _cut(model, checkpoint, directory)
     plan = planned(model, checkpoint.entries, str(directory / "config.json"))
     wanted = {name: slot for name, slot in slots(model).items() if name not in plan.replaced}
+    for name in elsewhere: _fill_zeros(wanted.pop(name))
     wanted |= {name: _whole(tensor) for name, tensor in plan.plain.items()}
     theirs = plan.tensors | plan.unread
     check(wanted, {name: entry for name, entry in checkpoint.entries.items() if name not in theirs},
@@ -216,6 +225,26 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
     for block in model.blocks:
         if isinstance(block.attention, LatentAttention): block.attention.dequantize()
     return total
+
+
+def _cut(model: Llama, checkpoint: Checkpoint, directory: Path) -> set[str]:
+    """Cuts entries to what a network's rank has of them; biases that it has none of, as another rank adds
+    them."""
+    if (parallel := model.parallel) is None: return set()
+    from .parallel import added_elsewhere, own_entries, shares
+    whole = slots(Llama(parallel.whole, model.dtype, model.device))
+    check(whole, checkpoint.entries, model.config.tied, directory)
+    found = shares({name: slot.shape for name, slot in whole.items()},
+                   {name: slot.shape for name, slot in slots(model).items()}, parallel, (EMBEDDING, HEAD))
+    if model.config.tied and HEAD in checkpoint.entries: found[HEAD] = found[EMBEDDING]
+    elsewhere = added_elsewhere(found, parallel) & whole.keys()
+    checkpoint.entries = {name: entry for name, entry in own_entries(checkpoint.entries, found).items()
+                          if name not in elsewhere}
+    return elsewhere
+
+
+def _fill_zeros(slot: WeightSlice) -> None:
+    write(slot.tensor, slot.offset, memoryview(bytes(math.prod(slot.shape) * slot.tensor.dtype.itemsize)))
 
 
 def held(model: Llama) -> list[Tensor]:

@@ -124,3 +124,16 @@ class GraphError(NVError):
 
 class EngineError(NVError):
     """The engine stopped in the middle of its work, with the requests it had."""
+
+
+class DistError(NVError):
+    """Ranks that cannot find each other, that differ in what they do, or that were lost. `ranks` are those
+    that the message names as the cause."""
+
+    def __init__(self, found: str, expected: str = "", fix: str = "", ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(found, expected, fix)
+        self.ranks = ranks
+
+
+class DistTimeout(DistError):
+    """Ranks that did not come, or a value that was not set, in the time there was."""

@@ -23,7 +23,7 @@ KINDS = ("eager", "lazy", "typing")
 # knows what a kernel is; the CPU's schedules are found by running, so cpu knows runtime. hooks is how all
 # above reach into tinygrad.
 LAYERS = ("errors table interrupt progress", "config", "cache", "toolchain", "ptx", "quant", "tile", "hooks",
-          "runtime", "cpu", "host patterns", "functional dlpack", "kvcache graphs", "models", "engine",
+          "runtime", "cpu", "host patterns", "dist", "functional dlpack", "kvcache graphs", "models", "engine",
           "server benchmarks quantize", "explain", "registration", "tinygrad_nv", "cli")
 RANKS = {group: rank for rank, row in enumerate(LAYERS) for group in row.split()}
 # files that make a group without a folder of their own

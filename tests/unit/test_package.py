@@ -27,10 +27,11 @@ def test_tinygrads_names_are_tinygrads_own_objects():
 def test_import_loads_no_device_and_no_numpy():
     done = run("import sys, tinygrad_nv\n"
                "print(*[m for m in sys.modules if m.startswith(('tinygrad.runtime.ops_', 'numpy'))])")
-    # what EMU and CUDA open is registered; neither the emulator nor cuda-python is loaded
+    # what EMU and CUDA open is registered; neither the emulator, cuda-python nor dist is loaded
     assert (done.stdout, done.stderr) == ("tinygrad.runtime.ops_emu tinygrad.runtime.ops_cuda\n", "")
     done = run("import sys, tinygrad_nv\n"
-               "print(*[m for m in sys.modules if m == 'tinygrad_nv.ptx.emulator' or m.startswith('cuda')])")
+               "print(*[m for m in sys.modules if m.startswith((\n"
+               "    'tinygrad_nv.ptx.emulator', 'tinygrad_nv.dist', 'cuda', 'mpi4py'))])")
     assert (done.stdout, done.stderr) == ("\n", "")
 
 

@@ -16,7 +16,7 @@ from tinygrad_nv import hooks
 
 # settings that change no kernel, or that are in the key by what they name
 NEUTRAL = ("NV_CACHE_DIR", "NV_API_KEY", "NV_SCHEDULES", "NV_REPACK_CACHE", "NV_NVTX", "NV_DEBUG",
-           "NV_PROGRAM_CACHE", "NV_STRICT", "NV_SPEC")
+           "NV_PROGRAM_CACHE", "NV_STRICT", "NV_SPEC", "NV_DIST_TIMEOUT", "NV_DIST_TOKEN")
 # folders of the package whose sources make no step
 OTHER = ("server", "cli", "benchmarks", "explain", "host", "quantize", "emulator", "timing",
          "structured_output", "text", "page", "tales")

@@ -1,0 +1,218 @@
+"""Collectives of Tensors over a group of ranks, with gradients.
+
+Protocol. Every rank of the group calls the same function with tensors of one shape and dtype, and gets its
+result. The calls are lazy, as all of tinygrad: they run when what depends on them is realized, in an order
+that all ranks share if they build the same graphs.
+
+Gradients are those of the sum of all ranks' losses, as torch.distributed.nn.functional has them: that of
+`all_reduce` is an `all_reduce`. Where all ranks compute one loss that is counted once, as tensor parallel
+layers do (Megatron-LM, arXiv 1909.08053, section 3), `all_reduce(x, replicated=True)` passes the gradient on
+as it is, and `copied` is the identity with an `all_reduce` in its gradient.
+
+A `wire` dtype is that of what is carried: x is cast before and the result after.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
+from tinygrad.uop.ops import UOp
+
+from tinygrad_nv.dist.collectives.kernel import Collective, called
+from tinygrad_nv.dist.group import Group
+from tinygrad_nv.errors import DistError
+from tinygrad_nv.patterns.named import call
+
+
+@dataclass(frozen=True)
+class Copied:
+    """The identity over a group, by name."""
+    group: str
+    name: str
+
+
+BUCKET_BYTES = 25 << 20     # as torch's DistributedDataParallel has it
+
+
+def all_reduce(x: Tensor, group: Group, op: str = "sum", *, wire: DType | None = None,
+               replicated: bool = False, name: str = "") -> Tensor:
+    """The sum (or "max", "min") over all ranks, of x's shape. 16-bit floats are added in float32, in the
+    order of ranks, and rounded once. Only the sum has a gradient. Raises `DistError`."""
+    if group.size == 1: return x
+    if wire is not None and wire != x.dtype:
+        return all_reduce(x.cast(wire), group, op, replicated=replicated, name=name).cast(x.dtype)
+
+    def back(grad: UOp, _: UOp) -> tuple[UOp | None, ...]:
+        if op != "sum": return None, None
+        return (grad if replicated else all_reduce(Tensor(grad), group, name=f"gradient of {name}").uop), None
+    return _called("all_reduce", x, group, x.shape, prod(_extents(x)), op=op, name=name, back=back)
+
+
+def copied(x: Tensor, group: Group, name: str = "") -> Tensor:
+    """x, whose gradient is the sum of those of all ranks: what tensor parallel layers begin with."""
+    if group.size == 1: return x
+
+    def back(grad: UOp, _: UOp) -> tuple[UOp | None, ...]:
+        return all_reduce(Tensor(grad), group, name=f"gradient of {name}").uop,
+    return call(Copied(group.name, name), _same, x, grad=back)[0]
+
+
+def reduce_scatter(x: Tensor, group: Group, axis: int = 0, op: str = "sum", *, wire: DType | None = None,
+                   name: str = "") -> Tensor:
+    """This rank's part of the sum over all ranks: rank r has the r-th of equal parts along `axis`."""
+    if group.size == 1: return x
+    if wire is not None and wire != x.dtype:
+        return reduce_scatter(x.cast(wire), group, axis, op, name=name).cast(x.dtype)
+    first, shape = _to_front(x, axis, "reduce_scatter", group)
+
+    def back(grad: UOp, _: UOp) -> tuple[UOp | None, ...]:
+        if op != "sum": return None, None
+        return all_gather(Tensor(grad), group, name=f"gradient of {name}").uop, None
+    part = (shape[0] // group.size, *shape[1:])
+    made = _called("reduce_scatter", first, group, part, prod(part), op=op, name=name, back=back)
+    return _from_front(made, x, axis)
+
+
+def all_gather(x: Tensor, group: Group, axis: int = 0, name: str = "") -> Tensor:
+    """What all ranks have, one after the other along `axis`."""
+    if group.size == 1: return x
+    first, shape = _to_front(x, axis, "all_gather", None)
+
+    def back(grad: UOp, _: UOp) -> tuple[UOp | None, ...]:
+        return reduce_scatter(Tensor(grad), group, name=f"gradient of {name}").uop, None
+    whole = (shape[0] * group.size, *shape[1:])
+    return _from_front(_called("all_gather", first, group, whole, prod(shape), name=name, back=back), x, axis)
+
+
+def all_to_all(x: Tensor, group: Group, split: int = 0, concat: int = 0, name: str = "") -> Tensor:
+    """Part r of x along `split` goes to rank r; what comes from all ranks stands along `concat`."""
+    if group.size == 1: return x
+    first, shape = _to_front(x, split, "all_to_all", group)
+
+    def back(grad: UOp, _: UOp) -> tuple[UOp | None, ...]:
+        return all_to_all(Tensor(grad), group, name=f"gradient of {name}").uop, None
+    made = _called("all_to_all", first, group, shape, prod(shape) // group.size, name=name, back=back)
+    # (ranks, part of split, rest) with the split axis back in its place, then ranks before `concat`
+    made = _from_front_of(made.reshape(group.size, shape[0] // group.size, *shape[1:]), x, split)
+    at = concat % x.ndim
+    order = [*range(1, at + 1), 0, *range(at + 1, made.ndim)]
+    moved = made.permute(order)
+    return moved.reshape(*moved.shape[:at], moved.shape[at] * moved.shape[at + 1], *moved.shape[at + 2:])
+
+
+def broadcast(x: Tensor, group: Group, root: int = 0, name: str = "") -> Tensor:
+    """What rank `root` of the group has. Its gradient is the sum of all ranks', at the root."""
+    if group.size == 1: return x
+
+    def back(grad: UOp, _: UOp) -> tuple[UOp | None, ...]:
+        summed = all_reduce(Tensor(grad), group, name=f"gradient of {name}")
+        # in memory, or a rank that has 0 of it would not come to the sum
+        return (summed * group.is_rank(root).cast(summed.dtype)).uop, None
+    return _called("broadcast", x, group, x.shape, prod(_extents(x)), peer=root, name=name, back=back)
+
+
+def send(x: Tensor, group: Group, to: int, name: str = "") -> Tensor:
+    """Sends x to rank `to` of the group, which has to `recv` it. Returns a byte to realize: x is sent when
+    that is computed."""
+    return _called("send", x, group, (1,), prod(_extents(x)), peer=to, name=name, dtype=dtypes.uint8)
+
+
+def recv(shape: Sequence[int], dtype: DType, group: Group, source: int, name: str = "",
+         device: str = "CPU") -> Tensor:
+    """What rank `source` of the group sends, of this shape and dtype. Calls that one graph shall have several
+    of need different names."""
+    count = prod(shape)
+    words = group.descriptor("recv", count, dtype, peer=source, name=name)
+    what = Collective("recv", tuple(shape), dtype, count * dtype.itemsize, _told("recv", group, name))
+    return call(what, called, words)[0]
+
+
+def all_reduce_many(tensors: Sequence[Tensor], group: Group, *, bucket_bytes: int = BUCKET_BYTES,
+                    wire: DType | None = None, name: str = "") -> list[Tensor]:
+    """`all_reduce` of each, those of one dtype together in buckets of at most so many bytes, in their order:
+    a call for each bucket, not for each tensor."""
+    made: list[Tensor] = list(tensors)
+    for number, bucket in enumerate(buckets(tensors, bucket_bytes)):
+        flat = Tensor.cat(*(tensors[i].reshape(-1) for i in bucket)) if len(bucket) > 1 else \
+            tensors[bucket[0]].reshape(-1)
+        summed, at = all_reduce(flat, group, wire=wire, name=f"{name} bucket {number}".strip()), 0
+        for i in bucket:
+            count = prod(_extents(tensors[i]))
+            made[i] = summed[at:at + count].reshape(tensors[i].shape)
+            at += count
+    return made
+
+
+def buckets(tensors: Sequence[Tensor], most: int) -> list[list[int]]:
+    """Numbers of tensors that are carried together: neighbours among those of a dtype, up to so many
+    bytes."""
+    made, open_ = list[list[int]](), dict[DType, tuple[list[int], int]]()
+    for i, each in enumerate(tensors):
+        size = prod(_extents(each)) * each.dtype.itemsize
+        found, used = open_.get(each.dtype, ([], 0))
+        if not found or used + size > most:
+            made.append(found := [])
+            used = 0
+        found.append(i)
+        open_[each.dtype] = found, used + size
+    return made
+
+
+# **** calls ****
+
+Back = Callable[..., tuple[UOp | None, ...]]
+
+
+def _called(kind: str, x: Tensor, group: Group, shape: Sequence[int], count: int, op: str = "sum",
+            peer: int = 0, name: str = "", back: Back | None = None, dtype: DType | None = None) -> Tensor:
+    if str(x.device).partition(":")[0] != "CPU":
+        raise DistError(f"{kind} of a tensor on {x.device}", "a tensor on the CPU", "move it: .to(\"CPU\")")
+    words = group.descriptor(kind, count, x.dtype, op, peer, name)
+    what = Collective(kind, tuple(shape), dtype or x.dtype, 2 * count * x.dtype.itemsize,
+                      _told(kind, group, name))
+    return call(what, called, x.contiguous(), words.to(x.device), grad=back)[0]
+
+
+def _told(kind: str, group: Group, name: str) -> str:
+    return f"{kind} over ranks {group.name}" + (f" of {name}" if name else "")
+
+
+def _same(what: object, x: Tensor) -> tuple[Tensor, ...]: return (x,)
+
+
+def _extents(x: Tensor) -> tuple[int, ...]:
+    if not all(isinstance(extent, int) for extent in x.shape):
+        raise DistError(f"a collective of a tensor of shape {x.shape}", "known extents",
+                        "pad it to its largest extent")
+    return tuple(int(extent) for extent in x.shape)
+
+
+def _to_front(x: Tensor, axis: int, kind: str, divides: Group | None) -> tuple[Tensor, tuple[int, ...]]:
+    """x with the axis first, and its shape then."""
+    shape = _extents(x)
+    if not -len(shape) <= axis < len(shape):
+        raise DistError(f"{kind} along axis {axis} of shape {shape}", f"an axis of {len(shape)}")
+    if divides is not None and shape[axis] % divides.size:
+        raise DistError(f"{kind} along axis {axis} of shape {shape} over {divides.size} ranks",
+                        f"an extent that {divides.size} divides", "pad it")
+    order = _front(axis % len(shape), len(shape))
+    made = x.permute(order) if order[0] else x
+    return made, tuple(shape[i] for i in order)
+
+
+def _from_front(made: Tensor, x: Tensor, axis: int) -> Tensor:
+    """The first axis back in its place."""
+    order = _front(axis % x.ndim, x.ndim)
+    return made.permute([order.index(i) for i in range(x.ndim)]) if order[0] else made
+
+
+def _from_front_of(made: Tensor, x: Tensor, axis: int) -> Tensor:
+    """The same behind an axis of ranks."""
+    order = _front(axis % x.ndim, x.ndim)
+    return made.permute([0, *(1 + order.index(i) for i in range(x.ndim))]) if order[0] else made
+
+
+def _front(axis: int, ndim: int) -> list[int]: return [axis, *(i for i in range(ndim) if i != axis)]

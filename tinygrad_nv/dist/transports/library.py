@@ -1,0 +1,97 @@
+"""The C of csrc/ as a shared library: compiled once, kept by content, called through ctypes.
+
+Protocol: `library()` gives the loaded library, compiled with the C compiler of `toolchain.py` when its
+sources, the compiler or the processor are new. `GroupStruct` is csrc/group.h's `Group`, `Call` its `Call`.
+"""
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+from tinygrad import dtypes
+from tinygrad.dtype import DType
+
+from tinygrad_nv import cache
+from tinygrad_nv.errors import ToolchainError
+from tinygrad_nv.toolchain import find_compiler
+
+SOURCES = Path(__file__).parent.parent / "csrc"
+# no contraction: sums are those that reduce.c says
+FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=off",
+         "-fno-sanitize=all", "-g0")
+MOST_RANKS = 64
+u64 = ctypes.c_uint64
+
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send", "recv")
+OPS = ("sum", "max", "min")
+TYPES: tuple[DType, ...] = (
+    dtypes.float32, dtypes.float64, dtypes.bfloat16, dtypes.float16, dtypes.int8, dtypes.uint8,
+    dtypes.int16, dtypes.uint16, dtypes.int32, dtypes.uint32, dtypes.int64, dtypes.uint64)
+OK, MISMATCH, LATE, ABORTED, FAILED = range(5)
+
+
+class Call(ctypes.Structure):
+    """csrc/group.h: Call."""
+    _fields_ = tuple((name, u64) for name in ("kind", "count", "type", "op", "peer", "tag"))
+
+
+class GroupStruct(ctypes.Structure):
+    """csrc/group.h: Group."""
+    _fields_ = (("run", ctypes.c_void_p), ("rank", u64), ("size", u64), ("begun", u64), ("ended", u64),
+                ("current", Call), ("since", u64), ("status", u64), ("culprit", u64), ("theirs", Call),
+                ("abort", u64), ("timeout_ns", u64), ("shared", ctypes.c_void_p), ("slot_bytes", u64),
+                ("sent", u64 * MOST_RANKS), ("received", u64 * MOST_RANKS), ("phase", u64), ("mpi", u64 * 64),
+                ("room", ctypes.c_void_p), ("room_bytes", u64))
+
+
+class Library:
+    """The loaded library."""
+
+    def __init__(self, path: Path) -> None:
+        self.c = ctypes.CDLL(str(path))
+        self.c.shared_bytes.restype = self.c.group_bytes.restype = u64
+        assert self.c.group_bytes() == ctypes.sizeof(GroupStruct)
+
+    def address(self, name: str) -> int:
+        """Where a function is."""
+        found = ctypes.cast(getattr(self.c, name), ctypes.c_void_p).value
+        assert found is not None
+        return found
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try: text = Path("/proc/cpuinfo").read_text()
+    except OSError: return platform.machine() + platform.processor()
+    return platform.machine() + next((line for line in text.splitlines() if line.startswith("flags")), "")
+
+
+@functools.cache
+def library() -> Library:
+    """The library, compiled when it has to be (about 1 s). Raises `ToolchainError` when there is no compiler
+    or it fails."""
+    compiler = find_compiler(any_c=True)
+    sources = b"".join(path.name.encode() + path.read_bytes() for path in sorted(SOURCES.iterdir()))
+    key = hashlib.sha256(b"\0".join((sources, compiler.identity.encode(), _processor().encode(),
+                                     " ".join(FLAGS).encode()))).hexdigest()
+    place = cache.directory() / "dist"
+    place.mkdir(parents=True, exist_ok=True)
+    path = place / f"{key[:32]}.so"
+    if not path.is_file(): _compile(compiler.command, compiler.environment(), path)
+    return Library(path)
+
+
+def _compile(command: tuple[str, ...], environment: dict[str, str] | None, path: Path) -> None:
+    """Compiled beside and renamed, so that a reader sees all of it or nothing."""
+    part = path.with_suffix(f".{os.getpid()}")
+    done = subprocess.run([*command, *FLAGS, f"-DKEY={path.stem}", str(SOURCES / "group.c"), "-o", str(part)],
+                          capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise ToolchainError(f"{command[0]} did not compile the transports:\n{done.stderr[-2000:]}",
+                             "clang, or a compiler that takes its flags", "unset CC, or point it at a clang")
+    os.replace(part, path)
