@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tinygrad import Tensor
@@ -40,6 +40,9 @@ from tinygrad_nv.dist.transports.library import (
     library,
 )
 from tinygrad_nv.errors import DistError
+
+if TYPE_CHECKING:
+    from tinygrad_nv.dist.transports.nccl import Communicator
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,9 @@ class Group:
         self.tags: list[str] = []   # names of tensors
         self.flags: dict[int, Tensor] = {}
         self.descriptors: dict[tuple[int, ...], Tensor] = {}
+        self.key = name             # another for each group of a world
+        self.communicators: dict[str, Communicator] = {}    # of GPUs of this rank (collectives/device.py)
+        self.anchors: dict[str, Tensor] = {}
 
     def __repr__(self) -> str: return f"Group({self.name}: rank {self.rank} of {self.size})"
 
@@ -103,13 +109,20 @@ class Group:
     def current(self) -> Operation | None:
         """What this rank is at: None between collectives."""
         s = self.struct
-        if s.begun == s.ended: return None
+        if s.begun == s.ended:
+            last = next(filter(None, (each.last for each in self.communicators.values())), None)
+            if last is None: return None
+            order = last.order
+            return Operation(last.number, order.kind, order.name or "a tensor", order.count, order.dtype.name,
+                             last.since)
         return self._operation(s.current, s.begun, s.since / 1e9)
 
     def check(self) -> None:
         """Raises `DistError` if a collective has failed."""
         s = self.struct
-        if s.status == OK: return
+        if s.status == OK:
+            for each in self.communicators.values(): each.check()
+            return
         if self.why is not None: raise self.why
         own = self._operation(s.current, s.begun, s.since / 1e9)
         other = f"rank {self.members[s.culprit]}"
@@ -135,6 +148,12 @@ class Group:
     def abort(self) -> None:
         """Ends a collective that waits, from another thread."""
         self.struct.abort = 1
+        for each in self.communicators.values(): each.abort(self.why)
+
+    def close(self) -> None:
+        """Gives back what the group has, once its devices have done what they hold."""
+        for each in self.communicators.values(): each.close()
+        self.abort()
 
     def _operation(self, call: Call, number: int, since: float) -> Operation:
         name = self.tags[call.tag] if call.tag < len(self.tags) else ""
@@ -176,6 +195,7 @@ class World:
                             "a group that it is in")
         self.made[chosen] += 1
         made = Group("-".join(map(str, chosen)), chosen, chosen.index(self.rank), self.timeout_s)
+        made.key = f"{made.name}/{self.made[chosen]}"
         if len(chosen) > 1:
             if self.transport == "mpi": made.held = mpi.connect(made.struct, chosen)
             else:
@@ -218,7 +238,7 @@ class World:
     def close(self) -> None:
         """Ends what this process has to do with other ranks."""
         self.told.clear()
-        for each in self.groups: each.abort()
+        for each in self.groups: each.close()
         if self.store is not None: self.store.close()
 
 

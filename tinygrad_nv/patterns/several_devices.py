@@ -20,5 +20,5 @@ def lowered_by(load: Callable[[], Rewrite]) -> None:
 
 def rewrite(sink: UOp) -> UOp:
     """The graph after that, where there is an ALLREDUCE in it."""
-    if not _load or not any(node.op is Ops.ALLREDUCE for node in sink.toposort(enter_calls=False)): return sink
-    return _load[0]()(sink)
+    found = any(node.op is Ops.ALLREDUCE for node in sink.toposort(enter_calls=False))
+    return _load[0]()(sink) if _load and found else sink

@@ -1,6 +1,7 @@
 """A device of tinygrad over the driver interface, without what it is made of (device.py)."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,18 @@ class DrivenDevice(Compiled):
     window: Window | None = None
     observer: Callable[..., float | None] | None = None
 
-    def synchronize(self) -> None: self.driver.synchronize()
+    @functools.cached_property
+    def checks(self) -> list[Callable[[], None]]:
+        """Called when the host has waited for the device: they raise what libraries have failed in."""
+        return []
+
+    def check(self) -> None:
+        """Raises what a library has failed in."""
+        for each in self.checks: each()
+
+    def synchronize(self) -> None:
+        self.driver.synchronize()
+        self.check()
 
     def timed(self, submit: Callable[[], Any], wait: bool) -> float | None:
         """Submits; with `wait`, returns the seconds it took on the device."""

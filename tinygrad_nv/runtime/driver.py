@@ -1,8 +1,8 @@
 """The driver interface of a GPU: memory, modules, launches, streams, events, graphs, tensor maps.
 
 Protocol. `Driver` is one device. Addresses are integers, device-wide, and may point inside an allocation.
-Work (`Launch`, `Copy`, `Fill`, `Upload`, `Download`) goes to a `Stream`: what is submitted to one runs in
-that order; nothing orders two streams but an event that one records and the other waits for. Stream 0 is
+Work (`Launch`, `Copy`, `Fill`, `Upload`, `Download`, `LibraryCall`) goes to a `Stream`: what is submitted to
+one runs in that order; nothing orders two streams but an event that one records and the other waits for. Stream 0 is
 there from the start and orders with no other. `submit` returns before the work is done; `copy_in` has taken
 its bytes, and `copy_out` has delivered them, when it returns. The page-locked memory of an `Upload` or a
 `Download` belongs to the work until an event after it has come to pass.
@@ -28,11 +28,13 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.ptx.gpcs import SIZES, Clusters
+from tinygrad_nv.runtime.library_call import LibraryCall
 from tinygrad_nv.tile.launch import MapArgument
 
 Triple = tuple[int, int, int]
@@ -146,7 +148,7 @@ class Download:
     nbytes: int
 
 
-Work = Launch | Copy | Fill | Upload | Download
+Work = Launch | Copy | Fill | Upload | Download | LibraryCall
 
 
 @dataclass(frozen=True)
@@ -336,6 +338,10 @@ class Driver(ABC):
     @abstractmethod
     def submit(self, work: Work, stream: Stream | None = None) -> None:
         """Puts work into a stream; into its graph while the stream is captured."""
+
+    @abstractmethod
+    def inside(self) -> AbstractContextManager[object]:
+        """This device is the current one of the thread: for calls of other libraries."""
 
     # order
 

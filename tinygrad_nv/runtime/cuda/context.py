@@ -6,6 +6,7 @@ through this.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import weakref
@@ -70,6 +71,14 @@ class CUDAContext(driver.Driver):
         self.checked(*self.cu.cuCtxSetCurrent(self.context), doing="making the context current")
         # GPU 0 is what a thread without a context means
         return before if number or self.ordinal else None
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """The context is the thread's."""
+        before = self.enter()
+        try: yield
+        finally:
+            if before is not None: self.cu.cuCtxSetCurrent(before)
 
     def _no_context(self, status: Any) -> DriverError:
         """The error where the driver does not say which context is current: after a fork, it never does."""
@@ -136,6 +145,11 @@ class CUDAContext(driver.Driver):
         handle = self.call("cuStreamCreate", self.cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.keep("cuStreamDestroy", handle)
         return handle
+
+    @functools.cached_property
+    def capture_stream(self) -> Any:
+        """A CUstream in which calls of libraries are captured."""
+        return self.new_stream()
 
     def capturing(self, stream: CUDAStream) -> bool:
         """Whether CUDA captures a stream: one that is not ours, as we let it capture none."""

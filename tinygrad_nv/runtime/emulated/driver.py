@@ -12,9 +12,11 @@ own.
 """
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from bisect import bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -39,12 +41,14 @@ from tinygrad_nv.runtime.emulated.graph import EmulatedEvent, EmulatedGraph, Emu
 from tinygrad_nv.runtime.emulated.host import EmulatedHostMemory, Owned, host_memory
 from tinygrad_nv.runtime.emulated.module import EmulatedModule, described
 from tinygrad_nv.runtime.emulated.order import Clock, Done, Part, serial, touched
+from tinygrad_nv.runtime.library_call import LibraryCall
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
 STATIC_SHARED_LIMIT = 48 << 10
 L2_BYTES = {80: 40 << 20, 89: 96 << 20, 90: 50 << 20}          # A100, L40, H100
 WINDOW_LIMIT = 128 << 20
 MEMORY_BYTES = {80: 80 << 30, 89: 48 << 30, 90: 80 << 30}
+CURRENT = threading.local()                                     # device: the thread's, for other libraries
 SHOWN = 3                                                       # findings in an error's text
 
 
@@ -224,9 +228,30 @@ class EmulatedDriver(driver.Driver):
         the stream."""
         if isinstance(work, Launch): return self._launch(work, stream, ahead)
         if isinstance(work, Copy): return Done(self._copy(work, self, "a copy"))
+        if isinstance(work, LibraryCall): return Done(self._library_call(work, stream))
         if isinstance(work, Upload): return Done(self._upload(work, stream, "an upload"))
         if isinstance(work, Download): return Done(self._download(work, stream, "a download"))
         return Done(self._touched("a fill", self._write(work.target, work.value, 1, work.nbytes, "a fill")))
+
+    def _library_call(self, work: LibraryCall, stream: EmulatedStream) -> Footprint:
+        given = [*((READ, *each) for each in work.reads), *((WRITE, *each) for each in work.writes)]
+        parts = [(self._place(address, nbytes, work.what), flags) for flags, address, nbytes in given]
+        with self.inside(): work.enqueue(stream.number)
+        for (buffer, where), flags in parts:
+            if flags == WRITE and buffer.valid is not None: buffer.valid[where] = 1
+        return self._touched(work.what, *((buffer, where.start, where.stop, flags)
+                                          for (buffer, where), flags in parts))
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        before, CURRENT.device = getattr(CURRENT, "device", None), self
+        try: yield
+        finally: CURRENT.device = before
+
+    def memory_at(self, address: int, nbytes: int, what: str) -> np.ndarray:
+        """The bytes there, for what stands for another library."""
+        buffer, where = self._place(address, nbytes, what)
+        return buffer.data[where]
 
     def _touched(self, what: str, *parts: Part) -> Footprint:
         return touched(what, *parts) if self.check else Footprint(what)
