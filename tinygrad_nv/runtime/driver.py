@@ -2,10 +2,10 @@
 
 Protocol. `Driver` is one device. Addresses are integers, device-wide, and may point inside an allocation.
 Work (`Launch`, `Copy`, `Fill`, `Upload`, `Download`, `LibraryCall`) goes to a `Stream`: what is submitted to
-one runs in that order; nothing orders two streams but an event that one records and the other waits for. Stream 0 is
-there from the start and orders with no other. `submit` returns before the work is done; `copy_in` has taken
-its bytes, and `copy_out` has delivered them, when it returns. The page-locked memory of an `Upload` or a
-`Download` belongs to the work until an event after it has come to pass.
+one runs in that order; nothing orders two streams but an event that one records and the other waits for.
+Stream 0 is there from the start and orders with no other. `submit` returns before the work is done; `copy_in`
+has taken its bytes, and `copy_out` has delivered them, when it returns. The page-locked memory of an `Upload`
+or a `Download` belongs to the work until an event after it has come to pass.
 
 A launch with `pdl` may begin when the launch right before it in its stream lets it, or when that has ended;
 it waits for the end, and for the memory that was written, with griddepcontrol.wait, which every such kernel

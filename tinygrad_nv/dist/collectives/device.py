@@ -10,7 +10,7 @@ group build the same graph, and so meet.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,7 +108,7 @@ def _body(what: DeviceCollective, x: Tensor) -> tuple[Tensor, ...]:
     return (Tensor(made),)
 
 
-def _made(call: DeviceCall, device: str, buffers: tuple[int, ...]) -> LibraryCall:
+def _made(call: DeviceCall, device: str, buffers: Sequence[int]) -> LibraryCall:
     found = [group for group in world().groups if group.key == call.group]
     if not found: raise DistError(f"{call.order} of the group {call.group}", "a group of this process")
     out, given = buffers

@@ -186,7 +186,11 @@ class EmulatedNCCL:
 
     def ncclCommAbort(self, comm: int) -> int:
         found = self.communicators[comm]
-        for each in found.structs: each.abort = 1
+        for each in found.structs:
+            each.abort = 1
+            # the first word of the memory (csrc/shared.c): the others hear of it, as over a network
+            all_abort = ctypes.c_uint64.from_address(each.shared)
+            all_abort.value = all_abort.value or found.rank + 1
         found.fail(REMOTE_ERROR, "the communicator was aborted")
         return SUCCESS
 
