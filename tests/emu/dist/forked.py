@@ -1,6 +1,7 @@
 """Ranks for tests that need no launcher: forks of the test's process, each with an emulated device."""
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import traceback
@@ -52,9 +53,8 @@ class Rank:
 def run(size: int, program: Program, timeout_s: float = 60) -> list[Any]:
     """What the program returns on each rank, or the words of what it raised; None of a rank that was
     killed."""
-    emulator, unique = EmulatedDriver(), b""
-    library()
-    unique = nccl.library(emulator).unique_id()
+    library()   # loaded before forks
+    unique = nccl.library(EmulatedDriver()).unique_id()
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     started = [context.Process(target=_rank, args=(rank, size, unique, program, pipes[rank][1]))
@@ -70,8 +70,7 @@ def run(size: int, program: Program, timeout_s: float = 60) -> list[Any]:
             for begin in ready:
                 assert isinstance(begin, Connection)
                 rank = left.pop(begin)
-                try: made[rank] = begin.recv()
-                except EOFError: pass
+                with contextlib.suppress(EOFError): made[rank] = begin.recv()
     finally:
         for each in started:
             if left: each.kill()

@@ -1,5 +1,5 @@
-"""NCCL's path on emulated devices, a process for each: what its calls move, in streams and in graphs, and what
-they say when ranks differ, give up or end."""
+"""NCCL's path on emulated devices, a process for each: what its calls move, in streams and in graphs, and
+what they say when ranks differ, give up or end."""
 from __future__ import annotations
 
 import os
@@ -12,12 +12,12 @@ import pytest
 from forked import Rank
 from tinygrad import dtypes
 
-from tinygrad_nv.dist.transports.nccl import Order
+from tinygrad_nv.dist.transports.nccl import Order, carried
 from tinygrad_nv.errors import DistError
 from tinygrad_nv.runtime.driver import Copy, Fill
 
-DTYPES = {dtypes.float32: np.float32, dtypes.float16: np.float16, dtypes.int32: np.int32, dtypes.int8: np.int8,
-          dtypes.uint8: np.uint8, dtypes.int64: np.int64, dtypes.float64: np.float64}
+DTYPES = {dtypes.float32: np.float32, dtypes.float16: np.float16, dtypes.float64: np.float64,
+          dtypes.int8: np.int8, dtypes.uint8: np.uint8, dtypes.int32: np.int32, dtypes.int64: np.int64}
 
 
 def of(rank: int, count: int, dtype: type = np.float32) -> np.ndarray:
@@ -38,7 +38,8 @@ def every_kind(here: Rank) -> None:
             found = here.ran(Order("reduce_scatter", count, dtype, op), mine, mine[part])
             np.testing.assert_array_equal(found, wanted[part])
         found = here.ran(Order("all_gather", count, dtype), mine[part], mine)
-        np.testing.assert_array_equal(found, np.concatenate([w[count * r:][:count] for r, w in enumerate(whole)]))
+        parts = [w[count * r:count * (r + 1)] for r, w in enumerate(whole)]
+        np.testing.assert_array_equal(found, np.concatenate(parts))
         found = here.ran(Order("broadcast", count * size, dtype, peer=size - 1), mine, mine)
         np.testing.assert_array_equal(found, whole[-1])
         for version in (22800, 22700):   # by its function, and by sends and receives
@@ -122,8 +123,8 @@ def different(here: Rank) -> str:
 
 def test_ranks_that_differ():
     first, second = forked.run(2, different)
-    assert "rank 0 of ranks 0-1: #1 all_reduce of w, 8 float: invalid usage: rank 0 calls all_reduce of 8 float, " \
-        "rank 1 calls all_reduce of 9 float" in first
+    assert "rank 0 of ranks 0-1: #1 all_reduce of w, 8 float: invalid usage: rank 0 calls all_reduce of 8 " \
+        "float, rank 1 calls all_reduce of 9 float" in first
     assert "rank 1 calls all_reduce of 9 float" in second or "gave up" in second
 
 
@@ -192,5 +193,4 @@ def test_order_among_streams_is_checked():
     (Order("all_reduce", 4, dtypes.int16), "all_reduce of short"),
     (Order("all_gather", 4, dtypes.bool), "all_gather of bool")])
 def test_dtypes_that_nccl_does_not_have(order, words):
-    from tinygrad_nv.dist.transports.nccl import carried
     with pytest.raises(DistError, match=words): carried(order)

@@ -18,6 +18,7 @@ from tinygrad import Device, Tensor, dtypes
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import UOp
 
+from tinygrad_nv.dist.collectives import cost
 from tinygrad_nv.dist.group import Group, world
 from tinygrad_nv.dist.transports import nccl
 from tinygrad_nv.dist.transports.nccl import Communicator, Order
@@ -27,7 +28,7 @@ from tinygrad_nv.patterns.program import Output, program
 from tinygrad_nv.runtime import library_call
 from tinygrad_nv.runtime.driven import DrivenDevice
 from tinygrad_nv.runtime.library_call import LibraryCall
-from tinygrad_nv.runtime.note import Note
+from tinygrad_nv.runtime.note import Communicates, Note
 from tinygrad_nv.tile.launch import LaunchConfig
 
 KINDS = ("CUDA", "EMU")
@@ -76,12 +77,17 @@ def anchor(group: Group, device: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class DeviceCollective:
-    """A collective that makes a result of this shape and dtype; `name` is for people."""
+class DeviceCollective(Communicates):
+    """A collective among `ranks` that makes a result of this shape and dtype; `name` is for people."""
     call: DeviceCall
+    ranks: int
     shape: tuple[int, ...]
     dtype: DType
     name: str
+
+    def seconds(self, arch: str) -> float | None:
+        order = self.call.order
+        return cost.seconds(order.kind, order.count * order.dtype.itemsize, self.ranks, arch)
 
 
 def on_device(group: Group, order: Order, shape: tuple[int, ...], dtype: DType, x: Tensor, name: str,
@@ -92,7 +98,7 @@ def on_device(group: Group, order: Order, shape: tuple[int, ...], dtype: DType, 
         raise DistError(f"{order.kind} with rank {order.peer}", f"0 to {group.size - 1}")
     nccl.carried(order)
     communicator(group, str(x.device))
-    what = DeviceCollective(DeviceCall(group.key, order), shape, dtype, name)
+    what = DeviceCollective(DeviceCall(group.key, order), group.size, shape, dtype, name)
 
     def of_x(*given: UOp) -> tuple[UOp | None, ...]:
         assert grad is not None

@@ -59,8 +59,11 @@ def can_reduce(x: UOp, op: Ops) -> bool:
     """Whether `reduced` takes this operand."""
     devices = x.device
     kinds = {each.partition(":")[0] for each in devices} if isinstance(devices, tuple) else set()
-    return (len(kinds) == 1 and kinds <= reducers.keys() and op in NAMES and len(devices) <= MOST_RANKS
-            and (x.dtype in TYPES or x.dtype == dtypes.bool))
+    if len(kinds) != 1 or not kinds <= reducers.keys() or op not in NAMES or len(devices) > MOST_RANKS:
+        return False
+    # NCCL adds no 16-bit integers
+    added = set(TYPES) if kinds == {"CPU"} else set(TYPES) - {dtypes.int16, dtypes.uint16}
+    return x.dtype in added or x.dtype == dtypes.bool
 
 
 def _is_ours(node: UOp) -> bool:
@@ -106,4 +109,9 @@ def _address(buffer: Buffer) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer.as_memoryview(force_zero_copy=True)))
 
 
-reducers: dict[str, Reduce] = {"CPU": _on_cpus}
+def _on_gpus(outs: Sequence[Buffer], ins: Sequence[Buffer], op: str) -> None:
+    from tinygrad_nv.dist.transports import local   # NCCL's names are loaded only where it is used
+    local.reduce(outs, ins, op)
+
+
+reducers: dict[str, Reduce] = {"CPU": _on_cpus, "CUDA": _on_gpus, "EMU": _on_gpus}

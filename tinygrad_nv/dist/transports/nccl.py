@@ -43,6 +43,7 @@ from tinygrad_nv.runtime.library_call import LibraryCall
 if TYPE_CHECKING:
     from tinygrad_nv.dist.transports.nccl_emulated import EmulatedNCCL
 
+TIMEOUT_S = 600.0   # of devices of one process
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 LINES = {"all_reduce": "ncclAllReduce", "reduce_scatter": "ncclReduceScatter", "all_gather": "ncclAllGather",
          "broadcast": "ncclBroadcast"}
@@ -293,5 +294,5 @@ def connect_all(drivers: Sequence[Driver], ordinals: Sequence[int]) -> list[Comm
     handles = (ctypes.c_void_p * len(drivers))()
     devices = drivers if drivers[0].emulated else (ctypes.c_int * len(drivers))(*ordinals)
     nccl.call("ncclCommInitAll", handles, len(drivers), devices)
-    return [Communicator(nccl, handle, driver, i, range(len(drivers)), 600.0)
+    return [Communicator(nccl, handle, driver, i, range(len(drivers)), TIMEOUT_S)
             for i, (handle, driver) in enumerate(zip(handles, drivers, strict=True))]
