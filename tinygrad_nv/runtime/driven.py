@@ -2,12 +2,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tinygrad.device import Compiled
 
-from tinygrad_nv.runtime.driver import Driver, Window
+from tinygrad_nv.runtime.driver import Driver, Stream, Window
+from tinygrad_nv.runtime.library_call import LibraryCall
 from tinygrad_nv.runtime.memory_pool import MemoryPool
 
 
@@ -19,6 +20,34 @@ class DrivenDevice(Compiled):
     pool: MemoryPool
     window: Window | None = None
     observer: Callable[..., float | None] | None = None
+
+    @functools.cached_property
+    def calls(self) -> Stream:
+        """The stream of calls of libraries."""
+        return self.driver.stream()
+
+    @functools.cached_property
+    def used(self) -> set[int]:
+        """Where the allocations begin that calls use which stream 0 does not wait for yet."""
+        return set()
+
+    def call(self, work: LibraryCall) -> None:
+        """Puts a call of a library into a stream of its own, after all that stream 0 holds. Kernels that use
+        other memory run beside it, everything else comes after it."""
+        driver, needs, done = self.driver, self.driver.event(), self.driver.event()
+        if driver.beside is None: self.used.clear()
+        driver.record(needs, driver.stream_0)
+        driver.wait(needs, self.calls)
+        driver.submit(work, self.calls)
+        driver.record(done, self.calls)
+        driver.beside = done
+        self.used.update(self.pool.allocation(address) for address, _ in (*work.reads, *work.writes))
+
+    def stream_for(self, buffers: Sequence[int]) -> Stream | None:
+        """Stream 0 for a kernel with these buffers: itself if it may run beside calls of libraries."""
+        if self.driver.beside is None: return None
+        if not self.used.isdisjoint(map(self.pool.allocation, buffers)): return None
+        return self.driver.stream_0
 
     @functools.cached_property
     def checks(self) -> list[Callable[[], None]]:

@@ -264,9 +264,12 @@ class Graph(ABC):
 
 
 class Driver(ABC):
-    """One device. `stream=None` is stream 0. Of one that is `emulated`, times are of the emulation."""
+    """One device. `stream=None` is stream 0, once it waits for `beside`, an event of work that kernels of
+    stream 0 may run beside: those are given the stream itself. Of one that is `emulated`, times are of the
+    emulation."""
     properties: Properties
     emulated = False
+    beside: Event | None = None
 
     # memory
 
@@ -316,6 +319,17 @@ class Driver(ABC):
     def set_persisting_l2(self, nbytes: int) -> None:
         """Sets so much of L2 aside for `Window`s, at most `properties.persisting_l2_limit`; 0 gives all back
         and forgets what is kept there."""
+
+    @property
+    @abstractmethod
+    def stream_0(self) -> Stream:
+        """Itself, not waiting for `beside`."""
+
+    def wait_beside(self) -> None:
+        """Makes stream 0 wait for `beside`."""
+        if self.beside is not None:
+            event, self.beside = self.beside, None
+            self.wait(event, self.stream_0)
 
     # code
 

@@ -29,6 +29,7 @@ from tinygrad_nv.runtime.driver import (
     map_spec,
     pointer,
 )
+from tinygrad_nv.runtime.library_call import LibraryCall
 from tinygrad_nv.tile.launch import LaunchConfig, MapArgument
 
 WAIT = b"griddepcontrol.wait"
@@ -84,9 +85,12 @@ class NVProgram(Program[DrivenDevice]):
     def __call__(self, *bufs: int, global_size: Triple = (1, 1, 1), local_size: Triple = (1, 1, 1),
                  vals: tuple[int, ...] = (), wait: bool = False, **kwargs: Any) -> float | None:
         works = self.works(bufs, vals, global_size, local_size)
+        if isinstance(call := works[0], LibraryCall):
+            return self.dev.timed(lambda: self.dev.call(call), wait)
         if self.dev.observer is not None: return self.dev.observer(self, works)
+        stream = self.dev.stream_for(bufs)
         def submit() -> None:
-            for work in works: self.dev.driver.submit(work)
+            for work in works: self.dev.driver.submit(work, stream)
         return self.dev.timed(submit, wait)
 
 

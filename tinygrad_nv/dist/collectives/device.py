@@ -107,11 +107,20 @@ def on_device(group: Group, order: Order, shape: tuple[int, ...], dtype: DType, 
 
 
 def _body(what: DeviceCollective, x: Tensor) -> tuple[Tensor, ...]:
+    return (Tensor(_program(what, x.uop)),)
+
+
+def _lowered(what: DeviceCollective, _: object, x: UOp) -> tuple[UOp, ...]:
+    """In a rewrite: the result is made where it is wanted, without a copy."""
+    return (_program(what, x),)
+
+
+def _program(what: DeviceCollective, x: UOp) -> UOp:
     order = what.call.order
-    made, = program(order.kind, f"// {what}", str(x.device), [Output(what.shape, what.dtype)], [x.uop],
+    made, = program(order.kind, f"// {what}", str(x.device), [Output(what.shape, what.dtype)], [x],
                     binary=b"call of a library", nbytes=2 * order.count * order.dtype.itemsize,
                     note=Note(order.kind, what.name, what), launch=LaunchConfig(call=what.call))
-    return (Tensor(made),)
+    return made
 
 
 def _made(call: DeviceCall, device: str, buffers: Sequence[int]) -> LibraryCall:
@@ -122,3 +131,4 @@ def _made(call: DeviceCall, device: str, buffers: Sequence[int]) -> LibraryCall:
 
 
 library_call.register(DeviceCall, _made)
+named.lower(DeviceCollective, "collectives", _lowered)

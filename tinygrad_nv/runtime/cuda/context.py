@@ -135,7 +135,9 @@ class CUDAContext(driver.Driver):
 
     def into(self, stream: driver.Stream | None) -> CUDAStream:
         """The stream that is meant."""
-        if stream is None: return self.streams[0]
+        if stream is None:
+            if self.beside is not None: self.wait_beside()
+            return self.streams[0]
         if not isinstance(stream, CUDAStream) or stream.owner is not self:
             raise DriverError("a stream of another device", f"one of the {self.properties.name} device")
         return stream
@@ -150,6 +152,9 @@ class CUDAContext(driver.Driver):
     def capture_stream(self) -> Any:
         """A CUstream in which calls of libraries are captured."""
         return self.new_stream()
+
+    @property
+    def stream_0(self) -> CUDAStream: return self.streams[0]
 
     def capturing(self, stream: CUDAStream) -> bool:
         """Whether CUDA captures a stream: one that is not ours, as we let it capture none."""

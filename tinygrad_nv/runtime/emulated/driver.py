@@ -285,7 +285,9 @@ class EmulatedDriver(driver.Driver):
 
     def into(self, stream: driver.Stream | None) -> EmulatedStream:
         """The stream that is meant."""
-        if stream is None: return self.streams[0]
+        if stream is None:
+            if self.beside is not None: self.wait_beside()
+            return self.streams[0]
         assert isinstance(stream, EmulatedStream)
         if self.streams[stream.number] is not stream:
             raise DriverError("a stream of another device", f"one of the {self.properties.name} device")
@@ -295,6 +297,9 @@ class EmulatedDriver(driver.Driver):
     def stream(self) -> EmulatedStream:
         self.streams.append(EmulatedStream(len(self.streams)))
         return self.streams[-1]
+
+    @property
+    def stream_0(self) -> EmulatedStream: return self.streams[0]
 
     def event(self) -> EmulatedEvent: return EmulatedEvent()
 
