@@ -1,10 +1,11 @@
 """Ends all ranks, with a message that names the cause, when one is lost, hangs, or does something else.
 
-Protocol: `Watchdog(store, groups)` looks from a thread at the collective that each group of this rank is in.
+Protocol: `Watchdog(store, world)` looks from a thread at the collective that each group of this rank is in.
 When one takes longer than NV_DIST_TIMEOUT, a rank asks all others through the store what they are at, and
 says which rank is behind, or differs; all ranks end with that verdict. A rank that is lost (store.py) ends
-all others at once. To end, a rank writes the message to stderr, runs `before_end` functions, for `DRAIN_S` at
-most, and exits with `ENDED`, whatever its other threads do.
+all others at once, and so does an error of a collective (`failed`). To end, a rank writes the message to
+stderr, runs `before_end` functions, for `DRAIN_S` at most, and exits with `ENDED`, whatever its other threads
+do.
 
 The ranks of a group number its collectives in the same way, so that the n-th of all must be the same. A rank
 whose Python threads cannot run does not answer in `ANSWER_S`, and is named as such; a launcher ends it, as it
@@ -29,25 +30,32 @@ from tinygrad_nv.dist.store import Store
 from tinygrad_nv.errors import DistError
 
 ANSWER_S = 5.0      # in which a rank must say what it is at
+LOOK_S = 0.5        # between looks at what a collective came to
+LEFT_S = 1.0        # for a collective to end after a rank of it has ended
 DRAIN_S = 30.0      # for functions that run before the end, as servers drain
 FOREVER_S = 1e9
 ASK, VERDICT = "watchdog/ask", "watchdog/verdict"
 ONE_TO_ONE = ("send", "recv")       # of two ranks of a group: what the others are at is no fault
 
 
-class Operation(Protocol):
-    """A collective that runs. `started_s` is of time.monotonic(); its `str` says name, number, tensor, shape
-    and dtype: equal texts are the same collective."""
-    @property
-    def number(self) -> int: ...
+@dataclass(frozen=True)
+class Operation:
+    """Collective `number` of a group, from 1 on: its name, the tensor that it is for, what is sent.
+    `started_s` is of time.monotonic()."""
+    number: int
+    name: str
+    tensor: str
+    shape: tuple[int, ...]
+    dtype: str
+    started_s: float
 
-    @property
-    def started_s(self) -> float: ...
+    def __str__(self) -> str:
+        return f"{self.name} #{self.number} of {self.tensor} {self.dtype}{list(self.shape)}"
 
 
 class Group(Protocol):
-    """What the watchdog asks of a group of ranks: `members` of the world, and the collective that this rank
-    is in, or has ended last."""
+    """What the watchdog asks of a group of ranks: `members` of the world, the collective that this rank is
+    in, and the last one that it began."""
     @property
     def name(self) -> str: ...
 
@@ -57,6 +65,14 @@ class Group(Protocol):
     def current(self) -> Operation | None: ...
 
     def last(self) -> Operation | None: ...
+
+
+class World(Protocol):
+    """The groups of this rank, which may become more, and what went wrong in a collective that returned."""
+    @property
+    def groups(self) -> Sequence[Group]: ...
+
+    def failed(self) -> DistError | None: ...
 
 
 @dataclass(frozen=True)
@@ -149,15 +165,15 @@ def _differ(there: list[At], asked: str) -> DistError:
 
 
 class Watchdog:
-    """`groups` may grow. `timeout_s` is NV_DIST_TIMEOUT where it is None; 0 is any time. `exit` ends the
-    process."""
+    """`timeout_s` is NV_DIST_TIMEOUT where it is None; 0 is any time. `exit` ends the process."""
 
-    def __init__(self, store: Store, groups: Sequence[Group], timeout_s: float | None = None,
+    def __init__(self, store: Store, world: World, timeout_s: float | None = None,
                  exit: Callable[[int], object] = os._exit) -> None:
-        self.store, self.groups, self.exit = store, groups, exit
+        self.store, self.world, self.exit = store, world, exit
         self.timeout_s = float(config.get("NV_DIST_TIMEOUT")) if timeout_s is None else timeout_s
         self.before: list[Callable[[DistError], None]] = []
         self.closed = threading.Event()
+        self._left: dict[int, float] = {}       # ranks that closed the store, and when that was seen
         self._ending = threading.Lock()
         store.watch(self._lost)
         for target in (self._look, self._listen):
@@ -175,41 +191,50 @@ class Watchdog:
 
     def _oldest(self) -> tuple[Group, Operation] | None:
         """The collective that this rank is in for the longest time."""
-        found = [(group, now) for group in list(self.groups) if (now := group.current()) is not None]
+        found = [(group, now) for group in list(self.world.groups) if (now := group.current()) is not None]
         return min(found, key=lambda each: each[1].started_s, default=None)
 
     def _look(self) -> None:
-        """Sleeps until the collective that it saw could be late, at most a quarter of the timeout."""
-        if not self.timeout_s: return
         while not self.closed.wait(self._patience()):
+            if (failed := self.world.failed()) is not None: return self._end(failed)
             if (oldest := self._oldest()) is None: continue
-            if time.monotonic() - oldest[1].started_s < self.timeout_s: continue
+            took = time.monotonic() - oldest[1].started_s
+            if 0 < self.timeout_s <= took: took = self.timeout_s
+            elif not self._left_alone(oldest[0]): continue
             with contextlib.suppress(DistError):    # a rank that is lost ends all by another way
-                if self.store.add(ASK + "/asked", 1) == 1: self._judge(*oldest)
+                if self.store.add(ASK + "/asked", 1) == 1: self._judge(*oldest, took)
             return
 
+    def _left_alone(self, group: Group) -> bool:
+        """Whether a member has ended for some time, in which what it took part in should have ended, too."""
+        now = time.monotonic()
+        for rank in list(self.store.left): self._left.setdefault(rank, now)
+        return any(now - self._left.get(rank, now) > LEFT_S for rank in group.members)
+
     def _patience(self) -> float:
+        """Until the collective that this rank is in could be late, or to the next look."""
+        if not self.timeout_s: return LOOK_S
         oldest = self._oldest()
         end = self.timeout_s + (time.monotonic() if oldest is None else oldest[1].started_s)
-        return min(max(end - time.monotonic(), 0.005), self.timeout_s / 4)
+        return min(max(end - time.monotonic(), 0.005), self.timeout_s / 4, LOOK_S)
 
     def _listen(self) -> None:
         """Waits until a rank asks, and for what it says then."""
         with contextlib.suppress(DistError):
             self.store.get(ASK, FOREVER_S)
-            self.store.set(f"{ASK}/{self.store.ranks.rank}", packed(list(self.groups)))
+            self.store.set(f"{ASK}/{self.store.ranks.rank}", packed(list(self.world.groups)))
             self._end(unpacked_error(self.store.get(VERDICT, 2 * ANSWER_S)))
 
-    def _judge(self, group: Group, stuck: Operation) -> None:
+    def _judge(self, group: Group, stuck: Operation, seconds: float) -> None:
         self.store.set(ASK, b"")
         end, every = time.monotonic() + ANSWER_S, []
-        groups = list(self.groups)
+        groups = list(self.world.groups)
         key = keys(groups)[groups.index(group)]
         for rank in group.members:
-            left = max(0.01, end - time.monotonic())
+            left = 0.01 if rank in self.store.left else max(0.01, end - time.monotonic())
             try: every.append(unpacked(rank, key, self.store.get(f"{ASK}/{rank}", left)))
             except DistError: every.append(At(rank, silent=self._why_silent(rank)))
-        self.store.set(VERDICT, packed_error(verdict(every, str(stuck), self.timeout_s)))
+        self.store.set(VERDICT, packed_error(verdict(every, str(stuck), seconds)))
 
     def _why_silent(self, rank: int) -> str:
         if rank in self.store.left: return "it has ended, and closed the store"

@@ -179,7 +179,7 @@ class LLM(GenerationMethods, PoolingMethods):
         proposer = self.draft_model or (NgramProposer() if speculation else None)
         self.core = EngineCore(self.runner, pool, engine, proposer)
         self.engine = EngineThread(self.core)
-        if self.ranks is not None: self.ranks.world.on_lost(self.engine.fail)
+        if self.ranks is not None: self.ranks.on_end(self.engine.fail)
         self.compilations = Compilations()
         o.stage("pages")
 

@@ -168,7 +168,7 @@ def groups(world: World) -> None:
 
 def differ(group: Group, how: str) -> None:
     """Ranks that do not do the same: each must end with an error."""
-    group.struct.timeout_ns = int(1e9)
+    if how == "late": group.struct.timeout_ns = int(1e9)
     own = tensor(np.arange(64))
     if how == "lost" and group.rank == 1: return
     if how == "late" and group.rank == 1: return time.sleep(3)
@@ -183,9 +183,17 @@ def differ(group: Group, how: str) -> None:
         raise SystemExit(3) from error
 
 
+def hang(group: Group) -> None:
+    """Rank 1 does not come: the watchdog ends both."""
+    own = tensor(np.arange(64))
+    if group.rank == 1: time.sleep(60)
+    all_reduce(own, group, name="layers.3.down").realize()
+
+
 def main() -> None:
     world = init()
     group = world.group()
+    if sys.argv[1:] == ["hang"]: return hang(group)
     if len(sys.argv) > 1: return differ(group, sys.argv[1])
     for check in (transport, axes, rounded_once, replays, gradients, messages, several): check(group)
     groups(world)

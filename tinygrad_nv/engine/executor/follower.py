@@ -72,6 +72,7 @@ def follow(world: dist.World) -> int:
     finally:
         for group in world.groups: group.abort()
         follower.close()
+        dist.close()
 
 
 def _connect(world: dist.World) -> Connection:

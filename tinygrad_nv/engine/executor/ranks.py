@@ -6,9 +6,10 @@ end with it.
 """
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tinygrad_nv.dist import group as dist
 from tinygrad_nv.engine.executor.follower import follow
@@ -16,7 +17,7 @@ from tinygrad_nv.engine.executor.followers import Followers, open_ranks
 from tinygrad_nv.engine.executor.plan import RunnerPlan, load_weights, make_runner
 from tinygrad_nv.engine.load_options import LoadOptions
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
-from tinygrad_nv.errors import ConfigError
+from tinygrad_nv.errors import ConfigError, DistError
 from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.models.parallel import Parallel, local_config
 
@@ -28,6 +29,7 @@ class ParallelRanks:
     followers: Followers
     config: ModelConfig
     whole: ModelConfig
+    closed: threading.Event = field(default_factory=threading.Event)
 
     @staticmethod
     def open(options: LoadOptions, config: ModelConfig) -> ParallelRanks:
@@ -39,7 +41,7 @@ class ParallelRanks:
         own = local_config(config, size)
         world, followers = open_ranks(size)
         if world.rank: raise SystemExit(follow(world))
-        world.on_lost(followers.lose)
+        world.on_end(followers.lose)
         return ParallelRanks(world, followers, own, config)
 
     def load(self, plan: RunnerPlan, progress: Callable[[int, int], None] | None,
@@ -56,7 +58,15 @@ class ParallelRanks:
             others.result()
         return make_runner(plan, model, self.followers)
 
+    def on_end(self, fail: Callable[[DistError], None]) -> None:
+        """Has requests fail when ranks have parted; their callers have some time to end the process."""
+        def end(why: DistError) -> None:
+            fail(why)
+            self.closed.wait()
+        self.world.on_end(end)
+
     def close(self) -> None:
         """Ends the other ranks."""
+        self.closed.set()
         self.followers.close()
         dist.close()
