@@ -175,9 +175,11 @@ class Watchdog:
         self.closed = threading.Event()
         self._left: dict[int, float] = {}       # ranks that closed the store, and when that was seen
         self._ending = threading.Lock()
+        looker, self._listener = (threading.Thread(target=each, name="tinygrad_nv watchdog", daemon=True)
+                                  for each in (self._look, self._listen))
+        looker.start()
+        self._listener.start()
         store.watch(self._lost)
-        for target in (self._look, self._listen):
-            threading.Thread(target=target, name="tinygrad_nv watchdog", daemon=True).start()
 
     def before_end(self, function: Callable[[DistError], None]) -> None:
         """Calls it with the error before this process is ended: a server drains there."""
@@ -242,6 +244,7 @@ class Watchdog:
 
     def _lost(self, rank: int, reason: str) -> None:
         if rank == self.store.ranks.rank: return
+        self._listener.join(ANSWER_S)   # which has the verdict, if that is why the rank has ended
         oldest = self._oldest()
         where = f" while this rank was in {oldest[1]}" if oldest is not None else ""
         self._end(DistError(f"rank {rank} was lost{where}: {reason}", "all ranks, until the last collective",
