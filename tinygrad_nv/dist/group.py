@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv.dist.ranks import Ranks
@@ -38,10 +38,27 @@ from tinygrad_nv.dist.transports.library import (
     GroupStruct,
     library,
 )
-from tinygrad_nv.dist.watchdog import Operation, Watchdog
+from tinygrad_nv.dist.watchdog import Watchdog
 from tinygrad_nv.errors import DistError
+from tinygrad_nv.runtime.memory import write
 
+DESCRIPTOR = "collective"   # names of descriptors begin with it
 WAIT_S = 1e9    # a collective waits so long by itself
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A collective: its number in the group, its name, the tensor that it is for, and elements that are sent.
+    `started_s` is of time.monotonic()."""
+    number: int
+    name: str
+    tensor: str
+    count: int
+    dtype: str
+    started_s: float
+
+    def __str__(self) -> str:
+        return f"{self.name} #{self.number} of {self.tensor} {self.dtype}[{self.count}]"
 
 
 class Group:
@@ -71,13 +88,28 @@ class Group:
         key = KINDS.index(kind), count, TYPES.index(dtype), OPS.index(op), peer, self.tags.index(name)
         if key not in self.descriptors:
             words = [library().address("collective"), ctypes.addressof(self.struct), *key]
-            self.descriptors[key] = Tensor(np.array(words, np.uint64), device="CPU").realize()
+            self.descriptors[key] = _in_memory(np.array(words, np.uint64), dtypes.uint64)
         return self.descriptors[key]
+
+    def named_descriptors(self) -> dict[str, Tensor]:
+        """Those that there are, by names that mean the same in another process."""
+        made = {}
+        for (kind, count, dtype, op, peer, tag), each in self.descriptors.items():
+            words = [KINDS[kind], str(count), TYPES[dtype].name, OPS[op], str(peer), self.tags[tag]]
+            made["/".join([DESCRIPTOR, self.name, *words])] = each
+        return made
+
+    def named_descriptor(self, name: str) -> Tensor:
+        """The one of such a name."""
+        kind, count, dtype, op, peer, tag = name.split("/", 7)[2:]
+        found = next(each for each in TYPES if each.name == dtype)
+        return self.descriptor(kind, int(count), found, op, int(peer), tag)
 
     def is_rank(self, rank: int) -> Tensor:
         """1 on this rank of the group, 0 on others, float32 (1,) on the CPU: a value in memory, so that all
         ranks build the same graph."""
-        if rank not in self.flags: self.flags[rank] = Tensor(np.array([rank == self.rank], np.float32)).realize()
+        if rank not in self.flags:
+            self.flags[rank] = _in_memory(np.array([rank == self.rank], np.float32), dtypes.float32)
         return self.flags[rank]
 
     def run(self, kind: str, out: np.ndarray, given: np.ndarray, count: int, dtype: DType, op: str = "sum",
@@ -97,6 +129,12 @@ class Group:
         """The collective that this rank has begun last."""
         s = self.struct
         return self._operation(s.current, s.begun, s.since / 1e9) if s.begun else None
+
+    def failed(self) -> DistError | None:
+        """What went wrong in a collective that has returned."""
+        try: self.check()
+        except DistError as error: return error
+        return None
 
     def check(self) -> None:
         """Raises `DistError` if a collective has failed."""
@@ -131,8 +169,15 @@ class Group:
     def _operation(self, call: Call, number: int, since: float, named: bool = True) -> Operation:
         # another rank numbers its names itself
         name = self.tags[call.tag] if named and call.tag < len(self.tags) else ""
-        return Operation(number, KINDS[call.kind], name or "a tensor", (int(call.count),),
+        return Operation(number, KINDS[call.kind], name or "a tensor", int(call.count),
                          TYPES[call.type].name, since)
+
+
+def _in_memory(x: np.ndarray, dtype: DType) -> Tensor:
+    """A Tensor of these elements, at once: `realize` would become part of a step that is being captured."""
+    made = Tensor.empty(*x.shape, dtype=dtype, device="CPU")
+    write(made, 0, x.data.cast("B"))
+    return made
 
 
 @dataclass
@@ -204,14 +249,6 @@ class World:
         for each in self.groups: each.end(why)
         for fn in self.told: fn(why)
 
-    # **** what the watchdog asks ****
-
-    def failed(self) -> DistError | None:
-        """What went wrong in a collective that has returned."""
-        try: self.check()
-        except DistError as error: return error
-        return None
-
     def check(self) -> None:
         """Raises `DistError` if a collective of any group has failed."""
         for each in self.groups: each.check()
@@ -251,7 +288,7 @@ def init(transport: str = "auto", ranks: Ranks | None = None) -> World:
     # a collective waits for ever: the watchdog says when that is too long
     _world = World(found, store, transport, WAIT_S)
     if store is not None:
-        _world.watchdog = Watchdog(store, _world)
+        _world.watchdog = Watchdog(store, _world.groups)
         _world.watchdog.before_end(_world.end)
     return _world
 

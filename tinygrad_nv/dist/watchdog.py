@@ -1,11 +1,10 @@
 """Ends all ranks, with a message that names the cause, when one is lost, hangs, or does something else.
 
-Protocol: `Watchdog(store, world)` looks from a thread at the collective that each group of this rank is in.
+Protocol: `Watchdog(store, groups)` looks from a thread at the collective that each group of this rank is in.
 When one takes longer than NV_DIST_TIMEOUT, a rank asks all others through the store what they are at, and
 says which rank is behind, or differs; all ranks end with that verdict. A rank that is lost (store.py) ends
-all others at once, and so does an error of a collective (`failed`). To end, a rank writes the message to
-stderr, runs `before_end` functions, for `DRAIN_S` at most, and exits with `ENDED`, whatever its other threads
-do.
+all others at once. To end, a rank writes the message to stderr, runs `before_end` functions, for `DRAIN_S` at
+most, and exits with `ENDED`, whatever its other threads do.
 
 The ranks of a group number its collectives in the same way, so that the n-th of all must be the same. A rank
 whose Python threads cannot run does not answer in `ANSWER_S`, and is named as such; a launcher ends it, as it
@@ -30,32 +29,27 @@ from tinygrad_nv.dist.store import Store
 from tinygrad_nv.errors import DistError
 
 ANSWER_S = 5.0      # in which a rank must say what it is at
-LOOK_S = 0.5        # between looks at what a collective came to
-LEFT_S = 1.0        # for a collective to end after a rank of it has ended
+LOOK_S = 0.5        # between looks at what collectives came to
+LEFT_S = 2.0        # a collective that others end may still be running here
 DRAIN_S = 30.0      # for functions that run before the end, as servers drain
 FOREVER_S = 1e9
 ASK, VERDICT = "watchdog/ask", "watchdog/verdict"
 ONE_TO_ONE = ("send", "recv")       # of two ranks of a group: what the others are at is no fault
 
 
-@dataclass(frozen=True)
-class Operation:
-    """Collective `number` of a group, from 1 on: its name, the tensor that it is for, what is sent.
-    `started_s` is of time.monotonic()."""
-    number: int
-    name: str
-    tensor: str
-    shape: tuple[int, ...]
-    dtype: str
-    started_s: float
+class Operation(Protocol):
+    """A collective that runs. `started_s` is of time.monotonic(); its `str` says name, number, tensor, shape
+    and dtype: equal texts are the same collective."""
+    @property
+    def number(self) -> int: ...
 
-    def __str__(self) -> str:
-        return f"{self.name} #{self.number} of {self.tensor} {self.dtype}{list(self.shape)}"
+    @property
+    def started_s(self) -> float: ...
 
 
 class Group(Protocol):
-    """What the watchdog asks of a group of ranks: `members` of the world, the collective that this rank is
-    in, and the last one that it began."""
+    """What the watchdog asks of a group of ranks: `members` of the world, and the collective that this rank
+    is in, or has ended last."""
     @property
     def name(self) -> str: ...
 
@@ -65,12 +59,6 @@ class Group(Protocol):
     def current(self) -> Operation | None: ...
 
     def last(self) -> Operation | None: ...
-
-
-class World(Protocol):
-    """The groups of this rank, which may become more, and what went wrong in a collective that returned."""
-    @property
-    def groups(self) -> Sequence[Group]: ...
 
     def failed(self) -> DistError | None: ...
 
@@ -165,15 +153,16 @@ def _differ(there: list[At], asked: str) -> DistError:
 
 
 class Watchdog:
-    """`timeout_s` is NV_DIST_TIMEOUT where it is None; 0 is any time. `exit` ends the process."""
+    """`groups` may grow. `timeout_s` is NV_DIST_TIMEOUT where it is None; 0 is any time. `exit` ends the
+    process."""
 
-    def __init__(self, store: Store, world: World, timeout_s: float | None = None,
+    def __init__(self, store: Store, groups: Sequence[Group], timeout_s: float | None = None,
                  exit: Callable[[int], object] = os._exit) -> None:
-        self.store, self.world, self.exit = store, world, exit
+        self.store, self.groups, self.exit = store, groups, exit
         self.timeout_s = float(config.get("NV_DIST_TIMEOUT")) if timeout_s is None else timeout_s
         self.before: list[Callable[[DistError], None]] = []
         self.closed = threading.Event()
-        self._left: dict[int, float] = {}       # ranks that closed the store, and when that was seen
+        self._seen: dict[int, float] = {}       # ranks that closed the store, and since when that is known
         self._ending = threading.Lock()
         looker, self._listener = (threading.Thread(target=each, name="tinygrad_nv watchdog", daemon=True)
                                   for each in (self._look, self._listen))
@@ -193,30 +182,36 @@ class Watchdog:
 
     def _oldest(self) -> tuple[Group, Operation] | None:
         """The collective that this rank is in for the longest time."""
-        found = [(group, now) for group in list(self.world.groups) if (now := group.current()) is not None]
+        found = [(group, now) for group in list(self.groups) if (now := group.current()) is not None]
         return min(found, key=lambda each: each[1].started_s, default=None)
 
     def _look(self) -> None:
+        """Sleeps until the collective that it saw could be late, at most a quarter of the timeout, or looks
+        what collectives came to."""
         while not self.closed.wait(self._patience()):
-            if (failed := self.world.failed()) is not None: return self._end(failed)
+            failed = next((error for each in list(self.groups) if (error := each.failed()) is not None), None)
+            if failed is not None: return self._end(failed)
             if (oldest := self._oldest()) is None: continue
-            took = time.monotonic() - oldest[1].started_s
-            if 0 < self.timeout_s <= took: took = self.timeout_s
-            elif not self._left_alone(oldest[0]): continue
+            if (left := self._left(*oldest)) is not None: return self._end(left)
+            if not self.timeout_s: continue
+            if time.monotonic() - oldest[1].started_s < self.timeout_s: continue
             with contextlib.suppress(DistError):    # a rank that is lost ends all by another way
-                if self.store.add(ASK + "/asked", 1) == 1: self._judge(*oldest, took)
+                if self.store.add(ASK + "/asked", 1) == 1: self._judge(*oldest)
             return
 
-    def _left_alone(self, group: Group) -> bool:
-        """Whether a member has ended for some time, in which what it took part in should have ended, too."""
+    def _left(self, group: Group, stuck: Operation) -> DistError | None:
+        """An error for a collective that waits for ranks that have ended in good order."""
         now = time.monotonic()
-        for rank in list(self.store.left): self._left.setdefault(rank, now)
-        return any(now - self._left.get(rank, now) > LEFT_S for rank in group.members)
+        for rank in list(self.store.left): self._seen.setdefault(rank, now)
+        gone = [rank for rank in group.members if now - self._seen.get(rank, now) >= LEFT_S]
+        if not gone or now - stuck.started_s < LEFT_S: return None
+        return DistError(f"{named(gone)} ended while this rank was in {stuck}",
+                         "the same collectives in the same order in all ranks",
+                         "see which of them these ranks do not call", tuple(gone))
 
     def _patience(self) -> float:
-        """Until the collective that this rank is in could be late, or to the next look."""
-        if not self.timeout_s: return LOOK_S
         oldest = self._oldest()
+        if not self.timeout_s: return LOOK_S
         end = self.timeout_s + (time.monotonic() if oldest is None else oldest[1].started_s)
         return min(max(end - time.monotonic(), 0.005), self.timeout_s / 4, LOOK_S)
 
@@ -224,19 +219,19 @@ class Watchdog:
         """Waits until a rank asks, and for what it says then."""
         with contextlib.suppress(DistError):
             self.store.get(ASK, FOREVER_S)
-            self.store.set(f"{ASK}/{self.store.ranks.rank}", packed(list(self.world.groups)))
+            self.store.set(f"{ASK}/{self.store.ranks.rank}", packed(list(self.groups)))
             self._end(unpacked_error(self.store.get(VERDICT, 2 * ANSWER_S)))
 
-    def _judge(self, group: Group, stuck: Operation, seconds: float) -> None:
+    def _judge(self, group: Group, stuck: Operation) -> None:
         self.store.set(ASK, b"")
         end, every = time.monotonic() + ANSWER_S, []
-        groups = list(self.world.groups)
+        groups = list(self.groups)
         key = keys(groups)[groups.index(group)]
         for rank in group.members:
-            left = 0.01 if rank in self.store.left else max(0.01, end - time.monotonic())
+            left = max(0.01, end - time.monotonic())
             try: every.append(unpacked(rank, key, self.store.get(f"{ASK}/{rank}", left)))
             except DistError: every.append(At(rank, silent=self._why_silent(rank)))
-        self.store.set(VERDICT, packed_error(verdict(every, str(stuck), seconds)))
+        self.store.set(VERDICT, packed_error(verdict(every, str(stuck), self.timeout_s)))
 
     def _why_silent(self, rank: int) -> str:
         if rank in self.store.left: return "it has ended, and closed the store"
