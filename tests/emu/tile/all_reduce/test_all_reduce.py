@@ -23,7 +23,7 @@ DTYPES = (BF16, F16, F32, S32, S64, dtypes.uint32, dtypes.uint64)
 SMALL: dict[str, int] = {"ctas": 2, "threads": 64, "channels": 4, "half_bytes": 768}
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda each: each.name)
@@ -103,7 +103,7 @@ BUGS = {
     "one half": (r"and\.b32 (\S+), (\S+), 1;", r"and.b32 \1, \2, 0;")}
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bug", BUGS)
 def test_bugs_of_order_are_found(kind: type[AllReduceSchedule], bug: str) -> None:
