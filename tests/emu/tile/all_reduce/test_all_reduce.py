@@ -72,7 +72,15 @@ def test_residual_and_norm(kind: type[AllReduceSchedule], dtype: DType) -> None:
             Case.drawn(AllReduceSpec(world, rows * columns, dtype, columns), schedule, whole=whole).correct(2)
 
 
-def test_kernels_of_different_kinds_share_no_state_but_the_epoch() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_epochs_wrap(kind: type[AllReduceSchedule]) -> None:
+    """After 2³² rounds."""
+    case = Case.drawn(AllReduceSpec(4, 8 * 150 + 3, BF16), kind(**SMALL))
+    case.epoch = (1 << 32) - 3
+    case.correct(calls=3)
+
+
+def test_other_architectures() -> None:
     """sm_80 and sm_89 have the same templates, without griddepcontrol."""
     for arch in ("sm_80", "sm_89"):
         Case.drawn(AllReduceSpec(2, 100, BF16), OneShot(**SMALL), arch=arch).correct(2)
