@@ -4,6 +4,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tinygrad_nv.cli import DEFAULT_MODEL
+
+CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": 1024, "hidden_size": 128,
+          "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
 DECIDED = ("--gpus", "8xH100", "--tp", "8", "--pp", "1")
 
 
@@ -37,9 +42,9 @@ def test_training_of_two_nodes(command):
     assert 0.2 < plan["mfu"] < 0.6
 
 
-def test_a_directory_with_its_configuration_alone(command, tiny: Path, tmp_path: Path):
-    (tmp_path / "config.json").write_text((tiny / "config.json").read_text())
-    for model in (tmp_path, tiny):
+def test_a_directory_with_its_configuration_alone(command, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    for model in (tmp_path, DEFAULT_MODEL):
         done = command("plan", model, "--gpus", "2xL40S", "--tp", "2", "--pp", "1", "--batch", "1")
         done.succeeded()
         assert "on 2 x L40S (PCIe 4 x16)" in done.out

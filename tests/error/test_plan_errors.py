@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": 1024, "hidden_size": 128,
+          "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
 EIGHT = ("--gpus", "8xH100")
 TENSOR, DATA = (*EIGHT, "--tp", "8", "--pp", "1"), (*EIGHT, "--tp", "1", "--pp", "1")
 TRAIN = ("--train", "--zero", "1", "--recompute", "none", "--microbatch", "1")
@@ -88,9 +91,8 @@ def test_a_directory_that_is_no_model(command, tmp_path: Path):
     command("plan", tmp_path, "--gpus", "H100").refused(f"{tmp_path} has no config.json")
 
 
-def test_weights_quantised_in_a_way_that_plans_do_not_know(command, tiny: Path, tmp_path: Path):
-    config = json.loads((tiny / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4"}
+def test_weights_quantised_in_a_way_that_plans_do_not_know(command, tmp_path: Path):
+    config = {**CONFIG, "quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     command("plan", tmp_path, "--gpus", "H100").refused(
         "weights are quantised by mxfp4", "expected: bf16, fp8, and integers of 8 or 4 bits",

@@ -1,5 +1,5 @@
-"""A model that several ranks have, beside one rank's: what test_parallel.py runs as a program of its own, since
-ranks share the cores of their process."""
+"""A model that several ranks have, beside one rank's: what test_parallel.py runs as a program of its own,
+since ranks share the cores of their process."""
 from __future__ import annotations
 
 import json

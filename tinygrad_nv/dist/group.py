@@ -15,7 +15,7 @@ import ctypes
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tinygrad import Tensor, dtypes
@@ -45,6 +45,9 @@ from tinygrad_nv.runtime.memory import write
 DESCRIPTOR = "collective"   # names of descriptors begin with it
 WAIT_S = 1e9    # a collective waits so long by itself
 
+if TYPE_CHECKING:
+    from tinygrad_nv.dist.transports.nccl import Communicator
+
 
 @dataclass(frozen=True)
 class Operation:
@@ -73,6 +76,9 @@ class Group:
         self.tags: list[str] = []   # names of tensors
         self.flags: dict[int, Tensor] = {}
         self.descriptors: dict[tuple[int, ...], Tensor] = {}
+        self.key = name             # another for each group of a world
+        self.communicators: dict[str, Communicator] = {}    # of GPUs of this rank (collectives/device.py)
+        self.anchors: dict[str, Tensor] = {}
 
     def __repr__(self) -> str: return f"Group({self.name}: rank {self.rank} of {self.size})"
 
@@ -123,7 +129,15 @@ class Group:
     def current(self) -> Operation | None:
         """What this rank is at: None between collectives."""
         s = self.struct
-        return None if s.begun == s.ended or s.status else self.last()
+        return self._by_device() if s.begun == s.ended or s.status else self.last()
+
+    def _by_device(self) -> Operation | None:
+        """The one that a GPU of this rank is at."""
+        last = next(filter(None, (each.last for each in self.communicators.values())), None)
+        if last is None: return None
+        order = last.order
+        return Operation(last.number, order.kind, order.name or "a tensor", order.count, order.dtype.name,
+                         last.since)
 
     def last(self) -> Operation | None:
         """The collective that this rank has begun last."""
@@ -139,7 +153,9 @@ class Group:
     def check(self) -> None:
         """Raises `DistError` if a collective has failed."""
         s = self.struct
-        if s.status == OK: return
+        if s.status == OK:
+            for each in self.communicators.values(): each.check()
+            return
         if self.why is not None: raise self.why
         own = self._operation(s.current, s.begun, s.since / 1e9)
         other = f"rank {self.members[s.culprit]}"
@@ -165,6 +181,12 @@ class Group:
     def abort(self) -> None:
         """Ends a collective that waits, from another thread."""
         self.struct.abort = 1
+        for each in self.communicators.values(): each.abort(self.why)
+
+    def close(self) -> None:
+        """Gives back what the group has, once its devices have done what they hold."""
+        for each in self.communicators.values(): each.close()
+        self.abort()
 
     def _operation(self, call: Call, number: int, since: float, named: bool = True) -> Operation:
         # another rank numbers its names itself
@@ -215,6 +237,7 @@ class World:
                             "a group that it is in")
         self.made[chosen] += 1
         made = Group("-".join(map(str, chosen)), chosen, chosen.index(self.rank), self.timeout_s)
+        made.key = f"{made.name}/{self.made[chosen]}"
         if len(chosen) > 1:
             if self.transport == "mpi": made.held = mpi.connect(made.struct, chosen)
             else:
@@ -257,7 +280,7 @@ class World:
         """Ends what this process has to do with other ranks."""
         self.told.clear()
         if self.watchdog is not None: self.watchdog.close()
-        for each in self.groups: each.abort()
+        for each in self.groups: each.close()
         if self.store is not None: self.store.close()
 
 

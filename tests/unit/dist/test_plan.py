@@ -10,7 +10,8 @@ import pytest
 
 from tinygrad_nv.dist.plan.cluster import cluster, device, figures, known_gpus
 from tinygrad_nv.dist.plan.collectives import Group
-from tinygrad_nv.dist.plan.layout import Inference, Layout, Training
+from tinygrad_nv.dist.plan.inference import Step, decode
+from tinygrad_nv.dist.plan.layout import Inference, Layout, Training, require
 from tinygrad_nv.dist.plan.planning import Plan, plan
 from tinygrad_nv.dist.plan.presets import preset
 from tinygrad_nv.dist.plan.report import data, text
@@ -35,8 +36,15 @@ def test_a_decode_step_of_one_gpu_agrees_with_the_timing_model():
     steps = timed_steps()
     assert len(steps) == 4
     for (batch, context), seconds in steps.items():
-        work = Inference(batch, context, 1, achieved=IDEAL)
-        assert plan(LLAMA, Layout(), cluster("H100"), work).step_s == pytest.approx(seconds, rel=0.06)
+        made = decode(LLAMA, Layout(), Inference(batch, achieved=IDEAL), cluster("H100"), context)
+        assert made.seconds == pytest.approx(seconds, rel=0.06)
+
+
+def stepped(gpus: str, layout: Layout, config=LARGE, **settings) -> Step:
+    """A decode step after 1088 tokens."""
+    work = Inference(**{"batch": 8, "quantization": "fp8", **settings})
+    require(layout, config, cluster(gpus), work)
+    return decode(config, layout, work, cluster(gpus), 1088)
 
 
 def answered(gpus: str, layout: Layout, config=LARGE, **settings) -> Plan:
@@ -44,55 +52,56 @@ def answered(gpus: str, layout: Layout, config=LARGE, **settings) -> Plan:
 
 
 def test_tensor_parallel_ranks_answer_sooner_but_not_as_often_sooner():
-    steps = [answered(f"{tp}xH100", Layout(tp=tp)).step_s for tp in (1, 2, 4, 8)]
+    steps = [stepped(f"{tp}xH100", Layout(tp=tp)).seconds for tp in (1, 2, 4, 8)]
     assert all(b < a < 2 * b for a, b in pairwise(steps))
 
 
 def test_a_step_is_its_kernels_and_its_collectives():
-    for layout in (Layout(tp=4), Layout(tp=2, dp=2)):
-        made = answered("4xH100", layout)
-        assert made.step_s == pytest.approx(made.kernels.total + made.exposed_s, rel=1e-9)
-    made = answered("4xH100", Layout(tp=2, pp=2))      # the stage with the head is what the other waits for
-    assert made.kernels.total + made.exposed_s < made.step_s < 1.1 * (made.kernels.total + made.exposed_s)
+    for layout in (Layout(tp=4), Layout(tp=2, dp=2), Layout(tp=2, pp=2)):
+        made = stepped("4xH100", layout)
+        whole = made.kernels.total + sum(use.exposed_s for use in made.uses)
+        assert made.seconds == pytest.approx(whole, rel=1e-9)
+        assert made.period_s >= made.seconds
+    assert made.period_s < 1.1 * made.seconds   # the stage with the head is what the other waits for
 
 
 def test_all_reduces_of_a_step():
-    (hidden, logits) = answered("8xH100", Layout(tp=8)).uses
+    (hidden, logits) = stepped("8xH100", Layout(tp=8)).uses
     assert (hidden.count, hidden.collective.nbytes) == (2 * 80 + 1, 8 * 8192 * 2)
     assert hidden.collective.group == Group(8, 8)
     assert (logits.count, logits.collective.kind) == (1, "all_gather")
-    (_, sent, _) = answered("4xH100", Layout(tp=2, pp=2)).uses
+    (_, sent, _) = stepped("4xH100", Layout(tp=2, pp=2)).uses
     assert (sent.count, sent.collective.nbytes) == (1, 4 * 8192 * 2 / 2)
 
 
 def test_data_parallel_ranks_multiply_what_is_answered():
-    one = answered("1xH100", Layout(), LLAMA, batch=16)
-    eight = answered("8xH100", Layout(dp=8), LLAMA, batch=128)
+    one = answered("1xH100", Layout(), LLAMA)
+    eight = answered("8xH100", Layout(dp=8), LLAMA, batch=64)
     assert eight.tokens_per_s == pytest.approx(8 * one.tokens_per_s)
     assert eight.step_s == one.step_s
     assert not eight.uses
 
 
 def test_whole_experts_swap_reductions_for_all_to_alls():
-    sliced = answered("8xH100", Layout(tp=8), EXPERTS, batch=64)
-    dealt = answered("8xH100", Layout(tp=8, ep=8), EXPERTS, batch=64)
+    sliced = stepped("8xH100", Layout(tp=8), EXPERTS)
+    dealt = stepped("8xH100", Layout(tp=8, ep=8), EXPERTS)
     assert sliced.uses[0].count == 2 * 48 + 1
     assert dealt.uses[0].count == 48 + 1
     assert [use.collective.kind for use in dealt.uses] == \
         ["all_reduce", "all_gather", "all_gather", "all_to_all"]
     # a token's rows, of 8 experts, of the eighth of the tokens that a rank sends
-    assert (dealt.uses[-1].count, dealt.uses[-1].collective.nbytes) == (2 * 48, 64 * 2048 * 2 * 8 / 8)
+    assert (dealt.uses[-1].count, dealt.uses[-1].collective.nbytes) == (2 * 48, 8 * 2048 * 2 * 8 / 8)
 
 
 def test_long_answers_and_long_prompts():
-    short, long = (answered("8xH100", Layout(tp=8), output_len=tokens) for tokens in (64, 4096))
+    short, long = (answered("1xH100", Layout(), LLAMA, output_len=tokens) for tokens in (64, 4096))
     assert long.step_s > short.step_s           # a longer cache
     assert long.tokens_per_s > short.tokens_per_s   # prompts are answered more
-    assert answered("8xH100", Layout(tp=8), input_len=8000).first_token_s > 7 * \
-        answered("8xH100", Layout(tp=8), input_len=1000).first_token_s
+    prompt = answered("1xH100", Layout(), LLAMA, input_len=8192)
+    assert prompt.first_token_s > 7.9 * short.first_token_s
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", known_gpus())
 def test_every_gpu_plans(name: str):
     made = plan(LLAMA, Layout(), cluster(name), Inference(4, 512, 64, achieved=IDEAL))
@@ -181,12 +190,12 @@ def test_less_power_is_a_lower_clock():
 # **** search ****
 
 def test_the_best_layout_is_the_fastest_that_fits():
-    found = search(LARGE, cluster("8xH100"), Inference(8), Choice(ep=1))
+    found = search(LARGE, cluster("8xH100"), Inference(8), Choice(pp=1))
     assert found.plans[0].layout == Layout(tp=8)
     rates = [made.tokens_per_s for made in found.plans]
     assert rates == sorted(rates, reverse=True)
     assert all(made.memory.fits for made in found.plans)
-    assert {each.layout for each in found.refused} == {Layout(dp=8), Layout(pp=2, dp=4)}
+    assert {each.layout for each in found.refused} == {Layout(dp=8)}
     assert all("too much" in each.why and each.over > 0 for each in found.refused)
 
 
@@ -205,7 +214,7 @@ def test_reasons_of_what_cannot_be():
 
 
 def test_text_and_plain_data():
-    found = search(LARGE, cluster("8xH100"), Inference(8), Choice(ep=1))
+    found = search(LARGE, cluster("8xH100"), Inference(8), Choice(pp=1))
     said = text("llama-3.1-70b", found, top=2)
     for words in ("llama-3.1-70b on 8 x H100 SXM (NVLink 4, NVSwitch)",
                   "all times are modelled, not measured", "memory of a GPU", "collectives, exposed",

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from tinygrad_nv.models.parallel import Parallel
 
 
+# by tinygrad's names, which a process can tell another
+FLOATS = {each.name: each for each in (dtypes.float32, dtypes.float16, dtypes.bfloat16)}
+
+
 @dataclass(frozen=True)
 class RunnerPlan:
     """Arguments of a model and its runner; `model_runner.py` says what they mean. `quantization` is what the
@@ -55,8 +59,7 @@ class RunnerPlan:
     @property
     def tinygrad_dtype(self) -> DType:
         """The dtype of weights."""
-        made: DType = getattr(dtypes, self.dtype)
-        return made
+        return FLOATS[self.dtype]
 
 
 @dataclass(frozen=True)

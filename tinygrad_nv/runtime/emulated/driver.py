@@ -13,9 +13,11 @@ own, at addresses of their own where their ordinals differ.
 """
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from bisect import insort
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -23,7 +25,7 @@ import numpy as np
 from tinygrad_nv.errors import DriverError, KernelError
 from tinygrad_nv.ptx.emulator import Buffer, Emulator, TensorMap
 from tinygrad_nv.ptx.emulator.arguments import SHARED_LIMIT, SHARED_OF_SM, SM_COUNT, THREADS_OF_SM
-from tinygrad_nv.ptx.emulator.footprint import READ, Footprint
+from tinygrad_nv.ptx.emulator.footprint import READ, WRITE, Footprint
 from tinygrad_nv.ptx.emulator.peers import Asked, Awaited, Passed, launching
 from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.ptx.gpcs import most_clusters
@@ -43,12 +45,14 @@ from tinygrad_nv.runtime.emulated.module import EmulatedModule, described
 from tinygrad_nv.runtime.emulated.moves import Moves
 from tinygrad_nv.runtime.emulated.order import Clock, Done, serial
 from tinygrad_nv.runtime.emulated.peers import PeerDevices, Steps
+from tinygrad_nv.runtime.library_call import LibraryCall
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
 STATIC_SHARED_LIMIT = 48 << 10
 L2_BYTES = {80: 40 << 20, 89: 96 << 20, 90: 50 << 20}          # A100, L40, H100
 WINDOW_LIMIT = 128 << 20
 MEMORY_BYTES = {80: 80 << 30, 89: 48 << 30, 90: 80 << 30}
+CURRENT = threading.local()                                     # device: the thread's, for other libraries
 SHOWN = 3                                                       # findings in an error's text
 
 
@@ -121,7 +125,7 @@ class EmulatedDriver(Moves, driver.Driver):
         into, what = self.into(stream), "a copy from the host"
         capture.not_captured(into, what)
         data = np.frombuffer(source, np.uint8)
-        if self.beside: data = data.copy()
+        if self.among_peers: data = data.copy()
         self.play(self._copied_in(address, data, into, what))
 
     def _copied_in(self, address: int, data: np.ndarray, into: EmulatedStream, what: str) -> Steps:
@@ -175,7 +179,7 @@ class EmulatedDriver(Moves, driver.Driver):
         return True
 
     @property
-    def beside(self) -> bool: return len(self.peers.devices) > 1
+    def among_peers(self) -> bool: return len(self.peers.devices) > 1
 
     def play(self, steps: Steps) -> None:
         """Does work of this device, or keeps it for when it runs beside that of peers."""
@@ -226,7 +230,28 @@ class EmulatedDriver(Moves, driver.Driver):
         """Does it, a launch with pdl beside the kernels `ahead`; what a kernel does wrong is kept with the
         stream."""
         if isinstance(work, Launch): return (yield from self._launch(work, stream, ahead))
+        if isinstance(work, LibraryCall): return Done(self._library_call(work, stream))
         return (yield from self.moved(work, stream))
+
+    def _library_call(self, work: LibraryCall, stream: EmulatedStream) -> Footprint:
+        given = [*((READ, *each) for each in work.reads), *((WRITE, *each) for each in work.writes)]
+        parts = [(self._place(address, nbytes, work.what), flags) for flags, address, nbytes in given]
+        with self.inside(): work.enqueue(stream.number)
+        for (buffer, where), flags in parts:
+            if flags == WRITE and buffer.valid is not None: buffer.valid[where] = 1
+        return self._touched(work.what, *((buffer, where.start, where.stop, flags)
+                                          for (buffer, where), flags in parts))
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        before, CURRENT.device = getattr(CURRENT, "device", None), self
+        try: yield
+        finally: CURRENT.device = before
+
+    def memory_at(self, address: int, nbytes: int, what: str) -> np.ndarray:
+        """The bytes there, for what stands for another library."""
+        buffer, where = self._place(address, nbytes, what)
+        return buffer.data[where]
 
     def timelines(self) -> list[EmulatedStream]:
         """All streams whose work may touch this device's memory, and whose order nothing else finds wrong."""
@@ -253,7 +278,7 @@ class EmulatedDriver(Moves, driver.Driver):
                                  work.function.name, work.cluster, work.dynamic_smem, footprint=self.check,
                                  ahead=ahead if work.pdl else None, count=False)
         assert report is not None
-        on = f" on GPU {self.emulator.ordinal}" if self.beside else ""
+        on = f" on GPU {self.emulator.ordinal}" if self.among_peers else ""
         stream.findings += [described(work, module, finding, on) for finding in report.findings]
         return Done(report.footprint or Footprint(f"kernel {work.function.name}"), report.early)
 
@@ -261,7 +286,9 @@ class EmulatedDriver(Moves, driver.Driver):
 
     def into(self, stream: driver.Stream | None) -> EmulatedStream:
         """The stream that is meant."""
-        if stream is None: return self.streams[0]
+        if stream is None:
+            if self.beside is not None: self.wait_beside()
+            return self.streams[0]
         assert isinstance(stream, EmulatedStream)
         if self.streams[stream.number] is not stream:
             raise DriverError("a stream of another device", f"one of the {self.properties.name} device")
@@ -271,6 +298,9 @@ class EmulatedDriver(Moves, driver.Driver):
     def stream(self) -> EmulatedStream:
         self.streams.append(EmulatedStream(len(self.streams)))
         return self.streams[-1]
+
+    @property
+    def stream_0(self) -> EmulatedStream: return self.streams[0]
 
     def event(self) -> EmulatedEvent: return EmulatedEvent()
 

@@ -19,6 +19,7 @@ from tinygrad_nv.runtime.capture import Capture
 from tinygrad_nv.runtime.driver import Launch, Node, Work
 from tinygrad_nv.runtime.edges import early
 from tinygrad_nv.runtime.emulated.order import Clock, Done, GraphOrder, StreamHistory, serial
+from tinygrad_nv.runtime.library_call import LibraryCall
 
 
 @dataclass(eq=False)
@@ -108,6 +109,8 @@ class EmulatedExecutable(driver.Executable):
     def __init__(self, graph: EmulatedGraph) -> None:
         self.device, self.works, self.order = graph.device, list(graph.works), graph.order()
         self.edges = GraphOrder(graph.after)
+        self.kept = {number: work.holds() for number, work in enumerate(self.works)
+                     if isinstance(work, LibraryCall)}
         self.launches = 0
         self.last: Clock = {}           # where it was launched last
 
@@ -125,6 +128,7 @@ class EmulatedExecutable(driver.Executable):
             raise DriverError(f"node {node.number} is updated with another access-policy window",
                               "the one it has", "instantiate another graph")
         self.works[node.number] = work
+        if isinstance(work, LibraryCall): self.kept[node.number] = work.holds()
 
     @serial
     def launch(self, stream: driver.Stream | None = None) -> None:

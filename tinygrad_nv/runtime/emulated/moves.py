@@ -69,7 +69,7 @@ class Moves:
     check: bool
 
     @property
-    def beside(self) -> bool:
+    def among_peers(self) -> bool:
         """Whether other GPUs' work runs beside this one's."""
         raise NotImplementedError
 
@@ -90,7 +90,7 @@ class Moves:
     def by_kernel(self, work: Move, what: str,
                   stream: EmulatedStream) -> Generator[Asked, Report | None, None]:
         """Among peers, the kernel that does it again. Bytes of the host are a buffer meanwhile."""
-        if not self.beside or not self.check: return
+        if not self.among_peers or not self.check: return
         target = work.target if isinstance(work, Copy | Fill | Upload) else 0
         source = work.source if isinstance(work, Copy | Download) else 0
         host = None
