@@ -114,7 +114,8 @@ def _agree(group: Group, order: Order) -> None:
             for r in range(group.size)]
     for r, theirs in enumerate(said):
         if theirs == said[group.rank]: continue
-        raise DistError(f"rank {group.members[group.rank]} calls {order}, rank {group.members[r]} calls {theirs}",
+        own, other = group.members[group.rank], group.members[r]
+        raise DistError(f"rank {own} calls {order}, rank {other} calls {theirs}",
                         "the same collectives in the same order on all ranks",
                         "see what differs between the programs of these ranks")
 
