@@ -17,7 +17,8 @@ import transformers
 def test_tokens_are_those_of_one(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2,
         vocab_size=301, max_position_embeddings=256, initializer_range=0.2, bos_token_id=0, eos_token_id=1)
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
 
