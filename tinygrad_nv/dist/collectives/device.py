@@ -1,9 +1,10 @@
 """A collective in the graph of a GPU: a call of NCCL, in the place of a kernel.
 
-Protocol: `on_device(group, order, …)` puts it there, a program with `DeviceCall` as its launch configuration's call. When
-the program runs, or a graph of it is made, `_made` finds the group's communicator and gives the driver the
-work (runtime/library_call.py). So tinygrad orders a collective by what it reads and writes, eager, in a
-TinyJit's graph and in captured steps alike, and launches of independent kernels are beside it in a graph.
+Protocol: `on_device(group, order, …)` puts it there, a program with `DeviceCall` as its launch
+configuration's call. When the program runs, or a graph of it is made, `_made` finds the group's communicator
+and gives the driver the work (runtime/library_call.py). So tinygrad orders a collective by what it reads and
+writes, eager, in a TinyJit's graph and in captured steps alike, and launches of independent kernels are
+beside it in a graph.
 
 A group has one communicator for each device of this rank, made when a graph first needs it: all ranks of the
 group build the same graph, and so meet.
@@ -121,7 +122,8 @@ def _agree(group: Group, order: Order) -> None:
 def on_device(group: Group, order: Order, shape: tuple[int, ...], dtype: DType, x: Tensor, name: str,
               grad: Callable[..., tuple[UOp | None, ...]] | None) -> Tensor:
     """The collective on x, which a recv does not read."""
-    if order.op not in nccl.OPS: raise DistError(f"{order.kind} with {order.op!r}", f"one of {', '.join(nccl.OPS)}")
+    if order.op not in nccl.OPS:
+        raise DistError(f"{order.kind} with {order.op!r}", f"one of {', '.join(nccl.OPS)}")
     if not 0 <= order.peer < group.size:
         raise DistError(f"{order.kind} with rank {order.peer}", f"0 to {group.size - 1}")
     nccl.carried(order)

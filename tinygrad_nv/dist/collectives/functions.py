@@ -175,8 +175,8 @@ def _called(kind: str, x: Tensor, group: Group, shape: Sequence[int], count: int
             peer: int = 0, name: str = "", back: Back | None = None, dtype: DType | None = None) -> Tensor:
     told, made = _told(kind, group, name), dtype or x.dtype
     if serves(x.device):
-        return on_device(group, Order(kind, count, x.dtype, op, peer, name), tuple(shape), made, x.contiguous(),
-                         told, back)
+        order = Order(kind, count, x.dtype, op, peer, name)
+        return on_device(group, order, tuple(shape), made, x.contiguous(), told, back)
     if str(x.device).partition(":")[0] != "CPU":
         raise DistError(f"{kind} of a tensor on {x.device}", "a tensor on a GPU or the CPU",
                         "move it: .to(\"CPU\")")

@@ -110,7 +110,7 @@ def _address(buffer: Buffer) -> int:
 
 
 def _on_gpus(outs: Sequence[Buffer], ins: Sequence[Buffer], op: str) -> None:
-    from tinygrad_nv.dist.transports import local   # NCCL's names are loaded only where it is used
+    from tinygrad_nv.dist.transports import local  # NCCL's names are loaded only where it is used
     local.reduce(outs, ins, op)
 
 

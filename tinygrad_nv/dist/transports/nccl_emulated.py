@@ -108,7 +108,8 @@ class EmulatedNCCL:
         version._obj.value = VERSION
         return SUCCESS
 
-    def ncclGetErrorString(self, result: int) -> bytes: return WORDS.get(result, "unknown result code").encode()
+    def ncclGetErrorString(self, result: int) -> bytes:
+        return WORDS.get(result, "unknown result code").encode()
 
     def ncclGetLastError(self, comm: int) -> bytes:
         found = self.communicators.get(comm)
