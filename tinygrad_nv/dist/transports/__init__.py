@@ -8,5 +8,6 @@
   nccl_emulated.py  what stands for NCCL on emulated devices
   local.py          reductions over GPUs of one process
 
-On memory of the host a transport fills in a group's structure; what runs then is C (csrc/group.h), called by kernels of the graph.
+On memory of the host a transport fills in a group's structure; what runs then is C (csrc/group.h), called by
+kernels of the graph.
 """
