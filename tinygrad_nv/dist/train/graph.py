@@ -1,0 +1,56 @@
+"""An order between kernels, gradients of one's own, and which collectives a graph has.
+
+Protocol. `behind(x, first)` is x, whose kernels run after the one that makes `first`: where a gather depends
+on nothing but its shard, this says when it begins. `with_gradient(value, inputs, back)` is the value, whose
+gradients of the inputs are `back(gradient)`: for what is computed again in the backward pass, with
+collectives of its own. `collectives_of(tensors)` lists the collectives that realizing them runs.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tinygrad import Tensor
+from tinygrad.uop.ops import Ops, UOp
+
+from tinygrad_nv.dist.collectives.kernel import Collective
+from tinygrad_nv.patterns.named import call
+
+
+def behind(x: Tensor, first: Tensor | None) -> Tensor:
+    """x, a tensor in memory, read after `first` has been computed."""
+    if first is None or not (states := _states(first.contiguous().uop)): return x
+    return Tensor(x.uop.after(*states))
+
+
+def _states(node: UOp) -> list[UOp]:
+    """What of the graph can be waited for: a value that is in memory already needs no waiting."""
+    while node.op in (Ops.RESHAPE, Ops.CONTIGUOUS) and node.src[0].op in (Ops.BUFFER, Ops.RESHAPE, Ops.PARAM):
+        node = node.src[0]
+    return [] if node.op in (Ops.BUFFER, Ops.PARAM) else [node]
+
+
+@dataclass(frozen=True)
+class Derived:
+    """The identity, with a gradient of its own, by name."""
+    name: str
+
+
+Back = Callable[[Tensor], Sequence[Tensor | None]]
+
+
+def with_gradient(name: str, value: Tensor, inputs: Sequence[Tensor], back: Back) -> Tensor:
+    """The value. `back(gradient)` gives the gradients of `inputs`, in their order."""
+    def backward(grad: UOp, _: UOp) -> tuple[UOp | None, ...]:
+        return None, *(None if made is None else made.uop for made in back(Tensor(grad)))
+    return call(Derived(name), _first, value, *inputs, grad=backward)[0]
+
+
+def _first(what: object, value: Tensor, *_: Tensor) -> tuple[Tensor, ...]: return (value,)
+
+
+def collectives_of(*tensors: Tensor) -> list[Collective]:
+    """The collectives that these tensors depend on and that have not run yet, each once."""
+    sink = UOp.sink(*(each.uop for each in tensors))
+    return [node.arg.aux for node in sink.toposort(enter_calls=False)
+            if node.op is Ops.FUNCTION and isinstance(node.arg.aux, Collective)]
