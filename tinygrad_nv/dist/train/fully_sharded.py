@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 from tinygrad.nn.state import get_parameters
+from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.dist.collectives.functions import all_gather, reduce_scatter
 from tinygrad_nv.dist.group import Group
@@ -46,11 +48,11 @@ class FullySharded:
         return [each.shard for each in self.layers]
 
     def __call__(self, x: Tensor, *more: Tensor) -> Tensor:
-        before: Tensor | None = None
-        coming: list[Tensor] = []       # gradients, as the backward pass comes by
+        before: tuple[UOp, ...] = ()
+        passed = _Passed([], [])
         for layer in self.layers:
             x = x.contiguous()
-            x, before = layer(x, more, before, coming), x
+            x, before = layer(x, more, before, passed), (x.uop,)
         return x
 
     @contextlib.contextmanager
@@ -61,6 +63,18 @@ class FullySharded:
         with contextlib.ExitStack() as stack:
             for each, flat in zip(self.layers, full, strict=True): stack.enter_context(each.filled(flat))
             yield
+
+
+@dataclass
+class _Passed:
+    """A backward pass: the gradients that came to the layers behind, and what they reduced."""
+    gradients: list[UOp]
+    reduced: list[UOp]
+
+    def first(self) -> list[UOp]:
+        """What is computed when the next layer's parameters are gathered: the layer behind has its gradient,
+        and the one behind that is done."""
+        return [*self.gradients[-1:], *self.reduced[-2:-1]]
 
 
 class _Layer:
@@ -79,10 +93,10 @@ class _Layer:
         self.shard = self.flat.own(whole, group.rank).cast(dtype).contiguous().realize()
         for each in self.parameters: _empty(each)
 
-    def gathered(self, first: Tensor | None = None, name: str = "") -> Tensor:
-        """The vector of all parameters, gathered after `first` is computed."""
-        own = behind(self.shard.detach() if self.shard.dtype == self.dtype else
-                     self.shard.detach().cast(self.dtype).contiguous(), first)
+    def gathered(self, first: Sequence[UOp] = (), name: str = "") -> Tensor:
+        """The vector of all parameters, gathered after `first` are computed."""
+        own = self.shard if self.shard.dtype == self.dtype else self.shard.cast(self.dtype).contiguous()
+        own = behind(own, *first)
         return all_gather(own, self.group, name=f"{self.name}{name}")
 
     @contextlib.contextmanager
@@ -95,21 +109,21 @@ class _Layer:
         finally:
             for each in self.parameters: _empty(each)
 
-    def __call__(self, x: Tensor, more: Sequence[Tensor], before: Tensor | None, coming: list[Tensor]) -> Tensor:
-        """What the layer makes of x. `before` is computed when its parameters are gathered."""
+    def __call__(self, x: Tensor, more: Sequence[Tensor], before: Sequence[UOp], passed: _Passed) -> Tensor:
+        """What the layer makes of x. `before` is computed when its parameters are gathered; `passed` is
+        what the layers behind have done."""
         with self.filled(self.gathered(before)): y = self.layer(x, *more)
 
-        def back(grad: Tensor) -> list[Tensor | None]:
-            grad = grad.contiguous()
-            first = coming[-1] if coming else grad
-            coming.append(grad)
-            full = self.gathered(first, " again")
-            given = x.detach()
+        def back(grad: Tensor, x: Tensor, _: Tensor, *more: Tensor) -> list[Tensor | None]:
+            grad, given = grad.contiguous(), x.detach()
+            full = self.gathered(passed.first() or [grad.uop], " again")
             with self.filled(full): again = self.layer(given, *more)
-            dx, dfull = again.gradient(given, full, gradient=grad)
-            own = reduce_scatter(dfull, self.group, name=f"gradients {self.name}")
-            return [dx, own.cast(self.shard.dtype)]
-        return with_gradient(self.name, y, [x, self.shard], back)
+            dx, whole = again.gradient(given, full, gradient=grad)
+            own = reduce_scatter(whole, self.group, name=f"gradients {self.name}")
+            passed.gradients.append(grad.uop)
+            passed.reduced.append(own.uop)
+            return [dx, own.cast(self.shard.dtype), *(None for _ in more)]
+        return with_gradient(self.name, y, [x, self.shard, *more], back)
 
 
 def _empty(parameter: Tensor) -> None:

@@ -2,8 +2,8 @@
 
 Protocol. `behind(x, first)` is x, whose kernels run after the one that makes `first`: where a gather depends
 on nothing but its shard, this says when it begins. `with_gradient(value, inputs, back)` is the value, whose
-gradients of the inputs are `back(gradient)`: for what is computed again in the backward pass, with
-collectives of its own. `collectives_of(tensors)` lists the collectives that realizing them runs.
+gradients of the inputs are `back(gradient, *inputs)`: for what is computed again in the backward pass, with
+collectives of its own. `back` keeps no Tensors: what is alive is kept in memory of its own. `collectives_of(tensors)` lists the collectives that realizing them runs.
 """
 from __future__ import annotations
 
@@ -17,17 +17,10 @@ from tinygrad_nv.dist.collectives.kernel import Collective
 from tinygrad_nv.patterns.named import call
 
 
-def behind(x: Tensor, first: Tensor | None) -> Tensor:
-    """x, a tensor in memory, read after `first` has been computed."""
-    if first is None or not (states := _states(first.contiguous().uop)): return x
-    return Tensor(x.uop.after(*states))
-
-
-def _states(node: UOp) -> list[UOp]:
-    """What of the graph can be waited for: a value that is in memory already needs no waiting."""
-    while node.op in (Ops.RESHAPE, Ops.CONTIGUOUS) and node.src[0].op in (Ops.BUFFER, Ops.RESHAPE, Ops.PARAM):
-        node = node.src[0]
-    return [] if node.op in (Ops.BUFFER, Ops.PARAM) else [node]
+def behind(x: Tensor, *first: UOp) -> Tensor:
+    """x, a tensor in memory, read after `first`, values that have memory of their own, are computed."""
+    states = [each for each in first if not each.has_buffer_identity()]
+    return Tensor(x.uop.after(*states)) if states else x
 
 
 @dataclass(frozen=True)
@@ -36,13 +29,14 @@ class Derived:
     name: str
 
 
-Back = Callable[[Tensor], Sequence[Tensor | None]]
+Back = Callable[..., Sequence[Tensor | None]]
 
 
 def with_gradient(name: str, value: Tensor, inputs: Sequence[Tensor], back: Back) -> Tensor:
-    """The value. `back(gradient)` gives the gradients of `inputs`, in their order."""
-    def backward(grad: UOp, _: UOp) -> tuple[UOp | None, ...]:
-        return None, *(None if made is None else made.uop for made in back(Tensor(grad)))
+    """The value. `back(gradient, *inputs)` gives the gradients of `inputs`, in their order."""
+    def backward(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
+        given = map(Tensor, call_.src[2:])
+        return None, *(None if made is None else made.uop for made in back(Tensor(grad), *given))
     return call(Derived(name), _first, value, *inputs, grad=backward)[0]
 
 
