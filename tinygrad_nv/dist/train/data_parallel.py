@@ -1,10 +1,10 @@
 """Data parallel training: every rank has all parameters and its own part of the batch.
 
-Protocol: after `loss.backward()`, `average_gradients(parameters, group)` puts the mean over ranks in place of
-each gradient, if the loss is a mean over a rank's batch (`mean=False`: the sum). Gradients of the last layers
-are computed first, so buckets go from the last parameter to the first, and the all_reduce of a bucket depends
-on its own gradients and on nothing else: where a device has streams it runs beside the rest of the backward
-pass. What realizes the gradients runs them, such as the optimiser's step.
+Protocol: after `loss.backward()`, `average_gradients(parameters, group)` puts the mean over ranks in place
+of each gradient, if the loss is a mean over a rank's batch (`mean=False`: the sum). Gradients of the last
+layers are computed first, so buckets go from the last parameter to the first, and the all_reduce of a
+bucket depends on its own gradients and on nothing else: where a device has streams it runs beside the rest
+of the backward pass. What realizes the gradients runs them, such as the optimiser's step.
 
 Source of buckets: PyTorch Distributed, arXiv 2006.15704, section 3.2.
 """
@@ -36,8 +36,8 @@ def gradients_of(parameters: Sequence[Tensor]) -> list[Tensor]:
     missing = [i for i, each in enumerate(parameters) if each.grad is None]
     if missing:
         shape = parameters[missing[0]].shape
-        raise DistError(f"{len(missing)} of {len(parameters)} parameters have no gradient, the first of shape "
-                        f"{shape}", "a gradient of each, on every rank",
+        raise DistError(f"{len(missing)} of {len(parameters)} parameters have no gradient, the first of "
+                        f"shape {shape}", "a gradient of each, on every rank",
                         "call backward() before, and leave out parameters that the loss does not use")
     return [each.grad for each in parameters if each.grad is not None]
 

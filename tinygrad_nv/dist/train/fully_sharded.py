@@ -3,16 +3,16 @@
 Protocol. `FullySharded(layers, group)` takes layers, callables that own their parameters as attributes, and
 cuts each layer's into one vector a rank (`shards`), float32 by default. The layers' own tensors are empty
 from then on. `model(x, *more)` calls the layers one after the other on x; `more` goes to each as it is, and
-has no gradient. `loss.backward()` gives the shards their gradients, summed over ranks (divide the loss for a
-mean). Any optimiser of tinygrad's that treats elements alike updates `model.shards`.
+has no gradient. `loss.backward()` gives the shards their gradients, summed over ranks (divide the loss for
+a mean). Any optimiser of tinygrad's that treats elements alike updates `model.shards`.
 
 A layer's parameters are gathered when the layer before begins (a layer ahead), and nothing needs them after
 it (resharded behind). Its backward pass gathers them again, a layer ahead in the other direction, and
 computes the layer again from its input: of the activations the inputs of layers stay, as with activation
 checkpointing of whole layers. So a layer has to compute the same twice: no dropout.
 
-Memory a rank, of layers of P_k parameters: 4 (2 + s) Σ P_k / n of shards, their gradients and an optimiser's s
-states, and around a layer up to two gathered layers, or one and the gradients of one.
+Memory a rank, of layers of P_k parameters: 4 (2 + s) Σ P_k / n of shards, their gradients and an
+optimiser's s states, and around a layer up to two gathered layers, or one and the gradients of one.
 
 Source: ZeRO, arXiv 1910.02054; PyTorch FSDP, arXiv 2304.11277, sections 3 and 4.
 """
@@ -86,7 +86,7 @@ class _Layer:
         found = {each.dtype for each in self.parameters}
         if len(found) != 1:
             raise DistError(f"{name} has parameters of {sorted(each.name for each in found) or 'no dtype'}",
-                            "parameters, all of one dtype", "cast them, or put them into a layer of their own")
+                            "parameters, all of one dtype", "cast them, or make them a layer of their own")
         self.dtype = found.pop()
         self.flat = Flat(self.parameters, group.size)
         whole = self.flat.joined([each.detach() for each in self.parameters])

@@ -1,15 +1,15 @@
 """ZeRO-1 and ZeRO-2: every rank has all parameters, and updates its part of them.
 
 Protocol. `ShardedOptimizer(parameters, group, make)` cuts parameters, put one behind the other in buckets,
-into one part a rank. `make` gets this rank's parts, vectors of float32, and returns an optimiser of tinygrad's
-over them, so that its states are parts too. It has to treat elements alike (SGD, Adam, AdamW): norms of whole
-matrices (LARS, LAMB, Muon) are not those of parts.
+into one part a rank. `make` gets this rank's parts, vectors of float32, and returns an optimiser of
+tinygrad's over them, so that its states are parts too. It has to treat elements alike (SGD, Adam, AdamW):
+norms of whole matrices (LARS, LAMB, Muon) are not those of parts.
 
     loss.backward(); optimizer.step()                         ZeRO-1: gradients are whole until the step
     loss.backward(); optimizer.reduce(); … ; optimizer.step() ZeRO-2: of gradients, too, a part stays
 
-`reduce` sums the gradients over ranks, keeps this rank's part and drops the rest. `step` does so with what is
-left, updates the parts, gathers them and writes the parameters. Parts are copies in float32, the master
+`reduce` sums the gradients over ranks, keeps this rank's part and drops the rest. `step` does so with what
+is left, updates the parts, gathers them and writes the parameters. Parts are copies in float32, the master
 weights of parameters of 16 bits.
 
 Memory a rank, of P parameters of p bytes with gradients of g, and an optimiser of s states: P (p + g) +
