@@ -4,7 +4,8 @@ Protocol. `behind(x, first)` is x, whose kernels run after the one that makes `f
 depends on nothing but its shard, this says when it begins. `with_gradient(value, inputs, back)` is the
 value, whose gradients of the inputs are `back(gradient, *inputs)`: for what is computed again in the
 backward pass, with collectives of its own. `back` keeps no Tensors: what is alive is kept in memory of its
-own. `collectives_of(tensors)` lists the collectives that realizing them runs."""
+own. `collectives_of(tensors)` lists the collectives that realizing them runs.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

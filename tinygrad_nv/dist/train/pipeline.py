@@ -11,7 +11,8 @@ ranks do not wait for each other in a circle, even where a send ends when it is 
 result on at once; a tensor for a stage on the same rank is kept.
 
 A stage is any object with `forward`, `backward` and `weights` (`Stage`). `Recomputed` makes one of a
-function: it keeps a stage's input, and computes the stage again in the backward pass, and once more for W."""
+function: it keeps a stage's input, and computes the stage again in the backward pass, and once more for W.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence

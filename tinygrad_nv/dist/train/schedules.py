@@ -11,7 +11,8 @@ check.py says whether a schedule can run, how long it takes and what it keeps; p
 functions below make those of the field; any other list of `Op`s is as good.
 
 Sources: GPipe, arXiv 1811.06965; 1F1B and interleaved 1F1B, Megatron-LM, arXiv 2104.04473, section 2.2;
-ZB-H1, Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2."""
+ZB-H1, Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.
+"""
 from __future__ import annotations
 
 from dataclasses import dataclass
