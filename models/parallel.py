@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from tinygrad import Tensor, dtypes
 
-from tinygrad_nv.dist.collectives.functions import all_gather, all_reduce, copied
+from tinygrad_nv.dist.collectives.functions import all_gather, all_reduce, broadcast, copied
 from tinygrad_nv.dist.group import Group
 from tinygrad_nv.errors import ModelError
 from tinygrad_nv.functional import embedding
@@ -46,6 +46,10 @@ class Parallel:
     def begun(self, x: Tensor, name: str) -> Tensor:
         """The input of a half of a layer, whose gradient is the sum of the ranks'."""
         return copied(x, self.group, name)
+
+    def agreed(self, tokens: Tensor) -> Tensor:
+        """Sampled tokens, those of the first rank: the same on all, also where processors differ."""
+        return broadcast(tokens, self.group, name="tokens")
 
     def table_rows(self, vocab_size: int) -> int:
         """Rows of the vocabulary that a rank has room for."""

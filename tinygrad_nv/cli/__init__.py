@@ -177,6 +177,8 @@ def _add_model_options(command: argparse.ArgumentParser) -> None:
                        help="fraction of a GPU's memory for weights, cache and all else "
                        f"(default {UTILIZATION}; no effect on a CPU)")
     group.add_argument("--device", help="tinygrad's device (default: its choice, or DEV)")
+    group.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N",
+                       help="ranks that have the model together, each a part of every layer (default 1)")
 
 
 def _size(text: str) -> int:

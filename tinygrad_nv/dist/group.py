@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,8 +63,10 @@ class Group:
         self.name, self.members, self.rank, self.size = name, tuple(members), rank, len(members)
         self.struct = GroupStruct(rank=rank, size=self.size, timeout_ns=int(timeout_s * 1e9))
         self.struct.run = library().address("alone_run")
+        self.why: DistError | None = None
         self.held: Any = None       # what the transport needs to be kept
         self.tags: list[str] = []   # names of tensors
+        self.flags: dict[int, Tensor] = {}
         self.descriptors: dict[tuple[int, ...], Tensor] = {}
 
     def __repr__(self) -> str: return f"Group({self.name}: rank {self.rank} of {self.size})"
@@ -84,6 +86,12 @@ class Group:
             self.descriptors[key] = Tensor(np.array(words, np.uint64), device="CPU").realize()
         return self.descriptors[key]
 
+    def is_rank(self, rank: int) -> Tensor:
+        """1 on this rank of the group, 0 on others, float32 (1,) on the CPU: a value in memory, so that all ranks
+        build the same graph."""
+        if rank not in self.flags: self.flags[rank] = Tensor(np.array([rank == self.rank], np.float32)).realize()
+        return self.flags[rank]
+
     def run(self, kind: str, out: np.ndarray, given: np.ndarray, count: int, dtype: DType, op: str = "sum",
             peer: int = 0, name: str = "") -> None:
         """A collective on arrays, now. Raises `DistError`."""
@@ -102,6 +110,7 @@ class Group:
         """Raises `DistError` if a collective has failed."""
         s = self.struct
         if s.status == OK: return
+        if self.why is not None: raise self.why
         own = self._operation(s.current, s.begun, s.since / 1e9)
         other = f"rank {self.members[s.culprit]}"
         if s.status == MISMATCH:
@@ -117,6 +126,11 @@ class Group:
                             else f"{own} was given up")
         assert s.status == FAILED
         raise DistError(f"the transport failed in {own}")
+
+    def end(self, why: DistError) -> None:
+        """Ends a collective that waits, from another thread; `check` raises why."""
+        self.why = why
+        self.abort()
 
     def abort(self) -> None:
         """Ends a collective that waits, from another thread."""
@@ -136,6 +150,8 @@ class World:
     transport: str
     timeout_s: float
     groups: list[Group] = field(default_factory=list)
+    lost: DistError | None = None
+    told: list[Callable[[DistError], None]] = field(default_factory=list)   # who hears of a lost rank
     made: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
     @property
@@ -169,11 +185,31 @@ class World:
         self.groups.append(made)
         return made
 
+    def exchange(self, name: str, own: bytes) -> list[bytes]:
+        """What every rank says, by rank; `name` is another for each call."""
+        if self.size == 1: return [own]
+        if self.store is not None: return self.store.all_gather(name, own, self.timeout_s)
+        said: list[bytes] = mpi.load().COMM_WORLD.allgather(own)
+        return said
+
     def _exchange(self, key: str, own: bytes, group: Group) -> list[bytes]:
         """What all members of a group say."""
         assert self.store is not None, "ranks of one machine have a store"
         self.store.set(f"{key}/{group.rank}", own)
         return [self.store.get(f"{key}/{r}", self.timeout_s) for r in range(group.size)]
+
+    def on_lost(self, fn: Callable[[DistError], None]) -> None:
+        """Has `fn` called, in another thread, when a rank is lost."""
+        self.told.append(fn)
+        if self.lost is not None: fn(self.lost)
+
+    def lose(self, rank: int, reason: str) -> None:
+        """Ends what waits for a rank that is gone."""
+        if self.lost is not None: return
+        self.lost = DistError(f"rank {rank} is lost: {reason}", "all ranks until rank 0 ends",
+                              "see what it has written, and start again")
+        for each in self.groups: each.end(self.lost)
+        for fn in self.told: fn(self.lost)
 
     def check(self) -> None:
         """Raises `DistError` if a collective of any group has failed."""
@@ -181,6 +217,7 @@ class World:
 
     def close(self) -> None:
         """Ends what this process has to do with other ranks."""
+        self.told.clear()
         for each in self.groups: each.abort()
         if self.store is not None: self.store.close()
 
@@ -210,6 +247,7 @@ def init(transport: str = "auto", ranks: Ranks | None = None) -> World:
                         "start ranks of several machines with mpiexec or srun")
     store = Store.open(found, timeout) if transport == "shared" else None
     _world = World(found, store, transport, timeout)
+    if store is not None: store.watch(_world.lose)
     return _world
 
 

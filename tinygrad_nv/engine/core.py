@@ -39,7 +39,15 @@ from tinygrad_nv.engine.scheduling.scheduler_output import (
 )
 from tinygrad_nv.engine.scheduling.step_plan import ScheduledStep
 from tinygrad_nv.engine.structured_output.token_masks import TokenMasks
-from tinygrad_nv.errors import ConfigError, EngineError, ModelError, NVError, QueueFull, RequestError
+from tinygrad_nv.errors import (
+    ConfigError,
+    DistError,
+    EngineError,
+    ModelError,
+    NVError,
+    QueueFull,
+    RequestError,
+)
 from tinygrad_nv.kvcache.groups import num_pages
 from tinygrad_nv.kvcache.hybrid_table import SequenceTable
 from tinygrad_nv.kvcache.pool import PagePool
@@ -214,6 +222,7 @@ class EngineCore:
     def _update_from_output(self, in_flight: InFlightStep) -> None:
         """Waits for a step, and appends its tokens to their sequences."""
         try: sampled = in_flight.sampled.result()
+        except DistError: raise     # ranks that have parted do not meet again
         except Exception as error: return self._fail_step(in_flight.step, error)
         tokens, logprobs, at = sampled.tokens.tolist(), sampled.logprobs, 0
         step, size, drafted = in_flight.step, self.pool.page_size, in_flight.step.drafted

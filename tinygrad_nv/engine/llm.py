@@ -16,10 +16,11 @@ from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.embedding.embedder import open_embedder
+from tinygrad_nv.engine.executor.plan import RunnerPlan, load_weights, make_runner
 from tinygrad_nv.engine.llm_generation import GenerationMethods
 from tinygrad_nv.engine.llm_pooling import PoolingMethods
 from tinygrad_nv.engine.load_options import LoadOptions
@@ -33,7 +34,7 @@ from tinygrad_nv.engine.loading import (
     with_quantization,
 )
 from tinygrad_nv.engine.lora.request import LoRAConfig
-from tinygrad_nv.engine.lora.serving import open_adapters
+from tinygrad_nv.engine.lora.serving import ServedAdapters, open_adapters
 from tinygrad_nv.engine.memory_planning import CacheSize, layer_bytes, require_room, step_bytes
 from tinygrad_nv.engine.metrics import Latencies, Metric, metrics
 from tinygrad_nv.engine.sampling import SamplingParams, fresh_seed
@@ -57,6 +58,9 @@ from tinygrad_nv.runtime.memory import sweep
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
 from tinygrad_nv.runtime.programs import Compilations
 
+if TYPE_CHECKING:   # loaded where several ranks have a model
+    from tinygrad_nv.engine.executor.ranks import ParallelRanks
+
 GIB = 1 << 30
 
 
@@ -76,7 +80,8 @@ class LLM(GenerationMethods, PoolingMethods):
     one that generates (models/embedding_model.py); embedding models `embed` alone. Seeds of requests without
     one come from `seed`, or are random. `tokenizer` is a directory with another tokenizer. With `enable_lora`
     requests may have adapters of ranks up to `max_lora_rank`, of which `max_loras` run at a time and
-    `max_cpu_loras` stay in host memory, in `lora_dtype` (engine/lora/). `stage(name)` is called at the end of
+    `max_cpu_loras` stay in host memory, in `lora_dtype` (engine/lora/). `tensor_parallel_size` ranks have the
+    model together (engine/executor/). `stage(name)` is called at the end of
     each stage of loading. Other arguments of vLLM's `LLM` are taken, or refused
     (vllm_arguments.py)."""
 
@@ -90,7 +95,7 @@ class LLM(GenerationMethods, PoolingMethods):
                  quantization: str | None = None, task: str | None = "auto",
                  tokenizer: str | Path | None = None, seed: int | None = None, enable_lora: bool = False,
                  max_loras: int = 4, max_lora_rank: int = 16, max_cpu_loras: int | None = None,
-                 lora_dtype: str = "auto",
+                 lora_dtype: str = "auto", tensor_parallel_size: int = 1,
                  stage: Callable[[str], None] = lambda name: None, **vllm: Any) -> None:
         own = from_vllm(vllm, frozenset(signature(LLM).parameters))
         if not isinstance(max_model_len, int | None): whole("max_model_len", max_model_len, 0)
@@ -104,13 +109,16 @@ class LLM(GenerationMethods, PoolingMethods):
             flag("enable_prefix_caching", enable_prefix_caching, True), max_queue, overlap,
             own.get("speculative", speculative), quantization, None if tokenizer is None else Path(tokenizer),
             {"max_loras": max_loras, "max_lora_rank": max_lora_rank, "max_cpu_loras": max_cpu_loras,
-             "lora_dtype": lora_dtype} if enable_lora else None)
+             "lora_dtype": lora_dtype} if enable_lora else None,
+            whole("tensor_parallel_size", tensor_parallel_size, 1))
         self._seeds = fresh_seed if seed is None else partial(Random(seed).getrandbits, 32)
         sweep()
         self._request_numbers, self.latencies = itertools.count(), Latencies()
         self.compilations = Compilations()
         self.directory, self.device = Path(model), open_device(device)
         stage("open device")
+        self.ranks: ParallelRanks | None = None
+        self.adapters: ServedAdapters | None = None
         self.embedder = open_embedder(self.directory, self.device, own.get("task", task or "auto"), options)
         if self.embedder is None: self._open_generator(options)
         else:
@@ -130,6 +138,11 @@ class LLM(GenerationMethods, PoolingMethods):
         self.tokenizer, self.tokenizer_error = optional_tokenizer(o.tokenizer or self.directory)
         speculation = None if o.speculative is None else parse_speculative(o.speculative)
         engine = o.engine_config(self.length, self.eos, speculation.tokens if speculation else 0)
+        own = self.config   # what this rank computes
+        if o.tensor_parallel_size > 1:
+            from tinygrad_nv.engine.executor.ranks import ParallelRanks
+            self.ranks = ParallelRanks.open(o, self.config)
+            own = self.ranks.config
         lora = None if o.lora is None else LoRAConfig.of(self.config, self.dtype, self.device, **o.lora)
         if lora is not None: engine = replace(engine, max_adapters=lora.slots)
         draft = None
@@ -137,24 +150,28 @@ class LLM(GenerationMethods, PoolingMethods):
             draft = DraftModelFiles.read(speculation.model, self.dtype, self.config, self.tokenizer)
         stored = resolve_kv_cache_dtype(o.kv_cache_dtype, self.dtype, self.config.quantization)
         groups = cache_groups(self.config.windows, self.length, o.page_size)
-        token = layer_bytes(self.config, stored) * groups.layers_per_page
+        token = layer_bytes(own, stored) * groups.layers_per_page
         token += draft.token_bytes if draft else 0
         cache = CacheSize(o.page_size, o.page_size * token, self.length, o.max_num_seqs, groups,
                           o.max_num_batched_tokens)
         asked = o.num_pages
         if asked is None and o.kv_cache_bytes is not None: asked = o.kv_cache_bytes // cache.page_bytes
-        self._weight_bytes = weights.nbytes(self.config, self.dtype, self.directory)
+        self._weight_bytes = weights.nbytes(own, self.dtype, self.directory)
         self._adapter_bytes = 0 if lora is None else lora.nbytes(Llama(self.config, self.dtype, self.device))
         num_pages = self._pages(asked, cache, token, draft, o.gpu_memory_utilization)
         host_pages = o.swap_bytes // cache.page_bytes
-        self.model = self._load_weights(o)
-        self.adapters = None if lora is None else open_adapters(self.model, lora)
-        self.runner = ModelRunner(self.model, pages=num_pages, page_size=o.page_size, max_seqs=o.max_num_seqs,
-                                  max_len=self.length, max_batched_tokens=o.max_num_batched_tokens,
-                                  kv_dtype=o.kv_cache_dtype, host_pages=host_pages, groups=groups,
-                                  identity=weights_identity(self.directory),
-                                  verifies=speculation is not None, directory=self.directory,
-                                  adapters=self.adapters.model if self.adapters else None)
+        plan = RunnerPlan(self.directory, self.dtype.name, self.device, self.length, num_pages, o.page_size,
+                          o.max_num_seqs, o.max_num_batched_tokens, o.kv_cache_dtype, host_pages, groups,
+                          # float32 that is asked for by name stays what it is
+                          speculation is not None, o.dtype == "auto")
+        if self.ranks is not None: self.runner = self.ranks.load(plan, o.progress, o.stage)
+        else:
+            model = load_weights(plan, self.config, None, o.progress, o.stage)
+            self.adapters = None if lora is None else open_adapters(model, lora)
+            self.runner = make_runner(plan, model, identity=weights_identity(self.directory),
+                                      directory=self.directory,
+                                      adapters=self.adapters.model if self.adapters else None)
+        self.model = self.runner.model
         pool = PagePool(num_pages, o.page_size, host_pages=host_pages, sharing=o.enable_prefix_caching,
                         windows=groups.windows)
         self.draft_model = None if draft is None else draft.load(self.runner, o.max_num_batched_tokens)
@@ -162,17 +179,9 @@ class LLM(GenerationMethods, PoolingMethods):
         proposer = self.draft_model or (NgramProposer() if speculation else None)
         self.core = EngineCore(self.runner, pool, engine, proposer)
         self.engine = EngineThread(self.core)
+        if self.ranks is not None: self.ranks.world.on_lost(self.engine.fail)
         self.compilations = Compilations()
         o.stage("pages")
-
-    def _load_weights(self, options: LoadOptions) -> Llama:
-        model = Llama(self.config, self.dtype, self.device, positions=self.length)
-        # float32 that is asked for by name stays what it is
-        model.int8_inputs |= options.dtype == "auto"
-        options.stage("read files")
-        weights.load(model, self.directory, options.progress)
-        options.stage("load weights")
-        return model
 
     def _pages(self, asked: int | None, cache: CacheSize, token: int, draft: DraftModelFiles | None,
                utilization: float) -> int:
@@ -197,6 +206,7 @@ class LLM(GenerationMethods, PoolingMethods):
         self.engine.close()
         if self.draft_model is not None: self.draft_model.close()
         self.runner.close()
+        if self.ranks is not None: self.ranks.close()
         if "grammars" in self.__dict__: self.grammars.close()
 
     def get_metrics(self) -> list[Metric]:
@@ -228,6 +238,9 @@ class LLM(GenerationMethods, PoolingMethods):
         if self.embedder is not None:
             raise ConfigError("sleep() of a model that makes embeddings, which has no KV cache",
                               "a model that generates", "close() it, and load it again later")
+        if self.ranks is not None:
+            raise ConfigError("sleep() of a model that several ranks have", "a model of one rank",
+                              "close() it, and load it again later")
         models = [SleepingModel(self.runner, self.directory, self.core.reset_prefix_cache)]
         if (draft := self.draft_model) is not None:
             assert isinstance(draft.runner, ModelRunner)

@@ -31,6 +31,7 @@ class LoadOptions:
     quantization: str | None
     tokenizer: Path | None
     lora: dict[str, Any] | None = None      # arguments of adapters (lora/request.py), where there are some
+    tensor_parallel_size: int = 1
 
     def engine_config(self, length: int, eos: tuple[int, ...], num_speculative_tokens: int) -> EngineConfig:
         """The engine's limits."""

@@ -96,6 +96,11 @@ class EngineThread:
         self._enqueue(self._close)
         self.join()
 
+    def fail(self, error: NVError) -> None:
+        """Ends all requests with this error. Later submits raise it."""
+        def run() -> None: raise error
+        self._enqueue(run)
+
     def join(self, timeout_s: float | None = None) -> None:
         """Waits until no work is left."""
         with self._lock: thread = self._thread

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import uvicorn
 
-from tinygrad_nv.errors import RequestError
+from tinygrad_nv.errors import DistError, RequestError
 from tinygrad_nv.server.app import application
 from tinygrad_nv.server.limits import guarded
 from tinygrad_nv.server.log import LOG, line, periodic
@@ -30,6 +30,7 @@ from tinygrad_nv.server.service import Service
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 POLL_S = 0.02
+RANKS_S = 0.5   # until a server whose ranks have parted ends
 WORKERS_END_S = 0.5     # 0.02 s suffice unless a signal killed the compile worker that held the pool's lock
 
 
@@ -150,10 +151,14 @@ async def serve(server: Server, sockets: list[socket.socket], log_every_s: float
     async def announce() -> None:
         while not server.started: await asyncio.sleep(POLL_S)
         ready()
-    announcing = asyncio.ensure_future(announce())
+    async def end_with_ranks() -> None:
+        while not isinstance(server.service.engine.failure, DistError): await asyncio.sleep(RANKS_S)
+        server.should_exit = True
+    tasks = [ticker, *map(asyncio.ensure_future, (announce(), end_with_ranks()))]
     try: await server.serve(sockets)
     finally:
-        for task in (ticker, announcing): task.cancel()
+        for task in tasks: task.cancel()
+    if isinstance(failure := server.service.engine.failure, DistError): raise failure
 
 
 def leave(status: int) -> NoReturn:

@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tinygrad import Device, Tensor
 from tinygrad.device import Buffer
@@ -67,6 +67,9 @@ from tinygrad_nv.runtime.memory_pool import labelled
 from tinygrad_nv.runtime.observe.ranges import layer, span
 from tinygrad_nv.tile.decode.spec import BYTES
 
+if TYPE_CHECKING:   # loaded where several ranks have a model
+    from tinygrad_nv.engine.executor.followers import Followers
+
 CAPTURE_AFTER = 8   # uses of a shape before it is captured, if a larger captured shape serves it
 MAX_PADDING = 4     # a larger shape serves a batch if it has at most so many times its tokens
 T = TypeVar("T")
@@ -78,14 +81,16 @@ class ModelRunner:
     block tables of its own; None: all layers are one group. Runners of one device share a `thread`. Captured
     steps are kept on disk (step_store.py) where `identity` says which weights these are; `directory` may have
     some that came with them. `verifies`: a sequence may sample several tokens in a step, to verify a draft.
-    `adapters` are those of the model, if it is served with some."""
+    `adapters` are those of the model, if it is served with some. `followers` are runners of other ranks, that
+    have other parts of the model: they are told what this one is called for."""
 
     def __init__(self, model: Llama, *, pages: int, page_size: int = 16, max_seqs: int = 64,
                  max_len: int | None = None, max_batched_tokens: int = 512, kv_dtype: str = "auto",
                  host_pages: int = 0, groups: CacheGroups | None = None,
                  thread: ThreadPoolExecutor | None = None, identity: str = "", verifies: bool = False,
-                 directory: Path | None = None, adapters: ModelAdapters | None = None) -> None:
-        self.adapters = adapters
+                 directory: Path | None = None, adapters: ModelAdapters | None = None,
+                 followers: Followers | None = None) -> None:
+        self.adapters, self.followers = adapters, followers
         self.model, self.page_size, self.max_seqs = model, page_size, max_seqs
         self.device = Device.canonicalize(model.device)
         self.max_len = model.config.max_positions if max_len is None else max_len
@@ -127,7 +132,8 @@ class ModelRunner:
         self.uncaptured: Counter[BatchShape] = Counter()   # uses of shapes that are not captured
         self.warm = False       # after `warm_up` only captured shapes and samplers run
         self.ahead: WarmUp | None = None
-        self.forks = self.device == "CPU"   # a GPU's driver does not run in a fork
+        # a GPU's driver does not run in a fork, and ranks have the same steps at any time
+        self.forks = self.device == "CPU" and model.parallel is None
         self.failed: BaseException | None = None
         self.thread, self.shares = thread or ThreadPoolExecutor(1, "nv-device"), thread is not None
 
@@ -143,18 +149,21 @@ class ModelRunner:
     def launch(self, batch: SchedulerOutput) -> Future[SamplerOutput]:
         """Runs a batch after those launched before. The future is set when its tokens are on the host."""
         done: Future[SamplerOutput] = Future()
+        self._tell("launch", batch)
         self.thread.submit(self._launch, batch, done, self.slot_filters.of(batch))
         return done
 
     def start_slot(self, slot: int, params: SamplingParams, seed: int, prompt: Sequence[int],
                    output: Sequence[int] = ()) -> None:
         """Assigns `slot` to a sequence, from the next batch on. `prompt` and `output` count for penalties."""
+        self._tell("start_slot", slot, params, seed, prompt, output)
         self.slot_filters.start_slot(slot, params.filters)
         self.defer(lambda: self.sampler_state.start_slot(slot, params, seed, prompt, output))
 
     def fork(self, source: int, slot: int, params: SamplingParams, seed: int) -> None:
         """Assigns `slot` to a copy of the sequence in `source`, with another seed, from the next batch on. It
         continues with the last token of `source`."""
+        self._tell("fork", source, slot, params, seed)
         self.slot_filters.start_slot(slot, params.filters)
         self.defer(lambda: self._fork(source, slot, params, seed))
 
@@ -169,11 +178,30 @@ class ModelRunner:
         """Captures what every load needs (`jobs`), or these shapes with their samplers, and calls
         `progress(done, total)` for each. `later`: only what has room for every batch, and `follow` the rest
         (warm_up.py)."""
+        if self.followers is not None: return self._warm_up_all(progress, shapes)
         first, others = self.jobs if shapes is None else (with_samplers(shapes), [])
         self.ahead = WarmUp(self, first, others) if later else WarmUp(self, [*first, *others], [])
         self.ahead(progress)
         self.warm = shapes is None
         if self.step_store is not None and not later: self.run_now(self.step_store.save)
+
+    def _warm_up_all(self, progress: Progress, shapes: Iterable[BatchShape] | None) -> None:
+        """The same of several ranks, each of which captures all."""
+        chosen, followers = None if shapes is None else list(shapes), self.followers
+        assert followers is not None
+
+        def counted(done: int, total: int) -> None:
+            followers.check()
+            progress(done, total)
+        with ThreadPoolExecutor(1) as waits:
+            others = waits.submit(followers.ask, "warm_up", chosen)
+            self.followers = None
+            try: self.warm_up(counted, chosen)
+            finally: self.followers = followers
+            others.result()
+
+    def _tell(self, what: str, *arguments: Any) -> None:
+        if self.followers is not None: self.followers.tell(what, *arguments)
 
     def follow(self, progress: Progress, missed: Callable[[int], None] = lambda count: None) -> None:
         """Prepares what `warm_up` has left for later, while batches run."""
@@ -245,6 +273,7 @@ class ModelRunner:
             if filters.mask: self.masks.send(batch, shape.samples)
             step()
             if batch.num_samples: self._sampler(shape.samples, filters)()
+            if (parallel := self.model.parallel) is not None: parallel.group.check()
         return shape.samples
 
     def _send(self, batch: SchedulerOutput, layout: InputLayout) -> None:
@@ -348,6 +377,7 @@ class ModelRunner:
         with layer("sampler"):
             tokens = next_tokens(self.output_buffer.logits(samples), filters, self.sampler_state, slots,
                                  inputs["positions"], inputs.get("masks"))
+            if (parallel := self.model.parallel) is not None: tokens = parallel.agreed(tokens)
             made = [self.output_buffer.tokens(samples).assign(tokens)]
             if filters.penalty: made.append(count_tokens(self.sampler_state, slots, tokens))
         Tensor.realize(*made)

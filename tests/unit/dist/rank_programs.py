@@ -1,0 +1,45 @@
+"""Programs of tests run as several ranks, by the variables that launchers set, or by mpiexec."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+PLACE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a rank came to."""
+    code: int
+    text: str
+
+
+def run(program: str, ranks: int, *arguments: str, mpi: bool = False, timeout_s: float = 120) -> list[Ran]:
+    """Runs a file beside this one as so many ranks: what each came to; with MPI all as one."""
+    import socket
+    with socket.create_server(("127.0.0.1", 0)) as free: port = str(free.getsockname()[1])
+    environment = {**os.environ, "NUM_CPU_THREADS": "1"}
+    command = [sys.executable, str(PLACE / program), *arguments]
+    if mpi:
+        mpiexec = Path(sys.executable).with_name("mpiexec")
+        done = subprocess.run([str(mpiexec), "-n", str(ranks), *command], env=environment, timeout=timeout_s,
+                              capture_output=True, text=True, check=False)
+        return [Ran(done.returncode, done.stdout + done.stderr)]
+    common = {**environment, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    started = [subprocess.Popen(command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+               for rank in range(ranks)]
+    end = time.monotonic() + timeout_s
+    try:
+        made = []
+        for each in started:
+            text = each.communicate(timeout=max(end - time.monotonic(), 0.1))[0]
+            made.append(Ran(each.returncode, text))
+        return made
+    finally:
+        for each in started: each.kill()
