@@ -126,7 +126,8 @@ def recv(shape: Sequence[int], dtype: DType, group: Group, source: int, name: st
     of need different names."""
     count = prod(shape)
     words = group.descriptor("recv", count, dtype, peer=source, name=name)
-    what = Collective("recv", tuple(shape), dtype, count * dtype.itemsize, _told("recv", group, name))
+    what = Collective("recv", tuple(shape), dtype, count * dtype.itemsize, _told("recv", group, name),
+                      group.name)
     return call(what, called, words)[0]
 
 
@@ -172,7 +173,7 @@ def _called(kind: str, x: Tensor, group: Group, shape: Sequence[int], count: int
         raise DistError(f"{kind} of a tensor on {x.device}", "a tensor on the CPU", "move it: .to(\"CPU\")")
     words = group.descriptor(kind, count, x.dtype, op, peer, name)
     what = Collective(kind, tuple(shape), dtype or x.dtype, 2 * count * x.dtype.itemsize,
-                      _told(kind, group, name))
+                      _told(kind, group, name), group.name)
     return call(what, called, x.contiguous(), words.to(x.device), grad=back)[0]
 
 

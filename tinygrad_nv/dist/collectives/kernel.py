@@ -21,12 +21,14 @@ _CALL = "  ((int (*)(u, const u *, void *, const void *))words[0])(words[1], wor
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective that makes a result of this shape and dtype; `name` is for people. A SEND makes a byte."""
+    """A collective that makes a result of this shape and dtype; `name` is for people, `ranks` is the group's.
+    A SEND makes a byte."""
     kind: str
     shape: tuple[int, ...]
     dtype: DType
     nbytes: int
     name: str
+    ranks: str = ""
 
 
 # what only sends has a byte as its result, by which its kernel is found in the graph

@@ -33,7 +33,8 @@ def shift(x: Tensor, group: Group, by: int = 1, name: str = "") -> Tensor:
     if str(x.device).partition(":")[0] != "CPU":
         raise DistError(f"shift of a tensor on {x.device}", "a tensor on the CPU", "move it: .to(\"CPU\")")
     if not all(isinstance(extent, int) for extent in x.shape):
-        raise DistError(f"shift of a tensor of shape {x.shape}", "known extents", "pad it to its largest extent")
+        raise DistError(f"shift of a tensor of shape {x.shape}", "known extents",
+                        "pad it to its largest extent")
     shape = tuple(int(extent) for extent in x.shape)
     to, source = (group.rank + by) % group.size, (group.rank - by) % group.size
     sends, receives = (group.descriptor(kind, prod(shape), x.dtype, peer=peer, name=name)
@@ -43,7 +44,7 @@ def shift(x: Tensor, group: Group, by: int = 1, name: str = "") -> Tensor:
     def back(grad: UOp, _: UOp) -> tuple[UOp | None, ...]:
         return shift(Tensor(grad), group, -by, name=f"gradient of {name}").uop, None, None
     what = Collective("shift", shape, x.dtype, 2 * prod(shape) * x.dtype.itemsize,
-                      f"shift by {by} over ranks {group.name}" + (f" of {name}" if name else ""))
+                      f"shift by {by} over ranks {group.name}" + (f" of {name}" if name else ""), group.name)
     return call(what, _called, x.contiguous(), *order, grad=back)[0]
 
 
