@@ -20,15 +20,16 @@ from tinygrad_nv.runtime.note import Note
 # a SEND reads `in`, a RECV writes `out`
 TEXT = """typedef unsigned char u8; typedef unsigned long long u;
 typedef int (*function)(u, const u *, void *, const void *);
-void collective_shift(u8 *out, const u8 *in, const u *first, const u *second) {
+void collective_shift(u8 *out, const u8 *in, const u *first, const u *second, const u8 *after) {
   ((function)first[0])(first[1], first + 2, out, in);
   ((function)second[0])(second[1], second + 2, out, in);
 }
 """
 
 
-def shift(x: Tensor, group: Group, by: int = 1, name: str = "") -> Tensor:
-    """What rank `r - by` of the group has, on each rank r, in a circle. Its gradient is shifted back."""
+def shift(x: Tensor, group: Group, by: int = 1, name: str = "", after: Tensor | None = None) -> Tensor:
+    """What rank `r - by` of the group has, on each rank r, in a circle. Its gradient is shifted back. It runs
+    after `after` is computed."""
     if group.size == 1 or by % group.size == 0: return x
     if str(x.device).partition(":")[0] != "CPU":
         raise DistError(f"shift of a tensor on {x.device}", "a tensor on the CPU", "move it: .to(\"CPU\")")
@@ -42,13 +43,14 @@ def shift(x: Tensor, group: Group, by: int = 1, name: str = "") -> Tensor:
     order = (sends, receives) if to > group.rank else (receives, sends)
 
     def back(grad: UOp, _: UOp) -> tuple[UOp | None, ...]:
-        return shift(Tensor(grad), group, -by, name=f"gradient of {name}").uop, None, None
+        return shift(Tensor(grad), group, -by, name=f"gradient of {name}").uop, None, None, None
     what = Collective("shift", shape, x.dtype, 2 * prod(shape) * x.dtype.itemsize,
                       f"shift by {by} over ranks {group.name}" + (f" of {name}" if name else ""), group.name)
-    return call(what, _called, x.contiguous(), *order, grad=back)[0]
+    first = order[0] if after is None else after.contiguous()
+    return call(what, _called, x.contiguous(), *order, first, grad=back)[0]
 
 
-def _called(what: Collective, x: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+def _called(what: Collective, x: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
     made = program("collective_shift", TEXT, str(x.device), [Output(what.shape, what.dtype)],
-                   [x.uop, first.uop, second.uop], nbytes=what.nbytes, note=Note(what.kind, what.name))
+                   [x.uop, *(each.uop for each in more)], nbytes=what.nbytes, note=Note(what.kind, what.name))
     return (Tensor(made[0]),)

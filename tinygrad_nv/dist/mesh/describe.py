@@ -24,7 +24,8 @@ def described(axes: Mapping[str, int], place: Mapping[str, int] | None, placemen
     for step, collectives in steps.items():
         lines += ["", f"collectives of {step}: {len(collectives)}"]
         if not collectives: continue
-        lines += aligned([("kind", "ranks", "calls", "bytes of results"), *_kinds(collectives)], numbers=(2, 3))
+        lines += aligned([("kind", "ranks", "calls", "bytes of results"), *_kinds(collectives)],
+                         numbers=(2, 3))
     return "\n".join(lines)
 
 
