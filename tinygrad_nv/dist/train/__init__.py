@@ -1,6 +1,6 @@
 """Training over ranks: what a step of many ranks is made of. Each primitive gives the result of one device.
 
-  graph.py              an order between kernels, gradients of one's own, which collectives a graph has
+  graph.py              gradients of one's own, and which collectives a graph has
   data_parallel.py      gradients, averaged in buckets
   zero.py               ZeRO-1 and ZeRO-2: each rank updates its part of the parameters
   fully_sharded.py      ZeRO-3 (FSDP): parameters that are whole only around their layer

@@ -48,7 +48,7 @@ def dispatch(tokens: Tensor, experts: LocalExperts, group: Group, policy: Policy
     """What all ranks' experts make of this rank's tokens (…, H). Raises `DistError`."""
     policy, count, local = policy_of(policy), int(experts.router.shape[0]), int(experts.down.shape[0])
     if local * group.size != count or int(experts.gate_up.shape[0]) != local:
-        raise DistError(f"{local} experts on rank {group.rank} of {group.size}, of {count} that the router has",
+        raise DistError(f"{local} experts on rank {group.rank} of {group.size}, of {count} of the router",
                         f"{count} / {group.size} on each", "give each rank its part of gate_up and down")
     x = tokens.reshape(-1, int(tokens.shape[-1]))
     routing = route((x @ experts.router.T).contiguous(), policy)

@@ -29,7 +29,7 @@ from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.dist.collectives.functions import all_gather, reduce_scatter
 from tinygrad_nv.dist.group import Group
-from tinygrad_nv.dist.train.graph import behind, with_gradient
+from tinygrad_nv.dist.train.graph import with_gradient
 from tinygrad_nv.dist.train.zero import Flat
 from tinygrad_nv.errors import DistError
 
@@ -48,11 +48,11 @@ class FullySharded:
         return [each.shard for each in self.layers]
 
     def __call__(self, x: Tensor, *more: Tensor) -> Tensor:
-        before: tuple[UOp, ...] = ()
+        before: UOp | None = None
         passed = _Passed([], [])
         for layer in self.layers:
             x = x.contiguous()
-            x, before = layer(x, more, before, passed), (x.uop,)
+            x, before = layer(x, more, before, passed), x.uop
         return x
 
     @contextlib.contextmanager
@@ -71,10 +71,11 @@ class _Passed:
     gradients: list[UOp]
     reduced: list[UOp]
 
-    def first(self) -> list[UOp]:
-        """What is computed when the next layer's parameters are gathered: the layer behind has its gradient,
-        and the one behind that is done."""
-        return [*self.gradients[-1:], *self.reduced[-2:-1]]
+    def first(self, grad: Tensor) -> UOp:
+        """What is computed when the next layer's parameters are gathered, which is when the layer behind has
+        its gradient and the one behind that is done."""
+        if not self.gradients: return grad.uop
+        return self.reduced[-2] if len(self.reduced) > 1 else self.gradients[-1]
 
 
 class _Layer:
@@ -93,11 +94,11 @@ class _Layer:
         self.shard = self.flat.own(whole, group.rank).cast(dtype).contiguous().realize()
         for each in self.parameters: _empty(each)
 
-    def gathered(self, first: Sequence[UOp] = (), name: str = "") -> Tensor:
-        """The vector of all parameters, gathered after `first` are computed."""
+    def gathered(self, first: UOp | None = None, name: str = "") -> Tensor:
+        """The vector of all parameters, gathered after `first` is computed."""
         own = self.shard if self.shard.dtype == self.dtype else self.shard.cast(self.dtype).contiguous()
-        own = behind(own, *first)
-        return all_gather(own, self.group, name=f"{self.name}{name}")
+        return all_gather(own, self.group, name=f"{self.name}{name}",
+                          after=None if first is None else Tensor(first))
 
     @contextlib.contextmanager
     def filled(self, flat: Tensor) -> Iterator[list[Tensor]]:
@@ -109,14 +110,14 @@ class _Layer:
         finally:
             for each in self.parameters: _empty(each)
 
-    def __call__(self, x: Tensor, more: Sequence[Tensor], before: Sequence[UOp], passed: _Passed) -> Tensor:
+    def __call__(self, x: Tensor, more: Sequence[Tensor], before: UOp | None, passed: _Passed) -> Tensor:
         """What the layer makes of x. `before` is computed when its parameters are gathered; `passed` is
         what the layers behind have done."""
         with self.filled(self.gathered(before)): y = self.layer(x, *more)
 
         def back(grad: Tensor, x: Tensor, _: Tensor, *more: Tensor) -> list[Tensor | None]:
             grad, given = grad.contiguous(), x.detach()
-            full = self.gathered(passed.first() or [grad.uop], " again")
+            full = self.gathered(passed.first(grad), " again")
             with self.filled(full): again = self.layer(given, *more)
             dx, whole = again.gradient(given, full, gradient=grad)
             own = reduce_scatter(whole, self.group, name=f"gradients {self.name}")

@@ -1,10 +1,9 @@
-"""An order between kernels, gradients of one's own, and which collectives a graph has.
+"""Gradients of one's own, and which collectives a graph has.
 
-Protocol. `behind(x, first)` is x, whose kernels run after the one that makes `first`: where a gather
-depends on nothing but its shard, this says when it begins. `with_gradient(value, inputs, back)` is the
-value, whose gradients of the inputs are `back(gradient, *inputs)`: for what is computed again in the
-backward pass, with collectives of its own. `back` keeps no Tensors: what is alive is kept in memory of its
-own. `collectives_of(tensors)` lists the collectives that realizing them runs.
+Protocol. `with_gradient(name, value, inputs, back)` is the value, whose gradients of the inputs are
+`back(gradient, *inputs)`: for what is computed again in the backward pass, with collectives of its own.
+`back` keeps no Tensors: what is alive is kept in memory of its own. `collectives_of(tensors)` lists the
+collectives that realizing them runs.
 """
 from __future__ import annotations
 
@@ -16,12 +15,6 @@ from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.dist.collectives.kernel import Collective
 from tinygrad_nv.patterns.named import call
-
-
-def behind(x: Tensor, *first: UOp) -> Tensor:
-    """x, a tensor in memory, read after `first`, values that have memory of their own, are computed."""
-    states = [each for each in first if not each.has_buffer_identity()]
-    return Tensor(x.uop.after(*states)) if states else x
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,15 @@
 """Attention over a sequence that ranks have in parts: keys and values go round, results are merged.
 
-Protocol (Ring Attention, arXiv 2310.01889; the order is that of Striped Attention's problem, arXiv
-2311.09431, solved by zigzag). `ring_attention(q, k, v, group)` takes each rank's part, q [B, H, S/n, D],
-and gives its part of the result. Keys and values are shifted n - 1 times; what each pair of parts makes is
-a flash attention with its LSE, and merged in float32:
+Protocol (Ring Attention, arXiv 2310.01889). `ring_attention(q, k, v, group)` takes each rank's part, q
+[B, H, S/n, D], and gives its part of the result. Keys and values are shifted n - 1 times; what each pair of
+parts makes is a flash attention with its LSE, and merged in float32:
 
     l = log(exp l1 + exp l2),   out = out1 exp(l1 - l) + out2 exp(l2 - l)
 
-A causal attention needs `zigzag` order: of 2 n chunks rank r has r and 2 n - 1 - r. Then every rank
-computes as much: in each shift a pair of its later chunk with the earlier one that came, and a second pair,
-of earlier chunks or of later ones. Which one is a value in memory (`Group.is_rank`), so all ranks build the
-same graph.
+A causal attention needs `zigzag` order (Llama 3, arXiv 2407.21783, section 3.3.2): of 2 n chunks rank r has
+r and 2 n - 1 - r. Then every rank computes as much: in each shift a pair of its later chunk with the
+earlier one that came, and a second pair, of earlier chunks or of later ones. Which one is a value in memory
+(`Group.is_rank`), so all ranks build the same graph.
 
 The backward pass sends keys and values round once more, with their gradients, which are n shifts: memory is
 that of a rank's part and of what it sends, whatever n. Each pair is a flash attention's backward pass with
