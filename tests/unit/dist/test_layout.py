@@ -6,11 +6,11 @@ import pytest
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.dist.mesh import current, mesh
-from tinygrad_nv.dist.mesh.layout import check_layout, placement
+from tinygrad_nv.dist.mesh.layout import Layout, check_layout, placement
 from tinygrad_nv.errors import DistError
 
 SIZES = {"dp": 2, "tp": 4}
-LAYOUT = {"d_model": "shard", "batch": "shard", "params": "replicate", "params.head": ("dp", "tp"),
+LAYOUT: Layout = {"d_model": "shard", "batch": "shard", "params": "replicate", "params.head": ("dp", "tp"),
           "rows": ("tp", "dp")}
 RULES = check_layout(LAYOUT, SIZES)
 
@@ -41,7 +41,7 @@ def test_tensors_that_cannot_be_cut(shape: tuple[int, ...], dims: tuple[str, ...
 def test_layouts_that_cannot_be() -> None:
     with pytest.raises(DistError, match="layout of hidden: \"shard\", in a mesh of dp=2, tp=4"):
         check_layout({"hidden": "shard"}, SIZES)
-    with pytest.raises(DistError, match=r"(?s)layout of experts: .shard.*one of the axes ep.*.experts.: .dp."):
+    with pytest.raises(DistError, match=r"(?s)layout of experts: .shard.*of the axes ep.*experts.: .dp."):
         check_layout({"experts": "shard"}, SIZES)
     with pytest.raises(DistError, match="layout of batch: axis pp"): check_layout({"batch": "pp"}, SIZES)
     with pytest.raises(DistError, match="a mesh of dp=3"): mesh(axes={"dp": 3})

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tinygrad_nv.dist.train.check import check
+from tinygrad_nv.dist.train.check import Costs, check
 from tinygrad_nv.dist.train.pipeline import Transfer, steps
 from tinygrad_nv.dist.train.schedules import (
     Op,
@@ -26,7 +26,8 @@ COSTS = [(1.0, 1.0, 1.0), (2.0, 2.0, 1.0), (1.0, 2.0, 1.5)]
 @pytest.mark.parametrize(("p", "m"), SIZES)
 @pytest.mark.parametrize(("f", "b", "w"), COSTS)
 def test_bubbles(p: int, m: int, f: float, b: float, w: float) -> None:
-    costs, late = {"F": f, "B": b, "W": w}, (p - 1) * (b + max(f - w, 0))
+    costs: Costs = {"F": f, "B": b, "W": w}
+    late = (p - 1) * (b + max(f - w, 0))
     for schedule, bubble in ((gpipe(p, m), (p - 1) / (m + p - 1)), (one_f_one_b(p, m), (p - 1) / (m + p - 1)),
                              (interleaved(p, m, 2), (p - 1) / (2 * m + p - 1)),
                              (interleaved(p, m, 3), (p - 1) / (3 * m + p - 1)),
@@ -72,7 +73,7 @@ def test_transfers_meet(schedule: Schedule) -> None:
     """With sends that end when they are received, ranks come to their ends: each makes its next step when it
     can. Every stage but the first and last gets and gives each microbatch twice."""
     left = [list(own) for own in steps(schedule)]
-    done, moved = set[Op](), True
+    moved = True
     while moved:
         moved = False
         for rank, own in enumerate(left):
@@ -85,7 +86,7 @@ def test_transfers_meet(schedule: Schedule) -> None:
                     other.pop(0)
                     moved = True
             else:
-                done.add(own.pop(0))
+                own.pop(0)
                 moved = True
     assert not any(left), [own[:1] for own in left]
     transfers = [one for own in steps(schedule) for one in own if isinstance(one, Transfer)]

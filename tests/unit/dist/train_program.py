@@ -89,13 +89,41 @@ def trained(how: str, group: Group, make: Make, draw: Callable[..., Array] = int
     with model.whole(): return [each.numpy() for each in own]
 
 
-def steps(group: Group) -> None:
+def network(weights: list[Array], biases: list[Array], x: Array, wanted: Array) -> tuple[Array, list[Array]]:
+    """The squared differences, and the gradients of weights and biases in turn: NumPy's."""
+    inputs = [x]
+    for weight, bias in zip(weights, biases, strict=True):
+        inputs.append(np.maximum(inputs[-1] @ weight + bias, 0))
+    grad, made = 2 * (inputs[-1] - wanted), list[Array]()
+    for weight, x, y in zip(weights[::-1], inputs[-2::-1], inputs[:0:-1], strict=True):
+        grad = grad * (y > 0)
+        made = [x.T @ grad, grad.sum(0), *made]
+        grad = grad @ weight.T
+    return (inputs[-1] - wanted) ** 2, made
+
+
+def stepped() -> list[Array]:
+    """Parameters after steps of SGD, in NumPy."""
+    own = [each for i in range(LAYERS) for each in (integers(i, H, H), integers(i + 99, H))]
+    moments = [np.zeros_like(each) for each in own]
+    for step in range(STEPS):
+        x, wanted = (integers(7 + 2 * step + i, BATCH, H) for i in (0, 1))
+        grads = network(own[::2], own[1::2], x, wanted)[1]
+        moments = [0.5 * a + b / BATCH for a, b in zip(moments, grads, strict=True)]
+        own = [a - 2 ** -4 * b for a, b in zip(own, moments, strict=True)]
+    return own
+
+
+def steps(group: Group, *hows: str) -> None:
     """Data parallel, ZeRO-1, 2 and 3: parameters after steps of SGD, bit for bit."""
     def make(parameters: list[Tensor]) -> nn.optim.Optimizer:
         return nn.optim.SGD(parameters, lr=2 ** -4, momentum=0.5)
-    wanted = trained("one", group, make)
-    for how in ("data", "zero1", "zero2", "zero3"):
+    wanted = stepped()
+    for how in hows or ("one", "data", "zero1", "zero2", "zero3"):
         for i, (a, b) in enumerate(zip(trained(how, group, make), wanted, strict=True)): same(a, b, (how, i))
+
+
+def fully_sharded(group: Group) -> None: steps(group, "zero3")
 
 
 def adam(group: Group) -> None:
@@ -171,18 +199,17 @@ def piped(group: Group, schedule: schedules.Schedule) -> None:
             return (*((xs[m],) if s == 0 else ()), *((ys[m],) if s == schedule.stages - 1 else ()))
         stages[s] = Recomputed(function, [weight], data)
     losses = Pipeline(schedule, group, stages, (rows, H), dtypes.float32).run()
-    one, y = [Tensor(each) for each in weights], Tensor(x)
-    for each in one: y = (y @ each).relu()
-    each_loss = ((y - Tensor(wanted)) ** 2).sum((1, 2))
-    each_loss.sum().backward()
+    squares, grads = network(weights, [np.zeros(H, np.float32)] * len(weights), x.reshape(-1, H),
+                             wanted.reshape(-1, H))
     for s, stage in stages.items():
-        grad, exact = stage.parameters[0].grad, one[s].grad
+        grad = stage.parameters[0].grad
         assert grad is not None
-        assert exact is not None
-        same(grad.numpy(), exact.numpy(), (schedule.name, s))
-        assert not stage.inputs and not stage.gradients, "nothing is kept behind"
+        same(grad.numpy(), grads[2 * s], (schedule.name, s))
+        assert not stage.inputs, "nothing is kept behind"
+        assert not stage.gradients, "nothing is kept behind"
     if schedule.rank_of(schedule.stages - 1) == group.rank:
-        same(np.array([losses[m].item() for m in range(count)]), each_loss.numpy(), schedule.name)
+        found = np.array([losses[m].item() for m in range(count)])
+        same(found, squares.reshape(count, -1).sum(1), schedule.name)
 
 
 def zero_bubble(group: Group) -> None: piped(group, schedules.zero_bubble_h1(group.size, group.size + 1))
@@ -198,8 +225,8 @@ def pipelines(group: Group) -> None:
 # **** sequences and experts ****
 
 def sequence(group: Group) -> None:
-    """A tensor parallel layer between scales of this rank's tokens, in place of norms, which round: result and
-    gradients, bit for bit."""
+    """A tensor parallel layer between scales of this rank's tokens, in place of norms, which round: result
+    and gradients, bit for bit."""
     tokens, width, n, r = 2 * group.size, 2 * group.size, group.size, group.rank
     x, scale, up, down, of = (integers(i, *shape) for i, shape in enumerate(
         ((2, tokens, H), (H,), (H, width), (width, H), (2, tokens, H))))
