@@ -32,7 +32,7 @@ GROUPS = {"__main__": "cli"}
 # what a group may import of tinygrad; the others nothing
 EVERYTHING, NUMBERS = ("*",), ("tinygrad.dtype", "tinygrad.helpers")
 USERS = ("tinygrad", *NUMBERS, "tinygrad.nn", "tinygrad.nn.*")
-TINYGRAD = {**dict.fromkeys(("hooks", "runtime", "patterns", "dlpack"), EVERYTHING),
+TINYGRAD = {**dict.fromkeys(("hooks", "runtime", "patterns", "dist", "dlpack"), EVERYTHING),
             **dict.fromkeys(("tile", "cpu"), NUMBERS),
             **dict.fromkeys(("functional", "kvcache", "quant", "models", "engine", "server", "explain",
                              "registration", "cli"), USERS)}

@@ -5,6 +5,7 @@ of two, so that sums are exact in any order, where no bound is said.
 """
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable
@@ -65,6 +66,9 @@ def trained(how: str, group: Group, make: Make, draw: Callable[..., Array] = int
     """Parameters after steps on a batch, of which each rank has its part but for `how` "one"."""
     layers = [Layer(i, draw) for i in range(LAYERS)]
     own = [each for layer in layers for each in (layer.weight, layer.bias)]
+    if how == "data":
+        for each in own: each.assign(each + group.rank).realize()
+        data_parallel.same_parameters(own, group)
     model = FullySharded(layers, group) if how == "zero3" else None
     parameters = own if model is None else model.shards
     sharded = None
@@ -156,6 +160,7 @@ def memory(group: Group) -> None:
     h, around = 128, list[float]()
     layer_bytes = (h * h + h) * 4
     for count in (4, 8):
+        gc.collect()
         before = GlobalCounters.mem_used
         model = FullySharded([Layer(i, normal, h) for i in range(count)], group)
         optimizer = nn.optim.AdamW(model.shards, lr=0.01)
@@ -165,14 +170,16 @@ def memory(group: Group) -> None:
             loss = loss_of(model(x), x)
             loss.backward()
             optimizer.step()
-            for each in model.shards: each.grad = None
+            for each in (x, *model.shards): each.grad = None
             return loss.realize()
         x = Tensor(normal(1, 4, h)).realize()
         step(x)
+        gc.collect()
         held = GlobalCounters.mem_used - before
         theory = 3 * count * layer_bytes / group.size
         assert abs(held / theory - 1) < 0.05, (held, theory)
         for _ in range(3): step(x)
+        gc.collect()
         around.append((GlobalCounters.mem_used - before - held) / layer_bytes)
         del step, model, optimizer
     print(f"around the shards: {around[0]:.2f} and {around[1]:.2f} layers")
