@@ -7,22 +7,29 @@ half of a layer is that of a smaller network; the sum over ranks is what the who
 ranks where there are fewer than ranks. The vocabulary is cut by rows: a rank embeds its own tokens, the
 others add zeros, and logits are gathered.
 
-`local_config(config, ranks)` is the smaller network's config. `shares(whole, local, rank)` says for each
-tensor of a checkpoint which part a rank has: where the shapes of the two networks differ. `own_entries` cuts
-the entries, so that loading reads a rank's part of the files and nothing else.
+In a pipeline (GPipe, arXiv 1811.06965) a rank has a stage: some layers, the embedding if it is the first,
+norm and head if it is the last. Hidden states go from stage to stage.
+
+`local_config(config, ranks, stage, stages)` is the smaller network's config. `shares(whole, local, rank)`
+says for each tensor of a checkpoint which part a rank has: where the shapes of the two networks differ.
+`own_entries` cuts the entries, so that loading reads a rank's part of the files and nothing else.
 """
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
 
-from tinygrad_nv.dist.collectives.functions import all_gather, all_reduce, broadcast, copied
+from tinygrad_nv.dist.collectives.functions import all_gather, all_reduce, broadcast, copied, recv, send
 from tinygrad_nv.dist.group import Group
 from tinygrad_nv.errors import ModelError
 from tinygrad_nv.functional import embedding
+from tinygrad_nv.kvcache.groups import CacheGroups
 
 from .checkpoint import ITEM_BYTES, TensorEntry
 from .config import ModelConfig
@@ -30,14 +37,63 @@ from .config import ModelConfig
 
 @dataclass(frozen=True)
 class Parallel:
-    """The ranks that have a network of the config `whole` together."""
+    """The ranks that have a network of the config `whole` together: `group` has each layer of this rank's
+    stage, `pipe` a rank of each stage, `world` are all."""
     group: Group
     whole: ModelConfig
+    pipe: Group | None = None
+    world: Group | None = None
 
     @property
     def ranks(self) -> int:
         """How many there are."""
         return self.group.size
+
+    @property
+    def groups(self) -> list[Group]:
+        """All that this rank calls collectives of."""
+        return [each for each in (self.group, self.pipe, self.world) if each is not None]
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """What a step depends on: which part it is of what."""
+        return "rank", *((each.name, each.rank, each.size) for each in self.groups)
+
+    @property
+    def stage(self) -> int:
+        """Of this rank."""
+        return 0 if self.pipe is None else self.pipe.rank
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return 1 if self.pipe is None else self.pipe.size
+
+    @property
+    def first(self) -> bool:
+        """Whether this stage embeds."""
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether this stage makes logits."""
+        return self.stage == self.stages - 1
+
+    @property
+    def layers(self) -> range:
+        """Those of this stage, of the whole network."""
+        return stage_layers(self.whole.num_layers, self.stage, self.stages)
+
+    def received(self, tokens: int, dtype: DType) -> Tensor:
+        """The hidden states (1, T, hidden) of the stage before."""
+        assert self.pipe is not None
+        shape = 1, tokens, self.whole.hidden_size
+        return recv(shape, dtype, self.pipe, self.stage - 1, name="hidden states")
+
+    def passed(self, x: Tensor) -> Tensor:
+        """Sends hidden states to the stage behind: what is to be realized."""
+        assert self.pipe is not None
+        return send(x, self.pipe, self.stage + 1, name="hidden states")
 
     def summed(self, x: Tensor, name: str) -> Tensor:
         """What the halves of a layer on all ranks add."""
@@ -47,9 +103,15 @@ class Parallel:
         """The input of a half of a layer, whose gradient is the sum of the ranks'."""
         return copied(x, self.group, name)
 
+    def check(self) -> None:
+        """Raises `DistError` if a collective has failed."""
+        for each in self.groups: each.check()
+
     def agreed(self, tokens: Tensor) -> Tensor:
-        """Sampled tokens, those of the first rank: the same on all, also where processors differ."""
-        return broadcast(tokens, self.group, name="tokens")
+        """Sampled tokens, those of the first rank of the last stage: the same on all, also where processors
+        differ."""
+        every = self.world or self.group
+        return broadcast(tokens, every, every.size - self.ranks, name="tokens")
 
     def table_rows(self, vocab_size: int) -> int:
         """Rows of the vocabulary that a rank has room for."""
@@ -72,6 +134,34 @@ class Parallel:
     def gathered(self, logits: Tensor, vocab_size: int) -> Tensor:
         """Logits (…, V) of the rows of all ranks."""
         return all_gather(logits, self.group, axis=-1, name="logits")[..., :vocab_size]
+
+
+def stage_layers(layers: int, stage: int, stages: int) -> range:
+    """The layers of a stage: as many in each, or one more in some."""
+    return range(layers * stage // stages, layers * (stage + 1) // stages)
+
+
+def stage_config(config: ModelConfig, stage: int, stages: int) -> ModelConfig:
+    """What a stage of a pipeline computes. Raises `ModelError` for more stages than layers."""
+    if stages == 1: return config
+    if stages > config.num_layers:
+        raise ModelError(f"{stages} stages of a pipeline, and num_hidden_layers is {config.num_layers}",
+                         f"at most {config.num_layers}", "change --pipeline-parallel-size")
+    found = stage_layers(config.num_layers, stage, stages)
+    own, moe = slice(found.start, found.stop), config.moe
+    if moe is not None: moe = replace(moe, layers=moe.layers[own])
+    return replace(config, num_layers=len(found), ropes=config.ropes[own], windows=config.windows[own],
+                   moe=moe)
+
+
+def stage_groups(groups: CacheGroups, layers: range) -> CacheGroups:
+    """Where a stage keeps its layers in pages: the same tables, and only its own layers in each page."""
+    used = [0] * len(groups.windows)
+    places = []
+    for group, _ in groups.places[layers.start:layers.stop]:
+        places.append((group, used[group]))
+        used[group] += 1
+    return replace(groups, places=tuple(places), layers_per_page=max(used))
 
 
 def local_config(config: ModelConfig, ranks: int) -> ModelConfig:
@@ -126,6 +216,23 @@ def shares(whole: Mapping[str, tuple[int, ...]], local: Mapping[str, tuple[int, 
         if name in vocabulary: first, count = parallel.rows(parallel.whole.vocab_size)
         else: first = parallel.group.rank * (whole[name][axis] // count) // parallel.ranks * count
         made[name] = Share(axis, first, count)
+    return made
+
+
+T = TypeVar("T")
+
+
+def of_stage(named: Mapping[str, T], parallel: Parallel, tied: bool) -> dict[str, T]:
+    """What belongs to this rank's stage, by the names that its own network has: layers from 0 on."""
+    made, layers = {}, parallel.layers
+    for name, one in named.items():
+        found = re.match(r"model\.layers\.(\d+)\.", name)
+        if found is not None:
+            if int(found[1]) in layers:
+                made[f"model.layers.{int(found[1]) - layers.start}.{name[found.end():]}"] = one
+        elif name.startswith("model.embed_tokens."):
+            if parallel.first or (tied and parallel.last): made[name] = one
+        elif parallel.last: made[name] = one
     return made
 
 

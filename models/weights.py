@@ -83,9 +83,11 @@ def _of_vocabulary(model: Llama, tensor: Tensor) -> WeightSlice:
 def slots(model: Llama) -> dict[str, WeightSlice]:
     """Every tensor the checkpoint must hold, by its Hugging Face name, layer by layer."""
     c = model.config
-    out = {EMBEDDING: _of_vocabulary(model, model.embedding),
-           "model.norm.weight": _whole(model.norm.weight)}
-    if not c.tied: out[HEAD] = _of_vocabulary(model, model.head)
+    out, stage = dict[str, WeightSlice](), model.parallel
+    embeds, ends = stage is None or stage.first, stage is None or stage.last
+    if embeds or (c.tied and ends): out[EMBEDDING] = _of_vocabulary(model, model.embedding)
+    if ends: out["model.norm.weight"] = _whole(model.norm.weight)
+    if ends and not c.tied: out[HEAD] = _of_vocabulary(model, model.head)
     for i, block in enumerate(model.blocks):
         layer, attention, names = f"model.layers.{i}", block.attention, c.names
         for name, norm in ((names.attention_norm, block.attention_norm),
@@ -231,12 +233,14 @@ def _cut(model: Llama, checkpoint: Checkpoint, directory: Path) -> set[str]:
     """Cuts entries to what a network's rank has of them; biases that it has none of, as another rank adds
     them."""
     if (parallel := model.parallel) is None: return set()
-    from .parallel import added_elsewhere, own_entries, shares
-    whole = slots(Llama(parallel.whole, model.dtype, model.device))
-    check(whole, checkpoint.entries, model.config.tied, directory)
+    from .parallel import added_elsewhere, of_stage, own_entries, shares
+    whole, tied = slots(Llama(parallel.whole, model.dtype, model.device)), model.config.tied
+    check(whole, checkpoint.entries, tied, directory)
+    whole = of_stage(whole, parallel, tied)
+    checkpoint.entries = of_stage(checkpoint.entries, parallel, tied)
     found = shares({name: slot.shape for name, slot in whole.items()},
                    {name: slot.shape for name, slot in slots(model).items()}, parallel, (EMBEDDING, HEAD))
-    if model.config.tied and HEAD in checkpoint.entries: found[HEAD] = found[EMBEDDING]
+    if tied and HEAD in checkpoint.entries and EMBEDDING in found: found[HEAD] = found[EMBEDDING]
     elsewhere = added_elsewhere(found, parallel) & whole.keys()
     checkpoint.entries = {name: entry for name, entry in own_entries(checkpoint.entries, found).items()
                           if name not in elsewhere}

@@ -1,4 +1,4 @@
-"""`tinygrad-nv`: generate, chat, serve, run-batch, bench, doctor, explain, ptx, tune, quantize, launch,
+"""`tinygrad-nv`: generate, chat, serve, run-batch, bench, doctor, explain, ptx, tune, plan, quantize, launch,
 completion.
 
 Protocol: only generated text goes to stdout, as it is generated; progress, notes and errors go to stderr. An
@@ -24,8 +24,8 @@ from tinygrad_nv.errors import ModelError, NVError, RequestError
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
 
 DEFAULT_MODEL = Path(models.__file__).parent / "tales"
-COMMANDS = ("generate", "chat", "serve", "run-batch", "bench", "doctor", "explain", "ptx", "tune", "quantize",
-            "launch", "completion")
+COMMANDS = ("generate", "chat", "serve", "run-batch", "bench", "doctor", "explain", "ptx", "tune", "plan",
+            "quantize", "launch", "completion")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -127,7 +127,7 @@ def _add(name: str, commands: argparse._SubParsersAction[argparse.ArgumentParser
             from tinygrad_nv.host import command as host
             from tinygrad_nv.ptx import command as ptx
             host.add_command(ptx.add_commands(commands))
-        case "tune" | "launch": _module(name).add_command(commands)
+        case "tune" | "plan" | "launch": _module(name).add_command(commands)
         case "quantize": _module(name).add_command(commands, "a model directory")
         case "completion":
             completion = commands.add_parser(name, help="a script that completes commands and options")
@@ -180,6 +180,8 @@ def _add_model_options(command: argparse.ArgumentParser) -> None:
     group.add_argument("--device", help="tinygrad's device (default: its choice, or DEV)")
     group.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N",
                        help="ranks that have the model together, each a part of every layer (default 1)")
+    group.add_argument("--pipeline-parallel-size", "-pp", type=int, default=1, metavar="N",
+                       help="stages of layers, each on ranks of its own (default 1)")
 
 
 def _size(text: str) -> int:

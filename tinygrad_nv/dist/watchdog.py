@@ -29,6 +29,8 @@ from tinygrad_nv.dist.store import Store
 from tinygrad_nv.errors import DistError
 
 ANSWER_S = 5.0      # in which a rank must say what it is at
+LOOK_S = 0.5        # between looks at what collectives came to
+LEFT_S = 2.0        # a collective that others end may still be running here
 DRAIN_S = 30.0      # for functions that run before the end, as servers drain
 FOREVER_S = 1e9
 ASK, VERDICT = "watchdog/ask", "watchdog/verdict"
@@ -57,6 +59,8 @@ class Group(Protocol):
     def current(self) -> Operation | None: ...
 
     def last(self) -> Operation | None: ...
+
+    def failed(self) -> DistError | None: ...
 
 
 @dataclass(frozen=True)
@@ -179,19 +183,32 @@ class Watchdog:
         return min(found, key=lambda each: each[1].started_s, default=None)
 
     def _look(self) -> None:
-        """Sleeps until the collective that it saw could be late, at most a quarter of the timeout."""
-        if not self.timeout_s: return
+        """Sleeps until the collective that it saw could be late, at most a quarter of the timeout, or looks
+        what collectives came to."""
         while not self.closed.wait(self._patience()):
+            failed = next((error for each in list(self.groups) if (error := each.failed()) is not None), None)
+            if failed is not None: return self._end(failed)
             if (oldest := self._oldest()) is None: continue
+            if (left := self._left(*oldest)) is not None: return self._end(left)
+            if not self.timeout_s: continue
             if time.monotonic() - oldest[1].started_s < self.timeout_s: continue
             with contextlib.suppress(DistError):    # a rank that is lost ends all by another way
                 if self.store.add(ASK + "/asked", 1) == 1: self._judge(*oldest)
             return
 
+    def _left(self, group: Group, stuck: Operation) -> DistError | None:
+        """An error for a collective that waits for ranks that have ended in good order."""
+        gone = [rank for rank in group.members if rank in self.store.left]
+        if not gone or time.monotonic() - stuck.started_s < LEFT_S: return None
+        return DistError(f"{named(gone)} ended while this rank was in {stuck}",
+                         "the same collectives in the same order in all ranks",
+                         "see which of them these ranks do not call", tuple(gone))
+
     def _patience(self) -> float:
         oldest = self._oldest()
+        if not self.timeout_s: return LOOK_S
         end = self.timeout_s + (time.monotonic() if oldest is None else oldest[1].started_s)
-        return min(max(end - time.monotonic(), 0.005), self.timeout_s / 4)
+        return min(max(end - time.monotonic(), 0.005), self.timeout_s / 4, LOOK_S)
 
     def _listen(self) -> None:
         """Waits until a rank asks, and for what it says then."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tinygrad import Tensor
 from tinygrad.uop.ops import Ops, UOp
 
+from tinygrad_nv.dist.collectives.device import DeviceCollective
 from tinygrad_nv.dist.collectives.kernel import Collective
 from tinygrad_nv.patterns.named import call
 
@@ -40,5 +41,13 @@ def _first(what: object, value: Tensor, *_: Tensor) -> tuple[Tensor, ...]: retur
 def collectives_of(*tensors: Tensor) -> list[Collective]:
     """The collectives that these tensors depend on and that have not run yet, each once."""
     sink = UOp.sink(*(each.uop for each in tensors))
-    return [node.arg.aux for node in sink.toposort(enter_calls=False)
-            if node.op is Ops.FUNCTION and isinstance(node.arg.aux, Collective)]
+    named = (node.arg.aux for node in sink.toposort(enter_calls=False) if node.op is Ops.FUNCTION)
+    return [_on_cpu(each) for each in named if isinstance(each, Collective | DeviceCollective)]
+
+
+def _on_cpu(what: Collective | DeviceCollective) -> Collective:
+    """A collective of a GPU as that of a CPU is written."""
+    if isinstance(what, Collective): return what
+    order = what.call.order
+    return Collective(order.kind, what.shape, what.dtype, 2 * order.count * order.dtype.itemsize, what.name,
+                      what.call.group)
