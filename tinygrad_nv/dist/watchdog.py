@@ -162,10 +162,13 @@ class Watchdog:
         self.timeout_s = float(config.get("NV_DIST_TIMEOUT")) if timeout_s is None else timeout_s
         self.before: list[Callable[[DistError], None]] = []
         self.closed = threading.Event()
+        self._seen: dict[int, float] = {}       # ranks that closed the store, and since when that is known
         self._ending = threading.Lock()
+        looker, self._listener = (threading.Thread(target=each, name="tinygrad_nv watchdog", daemon=True)
+                                  for each in (self._look, self._listen))
+        looker.start()
+        self._listener.start()
         store.watch(self._lost)
-        for target in (self._look, self._listen):
-            threading.Thread(target=target, name="tinygrad_nv watchdog", daemon=True).start()
 
     def before_end(self, function: Callable[[DistError], None]) -> None:
         """Calls it with the error before this process is ended: a server drains there."""
@@ -198,8 +201,10 @@ class Watchdog:
 
     def _left(self, group: Group, stuck: Operation) -> DistError | None:
         """An error for a collective that waits for ranks that have ended in good order."""
-        gone = [rank for rank in group.members if rank in self.store.left]
-        if not gone or time.monotonic() - stuck.started_s < LEFT_S: return None
+        now = time.monotonic()
+        for rank in list(self.store.left): self._seen.setdefault(rank, now)
+        gone = [rank for rank in group.members if now - self._seen.get(rank, now) >= LEFT_S]
+        if not gone or now - stuck.started_s < LEFT_S: return None
         return DistError(f"{named(gone)} ended while this rank was in {stuck}",
                          "the same collectives in the same order in all ranks",
                          "see which of them these ranks do not call", tuple(gone))
@@ -234,6 +239,7 @@ class Watchdog:
 
     def _lost(self, rank: int, reason: str) -> None:
         if rank == self.store.ranks.rank: return
+        self._listener.join(ANSWER_S)   # which has the verdict, if that is why the rank has ended
         oldest = self._oldest()
         where = f" while this rank was in {oldest[1]}" if oldest is not None else ""
         self._end(DistError(f"rank {rank} was lost{where}: {reason}", "all ranks, until the last collective",

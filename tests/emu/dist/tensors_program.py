@@ -2,9 +2,12 @@
 graph and in a graph pool; and what explain() tells."""
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 
 from tinygrad_nv import Tensor, TinyJit, dtypes, explain
+from tinygrad_nv.dist.collectives.device import split
 from tinygrad_nv.dist.collectives.functions import (
     all_gather,
     all_reduce,
@@ -15,6 +18,7 @@ from tinygrad_nv.dist.collectives.functions import (
     send,
 )
 from tinygrad_nv.dist.group import close, init
+from tinygrad_nv.errors import DistError
 from tinygrad_nv.graphs import GraphPool, Input
 
 world = init("shared")
@@ -26,20 +30,25 @@ weight = (np.arange(16).reshape(4, 4) % 3).astype(np.float32)
 x, w = Tensor(given[rank]).realize(), Tensor(weight).realize()
 same = np.testing.assert_array_equal
 
-# eager
-same(all_reduce(x, group).numpy(), total)
-same(all_reduce(x, group, "max", wire=dtypes.float16).numpy(), np.maximum.reduce(given))
-same(all_gather(x, group, 1).numpy(), np.concatenate(given, 1))
-same(reduce_scatter(x, group).numpy(), np.split(total, size)[rank])
-same(all_to_all(x, group, 0, 1).numpy(), np.concatenate([np.split(each, size)[rank] for each in given], 1))
-same(broadcast(x, group, size - 1).numpy(), given[-1])
-if rank == 0: send(x, group, 1, "state").realize()
-if rank == 1: same(recv((4, 4), dtypes.float32, group, 0, "state", device="EMU").numpy(), given[0])
 
-# gradients: that of the sum of all ranks' losses
-leaf = Tensor(given[rank])
-(all_reduce(leaf * 2, group) * x).sum().backward()
-same(leaf.grad.numpy(), 2 * total)
+def eager() -> None:
+    """Every kind."""
+    same(all_reduce(x, group).numpy(), total)
+    same(all_reduce(x, group, "max", wire=dtypes.float16).numpy(), np.maximum.reduce(given))
+    same(all_gather(x, group, 1).numpy(), np.concatenate(given, 1))
+    same(reduce_scatter(x, group).numpy(), np.split(total, size)[rank])
+    mine = [np.split(each, size)[rank] for each in given]
+    same(all_to_all(x, group, 0, 1).numpy(), np.concatenate(mine, 1))
+    same(broadcast(x, group, size - 1).numpy(), given[-1])
+    if rank == 0: send(x, group, 1, "state").realize()
+    if rank == 1: same(recv((4, 4), dtypes.float32, group, 0, "state", device="EMU").numpy(), given[0])
+
+
+def gradients() -> None:
+    """Those of the sum of all ranks' losses."""
+    leaf = Tensor(given[rank])
+    (all_reduce(leaf * 2, group) * x).sum().backward()
+    same(leaf.grad.numpy(), 2 * total)
 
 
 def step(x: Tensor) -> Tensor:
@@ -51,22 +60,50 @@ def wanted(more: int) -> np.ndarray:
     return sum((each + more) @ weight for each in given) + (given[rank] + more) * 2
 
 
-# what is beside it, and how long it is predicted to take
-record, = (each for each in explain(step(x)).kernels if each.template == "all_reduce")
-assert "of layer 0; beside it: E_" in record.reason, record.reason
-assert record.predicted_s is not None
-assert record.predicted_s > 19e-6
+def explained() -> None:
+    """What is beside it, and how long it is predicted to take."""
+    record, = (each for each in explain(step(x)).kernels if each.template == "all_reduce")
+    assert "of layer 0; beside it: E_" in record.reason, record.reason
+    assert record.predicted_s is not None
+    assert record.predicted_s > 19e-6
 
-# a TinyJit: one graph
-jitted = TinyJit(lambda x: step(x).realize())
-for i in range(4): same(jitted(Tensor(given[rank] + i).realize()).numpy(), wanted(i))
-assert [call.src[0].arg for call in jitted.captured.linear.src] == ["graph"], jitted.captured.linear
 
-# a graph pool: captured, replayed with other inputs
-pool = GraphPool(step, {"x": Input((4,), dtypes.float32, 0)}, sizes=[4])
-for i in range(3): same(pool(x=Tensor(given[rank] + i)).numpy(), wanted(i))
-counts = pool.buckets[4].counts
-assert (counts.hits, counts.eager) == (2, 0), counts
-world.check()
+def jitted() -> None:
+    """A TinyJit: one graph."""
+    made = TinyJit(lambda x: step(x).realize())
+    for i in range(4): same(made(Tensor(given[rank] + i).realize()).numpy(), wanted(i))
+    assert [call.src[0].arg for call in made.captured.linear.src] == ["graph"], made.captured.linear
+
+
+def pooled() -> None:
+    """A graph pool: captured, replayed with other inputs."""
+    pool = GraphPool(step, {"x": Input((4,), dtypes.float32, 0)}, sizes=[4])
+    for i in range(3): same(pool(x=Tensor(given[rank] + i)).numpy(), wanted(i))
+    counts = pool.buckets[4].counts
+    assert (counts.hits, counts.eager) == (2, 0), counts
+    world.check()
+
+
+def parted() -> None:
+    """A group for each half, from the connections of all."""
+    half = world.group([r for r in range(size) if r % 2 == rank % 2])
+    if half.size > 1:
+        split(group, half, "EMU")
+        same(all_reduce(x, half).numpy(), sum(given[r] for r in half.members))
+
+
+def different() -> None:
+    """Ranks that differ say so, and do not wait for each other."""
+    said = ""
+    try: all_reduce(x if rank else x[:2], group, name="last").numpy()
+    except DistError as error: said = str(error)
+    assert f"rank {rank} calls all_reduce of last, {16 if rank else 8} float" in said, said
+
+
+explained()
+jitted()
+if sys.argv[1] == "all":
+    for each in (eager, gradients, pooled, parted): each()
+different()
 close()
 print(f"rank {rank} of {size}: all right")

@@ -7,8 +7,9 @@ import pytest
 import rank_programs
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_tensors(ranks, monkeypatch):
+@pytest.mark.parametrize(("ranks", "how"), [(2, "short"), pytest.param(2, "all", marks=pytest.mark.slow),
+                                            pytest.param(4, "all", marks=pytest.mark.slow)])
+def test_tensors(ranks, how, monkeypatch):
     monkeypatch.setenv("DEV", "EMU")
-    made = rank_programs.run(str(Path(__file__).with_name("tensors_program.py")), ranks, timeout_s=300)
+    made = rank_programs.run(str(Path(__file__).with_name("tensors_program.py")), ranks, how, timeout_s=300)
     for rank, each in enumerate(made): assert f"rank {rank} of {ranks}: all right" in each.text, each.text

@@ -214,3 +214,33 @@ def test_counters_of_a_gpu_alone_race() -> None:
     data: Buffer = peers[0].zeros(4)
     found = ran(peers, 1, *([(add, (data, data, 1))] for _ in range(2)))
     assert [one.kind for each in found for one in each] == ["race"]
+
+
+def test_a_programmatic_launch_publishes_what_is_ahead_of_it_once_it_has_waited() -> None:
+    """GPU 0 writes in one launch, and sets the flag in the next, which may begin before that has ended."""
+    for waits in (True, False):
+        kinds = set()
+        for seed in SEEDS:
+            first, second = peers = gpus()
+            data, flag, out = first.zeros(4), first.zeros(4), second.zeros(4)
+            order = ("griddepcontrol.wait;", RELEASE) if waits else (RELEASE, "griddepcontrol.wait;")
+            sets = writer("\n".join(order), "").replace("writer(", "sets(")
+            found: list[Finding] = []
+
+            def writes(first: Emulator = first, args: tuple[Any, ...] = (data, flag, 7),
+                       sets: str = sets, found: list[Finding] = found) -> Work:
+                report = yield launching(first, writer(""), 1, 1, args, footprint=True)
+                assert report is not None
+                assert report.footprint is not None
+                report = yield launching(first, sets, 1, 1, args, ahead=[report.footprint])
+                assert report is not None
+                found += report.findings
+
+            def reads(second: Emulator = second, args: tuple[Any, ...] = (data, flag, out),
+                      found: list[Finding] = found) -> Work:
+                report = yield launching(second, reader(), 1, 1, args)
+                assert report is not None
+                found += report.findings
+            Peers(peers, seed).run([writes(), reads()])
+            kinds |= {one.kind for one in found}
+        assert kinds == (set() if waits else {"race"})

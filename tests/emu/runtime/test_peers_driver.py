@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from tinygrad import Device, Tensor
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import DriverError, KernelError
@@ -118,7 +119,7 @@ class Ranks:
             assert words(gpu, address) == total.tolist()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [OneShot, TwoShot])
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_replays_of_captured_graphs(world: int, kind: type[AllReduceSchedule]) -> None:
@@ -245,3 +246,12 @@ def test_devices_that_cannot_be_peers() -> None:
     assert not one.reach(EmulatedDriver("sm_80", ordinal=1))
     with pytest.raises(DriverError, match="device 0 of 2 cannot address device 1's memory"):
         AllReduceGroup([one, EmulatedDriver()])
+
+
+def test_devices_of_tinygrad_have_the_ordinals_of_their_names() -> None:
+    names = ("EMU:6", "EMU:7")
+    first, second = (Device[name].driver for name in names)
+    assert (first.emulator.ordinal, second.emulator.ordinal) == (6, 7)
+    assert first.reach(second)
+    x = Tensor(np.arange(24, dtype=np.int32).reshape(4, 6), device="CPU").shard(names, axis=0)
+    assert (x + 1).sum(0).numpy().tolist() == (np.arange(24).reshape(4, 6) + 1).sum(0).tolist()

@@ -36,7 +36,8 @@ def calls(monkeypatch) -> list[str]:
     hooks.remove_custom_function(sharded.NAME)
 
 
-@pytest.mark.parametrize("axes", [(0, None, None), (None, 1, 0)], ids=["data", "tensor"])
+@pytest.mark.parametrize("axes", [pytest.param((0, None, None), id="data"),
+                                  pytest.param((None, 1, 0), id="tensor", marks=pytest.mark.slow)])
 def test_a_training_step_is_that_of_one_device(axes, calls):
     wanted = trained(*map(Tensor, (X, W1, W2)))
     found = trained(*(Tensor(each).shard(DEVICES, axis)
@@ -53,6 +54,7 @@ def test_16_bit_floats_are_rounded_once(calls):
     assert calls
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [dtypes.int8, dtypes.int64, dtypes.float64, dtypes.bool], ids=str)
 def test_the_largest_of_all_devices(dtype, calls):
     given = numbers.integers(0, 2, (4, 5))
@@ -71,12 +73,14 @@ def test_inside_tinyjit(calls):
     assert len(calls) == 4
 
 
+@pytest.mark.slow
 def test_disabled_it_is_tinygrads(calls):
     with hooks.disabled():
         assert Tensor(X).shard(DEVICES, 0).sum().item() == X.sum()
     assert not calls
 
 
+@pytest.mark.slow
 def test_what_no_collective_carries_is_tinygrads(calls):
     given = numbers.integers(1, 3, (4, 2))
     found = Tensor(given).shard(DEVICES, 0).prod(0)
@@ -95,6 +99,7 @@ def test_groups():
     assert groups(4, [first], []) == ((0, 2), (1, 3)), "copies are not counted twice"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("axes", [{0: 0, 1: 1}, {0: 1, 1: 0}, {0: 0}, {1: 1}, {}], ids=str)
 def test_a_layout_and_back(axes):
     np.testing.assert_array_equal(shard(Tensor(X), DEVICES, MESH, axes).realize().numpy(), X)
@@ -102,6 +107,7 @@ def test_a_layout_and_back(axes):
     np.testing.assert_array_equal(doubled.numpy(), 2 * X)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("axis", [0, 1, None])
 def test_reductions_of_two_axes(axis, calls):
     x = shard(Tensor(X), DEVICES, MESH, {0: 0, 1: 1})
@@ -124,6 +130,7 @@ def test_a_training_step_over_two_axes(axes, calls):
     assert "nv_allreduce:ADD:0,1|2,3" in calls
 
 
+@pytest.mark.slow
 def test_two_axes_inside_tinyjit():
     weight = shard(Tensor(W1), DEVICES, MESH, {0: 0, 1: 1}).realize()
 

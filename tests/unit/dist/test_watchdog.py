@@ -13,6 +13,7 @@ from dist_case import close, ended, opened, program, ranks_of, spawned
 from tinygrad_nv.dist.launcher import Launch, launch
 from tinygrad_nv.dist.processes import ENDED
 from tinygrad_nv.dist.watchdog import At, Step, Watchdog, keys, packed, unpacked, verdict
+from tinygrad_nv.errors import DistError
 
 
 def op(number: int, name: str = "all_reduce", tensor: str = "layers.3.down", shape: str = "[2, 8]") -> Step:
@@ -70,6 +71,7 @@ class Calls:
 
     def __init__(self, name: str = "all", members: tuple[int, ...] = (0, 1, 2)) -> None:
         self.name, self.members, self.calls, self.running = name, members, list[Call](), False
+        self.error: DistError | None = None
 
     def begin(self, text: str) -> None:
         self.calls.append(Call(len(self.calls) + 1, text, time.monotonic()))
@@ -81,7 +83,7 @@ class Calls:
 
     def last(self) -> Call | None: return self.calls[-1] if self.calls and not self.running else None
 
-    def failed(self) -> None: return None
+    def failed(self) -> DistError | None: return self.error
 
 
 def test_what_a_rank_is_at_is_packed_without_loss():
@@ -127,6 +129,33 @@ def test_a_rank_that_is_behind_ends_all(capsys: pytest.CaptureFixture[str]):
     close(stores)
 
 
+def test_an_error_of_a_collective_ends_all():
+    """As shared memory finds that ranks call different ones."""
+    stores, ends, calls = opened(ranks_of(2)), [Ended(), Ended()], [Calls(), Calls()]
+    for store, call, end in zip(stores, calls, ends, strict=True): Watchdog(store, [call], 60.0, end)
+    calls[1].error = DistError("rank 1 calls this, rank 0 calls that")
+    assert all(end.came.wait(5) for end in ends)
+    with pytest.raises(DistError, match="rank 1 was lost: rank 1 calls this, rank 0 calls that"):
+        stores[0].barrier("b")
+    close(stores)
+
+
+def test_a_rank_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch,
+                                                 capsys: pytest.CaptureFixture[str]):
+    """In good order, as a program that calls fewer collectives does; not at once, as one that called all."""
+    monkeypatch.setattr("tinygrad_nv.dist.watchdog.LEFT_S", 0.4)
+    monkeypatch.setattr("tinygrad_nv.dist.watchdog.LOOK_S", 0.05)
+    stores, ends, calls = opened(ranks_of(3)), [Ended() for _ in range(3)], [Calls() for _ in range(3)]
+    for store, call, end in zip(stores, calls, ends, strict=True): Watchdog(store, [call], 60.0, end)
+    for call in calls: call.begin("a")
+    time.sleep(0.5)
+    stores[1].close()
+    assert not ends[0].came.wait(0.2)
+    assert all(end.came.wait(5) for end in ends[::2])
+    assert "rank 1 ended while this rank was in all_reduce #1 of a\n" in capsys.readouterr().err
+    close(stores)
+
+
 def test_collectives_in_time_and_time_between_them_are_no_fault():
     stores, ends = opened(ranks_of(2)), [Ended() for _ in range(2)]
     records = [Calls() for _ in stores]
@@ -159,6 +188,7 @@ def test_no_timeout(monkeypatch: pytest.MonkeyPatch):
 STEPS = f"""
 from dataclasses import dataclass
 from tinygrad_nv.dist import watchdog
+from tinygrad_nv.errors import DistError
 {inspect.getsource(Call)}
 {inspect.getsource(Calls)}
 store, calls = Store.open(ranks, 10), Calls(members=(0, 1))
@@ -225,12 +255,12 @@ def test_a_rank_that_is_stopped_is_named(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_a_forked_process_does_not_hide_the_end_of_a_rank(tmp_path: Path):
     """As those of torch's loaders, which may outlive it."""
-    fork = "if os.fork(): os.kill(os.getpid(), 9)\n    time.sleep(3); os._exit(0)"
+    fork = "if os.fork(): os.kill(os.getpid(), 9)\n    os.closerange(0, 3); time.sleep(8); os._exit(0)"
     path = program(tmp_path, f"{STEPS}\nif ranks.rank == int(sys.argv[1]):\n    {fork}\nstep('b')")
     for killed in range(2):
         began, processes = time.monotonic(), spawned(path, 2, str(killed))
         assert processes[1 - killed].wait(20) == ENDED
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 7
         assert f"rank {killed} was lost" in ended(processes[1 - killed:2 - killed])[0][2]
         ended(processes)
 

@@ -5,7 +5,7 @@
  * into its slot s % 2, writes what it calls beside, and publishes `arrived = s`; then it waits until all
  * others have arrived, compares what they call, and reads. A slot is written again in step s + 2: no rank is
  * then still reading what it had in step s, as all have arrived in step s + 1, each after it had read step s.
- * So nobody waits for readers, and one wait a step is enough. Large reductions are done in two phases: each
+ * So no rank waits for readers, and one wait a step is enough. Large reductions are done in two phases: each
  * rank reduces its share of the elements into its second slot and publishes `reduced = s`; then each copies
  * the shares of the others. The same argument holds for that slot: to arrive in step s + 1 a rank has read
  * all shares of step s.

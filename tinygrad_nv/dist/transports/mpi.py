@@ -30,7 +30,7 @@ def load() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise DistError(f"MPI cannot be used: {error}", "mpi4py and an MPI",
-                        "pip install -e '.[dist]', or start ranks of one machine with "
+                        "pip install -e '.[dist]'; or start ranks of one machine with "
                         "tinygrad-nv launch") from error
     return MPI
 

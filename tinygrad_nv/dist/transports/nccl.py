@@ -7,6 +7,10 @@ went wrong there is found by `check`, which the device calls when the host has w
 watchdog may call at any time. After an error a communicator is of no use, `abort` ends what waits in its
 kernels, from another thread too.
 
+NCCL does not look at what other ranks call: where they call something else it waits for ever, or mixes what
+has nothing to do with each other. `agree`, if it is set, compares what ranks call by another way before: each
+collective of a graph when the graph is made, an eager one the first time.
+
 Memory that a graph's collectives use is registered with NCCL for as long as the graph lives. NCCL carries no
 16-bit integers: these are sent as bytes, and not added.
 """
@@ -61,7 +65,8 @@ class Order:
     name: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kind} of {self.name or 'a tensor'}, {self.count} {self.dtype.name}"
+        how = (f", {self.op}" if self.op != "sum" else "") + (f", rank {self.peer}" if self.peer else "")
+        return f"{self.kind} of {self.name or 'a tensor'}, {self.count} {self.dtype.name}{how}"
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,8 @@ class Communicator:
         self.aborted, self.why = False, DistError("the communicator was given up")
         self.last: Last | None = None   # what it was given last, since the host waited
         self.numbers = itertools.count(1)
+        self.agree: Callable[[Order], None] | None = None   # raises where other ranks call something else
+        self.agreed = set[Order]()
         self.registered: dict[tuple[int, int], weakref.ref[Registration]] = {}
         self.lock = threading.Lock()
 
@@ -119,6 +126,7 @@ class Communicator:
         """Puts a collective into a stream. Addresses of what is not there are 0. Raises `DistError`."""
         self.check()
         kind, count = carried(order)
+        if self.agree is not None and order not in self.agreed: self._agree(order)
         self._given(order)
         width = order.count * order.dtype.itemsize
         if order.kind in REDUCTIONS:
@@ -168,7 +176,17 @@ class Communicator:
         return LibraryCall(
             f"{order} among ranks {'-'.join(map(str, self.members))}", tuple(used[0]), ((out, writes),),
             lambda stream: self.enqueue(order, given, out, stream),
-            lambda: [self.registration(*each) for each in (*used[0], *used[1])], lambda: self._begun(order))
+            lambda: self._held(order, (*used[0], *used[1])), lambda: self._begun(order))
+
+    def _held(self, order: Order, used: Sequence[tuple[int, int]]) -> object:
+        """What a graph with this collective holds. Its calls come in its order, which all ranks must share:
+        they say what they call, each time, while eager ones say so once."""
+        if self.agree is not None: self._agree(order)
+        return [self.registration(*each) for each in used]
+
+    def _agree(self, order: Order) -> None:
+        self.agreed.add(order)
+        if self.agree is not None and order.kind not in ("send", "recv"): self.agree(order)
 
     def _begun(self, order: Order) -> None:
         self.check()

@@ -395,7 +395,7 @@ class ModelRunner:
         found = {**self._weights_and_pages, **named_buffers(state=self.sampler_state, **masks,
                                                             **self.output_buffer.memory())}
         if (parallel := self.model.parallel) is None: return found
-        from tinygrad_nv.engine.executor.descriptors import Named
+        from tinygrad_nv.engine.worker.descriptors import Named
         return Named(found, parallel.groups)
 
     @cached_property

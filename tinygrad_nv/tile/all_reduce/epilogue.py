@@ -40,14 +40,19 @@ class Plain:
         self.kb, self.spec, self.out = kb, spec, out
 
     def write(self, first: Value, count: Value, threads: int, sums: Sums) -> None:
-        kb, spec = self.kb, self.spec
+        kb = self.kb
         with kb.comment("sums to the result"), kb.loop(kb.tid.x, count, threads, kind="u32") as i:
-            words, target = sums(i), advanced(kb, self.out, first + i, VECTOR_BYTES)
-            if not (rest := spec.count % spec.of_vector):
-                store(kb, target.at(), words)
-            else:
-                with kb.if_(first + i < spec.vectors - 1): store(kb, target.at(), words)
-                with kb.else_(): store_elements(kb, target, words, rest, spec.dtype)
+            self.put(first + i, sums(i))
+
+    def put(self, at: Value, words: Words) -> None:
+        """Vector `at` of the message; of the last one what there is."""
+        kb, spec = self.kb, self.spec
+        target = advanced(kb, self.out, at, VECTOR_BYTES)
+        if not (rest := spec.count % spec.of_vector):
+            store(kb, target.at(), words)
+            return
+        with kb.if_(at < spec.vectors - 1): store(kb, target.at(), words)
+        with kb.else_(): store_elements(kb, target, words, rest, spec.dtype)
 
 
 class ResidualNorm:

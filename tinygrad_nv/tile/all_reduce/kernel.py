@@ -189,6 +189,9 @@ class _TwoShot(AllReduceKernel):
                 target = advanced(kb, self.half, i - first, VECTOR_BYTES)
                 store(kb, target.at(behind), self.summed(i))
         self.exchanged(1)
+        if isinstance(self.epilogue, Plain):
+            self.gather(self.epilogue, piece, behind)
+            return
 
         def gathered(i: Value) -> Words:
             owner = i // piece
@@ -196,6 +199,17 @@ class _TwoShot(AllReduceKernel):
             for number in range(1, spec.world): half = kb.select(owner == number, self.halves[number], half)
             return load(kb, advanced(kb, half, i - owner * piece, VECTOR_BYTES).at(behind))
         self.epilogue.write(self.first, self.count, self.s.threads, gathered)
+
+    def gather(self, epilogue: Plain, piece: int, behind: int) -> None:
+        """A vector of every GPU's piece, all under way together."""
+        kb = self.kb
+        with kb.comment("all pieces"), kb.loop(kb.tid.x, piece, self.s.threads, kind="u32") as i:
+            places = [i + number * piece for number in range(self.spec.world)]
+            there = [at < self.count for at in places]
+            read = [load(kb, advanced(kb, half, i, VECTOR_BYTES).at(behind), guard)
+                    for half, guard in zip(self.halves, there, strict=True)]
+            for at, guard, words in zip(places, there, read, strict=True):
+                with kb.if_(guard): epilogue.put(self.first + at, words)
 
 
 class _Multimem(AllReduceKernel):

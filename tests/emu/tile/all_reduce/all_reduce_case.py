@@ -35,6 +35,7 @@ class Case:
     residual: torch.Tensor | None = None
     weight: torch.Tensor | None = None
     arch: str = "sm_90a"
+    epoch: int = 0      # rounds so far
     found: list[Finding] = field(default_factory=list)
 
     @classmethod
@@ -56,7 +57,7 @@ class Case:
         text = kernel.ptx if edit is None else edit(kernel.ptx)
         assert edit is None or text != kernel.ptx
         gpus = [Emulator(self.arch, ordinal=i) for i in range(self.spec.world)]
-        workspaces = [workspace(gpu, self.schedule) for gpu in gpus]
+        workspaces = [workspace(gpu, self.schedule, self.epoch) for gpu in gpus]
         table = np.array([each.ptr for each in workspaces], np.uint64)
         outs = [[gpu.alloc(self.spec.nbytes) for _ in range(2 if self.spec.columns else 1)] for gpu in gpus]
         peers = Peers(gpus, seed)
@@ -106,11 +107,12 @@ class Case:
         assert ((got.double() - want.double()).abs() <= 2 * unit * want.double().abs()).all()
 
 
-def workspace(gpu: Emulator, schedule: AllReduceSchedule) -> Buffer:
-    """Flags and epochs are zero, the rest is never written."""
+def workspace(gpu: Emulator, schedule: AllReduceSchedule, epoch: int) -> Buffer:
+    """Flags and epochs after so many rounds; the rest is never written."""
     made = gpu.alloc(schedule.workspace.nbytes)
     assert made.valid is not None
-    made.data[:schedule.workspace.data], made.valid[:schedule.workspace.data] = 0, 1
+    made.data[:schedule.workspace.data].view(np.uint32)[:] = epoch
+    made.valid[:schedule.workspace.data] = 1
     return made
 
 

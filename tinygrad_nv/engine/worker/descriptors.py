@@ -1,4 +1,4 @@
-"""Descriptors of collectives as memory that steps on disk use (worker/step_store.py).
+"""Descriptors of collectives as memory that steps on disk use (step_store.py).
 
 Protocol: a step that was kept names the descriptors that it calls collectives with. `Named` has those of this
 process by the same names, and makes them when they are asked for.
