@@ -121,8 +121,8 @@ def _agree(group: Group, order: Order) -> None:
 
 
 def on_device(group: Group, order: Order, shape: tuple[int, ...], dtype: DType, x: Tensor, name: str,
-              grad: Callable[..., tuple[UOp | None, ...]] | None) -> Tensor:
-    """The collective on x, which a recv does not read."""
+              grad: Callable[..., tuple[UOp | None, ...]] | None, *after: Tensor) -> Tensor:
+    """The collective on x, which a recv does not read, when `after` are computed."""
     if order.op not in nccl.OPS:
         raise DistError(f"{order.kind} with {order.op!r}", f"one of {', '.join(nccl.OPS)}")
     if not 0 <= order.peer < group.size:
@@ -133,22 +133,22 @@ def on_device(group: Group, order: Order, shape: tuple[int, ...], dtype: DType, 
 
     def of_x(*given: UOp) -> tuple[UOp | None, ...]:
         assert grad is not None
-        return grad(*given)[:1]     # the others are of what a CPU's kernel takes besides
-    return named.call(what, _body, x, grad=of_x if grad is not None else None)[0]
+        return grad(*given)[0], *(None for _ in after)  # the others are of what a CPU's kernel takes besides
+    return named.call(what, _body, x, *after, grad=of_x if grad is not None else None)[0]
 
 
-def _body(what: DeviceCollective, x: Tensor) -> tuple[Tensor, ...]:
-    return (Tensor(_program(what, x.uop)),)
+def _body(what: DeviceCollective, *given: Tensor) -> tuple[Tensor, ...]:
+    return (Tensor(_program(what, *(each.uop for each in given))),)
 
 
-def _lowered(what: DeviceCollective, _: object, x: UOp) -> tuple[UOp, ...]:
+def _lowered(what: DeviceCollective, _: object, *given: UOp) -> tuple[UOp, ...]:
     """In a rewrite: the result is made where it is wanted, without a copy."""
-    return (_program(what, x),)
+    return (_program(what, *given),)
 
 
-def _program(what: DeviceCollective, x: UOp) -> UOp:
+def _program(what: DeviceCollective, *given: UOp) -> UOp:
     order = what.call.order
-    made, = program(order.kind, f"// {what}", str(x.device), [Output(what.shape, what.dtype)], [x],
+    made, = program(order.kind, f"// {what}", str(given[0].device), [Output(what.shape, what.dtype)], given,
                     binary=b"call of a library", nbytes=2 * order.count * order.dtype.itemsize,
                     note=Note(order.kind, what.name, what), launch=LaunchConfig(call=what.call))
     return made
@@ -157,7 +157,7 @@ def _program(what: DeviceCollective, x: UOp) -> UOp:
 def _made(call: DeviceCall, device: str, buffers: Sequence[int]) -> LibraryCall:
     found = [group for group in world().groups if group.key == call.group]
     if not found: raise DistError(f"{call.order} of the group {call.group}", "a group of this process")
-    out, given = buffers
+    out, given, *_ = buffers
     return communicator(found[0], device).call(call.order, given, out)
 
 
