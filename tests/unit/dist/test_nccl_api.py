@@ -35,5 +35,5 @@ def test_an_old_library_is_refused():
 
 def test_where_there_is_none(monkeypatch):
     monkeypatch.setattr(nccl_api, "_paths", lambda: ["no-libnccl.so"])
-    with pytest.raises(DistError, match="NCCL cannot be loaded: no-libnccl.so"):
+    with pytest.raises(DistError, match=r"NCCL cannot be loaded: no-libnccl\.so"):
         nccl_api.real.__wrapped__()
