@@ -10,10 +10,11 @@ import rank_programs
 from tinygrad_nv.dist.processes import ENDED
 
 
-@pytest.mark.parametrize("mpi", [False, True], ids=["shared", "mpi"])
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
-def test_collectives(ranks: int, mpi: bool) -> None:
-    made = rank_programs.run("collectives_program.py", ranks, mpi=mpi)
+@pytest.mark.parametrize(("ranks", "mpi", "more"), [
+    (2, False, ()), (2, True, ("few",)), (4, True, ("few",)),
+    *(pytest.param(ranks, mpi, (), marks=pytest.mark.slow) for ranks in (2, 3, 4) for mpi in (False, True))])
+def test_collectives(ranks: int, mpi: bool, more: tuple[str, ...]) -> None:
+    made = rank_programs.run("collectives_program.py", ranks, *more, mpi=mpi)
     told = "".join(each.text for each in made)
     over = "mpi" if mpi else "shared"
     assert all(each.code == 0 for each in made), told
@@ -24,8 +25,9 @@ BOTH = ("all_reduce #1 of layers.3.down float[64]", "rank 0 calls", "rank 1 call
 
 
 @pytest.mark.parametrize(("how", "words"), [
-    ("count", (*BOTH, "float[32]")), ("kind", (*BOTH, "rank 1 calls all_gather #1")),
-    ("dtype", (*BOTH, "int[64]")),
+    ("kind", (*BOTH, "rank 1 calls all_gather #1")),
+    pytest.param("count", (*BOTH, "float[32]"), marks=pytest.mark.slow),
+    pytest.param("dtype", (*BOTH, "int[64]"), marks=pytest.mark.slow),
     ("lost", ("rank 1 was lost", "its process ended without closing the store")),
     ("left", ("rank 1 ended while this rank was in all_reduce #1 of layers.3.down float[64]",)),
     ("late", ("rank 1 did not come to all_reduce #1 of layers.3.down float[64] within 1 s",))])
