@@ -19,7 +19,6 @@ from tinygrad import Device, Tensor, dtypes
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import UOp
 
-from tinygrad_nv.dist.collectives import cost
 from tinygrad_nv.dist.group import Group, world
 from tinygrad_nv.dist.transports import nccl
 from tinygrad_nv.dist.transports.nccl import Communicator, Order
@@ -88,9 +87,10 @@ class DeviceCollective(Communicates):
     dtype: DType
     name: str
 
-    def seconds(self, arch: str) -> float | None:
+    @property
+    def moved(self) -> tuple[str, int, int]:
         order = self.call.order
-        return cost.seconds(order.kind, order.count * order.dtype.itemsize, self.ranks, arch)
+        return order.kind, order.count * order.dtype.itemsize, self.ranks
 
 
 def split(parent: Group, child: Group, device: str) -> None:
@@ -114,8 +114,8 @@ def _agree(group: Group, order: Order) -> None:
             for r in range(group.size)]
     for r, theirs in enumerate(said):
         if theirs == said[group.rank]: continue
-        own, other = group.members[group.rank], group.members[r]
-        raise DistError(f"rank {own} calls {order}, rank {other} calls {theirs}",
+        here, there = group.members[group.rank], group.members[r]
+        raise DistError(f"rank {here} calls {order}, rank {there} calls {theirs}",
                         "the same collectives in the same order on all ranks",
                         "see what differs between the programs of these ranks")
 
