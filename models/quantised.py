@@ -89,6 +89,13 @@ class Plan:
     unread: set[str] = field(default_factory=set)
 
     @property
+    def quantised(self) -> set[str]:
+        """Weights that are no floats in the checkpoint, or not in the network."""
+        floats = {part[0].name for layer in self.layers for part in layer.parts
+                  if isinstance(part, tuple) and isinstance(part[0], StoredFloats)}
+        return self.replaced - self.plain.keys() - floats
+
+    @property
     def tensors(self) -> set[str]:
         """All that belong to quantised matrices."""
         return {name for layer in self.layers for name in layer.tensors}
@@ -113,12 +120,13 @@ def projections(model: Llama, layer: int) -> list[Projection]:
     return made
 
 
-def planned(model: Llama, entries: Mapping[str, TensorEntry], file: str) -> Plan:
-    """What is quantised. `file`: the config's, for messages. Raises `ModelError` of a config that cannot be
-    read, `WeightError` of a layer that is not whole."""
+def planned(model: Llama, entries: Mapping[str, TensorEntry], file: str,
+            reader: Reader | None = None) -> Plan:
+    """What is quantised. `file`: the config's, for messages; `reader`: one other than the config's. Raises
+    `ModelError` of a config that cannot be read, `WeightError` of a layer that is not whole."""
     plan = Plan()
     if model.config.quantization is None: return plan
-    reader = reader_of(model.config.quantization, file)
+    reader = reader or reader_of(model.config.quantization, file)
     stored = {name: (safetensors_dtype(entry), entry.shape) for name, entry in entries.items()}
     for layer in range(len(model.blocks)):
         for _, found in groupby(projections(model, layer), key=lambda each: id(each.linear)):
@@ -180,7 +188,8 @@ def _sparse(model: Llama, one: Projection, stored: Mapping[str, tuple[str, tuple
 def _add_table(plan: Plan, reader: Reader, name: str, stored: Mapping[str, tuple[str, tuple[int, ...]]],
                model: Llama) -> None:
     """The head or the embedding, if it is quantised."""
-    shape = model.config.vocab_size, model.config.hidden_size
+    rows, parallel = model.config.vocab_size, model.parallel
+    shape = rows if parallel is None else parallel.rows(rows)[1], model.config.hidden_size
     if (found := _as_run(model, reader.matrix(name, shape, stored), shape)) is None: return
     plan.layers.append(QuantisedLayer(name, ((found, shape),)))
     plan.replaced.add(f"{name}.weight")

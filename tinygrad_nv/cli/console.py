@@ -66,7 +66,8 @@ def load(directory: Path, arguments: argparse.Namespace, **more: Any) -> LLM:
                    UTILIZATION if (fraction := arguments.gpu_memory_utilization) is None else fraction,
                    **{"max_num_seqs": max(getattr(arguments, "n", None) or 1, 1),
                       "quantization": arguments.quantization, "task": "generate",
-                      "tensor_parallel_size": arguments.tensor_parallel_size, **more})
+                      "tensor_parallel_size": arguments.tensor_parallel_size,
+                      "enable_expert_parallel": arguments.enable_expert_parallel, **more})
 
 
 def compile_steps(llm: LLM, params: SamplingParams, prompt_tokens: int) -> None:

@@ -32,6 +32,7 @@ class LoadOptions:
     tokenizer: Path | None
     lora: dict[str, Any] | None = None      # arguments of adapters (lora/request.py), where there are some
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
 
     def engine_config(self, length: int, eos: tuple[int, ...], num_speculative_tokens: int) -> EngineConfig:
         """The engine's limits."""

@@ -41,8 +41,8 @@ class Follower:
         """Loads this rank's part: bytes of weights."""
         from tinygrad_nv.models.parallel import Parallel, local_config
         whole = plan.config()
-        parallel = Parallel(self.world.group(), whole)
-        model = load_weights(plan, local_config(whole, parallel.ranks), parallel)
+        parallel = Parallel(self.world.group(), whole, plan.experts)
+        model = load_weights(plan, local_config(whole, parallel.ranks, plan.experts), parallel)
         self.runner = make_runner(plan, model)
         return 0
 

@@ -18,6 +18,7 @@ from tinygrad_nv.kvcache.groups import CacheGroups
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import ModelConfig, read_config
 from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.tile.gemm.spec import FLOAT16S
 
 if TYPE_CHECKING:
     from tinygrad_nv.engine.executor.followers import Followers
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class RunnerPlan:
     """Arguments of a model and its runner; `model_runner.py` says what they mean. `quantization` is what the
-    configuration does not say of itself (engine/loading.py)."""
+    configuration does not say of itself (engine/loading.py). With `experts` each rank has whole experts."""
     directory: Path
     dtype: str
     device: str
@@ -42,6 +43,7 @@ class RunnerPlan:
     verifies: bool
     int8_inputs: bool
     quantization: Mapping[str, Any] | None = None
+    experts: bool = False
 
     def config(self) -> ModelConfig:
         """Of the whole model."""
@@ -51,8 +53,7 @@ class RunnerPlan:
     @property
     def tinygrad_dtype(self) -> DType:
         """The dtype of weights."""
-        made: DType = getattr(dtypes, self.dtype)
-        return made
+        return {each.name: each for each in (dtypes.float32, *FLOAT16S)}[self.dtype]
 
 
 def load_weights(plan: RunnerPlan, config: ModelConfig, parallel: Parallel | None,

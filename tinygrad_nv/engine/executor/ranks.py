@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
+
+from tinygrad.dtype import DType
 
 from tinygrad_nv.dist import group as dist
 from tinygrad_nv.engine.executor.follower import follow
@@ -18,16 +21,20 @@ from tinygrad_nv.engine.load_options import LoadOptions
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.models.config import ModelConfig
+from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.parallel import Parallel, local_config
+from tinygrad_nv.models.shares import own_nbytes
 
 
 @dataclass
 class ParallelRanks:
-    """All ranks. `config` is that of a rank's part of the model, `whole` the model's."""
+    """All ranks. `config` is that of a rank's part of the model, `whole` the model's; with `experts` each has
+    some experts whole."""
     world: dist.World
     followers: Followers
     config: ModelConfig
     whole: ModelConfig
+    experts: bool = False
 
     @staticmethod
     def open(options: LoadOptions, config: ModelConfig) -> ParallelRanks:
@@ -36,11 +43,20 @@ class ParallelRanks:
         if options.lora is not None:
             raise ConfigError(f"enable_lora is True, and tensor_parallel_size {size}", "one of them",
                               "merge the adapter into the weights")
-        own = local_config(config, size)
+        own = local_config(config, size, options.enable_expert_parallel)
         world, followers = open_ranks(size)
         if world.rank: raise SystemExit(follow(world))
         world.on_lost(followers.lose)
-        return ParallelRanks(world, followers, own, config)
+        return ParallelRanks(world, followers, own, config, options.enable_expert_parallel)
+
+    @property
+    def parallel(self) -> Parallel:
+        """What this rank has of the model."""
+        return Parallel(self.world.group(), self.whole, self.experts)
+
+    def weight_bytes(self, dtype: DType, device: str, directory: Path) -> int:
+        """Bytes of this rank's weights: no other rank has more."""
+        return own_nbytes(Llama(self.config, dtype, device, parallel=self.parallel), directory)
 
     def load(self, plan: RunnerPlan, progress: Callable[[int, int], None] | None,
              stage: Callable[[str], None]) -> ModelRunner:
@@ -51,8 +67,7 @@ class ParallelRanks:
             def counted(done: int, total: int) -> None:
                 self.followers.check()
                 if progress is not None: progress(done, total)
-            parallel = Parallel(self.world.group(), self.whole)
-            model = load_weights(plan, self.config, parallel, counted, stage)
+            model = load_weights(plan, self.config, self.parallel, counted, stage)
             others.result()
         return make_runner(plan, model, self.followers)
 

@@ -1,0 +1,178 @@
+"""Which part of a checkpoint a rank of a tensor parallel network reads.
+
+Protocol: `cut_checkpoint` is what loading calls before it plans. `shares` says for each tensor that is cut
+which part a rank has: where the shapes of the two networks differ. Entries of floats become entries of these
+parts, so that loading reads them and nothing else; those of experts of other ranks are left out. Quantised
+matrices stay whole among the entries: `OwnReader` gives a rank's part of each (quant/cut.py).
+
+Projections that a checkpoint has as one tensor (q | k | v, gate | up) are taken apart first: each is cut by
+itself. `sources` says where they lie.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+from tinygrad_nv.quant.cut import cut_matrix
+from tinygrad_nv.quant.readers.reader import Reader, Stored, StoredMatrix, reader_of
+from tinygrad_nv.quant.types import nbytes
+
+from .checkpoint import ITEM_BYTES, Checkpoint, TensorEntry
+from .feed_forward import MixtureOfExperts
+from .llama import Llama
+from .parallel import Parallel, names_apart
+from .quantised import Projection, planned, projections
+from .weights import EMBEDDING, HEAD, checked, opened_for, slots
+
+
+@dataclass(frozen=True)
+class Share:
+    """Elements [first, first + count) along an axis of a checkpoint's tensor."""
+    axis: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a projection lies in a checkpoint: `count` rows from `first` on of a larger one of `rows`."""
+    name: str
+    rows: int
+    first: int
+    count: int
+
+
+def cut_checkpoint(model: Llama, parallel: Parallel, checkpoint: Checkpoint,
+                   directory: Path) -> tuple[Reader | None, set[str]]:
+    """Cuts a checkpoint's entries to what a network's rank has of them: what reads its parts of quantised
+    matrices, and biases that it has none of, as another rank adds them. Raises for a checkpoint that is not
+    whole."""
+    config, file = parallel.whole, str(directory / "config.json")
+    stored = Llama(config, model.dtype, model.device)
+    plan = planned(stored, checkpoint.entries, file)
+    checked(stored, plan, checkpoint.entries, directory)
+    whole = Llama(replace(config, names=names_apart(config.names)), model.dtype, model.device)
+    extents, local = ({name: slot.shape for name, slot in slots(each).items()} for each in (whole, model))
+    found = shares(extents, local, parallel, (EMBEDDING, HEAD))
+    if config.tied: found[HEAD], extents[HEAD] = found[EMBEDDING], extents[EMBEDDING]
+    elsewhere = added_elsewhere(found, parallel) & local.keys()
+    lies, others = sources(stored, whole), experts_elsewhere(model)
+    entries = taken_apart(checkpoint.entries, lies, plan.quantised)
+    own = {name: share for name, share in found.items() if name not in plan.quantised}
+    checkpoint.entries = {name: entry for name, entry in cut_entries(entries, own).items()
+                          if name not in elsewhere and not name.startswith(others)}
+    if config.quantization is None: return None, elsewhere
+    return OwnReader(reader_of(config.quantization, file), extents, found, lies), elsewhere
+
+
+def own_nbytes(model: Llama, directory: Path) -> int:
+    """Bytes of the weights of a rank's network. Raises as loading them does."""
+    found = opened_for(model, directory)
+    tensors = {id(slot.tensor): slot.tensor for slot in [*found.wanted.values(), *found.zeros]}.values()
+    return sum(int(each.nbytes()) for each in tensors) + sum(
+        nbytes(part[0].type, *part[1]) for layer in found.plan.layers for part in layer.parts
+        if isinstance(part, tuple) and isinstance(part[0], StoredMatrix))
+
+
+def shares(whole: Mapping[str, tuple[int, ...]], local: Mapping[str, tuple[int, ...]], parallel: Parallel,
+           vocabulary: tuple[str, ...]) -> dict[str, Share]:
+    """What a rank has of each tensor that is cut, by the tensors' shapes in both networks. Those that several
+    ranks have, such as keys' heads, are the same on neighbours."""
+    made = {}
+    for name, shape in local.items():
+        differ = [axis for axis, (a, b) in enumerate(zip(whole[name], shape, strict=True)) if a != b]
+        if not differ: continue
+        axis, count = differ[0], shape[differ[0]]
+        if name in vocabulary: first, count = parallel.rows(parallel.whole.vocab_size)
+        else: first = parallel.group.rank * (whole[name][axis] // count) // parallel.ranks * count
+        made[name] = Share(axis, first, count)
+    return made
+
+
+def sources(stored: Llama, whole: Llama) -> dict[str, Source]:
+    """The projections of `whole`, by their names, that `stored`, a network of the same sizes, has as rows of
+    a larger one."""
+    made = dict[str, Source]()
+    for layer in range(len(whole.blocks)):
+        pairs = zip(*(_by_linear(projections(model, layer)) for model in (stored, whole)), strict=True)
+        for there, here in pairs:
+            if len(there) == len(here): continue
+            made |= {each.name: Source(there[0].name, there[0].rows, each.first, each.rows) for each in here}
+    return made
+
+
+def _by_linear(found: Iterable[Projection]) -> list[list[Projection]]:
+    return [list(some) for _, some in groupby(found, key=lambda each: id(each.linear))]
+
+
+def experts_elsewhere(model: Llama) -> tuple[str, ...]:
+    """How names of tensors begin that are of experts of other ranks."""
+    made, names = list[str](), model.config.names
+    for layer, block in enumerate(each.feed_forward for each in model.blocks):
+        if not isinstance(block, MixtureOfExperts): continue
+        made += [f"model.layers.{layer}.{names.expert.format(i)}." for i in range(block.moe.experts)
+                 if i not in block.own]
+    return tuple(made)
+
+
+# **** floats ****
+
+def taken_apart(entries: Mapping[str, TensorEntry], found: Mapping[str, Source],
+                quantised: Collection[str]) -> dict[str, TensorEntry]:
+    """The entries, those that hold several projections as one for each, unless they are quantised."""
+    made = dict(entries)
+    for name, source in found.items():
+        for kind in ("weight", "bias"):
+            larger = f"{source.name}.{kind}"
+            if larger in quantised or (entry := entries.get(larger)) is None: continue
+            made.pop(larger, None)
+            made[f"{name}.{kind}"] = cut(entry, Share(0, source.first, source.count))
+    return made
+
+
+def cut_entries(entries: Mapping[str, TensorEntry], found: Mapping[str, Share]) -> dict[str, TensorEntry]:
+    """The entries with the parts that are a rank's."""
+    return {name: cut(entry, found[name]) if name in found else entry for name, entry in entries.items()}
+
+
+def cut(entry: TensorEntry, share: Share) -> TensorEntry:
+    """A part of an entry: of rows as they lie, of columns with strides."""
+    strides = entry.strides or tuple(math.prod(entry.shape[i + 1:]) for i in range(len(entry.shape)))
+    shape = (*entry.shape[:share.axis], share.count, *entry.shape[share.axis + 1:])
+    path, offset = entry.file_offset
+    whole = entry.strides is None and share.axis == 0
+    return replace(entry, shape=shape, strides=None if whole else strides,
+                   file_offset=(path, offset + share.first * strides[share.axis] * ITEM_BYTES[entry.dtype]))
+
+
+def added_elsewhere(names: Mapping[str, Share], parallel: Parallel) -> set[str]:
+    """Biases that another rank adds: those of matrices that are cut by columns, whose sum is over ranks."""
+    if parallel.group.rank == 0: return set()
+    return {f"{name.removesuffix('.weight')}.bias" for name, share in names.items()
+            if name.endswith(".weight") and share.axis == 1}
+
+
+# **** quantised matrices ****
+
+@dataclass(frozen=True)
+class OwnReader:
+    """Reads a rank's part of each matrix of another reader's: of `whole` shapes, by names of tensors."""
+    reader: Reader
+    whole: Mapping[str, tuple[int, ...]]
+    shares: Mapping[str, Share]
+    sources: Mapping[str, Source]
+
+    def matrix(self, layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix | None:
+        """See `Reader`. Raises `WeightError` where a group of one scale would be cut."""
+        name, share, source = f"{layer}.weight", self.shares.get(f"{layer}.weight"), self.sources.get(layer)
+        n, k = self.whole.get(name, shape)
+        if source is None: place, extents = layer, (n, k)
+        else:
+            place, extents, first = source.name, (source.rows, k), 0 if share is None else share.first
+            share = Share(0, source.first + first, shape[0])
+        found = self.reader.matrix(place, extents, stored)
+        if found is None or share is None: return found
+        return cut_matrix(found, extents, share.axis, share.first, share.count, place)
