@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from tinygrad.dtype import DType
 
@@ -24,6 +25,9 @@ from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.parallel import Parallel, local_config
 from tinygrad_nv.models.shares import own_nbytes
+
+if TYPE_CHECKING:
+    from tinygrad_nv.dist.group import Group
 
 
 @dataclass
@@ -55,8 +59,10 @@ class ParallelRanks:
         return Parallel(self.world.group(), self.whole, self.experts)
 
     def weight_bytes(self, dtype: DType, device: str, directory: Path) -> int:
-        """Bytes of this rank's weights: no other rank has more."""
-        return own_nbytes(Llama(self.config, dtype, device, parallel=self.parallel), directory)
+        """Bytes of this rank's weights: no other rank has more. The group is made when all ranks load; of it
+        only rank and size are asked for, which the world has, too."""
+        place = Parallel(cast("Group", self.world), self.whole, self.experts)
+        return own_nbytes(Llama(self.config, dtype, device, parallel=place), directory)
 
     def load(self, plan: RunnerPlan, progress: Callable[[int, int], None] | None,
              stage: Callable[[str], None]) -> ModelRunner:
