@@ -101,11 +101,15 @@ class Llama:
         self.positions = config.max_positions if positions is None else positions
         self.rope_rows = self.positions     # of the tables, at least
         rows = config.vocab_size if parallel is None else parallel.table_rows(config.vocab_size)
-        self.embedding = Tensor.empty(rows, config.hidden_size, dtype=dtype, device=device)
+        # the stages of a pipeline between the first and the last have no rows of it
+        embeds = parallel is None or parallel.first or (config.tied and parallel.last)
+        self.embedding = Tensor.empty(rows if embeds else 0, config.hidden_size, dtype=dtype, device=device)
         self.blocks = [Block(config, i, dtype, device, parallel) for i in range(config.num_layers)]
         self.norm = RMSNorm(config.hidden_size, config, dtype, device)
         self.head = self.embedding
-        if not config.tied: self.head = Tensor.empty(*self.embedding.shape, dtype=dtype, device=device)
+        if not config.tied:
+            ends = parallel is None or parallel.last
+            self.head = Tensor.empty(rows if ends else 0, config.hidden_size, dtype=dtype, device=device)
         self.quantised_head: QWeight | None = None  # instead of `head`
         self.quantised_embedding: QTensor | None = None     # instead of `embedding`
         # of a GGUF file: whether a CPU rounds inputs of its layers to int8, as llama.cpp does
@@ -186,11 +190,14 @@ class Llama:
                    logits_indices: Tensor | None = None) -> Tensor:
         """Appends tokens (T,) of the sequences in `batch` to their pages; float32 logits (R, vocab) of the
         tokens `logits_indices`, int32 (R,), or of all. Several batches: one for each group of layers of the
-        cache, with its block tables."""
-        batches = (batch,) if isinstance(batch, PagedBatch) else batch
-        x = self.embedded(tokens.reshape(1, -1))
+        cache, with its block tables. A stage of a pipeline that is not the last sends what it computes, and
+        gives what is to be realized."""
+        batches, stage = (batch,) if isinstance(batch, PagedBatch) else batch, self.parallel
+        if stage is None or stage.first: x = self.embedded(tokens.reshape(1, -1))
+        else: x = stage.received(int(tokens.shape[0]), self.dtype)
         for i, block in enumerate(self.blocks):
             with layer(f"layers.{i}"): x = block(x, batches[cache.group(i)], cache.layers[i])
+        if stage is not None and not stage.last: return stage.passed(x)
         with layer("norm"):
             if logits_indices is not None: x = embedding(x[0], logits_indices).unsqueeze(0).contiguous()
             x = self.norm(x)

@@ -12,8 +12,11 @@ Experts are cut as the dense half is. With `experts` (expert parallel) a rank ha
 and its part of the shared one: every rank chooses experts for all tokens, slots of experts elsewhere add 0
 here, and the sum over ranks is the same.
 
-`local_config(config, ranks)` is the smaller network's config. Which part of a checkpoint a rank reads says
-shares.py.
+In a pipeline (GPipe, arXiv 1811.06965) a rank has a stage: some layers, the embedding if it is the first,
+norm and head if it is the last. Hidden states go from stage to stage.
+
+`local_config(stage_config(config, …), ranks)` is the smaller network's config. Which part of a checkpoint a
+rank reads says shares.py.
 """
 from __future__ import annotations
 
@@ -21,10 +24,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
 
-from tinygrad_nv.dist.collectives.functions import all_gather, all_reduce, broadcast, copied
+from tinygrad_nv.dist.collectives.functions import all_gather, all_reduce, broadcast, copied, recv, send
 from tinygrad_nv.dist.group import Group
 from tinygrad_nv.errors import ModelError
+from tinygrad_nv.kvcache.groups import CacheGroups
 
 from .config import ModelConfig
 from .names import Names
@@ -32,16 +37,65 @@ from .names import Names
 
 @dataclass(frozen=True)
 class Parallel:
-    """The ranks that have a network of the config `whole` together. With `experts` a rank has some experts
-    whole, not a part of each."""
+    """The ranks that have a network of the config `whole` together: `group` has each layer of this rank's
+    stage, `pipe` a rank of each stage, `world` are all. With `experts` a rank has some experts whole, not a
+    part of each."""
     group: Group
     whole: ModelConfig
+    pipe: Group | None = None
+    world: Group | None = None
     experts: bool = False
 
     @property
     def ranks(self) -> int:
         """How many there are."""
         return self.group.size
+
+    @property
+    def groups(self) -> list[Group]:
+        """All that this rank calls collectives of."""
+        return [each for each in (self.group, self.pipe, self.world) if each is not None]
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """What a step depends on: which part it is of what."""
+        return "rank", self.experts, *((each.name, each.rank, each.size) for each in self.groups)
+
+    @property
+    def stage(self) -> int:
+        """Of this rank."""
+        return 0 if self.pipe is None else self.pipe.rank
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return 1 if self.pipe is None else self.pipe.size
+
+    @property
+    def first(self) -> bool:
+        """Whether this stage embeds."""
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether this stage makes logits."""
+        return self.stage == self.stages - 1
+
+    @property
+    def layers(self) -> range:
+        """Those of this stage, of the whole network."""
+        return stage_layers(self.whole.num_layers, self.stage, self.stages)
+
+    def received(self, tokens: int, dtype: DType) -> Tensor:
+        """The hidden states (1, T, hidden) of the stage before."""
+        assert self.pipe is not None
+        shape = 1, tokens, self.whole.hidden_size
+        return recv(shape, dtype, self.pipe, self.stage - 1, name="hidden states")
+
+    def passed(self, x: Tensor) -> Tensor:
+        """Sends hidden states to the stage behind: what is to be realized."""
+        assert self.pipe is not None
+        return send(x, self.pipe, self.stage + 1, name="hidden states")
 
     def summed(self, x: Tensor, name: str) -> Tensor:
         """What the halves of a layer on all ranks add."""
@@ -55,9 +109,15 @@ class Parallel:
         """The mean of the ranks'. Of what several ranks have it counts each alike."""
         return all_reduce(x, self.group, name=name) / self.ranks
 
+    def check(self) -> None:
+        """Raises `DistError` if a collective has failed."""
+        for each in self.groups: each.check()
+
     def agreed(self, tokens: Tensor) -> Tensor:
-        """Sampled tokens, those of the first rank: the same on all, also where processors differ."""
-        return broadcast(tokens, self.group, name="tokens")
+        """Sampled tokens, those of the first rank of the last stage: the same on all, also where processors
+        differ."""
+        every = self.world or self.group
+        return broadcast(tokens, every, every.size - self.ranks, name="tokens")
 
     def own_experts(self, count: int) -> range:
         """The experts of this rank, of `count`. The first ranks may have one more than the last."""
@@ -95,6 +155,34 @@ class Parallel:
         missing = self.table_rows(vocab_size) - int(logits.shape[-1])
         if missing: logits = logits.pad((*(None,) * (logits.ndim - 1), (0, missing)))
         return all_gather(logits, self.group, axis=-1, name="logits")[..., :vocab_size]
+
+
+def stage_layers(layers: int, stage: int, stages: int) -> range:
+    """The layers of a stage: as many in each, or one more in some."""
+    return range(layers * stage // stages, layers * (stage + 1) // stages)
+
+
+def stage_config(config: ModelConfig, stage: int, stages: int) -> ModelConfig:
+    """What a stage of a pipeline computes. Raises `ModelError` for more stages than layers."""
+    if stages == 1: return config
+    if stages > config.num_layers:
+        raise ModelError(f"{stages} stages of a pipeline, and num_hidden_layers is {config.num_layers}",
+                         f"at most {config.num_layers}", "change --pipeline-parallel-size")
+    found = stage_layers(config.num_layers, stage, stages)
+    own, moe = slice(found.start, found.stop), config.moe
+    if moe is not None: moe = replace(moe, layers=moe.layers[own])
+    return replace(config, num_layers=len(found), ropes=config.ropes[own], windows=config.windows[own],
+                   moe=moe)
+
+
+def stage_groups(groups: CacheGroups, layers: range) -> CacheGroups:
+    """Where a stage keeps its layers in pages: the same tables, and only its own layers in each page."""
+    used = [0] * len(groups.windows)
+    places = []
+    for group, _ in groups.places[layers.start:layers.stop]:
+        places.append((group, used[group]))
+        used[group] += 1
+    return replace(groups, places=tuple(places), layers_per_page=max(used))
 
 
 def local_config(config: ModelConfig, ranks: int, experts: bool = False) -> ModelConfig:

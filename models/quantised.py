@@ -135,9 +135,11 @@ def planned(model: Llama, entries: Mapping[str, TensorEntry], file: str,
             _add_experts(plan, stack, stored, model)
     # of a tied GGUF file, blocks of the embedding are the head's, too
     blocks = model.config.quantization.get("types", ())
-    if not model.config.tied or f"{HEAD}.weight" in blocks: _add_table(plan, reader, HEAD, stored, model)
-    if f"{EMBEDDING}.weight" in blocks:
-        if not model.config.tied: _add_table(plan, reader, EMBEDDING, stored, model)
+    tied, stage = model.config.tied, model.parallel
+    embeds, ends = stage is None or stage.first, stage is None or stage.last
+    if ends and (not tied or f"{HEAD}.weight" in blocks): _add_table(plan, reader, HEAD, stored, model)
+    if f"{EMBEDDING}.weight" in blocks and (embeds or tied):
+        if not (tied and ends): _add_table(plan, reader, EMBEDDING, stored, model)
         else:
             plan.replaced.add(f"{EMBEDDING}.weight")
             plan.unread.add(f"{EMBEDDING}.weight")

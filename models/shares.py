@@ -11,21 +11,27 @@ itself. `sources` says where they lie.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
 
 from tinygrad_nv.quant.cut import cut_matrix
-from tinygrad_nv.quant.readers.reader import Reader, Stored, StoredMatrix, reader_of
+from tinygrad_nv.quant.readers.reader import Get, Reader, Stored, StoredMatrix, reader_of
 from tinygrad_nv.quant.types import nbytes
 
-from .checkpoint import ITEM_BYTES, Checkpoint, TensorEntry
+from .checkpoint import ITEM_BYTES, Checkpoint, TensorEntry, safetensors_dtype
 from .feed_forward import MixtureOfExperts
 from .llama import Llama
-from .parallel import Parallel, names_apart
+from .parallel import Parallel, names_apart, stage_config
 from .quantised import Projection, planned, projections
 from .weights import EMBEDDING, HEAD, checked, opened_for, slots
+
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -53,19 +59,26 @@ def cut_checkpoint(model: Llama, parallel: Parallel, checkpoint: Checkpoint,
     config, file = parallel.whole, str(directory / "config.json")
     stored = Llama(config, model.dtype, model.device)
     plan = planned(stored, checkpoint.entries, file)
-    checked(stored, plan, checkpoint.entries, directory)
-    whole = Llama(replace(config, names=names_apart(config.names)), model.dtype, model.device)
+    checked(stored, plan, every := checkpoint.entries, directory)
+    stage = stage_config(config, parallel.stage, parallel.stages)
+    there, whole = (Llama(replace(stage, names=names), model.dtype, model.device)
+                    for names in (config.names, names_apart(config.names)))
     extents, local = ({name: slot.shape for name, slot in slots(each).items()} for each in (whole, model))
     found = shares(extents, local, parallel, (EMBEDDING, HEAD))
-    if config.tied: found[HEAD], extents[HEAD] = found[EMBEDDING], extents[EMBEDDING]
+    if config.tied:
+        extents[HEAD] = extents[EMBEDDING]
+        if EMBEDDING in found: found[HEAD] = found[EMBEDDING]
     elsewhere = added_elsewhere(found, parallel) & local.keys()
-    lies, others = sources(stored, whole), experts_elsewhere(model)
-    entries = taken_apart(checkpoint.entries, lies, plan.quantised)
-    own = {name: share for name, share in found.items() if name not in plan.quantised}
+    lies, others = sources(there, whole), experts_elsewhere(model)
+    quantised = of_stage(dict.fromkeys(plan.quantised), parallel, config.tied)
+    entries = taken_apart(of_stage(every, parallel, config.tied), lies, quantised)
+    own = {name: share for name, share in found.items() if name not in quantised}
     checkpoint.entries = {name: entry for name, entry in cut_entries(entries, own).items()
                           if name not in elsewhere and not name.startswith(others)}
     if config.quantization is None: return None, elsewhere
-    return OwnReader(reader_of(config.quantization, file), extents, found, lies), elsewhere
+    headers = {name: (safetensors_dtype(entry), entry.shape) for name, entry in every.items()}
+    reader = reader_of(config.quantization, file)
+    return OwnReader(reader, headers, extents, found, lies, parallel.layers.start), elsewhere
 
 
 def own_nbytes(model: Llama, directory: Path) -> int:
@@ -89,6 +102,22 @@ def shares(whole: Mapping[str, tuple[int, ...]], local: Mapping[str, tuple[int, 
         if name in vocabulary: first, count = parallel.rows(parallel.whole.vocab_size)
         else: first = parallel.group.rank * (whole[name][axis] // count) // parallel.ranks * count
         made[name] = Share(axis, first, count)
+    return made
+
+
+T = TypeVar("T")
+
+
+def of_stage(named: Mapping[str, T], parallel: Parallel, tied: bool) -> dict[str, T]:
+    """What belongs to this rank's stage, by the names that its own network has: layers from 0 on."""
+    made, layers = dict[str, T](), parallel.layers
+    for name, one in named.items():
+        found = LAYER.match(name)
+        if found is not None:
+            if int(found[1]) in layers: made[moved(name, -layers.start)] = one
+        elif name.startswith("model.embed_tokens."):
+            if parallel.first or (tied and parallel.last): made[name] = one
+        elif parallel.last: made[name] = one
     return made
 
 
@@ -159,11 +188,14 @@ def added_elsewhere(names: Mapping[str, Share], parallel: Parallel) -> set[str]:
 
 @dataclass(frozen=True)
 class OwnReader:
-    """Reads a rank's part of each matrix of another reader's: of `whole` shapes, by names of tensors."""
+    """Reads a rank's part of each matrix of another reader's, which knows the whole checkpoint, `stored`: of
+    `whole` shapes, by names of tensors of this rank's stage, whose layer 0 is the checkpoint's `first`."""
     reader: Reader
+    stored: Stored
     whole: Mapping[str, tuple[int, ...]]
     shares: Mapping[str, Share]
     sources: Mapping[str, Source]
+    first: int = 0
 
     def matrix(self, layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix | None:
         """See `Reader`. Raises `WeightError` where a group of one scale would be cut."""
@@ -173,6 +205,20 @@ class OwnReader:
         else:
             place, extents, first = source.name, (source.rows, k), 0 if share is None else share.first
             share = Share(0, source.first + first, shape[0])
-        found = self.reader.matrix(place, extents, stored)
-        if found is None or share is None: return found
+        found = self.reader.matrix(moved(place, self.first), extents, self.stored)
+        if found is None: return None
+        if self.first: found = self._of_stage(found)
+        if share is None: return found
         return cut_matrix(found, extents, share.axis, share.first, share.count, place)
+
+    def _of_stage(self, found: StoredMatrix) -> StoredMatrix:
+        """A matrix, its tensors by the names that they have in this stage."""
+        def arrays(get: Get) -> dict[str, np.ndarray]:
+            return found.arrays(lambda name: get(moved(name, -self.first)))
+        return replace(found, tensors=tuple(moved(name, -self.first) for name in found.tensors),
+                       arrays=arrays)
+
+
+def moved(name: str, by: int) -> str:
+    """The name of a tensor in a layer that stands `by` places further behind."""
+    return LAYER.sub(lambda found: f"model.layers.{int(found[1]) + by}.", name)

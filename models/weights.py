@@ -84,9 +84,11 @@ def _of_vocabulary(model: Llama, tensor: Tensor) -> WeightSlice:
 def slots(model: Llama) -> dict[str, WeightSlice]:
     """Every tensor the checkpoint must hold, by its Hugging Face name, layer by layer."""
     c = model.config
-    out = {EMBEDDING: _of_vocabulary(model, model.embedding),
-           "model.norm.weight": _whole(model.norm.weight)}
-    if not c.tied: out[HEAD] = _of_vocabulary(model, model.head)
+    out, stage = dict[str, WeightSlice](), model.parallel
+    embeds, ends = stage is None or stage.first, stage is None or stage.last
+    if embeds or (c.tied and ends): out[EMBEDDING] = _of_vocabulary(model, model.embedding)
+    if ends: out["model.norm.weight"] = _whole(model.norm.weight)
+    if ends and not c.tied: out[HEAD] = _of_vocabulary(model, model.head)
     for i, block in enumerate(model.blocks):
         layer, attention, names = f"model.layers.{i}", block.attention, c.names
         for name, norm in ((names.attention_norm, block.attention_norm),
@@ -262,9 +264,10 @@ def checked(model: Llama, plan: Plan, entries: Mapping[str, TensorEntry], direct
 def _own_scales(model: Llama, checkpoint: Checkpoint) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     """Scales of the cache, of a network's own heads."""
     if (parallel := model.parallel) is None: return read_cache_scales(model.config, checkpoint.entries)
-    own = parallel.own_heads(parallel.whole.num_kv_heads)
+    own = parallel.own_heads(heads := parallel.whole.num_kv_heads)
+    found = read_cache_scales(replace(model.config, num_kv_heads=heads), checkpoint.entries)
     return {layer: (keys[own.start:own.stop], values[own.start:own.stop])
-            for layer, (keys, values) in read_cache_scales(parallel.whole, checkpoint.entries).items()}
+            for layer, (keys, values) in found.items()}
 
 
 def _fill_zeros(slot: WeightSlice) -> None:

@@ -79,6 +79,9 @@ SETTINGS = (
             "the first of the architecture with as many SMs", path=True),
     Setting("NV_API_KEY", "", ("",), "the key that `tinygrad-nv serve` wants to see; unset: none, or "
             "those of --api-key", path=True),
+    Setting("NV_DIST_TIMEOUT", 600, (600, 0),
+            "seconds that a collective may take, in which a rank must come to it, before all ranks end with "
+            "the name of the rank that is behind. 0: any time", number=True),
     Setting("NV_DIST_TOKEN", "", ("",), "the secret that ranks of one group have in common, which keeps "
             "other processes out; unset: made from MASTER_ADDR, MASTER_PORT and the number of the job",
             path=True),

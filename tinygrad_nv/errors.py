@@ -122,6 +122,10 @@ class GraphError(NVError):
     """A graph pool was made or called with what it cannot serve, or its step cannot be captured."""
 
 
+class PlanError(NVError):
+    """A layout of a model over GPUs that cannot be, or a cluster without figures."""
+
+
 class EngineError(NVError):
     """The engine stopped in the middle of its work, with the requests it had."""
 

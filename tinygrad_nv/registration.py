@@ -1,5 +1,6 @@
 """What importing tinygrad_nv does: registers rewrites, methods and devices; and the names it gives."""
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from tinygrad import (
@@ -19,7 +20,7 @@ from tinygrad_nv import config, dlpack, functional, hooks
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.explain import KernelRecord, Lowering, explain
 from tinygrad_nv.hooks import disable, disabled, enable, enabled
-from tinygrad_nv.patterns import building, finalize, registered
+from tinygrad_nv.patterns import building, finalize, registered, several_devices
 from tinygrad_nv.runtime import programs
 from tinygrad_nv.runtime.cpu import device as cpu_device
 from tinygrad_nv.runtime.cuda import device as cuda_device
@@ -32,9 +33,16 @@ __all__ = ["Context", "Device", "GlobalCounters", "KernelRecord", "Lowering", "T
            "Variable", "disable", "disabled", "dtypes", "enable", "enabled", "explain", "function", "layer",
            "memory_report", "nn"]
 
+
+def _reductions() -> Callable[[UOp], UOp]:
+    from tinygrad_nv.dist.collectives import sharded
+    return sharded.rewrite
+
+
 functional.register()
 dlpack.register()
 registered.register()
+several_devices.lowered_by(_reductions)
 hooks.add_check("building", building.checked)
 hooks.add_compile("programs", programs.cached)
 hooks.add_compile("program", finalize.finalize)

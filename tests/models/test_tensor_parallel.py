@@ -13,7 +13,7 @@ from tinygrad_nv.models.parallel import local_config
 
 from tinygrad_nv.errors import ModelError
 
-PROGRAM = str(Path(__file__).with_name("parallel_program.py"))
+PROGRAM = str(Path(__file__).with_name("logits_program.py"))
 
 
 def require_right(directories: list[str], ranks: int, timeout_s: float) -> None:

@@ -23,19 +23,19 @@ KINDS = ("eager", "lazy", "typing")
 # knows what a kernel is; the CPU's schedules are found by running, so cpu knows runtime. hooks is how all
 # above reach into tinygrad.
 LAYERS = ("errors table interrupt progress", "config", "cache", "toolchain", "ptx", "quant", "tile", "hooks",
-          "runtime", "cpu", "host patterns", "dist", "functional dlpack", "kvcache graphs", "models", "engine",
-          "server benchmarks quantize", "explain", "registration", "tinygrad_nv", "cli")
+          "runtime", "cpu", "host patterns", "dist", "functional dlpack", "kvcache graphs", "models",
+          "engine", "server benchmarks quantize plan", "explain", "registration", "tinygrad_nv", "cli")
 RANKS = {group: rank for rank, row in enumerate(LAYERS) for group in row.split()}
-# files that make a group without a folder of their own
-GROUPS = {"__main__": "cli"}
+# files that make a group without a folder of their own, and a folder in another that is one
+GROUPS = {"__main__": "cli", "dist.plan*": "plan"}
 
 # what a group may import of tinygrad; the others nothing
 EVERYTHING, NUMBERS = ("*",), ("tinygrad.dtype", "tinygrad.helpers")
 USERS = ("tinygrad", *NUMBERS, "tinygrad.nn", "tinygrad.nn.*")
-TINYGRAD = {**dict.fromkeys(("hooks", "runtime", "patterns", "dlpack"), EVERYTHING),
+TINYGRAD = {**dict.fromkeys(("hooks", "runtime", "patterns", "dist", "dlpack"), EVERYTHING),
             **dict.fromkeys(("tile", "cpu"), NUMBERS),
             **dict.fromkeys(("functional", "kvcache", "quant", "models", "engine", "server", "explain",
-                             "registration", "cli"), USERS)}
+                             "registration", "cli", "plan"), USERS)}
 # files that see more of it, and why
 INSIDE = {"tinygrad_nv/tile/*reference.py": "what a spec computes is said in plain tinygrad",
           "tinygrad_nv/graphs/*": "a step is captured as TinyJit does it, with its schedule and buffers",
@@ -140,8 +140,8 @@ def _reached(source: str, edges: dict[str, dict[str, Import]]) -> set[str]:
 def group(module: str) -> str:
     """The group of a module: its folder, or that of files that have none."""
     parts = module.split(".")
-    name = parts[1] if parts[0] == "tinygrad_nv" and len(parts) > 1 else parts[0]
-    return next((group for pattern, group in GROUPS.items() if fnmatch(name, pattern)), name)
+    inside = parts[1:] if parts[0] == "tinygrad_nv" and len(parts) > 1 else parts
+    return next((group for pattern, group in GROUPS.items() if fnmatch(".".join(inside), pattern)), inside[0])
 
 
 def upward(found: Iterable[Import]) -> list[str]:

@@ -1,4 +1,5 @@
-"""`tinygrad-nv`: generate, chat, serve, run-batch, bench, doctor, explain, ptx, tune, quantize, completion.
+"""`tinygrad-nv`: generate, chat, serve, run-batch, bench, doctor, explain, ptx, tune, plan, quantize, launch,
+completion.
 
 Protocol: only generated text goes to stdout, as it is generated; progress, notes and errors go to stderr. An
 `NVError` prints its message and exits with 2, Ctrl-C exits with 130, a closed pipe exits quietly.
@@ -23,8 +24,8 @@ from tinygrad_nv.errors import ModelError, NVError, RequestError
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
 
 DEFAULT_MODEL = Path(models.__file__).parent / "tales"
-COMMANDS = ("generate", "chat", "serve", "run-batch", "bench", "doctor", "explain", "ptx", "tune", "quantize",
-            "completion")
+COMMANDS = ("generate", "chat", "serve", "run-batch", "bench", "doctor", "explain", "ptx", "tune", "plan",
+            "quantize", "launch", "completion")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,7 +127,7 @@ def _add(name: str, commands: argparse._SubParsersAction[argparse.ArgumentParser
             from tinygrad_nv.host import command as host
             from tinygrad_nv.ptx import command as ptx
             host.add_command(ptx.add_commands(commands))
-        case "tune": _module(name).add_command(commands)
+        case "tune" | "plan" | "launch": _module(name).add_command(commands)
         case "quantize": _module(name).add_command(commands, "a model directory")
         case "completion":
             completion = commands.add_parser(name, help="a script that completes commands and options")
@@ -181,6 +182,8 @@ def _add_model_options(command: argparse.ArgumentParser) -> None:
                        help="ranks that have the model together, each a part of every layer (default 1)")
     group.add_argument("--enable-expert-parallel", "-ep", action=argparse.BooleanOptionalAction,
                        default=False, help="of a mixture of experts, each rank has some experts whole")
+    group.add_argument("--pipeline-parallel-size", "-pp", type=int, default=1, metavar="N",
+                       help="stages of layers, each on ranks of its own (default 1)")
 
 
 def _size(text: str) -> int:

@@ -56,7 +56,7 @@ FLAGS = frozenset({
     name for name in NO_EFFECT if name.startswith(("disable_", "enable_", "log_error"))} - {
         "disable_access_log_for_endpoints"}
 OWN = ("speculative_config", "runner", "tokenizer")     # of LLM, each with a meaning
-SHORT = {"pipeline_parallel_size": ("-pp",), "data_parallel_size": ("-dp",)}
+SHORT = {"data_parallel_size": ("-dp",)}
 NEAR = 0.6  # how similar an option must be to be suggested
 
 

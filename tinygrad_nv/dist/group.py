@@ -12,14 +12,13 @@ collectives, and a graph, or a step that was kept on disk, finds this process's 
 from __future__ import annotations
 
 import ctypes
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv.dist.ranks import Ranks
@@ -39,21 +38,30 @@ from tinygrad_nv.dist.transports.library import (
     GroupStruct,
     library,
 )
+from tinygrad_nv.dist.watchdog import Watchdog
 from tinygrad_nv.errors import DistError
+from tinygrad_nv.runtime.memory import write
+
+DESCRIPTOR = "collective"   # names of descriptors begin with it
+WAIT_S = 1e9    # a collective waits so long by itself
+
+if TYPE_CHECKING:
+    from tinygrad_nv.dist.transports.nccl import Communicator
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A collective that runs: its number in the group, what it is called for."""
+    """A collective: its number in the group, its name, the tensor that it is for, and elements that are sent.
+    `started_s` is of time.monotonic()."""
     number: int
-    collective: str
+    name: str
     tensor: str
     count: int
     dtype: str
     started_s: float
 
     def __str__(self) -> str:
-        return f"{self.collective} #{self.number} of {self.tensor}, {self.count} {self.dtype}"
+        return f"{self.name} #{self.number} of {self.tensor} {self.dtype}[{self.count}]"
 
 
 class Group:
@@ -68,6 +76,9 @@ class Group:
         self.tags: list[str] = []   # names of tensors
         self.flags: dict[int, Tensor] = {}
         self.descriptors: dict[tuple[int, ...], Tensor] = {}
+        self.key = name             # another for each group of a world
+        self.communicators: dict[str, Communicator] = {}    # of GPUs of this rank (collectives/device.py)
+        self.anchors: dict[str, Tensor] = {}
 
     def __repr__(self) -> str: return f"Group({self.name}: rank {self.rank} of {self.size})"
 
@@ -83,13 +94,28 @@ class Group:
         key = KINDS.index(kind), count, TYPES.index(dtype), OPS.index(op), peer, self.tags.index(name)
         if key not in self.descriptors:
             words = [library().address("collective"), ctypes.addressof(self.struct), *key]
-            self.descriptors[key] = Tensor(np.array(words, np.uint64), device="CPU").realize()
+            self.descriptors[key] = _in_memory(np.array(words, np.uint64), dtypes.uint64)
         return self.descriptors[key]
 
+    def named_descriptors(self) -> dict[str, Tensor]:
+        """Those that there are, by names that mean the same in another process."""
+        made = {}
+        for (kind, count, dtype, op, peer, tag), each in self.descriptors.items():
+            words = [KINDS[kind], str(count), TYPES[dtype].name, OPS[op], str(peer), self.tags[tag]]
+            made["/".join([DESCRIPTOR, self.name, *words])] = each
+        return made
+
+    def named_descriptor(self, name: str) -> Tensor:
+        """The one of such a name."""
+        kind, count, dtype, op, peer, tag = name.split("/", 7)[2:]
+        found = next(each for each in TYPES if each.name == dtype)
+        return self.descriptor(kind, int(count), found, op, int(peer), tag)
+
     def is_rank(self, rank: int) -> Tensor:
-        """1 on this rank of the group, 0 on others, float32 (1,) on the CPU: a value in memory, so that all ranks
-        build the same graph."""
-        if rank not in self.flags: self.flags[rank] = Tensor(np.array([rank == self.rank], np.float32)).realize()
+        """1 on this rank of the group, 0 on others, float32 (1,) on the CPU: a value in memory, so that all
+        ranks build the same graph."""
+        if rank not in self.flags:
+            self.flags[rank] = _in_memory(np.array([rank == self.rank], np.float32), dtypes.float32)
         return self.flags[rank]
 
     def run(self, kind: str, out: np.ndarray, given: np.ndarray, count: int, dtype: DType, op: str = "sum",
@@ -103,19 +129,39 @@ class Group:
     def current(self) -> Operation | None:
         """What this rank is at: None between collectives."""
         s = self.struct
-        if s.begun == s.ended: return None
-        return self._operation(s.current, s.begun, s.since / 1e9)
+        return self._by_device() if s.begun == s.ended or s.status else self.last()
+
+    def _by_device(self) -> Operation | None:
+        """The one that a GPU of this rank is at."""
+        last = next(filter(None, (each.last for each in self.communicators.values())), None)
+        if last is None: return None
+        order = last.order
+        return Operation(last.number, order.kind, order.name or "a tensor", order.count, order.dtype.name,
+                         last.since)
+
+    def last(self) -> Operation | None:
+        """The collective that this rank has begun last."""
+        s = self.struct
+        return self._operation(s.current, s.begun, s.since / 1e9) if s.begun else None
+
+    def failed(self) -> DistError | None:
+        """What went wrong in a collective that has returned."""
+        try: self.check()
+        except DistError as error: return error
+        return None
 
     def check(self) -> None:
         """Raises `DistError` if a collective has failed."""
         s = self.struct
-        if s.status == OK: return
+        if s.status == OK:
+            for each in self.communicators.values(): each.check()
+            return
         if self.why is not None: raise self.why
         own = self._operation(s.current, s.begun, s.since / 1e9)
         other = f"rank {self.members[s.culprit]}"
         if s.status == MISMATCH:
             raise DistError(f"rank {self.members[self.rank]} calls {own}, {other} calls "
-                            f"{self._operation(s.theirs, s.begun, 0)}",
+                            f"{self._operation(s.theirs, s.begun, 0, named=False)}",
                             "the same collectives in the same order on all ranks",
                             "see what differs between the programs of these ranks")
         if s.status == LATE:
@@ -135,11 +181,25 @@ class Group:
     def abort(self) -> None:
         """Ends a collective that waits, from another thread."""
         self.struct.abort = 1
+        for each in self.communicators.values(): each.abort(self.why)
 
-    def _operation(self, call: Call, number: int, since: float) -> Operation:
-        name = self.tags[call.tag] if call.tag < len(self.tags) else ""
-        return Operation(number, KINDS[call.kind], name or "a tensor", call.count, TYPES[call.type].name,
-                         since)
+    def close(self) -> None:
+        """Gives back what the group has, once its devices have done what they hold."""
+        for each in self.communicators.values(): each.close()
+        self.abort()
+
+    def _operation(self, call: Call, number: int, since: float, named: bool = True) -> Operation:
+        # another rank numbers its names itself
+        name = self.tags[call.tag] if named and call.tag < len(self.tags) else ""
+        return Operation(number, KINDS[call.kind], name or "a tensor", int(call.count),
+                         TYPES[call.type].name, since)
+
+
+def _in_memory(x: np.ndarray, dtype: DType) -> Tensor:
+    """A Tensor of these elements, at once: `realize` would become part of a step that is being captured."""
+    made = Tensor.empty(*x.shape, dtype=dtype, device="CPU")
+    write(made, 0, x.data.cast("B"))
+    return made
 
 
 @dataclass
@@ -150,8 +210,9 @@ class World:
     transport: str
     timeout_s: float
     groups: list[Group] = field(default_factory=list)
-    lost: DistError | None = None
-    told: list[Callable[[DistError], None]] = field(default_factory=list)   # who hears of a lost rank
+    watchdog: Watchdog | None = None
+    ended: DistError | None = None
+    told: list[Callable[[DistError], None]] = field(default_factory=list)   # who hears of the end
     made: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
     @property
@@ -176,6 +237,7 @@ class World:
                             "a group that it is in")
         self.made[chosen] += 1
         made = Group("-".join(map(str, chosen)), chosen, chosen.index(self.rank), self.timeout_s)
+        made.key = f"{made.name}/{self.made[chosen]}"
         if len(chosen) > 1:
             if self.transport == "mpi": made.held = mpi.connect(made.struct, chosen)
             else:
@@ -188,28 +250,27 @@ class World:
     def exchange(self, name: str, own: bytes) -> list[bytes]:
         """What every rank says, by rank; `name` is another for each call."""
         if self.size == 1: return [own]
-        if self.store is not None: return self.store.all_gather(name, own, self.timeout_s)
-        said: list[bytes] = mpi.load().COMM_WORLD.allgather(own)
-        return said
+        assert self.store is not None, "several ranks have a store"
+        return self.store.all_gather(name, own)
 
     def _exchange(self, key: str, own: bytes, group: Group) -> list[bytes]:
         """What all members of a group say."""
-        assert self.store is not None, "ranks of one machine have a store"
+        assert self.store is not None, "several ranks have a store"
         self.store.set(f"{key}/{group.rank}", own)
-        return [self.store.get(f"{key}/{r}", self.timeout_s) for r in range(group.size)]
+        return [self.store.get(f"{key}/{r}") for r in range(group.size)]
 
-    def on_lost(self, fn: Callable[[DistError], None]) -> None:
-        """Has `fn` called, in another thread, when a rank is lost."""
+    def on_end(self, fn: Callable[[DistError], None]) -> None:
+        """Has `fn` called, in another thread, when a rank is lost or hangs. The process is ended when it
+        returns, or after some time (watchdog.py)."""
         self.told.append(fn)
-        if self.lost is not None: fn(self.lost)
+        if self.ended is not None: fn(self.ended)
 
-    def lose(self, rank: int, reason: str) -> None:
-        """Ends what waits for a rank that is gone."""
-        if self.lost is not None: return
-        self.lost = DistError(f"rank {rank} is lost: {reason}", "all ranks until rank 0 ends",
-                              "see what it has written, and start again")
-        for each in self.groups: each.end(self.lost)
-        for fn in self.told: fn(self.lost)
+    def end(self, why: DistError) -> None:
+        """Ends what waits for other ranks: `check` raises why."""
+        if self.ended is not None: return
+        self.ended = why
+        for each in self.groups: each.end(why)
+        for fn in self.told: fn(why)
 
     def check(self) -> None:
         """Raises `DistError` if a collective of any group has failed."""
@@ -218,7 +279,8 @@ class World:
     def close(self) -> None:
         """Ends what this process has to do with other ranks."""
         self.told.clear()
-        for each in self.groups: each.abort()
+        if self.watchdog is not None: self.watchdog.close()
+        for each in self.groups: each.close()
         if self.store is not None: self.store.close()
 
 
@@ -237,7 +299,6 @@ def init(transport: str = "auto", ranks: Ranks | None = None) -> World:
     global _world
     if _world is not None: raise DistError("init() is called twice", "one call", "use world()")
     found = Ranks.from_environment() if ranks is None else ranks
-    timeout = 600.0
     if transport == "auto":
         own = "mpi" if found.launcher in ("mpiexec", "srun") else "shared"
         transport = own if found.world_size > 1 else "alone"
@@ -245,9 +306,13 @@ def init(transport: str = "auto", ranks: Ranks | None = None) -> World:
         raise DistError(f"{found.world_size} ranks, of which {found.local_world_size} are on this machine",
                         "ranks of one machine, where memory is the transport",
                         "start ranks of several machines with mpiexec or srun")
-    store = Store.open(found, timeout) if transport == "shared" else None
-    _world = World(found, store, transport, timeout)
-    if store is not None: store.watch(_world.lose)
+    if transport == "mpi": found = mpi.with_master(found)
+    store = Store.open(found) if found.world_size > 1 else None
+    # a collective waits for ever: the watchdog says when that is too long
+    _world = World(found, store, transport, WAIT_S)
+    if store is not None:
+        _world.watchdog = Watchdog(store, _world.groups)
+        _world.watchdog.before_end(_world.end)
     return _world
 
 
@@ -256,8 +321,3 @@ def close() -> None:
     global _world
     if _world is not None: _world.close()
     _world = None
-
-
-def clock_s() -> float:
-    """The clock of `Operation.started_s`."""
-    return time.clock_gettime(time.CLOCK_MONOTONIC)

@@ -10,8 +10,9 @@ Protocol: `Ranks.from_environment()`. The first of these that is there counts:
   Slurm has no SLURM_STEP_NUM_TASKS: it is alone, as a process without any of these is.
 
 MASTER_ADDR is the host of rank 0; where it is not set, this host if all ranks are on it, or the first host of
-Slurm's list. MASTER_PORT is a port of that host; where it is not set, it follows from the number of the job,
-and is 29500 where there is none. Only the standard library is imported, so that ranks start fast.
+Slurm's list. MASTER_PORT is a port of that host; where it is not set, it follows from the number of the job
+(of MPICH on one host: of its process above the ranks), and is 29500 where there is none. Only the standard
+library is imported, so that ranks start fast.
 
 Source of the names: PyTorch, torchrun; Open MPI, mpirun(1); MPICH, Hydra; Slurm, srun(1).
 """
@@ -22,6 +23,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from tinygrad_nv.errors import DistError
 
@@ -173,5 +175,16 @@ def _master(environ: Mapping[str, str], rank: int, one_host: bool) -> tuple[str,
 def job_port(environ: Mapping[str, str]) -> int:
     """The port of a job that was given none: 10000 to 32767 by its number, outside what Linux gives to
     connections; 29500 without a number."""
-    job = next((environ[name] for name in JOBS if environ.get(name)), "")
+    job = next((environ[name] for name in JOBS if environ.get(name)), "") or _hydra(environ)
     return 10000 + zlib.crc32(job.encode()) % 22768 if job else PORT
+
+
+def _hydra(environ: Mapping[str, str]) -> str:
+    """MPICH gives its jobs no number. The process above all ranks of a host is the same one; "" elsewhere."""
+    process = os.getpid() if "HYDI_CONTROL_FD" in environ else 1
+    while process > 1:
+        try: name, _, rest = Path(f"/proc/{process}/stat").read_text().partition("(")[2].rpartition(")")
+        except OSError: return ""
+        if name == "hydra_pmi_proxy": return f"hydra {process}"
+        process = int(rest.split()[1])
+    return ""

@@ -14,13 +14,17 @@ the number of the job: it keeps groups apart; only a secret NV_DIST_TOKEN keeps 
 """
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
 import socket
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
+from weakref import WeakSet
 
 from tinygrad_nv.dist.frames import (
     HELLO_BYTES,
@@ -44,6 +48,14 @@ OPEN_S, WAIT_S = 300.0, 300.0       # as torch's stores wait
 GRACE_S = 5.0       # beyond a timeout, until the store itself counts as hung
 LINGER_S = 10.0     # that rank 0 waits in close() for the others
 Watch = Callable[[int, str], None]
+_stores: WeakSet[Store] = WeakSet()
+
+
+def _forked() -> None:
+    for store in list(_stores): store._forked()
+
+
+if hasattr(os, "register_at_fork"): os.register_at_fork(after_in_child=_forked)
 
 
 
@@ -64,6 +76,8 @@ class Store:
         self._lock, self._sending = threading.Lock(), threading.Lock()
         self._reader = threading.Thread(target=self._read, name="tinygrad_nv store reader", daemon=True)
         self._reader.start()
+        atexit.register(self._exit)
+        _stores.add(self)
 
     @staticmethod
     def open(ranks: Ranks, timeout_s: float = OPEN_S) -> Store:
@@ -128,17 +142,32 @@ class Store:
         with self._lock:
             if self._closed: return
             self._closed = True
+        atexit.unregister(self._exit)
         with contextlib.suppress(OSError): self._send(Frame(Kind.BYE, 0, "", b""))
         if self.server is not None: self.server.close(linger_s)
         with contextlib.suppress(OSError): self._socket.shutdown(socket.SHUT_RDWR)
         if threading.current_thread() is not self._reader: self._reader.join()
         self._socket.close()
 
+    def _forked(self) -> None:
+        """In a forked process: closes its copies of the sockets, which would hide the end of this one."""
+        self._closed, self._lock = True, threading.Lock()
+        self._socket.close()
+        if self.server is not None: self.server.forked()
+
+    def _exit(self) -> None:
+        """As the interpreter ends: with an exception that no code caught, or in good order."""
+        if (error := getattr(sys, "last_value", None)) is not None: self._ended_with(error)
+        self.close()
+
+    def _ended_with(self, error: BaseException) -> None:
+        self.abort(f"it ended with {type(error).__name__}: {error}")
+
     def __enter__(self) -> Store: return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  traceback: TracebackType | None) -> None:
-        if error is not None: self.abort(f"it ended with {type(error).__name__}: {error}")
+        if error is not None: self._ended_with(error)
         self.close()
 
     # **** frames ****
@@ -177,8 +206,8 @@ class Store:
                 self._received += data
         except BadFrame as error: why = f"it sent what is no frame of the store: {error}"
         except OSError as error: why = f"the connection broke: {error.strerror}"
-        if self._closed: why = "the store is closed"
-        elif 0 not in self.left: self._lose(0, why)
+        if self._closed or 0 in self.left: why = "it closed the store"
+        else: self._lose(0, why)
         for answer in list(self._answers.values()):
             answer.fail(DistError(f"rank 0 was lost: {why}", ranks=(0,)))
 

@@ -112,6 +112,11 @@ class Server:
             self._wake()
             self.thread.join()
 
+    def forked(self) -> None:
+        """In a forked process, which does not serve."""
+        sockets = [self.listener, self.wake, self.woken, *(peer.socket for peer in self.peers)]
+        for each in sockets: each.close()
+
     def _wake(self) -> None:
         with contextlib.suppress(OSError): self.wake.send(b"x")
 
@@ -135,7 +140,7 @@ class Server:
     def _patience(self) -> float | None:
         ends = [wait.deadline for wait in self.waits]
         ends += [peer.since + HELLO_S for peer in self.peers if peer.rank < 0]
-        return max(0.0, min(ends) - time.monotonic()) if ends else None
+        return min(3600.0, max(0.0, min(ends) - time.monotonic())) if ends else None
 
     def _expire(self) -> None:
         now = time.monotonic()

@@ -80,10 +80,10 @@ class LLM(GenerationMethods, PoolingMethods):
     one that generates (models/embedding_model.py); embedding models `embed` alone. Seeds of requests without
     one come from `seed`, or are random. `tokenizer` is a directory with another tokenizer. With `enable_lora`
     requests may have adapters of ranks up to `max_lora_rank`, of which `max_loras` run at a time and
-    `max_cpu_loras` stay in host memory, in `lora_dtype` (engine/lora/). `tensor_parallel_size` ranks have the
-    model together (engine/executor/), with `enable_expert_parallel` whole experts each. `stage(name)` is
-    called at the end of each stage of loading. Other arguments of vLLM's `LLM` are taken, or refused
-    (vllm_arguments.py)."""
+    `max_cpu_loras` stay in host memory, in `lora_dtype` (engine/lora/). `tensor_parallel_size` ranks have
+    each layer together, in `pipeline_parallel_size` stages (engine/executor/), with `enable_expert_parallel`
+    whole experts each. `stage(name)` is called at the end of each stage of loading. Other arguments of
+    vLLM's `LLM` are taken, or refused (vllm_arguments.py)."""
 
     def __init__(self, model: str | Path, dtype: str = "auto", max_model_len: int | None = None,
                  device: str | None = None, progress: Callable[[int, int], None] | None = None,
@@ -95,7 +95,7 @@ class LLM(GenerationMethods, PoolingMethods):
                  quantization: str | None = None, task: str | None = "auto",
                  tokenizer: str | Path | None = None, seed: int | None = None, enable_lora: bool = False,
                  max_loras: int = 4, max_lora_rank: int = 16, max_cpu_loras: int | None = None,
-                 lora_dtype: str = "auto", tensor_parallel_size: int = 1,
+                 lora_dtype: str = "auto", tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1,
                  enable_expert_parallel: bool = False,
                  stage: Callable[[str], None] = lambda name: None, **vllm: Any) -> None:
         own = from_vllm(vllm, frozenset(signature(LLM).parameters))
@@ -112,6 +112,7 @@ class LLM(GenerationMethods, PoolingMethods):
             {"max_loras": max_loras, "max_lora_rank": max_lora_rank, "max_cpu_loras": max_cpu_loras,
              "lora_dtype": lora_dtype} if enable_lora else None,
             whole("tensor_parallel_size", tensor_parallel_size, 1),
+            whole("pipeline_parallel_size", pipeline_parallel_size, 1),
             flag("enable_expert_parallel", enable_expert_parallel, False))
         self._seeds = fresh_seed if seed is None else partial(Random(seed).getrandbits, 32)
         sweep()
@@ -141,7 +142,7 @@ class LLM(GenerationMethods, PoolingMethods):
         speculation = None if o.speculative is None else parse_speculative(o.speculative)
         engine = o.engine_config(self.length, self.eos, speculation.tokens if speculation else 0)
         own = self.config   # what this rank computes
-        if o.tensor_parallel_size > 1:
+        if o.ranks > 1:
             from tinygrad_nv.engine.executor.ranks import ParallelRanks
             self.ranks = ParallelRanks.open(o, self.config)
             own = self.ranks.config
@@ -152,7 +153,8 @@ class LLM(GenerationMethods, PoolingMethods):
             draft = DraftModelFiles.read(speculation.model, self.dtype, self.config, self.tokenizer)
         stored = resolve_kv_cache_dtype(o.kv_cache_dtype, self.dtype, self.config.quantization)
         groups = cache_groups(self.config.windows, self.length, o.page_size)
-        token = layer_bytes(own, stored) * groups.layers_per_page
+        # layers of a page: those of this rank's stage
+        token = layer_bytes(own, stored) * -(-groups.layers_per_page // o.pipeline_parallel_size)
         token += draft.token_bytes if draft else 0
         cache = CacheSize(o.page_size, o.page_size * token, self.length, o.max_num_seqs, groups,
                           o.max_num_batched_tokens)
@@ -166,14 +168,14 @@ class LLM(GenerationMethods, PoolingMethods):
         plan = RunnerPlan(self.directory, self.dtype.name, self.device, self.length, num_pages, o.page_size,
                           o.max_num_seqs, o.max_num_batched_tokens, o.kv_cache_dtype, host_pages, groups,
                           # float32 that is asked for by name stays what it is
-                          speculation is not None, o.dtype == "auto", self.config.quantization,
-                          o.enable_expert_parallel)
+                          speculation is not None, o.dtype == "auto", weights_identity(self.directory),
+                          o.tensor_parallel_size, o.pipeline_parallel_size,
+                          self.config.quantization, o.enable_expert_parallel)
         if self.ranks is not None: self.runner = self.ranks.load(plan, o.progress, o.stage)
         else:
             model = load_weights(plan, self.config, None, o.progress, o.stage)
             self.adapters = None if lora is None else open_adapters(model, lora)
-            self.runner = make_runner(plan, model, identity=weights_identity(self.directory),
-                                      directory=self.directory,
+            self.runner = make_runner(plan, model, directory=self.directory,
                                       adapters=self.adapters.model if self.adapters else None)
         self.model = self.runner.model
         pool = PagePool(num_pages, o.page_size, host_pages=host_pages, sharing=o.enable_prefix_caching,
@@ -183,7 +185,7 @@ class LLM(GenerationMethods, PoolingMethods):
         proposer = self.draft_model or (NgramProposer() if speculation else None)
         self.core = EngineCore(self.runner, pool, engine, proposer)
         self.engine = EngineThread(self.core)
-        if self.ranks is not None: self.ranks.world.on_lost(self.engine.fail)
+        if self.ranks is not None: self.ranks.on_end(self.engine.fail)
         self.compilations = Compilations()
         o.stage("pages")
 

@@ -32,7 +32,13 @@ class LoadOptions:
     tokenizer: Path | None
     lora: dict[str, Any] | None = None      # arguments of adapters (lora/request.py), where there are some
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     enable_expert_parallel: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """That have the model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def engine_config(self, length: int, eos: tuple[int, ...], num_speculative_tokens: int) -> EngineConfig:
         """The engine's limits."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,7 @@ from tinygrad_nv.hooks import threads
 from tinygrad_nv.patterns import program, target
 from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.runtime.driver import Driver
-from tinygrad_nv.runtime.note import Note, note_of
+from tinygrad_nv.runtime.note import Communicates, Note, note_of
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.table import aligned
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
@@ -139,7 +139,7 @@ class Lowering:
 
     @property
     def predicted_s(self) -> float:
-        """How long those kernels take at best of which that is known: ours on a CPU."""
+        """How long those kernels take at best of which that is known: ours on a CPU, and collectives."""
         return sum(kernel.predicted_s or 0.0 for kernel in self.kernels)
 
     @property
@@ -270,7 +270,16 @@ def explain(*tensors: Tensor) -> Lowering:
         unused = list(misses)
         kernels = [_record(call, device, var_vals, unused)
                    for call in linear.src for device in to_tuple(call.src[1].device)]
+    kernels = _beside(kernels, linear.src) if len(kernels) == len(linear.src) else kernels
     return Lowering(kernels, tuple(dict.fromkeys(f"{m.template}: {m.reason}" for m in unused)))
+
+
+def _beside(kernels: list[KernelRecord], calls: Sequence[UOp]) -> list[KernelRecord]:
+    """The records, those of collectives with what runs beside them where it can."""
+    if not any(isinstance(each.spec, Communicates) for each in kernels): return kernels
+    from tinygrad_nv.explain.overlap import told
+    return [replace(each, reason=f"{each.reason}; beside it: {told(calls, kernels, i)}")
+            if isinstance(each.spec, Communicates) else each for i, each in enumerate(kernels)]
 
 
 def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[program.Miss]) -> KernelRecord:
@@ -291,7 +300,8 @@ def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[progr
     arch, sm_count = ("", 0) if gpu is None else (gpu.arch, gpu.sm_count)
     clusters = driver.clusters if isinstance(driver, Driver) else ()
     cpu = target.cpu_of(device)
-    taken = None if cpu is None else _predicted(cpu, note, flops, bytes)
+    taken = _predicted(cpu, note, flops, bytes) if cpu is not None else \
+        note.spec.seconds(arch) if isinstance(note.spec, Communicates) else None
     return KernelRecord(name, template, reason, device, note.spec, note.schedule, flops, bytes,
                         call.src[0].src[2].arg, arch, sm_count, layer, cpu,
                         0 if cpu is None else _parts(call.src[0]), taken, clusters,

@@ -149,7 +149,7 @@ class Bucket:
             self.values = None  # it updates nodes
             realize.run_linear(self.replay, values, jit=True)
             return
-        if values == self.values: self.graph.executable.launch()
+        if values == self.values: self.graph.replay()
         else:
             self.graph((), values)
             self.values = values

@@ -7,6 +7,7 @@ Protocol. Hooks are registered by name and removed by name:
     add_check(name, fn)                   fn(before, after) -> bool, on the result of the rewrites: if False,
                                           they run again
     keep_functions(kind)                  FUNCTIONs with an aux of this type reach the rewrites as they are
+    add_shard_rules(name, rules)          resolve shards before tinygrad's rules do
     add_compile(name, fn)                 fn(linear, inner) -> linear, around tinygrad's compile_linear
     add_execute(name, fn)                 fn(call, ctx, run) -> seconds, around the execution of each call
     add_custom_function(name, execute, outs_ins)  runs CUSTOM_FUNCTION nodes called `name` or `name:anything`
@@ -52,7 +53,7 @@ from tinygrad.schedule import rangeify
 from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat
 
 from tinygrad_nv.errors import HookError
-from tinygrad_nv.hooks import devices, methods, rewrites, threads
+from tinygrad_nv.hooks import devices, layouts, methods, rewrites, threads
 from tinygrad_nv.hooks.devices import add_device, remove_cpu, remove_device
 from tinygrad_nv.hooks.replaced import (
     TINYGRAD_VERSION,
@@ -122,6 +123,23 @@ def remove_rewrite(name: str) -> None:
     _apply()
 
 
+def add_shard_rules(name: str, rules: PatternMatcher) -> None:
+    """Registers rules that resolve shards before tinygrad's own do, where rewrites are called."""
+    layouts.add_shard_rules(name, rules)
+    _apply()
+
+
+def has_shard_rules(name: str) -> bool:
+    """Whether rules are registered under this name."""
+    return name in layouts.shard_rules
+
+
+def remove_shard_rules(name: str) -> None:
+    layouts.remove_shard_rules(name)
+    rewrites.configured_cache.clear()
+    _apply()
+
+
 def add_compile(name: str, fn: Callable[[UOp, Compile], UOp]) -> None:
     """Registers a wrapper of compile_linear; the first is the outermost. TinyJit calls it at capture only."""
     add(_compiles, "compile", name, fn)
@@ -158,6 +176,11 @@ def add_custom_function(name: str, execute: Callable[[realize.ExecContext, UOp, 
     add(_functions, "custom function", name, CustomFunction(execute, outs_ins))
     if official(): realize.custom_functions[name] = (execute, outs_ins)
     _apply()
+
+
+def has_custom_function(name: str) -> bool:
+    """Whether an executor is registered under this name."""
+    return name in _functions
 
 
 def remove_custom_function(name: str) -> None:
@@ -256,6 +279,9 @@ def _apply() -> None:
     if _executes or (_functions and not official()): replace(realize, "pm_exec", _EXECUTOR)
     else: put_back(realize, "pm_exec")
     methods.apply(_enabled)
+    for owner, attribute, ours in layouts.replacements():
+        if _enabled and layouts.shard_rules: replace(owner, attribute, ours)
+        else: put_back(owner, attribute)
     if official():
         _list(schedule.pre_schedule, (rewritten, configuration), _enabled and bool(rewrites.rewrites))
         _list(realize.pre_compile, _compiled, _enabled and bool(_compiles))

@@ -17,13 +17,12 @@ from typing import Any
 
 import tinygrad.schedule as schedule
 from tinygrad.schedule import rangeify
-from tinygrad.schedule.multi import multi_pm
 from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat, graph_rewrite
 from tinygrad.uop.spec import spec_tensor, type_verify
 
 from tinygrad_nv import config
 from tinygrad_nv.errors import HookError
-from tinygrad_nv.hooks import threads
+from tinygrad_nv.hooks import layouts, threads
 from tinygrad_nv.hooks.replaced import add, remove
 
 _serial = itertools.count()
@@ -130,7 +129,7 @@ def _rewritten(sink: UOp) -> tuple[UOp, bool]:
     if Ops.FUNCTION not in ops and not any(has(ops, each.needs) for each in rewrites.values()):
         return sink, False
     if not PREPARED.isdisjoint(ops):
-        sink = flattened(graph_rewrite(sink, multi_pm, name="nv: shards"))
+        sink = flattened(graph_rewrite(sink, layouts.resolving(), name="nv: shards"))
         ops = ops_of(sink)
     outer, _own.rewriting = rewriting(), True
     try:
@@ -168,7 +167,7 @@ def configuration() -> Hashable:
 
 def _registered() -> Hashable:
     """The registered rewrites."""
-    return tuple([rewrite.serial for rewrite in rewrites.values()])
+    return (*layouts.shard_rules, *[rewrite.serial for rewrite in rewrites.values()])
 
 
 class _ConfiguredCache(dict[Any, UOp]):

@@ -84,8 +84,10 @@ def checked(before: UOp, after: UOp) -> bool:
 
 
 def _calls(sink: UOp) -> list[UOp]:
+    """Those of kernels that a compiler makes."""
     return [node for node in sink.toposort(enter_calls=False)
-            if node.op is Ops.CALL and note_of(node.src[0]) is not None]
+            if node.op is Ops.CALL and note_of(node.src[0]) is not None
+            and node.src[0].src[-1].op is Ops.SOURCE]
 
 
 def _kernel(call: UOp) -> KernelSource:

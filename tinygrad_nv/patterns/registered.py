@@ -9,7 +9,7 @@ from types import ModuleType
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import hooks
-from tinygrad_nv.patterns import building, named, stable, target
+from tinygrad_nv.patterns import building, named, several_devices, stable, target
 from tinygrad_nv.patterns.attention import match as attention
 from tinygrad_nv.patterns.gemm import match as gemm
 from tinygrad_nv.patterns.grouped_gemm import match as grouped_gemm
@@ -36,7 +36,8 @@ REWRITES = (_guarded("stable", stable),
                        (building.strict, attention.configuration, target.configuration)),
             *(_guarded(name, family, family.configuration, target.configuration)
               for name, family in (("attention", attention), ("grouped_gemm", grouped_gemm),
-                                   ("gemm", gemm), ("norm", norm))))
+                                   ("gemm", gemm), ("norm", norm))),
+            Registered("several devices", several_devices.rewrite, several_devices.NEEDS))
 
 
 def register() -> None:

@@ -37,7 +37,9 @@ class NVAllocator(Allocator[DrivenDevice]):
     def _copyin(self, dest: int, src: memoryview) -> None:
         with page_locking(len(src)): self.dev.driver.copy_in(dest, src)
 
-    def _copyout(self, dest: memoryview, src: int) -> None: self.dev.driver.copy_out(dest, src)
+    def _copyout(self, dest: memoryview, src: int) -> None:
+        self.dev.driver.copy_out(dest, src)
+        self.dev.check()
 
     def _transfer(self, dest: int, src: int, sz: int, src_dev: DrivenDevice, dest_dev: DrivenDevice) -> None:
         copy = Copy(dest, src, sz)

@@ -46,6 +46,8 @@ class EMUDevice(NVDevice):
     def __init__(self, device: str) -> None:
         # numpy, the parser and the emulator are loaded only where it is used
         from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
+        number = device.partition(":")[2]
+        ordinal = int(number) if number.isdecimal() else 0
         driver = EmulatedDriver(str(config.get("EMU_ARCH")), bool(config.get("EMU_CHECK")),
-                                step_limit=int(config.get("EMU_STEP_LIMIT")))
+                                step_limit=int(config.get("EMU_STEP_LIMIT")), ordinal=ordinal)
         super().__init__(device, driver)

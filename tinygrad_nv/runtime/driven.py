@@ -1,12 +1,14 @@
 """A device of tinygrad over the driver interface, without what it is made of (device.py)."""
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tinygrad.device import Compiled
 
-from tinygrad_nv.runtime.driver import Driver, Window
+from tinygrad_nv.runtime.driver import Driver, Stream, Window
+from tinygrad_nv.runtime.library_call import LibraryCall
 from tinygrad_nv.runtime.memory_pool import MemoryPool
 
 
@@ -19,7 +21,46 @@ class DrivenDevice(Compiled):
     window: Window | None = None
     observer: Callable[..., float | None] | None = None
 
-    def synchronize(self) -> None: self.driver.synchronize()
+    @functools.cached_property
+    def calls(self) -> Stream:
+        """The stream of calls of libraries."""
+        return self.driver.stream()
+
+    @functools.cached_property
+    def used(self) -> set[int]:
+        """Where the allocations begin that calls use which stream 0 does not wait for yet."""
+        return set()
+
+    def call(self, work: LibraryCall) -> None:
+        """Puts a call of a library into a stream of its own, after all that stream 0 holds. Kernels that use
+        other memory run beside it, everything else comes after it."""
+        driver, needs, done = self.driver, self.driver.event(), self.driver.event()
+        if driver.beside is None: self.used.clear()
+        driver.record(needs, driver.stream_0)
+        driver.wait(needs, self.calls)
+        driver.submit(work, self.calls)
+        driver.record(done, self.calls)
+        driver.beside = done
+        self.used.update(self.pool.allocation(address) for address, _ in (*work.reads, *work.writes))
+
+    def stream_for(self, buffers: Sequence[int]) -> Stream | None:
+        """Stream 0 for a kernel with these buffers: itself if it may run beside calls of libraries."""
+        if self.driver.beside is None: return None
+        if not self.used.isdisjoint(map(self.pool.allocation, buffers)): return None
+        return self.driver.stream_0
+
+    @functools.cached_property
+    def checks(self) -> list[Callable[[], None]]:
+        """Called when the host has waited for the device: they raise what libraries have failed in."""
+        return []
+
+    def check(self) -> None:
+        """Raises what a library has failed in."""
+        for each in self.checks: each()
+
+    def synchronize(self) -> None:
+        self.driver.synchronize()
+        self.check()
 
     def timed(self, submit: Callable[[], Any], wait: bool) -> float | None:
         """Submits; with `wait`, returns the seconds it took on the device."""

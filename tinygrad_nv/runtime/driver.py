@@ -1,11 +1,11 @@
 """The driver interface of a GPU: memory, modules, launches, streams, events, graphs, tensor maps.
 
 Protocol. `Driver` is one device. Addresses are integers, device-wide, and may point inside an allocation.
-Work (`Launch`, `Copy`, `Fill`, `Upload`, `Download`) goes to a `Stream`: what is submitted to one runs in
-that order; nothing orders two streams but an event that one records and the other waits for. Stream 0 is
-there from the start and orders with no other. `submit` returns before the work is done; `copy_in` has taken
-its bytes, and `copy_out` has delivered them, when it returns. The page-locked memory of an `Upload` or a
-`Download` belongs to the work until an event after it has come to pass.
+Work (`Launch`, `Copy`, `Fill`, `Upload`, `Download`, `LibraryCall`) goes to a `Stream`: what is submitted to
+one runs in that order; nothing orders two streams but an event that one records and the other waits for.
+Stream 0 is there from the start and orders with no other. `submit` returns before the work is done; `copy_in`
+has taken its bytes, and `copy_out` has delivered them, when it returns. The page-locked memory of an `Upload`
+or a `Download` belongs to the work until an event after it has come to pass.
 
 A launch with `pdl` may begin when the launch right before it in its stream lets it, or when that has ended;
 it waits for the end, and for the memory that was written, with griddepcontrol.wait, which every such kernel
@@ -28,11 +28,13 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.ptx.gpcs import SIZES, Clusters
+from tinygrad_nv.runtime.library_call import LibraryCall
 from tinygrad_nv.tile.launch import MapArgument
 
 Triple = tuple[int, int, int]
@@ -146,7 +148,7 @@ class Download:
     nbytes: int
 
 
-Work = Launch | Copy | Fill | Upload | Download
+Work = Launch | Copy | Fill | Upload | Download | LibraryCall
 
 
 @dataclass(frozen=True)
@@ -262,9 +264,12 @@ class Graph(ABC):
 
 
 class Driver(ABC):
-    """One device. `stream=None` is stream 0. Of one that is `emulated`, times are of the emulation."""
+    """One device. `stream=None` is stream 0, once it waits for `beside`, an event of work that kernels of
+    stream 0 may run beside: those are given the stream itself. Of one that is `emulated`, times are of the
+    emulation."""
     properties: Properties
     emulated = False
+    beside: Event | None = None
 
     # memory
 
@@ -315,6 +320,17 @@ class Driver(ABC):
         """Sets so much of L2 aside for `Window`s, at most `properties.persisting_l2_limit`; 0 gives all back
         and forgets what is kept there."""
 
+    @property
+    @abstractmethod
+    def stream_0(self) -> Stream:
+        """Itself, not waiting for `beside`."""
+
+    def wait_beside(self) -> None:
+        """Makes stream 0 wait for `beside`."""
+        if self.beside is not None:
+            event, self.beside = self.beside, None
+            self.wait(event, self.stream_0)
+
     # code
 
     @abstractmethod
@@ -336,6 +352,10 @@ class Driver(ABC):
     @abstractmethod
     def submit(self, work: Work, stream: Stream | None = None) -> None:
         """Puts work into a stream; into its graph while the stream is captured."""
+
+    @abstractmethod
+    def inside(self) -> AbstractContextManager[object]:
+        """This device is the current one of the thread: for calls of other libraries."""
 
     # order
 

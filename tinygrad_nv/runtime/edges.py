@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from math import prod
 
 from tinygrad_nv.runtime.driver import Launch, Work
+from tinygrad_nv.runtime.library_call import LibraryCall
 
 
 class Reduction:
@@ -71,12 +72,16 @@ class EdgeChain:
         self.reduction = Reduction()
         self.group: list[int] = []      # launches side by side, the last of them the last launch
         self.behind: list[int] = []     # the group before
+        self.calls: list[int] = []      # the last call of a library
         self.counts = EdgeCounts()
 
     def add(self, work: Work, after: Iterable[int], fills: bool = False) -> tuple[int, ...]:
         """The next node, whose data needs the nodes in `after`: which nodes it is to follow. With `fills` its
         grid is not known yet, and taken for a large one."""
         wanted = set(after)
+        if isinstance(work, LibraryCall):
+            wanted |= set(self.calls)
+            self.calls = [len(self.works)]
         number, more = len(self.works), set[int]()
         if isinstance(work, Launch): more = self._placed(work, number, wanted, fills)
         self.works.append(work)

@@ -7,13 +7,14 @@ programmatic dependent launch; a replay updates the nodes whose work has changed
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from tinygrad.engine.jit import GraphRunner
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.runtime.driver import Executable, Graph, Node, Triple, Work
 from tinygrad_nv.runtime.edges import EdgeChain
+from tinygrad_nv.runtime.library_call import LibraryCall
 from tinygrad_nv.runtime.program import NVProgram
 
 
@@ -66,6 +67,7 @@ class NVGraph(GraphRunner):
                 self._add(graph, call, work, [used[zeroed.pointer]], [0])
             self._add(graph, call, call.works[-1], used, written, len(self.works) in self.launch_dims_replace)
             self.works.append(call)
+        self.library_calls = [call for call in self.works if isinstance(call.works[-1], LibraryCall)]
         self.executable: Executable = self.dev.pool.relieved(graph.instantiate, "a graph")
 
     def _add(self, graph: Graph, call: _KernelCall, work: Work, buffers: list[Any], written: list[int],
@@ -101,7 +103,12 @@ class NVGraph(GraphRunner):
         if self.dev.window != self.window: self._instantiate_again()
         else:
             for j in changed: self.works[j].update(self.executable)
-        return self.dev.timed(self.executable.launch, wait)
+        return self.dev.timed(self.replay, wait)
+
+    def replay(self) -> None:
+        """Launches it as it is."""
+        for call in self.library_calls: cast(LibraryCall, call.works[-1]).begun()
+        self.executable.launch()
 
     @staticmethod
     def supports_uop(batch_devs: list[Any], new_call: UOp) -> bool:

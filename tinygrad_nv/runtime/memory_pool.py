@@ -96,6 +96,13 @@ class MemoryPool:
         tally.nbytes -= held.nbytes
         tally.count -= 1
 
+    def allocation(self, address: int) -> int:
+        """Where the allocation begins that an address is in; the address itself of memory that is not
+        ours."""
+        if address in self._held: return address
+        found = max((each for each in self._held if each <= address), default=address)
+        return found if found in self._held and address < found + self._held[found].nbytes else address
+
     def host(self, nbytes: int) -> HostMemory:
         """Page-locked memory, as `Driver.host`; it is no memory of the device, and in no report. Raises
         `OutOfMemoryError`."""

@@ -15,6 +15,13 @@ from tinygrad.uop.ops import KernelInfo, Ops, UOp
 from tinygrad_nv.tile.launch import PLAIN, LaunchConfig
 
 
+class Communicates:
+    """A spec of what moves bytes between devices. It says itself how long it takes on a GPU; None if that is
+    not known."""
+
+    def seconds(self, arch: str) -> float | None: raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class Note:
     """What explain() tells of a kernel: whose it is, why it was chosen, what it computes and how."""

@@ -17,6 +17,7 @@ from tinygrad.helpers import suppress_finalizing
 
 from tinygrad_nv import config
 from tinygrad_nv.errors import DriverError
+from tinygrad_nv.runtime import library_call
 from tinygrad_nv.runtime.driven import DrivenDevice
 from tinygrad_nv.runtime.driver import (
     Driver,
@@ -28,6 +29,7 @@ from tinygrad_nv.runtime.driver import (
     map_spec,
     pointer,
 )
+from tinygrad_nv.runtime.library_call import LibraryCall
 from tinygrad_nv.tile.launch import LaunchConfig, MapArgument
 
 WAIT = b"griddepcontrol.wait"
@@ -39,10 +41,11 @@ class NVProgram(Program[DrivenDevice]):
 
     def __init__(self, dev: DrivenDevice, obj: TinyELF) -> None:
         self.dev, self.name, self.profile_key = dev, obj.name, obj.profile_key
-        self.module = dev.pool.relieved(lambda: dev.driver.load(obj.lib), f"kernel {obj.name}")
-        self.function = self.module.function(obj.name)
         given = getattr(obj, "aux", None)
         self.launch = given if isinstance(given, LaunchConfig) else LaunchConfig(pdl=WAIT in obj.lib)
+        if self.launch.call is None:
+            self.module = dev.pool.relieved(lambda: dev.driver.load(obj.lib), f"kernel {obj.name}")
+            self.function = self.module.function(obj.name)
         self.pdl = self.launch.pdl and bool(config.get("NV_PDL"))
         self.signature = obj.signature
         self.encoded = functools.lru_cache(MAPS_KEPT)(functools.partial(_encoded, dev.driver))
@@ -53,8 +56,10 @@ class NVProgram(Program[DrivenDevice]):
 
     def works(self, buffers: Sequence[int], values: Sequence[int], grid: Triple, block: Triple) -> list[Work]:
         """One launch, the last, after the fills that it needs. `values` are integers, each as wide as its
-        variable is; where the kernel takes others they are computed of these."""
+        variable is; where the kernel takes others they are computed of these. A call of
+        a library is all of it."""
         o = self.launch
+        if o.call is not None: return [library_call.made(o.call, self.dev.device, buffers)]
         widths = [dtype.itemsize for _, _, dtype, _ in self.signature[len(buffers):]]
         if o.integers: values, widths = self._computed(values), [4] * len(o.integers)
         named = [*(each.pointer for each in o.zeroed), *(each.pointer for each in o.maps)]
@@ -80,9 +85,12 @@ class NVProgram(Program[DrivenDevice]):
     def __call__(self, *bufs: int, global_size: Triple = (1, 1, 1), local_size: Triple = (1, 1, 1),
                  vals: tuple[int, ...] = (), wait: bool = False, **kwargs: Any) -> float | None:
         works = self.works(bufs, vals, global_size, local_size)
+        if isinstance(call := works[0], LibraryCall):
+            return self.dev.timed(lambda: self.dev.call(call), wait)
         if self.dev.observer is not None: return self.dev.observer(self, works)
+        stream = self.dev.stream_for(bufs)
         def submit() -> None:
-            for work in works: self.dev.driver.submit(work)
+            for work in works: self.dev.driver.submit(work, stream)
         return self.dev.timed(submit, wait)
 
 

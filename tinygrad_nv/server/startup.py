@@ -178,6 +178,7 @@ def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
             "kv_cache_dtype": arguments.kv_cache_dtype, "swap_space": arguments.swap_space,
             "speculative": arguments.speculative, "quantization": arguments.quantization,
             "tensor_parallel_size": arguments.tensor_parallel_size,
+            "pipeline_parallel_size": arguments.pipeline_parallel_size,
             "enable_expert_parallel": arguments.enable_expert_parallel,
             "task": arguments.task, "enable_prefix_caching": arguments.enable_prefix_caching,
             "max_queue": arguments.max_queue, **lora_options(arguments),

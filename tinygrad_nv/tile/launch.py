@@ -8,7 +8,7 @@ made for each launch over the buffer of a pointer parameter, and is an argument 
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from tinygrad_nv.errors import DriverError
@@ -65,13 +65,15 @@ class Integer:
 class LaunchConfig:
     """Bytes of dynamic shared memory, CTAs of a cluster, whether the kernel may begin before the one ahead of
     it has ended (programmatic dependent launch: it executes griddepcontrol.wait), memory that is zeroed
-    before it, its tensor maps, and its integers where these are not the launch's variables."""
+    before it, its tensor maps, and its integers where these are not the launch's variables. A `call` of a
+    library takes the kernel's place (runtime/library_call.py)."""
     dynamic_smem: int = 0
     cluster: tuple[int, int, int] = (1, 1, 1)
     pdl: bool = False
     zeroed: tuple[Zeroed, ...] = ()
     maps: tuple[MapArgument, ...] = ()
     integers: tuple[Integer, ...] = ()
+    call: Hashable = None
 
     def describe(self) -> str:
         """Comment lines for a reader of the kernel's PTX. Nothing parses them."""

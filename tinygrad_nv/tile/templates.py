@@ -2,7 +2,8 @@
 from tinygrad_nv.tile.template import Table
 
 BOTH = ("gemm", "attention", "decode", "norm", "kv_append", "embedding", "sampling", "quant_gemm", "lora")
-FAMILIES = {"gpu": (*BOTH, "scaled_gemm", "sparse_gemm", "router", "grouped_gemm", "quant_grouped"),
+FAMILIES = {"gpu": (*BOTH, "scaled_gemm", "sparse_gemm", "router", "grouped_gemm", "quant_grouped",
+                    "all_reduce"),
             "cpu": (*BOTH, "router", "grouped_gemm", "quant_grouped")}
 FOLDERS = {"gpu": "tile", "cpu": "cpu"}
 TABLE = Table({(kind, family): f"tinygrad_nv.{FOLDERS[kind]}.{family}.templates"

@@ -27,7 +27,9 @@ def test_no_kernel_is_slower_than_the_baseline(case: GateCase):
 
 
 def test_every_template_of_gpus_has_a_gate_in_the_default_run():
-    templates = {template.name for family in TABLE.families("gpu") for template in family.templates}
+    # an all-reduce waits for other GPUs: it has no time of its own
+    templates = {template.name for family in TABLE.families("gpu") if family.name != "all_reduce"
+                 for template in family.templates}
     assert {TABLE.of(case.schedule).name for case in CASES.values() if case.quick} == templates
     assert KNOWN.keys() == CASES.keys()
 

@@ -60,7 +60,7 @@ def caches() -> dict[str, DecodeSpec]:
         "latents": specs.latent(2, 8, 2, 64, 16, pages=3),
         "latents of 128": specs.latent(2, 16, 1, 128, 64, pages=3),
         "wide latents": specs.latent(2, 20, 2, 288, 16, pages=3),
-        "several splits": decode(1, 1, 2, 1, 32, 1100, length="argument", **apart),
+        "several splits": decode(1, 1, 2, 1, 64, 1100, length="argument", **apart),
         "bias": decode(2, 2, 2, 2, 32, 300, length="most", score=Sum() * 0.1 + bias, **apart)}
 
 

@@ -11,7 +11,7 @@ from tinygrad_nv.cpu.isa import AMX, AVX2, AVX2_VNNI, AVX512, AVX512_BF16, ISA, 
 from tinygrad_nv.cpu.measure import Rates
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.runtime.cpu import threads
-from tinygrad_nv.runtime.cpu.threads import Available
+from tinygrad_nv.runtime.cpu.available import Available
 
 OLD = frozenset({"sse2"})
 HASWELL = OLD | set(NEEDED["avx2"])

@@ -12,8 +12,8 @@ from tinygrad_nv.cpu.isa import PORTABLE
 from tinygrad_nv.cpu.kernel import kernel
 from tinygrad_nv.runtime.cpu import program as cpu_program
 from tinygrad_nv.runtime.cpu import threads
+from tinygrad_nv.runtime.cpu.available import Available, cfs, cpu_max, groups, look
 from tinygrad_nv.runtime.cpu.pool import pool
-from tinygrad_nv.runtime.cpu.threads import Available, cfs, cpu_max, groups, look
 
 FIRST = "9:name=systemd:/x\n4:cpu,cpuacct:/docker/abc\n3:cpuset:/\n0::/system.slice\n"
 

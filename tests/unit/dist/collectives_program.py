@@ -1,6 +1,7 @@
 """A rank of test_collectives.py: every collective against NumPy, and what goes wrong between ranks."""
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -168,9 +169,10 @@ def groups(world: World) -> None:
 
 def differ(group: Group, how: str) -> None:
     """Ranks that do not do the same: each must end with an error."""
-    group.struct.timeout_ns = int(1e9)
+    if how == "late": group.struct.timeout_ns = int(1e9)
     own = tensor(np.arange(64))
-    if how == "lost" and group.rank == 1: return
+    if how == "left" and group.rank == 1: return
+    if how == "lost" and group.rank == 1: os._exit(4)
     if how == "late" and group.rank == 1: return time.sleep(3)
     try:
         if how == "count" and group.rank == 1: own = own[:32]
@@ -183,9 +185,17 @@ def differ(group: Group, how: str) -> None:
         raise SystemExit(3) from error
 
 
+def hang(group: Group) -> None:
+    """Rank 1 does not come: the watchdog ends both."""
+    own = tensor(np.arange(64))
+    if group.rank == 1: time.sleep(60)
+    all_reduce(own, group, name="layers.3.down").realize()
+
+
 def main() -> None:
     world = init()
     group = world.group()
+    if sys.argv[1:] == ["hang"]: return hang(group)
     if len(sys.argv) > 1: return differ(group, sys.argv[1])
     for check in (transport, axes, rounded_once, replays, gradients, messages, several): check(group)
     groups(world)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -25,8 +26,9 @@ def run(program: str, ranks: int, *arguments: str, mpi: bool = False, timeout_s:
     environment = {**os.environ, "NUM_CPU_THREADS": "1"}
     command = [sys.executable, str(PLACE / program), *arguments]
     if mpi:
-        mpiexec = Path(sys.executable).with_name("mpiexec")
-        done = subprocess.run([str(mpiexec), "-n", str(ranks), *command], env=environment, timeout=timeout_s,
+        mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        assert mpiexec is not None, "the wheel mpich has one"
+        done = subprocess.run([mpiexec, "-n", str(ranks), *command], env=environment, timeout=timeout_s,
                               capture_output=True, text=True, check=False)
         return [Ran(done.returncode, done.stdout + done.stderr)]
     common = {**environment, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),

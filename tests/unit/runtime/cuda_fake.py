@@ -26,7 +26,7 @@ import cuda.bindings.driver as cu
 import cuda_fake_code
 import cuda_fake_order
 import pytest
-from cuda_fake_parts import Device, FakeStream, Pool
+from cuda_fake_parts import Device, FakeGraph, FakeNode, FakeStream, Pool
 from cuda_structs import AccessDesc, PoolProps, read
 
 from tinygrad_nv.errors import KernelError, NVError
@@ -70,6 +70,7 @@ class Fake:
         self.clusters: dict[int, int] = {}
         self.peers = True
         self.capturing: set[int] = set()
+        self.captures: dict[int, FakeGraph] = {}    # of streams that CUDA captures: what libraries put there
         self.capture_mode = threading.local()
 
     def __getattr__(self, name: str) -> Any:
@@ -303,6 +304,9 @@ class Fake:
     # work
 
     def put(self, work: Work, stream: Any) -> Any:
+        if (recorded := self.captures.get(int(stream))) is not None:
+            recorded.nodes.append(FakeNode(recorded, work))
+            return OK
         queue = self.queue(stream)
         if queue.device.lost: return (S.CUDA_ERROR_ILLEGAL_ADDRESS,)
         try: queue.submit(work)

@@ -97,6 +97,32 @@ def event_elapsed_time(fake: Fake, start: Any, end: Any) -> Any:
 
 # **** graphs ****
 
+def stream_begin_capture(fake: Fake, stream: Any, mode: Any) -> Any:
+    fake.queue(stream)
+    assert mode == cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED, "libraries allocate memory"
+    assert int(stream) not in fake.captures
+    fake.captures[int(stream)] = FakeGraph(fake.here())
+    return OK
+
+
+def stream_end_capture(fake: Fake, stream: Any) -> Any:
+    return (*OK, fake.make(cu.CUgraph, fake.captures.pop(int(stream))))
+
+
+def _child(fake: Fake, child: Any) -> Work:
+    """The one work of a graph that goes into another."""
+    node, = fake.get(child, FakeGraph).nodes
+    return node.work
+
+
+def graph_add_child_graph_node(fake: Fake, graph: Any, before: list[Any], count: int, child: Any) -> Any:
+    return _added(fake, graph, before, count, _child(fake, child))
+
+
+def graph_exec_child_graph_node_set_params(fake: Fake, executable: Any, node: Any, child: Any) -> Any:
+    return _updated(fake, executable, node, _child(fake, child))
+
+
 def graph_create(fake: Fake, flags: int) -> Any:
     assert flags == 0
     return (*OK, fake.make(cu.CUgraph, FakeGraph(fake.here())))

@@ -247,6 +247,7 @@ def test_time_passes(numbers: Numbers):
     gpu.record(start)
     gpu.submit(numbers.twice())
     gpu.record(end)
+    gpu.wait_for(end)
     assert 0 < gpu.elapsed_ms(start, end) < 10_000
     assert gpu.elapsed_ms(end, start) == -gpu.elapsed_ms(start, end)
 

@@ -21,8 +21,10 @@ from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import UOp
 
+from tinygrad_nv.dist.collectives.device import anchor, on_device, serves
 from tinygrad_nv.dist.collectives.kernel import Collective, called
 from tinygrad_nv.dist.group import Group
+from tinygrad_nv.dist.transports.nccl import Order
 from tinygrad_nv.errors import DistError
 from tinygrad_nv.patterns.named import call
 
@@ -125,6 +127,9 @@ def recv(shape: Sequence[int], dtype: DType, group: Group, source: int, name: st
     """What rank `source` of the group sends, of this shape and dtype. Calls that one graph shall have several
     of need different names."""
     count = prod(shape)
+    if serves(device):
+        order, told = Order("recv", count, dtype, peer=source, name=name), _told("recv", group, name)
+        return on_device(group, order, tuple(shape), dtype, anchor(group, device), told, None)
     words = group.descriptor("recv", count, dtype, peer=source, name=name)
     what = Collective("recv", tuple(shape), dtype, count * dtype.itemsize, _told("recv", group, name))
     return call(what, called, words)[0]
@@ -168,11 +173,15 @@ Back = Callable[..., tuple[UOp | None, ...]]
 
 def _called(kind: str, x: Tensor, group: Group, shape: Sequence[int], count: int, op: str = "sum",
             peer: int = 0, name: str = "", back: Back | None = None, dtype: DType | None = None) -> Tensor:
+    told, made = _told(kind, group, name), dtype or x.dtype
+    if serves(x.device):
+        order = Order(kind, count, x.dtype, op, peer, name)
+        return on_device(group, order, tuple(shape), made, x.contiguous(), told, back)
     if str(x.device).partition(":")[0] != "CPU":
-        raise DistError(f"{kind} of a tensor on {x.device}", "a tensor on the CPU", "move it: .to(\"CPU\")")
+        raise DistError(f"{kind} of a tensor on {x.device}", "a tensor on a GPU or the CPU",
+                        "move it: .to(\"CPU\")")
     words = group.descriptor(kind, count, x.dtype, op, peer, name)
-    what = Collective(kind, tuple(shape), dtype or x.dtype, 2 * count * x.dtype.itemsize,
-                      _told(kind, group, name))
+    what = Collective(kind, tuple(shape), made, 2 * count * x.dtype.itemsize, told)
     return call(what, called, x.contiguous(), words.to(x.device), grad=back)[0]
 
 

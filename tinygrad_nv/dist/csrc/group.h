@@ -41,6 +41,7 @@ struct Group {
   Call theirs;                   /* of MISMATCH: what the culprit calls */
   volatile u64 abort;            /* set by another thread to end what waits */
   u64 timeout_ns;
+  u64 looks;                     /* at a word, before a rank sleeps */
   void *shared;                  /* of shared.c: the memory of all ranks */
   u64 slot_bytes;
   u64 sent[MOST_RANKS], received[MOST_RANKS];

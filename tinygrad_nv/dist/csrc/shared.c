@@ -12,12 +12,14 @@
  *
  * Messages between two ranks go through two slots of the pair; `written` and `read` count.
  *
- * Waiting: some 40 µs of looks, then the processor is given to others between looks, then sleeps of 20 µs:
- * there may be more ranks than cores. `abort` of the memory holds 1 + the rank that gave up, and ends all
- * others.
+ * Waiting: `looks` looks at a word, about 40 ns each, then sleeps in the system (futex) until the word is written, or for
+ * NAP_NS at most: there may be more ranks than cores, and a rank may wait for the next request. Who writes a word wakes
+ * sleepers, if there are any. `abort` of the memory holds 1 + the rank that gave up, and ends all others.
  */
-#include <sched.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #if defined(__x86_64__)
 #define REST() __builtin_ia32_pause()
@@ -25,13 +27,15 @@
 #define REST() __asm__ volatile("yield")
 #endif
 
+typedef struct { volatile u64 value; volatile u32 sleepers; } Word;
+
 typedef struct {
-  volatile u64 arrived __attribute__((aligned(128)));
-  volatile u64 reduced;
+  Word arrived __attribute__((aligned(128)));
+  Word reduced;
   Call calls[2];
 } Line;
 
-typedef struct { volatile u64 written __attribute__((aligned(128))), read __attribute__((aligned(128))); } Pair;
+typedef struct { Word written __attribute__((aligned(128))), read __attribute__((aligned(128))); } Pair;
 
 typedef struct {
   volatile u64 abort __attribute__((aligned(128)));
@@ -39,7 +43,7 @@ typedef struct {
   Pair pairs[];               /* [from * size + to] */
 } Shared;
 
-enum { LOOKS = 2000, YIELDS = 4000, NAP_NS = 20000, TWO_PHASES = 32 << 10, MESSAGE = 64 << 10 };
+enum { NAP_NS = 2000000, TWO_PHASES = 32 << 10, MESSAGE = 64 << 10 };
 
 u64 now_ns(void) {
   struct timespec t;
@@ -72,17 +76,31 @@ static int gives_up(Group *g, int status, u64 culprit) {
   return status;
 }
 
-static int wait_for(Group *g, volatile u64 *word, u64 value, u64 rank) {
+static void publish(Word *word, u64 value) {
+  __atomic_store_n(&word->value, value, __ATOMIC_SEQ_CST);
+  if (__atomic_load_n(&word->sleepers, __ATOMIC_SEQ_CST))
+    syscall(SYS_futex, &word->value, FUTEX_WAKE, MOST_RANKS, NULL, NULL, 0);
+}
+
+/* Until the word is another, or for NAP_NS. The futex is its lower half. */
+static void sleep_on(Word *word, u64 seen) {
+  struct timespec nap = {0, NAP_NS};
+  __atomic_fetch_add(&word->sleepers, 1, __ATOMIC_SEQ_CST);
+  syscall(SYS_futex, &word->value, FUTEX_WAIT, (u32)seen, &nap, NULL, 0);
+  __atomic_fetch_sub(&word->sleepers, 1, __ATOMIC_SEQ_CST);
+}
+
+static int wait_for(Group *g, Word *word, u64 value, u64 rank) {
   Shared *all = g->shared;
-  u64 began = 0;
-  for (u64 looks = 0; __atomic_load_n(word, __ATOMIC_ACQUIRE) < value; looks++) {
-    if (looks < LOOKS) { REST(); continue; }
+  u64 began = 0, seen;
+  for (u64 looks = 0; (seen = __atomic_load_n(&word->value, __ATOMIC_ACQUIRE)) < value; looks++) {
+    if (looks < g->looks) { REST(); continue; }
     if (g->abort) return gives_up(g, ABORTED, g->rank);
     if (all->abort) { g->culprit = all->abort - 1; return ABORTED; }
-    if (!began) began = now_ns();
-    if (looks % 64 == 0 && now_ns() - began > g->timeout_ns) return gives_up(g, LATE, rank);
-    if (looks < LOOKS + YIELDS) sched_yield();
-    else { struct timespec nap = {0, NAP_NS}; nanosleep(&nap, NULL); }
+    u64 now = now_ns();
+    if (!began) began = now;
+    if (now - began > g->timeout_ns) return gives_up(g, LATE, rank);
+    sleep_on(word, seen);
   }
   return OK;
 }
@@ -97,7 +115,7 @@ static int arrive(Group *g, const Call *call) {
   u64 step = ++g->phase;
   Line *own = &all->lines[g->rank];
   own->calls[step % 2] = *call;
-  __atomic_store_n(&own->arrived, step, __ATOMIC_RELEASE);
+  publish(&own->arrived, step);
   for (u64 r = 0; r < g->size; r++) {
     if (r == g->rank) continue;
     int status = wait_for(g, &all->lines[r].arrived, step, r);
@@ -125,7 +143,7 @@ static int reduce_step(Group *g, const Call *call, u8 *out, const u8 *in, u64 co
   reduce(out + begin * width, from, g->size, end - begin, call->type, call->op);
   if (!two) return OK;
   memcpy(slot(g, g->rank, 2 + now), out + begin * width, (end - begin) * width);
-  __atomic_store_n(&((Shared *)g->shared)->lines[g->rank].reduced, g->phase, __ATOMIC_RELEASE);
+  publish(&((Shared *)g->shared)->lines[g->rank].reduced, g->phase);
   for (u64 i = 1; i < g->size; i++) {
     u64 r = (g->rank + i) % g->size, first = count * r / g->size, last = count * (r + 1) / g->size;
     if ((status = wait_reduced(g, r))) return status;
@@ -213,7 +231,7 @@ static int pass_message(Group *g, const Call *call, u8 *to, const u8 *from, int 
                        : wait_for(g, &pair->written, number, other);
     if (status) return status;
     if (sends) memcpy(room, from + done, size); else memcpy(to + done, room, size);
-    __atomic_store_n(sends ? &pair->written : &pair->read, number, __ATOMIC_RELEASE);
+    publish(sends ? &pair->written : &pair->read, number);
   }
   return OK;
 }

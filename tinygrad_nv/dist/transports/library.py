@@ -44,7 +44,8 @@ class GroupStruct(ctypes.Structure):
     """csrc/group.h: Group."""
     _fields_ = (("run", ctypes.c_void_p), ("rank", u64), ("size", u64), ("begun", u64), ("ended", u64),
                 ("current", Call), ("since", u64), ("status", u64), ("culprit", u64), ("theirs", Call),
-                ("abort", u64), ("timeout_ns", u64), ("shared", ctypes.c_void_p), ("slot_bytes", u64),
+                ("abort", u64), ("timeout_ns", u64), ("looks", u64),
+                ("shared", ctypes.c_void_p), ("slot_bytes", u64),
                 ("sent", u64 * MOST_RANKS), ("received", u64 * MOST_RANKS), ("phase", u64), ("mpi", u64 * 64),
                 ("room", ctypes.c_void_p), ("room_bytes", u64))
 

@@ -7,9 +7,12 @@ which needs a launcher of MPI (mpiexec, srun).
 from __future__ import annotations
 
 import ctypes
+import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from tinygrad_nv.dist.ranks import Ranks
 from tinygrad_nv.dist.transports.library import TYPES, GroupStruct, library
 from tinygrad_nv.errors import DistError
 
@@ -30,6 +33,16 @@ def load() -> Any:
                         "pip install -e '.[dist]', or start ranks of one machine with "
                         "tinygrad-nv launch") from error
     return MPI
+
+
+def with_master(ranks: Ranks) -> Ranks:
+    """Ranks with the host of rank 0 and a free port of it, which MPI's launchers do not tell."""
+    world = load().COMM_WORLD
+    with socket.socket() as free:
+        free.bind(("", 0))
+        host = "127.0.0.1" if ranks.one_host else socket.gethostname()
+        host, port = world.bcast((host, free.getsockname()[1]))
+    return replace(ranks, master_addr=host, master_port=port)
 
 
 def connect(struct: GroupStruct, members: Sequence[int]) -> Any:

@@ -36,6 +36,8 @@ def connect(struct: GroupStruct, leads: bool, name: str, exchange: Exchange) -> 
     finally:
         if made >= 0: os.close(made)
     struct.shared = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    # about 80 µs, where each rank has a core to itself
+    struct.looks = 2000 if struct.size <= (os.cpu_count() or 1) else 20
     struct.slot_bytes, struct.run = SLOT_BYTES, c.address("shared_run")
     return memory
 

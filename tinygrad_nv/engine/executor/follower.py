@@ -15,7 +15,7 @@ from typing import Any
 
 from tinygrad_nv.dist import group as dist
 from tinygrad_nv.engine.executor.followers import ADDRESS
-from tinygrad_nv.engine.executor.plan import RunnerPlan, load_weights, make_runner
+from tinygrad_nv.engine.executor.plan import RunnerPlan, load_part, part_of
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.errors import NVError
 
@@ -37,14 +37,8 @@ class Follower:
         if name == "launch": return self.runner.launch(*arguments).add_done_callback(_end_on_error)
         return getattr(self.runner, name)(*arguments)
 
-    def _open(self, plan: RunnerPlan) -> int:
-        """Loads this rank's part: bytes of weights."""
-        from tinygrad_nv.models.parallel import Parallel, local_config
-        whole = plan.config()
-        parallel = Parallel(self.world.group(), whole, plan.experts)
-        model = load_weights(plan, local_config(whole, parallel.ranks, plan.experts), parallel)
-        self.runner = make_runner(plan, model)
-        return 0
+    def _open(self, plan: RunnerPlan) -> None:
+        self.runner = load_part(part_of(self.world, plan), plan)
 
     def close(self) -> None:
         """Ends the runner."""
@@ -72,6 +66,7 @@ def follow(world: dist.World) -> int:
     finally:
         for group in world.groups: group.abort()
         follower.close()
+        dist.close()
 
 
 def _connect(world: dist.World) -> Connection:

@@ -12,34 +12,28 @@ secret for). The secret goes to ranks by their environment or by the store, and 
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-import socket
-import subprocess
 import sys
 import threading
 from multiprocessing.connection import Connection, Listener
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from tinygrad.helpers import NUM_CPU_THREADS
-
 from tinygrad_nv.dist import group as dist
-from tinygrad_nv.dist.ranks import Ranks
+from tinygrad_nv.dist import launcher
+from tinygrad_nv.dist.ranks import HERE, Ranks
 from tinygrad_nv.errors import DistError
-from tinygrad_nv.runtime.cpu.threads import explicit, threads
 
-HERE = "127.0.0.1"
-START_S = 120.0     # for ranks to import the package and come
+COMMAND = (sys.executable, "-m", "tinygrad_nv.engine.executor.follower")
 END_S = 10.0        # for ranks to end when they are told to
 ADDRESS = "executor"
 
 
 class Followers:
-    """Ranks 1, 2, … that do as this one does. `processes` are those that it has started."""
+    """Ranks 1, 2, … that do as this one does. `local` are those that it has started."""
 
-    def __init__(self, connections: list[Connection], processes: list[subprocess.Popen[bytes]]) -> None:
-        self.connections, self.processes = connections, processes
+    def __init__(self, connections: list[Connection], local: launcher.LocalRanks | None = None) -> None:
+        self.connections, self.local = connections, local
         self.lost: DistError | None = None
         self._lock = threading.Lock()
 
@@ -81,45 +75,23 @@ class Followers:
         if self.lost is None:
             with contextlib.suppress(DistError): self.tell("close")
         for each in self.connections: each.close()
-        for process in self.processes:
-            try: process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        if self.local is not None: self.local.close(END_S)
 
 
 def open_ranks(size: int) -> tuple[dist.World, Followers]:
     """The world of `size` ranks, of which this is rank 0, and the others. They were started by a launcher, or
     are started here. Raises `DistError`."""
-    processes: list[subprocess.Popen[bytes]] = []
-    found = Ranks.from_environment()
-    if found.world_size == 1:
-        ranks, processes = _start(size)
-        world = dist.init(ranks=ranks)
-    else: world = dist.world()
-    if world.rank: return world, Followers([], [])
+    local = None
+    if Ranks.from_environment().world_size == 1: local = launcher.start_local(size, COMMAND)
+    world = dist.world()
+    if world.rank: return world, Followers([])
     if world.size != size:
         raise DistError(f"a parallel size of {size}, and {world.size} ranks were started", "as many ranks",
                         f"start {size}, or change --tensor-parallel-size")
-    try: return world, Followers(_connections(world), processes)
+    try: return world, Followers(_connections(world), local)
     except BaseException:
-        for process in processes: process.kill()
+        if local is not None: local.close(0)
         raise
-
-
-def _start(size: int) -> tuple[Ranks, list[subprocess.Popen[bytes]]]:
-    """Starts ranks 1 … size − 1 on this machine."""
-    with socket.create_server((HERE, 0)) as free: port = free.getsockname()[1]
-    os.environ.setdefault("NV_DIST_TOKEN", secrets.token_hex(16))
-    # a rank's share of the cores
-    share = max(1, threads() // size)
-    if not explicit(): os.environ["NUM_CPU_THREADS"], NUM_CPU_THREADS.value = str(share), share
-    common = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": HERE,
-              "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "tinygrad_nv.engine.executor.follower"]
-    own = [{**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(1, size)]
-    made = [subprocess.Popen(command, env=each, stdin=subprocess.DEVNULL) for each in own]
-    return Ranks(0, size, 0, size, 0, HERE, port, "launch"), made
 
 
 def _connections(world: dist.World) -> list[Connection]:

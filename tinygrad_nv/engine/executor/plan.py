@@ -18,11 +18,15 @@ from tinygrad_nv.kvcache.groups import CacheGroups
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import ModelConfig, read_config
 from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.tile.gemm.spec import FLOAT16S
 
 if TYPE_CHECKING:
+    from tinygrad_nv.dist.group import World
     from tinygrad_nv.engine.executor.followers import Followers
     from tinygrad_nv.models.parallel import Parallel
+
+
+# by tinygrad's names, which a process can tell another
+FLOATS = {each.name: each for each in (dtypes.float32, dtypes.float16, dtypes.bfloat16)}
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,9 @@ class RunnerPlan:
     groups: CacheGroups
     verifies: bool
     int8_inputs: bool
+    identity: str = ""
+    tensor_ranks: int = 1
+    stages: int = 1
     quantization: Mapping[str, Any] | None = None
     experts: bool = False
 
@@ -53,7 +60,36 @@ class RunnerPlan:
     @property
     def tinygrad_dtype(self) -> DType:
         """The dtype of weights."""
-        return {each.name: each for each in (dtypes.float32, *FLOAT16S)}[self.dtype]
+        return FLOATS[self.dtype]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of a model: what it computes, and how layers lie in its pages."""
+    parallel: Parallel
+    config: ModelConfig
+    groups: CacheGroups
+
+
+def part_of(world: World, plan: RunnerPlan) -> Part:
+    """This rank's. Ranks of a stage stand one after the other. Every rank has to call it."""
+    from tinygrad_nv.models import parallel
+    whole, tensor, stages = plan.config(), plan.tensor_ranks, plan.stages
+    stage, number = divmod(world.rank, tensor)
+    group = world.group(range(stage * tensor, stage * tensor + tensor))
+    pipe = world.group(range(number, world.size, tensor)) if stages > 1 else None
+    made = parallel.Parallel(group, whole, pipe, world.group() if stages > 1 else None, plan.experts)
+    config = parallel.local_config(parallel.stage_config(whole, stage, stages), tensor, plan.experts)
+    groups = plan.groups if pipe is None else parallel.stage_groups(plan.groups, made.layers)
+    return Part(made, config, groups)
+
+
+def load_part(part: Part, plan: RunnerPlan, followers: Followers | None = None,
+              progress: Callable[[int, int], None] | None = None,
+              stage: Callable[[str], None] = lambda name: None) -> ModelRunner:
+    """The runner of a rank's part."""
+    model = load_weights(plan, part.config, part.parallel, progress, stage)
+    return make_runner(replace(plan, groups=part.groups), model, followers)
 
 
 def load_weights(plan: RunnerPlan, config: ModelConfig, parallel: Parallel | None,
@@ -75,4 +111,4 @@ def make_runner(plan: RunnerPlan, model: Llama, followers: Followers | None = No
     p = plan
     return ModelRunner(model, pages=p.num_pages, page_size=p.page_size, max_seqs=p.max_seqs, max_len=p.length,
                        max_batched_tokens=p.max_batched_tokens, kv_dtype=p.kv_dtype, host_pages=p.host_pages,
-                       groups=p.groups, verifies=p.verifies, followers=followers, **more)
+                       groups=p.groups, verifies=p.verifies, identity=p.identity, followers=followers, **more)

@@ -6,9 +6,10 @@ end with it.
 """
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -17,51 +18,55 @@ from tinygrad.dtype import DType
 from tinygrad_nv.dist import group as dist
 from tinygrad_nv.engine.executor.follower import follow
 from tinygrad_nv.engine.executor.followers import Followers, open_ranks
-from tinygrad_nv.engine.executor.plan import RunnerPlan, load_weights, make_runner
+from tinygrad_nv.engine.executor.plan import RunnerPlan, load_part, part_of
 from tinygrad_nv.engine.load_options import LoadOptions
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
-from tinygrad_nv.errors import ConfigError
+from tinygrad_nv.errors import ConfigError, DistError
 from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.parallel import Parallel, local_config
+from tinygrad_nv.models.parallel import Parallel, local_config, stage_config
 from tinygrad_nv.models.shares import own_nbytes
 
 if TYPE_CHECKING:
     from tinygrad_nv.dist.group import Group
 
 
+@dataclass(frozen=True)
+class Place:
+    """A rank of a group that is not made yet."""
+    rank: int
+    size: int
+
+
 @dataclass
 class ParallelRanks:
-    """All ranks. `config` is that of a rank's part of the model, `whole` the model's; with `experts` each has
-    some experts whole."""
+    """All ranks. `config` is that of this rank's part of the model, `whole` the model's."""
     world: dist.World
     followers: Followers
     config: ModelConfig
     whole: ModelConfig
-    experts: bool = False
+    options: LoadOptions
+    closed: threading.Event = field(default_factory=threading.Event)
 
     @staticmethod
     def open(options: LoadOptions, config: ModelConfig) -> ParallelRanks:
         """Finds or starts the other ranks. Raises `ConfigError`, `ModelError`, `DistError`."""
-        size = options.tensor_parallel_size
         if options.lora is not None:
-            raise ConfigError(f"enable_lora is True, and tensor_parallel_size {size}", "one of them",
+            raise ConfigError(f"enable_lora is True, and {options.ranks} ranks have the model", "one of them",
                               "merge the adapter into the weights")
-        own = local_config(config, size, options.enable_expert_parallel)
-        world, followers = open_ranks(size)
+        first = stage_config(config, 0, options.pipeline_parallel_size)
+        own = local_config(first, options.tensor_parallel_size, options.enable_expert_parallel)
+        world, followers = open_ranks(options.ranks)
         if world.rank: raise SystemExit(follow(world))
-        world.on_lost(followers.lose)
-        return ParallelRanks(world, followers, own, config, options.enable_expert_parallel)
-
-    @property
-    def parallel(self) -> Parallel:
-        """What this rank has of the model."""
-        return Parallel(self.world.group(), self.whole, self.experts)
+        world.on_end(followers.lose)
+        return ParallelRanks(world, followers, own, config, options)
 
     def weight_bytes(self, dtype: DType, device: str, directory: Path) -> int:
-        """Bytes of this rank's weights: no other rank has more. The group is made when all ranks load; of it
-        only rank and size are asked for, which the world has, too."""
-        place = Parallel(cast("Group", self.world), self.whole, self.experts)
+        """Bytes of this rank's weights, which are those of the first stage. Groups are made when all ranks
+        load; here only rank and size are asked for."""
+        o, first = self.options, Place(0, self.options.pipeline_parallel_size)
+        place = Parallel(cast("Group", Place(0, o.tensor_parallel_size)), self.whole, cast("Group", first),
+                         experts=o.enable_expert_parallel)
         return own_nbytes(Llama(self.config, dtype, device, parallel=place), directory)
 
     def load(self, plan: RunnerPlan, progress: Callable[[int, int], None] | None,
@@ -73,11 +78,19 @@ class ParallelRanks:
             def counted(done: int, total: int) -> None:
                 self.followers.check()
                 if progress is not None: progress(done, total)
-            model = load_weights(plan, self.config, self.parallel, counted, stage)
+            made = load_part(part_of(self.world, plan), plan, self.followers, counted, stage)
             others.result()
-        return make_runner(plan, model, self.followers)
+        return made
+
+    def on_end(self, fail: Callable[[DistError], None]) -> None:
+        """Has requests fail when ranks have parted; their callers have some time to end the process."""
+        def end(why: DistError) -> None:
+            fail(why)
+            self.closed.wait()
+        self.world.on_end(end)
 
     def close(self) -> None:
         """Ends the other ranks."""
+        self.closed.set()
         self.followers.close()
         dist.close()

@@ -124,7 +124,8 @@ class ModelRunner:
                  max_seqs, self.max_len, self.max_shape, self.groups, dtype)
         # what the slots of adapters hold is no fact: steps read it from memory
         room = () if adapters is None else (adapters.slots, adapters.rank, adapters.dtype)
-        self.facts: tuple[object, ...] = *facts, *room
+        rank = () if model.parallel is None else model.parallel.facts
+        self.facts: tuple[object, ...] = *facts, *room, *rank
         self.step_store = None
         if identity: self.step_store = StepStore.open(self.facts, self.device, self._buffers, directory)
         self.steps: dict[BatchShape, tuple[InputLayout, CapturedStep]] = {}
@@ -273,7 +274,7 @@ class ModelRunner:
             if filters.mask: self.masks.send(batch, shape.samples)
             step()
             if batch.num_samples: self._sampler(shape.samples, filters)()
-            if (parallel := self.model.parallel) is not None: parallel.group.check()
+            if (parallel := self.model.parallel) is not None: parallel.check()
         return shape.samples
 
     def _send(self, batch: SchedulerOutput, layout: InputLayout) -> None:
@@ -362,6 +363,9 @@ class ModelRunner:
         indices, adapters = inputs.get("logits_indices"), self.adapters
         with nullcontext() if adapters is None or not shape.adapted else adapters.of_rows(inputs["adapters"]):
             made = self.model.step_paged(tokens, batches, self.store.cache, indices)
+        if (stage := self.model.parallel) is not None and not stage.last:
+            made.realize()
+            return
         self.output_buffer.logits(shape.samples).assign(made).realize()
 
     def _batch(self, shape: BatchShape, inputs: dict[str, Tensor], group: int) -> PagedBatch:
@@ -388,8 +392,11 @@ class ModelRunner:
     def _buffers(self) -> dict[str, Buffer]:
         """The memory that outlives steps, by name."""
         masks = {} if self.masks.buffer is None else {"masks": self.masks.buffer.region}
-        return {**self._weights_and_pages, **named_buffers(state=self.sampler_state, **masks,
-                                                           **self.output_buffer.memory())}
+        found = {**self._weights_and_pages, **named_buffers(state=self.sampler_state, **masks,
+                                                            **self.output_buffer.memory())}
+        if (parallel := self.model.parallel) is None: return found
+        from tinygrad_nv.engine.executor.descriptors import Named
+        return Named(found, parallel.groups)
 
     @cached_property
     def _weights_and_pages(self) -> dict[str, Buffer]:

@@ -31,12 +31,12 @@ def is_decode(rows: int, group: int, keys: int) -> bool:
     heads with 4 query heads each that is 32 CTAs for the 132 multiprocessors of an H100, which read each key
     4 times; of 32 rows one in each block of 16 counts. A decode kernel packs the group · rows rows of a key
     head into one CTA, as long as they are at most 4 warps · 16 = 64, so that each key is read once, and has a
-    CTA for each split of the keys: 8 key heads of 4096 keys with 128 elements are 8 · 16 splits of 256. What
+    CTA for each split of the keys: 8 key heads of 4096 keys with 128 elements are 8 · 8 splits of 512. What
     it costs is a second launch, of some microseconds, and what splits leave each other: group · rows · d_v
-    floats. A split therefore has 128 KiB of keys and values for each 16 rows (tile/decode/defaults.py), of
-    heads with 128 elements 16 keys a row: with no more keys than that, or than 128, nothing would be divided,
-    and a CTA of flash attention reads all it needs in less time than a launch takes. How many requests there
-    are does not count: bits would depend on it."""
+    floats. A split therefore has 128 KiB of keys and values for each 16 rows, or more
+    (tile/decode/defaults.py), of heads with 128 elements 16 keys a row: with no more keys than that, or than
+    128, nothing would be divided, and a CTA of flash attention reads all it needs in less time than a launch
+    takes. How many requests there are does not count: bits would depend on it."""
     packed = rows * group
     return rows <= MOST_ROWS and packed <= MOST_PACKED and keys > max(FEWEST_KEYS, KEYS_OF_ROW * packed)
 

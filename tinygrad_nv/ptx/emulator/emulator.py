@@ -11,7 +11,6 @@ gives the same answer under every seed (but for the order of floating-point atom
 """
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import time
@@ -23,63 +22,28 @@ import numpy as np
 
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.emulator.arguments import (
-    SM_COUNT,
-    Triple,
     check_launch,
-    entry_registers,
     pack_arguments,
-    resident_clusters,
     triple,
 )
+from tinygrad_nv.ptx.emulator.buffer import Buffer, Multicast
 from tinygrad_nv.ptx.emulator.calls import expanded
-from tinygrad_nv.ptx.emulator.footprint import Footprint, Runs
+from tinygrad_nv.ptx.emulator.footprint import Footprint
 from tinygrad_nv.ptx.emulator.lowering import WORKSPACE, WORKSPACE_BYTES
-from tinygrad_nv.ptx.emulator.native import TRACE, Counters, LaunchStruct, Library, Region, library
+from tinygrad_nv.ptx.emulator.native import library
 from tinygrad_nv.ptx.emulator.program import Program, lower
-from tinygrad_nv.ptx.emulator.report import KINDS, NOTE, Finding, Report, Site, Stats
+from tinygrad_nv.ptx.emulator.report import Report
+from tinygrad_nv.ptx.emulator.running import LATE, Run
 from tinygrad_nv.ptx.emulator.tapes import Tapes
-from tinygrad_nv.ptx.emulator.trace import Trace, Tracer
+from tinygrad_nv.ptx.emulator.trace import Trace
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.syntax import PTXFunction, PTXModule
 from tinygrad_nv.ptx.timing.gpu import GPUFigures
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a")
 FIRST_ADDRESS = 0x7_0000_0000
+GPU_ADDRESSES = 1 << 40     # between the first addresses of two GPUs
 GAP = 1 << 16        # bytes between allocations at least: what runs past one meets nothing
-SLICE = 4_000_000    # warp-instructions between looks at the keyboard: about half a second
-MORE, DONE, STUCK, LIMIT = range(4)
-LATE = "late"        # the seed that is no number
-NAMES_BYTES = 100    # of the kernels ahead, in a finding's text
-
-
-@dataclass(eq=False)
-class Buffer:
-    """Device memory: `ptr` its address, `nbytes` its size. `numpy()` gives a copy in the shape and dtype
-    it was made with (uint8 when it was made by size). `copied()` gives its bytes for a run that leaves them
-    as they are, by `copy` where there is a cheaper way than to copy them all."""
-    ptr: int
-    data: np.ndarray                # uint8, the memory itself
-    valid: np.ndarray | None        # 1 for bytes that were written; None: all
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    copy: Callable[[], np.ndarray] | None = None
-
-    @property
-    def nbytes(self) -> int: return self.data.nbytes
-
-    def copied(self) -> np.ndarray: return self.data.copy() if self.copy is None else self.copy()
-
-    def numpy(self) -> np.ndarray: return self.data.copy().view(self.dtype).reshape(self.shape)
-
-    def write(self, array: np.ndarray) -> None:
-        """Copies an array of `nbytes` into it."""
-        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        if raw.nbytes != self.nbytes:
-            raise PTXError(f"{raw.nbytes} bytes written to a buffer of {self.nbytes}", 0,
-                           "an array of the same size",
-                           "allocate another buffer")
-        self.data[:] = raw
-        if self.valid is not None: self.valid[:] = 1
 
 
 @dataclass(frozen=True)
@@ -127,10 +91,12 @@ class Emulator:
     instead of truncating as hardware does; a launch ends with a finding of kind instruction-limit after
     `step_limit` warp-instructions, or 20 times as many where no thread polls (strong loads, atomics,
     try_wait). At most `resident` clusters (CTAs, of launches without) run at a time, fewer where no more fit;
-    others start, in their order, as these end. Raises `PTXError` for an unknown architecture."""
+    others start, in their order, as these end. `ordinal` is which of several GPUs it is: their addresses
+    differ. Raises `PTXError` for an unknown architecture."""
 
     def __init__(self, arch: str = "sm_90a", check: bool = True, seed: int | str = 0, exact: bool = False,
-                 step_limit: int = 1_000_000_000, resident: int = 1 << 30) -> None:
+                 step_limit: int = 1_000_000_000, resident: int = 1 << 30,
+                 ordinal: int = 0) -> None:
         if resident < 1: raise PTXError(f"resident={resident}", 0, "at least 1 cluster")
         if arch not in ARCHITECTURES:
             raise PTXError(f"unknown architecture {arch!r}", 0, f"one of {', '.join(ARCHITECTURES)}")
@@ -139,8 +105,9 @@ class Emulator:
         self.arch, self.check, self.seed, self.exact, self.step_limit = arch, check, seed, exact, step_limit
         self.resident = resident
         self.buffers: dict[int, Buffer] = {}
+        self.multicasts: list[Multicast] = []
         self.modules: dict[bytes, LoadedModule] = {}
-        self.next_address = FIRST_ADDRESS
+        self.ordinal, self.next_address = ordinal, FIRST_ADDRESS + ordinal * GPU_ADDRESSES
 
     # **** memory ****
 
@@ -203,6 +170,16 @@ class Emulator:
         it is; the report has a prediction of the time that the launch takes there, with `log` of its issues
         for a trace, and without `strict` also of a kernel that ptxas changes; without `keep`, what chosen
         CTAs wrote stays in memory. Raises `PTXError` naming the line or the argument that cannot be."""
+        if timing is None:
+            return self.prepared(ptx_text, grid, block, args, entry, cluster, dynamic_smem, trace=trace,
+                                 footprint=footprint, ahead=ahead, tapes=tapes).to_end()
+        made = functools.partial(self.prepared, ptx_text, grid, block, args, entry, cluster, dynamic_smem)
+        return self._timed(made, timing, log, keep, strict)
+
+    def prepared(self, ptx_text: str, grid: int | Sequence[int], block: int | Sequence[int],
+                 args: Sequence[object] = (), entry: str | None = None,
+                 cluster: int | Sequence[int] = (1, 1, 1), dynamic_smem: int = 0, **options: Any) -> Run:
+        """A launch that has not begun. `options` are those of `Run`."""
         loaded = self._load(ptx_text)
         function = self._entry(loaded.module, entry)
         program = loaded.program(function)
@@ -211,23 +188,11 @@ class Emulator:
             raise PTXError(f"dynamic_smem={dynamic_smem!r}", 0, "a number of bytes ≥ 0")
         shared = program.static_bytes + int(dynamic_smem)
         shape = check_launch(self.arch, loaded.module, program, *shape, shared, dynamic_smem)
-        parameters = pack_arguments(function, args)
-        if timing is not None:
-            return self._timed(ptx_text, function.name, shape, shared, timing, log, keep, strict,
-                               lambda into: _Run(self, loaded, program, shape, shared, parameters, None,
-                                                 ptx_text, False, None, into).run())
-        began = time.perf_counter()
-        run = _Run(self, loaded, program, shape, shared, parameters, trace, ptx_text, footprint, ahead,
-                   tapes)
-        found = run.run()
-        notes = [finding for finding in found if finding.kind == NOTE]
-        return Report([finding for finding in found if finding.kind != NOTE], run.stats(),
-                      time.perf_counter() - began, run.footprint, ahead is not None and not run.held, notes,
-                      printed=run.printed)
+        return Run(self, loaded.packed(program, library().handler), program, shape, shared,
+                   pack_arguments(function, args), ptx_text, **options)
 
-    def _timed(self, text: str, entry: str, shape: tuple[Triple, Triple, Triple], shared: int,
-               gpu: str | GPUFigures, log: int, keep: bool, strict: bool,
-               run: Callable[[Tapes], object]) -> Report:
+    def _timed(self, made: Callable[..., Run], gpu: str | GPUFigures, log: int, keep: bool,
+               strict: bool) -> Report:
         from tinygrad_nv.ptx.timing.model import predicted
         from tinygrad_nv.ptx.timing.shape import Shape
 
@@ -235,12 +200,13 @@ class Emulator:
             kept = [(buffer, buffer.data) for buffer in self.buffers.values() if keep]
             for buffer, _ in kept: buffer.data = buffer.copied()
             check, self.check = self.check, False
-            try: run(tapes)
+            try: made(tapes=tapes).to_end()
             finally:
                 self.check = check
                 for buffer, data in kept: buffer.data = data
-        began = time.perf_counter()
-        found = predicted(text, self.arch, entry, lambda uses: Shape(*shape, shared, uses), gpu, record,
+        began, one = time.perf_counter(), made()
+        found = predicted(one.text, self.arch, one.program.name,
+                          lambda uses: Shape(*one.shape, one.shared, uses), gpu, record,
                           [(each.ptr, each.nbytes) for each in self.buffers.values()], log, strict)
         return Report(seconds=time.perf_counter() - began, timing=found)
 
@@ -275,111 +241,3 @@ class Emulator:
         if entry not in module.functions:
             raise PTXError(f"no entry function {entry!r}", 0, f"one of: {names}", "correct entry=…")
         return module.functions[entry]
-
-
-class _Run:
-    """One launch: what C reads and writes, kept alive."""
-
-    def __init__(self, emu: Emulator, loaded: LoadedModule, program: Program,
-                 shape: tuple[Triple, Triple, Triple], shared: int, parameters: bytes,
-                 trace: Trace | bool | None, text: str, footprint: bool,
-                 ahead: Sequence[Footprint] | None, tapes: Tapes | None) -> None:
-        self.tapes = tapes
-        self.library: Library = library()
-        self.program = program
-        self.ops, self.lists = loaded.packed(program, self.library.handler)
-        self.buffers = sorted((b for b in emu.buffers.values() if b.nbytes), key=lambda b: b.ptr)
-        self.regions = (Region * (len(self.buffers) + 1))(*(
-            Region(b.ptr, b.nbytes, b.data.ctypes.data, None if b.valid is None else b.valid.ctypes.data)
-            for b in self.buffers))
-        self.flight = self._flight(ahead or ())
-        self.footprint = Footprint(f"kernel {program.name}") if footprint and emu.check else None
-        self.counters = (Counters * (len(program.opcodes) + 1))()
-        self.tracer = Tracer(program, self.ops, self.library, text, trace)
-        grid, block, cluster = shape
-        seed = 0 if isinstance(emu.seed, str) else emu.seed & (1 << 64) - 1
-        self.launch = LaunchStruct(
-            self.ops, self.lists.ctypes.data, program.constants, parameters, self.regions, self.counters,
-            len(program.ops), len(program.opcodes), len(program.constants), program.register_bytes,
-            len(parameters),
-            len(self.buffers), (ctypes.c_int32 * 32)(*program.specials()), (ctypes.c_uint32 * 3)(*grid),
-            (ctypes.c_uint32 * 3)(*block), (ctypes.c_uint32 * 3)(*cluster), shared, program.static_bytes,
-            program.dynamic_align, program.local_bytes, SM_COUNT[int(emu.arch[3:5])], int(emu.arch[3:5]),
-            emu.check, emu.exact,
-            program.uses_wgmma, entry_registers(program.function),
-            min(emu.resident, resident_clusters(emu.arch, block, cluster, shared)), seed, emu.step_limit,
-            emu.seed == LATE,
-            TRACE(self.tracer.call), self.tracer.cta, self.tracer.warps, self.footprint is not None,
-            ahead is not None, _names(ahead or ()), None if tapes is None else tapes.numbers.ctypes.data,
-            *((0, 0, 0, False) if tapes is None else
-              (len(tapes.numbers), len(tapes.clusters), tapes.brief, tapes.idle)))
-        self.totals: Any = None
-        self.steps = 0
-        self.held = False
-        self.printed = ""
-
-    def _flight(self, ahead: Sequence[Footprint]) -> dict[object, np.ndarray]:
-        """For each buffer that the kernels ahead touch, the flags of its bytes; given to its region."""
-        flight: dict[object, np.ndarray] = {}
-        for each in ahead:
-            for memory, runs in each.runs.items():
-                if not isinstance(memory, Buffer): continue
-                runs.paint(flight.setdefault(memory, np.zeros(memory.nbytes, np.uint8)))
-        for buffer, region in zip(self.buffers, self.regions, strict=False):
-            if buffer in flight: region.flight = flight[buffer].ctypes.data
-        return flight
-
-    def run(self) -> list[Finding]:
-        """Runs to the end, looking up now and then so that Ctrl-C works."""
-        c = self.library.c
-        machine = ctypes.c_void_p(c.machine_new(ctypes.byref(self.launch)))
-        self.tracer.machine = machine
-        try:
-            while (state := c.machine_run(machine, ctypes.c_uint64(SLICE))) == MORE: pass
-            if state == LIMIT: c.machine_report_running(machine)
-            found = c.machine_findings(machine)
-            findings = [self.finding(found[i]) for i in range(c.machine_finding_count(machine))]
-            totals = c.machine_totals(machine).contents
-            self.totals = (totals.global_read, totals.global_written, totals.l2, totals.shared,
-                           totals.asynchronous)
-            self.steps, self.held = c.machine_steps(machine), c.machine_held(machine)
-            self.printed = c.machine_printed(machine).decode(errors="replace")
-            if self.footprint is not None: self._collect(self.footprint.runs)
-            if self.tapes is not None: self.tapes.read(self.library, machine)
-        finally: c.machine_free(machine)
-        self.tracer.finish()
-        return findings
-
-    def _collect(self, into: dict[object, Runs]) -> None:
-        for buffer, region in zip(self.buffers, self.regions, strict=False):
-            if region.touched: into[buffer] = self._runs(region)
-
-    def _runs(self, region: Region, room: int = 64) -> Runs:
-        bounds, flags = np.empty(room + 1, np.int64), np.empty(room, np.uint8)
-        count = self.library.c.footprint_runs(ctypes.byref(region), bounds.ctypes, flags.ctypes,
-                                              ctypes.c_int64(room))
-        if count > room: return self._runs(region, count)
-        return Runs(bounds[:count + 1], flags[:count])
-
-    @staticmethod
-    def finding(found: Any) -> Finding:
-        """From C's words to a `Finding`."""
-        pairs = [(found.cta, found.thread), (found.other_cta, found.other_thread)]
-        known = [pair for pair in pairs if pair[0] >= 0]
-        return Finding((*KINDS, NOTE)[found.kind], found.text.decode(errors="replace"), found.line,
-                       tuple(dict.fromkeys(cta for cta, _ in known)),
-                       tuple(dict.fromkeys(thread for _, thread in known)), found.count)
-
-    def stats(self) -> Stats:
-        """The counters."""
-        program = self.program
-        counted = zip(program.opcodes, program.lines, self.counters, strict=False)
-        sites = tuple(Site(opcode, line, c.warps, c.threads, c.passes, c.conflicts, c.sectors, c.requests,
-                           c.flops) for opcode, line, c in counted if c.warps)
-        return Stats(sites, self.steps, *self.totals)
-
-
-def _names(ahead: Sequence[Footprint]) -> bytes:
-    """What the kernels ahead are called, for a finding's text."""
-    names = " or ".join(dict.fromkeys(each.what for each in ahead)).encode()
-    return names if len(names) <= NAMES_BYTES else names[:NAMES_BYTES] + b"..."

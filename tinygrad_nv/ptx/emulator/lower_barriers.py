@@ -9,7 +9,7 @@ WAITS, REDUCES, UNALIGNED = 16, 32, 64            # barriers.c
 NO_COMPLETE, EXPECT, DROP, PARITY, RELAXED, TEST = 16, 32, 64, 128, 256, 512  # mbarrier.c
 REDUCTIONS = {"popc": 0, "and": 1, "or": 2}
 SHARED, GLOBAL = 1, 2                             # fence_proxy
-ACQUIRES, RELEASES, INITS = 1, 2, 4               # fence
+ACQUIRES, RELEASES, INITS, SYSTEM = 1, 2, 4, 8               # fence
 
 
 # **** named barriers ****
@@ -127,7 +127,8 @@ def fence(low: FunctionLowering, instruction: Instruction) -> None:
     …;`."""
     one = {"acquire": ACQUIRES, "release": RELEASES}
     inits = INITS if instruction.mnemonic == "fence" and low.has("mbarrier_init") else 0
-    low.emit("fence", flags=inits | one.get(low.one_of(*one), ACQUIRES | RELEASES))
+    scope = SYSTEM if low.has("sys") else 0
+    low.emit("fence", flags=inits | scope | one.get(low.one_of(*one), ACQUIRES | RELEASES))
 
 
 @lowers("fence.proxy.async", "fence.proxy.async::generic")

@@ -4,14 +4,14 @@ from __future__ import annotations
 from tinygrad_nv.ptx.emulator.lowering import SPACES, WIDTHS, FunctionLowering, lowers
 from tinygrad_nv.ptx.syntax import Address, Immediate, Instruction, Operand, Register, Sink, Vector
 
-SIGNED, STRONG, ACQUIRE, RELEASE = 1, 2, 4, 8
-ORDERS = {"volatile": STRONG, "mmio": STRONG, "relaxed": STRONG, "acquire": STRONG | ACQUIRE,
-          "release": STRONG | RELEASE, "acq_rel": STRONG | ACQUIRE | RELEASE}
+SIGNED, STRONG, ACQUIRE, RELEASE, SYSTEM = 1, 2, 4, 8, 16
+ORDERS = {"volatile": STRONG | SYSTEM, "mmio": STRONG | SYSTEM, "relaxed": STRONG,
+          "acquire": STRONG | ACQUIRE, "release": STRONG | RELEASE, "acq_rel": STRONG | ACQUIRE | RELEASE}
 
 
 def order_flags(low: FunctionLowering) -> int:
-    """STRONG, ACQUIRE and RELEASE as the modifiers say."""
-    return ORDERS.get(low.one_of(*ORDERS), 0)
+    """STRONG, ACQUIRE, RELEASE and SYSTEM as the modifiers say."""
+    return ORDERS.get(low.one_of(*ORDERS), 0) | (SYSTEM if low.has("sys") else 0)
 
 
 def memory_space(low: FunctionLowering) -> int:

@@ -23,6 +23,7 @@ SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-O2", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno",
          "-fno-strict-aliasing", "-fno-sanitize=all", "-g0", f"-DSHARED_BASE={SHARED_BASE}")
 TRACE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32)
+MOST_PEERS = 16
 u8, u32, i32, u64, i64 = ctypes.c_uint8, ctypes.c_uint32, ctypes.c_int32, ctypes.c_uint64, ctypes.c_int64
 
 
@@ -30,7 +31,7 @@ class Region(ctypes.Structure):
     """core.h: Region."""
     _fields_ = (("base", u64), ("size", u64), ("data", ctypes.c_void_p), ("valid", ctypes.c_void_p),
                 ("pages", ctypes.c_void_p), ("cta", ctypes.c_void_p), ("touched", ctypes.c_void_p),
-                ("low", u64), ("high", u64), ("flight", ctypes.c_void_p))
+                ("low", u64), ("high", u64), ("flight", ctypes.c_void_p), ("gpu", i32))
 
 
 class Counters(ctypes.Structure):
@@ -66,7 +67,13 @@ class LaunchStruct(ctypes.Structure):
         ("resident", i32), ("seed", u64), ("step_limit", u64), ("late", i32), ("trace", TRACE),
         ("trace_cta", i64), ("trace_warps", u64), ("footprint", i32), ("pdl", i32),
         ("ahead", ctypes.c_char_p), ("taped", ctypes.c_void_p), ("taped_count", i32), ("whole", i32),
-        ("brief", u64), ("idle", i32))
+        ("brief", u64), ("idle", i32), ("peers", ctypes.c_void_p), ("gpu", i32),
+        ("name", ctypes.c_char_p), ("multicasts", ctypes.c_void_p), ("multicast_count", i32))
+
+
+class MulticastStruct(ctypes.Structure):
+    """core.h: Multicast."""
+    _fields_ = (("base", u64), ("size", u64), ("members", u64 * MOST_PEERS), ("count", i32))
 
 
 class TapeStruct(ctypes.Structure):
@@ -83,6 +90,8 @@ RESULTS = {"machine_new": ctypes.c_void_p, "machine_run": ctypes.c_int, "machine
            "machine_held": ctypes.c_bool, "machine_printed": ctypes.c_char_p,
            "machine_tape_count": i32, "machine_draws": i32,
            "machine_tape": ctypes.POINTER(TapeStruct), "footprint_runs": i64,
+           "peers_new": ctypes.c_void_p, "peers_pages": ctypes.c_void_p, "peers_run": i32,
+           "peers_note": i32, "peers_learn": None, "peers_free": None,
            "warp_registers": ctypes.c_void_p, "warp_id": i32, "warp_number": i32}
 
 

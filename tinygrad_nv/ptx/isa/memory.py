@@ -63,6 +63,25 @@ red {.relaxed|.release}{<scope>}.global{<hint>}(.add|.min|.max).noftz(.v2|.v4|.v
         [a] n:T hint; 90:8.1
 """
 
+MULTIMEM = """
+multimem.ld_reduce {.weak}{.global}.add(.u32|.s32|.u64|.f32|.f64); =T [a];                           90:8.1
+multimem.ld_reduce {.weak}{.global}(.min|.max)(.u32|.s32|.u64|.s64); =T [a];                         90:8.1
+multimem.ld_reduce {.weak}{.global}(.and|.or|.xor)(.b32|.b64); =T [a];                               90:8.1
+multimem.ld_reduce {.weak}{.global}.add(.v2|.v4).f32;        =n:T [a];                               90:8.1
+multimem.ld_reduce {.weak}{.global}.add{.acc::f32@90:8.2}(.v2|.v4)(.f16x2|.bf16x2); =n:T [a];        90:8.1
+multimem.ld_reduce (.relaxed|.acquire)<scope>{.global}.add(.u32|.s32|.u64|.f32|.f64); =T [a];        90:8.1
+multimem.ld_reduce (.relaxed|.acquire)<scope>{.global}.add(.v2|.v4).f32; =n:T [a];                   90:8.1
+multimem.ld_reduce (.relaxed|.acquire)<scope>{.global}.add{.acc::f32@90:8.2}(.v2|.v4)(.f16x2|.bf16x2);
+        =n:T [a]; 90:8.1
+multimem.st {.weak}{.global}(.u32|.s32|.b32|.u64|.s64|.b64|.f32|.f64); [a] T;                        90:8.1
+multimem.st {.weak}{.global}(.v2|.v4)(.f32|.f16x2|.bf16x2);  [a] n:T;                                90:8.1
+multimem.st (.relaxed|.release)<scope>{.global}(.u32|.s32|.b32|.u64|.s64|.b64|.f32|.f64); [a] T;     90:8.1
+multimem.st (.relaxed|.release)<scope>{.global}(.v2|.v4)(.f32|.f16x2|.bf16x2); [a] n:T;              90:8.1
+multimem.red [(.relaxed|.release)<scope>]{.global}.add(.u32|.s32|.u64|.f32|.f64); [a] T;             90:8.1
+multimem.red [(.relaxed|.release)<scope>]{.global}(.min|.max)(.u32|.s32|.u64|.s64); [a] T;           90:8.1
+multimem.red [(.relaxed|.release)<scope>]{.global}(.and|.or|.xor)(.b32|.b64); [a] T;                 90:8.1
+"""
+
 ADDRESSES = """
 cvta (.global|.const|.local|<shared>|.param@80:7.7).u64;     =u64 any
 cvta .to(.global|.const|.local|<shared>|.param@80:7.7).u64;  =u64 any

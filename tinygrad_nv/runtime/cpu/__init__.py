@@ -2,7 +2,8 @@
 
   clang.py    tinygrad's renderer for the CPU, with the compiler that toolchain.py finds
   device.py   what the CPU device gets: the compiler, graphs, all cores
-  threads.py  how many threads there are, and why not more
+  available.py  the cores of this process, and why not more
+  threads.py  how many threads kernels are made for
   program.py  one kernel: compiled, loaded and called on arrays, for tuning and tests
   pool.py     the threads that run kernels, and the C that gives them their parts
   eager.py    launches outside graphs, on all cores

@@ -35,7 +35,7 @@ from tinygrad.device import TinyELF
 from tinygrad.runtime import ops_cpu
 from tinygrad.runtime.autogen import libc
 
-from tinygrad_nv.runtime.cpu.threads import available
+from tinygrad_nv.runtime.cpu.available import available
 
 HEAD = 4  # words before the arguments
 LENGTHS = (6, 14, 30, 63)  # 63 is tinygrad's own limit of arguments

@@ -6,6 +6,7 @@ through this.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import weakref
@@ -71,6 +72,14 @@ class CUDAContext(driver.Driver):
         # GPU 0 is what a thread without a context means
         return before if number or self.ordinal else None
 
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """The context is the thread's."""
+        before = self.enter()
+        try: yield
+        finally:
+            if before is not None: self.cu.cuCtxSetCurrent(before)
+
     def _no_context(self, status: Any) -> DriverError:
         """The error where the driver does not say which context is current: after a fork, it never does."""
         doing = "asking for the current context"
@@ -126,7 +135,9 @@ class CUDAContext(driver.Driver):
 
     def into(self, stream: driver.Stream | None) -> CUDAStream:
         """The stream that is meant."""
-        if stream is None: return self.streams[0]
+        if stream is None:
+            if self.beside is not None: self.wait_beside()
+            return self.streams[0]
         if not isinstance(stream, CUDAStream) or stream.owner is not self:
             raise DriverError("a stream of another device", f"one of the {self.properties.name} device")
         return stream
@@ -136,6 +147,14 @@ class CUDAContext(driver.Driver):
         handle = self.call("cuStreamCreate", self.cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.keep("cuStreamDestroy", handle)
         return handle
+
+    @functools.cached_property
+    def capture_stream(self) -> Any:
+        """A CUstream in which calls of libraries are captured."""
+        return self.new_stream()
+
+    @property
+    def stream_0(self) -> CUDAStream: return self.streams[0]
 
     def capturing(self, stream: CUDAStream) -> bool:
         """Whether CUDA captures a stream: one that is not ours, as we let it capture none."""

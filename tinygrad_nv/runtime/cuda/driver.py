@@ -33,6 +33,7 @@ from tinygrad_nv.runtime.cuda.graph import CUDAGraph, described, host_address
 from tinygrad_nv.runtime.cuda.memory import CUDAHostMemory, Staging, StreamOrderedPool
 from tinygrad_nv.runtime.cuda.streams import CUDAEvent, CUDAStream
 from tinygrad_nv.runtime.driver import Copy, Download, Fill, Launch, Properties, TensorMapSpec, Upload, Work
+from tinygrad_nv.runtime.library_call import LibraryCall
 
 NEEDED = "an NVIDIA GPU of compute capability 8.0 or later, its driver, and cuda-python"
 INSTEAD = "DEV=EMU runs the same kernels on the CPU, DEV=CPU computes there"
@@ -176,6 +177,9 @@ class CUDADriver(CUDAContext):
             try: self.launcher.launch(work, into)
             finally:
                 if before is not None: self.cu.cuCtxSetCurrent(before)
+            into.busy = True
+        elif isinstance(work, LibraryCall):
+            with self.inside(): work.enqueue(int(into.handle))
             into.busy = True
         else: self._move(work, into)
 

@@ -20,6 +20,7 @@ from tinygrad_nv.runtime.cuda.context import CUDAContext
 from tinygrad_nv.runtime.cuda.memory import CUDAHostMemory
 from tinygrad_nv.runtime.driver import Copy, Download, Fill, Launch, Node, Upload, Work
 from tinygrad_nv.runtime.edges import Reduction, early
+from tinygrad_nv.runtime.library_call import LibraryCall
 
 COPY_LIMIT = 2**31 - 1  # bytes of a copy's row: its pitch
 
@@ -61,11 +62,18 @@ class CUDAGraph(driver.Graph):
         """A node without edges."""
         gpu = self.gpu
         if isinstance(work, Launch): return self._kernel_node(work)
+        if isinstance(work, LibraryCall): return self._child_node(work)
         if isinstance(work, Fill):
             return gpu.call("cuGraphAddMemsetNode", self.handle, [], 0, fill_parameters(gpu, work),
                             gpu.context, doing=described(work))
         return gpu.call("cuGraphAddMemcpyNode", self.handle, [], 0, copy_parameters(gpu, work), gpu.context,
                         doing=described(work))
+
+    def _child_node(self, work: LibraryCall) -> Any:
+        """What a library puts into a stream, as a graph in the graph."""
+        child = captured(self.gpu, work)
+        try: return self.gpu.call("cuGraphAddChildGraphNode", self.handle, [], 0, child, doing=work.what)
+        finally: self.gpu.call("cuGraphDestroy", child)
 
     def _kernel_node(self, work: Launch) -> Any:
         gpu = self.gpu
@@ -127,6 +135,10 @@ class CUDAExecutable(driver.Executable):
             self.launcher.check_cluster(work)
             gpu.call("cuGraphExecKernelNodeSetParams", self.handle, at,
                      kernel_parameters(gpu, self.launcher, work), doing=f"{doing}: {refused(work)}")
+        elif isinstance(work, LibraryCall):
+            child = captured(gpu, work)
+            try: gpu.call("cuGraphExecChildGraphNodeSetParams", self.handle, at, child, doing=doing)
+            finally: gpu.call("cuGraphDestroy", child)
         elif isinstance(work, Fill):
             gpu.call("cuGraphExecMemsetNodeSetParams", self.handle, at, fill_parameters(gpu, work),
                      gpu.context, doing=doing)
@@ -161,8 +173,23 @@ def changeable(node: Node, before: Work, work: Work) -> None:
 def holds(launcher: Launcher, work: Work) -> object:
     """What must live as long as a node that does `work`."""
     if isinstance(work, Launch): return launcher.prepared(work)[0].module.image
+    if isinstance(work, LibraryCall): return work.holds()
     if isinstance(work, Upload): return work.source
     return work.target if isinstance(work, Download) else None
+
+
+def captured(gpu: CUDAContext, work: LibraryCall) -> Any:
+    """A CUgraph of what a library puts into a stream; the caller destroys it. A capture in relaxed mode, as
+    the library may allocate memory, and may do so in a thread of its own."""
+    stream, mode = gpu.capture_stream, gpu.cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    gpu.call("cuStreamBeginCapture", stream, mode, doing=work.what)
+    try:
+        with gpu.inside(): work.enqueue(int(stream))
+    except BaseException:
+        _, *left = gpu.status("cuStreamEndCapture", stream)
+        if left and int(left[0]): gpu.call("cuGraphDestroy", left[0])
+        raise
+    return gpu.call("cuStreamEndCapture", stream, doing=work.what)
 
 
 # **** the driver's structs ****

@@ -6,17 +6,20 @@ added), so that a missing edge shows, and its nodes' footprints are compared.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.ptx.emulator.footprint import Footprint
+from tinygrad_nv.ptx.emulator.peers import Asked, Point
+from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.runtime import driver
 from tinygrad_nv.runtime.capture import Capture
 from tinygrad_nv.runtime.driver import Launch, Node, Work
 from tinygrad_nv.runtime.edges import early
 from tinygrad_nv.runtime.emulated.order import Clock, Done, GraphOrder, StreamHistory, serial
+from tinygrad_nv.runtime.library_call import LibraryCall
 
 
 @dataclass(eq=False)
@@ -27,13 +30,20 @@ class EmulatedStream(StreamHistory, driver.Stream):
 
 
 @dataclass(eq=False)
-class EmulatedEvent(driver.Event):
-    """Where and when it was recorded; in a capture, after which nodes."""
-    stream: EmulatedStream | None = None
+class EventMark:
+    """A point in a stream's work: what comes before it, and when it was passed."""
+    point: Point = field(default_factory=Point)
+    clock: Clock = field(default_factory=dict)
     seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class EmulatedEvent(driver.Event):
+    """Where it was recorded, the last time; in a capture, after which nodes."""
+    stream: EmulatedStream | None = None
     capture: Capture[EmulatedGraph] | None = None
     nodes: tuple[Node, ...] = ()
-    clock: Clock = field(default_factory=dict)
+    mark: EventMark = field(default_factory=EventMark)
 
 
 class GraphDevice(Protocol):
@@ -41,7 +51,10 @@ class GraphDevice(Protocol):
     check: bool
 
     def into(self, stream: driver.Stream | None) -> EmulatedStream: ...
-    def run(self, work: Work, stream: EmulatedStream, ahead: tuple[Footprint, ...] = ()) -> Done: ...
+    def run(self, work: Work, stream: EmulatedStream,
+            ahead: tuple[Footprint, ...] = ()) -> Generator[Asked, Report | None, Done]: ...
+
+    def play(self, steps: Generator[Asked, Report | None, None]) -> None: ...
     def enter(self, stream: EmulatedStream, footprint: Footprint) -> None: ...
 
 
@@ -96,6 +109,8 @@ class EmulatedExecutable(driver.Executable):
     def __init__(self, graph: EmulatedGraph) -> None:
         self.device, self.works, self.order = graph.device, list(graph.works), graph.order()
         self.edges = GraphOrder(graph.after)
+        self.kept = {number: work.holds() for number, work in enumerate(self.works)
+                     if isinstance(work, LibraryCall)}
         self.launches = 0
         self.last: Clock = {}           # where it was launched last
 
@@ -113,6 +128,7 @@ class EmulatedExecutable(driver.Executable):
             raise DriverError(f"node {node.number} is updated with another access-policy window",
                               "the one it has", "instantiate another graph")
         self.works[node.number] = work
+        if isinstance(work, LibraryCall): self.kept[node.number] = work.holds()
 
     @serial
     def launch(self, stream: driver.Stream | None = None) -> None:
@@ -121,21 +137,24 @@ class EmulatedExecutable(driver.Executable):
             raise DriverError("a graph is launched into a stream that is captured", "a stream that runs",
                               "capture the graph's work itself")
         self.launches += 1
+        self.device.play(self._launched(into, list(self.works)))
+
+    def _launched(self, into: EmulatedStream, works: list[Work]) -> Generator[Asked, Report | None, None]:
         into.join(self.last)            # launches of one executable graph do not overlap
         into.advance()
         self.last = into.now()
-        if self.device.check: self._run_checked(into)
+        if self.device.check: yield from self._checked(into, works)
         else:
-            for number in self.order: self.device.run(self.works[number], into)
+            for number in self.order: yield from self.device.run(works[number], into)
 
-    def _run_checked(self, into: EmulatedStream) -> None:
-        footprints = [Footprint("")] * len(self.works)
+    def _checked(self, into: EmulatedStream, works: list[Work]) -> Generator[Asked, Report | None, None]:
+        footprints = [Footprint("")] * len(works)
         # by node: what a programmatic launch right after it runs beside
         beside: dict[int, tuple[Footprint, ...]] = {}
         for number in self.order:
-            work, before = self.works[number], self.edges.direct[number]
-            ahead = beside[before[0]] if early(work, [self.works[each] for each in before]) else ()
-            done = self.device.run(work, into, ahead)
+            work, before = works[number], self.edges.direct[number]
+            ahead = beside[before[0]] if early(work, [works[each] for each in before]) else ()
+            done = yield from self.device.run(work, into, ahead)
             beside[number] = done.beside(ahead)
             what, runs = f"{done.footprint.what} (node {number} of a graph)", done.footprint.runs
             footprints[number] = Footprint(what, runs)

@@ -10,7 +10,7 @@ from grouped_case import built, exact, launched, near, routings
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.assemble import assemble, find_program
-from tinygrad_nv.ptx.emulator.emulator import LATE
+from tinygrad_nv.ptx.emulator import LATE
 from tinygrad_nv.tile.grouped_gemm.mma.plan import candidates
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedMma
 from tinygrad_nv.tile.grouped_gemm.spec import ACTIVATIONS, GroupedGemmSpec

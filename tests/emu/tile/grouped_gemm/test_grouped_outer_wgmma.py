@@ -12,7 +12,7 @@ from outer_case import built, exact, launched, near
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.assemble import assemble, find_program
-from tinygrad_nv.ptx.emulator.emulator import LATE
+from tinygrad_nv.ptx.emulator import LATE
 from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedOuterMma, GroupedOuterWgmma

@@ -8,7 +8,7 @@ import pytest
 from grouped_case import built, exact, near, routings
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.ptx.emulator.emulator import LATE
+from tinygrad_nv.ptx.emulator import LATE
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedWgmma
 from tinygrad_nv.tile.grouped_gemm.spec import ACTIVATIONS, GroupedGemmSpec
 from tinygrad_nv.tile.template import GPU

@@ -8,7 +8,7 @@ import pytest
 from grouped_case import routings
 from quant_grouped_case import BF16, F16, ROUNDED, TYPES, each_activation, exact, near, reported, spec_of
 
-from tinygrad_nv.ptx.emulator.emulator import LATE
+from tinygrad_nv.ptx.emulator import LATE
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedMma
 from tinygrad_nv.tile.template import GPU

@@ -7,7 +7,7 @@
  */
 #include "core.h"
 
-enum { SIGNED = 1, STRONG = 2, ACQUIRE = 4, RELEASE = 8 };
+enum { SIGNED = 1, STRONG = 2, ACQUIRE = 4, RELEASE = 8, SYSTEM_SCOPE = 16 };
 
 static const i32 *items_of(const Machine *m, const Op *op, const i32 *single) {
     return op->count ? m->launch.lists + op->list : single;
@@ -23,7 +23,7 @@ static void synchronise(Machine *m, Warp *w, const Op *op, const Reach *reach, b
         if (reach->region[l] == last && reach->offset[l] == at) continue;
         last = reach->region[l], at = reach->offset[l];
         bool acquire = !writes && op->flags & ACQUIRE, release = writes && op->flags & RELEASE;
-        clock_location(m, w, last, at, reads, writes, acquire, release);
+        clock_location(m, w, last, at, reads, writes, acquire, release, op->flags & SYSTEM_SCOPE);
     }
 }
 
@@ -59,10 +59,13 @@ HANDLER(ld) {
     addresses(w, op, address);
     reach_warp(m, w, op, address, mask, bytes, bytes, READ, &reach);
     bool strong = op->flags & STRONG;
-    if (strong) synchronise(m, w, op, &reach, true, false);
+    if (strong) {
+        synchronise(m, w, op, &reach, true, false);
+        if (m->launch.peers) peers_poll(m, w, op, address[lowest(mask)]);
+    }
     if (m->launch.check) {
         Who who = thread_of(w, op, 0);
-        who.strong = strong;
+        who.strong = strong, who.system = (op->flags & SYSTEM_SCOPE) != 0;
         for (u32 l = 0; l < LANES; l++) {
             if (!(reach.good >> l & 1)) continue;
             who.lane = (i32)l;
@@ -128,7 +131,7 @@ HANDLER(st) {
     for (int i = 0; i < op->vector; i++) gather_element(w, op, items[i], rows, (u32)i * op->width);
     bool strong = op->flags & STRONG;
     Who who = thread_of(w, op, 0);
-    who.strong = strong;
+    who.strong = strong, who.system = (op->flags & SYSTEM_SCOPE) != 0;
     u32 good = reach.good;
     EACH {
         if (!(good >> l & 1)) continue;

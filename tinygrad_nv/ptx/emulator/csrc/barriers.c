@@ -178,10 +178,10 @@ HANDLER(fence_proxy) {
 }
 
 /* fence.{sc, acq_rel, acquire, release}, membar, fence.mbarrier_init, fence.proxy.tensormap: flags 1:
- * acquires, 2: releases, 4: mbarrier_init. */
+ * acquires, 2: releases, 4: mbarrier_init, 8: of system scope. */
 HANDLER(fence) {
     if (op->flags & 4) fence_inits(w, mask);
-    clock_fence(m, w, op->flags & 1, op->flags & 2);
+    clock_fence(m, w, op->flags & 1, op->flags & 2, op->flags & 8);
     return NEXT;
 }
 
@@ -232,6 +232,7 @@ static void describe_cluster(const Warp *w, char *out, size_t n) {
 void describe_wait(Machine *m, Warp *w, Group *g, char *out, size_t size) {
     const Op *op = &m->launch.ops[g->pc];
     int lane = lowest(g->mask);
+    if (describe_poll(m, w, out, size)) return;
     if (op->handler == op_bar) {
         u32 id = r32(w, op->a)[lane] % NAMED_BARRIERS;
         const Named *n = &w->cta->named[id];

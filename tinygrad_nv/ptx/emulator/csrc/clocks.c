@@ -6,6 +6,10 @@
  * global memory), since the async proxy sees only that. Actors of the own cluster are in a dense vector,
  * those of other clusters in a sorted list, which is nearly always empty. There is also the one event of
  * cluster 0, which is none: that the kernels ahead have ended.
+ *
+ * Among peers (peers.c) releases and acquires of system scope order all GPUs, others those of one GPU alone:
+ * a location has a clock for each GPU and one of system scope, and fences publish for each scope apart. Cluster
+ * 0 has an event for each GPU as well: up to which launch it is known to have run.
  */
 #include <stdlib.h>
 
@@ -13,15 +17,16 @@
 
 typedef struct { u32 key, known, fenced; } Foreign;  /* key: cluster << 12 | actor */
 typedef struct { Foreign *items; i32 count, room; } Sparse;
-typedef struct { u64 key; Sparse clock; } Location;   /* key: host address of the word; 0: empty */
+typedef struct { u64 key; Sparse clock; } Location;   /* key: host address of the word, and whose clock; 0: empty */
+enum { OWN, SYSTEM, SCOPES };
 
 struct Clock {
     i32 actors;
     Sparse foreign;
     /* what was known at fences, for relaxed writes after them; NULL: none. Barriers hand it on: CUDA's threads
      * call __threadfence, then __syncthreads, then one of them tells the other blocks. */
-    Sparse *published;
-    Sparse *pending;    /* a warp's: what relaxed reads saw, for the fence after them */
+    Sparse *published[SCOPES];
+    Sparse *pending[SCOPES];    /* a warp's: what relaxed reads saw, for the fence after them */
     u32 v[];            /* known, fenced for shared memory, fenced for global memory: `actors` each */
 };
 
@@ -34,8 +39,41 @@ struct Shadow {
     u32 reader_count, reader_room, reader_free;
 };
 
+/* **** peers: launches of several GPUs that run together (peers.c) **** */
+
+typedef struct { const Op *ops; char name[64]; u32 grid[3], cluster[3], number; i32 gpu; } PeerLaunch;
+typedef struct { u32 launch, number; } PeerCluster;     /* of Peers.launches; in the grid */
+
+/* A GPU, whose launches run one after the other. */
+typedef struct {
+    Machine *machine;       /* of the launch that runs, NULL: none */
+    u32 launches, sleep;    /* launches so far; turns until it goes on */
+    Sparse before, known;   /* what is known at the beginning of the last launch, and after it */
+    Sparse ended;           /* what warps of the launch that runs knew when they exited */
+} PeerGpu;
+
+struct Peers {
+    struct Shadow *shadow;
+    PeerGpu *gpus;
+    i32 gpu_count;
+    PeerLaunch *launches;
+    PeerCluster *clusters;  /* by sequence */
+    u32 launch_count, launch_room, started, cluster_room;
+    u64 changes, seed, rng, turns;
+    bool stuck;             /* a deadlock was reported */
+    Sparse *notes;          /* what GPUs knew at points that others wait for */
+    i32 note_count, note_room;
+    struct PeerPages { struct PeerPages *next; struct Page **pages; u64 count; } *pages;
+};
+
+static const PeerLaunch *launch_of(const Peers *p, u32 cluster) {
+    return &p->launches[p->clusters[cluster].launch];
+}
+
 enum { KNOWN, FENCED_SHARED, FENCED_GLOBAL };
-enum { AHEAD = 0 };  /* Foreign.key */
+enum { AHEAD = 0 };  /* Foreign.key; those after it: GPUs among peers, up to which launch they are known to have run */
+enum { LOCATION_BITS = 56, MANY = 48 };
+#define OF_SYSTEM 255ull
 #define ACTOR_BITS 12
 
 static u32 *part(Clock *c, int which) { return c->v + (size_t)which * (size_t)c->actors; }
@@ -54,7 +92,7 @@ static void sparse_free(Sparse *s) {
 
 void clock_free(Clock *c) {
     if (!c) return;
-    sparse_free(c->published), sparse_free(c->pending);
+    for (int s = 0; s < SCOPES; s++) sparse_free(c->published[s]), sparse_free(c->pending[s]);
     free(c->foreign.items), free(c);
 }
 
@@ -62,8 +100,7 @@ void clock_clear(Machine *m, Clock *c) {
     if (!c) return;
     memset(c->v, 0, 3 * sizeof(u32) * (size_t)m->actors);
     c->foreign.count = 0;
-    sparse_free(c->published);
-    c->published = NULL;
+    for (int s = 0; s < SCOPES; s++) sparse_free(c->published[s]), c->published[s] = NULL;
 }
 
 /* **** sorted lists **** */
@@ -95,6 +132,29 @@ static void sparse_join(Sparse *into, const Sparse *from) {
     for (i32 i = 0; i < from->count; i++) sparse_raise(into, from->items[i]);
 }
 
+/* What of other GPUs a list need not name, as it knows their launches to have ended. */
+static void forget_ended(const Peers *p, Sparse *s) {
+    i32 kept = 0;
+    for (i32 i = 0; i < s->count; i++) {
+        u32 cluster = s->items[i].key >> ACTOR_BITS;
+        if (cluster) {
+            const PeerLaunch *launch = launch_of(p, cluster);
+            i32 at = sparse_find(s, (u32)launch->gpu + 1);  /* those are before all clusters, and stay */
+            if (at < kept && s->items[at].key == (u32)launch->gpu + 1 && s->items[at].known >= launch->number) continue;
+        }
+        s->items[kept++] = s->items[i];
+    }
+    s->count = kept;
+}
+
+/* Whether a warp knows that the launch of a cluster has ended. */
+static bool ended(const Warp *w, const Sparse *s, u32 cluster) {
+    const PeerLaunch *launch = launch_of(w->cta->cluster->peers, cluster);
+    u32 key = (u32)launch->gpu + 1;
+    i32 at = sparse_find(s, key);
+    return at < s->count && s->items[at].key == key && s->items[at].known >= launch->number;
+}
+
 /* All a warp knows, as a list that other clusters can read. */
 static void sparse_from(const Warp *w, Sparse *into) {
     u32 *known = part(w->clock, KNOWN), *fenced = part(w->clock, FENCED_GLOBAL);
@@ -104,10 +164,12 @@ static void sparse_from(const Warp *w, Sparse *into) {
     sparse_join(into, &w->clock->foreign);
 }
 
-static bool after_wait(const Sparse *s) { return s->count && s->items[0].key == AHEAD; }
+static bool after_wait(const Warp *w, const Sparse *s) {
+    return s->count && s->items[0].key == AHEAD && s->items[0].known == w->cta->cluster->launch;
+}
 
 static void sparse_into(Warp *w, const Sparse *from) {
-    if (after_wait(from)) w->behind = 0;
+    if (after_wait(w, from)) w->behind = 0;
     u32 *known = part(w->clock, KNOWN), *fenced = part(w->clock, FENCED_GLOBAL);
     for (i32 i = 0; i < from->count; i++) {
         Foreign f = from->items[i];
@@ -124,9 +186,11 @@ static void sparse_into(Warp *w, const Sparse *from) {
 static void join_dense(Clock *into, const Clock *from) {
     for (i32 i = 0; i < 3 * into->actors; i++) into->v[i] = into->v[i] < from->v[i] ? from->v[i] : into->v[i];
     if (from->foreign.count) sparse_join(&into->foreign, &from->foreign);
-    if (!from->published) return;
-    if (!into->published) into->published = calloc(1, sizeof(Sparse));
-    sparse_join(into->published, from->published);
+    for (int s = 0; s < SCOPES; s++) {
+        if (!from->published[s]) continue;
+        if (!into->published[s]) into->published[s] = calloc(1, sizeof(Sparse));
+        sparse_join(into->published[s], from->published[s]);
+    }
 }
 
 /* The warp's own entry is its clock; what it does from now on is later. */
@@ -170,20 +234,22 @@ void clock_proxy_fence(Machine *m, Warp *w, bool shared, bool global) {
 }
 
 /* What relaxed reads saw becomes known. */
-static void take_pending(Warp *w) {
-    if (!w->clock->pending) return;
-    sparse_into(w, w->clock->pending);
-    sparse_free(w->clock->pending);
-    w->clock->pending = NULL;
+static void take_pending(Warp *w, int scope) {
+    if (!w->clock->pending[scope]) return;
+    sparse_into(w, w->clock->pending[scope]);
+    sparse_free(w->clock->pending[scope]);
+    w->clock->pending[scope] = NULL;
 }
 
-void clock_fence(Machine *m, Warp *w, bool acquire, bool release) {
+void clock_fence(Machine *m, Warp *w, bool acquire, bool release, bool system) {
     if (!m->launch.check) return;
-    if (acquire) take_pending(w);
-    if (!release) return;
-    tick(w);
-    if (!w->clock->published) w->clock->published = calloc(1, sizeof(Sparse));
-    sparse_from(w, w->clock->published);
+    if (release) tick(w);
+    for (int scope = OWN; scope <= (system && m->launch.peers ? SYSTEM : OWN); scope++) {
+        if (acquire) take_pending(w, scope);
+        if (!release) continue;
+        if (!w->clock->published[scope]) w->clock->published[scope] = calloc(1, sizeof(Sparse));
+        sparse_from(w, w->clock->published[scope]);
+    }
 }
 
 /* cp.asyncs that the warp knows to be complete are so for the lanes in mask, whichever lane waited for them. */
@@ -196,7 +262,7 @@ static void copies_become_seen(Warp *w, u32 mask) {
  * (atomicInc by one thread, then __syncthreads) has no fence between the two. */
 void lanes_sync(Machine *m, Warp *w, u32 mask) {
     if (!m->launch.check) return;
-    take_pending(w);
+    take_pending(w, OWN);
     tick(w);
     ACTIVE w->lane_sync[l] = w->now;
     w->behind &= ~mask;
@@ -207,12 +273,28 @@ void lanes_sync(Machine *m, Warp *w, u32 mask) {
 
 void clock_wait(Machine *m, Warp *w, u32 mask) {
     if (!m->launch.check) return;
-    w->behind = ~mask & (after_wait(&w->clock->foreign) ? w->behind : ~0u);
-    sparse_raise(&w->clock->foreign, (Foreign){AHEAD, 1, 1});
+    w->behind = ~mask & (after_wait(w, &w->clock->foreign) ? w->behind : ~0u);
+    u32 launch = w->cta->cluster->launch;
+    sparse_raise(&w->clock->foreign, (Foreign){AHEAD, launch, launch});
+    if (m->launch.peers) sparse_join(&w->clock->foreign, &m->launch.peers->gpus[m->launch.gpu].known);
 }
 
 bool clock_after_wait(const Warp *w, int lane) {
-    return after_wait(&w->clock->foreign) && !(w->behind >> lane & 1);
+    return after_wait(w, &w->clock->foreign) && !(w->behind >> lane & 1);
+}
+
+/* **** the launches of a stream, among peers **** */
+
+/* A programmatic launch knows what the one ahead of it knew, until griddepcontrol.wait. */
+void clock_begin(Warp *w, const Machine *m) {
+    if (!m->launch.check || !m->launch.peers) return;
+    const PeerGpu *gpu = &m->launch.peers->gpus[m->launch.gpu];
+    sparse_join(&w->clock->foreign, m->launch.pdl ? &gpu->before : &gpu->known);
+}
+
+void clock_end(Machine *m, const Warp *w) {
+    if (m->launch.check && m->launch.peers)
+        sparse_join(&m->launch.peers->gpus[m->launch.gpu].ended, &w->clock->foreign);
 }
 
 /* **** locations: atomics, acquire loads, release stores **** */
@@ -238,20 +320,35 @@ static Location *location_at(struct Shadow *s, u64 key) {
     }
 }
 
-void clock_location(Machine *m, Warp *w, Region *r, u64 offset, bool reads, bool writes, bool acquire,
-                    bool release) {
-    if (!m->launch.check) return;
-    Location *at = location_at(m->shadow, (u64)(r->data + offset) & ~3ull);
-    if (reads && acquire) sparse_into(w, &at->clock);
-    else if (reads && at->clock.count) {
-        if (!w->clock->pending) w->clock->pending = calloc(1, sizeof(Sparse));
-        sparse_join(w->clock->pending, &at->clock);
+/* The part of an access to a location that is of one scope. */
+static void synchronise_scope(Warp *w, Sparse *at, int scope, bool reads, bool writes, bool acquire, bool release) {
+    if (reads && acquire) sparse_into(w, at);
+    else if (reads && at->count) {
+        if (!w->clock->pending[scope]) w->clock->pending[scope] = calloc(1, sizeof(Sparse));
+        sparse_join(w->clock->pending[scope], at);
     }
     if (!writes) return;
-    if (release) {
-        tick(w);
-        sparse_from(w, &at->clock);
-    } else if (w->clock->published) sparse_join(&at->clock, w->clock->published);
+    if (release) sparse_from(w, at);
+    else if (w->clock->published[scope]) sparse_join(at, w->clock->published[scope]);
+    if (scope == SYSTEM && at->count && at->items[0].key == AHEAD)  /* which is of one GPU alone */
+        memmove(at->items, at->items + 1, sizeof *at->items * (size_t)--at->count);
+}
+
+void clock_location(Machine *m, Warp *w, Region *r, u64 offset, bool reads, bool writes, bool acquire,
+                    bool release, bool system) {
+    if (!m->launch.check) return;
+    u64 key = (u64)(r->data + offset) & ~3ull;
+    bool shared_by_gpus = m->launch.peers && !r->cta;
+    if (writes && release) tick(w);
+    Location *at = location_at(m->shadow, shared_by_gpus ? key | (u64)(m->launch.gpu + 1) << LOCATION_BITS : key);
+    synchronise_scope(w, &at->clock, OWN, reads, writes, acquire, release);
+    if (!shared_by_gpus) return;
+    if (at->clock.count > MANY) forget_ended(m->launch.peers, &at->clock);
+    if (!system) return;
+    at = location_at(m->shadow, key | OF_SYSTEM << LOCATION_BITS);
+    synchronise_scope(w, &at->clock, SYSTEM, reads, writes, acquire, release);
+    if (at->clock.count > MANY) forget_ended(m->launch.peers, &at->clock);
+    if (w->clock->foreign.count > MANY) forget_ended(m->launch.peers, &w->clock->foreign);
 }
 
 /* Whether the warp knows that `actor` of `cluster` has reached `clock` (which: KNOWN, or past a proxy
@@ -261,6 +358,7 @@ static bool knows(const Warp *w, u32 cluster, u32 actor, u32 clock, int which) {
     u32 key = cluster << ACTOR_BITS | actor;
     const Sparse *s = &w->clock->foreign;
     i32 at = sparse_find(s, key);
-    if (at == s->count || s->items[at].key != key) return false;
-    return (which == KNOWN ? s->items[at].known : s->items[at].fenced) >= clock;
+    if (at < s->count && s->items[at].key == key && (which == KNOWN ? s->items[at].known : s->items[at].fenced) >= clock)
+        return true;
+    return w->cta->cluster->peers && ended(w, s, cluster);
 }

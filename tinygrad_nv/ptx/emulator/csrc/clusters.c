@@ -53,6 +53,7 @@ static void start_warp(Machine *m, Cta *c, i32 id, u32 threads) {
         size_t places = (size_t)a->register_bytes / 128 + 1;
         w->written_at = calloc(2 * places, sizeof *w->written_at), w->read_at = w->written_at + places;
     }
+    clock_begin(w, m);
     set_specials(m, w);
     add_group(w, w->alive, 0, -1);
     tape_start(m, w);
@@ -84,7 +85,8 @@ static void start_cluster(Machine *m) {
     u32 nx = a->grid[0] / a->cluster[0], ny = a->grid[1] / a->cluster[1];
     k->id[0] = number % nx, k->id[1] = number / nx % ny, k->id[2] = number / nx / ny;
     k->number = number, k->events = 1;
-    k->sequence = 1 + number % CLUSTERS_TOLD_APART;
+    k->peers = a->peers, k->launch = m->peer_launch + 1;
+    k->sequence = a->peers ? peers_cluster(m, number) : 1 + number % CLUSTERS_TOLD_APART;
     if (a->taped && (i32)at >= a->whole) k->most = a->brief;
     k->size = k->live = (i32)(a->cluster[0] * a->cluster[1] * a->cluster[2]);
     k->ctas = calloc((size_t)k->size, sizeof *k->ctas);
@@ -124,6 +126,7 @@ void warp_exit(Machine *m, Warp *w, u32 lanes) {
                "the thread exits while its bulk copy may still read shared memory: PTX asks for "
                "cp.async.bulk.wait_group.read before");
     tensor_exit(m, w);
+    clock_end(m, w);
     if (++w->cta->exited == w->cta->warp_count) cta_exit(m, w->cta);
 }
 

@@ -53,6 +53,7 @@ typedef struct Async Async;
 typedef struct Clock Clock;
 typedef struct Mbarrier Mbarrier;
 typedef struct Tape Tape;
+typedef struct Peers Peers;
 
 typedef int Handler(Machine *m, Warp *w, const Op *op, u32 mask);
 #define HANDLER(name) int op_##name(Machine *m, Warp *w, const Op *op, u32 mask)
@@ -92,6 +93,7 @@ struct Region {
     u8 *touched;
     u64 low, high;
     const u8 *flight;
+    i32 gpu;              /* whose memory it is, among peers */
 };
 
 /* Lanes of a warp that are at the same place. */
@@ -149,6 +151,9 @@ struct Warp {
     u32 wgmma_groups, wgmma_done;
     i32 in_flight;      /* wgmmas not complete */
     void *tensor;       /* state of tensor.c */
+    /* strong loads in a row while nothing changed on any of the peers, and the last of them (peers.c) */
+    u64 polls, poll_changes, polled;
+    const Op *poll;
     Tape *tape;         /* tape.c; NULL: not asked for */
 };
 
@@ -192,6 +197,8 @@ struct Cluster {
     u32 arrived, phase; /* barrier.cluster: threads arrived */
     u64 events;         /* changes that may let something of it go on: nothing that blocks is of another cluster */
     Clock *clock[2];
+    const Peers *peers; /* NULL: none */
+    u32 launch;         /* among peers: the launch's number, from 1 */
 };
 
 /* An asynchronous operation: `complete` moves the data when its time comes. */
@@ -257,6 +264,11 @@ typedef struct {
     i32 taped_count, whole;  /* those from `whole` on end after `brief` instructions, and tell only what they read */
     u64 brief;
     i32 idle;              /* tensor cores compute nothing: only time is asked for */
+    Peers *peers;          /* GPUs that run beside this one, NULL: none (peers.c) */
+    i32 gpu;               /* which of them it is */
+    const char *name;      /* of the kernel */
+    const struct Multicast *multicasts;
+    i32 multicast_count;
 } Launch;
 
 enum Special { TID_X, TID_Y, TID_Z, CTAID_X, CTAID_Y, CTAID_Z, LANEID, WARPID, CLUSTERID_X, CLUSTERID_Y,
@@ -290,12 +302,17 @@ struct Machine {
     bool held;                /* the next grid cannot begin before the kernels ahead have ended */
     Tape **tapes;
     i32 tape_count, tape_room, draws;  /* draws: of work tiles from a counter (atomics.c) */
+    u32 peer_launch;          /* in Peers.launches */
+    u64 *changes;             /* peers.c: counts what may let a thread that polls go on; NULL without peers */
     char *printed;            /* print.c */
     size_t printed_count;
 };
 
 /* Something of a cluster has changed. */
-static inline void happened(Machine *m, Cluster *k) { m->events++, k->events++; }
+static inline void happened(Machine *m, Cluster *k) {
+    m->events++, k->events++;
+    if (m->changes) ++*m->changes;
+}
 
 /* **** registers **** */
 
@@ -386,6 +403,7 @@ typedef struct {
     u32 actor, clock;
     u8 async;     /* 0: generic; 1: cp.async (generic proxy, asynchronous); 2: async proxy */
     u8 strong;    /* acquire/release/relaxed/volatile: atomic accesses do not race with one another */
+    u8 system;    /* of system scope: nor do those of two GPUs */
 } Who;
 
 /* Numbers of actors in a cluster: of each CTA, 32 warps, their wgmmas, bulk groups, cp.async groups, and its
@@ -405,15 +423,28 @@ void clock_acquire(Machine *m, Warp *w, const Clock *from);  /* and out of it */
  * operation of w signals tells that much */
 void clock_phases(Machine *m, const Warp *w, Clock *into);
 void clock_observe(Machine *m, Warp *w, u32 actor, u32 clock);  /* w waited until `actor` reached `clock` */
-/* fence.acq_rel, for relaxed accesses around it */
-void clock_fence(Machine *m, Warp *w, bool acquire, bool release);
+/* fence.acq_rel, for relaxed accesses around it; `system`: of system scope */
+void clock_fence(Machine *m, Warp *w, bool acquire, bool release, bool system);
 void clock_proxy_fence(Machine *m, Warp *w, bool shared, bool global);
 void clock_wait(Machine *m, Warp *w, u32 mask);              /* the lanes waited for the kernels ahead */
 bool clock_after_wait(const Warp *w, int lane);              /* this lane did, or learned that another has */
 void lanes_sync(Machine *m, Warp *w, u32 mask);              /* bar.warp.sync and all that includes it */
 /* A release / acquire / relaxed access to one location (atomics, ld.acquire, st.release, volatile). */
 void clock_location(Machine *m, Warp *w, Region *r, u64 offset, bool reads, bool writes, bool acquire,
-                    bool release);
+                    bool release, bool system);
+void clock_begin(Warp *w, const Machine *m);    /* a warp starts: what its stream knows, among peers */
+void clock_end(Machine *m, const Warp *w);      /* and ends */
+
+/* **** peers.c **** */
+
+enum { MOST_PEERS = 16 };
+
+/* Addresses that stand for those of one allocation, from `members[i]` on, in each of several GPUs (multimem.c). */
+typedef struct Multicast { u64 base, size, members[MOST_PEERS]; i32 count; } Multicast;
+
+u32 peers_cluster(Machine *m, u32 number);      /* the sequence of a cluster that starts */
+void peers_poll(Machine *m, Warp *w, const Op *op, u64 address);
+bool describe_poll(const Machine *m, const Warp *w, char *out, size_t size);
 
 /* **** footprint.c **** */
 

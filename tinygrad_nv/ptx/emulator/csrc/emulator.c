@@ -13,6 +13,7 @@
 #include "memory.c"
 #include "access.c"
 #include "atomics.c"
+#include "multimem.c"
 #include "mbarrier.c"
 #include "barriers.c"
 #include "async.c"
@@ -24,3 +25,4 @@
 #include "wgmma.c"
 #include "matrix.c"
 #include "print.c"
+#include "peers.c"

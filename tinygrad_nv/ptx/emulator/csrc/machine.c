@@ -240,6 +240,8 @@ static void retire(Machine *m) {
 
 /* **** what Python calls **** */
 
+static void peers_begin(Machine *m);
+
 Machine *machine_new(const Launch *launch) {
     Machine *m = calloc(1, sizeof *m);
     m->launch = *launch;
@@ -254,6 +256,7 @@ Machine *machine_new(const Launch *launch) {
     m->window = launch->resident < WINDOW ? launch->resident : WINDOW;
     m->events = 1;
     shadow_start(m);
+    if (launch->peers) peers_begin(m);
     fill_window(m);
     return m;
 }

@@ -169,8 +169,8 @@ static Mbarrier *mbarrier_of(Machine *m, Warp *w, const Op *op, int lane, u64 ad
 
 /* A relaxed arrival: what the last fence published goes along. */
 static void release_published(Machine *m, const Warp *w, Clock *into) {
-    if (!m->launch.check || !w->clock->published) return;
-    const Sparse *s = w->clock->published;
+    if (!m->launch.check || !w->clock->published[OWN]) return;
+    const Sparse *s = w->clock->published[OWN];
     u32 *known = part(into, KNOWN), *fenced = part(into, FENCED_GLOBAL);
     for (i32 i = 0; i < s->count; i++) {
         Foreign f = s->items[i];
@@ -186,7 +186,7 @@ static void acquire_lanes(Machine *m, Warp *w, u32 mask, Clock *from) {
     if (!m->launch.check) return;
     clock_acquire(m, w, from);
     copies_become_seen(w, mask);
-    if (after_wait(&from->foreign)) w->behind &= ~mask;
+    if (after_wait(w, &from->foreign)) w->behind &= ~mask;
     u32 since = part(from, KNOWN)[own(w)] + 1;
     ACTIVE if (w->lane_sync[l] < since) w->lane_sync[l] = since;
 }

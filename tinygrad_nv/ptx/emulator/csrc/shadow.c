@@ -18,7 +18,8 @@
 
 enum { PAGE_WORDS = 1024, MAX_READERS = 32, MAX_GLOBAL_READERS = 4 };
 
-/* Who, in 64 bits: cluster 20, actor 12, lane 5, several lanes 1, async 2, strong 1, wrote 1, op 22; 0: never accessed. */
+/* Who, in 64 bits: cluster 20, actor 12, lane 5, several lanes 1, async 2, strong 1, wrote 1, system scope 1, op 21;
+ * 0: never accessed. */
 typedef u64 Id;
 /* A list of readers also has ordinary writers that atomic writes came after, marked WROTE: an atomic access
  * conflicts with them, and not with the atomic one that is in Cell.writer. */
@@ -27,9 +28,12 @@ typedef struct Reader { Id id; u32 clock, next; } Reader;
 typedef struct Cell { Id writer, reader; u32 written, read, more, split; } Cell;
 typedef struct Page { Cell cells[PAGE_WORDS]; } Page;
 
+#define OP_MASK 0x1fffffull
+
 static Id id_of(const Machine *m, const Who *who, bool strong) {
     return (u64)who->warp->cta->cluster->sequence << 44 | (u64)(who->actor & 0xfff) << 32
-        | (u64)(who->lane & 31) << 27 | (u64)(who->async & 3) << 24 | (u64)strong << 23 | (u64)((who->op - m->launch.ops) & 0x3fffff);
+        | (u64)(who->lane & 31) << 27 | (u64)(who->async & 3) << 24 | (u64)strong << 23
+        | (u64)(strong && who->system) << 21 | ((u64)(who->op - m->launch.ops) & OP_MASK);
 }
 static u32 id_cluster(Id id) { return (u32)(id >> 44); }
 static u32 id_actor(Id id) { return id >> 32 & 0xfff; }
@@ -37,6 +41,17 @@ static i32 id_lane(Id id) { return id >> 27 & 31; }
 static bool id_many(Id id) { return id >> 26 & 1; }
 static u32 id_async(Id id) { return id >> 24 & 3; }
 static bool id_strong(Id id) { return id >> 23 & 1; }
+static bool id_system(Id id) { return id >> 21 & 1; }
+
+/* The launch of an id, among peers; NULL without. */
+static const PeerLaunch *id_launch(const Machine *m, Id id) {
+    return m->launch.peers ? launch_of(m->launch.peers, id_cluster(id)) : NULL;
+}
+
+static const Op *id_op(const Machine *m, Id id) {
+    const PeerLaunch *launch = id_launch(m, id);
+    return &(launch ? launch->ops : m->launch.ops)[id & OP_MASK];
+}
 #define MANY_LANES (1ull << 26)
 #define WROTE (1ull << 22)
 
@@ -146,28 +161,33 @@ static int kind_of(Id me, Id other) {
 
 /* The CTA of an id, as a number in the grid. */
 static i32 id_cta(const Machine *m, Id id) {
-    const Launch *a = &m->launch;
-    u32 number = id_cluster(id) - 1, rank = id_actor(id) / ACTORS;
-    u32 nx = a->grid[0] / a->cluster[0], ny = a->grid[1] / a->cluster[1];
-    u32 x = number % nx * a->cluster[0] + rank % a->cluster[0];
-    u32 y = number / nx % ny * a->cluster[1] + rank / a->cluster[0] % a->cluster[1];
-    u32 z = number / nx / ny * a->cluster[2] + rank / a->cluster[0] / a->cluster[1];
-    return (i32)(x + a->grid[0] * (y + a->grid[1] * z));
+    const PeerLaunch *launch = id_launch(m, id);
+    const u32 *grid = launch ? launch->grid : m->launch.grid, *size = launch ? launch->cluster : m->launch.cluster;
+    u32 number = launch ? m->launch.peers->clusters[id_cluster(id)].number : id_cluster(id) - 1;
+    u32 nx = grid[0] / size[0], ny = grid[1] / size[1], rank = id_actor(id) / ACTORS;
+    u32 x = number % nx * size[0] + rank % size[0];
+    u32 y = number / nx % ny * size[1] + rank / size[0] % size[1];
+    u32 z = number / nx / ny * size[2] + rank / size[0] / size[1];
+    return (i32)(x + grid[0] * (y + grid[1] * z));
 }
 
 static void conflict(Machine *m, const Who *who, Id me, Id other, bool wrote, bool write, const Region *r,
                      u64 offset,
                      int kind) {
-    char text[256];
+    char text[256], memory[48] = "", whose[128] = "";
     u32 family = id_actor(other) % ACTORS;
-    const Op *op = &m->launch.ops[other & 0x3fffff];
+    const Op *op = id_op(m, other);
+    const PeerLaunch *launch = id_launch(m, other);
     if (known_finding(m, kind, who->op->line, op->line)) return;
     i32 thread = family < ACTOR_MBARRIER ? (i32)(family % 32) * LANES + id_lane(other) : -1;
     const char *why = kind == PROXY_FENCE ? "has not passed a fence.proxy.async" : "is not ordered before";
-    snprintf(text, sizeof text, "%s of %s memory at %#llx: %s (line %d, CTA %d) %s", deed(me, write),
-             r->cta ? "shared" : "global", (unsigned long long)(r->base + offset), deed(other,
-                                                                                        wrote), op->line,
-             id_cta(m, other), why);
+    if (launch && !r->cta) {
+        snprintf(memory, sizeof memory, " of GPU %d", r->gpu);
+        snprintf(whose, sizeof whose, " of kernel %.60s on GPU %d", launch->name, launch->gpu);
+    }
+    snprintf(text, sizeof text, "%s of %s memory at %#llx%s: %s (line %d, CTA %d%s) %s", deed(me, write),
+             r->cta ? "shared" : "global", (unsigned long long)(r->base + offset), memory, deed(other, wrote), op->line,
+             id_cta(m, other), whose, why);
     report_pair(m, kind, who->op, who->warp, who->lane, op->line, id_cta(m, other), thread, text);
 }
 
@@ -177,7 +197,8 @@ static void conflict(Machine *m, const Who *who, Id me, Id other, bool wrote, bo
    different orders). */
 static bool replicated(const Machine *m, Id me, Id other, const Region *r, u64 offset, u32 bytes, u64 from) {
     if (!m->storing || id_async(other) || id_cta(m, me) != id_cta(m, other)) return false;
-    if ((me & 0x3fffff) == (other & 0x3fffff) && id_actor(me) == id_actor(other)) return true;
+    if (id_launch(m, me) != id_launch(m, other)) return false;
+    if ((me & OP_MASK) == (other & OP_MASK) && id_actor(me) == id_actor(other)) return true;
     return memcmp(r->data + offset, m->storing + (offset - from), bytes) == 0;
 }
 
@@ -190,7 +211,12 @@ typedef struct {
     bool write, strong;
 } Access;
 
-static bool excused(const Access *a, Id other) { return a->strong && id_strong(other); }
+/* Two strong accesses, whose scopes include each other's thread: what the scope is counts between GPUs alone. */
+static bool excused(const Access *a, Id other) {
+    if (!a->strong || !id_strong(other)) return false;
+    const PeerLaunch *launch = id_launch(a->m, other);
+    return !launch || launch->gpu == a->m->launch.gpu || (id_system(a->me) && id_system(other));
+}
 
 static void check_writer(const Access *a, const Cell *c, u64 offset, u32 bytes) {
     if (!c->writer || excused(a, c->writer)) return;
@@ -262,11 +288,13 @@ static void access_word(const Access *a, Cell *c, u64 offset, u32 bytes) {
     }
 }
 
+static u64 page_count(u64 nbytes) { return nbytes / 4 / PAGE_WORDS + 2; }
+
 void shadow_access(Machine *m, const Who *who, Region *r, u64 offset, u64 bytes, int kind) {
     if (!m->launch.check || !bytes) return;
     bool strong = who->strong || kind == ATOMIC;
     Access a = {m, who, r, id_of(m, who, strong), offset, kind != READ, strong};
-    if (!r->pages) r->pages = calloc(r->size / 4 / PAGE_WORDS + 2, sizeof *r->pages);
+    if (!r->pages) r->pages = calloc(page_count(r->size), sizeof *r->pages);
     /* cells are for words of host memory, whose alignment is that of the address */
     for (u64 at = offset, end = offset + bytes; at < end;) {
         u64 word = at >> 2, next = (word + 1) << 2;
@@ -281,23 +309,34 @@ void shadow_access(Machine *m, const Who *who, Region *r, u64 offset, u64 bytes,
 /* **** lifetimes **** */
 
 void shadow_start(Machine *m) {
-    m->shadow = calloc(1, sizeof *m->shadow);
+    m->shadow = m->launch.peers ? m->launch.peers->shadow : calloc(1, sizeof *m->shadow);
 }
 
+static void free_pages(Page **pages, u64 count) {
+    for (u64 i = 0; i < count; i++) free(pages[i]);
+    free(pages);
+}
+
+static void shadow_free(struct Shadow *s);
+
 void shadow_region_free(Machine *m, Region *r) {
-    if (r->pages) for (u64 i = 0; i <= r->size / 4 / PAGE_WORDS; i++) free(r->pages[i]);
-    free(r->pages);
+    if (r->pages) free_pages(r->pages, page_count(r->size));
     r->pages = NULL;
     /* locations are known by host address, which may be used again */
     for (i32 i = 0; r->cta && i < m->shadow->location_room; i++) {
         Location *at = &m->shadow->locations[i];
-        if (at->key >= (u64)r->data && at->key < (u64)(r->data + r->size)) at->clock.count = 0;
+        u64 key = at->key & ((1ull << LOCATION_BITS) - 1);
+        if (key >= (u64)r->data && key < (u64)(r->data + r->size)) at->clock.count = 0;
     }
 }
 
 void shadow_finish(Machine *m) {
-    struct Shadow *s = m->shadow;
+    if (m->launch.peers) return;
     for (i32 i = 0; i < m->launch.region_count; i++) shadow_region_free(m, &m->launch.regions[i]);
+    shadow_free(m->shadow);
+}
+
+static void shadow_free(struct Shadow *s) {
     for (i32 i = 0; i < s->location_room; i++) free(s->locations[i].clock.items);
     free(s->locations), free(s->cells), free(s->readers), free(s);
 }

@@ -175,7 +175,7 @@ HANDLER(tensormap_copy) {
     if (!from || !host) return NEXT;
     memcpy(host, from, MAP_BYTES);
     if (locate(m, w, op, lane, GLOBAL, to[lane], MAP_BYTES, 64, &r, &offset))
-        clock_location(m, w, r, offset, false, true, false, true);
+        clock_location(m, w, r, offset, false, true, false, true, false);
     lanes_sync(m, w, mask);
     happened(m, w->cta->cluster);
     return NEXT;
@@ -193,9 +193,9 @@ HANDLER(tensormap_acquire) {
         EACH if (address[l] == address[lane]) left &= ~(1u << l);
         if (!address[lane]) continue;
         if (locate(m, w, op, lane, GENERIC, address[lane], MAP_BYTES, 1, &r, &offset) && r)
-            clock_location(m, w, r, offset, true, false, true, false);
+            clock_location(m, w, r, offset, true, false, true, false, false);
     }
-    clock_fence(m, w, true, false);
+    clock_fence(m, w, true, false, false);
     clock_proxy_fence(m, w, false, true);
     return NEXT;
 }

@@ -1,0 +1,72 @@
+"""Collectives of Tensors on an emulated GPU, run as several ranks: eager, with gradients, in a TinyJit's
+graph and in a graph pool; and what explain() tells."""
+from __future__ import annotations
+
+import numpy as np
+
+from tinygrad_nv import Tensor, TinyJit, dtypes, explain
+from tinygrad_nv.dist.collectives.functions import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    recv,
+    reduce_scatter,
+    send,
+)
+from tinygrad_nv.dist.group import close, init
+from tinygrad_nv.graphs import GraphPool, Input
+
+world = init("shared")
+group = world.group()
+rank, size = group.rank, group.size
+given = [(np.arange(16).reshape(4, 4) * (r + 1) + r).astype(np.float32) for r in range(size)]
+total = sum(given)
+weight = (np.arange(16).reshape(4, 4) % 3).astype(np.float32)
+x, w = Tensor(given[rank]).realize(), Tensor(weight).realize()
+same = np.testing.assert_array_equal
+
+# eager
+same(all_reduce(x, group).numpy(), total)
+same(all_reduce(x, group, "max", wire=dtypes.float16).numpy(), np.maximum.reduce(given))
+same(all_gather(x, group, 1).numpy(), np.concatenate(given, 1))
+same(reduce_scatter(x, group).numpy(), np.split(total, size)[rank])
+same(all_to_all(x, group, 0, 1).numpy(), np.concatenate([np.split(each, size)[rank] for each in given], 1))
+same(broadcast(x, group, size - 1).numpy(), given[-1])
+if rank == 0: send(x, group, 1, "state").realize()
+if rank == 1: same(recv((4, 4), dtypes.float32, group, 0, "state", device="EMU").numpy(), given[0])
+
+# gradients: that of the sum of all ranks' losses
+leaf = Tensor(given[rank])
+(all_reduce(leaf * 2, group) * x).sum().backward()
+same(leaf.grad.numpy(), 2 * total)
+
+
+def step(x: Tensor) -> Tensor:
+    """A collective, and a matmul that does not need it."""
+    return all_reduce(x @ w, group, name="layer 0") + (x * 2).contiguous()
+
+
+def wanted(more: int) -> np.ndarray:
+    return sum((each + more) @ weight for each in given) + (given[rank] + more) * 2
+
+
+# what is beside it, and how long it is predicted to take
+record, = (each for each in explain(step(x)).kernels if each.template == "all_reduce")
+assert "of layer 0; beside it: E_" in record.reason, record.reason
+assert record.predicted_s is not None
+assert record.predicted_s > 19e-6
+
+# a TinyJit: one graph
+jitted = TinyJit(lambda x: step(x).realize())
+for i in range(4): same(jitted(Tensor(given[rank] + i).realize()).numpy(), wanted(i))
+assert [call.src[0].arg for call in jitted.captured.linear.src] == ["graph"], jitted.captured.linear
+
+# a graph pool: captured, replayed with other inputs
+pool = GraphPool(step, {"x": Input((4,), dtypes.float32, 0)}, sizes=[4])
+for i in range(3): same(pool(x=Tensor(given[rank] + i)).numpy(), wanted(i))
+counts = pool.buckets[4].counts
+assert (counts.hits, counts.eager) == (2, 0), counts
+world.check()
+close()
+print(f"rank {rank} of {size}: all right")

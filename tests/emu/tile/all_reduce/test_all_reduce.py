@@ -1,0 +1,182 @@
+"""All-reduce on 2, 4 and 8 emulated GPUs under the race checker: bits of whole numbers and of random ones,
+odd sizes, several rounds, many calls with delays by seed, residual and norm behind it; bugs that are found.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+from all_reduce_case import BF16, F16, F32, S32, S64, Case, bits
+from tinygrad.dtype import DType, dtypes
+
+from tinygrad_nv.errors import ScheduleError, SpecError
+from tinygrad_nv.tile.all_reduce.cost import candidates, choose
+from tinygrad_nv.tile.all_reduce.schedules import AllReduceSchedule, Multimem, OneShot, TwoShot
+from tinygrad_nv.tile.all_reduce.spec import AllReduceSpec
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
+
+KINDS = (OneShot, TwoShot, Multimem)
+WORLDS = (2, 4, 8)
+DTYPES = (BF16, F16, F32, S32, S64, dtypes.uint32, dtypes.uint64)
+SMALL: dict[str, int] = {"ctas": 2, "threads": 64, "channels": 4, "half_bytes": 768}
+
+
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda each: each.name)
+def test_whole_numbers_to_the_bit(kind: type[AllReduceSchedule], world: int, dtype: DType) -> None:
+    for count, seed in ((1, 1), (263, 2)):
+        Case.drawn(AllReduceSpec(world, count, dtype), kind(**SMALL), seed).correct(seed=seed)
+
+
+@pytest.mark.parametrize("kind", [OneShot, TwoShot])
+@pytest.mark.parametrize("world", [3, 8])
+def test_random_floats_are_the_same_bits_everywhere(kind: type[AllReduceSchedule], world: int) -> None:
+    """The sum in the order of ranks, rounded once, to the bit."""
+    for dtype in (BF16, F16, F32):
+        Case.drawn(AllReduceSpec(world, 263, dtype), kind(**SMALL), whole=False).correct()
+
+
+def test_random_floats_in_the_order_of_the_switch() -> None:
+    """The same bits everywhere. Of the float64 sum no further than the sum in order of ranks may be: 7
+    roundings to float32, of at most the sum of what is added, and one to the dtype."""
+    for dtype, unit in ((BF16, 2.0**-9), (F16, 2.0**-12), (F32, 2.0**-24)):
+        case = Case.drawn(AllReduceSpec(8, 263, dtype), Multimem(**SMALL), whole=False)
+        results = [each[0] for each in case.run(2)]
+        assert case.found == []
+        assert all(bits(each).tobytes() == bits(results[0]).tobytes() for each in results)
+        exact = sum(each.double() for each in case.x)
+        bound = 7 * 2.0**-24 * sum(each.double().abs() for each in case.x) + 2 * unit * abs(exact)
+        assert ((results[0].double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_rounds_and_calls_with_delays(kind: type[AllReduceSchedule]) -> None:
+    """2 CTAs of 48 or fewer vectors a round: 3 rounds or more, one call after another."""
+    spec = AllReduceSpec(4, 8 * 211 + 5, BF16)
+    assert kind(**SMALL).rounds(spec) >= 3
+    for seed in range(4): Case.drawn(spec, kind(**SMALL), seed).correct(calls=3, seed=seed)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=lambda each: each.name)
+def test_residual_and_norm(kind: type[AllReduceSchedule], dtype: DType) -> None:
+    """Rows shorter and longer than the CTA, more rows than CTAs."""
+    for world, rows, columns in ((2, 1, 64), (4, 5, 520), (8, 3, 8)):
+        schedule = kind(ctas=2, threads=64, channels=4, half_bytes=8192)
+        for whole in (True, False) if kind is not Multimem else (True,):
+            Case.drawn(AllReduceSpec(world, rows * columns, dtype, columns), schedule, whole=whole).correct(2)
+
+
+def test_kernels_of_different_kinds_share_no_state_but_the_epoch() -> None:
+    """sm_80 and sm_89 have the same templates, without griddepcontrol."""
+    for arch in ("sm_80", "sm_89"):
+        Case.drawn(AllReduceSpec(2, 100, BF16), OneShot(**SMALL), arch=arch).correct(2)
+
+
+# **** bugs ****
+
+def kinds_found(kind: type[AllReduceSchedule], edit: tuple[str, str], calls: int = 4) -> set[str]:
+    """What is found where a kernel's text is another."""
+    def edited(text: str) -> str: return re.sub(*edit, text)
+    case = Case.drawn(AllReduceSpec(4, 8 * 150, BF16), kind(**{**SMALL, "half_bytes": 4096}))
+    out: set[str] = set()
+    for seed in (1, 2, 3):
+        case.run(calls, seed, edited)
+        out |= {each.kind for each in case.found}
+    return out
+
+
+BUGS = {
+    "the flag is released for the GPU alone": (r"st\.release\.sys", "st.release.gpu"),
+    "the flag is acquired for the GPU alone": (r"ld\.acquire\.sys", "ld.acquire.gpu"),
+    "the flag is not released": (r"st\.release\.sys", "st.relaxed.sys"),
+    "the flag is not acquired": (r"ld\.acquire\.sys", "ld.relaxed.sys"),
+    "no barrier before the flag": (r"bar\.sync 0;(\s+@\S+ bra \S+\s+st\.release)", r"\1"),
+    "no barrier behind the flag": (
+        r"(bra \$while_\d+;\s+\$endwhile_\d+:\s+\$endif_\d+:\s+)bar\.sync 0;", r"\1"),
+    "a flag that always holds": (r"setp\.lt\.s32 (\S+), (\S+), 0;", r"setp.lt.s32 \1, \2, -9;"),
+    "one half": (r"and\.b32 (\S+), (\S+), 1;", r"and.b32 \1, \2, 0;")}
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bug", BUGS)
+def test_bugs_of_order_are_found(kind: type[AllReduceSchedule], bug: str) -> None:
+    """One half: GPUs leave a call, and write the next one's x where peers still read."""
+    found = kinds_found(kind, BUGS[bug])
+    # with two phases, phase 1 orders what peers read of x; the sums are not overwritten before phase 0
+    if kind is not OneShot and bug == "one half": assert found == set()
+    else: assert "race" in found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_epoch_that_does_not_advance_is_found(kind: type[AllReduceSchedule]) -> None:
+    """The second call finds the flags of the first: nothing waits."""
+    assert "race" in kinds_found(kind, (r"st\.global\.u32 (\[\S+\+64\]), \S+;", r""))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_is_not_told_is_a_deadlock(kind: type[AllReduceSchedule]) -> None:
+    """Rank 0 is left out by all: it waits for ever, and so do the others for its next call."""
+    edit = (r"(@\S+) bra (\$endif_\d+);(\s+st\.release)",
+            r"\1 bra \2;\n setp.eq.u32 %told, %tid_x, 0;\3")
+    case = Case.drawn(AllReduceSpec(2, 64, BF16), kind(**SMALL))
+
+    def edited(text: str) -> str:
+        text = re.sub(*edit, text).replace("st.release.sys", "@!%told st.release.sys")
+        return text.replace("{\n    .reg", "{\n    .reg .pred %told;\n    .reg", 1)
+    case.run(2, 1, edited)
+    assert {each.kind for each in case.found} == {"deadlock"}
+    assert any("of GPU 0, which hold 0" in each.message for each in case.found)
+
+
+# **** what cannot be ****
+
+@pytest.mark.parametrize(("made", "words"), [
+    (lambda: AllReduceSpec(1, 8), "over 1 GPUs"), (lambda: AllReduceSpec(9, 8), "over 9 GPUs"),
+    (lambda: AllReduceSpec(2, 0), "of 0 elements"), (lambda: AllReduceSpec(2, 8, dtypes.int8), "of s8"),
+    (lambda: AllReduceSpec(2, 8, S32, 8), "RMSNorm of s32"),
+    (lambda: AllReduceSpec(2, 9, BF16, 8), "rows of 8")])
+def test_specs_that_cannot_be(made: Callable[[], AllReduceSpec], words: str) -> None:
+    with pytest.raises(SpecError, match=words): made()
+
+
+@pytest.mark.parametrize(("spec", "schedule", "words"), [
+    (AllReduceSpec(2, 64), OneShot(ctas=5, channels=4), "5 CTAs, and 4 channels"),
+    (AllReduceSpec(2, 64), OneShot(channels=65), "65 channels, at most 64"),
+    (AllReduceSpec(2, 64), OneShot(threads=48), "48 threads"),
+    (AllReduceSpec(2, 64), Multimem(), "multimem on sm_80"),
+    (AllReduceSpec(2, 64), OneShot(half_bytes=24), "halves of 24 bytes"),
+    (AllReduceSpec(2, 36, BF16, 12), OneShot(), "rows of 12 elements"),
+    (AllReduceSpec(2, 4096, BF16, 4096), OneShot(half_bytes=4096), "a row of 8192 bytes"),
+    (AllReduceSpec(2, 8192, BF16, 8192), OneShot(threads=32), "at most 8 each")])
+def test_schedules_that_cannot_be(spec: AllReduceSpec, schedule: AllReduceSchedule, words: str) -> None:
+    gpu = GPU("sm_80" if words.endswith("sm_80") else "sm_90a")
+    with pytest.raises(ScheduleError, match=words): TABLE.build(spec, schedule, gpu)
+
+
+# **** choice ****
+
+def test_choice_by_size_and_world() -> None:
+    sizes = (1 << 14, 1 << 18, 1 << 19, 1 << 21, 1 << 25, 1 << 26, 1 << 27)
+    chosen = {world: [choose(world, size) for size in sizes] for world in (2, 4, 6, 8)}
+    assert chosen[2] == [OneShot] * 6 + [None]
+    assert chosen[4] == [OneShot] * 4 + [TwoShot] + [None] * 2
+    assert chosen[6] == [OneShot] * 3 + [None] * 4
+    assert chosen[8] == [OneShot] * 2 + [None] * 5
+    assert [choose(8, size, multicast=True) for size in sizes] == [OneShot] * 2 + [Multimem] * 4 + [None]
+    assert choose(4, 1 << 25, multicast=True) is TwoShot
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_defaults_are_legal(kind: type[AllReduceSchedule]) -> None:
+    for world in range(2, 9):
+        for spec in (AllReduceSpec(world, 1), AllReduceSpec(world, 1 << 24, F32),
+                     AllReduceSpec(world, 8192, BF16, 8192), AllReduceSpec(world, 64 * 4096, F16, 4096)):
+            for schedule in (TABLE.choose(spec, GPU("sm_90a")), *candidates(spec, kind)):
+                assert TABLE.problems(spec, schedule, GPU("sm_90a")) == []

@@ -1,0 +1,136 @@
+"""A collective in the graph of a GPU: a call of NCCL, in the place of a kernel.
+
+Protocol: `on_device(group, order, …)` puts it there, a program with `DeviceCall` as its launch
+configuration's call. When the program runs, or a graph of it is made, `_made` finds the group's communicator
+and gives the driver the work (runtime/library_call.py). So tinygrad orders a collective by what it reads and
+writes, eager, in a TinyJit's graph and in captured steps alike, and launches of independent kernels are
+beside it in a graph.
+
+A group has one communicator for each device of this rank, made when a graph first needs it: all ranks of the
+group build the same graph, and so meet.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from tinygrad import Device, Tensor, dtypes
+from tinygrad.dtype import DType
+from tinygrad.uop.ops import UOp
+
+from tinygrad_nv.dist.collectives import cost
+from tinygrad_nv.dist.group import Group, world
+from tinygrad_nv.dist.transports import nccl
+from tinygrad_nv.dist.transports.nccl import Communicator, Order
+from tinygrad_nv.errors import DistError
+from tinygrad_nv.patterns import named
+from tinygrad_nv.patterns.program import Output, program
+from tinygrad_nv.runtime import library_call
+from tinygrad_nv.runtime.driven import DrivenDevice
+from tinygrad_nv.runtime.library_call import LibraryCall
+from tinygrad_nv.runtime.note import Communicates, Note
+from tinygrad_nv.tile.launch import LaunchConfig
+
+KINDS = ("CUDA", "EMU")
+
+
+@dataclass(frozen=True)
+class DeviceCall:
+    """A collective of the group with this key."""
+    group: str
+    order: Order
+
+
+def serves(device: object) -> bool:
+    """Whether collectives of tensors there are NCCL's."""
+    return isinstance(device, str) and device.partition(":")[0] in KINDS
+
+
+def communicator(group: Group, device: str) -> Communicator:
+    """The group's for a device of this rank; all ranks of the group ask for theirs. Raises `DistError`."""
+    name = Device.canonicalize(device)
+    if (found := group.communicators.get(name)) is not None: return found
+    opened = Device[name]
+    if not isinstance(opened, DrivenDevice):
+        raise DistError(f"a collective on {name}, which is tinygrad's own device", "a device of tinygrad_nv",
+                        "pip install cuda-python")
+    made = nccl.connect(opened.driver, group.rank, group.members, lambda own: _shared(group, own),
+                        group.struct.timeout_ns / 1e9)
+    group.communicators[name] = made
+    opened.checks.append(made.done)
+    return made
+
+
+def _shared(group: Group, own: bytes) -> bytes:
+    """What the first rank says."""
+    said = np.frombuffer(own, np.uint8)
+    heard = np.empty_like(said)
+    group.run("broadcast", heard, said, said.size, dtypes.uint8, name="NCCL's unique id")
+    return heard.tobytes()
+
+
+def anchor(group: Group, device: str) -> Tensor:
+    """What a recv has for an input: a byte of the device."""
+    if (name := Device.canonicalize(device)) not in group.anchors:
+        group.anchors[name] = Tensor.zeros(1, dtype=dtypes.uint8, device=name).contiguous().realize()
+    return group.anchors[name]
+
+
+@dataclass(frozen=True)
+class DeviceCollective(Communicates):
+    """A collective among `ranks` that makes a result of this shape and dtype; `name` is for people."""
+    call: DeviceCall
+    ranks: int
+    shape: tuple[int, ...]
+    dtype: DType
+    name: str
+
+    def seconds(self, arch: str) -> float | None:
+        order = self.call.order
+        return cost.seconds(order.kind, order.count * order.dtype.itemsize, self.ranks, arch)
+
+
+def on_device(group: Group, order: Order, shape: tuple[int, ...], dtype: DType, x: Tensor, name: str,
+              grad: Callable[..., tuple[UOp | None, ...]] | None) -> Tensor:
+    """The collective on x, which a recv does not read."""
+    if order.op not in nccl.OPS:
+        raise DistError(f"{order.kind} with {order.op!r}", f"one of {', '.join(nccl.OPS)}")
+    if not 0 <= order.peer < group.size:
+        raise DistError(f"{order.kind} with rank {order.peer}", f"0 to {group.size - 1}")
+    nccl.carried(order)
+    communicator(group, str(x.device))
+    what = DeviceCollective(DeviceCall(group.key, order), group.size, shape, dtype, name)
+
+    def of_x(*given: UOp) -> tuple[UOp | None, ...]:
+        assert grad is not None
+        return grad(*given)[:1]     # the others are of what a CPU's kernel takes besides
+    return named.call(what, _body, x, grad=of_x if grad is not None else None)[0]
+
+
+def _body(what: DeviceCollective, x: Tensor) -> tuple[Tensor, ...]:
+    return (Tensor(_program(what, x.uop)),)
+
+
+def _lowered(what: DeviceCollective, _: object, x: UOp) -> tuple[UOp, ...]:
+    """In a rewrite: the result is made where it is wanted, without a copy."""
+    return (_program(what, x),)
+
+
+def _program(what: DeviceCollective, x: UOp) -> UOp:
+    order = what.call.order
+    made, = program(order.kind, f"// {what}", str(x.device), [Output(what.shape, what.dtype)], [x],
+                    binary=b"call of a library", nbytes=2 * order.count * order.dtype.itemsize,
+                    note=Note(order.kind, what.name, what), launch=LaunchConfig(call=what.call))
+    return made
+
+
+def _made(call: DeviceCall, device: str, buffers: Sequence[int]) -> LibraryCall:
+    found = [group for group in world().groups if group.key == call.group]
+    if not found: raise DistError(f"{call.order} of the group {call.group}", "a group of this process")
+    out, given = buffers
+    return communicator(found[0], device).call(call.order, given, out)
+
+
+library_call.register(DeviceCall, _made)
+named.lower(DeviceCollective, "collectives", _lowered)

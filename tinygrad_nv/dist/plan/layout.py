@@ -1,0 +1,208 @@
+"""How a model is laid over GPUs, and what they are to do: types, and what cannot be.
+
+Protocol: `Layout(tp=8, pp=2, dp=4)` is of tp · pp · dp GPUs, in this order of nearness: ranks of a
+tensor-parallel group are neighbours. Experts are whole on `ep` ranks of a pipeline stage's tp · dp; with ep =
+1 they are sliced by tp like everything else. `require(layout, config, cluster, work)` raises `PlanError` with
+what divides, and `problem` gives its words.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tinygrad_nv.dist.plan.cluster import Cluster, figures
+from tinygrad_nv.dist.plan.collectives import Group
+from tinygrad_nv.errors import PlanError
+from tinygrad_nv.models.config import ModelConfig
+
+DTYPES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}   # bytes of an element of a matrix
+KV_DTYPES = {"bf16": 2, "fp8": 1}
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
+RECOMPUTES = ("none", "selective", "full")
+ZEROS = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks of each kind of parallelism; `sp`: hidden states between tensor-parallel matmuls are sharded by
+    tokens (sequence parallel)."""
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    sp: bool = False
+
+    @property
+    def gpus(self) -> int:
+        """That it takes."""
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        named = [f"{name} {ranks}" for name in ("tp", "pp", "dp", "ep") if (ranks := getattr(self, name)) > 1]
+        return ", ".join([*named, *["sp"] * self.sp]) or "one GPU"
+
+    def tensor_group(self, cluster: Cluster) -> Group:
+        """Ranks that hold slices of the same matrices."""
+        return Group(self.tp, min(self.tp, cluster.per_node))
+
+    def data_group(self, cluster: Cluster) -> Group:
+        """Ranks that hold the same slices."""
+        near = self.tp * self.dp <= cluster.per_node
+        return Group(self.dp, self.dp if near else max(1, cluster.per_node // self.tp))
+
+    def expert_group(self, cluster: Cluster) -> Group:
+        """Ranks that tokens are sent among."""
+        return Group(self.ep, min(self.ep, cluster.per_node))
+
+    def stages_apart(self, cluster: Cluster) -> Group:
+        """Two neighbouring stages."""
+        return Group(2, 2 if self.gpus <= cluster.per_node else 1)
+
+
+def achieved(name: str) -> float:
+    """A share of figures.toml."""
+    share: float = figures()["achieved"][name]
+    return share
+
+
+@dataclass(frozen=True)
+class Inference:
+    """`batch` sequences in all at once, each with `input_len` tokens of prompt and `output_len` to make.
+    `quantization`: of matrices, and of what they are multiplied with for fp8; `max_tokens` of a step of
+    prefill. `achieved`: of the modelled rates of kernels."""
+    batch: int = 1
+    input_len: int = 1024
+    output_len: int = 128
+    quantization: str = "bf16"
+    kv_dtype: str = "bf16"
+    utilization: float = 0.9
+    max_tokens: int = 8192
+    achieved: float = field(default_factory=lambda: achieved("inference"))
+
+
+@dataclass(frozen=True)
+class Training:
+    """`batch` sequences of `seq_len` tokens in a step of all GPUs, `microbatch` of them at a time on each
+    data-parallel rank. Matrices are multiplied in `precision`; master weights, gradients' sums and AdamW's
+    states are float32. `grad_bytes`: of an element of gradients on the wire. `virtual`: chunks of layers of a
+    stage, interleaved. `overlap_tp`: collectives of tensor parallelism run beside the matmuls that need them,
+    which hides the share `overlap`. `achieved`: of the modelled rates of kernels."""
+    batch: int = 8
+    seq_len: int = 8192
+    microbatch: int = 1
+    precision: str = "bf16"
+    zero: int = 3
+    recompute: str = "selective"
+    schedule: str = "1f1b"
+    virtual: int = 1
+    grad_bytes: int = 4
+    overlap_tp: bool = False
+    utilization: float = 0.95
+    achieved: float = field(default_factory=lambda: achieved("training"))
+    overlap: float = field(default_factory=lambda: achieved("overlap"))
+
+
+Work = Inference | Training
+
+
+def require(layout: Layout, config: ModelConfig, cluster: Cluster, work: Work) -> None:
+    """Raises `PlanError` for a layout that cannot be."""
+    for problem in (_of_gpus(layout, cluster), _of_model(layout, config), _of_experts(layout, config),
+                    _of_work(layout, config, cluster, work)):
+        if problem is not None: raise problem
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """Of a number, the smallest first."""
+    return tuple(i for i in range(1, number + 1) if number % i == 0)
+
+
+def _named(numbers: tuple[int, ...]) -> str: return ", ".join(map(str, numbers))
+
+
+def _of_gpus(layout: Layout, cluster: Cluster) -> PlanError | None:
+    for name in ("tp", "pp", "dp", "ep"):
+        if getattr(layout, name) < 1: return PlanError(f"--{name} {getattr(layout, name)}", "1 or more")
+    if layout.gpus == cluster.gpus: return None
+    product = f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}"
+    rest = cluster.gpus // (layout.tp * layout.pp)
+    whole = layout.tp * layout.pp * rest == cluster.gpus
+    return PlanError(f"{product} are {layout.gpus} GPUs, of {cluster.gpus}",
+                     f"numbers whose product is {cluster.gpus}",
+                     f"--dp {rest}" if whole else f"tp and pp that divide {cluster.gpus}")
+
+
+def _of_model(layout: Layout, config: ModelConfig) -> PlanError | None:
+    heads, kv, width = config.num_heads, config.num_kv_heads, config.intermediate_size
+    if heads % layout.tp:
+        return PlanError(f"--tp {layout.tp} does not divide {heads} heads",
+                         f"one of {_named(divisors(heads))}")
+    if config.latent is None and kv % layout.tp and layout.tp % kv:
+        return PlanError(f"--tp {layout.tp} of {kv} key/value heads", f"a divisor or a multiple of {kv}")
+    if width % layout.tp:
+        return PlanError(f"--tp {layout.tp} does not divide intermediate_size {width}", "a divisor")
+    if layout.pp > config.num_layers:
+        return PlanError(f"--pp {layout.pp} of {config.num_layers} layers",
+                         f"at most {config.num_layers}: a stage has a layer at least")
+    if layout.sp and layout.tp == 1:
+        return PlanError("--sp without tensor parallelism", "--tp of 2 or more", "leave --sp out")
+    return None
+
+
+def _of_experts(layout: Layout, config: ModelConfig) -> PlanError | None:
+    if config.moe is None:
+        if layout.ep == 1: return None
+        return PlanError(f"--ep {layout.ep} of a model without experts", "--ep 1", "leave --ep out")
+    if layout.ep == 1:
+        if config.moe.width % layout.tp == 0: return None
+        return PlanError(f"--tp {layout.tp} does not divide experts of {config.moe.width} columns",
+                         "a divisor", f"--ep {layout.tp}, which leaves experts whole")
+    if config.moe.experts % layout.ep:
+        return PlanError(f"--ep {layout.ep} does not divide {config.moe.experts} experts",
+                         f"one of {_named(divisors(config.moe.experts))}")
+    if (layout.tp * layout.dp) % layout.ep or layout.ep % layout.tp:
+        return PlanError(f"--ep {layout.ep} of {layout.tp} x {layout.dp} ranks of a stage",
+                         f"a multiple of tp {layout.tp} that divides {layout.tp * layout.dp}")
+    return None
+
+
+def _of_work(layout: Layout, config: ModelConfig, cluster: Cluster, work: Work) -> PlanError | None:
+    kind = work.quantization if isinstance(work, Inference) else work.precision
+    known = DTYPES if isinstance(work, Inference) else ("bf16", "fp8")
+    if kind not in known: return PlanError(f"matrices of {kind}", f"one of {', '.join(known)}")
+    if kind == "fp8" and not cluster.device.fp8:
+        return PlanError(f"fp8 on {cluster.device.name}",
+                         "a GPU whose tensor cores take 8-bit floats: H100, H200, L40S",
+                         "use bf16" + ", int8 or int4" * isinstance(work, Inference))
+    if isinstance(work, Inference): return _of_inference(layout, work)
+    return _of_training(layout, config, work)
+
+
+def _of_inference(layout: Layout, work: Inference) -> PlanError | None:
+    if layout.sp:
+        return PlanError("--sp of inference", "sequence parallel training: --train", "leave --sp out")
+    if work.kv_dtype not in KV_DTYPES:
+        return PlanError(f"keys and values of {work.kv_dtype}", f"one of {', '.join(KV_DTYPES)}")
+    if min(work.batch, work.input_len, work.output_len) < 1:
+        return PlanError(f"batch {work.batch} of {work.input_len} + {work.output_len} tokens",
+                         "1 or more of each")
+    if work.batch % layout.dp:
+        return PlanError(f"batch {work.batch} over dp {layout.dp}", f"a multiple of {layout.dp}",
+                         f"--batch {-(-work.batch // layout.dp) * layout.dp}")
+    return None
+
+
+def _of_training(layout: Layout, config: ModelConfig, work: Training) -> PlanError | None:
+    for what, word, known in (("zero", work.zero, ZEROS), ("recompute", work.recompute, RECOMPUTES),
+                              ("schedule", work.schedule, SCHEDULES)):
+        if word not in known:
+            return PlanError(f"--{what} {word}", f"one of {', '.join(map(str, known))}")
+    each = layout.dp * work.microbatch
+    if min(work.batch, work.seq_len, work.microbatch) < 1 or work.batch % each:
+        return PlanError(f"batch {work.batch} in microbatches of {work.microbatch} over dp {layout.dp}",
+                         f"a multiple of {each}", f"--batch {max(1, -(-work.batch // each)) * each}")
+    if work.virtual > 1 and work.schedule != "interleaved":
+        return PlanError(f"--virtual {work.virtual} with the schedule {work.schedule}", "interleaved")
+    if work.schedule == "interleaved" and layout.pp * work.virtual > config.num_layers:
+        return PlanError(f"pp {layout.pp} x {work.virtual} chunks of {config.num_layers} layers",
+                         f"at most {config.num_layers} chunks", "lower --virtual")
+    return None

@@ -1,0 +1,298 @@
+"""Communicators of NCCL: one for a group of ranks and a device of this one.
+
+Protocol: `connect(driver, rank, members, share, timeout_s)` meets the other ranks, `share` carrying the
+unique id from the first of them. `Communicator.enqueue` puts one collective into a stream, `calls` gives the
+work of the driver interface that does so (runtime/library_call.py). Nothing of it waits for the device: what
+went wrong there is found by `check`, which the device calls when the host has waited for it, and which the
+watchdog may call at any time. After an error a communicator is of no use, `abort` ends what waits in its
+kernels, from another thread too.
+
+Memory that a graph's collectives use is registered with NCCL for as long as the graph lives. NCCL carries no
+16-bit integers: these are sent as bytes, and not added.
+"""
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tinygrad import dtypes
+from tinygrad.dtype import DType
+
+from tinygrad_nv.dist.transports.nccl_api import (
+    ALL_TO_ALL_VERSION,
+    IN_PROGRESS,
+    NCCL,
+    OPS,
+    SUCCESS,
+    TYPES,
+    Config,
+    UniqueId,
+    real,
+)
+from tinygrad_nv.errors import DistError
+from tinygrad_nv.runtime.driver import Driver
+from tinygrad_nv.runtime.library_call import LibraryCall
+
+if TYPE_CHECKING:
+    from tinygrad_nv.dist.transports.nccl_emulated import EmulatedNCCL
+
+TIMEOUT_S = 600.0   # of devices of one process
+REDUCTIONS = ("all_reduce", "reduce_scatter")
+LINES = {"all_reduce": "ncclAllReduce", "reduce_scatter": "ncclReduceScatter", "all_gather": "ncclAllGather",
+         "broadcast": "ncclBroadcast"}
+
+
+@dataclass(frozen=True)
+class Order:
+    """A collective: `count` is of elements, all of them of all_reduce, broadcast, send and recv, those of one
+    rank otherwise. `peer` is the root, or the other rank of send and recv; `name` that of the tensor."""
+    kind: str
+    count: int
+    dtype: DType
+    op: str = "sum"
+    peer: int = 0
+    name: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.name or 'a tensor'}, {self.count} {self.dtype.name}"
+
+
+@dataclass(frozen=True)
+class Last:
+    """A collective that was given to a stream: its number, and when (CLOCK_MONOTONIC)."""
+    number: int
+    order: Order
+    since: float
+
+
+_emulated: EmulatedNCCL | None = None
+
+
+def library(driver: Driver) -> NCCL:
+    """The NCCL of a device. Raises `DistError` where there is none."""
+    global _emulated
+    if not driver.emulated: return real()
+    # numpy and the emulator are loaded only where they are used
+    from tinygrad_nv.dist.transports.nccl_emulated import EmulatedNCCL
+    if _emulated is None: _emulated = EmulatedNCCL()
+    return NCCL(_emulated)
+
+
+def carried(order: Order) -> tuple[int, int]:
+    """NCCL's number of the type that carries a collective, and how many of it. Raises `DistError`."""
+    if order.dtype in TYPES: return TYPES[order.dtype], order.count
+    if order.kind in REDUCTIONS or order.dtype not in (dtypes.int16, dtypes.uint16):
+        raise DistError(f"{order.kind} of {order.dtype.name}", f"one of {', '.join(t.name for t in TYPES)}",
+                        "cast before, and back after")
+    return TYPES[dtypes.uint8], order.count * order.dtype.itemsize
+
+
+class Communicator:
+    """A rank's end of a communicator. `members` are its ranks as messages name them."""
+
+    def __init__(self, nccl: NCCL, handle: int, driver: Driver, rank: int, members: Sequence[int],
+                 timeout_s: float) -> None:
+        self.nccl, self.handle, self.driver = nccl, handle, driver
+        self.rank, self.members, self.timeout_s = rank, tuple(members), timeout_s
+        self.aborted, self.why = False, DistError("the communicator was given up")
+        self.last: Last | None = None   # what it was given last, since the host waited
+        self.numbers = itertools.count(1)
+        self.registered: dict[tuple[int, int], weakref.ref[Registration]] = {}
+        self.lock = threading.Lock()
+
+    @property
+    def size(self) -> int: return len(self.members)
+
+    def __str__(self) -> str:
+        return f"rank {self.members[self.rank]} of ranks {'-'.join(map(str, self.members))}"
+
+    # **** collectives ****
+
+    def enqueue(self, order: Order, given: int, out: int, stream: int) -> None:
+        """Puts a collective into a stream. Addresses of what is not there are 0. Raises `DistError`."""
+        self.check()
+        kind, count = carried(order)
+        self._given(order)
+        width = order.count * order.dtype.itemsize
+        if order.kind in REDUCTIONS:
+            self._call(LINES[order.kind], order, given, out, count, kind, OPS[order.op], self.handle, stream)
+        elif order.kind == "all_gather":
+            self._call(LINES[order.kind], order, given, out, count, kind, self.handle, stream)
+        elif order.kind == "broadcast":
+            self._call(LINES[order.kind], order, given, out, count, kind, order.peer, self.handle, stream)
+        elif order.kind == "send":
+            self._call("ncclSend", order, given, count, kind, order.peer, self.handle, stream)
+        elif order.kind == "recv":
+            self._call("ncclRecv", order, out, count, kind, order.peer, self.handle, stream)
+        elif self.nccl.version >= ALL_TO_ALL_VERSION:
+            self._call("ncclAlltoAll", order, given, out, count, kind, self.handle, stream)
+        else:
+            with self.grouped(str(order)):
+                for r in range(self.size):
+                    args = count, kind, r, self.handle, stream
+                    self.nccl.call("ncclSend", given + r * width, *args, handle=self.handle)
+                    self.nccl.call("ncclRecv", out + r * width, *args, handle=self.handle)
+
+    def _call(self, function: str, order: Order, *args: int) -> None:
+        if self.nccl.call(function, *args, handle=self.handle) == IN_PROGRESS: self._finish(str(order))
+
+    def grouped(self, doing: str) -> AbstractContextManager[None]:
+        """A group: the calls inside are one."""
+        return grouped(self.nccl, [self], doing)
+
+    def _finish(self, doing: str) -> None:
+        self.nccl.finish(self._state, self.handle, f"{self}: {doing}", self.timeout_s)
+
+    def _state(self) -> int:
+        """Its asynchronous error. Raises `DistError` when it was given up: it is not there then."""
+        with self.lock:
+            if self.aborted: raise self.why
+            return self.nccl.async_error(self.handle)
+
+    def call(self, order: Order, given: int, out: int) -> LibraryCall:
+        """The work that a collective is on these addresses. A send makes a byte, by which it is found in the
+        graph, and a recv does not look at what it is given."""
+        width, parts = order.count * order.dtype.itemsize, self.size
+        reads = width * (parts if order.kind in ("reduce_scatter", "all_to_all") else 1)
+        writes = width * (parts if order.kind in ("all_gather", "all_to_all") else 1)
+        if order.kind == "recv": reads = 0
+        if order.kind == "send": writes = 1
+        used = [(given, reads)] if reads else [], [(out, writes)] if order.kind != "send" else []
+        return LibraryCall(
+            f"{order} among ranks {'-'.join(map(str, self.members))}", tuple(used[0]), ((out, writes),),
+            lambda stream: self.enqueue(order, given, out, stream),
+            lambda: [self.registration(*each) for each in (*used[0], *used[1])], lambda: self._begun(order))
+
+    def _begun(self, order: Order) -> None:
+        self.check()
+        self._given(order)
+
+    def _given(self, order: Order) -> None:
+        self.last = Last(next(self.numbers), order, time.clock_gettime(time.CLOCK_MONOTONIC))
+
+    def registration(self, address: int, nbytes: int) -> Registration:
+        """Memory that NCCL may use without copies of its own, while this is held."""
+        with self.lock:
+            known = self.registered.get((address, nbytes))
+            if known is not None and (found := known()) is not None: return found
+            made = Registration(self, address, nbytes)
+            self.registered[address, nbytes] = weakref.ref(made)
+            return made
+
+    # **** errors ****
+
+    def check(self) -> None:
+        """Raises `DistError` if it has failed."""
+        result = self._state()
+        if result in (SUCCESS, IN_PROGRESS): return
+        doing = f"#{self.last.number} {self.last.order}" if self.last else "between collectives"
+        raise self.nccl.failed(f"{self}: {doing}", result, self.handle)
+
+    def done(self) -> None:
+        """The host has waited for the device: raises what it failed in."""
+        self.check()
+        self.last = None
+
+    def abort(self, why: DistError | None = None) -> None:
+        """Ends what waits in its kernels, from another thread too."""
+        with self.lock:
+            if self.aborted: return
+            self.aborted = True
+        if why is not None: self.why = why
+        self.nccl.call("ncclCommAbort", self.handle)
+
+    def close(self) -> None:
+        """Gives it back once the device has done what it holds."""
+        with self.lock:
+            if self.aborted: return
+            self.aborted = True
+        if self.nccl.async_error(self.handle) != SUCCESS: self.nccl.call("ncclCommAbort", self.handle)
+        else:
+            with self.driver.inside():
+                if self.nccl.call("ncclCommFinalize", self.handle) == IN_PROGRESS:
+                    self.nccl.finish(lambda: self.nccl.async_error(self.handle), self.handle,
+                                     f"{self}: the end", self.timeout_s)
+                self.nccl.call("ncclCommDestroy", self.handle)
+
+    # **** parts ****
+
+    def split(self, color: int, key: int, members: Sequence[int]) -> Communicator:
+        """All ranks call it: those of one color are a communicator of their own, in the order of keys, made
+        from this one's connections. `members` are those of this rank's color."""
+        handle, config = ctypes.c_void_p(), Config.made(split_share=True)
+        with self.driver.inside():
+            self.nccl.call("ncclCommSplit", self.handle, color, key, ctypes.byref(handle),
+                           ctypes.byref(config), handle=self.handle)
+            self._finish("a split")
+            assert handle.value is not None
+            rank = list(members).index(self.members[self.rank])
+            made = Communicator(self.nccl, handle.value, self.driver, rank, members, self.timeout_s)
+            made._finish("a split")
+        return made
+
+
+class Registration:
+    """Memory that is registered with a communicator until this goes."""
+
+    def __init__(self, to: Communicator, address: int, nbytes: int) -> None:
+        handle = ctypes.c_void_p()
+        to.nccl.call("ncclCommRegister", to.handle, address, nbytes, ctypes.byref(handle), handle=to.handle)
+        self.end = weakref.finalize(self, _deregister, weakref.ref(to), handle)
+        self.end.atexit = False
+
+
+def _deregister(to: weakref.ref[Communicator], handle: ctypes.c_void_p) -> None:
+    if (found := to()) is not None and not found.aborted and handle.value:
+        found.nccl.call("ncclCommDeregister", found.handle, handle)
+
+
+class grouped:
+    """Calls inside are one, of several communicators too: none of them waits for another."""
+
+    def __init__(self, nccl: NCCL, communicators: Sequence[Communicator], doing: str) -> None:
+        self.nccl, self.communicators, self.doing = nccl, communicators, doing
+
+    def __enter__(self) -> None: self.nccl.call("ncclGroupStart")
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        result = self.nccl.call("ncclGroupEnd")
+        if kind is None and result == IN_PROGRESS:
+            for each in self.communicators: each._finish(self.doing)
+
+
+Share = Callable[[bytes], bytes]    # (what the first rank says) -> the same on every rank
+
+
+def connect(driver: Driver, rank: int, members: Sequence[int], share: Share,
+            timeout_s: float) -> Communicator:
+    """This rank's communicator over the device of `driver`, once all ranks have come. Raises `DistError`."""
+    nccl = library(driver)
+    unique = UniqueId.from_buffer_copy(share(nccl.unique_id() if rank == 0 else bytes(128)))
+    handle, config = ctypes.c_void_p(), Config.made()
+    with driver.inside():
+        nccl.call("ncclCommInitRankConfig", ctypes.byref(handle), len(members), unique, rank,
+                  ctypes.byref(config))
+        assert handle.value is not None
+        made = Communicator(nccl, handle.value, driver, rank, members, timeout_s)
+        try: made._finish("meeting the other ranks")
+        except DistError:
+            made.abort()
+            raise
+    return made
+
+
+def connect_all(drivers: Sequence[Driver], ordinals: Sequence[int]) -> list[Communicator]:
+    """Communicators of devices of this process, one for each."""
+    nccl = library(drivers[0])
+    handles = (ctypes.c_void_p * len(drivers))()
+    devices = drivers if drivers[0].emulated else (ctypes.c_int * len(drivers))(*ordinals)
+    nccl.call("ncclCommInitAll", handles, len(drivers), devices)
+    return [Communicator(nccl, handle, driver, i, range(len(drivers)), TIMEOUT_S)
+            for i, (handle, driver) in enumerate(zip(handles, drivers, strict=True))]

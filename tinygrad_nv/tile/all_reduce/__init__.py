@@ -1,0 +1,9 @@
+"""All-reduce of small messages between GPUs that address each other's memory.
+
+  spec.py       what is summed, and what may follow: residual and RMSNorm
+  workspace.py  the memory that peers share: flags, epochs, halves; the protocol and why it is right
+  schedules.py  one-shot and two-shot; legality.py
+  cost.py       choice by size and number of GPUs
+  kernel.py     the template; epilogue.py: what is done with sums
+  reference.py  the same in plain tinygrad
+"""

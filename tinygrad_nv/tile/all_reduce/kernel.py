@@ -1,0 +1,220 @@
+"""All-reduce through the memory of peers (workspace.py has the protocol). For sm_80 and later.
+
+    wait for the kernel before; the addresses of all workspaces; the channel's epoch
+    each round:
+        x → own half
+        phase 0: all peers' halves are there
+        one-shot:   each vector: one of every peer, all under way together; added in the order of ranks
+        two-shot:   the same for this GPU's piece → own half; phase 1; each vector from the GPU that summed it
+        multimem:   this GPU's piece of all halves, as the switch adds it up → all halves; phase 1; own half
+        the sums → out, or residual and norm of each row (epilogue.py)
+    the epoch
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.all_reduce.epilogue import Epilogue, Plain, ResidualNorm
+from tinygrad_nv.tile.all_reduce.schedules import AllReduceSchedule, Multimem, OneShot, TwoShot
+from tinygrad_nv.tile.all_reduce.spec import VECTOR_BYTES, AllReduceSpec
+from tinygrad_nv.tile.all_reduce.vectors import (
+    Words,
+    added,
+    copy_elements,
+    elements,
+    load,
+    load_reduce,
+    store,
+    vector,
+)
+from tinygrad_nv.tile.all_reduce.workspace import EPOCH, LINE_BYTES, PHASE_BYTES
+from tinygrad_nv.tile.kernel import TileKernel
+from tinygrad_nv.tile.template import GPU
+
+
+def one_shot(spec: AllReduceSpec, s: OneShot, gpu: GPU) -> TileKernel:
+    """The kernel. Parameters in this order: out; of rows with a norm residual_out; x; of rows with a norm
+    residual and weight; peers, the addresses of all workspaces in order of ranks; u32 rank."""
+    return _finished(_OneShot(spec, s, gpu))
+
+
+def two_shot(spec: AllReduceSpec, s: TwoShot, gpu: GPU) -> TileKernel:
+    """The kernel, with the parameters of `one_shot`."""
+    return _finished(_TwoShot(spec, s, gpu))
+
+
+def multimem(spec: AllReduceSpec, s: Multimem, gpu: GPU) -> TileKernel:
+    """The kernel, with the parameters of `one_shot`; before the rank, the address of the multicast object."""
+    return _finished(_Multimem(spec, s, gpu))
+
+
+def _finished(made: AllReduceKernel) -> TileKernel:
+    made.write()
+    kb = made.kb
+    return TileKernel(kb.name, kb.ptx(), (made.s.ctas, 1, 1), made.s.threads, pdl=kb.hopper)
+
+
+class AllReduceKernel:
+    """A kernel under construction."""
+
+    def __init__(self, spec: AllReduceSpec, s: AllReduceSchedule, gpu: GPU) -> None:
+        self.kb = kb = Kernel(s.template, arch=gpu.arch, threads=s.threads, min_ctas=1)
+        self.spec, self.s = spec, s
+        out = kb.pointer("out")
+        residual_out = kb.pointer("residual_out") if spec.columns else out
+        self.x = kb.pointer("x")
+        self.epilogue: Epilogue = Plain(kb, spec, out)
+        if spec.columns:
+            residual, weight = kb.pointer("residual"), kb.pointer("weight")
+            self.epilogue = ResidualNorm(kb, spec, s, out, residual_out, residual, weight)
+        self.table = kb.pointer("peers")
+        if type(s) is Multimem: self.multicast = kb.pointer("multicast")
+        self.rank = kb.param("rank", "u32")
+        self.round_vectors = s.vectors_of_round(spec)
+
+    def write(self) -> None:
+        """The kernel."""
+        kb, s = self.kb, self.s
+        with kb.comment("the channel, in the workspaces of all GPUs"):
+            lines, halves = kb.ctaid.x * LINE_BYTES, kb.ctaid.x * (2 * s.half_bytes)
+            self.peers = kb.regs("u64", self.spec.world)
+            for i in range(0, self.spec.world - 1, 2):
+                kb.emit("ld.global.v2.u64", self.peers[i:i + 2], self.table.at(8 * i))
+            if self.spec.world % 2:
+                kb.emit("ld.global.u64", self.peers[-1], self.table.at(8 * (self.spec.world - 1)))
+            self.own = kb.reg("u64")
+            kb.emit("ld.global.u64", self.own, advanced(kb, self.table, self.rank, 8).at())
+            self.line = self.own + lines.to("u64")
+            self.lines, first = lines, s.workspace.data
+            self.at = [peer + (halves + first).to("u64") for peer in self.peers]
+            self.mine = self.own + (halves + first).to("u64")
+            if type(s) is Multimem: self.every = self.multicast + (halves + first).to("u64")
+        with kb.comment("the thread's peer, whose arrivals it tells and waits for"):
+            self.tells = kb.tid.x < self.spec.world
+            peer = kb.reg("u64", 0)
+            kb.emit("ld.global.u64", peer, advanced(kb, self.table, kb.tid.x, 8).at(), guard=self.tells)
+            self.told = advanced(kb, peer + lines.to("u64"), self.rank, 4)
+            self.heard = advanced(kb, self.line, kb.tid.x, 4)
+        if kb.hopper:
+            kb.wait_for_previous_grid()
+            kb.launch_dependents()
+        self.epoch = kb.reg("u32")
+        kb.emit("ld.global.u32", self.epoch, self.line.at(EPOCH))
+        with kb.loop(0, self.s.rounds(self.spec), kind="u32") as number: self.round(number)
+        with kb.if_(kb.tid.x == 0): kb.emit("st.global.u32", self.line.at(EPOCH), self.epoch)
+
+    def round(self, number: Value) -> None:
+        """One round of this CTA."""
+        kb, spec, s = self.kb, self.spec, self.s
+        self.epoch += 1
+        self.side = half = ((self.epoch & 1) * s.half_bytes).to("u64")
+        self.first = (number * s.ctas + kb.ctaid.x) * self.round_vectors
+        self.count = kb.reg("u32")
+        kb.emit("min.u32", self.count, self.first, spec.vectors)
+        self.count = spec.vectors - self.count
+        kb.emit("min.u32", self.count, self.count, self.round_vectors)
+        self.halves, self.half = [each + half for each in self.at], self.mine + half
+        with kb.comment("x into the half"): self.each_vector(self.staged)
+        self.exchanged(0)
+        self.sums()
+
+    def each_vector(self, done: Callable[[Value], None]) -> None:
+        """Something with each of the round's vectors that this thread has."""
+        kb = self.kb
+        with kb.loop(kb.tid.x, self.count, self.s.threads, kind="u32") as i: done(i)
+
+    def staged(self, i: Value) -> None:
+        """A vector of x into the half; what the last one has too little is zero."""
+        kb, spec = self.kb, self.spec
+        source = advanced(kb, self.x, self.first + i, VECTOR_BYTES)
+        target = advanced(kb, self.half, i, VECTOR_BYTES)
+        if not (rest := spec.count % spec.of_vector):
+            store(kb, target.at(), load(kb, source.at()))
+            return
+        whole = self.first + i < spec.vectors - 1
+        with kb.if_(whole): store(kb, target.at(), load(kb, source.at()))
+        with kb.else_():
+            store(kb, target.at(), kb.regs("b32", 4, 0))
+            copy_elements(kb, target, source, rest, spec.dtype)
+
+    def exchanged(self, phase: int) -> None:
+        """All peers' CTAs of this channel have come here, and what they wrote is visible."""
+        kb = self.kb
+        with kb.comment(f"phase {phase}"):
+            kb.sync()
+            with kb.if_(self.tells):
+                kb.emit("st.release.sys.global.u32", self.told.at(phase * PHASE_BYTES), self.epoch)
+                seen = kb.reg("u32")
+
+                def late() -> Value:
+                    kb.emit("ld.acquire.sys.global.u32", seen, self.heard.at(phase * PHASE_BYTES))
+                    behind = kb.reg("s32")
+                    kb.emit("sub.s32", behind, seen, self.epoch)
+                    return behind < 0
+                with kb.while_(late): pass
+            kb.sync()
+
+    def summed(self, i: Value) -> Words:
+        """Vector `i` of the round, of all peers, added up in order of ranks."""
+        kb, dtype = self.kb, self.spec.dtype
+        read = [load(kb, advanced(kb, half, i, VECTOR_BYTES).at()) for half in self.halves]
+        sums = elements(kb, read[0], dtype)
+        for each in read[1:]: sums = added(sums, elements(kb, each, dtype))
+        return vector(kb, sums, dtype)
+
+    def sums(self) -> None:
+        """From x in all halves to the results."""
+        raise NotImplementedError
+
+
+class _OneShot(AllReduceKernel):
+    """Every GPU adds up everything."""
+
+    def sums(self) -> None: self.epilogue.write(self.first, self.count, self.s.threads, self.summed)
+
+
+class _TwoShot(AllReduceKernel):
+    """Every GPU adds up a piece of each round."""
+    s: TwoShot
+
+    def sums(self) -> None:
+        kb, spec = self.kb, self.spec
+        piece, behind = self.s.piece(spec, self.round_vectors), self.round_vectors * VECTOR_BYTES
+        with kb.comment("this GPU's piece"):
+            first, end = self.rank * piece, kb.reg("u32")
+            kb.emit("min.u32", end, first + piece, self.count)
+            with kb.loop(first + kb.tid.x, end, self.s.threads, kind="u32") as i:
+                target = advanced(kb, self.half, i - first, VECTOR_BYTES)
+                store(kb, target.at(behind), self.summed(i))
+        self.exchanged(1)
+
+        def gathered(i: Value) -> Words:
+            owner = i // piece
+            half = self.halves[0]
+            for number in range(1, spec.world): half = kb.select(owner == number, self.halves[number], half)
+            return load(kb, advanced(kb, half, i - owner * piece, VECTOR_BYTES).at(behind))
+        self.epilogue.write(self.first, self.count, self.s.threads, gathered)
+
+
+class _Multimem(AllReduceKernel):
+    """The switch adds up, for every GPU its piece of each round. What is written at one address of memory and
+    read at another passes a fence of the alias proxy."""
+    s: Multimem
+
+    def sums(self) -> None:
+        kb, spec = self.kb, self.spec
+        piece, behind = self.s.piece(spec, self.round_vectors), self.round_vectors * VECTOR_BYTES
+        with kb.comment("this GPU's piece"):
+            kb.emit("fence.proxy.alias")
+            every, first, end = self.every + self.side, self.rank * piece, kb.reg("u32")
+            kb.emit("min.u32", end, first + piece, self.count)
+            with kb.loop(first + kb.tid.x, end, self.s.threads, kind="u32") as i:
+                at = advanced(kb, every, i, VECTOR_BYTES)
+                kb.emit("multimem.st.weak.global.v4.f32", at.at(behind), load_reduce(kb, at, spec.dtype))
+            kb.emit("fence.proxy.alias")
+        self.exchanged(1)
+
+        def gathered(i: Value) -> Words: return load(kb, advanced(kb, self.half, i, VECTOR_BYTES).at(behind))
+        self.epilogue.write(self.first, self.count, self.s.threads, gathered)
