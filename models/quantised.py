@@ -89,13 +89,6 @@ class Plan:
     unread: set[str] = field(default_factory=set)
 
     @property
-    def quantised(self) -> set[str]:
-        """Weights that are no floats in the checkpoint, or not in the network."""
-        floats = {part[0].name for layer in self.layers for part in layer.parts
-                  if isinstance(part, tuple) and isinstance(part[0], StoredFloats)}
-        return self.replaced - self.plain.keys() - floats
-
-    @property
     def tensors(self) -> set[str]:
         """All that belong to quantised matrices."""
         return {name for layer in self.layers for name in layer.tensors}
@@ -122,8 +115,8 @@ def projections(model: Llama, layer: int) -> list[Projection]:
 
 def planned(model: Llama, entries: Mapping[str, TensorEntry], file: str,
             reader: Reader | None = None) -> Plan:
-    """What is quantised. `file`: the config's, for messages; `reader`: one other than the config's. Raises
-    `ModelError` of a config that cannot be read, `WeightError` of a layer that is not whole."""
+    """What is quantised, by the reader of a config in `file` if no other is given. Raises `ModelError` of a
+    config that cannot be read, `WeightError` of a layer that is not whole."""
     plan = Plan()
     if model.config.quantization is None: return plan
     reader = reader or reader_of(model.config.quantization, file)
@@ -138,11 +131,10 @@ def planned(model: Llama, entries: Mapping[str, TensorEntry], file: str,
     tied, stage = model.config.tied, model.parallel
     embeds, ends = stage is None or stage.first, stage is None or stage.last
     if ends and (not tied or f"{HEAD}.weight" in blocks): _add_table(plan, reader, HEAD, stored, model)
-    if f"{EMBEDDING}.weight" in blocks and (embeds or tied):
-        if not (tied and ends): _add_table(plan, reader, EMBEDDING, stored, model)
-        else:
-            plan.replaced.add(f"{EMBEDDING}.weight")
-            plan.unread.add(f"{EMBEDDING}.weight")
+    if (table := f"{EMBEDDING}.weight") in blocks and tied and ends:
+        plan.replaced.add(table)
+        plan.unread.add(table)
+    elif table in blocks and embeds: _add_table(plan, reader, EMBEDDING, stored, model)
     plan.unread |= {name for name in entries if name.endswith(SUFFIXES)} - plan.tensors
     return plan
 
@@ -335,7 +327,8 @@ def _repacked(model: Llama, layer: QuantisedLayer, found: Iterable[Read], int8: 
 
 def place(model: Llama, layer: QuantisedLayer, parts: tuple[Part, ...]) -> None:
     """Puts the parts of a layer, as kernels read them, in their place."""
-    if isinstance(layer.linear, Linear): layer.linear.parts = _of_linear(parts)
+    if isinstance(layer.linear, Linear):
+        layer.linear.parts = tuple(part for part in parts if not isinstance(part, StackWeight))
     elif isinstance(layer.linear, StoredStack):
         assert isinstance(parts[0], StackWeight)
         layer.linear.place.put(parts[0])
@@ -343,10 +336,6 @@ def place(model: Llama, layer: QuantisedLayer, parts: tuple[Part, ...]) -> None:
         assert isinstance(parts[0], QWeight)
         if layer.linear != EMBEDDING: model.quantised_head = parts[0]
         if layer.linear == EMBEDDING or model.config.tied: model.quantised_embedding = parts[0].matrix
-
-
-def _of_linear(parts: tuple[Part, ...]) -> tuple[QWeight | SparseWeight | Tensor, ...]:
-    return tuple(part for part in parts if not isinstance(part, StackWeight))
 
 
 def matrices(model: Llama) -> list[tuple[QTensor | QStack | SparseTensor, Activations | None]]:

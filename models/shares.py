@@ -28,7 +28,7 @@ from .checkpoint import ITEM_BYTES, Checkpoint, TensorEntry, safetensors_dtype
 from .feed_forward import MixtureOfExperts
 from .llama import Llama
 from .parallel import Parallel, names_apart, stage_config
-from .quantised import Projection, planned, projections
+from .quantised import Plan, Projection, StoredFloats, planned, projections
 from .weights import EMBEDDING, HEAD, checked, opened_for, slots
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -70,7 +70,7 @@ def cut_checkpoint(model: Llama, parallel: Parallel, checkpoint: Checkpoint,
         if EMBEDDING in found: found[HEAD] = found[EMBEDDING]
     elsewhere = added_elsewhere(found, parallel) & local.keys()
     lies, others = sources(there, whole), experts_elsewhere(model)
-    quantised = of_stage(dict.fromkeys(plan.quantised), parallel, config.tied)
+    quantised = of_stage(dict.fromkeys(_quantised(plan)), parallel, config.tied)
     entries = taken_apart(of_stage(every, parallel, config.tied), lies, quantised)
     own = {name: share for name, share in found.items() if name not in quantised}
     checkpoint.entries = {name: entry for name, entry in cut_entries(entries, own).items()
@@ -79,6 +79,13 @@ def cut_checkpoint(model: Llama, parallel: Parallel, checkpoint: Checkpoint,
     headers = {name: (safetensors_dtype(entry), entry.shape) for name, entry in every.items()}
     reader = reader_of(config.quantization, file)
     return OwnReader(reader, headers, extents, found, lies, parallel.layers.start), elsewhere
+
+
+def _quantised(plan: Plan) -> set[str]:
+    """Weights that are no floats in the checkpoint, or not in the network."""
+    floats = {part[0].name for layer in plan.layers for part in layer.parts
+              if isinstance(part, tuple) and isinstance(part[0], StoredFloats)}
+    return plan.replaced - plan.plain.keys() - floats
 
 
 def own_nbytes(model: Llama, directory: Path) -> int:

@@ -33,7 +33,7 @@ def logits(directory: Path, tokens: Tensor, group: Group | None, experts: bool =
     if group is None: model = Llama(config, dtypes.float32, "CPU")
     else:
         model = Llama(local_config(config, group.size, experts), dtypes.float32, "CPU",
-                      parallel=Parallel(group, config, experts))
+                      parallel=Parallel(group, config, experts=experts))
     weights.load(model, directory)
     found: np.ndarray = model(tokens).numpy()
     return found

@@ -30,7 +30,7 @@ def stored(kind: str) -> tuple[StoredMatrix, Any, np.ndarray]:
     return found, lambda name: array_of(named[name]), plain.numpy()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("part", PARTS, ids=str)
 def test_parts(kind: str, part: tuple[int, int, int]):
