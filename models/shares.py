@@ -12,25 +12,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
 from tinygrad_nv.quant.cut import cut_matrix
 from tinygrad_nv.quant.readers.reader import Get, Reader, Stored, StoredMatrix, reader_of
-from tinygrad_nv.quant.types import nbytes
 
 from .checkpoint import ITEM_BYTES, Checkpoint, TensorEntry, safetensors_dtype
 from .feed_forward import MixtureOfExperts
 from .llama import Llama
 from .parallel import Parallel, names_apart, stage_config
-from .quantised import Plan, Projection, StoredFloats, planned, projections
-from .weights import EMBEDDING, HEAD, checked, opened_for, slots
+from .quantised import EMBEDDING, HEAD, Plan, Projection, StoredFloats, projections
 
+TABLES = f"{EMBEDDING}.weight", f"{HEAD}.weight"
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -51,23 +49,22 @@ class Source:
     count: int
 
 
-def cut_checkpoint(model: Llama, parallel: Parallel, checkpoint: Checkpoint,
-                   directory: Path) -> tuple[Reader | None, set[str]]:
+def cut_checkpoint(model: Llama, parallel: Parallel, checkpoint: Checkpoint, plan: Plan,
+                   shapes: Callable[[Llama], dict[str, tuple[int, ...]]], file: str
+                   ) -> tuple[Reader | None, set[str]]:
     """Cuts a checkpoint's entries to what a network's rank has of them: what reads its parts of quantised
-    matrices, and biases that it has none of, as another rank adds them. Raises for a checkpoint that is not
-    whole."""
-    config, file = parallel.whole, str(directory / "config.json")
-    stored = Llama(config, model.dtype, model.device)
-    plan = planned(stored, checkpoint.entries, file)
-    checked(stored, plan, every := checkpoint.entries, directory)
+    matrices, and biases that it has none of, as another rank adds them. The checkpoint is whole, and `plan`
+    that of the whole network; `shapes` are those of a network's tensors."""
+    config, every = parallel.whole, checkpoint.entries
     stage = stage_config(config, parallel.stage, parallel.stages)
     there, whole = (Llama(replace(stage, names=names), model.dtype, model.device)
                     for names in (config.names, names_apart(config.names)))
-    extents, local = ({name: slot.shape for name, slot in slots(each).items()} for each in (whole, model))
-    found = shares(extents, local, parallel, (EMBEDDING, HEAD))
+    extents, local = shapes(whole), shapes(model)
+    found = shares(extents, local, parallel, TABLES)
     if config.tied:
-        extents[HEAD] = extents[EMBEDDING]
-        if EMBEDDING in found: found[HEAD] = found[EMBEDDING]
+        embedding, head = TABLES
+        extents[head] = extents[embedding]
+        if embedding in found: found[head] = found[embedding]
     elsewhere = added_elsewhere(found, parallel) & local.keys()
     lies, others = sources(there, whole), experts_elsewhere(model)
     quantised = of_stage(dict.fromkeys(_quantised(plan)), parallel, config.tied)
@@ -86,15 +83,6 @@ def _quantised(plan: Plan) -> set[str]:
     floats = {part[0].name for layer in plan.layers for part in layer.parts
               if isinstance(part, tuple) and isinstance(part[0], StoredFloats)}
     return plan.replaced - plan.plain.keys() - floats
-
-
-def own_nbytes(model: Llama, directory: Path) -> int:
-    """Bytes of the weights of a rank's network. Raises as loading them does."""
-    found = opened_for(model, directory)
-    tensors = {id(slot.tensor): slot.tensor for slot in [*found.wanted.values(), *found.zeros]}.values()
-    return sum(int(each.nbytes()) for each in tensors) + sum(
-        nbytes(part[0].type, *part[1]) for layer in found.plan.layers for part in layer.parts
-        if isinstance(part, tuple) and isinstance(part[0], StoredMatrix))
 
 
 def shares(whole: Mapping[str, tuple[int, ...]], local: Mapping[str, tuple[int, ...]], parallel: Parallel,

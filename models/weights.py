@@ -23,7 +23,7 @@ from tinygrad import Tensor
 from tinygrad.dtype import DType
 
 from tinygrad_nv.errors import WeightError
-from tinygrad_nv.quant.readers.reader import ONLINE, reader_of
+from tinygrad_nv.quant.readers.reader import ONLINE, StoredMatrix, reader_of
 from tinygrad_nv.quant.types import nbytes as matrix_bytes
 from tinygrad_nv.runtime.memory import allocate, allocate_arena, read, write
 from tinygrad_nv.runtime.memory_pool import labelled
@@ -241,11 +241,27 @@ def opened_for(model: Llama, directory: Path, headless: bool = False) -> Opened:
     reader, elsewhere = None, set[str]()
     if parallel is not None:
         from .shares import cut_checkpoint
-        reader, elsewhere = cut_checkpoint(model, parallel, checkpoint, directory)
+        whole = Llama(config, model.dtype, model.device)
+        plan = planned(whole, checkpoint.entries, file)
+        checked(whole, plan, checkpoint.entries, directory)
+        reader, elsewhere = cut_checkpoint(model, parallel, checkpoint, plan, _shapes, file)
     plan = planned(model, checkpoint.entries, file, reader)
     wanted = checked(model, plan, checkpoint.entries, directory, elsewhere)
     every = slots(model)
     return Opened(checkpoint, plan, wanted, [every[name] for name in sorted(elsewhere)])
+
+
+def _shapes(model: Llama) -> dict[str, tuple[int, ...]]:
+    return {name: slot.shape for name, slot in slots(model).items()}
+
+
+def own_nbytes(model: Llama, directory: Path) -> int:
+    """Bytes of the weights of a rank's network. Raises as loading them does."""
+    found = opened_for(model, directory)
+    tensors = {id(slot.tensor): slot.tensor for slot in [*found.wanted.values(), *found.zeros]}.values()
+    return sum(int(each.nbytes()) for each in tensors) + sum(
+        matrix_bytes(part[0].type, *part[1]) for layer in found.plan.layers for part in layer.parts
+        if isinstance(part, tuple) and isinstance(part[0], StoredMatrix))
 
 
 def checked(model: Llama, plan: Plan, entries: Mapping[str, TensorEntry], directory: Path,

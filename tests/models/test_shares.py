@@ -22,7 +22,6 @@ from tinygrad_nv.models.config import ModelConfig, read_config
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.parallel import Parallel, local_config, names_apart
 from tinygrad_nv.models.quantised import projections
-from tinygrad_nv.models.shares import own_nbytes
 
 from tinygrad_nv.errors import ModelError
 from tinygrad_nv.quant.activations import QWeight
@@ -125,7 +124,7 @@ def test_bytes_that_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ra
         counted.clear()
         model = network(directory, ranks, rank)
         held = sum(int(each.nbytes()) for each in weights.held(model))
-        assert sum(counted) == own_nbytes(model, directory) == held
+        assert sum(counted) == weights.own_nbytes(model, directory) == held
         assert held == pytest.approx(4 * config.parameters / ranks, rel=0.05)
 
 

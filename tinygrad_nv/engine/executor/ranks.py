@@ -25,7 +25,7 @@ from tinygrad_nv.errors import ConfigError, DistError
 from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.parallel import Parallel, local_config, stage_config
-from tinygrad_nv.models.shares import own_nbytes
+from tinygrad_nv.models.weights import own_nbytes
 
 if TYPE_CHECKING:
     from tinygrad_nv.dist.group import Group
