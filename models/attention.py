@@ -6,7 +6,7 @@ many sequences in pages (paged.py), a `PackedBatch` many whole ones, one after t
 """
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
@@ -23,6 +23,9 @@ from .dense import DenseBatch, Position
 from .layers import Linear, RMSNorm, StoredLinear, normalised
 from .packed import PackedBatch
 from .paged import AttentionKind, PagedBatch, appended
+
+if TYPE_CHECKING:   # a program of one device does not load it
+    from .parallel import Parallel
 
 Cache: TypeAlias = tuple[Tensor, ...] | LayerPages    # of one layer
 
@@ -57,7 +60,9 @@ class Attention:
     norms.
     """
 
-    def __init__(self, config: ModelConfig, index: int, dtype: DType, device: str | None) -> None:
+    def __init__(self, config: ModelConfig, index: int, dtype: DType, device: str | None,
+                 parallel: Parallel | None = None) -> None:
+        self.parallel, self.index = parallel, index
         self.config, self.window, self.rope = config, config.windows[index], config.rope_indices[index]
         self.scale = config.head_dim ** -0.5 if config.attention_scale is None else config.attention_scale
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -104,9 +109,18 @@ class Attention:
         assert self.k_norm is not None
         kv = c.num_kv_heads * c.head_dim
         q, k, v = heads.split([c.num_heads * c.head_dim, kv, kv], dim=-1)
-        q, k = self.q_norm(q), self.k_norm(k)
+        if self.parallel is None: q, k = self.q_norm(q), self.k_norm(k)
+        else: q, k = self._normalised_by_all(self.parallel, q, k)
         made = [each.reshape(B, T, -1, c.head_dim) for each in (q, k, v)]
         return made[0], made[1], made[2]
+
+    def _normalised_by_all(self, parallel: Parallel, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k (B, T, …) of this rank's heads by the mean of squares over those of all ranks."""
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        squares = Tensor.cat(*(each.float().square().mean(-1, keepdim=True) for each in (q, k)), dim=-1)
+        means = parallel.mean(squares, f"layers.{self.index}.norms")
+        return self.q_norm(q, means[..., :1]), self.k_norm(k, means[..., 1:])
 
     def project(self, x: Tensor, batch: DenseBatch) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, hidden) to rotated q (B, H, T, D) and k, v (B, H_kv, T, D)."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
@@ -41,6 +42,8 @@ SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 NUMPY_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1",
                 "I8": "i1", "U8": "u1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8",
                 "U64": "<u8", "F64": "<f8", "BOOL": "u1"}
+# bytes between rows of a part that are not read, as fewer of a file are there with those around them
+SKIP = 4096
 ITEM_BYTES = FLOAT_BYTES | {name: np.dtype(kind).itemsize for name, kind in NUMPY_DTYPES.items()}
 
 
@@ -94,10 +97,11 @@ class Safetensors:
         return read_header(path)
 
     def read_into(self, entry: TensorEntry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
-        if entry.parts:
-            found = _sparse_elements(entry, begin, end).reshape(-1).data.cast("B")
+        if entry.parts or entry.strides is not None:
+            found = (_of_larger(entry, entry.parts[0].file_offset[1], begin, end,
+                                lambda first, last: _sparse_elements(entry, first, last))
+                     if entry.parts else _strided(rows_of(entry, begin, end)))
             return write(tensor, offset, convert(found, entry.dtype, tensor.dtype))
-        if entry.strides is not None: return _read_strided(entry, begin, end, tensor, offset)
         item, (path, position) = ITEM_BYTES[entry.dtype], entry.file_offset
         target = host_bytes(tensor)
         with open(path, "rb", buffering=0) as file:
@@ -110,21 +114,60 @@ class Safetensors:
         write(tensor, offset, convert(data, entry.dtype, tensor.dtype))
 
 
-def _read_strided(entry: TensorEntry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
-    assert (begin, end) == (0, math.prod(entry.shape)), "strided tensors are read whole"
-    write(tensor, offset, convert(_strided(entry), entry.dtype, tensor.dtype))
+def rows_of(entry: TensorEntry, begin: int, end: int) -> TensorEntry:
+    """The rows of a strided entry that elements [begin, end) are, in index order."""
+    assert entry.strides is not None, "entries with strides only"
+    each = math.prod(entry.shape[1:])
+    assert begin % each == end % each == 0, "whole rows"
+    (path, offset), first = entry.file_offset, begin // each
+    return replace(entry, shape=(end // each - first, *entry.shape[1:]),
+                   file_offset=(path, offset + first * entry.strides[0] * ITEM_BYTES[entry.dtype]))
+
+
+def is_split_by_rows(entry: TensorEntry) -> bool:
+    """Whether rows of a strided entry lie one behind the other in the file."""
+    assert entry.strides is not None, "entries with strides only"
+    return len(entry.shape) > 1 and entry.strides[0] == max(entry.strides)
+
+
+def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements from the first to the last."""
+    return 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
 
 
 def _strided(entry: TensorEntry) -> memoryview:
-    """The elements in index order."""
+    """The elements in index order. Of the axis with the largest stride each index is read by itself, if what
+    lies between is worth it."""
     assert entry.strides is not None, "entries with strides only"
-    steps = zip(entry.shape, entry.strides, strict=True)
-    span = 1 + sum((extent - 1) * stride for extent, stride in steps)
-    data = memoryview(bytearray(span * ITEM_BYTES[entry.dtype]))
-    with open(entry.file_offset[0], "rb", buffering=0) as file:
-        file.seek(entry.file_offset[1])
-        _fill(file, data, entry.file_offset[0])
-    return in_index_order(data, entry)
+    (path, offset), item, strides = entry.file_offset, ITEM_BYTES[entry.dtype], [*entry.strides]
+    outer = max(range(len(strides)), key=strides.__getitem__)
+    step = strides[outer]
+    inner = _span(*(tuple(each for i, each in enumerate(some) if i != outer)
+                    for some in (entry.shape, entry.strides)))
+    count, each = entry.shape[outer], inner
+    if (step - inner) * item < SKIP: count, each = 1, _span(entry.shape, entry.strides)
+    else: strides[outer] = inner
+    data = memoryview(bytearray(count * each * item))
+    with open(path, "rb", buffering=0) as file:
+        for i in range(count):
+            file.seek(offset + i * step * item)
+            _fill(file, data[i * each * item:(i + 1) * each * item], path)
+    return in_index_order(data, replace(entry, strides=tuple(strides)))
+
+
+def _of_larger(entry: TensorEntry, origin: int, begin: int, end: int,
+               read: Callable[[int, int], np.ndarray]) -> memoryview:
+    """Elements [begin, end) of a part of a tensor whose elements `read` gives; it is listed as though it lay
+    at byte `origin`, in index order."""
+    first = (entry.file_offset[1] - origin) // ITEM_BYTES[entry.dtype]
+    if entry.strides is None: return _bytes_of(read(first + begin, first + end))
+    part = rows_of(entry, begin, end)
+    first = (part.file_offset[1] - origin) // ITEM_BYTES[entry.dtype]
+    return in_index_order(_bytes_of(read(first, first + _span(part.shape, entry.strides))), part)
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).data.cast("B")
 
 
 def _fill(file: FileIO, target: memoryview, path: str) -> None:
@@ -206,7 +249,7 @@ def _read(entry: TensorEntry, begin: int, end: int) -> np.ndarray:
 def _sparse_elements(entry: TensorEntry, begin: int, end: int) -> np.ndarray:
     """Elements [begin, end) of a sparse tensor, with the zeros that are not stored."""
     elements, mask, *offsets = entry.parts
-    k, width = entry.shape[1], mask.shape[1]
+    k, width = entry.strides[0] if entry.strides else entry.shape[1], mask.shape[1]
     first, last = begin // k, -(-end // k)
     if offsets:
         starts = [*read_array(offsets[0]).reshape(-1)[first:last + 1].tolist(), math.prod(elements.shape)]
@@ -299,8 +342,10 @@ class GGUFTensors:
                         for each in self.stored.values()}
 
     def read_into(self, entry: TensorEntry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
-        found = np.ascontiguousarray(gguf.elements(self.file, self.stored[entry.name], begin, end))
-        write(tensor, offset, convert(found.data.cast("B"), entry.dtype, tensor.dtype))
+        whole = self.stored[entry.name]
+        found = _of_larger(entry, whole.source.offset, begin, end,
+                           lambda first, last: gguf.elements(self.file, whole, first, last))
+        write(tensor, offset, convert(found, entry.dtype, tensor.dtype))
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:

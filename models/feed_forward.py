@@ -4,9 +4,13 @@ Protocol of a mixture (Switch Transformer, arXiv 2101.03961; Mixtral, arXiv 2401
 experts for each token, and sorts the T · k slots by expert. Two grouped matmuls follow: gate | up of the
 tokens' rows, as they lie, with the activation; and down, weighted, each slot to its place. The k results
 of a token are added. No extent depends on the routing, so a captured step serves every token.
+
+A rank of an expert parallel network has some of the experts (`own`). Slots of the others are sorted behind
+its own, no kernel computes them, and they add 0.
 """
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tinygrad import Tensor, dtypes
@@ -14,6 +18,7 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv.functional import (
     Routing,
+    group_rows,
     grouped_matmul,
     quant_grouped_matmul,
     quantize,
@@ -51,19 +56,22 @@ class FeedForward:
 
 class MixtureOfExperts:
     """Experts of which each token has some, and a shared one that every token has, where the config has
-    it."""
+    it. Of the experts it has those of `own`, all by default."""
 
-    def __init__(self, config: ModelConfig, moe: MoEConfig, dtype: DType, device: str | None) -> None:
+    def __init__(self, config: ModelConfig, moe: MoEConfig, dtype: DType, device: str | None,
+                 own: range | None = None) -> None:
         def empty(*shape: int) -> Tensor: return Tensor.empty(*shape, dtype=dtype, device=device)
         hidden, self.moe, self.activation = config.hidden_size, moe, config.activation
+        self.own = range(moe.experts) if own is None else own
+        count = len(self.own)
         self.router = empty(moe.experts, hidden)
         # an expert's gate, then its up; one below the other
-        self.gate_up = empty(moe.experts * 2 * moe.width, hidden)
-        self.down = empty(moe.experts * hidden, moe.width)
+        self.gate_up = empty(count * 2 * moe.width, hidden)
+        self.down = empty(count * hidden, moe.width)
         self.router_bias = self.gate_up_bias = self.down_bias = None
         if moe.biased:
             self.router_bias = empty(moe.experts)
-            self.gate_up_bias, self.down_bias = empty(moe.experts, 2 * moe.width), empty(moe.experts, hidden)
+            self.gate_up_bias, self.down_bias = empty(count, 2 * moe.width), empty(count, hidden)
         # of quantised experts instead of these: gate and up of each, and down
         self.gate_up_stack: StackWeight | None = None
         self.down_stack: StackWeight | None = None
@@ -87,16 +95,27 @@ class MixtureOfExperts:
         moe, (tokens, hidden) = self.moe, x.shape
         rows, router = (x.float(), self.router.float()) if moe.exact_router else (x, self.router)
         logits = rows.linear(router.T, self.router_bias).contiguous()
-        routing, gather = route(logits, moe.policy, self.choice_bias), moe.policy.k
+        routing, gather, count = route(logits, moe.policy, self.choice_bias), moe.policy.k, len(self.own)
+        here: Tensor | None = None
+        if count < moe.experts: routing, here = self._here(routing)
         weights: Tensor | None = routing.weights.flatten()
         if moe.scaled_inputs:
             slots = x.unsqueeze(1) * routing.weights.cast(x.dtype).unsqueeze(-1)
             x, gather, weights = slots.reshape(-1, hidden).contiguous(), 1, None
-        inner = _multiplied(x, self.gate_up_stack, self.gate_up.reshape(moe.experts, 2 * moe.width, hidden),
+        inner = _multiplied(x, self.gate_up_stack, self.gate_up.reshape(count, 2 * moe.width, hidden),
                             routing, gather=gather, activation=self.activation, bias=self.gate_up_bias)
-        made = _multiplied(inner, self.down_stack, self.down.reshape(moe.experts, hidden, moe.width), routing,
+        made = _multiplied(inner, self.down_stack, self.down.reshape(count, hidden, moe.width), routing,
                            scatter=True, weights=weights, bias=self.down_bias)
-        return made.reshape(tokens, moe.policy.k, hidden).sum(1)
+        made = made.reshape(tokens, moe.policy.k, hidden)
+        # rows of no expert may hold anything
+        return (made if here is None else here.unsqueeze(-1).where(made, 0)).sum(1)
+
+    def _here(self, routing: Routing) -> tuple[Routing, Tensor]:
+        """The routing over the experts of this rank, and which of the slots (T, k) are theirs."""
+        count, number = len(self.own), routing.experts - self.own.start
+        here = (number >= 0) & (number < count)
+        order, offsets = group_rows(here.where(number, count).flatten().contiguous(), count)
+        return replace(routing, order=order, offsets=offsets), here
 
 
 def _multiplied(x: Tensor, stack: StackWeight | None, w: Tensor, routing: Routing, **more: Any) -> Tensor:

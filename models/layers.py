@@ -58,10 +58,10 @@ def multiply(x: Tensor, weight: QWeight | SparseWeight | Tensor, bias: Tensor | 
 StoredLinear: TypeAlias = tuple[Linear, tuple[str, ...], tuple[int, ...]]
 
 
-def normalised(x: Tensor, eps: float) -> Tensor:
-    """x / rms(x), float32."""
+def normalised(x: Tensor, eps: float, squares: Tensor | None = None) -> Tensor:
+    """x / rms(x), float32; `squares` is another mean of squares than x's own."""
     f = x.float()
-    return f * (f.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return f * ((f.square().mean(-1, keepdim=True) if squares is None else squares) + eps).rsqrt()
 
 
 class RMSNorm:
@@ -71,8 +71,8 @@ class RMSNorm:
         self.weight = Tensor.empty(size, dtype=dtype, device=device)
         self.eps, self.offset, self.rounds_last = config.norm_eps, config.norm_offset, config.norm_rounds_last
 
-    def __call__(self, x: Tensor) -> Tensor:
-        f = normalised(x, self.eps)
+    def __call__(self, x: Tensor, squares: Tensor | None = None) -> Tensor:
+        f = normalised(x, self.eps, squares)
         if self.rounds_last:
             weight = self.weight.float() + self.offset if self.offset else self.weight.float()
             return (f * weight).cast(x.dtype).contiguous()

@@ -56,11 +56,12 @@ class Block:
             return RMSNorm(config.hidden_size, config, dtype, device) if name else None
         self.config, self.parallel, self.index, names = config, parallel, index, config.names
         self.attention: Attention | LatentAttention
-        if config.latent is None: self.attention = Attention(config, index, dtype, device)
+        if config.latent is None: self.attention = Attention(config, index, dtype, device, parallel)
         else: self.attention = LatentAttention(config, config.latent, index, dtype, device)
         self.feed_forward: FeedForward | MixtureOfExperts
         if (moe := config.moe) is not None and moe.layers[index]:
-            self.feed_forward = MixtureOfExperts(config, moe, dtype, device)
+            own = None if parallel is None else parallel.own_experts(moe.experts)
+            self.feed_forward = MixtureOfExperts(config, moe, dtype, device, own)
         else: self.feed_forward = FeedForward(config, config.intermediate_size, dtype, device)
         self.attention_norm = norm(names.attention_norm)
         self.attention_post_norm = norm(names.attention_post_norm)
@@ -131,13 +132,17 @@ class Llama:
             lengths = lengths.contiguous()
         return DenseBatch(start, self.rope_tables, lengths)
 
+    def rows(self, tokens: Tensor) -> Tensor:
+        """Rows of the embedding, (…, hidden), by their numbers in it."""
+        if self.quantised_embedding is not None:
+            return quantised_rows(self.quantised_embedding, tokens, self.dtype)
+        return embedding(self.embedding, tokens)
+
     def embedded(self, tokens: Tensor) -> Tensor:
         """The first layer's input, (B, T, hidden)."""
         with layer("embedding"):
-            table = self.quantised_embedding
-            if table is not None: x = quantised_rows(table, tokens, self.dtype)
-            elif self.parallel is None: x = embedding(self.embedding, tokens)
-            else: x = self.parallel.embedded(self.embedding, tokens, self.config.vocab_size)
+            if self.parallel is None: x = self.rows(tokens)
+            else: x = self.parallel.embedded(self.rows, tokens, self.config.vocab_size)
             if self.config.embedding_scale != 1.0:
                 x = x * Tensor(self.config.embedding_scale, dtype=self.dtype, device=self.device)
             return x.contiguous()  # gathered once: norms and residuals read it

@@ -4,23 +4,24 @@ Protocol (Megatron-LM, arXiv 1909.08053): a rank has some heads of each attentio
 feed-forward half. q|k|v and gate|up are cut by rows, the matrices behind them by columns, so that a rank's
 half of a layer is that of a smaller network; the sum over ranks is what the whole network adds
 (`Parallel.summed`). Norms and routers are on every rank. Key and value heads are cut, or stand on several
-ranks where there are fewer than ranks. The vocabulary is cut by rows: a rank embeds its own tokens, the
-others add zeros, and logits are gathered.
+ranks where there are fewer than ranks. Of latent attention heads are cut, and every rank computes and caches
+the latents. The vocabulary is cut by rows: a rank embeds its own tokens, the others add zeros, and logits are
+gathered.
+
+Experts are cut as the dense half is. With `experts` (expert parallel) a rank has some of them whole instead,
+and its part of the shared one: every rank chooses experts for all tokens, slots of experts elsewhere add 0
+here, and the sum over ranks is the same.
 
 In a pipeline (GPipe, arXiv 1811.06965) a rank has a stage: some layers, the embedding if it is the first,
 norm and head if it is the last. Hidden states go from stage to stage.
 
-`local_config(config, ranks, stage, stages)` is the smaller network's config. `shares(whole, local, rank)`
-says for each tensor of a checkpoint which part a rank has: where the shapes of the two networks differ.
-`own_entries` cuts the entries, so that loading reads a rank's part of the files and nothing else.
+`local_config(stage_config(config, …), ranks)` is the smaller network's config. Which part of a checkpoint a
+rank reads says shares.py.
 """
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
@@ -28,21 +29,22 @@ from tinygrad.dtype import DType
 from tinygrad_nv.dist.collectives.functions import all_gather, all_reduce, broadcast, copied, recv, send
 from tinygrad_nv.dist.group import Group
 from tinygrad_nv.errors import ModelError
-from tinygrad_nv.functional import embedding
 from tinygrad_nv.kvcache.groups import CacheGroups
 
-from .checkpoint import ITEM_BYTES, TensorEntry
 from .config import ModelConfig
+from .names import Names
 
 
 @dataclass(frozen=True)
 class Parallel:
     """The ranks that have a network of the config `whole` together: `group` has each layer of this rank's
-    stage, `pipe` a rank of each stage, `world` are all."""
+    stage, `pipe` a rank of each stage, `world` are all. With `experts` a rank has some experts whole, not a
+    part of each."""
     group: Group
     whole: ModelConfig
     pipe: Group | None = None
     world: Group | None = None
+    experts: bool = False
 
     @property
     def ranks(self) -> int:
@@ -57,7 +59,7 @@ class Parallel:
     @property
     def facts(self) -> tuple[object, ...]:
         """What a step depends on: which part it is of what."""
-        return "rank", *((each.name, each.rank, each.size) for each in self.groups)
+        return "rank", self.experts, *((each.name, each.rank, each.size) for each in self.groups)
 
     @property
     def stage(self) -> int:
@@ -103,6 +105,10 @@ class Parallel:
         """The input of a half of a layer, whose gradient is the sum of the ranks'."""
         return copied(x, self.group, name)
 
+    def mean(self, x: Tensor, name: str) -> Tensor:
+        """The mean of the ranks'. Of what several ranks have it counts each alike."""
+        return all_reduce(x, self.group, name=name) / self.ranks
+
     def check(self) -> None:
         """Raises `DistError` if a collective has failed."""
         for each in self.groups: each.check()
@@ -112,6 +118,19 @@ class Parallel:
         differ."""
         every = self.world or self.group
         return broadcast(tokens, every, every.size - self.ranks, name="tokens")
+
+    def own_experts(self, count: int) -> range:
+        """The experts of this rank, of `count`. The first ranks may have one more than the last."""
+        if not self.experts: return range(count)
+        each, more = divmod(count, self.ranks)
+        first = self.group.rank * each + min(self.group.rank, more)
+        return range(first, first + each + (self.group.rank < more))
+
+    def own_heads(self, heads: int) -> range:
+        """The key heads of this rank, of all: some, or one that other ranks have, too."""
+        count = max(heads // self.ranks, 1)
+        first = self.group.rank * (heads // count) // self.ranks * count
+        return range(first, first + count)
 
     def table_rows(self, vocab_size: int) -> int:
         """Rows of the vocabulary that a rank has room for."""
@@ -124,15 +143,17 @@ class Parallel:
         first = min(self.group.rank * each, vocab_size)
         return first, min(each, vocab_size - first)
 
-    def embedded(self, table: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
-        """Rows of a table (rows of this rank, H) by tokens of the whole vocabulary."""
+    def embedded(self, read: Callable[[Tensor], Tensor], tokens: Tensor, vocab_size: int) -> Tensor:
+        """Rows of a table by tokens of the whole vocabulary; `read` gives those of tokens of this rank."""
         first, count = self.rows(vocab_size)
-        # the lookup gives 0 for a number of no row
-        own = ((tokens >= first) & (tokens < first + count)).where(tokens - first, int(table.shape[0]))
-        return self.summed(embedding(table, own.cast(dtypes.int32)), "embedding")
+        own = (tokens >= first) & (tokens < first + count)
+        found = read(own.where(tokens - first, 0).cast(dtypes.int32))
+        return self.summed(own.unsqueeze(-1).where(found, 0), "embedding")
 
     def gathered(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """Logits (…, V) of the rows of all ranks."""
+        """Logits (…, V) of the rows of all ranks; a rank may have fewer than there is room for."""
+        missing = self.table_rows(vocab_size) - int(logits.shape[-1])
+        if missing: logits = logits.pad((*(None,) * (logits.ndim - 1), (0, missing)))
         return all_gather(logits, self.group, axis=-1, name="logits")[..., :vocab_size]
 
 
@@ -164,95 +185,48 @@ def stage_groups(groups: CacheGroups, layers: range) -> CacheGroups:
     return replace(groups, places=tuple(places), layers_per_page=max(used))
 
 
-def local_config(config: ModelConfig, ranks: int) -> ModelConfig:
-    """What one of `ranks` computes. Raises `ModelError` where it cannot be cut."""
+def local_config(config: ModelConfig, ranks: int, experts: bool = False) -> ModelConfig:
+    """What one of `ranks` computes; with `experts` it has some of them whole. Raises `ModelError` where it
+    cannot be cut."""
     if ranks == 1: return config
-    _require_cut(config, ranks)
+    _require_cut(config, ranks, experts)
     moe = config.moe
     if moe is not None:
-        moe = replace(moe, width=moe.width // ranks, shared_width=moe.shared_width // ranks)
+        moe = replace(moe, width=moe.width if experts else moe.width // ranks,
+                      shared_width=moe.shared_width // ranks)
     return replace(config, num_heads=config.num_heads // ranks,
                    num_kv_heads=max(config.num_kv_heads // ranks, 1),
-                   intermediate_size=config.intermediate_size // ranks, moe=moe)
+                   intermediate_size=config.intermediate_size // ranks, moe=moe,
+                   names=names_apart(config.names))
 
 
-def _require_cut(config: ModelConfig, ranks: int) -> None:
+def names_apart(names: Names) -> Names:
+    """Names of which each is of one projection: a rank has a part of each, so what a checkpoint has as one
+    tensor is listed in several (shares.py)."""
+    if len(names.qkv) == 1:
+        above = names.qkv[0].rpartition(".")[0]
+        names = replace(names, qkv=(f"{above}.q_proj", f"{above}.k_proj", f"{above}.v_proj"))
+    if len(names.gate_up) == 1:
+        above = names.gate_up[0].rpartition(".")[0]
+        names = replace(names, gate_up=(f"{above}.gate_proj", f"{above}.up_proj"))
+    return names
+
+
+def _require_cut(config: ModelConfig, ranks: int, experts: bool) -> None:
     def refuse(found: str, expected: str) -> ModelError:
         return ModelError(f"{ranks} tensor parallel ranks, and {found}", expected,
                           "change --tensor-parallel-size")
-    unfit = [f"{name} is {extent}" for name, extent in (
-        ("num_attention_heads", config.num_heads), ("intermediate_size", config.intermediate_size),
-        *([] if config.moe is None else [("the width of an expert", config.moe.width),
-                                         ("the width of the shared expert", config.moe.shared_width)]))
-             if extent % ranks]
+    moe, extents = config.moe, {"num_attention_heads": config.num_heads}
+    if moe is None or not all(moe.layers): extents["intermediate_size"] = config.intermediate_size
+    if moe is not None:
+        if not experts: extents["the width of an expert"] = moe.width
+        elif moe.experts < ranks: raise refuse(f"{moe.experts} experts", f"{ranks} experts at least")
+        extents["the width of the shared expert"] = moe.shared_width
+    elif experts:
+        raise ModelError("expert parallel ranks, and the model has no experts", "a mixture of experts",
+                         "leave out --enable-expert-parallel")
+    unfit = [f"{name} is {extent}" for name, extent in extents.items() if extent % ranks]
     if unfit: raise refuse(unfit[0], f"a multiple of {ranks}")
-    if config.num_kv_heads % ranks and ranks % config.num_kv_heads:
-        raise refuse(f"num_key_value_heads is {config.num_kv_heads}",
-                     f"a multiple or a divisor of {ranks}")
-    for found, what in ((config.quantization, "weights are quantised"),
-                        (config.latent, "attention is latent (MLA)"),
-                        (config.qk_norm == "all", "norms of queries span all heads")):
-        if not found: continue
-        raise refuse(f"{what}, which is not cut yet", "a model of float weights with heads of its own")
-
-
-@dataclass(frozen=True)
-class Share:
-    """Elements [first, first + count) along an axis of a checkpoint's tensor."""
-    axis: int
-    first: int
-    count: int
-
-
-def shares(whole: Mapping[str, tuple[int, ...]], local: Mapping[str, tuple[int, ...]], parallel: Parallel,
-           vocabulary: tuple[str, ...]) -> dict[str, Share]:
-    """What a rank has of each tensor that is cut, by the tensors' shapes in both networks. Those that several
-    ranks have, such as keys' heads, are the same on neighbours."""
-    made = {}
-    for name, shape in local.items():
-        differ = [axis for axis, (a, b) in enumerate(zip(whole[name], shape, strict=True)) if a != b]
-        if not differ: continue
-        axis, count = differ[0], shape[differ[0]]
-        if name in vocabulary: first, count = parallel.rows(parallel.whole.vocab_size)
-        else: first = parallel.group.rank * (whole[name][axis] // count) // parallel.ranks * count
-        made[name] = Share(axis, first, count)
-    return made
-
-
-T = TypeVar("T")
-
-
-def of_stage(named: Mapping[str, T], parallel: Parallel, tied: bool) -> dict[str, T]:
-    """What belongs to this rank's stage, by the names that its own network has: layers from 0 on."""
-    made, layers = {}, parallel.layers
-    for name, one in named.items():
-        found = re.match(r"model\.layers\.(\d+)\.", name)
-        if found is not None:
-            if int(found[1]) in layers:
-                made[f"model.layers.{int(found[1]) - layers.start}.{name[found.end():]}"] = one
-        elif name.startswith("model.embed_tokens."):
-            if parallel.first or (tied and parallel.last): made[name] = one
-        elif parallel.last: made[name] = one
-    return made
-
-
-def own_entries(entries: Mapping[str, TensorEntry], found: Mapping[str, Share]) -> dict[str, TensorEntry]:
-    """The entries with the parts that are a rank's."""
-    return {name: cut(entry, found[name]) if name in found else entry for name, entry in entries.items()}
-
-
-def cut(entry: TensorEntry, share: Share) -> TensorEntry:
-    """A part of an entry: of rows as they lie, of columns with strides."""
-    strides = entry.strides or tuple(math.prod(entry.shape[i + 1:]) for i in range(len(entry.shape)))
-    shape = (*entry.shape[:share.axis], share.count, *entry.shape[share.axis + 1:])
-    path, offset = entry.file_offset
-    whole = entry.strides is None and share.axis == 0
-    return replace(entry, shape=shape, strides=None if whole else strides,
-                   file_offset=(path, offset + share.first * strides[share.axis] * ITEM_BYTES[entry.dtype]))
-
-
-def added_elsewhere(names: Mapping[str, Share], parallel: Parallel) -> set[str]:
-    """Biases that another rank adds: those of matrices that are cut by columns, whose sum is over ranks."""
-    if parallel.group.rank == 0: return set()
-    return {f"{name.removesuffix('.weight')}.bias" for name, share in names.items()
-            if name.endswith(".weight") and share.axis == 1}
+    heads = config.num_kv_heads
+    if config.latent is None and heads % ranks and ranks % heads:
+        raise refuse(f"num_key_value_heads is {heads}", f"a multiple or a divisor of {ranks}")

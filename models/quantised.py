@@ -113,12 +113,13 @@ def projections(model: Llama, layer: int) -> list[Projection]:
     return made
 
 
-def planned(model: Llama, entries: Mapping[str, TensorEntry], file: str) -> Plan:
-    """What is quantised. `file`: the config's, for messages. Raises `ModelError` of a config that cannot be
-    read, `WeightError` of a layer that is not whole."""
+def planned(model: Llama, entries: Mapping[str, TensorEntry], file: str,
+            reader: Reader | None = None) -> Plan:
+    """What is quantised, by the reader of a config in `file` if no other is given. Raises `ModelError` of a
+    config that cannot be read, `WeightError` of a layer that is not whole."""
     plan = Plan()
     if model.config.quantization is None: return plan
-    reader = reader_of(model.config.quantization, file)
+    reader = reader or reader_of(model.config.quantization, file)
     stored = {name: (safetensors_dtype(entry), entry.shape) for name, entry in entries.items()}
     for layer in range(len(model.blocks)):
         for _, found in groupby(projections(model, layer), key=lambda each: id(each.linear)):
@@ -127,12 +128,13 @@ def planned(model: Llama, entries: Mapping[str, TensorEntry], file: str) -> Plan
             _add_experts(plan, stack, stored, model)
     # of a tied GGUF file, blocks of the embedding are the head's, too
     blocks = model.config.quantization.get("types", ())
-    if not model.config.tied or f"{HEAD}.weight" in blocks: _add_table(plan, reader, HEAD, stored, model)
-    if f"{EMBEDDING}.weight" in blocks:
-        if not model.config.tied: _add_table(plan, reader, EMBEDDING, stored, model)
-        else:
-            plan.replaced.add(f"{EMBEDDING}.weight")
-            plan.unread.add(f"{EMBEDDING}.weight")
+    tied, stage = model.config.tied, model.parallel
+    embeds, ends = stage is None or stage.first, stage is None or stage.last
+    if ends and (not tied or f"{HEAD}.weight" in blocks): _add_table(plan, reader, HEAD, stored, model)
+    if (table := f"{EMBEDDING}.weight") in blocks and tied and ends:
+        plan.replaced.add(table)
+        plan.unread.add(table)
+    elif table in blocks and embeds: _add_table(plan, reader, EMBEDDING, stored, model)
     plan.unread |= {name for name in entries if name.endswith(SUFFIXES)} - plan.tensors
     return plan
 
@@ -180,7 +182,8 @@ def _sparse(model: Llama, one: Projection, stored: Mapping[str, tuple[str, tuple
 def _add_table(plan: Plan, reader: Reader, name: str, stored: Mapping[str, tuple[str, tuple[int, ...]]],
                model: Llama) -> None:
     """The head or the embedding, if it is quantised."""
-    shape = model.config.vocab_size, model.config.hidden_size
+    rows, parallel = model.config.vocab_size, model.parallel
+    shape = rows if parallel is None else parallel.rows(rows)[1], model.config.hidden_size
     if (found := _as_run(model, reader.matrix(name, shape, stored), shape)) is None: return
     plan.layers.append(QuantisedLayer(name, ((found, shape),)))
     plan.replaced.add(f"{name}.weight")
@@ -324,7 +327,8 @@ def _repacked(model: Llama, layer: QuantisedLayer, found: Iterable[Read], int8: 
 
 def place(model: Llama, layer: QuantisedLayer, parts: tuple[Part, ...]) -> None:
     """Puts the parts of a layer, as kernels read them, in their place."""
-    if isinstance(layer.linear, Linear): layer.linear.parts = _of_linear(parts)
+    if isinstance(layer.linear, Linear):
+        layer.linear.parts = tuple(part for part in parts if not isinstance(part, StackWeight))
     elif isinstance(layer.linear, StoredStack):
         assert isinstance(parts[0], StackWeight)
         layer.linear.place.put(parts[0])
@@ -332,10 +336,6 @@ def place(model: Llama, layer: QuantisedLayer, parts: tuple[Part, ...]) -> None:
         assert isinstance(parts[0], QWeight)
         if layer.linear != EMBEDDING: model.quantised_head = parts[0]
         if layer.linear == EMBEDDING or model.config.tied: model.quantised_embedding = parts[0].matrix
-
-
-def _of_linear(parts: tuple[Part, ...]) -> tuple[QWeight | SparseWeight | Tensor, ...]:
-    return tuple(part for part in parts if not isinstance(part, StackWeight))
 
 
 def matrices(model: Llama) -> list[tuple[QTensor | QStack | SparseTensor, Activations | None]]:

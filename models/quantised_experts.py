@@ -75,7 +75,7 @@ def names_of(model: Llama, layer: int, half: Half) -> list[str]:
     block, names = model.blocks[layer].feed_forward, model.config.names
     assert isinstance(block, MixtureOfExperts)
     gate, up, down = names.expert_matrices
-    return [f"model.layers.{layer}.{names.expert.format(i)}.{matrix}" for i in range(block.moe.experts)
+    return [f"model.layers.{layer}.{names.expert.format(i)}.{matrix}" for i in block.own
             for matrix in ((gate, up) if half == "gate_up" else (down,))]
 
 
@@ -228,7 +228,7 @@ def idle_bytes(model: Llama, tokens: int) -> int:
         if not isinstance(block, MixtureOfExperts): continue
         moe = block.moe
         size = config.hidden_size * moe.width * model.dtype.itemsize
-        whole = sum(count * moe.experts * size if stack is None else stack.matrix.nbytes
+        whole = sum(count * len(block.own) * size if stack is None else stack.matrix.nbytes
                     for stack, count in ((block.gate_up_stack, 2), (block.down_stack, 1)))
         total += whole * (1 - moe.distinct(tokens) / moe.experts)
     return round(total)

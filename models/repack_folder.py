@@ -112,8 +112,10 @@ def folder_of(model: Llama, plan: Plan, entries: Mapping[str, TensorEntry]) -> F
     if not config.get("NV_REPACK_CACHE") or cache.is_temporary(cache.directory()): return None
     try: stamps = _stamps({os.path.realpath(path) for each in entries.values() for path in _files(each)})
     except OSError: return None
+    parallel = model.parallel
+    rank = () if parallel is None else (parallel.group.rank, parallel.ranks, parallel.experts)
     how = (weights_key(model.device), model.dtype.name, model.int8_inputs, repr(model.config),
-           json.dumps(model.config.quantization, sort_keys=True, default=repr))
+           json.dumps(model.config.quantization, sort_keys=True, default=repr), *rank)
     first = _hash([stamp[0] for stamp in stamps], how)
     found = sorted(map(_described, entries.values()))
     key = _hash(first, stamps, found, _code(), importlib.metadata.version("tinygrad"))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
@@ -23,7 +23,7 @@ from tinygrad import Tensor
 from tinygrad.dtype import DType
 
 from tinygrad_nv.errors import WeightError
-from tinygrad_nv.quant.readers.reader import ONLINE, reader_of
+from tinygrad_nv.quant.readers.reader import ONLINE, StoredMatrix, reader_of
 from tinygrad_nv.quant.types import nbytes as matrix_bytes
 from tinygrad_nv.runtime.memory import allocate, allocate_arena, read, write
 from tinygrad_nv.runtime.memory_pool import labelled
@@ -35,6 +35,7 @@ from .checkpoint import (
     ITEM_BYTES,
     Checkpoint,
     TensorEntry,
+    is_split_by_rows,
     named,
     open_checkpoint,
     unsupported,
@@ -116,8 +117,8 @@ def _experts(model: Llama, layer: int, block: MixtureOfExperts) -> dict[str, Wei
     if block.shared_gate is not None:
         out[f"{prefix}.{names.shared_expert}_gate.weight"] = _whole(block.shared_gate)
     gate, up, down = names.expert_matrices
-    for i in range(block.moe.experts):
-        expert = f"{prefix}.{names.expert.format(i)}"
+    for i, number in enumerate(block.own):
+        expert = f"{prefix}.{names.expert.format(number)}"
         out[f"{expert}.{gate}.weight"] = WeightSlice(block.gate_up, 2 * i * width, (width, hidden))
         out[f"{expert}.{up}.weight"] = WeightSlice(block.gate_up, (2 * i + 1) * width, (width, hidden))
         out[f"{expert}.{down}.weight"] = WeightSlice(block.down, i * hidden, (hidden, width))
@@ -194,21 +195,11 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
 
     `progress(done, total)` is called with bytes. Raises `WeightError` before anything is read if the
     checkpoint lacks tensors, and while reading if a file is shorter than its header says."""
-    checkpoint = open_checkpoint(directory)
-    entries = _without_draft_layers(model.config, language_entries(checkpoint.entries))
-    if headless: entries = {name: each for name, each in entries.items() if not name.startswith("score.")}
-    checkpoint.entries = apart(model.config, entries, directory)
-    elsewhere = _cut(model, checkpoint, directory)
-    plan = planned(model, checkpoint.entries, str(directory / "config.json"))
-    wanted = {name: slot for name, slot in slots(model).items() if name not in plan.replaced}
-    for name in elsewhere: _fill_zeros(wanted.pop(name))
-    wanted |= {name: _whole(tensor) for name, tensor in plan.plain.items()}
-    theirs = plan.tensors | plan.unread
-    check(wanted, {name: entry for name, entry in checkpoint.entries.items() if name not in theirs},
-          model.config.tied, directory)
+    found = opened_for(model, directory, headless)
+    checkpoint, plan, wanted = found.checkpoint, found.plan, found.wanted
+    for slot in found.zeros: _fill_zeros(slot)
     require_zeros(plan, checkpoint.entries)
-    if model.config.quantization is not None:
-        model.cache_scales = read_cache_scales(model.config, checkpoint.entries)
+    if model.config.quantization is not None: model.cache_scales = _own_scales(model, checkpoint)
     if model.config.tied and not headless and HEAD in checkpoint.entries.keys() - plan.tensors:
         _require_tied(checkpoint, directory)
     with labelled("weights"):
@@ -229,22 +220,70 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
     return total
 
 
-def _cut(model: Llama, checkpoint: Checkpoint, directory: Path) -> set[str]:
-    """Cuts entries to what a network's rank has of them; biases that it has none of, as another rank adds
-    them."""
-    if (parallel := model.parallel) is None: return set()
-    from .parallel import added_elsewhere, of_stage, own_entries, shares
-    whole, tied = slots(Llama(parallel.whole, model.dtype, model.device)), model.config.tied
-    check(whole, checkpoint.entries, tied, directory)
-    whole = of_stage(whole, parallel, tied)
-    checkpoint.entries = of_stage(checkpoint.entries, parallel, tied)
-    found = shares({name: slot.shape for name, slot in whole.items()},
-                   {name: slot.shape for name, slot in slots(model).items()}, parallel, (EMBEDDING, HEAD))
-    if tied and HEAD in checkpoint.entries and EMBEDDING in found: found[HEAD] = found[EMBEDDING]
-    elsewhere = added_elsewhere(found, parallel) & whole.keys()
-    checkpoint.entries = {name: entry for name, entry in own_entries(checkpoint.entries, found).items()
-                          if name not in elsewhere}
-    return elsewhere
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint that fits a model: what is quantised, where the other tensors go, and slots that it has
+    nothing for, which are zeros."""
+    checkpoint: Checkpoint
+    plan: Plan
+    wanted: dict[str, WeightSlice]
+    zeros: list[WeightSlice]
+
+
+def opened_for(model: Llama, directory: Path, headless: bool = False) -> Opened:
+    """The checkpoint of a directory, of which headers are read; of a rank's network its part. Raises
+    `WeightError`, `ModelError`."""
+    checkpoint, parallel = open_checkpoint(directory), model.parallel
+    config, file = model.config if parallel is None else parallel.whole, str(directory / "config.json")
+    entries = _without_draft_layers(config, language_entries(checkpoint.entries))
+    if headless: entries = {name: each for name, each in entries.items() if not name.startswith("score.")}
+    checkpoint.entries = apart(config, entries, directory)
+    reader, elsewhere = None, set[str]()
+    if parallel is not None:
+        from .shares import cut_checkpoint
+        whole = Llama(config, model.dtype, model.device)
+        plan = planned(whole, checkpoint.entries, file)
+        checked(whole, plan, checkpoint.entries, directory)
+        reader, elsewhere = cut_checkpoint(model, parallel, checkpoint, plan, _shapes, file)
+    plan = planned(model, checkpoint.entries, file, reader)
+    wanted = checked(model, plan, checkpoint.entries, directory, elsewhere)
+    every = slots(model)
+    return Opened(checkpoint, plan, wanted, [every[name] for name in sorted(elsewhere)])
+
+
+def _shapes(model: Llama) -> dict[str, tuple[int, ...]]:
+    return {name: slot.shape for name, slot in slots(model).items()}
+
+
+def own_nbytes(model: Llama, directory: Path) -> int:
+    """Bytes of the weights of a rank's network. Raises as loading them does."""
+    found = opened_for(model, directory)
+    tensors = {id(slot.tensor): slot.tensor for slot in [*found.wanted.values(), *found.zeros]}.values()
+    return sum(int(each.nbytes()) for each in tensors) + sum(
+        matrix_bytes(part[0].type, *part[1]) for layer in found.plan.layers for part in layer.parts
+        if isinstance(part, tuple) and isinstance(part[0], StoredMatrix))
+
+
+def checked(model: Llama, plan: Plan, entries: Mapping[str, TensorEntry], directory: Path,
+            elsewhere: Collection[str] = ()) -> dict[str, WeightSlice]:
+    """The slots of tensors that are read as floats, without those of `elsewhere`. Raises `WeightError` as
+    `check` does."""
+    wanted = {name: slot for name, slot in slots(model).items()
+              if name not in plan.replaced and name not in elsewhere}
+    wanted |= {name: _whole(tensor) for name, tensor in plan.plain.items()}
+    theirs = plan.tensors | plan.unread
+    check(wanted, {name: entry for name, entry in entries.items() if name not in theirs}, model.config.tied,
+          directory)
+    return wanted
+
+
+def _own_scales(model: Llama, checkpoint: Checkpoint) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Scales of the cache, of a network's own heads."""
+    if (parallel := model.parallel) is None: return read_cache_scales(model.config, checkpoint.entries)
+    own = parallel.own_heads(heads := parallel.whole.num_kv_heads)
+    found = read_cache_scales(replace(model.config, num_kv_heads=heads), checkpoint.entries)
+    return {layer: (keys[own.start:own.stop], values[own.start:own.stop])
+            for layer, (keys, values) in found.items()}
 
 
 def _fill_zeros(slot: WeightSlice) -> None:
@@ -259,12 +298,9 @@ def held(model: Llama) -> list[Tensor]:
 def read_again(model: Llama, directory: Path) -> int:
     """Reads the weights of a model that is not quantised again, into the memory that they have; returns bytes
     read. Raises `WeightError` as `load` does."""
-    checkpoint, wanted = open_checkpoint(directory), slots(model)
-    entries = _without_draft_layers(model.config, language_entries(checkpoint.entries))
-    checkpoint.entries = apart(model.config, entries, directory)
-    check(wanted, checkpoint.entries, model.config.tied, directory)
-    if model.config.tied and HEAD in checkpoint.entries: _require_tied(checkpoint, directory)
-    return fill_slots(checkpoint, wanted)
+    found = opened_for(model, directory)
+    if model.config.tied and HEAD in found.checkpoint.entries: _require_tied(found.checkpoint, directory)
+    return fill_slots(found.checkpoint, found.wanted)
 
 
 def _without_draft_layers(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
@@ -302,7 +338,8 @@ def _require_tied(checkpoint: Checkpoint, directory: Path) -> None:
     same = (embedding.shape, embedding.dtype) == (head.shape, head.dtype)
     if same and embedding.file_offset != head.file_offset:
         count = math.prod(head.shape)
-        whole = head.strides is not None or embedding.strides is not None   # strided tensors are read whole
+        # strided tensors are read whole, as rows of the one may not be those of the other
+        whole = head.strides is not None or embedding.strides is not None
         step = max(count, 1) if whole else CHUNK // ITEM_BYTES[head.dtype]
         same = all(np.array_equal(_elements(checkpoint, embedding, begin, min(begin + step, count)),
                                   _elements(checkpoint, head, begin, min(begin + step, count)))
@@ -345,7 +382,9 @@ def _chunks(wanted: Mapping[str, WeightSlice],
         entry, count = entries[name], math.prod(entries[name].shape)
         same = named(entry.dtype) == wanted[name].tensor.dtype
         step = (CHUNK if same else CONVERTED_CHUNK) // ITEM_BYTES[entry.dtype]
-        if entry.strides is not None: step = max(count, 1)  # a strided tensor cannot be split
+        if entry.strides is not None:
+            row = math.prod(entry.shape[1:])
+            step = max(step // row, 1) * row if is_split_by_rows(entry) else max(count, 1)
         for begin in range(0, count, step): yield entry, begin, min(begin + step, count), wanted[name]
 
 

@@ -67,7 +67,8 @@ def load(directory: Path, arguments: argparse.Namespace, **more: Any) -> LLM:
                    **{"max_num_seqs": max(getattr(arguments, "n", None) or 1, 1),
                       "quantization": arguments.quantization, "task": "generate",
                       "tensor_parallel_size": arguments.tensor_parallel_size,
-                      "pipeline_parallel_size": arguments.pipeline_parallel_size, **more})
+                      "pipeline_parallel_size": arguments.pipeline_parallel_size,
+                      "enable_expert_parallel": arguments.enable_expert_parallel, **more})
 
 
 def compile_steps(llm: LLM, params: SamplingParams, prompt_tokens: int) -> None:

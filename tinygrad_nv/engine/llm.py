@@ -81,9 +81,9 @@ class LLM(GenerationMethods, PoolingMethods):
     one come from `seed`, or are random. `tokenizer` is a directory with another tokenizer. With `enable_lora`
     requests may have adapters of ranks up to `max_lora_rank`, of which `max_loras` run at a time and
     `max_cpu_loras` stay in host memory, in `lora_dtype` (engine/lora/). `tensor_parallel_size` ranks have
-    each layer together, in `pipeline_parallel_size` stages (engine/executor/). `stage(name)` is called at the
-    end of each stage of loading. Other arguments of vLLM's `LLM` are taken, or refused
-    (vllm_arguments.py)."""
+    each layer together, in `pipeline_parallel_size` stages (engine/executor/), with `enable_expert_parallel`
+    whole experts each. `stage(name)` is called at the end of each stage of loading. Other arguments of
+    vLLM's `LLM` are taken, or refused (vllm_arguments.py)."""
 
     def __init__(self, model: str | Path, dtype: str = "auto", max_model_len: int | None = None,
                  device: str | None = None, progress: Callable[[int, int], None] | None = None,
@@ -96,6 +96,7 @@ class LLM(GenerationMethods, PoolingMethods):
                  tokenizer: str | Path | None = None, seed: int | None = None, enable_lora: bool = False,
                  max_loras: int = 4, max_lora_rank: int = 16, max_cpu_loras: int | None = None,
                  lora_dtype: str = "auto", tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1,
+                 enable_expert_parallel: bool = False,
                  stage: Callable[[str], None] = lambda name: None, **vllm: Any) -> None:
         own = from_vllm(vllm, frozenset(signature(LLM).parameters))
         if not isinstance(max_model_len, int | None): whole("max_model_len", max_model_len, 0)
@@ -111,7 +112,8 @@ class LLM(GenerationMethods, PoolingMethods):
             {"max_loras": max_loras, "max_lora_rank": max_lora_rank, "max_cpu_loras": max_cpu_loras,
              "lora_dtype": lora_dtype} if enable_lora else None,
             whole("tensor_parallel_size", tensor_parallel_size, 1),
-            whole("pipeline_parallel_size", pipeline_parallel_size, 1))
+            whole("pipeline_parallel_size", pipeline_parallel_size, 1),
+            flag("enable_expert_parallel", enable_expert_parallel, False))
         self._seeds = fresh_seed if seed is None else partial(Random(seed).getrandbits, 32)
         sweep()
         self._request_numbers, self.latencies = itertools.count(), Latencies()
@@ -158,7 +160,8 @@ class LLM(GenerationMethods, PoolingMethods):
                           o.max_num_batched_tokens)
         asked = o.num_pages
         if asked is None and o.kv_cache_bytes is not None: asked = o.kv_cache_bytes // cache.page_bytes
-        self._weight_bytes = weights.nbytes(own, self.dtype, self.directory)
+        self._weight_bytes = weights.nbytes(self.config, self.dtype, self.directory) if self.ranks is None \
+            else self.ranks.weight_bytes(self.dtype, self.device, self.directory)
         self._adapter_bytes = 0 if lora is None else lora.nbytes(Llama(self.config, self.dtype, self.device))
         num_pages = self._pages(asked, cache, token, draft, o.gpu_memory_utilization)
         host_pages = o.swap_bytes // cache.page_bytes
@@ -166,7 +169,8 @@ class LLM(GenerationMethods, PoolingMethods):
                           o.max_num_seqs, o.max_num_batched_tokens, o.kv_cache_dtype, host_pages, groups,
                           # float32 that is asked for by name stays what it is
                           speculation is not None, o.dtype == "auto", weights_identity(self.directory),
-                          o.tensor_parallel_size, o.pipeline_parallel_size)
+                          o.tensor_parallel_size, o.pipeline_parallel_size,
+                          self.config.quantization, o.enable_expert_parallel)
         if self.ranks is not None: self.runner = self.ranks.load(plan, o.progress, o.stage)
         else:
             model = load_weights(plan, self.config, None, o.progress, o.stage)

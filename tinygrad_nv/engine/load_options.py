@@ -33,6 +33,7 @@ class LoadOptions:
     lora: dict[str, Any] | None = None      # arguments of adapters (lora/request.py), where there are some
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    enable_expert_parallel: bool = False
 
     @property
     def ranks(self) -> int:

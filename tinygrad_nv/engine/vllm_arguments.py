@@ -19,7 +19,6 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "data_parallel_size": ((1,), "a model runs on one device"),
     "decode_context_parallel_size": ((1,), "a model runs on one device"),
     "prefill_context_parallel_size": ((1,), "a model runs on one device"),
-    "enable_expert_parallel": ((False,), "a model runs on one device"),
     "enable_eplb": ((False,), "a model runs on one device"),
     "kv_transfer_config": ((None,), "a model runs on one device"),
     **dict.fromkeys(("data_parallel_rank", "data_parallel_start_rank", "data_parallel_address",

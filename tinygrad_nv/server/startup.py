@@ -179,6 +179,7 @@ def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
             "speculative": arguments.speculative, "quantization": arguments.quantization,
             "tensor_parallel_size": arguments.tensor_parallel_size,
             "pipeline_parallel_size": arguments.pipeline_parallel_size,
+            "enable_expert_parallel": arguments.enable_expert_parallel,
             "task": arguments.task, "enable_prefix_caching": arguments.enable_prefix_caching,
             "max_queue": arguments.max_queue, **lora_options(arguments),
             **({} if fraction is None else {"gpu_memory_utilization": fraction}), **arguments.vllm}

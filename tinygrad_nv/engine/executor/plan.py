@@ -32,7 +32,7 @@ FLOATS = {each.name: each for each in (dtypes.float32, dtypes.float16, dtypes.bf
 @dataclass(frozen=True)
 class RunnerPlan:
     """Arguments of a model and its runner; `model_runner.py` says what they mean. `quantization` is what the
-    configuration does not say of itself (engine/loading.py)."""
+    configuration does not say of itself (engine/loading.py). With `experts` each rank has whole experts."""
     directory: Path
     dtype: str
     device: str
@@ -50,6 +50,7 @@ class RunnerPlan:
     tensor_ranks: int = 1
     stages: int = 1
     quantization: Mapping[str, Any] | None = None
+    experts: bool = False
 
     def config(self) -> ModelConfig:
         """Of the whole model."""
@@ -77,8 +78,8 @@ def part_of(world: World, plan: RunnerPlan) -> Part:
     stage, number = divmod(world.rank, tensor)
     group = world.group(range(stage * tensor, stage * tensor + tensor))
     pipe = world.group(range(number, world.size, tensor)) if stages > 1 else None
-    made = parallel.Parallel(group, whole, pipe, world.group() if stages > 1 else None)
-    config = parallel.local_config(parallel.stage_config(whole, stage, stages), tensor)
+    made = parallel.Parallel(group, whole, pipe, world.group() if stages > 1 else None, plan.experts)
+    config = parallel.local_config(parallel.stage_config(whole, stage, stages), tensor, plan.experts)
     groups = plan.groups if pipe is None else parallel.stage_groups(plan.groups, made.layers)
     return Part(made, config, groups)
 

@@ -10,6 +10,10 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from tinygrad.dtype import DType
 
 from tinygrad_nv.dist import group as dist
 from tinygrad_nv.engine.executor.follower import follow
@@ -19,15 +23,29 @@ from tinygrad_nv.engine.load_options import LoadOptions
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.errors import ConfigError, DistError
 from tinygrad_nv.models.config import ModelConfig
-from tinygrad_nv.models.parallel import local_config, stage_config
+from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.parallel import Parallel, local_config, stage_config
+from tinygrad_nv.models.weights import own_nbytes
+
+if TYPE_CHECKING:
+    from tinygrad_nv.dist.group import Group
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank of a group that is not made yet."""
+    rank: int
+    size: int
 
 
 @dataclass
 class ParallelRanks:
-    """All ranks. `config` is that of this rank's part of the model."""
+    """All ranks. `config` is that of this rank's part of the model, `whole` the model's."""
     world: dist.World
     followers: Followers
     config: ModelConfig
+    whole: ModelConfig
+    options: LoadOptions
     closed: threading.Event = field(default_factory=threading.Event)
 
     @staticmethod
@@ -37,11 +55,19 @@ class ParallelRanks:
             raise ConfigError(f"enable_lora is True, and {options.ranks} ranks have the model", "one of them",
                               "merge the adapter into the weights")
         first = stage_config(config, 0, options.pipeline_parallel_size)
-        own = local_config(first, options.tensor_parallel_size)
+        own = local_config(first, options.tensor_parallel_size, options.enable_expert_parallel)
         world, followers = open_ranks(options.ranks)
         if world.rank: raise SystemExit(follow(world))
         world.on_end(followers.lose)
-        return ParallelRanks(world, followers, own)
+        return ParallelRanks(world, followers, own, config, options)
+
+    def weight_bytes(self, dtype: DType, device: str, directory: Path) -> int:
+        """Bytes of this rank's weights, which are those of the first stage. Groups are made when all ranks
+        load; here only rank and size are asked for."""
+        o, first = self.options, Place(0, self.options.pipeline_parallel_size)
+        place = Parallel(cast("Group", Place(0, o.tensor_parallel_size)), self.whole, cast("Group", first),
+                         experts=o.enable_expert_parallel)
+        return own_nbytes(Llama(self.config, dtype, device, parallel=place), directory)
 
     def load(self, plan: RunnerPlan, progress: Callable[[int, int], None] | None,
              stage: Callable[[str], None]) -> ModelRunner:
