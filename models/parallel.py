@@ -27,7 +27,7 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv.dist.collectives.functions import all_gather, all_reduce, broadcast, copied, recv, send
 from tinygrad_nv.dist.group import Group
-from tinygrad_nv.errors import ModelError
+from tinygrad_nv.errors import DistError, ModelError
 from tinygrad_nv.functional import embedding
 from tinygrad_nv.kvcache.groups import CacheGroups
 
@@ -107,11 +107,20 @@ class Parallel:
         """Raises `DistError` if a collective has failed."""
         for each in self.groups: each.check()
 
+    def failure(self, error: BaseException) -> BaseException:
+        """What ends all ranks, for an error of a step of this one."""
+        if isinstance(error, DistError): return error
+        every = self.world or self.group
+        made = DistError(f"a step failed on rank {every.members[every.rank]}: {type(error).__name__}: "
+                         f"{error}", "the same steps on all ranks", "load the model again")
+        made.__cause__ = error
+        return made
+
     def agreed(self, tokens: Tensor) -> Tensor:
         """Sampled tokens, those of the first rank of the last stage: the same on all, also where processors
         differ."""
         every = self.world or self.group
-        return broadcast(tokens, every, every.size - self.ranks, name="tokens")
+        return broadcast(tokens, every, 0, name="tokens")
 
     def table_rows(self, vocab_size: int) -> int:
         """Rows of the vocabulary that a rank has room for."""

@@ -121,7 +121,11 @@ class LLM(GenerationMethods, PoolingMethods):
         self.ranks: ParallelRanks | None = None
         self.adapters: ServedAdapters | None = None
         self.embedder = open_embedder(self.directory, self.device, own.get("task", task or "auto"), options)
-        if self.embedder is None: self._open_generator(options)
+        if self.embedder is None:
+            try: self._open_generator(options)
+            except BaseException:
+                if self.ranks is not None: self.ranks.close()
+                raise
         else:
             if options.lora is not None:
                 raise ConfigError("enable_lora is True, and the model makes embeddings",
@@ -166,7 +170,7 @@ class LLM(GenerationMethods, PoolingMethods):
                           o.max_num_seqs, o.max_num_batched_tokens, o.kv_cache_dtype, host_pages, groups,
                           # float32 that is asked for by name stays what it is
                           speculation is not None, o.dtype == "auto", weights_identity(self.directory),
-                          o.tensor_parallel_size, o.pipeline_parallel_size)
+                          o.tensor_parallel_size, o.pipeline_parallel_size, self.config.quantization)
         if self.ranks is not None: self.runner = self.ranks.load(plan, o.progress, o.stage)
         else:
             model = load_weights(plan, self.config, None, o.progress, o.stage)

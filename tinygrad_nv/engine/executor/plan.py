@@ -31,8 +31,8 @@ FLOATS = {each.name: each for each in (dtypes.float32, dtypes.float16, dtypes.bf
 
 @dataclass(frozen=True)
 class RunnerPlan:
-    """Arguments of a model and its runner; `model_runner.py` says what they mean. `quantization` is what the
-    configuration does not say of itself (engine/loading.py)."""
+    """Arguments of a model and its runner; `model_runner.py` says what they mean. `quantization` is that of
+    the configuration, or what was asked for (engine/loading.py)."""
     directory: Path
     dtype: str
     device: str
@@ -71,12 +71,14 @@ class Part:
 
 
 def part_of(world: World, plan: RunnerPlan) -> Part:
-    """This rank's. Ranks of a stage stand one after the other. Every rank has to call it."""
+    """This rank's. Ranks of a stage stand one after the other, those of the last stage first: rank 0, which
+    answers requests, has the logits. Every rank has to call it."""
     from tinygrad_nv.models import parallel
     whole, tensor, stages = plan.config(), plan.tensor_ranks, plan.stages
-    stage, number = divmod(world.rank, tensor)
-    group = world.group(range(stage * tensor, stage * tensor + tensor))
-    pipe = world.group(range(number, world.size, tensor)) if stages > 1 else None
+    behind, number = divmod(world.rank, tensor)
+    stage = stages - 1 - behind
+    group = world.group(range(behind * tensor, behind * tensor + tensor))
+    pipe = world.group(range(number, world.size, tensor)[::-1]) if stages > 1 else None
     made = parallel.Parallel(group, whole, pipe, world.group() if stages > 1 else None)
     config = parallel.local_config(parallel.stage_config(whole, stage, stages), tensor)
     groups = plan.groups if pipe is None else parallel.stage_groups(plan.groups, made.layers)

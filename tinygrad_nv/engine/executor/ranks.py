@@ -36,8 +36,8 @@ class ParallelRanks:
         if options.lora is not None:
             raise ConfigError(f"enable_lora is True, and {options.ranks} ranks have the model", "one of them",
                               "merge the adapter into the weights")
-        first = stage_config(config, 0, options.pipeline_parallel_size)
-        own = local_config(first, options.tensor_parallel_size)
+        stages = options.pipeline_parallel_size
+        own = local_config(stage_config(config, stages - 1, stages), options.tensor_parallel_size)
         world, followers = open_ranks(options.ranks)
         if world.rank: raise SystemExit(follow(world))
         world.on_end(followers.lose)
@@ -66,5 +66,7 @@ class ParallelRanks:
     def close(self) -> None:
         """Ends the other ranks."""
         self.closed.set()
+        # one that has to be ended is not lost
+        if self.world.watchdog is not None: self.world.watchdog.close()
         self.followers.close()
         dist.close()

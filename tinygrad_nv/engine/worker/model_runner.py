@@ -261,7 +261,12 @@ class ModelRunner:
             with labelled(ACTIVATIONS):
                 self.store.copy(batch.copies)
                 self.output_buffer.deliver(batch, self._run(batch, filters) if batch.seqs else 0, done)
-        except BaseException as error: done.set_exception(error)
+        except BaseException as error: done.set_exception(self._failure(error))
+
+    def _failure(self, error: BaseException) -> BaseException:
+        """Of a step. A rank that failed in one is no longer where the others are: it cannot go on."""
+        if (parallel := self.model.parallel) is None: return error
+        return parallel.failure(error)
 
     def _run(self, batch: SchedulerOutput, filters: Filters) -> int:
         """Queues a step. Returns the number of samples of its shape."""
