@@ -27,7 +27,7 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv.dist.collectives.functions import all_gather, all_reduce, broadcast, copied, recv, send
 from tinygrad_nv.dist.group import Group
-from tinygrad_nv.errors import DistError, ModelError
+from tinygrad_nv.errors import DistError, ModelError, NVError
 from tinygrad_nv.functional import embedding
 from tinygrad_nv.kvcache.groups import CacheGroups
 
@@ -84,11 +84,11 @@ class Parallel:
         """Those of this stage, of the whole network."""
         return stage_layers(self.whole.num_layers, self.stage, self.stages)
 
-    def received(self, tokens: int, dtype: DType) -> Tensor:
+    def received(self, tokens: int, dtype: DType, device: str) -> Tensor:
         """The hidden states (1, T, hidden) of the stage before."""
         assert self.pipe is not None
         shape = 1, tokens, self.whole.hidden_size
-        return recv(shape, dtype, self.pipe, self.stage - 1, name="hidden states")
+        return recv(shape, dtype, self.pipe, self.stage - 1, name="hidden states", device=device)
 
     def passed(self, x: Tensor) -> Tensor:
         """Sends hidden states to the stage behind: what is to be realized."""
@@ -111,8 +111,9 @@ class Parallel:
         """What ends all ranks, for an error of a step of this one."""
         if isinstance(error, DistError): return error
         every = self.world or self.group
+        why = error.found if isinstance(error, NVError) else error
         made = DistError(f"a step failed on rank {every.members[every.rank]}: {type(error).__name__}: "
-                         f"{error}", "the same steps on all ranks", "load the model again")
+                         f"{why}", "the same steps on all ranks", "load the model again")
         made.__cause__ = error
         return made
 

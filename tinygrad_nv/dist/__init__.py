@@ -6,6 +6,8 @@
   launcher.py               starts ranks; processes.py ends them together, cores.py shares the cores
   group.py                  groups of ranks, `init()` and `world()`
   collectives/              functions of Tensors: all_reduce, reduce_scatter, all_gather, all_to_all, ...
+  mesh/                     devices with named axes, and layouts of tensors over them
+  train/                    what a step of training over ranks is made of
   transports/, csrc/        what carries the bytes: shared memory, MPI
 
 Nothing here is imported by a program of one device. Ranks, stores and launchers import no tinygrad.

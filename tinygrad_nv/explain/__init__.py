@@ -301,11 +301,17 @@ def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[progr
     clusters = driver.clusters if isinstance(driver, Driver) else ()
     cpu = target.cpu_of(device)
     taken = _predicted(cpu, note, flops, bytes) if cpu is not None else \
-        note.spec.seconds(arch) if isinstance(note.spec, Communicates) else None
+        _moving(note.spec, arch) if isinstance(note.spec, Communicates) else None
     return KernelRecord(name, template, reason, device, note.spec, note.schedule, flops, bytes,
                         call.src[0].src[2].arg, arch, sm_count, layer, cpu,
                         0 if cpu is None else _parts(call.src[0]), taken, clusters,
                         None if gpu is None else call.src[0].src[0].arg.aux)
+
+
+def _moving(spec: Communicates, arch: str) -> float | None:
+    """How long a collective takes, None of a GPU without figures."""
+    from tinygrad_nv.explain.communication import seconds
+    return seconds(*spec.moved, arch)
 
 
 def _imbalance(call: UOp, note: Note) -> str:

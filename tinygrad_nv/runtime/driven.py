@@ -41,6 +41,7 @@ class DrivenDevice(Compiled):
         driver.submit(work, self.calls)
         driver.record(done, self.calls)
         driver.beside = done
+        work.given(done, False)
         self.used.update(self.pool.allocation(address) for address, _ in (*work.reads, *work.writes))
 
     def stream_for(self, buffers: Sequence[int]) -> Stream | None:

@@ -379,6 +379,10 @@ class Driver(ABC):
         """Returns when the event has come to pass."""
 
     @abstractmethod
+    def passed(self, event: Event) -> bool:
+        """Whether the event has come to pass."""
+
+    @abstractmethod
     def elapsed_ms(self, start: Event, end: Event) -> float:
         """Milliseconds from one event to another; both have come to pass."""
 

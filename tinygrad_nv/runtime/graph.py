@@ -107,8 +107,10 @@ class NVGraph(GraphRunner):
 
     def replay(self) -> None:
         """Launches it as it is."""
-        for call in self.library_calls: cast(LibraryCall, call.works[-1]).begun()
         self.executable.launch()
+        if not self.library_calls: return
+        self.dev.driver.record(done := self.dev.driver.event())
+        for call in self.library_calls: cast(LibraryCall, call.works[-1]).given(done, True)
 
     @staticmethod
     def supports_uop(batch_devs: list[Any], new_call: UOp) -> bool:

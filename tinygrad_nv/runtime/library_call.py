@@ -21,14 +21,14 @@ Bytes = tuple[tuple[int, int], ...]  # addresses, each with a number of bytes
 
 @dataclass(frozen=True)
 class LibraryCall:
-    """One call. `holds` gives what a graph that has it must keep; `begun` is told when such a graph is
-    launched."""
+    """One call. `holds` gives what a graph that has it must keep. `given` is told an event after which the
+    call is done, and whether a graph that has it was launched: else the call was put into a stream itself."""
     what: str
     reads: Bytes
     writes: Bytes
     enqueue: Callable[[int], None] = field(compare=False, repr=False)
     holds: Callable[[], object] = field(compare=False, repr=False, default=lambda: None)
-    begun: Callable[[], None] = field(compare=False, repr=False, default=lambda: None)
+    given: Callable[[Any, bool], None] = field(compare=False, repr=False, default=lambda event, replay: None)
 
 
 Make = Callable[[Any, str, Sequence[int]], LibraryCall]  # (what is called, name of the device, buffers)

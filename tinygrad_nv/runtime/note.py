@@ -16,10 +16,13 @@ from tinygrad_nv.tile.launch import PLAIN, LaunchConfig
 
 
 class Communicates:
-    """A spec of what moves bytes between devices. It says itself how long it takes on a GPU; None if that is
-    not known."""
+    """A spec of what moves bytes between devices."""
 
-    def seconds(self, arch: str) -> float | None: raise NotImplementedError
+    @property
+    def moved(self) -> tuple[str, int, int]:
+        """The collective, bytes as NCCL counts them (all of an all-reduce, one rank's of an all-gather), and
+        the number of ranks."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from tinygrad import Device, Tensor, dtypes
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import UOp
 
-from tinygrad_nv.dist.collectives import cost
 from tinygrad_nv.dist.group import Group, world
 from tinygrad_nv.dist.transports import nccl
 from tinygrad_nv.dist.transports.nccl import Communicator, Order
@@ -88,9 +87,10 @@ class DeviceCollective(Communicates):
     dtype: DType
     name: str
 
-    def seconds(self, arch: str) -> float | None:
+    @property
+    def moved(self) -> tuple[str, int, int]:
         order = self.call.order
-        return cost.seconds(order.kind, order.count * order.dtype.itemsize, self.ranks, arch)
+        return order.kind, order.count * order.dtype.itemsize, self.ranks
 
 
 def split(parent: Group, child: Group, device: str) -> None:
@@ -114,15 +114,15 @@ def _agree(group: Group, order: Order) -> None:
             for r in range(group.size)]
     for r, theirs in enumerate(said):
         if theirs == said[group.rank]: continue
-        own, other = group.members[group.rank], group.members[r]
-        raise DistError(f"rank {own} calls {order}, rank {other} calls {theirs}",
+        here, there = group.members[group.rank], group.members[r]
+        raise DistError(f"rank {here} calls {order}, rank {there} calls {theirs}",
                         "the same collectives in the same order on all ranks",
                         "see what differs between the programs of these ranks")
 
 
 def on_device(group: Group, order: Order, shape: tuple[int, ...], dtype: DType, x: Tensor, name: str,
-              grad: Callable[..., tuple[UOp | None, ...]] | None) -> Tensor:
-    """The collective on x, which a recv does not read."""
+              grad: Callable[..., tuple[UOp | None, ...]] | None, *after: Tensor) -> Tensor:
+    """The collective on x, which a recv does not read, when `after` are computed."""
     if order.op not in nccl.OPS:
         raise DistError(f"{order.kind} with {order.op!r}", f"one of {', '.join(nccl.OPS)}")
     if not 0 <= order.peer < group.size:
@@ -133,22 +133,22 @@ def on_device(group: Group, order: Order, shape: tuple[int, ...], dtype: DType, 
 
     def of_x(*given: UOp) -> tuple[UOp | None, ...]:
         assert grad is not None
-        return grad(*given)[:1]     # the others are of what a CPU's kernel takes besides
-    return named.call(what, _body, x, grad=of_x if grad is not None else None)[0]
+        return grad(*given)[0], *(None for _ in after)  # the others are of what a CPU's kernel takes besides
+    return named.call(what, _body, x, *after, grad=of_x if grad is not None else None)[0]
 
 
-def _body(what: DeviceCollective, x: Tensor) -> tuple[Tensor, ...]:
-    return (Tensor(_program(what, x.uop)),)
+def _body(what: DeviceCollective, *given: Tensor) -> tuple[Tensor, ...]:
+    return (Tensor(_program(what, *(each.uop for each in given))),)
 
 
-def _lowered(what: DeviceCollective, _: object, x: UOp) -> tuple[UOp, ...]:
+def _lowered(what: DeviceCollective, _: object, *given: UOp) -> tuple[UOp, ...]:
     """In a rewrite: the result is made where it is wanted, without a copy."""
-    return (_program(what, x),)
+    return (_program(what, *given),)
 
 
-def _program(what: DeviceCollective, x: UOp) -> UOp:
+def _program(what: DeviceCollective, *given: UOp) -> UOp:
     order = what.call.order
-    made, = program(order.kind, f"// {what}", str(x.device), [Output(what.shape, what.dtype)], [x],
+    made, = program(order.kind, f"// {what}", str(given[0].device), [Output(what.shape, what.dtype)], given,
                     binary=b"call of a library", nbytes=2 * order.count * order.dtype.itemsize,
                     note=Note(order.kind, what.name, what), launch=LaunchConfig(call=what.call))
     return made
@@ -157,7 +157,7 @@ def _program(what: DeviceCollective, x: UOp) -> UOp:
 def _made(call: DeviceCall, device: str, buffers: Sequence[int]) -> LibraryCall:
     found = [group for group in world().groups if group.key == call.group]
     if not found: raise DistError(f"{call.order} of the group {call.group}", "a group of this process")
-    out, given = buffers
+    out, given, *_ = buffers
     return communicator(found[0], device).call(call.order, given, out)
 
 

@@ -78,15 +78,17 @@ def reduce_scatter(x: Tensor, group: Group, axis: int = 0, op: str = "sum", *, w
     return _from_front(made, x, axis)
 
 
-def all_gather(x: Tensor, group: Group, axis: int = 0, name: str = "") -> Tensor:
-    """What all ranks have, one after the other along `axis`."""
+def all_gather(x: Tensor, group: Group, axis: int = 0, name: str = "", after: Tensor | None = None) -> Tensor:
+    """What all ranks have, one after the other along `axis`. It runs after `after` is computed."""
     if group.size == 1: return x
     first, shape = _to_front(x, axis, "all_gather", None)
+    more = (None,) if after is None else (None, None)
 
     def back(grad: UOp, _: UOp) -> tuple[UOp | None, ...]:
-        return reduce_scatter(Tensor(grad), group, name=f"gradient of {name}").uop, None
+        return reduce_scatter(Tensor(grad), group, name=f"gradient of {name}").uop, *more
     whole = (shape[0] * group.size, *shape[1:])
-    return _from_front(_called("all_gather", first, group, whole, prod(shape), name=name, back=back), x, axis)
+    return _from_front(_called("all_gather", first, group, whole, prod(shape), name=name, back=back,
+                                 after=after), x, axis)
 
 
 def all_to_all(x: Tensor, group: Group, split: int = 0, concat: int = 0, name: str = "") -> Tensor:
@@ -131,7 +133,8 @@ def recv(shape: Sequence[int], dtype: DType, group: Group, source: int, name: st
         order, told = Order("recv", count, dtype, peer=source, name=name), _told("recv", group, name)
         return on_device(group, order, tuple(shape), dtype, anchor(group, device), told, None)
     words = group.descriptor("recv", count, dtype, peer=source, name=name)
-    what = Collective("recv", tuple(shape), dtype, count * dtype.itemsize, _told("recv", group, name))
+    what = Collective("recv", tuple(shape), dtype, count * dtype.itemsize, _told("recv", group, name),
+                      group.name)
     return call(what, called, words)[0]
 
 
@@ -172,17 +175,19 @@ Back = Callable[..., tuple[UOp | None, ...]]
 
 
 def _called(kind: str, x: Tensor, group: Group, shape: Sequence[int], count: int, op: str = "sum",
-            peer: int = 0, name: str = "", back: Back | None = None, dtype: DType | None = None) -> Tensor:
+            peer: int = 0, name: str = "", back: Back | None = None, dtype: DType | None = None,
+            after: Tensor | None = None) -> Tensor:
     told, made = _told(kind, group, name), dtype or x.dtype
+    more = [] if after is None else [after.contiguous()]
     if serves(x.device):
         order = Order(kind, count, x.dtype, op, peer, name)
-        return on_device(group, order, tuple(shape), made, x.contiguous(), told, back)
+        return on_device(group, order, tuple(shape), made, x.contiguous(), told, back, *more)
     if str(x.device).partition(":")[0] != "CPU":
         raise DistError(f"{kind} of a tensor on {x.device}", "a tensor on a GPU or the CPU",
                         "move it: .to(\"CPU\")")
     words = group.descriptor(kind, count, x.dtype, op, peer, name)
-    what = Collective(kind, tuple(shape), made, 2 * count * x.dtype.itemsize, told)
-    return call(what, called, x.contiguous(), words.to(x.device), grad=back)[0]
+    what = Collective(kind, tuple(shape), made, 2 * count * x.dtype.itemsize, told, group.name)
+    return call(what, called, x.contiguous(), words.to(x.device), *more, grad=back)[0]
 
 
 def _told(kind: str, group: Group, name: str) -> str:

@@ -41,7 +41,7 @@ from tinygrad_nv.dist.transports.nccl_api import (
     real,
 )
 from tinygrad_nv.errors import DistError
-from tinygrad_nv.runtime.driver import Driver
+from tinygrad_nv.runtime.driver import Driver, Event
 from tinygrad_nv.runtime.library_call import LibraryCall
 
 if TYPE_CHECKING:
@@ -71,10 +71,12 @@ class Order:
 
 @dataclass(frozen=True)
 class Last:
-    """A collective that was given to a stream: its number, and when (CLOCK_MONOTONIC)."""
+    """A collective that was given to a stream: its number, when (CLOCK_MONOTONIC), and an event after it if
+    there is one."""
     number: int
     order: Order
     since: float
+    event: Event | None = None
 
 
 _emulated: EmulatedNCCL | None = None
@@ -107,7 +109,7 @@ class Communicator:
         self.nccl, self.handle, self.driver = nccl, handle, driver
         self.rank, self.members, self.timeout_s = rank, tuple(members), timeout_s
         self.aborted, self.why = False, DistError("the communicator was given up")
-        self.last: Last | None = None   # what it was given last, since the host waited
+        self.given: Last | None = None  # what it was given last, since the host waited
         self.numbers = itertools.count(1)
         self.agree: Callable[[Order], None] | None = None   # raises where other ranks call something else
         self.agreed = set[Order]()
@@ -176,7 +178,8 @@ class Communicator:
         return LibraryCall(
             f"{order} among ranks {'-'.join(map(str, self.members))}", tuple(used[0]), ((out, writes),),
             lambda stream: self.enqueue(order, given, out, stream),
-            lambda: self._held(order, (*used[0], *used[1])), lambda: self._begun(order))
+            lambda: self._held(order, (*used[0], *used[1])),
+            lambda event, replay: self._given(order, event, replay))
 
     def _held(self, order: Order, used: Sequence[tuple[int, int]]) -> object:
         """What a graph with this collective holds. Its calls come in its order, which all ranks must share:
@@ -188,12 +191,16 @@ class Communicator:
         self.agreed.add(order)
         if self.agree is not None and order.kind not in ("send", "recv"): self.agree(order)
 
-    def _begun(self, order: Order) -> None:
-        self.check()
-        self._given(order)
+    def _given(self, order: Order, event: Event | None = None, new: bool = True) -> None:
+        number = next(self.numbers) if new or self.given is None else self.given.number
+        self.given = Last(number, order, time.clock_gettime(time.CLOCK_MONOTONIC), event)
 
-    def _given(self, order: Order) -> None:
-        self.last = Last(next(self.numbers), order, time.clock_gettime(time.CLOCK_MONOTONIC))
+    @property
+    def last(self) -> Last | None:
+        """What it was given last, None once that is done."""
+        found = self.given
+        if found is not None and found.event is not None and self.driver.passed(found.event): return None
+        return found
 
     def registration(self, address: int, nbytes: int) -> Registration:
         """Memory that NCCL may use without copies of its own, while this is held."""
@@ -210,13 +217,13 @@ class Communicator:
         """Raises `DistError` if it has failed."""
         result = self._state()
         if result in (SUCCESS, IN_PROGRESS): return
-        doing = f"#{self.last.number} {self.last.order}" if self.last else "between collectives"
+        doing = f"#{self.given.number} {self.given.order}" if self.given else "between collectives"
         raise self.nccl.failed(f"{self}: {doing}", result, self.handle)
 
     def done(self) -> None:
         """The host has waited for the device: raises what it failed in."""
         self.check()
-        self.last = None
+        self.given = None
 
     def abort(self, why: DistError | None = None) -> None:
         """Ends what waits in its kernels, from another thread too."""

@@ -382,11 +382,13 @@ class ModelRunner:
         return PagedBatch(tuple(made), self.model.rope_tables)
 
     def _sample(self, samples: int, filters: Filters, inputs: dict[str, Tensor]) -> None:
-        slots = inputs["slots"]
+        slots, parallel = inputs["slots"], self.model.parallel
         with layer("sampler"):
-            tokens = next_tokens(self.output_buffer.logits(samples), filters, self.sampler_state, slots,
-                                 inputs["positions"], inputs.get("masks"))
-            if (parallel := self.model.parallel) is not None: tokens = parallel.agreed(tokens)
+            if parallel is None or parallel.last:
+                tokens = next_tokens(self.output_buffer.logits(samples), filters, self.sampler_state, slots,
+                                     inputs["positions"], inputs.get("masks"))
+            else: tokens = self.output_buffer.tokens(samples)   # the stage that has logits sends them
+            if parallel is not None: tokens = parallel.agreed(tokens)
             made = [self.output_buffer.tokens(samples).assign(tokens)]
             if filters.penalty: made.append(count_tokens(self.sampler_state, slots, tokens))
         Tensor.realize(*made)

@@ -243,6 +243,13 @@ class CUDADriver(CUDAContext):
         capture.ran(event, "the host waits for")
         self.call("cuEventSynchronize", event.handle, doing="waiting for an event")
 
+    def passed(self, event: driver.Event) -> bool:
+        assert isinstance(event, CUDAEvent)
+        status, = self.status("cuEventQuery", event.handle)
+        if status.name == "CUDA_ERROR_NOT_READY": return False
+        self.checked(status, doing="asking for an event")
+        return True
+
     def elapsed_ms(self, start: driver.Event, end: driver.Event) -> float:
         assert isinstance(start, CUDAEvent)
         assert isinstance(end, CUDAEvent)

@@ -181,9 +181,9 @@ class EmulatedDriver(Moves, driver.Driver):
     @property
     def among_peers(self) -> bool: return len(self.peers.devices) > 1
 
-    def play(self, steps: Steps) -> None:
+    def play(self, steps: Steps, at_once: bool = False) -> None:
         """Does work of this device, or keeps it for when it runs beside that of peers."""
-        self.peers.do(self, steps)
+        self.peers.do(self, steps, at_once)
 
     def set_persisting_l2(self, nbytes: int) -> None:
         limit = self.properties.persisting_l2_limit
@@ -217,7 +217,7 @@ class EmulatedDriver(Moves, driver.Driver):
         if (recorded := into.capture) is not None:
             recorded.tails[into] = (recorded.graph.add(work, recorded.tails[into]),)
             return
-        self.play(self._submitted(work, into))
+        self.play(self._submitted(work, into), isinstance(work, LibraryCall))
 
     def _submitted(self, work: Work, into: EmulatedStream) -> Steps:
         ahead = into.advance()
@@ -336,6 +336,8 @@ class EmulatedDriver(Moves, driver.Driver):
         capture.not_captured(event.stream, "synchronisation")
         self.peers.flush()
         self._told([event.stream], event.mark.clock)
+
+    def passed(self, event: driver.Event) -> bool: return True
 
     def elapsed_ms(self, start: driver.Event, end: driver.Event) -> float:
         assert isinstance(start, EmulatedEvent)

@@ -54,7 +54,7 @@ class GraphDevice(Protocol):
     def run(self, work: Work, stream: EmulatedStream,
             ahead: tuple[Footprint, ...] = ()) -> Generator[Asked, Report | None, Done]: ...
 
-    def play(self, steps: Generator[Asked, Report | None, None]) -> None: ...
+    def play(self, steps: Generator[Asked, Report | None, None], at_once: bool = False) -> None: ...
     def enter(self, stream: EmulatedStream, footprint: Footprint) -> None: ...
 
 
@@ -137,7 +137,8 @@ class EmulatedExecutable(driver.Executable):
             raise DriverError("a graph is launched into a stream that is captured", "a stream that runs",
                               "capture the graph's work itself")
         self.launches += 1
-        self.device.play(self._launched(into, list(self.works)))
+        calls = any(isinstance(work, LibraryCall) for work in self.works)
+        self.device.play(self._launched(into, list(self.works)), calls)
 
     def _launched(self, into: EmulatedStream, works: list[Work]) -> Generator[Asked, Report | None, None]:
         into.join(self.last)            # launches of one executable graph do not overlap

@@ -3,8 +3,9 @@
 Protocol: work of a device is steps, a generator that yields what `Peers` runs (ptx/emulator/peers.py). A
 device without peers does them at once. Those of peers are kept, in order of their calls, until the host
 waits for one of the devices (`flush`): then the work of all runs beside one another, as on GPUs, and one
-device's kernels may wait for what the host has submitted to another. Streams of one device do not overlap
-here either (order.py finds what nothing orders).
+device's kernels may wait for what the host has submitted to another. Calls of libraries, which may be part
+of a group that the host makes, are done as they are submitted. Streams of one device do not overlap here
+either (order.py finds what nothing orders).
 """
 from __future__ import annotations
 
@@ -45,10 +46,14 @@ class PeerDevices:
         self.devices = sorted((*self.devices, *other.devices), key=lambda each: each.emulator.ordinal)
         for each in self.devices: each.peers = self
 
-    def do(self, device: PeerDevice, steps: Steps) -> None:
-        """Work of a device."""
-        if len(self.devices) == 1: alone(steps)
-        else: self.kept.setdefault(device, []).append(steps)
+    def do(self, device: PeerDevice, steps: Steps, at_once: bool = False) -> None:
+        """Work of a device; `at_once`: behind all that was kept, before this returns."""
+        if len(self.devices) == 1:
+            alone(steps)
+            return
+        if at_once: self.flush()
+        self.kept.setdefault(device, []).append(steps)
+        if at_once: self.flush()
 
     def flush(self) -> None:
         """Runs what was kept, each time by another seed."""

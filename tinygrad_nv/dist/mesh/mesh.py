@@ -1,0 +1,185 @@
+"""Meshes of ranks, or of devices of one process, with named axes.
+
+Protocol. `mesh(devices, axes={"dp": 2, "tp": 4}, layout={…})`, often in a `with`: the last one entered is
+`current()`. `devices` None are all ranks, of which each runs the same program (SPMD) and has one part of what
+is cut; a list of device names are those of one process, where a cut tensor is one tensor of tinygrad's over
+several devices. The last axis counts fastest: ranks 0 and 1 differ in "tp".
+
+* `group("tp")`, `group("dp", "tp")`: the ranks that differ from this one in these axes alone.
+* `place(x, dims, name)`: this rank's part of a tensor that every rank has whole, by the layout (layout.py).
+  `gathered(part, like)` undoes it. What was placed is in `placements`, by name.
+* `pmap(fn, inputs, output, donate)`: fn of parts, captured by a TinyJit.
+* `all_reduce("tp")`, `scan(fn, "dp")`, …: functions of parts (steps.py).
+
+All ranks call the same of these in the same order.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from types import TracebackType
+from typing import Any
+
+from tinygrad import Tensor, TinyJit
+
+from tinygrad_nv.dist.collectives.functions import all_gather
+from tinygrad_nv.dist.collectives.kernel import Collective
+from tinygrad_nv.dist.group import Group, World, world
+from tinygrad_nv.dist.mesh.describe import described
+from tinygrad_nv.dist.mesh.layout import Layout, Placement, check_layout, placement
+from tinygrad_nv.dist.mesh.steps import Steps
+from tinygrad_nv.dist.train.graph import collectives_of
+from tinygrad_nv.errors import DistError
+
+Dims = Sequence[str]
+_entered: list[Mesh] = []
+
+
+def mesh(devices: Sequence[str] | World | None = None, *, axes: Mapping[str, int],
+         layout: Layout | None = None) -> Mesh:
+    """A mesh. Raises `DistError` for axes that do not make as many devices, and layouts that cannot be."""
+    return Mesh(world() if devices is None else devices, axes, layout or {})
+
+
+def current() -> Mesh:
+    """The mesh of the `with` around. Raises `DistError` where there is none."""
+    if not _entered: raise DistError("no mesh", "a `with mesh(…):` around the call")
+    return _entered[-1]
+
+
+def pmap(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`Mesh.pmap` of the current mesh."""
+    return current().pmap(fn, **options)
+
+
+class Mesh(Steps):
+    """Devices with named axes."""
+
+    def __init__(self, devices: Sequence[str] | World, axes: Mapping[str, int], layout: Layout) -> None:
+        self.axes = dict(axes)
+        self.world = devices if isinstance(devices, World) else None
+        self.devices = () if isinstance(devices, World) else tuple(devices)
+        self.size = devices.size if isinstance(devices, World) else len(self.devices)
+        if not axes or any(size < 1 for size in axes.values()) or prod(axes.values()) != self.size:
+            raise DistError(f"a mesh of {' x '.join(f'{axis}={size}' for axis, size in axes.items())}",
+                            f"axes whose extents make {self.size}, the number of "
+                            f"{'ranks' if self.world else 'devices'}")
+        self.rules = check_layout(layout, self.axes)
+        self.placements: dict[str, Placement] = {}
+        self.steps: dict[str, list[Collective]] = {}
+        self._groups: dict[tuple[str, ...], Group] = {}
+        if self.world is not None:
+            for axis in self.axes: self.group(axis)
+
+    def __enter__(self) -> Mesh:
+        _entered.append(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        _entered.remove(self)
+
+    @property
+    def rank(self) -> int:
+        """Of this process; of one process with several devices 0."""
+        return 0 if self.world is None else self.world.rank
+
+    def coordinates(self, rank: int | None = None) -> dict[str, int]:
+        """Where a rank, this one by default, is on each axis."""
+        left, made = self.rank if rank is None else rank, {}
+        for axis, size in reversed(self.axes.items()): left, made[axis] = divmod(left, size)
+        return {axis: made[axis] for axis in self.axes}
+
+    def group(self, *axes: str) -> Group:
+        """The ranks that differ from this one in these axes alone, in order. Raises `DistError`."""
+        for axis in axes:
+            if axis not in self.axes: raise DistError(f"axis {axis}", f"one of {', '.join(self.axes)}")
+        if self.world is None:
+            raise DistError("a group of devices of one process", "ranks, one a device",
+                            "start the program with torchrun or mpiexec, and leave out `devices`")
+        key = tuple(axis for axis in self.axes if axis in axes)
+        if key not in self._groups:
+            own, same = self.coordinates(), [axis for axis in self.axes if axis not in key]
+            members = [r for r in range(self.size)
+                       if all(self.coordinates(r)[axis] == own[axis] for axis in same)]
+            self._groups[key] = self.world.group(members)
+        return self._groups[key]
+
+    def place(self, x: Tensor, dims: Dims, name: str = "") -> Tensor:
+        """This rank's part of x, which has to be whole; over devices of one process, x over all of them.
+        Raises `DistError`."""
+        found = self.placement(x, dims, name)
+        if self.world is None: return self._over_devices(x, found)
+        part = x
+        for dim, axes in enumerate(found.cuts):
+            if not axes: continue
+            index, extent = self.group(*axes).rank, found.local_shape[dim]
+            part = part.shrink(tuple((index * extent, (index + 1) * extent) if i == dim else None
+                                     for i in range(x.ndim)))
+        return part.contiguous() if part is not x else x
+
+    def placement(self, x: Tensor, dims: Dims, name: str = "") -> Placement:
+        """Where x is, by the layout; kept under its name. Raises `DistError`."""
+        shape = tuple(int(extent) for extent in x.shape)
+        found = placement(name, shape, x.dtype, dims, self.rules, self.axes)
+        if name: self.placements[name] = found
+        return found
+
+    def gathered(self, part: Tensor, like: Placement) -> Tensor:
+        """The whole tensor, of the parts that ranks have."""
+        for dim, axes in enumerate(like.cuts):
+            if axes and self.world is not None: part = all_gather(part, self.group(*axes), dim, like.name)
+        return part
+
+    def pmap(self, fn: Callable[..., Any], *, inputs: Sequence[Dims | None] | None = None,
+             output: Dims | None = None, donate: Sequence[int] = (), name: str = "") -> Callable[..., Any]:
+        """fn on every device, on its parts of the arguments: one captured step. Arguments with `inputs`,
+        names of their dimensions, are whole and are placed; others are parts already. With `output` the
+        result is gathered, by the names of its dimensions. Arguments in `donate` are written over with
+        results of their shape and dtype, in order: what comes back is the argument."""
+        step = name or getattr(fn, "__name__", "step")
+
+        def mapped(*parts: Tensor) -> Any:
+            made = fn(*parts)
+            results = [made] if isinstance(made, Tensor) else list(made)
+            if output is not None: results = [self._whole(each, output, step) for each in results]
+            self.steps[step] = collectives_of(*results)
+            for number in donate: _donated(parts[number], results, f"argument {number} of {step}")
+            Tensor.realize(*results)
+            return results[0] if isinstance(made, Tensor) else type(made)(results)
+        captured = TinyJit(mapped)
+
+        def call(*given: Tensor) -> Any:
+            dims = inputs if inputs is not None else [None] * len(given)
+            return captured(*(each if own is None else self.place(each, own).realize()
+                              for each, own in zip(given, dims, strict=True)))
+        return call
+
+    def describe(self) -> str:
+        """Which tensor is where, bytes a device, collectives a step: as a table."""
+        return described(self.axes, self.coordinates() if self.world else None, self.placements, self.steps)
+
+    def _whole(self, part: Tensor, dims: Dims, step: str) -> Tensor:
+        """A result, gathered: its whole shape follows from that of the part."""
+        ways = [prod(self.axes[axis] for axis in self.rules.get(dim, ())) for dim in dims]
+        shape = tuple(int(extent) * n for extent, n in zip(part.shape, ways, strict=True))
+        found = placement(f"result of {step}", shape, part.dtype, dims, self.rules, self.axes)
+        return self.gathered(part, found)
+
+    def _over_devices(self, x: Tensor, found: Placement) -> Tensor:
+        cut = [dim for dim, axes in enumerate(found.cuts) if axes]
+        if len(cut) > 1 or (cut and found.ways[cut[0]] != self.size):
+            raise DistError(f"{found.name or 'a tensor'} of shape {found.shape}, cut by "
+                            f"{', '.join(axis for axes in found.cuts for axis in axes)} over devices of one "
+                            "process", "one dimension, over all devices", "start one rank a device")
+        return x.shard(self.devices, cut[0] if cut else None)
+
+
+def _donated(argument: Tensor, results: list[Tensor], what: str) -> None:
+    """Puts a result into an argument's memory."""
+    for i, each in enumerate(results):
+        if each.shape == argument.shape and each.dtype == argument.dtype and each is not argument:
+            results[i] = argument.assign(each)
+            return
+    raise DistError(f"{what} is donated, {argument.dtype.name} {argument.shape}",
+                    "a result of its shape and dtype, which takes its memory")

@@ -1,0 +1,117 @@
+"""Functions of a rank's part of a tensor, by axis of a mesh, to put one behind the other.
+
+    step = m.map(lambda x: x @ w) >> m.all_reduce("tp") >> m.scan(lambda a, b: a + b, "dp")
+    y = step(x)
+
+`>>` runs its right side on the result of its left. All have gradients; those of collectives are of the sum of
+all ranks' losses (collectives/functions.py). "dp" stands for any axis, ("dp", "tp") for two as one.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tinygrad import Tensor
+
+from tinygrad_nv.dist.collectives import functions
+from tinygrad_nv.dist.collectives.shift import shift
+from tinygrad_nv.dist.group import Group
+from tinygrad_nv.errors import DistError
+
+Axis = str | tuple[str, ...]
+Join = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A function of a tensor, with a name."""
+    name: str
+    run: Callable[[Tensor], Tensor]
+
+    def __call__(self, x: Tensor) -> Tensor: return self.run(x)
+
+    def __rshift__(self, then: Step) -> Step:
+        return Step(f"{self.name} >> {then.name}", lambda x: then(self(x)))
+
+
+class Steps:
+    """What a mesh makes of its groups."""
+
+    def group(self, *axes: str) -> Group: raise NotImplementedError
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Step:
+        """fn, on every rank's part."""
+        return Step(getattr(fn, "__name__", "map"), fn)
+
+    def reduce(self, fn: str | Join, axis: Axis) -> Step:
+        """What fn makes of all parts along an axis, on every rank: "sum", "max" or "min"; or a function of
+        two, that parts are put into from the left, in the order of ranks."""
+        if isinstance(fn, str): return self.all_reduce(axis, fn)
+        return self._step("reduce", axis, lambda x, group: functools.reduce(fn, _all(x, group, "reduce")))
+
+    def scan(self, fn: Join, axis: Axis) -> Step:
+        """What fn, associative, makes of the parts up to this rank's."""
+        def run(x: Tensor, group: Group) -> Tensor:
+            reach = 1
+            while reach < group.size:
+                other = shift(x, group, reach, name="scan")
+                behind = sum((group.is_rank(r) for r in range(reach + 1, group.size)), group.is_rank(reach))
+                x = (behind > 0).where(fn(other, x), x)
+                reach *= 2
+            return x
+        return self._step("scan", axis, run)
+
+    def all_reduce(self, axis: Axis, op: str = "sum") -> Step:
+        """The sum, "max" or "min" of all parts, on every rank."""
+        return self._step("all_reduce", axis, lambda x, group: functions.all_reduce(x, group, op))
+
+    def reduce_scatter(self, axis: Axis, dim: int = 0) -> Step:
+        """This rank's part of the sum, along a dimension."""
+        return self._step("reduce_scatter", axis, lambda x, group: functions.reduce_scatter(x, group, dim))
+
+    def all_gather(self, axis: Axis, dim: int = 0) -> Step:
+        """All parts, one behind the other along a dimension."""
+        return self._step("all_gather", axis, lambda x, group: functions.all_gather(x, group, dim))
+
+    def all_to_all(self, axis: Axis, split: int = 0, concat: int = 0) -> Step:
+        """Part r along `split` goes to rank r; what comes is put along `concat`."""
+        return self._step("all_to_all", axis, lambda x, group: functions.all_to_all(x, group, split, concat))
+
+    def shift(self, axis: Axis, by: int = 1) -> Step:
+        """What the rank `by` before this one has, in a circle."""
+        return self._step("shift", axis, lambda x, group: shift(x, group, by))
+
+    def pipeline(self, stage: Callable[[Tensor], Tensor], axis: Axis, microbatches: int) -> Step:
+        """The first rank's x through `stage` of every rank of an axis in turn, microbatches of its first
+        dimension at a time: the last rank's result, on every rank. A stage keeps shape and dtype, and has to
+        bear zeros, which it gets while the pipeline fills. Gradients are those of one loss that all ranks
+        compute alike. train/pipeline.py runs other schedules."""
+        def run(x: Tensor, group: Group) -> Tensor: return _piped(stage, x, group, microbatches)
+        return self._step("pipeline", axis, run)
+
+    def _step(self, name: str, axis: Axis, run: Callable[[Tensor, Group], Tensor]) -> Step:
+        axes = (axis,) if isinstance(axis, str) else axis
+        group = self.group(*axes)
+        return Step(f"{name} over {' x '.join(axes)}", lambda x: run(x, group))
+
+
+def _piped(stage: Callable[[Tensor], Tensor], x: Tensor, group: Group, microbatches: int) -> Tensor:
+    if int(x.shape[0]) % microbatches:
+        raise DistError(f"{microbatches} microbatches of a batch of {x.shape[0]}", "a number that divides it")
+    parts = [part.contiguous() for part in x.chunk(microbatches)]
+    first, last = (group.is_rank(r) > 0 for r in (0, group.size - 1))
+    state, made = parts[0].zeros_like(), list[Tensor]()
+    for tick in range(microbatches + group.size - 1):
+        came = shift(state, group, name=f"tick {tick}") if tick else state
+        state = stage(first.where(parts[min(tick, microbatches - 1)], came)).contiguous()
+        if tick >= group.size - 1: made.append(state)
+    whole = Tensor.cat(*made)
+    return functions.all_reduce(last.where(whole, 0), group, replicated=True, name="pipeline")
+
+
+def _all(x: Tensor, group: Group, name: str) -> list[Tensor]:
+    """The parts of all ranks."""
+    whole = functions.all_gather(x.unsqueeze(0), group, name=name)
+    return [whole[r] for r in range(group.size)]
+
