@@ -194,7 +194,7 @@ class Llama:
         gives what is to be realized."""
         batches, stage = (batch,) if isinstance(batch, PagedBatch) else batch, self.parallel
         if stage is None or stage.first: x = self.embedded(tokens.reshape(1, -1))
-        else: x = stage.received(int(tokens.shape[0]), self.dtype)
+        else: x = stage.received(int(tokens.shape[0]), self.dtype, str(tokens.device))
         for i, block in enumerate(self.blocks):
             with layer(f"layers.{i}"): x = block(x, batches[cache.group(i)], cache.layers[i])
         if stage is not None and not stage.last: return stage.passed(x)

@@ -28,7 +28,7 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv.dist.collectives.functions import all_gather, all_reduce, broadcast, copied, recv, send
 from tinygrad_nv.dist.group import Group
-from tinygrad_nv.errors import ModelError
+from tinygrad_nv.errors import DistError, ModelError, NVError
 from tinygrad_nv.kvcache.groups import CacheGroups
 
 from .config import ModelConfig
@@ -86,11 +86,11 @@ class Parallel:
         """Those of this stage, of the whole network."""
         return stage_layers(self.whole.num_layers, self.stage, self.stages)
 
-    def received(self, tokens: int, dtype: DType) -> Tensor:
+    def received(self, tokens: int, dtype: DType, device: str) -> Tensor:
         """The hidden states (1, T, hidden) of the stage before."""
         assert self.pipe is not None
         shape = 1, tokens, self.whole.hidden_size
-        return recv(shape, dtype, self.pipe, self.stage - 1, name="hidden states")
+        return recv(shape, dtype, self.pipe, self.stage - 1, name="hidden states", device=device)
 
     def passed(self, x: Tensor) -> Tensor:
         """Sends hidden states to the stage behind: what is to be realized."""
@@ -113,11 +113,21 @@ class Parallel:
         """Raises `DistError` if a collective has failed."""
         for each in self.groups: each.check()
 
+    def failure(self, error: BaseException) -> BaseException:
+        """What ends all ranks, for an error of a step of this one."""
+        if isinstance(error, DistError): return error
+        every = self.world or self.group
+        why = error.found if isinstance(error, NVError) else error
+        made = DistError(f"a step failed on rank {every.members[every.rank]}: {type(error).__name__}: "
+                         f"{why}", "the same steps on all ranks", "load the model again")
+        made.__cause__ = error
+        return made
+
     def agreed(self, tokens: Tensor) -> Tensor:
         """Sampled tokens, those of the first rank of the last stage: the same on all, also where processors
         differ."""
         every = self.world or self.group
-        return broadcast(tokens, every, every.size - self.ranks, name="tokens")
+        return broadcast(tokens, every, 0, name="tokens")
 
     def own_experts(self, count: int) -> range:
         """The experts of this rank, of `count`. The first ranks may have one more than the last."""

@@ -204,6 +204,7 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
         _require_tied(checkpoint, directory)
     with labelled("weights"):
         allocate_arena(list({id(slot.tensor): slot.tensor for slot in wanted.values()}.values()))
+    for name in wanted.keys() & {EMBEDDING, HEAD}: _fill_rest(wanted[name])
     total, done = sum(checkpoint.entries[name].nbytes for name in [*wanted, *plan.tensors]), 0
     with ThreadPoolExecutor(READERS) as readers:
         reading = [readers.submit(_read, checkpoint, *chunk) for chunk in _chunks(wanted, checkpoint.entries)]
@@ -284,6 +285,12 @@ def _own_scales(model: Llama, checkpoint: Checkpoint) -> dict[int, tuple[np.ndar
     found = read_cache_scales(replace(model.config, num_kv_heads=heads), checkpoint.entries)
     return {layer: (keys[own.start:own.stop], values[own.start:own.stop])
             for layer, (keys, values) in found.items()}
+
+
+def _fill_rest(slot: WeightSlice) -> None:
+    """Zeros behind the rows of a rank that has fewer of the vocabulary than others."""
+    end = slot.offset + math.prod(slot.shape) * slot.tensor.dtype.itemsize
+    if rest := int(slot.tensor.nbytes()) - end: write(slot.tensor, end, memoryview(bytes(rest)))
 
 
 def _fill_zeros(slot: WeightSlice) -> None:

@@ -3,10 +3,15 @@ since ranks share the cores of their process."""
 from __future__ import annotations
 
 import json
+import os
 import sys
+from contextlib import suppress
+from functools import partial
 
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.engine.worker.model_runner import ModelRunner
+from tinygrad_nv.errors import DistError, RequestError
 
 PROMPTS = ["Once upon a time", "The little dog", "Lily and Tom went to", "In the garden"]
 HOW = (SamplingParams(temperature=0, max_tokens=24, logprobs=2),
@@ -15,19 +20,47 @@ HOW = (SamplingParams(temperature=0, max_tokens=24, logprobs=2),
 
 
 def answers(directory: str, **more: object) -> list[object]:
-    """Tokens of all prompts, in batches and with prefix hits; log probabilities of the first."""
-    made: list[object] = []
+    """Tokens of all prompts, in batches and with prefix hits; then log probabilities of all tokens."""
+    made, found = list[object](), list[float]()
     with LLM(directory, max_num_seqs=4, max_num_batched_tokens=64, **more) as llm:   # type: ignore[arg-type]
         for how in HOW:
             out = llm.generate(PROMPTS, how, use_tqdm=False)
             made += [list(each.outputs[0].token_ids) for each in out]
+            found += [at[token].logprob for each in out
+                      for token, at in zip(each.outputs[0].token_ids, each.outputs[0].logprobs or (),
+                                           strict=False)]
         # again: the prefix cache has them
         out = llm.generate([each * 8 for each in PROMPTS], HOW[0], use_tqdm=False)
         made += [list(each.outputs[0].token_ids) for each in out]
-    return made
+    return [*made, found]
+
+
+def refused(directory: str, **more: object) -> None:
+    """A model without room for its pages: its ranks end, and what this process had is there again."""
+    before = os.sched_getaffinity(0), dict(os.environ)
+    with suppress(RequestError):
+        LLM(directory, num_pages=1, **more)     # type: ignore[arg-type]
+        raise AssertionError("1 page suffices")
+    assert (os.sched_getaffinity(0), dict(os.environ)) == before
+
+
+def failing(directory: str, rank: int) -> None:
+    """A second model beside the first, and a step that fails on one rank alone."""
+    with LLM(directory, max_num_seqs=4, max_num_batched_tokens=64, tensor_parallel_size=2) as llm:
+        try: LLM(directory, tensor_parallel_size=2)
+        except DistError as error: print("second:", error.found, flush=True)
+        fails = partial(int, "boom")
+        assert isinstance(llm.runner, ModelRunner)
+        assert llm.runner.followers is not None
+        if rank: llm.runner.followers.tell("defer", fails)
+        else: llm.runner.defer(fails)   # type: ignore[arg-type]
+        try: llm.generate(PROMPTS, HOW[0], use_tqdm=False)
+        except DistError as error: print("error:", error.found, flush=True)
 
 
 def main() -> None:
+    if sys.argv[2].isdigit(): return failing(sys.argv[1], int(sys.argv[2]))
+    refused(sys.argv[1], **json.loads(sys.argv[2]))
     print(json.dumps(answers(sys.argv[1], **json.loads(sys.argv[2]))))
 
 

@@ -87,6 +87,14 @@ def take(store: Store) -> Share:
     return found
 
 
+def give_back(cores: tuple[int, ...]) -> None:
+    """Has this thread run on these cores again, and kernels of this process on as many as they had."""
+    if cores: os.sched_setaffinity(0, cores)
+    if "tinygrad.helpers" in sys.modules:
+        from tinygrad_nv.runtime.cpu import threads as of_kernels
+        of_kernels.unlimit()
+
+
 def limit(threads: int) -> None:
     """The number of threads for kernels of this process, unless the user set it."""
     if "tinygrad.helpers" in sys.modules:

@@ -214,6 +214,7 @@ class World:
     ended: DistError | None = None
     told: list[Callable[[DistError], None]] = field(default_factory=list)   # who hears of the end
     made: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    follow: bool = False    # whether the other ranks do as rank 0 does (engine/executor/)
 
     @property
     def rank(self) -> int:

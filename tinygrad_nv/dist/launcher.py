@@ -159,8 +159,9 @@ def _check(what: Launch) -> None:
 class LocalRanks:
     """Ranks 1 to n - 1 of this host; `ranks` is rank 0, the caller."""
 
-    def __init__(self, ranks: Ranks, processes: Processes, environ: dict[str, str | None]) -> None:
-        self.ranks, self.processes, self._environ = ranks, processes, environ
+    def __init__(self, ranks: Ranks, processes: Processes, environ: dict[str, str | None],
+                 cores_before: tuple[int, ...]) -> None:
+        self.ranks, self.processes, self._environ, self._cores = ranks, processes, environ, cores_before
         self._thread = threading.Thread(target=processes.supervise, name="tinygrad_nv ranks", daemon=True)
         self._thread.start()
 
@@ -169,7 +170,7 @@ class LocalRanks:
         return self.processes.failure
 
     def close(self, timeout_s: float = GRACE_S) -> Failure | None:
-        """Waits for the ranks to end by themselves, then ends them."""
+        """Waits for the ranks to end by themselves, then ends them. This process gets back what it had."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             self.processes.stop(signal.SIGTERM)
@@ -177,6 +178,7 @@ class LocalRanks:
         for name, value in self._environ.items():
             if value is None: os.environ.pop(name, None)
             else: os.environ[name] = value
+        cores.give_back(self._cores)
         return self.poll()
 
 
@@ -192,7 +194,7 @@ def start_local(n: int, argv: Sequence[str], environ: Mapping[str, str] = os.env
     own = variables(every[0], token)
     before = {name: os.environ.get(name) for name in own}
     os.environ.update(own)
-    part = cores.of_host(0, n)
+    part, cores_before = cores.of_host(0, n), cores.mask()
     if part.cores: os.sched_setaffinity(0, part.cores)
     cores.limit(part.threads)
-    return LocalRanks(every[0], processes, before)
+    return LocalRanks(every[0], processes, before, cores_before)

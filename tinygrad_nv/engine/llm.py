@@ -123,7 +123,11 @@ class LLM(GenerationMethods, PoolingMethods):
         self.ranks: ParallelRanks | None = None
         self.adapters: ServedAdapters | None = None
         self.embedder = open_embedder(self.directory, self.device, own.get("task", task or "auto"), options)
-        if self.embedder is None: self._open_generator(options)
+        if self.embedder is None:
+            try: self._open_generator(options)
+            except BaseException:
+                if self.ranks is not None: self.ranks.close()
+                raise
         else:
             if options.lora is not None:
                 raise ConfigError("enable_lora is True, and the model makes embeddings",

@@ -84,6 +84,25 @@ def axes(group: Group) -> None:
         same(all_to_all(own, group, split, concat), wanted, (split, concat))
 
 
+def in_place(group: Group) -> None:
+    """Sums over what is added, where memory is the transport, of few and of many elements."""
+    if group.held.__class__.__name__ != "mmap": return
+    for dtype in (dtypes.int32, dtypes.float64, dtypes.bfloat16):
+        for count in (100, 70_001):
+            x = given(group, (count,))
+            own = bits(x[group.rank], dtype)
+            group.run("all_reduce", own, own, count, dtype)
+            assert np.array_equal(own, bits(sum(x), dtype)), (dtype, count)
+
+
+def empty(group: Group) -> None:
+    """Of no elements: nothing to do."""
+    for dtype in KINDS:
+        x = np.zeros(0, KINDS[dtype])
+        for kind in ("all_reduce", "reduce_scatter", "all_gather", "broadcast"):
+            group.run(kind, x, x.copy(), 0, dtype)
+
+
 def rounded_once(group: Group) -> None:
     """float16 is added in float32, in the order of ranks, over few and over many elements."""
     for count in (100, 60_000):
@@ -174,12 +193,23 @@ def differ(group: Group, how: str) -> None:
     if how == "left" and group.rank == 1: return
     if how == "lost" and group.rank == 1: os._exit(4)
     if how == "late" and group.rank == 1: return time.sleep(3)
+    if how == "message": return message_of_another_shape(group)
     try:
         if how == "count" and group.rank == 1: own = own[:32]
         if how == "kind" and group.rank == 1: all_gather(own, group, name="gathered").realize()
         elif how == "dtype" and group.rank == 1: all_reduce(own.cast(dtypes.int32), group, name="w").realize()
         else: all_reduce(own, group, name="layers.3.down").realize()
         group.check()
+    except DistError as error:
+        print(f"error: {error}", flush=True)
+        raise SystemExit(3) from error
+
+
+def message_of_another_shape(group: Group) -> None:
+    """Rank 1 asks for fewer elements than rank 0 sends."""
+    x = np.arange(64, dtype=np.float32)
+    if group.rank == 0: return group.run("send", x, x, 64, dtypes.float32, peer=1)
+    try: group.run("recv", x, x, 32, dtypes.float32)
     except DistError as error:
         print(f"error: {error}", flush=True)
         raise SystemExit(3) from error
@@ -199,7 +229,7 @@ def main() -> None:
     if len(sys.argv) > 1 and sys.argv[1] != "few": return differ(group, sys.argv[1])
     # starting ranks, and having tinygrad make kernels in each, is what takes time
     tensors = (replays, messages) if len(sys.argv) > 1 else (axes, replays, gradients, messages, several)
-    for check in (transport, rounded_once, *tensors): check(group)
+    for check in (empty, transport, in_place, rounded_once, *tensors): check(group)
     groups(world)
     print(f"rank {world.rank} of {world.size}: all right over {world.transport}", flush=True)
 

@@ -40,6 +40,13 @@ def test_ranks_that_differ(how: str, words: tuple[str, ...]) -> None:
     assert time.monotonic() - begun < 30
 
 
+def test_a_message_of_another_shape() -> None:
+    made = rank_programs.run("collectives_program.py", 2, "message")
+    assert made[1].code == 3, made
+    assert "rank 1 calls recv #1 of a tensor float[32], rank 0 calls send #1 of a tensor float[64]" in \
+        made[1].text, made
+
+
 def test_a_rank_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NV_DIST_TIMEOUT", "2")
     begun = time.monotonic()

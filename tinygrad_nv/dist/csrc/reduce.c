@@ -22,11 +22,14 @@ static inline _Float16 to_f16(float f) { return (_Float16)f; }
 #define PLAIN(NAME, T, COMBINE)                                                          \
   static void NAME(T *out, const void *const *in, u64 ranks, u64 begin, u64 end) {       \
     const T *first = in[0], *second = in[1];                                             \
-    for (u64 i = begin; i < end; i++) out[i] = COMBINE(first[i], second[i]);             \
+    T sums[BLOCK], *to = out;                                                            \
+    for (u64 r = 2; r < ranks; r++) if (in[r] == out) to = sums - begin;                 \
+    for (u64 i = begin; i < end; i++) to[i] = COMBINE(first[i], second[i]);              \
     for (u64 r = 2; r < ranks; r++) {                                                    \
       const T *next = in[r];                                                             \
-      for (u64 i = begin; i < end; i++) out[i] = COMBINE(out[i], next[i]);               \
+      for (u64 i = begin; i < end; i++) to[i] = COMBINE(to[i], next[i]);                 \
     }                                                                                    \
+    if (to != out) memcpy(out + begin, sums, (end - begin) * sizeof(T));                 \
   }
 
 #define ROUNDED(NAME, T, OF, TO, COMBINE)                                                \

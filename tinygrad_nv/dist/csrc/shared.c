@@ -10,7 +10,8 @@
  * the shares of the others. The same argument holds for that slot: to arrive in step s + 1 a rank has read
  * all shares of step s.
  *
- * Messages between two ranks go through two slots of the pair; `written` and `read` count.
+ * Messages between two ranks go through two slots of the pair; `written` and `read` count. What calls SEND is beside
+ * each, and has to be what calls RECV.
  *
  * Waiting: `looks` looks at a word, about 40 ns each, then sleeps in the system (futex) until the word is written, or for
  * NAP_NS at most: there may be more ranks than cores, and a rank may wait for the next request. Who writes a word wakes
@@ -35,7 +36,10 @@ typedef struct {
   Call calls[2];
 } Line;
 
-typedef struct { Word written __attribute__((aligned(128))), read __attribute__((aligned(128))); } Pair;
+typedef struct {
+  Word written __attribute__((aligned(128))), read __attribute__((aligned(128)));
+  Call calls[2];              /* what sent each message */
+} Pair;
 
 typedef struct {
   volatile u64 abort __attribute__((aligned(128)));
@@ -230,6 +234,12 @@ static int pass_message(Group *g, const Call *call, u8 *to, const u8 *from, int 
     int status = sends ? (number > 2 ? wait_for(g, &pair->read, number - 2, other) : OK)
                        : wait_for(g, &pair->written, number, other);
     if (status) return status;
+    Call *sent = &pair->calls[number % 2];
+    if (sends) *sent = *call;
+    else if (sent->count != call->count || sent->type != call->type) {
+      g->theirs = *sent;
+      return gives_up(g, MISMATCH, other);
+    }
     if (sends) memcpy(room, from + done, size); else memcpy(to + done, room, size);
     publish(sends ? &pair->written : &pair->read, number);
   }

@@ -6,14 +6,17 @@ when rank 0 is gone, or with an error, which it writes, and sends where rank 0 w
 """
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
 import traceback
+from concurrent.futures import Future
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
 from tinygrad_nv.dist import group as dist
+from tinygrad_nv.dist.processes import ENDED
 from tinygrad_nv.engine.executor.followers import ADDRESS
 from tinygrad_nv.engine.executor.plan import RunnerPlan, load_part, part_of
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
@@ -34,20 +37,27 @@ class Follower:
         if name == "open": return self._open(*arguments)
         assert self.runner is not None, "rank 0 opens a model first"
         if name == "warm_up": return self.runner.warm_up(shapes=arguments[0])
-        if name == "launch": return self.runner.launch(*arguments).add_done_callback(_end_on_error)
+        if name == "launch": return self.runner.launch(*arguments).add_done_callback(self._end_on_error)
         return getattr(self.runner, name)(*arguments)
 
     def _open(self, plan: RunnerPlan) -> None:
         self.runner = load_part(part_of(self.world, plan), plan)
+
+    def _end_on_error(self, done: Future[Any]) -> None:
+        """Ends this rank, and by that all: it is no longer where the others are."""
+        if (error := done.exception()) is None: return
+        print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+        if self.world.store is not None: self.world.store.abort(_said(error))
+        os._exit(1 if self.world.ended is None else ENDED)
 
     def close(self) -> None:
         """Ends the runner."""
         if self.runner is not None: self.runner.close()
 
 
-def _end_on_error(done: Any) -> None:
-    if (error := done.exception()) is None: return
-    print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+def _said(error: BaseException) -> str:
+    """What the other ranks are told."""
+    return error.found if isinstance(error, NVError) else f"it ended with {type(error).__name__}: {error}"
 
 
 def follow(world: dist.World) -> int:
@@ -63,6 +73,9 @@ def follow(world: dist.World) -> int:
             except NVError as error: answer = False, error
             if name in ANSWERED: connection.send(answer)
             elif not answer[0]: raise answer[1]
+    except BaseException as error:
+        if world.store is not None: world.store.abort(_said(error))
+        raise
     finally:
         for group in world.groups: group.abort()
         follower.close()

@@ -15,6 +15,7 @@ import contextlib
 import secrets
 import sys
 import threading
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -82,16 +83,28 @@ def open_ranks(size: int) -> tuple[dist.World, Followers]:
     """The world of `size` ranks, of which this is rank 0, and the others. They were started by a launcher, or
     are started here. Raises `DistError`."""
     local = None
-    if Ranks.from_environment().world_size == 1: local = launcher.start_local(size, COMMAND)
-    world = dist.world()
-    if world.rank: return world, Followers([])
+    if Ranks.from_environment().world_size == 1:
+        dist.close()    # of a process that was alone
+        local = launcher.start_local(size, COMMAND)
+    try: return _met(dist.world(), size, local)
+    except BaseException:
+        if local is not None:
+            local.close(0)
+            dist.close()
+        raise
+
+
+def _met(world: dist.World, size: int, local: launcher.LocalRanks | None) -> tuple[dist.World, Followers]:
     if world.size != size:
         raise DistError(f"a parallel size of {size}, and {world.size} ranks were started", "as many ranks",
                         f"start {size}, or change --tensor-parallel-size")
-    try: return world, Followers(_connections(world), local)
-    except BaseException:
-        if local is not None: local.close(0)
-        raise
+    if world.follow:
+        raise DistError("the ranks of this process have a model already", "one model of several ranks",
+                        "close() it, or load the other in a process of its own")
+    if world.rank: return world, Followers([])
+    made = Followers(_connections(world), local)
+    world.follow = True
+    return world, made
 
 
 def _connections(world: dist.World) -> list[Connection]:
@@ -103,6 +116,8 @@ def _connections(world: dist.World) -> list[Connection]:
         world.exchange(ADDRESS, f"{host} {port} {secret.hex()}".encode())
         found: dict[int, Connection] = {}
         while len(found) < world.size - 1:
-            one = listener.accept()
-            found[one.recv()] = one
+            # what does not know the secret is no rank
+            with contextlib.suppress(AuthenticationError, EOFError, OSError):
+                one = listener.accept()
+                found[one.recv()] = one
     return [found[rank] for rank in range(1, world.size)]

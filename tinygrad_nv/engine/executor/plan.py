@@ -5,6 +5,7 @@ runner on every rank, of another part of the weights.
 """
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,8 +32,9 @@ FLOATS = {each.name: each for each in (dtypes.float32, dtypes.float16, dtypes.bf
 
 @dataclass(frozen=True)
 class RunnerPlan:
-    """Arguments of a model and its runner; `model_runner.py` says what they mean. `quantization` is what the
-    configuration does not say of itself (engine/loading.py). With `experts` each rank has whole experts."""
+    """Arguments of a model and its runner; `model_runner.py` says what they mean. `quantization` is that of
+    the configuration, or what was asked for (engine/loading.py). With `experts` each rank has whole
+    experts."""
     directory: Path
     dtype: str
     device: str
@@ -66,28 +68,41 @@ class RunnerPlan:
 @dataclass(frozen=True)
 class Part:
     """A rank's part of a model: what it computes, and how layers lie in its pages."""
+    world: World
     parallel: Parallel
     config: ModelConfig
     groups: CacheGroups
 
 
 def part_of(world: World, plan: RunnerPlan) -> Part:
-    """This rank's. Ranks of a stage stand one after the other. Every rank has to call it."""
+    """This rank's. Ranks of a stage stand one after the other, those of the last stage first: rank 0, which
+    answers requests, has the logits. Every rank has to call it."""
     from tinygrad_nv.models import parallel
     whole, tensor, stages = plan.config(), plan.tensor_ranks, plan.stages
-    stage, number = divmod(world.rank, tensor)
-    group = world.group(range(stage * tensor, stage * tensor + tensor))
-    pipe = world.group(range(number, world.size, tensor)) if stages > 1 else None
+    behind, number = divmod(world.rank, tensor)
+    stage = stages - 1 - behind
+    group = world.group(range(behind * tensor, behind * tensor + tensor))
+    pipe = world.group(range(number, world.size, tensor)[::-1]) if stages > 1 else None
     made = parallel.Parallel(group, whole, pipe, world.group() if stages > 1 else None, plan.experts)
     config = parallel.local_config(parallel.stage_config(whole, stage, stages), tensor, plan.experts)
     groups = plan.groups if pipe is None else parallel.stage_groups(plan.groups, made.layers)
-    return Part(made, config, groups)
+    return Part(world, made, config, groups)
+
+
+def device_of(world: World, device: str, visible: str | None) -> str:
+    """This rank's device: of GPUs the one with its number on its host, unless a launcher lets it see one
+    alone (`visible` is CUDA_VISIBLE_DEVICES)."""
+    kind, _, number = device.partition(":")
+    if kind != "CUDA" or world.ranks.local_world_size == 1: return device
+    if visible is not None and "," not in visible: return device
+    return f"{kind}:{int(number or 0) + world.ranks.local_rank}"
 
 
 def load_part(part: Part, plan: RunnerPlan, followers: Followers | None = None,
               progress: Callable[[int, int], None] | None = None,
               stage: Callable[[str], None] = lambda name: None) -> ModelRunner:
     """The runner of a rank's part."""
+    plan = replace(plan, device=device_of(part.world, plan.device, os.environ.get("CUDA_VISIBLE_DEVICES")))
     model = load_weights(plan, part.config, part.parallel, progress, stage)
     return make_runner(replace(plan, groups=part.groups), model, followers)
 

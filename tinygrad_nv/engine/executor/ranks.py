@@ -54,18 +54,20 @@ class ParallelRanks:
         if options.lora is not None:
             raise ConfigError(f"enable_lora is True, and {options.ranks} ranks have the model", "one of them",
                               "merge the adapter into the weights")
-        first = stage_config(config, 0, options.pipeline_parallel_size)
-        own = local_config(first, options.tensor_parallel_size, options.enable_expert_parallel)
+        stages = options.pipeline_parallel_size
+        last = stage_config(config, stages - 1, stages)     # rank 0 has the logits
+        own = local_config(last, options.tensor_parallel_size, options.enable_expert_parallel)
         world, followers = open_ranks(options.ranks)
         if world.rank: raise SystemExit(follow(world))
         world.on_end(followers.lose)
         return ParallelRanks(world, followers, own, config, options)
 
     def weight_bytes(self, dtype: DType, device: str, directory: Path) -> int:
-        """Bytes of this rank's weights, which are those of the first stage. Groups are made when all ranks
+        """Bytes of this rank's weights, which are those of the last stage. Groups are made when all ranks
         load; here only rank and size are asked for."""
-        o, first = self.options, Place(0, self.options.pipeline_parallel_size)
-        place = Parallel(cast("Group", Place(0, o.tensor_parallel_size)), self.whole, cast("Group", first),
+        o, stages = self.options, self.options.pipeline_parallel_size
+        last = Place(stages - 1, stages)
+        place = Parallel(cast("Group", Place(0, o.tensor_parallel_size)), self.whole, cast("Group", last),
                          experts=o.enable_expert_parallel)
         return own_nbytes(Llama(self.config, dtype, device, parallel=place), directory)
 
@@ -92,5 +94,7 @@ class ParallelRanks:
     def close(self) -> None:
         """Ends the other ranks."""
         self.closed.set()
+        # one that has to be ended is not lost
+        if self.world.watchdog is not None: self.world.watchdog.close()
         self.followers.close()
         dist.close()

@@ -261,7 +261,12 @@ class ModelRunner:
             with labelled(ACTIVATIONS):
                 self.store.copy(batch.copies)
                 self.output_buffer.deliver(batch, self._run(batch, filters) if batch.seqs else 0, done)
-        except BaseException as error: done.set_exception(error)
+        except BaseException as error: done.set_exception(self._failure(error))
+
+    def _failure(self, error: BaseException) -> BaseException:
+        """Of a step. A rank that failed in one is no longer where the others are: it cannot go on."""
+        if (parallel := self.model.parallel) is None: return error
+        return parallel.failure(error)
 
     def _run(self, batch: SchedulerOutput, filters: Filters) -> int:
         """Queues a step. Returns the number of samples of its shape."""
@@ -377,11 +382,13 @@ class ModelRunner:
         return PagedBatch(tuple(made), self.model.rope_tables)
 
     def _sample(self, samples: int, filters: Filters, inputs: dict[str, Tensor]) -> None:
-        slots = inputs["slots"]
+        slots, parallel = inputs["slots"], self.model.parallel
         with layer("sampler"):
-            tokens = next_tokens(self.output_buffer.logits(samples), filters, self.sampler_state, slots,
-                                 inputs["positions"], inputs.get("masks"))
-            if (parallel := self.model.parallel) is not None: tokens = parallel.agreed(tokens)
+            if parallel is None or parallel.last:
+                tokens = next_tokens(self.output_buffer.logits(samples), filters, self.sampler_state, slots,
+                                     inputs["positions"], inputs.get("masks"))
+            else: tokens = self.output_buffer.tokens(samples)   # the stage that has logits sends them
+            if parallel is not None: tokens = parallel.agreed(tokens)
             made = [self.output_buffer.tokens(samples).assign(tokens)]
             if filters.penalty: made.append(count_tokens(self.sampler_state, slots, tokens))
         Tensor.realize(*made)

@@ -13,6 +13,7 @@ from tinygrad.helpers import NUM_CPU_THREADS
 from tinygrad_nv.runtime.cpu.available import available
 
 _DEFAULT = int(NUM_CPU_THREADS.value)
+_limited = False
 
 
 def threads() -> int:
@@ -28,7 +29,18 @@ def explicit() -> bool:
 
 def limit(number: int) -> None:
     """No more threads than that from now on, in processes that this one starts, too."""
+    global _limited
     if explicit(): return
+    _limited = True
     NUM_CPU_THREADS.value = number
     os.environ["NUM_CPU_THREADS"] = str(number)
+    available.cache_clear()
+
+
+def unlimit() -> None:
+    """Undoes `limit`, if it did something."""
+    global _limited
+    if not _limited: return
+    _limited, NUM_CPU_THREADS.value = False, _DEFAULT
+    os.environ.pop("NUM_CPU_THREADS", None)
     available.cache_clear()
