@@ -180,8 +180,8 @@ def _add_model_options(command: argparse.ArgumentParser) -> None:
     group.add_argument("--device", help="tinygrad's device (default: its choice, or DEV)")
     group.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N",
                        help="ranks that have the model together, each a part of every layer (default 1)")
-    group.add_argument("--enable-expert-parallel", "-ep", action=argparse.BooleanOptionalAction,
-                       default=False, help="of a mixture of experts, each rank has some experts whole")
+    group.add_argument("--enable-expert-parallel", "-ep", action="store_true",
+                       help="of a mixture of experts, each rank has some experts whole")
     group.add_argument("--pipeline-parallel-size", "-pp", type=int, default=1, metavar="N",
                        help="stages of layers, each on ranks of its own (default 1)")
 

@@ -30,7 +30,6 @@ from tinygrad_nv.engine.loading import (
     open_device,
     optional_tokenizer,
     resolve_dtype,
-    weights_identity,
     with_quantization,
 )
 from tinygrad_nv.engine.lora.request import LoRAConfig
@@ -172,9 +171,8 @@ class LLM(GenerationMethods, PoolingMethods):
         plan = RunnerPlan(self.directory, self.dtype.name, self.device, self.length, num_pages, o.page_size,
                           o.max_num_seqs, o.max_num_batched_tokens, o.kv_cache_dtype, host_pages, groups,
                           # float32 that is asked for by name stays what it is
-                          speculation is not None, o.dtype == "auto", weights_identity(self.directory),
-                          o.tensor_parallel_size, o.pipeline_parallel_size,
-                          self.config.quantization, o.enable_expert_parallel)
+                          speculation is not None, o.dtype == "auto", o.tensor_parallel_size,
+                          o.pipeline_parallel_size, self.config.quantization, o.enable_expert_parallel)
         if self.ranks is not None: self.runner = self.ranks.load(plan, o.progress, o.stage)
         else:
             model = load_weights(plan, self.config, None, o.progress, o.stage)

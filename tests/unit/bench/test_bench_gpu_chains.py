@@ -230,7 +230,7 @@ def test_every_answer_of_a_chain_is_compared(cases: Cases, tmp_path: Path, monke
             return address
 
         def run(self, work: Any, stream: Any, ahead: Any = ()) -> Any:
-            done = super().run(work, stream, ahead)
+            done = yield from super().run(work, stream, ahead)
             self.launches += isinstance(work, Launch)
             if isinstance(work, Launch) and self.launches == launch:
                 memory = self.emulator.buffers[self.arena].data

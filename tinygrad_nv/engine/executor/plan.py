@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tinygrad import dtypes
 from tinygrad.dtype import DType
 
+from tinygrad_nv.engine.loading import weights_identity
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.kvcache.groups import CacheGroups
 from tinygrad_nv.models import weights
@@ -48,7 +49,6 @@ class RunnerPlan:
     groups: CacheGroups
     verifies: bool
     int8_inputs: bool
-    identity: str = ""
     tensor_ranks: int = 1
     stages: int = 1
     quantization: Mapping[str, Any] | None = None
@@ -126,4 +126,5 @@ def make_runner(plan: RunnerPlan, model: Llama, followers: Followers | None = No
     p = plan
     return ModelRunner(model, pages=p.num_pages, page_size=p.page_size, max_seqs=p.max_seqs, max_len=p.length,
                        max_batched_tokens=p.max_batched_tokens, kv_dtype=p.kv_dtype, host_pages=p.host_pages,
-                       groups=p.groups, verifies=p.verifies, identity=p.identity, followers=followers, **more)
+                       groups=p.groups, verifies=p.verifies, followers=followers,
+                       identity=weights_identity(p.directory), **more)
