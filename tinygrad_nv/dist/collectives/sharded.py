@@ -6,12 +6,14 @@ in their order, 16-bit floats in float32 with one rounding; on GPUs NCCL does, o
 emulated ones (transports/local.py). Devices may be cut into groups that reduce apart (sharding.py), which the
 node's name says: `nv_allreduce:ADD:0,1|2,3`.
 
-What is not ours stays tinygrad's: other reductions than sums and maxima, dtypes that carry no collective, a
-result on other devices than the operand's. A TinyJit runs these nodes between its graphs.
+What is not ours stays tinygrad's: GPUs where NCCL is not installed, other reductions than sums and maxima,
+dtypes that carry no collective, a result on other devices than the operand's. A TinyJit runs these nodes
+between its graphs.
 """
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import hooks
 from tinygrad_nv.dist.transports.library import MOST_RANKS, OPS, TYPES, library
+from tinygrad_nv.errors import DistError
 from tinygrad_nv.patterns.program import Output, storage
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 
@@ -61,9 +64,19 @@ def can_reduce(x: UOp, op: Ops) -> bool:
     kinds = {each.partition(":")[0] for each in devices} if isinstance(devices, tuple) else set()
     if len(kinds) != 1 or not kinds <= reducers.keys() or op not in NAMES or len(devices) > MOST_RANKS:
         return False
+    if kinds == {"CUDA"} and not _has_nccl(): return False
     # NCCL adds no 16-bit integers
     added = set(TYPES) if kinds == {"CPU"} else set(TYPES) - {dtypes.int16, dtypes.uint16}
     return x.dtype in added or x.dtype == dtypes.bool
+
+
+@functools.cache
+def _has_nccl() -> bool:
+    """Whether NCCL can be loaded: without it tinygrad reduces."""
+    from tinygrad_nv.dist.transports.nccl_api import real
+    try: real()
+    except DistError: return False
+    return True
 
 
 def _is_ours(node: UOp) -> bool:
