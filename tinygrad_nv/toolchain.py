@@ -17,10 +17,12 @@ import functools
 import hashlib
 import importlib.util
 import os
+import platform
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -137,6 +139,40 @@ def compile_object(compiler: CCompiler, arguments: list[str], source: str) -> by
             "clang or a compiler that takes its flags and extensions (gcc lacks ext_vector_type)",
             "unset CC, or point it at a clang")
     return done.stdout
+
+
+def shared_library(folder: Path, main: str, flags: Sequence[str], name: str, what: str,
+                   libraries: Sequence[str] = ()) -> Path:
+    """The C of `folder`, of which `main` includes the rest, as a shared library: compiled when sources,
+    flags, compiler or, with -march=native, the processor are new, and kept by content under `name` in the
+    cache. Raises `ToolchainError`, which calls it `what`."""
+    compiler = find_compiler(any_c=True)
+    sources = [part for path in sorted(folder.iterdir()) for part in (path.name.encode(), path.read_bytes())]
+    native = _processor() if "-march=native" in flags else ""
+    facts = [*sources, compiler.identity.encode(), native.encode(), " ".join((*flags, *libraries)).encode()]
+    place = cache.directory() / name
+    place.mkdir(parents=True, exist_ok=True)
+    path = place / f"{hashlib.sha256(bytes(1).join(facts)).hexdigest()[:32]}.so"
+    if path.is_file(): return path
+    # beside it, and renamed, so that a reader sees all of it or nothing
+    part = path.with_suffix(f".{os.getpid()}")
+    # zig has a cache of its own, which a source changed during a compilation spoils: the key is part of the
+    # command
+    command = [*compiler.command, *flags, f"-DLIBRARY_KEY={path.stem}", str(folder / main), "-o", str(part),
+               *libraries]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=compiler.environment())
+    if done.returncode:
+        raise ToolchainError(f"{command[0]} did not compile {what}:\n{done.stderr[-2000:]}",
+                             "clang, or a compiler that takes its flags", "unset CC, or point it at a clang")
+    os.replace(part, path)
+    return path
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try: text = Path("/proc/cpuinfo").read_text()
+    except OSError: return platform.machine() + platform.processor()
+    return platform.machine() + next((line for line in text.splitlines() if line.startswith("flags")), "")
 
 
 def main() -> int:

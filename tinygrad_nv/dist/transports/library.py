@@ -7,18 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import subprocess
 from pathlib import Path
 
 from tinygrad import dtypes
 from tinygrad.dtype import DType
 
-from tinygrad_nv import cache
-from tinygrad_nv.errors import ToolchainError
-from tinygrad_nv.toolchain import find_compiler
+from tinygrad_nv.toolchain import shared_library
 
 SOURCES = Path(__file__).parent.parent / "csrc"
 # no contraction: sums are those that reduce.c says
@@ -65,34 +59,8 @@ class Library:
         return found
 
 
-def _processor() -> str:
-    """What -march=native depends on."""
-    try: text = Path("/proc/cpuinfo").read_text()
-    except OSError: return platform.machine() + platform.processor()
-    return platform.machine() + next((line for line in text.splitlines() if line.startswith("flags")), "")
-
-
 @functools.cache
 def library() -> Library:
     """The library, compiled when it has to be (about 1 s). Raises `ToolchainError` when there is no compiler
     or it fails."""
-    compiler = find_compiler(any_c=True)
-    sources = b"".join(path.name.encode() + path.read_bytes() for path in sorted(SOURCES.iterdir()))
-    key = hashlib.sha256(b"\0".join((sources, compiler.identity.encode(), _processor().encode(),
-                                     " ".join(FLAGS).encode()))).hexdigest()
-    place = cache.directory() / "dist"
-    place.mkdir(parents=True, exist_ok=True)
-    path = place / f"{key[:32]}.so"
-    if not path.is_file(): _compile(compiler.command, compiler.environment(), path)
-    return Library(path)
-
-
-def _compile(command: tuple[str, ...], environment: dict[str, str] | None, path: Path) -> None:
-    """Compiled beside and renamed, so that a reader sees all of it or nothing."""
-    part = path.with_suffix(f".{os.getpid()}")
-    done = subprocess.run([*command, *FLAGS, f"-DKEY={path.stem}", str(SOURCES / "group.c"), "-o", str(part)],
-                          capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        raise ToolchainError(f"{command[0]} did not compile the transports:\n{done.stderr[-2000:]}",
-                             "clang, or a compiler that takes its flags", "unset CC, or point it at a clang")
-    os.replace(part, path)
+    return Library(shared_library(SOURCES, "group.c", FLAGS, "dist", "the transports"))

@@ -7,16 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import subprocess
 from pathlib import Path
 
-from tinygrad_nv import cache
-from tinygrad_nv.errors import ToolchainError
 from tinygrad_nv.ptx.emulator.lowering import SHARED_BASE
-from tinygrad_nv.toolchain import find_compiler
+from tinygrad_nv.toolchain import shared_library
 
 SOURCES = Path(__file__).parent / "csrc"
 # no fast-math and no contraction: PTX says how each instruction rounds
@@ -112,41 +106,8 @@ class Library:
         return self.handlers[name]
 
 
-def _directory() -> Path:
-    place = cache.directory() / "emulator"
-    place.mkdir(parents=True, exist_ok=True)
-    return place
-
-
-def _processor() -> str:
-    """What -march=native depends on."""
-    try: text = Path("/proc/cpuinfo").read_text()
-    except OSError: return platform.machine() + platform.processor()
-    return platform.machine() + next((line for line in text.splitlines() if line.startswith("flags")), "")
-
-
 @functools.cache
 def library() -> Library:
     """The interpreter, compiled when it has to be (about 20 s with the ziglang wheel). Raises
     `ToolchainError` when there is no compiler or it fails."""
-    compiler = find_compiler(any_c=True)
-    sources = b"".join(path.name.encode() + path.read_bytes() for path in sorted(SOURCES.iterdir()))
-    key = hashlib.sha256(b"\0".join((sources, compiler.identity.encode(), _processor().encode(),
-                                     " ".join(FLAGS).encode()))).hexdigest()
-    path = _directory() / f"{key[:32]}.so"
-    if not path.is_file(): _compile(compiler.command, compiler.environment(), path)
-    return Library(path)
-
-
-def _compile(command: tuple[str, ...], environment: dict[str, str] | None, path: Path) -> None:
-    """Compiled beside and renamed, so that a reader sees all of it or nothing."""
-    part = path.with_suffix(f".{os.getpid()}")
-    # zig has a cache of its own, which a source changed during a compilation spoils: the key is part of
-    # the command
-    named = f"-DEMULATOR_KEY={path.stem}"
-    done = subprocess.run([*command, *FLAGS, named, str(SOURCES / "emulator.c"), "-o", str(part), "-lm"],
-                          capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        raise ToolchainError(f"{command[0]} did not compile the emulator:\n{done.stderr[-2000:]}",
-                             "clang, or a compiler that takes its flags", "unset CC, or point it at a clang")
-    os.replace(part, path)
+    return Library(shared_library(SOURCES, "emulator.c", FLAGS, "emulator", "the emulator", ("-lm",)))

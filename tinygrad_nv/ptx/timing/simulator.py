@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import subprocess
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
 import numpy as np
 
-from tinygrad_nv import cache
-from tinygrad_nv.errors import PTXError, ToolchainError
+from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.timing.gpu import GPUFigures
 from tinygrad_nv.ptx.timing.job import Job
 from tinygrad_nv.ptx.timing.units import Unit
-from tinygrad_nv.toolchain import find_compiler
+from tinygrad_nv.toolchain import shared_library
 
-SOURCES = tuple(sorted((Path(__file__).parent / "csrc").iterdir()))
+SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-O2", "-std=gnu11", "-shared", "-fPIC", "-g0")
 MOST_CYCLES = 2_000_000_000
 L2_BYTES_OF_SM = 64.0   # bytes a cycle that one SM gets at most (DeepGEMM's model has as many)
@@ -91,22 +87,7 @@ class Run:
 @functools.cache
 def library() -> ctypes.CDLL:
     """The simulator, compiled when its source or the compiler is new. Raises `ToolchainError`."""
-    compiler = find_compiler(any_c=True)
-    key = hashlib.sha256(b"\0".join((*(each.read_bytes() for each in SOURCES), compiler.identity.encode(),
-                                     " ".join(FLAGS).encode()))).hexdigest()[:32]
-    folder = cache.directory() / "timing"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{key}.so"
-    if not path.is_file():
-        part = path.with_suffix(f".{os.getpid()}")
-        command = [*compiler.command, *FLAGS, f"-DTIMING_KEY={key}", str(SOURCES[-1]), "-o", str(part)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False,
-                              env=compiler.environment())
-        if done.returncode:
-            raise ToolchainError(f"{compiler.command[0]} did not compile the timing model:\n"
-                                 f"{done.stderr[-2000:]}", "a C compiler", "unset CC, or point it at clang")
-        os.replace(part, path)
-    return ctypes.CDLL(str(path))
+    return ctypes.CDLL(str(shared_library(SOURCES, "sm.c", FLAGS, "timing", "the timing model")))
 
 
 def run(job: Job, gpu: GPUFigures, sms: int = 0, log: int = 0) -> Run:
