@@ -7,5 +7,5 @@
   input_buffer.py   Shapes of steps, and their inputs, uploaded in one copy
   output_buffer.py  Logits and sampled tokens on the device, and their copy to the host
   kv_cache_dtype.py The dtype of keys and values, and the scales of 8-bit ones
-  sampler.py        The sampler as tensor code
+  sampler.py        The sampler as tensor code; slot_filters.py: which filters a batch needs
 """

@@ -46,6 +46,7 @@ from tinygrad_nv.engine.worker.kv_cache_dtype import cache_scales, require_scale
 from tinygrad_nv.engine.worker.mask_buffer import MaskBuffer
 from tinygrad_nv.engine.worker.output_buffer import OutputBuffer
 from tinygrad_nv.engine.worker.sampler import SamplerState, count_tokens, next_tokens
+from tinygrad_nv.engine.worker.slot_filters import SlotFilters
 from tinygrad_nv.engine.worker.step_store import StepStore, named_buffers
 from tinygrad_nv.engine.worker.warm_up import (
     FILTER_SETS,
@@ -410,31 +411,3 @@ class ModelRunner:
         """Those that stay the same, of which a model has many."""
         return named_buffers(model=self.model, rope=self.model.rope_tables, cache=self.store.cache,
                              inputs=self.input_buffer.region)
-
-
-class SlotFilters:
-    """The sampler filters of each slot, and their union for a batch. Each distinct `Filters` has a number,
-    since sets of numbers are faster than sets of `Filters`. Used by the thread that launches."""
-
-    def __init__(self, slots: int) -> None:
-        self.distinct: list[Filters] = [Filters()]
-        self.index_of_slot = [0] * slots
-        self.combined: dict[tuple[frozenset[int], bool], Filters] = {}
-
-    def start_slot(self, slot: int, filters: Filters) -> None:
-        """Sets the filters of a slot."""
-        if filters not in self.distinct: self.distinct.append(filters)
-        self.index_of_slot[slot] = self.distinct.index(filters)
-
-    def of(self, batch: SchedulerOutput) -> Filters:
-        """The union of the filters of a batch's samples."""
-        slot_filters, masked = set(), False
-        for seq in batch.seqs:
-            for sample in seq.samples:
-                if sample.slot >= 0: slot_filters.add(self.index_of_slot[sample.slot])
-                masked = masked or sample.mask is not None
-        if (made := self.combined.get(key := (frozenset(slot_filters), masked))) is None:
-            made = Filters(mask=masked)
-            for kind in slot_filters: made |= self.distinct[kind]
-            self.combined[key] = made
-        return made
