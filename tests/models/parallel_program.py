@@ -13,7 +13,7 @@ from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.errors import DistError, RequestError
 
-PROMPTS = ["Once upon a time", "The little dog", "Lily and Tom went to", "In the garden"]
+PROMPTS = ["Once upon a time", "The little dog", "Lily and Tom went to"]
 HOW = (SamplingParams(temperature=0, max_tokens=24, logprobs=2),
        SamplingParams(temperature=0.8, seed=3, max_tokens=24, top_p=0.9, top_k=20),
        SamplingParams(temperature=0, max_tokens=12, repetition_penalty=1.3))
@@ -22,7 +22,7 @@ HOW = (SamplingParams(temperature=0, max_tokens=24, logprobs=2),
 def answers(directory: str, **more: object) -> list[object]:
     """Tokens of all prompts, in batches and with prefix hits; then log probabilities of all tokens."""
     made, found = list[object](), list[float]()
-    with LLM(directory, max_num_seqs=4, max_num_batched_tokens=64, **more) as llm:   # type: ignore[arg-type]
+    with LLM(directory, max_num_seqs=2, max_num_batched_tokens=32, **more) as llm:   # type: ignore[arg-type]
         for how in HOW:
             out = llm.generate(PROMPTS, how, use_tqdm=False)
             made += [list(each.outputs[0].token_ids) for each in out]

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,23 @@ def test_a_step_that_fails_on_one_rank(rank: int) -> None:
     done = _run(str(rank))
     assert "second: the ranks of this process have a model already" in done.stdout, done
     assert f"a step failed on rank {rank}: ValueError: invalid literal" in done.stdout, done
+
+
+@pytest.mark.parametrize("launcher", [
+    ("mpiexec", "-n", "2"), pytest.param(("torchrun", "--nproc-per-node", "2"), marks=pytest.mark.slow)],
+    ids=lambda each: each[0])
+def test_ranks_of_a_launcher(launcher: tuple[str, ...]) -> None:
+    """All run the same command, of which rank 0 answers; all end in good order."""
+    name, *options = launcher
+    found = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert found is not None, name
+    python = [] if name == "torchrun" else [sys.executable]
+    command = [found, *options, *python, "-m", "tinygrad_nv", "generate", "-tp", "2", "--temperature", "0",
+               "--max-tokens", "8", "Once upon a time"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100,
+                          env={**os.environ, "NUM_CPU_THREADS": "1"})
+    assert done.returncode == 0, done
+    assert done.stdout.strip() == "Once upon a time, there was a kind little girl named", done
 
 
 def _run(how: str) -> subprocess.CompletedProcess[str]:

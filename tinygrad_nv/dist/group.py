@@ -12,6 +12,7 @@ collectives, and a graph, or a step that was kept on disk, finds this process's 
 from __future__ import annotations
 
 import ctypes
+import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -248,6 +249,13 @@ class World:
         self.groups.append(made)
         return made
 
+    def secret(self) -> bytes:
+        """16 random bytes of rank 0, which every rank has to ask for. The transport carries them, which no
+        other user's process is part of: a token of the store can be guessed where a launcher made none."""
+        own, out = np.frombuffer(secrets.token_bytes(16), np.uint8), np.zeros(16, np.uint8)
+        self.group().run("broadcast", out, own, 16, dtypes.uint8)
+        return out.tobytes()
+
     def exchange(self, name: str, own: bytes) -> list[bytes]:
         """What every rank says, by rank; `name` is another for each call."""
         if self.size == 1: return [own]
@@ -281,7 +289,9 @@ class World:
         """Ends what this process has to do with other ranks."""
         self.told.clear()
         if self.watchdog is not None: self.watchdog.close()
+        whole = self.ended is None and not any(each.failed() for each in self.groups)
         for each in self.groups: each.close()
+        if whole and self.transport == "mpi": mpi.finalize()
         if self.store is not None: self.store.close()
 
 

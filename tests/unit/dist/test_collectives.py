@@ -29,8 +29,10 @@ BOTH = ("all_reduce #1 of layers.3.down float[64]", "rank 0 calls", "rank 1 call
     pytest.param("count", (*BOTH, "float[32]"), marks=pytest.mark.slow),
     pytest.param("dtype", (*BOTH, "int[64]"), marks=pytest.mark.slow),
     ("lost", ("rank 1 was lost", "its process ended without closing the store")),
-    ("left", ("rank 1 ended while this rank was in all_reduce #1 of layers.3.down float[64]",)),
-    ("late", ("rank 1 did not come to all_reduce #1 of layers.3.down float[64] within 1 s",))])
+    pytest.param("left", ("rank 1 ended while this rank was in all_reduce #1 of layers.3.down float[64]",),
+                 marks=pytest.mark.slow),
+    pytest.param("late", ("rank 1 did not come to all_reduce #1 of layers.3.down float[64] within 1 s",),
+                 marks=pytest.mark.slow)])
 def test_ranks_that_differ(how: str, words: tuple[str, ...]) -> None:
     begun = time.monotonic()
     made = rank_programs.run("collectives_program.py", 2, how)

@@ -23,6 +23,8 @@ class World:
     ranks: Ranks = field(default_factory=lambda: Ranks(0, 2, 0, 2, 0, "127.0.0.1", 1, "launch"))
     told: Queue[bytes] = field(default_factory=Queue)
 
+    def secret(self) -> bytes: return b"of the ranks"
+
     def exchange(self, name: str, own: bytes) -> list[bytes]:
         self.told.put(own)
         return [own, b""]
@@ -32,10 +34,10 @@ def test_other_processes_are_no_ranks() -> None:
     world = World()
     with ThreadPoolExecutor(1) as waits:
         found = waits.submit(followers._connections, cast(Any, world))
-        host, port, secret = world.told.get(timeout=10).decode().split()
+        host, port = world.told.get(timeout=10).decode().split()
         socket.create_connection((host, int(port))).close()
         with pytest.raises(AuthenticationError): Client((host, int(port)), authkey=b"another")
-        with Client((host, int(port)), authkey=bytes.fromhex(secret)) as rank:
+        with Client((host, int(port)), authkey=world.secret()) as rank:
             rank.send(1)
             own, = found.result(timeout=10)
             own.send("open")

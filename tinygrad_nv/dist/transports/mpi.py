@@ -32,7 +32,16 @@ def load() -> Any:
         raise DistError(f"MPI cannot be used: {error}", "mpi4py and an MPI",
                         "pip install -e '.[dist]'; or start ranks of one machine with "
                         "tinygrad-nv launch") from error
+    if MPI.Is_finalized():
+        raise DistError("MPI has ended in this process", "one use of it, until close()",
+                        "start the ranks again")
     return MPI
+
+
+def finalize() -> None:
+    """Ends MPI, in which all ranks have to come together. A process that ends otherwise counts as failed to
+    MPI's launchers, which then end the others."""
+    load().Finalize()
 
 
 def with_master(ranks: Ranks) -> Ranks:

@@ -83,8 +83,9 @@ def follow(world: dist.World) -> int:
 
 
 def _connect(world: dist.World) -> Connection:
-    host, port, secret = world.exchange(ADDRESS, b"")[0].decode().split()
-    made = Client((host, int(port)), authkey=bytes.fromhex(secret))
+    secret = world.secret()
+    host, port = world.exchange(ADDRESS, b"")[0].decode().split()
+    made = Client((host, int(port)), authkey=secret)
     made.send(world.rank)
     return made
 

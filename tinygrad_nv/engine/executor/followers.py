@@ -1,18 +1,17 @@
 """Rank 0's side of a model that several ranks have: it finds or starts them, and tells them what it does.
 
-Protocol: `open_ranks(size, options)` gives the group of ranks and their `Followers`. What a model runner is
+Protocol: `open_ranks(size)` gives the group of ranks and their `Followers`. What a model runner is
 called for it tells the followers first (`tell`), in the order of its calls; each has a runner that does the
 same (follower.py). So all ranks run the same steps in the same order, and meet in their collectives. Nothing
 comes back but the answer to `ask`, and an error that ends everything. Each rank samples the same tokens:
 their logits have the same bits.
 
 Messages are Python's own (multiprocessing.connection: pickled, over a socket that both ends have to know a
-secret for). The secret goes to ranks by their environment or by the store, and never on a command line.
+secret for).
 """
 from __future__ import annotations
 
 import contextlib
-import secrets
 import sys
 import threading
 from multiprocessing import AuthenticationError
@@ -109,11 +108,11 @@ def _met(world: dist.World, size: int, local: launcher.LocalRanks | None) -> tup
 
 def _connections(world: dist.World) -> list[Connection]:
     """One to each of the other ranks, in their order."""
-    secret = secrets.token_bytes(16)
+    secret = world.secret()
     host = HERE if world.ranks.one_host else world.ranks.master_addr
     with Listener((host, 0), backlog=world.size, authkey=secret) as listener:
         port = listener.address[1]
-        world.exchange(ADDRESS, f"{host} {port} {secret.hex()}".encode())
+        world.exchange(ADDRESS, f"{host} {port}".encode())
         found: dict[int, Connection] = {}
         while len(found) < world.size - 1:
             # what does not know the secret is no rank

@@ -6,6 +6,7 @@ end with it.
 """
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -60,7 +61,10 @@ class ParallelRanks:
         world, followers = open_ranks(options.ranks)
         if world.rank: raise SystemExit(follow(world))
         world.on_end(followers.lose)
-        return ParallelRanks(world, followers, own, config, options)
+        made = ParallelRanks(world, followers, own, config, options)
+        # a program that ends without close(): else the others, and MPI, would wait for each other
+        atexit.register(made.close)
+        return made
 
     def weight_bytes(self, dtype: DType, device: str, directory: Path) -> int:
         """Bytes of this rank's weights, which are those of the last stage. Groups are made when all ranks
@@ -93,7 +97,9 @@ class ParallelRanks:
 
     def close(self) -> None:
         """Ends the other ranks."""
+        if self.closed.is_set(): return
         self.closed.set()
+        atexit.unregister(self.close)
         # one that has to be ended is not lost
         if self.world.watchdog is not None: self.world.watchdog.close()
         self.followers.close()
