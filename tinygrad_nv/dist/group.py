@@ -251,7 +251,7 @@ class World:
 
     def secret(self) -> bytes:
         """16 random bytes of rank 0, which every rank has to ask for. The transport carries them, which no
-        other user's process is part of: a token of the store can be guessed where a launcher made none."""
+        other user's process is part of: the token of the store is no secret where no launcher made it."""
         own, out = np.frombuffer(secrets.token_bytes(16), np.uint8), np.zeros(16, np.uint8)
         self.group().run("broadcast", out, own, 16, dtypes.uint8)
         return out.tobytes()
