@@ -16,7 +16,6 @@ RENAMED = {"block_size": "page_size", "num_gpu_blocks_override": "num_pages",
            "kv_cache_memory_bytes": "kv_cache_bytes"}
 # accepted values, and what holds instead of others
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "data_parallel_size": ((1,), "one engine answers requests"),
     "decode_context_parallel_size": ((1,), "a rank has the whole context of its heads"),
     "prefill_context_parallel_size": ((1,), "a rank has the whole context of its heads"),
     "enable_eplb": ((False,), "experts stay on their rank"),
