@@ -129,7 +129,8 @@ class EngineThread:
 
     def fail(self, error: NVError) -> None:
         """Ends all requests with this error. Later submits raise it."""
-        def run() -> None: raise error
+        def run() -> None:
+            if self.failure is None: raise error
         self._enqueue(run)
 
     def join(self, timeout_s: float | None = None) -> None:
