@@ -37,7 +37,7 @@ def answers(llm: LLM, kinds: int) -> list[object]:
     return [[(each.finish_reason, list(each.token_ids)) for each in one.outputs] for one in found]
 
 
-def told(llm: LLM) -> list[float]:
+def logprobs(llm: LLM) -> list[float]:
     """Log probabilities of a prompt's tokens."""
     one = llm.generate(PROMPTS[0], HOW[2], use_tqdm=False)[0]
     return [next(iter(each.values())).logprob for each in one.prompt_logprobs or () if each]
@@ -96,7 +96,8 @@ def main() -> None:
     directory, how = sys.argv[1:3]
     if how == "failing": return failing(directory, *sys.argv[3:])
     with opened(directory, **json.loads(how)) as llm:
-        print(json.dumps({"answers": answers(llm, int(sys.argv[3])), "told": told(llm),
+        kinds = int(sys.argv[3])
+        print(json.dumps({"answers": answers(llm, kinds), "logprobs": logprobs(llm) if kinds > 2 else [],
                           "several": several(llm), "lost": lost(llm)}), flush=True)
 
 

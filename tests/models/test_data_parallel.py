@@ -28,7 +28,7 @@ ENVIRONMENT = {**os.environ, "NUM_CPU_THREADS": "1", "NV_PROGRAM_CACHE": "1"}
 @pytest.fixture(scope="module")
 def alone() -> tuple[Any, Any]:
     with replicas_program.opened(str(TALES)) as llm:
-        return json.loads(json.dumps(replicas_program.answers(llm, 5))), replicas_program.told(llm)
+        return json.loads(json.dumps(replicas_program.answers(llm, 5))), replicas_program.logprobs(llm)
 
 
 @pytest.mark.parametrize("options", [
@@ -44,7 +44,7 @@ def test_tokens(options: dict[str, object], alone: tuple[Any, Any]) -> None:
     assert done.returncode in (0, ENDED), done.stderr      # rank 1 is killed in the end
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["answers"] == alone[0][:6 * kinds], done.stderr
-    assert found["told"] == pytest.approx(alone[1], abs=1e-3)
+    assert found["logprobs"] == pytest.approx(alone[1] if kinds > 2 else [], abs=1e-3)
     several = found["several"]
     assert min(several["tokens"]) > 50      # of about 350 in all, or more
     assert set(several["running"]) == {0}

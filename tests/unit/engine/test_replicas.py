@@ -15,14 +15,16 @@ import pytest
 from core_case import CountingCore
 
 from tinygrad_nv.engine.core import EngineStats
+from tinygrad_nv.engine.executor.followers import Followers
 from tinygrad_nv.engine.executor.meeting import Meeting
+from tinygrad_nv.engine.executor.ranks import ParallelRanks
 from tinygrad_nv.engine.executor.replica import Replica
 from tinygrad_nv.engine.executor.replicas import RemoteEngine, Replicas, summed
 from tinygrad_nv.engine.outputs import EngineCoreOutput
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Request
 from tinygrad_nv.engine.thread import EngineThread
-from tinygrad_nv.errors import DistError, NVError, RequestError
+from tinygrad_nv.errors import ConfigError, DistError, NVError, RequestError
 
 STATS = EngineStats(1, 2, 0.25, 3, 4, 50, 10, 50, 60, 7, 0, 8, 5, (4, 1))
 
@@ -234,3 +236,35 @@ def test_matchers_are_made_where_a_request_runs(case: Case) -> None:
     assert [inbox.tokens[f"far{number}", 0] for number in range(1, 6)] == [[], *[[0, 1, 2]] * 4]
     assert all(each.matchers == ("matcher",) for each, _ in case.cores[1].running.values())
     assert case.requests(1) == 4
+
+
+@pytest.mark.parametrize(("own", "follower", "replica"), [(9, 7, 5), (9, 5, 7), (5, 9, 7)])
+def test_pages_are_those_that_all_ranks_have_room_for(own: int, follower: int, replica: int) -> None:
+    (near1, far1), (near2, far2) = Pipe(), Pipe()
+    ranks = ParallelRanks(cast(Any, None), Followers({1: near1}), [RemoteEngine(2, near2)], None)
+
+    def rank(end: Any, pages: int, numbered: int) -> None:
+        message = end.recv()
+        assert message[numbered:] == ("pages", ("plan", "budget", "draft")[:2 + numbered])
+        end.send((*message[:numbered], True, pages))
+    for each in ((far1, follower, 0), (far2, replica, 1)): threading.Thread(target=rank, args=each).start()
+    how: Any = SimpleNamespace(draft="draft")
+    assert ranks.pages(lambda: own, cast(Any, "plan"), cast(Any, "budget"), how) == 5
+    for end in (near1, far1, far2): end.close()
+
+
+def test_an_error_of_a_replica_ends_what_rank_0_does() -> None:
+    near, far = Pipe()
+    ranks = ParallelRanks(cast(Any, None), Followers({}), [RemoteEngine(2, near)], None)
+    def rank() -> None: far.send((far.recv()[0], False, ConfigError("no room")))
+    threading.Thread(target=rank).start()
+    progress, failed = ranks.counted(lambda done, total: None), threading.Event()
+    ranks.followers.interrupt = lambda why: failed.set()
+
+    def load() -> None:
+        progress(0, 2)
+        assert failed.wait(10)
+        progress(1, 2)
+    with pytest.raises(ConfigError, match="rank 2: no room"), ranks.together("open"):
+        ranks.followers.together(load, "open")
+    far.close()
