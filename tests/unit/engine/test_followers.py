@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from tinygrad_nv.dist.ranks import Ranks
-from tinygrad_nv.engine.executor import meeting
+from tinygrad_nv.engine.executor import connections
 from tinygrad_nv.engine.executor.followers import Followers
 from tinygrad_nv.engine.executor.plan import device_of
 from tinygrad_nv.errors import DistError, NVError, WeightError
@@ -47,7 +47,7 @@ def test_other_processes_are_no_ranks() -> None:
     world = World()
     with ThreadPoolExecutor(1) as waits:
         world.told[1].put(b"")
-        found = waits.submit(meeting.meet, cast(Any, world), 2)
+        found = waits.submit(connections.connect, cast(Any, world), 2)
         host, port = world.told[0].get(timeout=10).decode().split()
         world.told[0].put(f"{host} {port}".encode())
         with socket.create_connection((host, int(port))):
@@ -55,7 +55,7 @@ def test_other_processes_are_no_ranks() -> None:
             with pytest.raises(AuthenticationError): Client((host, int(port)), authkey=b"another")
             with Client((host, int(port)), authkey=world.secret()) as rank:
                 rank.send(1)
-                own = found.result(timeout=meeting.HELLO_S / 2).followers[1]
+                own = found.result(timeout=connections.HELLO_S / 2).followers[1]
                 own.send("open")
                 assert rank.recv() == "open"
                 own.close()
@@ -66,7 +66,7 @@ def test_ranks_of_replicas_meet() -> None:
     worlds = [World(rank, 6) for rank in range(6)]
     for each in worlds: each.told = worlds[0].told
     with ThreadPoolExecutor(6) as ranks:
-        found = [*ranks.map(lambda world: meeting.meet(cast(Any, world), 3), worlds)]
+        found = [*ranks.map(lambda world: connections.connect(cast(Any, world), 3), worlds)]
     assert [(list(each.followers), list(each.leaders)) for each in found] == [
         ([1, 2], [3]), ([], []), ([], []), ([4, 5], []), ([], []), ([], [])]
     for leads, rank in ((0, 1), (0, 2), (0, 3), (3, 4), (3, 5)):

@@ -15,8 +15,8 @@ import pytest
 from core_case import CountingCore
 
 from tinygrad_nv.engine.core import EngineStats
+from tinygrad_nv.engine.executor.connections import Connections
 from tinygrad_nv.engine.executor.followers import Followers
-from tinygrad_nv.engine.executor.meeting import Meeting
 from tinygrad_nv.engine.executor.ranks import ParallelRanks
 from tinygrad_nv.engine.executor.replica import Replica
 from tinygrad_nv.engine.executor.replicas import RemoteEngine, Replicas, summed
@@ -80,7 +80,7 @@ class Case:
 def case() -> Iterator[Case]:
     near, far = Pipe()
     cores = [Core(step_s=0.001), Core(step_s=0.001)]
-    replica = Replica(cast(Any, SimpleNamespace(interrupt=None)), Meeting(far, {}, {}))
+    replica = Replica(cast(Any, SimpleNamespace(interrupt=None)), Connections(far, {}, {}))
     replica.engine = EngineThread(cast(Any, cores[1]))
     serves = threading.Thread(target=replica.serve)
     serves.start()
@@ -222,10 +222,12 @@ def test_matchers_are_made_where_a_request_runs(case: Case) -> None:
     def masked(name: str, most: int) -> Request:
         params = SamplingParams(allowed_token_ids=[3], temperature=1.0, max_tokens=most)
         return Request(name, [1], params, matchers=(cast(Any, "of rank 0"),))
+    case.cores[0].gate.clear()      # so that they take turns
     for number in range(6):
         near, far = f"near{number}", f"far{number}"
         case.engines.submit(request(near), inbox.put)
         case.engines.submit(masked(far, 1 if number == 0 else 3), inbox.put)
+    case.cores[0].gate.set()
     case.engines.abort("far1")
     assert case.requests(1) == 0
     # abort has come there before the matchers are made

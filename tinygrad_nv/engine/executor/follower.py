@@ -1,10 +1,10 @@
 """A rank that does as another does: `python -m tinygrad_nv.engine.executor.follower SIZE`.
 
-Protocol: it meets the other ranks (meeting.py), of which SIZE are a replica. One that leads a replica is an
-engine of its own (replica.py). The others take what the rank that leads them tells (followers.py), one after
-the other: `open` loads its part of a model, and the names of a model runner's methods call these. A rank ends
-when it is told to, when the rank that it follows is gone, or with an error, which it writes, and sends where
-an answer is waited for.
+Protocol: it meets the other ranks (connections.py), of which SIZE are a replica. One that leads a replica is
+an engine of its own (replica.py). The others take what the rank that leads them tells (followers.py), one
+after the other: `open` loads its part of a model, and the names of a model runner's methods call these. A
+rank ends when it is told to, when the rank that it follows is gone, or with an error, which it writes, and
+sends where an answer is waited for.
 """
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from typing import Any
 
 from tinygrad_nv.dist import group as dist
 from tinygrad_nv.dist.processes import ENDED
+from tinygrad_nv.engine.executor.connections import connect
 from tinygrad_nv.engine.executor.followers import said
-from tinygrad_nv.engine.executor.meeting import meet
 from tinygrad_nv.engine.executor.plan import (
     PageBudget,
     RunnerPlan,
@@ -91,9 +91,9 @@ class Follower:
 def follow(world: dist.World, size: int) -> int:
     """What a rank other than 0 does, in a world whose replicas have `size` ranks, until rank 0 ends: the
     status to exit with."""
-    meeting = meet(world, size)
-    assert meeting.up is not None, "rank 0 follows none"
-    role = Follower(world, meeting.up) if world.rank % size else Replica(world, meeting)
+    found = connect(world, size)
+    assert found.up is not None, "rank 0 follows none"
+    role = Follower(world, found.up) if world.rank % size else Replica(world, found)
     try: return role.serve()
     except BaseException as error:
         if world.store is not None: world.store.abort(said(error))

@@ -17,9 +17,9 @@ from typing import Any
 from tinygrad_nv.dist import group as dist
 from tinygrad_nv.dist.launcher import LocalRanks
 from tinygrad_nv.engine.engine_plan import EnginePlan
+from tinygrad_nv.engine.executor.connections import connect, open_ranks
 from tinygrad_nv.engine.executor.follower import follow
 from tinygrad_nv.engine.executor.followers import Followers
-from tinygrad_nv.engine.executor.meeting import meet, open_ranks
 from tinygrad_nv.engine.executor.plan import PageBudget, RunnerPlan, load_rank
 from tinygrad_nv.engine.executor.replicas import RemoteEngine, Replicas
 from tinygrad_nv.engine.load_options import LoadOptions
@@ -57,10 +57,10 @@ class ParallelRanks:
                      options.enable_expert_parallel)
         world, local = open_ranks(options.world_size, options.ranks)
         if world.rank: raise SystemExit(follow(world, options.ranks))
-        meeting = meet(world, options.ranks)
-        followers = Followers(meeting.followers, world.interrupt)
+        found = connect(world, options.ranks)
+        followers = Followers(found.followers, world.interrupt)
         world.on_end(followers.lose)
-        replicas = [RemoteEngine(rank, each) for rank, each in meeting.leaders.items()]
+        replicas = [RemoteEngine(rank, each) for rank, each in found.leaders.items()]
         made = ParallelRanks(world, followers, replicas, local)
         # a program that ends without close(): else the others, and MPI, would wait for each other
         atexit.register(made.close)

@@ -21,8 +21,8 @@ from typing import Any
 from tinygrad_nv.dist import group as dist
 from tinygrad_nv.engine.core import EngineStats
 from tinygrad_nv.engine.engine_plan import EnginePlan, OpenEngine
+from tinygrad_nv.engine.executor.connections import Connections
 from tinygrad_nv.engine.executor.followers import Followers, said
-from tinygrad_nv.engine.executor.meeting import Meeting
 from tinygrad_nv.engine.executor.plan import (
     PageBudget,
     RunnerPlan,
@@ -49,10 +49,10 @@ fields_of = attrgetter(*EngineCoreOutput.__slots__)
 class Replica:
     """See above. A replica of several ranks has followers, as that of rank 0 has."""
 
-    def __init__(self, world: dist.World, meeting: Meeting) -> None:
-        assert meeting.up is not None, "rank 0 leads itself"
-        self.world, self.front = world, meeting.up
-        self.followers = Followers(meeting.followers, world.interrupt)
+    def __init__(self, world: dist.World, found: Connections) -> None:
+        assert found.up is not None, "rank 0 leads itself"
+        self.world, self.front = world, found.up
+        self.followers = Followers(found.followers, world.interrupt)
         self.runner: ModelRunner | None = None
         self.opened: OpenEngine | None = None
         self.compilations = Compilations()

@@ -2,7 +2,7 @@
 
 Protocol: a replica of the model has `size` ranks, which stand one after the other; the first of them leads
 it, and rank 0 leads all. `open_ranks(ranks, size)` starts ranks where no launcher has, and every rank calls
-`meet(world, size)`: followers are connected to the rank that leads their replica, and these to rank 0.
+`connect(world, size)`: followers are connected to the rank that leads their replica, and these to rank 0.
 
 Messages are Python's own (multiprocessing.connection: pickled, over a socket that both ends have to know a
 secret for). A process that connects and does not know it, or says nothing for `HELLO_S`, is no rank.
@@ -33,7 +33,7 @@ Came = SimpleQueue[tuple[int, Connection]]
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Connections:
     """A rank's connections: `up` to the rank that it follows; to ranks that follow it, by their numbers: the
     others of its replica, and, of rank 0, those that lead the other replicas."""
     up: Connection | None
@@ -76,7 +76,7 @@ def _checked(world: dist.World, ranks: int, local: launcher.LocalRanks | None) -
     return world
 
 
-def meet(world: dist.World, size: int) -> Meeting:
+def connect(world: dist.World, size: int) -> Connections:
     """This rank's connections. Every rank has to call it."""
     rank, first = world.rank, world.rank // size * size
     followers = range(first + 1, first + size) if rank == first else range(0)
@@ -90,7 +90,7 @@ def meet(world: dist.World, size: int) -> Meeting:
         addresses = world.exchange(ADDRESS, own.encode())
         up = None if rank == 0 else _called(addresses[0 if rank == first else first].decode(), rank, secret)
         found = {} if server is None else _answered(server, expected, secret)
-    return Meeting(up, {each: found[each] for each in followers}, {each: found[each] for each in leaders})
+    return Connections(up, {each: found[each] for each in followers}, {each: found[each] for each in leaders})
 
 
 def _host(ranks: Ranks) -> str:
