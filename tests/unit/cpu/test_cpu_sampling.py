@@ -180,7 +180,8 @@ def test_the_key_of_a_part_has_the_bits_of_its_body(draw: bool):
     size, first = 300, 148
     x = Tensor(hard_rows(size)[:, first:].copy()).realize()
     params = [SamplingParams(seed=i << 40, temperature=0.7 * (i % 3)) for i in range(6)]
-    numbers, places = numbers_of(params) if draw else None, Tensor(list(range(6)), dtype=dtypes.int32).realize()
+    places = Tensor(list(range(6)), dtype=dtypes.int32).realize()
+    numbers = numbers_of(params) if draw else None
 
     def results() -> list[object]: return [chosen_part(x, numbers, places, first).tolist(),
                                            token_of(chosen_part(x, numbers, places, first), size).tolist()]

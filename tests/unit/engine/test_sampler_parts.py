@@ -1,5 +1,5 @@
-"""A vocabulary in parts, one of each rank: tokens are those of whole rows, bit for bit, whatever the rows of a
-step need, and no row is gathered where its order is not needed."""
+"""A vocabulary in parts, one of each rank: tokens are those of whole rows, bit for bit, whatever the rows of
+a step need, and no row is gathered where its order is not needed."""
 from __future__ import annotations
 
 import numpy as np
