@@ -162,10 +162,9 @@ class Parallel:
         return made
 
     def agreed(self, tokens: Tensor) -> Tensor:
-        """Sampled tokens, those of the first rank of the last stage: the same on all, also where processors
+        """Sampled tokens, those of the first rank of the stage: the same on all of it, also where processors
         differ."""
-        every = self.world or self.group
-        return broadcast(tokens, every, 0, name="tokens")
+        return broadcast(tokens, self.group, 0, name="tokens")
 
     def own_experts(self, count: int) -> range:
         """The experts of this rank, of `count`. The first ranks may have one more than the last."""

@@ -55,16 +55,13 @@ class SamplerSteps:
         return self.steps[key]
 
     def _sample(self, samples: int, filters: Filters, inputs: dict[str, Tensor]) -> None:
-        slots, parallel = inputs["slots"], self.parallel
+        slots = inputs["slots"]
         with layer("sampler"):
-            if parallel is None or parallel.last:
-                tokens = next_tokens(self.output.logits(samples), filters, self.state, slots,
-                                     inputs["positions"], inputs.get("masks"), self.parts)
-            else: tokens = self.output.tokens(samples)  # the stage that has logits sends them
+            tokens = next_tokens(self.output.logits(samples), filters, self.state, slots, inputs["positions"],
+                                 inputs.get("masks"), self.parts)
             # the largest of all ranks' choices is the same on all
-            chosen_together = self.parts is not None and not filters.ordering
-            if parallel is not None and not (chosen_together and parallel.stages == 1):
-                tokens = parallel.agreed(tokens)
+            if self.parts is not None and self.parallel is not None and filters.ordering:
+                tokens = self.parallel.agreed(tokens)
             made = [self.output.tokens(samples).assign(tokens)]
             if filters.penalty: made.append(count_tokens(self.state, slots, tokens))
         Tensor.realize(*made)
