@@ -95,7 +95,7 @@ def shares(whole: Mapping[str, tuple[int, ...]], local: Mapping[str, tuple[int, 
         if not differ: continue
         axis, count = differ[0], shape[differ[0]]
         if name in vocabulary: first, count = parallel.rows(parallel.whole.vocab_size)
-        else: first = parallel.group.rank * (whole[name][axis] // count) // parallel.ranks * count
+        else: first = parallel.first_of(whole[name][axis], count)
         made[name] = Share(axis, first, count)
     return made
 
