@@ -176,8 +176,13 @@ class Parallel:
     def own_heads(self, heads: int) -> range:
         """The key heads of this rank, of all: some, or one that other ranks have, too."""
         count = max(heads // self.ranks, 1)
-        first = self.group.rank * (heads // count) // self.ranks * count
+        first = self.first_of(heads, count)
         return range(first, first + count)
+
+    def first_of(self, extent: int, count: int) -> int:
+        """Where this rank's `count` of an extent begin. Of fewer parts than ranks, neighbours have the
+        same."""
+        return self.group.rank * (extent // count) // self.ranks * count
 
     def table_rows(self, vocab_size: int) -> int:
         """Rows of the vocabulary that a rank has room for."""

@@ -1,13 +1,14 @@
 """Groups of ranks that call collectives together.
 
-Protocol: `World` is what this process knows of all ranks: who it is, how they were started, what carries
-bytes. `world.group(members)` makes a group; all members call it, in the same order, and get a `Group` each. A
-group has a structure that C fills in while a collective runs (csrc/group.h): `current()` says what it is at,
-`check()` raises what went wrong, `abort()` ends what waits. After an error a group is of no use any more.
+Protocol: `World` has all ranks, as this process knows them: which rank it is, how ranks were started, and
+which transport carries bytes. `world.group(members)` makes a group; all members call it, in the same order,
+and get a `Group` each. A group has a structure that C fills in while a collective runs (csrc/group.h):
+`current()` is the collective that runs, `check()` raises the error of one that failed, `abort()` ends one
+that waits. After an error a group cannot be used any more.
 
 A collective in a graph is one C call (collectives/kernel.py) with a `descriptor` as its last argument: a
 Tensor of 8 words that says which function, which group, and what to do. So one kernel is compiled for all
-collectives, and a graph, or a step that was kept on disk, finds this process's addresses in memory.
+collectives, and a graph or a captured step that is read from disk gets this process's addresses.
 """
 from __future__ import annotations
 
