@@ -57,7 +57,11 @@ class ParallelRanks:
                      options.enable_expert_parallel)
         world, local = open_ranks(options.world_size, options.ranks)
         if world.rank: raise SystemExit(follow(world, options.ranks))
-        found = connect(world, options.ranks)
+        try: found = connect(world, options.ranks)
+        except BaseException:
+            if local is not None: local.close(0)
+            dist.close()
+            raise
         followers = Followers(found.followers, world.interrupt)
         world.on_end(followers.lose)
         replicas = [RemoteEngine(rank, each) for rank, each in found.leaders.items()]
