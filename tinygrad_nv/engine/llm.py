@@ -160,12 +160,12 @@ class LLM(GenerationMethods, PoolingMethods):
         if speculation is not None and speculation.model is not None:
             draft = DraftModelFiles.read(speculation.model, self.dtype, self.config, self.tokenizer)
         how = EnginePlan(engine, o.enable_prefix_caching, draft, o.tokenizer or self.directory)
-        plan = RunnerPlan(self.directory, self.dtype.name, self.device, self.length, 0, o.page_size,
-                          o.max_num_seqs, o.max_num_batched_tokens, o.kv_cache_dtype, 0,
+        plan = RunnerPlan(self.directory, self.config, self.dtype.name, self.device, self.length, 0,
+                          o.page_size, o.max_num_seqs, o.max_num_batched_tokens, o.kv_cache_dtype, 0,
                           cache_groups(self.config.windows, self.length, o.page_size),
                           # float32 that is asked for by name stays what it is
                           speculation is not None, o.dtype == "auto", o.tensor_parallel_size,
-                          o.pipeline_parallel_size, self.config.quantization, o.enable_expert_parallel)
+                          o.pipeline_parallel_size, o.enable_expert_parallel)
         page_bytes = o.page_size * token_bytes_of(0, plan, draft)
         asked = o.num_pages
         if asked is None and o.kv_cache_bytes is not None: asked = o.kv_cache_bytes // page_bytes

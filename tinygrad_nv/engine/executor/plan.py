@@ -6,7 +6,7 @@ has room for, and `load_rank(…)` makes the same model runner on every rank, of
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -21,7 +21,7 @@ from tinygrad_nv.engine.worker.kv_cache_dtype import resolve_kv_cache_dtype
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.kvcache.groups import CacheGroups
 from tinygrad_nv.models import weights
-from tinygrad_nv.models.config import ModelConfig, read_config
+from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.models.llama import Llama
 
 if TYPE_CHECKING:
@@ -37,10 +37,11 @@ FLOATS = {each.name: each for each in (dtypes.float32, dtypes.float16, dtypes.bf
 
 @dataclass(frozen=True)
 class RunnerPlan:
-    """Arguments of a model and its runner; `model_runner.py` says what they mean. `quantization` is that of
-    the configuration, or what was asked for (engine/loading.py). With `experts` each rank has whole
+    """Arguments of a model and its runner; `model_runner.py` says what they mean. `config` is that of the
+    whole model, quantised as was asked for (engine/loading.py). With `experts` each rank has whole
     experts."""
     directory: Path
+    config: ModelConfig
     dtype: str
     device: str
     length: int
@@ -55,18 +56,12 @@ class RunnerPlan:
     int8_inputs: bool
     tensor_ranks: int = 1
     stages: int = 1
-    quantization: Mapping[str, Any] | None = None
     experts: bool = False
 
     @property
     def ranks(self) -> int:
         """That have a replica of the model together."""
         return self.tensor_ranks * self.stages
-
-    def config(self) -> ModelConfig:
-        """Of the whole model."""
-        found = read_config(self.directory)
-        return found if self.quantization is None else replace(found, quantization=self.quantization)
 
     @property
     def tinygrad_dtype(self) -> DType:
@@ -98,10 +93,10 @@ def place_of(rank: int, plan: RunnerPlan) -> tuple[Place, Place]:
 
 def config_of(rank: int, plan: RunnerPlan) -> ModelConfig:
     """That of the part which a rank has."""
-    if plan.ranks == 1: return plan.config()
+    if plan.ranks == 1: return plan.config
     from tinygrad_nv.models.parallel import local_config, stage_config
     stage, _ = place_of(rank, plan)
-    return local_config(stage_config(plan.config(), stage.rank, stage.size), plan.tensor_ranks, plan.experts)
+    return local_config(stage_config(plan.config, stage.rank, stage.size), plan.tensor_ranks, plan.experts)
 
 
 @dataclass(frozen=True)
@@ -115,7 +110,7 @@ class Part:
 def part_of(world: World, plan: RunnerPlan) -> Part:
     """This rank's. Every rank of a replica has to call it."""
     from tinygrad_nv.models import parallel
-    whole, tensor, size = plan.config(), plan.tensor_ranks, plan.ranks
+    whole, tensor, size = plan.config, plan.tensor_ranks, plan.ranks
     first = world.rank // size * size
     behind, number = divmod(world.rank - first, tensor)
     group = world.group(range(first + behind * tensor, first + behind * tensor + tensor))
@@ -131,10 +126,10 @@ def part_of(world: World, plan: RunnerPlan) -> Part:
 def weight_bytes_of(rank: int, plan: RunnerPlan) -> int:
     """Bytes of the weights that a rank has. Groups are made when all ranks load; here only rank and size are
     asked for."""
-    if plan.ranks == 1: return weights.nbytes(plan.config(), plan.tinygrad_dtype, plan.directory)
+    if plan.ranks == 1: return weights.nbytes(plan.config, plan.tinygrad_dtype, plan.directory)
     from tinygrad_nv.models.parallel import Parallel
     stage, number = place_of(rank, plan)
-    made = Parallel(cast("Group", number), plan.config(), cast("Group", stage) if stage.size > 1 else None,
+    made = Parallel(cast("Group", number), plan.config, cast("Group", stage) if stage.size > 1 else None,
                     experts=plan.experts)
     return weights.own_nbytes(Llama(config_of(rank, plan), plan.tinygrad_dtype, plan.device, parallel=made),
                               plan.directory)
@@ -142,7 +137,7 @@ def weight_bytes_of(rank: int, plan: RunnerPlan) -> int:
 
 def token_bytes_of(rank: int, plan: RunnerPlan, draft: DraftModelFiles | None = None) -> int:
     """Bytes of keys and values of a token, in the layers of a rank's stage and in those of a draft model."""
-    stored = resolve_kv_cache_dtype(plan.kv_dtype, plan.tinygrad_dtype, plan.config().quantization)
+    stored = resolve_kv_cache_dtype(plan.kv_dtype, plan.tinygrad_dtype, plan.config.quantization)
     layers = -(-plan.groups.layers_per_page // plan.stages)
     return layer_bytes(config_of(rank, plan), stored) * layers + (draft.token_bytes if draft else 0)
 
@@ -151,7 +146,7 @@ def pages_of(rank: int, plan: RunnerPlan, budget: PageBudget, held: int,
              draft: DraftModelFiles | None = None) -> int:
     """Pages of the KV cache of a rank: as many as were asked for, or as fit beside `held` bytes of weights
     and a step. Raises where there is no room."""
-    whole, dtype, token = plan.config(), plan.tinygrad_dtype, token_bytes_of(rank, plan, draft)
+    whole, dtype, token = plan.config, plan.tinygrad_dtype, token_bytes_of(rank, plan, draft)
     cache = CacheSize(plan.page_size, plan.page_size * token, plan.length, plan.max_seqs, plan.groups,
                       plan.max_batched_tokens)
     pages = cache.min_pages if budget.asked is None else budget.asked
@@ -183,7 +178,7 @@ def load_rank(world: World, plan: RunnerPlan, followers: Followers | None = None
     """The runner of this rank's part. Every rank of a replica has to call it."""
     plan = on_rank(world, plan)
     if plan.ranks == 1:
-        model = load_weights(plan, plan.config(), None, progress, stage)
+        model = load_weights(plan, plan.config, None, progress, stage)
         return make_runner(plan, model, directory=plan.directory)
     part = part_of(world, plan)
     model = load_weights(plan, part.config, part.parallel, progress, stage)

@@ -102,7 +102,7 @@ class Replica:
         def required() -> Tokenizer:
             if tokenizer is None: raise why or TokenizerError("no tokenizer")
             return tokenizer
-        self._matchers = Matchers(required, plan.config().vocab_size, how.config.eos)
+        self._matchers = Matchers(required, plan.config.vocab_size, how.config.eos)
 
     @property
     def runners(self) -> Sequence[ModelRunner]:
