@@ -14,9 +14,9 @@ GPUS = {"sm_80": "A100", "sm_90a": "H100"}  # which GPU an architecture is taken
 NAMES = {"broadcast": "all_gather", "recv": "send"}
 
 
-def seconds(kind: str, nbytes: int, ranks: int, arch: str) -> float | None:
-    """Of a collective of this many bytes."""
+def seconds(kind: str, nbytes: int, ranks: int, arch: str, by_peers: bool = False) -> float | None:
+    """Of a collective of this many bytes, by NCCL, or where it is faster by a kernel over peer memory."""
     if arch not in GPUS or ranks > PER_NODE: return None
     whole = max(moved_bytes(kind, nbytes, ranks))
     machine = cluster(f"{ranks}x{GPUS[arch]}")
-    return collective(NAMES.get(kind, kind), whole, GroupSize(ranks, ranks), machine, peer=False).seconds
+    return collective(NAMES.get(kind, kind), whole, GroupSize(ranks, ranks), machine, peer=by_peers).seconds

@@ -23,4 +23,5 @@ def _on_cpu(what: Collective | DeviceCollective) -> Collective:
     """A collective of a GPU as that of a CPU is written."""
     if isinstance(what, Collective): return what
     order = what.call.order
-    return Collective(order.kind, what.shape, what.dtype, 2 * order.nbytes, what.name, what.call.group)
+    return Collective(order.kind, what.shape, what.dtype, 2 * order.nbytes, what.name,
+                      what.call.group.partition("/")[0])

@@ -337,7 +337,10 @@ class EmulatedDriver(Moves, driver.Driver):
         self.peers.flush()
         self._told([event.stream], event.mark.clock)
 
-    def passed(self, event: driver.Event) -> bool: return True
+    @serial
+    def passed(self, event: driver.Event) -> bool:
+        self.peers.flush()
+        return True
 
     def elapsed_ms(self, start: driver.Event, end: driver.Event) -> float:
         assert isinstance(start, EmulatedEvent)

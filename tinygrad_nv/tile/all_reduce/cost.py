@@ -19,8 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.all_reduce.schedules import AllReduceSchedule, Multimem, OneShot, TwoShot
-from tinygrad_nv.tile.all_reduce.spec import AllReduceSpec
+from tinygrad_nv.tile.all_reduce.spec import MOST_WORLD, AllReduceSpec
 from tinygrad_nv.tile.all_reduce.workspace import MOST_CHANNELS
 from tinygrad_nv.tile.template import GPU
 
@@ -42,7 +43,9 @@ class Estimate:
 
 
 def choose(world: int, nbytes: int, multicast: bool = False) -> type[AllReduceSchedule] | None:
-    """The template for a message; None where NCCL is faster. `multicast`: there is a multicast object."""
+    """The template for a message; None where NCCL is faster. `multicast`: there is a multicast object. Raises
+    `SpecError` for a number of GPUs that there is no template for."""
+    if not 2 <= world <= MOST_WORLD: raise SpecError(f"an all-reduce over {world} GPUs", f"2 to {MOST_WORLD}")
     size = next(each for each in ONE_SHOT if world <= each)
     if nbytes <= ONE_SHOT[size]: return OneShot
     if multicast and nbytes <= MULTIMEM.get(size, 0): return Multimem
