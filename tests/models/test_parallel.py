@@ -46,7 +46,9 @@ def test_tokens(options: dict[str, object], alone: parallel_program.Answers, exa
     assert done.returncode == 0, done.stderr
     found = parallel_program.Answers(**json.loads(done.stdout.splitlines()[-1]))
     assert found.tokens == alone.tokens, done.stderr
-    assert found.preempted > 0 < found.hits, found
+    assert found.hits > 0, found
+    # stages have steps of other sequences, which so are not short of pages at once
+    if "pipeline_parallel_size" not in options: assert found.preempted > 0, found
     for (_, _, mine), (_, _, one), wanted in zip(found.scored, alone.scored, exact, strict=True):
         rounding = np.finfo(np.float32).eps * np.abs(wanted).max()
         bound = 4 * max(np.abs(one - wanted).max(), rounding)
