@@ -1,13 +1,12 @@
-"""A collective in the graph of a GPU: a call of NCCL, in the place of a kernel.
+"""A collective in the graph of a GPU: a program that calls NCCL instead of launching a kernel.
 
-Protocol: `on_device(group, order, …)` puts it there, a program with `DeviceCall` as its launch
-configuration's call. When the program runs, or a graph of it is made, `_made` finds the group's communicator
-and gives the driver the work (runtime/library_call.py). So tinygrad orders a collective by what it reads and
-writes, eager, in a TinyJit's graph and in captured steps alike, and launches of independent kernels are
-beside it in a graph.
+Protocol: `on_device(group, order, …)` adds the program; its launch configuration has a `DeviceCall`. When the
+program runs, or becomes part of a CUDA graph, `_made` finds the group's communicator and makes the driver's
+work (runtime/library_call.py). To tinygrad it is a kernel that reads and writes buffers: eager, in a
+TinyJit's graph and in captured steps it is ordered like one, and independent kernels may run beside it.
 
-A group has one communicator for each device of this rank, made when a graph first needs it: all ranks of the
-group build the same graph, and so meet.
+A group has one communicator for each device of this rank. It is made when a graph first needs it; all ranks
+of the group build the same graph, so all of them connect then.
 """
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ the latter is two all-to-alls of the rows of tokens' experts, and an all-gather 
 beside them.
 
 To sample, ranks gather 8 bytes a sequence and rank: the best token of the rank's part of the vocabulary, and
-its logit. That is enough for greedy sampling, temperatures and penalties. With top-p, top-k or logprobs ranks
-gather whole logits instead, which is not in the plan.
+its logit. That is enough for greedy sampling, temperatures, penalties and token masks. min-p needs 4 bytes
+more, and top-p, top-k and logprobs need whole rows of logits: these are not in the plan.
 """
 from __future__ import annotations
 
