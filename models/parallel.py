@@ -66,7 +66,7 @@ class VocabularyPart:
 
     def most(self, x: Tensor) -> Tensor:
         """The largest of all ranks', elementwise."""
-        return self._of_all(x, "largest logits").max(0).contiguous()
+        return self._of_all(x, "largest logits").max(0)
 
     def _of_all(self, x: Tensor, name: str) -> Tensor:
         """(ranks, …)"""

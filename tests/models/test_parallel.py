@@ -22,6 +22,7 @@ def alone() -> list[object]: return parallel_program.answers(str(TALES))
 @pytest.mark.parametrize("options", [
     {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "speculative": "ngram:3"},
     pytest.param({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.slow),
+    pytest.param({"tensor_parallel_size": 2, "speculative": "ngram:3"}, marks=pytest.mark.slow),
     pytest.param({"tensor_parallel_size": 4}, marks=pytest.mark.slow),
     pytest.param({"pipeline_parallel_size": 4}, marks=pytest.mark.slow)], ids=str)
 def test_tokens(options: dict[str, object], alone: list[object]) -> None:

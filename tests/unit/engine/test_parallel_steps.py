@@ -7,13 +7,14 @@ from copy import copy
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from runner_case import LENGTH, PAGES, PLAIN, SIZE
 from tinygrad.uop.ops import UOp
 from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.parallel import Parallel, local_config
+from tinygrad_nv.models.parallel import Parallel, VocabularyPart, local_config
 
-from tinygrad_nv import dtypes
+from tinygrad_nv import Tensor, dtypes
 from tinygrad_nv.dist.group import Group
 from tinygrad_nv.dist.transports.library import KINDS
 from tinygrad_nv.engine.sampling import Filters
@@ -83,6 +84,21 @@ def test_a_rank_has_its_part_of_memory(runner: ModelRunner) -> None:
     assert state.counts.shape == state.bias.shape == (16, PART)
     # words that have tokens 504 … 1007
     assert runner.masks.tensors(SAMPLES)["masks"].shape == (SAMPLES, 32 - 15)
+
+
+@pytest.mark.parametrize("rows", [PART, VOCABULARY - PART], ids=["padded", "quantised"])
+def test_what_is_beyond_the_vocabulary_is_never_chosen(rows: int) -> None:
+    """Of a matrix with rows of anything there, or without them; and of a rank that has no token."""
+    group = Group("0-1", (0, 1), 1, 1.0)
+    part = VocabularyPart(group, VOCABULARY, range(PART, 2 * PART))
+    logits = np.arange(3 * rows, dtype=np.float32).reshape(1, 3, rows)
+    found = part.padded(Tensor(logits)).numpy()
+    np.testing.assert_array_equal(found[..., :part.count], logits[..., :part.count])
+    assert part.count == 497
+    assert found.shape == (1, 3, PART)
+    assert (found[..., 497:] == -np.inf).all()
+    none = VocabularyPart(group, 500, range(PART, 2 * PART))
+    assert (none.padded(Tensor(logits[..., :rows])).numpy() == -np.inf).all()
 
 
 def test_filters_that_need_no_order_have_a_sampler_of_their_own(runner: ModelRunner) -> None:

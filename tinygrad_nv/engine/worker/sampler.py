@@ -182,7 +182,7 @@ def apply_filters(logits: Tensor, filters: Filters, state: SamplerState, slots: 
     if filters.min_p:
         # p ≥ min_p · p_max, in logarithms
         most = x.max(-1, keepdim=True)
-        if parts is not None: most = parts.most(most)
+        if parts is not None: most = parts.most(most).contiguous()
         least = most + number(Number.min_p).log()
         x = (x >= least).where(x, -float("inf")).contiguous()
     return x
