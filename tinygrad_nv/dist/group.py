@@ -72,6 +72,7 @@ class Group:
         self.name, self.members, self.rank, self.size = name, tuple(members), rank, len(members)
         self.struct = GroupStruct(rank=rank, size=self.size, timeout_ns=int(timeout_s * 1e9))
         self.struct.run = library().address("alone_run")
+        self.transport = "alone"
         self.why: DistError | None = None
         self.held: Any = None       # what the transport needs to be kept
         self.tags: list[str] = []   # names of tensors
@@ -91,7 +92,10 @@ class Group:
                             "cast before, and back after")
         if op not in OPS: raise DistError(f"{kind} with {op!r}", f"one of {', '.join(OPS)}")
         if not 0 <= peer < self.size: raise DistError(f"{kind} with rank {peer}", f"0 to {self.size - 1}")
+        if kind in ("send", "recv") and peer == self.rank:
+            raise DistError(f"{kind} of rank {peer} with itself", "another rank")
         if name not in self.tags: self.tags.append(name)
+        if self.transport == "mpi": mpi.check_size(kind, count, dtype)
         key = KINDS.index(kind), count, TYPES.index(dtype), OPS.index(op), peer, self.tags.index(name)
         if key not in self.descriptors:
             words = [library().address("collective"), ctypes.addressof(self.struct), *key]
@@ -121,7 +125,8 @@ class Group:
 
     def run(self, kind: str, out: np.ndarray, given: np.ndarray, count: int, dtype: DType, op: str = "sum",
             peer: int = 0, name: str = "") -> None:
-        """A collective on arrays, now. Raises `DistError`."""
+        """A collective on arrays, now; `out` is other memory than `given`. Raises `DistError`."""
+        assert out.flags.c_contiguous and given.flags.c_contiguous, "elements one after the other"  # noqa: PT018
         call = Call(KINDS.index(kind), count, TYPES.index(dtype), OPS.index(op), peer, 0)
         library().c.collective(ctypes.byref(self.struct), ctypes.byref(call),
                                ctypes.c_void_p(out.ctypes.data), ctypes.c_void_p(given.ctypes.data))
@@ -134,7 +139,7 @@ class Group:
 
     def _by_device(self) -> Operation | None:
         """The one that a GPU of this rank is at."""
-        last = next(filter(None, (each.last for each in self.communicators.values())), None)
+        last = next(filter(None, (each.last for each in list(self.communicators.values()))), None)
         if last is None: return None
         order = last.order
         return Operation(last.number, order.kind, order.name or "a tensor", order.count, order.dtype.name,
@@ -155,7 +160,7 @@ class Group:
         """Raises `DistError` if a collective has failed."""
         s = self.struct
         if s.status == OK:
-            for each in self.communicators.values(): each.check()
+            for each in list(self.communicators.values()): each.check()
             return
         if self.why is not None: raise self.why
         own = self._operation(s.current, s.begun, s.since / 1e9)
@@ -180,13 +185,13 @@ class Group:
         self.abort()
 
     def abort(self) -> None:
-        """Ends a collective that waits, from another thread."""
+        """Ends a collective that waits, from another thread. One of MPI waits on."""
         self.struct.abort = 1
-        for each in self.communicators.values(): each.abort(self.why)
+        for each in list(self.communicators.values()): each.abort(self.why)
 
     def close(self) -> None:
         """Gives back what the group has, once its devices have done what they hold."""
-        for each in self.communicators.values(): each.close()
+        for each in list(self.communicators.values()): each.close()
         self.abort()
 
     def _operation(self, call: Call, number: int, since: float, named: bool = True) -> Operation:
@@ -213,7 +218,7 @@ class World:
     groups: list[Group] = field(default_factory=list)
     watchdog: Watchdog | None = None
     ended: DistError | None = None
-    told: list[Callable[[DistError], None]] = field(default_factory=list)   # who hears of the end
+    told: list[Callable[[DistError], None]] = field(default_factory=list)   # called when ranks have parted
     made: Counter[tuple[int, ...]] = field(default_factory=Counter)
     follow: bool = False    # whether the other ranks do as rank 0 does (engine/executor/)
 
@@ -241,6 +246,7 @@ class World:
         made = Group("-".join(map(str, chosen)), chosen, chosen.index(self.rank), self.timeout_s)
         made.key = f"{made.name}/{self.made[chosen]}"
         if len(chosen) > 1:
+            made.transport = self.transport
             if self.transport == "mpi": made.held = mpi.connect(made.struct, chosen)
             else:
                 name = f"group/{made.name}/{self.made[chosen]}"
@@ -291,6 +297,7 @@ class World:
         if self.watchdog is not None: self.watchdog.close()
         whole = self.ended is None and not any(each.failed() for each in self.groups)
         for each in self.groups: each.close()
+        if self.store is not None: self.store.leave()    # what waits for this rank hears that before MPI ends
         if whole and self.transport == "mpi": mpi.finalize()
         if self.store is not None: self.store.close()
 

@@ -104,8 +104,9 @@ class Output:
 
     def line(self, rank: int, text: str, stream: TextIO) -> None:
         if self.shown is not None and rank not in self.shown: return
+        coding = stream.encoding or "utf-8"
         with self.lock:
-            stream.write(f"[rank {rank:{self.width}}] {text}\n")
+            stream.write(f"[rank {rank:{self.width}}] {text.encode(coding, 'replace').decode(coding)}\n")
             stream.flush()
 
 
@@ -257,11 +258,16 @@ class Processes:
         self.events.put((member, 0))
 
     def _read(self, member: Member, pipe: IO[bytes], stream: TextIO, log: TextIO | None) -> None:
-        try:
-            while data := pipe.readline(LINE_BYTES):
-                text = data.decode(errors="replace").rstrip("\n")
-                member.last.append(text)
+        shown = True
+        # to the end, also where lines cannot be written: else the rank would wait for room in its pipe
+        while data := pipe.readline(LINE_BYTES):
+            text = data.decode(errors="replace").rstrip("\n")
+            member.last.append(text)
+            if not shown: continue
+            try:
                 if log is not None: print(text, file=log, flush=True)
                 self.output.line(member.rank, text, stream)
-        except BrokenPipeError: self.stop(signal.SIGTERM)    # what read our output has ended
-        except ValueError: pass                             # a stream that is closed
+            except ValueError: shown = False    # a stream that is closed
+            except OSError:     # what read our output has ended, or a disk is full
+                shown = False
+                self.stop(signal.SIGTERM)

@@ -114,7 +114,7 @@ def broadcast(x: Tensor, group: Group, root: int = 0, name: str = "") -> Tensor:
     def back(grad: UOp, _: UOp) -> tuple[UOp | None, ...]:
         summed = all_reduce(Tensor(grad), group, name=f"gradient of {name}")
         # in memory, or a rank that has 0 of it would not come to the sum
-        return (summed * group.is_rank(root).cast(summed.dtype)).uop, None
+        return (summed * group.is_rank(root).to(summed.device).cast(summed.dtype)).uop, None
     return _called("broadcast", x, group, x.shape, prod(_extents(x)), peer=root, name=name, back=back)
 
 

@@ -52,6 +52,9 @@ def dispatch(tokens: Tensor, experts: LocalExperts, group: Group, policy: Policy
                         f"{count} / {group.size} on each", "give each rank its part of gate_up and down")
     x = tokens.reshape(-1, int(tokens.shape[-1]))
     routing = route((x @ experts.router.T).contiguous(), policy)
+    if capacity is not None and capacity < 1:
+        raise DistError(f"a capacity of {capacity} rows", "1 or more, or None for no limit",
+                        "change capacity")
     room = capacity or int(x.shape[0]) * min(policy.k, local)
     slots, numbers = _sent(routing, group, local, room)
     # the lookup gives zeros for a number of no row, and no gradient

@@ -50,4 +50,4 @@ def _on_cpu(what: Collective | DeviceCollective) -> Collective:
     if isinstance(what, Collective): return what
     order = what.call.order
     return Collective(order.kind, what.shape, what.dtype, 2 * order.count * order.dtype.itemsize, what.name,
-                      what.call.group)
+                      what.call.group.partition("/")[0])

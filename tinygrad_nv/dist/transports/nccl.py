@@ -229,8 +229,8 @@ class Communicator:
         """Ends what waits in its kernels, from another thread too."""
         with self.lock:
             if self.aborted: return
-            self.aborted = True
-        if why is not None: self.why = why
+            # in this order: who sees the second raises the first
+            self.why, self.aborted = why or self.why, True
         self.nccl.call("ncclCommAbort", self.handle)
 
     def close(self) -> None:

@@ -67,7 +67,6 @@ class Communicator:
     memory: mmap.mmap | None = None
     error: int = SUCCESS
     words: str = ""
-    splits: int = 0
     held: list[int] = field(default_factory=list)   # descriptors that others map
 
     def fail(self, error: int, words: str) -> None:
@@ -163,7 +162,6 @@ class EmulatedNCCL:
     def ncclCommSplit(self, comm: int, color: int, key: int, made: Any, config: Any) -> int:
         """All ranks of the communicator call it; those of a color, by their keys, are one."""
         parent = self.communicators[comm]
-        parent.splits += 1
         mine, every = (ctypes.c_int64 * 2)(color, key), (ctypes.c_int64 * (2 * parent.size))()
         if not _moved(parent, "all_gather", every, mine, 2, TYPES[dtypes.int64]): return SUCCESS
         pairs = [(every[2 * r], every[2 * r + 1], r) for r in range(parent.size)]
