@@ -54,6 +54,11 @@ class SamplerSteps:
             self.steps[key] = self.capture(key, lambda: self._sample(samples, filters, inputs))
         return self.steps[key]
 
+    def _agreed(self, samples: int, filters: Filters) -> bool:
+        """Whether all ranks have the same tokens already, as each has been sent those of the others."""
+        if self.parallel is None or self.parallel.stages > 1 or self.parts is None: return False
+        return not filters.ordering or self.parts.rows(samples) != slice(0, samples)
+
     def _sample(self, samples: int, filters: Filters, inputs: dict[str, Tensor]) -> None:
         slots, parallel = inputs["slots"], self.parallel
         with layer("sampler"):
@@ -61,10 +66,7 @@ class SamplerSteps:
                 tokens = next_tokens(self.output.logits(samples), filters, self.state, slots,
                                      inputs["positions"], inputs.get("masks"), self.parts)
             else: tokens = self.output.tokens(samples)  # the stage that has logits sends them
-            # the largest of all ranks' choices is the same on all
-            chosen_together = self.parts is not None and not filters.ordering
-            if parallel is not None and not (chosen_together and parallel.stages == 1):
-                tokens = parallel.agreed(tokens)
+            if parallel is not None and not self._agreed(samples, filters): tokens = parallel.agreed(tokens)
             made = [self.output.tokens(samples).assign(tokens)]
             if filters.penalty: made.append(count_tokens(self.state, slots, tokens))
         Tensor.realize(*made)
