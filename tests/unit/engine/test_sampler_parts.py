@@ -42,7 +42,7 @@ def test_tokens_are_those_of_whole_rows(ranks: int) -> None:
 
 
 @every
-@pytest.mark.parametrize("count", [8, 7], ids=["shares", "all"])
+@pytest.mark.parametrize("count", [8, pytest.param(7, marks=pytest.mark.slow)], ids=["shares", "all"])
 def test_a_row_that_needs_the_order_of_all(ranks: int, count: int) -> None:
     """Each rank has its share of whole rows, or all, which changes no token of the others."""
     kinds = KINDS[-count:]
