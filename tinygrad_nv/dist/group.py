@@ -47,7 +47,7 @@ DESCRIPTOR = "collective"   # names of descriptors begin with it
 WAIT_S = 1e9    # a collective waits so long by itself
 
 if TYPE_CHECKING:
-    from tinygrad_nv.dist.transports.nccl import Communicator
+    from tinygrad_nv.dist.transports.nccl import Communicator, Last
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class Group:
         self.key = name             # another for each group of a world
         self.communicators: dict[str, Communicator] = {}    # of GPUs of this rank (collectives/device.py)
         self.anchors: dict[str, Tensor] = {}
+        self.peers: dict[str, Any] = {}     # what their kernels share (collectives/peer_ranks.py)
 
     def __repr__(self) -> str: return f"Group({self.name}: rank {self.rank} of {self.size})"
 
@@ -136,14 +137,25 @@ class Group:
         """The one that a GPU of this rank is at."""
         last = next(filter(None, (each.last for each in self.communicators.values())), None)
         if last is None: return None
-        order = last.order
-        return Operation(last.number, order.kind, order.name or "a tensor", order.count, order.dtype.name,
-                         last.since)
+        return self._of_device(last)
 
     def last(self) -> Operation | None:
         """The collective that this rank has begun last."""
         s = self.struct
-        return self._operation(s.current, s.begun, s.since / 1e9) if s.begun else None
+        found = [self._operation(s.current, self._begun, s.since / 1e9)] if s.begun else []
+        found += [self._of_device(each.latest) for each in self.communicators.values() if each.latest]
+        return max(found, key=lambda each: each.started_s, default=None)
+
+    @property
+    def _begun(self) -> int:
+        """How many collectives this rank has begun, those of its devices with them: the same on ranks that
+        have begun the same."""
+        return self.struct.begun + sum(each.latest.number for each in self.communicators.values() if each.latest)
+
+    def _of_device(self, last: Last) -> Operation:
+        order = last.order
+        return Operation(self._begun, order.kind, order.name or "a tensor", order.count, order.dtype.name,
+                         last.since)
 
     def failed(self) -> DistError | None:
         """What went wrong in a collective that has returned."""
@@ -186,6 +198,8 @@ class Group:
 
     def close(self) -> None:
         """Gives back what the group has, once its devices have done what they hold."""
+        for there in self.peers.values():
+            if not isinstance(there, str): there.close()
         for each in self.communicators.values(): each.close()
         self.abort()
 
