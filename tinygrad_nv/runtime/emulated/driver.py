@@ -120,7 +120,7 @@ class EmulatedDriver(Moves, Sharing, driver.Driver):
     def memory(self) -> tuple[int, int]:
         return self.properties.memory_bytes - self.used_bytes, self.properties.memory_bytes
 
-    def host(self, nbytes: int) -> driver.HostMemory: return EmulatedHostMemory(nbytes)
+    def host(self, nbytes: int) -> driver.HostMemory: return EmulatedHostMemory(nbytes, self.finish)
 
     @serial
     def copy_in(self, address: int, source: memoryview, stream: driver.Stream | None = None) -> None:
@@ -154,12 +154,11 @@ class EmulatedDriver(Moves, Sharing, driver.Driver):
         capture.not_captured(into, "a copy from another device")
         if source not in self.linked: self.linked.append(source)
         if self not in source.linked: source.linked.append(self)
-        if source.peers is not self.peers:
-            source.peers.flush()
-            self.peers.flush()
+        apart = source.peers is not self.peers
+        if apart: source.peers.flush()
         begins, ends = EventMark(), EventMark()
         source.play(source._recorded(begins, theirs))
-        self.play(self._copied_peer(work, source, into, begins, ends))
+        self.play(self._copied_peer(work, source, into, begins, ends), at_once=apart)
         source.play(source._waited(ends, theirs))
 
     def _copied_peer(self, work: Copy, source: EmulatedDriver, into: EmulatedStream, begins: EventMark,
@@ -342,8 +341,13 @@ class EmulatedDriver(Moves, Sharing, driver.Driver):
         self._told([event.stream], event.mark.clock)
 
     def passed(self, event: driver.Event) -> bool:
-        if self.among_peers: self._flush()  # a watchdog asks, too, while a launch waits for other processes
+        self.finish()
         return True
+
+    def finish(self) -> None:
+        """Does what is kept. Without peers nothing is, and no turn is waited for: a watchdog asks, too, while
+        a launch waits for other processes."""
+        if self.among_peers: self._flush()
 
     @serial
     def _flush(self) -> None: self.peers.flush()
