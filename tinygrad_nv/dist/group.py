@@ -15,6 +15,7 @@ import ctypes
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -40,11 +41,12 @@ from tinygrad_nv.dist.transports.library import (
     library,
 )
 from tinygrad_nv.dist.watchdog import Watchdog
-from tinygrad_nv.errors import DistError
+from tinygrad_nv.errors import DistError, NVError
 from tinygrad_nv.runtime.memory import write
 
 DESCRIPTOR = "collective"   # names of descriptors begin with it
 WAIT_S = 1e9    # a collective waits so long by itself
+LEAVE_S = 5.0   # the end, for ranks whose kernels may use this rank's memory
 
 if TYPE_CHECKING:
     from tinygrad_nv.dist.transports.nccl import Communicator, Last
@@ -150,7 +152,8 @@ class Group:
     def _begun(self) -> int:
         """How many collectives this rank has begun, those of its devices with them: the same on ranks that
         have begun the same."""
-        return self.struct.begun + sum(each.latest.number for each in self.communicators.values() if each.latest)
+        of_devices = (each.latest for each in self.communicators.values())
+        return self.struct.begun + sum(each.number for each in of_devices if each)
 
     def _of_device(self, last: Last) -> Operation:
         order = last.order
@@ -200,6 +203,7 @@ class Group:
         """Gives back what the group has, once its devices have done what they hold."""
         for there in self.peers.values():
             if not isinstance(there, str): there.close()
+        self.peers.clear()
         for each in self.communicators.values(): each.close()
         self.abort()
 
@@ -304,9 +308,22 @@ class World:
         self.told.clear()
         if self.watchdog is not None: self.watchdog.close()
         whole = self.ended is None and not any(each.failed() for each in self.groups)
+        if whole: self._leave_peers()
         for each in self.groups: each.close()
         if whole and self.transport == "mpi": mpi.finalize()
         if self.store is not None: self.store.close()
+
+
+    def _leave_peers(self) -> None:
+        """Kernels of other ranks may read this rank's memory until they have ended. A rank that does not come
+        has ended without: it is waited for no longer than `LEAVE_S`."""
+        for group in self.groups:
+            if all(isinstance(each, str) for each in group.peers.values()): continue
+            assert self.store is not None, "several ranks have a store"
+            with suppress(NVError):
+                for each in group.communicators.values(): each.driver.synchronize()
+                self.store.set(f"peers/{group.key}/left/{group.rank}", b"")
+                for rank in range(group.size): self.store.get(f"peers/{group.key}/left/{rank}", LEAVE_S)
 
 
 _world: World | None = None

@@ -154,7 +154,8 @@ def test_launches_are_submitted_together(monkeypatch):
     assert given == []
     assert peers.launched(second, [Fill(other, 3, 64)], None, False) is None
     assert given == [Fill(address, 2, 64), Fill(other, 3, 64)]
-    with pytest.raises(DriverError, match="that EMU:20,EMU:21 run together, on EMU:23"): peers.arguments("EMU:23")
+    with pytest.raises(DriverError, match="that EMU:20,EMU:21 run together, on EMU:23"):
+        peers.arguments("EMU:23")
     first.pool.free(address)
     second.pool.free(other)
 

@@ -61,9 +61,8 @@ def meet(group: Group, device: DrivenDevice) -> None:
     """What kernels of the group on this rank's device need, or why there are none: in `group.peers`."""
     if device.device in group.peers: return
     setting = str(config.get("NV_ALL_REDUCE"))
-    if group.size > MOST_WORLD: found: Workspaces | str = f"{group.size} ranks, and kernels are for {MOST_WORLD}"
-    else: found = _met(group, device.driver, setting)
-    group.peers[device.device] = found
+    group.peers[device.device] = _met(group, device.driver, setting) if group.size <= MOST_WORLD else \
+        f"{group.size} ranks, and the kernels of peer memory are for {MOST_WORLD}"
 
 
 def _met(group: Group, driver: Driver, setting: str) -> Workspaces | str:
@@ -80,7 +79,8 @@ def _met(group: Group, driver: Driver, setting: str) -> Workspaces | str:
         try:
             for rank, each in enumerate(said):
                 if "why" in each: raise DriverError(each["why"])
-                opened.append(own if rank == group.rank else driver.open_shared(bytes.fromhex(each["handle"])))
+                opened.append(own if rank == group.rank else
+                              driver.open_shared(bytes.fromhex(each["handle"])))
         except DriverError as no: why = no.found
     others = [(rank, each["why"]) for rank, each in
               zip(group.members, _exchanged(group, {"why": why}), strict=True) if each["why"]]

@@ -154,7 +154,8 @@ class CUDADriver(CUDAContext):
         return can
 
     def share(self, nbytes: int) -> tuple[int, bytes]:
-        address = int(self.call("cuMemAlloc", nbytes, doing=f"allocating {nbytes} bytes"))  # a pool has no handles
+        # memory of a pool has no such handle
+        address = int(self.call("cuMemAlloc", nbytes, doing=f"allocating {nbytes} bytes"))
         self._shared[address] = self.keep("cuMemFree", address, after_work=True)
         handle = self.call("cuIpcGetMemHandle", address)
         return address, ctypes.string_at(handle.getPtr(), IPC_BYTES)
@@ -163,7 +164,8 @@ class CUDADriver(CUDAContext):
         given = self.cu.CUipcMemHandle()
         ctypes.memmove(given.getPtr(), handle, IPC_BYTES)
         flags = self.cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-        address = int(self.call("cuIpcOpenMemHandle", given, flags, doing="opening memory of another process"))
+        doing = "opening memory of another process"
+        address = int(self.call("cuIpcOpenMemHandle", given, flags, doing=doing))
         self._shared[address] = self.keep("cuIpcCloseMemHandle", address, after_work=True)
         return address
 

@@ -50,8 +50,8 @@ class Sharing:
         return address
 
     def close_shared(self, address: int) -> None:
-        descriptor = self.shared.pop(address, None)
-        if descriptor is None: raise DriverError(f"address {address:#x} is closed", "what was shared or opened")
+        if (descriptor := self.shared.pop(address, None)) is None:
+            raise DriverError(f"address {address:#x} is closed", "what was shared or opened")
         self.free(address)
         if descriptor != NONE: os.close(descriptor)
 
