@@ -166,12 +166,16 @@ class Llama:
 
     def logits(self, x: Tensor) -> Tensor:
         """Of normalised outputs of the last layer."""
+        made = self.own_logits(x)
+        return made if self.parallel is None else self.parallel.vocabulary.gathered(made)
+
+    def own_logits(self, x: Tensor) -> Tensor:
+        """Those of this rank's tokens, or of all."""
         c, made = self.config, multiply(x, self.head if self.quantised_head is None else self.quantised_head)
-        if self.parallel is not None: made = self.parallel.gathered(made, c.vocab_size)
         if c.logit_divisor != 1: made = made / c.logit_divisor
-        if c.logit_softcap is None: return made
         # in float32: tinygrad's tanh rounds between its operations
-        return ((made.float() / c.logit_softcap).tanh() * c.logit_softcap).cast(made.dtype)
+        if (cap := c.logit_softcap) is not None: made = ((made.float() / cap).tanh() * cap).cast(made.dtype)
+        return made if self.parallel is None else self.parallel.vocabulary.padded(made)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Logits of every position, (B, T, vocab), for tokens (B, T)."""
@@ -189,9 +193,9 @@ class Llama:
     def step_paged(self, tokens: Tensor, batch: PagedBatch | Sequence[PagedBatch], cache: PagedCache,
                    logits_indices: Tensor | None = None) -> Tensor:
         """Appends tokens (T,) of the sequences in `batch` to their pages; float32 logits (R, vocab) of the
-        tokens `logits_indices`, int32 (R,), or of all. Several batches: one for each group of layers of the
-        cache, with its block tables. A stage of a pipeline that is not the last sends what it computes, and
-        gives what is to be realized."""
+        tokens `logits_indices`, int32 (R,), or of all. A rank of several gives those of its part of the
+        vocabulary. Several batches: one for each group of layers of the cache, with its block tables. A stage
+        of a pipeline that is not the last sends what it computes, and gives what is to be realized."""
         batches, stage = (batch,) if isinstance(batch, PagedBatch) else batch, self.parallel
         if stage is None or stage.first: x = self.embedded(tokens.reshape(1, -1))
         else: x = stage.received(int(tokens.shape[0]), self.dtype, str(tokens.device))
@@ -201,4 +205,6 @@ class Llama:
         with layer("norm"):
             if logits_indices is not None: x = embedding(x[0], logits_indices).unsqueeze(0).contiguous()
             x = self.norm(x)
-        with layer("head"): return self.logits(x).float().reshape(-1, self.config.vocab_size)
+        with layer("head"):
+            made = self.own_logits(x).float()
+            return made.reshape(-1, int(made.shape[-1]))

@@ -5,8 +5,8 @@ feed-forward half. q|k|v and gate|up are cut by rows, the matrices behind them b
 half of a layer is that of a smaller network; the sum over ranks is what the whole network adds
 (`Parallel.summed`). Norms and routers are on every rank. Key and value heads are cut, or stand on several
 ranks where there are fewer than ranks. Of latent attention heads are cut, and every rank computes and caches
-the latents. The vocabulary is cut by rows: a rank embeds its own tokens, the others add zeros, and logits are
-gathered.
+the latents. The vocabulary is cut by rows (`VocabularyPart`): a rank embeds its own tokens, the others add
+zeros, and a rank has the logits of its own tokens, which are gathered where all are needed.
 
 Experts are cut as the dense half is. With `experts` (expert parallel) a rank has some of them whole instead,
 and its part of the shared one: every rank chooses experts for all tokens, slots of experts elsewhere add 0
@@ -20,6 +20,7 @@ rank reads says shares.py.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -33,6 +34,43 @@ from tinygrad_nv.kvcache.groups import CacheGroups
 
 from .config import ModelConfig
 from .names import Names
+
+ALIGNED = 8     # tokens: the logits of a rank are whole vectors, and begin with an even token
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """The part of a rank of `group` of a vocabulary of `size` tokens: `tokens`. The last may be beyond the
+    vocabulary, so that all ranks have as many."""
+    group: Group
+    size: int
+    tokens: range
+
+    @property
+    def count(self) -> int:
+        """How many of them are in the vocabulary."""
+        return min(max(self.size - self.tokens.start, 0), len(self.tokens))
+
+    def padded(self, logits: Tensor) -> Tensor:
+        """Logits (…, tokens) of rows of this rank's matrix: -inf beyond the vocabulary."""
+        missing = len(self.tokens) - self.count
+        if not missing: return logits
+        pad = (*(None,) * (logits.ndim - 1), (0, missing))
+        return logits[..., :self.count].pad(pad, value=-math.inf)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """(…, size) of the parts of all ranks, which are like x, (…, tokens)."""
+        if self.group.size == 1: return x
+        parts = self._of_all(x, "logits").permute(*range(1, x.ndim), 0, x.ndim)
+        return parts.reshape(*x.shape[:-1], -1)[..., :self.size].contiguous()
+
+    def most(self, x: Tensor) -> Tensor:
+        """The largest of all ranks', elementwise."""
+        return self._of_all(x, "largest logits").max(0).contiguous()
+
+    def _of_all(self, x: Tensor, name: str) -> Tensor:
+        """(ranks, …)"""
+        return all_gather(x.unsqueeze(0), self.group, name=name)
 
 
 @dataclass(frozen=True)
@@ -124,10 +162,9 @@ class Parallel:
         return made
 
     def agreed(self, tokens: Tensor) -> Tensor:
-        """Sampled tokens, those of the first rank of the last stage: the same on all, also where processors
+        """Sampled tokens, those of the first rank of the stage: the same on all of it, also where processors
         differ."""
-        every = self.world or self.group
-        return broadcast(tokens, every, 0, name="tokens")
+        return broadcast(tokens, self.group, 0, name="tokens")
 
     def own_experts(self, count: int) -> range:
         """The experts of this rank, of `count`. The first ranks may have one more than the last."""
@@ -139,12 +176,28 @@ class Parallel:
     def own_heads(self, heads: int) -> range:
         """The key heads of this rank, of all: some, or one that other ranks have, too."""
         count = max(heads // self.ranks, 1)
-        first = self.group.rank * (heads // count) // self.ranks * count
+        first = self.first_of(heads, count)
         return range(first, first + count)
+
+    def first_of(self, extent: int, count: int) -> int:
+        """Where this rank's `count` of an extent begin. Of fewer parts than ranks, neighbours have the
+        same."""
+        return self.group.rank * (extent // count) // self.ranks * count
 
     def table_rows(self, vocab_size: int) -> int:
         """Rows of the vocabulary that a rank has room for."""
-        return -(-vocab_size // self.ranks)
+        return vocab_size if self.ranks == 1 else -(-vocab_size // (self.ranks * ALIGNED)) * ALIGNED
+
+    @property
+    def vocabulary(self) -> VocabularyPart:
+        """This rank's part of it."""
+        each, rank = self.table_rows(self.whole.vocab_size), self.group.rank
+        return VocabularyPart(self.group, self.whole.vocab_size, range(rank * each, rank * each + each))
+
+    @property
+    def parts(self) -> VocabularyPart | None:
+        """The same, if there are several."""
+        return self.vocabulary if self.ranks > 1 else None
 
     def rows(self, vocab_size: int) -> tuple[int, int]:
         """The tokens that this rank has: the first, and how many. The last ranks may have fewer, and rows of
@@ -159,12 +212,6 @@ class Parallel:
         own = (tokens >= first) & (tokens < first + count)
         found = read(own.where(tokens - first, 0).cast(dtypes.int32))
         return self.summed(own.unsqueeze(-1).where(found, 0), "embedding")
-
-    def gathered(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """Logits (…, V) of the rows of all ranks; a rank may have fewer than there is room for."""
-        missing = self.table_rows(vocab_size) - int(logits.shape[-1])
-        if missing: logits = logits.pad((*(None,) * (logits.ndim - 1), (0, missing)))
-        return all_gather(logits, self.group, axis=-1, name="logits")[..., :vocab_size]
 
 
 def stage_layers(layers: int, stage: int, stages: int) -> range:

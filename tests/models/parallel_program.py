@@ -5,34 +5,75 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.errors import DistError, RequestError
 
 PROMPTS = ["Once upon a time", "The little dog", "Lily and Tom went to"]
 HOW = (SamplingParams(temperature=0, max_tokens=24, logprobs=2),
        SamplingParams(temperature=0.8, seed=3, max_tokens=24, top_p=0.9, top_k=20),
-       SamplingParams(temperature=0, max_tokens=12, repetition_penalty=1.3))
+       SamplingParams(temperature=0, max_tokens=12, repetition_penalty=1.3),
+       SamplingParams(temperature=0, max_tokens=8,
+                      structured_outputs=StructuredOutputsParams(regex=" (Tom|Lily) (ran|sat)[.]")))
+# all but the first find their beginning in the prefix cache; two of them need more pages than there are
+LONG = [PROMPTS[0] * 8 + each * 6 for each in PROMPTS]
+PAGES, LENGTH = 7, 96
+
+# of one batch: what samplers do of a part of the vocabulary, beside one that needs the order of all of it
+MIXED = (SamplingParams(temperature=0, max_tokens=8, logprobs=1),
+         SamplingParams(temperature=0.9, min_p=0.05, seed=4, max_tokens=8, prompt_logprobs=0),
+         SamplingParams(temperature=0, presence_penalty=1.5, logit_bias={262: 4.0, 15: -100.0}, max_tokens=8),
+         SamplingParams(frequency_penalty=1.2, n=2, seed=5, max_tokens=8, logprobs=0),
+         SamplingParams(temperature=1.1, seed=6, max_tokens=12,
+                        structured_outputs=StructuredOutputsParams(choice=(" a cat", " the dog", " an owl"))),
+         SamplingParams(top_k=7, seed=8, max_tokens=6), SamplingParams(seed=9, max_tokens=8))
 
 
-def answers(directory: str, **more: object) -> list[object]:
-    """Tokens of all prompts, in batches and with prefix hits; then log probabilities of all tokens."""
-    made, found = list[object](), list[float]()
-    with LLM(directory, max_num_seqs=2, max_num_batched_tokens=32, **more) as llm:   # type: ignore[arg-type]
-        for how in HOW:
-            out = llm.generate(PROMPTS, how, use_tqdm=False)
-            made += [list(each.outputs[0].token_ids) for each in out]
-            found += [at[token].logprob for each in out
-                      for token, at in zip(each.outputs[0].token_ids, each.outputs[0].logprobs or (),
-                                           strict=False)]
-        # again: the prefix cache has them
-        out = llm.generate([each * 8 for each in PROMPTS], HOW[0], use_tqdm=False)
-        made += [list(each.outputs[0].token_ids) for each in out]
-    return [*made, found]
+@dataclass(frozen=True)
+class Answers:
+    """Tokens by prompt and settings; of those with log probabilities prompt, tokens and these; and how often
+    sequences were preempted, and tokens found in the prefix cache."""
+    tokens: list[list[int]]
+    scored: list[tuple[list[int], list[int], list[float]]]
+    preempted: int
+    hits: int
+
+
+def answers(directory: str, **more: object) -> Answers:
+    """Of all prompts, in batches of two, with few pages."""
+    made, scored = list[list[int]](), list[tuple[list[int], list[int], list[float]]]()
+    with LLM(directory, max_num_seqs=2, max_num_batched_tokens=32, max_model_len=LENGTH, num_pages=PAGES,
+             **more) as llm:   # type: ignore[arg-type]
+        for how, prompts in (*((how, PROMPTS) for how in HOW), (HOW[0], LONG)):
+            for each in llm.generate(prompts, how, use_tqdm=False):
+                out, prompt = each.outputs[0], each.prompt_token_ids
+                made.append(list(out.token_ids))
+                if out.logprobs is None or prompt is None: continue
+                scored.append((list(prompt), made[-1], logprobs(made[-1], out.logprobs)))
+        prompts = [PROMPTS[i % 3] for i in range(len(MIXED))]
+        for each in llm.generate(prompts, list(MIXED), use_tqdm=False):
+            given = list(each.prompt_token_ids or ())
+            if each.prompt_logprobs is not None:
+                scored.append((given[:1], given[1:], logprobs(given[1:], each.prompt_logprobs[1:])))
+            for out in each.outputs:
+                made.append(list(out.token_ids))
+                if out.logprobs is None: continue
+                scored.append((given, made[-1], logprobs(made[-1], out.logprobs)))
+        stats = llm.core.stats()
+    return Answers(made, scored, stats.preempted, stats.prefix_hits)
+
+
+def logprobs(tokens: list[int], places: Sequence[Mapping[int, Any] | None]) -> list[float]:
+    """Of these tokens at their places."""
+    return [at[token].logprob for token, at in zip(tokens, places, strict=True) if at is not None]
 
 
 def refused(directory: str, **more: object) -> None:
@@ -61,7 +102,7 @@ def failing(directory: str, rank: int) -> None:
 def main() -> None:
     if sys.argv[2].isdigit(): return failing(sys.argv[1], int(sys.argv[2]))
     refused(sys.argv[1], **json.loads(sys.argv[2]))
-    print(json.dumps(answers(sys.argv[1], **json.loads(sys.argv[2]))))
+    print(json.dumps(asdict(answers(sys.argv[1], **json.loads(sys.argv[2])))))
 
 
 if __name__ == "__main__": main()

@@ -1,13 +1,14 @@
 """Groups of ranks that call collectives together.
 
-Protocol: `World` is what this process knows of all ranks: who it is, how they were started, what carries
-bytes. `world.group(members)` makes a group; all members call it, in the same order, and get a `Group` each. A
-group has a structure that C fills in while a collective runs (csrc/group.h): `current()` says what it is at,
-`check()` raises what went wrong, `abort()` ends what waits. After an error a group is of no use any more.
+Protocol: `World` has all ranks, as this process knows them: which rank it is, how ranks were started, and
+which transport carries bytes. `world.group(members)` makes a group; all members call it, in the same order,
+and get a `Group` each. A group has a structure that C fills in while a collective runs (csrc/group.h):
+`current()` is the collective that runs, `check()` raises the error of one that failed, `abort()` ends one
+that waits. After an error a group cannot be used any more.
 
 A collective in a graph is one C call (collectives/kernel.py) with a `descriptor` as its last argument: a
 Tensor of 8 words that says which function, which group, and what to do. So one kernel is compiled for all
-collectives, and a graph, or a step that was kept on disk, finds this process's addresses in memory.
+collectives, and a graph or a captured step that is read from disk gets this process's addresses.
 """
 from __future__ import annotations
 
@@ -74,6 +75,7 @@ class Group:
         self.name, self.members, self.rank, self.size = name, tuple(members), rank, len(members)
         self.struct = GroupStruct(rank=rank, size=self.size, timeout_ns=int(timeout_s * 1e9))
         self.struct.run = library().address("alone_run")
+        self.transport = "alone"
         self.why: DistError | None = None
         self.held: Any = None       # what the transport needs to be kept
         self.tags: list[str] = []   # names of tensors
@@ -94,7 +96,10 @@ class Group:
                             "cast before, and back after")
         if op not in OPS: raise DistError(f"{kind} with {op!r}", f"one of {', '.join(OPS)}")
         if not 0 <= peer < self.size: raise DistError(f"{kind} with rank {peer}", f"0 to {self.size - 1}")
+        if kind in ("send", "recv") and peer == self.rank:
+            raise DistError(f"{kind} of rank {peer} with itself", "another rank")
         if name not in self.tags: self.tags.append(name)
+        if self.transport == "mpi": mpi.check_size(kind, count, dtype)
         key = KINDS.index(kind), count, TYPES.index(dtype), OPS.index(op), peer, self.tags.index(name)
         if key not in self.descriptors:
             words = [library().address("collective"), ctypes.addressof(self.struct), *key]
@@ -124,7 +129,8 @@ class Group:
 
     def run(self, kind: str, out: np.ndarray, given: np.ndarray, count: int, dtype: DType, op: str = "sum",
             peer: int = 0, name: str = "") -> None:
-        """A collective on arrays, now. Raises `DistError`."""
+        """A collective on arrays, now; `out` is other memory than `given`. Raises `DistError`."""
+        assert out.flags.c_contiguous and given.flags.c_contiguous, "elements one after the other"  # noqa: PT018
         call = Call(KINDS.index(kind), count, TYPES.index(dtype), OPS.index(op), peer, 0)
         library().c.collective(ctypes.byref(self.struct), ctypes.byref(call),
                                ctypes.c_void_p(out.ctypes.data), ctypes.c_void_p(given.ctypes.data))
@@ -137,7 +143,7 @@ class Group:
 
     def _by_device(self) -> Operation | None:
         """The one that a GPU of this rank is at."""
-        last = next(filter(None, (each.last for each in self.communicators.values())), None)
+        last = next(filter(None, (each.last for each in list(self.communicators.values()))), None)
         if last is None: return None
         return self._of_device(last)
 
@@ -170,7 +176,7 @@ class Group:
         """Raises `DistError` if a collective has failed."""
         s = self.struct
         if s.status == OK:
-            for each in self.communicators.values(): each.check()
+            for each in list(self.communicators.values()): each.check()
             return
         if self.why is not None: raise self.why
         own = self._operation(s.current, s.begun, s.since / 1e9)
@@ -195,16 +201,16 @@ class Group:
         self.abort()
 
     def abort(self) -> None:
-        """Ends a collective that waits, from another thread."""
+        """Ends a collective that waits, from another thread. One of MPI waits on."""
         self.struct.abort = 1
-        for each in self.communicators.values(): each.abort(self.why)
+        for each in list(self.communicators.values()): each.abort(self.why)
 
     def close(self) -> None:
         """Gives back what the group has, once its devices have done what they hold."""
         for there in self.peers.values():
             if not isinstance(there, str): there.close()
         self.peers.clear()
-        for each in self.communicators.values(): each.close()
+        for each in list(self.communicators.values()): each.close()
         self.abort()
 
     def _operation(self, call: Call, number: int, since: float, named: bool = True) -> Operation:
@@ -231,7 +237,7 @@ class World:
     groups: list[Group] = field(default_factory=list)
     watchdog: Watchdog | None = None
     ended: DistError | None = None
-    told: list[Callable[[DistError], None]] = field(default_factory=list)   # who hears of the end
+    told: list[Callable[[DistError], None]] = field(default_factory=list)   # called when ranks have parted
     made: Counter[tuple[int, ...]] = field(default_factory=Counter)
     follow: bool = False    # whether the other ranks do as rank 0 does (engine/executor/)
 
@@ -259,6 +265,7 @@ class World:
         made = Group("-".join(map(str, chosen)), chosen, chosen.index(self.rank), self.timeout_s)
         made.key = f"{made.name}/{self.made[chosen]}"
         if len(chosen) > 1:
+            made.transport = self.transport
             if self.transport == "mpi": made.held = mpi.connect(made.struct, chosen)
             else:
                 name = f"group/{made.name}/{self.made[chosen]}"
@@ -310,6 +317,7 @@ class World:
         whole = self.ended is None and not any(each.failed() for each in self.groups)
         if whole: self._leave_peers()
         for each in self.groups: each.close()
+        if self.store is not None: self.store.leave()    # what waits for this rank hears that before MPI ends
         if whole and self.transport == "mpi": mpi.finalize()
         if self.store is not None: self.store.close()
 

@@ -1,13 +1,15 @@
-"""Processes of one host that end together.
+"""The processes of one host's ranks, which end together.
 
-Protocol: `Processes(label, output).start(...)` for each rank, then `supervise()` until all have ended. Each
-process leads a process group of its own. The first one that fails ends the others: SIGTERM to their groups,
-SIGKILL after `grace_s`. `stop(signal)` passes a signal on in the same way, a second one kills at once. What a
-rank has started itself and left in its group is killed when the rank has ended. If this process is killed, a
-guard (a small process of its own session, which holds a pipe of this one) does the same to all groups.
+Protocol: `Processes(output, grace_s, on_failure)`. `start(rank, argv, environ)` starts one rank;
+`supervise()` returns when all have ended: None, or the `Failure` of the rank that failed first. Each process
+leads a process group of its own. When a rank fails, the others get SIGTERM, sent to their process groups, and
+SIGKILL after `grace_s`. `stop(signal)` sends a signal to all in the same way; a second call kills them at
+once. Processes that a rank started and left in its group are killed when the rank has ended. If this process
+is killed, a guard does the same: a small process in a session of its own, which notices that the pipe from
+this process was closed.
 
-A rank that ends with `ENDED`, because another rank was lost or is behind, is not taken for the cause where
-another ends with a failure of its own in `CAUSE_S`.
+A rank that exits with `ENDED` was ended because of another rank. The failure that is reported is that of the
+other rank, if it comes within `CAUSE_S`.
 """
 from __future__ import annotations
 
@@ -104,8 +106,9 @@ class Output:
 
     def line(self, rank: int, text: str, stream: TextIO) -> None:
         if self.shown is not None and rank not in self.shown: return
+        coding = stream.encoding or "utf-8"
         with self.lock:
-            stream.write(f"[rank {rank:{self.width}}] {text}\n")
+            stream.write(f"[rank {rank:{self.width}}] {text.encode(coding, 'replace').decode(coding)}\n")
             stream.flush()
 
 
@@ -257,11 +260,16 @@ class Processes:
         self.events.put((member, 0))
 
     def _read(self, member: Member, pipe: IO[bytes], stream: TextIO, log: TextIO | None) -> None:
-        try:
-            while data := pipe.readline(LINE_BYTES):
-                text = data.decode(errors="replace").rstrip("\n")
-                member.last.append(text)
+        shown = True
+        # to the end, also where lines cannot be written: else the rank would wait for room in its pipe
+        while data := pipe.readline(LINE_BYTES):
+            text = data.decode(errors="replace").rstrip("\n")
+            member.last.append(text)
+            if not shown: continue
+            try:
                 if log is not None: print(text, file=log, flush=True)
                 self.output.line(member.rank, text, stream)
-        except BrokenPipeError: self.stop(signal.SIGTERM)    # what read our output has ended
-        except ValueError: pass                             # a stream that is closed
+            except ValueError: shown = False    # a stream that is closed
+            except OSError:     # what read our output has ended, or a disk is full
+                shown = False
+                self.stop(signal.SIGTERM)

@@ -28,7 +28,6 @@ from pathlib import Path
 from tinygrad_nv.errors import DistError
 
 HERE, PORT = "127.0.0.1", 29500
-LAUNCHERS = ("torchrun", "mpiexec", "srun", "launch", "alone")
 MOST = 1 << 16          # ranks: beyond that a number is a mistake
 # variables of a rank: its number, how many there are, both again among those of its host
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

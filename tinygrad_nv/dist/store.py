@@ -2,9 +2,9 @@
 
 Protocol: `Store.open(ranks, timeout_s)` returns when all ranks are there. `set`, `get` (waits), `add`,
 `barrier` and `all_gather` may be called from any thread. Each rank's connection stays open: when one breaks,
-the store tells the others at once, what waits fails with `DistError`, and functions that were given to
-`watch` are called. `abort(reason)` says why this rank is about to end. Times out with `DistTimeout`, which
-names the ranks that have not come. frames.py has the bytes.
+the store tells the others at once; their calls that wait fail with `DistError`, and functions given to
+`watch` are called. `abort(reason)` tells the others why this rank is about to end. A call that takes too long
+raises `DistTimeout`, which names the ranks that have not come. frames.py has the format of messages.
 
 Where it listens: on 127.0.0.1 if all ranks are on one host, else on the address that MASTER_ADDR has on the
 host of rank 0; at MASTER_PORT. Under torchrun that port is its agent's: the store takes the first free one of
@@ -56,7 +56,6 @@ def _forked() -> None:
 
 
 if hasattr(os, "register_at_fork"): os.register_at_fork(after_in_child=_forked)
-
 
 
 class Store:
@@ -111,9 +110,9 @@ class Store:
         """The value of a key, once a rank has set it."""
         return self._ask(Kind.GET, key, SECONDS.pack(timeout_s), timeout_s)
 
-    def add(self, key: str, n: int) -> int:
+    def add(self, key: str, n: int, timeout_s: float = WAIT_S) -> int:
         """Adds to a number, 0 at first; what it is then."""
-        return int(NUMBER.unpack(self._ask(Kind.ADD, key, NUMBER.pack(n), WAIT_S))[0])
+        return int(NUMBER.unpack(self._ask(Kind.ADD, key, NUMBER.pack(n), timeout_s))[0])
 
     def barrier(self, name: str, timeout_s: float = WAIT_S) -> None:
         """Returns when all ranks have come to it."""
@@ -137,13 +136,18 @@ class Store:
         """Tells all other ranks why this one is about to end: to them it is lost."""
         with contextlib.suppress(DistError): self._ask(Kind.ABORT, "", reason.encode()[:HELLO_BYTES], TRY_S)
 
-    def close(self, linger_s: float = LINGER_S) -> None:
-        """Leaves the group. Rank 0 serves the others until they have left, too, for `linger_s` at most."""
+    def leave(self) -> None:
+        """Tells the other ranks that this one ends in good order. Only `close` may follow."""
         with self._lock:
             if self._closed: return
             self._closed = True
         atexit.unregister(self._exit)
         with contextlib.suppress(OSError): self._send(Frame(Kind.BYE, 0, "", b""))
+
+    def close(self, linger_s: float = LINGER_S) -> None:
+        """Leaves the group. Rank 0 serves the others until they have left, too, for `linger_s` at most."""
+        self.leave()
+        if self._socket.fileno() < 0: return
         if self.server is not None: self.server.close(linger_s)
         with contextlib.suppress(OSError): self._socket.shutdown(socket.SHUT_RDWR)
         if threading.current_thread() is not self._reader: self._reader.join()
@@ -188,6 +192,7 @@ class Store:
         except OSError: answered = answer.came.wait(GRACE_S)    # the reader learns why
         finally: self._answers.pop(number, None)
         if not answered:
+            self.lost.setdefault(0, "it does not answer")    # nothing more is asked of it
             raise DistTimeout(f"the store of rank 0 does not answer: {kind.name.lower()} {key!r} took "
                               f"{timeout_s + GRACE_S:g} s", "a process of rank 0 that runs",
                               "see whether rank 0 is stopped", (0,))

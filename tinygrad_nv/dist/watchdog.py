@@ -1,10 +1,10 @@
-"""Ends all ranks, with a message that names the cause, when one is lost, hangs, or does something else.
+"""Ends all ranks, with a message that names the cause, when one is lost, hangs, or calls another collective.
 
-Protocol: `Watchdog(store, groups)` looks from a thread at the collective that each group of this rank is in.
-When one takes longer than NV_DIST_TIMEOUT, a rank asks all others through the store what they are at, and
-says which rank is behind, or differs; all ranks end with that verdict. A rank that is lost (store.py) ends
-all others at once. To end, a rank writes the message to stderr, runs `before_end` functions, for `DRAIN_S` at
-most, and exits with `ENDED`, whatever its other threads do.
+Protocol: a thread of `Watchdog(store, groups)` looks at the collective that each group of this rank is in.
+When one takes longer than NV_DIST_TIMEOUT, a rank asks all others through the store which collective they are
+in, and finds the rank that is behind, or in another one; all ranks end with that verdict. A rank that is lost
+(store.py) ends all others at once. To end, a rank writes the message to stderr, runs `before_end` functions,
+for `DRAIN_S` at most, and exits with `ENDED`, whatever its other threads do.
 
 The ranks of a group number its collectives in the same way, so that the n-th of all must be the same. A rank
 whose Python threads cannot run does not answer in `ANSWER_S`, and is named as such; a launcher ends it, as it
@@ -26,7 +26,7 @@ from tinygrad_nv import config
 from tinygrad_nv.dist.frames import named, packed_error, unpacked_error
 from tinygrad_nv.dist.processes import ENDED
 from tinygrad_nv.dist.store import Store
-from tinygrad_nv.errors import DistError
+from tinygrad_nv.errors import DistError, DistTimeout
 
 ANSWER_S = 5.0      # in which a rank must say what it is at
 LOOK_S = 0.5        # between looks at what collectives came to
@@ -195,8 +195,10 @@ class Watchdog:
             if (left := self._left(*oldest)) is not None: return self._end(left)
             if not self.timeout_s: continue
             if time.monotonic() - oldest[1].started_s < self.timeout_s: continue
-            with contextlib.suppress(DistError):    # a rank that is lost ends all by another way
-                if self.store.add(ASK + "/asked", 1) == 1: self._judge(*oldest)
+            try:
+                if self.store.add(ASK + "/asked", 1, 0) == 1: self._judge(*oldest)
+            except DistTimeout as error: self._end(error)    # rank 0, which has the store, is stopped
+            except DistError: pass      # a rank that is lost ends all by another way
             return
 
     def _left(self, group: Group, stuck: Operation) -> DistError | None:
@@ -219,8 +221,10 @@ class Watchdog:
         """Waits until a rank asks, and for what it says then."""
         with contextlib.suppress(DistError):
             self.store.get(ASK, FOREVER_S)
-            self.store.set(f"{ASK}/{self.store.ranks.rank}", packed(list(self.groups)))
-            self._end(unpacked_error(self.store.get(VERDICT, 2 * ANSWER_S)))
+            try:
+                self.store.set(f"{ASK}/{self.store.ranks.rank}", packed(list(self.groups)))
+                self._end(unpacked_error(self.store.get(VERDICT, 2 * ANSWER_S)))
+            except DistTimeout as error: self._end(error)
 
     def _judge(self, group: Group, stuck: Operation) -> None:
         self.store.set(ASK, b"")

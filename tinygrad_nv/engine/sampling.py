@@ -48,6 +48,12 @@ class Filters:
         """The union."""
         return Filters(*(getattr(self, f.name) or getattr(other, f.name) for f in fields(Filters)))
 
+    @property
+    def ordering(self) -> bool:
+        """Whether a filter depends on the order of all of a row's logits: one that has a part of them does
+        not suffice."""
+        return self.top_k or self.top_p
+
 
 class RequestOutputKind(Enum):
     """What vLLM returns while a request runs. A finished answer, as `LLM.generate` has it, is the same for

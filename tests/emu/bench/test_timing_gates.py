@@ -61,6 +61,7 @@ def test_softmax_that_no_longer_overlaps_names_its_wait(monkeypatch: pytest.Monk
     assert any(name in line for line in path for name in SOFTMAX), path
 
 
+@pytest.mark.slow
 def test_a_pipeline_without_enough_stages_names_its_barrier_and_its_loads():
     lines = gates.judged(replace(MATMUL, schedule=MATMUL.schedule.stages(2)), KNOWN)
     assert any("mbarrier.try_wait" in line and "a warp waits" in line for line in lines)

@@ -49,6 +49,16 @@ def gradients() -> None:
     leaf = Tensor(given[rank])
     (all_reduce(leaf * 2, group) * x).sum().backward()
     same(leaf.grad.numpy(), 2 * total)
+    mine = [np.split(each, size)[rank] for each in given]
+    for fn, times, exact in (
+            (lambda t: all_gather(t, group), np.concatenate(given), size * given[rank]),
+            (lambda t: reduce_scatter(t, group), mine[rank],
+             np.concatenate([np.split(each, size)[r] for r, each in enumerate(given)])),
+            (lambda t: all_to_all(t, group), given[rank], np.concatenate(mine)),
+            (lambda t: broadcast(t, group, size - 1), given[rank], total * (rank == size - 1))):
+        sent = Tensor(weight)
+        (fn(sent) * Tensor(times)).sum().backward()
+        same(sent.grad.numpy(), exact)
 
 
 def step(x: Tensor) -> Tensor:

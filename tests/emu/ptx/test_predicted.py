@@ -154,6 +154,7 @@ def test_a_causal_attention_takes_about_half():
     assert 0.45 < causal.cycles / full.cycles < 0.75
 
 
+@pytest.mark.slow
 def test_the_critical_path_names_what_would_shorten_it():
     path = predicted(square(8192)).path
     assert max(path, key=lambda name: path[name]) == "tensor cores"

@@ -145,6 +145,7 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_rows_of_other_sources_are_measured_again(toy: Toy):
     """Also where there is no git, and of a file that knew of no digest."""
     nowhere = str(toy.folder / "empty")
@@ -196,6 +197,7 @@ def test_the_minutes_are_kept_whatever_a_row_does(toy: Toy):
     assert time.monotonic() - begun < 30
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_not_replaced_by_what_was_not(toy: Toy):
     toy.run("good 1")
     toy.run("good 1", options=("--minutes", "0"))
@@ -234,6 +236,7 @@ NOT_NEEDED = ("starlette", "uvicorn", "llguidance", "httpx", "nvtx", "prometheus
               "tokenizers", "safetensors", "transformers", "pytest", "matplotlib")
 
 
+@pytest.mark.slow
 def test_what_it_does_without(tmp_path: Path):
     """The command and its worker, as on a machine that has torch and little else: every part is imported, one
     runs."""
@@ -247,11 +250,13 @@ def test_what_it_does_without(tmp_path: Path):
     assert (tmp_path / "said").exists()
 
 
+@pytest.mark.slow
 def test_rows_by_name(toy: Toy):
     toy.run("good 1", "good 2", options=("--only", "2"))
     assert list(toy.statuses()) == ["good 2"]
 
 
+@pytest.mark.slow
 def test_nothing_to_measure_is_said_and_nothing_is_written(toy: Toy):
     done = toy.run("good 1", options=("--only", "best"))
     assert (done.returncode, toy.out.exists()) == (2, False)

@@ -67,6 +67,7 @@ def first(checkout: Path, logs: Path) -> subprocess.CompletedProcess[str]:
     return called(checkout, logs, "--only", "test_all", "--timeout", "2")
 
 
+@pytest.mark.slow
 def test_what_passes_plain_and_not_hooked_is_reported(first: subprocess.CompletedProcess[str]):
     done = first
     assert done.returncode == 1, done.stderr
@@ -77,6 +78,7 @@ def test_what_passes_plain_and_not_hooked_is_reported(first: subprocess.Complete
     assert "hooked test/unit/test_all.py: 1 crashed, 2 failed, 2 passed, 1 timeout" in done.stderr
 
 
+@pytest.mark.slow
 def test_known_differences_are_no_failure_when_they_fail_in_the_known_words(
         first: subprocess.CompletedProcess[str], checkout: Path, logs: Path):
     tests = [f"test/unit/test_all.py::{name}"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from sampler_case import Case, logits_of
-from selection_case import near_targets
+from selection_case import above, hard_rows, near_targets
 from tinygrad import Tensor, dtypes
 from tinygrad.helpers import Context
 
@@ -19,8 +19,9 @@ from tinygrad_nv.cpu.target import host
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.worker.sampler import count_tokens
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.patterns.sampling.named import chosen, largest, tallied
+from tinygrad_nv.patterns.sampling.named import chosen, chosen_part, largest, tallied
 from tinygrad_nv.runtime.cpu.program import load
+from tinygrad_nv.tile.sampling.reference import token_of
 from tinygrad_nv.tile.sampling.spec import NUMBERS, ChoiceSpec, CountSpec, FilterSpec, Number
 
 LEVELS = [each for each in (isa.PORTABLE, isa.AVX2, isa.AVX512) if not isa.why_not(each.level)]
@@ -138,6 +139,56 @@ def test_what_is_no_number_is_told(cut: int, draw: bool):
     assert out[0] == size
     numbers = numbers_of([SamplingParams()]) if draw else None
     with disabled(): assert chosen(Tensor(x), numbers, Tensor([0], dtype=dtypes.int32)).item() == size
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+@pytest.mark.parametrize("draw", [False, True])
+@pytest.mark.parametrize("cut", [1, 2])
+def test_parts_of_a_row_choose_as_the_whole_does(level: isa.ISA, draw: bool, cut: int):
+    """Of vocabulary parts; with pieces and without."""
+    size, part = (30000, 20008) if cut > 1 else (301, 104)
+    x, keys = hard_rows(size), []
+    numbers = np.stack([SamplingParams(seed=3 + i).numbers(3 + i) for i in range(len(x))])
+    places = np.arange(9, 9 + len(x), dtype=np.int32)
+
+    def chosen_by(own: np.ndarray, first: int | None) -> np.ndarray:
+        rows = []
+        for i, row in enumerate(own) if cut > 1 else [(slice(None), own)]:
+            spec = ChoiceSpec(1 if cut > 1 else len(own), own.shape[1], draw, first)
+            schedule = replace(choosing.default(spec, replace(host(), isa=level)), parts=cut)
+            out = np.zeros(spec.rows, np.int32 if first is None else np.uint64)
+            pieces = choosing.pieces(spec, schedule)
+            assert pieces == (2 if draw else 1) or cut == 1
+            between = np.zeros(2 * pieces, np.int32)
+            given = [np.atleast_2d(numbers[i]), np.atleast_1d(places[i])] if draw else []
+            load(choosing.build(spec, schedule))(between if pieces > 1 else out, row, *given)
+            if pieces > 1: load(choosing.merged(spec, schedule))(out, between)
+            rows.append(out)
+        return np.concatenate(rows)
+    for first in range(0, size, part):
+        own = x[:, first:first + part].copy()
+        keys.append(chosen_by(own, first))
+        if not draw: assert (keys[-1] >> np.uint64(32)).tolist() == above(own)
+    most = np.max(keys, 0)
+    tokens = np.where(most >> np.uint64(32) == 0xFFFFFFFF, size, ~most & np.uint64(0xFFFFFFFF))
+    assert tokens.tolist() == chosen_by(x, None).tolist()
+
+
+@pytest.mark.parametrize("draw", [False, True])
+def test_the_key_of_a_part_has_the_bits_of_its_body(draw: bool):
+    size, first = 300, 148
+    x = Tensor(hard_rows(size)[:, first:].copy()).realize()
+    params = [SamplingParams(seed=i << 40, temperature=0.7 * (i % 3)) for i in range(6)]
+    places = Tensor(list(range(6)), dtype=dtypes.int32).realize()
+    numbers = numbers_of(params) if draw else None
+
+    def results() -> list[object]: return [chosen_part(x, numbers, places, first).tolist(),
+                                           token_of(chosen_part(x, numbers, places, first), size).tolist()]
+    assert [k.template for k in explain(chosen_part(x, numbers, places, first)).kernels] == ["choice"]
+    ours = results()
+    with disabled(): assert results() == ours
+    with pytest.raises(SpecError, match="begins at element 3"): chosen_part(x, numbers, places, 3)
 
 
 def test_tokens_are_counted_in_place():

@@ -48,3 +48,22 @@ def near_targets(size: int, alike: bool, keys_tried: int = 8
     targets.append(np.float32(np.inf))
     kept = [np.where(keys >= selected(keys, weights, goal), x, np.float32(-np.inf)) for goal in targets]
     return x, weights, np.array(targets, np.float32), np.stack(kept)
+
+
+def above(x: np.ndarray) -> list[int]:
+    """The upper word of the key of the largest of each row (tile/sampling/spec.py)."""
+    best = np.where(x.max(1) == 0, np.float32(0), x.max(1))
+    return [int(each) for each in np.where(np.isnan(best), 0xFFFFFFFF, ordered(best))]
+
+
+def hard_rows(size: int) -> np.ndarray:
+    """Rows of logits whose largest is twice there, -0 before 0, NaN, -inf alone, and some below 0."""
+    x = np.random.default_rng(size).standard_normal((6, size)).astype(np.float32)
+    x[0, [size // 4, size - 9]] = 9
+    x[1] = -1
+    x[1, [13, size - 40]] = -0.0, 0.0
+    x[2, size - 2] = np.nan
+    x[3] = -np.inf
+    x[4] -= 20
+    x[5, :size // 2] = -np.inf
+    return x

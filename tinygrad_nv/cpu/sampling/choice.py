@@ -24,6 +24,7 @@ from tinygrad_nv.tile.sampling.spec import NUMBERS, ChoiceSpec, Number
 
 PART_ELEMENTS = 1 << 13     # fewer are done before another thread has begun
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_C_TYPE = {dtypes.int32: "s32", dtypes.uint64: "u64"}
 
 
 class CPUChoice(CPUSchedule):
@@ -44,12 +45,13 @@ def pieces(spec: ChoiceSpec, schedule: CPUChoice) -> int:
 
 
 def build(spec: ChoiceSpec, schedule: CPUChoice) -> CPUKernel:
-    """The kernel: tokens, or for each piece its largest number's bits and where that is; logits; numbers and
-    places of a draw."""
+    """The kernel: tokens, keys, or for each piece its largest number's bits and where that is; logits;
+    numbers and places of a draw."""
     cut, parts = pieces(spec, schedule), schedule.parts
+    start = f" + {spec.first // 2}" if spec.first else ""
     noise = f"""
       if (drawn && any_((x[0] != -__builtin_inff()) | (x[1] != -__builtin_inff()))) {{
-        vu a = (vu)((vi)(s32)(i / 2) + iota_()) + key[2], b = (vu)((u32)places[row] + key[0]);
+        vu a = (vu)((vi)(s32)(i / 2{start}) + iota_()) + key[2], b = (vu)((u32)places[row] + key[0]);
         {" ".join(_rounds(number) for number in range(5))}
         const vu bits[2] = {{lows(a, b), highs(a, b)}};
         UNROLLED for (int half = 0; half < 2; half++) {{
@@ -64,7 +66,7 @@ def build(spec: ChoiceSpec, schedule: CPUChoice) -> CPUKernel:
     const u32 key[3] = {{high, low ^ high ^ 0x1bd11bda, low}};
     const int drawn = number[{int(Number.temperature)}] > 0.f;"""
     if not spec.draw: seed = ""
-    stored = f"out[row] = nan ? {spec.size} : at;" if cut == 1 else \
+    stored = _stored(spec) if cut == 1 else \
         "out[2 * piece] = nan ? 0x7fc00000 : bits_(best); out[2 * piece + 1] = at;"
     body = f"""
   const s64 every = {spec.rows * cut}, steps = ({spec.size} + 2 * W - 1) / (2 * W);
@@ -94,7 +96,8 @@ def build(spec: ChoiceSpec, schedule: CPUChoice) -> CPUKernel:
     {stored}
   }}"""
     inputs = [("float", "logits"), *[("float", "numbers"), ("s32", "places")] * spec.draw]
-    return kernel(f"choice_{spec.rows}x{spec.size}", schedule.isa, body, [("s32", "out")], inputs,
+    out = _C_TYPE[spec.made] if cut == 1 else "s32"
+    return kernel(f"choice_{spec.rows}x{spec.size}", schedule.isa, body, [(out, "out")], inputs,
                   parts=parts, before=_BEFORE + _LOG + _interleaving(schedule.isa.lanes))
 
 
@@ -106,7 +109,7 @@ def whole(spec: ChoiceSpec, schedule: CPUChoice) -> CPUKernel | Chain:
 
 
 def merged(spec: ChoiceSpec, schedule: CPUChoice) -> CPUKernel:
-    """The kernel after that of several pieces: tokens; what that has found."""
+    """The kernel after that of several pieces: tokens or keys; what that has found."""
     cut = pieces(spec, schedule)
     body = f"""
   for (s64 row = 0; row < {spec.rows}; row++) {{
@@ -118,10 +121,16 @@ def merged(spec: ChoiceSpec, schedule: CPUChoice) -> CPUKernel:
       nan |= x != x;
       if (x > best) best = x, at = found[2 * piece + 1];
     }}
-    out[row] = nan ? {spec.size} : at;
+    {_stored(spec)}
   }}"""
-    return kernel(f"pieces_{spec.rows}x{cut}", schedule.isa, body, [("s32", "out")], [("s32", "pieces")],
-                  before=_BEFORE)
+    out = [(_C_TYPE[spec.made], "out")]
+    return kernel(f"pieces_{spec.rows}x{cut}", schedule.isa, body, out, [("s32", "pieces")], before=_BEFORE)
+
+
+def _stored(spec: ChoiceSpec) -> str:
+    """A row's result."""
+    if spec.first is None: return f"out[row] = nan ? {spec.size} : at;"
+    return f"out[row] = nan ? ~0ull : key_(best, (u32)at + {spec.first}u);"
 
 
 def _rounds(number: int) -> str:
@@ -143,6 +152,10 @@ _BEFORE = """
 INLINE int any_(vi x) { s32 all = 0; for (int i = 0; i < W; i++) all |= x[i]; return all != 0; }
 INLINE s32 bits_(float x) { union { float f; s32 i; } both = {x}; return both.i; }
 INLINE float float_(s32 x) { union { s32 i; float f; } both = {x}; return both.f; }
+INLINE u64 key_(float x, u32 at) {
+  const u32 bits = (u32)bits_(x == 0.f ? 0.f : x);
+  return (u64)(bits >> 31 ? ~bits : bits | 0x80000000u) << 32 | (u32)~at;
+}
 """
 _LOG = """
 INLINE vf minus_log(vf x) {

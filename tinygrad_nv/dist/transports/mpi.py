@@ -12,12 +12,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from tinygrad import dtypes
+from tinygrad.dtype import DType
+
 from tinygrad_nv.dist.ranks import Ranks
 from tinygrad_nv.dist.transports.library import TYPES, GroupStruct, library
 from tinygrad_nv.errors import DistError
 
 FUNCTIONS = ("MPI_Allreduce", "MPI_Reduce_scatter_block", "MPI_Allgather", "MPI_Alltoall", "MPI_Bcast",
              "MPI_Send", "MPI_Recv")
+MOST = (1 << 31) - 1    # that MPI counts
 COMM, STATUS_IGNORE, BYTE, FIRST_TYPE, FIRST_OP = 7, 8, 9, 16, 32
 # none for 16-bit floats, which csrc/mpi.c adds itself
 NAMES = ("FLOAT", "DOUBLE", "BYTE", "BYTE", "INT8_T", "UINT8_T", "INT16_T", "UINT16_T", "INT32_T", "UINT32_T",
@@ -52,6 +56,14 @@ def with_master(ranks: Ranks) -> Ranks:
         host = "127.0.0.1" if ranks.one_host else socket.gethostname()
         host, port = world.bcast((host, free.getsockname()[1]))
     return replace(ranks, master_addr=host, master_port=port)
+
+
+def check_size(kind: str, count: int, dtype: DType) -> None:
+    """Raises `DistError` for more than MPI's 31 bits count: elements where MPI adds, else bytes of a rank."""
+    adds = kind in ("all_reduce", "reduce_scatter") and dtype not in (dtypes.bfloat16, dtypes.float16)
+    if (size := count * (1 if adds else dtype.itemsize)) > MOST:
+        raise DistError(f"{kind} of {count} {dtype.name} by MPI, which counts {size} in a call",
+                        f"up to {MOST}", "send it in parts")
 
 
 def connect(struct: GroupStruct, members: Sequence[int]) -> Any:

@@ -1,15 +1,15 @@
 """Communicators of NCCL: one for a group of ranks and a device of this one.
 
-Protocol: `connect(driver, rank, members, share, timeout_s)` meets the other ranks, `share` carrying the
-unique id from the first of them. `Communicator.enqueue` puts one collective into a stream, `calls` gives the
-work of the driver interface that does so (runtime/library_call.py). Nothing of it waits for the device: what
-went wrong there is found by `check`, which the device calls when the host has waited for it, and which the
-watchdog may call at any time. After an error a communicator is of no use, `abort` ends what waits in its
-kernels, from another thread too.
+Protocol: `connect(driver, rank, members, share, timeout_s)` connects to the other ranks; `share` carries the
+unique id of the first rank to all. `Communicator.enqueue` puts one collective into a stream; `call` is the
+same as work of the driver interface (runtime/library_call.py). Neither waits for the device. `check` raises
+the errors that happened there: the device calls it when the host has waited for the device, and the watchdog
+may call it at any time. After an error a communicator cannot be used; `abort`, which any thread may call,
+ends its kernels that wait.
 
-NCCL does not look at what other ranks call: where they call something else it waits for ever, or mixes what
-has nothing to do with each other. `agree`, if it is set, compares what ranks call by another way before: each
-collective of a graph when the graph is made, an eager one the first time.
+NCCL does not compare the calls of ranks: if they differ it waits for ever, or mixes their data. If `agree` is
+set, it compares them before NCCL is called: each collective of a graph when the graph is made, an eager one
+the first time.
 
 Memory that a graph's collectives use is registered with NCCL for as long as the graph lives. NCCL carries no
 16-bit integers: these are sent as bytes, and not added.
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 from tinygrad import dtypes
 from tinygrad.dtype import DType
 
+from tinygrad_nv.dist.transports.library import moved_bytes
 from tinygrad_nv.dist.transports.nccl_api import (
     ALL_TO_ALL_VERSION,
     IN_PROGRESS,
@@ -64,6 +65,11 @@ class Order:
     peer: int = 0
     name: str = ""
 
+    @property
+    def nbytes(self) -> int:
+        """Of `count` elements."""
+        return self.count * self.dtype.itemsize
+
     def __str__(self) -> str:
         how = (f", {self.op}" if self.op != "sum" else "") + (f", rank {self.peer}" if self.peer else "")
         return f"{self.kind} of {self.name or 'a tensor'}, {self.count} {self.dtype.name}{how}"
@@ -98,7 +104,7 @@ def carried(order: Order) -> tuple[int, int]:
     if order.kind in REDUCTIONS or order.dtype not in (dtypes.int16, dtypes.uint16):
         raise DistError(f"{order.kind} of {order.dtype.name}", f"one of {', '.join(t.name for t in TYPES)}",
                         "cast before, and back after")
-    return TYPES[dtypes.uint8], order.count * order.dtype.itemsize
+    return TYPES[dtypes.uint8], order.nbytes
 
 
 class Communicator:
@@ -129,7 +135,6 @@ class Communicator:
         """Puts a collective into a stream. Addresses of what is not there are 0. Raises `DistError`."""
         kind, count = carried(order)
         self.begin(order)
-        width = order.count * order.dtype.itemsize
         if order.kind in REDUCTIONS:
             self._call(LINES[order.kind], order, given, out, count, kind, OPS[order.op], self.handle, stream)
         elif order.kind == "all_gather":
@@ -146,8 +151,8 @@ class Communicator:
             with self.grouped(str(order)):
                 for r in range(self.size):
                     args = count, kind, r, self.handle, stream
-                    self.nccl.call("ncclSend", given + r * width, *args, handle=self.handle)
-                    self.nccl.call("ncclRecv", out + r * width, *args, handle=self.handle)
+                    self.nccl.call("ncclSend", given + r * order.nbytes, *args, handle=self.handle)
+                    self.nccl.call("ncclRecv", out + r * order.nbytes, *args, handle=self.handle)
 
     def begin(self, order: Order) -> None:
         """A collective of this rank's device begins, of NCCL or of a kernel. Raises `DistError`."""
@@ -174,14 +179,11 @@ class Communicator:
     def call(self, order: Order, given: int, out: int) -> LibraryCall:
         """The work that a collective is on these addresses. A send makes a byte, by which it is found in the
         graph, and a recv does not look at what it is given."""
-        width, parts = order.count * order.dtype.itemsize, self.size
-        reads = width * (parts if order.kind in ("reduce_scatter", "all_to_all") else 1)
-        writes = width * (parts if order.kind in ("all_gather", "all_to_all") else 1)
-        if order.kind == "recv": reads = 0
-        if order.kind == "send": writes = 1
-        used = [(given, reads)] if reads else [], [(out, writes)] if order.kind != "send" else []
+        reads, writes = moved_bytes(order.kind, order.nbytes, self.size)
+        used = [(given, reads)] if reads else [], [(out, writes)] if writes else []
+        made = 1 if order.kind == "send" else writes
         return LibraryCall(
-            f"{order} among ranks {'-'.join(map(str, self.members))}", tuple(used[0]), ((out, writes),),
+            f"{order} among ranks {'-'.join(map(str, self.members))}", tuple(used[0]), ((out, made),),
             lambda stream: self.enqueue(order, given, out, stream),
             lambda: self._held(order, (*used[0], *used[1])),
             lambda event, replay: self.note(order, event, replay))
@@ -236,8 +238,8 @@ class Communicator:
         """Ends what waits in its kernels, from another thread too."""
         with self.lock:
             if self.aborted: return
-            self.aborted = True
-        if why is not None: self.why = why
+            # in this order: who sees the second raises the first
+            self.why, self.aborted = why or self.why, True
         self.nccl.call("ncclCommAbort", self.handle)
 
     def close(self) -> None:
@@ -299,10 +301,10 @@ class grouped:
             for each in self.communicators: each._finish(self.doing)
 
 
-Share = Callable[[bytes], bytes]    # (what the first rank says) -> the same on every rank
+BroadcastBytes = Callable[[bytes], bytes]   # (those of the first rank) -> the same on every rank
 
 
-def connect(driver: Driver, rank: int, members: Sequence[int], share: Share,
+def connect(driver: Driver, rank: int, members: Sequence[int], share: BroadcastBytes,
             timeout_s: float) -> Communicator:
     """This rank's communicator over the device of `driver`, once all ranks have come. Raises `DistError`."""
     nccl = library(driver)

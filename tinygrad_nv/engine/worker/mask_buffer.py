@@ -9,14 +9,16 @@ from tinygrad_nv.engine.worker.input_buffer import InputBuffer, InputField
 
 
 class MaskBuffer:
-    """Token masks of samples, allocated on the device with the first batch that has one."""
+    """Token masks of samples, allocated on the device with the first batch that has one: the words of a mask
+    that have `tokens`."""
 
-    def __init__(self, device: str, samples: int, vocab_size: int) -> None:
-        self.device, self.samples, self.words = device, samples, -(-vocab_size // 32)
+    def __init__(self, device: str, samples: int, tokens: range) -> None:
+        self.device, self.samples, self.first = device, samples, tokens.start // 32
+        self.words = -(-tokens.stop // 32) - self.first
         self.buffer: InputBuffer | None = None
 
     def tensors(self, samples: int) -> dict[str, Tensor]:
-        """uint32 [samples, ⌈vocab / 32⌉]."""
+        """uint32 [samples, words]."""
         return self._open().tensors([InputField("masks", (samples, self.words), 0)], dtypes.uint32)
 
     def send(self, batch: SchedulerOutput, samples: int) -> None:
@@ -26,7 +28,10 @@ class MaskBuffer:
         given = [sample.mask for seq in batch.seqs for sample in seq.samples]
         for i in range(samples):
             mask = given[i] if i < len(given) else None
-            into[i] = 0xFFFFFFFF if mask is None else mask
+            if mask is None: into[i] = 0xFFFFFFFF
+            else:
+                own = mask[self.first:self.first + self.words]
+                into[i, :len(own)] = own    # what follows is beyond the vocabulary
         buffer.send(samples * self.words)
 
     def _open(self) -> InputBuffer:

@@ -43,20 +43,14 @@ from tinygrad_nv.engine.worker.input_buffer import (
     write_batch,
 )
 from tinygrad_nv.engine.worker.kv_cache_dtype import cache_scales, require_scales, resolve_kv_cache_dtype
+from tinygrad_nv.engine.worker.logit_rows import LogitRows, Rows
 from tinygrad_nv.engine.worker.mask_buffer import MaskBuffer
-from tinygrad_nv.engine.worker.output_buffer import OutputBuffer
-from tinygrad_nv.engine.worker.sampler import SamplerState, count_tokens, next_tokens
+from tinygrad_nv.engine.worker.output_buffer import NO_SAMPLES, OutputBuffer
+from tinygrad_nv.engine.worker.sampler import SamplerState
+from tinygrad_nv.engine.worker.sampler_steps import SamplerSteps
 from tinygrad_nv.engine.worker.slot_filters import SlotFilters
 from tinygrad_nv.engine.worker.step_store import StepStore, named_buffers
-from tinygrad_nv.engine.worker.warm_up import (
-    FILTER_SETS,
-    GENERAL_FILTERS,
-    Job,
-    Progress,
-    WarmUp,
-    default_jobs,
-    with_samplers,
-)
+from tinygrad_nv.engine.worker.warm_up import Job, Progress, WarmUp, default_jobs, with_samplers
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.kvcache.groups import CacheGroups, one_group
 from tinygrad_nv.kvcache.store import PageStore
@@ -117,9 +111,20 @@ class ModelRunner:
         self.max_shape = self._max_shape(max_batched_tokens)
         self.input_buffer = InputBuffer(self.device, self._layout(self.max_shape).num_words)
         with labelled(ACTIVATIONS):
-            self.output_buffer = OutputBuffer(self.device, self.max_shape.samples, self.vocab_size)
-            self.sampler_state = SamplerState(max_seqs, self.vocab_size, self.device)
-        self.masks = MaskBuffer(self.device, self.max_shape.samples, self.vocab_size)
+            # where ranks have parts of the vocabulary
+            self.parts = None if model.parallel is None else model.parallel.parts
+            # stages of a pipeline but the last have no logits, and hear of tokens from the host of rank 0
+            self.samples_tokens = model.parallel is None or model.parallel.last
+            samples, tokens = self.max_shape.samples, range(self.vocab_size)
+            if self.parts is not None: tokens = self.parts.tokens
+            answers = model.parallel is None or followers is not None
+            self.output_buffer = OutputBuffer(self.device, samples, self.vocab_size, len(tokens), answers)
+            self.sampler_state = SamplerState(max_seqs, self.vocab_size, self.device, tokens)
+        self.masks = MaskBuffer(self.device, samples, tokens)
+        self.logit_rows: LogitRows | None = None
+        if self.parts is not None and model.parallel is not None and model.parallel.last:
+            self.logit_rows = LogitRows(self.device, samples, self.parts, self.output_buffer.logits,
+                                        self._capture)
         self.slot_filters = SlotFilters(max_seqs)
         facts = (identity, model.config, model.dtype, model.int8_inputs, model.rope_rows, pages, page_size,
                  max_seqs, self.max_len, self.max_shape, self.groups, dtype)
@@ -130,7 +135,10 @@ class ModelRunner:
         self.step_store = None
         if identity: self.step_store = StepStore.open(self.facts, self.device, self._buffers, directory)
         self.steps: dict[BatchShape, tuple[InputLayout, CapturedStep]] = {}
-        self.samplers: dict[tuple[int, Filters], CapturedStep] = {}
+        self.sampler_steps = SamplerSteps(
+            self.sampler_state, self.masks, self.output_buffer, model.parallel, self._sampler_inputs,
+            lambda job, sample: self._capture(self.job_name(job), sample))
+        self.samplers = self.sampler_steps.steps
         self.uncaptured: Counter[BatchShape] = Counter()   # uses of shapes that are not captured
         self.warm = False       # after `warm_up` only captured shapes and samplers run
         self.ahead: WarmUp | None = None
@@ -181,7 +189,7 @@ class ModelRunner:
         `progress(done, total)` for each. `later`: only what has room for every batch, and `follow` the rest
         (warm_up.py)."""
         if self.followers is not None: return self._warm_up_all(progress, shapes)
-        first, others = self.jobs if shapes is None else (with_samplers(shapes), [])
+        first, others = self.jobs if shapes is None else (with_samplers(shapes, self.parts is not None), [])
         self.ahead = WarmUp(self, first, others) if later else WarmUp(self, [*first, *others], [])
         self.ahead(progress)
         self.warm = shapes is None
@@ -225,7 +233,7 @@ class ModelRunner:
     def jobs(self) -> tuple[list[Job], list[Job]]:
         """Steps and samplers that are captured ahead."""
         return default_jobs(self.max_seqs, self.max_batched_tokens, self.max_shape, self.verifies,
-                            self.adapters is not None)
+                            self.adapters is not None, self.parts is not None)
 
     def discard_cache(self) -> None:
         """Gives the memory of the KV cache back, after what was launched."""
@@ -239,6 +247,7 @@ class ModelRunner:
         if self.shares: self.run_now(lambda: None)
         else: self.thread.shutdown()
         for each in (self.output_buffer, self.input_buffer, self.masks, self.store): each.close()
+        if self.logit_rows is not None: self.logit_rows.close()
 
     # **** on the runner's thread ****
 
@@ -261,7 +270,9 @@ class ModelRunner:
                 raise failed
             with labelled(ACTIVATIONS):
                 self.store.copy(batch.copies)
-                self.output_buffer.deliver(batch, self._run(batch, filters) if batch.seqs else 0, done)
+                samples, gathered = self._run(batch, filters) if batch.seqs else (0, None)
+                if self.samples_tokens: self.output_buffer.deliver(batch, samples, done, gathered)
+                else: done.set_result(NO_SAMPLES)
         except BaseException as error: done.set_exception(self._failure(error))
 
     def _failure(self, error: BaseException) -> BaseException:
@@ -269,19 +280,21 @@ class ModelRunner:
         if (parallel := self.model.parallel) is None: return error
         return parallel.failure(error)
 
-    def _run(self, batch: SchedulerOutput, filters: Filters) -> int:
-        """Queues a step. Returns the number of samples of its shape."""
+    def _run(self, batch: SchedulerOutput, filters: Filters) -> tuple[int, Buffer | None]:
+        """Queues a step. Returns the number of samples of its shape, and rows of logits that were
+        gathered."""
         shape = self._choose_shape(BatchShape.of(batch))
-        if self.warm: filters = next((each for each in FILTER_SETS if each | filters == each
-                                      and (shape.samples, each) in self.samplers), filters)
+        if self.warm: filters = self.sampler_steps.serving(filters, shape.samples)
+        gathered = None
         layout, step = self._step(shape)
         with span(f"step {shape}"):
             self._send(batch, layout)
-            if filters.mask: self.masks.send(batch, shape.samples)
+            if filters.mask and self.samples_tokens: self.masks.send(batch, shape.samples)
             step()
-            if batch.num_samples: self._sampler(shape.samples, filters)()
+            if self.logit_rows is not None: gathered = self.logit_rows.of(batch, shape.samples)
+            if batch.num_samples and self.samples_tokens: self.sampler_steps.step(shape.samples, filters)()
             if (parallel := self.model.parallel) is not None: parallel.check()
-        return shape.samples
+        return shape.samples, gathered
 
     def _send(self, batch: SchedulerOutput, layout: InputLayout) -> None:
         write_batch(self.input_buffer.open(), layout, batch, self.tables, self.output_buffer.last_token)
@@ -302,11 +315,16 @@ class ModelRunner:
     def prepare(self, job: Job) -> None:
         """Captures a step or a sampler, or reads it, and loads its kernels. A GPU also runs it, as its driver
         loads them then."""
+        if not isinstance(job, BatchShape) and not self.samples_tokens: return
         runs = isinstance(Device[self.device], NVDevice)
         # in a fork, the CPU's inputs are those of the process that serves: they are left as they are
         if isinstance(job, tuple):
-            made = self._sampler(*job)
+            made = self.sampler_steps.step(*job)
             if runs and job[1].mask: self.masks.send(SchedulerOutput(()), job[0])
+        elif isinstance(job, Rows):
+            assert self.logit_rows is not None
+            made = self.logit_rows.step(job)
+            if runs: self.logit_rows.send([], job.count)
         else:
             layout, made = self._step(job)
             if runs: self._send(SchedulerOutput(()), layout)
@@ -315,7 +333,8 @@ class ModelRunner:
             if runs: made()
         except BaseException:   # no batch shall choose it
             if isinstance(job, tuple): del self.samplers[job]
-            else: del self.steps[job]
+            elif isinstance(job, BatchShape): del self.steps[job]
+            elif self.logit_rows is not None: del self.logit_rows.steps[job]
             raise
 
     def forget_freed(self) -> None:
@@ -326,11 +345,12 @@ class ModelRunner:
     def job_name(self, job: Job) -> str:
         """The name of a step or a sampler in the store."""
         if isinstance(job, tuple): return f"sampler {job[0]} {job[1]}"
+        if isinstance(job, Rows): return str(job)
         return f"step {job}, {job.direct}"
 
     def samples(self, samples: int) -> bool:
         """Whether there are samplers for all filters of so many samples."""
-        return all((samples, filters) in self.samplers for filters in GENERAL_FILTERS)
+        return self.sampler_steps.serve_all(samples)
 
     def _step(self, shape: BatchShape) -> tuple[InputLayout, CapturedStep]:
         if shape not in self.steps:
@@ -348,16 +368,9 @@ class ModelRunner:
         return InputLayout(shape, self.entries, len(self.groups.windows),
                            0 if self.adapters is None else self.adapters.slots)
 
-    def _sampler(self, samples: int, filters: Filters) -> CapturedStep:
-        if (samples, filters) not in self.samplers:
-            fields = self._layout(BatchShape(samples, 0, samples, True)).fields[:len(SAMPLER)]
-            inputs = self.input_buffer.tensors(fields)
-            self.output_buffer.logits(samples)
-            if filters.mask: inputs |= self.masks.tensors(samples)
-            self.sampler_state.allocate(filters)
-            self.samplers[samples, filters] = self._capture(self.job_name((samples, filters)),
-                                                            lambda: self._sample(samples, filters, inputs))
-        return self.samplers[samples, filters]
+    def _sampler_inputs(self, samples: int) -> dict[str, Tensor]:
+        fields = self._layout(BatchShape(samples, 0, samples, True)).fields[:len(SAMPLER)]
+        return self.input_buffer.tensors(fields)
 
     def _compute(self, shape: BatchShape, inputs: dict[str, Tensor]) -> None:
         tokens = inputs["tokens"]
@@ -382,25 +395,14 @@ class ModelRunner:
         if shape.groups: made.append(SequenceGroup(GROUP, table("group"), inputs["group_lengths"]))
         return PagedBatch(tuple(made), self.model.rope_tables)
 
-    def _sample(self, samples: int, filters: Filters, inputs: dict[str, Tensor]) -> None:
-        slots, parallel = inputs["slots"], self.model.parallel
-        with layer("sampler"):
-            if parallel is None or parallel.last:
-                tokens = next_tokens(self.output_buffer.logits(samples), filters, self.sampler_state, slots,
-                                     inputs["positions"], inputs.get("masks"))
-            else: tokens = self.output_buffer.tokens(samples)   # the stage that has logits sends them
-            if parallel is not None: tokens = parallel.agreed(tokens)
-            made = [self.output_buffer.tokens(samples).assign(tokens)]
-            if filters.penalty: made.append(count_tokens(self.sampler_state, slots, tokens))
-        Tensor.realize(*made)
-
     def _capture(self, name: str, step: Callable[[], None]) -> CapturedStep:
         return CapturedStep(step, lambda: self.sampler_state.written, self.device, self.step_store, name)
 
     def _buffers(self) -> dict[str, Buffer]:
         """The memory that outlives steps, by name."""
         masks = {} if self.masks.buffer is None else {"masks": self.masks.buffer.region}
-        found = {**self._weights_and_pages, **named_buffers(state=self.sampler_state, **masks,
+        rows = {} if self.logit_rows is None else self.logit_rows.memory()
+        found = {**self._weights_and_pages, **named_buffers(state=self.sampler_state, **masks, **rows,
                                                             **self.output_buffer.memory())}
         if (parallel := self.model.parallel) is None: return found
         from tinygrad_nv.engine.worker.descriptors import Named

@@ -1,11 +1,12 @@
 """Logits and sampled tokens on the device, and their copy to the host.
 
-Protocol: `OutputBuffer` owns the logits of the sampled positions, float32 [samples, vocab], and the sampled
+Protocol: `OutputBuffer` owns the logits of the sampled positions, float32 [samples, width], and the sampled
 tokens, int32 [samples]. Each step with samples overwrites them. `deliver` queues the copies that a batch asks
 for behind its step, and sets a future's result: tokens, and log probabilities for samples that request them
 (of the sampled token, or of the sample's target), from the unfiltered logits, in float64. On a device with a
 driver the copies go to page-locked memory, and a reader thread waits for them, so that the next step can be
-launched meanwhile.
+launched meanwhile. Where ranks have parts of the vocabulary, log probabilities are of gathered rows
+(logit_rows.py), and only the rank that answers requests computes them.
 
 `last_token(slot)` is the token that a slot sampled last, for a sequence that starts with it: if the previous
 step sampled it, its number on the device as −1 − number; else the token itself, which the host knows.
@@ -30,13 +31,15 @@ from tinygrad_nv.runtime.memory import write
 
 # sample numbers, how many log probabilities each requests, and the token if it is not the sampled one
 LogprobRequests = list[tuple[int, int, int | None]]
+NO_SAMPLES = SamplerOutput(np.empty(0, np.int32))     # of a rank that has no logits
 
 
 class OutputBuffer:
-    """Capacity: `samples` samples of a vocabulary."""
+    """Capacity: `samples` samples of a vocabulary, of which logits are of `width` tokens. `answers`: the host
+    wants log probabilities."""
 
-    def __init__(self, device: str, samples: int, vocab_size: int) -> None:
-        self.device, self.vocab_size = device, vocab_size
+    def __init__(self, device: str, samples: int, vocab_size: int, width: int, answers: bool = True) -> None:
+        self.device, self.vocab_size, self.width, self.answers = device, vocab_size, width, answers
         self._logits: dict[int, Buffer] = {}    # by number of samples, since most steps have few
         self._tokens = region(device, 4 * samples)
         # the first step gathers from them, also where it takes nothing
@@ -51,12 +54,12 @@ class OutputBuffer:
     def logits(self, samples: int) -> Tensor:
         """The logits of a step with `samples` samples."""
         if samples not in self._logits:
-            self._logits[samples] = region(self.device, 4 * samples * self.vocab_size)
-        return _view(self._logits[samples], (samples, self.vocab_size), dtypes.float32)
+            self._logits[samples] = region(self.device, 4 * samples * self.width)
+        return view(self._logits[samples], (samples, self.width), dtypes.float32)
 
     def tokens(self, samples: int) -> Tensor:
         """The first sampled tokens."""
-        return _view(self._tokens, (samples,), dtypes.int32)
+        return view(self._tokens, (samples,), dtypes.int32)
 
     def memory(self) -> dict[str, Buffer]:
         """The regions on the device, by name."""
@@ -71,37 +74,41 @@ class OutputBuffer:
         """Gives a slot the last token of another."""
         if source in self._last: self._last[slot] = self._last[source]
 
-    def deliver(self, batch: SchedulerOutput, size: int, done: Future[SamplerOutput]) -> None:
+    def deliver(self, batch: SchedulerOutput, size: int, done: Future[SamplerOutput],
+                gathered: Buffer | None = None) -> None:
         """Sets the result of `done` to the tokens of the step just launched, whose shape has `size` samples.
-        """
+        `gathered` has whole rows of the samples that request log probabilities."""
         samples = [sample for seq in batch.seqs for sample in seq.samples]
         if samples: self._newest = done
         for number, sample in enumerate(samples):
             if sample.slot >= 0: self._last[sample.slot] = done, number
         count = len(samples)
         wanted = [(i, each.logprobs, each.target) for i, each in enumerate(samples)
-                  if each.logprobs is not None]
+                  if each.logprobs is not None and self.answers]
+        source, at = (self._logits.get(size), [i for i, _, _ in wanted]) if gathered is None else \
+            (gathered, list(range(len(wanted))))
         opened = Device[self.device]
         if isinstance(opened, NVDevice):
-            self._download(opened, count, size, wanted, done)
+            self._download(opened, count, source, at, wanted, done)
             return
         opened.synchronize()
         tokens = _words(self._tokens, np.int32)[:count].copy()
         if not wanted:
             done.set_result(SamplerOutput(tokens))
             return
-        rows = _words(self._logits[size], np.float32).reshape(-1, self.vocab_size)[[i for i, _, _ in wanted]]
+        assert source is not None
+        rows = _words(source, np.float32).reshape(-1, self.vocab_size)[at]
         self._reader.submit(_finalize, done, tokens, rows, wanted)
 
-    def _download(self, opened: NVDevice, count: int, size: int, wanted: LogprobRequests,
-                  done: Future[SamplerOutput]) -> None:
+    def _download(self, opened: NVDevice, count: int, source: Buffer | None, at: list[int],
+                  wanted: LogprobRequests, done: Future[SamplerOutput]) -> None:
         driver, row_bytes = opened.driver, 4 * self.vocab_size
         first = -(-4 * max(1, count) // 256) * 256
         host, event = self._host_memory(opened, first + len(wanted) * row_bytes)
         if count: driver.submit(Download(host, 0, self._tokens._buf, 4 * count))
-        for k, (i, _, _) in enumerate(wanted):
-            source = self._logits[size]._buf + i * row_bytes
-            driver.submit(Download(host, first + k * row_bytes, source, row_bytes))
+        for k, i in enumerate(at):
+            assert source is not None
+            driver.submit(Download(host, first + k * row_bytes, source._buf + i * row_bytes, row_bytes))
         driver.record(event)
 
         def read() -> None:
@@ -158,7 +165,8 @@ def logprobs(logits: np.ndarray, token: int, num_logprobs: int) -> Logprobs:
     return Logprobs(float(exact[token]), rank, tuple((i, float(exact[i])) for i in order))
 
 
-def _view(memory: Buffer, shape: tuple[int, ...], dtype: Any) -> Tensor:
+def view(memory: Buffer, shape: tuple[int, ...], dtype: Any) -> Tensor:
+    """The first elements of a region."""
     return Tensor(UOp.from_buffer(memory.view(int(np.prod(shape)), dtype, 0)).reshape(shape))
 
 

@@ -24,12 +24,13 @@ from tinygrad.helpers import PARALLEL, Context
 from tinygrad_nv.engine.sampling import Filters
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, max_prompt_logits
 from tinygrad_nv.engine.worker.input_buffer import BatchShape, next_power_of_two
+from tinygrad_nv.engine.worker.logit_rows import Rows, gathers
 from tinygrad_nv.engine.worker.step_process import CapturedJob, NumberQueue, StepProcess
 from tinygrad_nv.engine.worker.step_store import StepStore
 from tinygrad_nv.runtime.programs import count_elsewhere, programs_compiled
 
-# a step; or a sampler, by its number of samples and its filters
-Job = BatchShape | tuple[int, Filters]
+# a step; a gather of rows; or a sampler, by its number of samples and its filters
+Job = BatchShape | Rows | tuple[int, Filters]
 Progress = Callable[[int, int], None]
 T = TypeVar("T")
 
@@ -52,10 +53,12 @@ class Runner(Protocol):
 FILTER_SETS = (Filters(), Filters(draw=True), Filters(draw=True, top_k=True, top_p=True),
           Filters(**dict.fromkeys((each.name for each in fields(Filters)), True)))
 GENERAL_FILTERS = (FILTER_SETS[0], FILTER_SETS[-1])     # these serve every batch
+# where ranks have parts of the vocabulary, one also has all that need no whole row
+PART_FILTER_SETS = (*FILTER_SETS[:2], replace(FILTER_SETS[-1], top_k=False, top_p=False), *FILTER_SETS[2:])
 
 
 def default_jobs(max_seqs: int, max_batched_tokens: int, largest: BatchShape, verifies: bool,
-                 adapters: bool) -> tuple[list[Job], list[Job]]:
+                 adapters: bool, parts: bool = False) -> tuple[list[Job], list[Job]]:
     """What every load needs. The first have room for every batch: decodes of one sequence and of all, a short
     prompt beside a few decodes, and the largest step. The others are decodes of each power of two, prompt
     chunks alone, and prompt chunks beside few and many decodes, of sizes that also serve those between."""
@@ -79,13 +82,17 @@ def default_jobs(max_seqs: int, max_batched_tokens: int, largest: BatchShape, ve
     sizes = dict.fromkeys(each.samples for each in first)
     # the longest first
     before: list[Job] = [*first, *((size, each) for size in sizes for each in GENERAL_FILTERS)]
-    return before, [job for job in with_samplers([*first, *others]) if job not in before]
+    if parts: before += [job for size in sizes for job in gathers(size)]
+    return before, [job for job in with_samplers([*first, *others], parts) if job not in before]
 
 
-def with_samplers(shapes: Iterable[BatchShape]) -> list[Job]:
-    """Steps, each behind its samplers."""
+def with_samplers(shapes: Iterable[BatchShape], parts: bool = False) -> list[Job]:
+    """Steps, each behind its samplers, and its gathers where ranks have `parts` of the vocabulary."""
     jobs: dict[Job, None] = {}
-    for shape in shapes: jobs |= dict.fromkeys((*((shape.samples, each) for each in FILTER_SETS), shape))
+    for shape in shapes:
+        jobs |= dict.fromkeys((shape.samples, each) for each in (PART_FILTER_SETS if parts else FILTER_SETS))
+        if parts: jobs |= dict.fromkeys(gathers(shape.samples))
+        jobs[shape] = None
     return list(jobs)
 
 

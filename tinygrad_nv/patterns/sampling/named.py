@@ -1,8 +1,8 @@
 """Parts of a sampler as named functions, with the references of tile/sampling/reference.py, and kernels.
 
-Protocol: `largest`, `chosen` and `tallied` are what the sampler calls; tile/sampling/spec.py says what they
-compute. What is kept is the same by body and kernel, bit by bit, whatever the processor; noise has them where
-the compiler contracts products and sums alike, as it does for one processor.
+Protocol: `largest`, `chosen`, `chosen_part` and `tallied` are what the sampler calls; tile/sampling/spec.py
+says what they compute. What is kept is the same by body and kernel, bit by bit, whatever the processor; noise
+has them where the compiler contracts products and sums alike, as it does for one processor.
 """
 from __future__ import annotations
 
@@ -35,9 +35,19 @@ def chosen(logits: Tensor, numbers: Tensor | None, places: Tensor) -> Tensor:
     """int32 [R]: the index of the largest of each row of float32 logits [R, V] after noise, a function of the
     seed in the row's float32 `numbers` [R, NUMBERS], its int place [R] and the index alone; V where there is
     NaN. Rows without a temperature have no noise; none has without `numbers`."""
+    return _chosen(logits, numbers, places, None)
+
+
+def chosen_part(logits: Tensor, numbers: Tensor | None, places: Tensor, first: int) -> Tensor:
+    """The same of a part of rows, of their elements from `first` on: keys, uint64 [R]. Those of all parts
+    have the token: `token_of(largest key, V)`."""
+    return _chosen(logits, numbers, places, first)
+
+
+def _chosen(logits: Tensor, numbers: Tensor | None, places: Tensor, first: int | None) -> Tensor:
     R, V = map(int, logits.shape)
     others = [] if numbers is None else [numbers, places.cast(dtypes.int32)]
-    return call(ChoiceSpec(R, V, numbers is not None), choice, logits, *others)[0]
+    return call(ChoiceSpec(R, V, numbers is not None, first), choice, logits, *others)[0]
 
 
 # **** counts ****
@@ -59,7 +69,7 @@ def _filter(spec: FilterSpec, target: Target, *arguments: UOp) -> tuple[UOp, ...
 
 def _choice(spec: ChoiceSpec, target: Target, *arguments: UOp) -> tuple[UOp, ...]:
     """A choice by a kernel, or by two where a row is chosen from in pieces."""
-    return _called(spec, target, program.Output((spec.rows,), dtypes.int32), arguments)
+    return _called(spec, target, program.Output((spec.rows,), spec.made), arguments)
 
 
 def _count(spec: CountSpec, target: Target, counts: UOp, *arguments: UOp) -> tuple[UOp, ...]:

@@ -64,8 +64,13 @@ def default(spec: AllReduceSpec, gpu: GPU) -> AllReduceSchedule:
     return candidates(spec, choose(spec.world, spec.nbytes) or TwoShot)[0]
 
 
+def share(kind: type[AllReduceSchedule], world: int) -> float:
+    """Bytes that come in from peers, of each byte of a message."""
+    shares = {OneShot: world - 1, TwoShot: 2 * (world - 1) / world, Multimem: 2 / world}
+    return shares[kind]
+
+
 def cost(spec: AllReduceSpec, s: Any, gpu: GPU) -> Estimate:
     """Latency and bytes that come in from peers."""
-    share = {OneShot: spec.world - 1, TwoShot: 2 * (spec.world - 1) / spec.world,
-             Multimem: 2 / spec.world}[type(s)]
-    return Estimate(LATENCY[type(s)] + spec.nbytes * share / RATE[type(s)])
+    kind = type(s)
+    return Estimate(LATENCY[kind] + spec.nbytes * share(kind, spec.world) / RATE[kind])

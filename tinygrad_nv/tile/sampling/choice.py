@@ -5,7 +5,7 @@
         y = x + noise, unless the row has no temperature or all of the vector are -inf
         best = max(best, y in the order of numbers; of NaN all bits), and its index, the first of equals
         of the CTA: (best, complement of the index), shuffles, then through shared memory
-        the token, or the piece's best
+        the token, the key of a part, or the piece's best
     a second kernel, where rows are cut in pieces: the best of them, a warp for each row
 
 Noise is of the multiplications and additions of Threefry, a logarithm that is exact to some units in the last
@@ -41,22 +41,22 @@ def pieces(spec: ChoiceSpec) -> int:
 
 def choice(spec: ChoiceSpec, schedule: Schedule, gpu: GPU) -> TileKernel | Chain:
     """The kernel of a choice, or both where rows are cut in pieces. Parameters in this order: out, int32
-    [rows]; logits; numbers and places, of a draw."""
+    [rows], or uint64 [rows]; logits; numbers and places, of a draw."""
     made, cut = first(spec, gpu.arch), pieces(spec)
     if cut == 1: return made
     return Chain(made, merged(spec, gpu.arch), Scratch(dtypes.uint64, cut * spec.rows))
 
 
 def first(spec: ChoiceSpec, arch: str) -> TileKernel:
-    """The kernel of a choice, or of its pieces. Parameters in this order: out, int32 [rows], or uint64 [rows,
-    pieces]; logits; numbers and places, of a draw."""
+    """The kernel of a choice, or of its pieces. Parameters in this order: out, [rows] of the choice, or
+    uint64 [rows, pieces]; logits; numbers and places, of a draw."""
     kb = Kernel("choice", arch=arch, threads=THREADS)
     _write(kb, spec)
     return TileKernel(kb.name, kb.ptx(), (pieces(spec), spec.rows, 1), THREADS, pdl=kb.hopper)
 
 
 def merged(spec: ChoiceSpec, arch: str) -> TileKernel:
-    """The second kernel. Parameters in this order: out, int32 [rows]; what the first has found."""
+    """The second kernel. Parameters in this order: out, [rows] of the choice; what the first has found."""
     kb = Kernel("pieces", arch=arch, threads=32)
     out, found, cut = kb.pointer("out"), kb.pointer("found"), pieces(spec)
     _begun(kb)
@@ -68,8 +68,9 @@ def merged(spec: ChoiceSpec, arch: str) -> TileKernel:
         kb.emit("ld.global.u64", piece, at.at(256 * i), guard=inside)
     best = each[0]
     for piece in each[1:]: kb.emit("max.u64", best, best, piece)
-    best = _largest(kb, best, 32)
-    kb.emit("st.global.u32", advanced(kb, out, row, 4).at(), _token(kb, spec, best), guard=lane == 0)
+    made = _made(kb, spec, _largest(kb, best, 32))
+    at = advanced(kb, out, row, spec.made.itemsize)
+    kb.emit(f"st.global.{made.kind}", at.at(), made, guard=lane == 0)
     return TileKernel(kb.name, kb.ptx(), (spec.rows, 1, 1), 32, pdl=kb.hopper)
 
 
@@ -83,7 +84,8 @@ def _begun(kb: Kernel) -> None:
 def _write(kb: Kernel, spec: ChoiceSpec) -> None:
     cut = pieces(spec)
     out, logits = kb.pointer("out"), kb.pointer("logits")
-    noise = _Noise(kb, kb.pointer("numbers"), kb.pointer("places")) if spec.draw else None
+    noise = None
+    if spec.draw: noise = _Noise(kb, kb.pointer("numbers"), kb.pointer("places"), (spec.first or 0) // 2)
     wide = WIDE if spec.size % WIDE == 0 else 1     # vectors are aligned and whole
     span = -(-spec.size // (cut * THREADS * wide)) * THREADS * wide
     row, start = kb.ctaid.y, kb.ctaid.x * span
@@ -117,9 +119,9 @@ def _write(kb: Kernel, spec: ChoiceSpec) -> None:
         lanes = THREADS // 32
         best = kb.ld("shared", "u64", warps.address((kb.tid.x & (lanes - 1)) * 8).at())[0]
         best = _largest(kb, best, lanes)
-        at = advanced(kb, out, row, 4) if cut == 1 else advanced(kb, out, row * cut + kb.ctaid.x, 8)
-        made = _token(kb, spec, best) if cut == 1 else best
-        kb.emit(f"st.global.{made.kind}", at.at(), made, guard=kb.tid.x == 0)
+        at, width = (row, spec.made.itemsize) if cut == 1 else (row * cut + kb.ctaid.x, 8)
+        made = _made(kb, spec, best) if cut == 1 else best
+        kb.emit(f"st.global.{made.kind}", advanced(kb, out, at, width).at(), made, guard=kb.tid.x == 0)
 
 
 def _key(kb: Kernel, y: Value) -> Value:
@@ -132,11 +134,15 @@ def _key(kb: Kernel, y: Value) -> Value:
     return kb.select(nan, 0xFFFFFFFF, ordered(kb, bits), "u32")
 
 
-def _token(kb: Kernel, spec: ChoiceSpec, best: Value) -> Value:
-    """The index of a rank."""
+def _made(kb: Kernel, spec: ChoiceSpec, best: Value) -> Value:
+    """The token of the best, or its key in the whole row."""
     low, high = kb.regs("u32", 2)
     kb.emit("mov.b64", [low, high], best)
-    return kb.select(high == 0xFFFFFFFF, spec.size, ~low, "u32")
+    nan = high == 0xFFFFFFFF
+    if spec.first is None: return kb.select(nan, spec.size, ~low, "u32")
+    key = kb.reg("u64")
+    kb.emit("mov.b64", key, [kb.select(nan, 0xFFFFFFFF, low - spec.first, "u32"), high])
+    return key
 
 
 def _largest(kb: Kernel, value: Value, lanes: int) -> Value:
@@ -155,10 +161,10 @@ def _largest(kb: Kernel, value: Value, lanes: int) -> Value:
 
 
 class _Noise:
-    """A row's noise."""
+    """A row's noise, from its pair `start` of elements on."""
 
-    def __init__(self, kb: Kernel, numbers: Value, places: Value) -> None:
-        self.kb, self.numbers, self.places = kb, numbers, places
+    def __init__(self, kb: Kernel, numbers: Value, places: Value, start: int) -> None:
+        self.kb, self.numbers, self.places, self.start = kb, numbers, places, start
 
     def of_row(self, row: Value) -> None:
         """The key, the place, and whether there is noise at all."""
@@ -178,8 +184,8 @@ class _Noise:
 
     def words(self, first: Value, pair: int) -> tuple[Value, Value]:
         """Random bits of two tokens."""
-        kb, index = self.kb, first >> 1
-        a, b = (index + pair // 2 if pair else index) + self.key[2], self.place + self.key[0]
+        kb, index, ahead = self.kb, first >> 1, self.start + pair // 2
+        a, b = (index + ahead if ahead else index) + self.key[2], self.place + self.key[0]
         for number in range(5):
             for bits in ROTATIONS[number % 2]:
                 a, turned = a + b, kb.reg("b32")

@@ -19,7 +19,8 @@ from tinygrad_nv.tile.sampling.spec import (
     Number,
 )
 
-F32, S32 = dtypes.float32, dtypes.int32
+F32, S32, U64 = dtypes.float32, dtypes.int32, dtypes.uint64
+NAN_KEY = (1 << 64) - 1
 Spec = FilterSpec | ChoiceSpec | CountSpec
 
 
@@ -36,7 +37,7 @@ def arguments(spec: Spec) -> tuple[Argument, ...]:
     numbers = Argument("numbers", F32, (dense(spec.rows, NUMBERS),))
     if isinstance(spec, ChoiceSpec):
         drawn = (numbers, Argument("places", S32, (row,), values=range(1 << 20))) if spec.draw else ()
-        return Argument("out", S32, (row,), "out"), logits, *drawn
+        return Argument("out", spec.made, (row,), "out"), logits, *drawn
     weights = () if spec.counted else (Argument("weights", F32, (whole,)),)
     return Argument("out", F32, (whole,), "out"), logits, *weights, numbers
 
@@ -97,18 +98,27 @@ def threshold(keys: Tensor, weights: Tensor | None, target: Tensor) -> Tensor:
 
 def choice(spec: ChoiceSpec, logits: Tensor, *others: Tensor, wide: DType = F32) -> tuple[Tensor, ...]:
     """A choice in tinygrad."""
-    x = noisy(logits, others[0], others[1], wide) if spec.draw else logits
-    nan = (x != x).max(-1)
-    return (nan.where(spec.size, x.argmax(-1)).cast(S32).contiguous(),)
+    x = noisy(logits, others[0], others[1], wide, spec.first or 0) if spec.draw else logits
+    nan, at = (x != x).max(-1), x.argmax(-1)
+    if spec.first is None: return (nan.where(spec.size, at).cast(S32).contiguous(),)
+    best = x.max(-1).cast(F32)
+    above = ordered_bits((best == 0).where(0.0, best)).cast(U64) << 32
+    below = (at.cast(S32) + spec.first).cast(U64) ^ 0xFFFFFFFF
+    return (nan.where(NAN_KEY, above | below).contiguous(),)
 
 
-def noisy(logits: Tensor, numbers: Tensor, places: Tensor, wide: DType = F32) -> Tensor:
-    """A draw's logits, of noise computed in `wide`."""
+def token_of(keys: Tensor, size: int) -> Tensor:
+    """int32 tokens of the largest keys of rows of `size` logits; `size` where there is NaN."""
+    return ((keys >> 32) == 0xFFFFFFFF).where(size, ((keys ^ 0xFFFFFFFF) & 0xFFFFFFFF).cast(S32))
+
+
+def noisy(logits: Tensor, numbers: Tensor, places: Tensor, wide: DType = F32, first: int = 0) -> Tensor:
+    """A draw's logits, of noise computed in `wide`, of a row's elements from `first` on."""
     R, V = map(int, logits.shape)
     seed = numbers[:, Number.seed:].cast(dtypes.uint64)
     key = seed[:, 0:1] | (seed[:, 1:2] << 16) | (seed[:, 2:3] << 32) | (seed[:, 3:4] << 48)
     pairs = -(-V // 2)
-    index = Tensor.arange(pairs, dtype=dtypes.uint32).cast(dtypes.uint64)
+    index = Tensor.arange(first // 2, first // 2 + pairs, dtype=dtypes.uint32).cast(U64)
     counter = (places.reshape(R, 1).cast(dtypes.uint32).cast(dtypes.uint64) << 32) | index
     both = counter.threefry(key.expand(R, pairs)).contiguous()
     bits = both.cast(dtypes.uint32).stack((both >> 32).cast(dtypes.uint32), dim=-1)

@@ -25,6 +25,13 @@ That is standard Gumbel, of uniform numbers in (0, 1) of 23 bits and a half, whi
     y_i    = x_i - log(-log(((bits_i >> 9) + 0.5) · 2^-23))
     token  = the least i of which y_i is the largest; size where any y_i is NaN
 
+A choice from a part of a longer row, of its elements `first`, `first` + 1, …, makes a key, uint64, instead of
+a token. The largest key of all parts of a row has its token: an earlier element's key is larger than that of
+an equal one.
+
+    key    = 2^32 · (the bits of y_i in the order of numbers, of -0 those of 0) + 2^32 - 1 - i, of the part's
+             token i; 2^64 - 1 where any y_i is NaN
+
 Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
 """
 from __future__ import annotations
@@ -33,10 +40,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar
 
+from tinygrad.dtype import DType, dtypes
+
 from tinygrad_nv.errors import SpecError
 
 LANES = 128
 DIGITS = 16     # that a radix selection tells apart in a pass: 4 bits
+MOST_FIRST = 1 << 30    # where a part begins: elements are numbered by int32
 
 
 class Number(IntEnum):
@@ -85,15 +95,25 @@ class FilterSpec:
 @dataclass(frozen=True)
 class ChoiceSpec:
     """A choice from each of `rows` rows of `size` float32 logits, by float32 numbers [rows, NUMBERS] and
-    int32 places [rows]: int32 [rows]. Without `draw` no row has a temperature. Raises `SpecError` for no
-    logit."""
+    int32 places [rows]: int32 [rows]. Without `draw` no row has a temperature. With `first` the logits are a
+    part of a longer row, from this element on: uint64 keys [rows]. Raises `SpecError` for no logit, and for a
+    part that begins within a pair of elements, which have one random number."""
     rows: int
     size: int
     draw: bool = True
+    first: int | None = None
 
     def __post_init__(self) -> None:
         if min(self.rows, self.size) < 1:
             raise SpecError(f"a choice from {self.rows} rows of {self.size} logits", "one or more")
+        if self.first is not None and (self.first % 2 or not 0 <= self.first <= MOST_FIRST):
+            raise SpecError(f"a choice from a part of rows that begins at element {self.first}",
+                            f"an even one, up to {MOST_FIRST}")
+
+    @property
+    def made(self) -> DType:
+        """Of what is made: tokens, or keys of a part."""
+        return dtypes.int32 if self.first is None else dtypes.uint64
 
     @property
     def flops(self) -> int:
@@ -101,7 +121,8 @@ class ChoiceSpec:
         return 110 * self.rows * self.size
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.size} logits, {'drawn' if self.draw else 'the largest'}"
+        part = "" if self.first is None else f" from {self.first} on"
+        return f"{self.rows}x{self.size} logits{part}, {'drawn' if self.draw else 'the largest'}"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from selection_case import near_targets
+from selection_case import above, hard_rows, near_targets
 
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.ptx.emulator import Emulator
@@ -126,9 +126,11 @@ def noise(seed: int, place: int, size: int) -> np.ndarray:
 
 def chosen(spec: ChoiceSpec, x: np.ndarray, params: list[SamplingParams], places: np.ndarray, arch: str,
            seed: int = 0) -> list[int]:
+    """Tokens, or the keys of a part."""
     cut = choosing.pieces(spec)
     given = [np.stack([each.numbers(each.seed or 0) for each in params]), places] if spec.draw else []
-    made, out = TABLE.build(spec, Choice(), GPU(arch)), np.full(spec.rows, GUARD, np.int32)
+    made = TABLE.build(spec, Choice(), GPU(arch))
+    out = np.full(spec.rows, GUARD, np.int32 if spec.first is None else np.uint64)
     if cut == 1: return launched(made, arch, out, x, *given, seed=seed).tolist()
     best = launched(made.first, arch, np.full((spec.rows, cut), GUARD, np.uint64), x, *given, seed=seed)
     return launched(made.second, arch, out, best).tolist()
@@ -153,6 +155,27 @@ def test_the_first_of_equals_is_chosen_and_nan_is_told(arch: str, draw: bool, sm
     if draw:
         drawn = chosen(ChoiceSpec(5, size), x, [SamplingParams()] * 5, places, arch)
         assert drawn[2:] == [size, 0, size]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("draw", [False, True])
+@pytest.mark.parametrize(("size", "part"), [(800, 400), (801, 268)], ids=["vectors", "elements"])
+def test_parts_of_a_row_choose_as_the_whole_does(arch: str, draw: bool, size: int, part: int,
+                                                 small_pieces: None):
+    """With pieces and without; equals in two parts, NaN in one, nothing left in any."""
+    x, places = hard_rows(size), np.arange(9, 15, dtype=np.int32)
+    params = [SamplingParams(seed=3 + i) for i in range(len(x))]
+    params[0] = SamplingParams(temperature=0)
+    keys = []
+    for first in range(0, size, part):
+        own = x[:, first:first + part].copy()
+        made = chosen(ChoiceSpec(*own.shape, draw, first), own, params, places, arch)
+        keys.append(made)
+        if not draw: assert [each >> 32 for each in made] == above(own)
+    tokens = [size if (most := max(each)) >> 32 == 0xFFFFFFFF else ~most & 0xFFFFFFFF
+              for each in zip(*keys, strict=True)]
+    assert tokens == chosen(ChoiceSpec(len(x), size, draw), x, params, places, arch)
 
 
 def test_noise_is_exact_where_a_uniform_number_is_nearly_one(monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,67 @@
+"""Samplers as captured steps: one for a number of samples and a set of filters.
+
+Protocol: `step(samples, filters)` samples from the logits of a step with so many samples. `serving(filters,
+samples)` is the set of filters, of those captured ahead, that serves a batch with these.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tinygrad import Tensor
+
+from tinygrad_nv.engine.sampling import Filters
+from tinygrad_nv.engine.worker.captured_step import CapturedStep
+from tinygrad_nv.engine.worker.mask_buffer import MaskBuffer
+from tinygrad_nv.engine.worker.output_buffer import OutputBuffer
+from tinygrad_nv.engine.worker.sampler import SamplerState, count_tokens, next_tokens
+from tinygrad_nv.engine.worker.warm_up import FILTER_SETS, GENERAL_FILTERS, PART_FILTER_SETS
+from tinygrad_nv.runtime.observe.ranges import layer
+
+if TYPE_CHECKING:   # loaded where several ranks have a model
+    from tinygrad_nv.models.parallel import Parallel
+
+
+class SamplerSteps:
+    """Samplers of logits in `output`. `inputs(samples)` are their slots and positions; `capture(samples,
+    filters, function)` makes a step of a function."""
+
+    def __init__(self, state: SamplerState, masks: MaskBuffer, output: OutputBuffer,
+                 parallel: Parallel | None, inputs: Callable[[int], dict[str, Tensor]],
+                 capture: Callable[[tuple[int, Filters], Callable[[], None]], CapturedStep]) -> None:
+        self.state, self.masks, self.output, self.parallel = state, masks, output, parallel
+        self.parts = None if parallel is None else parallel.parts
+        self.inputs, self.capture = inputs, capture
+        self.steps: dict[tuple[int, Filters], CapturedStep] = {}
+
+    def serving(self, filters: Filters, samples: int) -> Filters:
+        """The first that has all of these and is captured; these themselves if there is none."""
+        sets = FILTER_SETS if self.parts is None else PART_FILTER_SETS
+        captured = (each for each in sets if (samples, each) in self.steps)
+        return next((each for each in captured if each | filters == each), filters)
+
+    def serve_all(self, samples: int) -> bool:
+        """Whether there are samplers for all filters of so many samples."""
+        return all((samples, filters) in self.steps for filters in GENERAL_FILTERS)
+
+    def step(self, samples: int, filters: Filters) -> CapturedStep:
+        """The sampler."""
+        if (key := (samples, filters)) not in self.steps:
+            inputs = self.inputs(samples)
+            self.output.logits(samples)
+            if filters.mask: inputs |= self.masks.tensors(samples)
+            self.state.allocate(filters)
+            self.steps[key] = self.capture(key, lambda: self._sample(samples, filters, inputs))
+        return self.steps[key]
+
+    def _sample(self, samples: int, filters: Filters, inputs: dict[str, Tensor]) -> None:
+        slots = inputs["slots"]
+        with layer("sampler"):
+            tokens = next_tokens(self.output.logits(samples), filters, self.state, slots, inputs["positions"],
+                                 inputs.get("masks"), self.parts)
+            # the largest of all ranks' choices is the same on all
+            if self.parts is not None and self.parallel is not None and filters.ordering:
+                tokens = self.parallel.agreed(tokens)
+            made = [self.output.tokens(samples).assign(tokens)]
+            if filters.penalty: made.append(count_tokens(self.state, slots, tokens))
+        Tensor.realize(*made)
