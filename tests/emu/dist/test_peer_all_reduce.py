@@ -49,9 +49,9 @@ def summed(rows: np.ndarray, devices: tuple[str, ...], dtype=dtypes.float32) -> 
     return Tensor(rows, device="CPU").cast(dtype).shard(devices, 0).sum(0, dtype=dtype)
 
 
-@pytest.mark.parametrize(("kind", "count"), [("one_shot", 2), ("two_shot", 4),
-                                             pytest.param("one_shot", 4, marks=pytest.mark.slow),
-                                             pytest.param("two_shot", 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kind", "count"), [
+    ("two_shot", 4), *(pytest.param(*each, marks=pytest.mark.slow)
+                       for each in (("one_shot", 2), ("one_shot", 4), ("two_shot", 2)))])
 def test_whole_numbers(kind, count, no_nccl, monkeypatch):
     """To the bit on every device, also where rows end within 16 bytes."""
     monkeypatch.setenv("NV_ALL_REDUCE", kind)
@@ -74,7 +74,7 @@ def test_sharded_matmul_in_tinyjit(no_nccl):
     assert no_nccl == []
 
 
-@pytest.mark.parametrize("seed", [1, 3, "late"])
+@pytest.mark.parametrize("seed", [3, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, "late"))])
 def test_turns_by_seed(seed, seeds):
     """Some GPUs stand still now and then; several sums follow one another before the host waits."""
     Device[EVERY[0]].driver.emulator.seed = seed
@@ -95,6 +95,7 @@ def test_a_graph_pool(no_nccl):
     assert no_nccl == []
 
 
+@pytest.mark.slow
 def test_nccl_gives_the_same(no_nccl, monkeypatch):
     rows = numbers.standard_normal((2, 100)).astype(np.float32)
     ours = summed(rows, TWO, dtypes.bfloat16).float().numpy()
@@ -104,6 +105,7 @@ def test_nccl_gives_the_same(no_nccl, monkeypatch):
     assert no_nccl == ["sum"]
 
 
+@pytest.mark.slow
 def test_groups_of_a_mesh_sum_apart(no_nccl):
     x = shard(Tensor(X, device="CPU"), EVERY, (2, 2), {0: 0, 1: 1})
     np.testing.assert_array_equal(x.sum(0).numpy(), X.sum(0))

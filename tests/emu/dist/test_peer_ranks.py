@@ -10,8 +10,8 @@ PROGRAM = str(Path(__file__).with_name("peers_program.py"))
 
 
 @pytest.mark.parametrize(("ranks", "how"), [
-    (2, "all"), pytest.param(4, "all", marks=pytest.mark.slow), (2, "differs"),
-    pytest.param(2, "nccl", marks=pytest.mark.slow), pytest.param(2, "settings", marks=pytest.mark.slow)])
+    (2, "short"), *(pytest.param(ranks, how, marks=pytest.mark.slow) for ranks, how in (
+        (2, "all"), (4, "all"), (2, "differs"), (2, "nccl"), (2, "settings")))])
 def test_sums(ranks, how, monkeypatch):
     monkeypatch.setenv("DEV", "EMU")
     made = rank_programs.run(PROGRAM, ranks, how, timeout_s=300)

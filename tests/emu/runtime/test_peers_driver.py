@@ -208,7 +208,7 @@ def test_copies_between_peers() -> None:
 
 def test_copies_from_a_device_that_is_no_peer() -> None:
     """Kernels of the target cannot read there; copies can, before the memory is given back."""
-    first, second = devices(2)
+    _, second = devices(2)
     other = EmulatedDriver(ordinal=2)
     source, target = other.alloc(128), second.alloc(128)
     other.submit(Fill(source, 1, 128))
