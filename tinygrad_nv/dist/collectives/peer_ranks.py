@@ -27,7 +27,7 @@ from tinygrad.uop.ops import UOp
 from tinygrad_nv import config
 from tinygrad_nv.dist.collectives import peer_memory
 from tinygrad_nv.dist.group import Group, world
-from tinygrad_nv.dist.transports.nccl import Communicator, Order
+from tinygrad_nv.dist.transports.nccl import CollectiveCall, Communicator
 from tinygrad_nv.errors import DistError, DriverError
 from tinygrad_nv.patterns.program import Output, program
 from tinygrad_nv.patterns.target import target_of
@@ -120,7 +120,7 @@ class RankPeers:
     """What a kernel's `LaunchConfig.peers` says here: the group by its key, and the collective. Its methods
     are those of `runtime.together.Peers`."""
     group: str
-    order: Order
+    order: CollectiveCall
 
     def __str__(self) -> str: return f"ranks of {self.group}"
 
@@ -166,7 +166,7 @@ def _group(key: str) -> Group:
     return found
 
 
-def lowered(key: str, order: Order, shape: tuple[int, ...], dtype: DType, x: UOp, name: str) -> UOp | str:
+def lowered(key: str, order: CollectiveCall, shape: tuple[int, ...], dtype: DType, x: UOp, name: str) -> UOp | str:
     """The kernel of a collective in the graph, or why NCCL does it."""
     device = Device.canonicalize(str(x.device))
     group, gpu = _group(key), target_of(device)
