@@ -75,7 +75,7 @@ def expected(whole: np.ndarray, name: str, config: ModelConfig, ranks: int, rank
     if not cut: return whole
     heads = config.num_kv_heads
     if module in ("embed_tokens", "lm_head"):
-        each = -(-len(whole) // ranks)
+        each = -(-len(whole) // (8 * ranks)) * 8    # whole vectors
         return whole[rank * each:(rank + 1) * each]
     if module in ("k_proj", "v_proj", "k_norm") and heads < ranks:
         return np.split(whole, heads)[rank * heads // ranks]

@@ -35,7 +35,8 @@ def test_sums_inside_tinyjit(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_mesh_and_16_bit_integers():
+def test_a_mesh_and_16_bit_integers(monkeypatch):
+    monkeypatch.setenv("NV_ALL_REDUCE", "nccl")
     x = shard(Tensor(X, device="CPU"), DEVICES, (2, 1), {0: 0})
     np.testing.assert_array_equal(x.max(0).numpy(), X.max(0))
     whole = Tensor(X.astype(np.int16), device="CPU").shard(DEVICES, 0)

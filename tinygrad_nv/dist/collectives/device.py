@@ -18,6 +18,7 @@ from tinygrad import Device, Tensor, dtypes
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import UOp
 
+from tinygrad_nv.dist.collectives import peer_ranks
 from tinygrad_nv.dist.group import Group, world
 from tinygrad_nv.dist.transports import nccl
 from tinygrad_nv.dist.transports.nccl import CollectiveCall, Communicator
@@ -50,16 +51,22 @@ def communicator(group: Group, device: str) -> Communicator:
     """The group's for a device of this rank; all ranks of the group ask for theirs. Raises `DistError`."""
     name = Device.canonicalize(device)
     if (found := group.communicators.get(name)) is not None: return found
-    opened = Device[name]
-    if not isinstance(opened, DrivenDevice):
-        raise DistError(f"a collective on {name}, which is tinygrad's own device", "a device of tinygrad_nv",
-                        "pip install cuda-python")
+    opened = _device(name)
     made = nccl.connect(opened.driver, group.rank, group.members, lambda own: _shared(group, own),
                         group.struct.timeout_ns / 1e9)
     made.agree = lambda order: _agree(group, order)
     group.communicators[name] = made
     opened.checks.append(made.done)
     return made
+
+
+def _device(name: str) -> DrivenDevice:
+    """The device of this rank. Raises `DistError`."""
+    opened = Device[Device.canonicalize(name)]
+    if not isinstance(opened, DrivenDevice):
+        raise DistError(f"a collective on {name}, which is tinygrad's own device", "a device of tinygrad_nv",
+                        "pip install cuda-python")
+    return opened
 
 
 def _shared(group: Group, own: bytes) -> bytes:
@@ -129,6 +136,7 @@ def on_device(group: Group, order: CollectiveCall, shape: tuple[int, ...], dtype
         raise DistError(f"{order.kind} with rank {order.peer}", f"0 to {group.size - 1}")
     nccl.carried(order)
     communicator(group, str(x.device))
+    if order.kind == "all_reduce": peer_ranks.meet(group, _device(str(x.device)))
     what = DeviceCollective(DeviceCall(group.key, order), group.size, shape, dtype, name)
 
     def of_x(*given: UOp) -> tuple[UOp | None, ...]:
@@ -147,10 +155,14 @@ def _lowered(what: DeviceCollective, _: object, *given: UOp) -> tuple[UOp, ...]:
 
 
 def _program(what: DeviceCollective, *given: UOp) -> UOp:
-    order = what.call.order
+    order, why = what.call.order, ""
+    if order.kind == "all_reduce":
+        by_peers = peer_ranks.lowered(what.call.group, order, what.shape, what.dtype, given[0], what.name)
+        if isinstance(by_peers, UOp): return by_peers
+        why = f"; NCCL: {by_peers}"
     made, = program(order.kind, f"// {what}", str(given[0].device), [Output(what.shape, what.dtype)], given,
                     binary=b"call of a library", nbytes=2 * order.nbytes,
-                    note=Note(order.kind, what.name, what), launch=LaunchConfig(call=what.call))
+                    note=Note(order.kind, what.name + why, what), launch=LaunchConfig(call=what.call))
     return made
 
 

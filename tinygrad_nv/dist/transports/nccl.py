@@ -116,6 +116,7 @@ class Communicator:
         self.rank, self.members, self.timeout_s = rank, tuple(members), timeout_s
         self.aborted, self.why = False, DistError("the communicator was given up")
         self.given: Last | None = None  # what it was given last, since the host waited
+        self.latest: Last | None = None     # what it was ever given last
         self.numbers = itertools.count(1)
         # raises where other ranks call something else
         self.agree: Callable[[CollectiveCall], None] | None = None
@@ -133,10 +134,8 @@ class Communicator:
 
     def enqueue(self, order: CollectiveCall, given: int, out: int, stream: int) -> None:
         """Puts a collective into a stream. Addresses of what is not there are 0. Raises `DistError`."""
-        self.check()
         kind, count = carried(order)
-        if self.agree is not None and order not in self.agreed: self._agree(order)
-        self._given(order)
+        self.begin(order)
         if order.kind in REDUCTIONS:
             self._call(LINES[order.kind], order, given, out, count, kind, OPS[order.op], self.handle, stream)
         elif order.kind == "all_gather":
@@ -155,6 +154,12 @@ class Communicator:
                     args = count, kind, r, self.handle, stream
                     self.nccl.call("ncclSend", given + r * order.nbytes, *args, handle=self.handle)
                     self.nccl.call("ncclRecv", out + r * order.nbytes, *args, handle=self.handle)
+
+    def begin(self, order: CollectiveCall) -> None:
+        """A collective of this rank's device begins, of NCCL or of a kernel. Raises `DistError`."""
+        self.check()
+        if self.agree is not None and order not in self.agreed: self.agreed_on(order)
+        self.note(order)
 
     def _call(self, function: str, order: CollectiveCall, *args: int) -> None:
         if self.nccl.call(function, *args, handle=self.handle) == IN_PROGRESS: self._finish(str(order))
@@ -182,21 +187,23 @@ class Communicator:
             f"{order} among ranks {'-'.join(map(str, self.members))}", tuple(used[0]), ((out, made),),
             lambda stream: self.enqueue(order, given, out, stream),
             lambda: self._held(order, (*used[0], *used[1])),
-            lambda event, replay: self._given(order, event, replay))
+            lambda event, replay: self.note(order, event, replay))
 
     def _held(self, order: CollectiveCall, used: Sequence[tuple[int, int]]) -> object:
         """What a graph with this collective holds. Its calls come in its order, which all ranks must share:
         they say what they call, each time, while eager ones say so once."""
-        if self.agree is not None: self._agree(order)
+        if self.agree is not None: self.agreed_on(order)
         return [self.registration(*each) for each in used]
 
-    def _agree(self, order: CollectiveCall) -> None:
+    def agreed_on(self, order: CollectiveCall) -> None:
+        """Has the ranks compare what they call."""
         self.agreed.add(order)
         if self.agree is not None and order.kind not in ("send", "recv"): self.agree(order)
 
-    def _given(self, order: CollectiveCall, event: Event | None = None, new: bool = True) -> None:
+    def note(self, order: CollectiveCall, event: Event | None = None, new: bool = True) -> None:
+        """What the watchdog is told when it asks."""
         number = next(self.numbers) if new or self.given is None else self.given.number
-        self.given = Last(number, order, time.clock_gettime(time.CLOCK_MONOTONIC), event)
+        self.given = self.latest = Last(number, order, time.clock_gettime(time.CLOCK_MONOTONIC), event)
 
     @property
     def last(self) -> Last | None:

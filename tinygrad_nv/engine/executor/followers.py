@@ -3,8 +3,8 @@
 Protocol: `open_ranks(size)` gives the group of ranks and their `Followers`. What a model runner is
 called for it tells the followers first (`tell`), in the order of its calls; each has a runner that does the
 same (follower.py). So all ranks run the same steps in the same order, and meet in their collectives. Nothing
-comes back but the answer to `ask`, and an error that ends everything. Each rank samples the same tokens:
-their logits have the same bits.
+comes back but the answer to `ask`, and an error that ends everything. Each rank has the same tokens: of all
+ranks' choices it takes the largest (worker/sampler.py).
 
 Messages are Python's own (multiprocessing.connection: pickled, over a socket that both ends have to know a
 secret for).
