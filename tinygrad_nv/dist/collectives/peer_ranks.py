@@ -166,7 +166,8 @@ def _group(key: str) -> Group:
     return found
 
 
-def lowered(key: str, order: CollectiveCall, shape: tuple[int, ...], dtype: DType, x: UOp, name: str) -> UOp | str:
+def lowered(key: str, order: CollectiveCall, shape: tuple[int, ...], dtype: DType, x: UOp,
+            name: str) -> UOp | str:
     """The kernel of a collective in the graph, or why NCCL does it."""
     device = Device.canonicalize(str(x.device))
     group, gpu = _group(key), target_of(device)
