@@ -15,8 +15,9 @@ rows of Llama 70B with long answers are left out: their decode attention read ke
 heads (docs/source/blogs/XQA-kernel.md there: 2.4 times slower).
 
 All-reduce: vLLM pull requests 24532 (4 GPUs), 24111 (6), 42324 (8: the table says SM 9.0 alone, NCCL's times
-are those of 8); all-gather and reduce-scatter: Megatron-LM pull request 5596; two nodes:
-github.com/drmysore/nebius-h100-16gpu-benchmark.
+are those of 8). The constants of one-shot and two-shot (tile/all_reduce/cost.py) are fitted to those of 4 and
+6 GPUs; times of multimem, which plans do not have, are left out. All-gather and reduce-scatter: Megatron-LM
+pull request 5596; two nodes: github.com/drmysore/nebius-h100-16gpu-benchmark.
 """
 from __future__ import annotations
 
@@ -26,11 +27,12 @@ from functools import cache
 from zlib import crc32
 
 from tinygrad_nv.dist.plan.cluster import Cluster, Device, cluster, device
-from tinygrad_nv.dist.plan.collectives import Group, ways
+from tinygrad_nv.dist.plan.collectives import GroupSize, kernel, ways
 from tinygrad_nv.dist.plan.layout import Inference, Layout, Training, achieved
 from tinygrad_nv.dist.plan.memory import most_sequences
 from tinygrad_nv.dist.plan.planning import Plan, plan
 from tinygrad_nv.dist.plan.presets import preset
+from tinygrad_nv.tile.all_reduce.schedules import OneShot, TwoShot
 
 MIB = 1 << 20
 
@@ -216,16 +218,15 @@ def throughputs(shares: Shares) -> Iterator[Row]:
 # **** collectives ****
 
 SIZES = (.5, 1, 1.5, 2, 3, 4)   # MiB
-AROUND = {"one-shot": ("one-shot",), "two-shot": ("two-shot",), "multicast": ("multicast",),
-          "NCCL": ("ring", "tree", "NVLS")}
+NCCL = ("ring", "tree", "NVLS")
+KERNELS = {"one-shot": OneShot, "two-shot": TwoShot}
 REDUCED: dict[int, dict[str, tuple[int, ...]]] = {
     4: {"one-shot": (10, 14, 19, 23, 30, 38), "two-shot": (17, 18, 25, 26, 35, 42),
-               "NCCL": (21, 23, 25, 28, 33, 39), "multicast": (15, 18, 21, 23, 28)},
-           6: {"one-shot": (13, 21, 30, 38, 53, 70), "two-shot": (15, 17, 20, 26, 29, 37),
-               "NCCL": (23, 25, 32, 43, 47, 53), "multicast": (13, 16, 18, 21, 25, 31)},
-           8: {"NCCL": (24, 25, 33, 37, 44, 50), "multicast": (11, 14, 16, 18, 23, 27)}}
-LARGE = {"NCCL": ((8, 76), (16, 121), (32, 195), (64, 316), (128, 561)),
-         "multicast": ((8, 46), (16, 87), (32, 165), (64, 320))}
+        "NCCL": (21, 23, 25, 28, 33, 39)},
+    6: {"one-shot": (13, 21, 30, 38, 53, 70), "two-shot": (15, 17, 20, 26, 29, 37),
+        "NCCL": (23, 25, 32, 43, 47, 53)},
+    8: {"NCCL": (24, 25, 33, 37, 44, 50)}}
+LARGE = ((8, 76), (16, 121), (32, 195), (64, 316), (128, 561))
 SHARDED = (("all_gather", ((2, 20.2), (8, 43.4), (32, 118.9), (128, 385.3))),
           ("reduce_scatter", ((2, 18.6), (8, 47.0), (32, 112.6))))
 NODES = ((1e6, 88), (1e7, 157), (1e8, 647), (1e9, 4520))
@@ -233,10 +234,13 @@ PULLS = {4: "vLLM 24532", 6: "vLLM 24111", 8: "vLLM 42324"}
 
 
 def took(kind: str, nbytes: float, gpus: int, way: str) -> float:
-    """Microseconds by one way of a kind of algorithm."""
+    """Microseconds of NCCL, or of a kernel over peer memory."""
     where = replace(cluster("8xH100"), per_node=min(8, gpus), nodes=max(1, gpus // 8))
-    found = ways(kind, nbytes, Group(gpus, min(8, gpus)), where)
-    return 1e6 * min(each.seconds for each in found if each.algorithm.startswith(AROUND[way]))
+    if way in KERNELS:
+        _, alpha, wire, rate = kernel(KERNELS[way], nbytes, gpus, where.device.link)
+        return 1e6 * (alpha + wire / rate)
+    found = ways(kind, nbytes, GroupSize(gpus, min(8, gpus)), where)
+    return 1e6 * min(each.seconds for each in found if each.algorithm.startswith(NCCL))
 
 
 def collectives() -> Iterator[Row]:
@@ -245,11 +249,10 @@ def collectives() -> Iterator[Row]:
         for way, times in table.items():
             for mib, us in zip(SIZES, times, strict=False):
                 yield Row("collectives", PULLS[gpus], f"all-reduce, {gpus} H100, {mib} MiB, {way}", us, "us",
-                          took("all_reduce", mib * MIB, gpus, way), gpus == 4 and way != "NCCL")
-    for way, sizes in LARGE.items():
-        for size, us in sizes:
-            yield Row("collectives", PULLS[8], f"all-reduce, 8 H100, {size} MiB, {way}", us, "us",
-                      took("all_reduce", size * MIB, 8, way))
+                          took("all_reduce", mib * MIB, gpus, way), way in KERNELS)
+    for size, us in LARGE:
+        yield Row("collectives", PULLS[8], f"all-reduce, 8 H100, {size} MiB, NCCL", us, "us",
+                  took("all_reduce", size * MIB, 8, "NCCL"))
     for kind, rows in SHARDED:
         for size, time in rows:
             name = f"{kind.replace('_', '-')}, 8 H100, {size} MiB"

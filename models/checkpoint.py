@@ -42,7 +42,7 @@ SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 NUMPY_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1",
                 "I8": "i1", "U8": "u1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8",
                 "U64": "<u8", "F64": "<f8", "BOOL": "u1"}
-# bytes between rows of a part that are not read, as fewer of a file are there with those around them
+# fewer bytes between rows of a part are read with them, as a disk reads pages of this size
 SKIP = 4096
 ITEM_BYTES = FLOAT_BYTES | {name: np.dtype(kind).itemsize for name, kind in NUMPY_DTYPES.items()}
 
@@ -100,7 +100,7 @@ class Safetensors:
         if entry.parts or entry.strides is not None:
             found = (_of_larger(entry, entry.parts[0].file_offset[1], begin, end,
                                 lambda first, last: _sparse_elements(entry, first, last))
-                     if entry.parts else _strided(rows_of(entry, begin, end)))
+                     if entry.parts else strided(rows_of(entry, begin, end)))
             return write(tensor, offset, convert(found, entry.dtype, tensor.dtype))
         item, (path, position) = ITEM_BYTES[entry.dtype], entry.file_offset
         target = host_bytes(tensor)
@@ -135,7 +135,7 @@ def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
 
 
-def _strided(entry: TensorEntry) -> memoryview:
+def strided(entry: TensorEntry) -> memoryview:
     """The elements in index order. Of the axis with the largest stride each index is read by itself, if what
     lies between is worth it."""
     assert entry.strides is not None, "entries with strides only"

@@ -184,10 +184,9 @@ class Parallel:
         return made
 
     def agreed(self, tokens: Tensor) -> Tensor:
-        """Sampled tokens, those of the first rank of the last stage: the same on all, also where processors
+        """Sampled tokens, those of the first rank of the stage: the same on all of it, also where processors
         differ."""
-        every = self.world or self.group
-        return broadcast(tokens, every, 0, name="tokens")
+        return broadcast(tokens, self.group, 0, name="tokens")
 
     def own_experts(self, count: int) -> range:
         """The experts of this rank, of `count`. The first ranks may have one more than the last."""
@@ -199,8 +198,13 @@ class Parallel:
     def own_heads(self, heads: int) -> range:
         """The key heads of this rank, of all: some, or one that other ranks have, too."""
         count = max(heads // self.ranks, 1)
-        first = self.group.rank * (heads // count) // self.ranks * count
+        first = self.first_of(heads, count)
         return range(first, first + count)
+
+    def first_of(self, extent: int, count: int) -> int:
+        """Where this rank's `count` of an extent begin. Of fewer parts than ranks, neighbours have the
+        same."""
+        return self.group.rank * (extent // count) // self.ranks * count
 
     def table_rows(self, vocab_size: int) -> int:
         """Rows of the vocabulary that a rank has room for."""

@@ -21,7 +21,7 @@ from tinygrad_nv.functional import multiplies_codes, prepared
 from tinygrad_nv.quant.activations import QWeight, SparseWeight, StackWeight
 from tinygrad_nv.quant.floats import as_float32
 from tinygrad_nv.quant.readers.checks import AGAIN, FLOATS
-from tinygrad_nv.quant.readers.reader import Activations, Get, Reader, StoredMatrix, reader_of
+from tinygrad_nv.quant.readers.reader import Activations, GetPart, Reader, StoredMatrix, TensorPart, reader_of
 from tinygrad_nv.quant.sparse import SparseTensor
 from tinygrad_nv.quant.stack import QStack
 from tinygrad_nv.quant.tensor import QTensor, in_memory
@@ -34,6 +34,7 @@ from .checkpoint import TensorEntry, convert, read_array, safetensors_dtype
 from .feed_forward import MixtureOfExperts
 from .layers import Linear
 from .llama import Llama
+from .parts import read_part
 from .quantised_experts import Chunk, StoredStack
 
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
@@ -242,15 +243,15 @@ class _Arrays:
     input_scale: float | None
 
     @staticmethod
-    def read(stored: StoredMatrix, shape: tuple[int, int], get: Get) -> _Arrays:
+    def read(stored: StoredMatrix, shape: tuple[int, int], get: GetPart) -> _Arrays:
         how, scale = stored.activations, None
         if how is not None and how.static:
             name = next((each for each in stored.tensors if each.endswith(STATIC)), None)
             if name is None:
                 raise WeightError(f"{stored.tensors[0]} has no input_scale beside it",
                                   "a scale of inputs, as quantization_config calls them static", AGAIN)
-            scale = float(as_float32(get(name)).reshape(-1)[0])
-        return _Arrays(stored.type, shape, stored.arrays(get), how, scale)
+            scale = float(as_float32(get(name, None)).reshape(-1)[0])
+        return _Arrays(stored.type, shape, stored.read(get), how, scale)
 
     def for_codes(self) -> _Arrays:
         """As codes are multiplied: with a scale of each row where there is one of the matrix, as such stack;
@@ -259,8 +260,7 @@ class _Arrays:
         if self.activations is None or self.type != self.type.element @ scale or scale.e8m0: return self
         if (scale.rows, scale.columns) == (0, 0):
             scale, scales = replace(scale, rows=1), np.repeat(scales.reshape(1, 1), self.shape[0], 0)
-        elif scale.columns: scale, scales = replace(scale, dtype=dtypes.float32), \
-            as_float32(scales)
+        elif scale.columns: scale, scales = replace(scale, dtype=dtypes.float32), as_float32(scales)
         return replace(self, type=self.type.element @ scale, buffers={**self.buffers, "scales": scales})
 
     def by_rows(self) -> _Arrays:
@@ -302,7 +302,7 @@ Part: TypeAlias = QWeight | SparseWeight | StackWeight | Tensor     # of a layer
 
 def read_layer(layer: QuantisedLayer, entries: Mapping[str, TensorEntry]) -> list[Read] | Iterator[Chunk]:
     """The parts of a layer, neighbours of one type as one matrix; experts are read while they are used."""
-    def get(name: str) -> np.ndarray: return read_array(entries[name])
+    def get(name: str, part: TensorPart | None) -> np.ndarray: return read_part(entries[name], part)
     if isinstance(layer.linear, StoredStack): return quantised_experts.read(layer.linear, get)
     return list(_merged(layer.parts, get))
 
@@ -360,7 +360,7 @@ def sparse_savings(model: Llama) -> int:
                - int(one.metadata.nbytes()) for one in found)
 
 
-def _merged(parts: Iterable[tuple[Stored, tuple[int, int]] | Tensor], get: Get) -> Iterator[Read]:
+def _merged(parts: Iterable[tuple[Stored, tuple[int, int]] | Tensor], get: GetPart) -> Iterator[Read]:
     """Parts, of neighbours of one type one matrix."""
     waiting, parts = list[_Arrays | _Floats](), list(parts)
     for part in parts:
@@ -374,8 +374,8 @@ def _merged(parts: Iterable[tuple[Stored, tuple[int, int]] | Tensor], get: Get) 
     if waiting: yield _stacked(waiting)
 
 
-def _read(stored: Stored, shape: tuple[int, int], get: Get) -> _Arrays | _Floats:
-    if isinstance(stored, StoredFloats): return _Floats(get(stored.name))
+def _read(stored: Stored, shape: tuple[int, int], get: GetPart) -> _Arrays | _Floats:
+    if isinstance(stored, StoredFloats): return _Floats(get(stored.name, None))
     return _Arrays.read(stored, shape, get).for_codes()
 
 

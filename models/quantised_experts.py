@@ -20,7 +20,7 @@ from tinygrad_nv.functional import multiplies_grouped_codes, prepared_type
 from tinygrad_nv.quant.activations import StackWeight
 from tinygrad_nv.quant.floats import as_float32
 from tinygrad_nv.quant.readers.checks import AGAIN
-from tinygrad_nv.quant.readers.reader import Get, Reader, Stored, StoredMatrix
+from tinygrad_nv.quant.readers.reader import GetPart, Reader, Stored, StoredMatrix
 from tinygrad_nv.quant.stack import QStack, Shape
 from tinygrad_nv.quant.tensor import in_memory
 from tinygrad_nv.quant.types import QType, Scale, nbytes, stack_buffers
@@ -134,7 +134,7 @@ class Chunk:
     buffers: dict[str, np.ndarray]
 
 
-def read(stack: StoredStack, get: Get) -> Iterator[Chunk]:
+def read(stack: StoredStack, get: GetPart) -> Iterator[Chunk]:
     """The matrices of a stack, some at a time; the next are read meanwhile."""
     matrices, names, shape = stack.matrices, stack.names, stack.shape
     each = nbytes(matrices[0].type.of_rows(), *shape)
@@ -154,10 +154,10 @@ def read(stack: StoredStack, get: Get) -> Iterator[Chunk]:
 
 
 def _rows(stored: StoredMatrix, name: str, shape: tuple[int, int], codes: bool,
-          get: Get) -> dict[str, np.ndarray]:
+          get: GetPart) -> dict[str, np.ndarray]:
     """A matrix's buffers, with scales of single rows, or of blocks where codes are multiplied; an order as a
     row."""
-    n, made = shape[0], stored.arrays(get)
+    n, made = shape[0], stored.read(get)
     if stored.type.element.dtype in LARGEST and \
             bool((made["codes"].view(np.uint8) & 0x7F > LARGEST[stored.type.element.dtype]).any()):
         raise WeightError(f"{name} has codes that are infinity or NaN", "finite numbers", AGAIN)

@@ -2,15 +2,15 @@
 
 Protocol: `cut_checkpoint` is what loading calls before it plans. `shares` says for each tensor that is cut
 which part a rank has: where the shapes of the two networks differ. Entries of floats become entries of these
-parts, so that loading reads them and nothing else; those of experts of other ranks are left out. Quantised
-matrices stay whole among the entries: `OwnReader` gives a rank's part of each (quant/cut.py).
+parts, so that loading reads them and nothing else; those of experts of other ranks are left out. Tensors of
+quantised matrices stay whole among the entries: `OwnReader` gives a rank's part of each matrix, and says
+which parts of the tensors it reads (quant/cut.py).
 
 Projections that a checkpoint has as one tensor (q | k | v, gate | up) are taken apart first: each is cut by
 itself. `sources` says where they lie.
 """
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -19,25 +19,18 @@ from typing import TypeVar
 
 import numpy as np
 
-from tinygrad_nv.quant.cut import cut_matrix
-from tinygrad_nv.quant.readers.reader import Get, Reader, Stored, StoredMatrix, reader_of
+from tinygrad_nv.quant.cut import part_of
+from tinygrad_nv.quant.readers.reader import Get, Reader, Stored, StoredMatrix, TensorPart, reader_of
 
-from .checkpoint import ITEM_BYTES, Checkpoint, TensorEntry, safetensors_dtype
+from .checkpoint import Checkpoint, TensorEntry, safetensors_dtype
 from .feed_forward import MixtureOfExperts
 from .llama import Llama
 from .parallel import Parallel, names_apart, stage_config
+from .parts import cut
 from .quantised import EMBEDDING, HEAD, Plan, Projection, StoredFloats, projections
 
 TABLES = f"{EMBEDDING}.weight", f"{HEAD}.weight"
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
-
-
-@dataclass(frozen=True)
-class Share:
-    """Elements [first, first + count) along an axis of a checkpoint's tensor."""
-    axis: int
-    first: int
-    count: int
 
 
 @dataclass(frozen=True)
@@ -86,7 +79,7 @@ def _quantised(plan: Plan) -> set[str]:
 
 
 def shares(whole: Mapping[str, tuple[int, ...]], local: Mapping[str, tuple[int, ...]], parallel: Parallel,
-           vocabulary: tuple[str, ...]) -> dict[str, Share]:
+           vocabulary: tuple[str, ...]) -> dict[str, TensorPart]:
     """What a rank has of each tensor that is cut, by the tensors' shapes in both networks. Those that several
     ranks have, such as keys' heads, are the same on neighbours."""
     made = {}
@@ -95,8 +88,8 @@ def shares(whole: Mapping[str, tuple[int, ...]], local: Mapping[str, tuple[int, 
         if not differ: continue
         axis, count = differ[0], shape[differ[0]]
         if name in vocabulary: first, count = parallel.rows(parallel.whole.vocab_size)
-        else: first = parallel.group.rank * (whole[name][axis] // count) // parallel.ranks * count
-        made[name] = Share(axis, first, count)
+        else: first = parallel.first_of(whole[name][axis], count)
+        made[name] = TensorPart(axis, first, count)
     return made
 
 
@@ -153,26 +146,17 @@ def taken_apart(entries: Mapping[str, TensorEntry], found: Mapping[str, Source],
             larger = f"{source.name}.{kind}"
             if larger in quantised or (entry := entries.get(larger)) is None: continue
             made.pop(larger, None)
-            made[f"{name}.{kind}"] = cut(entry, Share(0, source.first, source.count))
+            made[f"{name}.{kind}"] = cut(entry, TensorPart(0, source.first, source.count))
     return made
 
 
-def cut_entries(entries: Mapping[str, TensorEntry], found: Mapping[str, Share]) -> dict[str, TensorEntry]:
+def cut_entries(entries: Mapping[str, TensorEntry],
+                found: Mapping[str, TensorPart]) -> dict[str, TensorEntry]:
     """The entries with the parts that are a rank's."""
     return {name: cut(entry, found[name]) if name in found else entry for name, entry in entries.items()}
 
 
-def cut(entry: TensorEntry, share: Share) -> TensorEntry:
-    """A part of an entry: of rows as they lie, of columns with strides."""
-    strides = entry.strides or tuple(math.prod(entry.shape[i + 1:]) for i in range(len(entry.shape)))
-    shape = (*entry.shape[:share.axis], share.count, *entry.shape[share.axis + 1:])
-    path, offset = entry.file_offset
-    whole = entry.strides is None and share.axis == 0
-    return replace(entry, shape=shape, strides=None if whole else strides,
-                   file_offset=(path, offset + share.first * strides[share.axis] * ITEM_BYTES[entry.dtype]))
-
-
-def added_elsewhere(names: Mapping[str, Share], parallel: Parallel) -> set[str]:
+def added_elsewhere(names: Mapping[str, TensorPart], parallel: Parallel) -> set[str]:
     """Biases that another rank adds: those of matrices that are cut by columns, whose sum is over ranks."""
     if parallel.group.rank == 0: return set()
     return {f"{name.removesuffix('.weight')}.bias" for name, share in names.items()
@@ -188,7 +172,7 @@ class OwnReader:
     reader: Reader
     stored: Stored
     whole: Mapping[str, tuple[int, ...]]
-    shares: Mapping[str, Share]
+    shares: Mapping[str, TensorPart]
     sources: Mapping[str, Source]
     first: int = 0
 
@@ -199,19 +183,17 @@ class OwnReader:
         if source is None: place, extents = layer, (n, k)
         else:
             place, extents, first = source.name, (source.rows, k), 0 if share is None else share.first
-            share = Share(0, source.first + first, shape[0])
-        found = self.reader.matrix(moved(place, self.first), extents, self.stored)
-        if found is None: return None
-        if self.first: found = self._of_stage(found)
-        if share is None: return found
-        return cut_matrix(found, extents, share.axis, share.first, share.count, place)
+            share = TensorPart(0, source.first + first, shape[0])
+        found = part_of(self.reader, moved(place, self.first), extents, self.stored, share)
+        return self._of_stage(found) if found is not None and self.first else found
 
     def _of_stage(self, found: StoredMatrix) -> StoredMatrix:
         """A matrix, its tensors by the names that they have in this stage."""
         def arrays(get: Get) -> dict[str, np.ndarray]:
             return found.arrays(lambda name: get(moved(name, -self.first)))
         return replace(found, tensors=tuple(moved(name, -self.first) for name in found.tensors),
-                       arrays=arrays)
+                       arrays=arrays,
+                       parts={moved(name, -self.first): part for name, part in found.parts.items()})
 
 
 def moved(name: str, by: int) -> str:

@@ -12,11 +12,10 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tinygrad import Tensor
@@ -46,6 +45,7 @@ from .fused import apart
 from .latent import LatentAttention
 from .llama import Llama
 from .multimodal import language_entries
+from .parts import layer_bytes
 from .quantised import Plan, fill, place, planned, projections, read_layer, require_zeros
 from .repacked import opened
 
@@ -205,12 +205,13 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
     with labelled("weights"):
         allocate_arena(list({id(slot.tensor): slot.tensor for slot in wanted.values()}.values()))
     for name in wanted.keys() & {EMBEDDING, HEAD}: _fill_rest(wanted[name])
-    total, done = sum(checkpoint.entries[name].nbytes for name in [*wanted, *plan.tensors]), 0
+    sizes, done = layer_bytes([layer.parts for layer in plan.layers], checkpoint.entries), 0
+    total = sum(checkpoint.entries[name].nbytes for name in wanted) + sum(sizes)
     with ThreadPoolExecutor(READERS) as readers:
         reading = [readers.submit(_read, checkpoint, *chunk) for chunk in _chunks(wanted, checkpoint.entries)]
         try:
             for count in chain((future.result() for future in as_completed(reading)),
-                               _fill(model, plan, checkpoint, readers)):
+                               _fill(model, found, readers, sizes)):
                 done += count
                 if progress is not None: progress(done, total)
         except BaseException:
@@ -316,26 +317,22 @@ def _without_draft_layers(config: ModelConfig, entries: Mapping[str, TensorEntry
     return {name: entry for name, entry in entries.items() if not name.startswith(after)}
 
 
-def _fill(model: Llama, plan: Plan, checkpoint: Checkpoint, readers: ThreadPoolExecutor) -> Iterator[int]:
+def _fill(model: Llama, found: Opened, readers: ThreadPoolExecutor, sizes: list[int]) -> Iterator[int]:
     """Fills quantised layers: bytes of each. Those that are kept on disk `readers` read; while tinygrad
     repacks one of the others, in this thread, another is read."""
-    def size(number: int) -> int:
-        return sum(checkpoint.entries[name].nbytes for name in plan.layers[number].tensors)
-    ahead: Future[Any] | None = None
-    with opened(model, plan, checkpoint.entries) as kept, ThreadPoolExecutor(1) as reader:
+    layers, entries, ahead = found.plan.layers, found.checkpoint.entries, None
+    with opened(model, found.plan, entries) as kept, ThreadPoolExecutor(1) as reader:
         left: list[int] = []
         for number, parts in enumerate(kept.restored(readers)):
             if parts is None: left.append(number)
             else:
-                place(model, plan.layers[number], parts)
-                yield size(number)
+                place(model, layers[number], parts)
+                yield sizes[number]
         for number, after in zip_longest(left, left[1:]):
-            layer = plan.layers[number]
-            found = (ahead or reader.submit(read_layer, layer, checkpoint.entries)).result()
-            ahead = None if after is None else \
-                reader.submit(read_layer, plan.layers[after], checkpoint.entries)
-            kept.add(number, fill(model, layer, found))
-            yield size(number)
+            arrived = (ahead or reader.submit(read_layer, layers[number], entries)).result()
+            ahead = None if after is None else reader.submit(read_layer, layers[after], entries)
+            kept.add(number, fill(model, layers[number], arrived))
+            yield sizes[number]
 
 
 def _require_tied(checkpoint: Checkpoint, directory: Path) -> None:

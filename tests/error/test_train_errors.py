@@ -12,7 +12,7 @@ from tinygrad_nv.dist.train.fully_sharded import FullySharded
 from tinygrad_nv.dist.train.pipeline import Pipeline, Recomputed
 from tinygrad_nv.dist.train.ring_attention import ring_attention, zigzag
 from tinygrad_nv.dist.train.schedules import one_f_one_b
-from tinygrad_nv.dist.train.sequence import Sequence
+from tinygrad_nv.dist.train.sequence import SequenceParallel
 from tinygrad_nv.errors import DistError
 
 
@@ -54,7 +54,7 @@ def test_pipelines_that_do_not_fit(pair: Group):
 
 def test_sequences_that_do_not_divide(pair: Group):
     with pytest.raises(DistError, match="5 tokens over 2 sequence parallel ranks"):
-        Sequence(pair).own(empty(1, 5, 4))
+        SequenceParallel(pair).own(empty(1, 5, 4))
     with pytest.raises(DistError, match="a sequence of 6 over 2 ranks"): zigzag(empty(1, 1, 6, 4), pair)
     q = empty(1, 2, 3, 4)
     with pytest.raises(DistError, match="3 positions a rank"): ring_attention(q, q, q, pair)

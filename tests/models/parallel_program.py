@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.sampling import SamplingParams
@@ -17,7 +20,13 @@ from tinygrad_nv.errors import DistError, RequestError
 PROMPTS = ["Once upon a time", "The little dog", "Lily and Tom went to"]
 HOW = (SamplingParams(temperature=0, max_tokens=24, logprobs=2),
        SamplingParams(temperature=0.8, seed=3, max_tokens=24, top_p=0.9, top_k=20),
-       SamplingParams(temperature=0, max_tokens=12, repetition_penalty=1.3))
+       SamplingParams(temperature=0, max_tokens=12, repetition_penalty=1.3),
+       SamplingParams(temperature=0, max_tokens=8,
+                      structured_outputs=StructuredOutputsParams(regex=" (Tom|Lily) (ran|sat)[.]")))
+# all but the first find their beginning in the prefix cache; two of them need more pages than there are
+LONG = [PROMPTS[0] * 8 + each * 6 for each in PROMPTS]
+FULL = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=2)
+PAGES, LENGTH = 7, 96
 
 # of one batch: what samplers do of a part of the vocabulary, beside one that needs the order of all of it
 MIXED = (SamplingParams(temperature=0, max_tokens=8, logprobs=1),
@@ -29,27 +38,37 @@ MIXED = (SamplingParams(temperature=0, max_tokens=8, logprobs=1),
          SamplingParams(top_k=7, seed=8, max_tokens=6), SamplingParams(seed=9, max_tokens=8))
 
 
-def answers(directory: str, **more: object) -> list[object]:
-    """Tokens of all prompts, in batches and with prefix hits; then log probabilities of all tokens."""
-    made, found = list[object](), list[float]()
-    with LLM(directory, max_num_seqs=2, max_num_batched_tokens=32, **more) as llm:   # type: ignore[arg-type]
-        for how in HOW:
-            out = llm.generate(PROMPTS, how, use_tqdm=False)
-            made += [list(each.outputs[0].token_ids) for each in out]
-            found += [at[token].logprob for each in out
-                      for token, at in zip(each.outputs[0].token_ids, each.outputs[0].logprobs or (),
-                                           strict=False)]
-        prompts = [PROMPTS[i % 3] for i in range(len(MIXED))]
-        for each in llm.generate(prompts, list(MIXED), use_tqdm=False):
-            made += [list(one.token_ids) for one in each.outputs]
-            scored = [(each.prompt_token_ids, each.prompt_logprobs),
-                      *((one.token_ids, one.logprobs) for one in each.outputs)]
-            found += [at[token].logprob for ids, places in scored
-                      for token, at in zip(ids, places or (), strict=False) if at is not None]
-        # again: the prefix cache has them
-        out = llm.generate([each * 8 for each in PROMPTS], HOW[0], use_tqdm=False)
-        made += [list(each.outputs[0].token_ids) for each in out]
-    return [*made, found]
+Scored = tuple[list[int], list[int], list[float]]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Tokens by prompt and settings; of those with log probabilities prompt, tokens and these; and how often
+    sequences were preempted, and tokens found in the prefix cache."""
+    tokens: list[list[int]]
+    scored: list[Scored]
+    preempted: int
+    hits: int
+
+
+def answers(directory: str, **more: object) -> Answers:
+    """Of all prompts, in batches of two, with few pages."""
+    made, scored, mixed = list[list[int]](), list[Scored](), [PROMPTS[i % 3] for i in range(len(MIXED))]
+
+    def score(before: Sequence[int], ids: Sequence[int], places: Any) -> None:
+        scored.append((list(before), list(ids), [at[token].logprob for token, at in
+                                                 zip(ids, places, strict=True)]))
+    with LLM(directory, max_num_seqs=2, max_num_batched_tokens=32, max_model_len=LENGTH, num_pages=PAGES,
+             **more) as llm:   # type: ignore[arg-type]
+        for how, prompts in (*((how, PROMPTS) for how in HOW), (list(MIXED), mixed), (FULL, LONG)):
+            for each in llm.generate(prompts, how, use_tqdm=False):
+                prompt = each.prompt_token_ids or ()
+                if each.prompt_logprobs: score(prompt[:1], prompt[1:], each.prompt_logprobs[1:])
+                for one in each.outputs:
+                    made.append(list(one.token_ids))
+                    if one.logprobs: score(prompt, one.token_ids, one.logprobs)
+        stats = llm.core.stats()
+    return Answers(made, scored, stats.preempted, stats.prefix_hits)
 
 
 def refused(directory: str, **more: object) -> None:
@@ -78,7 +97,7 @@ def failing(directory: str, rank: int) -> None:
 def main() -> None:
     if sys.argv[2].isdigit(): return failing(sys.argv[1], int(sys.argv[2]))
     refused(sys.argv[1], **json.loads(sys.argv[2]))
-    print(json.dumps(answers(sys.argv[1], **json.loads(sys.argv[2]))))
+    print(json.dumps(asdict(answers(sys.argv[1], **json.loads(sys.argv[2])))))
 
 
 if __name__ == "__main__": main()

@@ -128,6 +128,51 @@ def test_bytes_that_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ra
         assert held == pytest.approx(4 * config.parameters / ranks, rel=0.05)
 
 
+@pytest.mark.parametrize("kind", ["fbgemm", *(pytest.param(kind, marks=pytest.mark.slow) for kind in (
+    "awq", "gptq", "ct-int8", "ct-fp8", "modelopt", "int8"))])
+def test_bytes_that_are_read_of_quantised_matrices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                   kind: str):
+    """Of files, what reads a rank's part reads half of what reads the model, and has said so before."""
+    quantised, _ = write(kind, tmp_path, width=16384 if kind in ("awq", "gptq") else 8192)
+    whole, *parts = (read_bytes(monkeypatch, quantised, *which) for which in ((0, 1), (0, 2), (1, 2)))
+    for made, said in (whole, *parts): assert made == pytest.approx(said, rel=0.05)
+    for made, _ in parts: assert made == pytest.approx(whole[0] / 2, rel=0.05)
+
+
+def read_bytes(monkeypatch: pytest.MonkeyPatch, directory: Path, rank: int, ranks: int) -> tuple[int, int]:
+    """Bytes that are read of files for a rank, and what `load` says of them."""
+    counted, totals, fill, load = list[int](), list[int](), checkpoint._fill, weights.load
+
+    def count(file: Any, target: memoryview, path: str) -> None:
+        counted.append(len(target))
+        fill(file, target, path)
+
+    def loaded(model: Llama, directory: Path) -> None: totals.append(load(model, directory))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_fill", count)
+        patch.setattr(weights, "load", loaded)
+        network(directory, ranks, rank)
+    return sum(counted), totals[0]
+
+
+@pytest.mark.slow
+def test_blocks_of_gguf_files_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """But for queries and keys, whose rows llama.cpp has ordered: few here."""
+    (tmp_path / "wide").mkdir()
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(**{**BASE, "hidden_size": 64, "intermediate_size": 8192,
+                                         "num_key_value_heads": 4, "head_dim": 16})
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "wide")
+    write_model(path := tmp_path / "model.gguf", tmp_path / "wide", {"token_embd": Kind.F32, "": Kind.Q8_0})
+    whole, *parts = (read_bytes(monkeypatch, path, *which) for which in ((0, 1), (0, 2), (1, 2)))
+    for made, _ in parts: assert made == pytest.approx(whole[0] / 2, rel=0.05)
+    config, every = read_config(path), matrices(network(path))
+    for rank in range(2):
+        for name, array in matrices(network(path, 2, rank)).items():
+            part = expected(every[name], f"{name}.weight", config, 2, rank, False, False)
+            assert np.array_equal(array, part), name
+
+
 def test_experts_of_each_rank(hf_model: Callable[[str], Path]):
     """7 experts of 2 ranks: 4 and 3; of 8 ranks none has enough."""
     config = read_config(directory := hf_model("olmoe"))
@@ -171,8 +216,8 @@ def matrices(model: Llama) -> dict[str, np.ndarray]:
     return made
 
 
-# groups of the first two would be cut here; the last two have act order
-UNCUT = ("fp8", "nf4", "gptq-3-bits", "gptq-8-bits")
+# groups of the first three would be cut here; the last two have act order
+UNCUT = ("fp8", "ct-fp8-blocks", "nf4", "gptq-3-bits", "gptq-8-bits")
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind == "ct-int8" else pytest.mark.slow)

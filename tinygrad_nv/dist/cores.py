@@ -1,9 +1,9 @@
 """The cores of a host, shared by the ranks that run on it.
 
-Protocol: a launcher gives each local rank its `share` of what it has itself, as the affinity mask and as
-NUM_CPU_THREADS and OMP_NUM_THREADS. Ranks that another program started call `take(store)`: those of one host
-that all have the same mask take their shares of it; where the masks differ, the launcher has bound the ranks
-already. What the user set stays: a variable that is there, or a mask that differs.
+Protocol: a launcher gives each local rank its `share` of its own cores, as the affinity mask and as
+NUM_CPU_THREADS and OMP_NUM_THREADS. Ranks that another program started call `take(store)`: if all ranks of a
+host have the same mask, they share it; if masks differ, that program has bound the ranks already. A variable
+that the user set stays as it is.
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VARIABLES = ("NUM_CPU_THREADS", "OMP_NUM_THREADS")
 
 
 @dataclass(frozen=True)
-class Share:
+class CoreShare:
     """Cores by number (none where the system has no masks), and threads to compute with."""
     cores: tuple[int, ...]
     threads: int
@@ -48,17 +48,17 @@ def neighbours(cores: Sequence[int], root: Path = Path("/sys/devices/system/cpu"
     return sorted(cores, key=place)
 
 
-def share(cores: Sequence[int], threads: int, local_rank: int, local_world_size: int) -> Share:
+def share(cores: Sequence[int], threads: int, local_rank: int, local_world_size: int) -> CoreShare:
     """The part of one rank: neighbouring cores, as many as the others have or one more; where a quota leaves
     fewer threads than cores, its part of these. More ranks than cores take turns on them."""
     n = len(cores)
     first, end = n * local_rank // local_world_size, n * (local_rank + 1) // local_world_size
     if 0 < n < local_world_size: first, end = local_rank % n, local_rank % n + 1
     own, fair = tuple(cores[first:end]), max(1, threads // local_world_size)
-    return Share(own, len(own) if threads == n else min(fair, len(own) or fair))
+    return CoreShare(own, len(own) if threads == n else min(fair, len(own) or fair))
 
 
-def of_host(local_rank: int, local_world_size: int) -> Share:
+def of_host(local_rank: int, local_world_size: int) -> CoreShare:
     """The share of a rank in what this process has."""
     return share(neighbours(mask()), available().threads, local_rank, local_world_size)
 
@@ -73,13 +73,13 @@ def bound(cores: tuple[int, ...]) -> Iterator[None]:
         if cores and before: os.sched_setaffinity(0, before)
 
 
-def take(store: Store) -> Share:
+def take(store: Store) -> CoreShare:
     """This rank's share, in effect for threads that are started from now on. All ranks call it."""
     ranks, own = store.ranks, mask()
     facts = json.dumps([socket.gethostname(), ranks.local_rank, own]).encode()
     every = [json.loads(each) for each in store.all_gather("cores", facts)]
     here = [each for each in every if each[0] == socket.gethostname()]
-    if any(tuple(each[2]) != own for each in here): return Share(own, available().threads)
+    if any(tuple(each[2]) != own for each in here): return CoreShare(own, available().threads)
     place = sorted(each[1] for each in here).index(ranks.local_rank)
     found = share(neighbours(own), available().threads, place, len(here))
     if found.cores: os.sched_setaffinity(0, found.cores)

@@ -1,13 +1,15 @@
-"""Processes of one host that end together.
+"""The processes of one host's ranks, which end together.
 
-Protocol: `Processes(label, output).start(...)` for each rank, then `supervise()` until all have ended. Each
-process leads a process group of its own. The first one that fails ends the others: SIGTERM to their groups,
-SIGKILL after `grace_s`. `stop(signal)` passes a signal on in the same way, a second one kills at once. What a
-rank has started itself and left in its group is killed when the rank has ended. If this process is killed, a
-guard (a small process of its own session, which holds a pipe of this one) does the same to all groups.
+Protocol: `Processes(output, grace_s, on_failure)`. `start(rank, argv, environ)` starts one rank;
+`supervise()` returns when all have ended: None, or the `Failure` of the rank that failed first. Each process
+leads a process group of its own. When a rank fails, the others get SIGTERM, sent to their process groups, and
+SIGKILL after `grace_s`. `stop(signal)` sends a signal to all in the same way; a second call kills them at
+once. Processes that a rank started and left in its group are killed when the rank has ended. If this process
+is killed, a guard does the same: a small process in a session of its own, which notices that the pipe from
+this process was closed.
 
-A rank that ends with `ENDED`, because another rank was lost or is behind, is not taken for the cause where
-another ends with a failure of its own in `CAUSE_S`.
+A rank that exits with `ENDED` was ended because of another rank. The failure that is reported is that of the
+other rank, if it comes within `CAUSE_S`.
 """
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """How ranks find rank 0: where its store listens, and the handshake.
 
-Protocol: `ports(ranks)` and `token_of(ranks)` follow from the environment alone, so that all ranks agree
-without talking. Rank 0 takes the first port that is free (`listen`); the others try them in turn until the
-store of their group greets (`connect`), and pass over those of other programs and groups.
+Protocol: `ports(ranks)` and `token_of(ranks)` follow from the environment alone, so all ranks get the same
+without a connection. Rank 0 takes the first port that is free (`listen`); the others try them in turn until
+the store of their group greets (`connect`), and pass over those of other programs and groups.
 """
 from __future__ import annotations
 

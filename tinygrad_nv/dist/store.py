@@ -2,9 +2,9 @@
 
 Protocol: `Store.open(ranks, timeout_s)` returns when all ranks are there. `set`, `get` (waits), `add`,
 `barrier` and `all_gather` may be called from any thread. Each rank's connection stays open: when one breaks,
-the store tells the others at once, what waits fails with `DistError`, and functions that were given to
-`watch` are called. `abort(reason)` says why this rank is about to end. Times out with `DistTimeout`, which
-names the ranks that have not come. frames.py has the bytes.
+the store tells the others at once; their calls that wait fail with `DistError`, and functions given to
+`watch` are called. `abort(reason)` tells the others why this rank is about to end. A call that takes too long
+raises `DistTimeout`, which names the ranks that have not come. frames.py has the format of messages.
 
 Where it listens: on 127.0.0.1 if all ranks are on one host, else on the address that MASTER_ADDR has on the
 host of rank 0; at MASTER_PORT. Under torchrun that port is its agent's: the store takes the first free one of

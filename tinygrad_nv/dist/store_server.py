@@ -1,9 +1,9 @@
 """The store itself: a thread of rank 0 that answers the frames of all ranks (frames.py).
 
 Protocol: `Server(listener, world_size, token).start()`; `close(linger_s)` waits for the other ranks to leave.
-One thread serves all connections and blocks in `select` alone. What waits (a GET without its value, a GATHER
-with ranks missing) has a deadline, and fails at once when a rank is lost. Two processes of one rank, or a
-rank that has another world size, end the group: every rank gets LOST.
+One thread serves all connections, and blocks only in `select`. A request that waits (a GET without its value,
+a GATHER with ranks missing) has a deadline, and fails at once when a rank is lost. Two processes of one rank,
+or a rank that has another world size, end the group: every rank gets LOST.
 """
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Ends all ranks, with a message that names the cause, when one is lost, hangs, or does something else.
+"""Ends all ranks, with a message that names the cause, when one is lost, hangs, or calls another collective.
 
-Protocol: `Watchdog(store, groups)` looks from a thread at the collective that each group of this rank is in.
-When one takes longer than NV_DIST_TIMEOUT, a rank asks all others through the store what they are at, and
-says which rank is behind, or differs; all ranks end with that verdict. A rank that is lost (store.py) ends
-all others at once. To end, a rank writes the message to stderr, runs `before_end` functions, for `DRAIN_S` at
-most, and exits with `ENDED`, whatever its other threads do.
+Protocol: a thread of `Watchdog(store, groups)` looks at the collective that each group of this rank is in.
+When one takes longer than NV_DIST_TIMEOUT, a rank asks all others through the store which collective they are
+in, and finds the rank that is behind, or in another one; all ranks end with that verdict. A rank that is lost
+(store.py) ends all others at once. To end, a rank writes the message to stderr, runs `before_end` functions,
+for `DRAIN_S` at most, and exits with `ENDED`, whatever its other threads do.
 
 The ranks of a group number its collectives in the same way, so that the n-th of all must be the same. A rank
 whose Python threads cannot run does not answer in `ANSWER_S`, and is named as such; a launcher ends it, as it

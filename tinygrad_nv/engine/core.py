@@ -7,15 +7,17 @@ sequence whose text has met a stop string. Tokens that the device still samples 
 Scheduling is asynchronous: `step` schedules and launches step k + 1, then waits for step k. The device
 computes while the host processes tokens, and the host waits for the device once a step. Step k is waited for
 first when a sequence in it needs its token on the host (structured output, draft tokens), or when the pool is
-out of pages.
+out of pages. In a pipeline of S stages, S steps are under way at a time, of different sequences
+(scheduling/scheduler.py), and the oldest is waited for.
 
-A step that raises ends its requests with finish reason "error". The step launched after it is dropped, the
-positions that both were to write count as not computed, and the other sequences compute them again.
+A step that raises ends its requests with finish reason "error". The steps launched after it are dropped, the
+positions that all were to write count as not computed, and the other sequences compute them again.
 """
 from __future__ import annotations
 
 import traceback
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -125,7 +127,7 @@ class EngineCore:
         self.max_len, self.vocab_size = max_context_length(pool, config), executor.vocab_size
         self.scheduler = Scheduler(pool, config, TokenMasks(executor.vocab_size), proposer)
         self._requests: dict[str, list[Seq]] = {}
-        self._in_flight: InFlightStep | None = None
+        self._in_flight = deque[InFlightStep]()     # in the order of their launches
         self._outputs: list[EngineCoreOutput] = []
         self._num_added = 0
         self._debug = bool(settings.get("NV_DEBUG"))
@@ -181,17 +183,19 @@ class EngineCore:
 
     def step(self) -> list[EngineCoreOutput]:
         """Launches the next step if there is one, and waits for the previous one (for this one if `overlap`
-        is off). Returns the outputs since the last call."""
-        if self._in_flight is not None and self._in_flight.step.needs_sync: self._sync()
-        try: step = self.scheduler.schedule(self._in_flight is None)
+        is off; in a pipeline for the oldest, once every stage has one). Returns the outputs since the last
+        call."""
+        under_way, stages = self._in_flight, self.config.stages
+        if under_way and under_way[-1].step.needs_sync and stages == 1: self._sync()
+        try: step = self.scheduler.schedule(not under_way, len(under_way))
         except OutOfPages:
             self._sync()
             step = self.scheduler.schedule(True)
-        before, self._in_flight = self._in_flight, None if step is None else self._launch(step)
-        if before is not None: self._update_from_output(before)
-        if not self.config.overlap: self._sync()
-        stuck = step is None and before is None and self._requests and not self._outputs
+        stuck = step is None and not under_way and self._requests and not self._outputs
         assert not stuck, "requests are left, and none can be scheduled"
+        if step is not None: under_way.append(self._launch(step))
+        if under_way and (step is None or len(under_way) > max(1, stages - 1)): self._wait()
+        if not self.config.overlap: self._sync()
         if self._debug: self.pool.assert_conserved(self._block_tables())
         out, self._outputs = self._outputs, []
         return out
@@ -215,9 +219,10 @@ class EngineCore:
         self.executor.start_slot(seq.slot, request.params, seq.seed, request.prompt, output)
 
     def _sync(self) -> None:
-        """Waits for the step in flight, if there is one, and processes its output."""
-        in_flight, self._in_flight = self._in_flight, None
-        if in_flight is not None: self._update_from_output(in_flight)
+        """Waits for the steps in flight, and processes their outputs."""
+        while self._in_flight: self._wait()
+
+    def _wait(self) -> None: self._update_from_output(self._in_flight.popleft())
 
     def _update_from_output(self, in_flight: InFlightStep) -> None:
         """Waits for a step, and appends its tokens to their sequences."""
@@ -333,10 +338,10 @@ class EngineCore:
     def _fail_seq(self, seq: Seq, error: NVError) -> None: self._finish_seq(seq, "error", error=error)
 
     def _fail_step(self, step: ScheduledStep, error: Exception) -> None:
-        """Handles a step that raised. The step launched after it read incomplete data and is dropped."""
+        """Handles a step that raised. Steps launched after it read incomplete data and are dropped."""
         self._num_failed_steps += 1
-        later, self._in_flight = self._in_flight, None
-        if later is not None: later.sampled.exception()
+        for later in self._in_flight: later.sampled.exception()
+        self._in_flight.clear()
         words = error if isinstance(error, NVError) else _step_error(error)
         for seq in step.seqs:
             if seq.finished: continue

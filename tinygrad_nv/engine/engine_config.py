@@ -26,7 +26,8 @@ class EngineConfig:
     `offload_cost`: a preempted sequence is offloaded to the host, rather than recomputed, if it has more than
     `offload_cost` tokens for each page.
     `num_speculative_tokens`: draft tokens for each sequence and step; 0 turns speculative decoding off.
-    `max_adapters`: adapters that run at a time."""
+    `max_adapters`: adapters that run at a time. `stages`: ranks that a step passes one after the other
+    (pipeline parallelism), each of which may have a step of its own."""
     max_seqs: int = 64
     max_batched_tokens: int = 512
     max_len: int = 2048
@@ -37,6 +38,7 @@ class EngineConfig:
     offload_cost: float = 4.0
     num_speculative_tokens: int = 0
     max_adapters: int = 0
+    stages: int = 1
 
     def __post_init__(self) -> None:
         _require(self, "max_seqs", self.max_seqs >= 1, "at least 1")

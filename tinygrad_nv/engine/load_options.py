@@ -44,4 +44,5 @@ class LoadOptions:
         """The engine's limits."""
         return EngineConfig(max_seqs=self.max_num_seqs, max_batched_tokens=self.max_num_batched_tokens,
                             max_len=length, queue_limit=self.max_queue, overlap=self.overlap, eos=eos,
-                            num_speculative_tokens=num_speculative_tokens)
+                            num_speculative_tokens=num_speculative_tokens,
+                            stages=self.pipeline_parallel_size)

@@ -311,7 +311,7 @@ def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[progr
 def _moving(spec: Communicates, arch: str) -> float | None:
     """How long a collective takes, None of a GPU without figures."""
     from tinygrad_nv.explain.communication import seconds
-    return seconds(*spec.moved, arch)
+    return seconds(*spec.moved, arch, spec.by_peers)
 
 
 def _imbalance(call: UOp, note: Note) -> str:
@@ -344,7 +344,8 @@ def _unlowered(call: UOp, misses: list[program.Miss]) -> tuple[str | None, str]:
     if body.op is Ops.PROGRAM: return None, "a program of the user"
     if body.op is Ops.CUSTOM_FUNCTION:
         if hooks.custom_function(body) is None: return None, "tinygrad's own function"
-        return body.arg.partition(":")[0], "custom function"
+        name, _, why = body.arg.partition("#")
+        return name.partition(":")[0], why or "custom function"
     if not hooks.enabled(): return None, "tinygrad_nv is disabled"
     near = next((m for m in misses if _computes(call, m)), None)
     if near is None: return None, target.why_no_cpu(call.src[1].device) or "no pattern matched"

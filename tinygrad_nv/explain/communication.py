@@ -7,15 +7,16 @@ taken for an all-gather of as many bytes.
 from __future__ import annotations
 
 from tinygrad_nv.dist.plan.cluster import PER_NODE, cluster
-from tinygrad_nv.dist.plan.collectives import Group, collective
+from tinygrad_nv.dist.plan.collectives import GroupSize, collective
+from tinygrad_nv.dist.transports.library import moved_bytes
 
 GPUS = {"sm_80": "A100", "sm_90a": "H100"}  # which GPU an architecture is taken for
 NAMES = {"broadcast": "all_gather", "recv": "send"}
 
 
-def seconds(kind: str, nbytes: int, ranks: int, arch: str) -> float | None:
-    """Of a collective of this many bytes."""
+def seconds(kind: str, nbytes: int, ranks: int, arch: str, by_peers: bool = False) -> float | None:
+    """Of a collective of this many bytes, by NCCL, or where it is faster by a kernel over peer memory."""
     if arch not in GPUS or ranks > PER_NODE: return None
-    whole = nbytes * ranks if kind in ("all_gather", "reduce_scatter", "all_to_all") else nbytes
+    whole = max(moved_bytes(kind, nbytes, ranks))
     machine = cluster(f"{ranks}x{GPUS[arch]}")
-    return collective(NAMES.get(kind, kind), whole, Group(ranks, ranks), machine, peer=False).seconds
+    return collective(NAMES.get(kind, kind), whole, GroupSize(ranks, ranks), machine, peer=by_peers).seconds

@@ -37,7 +37,8 @@ REWRITES = (_guarded("stable", stable),
             *(_guarded(name, family, family.configuration, target.configuration)
               for name, family in (("attention", attention), ("grouped_gemm", grouped_gemm),
                                    ("gemm", gemm), ("norm", norm))),
-            Registered("several devices", several_devices.rewrite, several_devices.NEEDS))
+            Registered("several devices", several_devices.rewrite, several_devices.NEEDS,
+                       (target.configuration,)))
 
 
 def register() -> None:

@@ -82,7 +82,8 @@ def configuration() -> Hashable:
     gpus = sorted(name for name in Device._opened_devices if kind_of(name) in GPUS)
     cpu = host() if config.get("NV_CPU") else None
     tuned = BEAM.value, database.state(), config.get("NV_TIMING_GPU"), config.get("NV_QUANT_ACTIVATIONS")
-    return cpu, config.get("EMU_ARCH"), tuple(DEV.value), tuned, *map(_arch, gpus)
+    return (cpu, config.get("EMU_ARCH"), tuple(DEV.value), tuned, config.get("NV_ALL_REDUCE"),
+            *map(_arch, gpus))
 
 
 def _arch(name: str) -> tuple[str, str]:

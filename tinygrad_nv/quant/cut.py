@@ -1,22 +1,77 @@
 """A part of a quantised matrix: some of its rows, or some of its columns.
 
-Protocol: `cut_matrix(matrix, shape, axis, first, count, name)` is rows (axis 0) or columns (axis 1) [first,
-first + count) of a stored matrix, as a matrix of its own and of the same type. It is read whole and then cut,
-so a part is the same in every format. Raises `WeightError` where a block of one scale would be cut, where a
-row of the part is no whole number of bytes, and of columns in an order of their own.
+Protocol: `part_of(reader, layer, shape, stored, part)` is rows (axis 0) or columns (axis 1) [first, first +
+count) of a layer's matrix, as a matrix of its own and of the same type. Where the reader says how rows and
+columns lie in its tensors (`StoredMatrix.cuts`), the part is a smaller matrix in parts of these tensors, and
+no more is read; elsewhere `cut_matrix` reads the matrix whole and cuts it, which works in every format. Both
+give the same buffers. They raise `WeightError` where a block of one scale would be cut, where a row of the
+part is no whole number of bytes, and of columns in an order of their own.
 """
 from __future__ import annotations
 
+from collections import ChainMap
 from dataclasses import replace
 
 import numpy as np
 
 from tinygrad_nv.errors import WeightError
-from tinygrad_nv.quant.readers.reader import Get, StoredMatrix
+from tinygrad_nv.quant.readers.reader import Along, Get, Reader, Stored, StoredMatrix, TensorPart
 from tinygrad_nv.quant.types import QType, Scale, buffers
 
 AXES = ("rows", "columns")
+Shape = tuple[int, int]
 FEWER = "use fewer tensor parallel ranks, or a checkpoint with smaller groups"
+
+
+def part_of(reader: Reader, layer: str, shape: Shape, stored: Stored, part: TensorPart | None
+            ) -> StoredMatrix | None:
+    """A part of a layer's matrix, or all of it; None where the layer is not quantised. Raises
+    `WeightError`."""
+    whole = reader.matrix(layer, shape, stored)
+    if whole is None or part is None: return whole
+    _require_whole_groups(whole.type, shape, part.axis, part.first, part.count, layer)
+    found = _in_parts(reader, layer, whole, shape, stored, part)
+    return found or cut_matrix(whole, shape, part.axis, part.first, part.count, layer)
+
+
+def _in_parts(reader: Reader, layer: str, whole: StoredMatrix, shape: Shape, stored: Stored,
+              part: TensorPart) -> StoredMatrix | None:
+    """The part as a matrix in parts of the tensors; None where these cannot be cut so."""
+    if whole.cuts is None: return None
+    lie = {name: along for name in whole.tensors if (along := whole.cuts.get(name, (None, None))[part.axis])}
+    parts, headers = dict[str, TensorPart](), dict[str, tuple[str, tuple[int, ...]]]()
+    for name, along in lie.items():
+        kind, extents = stored[name]
+        found = _indices(along, shape[part.axis], extents[along.axis], part)
+        if found is None: return None
+        parts[name] = found
+        headers[name] = kind, (*extents[:found.axis], found.count, *extents[found.axis + 1:])
+    small = (part.count, shape[1]) if part.axis == 0 else (shape[0], part.count)
+    both: Stored = ChainMap(headers, stored)    # type: ignore[arg-type]  # which is only read
+    try: own = reader.matrix(layer, small, both)
+    except WeightError: return None
+    if own is None or own.type != whole.type: return None
+    read = own.arrays
+
+    def arrays(get: Get) -> dict[str, np.ndarray]:
+        def of_part(name: str) -> np.ndarray:
+            array, along = get(name), lie.get(name)
+            if name == whole.extents and tuple(array.reshape(-1)) == shape: return np.array(small)
+            if along is None or not along.numbers: return array
+            return np.where(array < 0, array, array - part.first // along.numbers)
+        return read(of_part)
+    return replace(own, arrays=arrays, parts=parts)
+
+
+def _indices(along: Along, extent: int, size: int, part: TensorPart) -> TensorPart | None:
+    """Where a part of rows or columns, `extent` in all, lies along the axis of a tensor, `size` long; None
+    where it does not begin and end with an index."""
+    end = part.first + part.count
+    if -(-extent * along.count // along.extent) != size: return None    # stored in another way
+    if part.first % along.extent or (end % along.extent and end != extent): return None
+    first = part.first // along.extent * along.count
+    last = size if end == extent else end // along.extent * along.count
+    return TensorPart(along.axis, first, last - first)
 
 
 def cut_matrix(matrix: StoredMatrix, shape: tuple[int, int], axis: int, first: int, count: int,

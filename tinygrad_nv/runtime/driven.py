@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from tinygrad.device import Compiled
@@ -49,6 +49,16 @@ class DrivenDevice(Compiled):
         if self.driver.beside is None: return None
         if not self.used.isdisjoint(map(self.pool.allocation, buffers)): return None
         return self.driver.stream_0
+
+    @functools.cached_property
+    def together(self) -> dict[Hashable, Any]:
+        """What this device, as the first, has with others: groups that are closed with it (together.py)."""
+        return {}
+
+    def finalize(self) -> None:
+        for each in self.together.values(): each.close()
+        self.together.clear()
+        super().finalize()
 
     @functools.cached_property
     def checks(self) -> list[Callable[[], None]]:

@@ -16,7 +16,8 @@ from tinygrad_nv.tile.launch import PLAIN, LaunchConfig
 
 
 class Communicates:
-    """A spec of what moves bytes between devices."""
+    """A spec of what moves bytes between devices. `by_peers`: a kernel does, not a library."""
+    by_peers = False
 
     @property
     def moved(self) -> tuple[str, int, int]:

@@ -70,9 +70,13 @@ class NVProgram(Program[DrivenDevice]):
         args = [*map(pointer, buffers),
                 *(integer(value, width) for value, width in zip(values, widths, strict=True)),
                 *(self.encoded(m, buffers[m.pointer], _rows(m, values)) for m in o.maps)]
+        given = None
+        if o.peers is not None:
+            args += o.peers.arguments(self.dev.device)
+            given = o.peers.given(self.dev.device)
         return [*(Fill(buffers[each.pointer], 0, each.nbytes) for each in o.zeroed),
                 Launch(self.function, grid, block, tuple(args), o.dynamic_smem, o.cluster, self.pdl,
-                       self.dev.window)]
+                       self.dev.window, given)]
 
     def _computed(self, values: Sequence[int]) -> list[int]:
         wanted = {len(each.factors) for each in self.launch.integers}
@@ -87,6 +91,9 @@ class NVProgram(Program[DrivenDevice]):
         works = self.works(bufs, vals, global_size, local_size)
         if isinstance(call := works[0], LibraryCall):
             return self.dev.timed(lambda: self.dev.call(call), wait)
+        if (peers := self.launch.peers) is not None:
+            seconds: float | None = peers.launched(self.dev, works, self.dev.stream_for(bufs), wait)
+            return seconds
         if self.dev.observer is not None: return self.dev.observer(self, works)
         stream = self.dev.stream_for(bufs)
         def submit() -> None:

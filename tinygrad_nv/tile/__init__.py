@@ -11,6 +11,7 @@ template. What families share is here. Read in this order:
   template.py        the record of a template; templates.py: the table of them
   kernel.py          a finished kernel: PTX and, by launch.py, how it is launched
   layout.py          tiles in shared memory, with swizzle; wgmma_tiles.py: operands of wgmma there
+  warp.py            a warp's lanes together
   ops.py             a CTA's copies to shared memory (cp.async); fragments.py: a warp's operands of mma.sync
   pipeline.py        the stages between a TMA producer and its consumers, with full and empty barriers
   tile_scheduler.py  which work tile a CTA computes

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tinygrad_nv.errors import DriverError
 
@@ -66,7 +67,8 @@ class LaunchConfig:
     """Bytes of dynamic shared memory, CTAs of a cluster, whether the kernel may begin before the one ahead of
     it has ended (programmatic dependent launch: it executes griddepcontrol.wait), memory that is zeroed
     before it, its tensor maps, and its integers where these are not the launch's variables. A `call` of a
-    library takes the kernel's place (runtime/library_call.py)."""
+    library takes the kernel's place (runtime/library_call.py). With `peers` devices run the kernel together,
+    and it has two arguments behind its pointers that say who it is among them (runtime/together.py)."""
     dynamic_smem: int = 0
     cluster: tuple[int, int, int] = (1, 1, 1)
     pdl: bool = False
@@ -74,6 +76,7 @@ class LaunchConfig:
     maps: tuple[MapArgument, ...] = ()
     integers: tuple[Integer, ...] = ()
     call: Hashable = None
+    peers: Any = None       # hashable
 
     def describe(self) -> str:
         """Comment lines for a reader of the kernel's PTX. Nothing parses them."""
@@ -81,6 +84,7 @@ class LaunchConfig:
                  f"pdl={int(self.pdl)}"]
         lines += [f"// zero: pointer={each.pointer} bytes={each.nbytes}" for each in self.zeroed]
         lines += [f"// integer: offset={i.offset} factors={_listed(i.factors)}" for i in self.integers]
+        if self.peers is not None: lines.append(f"// together: {self.peers}")
         lines += [f"// tensormap: pointer={m.pointer} dtype={m.dtype} dims={_listed(m.dims)} "
                   f"strides={_listed(m.strides)} box={_listed(m.box)} swizzle={m.swizzle} "
                   f"offset={m.offset_bytes} dynamic={m.dynamic} integer={m.integer}" for m in self.maps]

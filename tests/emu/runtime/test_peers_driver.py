@@ -3,7 +3,7 @@ devices, copies and events between them, all-reduce in captured graphs that are 
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from tinygrad import Device, Tensor
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import DriverError, KernelError
+from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.runtime.all_reduce import AllReduceGroup
 from tinygrad_nv.runtime.driver import (
     Copy,
@@ -23,8 +24,9 @@ from tinygrad_nv.runtime.driver import (
     integer,
     pointer,
 )
+from tinygrad_nv.runtime.emulated import peers
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
-from tinygrad_nv.tile.all_reduce.schedules import AllReduceSchedule, OneShot, TwoShot
+from tinygrad_nv.tile.all_reduce.schedules import AllReduceSchedule, Multimem, OneShot, TwoShot
 from tinygrad_nv.tile.all_reduce.spec import AllReduceSpec
 from tinygrad_nv.tile.all_reduce.workspace import Workspace
 from tinygrad_nv.tile.template import GPU
@@ -82,7 +84,8 @@ class Ranks:
     def __init__(self, world: int, kind: type[AllReduceSchedule], seed: int = 1,
                  edit: Callable[[str], str] = str) -> None:
         schedule = kind(ctas=2, threads=32, channels=2, half_bytes=256)
-        kernel = TABLE.build(AllReduceSpec(world, COUNT, dtypes.uint32), schedule, GPU("sm_90a"))
+        spec = AllReduceSpec(world, COUNT, dtypes.uint32)
+        kernel = TABLE.build(spec, schedule, GPU("sm_90a"))
         self.gpus = devices(world, seed)
         self.group = AllReduceGroup(self.gpus, Workspace(2, 256))
         self.first = np.arange(world * COUNT, dtype=np.uint32).reshape(world, COUNT) ** 2
@@ -95,7 +98,7 @@ class Ranks:
             stream = gpu.stream()
             gpu.begin_capture(stream)
             gpu.submit(Launch(functions[0], kernel.grid, kernel.block,
-                              self.group.arguments(rank, [out], [x])), stream)
+                              self.group.arguments(spec, schedule, rank, [out], [x])), stream)
             gpu.submit(Launch(functions[1], (1, 1, 1), (COUNT, 1, 1), tuple(map(pointer, (x, out, total)))),
                        stream)
             self.graphs.append((gpu.end_capture(stream).instantiate(), stream))
@@ -175,8 +178,9 @@ def test_events_order_devices() -> None:
             second.synchronize()
             assert words(first, source, 16) == [0x03030304] * 16
         else:
-            first.synchronize()
-            with pytest.raises(KernelError, match="race"): second.synchronize()
+            with pytest.raises(KernelError, match="race"):  # noqa: PT012  which of the two comes later has it
+                first.synchronize()
+                second.synchronize()
 
 
 def test_an_event_of_an_earlier_flush() -> None:
@@ -200,6 +204,17 @@ def test_copies_between_peers() -> None:
     first.submit(Fill(source, 2, 128))
     assert words(second, target) == [0x01010101] * 32
     assert words(first, source) == [0x02020202] * 32
+
+
+def test_copies_from_a_device_that_is_no_peer() -> None:
+    """Kernels of the target cannot read there; copies can, before the memory is given back."""
+    _, second = devices(2)
+    other = EmulatedDriver(ordinal=2)
+    source, target = other.alloc(128), second.alloc(128)
+    other.submit(Fill(source, 1, 128))
+    second.copy_peer(Copy(target, source, 128), other)
+    other.free(source)
+    assert words(second, target) == [0x01010101] * 32
 
 
 def test_memory_that_is_freed_while_work_is_kept() -> None:
@@ -255,3 +270,52 @@ def test_devices_of_tinygrad_have_the_ordinals_of_their_names() -> None:
     assert first.reach(second)
     x = Tensor(np.arange(24, dtype=np.int32).reshape(4, 6), device="CPU").shard(names, axis=0)
     assert (x + 1).sum(0).numpy().tolist() == (np.arange(24).reshape(4, 6) + 1).sum(0).tolist()
+
+
+# **** arguments ****
+
+def test_arguments_of_another_group_are_refused() -> None:
+    spec, schedule = AllReduceSpec(2, COUNT, dtypes.uint32), OneShot(ctas=2, threads=32)
+    group = AllReduceGroup(devices(2))
+
+    def refused(words: str, spec: AllReduceSpec = spec, schedule: AllReduceSchedule = schedule, rank: int = 0,
+                inputs: int = 1, multicast: int = 0) -> None:
+        with pytest.raises(DriverError, match=words):
+            group.arguments(spec, schedule, rank, [256], [256] * inputs, multicast)
+    refused("a kernel for 3 GPUs in a group of 2", AllReduceSpec(3, COUNT, dtypes.uint32))
+    refused(r"a kernel for Workspace\(channels=2, half_bytes=256\) over Workspace\(channels=64",
+            schedule=OneShot(ctas=2, threads=32, channels=2, half_bytes=256))
+    refused("rank 2", rank=2)
+    refused("1 results and 2 inputs of 32 u32 over 2 GPUs", inputs=2)
+    refused("all_reduce_one_shot with a multicast object", multicast=256)
+    refused("all_reduce_multimem without a multicast object", schedule=Multimem(ctas=2, threads=32))
+    assert group.arguments(spec, schedule, 1, [256], [512])[-1] == integer(1)
+
+
+def test_asking_for_an_event_does_what_was_kept() -> None:
+    """A host that polls an event, as with CUDA, finds that it comes to pass."""
+    first, _ = devices(2)
+    source, event = first.alloc(64), first.event()
+    first.submit(Fill(source, 1, 64))
+    first.record(event)
+    assert first.peers.kept
+    assert first.passed(event)
+    assert not first.peers.kept
+
+
+def test_no_two_flushes_take_turns_alike() -> None:
+    """Also where the seed of the first device is divisible by four, by which no GPU stands still."""
+    first, _ = devices(2, seed=0)
+    seeds = []
+
+    class Seen(peers.Peers):
+        def __init__(self, gpus: Sequence[Emulator], seed: int = 0) -> None:
+            seeds.append(seed)
+            super().__init__(gpus, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers, "Peers", Seen)
+        for _ in range(4):
+            first.submit(Fill(first.alloc(64), 1, 64))
+            first.synchronize()
+    assert len(set(seeds)) == 4
+    assert any(seed % 4 for seed in seeds)

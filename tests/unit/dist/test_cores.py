@@ -8,7 +8,7 @@ import pytest
 from dist_case import close, opened, ranks_of, together
 
 from tinygrad_nv.dist import cores
-from tinygrad_nv.dist.cores import Share, neighbours, share
+from tinygrad_nv.dist.cores import CoreShare, neighbours, share
 
 
 @pytest.mark.parametrize(("count", "threads", "ranks", "shares"), [
@@ -20,7 +20,7 @@ from tinygrad_nv.dist.cores import Share, neighbours, share
     (0, 6, 2, [((), 3), ((), 3)])])                         # no masks
 def test_shares(count: int, threads: int, ranks: int, shares: list[tuple[tuple[int, ...], int]]):
     found = [share(range(count), threads, rank, ranks) for rank in range(ranks)]
-    assert found == [Share(*each) for each in shares]
+    assert found == [CoreShare(*each) for each in shares]
 
 
 def test_threads_of_one_core_stay_together(tmp_path: Path):
@@ -35,8 +35,8 @@ def test_threads_of_one_core_stay_together(tmp_path: Path):
 
 
 def test_variables_that_are_set_stay():
-    assert Share((0,), 3).environment({}) == {"NUM_CPU_THREADS": "3", "OMP_NUM_THREADS": "3"}
-    assert Share((0,), 3).environment({"NUM_CPU_THREADS": "8"}) == {"OMP_NUM_THREADS": "3"}
+    assert CoreShare((0,), 3).environment({}) == {"NUM_CPU_THREADS": "3", "OMP_NUM_THREADS": "3"}
+    assert CoreShare((0,), 3).environment({"NUM_CPU_THREADS": "8"}) == {"OMP_NUM_THREADS": "3"}
 
 
 def test_a_mask_is_put_back():
@@ -53,7 +53,7 @@ def test_ranks_of_another_launcher_take_their_shares(bound: bool, monkeypatch: p
     monkeypatch.setattr(cores, "limit", limits.append)
     stores, every = opened(ranks_of(2)), cores.mask()
 
-    def take(rank: int) -> tuple[Share, tuple[int, ...]]:
+    def take(rank: int) -> tuple[CoreShare, tuple[int, ...]]:
         if bound: os.sched_setaffinity(0, every[rank:rank + 1])
         return cores.take(stores[rank]), cores.mask()
 

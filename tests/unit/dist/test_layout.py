@@ -6,12 +6,12 @@ import pytest
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.dist.mesh import current, mesh
-from tinygrad_nv.dist.mesh.layout import Layout, check_layout, placement
+from tinygrad_nv.dist.mesh.layout import LayoutRules, check_layout, placement
 from tinygrad_nv.errors import DistError
 
 SIZES = {"dp": 2, "tp": 4}
-LAYOUT: Layout = {"d_model": "shard", "batch": "shard", "params": "replicate", "params.head": ("dp", "tp"),
-          "rows": ("tp", "dp")}
+LAYOUT: LayoutRules = {"d_model": "shard", "batch": "shard", "params": "replicate",
+                       "params.head": ("dp", "tp"), "rows": ("tp", "dp")}
 RULES = check_layout(LAYOUT, SIZES)
 
 

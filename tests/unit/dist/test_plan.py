@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -9,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tinygrad_nv.dist.plan.cluster import cluster, device, figures, known_gpus
-from tinygrad_nv.dist.plan.collectives import Group
-from tinygrad_nv.dist.plan.inference import Step, decode
+from tinygrad_nv.dist.plan.collectives import GroupSize
+from tinygrad_nv.dist.plan.inference import InferenceStep, decode
 from tinygrad_nv.dist.plan.layout import Inference, Layout, Training, require
 from tinygrad_nv.dist.plan.planning import Plan, plan
 from tinygrad_nv.dist.plan.presets import preset
@@ -32,15 +34,15 @@ def timed_steps() -> dict[tuple[int, int], float]:
 
 
 def test_a_decode_step_of_one_gpu_agrees_with_the_timing_model():
-    """Within 6 %: two models of the same kernels, of which the other runs their instructions."""
+    """Within 5 %: two models of the same kernels, of which the other runs their instructions."""
     steps = timed_steps()
     assert len(steps) == 4
     for (batch, context), seconds in steps.items():
         made = decode(LLAMA, Layout(), Inference(batch, achieved=IDEAL), cluster("H100"), context)
-        assert made.seconds == pytest.approx(seconds, rel=0.06)
+        assert made.seconds == pytest.approx(seconds, rel=0.05)
 
 
-def stepped(gpus: str, layout: Layout, config=LARGE, **settings) -> Step:
+def stepped(gpus: str, layout: Layout, config=LARGE, **settings) -> InferenceStep:
     """A decode step after 1088 tokens."""
     work = Inference(**{"batch": 8, "quantization": "fp8", **settings})
     require(layout, config, cluster(gpus), work)
@@ -68,7 +70,7 @@ def test_a_step_is_its_kernels_and_its_collectives():
 def test_all_reduces_of_a_step():
     (hidden, logits) = stepped("8xH100", Layout(tp=8)).uses
     assert (hidden.count, hidden.collective.nbytes) == (2 * 80 + 1, 8 * 8192 * 2)
-    assert hidden.collective.group == Group(8, 8)
+    assert hidden.collective.group == GroupSize(8, 8)
     assert (logits.count, logits.collective.kind) == (1, "all_gather")
     (_, sent, _) = stepped("4xH100", Layout(tp=2, pp=2)).uses
     assert (sent.count, sent.collective.nbytes) == (1, 4 * 8192 * 2 / 2)
@@ -111,15 +113,24 @@ def test_every_gpu_plans(name: str):
     assert device(name).timing in ("", *timing_known())
 
 
-def test_figures_have_a_source_each():
-    """A comment, in the line or of the block above."""
-    lines = (ROOT / "tinygrad_nv" / "dist" / "plan" / "figures.toml").read_text().splitlines()
-    names = ("bytes_per_s", "memory_bytes", "_s =", "share", "forward", "backward")
-    said = [line for line in lines
-            if "=" in line and not line.startswith("#") and any(name in line for name in names)]
-    assert len(said) > 30
-    assert sum("#" in line for line in said) >= 0.75 * len(said)
-    assert figures()["peer"]["one_shot_s"] == 6.0e-6
+def test_every_figure_has_a_source():
+    """In its own line: what is named at the top of the file, a measurement, a model, a fit, an assumption."""
+    text = (ROOT / "tinygrad_nv" / "dist" / "plan" / "figures.toml").read_text()
+    named = re.findall(r"^# (\[\w+\]) ", text, re.MULTILINE)
+    assert len(named) == 6
+    said = re.findall(r"^\w+ = [\d\[][^#\n]*(.*)", text, re.MULTILINE)
+    numbers = [each for table in tables(figures()) for each in table.values()
+               if isinstance(each, int | float | list) and not isinstance(each, bool)]
+    assert len(said) == len(numbers) > 45
+    for comment in said:
+        assert any(word in comment for word in (*named, "measured", "modelled", "fitted", "assumed")), comment
+
+
+def tables(found: dict[str, object]) -> Iterator[dict[str, object]]:
+    """Those of a file that have figures, wherever they are."""
+    yield found
+    for each in found.values():
+        if isinstance(each, dict): yield from tables(each)
 
 
 # **** training ****

@@ -45,6 +45,31 @@ def test_the_next_step_is_launched_before_the_last_is_looked_at():
     assert notes == [f"{what} {number}" for number in range(4) for what in ("launch", "look")]
 
 
+def test_each_stage_of_a_pipeline_has_a_step():
+    engine, notes = watched(stages=3)
+    engine.add("long", [1] * 64, max_tokens=2)
+    engine.step(2)
+    assert notes == ["launch 0", "launch 1"]    # chunks of one prompt
+    engine.end()
+    engine, notes = watched(stages=3)
+    for i in range(4): engine.add(str(i), range(3 + i), max_tokens=5)
+    engine.end()
+    # all prompts, which share pages, are one step; then a part of the four sequences each
+    assert [engine.rows(batch) for batch in range(4)] == [[3, 4, 1, 2], [1, 1], [1], [1]]
+    assert notes[:8] == ["launch 0", "look 0", "launch 1", "launch 2", "launch 3", "look 1", "launch 4",
+                         "look 2"]
+    assert engine.device.faults == []
+
+
+def test_a_structure_is_in_one_step_of_a_pipeline_at_a_time():
+    engine, notes = watched(stages=2)
+    params = SamplingParams(seed=0, max_tokens=3)
+    for name in "ab": engine.core.add(Request(name, [1, 2], params, matchers=(Rule(9),)))
+    engine.end()
+    assert notes == ["launch 0", "look 0", "launch 1", "launch 2", "look 1", "launch 3", "look 2", "launch 4",
+                     "look 3", "look 4"]
+
+
 def test_a_step_waits_for_the_device_once():
     engine, notes = watched()
     for i in range(6): engine.add(str(i), range(3 + i), n=1 + i % 2, max_tokens=3 + i)

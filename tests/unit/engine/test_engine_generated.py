@@ -176,7 +176,8 @@ def cases(draw) -> Case:
     # so much that each prompt fits, or the window of one sequence
     least = sum(num_pages(40, window, page_size, budget) for window in windows)
     config = EngineConfig(max_seqs, budget, max_len, 1000, draw(st.booleans()), draw(st.floats(0.5, 20)),
-                          (EOS,), draw(st.sampled_from([0.0, 0.5, 4.0])), speculation)
+                          (EOS,), draw(st.sampled_from([0.0, 0.5, 4.0])), speculation,
+                          stages=draw(st.sampled_from([1, 1, 1, 2, 4])))
     fails = draw(st.just({}) | st.dictionaries(st.integers(0, 30), st.integers(0, 3), max_size=3))
     return Case(draw(st.lists(asks(), min_size=1, max_size=8)), config, page_size,
                 least + draw(st.integers(0, least)), draw(st.sampled_from([0, 0, 5, 60])),

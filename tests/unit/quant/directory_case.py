@@ -167,11 +167,11 @@ KINDS = {
     "int8": Kind(int8, {"quant_method": "bitsandbytes", "load_in_8bit": True})}
 
 
-def write(kind: str, directory: Path) -> tuple[Path, Path]:
+def write(kind: str, directory: Path, width: int = WIDTH) -> tuple[Path, Path]:
     """The directories of the quantised model and of its plain one, with weights of float32."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=HIDDEN, intermediate_size=WIDTH, num_hidden_layers=2,
+        vocab_size=256, hidden_size=HIDDEN, intermediate_size=width, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False)
     model = transformers.LlamaForCausalLM(config).float()
     stored, plain = {}, {}

@@ -3,15 +3,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from reader_case import LAYER, layer_of, matrix_of, read, same
 from safetensors.torch import save_file
 from tinygrad_nv.models.checkpoint import open_checkpoint, read_array
+from tinygrad_nv.models.parts import read_part
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tinygrad_nv.errors import WeightError
+from tinygrad_nv.quant.cut import cut_matrix, part_of
 from tinygrad_nv.quant.readers.mxfp4 import reader
+from tinygrad_nv.quant.readers.reader import TensorPart
 from tinygrad_nv.quant.tensor import QTensor
 from tinygrad_nv.quant.types import MXFP4
 
@@ -44,6 +48,34 @@ def test_experts(tmp_path: Path):
             assert found.type == MXFP4
             arrays = found.arrays(lambda name: read_array(entries[name]))
             assert same(QTensor.of(found.type, shape, arrays, "CPU"), matrix.contiguous())
+
+
+@pytest.mark.parametrize(("name", "shape", "axis"), [
+    ("gate_proj", (20, 128), 0), ("up_proj", (20, 128), 0), ("down_proj", (128, 64), 1)])
+def test_parts_of_experts(tmp_path: Path, name: str, shape: tuple[int, int], axis: int):
+    """Half of the bytes, which are rows of gate and up in turn, or blocks of columns."""
+    save_file({f"{EXPERTS}.{matrix}_{kind}": each for matrix, stored in (
+        ("gate_up_proj", case(2, 40, 4)), ("down_proj", case(2, 128, 2))) for kind, each in stored.items()},
+        tmp_path / "model.safetensors")
+    entries, layer = open_checkpoint(tmp_path).entries, f"{EXPERTS}.1.{name}"
+    stored = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+    whole = reader(CONFIG, "config.json").matrix(layer, shape, stored)
+    assert whole is not None
+    for first in (0, shape[axis] // 2):
+        part = TensorPart(axis, first, shape[axis] // 2)
+        own = part_of(reader(CONFIG, "config.json"), layer, shape, stored, part)
+        assert own is not None
+        sizes = list[int]()
+
+        def get(name: str, region: TensorPart | None, sizes: list[int] = sizes) -> np.ndarray:
+            found = read_part(entries[name], region)
+            sizes.append(found.nbytes)
+            return found
+        made = own.read(get)
+        cut = cut_matrix(whole, shape, axis, first, part.count, layer)
+        for key, array in cut.arrays(lambda name: read_array(entries[name])).items():
+            assert np.array_equal(made[key].reshape(array.shape), array)
+        assert 2 * sum(sizes) == sum(entries[name].nbytes for name in own.tensors)
 
 
 def test_experts_that_do_not_fit():

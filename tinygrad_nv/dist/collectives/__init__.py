@@ -1,8 +1,11 @@
 """Collectives as functions of Tensors.
 
-  kernel.py     one call in the graph: a kernel that calls the group's transport
-  device.py     the same on a GPU: a call of NCCL in a kernel's place
-  sharded.py    over devices of one process: what tinygrad makes an ALLREDUCE of
-  sharding.py   tensors over a mesh of devices of one process
-  functions.py  all_reduce, reduce_scatter, all_gather, all_to_all, broadcast, send, recv, with gradients
+  functions.py    all_reduce, reduce_scatter, all_gather, all_to_all, broadcast, send, recv, with gradients
+  shift.py        each rank sends to the next one, in a circle; with a gradient
+  listing.py      which collectives a graph has
+  kernel.py       a collective in the graph of a CPU: a kernel that calls the group's transport
+  device.py       a collective in the graph of a GPU: a call of NCCL
+  peer_memory.py  all-reduce of small messages by kernels over peer memory, in place of NCCL
+  sharded.py      reductions over devices of one process, in place of tinygrad's ALLREDUCE
+  sharding.py     tensors over a mesh of devices of one process
 """

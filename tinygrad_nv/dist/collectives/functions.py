@@ -24,7 +24,7 @@ from tinygrad.uop.ops import UOp
 from tinygrad_nv.dist.collectives.device import anchor, on_device, serves
 from tinygrad_nv.dist.collectives.kernel import Collective, called
 from tinygrad_nv.dist.group import Group
-from tinygrad_nv.dist.transports.nccl import Order
+from tinygrad_nv.dist.transports.nccl import CollectiveCall
 from tinygrad_nv.errors import DistError
 from tinygrad_nv.patterns.named import call
 
@@ -50,7 +50,7 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", *, wire: DType | None =
     def back(grad: UOp, _: UOp) -> tuple[UOp | None, ...]:
         if op != "sum": return None, None
         return (grad if replicated else all_reduce(Tensor(grad), group, name=f"gradient of {name}").uop), None
-    return _called("all_reduce", x, group, x.shape, prod(_extents(x)), op=op, name=name, back=back)
+    return _called("all_reduce", x, group, x.shape, prod(extents(x)), op=op, name=name, back=back)
 
 
 def copied(x: Tensor, group: Group, name: str = "") -> Tensor:
@@ -73,8 +73,8 @@ def reduce_scatter(x: Tensor, group: Group, axis: int = 0, op: str = "sum", *, w
     def back(grad: UOp, _: UOp) -> tuple[UOp | None, ...]:
         if op != "sum": return None, None
         return all_gather(Tensor(grad), group, name=f"gradient of {name}").uop, None
-    part = (shape[0] // group.size, *shape[1:])
-    made = _called("reduce_scatter", first, group, part, prod(part), op=op, name=name, back=back)
+    own = (shape[0] // group.size, *shape[1:])
+    made = _called("reduce_scatter", first, group, own, prod(own), op=op, name=name, back=back)
     return _from_front(made, x, axis)
 
 
@@ -115,13 +115,13 @@ def broadcast(x: Tensor, group: Group, root: int = 0, name: str = "") -> Tensor:
         summed = all_reduce(Tensor(grad), group, name=f"gradient of {name}")
         # in memory, or a rank that has 0 of it would not come to the sum
         return (summed * group.is_rank(root).to(summed.device).cast(summed.dtype)).uop, None
-    return _called("broadcast", x, group, x.shape, prod(_extents(x)), peer=root, name=name, back=back)
+    return _called("broadcast", x, group, x.shape, prod(extents(x)), peer=root, name=name, back=back)
 
 
 def send(x: Tensor, group: Group, to: int, name: str = "") -> Tensor:
     """Sends x to rank `to` of the group, which has to `recv` it. Returns a byte to realize: x is sent when
     that is computed."""
-    return _called("send", x, group, (1,), prod(_extents(x)), peer=to, name=name, dtype=dtypes.uint8)
+    return _called("send", x, group, (1,), prod(extents(x)), peer=to, name=name, dtype=dtypes.uint8)
 
 
 def recv(shape: Sequence[int], dtype: DType, group: Group, source: int, name: str = "",
@@ -130,10 +130,10 @@ def recv(shape: Sequence[int], dtype: DType, group: Group, source: int, name: st
     of need different names."""
     count = prod(shape)
     if serves(device):
-        order, told = Order("recv", count, dtype, peer=source, name=name), _told("recv", group, name)
+        order, told = CollectiveCall("recv", count, dtype, peer=source, name=name), title("recv", group, name)
         return on_device(group, order, tuple(shape), dtype, anchor(group, device), told, None)
     words = group.descriptor("recv", count, dtype, peer=source, name=name)
-    what = Collective("recv", tuple(shape), dtype, count * dtype.itemsize, _told("recv", group, name),
+    what = Collective("recv", tuple(shape), dtype, count * dtype.itemsize, title("recv", group, name),
                       group.name)
     return call(what, called, words)[0]
 
@@ -148,7 +148,7 @@ def all_reduce_many(tensors: Sequence[Tensor], group: Group, *, bucket_bytes: in
             tensors[bucket[0]].reshape(-1)
         summed, at = all_reduce(flat, group, wire=wire, name=f"{name} bucket {number}".strip()), 0
         for i in bucket:
-            count = prod(_extents(tensors[i]))
+            count = prod(extents(tensors[i]))
             made[i] = summed[at:at + count].reshape(tensors[i].shape)
             at += count
     return made
@@ -159,7 +159,7 @@ def buckets(tensors: Sequence[Tensor], most: int) -> list[list[int]]:
     bytes."""
     made, open_ = list[list[int]](), dict[DType, tuple[list[int], int]]()
     for i, each in enumerate(tensors):
-        size = prod(_extents(each)) * each.dtype.itemsize
+        size = prod(extents(each)) * each.dtype.itemsize
         found, used = open_.get(each.dtype, ([], 0))
         if not found or used + size > most:
             made.append(found := [])
@@ -167,6 +167,19 @@ def buckets(tensors: Sequence[Tensor], most: int) -> list[list[int]]:
         found.append(i)
         open_[each.dtype] = found, used + size
     return made
+
+
+def part(x: Tensor, axis: int, index: int, count: int) -> Tensor:
+    """Part `index` of `count` equal ones along an axis."""
+    each = int(x.shape[axis]) // count
+    return x.shrink(tuple((index * each, (index + 1) * each) if i == axis % x.ndim else None
+                          for i in range(x.ndim)))
+
+
+def require_cpu(kind: str, x: Tensor, expected: str) -> None:
+    """Raises `DistError` for a tensor that is not on a CPU."""
+    if str(x.device).partition(":")[0] == "CPU": return
+    raise DistError(f"{kind} of a tensor on {x.device}", expected, "move it: .to(\"CPU\")")
 
 
 # **** calls ****
@@ -177,27 +190,27 @@ Back = Callable[..., tuple[UOp | None, ...]]
 def _called(kind: str, x: Tensor, group: Group, shape: Sequence[int], count: int, op: str = "sum",
             peer: int = 0, name: str = "", back: Back | None = None, dtype: DType | None = None,
             after: Tensor | None = None) -> Tensor:
-    told, made = _told(kind, group, name), dtype or x.dtype
+    told, made = title(kind, group, name), dtype or x.dtype
     more = [] if after is None else [after.contiguous()]
     if serves(x.device):
-        order = Order(kind, count, x.dtype, op, peer, name)
+        order = CollectiveCall(kind, count, x.dtype, op, peer, name)
         return on_device(group, order, tuple(shape), made, x.contiguous(), told, back, *more)
-    if str(x.device).partition(":")[0] != "CPU":
-        raise DistError(f"{kind} of a tensor on {x.device}", "a tensor on a GPU or the CPU",
-                        "move it: .to(\"CPU\")")
+    require_cpu(kind, x, "a tensor on a GPU or the CPU")
     words = group.descriptor(kind, count, x.dtype, op, peer, name)
     what = Collective(kind, tuple(shape), made, 2 * count * x.dtype.itemsize, told, group.name)
     return call(what, called, x.contiguous(), words.to(x.device), *more, grad=back)[0]
 
 
-def _told(kind: str, group: Group, name: str) -> str:
+def title(kind: str, group: Group, name: str) -> str:
+    """A collective as people read it."""
     return f"{kind} over ranks {group.name}" + (f" of {name}" if name else "")
 
 
 def _same(what: object, x: Tensor) -> tuple[Tensor, ...]: return (x,)
 
 
-def _extents(x: Tensor) -> tuple[int, ...]:
+def extents(x: Tensor) -> tuple[int, ...]:
+    """The shape of a tensor that a collective takes. Raises `DistError` for one that is not known."""
     if not all(isinstance(extent, int) for extent in x.shape):
         raise DistError(f"a collective of a tensor of shape {x.shape}", "known extents",
                         "pad it to its largest extent")
@@ -206,7 +219,7 @@ def _extents(x: Tensor) -> tuple[int, ...]:
 
 def _to_front(x: Tensor, axis: int, kind: str, divides: Group | None) -> tuple[Tensor, tuple[int, ...]]:
     """x with the axis first, and its shape then."""
-    shape = _extents(x)
+    shape = extents(x)
     if not -len(shape) <= axis < len(shape):
         raise DistError(f"{kind} along axis {axis} of shape {shape}", f"an axis of {len(shape)}")
     if divides is not None and shape[axis] % divides.size:

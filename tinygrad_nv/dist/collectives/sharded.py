@@ -1,14 +1,16 @@
 """Reductions over the devices of one process: what tinygrad makes an ALLREDUCE of (`Tensor.shard`).
 
-Protocol. `rewrite` puts CUSTOM_FUNCTION nodes in the place of ALLREDUCEs, before tinygrad expands these into
-copies and additions; `execute` runs one on all devices at once. On CPUs C adds up the buffers of all devices
-in their order, 16-bit floats in float32 with one rounding; on GPUs NCCL does, or what stands for it on
-emulated ones (transports/local.py). Devices may be cut into groups that reduce apart (sharding.py), which the
-node's name says: `nv_allreduce:ADD:0,1|2,3`.
+Protocol. `rewrite` takes ALLREDUCEs before tinygrad expands these into copies and additions. On GPUs that
+address each other's memory, small sums are kernels of ours, a program of each GPU (peer_memory.py). The
+others become CUSTOM_FUNCTION nodes, and `execute` runs one on all devices at once: on CPUs C adds up the
+buffers of all devices in their order, 16-bit floats in float32 with one rounding; on GPUs NCCL does, or what
+stands for it on emulated ones (transports/local.py). Devices may be cut into groups that reduce apart
+(sharding.py), which the node's name says, with the reason of NCCL behind it:
+`nv_allreduce:ADD:0,1|2,3#NCCL: …`.
 
 What is not ours stays tinygrad's: GPUs where NCCL is not installed, other reductions than sums and maxima,
-dtypes that carry no collective, a result on other devices than the operand's. A TinyJit runs these nodes
-between its graphs.
+dtypes that carry no collective, a result on other devices than the operand's. A TinyJit runs these nodes, and
+programs of several devices, between its graphs.
 """
 from __future__ import annotations
 
@@ -51,10 +53,16 @@ def reduced(x: UOp, op: Ops, groups: Groups = ()) -> UOp:
     numbers."""
     register()
     devices, shape = x.device, x.shape
-    whole = x.pad_to(x.max_shape).contiguous()
-    told = "|".join(",".join(map(str, group)) for group in groups or (range(len(devices)),))
+    whole, apart = x.pad_to(x.max_shape).contiguous(), groups or (range(len(devices)),)
+    why = ""
+    if devices[0].partition(":")[0] != "CPU":
+        from tinygrad_nv.dist.collectives import peer_memory  # templates are loaded only where they are used
+        made = peer_memory.summed(whole, NAMES[op], apart)
+        if isinstance(made, UOp): return made.shrink_to(shape)
+        why = f"#NCCL: {made}"
+    told = "|".join(",".join(map(str, group)) for group in apart)
     out = storage(Output(whole.shape, x.dtype), devices, tensor_level=not hooks.rewriting())
-    body = UOp(Ops.CUSTOM_FUNCTION, arg=f"{NAME}:{op.name}:{told}")
+    body = UOp(Ops.CUSTOM_FUNCTION, arg=f"{NAME}:{op.name}:{told}{why}")
     return out.after(body.call(out, whole)).shrink_to(shape)
 
 
@@ -94,7 +102,7 @@ def register() -> None:
 
 def execute(ctx: realize.ExecContext, call: UOp, ast: UOp) -> list[float | None]:
     """Runs a node, as tinygrad's executors do."""
-    _, op, told = ast.arg.split(":")
+    _, op, told = ast.arg.partition("#")[0].split(":")
     out, given = (_buffers(each) for each in realize.resolve_params(call, ctx.input_uops))
     for group in ([int(number) for number in part.split(",")] for part in told.split("|")):
         reduce = reducers[out[0].device.partition(":")[0]]

@@ -4,16 +4,16 @@ mesh.
 Protocol. `shard(x, devices, mesh, axes)` lays a tensor out: device d has the coordinates of d in `mesh`, in
 row-major order, and `axes` says which axis of the tensor is cut along which axis of the mesh; along the rest
 of the mesh it is the same on all devices. In tinygrad that is an UNSHARD whose ranges are computed from the
-number of the device. tinygrad resolves those that share one layout; RULES come before its own and do the
-rest, where at least one operand has such a layout:
+number of the device. tinygrad resolves operations whose operands all have the same layout; RULES come before
+its own and resolve the others, where at least one operand has such a layout:
 
   ALU      operands cut along different axes need no data of each other: the result is cut along all of them
   REDUCE   over a part of the mesh: devices that differ in the reduced coordinates add up, in groups
   COPY     to one device one copy of each part; to all devices the parts are added up in groups
   STORE    of a value into storage that is cut in another way
 
-Who is in a group follows from the coordinates (`groups`). Where a coordinate is wanted on two axes, the later
-operand is gathered along its axis, and stays cut along the others.
+Coordinates decide which devices are in a group (`groups`). Where two operands are cut along different axes by
+the same coordinate, the later one is gathered along its axis, and stays cut along its others.
 """
 from __future__ import annotations
 

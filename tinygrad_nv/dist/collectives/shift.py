@@ -10,9 +10,9 @@ from math import prod
 from tinygrad import Tensor
 from tinygrad.uop.ops import UOp
 
+from tinygrad_nv.dist.collectives.functions import extents, require_cpu, title
 from tinygrad_nv.dist.collectives.kernel import Collective
 from tinygrad_nv.dist.group import Group
-from tinygrad_nv.errors import DistError
 from tinygrad_nv.patterns.named import call
 from tinygrad_nv.patterns.program import Output, program
 from tinygrad_nv.runtime.note import Note
@@ -31,12 +31,8 @@ def shift(x: Tensor, group: Group, by: int = 1, name: str = "", after: Tensor | 
     """What rank `r - by` of the group has, on each rank r, in a circle. Its gradient is shifted back. It runs
     after `after` is computed."""
     if group.size == 1 or by % group.size == 0: return x
-    if str(x.device).partition(":")[0] != "CPU":
-        raise DistError(f"shift of a tensor on {x.device}", "a tensor on the CPU", "move it: .to(\"CPU\")")
-    if not all(isinstance(extent, int) for extent in x.shape):
-        raise DistError(f"shift of a tensor of shape {x.shape}", "known extents",
-                        "pad it to its largest extent")
-    shape = tuple(int(extent) for extent in x.shape)
+    require_cpu("shift", x, "a tensor on the CPU")
+    shape = extents(x)
     to, source = (group.rank + by) % group.size, (group.rank - by) % group.size
     sends, receives = (group.descriptor(kind, prod(shape), x.dtype, peer=peer, name=name)
                        for kind, peer in (("send", to), ("recv", source)))
@@ -45,7 +41,7 @@ def shift(x: Tensor, group: Group, by: int = 1, name: str = "", after: Tensor | 
     def back(grad: UOp, _: UOp) -> tuple[UOp | None, ...]:
         return shift(Tensor(grad), group, -by, name=f"gradient of {name}").uop, None, None, None
     what = Collective("shift", shape, x.dtype, 2 * prod(shape) * x.dtype.itemsize,
-                      f"shift by {by} over ranks {group.name}" + (f" of {name}" if name else ""), group.name)
+                      title(f"shift by {by}", group, name), group.name)
     first = order[0] if after is None else after.contiguous()
     return call(what, _called, x.contiguous(), *order, first, grad=back)[0]
 

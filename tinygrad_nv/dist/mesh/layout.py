@@ -1,4 +1,4 @@
-"""What a layout says of a tensor: which axes of a mesh cut which of its dimensions.
+"""Layouts: which axes of a mesh cut which dimensions of a tensor.
 
 Protocol. A layout maps names to rules. A name is that of a dimension ("batch", "d_model") or of tensors: a
 dotted prefix of a tensor's name ("params" is that of "params.layers.0.down"). A rule is one of
@@ -9,7 +9,7 @@ dotted prefix of a tensor's name ("params" is that of "params.layers.0.down"). A
 
 `placement(…)`: where the layout has a rule for the tensor's name, the longest prefix counts and cuts the
 first dimension; else each dimension is cut by the rule for its own name, and one without a rule is whole.
-What cannot be raises `DistError` with the tensor, the dimension and the axis.
+An impossible cut raises `DistError` with the tensor, the dimension and the axis.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tinygrad.dtype import DType
 from tinygrad_nv.errors import DistError
 
 Rule = str | tuple[str, ...]
-Layout = Mapping[str, Rule]
+LayoutRules = Mapping[str, Rule]
 Sizes = Mapping[str, int]
 # by names of dimensions and of tensors
 USUAL: dict[str, tuple[str, ...]] = {
@@ -52,7 +52,7 @@ class Placement:
         return prod(self.local_shape) * self.dtype.itemsize
 
 
-def check_layout(layout: Layout, sizes: Sizes) -> dict[str, tuple[str, ...]]:
+def check_layout(layout: LayoutRules, sizes: Sizes) -> dict[str, tuple[str, ...]]:
     """The axes of each name. Raises `DistError` for axes that the mesh has not."""
     return {name: _axes(name, rule, sizes) for name, rule in layout.items()}
 

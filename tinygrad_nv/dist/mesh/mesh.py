@@ -1,14 +1,14 @@
 """Meshes of ranks, or of devices of one process, with named axes.
 
 Protocol. `mesh(devices, axes={"dp": 2, "tp": 4}, layout={…})`, often in a `with`: the last one entered is
-`current()`. `devices` None are all ranks, of which each runs the same program (SPMD) and has one part of what
-is cut; a list of device names are those of one process, where a cut tensor is one tensor of tinygrad's over
-several devices. The last axis counts fastest: ranks 0 and 1 differ in "tp".
+`current()`. Without `devices` the mesh has all ranks: each runs the same program (SPMD), and has one part of
+each tensor that is cut. With a list of device names, all of one process, a cut tensor is one tensor of
+tinygrad's over several devices. The last axis counts fastest: ranks 0 and 1 differ in "tp".
 
 * `group("tp")`, `group("dp", "tp")`: the ranks that differ from this one in these axes alone.
-* `place(x, dims, name)`: this rank's part of a tensor that every rank has whole, by the layout (layout.py).
-  `gathered(part, like)` undoes it. What was placed is in `placements`, by name.
-* `pmap(fn, inputs, output, donate)`: fn of parts, captured by a TinyJit.
+* `place(x, dims, name)`: this rank's part of a tensor that every rank has whole, by the layout (layout.py);
+  `gathered(part, like)` gives the whole tensor again. `placements` lists placed tensors by name.
+* `pmap(fn, inputs, output, donate)`: a function of parts, captured by a TinyJit.
 * `all_reduce("tp")`, `scan(fn, "dp")`, …: functions of parts (steps.py).
 
 All ranks call the same of these in the same order.
@@ -22,13 +22,13 @@ from typing import Any
 
 from tinygrad import Tensor, TinyJit
 
-from tinygrad_nv.dist.collectives.functions import all_gather
+from tinygrad_nv.dist.collectives.functions import all_gather, part
 from tinygrad_nv.dist.collectives.kernel import Collective
+from tinygrad_nv.dist.collectives.listing import collectives_of
 from tinygrad_nv.dist.group import Group, World, world
 from tinygrad_nv.dist.mesh.describe import described
-from tinygrad_nv.dist.mesh.layout import Layout, Placement, check_layout, placement
+from tinygrad_nv.dist.mesh.layout import LayoutRules, Placement, check_layout, placement
 from tinygrad_nv.dist.mesh.steps import Steps
-from tinygrad_nv.dist.train.graph import collectives_of
 from tinygrad_nv.errors import DistError
 
 Dims = Sequence[str]
@@ -36,7 +36,7 @@ _entered: list[Mesh] = []
 
 
 def mesh(devices: Sequence[str] | World | None = None, *, axes: Mapping[str, int],
-         layout: Layout | None = None) -> Mesh:
+         layout: LayoutRules | None = None) -> Mesh:
     """A mesh. Raises `DistError` for axes that do not make as many devices, and layouts that cannot be."""
     return Mesh(world() if devices is None else devices, axes, layout or {})
 
@@ -55,7 +55,7 @@ def pmap(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 class Mesh(Steps):
     """Devices with named axes."""
 
-    def __init__(self, devices: Sequence[str] | World, axes: Mapping[str, int], layout: Layout) -> None:
+    def __init__(self, devices: Sequence[str] | World, axes: Mapping[str, int], layout: LayoutRules) -> None:
         self.axes = dict(axes)
         self.world = devices if isinstance(devices, World) else None
         self.devices = () if isinstance(devices, World) else tuple(devices)
@@ -110,13 +110,10 @@ class Mesh(Steps):
         Raises `DistError`."""
         found = self.placement(x, dims, name)
         if self.world is None: return self._over_devices(x, found)
-        part = x
+        own = x
         for dim, axes in enumerate(found.cuts):
-            if not axes: continue
-            index, extent = self.group(*axes).rank, found.local_shape[dim]
-            part = part.shrink(tuple((index * extent, (index + 1) * extent) if i == dim else None
-                                     for i in range(x.ndim)))
-        return part.contiguous() if part is not x else x
+            if axes: own = part(own, dim, self.group(*axes).rank, found.ways[dim])
+        return own.contiguous() if own is not x else x
 
     def placement(self, x: Tensor, dims: Dims, name: str = "") -> Placement:
         """Where x is, by the layout; kept under its name. Raises `DistError`."""
@@ -125,11 +122,11 @@ class Mesh(Steps):
         if name: self.placements[name] = found
         return found
 
-    def gathered(self, part: Tensor, like: Placement) -> Tensor:
+    def gathered(self, own: Tensor, like: Placement) -> Tensor:
         """The whole tensor, of the parts that ranks have."""
         for dim, axes in enumerate(like.cuts):
-            if axes and self.world is not None: part = all_gather(part, self.group(*axes), dim, like.name)
-        return part
+            if axes and self.world is not None: own = all_gather(own, self.group(*axes), dim, like.name)
+        return own
 
     def pmap(self, fn: Callable[..., Any], *, inputs: Sequence[Dims | None] | None = None,
              output: Dims | None = None, donate: Sequence[int] = (), name: str = "") -> Callable[..., Any]:
@@ -159,12 +156,12 @@ class Mesh(Steps):
         """Which tensor is where, bytes a device, collectives a step: as a table."""
         return described(self.axes, self.coordinates() if self.world else None, self.placements, self.steps)
 
-    def _whole(self, part: Tensor, dims: Dims, step: str) -> Tensor:
+    def _whole(self, own: Tensor, dims: Dims, step: str) -> Tensor:
         """A result, gathered: its whole shape follows from that of the part."""
         ways = [prod(self.axes[axis] for axis in self.rules.get(dim, ())) for dim in dims]
-        shape = tuple(int(extent) * n for extent, n in zip(part.shape, ways, strict=True))
-        found = placement(f"result of {step}", shape, part.dtype, dims, self.rules, self.axes)
-        return self.gathered(part, found)
+        shape = tuple(int(extent) * n for extent, n in zip(own.shape, ways, strict=True))
+        found = placement(f"result of {step}", shape, own.dtype, dims, self.rules, self.axes)
+        return self.gathered(own, found)
 
     def _over_devices(self, x: Tensor, found: Placement) -> Tensor:
         cut = [dim for dim, axes in enumerate(found.cuts) if axes]

@@ -1,10 +1,11 @@
-"""Functions of a rank's part of a tensor, by axis of a mesh, to put one behind the other.
+"""Functions of a rank's part of a tensor, by axis of a mesh, joined with `>>`.
 
     step = m.map(lambda x: x @ w) >> m.all_reduce("tp") >> m.scan(lambda a, b: a + b, "dp")
     y = step(x)
 
-`>>` runs its right side on the result of its left. All have gradients; those of collectives are of the sum of
-all ranks' losses (collectives/functions.py). "dp" stands for any axis, ("dp", "tp") for two as one.
+`>>` runs its right side on the result of its left. All have gradients; those of collectives are gradients of
+the sum of all ranks' losses (collectives/functions.py). An axis is a name, or several names, such as ("dp",
+"tp"), which count as one axis.
 """
 from __future__ import annotations
 
@@ -24,33 +25,33 @@ Join = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Step:
+class MeshFunction:
     """A function of a tensor, with a name."""
     name: str
     run: Callable[[Tensor], Tensor]
 
     def __call__(self, x: Tensor) -> Tensor: return self.run(x)
 
-    def __rshift__(self, then: Step) -> Step:
-        return Step(f"{self.name} >> {then.name}", lambda x: then(self(x)))
+    def __rshift__(self, then: MeshFunction) -> MeshFunction:
+        return MeshFunction(f"{self.name} >> {then.name}", lambda x: then(self(x)))
 
 
 class Steps:
-    """What a mesh makes of its groups."""
+    """The functions of a mesh, over the groups of its axes."""
 
     def group(self, *axes: str) -> Group: raise NotImplementedError
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> Step:
+    def map(self, fn: Callable[[Tensor], Tensor]) -> MeshFunction:
         """fn, on every rank's part."""
-        return Step(getattr(fn, "__name__", "map"), fn)
+        return MeshFunction(getattr(fn, "__name__", "map"), fn)
 
-    def reduce(self, fn: str | Join, axis: Axis) -> Step:
+    def reduce(self, fn: str | Join, axis: Axis) -> MeshFunction:
         """What fn makes of all parts along an axis, on every rank: "sum", "max" or "min"; or a function of
         two, that parts are put into from the left, in the order of ranks."""
         if isinstance(fn, str): return self.all_reduce(axis, fn)
         return self._step("reduce", axis, lambda x, group: functools.reduce(fn, _all(x, group, "reduce")))
 
-    def scan(self, fn: Join, axis: Axis) -> Step:
+    def scan(self, fn: Join, axis: Axis) -> MeshFunction:
         """What fn, associative, makes of the parts up to this rank's."""
         def run(x: Tensor, group: Group) -> Tensor:
             reach = 1
@@ -62,27 +63,27 @@ class Steps:
             return x
         return self._step("scan", axis, run)
 
-    def all_reduce(self, axis: Axis, op: str = "sum") -> Step:
+    def all_reduce(self, axis: Axis, op: str = "sum") -> MeshFunction:
         """The sum, "max" or "min" of all parts, on every rank."""
         return self._step("all_reduce", axis, lambda x, group: functions.all_reduce(x, group, op))
 
-    def reduce_scatter(self, axis: Axis, dim: int = 0) -> Step:
+    def reduce_scatter(self, axis: Axis, dim: int = 0) -> MeshFunction:
         """This rank's part of the sum, along a dimension."""
         return self._step("reduce_scatter", axis, lambda x, group: functions.reduce_scatter(x, group, dim))
 
-    def all_gather(self, axis: Axis, dim: int = 0) -> Step:
+    def all_gather(self, axis: Axis, dim: int = 0) -> MeshFunction:
         """All parts, one behind the other along a dimension."""
         return self._step("all_gather", axis, lambda x, group: functions.all_gather(x, group, dim))
 
-    def all_to_all(self, axis: Axis, split: int = 0, concat: int = 0) -> Step:
+    def all_to_all(self, axis: Axis, split: int = 0, concat: int = 0) -> MeshFunction:
         """Part r along `split` goes to rank r; what comes is put along `concat`."""
         return self._step("all_to_all", axis, lambda x, group: functions.all_to_all(x, group, split, concat))
 
-    def shift(self, axis: Axis, by: int = 1) -> Step:
+    def shift(self, axis: Axis, by: int = 1) -> MeshFunction:
         """What the rank `by` before this one has, in a circle."""
         return self._step("shift", axis, lambda x, group: shift(x, group, by))
 
-    def pipeline(self, stage: Callable[[Tensor], Tensor], axis: Axis, microbatches: int) -> Step:
+    def pipeline(self, stage: Callable[[Tensor], Tensor], axis: Axis, microbatches: int) -> MeshFunction:
         """The first rank's x through `stage` of every rank of an axis in turn, microbatches of its first
         dimension at a time: the last rank's result, on every rank. A stage keeps shape and dtype, and has to
         bear zeros, which it gets while the pipeline fills. Gradients are those of one loss that all ranks
@@ -90,10 +91,10 @@ class Steps:
         def run(x: Tensor, group: Group) -> Tensor: return _piped(stage, x, group, microbatches)
         return self._step("pipeline", axis, run)
 
-    def _step(self, name: str, axis: Axis, run: Callable[[Tensor, Group], Tensor]) -> Step:
+    def _step(self, name: str, axis: Axis, run: Callable[[Tensor, Group], Tensor]) -> MeshFunction:
         axes = (axis,) if isinstance(axis, str) else axis
         group = self.group(*axes)
-        return Step(f"{name} over {' x '.join(axes)}", lambda x: run(x, group))
+        return MeshFunction(f"{name} over {' x '.join(axes)}", lambda x: run(x, group))
 
 
 def _piped(stage: Callable[[Tensor], Tensor], x: Tensor, group: Group, microbatches: int) -> Tensor:

@@ -1,15 +1,16 @@
-"""Plans past the machine: memory and time of a model over GPUs that are not here. Everything is modelled.
+"""Plans: memory and time of a model over GPUs that are not here. Everything is modelled, nothing measured.
 
+  planning.py                 the plan of one layout: `plan(config, layout, cluster, work)`
+  search.py                   plans of all layouts, the fastest first
+  layout.py                   layouts and work: types, and the reasons why a layout is impossible
   cluster.py, figures.toml    GPUs, links and networks, each figure with its source
+  shards.py                   the part of a model that one rank holds
+  memory.py                   memory of a device
+  pipeline.py                 how long stages of a pipeline wait, and what they keep
+  compute.py, layer.py        how long kernels take, and which kernels a layer has
   collectives.py              how long a collective takes: an α–β model
-  layout.py                   layouts and work, and what cannot be
-  shards.py                   what one rank holds
-  pipeline.py, memory.py      schedules; memory of a device
-  compute.py, layer.py        how long kernels take; what a layer computes
-  uses.py                     collectives of a step, and what hides them
-  inference.py, training.py   a step
-  planning.py                 a plan of one layout: `plan(config, layout, cluster, work)`
-  search.py                   the best of all layouts
+  uses.py                     collectives of a step, and how much of them runs beside kernels
+  inference.py, training.py   the time of a step
   presets.py, presets.json    public architectures by name
   report.py                   a plan as text and as plain data
 """

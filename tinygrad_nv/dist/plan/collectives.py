@@ -1,8 +1,8 @@
 """How long a collective takes: an α–β model.
 
-Protocol: `collective("all_reduce", nbytes, Group(8, 8), cluster)` is the fastest algorithm's `Collective`.
-Bytes are those of the whole buffer: what an all-gather makes, what a reduce-scatter is given, what each rank
-holds of an all-reduce, what each sends in an all-to-all, of which its own share stays.
+Protocol: `collective("all_reduce", nbytes, GroupSize(8, 8), cluster)` is the fastest algorithm's
+`Collective`. Bytes are those of the whole buffer: what an all-gather makes, what a reduce-scatter is given,
+what each rank holds of an all-reduce, what each sends in an all-to-all, of which its own share stays.
 
     seconds = α + bytes on the busiest wire / β
 
@@ -13,11 +13,13 @@ holds of an all-reduce, what each sends in an all-to-all, of which its own share
     NVLS tree    NVLS + 2 log2 N hops of the net     (1 + 1 / g) S within nodes; between two S / g, else twice
     one-shot     one kernel                          (n − 1) S read from peers
     two-shot     one kernel, two barriers            2 (n − 1) / n · S
-    multicast    one kernel, two barriers            (1 + 1 / n) S
 
-Rings and trees are NCCL's, of its protocols LL (half the rate), LL128 (0.92 of it) and Simple; a ring that
-crosses nodes uses the adapters of its g ranks of a node at once. One-shot, two-shot and multicast are our
-kernels over peer memory, of an all-reduce in one node up to `PEER_BYTES`. All constants: figures.toml.
+Rings, trees and NVLS are NCCL's, rings and trees of its protocols LL (half the rate), LL128 (0.92 of it) and
+Simple; a ring that crosses nodes uses the adapters of its g ranks of a node at once. Their constants are in
+figures.toml. One-shot and two-shot are this package's kernels over peer memory (tile/all_reduce/), of an
+all-reduce in one node: up to the sizes, and with the constants, of its cost.py. Those are of NVLink 4; over
+another link rates are scaled by the links' rates. The third kernel there, multimem, is not in graphs, so
+larger messages are NCCL's.
 """
 from __future__ import annotations
 
@@ -26,16 +28,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, log2
 
-from tinygrad_nv.dist.plan.cluster import Cluster, Link, figures
+from tinygrad_nv.dist.plan.cluster import Cluster, Link, device, figures
+from tinygrad_nv.tile.all_reduce import cost
+from tinygrad_nv.tile.all_reduce.schedules import AllReduceSchedule, OneShot, TwoShot
 
 PROTOCOLS = ("LL", "LL128", "Simple")
 SHARES = (0.5, 0.92, 1.0)       # of the link's rate that a protocol's lines of data are
-PEER_BYTES = 64 << 20           # as vLLM limits buffers of symmetric memory
 MULTICAST_RANKS = 3             # NCCL's NVLS needs more than a pair
+KERNELS: dict[type[AllReduceSchedule], str] = {OneShot: "one-shot", TwoShot: "two-shot"}
+MEASURED = "h100"               # whose link the constants of these kernels are of
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupSize:
     """Ranks of a collective: so many, of which `local` are in each node."""
     ranks: int
     local: int
@@ -51,7 +56,7 @@ class Collective:
     """One collective: `alpha_s` + `wire_bytes` / `bytes_per_s`."""
     kind: str
     nbytes: float
-    group: Group
+    group: GroupSize
     algorithm: str
     alpha_s: float
     wire_bytes: float
@@ -63,14 +68,14 @@ class Collective:
         return self.alpha_s + self.wire_bytes / self.bytes_per_s
 
 
-def collective(kind: str, nbytes: float, group: Group, cluster: Cluster, peer: bool = True) -> Collective:
-    """The fastest way; `peer`: kernels over peer memory may be used."""
+def collective(kind: str, nbytes: float, group: GroupSize, cluster: Cluster, peer: bool = True) -> Collective:
+    """The fastest way; `peer`: the kernel over peer memory that graphs have for this size is one of them."""
     if group.ranks <= 1: return Collective(kind, nbytes, group, "none", 0.0, 0.0, 1.0)
     return min(ways(kind, nbytes, group, cluster, peer), key=lambda each: each.seconds)
 
 
 @lru_cache(4096)
-def ways(kind: str, nbytes: float, group: Group, cluster: Cluster,
+def ways(kind: str, nbytes: float, group: GroupSize, cluster: Cluster,
          peer: bool = True) -> tuple[Collective, ...]:
     """Every algorithm that can do it."""
     make = {"all_reduce": _all_reduce, "all_gather": _half, "reduce_scatter": _half,
@@ -82,7 +87,7 @@ def ways(kind: str, nbytes: float, group: Group, cluster: Cluster,
 Way = tuple[str, float, float, float]       # algorithm, α, bytes on a wire, β
 
 
-def _all_reduce(kind: str, nbytes: float, group: Group, cluster: Cluster, peer: bool) -> Iterator[Way]:
+def _all_reduce(kind: str, nbytes: float, group: GroupSize, cluster: Cluster, peer: bool) -> Iterator[Way]:
     yield from _rings(2 * (group.ranks - 1), nbytes * 2 * (group.ranks - 1) / group.ranks, group, cluster)
     yield from _trees(nbytes, group, cluster)
     link, nccl = cluster.device.link, figures()["nccl"]
@@ -90,11 +95,12 @@ def _all_reduce(kind: str, nbytes: float, group: Group, cluster: Cluster, peer: 
         yield "NVLS", nccl["nvls_s"], nbytes * (1 + 1 / group.ranks), link.bytes_per_s * nccl["nvls_share"]
     if link.multicast and group.nodes > 1 and group.local >= MULTICAST_RANKS:
         yield _nvls_tree(nbytes, group, cluster)
-    if peer and link.peer and group.nodes == 1 and nbytes <= PEER_BYTES:
-        yield from _peer(nbytes, group.ranks, link)
+    if peer and link.peer and group.nodes == 1 and group.ranks <= max(cost.ONE_SHOT):
+        chosen = cost.choose(group.ranks, ceil(nbytes))
+        if chosen is not None: yield kernel(chosen, nbytes, group.ranks, link)
 
 
-def _half(kind: str, nbytes: float, group: Group, cluster: Cluster, peer: bool) -> Iterator[Way]:
+def _half(kind: str, nbytes: float, group: GroupSize, cluster: Cluster, peer: bool) -> Iterator[Way]:
     """All-gather and reduce-scatter."""
     yield from _rings(group.ranks - 1, nbytes * (group.ranks - 1) / group.ranks, group, cluster)
     link, nccl = cluster.device.link, figures()["nccl"]
@@ -102,7 +108,7 @@ def _half(kind: str, nbytes: float, group: Group, cluster: Cluster, peer: bool) 
         yield "NVLS", nccl["nvls_s"], nbytes, link.bytes_per_s * nccl["nvls_share"]
 
 
-def _rings(steps: int, wire: float, group: Group, cluster: Cluster) -> Iterator[Way]:
+def _rings(steps: int, wire: float, group: GroupSize, cluster: Cluster) -> Iterator[Way]:
     link, net, nccl = cluster.device.link, cluster.net, figures()["nccl"]
     between = 0 if group.nodes == 1 else steps // (group.ranks - 1) * (group.nodes - 1)
     rate = link.bytes_per_s if group.nodes == 1 else min(link.bytes_per_s, group.local * net.bytes_per_s)
@@ -113,7 +119,7 @@ def _rings(steps: int, wire: float, group: Group, cluster: Cluster) -> Iterator[
         yield f"ring {protocol}", alpha, wire, most if i else min(most, link.low_latency_bytes_per_s)
 
 
-def _trees(nbytes: float, group: Group, cluster: Cluster) -> Iterator[Way]:
+def _trees(nbytes: float, group: GroupSize, cluster: Cluster) -> Iterator[Way]:
     link, net, nccl = cluster.device.link, cluster.net, figures()["nccl"]
     rate = link.bytes_per_s if group.nodes == 1 else min(link.bytes_per_s, group.local * net.bytes_per_s)
     for i, protocol in enumerate(PROTOCOLS):
@@ -123,7 +129,7 @@ def _trees(nbytes: float, group: Group, cluster: Cluster) -> Iterator[Way]:
                most if i else min(most, link.low_latency_bytes_per_s))
 
 
-def _nvls_tree(nbytes: float, group: Group, cluster: Cluster) -> Way:
+def _nvls_tree(nbytes: float, group: GroupSize, cluster: Cluster) -> Way:
     """Within nodes and between them at once: what takes longer."""
     nccl, net = figures()["nccl"], cluster.net
     alpha = nccl["nvls_s"] + 2 * log2(group.nodes) * nccl["nvls_tree_hop_s"]
@@ -132,17 +138,13 @@ def _nvls_tree(nbytes: float, group: Group, cluster: Cluster) -> Way:
     return "NVLS tree", alpha, *max(within, between, key=lambda each: each[0] / each[1])
 
 
-def _peer(nbytes: float, ranks: int, link: Link) -> Iterator[Way]:
-    given = figures()["peer"]
-    yield "one-shot", given["one_shot_s"], (ranks - 1) * nbytes, link.bytes_per_s * given["one_shot_share"]
-    yield ("two-shot", given["two_shot_s"], 2 * (ranks - 1) / ranks * nbytes,
-           link.bytes_per_s * given["two_shot_share"])
-    if link.multicast:
-        yield ("multicast", given["multicast_s"], (1 + 1 / ranks) * nbytes,
-               link.bytes_per_s * given["multicast_share"])
+def kernel(kind: type[AllReduceSchedule], nbytes: float, ranks: int, link: Link) -> Way:
+    """A kernel over peer memory, whether or not graphs have it for this size."""
+    slower = link.bytes_per_s / device(MEASURED).link.bytes_per_s
+    return (KERNELS[kind], cost.LATENCY[kind], nbytes * cost.share(kind, ranks), cost.RATE[kind] * slower)
 
 
-def _all_to_all(kind: str, nbytes: float, group: Group, cluster: Cluster, peer: bool) -> Iterator[Way]:
+def _all_to_all(kind: str, nbytes: float, group: GroupSize, cluster: Cluster, peer: bool) -> Iterator[Way]:
     """Within the node and beyond it at once; each rank has an adapter."""
     within = nbytes * (group.local - 1) / group.ranks, cluster.device.link.bytes_per_s
     beyond = nbytes * (group.ranks - group.local) / group.ranks, cluster.net.bytes_per_s
@@ -150,7 +152,7 @@ def _all_to_all(kind: str, nbytes: float, group: Group, cluster: Cluster, peer: 
     yield "pairs", alpha, *max(within, beyond, key=lambda each: each[0] / each[1])
 
 
-def _send(kind: str, nbytes: float, group: Group, cluster: Cluster, peer: bool) -> Iterator[Way]:
+def _send(kind: str, nbytes: float, group: GroupSize, cluster: Cluster, peer: bool) -> Iterator[Way]:
     far = group.nodes > 1
     alpha = figures()["nccl"]["point_s"] + (cluster.net.hop_s[1] if far else 0.0)
     yield "point to point", alpha, nbytes, cluster.net.bytes_per_s if far else cluster.device.link.bytes_per_s

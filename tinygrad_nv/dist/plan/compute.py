@@ -4,7 +4,8 @@ Protocol: matmuls and grouped matmuls are asked of the tile cost models (tile/ge
 tile/grouped_gemm/cost.py), with the schedule that would run; they were not fitted to whole steps. Where no
 template takes a matmul, and for weights of int8 or int4, a roofline stands in: all bytes at the share of HBM
 that streaming reaches, or all operations at the share of the tensor cores' peak that is sustained, whichever
-takes longer. Attention is a roofline whose shares figures.toml states; everything else moves bytes.
+takes longer. Attention is a roofline whose shares figures.toml states; other kernels take as long as HBM
+takes to move their bytes.
 """
 from __future__ import annotations
 

@@ -1,13 +1,17 @@
 """Steps of inference: decode and prefill of one rank, with the collectives between ranks.
 
-Protocol: `decode(...)` and `prefill(...)` give a `Step`: seconds of a stage by what kernels do, collectives,
-and the seconds until a step's tokens are there. With pipeline parallelism the sequences of a rank are dealt
-to as many microbatches as there are stages, which follow each other through them: each stage works all the
-time, and a token takes all stages' time.
+Protocol: `decode(...)` and `prefill(...)` give a `InferenceStep`: seconds of a stage by what kernels do,
+collectives, and the seconds until a step's tokens are there. With pipeline parallelism the sequences of a
+rank are dealt to as many microbatches as there are stages, which follow each other through them: each stage
+works all the time, and a token takes all stages' time.
 
 Collectives of a layer: all-reduce of hidden states behind attention and behind the feed-forward (tp); with ep
 the latter is two all-to-alls of the rows of tokens' experts, and an all-gather of tokens (tp). Nothing runs
 beside them.
+
+To sample, ranks gather 8 bytes a sequence and rank: the best token of the rank's part of the vocabulary, and
+its logit. That is enough for greedy sampling, temperatures and penalties. With top-p, top-k or logprobs ranks
+gather whole logits instead, which is not in the plan.
 """
 from __future__ import annotations
 
@@ -19,17 +23,15 @@ from tinygrad_nv.dist.plan import compute
 from tinygrad_nv.dist.plan.cluster import Cluster
 from tinygrad_nv.dist.plan.collectives import Collective, collective
 from tinygrad_nv.dist.plan.layer import Layer, Seconds
-from tinygrad_nv.dist.plan.layout import DTYPES, Inference, Layout
+from tinygrad_nv.dist.plan.layout import DTYPES, HALF, Inference, Layout
 from tinygrad_nv.dist.plan.memory import kv_bytes
 from tinygrad_nv.dist.plan.shards import parameters, rank_config
 from tinygrad_nv.dist.plan.uses import Use, exposed
 from tinygrad_nv.models.config import ModelConfig
 
-HALF = 2
-
 
 @dataclass(frozen=True)
-class Step:
+class InferenceStep:
     """A step. `kernels`, `uses`: of all stages; `seconds` until its tokens are there; `period_s` until the
     next can begin; `nbytes`: what a rank of the first stage reads of weights and cache."""
     kernels: Seconds
@@ -39,7 +41,8 @@ class Step:
     nbytes: float = 0.0
 
 
-def decode(config: ModelConfig, layout: Layout, work: Inference, cluster: Cluster, context: int) -> Step:
+def decode(config: ModelConfig, layout: Layout, work: Inference, cluster: Cluster,
+           context: int) -> InferenceStep:
     """One token of each sequence, of which `context` tokens are cached."""
     each = ceil(work.batch / layout.dp / layout.pp)
     def layer(one: Layer) -> Seconds:
@@ -56,18 +59,18 @@ def decode(config: ModelConfig, layout: Layout, work: Inference, cluster: Cluste
         idle = held.experts * (1 - 1 / rank.moe.experts) ** one.rows(each)
     nbytes = (held.matrices - idle) * DTYPES[work.quantization] + \
         HALF * rank.hidden_size * rank.vocab_size * (layout.pp == 1) + cache
-    return Step(made.kernels, made.uses, made.seconds, made.period_s * layout.pp, nbytes)
+    return InferenceStep(made.kernels, made.uses, made.seconds, made.period_s * layout.pp, nbytes)
 
 
 def prefill(config: ModelConfig, layout: Layout, work: Inference, cluster: Cluster, tokens: int,
-            sequences: int) -> Step:
+            sequences: int) -> InferenceStep:
     """So many tokens of so many sequences, which are whole."""
     length = max(1, tokens // sequences)
     return _stages(config, layout, work, cluster, tokens, sequences, lambda one: one.prefill(tokens, length))
 
 
 def _stages(config: ModelConfig, layout: Layout, work: Inference, cluster: Cluster, tokens: int, sampled: int,
-            layer: Callable[[Layer], Seconds]) -> Step:
+            layer: Callable[[Layer], Seconds]) -> InferenceStep:
     kernels, times, uses = Seconds(), list[float](), dict[str, Use]()
     for stage in range(layout.pp):
         rank = rank_config(config, layout, stage)
@@ -83,7 +86,7 @@ def _stages(config: ModelConfig, layout: Layout, work: Inference, cluster: Clust
         for use in mine: uses[use.purpose] = use if use.purpose not in uses else uses[use.purpose].plus(use)
         kernels += made
         times.append(made.total + sum(use.exposed_s for use in mine))
-    return Step(kernels, tuple(uses.values()), sum(times), max(times))
+    return InferenceStep(kernels, tuple(uses.values()), sum(times), max(times))
 
 
 def _head(rank: ModelConfig, cluster: Cluster, sampled: int) -> Seconds:

@@ -1,8 +1,8 @@
-"""What a rank computes in a layer, and how long its kernels take.
+"""The kernels of a layer on one rank, and how long they take.
 
-Protocol: `Layer(rank, i, layout, device, kind)` is layer i of a rank's share (shards.rank_config). Sizes are
-of matrices as the rank holds them. `matmuls` are (n, k) of dense matrices, `experts` of grouped ones, and the
-rows of those for so many tokens are `rows(tokens)`.
+Protocol: `Layer(rank, i, layout, device, kind)` is layer i of the model that `shards.rank_config` gives for a
+rank. Sizes are those of matrices as the rank holds them: `matmuls` are the (n, k) of dense matrices,
+`experts` those of each expert's. `rows(tokens)` is how many rows all experts of the rank multiply.
 """
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 
 from tinygrad_nv.dist.plan import compute
 from tinygrad_nv.dist.plan.cluster import Device
-from tinygrad_nv.dist.plan.layout import Layout
+from tinygrad_nv.dist.plan.layout import HALF, Layout
 from tinygrad_nv.models.config import ModelConfig
 
-HALF = 2
 INFERENCE_KERNELS = 3   # of a layer: two norms, and what rotates queries and appends keys and values
 
 

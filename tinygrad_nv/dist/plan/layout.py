@@ -1,19 +1,20 @@
-"""How a model is laid over GPUs, and what they are to do: types, and what cannot be.
+"""How a model is divided over GPUs, and the work that they do: types, and which layouts are impossible.
 
-Protocol: `Layout(tp=8, pp=2, dp=4)` is of tp · pp · dp GPUs, in this order of nearness: ranks of a
-tensor-parallel group are neighbours. Experts are whole on `ep` ranks of a pipeline stage's tp · dp; with ep =
-1 they are sliced by tp like everything else. `require(layout, config, cluster, work)` raises `PlanError` with
-what divides, and `problem` gives its words.
+Protocol: `Layout(tp=8, pp=2, dp=4)` takes tp · pp · dp GPUs. Ranks of a tensor-parallel group are neighbours,
+then come the ranks of a pipeline, then data-parallel ones. With `ep`, experts are whole on `ep` of the tp ·
+dp ranks of a pipeline stage; with ep = 1 they are sliced by tp like all other matrices. `require(layout,
+config, cluster, work)` raises `PlanError` for an impossible layout, with the numbers that would divide.
 """
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from tinygrad_nv.dist.plan.cluster import Cluster, figures
-from tinygrad_nv.dist.plan.collectives import Group
+from tinygrad_nv.dist.plan.collectives import GroupSize
 from tinygrad_nv.errors import PlanError
 from tinygrad_nv.models.config import ModelConfig
 
+HALF = 2        # bytes of an element of hidden states, norms, embeddings: bf16
 DTYPES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}   # bytes of an element of a matrix
 KV_DTYPES = {"bf16": 2, "fp8": 1}
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
@@ -40,22 +41,22 @@ class Layout:
         named = [f"{name} {ranks}" for name in ("tp", "pp", "dp", "ep") if (ranks := getattr(self, name)) > 1]
         return ", ".join([*named, *["sp"] * self.sp]) or "one GPU"
 
-    def tensor_group(self, cluster: Cluster) -> Group:
+    def tensor_group(self, cluster: Cluster) -> GroupSize:
         """Ranks that hold slices of the same matrices."""
-        return Group(self.tp, min(self.tp, cluster.per_node))
+        return GroupSize(self.tp, min(self.tp, cluster.per_node))
 
-    def data_group(self, cluster: Cluster) -> Group:
+    def data_group(self, cluster: Cluster) -> GroupSize:
         """Ranks that hold the same slices."""
         near = self.tp * self.dp <= cluster.per_node
-        return Group(self.dp, self.dp if near else max(1, cluster.per_node // self.tp))
+        return GroupSize(self.dp, self.dp if near else max(1, cluster.per_node // self.tp))
 
-    def expert_group(self, cluster: Cluster) -> Group:
+    def expert_group(self, cluster: Cluster) -> GroupSize:
         """Ranks that tokens are sent among."""
-        return Group(self.ep, min(self.ep, cluster.per_node))
+        return GroupSize(self.ep, min(self.ep, cluster.per_node))
 
-    def stages_apart(self, cluster: Cluster) -> Group:
+    def stages_apart(self, cluster: Cluster) -> GroupSize:
         """Two neighbouring stages."""
-        return Group(2, 2 if self.gpus <= cluster.per_node else 1)
+        return GroupSize(2, 2 if self.gpus <= cluster.per_node else 1)
 
 
 def achieved(name: str) -> float:
@@ -205,4 +206,8 @@ def _of_training(layout: Layout, config: ModelConfig, work: Training) -> PlanErr
     if work.schedule == "interleaved" and layout.pp * work.virtual > config.num_layers:
         return PlanError(f"pp {layout.pp} x {work.virtual} chunks of {config.num_layers} layers",
                          f"at most {config.num_layers} chunks", "lower --virtual")
+    if work.schedule == "interleaved" and (microbatches := work.batch // each) % layout.pp:
+        return PlanError(f"{microbatches} microbatches of a rank, interleaved over pp {layout.pp}",
+                         f"a multiple of {layout.pp}",
+                         f"--batch {-(-microbatches // layout.pp) * layout.pp * each}, or --schedule 1f1b")
     return None

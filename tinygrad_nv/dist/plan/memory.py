@@ -8,8 +8,8 @@ estimate (engine/memory_planning.py); on one GPU these are the bytes that an `LL
                   they stay whole after a step's first gather, and gradients until its end
     master        float32, AdamW's states 2 · float32: of ZeRO-1 and up each data-parallel rank has a share
     gradients     float32; of ZeRO-2 and up a share, and two layers whole
-    activations   what the backward pass reads again, of as many microbatches as the pipeline has under way;
-                  with tensor parallelism sliced, but for hidden states (unless sp)
+    activations   results that the backward pass reads, of as many microbatches as the pipeline has under way
+                  (pipeline.py); sliced by tensor parallelism, hidden states only with sp
     logits        bf16, float32 and their gradient, of a microbatch, on the last stage
 
 Selective recomputation keeps the results of attention and of every second matmul; full keeps a layer's input.
@@ -23,7 +23,7 @@ from math import ceil
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.dist.plan.cluster import Cluster, figures
-from tinygrad_nv.dist.plan.layout import DTYPES, Inference, Layout, Training, Work
+from tinygrad_nv.dist.plan.layout import DTYPES, HALF, Inference, Layout, Training, Work
 from tinygrad_nv.dist.plan.pipeline import under_way
 from tinygrad_nv.dist.plan.shards import optimizer_share, parameters, rank_config
 from tinygrad_nv.engine.memory_planning import step_bytes
@@ -31,7 +31,7 @@ from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
 from tinygrad_nv.models.config import ModelConfig
 
 PAGE = 16       # tokens
-FLOAT, HALF = 4, 2
+FLOAT = 4
 LOGITS = 2 * HALF + FLOAT       # of an element: logits and their gradient in bf16, softmax in float32
 GATHERED = 2    # layers of ZeRO-3 that are whole at a time
 
@@ -61,12 +61,11 @@ class Memory:
 def memory(config: ModelConfig, layout: Layout, work: Work, cluster: Cluster) -> Memory:
     """Of the stage that takes most."""
     limit = int(cluster.device.memory_bytes * work.utilization) - figures()["overhead"]["context_bytes"]
-    stages = {0, layout.pp // 2, layout.pp - 1}
     def of(stage: int) -> Memory:
         parts = inference(config, layout, work, stage) if isinstance(work, Inference) else \
             training(config, layout, work, stage)
         return Memory(tuple((name, size) for name, size in parts.items() if size), limit, stage)
-    return max(map(of, sorted(stages)), key=lambda each: each.total)
+    return max(map(of, range(layout.pp)), key=lambda each: each.total)
 
 
 # **** inference ****

@@ -1,8 +1,8 @@
 """A plan: memory, times and rates of a layout.
 
-Protocol: `plan(config, layout, cluster, work)` is frozen. It raises `PlanError` for a layout that cannot be;
-one that does not fit into memory is a plan whose `memory.fits` is False: `require_room` raises for it, with
-what would fit.
+Protocol: `plan(config, layout, cluster, work)` returns a frozen `Plan`, and raises `PlanError` for a layout
+that is impossible. The plan of a layout that does not fit into memory has a false `memory.fits`;
+`require_room` raises for it, with what would fit.
 """
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
 """What one rank holds: a slice of the model, as a configuration of its own.
 
 Protocol: `rank_config(config, layout, stage)` is the model that a rank of a pipeline stage computes: its
-layers, its heads, its columns, its experts. All sizes, and the engine's estimates of memory, follow from it.
-Key/value heads of which there are fewer than ranks are held by several. `parameters(config, layout, stage)`
+layers (those that the engine gives the stage: models/parallel.py), its heads, its columns, its experts.
+Stages are numbered as layers follow each other: 0 has the embedding, the last one the head, whichever ranks
+run them. All sizes, and the engine's estimates of memory, follow from it. Key/value heads of which there are
+fewer than ranks are held by several. `parameters(config, layout, stage)`
 counts what is stored; with one rank that is `config.parameters`.
 """
 from __future__ import annotations
@@ -11,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from tinygrad_nv.dist.plan.layout import Layout
 from tinygrad_nv.models.config import ModelConfig
+from tinygrad_nv.models.parallel import stage_layers
 
 
 @dataclass(frozen=True)
@@ -27,16 +30,9 @@ class Parameters:
         return self.matrices + self.others
 
 
-def stage_layers(config: ModelConfig, layout: Layout, stage: int) -> range:
-    """The layers of a stage; earlier stages have one more where they are not even."""
-    each, more = divmod(config.num_layers, layout.pp)
-    first = stage * each + min(stage, more)
-    return range(first, first + each + (stage < more))
-
-
 def rank_config(config: ModelConfig, layout: Layout, stage: int) -> ModelConfig:
     """The share of a rank of a stage. Raises nothing: `layout.require` comes first."""
-    layers, tp = stage_layers(config, layout, stage), layout.tp
+    layers, tp = stage_layers(config.num_layers, stage, layout.pp), layout.tp
     part = slice(layers.start, layers.stop)
     moe = config.moe
     if moe is not None:

@@ -13,8 +13,11 @@ Protocol: `train(config, layout, work, cluster)` gives a `TrainStep`. Of each st
     else       gradients are reduced once a step, beside the last microbatch's backward pass (with ZeRO-2
                beside each), and with ZeRO new weights are gathered beside the first's forward pass
     ep         all-to-all of tokens' rows to experts and back, in both passes, nothing beside
+    pp         hidden states to the next stage, their gradients back, nothing beside
 
-    step = (microbatches + idle) · slowest stage + sends + what is exposed of the exchange + AdamW
+    step = (microbatches + idle) · slowest stage + what is exposed of a step's exchange + AdamW
+
+where a stage's time is of a microbatch: kernels, and what is exposed of the collectives of each microbatch.
 
 MFU is that of PaLM's appendix B: 6 operations for each parameter in a matmul (of experts those that a token
 has), and 12 · layers · heads · d · length for attention, over the bf16 peak.
@@ -26,8 +29,8 @@ from dataclasses import dataclass
 from tinygrad_nv.dist.plan import compute
 from tinygrad_nv.dist.plan.cluster import Cluster
 from tinygrad_nv.dist.plan.collectives import Collective, collective
-from tinygrad_nv.dist.plan.layer import HALF, Layer, Seconds
-from tinygrad_nv.dist.plan.layout import Layout, Training
+from tinygrad_nv.dist.plan.layer import Layer, Seconds
+from tinygrad_nv.dist.plan.layout import HALF, Layout, Training
 from tinygrad_nv.dist.plan.pipeline import bubble, idle
 from tinygrad_nv.dist.plan.shards import optimizer_share, parameters, rank_config
 from tinygrad_nv.dist.plan.uses import Use, beside, exposed
@@ -64,10 +67,9 @@ class _Stage:
 def train(config: ModelConfig, layout: Layout, work: Training, cluster: Cluster) -> TrainStep:
     """A step."""
     microbatches = work.batch // (layout.dp * work.microbatch)
-    stages = [_stage(config, layout, work, cluster, stage, microbatches)
-              for stage in sorted({0, layout.pp // 2, layout.pp - 1})]
+    stages = [_stage(config, layout, work, cluster, stage, microbatches) for stage in range(layout.pp)]
     slowest = max(stages, key=lambda each: each.microbatch_s)
-    waits = idle(work.schedule, layout.pp, work.virtual)
+    waits = idle(work.schedule, layout.pp, microbatches, work.virtual)
     optimizer = max(_optimizer(config, layout, work, cluster, stage) for stage in range(layout.pp))
     seconds = (microbatches + waits) * slowest.microbatch_s + max(each.once_s for each in stages) + optimizer
     return TrainStep(slowest.forward, slowest.backward, slowest.uses, slowest.microbatch_s, microbatches,

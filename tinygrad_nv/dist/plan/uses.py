@@ -1,8 +1,8 @@
 """Collectives of a step, as a plan lists them.
 
-Protocol: a `Use` is one collective, how often a rank calls it in a step, how long all calls take, and how
-much of that is not hidden beside kernels. `beside` is the time of kernels and collectives that run at once:
-while these do, kernels have the SMs that are left.
+Protocol: a `Use` is one collective: how often a rank calls it in a step, how long all calls take, and how
+much of that time no kernel runs beside it (exposed). `beside` is the time of kernels and collectives that run
+at once: while a collective runs, kernels have the SMs that it leaves them.
 """
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Training over ranks: what a step of many ranks is made of. Each primitive gives the result of one device.
+"""Training over ranks: the parts of a step of many ranks. Each primitive gives the result of one device.
 
-  graph.py              gradients of one's own, and which collectives a graph has
-  data_parallel.py      gradients, averaged in buckets
+  data_parallel.py      averages gradients, in buckets
   zero.py               ZeRO-1 and ZeRO-2: each rank updates its part of the parameters
-  fully_sharded.py      ZeRO-3 (FSDP): parameters that are whole only around their layer
-  sequence.py           sequence parallel layers: norms on this rank's tokens
-  ring_attention.py     attention over a sequence that ranks have in parts
-  experts.py            experts on several ranks: tokens there and back
-  schedules.py, check.py, pipeline.py   pipeline schedules as data, what they cost, and what runs them
+  fully_sharded.py      ZeRO-3 (FSDP): a layer's parameters are whole only while the layer is computed
+  sequence.py           sequence parallel layers: each rank has norms and residuals of its own tokens
+  ring_attention.py     attention over a sequence of which each rank has a part
+  experts.py            experts on several ranks: sends tokens to their experts, and results back
+  schedules.py          pipeline schedules as data: GPipe, 1F1B, interleaved, zero-bubble
+  check.py, pipeline.py runs a schedule on paper: its time, and what it keeps; runs one on ranks
+  graph.py              values whose gradient is a function of its own
 """

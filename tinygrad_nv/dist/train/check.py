@@ -1,9 +1,9 @@
-"""What a pipeline schedule comes to: whether it can run, its time, its bubble, what it keeps.
+"""Whether a pipeline schedule can run, how long it takes, and how many microbatches it keeps.
 
 Protocol. `check(schedule, costs)` runs a schedule on paper. Each rank runs its `Op`s in order; F waits for
 F of the stage before, B for B of the stage behind and for F of its own, W for its B. It raises `DistError`
 for a schedule that lacks an `Op`, has one twice or on another rank, or in which ranks wait for each other.
-Times are in units of the caller's: what is carried between ranks takes none.
+Times are in the unit of `costs`; transfers between ranks take no time.
 
 `bubble` is the fraction of time that ranks wait. For p ranks, m microbatches, v chunks and passes that take
 f, b and w it should be (sources in schedules.py), with T = f + b + w:

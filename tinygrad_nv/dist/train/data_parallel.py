@@ -3,8 +3,8 @@
 Protocol: after `loss.backward()`, `average_gradients(parameters, group)` puts the mean over ranks in place
 of each gradient, if the loss is a mean over a rank's batch (`mean=False`: the sum). Gradients of the last
 layers are computed first, so buckets go from the last parameter to the first, and the all_reduce of a
-bucket depends on its own gradients and on nothing else: where a device has streams it runs beside the rest
-of the backward pass. What realizes the gradients runs them, such as the optimiser's step.
+bucket depends on its own gradients alone: where a device has streams it runs beside the rest of the backward
+pass. The collectives run when the gradients are realized, for instance by the optimiser's step.
 
 Source of buckets: PyTorch Distributed, arXiv 2006.15704, section 3.2.
 """

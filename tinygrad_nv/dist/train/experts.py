@@ -1,19 +1,19 @@
-"""Expert parallel layers: experts on several ranks, tokens sent there and their results back.
+"""Expert parallel layers: each rank has some experts; tokens are sent to them, and results come back.
 
 Protocol. Each of n ranks has its own tokens (T, H), the whole router, and E / n neighbouring experts
-(`LocalExperts`). `dispatch(tokens, experts, group, policy)` gives what a mixture of all E experts makes of
-this rank's tokens, as `functional.dispatch` does on one device:
+(`LocalExperts`). `dispatch(tokens, experts, group, policy)` is the output of a mixture of all E experts for
+this rank's tokens, the same as `functional.dispatch` gives on one device:
 
 1. `route` chooses k experts a token and sorts the T k slots by expert, so those of a rank are neighbours;
 2. each rank sends to each other `capacity` rows, slots in that order, with their experts' numbers; rows that
    no slot fills are zeros of no expert, so no counts have to be known before;
-3. what came is sorted by expert and multiplied (`grouped_matmul`); rows of no expert are not computed;
-4. results go back to where they came from, are weighted and added up.
+3. the rows that arrive are sorted by expert and multiplied (`grouped_matmul`), but for rows of no expert;
+4. results are sent back to the rank of their token, weighted and added up.
 
 `capacity` None has room for every slot, min(k, E / n) T rows: nothing is dropped. A smaller one saves bytes
-where slots are spread evenly; of the slots for one rank, by expert and then by token, those beyond it add
-nothing to their tokens. Gradients of experts are of all ranks' tokens; those of the router are of this
-rank's.
+where slots are spread evenly; of the slots for one rank, ordered by expert and then by token, those beyond
+the capacity are dropped: they add 0 to their tokens. Gradients of experts are of all ranks' tokens; those of
+the router are of this rank's.
 
 Source: GShard, arXiv 2006.16668, section 3.2, for capacities; DeepSpeed-MoE, arXiv 2201.05596.
 """

@@ -1,4 +1,4 @@
-"""ZeRO-3 (FSDP): each rank keeps its part of every layer's parameters, and has a layer whole only around it.
+"""ZeRO-3 (FSDP): each rank keeps a part of every layer's parameters, and all of one only to compute it.
 
 Protocol. `FullySharded(layers, group)` takes layers, callables that own their parameters as attributes, and
 cuts each layer's into one vector a rank (`shards`), float32 by default. The layers' own tensors are empty

@@ -1,4 +1,4 @@
-"""Running a pipeline schedule: this rank's passes, and what it sends and receives in between.
+"""Runs a pipeline schedule: this rank's passes, and the tensors that it sends and receives between them.
 
 Protocol. `Pipeline(schedule, group, stages, shape, dtype)` has this rank's stages by their numbers; all
 stages hand on tensors of one shape and dtype, those of a microbatch. `run()` runs a schedule once over all
@@ -6,9 +6,9 @@ microbatches and returns the last stage's results, losses, by microbatch; ranks 
 nothing. Gradients of parameters add up, as after several calls of `backward`.
 
 `steps(schedule)` are a rank's passes with `Transfer`s between them. Transfers of all ranks stand in one
-order of time, that of the schedule run on paper (check.py), and each rank makes its own in that order: so
-ranks do not wait for each other in a circle, even where a send ends when it is received. A pass hands its
-result on at once; a tensor for a stage on the same rank is kept.
+order of time, that of the schedule run on paper (check.py), and each rank does its own transfers in that
+order: so ranks do not wait for each other in a circle, even where a send ends only when it is received. The
+result of a pass is sent at once; a tensor for a stage on the same rank is kept.
 
 A stage is any object with `forward`, `backward` and `weights` (`Stage`). `Recomputed` makes one of a
 function: it keeps a stage's input, and computes the stage again in the backward pass, and once more for W.
@@ -49,14 +49,14 @@ class Transfer:
     to: int
 
 
-Step = Op | Transfer
+PipelineStep = Op | Transfer
 
 
-def steps(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
+def steps(schedule: Schedule) -> tuple[tuple[PipelineStep, ...], ...]:
     """What each rank does, in order. Raises `DistError` for a schedule that cannot run."""
     report = check(schedule)
     # a transfer is made when its pass ends: before passes that begin then, behind those that begin before
-    made: list[list[tuple[tuple[float, int, int], Step]]] = [[] for _ in schedule.ranks]
+    made: list[list[tuple[tuple[float, int, int], PipelineStep]]] = [[] for _ in schedule.ranks]
     for rank, ops in enumerate(schedule.ranks):
         for i, op in enumerate(ops):
             made[rank].append(((report.begins[op], 1, i), op))

@@ -1,8 +1,8 @@
-"""Attention over a sequence that ranks have in parts: keys and values go round, results are merged.
+"""Attention over a sequence of which each rank has a part: ranks pass keys and values on in a circle.
 
 Protocol (Ring Attention, arXiv 2310.01889). `ring_attention(q, k, v, group)` takes each rank's part, q
-[B, H, S/n, D], and gives its part of the result. Keys and values are shifted n - 1 times; what each pair of
-parts makes is a flash attention with its LSE, and merged in float32:
+[B, H, S/n, D], and gives its part of the result. Keys and values are shifted n - 1 times; for each pair of a
+query part and a key part a flash attention gives a result and its LSE, which are merged in float32:
 
     l = log(exp l1 + exp l2),   out = out1 exp(l1 - l) + out2 exp(l2 - l)
 
@@ -12,8 +12,8 @@ earlier one that came, and a second pair, of earlier chunks or of later ones. Wh
 (`Group.is_rank`), so all ranks build the same graph.
 
 The backward pass sends keys and values round once more, with their gradients, which are n shifts: memory is
-that of a rank's part and of what it sends, whatever n. Each pair is a flash attention's backward pass with
-the LSE of the whole row.
+that of a rank's part and of the tensors it sends, for any n. Each pair is a flash attention's backward pass
+with the LSE of the whole row.
 """
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ is cut into microbatches. A schedule is a list of `Op`s for each rank:
     B   its backward pass; where a schedule `splits` it, the gradient of the stage's input alone
     W   the gradients of the stage's parameters, where B leaves them out
 
-check.py says whether a schedule can run, how long it takes and what it keeps; pipeline.py runs one. The
-functions below make those of the field; any other list of `Op`s is as good.
+check.py says whether a schedule can run, how long it takes and how many microbatches it keeps; pipeline.py
+runs one. The functions below make the published schedules; any other list of `Op`s may be used instead.
 
 Sources: GPipe, arXiv 1811.06965; 1F1B and interleaved 1F1B, Megatron-LM, arXiv 2104.04473, section 2.2;
 ZB-H1, Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 
 from tinygrad import Tensor
 
-from tinygrad_nv.dist.collectives.functions import all_gather, copied, reduce_scatter
+from tinygrad_nv.dist.collectives.functions import all_gather, copied, part, reduce_scatter
 from tinygrad_nv.dist.group import Group
 from tinygrad_nv.dist.train.graph import with_gradient
 from tinygrad_nv.errors import DistError
 
 
 @dataclass(frozen=True)
-class Sequence:
+class SequenceParallel:
     """The tokens of a group of ranks, along an axis of their tensors."""
     group: Group
     axis: int = 1
@@ -59,6 +59,4 @@ class Sequence:
         return copied(weight, self.group, name)
 
     def _part(self, x: Tensor) -> Tensor:
-        each = int(x.shape[self.axis]) // self.group.size
-        return x.shrink(tuple((self.group.rank * each, (self.group.rank + 1) * each)
-                              if i == self.axis % x.ndim else None for i in range(x.ndim))).contiguous()
+        return part(x, self.axis, self.group.rank, self.group.size).contiguous()

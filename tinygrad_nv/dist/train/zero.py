@@ -8,9 +8,9 @@ norms of whole matrices (LARS, LAMB, Muon) are not those of parts.
     loss.backward(); optimizer.step()                         ZeRO-1: gradients are whole until the step
     loss.backward(); optimizer.reduce(); … ; optimizer.step() ZeRO-2: of gradients, too, a part stays
 
-`reduce` sums the gradients over ranks, keeps this rank's part and drops the rest. `step` does so with what
-is left, updates the parts, gathers them and writes the parameters. Parts are copies in float32, the master
-weights of parameters of 16 bits.
+`reduce` sums the gradients over ranks, keeps this rank's part and drops the rest. `step` does the same with
+gradients that were not reduced yet, updates the parts, gathers them and writes the parameters. Parts are
+copies in float32: for parameters of 16 bits the master weights.
 
 Memory a rank, of P parameters of p bytes with gradients of g, and an optimiser of s states: P (p + g) +
 4 P (1 + s) / n for ZeRO-1; for ZeRO-2 the gradients between microbatches are 4 P / n.

@@ -1,13 +1,13 @@
-"""What carries bytes between ranks.
+"""Transports: they carry bytes between ranks.
 
   library.py        the C of csrc/, compiled once, and its structures
-  shared.py         ranks of one machine: memory that they share
-  mpi.py            ranks of MPI
+  shared.py         between CPUs of one machine: shared memory
+  mpi.py            between CPUs, by MPI
   nccl_api.py       NCCL's functions by ctypes
-  nccl.py           communicators of NCCL, between GPUs
-  nccl_emulated.py  what stands for NCCL on emulated devices
+  nccl.py           between GPUs: communicators of NCCL
+  nccl_emulated.py  between emulated GPUs: answers the same functions
   local.py          reductions over GPUs of one process
 
-On memory of the host a transport fills in a group's structure; what runs then is C (csrc/group.h), called by
-kernels of the graph.
+A transport between CPUs fills in the structure of a group; the kernels of a graph then call its C function
+(csrc/group.h), without Python.
 """

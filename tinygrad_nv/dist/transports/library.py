@@ -29,6 +29,14 @@ TYPES: tuple[DType, ...] = (
 OK, MISMATCH, LATE, ABORTED, FAILED = range(5)
 
 
+def moved_bytes(kind: str, nbytes: int, ranks: int) -> tuple[int, int]:
+    """Bytes that a collective reads and writes on a rank; `nbytes` as `Call.count` counts: of the whole
+    buffer of all_reduce, broadcast, send and recv, of one rank's part otherwise."""
+    reads = {"recv": 0, "reduce_scatter": ranks, "all_to_all": ranks}.get(kind, 1)
+    writes = {"send": 0, "all_gather": ranks, "all_to_all": ranks}.get(kind, 1)
+    return nbytes * reads, nbytes * writes
+
+
 class Call(ctypes.Structure):
     """csrc/group.h: Call."""
     _fields_ = tuple((name, u64) for name in ("kind", "count", "type", "op", "peer", "tag"))

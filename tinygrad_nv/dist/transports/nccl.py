@@ -1,15 +1,15 @@
 """Communicators of NCCL: one for a group of ranks and a device of this one.
 
-Protocol: `connect(driver, rank, members, share, timeout_s)` meets the other ranks, `share` carrying the
-unique id from the first of them. `Communicator.enqueue` puts one collective into a stream, `calls` gives the
-work of the driver interface that does so (runtime/library_call.py). Nothing of it waits for the device: what
-went wrong there is found by `check`, which the device calls when the host has waited for it, and which the
-watchdog may call at any time. After an error a communicator is of no use, `abort` ends what waits in its
-kernels, from another thread too.
+Protocol: `connect(driver, rank, members, share, timeout_s)` connects to the other ranks; `share` carries the
+unique id of the first rank to all. `Communicator.enqueue` puts one collective into a stream; `call` is the
+same as work of the driver interface (runtime/library_call.py). Neither waits for the device. `check` raises
+the errors that happened there: the device calls it when the host has waited for the device, and the watchdog
+may call it at any time. After an error a communicator cannot be used; `abort`, which any thread may call,
+ends its kernels that wait.
 
-NCCL does not look at what other ranks call: where they call something else it waits for ever, or mixes what
-has nothing to do with each other. `agree`, if it is set, compares what ranks call by another way before: each
-collective of a graph when the graph is made, an eager one the first time.
+NCCL does not compare the calls of ranks: if they differ it waits for ever, or mixes their data. If `agree` is
+set, it compares them before NCCL is called: each collective of a graph when the graph is made, an eager one
+the first time.
 
 Memory that a graph's collectives use is registered with NCCL for as long as the graph lives. NCCL carries no
 16-bit integers: these are sent as bytes, and not added.
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 from tinygrad import dtypes
 from tinygrad.dtype import DType
 
+from tinygrad_nv.dist.transports.library import moved_bytes
 from tinygrad_nv.dist.transports.nccl_api import (
     ALL_TO_ALL_VERSION,
     IN_PROGRESS,
@@ -54,7 +55,7 @@ LINES = {"all_reduce": "ncclAllReduce", "reduce_scatter": "ncclReduceScatter", "
 
 
 @dataclass(frozen=True)
-class Order:
+class CollectiveCall:
     """A collective: `count` is of elements, all of them of all_reduce, broadcast, send and recv, those of one
     rank otherwise. `peer` is the root, or the other rank of send and recv; `name` that of the tensor."""
     kind: str
@@ -63,6 +64,11 @@ class Order:
     op: str = "sum"
     peer: int = 0
     name: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Of `count` elements."""
+        return self.count * self.dtype.itemsize
 
     def __str__(self) -> str:
         how = (f", {self.op}" if self.op != "sum" else "") + (f", rank {self.peer}" if self.peer else "")
@@ -74,7 +80,7 @@ class Last:
     """A collective that was given to a stream: its number, when (CLOCK_MONOTONIC), and an event after it if
     there is one."""
     number: int
-    order: Order
+    order: CollectiveCall
     since: float
     event: Event | None = None
 
@@ -92,13 +98,13 @@ def library(driver: Driver) -> NCCL:
     return NCCL(_emulated)
 
 
-def carried(order: Order) -> tuple[int, int]:
+def carried(order: CollectiveCall) -> tuple[int, int]:
     """NCCL's number of the type that carries a collective, and how many of it. Raises `DistError`."""
     if order.dtype in TYPES: return TYPES[order.dtype], order.count
     if order.kind in REDUCTIONS or order.dtype not in (dtypes.int16, dtypes.uint16):
         raise DistError(f"{order.kind} of {order.dtype.name}", f"one of {', '.join(t.name for t in TYPES)}",
                         "cast before, and back after")
-    return TYPES[dtypes.uint8], order.count * order.dtype.itemsize
+    return TYPES[dtypes.uint8], order.nbytes
 
 
 class Communicator:
@@ -110,9 +116,11 @@ class Communicator:
         self.rank, self.members, self.timeout_s = rank, tuple(members), timeout_s
         self.aborted, self.why = False, DistError("the communicator was given up")
         self.given: Last | None = None  # what it was given last, since the host waited
+        self.latest: Last | None = None     # what it was ever given last
         self.numbers = itertools.count(1)
-        self.agree: Callable[[Order], None] | None = None   # raises where other ranks call something else
-        self.agreed = set[Order]()
+        # raises where other ranks call something else
+        self.agree: Callable[[CollectiveCall], None] | None = None
+        self.agreed = set[CollectiveCall]()
         self.registered: dict[tuple[int, int], weakref.ref[Registration]] = {}
         self.lock = threading.Lock()
 
@@ -124,13 +132,10 @@ class Communicator:
 
     # **** collectives ****
 
-    def enqueue(self, order: Order, given: int, out: int, stream: int) -> None:
+    def enqueue(self, order: CollectiveCall, given: int, out: int, stream: int) -> None:
         """Puts a collective into a stream. Addresses of what is not there are 0. Raises `DistError`."""
-        self.check()
         kind, count = carried(order)
-        if self.agree is not None and order not in self.agreed: self._agree(order)
-        self._given(order)
-        width = order.count * order.dtype.itemsize
+        self.begin(order)
         if order.kind in REDUCTIONS:
             self._call(LINES[order.kind], order, given, out, count, kind, OPS[order.op], self.handle, stream)
         elif order.kind == "all_gather":
@@ -147,10 +152,16 @@ class Communicator:
             with self.grouped(str(order)):
                 for r in range(self.size):
                     args = count, kind, r, self.handle, stream
-                    self.nccl.call("ncclSend", given + r * width, *args, handle=self.handle)
-                    self.nccl.call("ncclRecv", out + r * width, *args, handle=self.handle)
+                    self.nccl.call("ncclSend", given + r * order.nbytes, *args, handle=self.handle)
+                    self.nccl.call("ncclRecv", out + r * order.nbytes, *args, handle=self.handle)
 
-    def _call(self, function: str, order: Order, *args: int) -> None:
+    def begin(self, order: CollectiveCall) -> None:
+        """A collective of this rank's device begins, of NCCL or of a kernel. Raises `DistError`."""
+        self.check()
+        if self.agree is not None and order not in self.agreed: self.agreed_on(order)
+        self.note(order)
+
+    def _call(self, function: str, order: CollectiveCall, *args: int) -> None:
         if self.nccl.call(function, *args, handle=self.handle) == IN_PROGRESS: self._finish(str(order))
 
     def grouped(self, doing: str) -> AbstractContextManager[None]:
@@ -166,34 +177,33 @@ class Communicator:
             if self.aborted: raise self.why
             return self.nccl.async_error(self.handle)
 
-    def call(self, order: Order, given: int, out: int) -> LibraryCall:
+    def call(self, order: CollectiveCall, given: int, out: int) -> LibraryCall:
         """The work that a collective is on these addresses. A send makes a byte, by which it is found in the
         graph, and a recv does not look at what it is given."""
-        width, parts = order.count * order.dtype.itemsize, self.size
-        reads = width * (parts if order.kind in ("reduce_scatter", "all_to_all") else 1)
-        writes = width * (parts if order.kind in ("all_gather", "all_to_all") else 1)
-        if order.kind == "recv": reads = 0
-        if order.kind == "send": writes = 1
-        used = [(given, reads)] if reads else [], [(out, writes)] if order.kind != "send" else []
+        reads, writes = moved_bytes(order.kind, order.nbytes, self.size)
+        used = [(given, reads)] if reads else [], [(out, writes)] if writes else []
+        made = 1 if order.kind == "send" else writes
         return LibraryCall(
-            f"{order} among ranks {'-'.join(map(str, self.members))}", tuple(used[0]), ((out, writes),),
+            f"{order} among ranks {'-'.join(map(str, self.members))}", tuple(used[0]), ((out, made),),
             lambda stream: self.enqueue(order, given, out, stream),
             lambda: self._held(order, (*used[0], *used[1])),
-            lambda event, replay: self._given(order, event, replay))
+            lambda event, replay: self.note(order, event, replay))
 
-    def _held(self, order: Order, used: Sequence[tuple[int, int]]) -> object:
+    def _held(self, order: CollectiveCall, used: Sequence[tuple[int, int]]) -> object:
         """What a graph with this collective holds. Its calls come in its order, which all ranks must share:
         they say what they call, each time, while eager ones say so once."""
-        if self.agree is not None: self._agree(order)
+        if self.agree is not None: self.agreed_on(order)
         return [self.registration(*each) for each in used]
 
-    def _agree(self, order: Order) -> None:
+    def agreed_on(self, order: CollectiveCall) -> None:
+        """Has the ranks compare what they call."""
         self.agreed.add(order)
         if self.agree is not None and order.kind not in ("send", "recv"): self.agree(order)
 
-    def _given(self, order: Order, event: Event | None = None, new: bool = True) -> None:
+    def note(self, order: CollectiveCall, event: Event | None = None, new: bool = True) -> None:
+        """What the watchdog is told when it asks."""
         number = next(self.numbers) if new or self.given is None else self.given.number
-        self.given = Last(number, order, time.clock_gettime(time.CLOCK_MONOTONIC), event)
+        self.given = self.latest = Last(number, order, time.clock_gettime(time.CLOCK_MONOTONIC), event)
 
     @property
     def last(self) -> Last | None:
@@ -292,10 +302,10 @@ class grouped:
             for each in self.communicators: each._finish(self.doing)
 
 
-Share = Callable[[bytes], bytes]    # (what the first rank says) -> the same on every rank
+BroadcastBytes = Callable[[bytes], bytes]   # (those of the first rank) -> the same on every rank
 
 
-def connect(driver: Driver, rank: int, members: Sequence[int], share: Share,
+def connect(driver: Driver, rank: int, members: Sequence[int], share: BroadcastBytes,
             timeout_s: float) -> Communicator:
     """This rank's communicator over the device of `driver`, once all ranks have come. Raises `DistError`."""
     nccl = library(driver)

@@ -1,11 +1,11 @@
 """NCCL's functions by ctypes.
 
 Protocol: `NCCL(library)` calls the functions of one library, by NCCL's names and with its arguments: that of
-`libnccl.so.2` (`real()`), or what stands for it where devices are emulated (nccl_emulated.py), which answers
-the same calls. A function that fails is a `DistError` in NCCL's words. Communicators do not block: `finish`
-waits until one has done what it was asked for, or gives it up.
+`libnccl.so.2` (`real()`), or the one for emulated devices (nccl_emulated.py). A function that fails raises a
+`DistError` with NCCL's message. Communicators do not block: `finish` waits until one has done its call, and
+raises when that takes too long.
 
-NCCL is that of a wheel, nvidia-nccl-cu13 or -cu12, or the system's. Loading it needs no driver.
+The library is that of a wheel, nvidia-nccl-cu13 or -cu12, or the system's. Loading it needs no driver.
 """
 from __future__ import annotations
 

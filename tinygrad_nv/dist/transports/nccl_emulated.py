@@ -1,13 +1,13 @@
-"""What stands for NCCL where devices are emulated.
+"""NCCL's functions for emulated devices.
 
 Protocol: `EmulatedNCCL` has NCCL's functions (nccl_api.py: FUNCTIONS), with their arguments, on memory of
-emulated devices. A communicator belongs to the device that is the thread's when it is made, as with CUDA.
-Ranks of several processes share memory as those of the CPU do (csrc/shared.c): the unique id says where the
-memory of the first rank is. Ranks of one process (ncclCommInitAll) meet at the end of a group.
+emulated devices. A communicator belongs to the thread's current device when it is made, as with CUDA. Ranks
+of several processes share memory as CPU ranks do (csrc/shared.c): the unique id is the path of the first
+rank's memory. Ranks of one process (ncclCommInitAll) meet at the end of a group.
 
-An emulated stream runs what it gets at once, so a call here has moved its bytes when it returns: NCCL's would
-have them moved by the stream. What goes wrong while bytes move (ranks that call different collectives, one
-that gave up) is no result of the call but the communicator's asynchronous error, as with NCCL.
+An emulated stream runs its work at once, so a call here has moved its bytes when it returns, where NCCL's
+call returns before. Errors while bytes move (ranks that call different collectives, a rank that aborted)
+become the communicator's asynchronous error, not the result of the call, as with NCCL.
 """
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from tinygrad_nv.dist.transports.library import (
     Call,
     GroupStruct,
     library,
+    moved_bytes,
 )
 from tinygrad_nv.dist.transports.library import TYPES as ALL_TYPES
 from tinygrad_nv.dist.transports.nccl_api import (
@@ -43,7 +44,7 @@ from tinygrad_nv.dist.transports.nccl_api import (
     TYPES,
 )
 from tinygrad_nv.dist.transports.nccl_api import OPS as OP_NUMBERS
-from tinygrad_nv.dist.transports.shared import SLOT_BYTES
+from tinygrad_nv.dist.transports.shared import SLOT_BYTES, group_bytes, mapped, without_name
 from tinygrad_nv.runtime.emulated.driver import CURRENT, EmulatedDriver
 
 VERSION = 22800
@@ -116,12 +117,10 @@ class EmulatedNCCL:
 
     def ncclGetUniqueId(self, made: Any) -> int:
         made = made._obj
-        descriptor = os.memfd_create("tinygrad_nv", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, _bytes(MOST_RANKS))
-        path = f"/proc/{os.getpid()}/fd/{descriptor}".encode()
-        self.served[path.decode()] = descriptor
+        descriptor, path = without_name(group_bytes(MOST_RANKS))
+        self.served[path] = descriptor
         ctypes.memset(ctypes.byref(made), 0, ctypes.sizeof(made))
-        ctypes.memmove(ctypes.byref(made), path, len(path))
+        ctypes.memmove(ctypes.byref(made), path.encode(), len(path))
         return SUCCESS
 
     def ncclCommInitRankConfig(self, comm: Any, size: int, unique: Any, rank: int, config: Any) -> int:
@@ -132,10 +131,7 @@ class EmulatedNCCL:
 
     def _meeting(self, made: Communicator, path: str, blocking: bool) -> int:
         """Maps the memory and waits for the others, in a thread unless it may block."""
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            try: made.memory = mmap.mmap(descriptor, _bytes(made.size))
-            finally: os.close(descriptor)
+        try: made.memory = mapped(path, group_bytes(made.size))
         except OSError as error:
             made.fail(REMOTE_ERROR, f"{path}: {error.strerror}")
             return SUCCESS
@@ -301,11 +297,6 @@ class EmulatedNCCL:
 
 # **** bytes ****
 
-def _bytes(ranks: int) -> int:
-    """Of the memory that ranks share."""
-    return int(library().c.shared_bytes(ctypes.c_uint64(ranks), ctypes.c_uint64(SLOT_BYTES)))
-
-
 def _type(number: int) -> int: return ALL_TYPES.index(DTYPES[number])
 
 
@@ -316,9 +307,8 @@ def _address(to: Communicator, address: int, nbytes: int, what: str) -> int:
 
 def _run(call: Queued) -> bool:
     """Runs a call; whether what follows it has to be left."""
-    to, width = call.to, call.count * DTYPES[call.type].itemsize
-    reads = width * (to.size if call.kind in ("reduce_scatter", "all_to_all") else 1)
-    writes = width * (to.size if call.kind in ("all_gather", "all_to_all") else 1)
+    to = call.to
+    reads, writes = moved_bytes(call.kind, call.count * DTYPES[call.type].itemsize, to.size)
     given = _address(to, call.given, reads, call.told) if call.given else 0
     out = _address(to, call.out, writes, call.told) if call.out else 0
     return not _moved(to, call.kind, out, given, call.count, call.type, call.op, call.peer)

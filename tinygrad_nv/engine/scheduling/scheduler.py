@@ -18,6 +18,11 @@ takes, until the budget of `max_batched_tokens` is used:
 Chunks of a prompt whose log probabilities are asked for are at most `max_prompt_logits` tokens, which all
 such sequences of a step share; drafts, whose tokens need logits, too, are left out of such a step.
 
+Stages. In a pipeline as many steps are under way as there are stages, of different sequences: one whose token
+is in flight waits, and a step decodes no more than a share of the others, which leaves as many for each stage
+without a step. The first stage so takes tokens from the host, and chunks of one prompt follow each other at
+once.
+
 Pages. A waiting sequence starts when there are pages for all its tokens, and one spare page for each running
 sequence. When a running sequence finds too few pages, the scheduler preempts the lowest-priority running
 sequence and re-queues it with its original key, ahead of all that arrived later.
@@ -149,11 +154,12 @@ class Scheduler:
 
     # **** a step ****
 
-    def schedule(self, synced: bool) -> ScheduledStep | None:
-        """The next step, or None. Raises `OutOfPages`."""
+    def schedule(self, synced: bool, under_way: int = 0) -> ScheduledStep | None:
+        """The next step, or None. `under_way`: steps whose output has not been processed. Raises
+        `OutOfPages`."""
         most = max_prompt_logits(self.config.max_seqs)
         plan, before = StepPlan(self.config.max_batched_tokens, most), self.num_preempted
-        chunked = self._schedule_decodes(plan, synced)
+        chunked = self._schedule_decodes(plan, synced, self._most_decodes(under_way))
         for seq in chunked:
             if not seq.waiting: self._schedule_chunk(plan, seq, synced)
         for seq in chunked: self._commit(plan, seq)
@@ -163,15 +169,23 @@ class Scheduler:
             self._schedule_drafts(plan)
         return self._step(plan) if plan.num_tokens else None
 
-    def _schedule_decodes(self, plan: StepPlan, synced: bool) -> list[Seq]:
-        """Schedules one token for each decoding sequence. Returns the sequences with more than one token to
-        compute."""
-        chunked, num_tokens = [], plan.num_tokens
+    def _most_decodes(self, under_way: int) -> int:
+        """How many sequences may decode: in a pipeline a share of those that are in no step."""
+        if self.config.stages == 1: return len(self.running)
+        idle, free = sum(not seq.num_in_flight for seq in self.running), self.config.stages - under_way
+        return -(-idle // max(1, free))
+
+    def _schedule_decodes(self, plan: StepPlan, synced: bool, most: int) -> list[Seq]:
+        """Schedules one token for each decoding sequence, but `most`. Returns the sequences with more than
+        one token to compute."""
+        chunked, num_tokens, apart = [], plan.num_tokens, self.config.stages > 1
         for seq in self.running[:]:
             num_known, at = len(seq.tokens) + seq.num_in_flight, seq.num_scheduled
             # not forked yet; its token in flight is its last; just preempted
             if seq.forking or num_known >= seq.max_length or seq.waiting: continue
+            if apart and seq.num_in_flight: continue
             if num_known - at > 1: chunked.append(seq)
+            elif len(num_tokens) == most: continue
             elif at < seq.num_reserved or self._reserve(plan, seq, at + 1, synced): num_tokens[seq] = 1
         plan.token_budget -= len(num_tokens)
         plan.single_tokens = plan.token_budget < GROUP

@@ -45,7 +45,7 @@ from tinygrad_nv.engine.worker.input_buffer import (
 from tinygrad_nv.engine.worker.kv_cache_dtype import cache_scales, require_scales, resolve_kv_cache_dtype
 from tinygrad_nv.engine.worker.logit_rows import LogitRows, Rows
 from tinygrad_nv.engine.worker.mask_buffer import MaskBuffer
-from tinygrad_nv.engine.worker.output_buffer import OutputBuffer
+from tinygrad_nv.engine.worker.output_buffer import NO_SAMPLES, OutputBuffer
 from tinygrad_nv.engine.worker.sampler import SamplerState
 from tinygrad_nv.engine.worker.sampler_steps import SamplerSteps
 from tinygrad_nv.engine.worker.slot_filters import SlotFilters
@@ -113,6 +113,8 @@ class ModelRunner:
         with labelled(ACTIVATIONS):
             # where ranks have parts of the vocabulary
             self.parts = None if model.parallel is None else model.parallel.parts
+            # stages of a pipeline but the last have no logits, and hear of tokens from the host of rank 0
+            self.samples_tokens = model.parallel is None or model.parallel.last
             samples, tokens = self.max_shape.samples, range(self.vocab_size)
             if self.parts is not None: tokens = self.parts.tokens
             answers = model.parallel is None or followers is not None
@@ -269,7 +271,8 @@ class ModelRunner:
             with labelled(ACTIVATIONS):
                 self.store.copy(batch.copies)
                 samples, gathered = self._run(batch, filters) if batch.seqs else (0, None)
-                self.output_buffer.deliver(batch, samples, done, gathered)
+                if self.samples_tokens: self.output_buffer.deliver(batch, samples, done, gathered)
+                else: done.set_result(NO_SAMPLES)
         except BaseException as error: done.set_exception(self._failure(error))
 
     def _failure(self, error: BaseException) -> BaseException:
@@ -286,10 +289,10 @@ class ModelRunner:
         layout, step = self._step(shape)
         with span(f"step {shape}"):
             self._send(batch, layout)
-            if filters.mask: self.masks.send(batch, shape.samples)
+            if filters.mask and self.samples_tokens: self.masks.send(batch, shape.samples)
             step()
             if self.logit_rows is not None: gathered = self.logit_rows.of(batch, shape.samples)
-            if batch.num_samples: self.sampler_steps.step(shape.samples, filters)()
+            if batch.num_samples and self.samples_tokens: self.sampler_steps.step(shape.samples, filters)()
             if (parallel := self.model.parallel) is not None: parallel.check()
         return shape.samples, gathered
 
@@ -312,7 +315,7 @@ class ModelRunner:
     def prepare(self, job: Job) -> None:
         """Captures a step or a sampler, or reads it, and loads its kernels. A GPU also runs it, as its driver
         loads them then."""
-        if isinstance(job, Rows) and self.logit_rows is None: return    # of another stage
+        if not isinstance(job, BatchShape) and not self.samples_tokens: return
         runs = isinstance(Device[self.device], NVDevice)
         # in a fork, the CPU's inputs are those of the process that serves: they are left as they are
         if isinstance(job, tuple):

@@ -31,6 +31,7 @@ from tinygrad_nv.runtime.memory import write
 
 # sample numbers, how many log probabilities each requests, and the token if it is not the sampled one
 LogprobRequests = list[tuple[int, int, int | None]]
+NO_SAMPLES = SamplerOutput(np.empty(0, np.int32))     # of a rank that has no logits
 
 
 class OutputBuffer:

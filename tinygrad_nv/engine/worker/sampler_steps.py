@@ -55,18 +55,18 @@ class SamplerSteps:
         return self.steps[key]
 
     def _agreed(self, samples: int, filters: Filters) -> bool:
-        """Whether all ranks have the same tokens already, as each has been sent those of the others."""
-        if self.parallel is None or self.parallel.stages > 1 or self.parts is None: return False
-        return not filters.ordering or self.parts.rows(samples) != slice(0, samples)
+        """Whether all ranks of the stage have the same tokens already, as each has been sent those of the
+        others.
+        """
+        return self.parts is None or not filters.ordering or self.parts.rows(samples) != slice(0, samples)
 
     def _sample(self, samples: int, filters: Filters, inputs: dict[str, Tensor]) -> None:
-        slots, parallel = inputs["slots"], self.parallel
+        slots = inputs["slots"]
         with layer("sampler"):
-            if parallel is None or parallel.last:
-                tokens = next_tokens(self.output.logits(samples), filters, self.state, slots,
-                                     inputs["positions"], inputs.get("masks"), self.parts)
-            else: tokens = self.output.tokens(samples)  # the stage that has logits sends them
-            if parallel is not None and not self._agreed(samples, filters): tokens = parallel.agreed(tokens)
+            tokens = next_tokens(self.output.logits(samples), filters, self.state, slots, inputs["positions"],
+                                 inputs.get("masks"), self.parts)
+            if self.parallel is not None and not self._agreed(samples, filters):
+                tokens = self.parallel.agreed(tokens)
             made = [self.output.tokens(samples).assign(tokens)]
             if filters.penalty: made.append(count_tokens(self.state, slots, tokens))
         Tensor.realize(*made)

@@ -25,7 +25,7 @@ import numpy as np
 
 from tinygrad_nv.errors import WeightError
 from tinygrad_nv.quant.readers.checks import AGAIN, checked, checked_type, setting, unquantised
-from tinygrad_nv.quant.readers.reader import Get, Stored, StoredMatrix
+from tinygrad_nv.quant.readers.reader import Along, Get, Stored, StoredMatrix
 from tinygrad_nv.quant.types import (
     FP4,
     INT8,
@@ -65,7 +65,8 @@ def _int8(weight: str, layer: str, shape: tuple[int, int], stored: Stored) -> St
         return {"codes": get(weight), "scales": get(scales).reshape(n, 1),
                 "outer": np.full((1, 1), PER_127, np.float32)}
     type = QType(INT8, per_channel_scale(), outer=per_tensor_scale(), outer_last=True)
-    return StoredMatrix(type, (weight, scales, *[format] * (format in stored)), arrays)
+    cuts = {weight: (Along(0), Along(1)), scales: (Along(stored[scales][1].index(n)), None)}
+    return StoredMatrix(type, (weight, scales, *[format] * (format in stored)), arrays, cuts=cuts)
 
 
 def _codebook(weight: str, layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix:

@@ -36,7 +36,7 @@ from tinygrad_nv.quant.readers.checks import (
     names,
     unquantised,
 )
-from tinygrad_nv.quant.readers.reader import Get, Stored, StoredMatrix
+from tinygrad_nv.quant.readers.reader import Along, Cuts, Get, Stored, StoredMatrix, along_blocks
 from tinygrad_nv.quant.readers.schemes import Scheme
 from tinygrad_nv.quant.types import E2M3, E4M3, INT8, MXFP4, NVFP4, UINT8, QType, Scale
 
@@ -123,8 +123,11 @@ def _packed(scheme: Scheme, layer: str, shape: tuple[int, int], stored: Stored) 
         made["zeros"] = (points.reshape(blocks).view(np.uint8) + np.uint8(1 << (bits - 1)) if flat else
                          np.ascontiguousarray(_fields(np.ascontiguousarray(points.T), bits, n).T))
         return made
+    lie = along_blocks(scale, shape, stored[scales][1])
+    cuts = {codes: (Along(0), Along(1, 32, bits)), scales: lie}
+    if not scheme.symmetric: cuts[zeros] = lie if flat else (Along(0, 32, bits), lie[1])
     return _stored(type, layer, shape, stored, (codes, scales, *[zeros] * (not scheme.symmetric)), arrays,
-                   f"{layer}.weight_shape")
+                   cuts, f"{layer}.weight_shape")
 
 
 def _plain(scheme: Scheme, layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix:
@@ -142,7 +145,9 @@ def _plain(scheme: Scheme, layer: str, shape: tuple[int, int], stored: Stored) -
         made = {"codes": found ^ sign if sign else found, "scales": get(scales).reshape(blocks)}
         if asymmetric: made["zeros"] = get(zeros).reshape(blocks).view(np.uint8) ^ sign
         return made
-    return _stored(type, layer, shape, stored, (codes, scales, *[zeros] * asymmetric), arrays)
+    lie = along_blocks(scale, shape, stored[scales][1])
+    return _stored(type, layer, shape, stored, (codes, scales, *[zeros] * asymmetric), arrays,
+                   {codes: (Along(0), Along(1)), scales: lie} | ({zeros: lie} if asymmetric else {}))
 
 
 def _microscaled(type: QType, codes_name: str, kind: str) -> Callable[..., StoredMatrix]:
@@ -163,12 +168,14 @@ def _microscaled(type: QType, codes_name: str, kind: str) -> Callable[..., Store
             made["scales"] = get(scales)
             if type.outer: made["outer"] = get(outer).reshape(1, 1)
             return made
-        return _stored(type, layer, shape, stored, (codes, scales, *[outer] * bool(type.outer)), arrays)
+        lie = along_blocks(type.scale, shape, stored[scales][1])
+        cuts = {codes: (Along(0), Along(1, 8, type.bits)), scales: lie}
+        return _stored(type, layer, shape, stored, (codes, scales, *[outer] * bool(type.outer)), arrays, cuts)
     return read
 
 
 def _stored(type: QType, layer: str, shape: tuple[int, int], stored: Stored, tensors: tuple[str, ...],
-            arrays: Callable[[Get, np.ndarray | None], dict[str, np.ndarray]],
+            arrays: Callable[[Get, np.ndarray | None], dict[str, np.ndarray]], cuts: Cuts,
             extents: str = "") -> StoredMatrix:
     """With the order of columns, and what must be so of tensors that are beside these."""
     order, points, (_, k) = f"{layer}.weight_g_idx", f"{layer}.weight_zero_point", shape
@@ -186,7 +193,8 @@ def _stored(type: QType, layer: str, shape: tuple[int, int], stored: Stored, ten
         if (groups == -1).any(): groups = np.arange(k) // (type.scale.columns or k)     # of no order
         columns = column_order(groups, type.scale.columns or k, type.permuted, order, 'actorder to "group"')
         return arrays(get, columns) | ({} if columns is None else {"order": columns})
-    return StoredMatrix(type, (*tensors, *more), read)
+    cuts = {**cuts, order: (None, Along(0, numbers=type.scale.columns or k))}
+    return StoredMatrix(type, (*tensors, *more), read, cuts=cuts, extents=extents if extents in more else "")
 
 
 def _scale(scheme: Scheme, layer: str, shape: tuple[int, int], stored: Stored) -> tuple[Scale, str]:

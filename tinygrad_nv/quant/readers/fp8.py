@@ -22,7 +22,14 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import ModelError
 from tinygrad_nv.quant.readers.checks import AGAIN, FLOATS, checked, checked_type, setting, unquantised
-from tinygrad_nv.quant.readers.reader import Activations, Get, Stored, StoredMatrix
+from tinygrad_nv.quant.readers.reader import (
+    Activations,
+    Along,
+    Get,
+    Stored,
+    StoredMatrix,
+    along_blocks,
+)
 from tinygrad_nv.quant.types import E4M3, MXFP4, NVFP4, QType, Scale
 
 TENSOR, ROWS = Scale(0, 0), Scale(1, 0)
@@ -74,7 +81,10 @@ def _matrix(kind: Kind, layer: str, scales: str, shape: tuple[int, int], stored:
         made = {"codes": get(codes), "scales": get(scales).reshape(blocks)}
         return made | ({"outer": get(outer).reshape(1, 1)} if type.outer else {})
     others = [f"{layer}.{name}" for name in INPUTS if f"{layer}.{name}" in stored]
-    return StoredMatrix(type, (codes, scales, *[outer] * bool(type.outer), *others), arrays, kind.activations)
+    lie = along_blocks(type.scale, shape, stored[scales][1])
+    cuts = {codes: (Along(0), Along(1, 8 // type.bits)), scales: lie}
+    return StoredMatrix(type, (codes, scales, *[outer] * bool(type.outer), *others), arrays, kind.activations,
+                        cuts)
 
 
 def _blocks(scale: Scale, shape: tuple[int, int], found: tuple[int, ...]) -> Scale:

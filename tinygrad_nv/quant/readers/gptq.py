@@ -31,7 +31,7 @@ from tinygrad_nv.quant.readers.checks import (
     setting,
     unquantised,
 )
-from tinygrad_nv.quant.readers.reader import Get, Stored, StoredMatrix
+from tinygrad_nv.quant.readers.reader import Along, Get, Stored, StoredMatrix
 from tinygrad_nv.quant.types import QType, Scale
 
 BITS, FORMATS = (2, 3, 4, 8), ("gptq", "gptq_v2")
@@ -107,7 +107,10 @@ def _matrix(settings: Settings, layer: str, shape: tuple[int, int], stored: Stor
                               f"set sym to false in quantization_config, or format to one of {FORMATS}")
         if columns is not None: made["order"] = columns
         return made
-    return StoredMatrix(type, (codes, zeros, scales, *[order] * indexed), arrays)
+    groups_of = Along(0, group) if group else None
+    cuts = {codes: (Along(1), Along(0, 32, bits)), zeros: (Along(1, 32, bits), groups_of),
+            scales: (Along(1), groups_of), order: (None, Along(0, numbers=group or k))}
+    return StoredMatrix(type, (codes, zeros, scales, *[order] * indexed), arrays, cuts=cuts)
 
 
 def _codes(words: np.ndarray, bits: int, shape: tuple[int, int],

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tinygrad_nv.quant.readers.checks import checked, checked_type, unquantised
-from tinygrad_nv.quant.readers.reader import Get, Stored, StoredMatrix
+from tinygrad_nv.quant.readers.reader import Along, Get, Stored, StoredMatrix
 from tinygrad_nv.quant.types import MXFP4
 
 GATE_UP = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}     # rows of gate_up_proj
@@ -49,7 +49,8 @@ def _stored(name: str, shape: tuple[int, int], stored: Stored, rows: slice | Non
     def arrays(get: Get) -> dict[str, np.ndarray]:
         own = slice(None) if rows is None else rows
         return {"codes": get(blocks)[own].reshape(n, groups * 16)[:, :k // 2], "scales": get(scales)[own]}
-    return StoredMatrix(MXFP4, (blocks, scales), arrays)
+    lie = Along(0, count=1 if rows is None else 2), Along(1, 32)
+    return StoredMatrix(MXFP4, (blocks, scales), arrays, cuts={blocks: lie, scales: lie})
 
 
 def reader(config: Mapping[str, Any], name: str) -> MXFP4Reader:

@@ -21,7 +21,7 @@ from tinygrad_nv.errors import WeightError
 from tinygrad_nv.quant.activations import E4M3_MAX
 from tinygrad_nv.quant.floats import as_float32, to_e4m3
 from tinygrad_nv.quant.readers.checks import AGAIN, checked_float
-from tinygrad_nv.quant.readers.reader import Get, Stored, StoredMatrix
+from tinygrad_nv.quant.readers.reader import Along, Get, Stored, StoredMatrix
 from tinygrad_nv.quant.types import E4M3, INT8, QType, Scale
 
 CHANNEL, TENSOR, BLOCK = Scale(1, 0), Scale(0, 0), Scale(128, 128)
@@ -42,7 +42,9 @@ class OnlineReader:
         name = f"{layer}.weight"
         if not layer.endswith("_proj"): return None
         checked_float(stored, name, shape)
-        return StoredMatrix(self.type, (name,), lambda get: quantised(self.type, name, get))
+        rows, columns = self.type.scale.rows or shape[0], self.type.scale.columns or shape[1]
+        return StoredMatrix(self.type, (name,), lambda get: quantised(self.type, name, get),
+                            cuts={name: (Along(0, rows, rows), Along(1, columns, columns))})
 
 
 def reader(config: Mapping[str, Any], name: str) -> OnlineReader:

@@ -5,11 +5,14 @@ each linear layer `reader.matrix(layer, (N, K), stored)` says how it is stored, 
 where it is not quantised; `stored` has the dtypes (safetensors' names: I32, F8_E4M3, …) and shapes of all
 tensors of the checkpoint. Nothing is read before all layers are known to be whole. `matrix.arrays(get)` then
 reads, and gives the buffers of its type (types.py). A module of a kind has `reader(config, name)`.
+
+`matrix.cuts` says where rows and columns of a matrix lie in its tensors. By it a rank of a tensor parallel
+model reads a part of each tensor, and not all of them (quant/cut.py); `matrix.read(get)` does.
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -37,13 +40,56 @@ class Activations:
 
 
 @dataclass(frozen=True)
+class TensorPart:
+    """Indices [first, first + count) along an axis of a checkpoint's tensor."""
+    axis: int
+    first: int
+    count: int
+
+
+GetPart = Callable[[str, TensorPart | None], np.ndarray]    # the same as `Get`, or a part of the tensor
+
+
+@dataclass(frozen=True)
+class Along:
+    """Rows, or columns, of a matrix along an axis of a tensor: each `extent` of them take `count` indices.
+    With `numbers`, values are numbers of groups of so many, from 0 on."""
+    axis: int
+    extent: int = 1
+    count: int = 1
+    numbers: int = 0
+
+
+# of each tensor that is cut where rows and columns lie; None where a part of them needs the whole tensor
+Cuts = Mapping[str, tuple[Along | None, Along | None]]
+
+
+def along_blocks(scale: Scale, shape: tuple[int, int], stored: tuple[int, ...]
+                 ) -> tuple[Along | None, Along | None]:
+    """Where rows and columns of a matrix lie in a tensor of its scales: [rows, columns], [rows] where one
+    scale has all columns, or [rows, 1, columns, 1]."""
+    rows = Along(0, scale.rows) if 0 < scale.rows < shape[0] and stored else None
+    columns = Along(2 if len(stored) == 4 else 1, scale.columns) \
+        if 0 < scale.columns < shape[1] and len(stored) > 1 else None
+    return rows, columns
+
+
+@dataclass(frozen=True)
 class StoredMatrix:
     """How a layer's matrix is stored: its type, the checkpoint's tensors that it takes, and how they become
-    the type's buffers."""
+    the type's buffers. `cuts` None: tensors can only be read whole. `extents` is a tensor that holds N and K,
+    "" for none. Of a matrix that is itself a part, `parts` are those of its tensors."""
     type: QType
     tensors: tuple[str, ...]
     arrays: Callable[[Get], dict[str, np.ndarray]]
     activations: Activations | None = None
+    cuts: Cuts | None = None
+    extents: str = ""
+    parts: Mapping[str, TensorPart] = field(default_factory=dict)
+
+    def read(self, get: GetPart) -> dict[str, np.ndarray]:
+        """The type's buffers, of no more of the tensors than they need."""
+        return self.arrays(lambda name: get(name, self.parts.get(name)))
 
 
 class Reader(Protocol):

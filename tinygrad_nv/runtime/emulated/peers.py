@@ -62,7 +62,7 @@ class PeerDevices:
         self.flushes += 1
         seed = self.devices[0].emulator.seed
         number = 1 if isinstance(seed, str) else seed
-        Peers([each.emulator for each in self.devices], number + 4 * self.flushes).run(
+        Peers([each.emulator for each in self.devices], number + self.flushes).run(
             [_in_order(kept.get(each, [])) for each in self.devices])
 
 

@@ -19,8 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.all_reduce.schedules import AllReduceSchedule, Multimem, OneShot, TwoShot
-from tinygrad_nv.tile.all_reduce.spec import AllReduceSpec
+from tinygrad_nv.tile.all_reduce.spec import MOST_WORLD, AllReduceSpec
 from tinygrad_nv.tile.all_reduce.workspace import MOST_CHANNELS
 from tinygrad_nv.tile.template import GPU
 
@@ -42,7 +43,9 @@ class Estimate:
 
 
 def choose(world: int, nbytes: int, multicast: bool = False) -> type[AllReduceSchedule] | None:
-    """The template for a message; None where NCCL is faster. `multicast`: there is a multicast object."""
+    """The template for a message; None where NCCL is faster. `multicast`: there is a multicast object. Raises
+    `SpecError` for a number of GPUs that there is no template for."""
+    if not 2 <= world <= MOST_WORLD: raise SpecError(f"an all-reduce over {world} GPUs", f"2 to {MOST_WORLD}")
     size = next(each for each in ONE_SHOT if world <= each)
     if nbytes <= ONE_SHOT[size]: return OneShot
     if multicast and nbytes <= MULTIMEM.get(size, 0): return Multimem
@@ -61,8 +64,13 @@ def default(spec: AllReduceSpec, gpu: GPU) -> AllReduceSchedule:
     return candidates(spec, choose(spec.world, spec.nbytes) or TwoShot)[0]
 
 
+def share(kind: type[AllReduceSchedule], world: int) -> float:
+    """Bytes that come in from peers, of each byte of a message."""
+    shares = {OneShot: world - 1, TwoShot: 2 * (world - 1) / world, Multimem: 2 / world}
+    return shares[kind]
+
+
 def cost(spec: AllReduceSpec, s: Any, gpu: GPU) -> Estimate:
     """Latency and bytes that come in from peers."""
-    share = {OneShot: spec.world - 1, TwoShot: 2 * (spec.world - 1) / spec.world,
-             Multimem: 2 / spec.world}[type(s)]
-    return Estimate(LATENCY[type(s)] + spec.nbytes * share / RATE[type(s)])
+    kind = type(s)
+    return Estimate(LATENCY[kind] + spec.nbytes * share(kind, spec.world) / RATE[kind])

@@ -1,4 +1,4 @@
-"""What is done with the sums of a round: stored, or a residual added and rows normed (spec.py).
+"""What is done with the sums of a round: stored, or a residual added and rows normalized (spec.py).
 
 Protocol: `write(first, count, threads, sums)` goes through a round's vectors, which lie from vector `first`
 of the message on; `sums(i)` emits what makes vector `i` of the round, in a thread that needs it.
@@ -22,6 +22,7 @@ from tinygrad_nv.tile.all_reduce.vectors import (
     store_elements,
     vector,
 )
+from tinygrad_nv.tile.warp import across
 
 Sums = Callable[[Value], Words]
 
@@ -79,7 +80,7 @@ class ResidualNorm:
                         kb.emit("fma.rn.f32", squares, value, value, squares)
             scale = self.scale(squares)
             for column, row in zip(columns, rows, strict=True):
-                with kb.if_(column < self.row): self.normed(first + (start + column), column, row, scale)
+                with kb.if_(column < self.row): self.normalized(first + (start + column), column, row, scale)
 
     def new(self, first: Value, at: Value, sums: Sums, into: Words) -> None:
         """A vector of the new residual, at vector `at` of the round."""
@@ -89,8 +90,8 @@ class ResidualNorm:
         for word, each in zip(into, vector(kb, made, dtype), strict=True): word.set(each)
         store(kb, advanced(kb, self.residual_out, first + at, VECTOR_BYTES).at(), into)
 
-    def normed(self, at: Value, column: Value, row: Words, scale: Value) -> None:
-        """A vector of a normed row, at vector `at` of the message."""
+    def normalized(self, at: Value, column: Value, row: Words, scale: Value) -> None:
+        """A vector of a normalized row, at vector `at` of the message."""
         kb, dtype = self.kb, self.spec.dtype
         weight = load(kb, advanced(kb, self.weight, column, VECTOR_BYTES).at())
         scaled = vector(kb, [value * scale for value in elements(kb, row, dtype)], dtype)
@@ -101,23 +102,14 @@ class ResidualNorm:
         """1 / √(mean + eps), of what all threads of the CTA have: the same order in every GPU."""
         kb = self.kb
         warp, lane = kb.tid.x >> 5, kb.tid.x & 31
-        total = self.across(squares)
+        total = across(kb, squares, "add.f32")
         kb.emit("st.shared.f32", self.parts.address(warp * 4).at(), total, guard=lane == 0)
         kb.sync()
         part = kb.reg("f32", 0.0)
         kb.emit("ld.shared.f32", part, self.parts.address(lane * 4).at(), guard=lane < self.warps)
         kb.sync()  # all have read before the next row's are written
-        mean, root, made = self.across(part) * (1 / self.spec.columns) + self.spec.eps, *kb.regs("f32", 2)
+        root, made = kb.regs("f32", 2)
+        mean = across(kb, part, "add.f32") * (1 / self.spec.columns) + self.spec.eps
         kb.emit("sqrt.rn.f32", root, mean)
         kb.emit("rcp.rn.f32", made, root)
         return made
-
-    def across(self, value: Value) -> Value:
-        """The sum of a warp's lanes, in all of them."""
-        lanes = 32
-        while lanes > 1:
-            lanes //= 2
-            other = self.kb.reg("f32")
-            self.kb.emit("shfl.sync.bfly.b32", other, value, lanes, 31, -1)
-            value = value + other
-        return value

@@ -1,14 +1,14 @@
 """All-reduce through the memory of peers (workspace.py has the protocol). For sm_80 and later.
 
-    wait for the kernel before; the addresses of all workspaces; the channel's epoch
+    wait for the kernel before; the addresses of all workspaces; the channel's epochs
     each round:
         x → own half
         phase 0: all peers' halves are there
         one-shot:   each vector: one of every peer, all under way together; added in the order of ranks
-        two-shot:   the same for this GPU's piece → own half; phase 1; each vector from the GPU that summed it
-        multimem:   this GPU's piece of all halves, as the switch adds it up → all halves; phase 1; own half
+        two-shot:   the same for this GPU's shard → own half; phase 1; each vector from the GPU that summed it
+        multimem:   this GPU's shard of all halves, as the switch adds it up → all halves; phase 1; own half
         the sums → out, or residual and norm of each row (epilogue.py)
-    the epoch
+    the epochs
 """
 from __future__ import annotations
 
@@ -100,16 +100,19 @@ class AllReduceKernel:
         if kb.hopper:
             kb.wait_for_previous_grid()
             kb.launch_dependents()
-        self.epoch = kb.reg("u32")
-        kb.emit("ld.global.u32", self.epoch, self.line.at(EPOCH))
+        self.epochs = kb.regs("u32", s.phases)
+        for phase, epoch in enumerate(self.epochs):
+            kb.emit("ld.global.u32", epoch, self.line.at(EPOCH + 4 * phase))
         with kb.loop(0, self.s.rounds(self.spec), kind="u32") as number: self.round(number)
-        with kb.if_(kb.tid.x == 0): kb.emit("st.global.u32", self.line.at(EPOCH), self.epoch)
+        with kb.if_(kb.tid.x == 0):
+            for phase, epoch in enumerate(self.epochs):
+                kb.emit("st.global.u32", self.line.at(EPOCH + 4 * phase), epoch)
 
     def round(self, number: Value) -> None:
         """One round of this CTA."""
         kb, spec, s = self.kb, self.spec, self.s
-        self.epoch += 1
-        self.side = half = ((self.epoch & 1) * s.half_bytes).to("u64")
+        for epoch in self.epochs: kb.emit("add.u32", epoch, epoch, 1)
+        self.side = half = ((self.epochs[0] & 1) * s.half_bytes).to("u64")
         self.first = (number * s.ctas + kb.ctaid.x) * self.round_vectors
         self.count = kb.reg("u32")
         kb.emit("min.u32", self.count, self.first, spec.vectors)
@@ -141,17 +144,17 @@ class AllReduceKernel:
 
     def exchanged(self, phase: int) -> None:
         """All peers' CTAs of this channel have come here, and what they wrote is visible."""
-        kb = self.kb
+        kb, epoch = self.kb, self.epochs[phase]
         with kb.comment(f"phase {phase}"):
             kb.sync()
             with kb.if_(self.tells):
-                kb.emit("st.release.sys.global.u32", self.told.at(phase * PHASE_BYTES), self.epoch)
+                kb.emit("st.release.sys.global.u32", self.told.at(phase * PHASE_BYTES), epoch)
                 seen = kb.reg("u32")
 
                 def late() -> Value:
                     kb.emit("ld.acquire.sys.global.u32", seen, self.heard.at(phase * PHASE_BYTES))
                     behind = kb.reg("s32")
-                    kb.emit("sub.s32", behind, seen, self.epoch)
+                    kb.emit("sub.s32", behind, seen, epoch)
                     return behind < 0
                 with kb.while_(late): pass
             kb.sync()
@@ -176,35 +179,35 @@ class _OneShot(AllReduceKernel):
 
 
 class _TwoShot(AllReduceKernel):
-    """Every GPU adds up a piece of each round."""
+    """Every GPU adds up a shard of each round."""
     s: TwoShot
 
     def sums(self) -> None:
         kb, spec = self.kb, self.spec
-        piece, behind = self.s.piece(spec, self.round_vectors), self.round_vectors * VECTOR_BYTES
-        with kb.comment("this GPU's piece"):
-            first, end = self.rank * piece, kb.reg("u32")
-            kb.emit("min.u32", end, first + piece, self.count)
+        shard, behind = self.s.shard(spec, self.round_vectors), self.round_vectors * VECTOR_BYTES
+        with kb.comment("this GPU's shard"):
+            first, end = self.rank * shard, kb.reg("u32")
+            kb.emit("min.u32", end, first + shard, self.count)
             with kb.loop(first + kb.tid.x, end, self.s.threads, kind="u32") as i:
                 target = advanced(kb, self.half, i - first, VECTOR_BYTES)
                 store(kb, target.at(behind), self.summed(i))
         self.exchanged(1)
         if isinstance(self.epilogue, Plain):
-            self.gather(self.epilogue, piece, behind)
+            self.gather(self.epilogue, shard, behind)
             return
 
         def gathered(i: Value) -> Words:
-            owner = i // piece
+            owner = i // shard
             half = self.halves[0]
             for number in range(1, spec.world): half = kb.select(owner == number, self.halves[number], half)
-            return load(kb, advanced(kb, half, i - owner * piece, VECTOR_BYTES).at(behind))
+            return load(kb, advanced(kb, half, i - owner * shard, VECTOR_BYTES).at(behind))
         self.epilogue.write(self.first, self.count, self.s.threads, gathered)
 
-    def gather(self, epilogue: Plain, piece: int, behind: int) -> None:
-        """A vector of every GPU's piece, all under way together."""
+    def gather(self, epilogue: Plain, shard: int, behind: int) -> None:
+        """A vector of every GPU's shard, all under way together."""
         kb = self.kb
-        with kb.comment("all pieces"), kb.loop(kb.tid.x, piece, self.s.threads, kind="u32") as i:
-            places = [i + number * piece for number in range(self.spec.world)]
+        with kb.comment("all shards"), kb.loop(kb.tid.x, shard, self.s.threads, kind="u32") as i:
+            places = [i + number * shard for number in range(self.spec.world)]
             there = [at < self.count for at in places]
             read = [load(kb, advanced(kb, half, i, VECTOR_BYTES).at(behind), guard)
                     for half, guard in zip(self.halves, there, strict=True)]
@@ -213,17 +216,17 @@ class _TwoShot(AllReduceKernel):
 
 
 class _Multimem(AllReduceKernel):
-    """The switch adds up, for every GPU its piece of each round. What is written at one address of memory and
+    """The switch adds up, for every GPU its shard of each round. What is written at one address of memory and
     read at another passes a fence of the alias proxy."""
     s: Multimem
 
     def sums(self) -> None:
         kb, spec = self.kb, self.spec
-        piece, behind = self.s.piece(spec, self.round_vectors), self.round_vectors * VECTOR_BYTES
-        with kb.comment("this GPU's piece"):
+        shard, behind = self.s.shard(spec, self.round_vectors), self.round_vectors * VECTOR_BYTES
+        with kb.comment("this GPU's shard"):
             kb.emit("fence.proxy.alias")
-            every, first, end = self.every + self.side, self.rank * piece, kb.reg("u32")
-            kb.emit("min.u32", end, first + piece, self.count)
+            every, first, end = self.every + self.side, self.rank * shard, kb.reg("u32")
+            kb.emit("min.u32", end, first + shard, self.count)
             with kb.loop(first + kb.tid.x, end, self.s.threads, kind="u32") as i:
                 at = advanced(kb, every, i, VECTOR_BYTES)
                 kb.emit("multimem.st.weak.global.v4.f32", at.at(behind), load_reduce(kb, at, spec.dtype))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from tinygrad_nv.tile.all_reduce.schedules import AllReduceSchedule, Multimem
 from tinygrad_nv.tile.all_reduce.spec import VECTOR_BYTES, AllReduceSpec
-from tinygrad_nv.tile.all_reduce.workspace import MOST_CHANNELS
+from tinygrad_nv.tile.all_reduce.workspace import LINE_BYTES, MOST_BYTES, MOST_CHANNELS
 from tinygrad_nv.tile.legality import legality
 
 MOST_THREADS = 1024
@@ -21,6 +21,8 @@ def _problems(spec: AllReduceSpec, s: AllReduceSchedule, arch: str) -> Iterator[
     if s.half_bytes % VECTOR_BYTES:
         yield f"halves of {s.half_bytes} bytes, not a multiple of {VECTOR_BYTES}"
         return
+    if (nbytes := s.channels * (LINE_BYTES + 2 * s.half_bytes)) > MOST_BYTES:
+        yield f"a workspace of {nbytes} bytes, at most {MOST_BYTES}"
     if spec.columns % spec.of_vector:
         yield f"rows of {spec.columns} elements, not a multiple of {spec.of_vector} (16 bytes)"
         return

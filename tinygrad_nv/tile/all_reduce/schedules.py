@@ -4,8 +4,8 @@ Protocol: a round takes `vectors_of_round` vectors of 16 bytes a CTA, as many as
 are; of rows with a norm, whole rows.
 
     one-shot    every GPU reads all of it from every peer: one exchange of flags, (world − 1) · n bytes in
-    two-shot    every GPU sums a piece, and reads the others' pieces: two exchanges, 2 (world − 1) / world · n
-    multimem    the switch sums a GPU's piece as it is read, and gives it to all as it is written: two
+    two-shot    every GPU sums a shard, and reads the others' shards: two exchanges, 2 (world − 1) / world · n
+    multimem    the switch sums a GPU's shard as it is read, and gives it to all as it is written: two
                 exchanges, n / world in and n / world out, and from every GPU as much as it has
 """
 from __future__ import annotations
@@ -66,16 +66,16 @@ class OneShot(AllReduceSchedule):
 
 @dataclass(frozen=True)
 class TwoShot(AllReduceSchedule):
-    """A half has the vectors of a round, and behind them the piece that this GPU has summed."""
+    """A half has the vectors of a round, and behind them the shard that this GPU has summed."""
     template: ClassVar[str] = "all_reduce_two_shot"
     phases: ClassVar[int] = 2
 
     def vectors_held(self, spec: AllReduceSpec) -> int:
-        # the most with vectors + piece(vectors) ≤ room
+        # the most with vectors + shard(vectors) ≤ room
         return self.half_bytes // VECTOR_BYTES * spec.world // (spec.world + 1)
 
-    def piece(self, spec: AllReduceSpec, vectors: int) -> int:
-        """Vectors of a GPU's piece of a round."""
+    def shard(self, spec: AllReduceSpec, vectors: int) -> int:
+        """Vectors of a GPU's shard of a round."""
         return -(-vectors // spec.world)
 
 
@@ -88,6 +88,6 @@ class Multimem(AllReduceSchedule):
 
     def vectors_held(self, spec: AllReduceSpec) -> int: return self.half_bytes // VECTOR_BYTES // 2
 
-    def piece(self, spec: AllReduceSpec, vectors: int) -> int:
-        """Vectors of a GPU's piece of a round."""
+    def shard(self, spec: AllReduceSpec, vectors: int) -> int:
+        """Vectors of a GPU's shard of a round."""
         return -(-vectors // spec.world)

@@ -9,7 +9,7 @@ added up in this order, floats in float32 and rounded once: all GPUs get the sam
 once, each step rounded to the dtype as it would be by itself:
 
     residual_out = round(out + residual)
-    normed       = round(round(residual_out · 1 / √(mean(residual_out²) + eps)) · weight)
+    normalized   = round(round(residual_out · 1 / √(mean(residual_out²) + eps)) · weight)
 """
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ from tinygrad_nv.tile.norm.elements import Elements, Row, Vector
 from tinygrad_nv.tile.norm.schedules import Norm, along, every
 from tinygrad_nv.tile.norm.spec import NormSpec, Statistic
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.warp import across
 
 LINE_BYTES = 128
 MANY_ROWS = 264         # whose weights are in L2 by others
@@ -289,14 +290,7 @@ class _NormKernel:
 
     def across(self, value: Value, statistic: Statistic, lanes: int) -> Value:
         """A statistic of so many lanes, in all of them."""
-        kb, kind = self.kb, kind_of(statistic.dtype)
-        while lanes > 1:
-            lanes //= 2
-            other, made = kb.regs(kind, 2)
-            kb.emit("shfl.sync.bfly.b32", other, value, lanes, 31, -1)
-            kb.emit(f"{statistic.op}.{kind}", made, value, other)
-            value = made
-        return value
+        return across(self.kb, value, f"{statistic.op}.{kind_of(statistic.dtype)}", lanes)
 
     # **** results ****
 

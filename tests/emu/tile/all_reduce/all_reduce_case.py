@@ -1,8 +1,10 @@
 """An all-reduce on emulated GPUs: operands, the answer, a run with delays by seed.
 
-Protocol: `run` launches a kernel so many times on every GPU, and returns the results of the last call;
-`found` is all that was found. `correct` runs it, allows no finding, and compares with what `expected`
-computes with torch: floats added in float32 in order of ranks, each step rounded to the dtype.
+Protocol: `run` launches a kernel so many times on every GPU, each time with another x and with results that
+nothing has written, and returns the results of every call; `found` is all that was found. `correct` runs it,
+allows no finding, and compares with what `expected` computes with torch: floats added in float32 in order of
+ranks, each step rounded to the dtype. Call i is of schedule i mod n of `schedules`, where these are several
+that share a workspace.
 """
 from __future__ import annotations
 
@@ -36,6 +38,8 @@ class Case:
     weight: torch.Tensor | None = None
     arch: str = "sm_90a"
     epoch: int = 0      # rounds so far
+    behind: int = 0     # so many fewer of them had a phase 1
+    others: tuple[AllReduceSchedule, ...] = ()
     found: list[Finding] = field(default_factory=list)
 
     @classmethod
@@ -51,37 +55,51 @@ class Case:
         if not spec.columns: return cls(spec, schedule, x, arch=arch)
         return cls(spec, schedule, x, numbers(spec.count), numbers(spec.columns), arch)
 
-    def run(self, calls: int = 1, seed: int = 1, edit: Edit | None = None) -> list[list[torch.Tensor]]:
-        """The results of each GPU."""
-        kernel = TABLE.build(self.spec, self.schedule, GPU(self.arch))
-        text = kernel.ptx if edit is None else edit(kernel.ptx)
-        assert edit is None or text != kernel.ptx
+    @property
+    def schedules(self) -> tuple[AllReduceSchedule, ...]:
+        """Of the calls, in turns."""
+        return self.schedule, *self.others
+
+    def given(self, call: int) -> list[torch.Tensor]:
+        """x of each GPU in a call."""
+        return [rolled(x, call * (rank + 1)) for rank, x in enumerate(self.x)]
+
+    def run(self, calls: int = 1, seed: int = 1, edit: Edit | None = None) -> list[list[list[torch.Tensor]]]:
+        """The results of each call on each GPU."""
+        kernels = [TABLE.build(self.spec, each, GPU(self.arch)) for each in self.schedules]
+        texts = [each.ptx if edit is None else edit(each.ptx) for each in kernels]
+        assert edit is None or all(text != each.ptx for text, each in zip(texts, kernels, strict=True))
         gpus = [Emulator(self.arch, ordinal=i) for i in range(self.spec.world)]
-        workspaces = [workspace(gpu, self.schedule, self.epoch) for gpu in gpus]
+        workspaces = [workspace(gpu, self.schedule, self.epoch, self.behind) for gpu in gpus]
         table = np.array([each.ptr for each in workspaces], np.uint64)
-        outs = [[gpu.alloc(self.spec.nbytes) for _ in range(2 if self.spec.columns else 1)] for gpu in gpus]
         peers = Peers(gpus, seed)
-        every = [peers.multicast(workspaces).ptr] if isinstance(self.schedule, Multimem) else []
-        xs = [gpu.alloc(bits(x)) for gpu, x in zip(gpus, self.x, strict=True)]
+        multicast = peers.multicast(workspaces).ptr if Multimem in map(type, self.schedules) else 0
+        made: list[list[list[torch.Tensor]]] = [[[] for _ in gpus] for _ in range(calls)]
 
         def work(rank: int) -> Work:
             gpu = gpus[rank]
             after = [gpu.alloc(bits(each)) for each in (self.residual, self.weight) if each is not None]
-            args = (*outs[rank], xs[rank], *after, gpu.alloc(table), *every, np.uint32(rank))
-            for _ in range(calls):
-                report = yield launching(gpu, text, kernel.grid, kernel.threads, args, kernel.name)
+            there, x = gpu.alloc(table), gpu.alloc(bits(self.x[rank]))
+            for call in range(calls):
+                number = call % len(kernels)
+                kernel, every = kernels[number], type(self.schedules[number]) is Multimem
+                x.write(bits(self.given(call)[rank]))
+                outs = [gpu.alloc(self.spec.nbytes) for _ in range(2 if self.spec.columns else 1)]
+                args = (*outs, x, *after, there, *([multicast] if every else []), np.uint32(rank))
+                report = yield launching(gpu, texts[number], kernel.grid, kernel.threads, args, kernel.name)
                 assert report is not None
                 self.found += [*report.findings, *report.notes]
+                made[call][rank] = [tensor(out, self.spec.dtype) for out in outs]
         self.found = []
         peers.run([work(rank) for rank in range(self.spec.world)])
-        return [[tensor(out, self.spec.dtype) for out in each] for each in outs]
+        return made
 
-    def expected(self) -> list[torch.Tensor]:
+    def expected(self, call: int = 0) -> list[torch.Tensor]:
         """out, and residual_out behind it."""
-        dtype = TORCH[self.spec.dtype]
-        if not dtypes.is_float(self.spec.dtype): return [wrapped(self.x)]
-        total = self.x[0].float()
-        for each in self.x[1:]: total = total + each.float()
+        dtype, given = TORCH[self.spec.dtype], self.given(call)
+        if not dtypes.is_float(self.spec.dtype): return [wrapped(given)]
+        total = given[0].float()
+        for each in given[1:]: total = total + each.float()
         total = total.to(dtype)
         if self.residual is None or self.weight is None: return [total]
         new = (total.float() + self.residual.float()).to(dtype)
@@ -90,15 +108,15 @@ class Case:
         return [((rows * scale).to(dtype).float() * self.weight.float()).to(dtype).flatten(), new]
 
     def correct(self, calls: int = 1, seed: int = 1) -> None:
-        """Every GPU has the same bits: those expected. Normed rows may be apart by `norm_bound`."""
-        results = self.run(calls, seed)
+        """Every GPU has the same bits: those expected. Normalized rows may be apart by `norm_bound`."""
+        made = self.run(calls, seed)
         assert self.found == [], "\n".join(map(str, self.found))
-        right = self.expected()
-        for each in results:
-            assert [bits(one).tobytes() for one in each] == [bits(one).tobytes() for one in results[0]]
-        for got, want in zip(results[0][::-1], right[::-1], strict=True):
-            if got is results[0][0] and self.spec.columns: self.norm_close(got, want)
-            else: assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+        for call, results in enumerate(made):
+            for each in results:
+                assert [bits(one).tobytes() for one in each] == [bits(one).tobytes() for one in results[0]]
+            for got, want in zip(results[0][::-1], self.expected(call)[::-1], strict=True):
+                if got is results[0][0] and self.spec.columns: self.norm_close(got, want)
+                else: assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
     def norm_close(self, got: torch.Tensor, want: torch.Tensor) -> None:
         """Sums of squares in another order, a root and a reciprocal: before it is rounded a value differs by
@@ -107,13 +125,20 @@ class Case:
         assert ((got.double() - want.double()).abs() <= 2 * unit * want.double().abs()).all()
 
 
-def workspace(gpu: Emulator, schedule: AllReduceSchedule, epoch: int) -> Buffer:
-    """Flags and epochs after so many rounds; the rest is never written."""
+def workspace(gpu: Emulator, schedule: AllReduceSchedule, epoch: int, behind: int) -> Buffer:
+    """Flags and epochs after so many rounds, of which `behind` had no phase 1; the rest is never written."""
     made = gpu.alloc(schedule.workspace.nbytes)
     assert made.valid is not None
-    made.data[:schedule.workspace.data].view(np.uint32)[:] = epoch
+    lines = made.data[:schedule.workspace.data].view(np.uint32).reshape(schedule.channels, -1)
+    lines[:], lines[:, 8:16], lines[:, 17] = epoch, epoch - behind, epoch - behind
     made.valid[:schedule.workspace.data] = 1
     return made
+
+
+def rolled(x: torch.Tensor, by: int) -> torch.Tensor:
+    """The elements moved on, the last ones first: of any dtype."""
+    width = x.element_size()
+    return x.view(torch.uint8).view(-1, width).roll(by, 0).flatten().view(x.dtype)
 
 
 def bits(x: torch.Tensor) -> np.ndarray: return x.contiguous().view(torch.uint8).numpy()
