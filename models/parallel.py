@@ -27,7 +27,16 @@ from dataclasses import dataclass, replace
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
-from tinygrad_nv.dist.collectives.functions import all_gather, all_reduce, broadcast, copied, recv, send
+from tinygrad_nv.dist.collectives.functions import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    copied,
+    recv,
+    send,
+)
+from tinygrad_nv.dist.collectives.peer_norm import all_reduce_norm
 from tinygrad_nv.dist.group import Group
 from tinygrad_nv.errors import DistError, ModelError, NVError
 from tinygrad_nv.kvcache.groups import CacheGroups
@@ -64,9 +73,23 @@ class VocabularyPart:
         parts = self._of_all(x, "logits").permute(*range(1, x.ndim), 0, x.ndim)
         return parts.reshape(*x.shape[:-1], -1)[..., :self.size].contiguous()
 
+    def rows(self, count: int) -> slice:
+        """Which of so many rows this rank gets whole: a share, or all where shares are not equal."""
+        each, left = divmod(count, self.group.size)
+        return slice(0, count) if left else slice(self.group.rank * each, (self.group.rank + 1) * each)
+
+    def whole_rows(self, x: Tensor) -> Tensor:
+        """These rows, (rows, size), of the parts of all ranks, which are like x, (R, tokens)."""
+        if int(x.shape[0]) % self.group.size: return self.gathered(x)
+        return all_to_all(x, self.group, 0, 1, name="rows of logits")[:, :self.size].contiguous()
+
+    def of_all_rows(self, x: Tensor, count: int) -> Tensor:
+        """(count,) of each rank's (rows,)."""
+        return x if int(x.shape[0]) == count else all_gather(x, self.group, name="tokens of rows")
+
     def most(self, x: Tensor) -> Tensor:
         """The largest of all ranks', elementwise."""
-        return self._of_all(x, "largest logits").max(0).contiguous()
+        return self._of_all(x, "largest logits").max(0)
 
     def _of_all(self, x: Tensor, name: str) -> Tensor:
         """(ranks, …)"""
@@ -138,6 +161,12 @@ class Parallel:
     def summed(self, x: Tensor, name: str) -> Tensor:
         """What the halves of a layer on all ranks add."""
         return all_reduce(x, self.group, replicated=True, name=name)
+
+    def summed_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float,
+                    name: str) -> tuple[Tensor, Tensor] | None:
+        """The RMSNorm of the residual with what halves of a layer add on all ranks, and that residual; None
+        where no kernel does both."""
+        return all_reduce_norm(x, residual, weight, eps, self.group, name)
 
     def begun(self, x: Tensor, name: str) -> Tensor:
         """The input of a half of a layer, whose gradient is the sum of the ranks'."""

@@ -8,9 +8,9 @@ read.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from tinygrad import Tensor
@@ -19,8 +19,12 @@ from tinygrad_nv.quant.readers.reader import StoredMatrix, TensorPart
 
 from .checkpoint import ITEM_BYTES, NUMPY_DTYPES, TensorEntry, read_array, safetensors_dtype, strided
 
-if TYPE_CHECKING:
-    from .quantised import Plan
+
+class Stored(Protocol):
+    """A matrix of a checkpoint, by its tensors: a `StoredMatrix`, or one of floats."""
+
+    @property
+    def tensors(self) -> tuple[str, ...]: ...
 
 
 def cut(entry: TensorEntry, part: TensorPart) -> TensorEntry:
@@ -44,12 +48,13 @@ def read_part(entry: TensorEntry, part: TensorPart | None) -> np.ndarray:
     return np.frombuffer(strided(own), NUMPY_DTYPES[safetensors_dtype(entry)]).reshape(own.shape)
 
 
-def layer_bytes(plan: Plan, entries: Mapping[str, TensorEntry]) -> list[int]:
-    """Bytes of the files that each quantised layer of a plan needs; rows and columns count as they are,
-    without what lies between."""
+def layer_bytes(layers: Iterable[Iterable[tuple[Stored, tuple[int, int]] | Tensor]],
+                entries: Mapping[str, TensorEntry]) -> list[int]:
+    """Bytes of the files that each quantised layer needs, by its matrices. Rows and columns count alone,
+    without the bytes between."""
     made = []
-    for layer in plan.layers:
-        stored = [part[0] for part in layer.parts if not isinstance(part, Tensor)]
+    for layer in layers:
+        stored = [part[0] for part in layer if not isinstance(part, Tensor)]
         used = {(name, each.parts.get(name) if isinstance(each, StoredMatrix) else None)
                 for each in stored for name in each.tensors}
         made.append(sum(_nbytes(entries[name], part) for name, part in used))

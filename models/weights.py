@@ -205,7 +205,7 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
     with labelled("weights"):
         allocate_arena(list({id(slot.tensor): slot.tensor for slot in wanted.values()}.values()))
     for name in wanted.keys() & {EMBEDDING, HEAD}: _fill_rest(wanted[name])
-    sizes, done = layer_bytes(plan, checkpoint.entries), 0
+    sizes, done = layer_bytes([layer.parts for layer in plan.layers], checkpoint.entries), 0
     total = sum(checkpoint.entries[name].nbytes for name in wanted) + sum(sizes)
     with ThreadPoolExecutor(READERS) as readers:
         reading = [readers.submit(_read, checkpoint, *chunk) for chunk in _chunks(wanted, checkpoint.entries)]

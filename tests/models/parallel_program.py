@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,6 +25,7 @@ HOW = (SamplingParams(temperature=0, max_tokens=24, logprobs=2),
                       structured_outputs=StructuredOutputsParams(regex=" (Tom|Lily) (ran|sat)[.]")))
 # all but the first find their beginning in the prefix cache; two of them need more pages than there are
 LONG = [PROMPTS[0] * 8 + each * 6 for each in PROMPTS]
+FULL = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=2)
 PAGES, LENGTH = 7, 96
 
 # of one batch: what samplers do of a part of the vocabulary, beside one that needs the order of all of it
@@ -37,43 +38,37 @@ MIXED = (SamplingParams(temperature=0, max_tokens=8, logprobs=1),
          SamplingParams(top_k=7, seed=8, max_tokens=6), SamplingParams(seed=9, max_tokens=8))
 
 
+Scored = tuple[list[int], list[int], list[float]]
+
+
 @dataclass(frozen=True)
 class Answers:
     """Tokens by prompt and settings; of those with log probabilities prompt, tokens and these; and how often
     sequences were preempted, and tokens found in the prefix cache."""
     tokens: list[list[int]]
-    scored: list[tuple[list[int], list[int], list[float]]]
+    scored: list[Scored]
     preempted: int
     hits: int
 
 
 def answers(directory: str, **more: object) -> Answers:
     """Of all prompts, in batches of two, with few pages."""
-    made, scored = list[list[int]](), list[tuple[list[int], list[int], list[float]]]()
+    made, scored, mixed = list[list[int]](), list[Scored](), [PROMPTS[i % 3] for i in range(len(MIXED))]
+
+    def score(before: Sequence[int], ids: Sequence[int], places: Any) -> None:
+        scored.append((list(before), list(ids), [at[token].logprob for token, at in
+                                                 zip(ids, places, strict=True)]))
     with LLM(directory, max_num_seqs=2, max_num_batched_tokens=32, max_model_len=LENGTH, num_pages=PAGES,
              **more) as llm:   # type: ignore[arg-type]
-        for how, prompts in (*((how, PROMPTS) for how in HOW), (HOW[0], LONG)):
+        for how, prompts in (*((how, PROMPTS) for how in HOW), (list(MIXED), mixed), (FULL, LONG)):
             for each in llm.generate(prompts, how, use_tqdm=False):
-                out, prompt = each.outputs[0], each.prompt_token_ids
-                made.append(list(out.token_ids))
-                if out.logprobs is None or prompt is None: continue
-                scored.append((list(prompt), made[-1], logprobs(made[-1], out.logprobs)))
-        prompts = [PROMPTS[i % 3] for i in range(len(MIXED))]
-        for each in llm.generate(prompts, list(MIXED), use_tqdm=False):
-            given = list(each.prompt_token_ids or ())
-            if each.prompt_logprobs is not None:
-                scored.append((given[:1], given[1:], logprobs(given[1:], each.prompt_logprobs[1:])))
-            for out in each.outputs:
-                made.append(list(out.token_ids))
-                if out.logprobs is None: continue
-                scored.append((given, made[-1], logprobs(made[-1], out.logprobs)))
+                prompt = each.prompt_token_ids or ()
+                if each.prompt_logprobs: score(prompt[:1], prompt[1:], each.prompt_logprobs[1:])
+                for one in each.outputs:
+                    made.append(list(one.token_ids))
+                    if one.logprobs: score(prompt, one.token_ids, one.logprobs)
         stats = llm.core.stats()
     return Answers(made, scored, stats.preempted, stats.prefix_hits)
-
-
-def logprobs(tokens: list[int], places: Sequence[Mapping[int, Any] | None]) -> list[float]:
-    """Of these tokens at their places."""
-    return [at[token].logprob for token, at in zip(tokens, places, strict=True) if at is not None]
 
 
 def refused(directory: str, **more: object) -> None:

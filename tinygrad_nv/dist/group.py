@@ -16,6 +16,7 @@ import ctypes
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -41,14 +42,15 @@ from tinygrad_nv.dist.transports.library import (
     library,
 )
 from tinygrad_nv.dist.watchdog import Watchdog
-from tinygrad_nv.errors import DistError
+from tinygrad_nv.errors import DistError, NVError
 from tinygrad_nv.runtime.memory import write
 
 DESCRIPTOR = "collective"   # names of descriptors begin with it
 WAIT_S = 1e9    # a collective waits so long by itself
+LEAVE_S = 5.0   # the end, for ranks whose kernels may use this rank's memory
 
 if TYPE_CHECKING:
-    from tinygrad_nv.dist.transports.nccl import Communicator
+    from tinygrad_nv.dist.transports.nccl import Communicator, Last
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Group:
         self.key = name             # another for each group of a world
         self.communicators: dict[str, Communicator] = {}    # of GPUs of this rank (collectives/device.py)
         self.anchors: dict[str, Tensor] = {}
+        self.peers: dict[str, Any] = {}     # what their kernels share (collectives/peer_ranks.py)
 
     def __repr__(self) -> str: return f"Group({self.name}: rank {self.rank} of {self.size})"
 
@@ -142,14 +145,26 @@ class Group:
         """The one that a GPU of this rank is at."""
         last = next(filter(None, (each.last for each in list(self.communicators.values()))), None)
         if last is None: return None
-        order = last.order
-        return Operation(last.number, order.kind, order.name or "a tensor", order.count, order.dtype.name,
-                         last.since)
+        return self._of_device(last)
 
     def last(self) -> Operation | None:
         """The collective that this rank has begun last."""
         s = self.struct
-        return self._operation(s.current, s.begun, s.since / 1e9) if s.begun else None
+        found = [self._operation(s.current, self._begun, s.since / 1e9)] if s.begun else []
+        found += [self._of_device(each.latest) for each in self.communicators.values() if each.latest]
+        return max(found, key=lambda each: each.started_s, default=None)
+
+    @property
+    def _begun(self) -> int:
+        """How many collectives this rank has begun, those of its devices with them: the same on ranks that
+        have begun the same."""
+        of_devices = (each.latest for each in self.communicators.values())
+        return self.struct.begun + sum(each.number for each in of_devices if each)
+
+    def _of_device(self, last: Last) -> Operation:
+        order = last.order
+        return Operation(self._begun, order.kind, order.name or "a tensor", order.count, order.dtype.name,
+                         last.since)
 
     def failed(self) -> DistError | None:
         """What went wrong in a collective that has returned."""
@@ -192,6 +207,9 @@ class Group:
 
     def close(self) -> None:
         """Gives back what the group has, once its devices have done what they hold."""
+        for there in self.peers.values():
+            if not isinstance(there, str): there.close()
+        self.peers.clear()
         for each in list(self.communicators.values()): each.close()
         self.abort()
 
@@ -301,10 +319,23 @@ class World:
         self.told.clear()
         if self.watchdog is not None: self.watchdog.close()
         whole = self.ended is None and not any(each.failed() for each in self.groups)
+        if whole: self._leave_peers()
         for each in self.groups: each.close()
         if self.store is not None: self.store.leave()    # what waits for this rank hears that before MPI ends
         if whole and self.transport == "mpi": mpi.finalize()
         if self.store is not None: self.store.close()
+
+
+    def _leave_peers(self) -> None:
+        """Kernels of other ranks may read this rank's memory until they have ended. A rank that does not come
+        has ended without: it is waited for no longer than `LEAVE_S`."""
+        for group in self.groups:
+            if all(isinstance(each, str) for each in group.peers.values()): continue
+            assert self.store is not None, "several ranks have a store"
+            with suppress(NVError):
+                for each in group.communicators.values(): each.driver.synchronize()
+                self.store.set(f"peers/{group.key}/left/{group.rank}", b"")
+                for rank in range(group.size): self.store.get(f"peers/{group.key}/left/{rank}", LEAVE_S)
 
 
 _world: World | None = None

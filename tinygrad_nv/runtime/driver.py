@@ -27,10 +27,10 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.ptx.gpcs import SIZES, Clusters
@@ -94,7 +94,9 @@ class Window:
 @dataclass(frozen=True)
 class Launch:
     """One launch. `grid` and `cluster` are in CTAs, `block` in threads. With `pdl` the kernel may begin
-    before the one ahead of it in the stream has ended; it waits with griddepcontrol.wait."""
+    before the one ahead of it in the stream has ended; it waits with griddepcontrol.wait. A kernel that other
+    processes run, too, and that waits for theirs, is a collective: `given` is told as that of a
+    `LibraryCall`, and before, without an event."""
     function: Function
     grid: Triple
     block: Triple
@@ -103,6 +105,7 @@ class Launch:
     cluster: Triple = (1, 1, 1)
     pdl: bool = False
     window: Window | None = None
+    given: Callable[[Any, bool], None] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -314,6 +317,20 @@ class Driver(ABC):
     @abstractmethod
     def reach(self, other: Driver) -> bool:
         """Lets kernels here address memory of another device; False where the hardware cannot."""
+
+    def share(self, nbytes: int) -> tuple[int, bytes]:
+        """Memory that other processes may use, too: its address, and what they open it by. Raises
+        `DriverError` where there is no such thing."""
+        raise DriverError(f"memory of the {self.properties.name} device for other processes", "a GPU's")
+
+    def open_shared(self, handle: bytes) -> int:
+        """The address here of memory that another process shares, while that has it. Raises `DriverError`
+        where this device cannot address it."""
+        raise DriverError(f"memory of other processes on the {self.properties.name} device", "a GPU's")
+
+    def close_shared(self, address: int) -> None:
+        """Gives back what `share` or `open_shared` returned, once the work issued before is done."""
+        raise DriverError(f"address {address:#x} is closed", "what was shared or opened")
 
     @abstractmethod
     def set_persisting_l2(self, nbytes: int) -> None:

@@ -72,14 +72,14 @@ class EdgeChain:
         self.reduction = Reduction()
         self.group: list[int] = []      # launches side by side, the last of them the last launch
         self.behind: list[int] = []     # the group before
-        self.calls: list[int] = []      # the last call of a library
+        self.calls: list[int] = []      # the last collective: a call of a library, or a launch that is one
         self.counts = EdgeCounts()
 
     def add(self, work: Work, after: Iterable[int], fills: bool = False) -> tuple[int, ...]:
         """The next node, whose data needs the nodes in `after`: which nodes it is to follow. With `fills` its
         grid is not known yet, and taken for a large one."""
         wanted = set(after)
-        if isinstance(work, LibraryCall):
+        if isinstance(work, LibraryCall) or (isinstance(work, Launch) and work.given is not None):
             wanted |= set(self.calls)
             self.calls = [len(self.works)]
         number, more = len(self.works), set[int]()

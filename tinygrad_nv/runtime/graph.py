@@ -12,7 +12,7 @@ from typing import Any, cast
 from tinygrad.engine.jit import GraphRunner
 from tinygrad.uop.ops import Ops, UOp
 
-from tinygrad_nv.runtime.driver import Executable, Graph, Node, Triple, Work
+from tinygrad_nv.runtime.driver import Executable, Graph, Launch, Node, Triple, Work
 from tinygrad_nv.runtime.edges import EdgeChain
 from tinygrad_nv.runtime.library_call import LibraryCall
 from tinygrad_nv.runtime.program import NVProgram
@@ -68,6 +68,10 @@ class NVGraph(GraphRunner):
             self._add(graph, call, call.works[-1], used, written, len(self.works) in self.launch_dims_replace)
             self.works.append(call)
         self.library_calls = [call for call in self.works if isinstance(call.works[-1], LibraryCall)]
+        self.collectives = [work.given for call in self.works if isinstance(work := call.works[-1], Launch)
+                            and work.given is not None]
+        for program in self.runtimes:
+            if program.launch.peers is not None: program.launch.peers.agree(self.dev.device)
         self.executable: Executable = self.dev.pool.relieved(graph.instantiate, "a graph")
 
     def _add(self, graph: Graph, call: _KernelCall, work: Work, buffers: list[Any], written: list[int],
@@ -107,10 +111,12 @@ class NVGraph(GraphRunner):
 
     def replay(self) -> None:
         """Launches it as it is."""
+        for told in self.collectives: told(None, True)
         self.executable.launch()
-        if not self.library_calls: return
+        if not self.library_calls and not self.collectives: return
         self.dev.driver.record(done := self.dev.driver.event())
         for call in self.library_calls: cast(LibraryCall, call.works[-1]).given(done, True)
+        for told in self.collectives: told(done, False)
 
     @staticmethod
     def supports_uop(batch_devs: list[Any], new_call: UOp) -> bool:

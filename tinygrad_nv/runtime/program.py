@@ -70,10 +70,13 @@ class NVProgram(Program[DrivenDevice]):
         args = [*map(pointer, buffers),
                 *(integer(value, width) for value, width in zip(values, widths, strict=True)),
                 *(self.encoded(m, buffers[m.pointer], _rows(m, values)) for m in o.maps)]
-        if o.peers is not None: args += o.peers.arguments(self.dev.device)
+        given = None
+        if o.peers is not None:
+            args += o.peers.arguments(self.dev.device)
+            given = o.peers.given(self.dev.device)
         return [*(Fill(buffers[each.pointer], 0, each.nbytes) for each in o.zeroed),
                 Launch(self.function, grid, block, tuple(args), o.dynamic_smem, o.cluster, self.pdl,
-                       self.dev.window)]
+                       self.dev.window, given)]
 
     def _computed(self, values: Sequence[int]) -> list[int]:
         wanted = {len(each.factors) for each in self.launch.integers}

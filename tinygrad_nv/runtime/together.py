@@ -45,6 +45,12 @@ class Peers:
         rank = names.index(device)
         return pointer(group(names, self.workspace).tables[rank]), integer(rank)
 
+    def given(self, device: str) -> None:
+        """No other process has to be waited for."""
+
+    def agree(self, device: str) -> None:
+        """One program makes the launches of all."""
+
     def launched(self, device: DrivenDevice, works: Sequence[Work], stream: Stream | None,
                  wait: bool) -> float | None:
         """Takes the launch of a device, and submits all with the last."""

@@ -26,6 +26,7 @@ def test_rows_are_those_of_the_results() -> None:
     assert sorted(gpu_all_reduce.cases()) == sorted(each["case"] for each in results["rows"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_kernels_are_right(name: str) -> None:
     assert row(name) == {"status": "emulated", "why": "as it must be"}

@@ -13,7 +13,7 @@ import numpy as np
 
 from tinygrad_nv.dist.transports import nccl
 from tinygrad_nv.dist.transports.library import library
-from tinygrad_nv.dist.transports.nccl import Communicator, Order
+from tinygrad_nv.dist.transports.nccl import CollectiveCall, Communicator
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 
 Program = Callable[["Rank"], Any]
@@ -43,7 +43,7 @@ class Rank:
         self.comm.done()
         return out
 
-    def ran(self, order: Order, given: np.ndarray, like: np.ndarray) -> np.ndarray:
+    def ran(self, order: CollectiveCall, given: np.ndarray, like: np.ndarray) -> np.ndarray:
         """What a collective makes of an array."""
         out = self.driver.alloc(like.nbytes)
         self.driver.submit(self.comm.call(order, self.placed(given), out))

@@ -73,7 +73,7 @@ def wanted(more: int) -> np.ndarray:
 def explained() -> None:
     """What is beside it, and how long it is predicted to take."""
     record, = (each for each in explain(step(x)).kernels if each.template == "all_reduce")
-    assert "of layer 0; beside it: E_" in record.reason, record.reason
+    assert "of layer 0; NCCL: NV_ALL_REDUCE=nccl; beside it: E_" in record.reason, record.reason
     assert record.predicted_s is not None
     assert record.predicted_s > 1e-6
 

@@ -12,7 +12,7 @@ import pytest
 from forked import Rank
 from tinygrad import dtypes
 
-from tinygrad_nv.dist.transports.nccl import Order, carried
+from tinygrad_nv.dist.transports.nccl import CollectiveCall, carried
 from tinygrad_nv.errors import DistError
 from tinygrad_nv.runtime.driver import Copy, Fill
 
@@ -33,18 +33,18 @@ def every_kind(here: Rank) -> None:
         mine, part = whole[rank], slice(count * rank, count * (rank + 1))
         for op, reduced in (("sum", np.add), ("max", np.maximum), ("min", np.minimum)):
             wanted = reduced.reduce(np.stack(whole)).astype(kind)
-            found = here.ran(Order("all_reduce", count * size, dtype, op), mine, mine)
+            found = here.ran(CollectiveCall("all_reduce", count * size, dtype, op), mine, mine)
             np.testing.assert_array_equal(found, wanted)
-            found = here.ran(Order("reduce_scatter", count, dtype, op), mine, mine[part])
+            found = here.ran(CollectiveCall("reduce_scatter", count, dtype, op), mine, mine[part])
             np.testing.assert_array_equal(found, wanted[part])
-        found = here.ran(Order("all_gather", count, dtype), mine[part], mine)
+        found = here.ran(CollectiveCall("all_gather", count, dtype), mine[part], mine)
         parts = [w[count * r:count * (r + 1)] for r, w in enumerate(whole)]
         np.testing.assert_array_equal(found, np.concatenate(parts))
-        found = here.ran(Order("broadcast", count * size, dtype, peer=size - 1), mine, mine)
+        found = here.ran(CollectiveCall("broadcast", count * size, dtype, peer=size - 1), mine, mine)
         np.testing.assert_array_equal(found, whole[-1])
         for version in (22800, 22700):   # by its function, and by sends and receives
             here.comm.nccl.version = version
-            found = here.ran(Order("all_to_all", count, dtype), mine, mine)
+            found = here.ran(CollectiveCall("all_to_all", count, dtype), mine, mine)
             np.testing.assert_array_equal(found, np.concatenate([w[part] for w in whole]))
 
 
@@ -55,8 +55,10 @@ def messages(here: Rank) -> None:
     out, given = here.driver.alloc(mine.nbytes), here.placed(mine)
     done = here.driver.alloc(1)
     with here.comm.grouped("a ring"):
-        here.driver.submit(here.comm.call(Order("send", count, dtypes.int16, peer=to), given, done))
-        here.driver.submit(here.comm.call(Order("recv", count, dtypes.int16, peer=source), given, out))
+        sends, receives = (CollectiveCall(kind, count, dtypes.int16, peer=peer)
+                           for kind, peer in (("send", to), ("recv", source)))
+        here.driver.submit(here.comm.call(sends, given, done))
+        here.driver.submit(here.comm.call(receives, given, out))
     np.testing.assert_array_equal(here.read(out, mine), of(source, count, np.int16))
 
 
@@ -65,7 +67,7 @@ def graphs(here: Rank) -> list[int]:
     driver, comm, count = here.driver, here.comm, 50
     given = of(here.rank, count)
     a, b, c, d = here.placed(given), *(driver.alloc(given.nbytes) for _ in range(3))
-    all_reduce = Order("all_reduce", count, dtypes.float32)
+    all_reduce = CollectiveCall("all_reduce", count, dtypes.float32)
     graph = driver.graph()
     first = graph.add(comm.call(all_reduce, a, b))
     graph.add(Copy(c, a, given.nbytes))     # beside it
@@ -89,7 +91,7 @@ def parts(here: Rank) -> None:
     members = [r for r in range(here.size) if r % 2 == here.rank % 2]
     whole, here.comm = here.comm, here.comm.split(here.rank % 2, here.rank, members)
     given = of(here.rank, 9)
-    found = here.ran(Order("all_reduce", 9, dtypes.float32), given, given)
+    found = here.ran(CollectiveCall("all_reduce", 9, dtypes.float32), given, given)
     np.testing.assert_array_equal(found, sum(of(r, 9) for r in members))
     for each in (here.comm, whole): each.close()
 
@@ -116,7 +118,7 @@ def test_parts(): assert forked.run(4, parts) == [None] * 4
 def different(here: Rank) -> str:
     """One has another size."""
     given = of(here.rank, 8 + here.rank)
-    try: here.ran(Order("all_reduce", 8 + here.rank, dtypes.float32, name="w"), given, given)
+    try: here.ran(CollectiveCall("all_reduce", 8 + here.rank, dtypes.float32, name="w"), given, given)
     except DistError as error: return str(error)
     return "nothing"
 
@@ -135,7 +137,7 @@ def given_up(here: Rank) -> str:
         time.sleep(0.2)
         here.comm.abort()
         return "aborted"
-    try: here.ran(Order("all_reduce", 8, dtypes.float32), given, given)
+    try: here.ran(CollectiveCall("all_reduce", 8, dtypes.float32), given, given)
     except DistError as error: return str(error)
     return "nothing"
 
@@ -152,7 +154,7 @@ def test_a_rank_that_is_killed_and_the_watchdog():
         if here.rank == 1: os._exit(9)
         why = DistError("rank 1 is lost")
         threading.Timer(0.3, lambda: here.comm.abort(why)).start()  # what a watchdog does
-        try: here.ran(Order("all_reduce", 8, dtypes.float32), of(0, 8), of(0, 8))
+        try: here.ran(CollectiveCall("all_reduce", 8, dtypes.float32), of(0, 8), of(0, 8))
         except DistError as error: return str(error)
         return "nothing"
     assert forked.run(2, program) == ["rank 1 is lost", None]
@@ -162,7 +164,8 @@ def test_after_an_error_every_call_says_so():
     def program(here: Rank) -> list[str]:
         said = [different(here)]
         address = here.driver.alloc(32)
-        try: here.driver.submit(here.comm.call(Order("all_reduce", 8, dtypes.float32), address, address))
+        late = CollectiveCall("all_reduce", 8, dtypes.float32)
+        try: here.driver.submit(here.comm.call(late, address, address))
         except DistError as error: said.append(str(error))
         return said
     for first, second in forked.run(2, program): assert first == second
@@ -183,14 +186,14 @@ def test_order_among_streams_is_checked():
         a, b = here.placed(given), here.driver.alloc(given.nbytes)
         here.driver.synchronize()
         here.driver.submit(Fill(a, 1, given.nbytes), here.driver.stream())
-        here.driver.submit(here.comm.call(Order("all_reduce", 8, dtypes.float32), a, b))
+        here.driver.submit(here.comm.call(CollectiveCall("all_reduce", 8, dtypes.float32), a, b))
         here.driver.synchronize()
         return "nothing"
     for said in forked.run(2, program): assert "nothing orders the two" in said
 
 
 @pytest.mark.parametrize(("order", "words"), [
-    (Order("all_reduce", 4, dtypes.int16), "all_reduce of short"),
-    (Order("all_gather", 4, dtypes.bool), "all_gather of bool")])
+    (CollectiveCall("all_reduce", 4, dtypes.int16), "all_reduce of short"),
+    (CollectiveCall("all_gather", 4, dtypes.bool), "all_gather of bool")])
 def test_dtypes_that_nccl_does_not_have(order, words):
     with pytest.raises(DistError, match=words): carried(order)

@@ -11,5 +11,6 @@ import rank_programs
                                             pytest.param(4, "all", marks=pytest.mark.slow)])
 def test_tensors(ranks, how, monkeypatch):
     monkeypatch.setenv("DEV", "EMU")
+    monkeypatch.setenv("NV_ALL_REDUCE", "nccl")
     made = rank_programs.run(str(Path(__file__).with_name("tensors_program.py")), ranks, how, timeout_s=300)
     for rank, each in enumerate(made): assert f"rank {rank} of {ranks}: all right" in each.text, each.text

@@ -7,7 +7,7 @@ import pytest
 from tinygrad_nv import Tensor, TinyJit, dtypes
 from tinygrad_nv.dist.collectives.sharding import shard
 from tinygrad_nv.dist.transports import local, nccl
-from tinygrad_nv.dist.transports.nccl import Order
+from tinygrad_nv.dist.transports.nccl import CollectiveCall
 from tinygrad_nv.errors import DistError
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 
@@ -35,7 +35,8 @@ def test_sums_inside_tinyjit(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_mesh_and_16_bit_integers():
+def test_a_mesh_and_16_bit_integers(monkeypatch):
+    monkeypatch.setenv("NV_ALL_REDUCE", "nccl")
     x = shard(Tensor(X, device="CPU"), DEVICES, (2, 1), {0: 0})
     np.testing.assert_array_equal(x.max(0).numpy(), X.max(0))
     whole = Tensor(X.astype(np.int16), device="CPU").shard(DEVICES, 0)
@@ -47,11 +48,11 @@ def test_a_mesh_and_16_bit_integers():
 def test_a_group_without_all_devices():
     first, second = (EmulatedDriver() for _ in range(2))
     a, b = nccl.connect_all([first, second], [0, 1])
-    order, address = Order("all_reduce", 4, dtypes.float32), first.alloc(16)
+    order, address = CollectiveCall("all_reduce", 4, dtypes.float32), first.alloc(16)
     with pytest.raises(DistError, match="ncclAllReduce: invalid usage"):
         first.submit(a.call(order, address, address))
     other = second.alloc(16)
     with nccl.grouped(a.nccl, [a, b], "two sizes"):
         first.submit(a.call(order, address, address))
-        second.submit(b.call(Order("all_reduce", 3, dtypes.float32), other, other))
+        second.submit(b.call(CollectiveCall("all_reduce", 3, dtypes.float32), other, other))
     with pytest.raises(DistError, match="all_reduce of 4 float and all_reduce of 3 float"): a.check()

@@ -175,7 +175,7 @@ def test_what_was_read_before_an_assignment():
 
 def test_shards():
     a, b = whole(8, 16), whole(16, 24)
-    devices = ("EMU", "EMU:1")
+    devices = ("EMU:24", "EMU:25")
     x, w = stored(a).shard(devices, 0).realize(), stored(b).shard(devices).realize()
     assert [extents(s) for s in taken(x @ w)] == [(4, 24, 16)] * 2
     np.testing.assert_array_equal((x @ w).float().numpy(), a @ b)

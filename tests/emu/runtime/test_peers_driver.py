@@ -206,6 +206,17 @@ def test_copies_between_peers() -> None:
     assert words(first, source) == [0x02020202] * 32
 
 
+def test_copies_from_a_device_that_is_no_peer() -> None:
+    """Kernels of the target cannot read there; copies can, before the memory is given back."""
+    _, second = devices(2)
+    other = EmulatedDriver(ordinal=2)
+    source, target = other.alloc(128), second.alloc(128)
+    other.submit(Fill(source, 1, 128))
+    second.copy_peer(Copy(target, source, 128), other)
+    other.free(source)
+    assert words(second, target) == [0x01010101] * 32
+
+
 def test_memory_that_is_freed_while_work_is_kept() -> None:
     first, second = devices(2)
     kept, given = first.alloc(256), first.alloc(256)

@@ -47,11 +47,20 @@ class FakeParts:
         each = -(-self.size // (self.exchange.count * ALIGNED)) * ALIGNED
         return range(self.rank * each, self.rank * each + each)
 
-    def gathered(self, x: Tensor) -> Tensor:
-        return Tensor.cat(*self._of_all("gathered", x), dim=-1)[..., :self.size].contiguous()
+    def rows(self, count: int) -> slice:
+        each, left = divmod(count, self.exchange.count)
+        return slice(0, count) if left else slice(self.rank * each, self.rank * each + each)
+
+    def whole_rows(self, x: Tensor) -> Tensor:
+        own = self.rows(int(x.shape[0]))
+        found = self._of_all("rows", x, int(x[own].numel()))
+        return Tensor.cat(*(each[own] for each in found), dim=-1)[:, :self.size].contiguous()
+
+    def of_all_rows(self, x: Tensor, count: int) -> Tensor:
+        return x if int(x.shape[0]) == count else Tensor.cat(*self._of_all("tokens", x))
 
     def most(self, x: Tensor) -> Tensor:
-        return Tensor.stack(*self._of_all("most", x)).max(0).contiguous()
+        return Tensor.stack(*self._of_all("most", x)).max(0)
 
     def own(self, x: np.ndarray) -> np.ndarray:
         """What this rank has of rows of logits."""
@@ -68,9 +77,10 @@ class FakeParts:
         made[:, :mine.shape[1]] = mine
         return made
 
-    def _of_all(self, kind: str, x: Tensor) -> list[Tensor]:
+    def _of_all(self, kind: str, x: Tensor, sent: int | None = None) -> list[Tensor]:
+        """What all ranks have, of which each gets `sent` elements of each other."""
         x, self.number = x.contiguous(), self.number + 1
-        self.sent[kind] += x.numel() * x.dtype.itemsize
+        self.sent[kind] += (int(x.numel()) if sent is None else sent) * x.dtype.itemsize
         return self.exchange.exchanged(self.number, self.rank, x)
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import cuda.bindings.driver as cu
 import cuda_fake_code
 import cuda_fake_order
+import cuda_fake_shared
 import pytest
 from cuda_fake_parts import Device, FakeGraph, FakeNode, FakeStream, Pool
 from cuda_structs import AccessDesc, PoolProps, read
@@ -48,7 +49,7 @@ def named(module: ModuleType) -> dict[str, Any]:
             if name[0] != "_" and getattr(value, "__module__", "") == module.__name__}
 
 
-FUNCTIONS = {**named(cuda_fake_code), **named(cuda_fake_order)}
+FUNCTIONS = {**named(cuda_fake_code), **named(cuda_fake_order), **named(cuda_fake_shared)}
 
 
 class Fake:
@@ -69,6 +70,8 @@ class Fake:
         self.sources: dict[bytes, str] = {}
         self.clusters: dict[int, int] = {}
         self.peers = True
+        self.shareable: dict[int, Device] = {}      # memory of cuMemAlloc
+        self.opened: dict[int, tuple[int, int]] = {}    # whose memory, and where, by the address here
         self.capturing: set[int] = set()
         self.captures: dict[int, FakeGraph] = {}    # of streams that CUDA captures: what libraries put there
         self.capture_mode = threading.local()

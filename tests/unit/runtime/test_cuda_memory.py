@@ -287,3 +287,35 @@ def test_l2_that_is_set_aside(fake: Fake, gpu: CUDADriver):
 def test_numbers_are_where_they_were(numbers: Numbers):
     numbers.gpu.submit(numbers.add(3))
     assert (numbers.read() == np.arange(N) + 3).all()
+
+
+# **** memory of other processes ****
+
+def test_memory_that_processes_share(fake: Fake, gpu: CUDADriver):
+    """Closed by name, or with the driver; opened memory is never freed, and shared memory is no pool's."""
+    other = CUDADriver(1)
+    address, handle = gpu.share(4096)
+    assert len(handle) == 64
+    gpu.submit(Fill(address, 7, 4096))
+    assert read(gpu, address, 4) == b"\x07" * 4
+    there = other.open_shared(handle)
+    assert fake.opened == {there: (0, address)}
+    other.close_shared(there)
+    gpu.close_shared(address)
+    assert (fake.calls["cuMemFree"], fake.calls["cuIpcCloseMemHandle"]) == (1, 1)
+    for one in (address, there):
+        with pytest.raises(DriverError, match=f"address {one:#x} is closed"): gpu.close_shared(one)
+    other.open_shared(gpu.share(256)[1])
+    other.close()
+    gpu.close()
+    assert fake.opened == {}
+    assert "memory" not in fake.left()
+
+
+def test_memory_of_a_gpu_that_cannot_be_reached(fake: Fake, gpu: CUDADriver):
+    other, (address, handle) = CUDADriver(1), gpu.share(64)
+    fake.peers = False
+    with pytest.raises(DriverError, match="opening memory of another process: CUDA_ERROR_PEER_ACCESS_UNS"):
+        other.open_shared(handle)
+    gpu.close_shared(address)
+    other.close()

@@ -8,6 +8,7 @@ import pytest
 
 from tinygrad_nv.runtime.driver import Attributes, Copy, Fill, Function, Launch, Work
 from tinygrad_nv.runtime.edges import EdgeChain, EdgeCounts, early, reduced
+from tinygrad_nv.runtime.library_call import LibraryCall
 
 FUNCTION = Function("k", Attributes(0, 0, 0, 1024), None)
 PLAIN, PDL = (Launch(FUNCTION, (1, 1, 1), (32, 1, 1), pdl=pdl) for pdl in (False, True))
@@ -107,3 +108,12 @@ def test_a_chain_keeps_the_order_that_data_asks_for(seed):
     assert after == reduced(after)
     early_ones = [early(chain.works[i], [chain.works[n] for n in numbers]) for i, numbers in enumerate(after)]
     assert (chain.counts.edges, chain.counts.programmatic) == (sum(map(len, after)), sum(early_ones))
+
+
+def test_collectives_follow_one_another():
+    """Launches that other processes run, too, and calls of libraries: in the order in which they came,
+    whatever else they need. Others do not follow them."""
+    collective = Launch(FUNCTION, (1, 1, 1), (32, 1, 1), given=lambda event, new: None)
+    call = LibraryCall("a call", (), (), lambda stream: None)
+    after, _ = chained((collective, ()), (PLAIN, ()), (call, ()), (collective, (1,)))
+    assert after == [(), (), (0,), (1, 2)]

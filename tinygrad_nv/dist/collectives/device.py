@@ -1,13 +1,12 @@
-"""A collective in the graph of a GPU: a call of NCCL, in the place of a kernel.
+"""A collective in the graph of a GPU: a program that calls NCCL instead of launching a kernel.
 
-Protocol: `on_device(group, order, …)` puts it there, a program with `DeviceCall` as its launch
-configuration's call. When the program runs, or a graph of it is made, `_made` finds the group's communicator
-and gives the driver the work (runtime/library_call.py). So tinygrad orders a collective by what it reads and
-writes, eager, in a TinyJit's graph and in captured steps alike, and launches of independent kernels are
-beside it in a graph.
+Protocol: `on_device(group, order, …)` adds the program; its launch configuration has a `DeviceCall`. When the
+program runs, or becomes part of a CUDA graph, `_made` finds the group's communicator and makes the driver's
+work (runtime/library_call.py). To tinygrad it is a kernel that reads and writes buffers: eager, in a
+TinyJit's graph and in captured steps it is ordered like one, and independent kernels may run beside it.
 
-A group has one communicator for each device of this rank, made when a graph first needs it: all ranks of the
-group build the same graph, and so meet.
+A group has one communicator for each device of this rank. It is made when a graph first needs it; all ranks
+of the group build the same graph, so all of them connect then.
 """
 from __future__ import annotations
 
@@ -19,9 +18,10 @@ from tinygrad import Device, Tensor, dtypes
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import UOp
 
+from tinygrad_nv.dist.collectives import peer_ranks
 from tinygrad_nv.dist.group import Group, world
 from tinygrad_nv.dist.transports import nccl
-from tinygrad_nv.dist.transports.nccl import Communicator, Order
+from tinygrad_nv.dist.transports.nccl import CollectiveCall, Communicator
 from tinygrad_nv.errors import DistError
 from tinygrad_nv.patterns import named
 from tinygrad_nv.patterns.program import Output, program
@@ -32,14 +32,14 @@ from tinygrad_nv.runtime.note import Communicates, Note
 from tinygrad_nv.tile.launch import LaunchConfig
 
 KINDS = ("CUDA", "EMU")
-WORDS = 128     # bytes of what a rank says that it calls
+CALL_BYTES = 128    # of a call as text, that ranks compare
 
 
 @dataclass(frozen=True)
 class DeviceCall:
     """A collective of the group with this key."""
     group: str
-    order: Order
+    order: CollectiveCall
 
 
 def serves(device: object) -> bool:
@@ -51,16 +51,22 @@ def communicator(group: Group, device: str) -> Communicator:
     """The group's for a device of this rank; all ranks of the group ask for theirs. Raises `DistError`."""
     name = Device.canonicalize(device)
     if (found := group.communicators.get(name)) is not None: return found
-    opened = Device[name]
-    if not isinstance(opened, DrivenDevice):
-        raise DistError(f"a collective on {name}, which is tinygrad's own device", "a device of tinygrad_nv",
-                        "pip install cuda-python")
+    opened = _device(name)
     made = nccl.connect(opened.driver, group.rank, group.members, lambda own: _shared(group, own),
                         group.struct.timeout_ns / 1e9)
     made.agree = lambda order: _agree(group, order)
     group.communicators[name] = made
     opened.checks.append(made.done)
     return made
+
+
+def _device(name: str) -> DrivenDevice:
+    """The device of this rank. Raises `DistError`."""
+    opened = Device[Device.canonicalize(name)]
+    if not isinstance(opened, DrivenDevice):
+        raise DistError(f"a collective on {name}, which is tinygrad's own device", "a device of tinygrad_nv",
+                        "pip install cuda-python")
+    return opened
 
 
 def _shared(group: Group, own: bytes) -> bytes:
@@ -90,7 +96,7 @@ class DeviceCollective(Communicates):
     @property
     def moved(self) -> tuple[str, int, int]:
         order = self.call.order
-        return order.kind, order.count * order.dtype.itemsize, self.ranks
+        return order.kind, order.nbytes, self.ranks
 
 
 def split(parent: Group, child: Group, device: str) -> None:
@@ -105,12 +111,13 @@ def split(parent: Group, child: Group, device: str) -> None:
     opened.checks.append(made.done)
 
 
-def _agree(group: Group, order: Order) -> None:
+def _agree(group: Group, order: CollectiveCall) -> None:
     """Raises `DistError` where other ranks of a group call another collective."""
-    own = str(order).encode()[:WORDS].ljust(WORDS, b"\0")
-    every = np.empty(WORDS * group.size, np.uint8)
-    group.run("all_gather", every, np.frombuffer(own, np.uint8), WORDS, dtypes.uint8, name="what ranks call")
-    said = [bytes(every[WORDS * r:WORDS * (r + 1)]).rstrip(b"\0").decode(errors="replace")
+    own = str(order).encode()[:CALL_BYTES].ljust(CALL_BYTES, b"\0")
+    every = np.empty(CALL_BYTES * group.size, np.uint8)
+    group.run("all_gather", every, np.frombuffer(own, np.uint8), CALL_BYTES, dtypes.uint8,
+              name="what ranks call")
+    said = [bytes(every[CALL_BYTES * r:CALL_BYTES * (r + 1)]).rstrip(b"\0").decode(errors="replace")
             for r in range(group.size)]
     for r, theirs in enumerate(said):
         if theirs == said[group.rank]: continue
@@ -120,21 +127,27 @@ def _agree(group: Group, order: Order) -> None:
                         "see what differs between the programs of these ranks")
 
 
-def on_device(group: Group, order: Order, shape: tuple[int, ...], dtype: DType, x: Tensor, name: str,
+def on_device(group: Group, order: CollectiveCall, shape: tuple[int, ...], dtype: DType, x: Tensor, name: str,
               grad: Callable[..., tuple[UOp | None, ...]] | None, *after: Tensor) -> Tensor:
     """The collective on x, which a recv does not read, when `after` are computed."""
-    if order.op not in nccl.OPS:
-        raise DistError(f"{order.kind} with {order.op!r}", f"one of {', '.join(nccl.OPS)}")
-    if not 0 <= order.peer < group.size:
-        raise DistError(f"{order.kind} with rank {order.peer}", f"0 to {group.size - 1}")
-    nccl.carried(order)
-    communicator(group, str(x.device))
+    ready(group, order, str(x.device))
     what = DeviceCollective(DeviceCall(group.key, order), group.size, shape, dtype, name)
 
     def of_x(*given: UOp) -> tuple[UOp | None, ...]:
         assert grad is not None
         return grad(*given)[0], *(None for _ in after)  # the others are of what a CPU's kernel takes besides
     return named.call(what, _body, x, *after, grad=of_x if grad is not None else None)[0]
+
+
+def ready(group: Group, order: CollectiveCall, device: str) -> None:
+    """The group can have the collective on a device of this rank. Raises `DistError`."""
+    if order.op not in nccl.OPS:
+        raise DistError(f"{order.kind} with {order.op!r}", f"one of {', '.join(nccl.OPS)}")
+    if not 0 <= order.peer < group.size:
+        raise DistError(f"{order.kind} with rank {order.peer}", f"0 to {group.size - 1}")
+    nccl.carried(order)
+    communicator(group, device)
+    if order.kind == "all_reduce": peer_ranks.meet(group, _device(device))
 
 
 def _body(what: DeviceCollective, *given: Tensor) -> tuple[Tensor, ...]:
@@ -147,10 +160,14 @@ def _lowered(what: DeviceCollective, _: object, *given: UOp) -> tuple[UOp, ...]:
 
 
 def _program(what: DeviceCollective, *given: UOp) -> UOp:
-    order = what.call.order
+    order, why = what.call.order, ""
+    if order.kind == "all_reduce":
+        by_peers = peer_ranks.lowered(what.call.group, order, what.shape, what.dtype, given[0], what.name)
+        if not isinstance(by_peers, str): return by_peers[0]
+        why = f"; NCCL: {by_peers}"
     made, = program(order.kind, f"// {what}", str(given[0].device), [Output(what.shape, what.dtype)], given,
-                    binary=b"call of a library", nbytes=2 * order.count * order.dtype.itemsize,
-                    note=Note(order.kind, what.name, what), launch=LaunchConfig(call=what.call))
+                    binary=b"call of a library", nbytes=2 * order.nbytes,
+                    note=Note(order.kind, what.name + why, what), launch=LaunchConfig(call=what.call))
     return made
 
 

@@ -1,15 +1,15 @@
 """Collectives of Tensors over a group of ranks, with gradients.
 
 Protocol. Every rank of the group calls the same function with tensors of one shape and dtype, and gets its
-result. The calls are lazy, as all of tinygrad: they run when what depends on them is realized, in an order
-that all ranks share if they build the same graphs.
+result. The calls are lazy, as all of tinygrad: they run when a result is realized, in an order that is the
+same on all ranks if these build the same graphs.
 
 Gradients are those of the sum of all ranks' losses, as torch.distributed.nn.functional has them: that of
 `all_reduce` is an `all_reduce`. Where all ranks compute one loss that is counted once, as tensor parallel
 layers do (Megatron-LM, arXiv 1909.08053, section 3), `all_reduce(x, replicated=True)` passes the gradient on
 as it is, and `copied` is the identity with an `all_reduce` in its gradient.
 
-A `wire` dtype is that of what is carried: x is cast before and the result after.
+`wire` is the dtype in which bytes are sent: x is cast to it before, and the result back after.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tinygrad.uop.ops import UOp
 from tinygrad_nv.dist.collectives.device import anchor, on_device, serves
 from tinygrad_nv.dist.collectives.kernel import Collective, called
 from tinygrad_nv.dist.group import Group
-from tinygrad_nv.dist.transports.nccl import Order
+from tinygrad_nv.dist.transports.nccl import CollectiveCall
 from tinygrad_nv.errors import DistError
 from tinygrad_nv.patterns.named import call
 
@@ -130,7 +130,7 @@ def recv(shape: Sequence[int], dtype: DType, group: Group, source: int, name: st
     of need different names."""
     count = prod(shape)
     if serves(device):
-        order, told = Order("recv", count, dtype, peer=source, name=name), title("recv", group, name)
+        order, told = CollectiveCall("recv", count, dtype, peer=source, name=name), title("recv", group, name)
         return on_device(group, order, tuple(shape), dtype, anchor(group, device), told, None)
     words = group.descriptor("recv", count, dtype, peer=source, name=name)
     what = Collective("recv", tuple(shape), dtype, count * dtype.itemsize, title("recv", group, name),
@@ -193,7 +193,7 @@ def _called(kind: str, x: Tensor, group: Group, shape: Sequence[int], count: int
     told, made = title(kind, group, name), dtype or x.dtype
     more = [] if after is None else [after.contiguous()]
     if serves(x.device):
-        order = Order(kind, count, x.dtype, op, peer, name)
+        order = CollectiveCall(kind, count, x.dtype, op, peer, name)
         return on_device(group, order, tuple(shape), made, x.contiguous(), told, back, *more)
     require_cpu(kind, x, "a tensor on a GPU or the CPU")
     words = group.descriptor(kind, count, x.dtype, op, peer, name)

@@ -12,7 +12,7 @@ from tinygrad import Device, dtypes
 from tinygrad.device import Buffer
 
 from tinygrad_nv.dist.transports import nccl
-from tinygrad_nv.dist.transports.nccl import Communicator, Order
+from tinygrad_nv.dist.transports.nccl import CollectiveCall, Communicator
 from tinygrad_nv.errors import DistError
 from tinygrad_nv.runtime.driven import DrivenDevice
 
@@ -21,7 +21,7 @@ def reduce(outs: Sequence[Buffer], ins: Sequence[Buffer], op: str) -> None:
     """The sum or the maximum of `ins` into each of `outs`, buffers of different GPUs."""
     found = communicators(tuple(each.device for each in outs))
     dtype = ins[0].dtype if ins[0].dtype != dtypes.bool else dtypes.uint8
-    order = Order("all_reduce", ins[0].size, dtype, op, name="shards")
+    order = CollectiveCall("all_reduce", ins[0].size, dtype, op, name="shards")
     with nccl.grouped(found[0].nccl, found, str(order)):
         for comm, given, out in zip(found, ins, outs, strict=True):
             comm.driver.submit(comm.call(order, given.get_buf(given.device), out.get_buf(out.device)))

@@ -55,7 +55,7 @@ LINES = {"all_reduce": "ncclAllReduce", "reduce_scatter": "ncclReduceScatter", "
 
 
 @dataclass(frozen=True)
-class Order:
+class CollectiveCall:
     """A collective: `count` is of elements, all of them of all_reduce, broadcast, send and recv, those of one
     rank otherwise. `peer` is the root, or the other rank of send and recv; `name` that of the tensor."""
     kind: str
@@ -80,7 +80,7 @@ class Last:
     """A collective that was given to a stream: its number, when (CLOCK_MONOTONIC), and an event after it if
     there is one."""
     number: int
-    order: Order
+    order: CollectiveCall
     since: float
     event: Event | None = None
 
@@ -98,7 +98,7 @@ def library(driver: Driver) -> NCCL:
     return NCCL(_emulated)
 
 
-def carried(order: Order) -> tuple[int, int]:
+def carried(order: CollectiveCall) -> tuple[int, int]:
     """NCCL's number of the type that carries a collective, and how many of it. Raises `DistError`."""
     if order.dtype in TYPES: return TYPES[order.dtype], order.count
     if order.kind in REDUCTIONS or order.dtype not in (dtypes.int16, dtypes.uint16):
@@ -116,9 +116,11 @@ class Communicator:
         self.rank, self.members, self.timeout_s = rank, tuple(members), timeout_s
         self.aborted, self.why = False, DistError("the communicator was given up")
         self.given: Last | None = None  # what it was given last, since the host waited
+        self.latest: Last | None = None     # what it was ever given last
         self.numbers = itertools.count(1)
-        self.agree: Callable[[Order], None] | None = None   # raises where other ranks call something else
-        self.agreed = set[Order]()
+        # raises where other ranks call something else
+        self.agree: Callable[[CollectiveCall], None] | None = None
+        self.agreed = set[CollectiveCall]()
         self.registered: dict[tuple[int, int], weakref.ref[Registration]] = {}
         self.lock = threading.Lock()
 
@@ -130,12 +132,10 @@ class Communicator:
 
     # **** collectives ****
 
-    def enqueue(self, order: Order, given: int, out: int, stream: int) -> None:
+    def enqueue(self, order: CollectiveCall, given: int, out: int, stream: int) -> None:
         """Puts a collective into a stream. Addresses of what is not there are 0. Raises `DistError`."""
-        self.check()
         kind, count = carried(order)
-        if self.agree is not None and order not in self.agreed: self._agree(order)
-        self._given(order)
+        self.begin(order)
         if order.kind in REDUCTIONS:
             self._call(LINES[order.kind], order, given, out, count, kind, OPS[order.op], self.handle, stream)
         elif order.kind == "all_gather":
@@ -155,7 +155,13 @@ class Communicator:
                     self.nccl.call("ncclSend", given + r * order.nbytes, *args, handle=self.handle)
                     self.nccl.call("ncclRecv", out + r * order.nbytes, *args, handle=self.handle)
 
-    def _call(self, function: str, order: Order, *args: int) -> None:
+    def begin(self, order: CollectiveCall) -> None:
+        """A collective of this rank's device begins, of NCCL or of a kernel. Raises `DistError`."""
+        self.check()
+        if self.agree is not None and order not in self.agreed: self.agreed_on(order)
+        self.note(order)
+
+    def _call(self, function: str, order: CollectiveCall, *args: int) -> None:
         if self.nccl.call(function, *args, handle=self.handle) == IN_PROGRESS: self._finish(str(order))
 
     def grouped(self, doing: str) -> AbstractContextManager[None]:
@@ -171,7 +177,7 @@ class Communicator:
             if self.aborted: raise self.why
             return self.nccl.async_error(self.handle)
 
-    def call(self, order: Order, given: int, out: int) -> LibraryCall:
+    def call(self, order: CollectiveCall, given: int, out: int) -> LibraryCall:
         """The work that a collective is on these addresses. A send makes a byte, by which it is found in the
         graph, and a recv does not look at what it is given."""
         reads, writes = moved_bytes(order.kind, order.nbytes, self.size)
@@ -181,21 +187,23 @@ class Communicator:
             f"{order} among ranks {'-'.join(map(str, self.members))}", tuple(used[0]), ((out, made),),
             lambda stream: self.enqueue(order, given, out, stream),
             lambda: self._held(order, (*used[0], *used[1])),
-            lambda event, replay: self._given(order, event, replay))
+            lambda event, replay: self.note(order, event, replay))
 
-    def _held(self, order: Order, used: Sequence[tuple[int, int]]) -> object:
+    def _held(self, order: CollectiveCall, used: Sequence[tuple[int, int]]) -> object:
         """What a graph with this collective holds. Its calls come in its order, which all ranks must share:
         they say what they call, each time, while eager ones say so once."""
-        if self.agree is not None: self._agree(order)
+        if self.agree is not None: self.agreed_on(order)
         return [self.registration(*each) for each in used]
 
-    def _agree(self, order: Order) -> None:
+    def agreed_on(self, order: CollectiveCall) -> None:
+        """Has the ranks compare what they call."""
         self.agreed.add(order)
         if self.agree is not None and order.kind not in ("send", "recv"): self.agree(order)
 
-    def _given(self, order: Order, event: Event | None = None, new: bool = True) -> None:
+    def note(self, order: CollectiveCall, event: Event | None = None, new: bool = True) -> None:
+        """What the watchdog is told when it asks."""
         number = next(self.numbers) if new or self.given is None else self.given.number
-        self.given = Last(number, order, time.clock_gettime(time.CLOCK_MONOTONIC), event)
+        self.given = self.latest = Last(number, order, time.clock_gettime(time.CLOCK_MONOTONIC), event)
 
     @property
     def last(self) -> Last | None:

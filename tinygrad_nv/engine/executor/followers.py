@@ -3,7 +3,8 @@
 Protocol: what a model runner is called for it tells the followers first (`tell`), in the order of its calls;
 each has a runner that does the same (follower.py). So all ranks of a replica run the same steps in the same
 order, and meet in their collectives. Nothing comes back but the answers to `together`, and an error that
-ends everything. Each rank samples the same tokens: their logits have the same bits.
+ends everything. Each rank has the same tokens: of all ranks' choices it takes the largest
+(worker/sampler_steps.py).
 
 While a model is loaded and warmed up, the first error of any rank is that of all: it is raised here at once,
 with the rank's number, and what waits for other ranks ends.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from tinygrad import Tensor, dtypes
 from tinygrad.device import Buffer
@@ -16,7 +17,6 @@ from tinygrad_nv.engine.scheduling.scheduler_output import SchedulerOutput
 from tinygrad_nv.engine.worker.captured_step import CapturedStep
 from tinygrad_nv.engine.worker.input_buffer import InputBuffer, InputField
 from tinygrad_nv.engine.worker.output_buffer import view
-from tinygrad_nv.engine.worker.sampler import Parts
 from tinygrad_nv.graphs.inputs import region
 from tinygrad_nv.patterns.embedding.named import embedding
 
@@ -37,11 +37,20 @@ def gathers(samples: int) -> list[Rows]:
     return [Rows(samples, count) for count in dict.fromkeys((min(FEW, samples), samples))]
 
 
+class Gathers(Protocol):
+    """Ranks that have parts of a vocabulary of `size` tokens (models/parallel.py)."""
+    @property
+    def size(self) -> int: ...
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """[R, size] of the parts of all ranks, which are like x, [R, tokens]."""
+
+
 class LogitRows:
     """The rows of steps with at most `samples` samples, whose parts are `logits`. `capture` makes a step of a
     function, by its name."""
 
-    def __init__(self, device: str, samples: int, parts: Parts, logits: Callable[[int], Tensor],
+    def __init__(self, device: str, samples: int, parts: Gathers, logits: Callable[[int], Tensor],
                  capture: Callable[[str, Callable[[], None]], CapturedStep]) -> None:
         self.device, self.samples, self.parts = device, samples, parts
         self.logits, self.capture = logits, capture

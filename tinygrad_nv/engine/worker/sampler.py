@@ -16,8 +16,8 @@ sampling at its position (Salmon et al., SC 2011; Gumbel-max: Maddison et al., a
 Where ranks have parts of the vocabulary (`Parts`), logits, biases, counts and masks are of this rank's tokens
 alone. Each rank filters and chooses among them, with the noise of the whole row, and the largest of all
 ranks' choices is the row's: 8 bytes a row and rank are sent, 4 more for min-p. Top-k and top-p depend on the
-order of the whole row: a step in which a row asks for one gathers what is left after temperature, and every
-rank goes on with all of it. Either way the tokens are those of whole rows, bit for bit.
+order of the whole row: in a step in which a row asks for one, each rank gets its share of whole rows, after
+temperature, and chooses in these. Either way the tokens are those of whole rows, bit for bit.
 
 All rows of a slot use the same token counts, so a request with penalties samples one token a step and
 verifies no draft. Padding rows have slot −1: their token is undefined and not counted.
@@ -48,8 +48,14 @@ class Parts(Protocol):
     @property
     def tokens(self) -> range: ...
 
-    def gathered(self, x: Tensor) -> Tensor:
-        """[R, size] of the parts of all ranks, which are like x, [R, tokens]."""
+    def rows(self, count: int) -> slice:
+        """Which of so many rows this rank gets whole: a share, or all where shares are not equal."""
+
+    def whole_rows(self, x: Tensor) -> Tensor:
+        """These rows, [rows, size], of the parts of all ranks, which are like x, [R, tokens]."""
+
+    def of_all_rows(self, x: Tensor, count: int) -> Tensor:
+        """[count] of each rank's [rows]."""
 
     def most(self, x: Tensor) -> Tensor:
         """The largest of all ranks', elementwise."""
@@ -148,25 +154,35 @@ def next_tokens(logits: Tensor, filters: Filters, state: SamplerState, slots: Te
     (with `filters.mask`) are uint32 [R, ⌈V / 32⌉]. A token is V where the logits are NaN. With `parts` logits
     are those of this rank's tokens, masks the words that have its tokens."""
     numbers = embedding(state.numbers, slots) if filters.draw or filters.penalty else state.numbers
-    x = apply_filters(logits, filters, state, slots, numbers, masks, parts)
-    drawn = numbers if filters.draw else None
-    if parts is None or filters.ordering: return chosen(x, drawn, positions)
-    return token_of(parts.most(chosen_part(x, drawn, positions, parts.tokens.start)), parts.size)
+    x = _changed(logits, filters, state, slots, numbers, masks)
+    if parts is None or not filters.ordering:
+        x = _kept(x, filters, numbers, parts)
+        drawn = numbers if filters.draw else None
+        if parts is None: return chosen(x, drawn, positions)
+        return token_of(parts.most(chosen_part(x, drawn, positions, parts.tokens.start)), parts.size)
+    count = int(x.shape[0])
+    numbers, positions = (each[parts.rows(count)].contiguous() for each in (numbers, positions))
+    x = _kept(parts.whole_rows(x), filters, numbers)
+    return parts.of_all_rows(chosen(x, numbers, positions), count)
 
 
 def apply_filters(logits: Tensor, filters: Filters, state: SamplerState, slots: Tensor, numbers: Tensor,
-                  masks: Tensor | None = None, parts: Parts | None = None) -> Tensor:
-    """float32 logits [R, V] after every filter in use, -inf where a token is filtered out. With `parts` they
-    are those of this rank's tokens, unless a filter needs the order of all.
+                  masks: Tensor | None = None) -> Tensor:
+    """float32 logits [R, V] after every filter in use, -inf where a token is filtered out.
 
     The token is sampled from their softmax. Without sampling only mask, bias and penalties change the argmax.
     """
+    return _kept(_changed(logits, filters, state, slots, numbers, masks), filters, numbers)
+
+
+def _changed(logits: Tensor, filters: Filters, state: SamplerState, slots: Tensor, numbers: Tensor,
+             masks: Tensor | None) -> Tensor:
+    """Logits after what changes each by itself."""
     def number(which: Number) -> Tensor: return numbers[:, which:which + 1]
 
     x = logits
     if masks is not None and filters.mask:
-        first = 0 if parts is None else parts.tokens.start % 32
-        x = unpack_masks(masks, int(x.shape[1]), first).where(x, -float("inf"))
+        x = unpack_masks(masks, int(x.shape[1]), state.tokens.start % 32).where(x, -float("inf"))
     if filters.bias:
         bias = embedding(state.bias, slots)
         x = (bias != 0).where(x + bias, x)  # -0 plus 0 would change the bits
@@ -174,16 +190,19 @@ def apply_filters(logits: Tensor, filters: Filters, state: SamplerState, slots: 
     if filters.draw:
         t = number(Number.temperature)
         x = x / (t > 0).where(t, 1)
-    if x is not logits: x = x.contiguous()
-    if parts is not None and filters.ordering: x, parts = parts.gathered(x), None
+    return x if x is logits else x.contiguous()
+
+
+def _kept(x: Tensor, filters: Filters, numbers: Tensor, parts: Parts | None = None) -> Tensor:
+    """Logits after what compares them with each other."""
     if not filters.draw: return x
     if filters.top_k: x = largest(x, None, numbers, Number.top_k)
     if filters.top_p: x = largest(x, x.softmax(-1).contiguous(), numbers, Number.top_p)
     if filters.min_p:
         # p ≥ min_p · p_max, in logarithms
         most = x.max(-1, keepdim=True)
-        if parts is not None: most = parts.most(most)
-        least = most + number(Number.min_p).log()
+        if parts is not None: most = parts.most(most).contiguous()
+        least = most + numbers[:, Number.min_p:Number.min_p + 1].log()
         x = (x >= least).where(x, -float("inf")).contiguous()
     return x
 

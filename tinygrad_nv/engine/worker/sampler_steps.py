@@ -54,13 +54,18 @@ class SamplerSteps:
             self.steps[key] = self.capture(key, lambda: self._sample(samples, filters, inputs))
         return self.steps[key]
 
+    def _agreed(self, samples: int, filters: Filters) -> bool:
+        """Whether all ranks of the stage have the same tokens already, as each has been sent those of the
+        others.
+        """
+        return self.parts is None or not filters.ordering or self.parts.rows(samples) != slice(0, samples)
+
     def _sample(self, samples: int, filters: Filters, inputs: dict[str, Tensor]) -> None:
         slots = inputs["slots"]
         with layer("sampler"):
             tokens = next_tokens(self.output.logits(samples), filters, self.state, slots, inputs["positions"],
                                  inputs.get("masks"), self.parts)
-            # the largest of all ranks' choices is the same on all
-            if self.parts is not None and self.parallel is not None and filters.ordering:
+            if self.parallel is not None and not self._agreed(samples, filters):
                 tokens = self.parallel.agreed(tokens)
             made = [self.output.tokens(samples).assign(tokens)]
             if filters.penalty: made.append(count_tokens(self.state, slots, tokens))

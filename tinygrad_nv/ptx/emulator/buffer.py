@@ -20,6 +20,7 @@ class Buffer:
     shape: tuple[int, ...]
     dtype: np.dtype
     copy: Callable[[], np.ndarray] | None = None
+    outside: bool = False           # other processes write it, too
 
     @property
     def nbytes(self) -> int: return self.data.nbytes

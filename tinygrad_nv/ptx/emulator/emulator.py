@@ -107,6 +107,7 @@ class Emulator:
         self.buffers: dict[int, Buffer] = {}
         self.multicasts: list[Multicast] = []
         self.modules: dict[bytes, LoadedModule] = {}
+        self.waited: Callable[[], None] = lambda: None  # a launch waits for other processes: raises to end it
         self.ordinal, self.next_address = ordinal, FIRST_ADDRESS + ordinal * GPU_ADDRESSES
 
     # **** memory ****
@@ -134,6 +135,13 @@ class Emulator:
         self.buffers[buffer.ptr] = buffer
         self.next_address += -(-(data.nbytes + GAP) // GAP) * GAP
         return buffer
+
+    def mapped(self, data: np.ndarray) -> Buffer:
+        """Device memory that other processes have mapped, too. What they write is taken for written, and is
+        looked for where threads poll; races with them are not found."""
+        made = self._place(data, None, data.shape, data.dtype)
+        made.outside = True
+        return made
 
     def adopt(self, buffer: Buffer) -> Buffer:
         """Device memory whose bytes lie elsewhere, such as in a shared mapping, at an address that is the

@@ -25,7 +25,8 @@ class Region(ctypes.Structure):
     """core.h: Region."""
     _fields_ = (("base", u64), ("size", u64), ("data", ctypes.c_void_p), ("valid", ctypes.c_void_p),
                 ("pages", ctypes.c_void_p), ("cta", ctypes.c_void_p), ("touched", ctypes.c_void_p),
-                ("low", u64), ("high", u64), ("flight", ctypes.c_void_p), ("gpu", i32))
+                ("low", u64), ("high", u64), ("flight", ctypes.c_void_p), ("gpu", i32),
+                ("outside", i32))
 
 
 class Counters(ctypes.Structure):

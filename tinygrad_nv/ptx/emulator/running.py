@@ -48,6 +48,7 @@ class Device(Protocol):
     resident: int
     buffers: dict[int, Buffer]
     multicasts: list[Multicast]
+    waited: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Run:
                  ahead: Sequence[Footprint] | None = None, tapes: Tapes | None = None,
                  among: Among | None = None, contents: bool = True, count: bool = True) -> None:
         self.tapes, self.count, self.began = tapes, count, time.perf_counter()
+        self.waited = emu.waited
         self.library: Library = library()
         self.program, self.programmatic = program, ahead is not None
         self.text, self.shape, self.shared = text, shape, shared
@@ -81,7 +83,8 @@ class Run:
         self.regions = (Region * (len(ordered) + 1))(*(
             Region(b.ptr, b.nbytes, _address(b.data),
                    None if b.valid is None or not contents else _address(b.valid),
-                   None if among is None else among.pages(b), gpu=gpu) for b, gpu in ordered))
+                   None if among is None else among.pages(b), gpu=gpu, outside=b.outside)
+            for b, gpu in ordered))
         self.flight = self._flight(ahead or ())
         self.multicasts = (MulticastStruct * (len(emu.multicasts) + 1))(*(
             MulticastStruct(each.ptr, each.nbytes, (ctypes.c_uint64 * MOST_PEERS)(*each.members),
@@ -124,11 +127,14 @@ class Run:
         return flight
 
     def to_end(self) -> Report:
-        """Runs to the end, looking up now and then so that Ctrl-C works."""
+        """Runs to the end, looking up now and then so that Ctrl-C works, and whenever it has waited for
+        another process."""
         self.start()
         state = MORE
         try:
-            while state == MORE: state = self.library.c.machine_run(self.machine, ctypes.c_uint64(SLICE))
+            while state == MORE:
+                state = self.library.c.machine_run(self.machine, ctypes.c_uint64(SLICE))
+                self.waited()
         except BaseException:
             self.abandon()
             raise

@@ -19,6 +19,7 @@ ordered so before `free`.
 """
 from __future__ import annotations
 
+import ctypes
 import threading
 import weakref
 from typing import Any
@@ -35,6 +36,7 @@ from tinygrad_nv.runtime.cuda.streams import CUDAEvent, CUDAStream
 from tinygrad_nv.runtime.driver import Copy, Download, Fill, Launch, Properties, TensorMapSpec, Upload, Work
 from tinygrad_nv.runtime.library_call import LibraryCall
 
+IPC_BYTES = 64      # of a CUipcMemHandle
 NEEDED = "an NVIDIA GPU of compute capability 8.0 or later, its driver, and cuda-python"
 INSTEAD = "DEV=EMU runs the same kernels on the CPU, DEV=CPU computes there"
 missing = cuda_api.missing
@@ -48,6 +50,7 @@ class CUDADriver(CUDAContext):
         super().__init__(ordinal)
         self._externals: dict[int, CUDAStream] = {}
         self._peers: weakref.WeakKeyDictionary[CUDADriver, bool] = weakref.WeakKeyDictionary()
+        self._shared: dict[int, int] = {}
         self._staging: Staging | None = None
         self._clusters: dict[int, int] = {}
         self._encode_tiled: Any = None
@@ -149,6 +152,26 @@ class CUDADriver(CUDAContext):
             other.pool.share(self.ordinal)
         self._peers[other] = can
         return can
+
+    def share(self, nbytes: int) -> tuple[int, bytes]:
+        # memory of a pool has no such handle
+        address = int(self.call("cuMemAlloc", nbytes, doing=f"allocating {nbytes} bytes"))
+        self._shared[address] = self.keep("cuMemFree", address, after_work=True)
+        handle = self.call("cuIpcGetMemHandle", address)
+        return address, ctypes.string_at(handle.getPtr(), IPC_BYTES)
+
+    def open_shared(self, handle: bytes) -> int:
+        given = self.cu.CUipcMemHandle()
+        ctypes.memmove(given.getPtr(), handle, IPC_BYTES)
+        flags = self.cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        doing = "opening memory of another process"
+        address = int(self.call("cuIpcOpenMemHandle", given, flags, doing=doing))
+        self._shared[address] = self.keep("cuIpcCloseMemHandle", address, after_work=True)
+        return address
+
+    def close_shared(self, address: int) -> None:
+        if (key := self._shared.pop(address, None)) is None: super().close_shared(address)
+        else: self._destroy(key)
 
     def set_persisting_l2(self, nbytes: int) -> None:
         limit = self.properties.persisting_l2_limit

@@ -45,6 +45,7 @@ from tinygrad_nv.runtime.emulated.module import EmulatedModule, described
 from tinygrad_nv.runtime.emulated.moves import Moves
 from tinygrad_nv.runtime.emulated.order import Clock, Done, serial
 from tinygrad_nv.runtime.emulated.peers import PeerDevices, Steps
+from tinygrad_nv.runtime.emulated.sharing import Sharing
 from tinygrad_nv.runtime.library_call import LibraryCall
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
@@ -66,7 +67,7 @@ def properties(arch: str) -> Properties:
 
 # **** the device ****
 
-class EmulatedDriver(Moves, driver.Driver):
+class EmulatedDriver(Moves, Sharing, driver.Driver):
     """An emulated GPU of architecture sm_80, sm_89 or sm_90a. Of several that see each other's memory, each
     has another `ordinal`, and the seed of the first says how they take turns."""
     emulated = True
@@ -86,6 +87,7 @@ class EmulatedDriver(Moves, driver.Driver):
         self.check = check
         self.streams = [EmulatedStream(0)]
         self.linked = [self]            # devices that share work with this one
+        self.shared: dict[int, int] = {}
 
     # memory
 
@@ -118,7 +120,7 @@ class EmulatedDriver(Moves, driver.Driver):
     def memory(self) -> tuple[int, int]:
         return self.properties.memory_bytes - self.used_bytes, self.properties.memory_bytes
 
-    def host(self, nbytes: int) -> driver.HostMemory: return EmulatedHostMemory(nbytes)
+    def host(self, nbytes: int) -> driver.HostMemory: return EmulatedHostMemory(nbytes, self.finish)
 
     @serial
     def copy_in(self, address: int, source: memoryview, stream: driver.Stream | None = None) -> None:
@@ -152,12 +154,11 @@ class EmulatedDriver(Moves, driver.Driver):
         capture.not_captured(into, "a copy from another device")
         if source not in self.linked: self.linked.append(source)
         if self not in source.linked: source.linked.append(self)
-        if source.peers is not self.peers:
-            source.peers.flush()
-            self.peers.flush()
+        apart = source.peers is not self.peers
+        if apart: source.peers.flush()
         begins, ends = EventMark(), EventMark()
         source.play(source._recorded(begins, theirs))
-        self.play(self._copied_peer(work, source, into, begins, ends))
+        self.play(self._copied_peer(work, source, into, begins, ends), at_once=apart)
         source.play(source._waited(ends, theirs))
 
     def _copied_peer(self, work: Copy, source: EmulatedDriver, into: EmulatedStream, begins: EventMark,
@@ -171,9 +172,11 @@ class EmulatedDriver(Moves, driver.Driver):
     @serial
     def reach(self, other: driver.Driver) -> bool:
         """From now on work of the two runs beside one another, when something waits for it (peers.py). False
-        where they are of two architectures, or of one ordinal, whose addresses are the same."""
+        where they are of two architectures, or of one ordinal, whose addresses are the same, or have memory
+        of other processes."""
         if not isinstance(other, EmulatedDriver) or other.properties.arch != self.properties.arch:
             return False
+        if other is not self and (self.shared or other.shared): return False
         if other.peers is not self.peers and not self.peers.disjoint(other.peers): return other is self
         self.peers.join(other.peers)
         return True
@@ -337,10 +340,17 @@ class EmulatedDriver(Moves, driver.Driver):
         self.peers.flush()
         self._told([event.stream], event.mark.clock)
 
-    @serial
     def passed(self, event: driver.Event) -> bool:
-        self.peers.flush()
+        self.finish()
         return True
+
+    def finish(self) -> None:
+        """Does what is kept. Without peers nothing is, and no turn is waited for: a watchdog asks, too, while
+        a launch waits for other processes."""
+        if self.among_peers: self._flush()
+
+    @serial
+    def _flush(self) -> None: self.peers.flush()
 
     def elapsed_ms(self, start: driver.Event, end: driver.Event) -> float:
         assert isinstance(start, EmulatedEvent)

@@ -7,6 +7,7 @@ the call that makes it known. Work that comes after a download, on the device, s
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,14 +47,16 @@ class Owned:
 
 
 class EmulatedHostMemory(driver.HostMemory):
-    """Bytes of the host."""
+    """Bytes of the host. Before they are given back `finish` does what the device has kept for later."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, finish: Callable[[], None] = lambda: None) -> None:
+        self.finish = finish
         if nbytes <= 0: raise DriverError(f"an allocation of {nbytes} bytes", "a size above 0")
         self.view = np.full(nbytes, POISON, np.uint8).data
         self.owned: list[Owned] = []     # in order of submission
 
     def free(self) -> None:
+        self.finish()
         self.view = memoryview(b"")
         self.owned.clear()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Generator
+from typing import Any
 
 import numpy as np
 
@@ -67,6 +68,7 @@ class Moves:
     buffers: dict[int, Buffer]
     addresses: list[int]
     check: bool
+    peers: Any
 
     @property
     def among_peers(self) -> bool:
@@ -84,7 +86,8 @@ class Moves:
         else:
             what = "a fill"
             footprint = self._touched(what, self._write(work.target, work.value, 1, work.nbytes, what))
-        yield from self.by_kernel(work, what, stream)
+        # memory of a device that is no peer is none that a kernel here could read
+        if source is None or source.peers is self.peers: yield from self.by_kernel(work, what, stream)
         return Done(footprint)
 
     def by_kernel(self, work: Move, what: str,

@@ -22,7 +22,9 @@ KINDS = {"weighted": lambda size, arch: threshold(FilterSpec(64, size, Number.to
          "counted": lambda size, arch: threshold(FilterSpec(64, size, Number.top_k, True), arch),
          "drawn": lambda size, arch: first(ChoiceSpec(64, size), arch),
          "largest": lambda size, arch: first(ChoiceSpec(1, size, False), arch),
+         "keys": lambda size, arch: first(ChoiceSpec(256, size, True, 2 * size), arch),
          "pieces": lambda size, arch: merged(ChoiceSpec(1, size), arch),
+         "pieces of a part": lambda size, arch: merged(ChoiceSpec(1, size, True, 2 * size), arch),
          "count": lambda size, arch: TABLE.build(CountSpec(64, 64, size), Count(), GPU(arch))}
 
 

@@ -5,6 +5,8 @@
  * registers (2, 4, 8 or 16). Strong accesses (.relaxed, .acquire, .release, .volatile) order threads
  * through the location's clock, and yield, so that a thread which spins lets the others go on.
  */
+#include <time.h>
+
 #include "core.h"
 
 enum { SIGNED = 1, STRONG = 2, ACQUIRE = 4, RELEASE = 8, SYSTEM_SCOPE = 16 };
@@ -51,6 +53,19 @@ static void load_element(Warp *w, const Op *op, i32 place, u8 *const *host, u32 
     if (op->width == 16) put64(w, place + 8 * LANES, z, mask);
 }
 
+enum { LOOKS = 32, REST_NS = 50000 };
+
+/* A thread asks for what another process may write. Without news it sleeps between its looks. */
+static void look_outside(Machine *m, Warp *w, u64 address, const u8 *host, u32 bytes) {
+    u64 value = 0;
+    memcpy(&value, host, bytes < 8 ? bytes : 8);
+    if (w->polled != address || w->poll_changes != value) w->polls = 0;
+    w->polled = address, w->poll_changes = value;
+    if (++w->polls < LOOKS) return;
+    nanosleep(&(struct timespec){0, REST_NS}, NULL);
+    m->rested = true;
+}
+
 HANDLER(ld) {
     u64 address[LANES];
     Reach reach;
@@ -61,7 +76,10 @@ HANDLER(ld) {
     bool strong = op->flags & STRONG;
     if (strong) {
         synchronise(m, w, op, &reach, true, false);
-        if (m->launch.peers) peers_poll(m, w, op, address[lowest(mask)]);
+        i32 first = lowest(mask);
+        if (m->launch.peers) peers_poll(m, w, op, address[first]);
+        else if ((reach.good >> first & 1) && reach.region[first] && reach.region[first]->outside)
+            look_outside(m, w, address[first], reach.host[first], bytes);
     }
     if (m->launch.check) {
         Who who = thread_of(w, op, 0);
@@ -75,6 +93,7 @@ HANDLER(ld) {
     for (int i = 0; i < op->vector; i++)
         if (items[i] >= 0) load_element(w, op, items[i], reach.host, (u32)i * op->width, mask);
     count_access(m, op, address, &reach, bytes, READ);
+    if (strong) __atomic_thread_fence(__ATOMIC_ACQUIRE);
     return strong ? YIELD : NEXT;
 }
 
@@ -133,6 +152,7 @@ HANDLER(st) {
     Who who = thread_of(w, op, 0);
     who.strong = strong, who.system = (op->flags & SYSTEM_SCOPE) != 0;
     u32 good = reach.good;
+    if (strong) __atomic_thread_fence(__ATOMIC_RELEASE);
     EACH {
         if (!(good >> l & 1)) continue;
         if (m->launch.check) {

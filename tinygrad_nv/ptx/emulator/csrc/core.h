@@ -94,6 +94,7 @@ struct Region {
     u64 low, high;
     const u8 *flight;
     i32 gpu;              /* whose memory it is, among peers */
+    i32 outside;          /* other processes write it, too */
 };
 
 /* Lanes of a warp that are at the same place. */
@@ -297,6 +298,7 @@ struct Machine {
     const u8 *storing;
     u64 stuck_events, last_exit, yields;
     bool polled;              /* a thread has asked for what others may change */
+    bool rested;              /* access.c: a thread that polls memory of other processes has slept */
     i32 stuck;                /* rounds in which nothing could be done but to force */
     bool stopped;
     bool held;                /* the next grid cannot begin before the kernels ahead have ended */

@@ -279,7 +279,7 @@ int machine_run(Machine *m, u64 slice) {
         if (m->stopped) return STUCK;
         if (!any && m->cluster_count && !unstick(m)) return STUCK;
         if (m->steps >= limit_of(m)) return LIMIT;
-        if (m->steps >= until) return MORE;
+        if (m->steps >= until || m->rested) { m->rested = false; return MORE; }
     }
     return DONE;
 }

@@ -1,0 +1,30 @@
+"""Sums between ranks that are processes, by kernels over memory of emulated GPUs that they share."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import rank_programs
+
+PROGRAM = str(Path(__file__).with_name("peers_program.py"))
+
+
+@pytest.mark.parametrize(("ranks", "how"), [
+    (2, "short"), *(pytest.param(ranks, how, marks=pytest.mark.slow) for ranks, how in (
+        (2, "all"), (4, "all"), (2, "differs"), (2, "nccl"), (2, "settings")))])
+def test_sums(ranks, how, monkeypatch):
+    monkeypatch.setenv("DEV", "EMU")
+    made = rank_programs.run(PROGRAM, ranks, how, timeout_s=300)
+    for rank, each in enumerate(made): assert f"rank {rank} of {ranks}: all right" in each.text, each.text
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come(monkeypatch):
+    """All end within NV_DIST_TIMEOUT and some seconds, with the rank and the collective named."""
+    monkeypatch.setenv("DEV", "EMU")
+    monkeypatch.setenv("NV_DIST_TIMEOUT", "3")
+    made = rank_programs.run(PROGRAM, 2, "hangs", timeout_s=60)
+    for each in made:
+        assert each.code == 75, each.text
+        assert "rank 1 has not reached all_reduce #" in each.text, each.text
+        assert "of layers.3.down float[16] in 3 s" in each.text, each.text

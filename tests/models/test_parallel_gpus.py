@@ -1,0 +1,22 @@
+"""Tensor parallel decoding on emulated GPUs: the tokens of one, with sums by NCCL's stand-in and by kernels
+over the memory of peers."""
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MODEL = Path(__file__).parents[2] / "models" / "tales"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["auto", "nccl"])
+def test_tokens_are_those_of_one_gpu(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NV_ALL_REDUCE", setting)
+    program = str(Path(__file__).with_name("parallel_gpus_program.py"))
+    ran = subprocess.run([sys.executable, program, str(MODEL)], capture_output=True, text=True, timeout=400,
+                         check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.endswith("all right\n")

@@ -1,0 +1,192 @@
+"""All-reduce of small messages between ranks that are processes, by kernels over the memory of peers.
+
+Protocol: `meet(group, device)` gives a group, once for a device of each rank, workspaces that all of them
+address (tile/all_reduce/workspace.py), or says why there are none. All ranks call it, and each says by the
+group's transport which host it is on, NV_ALL_REDUCE, and what its memory is opened by; then whether it could
+open all others'. Where one could not, none has any. `lowered` puts a kernel into the graph in the place of a
+call of NCCL, where one is to do it.
+
+A kernel is a launch like any other, in streams and graphs, that is a collective for the watchdog, and behind
+other collectives of its rank. It cannot be ended from outside on a GPU, where a process that ends ends it;
+on an emulated one it looks at the group whenever it waits.
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from platform import node
+from typing import Any, cast
+
+import numpy as np
+from tinygrad import Device, dtypes
+from tinygrad.dtype import DType
+from tinygrad.uop.ops import UOp
+
+from tinygrad_nv import config
+from tinygrad_nv.dist.collectives import peer_memory
+from tinygrad_nv.dist.group import Group, world
+from tinygrad_nv.dist.transports.nccl import CollectiveCall, Communicator
+from tinygrad_nv.errors import DistError, DriverError
+from tinygrad_nv.patterns.program import Output, program
+from tinygrad_nv.patterns.target import target_of
+from tinygrad_nv.runtime.driven import DrivenDevice
+from tinygrad_nv.runtime.driver import Driver, Fill, Stream, Work, integer, pointer
+from tinygrad_nv.tile.all_reduce.spec import MOST_WORLD
+from tinygrad_nv.tile.all_reduce.workspace import Workspace
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
+
+SAID_BYTES = 512    # of what a rank says
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Workspaces:
+    """Those of a group's ranks as this rank's device addresses them, and the table of their addresses."""
+
+    def __init__(self, driver: Driver, addresses: Sequence[int]) -> None:
+        self.driver, self.addresses = driver, tuple(addresses)
+        self.table = driver.alloc(8 * len(self.addresses))
+        driver.copy_in(self.table, memoryview(b"".join(map(pointer, self.addresses))))
+        driver.synchronize()
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        for address in self.addresses: self.driver.close_shared(address)
+        self.driver.free(self.table)
+
+
+def meet(group: Group, device: DrivenDevice) -> None:
+    """What kernels of the group on this rank's device need, or why there are none: in `group.peers`."""
+    if device.device in group.peers: return
+    setting = str(config.get("NV_ALL_REDUCE"))
+    group.peers[device.device] = _met(group, device.driver, setting) if group.size <= MOST_WORLD else \
+        f"{group.size} ranks, and the kernels of peer memory are for {MOST_WORLD}"
+
+
+def _met(group: Group, driver: Driver, setting: str) -> Workspaces | str:
+    own, mine = _shared(driver) if setting != "nccl" else (0, {})
+    said = _exchanged(group, {"host": _host(), "setting": setting, **mine})
+    if len({each["setting"] for each in said}) > 1:
+        words = ", ".join(f"{each['setting']} on rank {rank}"
+                          for rank, each in zip(group.members, said, strict=True))
+        raise DistError(f"NV_ALL_REDUCE is {words}", "one value on all ranks", "export it to all of them")
+    if setting == "nccl": return "NV_ALL_REDUCE=nccl"
+    opened, why = list[int](), ""
+    if len({each["host"] for each in said}) > 1: why = "ranks of several hosts"
+    else:
+        try:
+            for rank, each in enumerate(said):
+                if "why" in each: raise DriverError(each["why"])
+                opened.append(own if rank == group.rank else
+                              driver.open_shared(bytes.fromhex(each["handle"])))
+        except DriverError as no: why = no.found
+    others = [(rank, each["why"]) for rank, each in
+              zip(group.members, _exchanged(group, {"why": why}), strict=True) if each["why"]]
+    if not others:
+        if driver.emulated: cast(Any, driver).emulator.waited = world().check
+        return Workspaces(driver, opened)
+    for address in {own, *opened} - {0}: driver.close_shared(address)
+    return f"rank {others[0][0]}: {others[0][1]}"
+
+
+def _shared(driver: Driver) -> tuple[int, dict[str, str]]:
+    """A workspace whose flags are zero: its address, and what others open it by."""
+    layout = Workspace()
+    try: address, handle = driver.share(layout.nbytes)
+    except DriverError as no: return 0, {"why": no.found}
+    driver.submit(Fill(address, 0, layout.data))
+    driver.synchronize()
+    return address, {"handle": handle.hex()}
+
+
+def _host() -> str: return f"{node()} {BOOT.read_text().strip() if BOOT.exists() else ''}"
+
+
+def _exchanged(group: Group, own: dict[str, str]) -> list[dict[str, Any]]:
+    """What all ranks of a group say."""
+    data = json.dumps({key: value[:SAID_BYTES // 2] for key, value in own.items()}).encode().ljust(SAID_BYTES)
+    every = np.empty(SAID_BYTES * group.size, np.uint8)
+    group.run("all_gather", every, np.frombuffer(data, np.uint8), SAID_BYTES, dtypes.uint8,
+              name="workspaces of peers")
+    return [json.loads(every[SAID_BYTES * r:SAID_BYTES * (r + 1)].tobytes()) for r in range(group.size)]
+
+
+# **** in the graph ****
+
+@dataclass(frozen=True)
+class RankPeers:
+    """What a kernel's `LaunchConfig.peers` says here: the group by its key, and the collective. Its methods
+    are those of `runtime.together.Peers`."""
+    group: str
+    order: CollectiveCall
+
+    def __str__(self) -> str: return f"ranks of {self.group}"
+
+    def _communicator(self, device: str) -> Communicator: return _group(self.group).communicators[device]
+
+    def arguments(self, device: str) -> tuple[bytes, ...]:
+        """The table of workspaces, and the rank."""
+        group = _group(self.group)
+        there = group.peers[device]
+        assert isinstance(there, Workspaces)
+        return pointer(there.table), integer(group.rank)
+
+    def given(self, device: str) -> Callable[[Any, bool], None]:
+        """Tells the watchdog of a launch in a graph."""
+        comm = self._communicator(device)
+
+        def told(event: Any, new: bool) -> None:
+            if new: comm.check()
+            comm.note(self.order, event, new)
+        return told
+
+    def agree(self, device: str) -> None:
+        """A graph has the kernel: all ranks say what they call, each time."""
+        self._communicator(device).agreed_on(self.order)
+
+    def launched(self, device: DrivenDevice, works: Sequence[Work], stream: Stream | None,
+                 wait: bool) -> float | None:
+        """Submits the launch, behind collectives of libraries that are beside stream 0."""
+        comm, driver = self._communicator(device.device), device.driver
+        comm.begin(self.order)
+
+        def submit() -> None:
+            for work in works: driver.submit(work)
+        seconds = device.timed(submit, wait)
+        driver.record(done := driver.event())
+        comm.note(self.order, done, False)
+        return seconds
+
+
+def _group(key: str) -> Group:
+    found = next((group for group in world().groups if group.key == key), None)
+    if found is None: raise DistError(f"an all_reduce of the group {key}", "a group of this process")
+    return found
+
+
+def chosen(key: str, order: CollectiveCall, device: str, columns: int = 0,
+           eps: float = 0.0) -> peer_memory.Chosen | str:
+    """The kernel of a collective, with `columns` that of rows that are normalized; or why NCCL does it."""
+    group, gpu = _group(key), target_of(device)
+    there = group.peers.get(device, "no workspaces")
+    if isinstance(there, str): return there
+    assert isinstance(gpu, GPU)
+    return peer_memory.chosen(group.size, order.count, order.dtype, order.op, gpu, columns, eps)
+
+
+def lowered(key: str, order: CollectiveCall, shape: tuple[int, ...], dtype: DType, x: UOp, name: str,
+            behind: tuple[UOp, ...] = (), eps: float = 0.0) -> tuple[UOp, ...] | str:
+    """The results of the kernel of a collective in the graph, or why NCCL does it. With residual and weight
+    `behind` it, rows are normalized, and the second result is the new residual."""
+    device = Device.canonicalize(str(x.device))
+    made, gpu = chosen(key, order, device, shape[-1] if behind else 0, eps), target_of(device)
+    if isinstance(made, str): return made
+    assert isinstance(gpu, GPU)
+    spec, schedule = made
+    kernel, note = TABLE.build(spec, schedule, gpu), peer_memory.note(spec, schedule)
+    return program(kernel.name, kernel.ptx, str(x.device), [Output(shape, dtype)] * (2 if behind else 1),
+                   [x, *behind], grid=kernel.grid, block=kernel.block, flops=(spec.world - 1) * spec.count,
+                   nbytes=spec.world * spec.nbytes, note=replace(note, reason=f"{name}: {note.reason}"),
+                   launch=replace(kernel.launch, peers=RankPeers(key, order)))
