@@ -80,13 +80,26 @@ class Block:
         scale = self.config.residual_scale
         return x + (made if scale == 1 else made * scale)
 
+    def added_and_begun(self, x: Tensor, made: Tensor) -> tuple[Tensor, Tensor] | None:
+        """x and what attention makes of it, and the norm of that, in one kernel with the sum over ranks; None
+        where there is none."""
+        norm = self.feed_forward_norm
+        if self.parallel is None or norm is None or norm.offset or norm.rounds_last or \
+                self.attention_post_norm is not None or self.config.residual_scale != 1: return None
+        name = f"layers.{self.index}.attention"
+        found = self.parallel.summed_norm(made, x, norm.weight, norm.eps, name)
+        return None if found is None else (found[1], found[0])
+
     def __call__(self, x: Tensor, batch: DenseBatch | PagedBatch | PackedBatch,
                  cache: Cache | None) -> Tensor:
         with layer("attention"):
             h = self.begun(x, self.attention_norm, "attention")
-            x = self.added(x, self.attention(h, batch, cache), self.attention_post_norm, "attention")
+            made = self.attention(h, batch, cache)
+            both = self.added_and_begun(x, made)
+            x = self.added(x, made, self.attention_post_norm, "attention") if both is None else both[0]
         with layer("feed_forward"):
-            h = self.begun(x, self.feed_forward_norm, "feed_forward")
+            h = self.begun(x, self.feed_forward_norm, "feed_forward") if both is None else \
+                self.begun(both[1], None, "feed_forward")
             made = self.feed_forward(h)
             return self.added(x, made, self.feed_forward_post_norm, "feed_forward").contiguous()
 

@@ -36,6 +36,7 @@ from tinygrad_nv.dist.collectives.functions import (
     recv,
     send,
 )
+from tinygrad_nv.dist.collectives.peer_norm import all_reduce_norm
 from tinygrad_nv.dist.group import Group
 from tinygrad_nv.errors import DistError, ModelError, NVError
 from tinygrad_nv.kvcache.groups import CacheGroups
@@ -160,6 +161,12 @@ class Parallel:
     def summed(self, x: Tensor, name: str) -> Tensor:
         """What the halves of a layer on all ranks add."""
         return all_reduce(x, self.group, replicated=True, name=name)
+
+    def summed_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float,
+                    name: str) -> tuple[Tensor, Tensor] | None:
+        """The RMSNorm of the residual with what halves of a layer add on all ranks, and that residual; None
+        where no kernel does both."""
+        return all_reduce_norm(x, residual, weight, eps, self.group, name)
 
     def begun(self, x: Tensor, name: str) -> Tensor:
         """The input of a half of a layer, whose gradient is the sum of the ranks'."""

@@ -125,6 +125,7 @@ def test_weights_that_do_not_fit(tmp_path: Path):
 
 @pytest.mark.parametrize(("options", "words"), [
     ({"tensor_parallel_size": 2}, "2 ranks, and the model makes embeddings"),
+    ({"data_parallel_size": 3}, "3 ranks, and the model makes embeddings"),
     ({"speculative": "ngram:2"}, "speculative is 'ngram:2', and the model makes embeddings"),
     ({"quantization": "fp8"}, "quantization is 'fp8'"), ({"max_model_len": 17}, "max_model_len is 17"),
     ({"dtype": "int4"}, "unknown dtype 'int4'")])

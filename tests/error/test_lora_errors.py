@@ -140,7 +140,8 @@ def test_targets():
     ({"max_loras": 0}, "max_loras is 0"), ({"max_loras": 256}, "max_loras is 256"),
     ({"max_lora_rank": 1024}, "max_lora_rank is 1024"),
     ({"max_loras": 3, "max_cpu_loras": 2}, "max_cpu_loras is 2"),
-    ({"lora_dtype": "int8"}, "lora_dtype is 'int8'")], ids=str)
+    ({"lora_dtype": "int8"}, "lora_dtype is 'int8'"),
+    ({"data_parallel_size": 2}, "enable_lora is True, and 2 ranks have the model")], ids=str)
 def test_limits(tiny: Path, given: dict[str, Any], words: str):
     with pytest.raises(ConfigError, match=words): LLM(tiny, device="CPU", enable_lora=True, **given)
 

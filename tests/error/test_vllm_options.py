@@ -104,7 +104,7 @@ def test_the_model_has_an_option(command):
     (["--max-modl-len", "5"], "--max-modl-len; did you mean --max-model-len?"),
     (["--tensor_paralel_size=2"], "did you mean --tensor-parallel-size?"),
     (["--zzzz"], "unrecognized arguments: --zzzz\n"),
-    (["-dp", "2"], "--data-parallel-size is 2, and one engine answers requests; expected: 1\n"),
+    (["--data-parallel-external-lb"], "--data-parallel-external-lb is true, and rank 0 gives requests to"),
     (["--load-format", "dummy"], '--load-format is "dummy", and weights are safetensors or GGUF files; '),
     (["--no-enable-chunked-prefill"], "--enable-chunked-prefill is false, and long prompts are computed in"),
     (["--uds", "/tmp/x"], '--uds is "/tmp/x", and --host and --port say where it listens; to fix: '),

@@ -20,7 +20,7 @@ from tinygrad_nv.models import checkpoint, weights
 from tinygrad_nv.models.attention import Attention
 from tinygrad_nv.models.config import ModelConfig, read_config
 from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.parallel import Parallel, local_config, names_apart
+from tinygrad_nv.models.parallel import Parallel, local_config, names_apart, stage_config
 from tinygrad_nv.models.quantised import projections
 
 from tinygrad_nv.errors import ModelError
@@ -230,6 +230,21 @@ def test_quantised_layers(tmp_path: Path, kind: str):
         for name, array in matrices(network(quantised, 2, rank)).items():
             part = expected(whole[name], f"{name}.weight", config, 2, rank, False, False)
             if kind == "ct-nvfp4": array = torch.from_numpy(array).bfloat16().float().numpy()
+            assert np.array_equal(array, part), name
+
+
+@pytest.mark.parametrize("kind", ["ct-int8", pytest.param("gptq", marks=pytest.mark.slow)])
+def test_quantised_layers_of_stages(tmp_path: Path, kind: str):
+    """The second stage of a pipeline, whose layer 0 is the checkpoint's layer 1, cut over two ranks."""
+    quantised, plain = write(kind, tmp_path)
+    config, whole = read_config(quantised), matrices(network(plain))
+    for rank in range(2):
+        parallel: Any = Parallel(Rank(rank, 2), config, pipe=Rank(1, 2))   # type: ignore
+        model = Llama(local_config(stage_config(config, 1, 2), 2), dtypes.float32, "CPU", parallel=parallel)
+        weights.load(model, quantised)
+        for name, array in matrices(model).items():
+            there = name.replace(".layers.0.", ".layers.1.")
+            part = expected(whole[there], f"{there}.weight", config, 2, rank, False, False)
             assert np.array_equal(array, part), name
 
 

@@ -230,7 +230,8 @@ def test_texts_with_special_tokens_and_without_any(llm: LLM):
 # **** arguments ****
 
 @pytest.mark.parametrize(("given", "words"), [
-    ({"data_parallel_size": 2}, "data_parallel_size is 2, and one engine answers requests"),
+    ({"data_parallel_hybrid_lb": True}, "data_parallel_hybrid_lb is True, and rank 0 gives requests to"),
+    ({"data_parallel_size": 0}, "data_parallel_size is 0"),
     ({"enable_prompt_embeds": True}, "enable_prompt_embeds is True"),
     ({"gpu_memory_utilisation": 0.5}, "no argument"),
     ({"runner": "draft"}, "runner is 'draft'"),

@@ -184,6 +184,9 @@ def _add_model_options(command: argparse.ArgumentParser) -> None:
                        help="of a mixture of experts, each rank has some experts whole")
     group.add_argument("--pipeline-parallel-size", "-pp", type=int, default=1, metavar="N",
                        help="stages of layers, each on ranks of its own (default 1)")
+    group.add_argument("--data-parallel-size", "-dp", type=int, default=1, metavar="N",
+                       help="replicas of the model, each on ranks of its own, that share requests "
+                       "(default 1)")
 
 
 def _size(text: str) -> int:

@@ -294,9 +294,11 @@ def our_server(arguments: argparse.Namespace, directory: Path) -> Iterator[str]:
     """A server of ours, for as long as the workload runs."""
     words = [sys.executable, "-m", "tinygrad_nv", "serve", str(directory), "--port", "0",
              "--no-enable-prefix-caching", "--dtype", arguments.dtype]
-    for option in ("quantization", "max_model_len", "device", "gpu_memory_utilization"):
+    for option in ("quantization", "max_model_len", "device", "gpu_memory_utilization",
+                   "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         if (value := getattr(arguments, option)) is not None:
             words += [f"--{option.replace('_', '-')}", str(value)]
+    if arguments.enable_expert_parallel: words.append("--enable-expert-parallel")
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     try: yield _address(process)
     finally:

@@ -68,6 +68,7 @@ def load(directory: Path, arguments: argparse.Namespace, **more: Any) -> LLM:
                       "quantization": arguments.quantization, "task": "generate",
                       "tensor_parallel_size": arguments.tensor_parallel_size,
                       "pipeline_parallel_size": arguments.pipeline_parallel_size,
+                      "data_parallel_size": arguments.data_parallel_size,
                       "enable_expert_parallel": arguments.enable_expert_parallel, **more})
 
 

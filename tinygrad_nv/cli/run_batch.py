@@ -104,7 +104,7 @@ async def answered(llm: Any, names: tuple[str, ...], lines: list[str], out: IO[s
     if isinstance(engine, AsyncEngine): await engine.start()
     app, failed = application(service), 0
     # the engine's queue has an end; so many keep every step full
-    at_a_time = asyncio.Semaphore(4 * llm.core.config.max_seqs if generates else 64)
+    at_a_time = asyncio.Semaphore(4 * llm.engine.max_seqs if generates else 64)
     tasks = [asyncio.create_task(_answer(app, line, number, at_a_time)) for number, line in enumerate(lines,
                                                                                                       1)]
     try:

@@ -56,7 +56,6 @@ FLAGS = frozenset({
     name for name in NO_EFFECT if name.startswith(("disable_", "enable_", "log_error"))} - {
         "disable_access_log_for_endpoints"}
 OWN = ("speculative_config", "runner", "tokenizer")     # of LLM, each with a meaning
-SHORT = {"data_parallel_size": ("-dp",)}
 NEAR = 0.6  # how similar an option must be to be suggested
 
 
@@ -68,7 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         if option in parser._option_string_actions: continue
         flag = name in FLAGS or any(isinstance(each, bool) for each in fixed.get(name, ((),))[0])
         action = _Flag if flag else _Value
-        options = [option, "--no-" + option[2:]] if flag else [option, *SHORT.get(name, ())]
+        options = [option, "--no-" + option[2:]] if flag else [option]
         parser.add_argument(*options, dest=name, action=action, default=argparse.SUPPRESS,
                             help=argparse.SUPPRESS)
     parser.set_defaults(vllm={})

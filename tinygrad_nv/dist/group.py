@@ -300,11 +300,15 @@ class World:
         if self.ended is not None: fn(self.ended)
 
     def end(self, why: DistError) -> None:
-        """Ends what waits for other ranks: `check` raises why."""
+        """Ends what waits for other ranks, and says so to those that asked for it (`on_end`)."""
         if self.ended is not None: return
+        self.interrupt(why)
+        for fn in self.told: fn(why)
+
+    def interrupt(self, why: DistError) -> None:
+        """Ends what waits for other ranks: `check` raises why."""
         self.ended = why
         for each in self.groups: each.end(why)
-        for fn in self.told: fn(why)
 
     def check(self) -> None:
         """Raises `DistError` if a collective of any group has failed."""

@@ -1,12 +1,12 @@
-"""Starts the ranks of this host: `tinygrad-nv launch`, and commands that need more ranks than they are.
+"""Starts the ranks of this host: for `tinygrad-nv launch`, and for commands that are rank 0 themselves.
 
 Protocol: `launch(Launch(...))` runs a command once for each rank, with torchrun's environment variables, and
 returns the exit status: 0, or that of the rank that failed first. `start_local(n, argv, environ)` starts
-ranks 1 to n - 1 for a process that is rank 0 itself. Everything of processes.py holds: one rank that fails
-ends all within `grace_s`, and a launcher that is killed leaves no process behind.
+ranks 1 to n - 1 for a process that is rank 0 itself. processes.py supervises them: a rank that fails ends all
+within `grace_s`, and a launcher that is killed leaves no process behind.
 
-Ranks get a secret NV_DIST_TOKEN of this start. Of several hosts all starts must know it: there it is the
-user's NV_DIST_TOKEN, or made from MASTER_ADDR and MASTER_PORT, which are no secret.
+On one host, ranks get a random NV_DIST_TOKEN, which is a secret. With several hosts all launchers need the
+same one: that of the user, or else one made from MASTER_ADDR and MASTER_PORT, which is no secret.
 """
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ class Group(Protocol):
 
 
 @dataclass(frozen=True)
-class Step:
-    """An operation, as it is sent."""
+class Position:
+    """A collective, by its number in the group, and as people read it."""
     number: int
     text: str
 
@@ -74,11 +74,11 @@ class Step:
 
 @dataclass(frozen=True)
 class At:
-    """What a rank is at in a group: in a collective, or behind its last one. `other` is what it is in of
-    another group; `silent` says why it does not answer."""
+    """Where a rank is in a group: in a collective (`current`), or after its last one. `other` is the
+    collective of another group that it is in; `silent` says why it does not answer."""
     rank: int
-    current: Step | None = None
-    last: Step | None = None
+    current: Position | None = None
+    last: Position | None = None
     other: str = ""
     silent: str = ""
 
@@ -111,7 +111,7 @@ def packed(groups: Sequence[Group]) -> bytes:
 def unpacked(rank: int, group: str, data: bytes) -> At:
     """What a rank is at in a group."""
     every = json.loads(data)
-    current, last = (each and Step(*each) for each in every.get(group, (None, None)))
+    current, last = (each and Position(*each) for each in every.get(group, (None, None)))
     other = next((f"{each[0][1]} of group {name}" for name, each in every.items()
                   if each[0] and name != group), "")
     return At(rank, current, last, other)

@@ -95,8 +95,8 @@ class AsyncEngine:
         if self._llm is not None: await asyncio.to_thread(self._llm.engine.join)
 
     def stats(self) -> EngineStats:
-        """Current statistics of the core."""
-        return self.llm.core.stats()
+        """Current statistics of the engine."""
+        return self.llm.engine.stats()
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None, *,
                  request_id: str | None = None, priority: int = 0,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from inspect import signature
@@ -18,9 +19,17 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.embedding.embedder import open_embedder
-from tinygrad_nv.engine.executor.plan import RunnerPlan, load_weights, make_runner
+from tinygrad_nv.engine.engine_plan import EnginePlan
+from tinygrad_nv.engine.executor.plan import (
+    PageBudget,
+    RunnerPlan,
+    load_weights,
+    make_runner,
+    pages_of,
+    token_bytes_of,
+    weight_bytes_of,
+)
 from tinygrad_nv.engine.llm_generation import GenerationMethods
 from tinygrad_nv.engine.llm_pooling import PoolingMethods
 from tinygrad_nv.engine.load_options import LoadOptions
@@ -34,21 +43,17 @@ from tinygrad_nv.engine.loading import (
 )
 from tinygrad_nv.engine.lora.request import LoRAConfig
 from tinygrad_nv.engine.lora.serving import ServedAdapters, open_adapters
-from tinygrad_nv.engine.memory_planning import CacheSize, layer_bytes, require_room, step_bytes
 from tinygrad_nv.engine.metrics import Latencies, Metric, metrics
 from tinygrad_nv.engine.sampling import SamplingParams, fresh_seed
-from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, max_prompt_logits
+from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
 from tinygrad_nv.engine.sleep import Sleeper, SleepingModel
 from tinygrad_nv.engine.speculation.draft_model import DraftModelFiles
-from tinygrad_nv.engine.speculation.ngram import NgramProposer, parse_speculative
-from tinygrad_nv.engine.thread import EngineThread
+from tinygrad_nv.engine.speculation.ngram import parse_speculative
+from tinygrad_nv.engine.thread import Engine, EngineThread
 from tinygrad_nv.engine.vllm_arguments import flag, from_vllm, gib, whole
-from tinygrad_nv.engine.worker.kv_cache_dtype import resolve_kv_cache_dtype
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.kvcache.groups import cache_groups
-from tinygrad_nv.kvcache.pool import PagePool
-from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.quantised import sparse_savings
@@ -81,8 +86,9 @@ class LLM(GenerationMethods, PoolingMethods):
     requests may have adapters of ranks up to `max_lora_rank`, of which `max_loras` run at a time and
     `max_cpu_loras` stay in host memory, in `lora_dtype` (engine/lora/). `tensor_parallel_size` ranks have
     each layer together, in `pipeline_parallel_size` stages (engine/executor/), with `enable_expert_parallel`
-    whole experts each. `stage(name)` is called at the end of each stage of loading. Other arguments of
-    vLLM's `LLM` are taken, or refused (vllm_arguments.py)."""
+    whole experts each. `data_parallel_size` replicas of the model, each on ranks of its own, share requests;
+    limits of sequences, tokens and pages are those of each replica. `stage(name)` is called at the end of
+    each stage of loading. Other arguments of vLLM's `LLM` are taken, or refused (vllm_arguments.py)."""
 
     def __init__(self, model: str | Path, dtype: str = "auto", max_model_len: int | None = None,
                  device: str | None = None, progress: Callable[[int, int], None] | None = None,
@@ -95,7 +101,7 @@ class LLM(GenerationMethods, PoolingMethods):
                  tokenizer: str | Path | None = None, seed: int | None = None, enable_lora: bool = False,
                  max_loras: int = 4, max_lora_rank: int = 16, max_cpu_loras: int | None = None,
                  lora_dtype: str = "auto", tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1,
-                 enable_expert_parallel: bool = False,
+                 enable_expert_parallel: bool = False, data_parallel_size: int = 1,
                  stage: Callable[[str], None] = lambda name: None, **vllm: Any) -> None:
         own = from_vllm(vllm, frozenset(signature(LLM).parameters))
         if not isinstance(max_model_len, int | None): whole("max_model_len", max_model_len, 0)
@@ -112,7 +118,8 @@ class LLM(GenerationMethods, PoolingMethods):
              "lora_dtype": lora_dtype} if enable_lora else None,
             whole("tensor_parallel_size", tensor_parallel_size, 1),
             whole("pipeline_parallel_size", pipeline_parallel_size, 1),
-            flag("enable_expert_parallel", enable_expert_parallel, False))
+            flag("enable_expert_parallel", enable_expert_parallel, False),
+            whole("data_parallel_size", data_parallel_size, 1))
         self._seeds = fresh_seed if seed is None else partial(Random(seed).getrandbits, 32)
         sweep()
         self._request_numbers, self.latencies = itertools.count(), Latencies()
@@ -144,65 +151,44 @@ class LLM(GenerationMethods, PoolingMethods):
         self.tokenizer, self.tokenizer_error = optional_tokenizer(o.tokenizer or self.directory)
         speculation = None if o.speculative is None else parse_speculative(o.speculative)
         engine = o.engine_config(self.length, self.eos, speculation.tokens if speculation else 0)
-        own = self.config   # what this rank computes
-        if o.ranks > 1:
+        if o.world_size > 1:
             from tinygrad_nv.engine.executor.ranks import ParallelRanks
             self.ranks = ParallelRanks.open(o, self.config)
-            own = self.ranks.config
         lora = None if o.lora is None else LoRAConfig.of(self.config, self.dtype, self.device, **o.lora)
         if lora is not None: engine = replace(engine, max_adapters=lora.slots)
         draft = None
         if speculation is not None and speculation.model is not None:
             draft = DraftModelFiles.read(speculation.model, self.dtype, self.config, self.tokenizer)
-        stored = resolve_kv_cache_dtype(o.kv_cache_dtype, self.dtype, self.config.quantization)
-        groups = cache_groups(self.config.windows, self.length, o.page_size)
-        # layers of a page: those of this rank's stage
-        token = layer_bytes(own, stored) * -(-groups.layers_per_page // o.pipeline_parallel_size)
-        token += draft.token_bytes if draft else 0
-        cache = CacheSize(o.page_size, o.page_size * token, self.length, o.max_num_seqs, groups,
-                          o.max_num_batched_tokens)
-        asked = o.num_pages
-        if asked is None and o.kv_cache_bytes is not None: asked = o.kv_cache_bytes // cache.page_bytes
-        self._weight_bytes = weights.nbytes(self.config, self.dtype, self.directory) if self.ranks is None \
-            else self.ranks.weight_bytes(self.dtype, self.device, self.directory)
-        self._adapter_bytes = 0 if lora is None else lora.nbytes(Llama(self.config, self.dtype, self.device))
-        num_pages = self._pages(asked, cache, token, draft, o.gpu_memory_utilization)
-        host_pages = o.swap_bytes // cache.page_bytes
-        plan = RunnerPlan(self.directory, self.dtype.name, self.device, self.length, num_pages, o.page_size,
-                          o.max_num_seqs, o.max_num_batched_tokens, o.kv_cache_dtype, host_pages, groups,
+        how = EnginePlan(engine, o.enable_prefix_caching, draft, o.tokenizer or self.directory)
+        plan = RunnerPlan(self.directory, self.dtype.name, self.device, self.length, 0, o.page_size,
+                          o.max_num_seqs, o.max_num_batched_tokens, o.kv_cache_dtype, 0,
+                          cache_groups(self.config.windows, self.length, o.page_size),
                           # float32 that is asked for by name stays what it is
                           speculation is not None, o.dtype == "auto", o.tensor_parallel_size,
                           o.pipeline_parallel_size, self.config.quantization, o.enable_expert_parallel)
-        if self.ranks is not None: self.runner = self.ranks.load(plan, o.progress, o.stage)
+        page_bytes = o.page_size * token_bytes_of(0, plan, draft)
+        asked = o.num_pages
+        if asked is None and o.kv_cache_bytes is not None: asked = o.kv_cache_bytes // page_bytes
+        self._weight_bytes = weight_bytes_of(0, plan)
+        self._adapter_bytes = 0 if lora is None else lora.nbytes(Llama(self.config, self.dtype, self.device))
+        budget, held = PageBudget(asked, o.gpu_memory_utilization), self._weight_bytes + self._adapter_bytes
+        own = partial(pages_of, 0, plan, budget, held, draft)
+        pages = own() if self.ranks is None else self.ranks.pages(own, plan, budget, how)
+        plan = replace(plan, num_pages=pages, host_pages=o.swap_bytes // page_bytes)
+        if self.ranks is not None: self.runner = self.ranks.load(plan, how, o.progress, o.stage)
         else:
             model = load_weights(plan, self.config, None, o.progress, o.stage)
             self.adapters = None if lora is None else open_adapters(model, lora)
             self.runner = make_runner(plan, model, directory=self.directory,
                                       adapters=self.adapters.model if self.adapters else None)
         self.model = self.runner.model
-        pool = PagePool(num_pages, o.page_size, host_pages=host_pages, sharing=o.enable_prefix_caching,
-                        windows=groups.windows)
-        self.draft_model = None if draft is None else draft.load(self.runner, o.max_num_batched_tokens)
+        opened = how.open(plan, self.runner)
+        self.core, self.draft_model = opened.core, opened.draft_model
         self.draft_directory = None if draft is None else draft.directory
-        proposer = self.draft_model or (NgramProposer() if speculation else None)
-        self.core = EngineCore(self.runner, pool, engine, proposer)
-        self.engine = EngineThread(self.core)
-        if self.ranks is not None: self.ranks.on_end(self.engine.fail)
+        self.thread = EngineThread(self.core)
+        self.engine: Engine = self.thread if self.ranks is None else self.ranks.engine(self.thread)
         self.compilations = Compilations()
         o.stage("pages")
-
-    def _pages(self, asked: int | None, cache: CacheSize, token: int, draft: DraftModelFiles | None,
-               utilization: float) -> int:
-        """Pages of the KV cache: as many as were asked for, or as fit beside weights and a step. Raises where
-        there is no room."""
-        pages = cache.min_pages if asked is None else asked
-        held = self._weight_bytes + self._adapter_bytes
-        require_room(self.device, self.config, self.dtype, self.length, pages * cache.page_size, utilization,
-                     token, held)
-        if asked is not None: return asked
-        step = step_bytes(self.config, self.dtype, cache.chunk + cache.max_seqs,
-                          cache.max_seqs + max_prompt_logits(cache.max_seqs))
-        return cache.num_pages(self.device, held + (draft.weight_bytes if draft else 0), step)
 
     def __enter__(self) -> LLM: return self
 
@@ -211,20 +197,22 @@ class LLM(GenerationMethods, PoolingMethods):
     def close(self) -> None:
         """Ends running requests, and frees host memory. Nothing can be generated afterwards."""
         if self.embedder is not None: return self.embedder.close()
-        self.engine.close()
-        if self.draft_model is not None: self.draft_model.close()
-        self.runner.close()
-        if self.ranks is not None: self.ranks.close()
-        if "grammars" in self.__dict__: self.grammars.close()
+        try:
+            self.engine.close()
+            if self.draft_model is not None: self.draft_model.close()
+            self.runner.close()
+            self.structured.close()
+        finally:
+            if self.ranks is not None: self.ranks.close()
 
     def get_metrics(self) -> list[Metric]:
         """Statistics, as vLLM's metric objects (metrics.py)."""
-        engine = self.embedder.engine if self.embedder is not None else self.core
+        engine = self.embedder.engine if self.embedder is not None else self.engine
         return metrics(engine.stats(), self.latencies, str(self.directory))
 
     def reset_prefix_cache(self) -> bool:
         """Empties the prefix cache. True, as nothing prevents it."""
-        if self.embedder is None: self.engine.call(self.core.reset_prefix_cache)
+        if self.embedder is None: self.engine.reset_prefix_cache()
         return True
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
@@ -254,7 +242,7 @@ class LLM(GenerationMethods, PoolingMethods):
             assert isinstance(draft.runner, ModelRunner)
             assert self.draft_directory is not None
             models.append(SleepingModel(draft.runner, self.draft_directory, draft.pool.forget_prefixes))
-        return Sleeper(self.engine, models)
+        return Sleeper(self.thread, models)
 
     @property
     def runners(self) -> list[ModelRunner]:
@@ -262,23 +250,46 @@ class LLM(GenerationMethods, PoolingMethods):
         drafts = [] if self.draft_model is None else [self.draft_model.runner]
         return [self.runner, *(each for each in drafts if isinstance(each, ModelRunner))]
 
+    def capture(self, progress: Callable[[int, int], None]) -> None:
+        """Captures the steps that every load needs, on all ranks; `follow` prepares the others."""
+        if self.ranks is not None: progress = self.ranks.counted(progress)
+        with nullcontext() if self.ranks is None else self.ranks.together("warm_up"):
+            for each in self.runners: each.warm_up(progress, later=True)
+
+    def follow(self, progress: Callable[[int, int], None], missed: Callable[[int], None]) -> None:
+        """Prepares what `capture` has left for later, while requests run."""
+        for each in self.runners: each.follow(progress, missed)
+        if self.ranks is not None: self.ranks.tell("follow")
+
+    def ready(self) -> None:
+        """Counts compilations from now on."""
+        self.compilations = Compilations()
+        if self.ranks is not None: self.ranks.tell("ready")
+
+    def compilations_after_ready(self) -> int:
+        """What was compiled and captured since then, on all replicas."""
+        return self.compilations.since() + (0 if self.ranks is None else self.ranks.compilations())
+
     def warm_up(self, params: SamplingParams, prompt_tokens: int) -> None:
-        """Compiles and captures what an answer to a prompt of this length needs, by generating one."""
+        """Compiles and captures what an answer to a prompt of this length needs, by generating one on each
+        replica: of equal requests each gets one."""
         budget = self.core.config.max_batched_tokens // GROUP * GROUP
         parts = {min(prompt_tokens, budget), prompt_tokens % budget if prompt_tokens > budget else 0} - {0}
         made = replace(params, max_tokens=2, min_tokens=0, seed=0, stop=(), stop_token_ids=(),
                        ignore_eos=True)
         for count in parts:
             # a prefix cache hit would run another graph
-            request = replace(self.request(name := self._name(), [0] * count, made), salt=name.encode())
-            for _ in self._stream(request): pass
+            every = [replace(self.request(name := self._name(), [0] * count, made), salt=name.encode())
+                     for _ in range(1 if self.ranks is None else self.ranks.num_replicas)]
+            for _, delta in self._run(every):
+                if delta.error is not None: raise delta.error
 
     @property
     def metrics(self) -> dict[str, float]:
         """Statistics of the engine (core.py), and `compilations_after_ready`: what was compiled and captured
         since the model was loaded and, if it was, warmed up."""
-        stats = {} if self.embedder is not None else vars(self.core.stats())
-        return {**stats, "compilations_after_ready": self.compilations.since()}
+        stats = {} if self.embedder is not None else vars(self.engine.stats())
+        return {**stats, "compilations_after_ready": self.compilations_after_ready()}
 
     @property
     def streamed_bytes(self) -> int:

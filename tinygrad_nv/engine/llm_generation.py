@@ -23,7 +23,7 @@ from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Request
 from tinygrad_nv.engine.text.output_processor import OutputProcessor
 from tinygrad_nv.engine.text.tokenizer import Message, Tools
-from tinygrad_nv.engine.thread import EngineThread
+from tinygrad_nv.engine.thread import Engine
 from tinygrad_nv.engine.vllm_arguments import require_no_adapter
 from tinygrad_nv.errors import RequestError
 
@@ -32,7 +32,7 @@ Lora: TypeAlias = LoRARequest | Sequence[LoRARequest | None] | None
 
 class GenerationMethods(PromptMethods):
     """How `LLM` generates."""
-    engine: EngineThread
+    engine: Engine
     latencies: Latencies
     _request_numbers: itertools.count[int]
 
@@ -153,7 +153,7 @@ class GenerationMethods(PromptMethods):
         open_ = {request.id: (at, OutputProcessor(self.tokenizer, request.prompt, request.params))
                  for at, request in enumerate(requests)}
         # other callers share the queue: submit enough to fill every slot, and no more
-        following, ahead = iter(requests), 2 * self.core.config.max_seqs
+        following, ahead = iter(requests), 2 * self.engine.max_seqs
         try:
             for request in itertools.islice(following, ahead): self.engine.submit(request, inbox.put)
             while open_:

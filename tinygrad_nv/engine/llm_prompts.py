@@ -18,9 +18,7 @@ from tinygrad_nv.engine.lora.serving import ServedAdapters, with_adapter
 from tinygrad_nv.engine.prompts import ParsedPrompt, Prompt, flattened, parse, text_or_tokens
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Matcher, Request, check_request
-from tinygrad_nv.engine.structured_output.after_reasoning import AfterReasoning
-from tinygrad_nv.engine.structured_output.matcher import GrammarCompiler, GrammarMatcher
-from tinygrad_nv.engine.structured_output.token_rules import TokenRules, word_tokens
+from tinygrad_nv.engine.structured_output.matchers import Matchers
 from tinygrad_nv.engine.text.tokenizer import Message, Tokenizer, Tools
 from tinygrad_nv.engine.text.user_tokenizer import UserTokenizer
 from tinygrad_nv.errors import NVError, RequestError, TokenizerError
@@ -99,9 +97,9 @@ class PromptMethods:
                            "a causal language model", "call embed(prompts)")
 
     @cached_property
-    def grammars(self) -> GrammarCompiler:
-        """The compiler and cache of structured output grammars."""
-        return GrammarCompiler(self.require_tokenizer(), self.config.vocab_size, self.eos)
+    def structured(self) -> Matchers:
+        """What makes matchers of requests."""
+        return Matchers(self.require_tokenizer, self.config.vocab_size, self.eos)
 
     def _require_more_than_ends(self, params: SamplingParams) -> None:
         """Raises `RequestError` where only end tokens are allowed, and none may come before `min_tokens`."""
@@ -114,19 +112,7 @@ class PromptMethods:
     def matchers(self, params: SamplingParams) -> tuple[Matcher, ...]:
         """A matcher for each answer if not every token may follow; compiling a new grammar takes up to
         seconds. Raises `RequestError` for a grammar that cannot be enforced."""
-        if not params.masked: return ()
-        made = [self._matcher(params) for _ in range(params.n)]
-        if params.allowed_token_ids is None and not params.bad_words: return tuple(filter(None, made))
-        words = word_tokens(self.require_tokenizer(), params.bad_words) if params.bad_words else ()
-        return tuple(TokenRules(self.config.vocab_size, self.eos, params.allowed_token_ids, words, each)
-                     for each in made)
-
-    def _matcher(self, params: SamplingParams) -> GrammarMatcher | AfterReasoning | None:
-        """That of the structured output, and of the reasoning before it."""
-        constraint = params.structured_outputs
-        grammar = None if constraint is None else self.grammars.matcher(constraint)
-        if params.reasoning is None: return grammar
-        return AfterReasoning(params.reasoning, grammar, self.config.vocab_size, self.eos)
+        return self.structured.of(params)
 
     def request(self, name: str, prompt: Prompt, params: SamplingParams | None = None,
                 priority: int = 0, matched: bool = True, lora_request: LoRARequest | None = None) -> Request:

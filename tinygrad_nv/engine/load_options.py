@@ -34,11 +34,17 @@ class LoadOptions:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    data_parallel_size: int = 1
 
     @property
     def ranks(self) -> int:
-        """That have the model together."""
+        """That have a replica of the model together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all replicas."""
+        return self.ranks * self.data_parallel_size
 
     def engine_config(self, length: int, eos: tuple[int, ...], num_speculative_tokens: int) -> EngineConfig:
         """The engine's limits."""

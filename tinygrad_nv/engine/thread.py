@@ -21,17 +21,35 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from tinygrad_nv.engine.outputs import EngineCoreOutput
 from tinygrad_nv.errors import EngineError, NVError
 
 if TYPE_CHECKING:
-    from tinygrad_nv.engine.core import EngineCore
+    from tinygrad_nv.engine.core import EngineCore, EngineStats
     from tinygrad_nv.engine.scheduling.request import Request
 
 T = TypeVar("T")
 Sink = Callable[[list[EngineCoreOutput]], None]
+
+
+class Engine(Protocol):
+    """What requests are submitted to: a core's thread, or several replicas (executor/replicas.py)."""
+    @property
+    def failure(self) -> NVError | None: ...
+    @property
+    def refusal(self) -> NVError | None: ...
+    @property
+    def max_seqs(self) -> int: ...
+    def submit(self, request: Request, sink: Sink) -> None: ...
+    def abort(self, request: str) -> None: ...
+    def finish(self, request: str, index: int, stop_reason: int | str | None) -> None: ...
+    def reset_prefix_cache(self) -> None: ...
+    def stats(self) -> EngineStats: ...
+    def fail(self, error: NVError) -> None: ...
+    def join(self, timeout_s: float | None = None) -> None: ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -54,9 +72,22 @@ class EngineThread:
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
 
+    @property
+    def max_seqs(self) -> int:
+        """Sequences that run at a time."""
+        return self.core.config.max_seqs
+
+    def stats(self) -> EngineStats:
+        """Current statistics of the core."""
+        return self.core.stats()
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets what the prefix cache holds."""
+        self.call(self.core.reset_prefix_cache)
+
     def submit(self, request: Request, sink: Sink) -> None:
         """Queues a request. If the core rejects it, the sink gets `EngineCoreOutput`s with the error."""
-        self._require_own_process()
+        self.require_own_process()
         if self.refusal is not None: raise self.refusal
         self._enqueue(partial(self._add, request, sink))
         if self.failure is not None: raise self.failure
@@ -76,7 +107,7 @@ class EngineThread:
             if not done.set_running_or_notify_cancel(): return
             try: done.set_result(task())
             except BaseException as error: done.set_exception(error)
-        self._require_own_process()
+        self.require_own_process()
         self._enqueue(run)
         if self.failure is not None and done.cancel(): raise self.failure
         return done.result()
@@ -98,7 +129,8 @@ class EngineThread:
 
     def fail(self, error: NVError) -> None:
         """Ends all requests with this error. Later submits raise it."""
-        def run() -> None: raise error
+        def run() -> None:
+            if self.failure is None: raise error
         self._enqueue(run)
 
     def join(self, timeout_s: float | None = None) -> None:
@@ -106,7 +138,8 @@ class EngineThread:
         with self._lock: thread = self._thread
         if thread is not None: thread.join(timeout_s)
 
-    def _require_own_process(self) -> None:
+    def require_own_process(self) -> None:
+        """Raises `EngineError` in a process that was forked off."""
         if os.getpid() == self._process: return
         raise EngineError("the model was loaded before this process was forked off, and its threads did "
                           "not come along", "a model of the process's own",

@@ -23,7 +23,7 @@ from tinygrad_nv import config
 from tinygrad_nv.engine.async_engine import AsyncEngine
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.errors import RequestError, TokenizerError
-from tinygrad_nv.runtime.programs import Compilations, programs_compiled
+from tinygrad_nv.runtime.programs import programs_compiled
 from tinygrad_nv.server.adapter_options import lora_modules, lora_options
 from tinygrad_nv.server.adapters import AdapterNames
 from tinygrad_nv.server.limits import RequestLimits
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     gc.freeze()
     engine = AsyncEngine(llm) if llm.embedder is None else EmbeddingEngineClient(llm.embedder.engine)
     metrics = Metrics(names[0], llm.length, engine.stats, arguments.metrics_prefix,
-                      lambda: llm.compilations.since())
+                      llm.compilations_after_ready)
     service = Service(engine, llm, names, limits(arguments), metrics, keys, llm.embedder, parsers(arguments),
                       adapters=adapters, cors=cors(arguments),
                       sleeping=llm if arguments.enable_sleep_mode else None,
@@ -71,8 +71,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
         LOG.info(line("ready", url=url(bound_socket, options), model=",".join(names), device=llm.device,
                       pid=os.getpid(),
                       keys=len(keys), seconds=waterfall.total_s))
-        if llm.embedder is None:
-            for runner in llm.runners: runner.follow(_later(), _missed)
+        if llm.embedder is None: llm.follow(_later(), _missed)
 
     async def main() -> None:
         if isinstance(engine, AsyncEngine): await engine.start()
@@ -138,7 +137,7 @@ def warm_up(llm: LLM, waterfall: Waterfall) -> None:
 
     if llm.embedder is not None: llm.embedder.warm_up(progress)
     else: _warm_up_generation(llm, progress)
-    llm.compilations = Compilations()
+    llm.ready()
     LOG.info(line("startup", stage="compile and capture", steps=steps, compiled=compiled - first,
                   seconds=waterfall.stages.get("compile", 0) + waterfall.stages.get("capture", 0)))
 
@@ -146,7 +145,7 @@ def warm_up(llm: LLM, waterfall: Waterfall) -> None:
 def _warm_up_generation(llm: LLM, progress: Callable[[int, int], None]) -> None:
     if (store := llm.runner.step_store) is not None and store.note:
         LOG.info(line("prebuilt_steps", used=0, why=store.note))
-    for each in llm.runners: each.warm_up(progress, later=True)
+    llm.capture(progress)
     for temperature in (0.0, 1.0):
         llm.warm_up(replace(llm.defaults, temperature=temperature), 1)
         progress(0, 0)
@@ -179,6 +178,7 @@ def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
             "speculative": arguments.speculative, "quantization": arguments.quantization,
             "tensor_parallel_size": arguments.tensor_parallel_size,
             "pipeline_parallel_size": arguments.pipeline_parallel_size,
+            "data_parallel_size": arguments.data_parallel_size,
             "enable_expert_parallel": arguments.enable_expert_parallel,
             "task": arguments.task, "enable_prefix_caching": arguments.enable_prefix_caching,
             "max_queue": arguments.max_queue, **lora_options(arguments),
@@ -220,14 +220,15 @@ def limits(arguments: argparse.Namespace) -> RequestLimits:
 
 
 def capacity_line(llm: LLM) -> str:
-    """The capacity of the KV cache, in tokens and in requests of full length; of an embedding model that of
-    a step."""
+    """The capacity of the KV cache of each replica, in tokens and in requests of full length; of an embedding
+    model that of a step."""
     if (made := llm.embedder) is not None:
         return line("embeddings", dimensions=made.config.width, pooling=made.config.pooling.kind,
                     max_model_len=llm.length, max_num_batched_tokens=made.runner.max_tokens,
                     max_num_seqs=made.runner.max_seqs)
     pages, runner = llm.core.pool.device.total, llm.runner
     requests = pages / runner.groups.num_pages(llm.length, runner.page_size, 1)
+    replicas = 1 if llm.ranks is None else llm.ranks.num_replicas
     return line("kv_cache", tokens=int(requests * llm.length), pages=pages, page_size=runner.page_size,
                 groups=len(runner.groups.windows), max_model_len=llm.length, concurrency=f"{requests:.2f}x",
-                max_num_seqs=llm.core.config.max_seqs)
+                max_num_seqs=llm.core.config.max_seqs, replicas=replicas if replicas > 1 else None)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import time
+from functools import partial
 
 import numpy as np
 
 from tinygrad_nv import Tensor, TinyJit, dtypes, explain
 from tinygrad_nv.dist.collectives.functions import all_gather, all_reduce
+from tinygrad_nv.dist.collectives.peer_norm import all_reduce_norm
 from tinygrad_nv.dist.group import close, init
 from tinygrad_nv.errors import DistError
 from tinygrad_nv.graphs import GraphPool, Input
@@ -17,7 +19,7 @@ from tinygrad_nv.graphs import GraphPool, Input
 world = init("shared")
 group = world.group()
 rank, size = group.rank, group.size
-same = np.testing.assert_array_equal
+same, near = np.testing.assert_array_equal, partial(np.testing.assert_allclose, rtol=2**-20, atol=2**-20)
 given = [(np.arange(16).reshape(4, 4) * (r + 1) + r).astype(np.float32) for r in range(size)]
 weight = (np.arange(16).reshape(4, 4) % 3).astype(np.float32)
 total = sum(given)
@@ -37,6 +39,50 @@ def eager() -> None:
     leaf = Tensor(given[rank])
     (all_reduce(leaf * 2, group) * x).sum().backward()
     same(leaf.grad.numpy(), 2 * total)
+
+
+def separately(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A sum, a residual, and the norm of rows."""
+    new = all_reduce(x, group, replicated=True, name="h").contiguous() + residual
+    f = new.float()
+    return (f * (f.square().mean(-1, keepdim=True) + 0.5).rsqrt()).cast(new.dtype) * weight, new
+
+
+def normalized() -> None:
+    """In one kernel what separate steps do, with gradients, and in a graph."""
+    rows = [np.sin(np.arange(48).reshape(3, 16) * (r + 2)).astype(np.float32) for r in range(size)]
+    own = [np.cos(np.arange(48)).reshape(3, 16).astype(np.float32), np.arange(16).astype(np.float32) - 3]
+    made = []
+    for fused in (True, False):
+        x, residual, weight = (Tensor(each) for each in (rows[rank], *own))
+        made_by = partial(all_reduce_norm, eps=0.5, group=group, name="h") if fused else separately
+        both = made_by(x, residual, weight)
+        assert both is not None
+        if fused: assert [each.template for each in explain(*both).kernels][-1] == "all_reduce_one_shot"
+        (both[0] * Tensor(own[0]) + both[1] * 2).sum().backward()
+        made.append([each.numpy() for each in (*both, x.grad, residual.grad, weight.grad)])
+    for ours, usual in zip(*made, strict=True): near(ours, usual)
+    same(made[0][1], made[1][1])
+    x, residual, weight = (Tensor(each) for each in (rows[rank], *own))
+    both = all_reduce_norm(x, residual, weight, 0.5, group, "h")
+    assert both is not None
+    said = ""
+    try: both[0].sum().backward()
+    except DistError as error: said = error.found
+    assert said == "the gradient of one result of all_reduce_norm"
+
+    @TinyJit
+    def jit(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        both = all_reduce_norm(x, residual, weight, 0.5, group, "h")
+        assert both is not None
+        return both[0].realize(), both[1].realize()
+    for i in range(4):
+        got = jit(*(Tensor(each).realize() for each in (rows[rank] + i, *own)))
+        usual = separately(*(Tensor(each) for each in (rows[rank] + i, *own)))
+        for ours, each in zip(got, usual, strict=True):
+            near(ours.numpy(), each.numpy())
+    narrow = Tensor(rows[rank][:, :7]), Tensor(own[0][:, :7]), Tensor(own[1][:7])
+    assert all_reduce_norm(*narrow, 0.5, group) is None
 
 
 def step(x: Tensor) -> Tensor:
@@ -105,6 +151,7 @@ def parted() -> None:
 
 how = sys.argv[1]
 if how == "hangs": hangs()
+elif how == "norm": normalized()
 elif how == "short":
     told()
     jit = TinyJit(lambda x: step(x).realize())
@@ -124,6 +171,7 @@ else:
     eager()
     told()
     graphs()
+    normalized()
     parted()
     for each in ("one_shot", "two_shot", "nccl"): forced(each)
 print(f"rank {rank} of {size}: all right", flush=True)

@@ -12,12 +12,13 @@ from dist_case import close, ended, opened, program, ranks_of, spawned
 
 from tinygrad_nv.dist.launcher import Launch, launch
 from tinygrad_nv.dist.processes import ENDED
-from tinygrad_nv.dist.watchdog import At, Step, Watchdog, keys, packed, unpacked, verdict
+from tinygrad_nv.dist.watchdog import At, Position, Watchdog, keys, packed, unpacked, verdict
 from tinygrad_nv.errors import DistError
 
 
-def op(number: int, name: str = "all_reduce", tensor: str = "layers.3.down", shape: str = "[2, 8]") -> Step:
-    return Step(number, f"{name} #{number} of {tensor} {shape}")
+def op(number: int, name: str = "all_reduce", tensor: str = "layers.3.down",
+       shape: str = "[2, 8]") -> Position:
+    return Position(number, f"{name} #{number} of {tensor} {shape}")
 
 
 @pytest.mark.parametrize(("every", "ranks", "words"), [
@@ -90,10 +91,10 @@ def test_what_a_rank_is_at_is_packed_without_loss():
     first, second = Calls(), Calls("0-2", (0, 2))
     assert unpacked(3, "all", packed([first, second])) == At(3)
     first.begin("a")
-    assert unpacked(3, "all", packed([first, second])) == At(3, Step(1, "all_reduce #1 of a"))
+    assert unpacked(3, "all", packed([first, second])) == At(3, Position(1, "all_reduce #1 of a"))
     assert unpacked(3, "0-2", packed([first, second])) == At(3, other="all_reduce #1 of a of group all")
     first.end()
-    assert unpacked(3, "all", packed([first, second])) == At(3, None, Step(1, "all_reduce #1 of a"))
+    assert unpacked(3, "all", packed([first, second])) == At(3, None, Position(1, "all_reduce #1 of a"))
     assert unpacked(3, "unknown", packed([])) == At(3)
     assert keys([first, second, Calls(), Calls()]) == ["all", "0-2", "all (1)", "all (2)"]
 

@@ -5,7 +5,8 @@
   listing.py      which collectives a graph has
   kernel.py       a collective in the graph of a CPU: a kernel that calls the group's transport
   device.py       a collective in the graph of a GPU: a call of NCCL
-  peer_memory.py  all-reduce of small messages by kernels over peer memory, in place of NCCL
+  peer_memory.py  all-reduce of small messages by kernels over peer memory, in place of NCCL: one process
+  peer_ranks.py   the same between ranks that are processes
   sharded.py      reductions over devices of one process, in place of tinygrad's ALLREDUCE
   sharding.py     tensors over a mesh of devices of one process
 """

@@ -1,13 +1,12 @@
-"""A collective in the graph of a GPU: a call of NCCL, in the place of a kernel.
+"""A collective in the graph of a GPU: a program that calls NCCL instead of launching a kernel.
 
-Protocol: `on_device(group, order, …)` puts it there, a program with `DeviceCall` as its launch
-configuration's call. When the program runs, or a graph of it is made, `_made` finds the group's communicator
-and gives the driver the work (runtime/library_call.py). So tinygrad orders a collective by what it reads and
-writes, eager, in a TinyJit's graph and in captured steps alike, and launches of independent kernels are
-beside it in a graph.
+Protocol: `on_device(group, order, …)` adds the program; its launch configuration has a `DeviceCall`. When the
+program runs, or becomes part of a CUDA graph, `_made` finds the group's communicator and makes the driver's
+work (runtime/library_call.py). To tinygrad it is a kernel that reads and writes buffers: eager, in a
+TinyJit's graph and in captured steps it is ordered like one, and independent kernels may run beside it.
 
-A group has one communicator for each device of this rank, made when a graph first needs it: all ranks of the
-group build the same graph, and so meet.
+A group has one communicator for each device of this rank. It is made when a graph first needs it; all ranks
+of the group build the same graph, so all of them connect then.
 """
 from __future__ import annotations
 
@@ -131,19 +130,24 @@ def _agree(group: Group, order: CollectiveCall) -> None:
 def on_device(group: Group, order: CollectiveCall, shape: tuple[int, ...], dtype: DType, x: Tensor, name: str,
               grad: Callable[..., tuple[UOp | None, ...]] | None, *after: Tensor) -> Tensor:
     """The collective on x, which a recv does not read, when `after` are computed."""
-    if order.op not in nccl.OPS:
-        raise DistError(f"{order.kind} with {order.op!r}", f"one of {', '.join(nccl.OPS)}")
-    if not 0 <= order.peer < group.size:
-        raise DistError(f"{order.kind} with rank {order.peer}", f"0 to {group.size - 1}")
-    nccl.carried(order)
-    communicator(group, str(x.device))
-    if order.kind == "all_reduce": peer_ranks.meet(group, _device(str(x.device)))
+    ready(group, order, str(x.device))
     what = DeviceCollective(DeviceCall(group.key, order), group.size, shape, dtype, name)
 
     def of_x(*given: UOp) -> tuple[UOp | None, ...]:
         assert grad is not None
         return grad(*given)[0], *(None for _ in after)  # the others are of what a CPU's kernel takes besides
     return named.call(what, _body, x, *after, grad=of_x if grad is not None else None)[0]
+
+
+def ready(group: Group, order: CollectiveCall, device: str) -> None:
+    """The group can have the collective on a device of this rank. Raises `DistError`."""
+    if order.op not in nccl.OPS:
+        raise DistError(f"{order.kind} with {order.op!r}", f"one of {', '.join(nccl.OPS)}")
+    if not 0 <= order.peer < group.size:
+        raise DistError(f"{order.kind} with rank {order.peer}", f"0 to {group.size - 1}")
+    nccl.carried(order)
+    communicator(group, device)
+    if order.kind == "all_reduce": peer_ranks.meet(group, _device(device))
 
 
 def _body(what: DeviceCollective, *given: Tensor) -> tuple[Tensor, ...]:
@@ -159,7 +163,7 @@ def _program(what: DeviceCollective, *given: UOp) -> UOp:
     order, why = what.call.order, ""
     if order.kind == "all_reduce":
         by_peers = peer_ranks.lowered(what.call.group, order, what.shape, what.dtype, given[0], what.name)
-        if isinstance(by_peers, UOp): return by_peers
+        if not isinstance(by_peers, str): return by_peers[0]
         why = f"; NCCL: {by_peers}"
     made, = program(order.kind, f"// {what}", str(given[0].device), [Output(what.shape, what.dtype)], given,
                     binary=b"call of a library", nbytes=2 * order.nbytes,

@@ -1,15 +1,15 @@
 """Collectives of Tensors over a group of ranks, with gradients.
 
 Protocol. Every rank of the group calls the same function with tensors of one shape and dtype, and gets its
-result. The calls are lazy, as all of tinygrad: they run when what depends on them is realized, in an order
-that all ranks share if they build the same graphs.
+result. The calls are lazy, as all of tinygrad: they run when a result is realized, in an order that is the
+same on all ranks if these build the same graphs.
 
 Gradients are those of the sum of all ranks' losses, as torch.distributed.nn.functional has them: that of
 `all_reduce` is an `all_reduce`. Where all ranks compute one loss that is counted once, as tensor parallel
 layers do (Megatron-LM, arXiv 1909.08053, section 3), `all_reduce(x, replicated=True)` passes the gradient on
 as it is, and `copied` is the identity with an `all_reduce` in its gradient.
 
-A `wire` dtype is that of what is carried: x is cast before and the result after.
+`wire` is the dtype in which bytes are sent: x is cast to it before, and the result back after.
 """
 from __future__ import annotations
 

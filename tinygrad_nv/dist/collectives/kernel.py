@@ -1,9 +1,9 @@
 """A collective in the graph of a CPU: a kernel of one part, that calls the group's transport (csrc/group.h).
 
-Protocol: `called(what, x, descriptor)` puts it there. The descriptor has all that C has to know: one kernel
-is compiled for all collectives. tinygrad orders it after what makes its input and before what reads its
-result, in eager programs, in a TinyJit's graph and in captured steps alike. Ranks that build the same graph
-run the same collectives in the same order, as tinygrad's order depends on the graph alone.
+Protocol: `called(what, x, descriptor)` adds the kernel. The descriptor has all that the C function has to
+know, so one kernel is compiled for all collectives. tinygrad runs it after the kernels that write its input
+and before those that read its result: eager, in a TinyJit's graph and in captured steps. tinygrad's order
+depends on the graph alone, so ranks with the same graph run the same collectives in the same order.
 """
 from __future__ import annotations
 

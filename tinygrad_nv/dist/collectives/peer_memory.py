@@ -45,13 +45,15 @@ class PeerAllReduce(Communicates):
     def __str__(self) -> str: return str(self.spec)
 
 
-def chosen(world: int, count: int, dtype: DType, op: str, gpu: GPU) -> Chosen | str:
-    """The kernel for a message of so many elements, or why NCCL has it."""
+def chosen(world: int, count: int, dtype: DType, op: str, gpu: GPU, columns: int = 0,
+           eps: float = 0.0) -> Chosen | str:
+    """The kernel for a message of so many elements, with `columns` that of rows that are normalized; or why
+    NCCL has it."""
     setting = str(config.get("NV_ALL_REDUCE"))
     if setting == "nccl": return "NV_ALL_REDUCE=nccl"
     if op != "sum": return f"the kernels of peer memory sum, and this is a {op}"
     try:
-        spec = AllReduceSpec(world, count, dtype)
+        spec = AllReduceSpec(world, count, dtype, columns, eps)
         kind = FORCED.get(setting) or choose(world, spec.nbytes)
     except SpecError as no: return f"{no.found}, and the kernels of peer memory are for {no.expected}"
     if kind is None: return f"faster for {spec.nbytes} bytes over {world} GPUs"

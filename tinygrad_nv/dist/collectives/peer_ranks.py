@@ -166,19 +166,27 @@ def _group(key: str) -> Group:
     return found
 
 
-def lowered(key: str, order: CollectiveCall, shape: tuple[int, ...], dtype: DType, x: UOp, name: str) -> UOp | str:
-    """The kernel of a collective in the graph, or why NCCL does it."""
-    device = Device.canonicalize(str(x.device))
+def chosen(key: str, order: CollectiveCall, device: str, columns: int = 0,
+           eps: float = 0.0) -> peer_memory.Chosen | str:
+    """The kernel of a collective, with `columns` that of rows that are normalized; or why NCCL does it."""
     group, gpu = _group(key), target_of(device)
     there = group.peers.get(device, "no workspaces")
     if isinstance(there, str): return there
     assert isinstance(gpu, GPU)
-    made = peer_memory.chosen(group.size, order.count, order.dtype, order.op, gpu)
+    return peer_memory.chosen(group.size, order.count, order.dtype, order.op, gpu, columns, eps)
+
+
+def lowered(key: str, order: CollectiveCall, shape: tuple[int, ...], dtype: DType, x: UOp, name: str,
+            behind: tuple[UOp, ...] = (), eps: float = 0.0) -> tuple[UOp, ...] | str:
+    """The results of the kernel of a collective in the graph, or why NCCL does it. With residual and weight
+    `behind` it, rows are normalized, and the second result is the new residual."""
+    device = Device.canonicalize(str(x.device))
+    made, gpu = chosen(key, order, device, shape[-1] if behind else 0, eps), target_of(device)
     if isinstance(made, str): return made
+    assert isinstance(gpu, GPU)
     spec, schedule = made
     kernel, note = TABLE.build(spec, schedule, gpu), peer_memory.note(spec, schedule)
-    out, = program(kernel.name, kernel.ptx, str(x.device), [Output(shape, dtype)], [x], grid=kernel.grid,
-                   block=kernel.block, flops=(spec.world - 1) * spec.count, nbytes=spec.world * spec.nbytes,
-                   note=replace(note, reason=f"{name}: {note.reason}"),
+    return program(kernel.name, kernel.ptx, str(x.device), [Output(shape, dtype)] * (2 if behind else 1),
+                   [x, *behind], grid=kernel.grid, block=kernel.block, flops=(spec.world - 1) * spec.count,
+                   nbytes=spec.world * spec.nbytes, note=replace(note, reason=f"{name}: {note.reason}"),
                    launch=replace(kernel.launch, peers=RankPeers(key, order)))
-    return out

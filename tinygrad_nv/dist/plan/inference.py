@@ -9,9 +9,10 @@ Collectives of a layer: all-reduce of hidden states behind attention and behind 
 the latter is two all-to-alls of the rows of tokens' experts, and an all-gather of tokens (tp). Nothing runs
 beside them.
 
-To sample, ranks gather 8 bytes a sequence and rank: the best token of the rank's part of the vocabulary, and
-its logit. That is enough for greedy sampling, temperatures and penalties. With top-p, top-k or logprobs ranks
-gather whole logits instead, which is not in the plan.
+To sample, ranks gather 8 bytes a sample and rank: the best token of the rank's part of the vocabulary, and
+its logit. That is what greedy sampling and sampling with a temperature need. Other samplers gather more,
+which is not in the plan: 12 bytes with min-p, penalties, logit_bias or token masks, and logits of whole rows
+with top-p, top-k or log probabilities.
 """
 from __future__ import annotations
 

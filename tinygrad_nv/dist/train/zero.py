@@ -6,7 +6,7 @@ tinygrad's over them, so that its states are parts too. It has to treat elements
 norms of whole matrices (LARS, LAMB, Muon) are not those of parts.
 
     loss.backward(); optimizer.step()                         ZeRO-1: gradients are whole until the step
-    loss.backward(); optimizer.reduce(); … ; optimizer.step() ZeRO-2: of gradients, too, a part stays
+    loss.backward(); optimizer.reduce(); … ; optimizer.step() ZeRO-2: a rank keeps its part of gradients alone
 
 `reduce` sums the gradients over ranks, keeps this rank's part and drops the rest. `step` does the same with
 gradients that were not reduced yet, updates the parts, gathers them and writes the parameters. Parts are

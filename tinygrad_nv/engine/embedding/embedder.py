@@ -174,9 +174,9 @@ def open_embedder(directory: Path, device: str, task: str, options: LoadOptions)
         if value is not None:
             raise RequestError(f"{name} is {str(value)!r}, and the model makes embeddings", "no such option",
                                f"leave {name} out")
-    if o.ranks > 1:
-        raise RequestError(f"{o.ranks} ranks, and the model makes embeddings", "one rank",
-                           "leave tensor_parallel_size and pipeline_parallel_size out")
+    if o.world_size > 1:
+        raise RequestError(f"{o.world_size} ranks, and the model makes embeddings", "one rank",
+                           "leave tensor_parallel_size, pipeline_parallel_size and data_parallel_size out")
     return Embedder(directory, config, device, dtype=o.dtype, max_model_len=o.max_model_len,
                     max_num_seqs=o.max_num_seqs, max_num_batched_tokens=o.max_num_batched_tokens,
                     max_queue=o.max_queue, gpu_memory_utilization=o.gpu_memory_utilization,

@@ -1,122 +1,121 @@
-"""Rank 0's side of a model that several ranks have: it finds or starts them, and tells them what it does.
+"""The side of the rank that leads a replica: what it tells the others, so that they do as it does.
 
-Protocol: `open_ranks(size)` gives the group of ranks and their `Followers`. What a model runner is
-called for it tells the followers first (`tell`), in the order of its calls; each has a runner that does the
-same (follower.py). So all ranks run the same steps in the same order, and meet in their collectives. Nothing
-comes back but the answer to `ask`, and an error that ends everything. Each rank has the same tokens: of all
-ranks' choices it takes the largest (worker/sampler.py).
+Protocol: what a model runner is called for it tells the followers first (`tell`), in the order of its calls;
+each has a runner that does the same (follower.py). So all ranks of a replica run the same steps in the same
+order, and meet in their collectives. Nothing comes back but the answers to `together`, and an error that
+ends everything. Each rank has the same tokens: of all ranks' choices it takes the largest
+(worker/sampler_steps.py).
 
-Messages are Python's own (multiprocessing.connection: pickled, over a socket that both ends have to know a
-secret for).
+While a model is loaded and warmed up, the first error of any rank is that of all: it is raised here at once,
+with the rank's number, and what waits for other ranks ends.
 """
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, TypeVar
 
-from tinygrad_nv.dist import group as dist
-from tinygrad_nv.dist import launcher
-from tinygrad_nv.dist.ranks import HERE, Ranks
-from tinygrad_nv.errors import DistError
+from tinygrad_nv.errors import DistError, NVError
 
-COMMAND = (sys.executable, "-m", "tinygrad_nv.engine.executor.follower")
-END_S = 10.0        # for ranks to end when they are told to
-ADDRESS = "executor"
+LOOK_S = 0.2        # until a rank that waits for answers looks whether it has failed itself
+T = TypeVar("T")
 
 
 class Followers:
-    """Ranks 1, 2, … that do as this one does. `local` are those that it has started."""
+    """The other ranks of a replica, by their numbers. `interrupt(why)` ends what this rank waits for."""
 
-    def __init__(self, connections: list[Connection], local: launcher.LocalRanks | None = None) -> None:
-        self.connections, self.local = connections, local
-        self.lost: DistError | None = None
-        self._lock = threading.Lock()
+    def __init__(self, connections: Mapping[int, Connection],
+                 interrupt: Callable[[DistError], None] = lambda why: None) -> None:
+        self.connections, self.interrupt = connections, interrupt
+        self.lost: NVError | None = None    # why they cannot go on
+        self._lock, self._failing = threading.Lock(), threading.Lock()
 
     def tell(self, name: str, *arguments: Any) -> None:
         """Has each do something, and goes on. Raises `DistError` if one is gone."""
         self.check()
         message = ForkingPickler.dumps((name, arguments))
         with self._lock:
-            for rank, each in enumerate(self.connections, 1):
+            for rank, each in self.connections.items():
                 try: each.send_bytes(message)
                 except OSError as error: raise self._gone(rank) from error
 
     def check(self) -> None:
-        """Raises `DistError` if one is gone."""
+        """Raises why they cannot go on."""
         if self.lost is not None: raise self.lost
 
-    def lose(self, error: DistError) -> None:
+    def lose(self, error: NVError) -> None:
         """Has later calls raise this."""
         self.lost = self.lost or error
 
-    def ask(self, name: str, *arguments: Any) -> list[Any]:
-        """Has each do something, and waits: what they answer."""
+    def fail(self, error: BaseException) -> NVError:
+        """Ends what ranks do together because of an error of one: the first counts, which is returned."""
+        with self._failing:
+            if self.lost is not None: return self.lost
+            self.lost = error if isinstance(error, NVError) else DistError(said(error))
+        self.interrupt(self.lost if isinstance(self.lost, DistError) else DistError(self.lost.found))
+        return self.lost
+
+    def together(self, task: Callable[[], T], name: str, *arguments: Any) -> tuple[T, list[Any]]:
+        """Does a task while each does something that it answers: what both have come to. Raises the first
+        error of any of them."""
+        with ThreadPoolExecutor(1) as waits:
+            others = waits.submit(self._ask, name, *arguments)
+            try: made = task()
+            except BaseException as error:
+                cause = self.fail(error)
+                if cause is not error and isinstance(error, NVError): raise cause from error
+                raise
+            return made, others.result()
+
+    def _ask(self, name: str, *arguments: Any) -> list[Any]:
         self.tell(name, *arguments)
-        return [self._answer(rank, each) for rank, each in enumerate(self.connections, 1)]
+        answers, ranks = dict[int, Any](), {each: rank for rank, each in self.connections.items()}
+        while len(answers) < len(ranks):
+            self.check()
+            for each in wait([one for one, rank in ranks.items() if rank not in answers], LOOK_S):
+                assert isinstance(each, Connection)
+                answers[ranks[each]] = self._answer(ranks[each], each)
+        return [answers[rank] for rank in self.connections]
 
     def _answer(self, rank: int, connection: Connection) -> Any:
         try: fine, answer = connection.recv()
-        except (EOFError, OSError) as error: raise self._gone(rank) from error
+        except (EOFError, OSError) as error: raise self.fail(gone(rank)) from error
         if fine: return answer
-        raise answer
+        raise self.fail(of_rank(rank, answer))
 
-    def _gone(self, rank: int) -> DistError:
-        self.lost = DistError(f"rank {rank} has ended in the midst of its work",
-                              "all ranks until rank 0 ends", "see what it has written, and start again")
+    def _gone(self, rank: int) -> NVError:
+        self.lose(gone(rank))
+        assert self.lost is not None
         return self.lost
 
     def close(self) -> None:
-        """Ends them, and waits for those that were started here."""
-        if self.lost is None:
-            with contextlib.suppress(DistError): self.tell("close")
-        for each in self.connections: each.close()
-        if self.local is not None: self.local.close(END_S)
+        """Ends them."""
+        message = ForkingPickler.dumps(("close", ()))
+        with self._lock:
+            for each in self.connections.values():
+                with contextlib.suppress(OSError): each.send_bytes(message)
+                each.close()
 
 
-def open_ranks(size: int) -> tuple[dist.World, Followers]:
-    """The world of `size` ranks, of which this is rank 0, and the others. They were started by a launcher, or
-    are started here. Raises `DistError`."""
-    local = None
-    if Ranks.from_environment().world_size == 1:
-        dist.close()    # of a process that was alone
-        local = launcher.start_local(size, COMMAND)
-    try: return _met(dist.world(), size, local)
-    except BaseException:
-        if local is not None:
-            local.close(0)
-            dist.close()
-        raise
+def gone(rank: int) -> DistError:
+    """The error for a rank that does not answer any more."""
+    return DistError(f"rank {rank} has ended in the midst of its work", "all ranks until rank 0 ends",
+                     "see what it has written, and start again", (rank,))
 
 
-def _met(world: dist.World, size: int, local: launcher.LocalRanks | None) -> tuple[dist.World, Followers]:
-    if world.size != size:
-        raise DistError(f"a parallel size of {size}, and {world.size} ranks were started", "as many ranks",
-                        f"start {size}, or change --tensor-parallel-size")
-    if world.follow:
-        raise DistError("the ranks of this process have a model already", "one model of several ranks",
-                        "close() it, or load the other in a process of its own")
-    if world.rank: return world, Followers([])
-    made = Followers(_connections(world), local)
-    world.follow = True
-    return world, made
+def said(error: BaseException) -> str:
+    """What other ranks are told of an error."""
+    return error.found if isinstance(error, NVError) else f"it ended with {type(error).__name__}: {error}"
 
 
-def _connections(world: dist.World) -> list[Connection]:
-    """One to each of the other ranks, in their order."""
-    secret = world.secret()
-    host = HERE if world.ranks.one_host else world.ranks.master_addr
-    with Listener((host, 0), backlog=world.size, authkey=secret) as listener:
-        port = listener.address[1]
-        world.exchange(ADDRESS, f"{host} {port}".encode())
-        found: dict[int, Connection] = {}
-        while len(found) < world.size - 1:
-            # what does not know the secret is no rank
-            with contextlib.suppress(AuthenticationError, EOFError, OSError):
-                one = listener.accept()
-                found[one.recv()] = one
-    return [found[rank] for rank in range(1, world.size)]
+def of_rank(rank: int, error: NVError) -> NVError:
+    """An error with the number of its rank."""
+    if error.found.startswith("rank "): return error
+    made = copy(error)
+    NVError.__init__(made, f"rank {rank}: {error.found}", error.expected, error.fix)
+    return made

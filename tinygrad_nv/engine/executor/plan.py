@@ -1,7 +1,7 @@
 """What a rank loads: its part of a model, and the pages that it has room for.
 
-Protocol: rank 0 makes a `RunnerPlan` of what it was asked for. `load(plan, parallel, …)` makes the same model
-runner on every rank, of another part of the weights.
+Protocol: rank 0 makes a `RunnerPlan` of what it was asked for. `pages_of(rank, …)` says how many pages a rank
+has room for, and `load_rank(…)` makes the same model runner on every rank, of another part of the weights.
 """
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tinygrad import dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv.engine.loading import weights_identity
+from tinygrad_nv.engine.memory_planning import CacheSize, layer_bytes, require_room, step_bytes
+from tinygrad_nv.engine.scheduling.scheduler_output import max_prompt_logits
+from tinygrad_nv.engine.worker.kv_cache_dtype import resolve_kv_cache_dtype
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.kvcache.groups import CacheGroups
 from tinygrad_nv.models import weights
@@ -22,8 +25,9 @@ from tinygrad_nv.models.config import ModelConfig, read_config
 from tinygrad_nv.models.llama import Llama
 
 if TYPE_CHECKING:
-    from tinygrad_nv.dist.group import World
+    from tinygrad_nv.dist.group import Group, World
     from tinygrad_nv.engine.executor.followers import Followers
+    from tinygrad_nv.engine.speculation.draft_model import DraftModelFiles
     from tinygrad_nv.models.parallel import Parallel
 
 
@@ -54,6 +58,11 @@ class RunnerPlan:
     quantization: Mapping[str, Any] | None = None
     experts: bool = False
 
+    @property
+    def ranks(self) -> int:
+        """That have a replica of the model together."""
+        return self.tensor_ranks * self.stages
+
     def config(self) -> ModelConfig:
         """Of the whole model."""
         found = read_config(self.directory)
@@ -66,27 +75,92 @@ class RunnerPlan:
 
 
 @dataclass(frozen=True)
+class PageBudget:
+    """What pages are planned by: as many as were asked for, or those that fit into the fraction `utilization`
+    of a GPU's memory."""
+    asked: int | None
+    utilization: float
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank of a group that is not made yet."""
+    rank: int
+    size: int
+
+
+def place_of(rank: int, plan: RunnerPlan) -> tuple[Place, Place]:
+    """A rank's stage, and its number among the ranks of that. Ranks of a stage stand one after the other,
+    those of the last stage first: the one that leads a replica has the logits."""
+    behind, number = divmod(rank % plan.ranks, plan.tensor_ranks)
+    return Place(plan.stages - 1 - behind, plan.stages), Place(number, plan.tensor_ranks)
+
+
+def config_of(rank: int, plan: RunnerPlan) -> ModelConfig:
+    """That of the part which a rank has."""
+    if plan.ranks == 1: return plan.config()
+    from tinygrad_nv.models.parallel import local_config, stage_config
+    stage, _ = place_of(rank, plan)
+    return local_config(stage_config(plan.config(), stage.rank, stage.size), plan.tensor_ranks, plan.experts)
+
+
+@dataclass(frozen=True)
 class Part:
     """A rank's part of a model: what it computes, and how layers lie in its pages."""
-    world: World
     parallel: Parallel
     config: ModelConfig
     groups: CacheGroups
 
 
 def part_of(world: World, plan: RunnerPlan) -> Part:
-    """This rank's. Ranks of a stage stand one after the other, those of the last stage first: rank 0, which
-    answers requests, has the logits. Every rank has to call it."""
+    """This rank's. Every rank of a replica has to call it."""
     from tinygrad_nv.models import parallel
-    whole, tensor, stages = plan.config(), plan.tensor_ranks, plan.stages
-    behind, number = divmod(world.rank, tensor)
-    stage = stages - 1 - behind
-    group = world.group(range(behind * tensor, behind * tensor + tensor))
-    pipe = world.group(range(number, world.size, tensor)[::-1]) if stages > 1 else None
-    made = parallel.Parallel(group, whole, pipe, world.group() if stages > 1 else None, plan.experts)
-    config = parallel.local_config(parallel.stage_config(whole, stage, stages), tensor, plan.experts)
+    whole, tensor, size = plan.config(), plan.tensor_ranks, plan.ranks
+    first = world.rank // size * size
+    behind, number = divmod(world.rank - first, tensor)
+    group = world.group(range(first + behind * tensor, first + behind * tensor + tensor))
+    pipe = every = None
+    if plan.stages > 1:
+        pipe = world.group(range(first + number, first + size, tensor)[::-1])
+        every = world.group(range(first, first + size))
+    made = parallel.Parallel(group, whole, pipe, every, plan.experts)
     groups = plan.groups if pipe is None else parallel.stage_groups(plan.groups, made.layers)
-    return Part(world, made, config, groups)
+    return Part(made, config_of(world.rank, plan), groups)
+
+
+def weight_bytes_of(rank: int, plan: RunnerPlan) -> int:
+    """Bytes of the weights that a rank has. Groups are made when all ranks load; here only rank and size are
+    asked for."""
+    if plan.ranks == 1: return weights.nbytes(plan.config(), plan.tinygrad_dtype, plan.directory)
+    from tinygrad_nv.models.parallel import Parallel
+    stage, number = place_of(rank, plan)
+    made = Parallel(cast("Group", number), plan.config(), cast("Group", stage) if stage.size > 1 else None,
+                    experts=plan.experts)
+    return weights.own_nbytes(Llama(config_of(rank, plan), plan.tinygrad_dtype, plan.device, parallel=made),
+                              plan.directory)
+
+
+def token_bytes_of(rank: int, plan: RunnerPlan, draft: DraftModelFiles | None = None) -> int:
+    """Bytes of keys and values of a token, in the layers of a rank's stage and in those of a draft model."""
+    stored = resolve_kv_cache_dtype(plan.kv_dtype, plan.tinygrad_dtype, plan.config().quantization)
+    layers = -(-plan.groups.layers_per_page // plan.stages)
+    return layer_bytes(config_of(rank, plan), stored) * layers + (draft.token_bytes if draft else 0)
+
+
+def pages_of(rank: int, plan: RunnerPlan, budget: PageBudget, held: int,
+             draft: DraftModelFiles | None = None) -> int:
+    """Pages of the KV cache of a rank: as many as were asked for, or as fit beside `held` bytes of weights
+    and a step. Raises where there is no room."""
+    whole, dtype, token = plan.config(), plan.tinygrad_dtype, token_bytes_of(rank, plan, draft)
+    cache = CacheSize(plan.page_size, plan.page_size * token, plan.length, plan.max_seqs, plan.groups,
+                      plan.max_batched_tokens)
+    pages = cache.min_pages if budget.asked is None else budget.asked
+    require_room(plan.device, whole, dtype, plan.length, pages * cache.page_size, budget.utilization, token,
+                 held)
+    if budget.asked is not None: return budget.asked
+    step = step_bytes(whole, dtype, cache.chunk + cache.max_seqs,
+                      cache.max_seqs + max_prompt_logits(cache.max_seqs))
+    return cache.num_pages(plan.device, held + (draft.weight_bytes if draft else 0), step)
 
 
 def device_of(world: World, device: str, visible: str | None) -> str:
@@ -98,11 +172,20 @@ def device_of(world: World, device: str, visible: str | None) -> str:
     return f"{kind}:{int(number or 0) + world.ranks.local_rank}"
 
 
-def load_part(part: Part, plan: RunnerPlan, followers: Followers | None = None,
+def on_rank(world: World, plan: RunnerPlan) -> RunnerPlan:
+    """The plan with this rank's device."""
+    return replace(plan, device=device_of(world, plan.device, os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+
+def load_rank(world: World, plan: RunnerPlan, followers: Followers | None = None,
               progress: Callable[[int, int], None] | None = None,
               stage: Callable[[str], None] = lambda name: None) -> ModelRunner:
-    """The runner of a rank's part."""
-    plan = replace(plan, device=device_of(part.world, plan.device, os.environ.get("CUDA_VISIBLE_DEVICES")))
+    """The runner of this rank's part. Every rank of a replica has to call it."""
+    plan = on_rank(world, plan)
+    if plan.ranks == 1:
+        model = load_weights(plan, plan.config(), None, progress, stage)
+        return make_runner(plan, model, directory=plan.directory)
+    part = part_of(world, plan)
     model = load_weights(plan, part.config, part.parallel, progress, stage)
     return make_runner(replace(plan, groups=part.groups), model, followers)
 

@@ -8,92 +8,125 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, cast
-
-from tinygrad.dtype import DType
+from typing import Any
 
 from tinygrad_nv.dist import group as dist
+from tinygrad_nv.dist.launcher import LocalRanks
+from tinygrad_nv.engine.engine_plan import EnginePlan
+from tinygrad_nv.engine.executor.connections import connect, open_ranks
 from tinygrad_nv.engine.executor.follower import follow
-from tinygrad_nv.engine.executor.followers import Followers, open_ranks
-from tinygrad_nv.engine.executor.plan import RunnerPlan, load_part, part_of
+from tinygrad_nv.engine.executor.followers import Followers
+from tinygrad_nv.engine.executor.plan import PageBudget, RunnerPlan, load_rank
+from tinygrad_nv.engine.executor.replicas import RemoteEngine, Replicas
 from tinygrad_nv.engine.load_options import LoadOptions
+from tinygrad_nv.engine.thread import EngineThread
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.errors import ConfigError, DistError
 from tinygrad_nv.models.config import ModelConfig
-from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.parallel import Parallel, local_config, stage_config
-from tinygrad_nv.models.weights import own_nbytes
+from tinygrad_nv.models.parallel import local_config, stage_config
 
-if TYPE_CHECKING:
-    from tinygrad_nv.dist.group import Group
-
-
-@dataclass(frozen=True)
-class Place:
-    """A rank of a group that is not made yet."""
-    rank: int
-    size: int
+Progress = Callable[[int, int], None]
+END_S = 10.0        # for ranks to end when they are told to
+FAILED_END_S = 1.0  # for those that may wait for one that has failed
 
 
 @dataclass
 class ParallelRanks:
-    """All ranks. `config` is that of this rank's part of the model, `whole` the model's."""
+    """All ranks: `followers` of rank 0's own replica, and the engines of the other `replicas`. `local` are
+    those that were started here."""
     world: dist.World
     followers: Followers
-    config: ModelConfig
-    whole: ModelConfig
-    options: LoadOptions
+    replicas: Sequence[RemoteEngine]
+    local: LocalRanks | None
+    engines: Replicas | None = None
     closed: threading.Event = field(default_factory=threading.Event)
 
     @staticmethod
     def open(options: LoadOptions, config: ModelConfig) -> ParallelRanks:
         """Finds or starts the other ranks. Raises `ConfigError`, `ModelError`, `DistError`."""
         if options.lora is not None:
-            raise ConfigError(f"enable_lora is True, and {options.ranks} ranks have the model", "one of them",
-                              "merge the adapter into the weights")
+            raise ConfigError(f"enable_lora is True, and {options.world_size} ranks have the model",
+                              "one of them", "merge the adapter into the weights")
         stages = options.pipeline_parallel_size
-        last = stage_config(config, stages - 1, stages)     # rank 0 has the logits
-        own = local_config(last, options.tensor_parallel_size, options.enable_expert_parallel)
-        world, followers = open_ranks(options.ranks)
-        if world.rank: raise SystemExit(follow(world))
+        # raises for a model that cannot be cut
+        local_config(stage_config(config, stages - 1, stages), options.tensor_parallel_size,
+                     options.enable_expert_parallel)
+        world, local = open_ranks(options.world_size, options.ranks)
+        if world.rank: raise SystemExit(follow(world, options.ranks))
+        try: found = connect(world, options.ranks)
+        except BaseException:
+            if local is not None: local.close(0)
+            dist.close()
+            raise
+        followers = Followers(found.followers, world.interrupt)
         world.on_end(followers.lose)
-        made = ParallelRanks(world, followers, own, config, options)
+        replicas = [RemoteEngine(rank, each) for rank, each in found.leaders.items()]
+        made = ParallelRanks(world, followers, replicas, local)
         # a program that ends without close(): else the others, and MPI, would wait for each other
         atexit.register(made.close)
         return made
 
-    def weight_bytes(self, dtype: DType, device: str, directory: Path) -> int:
-        """Bytes of this rank's weights, which are those of the last stage. Groups are made when all ranks
-        load; here only rank and size are asked for."""
-        o, stages = self.options, self.options.pipeline_parallel_size
-        last = Place(stages - 1, stages)
-        place = Parallel(cast("Group", Place(0, o.tensor_parallel_size)), self.whole, cast("Group", last),
-                         experts=o.enable_expert_parallel)
-        return own_nbytes(Llama(self.config, dtype, device, parallel=place), directory)
+    @contextmanager
+    def together(self, name: str, *arguments: Any) -> Iterator[list[Any]]:
+        """Has the other replicas do something while this one does. What they answer is in the list at the
+        end. Raises the first error of any rank."""
+        asked, answers = [each.ask(name, *arguments) for each in self.replicas], list[Any]()
+        for each in asked: each.add_done_callback(self._answered)
+        yield answers
+        answers += [each.result() for each in asked]
 
-    def load(self, plan: RunnerPlan, progress: Callable[[int, int], None] | None,
+    def _answered(self, done: Future[Any]) -> None:
+        if (error := done.exception()) is not None: self.followers.fail(error)
+
+    def counted(self, progress: Progress) -> Progress:
+        """`progress`, which raises as soon as a rank has failed."""
+        def checked(done: int, total: int) -> None:
+            self.followers.check()
+            progress(done, total)
+        return checked
+
+    def pages(self, own: Callable[[], int], plan: RunnerPlan, budget: PageBudget, how: EnginePlan) -> int:
+        """Pages that all ranks have room for; `own` says how many this one has."""
+        with self.together("pages", plan, budget, how.draft) as others:
+            found, followers = self.followers.together(own, "pages", plan, budget)
+        return min([found, *followers, *others])
+
+    def load(self, plan: RunnerPlan, how: EnginePlan, progress: Progress | None,
              stage: Callable[[str], None]) -> ModelRunner:
         """Loads the model on all ranks: the runner of this one."""
-        with ThreadPoolExecutor(1) as waits:
-            others = waits.submit(self.followers.ask, "open", plan)
+        def own() -> ModelRunner:
+            return load_rank(self.world, plan, self.followers if plan.ranks > 1 else None,
+                             self.counted(progress or (lambda done, total: None)), stage)
+        with self.together("open", plan, how): return self.followers.together(own, "open", plan)[0]
 
-            def counted(done: int, total: int) -> None:
-                self.followers.check()
-                if progress is not None: progress(done, total)
-            made = load_part(part_of(self.world, plan), plan, self.followers, counted, stage)
-            others.result()
-        return made
+    def engine(self, own: EngineThread) -> EngineThread | Replicas:
+        """What requests are submitted to, over the engine of rank 0. Requests fail when ranks have parted;
+        their callers have some time to end the process."""
+        if self.replicas: self.engines = Replicas(own, self.replicas)
+        made = self.engines or own
 
-    def on_end(self, fail: Callable[[DistError], None]) -> None:
-        """Has requests fail when ranks have parted; their callers have some time to end the process."""
         def end(why: DistError) -> None:
-            fail(why)
+            made.fail(why)
             self.closed.wait()
         self.world.on_end(end)
+        return made
+
+    @property
+    def num_replicas(self) -> int:
+        """With that of rank 0."""
+        return 1 + len(self.replicas)
+
+    def compilations(self) -> int:
+        """Of the other replicas, since they were ready."""
+        return 0 if self.engines is None else self.engines.compilations()
+
+    def tell(self, name: str) -> None:
+        """Has the other replicas do something, and waits."""
+        for each in [each.ask(name) for each in self.replicas]: each.result()
 
     def close(self) -> None:
         """Ends the other ranks."""
@@ -102,5 +135,8 @@ class ParallelRanks:
         atexit.unregister(self.close)
         # one that has to be ended is not lost
         if self.world.watchdog is not None: self.world.watchdog.close()
+        for each in self.replicas: each.close()
         self.followers.close()
+        if self.local is not None: self.local.close(END_S if self.followers.lost is None else FAILED_END_S)
+        self.world.follow = False
         dist.close()

@@ -203,12 +203,12 @@ class ModelRunner:
         def counted(done: int, total: int) -> None:
             followers.check()
             progress(done, total)
-        with ThreadPoolExecutor(1) as waits:
-            others = waits.submit(followers.ask, "warm_up", chosen)
+
+        def own() -> None:
             self.followers = None
             try: self.warm_up(counted, chosen)
             finally: self.followers = followers
-            others.result()
+        followers.together(own, "warm_up", chosen)
 
     def _tell(self, what: str, *arguments: Any) -> None:
         if self.followers is not None: self.followers.tell(what, *arguments)

@@ -1,0 +1,288 @@
+"""Several replicas of a model, as rank 0 has them: requests go to the one with the least work.
+
+Protocol: `Replicas(own, others)` is what requests are submitted to (thread.py), over the engine of rank 0 and
+`RemoteEngine`s of the ranks that lead the others (replica.py). A request goes, with all its sequences, to the
+replica with the smallest load, in turn where several have it: 4 for each sequence that waits for its first
+token, and 1 for each that has one (vLLM's weights). The front knows this of its own requests, at any time.
+
+Any thread may call it, and no call waits for a replica but `stats`, `ask` and `reset_prefix_cache`.
+"""
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+
+from tinygrad_nv.engine.core import EngineStats
+from tinygrad_nv.engine.executor.followers import gone, of_rank, said
+from tinygrad_nv.engine.outputs import EngineCoreOutput
+from tinygrad_nv.engine.scheduling.request import Request
+from tinygrad_nv.engine.thread import EngineThread, Sink
+from tinygrad_nv.errors import EngineError, NVError, RequestError
+
+WAITING, RUNNING = 4, 1     # load of a sequence
+STATS_S = 1.0               # that statistics may take: those before are shown then
+TOLD_S = 1.0                # that a message may take until it is sent
+Answer = tuple[int, Any, Any]
+
+
+class RemoteEngine:
+    """The engine that rank `rank` leads. Messages are sent and received in threads."""
+
+    def __init__(self, rank: int, connection: Connection) -> None:
+        self.rank, self._connection = rank, connection
+        self.failure: NVError | None = None
+        self.deliver: Sink = lambda outputs: None
+        self._numbers, self._answers = itertools.count(1), dict[int, Future[Any]]()
+        self._outbox = SimpleQueue[tuple[int, str, tuple[Any, ...]] | None]()
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        reader, self._writer = (threading.Thread(target=each, name=f"replica of rank {rank}", daemon=True)
+                                for each in (self._read, self._write))
+        reader.start()
+        self._writer.start()
+
+    def ask(self, name: str, *arguments: Any) -> Future[Any]:
+        """Has the replica do something: what it answers."""
+        answer, number = Future[Any](), next(self._numbers)
+        with self._lock:
+            if self.failure is None:
+                self._answers[number] = answer
+                self._outbox.put((number, name, arguments))
+                return answer
+        answer.set_exception(self.failure)
+        return answer
+
+    def submit(self, request: Request) -> None:
+        """Queues a request. Outputs go to `deliver`, as those of all requests do."""
+        if self.failure is not None: raise self.failure
+        self._outbox.put((0, "submit", (replace(request, matchers=(), text=None),)))
+
+    def abort(self, request: str) -> None:
+        """Ends a request."""
+        self._outbox.put((0, "abort", (request,)))
+
+    def finish(self, request: str, index: int, stop_reason: int | str | None) -> None:
+        """Ends one sequence of it."""
+        self._outbox.put((0, "finish", (request, index, stop_reason)))
+
+    def fail(self, error: NVError) -> None:
+        """Has what waits for the replica, and later calls, raise this."""
+        with self._lock:
+            self.failure = self.failure or error
+            answers, self._answers = self._answers, {}
+        for each in answers.values(): each.set_exception(self.failure)
+        self.deliver([])    # which looks whether it has failed
+
+    def close(self) -> None:
+        """Ends the replica. Returns when it was told, unless it takes nothing any more."""
+        self._closed.set()
+        self._outbox.put((0, "close", ()))
+        self._outbox.put(None)
+        self._writer.join(TOLD_S)
+
+    # **** threads ****
+
+    def _write(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            try: self._connection.send(message)
+            except OSError: pass    # the reader finds that it is gone
+            except Exception as error: self.fail(EngineError(f"a request cannot be sent: {said(error)}"))
+
+    def _read(self) -> None:
+        try:
+            while True:
+                message: Answer = self._connection.recv()
+                if message[0]: self._answered(*message)
+                else: self._came(*message[1:])
+        except (EOFError, OSError):
+            if self._closed.is_set(): self._connection.close()
+            else: self.fail(gone(self.rank))
+        except BaseException as error:      # callers would wait for ever
+            self.fail(of_rank(self.rank, EngineError(f"what it sent cannot be read: {said(error)}")))
+
+    def _came(self, failure: NVError | None, outputs: list[tuple[Any, ...]]) -> None:
+        self.deliver([EngineCoreOutput(*each) for each in outputs])
+        if failure is not None: self.fail(of_rank(self.rank, failure))
+
+    def _answered(self, number: int, fine: bool, answer: Any) -> None:
+        with self._lock: waits = self._answers.pop(number, None)
+        if waits is None: return
+        if fine: waits.set_result(answer)
+        else: waits.set_exception(of_rank(self.rank, answer))
+
+
+@dataclass(eq=False)
+class Client:
+    """A request: the sink of its outputs, its replica, the sequences that have not finished, and of these
+    those that have no token yet."""
+    name: str
+    sink: Sink
+    replica: int
+    unfinished: set[int]
+    waiting: set[int]
+
+    @property
+    def load(self) -> int:
+        """Of its replica."""
+        return WAITING * len(self.waiting) + RUNNING * (len(self.unfinished) - len(self.waiting))
+
+
+class Replicas:
+    """See above. `own` is the engine of rank 0, `others` those of ranks that lead other replicas."""
+
+    def __init__(self, own: EngineThread, others: Sequence[RemoteEngine]) -> None:
+        self.own, self.others = own, others
+        self.engines: list[EngineThread | RemoteEngine] = [own, *others]
+        self.refusal: NVError | None = None
+        self._sink = partial(self._deliver, 0)
+        for replica, each in enumerate(others, 1): each.deliver = partial(self._deliver, replica)
+        self._clients, self._names = dict[str, Client](), dict[str, str]()    # by number, and that of a name
+        self._numbers, self._loads, self._turn = itertools.count(), [0] * len(self.engines), 0
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._before = [each.result() for each in self._ask_stats()]
+
+    @property
+    def failure(self) -> NVError | None:
+        """That of the first replica that has failed: without it requests are not answered any more."""
+        return next((each.failure for each in self.engines if each.failure is not None), None)
+
+    @property
+    def max_seqs(self) -> int:
+        """Sequences that run at a time, in all replicas."""
+        return len(self.engines) * self.own.max_seqs
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Queues a request. If the core rejects it, the sink gets `EngineCoreOutput`s with the error."""
+        self.own.require_own_process()
+        if (error := self.failure) is not None: raise error
+        with self._lock:
+            if request.id in self._names:
+                raise RequestError(f"request {request.id!r} is running", "an id of its own", "change the id")
+            replica, every = self._least(), range(request.params.n)
+            # of a name that is used again, outputs of before may still come
+            number = str(next(self._numbers))
+            request, name = replace(request, id=number), request.id
+            if replica: self.others[replica - 1].submit(request)
+            else: self.own.submit(request, self._sink)
+            client = Client(name, sink, replica, set(every), set(every))
+            self._clients[number], self._names[name] = client, number
+            self._loads[replica] += client.load
+
+    def _least(self) -> int:
+        count = len(self.engines)
+        chosen = min(range(count), key=lambda each: (self._loads[each], (each - self._turn) % count))
+        self._turn = (chosen + 1) % count
+        return chosen
+
+    def abort(self, request: str) -> None:
+        """Ends a request. Does nothing for an unknown one."""
+        with self._lock:
+            if (number := self._names.get(request)) is None: return
+            client = self._forget(number)
+            self.engines[client.replica].abort(number)
+
+    def finish(self, request: str, index: int, stop_reason: int | str | None) -> None:
+        """Ends one sequence whose text has met a stop string."""
+        with self._lock:
+            if (number := self._names.get(request)) is None: return
+            client = self._clients[number]
+            if index not in client.unfinished: return
+            self.engines[client.replica].finish(number, index, stop_reason)
+            self._ended(number, client, index)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets what all prefix caches hold."""
+        others = [each.ask("reset_prefix_cache") for each in self.others]
+        self.own.reset_prefix_cache()
+        for each in others: each.result()
+
+    def stats(self) -> EngineStats:
+        """Statistics of all replicas: sums, and the mean of `kv_used`."""
+        return summed(self.replica_stats())
+
+    def replica_stats(self) -> list[EngineStats]:
+        """Statistics of each replica."""
+        return [self.own.stats(), *(stats for stats, _ in self._asked())]
+
+    def compilations(self) -> int:
+        """Of the other replicas, since they were ready."""
+        return sum(count for _, count in self._asked())
+
+    def _asked(self) -> list[tuple[EngineStats, int]]:
+        with contextlib.suppress(TimeoutError, NVError):
+            self._before = [each.result(STATS_S) for each in self._ask_stats()]
+        return self._before
+
+    def _ask_stats(self) -> list[Future[tuple[EngineStats, int]]]:
+        return [each.ask("stats") for each in self.others]
+
+    def fail(self, error: NVError) -> None:
+        """Ends all requests with this error. Later submits raise it."""
+        for each in self.engines: each.fail(error)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Waits until no work is left."""
+        with self._lock: self._idle.wait_for(lambda: not self._clients, timeout_s)
+        self.own.join(timeout_s)
+
+    def close(self) -> None:
+        """Ends all requests with an error. Later submits raise."""
+        self.own.close()
+        for each in self.others: each.fail(EngineError("the model is closed", "one that is open",
+                                                       "load it again"))
+
+    # **** threads of the engines ****
+
+    def _deliver(self, replica: int, outputs: list[EngineCoreOutput]) -> None:
+        """Calls each sink once, so that a caller's thread wakes once a step."""
+        by_sink: dict[Sink, list[EngineCoreOutput]] = {}
+        with self._lock:
+            if (failure := self.engines[replica].failure) is not None:
+                outputs = [*outputs, *self._failed(replica, failure)]
+            for each in outputs:
+                client = self._clients.get(each.request)
+                if client is None or each.index not in client.unfinished: continue
+                before = client.load
+                client.waiting.discard(each.index)
+                self._loads[replica] += client.load - before
+                if each.finish_reason is not None: self._ended(each.request, client, each.index)
+                each.request = client.name
+                by_sink.setdefault(client.sink, []).append(each)
+        for sink, part in by_sink.items(): sink(part)
+
+    def _failed(self, replica: int, failure: NVError) -> list[EngineCoreOutput]:
+        return [EngineCoreOutput(number, index, (), finish_reason="error", error=failure)
+                for number, client in self._clients.items() if client.replica == replica
+                for index in client.unfinished]
+
+    def _ended(self, number: str, client: Client, index: int) -> None:
+        before = client.load
+        client.waiting.discard(index)
+        client.unfinished.discard(index)
+        self._loads[client.replica] += client.load - before
+        if not client.unfinished: self._forget(number)
+
+    def _forget(self, number: str) -> Client:
+        client = self._clients.pop(number)
+        del self._names[client.name]
+        self._loads[client.replica] -= client.load
+        if not self._clients: self._idle.notify_all()
+        return client
+
+
+def summed(stats: Sequence[EngineStats]) -> EngineStats:
+    """Statistics of several engines as those of one."""
+    def of(name: str) -> Any:
+        values = [getattr(each, name) for each in stats]
+        if name == "accepted_at": return tuple(map(sum, zip(*values, strict=True)))
+        if name == "adapters": return values[0]
+        return sum(values) / len(values) if name == "kv_used" else sum(values)
+    return EngineStats(**{each.name: of(each.name) for each in fields(EngineStats)})
