@@ -3,18 +3,20 @@ gradients, in a TinyJit's graph and in a graph pool; what NCCL does, and why; a 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from functools import partial
 
 import numpy as np
 
-from tinygrad_nv import Tensor, TinyJit, dtypes, explain
+from tinygrad_nv import Device, Tensor, TinyJit, dtypes, explain
 from tinygrad_nv.dist.collectives.functions import all_gather, all_reduce
 from tinygrad_nv.dist.collectives.peer_norm import all_reduce_norm
 from tinygrad_nv.dist.group import close, init
-from tinygrad_nv.errors import DistError
+from tinygrad_nv.errors import DistError, DriverError
 from tinygrad_nv.graphs import GraphPool, Input
+from tinygrad_nv.runtime.emulated.sharing import Sharing
 
 world = init("shared")
 group = world.group()
@@ -132,6 +134,28 @@ def hangs() -> None:
         all_reduce(x + i, group, name="layers.3.down").realize()
 
 
+def killed() -> None:
+    """A rank that is lost while the others wait in a kernel."""
+    x = Tensor(given[rank]).realize()
+    for i in range(3):
+        if rank == 1 and i == 2:
+            time.sleep(2)   # the others are there
+            os.kill(os.getpid(), signal.SIGKILL)
+        all_reduce(x + i, group, name="layers.3.down").realize()
+
+
+def apart() -> None:
+    """A rank that cannot open another's memory: all use NCCL, and have nothing of it left."""
+    def refused(self: Sharing, handle: bytes) -> int: raise DriverError("no peer access")
+    if rank == 1: Sharing.open_shared = refused
+    x = Tensor(given[rank]).realize()
+    made = all_reduce(x, group)
+    assert explain(made).kernels[-1].reason.startswith(
+        f"all_reduce over ranks {group.name}; NCCL: rank 1: no peer access"), explain(made)
+    same(made.numpy(), total)
+    assert not Device["EMU"].driver.shared
+
+
 def differs() -> None:
     """Ranks that sum other shapes."""
     x, said = Tensor(given[rank].reshape(-1)[:8 + rank]).contiguous(), ""
@@ -151,6 +175,8 @@ def parted() -> None:
 
 how = sys.argv[1]
 if how == "hangs": hangs()
+elif how == "killed": killed()
+elif how == "apart": apart()
 elif how == "norm": normalized()
 elif how == "short":
     told()

@@ -11,7 +11,7 @@ PROGRAM = str(Path(__file__).with_name("peers_program.py"))
 
 @pytest.mark.parametrize(("ranks", "how"), [
     (2, "short"), *(pytest.param(ranks, how, marks=pytest.mark.slow) for ranks, how in (
-        (2, "all"), (4, "all"), (2, "differs"), (2, "nccl"), (2, "settings")))])
+        (2, "all"), (4, "all"), (2, "differs"), (2, "nccl"), (2, "settings"), (2, "apart")))])
 def test_sums(ranks, how, monkeypatch):
     monkeypatch.setenv("DEV", "EMU")
     made = rank_programs.run(PROGRAM, ranks, how, timeout_s=300)
@@ -28,3 +28,14 @@ def test_a_rank_that_does_not_come(monkeypatch):
         assert each.code == 75, each.text
         assert "rank 1 has not reached all_reduce #" in each.text, each.text
         assert "of layers.3.down float[16] in 3 s" in each.text, each.text
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed(monkeypatch):
+    """The other does not wait for it in its kernel."""
+    monkeypatch.setenv("DEV", "EMU")
+    first, second = rank_programs.run(PROGRAM, 2, "killed", timeout_s=60)
+    assert second.code == -9
+    assert first.code == 75, first.text
+    assert "rank 1 was lost while this rank was in all_reduce #" in first.text, first.text
+    assert "of layers.3.down" in first.text, first.text

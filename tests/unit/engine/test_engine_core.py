@@ -61,6 +61,14 @@ def test_each_stage_of_a_pipeline_has_a_step():
     assert engine.device.faults == []
 
 
+def test_a_pipeline_without_overlap_decodes_all():
+    engine, notes = watched(stages=3, overlap=False)
+    for i in range(4): engine.add(str(i), range(3 + i), max_tokens=3)
+    engine.end()
+    assert [engine.rows(batch) for batch in range(3)] == [[3, 4, 1, 2], [1] * 4, [1] * 4]
+    assert notes == [f"{what} {number}" for number in range(3) for what in ("launch", "look")]
+
+
 def test_a_structure_is_in_one_step_of_a_pipeline_at_a_time():
     engine, notes = watched(stages=2)
     params = SamplingParams(seed=0, max_tokens=3)

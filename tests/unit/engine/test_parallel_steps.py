@@ -81,6 +81,8 @@ def test_a_step_gathers_no_logits(runner: ModelRunner) -> None:
 
 
 def test_rows_are_gathered_of_samples_that_ask(runner: ModelRunner) -> None:
+    """The rank that answers no requests reads none."""
+    assert not runner.output_buffer.answers
     assert collectives(runner, Rows(SAMPLES, 8)) == [("all_gather", 4 * PART * 8 * RANKS)]
 
 

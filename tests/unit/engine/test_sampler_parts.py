@@ -61,16 +61,17 @@ def test_a_row_that_needs_the_order_of_all(ranks: int, count: int) -> None:
         [found[i] for i in own]
 
 
+@every
 @pytest.mark.parametrize("params", [
     SamplingParams(temperature=0), SamplingParams(seed=4),
     pytest.param(SamplingParams(seed=4, min_p=0.1), marks=pytest.mark.slow),
     pytest.param(SamplingParams(temperature=0, presence_penalty=1.0), marks=pytest.mark.slow),
     pytest.param(SamplingParams(seed=2, top_k=5), marks=pytest.mark.slow)], ids=["greedy", "drawn", "min_p",
                                                                                "penalty", "top_k"])
-def test_equals_nan_and_nothing_left(params: SamplingParams) -> None:
+def test_equals_nan_and_nothing_left(params: SamplingParams, ranks: int) -> None:
     """The first of equals is chosen, NaN told, and no token beyond the vocabulary chosen."""
     x = hard_rows(SIZE)
-    made = PartsCase(2, [params] * len(x), SIZE).tokens(x, 5)
+    made = PartsCase(ranks, [params] * len(x), SIZE).tokens(x, 5)
     assert made == Case([params] * len(x), SIZE).tokens(x, 5)
     assert (made[2], made[3]) == (SIZE, 0)
 

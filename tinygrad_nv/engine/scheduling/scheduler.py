@@ -171,7 +171,7 @@ class Scheduler:
 
     def _most_decodes(self, under_way: int) -> int:
         """How many sequences may decode: in a pipeline a share of those that are in no step."""
-        if self.config.stages == 1: return len(self.running)
+        if self.config.stages == 1 or not self.config.overlap: return len(self.running)
         idle, free = sum(not seq.num_in_flight for seq in self.running), self.config.stages - under_way
         return -(-idle // max(1, free))
 

@@ -168,14 +168,15 @@ class ModelRunner:
         """Assigns `slot` to a sequence, from the next batch on. `prompt` and `output` count for penalties."""
         self._tell("start_slot", slot, params, seed, prompt, output)
         self.slot_filters.start_slot(slot, params.filters)
-        self.defer(lambda: self.sampler_state.start_slot(slot, params, seed, prompt, output))
+        if self.samples_tokens:
+            self.defer(lambda: self.sampler_state.start_slot(slot, params, seed, prompt, output))
 
     def fork(self, source: int, slot: int, params: SamplingParams, seed: int) -> None:
         """Assigns `slot` to a copy of the sequence in `source`, with another seed, from the next batch on. It
         continues with the last token of `source`."""
         self._tell("fork", source, slot, params, seed)
         self.slot_filters.start_slot(slot, params.filters)
-        self.defer(lambda: self._fork(source, slot, params, seed))
+        if self.samples_tokens: self.defer(lambda: self._fork(source, slot, params, seed))
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         """Puts an adapter into an adapter slot, for the next batch on."""
@@ -359,7 +360,8 @@ class ModelRunner:
                 raise RequestError(f"a batch of {shape}", f"at most {self.max_shape}",
                                    "lower the token budget")
             inputs = self.input_buffer.tensors(layout.fields)
-            self.output_buffer.logits(shape.samples)    # memory of the step, also of one that is not traced
+            # memory of the step, also of one that is not traced
+            if self.samples_tokens: self.output_buffer.logits(shape.samples)
             self.steps[shape] = layout, self._capture(self.job_name(shape),
                                                       lambda: self._compute(shape, inputs))
         return self.steps[shape]
