@@ -82,6 +82,7 @@ def case() -> Iterator[Case]:
     cores = [Core(step_s=0.001), Core(step_s=0.001)]
     replica = Replica(cast(Any, SimpleNamespace(interrupt=None)), Connections(far, {}, {}))
     replica.engine = EngineThread(cast(Any, cores[1]))
+    replica.opened = cast(Any, SimpleNamespace(draft_model=None))
     serves = threading.Thread(target=replica.serve)
     serves.start()
     remote = RemoteEngine(1, near)
@@ -91,6 +92,8 @@ def case() -> Iterator[Case]:
     remote.close()
     serves.join(10)
     assert not serves.is_alive()
+    replica.close()     # of one whose connection has broken
+    assert not [each for each in threading.enumerate() if each.name == "engine"]
     far.close()
 
 
