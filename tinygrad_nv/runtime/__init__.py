@@ -7,6 +7,7 @@
                   graph.py
   edges.py        graph edges: which order anything, and which are programmatic (PDL)
   renderers.py    which renderer a device has; ptx_renderer.py: tinygrad's PTX for such devices
+  together.py     kernels that several devices run together; all_reduce.py: the memory they share
   note.py         launch settings of a kernel and facts for explain(), in tinygrad's graph
   l2.py           L2 persistence
   memory_pool.py  allocations by label, and the limit

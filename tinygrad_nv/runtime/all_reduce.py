@@ -6,11 +6,8 @@ Protocol: `AllReduceGroup(drivers)` gives each device of this process a workspac
 All ranks launch the same kernels in one order; a launch may be a node of a graph, and is never waited for
 before the other ranks' are submitted. `close` comes after all that uses the group.
 
-A group of processes, of one device each, has the same table in each of them. What they exchange once, over
-whatever connects them: a handle of each workspace (cuIpcGetMemHandle of memory from cuMemAlloc, which the
-others open with cuIpcOpenMemHandle; or a file descriptor of cuMemExportToShareableHandle), in order of
-ranks. A workspace's address differs between processes, and each has its own table. Flags are zeroed before
-the exchange: a peer that has the handle may write them.
+`together.py` has the groups of tensors over several devices; processes have theirs in
+dist/collectives/peer_ranks.py.
 """
 from __future__ import annotations
 
@@ -79,7 +76,8 @@ class AllReduceGroup:
         if not 0 <= rank < spec.world: raise DriverError(f"rank {rank}", f"0 to {spec.world - 1}")
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Gives the memory back, once no device uses another's."""
+        for driver in self.drivers: driver.synchronize()
         for memory, *addresses in zip(self.memories, self.workspaces, self.tables, strict=True):
             for address in addresses: memory.free(address)
 

@@ -1,12 +1,14 @@
 """A device of tinygrad over the driver interface, without what it is made of (device.py)."""
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from tinygrad.device import Compiled
 
+from tinygrad_nv.errors import NVError
 from tinygrad_nv.runtime.driver import Driver, Stream, Window
 from tinygrad_nv.runtime.library_call import LibraryCall
 from tinygrad_nv.runtime.memory_pool import MemoryPool
@@ -56,7 +58,8 @@ class DrivenDevice(Compiled):
         return {}
 
     def finalize(self) -> None:
-        for each in self.together.values(): each.close()
+        for each in self.together.values():
+            with contextlib.suppress(NVError): each.close()     # of a device whose kernels have failed
         self.together.clear()
         super().finalize()
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from tinygrad_nv import Device, Tensor, TinyJit, dtypes, explain
 from tinygrad_nv.dist.collectives.functions import all_gather, all_reduce
+from tinygrad_nv.dist.collectives.listing import collectives_of
 from tinygrad_nv.dist.collectives.peer_norm import all_reduce_norm
 from tinygrad_nv.dist.group import close, init
 from tinygrad_nv.errors import DistError, DriverError
@@ -68,6 +69,7 @@ def normalized() -> None:
     x, residual, weight = (Tensor(each) for each in (rows[rank], *own))
     both = all_reduce_norm(x, residual, weight, 0.5, group, "h")
     assert both is not None
+    assert [str(each.name) for each in collectives_of(*both)] == [f"all_reduce over ranks {group.name} of h"]
     said = ""
     try: both[0].sum().backward()
     except DistError as error: said = error.found

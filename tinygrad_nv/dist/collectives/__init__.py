@@ -7,6 +7,7 @@
   device.py       a collective in the graph of a GPU: a call of NCCL
   peer_memory.py  all-reduce of small messages by kernels over peer memory, in place of NCCL: one process
   peer_ranks.py   the same between ranks that are processes
+  peer_norm.py    that with residual and RMSNorm behind it
   sharded.py      reductions over devices of one process, in place of tinygrad's ALLREDUCE
   sharding.py     tensors over a mesh of devices of one process
 """

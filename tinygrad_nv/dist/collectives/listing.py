@@ -10,18 +10,20 @@ from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.dist.collectives.device import DeviceCollective
 from tinygrad_nv.dist.collectives.kernel import Collective
+from tinygrad_nv.dist.collectives.peer_norm import ReduceNorm
 
 
 def collectives_of(*tensors: Tensor) -> list[Collective]:
     """The collectives that these tensors depend on and that have not run yet, each once."""
     sink = UOp.sink(*(each.uop for each in tensors))
     named = (node.arg.aux for node in sink.toposort(enter_calls=False) if node.op is Ops.FUNCTION)
-    return [_on_cpu(each) for each in named if isinstance(each, Collective | DeviceCollective)]
+    return [_on_cpu(each) for each in named if isinstance(each, Collective | DeviceCollective | ReduceNorm)]
 
 
-def _on_cpu(what: Collective | DeviceCollective) -> Collective:
+def _on_cpu(what: Collective | DeviceCollective | ReduceNorm) -> Collective:
     """A collective of a GPU as that of a CPU is written."""
     if isinstance(what, Collective): return what
-    order = what.call.order
+    group, order = (what.group, what.order) if isinstance(what, ReduceNorm) else \
+        (what.call.group, what.call.order)
     return Collective(order.kind, what.shape, what.dtype, 2 * order.nbytes, what.name,
-                      what.call.group.partition("/")[0])
+                      group.partition("/")[0])

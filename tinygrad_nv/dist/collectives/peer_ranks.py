@@ -2,9 +2,10 @@
 
 Protocol: `meet(group, device)` gives a group, once for a device of each rank, workspaces that all of them
 address (tile/all_reduce/workspace.py), or says why there are none. All ranks call it, and each says by the
-group's transport which host it is on, NV_ALL_REDUCE, and what its memory is opened by; then whether it could
-open all others'. Where one could not, none has any. `lowered` puts a kernel into the graph in the place of a
-call of NCCL, where one is to do it.
+group's transport which host it is on, NV_ALL_REDUCE, and what its memory is opened by (on GPUs a handle of
+cuIpcGetMemHandle), whose flags are zero before; then whether it could open all others'. Where one could not,
+none has any. `lowered` puts a kernel into the graph in the place of a call of NCCL, where one is to do
+it.
 
 A kernel is a launch like any other, in streams and graphs, that is a collective for the watchdog, and behind
 other collectives of its rank. It cannot be ended from outside on a GPU, where a process that ends ends it;
