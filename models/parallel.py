@@ -119,8 +119,10 @@ class Parallel:
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """What a step depends on: which part it is of what."""
-        return "rank", self.experts, *((each.name, each.rank, each.size) for each in self.groups)
+        """What a step depends on: which part it is of what, and whether kernels over the memory of peers sum
+        (they have to be opened before)."""
+        return "rank", self.experts, *((each.name, each.rank, each.size, bool(each.workspaces))
+                                       for each in self.groups)
 
     @property
     def stage(self) -> int:

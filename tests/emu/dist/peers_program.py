@@ -173,12 +173,17 @@ def parted() -> None:
         same(all_reduce(x, group).numpy(), total)
 
 
-how = sys.argv[1]
+def late(self: Sharing, address: int) -> None:
+    time.sleep(0.5)
+    closes(self, address)
+
+
+how, closes = sys.argv[1], Sharing.close_shared
 if how == "hangs": hangs()
 elif how == "killed": killed()
 elif how == "apart": apart()
 elif how == "norm": normalized()
-elif how == "short":
+elif how in ("short", "leave"):
     told()
     jit = TinyJit(lambda x: step(x).realize())
     for i in range(4): same(jit(Tensor(given[rank] + i).realize()).numpy(), wanted(i))
@@ -200,5 +205,9 @@ else:
     normalized()
     parted()
     for each in ("one_shot", "two_shot", "nccl"): forced(each)
-print(f"rank {rank} of {size}: all right", flush=True)
+if how == "leave" and rank == 1: Sharing.close_shared = late    # after rank 0 has closed this rank's memory
 close()
+# the device is used on, and has nothing of the group left
+same((Tensor(given[rank]) + 1).numpy(), given[rank] + 1)
+assert not Device["EMU"].driver.shared
+print(f"rank {rank} of {size}: all right", flush=True)

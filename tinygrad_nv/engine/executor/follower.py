@@ -48,7 +48,12 @@ class Follower:
         while True:
             try: name, arguments = self.connection.recv()
             except (EOFError, OSError): return 1
-            if name == "close": return 0
+            if name == "close":
+                # `follow` gives up collectives: after that ranks no longer close each other's memory
+                if not arguments[0]: return 0
+                self.close()
+                self.world.leave_peers()
+                return 0
             if name in ANSWERED: self._answer(name, arguments)
             else: self.run(name, arguments)
 
@@ -86,6 +91,7 @@ class Follower:
     def close(self) -> None:
         """Ends the runner."""
         if self.runner is not None: self.runner.close()
+        self.runner = None
 
 
 def follow(world: dist.World, size: int) -> int:
