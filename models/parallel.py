@@ -47,7 +47,8 @@ from .names import Names
 ALIGNED = 8     # tokens: the logits of a rank are whole vectors, and begin with an even token
 
 
-@dataclass(frozen=True)
+# without __dict__: tinygrad looks for a network's tensors in all that has one, and would find drivers in groups
+@dataclass(frozen=True, slots=True)
 class VocabularyPart:
     """The part of a rank of `group` of a vocabulary of `size` tokens: `tokens`. The last may be beyond the
     vocabulary, so that all ranks have as many."""
@@ -96,7 +97,7 @@ class VocabularyPart:
         return all_gather(x.unsqueeze(0), self.group, name=name)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Parallel:
     """The ranks that have a network of the config `whole` together: `group` has each layer of this rank's
     stage, `pipe` a rank of each stage, `world` are all. With `experts` a rank has some experts whole, not a

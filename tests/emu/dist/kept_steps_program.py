@@ -1,5 +1,5 @@
-"""A step with a sum of ranks by a kernel over the memory of peers, kept on disk: what test_peer_ranks.py starts
-twice. With "late" the workspaces are not opened before the kept step is loaded."""
+"""A step with a sum of ranks by a kernel over the memory of peers, kept on disk: what test_peer_ranks.py
+starts twice. With "late" the workspaces are not opened before the kept step is loaded."""
 from __future__ import annotations
 
 import sys
@@ -25,7 +25,8 @@ assert store is not None
 kept = "sum" in store.steps
 assert kept == (sys.argv[1] != "first")
 if not kept: assert explain(all_reduce(given, group)).kernels[0].template == "all_reduce_one_shot"
-step = CapturedStep(lambda: out.assign(all_reduce(given, group)).realize(), lambda: [out], device, store, "sum")
+step = CapturedStep(lambda: out.assign(all_reduce(given, group)).realize(), lambda: [out], device, store,
+                    "sum")
 said = ""
 try:
     for _ in range(3): step()
