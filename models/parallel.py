@@ -47,7 +47,7 @@ from .names import Names
 ALIGNED = 8     # tokens: the logits of a rank are whole vectors, and begin with an even token
 
 
-# without __dict__: tinygrad looks for a network's tensors in all that has one, and would find drivers in groups
+# slots: tinygrad looks for a network's tensors in every __dict__, and would find drivers in those of groups
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
     """The part of a rank of `group` of a vocabulary of `size` tokens: `tokens`. The last may be beyond the

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -188,6 +189,16 @@ elif how in ("short", "leave"):
     jit = TinyJit(lambda x: step(x).realize())
     for i in range(4): same(jit(Tensor(given[rank] + i).realize()).numpy(), wanted(i))
 elif how == "differs": differs()
+elif how == "unlike":
+    driver = Device["EMU"].driver
+    own, usual = driver.properties, driver.properties.arch
+    if rank == 1: driver.properties = replace(driver.properties, arch="sm_80")
+    made = all_reduce(Tensor(given[rank]), group)
+    driver.properties = own
+    why = explain(made).kernels[-1].reason
+    assert f"; NCCL: GPUs that are not alike: sm_80, {usual}" in why, why
+    same(made.numpy(), total)
+    assert not driver.shared
 elif how == "nccl":
     os.environ["NV_ALL_REDUCE"] = "nccl"
     same(all_reduce(Tensor(given[rank]), group).numpy(), total)
@@ -198,6 +209,7 @@ elif how == "settings":
     try: all_reduce(Tensor(given[rank]), group)
     except DistError as error: said = error.found
     assert said == "NV_ALL_REDUCE is auto on rank 0, nccl on rank 1"
+    assert not Device["EMU"].driver.shared
 else:
     eager()
     told()

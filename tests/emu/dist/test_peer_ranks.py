@@ -11,7 +11,8 @@ PROGRAM = str(Path(__file__).with_name("peers_program.py"))
 
 @pytest.mark.parametrize(("ranks", "how"), [
     (2, "leave"), *(pytest.param(ranks, how, marks=pytest.mark.slow) for ranks, how in (
-        (2, "short"), (2, "all"), (4, "all"), (2, "differs"), (2, "nccl"), (2, "settings"), (2, "apart")))])
+        (2, "short"), (2, "all"), (4, "all"), (2, "differs"), (2, "nccl"), (2, "settings"), (2, "apart"),
+        (2, "unlike")))])
 def test_sums(ranks, how, monkeypatch):
     monkeypatch.setenv("DEV", "EMU")
     made = rank_programs.run(PROGRAM, ranks, how, timeout_s=300)

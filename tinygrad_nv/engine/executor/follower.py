@@ -1,10 +1,10 @@
 """A rank that does as another does: `python -m tinygrad_nv.engine.executor.follower SIZE`.
 
-Protocol: it meets the other ranks (connections.py), of which SIZE are a replica. One that leads a replica is
-an engine of its own (replica.py). The others take what the rank that leads them tells (followers.py), one
-after the other: `open` loads its part of a model, and the names of a model runner's methods call these. A
-rank ends when it is told to, when the rank that it follows is gone, or with an error, which it writes, and
-sends where an answer is waited for.
+Protocol: it connects to the other ranks (connections.py), of which SIZE are a replica. One that leads a
+replica is an engine of its own (replica.py). The others take what the rank that leads them tells
+(followers.py), one after the other: `open` loads its part of a model, and the names of a model runner's
+methods call these. A rank ends when it is told to, when the rank that it follows is gone, or with an error,
+which it writes, and sends where an answer is waited for.
 """
 from __future__ import annotations
 
