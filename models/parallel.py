@@ -47,7 +47,8 @@ from .names import Names
 ALIGNED = 8     # tokens: the logits of a rank are whole vectors, and begin with an even token
 
 
-@dataclass(frozen=True)
+# slots: tinygrad looks for a network's tensors in every __dict__, and would find drivers in those of groups
+@dataclass(frozen=True, slots=True)
 class VocabularyPart:
     """The part of a rank of `group` of a vocabulary of `size` tokens: `tokens`. The last may be beyond the
     vocabulary, so that all ranks have as many."""
@@ -96,7 +97,7 @@ class VocabularyPart:
         return all_gather(x.unsqueeze(0), self.group, name=name)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Parallel:
     """The ranks that have a network of the config `whole` together: `group` has each layer of this rank's
     stage, `pipe` a rank of each stage, `world` are all. With `experts` a rank has some experts whole, not a
@@ -119,8 +120,10 @@ class Parallel:
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """What a step depends on: which part it is of what."""
-        return "rank", self.experts, *((each.name, each.rank, each.size) for each in self.groups)
+        """What a step depends on: which part it is of what, and whether kernels over the memory of peers sum
+        (they have to be opened before)."""
+        return "rank", self.experts, *((each.name, each.rank, each.size, bool(each.workspaces))
+                                       for each in self.groups)
 
     @property
     def stage(self) -> int:

@@ -80,9 +80,9 @@ SETTINGS = (
     Setting("NV_API_KEY", "", ("",), "the key that `tinygrad-nv serve` wants to see; unset: none, or "
             "those of --api-key", path=True),
     Setting("NV_ALL_REDUCE", "auto", ("auto", "nccl", "one_shot", "two_shot"),
-            "sums over GPUs. auto: kernels of ours where GPUs address each other's memory and the message is "
-            "small, else NCCL; nccl: NCCL alone; one_shot: every GPU reads all messages, of every size; "
-            "two_shot: every GPU sums a shard, of every size"),
+            "sums over GPUs. auto: kernels of tinygrad_nv where GPUs address each other's memory and the "
+            "message is small, else NCCL; nccl: NCCL alone; one_shot: every GPU reads all messages, of every "
+            "size; two_shot: every GPU sums a shard, of every size"),
     Setting("NV_DIST_TIMEOUT", 600, (600, 0),
             "seconds that a collective may take, in which a rank must come to it, before all ranks end with "
             "the name of the rank that is behind. 0: any time", number=True),

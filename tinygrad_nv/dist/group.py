@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -47,7 +48,7 @@ from tinygrad_nv.runtime.memory import write
 
 DESCRIPTOR = "collective"   # names of descriptors begin with it
 WAIT_S = 1e9    # a collective waits so long by itself
-LEAVE_S = 5.0   # the end, for ranks whose kernels may use this rank's memory
+LEAVE_S = 5.0   # at the end, for other ranks to close this rank's memory
 
 if TYPE_CHECKING:
     from tinygrad_nv.dist.transports.nccl import Communicator, Last
@@ -85,6 +86,7 @@ class Group:
         self.communicators: dict[str, Communicator] = {}    # of GPUs of this rank (collectives/device.py)
         self.anchors: dict[str, Tensor] = {}
         self.peers: dict[str, Any] = {}     # what their kernels share (collectives/peer_ranks.py)
+        self.closing: list[Callable[[], object]] = []   # called at the end: devices outlive the group
 
     def __repr__(self) -> str: return f"Group({self.name}: rank {self.rank} of {self.size})"
 
@@ -206,12 +208,18 @@ class Group:
         for each in list(self.communicators.values()): each.abort(self.why)
 
     def close(self) -> None:
-        """Gives back what the group has, once its devices have done what they hold."""
-        for there in self.peers.values():
-            if not isinstance(there, str): there.close()
+        """Gives back what the group has, once its devices have done what they hold. Memory that other ranks
+        may have open (`World.leave_peers`) stays until the process ends."""
+        for each in self.workspaces: each.forget()
         self.peers.clear()
-        for each in list(self.communicators.values()): each.close()
+        for communicator in list(self.communicators.values()): communicator.close()
         self.abort()
+        while self.closing: self.closing.pop()()
+
+    @property
+    def workspaces(self) -> list[Any]:
+        """Those of its devices whose kernels use the memory of peers."""
+        return [each for each in self.peers.values() if not isinstance(each, str)]
 
     def _operation(self, call: Call, number: int, since: float, named: bool = True) -> Operation:
         # another rank numbers its names itself
@@ -318,24 +326,35 @@ class World:
         """Ends what this process has to do with other ranks."""
         self.told.clear()
         if self.watchdog is not None: self.watchdog.close()
-        whole = self.ended is None and not any(each.failed() for each in self.groups)
-        if whole: self._leave_peers()
+        self.leave_peers()
+        whole = self.whole
         for each in self.groups: each.close()
         if self.store is not None: self.store.leave()    # what waits for this rank hears that before MPI ends
         if whole and self.transport == "mpi": mpi.finalize()
         if self.store is not None: self.store.close()
 
+    @property
+    def whole(self) -> bool:
+        """Whether no rank is lost, and no collective has failed."""
+        return self.ended is None and not any(each.failed() for each in self.groups)
 
-    def _leave_peers(self) -> None:
-        """Kernels of other ranks may read this rank's memory until they have ended. A rank that does not come
-        has ended without: it is waited for no longer than `LEAVE_S`."""
-        for group in self.groups:
-            if all(isinstance(each, str) for each in group.peers.values()): continue
-            assert self.store is not None, "several ranks have a store"
-            with suppress(NVError):
-                for each in group.communicators.values(): each.driver.synchronize()
-                self.store.set(f"peers/{group.key}/left/{group.rank}", b"")
-                for rank in range(group.size): self.store.get(f"peers/{group.key}/left/{rank}", LEAVE_S)
+    def leave_peers(self) -> None:
+        """Closes other ranks' memory, and frees this rank's when all others have closed it, for which this
+        waits `LEAVE_S` at most. All ranks call it at the end, behind their last kernel; a second call does
+        nothing. In a world that is not whole nothing is freed: a kernel may still run."""
+        sharing = [each for each in self.groups if each.workspaces]
+        if not sharing or not self.whole: return
+        assert self.store is not None, "several ranks have a store"
+        end = time.monotonic() + LEAVE_S
+        with suppress(NVError):
+            for group in sharing:
+                for there in group.workspaces: there.leave()
+                self.store.set(f"peers/{group.key}/closed/{group.rank}", b"")
+            for group in sharing:
+                for rank in range(group.size):
+                    self.store.get(f"peers/{group.key}/closed/{rank}", max(end - time.monotonic(), 0.01))
+                for there in group.workspaces: there.free()
+        for group in sharing: group.peers.clear()
 
 
 _world: World | None = None
@@ -347,9 +366,9 @@ def world() -> World:
 
 
 def init(transport: str = "auto", ranks: Ranks | None = None) -> World:
-    """Finds the other ranks, as the launcher's environment variables say, and meets them. `transport` is
-    "shared" (ranks of one machine), "mpi", or "auto": MPI where a launcher of MPI started them. Raises
-    `DistError`."""
+    """Finds the other ranks, as the launcher's environment variables say, and connects to them.
+    `transport` is "shared" (ranks of one machine), "mpi", or "auto": MPI where a launcher of MPI started
+    them. Raises `DistError`."""
     global _world
     if _world is not None: raise DistError("init() is called twice", "one call", "use world()")
     found = Ranks.from_environment() if ranks is None else ranks

@@ -73,9 +73,10 @@ class Position:
 
 
 @dataclass(frozen=True)
-class At:
-    """Where a rank is in a group: in a collective (`current`), or after its last one. `other` is the
-    collective of another group that it is in; `silent` says why it does not answer."""
+class Progress:
+    """How far a rank has come with the collectives of a group: `current` is the one that it is in, `last` the
+    one that it has ended last. `other` is the collective of another group that it is in; `silent` says why it
+    does not answer."""
     rank: int
     current: Position | None = None
     last: Position | None = None
@@ -108,16 +109,16 @@ def packed(groups: Sequence[Group]) -> bytes:
     return json.dumps(every).encode()
 
 
-def unpacked(rank: int, group: str, data: bytes) -> At:
+def unpacked(rank: int, group: str, data: bytes) -> Progress:
     """What a rank is at in a group."""
     every = json.loads(data)
     current, last = (each and Position(*each) for each in every.get(group, (None, None)))
     other = next((f"{each[0][1]} of group {name}" for name, each in every.items()
                   if each[0] and name != group), "")
-    return At(rank, current, last, other)
+    return Progress(rank, current, last, other)
 
 
-def verdict(every: list[At], stuck: str, seconds: float) -> DistError:
+def verdict(every: list[Progress], stuck: str, seconds: float) -> DistError:
     """Which rank is behind, or differs, by what all ranks of a group are at; `stuck` takes too long. Of ranks
     that differ, those are named that are not like the most."""
     asked = "the same collectives in the same order in all ranks, each in that time"
@@ -141,7 +142,7 @@ def verdict(every: list[At], stuck: str, seconds: float) -> DistError:
                      "check the network between the ranks; NV_DIST_TIMEOUT allows more seconds")
 
 
-def _differ(there: list[At], asked: str) -> DistError:
+def _differ(there: list[Progress], asked: str) -> DistError:
     steps = [each.current for each in there]
     most = max(steps, key=lambda one: (steps.count(one), one == steps[0]))
     usual = next(each for each in there if each.current == most)
@@ -234,7 +235,7 @@ class Watchdog:
         for rank in group.members:
             left = max(0.01, end - time.monotonic())
             try: every.append(unpacked(rank, key, self.store.get(f"{ASK}/{rank}", left)))
-            except DistError: every.append(At(rank, silent=self._why_silent(rank)))
+            except DistError: every.append(Progress(rank, silent=self._why_silent(rank)))
         self.store.set(VERDICT, packed_error(verdict(every, str(stuck), self.timeout_s)))
 
     def _why_silent(self, rank: int) -> str:

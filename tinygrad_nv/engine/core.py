@@ -227,7 +227,7 @@ class EngineCore:
     def _update_from_output(self, in_flight: InFlightStep) -> None:
         """Waits for a step, and appends its tokens to their sequences."""
         try: sampled = in_flight.sampled.result()
-        except DistError: raise     # ranks that have parted do not meet again
+        except DistError: raise     # ranks that have parted stay apart
         except Exception as error: return self._fail_step(in_flight.step, error)
         tokens, logprobs, at = sampled.tokens.tolist(), sampled.logprobs, 0
         step, size, drafted = in_flight.step, self.pool.page_size, in_flight.step.drafted

@@ -85,7 +85,7 @@ def group(names: tuple[str, ...], workspace: Workspace) -> AllReduceGroup:
     opened = [Device[name] for name in names]
     devices = [each for each in opened if isinstance(each, DrivenDevice)]
     if len(devices) < len(opened):
-        raise DriverError(f"{', '.join(names)} all-reduce by kernels of ours", "devices of tinygrad_nv")
+        raise DriverError(f"{', '.join(names)} all-reduce over peer memory", "devices of tinygrad_nv")
     drivers = [each.driver for each in devices]
     known = devices[0].together
     if (found := known.get((names, workspace))) is not None and found.drivers == drivers: return found

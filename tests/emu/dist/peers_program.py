@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -175,16 +176,31 @@ def parted() -> None:
         same(all_reduce(x, group).numpy(), total)
 
 
-how = sys.argv[1]
+def late(self: Sharing, address: int) -> None:
+    time.sleep(0.5)
+    closes(self, address)
+
+
+how, closes = sys.argv[1], Sharing.close_shared
 if how == "hangs": hangs()
 elif how == "killed": killed()
 elif how == "apart": apart()
 elif how == "norm": normalized()
-elif how == "short":
+elif how in ("short", "leave"):
     told()
     jit = TinyJit(lambda x: step(x).realize())
     for i in range(4): same(jit(Tensor(given[rank] + i).realize()).numpy(), wanted(i))
 elif how == "differs": differs()
+elif how == "unlike":
+    driver = Device["EMU"].driver
+    own, usual = driver.properties, driver.properties.arch
+    if rank == 1: driver.properties = replace(driver.properties, arch="sm_80")
+    made = all_reduce(Tensor(given[rank]), group)
+    driver.properties = own
+    why = explain(made).kernels[-1].reason
+    assert f"; NCCL: GPUs that are not alike: sm_80, {usual}" in why, why
+    same(made.numpy(), total)
+    assert not driver.shared
 elif how == "nccl":
     os.environ["NV_ALL_REDUCE"] = "nccl"
     same(all_reduce(Tensor(given[rank]), group).numpy(), total)
@@ -195,6 +211,7 @@ elif how == "settings":
     try: all_reduce(Tensor(given[rank]), group)
     except DistError as error: said = error.found
     assert said == "NV_ALL_REDUCE is auto on rank 0, nccl on rank 1"
+    assert not Device["EMU"].driver.shared
 else:
     eager()
     told()
@@ -202,5 +219,9 @@ else:
     normalized()
     parted()
     for each in ("one_shot", "two_shot", "nccl"): forced(each)
-print(f"rank {rank} of {size}: all right", flush=True)
+if how == "leave" and rank == 1: Sharing.close_shared = late    # after rank 0 has closed this rank's memory
 close()
+# the device is used on, and has nothing of the group left
+same((Tensor(given[rank]) + 1).numpy(), given[rank] + 1)
+assert not Device["EMU"].driver.shared
+print(f"rank {rank} of {size}: all right", flush=True)

@@ -176,7 +176,7 @@ def test_a_rank_that_does_not_come():
         try: here.connected(here.comm.nccl.unique_id(), timeout_s=0.3)
         except DistError as error: return str(error)
         return "nothing"
-    for said in forked.run(2, program): assert "meeting the other ranks took longer than 0.3 s" in said
+    for said in forked.run(2, program): assert "connecting to the other ranks took longer than 0.3 s" in said
 
 
 def test_order_among_streams_is_checked():

@@ -10,8 +10,9 @@ PROGRAM = str(Path(__file__).with_name("peers_program.py"))
 
 
 @pytest.mark.parametrize(("ranks", "how"), [
-    (2, "short"), *(pytest.param(ranks, how, marks=pytest.mark.slow) for ranks, how in (
-        (2, "all"), (4, "all"), (2, "differs"), (2, "nccl"), (2, "settings"), (2, "apart")))])
+    (2, "leave"), *(pytest.param(ranks, how, marks=pytest.mark.slow) for ranks, how in (
+        (2, "short"), (2, "all"), (4, "all"), (2, "differs"), (2, "nccl"), (2, "settings"), (2, "apart"),
+        (2, "unlike")))])
 def test_sums(ranks, how, monkeypatch):
     monkeypatch.setenv("DEV", "EMU")
     made = rank_programs.run(PROGRAM, ranks, how, timeout_s=300)
@@ -39,3 +40,13 @@ def test_a_rank_that_is_killed(monkeypatch):
     assert first.code == 75, first.text
     assert "rank 1 was lost while this rank was in all_reduce #" in first.text, first.text
     assert "of layers.3.down" in first.text, first.text
+
+
+@pytest.mark.slow
+def test_a_step_that_is_kept(monkeypatch, tmp_path):
+    """A second start loads the kernel without tracing it; one that has not opened workspaces is told so."""
+    monkeypatch.setenv("DEV", "EMU")
+    monkeypatch.setenv("NV_CACHE_DIR", str(tmp_path))
+    for how in ("first", "second", "late"):
+        made = rank_programs.run(str(Path(PROGRAM).with_name("kept_steps_program.py")), 2, how, timeout_s=60)
+        for rank, each in enumerate(made): assert f"rank {rank}: all right" in each.text, each.text

@@ -12,7 +12,7 @@ from dist_case import close, ended, opened, program, ranks_of, spawned
 
 from tinygrad_nv.dist.launcher import Launch, launch
 from tinygrad_nv.dist.processes import ENDED
-from tinygrad_nv.dist.watchdog import At, Position, Watchdog, keys, packed, unpacked, verdict
+from tinygrad_nv.dist.watchdog import Position, Progress, Watchdog, keys, packed, unpacked, verdict
 from tinygrad_nv.errors import DistError
 
 
@@ -22,28 +22,33 @@ def op(number: int, name: str = "all_reduce", tensor: str = "layers.3.down",
 
 
 @pytest.mark.parametrize(("every", "ranks", "words"), [
-    ([At(0, op(12)), At(1, op(11, tensor="layers.3.o")), At(2, op(12))], (1,),
+    ([Progress(0, op(12)), Progress(1, op(11, tensor="layers.3.o")), Progress(2, op(12))], (1,),
      "rank 1 has not reached all_reduce #12 of layers.3.down [2, 8] in 5 s (it is in all_reduce "
      "#11 of layers.3.o [2, 8])"),
-    ([At(0, op(2)), At(1, None, op(1, tensor="a"))], (1,),
+    ([Progress(0, op(2)), Progress(1, None, op(1, tensor="a"))], (1,),
      "rank 1 has not reached all_reduce #2 of layers.3.down [2, 8] in 5 s (it is behind all_reduce "
      "#1 of a [2, 8], in its own code)"),
-    ([At(0), At(1, op(1))], (0,), "rank 0 has not reached all_reduce #1 of layers.3.down [2, 8] in "
+    ([Progress(0), Progress(1, op(1))], (0,),
+     "rank 0 has not reached all_reduce #1 of layers.3.down [2, 8] in "
      "5 s (it has not begun a collective)"),
-    ([At(0, op(1)), At(1, silent="it sleeps")], (1,), "rank 1 has not reached all_reduce #1 of layers.3.down "
+    ([Progress(0, op(1)), Progress(1, silent="it sleeps")], (1,),
+     "rank 1 has not reached all_reduce #1 of layers.3.down "
      "[2, 8] in 5 s (it sleeps)"),
-    ([At(0, op(3)), At(1, op(3, "all_gather")), At(2, op(3))], (1,),
+    ([Progress(0, op(3)), Progress(1, op(3, "all_gather")), Progress(2, op(3))], (1,),
      "ranks differ: rank 1 is in all_gather #3 of layers.3.down [2, 8], but rank 0 in all_reduce #3 "
      "of layers.3.down [2, 8]"),
-    ([At(0, op(3, shape="[4]")), At(1, op(3)), At(2, op(3))], (0,),
+    ([Progress(0, op(3, shape="[4]")), Progress(1, op(3)), Progress(2, op(3))], (0,),
      "ranks differ: rank 0 is in all_reduce #3 of layers.3.down [4], but rank 1 in all_reduce #3 of"),
-    ([At(0, op(3)), At(1, op(3, shape="[3]"))], (1,), "ranks differ: rank 1 is in all_reduce #3 of "
+    ([Progress(0, op(3)), Progress(1, op(3, shape="[3]"))], (1,),
+     "ranks differ: rank 1 is in all_reduce #3 of "
      "layers.3.down [3], but rank 0 in all_reduce #3 of layers.3.down [2, 8]"),
-    ([At(0, op(3)), At(1, None, op(3))], (1,), "rank 1 has ended all_reduce #3 of layers.3.down [2, "
+    ([Progress(0, op(3)), Progress(1, None, op(3))], (1,),
+     "rank 1 has ended all_reduce #3 of layers.3.down [2, "
      "8], in which others still are"),
-    ([At(0, op(3)), At(1, op(3))], (), "all ranks are in all_reduce #3 of layers.3.down [2, 8] for "
+    ([Progress(0, op(3)), Progress(1, op(3))], (),
+     "all ranks are in all_reduce #3 of layers.3.down [2, 8] for "
      "more than 5 s")])
-def test_verdicts(every: list[At], ranks: tuple[int, ...], words: str):
+def test_verdicts(every: list[Progress], ranks: tuple[int, ...], words: str):
     found = verdict(every, "all_reduce #12", 5.0)
     assert found.found.startswith(words), found.found
     assert found.ranks == ranks
@@ -52,7 +57,7 @@ def test_verdicts(every: list[At], ranks: tuple[int, ...], words: str):
 
 
 def test_of_send_and_recv_all_ranks_are_listed():
-    every = [At(0, op(3, "recv")), At(1, None, op(7)), At(2, other="send #1 of b")]
+    every = [Progress(0, op(3, "recv")), Progress(1, None, op(7)), Progress(2, other="send #1 of b")]
     assert verdict(every, "recv #3 of a", 5.0).found == (
         "recv #3 of a takes more than 5 s (rank 0: it is in recv #3 of layers.3.down [2, 8]; rank 1: it is "
         "behind all_reduce #7 of layers.3.down [2, 8], in its own code; rank 2: it is in send #1 of b)")
@@ -89,13 +94,13 @@ class Calls:
 
 def test_what_a_rank_is_at_is_packed_without_loss():
     first, second = Calls(), Calls("0-2", (0, 2))
-    assert unpacked(3, "all", packed([first, second])) == At(3)
+    assert unpacked(3, "all", packed([first, second])) == Progress(3)
     first.begin("a")
-    assert unpacked(3, "all", packed([first, second])) == At(3, Position(1, "all_reduce #1 of a"))
-    assert unpacked(3, "0-2", packed([first, second])) == At(3, other="all_reduce #1 of a of group all")
+    assert unpacked(3, "all", packed([first, second])) == Progress(3, Position(1, "all_reduce #1 of a"))
+    assert unpacked(3, "0-2", packed([first, second])) == Progress(3, other="all_reduce #1 of a of group all")
     first.end()
-    assert unpacked(3, "all", packed([first, second])) == At(3, None, Position(1, "all_reduce #1 of a"))
-    assert unpacked(3, "unknown", packed([])) == At(3)
+    assert unpacked(3, "all", packed([first, second])) == Progress(3, None, Position(1, "all_reduce #1 of a"))
+    assert unpacked(3, "unknown", packed([])) == Progress(3)
     assert keys([first, second, Calls(), Calls()]) == ["all", "0-2", "all (1)", "all (2)"]
 
 

@@ -312,6 +312,12 @@ def test_memory_that_processes_share(fake: Fake, gpu: CUDADriver):
     assert "memory" not in fake.left()
 
 
+def test_memory_that_cannot_be_shared_is_freed(fake: Fake, gpu: CUDADriver):
+    fake.fail("cuIpcGetMemHandle", "CUDA_ERROR_NOT_SUPPORTED")
+    with pytest.raises(DriverError, match="CUDA_ERROR_NOT_SUPPORTED"): gpu.share(4096)
+    assert fake.calls["cuMemFree"] == 1
+
+
 def test_memory_of_a_gpu_that_cannot_be_reached(fake: Fake, gpu: CUDADriver):
     other, (address, handle) = CUDADriver(1), gpu.share(64)
     fake.peers = False

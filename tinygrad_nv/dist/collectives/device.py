@@ -6,12 +6,14 @@ work (runtime/library_call.py). To tinygrad it is a kernel that reads and writes
 TinyJit's graph and in captured steps it is ordered like one, and independent kernels may run beside it.
 
 A group has one communicator for each device of this rank. It is made when a graph first needs it; all ranks
-of the group build the same graph, so all of them connect then.
+of the group build the same graph, so all of them connect then. `prepare` makes it at once, and what kernels
+over the memory of peers need, for steps that were captured by another process.
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from tinygrad import Device, Tensor, dtypes
@@ -54,10 +56,16 @@ def communicator(group: Group, device: str) -> Communicator:
     opened = _device(name)
     made = nccl.connect(opened.driver, group.rank, group.members, lambda own: _shared(group, own),
                         group.struct.timeout_ns / 1e9)
-    made.agree = lambda order: _agree(group, order)
-    group.communicators[name] = made
-    opened.checks.append(made.done)
+    _keep(group, opened, made)
     return made
+
+
+def _keep(group: Group, device: DrivenDevice, made: Communicator) -> None:
+    """Has the device ask the communicator for errors, until the group is closed."""
+    made.agree = lambda order: _agree(group, order)
+    group.communicators[device.device] = made
+    device.checks.append(made.done)
+    group.closing.append(partial(device.checks.remove, made.done))
 
 
 def _device(name: str) -> DrivenDevice:
@@ -100,15 +108,10 @@ class DeviceCollective(Communicates):
 
 
 def split(parent: Group, child: Group, device: str) -> None:
-    """Gives a group its communicator by parting that of another, which takes less time than to meet again:
+    """Gives a group its communicator by parting that of another, which takes less time than to connect anew:
     all ranks of `parent` call it, each with the group of its part, which has all of its ranks in common."""
-    name = Device.canonicalize(device)
-    made = communicator(parent, name).split(min(child.members), child.rank, child.members)
-    made.agree = lambda order: _agree(child, order)
-    child.communicators[name] = made
-    opened = Device[name]
-    assert isinstance(opened, DrivenDevice)
-    opened.checks.append(made.done)
+    made = communicator(parent, device).split(min(child.members), child.rank, child.members)
+    _keep(child, _device(device), made)
 
 
 def _agree(group: Group, order: CollectiveCall) -> None:
@@ -146,8 +149,15 @@ def ready(group: Group, order: CollectiveCall, device: str) -> None:
     if not 0 <= order.peer < group.size:
         raise DistError(f"{order.kind} with rank {order.peer}", f"0 to {group.size - 1}")
     nccl.carried(order)
+    if order.kind == "all_reduce": prepare(group, device)
+    else: communicator(group, device)
+
+
+def prepare(group: Group, device: str) -> None:
+    """The group can load steps with sums on a device of this rank: all ranks of the group call it, before.
+    Raises `DistError`."""
     communicator(group, device)
-    if order.kind == "all_reduce": peer_ranks.meet(group, _device(device))
+    peer_ranks.open_workspaces(group, _device(device))
 
 
 def _body(what: DeviceCollective, *given: Tensor) -> tuple[Tensor, ...]:

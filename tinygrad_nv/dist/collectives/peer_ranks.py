@@ -1,11 +1,16 @@
 """All-reduce of small messages between ranks that are processes, by kernels over the memory of peers.
 
-Protocol: `meet(group, device)` gives a group, once for a device of each rank, workspaces that all of them
-address (tile/all_reduce/workspace.py), or says why there are none. All ranks call it, and each says by the
-group's transport which host it is on, NV_ALL_REDUCE, and what its memory is opened by (on GPUs a handle of
-cuIpcGetMemHandle), whose flags are zero before; then whether it could open all others'. Where one could not,
-none has any. `lowered` puts a kernel into the graph in the place of a call of NCCL, where one is to do
+Protocol: `open_workspaces(group, device)` gives a group, once for a device of each rank, workspaces that all
+of them address (tile/all_reduce/workspace.py), or says why there are none. All ranks call it, before they
+load a step with such a kernel. Each says by the group's transport which host it is on, NV_ALL_REDUCE, its
+GPU's architecture, and what its memory (with flags that are zero before) is opened by, on GPUs a
+handle of cuIpcGetMemHandle; then whether it could open all others'. Where one could
+not, none has any. `lowered` puts a kernel into the graph in the place of a call of NCCL, where one is to do
 it.
+
+At the end (`World.leave_peers`) each rank waits for its kernels, closes the others' memory, and says so. It
+frees its own when all others have closed it: CUDA does not define what happens to an open handle of freed
+memory.
 
 A kernel is a launch like any other, in streams and graphs, that is a collective for the watchdog, and behind
 other collectives of its rank. It cannot be ended from outside on a GPU, where a process that ends ends it;
@@ -44,52 +49,79 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Workspaces:
-    """Those of a group's ranks as this rank's device addresses them, and the table of their addresses."""
+    """Those of a group's ranks as this rank's device addresses them, `own` among them, and the table of their
+    addresses."""
 
-    def __init__(self, driver: Driver, addresses: Sequence[int]) -> None:
-        self.driver, self.addresses = driver, tuple(addresses)
+    def __init__(self, driver: Driver, own: int, addresses: Sequence[int]) -> None:
+        self.driver, self.own, self.addresses = driver, own, tuple(addresses)
         self.table = driver.alloc(8 * len(self.addresses))
         driver.copy_in(self.table, memoryview(b"".join(map(pointer, self.addresses))))
         driver.synchronize()
+        if driver.emulated: _emulator(driver).waited = world().check
 
-    def close(self) -> None:
-        """Gives the memory back."""
-        for address in self.addresses: self.driver.close_shared(address)
+    def leave(self) -> None:
+        """Waits for this rank's kernels, and closes the other ranks' memory."""
+        self.driver.synchronize()
+        for address in self.addresses:
+            if address != self.own: self.driver.close_shared(address)
         self.driver.free(self.table)
+        self.forget()
+
+    def free(self) -> None:
+        """Frees this rank's own memory, which all others have closed."""
+        self.driver.close_shared(self.own)
+
+    def forget(self) -> None:
+        """Launches no longer depend on the group."""
+        if self.driver.emulated: _emulator(self.driver).waited = lambda: None
 
 
-def meet(group: Group, device: DrivenDevice) -> None:
+def _emulator(driver: Driver) -> Any: return cast(Any, driver).emulator
+
+
+def open_workspaces(group: Group, device: DrivenDevice) -> None:
     """What kernels of the group on this rank's device need, or why there are none: in `group.peers`."""
     if device.device in group.peers: return
     setting = str(config.get("NV_ALL_REDUCE"))
-    group.peers[device.device] = _met(group, device.driver, setting) if group.size <= MOST_WORLD else \
+    group.peers[device.device] = _exchange_handles(group, device.driver, setting) \
+        if group.size <= MOST_WORLD else \
         f"{group.size} ranks, and the kernels of peer memory are for {MOST_WORLD}"
 
 
-def _met(group: Group, driver: Driver, setting: str) -> Workspaces | str:
+def _exchange_handles(group: Group, driver: Driver, setting: str) -> Workspaces | str:
     own, mine = _shared(driver) if setting != "nccl" else (0, {})
-    said = _exchanged(group, {"host": _host(), "setting": setting, **mine})
+    said = _exchanged(group, {"host": _host(), "setting": setting, "arch": driver.properties.arch, **mine})
+    if why := _unlike(group, said):
+        # all ranks find this: none has opened another's memory
+        if own: driver.close_shared(own)
+        if isinstance(why, DistError): raise why
+        return why
+    opened, problem = dict[int, int](), ""
+    try:
+        for rank, each in enumerate(said):
+            if "why" in each: raise DriverError(each["why"])
+            if rank != group.rank: opened[rank] = driver.open_shared(bytes.fromhex(each["handle"]))
+    except DriverError as no: problem = no.found
+    others = [(rank, each["why"]) for rank, each in
+              zip(group.members, _exchanged(group, {"why": problem}), strict=True) if each["why"]]
+    if not others: return Workspaces(driver, own, [opened.get(rank, own) for rank in range(group.size)])
+    for address in opened.values(): driver.close_shared(address)
+    _exchanged(group, {})       # memory is freed when no other rank has it open
+    if own: driver.close_shared(own)
+    return f"rank {others[0][0]}: {others[0][1]}"
+
+
+def _unlike(group: Group, said: Sequence[dict[str, Any]]) -> DistError | str:
+    """Why ranks that say this share no memory; "" where they do."""
     if len({each["setting"] for each in said}) > 1:
         words = ", ".join(f"{each['setting']} on rank {rank}"
                           for rank, each in zip(group.members, said, strict=True))
-        raise DistError(f"NV_ALL_REDUCE is {words}", "one value on all ranks", "export it to all of them")
-    if setting == "nccl": return "NV_ALL_REDUCE=nccl"
-    opened, why = list[int](), ""
-    if len({each["host"] for each in said}) > 1: why = "ranks of several hosts"
-    else:
-        try:
-            for rank, each in enumerate(said):
-                if "why" in each: raise DriverError(each["why"])
-                opened.append(own if rank == group.rank else
-                              driver.open_shared(bytes.fromhex(each["handle"])))
-        except DriverError as no: why = no.found
-    others = [(rank, each["why"]) for rank, each in
-              zip(group.members, _exchanged(group, {"why": why}), strict=True) if each["why"]]
-    if not others:
-        if driver.emulated: cast(Any, driver).emulator.waited = world().check
-        return Workspaces(driver, opened)
-    for address in {own, *opened} - {0}: driver.close_shared(address)
-    return f"rank {others[0][0]}: {others[0][1]}"
+        return DistError(f"NV_ALL_REDUCE is {words}", "one value on all ranks", "export it to all of them")
+    if said[0]["setting"] == "nccl": return "NV_ALL_REDUCE=nccl"
+    if len({each["host"] for each in said}) > 1: return "ranks of several hosts"
+    archs = sorted({each["arch"] for each in said})
+    # each rank chooses the kernel by its own GPU, and all must choose the same
+    return f"GPUs that are not alike: {', '.join(archs)}" if len(archs) > 1 else ""
 
 
 def _shared(driver: Driver) -> tuple[int, dict[str, str]]:
@@ -97,8 +129,12 @@ def _shared(driver: Driver) -> tuple[int, dict[str, str]]:
     layout = Workspace()
     try: address, handle = driver.share(layout.nbytes)
     except DriverError as no: return 0, {"why": no.found}
-    driver.submit(Fill(address, 0, layout.data))
-    driver.synchronize()
+    try:
+        driver.submit(Fill(address, 0, layout.data))
+        driver.synchronize()
+    except BaseException:
+        driver.close_shared(address)
+        raise
     return address, {"handle": handle.hex()}
 
 
@@ -125,13 +161,21 @@ class RankPeers:
 
     def __str__(self) -> str: return f"ranks of {self.group}"
 
-    def _communicator(self, device: str) -> Communicator: return _group(self.group).communicators[device]
+    def _communicator(self, device: str) -> Communicator:
+        made = _group(self.group).communicators.get(device)
+        if made is None: raise self._not_open(device)
+        return made
+
+    def _not_open(self, device: str) -> DistError:
+        return DistError(f"an all_reduce over the memory of peers, which group {self.group} has not opened "
+                         f"on {device}", "workspaces of all ranks before the step is loaded",
+                         "call dist.collectives.device.prepare(group, device) on all ranks")
 
     def arguments(self, device: str) -> tuple[bytes, ...]:
         """The table of workspaces, and the rank."""
         group = _group(self.group)
-        there = group.peers[device]
-        assert isinstance(there, Workspaces)
+        there = group.peers.get(device)
+        if not isinstance(there, Workspaces): raise self._not_open(device)
         return pointer(there.table), integer(group.rank)
 
     def given(self, device: str) -> Callable[[Any, bool], None]:

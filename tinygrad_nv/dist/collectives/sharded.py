@@ -1,7 +1,7 @@
 """Reductions over the devices of one process: what tinygrad makes an ALLREDUCE of (`Tensor.shard`).
 
 Protocol. `rewrite` takes ALLREDUCEs before tinygrad expands these into copies and additions. On GPUs that
-address each other's memory, small sums are kernels of ours, a program of each GPU (peer_memory.py). The
+address each other's memory, small sums are kernels over that, a program of each GPU (peer_memory.py). The
 others become CUSTOM_FUNCTION nodes, and `execute` runs one on all devices at once: on CPUs C adds up the
 buffers of all devices in their order, 16-bit floats in float32 with one rounding; on GPUs NCCL does, or what
 stands for it on emulated ones (transports/local.py). Devices may be cut into groups that reduce apart

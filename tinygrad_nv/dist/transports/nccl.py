@@ -316,7 +316,7 @@ def connect(driver: Driver, rank: int, members: Sequence[int], share: BroadcastB
                   ctypes.byref(config))
         assert handle.value is not None
         made = Communicator(nccl, handle.value, driver, rank, members, timeout_s)
-        try: made._finish("meeting the other ranks")
+        try: made._finish("connecting to the other ranks")
         except DistError:
             made.abort()
             raise

@@ -104,7 +104,7 @@ class NCCL:
         return DistError(f"{doing}: {words}" + (f": {last}" if last else ""))
 
     def unique_id(self) -> bytes:
-        """What ranks that are to meet have to know."""
+        """What ranks have to know to connect."""
         made = UniqueId()
         self.call("ncclGetUniqueId", ctypes.byref(made))
         return bytes(made)

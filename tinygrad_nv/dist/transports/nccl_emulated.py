@@ -3,7 +3,7 @@
 Protocol: `EmulatedNCCL` has NCCL's functions (nccl_api.py: FUNCTIONS), with their arguments, on memory of
 emulated devices. A communicator belongs to the thread's current device when it is made, as with CUDA. Ranks
 of several processes share memory as CPU ranks do (csrc/shared.c): the unique id is the path of the first
-rank's memory. Ranks of one process (ncclCommInitAll) meet at the end of a group.
+rank's memory. Ranks of one process (ncclCommInitAll) connect at the end of a group.
 
 An emulated stream runs its work at once, so a call here has moved its bytes when it returns, where NCCL's
 call returns before. Errors while bytes move (ranks that call different collectives, a rank that aborted)
@@ -99,7 +99,7 @@ class EmulatedNCCL:
         self.communicators: dict[int, Communicator] = {}
         self.numbers = itertools.count(1)
         self.own = threading.local()    # depth and queue of a group
-        self.served: dict[str, int] = {}    # descriptors of memory that ranks meet in
+        self.served: dict[str, int] = {}    # descriptors of memory that ranks connect by
         self.last = b""
 
     # **** communicators ****
@@ -127,9 +127,9 @@ class EmulatedNCCL:
         made = Communicator(CURRENT.device, rank, size, error=IN_PROGRESS)
         comm._obj.value = self._kept(made)
         path = bytes(unique).rstrip(b"\0").decode()
-        return self._meeting(made, path, blocking=bool(config._obj.blocking))
+        return self._connecting(made, path, blocking=bool(config._obj.blocking))
 
-    def _meeting(self, made: Communicator, path: str, blocking: bool) -> int:
+    def _connecting(self, made: Communicator, path: str, blocking: bool) -> int:
         """Maps the memory and waits for the others, in a thread unless it may block."""
         try: made.memory = mapped(path, group_bytes(made.size))
         except OSError as error:
@@ -140,13 +140,13 @@ class EmulatedNCCL:
                                          slot_bytes=SLOT_BYTES, run=library().address("shared_run"))
                              for _ in range(2))
 
-        def meet() -> None:
+        def connected() -> None:
             here = ctypes.create_string_buffer(4 * made.size)
             _moved(made, "all_gather", here, here, 1, BYTE)
             if path in self.served: os.close(self.served.pop(path))     # all have mapped it
             if made.error == IN_PROGRESS: made.error = SUCCESS
-        if blocking: meet()
-        else: threading.Thread(target=meet, daemon=True).start()
+        if blocking: connected()
+        else: threading.Thread(target=connected, daemon=True).start()
         return SUCCESS if blocking else IN_PROGRESS
 
     def ncclCommInitAll(self, comms: Any, count: int, devices: Any) -> int:
@@ -169,7 +169,7 @@ class EmulatedNCCL:
         paths = ctypes.create_string_buffer(128 * parent.size)
         if not _moved(parent, "all_gather", paths, path, 128, BYTE): return SUCCESS
         at = 128 * members[0]
-        return self._meeting(child, paths.raw[at:at + 128].rstrip(b"\0").decode(), blocking=False)
+        return self._connecting(child, paths.raw[at:at + 128].rstrip(b"\0").decode(), blocking=False)
 
     def _kept(self, made: Communicator) -> int:
         self.communicators[number := next(self.numbers)] = made
@@ -250,9 +250,9 @@ class EmulatedNCCL:
         return self._run(self.own.queue) if not self.own.depth else SUCCESS
 
     def _run(self, calls: Sequence[Queued]) -> int:
-        """All calls of a group: those of one process meet, sends run beside what receives."""
+        """All calls of a group: those of one process run together, sends run beside what receives."""
         local = [call for call in calls if call.to.clique is not None]
-        if local and (result := self._meet(local)) != SUCCESS: return result
+        if local and (result := self._run_local(local)) != SUCCESS: return result
         sends = [call for call in calls if call.kind == "send" and call.to.clique is None]
         others = [call for call in calls if call.kind != "send" and call.to.clique is None]
         if not others or not sends:
@@ -264,7 +264,7 @@ class EmulatedNCCL:
         beside.join()
         return SUCCESS
 
-    def _meet(self, calls: Sequence[Queued]) -> int:
+    def _run_local(self, calls: Sequence[Queued]) -> int:
         """Collectives of ranks of this process: the first of all ranks, then the second."""
         by_clique: dict[object, dict[int, list[Queued]]] = {}
         for call in calls: by_clique.setdefault(call.to.clique, {}).setdefault(call.to.rank, []).append(call)

@@ -1,10 +1,10 @@
 """A rank that does as another does: `python -m tinygrad_nv.engine.executor.follower SIZE`.
 
-Protocol: it meets the other ranks (connections.py), of which SIZE are a replica. One that leads a replica is
-an engine of its own (replica.py). The others take what the rank that leads them tells (followers.py), one
-after the other: `open` loads its part of a model, and the names of a model runner's methods call these. A
-rank ends when it is told to, when the rank that it follows is gone, or with an error, which it writes, and
-sends where an answer is waited for.
+Protocol: it connects to the other ranks (connections.py), of which SIZE are a replica. One that leads a
+replica is an engine of its own (replica.py). The others take what the rank that leads them tells
+(followers.py), one after the other: `open` loads its part of a model, and the names of a model runner's
+methods call these. A rank ends when it is told to, when the rank that it follows is gone, or with an error,
+which it writes, and sends where an answer is waited for.
 """
 from __future__ import annotations
 
@@ -48,7 +48,12 @@ class Follower:
         while True:
             try: name, arguments = self.connection.recv()
             except (EOFError, OSError): return 1
-            if name == "close": return 0
+            if name == "close":
+                # `follow` gives up collectives: after that ranks no longer close each other's memory
+                if not arguments[0]: return 0
+                self.close()
+                self.world.leave_peers()
+                return 0
             if name in ANSWERED: self._answer(name, arguments)
             else: self.run(name, arguments)
 
@@ -86,6 +91,7 @@ class Follower:
     def close(self) -> None:
         """Ends the runner."""
         if self.runner is not None: self.runner.close()
+        self.runner = None
 
 
 def follow(world: dist.World, size: int) -> int:

@@ -2,7 +2,7 @@
 
 Protocol: what a model runner is called for it tells the followers first (`tell`), in the order of its calls;
 each has a runner that does the same (follower.py). So all ranks of a replica run the same steps in the same
-order, and meet in their collectives. Nothing comes back but the answers to `together`, and an error that
+order, and call the same collectives. Nothing comes back but the answers to `together`, and an error that
 ends everything. Each rank has the same tokens: of all ranks' choices it takes the largest
 (worker/sampler_steps.py).
 
@@ -94,8 +94,8 @@ class Followers:
         return self.lost
 
     def close(self) -> None:
-        """Ends them."""
-        message = ForkingPickler.dumps(("close", ()))
+        """Ends them, and says whether all went well."""
+        message = ForkingPickler.dumps(("close", (self.lost is None,)))
         with self._lock:
             for each in self.connections.values():
                 with contextlib.suppress(OSError): each.send_bytes(message)

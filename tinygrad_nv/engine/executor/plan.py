@@ -108,12 +108,15 @@ class Part:
 
 
 def part_of(world: World, plan: RunnerPlan) -> Part:
-    """This rank's. Every rank of a replica has to call it."""
+    """This rank's. Every rank of a replica has to call it. Opens the workspaces of sums over GPUs, which
+    steps that are kept on disk use."""
+    from tinygrad_nv.dist.collectives import device
     from tinygrad_nv.models import parallel
     whole, tensor, size = plan.config, plan.tensor_ranks, plan.ranks
     first = world.rank // size * size
     behind, number = divmod(world.rank - first, tensor)
     group = world.group(range(first + behind * tensor, first + behind * tensor + tensor))
+    if tensor > 1 and device.serves(plan.device): device.prepare(group, plan.device)
     pipe = every = None
     if plan.stages > 1:
         pipe = world.group(range(first + number, first + size, tensor)[::-1])

@@ -137,6 +137,8 @@ class ParallelRanks:
         if self.world.watchdog is not None: self.world.watchdog.close()
         for each in self.replicas: each.close()
         self.followers.close()
+        # followers end when all ranks have closed each other's memory
+        if self.followers.lost is None: self.world.leave_peers()
         if self.local is not None: self.local.close(END_S if self.followers.lost is None else FAILED_END_S)
         self.world.follow = False
         dist.close()

@@ -67,6 +67,7 @@ class Replica:
             except (EOFError, OSError): return 1
             if name == "close":
                 self.close()
+                self.world.leave_peers()
                 return 0
             try: answer = True, COMMANDS[name](self, *arguments)
             except NVError as error: answer = False, error

@@ -157,7 +157,10 @@ class CUDADriver(CUDAContext):
         # memory of a pool has no such handle
         address = int(self.call("cuMemAlloc", nbytes, doing=f"allocating {nbytes} bytes"))
         self._shared[address] = self.keep("cuMemFree", address, after_work=True)
-        handle = self.call("cuIpcGetMemHandle", address)
+        try: handle = self.call("cuIpcGetMemHandle", address)
+        except BaseException:
+            self.close_shared(address)
+            raise
         return address, ctypes.string_at(handle.getPtr(), IPC_BYTES)
 
     def open_shared(self, handle: bytes) -> int:

@@ -87,7 +87,7 @@ class EmulatedDriver(Moves, Sharing, driver.Driver):
         self.check = check
         self.streams = [EmulatedStream(0)]
         self.linked = [self]            # devices that share work with this one
-        self.shared: dict[int, int] = {}
+        self.shared: dict[int, tuple[int, bool]] = {}
 
     # memory
 

@@ -1,12 +1,14 @@
 """Memory of emulated devices that other processes address, as CUDA's of another process (cuIpcOpenMemHandle).
 
 Protocol: it lies in files without names (memfd). A handle says how large one is and where its descriptor is,
-which the process that shares it keeps open. A launch that polls such memory sleeps between looks, and asks
-`Emulator.waited` whether to go on. Devices that are peers in one process have none: there a thread that waits
-for what no device does is a deadlock.
+which the process that shares it keeps open. A process that has opened one locks it (flock) until it closes
+it: to free memory that another process has open, which CUDA does not define, is an error here. A launch that
+polls such memory sleeps between looks, and asks `Emulator.waited` whether to go on. Devices that are peers in
+one process have none: there a thread that waits for what no device does is a deadlock.
 """
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 from bisect import insort
@@ -17,17 +19,16 @@ import numpy as np
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.ptx.emulator import Buffer, Emulator
 
-NONE = -1   # the descriptor of what another process shares
-
 
 class Sharing:
-    """That part of an `EmulatedDriver`. `shared`: descriptors by address."""
+    """That part of an `EmulatedDriver`. `shared`: descriptors by address, and whether the memory is this
+    process's own."""
     emulator: Emulator
     buffers: dict[int, Buffer]
     held: dict[int, Buffer]
     addresses: list[int]
     used_bytes: int
-    shared: dict[int, int]
+    shared: dict[int, tuple[int, bool]]
     among_peers: Any
     free: Any
 
@@ -35,7 +36,7 @@ class Sharing:
         descriptor = os.memfd_create("tinygrad_nv", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, nbytes)
         address = self._mapped(descriptor, nbytes)
-        self.shared[address] = descriptor
+        self.shared[address] = descriptor, True
         return address, f"{nbytes} /proc/{os.getpid()}/fd/{descriptor}".encode()
 
     def open_shared(self, handle: bytes) -> int:
@@ -44,16 +45,28 @@ class Sharing:
         except OSError as error:
             raise DriverError(f"memory of another process, {path}, cannot be mapped: {error.strerror}",
                               "processes of one user in one container") from error
-        try: address = self._mapped(descriptor, int(nbytes))
-        finally: os.close(descriptor)
-        self.shared[address] = NONE
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            address = self._mapped(descriptor, int(nbytes))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self.shared[address] = descriptor, False
         return address
 
     def close_shared(self, address: int) -> None:
-        if (descriptor := self.shared.pop(address, None)) is None:
+        if address not in self.shared:
             raise DriverError(f"address {address:#x} is closed", "what was shared or opened")
+        descriptor, own = self.shared[address]
+        if own:
+            try: fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise DriverError(f"memory at {address:#x} is freed, which another process has open",
+                                  "memory that all others have closed") from error
+        del self.shared[address]
         self.free(address)
-        if descriptor != NONE: os.close(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)      # by name: the mapping has the descriptor, too
+        os.close(descriptor)
 
     def _mapped(self, descriptor: int, nbytes: int) -> int:
         if self.among_peers:
