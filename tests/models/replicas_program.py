@@ -21,7 +21,7 @@ from tinygrad_nv.engine.outputs import Delta
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
-from tinygrad_nv.errors import ConfigError, DistError, NVError, QueueFull, RequestError, WeightError
+from tinygrad_nv.errors import ConfigError, DistError, NVError, QueueFull, WeightError
 
 PROMPTS = ["Once upon a time", "The little dog", "Lily and Tom went to", "One day", "A bird sat", "The end"]
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
@@ -80,10 +80,9 @@ class Color(StrEnum):
 def unreadable(llm: LLM) -> list[str]:
     """What becomes of requests that other ranks cannot read: the answer, or the error."""
     choice, found = StructuredOutputsParams(choice=[Color.RED, "blue"]), list[str]()
-    for _ in range(2):
-        try: found.append(llm.generate("Once", replace(GREEDY, structured_outputs=choice), use_tqdm=False
-                                       )[0].outputs[0].finish_reason or "")
-        except RequestError as error: found.append(error.found)
+    for _ in range(llm.engine.max_seqs // 2):
+        one, = llm.generate("Once", replace(GREEDY, structured_outputs=choice), use_tqdm=False)[0].outputs
+        found.append(one.text if one.error is None else one.error.found)
     return found
 
 
