@@ -78,7 +78,7 @@ class Color(StrEnum):
 
 
 def unreadable(llm: LLM) -> list[str]:
-    """What becomes of requests that other ranks cannot read: the answer, or the error."""
+    """What becomes of requests that other replicas cannot read: the answer, or the error."""
     choice, found = StructuredOutputsParams(choice=[Color.RED, "blue"]), list[str]()
     for _ in range(llm.engine.max_seqs // 2):
         one, = llm.generate("Once", replace(GREEDY, structured_outputs=choice), use_tqdm=False)[0].outputs
@@ -133,9 +133,10 @@ def main() -> None:
     if how == "failing": return failing(directory, *sys.argv[3:])
     with opened(directory, **json.loads(how)) as llm:
         kinds = int(sys.argv[3])
-        print(json.dumps({"answers": answers(llm, kinds), "logprobs": logprobs(llm) if kinds > 2 else [],
-                          "several": several(llm), "unreadable": unreadable(llm),
-                          "limited": asyncio.run(limited(llm)), "lost": lost(llm)}), flush=True)
+        more = ({"logprobs": logprobs(llm)} if kinds > 2 else
+                {"logprobs": [], "unreadable": unreadable(llm), "limited": asyncio.run(limited(llm))})
+        print(json.dumps({**more, "answers": answers(llm, kinds), "several": several(llm),
+                          "lost": lost(llm)}), flush=True)
 
 
 if __name__ == "__main__": main()

@@ -52,12 +52,12 @@ def test_tokens(options: dict[str, object], alone: tuple[Any, Any]) -> None:
     assert several["more"] == 0     # each replica has forgotten the prompt
     assert "several ranks" in several["refused"]
     assert any(several["drafted"]) == ("speculative" in options)
-    read, *unread = sorted(found["unreadable"], key=lambda each: each.startswith("rank"))
-    assert read in ("red", "blue")
-    assert [bool(re.match("rank [1-9] cannot read the request: .*Color", each)) for each in unread] == (
-        [True] * (int(str(options["data_parallel_size"])) - 1))
-    # together; in `answers` each replica has more than `max_queue` requests
-    if "max_queue" in options: assert found["limited"] == [3, "3 requests wait for their first token"]
+    if "max_queue" in options:
+        read, unread = sorted(found["unreadable"], key=lambda each: each.startswith("rank"))
+        assert read in ("red", "blue")
+        assert re.match("rank 1 cannot read the request: .*Color", unread)
+        # of both replicas; in `answers` each has more than `max_queue` requests
+        assert found["limited"] == [3, "3 requests wait for their first token"]
     words, soon = found["lost"]
     assert re.search("rank 1 (was lost|has ended)", words), words
     assert soon
