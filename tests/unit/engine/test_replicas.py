@@ -84,7 +84,8 @@ class Case:
 def case() -> Iterator[Case]:
     near, far = Pipe()
     cores = [Core(step_s=0.001), Core(step_s=0.001)]
-    replica = Replica(cast(Any, SimpleNamespace(interrupt=None, rank=1)), Connections(far, {}, {}))
+    world = SimpleNamespace(interrupt=None, rank=1, leave_peers=lambda: None)
+    replica = Replica(cast(Any, world), Connections(far, {}, {}))
     replica.engine = EngineThread(cast(Any, cores[1]))
     replica.opened = cast(Any, SimpleNamespace(draft_model=None))
     serves = threading.Thread(target=replica.serve)
