@@ -25,7 +25,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv.dist.ranks import Ranks
-from tinygrad_nv.dist.store import Store
+from tinygrad_nv.dist.store import Store, Watch
 from tinygrad_nv.dist.transports import mpi, shared
 from tinygrad_nv.dist.transports.library import (
     ABORTED,
@@ -346,10 +346,11 @@ def world() -> World:
     return _world if _world is not None else init()
 
 
-def init(transport: str = "auto", ranks: Ranks | None = None) -> World:
+def init(transport: str = "auto", ranks: Ranks | None = None,
+         watch_ranks: Callable[[Watch], None] | None = None) -> World:
     """Finds the other ranks, as the launcher's environment variables say, and meets them. `transport` is
-    "shared" (ranks of one machine), "mpi", or "auto": MPI where a launcher of MPI started them. Raises
-    `DistError`."""
+    "shared" (ranks of one machine), "mpi", or "auto": MPI where a launcher of MPI started them. `watch_ranks`
+    is for ranks that this process started (store.py). Raises `DistError`."""
     global _world
     if _world is not None: raise DistError("init() is called twice", "one call", "use world()")
     found = Ranks.from_environment() if ranks is None else ranks
@@ -361,7 +362,7 @@ def init(transport: str = "auto", ranks: Ranks | None = None) -> World:
                         "ranks of one machine, where memory is the transport",
                         "start ranks of several machines with mpiexec or srun")
     if transport == "mpi": found = mpi.with_master(found)
-    store = Store.open(found) if found.world_size > 1 else None
+    store = Store.open(found, watch_ranks=watch_ranks) if found.world_size > 1 else None
     # a collective waits for ever: the watchdog says when that is too long
     _world = World(found, store, transport, WAIT_S)
     if store is not None:

@@ -30,6 +30,7 @@ from tinygrad_nv.errors import DistError
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 TOKEN = "NV_DIST_TOKEN"
+LINE = 200      # characters of a line in an error
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,15 @@ class LocalRanks:
         """The rank that failed, as soon as one has."""
         return self.processes.failure
 
+    def watch(self, lost: Callable[[int, str], None]) -> None:
+        """Calls `lost(rank, why)` when a rank has failed, or now if one has. (The store of rank 0 does not
+        notice a rank that ends before it has connected.)"""
+        def failed(failure: Failure) -> None:
+            lines = "".join(f"\n  | {line[:LINE]}" for line in failure.last)
+            ended = f"process {failure.pid} {failure.how}"
+            lost(failure.rank, f"{ended}; its last lines:{lines}" if lines else ended)
+        self.processes.watch(failed)
+
     def close(self, timeout_s: float = GRACE_S) -> Failure | None:
         """Waits for the ranks to end by themselves, then ends them. This process gets back what it had."""
         self._thread.join(timeout_s)
@@ -189,7 +199,8 @@ def start_local(n: int, argv: Sequence[str], environ: Mapping[str, str] = os.env
     to stderr. `on_failure` is called, in a thread, when a rank has failed; the others are ended then."""
     port, token = free_port(), secrets.token_hex()
     every = [Ranks(rank, n, rank, n, 0, HERE, port, "launch") for rank in range(n)]
-    processes = Processes(Output(sys.stderr, sys.stderr, len(str(n - 1))), grace_s, on_failure)
+    processes = Processes(Output(sys.stderr, sys.stderr, len(str(n - 1))), grace_s)
+    if on_failure is not None: processes.watch(on_failure)
     for ranks in every[1:]: _start(processes, ranks, program(argv), environ, token)
     own = variables(every[0], token)
     before = {name: os.environ.get(name) for name in own}

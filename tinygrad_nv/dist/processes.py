@@ -1,7 +1,7 @@
 """The processes of one host's ranks, which end together.
 
-Protocol: `Processes(output, grace_s, on_failure)`. `start(rank, argv, environ)` starts one rank;
-`supervise()` returns when all have ended: None, or the `Failure` of the rank that failed first. Each process
+Protocol: `Processes(output, grace_s)`. `start(rank, argv, environ)` starts one rank; `supervise()` returns
+when all have ended: None, or the `Failure` of the rank that failed first, which `watch` tells. Each process
 leads a process group of its own. When a rank fails, the others get SIGTERM, sent to their process groups, and
 SIGKILL after `grace_s`. `stop(signal)` sends a signal to all in the same way; a second call kills them at
 once. Processes that a rank started and left in its group are killed when the rank has ended. If this process
@@ -147,9 +147,10 @@ Event = tuple[Member | None, int]       # a member that ended; or None, and a si
 
 
 class Processes:
-    def __init__(self, output: Output, grace_s: float = GRACE_S,
-                 on_failure: Callable[[Failure], None] | None = None) -> None:
-        self.output, self.grace_s, self.on_failure = output, grace_s, on_failure
+    def __init__(self, output: Output, grace_s: float = GRACE_S) -> None:
+        self.output, self.grace_s = output, grace_s
+        self.watches: list[Callable[[Failure], None]] = []
+        self.lock = threading.Lock()
         self.members: list[Member] = []
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.failure: Failure | None = None
@@ -185,6 +186,12 @@ class Processes:
     def stop(self, number: int) -> None:
         """Passes a signal on; may be called by a signal's handler."""
         self.events.put((None, number))
+
+    def watch(self, fn: Callable[[Failure], None]) -> None:
+        """Calls `fn(failure)` when the first rank has failed, in a thread; now, if one has."""
+        with self.lock:
+            if self.failure is None: return self.watches.append(fn)
+        fn(self.failure)
 
     def supervise(self) -> Failure | None:
         """Until all have ended; the failure that ended them."""
@@ -240,10 +247,10 @@ class Processes:
 
     def _failed(self, member: Member) -> None:
         assert member.status is not None
-        first = self.failure is None
-        self.failure = Failure(member.rank, member.process.pid, member.status, tuple(member.last))
-        if first and self.on_failure is not None:
-            threading.Thread(target=self.on_failure, args=(self.failure,), daemon=True).start()
+        with self.lock:
+            self.failure = Failure(member.rank, member.process.pid, member.status, tuple(member.last))
+            watches, self.watches = self.watches, []
+        for fn in watches: threading.Thread(target=fn, args=(self.failure,), daemon=True).start()
 
     def _send(self, number: signal.Signals) -> None:
         for member in self.members:

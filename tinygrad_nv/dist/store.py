@@ -79,16 +79,19 @@ class Store:
         _stores.add(self)
 
     @staticmethod
-    def open(ranks: Ranks, timeout_s: float = OPEN_S) -> Store:
+    def open(ranks: Ranks, timeout_s: float = OPEN_S, watch_ranks: Callable[[Watch], None] | None = None
+             ) -> Store:
         """Serves the store if this is rank 0, connects, and waits for all ranks. Raises `DistError` for a
         port that is taken, two processes of one rank or another world size, `DistTimeout` with the ranks that
-        have not come."""
+        have not come. What started the ranks may know that one has ended before it came: `watch_ranks` is
+        given a function that it calls with the rank and why."""
         end, token = time.monotonic() + timeout_s, token_of(ranks)
         server, places = None, places_of(ranks)
         if ranks.rank == 0:
             listener = listen(ranks)
             places = [listener.getsockname()[:2]]
             server = Server(listener, ranks.world_size, token).start()
+            if watch_ranks is not None: watch_ranks(server.lose)
         try: connection, received = connect(places, ranks, token, end, timeout_s)
         except BaseException:
             if server is not None: server.close(TRY_S)

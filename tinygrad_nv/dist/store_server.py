@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 from tinygrad_nv.dist.frames import (
     HELLO_BYTES,
@@ -86,6 +87,7 @@ class Server:
         self.gathers: dict[str, dict[int, bytes]] = {}
         self.waits: list[Wait] = []
         self.lost: dict[int, str] = {}
+        self.ended = SimpleQueue[tuple[int, str]]()     # what `lose` was told
         self.left: set[int] = set()
         self.closing = self.hurried = False
         self.selector = selectors.DefaultSelector()
@@ -112,6 +114,11 @@ class Server:
             self._wake()
             self.thread.join()
 
+    def lose(self, rank: int, why: str) -> None:
+        """Says that a rank has ended: if it never connected, it is lost. Any thread may call this."""
+        self.ended.put((rank, why))
+        self._wake()
+
     def forked(self) -> None:
         """In a forked process, which does not serve."""
         sockets = [self.listener, self.wake, self.woken, *(peer.socket for peer in self.peers)]
@@ -126,12 +133,18 @@ class Server:
         while not self._finished():
             for key, events in self.selector.select(self._patience()):
                 if key.fileobj is self.listener: self._accept()
-                elif key.fileobj is self.woken: self.woken.recv(64)
+                elif key.fileobj is self.woken: self._take_ended()
                 else: self._serve_peer(key.data, events)
             self._expire()
         for peer in list(self.peers): self._drop(peer)
         for each in (self.listener, self.wake, self.woken): each.close()
         self.selector.close()
+
+    def _take_ended(self) -> None:
+        self.woken.recv(64)
+        while not self.ended.empty():
+            rank, why = self.ended.get()
+            if rank not in self.of_rank and rank not in self.left: self._lose(rank, why)
 
     def _finished(self) -> bool:
         if not self.closing: return False

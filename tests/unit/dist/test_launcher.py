@@ -243,6 +243,27 @@ assert own.close(0).exit_code == 5
     assert done.stdout == "2 5 exited with status 5 ('bye',)\n"
 
 
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_rank_that_ends_before_it_has_met_the_others(mark: str, when: str, tmp_path: Path):
+    """Rank 0 ends at once, with the last lines of that rank, whether it waits for the others yet or not."""
+    pause = {"before": (0, 2), "meanwhile": (0.7, 0)}[when]
+    own = f"""
+from tinygrad_nv.errors import DistError
+own = start_local(3, [PATH])
+time.sleep({pause[1]})
+began = time.monotonic()
+try: Store.open(own.ranks, 60, own.watch)
+except DistError as error: print(error.found.replace(str(own.poll().pid), "N"), error.ranks)
+assert time.monotonic() - began < 10
+own.close(0)
+"""
+    rank = f"if ranks.rank == 2:\n    time.sleep({pause[0]})\n    sys.exit('no such library')\ntime.sleep(60)"
+    done = local(tmp_path, rank, own)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ("rank 2 was lost: process N exited with status 1; its last lines:\n"
+                           "  | no such library (2,)\n")
+
+
 def test_close_ends_ranks_that_do_not(mark: str, tmp_path: Path):
     began = time.monotonic()
     done = local(tmp_path, "time.sleep(60)", "start_local(2, [PATH]).close(0.1)")
