@@ -2,21 +2,26 @@
 cores of their process."""
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import sys
 import time
+from collections.abc import AsyncIterator
 from dataclasses import replace
+from enum import StrEnum
 from typing import NoReturn
 
+from tinygrad_nv.engine.async_engine import AsyncEngine
 from tinygrad_nv.engine.executor import plan
 from tinygrad_nv.engine.executor.replicas import Replicas
 from tinygrad_nv.engine.llm import LLM
+from tinygrad_nv.engine.outputs import Delta
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
-from tinygrad_nv.errors import ConfigError, DistError, NVError, WeightError
+from tinygrad_nv.errors import ConfigError, DistError, NVError, QueueFull, WeightError
 
 PROMPTS = ["Once upon a time", "The little dog", "Lily and Tom went to", "One day", "A bird sat", "The end"]
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
@@ -52,8 +57,10 @@ def several(llm: LLM) -> dict[str, object]:
     stream.close()
     end = time.monotonic() + 20
     while llm.metrics["running"] and time.monotonic() < end: time.sleep(0.02)
+    engine.refresh_stats()
     stats = engine.replica_stats()
     for _ in range(2): llm.generate([PROMPTS[0] * 12] * 4, GREEDY, use_tqdm=False)
+    engine.refresh_stats()
     hits = [each.prefix_hits for each in engine.replica_stats()]
     llm.reset_prefix_cache()
     llm.generate([PROMPTS[0] * 12] * 2, GREEDY, use_tqdm=False)
@@ -63,6 +70,35 @@ def several(llm: LLM) -> dict[str, object]:
     return {"tokens": [each.generated_tokens for each in stats], "running": [each.running for each in stats],
             "hits": hits, "more": llm.metrics["prefix_hits"] - sum(hits), "refused": refused,
             "drafted": [each.drafted for each in stats]}
+
+
+class Color(StrEnum):
+    """A type that other ranks do not have."""
+    RED = "red"
+
+
+def unreadable(llm: LLM) -> list[str]:
+    """What becomes of requests that other replicas cannot read: the answer, or the error."""
+    choice, found = StructuredOutputsParams(choice=[Color.RED, "blue"]), list[str]()
+    for _ in range(llm.engine.max_seqs // 2):
+        one, = llm.generate("Once", replace(GREEDY, structured_outputs=choice), use_tqdm=False)[0].outputs
+        found.append(one.text if one.error is None else one.error.found)
+    return found
+
+
+async def limited(llm: LLM) -> tuple[int, str]:
+    """How many requests of 6 at once a server refuses, and how."""
+    engine, refused = AsyncEngine(llm), list[str]()
+    await engine.start()
+    async def answered(deltas: AsyncIterator[Delta]) -> None:
+        async for _ in deltas: pass
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(6):
+            try: tasks.create_task(answered(engine.generate("Once", GREEDY)))
+            except QueueFull as error: refused.append(error.found)
+            else: await asyncio.sleep(0)    # it is submitted; no output comes before the loop goes on
+    await engine.stop()
+    return len(refused), refused[0] if refused else ""
 
 
 def lost(llm: LLM) -> tuple[str, bool]:
@@ -97,8 +133,10 @@ def main() -> None:
     if how == "failing": return failing(directory, *sys.argv[3:])
     with opened(directory, **json.loads(how)) as llm:
         kinds = int(sys.argv[3])
-        print(json.dumps({"answers": answers(llm, kinds), "logprobs": logprobs(llm) if kinds > 2 else [],
-                          "several": several(llm), "lost": lost(llm)}), flush=True)
+        more = ({"logprobs": logprobs(llm)} if kinds > 2 else
+                {"logprobs": [], "unreadable": unreadable(llm), "limited": asyncio.run(limited(llm))})
+        print(json.dumps({**more, "answers": answers(llm, kinds), "several": several(llm),
+                          "lost": lost(llm)}), flush=True)
 
 
 if __name__ == "__main__": main()

@@ -32,14 +32,14 @@ def alone() -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("options", [
-    {"data_parallel_size": 2},
+    {"data_parallel_size": 2, "max_queue": 1},
     pytest.param({"data_parallel_size": 3, "speculative": "ngram:3"}, marks=pytest.mark.slow),
     pytest.param({"data_parallel_size": 2, "tensor_parallel_size": 2}, marks=pytest.mark.slow),
     pytest.param({"data_parallel_size": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.slow),
     pytest.param({"data_parallel_size": 2, "speculative": f"draft:{TALES}:3"}, marks=pytest.mark.slow)],
     ids=str)
 def test_tokens(options: dict[str, object], alone: tuple[Any, Any]) -> None:
-    kinds = 5 if len(options) > 1 else 2
+    kinds = 2 if "max_queue" in options else 5
     done = run(sys.executable, replicas_program.__file__, str(TALES), json.dumps(options), str(kinds))
     assert done.returncode in (0, ENDED), done.stderr      # rank 1 is killed in the end
     found = json.loads(done.stdout.splitlines()[-1])
@@ -52,6 +52,12 @@ def test_tokens(options: dict[str, object], alone: tuple[Any, Any]) -> None:
     assert several["more"] == 0     # each replica has forgotten the prompt
     assert "several ranks" in several["refused"]
     assert any(several["drafted"]) == ("speculative" in options)
+    if "max_queue" in options:
+        read, unread = sorted(found["unreadable"], key=lambda each: each.startswith("rank"))
+        assert read in ("red", "blue")
+        assert re.match("rank 1 cannot read the request: .*Color", unread)
+        # of both replicas; in `answers` each has more than `max_queue` requests
+        assert found["limited"] == [5, "1 requests wait for their first token"]
     words, soon = found["lost"]
     assert re.search("rank 1 (was lost|has ended)", words), words
     assert soon

@@ -95,8 +95,12 @@ class AsyncEngine:
         if self._llm is not None: await asyncio.to_thread(self._llm.engine.join)
 
     def stats(self) -> EngineStats:
-        """Current statistics of the engine."""
+        """Statistics of the engine: current ones, of several replicas those of the last `refresh_stats`."""
         return self.llm.engine.stats()
+
+    async def refresh_stats(self) -> None:
+        """Asks other replicas for their statistics, and waits for them for a second at most."""
+        if self.llm.ranks is not None: await asyncio.to_thread(self.llm.ranks.refresh_stats)
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None, *,
                  request_id: str | None = None, priority: int = 0,
@@ -106,7 +110,7 @@ class AsyncEngine:
         if (error := self.failure or self.llm.engine.refusal) is not None: raise error
         if self._stopping:
             raise EngineError("the engine is stopping", "an engine that takes requests", "retry later")
-        limit = self.llm.core.config.queue_limit
+        limit = self.llm.queue_limit
         if self._waiting >= limit:
             raise QueueFull(f"{self._waiting} requests wait for their first token", f"less than {limit}",
                             "retry later, or raise --max-queue")

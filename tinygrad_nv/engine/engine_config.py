@@ -21,10 +21,10 @@ class EngineConfig:
 
     `max_seqs`: sequences that run at a time. `max_batched_tokens`: token budget of a step, padding of groups
     included. `max_len`: tokens of a sequence, prompt included. `queue_limit`: requests that wait and have
-    never run. `overlap`: schedule the next step before the output of the last one is processed. `ageing_s`: a
-    waiting request gains one level of priority every so many seconds. `eos`: end tokens of the model.
-    `offload_cost`: a preempted sequence is offloaded to the host, rather than recomputed, if it has more than
-    `offload_cost` tokens for each page.
+    never run; the cores of several replicas have no limit of their own. `overlap`: schedule the next step
+    before the output of the last one is processed. `ageing_s`: a waiting request gains one level of priority
+    every so many seconds. `eos`: end tokens of the model. `offload_cost`: a preempted sequence is offloaded
+    to the host, rather than recomputed, if it has more than `offload_cost` tokens for each page.
     `num_speculative_tokens`: draft tokens for each sequence and step; 0 turns speculative decoding off.
     `max_adapters`: adapters that run at a time. `stages`: ranks that a step passes one after the other
     (pipeline parallelism), each of which may have a step of its own."""

@@ -10,6 +10,7 @@ own thread (thread.py), and text is made in the caller's.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,6 +20,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from tinygrad_nv.engine.core import EngineStats
 from tinygrad_nv.engine.embedding.embedder import open_embedder
 from tinygrad_nv.engine.engine_plan import EnginePlan
 from tinygrad_nv.engine.executor.plan import (
@@ -151,6 +153,9 @@ class LLM(GenerationMethods, PoolingMethods):
         self.tokenizer, self.tokenizer_error = optional_tokenizer(o.tokenizer or self.directory)
         speculation = None if o.speculative is None else parse_speculative(o.speculative)
         engine = o.engine_config(self.length, self.eos, speculation.tokens if speculation else 0)
+        self.queue_limit = engine.queue_limit
+        # of several replicas, AsyncEngine limits all together
+        if o.data_parallel_size > 1: engine = replace(engine, queue_limit=sys.maxsize)
         if o.world_size > 1:
             from tinygrad_nv.engine.executor.ranks import ParallelRanks
             self.ranks = ParallelRanks.open(o, self.config)
@@ -207,8 +212,12 @@ class LLM(GenerationMethods, PoolingMethods):
 
     def get_metrics(self) -> list[Metric]:
         """Statistics, as vLLM's metric objects (metrics.py)."""
-        engine = self.embedder.engine if self.embedder is not None else self.engine
-        return metrics(engine.stats(), self.latencies, str(self.directory))
+        stats = self._stats_now() if self.embedder is None else self.embedder.engine.stats()
+        return metrics(stats, self.latencies, str(self.directory))
+
+    def _stats_now(self) -> EngineStats:
+        if self.ranks is not None: self.ranks.refresh_stats()
+        return self.engine.stats()
 
     def reset_prefix_cache(self) -> bool:
         """Empties the prefix cache. True, as nothing prevents it."""
@@ -264,10 +273,13 @@ class LLM(GenerationMethods, PoolingMethods):
     def ready(self) -> None:
         """Counts compilations from now on."""
         self.compilations = Compilations()
-        if self.ranks is not None: self.ranks.tell("ready")
+        if self.ranks is None: return
+        self.ranks.tell("ready")
+        self.ranks.refresh_stats()
 
     def compilations_after_ready(self) -> int:
-        """What was compiled and captured since then, on all replicas."""
+        """What was compiled and captured since then, on all replicas; on others than that of rank 0 as of
+        `metrics`, or the last `refresh_stats` of the ranks."""
         return self.compilations.since() + (0 if self.ranks is None else self.ranks.compilations())
 
     def warm_up(self, params: SamplingParams, prompt_tokens: int) -> None:
@@ -288,7 +300,7 @@ class LLM(GenerationMethods, PoolingMethods):
     def metrics(self) -> dict[str, float]:
         """Statistics of the engine (core.py), and `compilations_after_ready`: what was compiled and captured
         since the model was loaded and, if it was, warmed up."""
-        stats = {} if self.embedder is not None else vars(self.engine.stats())
+        stats = {} if self.embedder is not None else vars(self._stats_now())
         return {**stats, "compilations_after_ready": self.compilations_after_ready()}
 
     @property

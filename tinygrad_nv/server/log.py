@@ -84,6 +84,7 @@ async def periodic(service: Service, every_s: float) -> None:
     before, at, shown = service.engine.stats(), time.perf_counter(), False
     while True:
         await asyncio.sleep(every_s)
+        await service.engine.refresh_stats()
         now, stats = time.perf_counter(), service.engine.stats()
         busy = bool(stats.running or stats.waiting or stats.generated_tokens != before.generated_tokens)
         # one more line when it becomes idle, so that the last line is not a busy one

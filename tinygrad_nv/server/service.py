@@ -73,6 +73,7 @@ class EngineClient(Protocol):
     def generate(self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None,
                  priority: int = 0, lora_request: LoRARequest | None = None) -> AsyncIterator[Delta]: ...
     def stats(self) -> Any: ...
+    async def refresh_stats(self) -> None: ...
     async def stop(self, drain_s: float = 0.0) -> None: ...
 
 
@@ -89,6 +90,8 @@ class EmbeddingEngineClient(EngineClient):
         raise RequestError("the model makes embeddings", "a prompt to embed", "POST /v1/embeddings")
 
     def stats(self) -> Any: return self.engine.stats()
+
+    async def refresh_stats(self) -> None: """They are always current."""
 
     async def stop(self, drain_s: float = 0.0) -> None: await self.engine.stop(drain_s)
 

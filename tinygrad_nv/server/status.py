@@ -98,6 +98,7 @@ async def _version(_: Request) -> Response:
 
 def _metrics(service: Service) -> Endpoint:
     async def endpoint(_: Request) -> Response:
+        await service.engine.refresh_stats()
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
     return endpoint
 

@@ -70,7 +70,8 @@ class CountingLLM:
         from tinygrad_nv.engine.sampling import SamplingParams
         from tinygrad_nv.engine.thread import EngineThread
         self.core, self.engine, self.defaults = core, EngineThread(core), SamplingParams(max_tokens=4)
-        self.tokenizer, self.adapters = self, None
+        self.tokenizer, self.adapters, self.ranks = self, None, None
+        self.queue_limit = core.config.queue_limit
 
     def request(self, name: str, prompt, params=None, priority: int = 0, matched: bool = True,
                 lora_request=None) -> Request:

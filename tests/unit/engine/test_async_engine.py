@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 from core_case import CountingCore, CountingLLM
@@ -141,6 +142,19 @@ def test_a_full_queue_refuses_and_takes_again():
         assert await tasks[1] == await third == "0 1 2 3 "
         assert await text(engine.generate([1])) == "0 1 2 3 "
     run(case, CountingCore(queue_limit=2))
+
+
+def test_statistics_are_waited_for_in_a_thread():
+    """The loop goes on: else what it does here would never end the wait."""
+    async def case(engine, core):
+        answered = threading.Event()
+        engine.llm.ranks = SimpleNamespace(refresh_stats=lambda: waited.append(answered.wait(5)))
+        task, waited = asyncio.create_task(engine.refresh_stats()), []
+        await asyncio.sleep(0.02)
+        answered.set()
+        await task
+        assert waited == [True]
+    run(case)
 
 
 def test_what_the_core_refuses_comes_as_an_error_of_every_sequence():

@@ -2,11 +2,14 @@
 from __future__ import annotations
 
 import os
+import pickle
+import re
 import socket
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,6 +18,7 @@ import pytest
 from core_case import CountingCore
 
 from tinygrad_nv.engine.core import EngineStats
+from tinygrad_nv.engine.executor import replicas
 from tinygrad_nv.engine.executor.connections import Connections
 from tinygrad_nv.engine.executor.followers import Followers
 from tinygrad_nv.engine.executor.ranks import ParallelRanks
@@ -80,7 +84,7 @@ class Case:
 def case() -> Iterator[Case]:
     near, far = Pipe()
     cores = [Core(step_s=0.001), Core(step_s=0.001)]
-    replica = Replica(cast(Any, SimpleNamespace(interrupt=None)), Connections(far, {}, {}))
+    replica = Replica(cast(Any, SimpleNamespace(interrupt=None, rank=1)), Connections(far, {}, {}))
     replica.engine = EngineThread(cast(Any, cores[1]))
     replica.opened = cast(Any, SimpleNamespace(draft_model=None))
     serves = threading.Thread(target=replica.serve)
@@ -212,6 +216,61 @@ def test_statistics(case: Case) -> None:
     assert [each.resets for each in case.cores] == [1, 1]
 
 
+def test_statistics_of_a_replica_that_does_not_answer(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those before are shown at once, and it is asked no second time; then those that it answers."""
+    monkeypatch.setattr(replicas, "STATS_S", 0.05)
+    answers, remote = threading.Event(), case.engines.others[0]
+    def late() -> EngineStats:
+        assert answers.wait(10)
+        return replace(STATS, running=5)
+    monkeypatch.setattr(case.far.engine, "stats", late)
+    began = time.monotonic()
+    for _ in range(3): case.engines.refresh_stats()
+    waited = time.monotonic() - began
+    for _ in range(100):
+        assert case.engines.stats().running == 2
+        assert case.engines.compilations() == 0
+    assert time.monotonic() - began < waited + 0.05 < 5
+    assert (len(remote._answers), remote._outbox.qsize()) == (1, 0)
+    asked = remote.ask_stats()
+    answers.set()
+    asked.result(10)
+    assert [each.running for each in case.engines.replica_stats()] == [1, 5]
+
+
+class Unreadable:
+    """What a replica has no class for."""
+    def __reduce__(self) -> Any: return getattr, (os, "Color")
+
+
+@pytest.mark.parametrize(("value", "words"), [
+    (Unreadable(), r"rank 1 cannot read the request: .*no attribute 'Color'"),
+    (lambda: None, r"a request cannot be sent to rank 1: .*pickle")], ids=["read", "sent"])
+def test_a_request_that_cannot_be_sent(case: Case, value: Any, words: str) -> None:
+    """It alone ends with an error: those before and after are answered."""
+    inbox = Inbox()
+    for each in case.cores: each.gate.clear()
+    for name in "ab": case.engines.submit(request(name), inbox.put)
+    case.engines.submit(request("c"), inbox.put)
+    bad = replace(request("bad", n=2), salt=value)
+    if isinstance(value, Unreadable): case.engines.submit(bad, inbox.put)
+    else:
+        with pytest.raises(RequestError, match=words): case.engines.submit(bad, inbox.put)
+        inbox.ended |= dict.fromkeys((("bad", 0), ("bad", 1)), RequestError(words))
+    for each in case.cores: each.gate.set()
+    inbox.wait(5)
+    for name in "def": case.engines.submit(request(name), inbox.put)
+    inbox.wait(8)
+    for index in range(2):
+        error = inbox.ended.pop(("bad", index))
+        assert isinstance(error, RequestError)
+        assert error.found == words or re.match(words, error.found)
+    assert set(inbox.ended.values()) == {"length"}
+    assert case.engines.failure is None
+    assert case.engines._loads == [0, 0]
+    assert min(case.requests(0), case.requests(1)) >= 2
+
+
 def test_matchers_are_made_where_a_request_runs(case: Case) -> None:
     """Also of a request that is aborted before, which never runs, and of a grammar that fails there."""
     made = threading.Event()
@@ -238,6 +297,7 @@ def test_matchers_are_made_where_a_request_runs(case: Case) -> None:
     made.set()
     inbox.wait(11)
     assert str(inbox.ended["far0", 0]) == "no grammar"
+    assert case.far._making == set()
     assert [inbox.tokens[f"far{number}", 0] for number in range(1, 6)] == [[], *[[0, 1, 2]] * 4]
     assert all(each.matchers == ("matcher",) for each, _ in case.cores[1].running.values())
     assert case.requests(1) == 4
@@ -250,7 +310,8 @@ def test_pages_are_those_that_all_ranks_have_room_for(own: int, follower: int, r
 
     def rank(end: Any, pages: int, numbered: int) -> None:
         message = end.recv()
-        assert message[numbered:] == ("pages", ("plan", "budget", "draft")[:2 + numbered])
+        name, arguments = (message[1], pickle.loads(message[3])) if numbered else message
+        assert (name, arguments) == ("pages", ("plan", "budget", "draft")[:2 + numbered])
         end.send((*message[:numbered], True, pages))
     for each in ((far1, follower, 0), (far2, replica, 1)): threading.Thread(target=rank, args=each).start()
     how: Any = SimpleNamespace(draft="draft")

@@ -89,11 +89,14 @@ class FakeEngine:
     running: set[str] = field(default_factory=set)
     closed: list[str] = field(default_factory=list)
     generated: int = 0
+    refreshed: int = 0      # how often statistics were
     stopping: bool = False
     loras: list[Any] = field(default_factory=list)      # of requests, None where there is none
     asked: list[tuple[ParsedPrompt, SamplingParams]] = field(default_factory=list)
 
     def stats(self) -> FakeStats: return FakeStats(len(self.running), generated_tokens=self.generated)
+
+    async def refresh_stats(self) -> None: self.refreshed += 1
 
     async def stop(self, drain_s: float = 0.0) -> None: self.stopping = True
 

@@ -5,7 +5,7 @@ it, and rank 0 leads all. `open_ranks(ranks, size)` starts ranks where no launch
 `connect(world, size)`: followers are connected to the rank that leads their replica, and these to rank 0.
 
 Messages are Python's own (multiprocessing.connection: pickled, over a socket that both ends have to know a
-secret for). A process that connects and does not know it, or says nothing for `HELLO_S`, is no rank.
+secret for). A process that connects and does not know it, or is silent for `HELLO_S`, is not a rank.
 """
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ COMMAND = (sys.executable, "-m", "tinygrad_nv.engine.executor.follower")
 ADDRESS = "executor"
 HELLO_S = 5.0       # between messages of a handshake
 ACCEPT_S = 0.05     # until it is looked at whether all are there
-Came = SimpleQueue[tuple[int, Connection]]
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,9 @@ def open_ranks(ranks: int, size: int) -> tuple[dist.World, launcher.LocalRanks |
     elif _of_launcher is not None and not _of_launcher.follow:
         raise DistError("the ranks of this launcher had a model, and ended with it",
                         "one model of several ranks in a run", "keep the model, or start the program again")
-    try: return _checked(dist.world(), ranks, local), local
+    try:
+        world = dist.world() if local is None else dist.init(watch_ranks=local.watch)
+        return _checked(world, ranks, local), local
     except BaseException:
         if local is not None:
             local.close(0)
@@ -111,33 +112,34 @@ def _called(address: str, rank: int, secret: bytes) -> Connection:
 
 def _answered(server: socket.socket, expected: Collection[int], secret: bytes) -> dict[int, Connection]:
     """One connection to each of these ranks."""
-    came, found = Came(), dict[int, Connection]()
+    connected, found = SimpleQueue[tuple[int, Connection]](), dict[int, Connection]()
     server.settimeout(ACCEPT_S)
     while len(found) < len(expected):
         with contextlib.suppress(TimeoutError):
             one = server.accept()[0]
-            threading.Thread(target=_greet, args=(one, secret, came), daemon=True).start()
-        while not came.empty():
-            rank, connection = came.get()
+            threading.Thread(target=_greet, args=(one, secret, connected), daemon=True).start()
+        while not connected.empty():
+            rank, connection = connected.get()
             found[rank] = connection
     return found
 
 
-def _greet(one: socket.socket, secret: bytes, came: Came) -> None:
-    """Has what connected show that it is a rank. (In a thread: others need not wait for one that is none.)"""
+def _greet(one: socket.socket, secret: bytes, connected: SimpleQueue[tuple[int, Connection]]) -> None:
+    """Has what connected show that it is a rank. (In a thread: other ranks need not wait for a process that
+    is not a rank.)"""
     with one:
-        _patience(one, HELLO_S)
+        _set_read_timeout(one, HELLO_S)
         made = Connection(one.dup().detach())
         try:
             deliver_challenge(made, secret)
             answer_challenge(made, secret)
             rank = made.recv()
         except (AuthenticationError, EOFError, OSError): return made.close()
-        _patience(one, 0)
-    came.put((rank, made))
+        _set_read_timeout(one, 0)
+    connected.put((rank, made))
 
 
-def _patience(one: socket.socket, seconds: float) -> None:
+def _set_read_timeout(one: socket.socket, seconds: float) -> None:
     """How long a read of this socket may take; 0 is any time. (Python's own timeouts are those of its
     objects.)"""
     one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(seconds), 0))

@@ -20,7 +20,7 @@ from typing import Any
 from tinygrad_nv.dist import group as dist
 from tinygrad_nv.dist.processes import ENDED
 from tinygrad_nv.engine.executor.connections import connect
-from tinygrad_nv.engine.executor.followers import said
+from tinygrad_nv.engine.executor.followers import error_text
 from tinygrad_nv.engine.executor.plan import (
     PageBudget,
     RunnerPlan,
@@ -57,7 +57,7 @@ class Follower:
         except NVError as error: answer = False, error
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
-            answer = False, DistError(said(error))
+            answer = False, DistError(error_text(error))
         self.connection.send(answer)
 
     def run(self, name: str, arguments: tuple[Any, ...]) -> Any:
@@ -80,7 +80,7 @@ class Follower:
         """Ends this rank, and by that all: it is no longer where the others are."""
         if (error := done.exception()) is None: return
         print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
-        if self.world.store is not None: self.world.store.abort(said(error))
+        if self.world.store is not None: self.world.store.abort(error_text(error))
         os._exit(1 if self.world.ended is None else ENDED)
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ def follow(world: dist.World, size: int) -> int:
     role = Follower(world, found.up) if world.rank % size else Replica(world, found)
     try: return role.serve()
     except BaseException as error:
-        if world.store is not None: world.store.abort(said(error))
+        if world.store is not None: world.store.abort(error_text(error))
         raise
     finally:
         for group in world.groups: group.abort()

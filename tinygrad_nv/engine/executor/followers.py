@@ -56,7 +56,7 @@ class Followers:
         """Ends what ranks do together because of an error of one: the first counts, which is returned."""
         with self._failing:
             if self.lost is not None: return self.lost
-            self.lost = error if isinstance(error, NVError) else DistError(said(error))
+            self.lost = error if isinstance(error, NVError) else DistError(error_text(error))
         self.interrupt(self.lost if isinstance(self.lost, DistError) else DistError(self.lost.found))
         return self.lost
 
@@ -108,7 +108,7 @@ def gone(rank: int) -> DistError:
                      "see what it has written, and start again", (rank,))
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """What other ranks are told of an error."""
     return error.found if isinstance(error, NVError) else f"it ended with {type(error).__name__}: {error}"
 

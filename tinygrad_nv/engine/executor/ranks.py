@@ -120,8 +120,12 @@ class ParallelRanks:
         """With that of rank 0."""
         return 1 + len(self.replicas)
 
+    def refresh_stats(self) -> None:
+        """Has statistics and `compilations` of the other replicas be those of now; waits a second at most."""
+        if self.engines is not None: self.engines.refresh_stats()
+
     def compilations(self) -> int:
-        """Of the other replicas, since they were ready."""
+        """Of the other replicas, since they were ready, as of the last `refresh_stats`."""
         return 0 if self.engines is None else self.engines.compilations()
 
     def tell(self, name: str) -> None:

@@ -1,9 +1,12 @@
 """The rank that leads a replica, other than rank 0: an engine of its own, for requests that rank 0 sends.
 
-Protocol: rank 0 sends (number, name, arguments), one of `COMMANDS`. A command with a number is answered with
-(number, whether it went well, result or error). Outputs of requests go back once a step as (0, failure,
-outputs), each a tuple of `EngineCoreOutput`'s fields; a failure is that of the whole engine. Matchers of
-structured output are made here, in threads, as they cannot be sent.
+Protocol: rank 0 sends (number, name, sequences, arguments): the name is one of `COMMANDS`, the arguments are
+pickled by themselves, and `sequences` are the id and the number of sequences of a new request. A request that
+cannot be unpickled here, as classes of the user's program cannot, ends with an error, and nothing else does.
+
+A command with a number is answered with (number, whether it went well, result or error). Outputs of requests
+go back once a step as (0, failure, outputs), each a tuple of `EngineCoreOutput`'s fields; a failure is that
+of the whole engine. Matchers of structured output are made here, in threads, as they cannot be sent.
 """
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter
 from typing import Any
 
@@ -22,7 +26,7 @@ from tinygrad_nv.dist import group as dist
 from tinygrad_nv.engine.core import EngineStats
 from tinygrad_nv.engine.engine_plan import EnginePlan, OpenEngine
 from tinygrad_nv.engine.executor.connections import Connections
-from tinygrad_nv.engine.executor.followers import Followers, said
+from tinygrad_nv.engine.executor.followers import Followers, error_text
 from tinygrad_nv.engine.executor.plan import (
     PageBudget,
     RunnerPlan,
@@ -38,7 +42,7 @@ from tinygrad_nv.engine.structured_output.matchers import Matchers
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.engine.thread import EngineThread
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
-from tinygrad_nv.errors import DistError, EngineError, NVError, TokenizerError
+from tinygrad_nv.errors import DistError, EngineError, NVError, RequestError, TokenizerError
 from tinygrad_nv.runtime.programs import Compilations
 
 GRAMMARS = 4    # that are compiled at a time
@@ -63,18 +67,28 @@ class Replica:
     def serve(self) -> int:
         """Does what rank 0 says until it ends: the status to exit with."""
         while True:
-            try: number, name, arguments = self.front.recv()
+            try: number, name, sequences, arguments = self.front.recv()
             except (EOFError, OSError): return 1
             if name == "close":
                 self.close()
                 return 0
-            try: answer = True, COMMANDS[name](self, *arguments)
+            try: answer = True, self._do(name, sequences, arguments)
             except NVError as error: answer = False, error
             except Exception as error:
                 traceback.print_exc(file=sys.stderr)
-                answer = False, DistError(said(error))
+                answer = False, DistError(error_text(error))
             if number: self._send(number, *answer)
             elif not answer[0]: raise answer[1]
+
+    def _do(self, name: str, sequences: tuple[str, int] | None, packed: bytes) -> Any:
+        try: arguments = ForkingPickler.loads(packed)
+        except Exception as error:
+            if sequences is None: raise
+            return self._refuse(*sequences, RequestError(
+                f"rank {self.world.rank} cannot read the request: {error_text(error)}",
+                "parameters of types that Python or this package has, which every rank can import",
+                "pass str(value) for a value of a type of your own"))
+        return COMMANDS[name](self, *arguments)
 
     def _send(self, *message: Any) -> None:
         # without rank 0 there is nothing to say: `serve` ends
@@ -145,21 +159,23 @@ class Replica:
 
     def _submit(self, request: Request) -> None:
         try: self.engine.submit(request, self._deliver)
-        except NVError as error: self._refuse(request, error)
+        except NVError as error: self._refuse(request.id, request.params.n, error)
 
     def _make_matchers(self, request: Request) -> None:
         assert self._matchers is not None
         try: made = replace(request, matchers=self._matchers.of(request.params))
         except Exception as error:
-            return self._refuse(request, error if isinstance(error, NVError) else EngineError(said(error)))
+            with self._lock: self._making.discard(request.id)
+            return self._refuse(request.id, request.params.n,
+                                error if isinstance(error, NVError) else EngineError(error_text(error)))
         with self._lock:
             if request.id not in self._making: return   # aborted
             self._making.discard(request.id)
             self._submit(made)
 
-    def _refuse(self, request: Request, error: NVError) -> None:
-        self._deliver([EngineCoreOutput(request.id, index, (), finish_reason="error", error=error)
-                       for index in range(request.params.n)])
+    def _refuse(self, request: str, n: int, error: NVError) -> None:
+        self._deliver([EngineCoreOutput(request, index, (), finish_reason="error", error=error)
+                       for index in range(n)])
 
     def _deliver(self, outputs: list[EngineCoreOutput]) -> None:
         self._send(0, self.engine.failure, [*map(fields_of, outputs)])

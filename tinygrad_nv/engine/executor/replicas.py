@@ -3,9 +3,10 @@
 Protocol: `Replicas(own, others)` is what requests are submitted to (thread.py), over the engine of rank 0 and
 `RemoteEngine`s of the ranks that lead the others (replica.py). A request goes, with all its sequences, to the
 replica with the smallest load, in turn where several have it: 4 for each sequence that waits for its first
-token, and 1 for each that has one (vLLM's weights). The front knows this of its own requests, at any time.
+token, and 1 for each that has one (vLLM's weights). Rank 0 counts this itself, by the outputs that come.
 
-Any thread may call it, and no call waits for a replica but `stats`, `ask` and `reset_prefix_cache`.
+Any thread may call it, and no call waits for a replica but `refresh_stats` and `reset_prefix_cache`: `stats`
+shows what each replica last answered, and a replica is asked again only when it has answered.
 """
 from __future__ import annotations
 
@@ -13,24 +14,27 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
 from typing import Any
 
 from tinygrad_nv.engine.core import EngineStats
-from tinygrad_nv.engine.executor.followers import gone, of_rank, said
+from tinygrad_nv.engine.executor.followers import error_text, gone, of_rank
 from tinygrad_nv.engine.outputs import EngineCoreOutput
 from tinygrad_nv.engine.scheduling.request import Request
 from tinygrad_nv.engine.thread import EngineThread, Sink
 from tinygrad_nv.errors import EngineError, NVError, RequestError
 
 WAITING, RUNNING = 4, 1     # load of a sequence
-STATS_S = 1.0               # that statistics may take: those before are shown then
-TOLD_S = 1.0                # that a message may take until it is sent
+STATS_S = 1.0               # that `refresh_stats` waits for answers: those before are shown then
+SEND_TIMEOUT_S = 1.0        # that a message may take until it is sent
 Answer = tuple[int, Any, Any]
+Message = tuple[int, str, tuple[str, int] | None, bytes]    # number, name, sequences, arguments: replica.py
+Stats = tuple[EngineStats, int]     # and compilations since the replica was ready
 
 
 class RemoteEngine:
@@ -41,8 +45,11 @@ class RemoteEngine:
         self.failure: NVError | None = None
         self.deliver: Sink = lambda outputs: None
         self._numbers, self._answers = itertools.count(1), dict[int, Future[Any]]()
-        self._outbox = SimpleQueue[tuple[int, str, tuple[Any, ...]] | None]()
+        self._outbox = SimpleQueue[Message | None]()
         self._lock, self._closed = threading.Lock(), threading.Event()
+        self._stats_lock = threading.Lock()
+        self._stats: Stats | None = None
+        self._asked: Future[Stats] | None = None
         reader, self._writer = (threading.Thread(target=each, name=f"replica of rank {rank}", daemon=True)
                                 for each in (self._read, self._write))
         reader.start()
@@ -50,27 +57,51 @@ class RemoteEngine:
 
     def ask(self, name: str, *arguments: Any) -> Future[Any]:
         """Has the replica do something: what it answers."""
-        answer, number = Future[Any](), next(self._numbers)
+        answer, message = Future[Any](), (next(self._numbers), name, None, _packed(*arguments))
         with self._lock:
             if self.failure is None:
-                self._answers[number] = answer
-                self._outbox.put((number, name, arguments))
+                self._answers[message[0]] = answer
+                self._outbox.put(message)
                 return answer
         answer.set_exception(self.failure)
         return answer
 
+    def ask_stats(self) -> Future[Stats]:
+        """Asks for statistics, unless the question before has no answer yet: what `stats` is then."""
+        with self._stats_lock:
+            self._keep_stats()
+            if self._asked is None or self._asked.done(): self._asked = self.ask("stats")
+            return self._asked
+
+    @property
+    def stats(self) -> Stats:
+        """What it last answered."""
+        with self._stats_lock: self._keep_stats()
+        assert self._stats is not None, "ask_stats() comes first"
+        return self._stats
+
+    def _keep_stats(self) -> None:
+        if self._asked is not None and self._asked.done() and self._asked.exception() is None:
+            self._stats = self._asked.result()
+
     def submit(self, request: Request) -> None:
-        """Queues a request. Outputs go to `deliver`, as those of all requests do."""
+        """Queues a request. Outputs go to `deliver`, as those of all requests do. Raises `RequestError` for
+        one that cannot be sent."""
         if self.failure is not None: raise self.failure
-        self._outbox.put((0, "submit", (replace(request, matchers=(), text=None),)))
+        try: packed = _packed(replace(request, matchers=(), text=None))
+        except Exception as error:
+            raise RequestError(f"a request cannot be sent to rank {self.rank}: {error_text(error)}",
+                               "parameters that Python can pickle",
+                               "pass plain values, or load the model without data_parallel_size") from error
+        self._outbox.put((0, "submit", (request.id, request.params.n), packed))
 
     def abort(self, request: str) -> None:
         """Ends a request."""
-        self._outbox.put((0, "abort", (request,)))
+        self._outbox.put((0, "abort", None, _packed(request)))
 
     def finish(self, request: str, index: int, stop_reason: int | str | None) -> None:
         """Ends one sequence of it."""
-        self._outbox.put((0, "finish", (request, index, stop_reason)))
+        self._outbox.put((0, "finish", None, _packed(request, index, stop_reason)))
 
     def fail(self, error: NVError) -> None:
         """Has what waits for the replica, and later calls, raise this."""
@@ -83,31 +114,30 @@ class RemoteEngine:
     def close(self) -> None:
         """Ends the replica. Returns when it was told, unless it takes nothing any more."""
         self._closed.set()
-        self._outbox.put((0, "close", ()))
+        self._outbox.put((0, "close", None, b""))
         self._outbox.put(None)
-        self._writer.join(TOLD_S)
+        self._writer.join(SEND_TIMEOUT_S)
 
     # **** threads ****
 
     def _write(self) -> None:
         while (message := self._outbox.get()) is not None:
-            try: self._connection.send(message)
-            except OSError: pass    # the reader finds that it is gone
-            except Exception as error: self.fail(EngineError(f"a request cannot be sent: {said(error)}"))
+            # the reader finds that the replica is gone
+            with contextlib.suppress(OSError): self._connection.send(message)
 
     def _read(self) -> None:
         try:
             while True:
                 message: Answer = self._connection.recv()
                 if message[0]: self._answered(*message)
-                else: self._came(*message[1:])
+                else: self._on_outputs(*message[1:])
         except (EOFError, OSError):
             if self._closed.is_set(): self._connection.close()
             else: self.fail(gone(self.rank))
         except BaseException as error:      # callers would wait for ever
-            self.fail(of_rank(self.rank, EngineError(f"what it sent cannot be read: {said(error)}")))
+            self.fail(of_rank(self.rank, EngineError(f"what it sent cannot be read: {error_text(error)}")))
 
-    def _came(self, failure: NVError | None, outputs: list[tuple[Any, ...]]) -> None:
+    def _on_outputs(self, failure: NVError | None, outputs: list[tuple[Any, ...]]) -> None:
         self.deliver([EngineCoreOutput(*each) for each in outputs])
         if failure is not None: self.fail(of_rank(self.rank, failure))
 
@@ -116,6 +146,9 @@ class RemoteEngine:
         if waits is None: return
         if fine: waits.set_result(answer)
         else: waits.set_exception(of_rank(self.rank, answer))
+
+
+def _packed(*arguments: Any) -> bytes: return bytes(ForkingPickler.dumps(arguments))
 
 
 @dataclass(eq=False)
@@ -147,7 +180,7 @@ class Replicas:
         self._numbers, self._loads, self._turn = itertools.count(), [0] * len(self.engines), 0
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        self._before = [each.result() for each in self._ask_stats()]
+        for asked in [each.ask_stats() for each in others]: asked.result()
 
     @property
     def failure(self) -> NVError | None:
@@ -204,25 +237,22 @@ class Replicas:
         self.own.reset_prefix_cache()
         for each in others: each.result()
 
+    def refresh_stats(self) -> None:
+        """Asks the other replicas for statistics, and waits for them together, for `STATS_S` at most. Event
+        loops call it in a thread."""
+        wait([each.ask_stats() for each in self.others], STATS_S)
+
     def stats(self) -> EngineStats:
-        """Statistics of all replicas: sums, and the mean of `kv_used`."""
+        """Statistics of all replicas, as of the last `refresh_stats`: sums, and the mean of `kv_used`."""
         return summed(self.replica_stats())
 
     def replica_stats(self) -> list[EngineStats]:
-        """Statistics of each replica."""
-        return [self.own.stats(), *(stats for stats, _ in self._asked())]
+        """Statistics of each replica, as of the last `refresh_stats`."""
+        return [self.own.stats(), *(stats for stats, _ in (each.stats for each in self.others))]
 
     def compilations(self) -> int:
-        """Of the other replicas, since they were ready."""
-        return sum(count for _, count in self._asked())
-
-    def _asked(self) -> list[tuple[EngineStats, int]]:
-        with contextlib.suppress(TimeoutError, NVError):
-            self._before = [each.result(STATS_S) for each in self._ask_stats()]
-        return self._before
-
-    def _ask_stats(self) -> list[Future[tuple[EngineStats, int]]]:
-        return [each.ask("stats") for each in self.others]
+        """Of the other replicas, since they were ready, as of the last `refresh_stats`."""
+        return sum(count for _, count in (each.stats for each in self.others))
 
     def fail(self, error: NVError) -> None:
         """Ends all requests with this error. Later submits raise it."""
