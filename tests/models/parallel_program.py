@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from functools import partial
 from typing import Any
 
@@ -28,13 +29,19 @@ LONG = [PROMPTS[0] * 8 + each * 6 for each in PROMPTS]
 FULL = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=2)
 PAGES, LENGTH = 7, 96
 
+
+class Answer(StrEnum):
+    """A type that other ranks do not have."""
+    CAT, DOG, OWL = " a cat", " the dog", " an owl"
+
+
 # of one batch: what samplers do of a part of the vocabulary, beside one that needs the order of all of it
 MIXED = (SamplingParams(temperature=0, max_tokens=8, logprobs=1),
          SamplingParams(temperature=0.9, min_p=0.05, seed=4, max_tokens=8, prompt_logprobs=0),
          SamplingParams(temperature=0, presence_penalty=1.5, logit_bias={262: 4.0, 15: -100.0}, max_tokens=8),
          SamplingParams(frequency_penalty=1.2, n=2, seed=5, max_tokens=8, logprobs=0),
          SamplingParams(temperature=1.1, seed=6, max_tokens=12,
-                        structured_outputs=StructuredOutputsParams(choice=(" a cat", " the dog", " an owl"))),
+                        structured_outputs=StructuredOutputsParams(choice=tuple(Answer))),
          SamplingParams(top_k=7, seed=8, max_tokens=6), SamplingParams(seed=9, max_tokens=8))
 
 

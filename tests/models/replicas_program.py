@@ -87,7 +87,7 @@ def unreadable(llm: LLM) -> list[str]:
 
 
 async def limited(llm: LLM) -> tuple[int, str]:
-    """How many requests of 6 a server refuses when max_queue is 3, and how."""
+    """How many requests of 6 at once a server refuses, and how."""
     engine, refused = AsyncEngine(llm), list[str]()
     await engine.start()
     async def answered(deltas: AsyncIterator[Delta]) -> None:

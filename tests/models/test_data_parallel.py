@@ -32,7 +32,7 @@ def alone() -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("options", [
-    {"data_parallel_size": 2, "max_queue": 3},
+    {"data_parallel_size": 2, "max_queue": 1},
     pytest.param({"data_parallel_size": 3, "speculative": "ngram:3"}, marks=pytest.mark.slow),
     pytest.param({"data_parallel_size": 2, "tensor_parallel_size": 2}, marks=pytest.mark.slow),
     pytest.param({"data_parallel_size": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.slow),
@@ -57,7 +57,7 @@ def test_tokens(options: dict[str, object], alone: tuple[Any, Any]) -> None:
         assert read in ("red", "blue")
         assert re.match("rank 1 cannot read the request: .*Color", unread)
         # of both replicas; in `answers` each has more than `max_queue` requests
-        assert found["limited"] == [3, "3 requests wait for their first token"]
+        assert found["limited"] == [5, "1 requests wait for their first token"]
     words, soon = found["lost"]
     assert re.search("rank 1 (was lost|has ended)", words), words
     assert soon

@@ -367,9 +367,9 @@ def world() -> World:
 
 def init(transport: str = "auto", ranks: Ranks | None = None,
          watch_ranks: Callable[[Watch], None] | None = None) -> World:
-    """Finds the other ranks, as the launcher's environment variables say, and connects to them. `transport`
-    is "shared" (ranks of one machine), "mpi", or "auto": MPI where a launcher of MPI started them.
-    `watch_ranks` is for ranks that this process started (store.py). Raises `DistError`."""
+    """Finds the other ranks, as the launcher's environment variables say, and meets them. `transport` is
+    "shared" (ranks of one machine), "mpi", or "auto": MPI where a launcher of MPI started them. `watch_ranks`
+    is for ranks that this process started (store.py). Raises `DistError`."""
     global _world
     if _world is not None: raise DistError("init() is called twice", "one call", "use world()")
     found = Ranks.from_environment() if ranks is None else ranks

@@ -166,7 +166,7 @@ class ModelRunner:
     def start_slot(self, slot: int, params: SamplingParams, seed: int, prompt: Sequence[int],
                    output: Sequence[int] = ()) -> None:
         """Assigns `slot` to a sequence, from the next batch on. `prompt` and `output` count for penalties."""
-        self._tell("start_slot", slot, params, seed, prompt, output)
+        self._tell("start_slot", slot, _for_samplers(params), seed, prompt, output)
         self.slot_filters.start_slot(slot, params.filters)
         if self.samples_tokens:
             self.defer(lambda: self.sampler_state.start_slot(slot, params, seed, prompt, output))
@@ -174,7 +174,7 @@ class ModelRunner:
     def fork(self, source: int, slot: int, params: SamplingParams, seed: int) -> None:
         """Assigns `slot` to a copy of the sequence in `source`, with another seed, from the next batch on. It
         continues with the last token of `source`."""
-        self._tell("fork", source, slot, params, seed)
+        self._tell("fork", source, slot, _for_samplers(params), seed)
         self.slot_filters.start_slot(slot, params.filters)
         if self.samples_tokens: self.defer(lambda: self._fork(source, slot, params, seed))
 
@@ -415,3 +415,10 @@ class ModelRunner:
         """Those that stay the same, of which a model has many."""
         return named_buffers(model=self.model, rope=self.model.rope_tables, cache=self.store.cache,
                              inputs=self.input_buffer.region)
+
+
+def _for_samplers(params: SamplingParams) -> SamplingParams:
+    """Parameters without what token masks are made of, which other ranks get: values of structured outputs
+    may be of classes that they cannot import."""
+    if params.structured_outputs is None: return params
+    return replace(params, structured_outputs=None, reasoning=None)
