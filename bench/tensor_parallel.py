@@ -95,7 +95,7 @@ def side(arguments: argparse.Namespace) -> None:
 
 
 def collectives(arguments: argparse.Namespace) -> None:
-    """Milliseconds for the collectives of a step: two sums a layer, and the gathering of logits."""
+    """Milliseconds for the collectives of a step: two sums a layer, and the choices of all ranks."""
     from tinygrad import Tensor, TinyJit, dtypes
 
     from tinygrad_nv.dist.collectives.functions import all_gather, all_reduce
@@ -104,16 +104,16 @@ def collectives(arguments: argparse.Namespace) -> None:
     group = world.group()
     config = json.loads((Path(arguments.model) / "config.json").read_text())
     hidden = Tensor.zeros(config["hidden_size"], dtype=dtypes.bfloat16).contiguous().realize()
-    part = Tensor.zeros(config["vocab_size"] // world.size, dtype=dtypes.float32).contiguous().realize()
+    choice = Tensor.zeros(1, dtype=dtypes.uint64).contiguous().realize()
 
     @TinyJit
-    def step(x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def step(x: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
         for i in range(2 * config["num_hidden_layers"]): x = all_reduce(x, group, name=f"sum {i}")
-        return x.realize(), all_gather(logits, group, name="logits").realize()
+        return x.realize(), all_gather(choice, group, name="choices").realize()
     took = []
     for _ in range(REPEATS):
         begun = time.perf_counter()
-        step(hidden, part)
+        step(hidden, choice)
         took.append(time.perf_counter() - begun)
     if world.rank == 0: print(statistics.median(took[3:]) * 1e3)
     close()
