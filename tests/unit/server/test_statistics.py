@@ -26,7 +26,8 @@ def test_metrics() -> None:
 
 
 def test_the_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LOG, "propagate", True)
+    monkeypatch.setattr(LOG, "propagate", False)
+    monkeypatch.setattr(LOG, "handlers", [caplog.handler])  # this alone, whatever pytest has put there
     async def some_lines() -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(periodic(fake_service(LateEngine(FakeModel())), 0.02), 0.2)
