@@ -66,9 +66,9 @@ def gradients(given: Given, grad: Tensor) -> Gradients:
                              gather_x=gather)[..., 0]
     rows, k = (int(extent) for extent in given.x.shape)
     whole = ordered and given.gather * rows == int(dy.shape[0])
-    dx = given.matmul(dy, given.w, given.offsets, order if gather or whole else None, gather=gather,
-                      scatter=whole, transposed=not given.transposed)
-    if whole: dx = _known(given, dx, True).reshape(rows, given.gather, k).sum(1)
+    dx = _known(given, given.matmul(dy, given.w, given.offsets, order if gather or whole else None,
+                                    gather=gather, scatter=whole, transposed=not given.transposed), whole)
+    if whole: dx = dx.reshape(rows, given.gather, k).sum(1)
     elif given.gather:
         assert order is not None
         dx = call(EmbeddingGradient(rows), added, order // given.gather, dx)[0]
