@@ -8,9 +8,11 @@ template without marks is rendered for each answer:
     before   the messages before the answer, and the generation prompt: where the answer begins
     through  the messages up to the answer: where it ends
 
-Both have to be what the whole conversation begins with. Where `through` is not, because templates such as
-Qwen3's write an answer in the middle otherwise than at the end, the answer ends at its end-of-turn token.
-White space after the end-of-turn token, which a model never has to generate, is not the assistant's.
+Both have to be what the whole conversation begins with. Of `through` that is not so where a template ends the
+conversation with a token of its own (Phi-3, gpt-oss): the answer ends with the end-of-turn token before or in
+place of it. Nor is it where the template leaves the reasoning of earlier answers out (Qwen3): the answer is
+what both end with. White space after the end-of-turn token, which a model never has to generate, is not the
+assistant's.
 """
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ Message = Mapping[str, Any]
 Spans = list[tuple[int, int]]   # in characters: begin, end
 Rendered = Callable[[Sequence[Message], bool], str]     # of messages, with a generation prompt or without
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-CHECK = "check the template, or add {% generation %} marks around the assistant's text"
+CHECK = "add {% generation %} and {% endgeneration %} to the template, around the assistant's text"
 
 
 @dataclass(frozen=True)
@@ -72,18 +74,35 @@ class Template:
 
     def _answer(self, messages: Sequence[Message], number: int, text: str) -> tuple[int, int]:
         before, through = self.render(messages[:number], True), self.render(messages[:number + 1], False)
+        begin = len(before)
         if not text.startswith(before): raise self._disagree(number, "before")
-        end = self._end_of_turn(through)
-        if text.startswith(through): return len(before), max(len(before), end)
-        token = next((token for token in self.tokenizer.special_texts if through[:end].endswith(token)), None)
-        at = -1 if token is None else text.find(token, len(before))
-        if token is None or at < 0: raise self._disagree(number, "up to")
-        return len(before), at + len(token)
+        if text.startswith(through): return begin, max(begin, self._end_of_turn(through))
+        bare = through.rstrip()
+        if token := self._special_end(bare):
+            kept = bare[:-len(token)]
+            turn = kept.rstrip()
+            if len(turn) >= begin and self._special_end(turn) and text.startswith(turn):
+                return begin, len(turn)     # the token ends the conversation, after the turn
+            if len(kept) >= begin and text.startswith(kept) and (other := self._special_at(text, kept)):
+                return begin, len(kept) + len(other)    # another ends the turn in its place
+            end = text.find(token, begin) + len(token)
+            answer = text[begin:end]
+            if len(answer) > len(token) and bare.endswith(answer): return begin, end
+        raise self._disagree(number, "up to")
 
     def _end_of_turn(self, text: str) -> int:
         """Where a text ends that ends with an answer, without white space after a special token."""
         bare = text.rstrip()
-        return len(bare) if bare.endswith(self.tokenizer.special_texts) else len(text)
+        return len(bare) if self._special_end(bare) else len(text)
+
+    def _special_end(self, text: str) -> str:
+        tokens = self.tokenizer.special_texts
+        return max((token for token in tokens if text.endswith(token)), key=len, default="")
+
+    def _special_at(self, text: str, before: str) -> str:
+        """The special token that stands in a text after its beginning."""
+        tokens = self.tokenizer.special_texts
+        return max((token for token in tokens if text.startswith(token, len(before))), key=len, default="")
 
     def _disagree(self, number: int, which: str) -> DataError:
         return self.record.wrong(
