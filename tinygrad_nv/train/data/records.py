@@ -65,7 +65,14 @@ def records(files: Iterable[Path], sample_by: SampleBy = "document", read: Read 
     if first is None: raise DataError("the training data has no records", WANTED, "name other files")
 
 
-def _words(record: Record) -> str: return f"{record.kind}{' of messages' * record.is_chat}"
+def _words(record: Record) -> str:
+    return f"{record.kind} of messages" if record.is_chat and record.kind != "messages" else record.kind
+
+
+def _type(value: object) -> str:
+    """What JSON calls a value."""
+    return {dict: "an object", list: "a list", str: "a string", bool: "true or false", int: "a number",
+            float: "a number", type(None): "null"}.get(type(value), f"a {type(value).__name__}")
 
 
 def _of(file: Path, sample_by: SampleBy, read: Read) -> Iterator[Record]:
@@ -152,7 +159,7 @@ def _without_nulls(value: Any) -> Any:
 def record(data: Any, place: str) -> Record:
     """The record of a JSON value. Raises `DataError`."""
     if not isinstance(data, dict):
-        raise DataError(f"{place} holds a {type(data).__name__}", f"an object with {WANTED}",
+        raise DataError(f"{place} holds {_type(data)}", f"an object with {WANTED}",
                         "correct or remove it")
     kind = next((kind for kind, names in FIELDS.items() if all(name in data for name in names)), None)
     if kind is None:
@@ -172,7 +179,7 @@ def _require_text(record: Record, name: str) -> None:
     if isinstance(value, str) and name != "messages": return
     if name == "text" or not isinstance(value, list):
         expected = {"text": "a string", "messages": chat}.get(name, f"a string, or {chat}")
-        raise record.wrong(f'"{name}" holds a {type(value).__name__}', expected, "correct the record")
+        raise record.wrong(f'"{name}" holds {_type(value)}', expected, "correct the record")
     if not value and name != "prompt":
         raise record.wrong(f'"{name}" has no messages', "one or more", "remove the record")
     for number, message in enumerate(value):
@@ -187,8 +194,8 @@ def _with_prompt(data: dict[str, Any], place: str) -> dict[str, Any]:
     if "prompt" in data: return data
     chosen, rejected = data["chosen"], data["rejected"]
     if not (isinstance(chosen, str | list) and type(chosen) is type(rejected)):
-        raise DataError(f'{place}: "chosen" holds a {type(chosen).__name__}, "rejected" a '
-                        f"{type(rejected).__name__}", "two strings, or two lists of messages",
+        raise DataError(f'{place}: "chosen" holds {_type(chosen)}, "rejected" '
+                        f"{_type(rejected)}", "two strings, or two lists of messages",
                         "correct the record")
     pairs = enumerate(zip(chosen, rejected, strict=False))
     cut = next((number for number, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))

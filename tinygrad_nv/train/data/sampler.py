@@ -77,9 +77,9 @@ class Sampler:
 
     def require(self, state: SamplerState) -> None:
         """Raises `DataError` for the state of another data set or seed."""
-        for name, own, other in (("rows", self.rows, state.rows), ("the seed", self.seed, state.seed)):
+        for words, own, other in (("{} rows", self.rows, state.rows), ("seed {}", self.seed, state.seed)):
             if own != other:
-                raise DataError(f"the checkpoint is of {name} {other}, and there is {own}",
+                raise DataError(f"the checkpoint is of {words.format(other)}, this run of {words.format(own)}",
                                 "the data, the options of data and the seed that training began with",
                                 "resume with these, or start a new run")
         if state.offset >= self.rows and state.offset:

@@ -32,7 +32,8 @@ def with_template(backend: tokenizers.Tokenizer) -> WithTemplate:
     """The tokenizer with a chat template: this package's, and transformers'."""
     def make(template: str) -> Made:
         special = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
-        theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **special)
+        theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template,
+                                                      **special)
         return Tokenizer(backend, special, template), theirs
     return make
 

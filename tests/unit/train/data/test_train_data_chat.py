@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinygrad_nv.train.data.encode import Encoder, EncodeOptions
+from tinygrad_nv.train.data.encode import EncodeOptions, Encoder
 from tinygrad_nv.train.data.records import record
 
 ASSISTANT = "message['role'] == 'assistant'"
@@ -20,8 +20,8 @@ CHATML = (HEAD + "{{ '<|im_start|>' + message['role'] + '\\n' }}{% if " + ASSIST
 TRIMMED = CHATML.replace("{{ message['content'] + ", "{{ message['content'] | trim + ")
 # the conversation ends with a token of its own, after the end-of-turn token and in place of it
 CLOSED = CHATML + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
-RETURNED = CHATML.replace("+ '<|im_end|>' }}{% endgeneration", "+ ('<|return|>' if loop.last else '<|im_end|>') }}"
-                          "{% endgeneration")
+RETURNED = CHATML.replace("+ '<|im_end|>' }}{% endgeneration",
+                          "+ ('<|return|>' if loop.last else '<|im_end|>') }}{% endgeneration")
 # reasoning is written in the last answer alone
 REASONED = CHATML.replace("{% generation %}", "{% generation %}{% if loop.last %}{{ 'thought ' }}{% endif %}")
 TEMPLATES = {"chatml": CHATML, "trimmed": TRIMMED, "closed": CLOSED, "returned": RETURNED, "reasoned": REASONED}
@@ -32,7 +32,8 @@ def conversation(*texts: str, system: bool = False) -> list[dict[str, Any]]:
     return [{"role": "system", "content": "be kind"}] * system + said
 
 
-CHATS = [conversation("Hello", "The fox 😀 said  hé."), conversation("one", " two ", "three", "four", "five", "six"),
+CHATS = [conversation("Hello", "The fox 😀 said  hé."),
+         conversation("one", " two ", "three", "four", "five", "six"),
          conversation("a", "b", "c", "d", system=True), conversation("a", "b", "c"),
          conversation("user asks <|x|>", "ends in a newline\n", "b", "")]
 

@@ -15,8 +15,9 @@ USER, ONE, TWO = ({"role": role, "content": text} for role, text in (("user", "q
 
 
 @pytest.mark.parametrize(("row", "kind", "chat"), [
-    ({"text": "a", "more": 1}, "text", False), ({"prompt": "a", "completion": "b"}, "prompt-completion", False),
-    ({"prompt": [USER], "completion": [ONE]}, "prompt-completion", True), ({"messages": [USER, ONE]}, "messages", True),
+    ({"text": "a", "more": 1}, "text", False), ({"messages": [USER, ONE]}, "messages", True),
+    ({"prompt": "a", "completion": "b"}, "prompt-completion", False),
+    ({"prompt": [USER], "completion": [ONE]}, "prompt-completion", True),
     ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference", False),
     ({"prompt": [USER], "chosen": [ONE], "rejected": [TWO]}, "preference", True),
     ({"messages": [USER], "prompt": "a", "completion": "b", "text": "c"}, "prompt-completion", False)])
@@ -35,12 +36,14 @@ def test_the_prompt_that_a_pair_shares(chosen: Any, rejected: Any, prompt: Any):
 
 
 @pytest.mark.parametrize(("sample_by", "texts"), [
-    ("document", ["one\ntwo\n\nthree\n"]), ("paragraph", ["one\ntwo", "three"]), ("line", ["one", "two", "three"])])
+    ("document", ["one\ntwo\n\nthree\n"]), ("paragraph", ["one\ntwo", "three"]),
+    ("line", ["one", "two", "three"])])
 def test_documents_of_a_text_file(tmp_path: Path, sample_by: Any, texts: list[str]):
     (tmp_path / "a.txt").write_text("one\ntwo\n\nthree\n")
     found = list(records([tmp_path / "a.txt"], sample_by))
     assert [each.fields["text"] for each in found] == texts
-    lines = {"document": [""], "paragraph": [", line 1", ", line 4"], "line": [", line 1", ", line 2", ", line 4"]}
+    lines = {"document": [""], "paragraph": [", line 1", ", line 4"],
+             "line": [", line 1", ", line 2", ", line 4"]}
     assert [each.place.removeprefix(str(tmp_path / "a.txt")) for each in found] == lines[sample_by]
 
 
@@ -56,10 +59,9 @@ def test_empty_lines_and_a_byte_order_mark_are_no_records(tmp_path: Path):
     [{"text": "a"}, {"text": "é😀"}], [{"messages": [USER, ONE], "tools": [{"type": "function"}]},
                                        {"messages": [{**USER, "name": "x"}, TWO]}]])
 def test_parquet_has_the_records_of_json_lines(tmp_path: Path, rows: list[dict[str, Any]]):
-    pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = rows * 1500
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     read: list[int] = []
     assert [each.fields for each in records([tmp_path / "a.parquet"], read=read.append)] == rows
     size = (tmp_path / "a.parquet").stat().st_size
