@@ -72,6 +72,10 @@ class QueueFull(RequestError):
     """As many requests wait as may: come again."""
 
 
+class DataError(NVError):
+    """Training data that cannot be read, or that is of no kind training knows."""
+
+
 class PTXError(NVError):
     """PTX text that is not understood, or not allowed where it stands. `line` counts from 1."""
 

@@ -10,6 +10,7 @@ documents.
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
 import jinja2.sandbox
 import tokenizers
 
@@ -31,6 +33,7 @@ from tinygrad_nv.quant.gguf.split import open_gguf
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 MARK = "\ue000\ue001\ue002"     # of the end of a message, in no text: for private use
+GENERATION = "\ue000\ue001\ue003", "\ue000\ue001\ue004"     # around what {% generation %} marks
 # characters a token may stand for, as a multiple of the longest token: some tokenizers drop spaces
 MAX_CHARS_PER_TOKEN = 4
 
@@ -156,6 +159,12 @@ class Tokenizer:
         return frozenset(token for token, entry in added.items() if entry.special)
 
     @cached_property
+    def special_texts(self) -> tuple[str, ...]:
+        """Special tokens, as they are written."""
+        added = self.backend.get_added_tokens_decoder()
+        return tuple(entry.content for entry in added.values() if entry.special)
+
+    @cached_property
     def _texts(self) -> dict[int, str]: return {}
 
     @cached_property
@@ -164,21 +173,21 @@ class Tokenizer:
         return self.encode("a", special=False)
 
     def render(self, messages: Sequence[Message], tools: Tools = (), /, *, chat_template: str | None = None,
-               add_generation_prompt: bool = True, continue_final_message: bool = False, **extra: Any) -> str:
+               add_generation_prompt: bool = True, continue_final_message: bool = False,
+               generation_marks: bool = False, **extra: Any) -> str:
         """The prompt of a conversation, up to the assistant's turn. `tools` are functions as in OpenAI's API,
         `extra` further variables of the template. `add_generation_prompt`: the assistant's next turn begins;
         `continue_final_message`: the last message goes on instead. `chat_template` stands for the model's
-        own."""
+        own. `generation_marks`: `GENERATION` stands around what the template marks with {% generation %}."""
         if (template := chat_template or self.template) is None:
             raise TokenizerError("the model has no chat template", "chat_template.jinja, or chat_template in "
                                  "tokenizer_config.json", "use `generate` with a plain prompt")
         if continue_final_message: messages = _marked(messages)
         try:
-            compiled = _environment().from_string(template)
-            text = compiled.render({**extra, **self.special, "messages": [dict(m) for m in messages],
-                                    "tools": [dict(tool) for tool in tools] or None, "documents": None,
-                                    "add_generation_prompt":
-                                    add_generation_prompt and not continue_final_message})
+            text = _compiled(template, generation_marks).render(
+                {**extra, **self.special, "messages": [dict(m) for m in messages],
+                 "tools": [dict(tool) for tool in tools] or None, "documents": None,
+                 "add_generation_prompt": add_generation_prompt and not continue_final_message})
             return _continued(text) if continue_final_message else text
         except RequestError: raise
         except jinja2.exceptions.SecurityError as error:
@@ -248,12 +257,23 @@ def _template(directory: Path, config: Mapping[str, Any]) -> str | None:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %} … {% endgeneration %} marks the assistant's text for training. Ignored here."""
+    """{% generation %} … {% endgeneration %} marks the assistant's text for training. Ignored, unless the
+    environment's `generation_marks` are to stand around it."""
     tags = {"generation"}  # noqa: RUF012 (jinja2 reads a plain class attribute)
 
     def parse(self, parser: Any) -> Any:
         next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        if not (marks := getattr(self.environment, "generation_marks", ())): return inside
+        begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in marks)
+        return [begin, *inside, end]
+
+
+@functools.lru_cache(16)
+def _compiled(template: str, generation_marks: bool) -> jinja2.Template:
+    environment = _environment()
+    if generation_marks: environment.extend(generation_marks=GENERATION)
+    return environment.from_string(template)
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
