@@ -83,13 +83,13 @@ def refused(path: Path, error: OSError, nbytes: int = 0) -> CheckpointError:
     """Of a path that cannot be written, or removed; `nbytes` are written there in all."""
     if error.errno in FULL:
         needed = f"{_words(nbytes)} are to be written" if nbytes else "more is to be written"
-        return CheckpointError(f"{path} cannot be written: {error.strerror}; {needed}, {_free(path)} are free",
-                               "room for one checkpoint more than are kept",
+        return CheckpointError(f"{path} cannot be written: {error.strerror}; {needed}, {_free(path)} are "
+                               "free", "room for one checkpoint more than are kept",
                                "free some space, keep fewer, or choose another directory; checkpoints before "
                                "this one are as they were")
     if error.errno == errno.EROFS: fix = "choose a directory of a file system that is not read-only"
     elif error.errno in FORBIDDEN: fix = "change its permissions, or choose another directory"
-    elif error.errno == errno.ENOENT: fix = "it was removed while it was used: let one process alone change it"
+    elif error.errno == errno.ENOENT: fix = "it was removed in use: let one process alone change it"
     else: fix = "check the disk, or choose another directory; checkpoints before this one are as they were"
     return CheckpointError(f"{path} cannot be written: {error.strerror}", WRITABLE, fix)
 

@@ -11,6 +11,7 @@ every moment. `sweep` takes away what killed processes left.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import re
 import shutil
@@ -95,7 +96,7 @@ class Lock:
     def __init__(self, directory: Path) -> None:
         """Raises `CheckpointError` where another process has it."""
         self._file: int | None = None
-        try: import fcntl
+        try: fcntl = importlib.import_module("fcntl")
         except ImportError: return
         try: self._file = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error: raise refused(directory, error) from error

@@ -30,6 +30,8 @@ from tinygrad_nv.train.checkpoints.run import require_run, to_plain_json
 from tinygrad_nv.train.checkpoints.snapshot import dtype_of, has_memory, shape_of
 from tinygrad_nv.train.files import CHUNK
 
+MODEL = "resume with the model and the optimizer that wrote it"
+
 
 class CheckpointWarning(UserWarning):
     """A checkpoint was skipped."""
@@ -80,19 +82,16 @@ class Checkpoint:
         found = {name: self._require(name, tensor) for name, tensor in tensors.items()}
         if (name := self._surplus(tensors)) is not None:
             raise CheckpointError(f"{self.path} has a tensor {name}, and the run has none of that name",
-                                  "the tensors that were saved", "resume with the model and the optimizer that "
-                                  "wrote it")
+                                  "the tensors that were saved", MODEL)
         for name, stored in found.items(): self._read(stored, tensors[name])
 
     def _require(self, name: str, tensor: Tensor) -> StoredTensor:
         stored, wanted = self._stored(name), (dtype_of(name, tensor), shape_of(tensor))
         if stored is None:
-            raise CheckpointError(f"{self.path} has no tensor {name}", "the tensors of the run",
-                                  "resume with the model and the optimizer that wrote it")
+            raise CheckpointError(f"{self.path} has no tensor {name}", "the tensors of the run", MODEL)
         if (stored.dtype, stored.shape) != wanted:
             raise CheckpointError(f"{self.path}: {name} is {stored.dtype} {list(stored.shape)}",
-                                  f"{wanted[0]} {list(wanted[1])}, as the run has it",
-                                  "resume with the model and the optimizer that wrote it")
+                                  f"{wanted[0]} {list(wanted[1])}, as the run has it", MODEL)
         if math.prod(stored.shape) and not has_memory(tensor):
             raise CheckpointError(f"{name} has no memory of its own to load into",
                                   "a tensor that is contiguous and realized, on one device",
@@ -119,7 +118,8 @@ def load(path: str | Path, *, run: Mapping[str, Any] | None = None, rank: int = 
          ranks: int = 1) -> Checkpoint:
     """The checkpoint in a directory. Raises `CheckpointError` if it is not whole, or not of `run`."""
     if not Path(path).is_dir():
-        raise CheckpointError(f"no such checkpoint: {path}", "a directory checkpoint-<step>", "check the path")
+        raise CheckpointError(f"no such checkpoint: {path}", "a directory checkpoint-<step>",
+                              "check the path")
     manifest = verified(Path(path))
     if run is not None: require_run(Path(path), manifest, to_plain_json(run, "run"))
     return Checkpoint(Path(path), manifest, rank, ranks)
@@ -139,8 +139,8 @@ def load_latest(directory: str | Path, *, run: Mapping[str, Any] | None = None, 
         except CheckpointError as error:
             skipped.append(error)
             continue
-        for error in skipped:
-            warnings.warn(f"{error.found}; resuming from {path.name}", CheckpointWarning, stacklevel=2)
+        for other in skipped:
+            warnings.warn(f"{other.found}; resuming from {path.name}", CheckpointWarning, stacklevel=2)
         if run is not None: require_run(path, manifest, to_plain_json(run, "run"))
         return Checkpoint(path, manifest, rank, ranks, tuple(skipped))
     if not skipped: return None

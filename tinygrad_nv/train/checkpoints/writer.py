@@ -12,8 +12,8 @@ the disk.
 
 Several ranks: all call `save` for the same steps, with one directory that all of them see. Each writes the
 tensors that it passes, in files of its own; what all ranks have, one alone should pass. `barrier()` returns
-when every rank has called it. It is called three times a checkpoint, in the thread, by every rank, also by one
-that failed: it must not disturb collectives of a step (`Store.barrier` does not).
+when every rank has called it. It is called three times a checkpoint, in the thread, by every rank, also by
+one that failed: it must not disturb collectives of a step (`Store.barrier` does not).
 """
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ from tinygrad_nv.train.checkpoints.manifest import (
     StoredTensor,
     part_from_json,
     part_to_json,
-    read_manifest,
     to_json,
 )
 from tinygrad_nv.train.checkpoints.run import require_same_run, to_plain_json
@@ -75,9 +74,9 @@ class CheckpointWriter:
                  shard_bytes: int = SHARD_BYTES, asynchronous: bool = True, rank: int = 0, ranks: int = 1,
                  barrier: Callable[[], None] | None = None) -> None:
         if keep < 1 or shard_bytes < 1 or not 0 <= rank < ranks or (ranks > 1 and barrier is None):
-            raise CheckpointError(f"keep is {keep}, shard_bytes {shard_bytes}, rank {rank} of {ranks}, barrier "
-                                  f"{barrier}", "keep ≥ 1, shard_bytes ≥ 1, 0 ≤ rank < ranks, and a barrier of "
-                                  "several ranks", "correct the arguments")
+            raise CheckpointError(f"keep is {keep}, shard_bytes {shard_bytes}, rank {rank} of {ranks}, "
+                                  f"barrier {barrier}", "keep ≥ 1, shard_bytes ≥ 1, 0 ≤ rank < ranks; of "
+                                  "several ranks a barrier", "correct the arguments")
         self.directory, self.keep, self.shard_bytes = Path(directory), keep, shard_bytes
         self.rank, self.ranks, self.asynchronous = rank, ranks, asynchronous
         self.run = to_plain_json({} if run is None else run, "run")

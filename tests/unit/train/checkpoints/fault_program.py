@@ -1,11 +1,11 @@
 """A toy training run that is killed, again and again.
 
-    fault_program.py moments KILLS SEED SYNC|ASYNC    SIGKILL from outside, at random moments
-    fault_program.py operations EVERY                 SIGKILL at each EVERY-th operation on files
+    fault_program.py KILLS SEED EVERY
 
-Every run is a fork of this process, which has imported everything. It prints a JSON object: bits of a run that
-was never stopped and of the one that was killed, and for each kill the step that was reached, the step of the
-last save that was begun, and the step that it resumes from.
+SIGKILL from outside, at so many random moments, with and without a thread; then at each EVERY-th operation on
+files. Every run is a fork of this process, which has imported everything. It prints JSON objects: bits of a
+run that was never stopped and of the one that was killed, and for each kill the step that was reached, the
+step of the last save that was begun, and the step that it resumes from.
 """
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ class Toy:
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(self.weight.tobytes() + self.momentum.tobytes() + self.count.tobytes()).hexdigest()
+        every = (self.weight, self.momentum, self.count)
+        return hashlib.sha256(b"".join(each.tobytes() for each in every)).hexdigest()
 
 
 class Told(CheckpointWriter):
@@ -182,6 +183,6 @@ def operations(every: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     warnings.simplefilter("error")      # nothing that is named checkpoint-N is ever broken
-    if sys.argv[1] == "moments": print(json.dumps(moments(int(sys.argv[2]), int(sys.argv[3]),
-                                                          sys.argv[4] == "ASYNC")))
-    else: print(json.dumps(operations(int(sys.argv[2]))))
+    kills, seed, every = map(int, sys.argv[1:])
+    print(json.dumps({"SYNC": moments(kills, seed, False), "ASYNC": moments(kills, seed, True),
+                      "operations": operations(every)}))

@@ -58,7 +58,7 @@ def test_bits_of_every_dtype_come_back(tmp_path: Path):
     made = restored(tmp_path, tensors)
     assert {name: bits(each) for name, each in made.items() if name != "none"} == expected
     assert load(tmp_path / "checkpoint-3").state == state
-    lazy = {"view": Tensor.arange(12, device="CPU").reshape(3, 4).realize()[1:],
+    lazy = {"view": Tensor(np.arange(12, dtype=np.int32).reshape(3, 4), device="CPU").realize()[1:],
             "sum": Tensor.ones(3, device="CPU") + 1, "constant": Tensor.full((2,), 7, device="CPU")}
     save(tmp_path, 4, lazy, {})
     assert [each.tolist() for each in restored(tmp_path, lazy).values()] == [
@@ -142,7 +142,8 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkey
         watched("rename", lambda a, b, **_: f"rename {Path(a).name} {Path(b).name}")
         writer.save(1, {"a": filled(1), "b": filled(2)}, {})
     kept = [each for each in seen if not each.startswith("open")]
-    assert kept == ["sync rank-00000-00001-of-00002.safetensors", "sync rank-00000-00002-of-00002.safetensors",
+    assert kept == ["sync rank-00000-00001-of-00002.safetensors",
+                    "sync rank-00000-00002-of-00002.safetensors",
                     "sync rank-00000.json", "sync manifest.json", "sync .checkpoint-1.partial",
                     "rename .checkpoint-1.partial checkpoint-1", f"sync {tmp_path.name}"]
 
@@ -182,7 +183,8 @@ def damage(path: Path, how: str) -> None:
 def test_a_checkpoint_that_is_not_whole_is_named_and_skipped(tmp_path: Path, how: str):
     for step in (1, 2): save(tmp_path, step, {"a": filled(step)}, {"step": step})
     damage(tmp_path / "checkpoint-2", how)
-    with pytest.warns(CheckpointWarning, match=r"checkpoint-2 is no whole checkpoint.*resuming from checkpoint-1"):
+    words = r"checkpoint-2 is no whole checkpoint.*resuming from checkpoint-1"
+    with pytest.warns(CheckpointWarning, match=words):
         found = load_latest(tmp_path)
     assert found is not None
     assert (found.step, found.state) == (1, {"step": 1})
@@ -233,7 +235,8 @@ def test_another_number_of_ranks_resumes_with_names_of_one_rank_alone(tmp_path: 
     assert ranks(tmp_path / "a", given) == [None] * 2
     found, made = load(tmp_path / "a" / "checkpoint-1"), empty_like(given[0] | given[1])
     found.restore(made)
-    assert {name: bits(each) for name, each in made.items()} == {f"layer{i}": bits(filled(i)) for i in range(2)}
+    assert {name: bits(each) for name, each in made.items()} == {
+        f"layer{i}": bits(filled(i)) for i in range(2)}
     assert ranks(tmp_path / "b", [{"own": filled(i)} for i in range(2)]) == [None] * 2
     with pytest.raises(CheckpointError, match="2 ranks have a own of their own"):
         load(tmp_path / "b" / "checkpoint-1").restore({"own": filled(0)})
