@@ -25,10 +25,10 @@ from statistics import median
 
 import numpy as np
 from measure import each, save, table
+from tinygrad_nv.models.peft import Adapter
 
 from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.engine_config import EngineConfig
-from tinygrad_nv.engine.lora.peft import Adapter
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Request
 from tinygrad_nv.engine.scheduling.scheduler_output import Logprobs, SamplerOutput, SchedulerOutput

@@ -11,6 +11,7 @@ Read in this order:
   weights.py    which tensors a checkpoint must hold, and where in the network each is stored
   quantised.py  quantised layers among them; quantised_experts.py those of experts
   checkpoint.py the files: safetensors (single or sharded) and pytorch_model.bin
+  peft.py       adapters (LoRA) as PEFT saves them; lora.py has them on the device
   pickles.py    the tensors of a pytorch_model.bin, without running the pickle
   gguf/         GGUF files: metadata as config.json, tensors by Hugging Face names
   tales/        the bundled model, and its training data and code

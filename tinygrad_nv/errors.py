@@ -60,6 +60,10 @@ class WeightError(ModelError):
     """A weight file is missing, truncated, or its tensors do not fit the model."""
 
 
+class CheckpointError(NVError):
+    """A checkpoint of a training run, or a trained model, that cannot be written, or that is not whole."""
+
+
 class TokenizerError(NVError):
     """The tokenizer or the chat template cannot be used."""
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from tinygrad import dtypes
+from tinygrad_nv.models.peft import Adapter, read_adapter, targeted
 
 from tinygrad_nv import LLM, LoRARequest
-from tinygrad_nv.engine.lora.peft import Adapter, read_adapter, targeted
 from tinygrad_nv.errors import ConfigError, ModelError, NVError, RequestError, WeightError
 
 SHAPES = {f"model.layers.{i}.{name}": (out, inputs) for i in range(2) for name, out, inputs in (

@@ -26,7 +26,6 @@ from typing import Protocol
 
 from tinygrad_nv import config as settings
 from tinygrad_nv.engine.engine_config import EngineConfig
-from tinygrad_nv.engine.lora.peft import Adapter
 from tinygrad_nv.engine.lora.slots import AdapterUse
 from tinygrad_nv.engine.outputs import EngineCoreOutput
 from tinygrad_nv.engine.sampling import SamplingParams
@@ -53,6 +52,7 @@ from tinygrad_nv.errors import (
 from tinygrad_nv.kvcache.groups import num_pages
 from tinygrad_nv.kvcache.hybrid_table import SequenceTable
 from tinygrad_nv.kvcache.pool import PagePool
+from tinygrad_nv.models.peft import Adapter
 
 
 class Executor(Protocol):

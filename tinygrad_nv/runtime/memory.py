@@ -103,12 +103,19 @@ def read(tensor: Tensor, dtype: npt.DTypeLike) -> np.ndarray:
 
 def read_part(tensor: Tensor, offset: int, size: int) -> bytearray:
     """A copy of so many bytes of the tensor's memory from byte `offset` on."""
-    if (view := host_bytes(tensor)) is not None: return bytearray(view[offset:offset + size])
     made = bytearray(size)
-    with _copying:
-        buffer = allocate(tensor).view(size, dtypes.uint8, offset).ensure_allocated()
-        buffer.allocator._copyout(memoryview(made), buffer._buf)
+    read_into(tensor, offset, memoryview(made))
     return made
+
+
+def read_into(tensor: Tensor, offset: int, target: memoryview) -> None:
+    """Fills `target` with bytes of the tensor's memory from byte `offset` on."""
+    if (view := host_bytes(tensor)) is not None:
+        target[:] = view[offset:offset + len(target)]
+        return
+    with _copying:
+        buffer = allocate(tensor).view(len(target), dtypes.uint8, offset).ensure_allocated()
+        buffer.allocator._copyout(target, buffer._buf)
 
 
 def discards(device: str) -> bool:

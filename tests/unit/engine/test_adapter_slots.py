@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from engine_fake import FakeDevice
 from tinygrad_nv.models.lora import AdapterMatrices
+from tinygrad_nv.models.peft import Adapter
 
 from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.lora.cache import AdapterCache
-from tinygrad_nv.engine.lora.peft import Adapter
 from tinygrad_nv.engine.lora.request import LoRARequest
 from tinygrad_nv.engine.lora.slots import AdapterSlots, AdapterUse
 from tinygrad_nv.engine.metrics import Latencies, metrics

@@ -11,9 +11,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from tinygrad_nv.engine.lora.peft import Adapter
 from tinygrad_nv.engine.lora.request import LoRARequest
 from tinygrad_nv.errors import RequestError
+from tinygrad_nv.models.peft import Adapter
 
 
 class AdapterCache:

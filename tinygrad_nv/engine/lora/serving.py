@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tinygrad_nv.engine.lora.cache import AdapterCache
-from tinygrad_nv.engine.lora.peft import Adapter, read_adapter
 from tinygrad_nv.engine.lora.request import LoRAConfig, LoRARequest
 from tinygrad_nv.engine.scheduling.request import Request
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.lora import ModelAdapters, adapted
+from tinygrad_nv.models.peft import Adapter, read_adapter
 
 
 @dataclass(frozen=True)

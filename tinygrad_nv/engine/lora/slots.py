@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tinygrad_nv.engine.lora.peft import Adapter
+from tinygrad_nv.models.peft import Adapter
 
 
 @dataclass

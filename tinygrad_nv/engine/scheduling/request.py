@@ -20,11 +20,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from tinygrad_nv.engine.engine_config import EngineConfig
-from tinygrad_nv.engine.lora.peft import Adapter
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, Logprobs
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.kvcache.hybrid_table import SequenceTable
+from tinygrad_nv.models.peft import Adapter
 
 MAX_PRIORITY = 1000     # bounds how long a request may be overtaken: at most so many levels of ageing
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tinygrad_nv.engine.lora.peft import Adapter
 from tinygrad_nv.engine.scheduling.request import Seq, padded_tokens
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, SchedulerOutput
+from tinygrad_nv.models.peft import Adapter
 
 
 @dataclass

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from tinygrad import Device, Tensor
 from tinygrad.device import Buffer
 
-from tinygrad_nv.engine.lora.peft import Adapter
 from tinygrad_nv.engine.memory_planning import ACTIVATIONS, WEIGHTS
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, SamplerOutput, SchedulerOutput, max_samples
@@ -57,6 +56,7 @@ from tinygrad_nv.kvcache.store import PageStore
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.lora import ModelAdapters
 from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
+from tinygrad_nv.models.peft import Adapter
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.memory_pool import labelled
 from tinygrad_nv.runtime.observe.ranges import layer, span

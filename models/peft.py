@@ -22,7 +22,9 @@ import numpy as np
 from tinygrad.dtype import DType
 
 from tinygrad_nv.errors import ModelError, WeightError
-from tinygrad_nv.models.checkpoint import (
+from tinygrad_nv.quant.floats import as_float32
+
+from .checkpoint import (
     FLOAT_BYTES,
     PyTorchFiles,
     Safetensors,
@@ -32,10 +34,9 @@ from tinygrad_nv.models.checkpoint import (
     read_array,
     unsupported,
 )
-from tinygrad_nv.models.config import read_json
-from tinygrad_nv.models.lora import BITS, AdapterMatrices
-from tinygrad_nv.models.multimodal import language_entries
-from tinygrad_nv.quant.floats import as_float32
+from .config import read_json
+from .lora import BITS, AdapterMatrices
+from .multimodal import language_entries
 
 CONFIG, FILES = "adapter_config.json", (("adapter_model.safetensors", Safetensors),
                                         ("adapter_model.bin", PyTorchFiles))
@@ -86,7 +87,7 @@ def read_adapter(name: str, directory: Path, shapes: Mapping[str, tuple[int, int
     for module in sorted(pairs):
         a, b = pairs[module]
         require_shapes(module, a, b, shapes[module], config, rank, directory)
-        scale, (first, second) = scale_of(config, module, a.shape[0]), (_floats(one) for one in (a, b))
+        scale, (first, second) = scale_of(config, module, a.shape[0]), (floats(one) for one in (a, b))
         scaled = second if scale == 1 else second * np.float32(scale)
         made = AdapterMatrices(_bits(first, dtype), _bits(np.ascontiguousarray(scaled.T), dtype))
         for each in (module.encode(), repr(made.a.shape).encode(), made.a.data.cast("B"),
@@ -95,7 +96,7 @@ def read_adapter(name: str, directory: Path, shapes: Mapping[str, tuple[int, int
     return Adapter(name, matrices, digest.digest())
 
 
-def _floats(entry: TensorEntry) -> np.ndarray:
+def floats(entry: TensorEntry) -> np.ndarray:
     """A tensor in float32."""
     if entry.strides is None: return as_float32(read_array(entry))
     raw = read_array(TensorEntry(entry.name, entry.dtype, (int(np.prod(entry.shape)),), entry.file_offset))

@@ -1,0 +1,118 @@
+"""The checkpoints of a directory: their names, and how they come and go.
+
+Protocol: a checkpoint of step N is written as `.checkpoint-N.partial`, which `commit` renames to
+`checkpoint-N` when it is whole. One of that step which is there already is renamed to
+`.checkpoint-N.replaced` first, and to its name again by `sweep` if a process was killed between the two.
+`remove` renames to `.checkpoint-N.deleted` before it deletes: a directory named `checkpoint-N` is whole at
+every moment. `sweep` takes away what killed processes left.
+
+`Lock` lets one process alone write: it holds a lock of the system, which ends with the process.
+"""
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+from tinygrad_nv.errors import CheckpointError
+from tinygrad_nv.train.checkpoints.manifest import read_manifest, require_sizes
+from tinygrad_nv.train.files import refused, sync_folder
+
+NAME = re.compile(r"checkpoint-(\d+)")
+LEFT = re.compile(r"\.checkpoint-(\d+)\.(partial|replaced|deleted)")
+LOCK = ".checkpoints.lock"
+
+
+def final(directory: Path, step: int) -> Path: return directory / f"checkpoint-{step}"
+
+
+def partial(directory: Path, step: int) -> Path: return directory / f".checkpoint-{step}.partial"
+
+
+def _replaced(directory: Path, step: int) -> Path: return directory / f".checkpoint-{step}.replaced"
+
+
+def listed(directory: Path) -> list[tuple[int, Path]]:
+    """Steps and directories of checkpoints, the newest first; whole or not."""
+    if not directory.is_dir(): return []
+    names = sorted(each.name for each in directory.iterdir() if each.is_dir())
+    found = {int(match[1]): directory / name for name in names if (match := LEFT.fullmatch(name))
+             and match[2] == "replaced"}
+    found |= {int(match[1]): directory / name for name in names if (match := NAME.fullmatch(name))}
+    return sorted(found.items(), reverse=True)
+
+
+def sweep(directory: Path) -> None:
+    """Takes away what a killed process left. Raises OSError."""
+    for path in sorted(directory.iterdir()):
+        if (match := LEFT.fullmatch(path.name)) is None: continue
+        named = final(directory, int(match[1]))
+        if match[2] == "replaced" and not named.exists(): path.rename(named)
+        else: shutil.rmtree(path)
+    sync_folder(directory)
+
+
+def commit(directory: Path, step: int) -> Path:
+    """Gives a whole checkpoint its name. Raises OSError."""
+    source, target, old = partial(directory, step), final(directory, step), _replaced(directory, step)
+    sync_folder(source)
+    if replaces := target.exists(): os.rename(target, old)
+    os.rename(source, target)
+    sync_folder(directory)
+    if replaces: shutil.rmtree(old)
+    return target
+
+
+def remove(step: int, path: Path) -> None:
+    """Deletes a checkpoint. Raises OSError."""
+    away = path.with_name(f".checkpoint-{step}.deleted")
+    os.rename(path, away)
+    shutil.rmtree(away)
+
+
+def rotate(directory: Path, keep: int, newest: int) -> None:
+    """Removes what is older than the `keep` newest whole checkpoints, one of which is that of step `newest`.
+    Whole: the manifest and the sizes of files are right. Hashes were right when they were written, and are
+    checked before they are read. Raises OSError."""
+    left = keep - 1
+    for step, path in listed(directory):
+        if step == newest: continue
+        if left == 0 and step < newest: remove(step, path)
+        elif left and _whole(path): left -= 1
+
+
+def _whole(path: Path) -> bool:
+    try: require_sizes(path, read_manifest(path))
+    except CheckpointError: return False
+    return True
+
+
+class Lock:
+    """Held by the process that writes checkpoints to a directory. File systems without locks have none."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises `CheckpointError` where another process has it."""
+        self._file: int | None = None
+        try: fcntl = importlib.import_module("fcntl")
+        except ImportError: return
+        try: self._file = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error: raise refused(directory, error) from error
+        try: fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = os.pread(self._file, 32, 0).decode(errors="replace").strip()
+            self.release()
+            raise CheckpointError(f"process {owner or 'unknown'} writes checkpoints to {directory}",
+                                  "a directory of one training run",
+                                  "end that process, or choose another directory") from error
+        except OSError: return
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, str(os.getpid()).encode(), 0)
+
+    def release(self) -> None:
+        """Lets others have it."""
+        if self._file is not None:
+            with contextlib.suppress(OSError): os.close(self._file)
+        self._file = None

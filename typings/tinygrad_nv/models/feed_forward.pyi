@@ -1,0 +1,1 @@
+from models.feed_forward import *
