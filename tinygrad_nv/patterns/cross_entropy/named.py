@@ -1,0 +1,134 @@
+"""Losses as functions known by name (patterns/named.py), and the same in plain tinygrad.
+
+Protocol. Rows have a loss each (tile/cross_entropy/spec.py). With a `factor` a function gives their sum times
+the factor, float32 (), and its gradients; else the losses, float32 (T), and the gradients of the sum of each
+times its row's `scale`:
+
+    RowLosses       logits (T, V)                          → loss or losses, gradient of logits
+    LinearLosses    hidden (T, H), weight (V, H), bias (V) → loss or losses, gradients of hidden, weight, bias
+
+Gradients are of the dtypes that `gradient_dtype` says: of float16 float32, since they are multiplied by the
+loss scale, or by what else the loss is multiplied by, after they were made. The factor is applied to sums, not
+to the gradient of logits, whose small numbers float16 would lose.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
+
+from tinygrad_nv.tile.cross_entropy.reference import computed
+from tinygrad_nv.tile.cross_entropy.spec import CrossEntropySpec, DistillationSpec, Loss, RowsSpec
+
+X = TypeVar("X")
+
+
+@dataclass(frozen=True)
+class RowLosses:
+    """Tensors: logits (T, V); labels int32 (T); of a `temperature` the teacher's logits (T, V); `scaled`: scale
+    float32 (T); `factored`: factor float32 (1)."""
+    loss: Loss
+    temperature: float | None = None
+    scaled: bool = False
+    factored: bool = False
+
+
+@dataclass(frozen=True)
+class LinearLosses:
+    """Tensors: hidden (T, H); weight (V, H); `biased`: bias (V); labels int32 (T); of a `temperature` the
+    teacher's logits (T, V), or where it is a `linear_teacher` its hidden states (T, H') and weight (V, H');
+    `scaled`: scale float32 (T); `factored`: factor float32 (1). `chunk` rows have logits at a time, 0: as
+    many as lower.py says."""
+    loss: Loss
+    temperature: float | None = None
+    scaled: bool = False
+    factored: bool = False
+    biased: bool = False
+    linear_teacher: bool = False
+    chunk: int = 0
+
+
+@dataclass(frozen=True)
+class Operands(Generic[X]):
+    """The tensors of a call, or their UOps; None of those there are not. `weight` is None of logits, which
+    are `rows` then, as hidden states are."""
+    rows: X
+    weight: X | None
+    bias: X | None
+    labels: X
+    teacher: X | None
+    teacher_weight: X | None
+    scale: X | None
+    factor: X | None
+
+    @staticmethod
+    def of(what: RowLosses | LinearLosses, arguments: Iterable[X]) -> Operands[X]:
+        """Those of a call."""
+        rest: Iterator[X] = iter(arguments)
+
+        def taken(there: bool) -> X | None: return next(rest) if there else None
+        linear = isinstance(what, LinearLosses)
+        rows, weight = next(rest), taken(linear)
+        bias = taken(isinstance(what, LinearLosses) and what.biased)
+        labels, teacher = next(rest), taken(what.temperature is not None)
+        teacher_weight = taken(isinstance(what, LinearLosses) and what.linear_teacher)
+        return Operands(rows, weight, bias, labels, teacher, teacher_weight, taken(what.scaled),
+                        taken(what.factored))
+
+
+def gradient_dtype(dtype: DType) -> DType:
+    """Of the gradient of a tensor, as a function gives it."""
+    return dtypes.float32 if dtype == dtypes.float16 else dtype
+
+
+def rows_spec(what: RowLosses | LinearLosses, shape: tuple[int, int], dtype: DType, teacher: DType | None,
+              gradient: DType | None, in_place: bool = False) -> RowsSpec:
+    """The spec of rows of logits, with or without a gradient."""
+    given: dict[str, Any] = {"gradient": gradient, "in_place": in_place,
+                             "scaled": what.scaled and gradient is not None}
+    if what.temperature is None: return CrossEntropySpec(*shape, dtype, what.loss, **given)
+    assert teacher is not None
+    return DistillationSpec(*shape, dtype, what.loss, **given, teacher=teacher, temperature=what.temperature)
+
+
+def total(losses: Tensor, factor: Tensor | None) -> Tensor:
+    """What a function gives of losses."""
+    return losses if factor is None else losses.sum() * factor.reshape(())
+
+
+# **** in plain tinygrad ****
+
+def row_losses(what: RowLosses, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Loss or losses, and the gradient of logits."""
+    given = Operands.of(what, tensors)
+    losses, gradient = _losses(what, given.rows, given, given.rows.dtype)
+    if given.factor is not None: gradient = gradient * given.factor
+    return total(losses, given.factor), gradient.cast(gradient_dtype(given.rows.dtype))
+
+
+def linear_losses(what: LinearLosses, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Loss or losses, and the gradients of hidden, weight and bias. All logits are there at once."""
+    given = Operands.of(what, tensors)
+    hidden, weight, bias = given.rows, given.weight, given.bias
+    assert weight is not None
+    logits = hidden.float() @ weight.float().T
+    if bias is not None: logits = logits + bias.float()
+    losses, gradient = _losses(what, logits.contiguous(), given, hidden.dtype)
+    gradient = gradient.cast(hidden.dtype).contiguous().float()
+    made = [gradient @ weight.float(), gradient.T @ hidden.float(), gradient.sum(0)]
+    if given.factor is not None: made = [each * given.factor for each in made]
+    return total(losses, given.factor), *(each.cast(gradient_dtype(one.dtype)) for each, one in
+                     zip(made, (hidden, weight, bias), strict=True) if one is not None)
+
+
+def _losses(what: RowLosses | LinearLosses, logits: Tensor, given: Operands[Tensor],
+            gradient: DType) -> tuple[Tensor, Tensor]:
+    teacher = given.teacher
+    if given.teacher_weight is not None and teacher is not None:
+        teacher = (teacher.float() @ given.teacher_weight.float().T).contiguous()
+    T, V = map(int, logits.shape)
+    spec = rows_spec(what, (T, V), logits.dtype, None if teacher is None else teacher.dtype, gradient)
+    return computed(spec, logits, given.labels, teacher, given.scale)
