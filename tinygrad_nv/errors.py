@@ -149,3 +149,7 @@ class DistError(NVError):
 
 class DistTimeout(DistError):
     """Ranks that did not come, or a value that was not set, in the time there was."""
+
+
+class TrainingError(NVError):
+    """A run of training that cannot go on: its loss is NaN."""

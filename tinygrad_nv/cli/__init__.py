@@ -1,5 +1,5 @@
-"""`tinygrad-nv`: generate, chat, serve, run-batch, bench, doctor, explain, ptx, tune, plan, quantize, launch,
-completion.
+"""`tinygrad-nv`: generate, chat, serve, run-batch, train, bench, doctor, explain, ptx, tune, plan, quantize,
+launch, completion.
 
 Protocol: only generated text goes to stdout, as it is generated; progress, notes and errors go to stderr. An
 `NVError` prints its message and exits with 2, Ctrl-C exits with 130, a closed pipe exits quietly.
@@ -24,8 +24,8 @@ from tinygrad_nv.errors import ModelError, NVError, RequestError
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
 
 DEFAULT_MODEL = Path(models.__file__).parent / "tales"
-COMMANDS = ("generate", "chat", "serve", "run-batch", "bench", "doctor", "explain", "ptx", "tune", "plan",
-            "quantize", "launch", "completion")
+COMMANDS = ("generate", "chat", "serve", "run-batch", "train", "bench", "doctor", "explain", "ptx", "tune",
+            "plan", "quantize", "launch", "completion")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,7 +128,7 @@ def _add(name: str, commands: argparse._SubParsersAction[argparse.ArgumentParser
             from tinygrad_nv.ptx import command as ptx
             host.add_command(ptx.add_commands(commands))
         case "tune" | "plan" | "launch": _module(name).add_command(commands)
-        case "quantize": _module(name).add_command(commands, "a model directory")
+        case "quantize" | "train": _module(name).add_command(commands, "a model directory")
         case "completion":
             completion = commands.add_parser(name, help="a script that completes commands and options")
             completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="such as: source "

@@ -1,0 +1,86 @@
+"""`tinygrad-nv train`: trains a model, or an adapter, on files.
+
+Protocol: options are the fields of train/arguments.py. `tinygrad-nv train MODEL DATA…`; both may also be
+given as --model-name-or-path and --dataset-name (repeated), or in the --config file as `model` and `data`.
+Underscores in names of options are taken for dashes. Figures go to stderr and the log file, and what was
+written to stdout.
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from tinygrad import dtypes
+
+from tinygrad_nv.cli.model_path import found
+from tinygrad_nv.errors import ConfigError
+from tinygrad_nv.train import arguments as arguments_
+from tinygrad_nv.train.arguments import TrainingArguments
+from tinygrad_nv.train.run import assembled
+from tinygrad_nv.train.trainer import train
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], model: str) -> None:
+    """Adds `train`; `model` is the help of MODEL."""
+    made = commands.add_parser("train", help="train a model or an adapter",
+                               usage="%(prog)s [options] MODEL DATA [DATA ...]")
+    made.add_argument("words", nargs="*", metavar="MODEL DATA",
+                      help=f"{model}, and files, directories or globs: .txt, .jsonl, .parquet, .npy, .bin")
+    made.add_argument("--model-name-or-path", "--model", dest="model", metavar="MODEL", help="instead of MODEL")
+    made.add_argument("--dataset-name", "--dataset", "--data", dest="data", action="append", metavar="DATA",
+                      help="instead of DATA; may be repeated")
+    made.add_argument("--config", type=Path, metavar="FILE", help="options in YAML or JSON; those of the command "
+                      "line win")
+    groups = dict[str, Any]()
+    for each in dataclasses.fields(TrainingArguments):
+        group = groups.setdefault(each.metadata["group"], made.add_argument_group(each.metadata["group"]))
+        _add(group, each)
+    made.set_defaults(run=run)
+
+
+def _add(group: Any, each: dataclasses.Field[Any]) -> None:
+    """Adds the option of a field; what is not given is not set."""
+    names = [f"--{each.name.replace('_', '-')}"]
+    if "_" in each.name: names.append(f"--{each.name}")
+    kind, default = str(each.type), each.default
+    words = each.metadata["help"] + ("" if default in (None, (), False, True, "") else f" (default {default})")
+    shared = {"dest": each.name, "default": argparse.SUPPRESS, "help": words.replace("%", "%%")}
+    if kind.startswith("bool"): group.add_argument(*names, action=argparse.BooleanOptionalAction, **shared)
+    elif kind.startswith("tuple"):
+        group.add_argument(*names, nargs="+", metavar=each.metadata["metavar"] or "VALUE", **shared)
+    elif each.name == "resume_from_checkpoint":
+        group.add_argument(*names, nargs="?", const="latest", metavar="DIR", **shared)
+    else:
+        read = {"int": int, "float": float}.get(kind, str)
+        group.add_argument(*names, type=read, metavar=each.metadata["metavar"] or each.name.split("_")[-1].upper(),
+                           **shared)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Trains. Raises `NVError`."""
+    options = {} if given.config is None else arguments_.read(given.config)
+    model, data = _named(given, options)
+    known = {each.name for each in dataclasses.fields(TrainingArguments)}
+    options |= {name: value for name, value in vars(given).items() if name in known}
+    arguments = arguments_.made(options)
+    dtype = {"float32": dtypes.float32, "bfloat16": dtypes.bfloat16, "float16": dtypes.float16}[arguments.dtype]
+    made = train(assembled(arguments, found(model), data, dtype))
+    ended = f"{made.steps} steps in {made.seconds:.0f} s, loss {made.loss:.4f}"
+    if made.eval_loss is not None: ended += f", evaluation loss {made.eval_loss:.4f}"
+    print(f"{made.directory}: {ended}")
+    return 0
+
+
+def _named(given: argparse.Namespace, options: dict[str, Any]) -> tuple[str, list[str]]:
+    """The model and the data, by options or words or from the file, in this order; what they were is taken
+    out of the file's options. Raises `ConfigError`."""
+    words, own = list(given.words), options.pop("data", options.pop("dataset_name", None))
+    other = options.pop("model", options.pop("model_name_or_path", None))
+    model = given.model or (words.pop(0) if words else None) or other
+    data = [*(given.data or []), *words] or ([own] if isinstance(own, str) else list(own or []))
+    if model is None or not data:
+        raise ConfigError("no MODEL" if model is None else "no DATA", "tinygrad-nv train MODEL DATA",
+                          "name a model directory and files to train on")
+    return str(model), [str(each) for each in data]

@@ -1,0 +1,129 @@
+"""Low-rank adapters that are trained (LoRA, arXiv 2106.09685): what PEFT makes of `LoraConfig`.
+
+Protocol: `AdapterModel(model, options)` gives each linear layer that `options` names an A (r, in), drawn
+from U(−1/√in, 1/√in) as PEFT does, and a B (out, r) of zeros, float32. A layer then gives
+
+    y = x Wᵀ + scale · (dropout(x) Aᵀ) Bᵀ          scale = alpha / r, or alpha / √r (rsLoRA, arXiv 2312.03732)
+
+where W, of floats or quantised (QLoRA, arXiv 2305.14314), stays as it is. `parameters` are the A and B by
+PEFT's names, `matrices()` what `save_adapter` takes. Inside `without()` layers are as before.
+
+Dropout is drawn from a counter: the number of the micro-batch, the layer and the element decide. A run that
+goes on from a checkpoint, and a layer that is computed again, draw the same.
+"""
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+from tinygrad import Tensor, dtypes
+from tinygrad.helpers import TRAINING
+
+from tinygrad_nv.errors import ConfigError
+from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.lora import adapted
+from tinygrad_nv.models.quantised import Projection
+
+ALL = "all-linear"
+
+
+@dataclass(frozen=True)
+class AdapterOptions:
+    """PEFT's: `targets` are ends of names of layers (q_proj), or all-linear."""
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = (ALL,)
+    rslora: bool = False
+    seed: int = 42
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def names(self, layer: str) -> bool:
+        """Whether a layer has an adapter."""
+        return ALL in self.targets or any(layer == each or layer.endswith("." + each) for each in self.targets)
+
+
+def dropped(x: Tensor, share: float, number: Tensor, salt: int) -> Tensor:
+    """x with a share of its elements 0 and the others divided by 1 − share, by hashes (the finalizer of
+    MurmurHash3) of each element's place, `salt` and `number`, uint32 (1)."""
+    count = math.prod(int(n) for n in x.shape)
+    h = Tensor.arange(count, dtype=dtypes.uint32) * 0x9E3779B1 + salt * 0x85EBCA77 % (1 << 32)
+    h = h ^ (number * 0xC2B2AE3D)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)): h = (h ^ (h >> shift)) * factor
+    kept = (h ^ (h >> 16)) >= int(share * (1 << 32))
+    return kept.reshape(x.shape).where(x / (1 - share), 0)
+
+
+class LayerAdapter:
+    """Of one `Linear`, whose projections are `parts`, in order: A and B of those that have one."""
+
+    def __init__(self, parts: tuple[Projection, ...], options: AdapterOptions, random: np.random.Generator,
+                 salt: int, number: Tensor) -> None:
+        self.options, self.salt, self.number, self.active = options, salt, number, True
+        self.parts = [(part.name, part.rows) for part in parts]
+        self.a, self.b = dict[str, Tensor](), dict[str, Tensor]()
+        device = parts[0].linear.weight.device
+        for part in parts:
+            if not options.names(part.name): continue
+            inputs = part.shape[1]
+            drawn = random.uniform(-1, 1, (options.rank, inputs)).astype(np.float32) / np.float32(math.sqrt(inputs))
+            self.a[part.name] = Tensor(drawn, device=device).realize()
+            self.b[part.name] = Tensor.zeros(part.rows, options.rank, device=device).contiguous().realize()
+
+    def added(self, x: Tensor) -> Tensor | None:
+        """What the adapter adds for x (…, in); None for nothing."""
+        if not self.a or not self.active: return None
+        inner = x.float()
+        if TRAINING and self.options.dropout:
+            inner = dropped(inner, self.options.dropout, self.number, self.salt).contiguous()
+        made = []
+        for name, rows in self.parts:
+            if name in self.a:
+                low = (inner @ self.a[name].T).contiguous()
+                made.append((low @ self.b[name].T) * self.options.scale)
+            else: made.append(Tensor.zeros(*x.shape[:-1], rows, device=x.device))
+        return (made[0] if len(made) == 1 else Tensor.cat(*made, dim=-1)).cast(x.dtype)
+
+
+class AdapterModel:
+    """The adapters of a model. `number`, uint32 (1), is that of the micro-batch. Raises `ConfigError` where no
+    layer has a name of the options."""
+
+    def __init__(self, model: Llama, options: AdapterOptions, number: Tensor) -> None:
+        self.options, random = options, np.random.default_rng(options.seed)
+        self.layers = list[LayerAdapter]()
+        every = adapted(model)
+        for salt, (_, found) in enumerate(groupby(every, key=lambda each: id(each.linear))):
+            parts = tuple(found)
+            made = parts[0].linear.adapters = LayerAdapter(parts, options, random, salt, number)
+            self.layers.append(made)
+        if not self.parameters:
+            known = sorted({each.name.rpartition(".")[2] for each in every})
+            raise ConfigError(f"--lora-target-modules {' '.join(options.targets)}", f"{', '.join(known)} or {ALL}",
+                              "choose from these")
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """A and B by PEFT's names."""
+        return {f"base_model.model.{name}.lora_{letter}.weight": tensor for layer in self.layers
+                for letter, own in (("A", layer.a), ("B", layer.b)) for name, tensor in own.items()}
+
+    def matrices(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """A and B of each layer by its name."""
+        return {name: (a, layer.b[name]) for layer in self.layers for name, a in layer.a.items()}
+
+    @contextlib.contextmanager
+    def without(self) -> Iterator[None]:
+        """Layers that are built inside have no adapter."""
+        for layer in self.layers: layer.active = False
+        try: yield
+        finally:
+            for layer in self.layers: layer.active = True

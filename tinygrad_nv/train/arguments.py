@@ -1,0 +1,189 @@
+"""What a run of training is: options by the names of transformers' TrainingArguments, TRL and PEFT.
+
+Protocol: `TrainingArguments` is frozen and checked. Each field is an option of `tinygrad-nv train`
+(--max-steps, or --max_steps as transformers spells it) and a key of a --config file (YAML or JSON); the
+command line wins. Defaults are TRL's where it has one, for `sft`.
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from tinygrad_nv.errors import ConfigError
+from tinygrad_nv.train.data import DataOptions
+from tinygrad_nv.train.optimizers import SCHEDULES
+
+METHODS = ("sft", "dpo")
+DTYPES = ("float32", "bfloat16", "float16")
+# names of transformers' --optim, and ours
+OPTIMIZERS = {"adamw": "adamw", "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "lion": "lion",
+              "lion_32bit": "lion", "muon": "muon", "adafactor": "adafactor", "sgd": "sgd"}
+SAVES = ("steps", "epoch", "no")
+
+
+def option(default: Any, words: str, group: str = "training", metavar: str | None = None) -> Any:
+    """A field with the help of its option."""
+    return field(default=default, metadata={"help": words, "group": group, "metavar": metavar})
+
+
+@dataclass(frozen=True)
+class TrainingArguments:
+    """Of a run. Raises `ConfigError` for what cannot be."""
+    output_dir: str = option("trained", "directory for checkpoints and the trained model", metavar="DIR")
+    method: str = option("sft", f"{', '.join(METHODS)}: what is learnt of the data")
+    from_scratch: bool = option(False, "new weights for MODEL's config.json, in place of its own")
+    dtype: str = option("float32", f"{', '.join(DTYPES)}: of weights; 16 bits have float32 master weights")
+    seed: int = option(42, "of new weights, the order of data, dropout")
+
+    max_steps: int = option(-1, "steps in all; -1: as many as --num-train-epochs has")
+    num_train_epochs: float = option(3.0, "passes over the data")
+    per_device_train_batch_size: int = option(8, "rows of a micro-batch")
+    gradient_accumulation_steps: int = option(1, "micro-batches of a step")
+    learning_rate: float = option(2e-5, "the peak; for adapters about 10 times that")
+    lr_scheduler_type: str = option("linear", ", ".join(SCHEDULES))
+    warmup_steps: int = option(0, "steps in which the learning rate rises")
+    warmup_ratio: float = option(0.0, "the same as a share of all steps")
+    min_lr_rate: float = option(0.0, "the least share of the peak (cosine_with_min_lr)")
+    lr_decay_steps: int = option(0, "the last steps, in which it falls (warmup_stable_decay)")
+    optim: str = option("adamw_torch", ", ".join(OPTIMIZERS))
+    weight_decay: float = option(0.0, "of matrices; norms, biases and embeddings have none")
+    adam_beta1: float = option(0.9, "decay of the mean of gradients")
+    adam_beta2: float = option(0.999, "decay of the mean of their squares")
+    adam_epsilon: float = option(1e-8, "added to its root")
+    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm; 0: not")
+    label_smoothing_factor: float = option(0.0, "share of a label that all tokens have")
+    z_loss: float = option(0.0, "weight of the square of log-sum-exp in the loss")
+
+    max_length: int = option(1024, "tokens of a row", "data")
+    packing: bool = option(False, "several documents in a row, without attention across", "data")
+    packing_strategy: str = option("bfd", "bfd, bfd_split, wrapped", "data")
+    sample_by: str = option("document", "of .txt: document, paragraph or line", "data")
+    shard_dtype: str = option("auto", "of .bin: uint16, uint32", "data")
+    shuffle: bool = option(True, "rows in a random order, another in each epoch", "data")
+    completion_only_loss: bool | None = option(None, "loss on completions alone (default: where there are "
+                                               "prompts)", "data")
+    assistant_only_loss: bool | None = option(None, "loss on the assistant's messages alone (default: yes)",
+                                              "data")
+    eos_token: str | None = option(None, "ends a document, in place of the tokenizer's", "data", "TOKEN")
+
+    eval_data: tuple[str, ...] = option((), "files to evaluate on", "evaluation", "FILE")
+    eval_steps: int = option(0, "evaluate every N steps; 0: at the end", "evaluation")
+    eval_batches: int = option(0, "batches of an evaluation at most; 0: all", "evaluation")
+    sample_prompts: tuple[str, ...] = option((), "continued at each evaluation", "evaluation", "TEXT")
+    sample_tokens: int = option(60, "tokens of a sample", "evaluation")
+
+    save_strategy: str = option("steps", ", ".join(SAVES), "saving")
+    save_steps: int = option(500, "a checkpoint every N steps", "saving")
+    save_total_limit: int = option(2, "checkpoints that are kept", "saving")
+    resume_from_checkpoint: str | None = option(None, "latest, or a directory checkpoint-N", "saving", "DIR")
+    overwrite_output_dir: bool = option(False, "remove checkpoints of another run first", "saving")
+
+    logging_steps: int = option(1, "a line every N steps", "logging")
+    log_file: str | None = option(None, "JSON lines, one for each logged step (default: "
+                                  "OUTPUT_DIR/log.jsonl)", "logging", "FILE")
+    report_to: str = option("auto", "auto, tensorboard, none", "logging")
+
+    use_peft: bool = option(False, "train an adapter (LoRA)", "adapter")
+    lora_r: int = option(16, "its rank", "adapter")
+    lora_alpha: float = option(32.0, "it is scaled by alpha / rank", "adapter")
+    lora_dropout: float = option(0.05, "share of its inputs that are dropped", "adapter")
+    lora_target_modules: tuple[str, ...] = option((), "ends of names of layers, or all-linear (default)",
+                                                  "adapter", "NAME")
+    use_rslora: bool = option(False, "scale by alpha / √rank", "adapter")
+
+    beta: float = option(0.1, "how far from the reference model preferences may lead", "dpo")
+
+    def __post_init__(self) -> None:
+        self._require_choices()
+        for name, least in (("per_device_train_batch_size", 1), ("gradient_accumulation_steps", 1),
+                            ("logging_steps", 1), ("save_steps", 1), ("save_total_limit", 1), ("lora_r", 1),
+                            ("max_length", 2), ("warmup_steps", 0), ("eval_steps", 0), ("seed", 0)):
+            if (value := getattr(self, name)) < least:
+                raise ConfigError(f"--{name.replace('_', '-')} {value}", f"{least} or more", "raise it")
+        for name in ("learning_rate", "weight_decay", "max_grad_norm", "beta", "lora_alpha"):
+            if not 0 <= (value := getattr(self, name)) < float("inf"):
+                raise ConfigError(f"--{name.replace('_', '-')} {value}", "a number from 0", "correct it")
+        for name in ("lora_dropout", "label_smoothing_factor", "warmup_ratio"):
+            if not 0 <= (value := getattr(self, name)) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} {value}", "0 to less than 1", "correct it")
+        if self.max_steps < 1 and not self.num_train_epochs > 0:
+            raise ConfigError(f"--num-train-epochs {self.num_train_epochs}", "more than 0", "or --max-steps")
+        if self.method == "dpo" and self.packing:
+            raise ConfigError("--packing of preferences", "a row for each answer", "leave --packing out")
+
+    def _require_choices(self) -> None:
+        for name, allowed in (("method", METHODS), ("dtype", DTYPES), ("optim", tuple(OPTIMIZERS)),
+                              ("save_strategy", SAVES), ("lr_scheduler_type", tuple(SCHEDULES)),
+                              ("report_to", ("auto", "tensorboard", "none"))):
+            if (value := getattr(self, name)) not in allowed:
+                raise ConfigError(f"--{name.replace('_', '-')} {value}", ", ".join(allowed), "choose one")
+
+    @property
+    def data(self) -> DataOptions:
+        """How files become rows."""
+        return DataOptions(**{each.name: getattr(self, each.name) for each in fields(DataOptions)
+                              if hasattr(self, each.name)})
+
+    def warmup(self, steps: int) -> int:
+        """Steps of warm-up, of so many."""
+        return self.warmup_steps or int(self.warmup_ratio * steps + 0.999999)
+
+
+# **** files ****
+
+def read(path: Path) -> dict[str, Any]:
+    """The options of a --config file, with `model` and `data` among them. Raises `ConfigError`."""
+    try: text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}", "a file", "correct it") from error
+    found = _parsed(path, text)
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"--config {path} is a {type(found).__name__}", "options and their values",
+                          "write one `option: value` a line")
+    return {str(key).replace("-", "_"): value for key, value in found.items()}
+
+
+def _parsed(path: Path, text: str) -> Any:
+    try:
+        if path.suffix == ".json": return json.loads(text)
+        try: import yaml
+        except ImportError as error:
+            raise ConfigError(f"--config {path}, without the package pyyaml", "YAML needs it",
+                              "pip install pyyaml, or write a .json file") from error
+        try: return yaml.safe_load(text)
+        except yaml.YAMLError as error: raise ValueError(str(error)) from error
+    except ValueError as error:
+        raise ConfigError(f"--config {path}: {error}", "YAML, or JSON in a .json file", "correct it") from error
+
+
+def made(options: Mapping[str, Any]) -> TrainingArguments:
+    """The arguments of options by name, whose values may be texts, as YAML reads 1e-4. Raises
+    `ConfigError`."""
+    known = {each.name: each for each in fields(TrainingArguments)}
+    if strange := sorted(set(options) - set(known)):
+        raise ConfigError(f"unknown option {strange[0]}", "an option of `tinygrad-nv train --help`",
+                          "correct its name")
+    return TrainingArguments(**{name: _value(known[name].type, name, value)
+                                for name, value in options.items()})
+
+
+def _value(kind: Any, name: str, value: Any) -> Any:
+    """A value as its field has it."""
+    try:
+        if value is None and "None" in str(kind): return None
+        if str(kind).startswith("tuple"):
+            return (value,) if isinstance(value, str) else tuple(str(each) for each in value)
+        if str(kind).startswith("bool"):
+            if isinstance(value, bool): return value
+            raise ValueError("true or false")
+        if kind == "int":
+            if isinstance(value, bool) or (number := float(value)) != int(number): raise ValueError("a number")
+            return int(number)
+        if kind == "float": return float(value)
+        if not isinstance(value, str): raise ValueError("a text")
+        return value
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name}: {value!r}", f"{kind}", "correct it") from error

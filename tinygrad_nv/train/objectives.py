@@ -1,0 +1,131 @@
+"""What is learnt: sums over a batch, of which the first is the loss.
+
+Protocol: an objective has `inputs`, buffers of a batch on the device, which `fill` writes; `sums()` builds
+the graph of the sums of a batch in these buffers, float32 () each: the loss, then those of `names`. A captured
+step thus serves every batch. `counted(batch)` is what a mean is over.
+
+    Supervised   the cross entropy of each token that has a label, in nats; means are by token
+    Preference   DPO (arXiv 2305.18290): −log σ(β ((log π(c) − log ρ(c)) − (log π(r) − log ρ(r)))) of a chosen
+                 and a rejected answer, of the model π and a reference ρ that stays; means are by pair
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from tinygrad import Tensor, dtypes
+
+from tinygrad_nv.models.dense import Documents
+from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.patterns.cross_entropy.functions import linear_cross_entropy
+from tinygrad_nv.runtime.memory import write
+from tinygrad_nv.train.data import IGNORE, Batch
+
+
+class Inputs:
+    """Buffers of a batch: tokens, targets, positions and segments, int32 (rows, width); `count`, float32 (1),
+    what a mean is over; `number`, uint32 (1), of the micro-batch in the run, from which dropout is drawn."""
+
+    def __init__(self, rows: int, width: int, device: str | None) -> None:
+        def buffer(kind: object, *shape: int) -> Tensor:
+            made = Tensor.zeros(*shape, dtype=kind, device=device).contiguous()  # type: ignore[arg-type]
+            return made.is_param_(False).realize()
+        self.arrays = tuple(buffer(dtypes.int32, rows, width) for _ in range(4))
+        self.tokens, self.targets, self.positions, self.segments = self.arrays
+        self.count, self.number = buffer(dtypes.float32, 1), buffer(dtypes.uint32, 1)
+
+    def fill(self, batch: Batch, count: int, number: int) -> None:
+        """Puts a batch into the buffers."""
+        arrays = (batch.ids, batch.targets, batch.positions, batch.segments)
+        for tensor, array in zip(self.arrays, arrays, strict=True):
+            write(tensor, 0, np.ascontiguousarray(array, np.int32).reshape(-1).data.cast("B"))
+        write(self.count, 0, np.array([count], np.float32).data.cast("B"))
+        write(self.number, 0, np.array([number & 0xFFFFFFFF], np.uint32).data.cast("B"))
+
+
+class Objective(Protocol):
+    """What is learnt."""
+    inputs: Inputs
+    names: tuple[str, ...]
+
+    def fill(self, batch: Batch, count: int, number: int) -> None: ...
+    def counted(self, batch: Batch) -> int: ...
+    def sums(self) -> list[Tensor]: ...
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """`documents`: rows have several documents, which do not see each other. The others are those of
+    `linear_cross_entropy`."""
+    documents: bool = False
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+
+def losses(model: Llama, inputs: Inputs, options: LossOptions, reduction: str) -> Tensor:
+    """The cross entropy of targets: their sum, or with "none" each, (rows, width)."""
+    if options.documents:
+        hidden = model.hidden_documents(inputs.tokens, Documents(inputs.positions, inputs.segments))
+    else: hidden = model.hidden(inputs.tokens)
+    config = model.config
+    return linear_cross_entropy(hidden, model.head, inputs.targets,
+                                reduction=reduction,    # type: ignore[arg-type]
+                                softcap=config.logit_softcap, divisor=config.logit_divisor,
+                                label_smoothing=options.label_smoothing, z_loss=options.z_loss)
+
+
+class Supervised:
+    """Of a model's next tokens."""
+    names: tuple[str, ...] = ()
+
+    def __init__(self, model: Llama, rows: int, width: int, options: LossOptions | None = None,
+                 inputs: Inputs | None = None) -> None:
+        self.model, self.options = model, options or LossOptions()
+        self.inputs = inputs or Inputs(rows, width, model.device)
+
+    def fill(self, batch: Batch, count: int, number: int) -> None:
+        """Puts a batch into the buffers."""
+        self.inputs.fill(batch, count, number)
+
+    def counted(self, batch: Batch) -> int:
+        """Tokens with loss."""
+        return batch.loss_tokens
+
+    def sums(self) -> list[Tensor]: return [losses(self.model, self.inputs, self.options, "sum")]
+
+
+class Preference:
+    """Of pairs of answers: row i of a batch is chosen, row n/2 + i rejected. `reference` is in force while
+    the reference's log probabilities are built: of the same model without its adapter, or another model."""
+    names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+
+    def __init__(self, model: Llama, reference: Llama, rows: int, width: int, beta: float,
+                 without: Callable[[], AbstractContextManager[None]], inputs: Inputs | None = None) -> None:
+        self.model, self.reference, self.beta, self.without = model, reference, beta, without
+        self.inputs = inputs or Inputs(rows, width, model.device)
+
+    def fill(self, batch: Batch, count: int, number: int) -> None:
+        """Puts a batch into the buffers."""
+        self.inputs.fill(batch, count, number)
+
+    def counted(self, batch: Batch) -> int:
+        """Pairs."""
+        return int((batch.labels[:len(batch.labels) // 2] != IGNORE).any(1).sum())
+
+    def sums(self) -> list[Tensor]:
+        own = self._log_probabilities(self.model)
+        with self.without(): other = self._log_probabilities(self.reference).detach()
+        chosen, rejected = (own - other).chunk(2)   # of the rewards over beta
+        pairs = (self.inputs.targets != IGNORE).any(1).chunk(2)[0].float()
+        margins = (chosen - rejected) * self.beta
+        # −log σ(x) = log(1 + e^−x), which does not overflow in this form
+        loss = (margins.neg().maximum(0) + (1 + margins.abs().neg().exp()).log()) * pairs
+        logged = (chosen * self.beta, rejected * self.beta, margins, (margins > 0).float())
+        return [loss.sum(), *((each.detach() * pairs).sum() for each in logged)]
+
+    def _log_probabilities(self, model: Llama) -> Tensor:
+        """Of each row's targets, summed, float32 (rows,)."""
+        return -losses(model, self.inputs, LossOptions(), "none").sum(-1)

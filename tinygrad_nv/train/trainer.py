@@ -1,0 +1,212 @@
+"""The loop over steps: data, step, log, evaluation, checkpoints, and the trained model at the end.
+
+Protocol: `train(run)` goes on from the checkpoint that the arguments name, or begins. After each step the
+state of the run is in tensors (`Run.tensors`) and in JSON (the number of steps, where the data are), both of
+which a checkpoint has: a run that goes on has the same bits as one that never stopped. Ctrl-C saves a
+checkpoint and ends.
+
+A step whose gradients are not finite changes nothing, and is said. A loss that is NaN ends the run with the
+first layer that made it (`TrainingError`), and leaves the last checkpoint as it is.
+"""
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tinygrad.helpers import GlobalCounters
+
+from tinygrad_nv.errors import CheckpointError, ConfigError, TrainingError
+from tinygrad_nv.train import checkpoints
+from tinygrad_nv.train.arguments import TrainingArguments
+from tinygrad_nv.train.checkpoints import CheckpointWriter
+from tinygrad_nv.train.data import Loader, LoaderOptions, SamplerState
+from tinygrad_nv.train.data import Step as DataStep
+from tinygrad_nv.train.diagnosis import first_bad
+from tinygrad_nv.train.export import save_adapter, save_pretrained
+from tinygrad_nv.train.log import Log
+from tinygrad_nv.train.optimizers import ScheduleOptions, schedule
+from tinygrad_nv.train.run import Run, loader_options
+from tinygrad_nv.train.sampling import Continuation
+from tinygrad_nv.train.step import Step, StepResult
+
+LATEST = "latest"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run came to: the directory of the model or adapter, the last loss, and that of the evaluation."""
+    directory: Path
+    steps: int
+    loss: float
+    eval_loss: float | None
+    seconds: float
+
+
+@dataclass
+class Progress:
+    """Where a run is: steps done, and where its data are."""
+    step: int
+    data: SamplerState | None
+
+    def to_json(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"step": self.step, "data": None if self.data is None else self.data.to_json()}
+
+
+def train(run: Run) -> Trained:
+    """Runs all steps that are left. Raises `TrainingError`, `CheckpointError`, `ConfigError`."""
+    arguments, begun = run.arguments, time.perf_counter()
+    output = Path(arguments.output_dir)
+    _require_new(arguments, output)
+    loop = _Loop(run)
+    with CheckpointWriter(output, run=run.identity, keep=arguments.save_total_limit) as writer:
+        at = _resumed(run, output)
+        with Log(arguments, run.steps, at.step) as log:
+            loop.run(at, writer, log)
+            log.finish()
+    made = _export(run, output)
+    return Trained(made, run.steps, loop.loss, loop.eval_loss, time.perf_counter() - begun)
+
+
+class _Loop:
+    """The steps of a run."""
+
+    def __init__(self, run: Run) -> None:
+        a = run.arguments
+        self.run_, self.step = run, Step(run.objective, run.optimizer, a.gradient_accumulation_steps)
+        options = ScheduleOptions(min_lr_rate=a.min_lr_rate, decay_steps=a.lr_decay_steps)
+        self.factor = schedule(a.lr_scheduler_type, run.steps, a.warmup(run.steps), options)
+        self.loss, self.eval_loss = math.nan, None if run.evaluation is None else math.nan
+        self._samples: Continuation | None = None
+
+    def run(self, at: Progress, writer: CheckpointWriter, log: Log) -> None:
+        """Runs the steps that are left."""
+        run, a = self.run_, self.run_.arguments
+        options = loader_options(a, _pad(run))
+        log.say(f"{sum(int(np.prod(p.shape)) for p in run.optimizer.params):,} parameters to train; "
+                f"{run.data.summary}; steps {at.step + 1} to {run.steps}")
+        self.step.done = at.step
+        with Loader(run.data, options, at.data) as loader:
+            try:
+                while at.step < run.steps:
+                    data = next(loader)
+                    epochs = data.before.epoch, data.state.epoch
+                    self._take(data, at, log)
+                    last = at.step == run.steps
+                    if last or (a.eval_steps and at.step % a.eval_steps == 0): self._evaluate(at.step, log)
+                    if last or _saves(a, at.step, epochs): writer.save(at.step, run.tensors(), at.to_json())
+            except KeyboardInterrupt:
+                writer.save(at.step, run.tensors(), at.to_json())
+                log.say(f"stopped after step {at.step}; --resume-from-checkpoint latest goes on")
+                raise
+
+    def _take(self, data: DataStep, at: Progress, log: Log) -> None:
+        run, begun = self.run_, time.perf_counter()
+        rate = run.arguments.learning_rate * self.factor(at.step)
+        run.optimizer.set_lr(rate)
+        count = sum(run.objective.counted(batch) for batch in data.batches)
+        result = self.step(data.batches, count)
+        if math.isnan(result.loss): self._stop(at.step + 1)
+        at.step, at.data, self.loss = at.step + 1, data.state, result.loss
+        seconds = time.perf_counter() - begun
+        log.step({"step": at.step, "loss": result.loss, "grad_norm": result.grad_norm, "learning_rate": rate,
+                  "epoch": round(data.epoch, 4), "tokens_per_s": data.tokens / seconds, "seconds": seconds,
+                  "memory_bytes": GlobalCounters.mem_used, **result.means,
+                  **({"skipped": True} if result.skipped else {})})
+        if result.skipped: log.say(_skipped(at.step, result))
+
+    def _stop(self, step: int) -> None:
+        """Raises `TrainingError` for a loss that is NaN."""
+        layer = first_bad(self.run_.model, self.step.inputs, self.run_.arguments.packing)
+        raise TrainingError(f"the loss of step {step} is NaN; the first layer with a value that is not finite "
+                            f"is {layer}", "finite values",
+                            "lower --learning-rate or --max-grad-norm, and go on with "
+                            "--resume-from-checkpoint latest")
+
+    def _evaluate(self, step: int, log: Log) -> None:
+        run, a = self.run_, self.run_.arguments
+        if run.evaluation is not None:
+            found = self._evaluated()
+            self.eval_loss = float(found[0])
+            row = {"step": step, "eval_loss": self.eval_loss,
+                   **{f"eval_{name}": float(each) for name, each
+                      in zip(run.objective.names, found[1:], strict=True)}}
+            log.note(row, f"step {step}: evaluation loss {self.eval_loss:.4f}")
+        for prompt in a.sample_prompts:
+            text = self._sample(prompt)
+            log.note({"step": step, "prompt": prompt, "sample": text}, f"step {step}: {prompt}{text}")
+
+    def _evaluated(self) -> np.ndarray:
+        """Means over the evaluation's data."""
+        run, a = self.run_, self.run_.arguments
+        assert run.evaluation is not None
+        options = LoaderOptions(a.per_device_train_batch_size, shuffle=False, epochs=1, pad=_pad(run))
+        sums, counted = np.zeros(1 + len(run.objective.names)), 0
+        with Loader(run.evaluation, options) as loader:
+            for number, data in enumerate(loader):
+                if a.eval_batches and number >= a.eval_batches: break
+                sums += self.step.evaluate(data.batches[0])
+                counted += run.objective.counted(data.batches[0])
+        return sums / max(counted, 1)
+
+    def _sample(self, prompt: str) -> str:
+        run = self.run_
+        if run.tokenizer is None: raise ConfigError("--sample-prompts without a tokenizer", "tokenizer.json",
+                                                    "copy the tokenizer's files to MODEL")
+        if self._samples is None: self._samples = Continuation(run.model, run.data.width)
+        ids = run.tokenizer.encode(prompt)
+        made = self._samples(ids, run.arguments.sample_tokens, run.model.config.eos_token_ids)
+        return run.tokenizer.decode([*ids, *made])[len(run.tokenizer.decode(ids)):]
+
+
+def _pad(run: Run) -> int:
+    """The id that fills rows up; it has no loss, and no token attends to it."""
+    return 0
+
+
+def _skipped(step: int, result: StepResult) -> str:
+    return f"step {step} changed nothing: the norm of its gradients is {result.grad_norm}"
+
+
+def _saves(arguments: TrainingArguments, step: int, epochs: tuple[int, int]) -> bool:
+    if arguments.save_strategy == "steps": return step % arguments.save_steps == 0
+    return arguments.save_strategy == "epoch" and epochs[0] != epochs[1]
+
+
+def _require_new(arguments: TrainingArguments, output: Path) -> None:
+    """Raises `CheckpointError` for checkpoints that nothing was said of."""
+    if arguments.resume_from_checkpoint is not None or not output.is_dir(): return
+    if not (found := sorted(output.glob("checkpoint-*"))): return
+    if not arguments.overwrite_output_dir:
+        raise CheckpointError(f"{output} has {found[-1].name} of another run", "an empty directory",
+                              "go on with --resume-from-checkpoint latest, begin anew with "
+                              "--overwrite-output-dir, or choose another --output-dir")
+    import shutil
+    for each in found: shutil.rmtree(each)
+
+
+def _resumed(run: Run, output: Path) -> Progress:
+    """The state of the checkpoint that the arguments name."""
+    asked = run.arguments.resume_from_checkpoint
+    if asked is None: return Progress(0, None)
+    found = checkpoints.load_latest(output, run=run.identity) if asked in (LATEST, "true", "True") else \
+        checkpoints.load(asked, run=run.identity)
+    if found is None: return Progress(0, None)
+    found.restore(run.tensors())
+    state = found.state
+    return Progress(int(state["step"]), SamplerState.from_json(state["data"]))
+
+
+def _export(run: Run, output: Path) -> Path:
+    """Writes the trained model, or the adapter."""
+    a = run.arguments
+    if run.adapter is None: return save_pretrained(run.model, output, run.directory)
+    options = run.adapter.options
+    return save_adapter(output, run.adapter.matrices(), options.rank, options.alpha, rslora=options.rslora,
+                        target_modules=a.lora_target_modules or "all-linear", dropout=options.dropout,
+                        base_model=str(run.directory))
