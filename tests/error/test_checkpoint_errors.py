@@ -141,8 +141,9 @@ def test_no_checkpoint_is_whole(tmp_path: Path):
     for step in (1, 2): save(tmp_path, step, tensors(), {})
     (tmp_path / "checkpoint-1" / "manifest.json").unlink()
     next((tmp_path / "checkpoint-2").glob("*.safetensors")).write_bytes(b"")
-    words(CheckpointError, lambda: load_latest(tmp_path), "none is whole", "checkpoint-1 is no whole checkpoint",
-          "has no manifest.json", "rank-00000-00001-of-00001.safetensors has 0 bytes, and had")
+    words(CheckpointError, lambda: load_latest(tmp_path), "none is whole",
+          "checkpoint-1 is no whole checkpoint", "has no manifest.json",
+          "rank-00000-00001-of-00001.safetensors has 0 bytes, and had")
     words(CheckpointError, lambda: load(tmp_path / "checkpoint-3"), "no such checkpoint")
 
 
