@@ -140,10 +140,10 @@ class CheckpointWriter:
         for phase in (self._begin, self._write_part, self._commit):
             try:
                 if failure is None: phase(job)
-            except CheckpointError as error: failure = error
             except OSError as error:
                 failure = refused(Path(error.filename or self.directory), error, job.nbytes)
                 failure.__cause__ = error
+            except Exception as error: failure = error
             self._barrier()     # ranks that wait for this one find out after it
         if failure is not None: self._clean(job)
         if failure is None and self.rank and not (folder.final(self.directory, job.step) / MANIFEST).exists():

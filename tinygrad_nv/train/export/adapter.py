@@ -27,6 +27,7 @@ from tinygrad_nv.models.peft import (
     floats,
     list_tensors,
     paired,
+    pattern_of,
     rank_of,
     read_config,
     require_shapes,
@@ -44,16 +45,21 @@ STALE = ("adapter_model.bin",)
 Matrices = Mapping[str, tuple[Tensor, Tensor]]
 ALL_LINEAR = "all-linear"
 LARGEST_RANK = 1 << 20
+# what else PEFT writes
+FIXED = {"use_dora": False, "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True,
+         "modules_to_save": None, "layers_to_transform": None, "layers_pattern": None}
 
 
 @dataclass(frozen=True)
 class LoadedAdapter:
     """An adapter as it is trained: of each module A (r, in) and B (out, r), float32, not scaled. `scales` are
-    the factors of B A by module. `target_modules` is what the configuration says, `dropout` lora_dropout."""
+    the factors of B A by module; `alphas` those of modules that have another than `alpha`. `target_modules`
+    is what the configuration says, `dropout` lora_dropout."""
     matrices: Mapping[str, tuple[np.ndarray, np.ndarray]]
     scales: Mapping[str, float]
     rank: int
     alpha: float
+    alphas: Mapping[str, float]
     rslora: bool
     target_modules: str | tuple[str, ...] | None
     dropout: float
@@ -61,24 +67,23 @@ class LoadedAdapter:
 
 
 def save_adapter(directory: str | Path, matrices: Matrices, rank: int, alpha: float, *, rslora: bool = False,
-                 target_modules: str | Sequence[str] | None = None, dropout: float = 0.0,
-                 base_model: str = "", dtype: DType | None = None) -> Path:
+                 alphas: Mapping[str, float] | None = None, target_modules: str | Sequence[str] | None = None,
+                 dropout: float = 0.0, base_model: str = "", dtype: DType | None = None) -> Path:
     """Writes an adapter: its directory.
 
     A module whose A has another number of rows than `rank` gets its own in rank_pattern, and the scale that
-    follows from it. `target_modules` is what the adapter was made for, in PEFT's terms; left out, it is the
-    modules' whole names. `dropout` is what it was trained with, `base_model` the directory or the name of its
-    base. Stored as `dtype`, or as each tensor is. Raises `ModelError` for matrices that fit no adapter,
-    `CheckpointError` for a directory that cannot be written."""
+    follows from it; `alphas` are of modules that have another than `alpha`. `target_modules` is what the
+    adapter was made for, in PEFT's terms; left out, it is the modules' whole names. `dropout` is what it was
+    trained with, `base_model` the directory or the name of its base. Stored as `dtype`, or as each tensor is.
+    Raises `ModelError` for matrices that fit no adapter, `CheckpointError` for a directory that cannot be
+    written."""
     _require(matrices, rank, alpha, dtype)
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model or None,
               "r": rank, "lora_alpha": alpha, "lora_dropout": dropout, "use_rslora": rslora, "bias": "none",
               "target_modules": _targets(target_modules, matrices),
               "rank_pattern": {name: int(a.shape[0]) for name, (a, _) in sorted(matrices.items())
                                if a.shape[0] != rank},
-              "alpha_pattern": {}, "use_dora": False, "fan_in_fan_out": False, "inference_mode": True,
-              "init_lora_weights": True, "modules_to_save": None, "layers_to_transform": None,
-              "layers_pattern": None}
+              "alpha_pattern": dict(sorted((alphas or {}).items())), **FIXED}
     Tensor.realize(*(each for pair in matrices.values() for each in pair))
     sources = dict(_sources(matrices, dtype))
     def write(folder: Path) -> None:
@@ -133,8 +138,11 @@ def load_adapter(directory: str | Path, shapes: Mapping[str, tuple[int, int]]) -
         require_shapes(module, a, b, shapes[module], config, LARGEST_RANK, path)
     targets = config.get("target_modules")
     scales = {module: scale_of(config, module, rank_of(config, module)) for module in sorted(pairs)}
+    patterns = config.get("alpha_pattern") or {}
+    alphas = {module: float(patterns[key]) for module in sorted(pairs)
+              if (key := pattern_of(patterns, module)) is not None}
     return LoadedAdapter({module: (floats(a), floats(b)) for module, (a, b) in sorted(pairs.items())}, scales,
-                         int(config.get("r", 8)), float(config.get("lora_alpha", 8)),
+                         int(config.get("r", 8)), float(config.get("lora_alpha", 8)), alphas,
                          bool(config.get("use_rslora")),
                          tuple(targets) if isinstance(targets, list) else targets,
                          float(config.get("lora_dropout") or 0.0),

@@ -28,7 +28,7 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.runtime.memory import host_bytes
-from tinygrad_nv.train.checkpoints import CheckpointWriter, load_latest
+from tinygrad_nv.train.checkpoints import CheckpointWriter, load, load_latest
 
 INTERVAL, STEPS, RUN = 4, 120, {"width": 48}
 REACHED, BEGUN, SAVING = 0, 1, 2        # places of `shared`
@@ -102,6 +102,8 @@ def forked(run: Callable[[], None]) -> int:
 
 
 def resumed(directory: Path) -> int:
+    """The step of the newest checkpoint. All that have a name are whole, also those that are not needed."""
+    for path in directory.glob("checkpoint-*"): load(path)
     found = load_latest(directory, run=RUN)
     return 0 if found is None else found.step
 
