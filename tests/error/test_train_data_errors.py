@@ -51,7 +51,8 @@ def lines(path: Path, *rows: Any) -> Path:
 # **** files ****
 
 def test_no_file(tmp_path: Path):
-    refused([], "no training data was named", "files (.txt, .jsonl, .parquet, .npy, .bin), directories or globs")
+    refused([], "no training data was named",
+            "expected: files (.txt, .jsonl, .parquet, .npy, .bin), directories or globs")
     refused(tmp_path / "none.txt", f"{tmp_path / 'none.txt'} does not exist",
             "expected: a file, a directory or a glob", "to fix:   check the path")
     refused(tmp_path / "*.txt", f"{tmp_path / '*.txt'} matches no training data", "check the pattern")
@@ -110,7 +111,8 @@ def test_text_that_is_not_utf8(tmp_path: Path):
 
 @pytest.mark.parametrize(("line", "words"), [
     ("{'text': 1}", "is not JSON: Expecting property name"), ('{"text": "a"', "is not JSON"),
-    ("[" * 99_999, "is not JSON"), ("[1]", "holds a list"), ("7", "holds a number"), ("{}", "has no fields"), ('{"txt": "a", "n": 1}', "has 'txt', 'n'"),
+    ("[" * 99_999, "is not JSON"), ("[1]", "holds a list"), ("7", "holds a number"), ("{}", "has no fields"),
+    ('{"txt": "a", "n": 1}', "has 'txt', 'n'"),
     ('{"prompt": "a"}', "has 'prompt'"), ('{"prompt": "a", "chosen": "b"}', "has 'prompt', 'chosen'")])
 def test_a_line_that_is_no_record(tmp_path: Path, line: str, words: str):
     path = lines(tmp_path / "a.jsonl", {"text": "a"}, "", line)
@@ -129,7 +131,8 @@ def test_a_line_that_is_no_record(tmp_path: Path, line: str, words: str):
     ({"chosen": "a b", "rejected": "a b"}, "chosen and rejected are equal"),
     ({"chosen": [USER], "rejected": [USER, ANSWER]}, '"chosen" has no messages'),
     ({"text": "\ud800"}, '"text" has half of a surrogate pair'),
-    ({"messages": [{"role": "user", "content": "\ud800"}, ANSWER]}, '"messages" has half of a surrogate pair')])
+    ({"messages": [{"role": "user", "content": "\ud800"}, ANSWER]},
+     '"messages" has half of a surrogate pair')])
 def test_fields_of_another_type(tmp_path: Path, row: Any, words: str):
     path = lines(tmp_path / "a.jsonl", row)
     refused(path, f"{path}, line 1: {words}", "expected: ", "to fix: ")
@@ -234,13 +237,15 @@ def test_no_tokenizer(tmp_path: Path):
 def test_a_tokenizer_without_eos(tmp_path: Path):
     path = lines(tmp_path / "a.jsonl", {"text": "a"})
     refused(path, "the tokenizer has no eos_token", "expected: the token that ends a document",
-            "set eos_token in tokenizer_config.json, or pass --eos-token", error=TokenizerError, tokenizer=tokens())
+            "set eos_token in tokenizer_config.json, or pass --eos-token", error=TokenizerError,
+            tokenizer=tokens())
     refused(path, "the tokenizer has no token '<end>'", error=TokenizerError, eos_token="<end>")
 
 
 def test_a_tokenizer_of_a_larger_vocabulary(tmp_path: Path):
     path = lines(tmp_path / "a.jsonl", {"text": "a"}, {"text": "zz"})
-    refused(path, f"{path}, line 1: the tokenizer gives id ", "expected: 0 to 9, the vocabulary of the model", vocab=10)
+    refused(path, f"{path}, line 1: the tokenizer gives id ", "expected: 0 to 9, the vocabulary of the model",
+            vocab=10)
 
 
 def test_no_template(tmp_path: Path):
@@ -261,7 +266,8 @@ PLAIN = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% e
     ("{{ messages | length }}" + PLAIN, [USER, ANSWER],
      "the chat template renders the messages before message 2 otherwise alone than in the conversation"),
     # the last message is written otherwise than the ones before
-    (PLAIN.replace("m['content'] +", "(m['content'] if loop.last else m['content'] | upper) +"), [ANSWER, ANSWER],
+    (PLAIN.replace("m['content'] +", "(m['content'] if loop.last else m['content'] | upper) +"),
+     [ANSWER, ANSWER],
      "the chat template renders the messages up to message 1 otherwise alone than in the conversation")])
 def test_a_template_whose_answers_cannot_be_found(tmp_path: Path, template: str, messages: Any, words: str):
     path = lines(tmp_path / "a.jsonl", {"messages": messages})

@@ -79,7 +79,8 @@ class Sampler:
         """Raises `DataError` for the state of another data set or seed."""
         for words, own, other in (("{} rows", self.rows, state.rows), ("seed {}", self.seed, state.seed)):
             if own != other:
-                raise DataError(f"the checkpoint is of {words.format(other)}, this run of {words.format(own)}",
+                found = f"the checkpoint is of {words.format(other)}, this run of {words.format(own)}"
+                raise DataError(found,
                                 "the data, the options of data and the seed that training began with",
                                 "resume with these, or start a new run")
         if state.offset >= self.rows and state.offset:

@@ -1,4 +1,4 @@
-"""Conversations: ids and masks of transformers where a template has marks; the same answers where it has none."""
+"""Conversations: ids and masks of transformers where a template has marks; where not, the same answers."""
 from __future__ import annotations
 
 import re
@@ -24,7 +24,8 @@ RETURNED = CHATML.replace("+ '<|im_end|>' }}{% endgeneration",
                           "+ ('<|return|>' if loop.last else '<|im_end|>') }}{% endgeneration")
 # reasoning is written in the last answer alone
 REASONED = CHATML.replace("{% generation %}", "{% generation %}{% if loop.last %}{{ 'thought ' }}{% endif %}")
-TEMPLATES = {"chatml": CHATML, "trimmed": TRIMMED, "closed": CLOSED, "returned": RETURNED, "reasoned": REASONED}
+TEMPLATES = {"chatml": CHATML, "trimmed": TRIMMED, "closed": CLOSED, "returned": RETURNED,
+             "reasoned": REASONED}
 
 
 def conversation(*texts: str, system: bool = False) -> list[dict[str, Any]]:

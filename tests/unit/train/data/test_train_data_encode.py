@@ -47,7 +47,7 @@ def test_a_prompt_whose_tokens_differ_is_counted(tokenizer: Tokenizer):
 
 def test_a_pair_is_two_completions(tokenizer: Tokenizer):
     chosen, rejected = encoded(tokenizer, {"prompt": "a fox", "chosen": " ran", "rejected": " sat"},
-                               completion_only_loss=False)     # has no say: an answer's probability is compared
+                               completion_only_loss=False)     # has no say
     for made, text in ((chosen, " ran"), (rejected, " sat")):
         (expected,) = encoded(tokenizer, {"prompt": "a fox", "completion": text})
         assert np.array_equal(made.ids, expected.ids)

@@ -28,7 +28,8 @@ TEXTS = [{"text": STORY * count} for count in (1, 5, 2, 3, 1, 4)]
 PAIRS = [{"prompt": "a fox", "completion": f" ran {'far ' * number}"} for number in range(7)]
 PREFERENCES = [{"prompt": f"fox {number}", "chosen": " good" * (number + 1), "rejected": " bad"}
                for number in range(5)]
-MODES = {"rows": {}, "bfd": {"packing": True}, "bfd_split": {"packing": True, "packing_strategy": "bfd_split"},
+MODES = {"rows": {}, "bfd": {"packing": True},
+         "bfd_split": {"packing": True, "packing_strategy": "bfd_split"},
          "wrapped": {"packing": True, "packing_strategy": "wrapped"}}
 
 
@@ -55,8 +56,8 @@ def test_a_batch(write, tokenizer, rows: list[Any], mode: str):
         for each in (batch.ids, batch.labels, batch.positions, batch.segments, batch.targets):
             assert (each.shape, each.dtype) == ((2, data.width), np.int32)
         for row in range(2):
-            ids, labels, positions, numbers = (each[row] for each in (batch.ids, batch.labels, batch.positions,
-                                                                      batch.segments))
+            ids, labels, positions, numbers = (
+                each[row] for each in (batch.ids, batch.labels, batch.positions, batch.segments))
             padding = numbers == 0
             assert (np.diff(padding.astype(int)) >= 0).all()    # at the end
             assert (labels[padding] == IGNORE).all()

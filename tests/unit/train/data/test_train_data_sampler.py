@@ -48,7 +48,8 @@ def place(position: int, count: int, seed: int, epoch: int) -> int:
         if position < count: return position
 
 
-@pytest.mark.parametrize(("count", "seed", "epoch"), [(10, 42, 0), (10**9, 42, 5), (2**40 + 1, 2**64 - 1, 2**33)])
+@pytest.mark.parametrize(("count", "seed", "epoch"), [
+    (10, 42, 0), (10**9, 42, 5), (2**40 + 1, 2**64 - 1, 2**33)])
 def test_the_bits_are_those_of_integers(count: int, seed: int, epoch: int):
     positions = [0, 1, 2, 7, count - 1]
     assert permuted(np.array(positions), count, seed, epoch).tolist() == [
