@@ -1,4 +1,4 @@
-"""Cross entropy and distillation in plain tinygrad (tile/reference.py): those of patterns/cross_entropy, too."""
+"""Losses of rows in plain tinygrad (tile/reference.py): those of patterns/cross_entropy, too."""
 from __future__ import annotations
 
 from tinygrad import Tensor
