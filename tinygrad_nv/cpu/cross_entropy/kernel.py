@@ -72,14 +72,13 @@ def _gradient(spec: CrossEntropySpec) -> str:
     """C: the gradient of a row. That of its class is computed before what lies there is overwritten."""
     loss, to = spec.loss, short(spec.gradient or spec.dtype)
     even = f" - {_number(loss.label_smoothing / spec.size)}" if loss.label_smoothing else ""
-    z = f" * (1.f + {_number(2 * loss.z_loss)} * lse)" if loss.z_loss else ""
-
-    def value(x: str, target: str = "") -> str:
-        return f"(exp_({x} - most) * p{even}{target}) * slope_({x}) * w"
+    z = f"{_number(2 * loss.z_loss)} * lse" if loss.z_loss else "0.f"
+    target = f"({_number(1 - loss.label_smoothing)} - q * z)"   # what z adds to p - 1 is small
+    value = f"(exp_(x - most) * p{even}) * slope_(x) * w"
     return f"""
-    const float w = {_scale(spec)}, p = 1.f / sum{z};
-    const vf own_gradient = {value('own', f' - {_number(1 - loss.label_smoothing)}')};
-    {_steps(spec, f"{_x(spec)} put_{to}(to + c, {value('x')}, whole, n);")}
+    const float w = {_scale(spec)}, z = {z}, p = (1.f + z) / sum;
+    const vf q = exp_(own - most) / sum, own_gradient = (q - {target}{even}) * slope_(own) * w;
+    {_steps(spec, f"{_x(spec)} put_{to}(to + c, {value}, whole, n);")}
     if (known) store_n_{to}(to + label, own_gradient, 1);"""
 
 

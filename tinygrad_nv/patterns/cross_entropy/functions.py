@@ -137,9 +137,13 @@ def _factors(loss: Loss, labels: Tensor, reduction: Reduction, num_items: Count)
         raise SpecError(f"num_items with reduction={reduction!r}", 'reduction="mean"', "leave one out")
     if reduction == "none": return None
     if reduction == "sum": return Tensor.ones(2, dtype=dtypes.float32, device=labels.device).contiguous()
-    if isinstance(num_items, Tensor): count = num_items.cast(dtypes.float32).reshape(1)
-    elif num_items is None: count = (labels != loss.ignore_index).sum().cast(dtypes.float32).reshape(1)
-    else: count = Tensor([float(num_items)], dtype=dtypes.float32, device=labels.device)
+    # a Tensor without a device is a number
+    if isinstance(num_items, Tensor) and num_items.device is None: num_items = int(num_items.item())
+    if num_items is not None and not isinstance(num_items, Tensor):
+        if num_items < 1: raise SpecError(f"num_items={num_items}", "a number of labels, from 1 on")
+        return Tensor.full((2,), 1 / num_items, dtype=dtypes.float32, device=labels.device).contiguous()
+    count = (labels != loss.ignore_index).sum() if num_items is None else num_items.to(labels.device)
+    count = count.cast(dtypes.float32).reshape(1).contiguous()
     return (count == 0).where(1, count).cat(count).reciprocal().contiguous()
 
 
