@@ -12,9 +12,11 @@ operands of 8 bits with scales, `embedding` for rows of a table by number, `quan
 matrix, `scaled_matmul` for one whose codes are multiplied with codes of activations (W8A8, FP8),
 `sparse_matmul` for one that is 2:4 sparse, `dispatch` for mixtures of experts, made of `route`, `group_rows`,
 `grouped_matmul` and `grouped_outer`, `quant_grouped_matmul` for quantised experts, `scaled_grouped_matmul`
-where codes are multiplied with codes, `lora_added` for low-rank adapters: the modules of patterns/
-with these names (decode/paged.py, decode/latent.py, attention/varlen.py, attention/fp8.py,
-scaled_gemm/named.py, router/rows.py, grouped_gemm/, and named.py of the others) define them.
+where codes are multiplied with codes, `lora_added` for low-rank adapters, `cross_entropy` and `distillation`
+for losses of logits, `linear_cross_entropy` and `linear_distillation` for those of an output layer without
+all logits at once: the modules of patterns/ with these names (decode/paged.py, decode/latent.py,
+attention/varlen.py, attention/fp8.py, scaled_gemm/named.py, router/rows.py, cross_entropy/functions.py,
+grouped_gemm/, and named.py of the others) define them.
 """
 from __future__ import annotations
 
@@ -47,6 +49,12 @@ from tinygrad_nv.patterns.attention.named import (
 )
 from tinygrad_nv.patterns.attention.operands import Operands, arranged, check
 from tinygrad_nv.patterns.attention.varlen import varlen_attention
+from tinygrad_nv.patterns.cross_entropy.functions import (
+    cross_entropy,
+    distillation,
+    linear_cross_entropy,
+    linear_distillation,
+)
 from tinygrad_nv.patterns.decode.latent import latent_attention
 from tinygrad_nv.patterns.decode.paged import paged_attention
 from tinygrad_nv.patterns.embedding.named import embedding
@@ -77,7 +85,9 @@ __all__ = [
     "Experts",
     "Policy",
     "Routing",
+    "cross_entropy",
     "dispatch",
+    "distillation",
     "embedding",
     "fp8_attention",
     "group_rows",
@@ -85,6 +95,8 @@ __all__ = [
     "grouped_outer",
     "kv_append",
     "latent_attention",
+    "linear_cross_entropy",
+    "linear_distillation",
     "lora_added",
     "multiplies_codes",
     "multiplies_grouped_codes",

@@ -61,9 +61,9 @@ def build(spec: CrossEntropySpec, s: CPUCrossEntropy) -> CPUKernel:
     const int known = label >= 0 && label < {size};
     const vf own = known ? value_(one_of_{of}(from + label)) : (vf)__builtin_nanf("");
     const float sum = sums_(s), log = log_(sum), lse = most + log;
-    float loss = {1 - smoothing!r}f * (most - own[0] + log);
-    {f'loss += {smoothing!r}f * (sums_(f) / {size} + log);' if smoothing else ''}
-    {f'loss += {loss.z_loss!r}f * lse * lse;' if loss.z_loss else ''}
+    float loss = {_number(1 - smoothing)} * (most - own[0] + log);
+    {f'loss += {_number(smoothing)} * (sums_(f) / {size} + log);' if smoothing else ''}
+    {f'loss += {_number(loss.z_loss)} * lse * lse;' if loss.z_loss else ''}
     losses[row] = loss;"""
     return _kernel(s, spec, text + (_gradient(spec) if spec.gradient is not None else ""))
 
@@ -71,35 +71,41 @@ def build(spec: CrossEntropySpec, s: CPUCrossEntropy) -> CPUKernel:
 def _gradient(spec: CrossEntropySpec) -> str:
     """C: the gradient of a row. That of its class is computed before what lies there is overwritten."""
     loss, to = spec.loss, short(spec.gradient or spec.dtype)
-    even = f" - {loss.label_smoothing / spec.size!r}f" if loss.label_smoothing else ""
-    z = f" * (1.f + {2 * loss.z_loss!r}f * lse)" if loss.z_loss else ""
-
-    def value(x: str, target: str = "") -> str: return f"(exp_({x} - most) * p{even}{target}) * slope_({x}) * w"
+    even = f" - {_number(loss.label_smoothing / spec.size)}" if loss.label_smoothing else ""
+    z = f"{_number(2 * loss.z_loss)} * lse" if loss.z_loss else "0.f"
+    target = f"({_number(1 - loss.label_smoothing)} - q * z)"   # what z adds to p - 1 is small
+    value = f"(exp_(x - most) * p{even}) * slope_(x) * w"
     return f"""
-    const float w = {_scale(spec)}, p = 1.f / sum{z};
-    const vf own_gradient = {value('own', f' - {1 - loss.label_smoothing!r}f')};
-    {_steps(spec, f"{_x(spec)} put_{to}(to + c, {value('x')}, whole, n);")}
+    const float w = {_scale(spec)}, z = {z}, p = (1.f + z) / sum;
+    const vf q = exp_(own - most) / sum, own_gradient = (q - {target}{even}) * slope_(own) * w;
+    {_steps(spec, f"{_x(spec)} put_{to}(to + c, {value}, whole, n);")}
     if (known) store_n_{to}(to + label, own_gradient, 1);"""
 
 
 def build_distillation(spec: DistillationSpec, s: CPUDistillation) -> CPUKernel:
     """The kernel of a distillation."""
-    of_t, t = short(spec.teacher), f"{spec.temperature!r}f"
+    of_t, t = short(spec.teacher), _number(spec.temperature)
     both = f"{_x(spec)} const vf z = x / {t}, y = get_{of_t}(taught + c, whole, n) / {t};"
-    sums = f"{both} const vf e = {_inside('exp_(y - top)')}; s[u] += {_inside('exp_(z - most)')}; f[u] += e;" \
+    sums = f"{both} const vf e = {_inside('exp_(y - top)')}; f[u] += e;" \
+           f" s[u] += {_inside('exp_(z - most)')};" \
            " k[u] += pick(e == 0.f, e, e * ((y - top) - (z - most)));"
     text = f"""
     const float most = (value_((vf)highest_(from)) / {t})[0], top = ((vf)highest_taught(taught) / {t})[0];
     vf s[{UNROLLED}] = {{0}}, f[{UNROLLED}] = {{0}}, k[{UNROLLED}] = {{0}};
     {_steps(spec, sums)}
     const float sum = sums_(s), mass = sums_(f);
-    losses[row] = {spec.temperature ** 2!r}f * (sums_(k) / mass + (log_(sum) - log_(mass)));"""
+    losses[row] = {_number(spec.temperature ** 2)} * (sums_(k) / mass + (log_(sum) - log_(mass)));"""
     if spec.gradient is not None:
         value = "(exp_(z - most) * p - exp_(y - top) * q) * slope_(x) * w"
         text += f"""
     const float w = {_scale(spec)} * {t}, p = 1.f / sum, q = 1.f / mass;
     {_steps(spec, f"{both} put_{short(spec.gradient)}(to + c, {value}, whole, n);")}"""
     return _kernel(s, spec, text)
+
+
+def _number(value: float) -> str:
+    """C: a float32."""
+    return f"{float(value)!r}f"
 
 
 def _x(spec: RowsSpec) -> str: return f"const vf x = value_(get_{short(spec.dtype)}(from + c, whole, n));"
@@ -136,7 +142,8 @@ INLINE float {name}(const {'float' if of == 'f32' else 'u16'} *p) {{
 def _kernel(s: CPUSchedule, spec: RowsSpec, text: str) -> CPUKernel:
     """The kernel of parts of rows."""
     logits, loss = (c_type(spec.dtype), "logits"), spec.loss
-    outputs = [logits] if spec.in_place else [] if spec.gradient is None else [(c_type(spec.gradient), "gradient")]
+    outputs = [logits] if spec.in_place else []
+    if spec.gradient is not None and not spec.in_place: outputs = [(c_type(spec.gradient), "gradient")]
     inputs = [*([] if spec.in_place else [logits]), ("s32", "labels")]
     to = "logits" if spec.in_place else "gradient"
     before, taught = [_highest(spec, "highest_", short(spec.dtype))], ""
@@ -160,9 +167,9 @@ def _kernel(s: CPUSchedule, spec: RowsSpec, text: str) -> CPUKernel:
       continue;
     }}{text}
   }}"""
-    defined = [f"#define DIVISOR {loss.divisor!r}f", f"#define DIVIDED {int(loss.divisor != 1)}"]
-    if loss.softcap is not None: defined.append(f"#define CAP {loss.softcap!r}f")
+    defined = [f"#define DIVISOR {_number(loss.divisor)}", f"#define DIVIDED {int(loss.divisor != 1)}"]
+    if loss.softcap is not None: defined.append(f"#define CAP {_number(loss.softcap)}")
     head = "\n".join([*defined, header("cross_entropy.h"), *before])
-    return kernel(f"{s.template}_{spec.rows}x{spec.size}", s.isa, body, [*outputs, ("float", "losses")], inputs,
-                  parts=s.parts, before=head)
+    return kernel(f"{s.template}_{spec.rows}x{spec.size}", s.isa, body, [*outputs, ("float", "losses")],
+                  inputs, parts=s.parts, before=head)
 

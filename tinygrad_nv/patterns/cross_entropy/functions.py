@@ -1,15 +1,15 @@
 """Cross entropy with the gradient in the same pass: of logits, or of hidden states and an output layer.
 
 Protocol. A loss of "mean" or "sum" is one call of a function known by name (named.py), whose gradients are
-made beside the losses, in the forward pass, and are multiplied by the gradient of the loss where that is not 1.
-Losses of "none" are a call without gradients; these are a second call, which computes the logits again, with
-the gradient of each loss as its row's scale. What is not used is not computed.
+made beside the losses, in the forward pass, and are multiplied by the gradient of the loss where that is not
+1. Losses of "none" are a call without gradients; these are a second call, which computes the logits again,
+with the gradient of each loss as its row's scale. What is not used is not computed.
 """
 from __future__ import annotations
 
 from dataclasses import replace
 from math import isfinite, prod
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from tinygrad import Tensor, dtypes
 from tinygrad.uop.ops import Ops, UOp
@@ -22,7 +22,7 @@ from tinygrad_nv.tile.cross_entropy.spec import LOGITS, Loss
 from tinygrad_nv.tile.expression import short
 
 Reduction = Literal["mean", "sum", "none"]
-Count = int | Tensor | None
+Count: TypeAlias = int | Tensor | None
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, *, reduction: Reduction = "mean", ignore_index: int = -100,
@@ -30,11 +30,11 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, reduction: Reduction = "mea
                   divisor: float = 1.0, num_items: Count = None) -> Tensor:
     """Cross entropy of logits (…, V) and integer labels (…), in float32: (), or (…) with reduction "none".
 
-    As torch.nn.functional.cross_entropy of rows: labels of `ignore_index` count nothing, "mean" divides by the
-    number of the others, and is NaN where there are none; or by `num_items`, a number or a Tensor of one, which
-    is that of a whole batch where this is one of its micro-batches (transformers' num_items_in_batch).
-    `label_smoothing` is the share of the target that all V classes have; `z_loss` times LSE² is added;
-    logits are divided by `divisor` and capped, softcap · tanh(x / softcap), before (Gemma 2). A label that is no
+    As torch.nn.functional.cross_entropy of rows: labels of `ignore_index` count nothing, "mean" divides by
+    the number of the others, and is NaN where there are none; or by `num_items`, a number or a Tensor of one,
+    which is that of a whole batch where this is one of its micro-batches (transformers' num_items_in_batch).
+    `label_smoothing` is the share of the target that all V classes have; `z_loss` times LSE² is added; logits
+    are divided by `divisor` and capped, softcap · tanh(x / softcap), before (Gemma 2). A label that is no
     class is a loss of NaN. Raises `SpecError`."""
     loss = Loss(ignore_index, label_smoothing, z_loss, softcap, divisor)
     _check_rows("logits", logits, labels)
@@ -61,11 +61,11 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias
     """`cross_entropy` of hidden weightᵀ + bias, of which only some rows are there at a time.
 
     hidden (…, H), weight (V, H), bias (V) of float32, bfloat16 or float16, hidden and weight of one dtype,
-    labels integers (…). Matmuls add up in float32, and logits are float32. The gradients of hidden, weight and
-    bias are made in the forward pass, where they are used, and are of the dtypes of these. `chunk` rows are at
-    work at a time, 0: as many as have 32 MB of logits, 1 GB on a GPU, or 64 (1024) if that is more. Peak memory
-    besides arguments and gradients: chunk · V · 4 bytes, 6 of 16-bit dtypes. Where no kernels are, all logits
-    are there at once. Raises `SpecError`."""
+    labels integers (…). Matmuls add up in float32, and logits are float32. The gradients of hidden, weight
+    and bias are made in the forward pass, where they are used, and are of the dtypes of these. `chunk` rows
+    are at work at a time, 0: as many as have 32 MB of logits, 1 GB on a GPU, or 64 (1024) if that is more.
+    Peak memory besides arguments and gradients: chunk · V · 4 bytes, 6 of 16-bit dtypes. Where no kernels
+    are, all logits are there at once. Raises `SpecError`."""
     loss = Loss(ignore_index, label_smoothing, z_loss, softcap, divisor)
     _check_rows("hidden", hidden, labels)
     _check_weight("weight", weight, hidden, bias)
@@ -97,7 +97,8 @@ def linear_distillation(hidden: Tensor, weight: Tensor, labels: Tensor | None = 
     else: _check_teacher(given[0], (*hidden.shape[:-1], weight.shape[0]))
     what = LinearLosses(Loss(ignore_index, softcap=softcap, divisor=divisor), _temperature(temperature),
                         biased=bias is not None, linear_teacher=linear, chunk=_checked_chunk(chunk))
-    return _linear_loss(what, hidden, weight, bias, labels, [_flat(given[0]), *given[1:]], reduction, num_items)
+    teacher = [_flat(given[0]), *given[1:]]
+    return _linear_loss(what, hidden, weight, bias, labels, teacher, reduction, num_items)
 
 
 # **** losses and their gradients ****
@@ -106,46 +107,51 @@ def _logit_loss(what: RowLosses, logits: Tensor, labels: Tensor, teacher: list[T
                 num_items: Count) -> Tensor:
     flat = _flat(logits)
     check_devices(flat, labels, *teacher)
-    if flat.shape[0] == 0: return _empty(logits, labels, reduction, num_items)
+    if flat.shape[0] == 0: return _empty([flat], labels, reduction, num_items)
     own = _int32(labels)
-    factor = _factor(what.loss, own, reduction, num_items)
-    what = replace(what, factored=factor is not None)
-    made = call(what, row_losses, flat, own, *teacher, *([] if factor is None else [factor]), grad=_gradient)[0]
-    return made if factor is not None else made.reshape(labels.shape)
+    factors = _factors(what.loss, own, reduction, num_items)
+    what = replace(what, factored=factors is not None)
+    made = call(what, row_losses, flat, own, *teacher, *([] if factors is None else [factors]),
+                grad=_gradient)[0]
+    return made if factors is not None else made.reshape(labels.shape)
 
 
 def _linear_loss(what: LinearLosses, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor,
                  teacher: list[Tensor], reduction: Reduction, num_items: Count) -> Tensor:
     flat, biases = _flat(hidden), [] if bias is None else [bias]
     check_devices(flat, weight, *biases, labels, *teacher)
-    if flat.shape[0] == 0: return _empty(hidden, labels, reduction, num_items)
+    if flat.shape[0] == 0: return _empty([flat, weight, *biases], labels, reduction, num_items)
     own = _int32(labels)
-    factor = _factor(what.loss, own, reduction, num_items)
-    what = replace(what, factored=factor is not None)
+    factors = _factors(what.loss, own, reduction, num_items)
+    what = replace(what, factored=factors is not None)
     made = call(what, linear_losses, flat, weight, *biases, own, *teacher,
-                *([] if factor is None else [factor]), grad=_gradient)[0]
-    return made if factor is not None else made.reshape(labels.shape)
+                *([] if factors is None else [factors]), grad=_gradient)[0]
+    return made if factors is not None else made.reshape(labels.shape)
 
 
-def _factor(loss: Loss, labels: Tensor, reduction: Reduction, num_items: Count) -> Tensor | None:
-    """What the sum of losses is multiplied by, float32 (1); None where there is no sum."""
+def _factors(loss: Loss, labels: Tensor, reduction: Reduction, num_items: Count) -> Tensor | None:
+    """What gradients are multiplied by, and the sum of losses, float32 (2); None where there is no sum."""
     if reduction not in ("mean", "sum", "none"):
         raise SpecError(f"reduction={reduction!r}", '"mean", "sum" or "none"')
     if num_items is not None and reduction != "mean":
         raise SpecError(f"num_items with reduction={reduction!r}", 'reduction="mean"', "leave one out")
     if reduction == "none": return None
-    if reduction == "sum": return Tensor.ones(1, dtype=dtypes.float32, device=labels.device).contiguous()
-    if num_items is None: count = (labels != loss.ignore_index).sum().cast(dtypes.float32)
-    elif isinstance(num_items, Tensor): count = num_items.cast(dtypes.float32).reshape(())
-    else: count = Tensor(float(num_items), dtype=dtypes.float32, device=labels.device)
-    return count.reshape(1).reciprocal().contiguous()
+    if reduction == "sum": return Tensor.ones(2, dtype=dtypes.float32, device=labels.device).contiguous()
+    # a Tensor without a device is a number
+    if isinstance(num_items, Tensor) and num_items.device is None: num_items = int(num_items.item())
+    if num_items is not None and not isinstance(num_items, Tensor):
+        if num_items < 1: raise SpecError(f"num_items={num_items}", "a number of labels, from 1 on")
+        return Tensor.full((2,), 1 / num_items, dtype=dtypes.float32, device=labels.device).contiguous()
+    count = (labels != loss.ignore_index).sum() if num_items is None else num_items.to(labels.device)
+    count = count.cast(dtypes.float32).reshape(1).contiguous()
+    return (count == 0).where(1, count).cat(count).reciprocal().contiguous()
 
 
-def _empty(rows: Tensor, labels: Tensor, reduction: Reduction, num_items: Count) -> Tensor:
-    """The loss of no row: a sum of nothing, which depends on its rows, so that their gradient is there."""
-    _factor(Loss(), _int32(labels), reduction, num_items)
-    if reduction == "none": return rows.float().sum(-1).reshape(labels.shape)
-    made = rows.float().sum()
+def _empty(given: list[Tensor], labels: Tensor, reduction: Reduction, num_items: Count) -> Tensor:
+    """The loss of no row: a sum of nothing of each argument, whose gradients are 0."""
+    _factors(Loss(), _int32(labels), reduction, num_items)
+    if reduction == "none": return given[0].float().sum(-1).reshape(labels.shape)
+    made = sum((one[:0].float().sum() for one in given[1:]), given[0].float().sum())
     return made if reduction == "sum" or num_items is not None else made * float("nan")
 
 
@@ -155,8 +161,8 @@ def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
     count = 1 if isinstance(what, RowLosses) else 2 + what.biased
     if what.factored:
         made, number = [call_.gettuple(1 + i) for i in range(count)], _constant(grad)
-        if number is None: made = [(one.cast(dtypes.float32) * grad).cast(one.dtype) for one in made]
-        elif number != 1: made = [one * number for one in made]
+        factor = grad if number is None else number
+        if number != 1: made = [one.cast(dtypes.float32) * factor for one in made]
     else:
         tensors = [Tensor(one) for one in (*arguments, grad)]
         compute = row_losses if isinstance(what, RowLosses) else linear_losses
@@ -201,7 +207,8 @@ def _checked_chunk(chunk: int) -> int:
 def _check_rows(name: str, rows: Tensor, labels: Tensor) -> None:
     """Of rows and their labels."""
     if rows.ndim < 1 or rows.dtype not in LOGITS:
-        raise SpecError(f"{name} of {short(rows.dtype)} {rows.shape}", "(…, size) of float32, bfloat16 or float16")
+        raise SpecError(f"{name} of {short(rows.dtype)} {rows.shape}",
+                        "(…, size) of float32, bfloat16 or float16")
     if not dtypes.is_int(labels.dtype): raise SpecError(f"labels of {short(labels.dtype)}", "integers")
     if labels.shape != rows.shape[:-1]:
         raise SpecError(f"labels {labels.shape} beside {name} {rows.shape}", f"{rows.shape[:-1]}: one a row")

@@ -10,9 +10,12 @@ Protocol. For each chunk of rows of `LinearLosses`, with one buffer of float32 l
 
 tinygrad runs what reads a buffer before what writes it next, so chunks follow each other and share buffers:
 beside the results, chunk · V numbers are kept. Each element of d_weight is loaded once and then stored by the
-lane that has its sum, so it may be written where it was read. The last chunk rounds to the dtype of the result.
+lane that has its sum, so it may be written where it was read. The last chunk rounds to the result's dtype.
 """
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeAlias
 
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
@@ -39,19 +42,19 @@ from tinygrad_nv.tile.templates import TABLE
 NAME = "cross_entropy"
 CHUNK_BYTES = {"cpu": 32 << 20, "gpu": 1 << 30}     # of float32 logits
 FEWEST_ROWS = {"cpu": 64, "gpu": 1024}              # of a chunk: each reads and writes d_weight once
-Place = program.Output | UOp
+Place: TypeAlias = program.Output | UOp
 
 
 def lowered_rows(what: RowLosses, target: Target, uses: Uses, *arguments: UOp) -> tuple[UOp, ...]:
     """Losses and the gradient of logits by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
     given = Operands.of(what, arguments)
     rows, size = _extents(given.rows)
-    dtype, wide = given.rows.dtype, gradient_dtype(given.rows.dtype)
-    spec = rows_spec(what, (rows, size), dtype, None if given.teacher is None else given.teacher.dtype,
-                     wide if 1 in uses.after else None)
-    losses, gradient = _called(spec, target, given.rows, given.labels, given.teacher, given.scale, None)
-    if gradient is not None and given.factor is not None:
-        gradient = (gradient.cast(dtypes.float32) * given.factor.reshape(1, 1)).cast(wide)
+    scale = given.scale if given.factors is None else \
+        given.factors.shrink(((0, 1),)).expand(rows).contiguous()
+    spec = rows_spec(replace(what, scaled=scale is not None), (rows, size), given.rows.dtype,
+                     None if given.teacher is None else given.teacher.dtype,
+                     gradient_dtype(given.rows.dtype) if 1 in uses.after else None)
+    losses, gradient = _called(spec, target, given.rows, given.labels, given.teacher, scale, None)
     return _summed(losses, given), given.rows if gradient is None else gradient
 
 
@@ -65,7 +68,9 @@ def lowered_linear(what: LinearLosses, target: Target, uses: Uses, *arguments: U
         made, gradient = chunks.run(first, min(chunks.chunk, rows - first), first + chunks.chunk >= rows)
         losses.append(made)
         if gradient is not None: hidden.append(gradient)
-    results = [_summed(_joined(losses), given), _joined(hidden) if hidden else None, chunks.d_weight, chunks.d_bias][:3 + what.biased]
+    results: list[UOp | None] = [_summed(_joined(losses), given), None, chunks.d_weight]
+    if hidden: results[1] = _joined(hidden)
+    if what.biased: results.append(chunks.d_bias)
     # what is not used is not computed: any value stands for it
     return tuple(given.rows if each is None else each for each in results)
 
@@ -83,7 +88,9 @@ def _joined(parts: list[UOp]) -> UOp:
 
 
 def _summed(losses: UOp, given: Operands[UOp]) -> UOp:
-    return total(Tensor(losses), None if given.factor is None else Tensor(given.factor)).uop
+    """What a function gives of losses."""
+    factors = None if given.factors is None else Tensor(given.factors)
+    return total(Tensor(losses), factors).uop
 
 
 def _called(spec: RowsSpec, target: Target, logits: UOp, labels: UOp, teacher: UOp | None, scale: UOp | None,
@@ -95,7 +102,9 @@ def _called(spec: RowsSpec, target: Target, logits: UOp, labels: UOp, teacher: U
     if spec.scaled and scale is not None: inputs.append(scale)
     if spec.in_place: outputs: list[Place] = [inputs.pop(0), *losses]
     elif spec.gradient is None: outputs = losses
-    else: outputs = [beside or program.Output((spec.rows, spec.size), spec.gradient), *losses]
+    else:
+        fresh = program.Output((spec.rows, spec.size), spec.gradient)
+        outputs = [fresh if beside is None else beside, *losses]
     made = choose(spec, target).called(labels.device, outputs, inputs, NAME, flops=spec.flops,
                                        nbytes=spec.nbytes)
     return made[-1], made[0] if len(made) > 1 else None
@@ -143,30 +152,32 @@ class _Chunks:
 
     def cut(self, x: UOp, first: int, rows: int) -> UOp:
         """Rows of a matrix, in memory of their own where they are not all."""
-        return x if rows == x.shape[0] else x.shrink(((first, first + rows), (0, int(x.shape[1])))).contiguous()
+        if rows == x.shape[0]: return x
+        return x.shrink(((first, first + rows), (0, int(x.shape[1])))).contiguous()
 
     def logits_of(self, hidden: UOp, weight: UOp, rows: int, to: Place, biases: list[UOp]) -> UOp:
         """float32 logits of a chunk."""
         k, dtype = int(hidden.shape[1]), hidden.dtype
         value: Expression = Sum()
         for bias in biases: value = value + Load(0, bias.dtype, 0, 1).cast(dtypes.float32)
-        spec = self.matmul((rows, self.v, k), Operand(dtype, k, 1), Operand(dtype, k, 1), dtypes.float32, value)
-        return self.call(spec, to, [hidden, weight, *biases])
+        each = Operand(dtype, k, 1)
+        how = self.matmul((rows, self.v, k), each, each, dtypes.float32, value)
+        return self.call(how, to, [hidden, weight, *biases])
 
     def gradients_of(self, dl: UOp, hidden: UOp, rows: int, last: bool) -> UOp | None:
         """That of hidden states; those of weight and bias are added up."""
         v, h, dtype = self.v, self.h, self.dtype
         if 2 in self.wanted:
-            self.d_weight = self.added(self.d_weight, (v, h, rows), Operand(dtype, 1, v), Operand(dtype, 1, h),
-                                       [dl, hidden], self.weight.dtype, last)
+            a, b, to = Operand(dtype, 1, v), Operand(dtype, 1, h), self.weight.dtype
+            self.d_weight = self.added(self.d_weight, (v, h, rows), a, b, [dl, hidden], to, last)
         if 3 in self.wanted and self.given.bias is not None:
             ones = Tensor.ones(rows, dtype=dtype, device=dl.device).uop.contiguous()
-            self.d_bias = self.added(self.d_bias, (1, v, rows), Operand(dtype, rows, 1), Operand(dtype, 1, v),
-                                     [ones, dl], self.given.bias.dtype, last)
+            a, b, to = Operand(dtype, rows, 1), Operand(dtype, 1, v), self.given.bias.dtype
+            self.d_bias = self.added(self.d_bias, (1, v, rows), a, b, [ones, dl], to, last)
         if 1 not in self.wanted: return None
-        to = gradient_dtype(dtype)
-        spec = self.matmul((rows, h, v), Operand(dtype, v, 1), Operand(dtype, 1, h), to, self.factored(Sum(), 0))
-        return self.call(spec, program.Output((rows, h), to), [dl, self.weight, *self.factors])
+        to, a, b = gradient_dtype(dtype), Operand(dtype, v, 1), Operand(dtype, 1, h)
+        how = self.matmul((rows, h, v), a, b, to, self.factored(Sum(), 0))
+        return self.call(how, program.Output((rows, h), to), [dl, self.weight, *self.factors])
 
     def added(self, before: UOp | None, extents: tuple[int, int, int], a: Operand, b: Operand,
               inputs: list[UOp], dtype: DType, last: bool) -> UOp:
@@ -183,12 +194,12 @@ class _Chunks:
 
     @property
     def factors(self) -> list[UOp]:
-        """The factor, where there is one."""
-        return [] if self.given.factor is None else [_memory(self.given.factor)]
+        """Those of sums, of which the first counts."""
+        return [] if self.given.factors is None else [_memory(self.given.factors)]
 
     def factored(self, value: Expression, parameter: int) -> Expression:
         """A sum times the factor."""
-        return value if self.given.factor is None else value * Load(parameter, dtypes.float32, 0, 0)
+        return value if self.given.factors is None else value * Load(parameter, dtypes.float32, 0, 0)
 
     def matmul(self, extents: tuple[int, int, int], a: Operand, b: Operand, dtype: DType,
                value: Expression) -> Chosen:

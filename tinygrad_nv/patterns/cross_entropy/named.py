@@ -1,15 +1,16 @@
 """Losses as functions known by name (patterns/named.py), and the same in plain tinygrad.
 
-Protocol. Rows have a loss each (tile/cross_entropy/spec.py). With a `factor` a function gives their sum times
-the factor, float32 (), and its gradients; else the losses, float32 (T), and the gradients of the sum of each
-times its row's `scale`:
+Protocol. Rows have a loss each (tile/cross_entropy/spec.py). With `factors`, two numbers, a function gives
+the sum of losses times the second, float32 (), and its gradients, times the first; else the losses, float32
+(T), and the gradients of the sum of each times its row's `scale`:
 
     RowLosses       logits (T, V)                          → loss or losses, gradient of logits
     LinearLosses    hidden (T, H), weight (V, H), bias (V) → loss or losses, gradients of hidden, weight, bias
 
 Gradients are of the dtypes that `gradient_dtype` says: of float16 float32, since they are multiplied by the
-loss scale, or by what else the loss is multiplied by, after they were made. The factor is applied to sums, not
-to the gradient of logits, whose small numbers float16 would lose.
+loss scale, or by what else the loss is multiplied by, after they were made. Of an output layer a factor is
+applied to sums, not to the gradient of logits, whose small numbers float16 would lose. The factors of a mean
+are 1 / count, and differ where no row counts: the loss is NaN then, and gradients are 0, as torch has it.
 """
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ X = TypeVar("X")
 
 @dataclass(frozen=True)
 class RowLosses:
-    """Tensors: logits (T, V); labels int32 (T); of a `temperature` the teacher's logits (T, V); `scaled`: scale
-    float32 (T); `factored`: factor float32 (1)."""
+    """Tensors: logits (T, V); labels int32 (T); of a `temperature` the teacher's logits (T, V); `scaled`:
+    scale float32 (T); `factored`: factors float32 (2)."""
     loss: Loss
     temperature: float | None = None
     scaled: bool = False
@@ -40,7 +41,7 @@ class RowLosses:
 class LinearLosses:
     """Tensors: hidden (T, H); weight (V, H); `biased`: bias (V); labels int32 (T); of a `temperature` the
     teacher's logits (T, V), or where it is a `linear_teacher` its hidden states (T, H') and weight (V, H');
-    `scaled`: scale float32 (T); `factored`: factor float32 (1). `chunk` rows have logits at a time, 0: as
+    `scaled`: scale float32 (T); `factored`: factors float32 (2). `chunk` rows have logits at a time, 0: as
     many as lower.py says."""
     loss: Loss
     temperature: float | None = None
@@ -62,7 +63,7 @@ class Operands(Generic[X]):
     teacher: X | None
     teacher_weight: X | None
     scale: X | None
-    factor: X | None
+    factors: X | None
 
     @staticmethod
     def of(what: RowLosses | LinearLosses, arguments: Iterable[X]) -> Operands[X]:
@@ -94,9 +95,9 @@ def rows_spec(what: RowLosses | LinearLosses, shape: tuple[int, int], dtype: DTy
     return DistillationSpec(*shape, dtype, what.loss, **given, teacher=teacher, temperature=what.temperature)
 
 
-def total(losses: Tensor, factor: Tensor | None) -> Tensor:
+def total(losses: Tensor, factors: Tensor | None) -> Tensor:
     """What a function gives of losses."""
-    return losses if factor is None else losses.sum() * factor.reshape(())
+    return losses if factors is None else losses.sum() * factors[1]
 
 
 # **** in plain tinygrad ****
@@ -105,8 +106,8 @@ def row_losses(what: RowLosses, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Loss or losses, and the gradient of logits."""
     given = Operands.of(what, tensors)
     losses, gradient = _losses(what, given.rows, given, given.rows.dtype)
-    if given.factor is not None: gradient = gradient * given.factor
-    return total(losses, given.factor), gradient.cast(gradient_dtype(given.rows.dtype))
+    if given.factors is not None: gradient = gradient * given.factors[0]
+    return total(losses, given.factors), gradient.cast(gradient_dtype(given.rows.dtype))
 
 
 def linear_losses(what: LinearLosses, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -119,8 +120,8 @@ def linear_losses(what: LinearLosses, *tensors: Tensor) -> tuple[Tensor, ...]:
     losses, gradient = _losses(what, logits.contiguous(), given, hidden.dtype)
     gradient = gradient.cast(hidden.dtype).contiguous().float()
     made = [gradient @ weight.float(), gradient.T @ hidden.float(), gradient.sum(0)]
-    if given.factor is not None: made = [each * given.factor for each in made]
-    return total(losses, given.factor), *(each.cast(gradient_dtype(one.dtype)) for each, one in
+    if given.factors is not None: made = [each * given.factors[0] for each in made]
+    return total(losses, given.factors), *(each.cast(gradient_dtype(one.dtype)) for each, one in
                      zip(made, (hidden, weight, bias), strict=True) if one is not None)
 
 

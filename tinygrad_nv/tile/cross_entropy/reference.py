@@ -1,4 +1,4 @@
-"""Cross entropy and distillation in plain tinygrad (tile/reference.py): those of patterns/cross_entropy, too."""
+"""Losses of rows in plain tinygrad (tile/reference.py): those of patterns/cross_entropy, too."""
 from __future__ import annotations
 
 from tinygrad import Tensor
@@ -72,8 +72,8 @@ def _cross_entropy(loss: Loss, x: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
     if smoothing: losses = losses + ((most - x).mean(-1) + log) * smoothing
     if loss.z_loss: losses = losses + lse * lse * loss.z_loss
     p = (x - most - log.unsqueeze(-1)).exp()
-    if loss.z_loss: p = p * (lse * (2 * loss.z_loss) + 1).unsqueeze(-1)
-    return losses, p - target.where(1 - smoothing, 0.0).cast(x.dtype) - smoothing / size
+    gradient = p - target.where(1 - smoothing, 0.0).cast(x.dtype) - smoothing / size
+    return losses, gradient + p * (lse * (2 * loss.z_loss)).unsqueeze(-1) if loss.z_loss else gradient
 
 
 def _distilled(temperature: float, x: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:

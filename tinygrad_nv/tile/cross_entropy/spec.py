@@ -102,7 +102,8 @@ class RowsSpec:
 
     def __str__(self) -> str:
         made = "" if self.gradient is None else f" → {short(self.gradient)}" + ", in place" * self.in_place
-        return f"{self.rows}x{self.size} {short(self.dtype)}{made}{', scaled' * self.scaled}{self.loss.words()}"
+        scaled = ", scaled" * self.scaled
+        return f"{self.rows}x{self.size} {short(self.dtype)}{made}{scaled}{self.loss.words()}"
 
 
 @dataclass(frozen=True)
