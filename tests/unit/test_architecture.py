@@ -24,7 +24,7 @@ KINDS = ("eager", "lazy", "typing")
 # above reach into tinygrad.
 LAYERS = ("errors table interrupt progress", "config", "cache", "toolchain", "ptx", "quant", "tile", "hooks",
           "runtime", "cpu", "host patterns", "dist", "functional dlpack", "kvcache graphs", "models",
-          "engine", "server benchmarks quantize plan", "explain", "registration", "tinygrad_nv", "cli")
+          "engine train", "server benchmarks quantize plan", "explain", "registration", "tinygrad_nv", "cli")
 RANKS = {group: rank for rank, row in enumerate(LAYERS) for group in row.split()}
 # files that make a group without a folder of their own, and a folder in another that is one
 GROUPS = {"__main__": "cli", "dist.plan*": "plan"}
@@ -34,8 +34,8 @@ EVERYTHING, NUMBERS = ("*",), ("tinygrad.dtype", "tinygrad.helpers")
 USERS = ("tinygrad", *NUMBERS, "tinygrad.nn", "tinygrad.nn.*")
 TINYGRAD = {**dict.fromkeys(("hooks", "runtime", "patterns", "dist", "dlpack"), EVERYTHING),
             **dict.fromkeys(("tile", "cpu"), NUMBERS),
-            **dict.fromkeys(("functional", "kvcache", "quant", "models", "engine", "server", "explain",
-                             "registration", "cli", "plan"), USERS)}
+            **dict.fromkeys(("functional", "kvcache", "quant", "models", "engine", "train", "server",
+                             "explain", "registration", "cli", "plan"), USERS)}
 # files that see more of it, and why
 INSIDE = {"tinygrad_nv/tile/*reference.py": "what a spec computes is said in plain tinygrad",
           "tinygrad_nv/graphs/*": "a step is captured as TinyJit does it, with its schedule and buffers",

@@ -31,7 +31,7 @@ def rounded(x: Tensor, seed: Tensor, step: Tensor, number: int) -> Tensor:
 def _noise(count: int, seed: Tensor, step: Tensor, number: int) -> Tensor:
     """16 random bits for each element, as u64."""
     wide = dtypes.uint64
-    calls = Tensor.arange(-(-count // RUN), dtype=wide, device=seed.device)
+    calls = Tensor.arange(-(-count // RUN), dtype=wide).to(seed.device)
     key = [seed[i:i + 1].cast(wide) for i in range(2)]
     words = philox((calls, calls * 0 + number, calls * 0 + step.cast(wide), calls * 0), key)
     halves = [word >> 16 * half & 0xFFFF for word in words for half in range(2)]

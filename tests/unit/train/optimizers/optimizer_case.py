@@ -1,8 +1,9 @@
 """Optimisers beside torch's on the same gradients.
 
 Protocol. `ran(make, steps)` takes captured steps of an optimiser of ours over `parameters()`;
-`torch_ran(make, steps, dtype)` does the same with one of torch's. `near(found, torch32, torch64)` holds ours against torch in
-float64: no weight may be further off than C times the furthest of torch in float32, and ULPS of its own size.
+`torch_ran(make, steps, dtype)` does the same with one of torch's. `near(found, torch32,
+torch64)` holds ours against torch in float64: no weight may be further off than C times the furthest of torch
+in float32, and ULPS of its own size.
 """
 from __future__ import annotations
 

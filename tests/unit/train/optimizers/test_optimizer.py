@@ -87,7 +87,7 @@ def test_names_of_the_state():
 def test_a_state_that_does_not_fit():
     optimizer = adamw(parameters(), 1e-3)
     given = optimizer.state_dict()
-    with pytest.raises(WeightError, match="without state.embed_tokens.weight.exp_avg "):
+    with pytest.raises(WeightError, match=r"without state\.embed_tokens.weight.exp_avg "):
         optimizer.load_state_dict({key: x for key, x in given.items()
                                    if key != "state.embed_tokens.weight.exp_avg"})
     with pytest.raises(WeightError, match="step is float"):
@@ -197,7 +197,8 @@ def test_sums_over_micro_batches():
     for start in (0, 2):
         mean = {name: (x + gradients(start + 1)[name]) / 2 for name, x in gradients(start).items()}
         Tensor.realize(*other.schedule_step({name: Tensor(x) for name, x in mean.items()}))
-    for name, x in plain.items(): np.testing.assert_allclose(held[name].numpy(), x.numpy(), rtol=1e-6, atol=1e-7)
+    for name, x in plain.items():
+        np.testing.assert_allclose(held[name].numpy(), x.numpy(), rtol=1e-6, atol=1e-7)
 
 
 def test_an_average_of_weights():
@@ -225,11 +226,11 @@ def test_a_loss_is_minimised():
         optimizer.zero_grad()
         loss = (held["w"] - 3).square().mean().backward()
         return loss.realize(*optimizer.schedule_step())
-    losses = [step().item() for _ in range(60)]
+    losses = [step().item() for _ in range(120)]
     assert losses[-1] < losses[0] / 20
     assert optimizer.params == [held["w"]]
 
 
 def test_a_parameter_without_a_gradient():
     held = parameters()
-    with pytest.raises(ConfigError, match="layers.0.up.weight has no gradient"): adamw(held, 1e-3).step()
+    with pytest.raises(ConfigError, match=r"layers\.0\.up.weight has no gradient"): adamw(held, 1e-3).step()
