@@ -26,9 +26,9 @@ def orthogonalized(x: Tensor, steps: int, coefficients: tuple[float, float, floa
     y = (x / norm).cast(dtype).contiguous()
     if tall: y = y.transpose(-2, -1).contiguous()
     for _ in range(steps):
-        gram = y.matmul(y.transpose(-2, -1), dtype=dtypes.float32).contiguous()
-        narrow_gram = gram.cast(dtype).contiguous()
-        square = b * gram + c * narrow_gram.matmul(narrow_gram, dtype=dtypes.float32)
+        # both terms have the rounded A: where A is near 1 their errors nearly cancel
+        gram = (y @ y.transpose(-2, -1)).contiguous()
+        square = b * gram.float() + c * gram.matmul(gram, dtype=dtypes.float32)
         y = (a * y.float() + square.cast(dtype).contiguous().matmul(y, dtype=dtypes.float32)).cast(dtype)
         y = y.contiguous()
     return (y.transpose(-2, -1) if tall else y).cast(dtypes.float32)
