@@ -1,0 +1,192 @@
+"""An optimiser: update rules over named parameters, their state, and what all rules share.
+
+Protocol. `Optimizer(parameters, lr, rule)` takes parameters by the names of their checkpoint. A step, which
+a TinyJit may capture:
+
+    loss.backward()
+    Tensor.realize(loss, *optimizer.schedule_step())        or optimizer.step()
+    optimizer.zero_grad()
+
+The learning rate is on the device: `optimizer.set_lr(x)` between steps serves a captured step, too. So are
+the number of steps done and of those skipped. In this order a step
+
+    takes the norm of all gradients (`grad_norm`), and the scale that clips it to `max_grad_norm`
+    is skipped as a whole where the norm is not finite (`skip_nonfinite`): nothing changes but `skipped`
+    advances slots and moves parameters by their rule (rules.py) in float32
+    rounds parameters of 16 bits from their fp32_master, or stochastically without one (rounding.py)
+
+`state` has all that a resumed run needs, by flat names (state.py): with it, the parameters and the learning
+rate, the next steps have the same bits as never having stopped.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tinygrad import Tensor, dtypes
+
+from tinygrad_nv.errors import ConfigError
+from tinygrad_nv.train.optimizers.gradients import clip_scale, gradients_of, squared_sum
+from tinygrad_nv.train.optimizers.groups import ParameterGroup, decay_groups, group_of
+from tinygrad_nv.train.optimizers.rounding import rounded
+from tinygrad_nv.train.optimizers.rules import At, UpdateRule
+from tinygrad_nv.train.optimizers.state import FloatSlot, OptimizerState, ParameterState, Slot, kept
+
+FLOAT16S = (dtypes.bfloat16, dtypes.float16)
+RuleOf = Callable[[str, Tensor], UpdateRule]
+
+
+@dataclass(frozen=True)
+class StateOptions:
+    """How state is kept. `master`: parameters of 16 bits have float32 master weights; without, bfloat16 is
+    rounded stochastically from `seed`. `max_grad_norm` None: nothing is clipped. `rows`: extents of
+    projections that lie one below the other in a parameter, by its name."""
+    master: bool = True
+    seed: int = 0
+    max_grad_norm: float | None = None
+    skip_nonfinite: bool = True
+    rows: Mapping[str, tuple[int, ...]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm {self.max_grad_norm}", "a number above 0, or None")
+        if not 0 <= self.seed < 1 << 64: raise ConfigError(f"seed {self.seed}", "0 to 2⁶⁴ − 1")
+
+
+class Optimizer:
+    """`rule`: one for all parameters, or a function of name and tensor. `groups`: by default those of
+    `decay_groups` with `weight_decay`. Raises `ConfigError`."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], lr: float, rule: UpdateRule | RuleOf, *,
+                 weight_decay: float = 0.0, groups: Sequence[ParameterGroup] | None = None,
+                 options: StateOptions | None = None) -> None:
+        self.options = options or StateOptions()
+        self.parameters = dict(parameters)
+        self._check(lr)
+        self.groups = tuple(groups) if groups is not None else decay_groups(self.parameters, weight_decay)
+        self.group = group_of(self.parameters, self.groups)
+        self.rules = {name: rule(name, each) if callable(rule) else rule
+                      for name, each in self.parameters.items()}
+        self.device = next(iter(self.parameters.values())).device
+        self.lr = self._scalar(lr, dtypes.float32)
+        self.grad_norm = self._scalar(0.0, dtypes.float32)
+        self.steps, self.skipped = (self._scalar(0, dtypes.int32) for _ in range(2))
+        seed = self.options.seed
+        self.seed = Tensor([seed & 0xFFFFFFFF, seed >> 32], dtype=dtypes.uint32, device=self.device)
+        self.state = OptimizerState({name: self._state(name) for name in self.parameters},
+                                    {"step": self.steps, "skipped": self.skipped, "seed": self.seed})
+        Tensor.realize(self.lr, self.grad_norm, *self.state.tensors().values())
+
+    def _check(self, lr: float) -> None:
+        if not self.parameters: raise ConfigError("an optimizer without parameters", "one at least")
+        if not lr >= 0: raise ConfigError(f"learning rate {lr}", "a number from 0")
+        for name, each in self.parameters.items():
+            if each.dtype not in (dtypes.float32, *FLOAT16S):
+                raise ConfigError(f"{name} of {each.dtype.name}", "float32, bfloat16 or float16")
+            if each.dtype == dtypes.float16 and not self.options.master:
+                raise ConfigError(f"{name} of float16 without master weights", "bfloat16, or master=True")
+            if each.device != (first := next(iter(self.parameters.values())).device):
+                raise ConfigError(f"{name} on {each.device}, others on {first}", "one device for all")
+        for name, rows in (self.options.rows or {}).items():
+            if name not in self.parameters: raise ConfigError(f"rows of {name!r}", "names of parameters")
+            if sum(rows) != self.parameters[name].shape[-2]:
+                raise ConfigError(f"rows {', '.join(map(str, rows))} of {name}",
+                                  f"{self.parameters[name].shape[-2]} in all")
+
+    def _scalar(self, value: float, dtype: object) -> Tensor:
+        return Tensor([value], dtype=dtype, device=self.device).contiguous().is_param_(False)
+
+    def _state(self, name: str) -> ParameterState:
+        parameter, rule = self.parameters[name], self.rules[name]
+        shape = tuple(int(extent) for extent in parameter.shape)
+        slots = {key: self.slot(own) for key, own in rule.slots(shape).items()}
+        master = None
+        if parameter.dtype in FLOAT16S and self.options.master:
+            master = parameter.detach().cast(dtypes.float32).contiguous().is_param_(False)
+        return ParameterState(slots, master)
+
+    def slot(self, shape: tuple[int, ...]) -> Slot:
+        """A slot of zeros, as the options say."""
+        return FloatSlot.zeros(shape, self.device)
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The parameters, as tinygrad's optimisers have them."""
+        return list(self.parameters.values())
+
+    def zero_grad(self) -> None:
+        """Drops the gradients of all parameters."""
+        for each in self.parameters.values(): each.grad = None
+
+    def set_lr(self, lr: float) -> None:
+        """Sets the learning rate of the next steps, without another capture."""
+        self.lr.assign(Tensor([lr], dtype=dtypes.float32, device=self.device)).realize()
+
+    def step(self) -> None:
+        """One step, realized."""
+        Tensor.realize(*self.schedule_step())
+
+    def schedule_step(self, gradients: Mapping[str, Tensor] | None = None,
+                      inverse_scale: Tensor | None = None) -> list[Tensor]:
+        """One step; what is to be realized. `gradients`: others than the parameters' own, by name.
+        `inverse_scale`, float32 (1): what they are to be multiplied by, where a loss scale is in them. Raises
+        `ConfigError` for a parameter without a gradient."""
+        given = gradients_of(self.parameters) if gradients is None else dict(gradients)
+        scale, go = self._guard(list(given.values()), inverse_scale)
+        done = 1 if go is None else go.cast(dtypes.int32)
+        self.steps.assign(self.steps + done)
+        self.skipped.assign(self.skipped + (1 - done))
+        changed = [self.steps, self.skipped, self.grad_norm]
+        for name in self.parameters: changed += self._update(name, given[name], scale, go)
+        return changed
+
+    def _guard(self, gradients: list[Tensor], scale: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """What gradients are multiplied by, and whether the step is taken; None for 1 and for always."""
+        most = self.options.max_grad_norm
+        if most is None and not self.options.skip_nonfinite: return scale, None
+        norm = squared_sum(gradients).sqrt().cast(dtypes.float32)
+        if scale is not None: norm = norm * scale
+        self.grad_norm.assign(norm)
+        go = self.grad_norm.isfinite() if self.options.skip_nonfinite else None
+        if most is None: return scale, go
+        clip = clip_scale(self.grad_norm, most)
+        return (clip if scale is None else clip * scale), go
+
+    def at(self, name: str) -> At:
+        """What the rule of a parameter needs of this step."""
+        group = self.groups[self.group[name]]
+        return At(self.lr.cast(dtypes.float64) * group.lr_scale, self.steps.cast(dtypes.float64),
+                  group.weight_decay, (self.options.rows or {}).get(name, ()))
+
+    def _update(self, name: str, gradient: Tensor, scale: Tensor | None, go: Tensor | None) -> list[Tensor]:
+        parameter, own, rule, at = self.parameters[name], self.state.parameters[name], self.rules[name], \
+            self.at(name)
+        g = gradient.cast(dtypes.float32)
+        if scale is not None: g = g * scale
+        x = (parameter if own.master is None else own.master).detach().cast(dtypes.float32)
+        old = {key: slot.read() for key, slot in own.slots.items()}
+        advanced = rule.advance(x, g, old, at)
+        new = {key: slot.write(advanced[key], go) for key, slot in own.slots.items()}
+        moved = rule.move(x, g, old, new, at)
+        self._put(name, parameter, own, moved, go)
+        return [parameter, *(tensor for _, tensor in own.tensors())]
+
+    def _put(self, name: str, parameter: Tensor, own: ParameterState, moved: Tensor,
+             go: Tensor | None) -> None:
+        """Stores new numbers of a parameter, rounded."""
+        if own.master is not None:
+            own.master.assign(kept(go, moved, own.master))
+            parameter.assign(own.master.detach().cast(parameter.dtype))
+        elif parameter.dtype == dtypes.bfloat16:
+            number = list(self.parameters).index(name)
+            parameter.assign(kept(go, rounded(moved, self.seed, self.steps, number), parameter))
+        else: parameter.assign(kept(go, moved, parameter))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The state by flat names, the learning rate among it."""
+        return {**self.state.tensors(), "lr": self.lr}
+
+    def load_state_dict(self, given: Mapping[str, Tensor]) -> None:
+        """Takes what `state_dict` gave, to the bit. Raises `WeightError` for names, shapes or dtypes that
+        differ, before anything is written."""
+        OptimizerState(self.state.parameters, {**self.state.scalars, "lr": self.lr}).load(given)

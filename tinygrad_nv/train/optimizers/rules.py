@@ -1,0 +1,141 @@
+"""What an update rule is, and those that treat elements alike: AdamW, SGD, Lion.
+
+Protocol. A rule is a frozen dataclass of hyperparameters. `slots(shape)` names the numbers that it keeps of a
+parameter. An update is two steps, in float32:
+
+    advance(x, g, slots, at)           the slots' new numbers, of parameter, gradient and old numbers
+    move(x, g, old, new, at)           the parameter's new numbers
+
+`At` has what an update needs besides: the learning rate of the parameter's group, its weight decay, and the
+number of the step, all on the device, so that one captured step serves every step. Scalars that are small
+differences (1 − β₂ᵗ) or that torch computes in double are float64.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from tinygrad import Tensor, dtypes
+
+Shapes = dict[str, tuple[int, ...]]
+Numbers = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class At:
+    """`lr` and `step` are float64 of one element; `step` counts from 1. `rows` are the extents of matrices
+    that lie one below the other in the parameter; () for one."""
+    lr: Tensor
+    step: Tensor
+    weight_decay: float
+    rows: tuple[int, ...] = ()
+
+    @property
+    def decay(self) -> Tensor:
+        """1 − lr · weight decay, by which parameters are multiplied."""
+        return narrow(1 - self.lr * self.weight_decay)
+
+    def correction(self, beta: float) -> Tensor:
+        """1 − betaᵗ, float64."""
+        return 1 - (self.step * math.log2(beta)).exp2() if beta else self.step * 0 + 1
+
+
+class UpdateRule(Protocol):
+    """A rule."""
+    name: ClassVar[str]
+    elementwise: ClassVar[bool]     # elements are treated alike: any part of a parameter is a parameter
+
+    def slots(self, shape: tuple[int, ...]) -> Shapes: ...
+
+    def advance(self, x: Tensor, g: Tensor, slots: Numbers, at: At) -> dict[str, Tensor]: ...
+
+    def move(self, x: Tensor, g: Tensor, old: Numbers, new: Numbers, at: At) -> Tensor: ...
+
+
+def narrow(scalar: Tensor) -> Tensor:
+    """A scalar as the elements' dtype."""
+    return scalar.cast(dtypes.float32)
+
+
+def lerp(start: Tensor, end: Tensor, weight: float) -> Tensor:
+    """start + weight · (end − start), from the end that is nearer, as torch has it."""
+    return start + weight * (end - start) if weight < 0.5 else end - (1 - weight) * (end - start)
+
+
+@dataclass(frozen=True)
+class AdamWRule:
+    """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101), as torch.optim.AdamW:
+
+        x ← x (1 − lr λ);  m ← β₁ m + (1 − β₁) g;  v ← β₂ v + (1 − β₂) g²
+        x ← x − lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + eps)
+    """
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    name: ClassVar[str] = "adamw"
+    elementwise: ClassVar[bool] = True
+
+    def slots(self, shape: tuple[int, ...]) -> Shapes: return {"exp_avg": shape, "exp_avg_sq": shape}
+
+    def advance(self, x: Tensor, g: Tensor, slots: Numbers, at: At) -> dict[str, Tensor]:
+        return {"exp_avg": lerp(slots["exp_avg"], g, 1 - self.beta1),
+                "exp_avg_sq": self.beta2 * slots["exp_avg_sq"] + (1 - self.beta2) * (g * g)}
+
+    def move(self, x: Tensor, g: Tensor, old: Numbers, new: Numbers, at: At) -> Tensor:
+        step_size = narrow(at.lr / at.correction(self.beta1))
+        root = narrow(1 / at.correction(self.beta2).sqrt())
+        return x * at.decay - step_size * (new["exp_avg"] / (new["exp_avg_sq"].sqrt() * root + self.eps))
+
+
+@dataclass(frozen=True)
+class SGDRule:
+    """Stochastic gradient descent with momentum, as torch.optim.SGD, whose weight decay is part of the
+    gradient and so of the momentum:
+
+        g ← g + λ x;  b ← μ b + g;  x ← x − lr (g + μ b with Nesterov's momentum, else b)
+    """
+    momentum: float = 0.0
+    nesterov: bool = False
+    name: ClassVar[str] = "sgd"
+    elementwise: ClassVar[bool] = True
+
+    def slots(self, shape: tuple[int, ...]) -> Shapes:
+        return {"momentum_buffer": shape} if self.momentum else {}
+
+    def decayed(self, x: Tensor, g: Tensor, at: At) -> Tensor:
+        """The gradient with weight decay."""
+        return g + at.weight_decay * x if at.weight_decay else g
+
+    def advance(self, x: Tensor, g: Tensor, slots: Numbers, at: At) -> dict[str, Tensor]:
+        if not self.momentum: return {}
+        return {"momentum_buffer": self.momentum * slots["momentum_buffer"] + self.decayed(x, g, at)}
+
+    def move(self, x: Tensor, g: Tensor, old: Numbers, new: Numbers, at: At) -> Tensor:
+        change = self.decayed(x, g, at)
+        if self.momentum:
+            buffer = new["momentum_buffer"]
+            change = change + self.momentum * buffer if self.nesterov else buffer
+        return x - narrow(at.lr) * change
+
+
+@dataclass(frozen=True)
+class LionRule:
+    """Sign of an interpolated momentum (Chen et al., arXiv 2302.06675, algorithm 2):
+
+        x ← x (1 − lr λ) − lr sign(β₁ m + (1 − β₁) g);  m ← β₂ m + (1 − β₂) g
+    """
+    beta1: float = 0.9
+    beta2: float = 0.99
+    name: ClassVar[str] = "lion"
+    elementwise: ClassVar[bool] = True
+
+    def slots(self, shape: tuple[int, ...]) -> Shapes: return {"exp_avg": shape}
+
+    def advance(self, x: Tensor, g: Tensor, slots: Numbers, at: At) -> dict[str, Tensor]:
+        return {"exp_avg": self.beta2 * slots["exp_avg"] + (1 - self.beta2) * g}
+
+    def move(self, x: Tensor, g: Tensor, old: Numbers, new: Numbers, at: At) -> Tensor:
+        direction = (self.beta1 * old["exp_avg"] + (1 - self.beta1) * g).sign()
+        return x * at.decay - narrow(at.lr) * direction
