@@ -39,11 +39,13 @@ def test_adapters_are_those_of_peft(hf_model: Callable[[str], Path], tmp_path: P
     config = LoraConfig(r=4, lora_alpha=8, target_modules=list(targets) if len(targets) > 1 else targets[0],
                         use_rslora=rslora)
     model = get_peft_model(theirs(hf_model(case)), config)
-    own = {name.replace(".default", ""): each for name, each in model.named_parameters() if each.requires_grad}
+    own = {name.replace(".default", ""): each for name, each in model.named_parameters()
+           if each.requires_grad}
     assert set(own) == set(adapter.parameters)
     for name, tensor in adapter.parameters.items():
         with torch.no_grad(): own[name].copy_(torch.tensor(tensor.numpy()))
-    step, adam = Step(objective, optimizer(adapter.parameters)), torch.optim.AdamW(own.values(), LR, weight_decay=0)
+    step = Step(objective, optimizer(adapter.parameters))
+    adam = torch.optim.AdamW(own.values(), LR, weight_decay=0)
     for batch in batches()[:STEPS]:
         loss = their_loss(model, batch)
         adam.zero_grad()

@@ -1,4 +1,4 @@
-"""Training beside transformers and torch.optim: losses, gradients and weights of the same data and weights."""
+"""Training beside transformers and torch.optim: losses, gradients and weights from the same start."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ from tinygrad_nv.train.optimizers import Optimizer, StateOptions, adamw
 from tinygrad_nv.train.step import Step
 
 ROWS, WIDTH, STEPS, LR = 4, 32, 50, 1e-3
-CASES = ["llama", *(pytest.param(case, marks=pytest.mark.slow)
-                    for case in ("qwen3", "mixtral", "gemma2", "qwen2-moe", "gpt-oss", "deepseek-v3", "olmo2"))]
+SLOW = ("qwen3", "mixtral", "gemma2", "qwen2-moe", "gpt-oss", "deepseek-v3", "olmo2")
+CASES = ["llama", *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
 
 
 def batches(seed: int = 5) -> list[Batch]:
@@ -39,13 +39,15 @@ def counted(batch: Batch) -> int: return int((batch.targets != -100).sum())
 
 
 def theirs(directory: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, experts_implementation="eager").train()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, experts_implementation="eager")
+    return model.train()
 
 
 def their_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     logits = model(input_ids=torch.tensor(batch.ids).long()).logits
     if logits.dtype != torch.float64: logits = logits.float()
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(batch.targets).long().flatten())
+    targets = torch.tensor(batch.targets).long().flatten()
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets)
 
 
 def ours(directory: Path, dtype: DType = dtypes.float32) -> tuple[Step, Supervised]:

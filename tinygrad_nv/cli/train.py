@@ -12,8 +12,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from tinygrad import dtypes
-
 from tinygrad_nv.cli.model_path import found
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.train import arguments as arguments_
@@ -28,11 +26,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], m
                                usage="%(prog)s [options] MODEL DATA [DATA ...]")
     made.add_argument("words", nargs="*", metavar="MODEL DATA",
                       help=f"{model}, and files, directories or globs: .txt, .jsonl, .parquet, .npy, .bin")
-    made.add_argument("--model-name-or-path", "--model", dest="model", metavar="MODEL", help="instead of MODEL")
+    made.add_argument("--model-name-or-path", "--model", dest="model", metavar="MODEL",
+                      help="instead of MODEL")
     made.add_argument("--dataset-name", "--dataset", "--data", dest="data", action="append", metavar="DATA",
                       help="instead of DATA; may be repeated")
-    made.add_argument("--config", type=Path, metavar="FILE", help="options in YAML or JSON; those of the command "
-                      "line win")
+    made.add_argument("--config", type=Path, metavar="FILE",
+                      help="options in YAML or JSON; those of the command line win")
     groups = dict[str, Any]()
     for each in dataclasses.fields(TrainingArguments):
         group = groups.setdefault(each.metadata["group"], made.add_argument_group(each.metadata["group"]))
@@ -45,7 +44,8 @@ def _add(group: Any, each: dataclasses.Field[Any]) -> None:
     names = [f"--{each.name.replace('_', '-')}"]
     if "_" in each.name: names.append(f"--{each.name}")
     kind, default = str(each.type), each.default
-    words = each.metadata["help"] + ("" if default in (None, (), False, True, "") else f" (default {default})")
+    words = each.metadata["help"]
+    if default not in (None, (), False, True, ""): words += f" (default {default})"
     shared = {"dest": each.name, "default": argparse.SUPPRESS, "help": words.replace("%", "%%")}
     if kind.startswith("bool"): group.add_argument(*names, action=argparse.BooleanOptionalAction, **shared)
     elif kind.startswith("tuple"):
@@ -54,8 +54,8 @@ def _add(group: Any, each: dataclasses.Field[Any]) -> None:
         group.add_argument(*names, nargs="?", const="latest", metavar="DIR", **shared)
     else:
         read = {"int": int, "float": float}.get(kind, str)
-        group.add_argument(*names, type=read, metavar=each.metadata["metavar"] or each.name.split("_")[-1].upper(),
-                           **shared)
+        metavar = each.metadata["metavar"] or each.name.split("_")[-1].upper()
+        group.add_argument(*names, type=read, metavar=metavar, **shared)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -65,8 +65,7 @@ def run(given: argparse.Namespace) -> int:
     known = {each.name for each in dataclasses.fields(TrainingArguments)}
     options |= {name: value for name, value in vars(given).items() if name in known}
     arguments = arguments_.made(options)
-    dtype = {"float32": dtypes.float32, "bfloat16": dtypes.bfloat16, "float16": dtypes.float16}[arguments.dtype]
-    made = train(assembled(arguments, found(model), data, dtype))
+    made = train(assembled(arguments, found(model), data))
     ended = f"{made.steps} steps in {made.seconds:.0f} s, loss {made.loss:.4f}"
     if made.eval_loss is not None: ended += f", evaluation loss {made.eval_loss:.4f}"
     print(f"{made.directory}: {ended}")

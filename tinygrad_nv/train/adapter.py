@@ -48,7 +48,7 @@ class AdapterOptions:
 
     def names(self, layer: str) -> bool:
         """Whether a layer has an adapter."""
-        return ALL in self.targets or any(layer == each or layer.endswith("." + each) for each in self.targets)
+        return any(each == ALL or layer == each or layer.endswith("." + each) for each in self.targets)
 
 
 def dropped(x: Tensor, share: float, number: Tensor, salt: int) -> Tensor:
@@ -74,7 +74,8 @@ class LayerAdapter:
         for part in parts:
             if not options.names(part.name): continue
             inputs = part.shape[1]
-            drawn = random.uniform(-1, 1, (options.rank, inputs)).astype(np.float32) / np.float32(math.sqrt(inputs))
+            bound = 1 / math.sqrt(inputs)
+            drawn = random.uniform(-bound, bound, (options.rank, inputs)).astype(np.float32)
             self.a[part.name] = Tensor(drawn, device=device).realize()
             self.b[part.name] = Tensor.zeros(part.rows, options.rank, device=device).contiguous().realize()
 
@@ -94,8 +95,8 @@ class LayerAdapter:
 
 
 class AdapterModel:
-    """The adapters of a model. `number`, uint32 (1), is that of the micro-batch. Raises `ConfigError` where no
-    layer has a name of the options."""
+    """The adapters of a model. `number`, uint32 (1), is that of the micro-batch. Raises `ConfigError` where
+    no layer has a name of the options."""
 
     def __init__(self, model: Llama, options: AdapterOptions, number: Tensor) -> None:
         self.options, random = options, np.random.default_rng(options.seed)
@@ -107,8 +108,8 @@ class AdapterModel:
             self.layers.append(made)
         if not self.parameters:
             known = sorted({each.name.rpartition(".")[2] for each in every})
-            raise ConfigError(f"--lora-target-modules {' '.join(options.targets)}", f"{', '.join(known)} or {ALL}",
-                              "choose from these")
+            raise ConfigError(f"--lora-target-modules {' '.join(options.targets)}",
+                              f"{', '.join(known)} or {ALL}", "choose from these")
 
     @property
     def parameters(self) -> dict[str, Tensor]:

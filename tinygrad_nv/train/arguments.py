@@ -9,15 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from tinygrad import dtypes
+from tinygrad.dtype import DType
 
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.train.data import DataOptions
 from tinygrad_nv.train.optimizers import SCHEDULES
 
 METHODS = ("sft", "dpo")
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = {"float32": dtypes.float32, "bfloat16": dtypes.bfloat16, "float16": dtypes.float16}
 # names of transformers' --optim, and ours
 OPTIMIZERS = {"adamw": "adamw", "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "lion": "lion",
               "lion_32bit": "lion", "muon": "muon", "adafactor": "adafactor", "sgd": "sgd"}
@@ -115,11 +119,16 @@ class TrainingArguments:
             raise ConfigError("--packing of preferences", "a row for each answer", "leave --packing out")
 
     def _require_choices(self) -> None:
-        for name, allowed in (("method", METHODS), ("dtype", DTYPES), ("optim", tuple(OPTIMIZERS)),
+        for name, allowed in (("method", METHODS), ("dtype", tuple(DTYPES)), ("optim", tuple(OPTIMIZERS)),
                               ("save_strategy", SAVES), ("lr_scheduler_type", tuple(SCHEDULES)),
                               ("report_to", ("auto", "tensorboard", "none"))):
             if (value := getattr(self, name)) not in allowed:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}", ", ".join(allowed), "choose one")
+
+    @property
+    def weights(self) -> DType:
+        """The dtype of weights."""
+        return DTYPES[self.dtype]
 
     @property
     def data(self) -> DataOptions:
@@ -138,7 +147,8 @@ def read(path: Path) -> dict[str, Any]:
     """The options of a --config file, with `model` and `data` among them. Raises `ConfigError`."""
     try: text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}", "a file", "correct it") from error
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}", "a file that can be read",
+                          "correct its name") from error
     found = _parsed(path, text)
     if not isinstance(found, Mapping):
         raise ConfigError(f"--config {path} is a {type(found).__name__}", "options and their values",
@@ -149,14 +159,15 @@ def read(path: Path) -> dict[str, Any]:
 def _parsed(path: Path, text: str) -> Any:
     try:
         if path.suffix == ".json": return json.loads(text)
-        try: import yaml
+        try: yaml = import_module("yaml")
         except ImportError as error:
             raise ConfigError(f"--config {path}, without the package pyyaml", "YAML needs it",
-                              "pip install pyyaml, or write a .json file") from error
+                              "pip install 'tinygrad-nv[train]', or write a .json file") from error
         try: return yaml.safe_load(text)
         except yaml.YAMLError as error: raise ValueError(str(error)) from error
     except ValueError as error:
-        raise ConfigError(f"--config {path}: {error}", "YAML, or JSON in a .json file", "correct it") from error
+        raise ConfigError(f"--config {path}: {error}", "YAML, or JSON in a .json file",
+                          "correct it") from error
 
 
 def made(options: Mapping[str, Any]) -> TrainingArguments:
@@ -180,7 +191,8 @@ def _value(kind: Any, name: str, value: Any) -> Any:
             if isinstance(value, bool): return value
             raise ValueError("true or false")
         if kind == "int":
-            if isinstance(value, bool) or (number := float(value)) != int(number): raise ValueError("a number")
+            number = float(value)
+            if isinstance(value, bool) or number != int(number): raise ValueError("a number")
             return int(number)
         if kind == "float": return float(value)
         if not isinstance(value, str): raise ValueError("a text")

@@ -9,9 +9,9 @@ draws curves.png, where matplotlib is installed.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -79,9 +79,17 @@ class Log:
         self.rows.append(row)
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
-        if self._board is None: return
-        for name, value in row.items():
-            if isinstance(value, float): self._board.add_scalar(name, value, row["step"])
+        if self._board is not None: self._board.add_event(_event(row))
+
+
+def _event(row: dict[str, Any]) -> Any:
+    """Figures as TensorBoard's event."""
+    of = "tensorboard.compat.proto"
+    kind = import_module(f"{of}.summary_pb2").Summary
+    values = [kind.Value(tag=name, simple_value=each) for name, each in row.items()
+              if isinstance(each, float)]
+    return import_module(f"{of}.event_pb2").Event(wall_time=time.time(), step=row["step"],
+                                                  summary=kind(value=values))
 
 
 def _before(path: Path, step: int) -> list[dict[str, Any]]:
@@ -98,14 +106,12 @@ def _before(path: Path, step: int) -> list[dict[str, Any]]:
 def _board(arguments: TrainingArguments) -> Any:
     """TensorBoard's writer, where it is asked for or installed."""
     if arguments.report_to == "none": return None
-    try: from tensorboardX import SummaryWriter
+    try: found = import_module("tensorboard.summary.writer.event_file_writer")
     except ImportError:
-        try: from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            if arguments.report_to == "auto": return None
-            raise ConfigError("--report-to tensorboard", "the package tensorboardX, or tensorboard with torch",
-                              "pip install tensorboardX") from None
-    return SummaryWriter(os.path.join(arguments.output_dir, "runs"))
+        if arguments.report_to == "auto": return None
+        raise ConfigError("--report-to tensorboard", "the package tensorboard",
+                          "pip install 'tinygrad-nv[train]'") from None
+    return found.EventFileWriter(str(Path(arguments.output_dir) / "runs"))
 
 
 def _bar(steps: int, first: int) -> Any:

@@ -1,8 +1,8 @@
 """What is learnt: sums over a batch, of which the first is the loss.
 
 Protocol: an objective has `inputs`, buffers of a batch on the device, which `fill` writes; `sums()` builds
-the graph of the sums of a batch in these buffers, float32 () each: the loss, then those of `names`. A captured
-step thus serves every batch. `counted(batch)` is what a mean is over.
+the graph of the sums of a batch in these buffers, float32 () each: the loss, then those of `names`. A
+captured step thus serves every batch. `counted(batch)` is what a mean is over.
 
     Supervised   the cross entropy of each token that has a label, in nats; means are by token
     Preference   DPO (arXiv 2305.18290): −log σ(β ((log π(c) − log ρ(c)) − (log π(r) − log ρ(r)))) of a chosen
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from tinygrad import Tensor, dtypes
@@ -31,7 +31,7 @@ class Inputs:
 
     def __init__(self, rows: int, width: int, device: str | None) -> None:
         def buffer(kind: object, *shape: int) -> Tensor:
-            made = Tensor.zeros(*shape, dtype=kind, device=device).contiguous()  # type: ignore[arg-type]
+            made = Tensor.zeros(*shape, dtype=kind, device=device).contiguous()
             return made.is_param_(False).realize()
         self.arrays = tuple(buffer(dtypes.int32, rows, width) for _ in range(4))
         self.tokens, self.targets, self.positions, self.segments = self.arrays
@@ -49,8 +49,9 @@ class Inputs:
 class Objective(Protocol):
     """What is learnt."""
     inputs: Inputs
-    names: tuple[str, ...]
 
+    @property
+    def names(self) -> tuple[str, ...]: ...
     def fill(self, batch: Batch, count: int, number: int) -> None: ...
     def counted(self, batch: Batch) -> int: ...
     def sums(self) -> list[Tensor]: ...
@@ -65,14 +66,14 @@ class LossOptions:
     z_loss: float = 0.0
 
 
-def losses(model: Llama, inputs: Inputs, options: LossOptions, reduction: str) -> Tensor:
+def losses(model: Llama, inputs: Inputs, options: LossOptions, reduction: Literal["sum", "none"]) -> Tensor:
     """The cross entropy of targets: their sum, or with "none" each, (rows, width)."""
     if options.documents:
         hidden = model.hidden_documents(inputs.tokens, Documents(inputs.positions, inputs.segments))
     else: hidden = model.hidden(inputs.tokens)
     config = model.config
     return linear_cross_entropy(hidden, model.head, inputs.targets,
-                                reduction=reduction,    # type: ignore[arg-type]
+                                reduction=reduction,
                                 softcap=config.logit_softcap, divisor=config.logit_divisor,
                                 label_smoothing=options.label_smoothing, z_loss=options.z_loss)
 

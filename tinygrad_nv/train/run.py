@@ -1,8 +1,8 @@
 """What a run is made of: model, data, optimiser, objective, from its arguments.
 
-Protocol: `assembled(arguments, model, data, state)` opens everything and returns a `Run`; nothing is trained.
-`Run.tensors()` is what a checkpoint has; `identity` what a checkpoint and a run that goes on with it must have
-in common.
+Protocol: `assembled(arguments, directory, data)` opens everything and returns a `Run`; nothing is trained.
+`Run.tensors()` is what a checkpoint has; `identity` what a checkpoint and a run that goes on with it must
+have in common.
 """
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from tinygrad_nv.train.arguments import OPTIMIZERS, TrainingArguments
 from tinygrad_nv.train.data import Data, DataOptions, Loader, LoaderOptions, load
 from tinygrad_nv.train.objectives import Inputs, LossOptions, Objective, Preference, Supervised
 from tinygrad_nv.train.optimizers import Optimizer, StateOptions, adafactor, adamw, lion, muon, sgd
+
 
 @dataclass(frozen=True)
 class Run:
@@ -53,9 +54,10 @@ def loader_options(arguments: TrainingArguments, pad: int) -> LoaderOptions:
                          seed=arguments.seed, shuffle=arguments.shuffle, pad=pad)
 
 
-def assembled(arguments: TrainingArguments, directory: Path, data: Sequence[str], dtype: DType,
+def assembled(arguments: TrainingArguments, directory: Path, data: Sequence[str],
               device: str | None = None) -> Run:
     """Opens what a run needs. Raises what its parts raise."""
+    dtype = arguments.weights
     config = read_config(directory)
     tokenizer = _tokenizer(directory)
     options = arguments.data

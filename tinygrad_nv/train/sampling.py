@@ -1,7 +1,7 @@
 """Samples of a model that is being trained.
 
-Protocol: `Continuation(model, width)` continues a prompt in rows of `width` tokens, computing all of it again for
-each token: slow, and without a cache beside the training state. Greedy.
+Protocol: `Continuation(model, width)` continues a prompt in rows of `width` tokens, computing all of it again
+for each token: slow, and without a cache beside the training state. Greedy.
 """
 from __future__ import annotations
 

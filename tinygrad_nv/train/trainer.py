@@ -10,7 +10,6 @@ first layer that made it (`TrainingError`), and leaves the last checkpoint as it
 """
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ LATEST = "latest"
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run came to: the directory of the model or adapter, the last loss, and that of the evaluation."""
+    """What a run came to: the directory of the model or adapter, the last loss, the evaluation's, seconds."""
     directory: Path
     steps: int
     loss: float
@@ -123,8 +122,8 @@ class _Loop:
     def _stop(self, step: int) -> None:
         """Raises `TrainingError` for a loss that is NaN."""
         layer = first_bad(self.run_.model, self.step.inputs, self.run_.arguments.packing)
-        raise TrainingError(f"the loss of step {step} is NaN; the first layer with a value that is not finite "
-                            f"is {layer}", "finite values",
+        raise TrainingError(f"the loss of step {step} is NaN; the first layer with a value that is not "
+                            f"finite is {layer}", "finite values",
                             "lower --learning-rate or --max-grad-norm, and go on with "
                             "--resume-from-checkpoint latest")
 
