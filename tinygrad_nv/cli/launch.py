@@ -32,6 +32,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     made.add_argument("--grace", type=float, default=GRACE_S, metavar="SECONDS",
                       help="after a rank failed, or a signal, the others have this time to end before they "
                       f"are killed (default {GRACE_S:g})")
+    made.add_argument("--max-restarts", type=int, default=0, metavar="N",
+                      help="start all ranks again after one failed, so many times (default 0)")
     made.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND",
                       help="a program and its arguments, or a file of Python")
     made.set_defaults(run=run)
@@ -44,4 +46,4 @@ def run(arguments: argparse.Namespace) -> int:
         raise RequestError(f"--grace {arguments.grace:g}", "seconds, 0 or more", "such as --grace 10")
     return launch(Launch(tuple(words), arguments.ranks, arguments.nodes, arguments.node_rank,
                          arguments.master_addr, arguments.master_port, arguments.quiet, arguments.log_dir,
-                         arguments.grace))
+                         arguments.grace, max_restarts=arguments.max_restarts))

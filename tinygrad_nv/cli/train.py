@@ -4,20 +4,34 @@ Protocol: options are the fields of train/arguments.py. `tinygrad-nv train MODEL
 given as --model-name-or-path and --dataset-name (repeated), or in the --config file as `model` and `data`.
 Underscores in names of options are taken for dashes. Figures go to stderr and the log file, and what was
 written to stdout.
+
+Several ranks: a command that no launcher started starts all ranks itself, and supervises them: the arguments
+go to them in a file. With --max-restarts they are started again after one failed, unless it ended with an
+error of its own (exit status 2), which would come again.
 """
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from tinygrad_nv.cli.model_path import found
-from tinygrad_nv.errors import ConfigError
+from tinygrad_nv.dist import group as dist
+from tinygrad_nv.dist.launcher import Launch, launch
+from tinygrad_nv.dist.ranks import Ranks
+from tinygrad_nv.errors import ConfigError, NVError
 from tinygrad_nv.train import arguments as arguments_
 from tinygrad_nv.train.arguments import TrainingArguments
 from tinygrad_nv.train.run import assembled
 from tinygrad_nv.train.trainer import train
+
+SHORT = {"data_parallel_size": "-dp", "tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp",
+         "enable_expert_parallel": "-ep"}
+GRACE_S = 120.0     # after Ctrl-C, for the checkpoint
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], model: str) -> None:
@@ -43,6 +57,7 @@ def _add(group: Any, each: dataclasses.Field[Any]) -> None:
     """Adds the option of a field; what is not given is not set."""
     names = [f"--{each.name.replace('_', '-')}"]
     if "_" in each.name: names.append(f"--{each.name}")
+    if each.name in SHORT: names.append(SHORT[each.name])
     kind, default = str(each.type), each.default
     words = each.metadata["help"]
     if default not in (None, (), False, True, ""): words += f" (default {default})"
@@ -65,11 +80,30 @@ def run(given: argparse.Namespace) -> int:
     known = {each.name for each in dataclasses.fields(TrainingArguments)}
     options |= {name: value for name, value in vars(given).items() if name in known}
     arguments = arguments_.made(options)
+    alone = Ranks.from_environment().world_size == 1
+    if alone and (arguments.data_parallel_size > 1 or arguments.max_restarts):
+        return _over_ranks(arguments, model, data)
     made = train(assembled(arguments, found(model), data))
+    first = dist.world().rank == 0
+    if not alone: dist.close()
+    if not first: return 0
     ended = f"{made.steps} steps in {made.seconds:.0f} s, loss {made.loss:.4f}"
     if made.eval_loss is not None: ended += f", evaluation loss {made.eval_loss:.4f}"
     print(f"{made.directory}: {ended}")
     return 0
+
+
+def _over_ranks(arguments: TrainingArguments, model: str, data: list[str]) -> int:
+    """Starts the ranks and waits for them; the exit status."""
+    ranks = max(arguments.data_parallel_size, 1)
+    options = dataclasses.asdict(arguments) | {"model": str(found(model)), "data": data, "max_restarts": 0}
+    with tempfile.TemporaryDirectory(prefix="tinygrad-nv-train-") as folder:
+        config = Path(folder) / "run.json"
+        config.write_text(json.dumps(options))
+        command = (sys.executable, "-m", "tinygrad_nv.cli", "train", "--config", str(config))
+        return launch(Launch(command, ranks, grace_s=GRACE_S, quiet=True, direct=True,
+                             name="tinygrad-nv train", max_restarts=arguments.max_restarts,
+                             final=(NVError.exit_code,)))
 
 
 def _named(given: argparse.Namespace, options: dict[str, Any]) -> tuple[str, list[str]]:

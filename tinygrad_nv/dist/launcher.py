@@ -3,7 +3,9 @@
 Protocol: `launch(Launch(...))` runs a command once for each rank, with torchrun's environment variables, and
 returns the exit status: 0, or that of the rank that failed first. `start_local(n, argv, environ)` starts
 ranks 1 to n - 1 for a process that is rank 0 itself. processes.py supervises them: a rank that fails ends all
-within `grace_s`, and a launcher that is killed leaves no process behind.
+within `grace_s`, and a launcher that is killed leaves no process behind. With `max_restarts` all ranks are
+started again after that, so many times, and go on from their last checkpoint. TORCHELASTIC_RESTART_COUNT says
+how often they were, as torchrun's does.
 
 On one host, ranks get a random NV_DIST_TOKEN, which is a secret. With several hosts all launchers need the
 same one: that of the user, or else one made from MASTER_ADDR and MASTER_PORT, which is no secret.
@@ -29,14 +31,15 @@ from tinygrad_nv.dist.ranks import HERE, Ranks
 from tinygrad_nv.errors import DistError
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-TOKEN = "NV_DIST_TOKEN"
+TOKEN, RESTARTS = "NV_DIST_TOKEN", "TORCHELASTIC_RESTART_COUNT"
 LINE = 200      # characters of a line in an error
 
 
 @dataclass(frozen=True)
 class Launch:
     """`command` as `ranks` processes on this host, which is `node_rank` of `nodes` hosts. With `quiet` only
-    the output of rank 0 is shown."""
+    the output of rank 0 is shown, with `direct` as if it were this process's own. `name` is what begins
+    messages. A rank that exits with a status of `final` is not started again."""
     command: tuple[str, ...]
     ranks: int
     nodes: int = 1
@@ -46,29 +49,52 @@ class Launch:
     quiet: bool = False
     log_dir: Path | None = None
     grace_s: float = GRACE_S
+    direct: bool = False
+    name: str = "tinygrad-nv launch"
+    max_restarts: int = 0
+    final: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How ranks ended: the failure that there was, or the status."""
+    failure: Failure | None
+    status: int = 0
 
 
 def launch(what: Launch) -> int:
     """Runs all ranks of this host to their end. Ctrl-C, SIGTERM and SIGHUP are passed on."""
     _check(what)
+    ended = _run(what, 0)
+    for restart in range(1, what.max_restarts + 1):
+        if ended.failure is None or ended.failure.status in what.final: break
+        _explain(what, ended.failure, f"all are started again ({restart} of {what.max_restarts})")
+        ended = _run(what, restart)
+    if ended.failure is None: return ended.status
+    # what it says is shown already
+    said = what.direct and ended.failure.rank == 0 and ended.failure.status in what.final
+    if not said: _explain(what, ended.failure, "the other ranks were ended")
+    return ended.failure.exit_code
+
+
+def _run(what: Launch, restart: int) -> Ended:
+    """Runs all ranks once."""
     port = what.master_port or free_port()
     if what.master_port and what.node_rank == 0: require_free(what.master_addr or HERE, port)
     address, world, first = what.master_addr or HERE, what.ranks * what.nodes, what.ranks * what.node_rank
     shown = frozenset((0, first)) if what.quiet else None
     if what.log_dir is not None: what.log_dir.mkdir(parents=True, exist_ok=True)
-    output = Output(sys.stdout, sys.stderr, len(str(world - 1)), shown, what.log_dir)
+    output = Output(sys.stdout, sys.stderr, len(str(world - 1)), shown, what.log_dir,
+                    first if what.direct else None)
     processes = Processes(output, what.grace_s)
     token = secrets.token_hex() if what.nodes == 1 else os.environ.get(TOKEN) or f"{address}:{port}"
     with _passed_on(processes) as came:
         for local in range(what.ranks):
             ranks = Ranks(first + local, world, local, what.ranks, what.node_rank, address, port, "launch")
-            _start(processes, ranks, program(what.command), os.environ, token)
+            _start(processes, ranks, program(what.command), os.environ, token, restart)
         failure = processes.supervise()
-    if failure is not None:
-        _explain(failure)
-        return failure.exit_code
     ended = all(member.status == 0 for member in processes.members)     # as servers do that drain
-    return 128 + came[0] if came and not ended else 0
+    return Ended(failure, 128 + came[0] if came and not ended else 0)
 
 
 def program(command: Sequence[str]) -> tuple[str, ...]:
@@ -83,17 +109,18 @@ def variables(ranks: Ranks, token: str) -> dict[str, str]:
             "MASTER_ADDR": ranks.master_addr, "MASTER_PORT": str(ranks.master_port), TOKEN: token}
 
 
-def _start(processes: Processes, ranks: Ranks, argv: Sequence[str], environ: Mapping[str, str], token: str
-           ) -> None:
+def _start(processes: Processes, ranks: Ranks, argv: Sequence[str], environ: Mapping[str, str], token: str,
+           restart: int = 0) -> None:
     part = cores.of_host(ranks.local_rank, ranks.local_world_size)
     inherited = {name: value for name, value in environ.items() if not name.startswith("TORCHELASTIC_")}
+    if restart: inherited[RESTARTS] = str(restart)
     with cores.bound(part.cores):
         processes.start(ranks.rank, argv, {"PYTHONUNBUFFERED": "1", **inherited, **part.environment(environ),
                                            **variables(ranks, token)})
 
 
-def _explain(failure: Failure) -> None:
-    lines = [f"tinygrad-nv launch: {failure}; the other ranks were ended"]
+def _explain(what: Launch, failure: Failure, then: str) -> None:
+    lines = [f"{what.name}: {failure}; {then}"]
     if failure.last: lines += ["  its last lines:", *(f"  | {line}" for line in failure.last)]
     print("\n".join(lines), file=sys.stderr, flush=True)
 
@@ -151,6 +178,9 @@ def _check(what: Launch) -> None:
                         "the host with --node-rank 0, and a free port of it, the same on all hosts",
                         "tinygrad-nv launch -n 8 --nodes 2 --node-rank 0 --master-addr gpu0 --master-port "
                         "29500 COMMAND")
+    if what.max_restarts < 0 or (what.max_restarts and what.nodes > 1):
+        raise DistError(f"--max-restarts {what.max_restarts} with --nodes {what.nodes}",
+                        "0 or more; 0 with several hosts", "have torchrun or Slurm start several hosts again")
     if not 0 <= what.master_port <= 65535:
         raise DistError(f"--master-port {what.master_port}", "a port, 1 to 65535", "such as 29500")
 

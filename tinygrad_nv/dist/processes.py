@@ -96,12 +96,14 @@ if hasattr(os, "register_at_fork"): os.register_at_fork(after_in_child=_forked)
 @dataclass
 class Output:
     """Where lines of ranks go: `out` and `err`, with the rank before each line; of `shown` ranks only (None:
-    of all). `log_dir` gets a file of each rank, without prefixes."""
+    of all). `log_dir` gets a file of each rank, without prefixes. The rank `direct` has this process's own
+    stdout and stderr instead, as progress bars need."""
     out: TextIO
     err: TextIO
     width: int
     shown: frozenset[int] | None = None
     log_dir: Path | None = None
+    direct: int | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def line(self, rank: int, text: str, stream: TextIO) -> None:
@@ -161,9 +163,10 @@ class Processes:
 
     def start(self, rank: int, argv: Sequence[str], environ: Mapping[str, str]) -> None:
         """Raises `DistError` for a program that cannot be started; ends those that were."""
+        pipe = None if rank == self.output.direct else subprocess.PIPE
         try:
             process = subprocess.Popen(list(argv), env=dict(environ), stdin=subprocess.DEVNULL,
-                                       stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0)
+                                       stdout=pipe, stderr=pipe, process_group=0)
         except OSError as error:
             self.kill()
             raise DistError(f"{argv[0]!r} cannot be started: {error.strerror}",
@@ -172,16 +175,20 @@ class Processes:
         self.guard.tell("+", process.pid)
         member = Member(rank, process, deque(maxlen=LAST_LINES))
         self.members.append(member)
-        log = None
+        if pipe is not None: self._read_all(member)
+        threading.Thread(target=self._wait, args=(member,), daemon=True).start()
+
+    def _read_all(self, member: Member) -> None:
+        """Reads what a rank writes, in threads."""
+        log, process = None, member.process
         if self.output.log_dir is not None:
-            log = open(self.output.log_dir / f"rank-{rank}.log", "w", errors="replace")  # noqa: SIM115
+            log = open(self.output.log_dir / f"rank-{member.rank}.log", "w", errors="replace")  # noqa: SIM115
         assert process.stdout is not None
         assert process.stderr is not None
         for pipe, stream in ((process.stdout, self.output.out), (process.stderr, self.output.err)):
             reader = threading.Thread(target=self._read, args=(member, pipe, stream, log), daemon=True)
             member.readers.append(reader)
             reader.start()
-        threading.Thread(target=self._wait, args=(member,), daemon=True).start()
 
     def stop(self, number: int) -> None:
         """Passes a signal on; may be called by a signal's handler."""

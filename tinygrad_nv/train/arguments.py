@@ -26,6 +26,10 @@ DTYPES = {"float32": dtypes.float32, "bfloat16": dtypes.bfloat16, "float16": dty
 OPTIMIZERS = {"adamw": "adamw", "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "lion": "lion",
               "lion_32bit": "lion", "muon": "muon", "adafactor": "adafactor", "sgd": "sgd"}
 SAVES = ("steps", "epoch", "no")
+WHOLE_MATRICES = ("muon", "adafactor")
+# ways to use several devices that serving has, and training does not, and what they are then
+UNBUILT = {"tensor_parallel_size": 1, "sequence_parallel": False, "pipeline_parallel_size": 1,
+           "pipeline_schedule": None, "context_parallel_size": 1, "enable_expert_parallel": False}
 
 
 def option(default: Any, words: str, group: str = "training", metavar: str | None = None) -> Any:
@@ -98,13 +102,28 @@ class TrainingArguments:
                                                   "adapter", "NAME")
     use_rslora: bool = option(False, "scale by alpha / √rank", "adapter")
 
+    data_parallel_size: int = option(0, "ranks, each with its rows of a batch (0: as many as a launcher has "
+                                     "started, or 1)", "several devices", "N")
+    zero_stage: int = option(0, "0: every rank updates all weights; 1: its part of them; 2: and adds up its "
+                             "part of gradients alone", "several devices", "N")
+    tensor_parallel_size: int = option(1, "ranks that have each layer together", "several devices", "N")
+    sequence_parallel: bool = option(False, "tensor parallel ranks have parts of tokens between layers",
+                                     "several devices")
+    pipeline_parallel_size: int = option(1, "stages of layers", "several devices", "N")
+    pipeline_schedule: str | None = option(None, "the order of micro-batches in stages", "several devices")
+    context_parallel_size: int = option(1, "ranks that have parts of each row", "several devices", "N")
+    enable_expert_parallel: bool = option(False, "ranks have some experts whole", "several devices")
+    max_restarts: int = option(0, "after a rank failed, start all again from the last checkpoint, so many "
+                               "times", "several devices", "N")
+
     beta: float = option(0.1, "how far from the reference model preferences may lead", "dpo")
 
     def __post_init__(self) -> None:
         self._require_choices()
         for name, least in (("per_device_train_batch_size", 1), ("gradient_accumulation_steps", 1),
                             ("logging_steps", 1), ("save_steps", 1), ("save_total_limit", 1), ("lora_r", 1),
-                            ("max_length", 2), ("warmup_steps", 0), ("eval_steps", 0), ("seed", 0)):
+                            ("max_length", 2), ("warmup_steps", 0), ("eval_steps", 0), ("seed", 0),
+                            ("data_parallel_size", 0), ("max_restarts", 0)):
             if (value := getattr(self, name)) < least:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}", f"{least} or more", "raise it")
         for name in ("learning_rate", "weight_decay", "max_grad_norm", "beta", "lora_alpha"):
@@ -117,6 +136,22 @@ class TrainingArguments:
             raise ConfigError(f"--num-train-epochs {self.num_train_epochs}", "more than 0", "or --max-steps")
         if self.method == "dpo" and self.packing:
             raise ConfigError("--packing of preferences", "a row for each answer", "leave --packing out")
+        self._require_built()
+
+    def _require_built(self) -> None:
+        """Of ways to use several devices those that training has."""
+        for name, built in UNBUILT.items():
+            if (value := getattr(self, name)) != built:
+                found = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+                raise ConfigError(f"{found}, which training does not have",
+                                  "--data-parallel-size and --zero-stage, of ways to use several devices",
+                                  f"leave --{name.replace('_', '-')} out")
+        if not 0 <= self.zero_stage <= 2:
+            raise ConfigError(f"--zero-stage {self.zero_stage}", "0, 1 or 2", "choose one")
+        if self.zero_stage and OPTIMIZERS[self.optim] in WHOLE_MATRICES:
+            raise ConfigError(f"--optim {self.optim} with --zero-stage {self.zero_stage}, whose ranks have "
+                              "parts of matrices", "adamw, lion or sgd, which treat elements alike",
+                              "choose one of these, or --zero-stage 0")
 
     def _require_choices(self) -> None:
         for name, allowed in (("method", METHODS), ("dtype", tuple(DTYPES)), ("optim", tuple(OPTIMIZERS)),

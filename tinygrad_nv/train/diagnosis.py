@@ -13,6 +13,8 @@ from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.weights import slots
 from tinygrad_nv.train.objectives import Inputs
 
+LOSS = "the loss"
+
 
 def first_bad(model: Llama, inputs: Inputs, documents: bool) -> str:
     """The layer in words."""
@@ -25,7 +27,7 @@ def first_bad(model: Llama, inputs: Inputs, documents: bool) -> str:
         if not finite(x): return _told(model, f"model.layers.{i}")
     x = model.norm(x).realize()
     if not finite(x): return _told(model, "model.norm")
-    return _told(model, "lm_head") if not finite(model.logits(x)) else "the loss"
+    return _told(model, "lm_head") if not finite(model.logits(x)) else LOSS
 
 
 def finite(x: Tensor) -> bool:

@@ -24,6 +24,26 @@ CURVES = "curves.png"
 QUIET_S = 10.0      # between printed lines where there is no terminal
 
 
+class Silent:
+    """The log of a rank that shows nothing."""
+
+    def __enter__(self) -> Silent: return self
+
+    def __exit__(self, *ignored: object) -> None: pass
+
+    def step(self, row: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def note(self, row: dict[str, Any], words: str) -> None:
+        """Nothing."""
+
+    def say(self, words: str) -> None:
+        """Nothing."""
+
+    def finish(self) -> None:
+        """Nothing."""
+
+
 class Log:
     """The log of a run of `steps` steps, `first` of which are done. Raises `ConfigError` for a log file that
     cannot be written, and for --report-to tensorboard without that package."""

@@ -1,20 +1,23 @@
 """What a run is made of: model, data, optimiser, objective, from its arguments.
 
 Protocol: `assembled(arguments, directory, data)` opens everything and returns a `Run`; nothing is trained.
-`Run.tensors()` is what a checkpoint has; `identity` what a checkpoint and a run that goes on with it must
-have in common.
+Every rank has one. `Run.tensors()` is what a run goes on from, `own_tensors()` what of it this rank writes to
+a checkpoint; `identity` what a checkpoint and a run that goes on with it must have in common.
 """
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from tinygrad import Tensor
+from tinygrad import Device, Tensor
 from tinygrad.dtype import DType
 
+from tinygrad_nv.dist import group as dist
+from tinygrad_nv.engine.executor.plan import device_of
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import ConfigError, TokenizerError
 from tinygrad_nv.models.config import read_config
@@ -24,7 +27,18 @@ from tinygrad_nv.train.adapter import ALL, AdapterModel, AdapterOptions
 from tinygrad_nv.train.arguments import OPTIMIZERS, TrainingArguments
 from tinygrad_nv.train.data import Data, DataOptions, Loader, LoaderOptions, load
 from tinygrad_nv.train.objectives import Inputs, LossOptions, Objective, Preference, Supervised
-from tinygrad_nv.train.optimizers import Optimizer, StateOptions, adafactor, adamw, lion, muon, sgd
+from tinygrad_nv.train.optimizers import (
+    Optimizer,
+    StateOptions,
+    adafactor,
+    adamw,
+    decay_groups,
+    lion,
+    muon,
+    sgd,
+)
+from tinygrad_nv.train.ranks import TrainingRanks
+from tinygrad_nv.train.replicas import Parts, Replicas, Sharded
 
 
 @dataclass(frozen=True)
@@ -41,29 +55,41 @@ class Run:
     adapter: AdapterModel | None
     steps: int
     identity: dict[str, Any]
+    ranks: TrainingRanks
+    parts: Parts
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint has: parameters and the optimiser's state."""
+        """What a run goes on from: parameters, or this rank's parts of them, and the optimiser's state."""
         own = {f"parameters.{name}": tensor for name, tensor in self.optimizer.parameters.items()}
         return own | {f"optimizer.{name}": each for name, each in self.optimizer.state_dict().items()}
 
+    def own_tensors(self) -> dict[str, Tensor]:
+        """What this rank writes of them: rank 0 all, others what they alone have."""
+        every = self.tensors()
+        if self.ranks.first: return every
+        apart = ("parameters.", "optimizer.state.") if self.parts.sharded else ()
+        return {name: each for name, each in every.items() if name.startswith(apart)}
 
-def loader_options(arguments: TrainingArguments, pad: int) -> LoaderOptions:
-    """How a run reads its data."""
-    return LoaderOptions(arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps,
-                         seed=arguments.seed, shuffle=arguments.shuffle, pad=pad)
+    def loader_options(self, pad: int) -> LoaderOptions:
+        """How this rank reads the data."""
+        a = self.arguments
+        return LoaderOptions(a.per_device_train_batch_size, a.gradient_accumulation_steps, self.ranks.rank,
+                             self.ranks.size, seed=a.seed, shuffle=a.shuffle, pad=pad)
 
 
 def assembled(arguments: TrainingArguments, directory: Path, data: Sequence[str],
               device: str | None = None) -> Run:
     """Opens what a run needs. Raises what its parts raise."""
-    dtype = arguments.weights
+    dtype, ranks = arguments.weights, TrainingRanks(dist.world())
+    require_ranks(arguments, ranks.size)
+    device = device_of(ranks.world, device or Device.DEFAULT, os.environ.get("CUDA_VISIBLE_DEVICES"))
     config = read_config(directory)
     tokenizer = _tokenizer(directory)
     options = arguments.data
-    rows = load(data, tokenizer, config.vocab_size, options)
-    evaluation = load(arguments.eval_data, tokenizer, config.vocab_size, _in_order(options)) \
-        if arguments.eval_data else None
+    with ranks.first_before_others("data"):
+        rows = load(data, tokenizer, config.vocab_size, options)
+        evaluation = load(arguments.eval_data, tokenizer, config.vocab_size, _in_order(options)) \
+            if arguments.eval_data else None
     _require_kind(arguments, rows)
     model = network.drawn(directory, dtype, arguments.seed, device) if arguments.from_scratch \
         else network.opened(directory, dtype, device)
@@ -72,9 +98,24 @@ def assembled(arguments: TrainingArguments, directory: Path, data: Sequence[str]
     inputs = Inputs(arguments.per_device_train_batch_size * rows.rows_per_index, rows.width, model.device)
     adapter = _adapter(arguments, model, inputs) if arguments.use_peft else None
     objective = _objective(arguments, directory, model, adapter, inputs, dtype)
-    optimizer = _optimizer(arguments, model, adapter)
+    parameters = network.parameters(model) if adapter is None else adapter.parameters
+    parts = _parts(arguments, parameters, ranks)
+    optimizer = _optimizer(arguments, parts, network.projections(model) if adapter is None else None)
     return Run(arguments, directory, model, tokenizer, rows, evaluation, objective, optimizer, adapter,
-               _steps(arguments, rows), _identity(arguments, rows, config.vocab_size))
+               _steps(arguments, rows, ranks.size), _identity(arguments, rows, config.vocab_size, ranks.size),
+               ranks, parts)
+
+
+def require_ranks(arguments: TrainingArguments, started: int) -> None:
+    """Raises `ConfigError` for another number of ranks than the arguments say."""
+    if arguments.data_parallel_size not in (0, started):
+        raise ConfigError(f"--data-parallel-size {arguments.data_parallel_size}, and a launcher has started "
+                          f"{started} ranks", "as many ranks", "start as many, or leave the option out")
+
+
+def _parts(arguments: TrainingArguments, parameters: dict[str, Tensor], ranks: TrainingRanks) -> Parts:
+    if not arguments.zero_stage: return Replicas(parameters, ranks.group)
+    return Sharded(parameters, ranks.group, arguments.zero_stage)
 
 
 def _tokenizer(directory: Path) -> Tokenizer | None:
@@ -117,12 +158,15 @@ def _objective(arguments: TrainingArguments, directory: Path, model: Llama, adap
     return Supervised(model, rows, width, options, inputs)
 
 
-def _optimizer(arguments: TrainingArguments, model: Llama, adapter: AdapterModel | None) -> Optimizer:
-    parameters = network.parameters(model) if adapter is None else adapter.parameters
+def _optimizer(arguments: TrainingArguments, parts: Parts, rows: dict[str, tuple[int, ...]] | None
+               ) -> Optimizer:
+    """`rows`: extents of projections in parameters that have several."""
     state = StateOptions(seed=arguments.seed, max_grad_norm=arguments.max_grad_norm or None,
-                         rows=network.projections(model) if adapter is None else None)
-    betas, lr = (arguments.adam_beta1, arguments.adam_beta2), arguments.learning_rate
-    shared: dict[str, Any] = {"weight_decay": arguments.weight_decay, "options": state}
+                         rows=None if parts.sharded else rows, squares=parts.squares)
+    betas, lr, parameters = (arguments.adam_beta1, arguments.adam_beta2), arguments.learning_rate, \
+        parts.optimized
+    # what decays is said by the shapes of whole parameters
+    shared: dict[str, Any] = {"groups": decay_groups(parts.whole, arguments.weight_decay), "options": state}
     match OPTIMIZERS[arguments.optim]:
         case "adamw": return adamw(parameters, lr, betas, arguments.adam_epsilon, **shared)
         case "lion": return lion(parameters, lr, betas, **shared)
@@ -131,17 +175,21 @@ def _optimizer(arguments: TrainingArguments, model: Llama, adapter: AdapterModel
         case _: return sgd(parameters, lr, **shared)
 
 
-def _steps(arguments: TrainingArguments, data: Data) -> int:
+def _steps(arguments: TrainingArguments, data: Data, ranks: int) -> int:
     """All steps of a run."""
     if arguments.max_steps > 0: return arguments.max_steps
-    with Loader(data, loader_options(arguments, 0)) as loader: each = loader.steps_per_epoch
+    options = LoaderOptions(arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps,
+                            world=ranks)
+    with Loader(data, options) as loader: each = loader.steps_per_epoch
     return max(1, int(arguments.num_train_epochs * each + 0.999999))
 
 
-def _identity(arguments: TrainingArguments, data: Data, vocab_size: int) -> dict[str, Any]:
+def _identity(arguments: TrainingArguments, data: Data, vocab_size: int, ranks: int) -> dict[str, Any]:
     names = ("method", "dtype", "seed", "optim", "max_length", "packing", "packing_strategy", "shuffle",
-             "per_device_train_batch_size", "gradient_accumulation_steps", "use_peft", "lora_r",
-             "lora_alpha", "learning_rate", "weight_decay", "lr_scheduler_type")
+             "use_peft", "lora_r", "lora_alpha", "learning_rate", "weight_decay", "lr_scheduler_type",
+             "zero_stage")
     summary = data.summary
-    return {**{name: getattr(arguments, name) for name in names}, "vocab_size": vocab_size,
+    # however a batch is cut: a run may go on with other ranks
+    batch = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * ranks
+    return {**{name: getattr(arguments, name) for name in names}, "batch": batch, "vocab_size": vocab_size,
             "rows": summary.rows, "tokens": summary.tokens}

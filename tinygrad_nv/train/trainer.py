@@ -5,6 +5,9 @@ state of the run is in tensors (`Run.tensors`) and in JSON (the number of steps,
 which a checkpoint has: a run that goes on has the same bits as one that never stopped. Ctrl-C saves a
 checkpoint and ends.
 
+Several ranks (ranks.py) all run the loop, and take each decision on the same figures. Rank 0 logs, and writes
+the model.
+
 A step whose gradients are not finite changes nothing, and is said. A loss that is NaN ends the run with the
 first layer that made it (`TrainingError`), and leaves the last checkpoint as it is.
 """
@@ -17,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tinygrad import Tensor
 from tinygrad.helpers import GlobalCounters
 
 from tinygrad_nv.errors import CheckpointError, ConfigError, TrainingError
@@ -25,11 +29,12 @@ from tinygrad_nv.train.arguments import TrainingArguments
 from tinygrad_nv.train.checkpoints import CheckpointWriter
 from tinygrad_nv.train.data import Loader, LoaderOptions, SamplerState
 from tinygrad_nv.train.data import Step as DataStep
-from tinygrad_nv.train.diagnosis import first_bad
+from tinygrad_nv.train.diagnosis import LOSS, first_bad
 from tinygrad_nv.train.export import save_adapter, save_pretrained
-from tinygrad_nv.train.log import Log
+from tinygrad_nv.train.log import Log, Silent
 from tinygrad_nv.train.optimizers import ScheduleOptions, schedule
-from tinygrad_nv.train.run import Run, loader_options
+from tinygrad_nv.train.ranks import TrainingRanks
+from tinygrad_nv.train.run import Run
 from tinygrad_nv.train.sampling import Continuation
 from tinygrad_nv.train.step import Step, StepResult
 
@@ -59,16 +64,20 @@ class Progress:
 
 def train(run: Run) -> Trained:
     """Runs all steps that are left. Raises `TrainingError`, `CheckpointError`, `ConfigError`."""
-    arguments, begun = run.arguments, time.perf_counter()
+    arguments, ranks, begun = run.arguments, run.ranks, time.perf_counter()
     output = Path(arguments.output_dir)
-    _require_new(arguments, output)
+    with ranks.first_before_others("output"):
+        if ranks.first: _require_new(arguments, ranks, output)
     loop = _Loop(run)
-    with CheckpointWriter(output, run=run.identity, keep=arguments.save_total_limit) as writer:
+    with CheckpointWriter(output, run=run.identity, keep=arguments.save_total_limit, rank=ranks.rank,
+                          ranks=ranks.size, barrier=lambda: ranks.barrier("checkpoint")) as writer:
         at = _resumed(run, output)
-        with Log(arguments, run.steps, at.step) as log:
+        with Log(arguments, run.steps, at.step) if ranks.first else Silent() as log:
             loop.run(at, writer, log)
             log.finish()
-    made = _export(run, output)
+    if ranks.first: made = _export(run, output)
+    else: made = output
+    ranks.barrier("trained")
     return Trained(made, run.steps, loop.loss, loop.eval_loss, time.perf_counter() - begun)
 
 
@@ -77,20 +86,22 @@ class _Loop:
 
     def __init__(self, run: Run) -> None:
         a = run.arguments
-        self.run_, self.step = run, Step(run.objective, run.optimizer, a.gradient_accumulation_steps)
+        self.run_ = run
+        self.step = Step(run.objective, run.optimizer, a.gradient_accumulation_steps, run.parts, run.ranks)
         options = ScheduleOptions(min_lr_rate=a.min_lr_rate, decay_steps=a.lr_decay_steps)
         self.factor = schedule(a.lr_scheduler_type, run.steps, a.warmup(run.steps), options)
         self.loss, self.eval_loss = math.nan, None if run.evaluation is None else math.nan
         self._samples: Continuation | None = None
 
-    def run(self, at: Progress, writer: CheckpointWriter, log: Log) -> None:
+    def run(self, at: Progress, writer: CheckpointWriter, log: Log | Silent) -> None:
         """Runs the steps that are left."""
         run, a = self.run_, self.run_.arguments
-        options = loader_options(a, _pad(run))
-        log.say(f"{sum(int(np.prod(p.shape)) for p in run.optimizer.params):,} parameters to train; "
-                f"{run.data.summary}; steps {at.step + 1} to {run.steps}")
+        options = run.loader_options(_pad(run))
+        several = f" over {run.ranks.size} ranks" if run.ranks.size > 1 else ""
+        log.say(f"{sum(int(np.prod(p.shape)) for p in run.parts.whole.values()):,} parameters to train"
+                f"{several}; {run.data.summary}; steps {at.step + 1} to {run.steps}")
         self.step.done = at.step
-        with Loader(run.data, options, at.data) as loader:
+        with Loader(run.data, options, at.data) as loader, run.ranks.stoppable():
             try:
                 while at.step < run.steps:
                     data = next(loader)
@@ -98,36 +109,40 @@ class _Loop:
                     self._take(data, at, log)
                     last = at.step == run.steps
                     if last or (a.eval_steps and at.step % a.eval_steps == 0): self._evaluate(at.step, log)
-                    if last or _saves(a, at.step, epochs): writer.save(at.step, run.tensors(), at.to_json())
+                    if last or _saves(a, at.step, epochs):
+                        writer.save(at.step, run.own_tensors(), at.to_json())
             except KeyboardInterrupt:
-                writer.save(at.step, run.tensors(), at.to_json())
+                writer.save(at.step, run.own_tensors(), at.to_json())
                 log.say(f"stopped after step {at.step}; --resume-from-checkpoint latest goes on")
                 raise
 
-    def _take(self, data: DataStep, at: Progress, log: Log) -> None:
+    def _take(self, data: DataStep, at: Progress, log: Log | Silent) -> None:
         run, begun = self.run_, time.perf_counter()
         rate = run.arguments.learning_rate * self.factor(at.step)
+        own = sum(run.objective.counted(batch) for batch in data.batches)
+        count, tokens = run.ranks.begin(np.array([own, data.tokens], np.float64))
         run.optimizer.set_lr(rate)
-        count = sum(run.objective.counted(batch) for batch in data.batches)
-        result = self.step(data.batches, count)
+        result = self.step(data.batches, int(count))
         if math.isnan(result.loss): self._stop(at.step + 1)
         at.step, at.data, self.loss = at.step + 1, data.state, result.loss
         seconds = time.perf_counter() - begun
         log.step({"step": at.step, "loss": result.loss, "grad_norm": result.grad_norm, "learning_rate": rate,
-                  "epoch": round(data.epoch, 4), "tokens_per_s": data.tokens / seconds, "seconds": seconds,
+                  "epoch": round(data.epoch, 4), "tokens_per_s": tokens / seconds, "seconds": seconds,
                   "memory_bytes": GlobalCounters.mem_used, **result.means,
                   **({"skipped": True} if result.skipped else {})})
         if result.skipped: log.say(_skipped(at.step, result))
 
     def _stop(self, step: int) -> None:
-        """Raises `TrainingError` for a loss that is NaN."""
-        layer = first_bad(self.run_.model, self.step.inputs, self.run_.arguments.packing)
+        """Raises `TrainingError` for a loss that is NaN, which another rank's rows may have made."""
+        own = first_bad(self.run_.model, self.step.inputs, self.run_.arguments.packing)
+        found = self.run_.ranks.told("not finite", own)
+        layer = next((each for each in found if each != LOSS), LOSS)
         raise TrainingError(f"the loss of step {step} is NaN; the first layer with a value that is not "
                             f"finite is {layer}", "finite values",
                             "lower --learning-rate or --max-grad-norm, and go on with "
                             "--resume-from-checkpoint latest")
 
-    def _evaluate(self, step: int, log: Log) -> None:
+    def _evaluate(self, step: int, log: Log | Silent) -> None:
         run, a = self.run_, self.run_.arguments
         if run.evaluation is not None:
             found = self._evaluated()
@@ -141,17 +156,19 @@ class _Loop:
             log.note({"step": step, "prompt": prompt, "sample": text}, f"step {step}: {prompt}{text}")
 
     def _evaluated(self) -> np.ndarray:
-        """Means over the evaluation's data."""
-        run, a = self.run_, self.run_.arguments
+        """Means over the evaluation's data, of which each rank has its batches."""
+        run, a, ranks = self.run_, self.run_.arguments, self.run_.ranks
         assert run.evaluation is not None
-        options = LoaderOptions(a.per_device_train_batch_size, shuffle=False, epochs=1, pad=_pad(run))
-        sums, counted = np.zeros(1 + len(run.objective.names)), 0
+        options = LoaderOptions(a.per_device_train_batch_size, 1, ranks.rank, ranks.size, shuffle=False,
+                                epochs=1, pad=_pad(run))
+        found = np.zeros(2 + len(run.objective.names))      # the last: what is counted
         with Loader(run.evaluation, options) as loader:
             for number, data in enumerate(loader):
-                if a.eval_batches and number >= a.eval_batches: break
-                sums += self.step.evaluate(data.batches[0])
-                counted += run.objective.counted(data.batches[0])
-        return sums / max(counted, 1)
+                if a.eval_batches and number * ranks.size + ranks.rank >= a.eval_batches: break
+                found[:-1] += self.step.evaluate(data.batches[0])
+                found[-1] += run.objective.counted(data.batches[0])
+        *sums, counted = ranks.summed(found)
+        return np.array(sums) / max(counted, 1)
 
     def _sample(self, prompt: str) -> str:
         run = self.run_
@@ -177,9 +194,9 @@ def _saves(arguments: TrainingArguments, step: int, epochs: tuple[int, int]) -> 
     return arguments.save_strategy == "epoch" and epochs[0] != epochs[1]
 
 
-def _require_new(arguments: TrainingArguments, output: Path) -> None:
+def _require_new(arguments: TrainingArguments, ranks: TrainingRanks, output: Path) -> None:
     """Raises `CheckpointError` for checkpoints that nothing was said of."""
-    if arguments.resume_from_checkpoint is not None or not output.is_dir(): return
+    if arguments.resume_from_checkpoint is not None or ranks.started_again or not output.is_dir(): return
     if not (found := sorted(output.glob("checkpoint-*"))): return
     if not arguments.overwrite_output_dir:
         raise CheckpointError(f"{output} has {found[-1].name} of another run", "an empty directory",
@@ -190,15 +207,28 @@ def _require_new(arguments: TrainingArguments, output: Path) -> None:
 
 
 def _resumed(run: Run, output: Path) -> Progress:
-    """The state of the checkpoint that the arguments name."""
-    asked = run.arguments.resume_from_checkpoint
-    if asked is None: return Progress(0, None)
-    found = checkpoints.load_latest(output, run=run.identity) if asked in (LATEST, "true", "True") else \
-        checkpoints.load(asked, run=run.identity)
+    """The state of the checkpoint that the arguments name, or of the last where ranks were started again."""
+    found, ranks = _checkpoint(run, output), run.ranks
+    steps = set(ranks.told("checkpoint", "none" if found is None else str(found.step)))
+    if len(steps) > 1:
+        raise CheckpointError(f"ranks see other checkpoints in {output}: {', '.join(sorted(steps))}",
+                              "one directory for all ranks", "choose an --output-dir that all hosts share")
     if found is None: return Progress(0, None)
     found.restore(run.tensors())
+    Tensor.realize(*run.parts.gathered())
     state = found.state
     return Progress(int(state["step"]), SamplerState.from_json(state["data"]))
+
+
+def _checkpoint(run: Run, output: Path) -> checkpoints.Checkpoint | None:
+    """The one that the run goes on from."""
+    asked, ranks = run.arguments.resume_from_checkpoint, run.ranks
+    latest = asked in (LATEST, "true", "True")
+    if latest or ranks.started_again:
+        found = checkpoints.load_latest(output, run=run.identity, rank=ranks.rank, ranks=ranks.size)
+        if found is not None: return found
+    if asked is None or latest: return None
+    return checkpoints.load(asked, run=run.identity, rank=ranks.rank, ranks=ranks.size)
 
 
 def _export(run: Run, output: Path) -> Path:

@@ -40,12 +40,14 @@ RuleOf = Callable[[str, Tensor], UpdateRule]
 class StateOptions:
     """How state is kept. `master`: parameters of 16 bits have float32 master weights; without, bfloat16 is
     rounded stochastically from `seed`. `max_grad_norm` None: nothing is clipped. `rows`: extents of
-    projections that lie one below the other in a parameter, by its name."""
+    projections that lie one below the other in a parameter, by its name. `squares`: where ranks have
+    parts of parameters, the sum of squares of all gradients, from those of this rank's, float64 (1)."""
     master: bool = True
     seed: int = 0
     max_grad_norm: float | None = None
     skip_nonfinite: bool = True
     rows: Mapping[str, tuple[int, ...]] | None = None
+    squares: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
@@ -144,7 +146,9 @@ class Optimizer:
         """What gradients are multiplied by, and whether the step is taken; None for 1 and for always."""
         most = self.options.max_grad_norm
         if most is None and not self.options.skip_nonfinite: return scale, None
-        norm = squared_sum(gradients).sqrt().cast(dtypes.float32)
+        squares = squared_sum(gradients)
+        if self.options.squares is not None: squares = self.options.squares(squares)
+        norm = squares.sqrt().cast(dtypes.float32)
         if scale is not None: norm = norm * scale
         self.grad_norm.assign(norm)
         go = self.grad_norm.isfinite() if self.options.skip_nonfinite else None

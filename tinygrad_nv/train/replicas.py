@@ -1,0 +1,175 @@
+"""How the ranks of a data parallel run make one step of their gradients.
+
+Protocol. Parameters are Tensors by name, `whole` on every rank. A step takes gradients of them and goes
+through three places, of which all ranks come to each:
+
+    each(gradients)     after a micro-batch; what is added up, in tensors like `added`
+    all(sums)           before the update; what is put into `taken(sums)`, which the optimiser takes for its
+                        parameters, `optimized`
+    gathered()          after the update; what else is to be realized
+
+`Replicas`: every rank has all parameters and updates them alike; gradients are added up in float32, in the
+order of ranks.
+
+`Sharded` (ZeRO, arXiv 1910.02054, section 5): a rank updates its part of each parameter, a float32 vector of
+1/n of the elements, of which the optimiser's states are parts too; the updated parts are gathered. Of 16-bit
+parameters the parts are the float32 master weights. Stage 1 keeps sums over micro-batches whole, stage 2
+adds up parts. Parts hold for rules that treat elements alike: not for Muon and Adafactor.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Protocol
+
+from tinygrad import Tensor, dtypes
+
+from tinygrad_nv.dist.collectives.functions import (
+    BUCKET_BYTES,
+    all_gather,
+    all_reduce,
+    all_reduce_many,
+    buckets,
+    reduce_scatter,
+)
+from tinygrad_nv.dist.group import Group
+
+Named = dict[str, Tensor]
+
+
+class Parts(Protocol):
+    """What ranks have of parameters."""
+    whole: Named
+    optimized: Named
+    added: Named
+    sharded: bool
+
+    def each(self, gradients: Named) -> Named: ...
+    def all(self, sums: Named) -> Named: ...
+    def taken(self, sums: Named) -> Named: ...
+    def gathered(self) -> list[Tensor]: ...
+    def squares(self, own: Tensor) -> Tensor: ...
+
+
+class Replicas:
+    """Every rank has all, updated alike."""
+    sharded = False
+
+    def __init__(self, parameters: Mapping[str, Tensor], group: Group) -> None:
+        self.whole = self.optimized = self.added = dict(parameters)
+        self.group = group
+
+    def each(self, gradients: Named) -> Named:
+        """The gradients, which only this rank has."""
+        return gradients
+
+    def all(self, sums: Named) -> Named:
+        """The sums over ranks, float32."""
+        made = all_reduce_many(list(sums.values()), self.group, name="gradients")
+        return dict(zip(sums, made, strict=True))
+
+    def taken(self, sums: Named) -> Named:
+        """Sums of all ranks, in place of this rank's."""
+        return sums
+
+    def gathered(self) -> list[Tensor]:
+        """Nothing."""
+        return []
+
+    def squares(self, own: Tensor) -> Tensor:
+        """The sum of squares of all gradients, of this rank's."""
+        return own
+
+
+class _Bucket:
+    """Parameters whose collectives are one call: a matrix with a row for each rank, in which a parameter has
+    some columns."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], group: Group, number: int) -> None:
+        self.parameters, self.group, self.name = dict(parameters), group, f"bucket {number}"
+        self.columns = {name: -(-prod(map(int, each.shape)) // group.size)
+                        for name, each in parameters.items()}
+
+    def rows(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """(ranks, columns) of whole tensors, float32."""
+        made = []
+        for name, columns in self.columns.items():
+            flat = tensors[name].cast(dtypes.float32).reshape(-1)
+            missing = columns * self.group.size - int(flat.shape[0])
+            made.append((flat.pad((0, missing)) if missing else flat).reshape(self.group.size, columns))
+        return Tensor.cat(*made, dim=1) if len(made) > 1 else made[0]
+
+    def parts(self, row: Tensor) -> Named:
+        """A rank's part of each, of its row (columns,)."""
+        made, at = Named(), 0
+        for name, columns in self.columns.items():
+            made[name], at = row[at:at + columns], at + columns
+        return made
+
+    def first(self) -> Named:
+        """This rank's parts of the parameters, in memory of their own."""
+        own = self.parts(self.rows({name: each.detach() for name, each in self.parameters.items()})
+                         [self.group.rank])
+        return {name: each.contiguous().is_param_(False).realize() for name, each in own.items()}
+
+    def reduced(self, gradients: Named) -> Named:
+        """This rank's parts of the sums over ranks."""
+        rows = self.rows({name: gradients[name] for name in self.columns})
+        return self.parts(reduce_scatter(rows, self.group, name=f"gradients {self.name}").reshape(-1))
+
+    def gathered(self, shards: Named) -> list[Tensor]:
+        """The parameters, written from all ranks' parts."""
+        dtype = next(iter(self.parameters.values())).dtype
+        own = Tensor.cat(*(shards[name].detach() for name in self.columns)).cast(dtype)
+        rows = all_gather(own.reshape(1, -1), self.group, name=f"parameters {self.name}")
+        at = 0
+        for name, columns in self.columns.items():
+            each = self.parameters[name]
+            flat = rows[:, at:at + columns].reshape(-1)[:prod(map(int, each.shape))]
+            each.assign(flat.reshape(each.shape))
+            at += columns
+        return list(self.parameters.values())
+
+
+class Sharded:
+    """Every rank has all, and updates its parts. `stage` is 1 or 2."""
+    sharded = True
+
+    def __init__(self, parameters: Mapping[str, Tensor], group: Group, stage: int,
+                 bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.whole, self.group, self.stage = dict(parameters), group, stage
+        names = list(reversed(self.whole))
+        found = buckets([self.whole[name] for name in names], bucket_bytes)
+        self.buckets = [_Bucket({names[i]: self.whole[names[i]] for i in numbers}, group, number)
+                        for number, numbers in enumerate(found)]
+        made = {name: part for each in self.buckets for name, part in each.first().items()}
+        self.optimized = {name: made[name] for name in self.whole}
+        self.added = self.whole if stage == 1 else self.optimized
+
+    def each(self, gradients: Named) -> Named:
+        """Stage 2: this rank's parts of the sums over ranks."""
+        return gradients if self.stage == 1 else self._reduced(gradients)
+
+    def all(self, sums: Named) -> Named:
+        """This rank's parts of the sums over ranks; of stage 2 these are there."""
+        return self._reduced(sums) if self.stage == 1 else {}
+
+    def taken(self, sums: Named) -> Named:
+        """Parts of gradients: memory of their own, or the sums."""
+        if self.stage == 2: return sums
+        return {name: each.zeros_like().contiguous().is_param_(False).realize()
+                for name, each in self.optimized.items()}
+
+    def gathered(self) -> list[Tensor]:
+        """The parameters, written from all ranks' parts."""
+        return [tensor for each in self.buckets for tensor in each.gathered(self.optimized)]
+
+    def squares(self, own: Tensor) -> Tensor:
+        """The sum over ranks of sums of squares of their parts."""
+        return all_reduce(own, self.group, name="squares of gradients")
+
+    def _reduced(self, gradients: Named) -> Named:
+        # in memory first: a kernel that joins a bucket must not compute what reads parameters
+        held = {name: each.contiguous() for name, each in gradients.items()}
+        made = {name: part for each in self.buckets for name, part in each.reduced(held).items()}
+        return {name: made[name] for name in gradients}
