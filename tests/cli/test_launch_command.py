@@ -35,6 +35,19 @@ def test_the_status_of_the_rank_that_failed_first(command):
     assert "exited with status 7; the other ranks were ended\n  its last lines:\n  | no\n" in done.err
 
 
+def test_ranks_that_are_started_again(command, tmp_path: Path):
+    """All of them, each time; the last failure counts."""
+    text = f"echo ${{TORCHELASTIC_RESTART_COUNT:-0}} >> {tmp_path}/$RANK; [ $RANK = 0 ] && sleep 60; exit 7"
+    done = command("launch", "-n", "2", "--max-restarts", "2", "sh", "-c", text)
+    assert done.code == 7
+    for again in (1, 2): assert f"exited with status 7; all are started again ({again} of 2)" in done.err
+    assert "exited with status 7; the other ranks were ended" in done.err
+    assert (tmp_path / "1").read_text().split() == ["0", "1", "2"]
+    done = command("launch", "-n", "1", "--max-restarts", "2", "sh", "-c",
+                   f"[ -e {tmp_path}/there ] || {{ touch {tmp_path}/there; kill -9 $$; }}").succeeded()
+    assert "was killed by SIGKILL; all are started again (1 of 2)" in done.err
+
+
 def test_logs(command, tmp_path: Path):
     done = command("launch", "-n", "2", "--quiet", "--log-dir", tmp_path / "new" / "logs", "sh", "-c",
                    "echo out $RANK; echo err $RANK >&2").succeeded()

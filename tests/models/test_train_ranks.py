@@ -57,11 +57,147 @@ def log(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
 
 
-def test_two_ranks_have_the_bits_of_one(hf_model: Make, data: Path, tmp_path: Path) -> None:
-    """One micro-batch on each of two ranks, and two on one; the evaluation, too. Rank 0 alone writes."""
-    model, more = hf_model("llama"), ("--eval-data", str(data))
-    trained(model, data, tmp_path / "one", *more, "--gradient-accumulation-steps", "2")
-    told = trained(model, data, tmp_path / "two", *more, "-dp", "2")
+def test_two_ranks_have_the_bits_of_one(data: Path, tmp_path: Path) -> None:
+    """One micro-batch on each of two ranks, and two on one. Rank 0 alone writes."""
+    fields = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 300,
+              "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "max_position_embeddings": 64, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}
+    (model := tmp_path / "model").mkdir()
+    (model / "config.json").write_text(json.dumps(fields))
+    trained(model, data, tmp_path / "one", "--from-scratch", "--gradient-accumulation-steps", "2")
+    told = trained(model, data, tmp_path / "two", "--from-scratch", "-dp", "2")
     same(tmp_path / "two", tmp_path / "one")
     assert told.count("parameters to train over 2 ranks") == 1
     assert f"{tmp_path / 'two'}: 4 steps in" in told
+
+
+@pytest.mark.slow
+def test_evaluations(hf_model: Make, data: Path, tmp_path: Path) -> None:
+    """Each rank has its batches, and all are in the mean; an uneven number, and fewer than ranks."""
+    for name, count in (("all", "0"), ("one", "1")):
+        more = ("--eval-data", str(data), "--eval-batches", count)
+        trained(hf_model("llama"), data, tmp_path / name, *more, "--gradient-accumulation-steps", "2")
+        trained(hf_model("llama"), data, tmp_path / f"{name}-two", *more, "-dp", "2")
+        assert "eval_loss" in log(tmp_path / name)[-1]
+        same(tmp_path / f"{name}-two", tmp_path / name)
+
+
+def apart(output: Path, other: Path) -> float:
+    """The largest difference of weights, by the largest weight of each tensor."""
+    a, b = weights(output), weights(other)
+    return max(float(np.abs(a[name] - b[name]).max() / np.abs(b[name]).max()) for name in b)
+
+
+@pytest.mark.slow
+def test_sums_in_another_order(hf_model: Make, data: Path, tmp_path: Path) -> None:
+    """Two micro-batches on each of two ranks, sharded or not: as near to one rank's four as one rank's rows
+    in two larger micro-batches are, times 4. Clipping has the norm of all ranks' parts."""
+    model, few = hf_model("llama"), ("--gradient-accumulation-steps", "2")
+    trained(model, data, tmp_path / "four", "--gradient-accumulation-steps", "4")
+    trained(model, data, tmp_path / "large", *few, "--per-device-train-batch-size", "4")
+    bound = 4 * apart(tmp_path / "large", tmp_path / "four")
+    assert 0 < bound < 1e-3
+    for stage in "012":
+        trained(model, data, output := tmp_path / stage, *few, "-dp", "2", "--zero-stage", stage)
+        assert apart(output, tmp_path / "four") <= bound, stage
+        for one, two in zip(log(output), log(tmp_path / "four"), strict=True):
+            assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
+            assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_adapters_and_dropout(hf_model: Make, data: Path, tmp_path: Path) -> None:
+    """Dropout is drawn by the number of the micro-batch among those of all ranks."""
+    lora = ("--use-peft", "--lora-r", "2", "--lora-dropout", "0.2")
+    trained(hf_model("llama"), data, tmp_path / "one", *lora, "--gradient-accumulation-steps", "2")
+    trained(hf_model("llama"), data, tmp_path / "two", *lora, "-dp", "2")
+    same(tmp_path / "two", tmp_path / "one")
+
+
+def started(model: Path, data: Path, output: Path, *options: str) -> subprocess.Popen[str]:
+    """The command, over two ranks, with a checkpoint after each step; it marks its processes."""
+    words = (*COMMAND, str(model), str(data), *USUAL, "--output-dir", str(output), "-dp", "2",
+             "--save-strategy", "steps", "--save-steps", "1", "--max-steps", "40", *options)
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            env={**os.environ, "TRAIN_TEST_MARK": str(output)})
+
+
+def rank_of(output: Path, rank: int) -> int:
+    """The process of a rank; 0 where there is none."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try: words = (folder / "environ").read_bytes().split(b"\0")
+        except OSError: continue
+        if f"TRAIN_TEST_MARK={output}".encode() in words and f"RANK={rank}".encode() in words:
+            return int(folder.name)
+    return 0
+
+
+def killed_after(output: Path, step: int, rank: int, running: subprocess.Popen[str]) -> None:
+    """Kills a rank when a checkpoint of this step or a later one is there."""
+    end = time.monotonic() + 240
+    def newest() -> int:
+        return max((int(path.name.split("-")[1]) for path in output.glob("checkpoint-*")
+                    if path.name.split("-")[1].isdigit()), default=0)
+    while newest() < step:
+        assert running.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    os.kill(rank_of(output, rank), signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "options"), [(1, ()), (0, ()), (1, ("--zero-stage", "1"))], ids=str)
+def test_a_killed_rank(hf_model: Make, data: Path, tmp_path: Path, rank: int,
+                       options: tuple[str, ...]) -> None:
+    """All end, are started again, and go on from the last checkpoint: the bits of a run never stopped."""
+    model = hf_model("llama")
+    whole = started(model, data, tmp_path / "whole", *options)
+    assert whole.wait(300) == 0
+    running = started(model, data, tmp_path / "killed", *options, "--max-restarts", "1")
+    killed_after(tmp_path / "killed", 3, rank, running)
+    _, told = running.communicate(timeout=300)
+    assert running.returncode == 0, told
+    assert re.search(rf"tinygrad-nv train: rank {rank} \(process \d+\) was killed by SIGKILL; all are "
+                     r"started again \(1 of 1\)", told)
+    assert "; steps 1 to" not in told.split("started again")[1]
+    same(tmp_path / "killed", tmp_path / "whole")
+    assert [row["step"] for row in log(tmp_path / "killed")] == list(range(1, 41))
+
+
+@pytest.mark.slow
+def test_a_killed_rank_without_restarts(hf_model: Make, data: Path, tmp_path: Path) -> None:
+    """All end; a run with one rank goes on from their checkpoint, with the same batch."""
+    running = started(hf_model("llama"), data, tmp_path / "out")
+    killed_after(tmp_path / "out", 2, 1, running)
+    _, told = running.communicate(timeout=120)
+    assert running.returncode == 137
+    assert "was killed by SIGKILL; the other ranks were ended" in told
+    assert not rank_of(tmp_path / "out", 0)
+    told = trained(hf_model("llama"), data, tmp_path / "out", "--gradient-accumulation-steps", "2",
+                   "--resume-from-checkpoint", "latest", "--max-steps", "40")
+    assert "; steps 1 to" not in told
+    assert [row["step"] for row in log(tmp_path / "out")] == list(range(1, 41))
+
+
+@pytest.mark.slow
+def test_launchers(hf_model: Make, data: Path, tmp_path: Path) -> None:
+    """Under a launcher the command is one of its ranks; with Ctrl-C all stop after the same step."""
+    words = (sys.executable, "-m", "tinygrad_nv", "launch", "--quiet", "-n", "2", *COMMAND,
+             str(hf_model("llama")), str(data), *USUAL)
+    done = subprocess.run([*words, "--output-dir", str(tmp_path / "two")], capture_output=True, text=True,
+                          timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"{tmp_path / 'two'}: 4 steps in" in done.stdout
+    done = subprocess.run([*words, "-dp", "3", "--output-dir", str(tmp_path / "three")], capture_output=True,
+                          text=True, timeout=300, check=False)
+    assert done.returncode == 2
+    assert "--data-parallel-size 3, and a launcher has started 2 ranks" in done.stderr
+    running = started(hf_model("llama"), data, tmp_path / "stopped", "--max-steps", "4000")
+    while not (tmp_path / "stopped" / "checkpoint-2").exists(): time.sleep(0.01)
+    running.send_signal(signal.SIGINT)
+    _, told = running.communicate(timeout=120)
+    assert running.returncode == 130, told
+    found = re.search(r"stopped after step (\d+)", told)
+    assert found is not None
+    step = int(found[1])
+    assert (tmp_path / "stopped" / f"checkpoint-{step}" / "manifest.json").exists()

@@ -43,6 +43,7 @@ class Parts(Protocol):
     optimized: Named
     added: Named
     sharded: bool
+    joins: bool     # whether there is a second place to come to
 
     def each(self, gradients: Named) -> Named: ...
     def all(self, sums: Named) -> Named: ...
@@ -57,7 +58,7 @@ class Replicas:
 
     def __init__(self, parameters: Mapping[str, Tensor], group: Group) -> None:
         self.whole = self.optimized = self.added = dict(parameters)
-        self.group = group
+        self.group, self.joins = group, group.size > 1
 
     def each(self, gradients: Named) -> Named:
         """The gradients, which only this rank has."""
@@ -144,18 +145,20 @@ class Sharded:
                         for number, numbers in enumerate(found)]
         made = {name: part for each in self.buckets for name, part in each.first().items()}
         self.optimized = {name: made[name] for name in self.whole}
-        self.added = self.whole if stage == 1 else self.optimized
+        self.added, self.joins = (self.whole, True) if stage == 1 else (self.optimized, False)
 
     def each(self, gradients: Named) -> Named:
         """Stage 2: this rank's parts of the sums over ranks."""
-        return gradients if self.stage == 1 else self._reduced(gradients)
+        if self.stage == 1: return gradients
+        # in memory first: a kernel that joins a bucket must not read parameters that are written behind it
+        return self._reduced({name: each.contiguous() for name, each in gradients.items()})
 
     def all(self, sums: Named) -> Named:
-        """This rank's parts of the sums over ranks; of stage 2 these are there."""
-        return self._reduced(sums) if self.stage == 1 else {}
+        """Stage 1: this rank's parts of the sums over ranks."""
+        return self._reduced(sums)
 
     def taken(self, sums: Named) -> Named:
-        """Parts of gradients: memory of their own, or the sums."""
+        """Parts of gradients: of stage 1 in memory of their own."""
         if self.stage == 2: return sums
         return {name: each.zeros_like().contiguous().is_param_(False).realize()
                 for name, each in self.optimized.items()}
@@ -169,7 +172,5 @@ class Sharded:
         return all_reduce(own, self.group, name="squares of gradients")
 
     def _reduced(self, gradients: Named) -> Named:
-        # in memory first: a kernel that joins a bucket must not compute what reads parameters
-        held = {name: each.contiguous() for name, each in gradients.items()}
-        made = {name: part for each in self.buckets for name, part in each.reduced(held).items()}
+        made = {name: part for each in self.buckets for name, part in each.reduced(gradients).items()}
         return {name: made[name] for name in gradients}

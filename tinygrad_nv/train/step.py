@@ -49,6 +49,7 @@ class Step:
         self._added = optimizer.parameters if parts is None else parts.added
         several = accumulation > 1 or (ranks is not None and ranks.size > 1)
         self.sums = GradientSums(self._added) if several else None
+        self._joins = several and parts is not None and parts.joins
         self._taken: Named = {}     # what the optimiser takes
         if self.sums is not None: self._taken = self.sums.gradients if parts is None else \
             parts.taken(self.sums.gradients)
@@ -65,7 +66,7 @@ class Step:
                 self.objective.fill(batch, max(count, 1), self._number(number))
                 found += (self._whole if self.sums is None else self._part)().numpy()
             if self.sums is not None:
-                if self.ranks is not None and self.ranks.size > 1: self._joined()
+                if self._joins: self._joined()
                 self._end()
         if self.ranks is not None: found = self.ranks.summed(found)
         self.done += 1

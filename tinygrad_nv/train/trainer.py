@@ -215,7 +215,7 @@ def _resumed(run: Run, output: Path) -> Progress:
                               "one directory for all ranks", "choose an --output-dir that all hosts share")
     if found is None: return Progress(0, None)
     found.restore(run.tensors())
-    Tensor.realize(*run.parts.gathered())
+    if changed := run.parts.gathered(): Tensor.realize(*changed)
     state = found.state
     return Progress(int(state["step"]), SamplerState.from_json(state["data"]))
 
