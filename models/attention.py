@@ -191,8 +191,8 @@ class Attention:
         return e / (e.sum(-1, keepdim=True) + (sinks - top).exp())
 
     def flash(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """`attend` for whole sequences, or documents with a mask, with this package's attention kernel and its
-        gradient."""
+        """`attend` for whole sequences, or documents with a mask, with this package's attention kernel and
+        its gradient."""
         out = scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True,
                                            window=self.window if mask is None else None,
                                            scale=self.config.attention_scale, softcap=self.config.softcap,

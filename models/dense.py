@@ -57,11 +57,12 @@ class Documents:
         """True where a token attends to another, bool (B, 1, T, T): of its document, up to its own place, and
         within the window."""
         B, T = (int(n) for n in self.positions.shape)
-        rows, columns = ((each.reshape(B, 1, T, 1), each.reshape(B, 1, 1, T))
-                         for each in (self.positions, self.segments))
-        (row, column), (document, other) = rows, columns
+        row, document = (each.reshape(B, 1, T, 1) for each in (self.positions, self.segments))
+        column, other = (each.reshape(B, 1, 1, T) for each in (self.positions, self.segments))
         seen = (document == other) & (column <= row)
-        if window is not None: seen = seen & (column >= row - row % window if chunked else column > row - window)
+        if window is not None:
+            first = row - row % window if chunked else row - window + 1
+            seen = seen & (column >= first)
         return seen.contiguous()
 
 
