@@ -1,7 +1,8 @@
 """The one table of templates: which module has a family's, by kind of target."""
 from tinygrad_nv.tile.template import Table
 
-BOTH = ("gemm", "attention", "decode", "norm", "kv_append", "embedding", "sampling", "quant_gemm", "lora")
+BOTH = ("gemm", "attention", "decode", "norm", "kv_append", "embedding", "sampling", "quant_gemm", "lora",
+        "optimizer")
 FAMILIES = {"gpu": (*BOTH, "scaled_gemm", "sparse_gemm", "router", "grouped_gemm", "quant_grouped",
                     "all_reduce"),
             "cpu": (*BOTH, "router", "grouped_gemm", "quant_grouped")}
