@@ -1,13 +1,14 @@
 """Updates of many tensors in one launch, and sums of their squares (spec.py). For sm_80 and later.
 
     each CTA has a chunk of one tensor:
-        find the tensor by the CTA's number: a tree of comparisons, whose leaves read the tensor's pointers
+        find the tensor by the CTA's number: a tree of comparisons whose leaves read the tensor's pointers
         wait for the kernel before; the kernel after may begin
         adamw:    nothing where control[0] is 0; else vectors of 4 elements, then the last elements one by one
         squares:  the same, added up in registers, then lanes of warps, then warps, in one order
 
-The table of tensors is the kernel's parameters and code: no memory but that of the tensors is read. Parameters
-that are not the CTA's are never loaded.
+The table of tensors is the kernel's parameters and code: no memory but that of the tensors is read. Pointers
+of other tensors are never loaded. By the timing model an H100 moves all bytes at the rate of its memory
+(28 B an element: 0.87 G elements in 8.1 ms, 124 M of 148 tensors in 1.16 ms).
 """
 from __future__ import annotations
 
@@ -31,22 +32,24 @@ VECTOR = 4      # elements that a thread moves at once: 16 bytes of float32
 def adamw(spec: AdamWSpec, schedule: Schedule, gpu: GPU) -> TileKernel:
     """The kernel. Parameters in this order: all x, m, v, masters; all gradients; control."""
     kb = Kernel("adamw", arch=gpu.arch, threads=THREADS)
-    return _finished(kb, _AdamW(kb, spec).write(), spec.counts)
+    _AdamW(kb, spec).write()
+    return _finished(kb, spec.counts)
 
 
 def squares(spec: SquaresSpec, schedule: Schedule, gpu: GPU) -> TileKernel:
     """The kernel. Parameters in this order: sums; all tensors."""
     kb = Kernel("squares", arch=gpu.arch, threads=THREADS)
-    return _finished(kb, _Squares(kb, spec).write(), spec.counts)
+    _Squares(kb, spec).write()
+    return _finished(kb, spec.counts)
 
 
-def _finished(kb: Kernel, written: None, counts: Sequence[int]) -> TileKernel:
+def _finished(kb: Kernel, counts: Sequence[int]) -> TileKernel:
     grid = (sum(-(-count // CHUNK) for count in counts), 1, 1)
     return TileKernel(kb.name, kb.ptx(), grid, THREADS, pdl=kb.hopper)
 
 
 class _Chunks:
-    """Where the elements of this CTA lie: `at` of each kind, `count` of them (u32), and the tensor's group."""
+    """Where the elements of this CTA lie: `base` of each kind (u64), `count` of them, the tensor's group."""
 
     def __init__(self, kb: Kernel, counts: Sequence[int], kinds: Sequence[tuple[str, DType]]) -> None:
         self.kb, self.counts, self.kinds = kb, counts, kinds
@@ -91,7 +94,8 @@ class _Chunks:
         kb, dtype = self.kb, dict(self.kinds)[name]
         at = advanced(kb, self.base[name], i, dtype.itemsize)
         if count == 1: return [read(kb, at, 0, dtype, 1).register()]
-        words = kb.ld("global", "f32" if dtype == dtypes.float32 else "b32", at.at(), count * dtype.itemsize // 4)
+        kind = "f32" if dtype == dtypes.float32 else "b32"
+        words = kb.ld("global", kind, at.at(), count * dtype.itemsize // 4)
         if dtype == dtypes.float32: return words
         return [x for word in words for x in unpacked(kb, word, dtype)]
 
@@ -119,7 +123,8 @@ class _AdamW:
             kb.wait_for_previous_grid()
             kb.launch_dependents()
         with kb.comment("what this step decides"):
-            go, self.scale, self.root = (kb.ld("global", "f32", self.control.at(4 * i))[0] for i in range(HEAD))
+            go, self.scale, self.root = (kb.ld("global", "f32", self.control.at(4 * i))[0]
+                                         for i in range(HEAD))
             own = advanced(kb, self.control, self.chunks.group, 4 * PER_GROUP)
             self.decay, self.step = (kb.ld("global", "f32", own.at(4 * (HEAD + i)))[0]
                                      for i in range(PER_GROUP))
@@ -177,7 +182,7 @@ class _Squares:
             total = parts
             for j in (4, 2, 1):
                 other, made = kb.regs("f32", 2)
-                kb.emit("shfl.sync.bfly.b32", other, total, j, 31, THREADS // 32 * 0 + 0xFF)
+                kb.emit("shfl.sync.bfly.b32", other, total, j, 31, (1 << THREADS // 32) - 1)
                 kb.emit("add.f32", made, total, other)
                 total = made
             with kb.if_(kb.tid.x == 0):
