@@ -128,7 +128,9 @@ class Attention:
         if self.rope is not None:
             cos, sin = batch.rope_rows(self.rope, x.shape[1])
             q, k = (rotate(each, cos, sin, self.config.rope_interleaved) for each in (q, k))
-        return self.tempered(q, batch.start, 2).contiguous(), k, v
+        if self.temperature is not None:
+            q = self.temperature.applied(q, batch.positions(x.shape[1]).unsqueeze(-1))
+        return q.contiguous(), k, v
 
     def tempered(self, q: Tensor, start: Position, axis: int) -> Tensor:
         """Queries at places start, start + 1 … along an axis, times the temperature that there is."""
@@ -164,14 +166,16 @@ class Attention:
         if self.window is None: return seen
         return seen & (columns >= rows - rows % self.window if self.chunked else columns > rows - self.window)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, start: Position, decoding: bool) -> Tensor:
-        """softmax(scale · q kᵀ + mask) v as (B, T, H·D); softmax in float32."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, decoding: bool) -> Tensor:
+        """softmax(scale · q kᵀ + mask) v as (B, T, H·D); softmax in float32. The mask is (T, keys), or (B, 1,
+        T, keys)."""
         c, (B, _, T, _) = self.config, q.shape
         q = q.reshape(B, c.num_kv_heads, c.num_heads // c.num_kv_heads, T, c.head_dim)
         scores = q.matmul(k.unsqueeze(2).transpose(-1, -2), dtype=dtypes.float32) * self.scale
         if c.softcap is not None: scores = (scores / c.softcap).tanh() * c.softcap
         scores = scores.contiguous_backward()
-        if (mask := self.mask(T, start)) is not None: scores = mask.where(scores, -float("inf"))
+        if mask is not None:
+            scores = (mask.unsqueeze(1) if mask.ndim == 4 else mask).where(scores, -float("inf"))
         weights = self.softmax(scores).cast(v.dtype)
         if not takes_matmuls(weights, decoding): weights = weights.contiguous()
         out = weights.contiguous_backward() @ v.unsqueeze(2)
@@ -186,9 +190,11 @@ class Attention:
         e = (scores - top).exp()
         return e / (e.sum(-1, keepdim=True) + (sinks - top).exp())
 
-    def flash(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`attend` for whole sequences, with this package's attention kernel and its gradient."""
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, window=self.window,
+    def flash(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """`attend` for whole sequences, or documents with a mask, with this package's attention kernel and
+        its gradient."""
+        out = scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True,
+                                           window=self.window if mask is None else None,
                                            scale=self.config.attention_scale, softcap=self.config.softcap,
                                            sinks=self.sinks)
         return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
@@ -215,8 +221,13 @@ class Attention:
             return self.output(self.attend_packed(*self.split(self.qkv(x).contiguous()), batch))
         if cache is not None:
             assert isinstance(cache, tuple)
-            return self.output(self.attend(*self.append(x, batch, cache), batch.start, True))
+            mask = self.mask(int(x.shape[1]), batch.start)
+            return self.output(self.attend(*self.append(x, batch, cache), mask, True))
         q, k, v = self.project(x, batch)
         k, v = k.contiguous(), v.contiguous()
-        if not self.chunked and takes_matmuls(q, False): return self.output(self.flash(q, k, v))
-        return self.output(self.attend(q, k, v, batch.start, False))
+        documents, mask = batch.documents, None
+        if documents is not None: mask = documents.mask(self.window, self.chunked)
+        if takes_matmuls(q, False) and (mask is not None or not self.chunked):
+            return self.output(self.flash(q, k, v, mask))
+        if mask is None: mask = self.mask(int(x.shape[1]), batch.start)
+        return self.output(self.attend(q, k, v, mask, False))

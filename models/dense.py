@@ -7,6 +7,8 @@ from typing import TypeAlias
 from tinygrad import Tensor, UOp
 from tinygrad.dtype import DType
 
+from tinygrad_nv.functional import embedding
+
 from .config import ModelConfig
 from .paged import RopeTables
 
@@ -44,14 +46,43 @@ class DenseKVCache:
 
 
 @dataclass(frozen=True)
+class Documents:
+    """Several documents in each row of tokens (B, T), one after the other, int32 (B, T) in memory both: of
+    each token the position in its document, and the number of its document in the row. No token attends to
+    one of another document."""
+    positions: Tensor
+    segments: Tensor
+
+    def mask(self, window: int | None, chunked: bool) -> Tensor:
+        """True where a token attends to another, bool (B, 1, T, T): of its document, up to its own place, and
+        within the window."""
+        B, T = (int(n) for n in self.positions.shape)
+        row, document = (each.reshape(B, 1, T, 1) for each in (self.positions, self.segments))
+        column, other = (each.reshape(B, 1, 1, T) for each in (self.positions, self.segments))
+        seen = (document == other) & (column <= row)
+        if window is not None:
+            first = row - row % window if chunked else row - window + 1
+            seen = seen & (column >= first)
+        return seen.contiguous()
+
+
+@dataclass(frozen=True)
 class DenseBatch:
-    """The positions of the tokens (B, T) of a step: start, start + 1, … `ropes` are the tables of all
-    positions; `lengths`, int32 (B,) in memory, is start + T for a step with a cache."""
+    """The positions of the tokens (B, T) of a step: start, start + 1, … or those of `documents`. `ropes` are
+    the tables of all positions; `lengths`, int32 (B,) in memory, is start + T for a step with a cache."""
     start: Position
     ropes: tuple[RopeTables, ...]
     lengths: Tensor | None = None
+    documents: Documents | None = None
 
     def rope_rows(self, rope: int, T: int) -> RopeTables:
-        """Rows [start, start + T) of the tables of a rope."""
+        """Rows of the tables of a rope for the tokens: (T, dim/2), or with documents (B, 1, T, dim/2)."""
         cos, sin = self.ropes[rope]
+        if (found := self.documents) is not None:
+            return embedding(cos, found.positions).unsqueeze(1), embedding(sin, found.positions).unsqueeze(1)
         return cos[self.start:self.start + T], sin[self.start:self.start + T]
+
+    def positions(self, T: int) -> Tensor:
+        """Of the tokens, int32 (T,) or (B, 1, T)."""
+        if self.documents is not None: return self.documents.positions.unsqueeze(1)
+        return Tensor.arange(T) + self.start

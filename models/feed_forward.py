@@ -103,9 +103,10 @@ class MixtureOfExperts:
             slots = x.unsqueeze(1) * routing.weights.cast(x.dtype).unsqueeze(-1)
             x, gather, weights = slots.reshape(-1, hidden).contiguous(), 1, None
         inner = _multiplied(x, self.gate_up_stack, self.gate_up.reshape(count, 2 * moe.width, hidden),
-                            routing, gather=gather, activation=self.activation, bias=self.gate_up_bias)
+                            routing, gather=gather, activation=self.activation, bias=self.gate_up_bias,
+                            partial=here is not None)
         made = _multiplied(inner, self.down_stack, self.down.reshape(count, hidden, moe.width), routing,
-                           scatter=True, weights=weights, bias=self.down_bias)
+                           scatter=True, weights=weights, bias=self.down_bias, partial=here is not None)
         made = made.reshape(tokens, moe.policy.k, hidden)
         # rows of no expert may hold anything
         return (made if here is None else here.unsqueeze(-1).where(made, 0)).sum(1)
@@ -118,9 +119,10 @@ class MixtureOfExperts:
         return replace(routing, order=order, offsets=offsets), here
 
 
-def _multiplied(x: Tensor, stack: StackWeight | None, w: Tensor, routing: Routing, **more: Any) -> Tensor:
+def _multiplied(x: Tensor, stack: StackWeight | None, w: Tensor, routing: Routing, partial: bool,
+                **more: Any) -> Tensor:
     """Rows times the matrices of their experts: of a stack, where these are quantised, else of w."""
-    if stack is None: return grouped_matmul(x, w, routing.offsets, routing.order, **more)
+    if stack is None: return grouped_matmul(x, w, routing.offsets, routing.order, partial=partial, **more)
     if stack.codes and (how := stack.activations) is not None:
         codes, scales = quantize(x, how.element, how.scale)
         return scaled_grouped_matmul(codes, scales, stack.matrix, routing.offsets, routing.order,

@@ -183,12 +183,14 @@ class LatentAttention:
         made = Tensor.stack(a * cos - b * sin, b * cos + a * sin, dim=-1).reshape(turning.shape)
         return made.cat(rest, dim=-1) if rest.shape[-1] else made
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, start: Position, decoding: bool) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, start: Position, decoding: bool,
+               mask: Tensor | None = None) -> Tensor:
         """softmax(scale · q kᵀ) v of q (B, H, T, D), the first of which stands at `start`, as (B, T, H, D_v);
-        one key head for all, or one for each."""
+        one key head for all, or one for each. A mask (B, 1, T, T) takes the place of the causal one."""
         T = q.shape[2]
         scores = q.matmul(k.transpose(-1, -2), dtype=dtypes.float32).contiguous_backward() * self.scale
-        if T > 1:
+        if mask is not None: scores = mask.where(scores, -float("inf"))
+        elif T > 1:
             seen = Tensor.arange(start + T).reshape(1, -1) <= Tensor.arange(T).reshape(T, 1) + start
             scores = seen.where(scores, -float("inf"))
         weights = scores.softmax(-1).cast(v.dtype)
@@ -205,7 +207,9 @@ class LatentAttention:
             assert isinstance(cache, tuple)
             return self.projected(self.dense(x, batch, cache[0]))
         q, k, v = self.expanded(x, batch)
+        mask = None if batch.documents is None else batch.documents.mask(None, False)
         if takes_matmuls(q, False):
-            out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale).transpose(1, 2)
-        else: out = self.attend(q, k, v, batch.start, False)
+            out = scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=self.scale)
+            out = out.transpose(1, 2)
+        else: out = self.attend(q, k, v, batch.start, False, mask)
         return self.output(out.reshape(*x.shape[:2], self.heads * self.latent.value).contiguous())

@@ -33,7 +33,7 @@ from tinygrad_nv.tile.gemm.spec import FLOAT16S
 
 from .attention import Attention, Cache
 from .config import ModelConfig
-from .dense import DenseBatch, DenseKVCache, Position
+from .dense import DenseBatch, DenseKVCache, Documents, Position
 from .embedding import quantised_rows
 from .feed_forward import FeedForward, MixtureOfExperts
 from .latent import LatentAttention
@@ -168,6 +168,14 @@ class Llama:
         batch = self.batch_at(start, tokens.shape, cache, lengths)
         for i, block in enumerate(self.blocks):
             with layer(f"layers.{i}"): x = block(x, batch, cache.layers[i] if cache else None)
+        with layer("norm"): return self.norm(x)
+
+    def hidden_documents(self, tokens: Tensor, documents: Documents) -> Tensor:
+        """`hidden` of rows (B, T) of several documents each: what training packs."""
+        x = self.embedded(tokens)
+        batch = DenseBatch(0, self.rope_tables, None, documents)
+        for i, block in enumerate(self.blocks):
+            with layer(f"layers.{i}"): x = block(x, batch, None)
         with layer("norm"): return self.norm(x)
 
     def hidden_packed(self, tokens: Tensor, batch: PackedBatch) -> Tensor:

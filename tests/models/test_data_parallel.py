@@ -4,7 +4,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import replicas_program
+import torch
 from tinygrad_nv.models import tales
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tinygrad_nv.dist.processes import ENDED
 
@@ -29,6 +31,17 @@ ENVIRONMENT = {**os.environ, "NUM_CPU_THREADS": "1", "NV_PROGRAM_CACHE": "1"}
 def alone() -> tuple[Any, Any]:
     with replicas_program.opened(str(TALES)) as llm:
         return json.loads(json.dumps(replicas_program.answers(llm, 5))), replicas_program.logprobs(llm)
+
+
+def near(found: list[float], one: list[float]) -> None:
+    """Log probabilities of a prompt are off float64 by no more than 4 times what those of one engine are, or
+    4 roundings of the largest."""
+    model = AutoModelForCausalLM.from_pretrained(TALES, dtype=torch.float64).eval()
+    tokens = AutoTokenizer.from_pretrained(TALES)(replicas_program.PROMPTS[0], return_tensors="pt").input_ids
+    with torch.no_grad(): logits = model(tokens).logits[0, :-1]
+    exact = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].numpy()
+    bound = 4 * max(np.abs(one - exact).max(), np.finfo(np.float32).eps * np.abs(exact).max())
+    assert np.abs(found - exact).max() <= bound, (found, one, exact)
 
 
 @pytest.mark.parametrize("options", [
@@ -44,7 +57,7 @@ def test_tokens(options: dict[str, object], alone: tuple[Any, Any]) -> None:
     assert done.returncode in (0, ENDED), done.stderr      # rank 1 is killed in the end
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["answers"] == alone[0][:6 * kinds], done.stderr
-    assert found["logprobs"] == pytest.approx(alone[1] if kinds > 2 else [], abs=1e-3)
+    if kinds > 2: near(found["logprobs"], alone[1])
     several = found["several"]
     assert min(several["tokens"]) > 50      # of about 350 in all, or more
     assert set(several["running"]) == {0}
@@ -75,21 +88,6 @@ def test_an_error_of_one_rank_is_that_of_all(size: str, when: str) -> None:
     assert lines == ["WeightError: rank 1: a tensor is missing", "quick: True",
                      "DistError: the ranks of this launcher had a model, and ended with it",
                      "quick: True"], done
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", [("mpiexec", "-n", "2"), ("torchrun", "--nproc-per-node", "2")],
-                         ids=lambda each: each[0])
-def test_ranks_of_a_launcher(launcher: tuple[str, ...]) -> None:
-    """All run the same command, and end in good order."""
-    name, *options = launcher
-    found = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    assert found is not None, name
-    python = [] if name == "torchrun" else [sys.executable]
-    done = run(found, *options, *python, "-m", "tinygrad_nv", "generate", "-dp", "2", "--temperature", "0",
-               "--max-tokens", "8", "Once upon a time")
-    assert done.returncode == 0, done
-    assert done.stdout.strip() == "Once upon a time, there was a kind little girl named", done
 
 
 @pytest.mark.slow

@@ -63,18 +63,21 @@ def test_a_step_that_fails_on_one_rank(rank: int) -> None:
     assert f"a step failed on rank {rank}: ValueError: invalid literal" in done.stdout, done
 
 
-@pytest.mark.parametrize("launcher", [
-    ("mpiexec", "-n", "2"), pytest.param(("torchrun", "--nproc-per-node", "2"), marks=pytest.mark.slow)],
-    ids=lambda each: each[0])
-def test_ranks_of_a_launcher(launcher: tuple[str, ...]) -> None:
+MPI, TORCHRUN = ("mpiexec", "-n"), ("torchrun", "--nproc-per-node")
+
+
+@pytest.mark.parametrize(("launcher", "option", "ranks"), [
+    (MPI, "-tp", 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+        (MPI, "-tp", 4), (MPI, "-pp", 2), (MPI, "-pp", 4), (MPI, "-dp", 2), (TORCHRUN, "-tp", 2),
+        (TORCHRUN, "-dp", 2)))], ids=lambda each: each[0] if isinstance(each, tuple) else each)
+def test_ranks_of_a_launcher(launcher: tuple[str, str], option: str, ranks: int) -> None:
     """All run the same command, of which rank 0 answers; all end in good order."""
-    name, *options = launcher
-    found = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    assert found is not None, name
-    python = [] if name == "torchrun" else [sys.executable]
-    command = [found, *options, *python, "-m", "tinygrad_nv", "generate", "-tp", "2", "--temperature", "0",
-               "--max-tokens", "8", "Once upon a time"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100,
+    found = shutil.which(launcher[0], path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert found is not None, launcher
+    python = [] if launcher is TORCHRUN else [sys.executable]
+    command = [found, launcher[1], str(ranks), *python, "-m", "tinygrad_nv", "generate", option, str(ranks),
+               "--temperature", "0", "--max-tokens", "8", "Once upon a time"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300,
                           env={**os.environ, "NUM_CPU_THREADS": "1"})
     assert done.returncode == 0, done
     assert done.stdout.strip() == "Once upon a time, there was a kind little girl named", done

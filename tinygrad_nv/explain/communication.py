@@ -11,7 +11,7 @@ from tinygrad_nv.dist.plan.collectives import GroupSize, collective
 from tinygrad_nv.dist.transports.library import moved_bytes
 
 GPUS = {"sm_80": "A100", "sm_90a": "H100"}  # which GPU an architecture is taken for
-NAMES = {"broadcast": "all_gather", "recv": "send"}
+NAMES = {"broadcast": "all_gather", "recv": "send", "shift": "send"}
 
 
 def seconds(kind: str, nbytes: int, ranks: int, arch: str, by_peers: bool = False) -> float | None:

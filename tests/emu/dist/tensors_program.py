@@ -17,6 +17,7 @@ from tinygrad_nv.dist.collectives.functions import (
     reduce_scatter,
     send,
 )
+from tinygrad_nv.dist.collectives.shift import shift
 from tinygrad_nv.dist.group import close, init
 from tinygrad_nv.errors import DistError
 from tinygrad_nv.graphs import GraphPool, Input
@@ -41,7 +42,11 @@ def eager() -> None:
     same(all_to_all(x, group, 0, 1).numpy(), np.concatenate(mine, 1))
     same(broadcast(x, group, size - 1).numpy(), given[-1])
     if rank == 0: send(x, group, 1, "state").realize()
-    if rank == 1: same(recv((4, 4), dtypes.float32, group, 0, "state", device="EMU").numpy(), given[0])
+    if rank == 1:
+        came = recv((4, 4), dtypes.float32, group, 0, "state")
+        assert came.device == "EMU", came.device
+        same(came.numpy(), given[0])
+    for by in (1, -1, size + 1): same(shift(x, group, by).numpy(), given[(rank - by) % size])
 
 
 def gradients() -> None:
@@ -55,6 +60,7 @@ def gradients() -> None:
             (lambda t: reduce_scatter(t, group), mine[rank],
              np.concatenate([np.split(each, size)[r] for r, each in enumerate(given)])),
             (lambda t: all_to_all(t, group), given[rank], np.concatenate(mine)),
+            (lambda t: shift(t, group), given[rank], given[(rank + 1) % size]),
             (lambda t: broadcast(t, group, size - 1), given[rank], total * (rank == size - 1))):
         sent = Tensor(weight)
         (fn(sent) * Tensor(times)).sum().backward()

@@ -8,7 +8,9 @@ from on_emu import emu
 from tinygrad import TinyJit
 
 from tinygrad_nv import Tensor, dtypes, explain
-from tinygrad_nv.functional import Experts, dispatch, grouped_outer
+from tinygrad_nv.errors import KernelError
+from tinygrad_nv.functional import Experts, dispatch, group_rows, grouped_matmul, grouped_outer
+from tinygrad_nv.patterns.embedding.named import known_rows
 
 __all__ = ["emu"]
 BF16 = dtypes.bfloat16
@@ -88,3 +90,42 @@ def test_float32_is_left_to_the_reference():
     report = explain(made)
     assert "operands of float32" in str(report)
     np.testing.assert_array_equal(made.numpy(), np.array([2., 4.])[:, None, None] * np.ones((2, 4, 8)))
+
+
+def layer(given: dict[str, np.ndarray], partial: bool) -> list[Tensor]:
+    """Gradients of tokens, weights and matrices, of the experts 0 to 2 alone, as a rank has them; the
+    emulator lets no kernel read a row that no kernel wrote."""
+    mine = [Tensor(given[name]).cast(BF16).realize() for name in ("tokens", "gate_up", "down")]
+    x, gate_up, down = mine
+    weights = Tensor(np.full(2 * TOKENS, 0.5, np.float32)).realize()
+    own = np.arange(2 * TOKENS, dtype=np.int32) % EXPERTS
+    order, offsets = (each.contiguous() for each in group_rows(Tensor(own).realize(), 3))
+    inner = grouped_matmul(x, gate_up[:3].contiguous(), offsets, order, gather=2, activation="silu",
+                           partial=partial)
+    made = grouped_matmul(inner, down[:3].contiguous(), offsets, order, scatter=True, weights=weights,
+                          partial=partial)
+    here = Tensor(own).realize() < 3
+    out = known_rows(made, here).reshape(TOKENS, 2, HIDDEN).sum(1).float() * Tensor(SIGNS)
+    return out.sum().gradient(x, weights, gate_up, down)
+
+
+def test_rows_of_no_group_are_not_read():
+    given = arrays(7)
+    found = [each.float().numpy() for each in layer(given, True)]
+    careless = layer(given, False)
+    with pytest.raises(KernelError, match="was never written"): careless[0].numpy()
+    slots = np.arange(2 * TOKENS) % EXPERTS
+    assert (found[1][slots >= 3] == 0).all()
+    assert (found[1][slots < 3] != 0).any()
+    # a token has gradients of its experts here
+    x, gate_up, down = (torch.tensor(given[name], dtype=torch.float64)
+                        for name in ("tokens", "gate_up", "down"))
+    x.requires_grad_()
+    for slot, expert in enumerate(slots):
+        if expert >= 3: continue
+        gate, up = (x[slot // 2] @ gate_up[expert].T).chunk(2)
+        made = (torch.nn.functional.silu(gate) * up) @ down[expert].T * 0.5
+        (made * torch.tensor(SIGNS[slot // 2])).sum().backward()
+    assert x.grad is not None
+    exact = x.grad.numpy()
+    assert np.abs(found[0] - exact).max() <= 2.0 ** -6 * np.abs(exact).max()

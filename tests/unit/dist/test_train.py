@@ -29,8 +29,12 @@ def test_two_ranks_all() -> None: right("train_program.py", 2, *SLOW)
 def test_four_ranks() -> None: right("train_program.py", 4, *QUICK, *SLOW)
 
 
+def test_two_ranks_over_mpi() -> None: right("train_program.py", 2, *QUICK, "ring", mpi=True)
+
+
 @pytest.mark.slow
-def test_over_mpi() -> None: right("train_program.py", 2, *QUICK, "pipelines", "ring", mpi=True)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_over_mpi(ranks: int) -> None: right("train_program.py", ranks, *QUICK, *SLOW, mpi=True)
 
 
 @pytest.mark.slow

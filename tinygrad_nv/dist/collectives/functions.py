@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from tinygrad import Tensor, dtypes
+from tinygrad import Device, Tensor, dtypes
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import UOp
 
@@ -125,10 +125,10 @@ def send(x: Tensor, group: Group, to: int, name: str = "") -> Tensor:
 
 
 def recv(shape: Sequence[int], dtype: DType, group: Group, source: int, name: str = "",
-         device: str = "CPU") -> Tensor:
-    """What rank `source` of the group sends, of this shape and dtype. Calls that one graph shall have several
-    of need different names."""
-    count = prod(shape)
+         device: str | None = None) -> Tensor:
+    """What rank `source` of the group sends, of this shape and dtype, on a device (default: tinygrad's).
+    Calls that one graph shall have several of need different names."""
+    count, device = prod(shape), Device.canonicalize(device)
     if serves(device):
         order, told = CollectiveCall("recv", count, dtype, peer=source, name=name), title("recv", group, name)
         return on_device(group, order, tuple(shape), dtype, anchor(group, device), told, None)

@@ -75,10 +75,10 @@ def uses(schedule: Schedule, op: Op) -> list[Op]:
 
 
 class Pipeline:
-    """This rank's part of a pipeline."""
+    """This rank's part of a pipeline. Stages compute on `device` (default: tinygrad's)."""
 
     def __init__(self, schedule: Schedule, group: Group, stages: Mapping[int, Stage], shape: Sequence[int],
-                 dtype: DType, device: str = "CPU") -> None:
+                 dtype: DType, device: str | None = None) -> None:
         if len(schedule.ranks) != group.size:
             raise DistError(f"a schedule of {len(schedule.ranks)} ranks in a group of {group.size}",
                             "as many ranks", "make the schedule for the group's size")

@@ -85,7 +85,7 @@ class _Attention:
             if not self.causal:
                 made = _merged(made, _attend(self.other, q, k, v))
                 continue
-            early = self._early(step)
+            early = self._early(step, str(q.device))
             (qa, qb), (ka, kb), (va, vb) = (each.chunk(2, 2) for each in (q, k, v))
             first, second = (tuple(each.chunk(2, 2)[half] for each in made) for half in (0, 1))
             second = _merged(second, _attend(self.other, qb, ka, va))
@@ -112,7 +112,7 @@ class _Attention:
                 own, *made = _derived(self.other, q, k, v, *rows)
                 dq, summed = dq + own, (summed + _joined(*made).float()).contiguous()
                 continue
-            early = self._early(step)
+            early = self._early(step, str(q.device))
             (qa, qb), (ka, kb), (va, vb) = (each.chunk(2, 2) for each in (q, k, v))
             halves = [each.chunk(2, 2) for each in rows]
             late = [each[1] for each in halves]
@@ -128,10 +128,10 @@ class _Attention:
             summed = shift(summed, self.group, name="gradients of keys and values", after=before)
         return [dq.cast(q.dtype), *(each.cast(k.dtype) for each in _parted(summed))]
 
-    def _early(self, step: int) -> Tensor:
+    def _early(self, step: int, device: str) -> Tensor:
         """Whether what came in a shift is of a rank before this one, bool (1, 1, 1, 1)."""
         ranks = [self.group.is_rank(r) for r in range(step, self.group.size)]
-        return (sum(ranks[1:], ranks[0]) > 0).reshape(1, 1, 1, 1)
+        return (sum(ranks[1:], ranks[0]) > 0).reshape(1, 1, 1, 1).to(device)
 
 
 Made = tuple[Tensor, ...]

@@ -57,7 +57,8 @@ LINES = {"all_reduce": "ncclAllReduce", "reduce_scatter": "ncclReduceScatter", "
 @dataclass(frozen=True)
 class CollectiveCall:
     """A collective: `count` is of elements, all of them of all_reduce, broadcast, send and recv, those of one
-    rank otherwise. `peer` is the root, or the other rank of send and recv; `name` that of the tensor."""
+    rank otherwise. `peer` is the root, the other rank of send and recv, or by how many ranks is shifted;
+    `name` that of the tensor."""
     kind: str
     count: int
     dtype: DType
@@ -71,7 +72,8 @@ class CollectiveCall:
         return self.count * self.dtype.itemsize
 
     def __str__(self) -> str:
-        how = (f", {self.op}" if self.op != "sum" else "") + (f", rank {self.peer}" if self.peer else "")
+        peer = f", {'by' if self.kind == 'shift' else 'rank'} {self.peer}" if self.peer else ""
+        how = (f", {self.op}" if self.op != "sum" else "") + peer
         return f"{self.kind} of {self.name or 'a tensor'}, {self.count} {self.dtype.name}{how}"
 
 
@@ -146,6 +148,11 @@ class Communicator:
             self._call("ncclSend", order, given, count, kind, order.peer, self.handle, stream)
         elif order.kind == "recv":
             self._call("ncclRecv", order, out, count, kind, order.peer, self.handle, stream)
+        elif order.kind == "shift":     # a group: neither waits for the other
+            with self.grouped(str(order)):
+                for function, place, by in (("ncclSend", given, order.peer), ("ncclRecv", out, -order.peer)):
+                    self.nccl.call(function, place, count, kind, (self.rank + by) % self.size, self.handle,
+                                   stream, handle=self.handle)
         elif self.nccl.version >= ALL_TO_ALL_VERSION:
             self._call("ncclAlltoAll", order, given, out, count, kind, self.handle, stream)
         else:

@@ -52,6 +52,18 @@ def selected(what: Embedding, weight: Tensor, tokens: Tensor) -> tuple[Tensor, .
     return (weight[tokens],)
 
 
+def known_rows(x: Tensor, known: Tensor) -> Tensor:
+    """Rows of x (R, H) where `known`, bool (R,), zeros elsewhere. Other rows are not read: they may never
+    have been written. Raises `SpecError`."""
+    rows = int(x.shape[0])
+    own = known.where(Tensor.arange(rows, dtype=dtypes.int32), rows).cast(dtypes.int32)
+
+    def back(grad: UOp, _: UOp) -> tuple[UOp | None, ...]:
+        # each row is there once: no sum, as of rows of a table
+        return known.unsqueeze(1).where(Tensor(grad), 0).uop, None
+    return call(Embedding(), selected, x, own, grad=back)[0]
+
+
 def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
     weight, tokens = call_.src[1:]
     rows = int(weight.shape[0])

@@ -7,16 +7,17 @@ Protocol. Of y = act(x Wᵀ + b) · weight, with g the gradient of y, each row i
     dW_e  = Σ dy[i]ᵀ x[i]    grouped_outer; db_e the same with 1 in x's place
     dweight[i] = Σ g[i] · act(u[i])
 
-Nothing is as large as rows · N · K. Rows that no group has, have no gradient and give none.
+Nothing is as large as rows · N · K. Rows that no group has, have no gradient and give none. Kernels leave
+them as they are in memory, so where there may be some (`partial`), they are not read.
 """
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
 
-from tinygrad_nv.patterns.embedding.named import EmbeddingGradient, added, embedding
+from tinygrad_nv.patterns.embedding.named import EmbeddingGradient, added, embedding, known_rows
 from tinygrad_nv.patterns.grouped_gemm.outer import grouped_outer
 from tinygrad_nv.patterns.named import call
 from tinygrad_nv.patterns.router.rows import group_rows
@@ -37,6 +38,7 @@ class Given:
     scatter: bool
     activation: str
     transposed: bool
+    partial: bool
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ def gradients(given: Given, grad: Tensor) -> Gradients:
                              gather_x=gather)[..., 0]
     rows, k = (int(extent) for extent in given.x.shape)
     whole = ordered and given.gather * rows == int(dy.shape[0])
-    dx = given.matmul(dy, given.w, given.offsets, order if gather or whole else None, gather=gather,
-                      scatter=whole, transposed=not given.transposed)
+    dx = _known(given, given.matmul(dy, given.w, given.offsets, order if gather or whole else None,
+                                    gather=gather, scatter=whole, transposed=not given.transposed), whole)
     if whole: dx = dx.reshape(rows, given.gather, k).sum(1)
     elif given.gather:
         assert order is not None
@@ -80,10 +82,11 @@ def _rows(given: Given, grad: Tensor) -> tuple[Tensor, bool, Tensor | None]:
         if weights is None: return grad, given.scatter, None
         assert order is not None
         wide, own = grad.float(), weights if given.scatter else weights[order]
-        found = (wide * _matmul(given, given.scatter).float()).sum(-1)
+        found = (wide * _known(given, _matmul(given, given.scatter), given.scatter).float()).sum(-1)
         dy = (wide * own.unsqueeze(-1)).cast(dtype).contiguous()
         return dy, given.scatter, found if given.scatter else _by_slot(found, order)
-    u, da, found = _matmul(given, False).float().contiguous().detach(), grad.float(), None
+    u = _known(given, _matmul(given, False), False).float().contiguous().detach()
+    da, found = grad.float(), None
     if given.scatter and order is not None: da = embedding(grad, order).float()
     a = activated(given.activation, u)
     if weights is not None and order is not None:
@@ -96,6 +99,15 @@ def _matmul(given: Given, scatter: bool) -> Tensor:
     """x Wᵀ + b, by slots or in the order of groups."""
     return given.matmul(given.x, given.w, given.offsets, given.order if given.gather or scatter else None,
                         gather=given.gather, scatter=scatter, bias=given.bias, transposed=given.transposed)
+
+
+def _known(given: Given, x: Tensor, by_slots: bool) -> Tensor:
+    """x, of slots or in the order of groups, with zeros in rows that no group has."""
+    if not given.partial: return x
+    known = Tensor.arange(int(x.shape[0]), dtype=dtypes.int32) < given.offsets[-1]
+    if by_slots and given.order is not None:
+        known = _by_slot(known.cast(dtypes.float32).contiguous(), given.order) > 0
+    return known_rows(x, known)
 
 
 def _by_slot(x: Tensor, order: Tensor) -> Tensor:

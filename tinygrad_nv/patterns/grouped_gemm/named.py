@@ -29,7 +29,8 @@ NAME = "grouped_gemm"
 @dataclass(frozen=True)
 class GroupedMatmul:
     """Tensors: x (M, K), w (E, N, K), offsets (E + 1), then those there are of order (R), weights (R) and
-    bias (E, N). `gather` 0: rows lie in order. `transposed`: w is (E, K, N)."""
+    bias (E, N). `gather` 0: rows lie in order. `transposed`: w is (E, K, N). `partial`: rows may be of no
+    group."""
     rows: int
     gather: int = 0
     scatter: bool = False
@@ -37,6 +38,7 @@ class GroupedMatmul:
     weighted: bool = False
     biased: bool = False
     transposed: bool = False
+    partial: bool = False
 
     @property
     def ordered(self) -> bool:
@@ -46,12 +48,14 @@ class GroupedMatmul:
 
 def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor, order: Tensor | None = None, *, gather: int = 0,
                    scatter: bool = False, activation: str = "", weights: Tensor | None = None,
-                   bias: Tensor | None = None, transposed: bool = False) -> Tensor:
+                   bias: Tensor | None = None, transposed: bool = False, partial: bool = False) -> Tensor:
     """Rows of x (M, K) times the matrix of their group, of w (E, N, K), transposed: (R, N), with an
     activation (R, N / 2), in x's dtype. R is the length of `order`, int32, else M; offsets int32 (E + 1),
-    weights float32 (R), bias (E, N). `transposed`: w is (E, K, N). Raises `SpecError`."""
+    weights float32 (R), bias (E, N). `transposed`: w is (E, K, N). `partial`: the last rows, from offsets[E],
+    may be of no group; what is in their results is left open, and gradients do not read them. Raises
+    `SpecError`."""
     what = GroupedMatmul(int(x.shape[0] if order is None else order.shape[0]), gather, scatter, activation,
-                         weights is not None, bias is not None, transposed)
+                         weights is not None, bias is not None, transposed, partial)
     _check(what, x, w, offsets, order, weights, bias)
     more = [each for each in (order, weights, bias) if each is not None]
     return call(what, multiplied, x, w, offsets, *more, grad=_gradient)[0]
@@ -87,7 +91,7 @@ def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
     what, (x, w, offsets, *more) = call_.arg.aux, (Tensor(each).detach() for each in call_.src[1:])
     order, weights, bias = apart(what, tuple(more))
     found = gradients(Given(grouped_matmul, x, w, offsets, order, weights, bias, what.gather, what.scatter,
-                            what.activation, what.transposed), Tensor(grad))
+                            what.activation, what.transposed, what.partial), Tensor(grad))
     floats = [None] * what.ordered + [each for each in (found.weights, found.bias) if each is not None]
     return found.x.uop, found.w.uop, None, *(None if each is None else each.uop for each in floats)
 
