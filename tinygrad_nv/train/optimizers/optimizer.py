@@ -26,10 +26,11 @@ from dataclasses import dataclass
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import ConfigError
+from tinygrad_nv.patterns.optimizer.named import Entry, adamw_update
 from tinygrad_nv.train.optimizers.gradients import clip_scale, gradients_of, squared_sum
 from tinygrad_nv.train.optimizers.groups import ParameterGroup, decay_groups, group_of
 from tinygrad_nv.train.optimizers.rounding import rounded
-from tinygrad_nv.train.optimizers.rules import At, UpdateRule
+from tinygrad_nv.train.optimizers.rules import AdamWRule, At, UpdateRule
 from tinygrad_nv.train.optimizers.state import FloatSlot, OptimizerState, ParameterState, Slot, kept
 
 FLOAT16S = (dtypes.bfloat16, dtypes.float16)
@@ -137,8 +138,37 @@ class Optimizer:
         self.steps.assign(self.steps + done)
         self.skipped.assign(self.skipped + (1 - done))
         changed = [self.steps, self.skipped, self.grad_norm]
-        for name in self.parameters: changed += self._update(name, given[name], scale, go)
+        fused = [name for name in self.parameters if self._is_fused(name)]
+        for rule in dict.fromkeys(self.rules[name] for name in fused):
+            assert isinstance(rule, AdamWRule)
+            alike = [name for name in fused if self.rules[name] == rule]
+            changed += self._fused(rule, alike, given, scale, go)
+        for name in self.parameters:
+            if name not in fused: changed += self._update(name, given[name], scale, go)
         return changed
+
+    def _is_fused(self, name: str) -> bool:
+        """Whether a parameter is one of many that AdamW updates in one launch."""
+        parameter, own = self.parameters[name], self.state.parameters[name]
+        return isinstance(self.rules[name], AdamWRule) and isinstance(parameter.device, str) and \
+            all(isinstance(slot, FloatSlot) for slot in own.slots.values()) and \
+            (parameter.dtype == dtypes.float32) == (own.master is None)
+
+    def _fused(self, rule: AdamWRule, names: Sequence[str], given: Mapping[str, Tensor], scale: Tensor | None,
+               go: Tensor | None) -> list[Tensor]:
+        """Updates parameters of a rule together (patterns/optimizer)."""
+        entries = []
+        for name in names:
+            own = self.state.parameters[name]
+            m, v = (own.slots[key].tensors()[""] for key in ("exp_avg", "exp_avg_sq"))
+            entries.append(Entry(self.parameters[name], m, v, given[name], self.group[name], own.master))
+        one = Tensor.ones(1, dtype=dtypes.float32).to(self.device)
+        control = [one if go is None else go.cast(dtypes.float32), one if scale is None else scale]
+        ats = [At.of(group, self.lr, self.steps) for group in self.groups]
+        control.append(rule.root(ats[0]))
+        for at in ats: control += [at.decay, rule.step_size(at)]
+        adamw_update(entries, Tensor.cat(*control).contiguous(), rule.beta1, rule.beta2, rule.eps)
+        return [tensor for entry in entries for tensor in entry.written]
 
     def _guard(self, gradients: list[Tensor], scale: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """What gradients are multiplied by, and whether the step is taken; None for 1 and for always."""
@@ -154,9 +184,8 @@ class Optimizer:
 
     def at(self, name: str) -> At:
         """What the rule of a parameter needs of this step."""
-        group = self.groups[self.group[name]]
-        return At(self.lr.cast(dtypes.float64) * group.lr_scale, self.steps.cast(dtypes.float64),
-                  group.weight_decay, (self.options.rows or {}).get(name, ()))
+        return At.of(self.groups[self.group[name]], self.lr, self.steps,
+                     (self.options.rows or {}).get(name, ()))
 
     def _update(self, name: str, gradient: Tensor, scale: Tensor | None, go: Tensor | None) -> list[Tensor]:
         parameter, own, rule, at = self.parameters[name], self.state.parameters[name], self.rules[name], \
