@@ -1,4 +1,4 @@
-"""`tinygrad-nv train` from files to directories: runs that go on, evaluations, preferences, and its errors."""
+"""`tinygrad-nv train` from files to directories: runs that go on, evaluations, preferences, errors."""
 from __future__ import annotations
 
 import json
@@ -35,7 +35,8 @@ def shard(tmp_path: Path) -> Path:
 def run(directory: Path, data: Path, output: Path, **options: Any) -> Run:
     usual = {"max_steps": 6, "per_device_train_batch_size": 2, "max_length": LONG, "learning_rate": 1e-2,
              "report_to": "none", "save_strategy": "no"}
-    return assembled(TrainingArguments(output_dir=str(output), **{**usual, **options}), directory, [str(data)])
+    arguments = TrainingArguments(output_dir=str(output), **{**usual, **options})
+    return assembled(arguments, directory, [str(data)])
 
 
 def log(output: Path) -> list[dict[str, Any]]:
@@ -63,7 +64,8 @@ def test_a_run_from_scratch_learns(hf_model: Callable[[str], Path], shard: Path,
 
 
 @pytest.mark.parametrize("options", [
-    {}, pytest.param({"use_peft": True, "lora_r": 2, "gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
+    {}, pytest.param({"use_peft": True, "lora_r": 2, "gradient_accumulation_steps": 2},
+                     marks=pytest.mark.slow),
     pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow)], ids=str)
 def test_a_run_that_goes_on_has_the_same_bits(hf_model: Callable[[str], Path], shard: Path, tmp_path: Path,
                                               options: dict[str, Any]) -> None:
@@ -92,7 +94,7 @@ def test_preferences(tmp_path: Path) -> None:
               max_steps=8))
     rows = log(tmp_path / "out")
     assert rows[0]["loss"] == pytest.approx(np.log(2), rel=1e-6)
-    assert rows[0]["rewards/margins"] == 0
+    assert rows[0]["rewards/margins"] == pytest.approx(0, abs=1e-5)     # sums of 20 logarithms, of two graphs
     assert rows[-1]["rewards/margins"] > 0.1
     assert rows[-1]["rewards/margins"] == pytest.approx(
         rows[-1]["rewards/chosen"] - rows[-1]["rewards/rejected"], abs=1e-5)
@@ -110,11 +112,12 @@ def test_a_nan_is_named(hf_model: Callable[[str], Path], shard: Path, tmp_path: 
 def test_the_command(shard: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Options from a file, of which the command line's win."""
     config = tmp_path / "run.json"
-    config.write_text(json.dumps({"max_steps": 9, "max_length": 32, "learning-rate": "1e-3", "data": str(shard),
-                                  "lr_scheduler_type": "constant", "report_to": "none"}))
+    config.write_text(json.dumps({"max_steps": 9, "max_length": 32, "learning-rate": "1e-3",
+                                  "data": str(shard), "lr_scheduler_type": "constant", "report_to": "none"}))
     output = tmp_path / "out"
-    assert main(["train", str(TALES), "--config", str(config), "--max_steps", "2", "--output-dir", str(output),
-                 "--per-device-train-batch-size", "1", "--save-strategy", "no", "--no-shuffle"]) == 0
+    assert main(["train", str(TALES), "--config", str(config), "--max_steps", "2", "--output-dir",
+                 str(output), "--per-device-train-batch-size", "1", "--save-strategy", "no",
+                 "--no-shuffle"]) == 0
     assert capsys.readouterr().out.startswith(f"{output}: 2 steps in ")
     assert [row["learning_rate"] for row in log(output)] == [1e-3, 1e-3]
 
