@@ -23,7 +23,7 @@ PARTS = 4                   # for each thread, so that a thread that is late doe
 
 class CPUAdamW(CPUSchedule):
     """Shares of chunks."""
-    template: ClassVar[str] = "adamw"
+    template: ClassVar[str] = "adamw_update"
 
 
 def default(spec: AdamWSpec, target: CPU) -> CPUAdamW:

@@ -20,7 +20,7 @@ SUMS = 8    # chains of additions, more than their latency needs
 
 class CPUSquares(CPUSchedule):
     """Shares of chunks."""
-    template: ClassVar[str] = "squares"
+    template: ClassVar[str] = "squared_sums"
 
 
 def default(spec: SquaresSpec, target: CPU) -> CPUSquares:

@@ -13,13 +13,13 @@ from tinygrad_nv.tile.template import GPU, Family, fixed
 @dataclass(frozen=True)
 class AdamW(Schedule):
     """Nothing to choose."""
-    template: ClassVar[str] = "adamw"
+    template: ClassVar[str] = "adamw_update"
 
 
 @dataclass(frozen=True)
 class Squares(Schedule):
     """Nothing to choose."""
-    template: ClassVar[str] = "squares"
+    template: ClassVar[str] = "squared_sums"
 
 
 def problems(spec: AdamWSpec | SquaresSpec, arch: str) -> list[str]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from tinygrad import Tensor, dtypes
 
@@ -29,6 +30,8 @@ from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.patterns.optimizer.named import Entry, adamw_update
 from tinygrad_nv.train.optimizers.gradients import clip_scale, gradients_of, squared_sum
 from tinygrad_nv.train.optimizers.groups import ParameterGroup, decay_groups, group_of
+from tinygrad_nv.train.optimizers.paged import HOST, PagedSlot, pages
+from tinygrad_nv.train.optimizers.quantised import LEAST, UNSIGNED, BlockwiseSlot
 from tinygrad_nv.train.optimizers.rounding import rounded
 from tinygrad_nv.train.optimizers.rules import AdamWRule, At, UpdateRule
 from tinygrad_nv.train.optimizers.state import FloatSlot, OptimizerState, ParameterState, Slot, kept
@@ -40,10 +43,13 @@ RuleOf = Callable[[str, Tensor], UpdateRule]
 @dataclass(frozen=True)
 class StateOptions:
     """How state is kept. `master`: parameters of 16 bits have float32 master weights; without, bfloat16 is
-    rounded stochastically from `seed`. `max_grad_norm` None: nothing is clipped. `rows`: extents of
+    rounded stochastically from `seed`. `bits` 8: quantised blockwise (quantised.py). `paged`: in the host's
+    memory (paged.py). `max_grad_norm` None: nothing is clipped. `rows`: extents of
     projections that lie one below the other in a parameter, by its name."""
     master: bool = True
     seed: int = 0
+    bits: int = 32
+    paged: bool = False
     max_grad_norm: float | None = None
     skip_nonfinite: bool = True
     rows: Mapping[str, tuple[int, ...]] | None = None
@@ -51,6 +57,8 @@ class StateOptions:
     def __post_init__(self) -> None:
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm {self.max_grad_norm}", "a number above 0, or None")
+        if self.bits not in (8, 32): raise ConfigError(f"state of {self.bits} bits", "8 or 32")
+        if self.bits == 8 and self.paged: raise ConfigError("paged state of 8 bits", "paged, or of 8 bits")
         if not 0 <= self.seed < 1 << 64: raise ConfigError(f"seed {self.seed}", "0 to 2⁶⁴ − 1")
 
 
@@ -100,14 +108,18 @@ class Optimizer:
     def _state(self, name: str) -> ParameterState:
         parameter, rule = self.parameters[name], self.rules[name]
         shape = tuple(int(extent) for extent in parameter.shape)
-        slots = {key: self.slot(own) for key, own in rule.slots(shape).items()}
+        slots = {key: self._slot(key, own, shape) for key, own in rule.slots(shape).items()}
         master = None
         if parameter.dtype in FLOAT16S and self.options.master:
             master = parameter.detach().cast(dtypes.float32).contiguous().is_param_(False)
         return ParameterState(slots, master)
 
-    def slot(self, shape: tuple[int, ...]) -> Slot:
-        """A slot of zeros, as the options say."""
+    def _slot(self, key: str, shape: tuple[int, ...], parameter: tuple[int, ...]) -> Slot:
+        """A slot of zeros, as the options say; those of 8 bits have a number for each element."""
+        if self.options.bits == 8 and shape == parameter and prod(shape) >= LEAST:
+            return BlockwiseSlot.zeros(shape, self.device, key not in UNSIGNED)
+        if self.options.paged and isinstance(self.device, str) and pages(self.device):
+            return PagedSlot(FloatSlot.zeros(shape, HOST), self.device)
         return FloatSlot.zeros(shape, self.device)
 
     @property
