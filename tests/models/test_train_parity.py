@@ -85,7 +85,8 @@ def losses(directory: Path, dtype: torch.dtype, seed: int = 5) -> tuple[list[flo
 def their_gradients(directory: Path, batch: Batch, dtype: torch.dtype) -> dict[str, np.ndarray]:
     model = theirs(directory, dtype)
     their_loss(model, batch).backward()
-    return {name: each.grad.float().numpy() for name, each in model.named_parameters() if each.grad is not None}
+    own = {name: each.grad for name, each in model.named_parameters()}
+    return {name: each.float().numpy() for name, each in own.items() if each is not None}
 
 
 def our_gradients(directory: Path, batch: Batch, dtype: DType) -> dict[str, np.ndarray]:

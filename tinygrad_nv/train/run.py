@@ -119,11 +119,13 @@ def _objective(arguments: TrainingArguments, directory: Path, model: Llama, adap
 
 def _optimizer(arguments: TrainingArguments, model: Llama, adapter: AdapterModel | None) -> Optimizer:
     parameters = network.parameters(model) if adapter is None else adapter.parameters
-    state = StateOptions(seed=arguments.seed, max_grad_norm=arguments.max_grad_norm or None,
+    rule, bits, paged = OPTIMIZERS[arguments.optim]
+    state = StateOptions(seed=arguments.seed, bits=bits, paged=paged,
+                         max_grad_norm=arguments.max_grad_norm or None,
                          rows=network.projections(model) if adapter is None else None)
     betas, lr = (arguments.adam_beta1, arguments.adam_beta2), arguments.learning_rate
     shared: dict[str, Any] = {"weight_decay": arguments.weight_decay, "options": state}
-    match OPTIMIZERS[arguments.optim]:
+    match rule:
         case "adamw": return adamw(parameters, lr, betas, arguments.adam_epsilon, **shared)
         case "lion": return lion(parameters, lr, betas, **shared)
         case "muon": return muon(parameters, lr, betas=betas, eps=arguments.adam_epsilon, **shared)

@@ -63,7 +63,8 @@ def train(run: Run) -> Trained:
     output = Path(arguments.output_dir)
     _require_new(arguments, output)
     loop = _Loop(run)
-    with CheckpointWriter(output, run=run.identity, keep=arguments.save_total_limit) as writer:
+    with CheckpointWriter(output, run=run.identity, keep=arguments.save_total_limit,
+                          asynchronous=arguments.save_asynchronous) as writer:
         at = _resumed(run, output)
         with Log(arguments, run.steps, at.step) as log:
             loop.run(at, writer, log)
