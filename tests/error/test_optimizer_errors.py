@@ -43,6 +43,8 @@ def held(dtype: Any = dtypes.float32) -> dict[str, Tensor]:
     (lambda: adamw(held(), options=StateOptions(rows={"b": (1,)})), "rows of 'b'"),
     (lambda: muon(held(), options=StateOptions(rows={"a.weight": (1, 2)})), "rows 1, 2 of a.weight"),
     (lambda: StateOptions(max_grad_norm=0.0), "max_grad_norm 0.0"),
+    (lambda: StateOptions(bits=4), "state of 4 bits"),
+    (lambda: StateOptions(bits=8, paged=True), "paged state of 8 bits"),
     (lambda: StateOptions(seed=-1), "seed -1"),
     (lambda: sgd(held(), momentum=-1.0), "momentum -1.0"),
     (lambda: sgd(held(), nesterov=True), "nesterov without momentum"),

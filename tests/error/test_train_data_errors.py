@@ -268,6 +268,10 @@ PLAIN = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% e
     # the last message is written otherwise than the ones before
     (PLAIN.replace("m['content'] +", "(m['content'] if loop.last else m['content'] | upper) +"),
      [ANSWER, ANSWER],
+     "the chat template renders the messages up to message 1 otherwise alone than in the conversation"),
+    # so it is here, and the end-of-turn token that comes first is the user's
+    ("{% for m in messages %}{{ m['content'] | upper if not loop.last else m['content'] }}"
+     "{{ eos_token if loop.last or m['role'] == 'user' }}{% endfor %}", [ANSWER, USER, ANSWER],
      "the chat template renders the messages up to message 1 otherwise alone than in the conversation")])
 def test_a_template_whose_answers_cannot_be_found(tmp_path: Path, template: str, messages: Any, words: str):
     path = lines(tmp_path / "a.jsonl", {"messages": messages})

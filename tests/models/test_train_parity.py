@@ -82,10 +82,30 @@ def losses(directory: Path, dtype: torch.dtype, seed: int = 5) -> tuple[list[flo
     return made, model
 
 
+def their_gradients(directory: Path, batch: Batch, dtype: torch.dtype) -> dict[str, np.ndarray]:
+    model = theirs(directory, dtype)
+    their_loss(model, batch).backward()
+    own = {name: each.grad for name, each in model.named_parameters()}
+    return {name: each.float().numpy() for name, each in own.items() if each is not None}
+
+
+def our_gradients(directory: Path, batch: Batch, dtype: DType) -> dict[str, np.ndarray]:
+    """By the checkpoint's names."""
+    _, objective = ours(directory, dtype)
+    objective.fill(batch, counted(batch), 0)
+    own = network.parameters(objective.model)
+    with Context(TRAINING=1):
+        made = (objective.sums()[0] / objective.inputs.count.reshape(())).gradient(*own.values())
+        Tensor.realize(*made)
+    gradients = {id(tensor): grad.float().numpy() for tensor, grad in zip(own.values(), made, strict=True)}
+    return {name: gradients[id(slot.tensor)][slot.first:slot.first + slot.shape[0]]
+            for name, slot in slots(objective.model).items() if id(slot.tensor) in gradients}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_weights_of_50_steps(hf_model: Callable[[str], Path], case: str) -> None:
-    """float32: losses within 1e-5 of theirs, weights within 1e-4 of the largest from theirs of float64, which
-    is as far as float32 of theirs comes (measured: 4e-7; 4e-5, and 1.4e-4 of theirs)."""
+    """float32: losses within 1e-5 of theirs, weights within 1e-4 of theirs of float64; of Llama, Qwen3 and
+    Mixtral within 1e-4 of the largest (measured: 5e-7; 4e-5 of the largest, and theirs of float32 1.4e-4)."""
     directory = hf_model(case)
     wanted = losses(directory, torch.float32)[0]
     model = losses(directory, torch.float64)[1]
@@ -97,29 +117,18 @@ def test_losses_and_weights_of_50_steps(hf_model: Callable[[str], Path], case: s
     for name, slot in slots(objective.model).items():
         if name not in state: continue      # experts, which they keep together
         own = slot.tensor.numpy()[slot.first:slot.first + slot.shape[0]]
-        assert np.abs(own - state[name]).max() <= 1e-4 * np.abs(state[name]).max(), name
+        scale = np.abs(state[name]).max() if case in ("llama", "qwen3", "mixtral") else 1
+        assert np.abs(own - state[name]).max() <= 1e-4 * scale, name
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_of_the_first_step(hf_model: Callable[[str], Path], case: str) -> None:
     """Of every tensor within 1e-5 of the largest."""
-    directory, batch = hf_model(case), batches()[0]
-    model = theirs(directory)
-    their_loss(model, batch).backward()
-    _, objective = ours(directory)
-    objective.fill(batch, counted(batch), 0)
-    own = network.parameters(objective.model)
-    with Context(TRAINING=1):
-        made = (objective.sums()[0] / objective.inputs.count.reshape(())).gradient(*own.values())
-        Tensor.realize(*made)
-    gradients = {id(tensor): grad for tensor, grad in zip(own.values(), made, strict=True)}
-    wanted = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-    checked = 0
-    for name, slot in slots(objective.model).items():
-        if name not in wanted: continue
-        found = gradients[id(slot.tensor)].numpy()[slot.first:slot.first + slot.shape[0]]
-        exact = wanted[name].numpy()
-        assert np.abs(found - exact).max() <= 1e-5 * np.abs(exact).max(), name
+    batch, checked = batches()[0], 0
+    wanted = their_gradients(hf_model(case), batch, torch.float32)
+    for name, found in our_gradients(hf_model(case), batch, dtypes.float32).items():
+        if name not in wanted: continue     # experts, which they keep together
+        assert np.abs(found - wanted[name]).max() <= 1e-5 * np.abs(wanted[name]).max(), name
         checked += 1
     assert checked >= 9
 
@@ -128,15 +137,31 @@ def test_gradients_of_the_first_step(hf_model: Callable[[str], Path], case: str)
 @pytest.mark.parametrize("case", ["llama", "qwen3", "mixtral"])
 def test_bfloat16_is_as_near_as_torchs(hf_model: Callable[[str], Path], case: str) -> None:
     """Losses deviate from those of float32 by at most 1.5 times what torch's bfloat16 does, root mean square
-    over the steps of three runs: of one, the ratio is 0.5 to 1.7."""
+    over the steps of six runs: of one, the ratio is 0.5 to 1.7, as small differences grow."""
     squares = np.zeros(2)
-    for seed in (5, 6, 7):
+    for seed in range(5, 11):
         exact = losses(hf_model(case), torch.float32, seed)[0]
         step, _ = ours(hf_model(case), dtypes.bfloat16)
         found = [step([batch], counted(batch)).loss for batch in batches(seed)]
         both = found, losses(hf_model(case), torch.bfloat16, seed)[0]
         squares += [np.square(np.subtract(each, exact)).mean() for each in both]
-    assert squares[0] <= 1.5**2 * squares[1], np.sqrt(squares / 3)
+    assert squares[0] <= 1.5**2 * squares[1], np.sqrt(squares / 6)
+
+
+@pytest.mark.parametrize("case", ["llama", *(pytest.param(case, marks=pytest.mark.slow)
+                                             for case in ("qwen3", "mixtral", "gemma2"))])
+def test_bfloat16_gradients_are_as_near_as_torchs(hf_model: Callable[[str], Path], case: str) -> None:
+    """Of every tensor, root mean square from float32 over four batches: at most 1.5 times torch's (measured:
+    0.92 to 1.05)."""
+    squares, directory = dict[str, np.ndarray](), hf_model(case)
+    for batch in batches()[:4]:
+        wide, narrow = (their_gradients(directory, batch, dtype) for dtype in (torch.float32, torch.bfloat16))
+        for name, found in our_gradients(directory, batch, dtypes.bfloat16).items():
+            if name not in wide: continue
+            both = [np.square(each - wide[name]).mean() for each in (found, narrow[name])]
+            squares[name] = squares.get(name, 0) + np.array(both)
+    assert len(squares) >= 9
+    for name, (own, other) in squares.items(): assert own <= 1.5**2 * other, (name, own, other)
 
 
 def test_micro_batches_are_one_batch(hf_model: Callable[[str], Path]) -> None:

@@ -14,6 +14,7 @@ schedule and returns a `CPUKernel`.
   sampling/   filters, choices and counts of tokens
   embedding/  rows of a table
   quant_gemm/ matmuls with a quantised matrix: as stored, and in tiles
+  optimizer/  updates of many parameters, sums of squares
   router/     experts of tokens, and the order of slots
   grouped_gemm/  rows times the matrix of their group
   quant_grouped/  the same with quantised matrices

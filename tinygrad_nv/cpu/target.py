@@ -24,6 +24,7 @@ class CPU:
     """What a kernel is compiled for. Caches in bytes: `l1` and `l2` of one core, `l3` shared."""
     kind: ClassVar[str] = "cpu"
     head_bytes: ClassVar[int] = 1
+    pointers: ClassVar[int] = 60     # runtime/cpu/pool.py: of 63 arguments
     matrix_layout: ClassVar[Layout] = "tiles"
     isa: ISA
     threads: int

@@ -38,9 +38,10 @@ class GPU:
     (left out: as ptx/gpcs.py has it). `clock` measures candidates; without one they are modelled, or counted
     (clock.py). `model`: the name of its figures in ptx/timing/gpus, "" without; None: by its architecture and
     SMs. Heads that begin at multiples of `head_bytes` are read where they lie. Quantised matrices lie in
-    `matrix_layout`."""
+    `matrix_layout`. A kernel has so many `pointers` at most (32764 bytes of parameters)."""
     kind: ClassVar[str] = "gpu"
     head_bytes: ClassVar[int] = 16
+    pointers: ClassVar[int] = 4000
     matrix_layout: ClassVar[Layout] = "fragments"
     arch: str
     sm_count: int = 0

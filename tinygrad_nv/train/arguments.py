@@ -22,9 +22,13 @@ from tinygrad_nv.train.optimizers import SCHEDULES
 
 METHODS = ("sft", "dpo")
 DTYPES = {"float32": dtypes.float32, "bfloat16": dtypes.bfloat16, "float16": dtypes.float16}
-# names of transformers' --optim, and ours
-OPTIMIZERS = {"adamw": "adamw", "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "lion": "lion",
-              "lion_32bit": "lion", "muon": "muon", "adafactor": "adafactor", "sgd": "sgd"}
+# names of transformers' --optim: the rule, the bits of its state, and whether that is on the host
+OPTIMIZERS = {"adamw_torch": ("adamw", 32, False), "adamw_torch_fused": ("adamw", 32, False),
+              "adamw": ("adamw", 32, False), "adamw_8bit": ("adamw", 8, False),
+              "adamw_bnb_8bit": ("adamw", 8, False), "paged_adamw_32bit": ("adamw", 32, True),
+              "lion_32bit": ("lion", 32, False), "lion_8bit": ("lion", 8, False),
+              "paged_lion_32bit": ("lion", 32, True), "muon": ("muon", 32, False),
+              "adafactor": ("adafactor", 32, False), "sgd": ("sgd", 32, False)}
 SAVES = ("steps", "epoch", "no")
 WHOLE_MATRICES = ("muon", "adafactor")
 # ways to use several devices that serving has, and training does not, and what they are then
@@ -86,6 +90,8 @@ class TrainingArguments:
     save_strategy: str = option("steps", ", ".join(SAVES), "saving")
     save_steps: int = option(500, "a checkpoint every N steps", "saving")
     save_total_limit: int = option(2, "checkpoints that are kept", "saving")
+    save_asynchronous: bool = option(False, "write checkpoints beside the next steps; one that a kill "
+                                     "interrupts is lost, and with it up to two intervals", "saving")
     resume_from_checkpoint: str | None = option(None, "latest, or a directory checkpoint-N", "saving", "DIR")
     overwrite_output_dir: bool = option(False, "remove checkpoints of another run first", "saving")
 
@@ -148,7 +154,7 @@ class TrainingArguments:
                                   f"leave --{name.replace('_', '-')} out")
         if not 0 <= self.zero_stage <= 2:
             raise ConfigError(f"--zero-stage {self.zero_stage}", "0, 1 or 2", "choose one")
-        if self.zero_stage and OPTIMIZERS[self.optim] in WHOLE_MATRICES:
+        if self.zero_stage and OPTIMIZERS[self.optim][0] in WHOLE_MATRICES:
             raise ConfigError(f"--optim {self.optim} with --zero-stage {self.zero_stage}, whose ranks have "
                               "parts of matrices", "adamw, lion or sgd, which treat elements alike",
                               "choose one of these, or --zero-stage 0")

@@ -18,9 +18,9 @@ from typing import Literal, Protocol
 import numpy as np
 from tinygrad import Tensor, dtypes
 
+from tinygrad_nv.functional import linear_cross_entropy
 from tinygrad_nv.models.dense import Documents
 from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.patterns.cross_entropy.functions import linear_cross_entropy
 from tinygrad_nv.runtime.memory import write
 from tinygrad_nv.train.data import IGNORE, Batch
 

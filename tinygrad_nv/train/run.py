@@ -161,13 +161,15 @@ def _objective(arguments: TrainingArguments, directory: Path, model: Llama, adap
 def _optimizer(arguments: TrainingArguments, parts: Parts, rows: dict[str, tuple[int, ...]] | None
                ) -> Optimizer:
     """`rows`: extents of projections in parameters that have several."""
-    state = StateOptions(seed=arguments.seed, max_grad_norm=arguments.max_grad_norm or None,
+    rule, bits, paged = OPTIMIZERS[arguments.optim]
+    state = StateOptions(seed=arguments.seed, bits=bits, paged=paged,
+                         max_grad_norm=arguments.max_grad_norm or None,
                          rows=None if parts.sharded else rows, squares=parts.squares)
     betas, lr, parameters = (arguments.adam_beta1, arguments.adam_beta2), arguments.learning_rate, \
         parts.optimized
     # what decays is said by the shapes of whole parameters
     shared: dict[str, Any] = {"groups": decay_groups(parts.whole, arguments.weight_decay), "options": state}
-    match OPTIMIZERS[arguments.optim]:
+    match rule:
         case "adamw": return adamw(parameters, lr, betas, arguments.adam_epsilon, **shared)
         case "lion": return lion(parameters, lr, betas, **shared)
         case "muon": return muon(parameters, lr, betas=betas, eps=arguments.adam_epsilon, **shared)

@@ -70,7 +70,8 @@ def train(run: Run) -> Trained:
         if ranks.first: _require_new(arguments, ranks, output)
     loop = _Loop(run)
     with CheckpointWriter(output, run=run.identity, keep=arguments.save_total_limit, rank=ranks.rank,
-                          ranks=ranks.size, barrier=lambda: ranks.barrier("checkpoint")) as writer:
+                          ranks=ranks.size, barrier=lambda: ranks.barrier("checkpoint"),
+                          asynchronous=arguments.save_asynchronous) as writer:
         at = _resumed(run, output)
         with Log(arguments, run.steps, at.step) if ranks.first else Silent() as log:
             loop.run(at, writer, log)

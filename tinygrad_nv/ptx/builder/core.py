@@ -118,6 +118,11 @@ class Core:
         self._at_head("cvta.to.global.u64", made, made)
         return made
 
+    def late_pointer(self, name: str, align: int = 16) -> Label:
+        """A parameter as of `pointer` that takes no register: `ld.param.u64` reads it where it is used."""
+        self._declare_parameter(name, f".param .u64 .ptr .global .align {align} {name}", "u64")
+        return Label(name)
+
     def tensor_map(self, name: str) -> Value:
         """A tensor map passed by value: its generic address, as u64."""
         if self.arch < "sm_90": self.fail(f"tensor maps need sm_90, the target is {self.arch}")

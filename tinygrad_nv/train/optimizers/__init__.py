@@ -4,6 +4,8 @@
   rules.py         what an update rule is; AdamW, SGD, Lion
   matrix_rules.py  Muon, Adafactor
   state.py         slots, master weights, flat names
+  quantised.py     state of 8 bits
+  paged.py         state on the host
   gradients.py     global norm, clipping, sums over micro-batches
   rounding.py      stochastic rounding to bfloat16
   optimizer.py     a step

@@ -17,14 +17,14 @@ from collections.abc import Mapping, Sequence
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import ConfigError
+from tinygrad_nv.patterns.optimizer.named import squared_sums
 
 CLIP_EPS = 1e-6     # torch.nn.utils.clip_grad_norm_
 
 
 def squared_sum(gradients: Sequence[Tensor]) -> Tensor:
     """The sum of squares of all elements, float64 (1)."""
-    sums = [g.cast(dtypes.float32).square().sum().reshape(1) for g in gradients]
-    return Tensor.cat(*sums).cast(dtypes.float64).sum().reshape(1)
+    return squared_sums(gradients).cast(dtypes.float64).sum().reshape(1)
 
 
 def global_norm(gradients: Sequence[Tensor]) -> Tensor:

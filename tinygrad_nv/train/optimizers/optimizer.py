@@ -22,14 +22,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import ConfigError
+from tinygrad_nv.patterns.optimizer.named import Entry, adamw_update
 from tinygrad_nv.train.optimizers.gradients import clip_scale, gradients_of, squared_sum
 from tinygrad_nv.train.optimizers.groups import ParameterGroup, decay_groups, group_of
+from tinygrad_nv.train.optimizers.paged import HOST, PagedSlot, pages
+from tinygrad_nv.train.optimizers.quantised import LEAST, UNSIGNED, BlockwiseSlot
 from tinygrad_nv.train.optimizers.rounding import rounded
-from tinygrad_nv.train.optimizers.rules import At, UpdateRule
+from tinygrad_nv.train.optimizers.rules import AdamWRule, At, UpdateRule
 from tinygrad_nv.train.optimizers.state import FloatSlot, OptimizerState, ParameterState, Slot, kept
 
 FLOAT16S = (dtypes.bfloat16, dtypes.float16)
@@ -39,11 +43,14 @@ RuleOf = Callable[[str, Tensor], UpdateRule]
 @dataclass(frozen=True)
 class StateOptions:
     """How state is kept. `master`: parameters of 16 bits have float32 master weights; without, bfloat16 is
-    rounded stochastically from `seed`. `max_grad_norm` None: nothing is clipped. `rows`: extents of
-    projections that lie one below the other in a parameter, by its name. `squares`: where ranks have
-    parts of parameters, the sum of squares of all gradients, from those of this rank's, float64 (1)."""
+    rounded stochastically from `seed`. `bits` 8: quantised blockwise (quantised.py). `paged`: in the host's
+    memory (paged.py). `max_grad_norm` None: nothing is clipped. `rows`: extents of
+    projections that lie one below the other in a parameter, by its name. `squares`: where ranks have parts
+    of parameters, the sum of squares of all gradients, from those of this rank's, float64 (1)."""
     master: bool = True
     seed: int = 0
+    bits: int = 32
+    paged: bool = False
     max_grad_norm: float | None = None
     skip_nonfinite: bool = True
     rows: Mapping[str, tuple[int, ...]] | None = None
@@ -52,6 +59,8 @@ class StateOptions:
     def __post_init__(self) -> None:
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm {self.max_grad_norm}", "a number above 0, or None")
+        if self.bits not in (8, 32): raise ConfigError(f"state of {self.bits} bits", "8 or 32")
+        if self.bits == 8 and self.paged: raise ConfigError("paged state of 8 bits", "paged, or of 8 bits")
         if not 0 <= self.seed < 1 << 64: raise ConfigError(f"seed {self.seed}", "0 to 2⁶⁴ − 1")
 
 
@@ -101,14 +110,18 @@ class Optimizer:
     def _state(self, name: str) -> ParameterState:
         parameter, rule = self.parameters[name], self.rules[name]
         shape = tuple(int(extent) for extent in parameter.shape)
-        slots = {key: self.slot(own) for key, own in rule.slots(shape).items()}
+        slots = {key: self._slot(key, own, shape) for key, own in rule.slots(shape).items()}
         master = None
         if parameter.dtype in FLOAT16S and self.options.master:
             master = parameter.detach().cast(dtypes.float32).contiguous().is_param_(False)
         return ParameterState(slots, master)
 
-    def slot(self, shape: tuple[int, ...]) -> Slot:
-        """A slot of zeros, as the options say."""
+    def _slot(self, key: str, shape: tuple[int, ...], parameter: tuple[int, ...]) -> Slot:
+        """A slot of zeros, as the options say; those of 8 bits have a number for each element."""
+        if self.options.bits == 8 and shape == parameter and prod(shape) >= LEAST:
+            return BlockwiseSlot.zeros(shape, self.device, key not in UNSIGNED)
+        if self.options.paged and isinstance(self.device, str) and pages(self.device):
+            return PagedSlot(FloatSlot.zeros(shape, HOST), self.device)
         return FloatSlot.zeros(shape, self.device)
 
     @property
@@ -139,8 +152,37 @@ class Optimizer:
         self.steps.assign(self.steps + done)
         self.skipped.assign(self.skipped + (1 - done))
         changed = [self.steps, self.skipped, self.grad_norm]
-        for name in self.parameters: changed += self._update(name, given[name], scale, go)
+        fused = [name for name in self.parameters if self._is_fused(name)]
+        for rule in dict.fromkeys(self.rules[name] for name in fused):
+            assert isinstance(rule, AdamWRule)
+            alike = [name for name in fused if self.rules[name] == rule]
+            changed += self._fused(rule, alike, given, scale, go)
+        for name in self.parameters:
+            if name not in fused: changed += self._update(name, given[name], scale, go)
         return changed
+
+    def _is_fused(self, name: str) -> bool:
+        """Whether a parameter is one of many that AdamW updates in one launch."""
+        parameter, own = self.parameters[name], self.state.parameters[name]
+        return isinstance(self.rules[name], AdamWRule) and isinstance(parameter.device, str) and \
+            all(isinstance(slot, FloatSlot) for slot in own.slots.values()) and \
+            (parameter.dtype == dtypes.float32) == (own.master is None)
+
+    def _fused(self, rule: AdamWRule, names: Sequence[str], given: Mapping[str, Tensor], scale: Tensor | None,
+               go: Tensor | None) -> list[Tensor]:
+        """Updates parameters of a rule together (patterns/optimizer)."""
+        entries = []
+        for name in names:
+            own = self.state.parameters[name]
+            m, v = (own.slots[key].tensors()[""] for key in ("exp_avg", "exp_avg_sq"))
+            entries.append(Entry(self.parameters[name], m, v, given[name], self.group[name], own.master))
+        one = Tensor.ones(1, dtype=dtypes.float32).to(self.device)
+        control = [one if go is None else go.cast(dtypes.float32), one if scale is None else scale]
+        ats = [At.of(group, self.lr, self.steps) for group in self.groups]
+        control.append(rule.root(ats[0]))
+        for at in ats: control += [at.decay, rule.step_size(at)]
+        adamw_update(entries, Tensor.cat(*control).contiguous(), rule.beta1, rule.beta2, rule.eps)
+        return [tensor for entry in entries for tensor in entry.written]
 
     def _guard(self, gradients: list[Tensor], scale: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """What gradients are multiplied by, and whether the step is taken; None for 1 and for always."""
@@ -158,9 +200,8 @@ class Optimizer:
 
     def at(self, name: str) -> At:
         """What the rule of a parameter needs of this step."""
-        group = self.groups[self.group[name]]
-        return At(self.lr.cast(dtypes.float64) * group.lr_scale, self.steps.cast(dtypes.float64),
-                  group.weight_decay, (self.options.rows or {}).get(name, ()))
+        return At.of(self.groups[self.group[name]], self.lr, self.steps,
+                     (self.options.rows or {}).get(name, ()))
 
     def _update(self, name: str, gradient: Tensor, scale: Tensor | None, go: Tensor | None) -> list[Tensor]:
         parameter, own, rule, at = self.parameters[name], self.state.parameters[name], self.rules[name], \

@@ -19,6 +19,8 @@ from typing import ClassVar, Protocol
 
 from tinygrad import Tensor, dtypes
 
+from tinygrad_nv.train.optimizers.groups import ParameterGroup
+
 Shapes = dict[str, tuple[int, ...]]
 Numbers = Mapping[str, Tensor]
 
@@ -31,6 +33,12 @@ class At:
     step: Tensor
     weight_decay: float
     rows: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(group: ParameterGroup, lr: Tensor, step: Tensor, rows: tuple[int, ...] = ()) -> At:
+        """For parameters of a group."""
+        lr, step = lr.cast(dtypes.float64), step.cast(dtypes.float64)
+        return At(lr * group.lr_scale, step, group.weight_decay, rows)
 
     @property
     def decay(self) -> Tensor:
@@ -84,9 +92,16 @@ class AdamWRule:
                 "exp_avg_sq": self.beta2 * slots["exp_avg_sq"] + (1 - self.beta2) * (g * g)}
 
     def move(self, x: Tensor, g: Tensor, old: Numbers, new: Numbers, at: At) -> Tensor:
-        step_size = narrow(at.lr / at.correction(self.beta1))
-        root = narrow(1 / at.correction(self.beta2).sqrt())
-        return x * at.decay - step_size * (new["exp_avg"] / (new["exp_avg_sq"].sqrt() * root + self.eps))
+        root = new["exp_avg_sq"].sqrt() * self.root(at) + self.eps
+        return x * at.decay - self.step_size(at) * (new["exp_avg"] / root)
+
+    def step_size(self, at: At) -> Tensor:
+        """lr / (1 − β₁ᵗ)."""
+        return narrow(at.lr / at.correction(self.beta1))
+
+    def root(self, at: At) -> Tensor:
+        """1 / √(1 − β₂ᵗ)."""
+        return narrow(1 / at.correction(self.beta2).sqrt())
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +122,13 @@ def killed(directory: str) -> None:
     cached("k", 320, die)
 
 
-def counted(directory: str, written: Any) -> None:
+def counted(directory: str, written: Any, together: Any) -> None:
     os.environ["NV_CACHE_DIR"] = directory
     def add(writer: Writer) -> None:
         with written.get_lock(): written.value += 1
+        time.sleep(0.2)     # the others are there by now
         for _ in range(500): writer.add(document(30))
+    together.wait(20)
     assert len(cached("k", 320, add).ids) == 15_000
 
 
@@ -136,8 +139,9 @@ def test_processes_that_end_or_come_together(write, tmp_path: Path):
     first.start()
     first.join()
     assert first.exitcode == 9
-    written = context.Value("i", 0)
-    several = [context.Process(target=counted, args=(str(tmp_path / "cache"), written)) for _ in range(3)]
+    written, together = context.Value("i", 0), context.Barrier(3)
+    several = [context.Process(target=counted, args=(str(tmp_path / "cache"), written, together))
+               for _ in range(3)]
     for each in several: each.start()
     for each in several: each.join()
     assert ([each.exitcode for each in several], written.value) == ([0, 0, 0], 1)

@@ -1,0 +1,80 @@
+"""Losses of rows by kernels, on the emulated GPU, checks on, and on this processor: against float64, in two
+orders of warps; vectors of one element to eight, rows that are kept, cut into CTAs, and read again."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from reference_case import right, run, storages
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.cpu.target import CPU, host
+from tinygrad_nv.ptx.assemble import assemble
+from tinygrad_nv.tile.cross_entropy import templates
+from tinygrad_nv.tile.cross_entropy.spec import CrossEntropySpec, DistillationSpec, Loss, RowsSpec
+from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.templates import TABLE
+
+F32, BF16, F16 = dtypes.float32, dtypes.bfloat16, dtypes.float16
+TARGETS = (GPU("sm_80", 108), GPU("sm_90a", 132), host())
+ALL = Loss(2, 0.1, 1e-3, 2.0, 2.0)
+IN_PLACE: dict[str, Any] = {"gradient": F32, "in_place": True}
+SPECS: dict[str, RowsSpec] = {
+    "losses": CrossEntropySpec(3, 1100, F32, Loss(2)),
+    "in place": CrossEntropySpec(3, 4100, F32, **IN_PLACE),
+    "odd": CrossEntropySpec(4, 77, F32, ALL, **IN_PLACE),
+    "one class": CrossEntropySpec(2, 1, F32, **IN_PLACE),
+    "to bf16": CrossEntropySpec(3, 2052, F32, ALL, BF16), "f16": CrossEntropySpec(3, 600, F16, Loss(5), F32),
+    "bf16, scaled": CrossEntropySpec(3, 2056, BF16, ALL, BF16, scaled=True),
+    "pairs": CrossEntropySpec(3, 602, BF16, Loss(5), BF16),
+    "distilled": DistillationSpec(3, 1100, F32, Loss(2), **IN_PLACE, teacher=BF16, temperature=2.0),
+    "distilled, odd": DistillationSpec(3, 77, F32, Loss(2, softcap=5.0), BF16, scaled=True)}
+# what ex2.approx (2 units of 2⁻²³) of a few units leaves, of the largest
+CUT = 2.0**-18
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda one: one.instructions)
+@pytest.mark.parametrize("name", SPECS)
+def test_numbers(name: str, target: GPU | CPU):
+    spec = SPECS[name]
+    given = storages(spec)
+    schedule = TABLE.choose(spec, target)
+    first = run(spec, schedule, target, given)
+    right(spec, given, first, c=4.0, cut=CUT)
+    if isinstance(target, GPU):
+        for each, other in run(spec, schedule, target, given, seed=1).items():
+            assert torch.equal(first[each], other)
+
+
+@pytest.mark.parametrize(("arch", "blocks", "kept"), [("sm_90a", 2, True), ("sm_90a", 8, False),
+                                                      ("sm_80", 1, False)])
+@pytest.mark.parametrize("name", ["in place", "bf16, scaled", "distilled", "odd"])
+def test_long_rows(name: str, arch: str, blocks: int, kept: bool, monkeypatch: pytest.MonkeyPatch):
+    """As a row of hundreds of thousands has them."""
+    monkeypatch.setattr(templates, "blocks_of", lambda spec, arch: (blocks, kept))
+    spec, target = SPECS[name], GPU(arch)
+    kind = templates.DistilledRows if isinstance(spec, DistillationSpec) else templates.Rows
+    given, schedule = storages(spec, 2), kind(blocks, kept)
+    right(spec, given, run(spec, schedule, target, given), c=4.0, cut=CUT)
+
+
+@pytest.mark.parametrize("size", [1, 2048, 32000, 50257, 128256, 262144])
+def test_nothing_spills(size: int):
+    for arch in ("sm_80", "sm_89", "sm_90a"):
+        for spec in (CrossEntropySpec(8, size, F32, **IN_PLACE), CrossEntropySpec(8, size, F32, ALL, BF16),
+                     CrossEntropySpec(8, size, BF16, ALL, BF16),
+                     DistillationSpec(8, size, F32, Loss(), **IN_PLACE, teacher=F32)):
+            made = TABLE.build(spec, TABLE.choose(spec, GPU(arch)), GPU(arch))
+            found = assemble(made.ptx, arch).kernels[made.name]
+            assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
+            assert found.registers <= 128
+
+
+def test_how_rows_are_shared_out():
+    """A vocabulary of 128256 is kept by a cluster; where there are none it is read again."""
+    spec = CrossEntropySpec(8, 128256, F32, **IN_PLACE)
+    assert templates.blocks_of(spec, "sm_90a") == (8, True)
+    assert templates.blocks_of(spec, "sm_80") == (1, False)
+    assert templates.blocks_of(CrossEntropySpec(8, 2048, F32, **IN_PLACE), "sm_80") == (1, True)
+    assert [templates.wide_of(CrossEntropySpec(8, size, BF16)) for size in (1, 2, 12, 16)] == [1, 2, 4, 8]

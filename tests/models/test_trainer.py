@@ -1,0 +1,146 @@
+"""`tinygrad-nv train` from files to directories: runs that go on, evaluations, preferences, errors."""
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from tinygrad import Tensor
+from tinygrad_nv.models import tales
+from transformers import AutoModelForCausalLM
+
+from tinygrad_nv.cli import main
+from tinygrad_nv.errors import NVError, TrainingError
+from tinygrad_nv.train.arguments import TrainingArguments
+from tinygrad_nv.train.run import Run, assembled
+from tinygrad_nv.train.trainer import train
+
+TALES = Path(tales.__file__).parent
+LONG = 48
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Path:
+    """Token ids that repeat, so that they can be learnt."""
+    path = tmp_path / "ids.npy"
+    np.save(path, np.tile(np.arange(3, 103, dtype=np.uint16), 40))
+    return path
+
+
+def run(directory: Path, data: Path, output: Path, **options: Any) -> Run:
+    usual = {"max_steps": 6, "per_device_train_batch_size": 2, "max_length": LONG, "learning_rate": 1e-2,
+             "report_to": "none", "save_strategy": "no"}
+    arguments = TrainingArguments(output_dir=str(output), **{**usual, **options})
+    return assembled(arguments, directory, [str(data)])
+
+
+def log(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+
+
+def test_a_run_from_scratch_learns(hf_model: Callable[[str], Path], shard: Path, tmp_path: Path) -> None:
+    """From files to a directory that transformers opens, with an evaluation, its log and curves."""
+    output = tmp_path / "out"
+    made = train(run(hf_model("llama"), shard, output, from_scratch=True, max_steps=40, eval_steps=20,
+                     eval_data=(str(shard),), eval_batches=4, warmup_steps=5))
+    rows = log(output)
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses) == 40
+    assert losses[0] == pytest.approx(np.log(320), rel=0.02)    # knows nothing yet
+    assert losses[-1] < 1
+    assert [row["step"] for row in rows if "eval_loss" in row] == [20, 40]
+    rates = [row["learning_rate"] for row in rows if "loss" in row]
+    np.testing.assert_allclose(rates[:6], 1e-2 * np.array([0, 1, 2, 3, 4, 5]) / 5)
+    assert (output / "curves.png").stat().st_size > 10_000
+    model, ids = AutoModelForCausalLM.from_pretrained(made.directory, dtype=torch.float32), np.load(shard)
+    windows = torch.tensor(ids[:4 * 2 * LONG].astype(np.int64)).reshape(-1, LONG)
+    with torch.no_grad(): theirs = model(windows, labels=windows).loss.item()
+    assert made.eval_loss == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.parametrize("options", [
+    {}, pytest.param({"use_peft": True, "lora_r": 2, "gradient_accumulation_steps": 2},
+                     marks=pytest.mark.slow),
+    pytest.param({"dtype": "bfloat16", "save_asynchronous": True}, marks=pytest.mark.slow),
+    pytest.param({"optim": "adamw_8bit"}, marks=pytest.mark.slow)], ids=str)
+def test_a_run_that_goes_on_has_the_same_bits(hf_model: Callable[[str], Path], shard: Path, tmp_path: Path,
+                                              options: dict[str, Any]) -> None:
+    given = {**options, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 9}
+    for name in ("whole", "part"): train(run(hf_model("llama"), shard, tmp_path / name, **given))
+    for step in (4, 6):
+        folder = tmp_path / "part" / f"checkpoint-{step}"
+        for file in folder.iterdir(): file.unlink()
+        folder.rmdir()
+    train(run(hf_model("llama"), shard, tmp_path / "part", **given, resume_from_checkpoint="latest"))
+    name = "adapter_model.safetensors" if "use_peft" in options else "model.safetensors"
+    whole, part = (load_file(tmp_path / each / name) if "dtype" not in options else
+                   {name: np.frombuffer((tmp_path / each / name).read_bytes(), np.uint8)}
+                   for each in ("whole", "part"))
+    for name, tensor in whole.items(): np.testing.assert_array_equal(part[name], tensor)
+    assert [row["loss"] for row in log(tmp_path / "part")] == [row["loss"] for row in log(tmp_path / "whole")]
+
+
+def test_preferences(tmp_path: Path) -> None:
+    """DPO with an adapter: margins begin at 0 and grow; the loss begins at log 2."""
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("\n".join(json.dumps({"prompt": f"Once there was a {animal}.", "chosen": " It was happy.",
+                                          "rejected": " It was sad and cold."})
+                              for animal in ("dog", "cat", "bird", "fish")))
+    train(run(TALES, data, tmp_path / "out", method="dpo", use_peft=True, lora_r=4, lora_dropout=0.0,
+              max_steps=8))
+    rows = log(tmp_path / "out")
+    assert rows[0]["loss"] == pytest.approx(np.log(2), rel=1e-6)
+    assert rows[0]["rewards/margins"] == pytest.approx(0, abs=1e-5)     # sums of 20 logarithms, of two graphs
+    assert rows[-1]["rewards/margins"] > 0.1
+    assert rows[-1]["rewards/margins"] == pytest.approx(
+        rows[-1]["rewards/chosen"] - rows[-1]["rewards/rejected"], abs=1e-5)
+    assert rows[-1]["rewards/accuracies"] == 1
+
+
+def test_a_nan_is_named(hf_model: Callable[[str], Path], shard: Path, tmp_path: Path) -> None:
+    made = run(hf_model("llama"), shard, tmp_path / "out")
+    weight = made.model.blocks[1].feed_forward.down.weight
+    weight.assign(Tensor.full(weight.shape, float("nan"))).realize()
+    with pytest.raises(TrainingError, match=r"step 1 is NaN.*model.layers.1, whose "
+                                            r"model.layers.1.mlp.down_proj.weight has one"): train(made)
+
+
+def test_the_command(shard: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Options from a file, of which the command line's win."""
+    config = tmp_path / "run.json"
+    config.write_text(json.dumps({"max_steps": 9, "max_length": 32, "learning-rate": "1e-3",
+                                  "data": str(shard), "lr_scheduler_type": "constant", "report_to": "none"}))
+    output = tmp_path / "out"
+    assert main(["train", str(TALES), "--config", str(config), "--max_steps", "2", "--output-dir",
+                 str(output), "--per-device-train-batch-size", "1", "--save-strategy", "no",
+                 "--no-shuffle"]) == 0
+    assert capsys.readouterr().out.startswith(f"{output}: 2 steps in ")
+    assert [row["learning_rate"] for row in log(output)] == [1e-3, 1e-3]
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"lr_scheduler_type": "up"}, "--lr-scheduler-type up"),
+    ({"per_device_train_batch_size": 0}, "--per-device-train-batch-size 0"),
+    ({"method": "dpo", "packing": True}, "--packing of preferences"),
+    ({"method": "dpo"}, "the data have no preferences"),
+    ({"max_length": 999}, "--max-length 999"),
+    ({"learning_rate": float("nan")}, "--learning-rate nan"),
+    ({"use_peft": True, "lora_target_modules": ("query",)}, "--lora-target-modules query")], ids=str)
+def test_what_cannot_be(shard: Path, tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(NVError, match=words): run(TALES, shard, tmp_path / "out", **options)
+
+
+def test_checkpoints_of_another_run(hf_model: Callable[[str], Path], shard: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    given = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    train(run(hf_model("llama"), shard, output, **given))
+    with pytest.raises(NVError, match="checkpoint-2 of another run"):
+        train(run(hf_model("llama"), shard, output, **given))
+    with pytest.raises(NVError, match="another training run: seed is 42 there, and 7 here"):
+        train(run(hf_model("llama"), shard, output, **given, seed=7, resume_from_checkpoint="latest"))
+    train(run(hf_model("llama"), shard, output, **given, seed=7, overwrite_output_dir=True))
