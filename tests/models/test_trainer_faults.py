@@ -54,3 +54,21 @@ def test_a_killed_run_goes_on(hf_model: Callable[[str], Path], tmp_path: Path, k
     subprocess.run(command(hf_model("llama"), data, killed), check=True, capture_output=True)
     assert steps_of(killed) == STEPS
     assert (killed / "model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_goes_on(hf_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Ctrl-C ends after the step that runs, with a checkpoint of it."""
+    data = tmp_path / "ids.npy"
+    np.save(data, np.tile(np.arange(3, 103, dtype=np.uint16), 40))
+    alone, stopped = tmp_path / "alone", tmp_path / "stopped"
+    subprocess.run(command(hf_model("llama"), data, alone), check=True, capture_output=True)
+    process = subprocess.Popen(command(hf_model("llama"), data, stopped), stderr=subprocess.PIPE, text=True)
+    while steps_of(stopped) < 3: time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    told = process.communicate()[1]
+    assert process.returncode == 130, told
+    assert f"stopped after step {steps_of(stopped)}" in told
+    assert (stopped / f"checkpoint-{steps_of(stopped)}").is_dir()
+    subprocess.run(command(hf_model("llama"), data, stopped), check=True, capture_output=True)
+    assert (stopped / "model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from types import FrameType
 
@@ -74,11 +75,15 @@ class TrainingRanks:
 
     @contextlib.contextmanager
     def stoppable(self) -> Iterator[None]:
-        """Ctrl-C within is a wish that `begin` tells all ranks. One rank alone is stopped at once."""
-        if self.size == 1:
+        """Ctrl-C within is a wish that `begin` tells all ranks: a step is whole or not taken. A second one
+        stops this rank at once. In a thread that is not the main one Ctrl-C is not seen."""
+        if threading.current_thread() is not threading.main_thread():
             yield
             return
-        def ask(number: int, frame: FrameType | None) -> None: self._asked = True
+
+        def ask(number: int, frame: FrameType | None) -> None:
+            if self._asked: raise KeyboardInterrupt
+            self._asked = True
         before = signal.signal(signal.SIGINT, ask)
         try: yield
         finally: signal.signal(signal.SIGINT, before)
