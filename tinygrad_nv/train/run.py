@@ -25,6 +25,8 @@ from tinygrad_nv.train.arguments import OPTIMIZERS, TrainingArguments
 from tinygrad_nv.train.data import Data, DataOptions, Loader, LoaderOptions, load
 from tinygrad_nv.train.objectives import Inputs, LossOptions, Objective, Preference, Supervised
 from tinygrad_nv.train.optimizers import Optimizer, StateOptions, adafactor, adamw, lion, muon, sgd
+from tinygrad_nv.train.regions.blocks import checkpoint_blocks
+
 
 @dataclass(frozen=True)
 class Run:
@@ -71,6 +73,7 @@ def assembled(arguments: TrainingArguments, directory: Path, data: Sequence[str]
     adapter = _adapter(arguments, model, inputs) if arguments.use_peft else None
     objective = _objective(arguments, directory, model, adapter, inputs, dtype)
     optimizer = _optimizer(arguments, model, adapter)
+    checkpoint_blocks(model, arguments.regions, optimizer.params)
     return Run(arguments, directory, model, tokenizer, rows, evaluation, objective, optimizer, adapter,
                _steps(arguments, rows), _identity(arguments, rows, config.vocab_size))
 

@@ -1,13 +1,13 @@
 """Values that are used again only when a gradient is there.
 
-Protocol: tinygrad holds equal nodes to be one, and runs a kernel as soon as its inputs are there: a region that
-is written down twice is computed once, and early. `behind(value, gradient)` is a copy of a value that a kernel
-makes after `gradient`: it reads one element of it, and would write that, were a flag in memory not 0. What is
-computed from the copy is other nodes than the forward pass has, and comes after the gradient; the value itself
-is free after the copy. A copy has the bits of its value.
+Protocol: tinygrad holds equal nodes to be one, and runs a kernel as soon as its inputs are there: a region
+that is written down twice is computed once, and early. `behind(value, gradient)` is a copy of a value that a
+kernel makes after `gradient`: it reads one element of it, and would write that, were a flag in memory not 0.
+What is computed from the copy is other nodes than the forward pass has, and comes after the gradient; the
+value itself is free after the copy. A copy has the bits of its value.
 
-`on_host(value)` is a copy on the host, and `back(copy, value, gradient)` one of that on the value's device, made
-after `gradient`: an element of the gradient is written first into the buffer that is then copied into.
+`on_host(value)` is a copy on the host, and `back(copy, value, gradient)` one of that on the value's device,
+made after `gradient`: an element of the gradient is written first into the buffer that is then copied into.
 """
 from __future__ import annotations
 

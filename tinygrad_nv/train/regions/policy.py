@@ -3,8 +3,8 @@
     none       everything: there is no region
     full       nothing
     dots       results of matmuls and of attention
-    selective  results of attention, and of matmuls the first, third, fifth … of a region in the order in which
-               they are computed: the rule of torchtitan's selective checkpoints
+    selective  results of attention, and of matmuls the first, third, fifth … of a region in the order in
+               which they are computed: the rule of torchtitan's selective checkpoints
     offload    nothing, and inputs are on the host in between
     budget     of all values those that cost most to compute again for their bytes, with the inputs up to a
                share of what none keeps
@@ -28,8 +28,8 @@ class Policy:
     def __post_init__(self) -> None:
         if self.budget is not None:
             if not 0 <= self.budget <= 1:
-                raise ConfigError(f"budget {self.budget}", "a share from 0 to 1 of what is kept without regions",
-                                  "0.5 keeps at most half")
+                raise ConfigError(f"budget {self.budget}", "a share from 0 to 1 of what is kept without "
+                                  "regions", "0.5 keeps at most half")
         elif self.name not in POLICIES:
             raise ConfigError(f"policy {self.name!r}", f"{', '.join(POLICIES)}, or a budget from 0 to 1",
                               "choose one")
