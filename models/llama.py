@@ -16,13 +16,14 @@ Numerics are those of transformers: RMSNorm and softmax in float32, everything e
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
+from tinygrad.helpers import TRAINING
 
 from tinygrad_nv.functional import embedding
 from tinygrad_nv.kvcache.store import PagedCache
@@ -67,6 +68,8 @@ class Block:
         self.attention_post_norm = norm(names.attention_post_norm)
         self.feed_forward_norm = norm(names.feed_forward_norm)
         self.feed_forward_post_norm = norm(names.feed_forward_post_norm)
+        # in training instead of `computed`: the same as a region (train/regions/)
+        self.region: Callable[..., Tensor] | None = None
 
     def begun(self, x: Tensor, norm: RMSNorm | None, half: str) -> Tensor:
         """The input of half of a layer."""
@@ -92,6 +95,12 @@ class Block:
 
     def __call__(self, x: Tensor, batch: DenseBatch | PagedBatch | PackedBatch,
                  cache: Cache | None) -> Tensor:
+        if self.region is not None and cache is None and TRAINING: return self.region(x, batch, cache)
+        return self.computed(x, batch, cache)
+
+    def computed(self, x: Tensor, batch: DenseBatch | PagedBatch | PackedBatch,
+                 cache: Cache | None) -> Tensor:
+        """What the layer makes of x (B, T, hidden)."""
         with layer("attention"):
             h = self.begun(x, self.attention_norm, "attention")
             made = self.attention(h, batch, cache)

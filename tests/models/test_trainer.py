@@ -67,6 +67,7 @@ def test_a_run_from_scratch_learns(hf_model: Callable[[str], Path], shard: Path,
     {}, pytest.param({"use_peft": True, "lora_r": 2, "gradient_accumulation_steps": 2},
                      marks=pytest.mark.slow),
     pytest.param({"dtype": "bfloat16", "save_asynchronous": True}, marks=pytest.mark.slow),
+    pytest.param({"gradient_checkpointing": True}, marks=pytest.mark.slow),
     pytest.param({"optim": "adamw_8bit"}, marks=pytest.mark.slow)], ids=str)
 def test_a_run_that_goes_on_has_the_same_bits(hf_model: Callable[[str], Path], shard: Path, tmp_path: Path,
                                               options: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ Read in this order:
   arguments.py   what a run is: options by transformers' and TRL's names
   data/          files to rows of token ids, in batches of fixed shapes
   network.py     a model to train: its parameters by name, from a directory or from a seed
+  regions/       layers that are computed again for the backward pass, in place of being kept
   step.py        a step: loss, gradients and optimiser in one captured program
   optimizers/    update rules and their state
   checkpoints/   the state of a run on disk
@@ -11,3 +12,6 @@ Read in this order:
   trainer.py     the loop over steps
   log.py         lines, curves and progress
 """
+from tinygrad_nv.train.regions import checkpoint
+
+__all__ = ["checkpoint"]

@@ -19,6 +19,7 @@ from tinygrad.dtype import DType
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.train.data import DataOptions
 from tinygrad_nv.train.optimizers import SCHEDULES
+from tinygrad_nv.train.regions import POLICIES, Policy
 
 METHODS = ("sft", "dpo")
 DTYPES = {"float32": dtypes.float32, "bfloat16": dtypes.bfloat16, "float16": dtypes.float16}
@@ -81,6 +82,10 @@ class TrainingArguments:
                                               "data")
     eos_token: str | None = option(None, "ends a document, in place of the tokenizer's", "data", "TOKEN")
 
+    gradient_checkpointing: bool = option(False, "compute layers again for the backward pass", "memory")
+    gradient_checkpointing_policy: str = option("full", f"{', '.join(POLICIES)}, or the share of activations "
+                                                "that is kept (0.5): what layers keep", "memory")
+
     eval_data: tuple[str, ...] = option((), "files to evaluate on", "evaluation", "FILE")
     eval_steps: int = option(0, "evaluate every N steps; 0: at the end", "evaluation")
     eval_batches: int = option(0, "batches of an evaluation at most; 0: all", "evaluation")
@@ -140,6 +145,7 @@ class TrainingArguments:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}", "0 to less than 1", "correct it")
         if self.max_steps < 1 and not self.num_train_epochs > 0:
             raise ConfigError(f"--num-train-epochs {self.num_train_epochs}", "more than 0", "or --max-steps")
+        Policy.read(self.gradient_checkpointing_policy)
         if self.method == "dpo" and self.packing:
             raise ConfigError("--packing of preferences", "a row for each answer", "leave --packing out")
         self._require_built()
@@ -176,6 +182,12 @@ class TrainingArguments:
         """How files become rows."""
         return DataOptions(**{each.name: getattr(self, each.name) for each in fields(DataOptions)
                               if hasattr(self, each.name)})
+
+    @property
+    def regions(self) -> Policy:
+        """What layers keep for the backward pass."""
+        if not self.gradient_checkpointing: return Policy("none")
+        return Policy.read(self.gradient_checkpointing_policy)
 
     def warmup(self, steps: int) -> int:
         """Steps of warm-up, of so many."""

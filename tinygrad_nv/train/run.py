@@ -38,6 +38,7 @@ from tinygrad_nv.train.optimizers import (
     sgd,
 )
 from tinygrad_nv.train.ranks import TrainingRanks
+from tinygrad_nv.train.regions.blocks import checkpoint_blocks
 from tinygrad_nv.train.replicas import Parts, Replicas, Sharded
 
 
@@ -101,6 +102,7 @@ def assembled(arguments: TrainingArguments, directory: Path, data: Sequence[str]
     parameters = network.parameters(model) if adapter is None else adapter.parameters
     parts = _parts(arguments, parameters, ranks)
     optimizer = _optimizer(arguments, parts, network.projections(model) if adapter is None else None)
+    checkpoint_blocks(model, arguments.regions, list(parameters.values()))
     return Run(arguments, directory, model, tokenizer, rows, evaluation, objective, optimizer, adapter,
                _steps(arguments, rows, ranks.size), _identity(arguments, rows, config.vocab_size, ranks.size),
                ranks, parts)

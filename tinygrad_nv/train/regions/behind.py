@@ -1,0 +1,50 @@
+"""Values that are used again only when a gradient is there.
+
+Protocol: tinygrad holds equal nodes to be one, and runs a kernel as soon as its inputs are there: a region
+that is written down twice is computed once, and early. `behind(value, gradient)` is a copy of a value that a
+kernel makes after `gradient`: it reads one element of it, and would write that, were a flag in memory not 0.
+What is computed from the copy is other nodes than the forward pass has, and comes after the gradient; the
+value itself is free after the copy. A copy has the bits of its value.
+
+`on_host(value)` is a copy on the host, and `back(copy, value, gradient)` one of that on the value's device,
+made after `gradient`: an element of the gradient is written first into the buffer that is then copied into.
+"""
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from tinygrad import Tensor, dtypes
+from tinygrad.uop.ops import UOp
+
+from tinygrad_nv.runtime.memory import write
+
+HOST = "CPU"
+
+
+@functools.cache
+def _zero(device: str) -> Tensor:
+    """0 in memory, int32 (1,), at once: `realize` would become part of a step that is being captured."""
+    made = Tensor.empty(1, dtype=dtypes.int32, device=device)
+    write(made, 0, np.zeros(1, np.int32).data.cast("B"))
+    return made
+
+
+def behind(value: UOp, gradient: UOp) -> UOp:
+    """A copy of `value`, of its shape and dtype, after `gradient`, of any. Both on one device."""
+    flag = _zero(str(value.device)) != 0
+    first = Tensor(gradient).flatten()[:1].cast(value.dtype)
+    return flag.where(first, Tensor(value).flatten()).reshape(value.shape).contiguous().uop
+
+
+def on_host(value: UOp) -> UOp:
+    """A copy on the host."""
+    return value.copy_to_device(HOST)
+
+
+def back(copy: UOp, value: UOp, gradient: UOp) -> UOp:
+    """A copy of `copy` on the device of `value`, whose shape and dtype it has, after `gradient`."""
+    place = Tensor.empty(int(np.prod(value.shape)), dtype=value.dtype, device=str(value.device)).uop
+    filled = place.after(place.shrink(((0, 1),)).store(Tensor(gradient).flatten()[:1].cast(value.dtype).uop))
+    flat = copy.reshape((int(np.prod(value.shape)),))
+    return filled.after(filled.store(flat.copy_to_device(str(value.device)))).reshape(value.shape)

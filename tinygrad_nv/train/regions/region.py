@@ -1,0 +1,139 @@
+"""`checkpoint`: a function whose values are computed again for the backward pass, in place of being kept.
+
+Protocol: the forward pass has the function's own nodes, behind a function node of tinygrad that says what its
+gradient is. For that the region is written down once more over placeholders, derived, and put over copies of
+its inputs, and of the values that its policy keeps, that are made when the gradient of its result is there
+(behind.py). So the region is computed again then, and its first values are free as soon as the forward pass
+has used them. What does not depend on the region's inputs (weights, tables, a mask of documents) is no part
+of it: it is computed once, and gets its gradient as without a region.
+
+With "offload" the copies are made from the host. That of a region is under way while the region after it,
+which is derived before it, is computed again; on a CPU, which is the host, it is as "full".
+"""
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tinygrad import Tensor
+from tinygrad.dtype import dtypes
+from tinygrad.mixin.gradient import compute_gradient
+from tinygrad.uop.ops import Ops, UOp
+
+from tinygrad_nv.errors import SpecError
+from tinygrad_nv.train.regions.behind import HOST, back, behind, on_host
+from tinygrad_nv.train.regions.policy import BUDGET, Policy
+from tinygrad_nv.train.regions.values import inside, kept, nbytes, outside, values
+
+_numbers = itertools.count(1 << 24)     # of placeholders: those of regions within each other differ
+# a region's result to the gradient that is there before its own: that of the region that reads it
+_before: weakref.WeakKeyDictionary[UOp, UOp] = weakref.WeakKeyDictionary()
+
+
+def checkpoint(fn: Callable[..., Tensor], policy: str = "full", *, budget: float | None = None,
+               parameters: Iterable[Tensor] | None = None) -> Callable[..., Tensor]:
+    """`fn` as a region: called as `fn`, with the same result and gradients. Tensors of floats among its
+    arguments are its inputs, which are kept until its backward pass. `policy` is one of `POLICIES` (policy.py
+    has their rules); a `budget` from 0 to 1 instead is the share of bytes that it keeps of those that are
+    kept without regions. Tensors that `fn` closes over get their gradients, too: all, or `parameters` alone,
+    which saves the time to derive the others. Values that are drawn at random must come from a counter in
+    memory (train/adapter.py): tinygrad's own dropout is drawn once, and its mask is an input.
+
+    Raises `ConfigError` for an unknown policy, `SpecError` if `fn` returns something else than a Tensor."""
+    how = Policy(policy) if budget is None else Policy(BUDGET, budget)
+    wanted = None if parameters is None else tuple(parameters)
+
+    @functools.wraps(fn)
+    def region(*args: Any, **kwargs: Any) -> Tensor:
+        if how.keeps_all: return fn(*args, **kwargs)
+        inputs = list[UOp]()
+        def entered(given: Any) -> Any:
+            if not isinstance(given, Tensor) or given.dtype not in dtypes.floats: return given
+            stored = given.contiguous()
+            if stored.uop not in inputs: inputs.append(stored.uop)
+            return stored
+        result = fn(*map(entered, args), **{name: entered(each) for name, each in kwargs.items()})
+        if not isinstance(result, Tensor):
+            raise SpecError(f"a region that returns a {type(result).__name__}", "one Tensor",
+                            "make a region of the part with one result")
+        if not inputs: return result
+        return _Region.of(result.uop, inputs, wanted, how).tensor()
+    return region
+
+
+@dataclass(frozen=True)
+class _Region:
+    """`result` over `inputs` and what it reads from `outside`. `derived` are the gradients by `marks`, which
+    stand for both, and `mark`, for the gradient of the result; `kept` what stands in them for values that are
+    kept, with these."""
+    result: UOp
+    inputs: tuple[UOp, ...]
+    outside: tuple[UOp, ...]
+    marks: tuple[UOp, ...]
+    mark: UOp
+    derived: dict[UOp, UOp]
+    kept: dict[UOp, UOp]
+    policy: Policy
+
+    @staticmethod
+    def of(result: UOp, inputs: list[UOp], parameters: tuple[Tensor, ...] | None, policy: Policy) -> _Region:
+        own = inside(result, inputs)
+        others = outside(own, inputs)
+        if parameters is not None:
+            wanted = {each.uop for each in parameters}
+            others = [each for each in others if not wanted.isdisjoint(each.toposort(enter_calls=False))]
+        # of what is outside, too: a gradient goes on from there, and would reach what that is made of twice
+        marks = {each: each.param_like(next(_numbers)) for each in (*inputs, *others)}
+        mark = result.param_like(next(_numbers))
+        written = UOp.sink(*own).substitute(marks, walk=True).src
+        found = compute_gradient(written[-1], mark, set(marks.values()))
+        derived = {each: found[each] for each in marks.values() if _is_there(found.get(each))}
+        places = dict(zip(written, own, strict=True))
+        left = kept(policy, values(places, UOp.maketuple(*derived.values())), sum(map(nbytes, inputs)))
+        after = _stored(own, {places[value.node] for value in left})
+        return _Region(after.get(result, result), tuple(inputs), tuple(others), tuple(marks.values()), mark,
+                       derived, {value.node: after[places[value.node]] for value in left}, policy)
+
+    def tensor(self) -> Tensor:
+        """The result, whose gradient is this region's."""
+        what = self.result.param_like(0)
+        made = what.call(self.result, *self.inputs, *self.outside, grad_fxn=self.gradient, name="region")
+        return Tensor(made.gettuple(0))
+
+    def gradient(self, gradient: UOp, call: UOp) -> tuple[UOp | None, ...]:
+        """Of the result's gradient those of the call's arguments: all but that of the result itself."""
+        gradient = gradient.contiguous()
+        ready = self._ready(gradient)
+        puts = {node: behind(value, ready) for node, value in self.kept.items()} | {self.mark: gradient}
+        copies = [self._copied(each, ready) for each in self.inputs]
+        puts |= dict(zip(self.marks, (*copies, *self.outside), strict=True))
+        made = UOp.maketuple(*self.derived.values()).substitute(puts, walk=True).src
+        given = dict(zip(self.derived, made, strict=True))
+        _before.update(dict.fromkeys(self.inputs, gradient))
+        return (None, *map(given.get, self.marks))
+
+    def _ready(self, gradient: UOp) -> UOp:
+        """What is there when the forward pass is done: the gradient, or where that is constant the result."""
+        return gradient if self.result in gradient.toposort(enter_calls=False) else self.result.contiguous()
+
+    def _copied(self, value: UOp, ready: UOp) -> UOp:
+        on_device = self.policy.name != "offload" or str(value.device).split(":", 1)[0] == HOST
+        if on_device: return behind(value, ready)
+        return back(on_host(value), value, _before.get(self.result, ready))
+
+
+def _is_there(gradient: UOp | None) -> bool: return gradient is not None and gradient.op is not Ops.NOOP
+
+
+def _stored(nodes: Iterable[UOp], wanted: set[UOp]) -> dict[UOp, UOp]:
+    """Nodes with what takes their places so that those wanted are in memory, which else the kernels that read
+    them might compute."""
+    made = dict[UOp, UOp]()
+    for node in nodes:
+        one = node.replace(src=tuple(made.get(each, each) for each in node.src))
+        made[node] = one.contiguous() if node in wanted else one
+    return made
