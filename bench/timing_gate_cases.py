@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
 from emitted_specs import (
     BF16,
     E4M3,
@@ -34,12 +35,14 @@ from emitted_specs import (
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile.attention.spec import Band
+from tinygrad_nv.tile.cross_entropy.spec import CrossEntropySpec, DistillationSpec
 from tinygrad_nv.tile.embedding.spec import EmbeddingSpec, Tokens
 from tinygrad_nv.tile.gemm.analytic import analytic
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec, TransposedGroupedSpec
 from tinygrad_nv.tile.lora.spec import LoraExpandSpec, LoraShrinkSpec
+from tinygrad_nv.tile.optimizer.spec import AdamWSpec, SquaresSpec
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
 from tinygrad_nv.tile.router.spec import Policy, RouterSpec
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
@@ -147,7 +150,16 @@ SPECS: dict[str, dict[str, Any]] = {
     "quant_grouped_wgmma": {
         "down": experts_of("mxfp4", expert_rows(4, 0, 512, 1024, 1024)),
         "gate and up, int4 *": experts_of("int4", expert_rows(8, 512, 1024, 4096, 2048, "silu"))},
-    "quant_grouped_mma": {"gate and up": experts_of("mxfp4", expert_rows(4, 64, 128, 2048, 1024, "silu"))}}
+    "quant_grouped_mma": {"gate and up": experts_of("mxfp4", expert_rows(4, 64, 128, 2048, 1024, "silu"))},
+    "cross_entropy": {"rows of 8192": CrossEntropySpec(132, 8192, BF16, gradient=BF16, in_place=True)},
+    "distillation": {"rows of 8192": DistillationSpec(132, 8192, BF16, gradient=BF16, teacher=BF16)},
+    "adamw_update": {"float32": AdamWSpec((1 << 20,), (0,), 0.9, 0.95, 1e-8)},
+    "squared_sums": {"float32": SquaresSpec((1 << 20,))}}
+
+
+def contents(spec: Any) -> dict[str, Any]:
+    """What inputs have where zeros would spare the kernel its work: a step that is taken."""
+    return {"control": torch.ones(spec.control)} if isinstance(spec, AdamWSpec) else {}
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 from measure import each
-from timing_gate_cases import GPU_NAME, GateCase, cases
+from timing_gate_cases import GPU_NAME, GateCase, cases, contents
 
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.ptx.sass import Loop, main_loop
@@ -60,7 +60,7 @@ def records(case: GateCase) -> list[Record]:
     made = TABLE.build(case.spec, case.schedule, case.target)
     kernels = [kernel for one in ([made.first, made.second] if isinstance(made, Chain) else [made])
                for kernel in one.kernels]
-    predicted = timings(made, case.spec, case.gpu_name)
+    predicted = timings(made, case.spec, case.gpu_name, given=contents(case.spec))
     return [record(case, *pair) for pair in zip(kernels, predicted, strict=True)]
 
 
