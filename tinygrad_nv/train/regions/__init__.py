@@ -6,7 +6,6 @@ Read in this order:
   behind.py      values that are used again only when a gradient is there
   region.py      `checkpoint`: a function as a region
   blocks.py      the layers of a model as regions
-  forecast.py    the memory of a step before it runs
 """
 from tinygrad_nv.train.regions.policy import POLICIES, Policy
 from tinygrad_nv.train.regions.region import checkpoint
