@@ -49,7 +49,9 @@ def memory_timeline(jit: Any) -> MemoryTimeline:
             if given.op is not Ops.BITCAST or (view := given.contiguous_view()) is None: continue
             arenas.add(view[0])
             key = view[0], view[1], given.nbytes()
-            if place in outs and place not in ins and key in alive: ends.append((*alive.pop(key), key[2]))
+            if place in outs and place not in ins and key in alive:
+                first, last = alive.pop(key)
+                ends.append((first, last, key[2]))
             alive.setdefault(key, [number, number])[1] = number
     ends += [(first, last, key[2]) for key, (first, last) in alive.items()]
     sizes = [sum(size for first, last, size in ends if first <= at <= last) for at in range(len(calls))]

@@ -69,7 +69,8 @@ def stack(policy: str, layers: int = 8, rows: int = 512, width: int = 16) -> tup
     random = np.random.default_rng(4)
     def drawn(*shape: int) -> Tensor:
         return Tensor(random.standard_normal(shape).astype(np.float32) / 4).realize()
-    weights, x = [(drawn(width, 4 * width), drawn(4 * width, width)) for _ in range(layers)], drawn(rows, width)
+    weights = [(drawn(width, 4 * width), drawn(4 * width, width)) for _ in range(layers)]
+    x = drawn(rows, width)
 
     def step() -> tuple[Tensor, ...]:
         h = x
