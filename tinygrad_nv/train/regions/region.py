@@ -40,8 +40,8 @@ def checkpoint(fn: Callable[..., Tensor], policy: str = "full", *, budget: float
     arguments are its inputs, which are kept until its backward pass. `policy` is one of `POLICIES` (policy.py
     has their rules); a `budget` from 0 to 1 instead is the share of bytes that it keeps of those that are
     kept without regions. Tensors that `fn` closes over get their gradients, too: all, or `parameters` alone,
-    which saves the time to derive the others. Values that are drawn at random must come from a counter in
-    memory (train/adapter.py): tinygrad's own dropout is drawn once, and its mask is an input.
+    which saves the time to derive the others. What is drawn at random must come from a counter in memory,
+    as in train/adapter.py.
 
     Raises `ConfigError` for an unknown policy, `SpecError` if `fn` returns something else than a Tensor."""
     how = Policy(policy) if budget is None else Policy(BUDGET, budget)

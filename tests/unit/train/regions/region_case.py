@@ -5,14 +5,14 @@ import json
 from pathlib import Path
 
 import numpy as np
-from tinygrad import Tensor, dtypes
+from tinygrad import Tensor, TinyJit, dtypes
 from tinygrad.helpers import Context
 from tinygrad_nv.models.llama import Llama
 
 from tinygrad_nv.train import network
 from tinygrad_nv.train.adapter import AdapterModel, AdapterOptions
 from tinygrad_nv.train.objectives import Inputs, LossOptions, Supervised
-from tinygrad_nv.train.regions import Policy
+from tinygrad_nv.train.regions import Policy, checkpoint
 from tinygrad_nv.train.regions.blocks import checkpoint_blocks
 
 DENSE = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
@@ -62,3 +62,27 @@ class Case:
             made = [loss, *loss.gradient(*self.parameters.values())]
             Tensor.realize(*made)
         return made
+
+
+def stack(policy: str, layers: int = 8, rows: int = 512, width: int = 16) -> tuple[TinyJit, list[np.ndarray]]:
+    """A captured step of feed-forward layers, whose memory is activations for the most part; its results."""
+    random = np.random.default_rng(4)
+    def drawn(*shape: int) -> Tensor:
+        return Tensor(random.standard_normal(shape).astype(np.float32) / 4).realize()
+    weights = [(drawn(width, 4 * width), drawn(4 * width, width)) for _ in range(layers)]
+    x = drawn(rows, width)
+
+    def step() -> tuple[Tensor, ...]:
+        h = x
+        for up, down in weights:
+            def layer(h: Tensor, up: Tensor = up, down: Tensor = down) -> Tensor:
+                inner = (h * (h.square().mean(-1, keepdim=True) + 1e-5).rsqrt()).contiguous() @ up
+                return (h + inner.silu().contiguous() @ down).contiguous()
+            h = checkpoint(layer, policy)(h)
+        loss = h.square().mean()
+        made = loss, *loss.gradient(*(each for pair in weights for each in pair))
+        Tensor.realize(*made)
+        return made
+    jit = TinyJit(step)
+    for _ in range(3): made = jit()
+    return jit, [each.numpy() for each in made]
