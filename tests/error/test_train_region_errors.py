@@ -10,9 +10,9 @@ from tinygrad_nv.train.regions import checkpoint
 
 
 def test_policies():
-    with pytest.raises(ConfigError, match=r"policy 'all'.*full, selective, dots, offload, none, or a budget"):
+    with pytest.raises(ConfigError, match=r"(?s)policy 'all'.*full, selective, dots, offload, none, or a budget"):
         checkpoint(lambda x: x, "all")
-    with pytest.raises(ConfigError, match=r"budget 1.5.*a share from 0 to 1"):
+    with pytest.raises(ConfigError, match=r"(?s)budget 1.5.*a share from 0 to 1"):
         checkpoint(lambda x: x, budget=1.5)
     with pytest.raises(ConfigError, match=r"policy 'half'"):
         TrainingArguments(gradient_checkpointing_policy="half")

@@ -130,7 +130,7 @@ def _board(arguments: TrainingArguments) -> Any:
     except ImportError:
         if arguments.report_to == "auto": return None
         raise ConfigError("--report-to tensorboard", "the package tensorboard",
-                          "pip install 'tinygrad-nv[train]'") from None
+                          "pip install '.[train]'") from None
     return found.EventFileWriter(str(Path(arguments.output_dir) / "runs"))
 
 
