@@ -10,8 +10,8 @@ from tinygrad_nv.train.regions import checkpoint
 
 
 def test_policies():
-    with pytest.raises(ConfigError, match=r"(?s)policy 'all'.*full, selective, dots, offload, none, or a budget"):
-        checkpoint(lambda x: x, "all")
+    words = r"(?s)policy 'all'.*full, selective, dots, offload, none, or a budget"
+    with pytest.raises(ConfigError, match=words): checkpoint(lambda x: x, "all")
     with pytest.raises(ConfigError, match=r"(?s)budget 1.5.*a share from 0 to 1"):
         checkpoint(lambda x: x, budget=1.5)
     with pytest.raises(ConfigError, match=r"policy 'half'"):
