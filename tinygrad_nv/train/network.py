@@ -44,7 +44,7 @@ def drawn(directory: Path, dtype: DType, seed: int, device: str | None = None) -
         done.add(id(slot.tensor))
         shape = tuple(int(n) for n in slot.tensor.shape)
         if len(shape) > 1: values = random.standard_normal(shape, np.float32) * np.float32(scale)
-        else: values = np.full(shape, norm if "norm" in name else 0.0, np.float32)
+        else: values = np.full(shape, norm if name.endswith("norm.weight") else 0.0, np.float32)
         slot.tensor.assign(Tensor(values, device=slot.tensor.device).cast(slot.tensor.dtype)).realize()
     return model
 
