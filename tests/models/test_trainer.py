@@ -86,6 +86,24 @@ def test_a_run_that_goes_on_has_the_same_bits(hf_model: Callable[[str], Path], s
     assert [row["loss"] for row in log(tmp_path / "part")] == [row["loss"] for row in log(tmp_path / "whole")]
 
 
+def test_an_evaluation_of_shorter_rows(tmp_path: Path) -> None:
+    """Rows are filled up to the training's: the loss is transformers'."""
+    texts = ["The fox ran home. " * 30, "A bird sang. " * 3, "Once upon a time, a dog sat."]
+    for name, some in (("long", texts), ("short", texts[1:])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"text": each}) for each in some))
+    made = run(TALES, tmp_path / "long.jsonl", tmp_path / "out", max_length=160, max_steps=1,
+               learning_rate=0.0, eval_data=(str(tmp_path / "short.jsonl"),))
+    assert made.evaluation is not None
+    assert made.evaluation.width < made.data.width
+    model = AutoModelForCausalLM.from_pretrained(TALES, dtype=torch.float64)
+    total = count = 0.0
+    for index in range(len(made.evaluation)):
+        ids = torch.tensor(made.evaluation.rows(index)[0].ids[None].astype(np.int64))
+        with torch.no_grad(): total += model(ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+        count += ids.shape[1] - 1
+    assert train(made).eval_loss == pytest.approx(total / count, rel=1e-5)
+
+
 def test_preferences(tmp_path: Path) -> None:
     """DPO with an adapter: margins begin at 0 and grow; the loss begins at log 2."""
     data = tmp_path / "pairs.jsonl"

@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from tinygrad_nv.cli.model_path import found
-from tinygrad_nv.dist import group as dist
-from tinygrad_nv.dist.launcher import Launch, launch
 from tinygrad_nv.dist.ranks import Ranks
 from tinygrad_nv.errors import ConfigError, NVError
 from tinygrad_nv.train import arguments as arguments_
@@ -83,10 +81,12 @@ def run(given: argparse.Namespace) -> int:
     alone = Ranks.from_environment().world_size == 1
     if alone and (arguments.data_parallel_size > 1 or arguments.max_restarts):
         return _over_ranks(arguments, model, data)
-    made = train(assembled(arguments, found(model), data))
-    first = dist.world().rank == 0
-    if not alone: dist.close()
-    if not first: return 0
+    opened = assembled(arguments, found(model), data)
+    made = train(opened)
+    if not alone:
+        from tinygrad_nv.dist import group
+        group.close()
+    if not opened.ranks.first: return 0
     ended = f"{made.steps} steps in {made.seconds:.0f} s, loss {made.loss:.4f}"
     if made.eval_loss is not None: ended += f", evaluation loss {made.eval_loss:.4f}"
     print(f"{made.directory}: {ended}")
@@ -95,6 +95,7 @@ def run(given: argparse.Namespace) -> int:
 
 def _over_ranks(arguments: TrainingArguments, model: str, data: list[str]) -> int:
     """Starts the ranks and waits for them; the exit status."""
+    from tinygrad_nv.dist.launcher import Launch, launch
     ranks = max(arguments.data_parallel_size, 1)
     options = dataclasses.asdict(arguments) | {"model": str(found(model)), "data": data, "max_restarts": 0}
     with tempfile.TemporaryDirectory(prefix="tinygrad-nv-train-") as folder:

@@ -27,11 +27,11 @@ from types import FrameType
 
 from tinygrad_nv.dist import cores
 from tinygrad_nv.dist.processes import GRACE_S, Failure, Output, Processes
-from tinygrad_nv.dist.ranks import HERE, Ranks
+from tinygrad_nv.dist.ranks import HERE, RESTARTS, Ranks
 from tinygrad_nv.errors import DistError
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-TOKEN, RESTARTS = "NV_DIST_TOKEN", "TORCHELASTIC_RESTART_COUNT"
+TOKEN = "NV_DIST_TOKEN"
 LINE = 200      # characters of a line in an error
 
 

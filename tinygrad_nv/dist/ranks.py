@@ -28,6 +28,7 @@ from pathlib import Path
 from tinygrad_nv.errors import DistError
 
 HERE, PORT = "127.0.0.1", 29500
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"     # how often a launcher started the ranks again
 MOST = 1 << 16          # ranks: beyond that a number is a mistake
 # variables of a rank: its number, how many there are, both again among those of its host
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -23,6 +23,7 @@ from tinygrad_nv.models.dense import Documents
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.runtime.memory import write
 from tinygrad_nv.train.data import IGNORE, Batch
+from tinygrad_nv.train.data.batch import PADDING
 
 
 class Inputs:
@@ -38,10 +39,12 @@ class Inputs:
         self.count, self.number = buffer(dtypes.float32, 1), buffer(dtypes.uint32, 1)
 
     def fill(self, batch: Batch, count: int, number: int) -> None:
-        """Puts a batch into the buffers."""
-        arrays = (batch.ids, batch.targets, batch.positions, batch.segments)
-        for tensor, array in zip(self.arrays, arrays, strict=True):
-            write(tensor, 0, np.ascontiguousarray(array, np.int32).reshape(-1).data.cast("B"))
+        """Puts a batch into the buffers, which may be wider than its rows: the rest is padding."""
+        fills = ((batch.ids, 0), (batch.targets, IGNORE), (batch.positions, 0), (batch.segments, PADDING))
+        missing = int(self.tokens.shape[1]) - batch.ids.shape[1]
+        for tensor, (array, value) in zip(self.arrays, fills, strict=True):
+            whole = np.pad(array, ((0, 0), (0, missing)), constant_values=value)
+            write(tensor, 0, np.ascontiguousarray(whole, np.int32).reshape(-1).data.cast("B"))
         write(self.count, 0, np.array([count], np.float32).data.cast("B"))
         write(self.number, 0, np.array([number & 0xFFFFFFFF], np.uint32).data.cast("B"))
 

@@ -1,9 +1,10 @@
 """The ranks of a run: what they add up, agree on and wait for, besides what a step computes.
 
-Protocol: `TrainingRanks(world)` is made by all ranks, which call its methods in the same order. Figures of a
-step (tokens with loss, losses) are added up in float64, in the order of ranks: all ranks get the same bits.
-Rank 0 alone writes the log, the model and what all ranks have alike. Within `stoppable()` Ctrl-C does not
-raise: it is asked for by the next `begin` of a step, so that all ranks stop after the same step.
+Protocol: `own_ranks()` gives what this process is by its environment: `OneRank`, for which nothing of dist/
+but the names of variables is imported, or `TrainingRanks`, whose methods all ranks call in the same order.
+Figures of a step (tokens with loss, losses) are added up in float64, in the order of ranks: all ranks get the
+same bits. Rank 0 alone writes the log, the model and what all ranks have alike. Within `stoppable()` Ctrl-C
+does not raise: it is asked for by the next `begin` of a step, so that all ranks stop after the same step.
 """
 from __future__ import annotations
 
@@ -13,32 +14,25 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tinygrad import dtypes
 
-from tinygrad_nv.dist.group import World
-from tinygrad_nv.dist.launcher import RESTARTS
+from tinygrad_nv.dist.ranks import RESTARTS, Ranks
+from tinygrad_nv.engine.executor.plan import device_of
+
+if TYPE_CHECKING:    # a run of one rank does not load it
+    from tinygrad_nv.dist.group import World
 
 PATIENCE_S = 86400.0    # in which the slowest rank reads data, or writes a checkpoint
 
 
-class TrainingRanks:
-    """This process among the ranks of a run. `group` is for collectives of steps."""
+class OneRank:
+    """A run of this process alone."""
+    rank, size = 0, 1
 
-    def __init__(self, world: World) -> None:
-        self.world, self.group = world, world.group()
-        self._figures, self._asked = world.group(), False
-
-    @property
-    def rank(self) -> int:
-        """Of this process."""
-        return self.world.rank
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-        return self.world.size
+    def __init__(self) -> None: self._asked = False
 
     @property
     def first(self) -> bool:
@@ -50,21 +44,20 @@ class TrainingRanks:
         """Whether a launcher started the ranks again after one failed."""
         return os.environ.get(RESTARTS, "0") != "0"
 
+    def device(self, name: str) -> str:
+        """This rank's device, of one kind for all."""
+        return name
+
     def summed(self, values: np.ndarray) -> np.ndarray:
         """The sums over ranks of float64 values."""
-        if self.size == 1: return values
-        given = np.ascontiguousarray(values, np.float64)
-        out = np.empty_like(given)
-        self._figures.run("all_reduce", out, given, given.size, dtypes.float64, name="figures of a step")
-        return out
+        return values
 
     def barrier(self, name: str) -> None:
         """Returns when all ranks have come to it; of any thread."""
-        if self.world.store is not None: self.world.store.barrier(name, PATIENCE_S)
 
     def told(self, name: str, own: str) -> list[str]:
         """What every rank says, by rank."""
-        return [each.decode() for each in self.world.exchange(f"{name}", own.encode())]
+        return [own]
 
     @contextlib.contextmanager
     def first_before_others(self, name: str) -> Iterator[None]:
@@ -94,3 +87,38 @@ class TrainingRanks:
         *sums, asked = self.summed(np.append(counts, float(self._asked)))
         if asked: raise KeyboardInterrupt
         return np.array(sums)
+
+
+class TrainingRanks(OneRank):
+    """This process among the ranks of a run. `group` is for collectives of steps."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world, self.group, self._figures = world, world.group(), world.group()
+        self.rank, self.size = world.rank, world.size
+
+    def device(self, name: str) -> str:
+        """Of GPUs the one with its number on its host."""
+        return device_of(self.world, name, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+    def summed(self, values: np.ndarray) -> np.ndarray:
+        """The sums over ranks of float64 values."""
+        given = np.ascontiguousarray(values, np.float64)
+        out = np.empty_like(given)
+        self._figures.run("all_reduce", out, given, given.size, dtypes.float64, name="figures of a step")
+        return out
+
+    def barrier(self, name: str) -> None:
+        """Returns when all ranks have come to it; of any thread."""
+        if self.world.store is not None: self.world.store.barrier(name, PATIENCE_S)
+
+    def told(self, name: str, own: str) -> list[str]:
+        """What every rank says, by rank."""
+        return [each.decode() for each in self.world.exchange(name, own.encode())]
+
+
+def own_ranks() -> OneRank:
+    """What this process is. Raises `DistError`."""
+    if Ranks.from_environment().world_size == 1: return OneRank()
+    from tinygrad_nv.dist import group
+    return TrainingRanks(group.world())

@@ -1,12 +1,6 @@
 """How the ranks of a data parallel run make one step of their gradients.
 
-Protocol. Parameters are Tensors by name, `whole` on every rank. A step takes gradients of them and goes
-through three places, of which all ranks come to each:
-
-    each(gradients)     after a micro-batch; what is added up, in tensors like `added`
-    all(sums)           before the update; what is put into `taken(sums)`, which the optimiser takes for its
-                        parameters, `optimized`
-    gathered()          after the update; what else is to be realized
+Protocol: as parts.py has it.
 
 `Replicas`: every rank has all parameters and updates them alike; gradients are added up in float32, in the
 order of ranks.
@@ -20,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Protocol
 
 from tinygrad import Tensor, dtypes
 
@@ -33,53 +26,21 @@ from tinygrad_nv.dist.collectives.functions import (
     reduce_scatter,
 )
 from tinygrad_nv.dist.group import Group
-
-Named = dict[str, Tensor]
-
-
-class Parts(Protocol):
-    """What ranks have of parameters."""
-    whole: Named
-    optimized: Named
-    added: Named
-    sharded: bool
-    joins: bool     # whether there is a second place to come to
-
-    def each(self, gradients: Named) -> Named: ...
-    def all(self, sums: Named) -> Named: ...
-    def taken(self, sums: Named) -> Named: ...
-    def gathered(self) -> list[Tensor]: ...
-    def squares(self, own: Tensor) -> Tensor: ...
+from tinygrad_nv.train.parts import Named, Whole
 
 
-class Replicas:
+class Replicas(Whole):
     """Every rank has all, updated alike."""
-    sharded = False
+    joins = True
 
     def __init__(self, parameters: Mapping[str, Tensor], group: Group) -> None:
-        self.whole = self.optimized = self.added = dict(parameters)
-        self.group, self.joins = group, group.size > 1
-
-    def each(self, gradients: Named) -> Named:
-        """The gradients, which only this rank has."""
-        return gradients
+        super().__init__(parameters)
+        self.group = group
 
     def all(self, sums: Named) -> Named:
         """The sums over ranks, float32."""
         made = all_reduce_many(list(sums.values()), self.group, name="gradients")
         return dict(zip(sums, made, strict=True))
-
-    def taken(self, sums: Named) -> Named:
-        """Sums of all ranks, in place of this rank's."""
-        return sums
-
-    def gathered(self) -> list[Tensor]:
-        """Nothing."""
-        return []
-
-    def squares(self, own: Tensor) -> Tensor:
-        """The sum of squares of all gradients, of this rank's."""
-        return own
 
 
 class _Bucket:

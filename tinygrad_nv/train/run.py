@@ -7,7 +7,6 @@ a checkpoint; `identity` what a checkpoint and a run that goes on with it must h
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,8 +15,6 @@ from typing import Any
 from tinygrad import Device, Tensor
 from tinygrad.dtype import DType
 
-from tinygrad_nv.dist import group as dist
-from tinygrad_nv.engine.executor.plan import device_of
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import ConfigError, TokenizerError
 from tinygrad_nv.models.config import read_config
@@ -37,9 +34,9 @@ from tinygrad_nv.train.optimizers import (
     muon,
     sgd,
 )
-from tinygrad_nv.train.ranks import TrainingRanks
+from tinygrad_nv.train.parts import Parts, Whole
+from tinygrad_nv.train.ranks import OneRank, TrainingRanks, own_ranks
 from tinygrad_nv.train.regions.blocks import checkpoint_blocks
-from tinygrad_nv.train.replicas import Parts, Replicas, Sharded
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class Run:
     adapter: AdapterModel | None
     steps: int
     identity: dict[str, Any]
-    ranks: TrainingRanks
+    ranks: OneRank
     parts: Parts
 
     def tensors(self) -> dict[str, Tensor]:
@@ -71,19 +68,19 @@ class Run:
         apart = ("parameters.", "optimizer.state.") if self.parts.sharded else ()
         return {name: each for name, each in every.items() if name.startswith(apart)}
 
-    def loader_options(self, pad: int) -> LoaderOptions:
+    def loader_options(self) -> LoaderOptions:
         """How this rank reads the data."""
         a = self.arguments
         return LoaderOptions(a.per_device_train_batch_size, a.gradient_accumulation_steps, self.ranks.rank,
-                             self.ranks.size, seed=a.seed, shuffle=a.shuffle, pad=pad)
+                             self.ranks.size, seed=a.seed, shuffle=a.shuffle)
 
 
 def assembled(arguments: TrainingArguments, directory: Path, data: Sequence[str],
               device: str | None = None) -> Run:
     """Opens what a run needs. Raises what its parts raise."""
-    dtype, ranks = arguments.weights, TrainingRanks(dist.world())
+    dtype, ranks = arguments.weights, own_ranks()
     require_ranks(arguments, ranks.size)
-    device = device_of(ranks.world, device or Device.DEFAULT, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    device = ranks.device(device or Device.DEFAULT)
     config = read_config(directory)
     tokenizer = _tokenizer(directory)
     options = arguments.data
@@ -91,12 +88,16 @@ def assembled(arguments: TrainingArguments, directory: Path, data: Sequence[str]
         rows = load(data, tokenizer, config.vocab_size, options)
         evaluation = load(arguments.eval_data, tokenizer, config.vocab_size, _in_order(options)) \
             if arguments.eval_data else None
-    _require_kind(arguments, rows)
+    for each in (rows, evaluation):
+        if each is not None: _require_kind(arguments, each)
+    if arguments.sample_prompts and tokenizer is None:
+        raise ConfigError("--sample-prompts without a tokenizer", "tokenizer.json in MODEL",
+                          "copy the tokenizer's files there")
     model = network.drawn(directory, dtype, arguments.seed, device) if arguments.from_scratch \
         else network.opened(directory, dtype, device)
     widest = max(each.width for each in (rows, evaluation) if each is not None)
     network.extend(model, widest)
-    inputs = Inputs(arguments.per_device_train_batch_size * rows.rows_per_index, rows.width, model.device)
+    inputs = Inputs(arguments.per_device_train_batch_size * rows.rows_per_index, widest, model.device)
     adapter = _adapter(arguments, model, inputs) if arguments.use_peft else None
     objective = _objective(arguments, directory, model, adapter, inputs, dtype)
     parameters = network.parameters(model) if adapter is None else adapter.parameters
@@ -115,7 +116,9 @@ def require_ranks(arguments: TrainingArguments, started: int) -> None:
                           f"{started} ranks", "as many ranks", "start as many, or leave the option out")
 
 
-def _parts(arguments: TrainingArguments, parameters: dict[str, Tensor], ranks: TrainingRanks) -> Parts:
+def _parts(arguments: TrainingArguments, parameters: dict[str, Tensor], ranks: OneRank) -> Parts:
+    if not isinstance(ranks, TrainingRanks): return Whole(parameters)
+    from tinygrad_nv.train.replicas import Replicas, Sharded  # which load dist/
     if not arguments.zero_stage: return Replicas(parameters, ranks.group)
     return Sharded(parameters, ranks.group, arguments.zero_stage)
 

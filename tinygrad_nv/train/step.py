@@ -23,8 +23,8 @@ from tinygrad.helpers import Context
 from tinygrad_nv.train.data import Batch
 from tinygrad_nv.train.objectives import Objective
 from tinygrad_nv.train.optimizers import GradientSums, Optimizer
-from tinygrad_nv.train.ranks import TrainingRanks
-from tinygrad_nv.train.replicas import Named, Parts
+from tinygrad_nv.train.parts import Named, Parts
+from tinygrad_nv.train.ranks import OneRank
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Step:
     several ranks; the optimiser is then that of `parts.optimized`."""
 
     def __init__(self, objective: Objective, optimizer: Optimizer, accumulation: int = 1,
-                 parts: Parts | None = None, ranks: TrainingRanks | None = None) -> None:
+                 parts: Parts | None = None, ranks: OneRank | None = None) -> None:
         self.objective, self.optimizer, self.accumulation = objective, optimizer, accumulation
         self.inputs, self.parts, self.ranks = objective.inputs, parts, ranks
         self.parameters = optimizer.parameters if parts is None else parts.whole

@@ -14,6 +14,7 @@ first layer that made it (`TrainingError`), and leaves the last checkpoint as it
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ import numpy as np
 from tinygrad import Tensor
 from tinygrad.helpers import GlobalCounters
 
-from tinygrad_nv.errors import CheckpointError, ConfigError, TrainingError
+from tinygrad_nv.errors import CheckpointError, TrainingError
 from tinygrad_nv.train import checkpoints
 from tinygrad_nv.train.arguments import TrainingArguments
 from tinygrad_nv.train.checkpoints import CheckpointWriter
@@ -33,7 +34,7 @@ from tinygrad_nv.train.diagnosis import LOSS, first_bad
 from tinygrad_nv.train.export import save_adapter, save_pretrained
 from tinygrad_nv.train.log import Log, Silent
 from tinygrad_nv.train.optimizers import ScheduleOptions, schedule
-from tinygrad_nv.train.ranks import TrainingRanks
+from tinygrad_nv.train.ranks import OneRank
 from tinygrad_nv.train.run import Run
 from tinygrad_nv.train.sampling import Continuation
 from tinygrad_nv.train.step import Step, StepResult
@@ -97,7 +98,7 @@ class _Loop:
     def run(self, at: Progress, writer: CheckpointWriter, log: Log | Silent) -> None:
         """Runs the steps that are left."""
         run, a = self.run_, self.run_.arguments
-        options = run.loader_options(_pad(run))
+        options = run.loader_options()
         several = f" over {run.ranks.size} ranks" if run.ranks.size > 1 else ""
         log.say(f"{sum(int(np.prod(p.shape)) for p in run.parts.whole.values()):,} parameters to train"
                 f"{several}; {run.data.summary}; steps {at.step + 1} to {run.steps}")
@@ -161,7 +162,7 @@ class _Loop:
         run, a, ranks = self.run_, self.run_.arguments, self.run_.ranks
         assert run.evaluation is not None
         options = LoaderOptions(a.per_device_train_batch_size, 1, ranks.rank, ranks.size, shuffle=False,
-                                epochs=1, pad=_pad(run))
+                                epochs=1)
         found = np.zeros(2 + len(run.objective.names))      # the last: what is counted
         with Loader(run.evaluation, options) as loader:
             for number, data in enumerate(loader):
@@ -173,17 +174,11 @@ class _Loop:
 
     def _sample(self, prompt: str) -> str:
         run = self.run_
-        if run.tokenizer is None: raise ConfigError("--sample-prompts without a tokenizer", "tokenizer.json",
-                                                    "copy the tokenizer's files to MODEL")
+        assert run.tokenizer is not None, "run.py requires one"
         if self._samples is None: self._samples = Continuation(run.model, run.data.width)
         ids = run.tokenizer.encode(prompt)
         made = self._samples(ids, run.arguments.sample_tokens, run.model.config.eos_token_ids)
         return run.tokenizer.decode([*ids, *made])[len(run.tokenizer.decode(ids)):]
-
-
-def _pad(run: Run) -> int:
-    """The id that fills rows up; it has no loss, and no token attends to it."""
-    return 0
 
 
 def _skipped(step: int, result: StepResult) -> str:
@@ -195,7 +190,7 @@ def _saves(arguments: TrainingArguments, step: int, epochs: tuple[int, int]) -> 
     return arguments.save_strategy == "epoch" and epochs[0] != epochs[1]
 
 
-def _require_new(arguments: TrainingArguments, ranks: TrainingRanks, output: Path) -> None:
+def _require_new(arguments: TrainingArguments, ranks: OneRank, output: Path) -> None:
     """Raises `CheckpointError` for checkpoints that nothing was said of."""
     if arguments.resume_from_checkpoint is not None or ranks.started_again or not output.is_dir(): return
     if not (found := sorted(output.glob("checkpoint-*"))): return
@@ -203,7 +198,6 @@ def _require_new(arguments: TrainingArguments, ranks: TrainingRanks, output: Pat
         raise CheckpointError(f"{output} has {found[-1].name} of another run", "an empty directory",
                               "go on with --resume-from-checkpoint latest, begin anew with "
                               "--overwrite-output-dir, or choose another --output-dir")
-    import shutil
     for each in found: shutil.rmtree(each)
 
 
