@@ -32,6 +32,9 @@ def test_four_ranks() -> None: right("train_program.py", 4, *QUICK, *SLOW)
 def test_two_ranks_over_mpi() -> None: right("train_program.py", 2, *QUICK, "ring", mpi=True)
 
 
+def test_four_ranks_over_mpi() -> None: right("train_program.py", 4, *QUICK, mpi=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_over_mpi(ranks: int) -> None: right("train_program.py", ranks, *QUICK, *SLOW, mpi=True)
