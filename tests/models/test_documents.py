@@ -1,4 +1,4 @@
-"""Documents packed into rows: logits are those of each document alone, and gradients their sum."""
+"""Documents packed into rows: logits are those of each document alone."""
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 COMMAND = (sys.executable, "-m", "tinygrad_nv.cli", "train")
 USUAL = ("--max-length", "32", "--learning-rate", "1e-2", "--per-device-train-batch-size", "2",
-         "--report-to", "none", "--save-strategy", "no", "--max-steps", "3")
+         "--report-to", "none", "--save-strategy", "no", "--max-steps", "4")
 Make = Callable[[str], Path]
 
 
@@ -68,7 +68,7 @@ def test_two_ranks_have_the_bits_of_one(data: Path, tmp_path: Path) -> None:
     told = trained(model, data, tmp_path / "two", "--from-scratch", "-dp", "2")
     same(tmp_path / "two", tmp_path / "one")
     assert told.count("parameters to train over 2 ranks") == 1
-    assert f"{tmp_path / 'two'}: 3 steps in" in told
+    assert f"{tmp_path / 'two'}: 4 steps in" in told
 
 
 @pytest.mark.slow
@@ -189,7 +189,7 @@ def test_launchers(hf_model: Make, data: Path, tmp_path: Path) -> None:
     done = subprocess.run([*words, "--output-dir", str(tmp_path / "two")], capture_output=True, text=True,
                           timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert f"{tmp_path / 'two'}: 3 steps in" in done.stdout
+    assert f"{tmp_path / 'two'}: 4 steps in" in done.stdout
     done = subprocess.run([*words, "-dp", "3", "--output-dir", str(tmp_path / "three")], capture_output=True,
                           text=True, timeout=300, check=False)
     assert done.returncode == 2

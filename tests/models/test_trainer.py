@@ -15,8 +15,10 @@ from tinygrad_nv.models import tales
 from transformers import AutoModelForCausalLM
 
 from tinygrad_nv.cli import main
-from tinygrad_nv.errors import NVError, TrainingError
+from tinygrad_nv.errors import ConfigError, NVError, TrainingError
+from tinygrad_nv.train import arguments
 from tinygrad_nv.train.arguments import TrainingArguments
+from tinygrad_nv.train.data import Row
 from tinygrad_nv.train.run import Run, assembled
 from tinygrad_nv.train.trainer import train
 
@@ -35,8 +37,8 @@ def shard(tmp_path: Path) -> Path:
 def run(directory: Path, data: Path, output: Path, **options: Any) -> Run:
     usual = {"max_steps": 6, "per_device_train_batch_size": 2, "max_length": LONG, "learning_rate": 1e-2,
              "report_to": "none", "save_strategy": "no"}
-    arguments = TrainingArguments(output_dir=str(output), **{**usual, **options})
-    return assembled(arguments, directory, [str(data)])
+    given = TrainingArguments(output_dir=str(output), **{**usual, **options})
+    return assembled(given, directory, [str(data)])
 
 
 def log(output: Path) -> list[dict[str, Any]]:
@@ -121,6 +123,59 @@ def test_preferences(tmp_path: Path) -> None:
     assert rows[-1]["rewards/accuracies"] == 1
 
 
+def test_the_loss_of_preferences(tmp_path: Path) -> None:
+    """Of a model and another as its reference: transformers' log probabilities in DPO's formula."""
+    data = tmp_path / "pairs.jsonl"
+    data.write_text(json.dumps({"prompt": "Once there was a dog.", "chosen": " It was happy, and ran.",
+                                "rejected": " It was sad."}))
+    made = run(TALES, data, tmp_path / "out", method="dpo", beta=0.3, per_device_train_batch_size=1)
+    weight = made.model.blocks[0].feed_forward.down.weight
+    weight.assign(weight * 1.5).realize()       # no longer the reference
+    ours, reference = (AutoModelForCausalLM.from_pretrained(TALES, dtype=torch.float64) for _ in range(2))
+    with torch.no_grad(): ours.model.layers[0].mlp.down_proj.weight *= 1.5
+
+    def log_probability(model: torch.nn.Module, row: Row) -> float:
+        ids, labels = (torch.tensor(each.astype(np.int64)) for each in (row.ids, row.labels))
+        with torch.no_grad(): chances = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        own = chances.gather(1, ids[1:, None])[:, 0]
+        return own[labels[1:] != -100].sum().item()
+    chosen, rejected = (0.3 * (log_probability(ours, row) - log_probability(reference, row))
+                        for row in made.data.rows(0))
+    assert abs(chosen - rejected) > 0.1
+    train(made)
+    first = log(tmp_path / "out")[0]
+    assert first["rewards/chosen"] == pytest.approx(chosen, rel=1e-4)
+    assert first["rewards/rejected"] == pytest.approx(rejected, rel=1e-4)
+    assert first["loss"] == pytest.approx(np.log(1 + np.exp(rejected - chosen)), rel=1e-4)
+
+
+def test_packed_rows_train_as_their_documents(tmp_path: Path) -> None:
+    """Loss, gradients' norm and weights after two steps of packed rows are those of a row a document."""
+    texts = ["The fox ran home.", "A bird sang. It was late.", "Once upon a time, a dog sat.", "The end."]
+    data = tmp_path / "texts.jsonl"
+    data.write_text("\n".join(json.dumps({"text": each}) for each in texts))
+    made = [run(TALES, data, tmp_path / name, packing=packed, max_length=64, max_steps=2, learning_rate=0.1,
+                optim="sgd", per_device_train_batch_size=rows) for name, packed, rows in (("packed", True, 1),
+                                                                             ("apart", False, 4))]
+    assert [len(each.data) for each in made] == [1, 4]
+    for each in made: train(each)
+    packed, apart = (log(tmp_path / name) for name in ("packed", "apart"))
+    for a, b in zip(packed, apart, strict=True):
+        assert (a["loss"], a["grad_norm"]) == pytest.approx((b["loss"], b["grad_norm"]), rel=1e-4)
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("packed", "apart"))
+    for name, tensor in one.items(): assert np.abs(tensor - other[name]).max() <= 2e-5, name
+
+
+def test_the_names_of_an_adapter(shard: Path, tmp_path: Path) -> None:
+    """all-linear are all names of layers, as PEFT writes them; --save-strategy no leaves no checkpoint."""
+    train(run(TALES, shard, tmp_path / "out", use_peft=True, lora_target_modules=("all-linear",),
+              max_steps=1))
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj",
+                                        "v_proj"]
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
+
+
 def test_a_nan_is_named(hf_model: Callable[[str], Path], shard: Path, tmp_path: Path) -> None:
     made = run(hf_model("llama"), shard, tmp_path / "out")
     weight = made.model.blocks[1].feed_forward.down.weight
@@ -149,9 +204,28 @@ def test_the_command(shard: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     ({"method": "dpo"}, "the data have no preferences"),
     ({"max_length": 999}, "--max-length 999"),
     ({"learning_rate": float("nan")}, "--learning-rate nan"),
-    ({"use_peft": True, "lora_target_modules": ("query",)}, "--lora-target-modules query")], ids=str)
+    ({"dtype": "float16"}, "--dtype float16"),
+    ({"eval_batches": -1}, "--eval-batches -1"),
+    ({"use_peft": True, "from_scratch": True}, "--use-peft with --from-scratch"),
+    ({"method": "dpo", "z_loss": 0.1}, "--z-loss with --method dpo"),
+    ({"lr_scheduler_type": "warmup_stable_decay"}, "without decay"),
+    ({"sample_prompts": ("a",), "use_peft": True, "lora_target_modules": ("q_proj", "query")},
+     "--lora-target-modules query")], ids=str)
 def test_what_cannot_be(shard: Path, tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(NVError, match=words): run(TALES, shard, tmp_path / "out", **options)
+
+
+def test_values_as_yaml_reads_them() -> None:
+    made = arguments.made({"save_strategy": False, "resume_from_checkpoint": True, "learning_rate": "1e-4",
+                           "gradient_checkpointing_policy": 0.5, "output_dir": 2024, "max_steps": 5.0,
+                           "seed": 9007199254740993, "eval_data": "held-out.txt"})
+    assert (made.save_strategy, made.resume_from_checkpoint, made.learning_rate) == ("no", "latest", 1e-4)
+    assert (made.gradient_checkpointing_policy, made.output_dir, made.max_steps) == ("0.5", "2024", 5)
+    assert (made.seed, made.eval_data) == (9007199254740993, ("held-out.txt",))
+    for name, value in (("max_steps", float("inf")), ("max_steps", 1.5), ("packing", "maybe"),
+                        ("learning_rate", True), ("num_train_epochs", float("inf"))):
+        with pytest.raises(ConfigError, match=r"max.steps|packing|learning_rate|num-train-epochs"):
+            arguments.made({name: value})
 
 
 def test_checkpoints_of_another_run(hf_model: Callable[[str], Path], shard: Path, tmp_path: Path) -> None:

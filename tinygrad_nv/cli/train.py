@@ -112,7 +112,9 @@ def _named(given: argparse.Namespace, options: dict[str, Any]) -> tuple[str, lis
     out of the file's options. Raises `ConfigError`."""
     words, own = list(given.words), options.pop("data", options.pop("dataset_name", None))
     other = options.pop("model", options.pop("model_name_or_path", None))
-    model = given.model or (words.pop(0) if words else None) or other
+    model = given.model or other    # where these name one, words are data, but for another model's directory
+    is_model = bool(words) and (other is None or (Path(words[0]) / "config.json").is_file())
+    if given.model is None and is_model: model = words.pop(0)
     data = [*(given.data or []), *words] or ([own] if isinstance(own, str) else list(own or []))
     if model is None or not data:
         raise ConfigError("no MODEL" if model is None else "no DATA", "tinygrad-nv train MODEL DATA",

@@ -84,7 +84,8 @@ class LayerAdapter:
         if not self.a or not self.active: return None
         inner = x.float()
         if TRAINING and self.options.dropout:
-            inner = dropped(inner, self.options.dropout, self.number, self.salt).contiguous()
+            salt = self.salt + 4096 * self.options.seed     # of a layer: models have fewer than 4096
+            inner = dropped(inner, self.options.dropout, self.number, salt).contiguous()
         made = []
         for name, rows in self.parts:
             if name in self.a:
@@ -95,8 +96,8 @@ class LayerAdapter:
 
 
 class AdapterModel:
-    """The adapters of a model. `number`, uint32 (1), is that of the micro-batch. Raises `ConfigError` where
-    no layer has a name of the options."""
+    """The adapters of a model. `number`, uint32 (1), is that of the micro-batch. Experts and latent attention
+    have none. Raises `ConfigError` for a target that names no layer."""
 
     def __init__(self, model: Llama, options: AdapterOptions, number: Tensor) -> None:
         self.options, random = options, np.random.default_rng(options.seed)
@@ -106,10 +107,12 @@ class AdapterModel:
             parts = tuple(found)
             made = parts[0].linear.adapters = LayerAdapter(parts, options, random, salt, number)
             self.layers.append(made)
-        if not self.parameters:
-            known = sorted({each.name.rpartition(".")[2] for each in every})
-            raise ConfigError(f"--lora-target-modules {' '.join(options.targets)}",
-                              f"{', '.join(known)} or {ALL}", "choose from these")
+        for target in options.targets:
+            if not any(AdapterOptions(targets=(target,)).names(each.name) for each in every):
+                known = sorted({each.name.rpartition(".")[2] for each in every})
+                raise ConfigError(f"--lora-target-modules {target}, which names no layer",
+                                  ", ".join([*known, ALL] if known else ["a model with other layers than "
+                                            "experts and latent attention"]), "choose from these")
 
     @property
     def parameters(self) -> dict[str, Tensor]:

@@ -22,7 +22,8 @@ from tinygrad_nv.train.optimizers import SCHEDULES
 from tinygrad_nv.train.regions import POLICIES, Policy
 
 METHODS = ("sft", "dpo")
-DTYPES = {"float32": dtypes.float32, "bfloat16": dtypes.bfloat16, "float16": dtypes.float16}
+# float16 would lose small gradients: there is no loss scaling
+DTYPES = {"float32": dtypes.float32, "bfloat16": dtypes.bfloat16}
 # names of transformers' --optim: the rule, the bits of its state, and whether that is on the host
 OPTIMIZERS = {"adamw_torch": ("adamw", 32, False), "adamw_torch_fused": ("adamw", 32, False),
               "adamw": ("adamw", 32, False), "adamw_8bit": ("adamw", 8, False),
@@ -31,6 +32,8 @@ OPTIMIZERS = {"adamw_torch": ("adamw", 32, False), "adamw_torch_fused": ("adamw"
               "paged_lion_32bit": ("lion", 32, True), "muon": ("muon", 32, False),
               "adafactor": ("adafactor", 32, False), "sgd": ("sgd", 32, False)}
 SAVES = ("steps", "epoch", "no")
+# words that YAML takes for booleans
+YAML_WORDS = {("save_strategy", False): "no", ("resume_from_checkpoint", True): "latest"}
 WHOLE_MATRICES = ("muon", "adafactor")
 # ways to use several devices that serving has, and training does not, and what they are then
 UNBUILT = {"tensor_parallel_size": 1, "sequence_parallel": False, "pipeline_parallel_size": 1,
@@ -108,7 +111,7 @@ class TrainingArguments:
     use_peft: bool = option(False, "train an adapter (LoRA)", "adapter")
     lora_r: int = option(16, "its rank", "adapter")
     lora_alpha: float = option(32.0, "it is scaled by alpha / rank", "adapter")
-    lora_dropout: float = option(0.05, "share of its inputs that are dropped", "adapter")
+    lora_dropout: float = option(0.05, "share of its inputs that are dropped; with dpo none are", "adapter")
     lora_target_modules: tuple[str, ...] = option((), "ends of names of layers, or all-linear (default)",
                                                   "adapter", "NAME")
     use_rslora: bool = option(False, "scale by alpha / √rank", "adapter")
@@ -134,18 +137,29 @@ class TrainingArguments:
         for name, least in (("per_device_train_batch_size", 1), ("gradient_accumulation_steps", 1),
                             ("logging_steps", 1), ("save_steps", 1), ("save_total_limit", 1), ("lora_r", 1),
                             ("max_length", 2), ("warmup_steps", 0), ("eval_steps", 0), ("seed", 0),
+                            ("eval_batches", 0), ("sample_tokens", 1), ("lr_decay_steps", 0),
                             ("data_parallel_size", 0), ("max_restarts", 0)):
             if (value := getattr(self, name)) < least:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}", f"{least} or more", "raise it")
-        for name in ("learning_rate", "weight_decay", "max_grad_norm", "beta", "lora_alpha"):
+        for name in ("learning_rate", "weight_decay", "max_grad_norm", "beta", "lora_alpha", "z_loss",
+                     "adam_epsilon", "num_train_epochs"):
             if not 0 <= (value := getattr(self, name)) < float("inf"):
                 raise ConfigError(f"--{name.replace('_', '-')} {value}", "a number from 0", "correct it")
-        for name in ("lora_dropout", "label_smoothing_factor", "warmup_ratio"):
+        for name in ("lora_dropout", "label_smoothing_factor", "warmup_ratio", "adam_beta1", "adam_beta2"):
             if not 0 <= (value := getattr(self, name)) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}", "0 to less than 1", "correct it")
         if self.max_steps < 1 and not self.num_train_epochs > 0:
             raise ConfigError(f"--num-train-epochs {self.num_train_epochs}", "more than 0", "or --max-steps")
         Policy.read(self.gradient_checkpointing_policy)
+        if self.lr_scheduler_type == "warmup_stable_decay" and not self.lr_decay_steps:
+            raise ConfigError("--lr-scheduler-type warmup_stable_decay without decay", "--lr-decay-steps N",
+                              "say in how many of the last steps the learning rate falls")
+        if self.from_scratch and self.use_peft:
+            raise ConfigError("--use-peft with --from-scratch", "an adapter on weights that are saved",
+                              "leave one out")
+        if self.method == "dpo" and (self.label_smoothing_factor or self.z_loss):
+            raise ConfigError("--label-smoothing-factor or --z-loss with --method dpo", "the loss of DPO",
+                              "leave them out")
         if self.method == "dpo" and self.packing:
             raise ConfigError("--packing of preferences", "a row for each answer", "leave --packing out")
         self._require_built()
@@ -243,12 +257,12 @@ def _value(kind: Any, name: str, value: Any) -> Any:
         if str(kind).startswith("bool"):
             if isinstance(value, bool): return value
             raise ValueError("true or false")
+        if isinstance(value, bool): return YAML_WORDS[name, value]
         if kind == "int":
-            number = float(value)
-            if isinstance(value, bool) or number != int(number): raise ValueError("a number")
+            if isinstance(value, int): return value
+            if (number := float(value)) != int(number): raise ValueError("a whole number")
             return int(number)
         if kind == "float": return float(value)
-        if not isinstance(value, str): raise ValueError("a text")
-        return value
-    except (TypeError, ValueError) as error:
+        return str(value)
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise ConfigError(f"{name}: {value!r}", f"{kind}", "correct it") from error

@@ -9,6 +9,7 @@ draws curves.png, where matplotlib is installed.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from importlib import import_module
@@ -96,6 +97,9 @@ class Log:
         _draw(self.rows, Path(self.arguments.output_dir) / CURVES)
 
     def _write(self, row: dict[str, Any]) -> None:
+        # JSON has no infinity, which the norm of a skipped step may be
+        row = {name: None if isinstance(each, float) and not math.isfinite(each) else each
+               for name, each in row.items()}
         self.rows.append(row)
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
@@ -157,7 +161,7 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure, axes = pyplot.subplots(3, 1, figsize=(8, 9), sharex=True)
     for axis, names in zip(axes, (("loss", "eval_loss"), ("grad_norm",), ("learning_rate",)), strict=True):
         for name in names:
-            points = [(row["step"], row[name]) for row in rows if name in row]
+            points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
             if points: axis.plot(*zip(*points, strict=True), label=name, linewidth=1)
         axis.set_ylabel(names[0].replace("_", " "))
         axis.grid(alpha=0.3)

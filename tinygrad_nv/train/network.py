@@ -49,12 +49,17 @@ def drawn(directory: Path, dtype: DType, seed: int, device: str | None = None) -
     return model
 
 
+def require_floats(model: Llama) -> None:
+    """Raises `ModelError` for weights that are quantised."""
+    if model.config.quantization is not None or model.quantised_head is not None or \
+            model.quantised_embedding is not None:
+        raise ModelError("the weights are quantised", "weights of float32, bfloat16 or float16",
+                         "train the model that they were made of")
+
+
 def parameters(model: Llama) -> dict[str, Tensor]:
     """What a step changes, by name. Biases that choose experts are no parameters: DeepSeek-V3 moves them by
-    load, not by a gradient. Raises `ModelError` for weights that are quantised."""
-    if model.config.quantization is not None:
-        raise ModelError("the weights are quantised", "weights of float32, bfloat16 or float16",
-                         "train an adapter on them with --use-peft, or dequantise them")
+    load, not by a gradient."""
     fixed = {id(block.feed_forward.choice_bias) for block in model.blocks
              if isinstance(block.feed_forward, MixtureOfExperts)}
     out, seen = dict[str, Tensor](), set[int]()

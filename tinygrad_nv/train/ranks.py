@@ -28,6 +28,10 @@ if TYPE_CHECKING:    # a run of one rank does not load it
 PATIENCE_S = 86400.0    # in which the slowest rank reads data, or writes a checkpoint
 
 
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C, between two steps."""
+
+
 class OneRank:
     """A run of this process alone."""
     rank, size = 0, 1
@@ -69,7 +73,8 @@ class OneRank:
     @contextlib.contextmanager
     def stoppable(self) -> Iterator[None]:
         """Ctrl-C within is a wish that `begin` tells all ranks: a step is whole or not taken. A second one
-        stops this rank at once. In a thread that is not the main one Ctrl-C is not seen."""
+        stops this rank at once, and nothing is saved. In a thread that is not the main one Ctrl-C is not
+        seen."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -82,10 +87,9 @@ class OneRank:
         finally: signal.signal(signal.SIGINT, before)
 
     def begin(self, counts: np.ndarray) -> np.ndarray:
-        """The sums over ranks of what a step counts. Raises KeyboardInterrupt where a rank was asked to
-        stop."""
+        """The sums over ranks of what a step counts. Raises `Stopped` where a rank was asked to stop."""
         *sums, asked = self.summed(np.append(counts, float(self._asked)))
-        if asked: raise KeyboardInterrupt
+        if asked: raise Stopped
         return np.array(sums)
 
 

@@ -96,6 +96,7 @@ def assembled(arguments: TrainingArguments, directory: Path, data: Sequence[str]
     model = network.drawn(directory, dtype, arguments.seed, device) if arguments.from_scratch \
         else network.opened(directory, dtype, device)
     widest = max(each.width for each in (rows, evaluation) if each is not None)
+    network.require_floats(model)
     network.extend(model, widest)
     inputs = Inputs(arguments.per_device_train_batch_size * rows.rows_per_index, widest, model.device)
     adapter = _adapter(arguments, model, inputs) if arguments.use_peft else None
@@ -143,7 +144,9 @@ def _require_kind(arguments: TrainingArguments, data: Data) -> None:
 
 
 def _adapter(arguments: TrainingArguments, model: Llama, inputs: Inputs) -> AdapterModel:
-    options = AdapterOptions(arguments.lora_r, arguments.lora_alpha, arguments.lora_dropout,
+    # of a model beside its reference, as TRL's disable_dropout has it
+    dropout = 0.0 if arguments.method == "dpo" else arguments.lora_dropout
+    options = AdapterOptions(arguments.lora_r, arguments.lora_alpha, dropout,
                              arguments.lora_target_modules or (ALL,), arguments.use_rslora, arguments.seed)
     return AdapterModel(model, options, inputs.number)
 
@@ -193,10 +196,13 @@ def _steps(arguments: TrainingArguments, data: Data, ranks: int) -> int:
 
 def _identity(arguments: TrainingArguments, data: Data, vocab_size: int, ranks: int) -> dict[str, Any]:
     names = ("method", "dtype", "seed", "optim", "max_length", "packing", "packing_strategy", "shuffle",
-             "use_peft", "lora_r", "lora_alpha", "learning_rate", "weight_decay", "lr_scheduler_type",
-             "zero_stage")
+             "use_peft", "lora_r", "lora_alpha", "lora_dropout", "use_rslora", "learning_rate",
+             "weight_decay", "lr_scheduler_type", "adam_beta1", "adam_beta2", "adam_epsilon",
+             "max_grad_norm", "beta", "label_smoothing_factor", "z_loss", "completion_only_loss",
+             "assistant_only_loss", "zero_stage")
     summary = data.summary
     # however a batch is cut: a run may go on with other ranks
     batch = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * ranks
     return {**{name: getattr(arguments, name) for name in names}, "batch": batch, "vocab_size": vocab_size,
-            "rows": summary.rows, "tokens": summary.tokens}
+            "lora_target_modules": list(arguments.lora_target_modules), "rows": summary.rows,
+            "tokens": summary.tokens}

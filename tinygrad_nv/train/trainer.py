@@ -26,6 +26,7 @@ from tinygrad.helpers import GlobalCounters
 
 from tinygrad_nv.errors import CheckpointError, TrainingError
 from tinygrad_nv.train import checkpoints
+from tinygrad_nv.train.adapter import ALL
 from tinygrad_nv.train.arguments import TrainingArguments
 from tinygrad_nv.train.checkpoints import CheckpointWriter
 from tinygrad_nv.train.data import Loader, LoaderOptions, SamplerState
@@ -34,7 +35,7 @@ from tinygrad_nv.train.diagnosis import LOSS, first_bad
 from tinygrad_nv.train.export import save_adapter, save_pretrained
 from tinygrad_nv.train.log import Log, Silent
 from tinygrad_nv.train.optimizers import ScheduleOptions, schedule
-from tinygrad_nv.train.ranks import OneRank
+from tinygrad_nv.train.ranks import OneRank, Stopped
 from tinygrad_nv.train.run import Run
 from tinygrad_nv.train.sampling import Continuation
 from tinygrad_nv.train.step import Step, StepResult
@@ -111,9 +112,10 @@ class _Loop:
                     self._take(data, at, log)
                     last = at.step == run.steps
                     if last or (a.eval_steps and at.step % a.eval_steps == 0): self._evaluate(at.step, log)
-                    if last or _saves(a, at.step, epochs):
+                    if _saves(a, at.step, epochs, last):
                         writer.save(at.step, run.own_tensors(), at.to_json())
-            except KeyboardInterrupt:
+            except Stopped:
+                if not at.step: raise
                 writer.save(at.step, run.own_tensors(), at.to_json())
                 log.say(f"stopped after step {at.step}; --resume-from-checkpoint latest goes on")
                 raise
@@ -185,7 +187,8 @@ def _skipped(step: int, result: StepResult) -> str:
     return f"step {step} changed nothing: the norm of its gradients is {result.grad_norm}"
 
 
-def _saves(arguments: TrainingArguments, step: int, epochs: tuple[int, int]) -> bool:
+def _saves(arguments: TrainingArguments, step: int, epochs: tuple[int, int], last: bool) -> bool:
+    if last: return arguments.save_strategy != "no"
     if arguments.save_strategy == "steps": return step % arguments.save_steps == 0
     return arguments.save_strategy == "epoch" and epochs[0] != epochs[1]
 
@@ -218,7 +221,7 @@ def _resumed(run: Run, output: Path) -> Progress:
 def _checkpoint(run: Run, output: Path) -> checkpoints.Checkpoint | None:
     """The one that the run goes on from."""
     asked, ranks = run.arguments.resume_from_checkpoint, run.ranks
-    latest = asked in (LATEST, "true", "True")
+    latest = asked in (LATEST, "true", "True")      # transformers takes True
     if latest or ranks.started_again:
         found = checkpoints.load_latest(output, run=run.identity, rank=ranks.rank, ranks=ranks.size)
         if found is not None: return found
@@ -228,9 +231,9 @@ def _checkpoint(run: Run, output: Path) -> checkpoints.Checkpoint | None:
 
 def _export(run: Run, output: Path) -> Path:
     """Writes the trained model, or the adapter."""
-    a = run.arguments
     if run.adapter is None: return save_pretrained(run.model, output, run.directory)
     options = run.adapter.options
     return save_adapter(output, run.adapter.matrices(), options.rank, options.alpha, rslora=options.rslora,
-                        target_modules=a.lora_target_modules or "all-linear", dropout=options.dropout,
+                        target_modules=ALL if ALL in options.targets else options.targets,
+                        dropout=options.dropout,
                         base_model=str(run.directory))
