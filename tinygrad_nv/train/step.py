@@ -20,11 +20,14 @@ import numpy as np
 from tinygrad import Tensor, TinyJit
 from tinygrad.helpers import Context
 
+from tinygrad_nv.runtime.memory import release_cached
 from tinygrad_nv.train.data import Batch
 from tinygrad_nv.train.objectives import Objective
 from tinygrad_nv.train.optimizers import GradientSums, Optimizer
 from tinygrad_nv.train.parts import Named, Parts
 from tinygrad_nv.train.ranks import OneRank
+
+CAPTURED = 3    # calls after which TinyJit has run a program as it is, captured it, and run what it captured
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,14 @@ class Step:
         self._whole, self._part, self._end = TinyJit(self._run), TinyJit(self._add), TinyJit(self._take)
         self._joined = TinyJit(self._join)
         self._evaluate = TinyJit(self._summed)
+        self._calls = 0
 
     def __call__(self, batches: Sequence[Batch], count: int) -> StepResult:
         """Takes a step on this rank's micro-batches. `count` is what is counted on all ranks."""
+        if self._calls < CAPTURED:      # memory of the calls before, which captured programs do not use
+            for device in sorted({str(each.device) for each in self.parameters.values()}):
+                release_cached(device)
+        self._calls += 1
         found = np.zeros(1 + len(self.objective.names))
         with Context(TRAINING=1):
             for number, batch in enumerate(batches):
