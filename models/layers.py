@@ -28,7 +28,8 @@ class Matmul(Protocol):
 class Linear:
     """y = x Wᵀ + b with W of shape (out, in), as PyTorch stores it. `out` may be several projections
     stacked. Of a quantised or sparse layer `parts` stand in for W: its rows in order, quantised or not.
-    `adapters` may add something in a step that has some; `training`, if there is one, multiplies in training."""
+    `adapters` may add something in a step that has some; `training`, if there is one, multiplies in
+    training."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, dtype: DType, device: str | None) -> None:
         self.weight = Tensor.empty(outputs, inputs, dtype=dtype, device=device)

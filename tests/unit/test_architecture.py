@@ -34,8 +34,8 @@ EVERYTHING, NUMBERS = ("*",), ("tinygrad.dtype", "tinygrad.helpers")
 USERS = ("tinygrad", *NUMBERS, "tinygrad.nn", "tinygrad.nn.*")
 TINYGRAD = {**dict.fromkeys(("hooks", "runtime", "patterns", "dist", "dlpack"), EVERYTHING),
             **dict.fromkeys(("tile", "cpu"), NUMBERS),
-            **dict.fromkeys(("functional", "kvcache", "numerics", "quant", "models", "engine", "train", "server",
-                             "explain", "registration", "cli", "plan"), USERS)}
+            **dict.fromkeys(("functional", "kvcache", "numerics", "quant", "models", "engine", "train",
+                             "server", "explain", "registration", "cli", "plan"), USERS)}
 # files that see more of it, and why
 INSIDE = {"tinygrad_nv/tile/*reference.py": "what a spec computes is said in plain tinygrad",
           "tinygrad_nv/graphs/*": "a step is captured as TinyJit does it, with its schedule and buffers",

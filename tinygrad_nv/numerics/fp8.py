@@ -16,12 +16,12 @@ layers, 3), has the largest magnitudes of the step that is under way. At its end
     rows move up by one, row 0 becomes the last, and a row of 0 takes its place
 
 as there, and `scale` begins at 1. A step that is skipped leaves scales and history as they were: what an
-infinity made is forgotten. `counts`, float32 (2, 3), are of the last step: values clamped and values flushed to
-zero, of activations, weights and gradients.
+infinity made is forgotten. `last`, float32 (2, 3), are counts of the last step: values clamped and values
+flushed to zero, of activations, weights and gradients.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from tinygrad import Tensor, dtypes
@@ -37,7 +37,8 @@ Maximum = Callable[[Tensor], Tensor]
 class LayerFp8:
     """One matrix: called in place of x Wᵀ."""
 
-    def __init__(self, how: Fp8Linear, meter: Tensor, scales: Callable[[], tuple[Tensor, ...] | None]) -> None:
+    def __init__(self, how: Fp8Linear, meter: Tensor,
+                 scales: Callable[[], tuple[Tensor, ...] | None]) -> None:
         self.how, self.meter, self._scales = how, meter, scales
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -46,8 +47,8 @@ class LayerFp8:
 
 
 class Fp8State:
-    """Scales, histories and counters of the layers of `names`. `maximum` makes largest magnitudes those of all
-    ranks."""
+    """Scales, histories and counters of the layers of `names`. `maximum` makes largest magnitudes those of
+    all ranks."""
 
     def __init__(self, recipe: Fp8Recipe, names: Sequence[str], device: str | tuple[str, ...] | None = None,
                  maximum: Maximum | None = None) -> None:
@@ -110,12 +111,8 @@ class Fp8State:
         self.history.assign(go.reshape(1, 1, 1).where(rolled, kept))
         return [self.last, self.counts, self.scale, self.history]
 
-    def counters(self) -> dict[str, int]:
-        """Of the last step: fp8_clamped_activation, fp8_flushed_gradient …"""
-        return named_counters(self.last.numpy())
 
-
-def named_counters(counts: np.ndarray) -> Mapping[str, int]:
-    """Counts (2, 3) by name."""
+def named_counters(counts: np.ndarray) -> dict[str, int]:
+    """Counts (2, 3) by name: fp8_clamped_activation, fp8_flushed_gradient …"""
     return {f"fp8_{what}_{kind}": int(counts[i, j]) for i, what in enumerate(COUNTERS)
             for j, kind in enumerate(FP8_KINDS)}

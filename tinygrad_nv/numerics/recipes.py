@@ -3,18 +3,19 @@
 Protocol: a `PrecisionRecipe` is frozen and says of a run
 
     weights     the dtype of weights and activations, and of matmuls that are not in FP8
-    master      whether the optimiser has float32 weights, of which those are rounded copies; without, bfloat16
-                is rounded stochastically (train/optimizers/rounding.py)
+    master      whether the optimiser has float32 weights, of which those are rounded copies; without,
+                bfloat16 is rounded stochastically (train/optimizers/rounding.py)
     loss        how the loss is scaled (float16)
     fp8         how operands of linear layers get their scales; None: no FP8
 
-FP8 recipes have the names and defaults of Transformer Engine's (transformer_engine/common/recipe/__init__.py):
-"hybrid" has activations and weights in e4m3 and gradients in e5m2, "e4m3" all in e4m3.
+FP8 recipes have the names and defaults of Transformer Engine's
+(transformer_engine/common/recipe/__init__.py): "hybrid" has activations and weights in e4m3 and gradients in
+e5m2, "e4m3" all in e4m3.
 """
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, TypeAlias
 
 from tinygrad import dtypes
 from tinygrad.dtype import DType
@@ -24,14 +25,13 @@ from tinygrad_nv.errors import ConfigError
 FORMATS = {"hybrid": ("e4m3", "e5m2"), "e4m3": ("e4m3", "e4m3")}
 ALGORITHMS = ("max", "most_recent")
 NAMES = {dtypes.float32: "float32", dtypes.bfloat16: "bfloat16", dtypes.float16: "float16"}
-Formats: TypeAlias = Literal["hybrid", "e4m3"]
 
 
 @dataclass(frozen=True)
 class LossScaling:
     """torch.amp.GradScaler's: the loss is multiplied by `init_scale`, by `backoff_factor` times that after a
-    step whose gradients are not finite, and by `growth_factor` times it after `growth_interval` others. Raises
-    `ConfigError`."""
+    step whose gradients are not finite, and by `growth_factor` times it after `growth_interval` others.
+    Raises `ConfigError`."""
     init_scale: float = 2.0 ** 16
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
@@ -51,9 +51,9 @@ class LossScaling:
 class DelayedScaling:
     """A scale for each tensor, of the largest magnitudes of the last `amax_history_len` steps ("max"), or of
     the last ("most_recent"): most / 2^margin / amax. Raises `ConfigError`."""
-    fp8_format: Formats = "hybrid"
+    fp8_format: str = "hybrid"
     amax_history_len: int = 1024
-    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    amax_compute_algo: str = "max"
     margin: int = 0
     blocks: ClassVar[bool] = False
 
@@ -70,7 +70,7 @@ class DelayedScaling:
 @dataclass(frozen=True)
 class Float8CurrentScaling:
     """A scale for each tensor, of its own largest magnitude: a pass over it before the one that rounds."""
-    fp8_format: Formats = "hybrid"
+    fp8_format: str = "hybrid"
     blocks: ClassVar[bool] = False
 
     def __post_init__(self) -> None: _check_format(self.fp8_format)
@@ -80,7 +80,7 @@ class Float8CurrentScaling:
 class Float8BlockScaling:
     """A scale, a power of two unless `power_of_two` is False, for each 1 x 128 elements of activations and
     gradients, and each 128 x 128 of weights, of their own largest magnitude (arXiv 2412.19437, 3.3.2)."""
-    fp8_format: Formats = "e4m3"
+    fp8_format: str = "e4m3"
     power_of_two: bool = True
     blocks: ClassVar[bool] = True
 
@@ -99,7 +99,8 @@ class PrecisionRecipe:
     fp8: Fp8Recipe | None = None
 
     def __post_init__(self) -> None:
-        if self.weights not in NAMES: raise ConfigError(f"weights of {self.weights.name}", ", ".join(NAMES.values()))
+        if self.weights not in NAMES:
+            raise ConfigError(f"weights of {self.weights.name}", ", ".join(NAMES.values()))
         if not self.master and self.weights != dtypes.bfloat16:
             raise ConfigError(f"weights of {NAMES[self.weights]} without master weights", "bfloat16",
                               "stochastic rounding is of bfloat16")

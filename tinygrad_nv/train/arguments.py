@@ -52,17 +52,18 @@ class TrainingArguments:
     output_dir: str = option("trained", "directory for checkpoints and the trained model", metavar="DIR")
     method: str = option("sft", f"{', '.join(METHODS)}: what is learnt of the data")
     from_scratch: bool = option(False, "new weights for MODEL's config.json, in place of its own")
-    dtype: str = option("float32", f"{', '.join(DTYPES)}: of weights; 16 bits have float32 master weights, float16 a "
-                        "scaled loss")
+    dtype: str = option("float32", f"{', '.join(DTYPES)}: of weights; those of 16 bits have float32 "
+                        "master weights, float16 a scaled loss")
     precision: str | None = option(None, f"{', '.join(RECIPES)}: what is computed and kept in how many bits "
                                    "(default: the recipe of --dtype)", "precision", "NAME")
     fp8_exclude: tuple[str, ...] = option((), "matrices that are not in FP8: names, * stands for any text",
                                           "precision", "NAME")
-    fp8_format: str | None = option(None, f"{', '.join(FORMATS)}: of activations and weights, and of gradients "
+    fp8_format: str | None = option(None, f"{', '.join(FORMATS)}: e4m3, gradients in e5m2, or all in e4m3 "
                                     "(default: hybrid; of blocks e4m3)", "precision", "NAME")
     fp8_margin: int = option(0, "delayed scaling: powers of two left above the largest magnitude",
                              "precision", "N")
-    fp8_amax_history_len: int = option(1024, "delayed scaling: steps that are looked back on", "precision", "N")
+    fp8_amax_history_len: int = option(1024, "delayed scaling: steps that are looked back on", "precision",
+                                       "N")
     fp8_amax_compute_algo: str = option("max", f"{', '.join(ALGORITHMS)}: delayed scaling: which of them "
                                         "decides", "precision", "NAME")
     seed: int = option(42, "of new weights, the order of data, dropout")
@@ -195,15 +196,19 @@ class TrainingArguments:
 
     def _require_precision(self) -> None:
         recipe = self.recipe
-        if self.precision is not None and self.dtype != "float32" and self.weights != DTYPES[self.dtype]:
+        other = self.dtype != "float32" and self.weights != DTYPES[self.dtype]
+        if self.precision is not None and other:
             raise ConfigError(f"--dtype {self.dtype} with --precision {self.precision}",
-                              f"weights of {NAMES[self.weights]}, as the recipe has them", "leave --dtype out")
+                              f"weights of {NAMES[self.weights]}, as the recipe has them",
+                              "leave --dtype out")
         if not recipe.master and self.zero_stage:
-            raise ConfigError(f"--precision {self.precision} with --zero-stage {self.zero_stage}, whose parts "
-                              "of weights are float32", "--precision bfloat16, or --zero-stage 0", "choose one")
+            raise ConfigError(f"--precision {self.precision} with --zero-stage {self.zero_stage}, whose "
+                              "parts of weights are float32", "--precision bfloat16, or --zero-stage 0",
+                              "choose one")
         of_fp8 = [name for name in ("fp8_exclude", "fp8_format", "fp8_margin") if getattr(self, name)]
         if of_fp8 and recipe.fp8 is None:
-            raise ConfigError(f"--{of_fp8[0].replace('_', '-')} with --precision {self.precision or self.dtype}",
+            name = of_fp8[0].replace("_", "-")
+            raise ConfigError(f"--{name} with --precision {self.precision or self.dtype}",
                               ", ".join(name for name, each in RECIPES.items() if each.fp8 is not None),
                               "choose one of these, or leave the option out")
 

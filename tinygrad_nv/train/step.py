@@ -33,7 +33,7 @@ from tinygrad_nv.train.ranks import OneRank
 class StepResult:
     """Means over what is counted: `loss` in nats, and others by name; the norm of gradients before they were
     clipped; whether the step was skipped because that was not finite; and what its precision did: the scale
-    that its loss had (`loss_scale`), values that FP8 clamped or flushed to zero (`fp8_clamped_activation`)."""
+    that its loss had (`loss_scale`), values that FP8 clamped (`fp8_clamped_activation` …) or flushed to 0."""
     loss: float
     means: dict[str, float]
     grad_norm: float

@@ -49,8 +49,8 @@ class StateOptions:
     memory (paged.py). `max_grad_norm` None: nothing is clipped. `rows`: extents of
     projections that lie one below the other in a parameter, by its name. `squares`: where ranks have parts
     of parameters, the sum of squares of all gradients, from those of this rank's, float64 (1).
-    `loss_scaling`: gradients are those of a loss times `Optimizer.loss_scaler.scale`, which the step takes out
-    and moves."""
+    `loss_scaling`: gradients are those of a loss times `Optimizer.loss_scaler.scale`, which the step takes
+    out and moves."""
     master: bool = True
     seed: int = 0
     bits: int = 32
