@@ -3,8 +3,8 @@
 Protocol. `fp8_matmul(what, a, b)` multiplies codes a (M, K) with b (N, K), transposed, e4m3 or e5m2 each,
 with a scale of all or of each block of a and of b. Of scales of all it is a plain matmul whose epilogue has
 both (tile/gemm), of blocks one with scales of groups (tile/scaled_gemm). Sums are float32; tensor cores keep
-14 bits of them, and kernels add these up in float32 after each 128 of K. The reference, and what runs on CPUs,
-is that in plain tinygrad: codes as the float32 numbers that they stand for, whose products are exact.
+14 bits of them, and kernels add these up in float32 after each 128 of K. The reference, and what runs on
+CPUs, is that in plain tinygrad: codes as the float32 numbers that they stand for, whose products are exact.
 
 `fp8_linear(how, x, w, scales, meter)` is x Wᵀ as Transformer Engine's Linear computes it:
 
