@@ -34,7 +34,8 @@ def home(tmp_path: Path) -> Path:
 
 def run(home: Path, output: str, **options: Any) -> Run:
     usual = {"max_steps": 4, "per_device_train_batch_size": 2, "max_length": 24, "learning_rate": 1e-2,
-             "report_to": "none", "save_strategy": "no", "from_scratch": True, "lr_scheduler_type": "constant"}
+             "report_to": "none", "save_strategy": "no", "from_scratch": True,
+             "lr_scheduler_type": "constant"}
     given = TrainingArguments(output_dir=str(home / output), **{**usual, **options})
     return assembled(given, home, [str(home / "ids.npy")], "CPU")
 
