@@ -13,7 +13,9 @@ An objective (objectives.py) gives sums over a batch: the loss first, and then w
 """
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,7 +96,8 @@ class Step:
 
     def _derived(self) -> tuple[Tensor, dict[str, Tensor]]:
         """A micro-batch's sums, and the gradients of its part of the mean loss."""
-        sums, own = self.objective.sums(), self.parameters
+        with self._present(): sums = self.objective.sums()
+        own = self.parameters if self.parts is None else self.parts.leaves()
         loss = sums[0] / self.inputs.count.reshape(())
         gradients = dict(zip(own, loss.gradient(*own.values()), strict=True))
         return Tensor.stack(*sums), gradients if self.parts is None else self.parts.each(gradients)
@@ -125,4 +128,8 @@ class Step:
         for name, made in self.parts.all(self.sums.gradients).items(): self._taken[name].assign(made)
         Tensor.realize(*self._taken.values())
 
-    def _summed(self) -> Tensor: return Tensor.stack(*self.objective.sums()).realize()
+    def _present(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.parts is None else self.parts.present()
+
+    def _summed(self) -> Tensor:
+        with self._present(): return Tensor.stack(*self.objective.sums()).realize()
