@@ -22,7 +22,6 @@ from typing import Any
 from tinygrad import Tensor
 from tinygrad.helpers import TRAINING
 from tinygrad.nn.state import get_parameters
-from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.dist.group import Group
 from tinygrad_nv.models.llama import Llama
@@ -89,9 +88,9 @@ class FullySharded(Sharded):
             self._before[number] = x
             rows = [bucket.joined(self.optimized, self._before.get(number - 1)) for bucket in own]
 
-            def again(ready: UOp) -> dict[UOp, UOp]:
-                return {row.uop: bucket.joined(self.optimized, Tensor(ready), " again").uop
-                        for row, bucket in zip(rows, own, strict=True)}
+            def again(ready: Tensor) -> list[tuple[Tensor, Tensor]]:
+                return [(row, bucket.joined(self.optimized, ready, " again"))
+                        for row, bucket in zip(rows, own, strict=True)]
             made = self._filled(own, rows)
             try:
                 if not TRAINING: return computed(x, *more)

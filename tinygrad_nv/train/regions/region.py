@@ -37,16 +37,20 @@ _numbers = itertools.count(1 << 24)     # of placeholders: those of regions with
 _before: weakref.WeakKeyDictionary[UOp, UOp] = weakref.WeakKeyDictionary()
 
 
+# of a gradient: values with others like them that are computed after it
+Again = Callable[[Tensor], Iterable[tuple[Tensor, Tensor]]]
+
+
 def checkpoint(fn: Callable[..., Tensor], policy: str = "full", *, budget: float | None = None,
                parameters: Iterable[Tensor] | None = None,
-               again: Callable[[UOp], dict[UOp, UOp]] | None = None) -> Callable[..., Tensor]:
+               again: Again | None = None) -> Callable[..., Tensor]:
     """`fn` as a region: called as `fn`, with the same result and gradients. Tensors of floats among its
     arguments are its inputs, which are kept until its backward pass. `policy` is one of `POLICIES` (policy.py
     has their rules); a `budget` from 0 to 1 instead is the share of bytes that it keeps of those that are
     kept without regions. Tensors that `fn` closes over get their gradients, too: all, or `parameters` alone,
     which saves the time to derive the others. What is drawn at random must come from a counter in memory,
-    as in train/adapter.py. `again` gives of the gradient nodes that `fn` closes over with others of the same
-    values, which are computed after it: what is read for the backward pass in their place.
+    as in train/adapter.py. `again` gives of the gradient pairs: what `fn` closes over, and the same, computed
+    after it, which the backward pass reads in its place.
 
     Raises `ConfigError` for an unknown policy, `SpecError` if `fn` returns something else than a Tensor."""
     how = Policy(policy) if budget is None else Policy(BUDGET, budget)
@@ -83,11 +87,11 @@ class _Region:
     derived: dict[UOp, UOp]
     kept: dict[UOp, UOp]
     policy: Policy
-    again: Callable[[UOp], dict[UOp, UOp]] | None
+    again: Again | None
 
     @staticmethod
     def of(result: UOp, inputs: list[UOp], parameters: tuple[Tensor, ...] | None, policy: Policy,
-           again: Callable[[UOp], dict[UOp, UOp]] | None) -> _Region:
+           again: Again | None) -> _Region:
         own = inside(result, inputs)
         others = outside(own, inputs)
         if parameters is not None:
@@ -117,8 +121,10 @@ class _Region:
         ready = self._ready(gradient)
         puts = {node: self._kept(value, ready) for node, value in self.kept.items()} | {self.mark: gradient}
         copies = [self._copied(each, ready) for each in self.inputs]
-        outside = self.outside if self.again is None else \
-            UOp.sink(*self.outside).substitute(self.again(ready), walk=True).src
+        outside = self.outside
+        if self.again is not None:
+            others = {old.uop: new.uop for old, new in self.again(Tensor(ready))}
+            outside = UOp.sink(*outside).substitute(others, walk=True).src
         puts |= dict(zip(self.marks, (*copies, *outside), strict=True))
         made = UOp.maketuple(*self.derived.values()).substitute(puts, walk=True).src
         given = dict(zip(self.derived, made, strict=True))
