@@ -133,7 +133,8 @@ class TrainingArguments:
     data_parallel_size: int = option(0, "ranks, each with its rows of a batch (0: as many as a launcher has "
                                      "started, or 1)", "several devices", "N")
     zero_stage: int = option(0, "0: every rank updates all weights; 1: its part of them; 2: and adds up its "
-                             "part of gradients alone", "several devices", "N")
+                             "part of gradients alone; 3: and keeps its part of weights alone",
+                             "several devices", "N")
     tensor_parallel_size: int = option(1, "ranks that have each layer together", "several devices", "N")
     sequence_parallel: bool = option(False, "tensor parallel ranks have parts of tokens between layers",
                                      "several devices")
@@ -187,8 +188,11 @@ class TrainingArguments:
                 raise ConfigError(f"{found}, which training does not have",
                                   "--data-parallel-size and --zero-stage, of ways to use several devices",
                                   f"leave --{name.replace('_', '-')} out")
-        if not 0 <= self.zero_stage <= 2:
-            raise ConfigError(f"--zero-stage {self.zero_stage}", "0, 1 or 2", "choose one")
+        if not 0 <= self.zero_stage <= 3:
+            raise ConfigError(f"--zero-stage {self.zero_stage}", "0, 1, 2 or 3", "choose one")
+        if self.zero_stage == 3 and self.use_peft:
+            raise ConfigError("--zero-stage 3 with --use-peft", "weights that are all trained",
+                              "choose --zero-stage 2, or leave --use-peft out")
         if self.zero_stage and OPTIMIZERS[self.optim][0] in WHOLE_MATRICES:
             raise ConfigError(f"--optim {self.optim} with --zero-stage {self.zero_stage}, whose ranks have "
                               "parts of matrices", "adamw, lion or sgd, which treat elements alike",
@@ -205,6 +209,9 @@ class TrainingArguments:
             raise ConfigError(f"--precision {self.precision} with --zero-stage {self.zero_stage}, whose "
                               "parts of weights are float32", "--precision bfloat16, or --zero-stage 0",
                               "choose one")
+        if recipe.fp8 is not None and self.zero_stage == 3:
+            raise ConfigError(f"--precision {self.precision} with --zero-stage 3, whose layers are gathered "
+                              "in 16 or 32 bits", "--zero-stage 2 or less", "choose one")
         of_fp8 = [name for name in ("fp8_exclude", "fp8_format", "fp8_margin") if getattr(self, name)]
         if of_fp8 and recipe.fp8 is None:
             name = of_fp8[0].replace("_", "-")

@@ -109,11 +109,11 @@ def assembled(arguments: TrainingArguments, directory: Path, data: Sequence[str]
     adapter = _adapter(arguments, model, inputs) if arguments.use_peft else None
     objective = _objective(arguments, directory, model, adapter, inputs, dtype)
     parameters = network.parameters(model) if adapter is None else adapter.parameters
-    parts = _parts(arguments, parameters, ranks)
+    parts = _parts(arguments, parameters, ranks, model)
     fp8 = _fp8(arguments, model, ranks)
     optimizer = _optimizer(arguments, parts, network.projections(model) if adapter is None else None)
     meters = [] if fp8 is None else fp8.state.meters
-    checkpoint_blocks(model, arguments.regions, [*parameters.values(), *meters])
+    if not parts.regions: checkpoint_blocks(model, arguments.regions, [*parameters.values(), *meters])
     return Run(arguments, directory, model, tokenizer, rows, evaluation, objective, optimizer, adapter,
                _steps(arguments, rows, ranks.size), _identity(arguments, rows, config.vocab_size, ranks.size),
                ranks, parts, fp8)
@@ -126,11 +126,14 @@ def require_ranks(arguments: TrainingArguments, started: int) -> None:
                           f"{started} ranks", "as many ranks", "start as many, or leave the option out")
 
 
-def _parts(arguments: TrainingArguments, parameters: dict[str, Tensor], ranks: OneRank) -> Parts:
+def _parts(arguments: TrainingArguments, parameters: dict[str, Tensor], ranks: OneRank,
+           model: Llama) -> Parts:
     if not isinstance(ranks, TrainingRanks): return Whole(parameters)
     from tinygrad_nv.train.replicas import Replicas, Sharded  # which load dist/
     if not arguments.zero_stage: return Replicas(parameters, ranks.group)
-    return Sharded(parameters, ranks.group, arguments.zero_stage)
+    if arguments.zero_stage < 3: return Sharded(parameters, ranks.group, arguments.zero_stage)
+    from tinygrad_nv.train.fully_sharded import FullySharded
+    return FullySharded(model, parameters, ranks.group, arguments.regions)
 
 
 def _fp8(arguments: TrainingArguments, model: Llama, ranks: OneRank) -> Fp8Model | None:

@@ -13,7 +13,9 @@ An objective (objectives.py) gives sums over a batch: the loss first, and then w
 """
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,8 +119,9 @@ class Step:
     def _derived(self) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
         """A micro-batch's sums, the gradients of its part of the mean loss, times the loss's scale where it
         has one, and what else is to be realized."""
-        sums, own, fp8 = self.objective.sums(), self.parameters, self.fp8
-        loss, scaler = sums[0] / self.inputs.count.reshape(()), self.optimizer.loss_scaler
+        with self._present(): sums = self.objective.sums()
+        own = self.parameters if self.parts is None else self.parts.leaves()
+        loss, scaler, fp8 = sums[0] / self.inputs.count.reshape(()), self.optimizer.loss_scaler, self.fp8
         if scaler is not None: loss = loss * scaler.scale.detach().reshape(())
         meters = [] if fp8 is None else fp8.meters
         found = loss.gradient(*own.values(), *meters)
@@ -153,4 +156,8 @@ class Step:
         for name, made in self.parts.all(self.sums.gradients).items(): self._taken[name].assign(made)
         Tensor.realize(*self._taken.values())
 
-    def _summed(self) -> Tensor: return Tensor.stack(*self.objective.sums()).realize()
+    def _present(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.parts is None else self.parts.present()
+
+    def _summed(self) -> Tensor:
+        with self._present(): return Tensor.stack(*self.objective.sums()).realize()

@@ -78,8 +78,7 @@ def train(run: Run) -> Trained:
         with Log(arguments, run.steps, at.step) if ranks.first else Silent() as log:
             loop.run(at, writer, log)
             log.finish()
-    if ranks.first: made = _export(run, output)
-    else: made = output
+    with run.parts.saved(): made = _export(run, output) if ranks.first else output
     ranks.barrier("trained")
     return Trained(made, run.steps, loop.loss, loop.eval_loss, time.perf_counter() - begun)
 
@@ -140,7 +139,8 @@ class _Loop:
 
     def _stop(self, step: int) -> None:
         """Raises `TrainingError` for a loss that is NaN, which another rank's rows may have made."""
-        own = first_bad(self.run_.model, self.step.inputs, self.run_.arguments.packing)
+        with self.run_.parts.present():
+            own = first_bad(self.run_.model, self.step.inputs, self.run_.arguments.packing)
         found = self.run_.ranks.told("not finite", own)
         layer = next((each for each in found if each != LOSS), LOSS)
         raise TrainingError(f"the loss of step {step} is NaN; the first layer with a value that is not "
@@ -181,7 +181,8 @@ class _Loop:
         assert run.tokenizer is not None, "run.py requires one"
         if self._samples is None: self._samples = Continuation(run.model, run.data.width)
         ids = run.tokenizer.encode(prompt)
-        made = self._samples(ids, run.arguments.sample_tokens, run.model.config.eos_token_ids)
+        with run.parts.present():
+            made = self._samples(ids, run.arguments.sample_tokens, run.model.config.eos_token_ids)
         return run.tokenizer.decode([*ids, *made])[len(run.tokenizer.decode(ids)):]
 
 
