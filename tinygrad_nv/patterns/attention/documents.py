@@ -7,8 +7,8 @@ sees those alone, up to itself with `causal`:
     out        = softmax(s) v                              as FlashAttention (named.py), with its gradient
 
 All tokens of a document have its bounds; documents stand in order. Tokens of none, as padding, have first =
-end: their results and gradients are 0, and they are in nobody's, whatever their q, k, v and gradient are (on
-GPUs, as long as these are finite). Kernels skip what lies between documents: time follows Σ length², memory
+end: their results and gradients are 0, and nothing depends on their q, k, v and gradient (on GPUs, as long
+as these are finite). Kernels skip what lies between documents: time follows Σ length², memory
 S. The bounds are read from memory: one captured step serves all documents.
 """
 from __future__ import annotations

@@ -179,13 +179,18 @@ def _gradient(*given: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
     what, logs = call.arg.aux, Tensor(call.gettuple(1))
     sinks = [more.pop()] if what.sinks else []
     what, rest = replace(what, sinks=False), (*more, logs, delta, grad)
-    made = named.call(FlashAttentionBackward(what), backward, q, k, v, *rest)
+    made = call_backward(what, q, k, v, *rest)
     masks = [_of_mask(what, q, k, v, *rest) if dtypes.is_float(one.dtype) else None for one in more]
     return (*(one.uop for one in made), *(None if one is None else one.uop for one in masks),
-            *(_of_sinks(one, logs, delta).uop for one in sinks))
+            *(gradient_of_sinks(one, logs, delta).uop for one in sinks))
 
 
-def _of_sinks(sinks: Tensor, logs: Tensor, delta: Tensor) -> Tensor:
+def call_backward(what: FlashAttention, *arguments: Tensor) -> tuple[Tensor, ...]:
+    """dq, dk and dv of an attention without sinks, from the arguments of `backward`."""
+    return named.call(FlashAttentionBackward(what), backward, *arguments)
+
+
+def gradient_of_sinks(sinks: Tensor, logs: Tensor, delta: Tensor) -> Tensor:
     """The gradient of sinks, which have weights but no values: −Σ exp(sink − l) delta."""
     weight = (logs == HIDDEN).where(0, (sinks.reshape(1, -1, 1) - logs).exp())
     return -(weight * delta).sum((0, 2))
