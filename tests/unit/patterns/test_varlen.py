@@ -1,6 +1,7 @@
 """Ragged attention as a named function: its body, what is refused, its gradient, its kernel."""
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -168,7 +169,7 @@ def alone(tensors: list[torch.Tensor], cu: torch.Tensor, sinks: torch.Tensor | N
     """The first 12 rows of each sequence by itself, in float64; causal or full, with a window."""
     (q, k, v), rows = tensors, []
     k, v = (x.repeat_interleave(2, 1) for x in (k, v))
-    for begin, end in zip(cu[:-1], cu[1:], strict=True):
+    for begin, end in itertools.pairwise(cu):
         n = min(12, int(end - begin))
         mine, own, values = (x[begin:begin + n].transpose(0, 1) for x in (q, k, v))
         s = mine @ own.transpose(-1, -2) * q.shape[2] ** -0.5
