@@ -81,12 +81,25 @@ def rank_memory(config: ModelConfig, arguments: TrainingArguments, ranks: int = 
     return RankMemory(of(a.parts, b.parts), of(a.host, b.host), kernels, (low.layers, high.layers))
 
 
-def _of_model(config: ModelConfig, arguments: TrainingArguments, ranks: int, device: str) -> RankMemory:
+def step_programs(config: ModelConfig, arguments: TrainingArguments, ranks: int, device: str
+                  ) -> list[Scheduled]:
+    """The programs of a step of one of so many ranks."""
+    _, _, step = _built(config, arguments, ranks, device)
+    return [scheduled(each) for each in step.programs]
+
+
+def _built(config: ModelConfig, arguments: TrainingArguments, ranks: int, device: str
+           ) -> tuple[Llama, Learner, Step]:
     planned = PlannedRanks(ranks)
     with recording():
         model, learner = _made(config, arguments, ranks, device)
         step = Step(learner.objective, learner.optimizer, arguments.gradient_accumulation_steps,
                     learner.parts if ranks > 1 else None, planned if ranks > 1 else None)
+    return model, learner, step
+
+
+def _of_model(config: ModelConfig, arguments: TrainingArguments, ranks: int, device: str) -> RankMemory:
+    model, learner, step = _built(config, arguments, ranks, device)
     programs = [scheduled(each) for each in step.programs]
     largest = max(programs, key=lambda each: each.arenas.get(device, 0))
     if arguments.eval_data: programs.append(scheduled(step.evaluation))
@@ -114,6 +127,7 @@ def _made(config: ModelConfig, arguments: TrainingArguments, ranks: int, device:
         network.extend(model, arguments.max_length)
         return model
     model = another()
+    network.require_floats(model)
     rows = arguments.per_device_train_batch_size * (2 if arguments.method == "dpo" else 1)
     inputs = Inputs(rows, arguments.max_length, device)
     group = None
