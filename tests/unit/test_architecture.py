@@ -24,7 +24,8 @@ KINDS = ("eager", "lazy", "typing")
 # above reach into tinygrad.
 LAYERS = ("errors table interrupt progress", "config", "cache", "toolchain", "ptx", "quant", "tile", "hooks",
           "runtime", "cpu", "host patterns", "dist", "functional dlpack", "kvcache graphs", "models",
-          "engine", "server benchmarks quantize plan", "train", "explain", "registration", "tinygrad_nv", "cli")
+          "engine", "server benchmarks quantize plan", "train", "explain", "registration", "tinygrad_nv",
+          "cli")
 RANKS = {group: rank for rank, row in enumerate(LAYERS) for group in row.split()}
 # files that make a group without a folder of their own, and a folder in another that is one
 GROUPS = {"__main__": "cli", "dist.plan*": "plan"}
