@@ -40,6 +40,7 @@ from tinygrad_nv.dist.plan.presets import preset
 from tinygrad_nv.dist.plan.training import operations
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.explain import counted
+from tinygrad_nv.progress import bar
 from tinygrad_nv.runtime.note import note_of
 from tinygrad_nv.table import aligned
 from tinygrad_nv.tile.emulated import timings
@@ -91,8 +92,8 @@ class Call:
 
     @property
     def kind(self) -> Hashable:
-        """What it has in common with one that does the same for a model of more layers."""
-        return self.template or self.name
+        """What it has in common with the one that is there in its place in a model of more layers."""
+        return self.template or "tinygrad"
 
 
 def calls_of(config: ModelConfig, options: dict[str, Any]) -> list[Call]:
@@ -155,7 +156,11 @@ def step(name: str, rows: int, tokens: int, checkpointing: str | None) -> dict[s
     if checkpointing: options |= {"gradient_checkpointing": True,
                                   "gradient_checkpointing_policy": checkpointing}
     distinct = launches_of(config, options)
-    kernels = [predicted(call, count, gpu) for call, count in distinct.items()]
+    kernels = []
+    with bar("predicting kernels") as shown:
+        for call, count in distinct.items():
+            kernels.append(predicted(call, count, gpu))
+            shown(len(kernels), len(distinct))
     kernels.sort(key=lambda each: -each.total_s)
     seconds, work = sum(each.total_s for each in kernels), Training(rows, tokens, rows)
     own = [each for each in kernels if not each.template]
