@@ -89,7 +89,8 @@ class _Loop:
     def __init__(self, run: Run) -> None:
         a = run.arguments
         self.run_ = run
-        self.step = Step(run.objective, run.optimizer, a.gradient_accumulation_steps, run.parts, run.ranks)
+        self.step = Step(run.objective, run.optimizer, a.gradient_accumulation_steps, run.parts, run.ranks,
+                         None if run.fp8 is None else run.fp8.state)
         options = ScheduleOptions(min_lr_rate=a.min_lr_rate, decay_steps=a.lr_decay_steps)
         self.factor = schedule(a.lr_scheduler_type, run.steps, a.warmup(run.steps), options)
         self.loss, self.eval_loss = math.nan, None if run.evaluation is None else math.nan
@@ -102,6 +103,7 @@ class _Loop:
         several = f" over {run.ranks.size} ranks" if run.ranks.size > 1 else ""
         log.say(f"{sum(int(np.prod(p.shape)) for p in run.parts.whole.values()):,} parameters to train"
                 f"{several}; {run.data.summary}; steps {at.step + 1} to {run.steps}")
+        log.say(f"{a.recipe}" + ("" if run.fp8 is None else f"; {run.fp8}"))
         self.step.done = at.step
         with Loader(run.data, options, at.data) as loader, run.ranks.stoppable():
             try:
@@ -131,7 +133,7 @@ class _Loop:
         seconds = time.perf_counter() - begun
         log.step({"step": at.step, "loss": result.loss, "grad_norm": result.grad_norm, "learning_rate": rate,
                   "epoch": round(data.epoch, 4), "tokens_per_s": tokens / seconds, "seconds": seconds,
-                  "memory_bytes": GlobalCounters.mem_used, **result.means,
+                  "memory_bytes": GlobalCounters.mem_used, **result.means, **result.precision,
                   **({"skipped": True} if result.skipped else {})})
         if result.skipped: log.say(_skipped(at.step, result))
 
