@@ -48,14 +48,10 @@ class StateOptions:
     rounded stochastically from `seed`. `bits` 8: quantised blockwise (quantised.py). `paged`: in the host's
     memory (paged.py). `max_grad_norm` None: nothing is clipped. `rows`: extents of
     projections that lie one below the other in a parameter, by its name. `squares`: where ranks have parts
-<<<<<<< HEAD
     of parameters, the sum of squares of all gradients, from those of this rank's, float64 (1). `counts`:
-    elements of whole parameters there, by name, which say whether their state is quantised."""
-=======
-    of parameters, the sum of squares of all gradients, from those of this rank's, float64 (1).
+    elements of whole parameters there, by name, which say whether their state is quantised.
     `loss_scaling`: gradients are those of a loss times `Optimizer.loss_scaler.scale`, which the step takes
     out and moves."""
->>>>>>> main
     master: bool = True
     seed: int = 0
     bits: int = 32
@@ -64,11 +60,8 @@ class StateOptions:
     skip_nonfinite: bool = True
     rows: Mapping[str, tuple[int, ...]] | None = None
     squares: Callable[[Tensor], Tensor] | None = None
-<<<<<<< HEAD
     counts: Mapping[str, int] | None = None
-=======
     loss_scaling: LossScaling | None = None
->>>>>>> main
 
     def __post_init__(self) -> None:
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
