@@ -40,7 +40,7 @@ class CheckpointWarning(UserWarning):
 
 
 @dataclass(frozen=True)
-class Piece:
+class Section:
     """Some elements of a stored vector, and the byte of a tensor from which on they belong."""
     stored: StoredTensor
     first: int
@@ -91,14 +91,14 @@ class Checkpoint:
         if tensors: Tensor.realize(*tensors.values())
         split = {} if self._same_ranks else {name: count for name, count in (cut or {}).items()
                                              if name in tensors}
-        pieces = {name: self._pieces(name, tensors[name], count) for name, count in split.items()}
+        sections = {name: self._sections(name, tensors[name], count) for name, count in split.items()}
         found = {name: self._require(name, tensor) for name, tensor in tensors.items() if name not in split}
         if (name := self._surplus(tensors)) is not None:
             raise CheckpointError(f"{self.path} has a tensor {name}, and the run has none of that name",
                                   "the tensors that were saved", MODEL)
         for name, stored in found.items(): self._read(stored, tensors[name])
-        for name, own in pieces.items():
-            for piece in own: self._read(piece.stored, tensors[name], piece.first)
+        for name, own in sections.items():
+            for section in own: self._read(section.stored, tensors[name], section.first)
 
     def _require(self, name: str, tensor: Tensor) -> StoredTensor:
         stored, wanted = self._stored(name), (dtype_of(name, tensor), shape_of(tensor))
@@ -110,7 +110,7 @@ class Checkpoint:
         _require_memory(name, tensor)
         return stored
 
-    def _pieces(self, name: str, tensor: Tensor, count: int) -> list[Piece]:
+    def _sections(self, name: str, tensor: Tensor, count: int) -> list[Section]:
         """Of this rank's part of a vector of `count` elements: where its bytes are. Raises
         `CheckpointError`."""
         stored = [part.tensors[name] for part in self.manifest.parts if name in part.tensors]
@@ -121,14 +121,14 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: {name} is not in equal parts of {count} {wanted} together, "
                                   "one of each rank that wrote it", "parts as --zero-stage makes them", MODEL)
         _require_memory(name, tensor)
-        theirs, item, made = stored[0].shape[0], ITEM_BYTES[wanted], list[Piece]()
+        theirs, item, made = stored[0].shape[0], ITEM_BYTES[wanted], list[Section]()
         own = at = self.rank * each
         end = min(own + each, count)
         while at < end:
             part, within = divmod(at, theirs)
             size = min(theirs - within, end - at)
             source = replace(stored[part], offset=stored[part].offset + within * item, shape=(size,))
-            made.append(Piece(source, (at - own) * item))
+            made.append(Section(source, (at - own) * item))
             at += size
         return made
 

@@ -60,8 +60,8 @@ class StateOptions:
     skip_nonfinite: bool = True
     rows: Mapping[str, tuple[int, ...]] | None = None
     squares: Callable[[Tensor], Tensor] | None = None
-    loss_scaling: LossScaling | None = None
     counts: Mapping[str, int] | None = None
+    loss_scaling: LossScaling | None = None
 
     def __post_init__(self) -> None:
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
