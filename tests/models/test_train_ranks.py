@@ -81,6 +81,19 @@ def test_two_ranks_have_the_bits_of_one(data: Path, tmp_path: Path) -> None:
     assert f"{tmp_path / 'two'}: 4 steps in" in told
 
 
+@pytest.mark.slow
+def test_scales_of_fp8_are_of_all_ranks(data: Path, tmp_path: Path) -> None:
+    """Delayed scaling has the largest magnitudes, and the counts, of both ranks: the bits of one rank."""
+    model, given = described(tmp_path), ("--from-scratch", "--precision", "fp8_delayed")
+    trained(model, data, tmp_path / "one", *given, "--gradient-accumulation-steps", "2")
+    trained(model, data, tmp_path / "two", *given, "-dp", "2")
+    same(tmp_path / "two", tmp_path / "one")
+    for one, two in zip(log(tmp_path / "one"), log(tmp_path / "two"), strict=True):
+        counts = {name: each for name, each in one.items() if name.startswith("fp8_flushed")}
+        assert len(counts) == 3
+        assert {name: two[name] for name in counts} == counts
+
+
 @pytest.mark.parametrize("options", [
     ("--eval-data", "DATA", "--eval-batches", "2"),
     *(pytest.param(each, marks=pytest.mark.slow) for each in (
