@@ -91,11 +91,11 @@ def step_programs(config: ModelConfig, arguments: TrainingArguments, ranks: int,
 
 def _built(config: ModelConfig, arguments: TrainingArguments, ranks: int, device: str
            ) -> tuple[Llama, Learner, Step]:
-    planned = PlannedRanks(ranks)
     with recording():
         model, learner = _made(config, arguments, ranks, device)
+        fp8 = None if learner.fp8 is None else learner.fp8.state
         step = Step(learner.objective, learner.optimizer, arguments.gradient_accumulation_steps,
-                    learner.parts if ranks > 1 else None, planned if ranks > 1 else None)
+                    learner.parts, PlannedRanks(ranks), fp8)
     return model, learner, step
 
 

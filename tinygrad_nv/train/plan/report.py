@@ -31,7 +31,7 @@ def text(name: str, arguments: TrainingArguments, ranks: int, device: str, memor
 def _setting(arguments: TrainingArguments) -> str:
     """The options that decide memory."""
     a = arguments
-    said = [a.method, a.dtype, a.optim, f"rows of {a.max_length} tokens",
+    said = [a.method, a.precision or a.dtype, a.optim, f"rows of {a.max_length} tokens",
             f"{a.per_device_train_batch_size} x {a.gradient_accumulation_steps} a step"]
     if a.use_peft: said.append(f"adapter of rank {a.lora_r}")
     if a.zero_stage: said.append(f"ZeRO {a.zero_stage}")

@@ -63,20 +63,22 @@ def run(folder: Path, given: TrainingArguments, steps: int = 3) -> None:
     network.extend(model, given.max_length)
     inputs = Inputs(given.per_device_train_batch_size, given.max_length, "CPU")
     learner = learning(given, model, inputs, None, lambda: model)
-    step = Step(learner.objective, learner.optimizer, given.gradient_accumulation_steps)
+    fp8 = None if learner.fp8 is None else learner.fp8.state
+    step = Step(learner.objective, learner.optimizer, given.gradient_accumulation_steps, learner.parts,
+                fp8=fp8)
     ids = np.ones(inputs.tokens.shape, np.int32)
     batch = Batch(ids, ids, np.zeros_like(ids), ids)
     for _ in range(steps): step([batch] * given.gradient_accumulation_steps, ids.size)
 
 
 @pytest.mark.parametrize("options", [
-    {"gradient_checkpointing": True, "dtype": "bfloat16"},
+    {"gradient_checkpointing": True, "dtype": "bfloat16"}, {"zero_stage": 1},
     *(pytest.param(each, marks=pytest.mark.slow) for each in (
         {}, {"gradient_accumulation_steps": 2}, {"gradient_checkpointing": True, "max_length": 128},
         {"gradient_checkpointing": True, "gradient_checkpointing_policy": "dots"},
         {"gradient_checkpointing": True, "gradient_checkpointing_policy": "0.5"},
         {"optim": "adamw_8bit"}, {"optim": "muon", "dtype": "bfloat16"}, {"use_peft": True, "lora_r": 4},
-        {"packing": True}))], ids=str)
+        {"packing": True}, {"precision": "fp8_delayed"}, {"zero_stage": 3}))], ids=str)
 def test_the_peak_of_a_run(folder: Path, peak: Peak, options: dict[str, Any]) -> None:
     """From the first step on: within 1 %."""
     given = arguments(**options)
