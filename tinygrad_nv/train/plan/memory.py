@@ -40,6 +40,7 @@ from tinygrad_nv.train.run import Learner, learning
 from tinygrad_nv.train.step import Step
 
 HOST = "CPU"
+UNUSED = "unused"
 UPDATED = ("master weights", "optimizer state", "sums of gradients")
 
 
@@ -76,8 +77,11 @@ def rank_memory(config: ModelConfig, arguments: TrainingArguments, ranks: int = 
     if len(found) == 1: return next(iter(found.values()))
     (low, a), (high, b) = found.items()
     def of(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-        return {name: max(0, round(high.at(config.num_layers, low, one.get(name, 0), other.get(name, 0))))
+        made = {name: max(0, round(high.at(config.num_layers, low, one.get(name, 0), other.get(name, 0))))
                 for name in {**one, **other}}
+        # gaps between buffers do not grow by layers
+        if UNUSED in made: made[UNUSED] = max(one.get(UNUSED, 0), other.get(UNUSED, 0))
+        return made
     kernels = round(high.at(config.num_layers, low, a.kernels, b.kernels))
     return RankMemory(of(a.parts, b.parts), of(a.host, b.host), kernels, (low.layers, high.layers))
 
@@ -198,7 +202,7 @@ def _at_peak(program: Scheduled, shapes: set[int], updated: set[UOp], device: st
         elif each.max_numel() in shapes and not last.isdisjoint(updated | made): name = "gradients"
         else: name = "activations"
         found[name] += each.nbytes()
-    return found | {"unused": max(0, program.arenas.get(device, 0) - peak)}
+    return found | {UNUSED: max(0, program.arenas.get(device, 0) - peak)}
 
 
 def _update(program: Scheduled, updated: set[UOp]) -> set[UOp]:
