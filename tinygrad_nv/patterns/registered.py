@@ -9,12 +9,10 @@ from types import ModuleType
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import hooks
-from tinygrad_nv.patterns import building, named, several_devices, stable, target
+from tinygrad_nv.patterns import building, named, reductions, several_devices, stable, target
 from tinygrad_nv.patterns.attention import match as attention
-from tinygrad_nv.patterns.column_sum import match as column_sum
 from tinygrad_nv.patterns.gemm import match as gemm
 from tinygrad_nv.patterns.grouped_gemm import match as grouped_gemm
-from tinygrad_nv.patterns.norm import match as norm
 
 
 @dataclass(frozen=True)
@@ -37,8 +35,7 @@ REWRITES = (_guarded("stable", stable),
                        (building.strict, attention.configuration, target.configuration)),
             *(_guarded(name, family, family.configuration, target.configuration)
               for name, family in (("attention", attention), ("grouped_gemm", grouped_gemm),
-                                   ("gemm", gemm), ("column_sum", column_sum),
-                                   ("norm", norm))),
+                                   ("gemm", gemm), ("norm", reductions))),
             Registered("several devices", several_devices.rewrite, several_devices.NEEDS,
                        (target.configuration,)))
 

@@ -1,23 +1,21 @@
 """Sums of columns: gradients of the weights of norms, and of biases, to one kernel of ours.
 
-Protocol. `rewrite` comes before that of norms, which would find the same sums as rows whose elements lie
-apart. It looks at each node that will be stored: a REDUCE over leading dimensions, cast or reshaped. What is
-added up is translated back to memory, in index space: a range of rows, all that is reduced, and a range of
-columns, all that is left. Numbers of a row that are sums themselves, as a norm's mean of squares, are loaded
-from where tinygrad puts them. What else is not in memory leaves the sum to tinygrad, which computes it as it
-adds. The kernel has each sum in a fixed order (tile/column_sum/).
+Protocol. `rewrite` (of patterns/reductions.py) looks at each node that will be stored: a REDUCE over leading
+dimensions, cast or reshaped. What is added up is translated back to memory, in index space: a range of rows,
+all that is reduced, and a range of columns, all that is left. Numbers of a row that are sums themselves, as a
+norm's mean of squares, are loaded from where tinygrad puts them. What else is not in memory leaves the sum to
+tinygrad, which computes it as it adds. The kernel has each sum in a fixed order (tile/column_sum/).
 NV_NORM=0 leaves everything to tinygrad.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tinygrad.dtype import DType, dtypes
 from tinygrad.helpers import prod
 from tinygrad.uop.ops import Ops, UOp
 
-from tinygrad_nv import config
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import building, program
 from tinygrad_nv.patterns.contraction import NotOurs, is_storage
@@ -32,7 +30,6 @@ from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, subst
 from tinygrad_nv.tile.gemm.spec import FLOAT16S
 
 NAME = "column_sum"
-NEEDS = ({Ops.REDUCE},)
 LEAST_ROWS, LEAST_COLUMNS = 32, 32  # below, tinygrad's own kernel is as fast
 
 
@@ -43,15 +40,8 @@ class _Match:
     inputs: tuple[UOp, ...]
 
 
-def configuration() -> Hashable:
-    """What the rewrite depends on besides the graph and the targets."""
-    return config.get("NV_NORM")
-
-
-def rewrite(sink: UOp) -> UOp:
-    """The graph with calls for its sums of columns."""
-    if not config.get("NV_NORM"): return sink
-    nodes = tuple(sink.toposort(enter_calls=False))
+def rewrite(sink: UOp, nodes: tuple[UOp, ...]) -> UOp:
+    """The graph, of these nodes, with calls for its sums of columns."""
     stored = dict.fromkeys(stored_nodes(nodes))
     memory = frozenset(stored)
     found = {node: match for node in stored if (match := _matched(node, memory)) is not None}

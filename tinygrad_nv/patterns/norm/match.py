@@ -17,7 +17,7 @@ NV_NORM=0 leaves everything to tinygrad.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,7 +25,6 @@ from tinygrad.dtype import DType, dtypes, truncate
 from tinygrad.helpers import prod
 from tinygrad.uop.ops import GroupOp, Ops, UOp, sint
 
-from tinygrad_nv import config
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import building, program
 from tinygrad_nv.patterns.attention.fitted import fitted
@@ -60,15 +59,8 @@ class NormMatch:
     rows: UOp | None
 
 
-def configuration() -> Hashable:
-    """What the rewrite depends on besides the graph and the targets."""
-    return config.get("NV_NORM")
-
-
-def rewrite(sink: UOp) -> UOp:
-    """The graph with calls for its rows."""
-    if not config.get("NV_NORM"): return sink
-    nodes = tuple(sink.toposort(enter_calls=False))
+def rewrite(sink: UOp, nodes: tuple[UOp, ...]) -> UOp:
+    """The graph, of these nodes, with calls for its rows."""
     if not _may_have_rows(nodes): return sink
     stored = dict.fromkeys(stored_nodes(nodes))
     # a statistic that is stored too is computed again with its row: that costs no memory traffic
