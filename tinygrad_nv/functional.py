@@ -9,7 +9,8 @@ model trains with flash attention, forward and backward, without a change (`meth
 `kv_append` and `paged_attention` are a decoder's steps over keys and values in pages, `latent_attention` one
 over latents (MLA), `varlen_attention` is for sequences that lie one after the other, `document_attention` for
 documents that are packed into rows of a batch, as training has them, `fp8_attention` for operands of 8 bits
-with scales, `embedding` for rows of a table by number, `quant_matmul` for a quantised
+with scales, `fp8_linear` a linear layer whose three matmuls of training are in FP8,
+`embedding` for rows of a table by number, `quant_matmul` for a quantised
 matrix, `scaled_matmul` for one whose codes are multiplied with codes of activations (W8A8, FP8),
 `sparse_matmul` for one that is 2:4 sparse, `dispatch` for mixtures of experts, made of `route`, `group_rows`,
 `grouped_matmul` and `grouped_outer`, `quant_grouped_matmul` for quantised experts, `scaled_grouped_matmul`
@@ -72,6 +73,10 @@ from tinygrad_nv.patterns.quant_gemm.named import prepared, prepared_for, quant_
 from tinygrad_nv.patterns.quant_grouped.named import prepared_type, quant_grouped_matmul
 from tinygrad_nv.patterns.router.named import Routing, route
 from tinygrad_nv.patterns.router.rows import group_rows
+from tinygrad_nv.patterns.scaled_gemm.fp8 import ALIGNED as FP8_ALIGNED
+from tinygrad_nv.patterns.scaled_gemm.fp8 import KINDS as FP8_KINDS
+from tinygrad_nv.patterns.scaled_gemm.fp8 import SEEN as FP8_FIGURES
+from tinygrad_nv.patterns.scaled_gemm.fp8 import Fp8Linear, fp8_linear
 from tinygrad_nv.patterns.scaled_gemm.named import has_kernel, scaled_matmul
 from tinygrad_nv.patterns.scaled_gemm.quantize import quantize
 from tinygrad_nv.patterns.sparse_gemm import named as sparse
@@ -84,7 +89,11 @@ from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.router.spec import Policy
 
 __all__ = [
+    "FP8_ALIGNED",
+    "FP8_FIGURES",
+    "FP8_KINDS",
     "Experts",
+    "Fp8Linear",
     "Policy",
     "Routing",
     "cross_entropy",
@@ -93,6 +102,7 @@ __all__ = [
     "document_attention",
     "embedding",
     "fp8_attention",
+    "fp8_linear",
     "group_rows",
     "grouped_matmul",
     "grouped_outer",

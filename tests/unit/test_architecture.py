@@ -23,8 +23,9 @@ KINDS = ("eager", "lazy", "typing")
 # knows what a kernel is; the CPU's schedules are found by running, so cpu knows runtime. hooks is how all
 # above reach into tinygrad.
 LAYERS = ("errors table interrupt progress", "config", "cache", "toolchain", "ptx", "quant", "tile", "hooks",
-          "runtime", "cpu", "host patterns", "dist", "functional dlpack", "kvcache graphs", "models",
-          "engine", "server benchmarks quantize plan train", "explain", "registration", "tinygrad_nv", "cli")
+          "runtime", "cpu", "host patterns", "dist", "functional dlpack", "kvcache graphs numerics", "models",
+          "engine", "server benchmarks quantize plan", "train", "explain", "registration", "tinygrad_nv",
+          "cli")
 RANKS = {group: rank for rank, row in enumerate(LAYERS) for group in row.split()}
 # files that make a group without a folder of their own, and a folder in another that is one
 GROUPS = {"__main__": "cli", "dist.plan*": "plan"}
@@ -34,13 +35,14 @@ EVERYTHING, NUMBERS = ("*",), ("tinygrad.dtype", "tinygrad.helpers")
 USERS = ("tinygrad", *NUMBERS, "tinygrad.nn", "tinygrad.nn.*")
 TINYGRAD = {**dict.fromkeys(("hooks", "runtime", "patterns", "dist", "dlpack"), EVERYTHING),
             **dict.fromkeys(("tile", "cpu"), NUMBERS),
-            **dict.fromkeys(("functional", "kvcache", "quant", "models", "engine", "train", "server",
-                             "explain", "registration", "cli", "plan"), USERS)}
+            **dict.fromkeys(("functional", "kvcache", "numerics", "quant", "models", "engine", "train",
+                             "server", "explain", "registration", "cli", "plan"), USERS)}
 # files that see more of it, and why
 INSIDE = {"tinygrad_nv/tile/*reference.py": "what a spec computes is said in plain tinygrad",
           "tinygrad_nv/graphs/*": "a step is captured as TinyJit does it, with its schedule and buffers",
           "tinygrad_nv/engine/worker/*": "steps are replayed, and inputs written, without a Tensor a step",
           "tinygrad_nv/train/regions/*": "a region is a function node whose gradient is put over other nodes",
+          "tinygrad_nv/train/plan/*": "a step is scheduled as TinyJit captures it, without running",
           "tinygrad_nv/explain/*": "explain() schedules as realize would, without running"}
 # modules that `from tinygrad import` can name
 MODULES = ("codegen", "device", "engine", "helpers", "renderer", "runtime", "schedule", "tensor", "uop")

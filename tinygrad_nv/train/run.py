@@ -7,18 +7,19 @@ a checkpoint; `identity` what a checkpoint and a run that goes on with it must h
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinygrad import Device, Tensor
-from tinygrad.dtype import DType
 
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import ConfigError, TokenizerError
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.numerics import HighPrecision
 from tinygrad_nv.train import network
 from tinygrad_nv.train.adapter import ALL, AdapterModel, AdapterOptions
 from tinygrad_nv.train.arguments import OPTIMIZERS, TrainingArguments
@@ -34,14 +35,20 @@ from tinygrad_nv.train.optimizers import (
     muon,
     sgd,
 )
+from tinygrad_nv.train.optimizers.quantised import BLOCK
 from tinygrad_nv.train.parts import Parts, Whole
+from tinygrad_nv.train.precision import Fp8Model, in_fp8
 from tinygrad_nv.train.ranks import OneRank, TrainingRanks, own_ranks
 from tinygrad_nv.train.regions.blocks import checkpoint_blocks
+
+if TYPE_CHECKING:    # a run of one rank does not load it
+    from tinygrad_nv.dist.group import Group
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that can begin. `steps` are all there are; `adapter` None: all weights are trained."""
+    """A run that can begin. `steps` are all there are; `adapter` None: all weights are trained; `fp8` None:
+    no layer is in FP8."""
     arguments: TrainingArguments
     directory: Path
     model: Llama
@@ -55,11 +62,27 @@ class Run:
     identity: dict[str, Any]
     ranks: OneRank
     parts: Parts
+    fp8: Fp8Model | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a run goes on from: parameters, or this rank's parts of them, and the optimiser's state."""
+        """What a run goes on from: parameters, or this rank's parts of them, the optimiser's state, and that
+        of FP8's scales."""
         own = {f"parameters.{name}": tensor for name, tensor in self.optimizer.parameters.items()}
+        if self.fp8 is not None:
+            own |= {f"fp8.{name}": each for name, each in self.fp8.state.tensors().items()}
         return own | {f"optimizer.{name}": each for name, each in self.optimizer.state_dict().items()}
+
+    def cut(self) -> dict[str, int]:
+        """Elements in all of what this rank has parts of, by name."""
+        if not self.parts.sharded: return {}
+        made = dict[str, int]()
+        for name, whole in self.parts.whole.items():
+            made[f"parameters.{name}"] = _count(whole)
+            for end, tensor in self.optimizer.state.parameters[name].tensors():
+                of_blocks = int(tensor.shape[0]) != int(self.optimizer.parameters[name].shape[0])
+                each = BLOCK if of_blocks else 1
+                made[f"optimizer.state.{name}.{end}"] = -(-_count(whole) // each)
+        return made
 
     def own_tensors(self) -> dict[str, Tensor]:
         """What this rank writes of them: rank 0 all, others what they alone have."""
@@ -99,15 +122,36 @@ def assembled(arguments: TrainingArguments, directory: Path, data: Sequence[str]
     network.require_floats(model)
     network.extend(model, widest)
     inputs = Inputs(arguments.per_device_train_batch_size * rows.rows_per_index, widest, model.device)
+    learner = learning(arguments, model, inputs, ranks.group if isinstance(ranks, TrainingRanks) else None,
+                       lambda: network.opened(directory, dtype, model.device))
+    return Run(arguments, directory, model, tokenizer, rows, evaluation, learner.objective, learner.optimizer,
+               learner.adapter, _steps(arguments, rows, ranks.size),
+               _identity(arguments, rows, config.vocab_size, ranks.size), ranks, learner.parts, learner.fp8)
+
+
+@dataclass(frozen=True)
+class Learner:
+    """What a step is made of: see `Run`."""
+    objective: Objective
+    adapter: AdapterModel | None
+    parts: Parts
+    optimizer: Optimizer
+    fp8: Fp8Model | None
+
+
+def learning(arguments: TrainingArguments, model: Llama, inputs: Inputs, group: Group | None,
+             another: Callable[[], Llama]) -> Learner:
+    """What a step of a model is made of, on one of a group of ranks. `another`: the model once more, before
+    it is trained."""
     adapter = _adapter(arguments, model, inputs) if arguments.use_peft else None
-    objective = _objective(arguments, directory, model, adapter, inputs, dtype)
+    objective = _objective(arguments, another, model, adapter, inputs)
     parameters = network.parameters(model) if adapter is None else adapter.parameters
-    parts = _parts(arguments, parameters, ranks)
+    parts = _parts(arguments, parameters, group, model)
+    fp8 = _fp8(arguments, model, group)
     optimizer = _optimizer(arguments, parts, network.projections(model) if adapter is None else None)
-    checkpoint_blocks(model, arguments.regions, list(parameters.values()))
-    return Run(arguments, directory, model, tokenizer, rows, evaluation, objective, optimizer, adapter,
-               _steps(arguments, rows, ranks.size), _identity(arguments, rows, config.vocab_size, ranks.size),
-               ranks, parts)
+    meters = [] if fp8 is None else fp8.state.meters
+    if not parts.regions: checkpoint_blocks(model, arguments.regions, [*parameters.values(), *meters])
+    return Learner(objective, adapter, parts, optimizer, fp8)
 
 
 def require_ranks(arguments: TrainingArguments, started: int) -> None:
@@ -117,11 +161,25 @@ def require_ranks(arguments: TrainingArguments, started: int) -> None:
                           f"{started} ranks", "as many ranks", "start as many, or leave the option out")
 
 
-def _parts(arguments: TrainingArguments, parameters: dict[str, Tensor], ranks: OneRank) -> Parts:
-    if not isinstance(ranks, TrainingRanks): return Whole(parameters)
-    from tinygrad_nv.train.replicas import Replicas, Sharded  # which load dist/
-    if not arguments.zero_stage: return Replicas(parameters, ranks.group)
-    return Sharded(parameters, ranks.group, arguments.zero_stage)
+def _parts(arguments: TrainingArguments, parameters: dict[str, Tensor], group: Group | None,
+           model: Llama) -> Parts:
+    if group is None and not arguments.zero_stage: return Whole(parameters)
+    from tinygrad_nv.train.replicas import Replicas, Sharded, one_rank  # which load dist/
+    if group is None: group = one_rank()
+    if not arguments.zero_stage: return Replicas(parameters, group)
+    if arguments.zero_stage < 3: return Sharded(parameters, group, arguments.zero_stage)
+    from tinygrad_nv.train.fully_sharded import FullySharded
+    return FullySharded(model, parameters, group, arguments.regions)
+
+
+def _fp8(arguments: TrainingArguments, model: Llama, group: Group | None) -> Fp8Model | None:
+    if (recipe := arguments.recipe.fp8) is None: return None
+    rule = HighPrecision(arguments.fp8_exclude)
+    if group is None: return in_fp8(model, recipe, rule)
+    from tinygrad_nv.dist.collectives.functions import all_reduce
+
+    def maximum(amax: Tensor) -> Tensor: return all_reduce(amax, group, "max", name="largest magnitudes")
+    return in_fp8(model, recipe, rule, maximum)
 
 
 def _tokenizer(directory: Path) -> Tokenizer | None:
@@ -151,15 +209,15 @@ def _adapter(arguments: TrainingArguments, model: Llama, inputs: Inputs) -> Adap
     return AdapterModel(model, options, inputs.number)
 
 
-def _objective(arguments: TrainingArguments, directory: Path, model: Llama, adapter: AdapterModel | None,
-               inputs: Inputs, dtype: DType) -> Objective:
+def _objective(arguments: TrainingArguments, another: Callable[[], Llama], model: Llama,
+               adapter: AdapterModel | None, inputs: Inputs) -> Objective:
     rows, width = (int(n) for n in inputs.tokens.shape)
     if arguments.method == "dpo":
         if adapter is not None:
             return Preference(model, model, rows, width, arguments.beta, adapter.without, inputs)
         if arguments.from_scratch:
             raise ConfigError("--method dpo --from-scratch", "a model that knows something", "leave one out")
-        reference = network.opened(directory, dtype, model.device)
+        reference = another()
         network.extend(reference, model.rope_rows)
         return Preference(model, reference, rows, width, arguments.beta, contextlib.nullcontext, inputs)
     options = LossOptions(arguments.packing, arguments.label_smoothing_factor, arguments.z_loss)
@@ -170,9 +228,11 @@ def _optimizer(arguments: TrainingArguments, parts: Parts, rows: dict[str, tuple
                ) -> Optimizer:
     """`rows`: extents of projections in parameters that have several."""
     rule, bits, paged = OPTIMIZERS[arguments.optim]
-    state = StateOptions(seed=arguments.seed, bits=bits, paged=paged,
+    recipe = arguments.recipe
+    state = StateOptions(recipe.master, arguments.seed, bits, paged, loss_scaling=recipe.loss,
                          max_grad_norm=arguments.max_grad_norm or None,
-                         rows=None if parts.sharded else rows, squares=parts.squares)
+                         rows=None if parts.sharded else rows, squares=parts.squares,
+                         counts={name: _count(each) for name, each in parts.whole.items()})
     betas, lr, parameters = (arguments.adam_beta1, arguments.adam_beta2), arguments.learning_rate, \
         parts.optimized
     # what decays is said by the shapes of whole parameters
@@ -183,6 +243,9 @@ def _optimizer(arguments: TrainingArguments, parts: Parts, rows: dict[str, tuple
         case "muon": return muon(parameters, lr, betas=betas, eps=arguments.adam_epsilon, **shared)
         case "adafactor": return adafactor(parameters, lr, **shared)
         case _: return sgd(parameters, lr, **shared)
+
+
+def _count(tensor: Tensor) -> int: return prod(int(extent) for extent in tensor.shape)
 
 
 def _steps(arguments: TrainingArguments, data: Data, ranks: int) -> int:
@@ -199,10 +262,12 @@ def _identity(arguments: TrainingArguments, data: Data, vocab_size: int, ranks: 
              "use_peft", "lora_r", "lora_alpha", "lora_dropout", "use_rslora", "learning_rate",
              "weight_decay", "lr_scheduler_type", "adam_beta1", "adam_beta2", "adam_epsilon",
              "max_grad_norm", "beta", "label_smoothing_factor", "z_loss", "completion_only_loss",
-             "assistant_only_loss", "zero_stage")
+             "assistant_only_loss", "zero_stage", "precision", "fp8_format", "fp8_margin",
+             "fp8_amax_history_len", "fp8_amax_compute_algo")
     summary = data.summary
     # however a batch is cut: a run may go on with other ranks
     batch = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * ranks
     return {**{name: getattr(arguments, name) for name in names}, "batch": batch, "vocab_size": vocab_size,
+            "fp8_exclude": list(arguments.fp8_exclude),
             "lora_target_modules": list(arguments.lora_target_modules), "rows": summary.rows,
             "tokens": summary.tokens}

@@ -7,8 +7,12 @@ its inputs, and of the values that its policy keeps, that are made when the grad
 has used them. What does not depend on the region's inputs (weights, tables, a mask of documents) is no part
 of it: it is computed once, and gets its gradient as without a region.
 
-With "offload" the copies are made from the host. That of a region is under way while the region after it,
-which is derived before it, is computed again; on a CPU, which is the host, it is as "full".
+What is outside may be made again, too: `again` has what takes its place after a gradient. With the policy
+"none" nothing else is: values stay as they are.
+
+With "offload" inputs go to the host (host.py) and come back while the region that reads the result, which is
+derived before, is computed again and derived. Those of a region whose result no other reads, the last, stay.
+On a CPU, which is the host, it is as "full".
 """
 from __future__ import annotations
 
@@ -25,23 +29,32 @@ from tinygrad.mixin.gradient import compute_gradient
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.train.regions.behind import HOST, back, behind, on_host
+from tinygrad_nv.train.regions import host
+from tinygrad_nv.train.regions.behind import behind
 from tinygrad_nv.train.regions.policy import BUDGET, Policy
 from tinygrad_nv.train.regions.values import inside, kept, nbytes, outside, values
 
 _numbers = itertools.count(1 << 24)     # of placeholders: those of regions within each other differ
-# a region's result to the gradient that is there before its own: that of the region that reads it
+# an input to the gradient of the result of the region that reads it, which is there before the input's own
 _before: weakref.WeakKeyDictionary[UOp, UOp] = weakref.WeakKeyDictionary()
+_regions: weakref.WeakKeyDictionary[UOp, _Region] = weakref.WeakKeyDictionary()     # by their results
+_tokens: weakref.WeakKeyDictionary[UOp, UOp] = weakref.WeakKeyDictionary()  # of inputs that are on the host
+
+
+# of a gradient: values with others like them that are computed after it
+Again = Callable[[Tensor], Iterable[tuple[Tensor, Tensor]]]
 
 
 def checkpoint(fn: Callable[..., Tensor], policy: str = "full", *, budget: float | None = None,
-               parameters: Iterable[Tensor] | None = None) -> Callable[..., Tensor]:
+               parameters: Iterable[Tensor] | None = None,
+               again: Again | None = None) -> Callable[..., Tensor]:
     """`fn` as a region: called as `fn`, with the same result and gradients. Tensors of floats among its
     arguments are its inputs, which are kept until its backward pass. `policy` is one of `POLICIES` (policy.py
     has their rules); a `budget` from 0 to 1 instead is the share of bytes that it keeps of those that are
     kept without regions. Tensors that `fn` closes over get their gradients, too: all, or `parameters` alone,
     which saves the time to derive the others. What is drawn at random must come from a counter in memory,
-    as in train/adapter.py.
+    as in train/adapter.py. `again` gives of the gradient pairs: what `fn` closes over, and the same, computed
+    after it, which the backward pass reads in its place.
 
     Raises `ConfigError` for an unknown policy, `SpecError` if `fn` returns something else than a Tensor."""
     how = Policy(policy) if budget is None else Policy(BUDGET, budget)
@@ -49,7 +62,7 @@ def checkpoint(fn: Callable[..., Tensor], policy: str = "full", *, budget: float
 
     @functools.wraps(fn)
     def region(*args: Any, **kwargs: Any) -> Tensor:
-        if how.keeps_all: return fn(*args, **kwargs)
+        if how.keeps_all and again is None: return fn(*args, **kwargs)
         inputs = list[UOp]()
         def entered(given: Any) -> Any:
             if not isinstance(given, Tensor) or given.dtype not in dtypes.floats: return given
@@ -61,7 +74,7 @@ def checkpoint(fn: Callable[..., Tensor], policy: str = "full", *, budget: float
             raise SpecError(f"a region that returns a {type(result).__name__}", "one Tensor",
                             "make a region of the part with one result")
         if not inputs: return result
-        return _Region.of(result.uop, inputs, wanted, how).tensor()
+        return _Region.of(result.uop, inputs, wanted, how, again).tensor()
     return region
 
 
@@ -78,9 +91,11 @@ class _Region:
     derived: dict[UOp, UOp]
     kept: dict[UOp, UOp]
     policy: Policy
+    again: Again | None
 
     @staticmethod
-    def of(result: UOp, inputs: list[UOp], parameters: tuple[Tensor, ...] | None, policy: Policy) -> _Region:
+    def of(result: UOp, inputs: list[UOp], parameters: tuple[Tensor, ...] | None, policy: Policy,
+           again: Again | None) -> _Region:
         own = inside(result, inputs)
         others = outside(own, inputs)
         if parameters is not None:
@@ -96,21 +111,28 @@ class _Region:
         left = kept(policy, values(places, UOp.maketuple(*derived.values())), sum(map(nbytes, inputs)))
         after = _stored(own, {places[value.node] for value in left})
         return _Region(after.get(result, result), tuple(inputs), tuple(others), tuple(marks.values()), mark,
-                       derived, {value.node: after[places[value.node]] for value in left}, policy)
+                       derived, {value.node: after[places[value.node]] for value in left}, policy, again)
 
     def tensor(self) -> Tensor:
         """The result, whose gradient is this region's."""
         what = self.result.param_like(0)
         made = what.call(self.result, *self.inputs, *self.outside, grad_fxn=self.gradient, name="region")
-        return Tensor(made.gettuple(0))
+        out = made.gettuple(0)
+        _regions[out] = self
+        return Tensor(out)
 
     def gradient(self, gradient: UOp, call: UOp) -> tuple[UOp | None, ...]:
         """Of the result's gradient those of the call's arguments: all but that of the result itself."""
         gradient = gradient.contiguous()
         ready = self._ready(gradient)
-        puts = {node: behind(value, ready) for node, value in self.kept.items()} | {self.mark: gradient}
-        copies = [self._copied(each, ready) for each in self.inputs]
-        puts |= dict(zip(self.marks, (*copies, *self.outside), strict=True))
+        puts = {node: self._kept(value, ready) for node, value in self.kept.items()} | {self.mark: gradient}
+        read = call.gettuple(0).contiguous()    # as it is an input of others
+        copies = [self._copied(each, ready, read) for each in self.inputs]
+        outside = self.outside
+        if self.again is not None:
+            others = {old.uop: new.uop for old, new in self.again(Tensor(ready))}
+            outside = UOp.sink(*outside).substitute(others, walk=True).src
+        puts |= dict(zip(self.marks, (*copies, *outside), strict=True))
         made = UOp.maketuple(*self.derived.values()).substitute(puts, walk=True).src
         given = dict(zip(self.derived, made, strict=True))
         _before.update(dict.fromkeys(self.inputs, gradient))
@@ -120,10 +142,27 @@ class _Region:
         """What is there when the forward pass is done: the gradient, or where that is constant the result."""
         return gradient if self.result in gradient.toposort(enter_calls=False) else self.result.contiguous()
 
-    def _copied(self, value: UOp, ready: UOp) -> UOp:
-        on_device = self.policy.name != "offload" or str(value.device).split(":", 1)[0] == HOST
-        if on_device: return behind(value, ready)
-        return back(on_host(value), value, _before.get(self.result, ready))
+    def _kept(self, value: UOp, ready: UOp) -> UOp:
+        return value if self.policy.keeps_all else behind(value, ready)
+
+    def _copied(self, value: UOp, ready: UOp, read: UOp) -> UOp:
+        """An input for the backward pass; `read` is this region's result as others read it."""
+        if self.policy.keeps_all: return value
+        if self.policy.name != "offload" or read not in _before or not host.moves(value.device):
+            return behind(value, ready)
+        # what a region holds that is not on the host itself, nothing else waits for
+        held = () if read in _tokens else (value,)
+        return host.arrived(host.coming(self._token(value), value, _before[read], held), ready)
+
+    def _token(self, value: UOp) -> UOp:
+        """Of an input on the host, behind those of the region before."""
+        if value not in _tokens:
+            before = next((_regions[each.src[0]] for each in self.inputs if each.src and
+                           each.src[0] in _regions), None)
+            held = [] if before is None else [one for each in before.inputs
+                                              for one in (each, before._token(each))]
+            _tokens[value] = host.left(value, held)
+        return _tokens[value]
 
 
 def _is_there(gradient: UOp | None) -> bool: return gradient is not None and gradient.op is not Ops.NOOP
