@@ -8,6 +8,7 @@
                      an expression
   dropout.py         which weights are dropped: a counter-based generator, the same for all tiles
   documents.py       documents that lie one after the other and do not see each other
+  document_blocks.py which blocks they let a CTA skip
   ragged_rest.py     zeros for rows after the last sequence of a ragged batch
   mma/               FlashAttention-2 with mma.sync: sm_80 and later
   wgmma/             FlashAttention-3 with wgmma and TMA: sm_90a

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced, read
+from tinygrad_nv.tile.attention.document_blocks import Documents
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 from tinygrad_nv.tile.epilogue import EpilogueEmitter
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Sum
@@ -95,13 +96,15 @@ def least(kb: Kernel, a: Value, b: Value | int, op: str = "min") -> Value:
 @dataclass
 class Columns:
     """The blocks of columns that a block of rows sees: `first` (u32, its first row), `rows` of them. Blocks
-    low … high - 1 (s32) have something to see; there are `count`, at least 0."""
+    low … high - 1 (s32) have something to see; there are `count`, at least 0. `documents` are those of the
+    rows."""
     kb: Kernel
     spec: AttentionSpec
     extents: Extents
     first: Value
     rows: int
     block_n: int
+    documents: Documents | None = None
 
     def __post_init__(self) -> None:
         kb, band = self.kb, self.spec.band
@@ -119,6 +122,10 @@ class Columns:
             if band.first is not None:
                 low = least(kb, start + band.first, 0, "max") // self.block_n
                 self.full_begin = bottom - 1 + band.first
+        if self.documents is not None:
+            begin = least(kb, self.documents.begin, 0, "max") // self.block_n
+            low = begin if low is None else least(kb, low, begin, "max")
+            self.end = least(kb, self.end, self.documents.end)
         self.high = (self.end + self.block_n - 1) // self.block_n
         self.count = self.high if low is None else least(kb, self.high - low, 0, "max")
 

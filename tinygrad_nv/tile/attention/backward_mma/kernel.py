@@ -34,6 +34,7 @@ from tinygrad_nv.tile.attention.backward_mma.plan import BackwardMmaPlan
 from tinygrad_nv.tile.attention.backward_mma.rows import RowBlockPosition, RowBlocks, RowPipeline
 from tinygrad_nv.tile.attention.backward_score import TurnedScores, registers
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
+from tinygrad_nv.tile.attention.document_blocks import Documents
 from tinygrad_nv.tile.attention.dropout import Turned
 from tinygrad_nv.tile.attention.mma.copy import RowCopy
 from tinygrad_nv.tile.attention.schedules import BackwardMma
@@ -91,8 +92,11 @@ class _BackwardMmaKernel:
         warp, self.across = kb.tid.x >> 5, kb.reg("u32", 0)
         if s.warps_n > 1: warp, self.across = warp % s.warps_m, warp // s.warps_m
         self.key, self.row = warp * self.warp_keys, self.across * self.warp_rows
+        # turns count the blocks of the band
+        documents = None if self.turns is not None else \
+            Documents.of(kb, one, self.extras, self.batch, self.first, s.block_n)
         self.blocks = RowBlocks(kb, one, self.extents, self.first, s.block_n, s.block_m,
-                                multiple(one.score) is None)
+                                multiple(one.score) is None, documents)
         self.scores = TurnedScores.of_spec(kb, one, self.extents, self.extras, self.batch,
                                            self.first + self.key, s.block_n, s.block_m)
 

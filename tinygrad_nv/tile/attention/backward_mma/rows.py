@@ -20,6 +20,7 @@ import math
 from dataclasses import dataclass, field
 
 from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.attention.document_blocks import Documents
 from tinygrad_nv.tile.attention.mma.copy import RowCopy
 from tinygrad_nv.tile.attention.score import LOG2E, Extents, least, signed
 from tinygrad_nv.tile.attention.spec import AttentionSpec
@@ -41,7 +42,8 @@ def exponent(kb: Kernel, log: Value) -> Value:
 class RowBlocks:
     """Those that see keys from `first` (u32) on, `keys` of them. `low` (s32) is the first row of the first
     block, `end` (s32) where the last one ends, `count` (s32) how many there are, of all query heads. With
-    `hide_rows` rows beyond s_q do not see keys, else they may, with p = 0."""
+    `hide_rows` rows beyond s_q do not see keys, else they may, with p = 0. `documents` are
+    those of the keys."""
     kb: Kernel
     spec: AttentionSpec
     extents: Extents
@@ -49,6 +51,7 @@ class RowBlocks:
     keys: int
     block_m: int
     hide_rows: bool = False
+    documents: Documents | None = None
 
     def __post_init__(self) -> None:
         kb, band, first = self.kb, self.spec.band, self.first.to("s32")
@@ -65,6 +68,10 @@ class RowBlocks:
         if band.first is not None:
             end = least(kb, s_q, last - start - band.first)
             self.full_end = first - start - band.first + 1
+        if self.documents is not None:
+            begin = least(kb, self.documents.begin, 0, "max") // self.block_m * self.block_m
+            self.low = least(kb, self.low, begin, "max")
+            end = least(kb, end, self.documents.end)
         blocks = (least(kb, end - self.low, 0, "max") + self.block_m - 1) // self.block_m
         self.end = self.low + blocks * self.block_m
         self.count = blocks * self.spec.batch[2]

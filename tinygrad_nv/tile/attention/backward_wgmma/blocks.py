@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.attention.backward_wgmma.plan import BackwardWgmmaPlan
+from tinygrad_nv.tile.attention.document_blocks import Documents
 from tinygrad_nv.tile.attention.score import Extents, least
 
 Extent = Value | int
@@ -23,7 +24,8 @@ FAR = 1 << 30  # beyond all places
 class BackwardBlocks:
     """The blocks of rows of a CTA."""
 
-    def __init__(self, kb: Kernel, plan: BackwardWgmmaPlan, column: Value, extents: Extents) -> None:
+    def __init__(self, kb: Kernel, plan: BackwardWgmmaPlan, column: Value, extents: Extents,
+                 documents: Documents | None = None) -> None:
         self.kb, self.plan, self.column = kb, plan, column
         self.s_q, self.s_kv, self.start = (each.to("s32") if isinstance(each, Value) else each
                                            for each in (extents.s_q, extents.s_kv, extents.start))
@@ -35,6 +37,9 @@ class BackwardBlocks:
         if band.first is not None:
             inside = least(kb, column + n, self.s_kv) - self.start - band.first
             last_row = least(kb, least(kb, inside, self.s_q), 0, "max")
+        if documents is not None:
+            self.first = least(kb, least(kb, documents.begin, 0, "max") // m, self.first, "max")
+            last_row = least(kb, documents.end, last_row)
         end = zero + (last_row + (m - 1)) // m
         self.end = end
         self.count = least(kb, end - self.first, 0, "max")

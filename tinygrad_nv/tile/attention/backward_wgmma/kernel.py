@@ -30,6 +30,7 @@ from tinygrad_nv.tile.attention.backward_wgmma.main_loop import FINISHED, Backwa
 from tinygrad_nv.tile.attention.backward_wgmma.plan import WARP_ROWS, WARPGROUP, BackwardWgmmaPlan
 from tinygrad_nv.tile.attention.backward_wgmma.store import GradientEpilogue
 from tinygrad_nv.tile.attention.backward_wgmma.weights import Weights, scale_of
+from tinygrad_nv.tile.attention.document_blocks import Documents
 from tinygrad_nv.tile.attention.schedules import BackwardWgmma
 from tinygrad_nv.tile.attention.score import Extents
 from tinygrad_nv.tile.attention.spec import EVERY
@@ -87,7 +88,7 @@ class _BackwardWgmmaKernel:
         self.batch = kb.ctaid.z, head
         _, heads, group = plan.spec.forward.batch
         self.head = (kb.ctaid.z * heads + head) * group
-        self.blocks = BackwardBlocks(kb, plan, self.column.to("s32"), self.extents)
+        self.blocks = BackwardBlocks(kb, plan, self.column.to("s32"), self.extents, self._documents())
         fewer, more = plan.registers
         threads = WARPGROUP * plan.consumers
         with kb.if_(kb.tid.x >= threads), kb.comment("producers: a thread of the last warpgroup, and a warp"):
@@ -97,6 +98,13 @@ class _BackwardWgmmaKernel:
         with kb.else_(), kb.comment("consumers"):
             if more: kb.setmaxnreg(more, more=True)
             self.consume()
+
+    def _documents(self) -> Documents | None:
+        """Those of the keys, whose rows alone are walked; turns count all the band's blocks."""
+        one = self.plan.spec.forward
+        if self.turns is not None or not one.documents: return None
+        self.kb.wait_for_previous_grid()
+        return Documents.of(self.kb, one, self.extras, self.batch, self.column, self.plan.schedule.block_n)
 
     def _dealt(self) -> tuple[Value, Value]:
         """This CTA's block of keys, and its key head. Of some heads together the first blocks, which under a

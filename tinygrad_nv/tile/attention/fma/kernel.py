@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import row_start
+from tinygrad_nv.tile.attention.document_blocks import Documents
 from tinygrad_nv.tile.attention.fma.matmuls import Outputs, ScoreMatmul
 from tinygrad_nv.tile.attention.fma.plan import SIZE, FlashFmaPlan
 from tinygrad_nv.tile.attention.fma.softmax import ExactSoftmax
@@ -61,7 +62,9 @@ class _FlashFmaKernel:
         extras = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
         self.extents = Extents.declared(kb, spec)
         self._own_place()
-        self.columns = Columns(kb, spec, self.extents, self.first, s.block_m, s.block_n)
+        if spec.documents and kb.hopper: kb.wait_for_previous_grid()
+        documents = Documents.of(kb, spec, extras, self.batch, self.first, s.block_m)
+        self.columns = Columns(kb, spec, self.extents, self.first, s.block_m, s.block_n, documents)
         self.scores = Scores(kb, spec, self.extents, extras, self.batch, self.first + self.row, s.block_m,
                              s.block_n)
         self.softmax = ExactSoftmax(kb, self.warp_m // 16, self.scores.factor)
@@ -85,7 +88,7 @@ class _FlashFmaKernel:
         self.q_start = kb.shared("q_rows", self.queries.nbytes, align=1024).address()
         weights = kb.shared("weights", s.threads // 32 * plan.weight_bytes).address() \
             + (kb.tid.x >> 5) * plan.weight_bytes
-        if kb.hopper: kb.wait_for_previous_grid()
+        if kb.hopper and not self.spec.documents: kb.wait_for_previous_grid()
         self._copies()
         keys, values = (copy.tile for copy in self.ring.copies)
         self.products = ScoreMatmul(kb, self.queries, keys, self.row, self.column, self.warp_m,

@@ -26,6 +26,7 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced, row_start
+from tinygrad_nv.tile.attention.document_blocks import Documents
 from tinygrad_nv.tile.attention.dropout import Dropout
 from tinygrad_nv.tile.attention.mma.copy import ColumnPipeline, RowCopy
 from tinygrad_nv.tile.attention.mma.plan import FlashMmaPlan, padded
@@ -69,7 +70,9 @@ class _FlashMmaKernel:
         self.extras = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
         self._own_place()
         self.extents = Extents.declared(kb, spec) if cu is None else self._sequence(*cu)
-        self.columns = Columns(kb, spec, self.extents, self.first, s.block_m, s.block_n)
+        if spec.documents and kb.hopper: kb.wait_for_previous_grid()
+        documents = Documents.of(kb, spec, self.extras, self.batch, self.first, s.block_m)
+        self.columns = Columns(kb, spec, self.extents, self.first, s.block_m, s.block_n, documents)
         self.scores = Scores(kb, spec, self.extents, self.extras, self.batch, self.first + self.row,
                              s.block_m, s.block_n)
 
@@ -107,7 +110,7 @@ class _FlashMmaKernel:
         if plan.q_in_ring:  # fragments are read before the last stage is needed
             self.q_start = self.start + (self.schedule.depth - 1) * self.stage_bytes
         else: self.q_start = kb.shared("q_rows", plan.q_bytes, align=1024).address()
-        if kb.hopper and not spec.ragged: kb.wait_for_previous_grid()
+        if kb.hopper and not (spec.ragged or spec.documents): kb.wait_for_previous_grid()
         self._copies()
         self._fragments()
         self.scores.prepare(loads(spec.score))

@@ -14,7 +14,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.attention.score import Extents
+from tinygrad_nv.tile.attention.document_blocks import Documents
+from tinygrad_nv.tile.attention.score import Extents, least
 from tinygrad_nv.tile.attention.wgmma.plan import FlashWgmmaPlan
 
 Extent = Value | int
@@ -23,7 +24,8 @@ Extent = Value | int
 class KeyBlocks:
     """The blocks of a CTA, downwards."""
 
-    def __init__(self, kb: Kernel, plan: FlashWgmmaPlan, row: Value, extents: Extents) -> None:
+    def __init__(self, kb: Kernel, plan: FlashWgmmaPlan, row: Value, extents: Extents,
+                 documents: Documents | None = None) -> None:
         self.kb, self.plan = kb, plan
         s_q, s_kv, start = (each.to("s32") if isinstance(each, Value) else each
                             for each in (extents.s_q, extents.s_kv, extents.start))
@@ -42,6 +44,11 @@ class KeyBlocks:
         if band.first is not None:
             first = self._clamped(at + band.first) // n
             plain_first = (self._clamped(at + (m - 1 + band.first)) + (n - 1)) // n
+        if documents is not None:
+            first = least(kb, self._clamped(documents.begin) // n, first, "max")
+            plain_first = least(kb, first, plain_first, "max")
+            plain_end = least(kb, first, plain_end, "max")
+            end = least(kb, documents.end, end)
         self.columns = end  # those before it: no row sees one further on
         self.first, self.end = first, (end + (n - 1)) // n
         self.plain_end, self.plain_first = plain_end, plain_first

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.attention.document_blocks import Documents
 from tinygrad_nv.tile.attention.ragged_rest import clear
 from tinygrad_nv.tile.attention.schedules import FlashWgmma
 from tinygrad_nv.tile.attention.score import Extents, Scores, sink_of
@@ -116,7 +117,9 @@ class _FlashWgmmaKernel:
 
     def blocks(self, tile: AttentionTile) -> KeyBlocks:
         """The blocks of columns of a tile."""
-        return KeyBlocks(self.kb, self.plan, tile.row.to("s32"), self.extents)
+        documents = Documents.of(self.kb, self.plan.spec, self.extras, tile.batch, tile.row,
+                                 self.plan.schedule.block_m)
+        return KeyBlocks(self.kb, self.plan, tile.row.to("s32"), self.extents, documents)
 
     def produce(self) -> None:
         """Fills the rings."""
