@@ -52,7 +52,8 @@ from tinygrad_nv.train.plan.memory import step_programs
 RESULTS = Path(__file__).parent / "results" / "train_gpu_model"
 EMULATED = "EMU"
 LARGEST = 2 << 30       # bytes of a kernel's arguments that the emulator is given
-FEW = 2, 3              # layers that are scheduled of models of many
+WHOLE = 12              # layers that are scheduled one by one
+FEW = 2, 3              # layers that are scheduled of models of more
 GPT2 = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 768,
         "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
         "num_key_value_heads": 12, "vocab_size": 50304, "max_position_embeddings": 1024,
@@ -112,7 +113,7 @@ def _call(call: UOp) -> Call:
 
 def launches_of(config: ModelConfig, options: dict[str, Any]) -> dict[Call, int]:
     """Distinct launches of a step and how often each is there, of many layers from few."""
-    if config.num_layers <= 4 * FEW[1]: return dict(Counter(calls_of(config, options)))
+    if config.num_layers <= WHOLE: return dict(Counter(calls_of(config, options)))
     low, high = (Counter(calls_of(shortened(config, layers), options)) for layers in FEW)
     more, found = config.num_layers - FEW[1], dict[Call, int]()
     gone = [each for each in low if each not in high]

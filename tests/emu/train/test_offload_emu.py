@@ -65,6 +65,7 @@ def test_prefetch_is_ahead() -> None:
     _, few, _ = stepped("offload", 4)
     _, more, _ = stepped("offload", 6)
     names = [moment.name for moment in more.at]
-    starts, ends = ([i for i, name in enumerate(names) if name == each] for each in ("prefetch", "prefetched"))
+    starts, ends = ([i for i, name in enumerate(names) if name == each]
+                    for each in ("prefetch", "prefetched"))
     for start, end in zip(starts, ends, strict=True): assert end - start >= 3
     assert more.peak.nbytes - few.peak.nbytes <= 2 * 4 * 2
