@@ -11,6 +11,7 @@ from tinygrad_nv.quant.types import E4M3 as E4M3_CODES
 from tinygrad_nv.quant.types import INT8, MXFP4, Q4_K, Q6_K, UINT4, QType, per_channel_scale, per_group_scale
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band, Rows, RowScales
+from tinygrad_nv.tile.column_sum.spec import ColumnSumSpec
 from tinygrad_nv.tile.decode.spec import DecodeSpec, Pages, Scales
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
 from tinygrad_nv.tile.expression import (
@@ -207,6 +208,18 @@ def layer(m: int, n: int, dtype: DType = BF16) -> NormSpec:
     scale = Apply("sqrt", (Sum(part=1) * (1 / n) + 1e-5,), F32).reciprocal()
     return normed(m, n, (Statistic("add", x.cast(F32)), Statistic("add", centred * centred)),
                   (centred * scale).cast(dtype) * w + b)
+
+
+def norm_weight(m: int, n: int, dtype: DType = BF16) -> ColumnSumSpec:
+    """The gradient of an RMSNorm's weight: Σ g · x / √(mean x² + ε), of sums of squares that are there."""
+    x, g = Load(0, dtype, n, 1), Load(1, dtype, n, 1)
+    scale = Apply("sqrt", (Load(2, F32, 1, 0) * (1 / n) * Load(2, F32, 1, 0) + 1e-5,), F32).reciprocal()
+    return ColumnSumSpec(m, n, x.cast(F32) * scale * g.cast(F32), dtype)
+
+
+def bias_sum(m: int, n: int, dtype: DType = BF16) -> ColumnSumSpec:
+    """The gradient of a bias."""
+    return ColumnSumSpec(m, n, Load(0, dtype, n, 1).cast(F32), dtype)
 
 
 def softmax(m: int, n: int, dtype: DType = BF16) -> NormSpec:

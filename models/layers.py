@@ -5,6 +5,7 @@ from typing import Protocol, TypeAlias
 
 from tinygrad import Tensor
 from tinygrad.dtype import DType
+from tinygrad.helpers import TRAINING
 
 from tinygrad_nv.functional import quant_matmul, quantize, scaled_matmul, sparse_matmul
 from tinygrad_nv.quant.activations import QWeight, SparseWeight
@@ -18,16 +19,24 @@ class Adapters(Protocol):
     def added(self, x: Tensor) -> Tensor | None: ...
 
 
+class Matmul(Protocol):
+    """What multiplies in place of x Wᵀ in training (numerics/fp8.py)."""
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor: ...
+
+
 class Linear:
     """y = x Wᵀ + b with W of shape (out, in), as PyTorch stores it. `out` may be several projections
     stacked. Of a quantised or sparse layer `parts` stand in for W: its rows in order, quantised or not.
-    `adapters` may add something in a step that has some."""
+    `adapters` may add something in a step that has some; `training`, if there is one, multiplies in
+    training."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, dtype: DType, device: str | None) -> None:
         self.weight = Tensor.empty(outputs, inputs, dtype=dtype, device=device)
         self.bias = Tensor.empty(outputs, dtype=dtype, device=device) if bias else None
         self.parts: tuple[QWeight | SparseWeight | Tensor, ...] = ()
         self.adapters: Adapters | None = None
+        self.training: Matmul | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         more = None if self.adapters is None else self.adapters.added(x)
@@ -35,6 +44,9 @@ class Linear:
 
     def multiplied(self, x: Tensor) -> Tensor:
         """x Wᵀ + b."""
+        if self.training is not None and TRAINING:
+            made = self.training(x, self.weight)
+            return made if self.bias is None else made + self.bias
         if not self.parts: return x.linear(self.weight.T, self.bias)
         if len(self.parts) == 1: return multiply(x, self.parts[0], self.bias)
         made = Tensor.cat(*(multiply(x, part) for part in self.parts), dim=-1)

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
-from tinygrad.helpers import TRAINING
 
 from tinygrad_nv.functional import embedding
 from tinygrad_nv.kvcache.store import PagedCache
@@ -68,7 +67,7 @@ class Block:
         self.attention_post_norm = norm(names.attention_post_norm)
         self.feed_forward_norm = norm(names.feed_forward_norm)
         self.feed_forward_post_norm = norm(names.feed_forward_post_norm)
-        # in training instead of `computed`: the same as a region (train/regions/)
+        # of whole sequences instead of `computed`: the same in other ways (train/regions/)
         self.region: Callable[..., Tensor] | None = None
 
     def begun(self, x: Tensor, norm: RMSNorm | None, half: str) -> Tensor:
@@ -95,7 +94,7 @@ class Block:
 
     def __call__(self, x: Tensor, batch: DenseBatch | PagedBatch | PackedBatch,
                  cache: Cache | None) -> Tensor:
-        if self.region is not None and cache is None and TRAINING: return self.region(x, batch, cache)
+        if self.region is not None and cache is None: return self.region(x, batch, cache)
         return self.computed(x, batch, cache)
 
     def computed(self, x: Tensor, batch: DenseBatch | PagedBatch | PackedBatch,

@@ -7,16 +7,18 @@ Tensor method of that name is the same function: `q.scaled_dot_product_attention
 model trains with flash attention, forward and backward, without a change (`method`).
 
 `kv_append` and `paged_attention` are a decoder's steps over keys and values in pages, `latent_attention` one
-over latents (MLA), `varlen_attention` is for sequences that lie one after the other, `fp8_attention` for
-operands of 8 bits with scales, `embedding` for rows of a table by number, `quant_matmul` for a quantised
+over latents (MLA), `varlen_attention` is for sequences that lie one after the other, `document_attention` for
+documents that are packed into rows of a batch, as training has them, `fp8_attention` for operands of 8 bits
+with scales, `fp8_linear` a linear layer whose three matmuls of training are in FP8,
+`embedding` for rows of a table by number, `quant_matmul` for a quantised
 matrix, `scaled_matmul` for one whose codes are multiplied with codes of activations (W8A8, FP8),
 `sparse_matmul` for one that is 2:4 sparse, `dispatch` for mixtures of experts, made of `route`, `group_rows`,
 `grouped_matmul` and `grouped_outer`, `quant_grouped_matmul` for quantised experts, `scaled_grouped_matmul`
 where codes are multiplied with codes, `lora_added` for low-rank adapters, `cross_entropy` and `distillation`
 for losses of logits, `linear_cross_entropy` and `linear_distillation` for those of an output layer without
 all logits at once: the modules of patterns/ with these names (decode/paged.py, decode/latent.py,
-attention/varlen.py, attention/fp8.py, scaled_gemm/named.py, router/rows.py, cross_entropy/functions.py,
-grouped_gemm/, and named.py of the others) define them.
+attention/varlen.py, attention/documents.py, attention/fp8.py, scaled_gemm/named.py, router/rows.py,
+cross_entropy/functions.py, grouped_gemm/, and named.py of the others) define them.
 """
 from __future__ import annotations
 
@@ -36,6 +38,7 @@ from tinygrad_nv.patterns.attention import (
 from tinygrad_nv.patterns.attention import (
     lower_backward as attention_lower_backward,
 )
+from tinygrad_nv.patterns.attention.documents import document_attention
 from tinygrad_nv.patterns.attention.dropout import drawn
 from tinygrad_nv.patterns.attention.fp8 import fp8_attention
 from tinygrad_nv.patterns.attention.named import (
@@ -70,6 +73,10 @@ from tinygrad_nv.patterns.quant_gemm.named import prepared, prepared_for, quant_
 from tinygrad_nv.patterns.quant_grouped.named import prepared_type, quant_grouped_matmul
 from tinygrad_nv.patterns.router.named import Routing, route
 from tinygrad_nv.patterns.router.rows import group_rows
+from tinygrad_nv.patterns.scaled_gemm.fp8 import ALIGNED as FP8_ALIGNED
+from tinygrad_nv.patterns.scaled_gemm.fp8 import KINDS as FP8_KINDS
+from tinygrad_nv.patterns.scaled_gemm.fp8 import SEEN as FP8_FIGURES
+from tinygrad_nv.patterns.scaled_gemm.fp8 import Fp8Linear, fp8_linear
 from tinygrad_nv.patterns.scaled_gemm.named import has_kernel, scaled_matmul
 from tinygrad_nv.patterns.scaled_gemm.quantize import quantize
 from tinygrad_nv.patterns.sparse_gemm import named as sparse
@@ -82,14 +89,20 @@ from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.router.spec import Policy
 
 __all__ = [
+    "FP8_ALIGNED",
+    "FP8_FIGURES",
+    "FP8_KINDS",
     "Experts",
+    "Fp8Linear",
     "Policy",
     "Routing",
     "cross_entropy",
     "dispatch",
     "distillation",
+    "document_attention",
     "embedding",
     "fp8_attention",
+    "fp8_linear",
     "group_rows",
     "grouped_matmul",
     "grouped_outer",

@@ -18,7 +18,9 @@ from tinygrad_nv.train.run import require_ranks
     ({"pipeline_schedule": "1f1b"}, "--pipeline-schedule 1f1b, which"),
     ({"context_parallel_size": 2}, "--context-parallel-size 2, which"),
     ({"enable_expert_parallel": True}, "--enable-expert-parallel, which"),
-    ({"zero_stage": 3}, r"(?s)--zero-stage 3.*0, 1 or 2"),
+    ({"zero_stage": 4}, r"(?s)--zero-stage 4.*0, 1, 2 or 3"),
+    ({"zero_stage": 3, "use_peft": True}, r"(?s)--zero-stage 3 with --use-peft.*weights that are all "
+                                          "trained.*choose --zero-stage 2"),
     ({"zero_stage": 1, "optim": "muon"}, "(?s)--optim muon with --zero-stage 1, whose ranks have parts of "
                                          "matrices.*adamw, lion or sgd"),
     ({"data_parallel_size": -1}, "--data-parallel-size -1"),

@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.torch import load_file
+
+from tinygrad_nv.cli import DEFAULT_MODEL
 
 COMMAND = (sys.executable, "-m", "tinygrad_nv.cli", "train")
 USUAL = ("--max-length", "32", "--learning-rate", "1e-2", "--per-device-train-batch-size", "2",
@@ -41,7 +43,7 @@ def trained(model: Path, data: Path, output: Path, *options: str, code: int = 0)
 def weights(output: Path) -> dict[str, np.ndarray]:
     found = sorted(output.glob("*model.safetensors"))
     assert len(found) == 1, found
-    return dict(load_file(found[0]))
+    return {name: each.double().numpy() for name, each in load_file(found[0]).items()}
 
 
 def same(output: Path, other: Path) -> None:
@@ -57,18 +59,59 @@ def log(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
 
 
-def test_two_ranks_have_the_bits_of_one(data: Path, tmp_path: Path) -> None:
-    """One micro-batch on each of two ranks, and two on one. Rank 0 alone writes."""
+def described(folder: Path, **more: object) -> Path:
+    """A directory with a config.json alone."""
     fields = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 300,
               "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
-              "max_position_embeddings": 64, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}
-    (model := tmp_path / "model").mkdir()
+              "max_position_embeddings": 64, "tie_word_embeddings": True, "rms_norm_eps": 1e-5, **more}
+    (model := folder / "model").mkdir()
     (model / "config.json").write_text(json.dumps(fields))
+    return model
+
+
+def test_two_ranks_have_the_bits_of_one(data: Path, tmp_path: Path) -> None:
+    """One micro-batch on each of two ranks, and two on one. Rank 0 alone writes."""
+    model = described(tmp_path)
     trained(model, data, tmp_path / "one", "--from-scratch", "--gradient-accumulation-steps", "2")
     told = trained(model, data, tmp_path / "two", "--from-scratch", "-dp", "2")
     same(tmp_path / "two", tmp_path / "one")
     assert told.count("parameters to train over 2 ranks") == 1
     assert f"{tmp_path / 'two'}: 4 steps in" in told
+
+
+@pytest.mark.parametrize("options", [
+    ("--eval-data", "DATA", "--eval-batches", "2"),
+    *(pytest.param(each, marks=pytest.mark.slow) for each in (
+        ("--gradient-accumulation-steps", "2", "--gradient-checkpointing"), ("--dtype", "bfloat16"),
+        ("--gradient-checkpointing", "--gradient-checkpointing-policy", "0.5"), ("--optim", "adamw_8bit"),
+        ("--optim", "paged_adamw_32bit")))], ids=lambda each: each[-1])
+def test_gathered_layers(data: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Stage 3 has the bits of stage 2, which adds up the same parts in the same order, whatever layers keep:
+    of a model with a head of its own, clipped, evaluated on the way."""
+    model = described(tmp_path, num_hidden_layers=2, num_key_value_heads=1, tie_word_embeddings=False)
+    more = [str(data) if each == "DATA" else each for each in (*options, "--max-grad-norm", "0.5")]
+    plain = [each for each in more if "checkpointing" not in each and each != "0.5"] + ["0.5"]
+    for stage, given in (("2", plain), ("3", more)):
+        trained(model, data, tmp_path / stage, "--from-scratch", "-dp", "2", "--zero-stage", stage, *given)
+    same(tmp_path / "3", tmp_path / "2")
+    assert weights(tmp_path / "3")["lm_head.weight"].shape == (300, 32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [(), ("--zero-stage", "3")], ids=str)
+def test_preferences(tmp_path: Path, zero: tuple[str, ...]) -> None:
+    """DPO over two ranks: the bits of one, and with parts, whose squares are added up in another order, as
+    near as numbers of float32 are."""
+    rows = [{"chosen": [5 + i, 7, 9, 11 + i], "rejected": [8, 6 + i, 4]} for i in range(16)]
+    (pairs := tmp_path / "pairs.jsonl").write_text("".join(
+        json.dumps({"prompt": "a fox", **{key: " ".join(map(str, each)) for key, each in row.items()}}) + "\n"
+        for row in rows))
+    dpo = ("--method", "dpo")
+    trained(Path(DEFAULT_MODEL), pairs, tmp_path / "one", *dpo, "--gradient-accumulation-steps", "2")
+    trained(Path(DEFAULT_MODEL), pairs, tmp_path / "two", *dpo, "-dp", "2", *zero)
+    if not zero: same(tmp_path / "two", tmp_path / "one")
+    for one, two in zip(log(tmp_path / "one"), log(tmp_path / "two"), strict=True):
+        for key in ("loss", "rewards/margins"): assert two[key] == pytest.approx(one[key], rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.slow
@@ -99,7 +142,7 @@ def test_sums_in_another_order(hf_model: Make, data: Path, tmp_path: Path) -> No
     trained(model, data, tmp_path / "large", *few, "--per-device-train-batch-size", "4")
     bound = 4 * apart(tmp_path / "large", tmp_path / "four")
     assert 0 < bound < 1e-3
-    for stage in "012":
+    for stage in "0123":
         trained(model, data, output := tmp_path / stage, *few, "-dp", "2", "--zero-stage", stage)
         assert apart(output, tmp_path / "four") <= bound, stage
         for one, two in zip(log(output), log(tmp_path / "four"), strict=True):
@@ -148,7 +191,8 @@ def killed_after(output: Path, step: int, rank: int, running: subprocess.Popen[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "options"), [(1, ()), (0, ()), (1, ("--zero-stage", "1"))], ids=str)
+@pytest.mark.parametrize(("rank", "options"), [(1, ()), (0, ()), (1, ("--zero-stage", "1")),
+                                              (1, ("--zero-stage", "3"))], ids=str)
 def test_a_killed_rank(hf_model: Make, data: Path, tmp_path: Path, rank: int,
                        options: tuple[str, ...]) -> None:
     """All end, are started again, and go on from the last checkpoint: the bits of a run never stopped."""

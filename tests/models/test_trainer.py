@@ -19,6 +19,7 @@ from tinygrad_nv.errors import ConfigError, NVError, TrainingError
 from tinygrad_nv.train import arguments
 from tinygrad_nv.train.arguments import TrainingArguments
 from tinygrad_nv.train.data import Row
+from tinygrad_nv.train.log import Log
 from tinygrad_nv.train.run import Run, assembled
 from tinygrad_nv.train.trainer import train
 
@@ -66,7 +67,8 @@ def test_a_run_from_scratch_learns(hf_model: Callable[[str], Path], shard: Path,
 
 
 @pytest.mark.parametrize("options", [
-    {}, pytest.param({"use_peft": True, "lora_r": 2, "gradient_accumulation_steps": 2},
+    {"per_device_train_batch_size": 20},    # an epoch ends after 4 steps
+    pytest.param({"use_peft": True, "lora_r": 2, "gradient_accumulation_steps": 2},
                      marks=pytest.mark.slow),
     pytest.param({"dtype": "bfloat16", "save_asynchronous": True}, marks=pytest.mark.slow),
     pytest.param({"gradient_checkpointing": True}, marks=pytest.mark.slow),
@@ -191,10 +193,22 @@ def test_the_command(shard: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
                                   "data": str(shard), "lr_scheduler_type": "constant", "report_to": "none"}))
     output = tmp_path / "out"
     assert main(["train", str(TALES), "--config", str(config), "--max_steps", "2", "--output-dir",
-                 str(output), "--per-device-train-batch-size", "1", "--save-strategy", "no",
-                 "--no-shuffle"]) == 0
+                 str(output), "--per-device-train-batch-size", "1", "--no-shuffle"]) == 0
     assert capsys.readouterr().out.startswith(f"{output}: 2 steps in ")
     assert [row["learning_rate"] for row in log(output)] == [1e-3, 1e-3]
+    assert main(["train", str(TALES), "--config", str(config), "--max_steps", "2", "--output-dir",
+                 str(output), "--per-device-train-batch-size", "1", "--no-shuffle",
+                 "--resume-from-checkpoint"]) == 0
+    assert capsys.readouterr().out == f"{output}: all 2 steps were done before\n"
+
+
+def test_a_line_has_the_mean_of_the_steps_since_the_one_before(tmp_path: Path) -> None:
+    given = TrainingArguments(output_dir=str(tmp_path), logging_steps=2, report_to="none")
+    row = {"grad_norm": 1.0, "learning_rate": 1e-3, "tokens_per_s": 1.0, "memory_bytes": 1, "seconds": 1.0}
+    with Log(given, 5, 0) as lines:
+        for step, loss in enumerate((8.0, 4.0, 3.0, 1.0, 7.0), 1):
+            lines.step({"step": step, "loss": loss, **row})
+    assert [(each["step"], each["loss"]) for each in log(tmp_path)] == [(2, 6.0), (4, 2.0), (5, 7.0)]
 
 
 @pytest.mark.parametrize(("options", "words"), [

@@ -23,7 +23,7 @@ KINDS = ("eager", "lazy", "typing")
 # knows what a kernel is; the CPU's schedules are found by running, so cpu knows runtime. hooks is how all
 # above reach into tinygrad.
 LAYERS = ("errors table interrupt progress", "config", "cache", "toolchain", "ptx", "quant", "tile", "hooks",
-          "runtime", "cpu", "host patterns", "dist", "functional dlpack", "kvcache graphs", "models",
+          "runtime", "cpu", "host patterns", "dist", "functional dlpack", "kvcache graphs numerics", "models",
           "engine", "server benchmarks quantize plan", "train", "explain", "registration", "tinygrad_nv",
           "cli")
 RANKS = {group: rank for rank, row in enumerate(LAYERS) for group in row.split()}
@@ -35,8 +35,8 @@ EVERYTHING, NUMBERS = ("*",), ("tinygrad.dtype", "tinygrad.helpers")
 USERS = ("tinygrad", *NUMBERS, "tinygrad.nn", "tinygrad.nn.*")
 TINYGRAD = {**dict.fromkeys(("hooks", "runtime", "patterns", "dist", "dlpack"), EVERYTHING),
             **dict.fromkeys(("tile", "cpu"), NUMBERS),
-            **dict.fromkeys(("functional", "kvcache", "quant", "models", "engine", "train", "server",
-                             "explain", "registration", "cli", "plan"), USERS)}
+            **dict.fromkeys(("functional", "kvcache", "numerics", "quant", "models", "engine", "train",
+                             "server", "explain", "registration", "cli", "plan"), USERS)}
 # files that see more of it, and why
 INSIDE = {"tinygrad_nv/tile/*reference.py": "what a spec computes is said in plain tinygrad",
           "tinygrad_nv/graphs/*": "a step is captured as TinyJit does it, with its schedule and buffers",

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -96,6 +97,9 @@ def run(given: argparse.Namespace) -> int:
         from tinygrad_nv.dist import group
         group.close()
     if not opened.ranks.first: return 0
+    if math.isnan(made.loss):       # of no step: train() raises for a loss that is NaN
+        print(f"{made.directory}: all {made.steps} steps were done before")
+        return 0
     ended = f"{made.steps} steps in {made.seconds:.0f} s, loss {made.loss:.4f}"
     if made.eval_loss is not None: ended += f", evaluation loss {made.eval_loss:.4f}"
     print(f"{made.directory}: {ended}")

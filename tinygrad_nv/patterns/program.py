@@ -122,7 +122,7 @@ class Built(Protocol):
 
 
 COMBINE = Note("combine", "adds up the splits of the kernel before")
-PIECES = Note("pieces", "the best of those of the kernel before")
+PIECES = Note("pieces", "the best, or the sums, of what the kernel before has found")
 ORDER = Note("order", "orders the slots of the kernel before")
 
 

@@ -11,6 +11,7 @@ from tinygrad.uop.ops import Ops, UOp
 from tinygrad_nv import hooks
 from tinygrad_nv.patterns import building, named, several_devices, stable, target
 from tinygrad_nv.patterns.attention import match as attention
+from tinygrad_nv.patterns.column_sum import match as column_sum
 from tinygrad_nv.patterns.gemm import match as gemm
 from tinygrad_nv.patterns.grouped_gemm import match as grouped_gemm
 from tinygrad_nv.patterns.norm import match as norm
@@ -36,7 +37,8 @@ REWRITES = (_guarded("stable", stable),
                        (building.strict, attention.configuration, target.configuration)),
             *(_guarded(name, family, family.configuration, target.configuration)
               for name, family in (("attention", attention), ("grouped_gemm", grouped_gemm),
-                                   ("gemm", gemm), ("norm", norm))),
+                                   ("gemm", gemm), ("column_sum", column_sum),
+                                   ("norm", norm))),
             Registered("several devices", several_devices.rewrite, several_devices.NEEDS,
                        (target.configuration,)))
 

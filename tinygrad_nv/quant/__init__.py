@@ -5,6 +5,7 @@ Read in this order:
   tensor.py     a matrix of a type in memory: `QTensor`; `dequantize` is every kernel's reference
   stack.py      matrices of a type in one piece, of experts: `QStack`
   sparse.py     2:4 sparse matrices: `SparseTensor`
+  fp8.py        tensors of training to 8-bit floats, and what that lost
   readers/      how checkpoints hold them
   gguf/         llama.cpp's files, and how they hold them
   packing.py    codes of few bits in bytes, with NumPy

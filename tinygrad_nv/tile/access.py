@@ -11,7 +11,7 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.attention.spec import Rows
-from tinygrad_nv.tile.lanes import FLOAT16S, FP8, NARROW, Lanes, from_fp8, to_fp8
+from tinygrad_nv.tile.lanes import FLOAT16S, FP8, NARROW, Lanes, from_fp8, kind_of, to_fp8
 
 MOST_OFFSET = 1 << 23  # bytes that fit in an instruction
 
@@ -68,6 +68,25 @@ def read(kb: Kernel, base: Value, nbytes: int, dtype: DType, count: int, guard: 
         return Lanes(kb, dtype, list(fetched("s32", f"{sign}{8 * dtype.itemsize}", count)))
     kind = "f32" if dtype == dtypes.float32 else "u32" if dtype == dtypes.uint32 else "s32"
     return Lanes(kb, dtype, list(fetched(kind, kind, count)))
+
+
+def read_vector(kb: Kernel, base: Value, nbytes: int, dtype: DType, count: int, guard: Value | None = None,
+                space: str = "global") -> list[Lanes]:
+    """`count` elements side by side, a power of two of up to 16 bytes, at a multiple of their size: pairs, or
+    the one."""
+    if count == 1: return [read(kb, base, nbytes, dtype, 1, guard, space)]
+    if dtype not in FLOAT16S and dtype.itemsize != 4:
+        return [read(kb, base, nbytes + i * dtype.itemsize, dtype, 2, guard, space)
+                for i in range(0, count, 2)]
+    words, kind = count * dtype.itemsize // 4, "b32" if dtype in FLOAT16S else kind_of(dtype)
+    made = kb.regs(kind, words) if guard is None else kb.regs(kind, words, 0.0 if kind == "f32" else 0)
+    for i in range(0, words, 4):
+        piece = made[i:i + 4]
+        some = f".v{len(piece)}" if len(piece) > 1 else ""
+        kb.emit(f"ld.{space}{some}.{kind}", piece if some else piece[0], place(base, nbytes + 4 * i),
+                guard=guard)
+    if dtype in FLOAT16S: return [Lanes(kb, dtype, [], word) for word in made]
+    return [Lanes(kb, dtype, [*made[i:i + 2]]) for i in range(0, words, 2)]
 
 
 def write(kb: Kernel, base: Value, nbytes: int, value: Lanes, count: int, guard: Value | None = None,

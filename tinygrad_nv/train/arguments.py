@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,14 @@ from tinygrad import dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv.errors import ConfigError
+from tinygrad_nv.numerics import RECIPES, PrecisionRecipe
+from tinygrad_nv.numerics.recipes import ALGORITHMS, FORMATS, NAMES, DelayedScaling
 from tinygrad_nv.train.data import DataOptions
 from tinygrad_nv.train.optimizers import SCHEDULES
 from tinygrad_nv.train.regions import POLICIES, Policy
 
 METHODS = ("sft", "dpo")
-# float16 would lose small gradients: there is no loss scaling
-DTYPES = {"float32": dtypes.float32, "bfloat16": dtypes.bfloat16}
+DTYPES = {"float32": dtypes.float32, "bfloat16": dtypes.bfloat16, "float16": dtypes.float16}
 # names of transformers' --optim: the rule, the bits of its state, and whether that is on the host
 OPTIMIZERS = {"adamw_torch": ("adamw", 32, False), "adamw_torch_fused": ("adamw", 32, False),
               "adamw": ("adamw", 32, False), "adamw_8bit": ("adamw", 8, False),
@@ -51,7 +52,20 @@ class TrainingArguments:
     output_dir: str = option("trained", "directory for checkpoints and the trained model", metavar="DIR")
     method: str = option("sft", f"{', '.join(METHODS)}: what is learnt of the data")
     from_scratch: bool = option(False, "new weights for MODEL's config.json, in place of its own")
-    dtype: str = option("float32", f"{', '.join(DTYPES)}: of weights; 16 bits have float32 master weights")
+    dtype: str = option("float32", f"{', '.join(DTYPES)}: of weights; those of 16 bits have float32 "
+                        "master weights, float16 a scaled loss")
+    precision: str | None = option(None, f"{', '.join(RECIPES)}: what is computed and kept in how many bits "
+                                   "(default: the recipe of --dtype)", "precision", "NAME")
+    fp8_exclude: tuple[str, ...] = option((), "matrices that are not in FP8: names, * stands for any text",
+                                          "precision", "NAME")
+    fp8_format: str | None = option(None, f"{', '.join(FORMATS)}: e4m3, gradients in e5m2, or all in e4m3 "
+                                    "(default: hybrid; of blocks e4m3)", "precision", "NAME")
+    fp8_margin: int = option(0, "delayed scaling: powers of two left above the largest magnitude",
+                             "precision", "N")
+    fp8_amax_history_len: int = option(1024, "delayed scaling: steps that are looked back on", "precision",
+                                       "N")
+    fp8_amax_compute_algo: str = option("max", f"{', '.join(ALGORITHMS)}: delayed scaling: which of them "
+                                        "decides", "precision", "NAME")
     seed: int = option(42, "of new weights, the order of data, dropout")
 
     max_steps: int = option(-1, "steps in all; -1: as many as --num-train-epochs has")
@@ -119,7 +133,8 @@ class TrainingArguments:
     data_parallel_size: int = option(0, "ranks, each with its rows of a batch (0: as many as a launcher has "
                                      "started, or 1)", "several devices", "N")
     zero_stage: int = option(0, "0: every rank updates all weights; 1: its part of them; 2: and adds up its "
-                             "part of gradients alone", "several devices", "N")
+                             "part of gradients alone; 3: and keeps its part of weights alone",
+                             "several devices", "N")
     tensor_parallel_size: int = option(1, "ranks that have each layer together", "several devices", "N")
     sequence_parallel: bool = option(False, "tensor parallel ranks have parts of tokens between layers",
                                      "several devices")
@@ -163,6 +178,7 @@ class TrainingArguments:
         if self.method == "dpo" and self.packing:
             raise ConfigError("--packing of preferences", "a row for each answer", "leave --packing out")
         self._require_built()
+        self._require_precision()
 
     def _require_built(self) -> None:
         """Of ways to use several devices those that training has."""
@@ -172,24 +188,63 @@ class TrainingArguments:
                 raise ConfigError(f"{found}, which training does not have",
                                   "--data-parallel-size and --zero-stage, of ways to use several devices",
                                   f"leave --{name.replace('_', '-')} out")
-        if not 0 <= self.zero_stage <= 2:
-            raise ConfigError(f"--zero-stage {self.zero_stage}", "0, 1 or 2", "choose one")
+        if not 0 <= self.zero_stage <= 3:
+            raise ConfigError(f"--zero-stage {self.zero_stage}", "0, 1, 2 or 3", "choose one")
+        if self.zero_stage == 3 and self.use_peft:
+            raise ConfigError("--zero-stage 3 with --use-peft", "weights that are all trained",
+                              "choose --zero-stage 2, or leave --use-peft out")
         if self.zero_stage and OPTIMIZERS[self.optim][0] in WHOLE_MATRICES:
             raise ConfigError(f"--optim {self.optim} with --zero-stage {self.zero_stage}, whose ranks have "
                               "parts of matrices", "adamw, lion or sgd, which treat elements alike",
                               "choose one of these, or --zero-stage 0")
 
+    def _require_precision(self) -> None:
+        recipe = self.recipe
+        other = self.dtype != "float32" and self.weights != DTYPES[self.dtype]
+        if self.precision is not None and other:
+            raise ConfigError(f"--dtype {self.dtype} with --precision {self.precision}",
+                              f"weights of {NAMES[self.weights]}, as the recipe has them",
+                              "leave --dtype out")
+        if not recipe.master and self.zero_stage:
+            raise ConfigError(f"--precision {self.precision} with --zero-stage {self.zero_stage}, whose "
+                              "parts of weights are float32", "--precision bfloat16, or --zero-stage 0",
+                              "choose one")
+        if recipe.fp8 is not None and self.zero_stage == 3:
+            raise ConfigError(f"--precision {self.precision} with --zero-stage 3, whose layers are gathered "
+                              "in 16 or 32 bits", "--zero-stage 2 or less", "choose one")
+        of_fp8 = [name for name in ("fp8_exclude", "fp8_format", "fp8_margin") if getattr(self, name)]
+        if of_fp8 and recipe.fp8 is None:
+            name = of_fp8[0].replace("_", "-")
+            raise ConfigError(f"--{name} with --precision {self.precision or self.dtype}",
+                              ", ".join(name for name, each in RECIPES.items() if each.fp8 is not None),
+                              "choose one of these, or leave the option out")
+
     def _require_choices(self) -> None:
         for name, allowed in (("method", METHODS), ("dtype", tuple(DTYPES)), ("optim", tuple(OPTIMIZERS)),
                               ("save_strategy", SAVES), ("lr_scheduler_type", tuple(SCHEDULES)),
-                              ("report_to", ("auto", "tensorboard", "none"))):
+                              ("report_to", ("auto", "tensorboard", "none")),
+                              ("precision", (None, *RECIPES)), ("fp8_format", (None, *FORMATS)),
+                              ("fp8_amax_compute_algo", ALGORITHMS)):
             if (value := getattr(self, name)) not in allowed:
-                raise ConfigError(f"--{name.replace('_', '-')} {value}", ", ".join(allowed), "choose one")
+                raise ConfigError(f"--{name.replace('_', '-')} {value}",
+                                  ", ".join(each for each in allowed if each is not None), "choose one")
 
     @property
     def weights(self) -> DType:
         """The dtype of weights."""
-        return DTYPES[self.dtype]
+        return self.recipe.weights
+
+    @property
+    def recipe(self) -> PrecisionRecipe:
+        """The recipe of precision, with the options of FP8 in it. Raises `ConfigError`."""
+        made = RECIPES[self.precision or self.dtype]
+        fp8 = made.fp8
+        if fp8 is None: return made
+        if isinstance(fp8, DelayedScaling):
+            fp8 = replace(fp8, margin=self.fp8_margin, amax_history_len=self.fp8_amax_history_len,
+                          amax_compute_algo=self.fp8_amax_compute_algo)
+        if self.fp8_format is not None: fp8 = replace(fp8, fp8_format=self.fp8_format)
+        return replace(made, fp8=fp8)
 
     @property
     def data(self) -> DataOptions:

@@ -7,6 +7,7 @@ parameter of it that has one, where the weights are the cause.
 from __future__ import annotations
 
 from tinygrad import Tensor
+from tinygrad.helpers import Context
 
 from tinygrad_nv.models.dense import DenseBatch, Documents
 from tinygrad_nv.models.llama import Llama
@@ -18,6 +19,10 @@ LOSS = "the loss"
 
 def first_bad(model: Llama, inputs: Inputs, documents: bool) -> str:
     """The layer in words."""
+    with Context(TRAINING=1): return _first_bad(model, inputs, documents)
+
+
+def _first_bad(model: Llama, inputs: Inputs, documents: bool) -> str:
     found = Documents(inputs.positions, inputs.segments) if documents else None
     batch = DenseBatch(0, model.rope_tables, None, found)
     x = model.embedded(inputs.tokens).realize()

@@ -61,6 +61,7 @@ class Log:
         except OSError as error:
             raise ConfigError(f"--log-file {self.path}: {error.strerror}", "a file that can be written",
                               "choose another") from error
+        self._losses = list[float]()    # since the last line
         self._board, self._bar, self._printed = _board(arguments), _bar(steps, first), 0.0
 
     def __enter__(self) -> Log: return self
@@ -72,8 +73,12 @@ class Log:
         if self._board is not None: self._board.close()
 
     def step(self, row: dict[str, Any]) -> None:
-        """The figures of a step: step, loss, learning_rate, grad_norm, tokens_per_s, epoch and others."""
-        if row["step"] % self.arguments.logging_steps == 0 or row["step"] == self.steps: self._write(row)
+        """The figures of a step: step, loss, learning_rate, grad_norm, tokens_per_s, epoch and others. A line
+        has the mean loss of the steps since the line before, as transformers has it."""
+        self._losses.append(row["loss"])
+        if row["step"] % self.arguments.logging_steps == 0 or row["step"] == self.steps:
+            self._write(row | {"loss": sum(self._losses) / len(self._losses)})
+            self._losses.clear()
         words = (f"loss {row['loss']:.4f}  lr {row['learning_rate']:.2e}  norm {row['grad_norm']:.3f}  "
                  f"{row['tokens_per_s']:,.0f} tokens/s  {human(row['memory_bytes'])}")
         if self._bar is not None: self._bar[0].update(self._bar[1], completed=row["step"], figures=words)

@@ -7,10 +7,15 @@ through three places, of which all ranks come to each:
     all(sums)           before the update, where `joins`; what is put into `taken(sums)`, which the optimiser
                         takes for its parameters, `optimized`
     gathered()          after the update; what else is to be realized
+
+Within `present()` the model has what its graphs read; a graph that is built there has `leaves()` of
+parameters, which its gradients are of. Within `saved()` rank 0's model has whole parameters in memory.
 """
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from tinygrad import Tensor
@@ -19,23 +24,28 @@ Named = dict[str, Tensor]
 
 
 class Parts(Protocol):
-    """What a rank has of parameters. `sharded`: it updates a part of each."""
+    """What a rank has of parameters. `sharded`: it updates a part of each. `regions`: the model's layers are
+    regions already."""
     whole: Named
     optimized: Named
     added: Named
     sharded: bool
     joins: bool
+    regions: bool
 
     def each(self, gradients: Named) -> Named: ...
     def all(self, sums: Named) -> Named: ...
     def taken(self, sums: Named) -> Named: ...
     def gathered(self) -> list[Tensor]: ...
     def squares(self, own: Tensor) -> Tensor: ...
+    def present(self) -> AbstractContextManager[None]: ...
+    def leaves(self) -> Named: ...
+    def saved(self) -> AbstractContextManager[None]: ...
 
 
 class Whole:
     """One rank, which has and updates all."""
-    sharded = joins = False
+    sharded = joins = regions = False
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self.whole = self.optimized = self.added = dict(parameters)
@@ -59,3 +69,15 @@ class Whole:
     def squares(self, own: Tensor) -> Tensor:
         """The sum of squares of all gradients."""
         return own
+
+    def present(self) -> AbstractContextManager[None]:
+        """The model has its parameters anyway."""
+        return contextlib.nullcontext()
+
+    def leaves(self) -> Named:
+        """The parameters."""
+        return self.whole
+
+    def saved(self) -> AbstractContextManager[None]:
+        """The model has its parameters anyway."""
+        return contextlib.nullcontext()

@@ -8,7 +8,8 @@ order of ranks.
 `Sharded` (ZeRO, arXiv 1910.02054, section 5): a rank updates its part of each parameter, a float32 vector of
 1/n of the elements, of which the optimiser's states are parts too; the updated parts are gathered. Of 16-bit
 parameters the parts are the float32 master weights. Stage 1 keeps sums over micro-batches whole, stage 2
-adds up parts. Parts hold for rules that treat elements alike: not for Muon and Adafactor.
+adds up parts; of stage 3 see fully_sharded.py. Parts hold for rules that treat elements alike: not for Muon
+and Adafactor.
 """
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class Replicas(Whole):
         return dict(zip(sums, made, strict=True))
 
 
-class _Bucket:
+class Bucket:
     """Parameters whose collectives are one call: a matrix with a row for each rank, in which a parameter has
     some columns."""
 
@@ -79,34 +80,47 @@ class _Bucket:
         rows = self.rows({name: gradients[name] for name in self.columns})
         return self.parts(reduce_scatter(rows, self.group, name=f"gradients {self.name}").reshape(-1))
 
+    def joined(self, shards: Named, after: Tensor | None = None, name: str = "") -> Tensor:
+        """(ranks, columns) of the parts of all ranks, in the parameters' dtype, gathered after `after`."""
+        dtype = next(iter(self.parameters.values())).dtype
+        own = [shards[each].detach() for each in self.columns]
+        flat = (Tensor.cat(*own) if len(own) > 1 else own[0]).cast(dtype).contiguous()
+        return all_gather(flat.reshape(1, -1), self.group, name=f"parameters {self.name}{name}", after=after)
+
+    def wholes(self, rows: Tensor) -> Named:
+        """Whole parameters, of rows (ranks, columns)."""
+        made, at = Named(), 0
+        for name, columns in self.columns.items():
+            shape = self.parameters[name].shape
+            made[name] = rows[:, at:at + columns].reshape(-1)[:prod(map(int, shape))].reshape(shape)
+            at += columns
+        return made
+
     def gathered(self, shards: Named) -> list[Tensor]:
         """The parameters, written from all ranks' parts."""
-        dtype = next(iter(self.parameters.values())).dtype
-        own = Tensor.cat(*(shards[name].detach() for name in self.columns)).cast(dtype)
-        rows = all_gather(own.reshape(1, -1), self.group, name=f"parameters {self.name}")
-        at = 0
-        for name, columns in self.columns.items():
-            each = self.parameters[name]
-            flat = rows[:, at:at + columns].reshape(-1)[:prod(map(int, each.shape))]
-            each.assign(flat.reshape(each.shape))
-            at += columns
+        for name, made in self.wholes(self.joined(shards)).items(): self.parameters[name].assign(made)
         return list(self.parameters.values())
 
 
-class Sharded:
+class Sharded(Whole):
     """Every rank has all, and updates its parts. `stage` is 1 or 2."""
     sharded = True
 
     def __init__(self, parameters: Mapping[str, Tensor], group: Group, stage: int,
                  bucket_bytes: int = BUCKET_BYTES) -> None:
-        self.whole, self.group, self.stage = dict(parameters), group, stage
-        names = list(reversed(self.whole))
-        found = buckets([self.whole[name] for name in names], bucket_bytes)
-        self.buckets = [_Bucket({names[i]: self.whole[names[i]] for i in numbers}, group, number)
-                        for number, numbers in enumerate(found)]
+        super().__init__(parameters)
+        self.group, self.stage = group, stage
+        self.buckets = self._made(bucket_bytes)
         made = {name: part for each in self.buckets for name, part in each.first().items()}
         self.optimized = {name: made[name] for name in self.whole}
         self.added, self.joins = (self.whole, True) if stage == 1 else (self.optimized, False)
+
+    def _made(self, bucket_bytes: int) -> list[Bucket]:
+        """The last parameters first, whose gradients are there first."""
+        names = list(reversed(self.whole))
+        found = buckets([self.whole[name] for name in names], bucket_bytes)
+        return [Bucket({names[i]: self.whole[names[i]] for i in numbers}, self.group, number)
+                for number, numbers in enumerate(found)]
 
     def each(self, gradients: Named) -> Named:
         """Stage 2: this rank's parts of the sums over ranks."""

@@ -18,6 +18,7 @@ from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import ConfigError, TokenizerError
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.numerics import HighPrecision
 from tinygrad_nv.train import network
 from tinygrad_nv.train.adapter import ALL, AdapterModel, AdapterOptions
 from tinygrad_nv.train.arguments import OPTIMIZERS, TrainingArguments
@@ -34,6 +35,7 @@ from tinygrad_nv.train.optimizers import (
     sgd,
 )
 from tinygrad_nv.train.parts import Parts, Whole
+from tinygrad_nv.train.precision import Fp8Model, in_fp8
 from tinygrad_nv.train.ranks import OneRank, TrainingRanks, own_ranks
 from tinygrad_nv.train.regions.blocks import checkpoint_blocks
 
@@ -43,7 +45,8 @@ if TYPE_CHECKING:    # a run of one rank does not load it
 
 @dataclass(frozen=True)
 class Run:
-    """A run that can begin. `steps` are all there are; `adapter` None: all weights are trained."""
+    """A run that can begin. `steps` are all there are; `adapter` None: all weights are trained; `fp8` None:
+    no layer is in FP8."""
     arguments: TrainingArguments
     directory: Path
     model: Llama
@@ -57,10 +60,14 @@ class Run:
     identity: dict[str, Any]
     ranks: OneRank
     parts: Parts
+    fp8: Fp8Model | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a run goes on from: parameters, or this rank's parts of them, and the optimiser's state."""
+        """What a run goes on from: parameters, or this rank's parts of them, the optimiser's state, and that
+        of FP8's scales."""
         own = {f"parameters.{name}": tensor for name, tensor in self.optimizer.parameters.items()}
+        if self.fp8 is not None:
+            own |= {f"fp8.{name}": each for name, each in self.fp8.state.tensors().items()}
         return own | {f"optimizer.{name}": each for name, each in self.optimizer.state_dict().items()}
 
     def own_tensors(self) -> dict[str, Tensor]:
@@ -105,7 +112,7 @@ def assembled(arguments: TrainingArguments, directory: Path, data: Sequence[str]
                        lambda: network.opened(directory, dtype, model.device))
     return Run(arguments, directory, model, tokenizer, rows, evaluation, learner.objective, learner.optimizer,
                learner.adapter, _steps(arguments, rows, ranks.size),
-               _identity(arguments, rows, config.vocab_size, ranks.size), ranks, learner.parts)
+               _identity(arguments, rows, config.vocab_size, ranks.size), ranks, learner.parts, learner.fp8)
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,7 @@ class Learner:
     adapter: AdapterModel | None
     parts: Parts
     optimizer: Optimizer
+    fp8: Fp8Model | None
 
 
 def learning(arguments: TrainingArguments, model: Llama, inputs: Inputs, group: Group | None,
@@ -124,10 +132,12 @@ def learning(arguments: TrainingArguments, model: Llama, inputs: Inputs, group: 
     adapter = _adapter(arguments, model, inputs) if arguments.use_peft else None
     objective = _objective(arguments, another, model, adapter, inputs)
     parameters = network.parameters(model) if adapter is None else adapter.parameters
-    parts = _parts(arguments, parameters, group)
+    parts = _parts(arguments, parameters, group, model)
+    fp8 = _fp8(arguments, model, group)
     optimizer = _optimizer(arguments, parts, network.projections(model) if adapter is None else None)
-    checkpoint_blocks(model, arguments.regions, list(parameters.values()))
-    return Learner(objective, adapter, parts, optimizer)
+    meters = [] if fp8 is None else fp8.state.meters
+    if not parts.regions: checkpoint_blocks(model, arguments.regions, [*parameters.values(), *meters])
+    return Learner(objective, adapter, parts, optimizer, fp8)
 
 
 def require_ranks(arguments: TrainingArguments, started: int) -> None:
@@ -137,11 +147,24 @@ def require_ranks(arguments: TrainingArguments, started: int) -> None:
                           f"{started} ranks", "as many ranks", "start as many, or leave the option out")
 
 
-def _parts(arguments: TrainingArguments, parameters: dict[str, Tensor], group: Group | None) -> Parts:
+def _parts(arguments: TrainingArguments, parameters: dict[str, Tensor], group: Group | None,
+           model: Llama) -> Parts:
     if group is None: return Whole(parameters)
     from tinygrad_nv.train.replicas import Replicas, Sharded  # which load dist/
     if not arguments.zero_stage: return Replicas(parameters, group)
-    return Sharded(parameters, group, arguments.zero_stage)
+    if arguments.zero_stage < 3: return Sharded(parameters, group, arguments.zero_stage)
+    from tinygrad_nv.train.fully_sharded import FullySharded
+    return FullySharded(model, parameters, group, arguments.regions)
+
+
+def _fp8(arguments: TrainingArguments, model: Llama, group: Group | None) -> Fp8Model | None:
+    if (recipe := arguments.recipe.fp8) is None: return None
+    rule = HighPrecision(arguments.fp8_exclude)
+    if group is None: return in_fp8(model, recipe, rule)
+    from tinygrad_nv.dist.collectives.functions import all_reduce
+
+    def maximum(amax: Tensor) -> Tensor: return all_reduce(amax, group, "max", name="largest magnitudes")
+    return in_fp8(model, recipe, rule, maximum)
 
 
 def _tokenizer(directory: Path) -> Tokenizer | None:
@@ -190,7 +213,8 @@ def _optimizer(arguments: TrainingArguments, parts: Parts, rows: dict[str, tuple
                ) -> Optimizer:
     """`rows`: extents of projections in parameters that have several."""
     rule, bits, paged = OPTIMIZERS[arguments.optim]
-    state = StateOptions(seed=arguments.seed, bits=bits, paged=paged,
+    recipe = arguments.recipe
+    state = StateOptions(recipe.master, arguments.seed, bits, paged, loss_scaling=recipe.loss,
                          max_grad_norm=arguments.max_grad_norm or None,
                          rows=None if parts.sharded else rows, squares=parts.squares)
     betas, lr, parameters = (arguments.adam_beta1, arguments.adam_beta2), arguments.learning_rate, \
@@ -219,10 +243,12 @@ def _identity(arguments: TrainingArguments, data: Data, vocab_size: int, ranks: 
              "use_peft", "lora_r", "lora_alpha", "lora_dropout", "use_rslora", "learning_rate",
              "weight_decay", "lr_scheduler_type", "adam_beta1", "adam_beta2", "adam_epsilon",
              "max_grad_norm", "beta", "label_smoothing_factor", "z_loss", "completion_only_loss",
-             "assistant_only_loss", "zero_stage")
+             "assistant_only_loss", "zero_stage", "precision", "fp8_format", "fp8_margin",
+             "fp8_amax_history_len", "fp8_amax_compute_algo")
     summary = data.summary
     # however a batch is cut: a run may go on with other ranks
     batch = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * ranks
     return {**{name: getattr(arguments, name) for name in names}, "batch": batch, "vocab_size": vocab_size,
+            "fp8_exclude": list(arguments.fp8_exclude),
             "lora_target_modules": list(arguments.lora_target_modules), "rows": summary.rows,
             "tokens": summary.tokens}

@@ -13,7 +13,9 @@ An objective (objectives.py) gives sums over a batch: the loss first, and then w
 """
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,8 @@ import numpy as np
 from tinygrad import Tensor, TinyJit
 from tinygrad.helpers import Context
 
+from tinygrad_nv.functional import FP8_KINDS
+from tinygrad_nv.numerics.fp8 import COUNTERS, Fp8State, named_counters
 from tinygrad_nv.train.data import Batch
 from tinygrad_nv.train.objectives import Objective
 from tinygrad_nv.train.optimizers import GradientSums, Optimizer
@@ -31,11 +35,13 @@ from tinygrad_nv.train.ranks import OneRank
 @dataclass(frozen=True)
 class StepResult:
     """Means over what is counted: `loss` in nats, and others by name; the norm of gradients before they were
-    clipped; whether the step was skipped because that was not finite."""
+    clipped; whether the step was skipped because that was not finite; and what its precision did: the scale
+    that its loss had (`loss_scale`), values that FP8 clamped (`fp8_clamped_activation` …) or flushed to 0."""
     loss: float
     means: dict[str, float]
     grad_norm: float
     skipped: bool
+    precision: dict[str, float]
 
 
 def _captured(program: Callable[[], Any]) -> Any:
@@ -48,12 +54,13 @@ def _captured(program: Callable[[], Any]) -> Any:
 
 class Step:
     """The steps of a run. `accumulation`: micro-batches of a step of this rank. `parts` and `ranks` are for
-    several ranks; the optimiser is then that of `parts.optimized`."""
+    several ranks; the optimiser is then that of `parts.optimized`. `fp8`: of a model with layers in FP8."""
 
     def __init__(self, objective: Objective, optimizer: Optimizer, accumulation: int = 1,
-                 parts: Parts | None = None, ranks: OneRank | None = None) -> None:
+                 parts: Parts | None = None, ranks: OneRank | None = None,
+                 fp8: Fp8State | None = None) -> None:
         self.objective, self.optimizer, self.accumulation = objective, optimizer, accumulation
-        self.inputs, self.parts, self.ranks = objective.inputs, parts, ranks
+        self.inputs, self.parts, self.ranks, self.fp8 = objective.inputs, parts, ranks, fp8
         self.parameters = optimizer.parameters if parts is None else parts.whole
         self._added = optimizer.parameters if parts is None else parts.added
         several = accumulation > 1 or (ranks is not None and ranks.size > 1)
@@ -85,7 +92,7 @@ class Step:
 
     def __call__(self, batches: Sequence[Batch], count: int) -> StepResult:
         """Takes a step on this rank's micro-batches. `count` is what is counted on all ranks."""
-        found = np.zeros(1 + len(self.objective.names))
+        found, precision = np.zeros(1 + len(self.objective.names)), self._precision()
         if self._skipped < 0: self._skipped = self.skipped
         with Context(TRAINING=1):
             for number, batch in enumerate(batches):
@@ -94,12 +101,16 @@ class Step:
             if self.sums is not None:
                 if self._joins: self._joined()
                 self._end()
-        if self.ranks is not None: found = self.ranks.summed(found)
+        counts = np.zeros(0) if self.fp8 is None else self.fp8.last.numpy().astype(np.float64).reshape(-1)
+        if self.ranks is not None:
+            both = self.ranks.summed(np.append(found, counts))
+            found, counts = both[:len(found)], both[len(found):]
+        if self.fp8 is not None: precision |= named_counters(counts.reshape(len(COUNTERS), len(FP8_KINDS)))
         self.done += 1
         loss, *rest = (float(each) for each in found / max(count, 1))
         before, self._skipped = self._skipped, self.skipped
         return StepResult(loss, dict(zip(self.objective.names, rest, strict=True)),
-                          float(self.optimizer.grad_norm.item()), self._skipped > before)
+                          float(self.optimizer.grad_norm.item()), self._skipped > before, precision)
 
     def evaluate(self, batch: Batch) -> np.ndarray:
         """The sums of a batch, with the weights as they are: loss first, float64."""
@@ -111,6 +122,11 @@ class Step:
         """Steps that changed nothing, so far."""
         return int(self.optimizer.skipped.item())
 
+    def _precision(self) -> dict[str, float]:
+        """The scale of the loss of the step that begins."""
+        scaler = self.optimizer.loss_scaler
+        return {} if scaler is None else {"loss_scale": float(scaler.scale.item())}
+
     def _number(self, micro: int) -> int:
         """Of a micro-batch of this step in the run, on all ranks: those of ranks follow each other."""
         rank, size = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.size)
@@ -118,28 +134,35 @@ class Step:
 
     # **** captured ****
 
-    def _derived(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """A micro-batch's sums, and the gradients of its part of the mean loss."""
-        sums, own = self.objective.sums(), self.parameters
-        loss = sums[0] / self.inputs.count.reshape(())
-        gradients = dict(zip(own, loss.gradient(*own.values()), strict=True))
-        return Tensor.stack(*sums), gradients if self.parts is None else self.parts.each(gradients)
+    def _derived(self) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
+        """A micro-batch's sums, the gradients of its part of the mean loss, times the loss's scale where it
+        has one, and what else is to be realized."""
+        with self._present(): sums = self.objective.sums()
+        own = self.parameters if self.parts is None else self.parts.leaves()
+        loss, scaler, fp8 = sums[0] / self.inputs.count.reshape(()), self.optimizer.loss_scaler, self.fp8
+        if scaler is not None: loss = loss * scaler.scale.detach().reshape(())
+        meters = [] if fp8 is None else fp8.meters
+        found = loss.gradient(*own.values(), *meters)
+        gradients = dict(zip(own, found, strict=False))
+        seen = [] if fp8 is None else fp8.schedule_seen(found[len(own):])
+        return Tensor.stack(*sums), gradients if self.parts is None else self.parts.each(gradients), seen
 
     def _updated(self, gradients: Named) -> list[Tensor]:
         """What is to be realized of an update."""
         changed = self.optimizer.schedule_step(gradients)
+        if self.fp8 is not None: changed += self.fp8.schedule_step(self.optimizer.grad_norm.isfinite())
         return changed if self.parts is None else [*changed, *self.parts.gathered()]
 
     def _run(self) -> Tensor:
-        sums, gradients = self._derived()
-        return sums.realize(*self._updated(gradients))
+        sums, gradients, seen = self._derived()
+        return sums.realize(*seen, *self._updated(gradients))
 
     def _add(self) -> Tensor:
         assert self.sums is not None
-        sums, gradients = self._derived()
+        sums, gradients, seen = self._derived()
         # in memory first: of two terms (a tied embedding has) the kernel would add one, then the other
         for name, tensor in self._added.items(): tensor.grad = gradients[name].contiguous()
-        return sums.realize(*self.sums.schedule_add())
+        return sums.realize(*seen, *self.sums.schedule_add())
 
     def _take(self) -> None:
         assert self.sums is not None
@@ -151,4 +174,8 @@ class Step:
         for name, made in self.parts.all(self.sums.gradients).items(): self._taken[name].assign(made)
         Tensor.realize(*self._taken.values())
 
-    def _summed(self) -> Tensor: return Tensor.stack(*self.objective.sums()).realize()
+    def _present(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.parts is None else self.parts.present()
+
+    def _summed(self) -> Tensor:
+        with self._present(): return Tensor.stack(*self.objective.sums()).realize()

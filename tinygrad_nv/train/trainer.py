@@ -78,8 +78,7 @@ def train(run: Run) -> Trained:
         with Log(arguments, run.steps, at.step) if ranks.first else Silent() as log:
             loop.run(at, writer, log)
             log.finish()
-    if ranks.first: made = _export(run, output)
-    else: made = output
+    with run.parts.saved(): made = _export(run, output) if ranks.first else output
     ranks.barrier("trained")
     return Trained(made, run.steps, loop.loss, loop.eval_loss, time.perf_counter() - begun)
 
@@ -90,7 +89,8 @@ class _Loop:
     def __init__(self, run: Run) -> None:
         a = run.arguments
         self.run_ = run
-        self.step = Step(run.objective, run.optimizer, a.gradient_accumulation_steps, run.parts, run.ranks)
+        self.step = Step(run.objective, run.optimizer, a.gradient_accumulation_steps, run.parts, run.ranks,
+                         None if run.fp8 is None else run.fp8.state)
         options = ScheduleOptions(min_lr_rate=a.min_lr_rate, decay_steps=a.lr_decay_steps)
         self.factor = schedule(a.lr_scheduler_type, run.steps, a.warmup(run.steps), options)
         self.loss, self.eval_loss = math.nan, None if run.evaluation is None else math.nan
@@ -103,6 +103,7 @@ class _Loop:
         several = f" over {run.ranks.size} ranks" if run.ranks.size > 1 else ""
         log.say(f"{sum(int(np.prod(p.shape)) for p in run.parts.whole.values()):,} parameters to train"
                 f"{several}; {run.data.summary}; steps {at.step + 1} to {run.steps}")
+        log.say(f"{a.recipe}" + ("" if run.fp8 is None else f"; {run.fp8}"))
         self.step.done = at.step
         with Loader(run.data, options, at.data) as loader, run.ranks.stoppable():
             try:
@@ -132,13 +133,14 @@ class _Loop:
         seconds = time.perf_counter() - begun
         log.step({"step": at.step, "loss": result.loss, "grad_norm": result.grad_norm, "learning_rate": rate,
                   "epoch": round(data.epoch, 4), "tokens_per_s": tokens / seconds, "seconds": seconds,
-                  "memory_bytes": GlobalCounters.mem_used, **result.means,
+                  "memory_bytes": GlobalCounters.mem_used, **result.means, **result.precision,
                   **({"skipped": True} if result.skipped else {})})
         if result.skipped: log.say(_skipped(at.step, result))
 
     def _stop(self, step: int) -> None:
         """Raises `TrainingError` for a loss that is NaN, which another rank's rows may have made."""
-        own = first_bad(self.run_.model, self.step.inputs, self.run_.arguments.packing)
+        with self.run_.parts.present():
+            own = first_bad(self.run_.model, self.step.inputs, self.run_.arguments.packing)
         found = self.run_.ranks.told("not finite", own)
         layer = next((each for each in found if each != LOSS), LOSS)
         raise TrainingError(f"the loss of step {step} is NaN; the first layer with a value that is not "
@@ -179,7 +181,8 @@ class _Loop:
         assert run.tokenizer is not None, "run.py requires one"
         if self._samples is None: self._samples = Continuation(run.model, run.data.width)
         ids = run.tokenizer.encode(prompt)
-        made = self._samples(ids, run.arguments.sample_tokens, run.model.config.eos_token_ids)
+        with run.parts.present():
+            made = self._samples(ids, run.arguments.sample_tokens, run.model.config.eos_token_ids)
         return run.tokenizer.decode([*ids, *made])[len(run.tokenizer.decode(ids)):]
 
 

@@ -69,6 +69,13 @@ def norms() -> dict[str, Any]:
             "symbolic": specs.rms(12, 64, F32, symbolic=True)}
 
 
+def column_sums() -> dict[str, Any]:
+    """Gradients of weights and biases: one group of rows, several, columns beside a whole vector."""
+    return {"norm": specs.norm_weight(70, 96), "norm f32": specs.norm_weight(5, 300, F32),
+            "norm, groups": specs.norm_weight(330, 520, F16), "bias": specs.bias_sum(200, 77),
+            "bias f32": specs.bias_sum(33, 1100, F32)}
+
+
 def attentions() -> dict[str, Any]:
     """Attentions: bands, scores, layouts, ragged batches, dropout, scales; and their gradients."""
     two, small = {"heads": 2, "batch": 2}, {"heads": 1, "batch": 1}
@@ -99,7 +106,8 @@ def attentions() -> dict[str, Any]:
     return forward | {f"gradient, {name}": spec for name, spec in gradients.items()}
 
 
-FAMILIES = {"gemm": gemms(), "scaled_gemm": scaled(), "norm": norms(), "attention": attentions()}
+FAMILIES = {"gemm": gemms(), "scaled_gemm": scaled(), "norm": norms(), "column_sum": column_sums(),
+            "attention": attentions()}
 SPECS = {f"{family}: {name}": spec for family, of in FAMILIES.items() for name, spec in of.items()}
 
 

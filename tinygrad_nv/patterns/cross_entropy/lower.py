@@ -83,8 +83,9 @@ def _extents(x: UOp) -> tuple[int, int]:
 
 
 def _joined(parts: list[UOp]) -> UOp:
-    """Rows of chunks, one after the other."""
-    return parts[0].cat(*parts[1:]) if len(parts) > 1 else parts[0]
+    """Rows of chunks, one after the other, in memory: the gradient of the norm before is made of them, and
+    that of its weight."""
+    return parts[0].cat(*parts[1:]).contiguous() if len(parts) > 1 else parts[0]
 
 
 def _summed(losses: UOp, given: Operands[UOp]) -> UOp:

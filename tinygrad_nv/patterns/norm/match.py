@@ -70,8 +70,9 @@ def rewrite(sink: UOp) -> UOp:
     if not config.get("NV_NORM"): return sink
     nodes = tuple(sink.toposort(enter_calls=False))
     if not _may_have_rows(nodes): return sink
-    stored = dict.fromkeys(_stored(nodes))
-    memory = frozenset(node for node in stored if node.op not in GroupOp.Movement)
+    stored = dict.fromkeys(stored_nodes(nodes))
+    # a statistic that is stored too is computed again with its row: that costs no memory traffic
+    memory = frozenset(node for node in stored if node.op not in (*GroupOp.Movement, Ops.REDUCE))
     targets = {node.device: target_of(node.device) for node in stored}
     found = {node: match for node in stored if (target := targets[node.device]) is not None
              and (match := matched(node, target, memory)) is not None}
@@ -104,7 +105,7 @@ def _may_have_rows(nodes: tuple[UOp, ...]) -> bool:
     return False
 
 
-def _stored(nodes: tuple[UOp, ...]) -> Iterator[UOp]:
+def stored_nodes(nodes: tuple[UOp, ...]) -> Iterator[UOp]:
     """What will be in memory: the nodes under what is stored and passed, without reshapes."""
     for node in nodes:
         values = node.src[1:] if node.op is Ops.CALL else node.src[1:2] if node.op is Ops.STORE else \

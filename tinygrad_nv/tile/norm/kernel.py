@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from math import inf, prod
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced, place, read, stored_form, write
+from tinygrad_nv.tile.access import advanced, place, read, read_vector, stored_form, write
 from tinygrad_nv.tile.epilogue import EpilogueEmitter
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, substituted, walk
 from tinygrad_nv.tile.kernel import TileKernel
@@ -202,19 +202,7 @@ class _NormKernel:
     def vector(self, load: Load, at: Value, chunk: int) -> Vector:
         kb, dtype, count = self.kb, load.dtype, self.plan.vector
         start, guard = chunk * self.plan.span * dtype.itemsize, self.inside(chunk)
-        if count == 1: return [read(kb, at, start, dtype, 1, guard, self.space)]
-        if dtype not in FLOAT16S and dtype.itemsize != 4:
-            return [read(kb, at, start + i * dtype.itemsize, dtype, 2, guard, self.space)
-                    for i in range(0, count, 2)]
-        words, kind = count * dtype.itemsize // 4, "b32" if dtype in FLOAT16S else kind_of(dtype)
-        made = kb.regs(kind, words) if guard is None else kb.regs(kind, words, 0.0 if kind == "f32" else 0)
-        for i in range(0, words, 4):
-            piece = made[i:i + 4]
-            some = f".v{len(piece)}" if len(piece) > 1 else ""
-            kb.emit(f"ld.{self.space}{some}.{kind}", piece if some else piece[0], place(at, start + 4 * i),
-                   guard=guard)
-        if dtype in FLOAT16S: return [Lanes(kb, dtype, [], word) for word in made]
-        return [Lanes(kb, dtype, [*made[i:i + 2]]) for i in range(0, words, 2)]
+        return read_vector(kb, at, start, dtype, count, guard, self.space)
 
     def passes(self, *roots: Expression) -> Iterator[Elements]:
         """A row's chunks, as registers or a loop have them; what uses them is written as often as this

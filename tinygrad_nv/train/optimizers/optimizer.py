@@ -27,6 +27,8 @@ from math import prod
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import ConfigError
+from tinygrad_nv.numerics.loss_scaling import LossScaler
+from tinygrad_nv.numerics.recipes import LossScaling
 from tinygrad_nv.patterns.optimizer.named import Entry, adamw_update
 from tinygrad_nv.train.optimizers.gradients import clip_scale, gradients_of, squared_sum
 from tinygrad_nv.train.optimizers.groups import ParameterGroup, decay_groups, group_of
@@ -46,7 +48,9 @@ class StateOptions:
     rounded stochastically from `seed`. `bits` 8: quantised blockwise (quantised.py). `paged`: in the host's
     memory (paged.py). `max_grad_norm` None: nothing is clipped. `rows`: extents of
     projections that lie one below the other in a parameter, by its name. `squares`: where ranks have parts
-    of parameters, the sum of squares of all gradients, from those of this rank's, float64 (1)."""
+    of parameters, the sum of squares of all gradients, from those of this rank's, float64 (1).
+    `loss_scaling`: gradients are those of a loss times `Optimizer.loss_scaler.scale`, which the step takes
+    out and moves."""
     master: bool = True
     seed: int = 0
     bits: int = 32
@@ -55,10 +59,13 @@ class StateOptions:
     skip_nonfinite: bool = True
     rows: Mapping[str, tuple[int, ...]] | None = None
     squares: Callable[[Tensor], Tensor] | None = None
+    loss_scaling: LossScaling | None = None
 
     def __post_init__(self) -> None:
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm {self.max_grad_norm}", "a number above 0, or None")
+        if self.loss_scaling is not None and not self.skip_nonfinite:
+            raise ConfigError("loss_scaling without skip_nonfinite", "both: a scale too large skips a step")
         if self.bits not in (8, 32): raise ConfigError(f"state of {self.bits} bits", "8 or 32")
         if self.bits == 8 and self.paged: raise ConfigError("paged state of 8 bits", "paged, or of 8 bits")
         if not 0 <= self.seed < 1 << 64: raise ConfigError(f"seed {self.seed}", "0 to 2⁶⁴ − 1")
@@ -84,8 +91,12 @@ class Optimizer:
         self.steps, self.skipped = (self._scalar(0, dtypes.int32) for _ in range(2))
         seed = self.options.seed
         self.seed = Tensor([seed & 0xFFFFFFFF, seed >> 32], dtype=dtypes.uint32, device=self.device)
+        self.loss_scaler = None
+        if (how := self.options.loss_scaling) is not None: self.loss_scaler = LossScaler(how, self.device)
+        scaling = {} if self.loss_scaler is None else self.loss_scaler.tensors()
         self.state = OptimizerState({name: self._state(name) for name in self.parameters},
-                                    {"step": self.steps, "skipped": self.skipped, "seed": self.seed})
+                                    {"step": self.steps, "skipped": self.skipped, "seed": self.seed,
+                                     **scaling})
         Tensor.realize(self.lr, self.grad_norm, *self.state.tensors().values())
 
     def _check(self, lr: float) -> None:
@@ -144,14 +155,17 @@ class Optimizer:
     def schedule_step(self, gradients: Mapping[str, Tensor] | None = None,
                       inverse_scale: Tensor | None = None) -> list[Tensor]:
         """One step; what is to be realized. `gradients`: others than the parameters' own, by name.
-        `inverse_scale`, float32 (1): what they are to be multiplied by, where a loss scale is in them. Raises
+        `inverse_scale`, float32 (1): what they are to be multiplied by, where a loss scale is in them that is
+        not the optimiser's own. Raises
         `ConfigError` for a parameter without a gradient."""
         given = gradients_of(self.parameters) if gradients is None else dict(gradients)
+        if inverse_scale is None and self.loss_scaler is not None: inverse_scale = self.loss_scaler.inverse
         scale, go = self._guard(list(given.values()), inverse_scale)
         done = 1 if go is None else go.cast(dtypes.int32)
         self.steps.assign(self.steps + done)
         self.skipped.assign(self.skipped + (1 - done))
         changed = [self.steps, self.skipped, self.grad_norm]
+        if self.loss_scaler is not None and go is not None: changed += self.loss_scaler.schedule_update(go)
         fused = [name for name in self.parameters if self._is_fused(name)]
         for rule in dict.fromkeys(self.rules[name] for name in fused):
             assert isinstance(rule, AdamWRule)

@@ -95,7 +95,8 @@ def _built(config: ModelConfig, arguments: TrainingArguments, ranks: int, device
     with recording():
         model, learner = _made(config, arguments, ranks, device)
         step = Step(learner.objective, learner.optimizer, arguments.gradient_accumulation_steps,
-                    learner.parts if ranks > 1 else None, planned if ranks > 1 else None)
+                    learner.parts if ranks > 1 else None, planned if ranks > 1 else None,
+                    None if learner.fp8 is None else learner.fp8.state)
     return model, learner, step
 
 

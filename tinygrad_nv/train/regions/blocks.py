@@ -5,9 +5,11 @@ what the policy keeps, and for the time of its backward pass all of one layer.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from tinygrad import Tensor
+from tinygrad.helpers import TRAINING
 
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.train.regions.policy import Policy
@@ -20,4 +22,11 @@ def checkpoint_blocks(model: Llama, policy: Policy, parameters: Iterable[Tensor]
     own = tuple(parameters)
     for block in model.blocks:
         block.region = None if policy.keeps_all else \
-            checkpoint(block.computed, policy.name, budget=policy.budget, parameters=own)
+            _in_training(block.computed, checkpoint(block.computed, policy.name, budget=policy.budget,
+                                                    parameters=own))
+
+
+def _in_training(fn: Callable[..., Tensor], region: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The region in training, else the function."""
+    def called(*args: Any) -> Tensor: return region(*args) if TRAINING else fn(*args)
+    return called

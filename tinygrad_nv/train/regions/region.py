@@ -7,6 +7,9 @@ its inputs, and of the values that its policy keeps, that are made when the grad
 has used them. What does not depend on the region's inputs (weights, tables, a mask of documents) is no part
 of it: it is computed once, and gets its gradient as without a region.
 
+What is outside may be made again, too: `again` has what takes its place after a gradient. With the policy
+"none" nothing else is: values stay as they are.
+
 With "offload" inputs go to the host (host.py) and come back while the region that reads the result, which is
 derived before, is computed again and derived. Those of a region whose result no other reads, the last, stay.
 On a CPU, which is the host, it is as "full".
@@ -38,14 +41,20 @@ _regions: weakref.WeakKeyDictionary[UOp, _Region] = weakref.WeakKeyDictionary() 
 _tokens: weakref.WeakKeyDictionary[UOp, UOp] = weakref.WeakKeyDictionary()  # of inputs that are on the host
 
 
+# of a gradient: values with others like them that are computed after it
+Again = Callable[[Tensor], Iterable[tuple[Tensor, Tensor]]]
+
+
 def checkpoint(fn: Callable[..., Tensor], policy: str = "full", *, budget: float | None = None,
-               parameters: Iterable[Tensor] | None = None) -> Callable[..., Tensor]:
+               parameters: Iterable[Tensor] | None = None,
+               again: Again | None = None) -> Callable[..., Tensor]:
     """`fn` as a region: called as `fn`, with the same result and gradients. Tensors of floats among its
     arguments are its inputs, which are kept until its backward pass. `policy` is one of `POLICIES` (policy.py
     has their rules); a `budget` from 0 to 1 instead is the share of bytes that it keeps of those that are
     kept without regions. Tensors that `fn` closes over get their gradients, too: all, or `parameters` alone,
     which saves the time to derive the others. What is drawn at random must come from a counter in memory,
-    as in train/adapter.py.
+    as in train/adapter.py. `again` gives of the gradient pairs: what `fn` closes over, and the same, computed
+    after it, which the backward pass reads in its place.
 
     Raises `ConfigError` for an unknown policy, `SpecError` if `fn` returns something else than a Tensor."""
     how = Policy(policy) if budget is None else Policy(BUDGET, budget)
@@ -53,7 +62,7 @@ def checkpoint(fn: Callable[..., Tensor], policy: str = "full", *, budget: float
 
     @functools.wraps(fn)
     def region(*args: Any, **kwargs: Any) -> Tensor:
-        if how.keeps_all: return fn(*args, **kwargs)
+        if how.keeps_all and again is None: return fn(*args, **kwargs)
         inputs = list[UOp]()
         def entered(given: Any) -> Any:
             if not isinstance(given, Tensor) or given.dtype not in dtypes.floats: return given
@@ -65,7 +74,7 @@ def checkpoint(fn: Callable[..., Tensor], policy: str = "full", *, budget: float
             raise SpecError(f"a region that returns a {type(result).__name__}", "one Tensor",
                             "make a region of the part with one result")
         if not inputs: return result
-        return _Region.of(result.uop, inputs, wanted, how).tensor()
+        return _Region.of(result.uop, inputs, wanted, how, again).tensor()
     return region
 
 
@@ -82,9 +91,11 @@ class _Region:
     derived: dict[UOp, UOp]
     kept: dict[UOp, UOp]
     policy: Policy
+    again: Again | None
 
     @staticmethod
-    def of(result: UOp, inputs: list[UOp], parameters: tuple[Tensor, ...] | None, policy: Policy) -> _Region:
+    def of(result: UOp, inputs: list[UOp], parameters: tuple[Tensor, ...] | None, policy: Policy,
+           again: Again | None) -> _Region:
         own = inside(result, inputs)
         others = outside(own, inputs)
         if parameters is not None:
@@ -100,7 +111,7 @@ class _Region:
         left = kept(policy, values(places, UOp.maketuple(*derived.values())), sum(map(nbytes, inputs)))
         after = _stored(own, {places[value.node] for value in left})
         return _Region(after.get(result, result), tuple(inputs), tuple(others), tuple(marks.values()), mark,
-                       derived, {value.node: after[places[value.node]] for value in left}, policy)
+                       derived, {value.node: after[places[value.node]] for value in left}, policy, again)
 
     def tensor(self) -> Tensor:
         """The result, whose gradient is this region's."""
@@ -114,10 +125,14 @@ class _Region:
         """Of the result's gradient those of the call's arguments: all but that of the result itself."""
         gradient = gradient.contiguous()
         ready = self._ready(gradient)
-        puts = {node: behind(value, ready) for node, value in self.kept.items()} | {self.mark: gradient}
+        puts = {node: self._kept(value, ready) for node, value in self.kept.items()} | {self.mark: gradient}
         read = call.gettuple(0).contiguous()    # as it is an input of others
         copies = [self._copied(each, ready, read) for each in self.inputs]
-        puts |= dict(zip(self.marks, (*copies, *self.outside), strict=True))
+        outside = self.outside
+        if self.again is not None:
+            others = {old.uop: new.uop for old, new in self.again(Tensor(ready))}
+            outside = UOp.sink(*outside).substitute(others, walk=True).src
+        puts |= dict(zip(self.marks, (*copies, *outside), strict=True))
         made = UOp.maketuple(*self.derived.values()).substitute(puts, walk=True).src
         given = dict(zip(self.derived, made, strict=True))
         _before.update(dict.fromkeys(self.inputs, gradient))
@@ -127,8 +142,12 @@ class _Region:
         """What is there when the forward pass is done: the gradient, or where that is constant the result."""
         return gradient if self.result in gradient.toposort(enter_calls=False) else self.result.contiguous()
 
+    def _kept(self, value: UOp, ready: UOp) -> UOp:
+        return value if self.policy.keeps_all else behind(value, ready)
+
     def _copied(self, value: UOp, ready: UOp, read: UOp) -> UOp:
         """An input for the backward pass; `read` is this region's result as others read it."""
+        if self.policy.keeps_all: return value
         if self.policy.name != "offload" or read not in _before or not host.moves(value.device):
             return behind(value, ready)
         # what a region holds that is not on the host itself, nothing else waits for

@@ -22,11 +22,12 @@ from tinygrad_nv.patterns.attention.named import FlashAttention
 from tinygrad_nv.patterns.grouped_gemm.named import GroupedMatmul
 from tinygrad_nv.patterns.quant_gemm.named import QuantMatmul
 from tinygrad_nv.patterns.quant_grouped.named import QuantGroupedMatmul
+from tinygrad_nv.patterns.scaled_gemm.fp8 import Fp8Matmul
 from tinygrad_nv.patterns.scaled_gemm.named import ScaledMatmul
 from tinygrad_nv.patterns.sparse_gemm.named import SparseMatmul
 from tinygrad_nv.train.regions.policy import Policy
 
-MATMULS = (GroupedMatmul, QuantMatmul, QuantGroupedMatmul, ScaledMatmul, SparseMatmul)
+MATMULS = (Fp8Matmul, GroupedMatmul, QuantMatmul, QuantGroupedMatmul, ScaledMatmul, SparseMatmul)
 STORED = frozenset({Ops.CONTIGUOUS, Ops.GETTUPLE, Ops.COPY})
 # what the result of a matmul passes through on the way to memory: their gradients need none of their inputs
 ON_THE_WAY = frozenset({Ops.RESHAPE, Ops.PERMUTE, Ops.CAST, Ops.CONTIGUOUS, Ops.CONTIGUOUS_BACKWARD, Ops.ADD})

@@ -1,0 +1,20 @@
+"""Precision of training as recipes: what is computed and kept in how many bits, and which state that needs.
+
+Read in this order:
+  recipes.py       `PrecisionRecipe` by name: dtypes, master weights, loss scaling, FP8 and its scales
+  rule.py          which matrices are multiplied in FP8, and why others are not
+  loss_scaling.py  the scale of the loss, as torch's GradScaler moves it
+  fp8.py           a model's matrices in FP8: scales, histories and counters, and their state
+"""
+from tinygrad_nv.numerics.recipes import (
+    RECIPES,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    LossScaling,
+    PrecisionRecipe,
+)
+from tinygrad_nv.numerics.rule import HighPrecision
+
+__all__ = ["RECIPES", "DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "HighPrecision",
+           "LossScaling", "PrecisionRecipe"]

@@ -1,0 +1,18 @@
+"""Sums of columns in plain tinygrad (tile/reference.py)."""
+from __future__ import annotations
+
+from tinygrad import Tensor
+
+from tinygrad_nv.tile.column_sum.spec import ColumnSumSpec
+from tinygrad_nv.tile.reference import Argument, Given, dense, evaluated, parameters, rounded
+
+
+def arguments(spec: ColumnSumSpec) -> tuple[Argument, ...]:
+    """out [n], x0, x1, …"""
+    return Argument("out", spec.dtype, (dense(spec.n),), "out"), *parameters((spec.m, spec.n), spec.term)
+
+
+def reference(spec: ColumnSumSpec, given: Given, exact: bool = False) -> tuple[Tensor, ...]:
+    """The sums, [n]."""
+    made = evaluated(spec.term, (spec.m, spec.n), (), given, exact).sum(0)
+    return (made if exact else rounded(made, spec.dtype),)

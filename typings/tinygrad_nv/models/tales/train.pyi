@@ -1,0 +1,1 @@
+from models.tales.train import *
