@@ -106,8 +106,9 @@ def _of_model(config: ModelConfig, arguments: TrainingArguments, ranks: int, dev
     largest = max(programs, key=lambda each: each.arenas.get(device, 0))
     if arguments.eval_data: programs.append(scheduled(step.evaluation))
     held = _held(model, learner, step)
-    counted = set[UOp]().union(*held.values())
-    held["batch, tables"] = set[UOp]().union(*(each.held for each in programs)) - counted
+    used = set[UOp]().union(*(each.held for each in programs))
+    held["weights"] &= used     # of ZeRO-3 they are in no memory
+    held["batch, tables"] = used - set[UOp]().union(*held.values())
     parts = {name: _bytes(each, device) for name, each in held.items()}
     updated = set[UOp]().union(*(held[name] for name in UPDATED))
     parts |= _at_peak(largest, _shapes(step, learner), updated, device)
