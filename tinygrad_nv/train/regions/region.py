@@ -159,8 +159,8 @@ class _Region:
         if value not in _tokens:
             before = next((_regions[each.src[0]] for each in self.inputs if each.src and
                            each.src[0] in _regions), None)
-            held = [one for each in (() if before is None else before.inputs)
-                    for one in (each, before._token(each))]
+            held = [] if before is None else [one for each in before.inputs
+                                              for one in (each, before._token(each))]
             _tokens[value] = host.left(value, held)
         return _tokens[value]
 
