@@ -72,8 +72,10 @@ class FullySharded(Sharded):
         finally: self._empty(own)
 
     def leaves(self) -> Named:
-        """The gathered parameters of the last graph."""
-        return {name: self._leaves[name] for name in self.whole}
+        """The gathered parameters of the last graph, once: a Tensor that is alive when a step is captured is
+        given memory of its own."""
+        made, self._leaves, self._before = self._leaves, Named(), {}
+        return {name: made[name] for name in self.whole}
 
     def gathered(self) -> list[Tensor]:
         """Nothing: parts are all that a rank has."""
@@ -88,9 +90,11 @@ class FullySharded(Sharded):
             self._before[number] = x
             rows = [bucket.joined(self.optimized, self._before.get(number - 1)) for bucket in own]
 
+            nodes = [row.uop for row in rows]   # no Tensors, which would be alive as long as the graph is
+
             def again(ready: Tensor) -> list[tuple[Tensor, Tensor]]:
-                return [(row, bucket.joined(self.optimized, ready, " again"))
-                        for row, bucket in zip(rows, own, strict=True)]
+                return [(Tensor(node), bucket.joined(self.optimized, ready, " again"))
+                        for node, bucket in zip(nodes, own, strict=True)]
             made = self._filled(own, rows)
             try:
                 if not TRAINING: return computed(x, *more)

@@ -73,6 +73,11 @@ def run(folder: Path, given: TrainingArguments, steps: int = 3) -> None:
     for _ in range(steps): step([batch] * given.gradient_accumulation_steps, ids.size)
 
 
+def config_of(folder: Path, **fields: Any) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(CONFIG | fields))
+    return read_config(folder)
+
+
 @pytest.mark.parametrize("options", [
     {"gradient_checkpointing": True, "dtype": "bfloat16"}, {"zero_stage": 1},
     *(pytest.param(each, marks=pytest.mark.slow) for each in (
@@ -114,12 +119,22 @@ def test_ranks_share_what_zero_says(folder: Path, stage: int) -> None:
     assert found["sums of gradients"] == {1: 4 * config.parameters + part, 2: part}[stage]
 
 
+@pytest.mark.slow
+def test_ranks_that_gather_layers(folder: Path) -> None:
+    """Of 4 ranks with ZeRO-3: nothing of the model's size but parts is held. The step's own memory has a few
+    layers whole, so that more of them take what they keep alone."""
+    given = arguments(zero_stage=3, gradient_checkpointing=True)
+    few, more = (rank_memory(config_of(folder, num_hidden_layers=layers), given, 4, "CPU")
+                 for layers in (4, 6))
+    assert "weights" not in more.parts
+    assert more.parts["batch, tables"] <= 32 << 10
+    def own(memory: RankMemory) -> int:
+        return sum(memory.parts.get(name, 0) for name in ("activations", "gradients", "logits", "update"))
+    inputs = 4 * given.per_device_train_batch_size * given.max_length * int(str(CONFIG["hidden_size"]))
+    assert own(more) - own(few) <= 2 * 2 * inputs
+
+
 # **** models of many layers ****
-
-def config_of(folder: Path, **fields: Any) -> ModelConfig:
-    (folder / "config.json").write_text(json.dumps(CONFIG | fields))
-    return read_config(folder)
-
 
 def test_layers_that_are_scheduled(tmp_path: Path) -> None:
     def found(**fields: Any) -> list[int]:
