@@ -55,7 +55,8 @@ class _NormKernel:
 
     def __init__(self, kb: Kernel, spec: NormSpec, plan: Norm) -> None:
         self.kb, self.spec, self.plan, self.width = kb, spec, plan, min(2, plan.vector)
-        self.outs = [kb.pointer(f"out{i}") for i in range(len(spec.results))]
+        storages = [kb.pointer(f"out{i}") for i in range(spec.outputs[-1] + 1)]
+        self.outs = [storages[i] for i in spec.outputs]
         self.inputs = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
         self.row = Row(kb, spec, plan, kb.param("m", "u32") if spec.symbolic else spec.m)
         # ptxas moves ld.global.nc to before griddepcontrol.wait
