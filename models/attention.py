@@ -12,14 +12,14 @@ from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv import config
-from tinygrad_nv.functional import scaled_dot_product_attention
+from tinygrad_nv.functional import document_attention, scaled_dot_product_attention
 from tinygrad_nv.hooks import enabled
 from tinygrad_nv.kvcache.store import LayerPages
 from tinygrad_nv.patterns.target import cpu_of, takes
 from tinygrad_nv.tile.gemm.spec import FLOAT16S
 
 from .config import ModelConfig
-from .dense import DenseBatch, Position
+from .dense import DenseBatch, Documents, Position
 from .layers import Linear, RMSNorm, StoredLinear, normalised
 from .packed import PackedBatch
 from .paged import AttentionKind, PagedBatch, appended
@@ -190,13 +190,19 @@ class Attention:
         e = (scores - top).exp()
         return e / (e.sum(-1, keepdim=True) + (sinks - top).exp())
 
-    def flash(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """`attend` for whole sequences, or documents with a mask, with this package's attention kernel and
-        its gradient."""
-        out = scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True,
-                                           window=self.window if mask is None else None,
+    def flash(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`attend` for whole sequences with this package's attention kernel and its gradient."""
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, window=self.window,
                                            scale=self.config.attention_scale, softcap=self.config.softcap,
                                            sinks=self.sinks)
+        return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
+
+    def within(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+        """`flash` of documents, which do not see each other; what padding gives is 0."""
+        first, end = documents.bounds(self.window if self.chunked else None)
+        out = document_attention(q, k, v, first, end, window=None if self.chunked else self.window,
+                                 scale=self.config.attention_scale, softcap=self.config.softcap,
+                                 sinks=self.sinks)
         return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> Tensor:
@@ -225,9 +231,9 @@ class Attention:
             return self.output(self.attend(*self.append(x, batch, cache), mask, True))
         q, k, v = self.project(x, batch)
         k, v = k.contiguous(), v.contiguous()
-        documents, mask = batch.documents, None
-        if documents is not None: mask = documents.mask(self.window, self.chunked)
-        if takes_matmuls(q, False) and (mask is not None or not self.chunked):
-            return self.output(self.flash(q, k, v, mask))
-        if mask is None: mask = self.mask(int(x.shape[1]), batch.start)
+        documents, ours = batch.documents, takes_matmuls(q, False)
+        if documents is not None and ours: return self.output(self.within(q, k, v, documents))
+        if documents is None and ours and not self.chunked: return self.output(self.flash(q, k, v))
+        mask = self.mask(int(x.shape[1]), batch.start) if documents is None else \
+            documents.mask(self.window, self.chunked)
         return self.output(self.attend(q, k, v, mask, False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from tinygrad import Tensor, UOp
+from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv.functional import embedding
@@ -48,10 +48,23 @@ class DenseKVCache:
 @dataclass(frozen=True)
 class Documents:
     """Several documents in each row of tokens (B, T), one after the other, int32 (B, T) in memory both: of
-    each token the position in its document, and the number of its document in the row. No token attends to
-    one of another document."""
+    each token the position in its document, and the number of its document in the row, from 1 on; 0 of
+    padding. No token attends to one of another document."""
     positions: Tensor
     segments: Tensor
+
+    def bounds(self, chunk: int | None = None) -> tuple[Tensor, Tensor]:
+        """Of each token where its document begins and ends in the row, int32 (B, T) both; with `chunk` the
+        chunk of so many tokens of it. Those of padding begin and end where they stand: they see nothing."""
+        B, T = (int(n) for n in self.positions.shape)
+        place = Tensor.arange(T, dtype=dtypes.int32).reshape(1, T)
+        there = self.segments != 0
+        begin = there.where(place - self.positions, place).contiguous()
+        length = (begin.reshape(B, T, 1) == begin.reshape(B, 1, T)).sum(-1, dtype=dtypes.int32)
+        end = there.where(begin + length, place).contiguous()
+        if chunk is None: return begin, end
+        first = begin + self.positions // chunk * chunk
+        return there.where(first, place).contiguous(), end.minimum(first + chunk).contiguous()
 
     def mask(self, window: int | None, chunked: bool) -> Tensor:
         """True where a token attends to another, bool (B, 1, T, T): of its document, up to its own place, and

@@ -20,7 +20,12 @@ from dataclasses import replace
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
-from tinygrad_nv.functional import kv_append, latent_attention, scaled_dot_product_attention
+from tinygrad_nv.functional import (
+    document_attention,
+    kv_append,
+    latent_attention,
+    scaled_dot_product_attention,
+)
 from tinygrad_nv.kvcache.store import LayerPages
 
 from .attention import Cache, rotate, takes_kv_append, takes_matmuls
@@ -207,9 +212,11 @@ class LatentAttention:
             assert isinstance(cache, tuple)
             return self.projected(self.dense(x, batch, cache[0]))
         q, k, v = self.expanded(x, batch)
-        mask = None if batch.documents is None else batch.documents.mask(None, False)
-        if takes_matmuls(q, False):
-            out = scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=self.scale)
-            out = out.transpose(1, 2)
-        else: out = self.attend(q, k, v, batch.start, False, mask)
+        documents = batch.documents
+        if not takes_matmuls(q, False):
+            mask = None if documents is None else documents.mask(None, False)
+            out = self.attend(q, k, v, batch.start, False, mask)
+        elif documents is not None:
+            out = document_attention(q, k, v, *documents.bounds(), scale=self.scale).transpose(1, 2)
+        else: out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale).transpose(1, 2)
         return self.output(out.reshape(*x.shape[:2], self.heads * self.latent.value).contiguous())

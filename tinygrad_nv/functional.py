@@ -7,8 +7,9 @@ Tensor method of that name is the same function: `q.scaled_dot_product_attention
 model trains with flash attention, forward and backward, without a change (`method`).
 
 `kv_append` and `paged_attention` are a decoder's steps over keys and values in pages, `latent_attention` one
-over latents (MLA), `varlen_attention` is for sequences that lie one after the other, `fp8_attention` for
-operands of 8 bits with scales, `fp8_linear` a linear layer whose three matmuls of training are in FP8,
+over latents (MLA), `varlen_attention` is for sequences that lie one after the other, `document_attention` for
+documents that are packed into rows of a batch, as training has them, `fp8_attention` for operands of 8 bits
+with scales, `fp8_linear` a linear layer whose three matmuls of training are in FP8,
 `embedding` for rows of a table by number, `quant_matmul` for a quantised
 matrix, `scaled_matmul` for one whose codes are multiplied with codes of activations (W8A8, FP8),
 `sparse_matmul` for one that is 2:4 sparse, `dispatch` for mixtures of experts, made of `route`, `group_rows`,
@@ -16,8 +17,9 @@ matrix, `scaled_matmul` for one whose codes are multiplied with codes of activat
 where codes are multiplied with codes, `lora_added` for low-rank adapters, `cross_entropy` and `distillation`
 for losses of logits, `linear_cross_entropy` and `linear_distillation` for those of an output layer without
 all logits at once, `gated` for gated activations: the modules of patterns/ with these names (decode/paged.py,
-decode/latent.py, attention/varlen.py, attention/fp8.py, norm/gated.py, scaled_gemm/named.py, router/rows.py,
-cross_entropy/functions.py, grouped_gemm/, and named.py of the others) define them.
+decode/latent.py, attention/varlen.py, attention/documents.py, attention/fp8.py, norm/gated.py,
+scaled_gemm/named.py, router/rows.py, cross_entropy/functions.py, grouped_gemm/, and named.py of the others)
+define them.
 """
 from __future__ import annotations
 
@@ -37,6 +39,7 @@ from tinygrad_nv.patterns.attention import (
 from tinygrad_nv.patterns.attention import (
     lower_backward as attention_lower_backward,
 )
+from tinygrad_nv.patterns.attention.documents import document_attention
 from tinygrad_nv.patterns.attention.dropout import drawn
 from tinygrad_nv.patterns.attention.fp8 import fp8_attention
 from tinygrad_nv.patterns.attention.named import (
@@ -98,6 +101,7 @@ __all__ = [
     "cross_entropy",
     "dispatch",
     "distillation",
+    "document_attention",
     "embedding",
     "fp8_attention",
     "fp8_linear",

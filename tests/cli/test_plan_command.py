@@ -48,3 +48,17 @@ def test_a_directory_with_its_configuration_alone(command, tmp_path: Path):
         done = command("plan", model, "--gpus", "2xL40S", "--tp", "2", "--pp", "1", "--batch", "1")
         done.succeeded()
         assert "on 2 x L40S (PCIe 4 x16)" in done.out
+
+
+def test_training_before_it_runs(command, tmp_path: Path):
+    """Of a directory without weights, and without data."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    done = command("train", "--plan", tmp_path, "--max-length", "64", "--per-device-train-batch-size", "2",
+                   "--gradient-checkpointing").succeeded()
+    assert done.err == ""
+    lines = done.out.splitlines()
+    assert lines[0] == (f"{tmp_path}: sft, float32, adamw_torch, rows of 64 tokens, 2 x 1 a step, "
+                        "checkpointing full")
+    assert any(line.startswith("peak ") for line in lines)
+    assert any(line.startswith("tokens, at most") and line.endswith("128") for line in lines)
+    assert not any(line != line.rstrip() for line in lines)

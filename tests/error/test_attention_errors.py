@@ -7,7 +7,7 @@ import pytest
 
 from tinygrad_nv import Tensor, dtypes
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.functional import paged_attention, scaled_dot_product_attention
+from tinygrad_nv.functional import document_attention, paged_attention, scaled_dot_product_attention
 
 
 def refused(words: str, *shapes: tuple[int, ...], mask: Tensor | None = None, **how: Any) -> SpecError:
@@ -15,6 +15,25 @@ def refused(words: str, *shapes: tuple[int, ...], mask: Tensor | None = None, **
     with pytest.raises(SpecError, match=words) as caught:
         scaled_dot_product_attention(*(Tensor.ones(*shape) for shape in shapes), mask, **how)
     return caught.value
+
+
+@pytest.mark.parametrize(("words", "change"), [
+    (r"q of shape \(4, 9, 16\)", {"q": Tensor.zeros(4, 9, 16)}),
+    (r"k of shape \(1, 2, 8, 16\)", {"k": Tensor.zeros(1, 2, 8, 16)}),
+    ("k of f16", {"k": Tensor.zeros(1, 2, 9, 16).half()}),
+    (r"v of shape \(1, 4, 9, 16\)", {"v": Tensor.zeros(1, 4, 9, 16)}),
+    ("4 query heads over 3 key heads", {name: Tensor.zeros(1, 3, 9, 16) for name in "kv"}),
+    (r"first of shape \(9,\)", {"first": Tensor.zeros(9).int()}),
+    ("end of s64", {"end": Tensor.zeros(1, 9).long()}), ("window=0", {"window": 0}),
+    ("scale=nan", {"scale": float("nan")}), ("softcap=-1", {"softcap": -1.0}),
+    (r"sinks of shape \(2,\)", {"sinks": Tensor.zeros(2)}),
+    ("sinks of f16", {"sinks": Tensor.zeros(4).half()})])
+def test_documents(words: str, change: dict[str, Any]):
+    """What `document_attention` refuses."""
+    keys, bounds = Tensor.zeros(1, 2, 9, 16), Tensor.zeros(1, 9).int()
+    q = Tensor.zeros(1, 4, 9, 16)
+    given: dict[str, Any] = {"q": q, "k": keys, "v": keys, "first": bounds, "end": bounds}
+    with pytest.raises(SpecError, match=words): document_attention(**given | change)
 
 
 def test_query_heads_that_key_heads_cannot_share():

@@ -100,3 +100,10 @@ def test_weights_quantised_in_a_way_that_plans_do_not_know(command, tmp_path: Pa
     command("plan", tmp_path, "--gpus", "H100").refused(
         "weights are quantised by mxfp4", "expected: bf16, fp8, and integers of 8 or 4 bits",
         "--quantization int4")
+
+
+def test_training_for_a_gpu_without_figures(command):
+    words = "no figures of a GPU 'B300'"
+    command("train", "--plan", "llama-3.1-8b", "--plan-gpu", "B300").refused(words)
+    command("train", "--plan", "--plan-gpu", "H100").refused("no MODEL")
+    command("train", "--plan", "llama-3.1-8b", "-dp", "12").refused("12 GPUs are not whole nodes of 8")

@@ -43,6 +43,8 @@ from tinygrad_nv.train.precision import in_fp8
      r"(?s)--dtype float16 with --precision fp8_block.*weights of bfloat16.*leave --dtype out"),
     (lambda: TrainingArguments(precision="bfloat16_sr", zero_stage=1),
      "--precision bfloat16_sr with --zero-stage 1"),
+    (lambda: TrainingArguments(precision="fp8_delayed", zero_stage=3),
+     r"(?s)--precision fp8_delayed with --zero-stage 3.*--zero-stage 2 or less"),
     (lambda: TrainingArguments(fp8_exclude=("*",)), r"(?s)--fp8-exclude with --precision float32.*fp8_block"),
     (lambda: TrainingArguments(precision="fp8_delayed", fp8_margin=99), "margin 99"),
     (lambda: TrainingArguments(precision="fp8_delayed", fp8_amax_compute_algo="least"),

@@ -31,7 +31,7 @@ def test_no_document_sees_another(hf_model: Callable[[str], Path], case: str) ->
     rows = [[random.integers(3, 300, n) for n in row] for row in LENGTHS]
     tokens = Tensor(np.stack([np.concatenate(row) for row in rows]).astype(np.int32))
     positions = np.stack([np.concatenate([np.arange(n) for n in row]) for row in LENGTHS])
-    segments = np.stack([np.repeat(np.arange(len(row)), row) for row in LENGTHS])
+    segments = np.stack([np.repeat(1 + np.arange(len(row)), row) for row in LENGTHS])
     documents = Documents(*(Tensor(each.astype(np.int32)) for each in (positions, segments)))
     found = model.logits(model.hidden_documents(tokens, documents)).numpy()
     single = [each for row in rows for each in row]     # filled up: no token sees what comes later

@@ -24,7 +24,8 @@ KINDS = ("eager", "lazy", "typing")
 # above reach into tinygrad.
 LAYERS = ("errors table interrupt progress", "config", "cache", "toolchain", "ptx", "quant", "tile", "hooks",
           "runtime", "cpu", "host patterns", "dist", "functional dlpack", "kvcache graphs numerics", "models",
-          "engine", "server benchmarks quantize plan train", "explain", "registration", "tinygrad_nv", "cli")
+          "engine", "server benchmarks quantize plan", "train", "explain", "registration", "tinygrad_nv",
+          "cli")
 RANKS = {group: rank for rank, row in enumerate(LAYERS) for group in row.split()}
 # files that make a group without a folder of their own, and a folder in another that is one
 GROUPS = {"__main__": "cli", "dist.plan*": "plan"}
@@ -41,6 +42,7 @@ INSIDE = {"tinygrad_nv/tile/*reference.py": "what a spec computes is said in pla
           "tinygrad_nv/graphs/*": "a step is captured as TinyJit does it, with its schedule and buffers",
           "tinygrad_nv/engine/worker/*": "steps are replayed, and inputs written, without a Tensor a step",
           "tinygrad_nv/train/regions/*": "a region is a function node whose gradient is put over other nodes",
+          "tinygrad_nv/train/plan/*": "a step is scheduled as TinyJit captures it, without running",
           "tinygrad_nv/explain/*": "explain() schedules as realize would, without running"}
 # modules that `from tinygrad import` can name
 MODULES = ("codegen", "device", "engine", "helpers", "renderer", "runtime", "schedule", "tensor", "uop")

@@ -8,6 +8,8 @@ written to stdout.
 Several ranks: a command that no launcher started starts all ranks itself, and supervises them: the arguments
 go to them in a file. With --max-restarts they are started again after one failed, unless it ended with an
 error of its own (exit status 2), which would come again.
+
+--plan prints the memory and the time of a step, of MODEL's config.json and the options alone, and ends.
 """
 from __future__ import annotations
 
@@ -45,6 +47,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], m
                       help="instead of DATA; may be repeated")
     made.add_argument("--config", type=Path, metavar="FILE",
                       help="options in YAML or JSON; those of the command line win")
+    made.add_argument("--plan", action="store_true",
+                      help="print the memory and the time of a step, and run nothing; needs no DATA")
+    made.add_argument("--plan-gpu", metavar="GPU", help="the GPU that --plan is for (H100, H200, A100, …; "
+                      "default: memory of this device, and the time of an H100)")
     groups = dict[str, Any]()
     for each in dataclasses.fields(TrainingArguments):
         group = groups.setdefault(each.metadata["group"], made.add_argument_group(each.metadata["group"]))
@@ -75,10 +81,13 @@ def _add(group: Any, each: dataclasses.Field[Any]) -> None:
 def run(given: argparse.Namespace) -> int:
     """Trains. Raises `NVError`."""
     options = {} if given.config is None else arguments_.read(given.config)
-    model, data = _named(given, options)
+    model, data = _named(given, options, needs_data=not given.plan)
     known = {each.name for each in dataclasses.fields(TrainingArguments)}
     options |= {name: value for name, value in vars(given).items() if name in known}
     arguments = arguments_.made(options)
+    if given.plan:
+        print(_plan(model, arguments, given.plan_gpu))
+        return 0
     alone = Ranks.from_environment().world_size == 1
     if alone and (arguments.data_parallel_size > 1 or arguments.max_restarts):
         return _over_ranks(arguments, model, data)
@@ -97,6 +106,12 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
+def _plan(model: str, arguments: TrainingArguments, gpu: str | None) -> str:
+    from tinygrad_nv.dist.plan import presets
+    from tinygrad_nv.train.plan import planned
+    return planned(model, presets.find(model, found(model)), arguments, gpu)
+
+
 def _over_ranks(arguments: TrainingArguments, model: str, data: list[str]) -> int:
     """Starts the ranks and waits for them; the exit status."""
     from tinygrad_nv.dist.launcher import Launch, launch
@@ -111,7 +126,8 @@ def _over_ranks(arguments: TrainingArguments, model: str, data: list[str]) -> in
                              final=(NVError.exit_code,)))
 
 
-def _named(given: argparse.Namespace, options: dict[str, Any]) -> tuple[str, list[str]]:
+def _named(given: argparse.Namespace, options: dict[str, Any], needs_data: bool
+           ) -> tuple[str, list[str]]:
     """The model and the data, by options or words or from the file, in this order; what they were is taken
     out of the file's options. Raises `ConfigError`."""
     words, own = list(given.words), options.pop("data", options.pop("dataset_name", None))
@@ -120,7 +136,7 @@ def _named(given: argparse.Namespace, options: dict[str, Any]) -> tuple[str, lis
     is_model = bool(words) and (other is None or (Path(words[0]) / "config.json").is_file())
     if given.model is None and is_model: model = words.pop(0)
     data = [*(given.data or []), *words] or ([own] if isinstance(own, str) else list(own or []))
-    if model is None or not data:
+    if model is None or (needs_data and not data):
         raise ConfigError("no MODEL" if model is None else "no DATA", "tinygrad-nv train MODEL DATA",
                           "name a model directory and files to train on")
     return str(model), [str(each) for each in data]

@@ -77,6 +77,7 @@ class Group:
         self.struct = GroupStruct(rank=rank, size=self.size, timeout_ns=int(timeout_s * 1e9))
         self.struct.run = library().address("alone_run")
         self.transport = "alone"
+        self.planned = False        # no rank is there: graphs are scheduled alone
         self.why: DistError | None = None
         self.held: Any = None       # what the transport needs to be kept
         self.tags: list[str] = []   # names of tensors

@@ -284,7 +284,7 @@ def _beside(kernels: list[KernelRecord], calls: Sequence[UOp]) -> list[KernelRec
 
 def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[program.Miss]) -> KernelRecord:
     note = note_of(call.src[0])
-    name, estimates = _counted(call, device)
+    name, estimates = counted(call, device)
     template, reason = _unlowered(call, misses) if note is None else \
         (note.template, note.reason + _imbalance(call, note))
     values = {**var_vals, "_device_num": to_tuple(call.src[1].device).index(device)}
@@ -373,7 +373,8 @@ def _reduced(node: UOp) -> int:
 _generated: dict[tuple[Hashable, ...], tuple[str, Estimates]] = {}
 
 
-def _counted(call: UOp, device: str) -> tuple[str, Estimates]:
+def counted(call: UOp, device: str) -> tuple[str, Estimates]:
+    """Name and counts of a call: of a kernel of tinygrad's without rendering it."""
     body = call.src[0]
     if body.op is Ops.SINK: return _of_generated(body, device)
     if body.op is Ops.PROGRAM:

@@ -75,12 +75,6 @@ def sweep() -> None:
     for table in (TLSFAllocator.lv1, TLSFAllocator.lv2): cast(Any, table).cache_clear()
 
 
-def release_cached(device: str) -> None:
-    """Gives memory back that the device's allocator has kept for the next allocation of the same size."""
-    release = getattr(Device[device].allocator, "free_cache", None)
-    if release is not None: release()
-
-
 def host_bytes(tensor: Tensor) -> memoryview | None:
     """The tensor's memory as writable bytes, or None where the host cannot address it."""
     buffer = allocate(tensor)

@@ -7,13 +7,12 @@ a checkpoint; `identity` what a checkpoint and a run that goes on with it must h
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinygrad import Device, Tensor
-from tinygrad.dtype import DType
 
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import ConfigError, TokenizerError
@@ -39,6 +38,9 @@ from tinygrad_nv.train.parts import Parts, Whole
 from tinygrad_nv.train.precision import Fp8Model, in_fp8
 from tinygrad_nv.train.ranks import OneRank, TrainingRanks, own_ranks
 from tinygrad_nv.train.regions.blocks import checkpoint_blocks
+
+if TYPE_CHECKING:    # a run of one rank does not load it
+    from tinygrad_nv.dist.group import Group
 
 
 @dataclass(frozen=True)
@@ -106,17 +108,36 @@ def assembled(arguments: TrainingArguments, directory: Path, data: Sequence[str]
     network.require_floats(model)
     network.extend(model, widest)
     inputs = Inputs(arguments.per_device_train_batch_size * rows.rows_per_index, widest, model.device)
+    learner = learning(arguments, model, inputs, ranks.group if isinstance(ranks, TrainingRanks) else None,
+                       lambda: network.opened(directory, dtype, model.device))
+    return Run(arguments, directory, model, tokenizer, rows, evaluation, learner.objective, learner.optimizer,
+               learner.adapter, _steps(arguments, rows, ranks.size),
+               _identity(arguments, rows, config.vocab_size, ranks.size), ranks, learner.parts, learner.fp8)
+
+
+@dataclass(frozen=True)
+class Learner:
+    """What a step is made of: see `Run`."""
+    objective: Objective
+    adapter: AdapterModel | None
+    parts: Parts
+    optimizer: Optimizer
+    fp8: Fp8Model | None
+
+
+def learning(arguments: TrainingArguments, model: Llama, inputs: Inputs, group: Group | None,
+             another: Callable[[], Llama]) -> Learner:
+    """What a step of a model is made of, on one of a group of ranks. `another`: the model once more, before
+    it is trained."""
     adapter = _adapter(arguments, model, inputs) if arguments.use_peft else None
-    objective = _objective(arguments, directory, model, adapter, inputs, dtype)
+    objective = _objective(arguments, another, model, adapter, inputs)
     parameters = network.parameters(model) if adapter is None else adapter.parameters
-    parts = _parts(arguments, parameters, ranks, model)
-    fp8 = _fp8(arguments, model, ranks)
+    parts = _parts(arguments, parameters, group, model)
+    fp8 = _fp8(arguments, model, group)
     optimizer = _optimizer(arguments, parts, network.projections(model) if adapter is None else None)
     meters = [] if fp8 is None else fp8.state.meters
     if not parts.regions: checkpoint_blocks(model, arguments.regions, [*parameters.values(), *meters])
-    return Run(arguments, directory, model, tokenizer, rows, evaluation, objective, optimizer, adapter,
-               _steps(arguments, rows, ranks.size), _identity(arguments, rows, config.vocab_size, ranks.size),
-               ranks, parts, fp8)
+    return Learner(objective, adapter, parts, optimizer, fp8)
 
 
 def require_ranks(arguments: TrainingArguments, started: int) -> None:
@@ -126,22 +147,21 @@ def require_ranks(arguments: TrainingArguments, started: int) -> None:
                           f"{started} ranks", "as many ranks", "start as many, or leave the option out")
 
 
-def _parts(arguments: TrainingArguments, parameters: dict[str, Tensor], ranks: OneRank,
+def _parts(arguments: TrainingArguments, parameters: dict[str, Tensor], group: Group | None,
            model: Llama) -> Parts:
-    if not isinstance(ranks, TrainingRanks): return Whole(parameters)
+    if group is None: return Whole(parameters)
     from tinygrad_nv.train.replicas import Replicas, Sharded  # which load dist/
-    if not arguments.zero_stage: return Replicas(parameters, ranks.group)
-    if arguments.zero_stage < 3: return Sharded(parameters, ranks.group, arguments.zero_stage)
+    if not arguments.zero_stage: return Replicas(parameters, group)
+    if arguments.zero_stage < 3: return Sharded(parameters, group, arguments.zero_stage)
     from tinygrad_nv.train.fully_sharded import FullySharded
-    return FullySharded(model, parameters, ranks.group, arguments.regions)
+    return FullySharded(model, parameters, group, arguments.regions)
 
 
-def _fp8(arguments: TrainingArguments, model: Llama, ranks: OneRank) -> Fp8Model | None:
+def _fp8(arguments: TrainingArguments, model: Llama, group: Group | None) -> Fp8Model | None:
     if (recipe := arguments.recipe.fp8) is None: return None
     rule = HighPrecision(arguments.fp8_exclude)
-    if not isinstance(ranks, TrainingRanks): return in_fp8(model, recipe, rule)
+    if group is None: return in_fp8(model, recipe, rule)
     from tinygrad_nv.dist.collectives.functions import all_reduce
-    group = ranks.group
 
     def maximum(amax: Tensor) -> Tensor: return all_reduce(amax, group, "max", name="largest magnitudes")
     return in_fp8(model, recipe, rule, maximum)
@@ -174,15 +194,15 @@ def _adapter(arguments: TrainingArguments, model: Llama, inputs: Inputs) -> Adap
     return AdapterModel(model, options, inputs.number)
 
 
-def _objective(arguments: TrainingArguments, directory: Path, model: Llama, adapter: AdapterModel | None,
-               inputs: Inputs, dtype: DType) -> Objective:
+def _objective(arguments: TrainingArguments, another: Callable[[], Llama], model: Llama,
+               adapter: AdapterModel | None, inputs: Inputs) -> Objective:
     rows, width = (int(n) for n in inputs.tokens.shape)
     if arguments.method == "dpo":
         if adapter is not None:
             return Preference(model, model, rows, width, arguments.beta, adapter.without, inputs)
         if arguments.from_scratch:
             raise ConfigError("--method dpo --from-scratch", "a model that knows something", "leave one out")
-        reference = network.opened(directory, dtype, model.device)
+        reference = another()
         network.extend(reference, model.rope_rows)
         return Preference(model, reference, rows, width, arguments.beta, contextlib.nullcontext, inputs)
     options = LossOptions(arguments.packing, arguments.label_smoothing_factor, arguments.z_loss)

@@ -14,9 +14,10 @@ An objective (objectives.py) gives sums over a batch: the loss first, and then w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from tinygrad import Tensor, TinyJit
@@ -24,14 +25,11 @@ from tinygrad.helpers import Context
 
 from tinygrad_nv.functional import FP8_KINDS
 from tinygrad_nv.numerics.fp8 import COUNTERS, Fp8State, named_counters
-from tinygrad_nv.runtime.memory import release_cached
 from tinygrad_nv.train.data import Batch
 from tinygrad_nv.train.objectives import Objective
 from tinygrad_nv.train.optimizers import GradientSums, Optimizer
 from tinygrad_nv.train.parts import Named, Parts
 from tinygrad_nv.train.ranks import OneRank
-
-CAPTURED = 3    # calls after which TinyJit has run a program as it is, captured it, and run what it captured
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,14 @@ class StepResult:
     grad_norm: float
     skipped: bool
     precision: dict[str, float]
+
+
+def _captured(program: Callable[[], Any]) -> Any:
+    """A TinyJit that captures at the first call. By itself it would run the program without a plan of its
+    memory first, which took 1.3 times the bytes of a captured step where this was measured."""
+    made = TinyJit(program)
+    made.cnt = 1
+    return made
 
 
 class Step:
@@ -63,19 +69,31 @@ class Step:
         self._taken: Named = {}     # what the optimiser takes
         if self.sums is not None: self._taken = self.sums.gradients if parts is None else \
             parts.taken(self.sums.gradients)
-        self.done, self._skipped = 0, self.skipped
-        self._whole, self._part, self._end = TinyJit(self._run), TinyJit(self._add), TinyJit(self._take)
-        self._joined = TinyJit(self._join)
-        self._evaluate = TinyJit(self._summed)
-        self._calls = 0
+        self.done, self._skipped = 0, -1    # before the first step it is not read: a run may go on
+        self._whole, self._part, self._end = _captured(self._run), _captured(self._add), _captured(self._take)
+        self._joined = _captured(self._join)
+        self._evaluate = _captured(self._summed)
+
+    @property
+    def programs(self) -> tuple[Callable[[], object], ...]:
+        """What a step runs, in order, uncaptured: the first for each micro-batch."""
+        if self.sums is None: return self._run,
+        return (self._add, self._join, self._take) if self._joins else (self._add, self._take)
+
+    @property
+    def between(self) -> list[Tensor]:
+        """Gradients that stay between the programs of a step."""
+        return [] if self.sums is None else [*self.sums.gradients.values(), *self._taken.values()]
+
+    @property
+    def evaluation(self) -> Callable[[], object]:
+        """What an evaluation runs for each batch, uncaptured."""
+        return self._summed
 
     def __call__(self, batches: Sequence[Batch], count: int) -> StepResult:
         """Takes a step on this rank's micro-batches. `count` is what is counted on all ranks."""
-        if self._calls < CAPTURED:      # memory of the calls before, which captured programs do not use
-            for device in sorted({str(each.device) for each in self.parameters.values()}):
-                release_cached(device)
-        self._calls += 1
         found, precision = np.zeros(1 + len(self.objective.names)), self._precision()
+        if self._skipped < 0: self._skipped = self.skipped
         with Context(TRAINING=1):
             for number, batch in enumerate(batches):
                 self.objective.fill(batch, max(count, 1), self._number(number))

@@ -1,6 +1,7 @@
 """Ragged attention as a named function: its body, what is refused, its gradient, its kernel."""
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -132,6 +133,54 @@ def test_gradients():
     for mine, theirs in zip(total.gradient(*given), tensors, strict=True):
         assert theirs.grad is not None
         assert (torch.from_numpy(mine.numpy()).double() - theirs.grad).abs().max() < 1e-5
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("how", [{"causal": True}, {}, {"causal": True, "window": 3, "softcap": 1.5},
+                                 {"causal": True, "sinks": True}], ids=str)
+def test_gradients_of_the_same_tokens_are_a_kernel(how: dict[str, object], monkeypatch: pytest.MonkeyPatch):
+    """Sequences of 0, 1 and more tokens than are asked for, rows of none; sinks. Within 1e-5 (values of about
+    1), as the reference implementation is."""
+    monkeypatch.setenv("NV_CPU", "1")
+    tensors, cu = [x[:22].double().requires_grad_() for x in storages()], torch.tensor([0, 5, 5, 6, 20]).int()
+    sinks = torch.randn(4, generator=torch.Generator().manual_seed(3)).double().requires_grad_()
+    wanted, inputs = alone(tensors, cu, sinks if "sinks" in how else None, how), [*tensors]
+    if "sinks" in how: inputs.append(sinks)
+    weights = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)).double()
+    gradients = torch.autograd.grad((wanted * weights).sum(), inputs)
+    for ours in (True, False):
+        given = [Tensor(x.detach().float().numpy(), device="CPU").realize() for x in inputs]
+        at = Tensor(cu.numpy(), device="CPU").realize()
+        more = {**how, **({"sinks": given[3]} if "sinks" in how else {})}
+        out = varlen_attention(*given[:3], at, at, 12, 12, **more)   # type: ignore[arg-type]
+        made = (out * Tensor(weights.float().numpy(), device="CPU")).sum().gradient(*given)
+        if ours:
+            names = [kernel.template for kernel in explain(out, *made).kernels]
+            assert (names.count("flash"), names.count("flash_backward")) == (1, 1)
+            Tensor.realize(out, *made)
+        else:
+            with disabled(): Tensor.realize(out, *made)
+        for mine, theirs in zip((out, *made), (wanted, *gradients), strict=True):
+            assert (torch.from_numpy(mine.numpy()).double() - theirs).abs().max() < 1e-5
+
+
+def alone(tensors: list[torch.Tensor], cu: torch.Tensor, sinks: torch.Tensor | None,
+          how: dict[str, object]) -> torch.Tensor:
+    """The first 12 rows of each sequence by itself, in float64; causal or full, with a window."""
+    (q, k, v), rows = tensors, []
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    for begin, end in itertools.pairwise(cu):
+        n = min(12, int(end - begin))
+        mine, own, values = (x[begin:begin + n].transpose(0, 1) for x in (q, k, v))
+        s = mine @ own.transpose(-1, -2) * q.shape[2] ** -0.5
+        if (cap := how.get("softcap")) is not None: s = (s / cap).tanh() * cap
+        away = torch.arange(n)[:, None] - torch.arange(n)[None]
+        seen = (away >= 0) if how.get("causal") else away == away
+        if "window" in how: seen = seen & (away < how["window"])   # type: ignore[operator]
+        s = s.masked_fill(~seen, -torch.inf)
+        if sinks is not None: s = torch.cat([s, sinks[:, None, None].expand(4, n, 1)], -1)
+        rows += [(s.softmax(-1)[..., :n] @ values).transpose(0, 1), q.new_zeros(int(end - begin) - n, 4, 8)]
+    return torch.cat([*rows, q.new_zeros(len(q) - int(cu[-1]), 4, 8)])
 
 
 Q, K = (9, 4, 8), (6, 2, 8)

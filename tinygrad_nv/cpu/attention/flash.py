@@ -12,7 +12,8 @@ each of `heads` query heads of a key head; its q and the result so far lie in a 
             sum = alpha sum + p;  o = alpha o + p v
     out = o / sum;  l = (top + log2 sum) · ln 2
 
-Scores are in base 2 here. Columns that none of ROWS rows see are left out by vectors. Tiles are the same
+Of `documents` (documents.py) a tile is of one document, whose first token is row 0 and column 0. Scores are
+in base 2 here. Columns that none of ROWS rows see are left out by vectors. Tiles are the same
 whatever `parts`; parts take turns with them, the longest first and back and forth, so that those of a causal
 attention have equally much to do.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from tinygrad_nv.cpu.attention import documents
 from tinygrad_nv.cpu.attention import score as flash_score
 from tinygrad_nv.cpu.attention.blocks import ROWS, AttentionBlocks
 from tinygrad_nv.cpu.attention.schedules import CPUFlash
@@ -72,8 +74,9 @@ def build(spec: AttentionSpec, schedule: CPUFlash, integers: Sequence[Integer] =
     if spec.kept < EVERY: inputs.append(("u32", "seed"))
     inputs += [(c_type(dtype), f"x{i}") for i, dtype in enumerate(spec.parameters)]
     name = f"flash_{spec.s_q}x{spec.s_kv}x{spec.d}"
-    return kernel(name, isa, bound + _body(spec, schedule, blocks), outputs, inputs, names, schedule.parts,
-                  before=blocks.text() + flash_score.before(spec))
+    body = _documents(spec, schedule, blocks) if spec.documents else _body(spec, schedule, blocks)
+    before = blocks.text() + flash_score.before(spec) + (documents.EXTENTS if spec.documents else "")
+    return kernel(name, isa, bound + body, outputs, inputs, names, schedule.parts, before=before)
 
 
 def _body(spec: AttentionSpec, schedule: CPUFlash, blocks: AttentionBlocks) -> str:
@@ -95,6 +98,35 @@ def _body(spec: AttentionSpec, schedule: CPUFlash, blocks: AttentionBlocks) -> s
     {_tile(spec, schedule, blocks)}
   }}
   {_cleared(spec, parts)}"""
+
+
+def _documents(spec: AttentionSpec, schedule: CPUFlash, blocks: AttentionBlocks) -> str:
+    """The tiles of documents: every part counts all of them, and takes its own. Rows of none become zeros."""
+    (b, kv, group), rows, heads = spec.batch, schedule.rows, schedule.heads
+    kind, at = short(spec.out.dtype), _at(spec.out, "b0", "b1", "head", "r")
+    logs = f"logs[{_log(spec, 'head', 'r')}] = -__builtin_inff();" if spec.lse else ""
+    inside = f"""for (s64 r0 = lead; r0 < s_q; r0 += {rows})
+      for (s64 first_head = 0; first_head < {group}; first_head += {heads}) {{
+      if (number++ % {schedule.parts} != core_id) continue;
+      const s64 heads = smaller({heads}, {group} - first_head), first_row = r0 - lead;
+      const s64 at_q = lead, at_k = lead, rows_k = s_kv - lead, starts = 0;
+      const s64 count = smaller(s_q - r0, {rows});
+      {_tile(spec, schedule, blocks)}
+    }}"""
+    outside = f"""if (number++ % {schedule.parts} == core_id) for (s64 r = lead; r < s_q; r++)
+      for (s64 head = 0; head < {group}; head++) {{
+      for (s64 x = 0; x < {spec.d_v}; x += W) store_n_{kind}(out + {at} + x, (vf)0.f, {spec.d_v} - x);
+      {logs}
+    }}"""
+    return f"""
+  s64 number = 0;
+  for (s64 b0 = 0; b0 < {b}; b0++) for (s64 b1 = 0; b1 < {kv}; b1++)
+  {documents.each(spec, inside, outside)}"""
+
+
+def _log(spec: AttentionSpec, head: str, row: str) -> str:
+    """Where l of a row is."""
+    return f"((b0 * {spec.batch[1]} + b1) * {spec.batch[2]} + {head}) * {spec.s_q} + {row}"
 
 
 def _extents(spec: AttentionSpec) -> str:
@@ -229,10 +261,10 @@ def _stored(spec: AttentionSpec, blocks: AttentionBlocks, rows: int) -> str:
     """A row of the result, and of l."""
     out, kind = spec.out, short(spec.out.dtype)
     where = _at(out, "b0", "b1", "first_head + head", "at_q + first_row + r")
-    _, kv, group = spec.batch
     top, total = _total(spec)
+    row = "first_row + r" if not spec.documents else "lead + first_row + r"
     logs = f"""
-      logs[((b0 * {kv} + b1) * {group} + first_head + head) * {spec.s_q} + first_row + r] =
+      logs[{_log(spec, "first_head + head", row)}] =
         (log2_((vf)total)[0] + {top}) * {c_float(math.log(2))};"""
     return f"""const s64 i = head * {rows} + r;
       {total}

@@ -18,9 +18,10 @@ from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.attention import dropout
 from tinygrad_nv.cpu.attention.blocks import ROWS, AttentionBlocks
 from tinygrad_nv.cpu.expression import LanePlace, c_float, statements
+from tinygrad_nv.tile.attention.documents import own_score
 from tinygrad_nv.tile.attention.score import multiple
 from tinygrad_nv.tile.attention.spec import EVERY, SCALED, AttentionSpec
-from tinygrad_nv.tile.expression import loads, short
+from tinygrad_nv.tile.expression import Expression, loads, short
 
 LOG2E = 1.4426950408889634
 LIFT = 256.0  # of weights of 8 bits
@@ -104,18 +105,24 @@ def _scored(spec: AttentionSpec) -> str:
           }}"""
 
 
+def scored(spec: AttentionSpec) -> Expression:
+    """The score of columns that a row sees."""
+    return own_score(spec.score) if spec.documents else spec.score
+
+
 def _score(spec: AttentionSpec, count: str) -> str:
     """x becomes its score in base 2, where that is more than a multiple."""
-    if multiple(spec.score) is not None: return ""
+    score = scored(spec)
+    if multiple(score) is not None: return ""
     place = LanePlace(["x"], "m", "(c0 + v * W)", ["b0", "b1", "(first_head + head)"],
-                  count if any(load.n for load in loads(spec.score)) else "", "starts")
-    made, value = statements(spec.score, place)
+                  count if any(load.n for load in loads(score)) else "", "starts")
+    made, value = statements(score, place)
     return f"{{ {' '.join(made)} x = {value} * {c_float(LOG2E)}; }} store_f32(line + v * W, x);"
 
 
 def _weights(spec: AttentionSpec, blocks: AttentionBlocks) -> str:
     """Weights of a row, the sum of its weights, and by what the result so far is multiplied."""
-    scale, n = multiple(spec.score), blocks.block_n
+    scale, n = multiple(scored(spec)), blocks.block_n
     factor = math.nan if scale is None else scale * LOG2E
     top = "shift" if scale is None else f"shift * {_f32(factor)}"
     exponent = f"x - {top}" if scale is None else f"fma_(x, (vf){_f32(factor)}, -(vf)({top}))"
@@ -148,5 +155,5 @@ def _f32(value: float) -> str:
 
 def base(spec: AttentionSpec) -> str:
     """By what `tops_` are to be multiplied to be scores in base 2, as a literal."""
-    scale = multiple(spec.score)
+    scale = multiple(scored(spec))
     return "1.f" if scale is None else _f32(scale * LOG2E)

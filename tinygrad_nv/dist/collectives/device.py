@@ -94,12 +94,14 @@ def anchor(group: Group, device: str) -> Tensor:
 
 @dataclass(frozen=True)
 class DeviceCollective(Communicates):
-    """A collective among `ranks` that makes a result of this shape and dtype; `name` is for people."""
+    """A collective among `ranks` that makes a result of this shape and dtype; `name` is for people.
+    `planned`: no other rank is there, and it does not run."""
     call: DeviceCall
     ranks: int
     shape: tuple[int, ...]
     dtype: DType
     name: str
+    planned: bool = False
 
     @property
     def moved(self) -> tuple[str, int, int]:
@@ -134,7 +136,7 @@ def on_device(group: Group, order: CollectiveCall, shape: tuple[int, ...], dtype
               grad: Callable[..., tuple[UOp | None, ...]] | None, *after: Tensor) -> Tensor:
     """The collective on x, which a recv does not read, when `after` are computed."""
     ready(group, order, str(x.device))
-    what = DeviceCollective(DeviceCall(group.key, order), group.size, shape, dtype, name)
+    what = DeviceCollective(DeviceCall(group.key, order), group.size, shape, dtype, name, group.planned)
 
     def of_x(*given: UOp) -> tuple[UOp | None, ...]:
         assert grad is not None
@@ -149,6 +151,7 @@ def ready(group: Group, order: CollectiveCall, device: str) -> None:
     if not 0 <= order.peer < group.size:
         raise DistError(f"{order.kind} with rank {order.peer}", f"0 to {group.size - 1}")
     nccl.carried(order)
+    if group.planned: return
     if order.kind == "all_reduce": prepare(group, device)
     else: communicator(group, device)
 
@@ -171,7 +174,7 @@ def _lowered(what: DeviceCollective, _: object, *given: UOp) -> tuple[UOp, ...]:
 
 def _program(what: DeviceCollective, *given: UOp) -> UOp:
     order, why = what.call.order, ""
-    if order.kind == "all_reduce":
+    if order.kind == "all_reduce" and not what.planned:
         by_peers = peer_ranks.lowered(what.call.group, order, what.shape, what.dtype, given[0], what.name)
         if not isinstance(by_peers, str): return by_peers[0]
         why = f"; NCCL: {by_peers}"

@@ -20,5 +20,6 @@ By name:
   lower.py           the forward kernel, which stores the LSE for backward
   lower_backward.py  the backward kernel
   varlen.py          ragged batches; varlen_reference.py is plain tinygrad, varlen_lower.py the kernel
+  documents.py       documents packed into rows of a batch
   fp8.py             q, k and v of e4m3 with scales
 """

@@ -24,6 +24,7 @@ from tinygrad_nv.patterns.decode.match import decoded
 from tinygrad_nv.patterns.named import Uses
 from tinygrad_nv.patterns.strides import copied, laid
 from tinygrad_nv.patterns.target import Target, choose
+from tinygrad_nv.tile.attention.documents import in_documents
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, walk
 
@@ -83,8 +84,9 @@ def _attempts(out: UOp, tail: tuple[UOp, ...], by_rows: bool) -> list[Attempt]:
 
 
 def dropped(spec: AttentionSpec, what: FlashAttention, arguments: tuple[UOp, ...]) -> AttentionSpec:
-    """The spec with the function's dropout, whose elements are known by their head and row: query heads that
-    the spec has as rows become heads again. `arguments` begin with q and k."""
+    """The spec with the function's documents, and with its dropout, whose elements are known by their head
+    and row: query heads that the spec has as rows become heads again. `arguments` begin with q and k."""
+    if what.documents: spec = in_documents(spec)
     if what.kept == EVERY and not what.sinks: return spec
     (_, heads, rows, _), (_, kv, _, _) = map(shape_of, arguments[:2])
     if spec.s_q == rows: return replace(spec, kept=what.kept)

@@ -9,6 +9,9 @@ query head h, G = H / H_kv, and the columns that a row sees (`FlashAttention`):
     out        = p v                                                      [B, H, S_q, D_v], of v's dtype
     l[r]       = log Σ_c exp s[r, c]                                      [B, H, S_q], float32
 
+With `documents` there are two tensors in the mask's place, first and end, int32 [B, S]: row r sees columns
+first[r] ≤ c < end[r] alone (documents.py).
+
 With sinks there is one more summand in l, exp sink, and p has one more column, which is left out: the same
 kernel computes gradients, and that of a sink is −Σ exp(sink − l) delta, over rows. A row that sees nothing
 has weights of 0. With dropout p is multiplied by what dropout.py says, after l. The references are plain
@@ -43,13 +46,15 @@ HIDDEN = -math.inf
 class FlashAttention:
     """An attention, as far as its tensors do not say it. `scale` None is 1/√D. `causal`: row r sees columns
     up to r. `window`: columns nearer to r than so many, on both sides. `kept` of 256 weights are kept, by a
-    seed that comes after the mask. `sinks`, the last tensor, are one more logit of each head's softmax."""
+    seed that comes after the mask. `sinks`, the last tensor, are one more logit of each head's softmax.
+    `documents`: rows see their document, whose first row and end come in the mask's place."""
     causal: bool = False
     scale: float | None = None
     softcap: float | None = None
     window: int | None = None
     kept: int = EVERY
     sinks: bool = False
+    documents: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,12 +64,14 @@ class FlashAttentionBackward:
 
 
 def attend(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
-           seed: Tensor | None = None, sinks: Tensor | None = None) -> Tensor:
+           seed: Tensor | None = None, sinks: Tensor | None = None,
+           documents: tuple[Tensor, ...] = ()) -> Tensor:
     """The attention of q [B, H, S_q, D] over k [B, H_kv, S_kv, D] and v [B, H_kv, S_kv, D_v]: out. `mask` is
     bool (true: seen) or of floats (added), broadcast to [B, H, S_q, S_kv]; `seed`, uint32 [2], is that of
-    dropout; `sinks` are float32 [H]."""
-    more = [one for one in (mask, seed, sinks) if one is not None]
-    return named.call(replace(what, sinks=sinks is not None), forward, q, k, v, *more, grad=_gradient)[0]
+    dropout; `sinks` are float32 [H]; `documents` are first and end, int32 [B, S], instead of a mask."""
+    more = [*documents, *(one for one in (mask, seed, sinks) if one is not None)]
+    what = replace(what, sinks=sinks is not None, documents=bool(documents))
+    return named.call(what, forward, q, k, v, *more, grad=_gradient)[0]
 
 
 def sunk(out: Tensor, logs: Tensor, sinks: Tensor) -> Tensor:
@@ -139,8 +146,16 @@ def scores(what: FlashAttention, sums: Tensor, d: int, *mask: Tensor) -> Tensor:
     seen = [every.tril()] if what.causal else []
     if what.window is not None:
         seen += [every.triu(1 - what.window), *([] if what.causal else [every.tril(what.window - 1)])]
+    if what.documents: mask = own_document(*mask)
     for one in (*seen, *mask): s = s + (one.where(0, HIDDEN) if one.dtype == dtypes.bool else one)
     return s
+
+
+def own_document(first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """Which columns are not before a row's document, and which not after it, bool [B, 1, S, S]."""
+    column = Tensor.arange(int(first.shape[-1])).cast(first.dtype)
+    before, after = (one.reshape(-1, 1, int(one.shape[-1]), 1) for one in (first, end))
+    return before < column + 1, column < after
 
 
 def _for_each(x: Tensor, q: Tensor) -> Tensor:
@@ -164,13 +179,18 @@ def _gradient(*given: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
     what, logs = call.arg.aux, Tensor(call.gettuple(1))
     sinks = [more.pop()] if what.sinks else []
     what, rest = replace(what, sinks=False), (*more, logs, delta, grad)
-    made = named.call(FlashAttentionBackward(what), backward, q, k, v, *rest)
+    made = call_backward(what, q, k, v, *rest)
     masks = [_of_mask(what, q, k, v, *rest) if dtypes.is_float(one.dtype) else None for one in more]
     return (*(one.uop for one in made), *(None if one is None else one.uop for one in masks),
-            *(_of_sinks(one, logs, delta).uop for one in sinks))
+            *(gradient_of_sinks(one, logs, delta).uop for one in sinks))
 
 
-def _of_sinks(sinks: Tensor, logs: Tensor, delta: Tensor) -> Tensor:
+def call_backward(what: FlashAttention, *arguments: Tensor) -> tuple[Tensor, ...]:
+    """dq, dk and dv of an attention without sinks, from the arguments of `backward`."""
+    return named.call(FlashAttentionBackward(what), backward, *arguments)
+
+
+def gradient_of_sinks(sinks: Tensor, logs: Tensor, delta: Tensor) -> Tensor:
     """The gradient of sinks, which have weights but no values: −Σ exp(sink − l) delta."""
     weight = (logs == HIDDEN).where(0, (sinks.reshape(1, -1, 1) - logs).exp())
     return -(weight * delta).sum((0, 2))

@@ -1,11 +1,13 @@
 """Attention of sequences of varying length that lie one after the other, as a function known by name.
 
 Protocol. `varlen_attention(q, k, v, cu_q, cu_k, most_q, most_k)` is a FUNCTION whose body
-(varlen_reference.py) is plain tinygrad: the reference, what runs on any device, and whose gradient is the
-function's; varlen_lower.py makes a kernel of it. Sequence b has rows cu_q[b] … cu_q[b + 1] − 1 of q and
-cu_k[b] … cu_k[b + 1] − 1 of k and v. Its row i stands at place t = i + (its keys − its rows), so that the
-last row stands at the last key (as in FlashAttention 2.1). For query head h, whose key head is h // (H /
-H_kv), over the keys c that row i sees:
+(varlen_reference.py) is plain tinygrad: the reference, and what runs on any device; varlen_lower.py makes a
+kernel of it. Where rows and keys are the same tokens (cu_q and cu_k are one tensor) the gradient is that of
+documents (documents.py), by a kernel; else, and of `distances`, it is the body's.
+
+Sequence b has rows cu_q[b] … cu_q[b + 1] − 1 of q and cu_k[b] … cu_k[b + 1] − 1 of k and v. Its row i stands
+at place t = i + (its keys − its rows), so that the last row stands at the last key (as in FlashAttention
+2.1). For query head h, whose key head is h // (H / H_kv), over the keys c that row i sees:
 
     s[i, c]   = scale · Σ_d q[i, d] k[c, d]                    float32; cap · tanh(s / cap) with `softcap`
               + distances[h, L − 1 + c − i]                    with `distances` [H, 2 L − 1]
@@ -21,10 +23,12 @@ from __future__ import annotations
 from math import isfinite
 
 from tinygrad import Tensor, dtypes
+from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.errors import SpecError
+from tinygrad_nv.patterns.attention.named import FlashAttention, call_backward, gradient_of_sinks
 from tinygrad_nv.patterns.attention.varlen_lower import NAME, lowered
-from tinygrad_nv.patterns.attention.varlen_reference import VarlenAttention, attended
+from tinygrad_nv.patterns.attention.varlen_reference import VarlenAttention, attended, token_bounds
 from tinygrad_nv.patterns.decode.paged import FLOATS, check_kind, check_shape
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.tile.attention.spec import Band
@@ -64,7 +68,26 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor
         _check_distances(distances, q.shape[1], max(most_q, most_k), cu_q is cu_k)
         more.append(distances)
     what = VarlenAttention(most_q, most_k, Band(first, last), scale, softcap, sinks is not None)
-    return call(what, attended, q, k, v, cu_q, cu_k, *more)[0]
+    same = cu_q is cu_k and q.shape[0] == k.shape[0] and most_q == most_k and distances is None
+    return call(what, attended, q, k, v, cu_q, cu_k, *more, grad=_gradient if same else None)[0]
+
+
+def _gradient(*given: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
+    """The gradients of q, k, v and sinks, from that of the result: tinygrad gives a single one with the call
+    behind it."""
+    grad, node = given if call is None else (given[0], call)
+    what, (q, k, v, cu, _, *sinks) = node.arg.aux, map(Tensor, node.src[1:])
+    out, logs = (Tensor(node.gettuple(i)) for i in range(2))
+    rows = Tensor(grad).cast(out.dtype)
+    delta, logs = ((rows.float() * out.float()).sum(-1).transpose(0, 1).unsqueeze(0), logs.unsqueeze(0))
+    band = what.band
+    attention = FlashAttention(band.last == 0, what.scale, what.softcap,
+                               None if band.first is None else 1 - band.first, documents=True)
+    operands = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v, rows)]
+    made = call_backward(attention, *operands[:3], *token_bounds(cu, what.most_q, int(q.shape[0])), logs,
+                         delta, operands[3])
+    return (*(x[0].transpose(0, 1).uop for x in made), None, None,
+            *(gradient_of_sinks(x, logs, delta).uop for x in sinks))
 
 
 def _check_distances(x: Tensor, heads: int, most: int, one: bool) -> None:
@@ -94,4 +117,4 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
     for name, x in (("cu_q", cu_q), ("cu_k", cu_k)): check_kind(name, x.dtype, (dtypes.int32,))
 
 
-lower(VarlenAttention, NAME, lowered, "NV_ATTENTION")
+lower(VarlenAttention, NAME, lowered, "NV_ATTENTION", sees_uses=True)

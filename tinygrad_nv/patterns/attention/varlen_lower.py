@@ -1,27 +1,36 @@
 """Ragged attention to a kernel of ours: from a named function's arguments to an attention of a ragged batch.
 
-Protocol: `lowered` is what patterns/named.py asks for. Where q, k and v lie is read off their indices
+Protocol: `lowered` is what patterns/named.py asks for. Where l is used, as a gradient does, the sequences are
+documents of one row (documents.py), whose l lies by rows. Where q, k and v lie is read off their indices
 (patterns/strides.py), so that heads of a projection need no copy; what no template can read where it lies is
 copied. What no template does is a near miss, and the body runs.
 """
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
+from tinygrad import Tensor
 from tinygrad.dtype import dtypes
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.patterns import program
-from tinygrad_nv.patterns.attention.varlen_reference import VarlenAttention
+from tinygrad_nv.patterns.attention.varlen_reference import VarlenAttention, token_bounds
+from tinygrad_nv.patterns.named import Uses
 from tinygrad_nv.patterns.strides import Laid, copied, laid
 from tinygrad_nv.patterns.target import Target, choose
+from tinygrad_nv.tile.attention.documents import in_documents
 from tinygrad_nv.tile.attention.spec import AttentionSpec, Rows
-from tinygrad_nv.tile.expression import Expression, Load, Sum, tanh
+from tinygrad_nv.tile.expression import Expression, Load, Position, Sum, tanh, where
 
 NAME = "attention"
+LSE = 1             # the second result
 LEAST_BYTES = 16  # of which rows begin at multiples, or they are copied: what every template reads
 
 
-def lowered(what: VarlenAttention, target: Target, *arguments: UOp) -> tuple[UOp, ...]:
+def lowered(what: VarlenAttention, target: Target, uses: Uses, *arguments: UOp) -> tuple[UOp, ...]:
     """The result of a ragged attention by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
+    if LSE in uses.after: return _with_logs(what, target, *arguments)
     q, k, v, *more = arguments
     rest, sinks, distances = more[:2], more[2:2 + what.sinks], next(iter(more[2 + what.sinks:]), None)
     read = [_read(x) for x in (q, k, v)]
@@ -34,6 +43,23 @@ def lowered(what: VarlenAttention, target: Target, *arguments: UOp) -> tuple[UOp
               *([] if distances is None else [distances])]
     return choose(spec, target).called(q.device, [program.Output(shape, q.dtype)], inputs, rows=spec.s_q,
                                        flops=min(spec.flops, share))
+
+
+def _with_logs(what: VarlenAttention, target: Target, q: UOp, k: UOp, v: UOp, cu: UOp, _: UOp,
+               *sinks: UOp) -> tuple[UOp, ...]:
+    """The result, and l [H, rows]. Rows and keys are the same tokens."""
+    read = [_read(x) for x in (q, k, v)]
+    rows, heads, d_v = map(int, (*q.shape[:2], v.shape[2]))
+    spec = _spec(replace(what, most_q=rows, most_k=rows), read, (rows, heads, d_v), (rows, int(k.shape[1])),
+                 int(q.shape[2]), 1, 0)
+    first, end = (Load(i, dtypes.int32, 1, 0) for i in range(2))
+    column, hidden = Position("n"), -math.inf
+    score = where(first < column + 1, where(column < end, spec.score, hidden), hidden)
+    spec = in_documents(replace(spec, total=None, lse=True, score=score))
+    bounds = [copied(each.uop).storage for each in token_bounds(Tensor(cu), what.most_q, rows)]
+    inputs = [*(each.storage for each in read), *(copied(each).storage for each in sinks), *bounds]
+    outputs = [program.Output((rows, heads, d_v), q.dtype), program.Output((heads, rows), dtypes.float32)]
+    return choose(spec, target).called(q.device, outputs, inputs, flops=spec.flops)
 
 
 def _spec(what: VarlenAttention, read: list[Laid], shape: tuple[int, ...], keys: tuple[int, int], d: int,

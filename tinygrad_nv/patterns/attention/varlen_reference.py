@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.tile.attention.spec import Band
 
@@ -25,8 +25,9 @@ class VarlenAttention:
 
 def attended(what: VarlenAttention, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor,
              *more: Tensor) -> tuple[Tensor, ...]:
-    """The attention in plain tinygrad: every sequence filled up to the most, softmax in float32. `more`
-    are sinks and distances, those there are."""
+    """The attention in plain tinygrad: every sequence filled up to the most, softmax in float32; and l,
+    float32 [H, rows], the logarithm of the sum by which a row's weights are divided. `more` are sinks and
+    distances, those there are."""
     sinks, distances = more[:what.sinks], next(iter(more[what.sinks:]), None)
     (total, heads, d), kv_heads, batch = q.shape, k.shape[1], cu_q.shape[0] - 1
     rows, keys = (lengths(cu, most) for cu, most in ((cu_q, what.most_q), (cu_k, what.most_k)))
@@ -48,7 +49,9 @@ def attended(what: VarlenAttention, q: Tensor, k: Tensor, v: Tensor, cu_q: Tenso
     for each in logits: sum_ = sum_ + (each - top).exp()
     p = e / sum_.eq(0).where(1, sum_)
     out = (p.cast(v.dtype).float() @ v.float()).cast(v.dtype).permute(0, 3, 1, 2, 4)
-    return laid_out(out.reshape(batch * what.most_q, heads, v.shape[-1]), cu_q, what.most_q, total),
+    logs = (top + sum_.log()).permute(0, 3, 1, 2, 4).reshape(batch * what.most_q, heads, 1)
+    logs = laid_out(logs, cu_q, what.most_q, total).squeeze(-1).transpose(0, 1)
+    return laid_out(out.reshape(batch * what.most_q, heads, v.shape[-1]), cu_q, what.most_q, total), logs
 
 
 def lengths(cu: Tensor, most: int) -> Tensor:
@@ -61,6 +64,17 @@ def filled(x: Tensor, cu: Tensor, length: Tensor, most: int) -> Tensor:
     row = Tensor.arange(most)
     at = (cu[:-1].reshape(-1, 1) + row).clip(0, x.shape[0] - 1)
     return (row < length.reshape(-1, 1)).reshape(*at.shape, 1, 1).where(x[at], 0)
+
+
+def token_bounds(cu: Tensor, most: int, total: int) -> tuple[Tensor, Tensor]:
+    """Of each row where its sequence begins and ends, its `most` rows, int32 [1, rows]; those of rows of none
+    are the row itself."""
+    row, last = Tensor.arange(total, dtype=dtypes.int32), cu.shape[0] - 2
+    number = (row.reshape(-1, 1) >= cu[1:].reshape(1, -1)).sum(-1)
+    begin = cu[number.minimum(last)]
+    end = cu[1:][number.minimum(last)].minimum(begin + most)
+    inside = (number <= last) & (begin <= row) & (row < end)
+    return inside.where(begin, row).reshape(1, -1), inside.where(end, row).reshape(1, -1)
 
 
 def seen(what: VarlenAttention, rows: Tensor, keys: Tensor) -> Tensor:

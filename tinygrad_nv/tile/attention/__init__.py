@@ -7,6 +7,7 @@
   backward_score.py  scores and their derivatives on transposed fragments; derivative.py: the derivative as
                      an expression
   dropout.py         which weights are dropped: a counter-based generator, the same for all tiles
+  documents.py       documents that lie one after the other and do not see each other
   ragged_rest.py     zeros for rows after the last sequence of a ragged batch
   mma/               FlashAttention-2 with mma.sync: sm_80 and later
   wgmma/             FlashAttention-3 with wgmma and TMA: sm_90a

@@ -41,6 +41,10 @@ batch, which no value belongs to (attention sinks, arXiv 2309.17453):
 
 so that weights add up to less than 1. A sink of −inf is none.
 
+`documents`: rows are tokens of documents that lie one after the other, and see their own document alone
+(documents.py). s_q = s_kv, start is 0. The score's parameters 0 and 1 say where a row's document begins and
+ends, and the score hides what is outside, so that a kernel need not know. Those that do skip it.
+
 q, k and v of fp8e4m3 have `scales`, float32 numbers ≥ 0 in memory by which blocks of their rows are worth
 more or less, of q, of k and of v:
 
@@ -142,6 +146,7 @@ class AttentionSpec:
     kept: int = EVERY
     scales: tuple[RowScales, RowScales, RowScales] | None = None
     sinks: tuple[int, int, int] | None = None
+    documents: bool = False
 
     def __post_init__(self) -> None:
         extents = (("s_q", self.s_q), ("s_kv", self.s_kv), ("d", self.d), ("d_v", self.d_v),
@@ -241,6 +246,7 @@ class AttentionSpec:
         if self.total is not None: words[0] = f"{b} of {self.total[0]}x{self.total[1]}"
         if self.kept < EVERY: words.append(f"{self.kept}/{EVERY} kept")
         if self.sinks is not None: words.append("sinks")
+        if self.documents: words.append("documents")
         if self.start or "start" in self.symbolic: words.append(f"from {extent('start')}")
         if self.score != Sum(): words.append(show(self.score))
         return ", ".join(words)

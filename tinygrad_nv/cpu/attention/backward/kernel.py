@@ -88,10 +88,8 @@ def build(spec: BackwardSpec, schedule: CPUFlashBackward) -> CPUKernel:
     inputs += [("float", "l"), ("float", "delta")]
     if one.kept < EVERY: inputs.append(("u32", "seed"))
     inputs += [(c_type(dtype), f"x{i}") for i, dtype in enumerate(one.parameters)]
-    heads, parts = prod(one.batch[:2]), schedule.parts
-    body = text.heads(parts) if parts <= heads else text.blocks(parts, *items(spec, schedule.block_m,
-                                                                              schedule.block_n))
-    return kernel(_name(spec, isa), isa, text.extents() + body, outputs, inputs, one.symbolic, parts,
+    body = text.body(schedule.parts, *items(spec, schedule.block_m, schedule.block_n))
+    return kernel(_name(spec, isa), isa, body, outputs, inputs, one.symbolic, schedule.parts,
                   before=text.functions())
 
 

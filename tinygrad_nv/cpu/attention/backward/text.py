@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import e, log2
 
-from tinygrad_nv.cpu.attention import dropout
+from tinygrad_nv.cpu.attention import documents, dropout
 from tinygrad_nv.cpu.attention.backward.tiles import (
     NOINLINE,
     ROWS,
@@ -34,12 +34,10 @@ from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import c_type, up
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.derivative import derivative
+from tinygrad_nv.tile.attention.documents import own_score
 from tinygrad_nv.tile.attention.spec import EVERY, Rows
 
 BATCH = ("b0", "b1", "b2")
-EXTENTS = """
-INLINE s64 smaller(s64 a, s64 b) { return a < b ? a : b; }
-INLINE s64 larger(s64 a, s64 b) { return a > b ? a : b; }"""
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class Text:
         one, isa = self.spec.forward, self.isa
         widths = {"s": self.panel, "dp": self.panel, "dv": one.d_v, "dk": one.d, "dq": one.d}
         products = [(self.products[name], d) for name, d in widths.items()]
-        made = [EXTENTS, functions(products, isa), add("add_dq", one.d, isa)]
+        made = [documents.EXTENTS, functions(products, isa), add("add_dq", one.d, isa)]
         made += [read(f"read_{name}", rows.dtype, d, isa) for name, rows, d in (
             ("q", one.q, one.d), ("k", one.k, one.d), ("grad", self.spec.grad, one.d_v))]
         made += [turn(f"turn_{name}", rows.dtype, d, pitch(self.n), isa)
@@ -107,8 +105,9 @@ class Text:
         """s and dp of a tile become p and ds, in a panel."""
         one, n, (where, given) = self.spec.forward, pitch(self.n), self.where
         place = LanePlace(["s"], "m", "n", BATCH, "count", "start")
-        scores, score = statements(one.score, place)
-        slopes, slope = statements(derivative(one.score), place, "u")
+        scored = own_score(one.score) if one.documents else one.score
+        scores, score = statements(scored, place)
+        slopes, slope = statements(derivative(scored), place, "u")
         dropped, values, scale = "", "p", c_float(EVERY / one.kept)
         if one.kept < EVERY:
             dropped = f"""const vi keep = load_u8(bytes + i * {self.n} + c) < {one.kept};
@@ -198,12 +197,20 @@ INLINE void pair(scratch *z, float *dq, s64 i0, s64 j0, s64 rows, s64 cols, cons
 
     # **** the kernel's body ****
 
+    def body(self, parts: int, keys: int, rows: int) -> str:
+        """All of it, for so many blocks of keys and of rows."""
+        heads = self.spec.forward.batch[0] * self.spec.forward.batch[1]
+        if self.spec.forward.documents:
+            made = self.heads_of_documents(parts) if parts <= heads else self.blocks_of_documents(parts)
+        else: made = self.heads(parts) if parts <= heads else self.blocks(parts, keys, rows)
+        return self.extents() + made
+
     def extents(self) -> str:
         """Extents that are no arguments, and scratch memory."""
         one = self.spec.forward
         fixed = "".join(f"  const s64 {name} = {getattr(one, name)};\n" for name in ("s_q", "s_kv", "start")
                         if name not in one.symbolic)
-        return f"{fixed}  scratch own, *z = &own;\n"
+        return f"{fixed}  const s64 lead = 0;\n  scratch own, *z = &own;\n"
 
     def heads(self, parts: int) -> str:
         """A part has whole key heads."""
@@ -228,43 +235,88 @@ INLINE void pair(scratch *z, float *dq, s64 i0, s64 j0, s64 rows, s64 cols, cons
     const s64 number = {keys + rows - 1} - item, head = number % {one.matrices}, b0 = head / {heads * group};
     const s64 b1 = head / {group} % {heads}, b2 = head % {group}, i0 = number / {one.matrices} * {self.m};
     if (i0 < s_q) {{
-      const s64 rows = smaller(s_q - i0, {self.m});
-      {self._rows()}
-      {self._cleared("rows", "i0")}
-      {self._columns()}
-      for (s64 j0 = first_column / {self.n} * {self.n}; j0 < end_column; j0 += {self.n}) {{
-        const s64 cols = smaller(s_kv - j0, {self.n});
-        {self._columns_read()}
-        {self._paired(0, 1)}
-      }}
+      {self._met()}
     }}
   }}"""
+
+    def heads_of_documents(self, parts: int) -> str:
+        """`heads` of documents: as if each were an attention of its own, from row `lead` to s_q."""
+        b, heads, group = self.spec.forward.batch
+        inside = f"for (s64 j0 = lead; j0 < s_kv; j0 += {self.n}) {{ {self._keys(1)} }}"
+        outside = f"for (s64 j0 = lead; j0 < s_kv; j0 += {self.n}) {{ {self._unseen()} }}"
+        return f"""  for (s64 item = core_id; item < {b * heads}; item += {parts}) {{
+    const s64 b0 = item / {heads}, b1 = item % {heads};
+    for (s64 b2 = 0; b2 < {group}; b2++) {self._cleared("s_q", "0")}
+    {documents.each(self.spec.forward, inside, outside)}
+  }}"""
+
+    def blocks_of_documents(self, parts: int) -> str:
+        """`blocks` of documents. Every part counts all blocks, and takes its own."""
+        b, heads, group = self.spec.forward.batch
+
+        def taken(made: str, of_rows: bool) -> str:
+            at, block = ("i0", self.m) if of_rows else ("j0", self.n)
+            queries = f" for (s64 b2 = 0; b2 < {group}; b2++)" if of_rows else ""
+            return f"""for (s64 {at} = lead; {at} < s_q; {at} += {block}){queries}
+      if (number++ % {parts} == core_id) {{ {made} }}"""
+        cleared = f"const s64 rows = smaller(s_q - i0, {self.m}); {self._cleared('rows', 'i0')}"
+        inside = taken(self._keys(0), False) + taken(self._met(), True)
+        outside = taken(self._unseen(), False) + taken(cleared, True)
+        return f"""  s64 number = 0;
+  for (s64 b0 = 0; b0 < {b}; b0++) for (s64 b1 = 0; b1 < {heads}; b1++)
+  {documents.each(self.spec.forward, inside, outside)}"""
+
+    def _unseen(self) -> str:
+        """dk and dv of tokens of no document."""
+        return f"""const s64 cols = smaller(s_kv - j0, {self.n});
+      {self._no_results()}
+      {self._results()}"""
 
     def _keys(self, of_rows: int) -> str:
         """A block of keys meets all rows that see it."""
         one, band = self.spec.forward, self.spec.forward.band
-        begin = "0" if band.last is None else f"larger(0, j0 - start - ({band.last})) / {self.m} * {self.m}"
+        sees = "lead" if band.last is None else f"larger(lead, j0 - start - ({band.last}))"
         end = "s_q" if band.first is None else f"smaller(s_q, j0 + cols - start - ({band.first}))"
-        n, (q, v) = self.n + ROWS, (pitch(one.d), pitch(one.d_v))
         return f"""
-      const s64 cols = smaller(s_kv - j0, {self.n}), first_row = {begin}, end_row = {end};
-      for (s64 c = 0; c < {n * q}; c += W) store_f32(z->dk + c, (vf)0.f);
-      for (s64 c = 0; c < {n * v}; c += W) store_f32(z->dv + c, (vf)0.f);
+      const s64 cols = smaller(s_kv - j0, {self.n}), end_row = {end};
+      const s64 first_row = lead + ({sees} - lead) / {self.m} * {self.m};
+      {self._no_results()}
       {self._columns_read()}
       for (s64 b2 = 0; b2 < {one.batch[2]}; b2++) for (s64 i0 = first_row; i0 < end_row; i0 += {self.m}) {{
         const s64 rows = smaller(s_q - i0, {self.m});
         {self._rows()}
         {self._paired(1, of_rows)}
       }}
-      write_dk(dk + {_at(self.spec.dk, "j0")}, z->dk, {self.spec.dk.row}, cols);
+      {self._results()}"""
+
+    def _no_results(self) -> str:
+        """dk and dv of a block of keys, and of the rest of its last tile, become 0."""
+        q, v = pitch(self.spec.forward.d), pitch(self.spec.forward.d_v)
+        return f"""for (s64 c = 0; c < (cols + {ROWS}) * {q}; c += W) store_f32(z->dk + c, (vf)0.f);
+      for (s64 c = 0; c < (cols + {ROWS}) * {v}; c += W) store_f32(z->dv + c, (vf)0.f);"""
+
+    def _results(self) -> str:
+        return f"""write_dk(dk + {_at(self.spec.dk, "j0")}, z->dk, {self.spec.dk.row}, cols);
       write_dv(dv + {_at(self.spec.dv, "j0")}, z->dv, {self.spec.dv.row}, cols);"""
 
     def _columns(self) -> str:
         """Which columns a block of rows sees."""
         band = self.spec.forward.band
-        begin = "0" if band.first is None else f"larger(0, i0 + start + ({band.first}))"
+        begin = "lead" if band.first is None else f"larger(lead, i0 + start + ({band.first}))"
         end = "s_kv" if band.last is None else f"smaller(s_kv, i0 + rows + start + ({band.last}))"
         return f"const s64 first_column = {begin}, end_column = {end};"
+
+    def _met(self) -> str:
+        """A block of rows meets all keys that it sees, for dq."""
+        return f"""const s64 rows = smaller(s_q - i0, {self.m});
+      {self._rows()}
+      {self._cleared("rows", "i0")}
+      {self._columns()}
+      for (s64 j0 = lead + (first_column - lead) / {self.n} * {self.n}; j0 < end_column; j0 += {self.n}) {{
+        const s64 cols = smaller(s_kv - j0, {self.n});
+        {self._columns_read()}
+        {self._paired(0, 1)}
+      }}"""
 
     def _columns_read(self) -> str:
         one = self.spec.forward

@@ -1,0 +1,35 @@
+"""What a run of training takes, before it runs: memory of a rank, and the time of a step on a GPU.
+
+Protocol: `planned(name, config, arguments, gpu)` is what `tinygrad-nv train --plan` prints. Read in this
+order:
+  programs.py    programs that are scheduled, and not run: their buffers, and when these are alive
+  memory.py      the memory of a rank, by what it holds
+  layers.py      models of fewer layers, from which those of many are extrapolated
+  speed.py       operations of a step, and its time on a GPU by dist/plan
+  report.py      a plan as text
+"""
+from __future__ import annotations
+
+from tinygrad import Device
+
+from tinygrad_nv.models.config import ModelConfig
+from tinygrad_nv.train.arguments import TrainingArguments
+from tinygrad_nv.train.plan.memory import RankMemory, rank_memory
+from tinygrad_nv.train.plan.report import text
+from tinygrad_nv.train.plan.speed import step_speed
+
+__all__ = ["RankMemory", "planned", "rank_memory"]
+
+GPU = "H100"            # whose time is told where none is named
+SCHEDULED = "EMU"       # the device whose kernels are those of a GPU
+
+
+def planned(name: str, config: ModelConfig, arguments: TrainingArguments, gpu: str | None = None) -> str:
+    """A plan as text. `gpu`: what runs it; None: the device of this process, and the time of an H100. Raises
+    `PlanError`, and what a run of the arguments raises."""
+    ranks = max(1, arguments.data_parallel_size)
+    speed = step_speed(config, arguments, ranks, gpu or GPU)
+    device = Device.DEFAULT if gpu is None else SCHEDULED
+    memory = rank_memory(config, arguments, ranks, device)
+    shown = device if gpu is None else speed.gpus.device.name
+    return text(name, arguments, ranks, shown, memory, speed)

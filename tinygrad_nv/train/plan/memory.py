@@ -1,0 +1,203 @@
+"""The memory of a rank, by what it holds: `rank_memory(config, arguments)`.
+
+Protocol: the step of the run is built as training builds it, from the configuration alone, and scheduled
+(programs.py); no weight is read, and no memory taken. What lives as long as the run is counted by its
+tensors; what a step needs beside it are the arenas of its programs, which stay, too, once a step has run. The
+largest is told by what is alive at its peak:
+
+    logits         what the kernels of the loss read and write
+    update         what is computed of the optimiser's state and master weights, or of sums of gradients
+    gradients      of as many elements as a parameter, last read by the update
+    activations    all others
+    unused         what the planner cannot give to any of them at that moment
+
+Bytes on the host are of states and activations that are moved there. Not among them: the process itself,
+token files (mapped, not read), checkpoints that are being written, and samples on the way.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import prod
+
+from tinygrad import Device, Tensor
+from tinygrad.helpers import Context
+from tinygrad.uop.ops import UOp
+
+from tinygrad_nv.models.config import ModelConfig
+from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.weights import slots
+from tinygrad_nv.runtime.note import note_of
+from tinygrad_nv.tile.cross_entropy.spec import CrossEntropySpec
+from tinygrad_nv.train import network
+from tinygrad_nv.train.arguments import TrainingArguments
+from tinygrad_nv.train.objectives import Inputs
+from tinygrad_nv.train.plan.layers import Shortened, shortened
+from tinygrad_nv.train.plan.programs import Scheduled, buffers_in, buffers_of, recording, scheduled
+from tinygrad_nv.train.ranks import OneRank
+from tinygrad_nv.train.run import Learner, learning
+from tinygrad_nv.train.step import Step
+
+HOST = "CPU"
+UPDATED = ("master weights", "optimizer state", "sums of gradients")
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of a rank at its peak, by name: on the device, and on the host of what is moved there. `layers`:
+    of how many layers programs were scheduled, where those of all follow from them; `kernels` of a step."""
+    parts: dict[str, int]
+    host: dict[str, int] = field(default_factory=dict)
+    kernels: int = 0
+    layers: tuple[int, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """On the device."""
+        return sum(self.parts.values())
+
+
+class PlannedRanks(OneRank):
+    """Rank 0 of `size`, of which no other is there."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+
+def rank_memory(config: ModelConfig, arguments: TrainingArguments, ranks: int = 1,
+                device: str | None = None) -> RankMemory:
+    """Of one of so many ranks, with rows of --max-length tokens. Raises what a run raises."""
+    device = Device.canonicalize(device)
+    with Context(TRAINING=1):
+        found = {each: _of_model(shortened(config, each.layers), arguments, ranks, device)
+                 for each in Shortened.of(config)}
+    if len(found) == 1: return next(iter(found.values()))
+    (low, a), (high, b) = found.items()
+    def of(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+        return {name: max(0, round(high.at(config.num_layers, low, one.get(name, 0), other.get(name, 0))))
+                for name in {**one, **other}}
+    kernels = round(high.at(config.num_layers, low, a.kernels, b.kernels))
+    return RankMemory(of(a.parts, b.parts), of(a.host, b.host), kernels, (low.layers, high.layers))
+
+
+def step_programs(config: ModelConfig, arguments: TrainingArguments, ranks: int, device: str
+                  ) -> list[Scheduled]:
+    """The programs of a step of one of so many ranks."""
+    _, _, step = _built(config, arguments, ranks, device)
+    return [scheduled(each) for each in step.programs]
+
+
+def _built(config: ModelConfig, arguments: TrainingArguments, ranks: int, device: str
+           ) -> tuple[Llama, Learner, Step]:
+    planned = PlannedRanks(ranks)
+    with recording():
+        model, learner = _made(config, arguments, ranks, device)
+        step = Step(learner.objective, learner.optimizer, arguments.gradient_accumulation_steps,
+                    learner.parts if ranks > 1 else None, planned if ranks > 1 else None)
+    return model, learner, step
+
+
+def _of_model(config: ModelConfig, arguments: TrainingArguments, ranks: int, device: str) -> RankMemory:
+    model, learner, step = _built(config, arguments, ranks, device)
+    programs = [scheduled(each) for each in step.programs]
+    largest = max(programs, key=lambda each: each.arenas.get(device, 0))
+    if arguments.eval_data: programs.append(scheduled(step.evaluation))
+    held = _held(model, learner, step)
+    counted = set[UOp]().union(*held.values())
+    held["batch, tables"] = set[UOp]().union(*(each.held for each in programs)) - counted
+    parts = {name: _bytes(each, device) for name, each in held.items()}
+    updated = set[UOp]().union(*(held[name] for name in UPDATED))
+    parts |= _at_peak(largest, _shapes(step, learner), updated, device)
+    others = sum(each.arenas.get(device, 0) for each in programs) - largest.arenas.get(device, 0)
+    parts["other programs"] = others
+    host = {} if device == HOST else {name: _bytes(each, HOST) for name, each in held.items()
+                                      if name != "batch, tables"}
+    if device != HOST: host["activations"] = sum(each.arenas.get(HOST, 0) for each in programs)
+    calls = [len(each.calls) for each in programs[:len(step.programs)]]
+    kernels = calls[0] * (arguments.gradient_accumulation_steps if len(calls) > 1 else 1) + sum(calls[1:])
+    return RankMemory(_some(parts), _some(host), kernels)
+
+
+def _made(config: ModelConfig, arguments: TrainingArguments, ranks: int, device: str
+          ) -> tuple[Llama, Learner]:
+    """A model without weights, and what trains it."""
+    def another() -> Llama:
+        model = Llama(config, arguments.weights, device)
+        network.extend(model, arguments.max_length)
+        return model
+    model = another()
+    network.require_floats(model)
+    rows = arguments.per_device_train_batch_size * (2 if arguments.method == "dpo" else 1)
+    inputs = Inputs(rows, arguments.max_length, device)
+    group = None
+    if ranks > 1:
+        from tinygrad_nv.dist.group import Group
+        group = Group("plan", range(ranks), 0, 1.0)
+        group.planned = True
+    return model, learning(arguments, model, inputs, group, another)
+
+
+# **** what is held ****
+
+def _held(model: Llama, learner: Learner, step: Step) -> dict[str, set[UOp]]:
+    """Buffers that live as long as the run, each under the first name that has it."""
+    optimizer, parts = learner.optimizer, learner.parts
+    states = optimizer.state.parameters.values()
+    masters = [each.master for each in states if each.master is not None]
+    named: dict[str, Iterable[Tensor]] = {
+        "weights": [each.tensor for each in slots(model).values()],
+        "adapter": [] if learner.adapter is None else learner.adapter.parameters.values(),
+        "master weights": [*masters, *(parts.optimized.values() if parts.sharded else ())],
+        "optimizer state": optimizer.state.tensors().values(),
+        "sums of gradients": step.between}
+    found, seen = dict[str, set[UOp]](), set[UOp]()
+    for name, tensors in named.items():
+        found[name] = set(buffers_of(tensors)) - seen
+        seen |= found[name]
+    return found
+
+
+def _bytes(buffers: Iterable[UOp], device: str) -> int:
+    return sum(each.nbytes() for each in buffers if each.device == device)
+
+
+def _some(parts: dict[str, int]) -> dict[str, int]:
+    return {name: size for name, size in parts.items() if size}
+
+
+# **** what is alive at a step's peak ****
+
+def _shapes(step: Step, learner: Learner) -> set[int]:
+    """Elements of parameters, and of parts of them."""
+    both = (*step.parameters.values(), *learner.parts.optimized.values())
+    return {prod(int(n) for n in each.shape) for each in both}
+
+
+def _at_peak(program: Scheduled, shapes: set[int], updated: set[UOp], device: str) -> dict[str, int]:
+    """Bytes of its arenas, by what is alive at its peak."""
+    peak, alive = program.peak(device)
+    made = _update(program, updated)
+    lossy = {each for call in program.calls if isinstance(getattr(note_of(call.src[0]), "spec", None),
+                                                          CrossEntropySpec)
+             for node in call.src[1:] for each in node.toposort()}
+    found = dict.fromkeys(("gradients", "activations", "logits", "update"), 0)
+    for each in alive:
+        last = buffers_in(program.calls[program.alive[each][1]])
+        if each in lossy: name = "logits"
+        elif each in made: name = "update"
+        elif each.max_numel() in shapes and not last.isdisjoint(updated | made): name = "gradients"
+        else: name = "activations"
+        found[name] += each.nbytes()
+    return found | {"unused": max(0, program.arenas.get(device, 0) - peak)}
+
+
+def _update(program: Scheduled, updated: set[UOp]) -> set[UOp]:
+    """Buffers that are computed of those that an update changes, or of each other. A call makes what is in
+    none before it."""
+    found = set[UOp]()
+    for number, call in enumerate(program.calls):
+        own = buffers_in(call)
+        if not own.isdisjoint(updated | found):
+            found |= {each for each in own if program.alive.get(each, (-1, -1))[0] == number}
+    return found

@@ -1,0 +1,57 @@
+"""A plan of training as text."""
+from __future__ import annotations
+
+from tinygrad_nv.dist.plan.cluster import figures
+from tinygrad_nv.dist.plan.report import milliseconds
+from tinygrad_nv.runtime.observe.memory_report import human
+from tinygrad_nv.table import aligned
+from tinygrad_nv.train.arguments import TrainingArguments
+from tinygrad_nv.train.plan.memory import RankMemory
+from tinygrad_nv.train.plan.speed import StepSpeed
+
+
+def text(name: str, arguments: TrainingArguments, ranks: int, device: str, memory: RankMemory,
+         speed: StepSpeed) -> str:
+    """Of a rank's memory, scheduled for a device, and of a step of all ranks."""
+    each = "" if ranks == 1 else f" of each of {ranks} ranks"
+    held = aligned([(f"memory on {device}{each}", ""),
+                    *((part, human(size)) for part, size in memory.parts.items()),
+                    ("peak", human(memory.total)), *_room(device, memory, speed)], (1,))
+    lines = [f"{name}: {_setting(arguments)}", "nothing has run: bytes are scheduled, times are modelled", "",
+             *held]
+    if memory.host:
+        lines += ["", *aligned([("memory of the host", ""),
+                                *((part, human(size)) for part, size in memory.host.items())], (1,))]
+    if memory.layers:
+        low, high = memory.layers
+        lines += [f"scheduled with {low} and {high} layers, from which that of all follows"]
+    return "\n".join([*lines, "", *aligned(_step(memory, speed), (1,))])
+
+
+def _setting(arguments: TrainingArguments) -> str:
+    """The options that decide memory."""
+    a = arguments
+    said = [a.method, a.dtype, a.optim, f"rows of {a.max_length} tokens",
+            f"{a.per_device_train_batch_size} x {a.gradient_accumulation_steps} a step"]
+    if a.use_peft: said.append(f"adapter of rank {a.lora_r}")
+    if a.zero_stage: said.append(f"ZeRO {a.zero_stage}")
+    if not a.regions.keeps_all: said.append(f"checkpointing {a.gradient_checkpointing_policy}")
+    return ", ".join(said)
+
+
+def _room(device: str, memory: RankMemory, speed: StepSpeed) -> list[tuple[str, str]]:
+    """Whether it fits into a GPU."""
+    if device.partition(":")[0] == "CPU": return []
+    gpu = speed.gpus.device
+    left = gpu.memory_bytes - figures()["overhead"]["context_bytes"] - memory.total
+    if left >= 0: return [(f"free of {gpu.name}", human(left))]
+    return [(f"more than {gpu.name} has", human(-left))]
+
+
+def _step(memory: RankMemory, speed: StepSpeed) -> list[tuple[str, str]]:
+    rows = [("a step", ""), ("tokens, at most", f"{speed.tokens:,}"),
+            ("operations", f"{speed.operations / 1e12:,.4g} T"), ("kernels of a rank", f"{memory.kernels:,}")]
+    where = f"{speed.gpus.gpus} x {speed.gpus.device.name}"
+    if speed.seconds is None: return [*rows, (f"time on {where}", "no model")]
+    return [*rows, (f"time on {where}, bfloat16", f"{milliseconds(speed.seconds)} ms"),
+            ("tokens/s", f"{speed.tokens / speed.seconds:,.0f}"), ("MFU", f"{speed.mfu:.1%}")]
