@@ -47,6 +47,7 @@ from tinygrad_nv.tile.lora.spec import LoraExpandSpec, LoraShrinkSpec
 from tinygrad_nv.tile.norm.gated import gated_gradient
 from tinygrad_nv.tile.optimizer.spec import AdamWSpec, SquaresSpec
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
+from tinygrad_nv.tile.rope.spec import Angles, RopeGradientSpec, RopeSpec
 from tinygrad_nv.tile.router.spec import Policy, RouterSpec
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
 from tinygrad_nv.tile.schedule import Schedule
@@ -158,6 +159,8 @@ SPECS: dict[str, dict[str, Any]] = {
     "quant_grouped_mma": {"gate and up": experts_of("mxfp4", expert_rows(4, 64, 128, 2048, 1024, "silu"))},
     "cross_entropy": {"rows of 8192": CrossEntropySpec(132, 8192, BF16, gradient=BF16, in_place=True)},
     "distillation": {"rows of 8192": DistillationSpec(132, 8192, BF16, gradient=BF16, teacher=BF16)},
+    "rope": {"q|k|v": RopeSpec(4, 1024, 32, 8, 128, 64, BF16, Angles(BF16, 64))},
+    "rope_gradient": {"q|k|v": RopeGradientSpec(4, 1024, 32, 8, 128, 64, BF16, Angles(BF16, 64))},
     "adamw_update": {"float32": AdamWSpec((1 << 20,), (0,), 0.9, 0.95, 1e-8)},
     "squared_sums": {"float32": SquaresSpec((1 << 20,))}}
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from math import inf, prod
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced, place, read, read_vector, stored_form, write
+from tinygrad_nv.tile.access import advanced, place, read, read_vector, stored_form, write, write_vector
 from tinygrad_nv.tile.epilogue import EpilogueEmitter
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, substituted, walk
 from tinygrad_nv.tile.kernel import TileKernel
@@ -332,12 +332,7 @@ class _NormKernel:
             for i, each in enumerate(values):
                 write(kb, at, start + 2 * i * dtype.itemsize, each, self.width, guard)
             return
-        words = [word for each in values for word in stored_form(kb, each, 2)[1]]
-        for i in range(0, len(words), 4):
-            piece = words[i:i + 4]
-            some = f".v{len(piece)}" if len(piece) > 1 else ""
-            kb.emit(f"st.global{some}.b32", place(at, start + 4 * i), piece if some else piece[0],
-                    guard=guard)
+        write_vector(kb, at, start, values, guard)
 
     def four(self, low: Lanes, high: Lanes) -> Value:
         """Two pairs of 8 bits as a word."""
