@@ -40,6 +40,7 @@ from tinygrad_nv.dist.plan.presets import preset
 from tinygrad_nv.dist.plan.training import operations
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.explain import counted
+from tinygrad_nv.progress import bar
 from tinygrad_nv.runtime.note import note_of
 from tinygrad_nv.table import aligned
 from tinygrad_nv.tile.emulated import timings
@@ -51,7 +52,8 @@ from tinygrad_nv.train.plan.memory import step_programs
 RESULTS = Path(__file__).parent / "results" / "train_gpu_model"
 EMULATED = "EMU"
 LARGEST = 2 << 30       # bytes of a kernel's arguments that the emulator is given
-FEW = 2, 3              # layers that are scheduled of models of many
+WHOLE = 12              # layers that are scheduled one by one
+FEW = 2, 3              # layers that are scheduled of models of more
 GPT2 = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 768,
         "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
         "num_key_value_heads": 12, "vocab_size": 50304, "max_position_embeddings": 1024,
@@ -91,8 +93,8 @@ class Call:
 
     @property
     def kind(self) -> Hashable:
-        """What it has in common with one that does the same for a model of more layers."""
-        return self.template or self.name
+        """What it has in common with the one that is there in its place in a model of more layers."""
+        return self.template or "tinygrad"
 
 
 def calls_of(config: ModelConfig, options: dict[str, Any]) -> list[Call]:
@@ -111,7 +113,7 @@ def _call(call: UOp) -> Call:
 
 def launches_of(config: ModelConfig, options: dict[str, Any]) -> dict[Call, int]:
     """Distinct launches of a step and how often each is there, of many layers from few."""
-    if config.num_layers <= 4 * FEW[1]: return dict(Counter(calls_of(config, options)))
+    if config.num_layers <= WHOLE: return dict(Counter(calls_of(config, options)))
     low, high = (Counter(calls_of(shortened(config, layers), options)) for layers in FEW)
     more, found = config.num_layers - FEW[1], dict[Call, int]()
     gone = [each for each in low if each not in high]
@@ -155,7 +157,11 @@ def step(name: str, rows: int, tokens: int, checkpointing: str | None) -> dict[s
     if checkpointing: options |= {"gradient_checkpointing": True,
                                   "gradient_checkpointing_policy": checkpointing}
     distinct = launches_of(config, options)
-    kernels = [predicted(call, count, gpu) for call, count in distinct.items()]
+    kernels = []
+    with bar("predicting kernels") as shown:
+        for call, count in distinct.items():
+            kernels.append(predicted(call, count, gpu))
+            shown(len(kernels), len(distinct))
     kernels.sort(key=lambda each: -each.total_s)
     seconds, work = sum(each.total_s for each in kernels), Training(rows, tokens, rows)
     own = [each for each in kernels if not each.template]

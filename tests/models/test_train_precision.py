@@ -116,6 +116,15 @@ def test_overflows_are_counted(home: Path) -> None:
     assert row["fp8_flushed_gradient"] > 0, "the first step's scale is 1"
 
 
+@pytest.mark.slow
+def test_a_line_has_the_counts_of_all_its_steps(home: Path) -> None:
+    for name, steps in (("each", 1), ("all", 4)):
+        train(run(home, name, precision="fp8_delayed", logging_steps=steps))
+    (last,), rows = log(home, "all"), log(home, "each")
+    assert {name: last[name] for name in COUNTERS} == {name: sum(row[name] for row in rows)
+                                                       for name in COUNTERS}
+
+
 def test_recomputed_layers_have_the_same_bits(home: Path) -> None:
     """Figures of the quantisation come out of regions, too."""
     runs = [run(home, str(again), precision="fp8_delayed", gradient_checkpointing=again)

@@ -4,7 +4,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -77,6 +79,19 @@ def test_two_ranks_have_the_bits_of_one(data: Path, tmp_path: Path) -> None:
     same(tmp_path / "two", tmp_path / "one")
     assert told.count("parameters to train over 2 ranks") == 1
     assert f"{tmp_path / 'two'}: 4 steps in" in told
+
+
+@pytest.mark.slow
+def test_scales_of_fp8_are_of_all_ranks(data: Path, tmp_path: Path) -> None:
+    """Delayed scaling has the largest magnitudes, and the counts, of both ranks: the bits of one rank."""
+    model, given = described(tmp_path), ("--from-scratch", "--precision", "fp8_delayed")
+    trained(model, data, tmp_path / "one", *given, "--gradient-accumulation-steps", "2")
+    trained(model, data, tmp_path / "two", *given, "-dp", "2")
+    same(tmp_path / "two", tmp_path / "one")
+    for one, two in zip(log(tmp_path / "one"), log(tmp_path / "two"), strict=True):
+        counts = {name: each for name, each in one.items() if name.startswith("fp8_flushed")}
+        assert len(counts) == 3
+        assert {name: two[name] for name in counts} == counts
 
 
 @pytest.mark.parametrize("options", [
@@ -223,6 +238,52 @@ def test_a_killed_rank_without_restarts(hf_model: Make, data: Path, tmp_path: Pa
                    "--resume-from-checkpoint", "latest", "--max-steps", "40")
     assert "; steps 1 to" not in told
     assert [row["step"] for row in log(tmp_path / "out")] == list(range(1, 41))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "optim"), [("1", "adamw_torch"), ("2", "adamw_8bit"),
+                                              ("3", "adamw_torch")])
+def test_parts_of_other_numbers_of_ranks(data: Path, tmp_path: Path, stage: str, optim: str) -> None:
+    """A run over two ranks goes on with one, then with four, and comes to the weights of the run over two:
+    nothing is clipped, and the sums of four micro-batches differ in their order alone."""
+    model, out = described(tmp_path, num_hidden_layers=2), tmp_path / "out"
+    fixed = ("--from-scratch", "--zero-stage", stage, "--optim", optim, "--max-grad-norm", "0",
+             "--per-device-train-batch-size", "1", "--save-strategy", "steps", "--save-steps", "1",
+             "--save-total-limit", "9", "--adam-epsilon", "1e-3")
+    trained(model, data, tmp_path / "whole", *fixed, "--gradient-accumulation-steps", "2", "-dp", "2")
+    trained(model, data, out, *fixed, "--gradient-accumulation-steps", "2", "-dp", "2")
+    for step, accumulated, ranks in (("1", "4", "1"), ("2", "1", "4")):
+        for path in out.glob("checkpoint-*"):
+            if int(path.name.split("-")[1]) > int(step): shutil.rmtree(path)
+        shutil.copytree(tmp_path / "whole" / f"checkpoint-{step}", out / f"checkpoint-{step}",
+                        dirs_exist_ok=True)
+        told = trained(model, data, out, *fixed, "--gradient-accumulation-steps", accumulated, "-dp", ranks,
+                       "--resume-from-checkpoint", "latest")
+        assert f"; steps {int(step) + 1} to 4" in told
+        assert apart(out, tmp_path / "whole") < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpiexec", "torchrun"])
+def test_other_launchers(data: Path, tmp_path: Path, launcher: str) -> None:
+    """Under mpiexec, whose order of sums is its own (of two numbers it does not matter), and with torchrun's
+    variables: the bits of one rank."""
+    model = described(tmp_path)
+    trained(model, data, tmp_path / "one", "--from-scratch", "--gradient-accumulation-steps", "2")
+    words = (*COMMAND, str(model), str(data), *USUAL, "--from-scratch", "--output-dir", str(tmp_path / "two"))
+    if launcher == "mpiexec":
+        found = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        assert found is not None, "the wheel mpich has one"
+        started_ = [subprocess.Popen([found, "-n", "2", *words])]
+    else:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            port = str(taken.getsockname()[1])
+        started_ = [subprocess.Popen(words, env={
+            **os.environ, "RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}) for rank in "01"]
+    assert [each.wait(300) for each in started_] == [0] * len(started_)
+    same(tmp_path / "two", tmp_path / "one")
 
 
 @pytest.mark.slow

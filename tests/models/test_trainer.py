@@ -218,7 +218,7 @@ def test_a_line_has_the_mean_of_the_steps_since_the_one_before(tmp_path: Path) -
     ({"method": "dpo"}, "the data have no preferences"),
     ({"max_length": 999}, "--max-length 999"),
     ({"learning_rate": float("nan")}, "--learning-rate nan"),
-    ({"dtype": "float16"}, "--dtype float16"),
+    ({"dtype": "float64"}, "--dtype float64"),
     ({"eval_batches": -1}, "--eval-batches -1"),
     ({"use_peft": True, "from_scratch": True}, "--use-peft with --from-scratch"),
     ({"method": "dpo", "z_loss": 0.1}, "--z-loss with --method dpo"),

@@ -12,6 +12,7 @@ import json
 import math
 import sys
 import time
+from collections import Counter
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,7 @@ from tinygrad_nv.runtime.observe.memory_report import human
 from tinygrad_nv.train.arguments import TrainingArguments
 
 CURVES = "curves.png"
+COUNTED = "fp8_"        # how names of counts begin
 QUIET_S = 10.0      # between printed lines where there is no terminal
 
 
@@ -61,7 +63,7 @@ class Log:
         except OSError as error:
             raise ConfigError(f"--log-file {self.path}: {error.strerror}", "a file that can be written",
                               "choose another") from error
-        self._losses = list[float]()    # since the last line
+        self._losses, self._counts = list[float](), Counter[str]()      # since the last line
         self._board, self._bar, self._printed = _board(arguments), _bar(steps, first), 0.0
 
     def __enter__(self) -> Log: return self
@@ -74,11 +76,14 @@ class Log:
 
     def step(self, row: dict[str, Any]) -> None:
         """The figures of a step: step, loss, learning_rate, grad_norm, tokens_per_s, epoch and others. A line
-        has the mean loss of the steps since the line before, as transformers has it."""
+        has the mean loss of the steps since the line before, as transformers has it, and what FP8 counted in
+        all of them."""
         self._losses.append(row["loss"])
+        self._counts.update({name: each for name, each in row.items() if name.startswith(COUNTED)})
         if row["step"] % self.arguments.logging_steps == 0 or row["step"] == self.steps:
-            self._write(row | {"loss": sum(self._losses) / len(self._losses)})
+            self._write(row | {"loss": sum(self._losses) / len(self._losses), **self._counts})
             self._losses.clear()
+            self._counts.clear()
         words = (f"loss {row['loss']:.4f}  lr {row['learning_rate']:.2e}  norm {row['grad_norm']:.3f}  "
                  f"{row['tokens_per_s']:,.0f} tokens/s  {human(row['memory_bytes'])}")
         if self._bar is not None: self._bar[0].update(self._bar[1], completed=row["step"], figures=words)

@@ -6,10 +6,10 @@ Protocol: as parts.py has it.
 order of ranks.
 
 `Sharded` (ZeRO, arXiv 1910.02054, section 5): a rank updates its part of each parameter, a float32 vector of
-1/n of the elements, of which the optimiser's states are parts too; the updated parts are gathered. Of 16-bit
-parameters the parts are the float32 master weights. Stage 1 keeps sums over micro-batches whole, stage 2
-adds up parts; of stage 3 see fully_sharded.py. Parts hold for rules that treat elements alike: not for Muon
-and Adafactor.
+1/n of the elements in whole blocks of 256, of which the optimiser's states are parts too; the updated parts
+are gathered. Of 16-bit parameters the parts are the float32 master weights. Stage 1 keeps sums over
+micro-batches whole, stage 2 adds up parts; of stage 3 see fully_sharded.py. Parts hold for rules that treat
+elements alike: not for Muon and Adafactor.
 """
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from tinygrad_nv.dist.collectives.functions import (
     reduce_scatter,
 )
 from tinygrad_nv.dist.group import Group
+from tinygrad_nv.train.optimizers.quantised import BLOCK
 from tinygrad_nv.train.parts import Named, Whole
 
 
@@ -44,13 +45,23 @@ class Replicas(Whole):
         return dict(zip(sums, made, strict=True))
 
 
+def one_rank() -> Group:
+    """The group of a run of one rank, whose parts are all: a checkpoint of many ranks' parts fits it."""
+    return Group("0", (0,), 0, 0.0)
+
+
+def columns(count: int, ranks: int) -> int:
+    """Elements of a part, of so many in all: whole blocks of 8-bit state, which can be cut anew then."""
+    return -(-count // (ranks * BLOCK)) * BLOCK
+
+
 class Bucket:
     """Parameters whose collectives are one call: a matrix with a row for each rank, in which a parameter has
     some columns."""
 
     def __init__(self, parameters: Mapping[str, Tensor], group: Group, number: int) -> None:
         self.parameters, self.group, self.name = dict(parameters), group, f"bucket {number}"
-        self.columns = {name: -(-prod(map(int, each.shape)) // group.size)
+        self.columns = {name: columns(prod(map(int, each.shape)), group.size)
                         for name, each in parameters.items()}
 
     def rows(self, tensors: Mapping[str, Tensor]) -> Tensor:

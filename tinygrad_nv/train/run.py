@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ from tinygrad_nv.train.optimizers import (
     muon,
     sgd,
 )
+from tinygrad_nv.train.optimizers.quantised import BLOCK
 from tinygrad_nv.train.parts import Parts, Whole
 from tinygrad_nv.train.precision import Fp8Model, in_fp8
 from tinygrad_nv.train.ranks import OneRank, TrainingRanks, own_ranks
@@ -69,6 +71,18 @@ class Run:
         if self.fp8 is not None:
             own |= {f"fp8.{name}": each for name, each in self.fp8.state.tensors().items()}
         return own | {f"optimizer.{name}": each for name, each in self.optimizer.state_dict().items()}
+
+    def cut(self) -> dict[str, int]:
+        """Elements in all of what this rank has parts of, by name."""
+        if not self.parts.sharded: return {}
+        made = dict[str, int]()
+        for name, whole in self.parts.whole.items():
+            made[f"parameters.{name}"] = _count(whole)
+            for end, tensor in self.optimizer.state.parameters[name].tensors():
+                of_blocks = int(tensor.shape[0]) != int(self.optimizer.parameters[name].shape[0])
+                each = BLOCK if of_blocks else 1
+                made[f"optimizer.state.{name}.{end}"] = -(-_count(whole) // each)
+        return made
 
     def own_tensors(self) -> dict[str, Tensor]:
         """What this rank writes of them: rank 0 all, others what they alone have."""
@@ -149,8 +163,9 @@ def require_ranks(arguments: TrainingArguments, started: int) -> None:
 
 def _parts(arguments: TrainingArguments, parameters: dict[str, Tensor], group: Group | None,
            model: Llama) -> Parts:
-    if group is None: return Whole(parameters)
-    from tinygrad_nv.train.replicas import Replicas, Sharded  # which load dist/
+    if group is None and not arguments.zero_stage: return Whole(parameters)
+    from tinygrad_nv.train.replicas import Replicas, Sharded, one_rank  # which load dist/
+    if group is None: group = one_rank()
     if not arguments.zero_stage: return Replicas(parameters, group)
     if arguments.zero_stage < 3: return Sharded(parameters, group, arguments.zero_stage)
     from tinygrad_nv.train.fully_sharded import FullySharded
@@ -216,7 +231,8 @@ def _optimizer(arguments: TrainingArguments, parts: Parts, rows: dict[str, tuple
     recipe = arguments.recipe
     state = StateOptions(recipe.master, arguments.seed, bits, paged, loss_scaling=recipe.loss,
                          max_grad_norm=arguments.max_grad_norm or None,
-                         rows=None if parts.sharded else rows, squares=parts.squares)
+                         rows=None if parts.sharded else rows, squares=parts.squares,
+                         counts={name: _count(each) for name, each in parts.whole.items()})
     betas, lr, parameters = (arguments.adam_beta1, arguments.adam_beta2), arguments.learning_rate, \
         parts.optimized
     # what decays is said by the shapes of whole parameters
@@ -227,6 +243,9 @@ def _optimizer(arguments: TrainingArguments, parts: Parts, rows: dict[str, tuple
         case "muon": return muon(parameters, lr, betas=betas, eps=arguments.adam_epsilon, **shared)
         case "adafactor": return adafactor(parameters, lr, **shared)
         case _: return sgd(parameters, lr, **shared)
+
+
+def _count(tensor: Tensor) -> int: return prod(int(extent) for extent in tensor.shape)
 
 
 def _steps(arguments: TrainingArguments, data: Data, ranks: int) -> int:

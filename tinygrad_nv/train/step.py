@@ -63,9 +63,10 @@ class Step:
         self.inputs, self.parts, self.ranks, self.fp8 = objective.inputs, parts, ranks, fp8
         self.parameters = optimizer.parameters if parts is None else parts.whole
         self._added = optimizer.parameters if parts is None else parts.added
-        several = accumulation > 1 or (ranks is not None and ranks.size > 1)
+        joins = parts is not None and parts.joins
+        several = joins or accumulation > 1 or (ranks is not None and ranks.size > 1)
         self.sums = GradientSums(self._added) if several else None
-        self._joins = several and parts is not None and parts.joins
+        self._joins = joins
         self._taken: Named = {}     # what the optimiser takes
         if self.sums is not None: self._taken = self.sums.gradients if parts is None else \
             parts.taken(self.sums.gradients)

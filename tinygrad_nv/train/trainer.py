@@ -215,7 +215,7 @@ def _resumed(run: Run, output: Path) -> Progress:
         raise CheckpointError(f"ranks see other checkpoints in {output}: {', '.join(sorted(steps))}",
                               "one directory for all ranks", "choose an --output-dir that all hosts share")
     if found is None: return Progress(0, None)
-    found.restore(run.tensors())
+    found.restore(run.tensors(), run.cut())
     if changed := run.parts.gathered(): Tensor.realize(*changed)
     state = found.state
     return Progress(int(state["step"]), SamplerState.from_json(state["data"]))

@@ -69,4 +69,5 @@ def _calls(linear: UOp) -> Iterator[UOp]:
 
 def _name(call: UOp) -> str:
     what = call.src[0]
+    if what.op is Ops.CUSTOM_FUNCTION: return str(what.arg).partition(":")[0]
     return what.arg.function_name if what.op is Ops.PROGRAM else what.op.name.lower()

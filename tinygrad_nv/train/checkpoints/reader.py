@@ -8,14 +8,16 @@ writes the first byte, then writes into the memory that the tensors have: steps 
 go on with what is there then.
 
 Several ranks: a rank that resumes with as many ranks as wrote the checkpoint gets its own part, and what
-another rank alone passed. With another number of ranks every name must be in one part alone.
+another rank alone passed. With another number of ranks every name must be in one part alone, but for those
+that `restore` knows to be cut: vectors of which rank r has the r-th of equal parts, the last ones with
+elements of nothing at their end. They are read from the parts of all ranks that wrote them.
 """
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,13 @@ MODEL = "resume with the model and the optimizer that wrote it"
 
 class CheckpointWarning(UserWarning):
     """A checkpoint was skipped."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Some elements of a stored vector, and the byte of a tensor from which on they belong."""
+    stored: StoredTensor
+    first: int
 
 
 @dataclass(frozen=True)
@@ -74,16 +83,22 @@ class Checkpoint:
         mine = [parts[self.rank]] if self._same_ranks else [*parts] if self.ranks == 1 else []
         return next((name for part in mine for name in part.tensors if name not in tensors), None)
 
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Writes the checkpoint's tensors into these, by name. Raises `CheckpointError` that names the first
-        that differs, before anything is written: one that is missing on either side, of another shape or
-        dtype, or that has no memory of its own to write to."""
+    def restore(self, tensors: Mapping[str, Tensor], cut: Mapping[str, int] | None = None) -> None:
+        """Writes the checkpoint's tensors into these, by name. `cut` has the elements of whole vectors of
+        which ranks have parts, by name; what is behind them in the last parts stays. Raises
+        `CheckpointError` that names the first that differs, before anything is written: one that is missing
+        on either side, of another shape or dtype, or that has no memory of its own to write to."""
         if tensors: Tensor.realize(*tensors.values())
-        found = {name: self._require(name, tensor) for name, tensor in tensors.items()}
+        split = {} if self._same_ranks else {name: count for name, count in (cut or {}).items()
+                                             if name in tensors}
+        sections = {name: self._sections(name, tensors[name], count) for name, count in split.items()}
+        found = {name: self._require(name, tensor) for name, tensor in tensors.items() if name not in split}
         if (name := self._surplus(tensors)) is not None:
             raise CheckpointError(f"{self.path} has a tensor {name}, and the run has none of that name",
                                   "the tensors that were saved", MODEL)
         for name, stored in found.items(): self._read(stored, tensors[name])
+        for name, own in sections.items():
+            for section in own: self._read(section.stored, tensors[name], section.first)
 
     def _require(self, name: str, tensor: Tensor) -> StoredTensor:
         stored, wanted = self._stored(name), (dtype_of(name, tensor), shape_of(tensor))
@@ -92,14 +107,34 @@ class Checkpoint:
         if (stored.dtype, stored.shape) != wanted:
             raise CheckpointError(f"{self.path}: {name} is {stored.dtype} {list(stored.shape)}",
                                   f"{wanted[0]} {list(wanted[1])}, as the run has it", MODEL)
-        if math.prod(stored.shape) and not has_memory(tensor):
-            raise CheckpointError(f"{name} has no memory of its own to load into",
-                                  "a tensor that is contiguous and realized, on one device",
-                                  "make it with Tensor.empty, or call .contiguous().realize()")
+        _require_memory(name, tensor)
         return stored
 
-    def _read(self, stored: StoredTensor, tensor: Tensor) -> None:
-        left, done = math.prod(stored.shape) * ITEM_BYTES[stored.dtype], 0
+    def _sections(self, name: str, tensor: Tensor, count: int) -> list[Section]:
+        """Of this rank's part of a vector of `count` elements: where its bytes are. Raises
+        `CheckpointError`."""
+        stored = [part.tensors[name] for part in self.manifest.parts if name in part.tensors]
+        each, wanted = shape_of(tensor)[0], dtype_of(name, tensor)
+        sizes = {(one.dtype, one.shape) for one in stored}
+        if len(stored) != len(self.manifest.parts) or len(sizes) != 1 or stored[0].dtype != wanted or \
+                len(stored[0].shape) != 1 or stored[0].shape[0] * len(stored) < count:
+            raise CheckpointError(f"{self.path}: {name} is not in equal parts of {count} {wanted} together, "
+                                  "one of each rank that wrote it", "parts as --zero-stage makes them", MODEL)
+        _require_memory(name, tensor)
+        theirs, item, made = stored[0].shape[0], ITEM_BYTES[wanted], list[Section]()
+        own = at = self.rank * each
+        end = min(own + each, count)
+        while at < end:
+            part, within = divmod(at, theirs)
+            size = min(theirs - within, end - at)
+            source = replace(stored[part], offset=stored[part].offset + within * item, shape=(size,))
+            made.append(Section(source, (at - own) * item))
+            at += size
+        return made
+
+    def _read(self, stored: StoredTensor, tensor: Tensor, done: int = 0) -> None:
+        """Reads a tensor into the bytes of another from `done` on."""
+        left = math.prod(stored.shape) * ITEM_BYTES[stored.dtype]
         if not left: return
         view, file = host_bytes(tensor), self.path / stored.file
         try:
@@ -112,6 +147,13 @@ class Checkpoint:
                     if view is None: write(tensor, done, target[:count])
                     left, done = left - count, done + count
         except OSError as error: raise incomplete(self.path, f"{file}: {error.strerror}") from error
+
+
+def _require_memory(name: str, tensor: Tensor) -> None:
+    if math.prod(shape_of(tensor)) and not has_memory(tensor):
+        raise CheckpointError(f"{name} has no memory of its own to load into",
+                              "a tensor that is contiguous and realized, on one device",
+                              "make it with Tensor.empty, or call .contiguous().realize()")
 
 
 def load(path: str | Path, *, run: Mapping[str, Any] | None = None, rank: int = 0,

@@ -48,7 +48,8 @@ class StateOptions:
     rounded stochastically from `seed`. `bits` 8: quantised blockwise (quantised.py). `paged`: in the host's
     memory (paged.py). `max_grad_norm` None: nothing is clipped. `rows`: extents of
     projections that lie one below the other in a parameter, by its name. `squares`: where ranks have parts
-    of parameters, the sum of squares of all gradients, from those of this rank's, float64 (1).
+    of parameters, the sum of squares of all gradients, from those of this rank's, float64 (1). `counts`:
+    elements of whole parameters there, by name, which say whether their state is quantised.
     `loss_scaling`: gradients are those of a loss times `Optimizer.loss_scaler.scale`, which the step takes
     out and moves."""
     master: bool = True
@@ -59,6 +60,7 @@ class StateOptions:
     skip_nonfinite: bool = True
     rows: Mapping[str, tuple[int, ...]] | None = None
     squares: Callable[[Tensor], Tensor] | None = None
+    counts: Mapping[str, int] | None = None
     loss_scaling: LossScaling | None = None
 
     def __post_init__(self) -> None:
@@ -121,15 +123,16 @@ class Optimizer:
     def _state(self, name: str) -> ParameterState:
         parameter, rule = self.parameters[name], self.rules[name]
         shape = tuple(int(extent) for extent in parameter.shape)
-        slots = {key: self._slot(key, own, shape) for key, own in rule.slots(shape).items()}
+        count = prod(shape) if self.options.counts is None else self.options.counts[name]
+        slots = {key: self._slot(key, own, shape, count) for key, own in rule.slots(shape).items()}
         master = None
         if parameter.dtype in FLOAT16S and self.options.master:
             master = parameter.detach().cast(dtypes.float32).contiguous().is_param_(False)
         return ParameterState(slots, master)
 
-    def _slot(self, key: str, shape: tuple[int, ...], parameter: tuple[int, ...]) -> Slot:
+    def _slot(self, key: str, shape: tuple[int, ...], parameter: tuple[int, ...], count: int) -> Slot:
         """A slot of zeros, as the options say; those of 8 bits have a number for each element."""
-        if self.options.bits == 8 and shape == parameter and prod(shape) >= LEAST:
+        if self.options.bits == 8 and shape == parameter and count >= LEAST:
             return BlockwiseSlot.zeros(shape, self.device, key not in UNSIGNED)
         if self.options.paged and isinstance(self.device, str) and pages(self.device):
             return PagedSlot(FloatSlot.zeros(shape, HOST), self.device)

@@ -22,7 +22,7 @@ from math import prod
 
 from tinygrad import Device, Tensor
 from tinygrad.helpers import Context
-from tinygrad.uop.ops import UOp
+from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.models.llama import Llama
@@ -35,6 +35,7 @@ from tinygrad_nv.train.objectives import Inputs
 from tinygrad_nv.train.plan.layers import Shortened, shortened
 from tinygrad_nv.train.plan.programs import Scheduled, buffers_in, buffers_of, recording, scheduled
 from tinygrad_nv.train.ranks import OneRank
+from tinygrad_nv.train.regions.host import LEFT
 from tinygrad_nv.train.run import Learner, learning
 from tinygrad_nv.train.step import Step
 
@@ -113,7 +114,7 @@ def _of_model(config: ModelConfig, arguments: TrainingArguments, ranks: int, dev
     parts["other programs"] = others
     host = {} if device == HOST else {name: _bytes(each, HOST) for name, each in held.items()
                                       if name != "batch, tables"}
-    if device != HOST: host["activations"] = sum(each.arenas.get(HOST, 0) for each in programs)
+    if device != HOST: host["activations"] = max(map(_moved, programs))
     calls = [len(each.calls) for each in programs[:len(step.programs)]]
     kernels = calls[0] * (arguments.gradient_accumulation_steps if len(calls) > 1 else 1) + sum(calls[1:])
     return RankMemory(_some(parts), _some(host), kernels)
@@ -160,6 +161,13 @@ def _held(model: Llama, learner: Learner, step: Step) -> dict[str, set[UOp]]:
 
 def _bytes(buffers: Iterable[UOp], device: str) -> int:
     return sum(each.nbytes() for each in buffers if each.device == device)
+
+
+def _moved(program: Scheduled) -> int:
+    """Bytes that a program has on the host in between."""
+    copied = sum(call.src[2].nbytes() for call in program.calls
+                 if call.src[0].op is Ops.CUSTOM_FUNCTION and call.src[0].arg == LEFT)
+    return copied + program.arenas.get(HOST, 0)
 
 
 def _some(parts: dict[str, int]) -> dict[str, int]:

@@ -5,9 +5,6 @@ that is written down twice is computed once, and early. `behind(value, gradient)
 kernel makes after `gradient`: it reads one element of it, and would write that, were a flag in memory not 0.
 What is computed from the copy is other nodes than the forward pass has, and comes after the gradient; the
 value itself is free after the copy. A copy has the bits of its value.
-
-`on_host(value)` is a copy on the host, and `back(copy, value, gradient)` one of that on the value's device,
-made after `gradient`: an element of the gradient is written first into the buffer that is then copied into.
 """
 from __future__ import annotations
 
@@ -18,8 +15,6 @@ from tinygrad import Tensor, dtypes
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.runtime.memory import write
-
-HOST = "CPU"
 
 
 @functools.cache
@@ -35,16 +30,3 @@ def behind(value: UOp, gradient: UOp) -> UOp:
     flag = _zero(str(value.device)) != 0
     first = Tensor(gradient).flatten()[:1].cast(value.dtype)
     return flag.where(first, Tensor(value).flatten()).reshape(value.shape).contiguous().uop
-
-
-def on_host(value: UOp) -> UOp:
-    """A copy on the host."""
-    return value.copy_to_device(HOST)
-
-
-def back(copy: UOp, value: UOp, gradient: UOp) -> UOp:
-    """A copy of `copy` on the device of `value`, whose shape and dtype it has, after `gradient`."""
-    place = Tensor.empty(int(np.prod(value.shape)), dtype=value.dtype, device=str(value.device)).uop
-    filled = place.after(place.shrink(((0, 1),)).store(Tensor(gradient).flatten()[:1].cast(value.dtype).uop))
-    flat = copy.reshape((int(np.prod(value.shape)),))
-    return filled.after(filled.store(flat.copy_to_device(str(value.device)))).reshape(value.shape)

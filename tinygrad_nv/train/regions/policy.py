@@ -5,7 +5,7 @@
     dots       results of matmuls and of attention
     selective  results of attention, and of matmuls the first, third, fifth … of a region in the order in
                which they are computed: the rule of torchtitan's selective checkpoints
-    offload    nothing, and inputs are on the host in between
+    offload    nothing, and inputs are on the host in between, but those of the last region
     budget     of all values those that cost most to compute again for their bytes, with the inputs up to a
                share of what none keeps
 """

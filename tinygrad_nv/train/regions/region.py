@@ -10,8 +10,9 @@ of it: it is computed once, and gets its gradient as without a region.
 What is outside may be made again, too: `again` has what takes its place after a gradient. With the policy
 "none" nothing else is: values stay as they are.
 
-With "offload" the copies are made from the host. That of a region is under way while the region after it,
-which is derived before it, is computed again; on a CPU, which is the host, it is as "full".
+With "offload" inputs go to the host (host.py) and come back while the region that reads the result, which is
+derived before, is computed again and derived. Those of a region whose result no other reads, the last, stay.
+On a CPU, which is the host, it is as "full".
 """
 from __future__ import annotations
 
@@ -28,13 +29,16 @@ from tinygrad.mixin.gradient import compute_gradient
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.train.regions.behind import HOST, back, behind, on_host
+from tinygrad_nv.train.regions import host
+from tinygrad_nv.train.regions.behind import behind
 from tinygrad_nv.train.regions.policy import BUDGET, Policy
 from tinygrad_nv.train.regions.values import inside, kept, nbytes, outside, values
 
 _numbers = itertools.count(1 << 24)     # of placeholders: those of regions within each other differ
-# a region's result to the gradient that is there before its own: that of the region that reads it
+# an input to the gradient of the result of the region that reads it, which is there before the input's own
 _before: weakref.WeakKeyDictionary[UOp, UOp] = weakref.WeakKeyDictionary()
+_regions: weakref.WeakKeyDictionary[UOp, _Region] = weakref.WeakKeyDictionary()     # by their results
+_tokens: weakref.WeakKeyDictionary[UOp, UOp] = weakref.WeakKeyDictionary()  # of inputs that are on the host
 
 
 # of a gradient: values with others like them that are computed after it
@@ -113,14 +117,17 @@ class _Region:
         """The result, whose gradient is this region's."""
         what = self.result.param_like(0)
         made = what.call(self.result, *self.inputs, *self.outside, grad_fxn=self.gradient, name="region")
-        return Tensor(made.gettuple(0))
+        out = made.gettuple(0)
+        _regions[out] = self
+        return Tensor(out)
 
     def gradient(self, gradient: UOp, call: UOp) -> tuple[UOp | None, ...]:
         """Of the result's gradient those of the call's arguments: all but that of the result itself."""
         gradient = gradient.contiguous()
         ready = self._ready(gradient)
         puts = {node: self._kept(value, ready) for node, value in self.kept.items()} | {self.mark: gradient}
-        copies = [self._copied(each, ready) for each in self.inputs]
+        read = call.gettuple(0).contiguous()    # as it is an input of others
+        copies = [self._copied(each, ready, read) for each in self.inputs]
         outside = self.outside
         if self.again is not None:
             others = {old.uop: new.uop for old, new in self.again(Tensor(ready))}
@@ -138,11 +145,24 @@ class _Region:
     def _kept(self, value: UOp, ready: UOp) -> UOp:
         return value if self.policy.keeps_all else behind(value, ready)
 
-    def _copied(self, value: UOp, ready: UOp) -> UOp:
+    def _copied(self, value: UOp, ready: UOp, read: UOp) -> UOp:
+        """An input for the backward pass; `read` is this region's result as others read it."""
         if self.policy.keeps_all: return value
-        on_device = self.policy.name != "offload" or str(value.device).split(":", 1)[0] == HOST
-        if on_device: return behind(value, ready)
-        return back(on_host(value), value, _before.get(self.result, ready))
+        if self.policy.name != "offload" or read not in _before or not host.moves(value.device):
+            return behind(value, ready)
+        # what a region holds that is not on the host itself, nothing else waits for
+        held = () if read in _tokens else (value,)
+        return host.arrived(host.coming(self._token(value), value, _before[read], held), ready)
+
+    def _token(self, value: UOp) -> UOp:
+        """Of an input on the host, behind those of the region before."""
+        if value not in _tokens:
+            before = next((_regions[each.src[0]] for each in self.inputs if each.src and
+                           each.src[0] in _regions), None)
+            held = [] if before is None else [one for each in before.inputs
+                                              for one in (each, before._token(each))]
+            _tokens[value] = host.left(value, held)
+        return _tokens[value]
 
 
 def _is_there(gradient: UOp | None) -> bool: return gradient is not None and gradient.op is not Ops.NOOP

@@ -230,6 +230,28 @@ def test_ranks_write_parts_of_one_checkpoint(tmp_path: Path):
             name: bits(each) for name, each in (given[i] | {"shared": given[0]["shared"]}).items()}
 
 
+@pytest.mark.parametrize(("ranks_then", "ranks_now"), [(3, 2), (2, 3), (1, 4), (4, 1), (2, 2)])
+def test_parts_of_vectors_are_cut_anew(tmp_path: Path, ranks_then: int, ranks_now: int):
+    """Of 10 elements, in equal parts with elements of nothing behind them; these stay as they are."""
+    def parts(count: int) -> list[np.ndarray]:
+        each = -(-10 // count) + 1
+        return np.pad(np.arange(10, dtype=np.int32), (0, each * count - 10), constant_values=99) \
+            .reshape(count, each).copy().tolist()
+    given = [{"cut": Tensor(each, dtype=dtypes.int32, device="CPU").realize()}
+             for each in parts(ranks_then)]
+    given[0]["all"] = filled(1)
+    if ranks_then == 1: save(tmp_path, 1, given[0], {})
+    else: assert ranks(tmp_path, given) == [None] * ranks_then
+    for i, expected in enumerate(parts(ranks_now)):
+        behind = Tensor.full((len(expected),), 99, dtype=dtypes.int32, device="CPU").contiguous().realize()
+        own = {"cut": behind, "all": filled(2)}
+        found = load_latest(tmp_path, rank=i, ranks=ranks_now)
+        assert found is not None
+        found.restore(own, {"cut": 10})
+        assert own["cut"].tolist() == expected
+        assert bits(own["all"]) == bits(filled(1))
+
+
 def test_another_number_of_ranks_resumes_with_names_of_one_rank_alone(tmp_path: Path):
     given = [{f"layer{i}": filled(i)} for i in range(2)]
     assert ranks(tmp_path / "a", given) == [None] * 2
@@ -238,6 +260,8 @@ def test_another_number_of_ranks_resumes_with_names_of_one_rank_alone(tmp_path: 
     assert {name: bits(each) for name, each in made.items()} == {
         f"layer{i}": bits(filled(i)) for i in range(2)}
     assert ranks(tmp_path / "b", [{"own": filled(i)} for i in range(2)]) == [None] * 2
+    with pytest.raises(CheckpointError, match="own is not in equal parts of 15 F32 together, one of each"):
+        load_latest(tmp_path / "b").restore({"own": Tensor.empty(15, device="CPU")}, {"own": 15})
     with pytest.raises(CheckpointError, match="2 ranks have a own of their own"):
         load(tmp_path / "b" / "checkpoint-1").restore({"own": filled(0)})
 
