@@ -44,6 +44,12 @@ def test_every_instruction_set(dtype: DType, level: isa.ISA):
             right(spec, given, found[0])
 
 
+def normal(seed: int) -> Tensor:
+    """q|k|v."""
+    made = np.random.default_rng(seed).standard_normal((B, T, (H + 2 * KV) * D))
+    return Tensor(made.astype(np.float32)).realize()
+
+
 def angles(*shape: int) -> tuple[np.ndarray, np.ndarray]:
     made = np.random.default_rng(5).uniform(-4, 4, shape)
     return np.cos(made).astype(np.float32), np.sin(made).astype(np.float32)
@@ -94,7 +100,7 @@ def test_gradients_are_those_of_torch(dtype: DType, shape: tuple[int, ...]):
 @pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2)], ids=str)
 def test_some_results_are_derived(used: tuple[int, ...]):
     """tinygrad does not say of which results the gradients are."""
-    x = Tensor(np.random.default_rng(2).standard_normal((B, T, (H + 2 * KV) * D)).astype(np.float32)).realize()
+    x = normal(2)
     cos, sin = angles(T, D // 2)
 
     def made() -> Tensor:
@@ -107,7 +113,7 @@ def test_some_results_are_derived(used: tuple[int, ...]):
 
 def test_rows_of_a_table_are_read_where_they_lie():
     """And a captured step has the same bits."""
-    x = Tensor(np.random.default_rng(3).standard_normal((B, T, (H + 2 * KV) * D)).astype(np.float32)).realize()
+    x = normal(3)
     cos, sin = (Tensor(each).realize()[3:3 + T] for each in angles(20, D // 2))
     assert [each.template for each in explain(*rotated_heads(x, cos, sin, H, KV)).kernels] == ["rope"]
 
@@ -118,7 +124,8 @@ def test_rows_of_a_table_are_read_where_they_lie():
 
 def test_errors():
     x, cos = Tensor.empty(B, T, (H + 2 * KV) * D), Tensor.empty(T, D // 2)
-    for arguments, words in (((x, cos, cos, 0, KV), "0 and 1 heads"), ((x[0], cos, cos, H, KV), "(B, T, 5 D)"),
+    for arguments, words in (((x, cos, cos, 0, KV), "0 and 1 heads"),
+                             ((x[0], cos, cos, H, KV), "(B, T, 5 D)"),
                              ((x, cos[1:], cos[1:], H, KV), "of both, half ≤ 16"),
                              ((x, cos, cos.cast(BF16), H, KV), "of both"),
                              ((x.cast(dtypes.int32), cos, cos, H, KV), "q|k|v of int")):

@@ -61,11 +61,11 @@ class _Rope:
         source, target = (apart, both) if self.gradient else (both, apart)
         if kb.hopper: kb.wait_for_previous_grid()
         turns = head < spec.heads + spec.kv_heads
-        x = [read_vector(kb, source, i * spec.half * size, spec.dtype, self.vector, there, self.space)
-             for i in range(2)]
+        low, high = (read_vector(kb, source, i * spec.half * size, spec.dtype, self.vector, there, self.space)
+                     for i in range(2))
         cos, sin = (self.angles(name, b, t, first, there & turns) for name in ("cos", "sin"))
         if kb.hopper: kb.launch_dependents()
-        for i, made in enumerate(self.turned(*x, cos, sin, turns)):
+        for i, made in enumerate(self.turned(low, high, cos, sin, turns)):
             write_vector(kb, target, i * spec.half * size, made, there)
 
     def head(self, head: Value, b: Value) -> Value:

@@ -46,8 +46,9 @@ class RopeSpec:
     def __post_init__(self) -> None:
         least = min(self.batch, self.tokens, self.heads, self.kv_heads, self.half)
         if least < 1 or 2 * self.half > self.d:
-            raise SpecError(f"{self.batch}x{self.tokens} tokens, {self.heads}/{self.kv_heads} heads of {self.d},"
-                            f" {2 * self.half} rotated", "extents ≥ 1, no more rotated than there is")
+            heads = f"{self.heads}/{self.kv_heads} heads of {self.d}, {2 * self.half} rotated"
+            raise SpecError(f"{self.batch}x{self.tokens} tokens, {heads}",
+                            "extents ≥ 1, no more rotated than there is")
         for dtype in (self.dtype, self.angles.dtype):
             if dtype not in FLOATS: raise SpecError(short(dtype), ", ".join(map(short, FLOATS)))
 
