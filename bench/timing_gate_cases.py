@@ -44,8 +44,10 @@ from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec, TransposedGroupedSpec
 from tinygrad_nv.tile.lora.spec import LoraExpandSpec, LoraShrinkSpec
+from tinygrad_nv.tile.norm.gated import gated_gradient
 from tinygrad_nv.tile.optimizer.spec import AdamWSpec, SquaresSpec
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
+from tinygrad_nv.tile.rope.spec import Angles, RopeGradientSpec, RopeSpec
 from tinygrad_nv.tile.router.spec import Policy, RouterSpec
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
 from tinygrad_nv.tile.schedule import Schedule
@@ -121,7 +123,8 @@ SPECS: dict[str, dict[str, Any]] = {
     "norm": {
         "rms": rms(4096, 4096), "layer *": layer(4096, 4096), "softmax *": softmax(4096, 4096),
         "argmax *": argmax(16, 128256), "silu(gate) up *": elements(4096, 14336),
-        "codes of groups *": codes(4096, 4096, 128), "codes of rows *": codes(4096, 4096)},
+        "codes of groups *": codes(4096, 4096, 128), "codes of rows *": codes(4096, 4096),
+        "gradient of silu(gate) up": gated_gradient(4096, 14336, BF16, "silu")},
     "column_sum": {"weight of a norm": norm_weight(4096, 4096), "bias *": bias_sum(8192, 14336)},
     "kv_append": {"bf16": append()},
     "embedding": {"bf16": EmbeddingSpec(128256, 4096, BF16, Tokens(dtypes.int32, (4, 1024), (1024, 1)))},
@@ -156,6 +159,8 @@ SPECS: dict[str, dict[str, Any]] = {
     "quant_grouped_mma": {"gate and up": experts_of("mxfp4", expert_rows(4, 64, 128, 2048, 1024, "silu"))},
     "cross_entropy": {"rows of 8192": CrossEntropySpec(132, 8192, BF16, gradient=BF16, in_place=True)},
     "distillation": {"rows of 8192": DistillationSpec(132, 8192, BF16, gradient=BF16, teacher=BF16)},
+    "rope": {"q|k|v": RopeSpec(4, 1024, 32, 8, 128, 64, BF16, Angles(BF16, 64))},
+    "rope_gradient": {"q|k|v": RopeGradientSpec(4, 1024, 32, 8, 128, 64, BF16, Angles(BF16, 64))},
     "adamw_update": {"float32": AdamWSpec((1 << 20,), (0,), 0.9, 0.95, 1e-8)},
     "squared_sums": {"float32": SquaresSpec((1 << 20,))}}
 

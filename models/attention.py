@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
+from tinygrad.helpers import TRAINING
 
 from tinygrad_nv import config
-from tinygrad_nv.functional import document_attention, scaled_dot_product_attention
+from tinygrad_nv.functional import document_attention, rotated_heads, scaled_dot_product_attention
 from tinygrad_nv.hooks import enabled
 from tinygrad_nv.kvcache.store import LayerPages
 from tinygrad_nv.patterns.target import cpu_of, takes
@@ -124,13 +125,27 @@ class Attention:
 
     def project(self, x: Tensor, batch: DenseBatch) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, hidden) to rotated q (B, H, T, D) and k, v (B, H_kv, T, D)."""
-        q, k, v = (each.transpose(1, 2) for each in self.split(self.qkv(x).contiguous_backward()))
+        both = self.qkv(x)
+        if TRAINING and self.rope is not None and self.plain: return self.rotated(both, batch, self.rope)
+        q, k, v = (each.transpose(1, 2) for each in self.split(both.contiguous_backward()))
         if self.rope is not None:
             cos, sin = batch.rope_rows(self.rope, x.shape[1])
             q, k = (rotate(each, cos, sin, self.config.rope_interleaved) for each in (q, k))
         if self.temperature is not None:
             q = self.temperature.applied(q, batch.positions(x.shape[1]).unsqueeze(-1))
         return q.contiguous(), k, v
+
+    @property
+    def plain(self) -> bool:
+        """Whether q and k are rotated as the matmul gives them."""
+        c = self.config
+        return not c.qk_norm and not c.rope_interleaved and self.temperature is None
+
+    def rotated(self, both: Tensor, batch: DenseBatch, rope: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Heads as of `project` of q|k|v, and their gradients, by one kernel each."""
+        cos, sin = batch.rope_rows(rope, int(both.shape[1]))
+        if cos.ndim == 4: cos, sin = cos.squeeze(1), sin.squeeze(1)
+        return rotated_heads(both, cos, sin, self.config.num_heads, self.config.num_kv_heads)
 
     def tempered(self, q: Tensor, start: Position, axis: int) -> Tensor:
         """Queries at places start, start + 1 … along an axis, times the temperature that there is."""
@@ -195,7 +210,8 @@ class Attention:
         out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, window=self.window,
                                            scale=self.config.attention_scale, softcap=self.config.softcap,
                                            sinks=self.sinks)
-        return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
+        # the output's matmul and the gradient of its weight read it
+        return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1).contiguous()
 
     def within(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
         """`flash` of documents, which do not see each other; what padding gives is 0."""
@@ -203,7 +219,8 @@ class Attention:
         out = document_attention(q, k, v, first, end, window=None if self.chunked else self.window,
                                  scale=self.config.attention_scale, softcap=self.config.softcap,
                                  sinks=self.sinks)
-        return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
+        # the output's matmul and the gradient of its weight read it
+        return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1).contiguous()
 
     def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch) -> Tensor:
         """Attention of heads (1, T, H, D) over sequences that lie one after the other: (1, T, H·D)."""

@@ -16,9 +16,10 @@ matrix, `scaled_matmul` for one whose codes are multiplied with codes of activat
 `grouped_matmul` and `grouped_outer`, `quant_grouped_matmul` for quantised experts, `scaled_grouped_matmul`
 where codes are multiplied with codes, `lora_added` for low-rank adapters, `cross_entropy` and `distillation`
 for losses of logits, `linear_cross_entropy` and `linear_distillation` for those of an output layer without
-all logits at once: the modules of patterns/ with these names (decode/paged.py, decode/latent.py,
-attention/varlen.py, attention/documents.py, attention/fp8.py, scaled_gemm/named.py, router/rows.py,
-cross_entropy/functions.py, grouped_gemm/, and named.py of the others) define them.
+all logits at once, `gated` for gated activations, `rotated_heads` for rotary positions: the modules of
+patterns/ with these names (decode/paged.py, decode/latent.py, attention/varlen.py, attention/documents.py,
+attention/fp8.py, norm/gated.py, scaled_gemm/named.py, router/rows.py, cross_entropy/functions.py,
+grouped_gemm/, and named.py of the others) define them.
 """
 from __future__ import annotations
 
@@ -69,8 +70,10 @@ from tinygrad_nv.patterns.grouped_gemm.scaled import scaled_grouped_matmul
 from tinygrad_nv.patterns.kv_append.named import kv_append
 from tinygrad_nv.patterns.lora.named import lora_added
 from tinygrad_nv.patterns.named import check_devices
+from tinygrad_nv.patterns.norm.gated import gated
 from tinygrad_nv.patterns.quant_gemm.named import prepared, prepared_for, quant_matmul
 from tinygrad_nv.patterns.quant_grouped.named import prepared_type, quant_grouped_matmul
+from tinygrad_nv.patterns.rope.named import rotated_heads
 from tinygrad_nv.patterns.router.named import Routing, route
 from tinygrad_nv.patterns.router.rows import group_rows
 from tinygrad_nv.patterns.scaled_gemm.fp8 import ALIGNED as FP8_ALIGNED
@@ -103,6 +106,7 @@ __all__ = [
     "embedding",
     "fp8_attention",
     "fp8_linear",
+    "gated",
     "group_rows",
     "grouped_matmul",
     "grouped_outer",
@@ -120,6 +124,7 @@ __all__ = [
     "quant_grouped_matmul",
     "quant_matmul",
     "quantize",
+    "rotated_heads",
     "route",
     "scaled_dot_product_attention",
     "scaled_grouped_matmul",

@@ -98,6 +98,19 @@ def write(kb: Kernel, base: Value, nbytes: int, value: Lanes, count: int, guard:
            guard=guard)
 
 
+def write_vector(kb: Kernel, base: Value, nbytes: int, values: Sequence[Lanes],
+                 guard: Value | None = None) -> None:
+    """What `read_vector` gives, of float32 or 16 bits, to global memory at a multiple of its size."""
+    first = values[0]
+    if len(values) == 1 and first.packed is None and len(first.wide) == 1:
+        return write(kb, base, nbytes, first, 1, guard)
+    words = [word for each in values for word in stored_form(kb, each, 2)[1]]
+    for i in range(0, len(words), 4):
+        piece = words[i:i + 4]
+        some = f".v{len(piece)}" if len(piece) > 1 else ""
+        kb.emit(f"st.global{some}.b32", place(base, nbytes + 4 * i), piece if some else piece[0], guard=guard)
+
+
 def stored_form(kb: Kernel, value: Lanes, count: int, first: int = 0) -> tuple[str, list[Value]]:
     """The type of a store and its registers."""
     dtype = value.dtype

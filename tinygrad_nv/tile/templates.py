@@ -2,7 +2,7 @@
 from tinygrad_nv.tile.template import Table
 
 BOTH = ("gemm", "attention", "decode", "norm", "column_sum", "kv_append", "embedding", "sampling",
-        "quant_gemm", "lora", "cross_entropy", "optimizer")
+        "quant_gemm", "lora", "cross_entropy", "optimizer", "rope")
 FAMILIES = {"gpu": (*BOTH, "scaled_gemm", "sparse_gemm", "router", "grouped_gemm", "quant_grouped",
                     "all_reduce"),
             "cpu": (*BOTH, "router", "grouped_gemm", "quant_grouped")}

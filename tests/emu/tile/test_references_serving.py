@@ -33,6 +33,7 @@ from tinygrad_nv.tile.grouped_gemm.spec import (
 from tinygrad_nv.tile.kv_append.spec import AppendSpec
 from tinygrad_nv.tile.lora.spec import LoraExpandSpec, LoraShrinkSpec, LoraSpec
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
+from tinygrad_nv.tile.rope.spec import Angles, RopeGradientSpec, RopeSpec
 from tinygrad_nv.tile.router.spec import GroupRowsSpec, Policy, RouterSpec
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
 from tinygrad_nv.tile.schedule import Schedule
@@ -41,7 +42,8 @@ from tinygrad_nv.tile.templates import TABLE
 
 LEVELS = [replace(HERE, isa=isa) for isa in (PORTABLE, AVX2) if not why_not(isa.level)]
 TARGETS = GPU("sm_80", 108), GPU("sm_90a", 132), HERE, *LEVELS
-FAMILIES = ("decode", "kv_append", "embedding", "sampling", "router", "grouped_gemm", "quant_grouped", "lora")
+FAMILIES = ("rope", "decode", "kv_append", "embedding", "sampling", "router", "grouped_gemm", "quant_grouped",
+            "lora")
 
 
 def caches() -> dict[str, DecodeSpec]:
@@ -79,6 +81,17 @@ def appends() -> dict[str, AppendSpec]:
     return there | {"contiguous": replace(append(BF16, angles=BF16, table=False, **exact), page_size=40),
                     "values of another width": wide,
                     "keys alone": replace(there["f16 interleaved"], d_v=0, v=None, v_pages=None)}
+
+
+def ropes() -> dict[str, RopeSpec]:
+    """Rotations of whole sequences: parts of heads, angles of each sequence, and back."""
+    own = Angles(F32, 16, 5 * 16, 3)
+    return {"bf16": RopeSpec(2, 5, 3, 1, 32, 16, BF16, Angles(BF16, 16)),
+            "f32": RopeSpec(1, 7, 2, 2, 14, 7, F32, Angles(F32, 9, 0, 1)),
+            "in part": RopeSpec(2, 3, 2, 1, 40, 12, F16, Angles(F32, 12)),
+            "gradient": RopeGradientSpec(2, 5, 3, 1, 32, 16, BF16, own),
+            "gradient f32": RopeGradientSpec(2, 5, 2, 2, 32, 16, F32, Angles(F32, 16)),
+            "gradient in part": RopeGradientSpec(2, 3, 2, 1, 24, 8, F32, Angles(F32, 8))}
 
 
 def tables() -> dict[str, EmbeddingSpec]:
@@ -150,7 +163,7 @@ def adapters() -> dict[str, LoraSpec]:
 
 
 SPECS = {f"{family}: {name}": spec
-         for family, of in zip(FAMILIES, (caches(), appends(), tables(), samplers(), routers(),
+         for family, of in zip(FAMILIES, (ropes(), caches(), appends(), tables(), samplers(), routers(),
                                                  grouped(), quantised(), adapters()), strict=True)
          for name, spec in of.items()}
 CASES = [pytest.param(name, target, schedule, id=f"{name}, {schedule.template}, {target.arch}",
@@ -214,7 +227,7 @@ def is_exact(spec: Any) -> bool:
     """Whether sums have one order, and products are rounded before they are added."""
     if isinstance(spec, AppendSpec): return spec.rope is None or spec.rope.rounded
     grouped = GroupedGemmSpec | GroupedOuterSpec | QuantGroupedSpec | LoraSpec
-    return not isinstance(spec, DecodeSpec | RouterSpec | grouped)
+    return not isinstance(spec, DecodeSpec | RopeSpec | RouterSpec | grouped)
 
 
 @pytest.mark.sampled(5)

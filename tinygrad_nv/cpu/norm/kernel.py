@@ -13,7 +13,7 @@ An exponential in a statistic's term that is used again stays in `kept`, on the 
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -74,12 +74,13 @@ def build(spec: NormSpec, schedule: CPUNorm) -> CPUKernel:
         lines.append(f"const s64 {name} = {over} % {extent};")
         over = f"({over}) / {extent}"
     for number, stage in enumerate(stages): lines += _reduced(stage, number, rows)
-    results = list(enumerate(zip(values, (each.result for each in spec.results), strict=True)))
-    lines += rows.steps(lambda at, count: [line for number, (value, result) in results if result.n for line in
-                                           _stored(value, result, number, rows.place(at, count))])
-    for number, (value, result) in results:
-        if not result.n: lines += _stored(value, result, number, rows.place("0", "1"))
-    outputs = [(c_type(each.result.dtype), f"out{i}") for i, each in enumerate(spec.results)]
+    results = list(zip(spec.outputs, values, (each.result for each in spec.results), strict=True))
+    along = [each for each in results if each[2].n]
+    lines += rows.steps(lambda at, count: _all_stored(along, rows.place(at, count)))
+    for number, value, result in results:
+        if not result.n: lines += _all_stored([(number, value, result)], rows.place("0", "1"))
+    outputs = [(c_type(each.result.dtype), f"out{i}")
+               for i, each in zip(spec.outputs, spec.results, strict=True) if not each.beside]
     inputs = [(c_type(dtype), f"x{i}") for i, dtype in enumerate(spec.parameters)]
     return kernel(f"norm_{spec.rows}x{spec.n}", schedule.isa, "\n".join([*lines, "}"]), outputs, inputs,
                   ["m"] if spec.symbolic else [], parts, before=_TOP)
@@ -154,13 +155,19 @@ def _reduced(stage: _Stage, number: int, rows: _Rows) -> list[str]:
     return [*lines, f"s{number} = ({vector}){across[stage.op, floats]}(a0);", "}"]
 
 
-def _stored(value: Expression, result: Result, number: int, place: LanePlace) -> list[str]:
-    made, name = statements(value, place, f"v{number}_")
-    terms = [(result.m, place.m), (result.n, place.n), *zip(result.batch, place.batch, strict=True)]
-    where = " + ".join([str(result.offset), *(f"(s64)({at}) * {by}" for by, at in terms if by)])
-    kind = short(result.dtype)
-    if place.count: return [*made, f"store_n_{kind}(out{number} + {where}, {name}, {place.count});"]
-    return [*made, f"store_{kind}(out{number} + {where}, {name});"]
+def _all_stored(results: Sequence[tuple[int, Expression, Result]], place: LanePlace) -> list[str]:
+    """C that computes and stores results at a place, each with the number of its storage. What several are
+    made of the compiler computes once."""
+    lines = list[str]()
+    for which, (number, value, result) in enumerate(results):
+        made, name = statements(value, place, f"v{which}_")
+        terms = [(result.m, place.m), (result.n, place.n), *zip(result.batch, place.batch, strict=True)]
+        where = " + ".join([str(result.offset), *(f"(s64)({at}) * {by}" for by, at in terms if by)])
+        kind = short(result.dtype)
+        stored = f"store_n_{kind}(out{number} + {where}, {name}, {place.count});" if place.count else \
+            f"store_{kind}(out{number} + {where}, {name});"
+        lines += [*made, stored]
+    return lines
 
 
 # **** what is kept ****

@@ -1,4 +1,5 @@
 """Norms, softmax and argmax in a graph.
 
+  gated.py  gated activations and their gradients, by name
   match.py  reductions along rows, and what is computed with them, to one kernel
 """

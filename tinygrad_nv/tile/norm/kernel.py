@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from math import inf, prod
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced, place, read, read_vector, stored_form, write
+from tinygrad_nv.tile.access import advanced, place, read, read_vector, stored_form, write, write_vector
 from tinygrad_nv.tile.epilogue import EpilogueEmitter
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, substituted, walk
 from tinygrad_nv.tile.kernel import TileKernel
@@ -55,7 +55,8 @@ class _NormKernel:
 
     def __init__(self, kb: Kernel, spec: NormSpec, plan: Norm) -> None:
         self.kb, self.spec, self.plan, self.width = kb, spec, plan, min(2, plan.vector)
-        self.outs = [kb.pointer(f"out{i}") for i in range(len(spec.results))]
+        storages = [kb.pointer(f"out{i}") for i in range(spec.outputs[-1] + 1)]
+        self.outs = [storages[i] for i in spec.outputs]
         self.inputs = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
         self.row = Row(kb, spec, plan, kb.param("m", "u32") if spec.symbolic else spec.m)
         # ptxas moves ld.global.nc to before griddepcontrol.wait
@@ -331,12 +332,7 @@ class _NormKernel:
             for i, each in enumerate(values):
                 write(kb, at, start + 2 * i * dtype.itemsize, each, self.width, guard)
             return
-        words = [word for each in values for word in stored_form(kb, each, 2)[1]]
-        for i in range(0, len(words), 4):
-            piece = words[i:i + 4]
-            some = f".v{len(piece)}" if len(piece) > 1 else ""
-            kb.emit(f"st.global{some}.b32", place(at, start + 4 * i), piece if some else piece[0],
-                    guard=guard)
+        write_vector(kb, at, start, values, guard)
 
     def four(self, low: Lanes, high: Lanes) -> Value:
         """Two pairs of 8 bits as a word."""

@@ -22,7 +22,8 @@ groups has a number for each `group` elements of a row; results of groups are ma
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
 from typing import Literal
 
@@ -57,10 +58,12 @@ class Statistic:
 @dataclass(frozen=True)
 class Computed:
     """A result: where it lies, and its elements. One number of a row, where `result.n` is 0; of a `group`
-    of elements, where that is not 0: `result.n` is the stride between groups."""
+    of elements, where that is not 0: `result.n` is the stride between groups. `beside`: in the storage of the
+    result before, with its strides."""
     result: Result
     value: Expression
     group: int = 0
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,12 @@ class NormSpec:
             if len(computed.result.batch) != len(self.batch):
                 raise SpecError(f"{len(computed.result.batch)} batch strides of a result",
                                 f"{len(self.batch)}, as the batch has")
+        for before, computed in zip((None, *self.results), self.results, strict=False):
+            if not computed.beside: continue
+            if before is None or replace(before.result, offset=0) != replace(computed.result, offset=0) or \
+                    before.group or computed.group or computed.result.offset <= before.result.offset:
+                raise SpecError(f"{computed.result} beside {before and before.result}",
+                                "elements that lie as those of the result before, at a higher offset")
         for group in self.groups:
             if group < 0 or self.n % group:
                 raise SpecError(f"groups of {group} in rows of {self.n}", "a divisor")
@@ -104,6 +113,11 @@ class NormSpec:
     def groups(self) -> set[int]:
         """The sizes of groups that there are."""
         return {*(each.group for each in self.statistics), *(each.group for each in self.results)} - {0}
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The number of each result's storage."""
+        return tuple(accumulate((int(not each.beside) for each in self.results[1:]), initial=0))
 
     @property
     def expressions(self) -> tuple[Expression, ...]:

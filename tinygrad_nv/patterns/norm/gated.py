@@ -1,0 +1,120 @@
+"""Gated activations of gate | up in one matrix, as a function known by name, whose gradient is one too.
+
+Protocol. `gated(both, activation)` is act(gate) · up. Forward and backward are one kernel each
+(tile/norm/gated.py); the backward kernel writes the gradient of gate | up as it lies, where tinygrad's own
+code computes gate' and up' in two kernels and puts them side by side in a third. Everything is computed in
+float32 and rounded once. NV_NORM=0 leaves both to tinygrad.
+"""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tinygrad import Tensor, dtypes
+from tinygrad.helpers import prod
+from tinygrad.uop.ops import UOp
+
+from tinygrad_nv.errors import SpecError
+from tinygrad_nv.patterns import program
+from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.named import call, lower
+from tinygrad_nv.patterns.target import Target, choose
+from tinygrad_nv.tile.gemm.spec import FLOAT16S
+from tinygrad_nv.tile.norm import gated as specs
+
+NAME = "gated"
+FLOATS = (dtypes.float32, *FLOAT16S)
+
+
+@dataclass(frozen=True)
+class Gated:
+    """act(gate) · up: (…, W) of gate | up (…, 2 W)."""
+    activation: str
+
+
+@dataclass(frozen=True)
+class GatedGradient:
+    """The gradient of gate | up (…, 2 W), from it and from the result's gradient (…, W)."""
+    activation: str
+
+
+def gated(both: Tensor, activation: str) -> Tensor:
+    """act(gate) · up of gate | up: (…, W) of `both` (…, 2 W), float32, bfloat16 or float16. `activation` is
+    "silu", "gelu_tanh" or "gelu" (with erf). Raises `SpecError`."""
+    if activation not in specs.ACTIVATIONS:
+        raise SpecError(f"activation={activation!r}", f"one of {', '.join(specs.ACTIVATIONS)}")
+    width = both.shape[-1] if both.ndim else 0
+    if not isinstance(width, int) or width < 2 or width % 2:
+        raise SpecError(f"gate | up of shape {both.shape}", "(…, 2 W): gate, then up")
+    if both.dtype not in FLOATS:
+        raise SpecError(f"gate | up of {both.dtype.name}", "float32, bfloat16 or float16", "cast it")
+    return call(Gated(activation), activated, both, grad=_gradient)[0]
+
+
+def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
+    what = GatedGradient(call_.arg.aux.activation)
+    return (call(what, derived, Tensor(call_.src[1]), Tensor(grad))[0].uop,)
+
+
+# **** in plain tinygrad ****
+
+def activated(what: Gated, both: Tensor) -> tuple[Tensor, ...]:
+    """The result."""
+    gate, up = (each.float() for each in both.chunk(2, -1))
+    p, _ = _factor(gate, what.activation)
+    return ((gate * p * up).cast(both.dtype),)
+
+
+def derived(what: GatedGradient, both: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """The gradient."""
+    gate, up = (each.float() for each in both.chunk(2, -1))
+    g, (p, slope) = grad.float(), _factor(gate, what.activation)
+    return (Tensor.cat(g * up * (p + gate * slope), g * gate * p, dim=-1).cast(both.dtype),)
+
+
+def _factor(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """As of tile/norm/gated.py."""
+    if activation == "silu":
+        s = x.sigmoid()
+        return s, s * (1 - s)
+    if activation == "gelu_tanh":
+        near = x.clip(-specs.MOST_GELU, specs.MOST_GELU)
+        s = (near * (1 + specs.CUBIC * near.square()) * (2 * specs.ROOT)).sigmoid()
+        return s, s * (1 - s) * (1 + 3 * specs.CUBIC * near.square()) * (2 * specs.ROOT)
+    return 0.5 * (1 + (x * math.sqrt(0.5)).erf()), (x.square() * -0.5).exp() * math.sqrt(0.5 / math.pi)
+
+
+# **** kernels ****
+
+def lowered(what: Gated, target: Target, both: UOp) -> tuple[UOp, ...]:
+    """The result by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
+    rows, width = _extents(both)
+    spec = specs.gated(rows, width, both.dtype, what.activation)
+    out = program.Output((*both.shape[:-1], width), both.dtype)
+    return choose(spec, target).called(both.device, [out], [_memory(both)], NAME, flops=spec.flops)
+
+
+def lowered_gradient(what: GatedGradient, target: Target, both: UOp, grad: UOp) -> tuple[UOp, ...]:
+    """The gradient by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
+    rows, width = _extents(both)
+    spec = specs.gated_gradient(rows, width, both.dtype, what.activation)
+    out = program.Output(both.shape, both.dtype)
+    return choose(spec, target).called(both.device, [out], [_memory(both), _memory(grad)], NAME,
+                                       " gradient", flops=spec.flops)
+
+
+def _extents(both: UOp) -> tuple[int, int]:
+    """Rows, and columns of the result."""
+    if isinstance(both.device, tuple): raise NotOurs("shards")
+    if any(isinstance(extent, UOp) for extent in both.shape): raise NotOurs("symbolic extents")
+    if not (rows := prod(both.shape[:-1])): raise NotOurs("no rows")
+    return rows, int(both.shape[-1]) // 2
+
+
+def _memory(x: UOp) -> UOp:
+    """A value in memory, in order."""
+    return x if x.has_buffer_identity(after_ok=True) else x.contiguous()
+
+
+lower(Gated, NAME, lowered, setting="NV_NORM")
+lower(GatedGradient, NAME, lowered_gradient, setting="NV_NORM")
