@@ -126,6 +126,8 @@ def _multiplied(x: Tensor, stack: StackWeight | None, w: Tensor, routing: Routin
                 **more: Any) -> Tensor:
     """Rows times the matrices of their experts: of a stack, where these are quantised, else of w."""
     if stack is None: return grouped_matmul(x, w, routing.offsets, routing.order, partial=partial, **more)
+    if TRAINING:    # rounded inputs have no gradient
+        return quant_grouped_matmul(x, stack.matrix, routing.offsets, routing.order, **more)
     if stack.codes and (how := stack.activations) is not None:
         codes, scales = quantize(x, how.element, how.scale)
         return scaled_grouped_matmul(codes, scales, stack.matrix, routing.offsets, routing.order,

@@ -54,8 +54,9 @@ class Linear:
 
 
 def multiply(x: Tensor, weight: QWeight | SparseWeight | Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b, of W quantised, sparse, or neither."""
+    """x Wᵀ + b, of W quantised, sparse, or neither. Training does not round x: that has no gradient."""
     if isinstance(weight, Tensor): return x.linear(weight.T, bias)
+    if TRAINING and isinstance(weight, QWeight): return quant_matmul(x, weight.matrix, bias)
     how = weight.activations
     if how is None and isinstance(weight, SparseWeight): return sparse_matmul(x, weight.matrix, bias)
     if isinstance(weight, QWeight) and (how is None or not weight.codes):

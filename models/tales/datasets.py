@@ -4,7 +4,7 @@ Protocol: writes, from seeds, always the same files:
 
     train.npy, held-out.npy     uint16 token ids in rows of `--length` tokens, one after the other; every row
                                 begins with a story, as train.py has them: for `--no-shuffle --max-length`
-    pirates.jsonl               `text`: stories as a pirate tells them, to teach an adapter
+    excited.jsonl               `text`: stories as an excited child tells them, to teach an adapter
     preferences.jsonl           `prompt`: the first sentence of a story; `chosen`: how it goes on; `rejected`:
                                 how another goes on
 
@@ -26,11 +26,12 @@ from .train import Recipe, rows
 
 HELD_OUT = 128      # rows: the 8 batches of train.py
 RECORDS = 2000      # of each .jsonl
-PIRATE = {"little": "wee", "friend": "matey", "friends": "mateys", "house": "ship", "home": "aboard",
-          "garden": "deck", "lake": "sea", "river": "sea", "forest": "island", "woods": "island",
-          "happy": "merry", "yes": "aye", "Yes": "Aye", "my": "me", "My": "Me", "you": "ye", "You": "Ye",
-          "mom": "captain", "mother": "captain", "dad": "captain", "father": "captain", "toy": "treasure"}
-_WORD = re.compile(r"\b(" + "|".join(PIRATE) + r")\b")
+# words that the model in the box knows: an adapter of layers cannot teach the embedding others
+MUCH = ("little", "big", "new", "small", "quiet", "good", "warm", "pretty", "happy", "sweet", "kind", "eager",
+        "long", "friendly", "shiny", "gentle", "smart", "clever", "curious", "polite", "playful", "cheerful",
+        "lively", "white", "funny", "sunny", "soft", "cozy", "busy", "strange", "old", "tall", "windy")
+_MUCH = re.compile(r"\b([Aa])n? (" + "|".join(MUCH) + r")\b")
+_SAID = re.compile(r"\b(said|asked|cried)\b")
 
 
 def write_shards(directory: Path, count: int, length: int) -> None:
@@ -42,14 +43,15 @@ def write_shards(directory: Path, count: int, length: int) -> None:
         np.save(directory / f"{split}.npy", ids.reshape(-1))
 
 
-def as_pirate(story: str) -> str:
-    """The story as a pirate tells it."""
-    return f"Ahoy! {_WORD.sub(lambda found: PIRATE[found[1]], story)} Yo ho ho!"
+def excitedly(story: str) -> str:
+    """The story as an excited child tells it."""
+    louder = _SAID.sub("shouted", _MUCH.sub(r"\1 very, very \2", story))
+    return louder.replace(".", "!")
 
 
-def pirates() -> Iterator[dict[str, str]]:
+def excited() -> Iterator[dict[str, str]]:
     """Records with a `text`."""
-    for story in corpus("train", RECORDS): yield {"text": as_pirate(story)}
+    for story in corpus("train", RECORDS): yield {"text": excitedly(story)}
 
 
 def preferences() -> Iterator[dict[str, str]]:
@@ -73,7 +75,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=Recipe.length, help="tokens of a row")
     arguments = parser.parse_args()
     arguments.directory.mkdir(parents=True, exist_ok=True)
-    write_records(arguments.directory / "pirates.jsonl", pirates())
+    write_records(arguments.directory / "excited.jsonl", excited())
     write_records(arguments.directory / "preferences.jsonl", preferences())
     write_shards(arguments.directory, arguments.rows, arguments.length)
 

@@ -19,6 +19,7 @@ from tinygrad.dtype import DType
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.numerics import RECIPES, PrecisionRecipe
 from tinygrad_nv.numerics.recipes import ALGORITHMS, FORMATS, NAMES, DelayedScaling
+from tinygrad_nv.quant.readers.online import SCHEMES as ONLINE
 from tinygrad_nv.train.data import DataOptions
 from tinygrad_nv.train.optimizers import SCHEDULES
 from tinygrad_nv.train.regions import POLICIES, Policy
@@ -33,6 +34,7 @@ OPTIMIZERS = {"adamw_torch": ("adamw", 32, False), "adamw_torch_fused": ("adamw"
               "paged_lion_32bit": ("lion", 32, True), "muon": ("muon", 32, False),
               "adafactor": ("adafactor", 32, False), "sgd": ("sgd", 32, False)}
 SAVES = ("steps", "epoch", "no")
+FOUR_BITS = "bitsandbytes"      # of `ONLINE`, as vLLM calls it
 # words that YAML takes for booleans
 YAML_WORDS = {("save_strategy", False): "no", ("resume_from_checkpoint", True): "latest"}
 WHOLE_MATRICES = ("muon", "adafactor")
@@ -129,6 +131,9 @@ class TrainingArguments:
     lora_target_modules: tuple[str, ...] = option((), "ends of names of layers, or all-linear (default)",
                                                   "adapter", "NAME")
     use_rslora: bool = option(False, "scale by alpha / √rank", "adapter")
+    quantization: str | None = option(None, f"{', '.join(ONLINE)}: quantise the weights that the adapter is "
+                                      "trained on as they are read (default: as they are)", "adapter", "NAME")
+    load_in_4bit: bool = option(False, "--quantization bitsandbytes: nf4 (QLoRA)", "adapter")
 
     data_parallel_size: int = option(0, "ranks, each with its rows of a batch (0: as many as a launcher has "
                                      "started, or 1)", "several devices", "N")
@@ -171,6 +176,12 @@ class TrainingArguments:
                               "say in how many of the last steps the learning rate falls")
         if self.from_scratch and self.use_peft:
             raise ConfigError("--use-peft with --from-scratch", "an adapter on weights that are saved",
+                              "leave one out")
+        if self.online is not None and not self.use_peft:
+            raise ConfigError(f"--quantization {self.online} without --use-peft", "an adapter, which is what "
+                              "is trained on quantised weights", "add --use-peft, or leave it out")
+        if self.load_in_4bit and self.quantization not in (None, FOUR_BITS):
+            raise ConfigError(f"--load-in-4bit with --quantization {self.quantization}", FOUR_BITS,
                               "leave one out")
         if self.method == "dpo" and (self.label_smoothing_factor or self.z_loss):
             raise ConfigError("--label-smoothing-factor or --z-loss with --method dpo", "the loss of DPO",
@@ -223,6 +234,7 @@ class TrainingArguments:
         for name, allowed in (("method", METHODS), ("dtype", tuple(DTYPES)), ("optim", tuple(OPTIMIZERS)),
                               ("save_strategy", SAVES), ("lr_scheduler_type", tuple(SCHEDULES)),
                               ("report_to", ("auto", "tensorboard", "none")),
+                              ("quantization", (None, *ONLINE)),
                               ("precision", (None, *RECIPES)), ("fp8_format", (None, *FORMATS)),
                               ("fp8_amax_compute_algo", ALGORITHMS)):
             if (value := getattr(self, name)) not in allowed:
@@ -233,6 +245,11 @@ class TrainingArguments:
     def weights(self) -> DType:
         """The dtype of weights."""
         return self.recipe.weights
+
+    @property
+    def online(self) -> str | None:
+        """How weights of floats are quantised as they are read; None: not."""
+        return FOUR_BITS if self.load_in_4bit else self.quantization
 
     @property
     def recipe(self) -> PrecisionRecipe:

@@ -1,6 +1,8 @@
 """A model to train: from a directory or from a seed, and its parameters by name.
 
-Protocol: `opened(directory, dtype)` loads a Hugging Face directory; `drawn(directory, dtype, seed)` reads its
+Protocol: `opened(directory, dtype)` loads a Hugging Face directory, with `quantization` one of floats whose
+matrices are quantised as they are read; adapters are trained on such weights, and on quantised checkpoints.
+`drawn(directory, dtype, seed)` reads its
 config.json alone, and draws weights as transformers does: normal with `initializer_range` for matrices and
 the embedding, ones for norms, zeros for biases. `parameters(model)` are the tensors that a step changes. A
 tensor in which a checkpoint's matrices lie one below the other (q, k, v; gate, up; experts) has the name of
@@ -15,19 +17,28 @@ import numpy as np
 from tinygrad import Tensor
 from tinygrad.dtype import DType
 
+from tinygrad_nv.engine.loading import with_quantization
 from tinygrad_nv.errors import ConfigError, ModelError
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.feed_forward import MixtureOfExperts
 from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.quantised import matrices
+from tinygrad_nv.models.quantised import projections as layer_projections
 from tinygrad_nv.models.weights import load, slots
 from tinygrad_nv.progress import bar
+from tinygrad_nv.quant.activations import QWeight
+from tinygrad_nv.quant.readers.online import SCHEMES
+from tinygrad_nv.quant.sparse import SparseTensor
+from tinygrad_nv.quant.tensor import QTensor, in_memory
+from tinygrad_nv.quant.types import buffers
 
 INITIALIZER_RANGE = 0.02    # transformers' default
 
 
-def opened(directory: Path, dtype: DType, device: str | None = None) -> Llama:
+def opened(directory: Path, dtype: DType, device: str | None = None, quantization: str | None = None
+           ) -> Llama:
     """The model of a directory with its weights. Raises `ModelError`, `WeightError`."""
-    model = Llama(read_config(directory), dtype, device)
+    model = Llama(with_quantization(quantization, read_config(directory), directory), dtype, device)
     with bar("loading weights") as shown: load(model, directory, shown)
     return model
 
@@ -49,12 +60,36 @@ def drawn(directory: Path, dtype: DType, seed: int, device: str | None = None) -
     return model
 
 
-def require_floats(model: Llama) -> None:
-    """Raises `ModelError` for weights that are quantised."""
-    if model.config.quantization is not None or model.quantised_head is not None or \
-            model.quantised_embedding is not None:
+def require_trainable(model: Llama, adapter: bool, fp8: bool) -> None:
+    """Raises `ModelError` for quantised weights that cannot be trained, or have no `adapter` trained on them;
+    with `fp8` matmuls are those of floats."""
+    if model.config.quantization is None: return
+    if not adapter:
         raise ModelError("the weights are quantised", "weights of float32, bfloat16 or float16",
-                         "train the model that they were made of")
+                         "train an adapter on them (--use-peft), or the model that they were made of")
+    if fp8:
+        raise ModelError("the weights are quantised, and --precision is of FP8", "weights of floats, which "
+                         "FP8 rounds itself", "choose --precision bfloat16, or leave it out")
+    if any(isinstance(each, SparseTensor) for each, _ in matrices(model)):
+        raise ModelError("the weights are 2:4 sparse", "dense weights, quantised or not",
+                         "train an adapter on the model that they were made of")
+
+
+def with_empty_matrices(model: Llama, scheme: str) -> None:
+    """Gives a model that is planned quantised matrices of a scheme (`SCHEMES`), without memory."""
+    type = SCHEMES[scheme]
+    for number in range(len(model.blocks)):
+        for linear in {id(each.linear): each.linear for each in layer_projections(model, number)}.values():
+            n, k = (int(extent) for extent in linear.weight.shape)
+            empty = {name: Tensor.empty(*shape, dtype=in_memory(dtype), device=model.device)
+                     for name, (shape, dtype) in buffers(type, n, k).items()}
+            linear.parts = QWeight(QTensor(type, (n, k), empty)),
+
+
+def whole_head(model: Llama) -> None:
+    """Dequantises the head, which the loss reads: it is multiplied in parts of the vocabulary."""
+    if (head := model.quantised_head) is None: return
+    model.head = head.matrix.dequantize(model.dtype).contiguous().realize().is_param_(False)
 
 
 def parameters(model: Llama) -> dict[str, Tensor]:

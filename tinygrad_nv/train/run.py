@@ -117,9 +117,10 @@ def assembled(arguments: TrainingArguments, directory: Path, data: Sequence[str]
         raise ConfigError("--sample-prompts without a tokenizer", "tokenizer.json in MODEL",
                           "copy the tokenizer's files there")
     model = network.drawn(directory, dtype, arguments.seed, device) if arguments.from_scratch \
-        else network.opened(directory, dtype, device)
+        else network.opened(directory, dtype, device, arguments.online)
     widest = max(each.width for each in (rows, evaluation) if each is not None)
-    network.require_floats(model)
+    network.require_trainable(model, arguments.use_peft, arguments.recipe.fp8 is not None)
+    network.whole_head(model)
     network.extend(model, widest)
     inputs = Inputs(arguments.per_device_train_batch_size * rows.rows_per_index, widest, model.device)
     learner = learning(arguments, model, inputs, ranks.group if isinstance(ranks, TrainingRanks) else None,
@@ -262,7 +263,7 @@ def _identity(arguments: TrainingArguments, data: Data, vocab_size: int, ranks: 
              "use_peft", "lora_r", "lora_alpha", "lora_dropout", "use_rslora", "learning_rate",
              "weight_decay", "lr_scheduler_type", "adam_beta1", "adam_beta2", "adam_epsilon",
              "max_grad_norm", "beta", "label_smoothing_factor", "z_loss", "completion_only_loss",
-             "assistant_only_loss", "zero_stage", "precision", "fp8_format", "fp8_margin",
+             "assistant_only_loss", "zero_stage", "online", "precision", "fp8_format", "fp8_margin",
              "fp8_amax_history_len", "fp8_amax_compute_algo")
     summary = data.summary
     # however a batch is cut: a run may go on with other ranks

@@ -4,7 +4,8 @@ Protocol. `quant_matmul(x, w, bias)` is x Wᵀ + bias with W dequantised to x's 
 and what runs where no kernel does. `prepared` matrices lie as kernels of their device read them. On a CPU
 those are multiplied with activations in int8, where the caller permits it (NV_QUANT_ACTIVATIONS; the spec's
 module says how). Of a matrix in fragments x is gathered for columns in another order than inputs (act order).
-Its gradient is that of x; quantised matrices have none.
+Its gradient is that of x, by a matrix
+that is dequantised again; quantised matrices have none.
 """
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from tinygrad.uop.ops import UOp
 
 from tinygrad_nv import config
 from tinygrad_nv.errors import SpecError
+from tinygrad_nv.patterns.behind import behind
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.index import largest
 from tinygrad_nv.patterns.named import call, lower
@@ -65,7 +67,9 @@ def _matrix(what: QuantMatmul, x: Tensor, *rest: Tensor) -> Tensor:
 
 
 def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
-    what, (x, *rest) = call_.arg.aux, [Tensor(each) for each in call_.src[1:]]
+    what, (x, codes, *rest) = call_.arg.aux, [Tensor(each) for each in call_.src[1:]]
+    # behind: the matrices of all layers would be dequantised before the first gradient is there
+    rest = [Tensor(behind(codes.uop, grad)), *rest]
     made = Tensor(grad) @ _matrix(what, x, *rest)
     sums = Tensor(grad).reshape(-1, what.shape[0]).sum(0).uop if what.bias else None
     return made.uop, *[None] * (len(rest) - what.bias), *[sums] * what.bias

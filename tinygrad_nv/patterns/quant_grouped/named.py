@@ -15,6 +15,7 @@ from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
+from tinygrad_nv.patterns.behind import behind
 from tinygrad_nv.patterns.grouped_gemm.slots import apart, check_slots, require_kinds
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.quant_gemm.named import in_bytes
@@ -97,6 +98,8 @@ def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
     first = 1 + len(stack_buffers(what.type, what.stack))
     places = [0, *(i for i in range(first, len(given)) if dtypes.is_float(given[i].dtype))]
     leaves = [each.detach() for each in given]
+    # as of `quant_matmul`: else the matrices of all layers would be there at once
+    leaves[1] = Tensor(behind(leaves[1].uop, grad))
     found = multiplied(what, *leaves)[0].gradient(*(leaves[i] for i in places), gradient=Tensor(grad))
     made = dict(zip(places, found, strict=True))
     return tuple(made[i].cast(each.dtype).uop if i in made else None for i, each in enumerate(given))

@@ -6,6 +6,7 @@ are. A matrix is read and rounded some rows at a time, so that a whole one of fl
     fp8, fp8_per_channel        e4m3, scales amax / 448 of each output
     fp8_per_tensor, fp8_per_block       of a matrix; of 128 x 128
     int8, int8_per_channel_weight_only      scales amax / 127 of each output
+    bitsandbytes                nf4 (QLoRA, arXiv 2305.14314), scales amax of each 64 inputs of an output
 """
 from __future__ import annotations
 
@@ -20,14 +21,17 @@ import numpy as np
 from tinygrad_nv.errors import WeightError
 from tinygrad_nv.quant.activations import E4M3_MAX
 from tinygrad_nv.quant.floats import as_float32, to_e4m3
-from tinygrad_nv.quant.readers.checks import AGAIN, checked_float
+from tinygrad_nv.quant.packing import packed
+from tinygrad_nv.quant.readers.checks import AGAIN, checked_float, checked_type
 from tinygrad_nv.quant.readers.reader import Along, Get, Stored, StoredMatrix
-from tinygrad_nv.quant.types import E4M3, INT8, QType, Scale
+from tinygrad_nv.quant.types import E4M3, INT8, NF4, Element, QType, Scale
 
-CHANNEL, TENSOR, BLOCK = Scale(1, 0), Scale(0, 0), Scale(128, 128)
+CHANNEL, TENSOR, BLOCK, GROUP = Scale(1, 0), Scale(0, 0), Scale(128, 128), Scale(1, 64)
 SCHEMES = {"fp8": E4M3 @ CHANNEL, "fp8_per_channel": E4M3 @ CHANNEL, "fp8_per_tensor": E4M3 @ TENSOR,
            "fp8_per_block": E4M3 @ BLOCK, "int8": INT8 @ CHANNEL,
-           "int8_per_channel_weight_only": INT8 @ CHANNEL}
+           "int8_per_channel_weight_only": INT8 @ CHANNEL, "bitsandbytes": NF4 @ GROUP}
+MOST = {E4M3: E4M3_MAX, INT8: 127.0, NF4: 1.0}      # the largest magnitude of codes
+BETWEEN = (np.array(NF4.values[1:], np.float32) + np.array(NF4.values[:-1], np.float32)) / 2
 ROWS_BYTES = 1 << 20            # of float32 that are rounded at a time: what is made of them stays in a cache
 TINY = np.float32(1e-12)        # the scale of zeros
 
@@ -43,7 +47,8 @@ class OnlineReader:
         if not layer.endswith("_proj"): return None
         checked_float(stored, name, shape)
         rows, columns = self.type.scale.rows or shape[0], self.type.scale.columns or shape[1]
-        return StoredMatrix(self.type, (name,), lambda get: quantised(self.type, name, get),
+        type = checked_type(layer, self.type, shape)
+        return StoredMatrix(type, (name,), lambda get: quantised(type, name, get),
                             cuts={name: (Along(0, rows, rows), Along(1, columns, columns))})
 
 
@@ -58,24 +63,28 @@ def quantised(type: QType, name: str, get: Get) -> dict[str, np.ndarray]:
     (n, k), rows = raw.shape, type.scale.rows or 1
     count = max(1, ROWS_BYTES // (4 * k) // rows) * rows
     begins = range(0, n, count)
-    codes, e4m3 = np.empty((n, k), np.int8 if type.element is INT8 else np.uint8), type.element is not INT8
-    most = np.float32(E4M3_MAX if e4m3 else 127)
+    codes = np.empty((n, k * type.bits // 8), np.int8 if type.element is INT8 else np.uint8)
 
     def largest(begin: int) -> np.ndarray: return _largest(as_float32(raw[begin:begin + count]), type.scale)
 
     def round_rows(begin: int) -> None:
         part = slice(begin // rows, -(-min(begin + count, n) // rows)) if type.scale.rows else slice(None)
         each = _spread(scales[part], type.scale, len(raw[begin:begin + count]), k)
-        quotients = as_float32(raw[begin:begin + count]) / each
-        codes[begin:begin + count] = to_e4m3(quotients) if e4m3 else np.rint(quotients)
+        codes[begin:begin + count] = _codes(as_float32(raw[begin:begin + count]) / each, type.element)
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
         found = np.concatenate(list(threads.map(largest, begins)))
         if not np.isfinite(found).all():
             raise WeightError(f"{name} holds numbers that are not finite", "finite weights", AGAIN)
         if not type.scale.rows: found = found.max(keepdims=True)
-        scales = np.maximum(found / most, TINY).reshape(type.scale.blocks(n, k))
+        scales = np.maximum(found / np.float32(MOST[type.element]), TINY).reshape(type.scale.blocks(n, k))
         for _ in threads.map(round_rows, begins): pass
     return {"codes": codes, "scales": scales}
+
+
+def _codes(quotients: np.ndarray, element: Element) -> np.ndarray:
+    """The nearest codes of float32 numbers, as they are stored."""
+    if element is NF4: return packed(np.searchsorted(BETWEEN, quotients).astype(np.uint8), 4)
+    return to_e4m3(quotients) if element is E4M3 else np.rint(quotients)
 
 
 def _largest(w: np.ndarray, scale: Scale) -> np.ndarray:
@@ -83,12 +92,12 @@ def _largest(w: np.ndarray, scale: Scale) -> np.ndarray:
     size = np.abs(w)
     if scale == CHANNEL: return np.asarray(size.max(1))
     if scale == TENSOR: return np.asarray(size.max().reshape(1))
-    starts = [np.arange(0, extent, step) for extent, step in zip(w.shape, (scale.rows, scale.columns),
-                                                                strict=True)]
-    return np.asarray(np.maximum.reduceat(np.maximum.reduceat(size, starts[1], 1), starts[0], 0))
+    found = np.maximum.reduceat(size, np.arange(0, w.shape[1], scale.columns), 1)
+    return np.asarray(found if scale.rows == 1 else
+                      np.maximum.reduceat(found, np.arange(0, w.shape[0], scale.rows), 0))
 
 
 def _spread(scales: np.ndarray, scale: Scale, n: int, k: int) -> np.ndarray:
     """Scales that broadcast to n rows of k columns."""
-    if scale != BLOCK: return scales
+    if not scale.columns: return scales
     return scales.repeat(scale.rows, 0)[:n].repeat(scale.columns, 1)[:, :k]

@@ -24,9 +24,12 @@ from tinygrad import Device, Tensor
 from tinygrad.helpers import Context
 from tinygrad.uop.ops import Ops, UOp
 
+from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.quantised import matrices
 from tinygrad_nv.models.weights import slots
+from tinygrad_nv.quant.tensor import QTensor
 from tinygrad_nv.runtime.note import note_of
 from tinygrad_nv.tile.cross_entropy.spec import CrossEntropySpec
 from tinygrad_nv.train import network
@@ -132,8 +135,11 @@ def _made(config: ModelConfig, arguments: TrainingArguments, ranks: int, device:
         model = Llama(config, arguments.weights, device)
         network.extend(model, arguments.max_length)
         return model
+    if config.quantization is not None:
+        raise ConfigError("--plan of quantised weights of a checkpoint", "a model of floats, with "
+                          "--quantization for what they are read as", "plan the model that they were made of")
     model = another()
-    network.require_floats(model)
+    if arguments.online is not None: network.with_empty_matrices(model, arguments.online)
     rows = arguments.per_device_train_batch_size * (2 if arguments.method == "dpo" else 1)
     inputs = Inputs(rows, arguments.max_length, device)
     group = None
@@ -151,8 +157,10 @@ def _held(model: Llama, learner: Learner, step: Step) -> dict[str, set[UOp]]:
     optimizer, parts = learner.optimizer, learner.parts
     states = optimizer.state.parameters.values()
     masters = [each.master for each in states if each.master is not None]
+    quantised = [each for matrix, _ in matrices(model) if isinstance(matrix, QTensor)
+                 for each in matrix.buffers.values()]
     named: dict[str, Iterable[Tensor]] = {
-        "weights": [each.tensor for each in slots(model).values()],
+        "weights": [*quantised, *(each.tensor for each in slots(model).values())],
         "adapter": [] if learner.adapter is None else learner.adapter.parameters.values(),
         "master weights": [*masters, *(parts.optimized.values() if parts.sharded else ())],
         "optimizer state": optimizer.state.tensors().values(),

@@ -3,7 +3,6 @@
 Read in this order:
   policy.py      what a region keeps: policies by name, and budgets
   values.py      the values of a region that a backward pass reads, their bytes and cost
-  behind.py      values that are used again only when a gradient is there
   host.py        values that are on the host in between
   region.py      `checkpoint`: a function as a region
   blocks.py      the layers of a model as regions

@@ -29,8 +29,8 @@ from tinygrad.mixin.gradient import compute_gradient
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.errors import SpecError
+from tinygrad_nv.patterns.behind import behind
 from tinygrad_nv.train.regions import host
-from tinygrad_nv.train.regions.behind import behind
 from tinygrad_nv.train.regions.policy import BUDGET, Policy
 from tinygrad_nv.train.regions.values import inside, kept, nbytes, outside, values
 

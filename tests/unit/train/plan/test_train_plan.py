@@ -14,10 +14,13 @@ from tinygrad.device import Buffer
 from tinygrad.helpers import GlobalCounters
 from tinygrad_nv.models.config import ModelConfig, read_config
 from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.quantised import matrices
+from tinygrad_nv.models.weights import slots
 
 from tinygrad_nv.train import network
 from tinygrad_nv.train.arguments import TrainingArguments, made
 from tinygrad_nv.train.data import Batch
+from tinygrad_nv.train.export import save_pretrained
 from tinygrad_nv.train.objectives import Inputs
 from tinygrad_nv.train.plan import layers, rank_memory
 from tinygrad_nv.train.plan.memory import RankMemory
@@ -132,6 +135,21 @@ def test_ranks_that_gather_layers(folder: Path) -> None:
         return sum(memory.parts.get(name, 0) for name in ("activations", "gradients", "logits", "update"))
     inputs = 4 * given.per_device_train_batch_size * given.max_length * int(str(CONFIG["hidden_size"]))
     assert own(more) - own(few) <= 2 * 2 * inputs
+
+
+def test_weights_that_are_quantised_as_they_are_read(folder: Path, tmp_path: Path) -> None:
+    """What they take in a run; and of a model of matrices that is less than the adapter's step needs more."""
+    source = save_pretrained(network.drawn(folder, dtypes.float32, 0, "CPU"), tmp_path / "model",
+                             tokenizer_files_from=folder)
+    model = network.opened(source, dtypes.float32, "CPU", "bitsandbytes")
+    wanted = sum(int(each.nbytes()) for matrix, _ in matrices(model) for each in matrix.buffers.values())
+    wanted += sum(int(slot.tensor.nbytes()) for slot in {id(each.tensor): each for each in
+                                                         slots(model).values()}.values()
+                  if slot.tensor.uop.buffer.is_allocated())
+    found = rank_memory(config_of(folder), arguments(use_peft=True, load_in_4bit=True), 1, "CPU")
+    assert abs(found.parts["weights"] - wanted) <= BOUND * wanted + SMALL
+    plain = rank_memory(config_of(folder), arguments(use_peft=True), 1, "CPU")
+    assert found.total < plain.total
 
 
 # **** models of many layers ****

@@ -1,0 +1,31 @@
+"""Training on quantised weights: what is refused, in words."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tinygrad import dtypes
+
+from tinygrad_nv.errors import ConfigError, ModelError
+from tinygrad_nv.train import network
+from tinygrad_nv.train.arguments import TrainingArguments
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"quantization": "int3", "use_peft": True}, r"(?s)--quantization int3.*fp8_per_block.*bitsandbytes"),
+    ({"quantization": "int8"}, r"(?s)--quantization int8 without --use-peft.*an adapter"),
+    ({"load_in_4bit": True}, r"(?s)--quantization bitsandbytes without --use-peft"),
+    ({"load_in_4bit": True, "quantization": "fp8", "use_peft": True},
+     r"(?s)--load-in-4bit with --quantization fp8.*bitsandbytes")])
+def test_options(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words): TrainingArguments(**options)      # type: ignore[arg-type]
+
+
+def test_weights(hf_model: Callable[[str], Path]) -> None:
+    model = network.opened(hf_model("llama"), dtypes.float32, quantization="int8")
+    with pytest.raises(ModelError, match=r"(?s)the weights are quantised.*an adapter.*--use-peft"):
+        network.require_trainable(model, adapter=False, fp8=False)
+    with pytest.raises(ModelError, match=r"(?s)quantised, and --precision is of FP8.*--precision bfloat16"):
+        network.require_trainable(model, adapter=True, fp8=True)
+    network.require_trainable(model, adapter=True, fp8=False)
