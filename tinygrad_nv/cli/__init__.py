@@ -18,6 +18,7 @@ from typing import Any
 
 from tinygrad_nv import interrupt, models
 from tinygrad_nv.cli import vllm_options
+from tinygrad_nv.cli.lora_options import add_lora_option
 from tinygrad_nv.cli.model_path import found
 from tinygrad_nv.cli.sampling_options import add_sampling_options, token_ids
 from tinygrad_nv.errors import ModelError, NVError, RequestError
@@ -150,7 +151,7 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser],
     generate.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     generate.add_argument("--trace", type=Path, metavar="FILE", help="time every kernel on its own: a Chrome "
                           "trace to FILE, a table to stderr (slower)")
-    _add_model_options(generate)
+    add_lora_option(_add_model_options(generate))
     add_sampling_options(generate, answers=True)
     generate.set_defaults(run=_generate)
 
@@ -159,14 +160,14 @@ def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser], dir
     chat = commands.add_parser("chat", help="talk to a model", usage="%(prog)s [options] [MODEL]")
     chat.add_argument("model", nargs="?", metavar="MODEL", help=directory)
     chat.add_argument("--system", metavar="TEXT", help="a system message")
-    _add_model_options(chat)
+    add_lora_option(_add_model_options(chat))
     add_sampling_options(chat, answers=False)
     chat.add_argument("--markdown", action=argparse.BooleanOptionalAction,
                       help="render Markdown (default: on a terminal)")
     chat.set_defaults(run=_chat)
 
 
-def _add_model_options(command: argparse.ArgumentParser) -> None:
+def _add_model_options(command: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     group = command.add_argument_group("model")
     group.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, float16, bfloat16")
     group.add_argument("--quantization", "-q", metavar="METHOD",
@@ -187,6 +188,7 @@ def _add_model_options(command: argparse.ArgumentParser) -> None:
     group.add_argument("--data-parallel-size", "-dp", type=int, default=1, metavar="N",
                        help="replicas of the model, each on ranks of its own, that share requests "
                        "(default 1)")
+    return group
 
 
 def _size(text: str) -> int:
@@ -238,27 +240,29 @@ def _model(name: str | None) -> Path:
 
 def _generate(arguments: argparse.Namespace) -> int:
     from tinygrad_nv.cli import console
+    from tinygrad_nv.cli.adapter import adapter
     directory, prompt = _split_words(arguments.words, arguments.prompt_ids is not None)
     request = prompt if arguments.prompt_ids is None else arguments.prompt_ids
     with console.tracing(arguments.trace) as recorded:
         llm = console.load(directory, arguments)
-        params = console.sampling(arguments, llm)
+        params, lora = console.sampling(arguments, llm), adapter(arguments)
         if (params.logprobs, params.prompt_logprobs) != (None, None) and not arguments.json:
             raise RequestError("log probabilities are asked for as text", "--json, which has them",
                                "add --json")
         ids = llm.tokenize(request)  # raises for a bad prompt before anything is compiled
         console.compile_steps(llm, params, len(ids))
         if arguments.json:
-            with recorded(): done = llm.complete(ids, params)
+            with recorded(): done = llm.complete(ids, params, lora_request=lora)
             print(json.dumps(console.report(done, llm)))
             return 0
         with recorded():
             if params.n == 1:
                 console.say(prompt, end="")
-                done = llm.complete(ids, params, lambda piece: console.say(piece.text, end=""))
+                done = llm.complete(ids, params, lambda piece: console.say(piece.text, end=""),
+                                    lora_request=lora)
                 console.say("")
             else:
-                done = llm.complete(ids, params)
+                done = llm.complete(ids, params, lora_request=lora)
                 for each in done.outputs: console.say(prompt + each.text)
         print(console.summary(done, llm), file=sys.stderr)
         return 0

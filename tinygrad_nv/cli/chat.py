@@ -19,8 +19,10 @@ from typing import Any
 
 from tinygrad_nv import cache
 from tinygrad_nv.cli import console
+from tinygrad_nv.cli.adapter import adapter
 from tinygrad_nv.cli.markdown import MarkdownStream
 from tinygrad_nv.engine.llm import LLM
+from tinygrad_nv.engine.lora.request import LoRARequest
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.errors import NVError, RequestError
 
@@ -35,6 +37,7 @@ class Conversation:
     params: SamplingParams
     markdown: bool
     messages: Messages = field(default_factory=list)
+    lora: LoRARequest | None = None
     ended: bool = False
 
     def line(self, text: str) -> None:
@@ -46,7 +49,8 @@ class Conversation:
         """Answers a question. One that does not fit is left out of the conversation."""
         asked, ids = console.fit(self.llm, [*self.messages, {"role": "user", "content": question}])
         with self._written() as write:
-            answer = self.llm.complete(ids, self.params, lambda piece: write(piece.text))
+            answer = self.llm.complete(ids, self.params, lambda piece: write(piece.text),
+                                       lora_request=self.lora)
         self.messages = [*asked, {"role": "assistant", "content": answer.text}]
 
     @contextlib.contextmanager
@@ -177,7 +181,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> int:
     console.compile_steps(llm, params, 1)
     markdown = sys.stdout.isatty() if arguments.markdown is None else arguments.markdown
     system: Messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
-    conversation = Conversation(llm, params, markdown, system)
+    conversation = Conversation(llm, params, markdown, system, adapter(arguments))
     with editing():
         while not conversation.ended and (line := console.ask()) is not None:
             try: conversation.line(line)

@@ -20,6 +20,7 @@ from rich.text import Text
 from tinygrad import Device
 from tinygrad.helpers import DEV
 
+from tinygrad_nv.cli.adapter import adapter, room_for
 from tinygrad_nv.cli.sampling_options import given
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.request_output import CompletionOutput, Logprob, RequestOutput
@@ -69,7 +70,8 @@ def load(directory: Path, arguments: argparse.Namespace, **more: Any) -> LLM:
                       "tensor_parallel_size": arguments.tensor_parallel_size,
                       "pipeline_parallel_size": arguments.pipeline_parallel_size,
                       "data_parallel_size": arguments.data_parallel_size,
-                      "enable_expert_parallel": arguments.enable_expert_parallel, **more})
+                      "enable_expert_parallel": arguments.enable_expert_parallel,
+                      **room_for(adapter(arguments)), **more})
 
 
 def compile_steps(llm: LLM, params: SamplingParams, prompt_tokens: int) -> None:

@@ -1,15 +1,20 @@
-"""Options of adapters, as vLLM's `serve` has them."""
+"""Options of adapters: --lora, and those of vLLM's `serve`."""
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
 
 
+def add_lora_option(group: argparse._ArgumentGroup) -> None:
+    """Adds --lora, of a command that has one answer at a time."""
+    group.add_argument("--lora", metavar="NAME=DIR", help="an adapter (LoRA), as PEFT saves it")
+
+
 def add_lora_options(parser: argparse.ArgumentParser, whole: Callable[[str], int]) -> None:
     """Adds --enable-lora, --lora-modules and their limits."""
     group = parser.add_argument_group("adapters (LoRA)")
     group.add_argument("--enable-lora", action="store_true", help="requests may use adapters")
-    group.add_argument("--lora-modules", nargs="+", metavar="NAME=PATH", default=[],
+    group.add_argument("--lora-modules", "--lora", nargs="+", metavar="NAME=PATH", default=[],
                        help='adapters served under names, or JSON: {"name": …, "path": …}; implies '
                        "--enable-lora")
     group.add_argument("--max-loras", type=whole, default=4, metavar="N",

@@ -133,9 +133,11 @@ class GenerationMethods(PromptMethods):
         return self._stream(self.request(self._name(), prompt, params, lora_request=lora_request))
 
     def complete(self, prompt: Prompt, params: SamplingParams | None = None,
-                 on_delta: Callable[[Delta], None] = lambda _: None) -> RequestOutput:
+                 on_delta: Callable[[Delta], None] = lambda _: None, *,
+                 lora_request: LoRARequest | None = None) -> RequestOutput:
         """The whole answer to one prompt, or its n answers; `on_delta` is called with each delta."""
-        builders = RequestOutputBuilder(request := self.request(self._name(), prompt, params))
+        request = self.request(self._name(), prompt, params, lora_request=lora_request)
+        builders = RequestOutputBuilder(request)
         for delta in self._stream(request):
             on_delta(delta)
             builders.push(delta)
