@@ -35,9 +35,9 @@ def test_weights(tiny: Path) -> None:
     with pytest.raises(ModelError, match=r"(?s)quantised, and --precision is of FP8.*--precision bfloat16"):
         network.require_trainable(model, adapter=True, fp8=True)
     network.require_trainable(model, adapter=True, fp8=False)
-    sparse = SparseTensor(dtypes.float32, (4, 8), *(
+    sparse = SparseTensor(dtypes.bfloat16, (8, 64), *(
         Tensor.empty(*shape, dtype=in_memory(dtype))
-        for shape, dtype in buffers(dtypes.float32, 4, 8).values()))
+        for shape, dtype in buffers(dtypes.bfloat16, 8, 64).values()))
     model.blocks[0].feed_forward.down.parts = SparseWeight(sparse),
     with pytest.raises(ModelError, match=r"(?s)the weights are 2:4 sparse.*dense weights"):
         network.require_trainable(model, adapter=True, fp8=False)
