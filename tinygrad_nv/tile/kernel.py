@@ -204,4 +204,4 @@ class RowSumsKernel:
     @property
     def scratch(self) -> tuple[Scratch, ...]:
         """The workspace."""
-        return (Scratch(dtypes.uint32, self.workspace_words, held=lambda given: self.sorted(given["tokens"])),)
+        return Scratch(dtypes.uint32, self.workspace_words, held=lambda given: self.sorted(given["tokens"])),

@@ -127,7 +127,8 @@ def _emulated(made: Any, memory: dict[str, np.ndarray], places: Sequence[Argumen
 
 def _called(made: Any, memory: dict[str, np.ndarray], places: Sequence[Argument],
             integers: Sequence[int]) -> None:
-    order = with_scratch(made, list(memory.values()), places, lambda some: np.full(some.nbytes, 0xFF, np.uint8))
+    order = with_scratch(made, list(memory.values()), places,
+                         lambda some: np.full(some.nbytes, 0xFF, np.uint8))
     for each in made.kernels: load(each)(*order, *integers, order=range(each.parts)[::-1])
 
 
