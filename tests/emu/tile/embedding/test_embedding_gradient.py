@@ -246,7 +246,8 @@ def test_in_graphs(gpu: NVDevice):
         hidden = embedding(weight, numbers)
         return (hidden.float() @ weight.float().T).sum().gradient(weight)[0]
     names = [each.template for each in explain(gradient()).kernels]
-    assert names.count("embedding") == 2 and names.count("row_sums") >= 1
+    assert names.count("embedding") == 2    # rows, and the gradient
+    assert "row_sums" in names
     ours = gradient().float().numpy()
     np.testing.assert_array_equal(gradient().float().numpy(), ours)
     table, some = weight.float().numpy(), numbers.numpy()
