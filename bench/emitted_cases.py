@@ -50,7 +50,6 @@ from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.attention.schedules import BackwardMma, BackwardWgmma, FlashFma, FlashMma, FlashWgmma
 from tinygrad_nv.tile.attention.spec import AttentionSpec, Band
 from tinygrad_nv.tile.decode.schedules import Decode
-from tinygrad_nv.tile.embedding.spec import EmbeddingSpec
 from tinygrad_nv.tile.expression import (
     Load,
     Sum,
@@ -109,7 +108,8 @@ def emitted(case: Case) -> Emitted:
     computed = target.kind == "cpu" and isinstance(spec, AttentionSpec)
     made = TABLE.build(spec, schedule, target, _integers(spec) if computed else ())
     if isinstance(made, Chain): return Emitted(schedule, [made.first, made.second])
-    return Emitted(schedule, made.kernels, made.workspace_bytes if len(made.kernels) > 1 else 0)
+    shared = sum(each.nbytes for each in made.scratch) if len(made.kernels) > 1 else 0
+    return Emitted(schedule, made.kernels, shared)
 
 
 def _default(spec: Any, target: GPU | CPU) -> Schedule | None:
@@ -326,9 +326,8 @@ def sampled() -> Iterator[Case]:
 
 
 def embedded() -> Iterator[Case]:
-    """Embeddings, whose gradients have templates on the CPU alone."""
-    rows = {label: spec for label, spec in tables().items() if type(spec) is EmbeddingSpec}
-    yield from crossed("embedding", rows, GPUS)
+    """Embeddings and their gradients."""
+    yield from crossed("embedding", tables(), GPUS)
 
 
 def on_cpu() -> Iterator[Case]:

@@ -34,11 +34,11 @@ from emitted_specs import (
     softmax,
     sparse,
 )
-from tinygrad.dtype import dtypes
+from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.tile.attention.spec import Band
 from tinygrad_nv.tile.cross_entropy.spec import CrossEntropySpec, DistillationSpec
-from tinygrad_nv.tile.embedding.spec import EmbeddingSpec, Tokens
+from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
 from tinygrad_nv.tile.gemm.analytic import analytic
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
@@ -65,6 +65,11 @@ def expert_rows(groups: int, tokens: int, rows: int, n: int, k: int, activation:
     """Rows of tokens by the first matrices of experts; without tokens in order, weighted and scattered."""
     if tokens: return GroupedGemmSpec(groups, rows, n, k, BF16, tokens, rows // tokens, activation=activation)
     return GroupedGemmSpec(groups, rows, n, k, BF16, scatter=True, weighted=True)
+
+
+def table_gradient(rows: int, width: int, tokens: int, dtype: DType = BF16) -> EmbeddingGradientSpec:
+    """The gradient of a table, of tokens that lie side by side."""
+    return EmbeddingGradientSpec(rows, width, dtype, Tokens(dtypes.int32, (tokens,), (1,)))
 
 
 def transposed(spec: GroupedGemmSpec) -> TransposedGroupedSpec:
@@ -128,6 +133,9 @@ SPECS: dict[str, dict[str, Any]] = {
     "column_sum": {"weight of a norm": norm_weight(4096, 4096), "bias *": bias_sum(8192, 14336)},
     "kv_append": {"bf16": append()},
     "embedding": {"bf16": EmbeddingSpec(128256, 4096, BF16, Tokens(dtypes.int32, (4, 1024), (1024, 1)))},
+    "embedding_gradient": {
+        "50304x768": table_gradient(50304, 768, 16384),
+        "128256x4096 *": table_gradient(128256, 4096, 8192), "f32 *": table_gradient(50257, 768, 16384, F32)},
     "threshold": {"top-k": FilterSpec(16, 32000, Number.top_k, counted=True),
                   "top-p *": FilterSpec(16, 128256, Number.top_p)},
     "choice": {"draw": ChoiceSpec(16, 32000)}, "count": {"16 tokens": CountSpec(16, 16, 32000)},

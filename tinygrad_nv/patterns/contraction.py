@@ -147,12 +147,13 @@ def side(space: Space, source: UOp, at: Indices, strip: bool, memory: Callable[[
     """An operand, at the indices of one of its elements. Casts move to the storage, or into the kernel."""
     node, where, casts = source, at, list[DType]()
     level: tuple[UOp, Indices] | None = None
-    stuck = False
+    stuck, flat = False, True
     while not memory(node) and not stuck:
         if node.op is Ops.CAST:
             level = level or (node, where)
             casts.append(node.dtype)
         elif node.op in GroupOp.Movement:
+            flat = flat and (level is None or node.op is Ops.RESHAPE)
             try: where = space.through(node, where)
             except NotAffine:
                 stuck = True
@@ -162,8 +163,11 @@ def side(space: Space, source: UOp, at: Indices, strip: bool, memory: Callable[[
     if node.device is None: raise NotOurs("", final=True)  # made of constants
     path = _path(node, casts, source.dtype if strip else None)
     if len(path) == 1 and memory(node): return Side(node, space.lies(node.shape, where), source, at)
-    # a cast of a part of something large is made of that part
-    if level is not None and len(path) > 1 and _numel(level[0]) < _numel(node): node, where = level
+    # a cast of a part of something large is made of that part; one of what is computed is the graph's own,
+    # which others may use
+    if level is not None and len(path) > 1 and (
+            _numel(level[0]) < _numel(node) or (flat and len(casts) == 1 and not memory(node))):
+        node, where = level
     for dtype in path[1:]: node = node.cast(dtype)
     # what tinygrad takes for storage may be a part of it
     stored = node.contiguous() if node.op in GroupOp.Movement or node.op is Ops.AFTER else node

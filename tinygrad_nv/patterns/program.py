@@ -40,7 +40,7 @@ from tinygrad.uop.ops import (
 from tinygrad_nv import hooks
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.runtime.note import Note, ProgramKernel
-from tinygrad_nv.tile.kernel import Chain, RouterKernel, Scratch, TileKernel
+from tinygrad_nv.tile.kernel import Chain, RouterKernel, RowSumsKernel, Scratch, TileKernel
 from tinygrad_nv.tile.launch import PLAIN, LaunchConfig
 
 FIRST_SLOT = 1 << 20
@@ -124,6 +124,8 @@ class Built(Protocol):
 COMBINE = Note("combine", "adds up the splits of the kernel before")
 PIECES = Note("pieces", "the best, or the sums, of what the kernel before has found")
 ORDER = Note("order", "orders the slots of the kernel before")
+ROW_SUMS = Note("row_sums", "adds up the rows that a kernel before has sorted")
+FOLLOWING = {RouterKernel: ORDER, RowSumsKernel: ROW_SUMS}    # of a call's kernels after the first
 
 
 def called(made: Built | Chain, device: str | tuple[str, ...], outputs: Sequence[Output | UOp],
@@ -143,8 +145,8 @@ def called(made: Built | Chain, device: str | tuple[str, ...], outputs: Sequence
     done: tuple[UOp, ...] = ()
     for kernel in made.kernels:
         if done:
-            flops, nbytes = 0, sum(s.count * s.dtype.itemsize for s in made.scratch)
-            note = ORDER if isinstance(made, RouterKernel) else COMBINE
+            flops, nbytes = 0, sum(each.nbytes for each in made.scratch)
+            note = FOLLOWING.get(type(made), COMBINE)
         done = program(kernel.name, kernel.text, device, done or [out for out, _ in given], inputs,
                        grid=_grid(kernel, rows), block=kernel.block, variables=variables, flops=flops,
                        nbytes=nbytes, note=note, parts=kernel.parts, launch=kernel.launch)

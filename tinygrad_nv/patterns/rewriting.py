@@ -133,9 +133,17 @@ def stored(node: UOp) -> UOp:
 
 
 def _dense(x: UOp) -> UOp:
-    """What a reshape, or a shrink that cuts nothing, is of: the same elements in the same order."""
-    while x.op is Ops.RESHAPE or (x.op is Ops.SHRINK and x.shape == x.src[0].shape): x = x.src[0]
-    return x
+    """What a reshape, a shrink that cuts nothing, or a permutation there and back, is of: the same elements in
+    the same order."""
+    while True:
+        if x.op is Ops.RESHAPE or (x.op is Ops.SHRINK and x.shape == x.src[0].shape): x = x.src[0]
+        elif x.op is Ops.PERMUTE and x.src[0].op is Ops.PERMUTE and _undone(x): x = x.src[0].src[0]
+        else: return x
+
+
+def _undone(x: UOp) -> bool:
+    """Whether a permutation undoes that of its source."""
+    return [x.src[0].marg[axis] for axis in x.marg] == list(range(len(x.marg)))
 
 
 def _stored_in_place(target: UOp, value: UOp) -> UOp | None:

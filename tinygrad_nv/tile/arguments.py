@@ -3,7 +3,8 @@
 Protocol: `calls(made, spec)` are the kernels of what a template built, each with the arguments it has;
 `with_scratch` puts a kernel's scratch among its pointers; `launches(made, spec, alloc)` are its launches with
 memory that `alloc` makes: so many bytes of zeros, with integers at the beginning that are places of something
-else (a table of pages, lengths: `Argument.usual`), or what is `given` for an argument's name.
+else (a table of pages, lengths: `Argument.usual`), or what is `given` for an argument's name; scratch with
+what it held.
 `integers(spec)` are the integer arguments, at their most.
 """
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.tile.kernel import Chain, TileKernel
+from tinygrad_nv.tile.kernel import Chain, Scratch, TileKernel
 from tinygrad_nv.tile.reference import Argument, dense
 from tinygrad_nv.tile.templates import TABLE
 
@@ -38,12 +39,12 @@ def calls(made: Any, spec: Any) -> list[tuple[Any, tuple[Argument, ...]]]:
 
 
 def with_scratch(made: Any, pointers: Sequence[Memory], places: Sequence[Argument],
-                 alloc: Callable[[int], Memory]) -> list[Memory]:
+                 alloc: Callable[[Scratch], Memory]) -> list[Memory]:
     """A kernel's pointers: scratch comes among the results or after them (kernel.py)."""
     outs = sum(each.role != "in" for each in places)
     order = list(pointers[:outs])
     for each in made.scratch:
-        order.insert(len(order) if each.at is None else each.at, alloc(each.count * each.dtype.itemsize))
+        order.insert(len(order) if each.at is None else each.at, alloc(each))
     return order + list(pointers[outs:])
 
 
@@ -51,13 +52,15 @@ def launches(made: Any, spec: Any, alloc: Alloc[Memory],
              given: Contents = NOTHING) -> Iterator[tuple[TileKernel, list[Memory]]]:
     """Each kernel with its pointers, in the order of launches."""
     memory: dict[str, Memory] = {}
+    arrays: dict[str, np.ndarray | None] = {}
     for one, places in calls(made, spec):
         for each in places:
             nbytes = max(ALIGNED, each.size * each.dtype.itemsize)
-            contents = given.get(each.name, _contents(each))
+            contents = arrays[each.name] = given.get(each.name, _contents(each))
             if each.name not in memory: memory[each.name] = alloc(nbytes, contents)
         order = with_scratch(one, [memory[each.name] for each in places], places,
-                             lambda nbytes: alloc(max(ALIGNED, nbytes), None))
+                             lambda some: alloc(max(ALIGNED, some.nbytes),
+                                                some.held(arrays) if some.held else None))
         for kernel in one.kernels: yield kernel, order
 
 

@@ -13,7 +13,8 @@ All pointers are beginnings of buffers, aligned to 16 bytes; offsets are the ker
 """
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from tinygrad.dtype import DType, dtypes
@@ -26,10 +27,17 @@ FLAGS = 2  # the pointer parameter of a matmul's flags: out, workspace, flags
 @dataclass(frozen=True)
 class Scratch:
     """Memory of a call that nothing reads afterwards: so many elements, as an output that comes at place `at`
-    among the outputs, or after the others."""
+    among the outputs, or after the others. `held`: what a prediction of the kernels that read it finds there,
+    by the arrays of the call's arguments by name."""
     dtype: DType
     count: int
     at: int | None = None
+    held: Callable[[Any], Any] | None = field(default=None, compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.count * self.dtype.itemsize
 
     @staticmethod
     def floats(nbytes: int) -> tuple[Scratch, ...]:
@@ -182,3 +190,18 @@ class RouterKernel:
     def scratch(self) -> tuple[Scratch, ...]:
         """The workspace."""
         return (Scratch(dtypes.uint32, self.workspace_words),)
+
+
+@dataclass(frozen=True)
+class RowSumsKernel:
+    """The kernels of a table's gradient, launched one after the other, all with the same parameters: out;
+    workspace, so many u32, never initialised; tokens; grad. `sorted`: what the first leaves at the
+    workspace's beginning, of tokens."""
+    kernels: tuple[TileKernel, ...]
+    workspace_words: int
+    sorted: Callable[[Any], Any] = field(compare=False)
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        """The workspace."""
+        return Scratch(dtypes.uint32, self.workspace_words, held=lambda given: self.sorted(given["tokens"])),

@@ -30,7 +30,7 @@ def launched(spec: object, schedule: Schedule, tapes: Tapes | None,
     made = TABLE.build(spec, schedule, HOPPER).kernels[0]
     emu, given, arguments = Emulator("sm_90a", seed=seed), storages(spec), TABLE.arguments(spec)
     memory = [emu.alloc(bits(each)) for each in given.values()]
-    order = with_scratch(made, memory, arguments, lambda nbytes: emu.alloc(np.zeros(nbytes, np.uint8)))
+    order = with_scratch(made, memory, arguments, lambda some: emu.alloc(np.zeros(some.nbytes, np.uint8)))
     maps = [tensor_map(order, each, 0) for each in made.launch.maps]
     report = emu.launch(made.ptx, made.grid, made.threads, [*order, *maps], dynamic_smem=made.dynamic_smem,
                         cluster=made.cluster, tapes=tapes)

@@ -111,7 +111,7 @@ def _emulated(made: Any, memory: dict[str, np.ndarray], places: Sequence[Argumen
               integers: Sequence[int]) -> None:
     emu = Emulator(gpu.arch, seed=seed)
     buffers = {name: emu.alloc(data) for name, data in memory.items()}
-    order = with_scratch(made, list(buffers.values()), places, lambda nbytes: emu.alloc(nbytes))
+    order = with_scratch(made, list(buffers.values()), places, lambda some: emu.alloc(some.nbytes))
     for each in made.kernels:
         for zero in each.launch.zeroed:
             order[zero.pointer].data[:zero.nbytes] = 0
@@ -127,7 +127,8 @@ def _emulated(made: Any, memory: dict[str, np.ndarray], places: Sequence[Argumen
 
 def _called(made: Any, memory: dict[str, np.ndarray], places: Sequence[Argument],
             integers: Sequence[int]) -> None:
-    order = with_scratch(made, list(memory.values()), places, lambda nbytes: np.full(nbytes, 0xFF, np.uint8))
+    order = with_scratch(made, list(memory.values()), places,
+                         lambda some: np.full(some.nbytes, 0xFF, np.uint8))
     for each in made.kernels: load(each)(*order, *integers, order=range(each.parts)[::-1])
 
 

@@ -2,8 +2,9 @@
 
 Protocol. `forward` is what patterns/named.py asks for. The spec comes from the arguments (reading.py). Where
 there is none, the reference implementation is inlined, of which match.py says why. Without the LSE the result
-is written as what follows reads it, or stores it. With it, the result lies as q does: where q is a view of
-[B, S_q, H, D], as the heads of a projection are, so is the result, as the next one reads it.
+is written as what follows reads it, or stores it. With it, the result lies as q does, or as what follows
+turns it: where q is a view of [B, S_q, H, D], as the heads of a projection are, so is the result, and where
+the next projection reads it so.
 """
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def forward(what: FlashAttention, target: Target, uses: Uses, *arguments: UOp) -
         logs = [program.Output((*found.spec.batch, found.spec.s_q), dtypes.float32)] * lse
         made[attempt.end], *rest = called(attempt, found, how, inputs, *logs)
         for log in rest: made[uses.call.gettuple(LSE)] = log.reshape(shape_of(operands[0])[:3])
-    reason = tried(_attempts(out, tail, lse and lies_by_rows(operands[0])), take)
+    by_rows = lse and (lies_by_rows(operands[0]) or any(map(_turns, uses.users[out])))
+    reason = tried(_attempts(out, tail, by_rows), take)
     if reason and lse: program.miss(NEAR, out, reason)
     return made or None
 
@@ -73,6 +75,9 @@ def _tail(out: UOp, after: tuple[UOp, ...]) -> tuple[UOp, ...]:
         found.append(node)
         dtype = node.dtype
     return tuple(found)
+
+
+def _turns(node: UOp) -> bool: return node.op is Ops.PERMUTE and node.marg == BY_ROWS
 
 
 def _attempts(out: UOp, tail: tuple[UOp, ...], by_rows: bool) -> list[Attempt]:

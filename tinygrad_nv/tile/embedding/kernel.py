@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.embedding.rows import token_place
 from tinygrad_nv.tile.embedding.spec import EmbeddingSpec
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.schedule import Schedule
@@ -48,7 +49,7 @@ def _write(kb: Kernel, spec: EmbeddingSpec, team: int, tokens: int, piece: int, 
         there = token < count
         first = (kb.ctaid.y * (team * deep) + lane) * piece
         number = kb.reg("s64", -1 - spec.rows)
-        at = _place(kb, spec, numbers, token)
+        at = token_place(kb, spec, numbers, token)
         if kb.hopper: kb.wait_for_previous_grid()
         kind = f"s{8 * spec.tokens.dtype.itemsize}"
         short = number if kind == "s64" else kb.reg("s32", -1 - spec.rows)
@@ -73,17 +74,6 @@ def _write(kb: Kernel, spec: EmbeddingSpec, team: int, tokens: int, piece: int, 
         for i, (words, guard) in enumerate(loaded):
             kb.emit(f"st.global{vector}.{kind}", target.at(i * team * piece), words if vector else words[0],
                    guard=guard)
-
-
-def _place(kb: Kernel, spec: EmbeddingSpec, numbers: Value, token: Value) -> Value:
-    """Where a token's number lies: u64."""
-    size, rest = spec.tokens.dtype.itemsize, token
-    at = numbers + spec.tokens.offset * size if spec.tokens.offset else numbers
-    if len(spec.tokens.extents) == 1: return advanced(kb, at, token, spec.tokens.strides[0] * size)
-    for extent, stride in reversed(list(zip(spec.tokens.extents, spec.tokens.strides, strict=True))):
-        at = advanced(kb, at, rest % extent, stride * size)
-        rest = rest // extent
-    return at
 
 
 def _unsigned(kb: Kernel, value: Value) -> Value:

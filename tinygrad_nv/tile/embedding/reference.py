@@ -11,8 +11,9 @@ from tinygrad_nv.tile.reference import Argument, Given, Place, dense, gathered, 
 def arguments(spec: EmbeddingSpec) -> tuple[Argument, ...]:
     """out, weight, tokens; of a gradient out, tokens, grad."""
     lies, table = spec.tokens, dense(spec.rows, spec.width)
+    spread = range(0, spec.rows, max(1, spec.rows // lies.count))
     tokens = Argument("tokens", lies.dtype, (Place(lies.offset, lies.extents, lies.strides),),
-                      values=range(-spec.rows - 3, spec.rows + 3), usual=range(spec.rows))
+                      values=range(-spec.rows - 3, spec.rows + 3), usual=spread)
     rows = dense(*lies.extents, spec.width)
     if isinstance(spec, EmbeddingGradientSpec):
         return Argument("out", spec.dtype, (table,), "out"), tokens, Argument("grad", spec.dtype, (rows,))

@@ -6,7 +6,9 @@ row. `tokens` are where they lie: extents, the first of which may be the most th
     out[t, :]    = weight[tokens[t], :]                       0 where there is no such row
     dweight[v, :] = Σ grad[t, :] over t with tokens[t] = v     0 where there is none
 
-Sums are of float32, from the first token to the last, and rounded to the weight's dtype once.
+Sums are of float32, in the order of tokens, and rounded to the weight's dtype once. A GPU adds up the tokens
+of a row by segments of `SEGMENT`, then these sums, then the tokens after the last segment; a CPU adds one
+token after the other. The order depends on nothing else.
 """
 from __future__ import annotations
 
@@ -22,6 +24,7 @@ from tinygrad_nv.tile.gemm.spec import FLOAT16S
 FLOATS = (dtypes.float32, *FLOAT16S)
 TABLES = (*FLOATS, dtypes.uint8, dtypes.int8)   # codes and scales of quantised tables are copied, too
 TOKENS = (dtypes.int32, dtypes.int64)
+SEGMENT = 32    # tokens of a row that a GPU adds up apart
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""The template of rows of a table on a GPU."""
+"""The templates of rows of a table and of its gradient on a GPU."""
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tinygrad_nv.tile.embedding.spec import EmbeddingSpec
+from tinygrad_nv.tile.embedding import plan
+from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import Family, fixed
 
@@ -15,10 +16,18 @@ class Embedding(Schedule):
     template: ClassVar[str] = "embedding"
 
 
+@dataclass(frozen=True)
+class EmbeddingGradient(Schedule):
+    """Nothing to choose."""
+    template: ClassVar[str] = "embedding_gradient"
+
+
 def problems(spec: EmbeddingSpec, arch: str) -> list[str]:
     """Why a table has no kernel; empty when it has one."""
     return [f"rows of {spec.row_bytes} bytes"] * (spec.row_bytes % 2)
 
 
 EMBEDDING = fixed(EmbeddingSpec, Embedding, problems, "tinygrad_nv.tile.embedding.kernel", "embedding")
-FAMILY = Family("embedding", (EMBEDDING,))
+GRADIENT = fixed(EmbeddingGradientSpec, EmbeddingGradient, plan.problems,
+                 "tinygrad_nv.tile.embedding.gradient", "gradient")
+FAMILY = Family("embedding", (EMBEDDING, GRADIENT))

@@ -115,7 +115,7 @@ def test_in_graphs(gpu: NVDevice):
 
 
 def test_some_rows_of_a_step_and_a_gradient(gpu: NVDevice):
-    """Hidden rows that are computed; a symbolic number of tokens; the gradient is tinygrad's."""
+    """Hidden rows that are computed; a symbolic number of tokens; the gradient."""
     x = Tensor(np.arange(60, dtype=np.float32).reshape(12, 5), device=gpu.device).realize()
     wanted = Tensor(np.array([3, 11, 0, 5], np.int32), device=gpu.device).realize()
     step = TinyJit(lambda which: embedding((x + 1).contiguous(), which).contiguous().realize())

@@ -37,7 +37,7 @@ def launched(spec: QuantGemmSpec, made: GemmKernel, arch: str) -> Report:
     """A launch on the emulator."""
     emu, places, given = Emulator(arch), TABLE.arguments(spec), storages(spec)
     buffers = [emu.alloc(bits(given[each.name])) for each in places]
-    order = with_scratch(made, buffers, places, lambda nbytes: emu.alloc(nbytes))
+    order = with_scratch(made, buffers, places, lambda some: emu.alloc(some.nbytes))
     maps = [tensor_map(order, one, 0) for one in made.launch.maps]
     for zero in made.launch.zeroed: order[zero.pointer].data[:zero.nbytes] = 0
     return emu.launch(made.ptx, made.grid, made.threads, [*order, *maps],

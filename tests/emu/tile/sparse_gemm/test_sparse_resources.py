@@ -75,7 +75,7 @@ def test_main_loops_have_no_bank_conflict(spec: SparseGemmSpec, schedule: Schedu
     made, emu = TABLE.build(spec, schedule, gpu), Emulator(gpu.arch)
     given = storages(spec)
     buffers = [emu.alloc(bits(given[each.name])) for each in TABLE.arguments(spec)]
-    order = with_scratch(made, buffers, TABLE.arguments(spec), lambda nbytes: emu.alloc(nbytes))
+    order = with_scratch(made, buffers, TABLE.arguments(spec), lambda some: emu.alloc(some.nbytes))
     maps = [tensor_map(order, one, 0) for one in made.launch.maps]
     report = emu.launch(made.ptx, made.grid, made.threads, [*order, *maps], dynamic_smem=made.dynamic_smem,
                         cluster=made.cluster)
