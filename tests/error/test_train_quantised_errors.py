@@ -1,7 +1,6 @@
 """Training on quantised weights: what is refused, in words."""
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
