@@ -9,7 +9,6 @@ from __future__ import annotations
 from tinygrad import Tensor
 from tinygrad.helpers import Context
 
-from tinygrad_nv.models.dense import DenseBatch, Documents
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.weights import slots
 from tinygrad_nv.train.objectives import Inputs
@@ -23,8 +22,7 @@ def first_bad(model: Llama, inputs: Inputs, documents: bool) -> str:
 
 
 def _first_bad(model: Llama, inputs: Inputs, documents: bool) -> str:
-    found = Documents(inputs.positions, inputs.segments) if documents else None
-    batch = DenseBatch(0, model.rope_tables, None, found)
+    batch = inputs.of(model, documents)
     x = model.embedded(inputs.tokens).realize()
     if not finite(x): return _told(model, "model.embed_tokens")
     for i, block in enumerate(model.blocks):
