@@ -87,7 +87,14 @@ class LossOptions:
 
 def losses(model: Llama, inputs: Inputs, options: LossOptions, reduction: Literal["sum", "none"]) -> Tensor:
     """The cross entropy of targets: their sum, or with "none" each, (rows, width)."""
-    hidden, config = model.hidden_batch(inputs.tokens, inputs.of(model, options.documents)), model.config
+    hidden = model.hidden_batch(inputs.tokens, inputs.of(model, options.documents))
+    return cross_entropy(model, hidden, inputs, options, reduction)
+
+
+def cross_entropy(model: Llama, hidden: Tensor, inputs: Inputs, options: LossOptions,
+                  reduction: Literal["sum", "none"]) -> Tensor:
+    """`losses` of the last layer's normalised output."""
+    config = model.config
     return linear_cross_entropy(hidden, model.head, inputs.targets,
                                 reduction=reduction,
                                 softcap=config.logit_softcap, divisor=config.logit_divisor,

@@ -44,7 +44,7 @@ class StepResult:
     precision: dict[str, float]
 
 
-def _captured(program: Callable[[], Any]) -> Any:
+def captured(program: Callable[[], Any]) -> Any:
     """A TinyJit that captures at the first call. By itself it would run the program without a plan of its
     memory first, which took 1.3 times the bytes of a captured step where this was measured."""
     made = TinyJit(program)
@@ -71,9 +71,9 @@ class Step:
         if self.sums is not None: self._taken = self.sums.gradients if parts is None else \
             parts.taken(self.sums.gradients)
         self.done, self._skipped = 0, -1    # before the first step it is not read: a run may go on
-        self._whole, self._part, self._end = _captured(self._run), _captured(self._add), _captured(self._take)
-        self._joined = _captured(self._join)
-        self._evaluate = _captured(self._summed)
+        self._whole, self._part, self._end = captured(self._run), captured(self._add), captured(self._take)
+        self._joined = captured(self._join)
+        self._evaluate = captured(self._summed)
 
     @property
     def programs(self) -> tuple[Callable[[], object], ...]:
@@ -93,12 +93,10 @@ class Step:
 
     def __call__(self, batches: Sequence[Batch], count: int) -> StepResult:
         """Takes a step on this rank's micro-batches. `count` is what is counted on all ranks."""
-        found, precision = np.zeros(1 + len(self.objective.names)), self._precision()
+        precision = self._precision()
         if self._skipped < 0: self._skipped = self.skipped
         with Context(TRAINING=1):
-            for number, batch in enumerate(batches):
-                self.objective.fill(batch, max(count, 1), self._number(number))
-                found += (self._whole if self.sums is None else self._part)().numpy()
+            found = self._passed(batches, max(count, 1))
             if self.sums is not None:
                 if self._joins: self._joined()
                 self._end()
@@ -112,6 +110,14 @@ class Step:
         before, self._skipped = self._skipped, self.skipped
         return StepResult(loss, dict(zip(self.objective.names, rest, strict=True)),
                           float(self.optimizer.grad_norm.item()), self._skipped > before, precision)
+
+    def _passed(self, batches: Sequence[Batch], count: int) -> np.ndarray:
+        """The sums of all micro-batches, whose gradients are added up, or taken where there is one program."""
+        found = np.zeros(1 + len(self.objective.names))
+        for number, batch in enumerate(batches):
+            self.objective.fill(batch, count, self._number(number))
+            found += (self._whole if self.sums is None else self._part)().numpy()
+        return found
 
     def evaluate(self, batch: Batch) -> np.ndarray:
         """The sums of a batch, with the weights as they are: loss first, float64."""
@@ -159,11 +165,15 @@ class Step:
         return sums.realize(*seen, *self._updated(gradients))
 
     def _add(self) -> Tensor:
-        assert self.sums is not None
         sums, gradients, seen = self._derived()
+        return sums.realize(*seen, *self._added_up(gradients))
+
+    def _added_up(self, gradients: Named) -> list[Tensor]:
+        """What is to be realized to add a micro-batch's gradients to the sums."""
+        assert self.sums is not None
         # in memory first: of two terms (a tied embedding has) the kernel would add one, then the other
         for name, tensor in self._added.items(): tensor.grad = gradients[name].contiguous()
-        return sums.realize(*seen, *self.sums.schedule_add())
+        return self.sums.schedule_add()
 
     def _take(self) -> None:
         assert self.sums is not None

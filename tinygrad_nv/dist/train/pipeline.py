@@ -31,9 +31,10 @@ from tinygrad_nv.errors import DistError
 
 class Stage(Protocol):
     """Part of a network. `x` is None for the first stage, `grad` for the last. With `weights`, `backward`
-    computes gradients of parameters, too; without, `weights` is called later. Results are realized."""
+    computes gradients of parameters, too; without, `weights` is called later. Results are realized. That of
+    the last stage's `forward`, which no stage waits for, may be None."""
 
-    def forward(self, microbatch: int, x: Tensor | None) -> Tensor: ...
+    def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None: ...
 
     def backward(self, microbatch: int, grad: Tensor | None, weights: bool) -> Tensor | None: ...
 
