@@ -18,19 +18,25 @@ LOSS = "the loss"
 
 def first_bad(model: Llama, inputs: Inputs, documents: bool) -> str:
     """The layer in words."""
-    with Context(TRAINING=1): return _first_bad(model, inputs, documents)
+    with Context(TRAINING=1): return first_bad_layer(model, inputs, documents)[0]
 
 
-def _first_bad(model: Llama, inputs: Inputs, documents: bool) -> str:
-    batch = inputs.of(model, documents)
-    x = model.embedded(inputs.tokens).realize()
-    if not finite(x): return _told(model, "model.embed_tokens")
+def first_bad_layer(model: Llama, inputs: Inputs, documents: bool, x: Tensor | None = None
+                    ) -> tuple[str, Tensor]:
+    """The layer in words, and what the last one makes of the batch; of a stage of a pipeline the first of
+    its own, which gets the hidden states x."""
+    batch, stage, bad = inputs.of(model, documents), model.parallel, list[str]()
+    first, ends = (0, True) if stage is None else (stage.layers.start, stage.last)
+
+    def seen(made: Tensor, layer: str, own: str = "") -> Tensor:
+        made = made.realize()
+        if not bad and not finite(made): bad.append(_told(model, layer, own or layer))
+        return made
+    if x is None: x = seen(model.embedded(inputs.tokens), "model.embed_tokens")
     for i, block in enumerate(model.blocks):
-        x = block(x, batch, None).realize()
-        if not finite(x): return _told(model, f"model.layers.{i}")
-    x = model.norm(x).realize()
-    if not finite(x): return _told(model, "model.norm")
-    return _told(model, "lm_head") if not finite(model.logits(x)) else LOSS
+        x = seen(block(x, batch, None), f"model.layers.{first + i}", f"model.layers.{i}")
+    if ends: seen(model.logits(seen(model.norm(x), "model.norm")), "lm_head")
+    return (bad or [LOSS])[0], x
 
 
 def finite(x: Tensor) -> bool:
@@ -38,7 +44,9 @@ def finite(x: Tensor) -> bool:
     return bool(x.isfinite().all().item())
 
 
-def _told(model: Llama, layer: str) -> str:
+def _told(model: Llama, layer: str, own: str) -> str:
+    """A layer, which is `own` in this network."""
     for name, slot in slots(model).items():
-        if name.startswith(layer + ".") and not finite(slot.tensor): return f"{layer}, whose {name} has one"
+        if name.startswith(own + ".") and not finite(slot.tensor):
+            return f"{layer}, whose {layer}{name.removeprefix(own)} has one"
     return layer

@@ -152,7 +152,11 @@ class Step:
         found = loss.gradient(*own.values(), *meters)
         gradients = dict(zip(own, found, strict=False))
         seen = [] if fp8 is None else fp8.schedule_seen(found[len(own):])
-        return Tensor.stack(*sums), gradients if self.parts is None else self.parts.each(gradients), seen
+        return Tensor.stack(*sums), self.each(gradients), seen
+
+    def each(self, gradients: Named) -> Named:
+        """What is added up of a micro-batch's gradients."""
+        return gradients if self.parts is None else self.parts.each(gradients)
 
     def _updated(self, gradients: Named) -> list[Tensor]:
         """What is to be realized of an update."""
@@ -166,14 +170,14 @@ class Step:
 
     def _add(self) -> Tensor:
         sums, gradients, seen = self._derived()
-        return sums.realize(*seen, *self._added_up(gradients))
+        return sums.realize(*seen, *self.added_up(gradients))
 
-    def _added_up(self, gradients: Named) -> list[Tensor]:
-        """What is to be realized to add a micro-batch's gradients to the sums."""
+    def added_up(self, gradients: Named) -> list[Tensor]:
+        """What is to be realized to add gradients of a micro-batch to the sums, by name."""
         assert self.sums is not None
         # in memory first: of two terms (a tied embedding has) the kernel would add one, then the other
-        for name, tensor in self._added.items(): tensor.grad = gradients[name].contiguous()
-        return self.sums.schedule_add()
+        for name, each in gradients.items(): self._added[name].grad = each.contiguous()
+        return self.sums.schedule_add(names=gradients)
 
     def _take(self) -> None:
         assert self.sums is not None
