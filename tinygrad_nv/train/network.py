@@ -74,7 +74,7 @@ def named(model: Llama) -> dict[str, Tensor]:
     """The tensors of a network, each by the first of its names in the whole network: of a stage of a pipeline
     layers have the numbers that they have there."""
     if first := 0 if model.parallel is None else model.parallel.layers.start:
-        from tinygrad_nv.models.shares import moved     # which loads dist/
+        from tinygrad_nv.models.shares import moved  # which loads dist/
     out, seen = dict[str, Tensor](), set[int]()
     for name, slot in slots(model).items():
         if id(slot.tensor) in seen: continue

@@ -112,7 +112,7 @@ class Step:
                           float(self.optimizer.grad_norm.item()), self._skipped > before, precision)
 
     def _passed(self, batches: Sequence[Batch], count: int) -> np.ndarray:
-        """The sums of all micro-batches, whose gradients are added up, or taken where there is one program."""
+        """The sums of all micro-batches, whose gradients are added up, or taken by the one program."""
         found = np.zeros(1 + len(self.objective.names))
         for number, batch in enumerate(batches):
             self.objective.fill(batch, count, self._number(number))
