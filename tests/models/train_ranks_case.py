@@ -66,3 +66,15 @@ def apart(output: Path, other: Path) -> float:
     """The largest difference of weights, by the largest weight of each tensor."""
     a, b = weights(output), weights(other)
     return max(float(np.abs(a[name] - b[name]).max() / np.abs(b[name]).max()) for name in b)
+
+
+# an epsilon above gradients that are nothing but rounding: Adam makes whole steps of these
+STEADY = ("--adam-epsilon", "1e-3", "--max-steps", "10", "--max-grad-norm", "0.5")
+
+
+def near(output: Path, other: Path) -> None:
+    """Losses and norms of each step within 1e-5, evaluations, too, and weights within 1e-4 of the largest."""
+    for one, two in zip(log(output), log(other), strict=True):
+        for key in ("step", "loss", "grad_norm", "eval_loss"):
+            if key in two: assert one[key] == pytest.approx(two[key], rel=1e-5), (two["step"], key)
+    assert apart(output, other) < 1e-4

@@ -66,7 +66,8 @@ class Inputs:
 
 
 class Objective(Protocol):
-    """What is learnt."""
+    """What is learnt, of a model."""
+    model: Llama
     inputs: Inputs
 
     @property

@@ -18,18 +18,15 @@ Only the last stage has sums of the loss; the others give zeros, and the sums ov
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from tinygrad import Tensor
 from tinygrad.helpers import Context
 
 from tinygrad_nv.dist.collectives.functions import recv, send
-from tinygrad_nv.dist.group import Group
-from tinygrad_nv.dist.train import schedules
 from tinygrad_nv.dist.train.pipeline import Pipeline
 from tinygrad_nv.dist.train.schedules import Schedule
-from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.train.data import Batch
 from tinygrad_nv.train.diagnosis import LOSS, finite, first_bad_layer
 from tinygrad_nv.train.network import parameters
@@ -37,13 +34,8 @@ from tinygrad_nv.train.objectives import Inputs, LossOptions, Supervised, cross_
 from tinygrad_nv.train.optimizers import Optimizer
 from tinygrad_nv.train.parts import Named, Parts
 from tinygrad_nv.train.ranks import OneRank
+from tinygrad_nv.train.stages import Stages
 from tinygrad_nv.train.step import Step, captured
-
-CHUNKS = 2      # stages of a rank, where the schedule has several
-# by the names of --pipeline-schedule: of ranks and micro-batches
-SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = {
-    "1f1b": schedules.one_f_one_b, "gpipe": schedules.gpipe, "zero-bubble": schedules.zero_bubble_h1,
-    "interleaved": lambda ranks, microbatches: schedules.interleaved(ranks, microbatches, CHUNKS)}
 
 
 class StageObjective(Supervised):
@@ -62,15 +54,15 @@ class StageObjective(Supervised):
 
 
 class PipelineStep(Step):
-    """A `Step` of this rank's stages, `models` by number, among those of the group `pipe`."""
+    """A `Step` of this rank's stages."""
 
-    def __init__(self, models: Mapping[int, Llama], inputs: Inputs, options: LossOptions,
-                 optimizer: Optimizer, order: Schedule, pipe: Group, parts: Parts, ranks: OneRank) -> None:
+    def __init__(self, stages: Stages, inputs: Inputs, options: LossOptions, optimizer: Optimizer,
+                 parts: Parts, ranks: OneRank) -> None:
         rows, width = (int(n) for n in inputs.tokens.shape)
         objectives = {number: StageObjective(model, rows, width, options, inputs)
-                      for number, model in models.items()}
+                      for number, model in stages.models.items()}
+        model, order, pipe = stages.first, stages.order, stages.pipe
         super().__init__(next(iter(objectives.values())), optimizer, order.microbatches, parts, ranks)
-        model = next(iter(models.values()))
         self.pipe, self.order, self.dtype, self.device = pipe, order, model.dtype, model.device
         self.shape = rows, width, model.config.hidden_size
         self.stages = {number: StagePasses(self, each, number, order)

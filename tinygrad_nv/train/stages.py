@@ -1,9 +1,9 @@
 """The stages of a pipeline that a rank has, and the whole model that all stages come to.
 
-Protocol: `stage_models(config, dtype, device, order, rank)` are the networks of a rank's stages by number
-(models/parallel.py); their parameters have the names that they have in the whole network. `Staged` are the
-parts of a rank (parts.py) of them: those of `inner`, which adds up over the ranks that have the same stages,
-and what stages share.
+Protocol: `opened(arguments, directory, device, mesh)` are the `Stages` of a rank: a network for each
+(models/parallel.py), whose parameters have the names that they have in the whole one. `Staged` are what a
+rank has of them in a step (parts.py): the parts of `inner`, which adds up over the ranks that have the same
+stages, and what stages share.
 
 Squares of gradients are added up over stages. A tied embedding is on the first stage, as embedding, and on
 the last, as head: the gradients of both are added up before the update, so that both update it alike, and the
@@ -14,23 +14,72 @@ Within `saved()` rank 0 has the whole model, of which each stage sends its part.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
 
 from tinygrad import Tensor
 from tinygrad.dtype import DType
 
 from tinygrad_nv.dist.collectives.functions import all_reduce, extents, recv, send
 from tinygrad_nv.dist.group import Group
+from tinygrad_nv.dist.mesh import Mesh
+from tinygrad_nv.dist.train import schedules
 from tinygrad_nv.dist.train.schedules import Schedule
-from tinygrad_nv.models.config import ModelConfig
+from tinygrad_nv.models.config import ModelConfig, read_config
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.parallel import Parallel, stage_config, stage_layers
 from tinygrad_nv.models.shares import LAYER
-from tinygrad_nv.models.weights import EMBEDDING
-from tinygrad_nv.train.network import named
+from tinygrad_nv.models.weights import EMBEDDING, load
+from tinygrad_nv.train import network
+from tinygrad_nv.train.arguments import TrainingArguments
 from tinygrad_nv.train.parts import Named, Parts
 from tinygrad_nv.train.replicas import one_rank
+
+CHUNKS = 2      # stages of a rank, where the schedule has several
+# by the names of --pipeline-schedule: of ranks and micro-batches
+SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = {
+    "1f1b": schedules.one_f_one_b, "gpipe": schedules.gpipe, "zero-bubble": schedules.zero_bubble_h1,
+    "interleaved": lambda ranks, microbatches: schedules.interleaved(ranks, microbatches, CHUNKS)}
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A rank's stages in a pipeline of the ranks `pipe`, by number. `ends`: the first and the last stage's
+    ranks of a tied embedding, on these two; None on others, and where there is none."""
+    models: Mapping[int, Llama]
+    order: Schedule
+    pipe: Group
+    ends: Group | None
+
+    @property
+    def first(self) -> Llama:
+        """The first of the rank's networks."""
+        return next(iter(self.models.values()))
+
+    def whole_shapes(self) -> Named:
+        """The parameters of all stages by name, without memory."""
+        assert self.first.parallel is not None
+        return network.parameters(Llama(self.first.parallel.whole, self.first.dtype, self.first.device))
+
+    def parts(self, inner: Parts) -> Staged:
+        """What the rank has of parameters."""
+        return Staged(self, inner)
+
+
+def opened(arguments: TrainingArguments, directory: Path, device: str | None, mesh: Mesh) -> Stages:
+    """This rank's stages with their weights, drawn or read. Raises `ModelError`, `WeightError`."""
+    config, pipe = read_config(directory), mesh.group("pipeline")
+    order = SCHEDULES[arguments.pipeline_schedule or "1f1b"](pipe.size, arguments.gradient_accumulation_steps)
+    models, ends = stage_models(config, arguments.weights, device, order, pipe.rank), None
+    for each in models.values():
+        if arguments.from_scratch: network.draw(each, directory, arguments.seed)
+        else: load(each, directory)
+    if config.tied and pipe.rank in (0, pipe.size - 1):
+        assert mesh.world is not None
+        ends = mesh.world.group((pipe.members[0], pipe.members[-1]))
+    return Stages(models, order, pipe, ends)
 
 
 def stage_models(config: ModelConfig, dtype: DType, device: str | None, order: Schedule,
@@ -45,15 +94,13 @@ def stage_models(config: ModelConfig, dtype: DType, device: str | None, order: S
 
 
 class Staged:
-    """The parts of a rank's stages. `ends`: the first and the last stage's ranks of a tied embedding, on
-    these two; None on others, and where there is none."""
+    """The parts of a rank's stages."""
 
-    def __init__(self, models: Mapping[int, Llama], inner: Parts, order: Schedule, pipe: Group,
-                 ends: Group | None) -> None:
-        self.models, self.inner, self.order, self.pipe, self.ends = models, inner, order, pipe, ends
+    def __init__(self, stages: Stages, inner: Parts) -> None:
+        self.stages, self.inner, self.pipe, self.ends = stages, inner, stages.pipe, stages.ends
         self.whole, self.optimized, self.added = inner.whole, inner.optimized, inner.added
         self.sharded, self.regions = inner.sharded, inner.regions
-        self.joins = inner.joins or ends is not None
+        self.joins = inner.joins or self.ends is not None
 
     @property
     def elsewhere(self) -> frozenset[str]:
@@ -95,18 +142,18 @@ class Staged:
     @contextlib.contextmanager
     def saved(self) -> Iterator[Llama | None]:
         """The whole model on the first stage of rank 0's pipeline, which is None on other ranks."""
-        if 0 in self.pipe.members: yield gathered(self.models, self.order, self.pipe)
+        if 0 in self.pipe.members: yield gathered(self.stages)
         else: yield None
 
 
-def gathered(models: Mapping[int, Llama], order: Schedule, pipe: Group) -> Llama | None:
+def gathered(stages: Stages) -> Llama | None:
     """The whole model on the first rank of a pipeline, of which each rank has stages, in memory that it
     shares with those of its own; None on other ranks. All ranks of the group call it."""
-    first = next(iter(models.values()))
+    first, order, pipe = stages.first, stages.order, stages.pipe
     assert first.parallel is not None
     whole = Llama(first.parallel.whole, first.dtype, first.device)
-    own = {name: each for model in models.values() for name, each in named(model).items()}
-    for name, each in named(whole).items():
+    own = {name: each for model in stages.models.values() for name, each in network.named(model).items()}
+    for name, each in network.named(whole).items():
         source = order.rank_of(_stage_of(name, whole.config.num_layers, order.stages))
         if source == pipe.rank:
             if pipe.rank: send(own[name].contiguous(), pipe, 0, name).realize()

@@ -26,6 +26,7 @@ from tinygrad.helpers import Context
 from tinygrad_nv.functional import FP8_KINDS
 from tinygrad_nv.numerics.fp8 import COUNTERS, Fp8State, named_counters
 from tinygrad_nv.train.data import Batch
+from tinygrad_nv.train.diagnosis import first_bad
 from tinygrad_nv.train.objectives import Objective
 from tinygrad_nv.train.optimizers import GradientSums, Optimizer
 from tinygrad_nv.train.parts import Named, Parts
@@ -64,7 +65,7 @@ class Step:
         self.parameters = optimizer.parameters if parts is None else parts.whole
         self._added = optimizer.parameters if parts is None else parts.added
         joins = parts is not None and parts.joins
-        several = joins or accumulation > 1 or (ranks is not None and ranks.size > 1)
+        several = joins or accumulation > 1 or (ranks is not None and ranks.layout.size > ranks.layout.tensor)
         self.sums = GradientSums(self._added) if several else None
         self._joins = joins
         self._taken: Named = {}     # what the optimiser takes
@@ -102,7 +103,7 @@ class Step:
                 self._end()
         counts = np.zeros(0) if self.fp8 is None else self.fp8.last.numpy().astype(np.float64).reshape(-1)
         if self.ranks is not None:
-            both = self.ranks.summed(np.append(found, counts))
+            both = self.ranks.added(np.append(found, counts))
             found, counts = both[:len(found)], both[len(found):]
         if self.fp8 is not None: precision |= named_counters(counts.reshape(len(COUNTERS), len(FP8_KINDS)))
         self.done += 1
@@ -124,6 +125,11 @@ class Step:
         self.objective.fill(batch, 1, 0)
         with Context(TRAINING=0): return self._evaluate().numpy().astype(np.float64)
 
+    def first_bad(self, documents: bool) -> str:
+        """The first layer with a value that is not finite, of the batch in the buffers; `documents`: rows
+        have several."""
+        with self._present(): return first_bad(self.objective.model, self.inputs, documents)
+
     @property
     def skipped(self) -> int:
         """Steps that changed nothing, so far."""
@@ -135,9 +141,12 @@ class Step:
         return {} if scaler is None else {"loss_scale": float(scaler.scale.item())}
 
     def _number(self, micro: int) -> int:
-        """Of a micro-batch of this step in the run, on all ranks: those of ranks follow each other."""
-        rank, size = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.size)
-        return (self.done * self.accumulation + micro) * size + rank
+        """Of a micro-batch of this step in the run, over all data coordinates, which follow each
+        other."""
+        if self.ranks is None: return self.done * self.accumulation + micro
+        place, layout = self.ranks.place, self.ranks.layout
+        micro = (self.done * self.accumulation + micro) * layout.data + place.data
+        return micro * layout.context + place.context   # other tokens, for which dropout is drawn apart
 
     # **** captured ****
 
