@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 from test_train_context import FAMILIES
-from train_ranks_case import STEADY, Make, described, log, near, same, token_ids, trained
+from train_ranks_case import STEADY, Make, described, log, near, same, token_ids, trained, weights
+
+from tinygrad_nv.cli import DEFAULT_MODEL
 
 STAGES = ("--pipeline-parallel-size", "2")
 FOUR = ("--gradient-accumulation-steps", "4")
@@ -30,13 +32,7 @@ def test_two_ranks(data: Path, tmp_path: Path, family: str, order: str) -> None:
     told = trained(model, data, tmp_path / "two", *given, *STAGES, "--pipeline-schedule", order)
     near(tmp_path / "two", tmp_path / "one")
     assert told.split(" parameters")[0].split()[-1] == \
-        trained_parameters(tmp_path / "one"), "of all stages"
-
-
-def trained_parameters(output: Path) -> str:
-    """How many numbers a model has, as the log says it."""
-    from train_ranks_case import weights
-    return f"{sum(each.size for each in weights(output).values()):,}"
+        f"{sum(each.size for each in weights(tmp_path / 'one').values()):,}", "of all stages"
 
 
 @pytest.mark.slow
@@ -57,9 +53,8 @@ def test_with_others(hf_model: Make, data: Path, tmp_path: Path, options: tuple[
 
 
 @pytest.mark.slow
-def test_packed_rows(data: Path, tmp_path: Path) -> None:
+def test_packed_rows(tmp_path: Path) -> None:
     """Documents do not see each other on any stage."""
-    from tinygrad_nv.cli import DEFAULT_MODEL
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join("a fox saw a dog " * n for n in (1, 3, 5, 2, 4, 1, 2)))
     given = (*STEADY, "--packing", "--gradient-accumulation-steps", "2", "--max-length", "64",
@@ -83,7 +78,8 @@ def test_four_stages(data: Path, tmp_path: Path) -> None:
 def test_resumed(data: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
     """The bits of a run that never stopped. Another layout is refused."""
     model, out = described(tmp_path, num_hidden_layers=2), tmp_path / "again"
-    given = ("--from-scratch", *STEADY, *FOUR, *more, "--save-strategy", "steps", "--save-steps", "4")
+    given = ("--from-scratch", *STEADY, *FOUR, *more, "--save-strategy", "steps", "--save-steps", "4",
+             "--save-total-limit", "9")
     trained(model, data, tmp_path / "whole", *given, *STAGES)
     trained(model, data, out, *given, *STAGES)
     for step in (8, 10): shutil.rmtree(out / f"checkpoint-{step}")

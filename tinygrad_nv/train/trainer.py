@@ -102,7 +102,8 @@ class _Loop:
         run, a = self.run_, self.run_.arguments
         options = run.loader_options()
         several = f" over {run.ranks.size} ranks" if run.ranks.size > 1 else ""
-        log.say(f"{run.parameters:,} parameters to train{several}; {run.data.summary}; steps {at.step + 1} to {run.steps}")
+        log.say(f"{run.parameters:,} parameters to train{several}; {run.data.summary}; steps "
+                f"{at.step + 1} to {run.steps}")
         log.say(f"{a.recipe}" + ("" if run.fp8 is None else f"; {run.fp8}"))
         self.step.done = at.step
         with Loader(run.data, options, at.data) as loader, run.ranks.stoppable():
