@@ -8,7 +8,7 @@ import pytest
 from tinygrad_nv.dist.launcher import Launch, launch
 from tinygrad_nv.errors import ConfigError, DistError
 from tinygrad_nv.train.arguments import TrainingArguments
-from tinygrad_nv.train.run import require_ranks
+from tinygrad_nv.train.layout import layout_of
 
 
 @pytest.mark.parametrize(("options", "words"), [
@@ -30,10 +30,10 @@ def test_options(options: dict[str, Any], words: str) -> None:
 
 
 def test_other_numbers_of_ranks() -> None:
-    for fitting in (0, 2): require_ranks(TrainingArguments(data_parallel_size=fitting), 2)
+    for fitting in (0, 2): layout_of(TrainingArguments(data_parallel_size=fitting), 2)
     with pytest.raises(ConfigError, match=r"(?s)--data-parallel-size 4, and a launcher has started 2 ranks.*"
                                           "leave the option out"):
-        require_ranks(TrainingArguments(data_parallel_size=4), 2)
+        layout_of(TrainingArguments(data_parallel_size=4), 2)
 
 
 def test_restarts_of_several_hosts() -> None:

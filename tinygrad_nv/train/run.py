@@ -24,6 +24,7 @@ from tinygrad_nv.train import network
 from tinygrad_nv.train.adapter import ALL, AdapterModel, AdapterOptions
 from tinygrad_nv.train.arguments import OPTIMIZERS, TrainingArguments
 from tinygrad_nv.train.data import Data, DataOptions, Loader, LoaderOptions, load
+from tinygrad_nv.train.layout import Layout
 from tinygrad_nv.train.objectives import Inputs, LossOptions, Objective, Preference, Supervised
 from tinygrad_nv.train.optimizers import (
     Optimizer,
@@ -88,21 +89,26 @@ class Run:
         """What this rank writes of them: rank 0 all, others what they alone have."""
         every = self.tensors()
         if self.ranks.first: return every
-        apart = ("parameters.", "optimizer.state.") if self.parts.sharded else ()
+        if not self.parts.sharded and self.ranks.layout.keeper(self.ranks.rank) != self.ranks.rank: return {}
+        apart = ("parameters.", "optimizer.state.")
         return {name: each for name, each in every.items() if name.startswith(apart)}
 
     def loader_options(self) -> LoaderOptions:
         """How this rank reads the data."""
         a = self.arguments
-        return LoaderOptions(a.per_device_train_batch_size, a.gradient_accumulation_steps, self.ranks.rank,
-                             self.ranks.size, seed=a.seed, shuffle=a.shuffle)
+        return LoaderOptions(a.per_device_train_batch_size, a.gradient_accumulation_steps,
+                             self.ranks.place.data, self.ranks.layout.data, seed=a.seed, shuffle=a.shuffle)
+
+    @property
+    def keeper(self) -> int:
+        """The rank whose tensors in a checkpoint this one goes on from."""
+        return self.ranks.rank if self.parts.sharded else self.ranks.layout.keeper(self.ranks.rank)
 
 
 def assembled(arguments: TrainingArguments, directory: Path, data: Sequence[str],
               device: str | None = None) -> Run:
     """Opens what a run needs. Raises what its parts raise."""
-    dtype, ranks = arguments.weights, own_ranks()
-    require_ranks(arguments, ranks.size)
+    dtype, ranks = arguments.weights, own_ranks(arguments)
     device = ranks.device(device or Device.DEFAULT)
     config = read_config(directory)
     tokenizer = _tokenizer(directory)
@@ -122,11 +128,11 @@ def assembled(arguments: TrainingArguments, directory: Path, data: Sequence[str]
     network.require_floats(model)
     network.extend(model, widest)
     inputs = Inputs(arguments.per_device_train_batch_size * rows.rows_per_index, widest, model.device)
-    learner = learning(arguments, model, inputs, ranks.group if isinstance(ranks, TrainingRanks) else None,
+    learner = learning(arguments, model, inputs, _of_data(ranks),
                        lambda: network.opened(directory, dtype, model.device))
     return Run(arguments, directory, model, tokenizer, rows, evaluation, learner.objective, learner.optimizer,
-               learner.adapter, _steps(arguments, rows, ranks.size),
-               _identity(arguments, rows, config.vocab_size, ranks.size), ranks, learner.parts, learner.fp8)
+               learner.adapter, _steps(arguments, rows, ranks.layout.data),
+               _identity(arguments, rows, config.vocab_size, ranks.layout), ranks, learner.parts, learner.fp8)
 
 
 @dataclass(frozen=True)
@@ -141,8 +147,8 @@ class Learner:
 
 def learning(arguments: TrainingArguments, model: Llama, inputs: Inputs, group: Group | None,
              another: Callable[[], Llama]) -> Learner:
-    """What a step of a model is made of, on one of a group of ranks. `another`: the model once more, before
-    it is trained."""
+    """What a step of a model is made of, on one of a group of ranks that have the same parameters.
+    `another`: the model once more, before it is trained."""
     adapter = _adapter(arguments, model, inputs) if arguments.use_peft else None
     objective = _objective(arguments, another, model, adapter, inputs)
     parameters = network.parameters(model) if adapter is None else adapter.parameters
@@ -154,11 +160,9 @@ def learning(arguments: TrainingArguments, model: Llama, inputs: Inputs, group: 
     return Learner(objective, adapter, parts, optimizer, fp8)
 
 
-def require_ranks(arguments: TrainingArguments, started: int) -> None:
-    """Raises `ConfigError` for another number of ranks than the arguments say."""
-    if arguments.data_parallel_size not in (0, started):
-        raise ConfigError(f"--data-parallel-size {arguments.data_parallel_size}, and a launcher has started "
-                          f"{started} ranks", "as many ranks", "start as many, or leave the option out")
+def _of_data(ranks: OneRank) -> Group | None:
+    """The ranks that have the same parameters, where there are several."""
+    return ranks.group if isinstance(ranks, TrainingRanks) and ranks.layout.data > 1 else None
 
 
 def _parts(arguments: TrainingArguments, parameters: dict[str, Tensor], group: Group | None,
@@ -257,16 +261,18 @@ def _steps(arguments: TrainingArguments, data: Data, ranks: int) -> int:
     return max(1, int(arguments.num_train_epochs * each + 0.999999))
 
 
-def _identity(arguments: TrainingArguments, data: Data, vocab_size: int, ranks: int) -> dict[str, Any]:
+def _identity(arguments: TrainingArguments, data: Data, vocab_size: int, layout: Layout
+              ) -> dict[str, Any]:
     names = ("method", "dtype", "seed", "optim", "max_length", "packing", "packing_strategy", "shuffle",
              "use_peft", "lora_r", "lora_alpha", "lora_dropout", "use_rslora", "learning_rate",
              "weight_decay", "lr_scheduler_type", "adam_beta1", "adam_beta2", "adam_epsilon",
              "max_grad_norm", "beta", "label_smoothing_factor", "z_loss", "completion_only_loss",
              "assistant_only_loss", "zero_stage", "precision", "fp8_format", "fp8_margin",
-             "fp8_amax_history_len", "fp8_amax_compute_algo")
+             "fp8_amax_history_len", "fp8_amax_compute_algo", "pipeline_parallel_size",
+             "context_parallel_size", "tensor_parallel_size")
     summary = data.summary
-    # however a batch is cut: a run may go on with other ranks
-    batch = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * ranks
+    # however a batch is cut: a run may go on with other data parallel ranks
+    batch = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * layout.data
     return {**{name: getattr(arguments, name) for name in names}, "batch": batch, "vocab_size": vocab_size,
             "fp8_exclude": list(arguments.fp8_exclude),
             "lora_target_modules": list(arguments.lora_target_modules), "rows": summary.rows,

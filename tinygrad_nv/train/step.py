@@ -64,7 +64,7 @@ class Step:
         self.parameters = optimizer.parameters if parts is None else parts.whole
         self._added = optimizer.parameters if parts is None else parts.added
         joins = parts is not None and parts.joins
-        several = joins or accumulation > 1 or (ranks is not None and ranks.size > 1)
+        several = joins or accumulation > 1 or (ranks is not None and ranks.layout.data > 1)
         self.sums = GradientSums(self._added) if several else None
         self._joins = joins
         self._taken: Named = {}     # what the optimiser takes
@@ -104,7 +104,7 @@ class Step:
                 self._end()
         counts = np.zeros(0) if self.fp8 is None else self.fp8.last.numpy().astype(np.float64).reshape(-1)
         if self.ranks is not None:
-            both = self.ranks.summed(np.append(found, counts))
+            both = self.ranks.counted(np.append(found, counts))
             found, counts = both[:len(found)], both[len(found):]
         if self.fp8 is not None: precision |= named_counters(counts.reshape(len(COUNTERS), len(FP8_KINDS)))
         self.done += 1
@@ -129,8 +129,9 @@ class Step:
         return {} if scaler is None else {"loss_scale": float(scaler.scale.item())}
 
     def _number(self, micro: int) -> int:
-        """Of a micro-batch of this step in the run, on all ranks: those of ranks follow each other."""
-        rank, size = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.size)
+        """Of a micro-batch of this step in the run, over all data coordinates, which follow each
+        other."""
+        rank, size = (0, 1) if self.ranks is None else (self.ranks.place.data, self.ranks.layout.data)
         return (self.done * self.accumulation + micro) * size + rank
 
     # **** captured ****

@@ -165,15 +165,15 @@ class _Loop:
         """Means over the evaluation's data, of which each rank has its batches."""
         run, a, ranks = self.run_, self.run_.arguments, self.run_.ranks
         assert run.evaluation is not None
-        options = LoaderOptions(a.per_device_train_batch_size, 1, ranks.rank, ranks.size, shuffle=False,
-                                epochs=1)
+        rank, size = ranks.place.data, ranks.layout.data
+        options = LoaderOptions(a.per_device_train_batch_size, 1, rank, size, shuffle=False, epochs=1)
         found = np.zeros(2 + len(run.objective.names))      # the last: what is counted
         with Loader(run.evaluation, options) as loader:
             for number, data in enumerate(loader):
-                if a.eval_batches and number * ranks.size + ranks.rank >= a.eval_batches: break
+                if a.eval_batches and number * size + rank >= a.eval_batches: break
                 found[:-1] += self.step.evaluate(data.batches[0])
                 found[-1] += run.objective.counted(data.batches[0])
-        *sums, counted = ranks.summed(found)
+        *sums, counted = ranks.counted(found)
         return np.array(sums) / max(counted, 1)
 
     def _sample(self, prompt: str) -> str:
@@ -226,10 +226,10 @@ def _checkpoint(run: Run, output: Path) -> checkpoints.Checkpoint | None:
     asked, ranks = run.arguments.resume_from_checkpoint, run.ranks
     latest = asked in (LATEST, "true", "True")      # transformers takes True
     if latest or ranks.started_again:
-        found = checkpoints.load_latest(output, run=run.identity, rank=ranks.rank, ranks=ranks.size)
+        found = checkpoints.load_latest(output, run=run.identity, rank=run.keeper, ranks=ranks.size)
         if found is not None: return found
     if asked is None or latest: return None
-    return checkpoints.load(asked, run=run.identity, rank=ranks.rank, ranks=ranks.size)
+    return checkpoints.load(asked, run=run.identity, rank=run.keeper, ranks=ranks.size)
 
 
 def _export(run: Run, output: Path) -> Path:
