@@ -14,9 +14,6 @@ from tinygrad_nv.train.layout import layout_of
 @pytest.mark.parametrize(("options", "words"), [
     ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2, which training does not have"),
     ({"sequence_parallel": True}, "--sequence-parallel, which training does not have"),
-    ({"pipeline_parallel_size": 4}, "--pipeline-parallel-size 4, which"),
-    ({"pipeline_schedule": "1f1b"}, "--pipeline-schedule 1f1b, which"),
-    ({"context_parallel_size": 2}, "--context-parallel-size 2, which"),
     ({"enable_expert_parallel": True}, "--enable-expert-parallel, which"),
     ({"zero_stage": 4}, r"(?s)--zero-stage 4.*0, 1, 2 or 3"),
     ({"zero_stage": 3, "use_peft": True}, r"(?s)--zero-stage 3 with --use-peft.*weights that are all "
