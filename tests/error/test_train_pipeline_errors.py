@@ -60,7 +60,7 @@ def test_attention_that_is_not_in_parts(options: dict[str, Any], fields: dict[st
 
 
 def test_more_stages_than_layers() -> None:
-    with pytest.raises(ModelError, match="(?s)3 stages of a pipeline, and num_hidden_layers is 2.*most 2"):
+    with pytest.raises(ModelError, match=r"(?s)3 stages of a pipeline, and num_hidden_layers is 2.*most 2"):
         stage_models(config(), dtypes.float32, None, one_f_one_b(3, 1), 0)
 
 
