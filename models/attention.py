@@ -248,6 +248,9 @@ class Attention:
             return self.output(self.attend(*self.append(x, batch, cache), mask, True))
         q, k, v = self.project(x, batch)
         k, v = k.contiguous(), v.contiguous()
+        if batch.part is not None:
+            made = batch.part.attend(q, k, v, self.config.attention_scale, self.config.softcap)
+            return self.output(made.transpose(1, 2).reshape(*x.shape[:2], -1).contiguous())
         documents, ours = batch.documents, takes_matmuls(q, False)
         if documents is not None and ours: return self.output(self.within(q, k, v, documents))
         if documents is None and ours and not self.chunked: return self.output(self.flash(q, k, v))

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
@@ -79,23 +79,37 @@ class Documents:
         return seen.contiguous()
 
 
+class SequencePart(Protocol):
+    """The tokens of each row that this process has, where others have the rest: their `places` in the row,
+    int32 (T,) in memory, and the attention of their q (B, H, T, D) over the keys and values of all tokens up
+    to each."""
+    places: Tensor
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None,
+               softcap: float | None) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class DenseBatch:
-    """The positions of the tokens (B, T) of a step: start, start + 1, … or those of `documents`. `ropes` are
-    the tables of all positions; `lengths`, int32 (B,) in memory, is start + T for a step with a cache."""
+    """The positions of the tokens (B, T) of a step: start, start + 1, … or those of `documents`, or of a
+    `part` of each row. `ropes` are the tables of all positions; `lengths`, int32 (B,) in memory, is start + T
+    for a step with a cache."""
     start: Position
     ropes: tuple[RopeTables, ...]
     lengths: Tensor | None = None
     documents: Documents | None = None
+    part: SequencePart | None = None
 
     def rope_rows(self, rope: int, T: int) -> RopeTables:
         """Rows of the tables of a rope for the tokens: (T, dim/2), or with documents (B, 1, T, dim/2)."""
         cos, sin = self.ropes[rope]
         if (found := self.documents) is not None:
             return embedding(cos, found.positions).unsqueeze(1), embedding(sin, found.positions).unsqueeze(1)
+        if self.part is not None: return embedding(cos, self.part.places), embedding(sin, self.part.places)
         return cos[self.start:self.start + T], sin[self.start:self.start + T]
 
     def positions(self, T: int) -> Tensor:
         """Of the tokens, int32 (T,) or (B, 1, T)."""
         if self.documents is not None: return self.documents.positions.unsqueeze(1)
+        if self.part is not None: return self.part.places
         return Tensor.arange(T) + self.start

@@ -33,7 +33,7 @@ from tinygrad_nv.tile.gemm.spec import FLOAT16S
 
 from .attention import Attention, Cache
 from .config import ModelConfig
-from .dense import DenseBatch, DenseKVCache, Documents, Position
+from .dense import DenseBatch, DenseKVCache, Position
 from .embedding import quantised_rows
 from .feed_forward import FeedForward, MixtureOfExperts
 from .latent import LatentAttention
@@ -178,13 +178,16 @@ class Llama:
             with layer(f"layers.{i}"): x = block(x, batch, cache.layers[i] if cache else None)
         with layer("norm"): return self.norm(x)
 
-    def hidden_documents(self, tokens: Tensor, documents: Documents) -> Tensor:
-        """`hidden` of rows (B, T) of several documents each: what training packs."""
-        x = self.embedded(tokens)
-        batch = DenseBatch(0, self.rope_tables, None, documents)
+    def hidden_batch(self, tokens: Tensor, batch: DenseBatch) -> Tensor:
+        """`hidden` of rows (B, T) whose positions a batch has."""
+        x = self.passed(self.embedded(tokens), batch)
+        with layer("norm"): return self.norm(x)
+
+    def passed(self, x: Tensor, batch: DenseBatch) -> Tensor:
+        """What all layers make of x (B, T, hidden)."""
         for i, block in enumerate(self.blocks):
             with layer(f"layers.{i}"): x = block(x, batch, None)
-        with layer("norm"): return self.norm(x)
+        return x
 
     def hidden_packed(self, tokens: Tensor, batch: PackedBatch) -> Tensor:
         """The last layer's normalised output, (T, hidden), for tokens (T,) of the sequences in `batch`."""

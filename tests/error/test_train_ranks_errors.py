@@ -8,15 +8,12 @@ import pytest
 from tinygrad_nv.dist.launcher import Launch, launch
 from tinygrad_nv.errors import ConfigError, DistError
 from tinygrad_nv.train.arguments import TrainingArguments
-from tinygrad_nv.train.run import require_ranks
+from tinygrad_nv.train.layout import layout_of
 
 
 @pytest.mark.parametrize(("options", "words"), [
     ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2, which training does not have"),
     ({"sequence_parallel": True}, "--sequence-parallel, which training does not have"),
-    ({"pipeline_parallel_size": 4}, "--pipeline-parallel-size 4, which"),
-    ({"pipeline_schedule": "1f1b"}, "--pipeline-schedule 1f1b, which"),
-    ({"context_parallel_size": 2}, "--context-parallel-size 2, which"),
     ({"enable_expert_parallel": True}, "--enable-expert-parallel, which"),
     ({"zero_stage": 4}, r"(?s)--zero-stage 4.*0, 1, 2 or 3"),
     ({"zero_stage": 3, "use_peft": True}, r"(?s)--zero-stage 3 with --use-peft.*weights that are all "
@@ -30,10 +27,10 @@ def test_options(options: dict[str, Any], words: str) -> None:
 
 
 def test_other_numbers_of_ranks() -> None:
-    for fitting in (0, 2): require_ranks(TrainingArguments(data_parallel_size=fitting), 2)
+    for fitting in (0, 2): layout_of(TrainingArguments(data_parallel_size=fitting), 2)
     with pytest.raises(ConfigError, match=r"(?s)--data-parallel-size 4, and a launcher has started 2 ranks.*"
                                           "leave the option out"):
-        require_ranks(TrainingArguments(data_parallel_size=4), 2)
+        layout_of(TrainingArguments(data_parallel_size=4), 2)
 
 
 def test_restarts_of_several_hosts() -> None:

@@ -10,65 +10,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.torch import load_file
+from train_ranks_case import COMMAND, USUAL, Make, apart, described, log, same, token_ids, trained, weights
 
 from tinygrad_nv.cli import DEFAULT_MODEL
-
-COMMAND = (sys.executable, "-m", "tinygrad_nv.cli", "train")
-USUAL = ("--max-length", "32", "--learning-rate", "1e-2", "--per-device-train-batch-size", "2",
-         "--report-to", "none", "--save-strategy", "no", "--max-steps", "4")
-Make = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Windows of token ids; the last batch of an epoch has some for rank 0 alone."""
-    path = tmp_path_factory.mktemp("data") / "ids.npy"
-    np.save(path, np.random.default_rng(7).integers(3, 300, 32 * 13).astype(np.uint16))
-    return path
-
-
-def trained(model: Path, data: Path, output: Path, *options: str, code: int = 0) -> str:
-    """Runs the command: what it wrote."""
-    done = subprocess.run([*COMMAND, str(model), str(data), *USUAL, "--output-dir", str(output), *options],
-                          capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == code, done.stderr
-    return done.stdout + done.stderr
-
-
-def weights(output: Path) -> dict[str, np.ndarray]:
-    found = sorted(output.glob("*model.safetensors"))
-    assert len(found) == 1, found
-    return {name: each.double().numpy() for name, each in load_file(found[0]).items()}
-
-
-def same(output: Path, other: Path) -> None:
-    """Weights to the bit, and the figures of each step."""
-    a, b = weights(output), weights(other)
-    for name, tensor in b.items(): np.testing.assert_array_equal(a[name], tensor, err_msg=name)
-    for one, two in zip(log(output), log(other), strict=True):
-        for key in ("step", "loss", "grad_norm", "eval_loss", "epoch"):
-            if key in two: assert one[key] == pytest.approx(two[key], rel=1e-12), (two["step"], key)
-
-
-def log(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-
-
-def described(folder: Path, **more: object) -> Path:
-    """A directory with a config.json alone."""
-    fields = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 300,
-              "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
-              "max_position_embeddings": 64, "tie_word_embeddings": True, "rms_norm_eps": 1e-5, **more}
-    (model := folder / "model").mkdir()
-    (model / "config.json").write_text(json.dumps(fields))
-    return model
+    return token_ids(tmp_path_factory.mktemp("data"))
 
 
 def test_two_ranks_have_the_bits_of_one(data: Path, tmp_path: Path) -> None:
@@ -138,12 +90,6 @@ def test_evaluations(hf_model: Make, data: Path, tmp_path: Path) -> None:
         trained(hf_model("llama"), data, tmp_path / f"{name}-two", *more, "-dp", "2")
         assert "eval_loss" in log(tmp_path / name)[-1]
         same(tmp_path / f"{name}-two", tmp_path / name)
-
-
-def apart(output: Path, other: Path) -> float:
-    """The largest difference of weights, by the largest weight of each tensor."""
-    a, b = weights(output), weights(other)
-    return max(float(np.abs(a[name] - b[name]).max() / np.abs(b[name]).max()) for name in b)
 
 
 @pytest.mark.slow

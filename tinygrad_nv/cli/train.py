@@ -27,6 +27,7 @@ from tinygrad_nv.dist.ranks import Ranks
 from tinygrad_nv.errors import ConfigError, NVError
 from tinygrad_nv.train import arguments as arguments_
 from tinygrad_nv.train.arguments import TrainingArguments
+from tinygrad_nv.train.layout import needed
 from tinygrad_nv.train.run import assembled
 from tinygrad_nv.train.trainer import train
 
@@ -89,7 +90,7 @@ def run(given: argparse.Namespace) -> int:
         print(_plan(model, arguments, given.plan_gpu))
         return 0
     alone = Ranks.from_environment().world_size == 1
-    if alone and (arguments.data_parallel_size > 1 or arguments.max_restarts):
+    if alone and (needed(arguments) > 1 or arguments.max_restarts):
         return _over_ranks(arguments, model, data)
     opened = assembled(arguments, found(model), data)
     made = train(opened)
@@ -115,13 +116,12 @@ def _plan(model: str, arguments: TrainingArguments, gpu: str | None) -> str:
 def _over_ranks(arguments: TrainingArguments, model: str, data: list[str]) -> int:
     """Starts the ranks and waits for them; the exit status."""
     from tinygrad_nv.dist.launcher import Launch, launch
-    ranks = max(arguments.data_parallel_size, 1)
     options = dataclasses.asdict(arguments) | {"model": str(found(model)), "data": data, "max_restarts": 0}
     with tempfile.TemporaryDirectory(prefix="tinygrad-nv-train-") as folder:
         config = Path(folder) / "run.json"
         config.write_text(json.dumps(options))
         command = (sys.executable, "-m", "tinygrad_nv.cli", "train", "--config", str(config))
-        return launch(Launch(command, ranks, grace_s=GRACE_S, quiet=True, direct=True,
+        return launch(Launch(command, needed(arguments), grace_s=GRACE_S, quiet=True, direct=True,
                              name="tinygrad-nv train", max_restarts=arguments.max_restarts,
                              final=(NVError.exit_code,)))
 

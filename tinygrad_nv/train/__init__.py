@@ -5,6 +5,7 @@ Read in this order:
   data/          files to rows of token ids, in batches of fixed shapes
   network.py     a model to train: its parameters by name, from a directory or from a seed
   regions/       layers that are computed again for the backward pass, in place of being kept
+  layout.py      which of several ranks is what
   step.py        a step: loss, gradients and optimiser in one captured program
   optimizers/    update rules and their state
   checkpoints/   the state of a run on disk

@@ -39,8 +39,8 @@ FOUR_BITS = "bitsandbytes"      # of `ONLINE`, as vLLM calls it
 YAML_WORDS = {("save_strategy", False): "no", ("resume_from_checkpoint", True): "latest"}
 WHOLE_MATRICES = ("muon", "adafactor")
 # ways to use several devices that serving has, and training does not, and what they are then
-UNBUILT = {"tensor_parallel_size": 1, "sequence_parallel": False, "pipeline_parallel_size": 1,
-           "pipeline_schedule": None, "context_parallel_size": 1, "enable_expert_parallel": False}
+UNBUILT = {"tensor_parallel_size": 1, "sequence_parallel": False, "enable_expert_parallel": False}
+PIPELINE_SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 
 
 def option(default: Any, words: str, group: str = "training", metavar: str | None = None) -> Any:
@@ -144,7 +144,10 @@ class TrainingArguments:
     sequence_parallel: bool = option(False, "tensor parallel ranks have parts of tokens between layers",
                                      "several devices")
     pipeline_parallel_size: int = option(1, "stages of layers", "several devices", "N")
-    pipeline_schedule: str | None = option(None, "the order of micro-batches in stages", "several devices")
+    pipeline_schedule: str | None = option(None, f"{', '.join(PIPELINE_SCHEDULES)}: the order of "
+                                           "micro-batches in stages, interleaved with two stages a rank "
+                                           "(default: 1f1b)",
+                                           "several devices", "NAME")
     context_parallel_size: int = option(1, "ranks that have parts of each row", "several devices", "N")
     enable_expert_parallel: bool = option(False, "ranks have some experts whole", "several devices")
     max_restarts: int = option(0, "after a rank failed, start all again from the last checkpoint, so many "
@@ -158,7 +161,8 @@ class TrainingArguments:
                             ("logging_steps", 1), ("save_steps", 1), ("save_total_limit", 1), ("lora_r", 1),
                             ("max_length", 2), ("warmup_steps", 0), ("eval_steps", 0), ("seed", 0),
                             ("eval_batches", 0), ("sample_tokens", 1), ("lr_decay_steps", 0),
-                            ("data_parallel_size", 0), ("max_restarts", 0)):
+                            ("data_parallel_size", 0), ("pipeline_parallel_size", 1),
+                            ("context_parallel_size", 1), ("max_restarts", 0)):
             if (value := getattr(self, name)) < least:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}", f"{least} or more", "raise it")
         for name in ("learning_rate", "weight_decay", "max_grad_norm", "beta", "lora_alpha", "z_loss",
@@ -189,6 +193,7 @@ class TrainingArguments:
         if self.method == "dpo" and self.packing:
             raise ConfigError("--packing of preferences", "a row for each answer", "leave --packing out")
         self._require_built()
+        self._require_pipeline()
         self._require_precision()
 
     def _require_built(self) -> None:
@@ -208,6 +213,29 @@ class TrainingArguments:
             raise ConfigError(f"--optim {self.optim} with --zero-stage {self.zero_stage}, whose ranks have "
                               "parts of matrices", "adamw, lion or sgd, which treat elements alike",
                               "choose one of these, or --zero-stage 0")
+
+    def _require_pipeline(self) -> None:
+        """That stages of a pipeline can do what is asked for."""
+        ranks, order = self.pipeline_parallel_size, self.pipeline_schedule
+        if ranks == 1:
+            if order is None: return
+            raise ConfigError(f"--pipeline-schedule {order} without stages", "--pipeline-parallel-size N",
+                              "say how many stages there are, or leave it out")
+        refused = {"--method dpo": self.method == "dpo", "--use-peft": self.use_peft,
+                   "--zero-stage 3": self.zero_stage == 3, "--sample-prompts": bool(self.sample_prompts),
+                   f"--precision {self.precision}": self.recipe.fp8 is not None}
+        if found := [name for name, asked in refused.items() if asked]:
+            raise ConfigError(f"{found[0]} with --pipeline-parallel-size {ranks}",
+                              "one of both: a stage has some layers alone", "leave one of them out")
+        if order != "interleaved": return
+        if self.zero_stage == 2:
+            raise ConfigError("--zero-stage 2 with --pipeline-schedule interleaved, whose ranks have the "
+                              "gradients of one of their stages at a time", "--zero-stage 1, or 1f1b",
+                              "choose one of these")
+        if self.gradient_accumulation_steps % ranks:
+            raise ConfigError(f"--pipeline-schedule interleaved with --gradient-accumulation-steps "
+                              f"{self.gradient_accumulation_steps}", f"a multiple of {ranks} micro-batches",
+                              "change it, or choose 1f1b")
 
     def _require_precision(self) -> None:
         recipe = self.recipe
@@ -236,6 +264,7 @@ class TrainingArguments:
                               ("report_to", ("auto", "tensorboard", "none")),
                               ("quantization", (None, *ONLINE)),
                               ("precision", (None, *RECIPES)), ("fp8_format", (None, *FORMATS)),
+                              ("pipeline_schedule", (None, *PIPELINE_SCHEDULES)),
                               ("fp8_amax_compute_algo", ALGORITHMS)):
             if (value := getattr(self, name)) not in allowed:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}",

@@ -9,7 +9,6 @@ from __future__ import annotations
 from tinygrad import Tensor
 from tinygrad.helpers import Context
 
-from tinygrad_nv.models.dense import DenseBatch, Documents
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.weights import slots
 from tinygrad_nv.train.objectives import Inputs
@@ -19,20 +18,25 @@ LOSS = "the loss"
 
 def first_bad(model: Llama, inputs: Inputs, documents: bool) -> str:
     """The layer in words."""
-    with Context(TRAINING=1): return _first_bad(model, inputs, documents)
+    with Context(TRAINING=1): return first_bad_layer(model, inputs, documents)[0]
 
 
-def _first_bad(model: Llama, inputs: Inputs, documents: bool) -> str:
-    found = Documents(inputs.positions, inputs.segments) if documents else None
-    batch = DenseBatch(0, model.rope_tables, None, found)
-    x = model.embedded(inputs.tokens).realize()
-    if not finite(x): return _told(model, "model.embed_tokens")
+def first_bad_layer(model: Llama, inputs: Inputs, documents: bool, x: Tensor | None = None
+                    ) -> tuple[str, Tensor]:
+    """The layer in words, and what the last one makes of the batch; of a stage of a pipeline the first of
+    its own, which gets the hidden states x."""
+    batch, stage, bad = inputs.of(model, documents), model.parallel, list[str]()
+    first, ends = (0, True) if stage is None else (stage.layers.start, stage.last)
+
+    def seen(made: Tensor, layer: str, own: str = "") -> Tensor:
+        made = made.realize()
+        if not bad and not finite(made): bad.append(_told(model, layer, own or layer))
+        return made
+    if x is None: x = seen(model.embedded(inputs.tokens), "model.embed_tokens")
     for i, block in enumerate(model.blocks):
-        x = block(x, batch, None).realize()
-        if not finite(x): return _told(model, f"model.layers.{i}")
-    x = model.norm(x).realize()
-    if not finite(x): return _told(model, "model.norm")
-    return _told(model, "lm_head") if not finite(model.logits(x)) else LOSS
+        x = seen(block(x, batch, None), f"model.layers.{first + i}", f"model.layers.{i}")
+    if ends: seen(model.logits(seen(model.norm(x), "model.norm")), "lm_head")
+    return (bad or [LOSS])[0], x
 
 
 def finite(x: Tensor) -> bool:
@@ -40,7 +44,9 @@ def finite(x: Tensor) -> bool:
     return bool(x.isfinite().all().item())
 
 
-def _told(model: Llama, layer: str) -> str:
+def _told(model: Llama, layer: str, own: str) -> str:
+    """A layer, which is `own` in this network."""
     for name, slot in slots(model).items():
-        if name.startswith(layer + ".") and not finite(slot.tensor): return f"{layer}, whose {name} has one"
+        if name.startswith(own + ".") and not finite(slot.tensor):
+            return f"{layer}, whose {layer}{name.removeprefix(own)} has one"
     return layer

@@ -46,18 +46,23 @@ def opened(directory: Path, dtype: DType, device: str | None = None, quantizatio
 def drawn(directory: Path, dtype: DType, seed: int, device: str | None = None) -> Llama:
     """A model of the directory's config.json with new weights. Raises `ModelError`."""
     model = Llama(read_config(directory), dtype, device)
+    draw(model, directory, seed)
+    return model
+
+
+def draw(model: Llama, directory: Path, seed: int) -> None:
+    """Draws the weights of a model, or of a stage of one those that it has."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     scale, random = float(config.get("initializer_range", INITIALIZER_RANGE)), np.random.default_rng(seed)
     norm = 0.0 if model.config.norm_offset else 1.0     # weights that 1 is added to begin at 0
-    done = set[int]()
-    for name, slot in slots(model).items():
-        if id(slot.tensor) in done: continue
-        done.add(id(slot.tensor))
-        shape = tuple(int(n) for n in slot.tensor.shape)
+    whole = model if model.parallel is None else Llama(model.parallel.whole, model.dtype, model.device)
+    own = named(model)
+    for name, each in named(whole).items():
+        shape = tuple(int(n) for n in each.shape)
         if len(shape) > 1: values = random.standard_normal(shape, np.float32) * np.float32(scale)
         else: values = np.full(shape, norm if name.endswith("norm.weight") else 0.0, np.float32)
-        slot.tensor.assign(Tensor(values, device=slot.tensor.device).cast(slot.tensor.dtype)).realize()
-    return model
+        if (tensor := own.get(name)) is not None:
+            tensor.assign(Tensor(values, device=tensor.device).cast(tensor.dtype)).realize()
 
 
 def require_trainable(model: Llama, adapter: bool, fp8: bool) -> None:
@@ -97,20 +102,27 @@ def parameters(model: Llama) -> dict[str, Tensor]:
     load, not by a gradient."""
     fixed = {id(block.feed_forward.choice_bias) for block in model.blocks
              if isinstance(block.feed_forward, MixtureOfExperts)}
+    return {name: tensor.is_param_() for name, tensor in named(model).items() if id(tensor) not in fixed}
+
+
+def named(model: Llama) -> dict[str, Tensor]:
+    """The tensors of a network, each by the first of its names in the whole network: of a stage of a pipeline
+    layers have the numbers that they have there."""
+    if first := 0 if model.parallel is None else model.parallel.layers.start:
+        from tinygrad_nv.models.shares import moved  # which loads dist/
     out, seen = dict[str, Tensor](), set[int]()
     for name, slot in slots(model).items():
-        if id(slot.tensor) in seen or id(slot.tensor) in fixed: continue
+        if id(slot.tensor) in seen: continue
         seen.add(id(slot.tensor))
-        out[name] = slot.tensor.is_param_()
+        out[moved(name, first) if first else name] = slot.tensor
     return out
 
 
 def projections(model: Llama) -> dict[str, tuple[int, ...]]:
     """Rows of the matrices of a checkpoint in each parameter that has several, by the parameter's name."""
-    names, rows = dict[int, str](), dict[str, list[int]]()
-    for name, slot in slots(model).items():
-        first = names.setdefault(id(slot.tensor), name)
-        if slot.tensor.ndim == 2: rows.setdefault(first, []).append(slot.shape[0])
+    names, rows = {id(tensor): name for name, tensor in named(model).items()}, dict[str, list[int]]()
+    for slot in slots(model).values():
+        if slot.tensor.ndim == 2: rows.setdefault(names[id(slot.tensor)], []).append(slot.shape[0])
     return {name: tuple(found) for name, found in rows.items() if len(found) > 1}
 
 

@@ -19,18 +19,28 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.functional import linear_cross_entropy
-from tinygrad_nv.models.dense import Documents
+from tinygrad_nv.models.dense import DenseBatch, Documents, SequencePart
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.runtime.memory import write
 from tinygrad_nv.train.data import IGNORE, Batch
 from tinygrad_nv.train.data.batch import PADDING
 
 
+class RowsPart(SequencePart, Protocol):
+    """The columns that this process has, of rows that are padded to so many tokens."""
+    padded: int
+
+    def cut(self, rows: np.ndarray) -> np.ndarray: ...
+
+
 class Inputs:
     """Buffers of a batch: tokens, targets, positions and segments, int32 (rows, width); `count`, float32 (1),
-    what a mean is over; `number`, uint32 (1), of the micro-batch in the run, from which dropout is drawn."""
+    what a mean is over; `number`, uint32 (1), of the micro-batch in the run, from which dropout is drawn.
+    With a `part` buffers have its columns alone."""
 
-    def __init__(self, rows: int, width: int, device: str | None) -> None:
+    def __init__(self, rows: int, width: int, device: str | None, part: RowsPart | None = None) -> None:
+        self.part, self.padded = part, width if part is None else part.padded
+        if part is not None: width = int(part.places.shape[0])
         def buffer(kind: object, *shape: int) -> Tensor:
             made = Tensor.zeros(*shape, dtype=kind, device=device).contiguous()
             return made.is_param_(False).realize()
@@ -41,16 +51,23 @@ class Inputs:
     def fill(self, batch: Batch, count: int, number: int) -> None:
         """Puts a batch into the buffers, which may be wider than its rows: the rest is padding."""
         fills = ((batch.ids, 0), (batch.targets, IGNORE), (batch.positions, 0), (batch.segments, PADDING))
-        missing = int(self.tokens.shape[1]) - batch.ids.shape[1]
+        missing = self.padded - batch.ids.shape[1]
         for tensor, (array, value) in zip(self.arrays, fills, strict=True):
             whole = np.pad(array, ((0, 0), (0, missing)), constant_values=value)
-            write(tensor, 0, np.ascontiguousarray(whole, np.int32).reshape(-1).data.cast("B"))
+            own = whole if self.part is None else self.part.cut(whole)
+            write(tensor, 0, np.ascontiguousarray(own, np.int32).reshape(-1).data.cast("B"))
         write(self.count, 0, np.array([count], np.float32).data.cast("B"))
         write(self.number, 0, np.array([number & 0xFFFFFFFF], np.uint32).data.cast("B"))
 
+    def of(self, model: Llama, documents: bool) -> DenseBatch:
+        """The batch as layers take it. `documents`: rows have several, which do not see each other."""
+        found = Documents(self.positions, self.segments) if documents else None
+        return DenseBatch(0, model.rope_tables, None, found, self.part)
+
 
 class Objective(Protocol):
-    """What is learnt."""
+    """What is learnt, of a model."""
+    model: Llama
     inputs: Inputs
 
     @property
@@ -71,9 +88,13 @@ class LossOptions:
 
 def losses(model: Llama, inputs: Inputs, options: LossOptions, reduction: Literal["sum", "none"]) -> Tensor:
     """The cross entropy of targets: their sum, or with "none" each, (rows, width)."""
-    if options.documents:
-        hidden = model.hidden_documents(inputs.tokens, Documents(inputs.positions, inputs.segments))
-    else: hidden = model.hidden(inputs.tokens)
+    hidden = model.hidden_batch(inputs.tokens, inputs.of(model, options.documents))
+    return cross_entropy(model, hidden, inputs, options, reduction)
+
+
+def cross_entropy(model: Llama, hidden: Tensor, inputs: Inputs, options: LossOptions,
+                  reduction: Literal["sum", "none"]) -> Tensor:
+    """`losses` of the last layer's normalised output."""
     config = model.config
     return linear_cross_entropy(hidden, model.head, inputs.targets,
                                 reduction=reduction,

@@ -9,7 +9,8 @@ through three places, of which all ranks come to each:
     gathered()          after the update; what else is to be realized
 
 Within `present()` the model has what its graphs read; a graph that is built there has `leaves()` of
-parameters, which its gradients are of. Within `saved()` rank 0's model has whole parameters in memory.
+parameters, which its gradients are of. Within `saved()` rank 0's model has whole parameters in memory, or the
+one that it gives has.
 """
 from __future__ import annotations
 
@@ -20,12 +21,14 @@ from typing import Protocol
 
 from tinygrad import Tensor
 
+from tinygrad_nv.models.llama import Llama
+
 Named = dict[str, Tensor]
 
 
 class Parts(Protocol):
     """What a rank has of parameters. `sharded`: it updates a part of each. `regions`: the model's layers are
-    regions already."""
+    regions already. `elsewhere`: whose gradients' squares another rank counts."""
     whole: Named
     optimized: Named
     added: Named
@@ -33,6 +36,8 @@ class Parts(Protocol):
     joins: bool
     regions: bool
 
+    @property
+    def elsewhere(self) -> frozenset[str]: ...
     def each(self, gradients: Named) -> Named: ...
     def all(self, sums: Named) -> Named: ...
     def taken(self, sums: Named) -> Named: ...
@@ -40,12 +45,13 @@ class Parts(Protocol):
     def squares(self, own: Tensor) -> Tensor: ...
     def present(self) -> AbstractContextManager[None]: ...
     def leaves(self) -> Named: ...
-    def saved(self) -> AbstractContextManager[None]: ...
+    def saved(self) -> AbstractContextManager[Llama | None]: ...
 
 
 class Whole:
     """One rank, which has and updates all."""
     sharded = joins = regions = False
+    elsewhere = frozenset[str]()
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self.whole = self.optimized = self.added = dict(parameters)
@@ -78,6 +84,6 @@ class Whole:
         """The parameters."""
         return self.whole
 
-    def saved(self) -> AbstractContextManager[None]:
+    def saved(self) -> AbstractContextManager[Llama | None]:
         """The model has its parameters anyway."""
         return contextlib.nullcontext()

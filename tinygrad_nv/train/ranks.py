@@ -1,10 +1,11 @@
 """The ranks of a run: what they add up, agree on and wait for, besides what a step computes.
 
-Protocol: `own_ranks()` gives what this process is by its environment: `OneRank`, for which nothing of dist/
-but the names of variables is imported, or `TrainingRanks`, whose methods all ranks call in the same order.
-Figures of a step (tokens with loss, losses) are added up in float64, in the order of ranks: all ranks get the
-same bits. Rank 0 alone writes the log, the model and what all ranks have alike. Within `stoppable()` Ctrl-C
-does not raise: it is asked for by the next `begin` of a step, so that all ranks stop after the same step.
+Protocol: `own_ranks(arguments)` gives what this process is by its environment: `OneRank`, for which nothing
+of dist/ but the names of variables is imported, or `TrainingRanks`, whose methods all ranks call in the same
+order. Figures of a step (tokens with loss, losses) are added up in float64, in the order of ranks: all ranks
+get the same bits. Ranks of one data coordinate (layout.py) have the same figures, which count once. Rank 0
+alone writes the log, the model and what all ranks have alike. Within `stoppable()` Ctrl-C does not raise: it
+is asked for by the next `begin` of a step, so that all ranks stop after the same step.
 """
 from __future__ import annotations
 
@@ -21,9 +22,11 @@ from tinygrad import dtypes
 
 from tinygrad_nv.dist.ranks import RESTARTS, Ranks
 from tinygrad_nv.engine.executor.plan import device_of
+from tinygrad_nv.train.arguments import TrainingArguments
+from tinygrad_nv.train.layout import ALIKE, Layout, Place, layout_of
 
 if TYPE_CHECKING:    # a run of one rank does not load it
-    from tinygrad_nv.dist.group import World
+    from tinygrad_nv.dist.group import Group, World
 
 PATIENCE_S = 86400.0    # in which the slowest rank reads data, or writes a checkpoint
 
@@ -34,7 +37,7 @@ class Stopped(KeyboardInterrupt):
 
 class OneRank:
     """A run of this process alone."""
-    rank, size = 0, 1
+    rank, size, layout = 0, 1, Layout()
 
     def __init__(self) -> None: self._asked = False
 
@@ -42,6 +45,11 @@ class OneRank:
     def first(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0
+
+    @property
+    def place(self) -> Place:
+        """This rank's coordinates."""
+        return self.layout.place(self.rank)
 
     @property
     def started_again(self) -> bool:
@@ -55,6 +63,10 @@ class OneRank:
     def summed(self, values: np.ndarray) -> np.ndarray:
         """The sums over ranks of float64 values."""
         return values
+
+    def added(self, values: np.ndarray) -> np.ndarray:
+        """The sums of a loss, of which each rank has those of its tokens."""
+        return self.summed(values if self.layout.adds(self.rank) else np.zeros_like(values))
 
     def barrier(self, name: str) -> None:
         """Returns when all ranks have come to it; of any thread."""
@@ -88,18 +100,26 @@ class OneRank:
 
     def begin(self, counts: np.ndarray) -> np.ndarray:
         """The sums over ranks of what a step counts. Raises `Stopped` where a rank was asked to stop."""
-        *sums, asked = self.summed(np.append(counts, float(self._asked)))
+        own = counts if self.layout.counts(self.rank) else np.zeros_like(counts)
+        *sums, asked = self.summed(np.append(own, float(self._asked)))
         if asked: raise Stopped
         return np.array(sums)
 
 
 class TrainingRanks(OneRank):
-    """This process among the ranks of a run. `group` is for collectives of steps."""
+    """This process among the ranks of a run. `mesh.group(axis, …)` is for collectives of steps."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, layout: Layout) -> None:
         super().__init__()
-        self.world, self.group, self._figures = world, world.group(), world.group()
+        from tinygrad_nv.dist.mesh import mesh
+        self.world, self.layout, self._figures = world, layout, world.group()
+        self.mesh = mesh(world, axes=layout.axes)
         self.rank, self.size = world.rank, world.size
+
+    @property
+    def group(self) -> Group:
+        """The ranks that have the same parameters, each for tokens of its own."""
+        return self.mesh.group(*ALIKE)
 
     def device(self, name: str) -> str:
         """Of GPUs the one with its number on its host."""
@@ -121,8 +141,10 @@ class TrainingRanks(OneRank):
         return [each.decode() for each in self.world.exchange(name, own.encode())]
 
 
-def own_ranks() -> OneRank:
-    """What this process is. Raises `DistError`."""
-    if Ranks.from_environment().world_size == 1: return OneRank()
+def own_ranks(arguments: TrainingArguments) -> OneRank:
+    """What this process is. Raises `DistError`, and `ConfigError` for another number of ranks than the
+    arguments say."""
+    layout = layout_of(arguments, Ranks.from_environment().world_size)
+    if layout.size == 1: return OneRank()
     from tinygrad_nv.dist import group
-    return TrainingRanks(group.world())
+    return TrainingRanks(group.world(), layout)

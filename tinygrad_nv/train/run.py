@@ -17,14 +17,22 @@ from tinygrad import Device, Tensor
 
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import ConfigError, TokenizerError
-from tinygrad_nv.models.config import read_config
+from tinygrad_nv.models.config import ModelConfig, read_config
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.numerics import HighPrecision
 from tinygrad_nv.train import network
 from tinygrad_nv.train.adapter import ALL, AdapterModel, AdapterOptions
 from tinygrad_nv.train.arguments import OPTIMIZERS, TrainingArguments
 from tinygrad_nv.train.data import Data, DataOptions, Loader, LoaderOptions, load
-from tinygrad_nv.train.objectives import Inputs, LossOptions, Objective, Preference, Supervised
+from tinygrad_nv.train.layout import Layout
+from tinygrad_nv.train.objectives import (
+    Inputs,
+    LossOptions,
+    Objective,
+    Preference,
+    RowsPart,
+    Supervised,
+)
 from tinygrad_nv.train.optimizers import (
     Optimizer,
     StateOptions,
@@ -40,15 +48,17 @@ from tinygrad_nv.train.parts import Parts, Whole
 from tinygrad_nv.train.precision import Fp8Model, in_fp8
 from tinygrad_nv.train.ranks import OneRank, TrainingRanks, own_ranks
 from tinygrad_nv.train.regions.blocks import checkpoint_blocks
+from tinygrad_nv.train.step import Step
 
 if TYPE_CHECKING:    # a run of one rank does not load it
     from tinygrad_nv.dist.group import Group
+    from tinygrad_nv.train.stages import Stages
 
 
 @dataclass(frozen=True)
 class Run:
     """A run that can begin. `steps` are all there are; `adapter` None: all weights are trained; `fp8` None:
-    no layer is in FP8."""
+    no layer is in FP8; `stages`: those of this rank, of which `model` is the first."""
     arguments: TrainingArguments
     directory: Path
     model: Llama
@@ -63,6 +73,23 @@ class Run:
     ranks: OneRank
     parts: Parts
     fp8: Fp8Model | None = None
+    stages: Stages | None = None
+
+    def step(self) -> Step:
+        """What a step runs."""
+        a, rule = self.arguments, self.optimizer
+        if self.stages is not None:
+            from tinygrad_nv.train.pipelined import PipelineStep  # which loads dist/
+            return PipelineStep(self.stages, self.objective.inputs, _loss_options(a), rule, self.parts,
+                                self.ranks)
+        return Step(self.objective, rule, a.gradient_accumulation_steps, self.parts, self.ranks,
+                    None if self.fp8 is None else self.fp8.state)
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers are trained, of all stages."""
+        counted = self.parts.whole if self.stages is None else self.stages.whole_shapes()
+        return sum(map(_count, counted.values()))
 
     def tensors(self) -> dict[str, Tensor]:
         """What a run goes on from: parameters, or this rank's parts of them, the optimiser's state, and that
@@ -88,21 +115,26 @@ class Run:
         """What this rank writes of them: rank 0 all, others what they alone have."""
         every = self.tensors()
         if self.ranks.first: return every
-        apart = ("parameters.", "optimizer.state.") if self.parts.sharded else ()
+        if not self.parts.sharded and self.ranks.layout.keeper(self.ranks.rank) != self.ranks.rank: return {}
+        apart = ("parameters.", "optimizer.state.")
         return {name: each for name, each in every.items() if name.startswith(apart)}
 
     def loader_options(self) -> LoaderOptions:
         """How this rank reads the data."""
         a = self.arguments
-        return LoaderOptions(a.per_device_train_batch_size, a.gradient_accumulation_steps, self.ranks.rank,
-                             self.ranks.size, seed=a.seed, shuffle=a.shuffle)
+        return LoaderOptions(a.per_device_train_batch_size, a.gradient_accumulation_steps,
+                             self.ranks.place.data, self.ranks.layout.data, seed=a.seed, shuffle=a.shuffle)
+
+    @property
+    def keeper(self) -> int:
+        """The rank whose tensors in a checkpoint this one goes on from."""
+        return self.ranks.rank if self.parts.sharded else self.ranks.layout.keeper(self.ranks.rank)
 
 
 def assembled(arguments: TrainingArguments, directory: Path, data: Sequence[str],
               device: str | None = None) -> Run:
     """Opens what a run needs. Raises what its parts raise."""
-    dtype, ranks = arguments.weights, own_ranks()
-    require_ranks(arguments, ranks.size)
+    dtype, ranks = arguments.weights, own_ranks(arguments)
     device = ranks.device(device or Device.DEFAULT)
     config = read_config(directory)
     tokenizer = _tokenizer(directory)
@@ -116,18 +148,25 @@ def assembled(arguments: TrainingArguments, directory: Path, data: Sequence[str]
     if arguments.sample_prompts and tokenizer is None:
         raise ConfigError("--sample-prompts without a tokenizer", "tokenizer.json in MODEL",
                           "copy the tokenizer's files there")
-    model = network.drawn(directory, dtype, arguments.seed, device) if arguments.from_scratch \
-        else network.opened(directory, dtype, device, arguments.online)
-    widest = max(each.width for each in (rows, evaluation) if each is not None)
-    network.require_trainable(model, arguments.use_peft, arguments.recipe.fp8 is not None)
-    network.whole_head(model)
-    network.extend(model, widest)
-    inputs = Inputs(arguments.per_device_train_batch_size * rows.rows_per_index, widest, model.device)
-    learner = learning(arguments, model, inputs, ranks.group if isinstance(ranks, TrainingRanks) else None,
-                       lambda: network.opened(directory, dtype, model.device))
+    widest, stages = max(each.width for each in (rows, evaluation) if each is not None), None
+    if isinstance(ranks, TrainingRanks) and ranks.layout.pipeline > 1:
+        from tinygrad_nv.train.stages import opened  # which loads dist/
+        stages = opened(arguments, directory, device, ranks.mesh)
+    if stages is not None: model = stages.first
+    elif arguments.from_scratch: model = network.drawn(directory, dtype, arguments.seed, device)
+    else: model = network.opened(directory, dtype, device, arguments.online)
+    for own in [model] if stages is None else stages.models.values():
+        network.require_trainable(own, arguments.use_peft, arguments.recipe.fp8 is not None)
+        network.whole_head(own)
+        network.extend(own, widest)
+    inputs = Inputs(arguments.per_device_train_batch_size * rows.rows_per_index, widest, model.device,
+                    _part(arguments, config, ranks, widest, model.device))
+    learner = learning(arguments, model, inputs, _alike(ranks),
+                       lambda: network.opened(directory, dtype, model.device), stages)
     return Run(arguments, directory, model, tokenizer, rows, evaluation, learner.objective, learner.optimizer,
-               learner.adapter, _steps(arguments, rows, ranks.size),
-               _identity(arguments, rows, config.vocab_size, ranks.size), ranks, learner.parts, learner.fp8)
+               learner.adapter, _steps(arguments, rows, ranks.layout.data),
+               _identity(arguments, rows, config.vocab_size, ranks.layout), ranks, learner.parts, learner.fp8,
+               stages)
 
 
 @dataclass(frozen=True)
@@ -141,25 +180,38 @@ class Learner:
 
 
 def learning(arguments: TrainingArguments, model: Llama, inputs: Inputs, group: Group | None,
-             another: Callable[[], Llama]) -> Learner:
-    """What a step of a model is made of, on one of a group of ranks. `another`: the model once more, before
-    it is trained."""
+             another: Callable[[], Llama], stages: Stages | None = None) -> Learner:
+    """What a step of a model is made of, on one of a group of ranks that have the same parameters.
+    `another`: the model once more, before it is trained. `stages`: those of this rank, of a pipeline."""
+    models = [model] if stages is None else [*stages.models.values()]
     adapter = _adapter(arguments, model, inputs) if arguments.use_peft else None
     objective = _objective(arguments, another, model, adapter, inputs)
-    parameters = network.parameters(model) if adapter is None else adapter.parameters
+    parameters = {name: tensor for each in models for name, tensor in network.parameters(each).items()} \
+        if adapter is None else adapter.parameters
     parts = _parts(arguments, parameters, group, model)
+    if stages is not None: parts = stages.parts(parts)
     fp8 = _fp8(arguments, model, group)
-    optimizer = _optimizer(arguments, parts, network.projections(model) if adapter is None else None)
+    rows = {name: extents for each in models for name, extents in network.projections(each).items()}
+    optimizer = _optimizer(arguments, parts, rows if adapter is None else None)
     meters = [] if fp8 is None else fp8.state.meters
-    if not parts.regions: checkpoint_blocks(model, arguments.regions, [*parameters.values(), *meters])
+    for each in [] if parts.regions else models:
+        checkpoint_blocks(each, arguments.regions, [*parameters.values(), *meters])
     return Learner(objective, adapter, parts, optimizer, fp8)
 
 
-def require_ranks(arguments: TrainingArguments, started: int) -> None:
-    """Raises `ConfigError` for another number of ranks than the arguments say."""
-    if arguments.data_parallel_size not in (0, started):
-        raise ConfigError(f"--data-parallel-size {arguments.data_parallel_size}, and a launcher has started "
-                          f"{started} ranks", "as many ranks", "start as many, or leave the option out")
+def _alike(ranks: OneRank) -> Group | None:
+    """The ranks that have the same parameters, where there are several."""
+    if not isinstance(ranks, TrainingRanks) or ranks.group.size == 1: return None
+    return ranks.group
+
+
+def _part(arguments: TrainingArguments, config: ModelConfig, ranks: OneRank, width: int,
+          device: str | None) -> RowsPart | None:
+    """The tokens of each row that this rank has, where that is not all."""
+    if ranks.layout.context == 1 or not isinstance(ranks, TrainingRanks): return None
+    from tinygrad_nv.train import context_parallel  # which loads dist/
+    context_parallel.require(config, arguments)
+    return context_parallel.ContextPart(ranks.mesh.group("context"), width, device)
 
 
 def _parts(arguments: TrainingArguments, parameters: dict[str, Tensor], group: Group | None,
@@ -221,8 +273,11 @@ def _objective(arguments: TrainingArguments, another: Callable[[], Llama], model
         reference = another()
         network.extend(reference, model.rope_rows)
         return Preference(model, reference, rows, width, arguments.beta, contextlib.nullcontext, inputs)
-    options = LossOptions(arguments.packing, arguments.label_smoothing_factor, arguments.z_loss)
-    return Supervised(model, rows, width, options, inputs)
+    return Supervised(model, rows, width, _loss_options(arguments), inputs)
+
+
+def _loss_options(arguments: TrainingArguments) -> LossOptions:
+    return LossOptions(arguments.packing, arguments.label_smoothing_factor, arguments.z_loss)
 
 
 def _optimizer(arguments: TrainingArguments, parts: Parts, rows: dict[str, tuple[int, ...]] | None
@@ -233,6 +288,7 @@ def _optimizer(arguments: TrainingArguments, parts: Parts, rows: dict[str, tuple
     state = StateOptions(recipe.master, arguments.seed, bits, paged, loss_scaling=recipe.loss,
                          max_grad_norm=arguments.max_grad_norm or None,
                          rows=None if parts.sharded else rows, squares=parts.squares,
+                         elsewhere=parts.elsewhere,
                          counts={name: _count(each) for name, each in parts.whole.items()})
     betas, lr, parameters = (arguments.adam_beta1, arguments.adam_beta2), arguments.learning_rate, \
         parts.optimized
@@ -258,16 +314,18 @@ def _steps(arguments: TrainingArguments, data: Data, ranks: int) -> int:
     return max(1, int(arguments.num_train_epochs * each + 0.999999))
 
 
-def _identity(arguments: TrainingArguments, data: Data, vocab_size: int, ranks: int) -> dict[str, Any]:
+def _identity(arguments: TrainingArguments, data: Data, vocab_size: int, layout: Layout
+              ) -> dict[str, Any]:
     names = ("method", "dtype", "seed", "optim", "max_length", "packing", "packing_strategy", "shuffle",
              "use_peft", "lora_r", "lora_alpha", "lora_dropout", "use_rslora", "learning_rate",
              "weight_decay", "lr_scheduler_type", "adam_beta1", "adam_beta2", "adam_epsilon",
              "max_grad_norm", "beta", "label_smoothing_factor", "z_loss", "completion_only_loss",
-             "assistant_only_loss", "zero_stage", "online", "precision", "fp8_format", "fp8_margin",
-             "fp8_amax_history_len", "fp8_amax_compute_algo")
+             "assistant_only_loss", "zero_stage", "online", "precision", "fp8_format",
+             "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "pipeline_parallel_size",
+             "pipeline_schedule", "tensor_parallel_size")
     summary = data.summary
-    # however a batch is cut: a run may go on with other ranks
-    batch = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * ranks
+    # however a batch is cut: a run may go on with other data parallel ranks
+    batch = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * layout.data
     return {**{name: getattr(arguments, name) for name in names}, "batch": batch, "vocab_size": vocab_size,
             "fp8_exclude": list(arguments.fp8_exclude),
             "lora_target_modules": list(arguments.lora_target_modules), "rows": summary.rows,

@@ -26,6 +26,7 @@ from tinygrad.helpers import Context
 from tinygrad_nv.functional import FP8_KINDS
 from tinygrad_nv.numerics.fp8 import COUNTERS, Fp8State, named_counters
 from tinygrad_nv.train.data import Batch
+from tinygrad_nv.train.diagnosis import first_bad
 from tinygrad_nv.train.objectives import Objective
 from tinygrad_nv.train.optimizers import GradientSums, Optimizer
 from tinygrad_nv.train.parts import Named, Parts
@@ -44,7 +45,7 @@ class StepResult:
     precision: dict[str, float]
 
 
-def _captured(program: Callable[[], Any]) -> Any:
+def captured(program: Callable[[], Any]) -> Any:
     """A TinyJit that captures at the first call. By itself it would run the program without a plan of its
     memory first, which took 1.3 times the bytes of a captured step where this was measured."""
     made = TinyJit(program)
@@ -64,16 +65,16 @@ class Step:
         self.parameters = optimizer.parameters if parts is None else parts.whole
         self._added = optimizer.parameters if parts is None else parts.added
         joins = parts is not None and parts.joins
-        several = joins or accumulation > 1 or (ranks is not None and ranks.size > 1)
+        several = joins or accumulation > 1 or (ranks is not None and ranks.layout.size > ranks.layout.tensor)
         self.sums = GradientSums(self._added) if several else None
         self._joins = joins
         self._taken: Named = {}     # what the optimiser takes
         if self.sums is not None: self._taken = self.sums.gradients if parts is None else \
             parts.taken(self.sums.gradients)
         self.done, self._skipped = 0, -1    # before the first step it is not read: a run may go on
-        self._whole, self._part, self._end = _captured(self._run), _captured(self._add), _captured(self._take)
-        self._joined = _captured(self._join)
-        self._evaluate = _captured(self._summed)
+        self._whole, self._part, self._end = captured(self._run), captured(self._add), captured(self._take)
+        self._joined = captured(self._join)
+        self._evaluate = captured(self._summed)
 
     @property
     def programs(self) -> tuple[Callable[[], object], ...]:
@@ -93,18 +94,16 @@ class Step:
 
     def __call__(self, batches: Sequence[Batch], count: int) -> StepResult:
         """Takes a step on this rank's micro-batches. `count` is what is counted on all ranks."""
-        found, precision = np.zeros(1 + len(self.objective.names)), self._precision()
+        precision = self._precision()
         if self._skipped < 0: self._skipped = self.skipped
         with Context(TRAINING=1):
-            for number, batch in enumerate(batches):
-                self.objective.fill(batch, max(count, 1), self._number(number))
-                found += (self._whole if self.sums is None else self._part)().numpy()
+            found = self._passed(batches, max(count, 1))
             if self.sums is not None:
                 if self._joins: self._joined()
                 self._end()
         counts = np.zeros(0) if self.fp8 is None else self.fp8.last.numpy().astype(np.float64).reshape(-1)
         if self.ranks is not None:
-            both = self.ranks.summed(np.append(found, counts))
+            both = self.ranks.added(np.append(found, counts))
             found, counts = both[:len(found)], both[len(found):]
         if self.fp8 is not None: precision |= named_counters(counts.reshape(len(COUNTERS), len(FP8_KINDS)))
         self.done += 1
@@ -113,10 +112,23 @@ class Step:
         return StepResult(loss, dict(zip(self.objective.names, rest, strict=True)),
                           float(self.optimizer.grad_norm.item()), self._skipped > before, precision)
 
+    def _passed(self, batches: Sequence[Batch], count: int) -> np.ndarray:
+        """The sums of all micro-batches, whose gradients are added up, or taken by the one program."""
+        found = np.zeros(1 + len(self.objective.names))
+        for number, batch in enumerate(batches):
+            self.objective.fill(batch, count, self._number(number))
+            found += (self._whole if self.sums is None else self._part)().numpy()
+        return found
+
     def evaluate(self, batch: Batch) -> np.ndarray:
         """The sums of a batch, with the weights as they are: loss first, float64."""
         self.objective.fill(batch, 1, 0)
         with Context(TRAINING=0): return self._evaluate().numpy().astype(np.float64)
+
+    def first_bad(self, documents: bool) -> str:
+        """The first layer with a value that is not finite, of the batch in the buffers; `documents`: rows
+        have several."""
+        with self._present(): return first_bad(self.objective.model, self.inputs, documents)
 
     @property
     def skipped(self) -> int:
@@ -129,9 +141,12 @@ class Step:
         return {} if scaler is None else {"loss_scale": float(scaler.scale.item())}
 
     def _number(self, micro: int) -> int:
-        """Of a micro-batch of this step in the run, on all ranks: those of ranks follow each other."""
-        rank, size = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.size)
-        return (self.done * self.accumulation + micro) * size + rank
+        """Of a micro-batch of this step in the run, over all data coordinates, which follow each
+        other."""
+        if self.ranks is None: return self.done * self.accumulation + micro
+        place, layout = self.ranks.place, self.ranks.layout
+        micro = (self.done * self.accumulation + micro) * layout.data + place.data
+        return micro * layout.context + place.context   # other tokens, for which dropout is drawn apart
 
     # **** captured ****
 
@@ -146,7 +161,11 @@ class Step:
         found = loss.gradient(*own.values(), *meters)
         gradients = dict(zip(own, found, strict=False))
         seen = [] if fp8 is None else fp8.schedule_seen(found[len(own):])
-        return Tensor.stack(*sums), gradients if self.parts is None else self.parts.each(gradients), seen
+        return Tensor.stack(*sums), self.each(gradients), seen
+
+    def each(self, gradients: Named) -> Named:
+        """What is added up of a micro-batch's gradients."""
+        return gradients if self.parts is None else self.parts.each(gradients)
 
     def _updated(self, gradients: Named) -> list[Tensor]:
         """What is to be realized of an update."""
@@ -159,11 +178,15 @@ class Step:
         return sums.realize(*seen, *self._updated(gradients))
 
     def _add(self) -> Tensor:
-        assert self.sums is not None
         sums, gradients, seen = self._derived()
+        return sums.realize(*seen, *self.added_up(gradients))
+
+    def added_up(self, gradients: Named) -> list[Tensor]:
+        """What is to be realized to add gradients of a micro-batch to the sums, by name."""
+        assert self.sums is not None
         # in memory first: of two terms (a tied embedding has) the kernel would add one, then the other
-        for name, tensor in self._added.items(): tensor.grad = gradients[name].contiguous()
-        return sums.realize(*seen, *self.sums.schedule_add())
+        for name, each in gradients.items(): self._added[name].grad = each.contiguous()
+        return self.sums.schedule_add(names=gradients)
 
     def _take(self) -> None:
         assert self.sums is not None

@@ -25,20 +25,21 @@ from tinygrad import Tensor
 from tinygrad.helpers import GlobalCounters
 
 from tinygrad_nv.errors import CheckpointError, TrainingError
+from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.train import checkpoints
 from tinygrad_nv.train.adapter import ALL
 from tinygrad_nv.train.arguments import TrainingArguments
 from tinygrad_nv.train.checkpoints import CheckpointWriter
 from tinygrad_nv.train.data import Loader, LoaderOptions, SamplerState
 from tinygrad_nv.train.data import Step as DataStep
-from tinygrad_nv.train.diagnosis import LOSS, first_bad
+from tinygrad_nv.train.diagnosis import LOSS
 from tinygrad_nv.train.export import save_adapter, save_pretrained
 from tinygrad_nv.train.log import Log, Silent
 from tinygrad_nv.train.optimizers import ScheduleOptions, schedule
 from tinygrad_nv.train.ranks import OneRank, Stopped
 from tinygrad_nv.train.run import Run
 from tinygrad_nv.train.sampling import Continuation
-from tinygrad_nv.train.step import Step, StepResult
+from tinygrad_nv.train.step import StepResult
 
 LATEST = "latest"
 
@@ -78,7 +79,8 @@ def train(run: Run) -> Trained:
         with Log(arguments, run.steps, at.step) if ranks.first else Silent() as log:
             loop.run(at, writer, log)
             log.finish()
-    with run.parts.saved(): made = _export(run, output) if ranks.first else output
+    with run.parts.saved() as whole:
+        made = _export(run, whole or run.model, output) if ranks.first else output
     ranks.barrier("trained")
     return Trained(made, run.steps, loop.loss, loop.eval_loss, time.perf_counter() - begun)
 
@@ -89,8 +91,7 @@ class _Loop:
     def __init__(self, run: Run) -> None:
         a = run.arguments
         self.run_ = run
-        self.step = Step(run.objective, run.optimizer, a.gradient_accumulation_steps, run.parts, run.ranks,
-                         None if run.fp8 is None else run.fp8.state)
+        self.step = run.step()
         options = ScheduleOptions(min_lr_rate=a.min_lr_rate, decay_steps=a.lr_decay_steps)
         self.factor = schedule(a.lr_scheduler_type, run.steps, a.warmup(run.steps), options)
         self.loss, self.eval_loss = math.nan, None if run.evaluation is None else math.nan
@@ -101,8 +102,8 @@ class _Loop:
         run, a = self.run_, self.run_.arguments
         options = run.loader_options()
         several = f" over {run.ranks.size} ranks" if run.ranks.size > 1 else ""
-        log.say(f"{sum(int(np.prod(p.shape)) for p in run.parts.whole.values()):,} parameters to train"
-                f"{several}; {run.data.summary}; steps {at.step + 1} to {run.steps}")
+        log.say(f"{run.parameters:,} parameters to train{several}; {run.data.summary}; steps "
+                f"{at.step + 1} to {run.steps}")
         log.say(f"{a.recipe}" + ("" if run.fp8 is None else f"; {run.fp8}"))
         self.step.done = at.step
         with Loader(run.data, options, at.data) as loader, run.ranks.stoppable():
@@ -139,8 +140,7 @@ class _Loop:
 
     def _stop(self, step: int) -> None:
         """Raises `TrainingError` for a loss that is NaN, which another rank's rows may have made."""
-        with self.run_.parts.present():
-            own = first_bad(self.run_.model, self.step.inputs, self.run_.arguments.packing)
+        own = self.step.first_bad(self.run_.arguments.packing)
         found = self.run_.ranks.told("not finite", own)
         layer = next((each for each in found if each != LOSS), LOSS)
         raise TrainingError(f"the loss of step {step} is NaN; the first layer with a value that is not "
@@ -165,15 +165,16 @@ class _Loop:
         """Means over the evaluation's data, of which each rank has its batches."""
         run, a, ranks = self.run_, self.run_.arguments, self.run_.ranks
         assert run.evaluation is not None
-        options = LoaderOptions(a.per_device_train_batch_size, 1, ranks.rank, ranks.size, shuffle=False,
-                                epochs=1)
+        rank, size = ranks.place.data, ranks.layout.data
+        options = LoaderOptions(a.per_device_train_batch_size, 1, rank, size, shuffle=False, epochs=1)
         found = np.zeros(2 + len(run.objective.names))      # the last: what is counted
         with Loader(run.evaluation, options) as loader:
             for number, data in enumerate(loader):
-                if a.eval_batches and number * ranks.size + ranks.rank >= a.eval_batches: break
+                if a.eval_batches and number * size + rank >= a.eval_batches: break
                 found[:-1] += self.step.evaluate(data.batches[0])
                 found[-1] += run.objective.counted(data.batches[0])
-        *sums, counted = ranks.summed(found)
+        if not ranks.layout.counts(ranks.rank): found[-1] = 0
+        *sums, counted = ranks.added(found)
         return np.array(sums) / max(counted, 1)
 
     def _sample(self, prompt: str) -> str:
@@ -226,15 +227,15 @@ def _checkpoint(run: Run, output: Path) -> checkpoints.Checkpoint | None:
     asked, ranks = run.arguments.resume_from_checkpoint, run.ranks
     latest = asked in (LATEST, "true", "True")      # transformers takes True
     if latest or ranks.started_again:
-        found = checkpoints.load_latest(output, run=run.identity, rank=ranks.rank, ranks=ranks.size)
+        found = checkpoints.load_latest(output, run=run.identity, rank=run.keeper, ranks=ranks.size)
         if found is not None: return found
     if asked is None or latest: return None
-    return checkpoints.load(asked, run=run.identity, rank=ranks.rank, ranks=ranks.size)
+    return checkpoints.load(asked, run=run.identity, rank=run.keeper, ranks=ranks.size)
 
 
-def _export(run: Run, output: Path) -> Path:
+def _export(run: Run, model: Llama, output: Path) -> Path:
     """Writes the trained model, or the adapter."""
-    if run.adapter is None: return save_pretrained(run.model, output, run.directory)
+    if run.adapter is None: return save_pretrained(model, output, run.directory)
     options = run.adapter.options
     return save_adapter(output, run.adapter.matrices(), options.rank, options.alpha, rslora=options.rslora,
                         target_modules=ALL if ALL in options.targets else options.targets,

@@ -8,7 +8,9 @@ nothing. Gradients of parameters add up, as after several calls of `backward`.
 `steps(schedule)` are a rank's passes with `Transfer`s between them. Transfers of all ranks stand in one
 order of time, that of the schedule run on paper (check.py), and each rank does its own transfers in that
 order: so ranks do not wait for each other in a circle, even where a send ends only when it is received. The
-result of a pass is sent at once; a tensor for a stage on the same rank is kept.
+result of a pass is sent at once; a tensor for a stage on the same rank is kept. A transfer is a captured
+program; what is received is in one of as many places as are in use at a time (`rooms`), where it stays until
+the last pass that needs it.
 
 A stage is any object with `forward`, `backward` and `weights` (`Stage`). `Recomputed` makes one of a
 function: it keeps a stage's input, and computes the stage again in the backward pass, and once more for W.
@@ -17,9 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from tinygrad import Tensor
+from tinygrad import Tensor, TinyJit
 from tinygrad.dtype import DType
 
 from tinygrad_nv.dist.collectives.functions import recv, send
@@ -31,9 +33,10 @@ from tinygrad_nv.errors import DistError
 
 class Stage(Protocol):
     """Part of a network. `x` is None for the first stage, `grad` for the last. With `weights`, `backward`
-    computes gradients of parameters, too; without, `weights` is called later. Results are realized."""
+    computes gradients of parameters, too; without, `weights` is called later. Results are realized. That of
+    the last stage's `forward`, which no stage waits for, may be None."""
 
-    def forward(self, microbatch: int, x: Tensor | None) -> Tensor: ...
+    def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None: ...
 
     def backward(self, microbatch: int, grad: Tensor | None, weights: bool) -> Tensor | None: ...
 
@@ -74,6 +77,22 @@ def uses(schedule: Schedule, op: Op) -> list[Op]:
     return [Op(op.kind, stage, op.microbatch)] if 0 <= stage < schedule.stages else []
 
 
+def rooms(schedule: Schedule, order: Sequence[PipelineStep], rank: int) -> dict[Op, int]:
+    """Of each pass of a rank that gets what another rank sends, the number of the place where it is. A
+    stage's input is kept until the last pass of the microbatch, the gradient of its result, too, where passes
+    are split."""
+    last, made = "W" if schedule.splits else "B", dict[Op, int]()
+    held = dict[tuple[int, int], set[int]]()    # by stage and microbatch
+    for step in order:
+        if isinstance(step, Transfer):
+            if step.source == rank: continue
+            used, taken = step.used, set[int]().union(*held.values())
+            made[used] = next(i for i in range(len(taken) + 1) if i not in taken)
+            held.setdefault((used.stage, used.microbatch), set()).add(made[used])
+        elif step.kind == last: held.pop((step.stage, step.microbatch), None)
+    return made
+
+
 class Pipeline:
     """This rank's part of a pipeline. Stages compute on `device` (default: tinygrad's)."""
 
@@ -89,6 +108,8 @@ class Pipeline:
         self.shape, self.dtype, self.device = tuple(shape), dtype, device
         self.steps = steps(schedule)[group.rank]
         self.room: dict[Op, Tensor] = {}    # what passes to come get
+        self._rooms = rooms(schedule, self.steps, group.rank)
+        self._transfers: dict[tuple[object, ...], Any] = {}
 
     def run(self) -> dict[int, Tensor]:
         """Runs all passes. Results of the last stage, by microbatch."""
@@ -116,10 +137,18 @@ class Pipeline:
             if given.shape != self.shape or given.dtype != self.dtype:
                 raise DistError(f"{step.made} makes {given.dtype.name} {given.shape}",
                                 f"{self.dtype.name} {self.shape}, as all stages hand on")
-            send(given, self.group, step.to, name).realize()
+            self._captured((step.to, name), lambda x: send(x, self.group, step.to, name).realize())(given)
         else:
-            self.room[step.used] = recv(self.shape, self.dtype, self.group, step.source, name,
-                                        self.device).realize()
+            received = self._captured((step.source, name, self._rooms[step.used]), lambda: recv(
+                self.shape, self.dtype, self.group, step.source, name, self.device).realize())
+            self.room[step.used] = received()
+
+    def _captured(self, key: tuple[object, ...], program: Callable[..., Tensor]) -> Any:
+        """A transfer as a TinyJit, which captures at its first call."""
+        if key not in self._transfers:
+            self._transfers[key] = made = TinyJit(program)
+            made.cnt = 1
+        return self._transfers[key]
 
 
 @dataclass
@@ -156,9 +185,9 @@ class Recomputed:
         wanted = [*([x] if inputs and x is not None else []), *(self.parameters if weights else [])]
         if not wanted: return None
         made = self._called(microbatch, x).gradient(*wanted, gradient=grad)
-        dx = made.pop(0) if inputs else None
+        dx = made.pop(0).contiguous() if inputs else None
         for parameter, own in zip(self.parameters if weights else (), made, strict=True):
             parameter.grad = own if parameter.grad is None else parameter.grad + own
-        Tensor.realize(*([dx.contiguous()] if dx is not None else []),
+        Tensor.realize(*([dx] if dx is not None else []),
                        *(each.grad for each in self.parameters if weights and each.grad is not None))
         return dx

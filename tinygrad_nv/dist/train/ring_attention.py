@@ -52,14 +52,15 @@ def unzigzag(x: Tensor, group: Group, axis: int = -2) -> Tensor:
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, *, causal: bool = True,
-                   scale: float | None = None) -> Tensor:
+                   scale: float | None = None, softcap: float | None = None) -> Tensor:
     """The attention of this rank's queries [B, H, S/n, D] over all ranks' keys [B, H_kv, S/n, D] and values;
-    causal in `zigzag` order. Raises `DistError`."""
+    causal in `zigzag` order. `scale` and `softcap` are those of `FlashAttention`. Raises `DistError`."""
     if k.shape != v.shape or q.shape[2:] != k.shape[2:]:
         raise DistError(f"q {q.shape}, k {k.shape} and v {v.shape}", "parts of one length and head size")
     if causal and group.size > 1 and int(q.shape[2]) % 2:
         raise DistError(f"{q.shape[2]} positions a rank", "two chunks of equal length: zigzag order")
-    ring = _Attention(group, causal, flash.FlashAttention(causal, scale), flash.FlashAttention(False, scale))
+    ring = _Attention(group, causal, *(flash.FlashAttention(each, scale, softcap)
+                                       for each in (causal, False)))
     out, lse = ring.forward(q, k, v)
 
     def back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Tensor | None]:

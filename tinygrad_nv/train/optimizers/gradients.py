@@ -12,7 +12,7 @@ number (a NaN, an infinity, or magnitudes beyond 1.8e19) says that the step is t
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from tinygrad import Tensor, dtypes
 
@@ -56,14 +56,15 @@ class GradientSums:
                           .contiguous().is_param_(False) for name, each in parameters.items()}
         Tensor.realize(*self.gradients.values())
 
-    def schedule_add(self, scale: float | Tensor = 1.0) -> list[Tensor]:
-        """Adds `scale` times the gradients, which are taken from the parameters; what is to be realized.
-        Raises `ConfigError` where there is none."""
-        for name, gradient in gradients_of(self.parameters).items():
+    def schedule_add(self, scale: float | Tensor = 1.0, names: Iterable[str] | None = None) -> list[Tensor]:
+        """Adds `scale` times the gradients, which are taken from the parameters, of all or of some by name;
+        what is to be realized. Raises `ConfigError` where there is none."""
+        chosen = {name: self.parameters[name] for name in (self.parameters if names is None else names)}
+        for name, gradient in gradients_of(chosen).items():
             own = self.gradients[name]
             own.assign(own + gradient.cast(dtypes.float32) * scale)
             self.parameters[name].grad = None
-        return list(self.gradients.values())
+        return [self.gradients[name] for name in chosen]
 
     def schedule_zero(self) -> list[Tensor]:
         """Sets all sums to zero, after what reads them; what is to be realized."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from tinygrad import Device
 
+from tinygrad_nv.errors import PlanError
 from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.train.arguments import TrainingArguments
 from tinygrad_nv.train.plan.memory import RankMemory, rank_memory
@@ -27,9 +28,18 @@ SCHEDULED = "EMU"       # the device whose kernels are those of a GPU
 def planned(name: str, config: ModelConfig, arguments: TrainingArguments, gpu: str | None = None) -> str:
     """A plan as text. `gpu`: what runs it; None: the device of this process, and the time of an H100. Raises
     `PlanError`, and what a run of the arguments raises."""
+    _require(arguments)
     ranks = max(1, arguments.data_parallel_size)
     speed = step_speed(config, arguments, ranks, gpu or GPU)
     device = Device.DEFAULT if gpu is None else SCHEDULED
     memory = rank_memory(config, arguments, ranks, device)
     shown = device if gpu is None else speed.gpus.device.name
     return text(name, arguments, ranks, shown, memory, speed)
+
+
+def _require(arguments: TrainingArguments) -> None:
+    """Raises `PlanError` for ranks whose programs are not planned."""
+    for name in ("pipeline_parallel_size", "context_parallel_size"):
+        if (size := getattr(arguments, name)) == 1: continue
+        raise PlanError(f"--plan with --{name.replace('_', '-')} {size}", "ranks that have whole layers and "
+                        "rows", "plan without it, or see `tinygrad-nv plan` for pipelines")

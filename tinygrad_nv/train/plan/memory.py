@@ -32,7 +32,7 @@ from tinygrad_nv.models.weights import slots
 from tinygrad_nv.quant.tensor import QTensor
 from tinygrad_nv.runtime.note import note_of
 from tinygrad_nv.tile.cross_entropy.spec import CrossEntropySpec
-from tinygrad_nv.train import network
+from tinygrad_nv.train import layout, network
 from tinygrad_nv.train.arguments import TrainingArguments
 from tinygrad_nv.train.objectives import Inputs
 from tinygrad_nv.train.plan.layers import Shortened, shortened
@@ -67,7 +67,7 @@ class PlannedRanks(OneRank):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.size = size
+        self.size, self.layout = size, layout.Layout(data=size)
 
 
 def rank_memory(config: ModelConfig, arguments: TrainingArguments, ranks: int = 1,
