@@ -16,10 +16,10 @@ matrix, `scaled_matmul` for one whose codes are multiplied with codes of activat
 `grouped_matmul` and `grouped_outer`, `quant_grouped_matmul` for quantised experts, `scaled_grouped_matmul`
 where codes are multiplied with codes, `lora_added` for low-rank adapters, `cross_entropy` and `distillation`
 for losses of logits, `linear_cross_entropy` and `linear_distillation` for those of an output layer without
-all logits at once, `gated` for gated activations, `rotated_heads` for rotary positions: the modules of
-patterns/ with these names (decode/paged.py, decode/latent.py, attention/varlen.py, attention/documents.py,
-attention/fp8.py, norm/gated.py, scaled_gemm/named.py, router/rows.py, cross_entropy/functions.py,
-grouped_gemm/, and named.py of the others) define them.
+all logits at once, `gated` for gated activations, `rotated_heads` for rotary positions, `dropout` for
+elements dropped by a counter: the modules of patterns/ with these names (decode/paged.py, decode/latent.py,
+attention/varlen.py, attention/documents.py, attention/fp8.py, norm/gated.py, scaled_gemm/named.py,
+router/rows.py, cross_entropy/functions.py, grouped_gemm/, and named.py of the others) define them.
 """
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ from tinygrad_nv.patterns.cross_entropy.functions import (
 )
 from tinygrad_nv.patterns.decode.latent import latent_attention
 from tinygrad_nv.patterns.decode.paged import paged_attention
+from tinygrad_nv.patterns.dropout import dropout
 from tinygrad_nv.patterns.embedding.named import embedding
 from tinygrad_nv.patterns.grouped_gemm import scaled as scaled_grouped
 from tinygrad_nv.patterns.grouped_gemm.dispatch import Experts, dispatch
@@ -103,6 +104,7 @@ __all__ = [
     "dispatch",
     "distillation",
     "document_attention",
+    "dropout",
     "embedding",
     "fp8_attention",
     "fp8_linear",

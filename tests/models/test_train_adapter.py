@@ -9,11 +9,11 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from test_train_parity import ROWS, WIDTH, batches, counted, optimizer, their_loss, theirs
-from tinygrad import Tensor, dtypes
+from tinygrad import dtypes
 
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.train import network
-from tinygrad_nv.train.adapter import AdapterModel, AdapterOptions, dropped
+from tinygrad_nv.train.adapter import AdapterModel, AdapterOptions
 from tinygrad_nv.train.export import save_adapter
 from tinygrad_nv.train.objectives import Inputs, Supervised
 from tinygrad_nv.train.step import Step
@@ -77,18 +77,6 @@ def test_the_base_stays(hf_model: Callable[[str], Path]) -> None:
     assert objective.sums()[0].item() < base
     with adapter.without(): assert objective.sums()[0].item() == base
     np.testing.assert_array_equal(objective.model.blocks[0].feed_forward.down.weight.numpy(), before)
-
-
-def test_dropout_is_drawn_from_the_number() -> None:
-    x = Tensor.ones(64, 256)
-    def of(number: int, salt: int = 0) -> np.ndarray:
-        return dropped(x, 0.25, Tensor([number], dtype=dtypes.uint32), salt).numpy()
-    one = of(1)
-    assert set(np.unique(one)) == {0, np.float32(1 / 0.75)}
-    # 16384 draws: 5 standard deviations are 1.7 %
-    assert abs((one == 0).mean() - 0.25) < 0.017
-    np.testing.assert_array_equal(one, of(1))
-    for other in (of(2), of(1, salt=1)): assert abs((one == other).mean() - (0.75**2 + 0.25**2)) < 0.02
 
 
 def test_a_name_that_no_layer_has(hf_model: Callable[[str], Path]) -> None:

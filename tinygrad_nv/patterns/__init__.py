@@ -15,6 +15,7 @@ in a graph; named.py is a function known by name, whose reference implementation
   target.py       what the kernels of a device are compiled for
   reductions.py   sums of columns and rows, of one walk: column_sum/, norm/
   behind.py       values that are computed again, or used again, only when a gradient is there
+  dropout.py      elements dropped by a counter
   stable.py       derivatives in a form that holds for large inputs
   registered.py   the rewrites in their order, and the ops that each needs
 

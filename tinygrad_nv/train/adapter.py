@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
-from tinygrad import Tensor, dtypes
+from tinygrad import Tensor
 from tinygrad.helpers import TRAINING
 
 from tinygrad_nv.errors import ConfigError
+from tinygrad_nv.functional import dropout
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.lora import adapted
 from tinygrad_nv.models.quantised import Projection
@@ -51,17 +52,6 @@ class AdapterOptions:
         return any(each == ALL or layer == each or layer.endswith("." + each) for each in self.targets)
 
 
-def dropped(x: Tensor, share: float, number: Tensor, salt: int) -> Tensor:
-    """x with a share of its elements 0 and the others divided by 1 − share, by hashes (the finalizer of
-    MurmurHash3) of each element's place, `salt` and `number`, uint32 (1)."""
-    count = math.prod(int(n) for n in x.shape)
-    h = Tensor.arange(count, dtype=dtypes.uint32) * 0x9E3779B1 + salt * 0x85EBCA77 % (1 << 32)
-    h = h ^ (number * 0xC2B2AE3D)
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)): h = (h ^ (h >> shift)) * factor
-    kept = (h ^ (h >> 16)) >= int(share * (1 << 32))
-    return kept.reshape(x.shape).where(x / (1 - share), 0)
-
-
 class LayerAdapter:
     """Of one `Linear`, whose projections are `parts`, in order: A and B of those that have one."""
 
@@ -85,7 +75,7 @@ class LayerAdapter:
         inner = x.float()
         if TRAINING and self.options.dropout:
             salt = self.salt + 4096 * self.options.seed     # of a layer: models have fewer than 4096
-            inner = dropped(inner, self.options.dropout, self.number, salt).contiguous()
+            inner = dropout(inner, self.options.dropout, self.number, salt).contiguous()
         made = []
         for name, rows in self.parts:
             if name in self.a:
