@@ -133,8 +133,8 @@ def stored(node: UOp) -> UOp:
 
 
 def _dense(x: UOp) -> UOp:
-    """What a reshape, a shrink that cuts nothing, or a permutation there and back, is of: the same elements in
-    the same order."""
+    """What a reshape, a shrink that cuts nothing, or a permutation there and back, is of: the same elements
+    in the same order."""
     while True:
         if x.op is Ops.RESHAPE or (x.op is Ops.SHRINK and x.shape == x.src[0].shape): x = x.src[0]
         elif x.op is Ops.PERMUTE and x.src[0].op is Ops.PERMUTE and _undone(x): x = x.src[0].src[0]
