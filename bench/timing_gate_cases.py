@@ -168,7 +168,9 @@ SPECS: dict[str, dict[str, Any]] = {
     "cross_entropy": {"rows of 8192": CrossEntropySpec(132, 8192, BF16, gradient=BF16, in_place=True)},
     "distillation": {"rows of 8192": DistillationSpec(132, 8192, BF16, gradient=BF16, teacher=BF16)},
     "rope": {"q|k|v": RopeSpec(4, 1024, 32, 8, 128, 64, BF16, Angles(BF16, 64))},
-    "rope_gradient": {"q|k|v": RopeGradientSpec(4, 1024, 32, 8, 128, 64, BF16, Angles(BF16, 64))},
+    "rope_gradient": {
+        "q|k|v": RopeGradientSpec(4, 1024, 32, 8, 128, 64, BF16, Angles(BF16, 64)),
+        "q of float32": RopeGradientSpec(4, 1024, 32, 8, 128, 64, BF16, Angles(BF16, 64), wide_q=True)},
     "adamw_update": {"float32": AdamWSpec((1 << 20,), (0,), 0.9, 0.95, 1e-8)},
     "squared_sums": {"float32": SquaresSpec((1 << 20,))}}
 

@@ -90,6 +90,9 @@ def ropes() -> dict[str, RopeSpec]:
             "f32": RopeSpec(1, 7, 2, 2, 14, 7, F32, Angles(F32, 9, 0, 1)),
             "in part": RopeSpec(2, 3, 2, 1, 40, 12, F16, Angles(F32, 12)),
             "gradient": RopeGradientSpec(2, 5, 3, 1, 32, 16, BF16, own),
+            "gradient, q of float32": RopeGradientSpec(2, 5, 3, 1, 32, 16, BF16, own, wide_q=True),
+            "gradient f16, q of float32": RopeGradientSpec(1, 7, 2, 1, 14, 7, F16, Angles(F32, 9, 0, 1),
+                                                           wide_q=True),
             "gradient f32": RopeGradientSpec(2, 5, 2, 2, 32, 16, F32, Angles(F32, 16)),
             "gradient in part": RopeGradientSpec(2, 3, 2, 1, 24, 8, F32, Angles(F32, 8))}
 

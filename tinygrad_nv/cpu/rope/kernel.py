@@ -15,7 +15,7 @@ from tinygrad_nv.cpu.kernel import CPUKernel, c_type, kernel
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.rope.spec import RopeSpec
+from tinygrad_nv.tile.rope.spec import RopeGradientSpec, RopeSpec
 
 PART_ELEMENTS = 1 << 14     # fewer are done before another thread has begun
 HEADS = ("q", "k", "v")
@@ -39,6 +39,11 @@ def default(spec: RopeSpec, target: CPU) -> CPURope:
 def default_gradient(spec: RopeSpec, target: CPU) -> CPURopeGradient:
     """The same of a gradient."""
     return CPURopeGradient(target.isa, _parts(spec, target))
+
+
+def gradient_problems(spec: RopeGradientSpec, s: CPURopeGradient) -> list[str]:
+    """Why a gradient has no kernel; empty when it has one."""
+    return ["a gradient of q of float32 beside others"] * spec.wide_q
 
 
 def _parts(spec: RopeSpec, target: CPU) -> int:

@@ -7,6 +7,6 @@ from tinygrad_nv.tile.rope.spec import RopeGradientSpec, RopeSpec
 from tinygrad_nv.tile.template import Family
 
 ROPE = template(RopeSpec, kernel.CPURope, kernel.default, None, kernel.__name__)
-GRADIENT = template(RopeGradientSpec, kernel.CPURopeGradient, kernel.default_gradient, None, kernel.__name__,
-                    "gradient")
+GRADIENT = template(RopeGradientSpec, kernel.CPURopeGradient, kernel.default_gradient,
+                    kernel.gradient_problems, kernel.__name__, "gradient")
 FAMILY = Family("rope", (ROPE, GRADIENT))

@@ -8,10 +8,10 @@ without saying of which results. NV_ATTENTION=0 leaves both to tinygrad.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tinygrad import Tensor, dtypes
-from tinygrad.uop.ops import UOp
+from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
@@ -22,6 +22,7 @@ from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.gemm.spec import FLOAT16S
 from tinygrad_nv.tile.rope import reference
 from tinygrad_nv.tile.rope.spec import Angles, RopeGradientSpec, RopeSpec
+from tinygrad_nv.tile.templates import TABLE
 
 NAME = "rope"
 FLOATS = (dtypes.float32, *FLOAT16S)
@@ -123,8 +124,17 @@ def lowered_gradient(what: RotatedHeadsGradient, target: Target, q: UOp, k: UOp,
     if len({each.dtype for each in (q, k, v)}) > 1: raise NotOurs("gradients of several dtypes")
     spec = RopeGradientSpec(B, T, what.heads, what.kv_heads, d, int(cos.shape[-1]), q.dtype, _place(c))
     out = program.Output((B, T, spec.width), q.dtype)
+    if (sums := _narrowed(q)) is not None and TABLE.choose(wide := replace(spec, wide_q=True), target):
+        q, spec = sums, wide
     inputs = [*(_memory(each) for each in (q, k, v)), c.storage, s.storage]
     return choose(spec, target).called(q.device, [out], inputs, NAME, flops=spec.flops, nbytes=spec.nbytes)
+
+
+def _narrowed(x: UOp) -> UOp | None:
+    """What is in memory in float32, of a value that is it cast to 16 bits."""
+    while x.op in (Ops.RESHAPE, Ops.CONTIGUOUS): x = x.src[0]
+    if x.op is not Ops.CAST or x.dtype not in FLOAT16S or x.src[0].dtype != dtypes.float32: return None
+    return x.src[0] if x.src[0].has_buffer_identity(after_ok=True) else None
 
 
 def _extents(x: UOp) -> tuple[int, ...]:

@@ -11,10 +11,14 @@ read again for each head, from L2.
 """
 from __future__ import annotations
 
+from itertools import chain
+
+from tinygrad.dtype import DType, dtypes
+
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced, read_vector, write_vector
 from tinygrad_nv.tile.kernel import TileKernel
-from tinygrad_nv.tile.lanes import Lanes, rounded
+from tinygrad_nv.tile.lanes import Lanes, converted, rounded
 from tinygrad_nv.tile.rope.spec import RopeGradientSpec, RopeSpec
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
@@ -39,7 +43,7 @@ class _Rope:
         self.kb, self.spec, self.gradient = kb, spec, isinstance(spec, RopeGradientSpec)
         names = ("qkv", "q", "k", "v") if self.gradient else ("q", "k", "v", "qkv")
         self.pointers = {name: kb.pointer(name) for name in (*names, "cos", "sin")}
-        self.vector = VECTOR_BYTES // max(spec.dtype.itemsize, spec.angles.dtype.itemsize)
+        self.vector = VECTOR_BYTES // max(each.itemsize for each in (spec.dtype_of("q"), spec.angles.dtype))
         places = (spec.half, spec.angles.row, spec.angles.batch, spec.angles.offset)
         while any(place % self.vector for place in places): self.vector //= 2
         self.vectors = spec.half // self.vector
@@ -56,31 +60,49 @@ class _Rope:
         with kb.comment("where this thread's elements lie"):
             both = advanced(kb, advanced(kb, self.pointers["qkv"], row, spec.width * size), head, d * size)
             both = advanced(kb, both, first, size)
-            apart = advanced(kb, self.head(head, b), t, d * size)
-            apart = advanced(kb, apart, first, size)
+            apart = self.head(head, b, t, first)
         source, target = (apart, both) if self.gradient else (both, apart)
         if kb.hopper: kb.wait_for_previous_grid()
         turns = head < spec.heads + spec.kv_heads
-        low, high = (read_vector(kb, source, i * spec.half * size, spec.dtype, self.vector, there, self.space)
-                     for i in range(2))
+        low, high = self.halves(source, there, head < spec.heads)
         cos, sin = (self.angles(name, b, t, first, there & turns) for name in ("cos", "sin"))
         if kb.hopper: kb.launch_dependents()
         for i, made in enumerate(self.turned(low, high, cos, sin, turns)):
             write_vector(kb, target, i * spec.half * size, made, there)
 
-    def head(self, head: Value, b: Value) -> Value:
-        """Where a head of a sequence begins, in the tensor that it is of."""
-        kb, spec = self.kb, self.spec
-        step, at = spec.tokens * spec.d * spec.dtype.itemsize, kb.reg("u64")
-        first = 0
+    def head(self, head: Value, b: Value, t: Value, first: Value) -> Value:
+        """Where elements of a token of a head of a sequence begin, in the tensor that the head is of."""
+        kb, spec, at, before = self.kb, self.spec, self.kb.reg("u64"), 0
         for name, count in (("q", spec.heads), ("k", spec.kv_heads), ("v", spec.kv_heads)):
-            inside = (head < first + count) if not first else (head >= first) & (head < first + count)
+            size = spec.dtype_of(name).itemsize
+            step = spec.tokens * spec.d * size
+            inside = (head < before + count) if not before else (head >= before) & (head < before + count)
             with kb.if_(inside):
-                own = head - first if first else head
+                own = head - before if before else head
                 found = advanced(kb, advanced(kb, self.pointers[name], b, count * step), own, step)
+                found = advanced(kb, advanced(kb, found, t, spec.d * size), first, size)
                 kb.emit("mov.u64", at, found)
-            first += count
+            before += count
         return at
+
+    def halves(self, source: Value, there: Value, of_q: Value) -> list[list[Lanes]]:
+        """The thread's vectors of the lower and of the upper half, 0 where there are none."""
+        kb, dtype, half = self.kb, self.spec.dtype, self.spec.half
+
+        def loaded(dtype: DType) -> list[list[Lanes]]:
+            return [read_vector(kb, source, i * half * dtype.itemsize, dtype, self.vector, there, self.space)
+                    for i in range(2)]
+        if self.spec.dtype_of("q") == dtype or not self.gradient: return loaded(dtype)
+        width = min(2, self.vector)
+        made = [[Lanes(kb, dtypes.float32, [*kb.regs("f32", width)]) for _ in range(0, self.vector, width)]
+                for _ in range(2)]
+
+        def keep(found: list[list[Lanes]]) -> None:
+            for to, lanes in zip(chain(*made), chain(*found), strict=True):
+                for i in range(width): to.register(i).set(converted(lanes, dtype).register(i))
+        with kb.if_(of_q): keep(loaded(dtypes.float32))
+        with kb.else_(): keep(loaded(dtype))
+        return made
 
     def angles(self, name: str, b: Value, t: Value, first: Value, guard: Value) -> list[Lanes]:
         """Those of the thread's elements; 0 where the guard does not hold."""

@@ -10,7 +10,7 @@ from tinygrad_nv.tile.rope.spec import RopeGradientSpec, RopeSpec
 def arguments(spec: RopeSpec) -> tuple[Argument, ...]:
     """q, k, v, qkv, cos, sin; of a gradient qkv, q, k, v, cos, sin."""
     gradient, lies = isinstance(spec, RopeGradientSpec), spec.angles
-    heads = [Argument(name, spec.dtype, (dense(spec.batch, count, spec.tokens, spec.d),),
+    heads = [Argument(name, spec.dtype_of(name), (dense(spec.batch, count, spec.tokens, spec.d),),
                       "in" if gradient else "out")
              for name, count in (("q", spec.heads), ("k", spec.kv_heads), ("v", spec.kv_heads))]
     both = Argument("qkv", spec.dtype, (dense(spec.batch, spec.tokens, spec.width),),
@@ -30,7 +30,8 @@ def reference(spec: RopeSpec, given: Given, exact: bool = False) -> tuple[Tensor
     def done(made: Tensor) -> Tensor: return made if exact else rounded(made, spec.dtype)
     if not isinstance(spec, RopeGradientSpec):
         return tuple(done(each) for each in rotated(x["qkv"], cos, sin, spec.heads, spec.kv_heads))
-    return done(derived((x["q"], x["k"], x["v"]), cos, sin)),
+    q = x["q"].cast(spec.dtype).cast(wide) if spec.wide_q else x["q"]
+    return done(derived((q, x["k"], x["v"]), cos, sin)),
 
 
 def rotated(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int,

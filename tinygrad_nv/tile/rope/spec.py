@@ -52,6 +52,10 @@ class RopeSpec:
         for dtype in (self.dtype, self.angles.dtype):
             if dtype not in FLOATS: raise SpecError(short(dtype), ", ".join(map(short, FLOATS)))
 
+    def dtype_of(self, name: str) -> DType:
+        """The dtype of q, k or v in memory."""
+        return self.dtype
+
     @property
     def width(self) -> int:
         """Elements of a token's q|k|v."""
@@ -77,6 +81,17 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class RopeGradientSpec(RopeSpec):
-    """From the gradients of heads to that of q|k|v."""
+    """From the gradients of heads to that of q|k|v. `wide_q`: that of q, as attention adds it up, is of
+    float32 in memory, and rounded to the dtype before it is rotated."""
+    wide_q: bool = False
 
-    def __str__(self) -> str: return f"gradient {super().__str__()}"
+    def dtype_of(self, name: str) -> DType:
+        return dtypes.float32 if self.wide_q and name == "q" else self.dtype
+
+    @property
+    def nbytes(self) -> int:
+        more = self.dtype_of("q").itemsize - self.dtype.itemsize
+        return super().nbytes + more * self.batch * self.tokens * self.heads * self.d
+
+    def __str__(self) -> str:
+        return f"gradient {super().__str__()}{', q of float32' if self.wide_q else ''}"
