@@ -176,7 +176,7 @@ class Llama:
         batch = self.batch_at(start, tokens.shape, cache, lengths)
         for i, block in enumerate(self.blocks):
             with layer(f"layers.{i}"): x = block(x, batch, cache.layers[i] if cache else None)
-        with layer("norm"): return self.norm(x)
+        return self.ended(x)
 
     def hidden_documents(self, tokens: Tensor, documents: Documents) -> Tensor:
         """`hidden` of rows (B, T) of several documents each: what training packs."""
@@ -184,7 +184,13 @@ class Llama:
         batch = DenseBatch(0, self.rope_tables, None, documents)
         for i, block in enumerate(self.blocks):
             with layer(f"layers.{i}"): x = block(x, batch, None)
-        with layer("norm"): return self.norm(x)
+        return self.ended(x)
+
+    def ended(self, x: Tensor) -> Tensor:
+        """The last layer's output, normalised: all tokens of it."""
+        with layer("norm"):
+            made = self.norm(x)
+            return made if self.parallel is None else self.parallel.ended(made)
 
     def hidden_packed(self, tokens: Tensor, batch: PackedBatch) -> Tensor:
         """The last layer's normalised output, (T, hidden), for tokens (T,) of the sequences in `batch`."""

@@ -37,8 +37,7 @@ SAVES = ("steps", "epoch", "no")
 YAML_WORDS = {("save_strategy", False): "no", ("resume_from_checkpoint", True): "latest"}
 WHOLE_MATRICES = ("muon", "adafactor")
 # ways to use several devices that serving has, and training does not, and what they are then
-UNBUILT = {"tensor_parallel_size": 1, "sequence_parallel": False, "pipeline_parallel_size": 1,
-           "pipeline_schedule": None, "context_parallel_size": 1, "enable_expert_parallel": False}
+UNBUILT = {"pipeline_parallel_size": 1, "pipeline_schedule": None, "context_parallel_size": 1}
 
 
 def option(default: Any, words: str, group: str = "training", metavar: str | None = None) -> Any:
@@ -153,7 +152,8 @@ class TrainingArguments:
                             ("logging_steps", 1), ("save_steps", 1), ("save_total_limit", 1), ("lora_r", 1),
                             ("max_length", 2), ("warmup_steps", 0), ("eval_steps", 0), ("seed", 0),
                             ("eval_batches", 0), ("sample_tokens", 1), ("lr_decay_steps", 0),
-                            ("data_parallel_size", 0), ("max_restarts", 0)):
+                            ("data_parallel_size", 0), ("tensor_parallel_size", 1),
+                            ("pipeline_parallel_size", 1), ("context_parallel_size", 1), ("max_restarts", 0)):
             if (value := getattr(self, name)) < least:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}", f"{least} or more", "raise it")
         for name in ("learning_rate", "weight_decay", "max_grad_norm", "beta", "lora_alpha", "z_loss",
@@ -186,8 +186,10 @@ class TrainingArguments:
             if (value := getattr(self, name)) != built:
                 found = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
                 raise ConfigError(f"{found}, which training does not have",
-                                  "--data-parallel-size and --zero-stage, of ways to use several devices",
+                                  "--data-parallel-size, --zero-stage and --tensor-parallel-size, of ways to "
+                                  "use several devices",
                                   f"leave --{name.replace('_', '-')} out")
+        self._require_cut()
         if not 0 <= self.zero_stage <= 3:
             raise ConfigError(f"--zero-stage {self.zero_stage}", "0, 1, 2 or 3", "choose one")
         if self.zero_stage == 3 and self.use_peft:
@@ -197,6 +199,27 @@ class TrainingArguments:
             raise ConfigError(f"--optim {self.optim} with --zero-stage {self.zero_stage}, whose ranks have "
                               "parts of matrices", "adamw, lion or sgd, which treat elements alike",
                               "choose one of these, or --zero-stage 0")
+
+    def _require_cut(self) -> None:
+        """What goes with parts of layers."""
+        if self.tensor_parallel_size == 1:
+            for name in ("sequence_parallel", "enable_expert_parallel"):
+                if getattr(self, name):
+                    raise ConfigError(f"--{name.replace('_', '-')} without --tensor-parallel-size",
+                                      "--tensor-parallel-size 2 or more",
+                                      "say how many ranks have each layer together")
+            return
+        cut, optim = f"--tensor-parallel-size {self.tensor_parallel_size}", f"--optim {self.optim}"
+        refused = {"--use-peft": (self.use_peft, "weights that are all trained"),
+                   "--zero-stage 3": (self.zero_stage == 3, "--zero-stage 2 or less"),
+                   f"--precision {self.precision}": (self.recipe.fp8 is not None, "weights and matmuls of 16 "
+                                                     "or 32 bits"),
+                   optim: (OPTIMIZERS[self.optim][0] in WHOLE_MATRICES, "adamw, lion or sgd, which treat "
+                           "elements alike")}
+        for found, (there, expected) in refused.items():
+            if there:
+                raise ConfigError(f"{found} with {cut}, whose ranks have parts of matrices", expected,
+                                  f"leave {found} or {cut} out")
 
     def _require_precision(self) -> None:
         recipe = self.recipe

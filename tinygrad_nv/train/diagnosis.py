@@ -30,7 +30,7 @@ def _first_bad(model: Llama, inputs: Inputs, documents: bool) -> str:
     for i, block in enumerate(model.blocks):
         x = block(x, batch, None).realize()
         if not finite(x): return _told(model, f"model.layers.{i}")
-    x = model.norm(x).realize()
+    x = model.ended(x).realize()
     if not finite(x): return _told(model, "model.norm")
     return _told(model, "lm_head") if not finite(model.logits(x)) else LOSS
 

@@ -10,43 +10,64 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tinygrad import Tensor
 from tinygrad.dtype import DType
 
 from tinygrad_nv.errors import ConfigError, ModelError
-from tinygrad_nv.models.config import read_config
+from tinygrad_nv.models.config import ModelConfig, read_config
 from tinygrad_nv.models.feed_forward import MixtureOfExperts
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.weights import load, slots
 from tinygrad_nv.progress import bar
 
+if TYPE_CHECKING:    # a run of one rank does not load it
+    from tinygrad_nv.models.parallel import Parallel
+
 INITIALIZER_RANGE = 0.02    # transformers' default
 
 
-def opened(directory: Path, dtype: DType, device: str | None = None) -> Llama:
-    """The model of a directory with its weights. Raises `ModelError`, `WeightError`."""
-    model = Llama(read_config(directory), dtype, device)
+def opened(directory: Path, dtype: DType, device: str | None = None, parallel: Parallel | None = None
+           ) -> Llama:
+    """The model of a directory with its weights, or a rank's part of it. Raises `ModelError`, `WeightError`.
+    """
+    model = _network(read_config(directory), dtype, device, parallel)
     with bar("loading weights") as shown: load(model, directory, shown)
     return model
 
 
-def drawn(directory: Path, dtype: DType, seed: int, device: str | None = None) -> Llama:
-    """A model of the directory's config.json with new weights. Raises `ModelError`."""
-    model = Llama(read_config(directory), dtype, device)
+def drawn(directory: Path, dtype: DType, seed: int, device: str | None = None,
+          parallel: Parallel | None = None) -> Llama:
+    """A model of the directory's config.json with new weights, or a rank's part of what one rank draws.
+    Raises `ModelError`."""
+    model = _network(read_config(directory), dtype, device, parallel)
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     scale, random = float(config.get("initializer_range", INITIALIZER_RANGE)), np.random.default_rng(seed)
     norm = 0.0 if model.config.norm_offset else 1.0     # weights that 1 is added to begin at 0
-    done = set[int]()
-    for name, slot in slots(model).items():
-        if id(slot.tensor) in done: continue
-        done.add(id(slot.tensor))
-        shape = tuple(int(n) for n in slot.tensor.shape)
-        if len(shape) > 1: values = random.standard_normal(shape, np.float32) * np.float32(scale)
-        else: values = np.full(shape, norm if name.endswith("norm.weight") else 0.0, np.float32)
-        slot.tensor.assign(Tensor(values, device=slot.tensor.device).cast(slot.tensor.dtype)).realize()
+
+    def value(name: str, tensor: Tensor) -> np.ndarray:
+        shape = tuple(int(n) for n in tensor.shape)
+        if len(shape) > 1: return random.standard_normal(shape, np.float32) * np.float32(scale)
+        return np.full(shape, norm if name.endswith("norm.weight") else 0.0, np.float32)
+    if parallel is not None:
+        from tinygrad_nv.train.cuts import take  # which loads dist/
+        take(model, value)
+        return model
+    first = dict[int, tuple[str, Tensor]]()
+    for name, slot in slots(model).items(): first.setdefault(id(slot.tensor), (name, slot.tensor))
+    for name, tensor in first.values():
+        made = Tensor(value(name, tensor), device=tensor.device)
+        tensor.assign(made.cast(tensor.dtype)).realize()
     return model
+
+
+def _network(config: ModelConfig, dtype: DType, device: str | None, parallel: Parallel | None) -> Llama:
+    if parallel is None: return Llama(config, dtype, device)
+    from tinygrad_nv.models.parallel import local_config  # which loads dist/
+    own = local_config(config, parallel.ranks, parallel.experts)
+    return Llama(own, dtype, device, parallel=parallel)
 
 
 def require_floats(model: Llama) -> None:

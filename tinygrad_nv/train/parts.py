@@ -9,7 +9,8 @@ through three places, of which all ranks come to each:
     gathered()          after the update; what else is to be realized
 
 Within `present()` the model has what its graphs read; a graph that is built there has `leaves()` of
-parameters, which its gradients are of. Within `saved()` rank 0's model has whole parameters in memory.
+parameters, which its gradients are of. `squares(gradients)` is the sum of squares of those of all ranks, each
+once, float64 (1). `saved(model)` gives rank 0 a model with whole parameters in memory.
 """
 from __future__ import annotations
 
@@ -19,6 +20,9 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from tinygrad import Tensor
+
+from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.train.optimizers.gradients import squared_sum
 
 Named = dict[str, Tensor]
 
@@ -37,10 +41,10 @@ class Parts(Protocol):
     def all(self, sums: Named) -> Named: ...
     def taken(self, sums: Named) -> Named: ...
     def gathered(self) -> list[Tensor]: ...
-    def squares(self, own: Tensor) -> Tensor: ...
+    def squares(self, gradients: Named) -> Tensor: ...
     def present(self) -> AbstractContextManager[None]: ...
     def leaves(self) -> Named: ...
-    def saved(self) -> AbstractContextManager[None]: ...
+    def saved(self, model: Llama) -> AbstractContextManager[Llama]: ...
 
 
 class Whole:
@@ -66,9 +70,9 @@ class Whole:
         """Nothing."""
         return []
 
-    def squares(self, own: Tensor) -> Tensor:
+    def squares(self, gradients: Named) -> Tensor:
         """The sum of squares of all gradients."""
-        return own
+        return squared_sum(list(gradients.values()))
 
     def present(self) -> AbstractContextManager[None]:
         """The model has its parameters anyway."""
@@ -78,6 +82,6 @@ class Whole:
         """The parameters."""
         return self.whole
 
-    def saved(self) -> AbstractContextManager[None]:
+    def saved(self, model: Llama) -> AbstractContextManager[Llama]:
         """The model has its parameters anyway."""
-        return contextlib.nullcontext()
+        return contextlib.nullcontext(model)

@@ -17,7 +17,7 @@ from tinygrad import Device, Tensor
 
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import ConfigError, TokenizerError
-from tinygrad_nv.models.config import read_config
+from tinygrad_nv.models.config import ModelConfig, read_config
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.numerics import HighPrecision
 from tinygrad_nv.train import network
@@ -44,6 +44,7 @@ from tinygrad_nv.train.regions.blocks import checkpoint_blocks
 
 if TYPE_CHECKING:    # a run of one rank does not load it
     from tinygrad_nv.dist.group import Group
+    from tinygrad_nv.models.parallel import Parallel
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ def assembled(arguments: TrainingArguments, directory: Path, data: Sequence[str]
     dtype, ranks = arguments.weights, own_ranks(arguments)
     device = ranks.device(device or Device.DEFAULT)
     config = read_config(directory)
+    parallel = _parallel(arguments, ranks, config)
     tokenizer = _tokenizer(directory)
     options = arguments.data
     with ranks.first_before_others("data"):
@@ -122,14 +124,16 @@ def assembled(arguments: TrainingArguments, directory: Path, data: Sequence[str]
     if arguments.sample_prompts and tokenizer is None:
         raise ConfigError("--sample-prompts without a tokenizer", "tokenizer.json in MODEL",
                           "copy the tokenizer's files there")
-    model = network.drawn(directory, dtype, arguments.seed, device) if arguments.from_scratch \
-        else network.opened(directory, dtype, device)
+    model = network.drawn(directory, dtype, arguments.seed, device, parallel) if arguments.from_scratch \
+        else network.opened(directory, dtype, device, parallel)
     widest = max(each.width for each in (rows, evaluation) if each is not None)
+    if arguments.sequence_parallel: widest += -widest % ranks.layout.tensor     # the rest is padding
     network.require_floats(model)
     network.extend(model, widest)
     inputs = Inputs(arguments.per_device_train_batch_size * rows.rows_per_index, widest, model.device)
     learner = learning(arguments, model, inputs, _of_data(ranks),
-                       lambda: network.opened(directory, dtype, model.device))
+                       lambda: network.opened(directory, dtype, model.device, parallel),
+                       _sharing(ranks, parallel))
     return Run(arguments, directory, model, tokenizer, rows, evaluation, learner.objective, learner.optimizer,
                learner.adapter, _steps(arguments, rows, ranks.layout.data),
                _identity(arguments, rows, config.vocab_size, ranks.layout), ranks, learner.parts, learner.fp8)
@@ -146,13 +150,17 @@ class Learner:
 
 
 def learning(arguments: TrainingArguments, model: Llama, inputs: Inputs, group: Group | None,
-             another: Callable[[], Llama]) -> Learner:
+             another: Callable[[], Llama], sharing: Group | None = None) -> Learner:
     """What a step of a model is made of, on one of a group of ranks that have the same parameters.
-    `another`: the model once more, before it is trained."""
+    `another`: the model once more, before it is trained. `sharing`: the ranks with the same key and value
+    heads of a model that is cut."""
     adapter = _adapter(arguments, model, inputs) if arguments.use_peft else None
     objective = _objective(arguments, another, model, adapter, inputs)
     parameters = network.parameters(model) if adapter is None else adapter.parameters
     parts = _parts(arguments, parameters, group, model)
+    if model.parallel is not None:
+        from tinygrad_nv.train.tensor_parts import TensorParts  # which loads dist/
+        parts = TensorParts(parts, model, sharing)
     fp8 = _fp8(arguments, model, group)
     optimizer = _optimizer(arguments, parts, network.projections(model) if adapter is None else None)
     meters = [] if fp8 is None else fp8.state.meters
@@ -163,6 +171,30 @@ def learning(arguments: TrainingArguments, model: Llama, inputs: Inputs, group: 
 def _of_data(ranks: OneRank) -> Group | None:
     """The ranks that have the same parameters, where there are several."""
     return ranks.group if isinstance(ranks, TrainingRanks) and ranks.layout.data > 1 else None
+
+
+def _parallel(arguments: TrainingArguments, ranks: OneRank, config: ModelConfig) -> Parallel | None:
+    """The ranks that have each layer together. Raises `ConfigError`."""
+    if not isinstance(ranks, TrainingRanks) or (size := ranks.layout.tensor) == 1: return None
+    if arguments.enable_expert_parallel and config.moe is not None and config.moe.experts % size:
+        raise ConfigError(f"{config.moe.experts} experts over {size} ranks", "as many experts on each",
+                          "change --tensor-parallel-size, or leave --enable-expert-parallel out")
+    if arguments.zero_stage and config.latent is None and size > config.num_kv_heads:
+        raise ConfigError(f"--zero-stage {arguments.zero_stage} with {config.num_kv_heads} key and value "
+                          f"heads over {size} tensor parallel ranks", "as many heads as ranks at least",
+                          "choose --zero-stage 0, or a smaller --tensor-parallel-size")
+    from tinygrad_nv.models.parallel import Parallel
+    return Parallel(ranks.mesh.group("tensor"), config, experts=arguments.enable_expert_parallel,
+                    sequence=arguments.sequence_parallel)
+
+
+def _sharing(ranks: OneRank, parallel: Parallel | None) -> Group | None:
+    """The tensor parallel ranks that have the same key and value heads, where several have."""
+    if parallel is None or parallel.whole.latent is not None or not isinstance(ranks, TrainingRanks):
+        return None
+    copies = max(1, parallel.ranks // parallel.whole.num_kv_heads)
+    first = parallel.group.rank // copies * copies
+    return ranks.world.group(parallel.group.members[first:first + copies]) if copies > 1 else None
 
 
 def _parts(arguments: TrainingArguments, parameters: dict[str, Tensor], group: Group | None,
@@ -269,11 +301,13 @@ def _identity(arguments: TrainingArguments, data: Data, vocab_size: int, layout:
              "max_grad_norm", "beta", "label_smoothing_factor", "z_loss", "completion_only_loss",
              "assistant_only_loss", "zero_stage", "precision", "fp8_format", "fp8_margin",
              "fp8_amax_history_len", "fp8_amax_compute_algo", "pipeline_parallel_size",
-             "context_parallel_size", "tensor_parallel_size")
+             "context_parallel_size", "tensor_parallel_size", "enable_expert_parallel")
     summary = data.summary
     # however a batch is cut: a run may go on with other data parallel ranks
     batch = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * layout.data
-    return {**{name: getattr(arguments, name) for name in names}, "batch": batch, "vocab_size": vocab_size,
-            "fp8_exclude": list(arguments.fp8_exclude),
+    # parts of parts of weights fit no other number of ranks
+    fixed = layout.size if arguments.zero_stage and layout.tensor > 1 else 0
+    return {**{name: getattr(arguments, name) for name in names}, "ranks": fixed, "batch": batch,
+            "vocab_size": vocab_size, "fp8_exclude": list(arguments.fp8_exclude),
             "lora_target_modules": list(arguments.lora_target_modules), "rows": summary.rows,
             "tokens": summary.tokens}

@@ -25,6 +25,7 @@ from tinygrad import Tensor
 from tinygrad.helpers import GlobalCounters
 
 from tinygrad_nv.errors import CheckpointError, TrainingError
+from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.train import checkpoints
 from tinygrad_nv.train.adapter import ALL
 from tinygrad_nv.train.arguments import TrainingArguments
@@ -78,7 +79,8 @@ def train(run: Run) -> Trained:
         with Log(arguments, run.steps, at.step) if ranks.first else Silent() as log:
             loop.run(at, writer, log)
             log.finish()
-    with run.parts.saved(): made = _export(run, output) if ranks.first else output
+    with run.parts.saved(run.model) as model:
+        made = _export(run, model, output) if ranks.first else output
     ranks.barrier("trained")
     return Trained(made, run.steps, loop.loss, loop.eval_loss, time.perf_counter() - begun)
 
@@ -232,9 +234,9 @@ def _checkpoint(run: Run, output: Path) -> checkpoints.Checkpoint | None:
     return checkpoints.load(asked, run=run.identity, rank=run.keeper, ranks=ranks.size)
 
 
-def _export(run: Run, output: Path) -> Path:
+def _export(run: Run, model: Llama, output: Path) -> Path:
     """Writes the trained model, or the adapter."""
-    if run.adapter is None: return save_pretrained(run.model, output, run.directory)
+    if run.adapter is None: return save_pretrained(model, output, run.directory)
     options = run.adapter.options
     return save_adapter(output, run.adapter.matrices(), options.rank, options.alpha, rslora=options.rslora,
                         target_modules=ALL if ALL in options.targets else options.targets,
