@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def refused(folder: Path, data: Path, name: str, steps: int, *options: str) -> str:
+    """What a run that ends with an error says."""
+    words = [*COMMAND, str(folder / "model"), str(data), *USUAL, "--max-steps", str(steps), "--output-dir",
+             str(folder / name), *options]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 2, done.stderr
+    return done.stderr
+
+
 def trained(folder: Path, config: dict[str, Any], data: Path, name: str, steps: int, *options: str
             ) -> Path:
     """Trains the config's model: the output."""
@@ -60,6 +70,9 @@ def near(output: Path, other: Path, count: int, losses: float = 1e-5, most: floa
     ours, theirs = log(output), log(other)
     assert len(ours) == len(theirs) == count
     for one, two in zip(ours, theirs, strict=True):
+        if "eval_loss" in two:
+            assert one["eval_loss"] == pytest.approx(two["eval_loss"], rel=losses)
+            continue
         assert one["loss"] == pytest.approx(two["loss"], rel=losses), one["step"]
         assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=10 * losses), one["step"]
     a, b = weights(output), weights(other)
@@ -81,7 +94,8 @@ def test_two_ranks(data: Path, tmp_path: Path) -> None:
     pytest.param(LLAMA, ("-tp", "2", "-dp", "2", "--zero-stage", "2"), id="llama-zero2"),
     pytest.param(LLAMA, ("-tp", "2", "--sequence-parallel", "--gradient-checkpointing"), id="llama-regions"),
     pytest.param(LLAMA, ("-tp", "4"), id="llama-shared-heads"),
-    pytest.param(LLAMA | {"num_key_value_heads": 1}, ("-tp", "4", "--sequence-parallel"), id="llama-one-head"),
+    pytest.param(LLAMA | {"num_key_value_heads": 1}, ("-tp", "4", "--sequence-parallel"),
+                 id="llama-one-head"),
     pytest.param(LLAMA | {"attention_bias": True, "mlp_bias": True}, ("-tp", "4"), id="llama-biases"),
     pytest.param(QWEN3, ("-tp", "2"), id="qwen3"),
     pytest.param(QWEN3, ("-tp", "2", "-dp", "2", "--sequence-parallel"), id="qwen3-sp-dp2"),
@@ -96,3 +110,61 @@ def test_ten_steps(data: Path, tmp_path: Path, config: dict[str, Any], options: 
     two = trained(tmp_path, config, data, "two", 10, *BATCH, "2", "--gradient-accumulation-steps",
                   "1" if apart else "2", *options)
     near(two, one, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "options"), [
+    pytest.param(LLAMA | {"attention_bias": True}, ("-tp", "4"), id="llama"),
+    pytest.param(MIXTRAL, ("-tp", "2", "-dp", "2", "--enable-expert-parallel"), id="mixtral-ep"),
+    pytest.param(QWEN3 | {"num_key_value_heads": 1}, ("-tp", "2"), id="qwen3")])
+def test_new_weights(data: Path, tmp_path: Path, config: dict[str, Any], options: tuple[str, ...]) -> None:
+    """Those of one rank, to the bit, when nothing is learnt; and again from the directory that was saved."""
+    still = (*BATCH, "2", "--learning-rate", "0")
+    one = weights(trained(tmp_path, config, data, "one", 1, *still))
+    two = trained(tmp_path, config, data, "two", 1, *still, *options)
+    shutil.copytree(two, tmp_path / "model", dirs_exist_ok=True)
+    again = weights(trained(tmp_path, config, data, "again", 1, *still, *options, "--no-from-scratch"))
+    for made in (weights(two), again):
+        assert made.keys() == one.keys()
+        for name, each in one.items(): np.testing.assert_array_equal(made[name], each, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [("-tp", "2"), ("-tp", "2", "-dp", "2", "--sequence-parallel"),
+                                     ("-tp", "2", "-dp", "2", "--zero-stage", "1")], ids=str)
+def test_resume(data: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    """A run that goes on has the bits of one that never stopped; other layouts are refused."""
+    saving = ("--save-strategy", "steps", "--save-steps", "2", "--save-total-limit", "9", *BATCH, "2")
+    whole = trained(tmp_path, QWEN3, data, "whole", 4, *saving, *options)
+    shutil.copytree(whole / "checkpoint-2", tmp_path / "out" / "checkpoint-2")
+    resumed = (*saving, "--resume-from-checkpoint", "latest")
+    out = trained(tmp_path, QWEN3, data, "out", 4, *resumed, *options)
+    a, b = weights(out), weights(whole)
+    for name in b: np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+    assert [row["step"] for row in log(out)] == [3, 4]
+    shutil.copytree(whole / "checkpoint-2", tmp_path / "other" / "checkpoint-2")
+    told = refused(tmp_path, data, "other", 4, *resumed, "--gradient-accumulation-steps",
+                   "2" if "-dp" in options else "1")
+    assert "tensor_parallel_size is 2 there, and 1 here" in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [("-tp", "2"), ("-tp", "2", "--sequence-parallel")], ids=str)
+def test_other_options(data: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Smoothing, z-loss, evaluation, and rows whose length is no multiple of the ranks."""
+    given = (*BATCH, "2", "--label-smoothing-factor", "0.1", "--z-loss", "0.01", "--eval-data", str(data),
+             "--eval-batches", "2", "--max-length", "31")
+    one = trained(tmp_path, LLAMA, data, "one", 4, *given)
+    two = trained(tmp_path, LLAMA, data, "two", 4, *given, *options)
+    near(two, one, 5)
+
+
+@pytest.mark.slow
+def test_bfloat16(data: Path, tmp_path: Path) -> None:
+    """Losses as near to float32's as twice those of one rank are."""
+    exact = [row["loss"] for row in log(trained(tmp_path, LLAMA, data, "exact", 6, *BATCH, "2"))]
+    found = []
+    for name, options in (("one", ()), ("two", ("-tp", "2", "--sequence-parallel"))):
+        made = trained(tmp_path, LLAMA, data, name, 6, *BATCH, "2", "--dtype", "bfloat16", *options)
+        found.append(np.abs(np.array([row["loss"] for row in log(made)]) - exact).max())
+    assert found[1] <= 2 * found[0]

@@ -38,7 +38,7 @@ CUT, PARTIAL, ALIKE = "cut", "partial", "alike"
 
 
 @dataclass(frozen=True)
-class Piece:
+class OwnSlice:
     """Of a checkpoint's tensor: the rank's rows of its own tensor, number `tensor`, and which part of the
     whole one they are; None: all of it. `copies` ranks have it; `elsewhere`: rank 0 has it, and not this."""
     tensor: int
@@ -50,10 +50,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Cuts:
-    """Of a rank's network: `kinds` of its tensors, in order, and `pieces` by names of the whole network."""
+    """Of a rank's network: `kinds` of its tensors, in order, and `slices` by names of the whole network."""
     tensors: tuple[Tensor, ...]
     kinds: tuple[str, ...]
-    pieces: dict[str, Piece]
+    slices: dict[str, OwnSlice]
 
     @staticmethod
     def of(model: Llama) -> Cuts:
@@ -68,19 +68,19 @@ class Cuts:
         apart, every = biases | _experts(model), slots(model)
         numbers = {id(tensor): number for number, tensor in enumerate(own)}
 
-        def piece(name: str, slot: WeightSlice) -> Piece:
+        def own_slice(name: str, slot: WeightSlice) -> OwnSlice:
             number, part = numbers[id(slot.tensor)], found.get(name)
             copies = 1
             if kinds[number] == CUT and name not in TABLES and id(slot.tensor) not in apart:
                 copies = parallel.ranks if part is None else \
                     max(part.count * parallel.ranks // extents[name][part.axis], 1)
-            return Piece(number, slot, part, copies, name in elsewhere)
-        return Cuts(tuple(own), tuple(kinds), {name: piece(name, slot) for name, slot in every.items()})
+            return OwnSlice(number, slot, part, copies, name in elsewhere)
+        return Cuts(tuple(own), tuple(kinds), {name: own_slice(name, slot) for name, slot in every.items()})
 
     def on_first(self) -> set[int]:
         """Numbers of tensors of which other ranks than 0 have zeros."""
-        return {each.tensor for name, each in self.pieces.items()
-                if name in _row_biases_of({name: one.part for name, one in self.pieces.items()})}
+        return {each.tensor for name, each in self.slices.items()
+                if name in _row_biases_of({name: one.part for name, one in self.slices.items()})}
 
 
 def _parallel(model: Llama) -> Parallel:
@@ -163,9 +163,9 @@ def take(model: Llama, value: Callable[[str, Tensor], np.ndarray]) -> None:
         values = value(group[0], whole[group[0]].tensor)
         made = np.zeros(tuple(map(int, mine.shape)), np.float32)
         for name in group:
-            piece = cuts.pieces.get(name)
-            if piece is None or piece.elsewhere: continue
-            _rows(made, piece.slot)[...] = _within(_rows(values, whole[name]), piece.part)
+            own_slice = cuts.slices.get(name)
+            if own_slice is None or own_slice.elsewhere: continue
+            _rows(made, own_slice.slot)[...] = _within(_rows(values, whole[name]), own_slice.part)
         mine.assign(Tensor(made, device=mine.device).cast(mine.dtype)).realize()
 
 
@@ -192,9 +192,9 @@ def _joined(number: int, parts: Tensor, whole: Tensor, every: list[Cuts], lies: 
         tuple(map(int, parts.shape)))
     made = np.zeros(tuple(map(int, whole.shape)), kind)
     for rank, cuts in enumerate(every):
-        for name, piece in cuts.pieces.items():
-            if piece.tensor != number or piece.elsewhere: continue
-            _within(_rows(made, lies[name]), piece.part)[...] = _rows(given[rank], piece.slot)
+        for name, own_slice in cuts.slices.items():
+            if own_slice.tensor != number or own_slice.elsewhere: continue
+            _within(_rows(made, lies[name]), own_slice.part)[...] = _rows(given[rank], own_slice.slot)
     return made
 
 

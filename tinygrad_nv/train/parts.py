@@ -10,7 +10,8 @@ through three places, of which all ranks come to each:
 
 Within `present()` the model has what its graphs read; a graph that is built there has `leaves()` of
 parameters, which its gradients are of. `squares(gradients)` is the sum of squares of those of all ranks, each
-once, float64 (1). `saved(model)` gives rank 0 a model with whole parameters in memory.
+once, float64 (1); of several in one graph each has a `name`. `saved(model)` gives rank 0 a model with whole
+parameters in memory.
 """
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class Parts(Protocol):
     def all(self, sums: Named) -> Named: ...
     def taken(self, sums: Named) -> Named: ...
     def gathered(self) -> list[Tensor]: ...
-    def squares(self, gradients: Named) -> Tensor: ...
+    def squares(self, gradients: Named, name: str = "") -> Tensor: ...
     def present(self) -> AbstractContextManager[None]: ...
     def leaves(self) -> Named: ...
     def saved(self, model: Llama) -> AbstractContextManager[Llama]: ...
@@ -70,7 +71,7 @@ class Whole:
         """Nothing."""
         return []
 
-    def squares(self, gradients: Named) -> Tensor:
+    def squares(self, gradients: Named, name: str = "") -> Tensor:
         """The sum of squares of all gradients."""
         return squared_sum(list(gradients.values()))
 

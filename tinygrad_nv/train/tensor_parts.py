@@ -39,7 +39,7 @@ class TensorParts:
         """Elements of flat parameters that several ranks have, from and to, in order."""
         found = dict[str, list[tuple[int, int]]]()
         for name, tensor in self.whole.items():
-            own = [each for each in self.cuts.pieces.values()
+            own = [each for each in self.cuts.slices.values()
                    if each.copies > 1 and each.tensor == self._number[id(tensor)]]
             if own: found[name] = sorted((each.slot.first, each.slot.first + each.slot.shape[0])
                                          for each in own)
@@ -79,19 +79,18 @@ class TensorParts:
 
     def leaves(self) -> Named: return self.inner.leaves()
 
-    def squares(self, gradients: Named) -> Tensor:
+    def squares(self, gradients: Named, name: str = "") -> Tensor:
         """The sum of squares of all gradients of the whole model."""
         cut = {name: each for name, each in gradients.items() if self._kind(name) == CUT}
         alike = {name: each for name, each in gradients.items() if name not in cut}
         several = Named()
-        for name, rows in self._shared.items():
-            if name not in cut: continue
-            for first, end in rows: several[f"{name} {first}"] = cut[name][first:end].contiguous()
-        made = self.inner.squares(cut)
+        for each, rows in self._shared.items():
+            for first, end in rows: several[f"{each} {first}"] = cut[each][first:end].contiguous()
+        made = self.inner.squares(cut, f"{name} of parts")
         if several and self.sharing is not None:
-            made = made - self.inner.squares(several) * (1 - 1 / self.sharing.size)
-        made = all_reduce(made, self.group, name="squares of gradients of parts")
-        return made + self.inner.squares(alike) if alike else made
+            made = made - self.inner.squares(several, f"{name} of several") * (1 - 1 / self.sharing.size)
+        made = all_reduce(made, self.group, name=f"squares of gradients{name}")
+        return made + self.inner.squares(alike, f"{name} of all") if alike else made
 
     @contextlib.contextmanager
     def saved(self, model: Llama) -> Iterator[Llama]:

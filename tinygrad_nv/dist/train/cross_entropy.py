@@ -46,7 +46,7 @@ class VocabularyLoss:
         rows, columns = int(hidden.shape[0]), int(weight.shape[0])
         most = chunk or max(CHUNK_BYTES // (4 * columns), -(-rows // MOST_CHUNKS))
         ends = [(at, min(at + most, rows)) for at in range(0, rows, most)]
-        found = [self._summed(hidden[a:b], weight, labels[a:b]) for a, b in ends]
+        found = [self._summed(hidden[a:b], weight, labels[a:b], f"rows from {a}") for a, b in ends]
         lse, own, total = (Tensor.cat(*(each[i] for each in found)).contiguous().detach() for i in range(3))
         value = self._losses(lse, own, total, labels)
 
@@ -77,14 +77,15 @@ class VocabularyLoss:
         columns = Tensor.arange(int(weight.shape[0]), dtype=dtypes.int32).to(weight.device)
         return ((labels - self.first).unsqueeze(1) == columns.unsqueeze(0)) & self._there(weight)
 
-    def _summed(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _summed(self, hidden: Tensor, weight: Tensor, labels: Tensor, name: str
+                ) -> tuple[Tensor, Tensor, Tensor]:
         """Over all ranks' tokens: log-sum-exp, the label's x, and the sum of x; each (T)."""
         x, _ = self._logits(hidden.detach(), weight.detach())
-        top = all_reduce(x.max(-1).contiguous(), self.group, "max", name="largest logits")
+        top = all_reduce(x.max(-1).contiguous(), self.group, "max", name=f"largest logits of {name}")
         there = self._there(weight)
         made = Tensor.stack((x - top.unsqueeze(1)).exp().sum(-1),
                             self._labelled(labels, weight).where(x, 0).sum(-1), there.where(x, 0).sum(-1))
-        added = all_reduce(made.contiguous(), self.group, name="sums of logits")
+        added = all_reduce(made.contiguous(), self.group, name=f"sums of logits of {name}")
         return added[0].log() + top, added[1], added[2]
 
     def _losses(self, lse: Tensor, own: Tensor, total: Tensor, labels: Tensor) -> Tensor:

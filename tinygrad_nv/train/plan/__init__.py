@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from tinygrad import Device
 
+from tinygrad_nv.errors import PlanError
 from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.train.arguments import TrainingArguments
 from tinygrad_nv.train.plan.memory import RankMemory, rank_memory
@@ -27,6 +28,9 @@ SCHEDULED = "EMU"       # the device whose kernels are those of a GPU
 def planned(name: str, config: ModelConfig, arguments: TrainingArguments, gpu: str | None = None) -> str:
     """A plan as text. `gpu`: what runs it; None: the device of this process, and the time of an H100. Raises
     `PlanError`, and what a run of the arguments raises."""
+    if (cut := arguments.tensor_parallel_size) > 1:
+        raise PlanError(f"--plan with --tensor-parallel-size {cut}", "data parallel ranks, with or without "
+                        "--zero-stage", "leave the option out, or see `tinygrad-nv plan --train`")
     ranks = max(1, arguments.data_parallel_size)
     speed = step_speed(config, arguments, ranks, gpu or GPU)
     device = Device.DEFAULT if gpu is None else SCHEDULED
