@@ -176,18 +176,23 @@ class Llama:
         batch = self.batch_at(start, tokens.shape, cache, lengths)
         for i, block in enumerate(self.blocks):
             with layer(f"layers.{i}"): x = block(x, batch, cache.layers[i] if cache else None)
-        with layer("norm"): return self.norm(x)
+        return self.ended(x)
 
     def hidden_batch(self, tokens: Tensor, batch: DenseBatch) -> Tensor:
         """`hidden` of rows (B, T) whose positions a batch has."""
-        x = self.passed(self.embedded(tokens), batch)
-        with layer("norm"): return self.norm(x)
+        return self.ended(self.passed(self.embedded(tokens), batch))
 
     def passed(self, x: Tensor, batch: DenseBatch) -> Tensor:
         """What all layers make of x (B, T, hidden)."""
         for i, block in enumerate(self.blocks):
             with layer(f"layers.{i}"): x = block(x, batch, None)
         return x
+
+    def ended(self, x: Tensor) -> Tensor:
+        """The last layer's output, normalised: all tokens of it."""
+        with layer("norm"):
+            made = self.norm(x)
+            return made if self.parallel is None else self.parallel.ended(made)
 
     def hidden_packed(self, tokens: Tensor, batch: PackedBatch) -> Tensor:
         """The last layer's normalised output, (T, hidden), for tokens (T,) of the sequences in `batch`."""

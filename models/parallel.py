@@ -38,6 +38,7 @@ from tinygrad_nv.dist.collectives.functions import (
 )
 from tinygrad_nv.dist.collectives.peer_norm import all_reduce_norm
 from tinygrad_nv.dist.group import Group
+from tinygrad_nv.dist.train.sequence import SequenceParallel
 from tinygrad_nv.errors import DistError, ModelError, NVError
 from tinygrad_nv.kvcache.groups import CacheGroups
 
@@ -101,12 +102,14 @@ class VocabularyPart:
 class Parallel:
     """The ranks that have a network of the config `whole` together: `group` has each layer of this rank's
     stage, `pipe` a rank of each stage, `world` are all. With `experts` a rank has some experts whole, not a
-    part of each."""
+    part of each. With `sequence` it has its tokens alone between halves of layers (dist/train/sequence.py);
+    their number is a multiple of the ranks' then."""
     group: Group
     whole: ModelConfig
     pipe: Group | None = None
     world: Group | None = None
     experts: bool = False
+    sequence: bool = False
 
     @property
     def ranks(self) -> int:
@@ -163,17 +166,28 @@ class Parallel:
 
     def summed(self, x: Tensor, name: str) -> Tensor:
         """What the halves of a layer on all ranks add."""
+        if self.sequence: return SequenceParallel(self.group).summed(x, name)
         return all_reduce(x, self.group, replicated=True, name=name)
 
     def summed_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float,
                     name: str) -> tuple[Tensor, Tensor] | None:
         """The RMSNorm of the residual with what halves of a layer add on all ranks, and that residual; None
         where no kernel does both."""
+        if self.sequence: return None
         return all_reduce_norm(x, residual, weight, eps, self.group, name)
 
     def begun(self, x: Tensor, name: str) -> Tensor:
         """The input of a half of a layer, whose gradient is the sum of the ranks'."""
+        if self.sequence: return SequenceParallel(self.group).begun(x, name)
         return copied(x, self.group, name)
+
+    def ended(self, x: Tensor) -> Tensor:
+        """All tokens of the last layer's normalised output, for this rank's part of the vocabulary."""
+        return SequenceParallel(self.group).begun(x, "norm") if self.sequence else x
+
+    def to_head(self, x: Tensor) -> Tensor:
+        """What `ended` gave, whose gradient is the sum of those of the ranks' parts of the vocabulary."""
+        return x if self.sequence else copied(x, self.group, "head")
 
     def mean(self, x: Tensor, name: str) -> Tensor:
         """The mean of the ranks'. Of what several ranks have it counts each alike."""

@@ -38,8 +38,6 @@ FOUR_BITS = "bitsandbytes"      # of `ONLINE`, as vLLM calls it
 # words that YAML takes for booleans
 YAML_WORDS = {("save_strategy", False): "no", ("resume_from_checkpoint", True): "latest"}
 WHOLE_MATRICES = ("muon", "adafactor")
-# ways to use several devices that serving has, and training does not, and what they are then
-UNBUILT = {"tensor_parallel_size": 1, "sequence_parallel": False, "enable_expert_parallel": False}
 PIPELINE_SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 
 
@@ -161,8 +159,8 @@ class TrainingArguments:
                             ("logging_steps", 1), ("save_steps", 1), ("save_total_limit", 1), ("lora_r", 1),
                             ("max_length", 2), ("warmup_steps", 0), ("eval_steps", 0), ("seed", 0),
                             ("eval_batches", 0), ("sample_tokens", 1), ("lr_decay_steps", 0),
-                            ("data_parallel_size", 0), ("pipeline_parallel_size", 1),
-                            ("context_parallel_size", 1), ("max_restarts", 0)):
+                            ("data_parallel_size", 0), ("tensor_parallel_size", 1),
+                            ("pipeline_parallel_size", 1), ("context_parallel_size", 1), ("max_restarts", 0)):
             if (value := getattr(self, name)) < least:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}", f"{least} or more", "raise it")
         for name in ("learning_rate", "weight_decay", "max_grad_norm", "beta", "lora_alpha", "z_loss",
@@ -192,18 +190,13 @@ class TrainingArguments:
                               "leave them out")
         if self.method == "dpo" and self.packing:
             raise ConfigError("--packing of preferences", "a row for each answer", "leave --packing out")
-        self._require_built()
+        self._require_ranks()
         self._require_pipeline()
         self._require_precision()
 
-    def _require_built(self) -> None:
-        """Of ways to use several devices those that training has."""
-        for name, built in UNBUILT.items():
-            if (value := getattr(self, name)) != built:
-                found = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-                raise ConfigError(f"{found}, which training does not have",
-                                  "--data-parallel-size and --zero-stage, of ways to use several devices",
-                                  f"leave --{name.replace('_', '-')} out")
+    def _require_ranks(self) -> None:
+        """What goes with parts of weights."""
+        self._require_cut()
         if not 0 <= self.zero_stage <= 3:
             raise ConfigError(f"--zero-stage {self.zero_stage}", "0, 1, 2 or 3", "choose one")
         if self.zero_stage == 3 and self.use_peft:
@@ -236,6 +229,30 @@ class TrainingArguments:
             raise ConfigError(f"--pipeline-schedule interleaved with --gradient-accumulation-steps "
                               f"{self.gradient_accumulation_steps}", f"a multiple of {ranks} micro-batches",
                               "change it, or choose 1f1b")
+
+    def _require_cut(self) -> None:
+        """What goes with parts of layers."""
+        if self.tensor_parallel_size == 1:
+            for name in ("sequence_parallel", "enable_expert_parallel"):
+                if getattr(self, name):
+                    raise ConfigError(f"--{name.replace('_', '-')} without --tensor-parallel-size",
+                                      "--tensor-parallel-size 2 or more",
+                                      "say how many ranks have each layer together")
+            return
+        cut, optim = f"--tensor-parallel-size {self.tensor_parallel_size}", f"--optim {self.optim}"
+        axes = {"pipeline": self.pipeline_parallel_size, "context": self.context_parallel_size}
+        refused = {f"--{axis}-parallel-size {size}": (size > 1, "data parallel ranks beside them")
+                   for axis, size in axes.items()}
+        refused |= {"--use-peft": (self.use_peft, "weights that are all trained"),
+                   "--zero-stage 3": (self.zero_stage == 3, "--zero-stage 2 or less"),
+                   f"--precision {self.precision}": (self.recipe.fp8 is not None, "weights and matmuls of 16 "
+                                                     "or 32 bits"),
+                   optim: (OPTIMIZERS[self.optim][0] in WHOLE_MATRICES, "adamw, lion or sgd, which treat "
+                           "elements alike")}
+        for found, (there, expected) in refused.items():
+            if there:
+                raise ConfigError(f"{found} with {cut}, whose ranks have parts of matrices", expected,
+                                  f"leave {found} or {cut} out")
 
     def _require_precision(self) -> None:
         recipe = self.recipe

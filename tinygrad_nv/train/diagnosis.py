@@ -35,7 +35,7 @@ def first_bad_layer(model: Llama, inputs: Inputs, documents: bool, x: Tensor | N
     if x is None: x = seen(model.embedded(inputs.tokens), "model.embed_tokens")
     for i, block in enumerate(model.blocks):
         x = seen(block(x, batch, None), f"model.layers.{first + i}", f"model.layers.{i}")
-    if ends: seen(model.logits(seen(model.norm(x), "model.norm")), "lm_head")
+    if ends: seen(model.logits(seen(model.ended(x), "model.norm")), "lm_head")
     return (bad or [LOSS])[0], x
 
 

@@ -121,7 +121,7 @@ class FullySharded(Sharded):
     # **** whole ****
 
     @contextlib.contextmanager
-    def saved(self) -> Iterator[Llama | None]:
+    def saved(self, model: Llama) -> Iterator[Llama]:
         """Rank 0's model has whole parameters in memory, which other ranks have a bucket at a time."""
         for bucket in self.buckets:
             made = {name: each.contiguous() for name, each in
@@ -129,5 +129,5 @@ class FullySharded(Sharded):
             Tensor.realize(*made.values())
             if self.group.rank == 0:
                 for name, each in made.items(): bucket.parameters[name].replace(each)
-        try: yield None
+        try: yield model
         finally: self._empty(self.buckets)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tinygrad import Tensor
@@ -19,7 +20,7 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv.engine.loading import with_quantization
 from tinygrad_nv.errors import ConfigError, ModelError
-from tinygrad_nv.models.config import read_config
+from tinygrad_nv.models.config import ModelConfig, read_config
 from tinygrad_nv.models.feed_forward import MixtureOfExperts
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.quantised import matrices
@@ -32,37 +33,57 @@ from tinygrad_nv.quant.sparse import SparseTensor
 from tinygrad_nv.quant.tensor import QTensor, in_memory
 from tinygrad_nv.quant.types import buffers
 
+if TYPE_CHECKING:    # a run of one rank does not load it
+    from tinygrad_nv.models.parallel import Parallel
+
 INITIALIZER_RANGE = 0.02    # transformers' default
 
 
-def opened(directory: Path, dtype: DType, device: str | None = None, quantization: str | None = None
-           ) -> Llama:
-    """The model of a directory with its weights. Raises `ModelError`, `WeightError`."""
-    model = Llama(with_quantization(quantization, read_config(directory), directory), dtype, device)
+def opened(directory: Path, dtype: DType, device: str | None = None, quantization: str | None = None,
+           parallel: Parallel | None = None) -> Llama:
+    """The model of a directory with its weights, or a rank's part of it. Raises `ModelError`, `WeightError`.
+    """
+    config = with_quantization(quantization, read_config(directory), directory)
+    model = _network(config, dtype, device, parallel)
     with bar("loading weights") as shown: load(model, directory, shown)
     return model
 
 
-def drawn(directory: Path, dtype: DType, seed: int, device: str | None = None) -> Llama:
-    """A model of the directory's config.json with new weights. Raises `ModelError`."""
-    model = Llama(read_config(directory), dtype, device)
+def drawn(directory: Path, dtype: DType, seed: int, device: str | None = None,
+          parallel: Parallel | None = None) -> Llama:
+    """A model of the directory's config.json with new weights, or a rank's part of what one rank draws.
+    Raises `ModelError`."""
+    model = _network(read_config(directory), dtype, device, parallel)
     draw(model, directory, seed)
     return model
 
 
 def draw(model: Llama, directory: Path, seed: int) -> None:
-    """Draws the weights of a model, or of a stage of one those that it has."""
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    """Draws the weights of a model, or of a part or a stage of one those that it has."""
+    config, parallel = json.loads((directory / "config.json").read_text(encoding="utf-8")), model.parallel
     scale, random = float(config.get("initializer_range", INITIALIZER_RANGE)), np.random.default_rng(seed)
     norm = 0.0 if model.config.norm_offset else 1.0     # weights that 1 is added to begin at 0
-    whole = model if model.parallel is None else Llama(model.parallel.whole, model.dtype, model.device)
-    own = named(model)
+
+    def value(name: str, tensor: Tensor) -> np.ndarray:
+        shape = tuple(int(n) for n in tensor.shape)
+        if len(shape) > 1: return random.standard_normal(shape, np.float32) * np.float32(scale)
+        return np.full(shape, norm if name.endswith("norm.weight") else 0.0, np.float32)
+    if parallel is not None and parallel.ranks > 1:
+        from tinygrad_nv.train.cuts import take  # which loads dist/
+        take(model, value)
+        return
+    own, whole = named(model), model if parallel is None else Llama(parallel.whole, model.dtype, model.device)
     for name, each in named(whole).items():
-        shape = tuple(int(n) for n in each.shape)
-        if len(shape) > 1: values = random.standard_normal(shape, np.float32) * np.float32(scale)
-        else: values = np.full(shape, norm if name.endswith("norm.weight") else 0.0, np.float32)
+        made = value(name, each)
         if (tensor := own.get(name)) is not None:
-            tensor.assign(Tensor(values, device=tensor.device).cast(tensor.dtype)).realize()
+            tensor.assign(Tensor(made, device=tensor.device).cast(tensor.dtype)).realize()
+
+
+def _network(config: ModelConfig, dtype: DType, device: str | None, parallel: Parallel | None) -> Llama:
+    if parallel is None: return Llama(config, dtype, device)
+    from tinygrad_nv.models.parallel import local_config  # which loads dist/
+    own = local_config(config, parallel.ranks, parallel.experts)
+    return Llama(own, dtype, device, parallel=parallel)
 
 
 def require_trainable(model: Llama, adapter: bool, fp8: bool) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 from tinygrad import Tensor, dtypes
@@ -24,6 +24,9 @@ from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.runtime.memory import write
 from tinygrad_nv.train.data import IGNORE, Batch
 from tinygrad_nv.train.data.batch import PADDING
+
+if TYPE_CHECKING:    # a run of one rank does not load it
+    from tinygrad_nv.models.parallel import Parallel
 
 
 class RowsPart(SequencePart, Protocol):
@@ -96,10 +99,24 @@ def cross_entropy(model: Llama, hidden: Tensor, inputs: Inputs, options: LossOpt
                   reduction: Literal["sum", "none"]) -> Tensor:
     """`losses` of the last layer's normalised output."""
     config = model.config
+    if model.parallel is not None and model.parallel.ranks > 1:
+        return _of_parts(model, model.parallel, hidden, inputs, options, reduction)
     return linear_cross_entropy(hidden, model.head, inputs.targets,
                                 reduction=reduction,
                                 softcap=config.logit_softcap, divisor=config.logit_divisor,
                                 label_smoothing=options.label_smoothing, z_loss=options.z_loss)
+
+
+def _of_parts(model: Llama, parallel: Parallel, hidden: Tensor, inputs: Inputs, options: LossOptions,
+              reduction: Literal["sum", "none"]) -> Tensor:
+    """The same of a rank that has a part of the vocabulary, or all where it is the only one."""
+    from tinygrad_nv.dist.train.cross_entropy import VocabularyLoss  # which loads dist/
+    own, config = parallel.vocabulary, parallel.whole
+    loss = VocabularyLoss(own.group, own.tokens.start, own.count, own.size, config.logit_softcap,
+                          config.logit_divisor, options.label_smoothing, options.z_loss, IGNORE)
+    rows = parallel.to_head(hidden).reshape(-1, config.hidden_size)
+    made = loss(rows, model.head, inputs.targets.reshape(-1))
+    return made.sum() if reduction == "sum" else made.reshape(inputs.targets.shape)
 
 
 class Supervised:

@@ -9,8 +9,9 @@ through three places, of which all ranks come to each:
     gathered()          after the update; what else is to be realized
 
 Within `present()` the model has what its graphs read; a graph that is built there has `leaves()` of
-parameters, which its gradients are of. Within `saved()` rank 0's model has whole parameters in memory, or the
-one that it gives has.
+parameters, which its gradients are of. `squares(gradients)` is the sum of squares of those of all ranks, each
+once, float64 (1); of several in one graph each has a `name`. `saved(model)` gives rank 0 a model with whole
+parameters in memory.
 """
 from __future__ import annotations
 
@@ -22,13 +23,14 @@ from typing import Protocol
 from tinygrad import Tensor
 
 from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.train.optimizers.gradients import squared_sum
 
 Named = dict[str, Tensor]
 
 
 class Parts(Protocol):
     """What a rank has of parameters. `sharded`: it updates a part of each. `regions`: the model's layers are
-    regions already. `elsewhere`: whose gradients' squares another rank counts."""
+    regions already."""
     whole: Named
     optimized: Named
     added: Named
@@ -36,22 +38,19 @@ class Parts(Protocol):
     joins: bool
     regions: bool
 
-    @property
-    def elsewhere(self) -> frozenset[str]: ...
     def each(self, gradients: Named) -> Named: ...
     def all(self, sums: Named) -> Named: ...
     def taken(self, sums: Named) -> Named: ...
     def gathered(self) -> list[Tensor]: ...
-    def squares(self, own: Tensor) -> Tensor: ...
+    def squares(self, gradients: Named, name: str = "") -> Tensor: ...
     def present(self) -> AbstractContextManager[None]: ...
     def leaves(self) -> Named: ...
-    def saved(self) -> AbstractContextManager[Llama | None]: ...
+    def saved(self, model: Llama) -> AbstractContextManager[Llama]: ...
 
 
 class Whole:
     """One rank, which has and updates all."""
     sharded = joins = regions = False
-    elsewhere = frozenset[str]()
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self.whole = self.optimized = self.added = dict(parameters)
@@ -72,9 +71,9 @@ class Whole:
         """Nothing."""
         return []
 
-    def squares(self, own: Tensor) -> Tensor:
+    def squares(self, gradients: Named, name: str = "") -> Tensor:
         """The sum of squares of all gradients."""
-        return own
+        return squared_sum(list(gradients.values()))
 
     def present(self) -> AbstractContextManager[None]:
         """The model has its parameters anyway."""
@@ -84,6 +83,6 @@ class Whole:
         """The parameters."""
         return self.whole
 
-    def saved(self) -> AbstractContextManager[Llama | None]:
+    def saved(self, model: Llama) -> AbstractContextManager[Llama]:
         """The model has its parameters anyway."""
-        return contextlib.nullcontext()
+        return contextlib.nullcontext(model)

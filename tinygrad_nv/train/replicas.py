@@ -153,9 +153,9 @@ class Sharded(Whole):
         """The parameters, written from all ranks' parts."""
         return [tensor for each in self.buckets for tensor in each.gathered(self.optimized)]
 
-    def squares(self, own: Tensor) -> Tensor:
+    def squares(self, gradients: Named, name: str = "") -> Tensor:
         """The sum over ranks of sums of squares of their parts."""
-        return all_reduce(own, self.group, name="squares of gradients")
+        return all_reduce(super().squares(gradients), self.group, name=f"squares of gradients{name}")
 
     def _reduced(self, gradients: Named) -> Named:
         made = {name: part for each in self.buckets for name, part in each.reduced(gradients).items()}

@@ -52,6 +52,7 @@ from tinygrad_nv.train.step import Step
 
 if TYPE_CHECKING:    # a run of one rank does not load it
     from tinygrad_nv.dist.group import Group
+    from tinygrad_nv.models.parallel import Parallel
     from tinygrad_nv.train.stages import Stages
 
 
@@ -137,6 +138,7 @@ def assembled(arguments: TrainingArguments, directory: Path, data: Sequence[str]
     dtype, ranks = arguments.weights, own_ranks(arguments)
     device = ranks.device(device or Device.DEFAULT)
     config = read_config(directory)
+    parallel = _parallel(arguments, ranks, config)
     tokenizer = _tokenizer(directory)
     options = arguments.data
     with ranks.first_before_others("data"):
@@ -149,12 +151,13 @@ def assembled(arguments: TrainingArguments, directory: Path, data: Sequence[str]
         raise ConfigError("--sample-prompts without a tokenizer", "tokenizer.json in MODEL",
                           "copy the tokenizer's files there")
     widest, stages = max(each.width for each in (rows, evaluation) if each is not None), None
+    if arguments.sequence_parallel: widest += -widest % ranks.layout.tensor     # the rest is padding
     if isinstance(ranks, TrainingRanks) and ranks.layout.pipeline > 1:
         from tinygrad_nv.train.stages import opened  # which loads dist/
         stages = opened(arguments, directory, device, ranks.mesh)
     if stages is not None: model = stages.first
-    elif arguments.from_scratch: model = network.drawn(directory, dtype, arguments.seed, device)
-    else: model = network.opened(directory, dtype, device, arguments.online)
+    elif arguments.from_scratch: model = network.drawn(directory, dtype, arguments.seed, device, parallel)
+    else: model = network.opened(directory, dtype, device, arguments.online, parallel)
     for own in [model] if stages is None else stages.models.values():
         network.require_trainable(own, arguments.use_peft, arguments.recipe.fp8 is not None)
         network.whole_head(own)
@@ -162,7 +165,8 @@ def assembled(arguments: TrainingArguments, directory: Path, data: Sequence[str]
     inputs = Inputs(arguments.per_device_train_batch_size * rows.rows_per_index, widest, model.device,
                     _part(arguments, config, ranks, widest, model.device))
     learner = learning(arguments, model, inputs, _alike(ranks),
-                       lambda: network.opened(directory, dtype, model.device), stages)
+                       lambda: network.opened(directory, dtype, model.device, parallel=parallel), stages,
+                       _sharing(ranks, parallel))
     return Run(arguments, directory, model, tokenizer, rows, evaluation, learner.objective, learner.optimizer,
                learner.adapter, _steps(arguments, rows, ranks.layout.data),
                _identity(arguments, rows, config.vocab_size, ranks.layout), ranks, learner.parts, learner.fp8,
@@ -180,9 +184,11 @@ class Learner:
 
 
 def learning(arguments: TrainingArguments, model: Llama, inputs: Inputs, group: Group | None,
-             another: Callable[[], Llama], stages: Stages | None = None) -> Learner:
+             another: Callable[[], Llama], stages: Stages | None = None, sharing: Group | None = None
+             ) -> Learner:
     """What a step of a model is made of, on one of a group of ranks that have the same parameters.
-    `another`: the model once more, before it is trained. `stages`: those of this rank, of a pipeline."""
+    `another`: the model once more, before it is trained. `stages`: those of this rank, of a pipeline.
+    `sharing`: the ranks with the same key and value heads of a model that is cut."""
     models = [model] if stages is None else [*stages.models.values()]
     adapter = _adapter(arguments, model, inputs) if arguments.use_peft else None
     objective = _objective(arguments, another, model, adapter, inputs)
@@ -190,6 +196,9 @@ def learning(arguments: TrainingArguments, model: Llama, inputs: Inputs, group: 
         if adapter is None else adapter.parameters
     parts = _parts(arguments, parameters, group, model)
     if stages is not None: parts = stages.parts(parts)
+    elif model.parallel is not None:
+        from tinygrad_nv.train.tensor_parts import TensorParts  # which loads dist/
+        parts = TensorParts(parts, model, sharing)
     fp8 = _fp8(arguments, model, group)
     rows = {name: extents for each in models for name, extents in network.projections(each).items()}
     optimizer = _optimizer(arguments, parts, rows if adapter is None else None)
@@ -212,6 +221,30 @@ def _part(arguments: TrainingArguments, config: ModelConfig, ranks: OneRank, wid
     from tinygrad_nv.train import context_parallel  # which loads dist/
     context_parallel.require(config, arguments)
     return context_parallel.ContextPart(ranks.mesh.group("context"), width, device)
+
+
+def _parallel(arguments: TrainingArguments, ranks: OneRank, config: ModelConfig) -> Parallel | None:
+    """The ranks that have each layer together. Raises `ConfigError`."""
+    if not isinstance(ranks, TrainingRanks) or (size := ranks.layout.tensor) == 1: return None
+    if arguments.enable_expert_parallel and config.moe is not None and config.moe.experts % size:
+        raise ConfigError(f"{config.moe.experts} experts over {size} ranks", "as many experts on each",
+                          "change --tensor-parallel-size, or leave --enable-expert-parallel out")
+    if arguments.zero_stage and config.latent is None and size > config.num_kv_heads:
+        raise ConfigError(f"--zero-stage {arguments.zero_stage} with {config.num_kv_heads} key and value "
+                          f"heads over {size} tensor parallel ranks", "as many heads as ranks at least",
+                          "choose --zero-stage 0, or a smaller --tensor-parallel-size")
+    from tinygrad_nv.models.parallel import Parallel
+    return Parallel(ranks.mesh.group("tensor"), config, experts=arguments.enable_expert_parallel,
+                    sequence=arguments.sequence_parallel)
+
+
+def _sharing(ranks: OneRank, parallel: Parallel | None) -> Group | None:
+    """The tensor parallel ranks that have the same key and value heads, where several have."""
+    if parallel is None or parallel.whole.latent is not None or not isinstance(ranks, TrainingRanks):
+        return None
+    copies = max(1, parallel.ranks // parallel.whole.num_kv_heads)
+    first = parallel.group.rank // copies * copies
+    return ranks.world.group(parallel.group.members[first:first + copies]) if copies > 1 else None
 
 
 def _parts(arguments: TrainingArguments, parameters: dict[str, Tensor], group: Group | None,
@@ -288,7 +321,6 @@ def _optimizer(arguments: TrainingArguments, parts: Parts, rows: dict[str, tuple
     state = StateOptions(recipe.master, arguments.seed, bits, paged, loss_scaling=recipe.loss,
                          max_grad_norm=arguments.max_grad_norm or None,
                          rows=None if parts.sharded else rows, squares=parts.squares,
-                         elsewhere=parts.elsewhere,
                          counts={name: _count(each) for name, each in parts.whole.items()})
     betas, lr, parameters = (arguments.adam_beta1, arguments.adam_beta2), arguments.learning_rate, \
         parts.optimized
@@ -320,13 +352,15 @@ def _identity(arguments: TrainingArguments, data: Data, vocab_size: int, layout:
              "use_peft", "lora_r", "lora_alpha", "lora_dropout", "use_rslora", "learning_rate",
              "weight_decay", "lr_scheduler_type", "adam_beta1", "adam_beta2", "adam_epsilon",
              "max_grad_norm", "beta", "label_smoothing_factor", "z_loss", "completion_only_loss",
-             "assistant_only_loss", "zero_stage", "online", "precision", "fp8_format",
-             "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "pipeline_parallel_size",
-             "pipeline_schedule", "tensor_parallel_size")
+             "assistant_only_loss", "zero_stage", "online", "precision", "fp8_format", "fp8_margin",
+             "fp8_amax_history_len", "fp8_amax_compute_algo", "pipeline_parallel_size", "pipeline_schedule",
+             "tensor_parallel_size", "enable_expert_parallel")
     summary = data.summary
     # however a batch is cut: a run may go on with other data parallel ranks
     batch = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * layout.data
-    return {**{name: getattr(arguments, name) for name in names}, "batch": batch, "vocab_size": vocab_size,
-            "fp8_exclude": list(arguments.fp8_exclude),
+    # parts of parts of weights fit no other number of ranks
+    fixed = layout.size if arguments.zero_stage and layout.tensor > 1 else 0
+    return {**{name: getattr(arguments, name) for name in names}, "ranks": fixed, "batch": batch,
+            "vocab_size": vocab_size, "fp8_exclude": list(arguments.fp8_exclude),
             "lora_target_modules": list(arguments.lora_target_modules), "rows": summary.rows,
             "tokens": summary.tokens}

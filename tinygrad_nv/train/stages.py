@@ -102,11 +102,6 @@ class Staged:
         self.sharded, self.regions = inner.sharded, inner.regions
         self.joins = inner.joins or self.ends is not None
 
-    @property
-    def elsewhere(self) -> frozenset[str]:
-        """Parameters that another stage has, too, and counts."""
-        return frozenset({EMBEDDING} & self.whole.keys() if self.pipe.rank else ())
-
     def each(self, gradients: Named) -> Named:
         """What is added up of a micro-batch's gradients."""
         return self.inner.each(gradients)
@@ -127,9 +122,11 @@ class Staged:
         """What is to be realized after an update."""
         return self.inner.gathered()
 
-    def squares(self, own: Tensor) -> Tensor:
-        """The sum of squares over all stages."""
-        return all_reduce(self.inner.squares(own), self.pipe, name="squares of gradients of stages")
+    def squares(self, gradients: Named, name: str = "") -> Tensor:
+        """The sum of squares over all stages; of a tied embedding the first counts them."""
+        own = {each: one for each, one in gradients.items() if not (self.pipe.rank and each == EMBEDDING)}
+        made = self.inner.squares(own, name)
+        return all_reduce(made, self.pipe, name=f"squares of gradients of stages{name}")
 
     def present(self) -> AbstractContextManager[None]:
         """The model has what its graphs read."""
@@ -140,10 +137,9 @@ class Staged:
         return self.inner.leaves()
 
     @contextlib.contextmanager
-    def saved(self) -> Iterator[Llama | None]:
-        """The whole model on the first stage of rank 0's pipeline, which is None on other ranks."""
-        if 0 in self.pipe.members: yield gathered(self.stages)
-        else: yield None
+    def saved(self, model: Llama) -> Iterator[Llama]:
+        """The whole model, on the first stage of rank 0's pipeline."""
+        yield (gathered(self.stages) if 0 in self.pipe.members else None) or model
 
 
 def gathered(stages: Stages) -> Llama | None:

@@ -79,8 +79,8 @@ def train(run: Run) -> Trained:
         with Log(arguments, run.steps, at.step) if ranks.first else Silent() as log:
             loop.run(at, writer, log)
             log.finish()
-    with run.parts.saved() as whole:
-        made = _export(run, whole or run.model, output) if ranks.first else output
+    with run.parts.saved(run.model) as model:
+        made = _export(run, model, output) if ranks.first else output
     ranks.barrier("trained")
     return Trained(made, run.steps, loop.loss, loop.eval_loss, time.perf_counter() - begun)
 

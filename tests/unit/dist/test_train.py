@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import rank_programs
 
-QUICK = ("overlap", "fully_sharded", "zero_bubble")
+QUICK = ("overlap", "fully_sharded", "zero_bubble", "vocabulary")
 SLOW = ("steps", "adam", "memory", "pipelines", "sequence", "expert", "ring", "ring_both_ways")
 
 

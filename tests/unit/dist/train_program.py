@@ -14,15 +14,16 @@ import numpy as np
 from tinygrad import Tensor, TinyJit, dtypes, nn
 from tinygrad.helpers import Context, GlobalCounters
 
-from tinygrad_nv.dist.collectives.functions import all_reduce
+from tinygrad_nv.dist.collectives.functions import all_reduce, copied
 from tinygrad_nv.dist.collectives.listing import collectives_of
 from tinygrad_nv.dist.group import Group, init
 from tinygrad_nv.dist.train import data_parallel, experts, ring_attention, schedules
+from tinygrad_nv.dist.train.cross_entropy import VocabularyLoss
 from tinygrad_nv.dist.train.fully_sharded import FullySharded
 from tinygrad_nv.dist.train.pipeline import Pipeline, Recomputed
 from tinygrad_nv.dist.train.sequence import SequenceParallel
 from tinygrad_nv.dist.train.zero import ShardedOptimizer
-from tinygrad_nv.functional import Experts, dispatch
+from tinygrad_nv.functional import Experts, dispatch, linear_cross_entropy
 
 STEPS = 2
 H, BATCH, LAYERS = 4, 8, 3
@@ -259,6 +260,51 @@ def sequence(group: Group) -> None:
         exact = b.grad.numpy()
         if name in ("up", "down"): exact = exact[:, own] if name == "up" else exact[own]
         same(a.grad.numpy(), exact, name)
+
+
+def exact_losses(hidden: Array, weight: Array, labels: Array, scale: Array, softcap: float | None,
+                 divisor: float, smoothing: float, z_loss: float) -> list[Array]:
+    """Losses of rows, and the gradients of hidden and weight of their sum times `scale`, float64."""
+    h, w = hidden.astype(np.float64), weight.astype(np.float64)
+    x = h @ w.T / divisor
+    slope = np.full_like(x, 1 / divisor)
+    if softcap is not None: x, slope = softcap * np.tanh(x / softcap), slope / np.cosh(x / softcap) ** 2
+    top = x.max(1, keepdims=True)
+    lse = top + np.log(np.exp(x - top).sum(1, keepdims=True))
+    counted, one = (labels != -100)[:, None], np.eye(len(w))[np.maximum(labels, 0)]
+    wanted = one * (1 - smoothing) + smoothing / len(w)
+    losses = ((wanted * (lse - x)).sum(1, keepdims=True) + z_loss * lse ** 2) * counted
+    d = (np.exp(x - lse) * (1 + 2 * z_loss * lse) - wanted) * slope * counted * scale[:, None]
+    return [losses[:, 0], d @ w, d.T @ h]
+
+
+def vocabulary(group: Group) -> None:
+    """The loss of a cut vocabulary, with each option, in one chunk and in several, rows that are ignored, and
+    logits up to 1e4; its gradients: as near to float64 as one device."""
+    size, width = 37, -(-37 // group.size)
+    first = min(group.rank * width, size)
+    count = min(width, size - first)
+    for number, (options, large, chunk) in enumerate((
+            ({}, 1.0, 0), ({"softcap": 5.0, "divisor": 2.0}, 4.0, 3), ({"label_smoothing": 0.1}, 1.0, 4),
+            ({"z_loss": 0.01}, 1.0, 0), ({"label_smoothing": 0.2, "z_loss": 0.1}, 2000.0, 5))):
+        hidden, weight, scale = normal(number, 11, 8) * large, normal(50 + number, size, 8), normal(9, 11)
+        labels = np.random.default_rng(number).integers(0, size, 11).astype(np.int32)
+        labels[[2, 7]] = -100
+        own = np.zeros((width, 8), np.float32)
+        own[:count] = weight[first:first + count]
+        mine, part, whole, of = (Tensor(each).realize() for each in (hidden, own, weight, hidden))
+        loss = VocabularyLoss(group, first, count, size, **options)
+        made = loss(copied(mine, group), part, Tensor(labels), chunk)
+        there = linear_cross_entropy(of, whole, Tensor(labels), reduction="none", **options)
+        for each in (made, there): (each * Tensor(scale)).sum().backward()
+        exact = exact_losses(hidden, weight, labels, scale, options.get("softcap"),
+                             options.get("divisor", 1.0), options.get("label_smoothing", 0.0),
+                             options.get("z_loss", 0.0))
+        grads = [each.grad.numpy() for each in (mine, part, of, whole) if each.grad is not None]
+        close(made.numpy(), there.numpy(), exact[0], f"losses {number}")
+        close(grads[0], grads[2], exact[1], f"hidden {number}")
+        close(grads[1][:count], grads[3][first:first + count], exact[2][first:first + count], number)
+        same(grads[1][count:], 0 * grads[1][count:], "rows that are no tokens")
 
 
 def attended(causal: bool, q: Array, k: Array, v: Array, grad: Array) -> list[Array]:

@@ -4,6 +4,7 @@
   zero.py               ZeRO-1 and ZeRO-2: each rank updates its part of the parameters
   fully_sharded.py      ZeRO-3 (FSDP): a layer's parameters are whole only while the layer is computed
   sequence.py           sequence parallel layers: each rank has norms and residuals of its own tokens
+  cross_entropy.py      the loss of an output layer whose vocabulary is cut
   ring_attention.py     attention over a sequence of which each rank has a part
   experts.py            experts on several ranks: sends tokens to their experts, and results back
   schedules.py          pipeline schedules as data: GPipe, 1F1B, interleaved, zero-bubble

@@ -48,8 +48,7 @@ class StateOptions:
     rounded stochastically from `seed`. `bits` 8: quantised blockwise (quantised.py). `paged`: in the host's
     memory (paged.py). `max_grad_norm` None: nothing is clipped. `rows`: extents of
     projections that lie one below the other in a parameter, by its name. `squares`: where ranks have parts
-    of parameters, the sum of squares of all gradients, from those of this rank's, float64 (1), without those
-    of names that are `elsewhere`, which another rank has, too. `counts`:
+    of parameters, the sum of squares of all gradients, of this rank's by name, float64 (1). `counts`:
     elements of whole parameters there, by name, which say whether their state is quantised.
     `loss_scaling`: gradients are those of a loss times `Optimizer.loss_scaler.scale`, which the step takes
     out and moves."""
@@ -60,8 +59,7 @@ class StateOptions:
     max_grad_norm: float | None = None
     skip_nonfinite: bool = True
     rows: Mapping[str, tuple[int, ...]] | None = None
-    squares: Callable[[Tensor], Tensor] | None = None
-    elsewhere: frozenset[str] = frozenset()
+    squares: Callable[[dict[str, Tensor]], Tensor] | None = None
     counts: Mapping[str, int] | None = None
     loss_scaling: LossScaling | None = None
 
@@ -203,14 +201,13 @@ class Optimizer:
         adamw_update(entries, Tensor.cat(*control).contiguous(), rule.beta1, rule.beta2, rule.eps)
         return [tensor for entry in entries for tensor in entry.written]
 
-    def _guard(self, gradients: Mapping[str, Tensor], scale: Tensor | None
+    def _guard(self, gradients: dict[str, Tensor], scale: Tensor | None
                ) -> tuple[Tensor | None, Tensor | None]:
         """What gradients are multiplied by, and whether the step is taken; None for 1 and for always."""
         most = self.options.max_grad_norm
         if most is None and not self.options.skip_nonfinite: return scale, None
-        own = [each for name, each in gradients.items() if name not in self.options.elsewhere]
-        squares = squared_sum(own)
-        if self.options.squares is not None: squares = self.options.squares(squares)
+        squares = squared_sum(list(gradients.values())) if self.options.squares is None else \
+            self.options.squares(gradients)
         norm = squares.sqrt().cast(dtypes.float32)
         if scale is not None: norm = norm * scale
         self.grad_norm.assign(norm)

@@ -1,0 +1,203 @@
+"""Which part of a whole model's tensors each rank of a tensor parallel group has, by name.
+
+Protocol: `Cuts.of(model)` compares a rank's network with the whole one; both have the same tensors in the
+same order, of which some are cut (models/parallel.py). A tensor is
+
+    CUT      a part of the whole one: its gradient is that of the part
+    PARTIAL  whole on every rank, which applies it to its own heads, experts or tokens: its gradients are
+             added up over ranks
+    ALIKE    whole, and applied alike on every rank: its gradient is the same everywhere
+
+Rows of a cut tensor may stand on several ranks: those of key and value heads, of which there are fewer than
+ranks (`shared`). A bias that is added behind a sum over ranks is on rank 0 alone; others have zeros
+(`elsewhere`).
+
+`taken` fills a rank's network of whole tensors, and `joined` a whole one of all ranks' parts.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+from tinygrad import Tensor
+from tinygrad.nn.state import get_parameters
+
+from tinygrad_nv.dist.collectives.functions import all_gather
+from tinygrad_nv.dist.group import Group
+from tinygrad_nv.models.feed_forward import MixtureOfExperts
+from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.parallel import Parallel, local_config, names_apart
+from tinygrad_nv.models.shares import TABLES, added_elsewhere, shares
+from tinygrad_nv.models.weights import WeightSlice, slots
+from tinygrad_nv.quant.readers.reader import TensorPart
+from tinygrad_nv.runtime.memory import allocate, read_part, write
+
+CUT, PARTIAL, ALIKE = "cut", "partial", "alike"
+
+
+@dataclass(frozen=True)
+class OwnSlice:
+    """Of a checkpoint's tensor: the rank's rows of its own tensor, number `tensor`, and which part of the
+    whole one they are; None: all of it. `copies` ranks have it; `elsewhere`: rank 0 has it, and not this."""
+    tensor: int
+    slot: WeightSlice
+    part: TensorPart | None
+    copies: int
+    elsewhere: bool
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Of a rank's network: `kinds` of its tensors, in order, and `slices` by names of the whole network."""
+    tensors: tuple[Tensor, ...]
+    kinds: tuple[str, ...]
+    slices: dict[str, OwnSlice]
+
+    @staticmethod
+    def of(model: Llama) -> Cuts:
+        """Those of a network whose `parallel` says which part it is."""
+        parallel = _parallel(model)
+        whole, own = whole_network(model, apart=True), tensors(model)
+        extents = {name: slot.shape for name, slot in slots(whole).items()}
+        found = shares(extents, {name: slot.shape for name, slot in slots(model).items()}, parallel, TABLES)
+        elsewhere = added_elsewhere(found, parallel)
+        biases = {id(slots(model)[name].tensor) for name in _row_biases(model, found)}
+        kinds = _kinds(model, own, tensors(whole), biases)
+        apart, every = biases | _experts(model), slots(model)
+        numbers = {id(tensor): number for number, tensor in enumerate(own)}
+
+        def own_slice(name: str, slot: WeightSlice) -> OwnSlice:
+            number, part = numbers[id(slot.tensor)], found.get(name)
+            copies = 1
+            if kinds[number] == CUT and name not in TABLES and id(slot.tensor) not in apart:
+                copies = parallel.ranks if part is None else \
+                    max(part.count * parallel.ranks // extents[name][part.axis], 1)
+            return OwnSlice(number, slot, part, copies, name in elsewhere)
+        return Cuts(tuple(own), tuple(kinds), {name: own_slice(name, slot) for name, slot in every.items()})
+
+    def on_first(self) -> set[int]:
+        """Numbers of tensors of which other ranks than 0 have zeros."""
+        return {each.tensor for name, each in self.slices.items()
+                if name in _row_biases_of({name: one.part for name, one in self.slices.items()})}
+
+
+def _parallel(model: Llama) -> Parallel:
+    assert model.parallel is not None, "a rank's network"
+    return model.parallel
+
+
+def _kinds(model: Llama, own: list[Tensor], whole: list[Tensor], biases: set[int]) -> list[str]:
+    within = {id(each) for block in model.blocks for half in (block.attention, block.feed_forward)
+              for each in get_parameters(half)}
+    apart = _experts(model) | biases
+    return [CUT if mine.shape != there.shape or id(mine) in apart
+            else PARTIAL if _parallel(model).sequence or id(mine) in within else ALIKE
+            for mine, there in zip(own, whole, strict=True)]
+
+
+def _experts(model: Llama) -> set[int]:
+    """Tensors, by id, of experts that a rank has whole: others on each rank."""
+    made = set[int]()
+    for block in model.blocks:
+        half = block.feed_forward
+        if not isinstance(half, MixtureOfExperts) or len(half.own) == half.moe.experts: continue
+        every = (half.gate_up, half.down, half.gate_up_bias, half.down_bias)
+        made |= {id(each) for each in every if each is not None}
+    return made
+
+
+def _row_biases(model: Llama, found: dict[str, TensorPart]) -> list[str]:
+    """Names of biases of matrices that are cut by columns."""
+    return [name for name in slots(model) if name in _row_biases_of(found)]
+
+
+def _row_biases_of(found: dict[str, TensorPart] | dict[str, TensorPart | None]) -> set[str]:
+    return {f"{name.removesuffix('.weight')}.bias" for name, part in found.items()
+            if part is not None and part.axis == 1 and name.endswith(".weight")}
+
+
+def whole_network(model: Llama, apart: bool) -> Llama:
+    """The whole network that a rank has a part of, without memory; `apart`: its projections have names of
+    their own, as ranks' have."""
+    config = _parallel(model).whole
+    if apart: config = replace(config, names=names_apart(config.names))
+    return Llama(config, model.dtype, model.device)
+
+
+def network_of(model: Llama, rank: int) -> Llama:
+    """That of another rank of the group, without memory; of its collectives none can be called."""
+    parallel = _parallel(model)
+    there = replace(parallel, group=Group(parallel.group.name, parallel.group.members, rank, 1.0))
+    return Llama(local_config(parallel.whole, parallel.ranks, parallel.experts), model.dtype, model.device,
+                 parallel=there)
+
+
+def tensors(model: Llama) -> list[Tensor]:
+    """Each once, in the order of their names."""
+    return list({id(slot.tensor): slot.tensor for slot in slots(model).values()}.values())
+
+
+def _rows(values: np.ndarray, slot: WeightSlice) -> np.ndarray:
+    """A slot's elements of its tensor's, in the shape of the checkpoint's tensor: a view."""
+    first = slot.first * prod(slot.shape[1:])
+    return values.reshape(-1)[first:first + prod(slot.shape)].reshape(slot.shape)
+
+
+def _within(values: np.ndarray, part: TensorPart | None) -> np.ndarray:
+    """A part of a checkpoint's tensor: a view."""
+    if part is None: return values
+    at = [slice(None)] * values.ndim
+    at[part.axis] = slice(part.first, part.first + part.count)
+    return values[tuple(at)]
+
+
+def take(model: Llama, value: Callable[[str, Tensor], np.ndarray]) -> None:
+    """Fills a rank's network. `value(name, tensor)` gives the whole tensors, float32, one after the other, by
+    their first names in the whole network; the shape is that of `tensor`."""
+    whole, own, cuts = slots(whole_network(model, apart=True)), tensors(model), Cuts.of(model)
+    names = dict[int, list[str]]()
+    for name, slot in whole.items(): names.setdefault(id(slot.tensor), []).append(name)
+    for mine, group in zip(own, names.values(), strict=True):
+        values = value(group[0], whole[group[0]].tensor)
+        made = np.zeros(tuple(map(int, mine.shape)), np.float32)
+        for name in group:
+            own_slice = cuts.slices.get(name)
+            if own_slice is None or own_slice.elsewhere: continue
+            _rows(made, own_slice.slot)[...] = _within(_rows(values, whole[name]), own_slice.part)
+        mine.assign(Tensor(made, device=mine.device).cast(mine.dtype)).realize()
+
+
+def joined(model: Llama) -> Llama | None:
+    """The whole network with all ranks' parts, on rank 0 of the group; None on others, which call it, too."""
+    parallel = _parallel(model)
+    group, first = parallel.group, parallel.group.rank == 0
+    made = whole_network(model, apart=False)
+    there = tensors(made)
+    lies = slots(whole_network(model, apart=True))
+    every = [Cuts.of(network_of(model, rank)) for rank in range(group.size)] if first else []
+    for number, tensor in enumerate(tensors(model)):
+        parts = all_gather(tensor.detach().unsqueeze(0), group, name=f"tensor {number}")
+        parts = parts.contiguous().realize()
+        if first: _write(there[number], _joined(number, parts, there[number], every, lies))
+    return made if first else None
+
+
+def _joined(number: int, parts: Tensor, whole: Tensor, every: list[Cuts], lies: dict[str, WeightSlice]
+            ) -> np.ndarray:
+    """A whole tensor's bits, of the parts (ranks, …)."""
+    kind = np.dtype(f"u{whole.dtype.itemsize}")
+    given = np.frombuffer(read_part(parts, 0, int(parts.nbytes())), kind).reshape(
+        tuple(map(int, parts.shape)))
+    made = np.zeros(tuple(map(int, whole.shape)), kind)
+    for rank, cuts in enumerate(every):
+        for name, own_slice in cuts.slices.items():
+            if own_slice.tensor != number or own_slice.elsewhere: continue
+            _within(_rows(made, lies[name]), own_slice.part)[...] = _rows(given[rank], own_slice.slot)
+    return made
+
+
+def _write(tensor: Tensor, values: np.ndarray) -> None:
+    allocate(tensor)
+    write(tensor, 0, values.reshape(-1).data.cast("B"))
