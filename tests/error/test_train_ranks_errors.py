@@ -27,6 +27,7 @@ from tinygrad_nv.train.run import _parallel
     ({"tensor_parallel_size": 2, "optim": "muon"}, "(?s)--optim muon with --tensor-parallel-size 2.*adamw"),
     ({"tensor_parallel_size": 4, "optim": "adafactor"}, "--optim adafactor with --tensor-parallel-size 4"),
     ({"enable_expert_parallel": True}, "--enable-expert-parallel without --tensor-parallel-size"),
+    ({"tensor_parallel_size": 2, "method": "dpo"}, "--method dpo with --tensor-parallel-size 2"),
     ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
      "(?s)--pipeline-parallel-size 2 with --tensor-parallel-size 2.*data parallel ranks"),
     ({"tensor_parallel_size": 2, "context_parallel_size": 2},

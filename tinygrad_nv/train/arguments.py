@@ -244,6 +244,7 @@ class TrainingArguments:
         refused = {f"--{axis}-parallel-size {size}": (size > 1, "data parallel ranks beside them")
                    for axis, size in axes.items()}
         refused |= {"--use-peft": (self.use_peft, "weights that are all trained"),
+                    "--method dpo": (self.method == "dpo", "--method sft"),
                    "--zero-stage 3": (self.zero_stage == 3, "--zero-stage 2 or less"),
                    f"--precision {self.precision}": (self.recipe.fp8 is not None, "weights and matmuls of 16 "
                                                      "or 32 bits"),

@@ -59,7 +59,7 @@ def forward(what: FlashAttention, target: Target, uses: Uses, *arguments: UOp) -
         logs = [program.Output((*found.spec.batch, found.spec.s_q), dtypes.float32)] * lse
         made[attempt.end], *rest = called(attempt, found, how, inputs, *logs)
         for log in rest: made[uses.call.gettuple(LSE)] = log.reshape(shape_of(operands[0])[:3])
-    by_rows = lse and (lies_by_rows(operands[0]) or any(map(_turns, uses.users[out])))
+    by_rows = lse and (lies_by_rows(operands[0]) or any(map(_turns, uses.users.get(out, ()))))
     reason = tried(_attempts(out, tail, by_rows), take)
     if reason and lse: program.miss(NEAR, out, reason)
     return made or None

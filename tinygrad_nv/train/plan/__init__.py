@@ -41,5 +41,5 @@ def _require(arguments: TrainingArguments) -> None:
     """Raises `PlanError` for ranks whose programs are not planned."""
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
         if (size := getattr(arguments, name)) == 1: continue
-        raise PlanError(f"--plan with --{name.replace('_', '-')} {size}", "ranks that have whole layers and "
-                        "rows", "plan without it, or see `tinygrad-nv plan` for pipelines")
+        raise PlanError(f"--plan with --{name.replace('_', '-')} {size}", "data parallel ranks, which have "
+                        "whole layers and rows", "leave it out, or see `tinygrad-nv plan --train`")
