@@ -1,10 +1,11 @@
-"""Does FP8 learn what bfloat16 learns? `python bench/precision_recipes.py [--steps 500] [RECIPE ...]`.
+"""Does FP8 learn what bfloat16 learns? `python bench/precision_recipes.py [--steps N] [--seed N] [RECIPE …]`.
 
 Protocol: the model in the box from scratch (models/tales, its configuration and its hyperparameters), with
 the same stories and the same seed for each recipe: what `tinygrad-nv train --from-scratch --precision RECIPE`
 does. Compared is the mean loss of the last 50 steps, beside bfloat16's: `ratio` 1.01 is 1 % more. Counters
-are of values that FP8 clamped or flushed to zero, summed over all steps. Results of recipes that are not
-asked for stay in the file, where the number of steps is the same.
+are of values that FP8 clamped or flushed to zero, summed over all steps. Of another seed, which draws other
+first weights, the loss alone is kept (`of_seeds`): what recipes differ by is to be seen beside what seeds
+do. Results of recipes that are not asked for stay in the file, where the number of steps is the same.
 """
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from tinygrad_nv.train.arguments import TrainingArguments
 from tinygrad_nv.train.run import assembled
 from tinygrad_nv.train.trainer import train
 
-NAME, BASE, LAST = "precision_recipes", "bfloat16", 50
+NAME, BASE, LAST, SEED = "precision_recipes", "bfloat16", 50, 42
 ASKED = (BASE, "fp8_delayed", "fp8_current", "fp8_block")
 TALES = Path(tales.__file__).parent
 
@@ -38,19 +39,19 @@ def shard(path: Path, recipe: Recipe, steps: int) -> None:
     np.save(path, np.array(made, np.uint16).reshape(-1))
 
 
-def arguments(name: str, recipe: Recipe, steps: int, output: Path) -> TrainingArguments:
+def arguments(name: str, recipe: Recipe, steps: int, seed: int, output: Path) -> TrainingArguments:
     """A run of a recipe of precision."""
     return TrainingArguments(
-        output_dir=str(output), from_scratch=True, precision=name, max_steps=steps, shuffle=False,
+        output_dir=str(output), from_scratch=True, precision=name, max_steps=steps, shuffle=False, seed=seed,
         per_device_train_batch_size=recipe.batch, max_length=recipe.length, learning_rate=recipe.lr,
         lr_scheduler_type="cosine", warmup_steps=recipe.warm_up, weight_decay=recipe.weight_decay,
         adam_beta2=0.95, max_grad_norm=recipe.clip, save_strategy="no", report_to="none")
 
 
-def measured(name: str, data: Path, steps: int, folder: Path) -> dict[str, Any]:
+def measured(name: str, data: Path, steps: int, seed: int, folder: Path) -> dict[str, Any]:
     """Figures of a run."""
     output = folder / name
-    made = train(assembled(arguments(name, Recipe(), steps, output), TALES, [str(data)]))
+    made = train(assembled(arguments(name, Recipe(), steps, seed, output), TALES, [str(data)]))
     log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in log if "loss" in row]
     counters = {key: sum(row[key] for row in log) for key in log[0] if key.startswith("fp8_")}
@@ -72,13 +73,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Losses of recipes of precision.")
     parser.add_argument("recipes", nargs="*", choices=[*RECIPES, []], metavar="RECIPE")
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=SEED)
     given = parser.parse_args()
     found = before(given.steps)
+    if given.seed != SEED and (missing := set(given.recipes or ASKED) - found.keys()):
+        parser.error(f"--seed {given.seed}: first run {', '.join(sorted(missing))} with seed {SEED}")
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "stories.npy"
         shard(data, Recipe(), given.steps)
         for name in given.recipes or ASKED:
-            found[name] = measured(name, data, given.steps, Path(folder))
+            made = measured(name, data, given.steps, given.seed, Path(folder))
+            seeds = found.get(name, {}).get("of_seeds", {}) | {str(given.seed): made["loss"]}
+            found[name] = (made if given.seed == SEED else found[name]) | {"of_seeds": seeds}
             base = found.get(BASE, found[name])["loss"]
             for one in found.values(): one["ratio"] = round(one["loss"] / base, 5)
             save(NAME, {"steps": given.steps, "device": Device.DEFAULT, "mean_of_last": LAST,
