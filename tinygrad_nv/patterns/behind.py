@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
 from tinygrad import Tensor, dtypes
 from tinygrad.uop.ops import UOp
-
-from tinygrad_nv.runtime.memory import write
 
 
 @functools.cache
 def _zero(device: str) -> Tensor:
     """0 in memory, int32 (1,), at once: `realize` would become part of a step that is being captured."""
+    from tinygrad_nv.runtime.memory import write    # `import tinygrad_nv` loads this file, and no NumPy
     made = Tensor.empty(1, dtype=dtypes.int32, device=device)
-    write(made, 0, np.zeros(1, np.int32).data.cast("B"))
+    write(made, 0, memoryview(bytes(4)))
     return made
 
 

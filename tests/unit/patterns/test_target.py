@@ -9,9 +9,10 @@ from tinygrad import dtypes
 from tinygrad_nv.cpu.target import CPU, host
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.target import Chosen, choose
-from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
+from tinygrad_nv.tile.embedding.spec import EmbeddingSpec, Tokens
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.launch import Integer
+from tinygrad_nv.tile.router.spec import GroupRowsSpec
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, FilterSpec, Number
 from tinygrad_nv.tile.template import GPU
 
@@ -42,9 +43,9 @@ def test_other_integers_are_other_kernels():
 @pytest.mark.parametrize(("where", "spec", "words"), [
     ("gpu", dense(64, 64, 64, "f32"), "float32 without ALLOW_TF32"),
     ("gpu", ChoiceSpec(1 << 16, 8), "65536 rows, at most 65535"),
-    ("gpu", EmbeddingGradientSpec(9, 64, dtypes.float32, TOKENS), "no template for gradient 7 of 9x64 f32"),
+    ("gpu", GroupRowsSpec(7, 2, 4), "no template for 14 slots by their 4 experts"),
     ("cpu", dense(5000, 4, 4, "f32"), "K of 4 with 4 rows or columns, at least 9 or 64")],
-    ids=["f32", "rows", "gradient", "short"])
+    ids=["f32", "rows", "groups", "short"])
 def test_what_no_template_takes_is_refused_with_the_reason(where: str, spec: Any, words: str):
     with pytest.raises(NotOurs) as no: choose(spec, HOPPER if where == "gpu" else host())
     assert str(no.value) == words
