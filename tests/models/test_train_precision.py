@@ -49,6 +49,7 @@ def state(made: Run) -> dict[str, bytes]:
     return {name: each.bitcast(dtypes.uint8).numpy().tobytes() for name, each in made.tensors().items()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", [
     "fp8_delayed", "float16", pytest.param("fp8_block", marks=pytest.mark.slow),
     pytest.param("fp8_current", marks=pytest.mark.slow), pytest.param("bfloat16_sr", marks=pytest.mark.slow)])
@@ -74,6 +75,7 @@ def test_a_run_that_goes_on_has_the_same_bits(home: Path, precision: str) -> Non
     if precision == "float16": assert [row["loss_scale"] for row in rows] == [65536.0] * 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp8_delayed", "fp8_current", "float16"])
 def test_a_poisoned_batch_changes_nothing(home: Path, capsys: pytest.CaptureFixture[str],
                                           precision: str) -> None:

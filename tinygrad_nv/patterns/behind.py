@@ -17,7 +17,7 @@ from tinygrad.uop.ops import UOp
 @functools.cache
 def _zero(device: str) -> Tensor:
     """0 in memory, int32 (1,), at once: `realize` would become part of a step that is being captured."""
-    from tinygrad_nv.runtime.memory import write    # `import tinygrad_nv` loads this file, and no NumPy
+    from tinygrad_nv.runtime.memory import write  # `import tinygrad_nv` loads this file, and no NumPy
     made = Tensor.empty(1, dtype=dtypes.int32, device=device)
     write(made, 0, memoryview(bytes(4)))
     return made

@@ -51,6 +51,7 @@ def test_kernels(gpu: str):
     assert rope.spec.wide_q
 
 
+@pytest.mark.sampled(1)
 def test_numbers(gpu: str):
     """Beside the same in float32: no further off than twice tinygrad's own in bfloat16, and one rounding."""
     given = inputs(gpu)

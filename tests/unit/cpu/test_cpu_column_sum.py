@@ -32,6 +32,7 @@ def on_the_cpu():
     with Context(DEV="CPU"): yield
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize("dtype", [F32, BF16, dtypes.float16], ids=str)
 def test_against_float64_by_any_parts(dtype: DType, level: isa.ISA):

@@ -24,6 +24,7 @@ from tinygrad_nv.tile.templates import TABLE
 HERE = replace(host(), threads=2)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", SPECS)
 def test_numbers(name: str):
     spec = SPECS[name]

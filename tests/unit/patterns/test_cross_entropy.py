@@ -61,6 +61,7 @@ def test_16_bit_logits(dtype: DType):
     close(got[1:], exact[1:], plain[1:], UNIT[dtype])
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize(("name", "dtype", "biased"), [("plain", F32, False), ("all", F32, True),
                                                        ("plain", BF16, True), ("all", F16, False)])

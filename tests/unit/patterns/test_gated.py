@@ -35,6 +35,7 @@ def on_the_cpu():
     with Context(DEV="CPU"): yield
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize("activation", specs.ACTIVATIONS)
 def test_every_instruction_set(activation: str, level: isa.ISA):

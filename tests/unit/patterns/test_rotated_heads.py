@@ -29,6 +29,7 @@ def on_the_cpu():
     with Context(DEV="CPU"): yield
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 def test_every_instruction_set(dtype: DType, level: isa.ISA):

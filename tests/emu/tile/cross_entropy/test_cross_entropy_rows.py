@@ -34,6 +34,7 @@ SPECS: dict[str, RowsSpec] = {
 CUT = 2.0**-18
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("target", TARGETS, ids=lambda one: one.instructions)
 @pytest.mark.parametrize("name", SPECS)
 def test_numbers(name: str, target: GPU | CPU):
@@ -59,6 +60,7 @@ def test_long_rows(name: str, arch: str, blocks: int, kept: bool, monkeypatch: p
     right(spec, given, run(spec, schedule, target, given), c=4.0, cut=CUT)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [1, 2048, 32000, 50257, 128256, 262144])
 def test_nothing_spills(size: int):
     for arch in ("sm_80", "sm_89", "sm_90a"):

@@ -14,6 +14,7 @@ from tinygrad_nv.tile.templates import TABLE
 H100, A100 = GPU("sm_90a", 132), GPU("sm_80", 108)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("gpu", [H100, A100], ids=lambda gpu: gpu.arch)
 def test_numbers(name: str, gpu: GPU):

@@ -52,6 +52,7 @@ def test_a_group_with_a_learning_rate_of_its_own():
 
 # **** state ****
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [None, BF16], ids=str)
 def test_a_resumed_run_has_the_same_bits(name: str, dtype: Any):

@@ -81,6 +81,7 @@ def config_of(folder: Path, **fields: Any) -> ModelConfig:
     return read_config(folder)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [
     {"gradient_checkpointing": True, "dtype": "bfloat16"}, {"zero_stage": 1},
     *(pytest.param(each, marks=pytest.mark.slow) for each in (
