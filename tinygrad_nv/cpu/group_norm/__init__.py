@@ -1,0 +1,5 @@
+"""Group norm on a CPU.
+
+  kernel.py     the template
+  templates.py  the record
+"""

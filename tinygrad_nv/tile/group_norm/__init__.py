@@ -1,0 +1,5 @@
+"""Group norm of channels-last images.
+
+  spec.py       what is normalised
+  reference.py  the same in plain tinygrad
+"""
