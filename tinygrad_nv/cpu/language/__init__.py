@@ -1,0 +1,9 @@
+"""Programs of the tile language in C. Read in this order:
+
+  views.py       tiles in memory
+  emitter.py     values as C: variables, arrays, and what is computed where it is used
+  dot.py         products of tiles, by the blocked GEMM's packing and loop
+  loops.py       loops and branches
+  statements.py  all other operations
+  kernel.py      the kernel
+"""

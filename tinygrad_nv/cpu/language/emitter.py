@@ -1,0 +1,327 @@
+"""The body of a program in C: a function of the program's place in the grid.
+
+Protocol. A value has one of three forms: a C variable that holds a scalar in all lanes (`str`), a `View` of
+elements in memory, or an operation that is computed where it is used (`Op`). The last is the form of element
+operations, conversions and loads that have one use in the region they are in, and of what costs next to
+nothing. Others are written to an array, a loop over whole vectors of the last axis. `vector(value, outer,
+column)` emits what is needed to have a vector of a value at outer indices and from a column on.
+
+What a loop carries lies in an array that the body writes at its end; where an element operation or a dot is
+the only reader of what it replaces, it is written in place.
+"""
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tinygrad.dtype import DType, dtypes
+
+from tinygrad_nv.cpu.expression import cast_text, constant_text
+from tinygrad_nv.cpu.isa import ISA
+from tinygrad_nv.cpu.language.views import View, array, vector
+from tinygrad_nv.tile.expression import Constant, short
+from tinygrad_nv.tile.language.bounds import Facts
+from tinygrad_nv.tile.language.elementwise import ROWS
+from tinygrad_nv.tile.language.ir import STORES, Op, Program, Region, TensorParameter, Value
+
+Form = str | View | Op
+LAZY = {"apply", "cast", "bitcast", "broadcast", "load_block", "load", "iota", "reshape"}
+CHEAP_NODES = 6      # of an element operation that is computed at each of its uses
+
+
+class Emitter:
+    """Writes the C of a program. `functions` are those that the text calls."""
+
+    def __init__(self, program: Program, isa: ISA) -> None:
+        self.program, self.isa, self.lanes = program, isa, isa.lanes
+        self.lines: list[str] = []
+        self.functions: list[str] = []
+        self.forms: dict[Value, Form] = {}
+        self.stack_bytes = 0
+        self.uses: Counter[Value] = Counter()
+        self.home: dict[Value, Region] = {}       # the region of a value's use, where there is one use
+        self.targets: dict[Value, View] = {}      # arrays that values are written to, where that is known
+        self.memo: dict[Any, str] = {}
+        self.written_inside: list[tuple[Value, Form]] = []   # values that the innermost braces have as arrays
+        self.count = 0
+        self.written = {op.attributes["tensor"] for op in program.body.walk() if op.name in STORES}
+        self.region_now = program.body
+        self.facts = Facts(program)
+        self._count(program.body)
+
+    def _count(self, region: Region) -> None:
+        for op in region.ops:
+            for each in op.operands:
+                self.uses[each] += 1
+                self.home[each] = region
+            for inner in op.regions: self._count(inner)
+        for each in region.yields:
+            self.uses[each] += 1
+            self.home[each] = region
+
+    # **** text ****
+
+    def name(self, prefix: str = "x") -> str:
+        """A new name."""
+        self.count += 1
+        return f"{prefix}{self.count}"
+
+    def line(self, text: str) -> None:
+        """Appends a line."""
+        self.lines.append(text)
+
+    @contextlib.contextmanager
+    def braces(self, head: str) -> Iterator[None]:
+        """Lines inside the block are inside of `head { }`."""
+        outer, before = self.memo, self.written_inside
+        self.memo, self.written_inside = {}, []
+        self.line(f"{head} {{")
+        try: yield
+        finally:
+            self.line("}")
+            self.forms.update(self.written_inside)   # their arrays end here
+            self.memo, self.written_inside = outer, before
+
+    def variable(self, text: str, dtype: DType) -> str:
+        """A C variable of a vector."""
+        name = self.name()
+        self.line(f"const {vector(dtype)} {name} = {text};")
+        return name
+
+    def allocate(self, dtype: DType, shape: tuple[int, ...]) -> View:
+        """An array for a tile."""
+        view, declared, nbytes = array(self.name("t"), dtype, shape, self.lanes)
+        self.stack_bytes += nbytes
+        self.line(declared)
+        return view
+
+    @contextlib.contextmanager
+    def loops(self, shape: Sequence[int]) -> Iterator[tuple[list[str], str]]:
+        """Loops over outer indices and over vectors of the last axis: their variables."""
+        with self.outer_loops(shape[:-1]) as outer:
+            column = self.name("j")
+            if shape[-1] <= self.lanes:
+                with self.braces(""): yield outer, "0"
+            else:
+                head = f"for (s64 {column} = 0; {column} < {shape[-1]}; {column} += W)"
+                with self.braces(head): yield outer, column
+
+    @contextlib.contextmanager
+    def outer_loops(self, shape: Sequence[int]) -> Iterator[list[str]]:
+        """Loops over all indices of some axes."""
+        with contextlib.ExitStack() as stack:
+            names = []
+            for extent in shape:
+                names.append(name := self.name("i"))
+                stack.enter_context(self.braces(f"for (s64 {name} = 0; {name} < {extent}; {name}++)"))
+            yield names
+
+    # **** vectors of values ****
+
+    def vector(self, value: Value, outer: Sequence[str], column: str, uniform: bool = False) -> str:
+        """A vector of a value: C that may be used until the innermost braces end."""
+        form = self.forms[value]
+        if isinstance(form, str): return form
+        key = (value, tuple(outer), column, uniform)
+        if key not in self.memo:
+            text = form.read(outer, column, uniform) if isinstance(form, View) else \
+                getattr(self, f"_lazy_{form.name}")(form, outer, column, uniform)
+            self.memo[key] = self.variable(text, value.dtype)
+        return self.memo[key]
+
+    def scalar(self, value: Value) -> str:
+        """A scalar as a C number."""
+        return f"({self.vector(value, (), '0', True)})[0]"
+
+    def _lazy_apply(self, op: Op, outer: Sequence[str], column: str, uniform: bool) -> str:
+        return self.applied(op, [self.vector(each, outer, column, uniform) for each in op.operands])
+
+    def applied(self, op: Op, args: Sequence[str]) -> str:
+        """C of an element operation."""
+        row, source, to = ROWS[op.attributes["fn"]], op.operands[-1].dtype, op.results[0].dtype
+        text = row.c(source).format(*args)
+        exact = row.exact or row.compares or source == dtypes.bool or to == dtypes.float32
+        return text if exact else f"round_{short(to)}({text})"
+
+    def _lazy_cast(self, op: Op, outer: Sequence[str], column: str, uniform: bool) -> str:
+        source = op.operands[0]
+        return cast_text(self.vector(source, outer, column, uniform), source.dtype, op.result.dtype)
+
+    def _lazy_bitcast(self, op: Op, outer: Sequence[str], column: str, uniform: bool) -> str:
+        return f"({vector(op.result.dtype)}){self.vector(op.operands[0], outer, column, uniform)}"
+
+    def _lazy_iota(self, op: Op, outer: Sequence[str], column: str, uniform: bool) -> str:
+        return f"(vi)(s32)({column})" if uniform else f"iota_() + (s32)({column})"
+
+    def _lazy_broadcast(self, op: Op, outer: Sequence[str], column: str, uniform: bool) -> str:
+        source, shape = op.operands[0], op.result.shape
+        if not source.shape: return self.vector(source, (), "0", True)
+        inner = outer[len(shape) - len(source.shape):]
+        at = ["0" if extent == 1 else index for extent, index in zip(source.shape[:-1], inner, strict=True)]
+        if source.shape[-1] == 1 and shape[-1] > 1: return self.vector(source, at, "0", True)
+        return self.vector(source, at, column, uniform)
+
+    def _lazy_reshape(self, op: Op, outer: Sequence[str], column: str, uniform: bool) -> str:
+        """Axes of extent 1 are put in or left out; `materialised` has seen to others."""
+        source, shape = op.operands[0], op.result.shape
+        if not shape: return self.vector(source, ["0"] * (len(source.shape) - 1), "0", True)
+        places = [*outer, column]
+        kept = [place for place, extent in zip(places, shape, strict=True) if extent > 1]
+        at = [kept.pop(0) if extent > 1 else "0" for extent in source.shape]
+        along = bool(source.shape) and source.shape[-1] > 1 and shape[-1] > 1
+        if not source.shape: return self.vector(source, (), "0", True)
+        return self.vector(source, at[:-1], at[-1], uniform or not along)
+
+    # **** memory ****
+
+    def row_pointer(self, op: Op, starts: Sequence[Value], outer: Sequence[str]) -> tuple[str, str, str, int]:
+        """Of a block: C of a pointer to the row of the last tile's axis, of its first element's index there,
+        of
+        whether the row is inside, and the extent of that axis."""
+        tensor, sizes = self.program.tensor(op.attributes["tensor"]), op.attributes["sizes"]
+        last = max((axis for axis, size in enumerate(sizes) if size), default=-1)
+        terms, inside, left = [f"p_{_c(tensor.name)}"], list[str](), list(outer)
+        for axis, (size, start, extent, stride) in enumerate(zip(sizes, starts, tensor.shape, tensor.strides,
+                                                                 strict=True)):
+            if axis == last: continue
+            index = f"((s64){self.scalar(start)} + {left.pop(0) if size else '0'})"
+            terms.append(f"{index} * {stride}ll")
+            inside.append(f"(u64){index} < {extent}")
+        first = f"(s64){self.scalar(starts[last])}" if last >= 0 else "0"
+        return " + ".join(terms), first, " && ".join(inside) or "1", last
+
+    def _lazy_load_block(self, op: Op, outer: Sequence[str], column: str, uniform: bool) -> str:
+        tensor = self.program.tensor(op.attributes["tensor"])
+        row, first, inside, last = self.row_pointer(op, op.operands, outer)
+        other = constant_text(Constant(op.attributes["other"], tensor.dtype))
+        kind, name = vector(tensor.dtype), short(tensor.dtype)
+        if last < 0: return f"({inside}) ? ({kind})one_{name}({row}) : {other}"
+        extent, stride = tensor.shape[last], tensor.strides[last]
+        place = f"{first} + ({column})"
+        if uniform:
+            one = f"({kind})one_{name}({row} + ({place}) * {stride}ll)"
+            return f"({inside} && (u64)({place}) < {extent}) ? {one} : {other}"
+        if stride == 1: return f"({inside}) ? window_{name}({row}, {place}, {extent}, {other}) : {other}"
+        return self._lanes(op.result.dtype, other, inside, f"{row} + ({place} + l) * {stride}ll",
+                           f"(u64)({place} + l) < {extent}", name)
+
+    def _lanes(self, dtype: DType, other: str, head: str, address: str, inside: str, name: str) -> str:
+        made = self.name()
+        self.line(f"{vector(dtype)} {made} = {other};")
+        self.line(f"if ({head}) for (s64 l = 0; l < W; l++) if ({inside}) {made}[l] = one_{name}({address});")
+        return made
+
+    def _lazy_load(self, op: Op, outer: Sequence[str], column: str, uniform: bool) -> str:
+        tensor = self.program.tensor(op.attributes["tensor"])
+        offsets, inside, other = (self.vector(each, outer, column, uniform) for each in op.operands)
+        shape = op.result.shape
+        bound = f"l < {shape[-1]} - ({column}) && " if shape and not uniform else ""
+        return self._lanes(op.result.dtype, other, "1", f"p_{_c(tensor.name)} + {offsets}[l]",
+                           f"{bound}{inside}[l]", short(tensor.dtype))
+
+    # **** forms ****
+
+    def view(self, value: Value) -> View:
+        """A value in memory, written there now if it is not."""
+        form = self.forms[value]
+        if isinstance(form, View): return form
+        made = self.targets.get(value) or self.allocate(value.dtype, value.shape or (1,))
+        self.store_to(made, value)
+        if value.shape:
+            self.written_inside.append((value, form))
+            self.forms[value] = made
+        return made
+
+    def store_to(self, target: View, value: Value) -> None:
+        """Writes all elements of a value."""
+        form = self.forms[value]
+        if form is target: return
+        if isinstance(form, View) and form.strides and form.strides[-1] != 1 and len(form.shape) > 1:
+            return self._copied(target, form)
+        with self.loops(target.shape) as (outer, column):
+            self.line(target.write(outer, column, self.vector(value, outer, column)))
+        return None
+
+    def _copied(self, target: View, source: View) -> None:
+        """Element by element, along the source's rows."""
+        with self.outer_loops(target.shape) as places:
+            self.line(f"*({target.at(places[:-1], places[-1])}) = *({source.at(places[:-1], places[-1])});")
+
+    def place(self, op: Op) -> None:
+        """Gives the results of an operation that can be lazy their form."""
+        value = op.result
+        if not value.shape:
+            made = getattr(self, f"_lazy_{op.name}")(op, (), "0", True)
+            self.forms[value] = self.variable(made, value.dtype)
+            return
+        self.forms[value] = op
+        if not self.stays(op): self.view(value)
+
+    def stays(self, op: Op) -> bool:
+        """Whether a value is computed where it is used."""
+        value = op.result
+        if op.name == "broadcast": return self._broadcast_stays(op)
+        if op.name == "reshape": return self._reshape_stays(op)
+        if op.name == "iota" or self._cheap(value): return True
+        if op.name in ("load_block", "load") and op.attributes["tensor"] in self.written: return False
+        return self._once(value)
+
+    def _once(self, value: Value) -> bool:
+        """Whether a value has one use, in the region that is written now."""
+        return self.uses[value] <= 1 and self.home.get(value) is self.region_now
+
+    def _broadcast_stays(self, op: Op) -> bool:
+        source = op.operands[0]
+        form = self.forms[source]
+        if isinstance(form, Op) and source.shape != op.result.shape and not self._cheap(source):
+            self.view(source)
+        return self._once(op.result) or self._cheap(op.result)
+
+    def _reshape_stays(self, op: Op) -> bool:
+        source, value = op.operands[0], op.result
+        form = self.forms[source]
+        if isinstance(form, str): return True
+        same = [e for e in source.shape if e > 1] == [e for e in value.shape if e > 1]
+        lines_up = same and source.shape[-1:] == value.shape[-1:]
+        if isinstance(form, Op) and not lines_up: form = self.view(source)
+        if isinstance(form, View):
+            if (made := form.reshaped(value.shape)) is None:
+                dense = self._dense(form)
+                made = dense.reshaped(value.shape)
+                assert made is not None
+            self.forms[value] = made
+            return True
+        return self._once(value) or self._cheap(value)
+
+    def _dense(self, view: View) -> View:
+        """A copy whose rows follow each other without padding."""
+        count = 1
+        for extent in view.shape: count *= extent
+        flat = self.allocate(view.dtype, (count,))
+        strides = [1]
+        for extent in reversed(view.shape[1:]): strides.append(strides[-1] * extent)
+        made = View(flat.base, view.dtype, view.shape, tuple(reversed(strides)))
+        self._copied(made, view)
+        return made
+
+    def _cheap(self, value: Value) -> bool:
+        return self._nodes(value) <= CHEAP_NODES
+
+    def _nodes(self, value: Value) -> int:
+        form = self.forms.get(value)
+        if not isinstance(form, Op): return 0
+        if form.name in ("load_block", "load"): return CHEAP_NODES + 1
+        if form.name == "apply" and ROWS[form.attributes["fn"]].cost > 1: return CHEAP_NODES + 1
+        return (form.name in ("apply", "cast")) + sum(map(self._nodes, form.operands))
+
+    def tensor(self, op: Op) -> TensorParameter:
+        """The tensor of an access."""
+        return self.program.tensor(op.attributes["tensor"])
+
+
+def _c(name: str) -> str: return name.replace(".", "_")
+
+
+c_name = _c

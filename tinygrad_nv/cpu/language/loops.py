@@ -1,0 +1,130 @@
+"""Loops and branches of a program in C, and what they carry.
+
+Protocol: a value that a loop carries has a variable, or an array, which an iteration writes over: in place
+where nothing else reads what was there (`_in_place`), else once all that it leaves has been computed.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tinygrad.dtype import DType, dtypes
+
+from tinygrad_nv.cpu.language.dot import DotEmitter
+from tinygrad_nv.cpu.language.emitter import LAZY
+from tinygrad_nv.cpu.language.views import View, vector
+from tinygrad_nv.tile.language.ir import Op, Region, Value
+
+
+class LoopEmitter(DotEmitter):
+    """Emits regions, and what has them."""
+
+    def region(self, region: Region) -> None:
+        """All operations of a region."""
+        outer, self.region_now = self.region_now, region
+        for op in region.ops:
+            if op.name in LAZY: self.place(op)
+            else: getattr(self, f"do_{op.name}")(op)
+        self.region_now = outer
+
+    def do_for(self, op: Op) -> None:
+        start, stop, step, *initial = op.operands
+        region, = op.regions
+        index, carried = region.arguments[0], region.arguments[1:]
+        names = self._enter(initial, carried)
+        bounds = [self.scalar(each) for each in (start, stop, step)]
+        i = self.name("i")
+        with self.braces(f"for (s32 {i} = {bounds[0]}; {i} < {bounds[1]}; {i} += {bounds[2]})"):
+            self.forms[index] = self.variable(f"(vi){i}", dtypes.int32)
+            self._in_place(region, carried)
+            self.region(region)
+            self._leave(region, carried)
+        self.forms.update(zip(op.results, names, strict=True))
+
+    def do_while(self, op: Op) -> None:
+        test, region = op.regions
+        names = self._enter(op.operands, region.arguments)
+        self.forms.update(zip(test.arguments, names, strict=True))
+        with self.braces("for (;;)"):
+            self.region(test)
+            self.line(f"if (!{self.scalar(test.yields[0])}) break;")
+            self._in_place(region, region.arguments)
+            self.region(region)
+            self._leave(region, region.arguments)
+        self.forms.update(zip(op.results, names, strict=True))
+
+    def do_if(self, op: Op) -> None:
+        names: list[Any] = [self.allocate(each.dtype, each.shape) if each.shape else self._mutable(each.dtype)
+                            for each in op.results]
+        for head, region in zip((f"if ({self.scalar(op.operands[0])})", "else"), op.regions, strict=True):
+            with self.braces(head):
+                self.region(region)
+                for name, value in zip(names, region.yields, strict=True): self._assign(name, value)
+        self.forms.update(zip(op.results, names, strict=True))
+
+    def _mutable(self, dtype: DType) -> str:
+        name = self.name("c")
+        self.line(f"{vector(dtype)} {name};")
+        return name
+
+    def _assign(self, name: Any, value: Value) -> None:
+        if isinstance(name, View): self.store_to(name, value)
+        else: self.line(f"{name} = {self.vector(value, (), '0', True)};")
+
+    def _enter(self, initial: Sequence[Value], carried: Sequence[Value]) -> list[Any]:
+        """Variables and arrays with what a loop begins with."""
+        names: list[Any] = []
+        for value in initial:
+            name = self.allocate(value.dtype, value.shape) if value.shape else self._mutable(value.dtype)
+            self._assign(name, value)
+            names.append(name)
+        self.forms.update(zip(carried, names, strict=True))
+        return names
+
+    def _leave(self, region: Region, carried: Sequence[Value]) -> None:
+        """Writes what an iteration leaves to the places of what it was given."""
+        places = [self.forms[each] for each in carried]
+        moved = [(place, value) for place, value in zip(places, region.yields, strict=True)
+                 if self.forms[value] is not place]
+        bases = {place.base for place in places if isinstance(place, View)}
+        if len(moved) > 1: moved = [(place, self._kept(value, bases)) for place, value in moved]
+        for place, value in moved: self._assign(place, value)
+
+    def _kept(self, value: Value, bases: set[str]) -> Value:
+        """A value that does not change when what a loop carries is assigned."""
+        form, made = self.forms[value], Value(value.type)
+        if not value.shape: self.forms[made] = self.variable(self.vector(value, (), "0", True), value.dtype)
+        elif isinstance(form, Op) or form.base in bases:  # type: ignore[union-attr]
+            if value in self.targets:      # its place is read by nothing else, but it reads others' places
+                self.view(value)
+                return value
+            self.forms[made] = self.allocate(value.dtype, value.shape)
+            self.store_to(self.forms[made], value)  # type: ignore[arg-type]
+        else: return value
+        return made
+
+    def _in_place(self, region: Region, carried: Sequence[Value]) -> None:
+        """Finds the yields that may be written over what they replace."""
+        for argument, value in zip(carried, region.yields, strict=True):
+            place = self.forms[argument]
+            maker = next((op for op in region.ops if value in op.results), None)
+            if not isinstance(place, View) or maker is None or self.uses[value] != 1: continue
+            if maker.name == "dot" and argument not in maker.operands[:2]:
+                good = self._only_reader(region, argument, maker.operands[2], maker)
+            else: good = maker.name == "apply" and self._only_reader(region, argument, value, maker)
+            if good: self.targets[value] = place
+
+    def _only_reader(self, region: Region, argument: Value, tree: Value, maker: Op) -> bool:
+        """Whether only an element operation, or the tree of those that it is the root of, reads an
+        argument."""
+        makers = {result: op for op in region.ops for result in op.results}
+        inside: set[Op] = {maker}
+        left = [tree]
+        while left:
+            op = makers.get(left.pop())
+            if op is None or op.name not in ("apply", "cast") or op.result.shape != argument.shape: continue
+            if op is not maker and self.uses[op.result] != 1: continue
+            inside.add(op)
+            left += op.operands
+        readers = [op for op in region.walk() if argument in op.operands]
+        return all(op in inside for op in readers) and argument not in region.yields

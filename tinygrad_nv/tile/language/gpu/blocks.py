@@ -1,0 +1,197 @@
+"""Where the elements of a block of a tensor lie, and which of them are inside.
+
+Protocol: a `BlockPlace` is made for each access to a block. A thread's first element has an address; those of
+other registers are constants away. A register's vector has a guard where it may lie outside: of the tensor,
+which `ranges` tell, or, of a store, of a tile whose extents are no powers of two.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tinygrad_nv.ptx.builder import Value as Register
+from tinygrad_nv.tile.language.gpu.layout import Layout, extents
+from tinygrad_nv.tile.language.gpu.ranges import Known
+from tinygrad_nv.tile.language.ir import TensorParameter, Value
+
+if TYPE_CHECKING:
+    from tinygrad_nv.tile.language.gpu.values import Values
+
+SMALL = 1 << 31     # elements that 32 bits count
+
+
+class BlockPlace:
+    """A block of `sizes` at `starts` of a tensor, as a tile in a layout."""
+
+    def __init__(self, writer: Values, tensor: TensorParameter, sizes: Sequence[int], starts: Sequence[Value],
+                 layout: Layout, whole: bool) -> None:
+        """`whole`: only the tile is touched; else what is beside it may be, inside of the tensor."""
+        self.writer, self.kb, self.tensor, self.layout = writer, writer.kb, tensor, layout
+        self.starts, self.sizes = starts, sizes
+        self.axes = [axis for axis, size in enumerate(sizes) if size]
+        self.shape = tuple(sizes[axis] for axis in self.axes)
+        self.of = extents(self.shape)
+        self.known = [writer.ranges.of(each) for each in starts]
+        self.bounded = [self._reaches(axis, known) for axis, known in enumerate(self.known)]
+        self.whole = whole
+        self._compared: dict[tuple[int, int, int], Register | None] = {}
+        self._guards: dict[tuple[int, ...], Register | None] = {}
+        self._uniform = self._indexed()
+        self._base: Register | None = None
+
+    def _reaches(self, axis: int, known: Known) -> bool:
+        """Whether indices of an axis may lie outside of the tensor."""
+        size = self.sizes[axis]
+        beyond = (1 << self.of.widths[self.axes.index(axis)]) if size else 1
+        return known.low < 0 or known.high + beyond > self.tensor.shape[axis]
+
+    # **** addresses ****
+
+    @property
+    def base(self) -> Register:
+        """The address of the thread's first element."""
+        if self._base is None: self._base = self._addressed()
+        return self._base
+
+    def _addressed(self) -> Register:
+        kb, strides, size = self.kb, self.tensor.strides, self.tensor.dtype.itemsize
+        pointer = self.writer.pointers[self.tensor.name]
+        own = self.writer.threads.weighted(self.layout, self.shape,
+                                           {i: strides[axis] for i, axis in enumerate(self.axes)})
+        if not self._small:
+            for start, stride in zip(self.starts, strides, strict=True):
+                pointer = self._advanced(pointer, start, stride * size)
+            return self._moved(pointer, own, size)
+        offset: Register | int = own
+        for start, stride in zip(self.starts, strides, strict=True):
+            number = self.writer.number(start)
+            if isinstance(number, Register): offset = (number * stride if stride != 1 else number) + offset
+            elif isinstance(offset, Register): offset = offset + int(number) * stride if number else offset
+            else: offset += int(number) * stride
+        if isinstance(offset, Register): return self._moved(pointer, offset, size)
+        if not offset: return pointer
+        made = kb.reg("u64")
+        kb.emit("add.s64", made, pointer, offset * size)
+        return made
+
+    @property
+    def _small(self) -> bool:
+        count = 1
+        for extent in self.tensor.shape: count *= extent
+        return count * 2 < SMALL    # starts may be beyond by a block
+
+    def _moved(self, pointer: Register, offset: Register | int, size: int) -> Register:
+        made = self.kb.reg("u64")
+        if isinstance(offset, Register): self.kb.emit("mad.wide.s32", made, offset, size, pointer)
+        else: self.kb.emit("add.s64", made, pointer, offset * size)
+        return made
+
+    def _advanced(self, pointer: Register, start: Value, nbytes: int) -> Register:
+        kb, number = self.kb, self.writer.number(start)
+        made = kb.reg("u64")
+        if not isinstance(number, Register): kb.emit("add.s64", made, pointer, int(number) * nbytes)
+        else:
+            wide = kb.reg("s64")
+            kb.emit("cvt.s64.s32", wide, number)
+            kb.emit("mad.lo.s64", made, wide, nbytes, pointer)
+        return made
+
+    def offset(self, register: int) -> int:
+        """Bytes from the thread's first element to that of a register."""
+        index = self.layout.indices[register]
+        return self.tensor.dtype.itemsize * sum(
+            self.of.coordinate(index, i) * self.tensor.strides[axis] for i, axis in enumerate(self.axes))
+
+    # **** vectors ****
+
+    def vector(self) -> int:
+        """Elements side by side that a thread can access at once."""
+        strides, size = self.tensor.strides, self.tensor.dtype.itemsize
+        if not self.axes or self.axes[-1] != len(self.sizes) - 1: return 1
+        last = len(self.sizes) - 1
+        made = min(self.layout.run(self.of.of_axis(len(self.axes) - 1)), max(16 // size, 1),
+                   self.layout.count)
+        while made > 1 and not self._aligned(made, strides, last): made //= 2
+        return made
+
+    def _aligned(self, count: int, strides: Sequence[int], last: int) -> bool:
+        if self.known[last].multiple % count: return False
+        if self.bounded[last] and self.tensor.shape[last] % count: return False
+        if self.whole and self.sizes[last] % count: return False
+        return all(stride % count == 0 for axis, stride in enumerate(strides)
+                   if axis != last and self._varies(axis))
+
+    def _varies(self, axis: int) -> bool:
+        return bool(self.sizes[axis] > 1 or self.known[axis].high != 0 or self.known[axis].low != 0)
+
+    # **** guards ****
+
+    def guard(self, register: int, also: Register | None = None) -> Register | None:
+        """Whether what a register holds, the first of a vector, is there; None where it always is."""
+        index = self.layout.indices[register]
+        key = tuple(self.of.coordinate(index, i) for i in range(len(self.axes)))
+        if key not in self._guards:
+            made = self._uniform if also is None else self._and(self._uniform, also)
+            for i, axis in enumerate(self.axes):
+                for one in self._conditions(i, axis, key[i]): made = self._and(made, one)
+            self._guards[key] = made
+        return self._guards[key]
+
+    def _conditions(self, i: int, axis: int, place: int) -> list[Register]:
+        """That element `place`, after the thread's own, of an axis is inside."""
+        made = []
+        own = self.writer.threads.coordinate(self.layout, self.shape, i)
+        if self.whole and self.sizes[axis] < 1 << self.of.widths[i]:
+            made.append(self._below(own, i, self.sizes[axis] - place, -1))
+        if self.bounded[axis]:
+            index = self._index(i, axis, own)
+            made.append(self._below(index, i, self.tensor.shape[axis] - place, 0))
+            if self.known[axis].low < 0: made.append(self._not_below(index, i, -place))
+        return [each for each in made if each is not None]
+
+    def _index(self, i: int, axis: int, own: Register | int) -> Register | int:
+        key = (i, axis, -2)
+        if key not in self._compared:
+            start = self.writer.number(self.starts[axis])
+            if isinstance(start, Register):
+                self._compared[key] = start + own if not isinstance(own, int) or own else start
+            elif isinstance(own, Register): self._compared[key] = own + int(start) if start else own
+            else: return own + int(start)
+        found = self._compared[key]
+        assert found is not None
+        return found
+
+    def _below(self, value: Register | int, i: int, bound: int, which: int) -> Register | None:
+        key = (i, bound, which)
+        if key not in self._compared:
+            if isinstance(value, int):
+                self._compared[key] = None if value < bound else self.kb.reg("pred", 0)
+            else: self._compared[key] = value < bound
+        return self._compared[key]
+
+    def _not_below(self, value: Register | int, i: int, bound: int) -> Register | None:
+        key = (i, bound, 1)
+        if key not in self._compared:
+            if isinstance(value, int):
+                self._compared[key] = None if value >= bound else self.kb.reg("pred", 0)
+            else: self._compared[key] = value >= bound
+        return self._compared[key]
+
+    def _indexed(self) -> Register | None:
+        """Whether the axes that a start alone indexes are inside."""
+        made: Register | None = None
+        for axis, size in enumerate(self.sizes):
+            if size or not self.bounded[axis]: continue
+            number = self.writer.number(self.starts[axis])
+            extent = self.tensor.shape[axis]
+            if not isinstance(number, Register):
+                if not 0 <= number < extent: return self.kb.reg("pred", 0)
+                continue
+            inside = self.kb.reg("pred")    # as unsigned: negative ones are large
+            self.kb.emit("setp.lt.u32", inside, number, extent)
+            made = self._and(made, inside)
+        return made
+
+    def _and(self, a: Register | None, b: Register | None) -> Register | None:
+        if a is None or b is None: return b if a is None else a
+        return a & b

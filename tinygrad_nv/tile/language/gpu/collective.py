@@ -1,0 +1,271 @@
+"""Reductions and scans along an axis.
+
+Protocol: the bits of an axis are registers', lanes' and warps'. A reduction by a row of the table combines
+registers, then lanes by butterflies, then warps through shared memory, always in the same order: its bits do
+not depend on a run. One by a function of the user's, and every scan, takes the bits of the axis from the
+lowest on, so that what is combined first is always the earlier of two neighbours: it has to be associative,
+no more. What lies beyond an extent that is no power of two takes no part.
+
+A scan keeps, beside each partial result x, the total t of the 2^b elements of its block so far (Sklansky
+1960):
+
+    bit b is 0 of the earlier block (x, t) and 1 of the later one (x', t'):
+        x' = combine(t, x');  t = t' = combine(t, t')
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from tinygrad.dtype import DType, dtypes
+
+from tinygrad_nv.ptx.builder import Value as Register
+from tinygrad_nv.tile.lanes import Lanes
+from tinygrad_nv.tile.language.gpu import elements
+from tinygrad_nv.tile.language.gpu.access import fetched, stored
+from tinygrad_nv.tile.language.gpu.convert import address
+from tinygrad_nv.tile.language.gpu.exchange import exchanged
+from tinygrad_nv.tile.language.gpu.held import Held, Part
+from tinygrad_nv.tile.language.gpu.layout import LANE_BITS, Layout, extents
+from tinygrad_nv.tile.language.gpu.registers import absent, padded_axes
+from tinygrad_nv.tile.language.gpu.values import Values
+from tinygrad_nv.tile.language.ir import Op, Region
+
+Elements = list[Part]                       # single elements, by register
+Combine = Callable[[Sequence[Part], Sequence[Part]], list[Part]]    # of operands: earlier, later
+
+
+def neutral(fn: str, dtype: DType) -> float:
+    """The number that a row of the table leaves out of account."""
+    if fn in ("max", "min") and dtype == dtypes.bool: return fn == "min"
+    if fn in ("max", "min"):
+        if dtypes.is_float(dtype): return -math.inf if fn == "max" else math.inf
+        bits, unsigned = 8 * dtype.itemsize, dtypes.is_unsigned(dtype)
+        if fn == "max": return 0 if unsigned else -(1 << bits - 1)
+        return (1 << bits) - 1 if unsigned else (1 << bits - 1) - 1
+    return {"add": 0, "mul": 1, "or": 0, "xor": 0, "and": -1}[fn]
+
+
+class Collective(Values):
+    """Reductions and scans. `partial`: reductions of which each thread keeps its own part (partial.py)."""
+    partial: set[Op]
+
+    def singles(self, held: Held) -> Elements:
+        """Each register's element alone; equal elements of a pair are one."""
+        made: Elements = []
+        for part in held.parts:
+            if part is None: made += [None] * held.width
+            elif held.width == 1 or len(part.each()) == 1:
+                one = part if held.width == 1 else Lanes(self.kb, part.dtype, [part.at(0)])
+                made += [one] * held.width
+            else: made += [Lanes(self.kb, part.dtype, [part.at(i)]) for i in range(2)]
+        return made
+
+    def from_singles(self, dtype: DType, shape: tuple[int, ...], layout: Layout, each: Elements) -> Held:
+        """The tile of single elements."""
+        return Held(dtype, shape, layout, self.parts(dtype, shape, layout, [None if one is None else one.at(0)
+                                                                            for one in each]))
+
+    # **** combining ****
+
+    def combiner(self, op: Op) -> Combine:
+        """A row of the table, or the user's function, of elements; once for equal ones."""
+        known: dict[tuple[int, ...], list[Part]] = {}
+        kept: list[object] = []     # a key is good as long as its elements live
+
+        def combine(a: Sequence[Part], b: Sequence[Part]) -> list[Part]:
+            if any(each is None for each in b): return list(a)
+            if any(each is None for each in a): return list(b)
+            key = tuple(map(id, (*a, *b)))
+            if key not in known:
+                kept.extend((*a, *b))
+                known[key] = self._combined(op, [*a, *b])
+            return known[key]
+        return combine
+
+    def _combined(self, op: Op, given: Sequence[Part]) -> list[Part]:
+        parts = [each for each in given if each is not None]
+        if op.regions: return list(self.inlined(op.regions[0], parts))
+        return [elements.applied(self.kb, op.attributes["fn"], parts)]
+
+    def inlined(self, region: Region, given: Sequence[Lanes]) -> list[Lanes]:
+        """What a region of scalars makes of scalars."""
+        self.scopes.push()
+        for argument, part in zip(region.arguments, given, strict=True):
+            self.put_scalar(argument, Lanes(self.kb, part.dtype, list(part.wide), part.packed))
+        self.region(region)
+        made = [self.scalar(each) for each in region.yields]
+        self.scopes.pop()
+        return made
+
+    def _masked(self, op: Op, held: Held, each: Elements, axis: int) -> Elements:
+        """Elements beyond an axis as the neutral one."""
+        if axis not in padded_axes(held.shape): return each
+        other = elements.constant(self.kb, neutral(op.attributes["fn"], held.dtype), held.dtype)
+        made: Elements = []
+        for register, one in enumerate(each):
+            test = self.inside(held.layout, held.shape, register, (axis,))
+            made.append(one if one is None or test is None else elements.applied(
+                self.kb, "where", [Lanes(self.kb, dtypes.bool, [test]), one, other]))
+        return made
+
+    # **** reductions ****
+
+    def do_reduce(self, op: Op) -> None:
+        axis = op.attributes["axis"]
+        helds = [self.value(each, self.assignment.layout(op.operands[0])) for each in op.operands]
+        layout, shape = helds[0].layout, helds[0].shape
+        bits = extents(shape).of_axis(axis)
+        if op.regions: found = self._ordered(op, helds, axis, False)[1]
+        else: found = [self._reduced(op, helds[0], axis)]
+        places = [i for i, index in enumerate(layout.indices) if not any(index >> bit & 1 for bit in bits)]
+        left = layout.without(bits)
+        for result, each in zip(op.results, found, strict=True):
+            one = [each[i] for i in places]
+            if not result.shape:
+                assert one[0] is not None
+                self.put_scalar(result, one[0])
+            else: self.put_held(result, self.from_singles(result.dtype, result.shape, left, one))
+
+    def _reduced(self, op: Op, held: Held, axis: int) -> Elements:
+        """By a row of the table."""
+        combine, layout, bits = self.combiner(op), held.layout, extents(held.shape).of_axis(axis)
+        each = self._masked(op, held, self.singles(held), axis)
+        for bit in reversed([bit for bit in layout.registers if bit in bits]):
+            for register, index in enumerate(layout.indices):
+                if index >> bit & 1 or any(index >> other & 1 for other in bits if other > bit): continue
+                each[register] = combine([each[register]], [each[layout.numbers[index | 1 << bit]]])[0]
+        places = [i for i, index in enumerate(layout.indices) if not any(index >> bit & 1 for bit in bits)]
+        some = [each[i] for i in places]
+        if op not in self.partial: some = self.across_threads(combine, layout, some, bits, held.dtype)
+        for place, one in zip(places, some, strict=True): each[place] = one
+        return each
+
+    def across_threads(self, combine: Combine, layout: Layout, some: Elements, bits: Sequence[int],
+                       dtype: DType) -> Elements:
+        """Partial results of threads, combined by those among which bits of a layout lie."""
+        over = [at for at, _ in layout.thread_bits(bits)]
+        for at in over:
+            if at < LANE_BITS:
+                some = [combine([a], [b])[0] for a, b in zip(some, exchanged(self, some, at), strict=True)]
+        warps = [at for at in over if at >= LANE_BITS]
+        return self._across_warps(combine, layout, some, over, warps, dtype) if warps else some
+
+    def _across_warps(self, combine: Combine, layout: Layout, some: Elements, over: Sequence[int],
+                      warps: Sequence[int], dtype: DType) -> Elements:
+        """Partial results of warps, combined by all of them in the order of the warps."""
+        kb, arena, size = self.kb, self.arena, dtype.itemsize
+        count = 1 << len(warps)
+        others = [at for at in range(self.threads.bits) if at not in over and not layout.copies >> at & 1]
+        slots = count << len(others)
+        distinct = [part for part in {id(each): each for each in some}.values() if part is not None]
+        nbytes = len(distinct) * slots * size
+        pairs = [(at, count * size << i) for i, at in enumerate(others)]
+        mine = self.threads.first(layout.copies | sum(1 << at for at in over if at not in warps))
+        known: dict[int, Part] = {id(None): None}
+        with arena.scratch(nbytes) as start:
+            arena.writes(start, nbytes)
+            own = address(self, start,
+                          self.threads.sum([*pairs, *((at, size << i) for i, at in enumerate(warps))]))
+            for i, part in enumerate(distinct): stored(kb, own, i * slots * size, [part], 1, mine, "shared")
+            arena.reads(start, nbytes)
+            base = address(self, start, self.threads.sum(pairs))
+            for i, part in enumerate(distinct):
+                found = self._vector(base, i * slots * size, dtype, count)
+                while len(found) > 1:
+                    found = [combine([a], [b])[0] for a, b in zip(found[::2], found[1::2], strict=True)]
+                known[id(part)] = found[0]
+        return [known[id(part)] for part in some]
+
+    def _vector(self, base: Register, nbytes: int, dtype: DType, count: int) -> Elements:
+        at_once = min(count, 16 // dtype.itemsize)
+        made: Elements = []
+        for first in range(0, count, at_once):
+            parts = fetched(self.kb, base, nbytes + first * dtype.itemsize, dtype, at_once, space="shared")
+            made += [Lanes(self.kb, dtype, [part.at(i)]) for part in parts for i in range(min(at_once, 2))]
+        return made
+
+    # **** in order ****
+
+    def _ordered(self, op: Op, helds: Sequence[Held], axis: int,
+                 back: bool) -> tuple[list[Elements], list[Elements]]:
+        """Partial results and totals of each operand; `back`: from the last element on."""
+        combine, layout, shape = self.combiner(op), helds[0].layout, helds[0].shape
+        state = [self.singles(held) for held in helds]
+        totals = [list(each) for each in state]
+        partial = op.name == "scan"
+        for bit in extents(shape).of_axis(axis):
+            step = self._register_step if bit in layout.registers else self._thread_step
+            step(combine, layout, shape, axis, bit, back, state if partial else None, totals)
+        return state, totals
+
+    def _register_step(self, combine: Combine, layout: Layout, shape: tuple[int, ...], axis: int, bit: int,
+                       back: bool, state: list[Elements] | None, totals: list[Elements]) -> None:
+        for low, index in enumerate(layout.indices):
+            if index >> bit & 1: continue
+            high = layout.numbers[index | 1 << bit]
+            first, second = (high, low) if back else (low, high)
+            a, b = ([each[i] for each in totals] for i in (first, second))
+            test = self._there(layout, shape, axis, bit, index | 1 << bit)
+            if state is not None:
+                x = [each[second] for each in state]
+                made = combine(a, x)
+                if back: made = self._if(test, made, x)
+                for each, one in zip(state, made, strict=True): each[second] = one
+            total = combine(a, b)
+            total = self._if(test, total, b if back else a)
+            for each, one in zip(totals, total, strict=True): each[low] = each[high] = one
+
+    def _thread_step(self, combine: Combine, layout: Layout, shape: tuple[int, ...], axis: int, bit: int,
+                     back: bool, state: list[Elements] | None, totals: list[Elements]) -> None:
+        at = next(at for at, one in layout.thread_bits([bit]) if one == bit)
+        others = [exchanged(self, each, at) for each in totals]
+        later = Lanes(self.kb, dtypes.bool, [self.threads.bit(at)])
+        if back:
+            later = elements.applied(self.kb, "xor", [later, elements.constant(self.kb, True, dtypes.bool)])
+        known: dict[tuple[int, ...], list[Part]] = {}
+        for register, index in enumerate(layout.indices):
+            mine, other = [each[register] for each in totals], [each[register] for each in others]
+            if mine[0] is None: continue
+            test = self._there(layout, shape, axis, bit, index | 1 << bit)
+            if state is not None:
+                x = [each[register] for each in state]
+                made = self._if(later.register(), combine(other, x), x)
+                if back: made = self._if(test, made, x)
+                for each, one in zip(state, made, strict=True): each[register] = one
+            key = tuple(map(id, (*mine, *other)))
+            if key not in known:
+                a, b = self._if(later.register(), other, mine), self._if(later.register(), mine, other)
+                known[key] = self._if(test, combine(a, b), b if back else a)
+            for each, one in zip(totals, known[key], strict=True): each[register] = one
+
+    def _there(self, layout: Layout, shape: tuple[int, ...], axis: int, bit: int,
+               index: int) -> Register | bool | None:
+        """Whether the later block of a pair, of 2^bit elements, has any inside; None where all have."""
+        of = extents(shape)
+        if axis not in padded_axes(shape): return None
+        below = (1 << bit - of.first[axis]) - 1
+        first = of.coordinate(index, axis) & ~below
+        bits = [each for each in of.of_axis(axis) if each > bit]
+        own = self.threads.sum([(at, 1 << each - of.first[axis]) for at, each in layout.thread_bits(bits)])
+        if isinstance(own, int): return first < shape[axis]
+        return own < shape[axis] - first
+
+    def _if(self, test: Register | bool | None, yes: Sequence[Part], no: Sequence[Part]) -> list[Part]:
+        """One or the other of elements."""
+        if test is None or isinstance(test, bool): return list(no if test is False else yes)
+        choice = Lanes(self.kb, dtypes.bool, [test])
+        return [a if b is None or a is b else b if a is None
+                else elements.applied(self.kb, "where", [choice, a, b])
+                for a, b in zip(yes, no, strict=True)]
+
+    def do_scan(self, op: Op) -> None:
+        layout = self.assignment.layout(op.results[0])
+        helds = [self.value(each, layout) for each in op.operands]
+        state, _ = self._ordered(op, helds, op.attributes["axis"], op.attributes["reverse"])
+        gone = absent(layout, helds[0].shape)
+        for result, each in zip(op.results, state, strict=True):
+            some = [None if out else one for one, out in zip(each, gone, strict=True)]
+            self.put_held(result, self.from_singles(result.dtype, result.shape, layout, some))
+
+

@@ -1,0 +1,142 @@
+"""Loops and branches.
+
+Protocol: what a loop carries has registers of its own, in the layout of its class: it enters in them, and is
+moved there at the end of each iteration. Bounds and conditions are the same in all threads. Loops whose
+operands for dots are copied ahead are those of pipelines.py.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.ptx.builder import Value as Register
+from tinygrad_nv.tile.lanes import FLOAT16S, Lanes, kind_of
+from tinygrad_nv.tile.language.gpu.held import Held, Part, from_registers
+from tinygrad_nv.tile.language.gpu.partial import PartialSums
+from tinygrad_nv.tile.language.gpu.registers import absent
+from tinygrad_nv.tile.language.gpu.values import Values
+from tinygrad_nv.tile.language.ir import Op, Region, Value
+
+
+class Carried:
+    """Registers of values that a loop carries or a branch makes."""
+
+    def __init__(self, writer: Values, values: Sequence[Value]) -> None:
+        self.writer, self.kb, self.values = writer, writer.kb, values
+        self.layouts = [writer.assignment.layout(each) for each in values]
+        self.registers = [self._registers(value, number) for number, value in enumerate(values)]
+
+    def _registers(self, value: Value, number: int) -> list[list[Register] | None]:
+        layout = self.layouts[number]
+        width = 1 if layout.count == 1 else 2
+        gone = absent(layout, value.shape) if value.shape else (False,)
+        packed = value.dtype in FLOAT16S and width == 2
+        kind, count = ("b32", 1) if packed else (kind_of(value.dtype), width)
+        return [None if all(gone[at:at + width]) else self.kb.regs(kind, count)
+                for at in range(0, layout.count, width)]
+
+    def put(self, given: Sequence[Value], last: bool = False) -> None:
+        """Moves values to the registers."""
+        moves: list[tuple[Register, Register | int | float]] = []
+        for value, registers, layout in zip(given, self.registers, self.layouts, strict=True):
+            held = self.writer.value(value, layout)
+            for part, to in zip(held.parts, registers, strict=True):
+                if to is None or part is None: continue
+                moves += list(zip(to, self._sources(part, held.width, len(to)), strict=True))
+        own = {to.name for to, _ in moves}
+        kept = [(to, self._kept(source, to) if isinstance(source, Register) and source.name in own and
+                 source.name != to.name else source) for to, source in moves]
+        for target, source in kept:
+            if not isinstance(source, Register) or source.name != target.name: target.set(source)
+
+    def _sources(self, part: Lanes, width: int, count: int) -> list[Register | int | float]:
+        if part.dtype in FLOAT16S and width == 2: return [part.pair()]
+        return [part.at(i) for i in range(count)]
+
+    def _kept(self, source: Register, to: Register) -> Register:
+        """A copy of what another move overwrites."""
+        return self.kb.reg(to.kind, source)
+
+    def sums(self, position: int) -> dict[int, Register]:
+        """The registers of a value, by those of its layout: of 32 bits an element."""
+        width = 1 if self.layouts[position].count == 1 else 2
+        return {number * width + i: one for number, each in enumerate(self.registers[position])
+                if each is not None for i, one in enumerate(each)}
+
+    def bind(self, values: Sequence[Value]) -> None:
+        """Gives the registers to values of this scope."""
+        for value, registers, layout in zip(values, self.registers, self.layouts, strict=True):
+            width = 1 if layout.count == 1 else 2
+            parts: list[Part] = [None if each is None else from_registers(self.kb, value.dtype, each, width)
+                                 for each in registers]
+            self.writer.scopes.put(value, Held(value.dtype, value.shape, layout, parts))
+
+
+class Control(PartialSums):
+    """Loops and branches."""
+
+    def do_for(self, op: Op) -> None:
+        region = op.regions[0]
+        start, stop, step = (self.number(each) for each in op.operands[:3])
+        index, *arguments = region.arguments
+        carried, sums = self.entered(op)
+        mark = self.arena.mark()
+        with self.kb.loop(start, stop, step, kind="s32") as i:
+            self._body(region, carried, arguments, (index, i))
+            self.arena.close(mark)
+        self.arena.left(mark)
+        self.left(op, carried, sums)
+
+    def entered(self, op: Op) -> tuple[Carried, Mapping[int, Op]]:
+        """Registers of what a loop carries, as it enters; the sums that it adds up in parts."""
+        carried = Carried(self, op.regions[0].arguments[1:])
+        carried.put(op.operands[3:])
+        return carried, self.enter_sums(op, carried.registers)
+
+    def left(self, op: Op, carried: Carried, sums: Mapping[int, Op]) -> None:
+        """Behind a loop: its results."""
+        carried.bind(op.results)
+        self.leave_sums(op, sums)
+
+    def _body(self, region: Region, carried: Carried, arguments: Sequence[Value],
+              index: tuple[Value, Register] | None = None) -> None:
+        self.scopes.push()
+        if index is not None: self.put_scalar(index[0], Lanes(self.kb, dtypes.int32, [index[1]]))
+        carried.bind(arguments)
+        self.region(region)
+        carried.put(region.yields)
+        self.scopes.pop()
+
+    def do_while(self, op: Op) -> None:
+        test, body = op.regions
+        carried = Carried(self, body.arguments)
+        carried.put(op.operands)
+
+        def condition() -> Register:
+            self.scopes.push()
+            carried.bind(test.arguments)
+            self.region(test)
+            made = self.scalar(test.yields[0]).register()
+            self.scopes.pop()
+            return made
+        mark = self.arena.mark()
+        with self.kb.while_(condition):
+            self._body(body, carried, body.arguments)
+            self.arena.close(mark)
+        self.arena.left(mark)
+        carried.bind(op.results)
+
+    def do_if(self, op: Op) -> None:
+        test = self.scalar(op.operands[0]).register()
+        carried = Carried(self, op.results)
+        with self.arena.branches() as branches:
+            with self.kb.if_(test), branches.side(): self._side(op.regions[0], carried)
+            with self.kb.else_(), branches.side(): self._side(op.regions[1], carried)
+        carried.bind(op.results)
+
+    def _side(self, region: Region, carried: Carried) -> None:
+        self.scopes.push()
+        self.region(region)
+        carried.put(region.yields)
+        self.scopes.pop()

@@ -1,0 +1,235 @@
+"""Loads, stores and atomics of a program.
+
+Protocol: a block is accessed in vectors as wide as its layout, its place and its tensor's alignment allow. A
+result that threads hold copies of is loaded by all of them, and stored or changed by the first alone. A store
+of a large tile whose lanes do not fill sectors goes to a layout of wide vectors first, within warps
+(swaps.py) or by way of shared memory. A tensor that the program writes is in order: a barrier stands between
+what one thread writes and another reads.
+"""
+from __future__ import annotations
+
+import math
+
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.ptx.builder import Value as Register
+from tinygrad_nv.tile.lanes import Lanes, Number, kind_of
+from tinygrad_nv.tile.language.gpu.access import fetched, stored
+from tinygrad_nv.tile.language.gpu.blocks import BlockPlace
+from tinygrad_nv.tile.language.gpu.convert import by_shared, converted_layout, paired
+from tinygrad_nv.tile.language.gpu.elements import applied, known
+from tinygrad_nv.tile.language.gpu.held import Held, Part
+from tinygrad_nv.tile.language.gpu.layout import Layout, blocked, extents
+from tinygrad_nv.tile.language.gpu.registers import absent
+from tinygrad_nv.tile.language.gpu.swaps import lanes_along, swapped, widened
+from tinygrad_nv.tile.language.gpu.values import Values
+from tinygrad_nv.tile.language.ir import Op, TensorParameter, Value
+
+REPLACED = 16       # bytes of a store below which a large tile changes its layout first
+SECTOR = 32         # bytes of memory that are written at once: lanes side by side that fill them are as good
+LARGE = 2048        # elements of a large tile
+
+
+class Memory(Values):
+    """Accesses to tensors."""
+
+    def _tensor(self, op: Op, write: bool) -> TensorParameter:
+        tensor = self.program.tensor(op.attributes["tensor"])
+        if tensor.output:
+            if write: self.arena.writes(0, 1, tensor.name)
+            else: self.arena.reads(0, 1, tensor.name)
+        return tensor
+
+    # **** blocks ****
+
+    def do_load_block(self, op: Op) -> None:
+        result = op.result
+        layout = self.assignment.layout(result)
+        tensor = self._tensor(op, False)
+        at = BlockPlace(self, tensor, op.attributes["sizes"], op.operands, layout, False)
+        self.put(result, self._fetched_block(at, op.attributes["other"], result.shape), layout)
+
+    def _fetched_block(self, at: BlockPlace, other: float, shape: tuple[int, ...]) -> list[Part]:
+        gone, count, tensor = absent(at.layout, shape), at.vector(), at.tensor
+        width = 1 if at.layout.count == 1 else 2
+        parts: list[Part] = []
+        singles: list[Part] = []
+        for register in range(0, at.layout.count, count):
+            if all(gone[register:register + count]):
+                if count == 1: singles.append(None)
+                else: parts += [None] * (count // 2)
+                continue
+            found = fetched(self.kb, at.base, at.offset(register), tensor.dtype, count, at.guard(register),
+                            other, self.space(tensor))
+            if count == 1: singles += found
+            else: parts += found
+        return parts or (singles if width == 1 else paired(singles))
+
+    def space(self, tensor: TensorParameter) -> str:
+        """What a tensor is loaded from: one that the program does not write never changes."""
+        return "global" if tensor.output else "global.nc"
+
+    def do_store_block(self, op: Op) -> None:
+        *starts, value = op.operands
+        tensor = self._tensor(op, True)
+        held = self.value(value)
+        at = BlockPlace(self, tensor, op.attributes["sizes"], starts, held.layout, True)
+        if self._narrow(at, held):
+            held = self._wider(at, held)
+            at = BlockPlace(self, tensor, op.attributes["sizes"], starts, held.layout, True)
+        self._store_block(at, held)
+
+    def _narrow(self, at: BlockPlace, held: Held) -> bool:
+        """Whether a store of a large tile writes sectors of memory in parts."""
+        last, size = len(at.sizes) - 1, at.tensor.dtype.itemsize
+        if math.prod(held.shape) < LARGE or not at.axes or at.axes[-1] != last: return False
+        along = extents(held.shape).of_axis(len(held.shape) - 1)
+        vector = at.vector()
+        return vector * size < REPLACED and lanes_along(held.layout, along, vector) * size < SECTOR
+
+    def _wider(self, at: BlockPlace, held: Held) -> Held:
+        """The tile in a layout with longer vectors, where there is one: within warps, else by way of shared
+        memory."""
+        size = at.tensor.dtype.itemsize
+        vector = max(min(REPLACED // size, self.assignment.vector), 1)
+        swaps = widened(held, vector)
+        made = swaps.layout if swaps is not None else \
+            blocked(held.shape, len(held.shape) - 1, vector, self.assignment.thread_bits)
+        if BlockPlace(self, at.tensor, at.sizes, at.starts, made, True).vector() <= at.vector(): return held
+        return converted_layout(self, held, made) if swaps is None else swapped(self, held, swaps)
+
+    def _store_block(self, at: BlockPlace, held: Held) -> None:
+        layout = at.layout
+        gone, count = absent(layout, held.shape), at.vector()
+        mine = self.threads.first(layout.copies)
+        for register in range(0, layout.count, count):
+            if gone[register]: continue
+            first = register // held.width
+            some = held.parts[first:first + max(count // held.width, 1)]
+            parts = [part for part in some if part is not None]
+            stored(self.kb, at.base, at.offset(register), parts, count, at.guard(register, mine),
+                   first=register % held.width if count == 1 else 0)
+
+    # **** elements at offsets ****
+
+    def _places(self, op: Op, tensor: TensorParameter, offsets: Value, mask: Value,
+                layout: Layout) -> _Offsets:
+        return _Offsets(self, tensor, self.value(offsets, layout), self.value(mask, layout),
+                        self._group(tensor, offsets, mask, layout))
+
+    def _group(self, tensor: TensorParameter, offsets: Value, mask: Value, layout: Layout) -> int:
+        """Elements that lie side by side, inside or outside together."""
+        if not offsets.shape: return 1
+        known, tested = self.ranges.of(offsets), self.ranges.of(mask)
+        last = len(offsets.shape) - 1
+        made = min(known.run, tested.same, max(16 // tensor.dtype.itemsize, 1), layout.count,
+                   layout.run(extents(offsets.shape).of_axis(last)))
+        while made > 1 and (known.aligned(made) % made or offsets.shape[last] % made): made //= 2
+        return made
+
+    def do_load(self, op: Op) -> None:
+        offsets, mask, other = op.operands
+        result = op.result
+        layout = self.assignment.layout(result)
+        tensor = self._tensor(op, False)
+        at = self._places(op, tensor, offsets, mask, layout)
+        gone, default = absent(layout, result.shape), self.scalar(other)
+        parts: list[Part] = []
+        for register in range(0, layout.count, at.group):
+            if gone[register]: parts += [None] * max(at.group // 2, 1)
+            else: parts += at.fetched(register, default)
+        self.put(result, parts if at.group > 1 or layout.count == 1 else paired(parts), layout)
+
+    def do_store(self, op: Op) -> None:
+        offsets, value, mask = op.operands
+        tensor = self._tensor(op, True)
+        layout = self.assignment.layout(next((each for each in (value, offsets, mask)
+                                              if each not in self.assignment.free), value))
+        at = self._places(op, tensor, offsets, mask, layout)
+        held = self.value(value, layout)
+        gone, mine = absent(layout, held.shape), self.threads.first(layout.copies)
+        for register in range(0, layout.count, at.group):
+            if gone[register]: continue
+            guard = at.guard(register, mine)
+            start = register // held.width
+            parts = [part for part in held.parts[start:start + max(at.group // held.width, 1)]
+                     if part is not None]
+            stored(self.kb, at.address(register), 0, parts, at.group, guard,
+                   first=register % held.width if at.group == 1 else 0)
+
+    def do_atomic(self, op: Op) -> None:
+        offsets, value, mask = op.operands
+        result = op.result
+        layout = self.assignment.layout(result) if result.shape else self.assignment.nowhere
+        tensor = self._tensor(op, True)
+        at = self._places(op, tensor, offsets, mask, layout)
+        at.group = 1
+        held, gone = self.value(value, layout), absent(layout, result.shape)
+        needed = bool(self.assignment.uses.get(result))
+        mine, kind = self.threads.first(layout.copies), kind_of(tensor.dtype)
+        found: list[Number | None] = []
+        for register in range(layout.count):
+            if gone[register]: found.append(None)
+            else:
+                found.append(self._atomic(op.attributes["fn"], at.address(register), held.element(register),
+                                          kind,
+                                            at.guard(register, mine), needed))
+        if not needed: return
+        made = Held(result.dtype, result.shape, layout, self.parts(result.dtype, result.shape, layout, found))
+        if layout.copies: made = self.from_first(made)
+        self.scopes.put(result, made)
+
+    def _atomic(self, fn: str, address: Register, value: Number, kind: str, guard: Register | None,
+                needed: bool) -> Number:
+        kb = self.kb
+        name = {"exchange": "exch"}.get(fn, fn)
+        typed = "b32" if name in ("exch", "and", "or", "xor") else kind
+        given = value if isinstance(value, Register) else kb.reg(kind, value)
+        if not needed and name != "exch":
+            kb.emit(f"red.relaxed.gpu.global.{name}.{typed}", address.at(), given, guard=guard)
+            return 0
+        made = kb.reg(kind, 0.0 if kind == "f32" else 0)
+        kb.emit(f"atom.relaxed.gpu.global.{name}.{typed}", made, address.at(), given, guard=guard)
+        return made
+
+    def from_first(self, held: Held) -> Held:
+        """A tile that the first of each group of threads with copies holds, in all of them."""
+        return by_shared(self, held, held.layout, held.shape)
+
+    def do_barrier(self, op: Op) -> None: self.arena.sync()
+
+
+class _Offsets:
+    """Elements at offsets of a tensor where a mask holds, `group` of them side by side."""
+
+    def __init__(self, writer: Memory, tensor: TensorParameter, offsets: Held, mask: Held,
+                 group: int) -> None:
+        self.writer, self.kb, self.tensor, self.offsets, self.mask, self.group = \
+            writer, writer.kb, tensor, offsets, mask, group
+
+    def address(self, register: int) -> Register:
+        """Of what a register holds."""
+        kb, size = self.kb, self.tensor.dtype.itemsize
+        offset, made = self.offsets.element(register), kb.reg("u64")
+        pointer = self.writer.pointers[self.tensor.name]
+        if isinstance(offset, Register): kb.emit("mad.wide.s32", made, offset, size, pointer)
+        else: kb.emit("add.s64", made, pointer, int(offset) * size)
+        return made
+
+    def guard(self, register: int, mine: Register | None) -> Register | None:
+        """Where it may be touched."""
+        test = self.mask.element(register)
+        made = test if isinstance(test, Register) else None if test else self.kb.reg("pred", 0)
+        for each in (mine, self.writer.inside(self.offsets.layout, self.offsets.shape, register)):
+            if each is not None: made = each if made is None else made & each
+        return made
+
+    def fetched(self, register: int, other: Lanes) -> list[Lanes]:
+        """What is there; `other` elsewhere."""
+        guard, number = self.guard(register, None), known(other)
+        parts = fetched(self.kb, self.address(register), 0, self.tensor.dtype, self.group, guard, number or 0,
+                        self.writer.space(self.tensor))
+        if number is not None or guard is None: return parts
+        test = Lanes(self.kb, dtypes.bool, [guard])
+        return [applied(self.kb, "where", [test, part, other]) for part in parts]
+

@@ -1,0 +1,216 @@
+"""Loops whose operands for dots are copied some iterations ahead.
+
+Protocol: what a loop loads for dots alone, at places that follow from the loop's index, has a ring of `depth`
+stages in shared memory. Iteration i, which reads stage i mod depth:
+
+    ahead of the loop: the copies of iterations 0 … ahead - 1, each a group of cp.async
+    wait until the group of iteration i is in, and all threads have read the stage before
+    start the copies of iteration i + ahead, if there is one
+    what the body computes
+
+`ahead` is depth - 1: the stage that is overwritten was read one iteration before. Where dots by wgmma add to
+what the loop carries, and nothing else looks at that, an iteration's products stay in flight until those of
+the next are issued; then the stage is free one iteration later, and `ahead` is depth - 2.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.ptx.builder import Value as Register
+from tinygrad_nv.tile.lanes import Lanes, Number
+from tinygrad_nv.tile.language.gpu.arena import Access
+from tinygrad_nv.tile.language.gpu.assign import Assignment
+from tinygrad_nv.tile.language.gpu.control import Control
+from tinygrad_nv.tile.language.gpu.dot import Dots
+from tinygrad_nv.tile.language.gpu.dots import FP8, source_of
+from tinygrad_nv.tile.language.gpu.staged import ALIGN, BlockCopy, SharedOperand, shared_tile
+from tinygrad_nv.tile.language.ir import STORES, Op, Program, Region, Value
+
+LEAST_IN_FLIGHT = 3     # stages, beyond which products stay in flight: else too few copies are on their way
+SCALARS = ("constant", "apply", "cast", "bitcast", "program_id")
+
+
+@dataclass(eq=False)
+class Stages:
+    """Stages of `stage_bytes` from `start` on; `places`: where each load's tile begins in a stage."""
+    start: int
+    stage_bytes: int
+    depth: int
+    places: dict[Op, SharedOperand]
+    copies: dict[Op, BlockCopy]
+
+    @property
+    def nbytes(self) -> int: return self.stage_bytes * self.depth
+
+
+@dataclass(frozen=True)
+class Depth:
+    """Stages of loops: the schedule's, and at most so many of a loop that says how far ahead it may begin."""
+    schedule: int
+    most: int
+
+    def of(self, op: Op) -> int:
+        """Stages of a loop: of its pipes, else those that it begins ahead and the one that it reads, or the
+        schedule's."""
+        if "pipe" in op.attributes: return int(op.attributes["pipe"])
+        ahead: int = op.attributes["stages"]
+        return min(ahead + 1, self.most) if ahead else self.schedule
+
+
+def ahead_of(op: Op, assignment: Assignment) -> list[Op]:
+    """Loads of a loop for dots alone, whose places follow from its index, of tensors that it does not
+    write."""
+    region = op.regions[0]
+    written = {one.attributes["tensor"] for one in region.walk() if one.name in STORES}
+    made = {each: one for one in region.ops for each in one.results}
+
+    def follows(value: Value) -> bool:
+        if value not in made: return value not in region.arguments[1:]
+        return sliced(made[value], assignment.program) and all(map(follows, made[value].operands))
+    return [one for one in region.ops if one.name == "load_block" and one.result in assignment.staged
+            and one.attributes["tensor"] not in written and all(map(follows, one.operands))]
+
+
+def sliced(op: Op, program: Program) -> bool:
+    """Whether an operation may be computed again, ahead of its place: a scalar, of memory only where the
+    program does not write."""
+    if op.name in ("load", "load_block"):
+        return not op.result.shape and not program.tensor(op.attributes["tensor"]).output
+    return op.name in SCALARS and not op.result.shape
+
+
+class Pipelines(Dots, Control):
+    """Loops with stages. `stages`: those of the schedule; `bound`: tiles that have been copied ahead, by
+    their loads."""
+    stages: Depth
+    bound: dict[Op, SharedOperand]
+
+    def do_for(self, op: Op) -> None:
+        loads, depth = ahead_of(op, self.assignment), self.stages.of(op)
+        if not loads or depth < 2: return super().do_for(op)
+        return self._pipelined(op, loads, depth)
+
+    # **** what can be copied ahead ****
+
+    def in_flight(self, op: Op) -> list[Op]:
+        """Dots of a loop whose products may stay in flight: by wgmma, added to what the loop carries, of
+        which nothing else of the body knows; empty where there are others, too."""
+        region = op.regions[0]
+        dots = [one for one in region.walk()
+                if one.name == "dot" and self.assignment.plans[one].kind == "wgmma"]
+        return dots if all(self._alone(one, op, region) for one in dots) else []
+
+    def _alone(self, dot: Op, op: Op, region: Region) -> bool:
+        total = dot.operands[2]
+        if total not in region.arguments or dot not in region.ops: return False
+        if dot.operands[0].dtype in FP8: return False
+        place, uses = region.arguments.index(total) - 1, self.assignment.uses
+        sources = [source_of(each, self.makers)[0] for each in dot.operands[:2]]
+        return region.yields[place] is dot.result and uses[total] == [dot] and uses[dot.result] == [op] and \
+            all(each in self.assignment.staged for each in sources)
+
+    def sliced_ops(self, loads: Sequence[Op], region: Region) -> list[Op]:
+        """The operations of the body that make the places of loads."""
+        made = {each: one for one in region.ops for each in one.results}
+        wanted = {each for one in loads for each in one.operands}
+        kept: list[Op] = []
+        for one in reversed(region.ops):
+            if sliced(one, self.program) and any(each in wanted for each in one.results):
+                kept.insert(0, one)
+                wanted |= {each for each in one.operands if each in made}
+        return kept
+
+    def starts(self, op: Op, loads: Sequence[Op], index: Number) -> dict[Op, list[Number]]:
+        """Where loads of an iteration begin."""
+        region = op.regions[0]
+        self.scopes.push()
+        self.put_scalar(region.arguments[0], Lanes(self.kb, dtypes.int32, [index]))
+        for one in self.sliced_ops(loads, region): getattr(self, f"do_{one.name}")(one)
+        places = {one: [self.number(each) for each in one.operands] for one in loads}
+        self.scopes.pop()
+        return places
+
+    # **** the loop ****
+
+    def _stages(self, loads: Sequence[Op], depth: int) -> Stages:
+        places, copies, start = dict[Op, SharedOperand](), dict[Op, BlockCopy](), 0
+        for one in loads:
+            value, tensor = one.result, self.program.tensor(one.attributes["tensor"])
+            tile = shared_tile(*self.assignment.needed(value), value.dtype)
+            places[one] = SharedOperand(start, tile, value.dtype)
+            copies[one] = BlockCopy(self, tensor, self.pointers[tensor.name], one.attributes["sizes"],
+                                    [self.ranges.of(each) for each in one.operands], tile)
+            start += -(-tile.nbytes // ALIGN) * ALIGN
+        return Stages(self.arena.take(start * depth, ALIGN), start, depth, places, copies)
+
+    def _issue(self, op: Op, ring: Stages, index: Number, stage: Register, when: Register | None) -> None:
+        """Starts the copies of an iteration."""
+        places = self.starts(op, list(ring.copies), index)
+        for one, copy in ring.copies.items(): copy.issue(places[one], stage + ring.places[one].start, when)
+        self.kb.cp_async_commit()
+
+    def _pipelined(self, op: Op, loads: Sequence[Op], depth: int) -> None:
+        kb, region = self.kb, op.regions[0]
+        start, stop, step = (self.number(each) for each in op.operands[:3])
+        index, *arguments = region.arguments
+        carried, sums = self.entered(op)
+        ring, flight = self._stages(loads, depth), self.in_flight(op) if depth > LEAST_IN_FLIGHT else []
+        self.flying |= set(flight)
+        ahead = depth - 2 if flight else depth - 1
+        self._begin(op, ring, (start, stop, step), ahead)
+        self.keep_left(op, ahead)
+        first = self.arena.address + ring.start
+        mark, outer, end = self.arena.mark(), self.bound, first + ring.nbytes
+        reading = kb.reg("u32", name="reading").set(first)
+        writing = kb.reg("u32", name="writing").set(first + ahead * ring.stage_bytes)
+        with kb.loop(start, stop, step, kind="s32") as i:
+            kb.cp_async_wait(ahead - 1)
+            self.arena.unfenced = True
+            self.arena.synced()
+            kb.sync(*self.arena.barrier)
+            later = i + step * ahead
+            self._issue(op, ring, later, writing, later < stop)
+            self.arena.copying = False
+            self._turn(writing, ring, end)
+            self.bound = {one: place.at(reading) for one, place in ring.places.items()}
+            self._body(region, carried, arguments, (index, i))
+            if flight: kb.wgmma_wait(len(flight))
+            self._turn(reading, ring, end)
+        self.bound = outer
+        self.kept.clear()
+        if flight: kb.wgmma_wait(0)
+        self.arena.left(mark)
+        self.arena.taken_back(ring.start, ring.nbytes)
+        self.left(op, carried, sums)
+
+    def _begin(self, op: Op, ring: Stages, bounds: tuple[Number, Number, Number], ahead: int) -> None:
+        """Starts the copies of the first iterations, of those that there are."""
+        start, stop, step = bounds
+        read = {one.attributes["tensor"] for one in ring.copies}
+        self.arena.accesses(Access("shared", ring.start, ring.start + ring.nbytes, True),
+                            *(Access(each, 0, 1, False) for each in read if self.program.tensor(each).output))
+        for number in range(ahead):
+            at = start + step * number if number else start
+            stage = self.arena.address + (ring.start + number * ring.stage_bytes)
+            if isinstance(at, Register): self._issue(op, ring, at, stage, at < stop)
+            elif isinstance(stop, Register): self._issue(op, ring, at, stage, stop > at)
+            elif at < stop: self._issue(op, ring, at, stage, None)
+            else: self.kb.cp_async_commit()
+
+    def _turn(self, stage: Register, ring: Stages, end: Register) -> None:
+        """The next stage of the ring."""
+        stage += ring.stage_bytes
+        stage.set(self.kb.select(stage == end, end - ring.nbytes, stage, "u32"))
+
+    def before(self, op: Op) -> bool:
+        """Loads that have been copied ahead, or go to shared memory at once."""
+        if op.name != "load_block": return False
+        if op in self.bound:
+            self.in_shared[op.result] = self.bound[op]
+            return True
+        return self.staged(op)
+
+    def ended(self, op: Op) -> None: self.to_shared(op)

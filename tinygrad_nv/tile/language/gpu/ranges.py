@@ -1,0 +1,170 @@
+"""What is known of integers before a kernel runs: bounds, multiples, and how they go along the last axis.
+
+Protocol: `Ranges(program)` looks at all operations once; `of(value)` is a `Known`. Along the last axis,
+groups of `run` elements grow by one from element to element, groups of `same` are equal; a value at the
+beginning of each group of `run` is a multiple of `multiple`. Groups begin at multiples of their size, and
+all three are powers of two up to MOST. It supposes that 32-bit sums of a kernel's own indices do not wrap.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from tinygrad.dtype import dtypes
+
+from tinygrad_nv.tile.language.ir import Op, Program, Region, Value
+
+MOST = 1 << 30
+LOW, HIGH = -(1 << 31), (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class Known:
+    """An integer, or the elements of a tile of them."""
+    low: int = LOW
+    high: int = HIGH
+    multiple: int = 1
+    run: int = 1
+    same: int = 1
+
+    def aligned(self, group: int) -> int:
+        """What the first of each `group` elements is a multiple of."""
+        return self.multiple if self.run == 1 else math.gcd(self.multiple, group)
+
+
+NOTHING = Known()
+
+
+def _power(x: int) -> int: return min(x & -x, MOST) if x else MOST
+
+
+def _constant(x: int) -> Known: return Known(x, x, _power(abs(x)), 1, MOST)
+
+
+class Ranges:
+    """What is known of a program's integers."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.known: dict[Value, Known] = {}
+        self._region(program.body)
+
+    def of(self, value: Value) -> Known:
+        """What is known of a value."""
+        return self.known.get(value, NOTHING)
+
+    def _region(self, region: Region) -> None:
+        for op in region.ops:
+            if op.name == "for": self._loop(op)
+            for inner in op.regions: self._region(inner)
+            if len(op.results) == 1 and not dtypes.is_float(op.result.dtype):
+                rule = getattr(self, f"_{op.name}", None)
+                if rule is not None and op.name != "for": self.known[op.result] = _bounded(rule(op))
+
+    def _loop(self, op: Op) -> None:
+        start, stop, step = map(self.of, op.operands[:3])
+        last = max(stop.high - 1, start.low)
+        if start.low == start.high and step.low == step.high:
+            last = start.low + max(last - start.low, 0) // step.low * step.low
+        self.known[op.regions[0].arguments[0]] = Known(start.low, last, min(start.multiple, step.multiple), 1,
+                                                       MOST)
+
+    # **** operations ****
+
+    def _constant(self, op: Op) -> Known: return _constant(int(op.attributes["value"]))
+
+    def _program_id(self, op: Op) -> Known:
+        return Known(0, self.program.grid[op.attributes["axis"]] - 1, 1, 1, MOST)
+
+    def _iota(self, op: Op) -> Known: return Known(0, op.result.shape[0] - 1, MOST, MOST, 1)
+
+    def _broadcast(self, op: Op) -> Known:
+        found, source = self.of(op.operands[0]), op.operands[0].shape
+        if not source or source[-1] != op.result.shape[-1]:
+            return replace(found, multiple=_each(found), run=1, same=MOST)
+        return found
+
+    def _reshape(self, op: Op) -> Known:
+        found, source, shape = self.of(op.operands[0]), op.operands[0].shape, op.result.shape
+        if source and shape and source[-1] == shape[-1]: return found
+        return replace(found, multiple=_each(found), run=1, same=MOST if found.same == MOST else 1)
+
+    def _transpose(self, op: Op) -> Known:
+        found = self.of(op.operands[0])
+        return replace(found, multiple=_each(found), run=1, same=MOST if found.same == MOST else 1)
+
+    def _cast(self, op: Op) -> Known:
+        source, target = op.operands[0].dtype, op.result.dtype
+        if dtypes.is_float(source): return NOTHING
+        found = self.of(op.operands[0])
+        if target in (dtypes.int32, dtypes.uint32):
+            return found if found.low >= 0 else replace(NOTHING, same=found.same)
+        return replace(NOTHING, same=found.same)
+
+    def _where(self, a: Known, b: Known, test: Known) -> Known:
+        return Known(min(a.low, b.low), max(a.high, b.high), min(_each(a), _each(b)), 1,
+                     min(a.same, b.same, test.same))
+
+    def _apply(self, op: Op) -> Known:
+        fn, given = op.attributes["fn"], list(map(self.of, op.operands))
+        if fn == "where": return self._where(given[1], given[2], given[0])
+        same = min(each.same for each in given)
+        if len(given) != 2: return Known(same=same)
+        a, b = given
+        if fn == "add": return _sum(a, b, same)
+        if fn == "sub": return _sum(a, Known(-b.high, -b.low, _each(b), 1, b.same), same)
+        if fn == "mul":
+            ends = [x * y for x in (a.low, a.high) for y in (b.low, b.high)]
+            return Known(min(ends), max(ends), min(_each(a) * _each(b), MOST), 1, same)
+        if fn == "less": return Known(0, 1, 1, 1, _compared(a, b, same))
+        if fn in ("max", "min"):
+            pick = max if fn == "max" else min
+            return Known(pick(a.low, b.low), pick(a.high, b.high), min(_each(a), _each(b)), 1, same)
+        if fn == "quotient" and a.low >= 0 and b.low >= 1: return self._quotient(a, b, same)
+        if fn == "remainder" and a.low >= 0 and b.low >= 1:
+            return Known(0, min(a.high, b.high - 1), min(_each(a), _each(b)), 1, same)
+        if fn == "shift_left" and a.low >= 0 and b.low == b.high and 0 <= b.low < 31:
+            return Known(a.low << b.low, a.high << b.low, min(_each(a) << b.low, MOST), 1, same)
+        if fn == "shift_right" and a.low >= 0 and b.low == b.high and 0 <= b.low < 31:
+            return Known(a.low >> b.low, a.high >> b.low, 1, 1, same)
+        if fn == "and" and (a.low >= 0 or b.low >= 0):
+            return Known(0, min(each.high for each in given if each.low >= 0), max(_each(a), _each(b)), 1,
+                         same)
+        return Known(same=same)
+
+    def _quotient(self, a: Known, b: Known, same: int) -> Known:
+        exact = b.low == b.high and _power(b.low) == b.low
+        return Known(a.low // b.high, a.high // b.low, max(_each(a) // b.low, 1) if exact else 1, 1, same)
+
+
+def _each(x: Known) -> int:
+    """What every element is a multiple of."""
+    return x.multiple if x.run == 1 else 1
+
+
+def _sum(a: Known, b: Known, same: int) -> Known:
+    run = max(min(a.run, b.same), min(a.same, b.run), 1)
+    return Known(a.low + b.low, a.high + b.high, math.gcd(a.aligned(run), b.aligned(run)), run, same)
+
+
+def _compared(a: Known, b: Known, same: int) -> int:
+    """Elements side by side of a < b that are equal: a group of a grows within multiples of what it is
+    compared with."""
+    group = min(a.run, b.same)
+    return max(same, math.gcd(math.gcd(group, a.aligned(group)), b.aligned(group)))
+
+
+def _bounded(x: Known) -> Known:
+    return x if x.low >= LOW and x.high <= HIGH else replace(x, low=LOW, high=HIGH, multiple=1)
+
+
+def uses(region: Region) -> Mapping[Value, list[Op]]:
+    """The operations that take each value, those in regions within included; a region's yields are uses of
+    the operation that has the region."""
+    made: dict[Value, list[Op]] = {}
+    for op in region.walk():
+        for each in op.operands: made.setdefault(each, []).append(op)
+        for inner in op.regions:
+            for each in inner.yields: made.setdefault(each, []).append(op)
+    return made

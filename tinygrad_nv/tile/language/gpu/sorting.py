@@ -1,0 +1,147 @@
+"""Sorts and gathers along an axis.
+
+Protocol: a sort is bitonic (Batcher 1968): for each block size 2^s, elements 2^j apart for j = s - 1 … 0 are
+put in order, ascending where bit s of the index is 0, so that the last blocks ascend throughout. What lies
+beyond an extent that is no power of two counts as the largest, and so comes last. A gather reads its elements
+from shared memory, where the whole tile lies.
+"""
+from __future__ import annotations
+
+from tinygrad.dtype import DType, dtypes
+
+from tinygrad_nv.ptx.builder import Value as Register
+from tinygrad_nv.tile.lanes import Lanes
+from tinygrad_nv.tile.language.gpu import elements
+from tinygrad_nv.tile.language.gpu.access import fetched
+from tinygrad_nv.tile.language.gpu.collective import Collective, Elements, neutral
+from tinygrad_nv.tile.language.gpu.convert import SharedOrder, address, paired, spilled
+from tinygrad_nv.tile.language.gpu.exchange import exchanged
+from tinygrad_nv.tile.language.gpu.held import Held, Part
+from tinygrad_nv.tile.language.gpu.layout import Layout, extents
+from tinygrad_nv.tile.language.gpu.registers import absent, padded_axes
+from tinygrad_nv.tile.language.ir import Op
+
+
+class Sorting(Collective):
+    """Sorts and gathers."""
+
+    def do_sort(self, op: Op) -> None:
+        axis, down = op.attributes["axis"], op.attributes["descending"]
+        layout = self.assignment.layout(op.result)
+        held = self.value(op.operands[0], layout)
+        each = self._filled(held, axis, down)
+        bits = list(extents(held.shape).of_axis(axis))
+        for stage in range(1, len(bits) + 1):
+            turning = bits[stage] if stage < len(bits) else None
+            for bit in reversed(bits[:stage]): each = self._pass(layout, each, bit, turning, down)
+        gone = absent(layout, held.shape)
+        some = [None if out else one for one, out in zip(each, gone, strict=True)]
+        self.put_held(op.result, self.from_singles(held.dtype, held.shape, layout, some))
+
+    def _filled(self, held: Held, axis: int, down: bool) -> Elements:
+        """The elements, and beyond the axis what comes last."""
+        each = self.singles(held)
+        if axis not in padded_axes(held.shape) and None not in each: return each
+        last = elements.constant(self.kb, neutral("max" if down else "min", held.dtype), held.dtype)
+        made: Elements = []
+        for register, one in enumerate(each):
+            test = self.inside(held.layout, held.shape, register, (axis,))
+            if one is None: made.append(last)       # beyond another axis, too
+            elif test is None: made.append(one)
+            else:
+                made.append(elements.applied(self.kb, "where",
+                                             [Lanes(self.kb, dtypes.bool, [test]), one, last]))
+        return made
+
+    def _pass(self, layout: Layout, each: Elements, bit: int, turning: int | None, down: bool) -> Elements:
+        """Elements whose indices differ in one bit, in order."""
+        made = list(each)
+        if bit in layout.registers:
+            for low, index in enumerate(layout.indices):
+                if index >> bit & 1: continue
+                high = layout.numbers[index | 1 << bit]
+                turned = self._turned(layout, index, turning, down)
+                small, large = (self._extreme(fn, each[low], each[high]) for fn in ("min", "max"))
+                made[low], made[high] = self._choice(turned, large, small), self._choice(turned, small, large)
+            return made
+        at = next(at for at, one in layout.thread_bits([bit]) if one == bit)
+        for register, other in enumerate(exchanged(self, each, at)):
+            turned = self._turned(layout, layout.indices[register], turning, down)
+            upper = self.threads.bit(at)
+            larger = upper if turned is False else ~upper if turned is True else upper ^ turned
+            if larger.negated: larger = self._plain(larger)
+            small, large = (self._extreme(fn, each[register], other) for fn in ("min", "max"))
+            made[register] = self._choice(larger, large, small)
+        return made
+
+    def _turned(self, layout: Layout, index: int, turning: int | None, down: bool) -> Register | bool:
+        """Whether elements descend here."""
+        if turning is None: return down
+        for at, _ in layout.thread_bits([turning]):
+            return self._plain(~self.threads.bit(at)) if down else self.threads.bit(at)
+        return bool(index >> turning & 1) != down
+
+    def _plain(self, test: Register) -> Register:
+        if not test.negated: return test
+        made = self.kb.reg("pred")
+        self.kb.emit("not.pred", made, ~test)
+        return made
+
+    def _extreme(self, fn: str, a: Part, b: Part) -> Lanes:
+        assert a is not None
+        assert b is not None
+        return elements.applied(self.kb, fn, [a, b])
+
+    def _choice(self, test: Register | bool, yes: Lanes, no: Lanes) -> Lanes:
+        if isinstance(test, bool): return yes if test else no
+        return elements.applied(self.kb, "where", [Lanes(self.kb, dtypes.bool, [test]), yes, no])
+
+    # **** gathers ****
+
+    def do_gather(self, op: Op) -> None:
+        source, index = op.operands
+        axis, result = op.attributes["axis"], op.result
+        layout, x = self.assignment.layout(result), self.value(source)
+        at, order = self.value(index, layout), _Plain(x.shape, x.dtype)
+        gone, strides = absent(layout, result.shape), order.strides
+        of = extents(result.shape)
+        others = {i: strides[i] for i in range(len(result.shape)) if i != axis}
+        with self.arena.scratch(order.nbytes) as start:
+            self.arena.writes(start, order.nbytes)
+            spilled(self, x, order, start)
+            self.arena.reads(start, order.nbytes)
+            base = address(self, start, self.threads.weighted(layout, result.shape, others))
+            found: list[Part] = []
+            for register, code in enumerate(layout.indices):
+                more = sum(of.coordinate(code, i) * stride for i, stride in others.items())
+                found.append(None if gone[register] else self._gathered(
+                    base, more, at.element(register), strides[axis], x,
+                    self.inside(layout, result.shape, register)))
+        parts = found if layout.count == 1 else paired(found)
+        self.scopes.put(result, Held(result.dtype, result.shape, layout, parts))
+
+    def _gathered(self, base: Register, nbytes: int, index: float | Register, stride: int, x: Held,
+                  there: Register | None) -> Lanes:
+        kb, place = self.kb, base
+        if isinstance(index, Register):
+            place = kb.reg("u32")
+            kb.emit("mad.lo.s32", place, index, stride, base)
+        else: nbytes += int(index) * stride
+        (made,) = fetched(kb, place, nbytes, x.dtype, 1, there, 0, "shared")
+        return made
+
+
+class _Plain(SharedOrder):
+    """Elements in row-major order without gaps, extents rounded up: an index's place is its product with the
+    axis's stride."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: DType) -> None:
+        super().__init__(shape, dtype, False)
+        self.row = 32
+
+    @property
+    def strides(self) -> list[int]:
+        """Bytes along each axis."""
+        return [self.dtype.itemsize << first for first in self.of.first]
+
+

@@ -1,0 +1,214 @@
+"""The Tile IR: what one program (a CTA, or one step of a CPU's loop) computes with whole tiles.
+
+Protocol. A `Program` has tensors, a grid, and a body. A value is a tile: a dtype and a static shape, () for a
+scalar. Each operation makes new values (SSA); loops and branches are operations with regions, whose
+arguments and yields carry what changes. Operations, with operands → results and [attributes]:
+
+    constant            → scalar                    [value]
+    program_id          → s32 scalar                [axis]
+    iota                → s32 (n)                   0, 1, … n - 1
+    apply        x …    → tile                      [fn]: a row of elementwise.ROWS; operands of one shape
+    cast, bitcast x     → tile                      [dtype of the result]
+    halves       x      → tile                      words of 32 bits as two of [dtype], a new last axis
+    broadcast    x      → tile                      extents of 1, and missing leading ones, are repeated
+    reshape      x      → tile                      row-major order stays
+    transpose    x      → tile                      [permutation]
+    reduce       x …    → tile …                    [axis, fn], or a region (2 n scalars → n) that combines
+    scan         x …    → tile …                    [axis, fn, reverse], or a region; inclusive
+    gather       x i    → tile                      [axis]: x taken at i along an axis; i has the result's
+    shape
+    sort         x      → tile                      [axis, descending]
+    dot          a b c  → tile                      [tf32]: c + a @ b; (m, k), (k, n), (m, n)
+    load_block   i …    → tile                      [tensor, sizes, other]: i the first element of each axis
+    store_block  i … v                              [tensor, sizes]
+    load         o m x  → tile                      [tensor]: at element offsets o where m holds, else x
+    store        o v m                              [tensor]
+    atomic       o v m  → tile                      [tensor, fn]: the elements before
+    for          a b s x … → tile …                 region (i, x …) → x …; [stages], of roles [pipe]
+    while        x …    → tile …                    regions (x …) → bool and (x …) → x …
+    if           c x …  → tile …                    two regions () → x …
+    barrier                                         all threads of the program
+    promise      x                                  [name, at, least, most, stable]: promises.py
+
+`sizes` has 0 for an axis that is indexed, and is not one of the tile's. A block may reach beyond the tensor:
+what lies outside reads as `other` and is not stored. Offsets under a mask that does not hold are not used.
+Floats are computed in float32 and rounded to their dtype after each operation; integers wrap.
+"""
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tinygrad.dtype import DType
+
+from tinygrad_nv.tile.expression import short
+
+if TYPE_CHECKING:
+    from tinygrad_nv.tile.reference import Argument
+
+STORES = ("store", "store_block", "atomic")     # operations that write a tensor
+
+
+@dataclass(frozen=True)
+class TileType:
+    """What a value is: elements, and how many along each axis."""
+    dtype: DType
+    shape: tuple[int, ...] = ()
+
+    def __str__(self) -> str: return "x".join([*map(str, self.shape), short(self.dtype)])
+
+
+@dataclass(frozen=True)
+class Line:
+    """Where an operation was written."""
+    file: str
+    number: int
+
+    def __str__(self) -> str: return f"{self.file}:{self.number}"
+
+
+@dataclass(eq=False)
+class Value:
+    """A result of an operation, or an argument of a region."""
+    type: TileType
+
+    @property
+    def dtype(self) -> DType: return self.type.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]: return self.type.shape
+
+
+@dataclass(eq=False)
+class Op:
+    """An operation."""
+    name: str
+    operands: tuple[Value, ...] = ()
+    results: tuple[Value, ...] = ()
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    regions: tuple[Region, ...] = ()
+    line: Line | None = None
+
+    @property
+    def result(self) -> Value:
+        """The only result."""
+        one, = self.results
+        return one
+
+
+@dataclass(eq=False)
+class Region:
+    """Operations in order, what they are given and what they give."""
+    arguments: tuple[Value, ...] = ()
+    ops: list[Op] = field(default_factory=list)
+    yields: tuple[Value, ...] = ()
+
+    def walk(self) -> Iterator[Op]:
+        """All operations, those of regions within after their own."""
+        for op in self.ops:
+            yield op
+            for region in op.regions: yield from region.walk()
+
+
+@dataclass(frozen=True)
+class TensorParameter:
+    """A tensor of a program: contiguous, row-major. `output`: the program writes it; `saturate` and
+    `stochastic`, a seed: how stores round (rounding.py)."""
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    output: bool = False
+    saturate: bool = False
+    stochastic: int | None = None
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Elements from one index of an axis to the next."""
+        made = [1]
+        for extent in reversed(self.shape[1:]): made.append(made[-1] * extent)
+        return tuple(reversed(made)) if self.shape else ()
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        words = [str(TileType(self.dtype, self.shape)), *["out"] * self.output, *["saturate"] * self.saturate]
+        if self.stochastic is not None: words.append(f"stochastic_round({self.stochastic})")
+        return f"{self.name}: {' '.join(words)}"
+
+
+@dataclass(eq=False)
+class Program:
+    """A kernel in tiles, which stays as it is. `tensors`: outputs, then inputs, in the order of the kernel's
+    pointers. `grid` is how many programs there are along x, y, z."""
+    name: str
+    tensors: tuple[TensorParameter, ...]
+    grid: tuple[int, int, int]
+    body: Region
+
+    def tensor(self, name: str) -> TensorParameter:
+        """The tensor of a name."""
+        return next(each for each in self.tensors if each.name == name)
+
+    def __str__(self) -> str: return self._text
+
+    @functools.cached_property
+    def _text(self) -> str: return "\n".join(_Printer().program(self)) + "\n"
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """The pointers of its kernels (tile/reference.py)."""
+        from tinygrad_nv.tile.reference import Argument, dense
+        return tuple(Argument(each.name, each.dtype, (dense(*each.shape or (1,)),), "out" if each.output
+                              else "in")
+                     for each in self.tensors)
+
+    @functools.cached_property
+    def key(self) -> str:
+        """The same for the same program, wherever it was written."""
+        return hashlib.sha256(str(self).encode()).hexdigest()
+
+
+class _Printer:
+    """The text of a program: one line an operation, values numbered in their order."""
+
+    def __init__(self) -> None: self.names: dict[Value, str] = {}
+
+    def name(self, value: Value) -> str: return self.names.setdefault(value, f"%{len(self.names)}")
+
+    def listed(self, values: tuple[Value, ...]) -> str: return ", ".join(map(self.name, values))
+
+    def typed(self, values: tuple[Value, ...]) -> str:
+        return ", ".join(f"{self.name(each)}: {each.type}" for each in values)
+
+    def program(self, program: Program) -> list[str]:
+        tensors = ", ".join(map(str, program.tensors))
+        lines = [f"program {program.name}({tensors}) grid {'x'.join(map(str, program.grid))}"]
+        return [*lines, *self.region(program.body, "  ")]
+
+    def region(self, region: Region, indent: str) -> list[str]:
+        lines = []
+        for op in region.ops:
+            shown = [f"{name}={_shown(value)}" for name, value in op.attributes.items()]
+            left = f"{self.typed(op.results)} = " if op.results else ""
+            operands = f" {self.listed(op.operands)}" if op.operands else ""
+            lines.append(f"{indent}{left}{op.name}{operands}{' [' + ', '.join(shown) + ']' if shown else ''}")
+            for inner in op.regions:
+                arguments = f" ({self.typed(inner.arguments)})" if inner.arguments else ""
+                lines.append(f"{indent}  region{arguments}")
+                lines += self.region(inner, indent + "    ")
+        if region.yields: lines.append(f"{indent}yield {self.listed(region.yields)}")
+        return lines
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, DType): return short(value)
+    if isinstance(value, float): return value.hex() if value == value else "nan"
+    if isinstance(value, tuple): return "x".join(map(_shown, value)) or "()"
+    return str(value)
