@@ -1,6 +1,8 @@
 """Precision of training as recipes: what is computed and kept in how many bits, and which state that needs.
 
 Read in this order:
+  policy.py        policies of a dtype, bf16 @accum(f32) @stochastic_round
+  meet.py          what two operands of an operation come to
   recipes.py       `PrecisionRecipe` by name: dtypes, master weights, loss scaling, FP8 and its scales
   rule.py          which matrices are multiplied in FP8, and why others are not
   loss_scaling.py  the scale of the loss, as torch's GradScaler moves it

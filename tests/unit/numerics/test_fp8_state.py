@@ -21,6 +21,7 @@ def updated(how: DelayedScaling, history: np.ndarray, scale: np.ndarray) -> tupl
     return rolled, scale
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", [
     DelayedScaling(amax_history_len=4), DelayedScaling(amax_history_len=1, margin=2),
     DelayedScaling(amax_history_len=3, amax_compute_algo="most_recent", margin=-1)], ids=str)

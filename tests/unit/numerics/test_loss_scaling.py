@@ -11,6 +11,7 @@ from tinygrad_nv.numerics.loss_scaling import LossScaler
 from tinygrad_nv.train.optimizers import StateOptions, adamw
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", [LossScaling(growth_interval=3), LossScaling(2.0 ** 126, growth_interval=1),
                                  LossScaling(3.0, 1.7, 0.3, 2)], ids=str)
 def test_scales_are_those_of_torch(how: LossScaling):

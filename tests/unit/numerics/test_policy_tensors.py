@@ -1,0 +1,234 @@
+"""Policies in ordinary Tensor programs: stores bit for bit as the executable model's, what operands come to,
+and what is refused."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
+
+from tinygrad_nv import explain
+from tinygrad_nv.errors import NumericsError
+from tinygrad_nv.numerics import tensors
+from tinygrad_nv.numerics.policy import accum, deterministic, loss_scale, saturate, stochastic_round
+from tinygrad_nv.numerics.semantics import FORMATS, encode
+from tinygrad_nv.tile.attention.dropout import philox
+from tinygrad_nv.tile.expression import short
+
+bf16, f16, f32, e4m3, e5m2 = dtypes.bfloat16, dtypes.float16, dtypes.float32, dtypes.fp8e4m3, dtypes.fp8e5m2
+SEED = 7 << 32 | 5
+random = np.random.default_rng(0)
+
+
+def numbers(count: int = 4000) -> np.ndarray:
+    """Of all sizes, and edges."""
+    sizes = random.standard_normal(count) * 10.0 ** random.integers(-12, 7, count)
+    edges = [0, -0.0, np.inf, -np.inf, 65504, 65519.9, 65520, 448, 464, 465, -1e9, 2**-24, 2**-25, 2**-26 * 3,
+             1e-45, 3.4e38, -3.39e38, 57344, 61440, 1 / 3]
+    return np.concatenate([sizes, edges]).astype(np.float32)
+
+
+def codes(x: Tensor) -> np.ndarray:
+    """As they lie in memory."""
+    buffer = x.contiguous().realize().uop.base.buffer
+    return np.frombuffer(buffer.as_memoryview(), {1: np.uint8, 2: np.uint16, 4: np.uint32}[x.dtype.itemsize])
+
+
+def noise(count: int, seed: int = SEED) -> np.ndarray:
+    at = np.arange(count, dtype=np.uint64)
+    key = [np.uint64(seed & 0xffffffff), np.uint64(seed >> 32)]
+    return (philox((at, at * 0, at * 0, at * 0), key)[0] & np.uint64(0xffff)).astype(np.int64)
+
+
+def model(x: np.ndarray, dtype: DType, rounding: str = "rn", clamp: bool = False) -> np.ndarray:
+    """Codes; of FP8 subnormal numbers are zeros."""
+    of = FORMATS[short(dtype)]
+    made = encode(x.astype(np.float64), of, rounding, clamp or of.bits == 8, noise(len(x)))
+    if of.bits == 8: made = np.where((made & (of.sign - 1)) < 1 << of.mantissa, made & of.sign, made)
+    return made.astype(of.kind)
+
+
+@pytest.mark.parametrize("dtype", [bf16, f16, e4m3, e5m2], ids=short)
+@pytest.mark.parametrize(("policy", "rounding"), [(None, "rn"), (saturate, "rn"),
+                                                  (stochastic_round(SEED), "rs")],
+                         ids=["plain", "saturate", "stochastic"])
+def test_stores(dtype: DType, policy: object, rounding: str):
+    x = numbers()
+    found = codes(tensors.store(Tensor(x), dtype if policy is None else dtype @ policy))
+    np.testing.assert_array_equal(found, model(x, dtype, rounding, policy is saturate))
+
+
+def test_nan_stays_nan():
+    for dtype in (bf16, f16, e4m3, e5m2):
+        for policy in (saturate, stochastic_round(1)):
+            assert np.isnan(tensors.store(Tensor([np.nan, -np.nan]), dtype @ policy).float().numpy()).all()
+
+
+def test_stochastic_rounding_has_the_mean_of_what_it_rounds():
+    x = np.full(20000, 1 + 2.0**-10, np.float32)
+    for dtype in (bf16, e4m3):
+        mean = tensors.store(Tensor(x), dtype @ stochastic_round(3)).float().numpy().mean()
+        unit = 2.0**-7 if dtype == bf16 else 2.0**-3
+        # of 20000 draws six standard deviations
+        assert abs(mean - x[0]) < 6 * unit * 0.5 / 20000**0.5
+
+
+def test_without_a_seed_the_generator_draws():
+    x = Tensor(numbers()).realize()
+    def drawn() -> np.ndarray: return codes(tensors.store(x, bf16 @ stochastic_round)).copy()
+    Tensor.manual_seed(1)
+    first, second = drawn(), drawn()
+    Tensor.manual_seed(1)
+    assert (drawn() == first).all()
+    assert (first != second).any()
+
+
+@pytest.mark.parametrize("to", [bf16 @ stochastic_round(3), f16 @ stochastic_round(3), e4m3, e5m2,
+                                e4m3 @ stochastic_round(3), bf16 @ saturate], ids=str)
+def test_the_gradient_of_a_store_is_that_of_a_cast(to: object):
+    x = drawn(f32, 40)
+    weight = Tensor(random.integers(-4, 5, 40).astype(np.float32)).realize()    # numbers of all dtypes
+    found, = (tensors.store(x, to).float() * weight).sum().gradient(x)
+    np.testing.assert_array_equal(found.numpy(), weight.numpy())
+    far = Tensor([1e9, 2.0]).realize()
+    found, = tensors.store(far, e4m3).float().sum().gradient(far)
+    assert found.tolist() == [0, 1]     # of a number that was clamped
+
+
+def test_a_store_of_a_tensor_on_several_devices():
+    x = drawn(f32, 8, 5)
+    parts = x.shard(("CPU:0", "CPU:1"), 0).realize()
+    np.testing.assert_array_equal(codes(tensors.store(parts, bf16 @ stochastic_round(SEED)).to("CPU")),
+                                  codes(tensors.store(x, bf16 @ stochastic_round(SEED))))
+
+
+@pytest.mark.parametrize("dtype", [dtypes.int8, dtypes.uint8])
+def test_integers_saturate(dtype: DType):
+    x = np.array([-1000, -129, -128, 0, 127, 128, 255, 256, 99999], np.int32)
+    info = np.iinfo(np.int8 if dtype == dtypes.int8 else np.uint8)
+    found = tensors.store(Tensor(x), dtype @ saturate).numpy()
+    np.testing.assert_array_equal(found, x.clip(info.min, info.max))
+
+
+# **** operations ****
+
+def drawn(dtype: DType, *shape: int, scale: float = 1.0) -> Tensor:
+    values = (random.standard_normal(shape) * scale).astype(np.float32)
+    return Tensor(values).cast(dtype).contiguous().realize()
+
+
+def sums(a: Tensor, b: Tensor) -> np.ndarray:
+    """float32 FMAs along k, one after the other: what a blocked matmul of one block of k has on a CPU.
+    Products of 16-bit numbers are exact in float32, and so an FMA is one rounded addition."""
+    x, w = a.float().numpy(), b.float().numpy()
+    total = np.zeros((x.shape[0], w.shape[1]), np.float32)
+    for k in range(x.shape[1]): total += x[:, k:k + 1] * w[k:k + 1]
+    return total
+
+
+@pytest.mark.parametrize("out", [bf16 @ stochastic_round(SEED), bf16 @ saturate, f16 @ saturate, f32,
+                                 e4m3 @ saturate], ids=str)
+def test_matmuls_store_their_sums_as_they_are_told(out: object):
+    a, b = drawn(bf16, 6, 64, scale=40), drawn(bf16, 64, 40, scale=40)
+    made = tensors.matmul(a, b, of=bf16 @ accum(f32), out=out)
+    with deterministic():       # whose order of sums is that of k
+        found = codes(tensors.matmul(a, b, of=bf16 @ accum(f32), out=out))
+        assert "gemm" in [k.template for k in explain(made).kernels]
+    total = sums(a, b).ravel()
+    rounding = "rs" if "stochastic" in str(out) else "rn"
+    clamp = "saturate" in str(out)
+    wanted = total.view(np.uint32) if out == f32 else model(total, out.dtype, rounding, clamp)
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_clamp_is_the_matmuls_epilogue():
+    a, b = drawn(bf16, 6, 64), drawn(bf16, 64, 40)
+    found = explain(tensors.matmul(a, b, of=bf16, out=f16 @ saturate)).kernels
+    assert len(found) == 1
+    assert "where" in str(found[0].spec)
+
+
+def test_sums_that_templates_do_not_keep_are_tinygrads():
+    a, b = drawn(f16, 6, 64), drawn(f16, 64, 40)
+    found = explain(tensors.matmul(a, b, of=f16 @ accum(f16))).kernels
+    assert [k.template for k in found] == [None]
+    assert found[0].reason == "gemm: the sum is accumulated in f16"
+    for call in (lambda: tensors.rmsnorm(a, of=f16 @ accum(f16)),
+                 lambda: tensors.attention(a, a, a, of=f16 @ accum(f16))):
+        with pytest.raises(NumericsError, match="softmax and norms have no other sums"): call()
+
+
+def test_loss_scales_are_powers_of_two_that_change_no_digit():
+    a, b = drawn(f16, 6, 64), drawn(f16, 64, 40)
+    scaled = tensors.store(a, f16 @ loss_scale(8.0))
+    plain = tensors.matmul(a, b, of=f16, out=f32).numpy()
+    both = f16 @ loss_scale(8.0), f16
+    np.testing.assert_array_equal(tensors.matmul(scaled, b, of=both, out=f32).numpy(), plain)
+    back = tensors.matmul(scaled, b, of=both, out=bf16 @ loss_scale(2.0))
+    np.testing.assert_array_equal(codes(back), codes(Tensor(plain * 2).cast(bf16)))
+    np.testing.assert_array_equal(tensors.softmax(scaled, of=f16 @ loss_scale(8.0), out=f32).numpy(),
+                                  tensors.softmax(a, of=f16, out=f32).numpy())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention(causal: bool):
+    q, k, v = (drawn(bf16, 1, 2, 9, 16) for _ in range(3))
+    sums = tensors.attention(q, k, v, of=bf16, out=f32, is_causal=causal)
+    assert [x.template for x in explain(sums).kernels] == ["flash"]
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        *(torch.from_numpy(x.float().numpy()).double() for x in (q, k, v)), is_causal=causal).numpy()
+    assert np.abs(sums.numpy() - exact).max() < 2**-7
+    found = codes(tensors.attention(q, k, v, of=bf16, out=bf16 @ stochastic_round(SEED), is_causal=causal))
+    np.testing.assert_array_equal(found, model(sums.numpy().ravel(), bf16, "rs"))
+
+
+NORMS: list[Callable[..., Tensor]] = [tensors.rmsnorm, tensors.layernorm, tensors.softmax]
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms(norm: Callable[..., Tensor]):
+    x = drawn(bf16, 5, 300)
+    wide = norm(x, of=bf16, out=f32).numpy()
+    for out in (bf16 @ stochastic_round(SEED), bf16 @ saturate, e4m3 @ saturate):
+        rounding = "rs" if "stochastic" in str(out) else "rn"
+        wanted = model(wide.ravel(), out.dtype, rounding)
+        np.testing.assert_array_equal(codes(norm(x, of=bf16, out=out)), wanted)
+        found = [each.template for each in explain(norm(x, of=bf16, out=out)).kernels if each.flops]
+        assert found == (["norm"] if out == bf16 @ saturate else ["norm", None])
+
+
+def test_what_is_deterministic_has_the_same_bits_alone_and_among_others():
+    x, w = drawn(f32, 64, 1500), drawn(f32, 1500, 40)
+    def first(rows: int, of: object) -> np.ndarray:
+        return tensors.matmul(x[:rows].clone().realize(), w, of=of).numpy()[0]
+    assert (first(1, f32 @ deterministic) == first(64, f32 @ deterministic)).all()
+    assert (first(1, f32) != first(64, f32)).any()
+
+
+def test_what_does_not_fit_is_refused_before_anything_runs():
+    a, b = Tensor.empty(4, 8, dtype=f16), Tensor.empty(8, 4, dtype=bf16)
+    with pytest.raises(NumericsError, match="the left operand is f16, and said to be bf16"):
+        tensors.matmul(a, b, of=bf16)
+    with pytest.raises(NumericsError, match="neither f16 nor bf16 holds"):
+        tensors.matmul(a, b, of=(f16, bf16))
+    with pytest.raises(NumericsError, match="values of different scales are added"):
+        tensors.add(a, a, of=(f16 @ loss_scale(8.0), f16))
+    with pytest.raises(NumericsError, match="their product has a scale of 16"):
+        tensors.matmul(a, a.T, of=(f16 @ loss_scale(8.0), f16 @ loss_scale(2.0)))
+    q = Tensor.empty(1, 1, 4, 8, dtype=f16)
+    with pytest.raises(NumericsError, match="softmax is not linear"):
+        tensors.attention(q, q, q, of=(f16 @ loss_scale(8.0), f16, f16))
+
+
+def test_sums_of_integers_are_exact():
+    a, b = (Tensor(random.integers(-128, 128, shape).astype(np.int8)).realize()
+            for shape in ((5, 70), (70, 9)))
+    wanted = a.numpy().astype(np.int32) @ b.numpy().astype(np.int32)
+    np.testing.assert_array_equal(tensors.matmul(a, b, of=dtypes.int8, out=dtypes.int32).numpy(), wanted)
+    clamped = tensors.matmul(a, b, of=dtypes.int8, out=dtypes.int8 @ saturate).numpy()
+    np.testing.assert_array_equal(clamped, wanted.clip(-128, 127))
+
+
