@@ -1,0 +1,91 @@
+"""Operators of com.microsoft give what onnxruntime gives."""
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper
+from tinygrad.helpers import Context
+
+from tinygrad_nv.onnx import OnnxRunner
+
+RNG = np.random.default_rng(4)
+B, S, H, H_KV, D = 2, 5, 4, 2, 16
+
+
+def floats(*shape: int) -> np.ndarray: return RNG.standard_normal(shape, dtype=np.float32)
+
+
+def checked(op: str, inputs: dict[str, np.ndarray], outputs: int = 1, domain: str = "com.microsoft",
+            **attributes: Any) -> None:
+    """Compares all outputs of one node; a name that begins with _ is an input that is left out."""
+    given = {name: each for name, each in inputs.items() if not name.startswith("_")}
+    names = [name if name in given else "" for name in inputs]
+    made = [f"y{i}" for i in range(outputs)]
+    graph = helper.make_graph(
+        [helper.make_node(op, names, made, domain=domain, **attributes)], "g",
+        [helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(each.dtype), each.shape)
+         for name, each in given.items()],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in made])
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    wanted = session.run(None, given)
+    with Context(DEV="CPU"):
+        for found, each in zip(OnnxRunner(model)(given).values(), wanted, strict=True):
+            np.testing.assert_allclose(found.numpy(), each, rtol=1e-4, atol=1e-5)
+
+
+def tables() -> tuple[np.ndarray, np.ndarray]:
+    angle = np.outer(np.arange(32), 1 / 100 ** (np.arange(D // 2) / (D // 2)))
+    return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+
+
+def test_norms():
+    x, skip, w = floats(B, S, 64), floats(B, S, 64), floats(64)
+    checked("SkipSimplifiedLayerNormalization", {"x": x, "s": skip, "w": w}, epsilon=1e-6)
+    checked("SimplifiedLayerNormalization", {"x": x, "w": w}, domain="", axis=-1, epsilon=1e-6)
+    checked("SkipLayerNormalization", {"x": x, "s": skip, "w": w, "b": floats(64)}, epsilon=1e-6)
+
+
+def test_activations():
+    checked("QuickGelu", {"x": floats(3, 7)}, alpha=1.702)
+    checked("FastGelu", {"x": floats(3, 7), "b": floats(7)})
+    checked("BiasGelu", {"x": floats(3, 7), "b": floats(7)})
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("interleaved", [0, 1])
+@pytest.mark.parametrize("positions", [np.array([3]), RNG.integers(0, 32, (B, S))], ids=["first", "each"])
+def test_rotation(interleaved: int, positions: np.ndarray):
+    cos, sin = tables()
+    inputs = {"x": floats(B, S, H * D), "p": positions.astype(np.int64), "c": cos, "s": sin}
+    checked("RotaryEmbedding", inputs, interleaved=interleaved)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("rotary", [0, 1])
+@pytest.mark.parametrize("window", [-1, 3])
+@pytest.mark.parametrize("new", [1, S])
+def test_grouped_queries(rotary: int, window: int, new: int):
+    """A prompt, and a step after a past."""
+    past = 6 if new == 1 else 0
+    cos, sin = tables()
+    inputs = {"q": floats(B, new, H * D), "k": floats(B, new, H_KV * D), "v": floats(B, new, H_KV * D),
+              "pk": floats(B, H_KV, past, D), "pv": floats(B, H_KV, past, D),
+              "n": np.full(B, past + new - 1, np.int32), "t": np.array(past + new, np.int32)}
+    if rotary: inputs |= {"c": cos, "s": sin}
+    checked("GroupQueryAttention", inputs, 3, num_heads=H, kv_num_heads=H_KV, do_rotary=rotary,
+            local_window_size=window)
+
+
+def test_many_heads():
+    q, k, v = floats(B, S, H * D), floats(B, 7, H * D), floats(B, 7, H * D)
+    checked("MultiHeadAttention", {"q": q, "k": k, "v": v}, num_heads=H)
+    checked("MultiHeadAttention", {"q": q, "k": k, "v": v, "b": floats(3 * H * D)}, num_heads=H)
+    checked("MultiHeadAttention", {"q": q, "k": k, "v": v, "_": q, "m": np.array([7, 4], np.int32)},
+            num_heads=H)
+    checked("MultiHeadAttention", {"q": q, "k": k, "v": v, "_": q, "_m": q, "a": floats(B, H, S, 7)},
+            num_heads=H, scale=0.3)

@@ -1,0 +1,107 @@
+"""What a runner takes and gives, and how nodes are computed: on the host, by definition, in other graphs."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from tinygrad import Tensor, TinyJit
+from tinygrad.helpers import Context
+
+from tinygrad_nv import GlobalCounters, explain
+from tinygrad_nv.onnx import OnnxRunner
+from tinygrad_nv.onnx.elements import MINIFLOATS, rounded
+
+
+@pytest.fixture(autouse=True)
+def cpu() -> Iterator[None]:
+    with Context(DEV="CPU"): yield
+
+
+def model(text: str, **constants: np.ndarray) -> onnx.ModelProto:
+    """A model from ONNX's text form."""
+    made = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]> {text}')
+    weights = [onnx.numpy_helper.from_array(each, name) for name, each in constants.items()]
+    made.graph.initializer.extend(weights)
+    return made
+
+
+SUM = "g (float[n, 3] x, float[n, 3] y) => (float[n, 3] z) { z = Add(x, y) }"
+
+
+@pytest.mark.parametrize("source", ["path", "bytes", "proto"])
+def test_where_a_model_comes_from(source: str, tmp_path: Path):
+    proto = model(SUM)
+    onnx.save(proto, tmp_path / "m.onnx")
+    sources = {"path": tmp_path / "m.onnx", "bytes": proto.SerializeToString(), "proto": proto}
+    runner = OnnxRunner(sources[source])
+    assert (runner.inputs, runner.outputs) == (("x", "y"), ("z",))
+    found = runner({"x": np.ones((2, 3), np.float32), "y": Tensor.ones(2, 3)})
+    np.testing.assert_array_equal(found["z"].numpy(), np.full((2, 3), 2.0))
+
+
+def test_shape_arithmetic_runs_no_kernel():
+    """The chain that exporters write for x.view(x.shape[0], -1, 2)."""
+    runner = OnnxRunner(model("""g (float[n, k] x) => (float[a, b, c] y) {
+        s = Shape(x)  i = Constant<value: tensor = int64 {0}>()  n = Gather(s, i)
+        axes = Constant<value_ints = [0]>()  row = Unsqueeze(n, axes)
+        rest = Constant<value_ints = [-1]>()  two = Constant<value_ints = [2]>()
+        shape = Concat<axis = 0>(row, rest, two)  y = Reshape(x, shape) }"""))
+    x = Tensor.arange(24).reshape(4, 6).float().contiguous().realize()
+    before = GlobalCounters.kernel_count
+    made = runner({"x": x})["y"]
+    assert made.shape == (4, 3, 2)
+    assert explain(made).kernels == []
+    assert GlobalCounters.kernel_count == before
+
+
+def test_a_graph_sees_names_around_it():
+    text = """g (bool c, float[2] x) => (float[2] y) {
+        y = If (c) <then_branch = t () => (float[2] a) { a = Add(x, x) },
+                    else_branch = e () => (float[2] b) { b = Neg(x) }> }"""
+    runner, x = OnnxRunner(model(text)), np.array([1, 2], dtype=np.float32)
+    assert runner({"c": np.array(True), "x": x})["y"].tolist() == [2, 4]
+    assert runner({"c": np.array(False), "x": x})["y"].tolist() == [-1, -2]
+
+
+def test_functions_of_the_model():
+    made = model("g (float[2] x) => (float[2] y) { y = own.twice(x) }")
+    made.opset_import.append(helper.make_opsetid("own", 1))
+    body = helper.make_node("Add", ["a", "a"], ["b"])
+    made.functions.append(helper.make_function("own", "twice", ["a"], ["b"], [body],
+                                               [helper.make_opsetid("", 21)]))
+    assert OnnxRunner(made)({"x": np.array([1, 2], dtype=np.float32)})["y"].tolist() == [2, 4]
+
+
+def test_a_captured_call():
+    weight = np.random.default_rng(1).standard_normal((3, 3)).astype(np.float32)
+    runner = OnnxRunner(model("g (float[2, 3] x) => (float[2, 3] y) { y = MatMul(x, w) }", w=weight))
+    step = TinyJit(lambda x: runner({"x": x})["y"].realize())
+    for i in range(4):
+        x = Tensor(np.full((2, 3), i, dtype=np.float32)).realize()
+        np.testing.assert_allclose(step(x).numpy(), x.numpy() @ weight, rtol=1e-5)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind", MINIFLOATS, ids=lambda kind: TensorProto.DataType.Name(kind))
+@pytest.mark.parametrize("saturate", [True, False])
+def test_floats_of_few_bits_are_those_of_ml_dtypes(kind: int, saturate: bool):
+    dtype = helper.tensor_dtype_to_np_dtype(kind)
+    every = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+    every = every[np.isfinite(every) & (np.abs(every) < 1e9)]
+    limit = float(ml_dtypes.finfo(dtype).max)
+    wanted = (np.clip(every, -limit, limit) if saturate else every).astype(dtype).astype(np.float32)
+    np.testing.assert_array_equal(rounded(Tensor(every), kind, saturate).numpy(), wanted)
+
+
+def test_sequences_and_strings():
+    text = "g (string[n] s, string[n] t) => (string[n] u) { u = StringConcat(s, t) }"
+    assert OnnxRunner(model(text))({"s": ["a", "b"], "t": ["c", "d"]})["u"].tolist() == ["ac", "bd"]
+    text = "g (float[2] x, float[2] y) => (seq(float[2]) s) { s = SequenceConstruct(x, y) }"
+    given: dict[str, Any] = {"x": np.zeros(2, np.float32), "y": np.ones(2, np.float32)}
+    assert [each.tolist() for each in OnnxRunner(model(text))(given)["s"]] == [[0, 0], [1, 1]]

@@ -1,0 +1,150 @@
+"""A model file as graphs: read, checked, and its constants loaded once.
+
+Protocol: `read(model)` gives a `ModelProto` that onnx's checker accepts, and the directory of its external
+data. `graph_of(proto, …)` turns a GraphProto into a `Graph`: nodes with their attributes as Python values,
+constants as values. A small constant stays a numpy array, so that shape arithmetic needs no device; a scalar
+becomes a constant of the Tensor graph; the others are Tensors on the default device.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from onnx import AttributeProto, checker, helper, inliner, numpy_helper
+from tinygrad import Tensor
+
+from tinygrad_nv.errors import OnnxError
+from tinygrad_nv.onnx.elements import Value, from_numpy
+
+HOST_SIZE = 64      # elements of a constant that the host keeps: extents, axes, pads
+UNSHAPED = "Field 'shape' of 'type' is required but missing"
+FACTORS = 8         # elements of one that is floats: factors of Resize; a bias is longer
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """One node. `version` is the opset of its domain; an attribute that is a graph is a `Graph`."""
+    op: str
+    domain: str
+    version: int
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: dict[str, Any]
+    proto: onnx.NodeProto = field(repr=False)
+
+    @property
+    def place(self) -> str:
+        """The node in words, for errors."""
+        return f"node {self.name or ', '.join(self.outputs)!r} (op {self.op}, domain " \
+               f"{self.domain or 'ai.onnx'}, opset {self.version})"
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A graph, or the body of a node. `types` are those of its inputs."""
+    nodes: tuple[Node, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    constants: dict[str, Value]
+    types: dict[str, onnx.TypeProto]
+
+
+def read(model: str | Path | bytes | onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
+    """The model, with its own functions inlined, and the directory of external data. Raises `OnnxError`."""
+    proto, directory = _parsed(model)
+    try: checker.check_model(str(model) if isinstance(model, str | Path) else proto)
+    except (checker.ValidationError, ValueError) as error:
+        # runtimes take outputs without shapes, and exporters write them
+        if UNSHAPED not in str(error):
+            raise OnnxError(f"a model that onnx's checker refuses: {_first_line(error)}",
+                            f"a model of IR version up to {onnx.IR_VERSION} that onnx.checker accepts",
+                            "export the model again") from error
+    return (inliner.inline_local_functions(proto) if proto.functions else proto), directory
+
+
+def _parsed(model: str | Path | bytes | onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
+    """The message and the directory of its external data."""
+    if isinstance(model, onnx.ModelProto): return model, ""
+    path = None if isinstance(model, bytes) else Path(model)
+    if path is not None and not path.is_file():
+        raise OnnxError(f"no file at {path}", "an ONNX model file", "check the path")
+    try:
+        proto = onnx.load_model_from_string(model) if isinstance(model, bytes) else \
+            onnx.load(str(path), load_external_data=False)
+    except (DecodeError, ValueError, UnicodeDecodeError) as error:
+        name = f"{len(model)} bytes" if isinstance(model, bytes) else str(path)
+        raise OnnxError(f"{name}: no ONNX model ({_first_line(error)})", "what onnx.save writes",
+                        "check that the file is whole") from error
+    return proto, "" if path is None else str(path.parent)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def opsets(proto: onnx.ModelProto) -> dict[str, int]:
+    """The version of each domain."""
+    return {_domain(each.domain): each.version for each in proto.opset_import}
+
+
+def graph_of(proto: onnx.GraphProto, versions: dict[str, int], directory: str) -> Graph:
+    """A graph. Raises `OnnxError` for external data that is missing."""
+    constants = {each.name: _constant(each, directory) for each in proto.initializer}
+    constants |= {each.values.name: _dense(each) for each in proto.sparse_initializer}
+    inputs = {each.name: each.type for each in proto.input if each.name not in constants}
+    nodes = tuple(node_of(each, versions, directory) for each in proto.node)
+    return Graph(nodes, tuple(inputs), tuple(each.name for each in proto.output), constants, inputs)
+
+
+def node_of(proto: onnx.NodeProto, versions: dict[str, int], directory: str = "") -> Node:
+    """A node with its attributes as Python values."""
+    domain = _domain(proto.domain)
+    attributes = {each.name: _attribute(each, versions, directory) for each in proto.attribute}
+    return Node(proto.op_type, domain, versions.get(domain, 1), proto.name, tuple(proto.input),
+                tuple(proto.output), attributes, proto)
+
+
+def _domain(name: str) -> str: return "" if name == "ai.onnx" else name
+
+
+def _attribute(proto: AttributeProto, versions: dict[str, int], directory: str) -> Any:
+    """An attribute: text for bytes, an array for a tensor."""
+    if proto.type == AttributeProto.GRAPH: return graph_of(proto.g, versions, directory)
+    if proto.type == AttributeProto.TENSOR: return _array(proto.t, directory)
+    if proto.type == AttributeProto.SPARSE_TENSOR: return _dense(proto.sparse_tensor)
+    found = helper.get_attribute_value(proto)
+    if isinstance(found, bytes): return found.decode()
+    if not isinstance(found, list | tuple) and not hasattr(found, "extend"): return found
+    return [each.decode() if isinstance(each, bytes) else each for each in found]
+
+
+def _array(proto: onnx.TensorProto, directory: str) -> np.ndarray:
+    """The elements of a tensor of the file."""
+    try: return numpy_helper.to_array(proto, base_dir=directory)
+    except (OSError, ValueError, TypeError, checker.ValidationError) as error:
+        raise OnnxError(f"the constant {proto.name!r} cannot be read: {_first_line(error)}",
+                        "its data in the model, or in the file that it names beside it",
+                        "keep external data files beside the model") from error
+
+
+def _constant(proto: onnx.TensorProto, directory: str) -> Value:
+    """A small constant as an array, another one on the device."""
+    array = _array(proto, directory)
+    most = FACTORS if array.dtype.kind == "f" else HOST_SIZE
+    if array.ndim <= 1 and array.size <= most and array.dtype.kind in "biuf": return array
+    made = from_numpy(array)
+    return made.realize() if isinstance(made, Tensor) else made
+
+
+def _dense(proto: onnx.SparseTensorProto) -> np.ndarray:
+    """A sparse constant with its zeros."""
+    values, indices = numpy_helper.to_array(proto.values), numpy_helper.to_array(proto.indices)
+    made = np.zeros(tuple(proto.dims), dtype=values.dtype)
+    if indices.ndim == 1: made.reshape(-1)[indices] = values
+    else: made[tuple(indices.T)] = values
+    return made

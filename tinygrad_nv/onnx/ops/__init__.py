@@ -1,0 +1,1 @@
+"""Functions of ops, by subject: what tinygrad lacks, or computes otherwise than ONNX says."""

@@ -1,0 +1,185 @@
+"""If, Loop, Scan, sequences and optionals.
+
+Protocol: a condition and a number of iterations are read from their Tensors, so that only the graph that is
+taken is evaluated; a scan's number of iterations is an extent, which needs no value.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from tinygrad import Tensor, dtypes
+
+from tinygrad_nv.errors import OnnxError
+from tinygrad_nv.onnx.elements import Narrow, Value, dtype_of, from_numpy
+from tinygrad_nv.onnx.model import Graph
+from tinygrad_nv.onnx.table import Call, op
+
+
+def tensor(x: Value) -> Tensor:
+    """A value that must be a Tensor."""
+    made = from_numpy(x) if isinstance(x, np.ndarray) else x
+    if not isinstance(made, Tensor): raise OnnxError(f"a {type(made).__name__}", "a tensor")
+    return made
+
+
+def number(x: Value) -> Any:
+    """The one element of a value."""
+    return x.item() if isinstance(x, np.ndarray) else tensor(x).item()
+
+
+@op("If", raw=True, call=True)
+def if_(call: Call, condition: Value, then_branch: Graph, else_branch: Graph) -> tuple[Value, ...]:
+    """One of two graphs."""
+    return tuple(call.evaluate(then_branch if number(condition) else else_branch, []))
+
+
+@op("Loop", raw=True, call=True)
+def loop(call: Call, most: Value, condition: Value, *state: Value, body: Graph) -> tuple[Value, ...]:
+    """A graph that is evaluated until its condition is false, or so often."""
+    trips = None if most is None else int(number(most))
+    going, carried = condition is None or bool(number(condition)), list(state)
+    rows: list[list[Value]] = [[] for _ in body.outputs[1 + len(state):]]
+    i = 0
+    while going and (trips is None or i < trips):
+        keep, *made = call.evaluate(body, [np.array(i, dtype=np.int64), np.array(going), *carried])
+        going, carried = bool(number(keep)), made[:len(state)]
+        for row, each in zip(rows, made[len(state):], strict=True): row.append(each)
+        i += 1
+    return (*carried, *(_stacked(row, 0) for row in rows))
+
+
+def _stacked(rows: list[Value], axis: int) -> Value:
+    """What iterations made, one after the other along a new dimension."""
+    if not rows: raise OnnxError("no iteration, so that the shape of what it makes is unknown",
+                                 "at least one iteration of a graph with scan outputs")
+    return Tensor.stack(*map(tensor, rows), dim=axis)
+
+
+@op("Scan", since=9, raw=True, call=True)
+def scan(call: Call, *inputs: Value, body: Graph, num_scan_inputs: int, scan_input_axes: Sequence[int] = (),
+         scan_input_directions: Sequence[int] = (), scan_output_axes: Sequence[int] = (),
+         scan_output_directions: Sequence[int] = ()) -> tuple[Value, ...]:
+    """A graph that is evaluated for each element along a dimension of its inputs."""
+    states = list(inputs[:len(inputs) - num_scan_inputs])
+    given = [tensor(each) for each in inputs[len(states):]]
+    axes = [scan_input_axes[i] if scan_input_axes else 0 for i in range(len(given))]
+    if scan_input_directions:
+        given = [each.flip(axes[i]) if scan_input_directions[i] else each for i, each in enumerate(given)]
+    rows: list[list[Value]] = [[] for _ in body.outputs[len(states):]]
+    for i in range(int(given[0].shape[axes[0]])):
+        slices = [each[(slice(None),) * (axis % each.ndim) + (i,)]
+                  for axis, each in zip(axes, given, strict=True)]
+        made = call.evaluate(body, [*states, *slices])
+        states = made[:len(states)]
+        for row, each in zip(rows, made[len(states):], strict=True): row.append(each)
+    made = []
+    for i, row in enumerate(rows):
+        backwards = bool(scan_output_directions) and bool(scan_output_directions[i])
+        made.append(_stacked(row[::-1] if backwards else row, scan_output_axes[i] if scan_output_axes else 0))
+    return (*states, *made)
+
+
+@op("Scan", since=8, raw=True, call=True)
+def scan_8(call: Call, lengths: Value, *inputs: Value, body: Graph, num_scan_inputs: int,
+           directions: Sequence[int] = ()) -> tuple[Value, ...]:
+    """The first version: a scan for each element of a batch."""
+    if lengths is not None: raise OnnxError("sequence_lens of Scan", "whole sequences", "export with opset 9")
+    batch = int(tensor(inputs[0]).shape[0])
+    made = [scan(call, *(tensor(each)[i] for each in inputs), body=body, num_scan_inputs=num_scan_inputs,
+                 scan_input_directions=directions) for i in range(batch)]
+    return tuple(_stacked(list(each), 0) for each in zip(*made, strict=True))
+
+
+# **** sequences ****
+
+@op("SequenceConstruct", raw=True)
+def construct(*inputs: Value) -> list[Value]: return list(inputs)
+
+
+@op("SequenceEmpty", raw=True)
+def empty(dtype: int = 1) -> list[Value]:
+    dtype_of(dtype)     # raises for a type that no Tensor has
+    return []
+
+
+@op("SequenceLength", raw=True)
+def length(sequence: list[Value]) -> np.ndarray: return np.array(len(sequence), dtype=np.int64)
+
+
+@op("SequenceAt", raw=True)
+def at(sequence: list[Value], position: Value) -> Value: return sequence[int(number(position))]
+
+
+@op("SequenceErase", raw=True)
+def erase(sequence: list[Value], position: Value = None) -> list[Value]:
+    i = -1 if position is None else int(number(position))
+    return [each for j, each in enumerate(sequence) if j != i % len(sequence)]
+
+
+@op("SequenceInsert", raw=True)
+def insert(sequence: list[Value], value: Value, position: Value = None) -> list[Value]:
+    i = len(sequence) if position is None else int(number(position))
+    made = list(sequence)
+    made.insert(i, value)
+    return made
+
+
+@op("ConcatFromSequence", raw=True)
+def joined(sequence: list[Value], axis: int, new_axis: int = 0) -> Tensor:
+    given = list(map(tensor, sequence))
+    return Tensor.stack(*given, dim=axis) if new_axis else Tensor.cat(*given, dim=axis)
+
+
+@op("SplitToSequence", raw=True)
+def split(x: Value, lengths: Value = None, axis: int = 0, keepdims: int = 1) -> list[Value]:
+    """Parts of given lengths, or of length 1, which may be without the dimension."""
+    whole = tensor(x)
+    if lengths is None:
+        parts = whole.split(1, axis)
+        return list(parts) if keepdims else [each.squeeze(axis) for each in parts]
+    known = lengths if isinstance(lengths, np.ndarray) else tensor(lengths).numpy()
+    return list(whole.split(int(known) if known.ndim == 0 else known.tolist(), axis))
+
+
+# **** optionals ****
+
+@op("Optional", raw=True)
+def optional(value: Value = None, type: object = None) -> Value: return value
+
+
+@op("OptionalHasElement", raw=True)
+def has_element(value: Value = None) -> np.ndarray: return np.array(value is not None)
+
+
+@op("OptionalGetElement", raw=True)
+def get_element(value: Value) -> Value:
+    if value is None: raise OnnxError("an optional without a value", "a value", "test OptionalHasElement")
+    return value
+
+
+@op("Identity", raw=True)
+def identity(value: Value) -> Value: return value
+
+
+@op("Constant", raw=True)
+def constant(value: np.ndarray | None = None, sparse_value: np.ndarray | None = None,
+             value_float: float | None = None, value_floats: Sequence[float] | None = None,
+             value_int: int | None = None, value_ints: Sequence[int] | None = None,
+             value_string: str | None = None, value_strings: Sequence[str] | None = None) -> Value:
+    """The one attribute that is given."""
+    for given in (value, sparse_value):
+        if given is not None: return from_numpy(given)
+    for one, several, dtype in ((value_float, value_floats, np.float32), (value_int, value_ints, np.int64)):
+        if one is not None: return np.array(one, dtype=dtype)
+        if several is not None: return np.array(several, dtype=dtype)
+    return np.array(value_string if value_strings is None else value_strings, dtype=object)
+
+
+@op("ConstantOfShape", host=(0,))
+def constant_of_shape(shape: np.ndarray, value: Tensor | Narrow | None = None) -> Tensor:
+    """A Tensor of equal elements."""
+    if isinstance(value, Narrow): raise OnnxError("a constant of narrow elements", "a type of tinygrad's")
+    made = Tensor(0.0, dtype=dtypes.float32) if value is None else value.reshape(())
+    return made.expand(tuple(map(int, shape))) if shape.size else made

@@ -1,0 +1,97 @@
+"""Ops whose values decide how many results there are, or where they come from.
+
+Protocol: NonMaxSuppression, Unique and labels are computed on the host: their results have extents that
+depend on values. ReverseSequence gathers on the device."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from tinygrad import Tensor
+
+from tinygrad_nv.onnx.elements import Value, from_numpy
+from tinygrad_nv.onnx.table import op
+
+
+@op("NonMaxSuppression", host=(0, 1, 2, 3, 4))
+def non_max_suppression(boxes: np.ndarray, scores: np.ndarray, most: np.ndarray | None = None,
+                        overlap: np.ndarray | None = None, least: np.ndarray | None = None,
+                        center_point_box: int = 0) -> Value:
+    """The boxes of each class with the highest scores that do not overlap a better one too much: rows of
+    (batch, class, box)."""
+    limit = 0 if most is None else int(most.item())
+    made = []
+    for batch, group in np.ndindex(*scores.shape[:2]):
+        corners = _corners(boxes[batch], center_point_box)
+        kept: list[int] = []
+        for i in np.argsort(-scores[batch, group], kind="stable"):
+            if len(kept) >= limit: break
+            if least is not None and not scores[batch, group, i] > least.item(): continue
+            if all(_overlap(corners[i], corners[j]) <= (0.0 if overlap is None else overlap.item())
+                   for j in kept): kept.append(int(i))
+        made += [(batch, group, i) for i in kept]
+    return from_numpy(np.array(made, dtype=np.int64).reshape(-1, 3))
+
+
+def _corners(boxes: np.ndarray, centred: int) -> np.ndarray:
+    """Boxes as low and high corners."""
+    a, b = boxes[:, :2], boxes[:, 2:]
+    if centred: return np.concatenate([a - b / 2, a + b / 2], axis=1)
+    return np.concatenate([np.minimum(a, b), np.maximum(a, b)], axis=1)
+
+
+def _overlap(a: np.ndarray, b: np.ndarray) -> float:
+    """The area of the intersection over that of the union."""
+    sides = np.minimum(a[2:], b[2:]) - np.maximum(a[:2], b[:2])
+    if (sides <= 0).any(): return 0.0
+    both = float(np.prod(sides))
+    return both / (float(np.prod(a[2:] - a[:2])) + float(np.prod(b[2:] - b[:2])) - both)
+
+
+@op("Unique", host=(0,))
+def unique(x: np.ndarray, axis: int | None = None, sorted: int = 1) -> tuple[Value, ...]:
+    """Distinct elements, where each first occurs, which one each element is, and how often."""
+    y, first, inverse, counts = np.unique(x, return_index=True, return_inverse=True, return_counts=True,
+                                          axis=axis)
+    inverse = inverse.reshape(-1)
+    if not sorted:
+        order = np.argsort(first)
+        y = np.take(y, order, axis=0 if axis is None else axis)
+        first, counts, inverse = first[order], counts[order], np.argsort(order)[inverse]
+    numbers = (from_numpy(each.astype(np.int64)) for each in (first, inverse, counts))
+    return from_numpy(np.asarray(y)), *numbers
+
+
+@op("ReverseSequence")
+def reverse_sequence(x: Tensor, lengths: Tensor, batch_axis: int = 1, time_axis: int = 0) -> Tensor:
+    """The first elements of each sequence of a batch in the opposite order."""
+    shape = [1] * x.ndim
+    steps = Tensor.arange(int(x.shape[time_axis]))
+    steps = steps.reshape([-1 if i == time_axis else 1 for i in range(x.ndim)])
+    shape[batch_axis] = int(x.shape[batch_axis])
+    n = lengths.reshape(shape)
+    return x.gather(time_axis, (steps < n).where(n - 1 - steps, steps).expand(x.shape))
+
+
+@op("LabelEncoder", domain="ai.onnx.ml", raw=True)
+def label_encoder(x: Value, default_float: float = -0.0, default_int64: int = -1,
+                  default_string: str = "_Unused", default_tensor: np.ndarray | None = None,
+                  **tables: Sequence[Any] | np.ndarray) -> Value:
+    """A label for each key."""
+    keys = next(each for name, each in tables.items() if name.startswith("keys_"))
+    kind, values = next((name, each) for name, each in tables.items() if name.startswith("values_"))
+    usual: Any = {"values_floats": np.float32(default_float), "values_int64s": np.int64(default_int64),
+                  "values_strings": default_string}.get(kind)
+    if default_tensor is not None: usual = default_tensor.reshape(-1)[0]
+    from tinygrad_nv.onnx.elements import to_numpy
+    known = np.asarray(x if isinstance(x, np.ndarray) else to_numpy(x))
+    table = dict(zip(_plain(keys), _plain(values), strict=True))
+    made = [table.get(each, usual) for each in known.reshape(-1).tolist()]
+    dtype = object if isinstance(usual, str) else np.asarray(usual).dtype
+    return from_numpy(np.array(made, dtype=dtype).reshape(known.shape))
+
+
+def _plain(x: Sequence[Any] | np.ndarray) -> list[Any]:
+    """Keys or values as Python objects."""
+    return list(x.reshape(-1).tolist() if isinstance(x, np.ndarray) else x)
