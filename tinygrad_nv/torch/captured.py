@@ -1,0 +1,183 @@
+"""The launches of a graph for one set of shapes.
+
+Protocol. `Captured(plan, args)` lowers the plan's graph, with tinygrad collecting what it would run, plans
+the memory of intermediates and compiles. Arguments and results are parameters of the launches. A call sets
+the addresses that changed since the last one and runs all launches in one call into C: no scheduling, and no
+copies. Arguments are read, and results written, where torch has them, in the strides that torch expects.
+
+An argument whose memory tinygrad cannot address (memory.py) is copied first, and back if it is written.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tinygrad import Tensor
+from tinygrad.device import Device
+from tinygrad.engine import realize
+from tinygrad.schedule.memory import memory_plan_rewrite
+from tinygrad.uop.ops import Ops, UOp, buffers
+
+from tinygrad_nv.graphs.capture import graph_obstacle
+from tinygrad_nv.graphs.kept_buffers import buffers_of, live_tensors
+from tinygrad_nv.runtime.cpu.graph import CPUGraph
+from tinygrad_nv.torch.lowering import dtype_of, torch_dtype
+from tinygrad_nv.torch.memory import DEVICE, Layout, Slot, rebind, shareable
+
+Value = Any     # a Tensor, a number, or None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A function of Tensors and numbers that changes none of its arguments, and what is to be done besides.
+
+    `lower` is called once for each set of shapes. `layout` is that of a result by position and shape, None
+    for rows. `numbers`: arguments that are numbers on which it depends. `writes`: results by position, and
+    the arguments that they replace; those of `in_place` are there already. `static`: arguments whose layout
+    never changes, such as weights."""
+    lower: Callable[[Sequence[Value]], list[Value]]
+    layout: Callable[[int, tuple[int, ...]], Layout] | None = None
+    numbers: tuple[int, ...] = ()
+    writes: Mapping[int, int] = field(default_factory=dict)
+    in_place: frozenset[int] = frozenset()
+    static: frozenset[int] = frozenset()
+
+    def key(self, args: Sequence[Any]) -> Hashable:
+        """What a capture for arguments depends on."""
+        return (tuple(args[i] for i in self.numbers),
+                tuple(Layout.of(x) for x in args if isinstance(x, torch.Tensor)))
+
+
+class _Schedules:
+    """Collects what tinygrad would run, as TinyJit does."""
+
+    def __init__(self) -> None: self.calls: list[UOp] = []
+
+    def add_linear(self, linear: UOp, var_vals: dict[str, int]) -> None: self.calls += linear.src
+
+
+class Captured:
+    """A graph's launches for arguments of one set of shapes, numbers included."""
+
+    def __init__(self, plan: Plan, args: Sequence[Any]) -> None:
+        self.written = set(plan.writes.values())
+        self.numbers = [(i, args[i]) for i in plan.numbers]
+        self.checked = [(i, Layout.of(x)) for i, x in enumerate(args)
+                        if isinstance(x, torch.Tensor) and i not in plan.static]
+        shared = [shareable(x) if isinstance(x, torch.Tensor) else x for x in args]
+        self.slots = {i: Slot.of(x) for i, x in enumerate(shared)
+                      if isinstance(x, torch.Tensor) and x.numel()}
+        places = [slot.base for slot in self.slots.values()]
+        self.layouts = dict[int, Layout]()      # of results that are new
+        linear, made = self._recorded(plan, shared)
+        self.values = [None if isinstance(each, Tensor) else each for each in made]
+        self.results = [k for k in self.layouts if made[k].numel()]
+        fresh = [Slot.of(self.layouts[k].fresh()).base for k in self.results]
+        self._compile(linear, [*places, *(made[k].uop.base for k in self.results)], [*places, *fresh])
+
+    # **** capture ****
+
+    def _recorded(self, plan: Plan, args: Sequence[Any]) -> tuple[UOp, list[Any]]:
+        """What tinygrad would run, and the results: a Tensor each with memory of its own, in the order of
+        torch's strides."""
+        given = [self.slots[i].tensor if i in self.slots else _empty(x) for i, x in enumerate(args)]
+        existing = set(buffers) | buffers_of(tensor.uop for _, tensor in live_tensors())
+        schedules = _Schedules()
+        realize.capturing.append(schedules)
+        try:
+            made = list(plan.lower(given))
+            for k, each in enumerate(made):
+                if not isinstance(each, Tensor) or k in plan.in_place: continue
+                self.layouts[k] = _layout(plan, k, each)
+                made[k] = _laid(each, self.layouts[k])
+            _realized(each for each in made if isinstance(each, Tensor))
+            for k in self.layouts:
+                if not made[k].uop.has_buffer_identity() or made[k].uop.base in existing:
+                    made[k] = _realized([made[k].clone()])[0]
+                existing.add(made[k].uop.base)
+            self._write(plan, given, made)
+        finally: realize.capturing.clear()
+        return UOp(Ops.LINEAR, src=tuple(schedules.calls)), made
+
+    def _write(self, plan: Plan, given: Sequence[Any], made: list[Any]) -> None:
+        """Overwrites arguments, after all that reads them."""
+        for k, argument in plan.writes.items():
+            if k in plan.in_place: continue
+            layout = self.layouts.pop(k)
+            back = sorted(range(len(layout.order)), key=layout.order.__getitem__)
+            _realized([given[argument].assign(made[k].permute(back) if back else made[k])])
+
+    def _compile(self, linear: UOp, recorded: list[UOp], bound: list[UOp]) -> None:
+        """Compiles the launches over parameters."""
+        places = {u: UOp.param(i, u.dtype, u.shape, u.device) for i, u in enumerate(recorded)}
+        held = set(buffers) | buffers_of(tensor.uop for _, tensor in live_tensors())
+        linear = memory_plan_rewrite(linear.substitute(places, walk=True), held)
+        self.linear, self.bound = realize.compile_linear(linear), tuple(bound)
+        self.graph: CPUGraph | None = None
+        if self.linear.src and not graph_obstacle(self.linear, DEVICE):
+            whole = UOp(Ops.CUSTOM_FUNCTION, src=(self.linear,), arg="graph")
+            self.graph = Device[DEVICE].graph(whole, input_uops=self.bound)
+        self.addresses = [-1] * len(bound)
+
+    # **** replay ****
+
+    def fits(self, args: Sequence[Any]) -> bool:
+        """Whether arguments have the shapes, strides and numbers of this capture."""
+        for i, number in self.numbers:
+            if args[i] != number: return False
+        return all(args[i].shape == layout.shape and args[i].stride() == layout.strides
+                   for i, layout in self.checked)
+
+    def __call__(self, args: Sequence[Any]) -> list[Any]:
+        copies = []
+        for place, i in enumerate(self.slots):
+            if args[i].data_ptr() == self.addresses[place]: continue
+            if (x := shareable(args[i])) is not args[i]: copies.append((i, x))
+            self._bind(place, x)
+        made = list(self.values)
+        for k, layout in self.layouts.items(): made[k] = layout.fresh()
+        for place, k in enumerate(self.results, len(self.slots)): self._bind(place, made[k])
+        self._run()
+        for i, x in copies:
+            if i in self.written: args[i].copy_(x)
+        for i in self.written: torch.autograd.graph.increment_version(args[i])
+        return made
+
+    def _bind(self, place: int, x: torch.Tensor) -> None:
+        """Places a parameter at a tensor's memory."""
+        self.addresses[place] = address = x.data_ptr()
+        if self.graph is not None: self.graph.bind(place, address)
+        else: rebind(self.bound[place], address)
+
+    def _run(self) -> None:
+        if self.graph is not None: self.graph.replay()
+        elif self.linear.src:
+            realize.run_linear(self.linear, input_uops=self.bound, jit=True)
+            Device[DEVICE].synchronize()
+
+
+def _layout(plan: Plan, k: int, made: Tensor) -> Layout:
+    """Where torch wants a result."""
+    if plan.layout is not None: return plan.layout(k, tuple(made.shape))
+    return Layout.rows(tuple(made.shape), torch_dtype(made.dtype))
+
+
+def _empty(x: Any) -> Any:
+    """A number as it is; a tensor without elements."""
+    if not isinstance(x, torch.Tensor): return x
+    return Tensor.empty(*x.shape, dtype=dtype_of(x.dtype), device=DEVICE)
+
+
+def _laid(made: Tensor, layout: Layout) -> Tensor:
+    """A result with its dimensions in the order of torch's strides, to be stored without gaps."""
+    made = made.permute(layout.order) if made.ndim else made
+    if not made.uop.is_virtual: return made.contiguous()
+    return Tensor.empty(*made.shape, dtype=made.dtype, device=DEVICE).assign(made)
+
+
+def _realized(made: Iterable[Tensor]) -> list[Tensor]:
+    made = list(made)
+    if made: Tensor.realize(*made)
+    return made

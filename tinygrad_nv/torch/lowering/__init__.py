@@ -1,0 +1,17 @@
+"""Operators of ATen in Tensors: `TABLE`, by overload.
+
+Read in this order:
+  table.py         how an operator is registered, dtypes
+  elementwise.py   arithmetic, comparisons, activations, constants
+  movement.py      views and concatenations
+  reductions.py    sums and what is like them
+  indexing.py      gathers and scatters
+  nn.py            matmuls, norms, embeddings, convolutions
+  attention.py     attention and its gradient
+  cache.py         keys and values into a static cache, in place
+"""
+from tinygrad_nv.torch.lowering import attention, cache, elementwise, indexing, movement, nn, reductions
+from tinygrad_nv.torch.lowering.table import TABLE, Out, Unsupported, dtype_of, torch_dtype
+
+__all__ = ["TABLE", "Out", "Unsupported", "attention", "cache", "dtype_of", "elementwise", "indexing",
+           "movement", "nn", "reductions", "torch_dtype"]

@@ -1,0 +1,107 @@
+"""Layers: matmuls, norms, convolutions, embeddings, as patterns and named functions take them.
+
+Protocol: gradients that have no formula here are those of tinygrad: the layer is written down once more, and
+`gradient_of` asks for what torch asks for.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from typing import Any
+
+from tinygrad import Tensor, dtypes
+
+from tinygrad_nv import functional
+from tinygrad_nv.torch.lowering.table import Number, Out, Unsupported, lowers
+
+
+def gradient_of(layer: Callable[..., Tensor], grad: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of a layer's arguments, for that of its result."""
+    if any(a.uop is b.uop for a, b in combinations(given, 2)):
+        raise Unsupported("the gradient of a layer, two arguments of which are one tensor")
+    return tuple(layer(*given).gradient(*given, gradient=grad))
+
+
+@lowers("mm.default", "bmm.default")
+def _mm(out: Out, x: Tensor, y: Tensor) -> Tensor: return x @ y
+
+
+@lowers("addmm.default", "baddbmm.default")
+def _addmm(out: Out, bias: Tensor, x: Tensor, y: Tensor, *, beta: Number = 1, alpha: Number = 1) -> Tensor:
+    made = x @ y if alpha == 1 else (x @ y) * alpha
+    return made + (bias if beta == 1 else bias * beta)
+
+
+@lowers("dot.default", "mv.default")
+def _dot(out: Out, x: Tensor, y: Tensor) -> Tensor: return x.matmul(y)
+
+
+@lowers("native_layer_norm.default")
+def _layer_norm(out: Out, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None,
+                eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    axes = tuple(range(x.ndim - len(shape), x.ndim))
+    made = x.layernorm(axes, eps)
+    if weight is not None: made = made * weight
+    if bias is not None: made = made + bias
+    wide = x.cast(dtypes.float32) if x.dtype in functional.FLOAT16S else x
+    mean = wide.mean(axes, keepdim=True)
+    return made, mean, ((wide - mean).square().mean(axes, keepdim=True) + eps).rsqrt()
+
+
+@lowers("embedding.default")
+def _embedding(out: Out, weight: Tensor, indices: Tensor, padding_idx: int = -1,
+               scale_grad_by_freq: bool = False, sparse: bool = False) -> Tensor:
+    return functional.embedding(weight, indices)
+
+
+@lowers("embedding_dense_backward.default")
+def _embedding_backward(out: Out, grad: Tensor, indices: Tensor, num_weights: int, padding_idx: int,
+                        scale_grad_by_freq: bool) -> Tensor:
+    if scale_grad_by_freq: raise Unsupported("gradients of an embedding, scaled by how often a row is used")
+    weight = Tensor.empty(num_weights, grad.shape[-1], dtype=grad.dtype, device=out.device)
+    made = functional.embedding(weight, indices).gradient(weight, gradient=grad)[0]
+    if padding_idx < 0: return made
+    return (Tensor.arange(num_weights).unsqueeze(-1) == padding_idx).where(0, made)
+
+
+@lowers("convolution.default")
+def _convolution(out: Out, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int],
+                 padding: Sequence[int], dilation: Sequence[int], transposed: bool,
+                 output_padding: Sequence[int], groups: int) -> Tensor:
+    return _convolved(x, weight, bias, stride, padding, dilation, transposed, groups)
+
+
+def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
+               dilation: Sequence[int], transposed: bool, groups: int) -> Tensor:
+    if transposed: raise Unsupported("a transposed convolution")
+    kernel = tuple(weight.shape[2:])
+    patches = kernel == tuple(stride) and not any(padding) and set(dilation) == {1} and groups == 1
+    if patches and all(n % k == 0 for n, k in zip(x.shape[2:], kernel, strict=True)):
+        return _patched(x, weight, bias, kernel)
+    sides = [side for pad in reversed(padding) for side in (pad, pad)]
+    return x.conv2d(weight, bias, groups, tuple(stride), tuple(dilation), sides)
+
+
+def _patched(x: Tensor, weight: Tensor, bias: Tensor | None, kernel: tuple[int, ...]) -> Tensor:
+    """A convolution of patches that do not overlap: one matmul."""
+    batch, channels, *extents = x.shape
+    blocks = [n // k for n, k in zip(extents, kernel, strict=True)]
+    split = [each for pair in zip(blocks, kernel, strict=True) for each in pair]
+    last, rank = 2 + len(split), len(blocks)
+    order = (0, *range(2, last, 2), 1, *range(3, last, 2))
+    rows = x.reshape(batch, channels, *split).permute(order).reshape(batch, *blocks, -1)
+    made = rows @ weight.reshape(weight.shape[0], -1).transpose(0, 1)
+    if bias is not None: made = made + bias
+    return made.permute(0, rank + 1, *range(1, rank + 1))
+
+
+@lowers("convolution_backward.default")
+def _convolution_backward(out: Out, grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any,
+                          stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
+                          transposed: bool, output_padding: Sequence[int], groups: int,
+                          output_mask: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    def layer(x: Tensor, weight: Tensor) -> Tensor:
+        return _convolved(x, weight, None, stride, padding, dilation, transposed, groups)
+    made = gradient_of(layer, grad, x, weight)
+    bias = grad.sum((0, *range(2, grad.ndim)))
+    return tuple(each if wanted else None for each, wanted in zip((*made, bias), output_mask, strict=True))

@@ -1,0 +1,118 @@
+"""Reductions: sums of what torch sums, in its dtypes."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tinygrad import Tensor, dtypes
+
+from tinygrad_nv.torch.lowering.table import Number, Out, Unsupported, lowers
+
+Dims = int | Sequence[int] | None
+
+
+def dims_of(dim: Dims) -> Any:
+    """tinygrad's axes: torch means all of them by none."""
+    if dim is None or (not isinstance(dim, int) and not dim): return None
+    return dim if isinstance(dim, int) else tuple(dim)
+
+
+@lowers("sum.default", "sum.dim_IntList")
+def _sum(out: Out, x: Tensor, dim: Dims = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
+    return x.cast(out.dtype).sum(dims_of(dim), keepdim=keepdim)
+
+
+@lowers("mean.default", "mean.dim")
+def _mean(out: Out, x: Tensor, dim: Dims = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
+    return x.cast(out.dtype).mean(dims_of(dim), keepdim=keepdim)
+
+
+@lowers("amax.default")
+def _amax(out: Out, x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    return x.max(dims_of(dim), keepdim=keepdim)
+
+
+@lowers("amin.default")
+def _amin(out: Out, x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    return x.min(dims_of(dim), keepdim=keepdim)
+
+
+@lowers("max.default")
+def _max(out: Out, x: Tensor) -> Tensor: return x.max()
+
+
+@lowers("min.default")
+def _min(out: Out, x: Tensor) -> Tensor: return x.min()
+
+
+@lowers("max.dim")
+def _max_dim(out: Out, x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    return x.max(dim, keepdim=keepdim), x.argmax(dim, keepdim=keepdim)
+
+
+@lowers("min.dim")
+def _min_dim(out: Out, x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    return x.min(dim, keepdim=keepdim), x.argmin(dim, keepdim=keepdim)
+
+
+@lowers("argmax.default")
+def _argmax(out: Out, x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    return x.argmax(dim, keepdim=keepdim)
+
+
+@lowers("argmin.default")
+def _argmin(out: Out, x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    return x.argmin(dim, keepdim=keepdim)
+
+
+@lowers("any.default", "any.dim", "any.dims")
+def _any(out: Out, x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    return x.cast(dtypes.bool).any(dims_of(dim), keepdim=keepdim)
+
+
+@lowers("all.default", "all.dim", "all.dims")
+def _all(out: Out, x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    return x.cast(dtypes.bool).all(dims_of(dim), keepdim=keepdim)
+
+
+@lowers("prod.default", "prod.dim_int")
+def _prod(out: Out, x: Tensor, dim: int | None = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
+    return x.cast(out.dtype).prod(dim, keepdim=keepdim)
+
+
+@lowers("var.correction")
+def _var(out: Out, x: Tensor, dim: Dims = None, correction: Number | None = None,
+         keepdim: bool = False) -> Tensor:
+    return x.var(dims_of(dim), keepdim=keepdim, correction=_whole(correction))
+
+
+@lowers("var_mean.correction")
+def _var_mean(out: Out, x: Tensor, dim: Dims = None, correction: Number | None = None,
+              keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    return x.var_mean(dims_of(dim), keepdim=keepdim, correction=_whole(correction))
+
+
+def _whole(correction: Number | None) -> int:
+    if correction is None: return 1
+    if correction != int(correction): raise Unsupported(f"a correction of {correction}")
+    return int(correction)
+
+
+@lowers("cumsum.default")
+def _cumsum(out: Out, x: Tensor, dim: int, **kwargs: Any) -> Tensor:
+    return x.cast(out.dtype).cumsum(dim) if x.ndim else x.cast(out.dtype)
+
+
+@lowers("logsumexp.default")
+def _logsumexp(out: Out, x: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
+    return x.cast(out.dtype).logsumexp(dims_of(dim), keepdim=keepdim)
+
+
+@lowers("_softmax.default")
+def _softmax(out: Out, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    return x.softmax(dim, dtype=out.dtype)
+
+
+@lowers("_log_softmax.default")
+def _log_softmax(out: Out, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    return x.log_softmax(dim, dtype=out.dtype)
