@@ -4,6 +4,7 @@ Read in this order:
   config.py     config.json of a Hugging Face directory, checked, as one frozen `ModelConfig`
   families/     what differs from LLaMA, a small file for each family
   multimodal.py the language model of a directory that reads images, too
+  qwen_vl/      what reads them: the vision tower of Qwen2.5-VL
   fields.py, rope_fields.py, names.py  keys of config.json, its rope parameters, names of tensors
   rope.py       rotary frequencies: default, linear, dynamic, llama3, yarn, longrope
   llama.py      the network; layers.py, attention.py, dense.py have its parts

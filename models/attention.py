@@ -236,10 +236,13 @@ class Attention:
                  cache: Cache | None) -> Tensor:
         if isinstance(batch, PagedBatch):
             assert isinstance(cache, LayerPages)
-            c = self.config
-            how = AttentionKind(self.rope, self.window, self.scale, c.softcap, self.chunked, self.sinks,
+            c, rope, (q, k, v) = self.config, self.rope, self.split(self.qkv(x).contiguous())
+            if rope is not None and batch.token_ropes is not None:
+                rows, rope = batch.token_ropes[rope], None
+                q, k = (rotate(each[0], *rows).unsqueeze(0).contiguous() for each in (q, k))
+            how = AttentionKind(rope, self.window, self.scale, c.softcap, self.chunked, self.sinks,
                                 c.rope_interleaved, self.temperature)
-            return self.output(batch.attend(*self.split(self.qkv(x).contiguous()), cache, how))
+            return self.output(batch.attend(q, k, v, cache, how))
         if isinstance(batch, PackedBatch):
             return self.output(self.attend_packed(*self.split(self.qkv(x).contiguous()), batch))
         if cache is not None:

@@ -348,14 +348,14 @@ class GGUFTensors:
         write(tensor, offset, convert(found, entry.dtype, tensor.dtype))
 
 
-def open_checkpoint(directory: Path) -> Checkpoint:
-    """The checkpoint of `directory`, safetensors before pickles, a single file before shards; or a GGUF file,
-    or the one in a directory.
+def open_checkpoint(directory: Path, stem: str = "model") -> Checkpoint:
+    """The checkpoint of `directory`, safetensors (`stem`.safetensors) before pickles, a single file before
+    shards; or a GGUF file, or the one in a directory.
 
     Raises `WeightError` when there is none, a shard is missing, or a file is damaged.
     """
     if (file := gguf.find(directory)) is not None: return GGUFTensors(file)
-    for kind, single in ((Safetensors, "model.safetensors"), (PyTorchFiles, "pytorch_model.bin")):
+    for kind, single in ((Safetensors, f"{stem}.safetensors"), (PyTorchFiles, "pytorch_model.bin")):
         path, index = directory / single, directory / f"{single}.index.json"
         checkpoint = kind()
         if path.is_file(): checkpoint.add(path)

@@ -291,6 +291,7 @@ def _architecture(data: Mapping[str, Any], name: str) -> str:
     if (known := next((a for a in listed if isinstance(a, str) and a in FAMILIES), None)) is None:
         raise ModelError(f"{name}: architecture {', '.join(map(str, listed))} is not supported",
                          f"one of: {have}; of embedding models: {', '.join(ENCODERS)}",
+                         "use `tinygrad-nv transcribe`" if data.get("model_type") == "whisper" else
                          "convert the model to one of these, or add it (see CONTRIBUTING.md)")
     return known
 

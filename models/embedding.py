@@ -1,11 +1,11 @@
-"""Rows of a quantised embedding, dequantised as they are read.
+"""Rows of a quantised embedding, dequantised as they are read, and rows that stand in their place.
 
 A table in tiles or fragments is the one that the head multiplies with (quant/types.py); a row of it is in
 many places. Others have their rows in one piece.
 """
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tinygrad import Tensor
 from tinygrad.dtype import DType
@@ -13,6 +13,19 @@ from tinygrad.dtype import DType
 from tinygrad_nv.functional import embedding
 from tinygrad_nv.quant.layouts import rows_of
 from tinygrad_nv.quant.tensor import QTensor, dequantized
+
+
+@dataclass(frozen=True)
+class InsertedRows:
+    """Rows of `table` [N, hidden] in place of tokens' embeddings: `numbers`, int32 [T], has that of each
+    token, −1 for a token whose own embedding stays."""
+    table: Tensor
+    numbers: Tensor
+
+    def over(self, x: Tensor) -> Tensor:
+        """x (1, T, hidden) with the rows in their places."""
+        rows = embedding(self.table, self.numbers.maximum(0)).unsqueeze(0)
+        return (self.numbers >= 0).reshape(1, -1, 1).where(rows, x).contiguous()
 
 
 def quantised_rows(table: QTensor, tokens: Tensor, dtype: DType) -> Tensor:

@@ -34,7 +34,7 @@ from tinygrad_nv.tile.gemm.spec import FLOAT16S
 from .attention import Attention, Cache
 from .config import ModelConfig
 from .dense import DenseBatch, DenseKVCache, Position
-from .embedding import quantised_rows
+from .embedding import InsertedRows, quantised_rows
 from .feed_forward import FeedForward, MixtureOfExperts
 from .latent import LatentAttention
 from .layers import RMSNorm, multiply
@@ -228,14 +228,16 @@ class Llama:
             return self.logits(row).float().reshape(tokens.shape[0], self.config.vocab_size)
 
     def step_paged(self, tokens: Tensor, batch: PagedBatch | Sequence[PagedBatch], cache: PagedCache,
-                   logits_indices: Tensor | None = None) -> Tensor:
+                   logits_indices: Tensor | None = None, images: InsertedRows | None = None) -> Tensor:
         """Appends tokens (T,) of the sequences in `batch` to their pages; float32 logits (R, vocab) of the
         tokens `logits_indices`, int32 (R,), or of all. A rank of several gives those of its part of the
         vocabulary. Several batches: one for each group of layers of the cache, with its block tables. A stage
-        of a pipeline that is not the last sends what it computes, and gives what is to be realized."""
+        of a pipeline that is not the last sends what it computes, and gives what is to be realized. Rows of
+        `images` stand for some of the tokens."""
         batches, stage = (batch,) if isinstance(batch, PagedBatch) else batch, self.parallel
         if stage is None or stage.first: x = self.embedded(tokens.reshape(1, -1))
         else: x = stage.received(int(tokens.shape[0]), self.dtype, str(tokens.device))
+        if images is not None: x = images.over(x)
         for i, block in enumerate(self.blocks):
             with layer(f"layers.{i}"): x = block(x, batches[cache.group(i)], cache.layers[i])
         if stage is not None and not stage.last: return stage.passed(x)

@@ -1,6 +1,7 @@
 """The language model of a multimodal directory: its part of config.json, and its tensors by their own names.
 
-Text is read and written; what reads images or sound is left out, and prompts with them are refused elsewhere.
+Text is read and written; what reads images or sound is left out here. Qwen2.5-VL reads images (qwen_vl/);
+of other models prompts with them are refused elsewhere.
 """
 from __future__ import annotations
 
@@ -10,18 +11,22 @@ from typing import Any, TypeVar
 from tinygrad_nv.errors import ModelError
 
 T = TypeVar("T")
+QWEN_VL = "Qwen2_5_VLForConditionalGeneration"
 # architectures whose text_config is that of a causal language model, by its model_type
 ARCHITECTURES = ("Gemma3ForConditionalGeneration", "Llama4ForConditionalGeneration",
-                 "LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration")
+                 "LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration", QWEN_VL)
 KINDS = {"gemma3_text": "Gemma3ForCausalLM", "llama": "LlamaForCausalLM",
          "llama4_text": "Llama4ForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
-         "qwen3": "Qwen3ForCausalLM"}
+         "qwen2_5_vl_text": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # of a whole model, where its text_config says nothing
 SHARED = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
 TIED = "tie_word_embeddings"    # the head is outside the language model, so the whole model says it first
 # transformers has named the language model's tensors so, the first before its version 5
 PREFIXES = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
             "model.language_model.": "model.", "lm_head.": "lm_head."}
+VISUAL = ("visual.", "model.visual.")       # tensors of Qwen2.5-VL's vision tower
+# transformers' defaults of Qwen2.5-VL's text_config that differ from Qwen2's
+QWEN_VL_TEXT = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8}
 
 
 def language_config(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -30,6 +35,7 @@ def language_config(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     listed = data.get("architectures")
     if not isinstance(listed, list) or not any(each in ARCHITECTURES for each in listed): return data
     text = data.get("text_config")
+    if QWEN_VL in listed: text = _of_qwen_vl(data if text is None else text)
     kind = text.get("model_type") if isinstance(text, dict) else None
     if not isinstance(text, dict) or kind not in KINDS:
         raise ModelError(f"{name}: text_config is of model_type {kind!r}", f"one of: {', '.join(KINDS)}",
@@ -39,12 +45,25 @@ def language_config(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return {**text, **shared, "architectures": [KINDS[kind]]}
 
 
+def _of_qwen_vl(text: Any) -> Any:
+    """The text_config of Qwen2.5-VL, whose three positions are equal for text: a plain rope. Published files
+    have its fields beside vision_config."""
+    if not isinstance(text, dict): return text
+    made = {**QWEN_VL_TEXT, **text, "model_type": "qwen2_5_vl_text"}
+    made.pop("vision_config", None)
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(given := text.get(key), dict) and "mrope_section" in given:
+            made[key] = {name: value for name, value in given.items()
+                         if name not in ("type", "rope_type", "mrope_section")}
+    return made
+
+
 def language_entries(entries: dict[str, T]) -> dict[str, T]:
     """The language model's tensors by the names they have in a causal language model without other parts."""
     if "embed_tokens.weight" in entries:    # of a model without its head, as embedding models are saved
         return {name if name == "lm_head.weight" else f"model.{name}": entry
                 for name, entry in entries.items()}
     if not any(name.startswith(prefix) for name in entries for prefix in PREFIXES if prefix != "lm_head."):
-        return entries
+        return {name: entry for name, entry in entries.items() if not name.startswith(VISUAL)}
     return {PREFIXES[prefix] + name.removeprefix(prefix): entry for name, entry in entries.items()
             for prefix in PREFIXES if name.startswith(prefix)}

@@ -75,9 +75,12 @@ class SequenceGroup:
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """The sequences of a step. `ropes` are tables of all positions that block tables reach."""
+    """The sequences of a step. `ropes` are tables of all positions that block tables reach. With
+    `token_ropes`, cosines and sines (T, 1, dim/2) of each token and rope, queries and keys are rotated before
+    they come here: a token's place in its sequence is not what rotates it."""
     groups: tuple[SequenceGroup, ...]
     ropes: tuple[RopeTables, ...]
+    token_ropes: tuple[RopeTables, ...] | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pages: LayerPages, how: AttentionKind) -> Tensor:
         """Appends k and v (1, T, H_kv, D) to the pages, and returns attention of q (1, T, H, D)

@@ -158,6 +158,7 @@ def check(llm: LLM, count: int, seed: int) -> None:
     assert "length" in run.reasons.values()
 
 
+@pytest.mark.slow
 def test_64_requests_together_give_the_tokens_of_each_alone(llm: LLM):
     check(llm, 64, seed=0)
 

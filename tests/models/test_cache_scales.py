@@ -110,6 +110,7 @@ def same(llm: LLM, directory: Path, monkeypatch: pytest.MonkeyPatch, scales: lis
         assert abs(each[token].logprob - row[token]) < 5e-5
 
 
+@pytest.mark.slow
 def test_e5m2_is_stored_as_it_is(make: Callable[..., Path], monkeypatch: pytest.MonkeyPatch):
     """The checkpoint's scales are of another dtype."""
     directory = make(*KINDS["heads"])

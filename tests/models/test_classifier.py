@@ -31,6 +31,7 @@ def logits(model: torch.nn.Module, ids: list[int], **more: Any) -> np.ndarray:
     with torch.no_grad(): return model(torch.tensor([ids]), **more).logits[0].double().numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("cls", CASES)
 def test_classes_are_transformers(tmp_path: Path, cls: str):

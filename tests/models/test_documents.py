@@ -23,7 +23,7 @@ def opened(directory: Path) -> Llama:
     return model
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case in QUICK else pytest.mark.slow)
                                   for case in families.CASES])
 def test_no_document_sees_another(hf_model: Callable[[str], Path], case: str) -> None:

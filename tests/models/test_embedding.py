@@ -37,7 +37,7 @@ def vectors(llm: LLM, prompts: Any, **options: Any) -> np.ndarray:
 def unit(x: np.ndarray) -> np.ndarray: return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ENCODERS)
 def test_hidden_states_of_encoders(tmp_path: Path, family: str):
     """max |h − theirs| ≤ 2e-4 · max |h|, measured 3e-7 to 3e-6. Rows after the last text are padding, and
@@ -73,6 +73,7 @@ NEWER = {"NomicBert": {"rope_parameters": {"rope_type": "default", "rope_theta":
                                                                   "rope_theta": 100.0}}}}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", OLDER)
 def test_fields_of_older_files(tmp_path: Path, family: str):
     """As nomic-embed and ModernBERT were published; and a masked language model's names of tensors."""
@@ -88,7 +89,7 @@ def test_fields_of_older_files(tmp_path: Path, family: str):
     llm.close()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["mean", "cls", "lasttoken"])
 def test_pooling(tmp_path: Path, kind: str):
     """With a dense layer for the mean, as such models have it; names of flags, and of version 5."""
@@ -161,7 +162,7 @@ BOTH_WAYS: dict[str, dict[str, Any]] = {
                         "query_pre_attn_scalar": 16, "num_hidden_layers": 7}}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cls", BOTH_WAYS)
 def test_decoders_that_attend_in_both_directions(tmp_path: Path, cls: str):
     """Without a head, and without modules.json but for Gemma 3 with two dense layers: EmbeddingGemma."""
@@ -185,6 +186,7 @@ def test_decoders_that_attend_in_both_directions(tmp_path: Path, cls: str):
     assert read_embedding_config(tmp_path, "embed") is not None
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [case if case in ("mistral", "gemma2") else
                                   pytest.param(case, marks=pytest.mark.slow) for case in CASES
@@ -213,6 +215,7 @@ def test_sizes_of_steps():
     assert step_sizes(512) == [8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512]
 
 
+@pytest.mark.slow
 def test_sizes_that_are_captured(tmp_path: Path):
     """Without a warm-up a size is captured when it has come often; after one, none is captured any more."""
     save(tmp_path, "BertModel", ENCODERS["Bert"])

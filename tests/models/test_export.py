@@ -58,7 +58,7 @@ def test_both_load_the_bits_that_were_saved(hf_model: Callable[[str], Path], tmp
     assert {**ours, "_name_or_path": ""} == {**theirs, "_name_or_path": ""}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", ["llama", "gpt-oss", "llama4", "mixtral", "deepseek-v3", "phi3"])
 def test_what_was_trained_is_what_transformers_computes(hf_model: Callable[[str], Path], tmp_path: Path,
                                                         case: str):

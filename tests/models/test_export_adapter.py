@@ -57,6 +57,7 @@ def random_matrices(model: Path, ranks: dict[str, int], seed: int) -> dict[str, 
             for last, rank in ranks.items() if name.endswith(last)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("config", THEIRS, ids=lambda config: f"r{config['r']}")
 def test_adapters_of_peft_are_loaded_and_saved_again(tiny: Path, tmp_path: Path, config: dict[str, Any]):
     """The same tensors and the same scales: PEFT's logits, and the engine's matrices, are equal in every

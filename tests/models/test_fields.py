@@ -215,7 +215,7 @@ def stored(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.contiguous() for name, tensor in state.items()}
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("family", "name"), tried())
 def test_a_field_means_what_it_means_to_transformers(tmp_path: Path, family: str, name: str):
     """max |logit − theirs| ≤ 2e-4 · max |logit|, as test_parity.py has it. What transformers refuses or

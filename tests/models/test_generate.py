@@ -130,7 +130,7 @@ def test_logprobs_are_those_of_the_logits(llm: LLM):
     assert done.outputs[0].cumulative_logprob == pytest.approx(sum(chosen))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("length", [5, 70, 65])
 def test_warming_up_captures_all_that_an_answer_needs(hf_model: Callable[[str], Path], length: int):
     """A prompt in one chunk, and one whose second chunk is of some tokens, or of one."""
@@ -165,7 +165,7 @@ def test_an_interrupt_in_the_middle_of_a_batch(llm: LLM, single: list[tuple[int,
 
 # **** steps that fail ****
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("at", range(3))
 def test_a_step_that_fails_while_it_is_captured(hf_model: Callable[[str], Path], at: int, monkeypatch):
     """The `at`-th realize of a request raises, after what it should compute has been written down."""
@@ -184,6 +184,7 @@ def test_a_step_that_fails_while_it_is_captured(hf_model: Callable[[str], Path],
     for _ in range(3): assert llm.complete(PROMPTS[5], apply_penalties).token_ids == expected
 
 
+@pytest.mark.slow
 def test_logits_that_are_no_numbers_end_one_answer(hf_model: Callable[[str], Path]):
     """Of a token with damaged weights. The others go on."""
     llm = LLM(hf_model("llama-sharded"), device="CPU")
@@ -195,6 +196,7 @@ def test_logits_that_are_no_numbers_end_one_answer(hf_model: Callable[[str], Pat
     with pytest.raises(ModelError, match="the model computed NaN"): llm.complete([300], GREEDY)
 
 
+@pytest.mark.slow
 def test_a_text_ends_at_a_stop_string():
     llm = LLM(DEFAULT_MODEL, device="CPU", max_model_len=128)
     params = SamplingParams(temperature=0, max_tokens=60)

@@ -35,6 +35,7 @@ def changes(family: str, wide: bool = False) -> dict[str, object]:
     return moe | (WHOLE if family.startswith("qwen") else {})
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_floats(tmp_path: Path, family: str):
@@ -96,6 +97,7 @@ def test_bytes_of_inputs(tmp_path: Path):
     assert block.down_stack.matrix.type.layout == "tiles"
 
 
+@pytest.mark.slow
 def test_experts_of_a_name_each(tmp_path: Path):
     """Older files of Mixtral have a tensor for each expert."""
     directory, path, older = saved("mixtral", tmp_path / "source"), tmp_path / "a.gguf", tmp_path / "b.gguf"

@@ -167,6 +167,7 @@ def both(family: str, kinds: dict[str, Kind] | Kind, directory: Path) -> tuple[P
     return path, plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "kinds"), [
     pytest.param(*each, marks=[] if each[0] == "gpt-oss" else pytest.mark.slow) for each in BLOCKS.items()])
 def test_blocks(tmp_path: Path, family: str, kinds: dict[str, Kind] | Kind):

@@ -49,6 +49,7 @@ def peak_bytes(tokens: int, experts: int, monkeypatch: pytest.MonkeyPatch) -> in
     return most - before
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tokens", [64, 512, pytest.param(2048, marks=pytest.mark.slow)])
 def test_memory_does_not_grow_with_tokens_times_experts(tokens: int, monkeypatch: pytest.MonkeyPatch):
     """Beside the router's logits."""

@@ -42,7 +42,7 @@ def written(directory: Path, kind: str) -> np.ndarray:
     with torch.no_grad(): return model(torch.tensor([IDS])).logits.float().numpy()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "renamed"), [("Gemma3", False), ("Gemma3", True), ("Mistral3", False),
                                                ("Mistral3", True), ("Llama4", False)])
 def test_logits_of_text(tmp_path: Path, kind: str, renamed: bool):

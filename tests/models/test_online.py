@@ -31,7 +31,7 @@ def amax(w: torch.Tensor, scale: Scale) -> torch.Tensor:
     return found.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:w.shape[0], :w.shape[1]]
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_matrices_are_rounded_to_the_nearest(name: str, dtype: torch.dtype):
@@ -52,6 +52,7 @@ def test_matrices_are_rounded_to_the_nearest(name: str, dtype: torch.dtype):
     assert np.array_equal(found, (codes * scales).numpy())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["fp8", "int8", "bitsandbytes"])
 def test_through_the_engine(hf_model: Callable[[str], Path], name: str):

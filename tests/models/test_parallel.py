@@ -33,7 +33,8 @@ def exact(alone: parallel_program.Answers) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("options", [
-    {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "speculative": "ngram:3"},
+    {"pipeline_parallel_size": 2, "speculative": "ngram:3"},
+    pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
     pytest.param({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.slow),
     pytest.param({"tensor_parallel_size": 2, "speculative": "ngram:3"}, marks=pytest.mark.slow),
     pytest.param({"tensor_parallel_size": 4}, marks=pytest.mark.slow),

@@ -102,6 +102,7 @@ def test_logits_and_greedy_tokens(both: tuple[Path, Path]):
     require_same_answers(quantised, plain)
 
 
+@pytest.mark.sampled(1)
 def test_every_byte_is_counted(both: tuple[Path, Path]):
     quantised, _ = both
     config, seen = read_config(quantised), list[tuple[int, int]]()

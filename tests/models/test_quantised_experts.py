@@ -58,7 +58,7 @@ def test_logits_and_greedy_tokens(directories: Callable[[str, str], Both], kind:
     require_same_answers(quantised, plain)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "family"), [("fp8", "qwen3-moe"), ("ct-int4", "qwen2-moe"),
                                               ("ct-int8", "mixtral")])
 def test_matrices_are_the_same(directories: Callable[[str, str], Both], kind: str, family: str):
@@ -75,6 +75,7 @@ def test_inputs_are_rounded_where_transformers_rounds_them(directories: Callable
     assert stack.activations.element == "int8"
 
 
+@pytest.mark.slow
 def test_some_matrices_at_a_time(directories: Callable[[str, str], Both], monkeypatch: pytest.MonkeyPatch):
     """Chunks of two matrices, and one of what is left."""
     quantised, plain = directories("awq", "qwen3-moe")
@@ -82,6 +83,7 @@ def test_some_matrices_at_a_time(directories: Callable[[str, str], Both], monkey
     require_same(loaded(quantised), plain)
 
 
+@pytest.mark.slow
 def test_repacked_stacks_are_kept(directories: Callable[[str, str], Both], tmp_path: Path,
                                   monkeypatch: pytest.MonkeyPatch):
     directory, plain = directories("awq", "qwen3-moe")

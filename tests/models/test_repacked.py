@@ -154,7 +154,7 @@ def flipped(data: bytearray) -> None: data[1000] ^= 16
 def described_otherwise(data: bytearray) -> None: data[-30] ^= 1
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("damage", [cut, shortened, emptied, flipped, described_otherwise])
 def test_a_damaged_file_is_repacked(damage: Callable[[bytearray], None], directory: Path, root: Path,
                                     repacked: list[object], capsys: pytest.CaptureFixture[str]):
@@ -217,6 +217,7 @@ def test_weights_that_change_while_they_are_read_are_not_kept(
     assert "files of the checkpoint changed while they were read" in capsys.readouterr().err
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("why", ["switched off", "temporary"])
 def test_nothing_is_kept(why: str, directory: Path, root: Path, monkeypatch: pytest.MonkeyPatch,
                          repacked: list[object], capsys: pytest.CaptureFixture[str]):

@@ -82,7 +82,7 @@ def expected(whole: np.ndarray, name: str, config: ModelConfig, ranks: int, rank
     return np.split(whole, ranks)[rank]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("experts", [False, True], ids=["tp", "ep"])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("family", CASES)
@@ -220,6 +220,7 @@ def matrices(model: Llama) -> dict[str, np.ndarray]:
 UNCUT = ("fp8", "ct-fp8-blocks", "nf4", "gptq-3-bits", "gptq-8-bits")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind == "ct-int8" else pytest.mark.slow)
                                   for kind in KINDS if kind not in UNCUT])
 def test_quantised_layers(tmp_path: Path, kind: str):

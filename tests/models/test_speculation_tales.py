@@ -38,6 +38,7 @@ def test_copies_change_no_token(without) -> None:
     assert stats.drafted >= stats.accepted > 0
 
 
+@pytest.mark.slow
 def test_a_model_that_drafts_for_itself_is_always_right(without) -> None:
     tokens, stats = answers(f"draft:{DEFAULT_MODEL}:4")
     assert tokens == without[0]

@@ -63,6 +63,7 @@ def test_adapters_are_those_of_peft(hf_model: Callable[[str], Path], tmp_path: P
     assert (a - b).abs().max() <= 1e-4 * b.abs().max()
 
 
+@pytest.mark.slow
 def test_the_base_stays(hf_model: Callable[[str], Path]) -> None:
     """And `without` gives its loss, adapters trained or not."""
     objective, adapter = adapted(hf_model("llama"), AdapterOptions(2, targets=("down_proj",)))

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from train_ranks_case import STEADY, Make, described, log, near, same, token_ids, trained
+from train_ranks_case import STEADY, Make, described, log, near, no_farther, same, token_ids, trained
 
 CONTEXT = ("--context-parallel-size", "2")
 FAMILIES = {"llama": {"num_key_value_heads": 1, "num_attention_heads": 2},
@@ -40,9 +40,14 @@ def test_with_others(hf_model: Make, data: Path, tmp_path: Path, options: tuple[
     model, given = hf_model("llama"), (*STEADY, *options)
     trained(model, data, tmp_path / "one", *given)
     trained(model, data, tmp_path / "two", *given, *CONTEXT)
+    if "muon" in options:
+        trained(model, data, tmp_path / "apart", *given, "--per-device-train-batch-size", "1",
+                "--gradient-accumulation-steps", "2")
+        return no_farther(tmp_path / "two", tmp_path / "one", tmp_path / "apart")
     if "--dtype" not in options and "--use-peft" not in options: near(tmp_path / "two", tmp_path / "one")
     for one, two in zip(log(tmp_path / "two"), log(tmp_path / "one"), strict=True):
         assert one["loss"] == pytest.approx(two["loss"], rel=2 ** -11 if "--dtype" in options else 1e-5)
+    return None
 
 
 @pytest.mark.slow

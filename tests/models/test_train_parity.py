@@ -175,6 +175,7 @@ def test_bfloat16_gradients_are_as_near_as_torchs(hf_model: Callable[[str], Path
     for name, (own, other) in squares.items(): assert own <= 1.5**2 * other, (name, own, other)
 
 
+@pytest.mark.slow
 def test_micro_batches_are_one_batch(hf_model: Callable[[str], Path]) -> None:
     """Losses and norms are those of all rows at once, within 1e-6."""
     step, _ = ours(hf_model("llama"))

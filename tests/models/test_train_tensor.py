@@ -145,7 +145,8 @@ def test_resume(data: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
     shutil.copytree(whole / "checkpoint-2", tmp_path / "other" / "checkpoint-2")
     told = refused(tmp_path, data, "other", 4, *resumed, "--gradient-accumulation-steps",
                    "2" if "-dp" in options else "1")
-    assert "tensor_parallel_size is 2 there, and 1 here" in told
+    assert ("zero_stage is 1 there, and 0 here" if "--zero-stage" in options else
+            "tensor_parallel_size is 2 there, and 1 here") in told
 
 
 @pytest.mark.slow
@@ -161,10 +162,11 @@ def test_other_options(data: Path, tmp_path: Path, options: tuple[str, ...]) -> 
 
 @pytest.mark.slow
 def test_bfloat16(data: Path, tmp_path: Path) -> None:
-    """Losses as near to float32's as twice those of one rank are."""
-    exact = [row["loss"] for row in log(trained(tmp_path, LLAMA, data, "exact", 6, *BATCH, "2"))]
+    """Losses of 32 steps are as near to float32's, by the root of their mean square, as 1.5 times those of
+    one rank are. The largest of a few is chance."""
+    exact = [row["loss"] for row in log(trained(tmp_path, LLAMA, data, "exact", 32, *BATCH, "2"))]
     found = []
     for name, options in (("one", ()), ("two", ("-tp", "2", "--sequence-parallel"))):
-        made = trained(tmp_path, LLAMA, data, name, 6, *BATCH, "2", "--dtype", "bfloat16", *options)
-        found.append(np.abs(np.array([row["loss"] for row in log(made)]) - exact).max())
-    assert found[1] <= 2 * found[0]
+        made = trained(tmp_path, LLAMA, data, name, 32, *BATCH, "2", "--dtype", "bfloat16", *options)
+        found.append(np.sqrt(np.mean((np.array([row["loss"] for row in log(made)]) - exact) ** 2)))
+    assert found[1] <= 1.5 * found[0]

@@ -90,6 +90,7 @@ def test_a_run_that_goes_on_has_the_same_bits(hf_model: Callable[[str], Path], s
     assert [row["loss"] for row in log(tmp_path / "part")] == [row["loss"] for row in log(tmp_path / "whole")]
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_shorter_rows(tmp_path: Path) -> None:
     """Rows are filled up to the training's: the loss is transformers'."""
     texts = ["The fox ran home. " * 30, "A bird sang. " * 3, "Once upon a time, a dog sat."]
@@ -108,6 +109,7 @@ def test_an_evaluation_of_shorter_rows(tmp_path: Path) -> None:
     assert train(made).eval_loss == pytest.approx(total / count, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_preferences(tmp_path: Path) -> None:
     """DPO with an adapter: margins begin at 0 and grow; the loss begins at log 2."""
     data = tmp_path / "pairs.jsonl"
@@ -168,10 +170,10 @@ def test_packed_rows_train_as_their_documents(tmp_path: Path) -> None:
     for name, tensor in one.items(): assert np.abs(tensor - other[name]).max() <= 2e-5, name
 
 
-def test_the_names_of_an_adapter(shard: Path, tmp_path: Path) -> None:
+def test_the_names_of_an_adapter(hf_model: Callable[[str], Path], shard: Path, tmp_path: Path) -> None:
     """all-linear are all names of layers, as PEFT writes them; --save-strategy no leaves no checkpoint."""
-    train(run(TALES, shard, tmp_path / "out", use_peft=True, lora_target_modules=("all-linear",),
-              max_steps=1))
+    train(run(hf_model("llama"), shard, tmp_path / "out", use_peft=True,
+              lora_target_modules=("all-linear",), max_steps=1))
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj",
                                         "v_proj"]
@@ -242,6 +244,7 @@ def test_values_as_yaml_reads_them() -> None:
             arguments.made({name: value})
 
 
+@pytest.mark.slow
 def test_checkpoints_of_another_run(hf_model: Callable[[str], Path], shard: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     given = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}

@@ -108,6 +108,7 @@ def test_parts_of_a_content_are_texts(llm: LLM):
         llm.chat([{"role": "user", "content": [{"type": "image_url"}]}], GREEDY, chat_template=TEMPLATE)
 
 
+@pytest.mark.slow
 def test_a_seed_of_the_model_repeats_its_answers():
     def drawn() -> list[str]:
         with LLM(DEFAULT_MODEL, device="CPU", max_num_seqs=2, max_model_len=64, seed=4) as made:

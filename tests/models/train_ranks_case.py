@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,7 +29,8 @@ def token_ids(folder: Path) -> Path:
 def trained(model: Path, data: Path, output: Path, *options: str, code: int = 0) -> str:
     """Runs the command: what it wrote."""
     done = subprocess.run([*COMMAND, str(model), str(data), *USUAL, "--output-dir", str(output), *options],
-                          capture_output=True, text=True, timeout=300, check=False)
+                          capture_output=True, text=True, timeout=300, check=False,
+                          env={**os.environ, "NUM_CPU_THREADS": "1"})
     assert done.returncode == code, done.stderr
     return done.stdout + done.stderr
 
@@ -78,3 +80,15 @@ def near(output: Path, other: Path) -> None:
         for key in ("step", "loss", "grad_norm", "eval_loss"):
             if key in two: assert one[key] == pytest.approx(two[key], rel=1e-5), (two["step"], key)
     assert apart(output, other) < 1e-4
+
+
+def no_farther(output: Path, other: Path, regrouped: Path) -> None:
+    """Losses, norms and weights part from one rank's no farther than 4 times as those of one rank with rows
+    in other groups do. Of Muon: singular values that are nothing but rounding become 1."""
+    def parted(one: Path, key: str) -> float:
+        pairs = zip(log(one), log(other), strict=True)
+        return max(abs(float(a[key] / b[key]) - 1) for a, b in pairs if key in b)
+    for key in ("loss", "grad_norm"): assert parted(output, key) <= 4 * parted(regrouped, key) + 1e-5, key
+    assert apart(output, other) <= 4 * apart(regrouped, other)
+    first = [log(each)[0] for each in (output, other)]
+    assert first[0]["grad_norm"] == pytest.approx(first[1]["grad_norm"], rel=1e-5)

@@ -9,6 +9,7 @@ Read in this order:
   parsers/        reasoning and tool calls in a model's text
   service.py      what endpoints share: the generation of one request; record.py, its record
   conversation.py  what endpoints of conversations share: from the chat template to parsed answers
+                   (with conversation_images.py: images among their parts)
   sse.py          streams, and client disconnects
   completions.py  POST /v1/completions
   chat.py         POST /v1/chat/completions
@@ -16,12 +17,15 @@ Read in this order:
                   and its events, response_store.py: those that are kept)
   messages.py     POST /v1/messages (with messages_request.py: requests)
   embeddings.py   POST /v1/embeddings
+  images.py       POST /v1/images/generations
+  transcriptions.py  POST /v1/audio/transcriptions, /v1/audio/translations (with transcription_request.py:
+                  forms)
   metrics.py      Prometheus metrics
   log.py          log lines
   app.py          routes, API keys, and OpenAI-style responses for every error
   limits.py       sizes and timeouts that protect the server from a client
   serving.py      uvicorn with these limits, and a graceful shutdown
-  startup.py      from the command line to a listening server
+  startup.py      from the command line to a listening server; speech_startup.py, of one that transcribes
   waterfall.py    a breakdown of the startup time
   page/           a web page to chat with the model and to watch the server; page.js puts its modules together
 """

@@ -4,7 +4,9 @@ Protocol: endpoints of `ANSWERS` get the JSON object of the body; status.py has 
 gate.py stands in front of all, and says which requests are admitted.
 
     POST /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /v1/embeddings
+    POST /v1/images/generations
     POST /pooling, /classify, /score, /v1/score, /rerank, /v1/rerank, /v2/rerank, /tokenize, /detokenize
+    POST /v1/audio/transcriptions, /v1/audio/translations: a form, transcription_request.py
     POST /v1/load_lora_adapter, /v1/unload_lora_adapter
     POST /sleep, /wake_up, GET /is_sleeping
     GET  /v1/models, /v1/models/{id}, /health, /ping, /load, /version, /tokenizer_info, /metrics, / (the page)
@@ -26,12 +28,14 @@ from tinygrad_nv.server import (
     chat,
     completions,
     embeddings,
+    images,
     messages,
     pooling,
     responses,
     sleeping,
     status,
     tokenization,
+    transcriptions,
 )
 from tinygrad_nv.server.errors import APIError, internal
 from tinygrad_nv.server.fields import parse
@@ -46,6 +50,7 @@ ANSWERS: dict[str, tuple[Answer, str]] = {
     "/v1/completions": (completions.answer, "cmpl-"), "/v1/chat/completions": (chat.answer, "chatcmpl-"),
     "/v1/responses": (responses.answer, "resp_"), "/v1/messages": (messages.answer, "msg_"),
     "/v1/messages/count_tokens": (messages.count, "req_"), "/v1/embeddings": (embeddings.answer, "embd-"),
+    "/v1/images/generations": (images.answer, "img-"),
     "/pooling": (pooling.pooling, "pool-"), "/classify": (pooling.classify, "classify-"),
     **dict.fromkeys(("/score", "/v1/score"), (pooling.score, "score-")),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), (pooling.rerank, "rerank-")),
@@ -62,6 +67,8 @@ def application(service: Service) -> ASGIApp:
                for method, path, task in KEPT]
     routes += [Route(f"/v1/{name}_lora_adapter", _post(service, _adapter(change), "lora-"), methods=["POST"])
                for name, change in (("load", adapters.load), ("unload", adapters.unload))]
+    routes += [Route(path, transcriptions.endpoint(service, task), methods=["POST"])
+               for path, task in transcriptions.PATHS.items()]
     routes += [*status.routes(service), *sleeping.routes(service.sleeping, service.cors.origins)]
     handlers = {HTTPException: _refused, APIError: _api_error, ClientDisconnect: _client_gone,
                 Exception: _unexpected}

@@ -21,6 +21,7 @@ from tinygrad_nv.server.tools import Tool, ToolChoice, allowed_tools, legacy_cho
 # reserved variables of chat templates
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt",
                  "continue_final_message", "chat_template")
+IMAGE = "image_url"     # the type of parts that are images
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 VERBOSITIES = ("low", "medium", "high")
 
@@ -119,7 +120,8 @@ def _messages(fields: Fields) -> Sequence[dict[str, Any]]:
 
 
 def _message(data: dict[str, Any], at: int) -> dict[str, Any]:
-    """A message for the chat template: role, content as one string, tool calls with parsed arguments."""
+    """A message for the chat template: role, content as one string (with images, as its parts), tool calls
+    with parsed arguments."""
     fields = Fields(data, f"messages[{at}]")
     role = fields.text("role")
     if role not in (roles := ("system", "developer", "user", "assistant", "tool", "function")):
@@ -128,7 +130,7 @@ def _message(data: dict[str, Any], at: int) -> dict[str, Any]:
     calls = fields.objects("tool_calls")
     if (function := fields.object("function_call")) is not None:
         calls = [*(calls or ()), {"function": function}]
-    content = _content(fields, may_lack=role == "assistant")
+    content = _content(fields, may_lack=role == "assistant", images=role == "user")
     out: dict[str, Any] = {"role": {"developer": "system", "function": "tool"}.get(role, role),
                            "content": content}
     if calls: out["tool_calls"] = [_call(item, f"{fields.path('tool_calls')}[{i}]")
@@ -146,25 +148,35 @@ def _message(data: dict[str, Any], at: int) -> dict[str, Any]:
     return out
 
 
-def _content(fields: Fields, may_lack: bool) -> str:
-    """A string, or parts of type text, which are joined by new lines, as `LLM.chat` joins them."""
+def _content(fields: Fields, may_lack: bool, images: bool = False) -> str | list[dict[str, Any]]:
+    """A string, or parts of type text, which are joined by new lines, as `LLM.chat` joins them; parts as they
+    are where some of them are `images`, which a user may send."""
     value, path = fields.take("content"), fields.path("content")
     if value is None:
         if may_lack: return ""
         raise invalid(f"{path} is missing, expected a string or a list of parts", path, "missing_field")
     if isinstance(value, str): return unicode(value, path)
     if not isinstance(value, list): raise fields.wrong("content", value, "a string or a list of parts")
-    texts = []
+    texts, parts = [], list[dict[str, Any]]()
     for i, part in enumerate(value):
         if not isinstance(part, dict): raise fields.wrong(f"content[{i}]", part, "an object")
+        if images and part.get("type") == IMAGE:
+            parts.append(part)
+            continue
         if part.get("type") not in ("text", "input_text", "output_text"):
-            raise invalid(f"{path}[{i}].type is {str(part.get('type'))[:40]!r}, expected 'text': the model "
-                          "reads nothing else", f"{path}[{i}].type", "unsupported")
+            raise only_text(f"{path}[{i}].type", part)
         text = part.get("text")
         if not isinstance(text, str):
             raise invalid(f"{path}[{i}].text is missing, expected a string", f"{path}[{i}].text")
         texts.append(unicode(text, f"{path}[{i}].text"))
-    return "\n".join(texts)
+        parts.append({"type": "text", "text": texts[-1]})
+    return "\n".join(texts) if len(texts) == len(parts) else parts
+
+
+def only_text(path: str, part: dict[str, Any]) -> APIError:
+    """Of a part that the model does not read."""
+    return invalid(f"{path} is {str(part.get('type'))[:40]!r}, expected 'text': the model reads nothing else",
+                   path, "unsupported")
 
 
 def _call(data: dict[str, Any], path: str) -> dict[str, Any]:

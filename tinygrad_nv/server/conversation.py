@@ -17,8 +17,10 @@ from typing import Any
 from tinygrad_nv.engine.outputs import Delta
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
+from tinygrad_nv.engine.vision.prompt import PromptImages
 from tinygrad_nv.server.beams import beam_deltas
 from tinygrad_nv.server.chat_protocol import EFFORTS, ChatRequest
+from tinygrad_nv.server.conversation_images import has_images, with_images
 from tinygrad_nv.server.errors import invalid
 from tinygrad_nv.server.parsers.forced import CallList, NamedCall
 from tinygrad_nv.server.parsers.parser import CallDelta, Chain, Content, Event, Parser, Reasoning, joined
@@ -65,11 +67,13 @@ class Conversation:
     answer: Answer
     reasoning: str
     tools: str
+    images: PromptImages | None = None
 
     @staticmethod
     async def of(service: Service, request: ChatRequest) -> Conversation:
         """See above."""
         service.require_generator()
+        images = has_images(service, request)
         model, tokenizer = service.require_name(request.model), service.require_tokenizer()
         template = _template(service, request, tokenizer)
         extra = {**_variables(request, template), **(request.extra or {})}
@@ -78,8 +82,9 @@ class Conversation:
         if request.continued: extra["continue_final_message"] = True
         if not request.generation_prompt: extra["add_generation_prompt"] = False
         size = sum(len(message["content"]) for message in request.messages)
-        limit = request.params.truncate_prompt_tokens
-        prompt = await service.aside(size, lambda: service.model.encode_chat(
+        limit, inserted = request.params.truncate_prompt_tokens, None
+        if images: prompt, inserted = await with_images(service, request, offered, extra)
+        else: prompt = await service.aside(size, lambda: service.model.encode_chat(
             request.messages, offered, **extra) if limit is None else service.model.tokenize(
                 tokenizer.encode(tokenizer.render(request.messages, offered, **extra), special=False), limit))
         names = service.parsers.named(template)
@@ -92,7 +97,7 @@ class Conversation:
         request = replace(request, params=params)
         if any(map(tokenizer.special_text, markers(*names) if schemas else markers(names[0], NONE))):
             request = replace(request, params=replace(request.params, skip_special_tokens=False))
-        return Conversation(service, request, model, prompt, answer, *names)
+        return Conversation(service, request, model, prompt, answer, *names, inserted)
 
     def call_id(self) -> str:
         """An id for a tool call: Mistral's templates take 9 letters or digits."""
@@ -104,7 +109,8 @@ class Conversation:
         request = self.request
         record.model = self.model
         deltas = beam_deltas(self.service, [self.prompt], request, record) if request.beams is not None else \
-            self.service.run([self.prompt], request.params, request.priority, record, request.salt)
+            self.service.run([self.prompt], request.params, request.priority, record, request.salt,
+                             self.images)
         async for at, delta in deltas:
             if at not in readers: readers[at] = Reader(self._parser(), self.service.require_tokenizer())
             reader = readers[at]

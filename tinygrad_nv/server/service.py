@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from tinygrad_nv.engine.outputs import Delta
 from tinygrad_nv.engine.prompts import ParsedPrompt
 from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.engine.vision.prompt import PromptImages
 from tinygrad_nv.errors import NVError, RequestError
 from tinygrad_nv.server.errors import APIError, api_error
 from tinygrad_nv.server.limits import RequestLimits
@@ -28,8 +29,13 @@ if TYPE_CHECKING:
     import numpy as np
 
     from tinygrad_nv.engine.embedding.batching import EmbeddingEngine
+    from tinygrad_nv.engine.image_engine import ImageEngine
     from tinygrad_nv.engine.lora.request import LoRARequest
     from tinygrad_nv.engine.prompts import Prompt, TextOrTokens
+    from tinygrad_nv.engine.speech.batching import SpeechEngine
+    from tinygrad_nv.engine.speech.outputs import Segment
+    from tinygrad_nv.engine.speech.params import TranscriptionParams
+    from tinygrad_nv.engine.speech.recording import Recording
     from tinygrad_nv.engine.text.tokenizer import Tokenizer
     from tinygrad_nv.models.classifier import Classifier
     from tinygrad_nv.server.adapters import AdapterNames
@@ -54,6 +60,14 @@ class ServedModel(Protocol):
     def require_tokenizer(self) -> Tokenizer: ...
 
 
+class ImageReader(Protocol):
+    """The part of `LLM` that reads images of prompts."""
+    def conversation(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (),
+                     /, **extra: Any) -> ParsedPrompt: ...
+    def with_images(self, parsed: ParsedPrompt,
+                    truncate_prompt_tokens: int | None = None) -> ParsedPrompt: ...
+
+
 class EmbeddingClient(Protocol):
     """The part of `Embedder` that the server uses."""
     @property
@@ -64,6 +78,14 @@ class EmbeddingClient(Protocol):
     def submit(self, prompts: Sequence[Sequence[int]], every: bool = False) -> list[Future[np.ndarray]]: ...
     def finish(self, pooled: Sequence[np.ndarray], normalize: bool | None = None,
                dimensions: int | None = None) -> np.ndarray: ...
+
+
+class SpeechClient(Protocol):
+    """The part of `Transcriber` that the server uses."""
+    @property
+    def engine(self) -> SpeechEngine: ...
+    def recording(self, audio: np.ndarray, params: TranscriptionParams | None = None,
+                  told: Callable[[Segment], None] = lambda segment: None) -> Recording: ...
 
 
 class EngineClient(Protocol):
@@ -148,6 +170,9 @@ class Service:
     adapters: AdapterNames | None = None
     sleeping: SleepingLLM | None = None     # where clients may have it sleep
     tracer: Tracer | None = None
+    images: ImageEngine | None = None       # of a model that makes images, and does nothing else
+    speech: SpeechClient | None = None      # of a model that transcribes, and does nothing else
+    vision: ImageReader | None = None       # of a model that reads images
 
     def require_name(self, name: str | None) -> str:
         """The model name for the response. A request without one gets the served model; an adapter's name is
@@ -161,17 +186,34 @@ class Service:
     def require_embedder(self) -> EmbeddingClient:
         """The embedding model. Raises `APIError` 400 for one that generates."""
         if self.embedder is not None: return self.embedder
+        self.require_generator()
         raise APIError(400, f"{self.names[0]} generates text; expected: an embedding model; to fix: start "
                        "the server with --task embed, which makes embeddings of the last token's hidden "
                        "state", "unsupported_task")
 
     def require_generator(self) -> None:
-        """Raises `APIError` 400 for an embedding model."""
+        """Raises `APIError` 400 for an embedding model, and for one that transcribes or makes images."""
+        for there, words in ((self.speech, "transcribes recordings; to fix: POST /v1/audio/transcriptions"),
+                             (self.images, "makes images; to fix: POST /v1/images/generations")):
+            if there is not None:
+                raise APIError(400, f"{self.names[0]} {words}, or serve another model", "unsupported_task")
         if self.embedder is None: return
         makes, path = ("makes embeddings", "/v1/embeddings") if self.embedder.classifier is None else \
             ("classifies texts", "/classify or /score")
         raise APIError(400, f"{self.names[0]} {makes}, and generates no text; to fix: POST "
                        f"{path}, or serve a causal language model", "unsupported_task")
+
+    def require_images(self) -> ImageEngine:
+        """The model that makes images. Raises `APIError` 400 for others."""
+        if self.images is not None: return self.images
+        raise APIError(400, f"{self.names[0]} makes no images; to fix: serve a directory of Stable Diffusion",
+                       "unsupported_task")
+
+    def require_speech(self) -> SpeechClient:
+        """The model that transcribes. Raises `APIError` 400 for others."""
+        if self.speech is not None: return self.speech
+        raise APIError(400, f"{self.names[0]} transcribes no recordings; to fix: serve a Whisper model",
+                       "unsupported_task")
 
     def no_classifier(self) -> APIError:
         """400: the embedding model has no head for classification."""
@@ -190,13 +232,14 @@ class Service:
         except NVError as error: raise api_error(error) from error
 
     async def run(self, prompts: Sequence[list[int]], params: SamplingParams, priority: int,
-                  record: Record, salt: str = "") -> AsyncGenerator[tuple[int, Delta], None]:
+                  record: Record, salt: str = "",
+                  images: PromptImages | None = None) -> AsyncGenerator[tuple[int, Delta], None]:
         """Deltas of all prompts with the number of their choice, prompt × n + index, by the adapter that
-        `record.model` names, if it does."""
+        `record.model` names, if it does. A single prompt may have `images`."""
         lora = None if self.adapters is None else self.adapters.find(record.model)
         more: dict[str, Any] = {} if lora is None else {"lora_request": lora}
         try:
-            sources = [self.engine.generate(ParsedPrompt(ids=prompt, salt=salt), params,
+            sources = [self.engine.generate(ParsedPrompt(ids=prompt, salt=salt, inserted=images), params,
                                             request_id=f"{record.id}-{at}", priority=priority, **more)
                        for at, prompt in enumerate(prompts)]
         except NVError as error: raise api_error(error) from error

@@ -62,6 +62,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     service = Service(engine, llm, names, limits(arguments), metrics, keys, llm.embedder, parsers(arguments),
                       adapters=adapters, cors=cors(arguments),
                       sleeping=llm if arguments.enable_sleep_mode else None,
+                      vision=None if llm.vision is None else llm,
                       tokenizer_info=arguments.enable_tokenizer_info_endpoint, tracer=tracer)
     LOG.info(capacity_line(llm))
 
@@ -180,6 +181,7 @@ def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
             "pipeline_parallel_size": arguments.pipeline_parallel_size,
             "data_parallel_size": arguments.data_parallel_size,
             "enable_expert_parallel": arguments.enable_expert_parallel,
+            "required_key": arguments.require_signed, "weights": arguments.weights,
             "task": arguments.task, "enable_prefix_caching": arguments.enable_prefix_caching,
             "max_queue": arguments.max_queue, **lora_options(arguments),
             **({} if fraction is None else {"gpu_memory_utilization": fraction}), **arguments.vllm}

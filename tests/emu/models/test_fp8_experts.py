@@ -79,6 +79,7 @@ def test_codes_of_experts_are_multiplied(directory: Path):
     assert np.abs(made.float().numpy() - wanted).max() <= 0.03 * np.abs(wanted).max()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("device", "arch", "dtype"), [("EMU:80", "sm_80", dtypes.bfloat16),
                                                        ("EMU:90", "sm_90a", dtypes.float32)])
 def test_where_there_is_no_kernel(directory: Path, device: str, arch: str, dtype: object,

@@ -42,6 +42,7 @@ def exact() -> list[np.ndarray]:
     return [each.numpy().astype(np.float64) for each in (loss, *gradients)]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_a_step(arch: str, exact: list[np.ndarray], monkeypatch: pytest.MonkeyPatch):

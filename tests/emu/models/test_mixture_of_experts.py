@@ -61,6 +61,7 @@ def test_a_layer_of_bfloat16():
     np.testing.assert_allclose(found, wanted, atol=3 * 2.0**-8 * np.abs(wanted).max())
 
 
+@pytest.mark.slow
 def test_a_captured_layer_serves_other_tokens():
     mine, theirs = layer("EMU"), layer("CPU")
     step = TinyJit(lambda x: mine(x).realize())

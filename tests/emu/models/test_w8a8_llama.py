@@ -89,6 +89,7 @@ def test_codes_are_multiplied_on_a_gpu(command, source: Path, tmp_path: Path, sc
     assert off(first(on_gpu), first(on_cpu)) <= NEAR
 
 
+@pytest.mark.slow
 def test_codes_on_a_cpu_are_rounded_inputs(command, source: Path, tmp_path: Path,
                                            monkeypatch: pytest.MonkeyPatch):
     """The same numbers, of which sums are exact: the first matmul differs by float32's roundings alone."""
@@ -106,6 +107,7 @@ def test_codes_on_a_cpu_are_rounded_inputs(command, source: Path, tmp_path: Path
     assert off(first(codes), first(rounded)) <= 2.0 ** -20
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8"])
 def test_greedy_tokens_of_the_engine_are_those_of_a_cpu(command, source: Path, tmp_path: Path, scheme: str):

@@ -1,0 +1,61 @@
+"""Which tensors of a Qwen2.5-VL checkpoint are the vision tower's, and where in it each is stored.
+
+Protocol: as ../weights.py. Names begin with "visual.", or with "model.visual.".
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tinygrad_nv.runtime.memory import allocate_arena
+from tinygrad_nv.runtime.memory_pool import labelled
+
+from ..checkpoint import open_checkpoint
+from ..encoder_weights import whole
+from ..layers import Linear
+from ..multimodal import VISUAL
+from ..weights import WeightSlice, check, fill_slots
+from .tower import Norm, VisionTower
+
+
+def slots(tower: VisionTower) -> dict[str, WeightSlice]:
+    """Every tensor that the checkpoint must hold, by its name without the prefix."""
+    c, out = tower.config, dict[str, WeightSlice]()
+
+    def add(one: Linear | Norm, *names: str) -> None:
+        for kind, tensor in (("weight", one.weight), ("bias", getattr(one, "bias", None))):
+            if tensor is None: continue
+            rows, *rest = map(int, tensor.shape)
+            count = rows // len(names)
+            for at, name in enumerate(names):
+                out[f"{name}.{kind}"] = WeightSlice(tensor, at * count, (count, *rest))
+    # a convolution whose strides are its extents: a matmul of patches
+    kernel = (c.hidden, c.channels, c.frames, c.patch, c.patch)
+    out["patch_embed.proj.weight"] = WeightSlice(tower.patches.weight, 0, kernel)
+    for i, block in enumerate(tower.blocks):
+        add(block.attention_norm, f"blocks.{i}.norm1")
+        add(block.feed_forward_norm, f"blocks.{i}.norm2")
+        add(block.qkv, f"blocks.{i}.attn.qkv")
+        add(block.output, f"blocks.{i}.attn.proj")
+        add(block.gate_up, f"blocks.{i}.mlp.gate_proj", f"blocks.{i}.mlp.up_proj")
+        add(block.down, f"blocks.{i}.mlp.down_proj")
+    out["merger.ln_q.weight"] = whole(tower.norm.weight)
+    add(tower.merge, "merger.mlp.0")
+    add(tower.output, "merger.mlp.2")
+    return out
+
+
+def nbytes(tower: VisionTower) -> int:
+    """Of all parameters."""
+    return sum({id(slot.tensor): int(slot.tensor.nbytes()) for slot in slots(tower).values()}.values())
+
+
+def load(tower: VisionTower, directory: Path, progress: Callable[[int, int], None] | None = None) -> int:
+    """Fills every parameter of `tower` from `directory`; returns bytes read. Raises `WeightError`."""
+    checkpoint, wanted = open_checkpoint(directory), slots(tower)
+    checkpoint.entries = {name.removeprefix(prefix): entry for name, entry in checkpoint.entries.items()
+                          for prefix in VISUAL if name.startswith(prefix)}
+    check(wanted, checkpoint.entries, False, directory)
+    with labelled("weights"):
+        allocate_arena(list({id(slot.tensor): slot.tensor for slot in wanted.values()}.values()))
+    return fill_slots(checkpoint, wanted, progress)

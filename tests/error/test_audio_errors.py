@@ -1,0 +1,169 @@
+"""Recordings and requests of transcriptions that are refused, with the words of each message."""
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import tokenizers
+import transformers
+from tinygrad_nv.models.whisper.config import read_whisper_config
+from tinygrad_nv.models.whisper.tokens import SpeechTokens
+from tokenizers.models import BPE
+
+from tinygrad_nv.engine.speech.audio import MOST_S, decode_audio, read_audio
+from tinygrad_nv.engine.speech.params import TranscriptionParams
+from tinygrad_nv.engine.speech.recording import Recording, SpeechModel
+from tinygrad_nv.engine.speech.transcriber import Transcriber
+from tinygrad_nv.engine.text.tokenizer import Tokenizer
+from tinygrad_nv.errors import AudioError, ModelError, NVError, RequestError
+
+FIELDS = {"vocab_size": 300, "decoder_start_token_id": 258, "eos_token_id": 257, "pad_token_id": 257,
+          "bos_token_id": 257, "d_model": 64, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+GENERATION = {"eos_token_id": 257, "decoder_start_token_id": 258, "no_timestamps_token_id": 266,
+              "lang_to_id": {"<|en|>": 259, "<|de|>": 260}, "task_to_id": {"transcribe": 262}}
+
+
+def wav(samples: int = 100, rate: int = 16000) -> bytes:
+    made = io.BytesIO()
+    soundfile.write(made, np.zeros(samples), rate, format="WAV")
+    return made.getvalue()
+
+
+@pytest.mark.parametrize(("data", "words"), [
+    (b"", ("is empty", "an audio file")), (b"RIFF\0\0\0\0WAVEjunk", ("damaged WAV file", "a complete file")),
+    (wav()[:30], ("damaged WAV file",)), (b"no audio at all", ("is no audio file", "libsndfile")),
+    (wav(0), ("has no samples",)), (wav(rate=500), ("has 500 samples a second", "1000 to 768000")),
+    (wav(3200, 1000), ("is 0 minutes long", "at most"))],
+    ids=["empty", "junk", "cut", "text", "silent", "slow", "long"])
+def test_files(data: bytes, words: tuple[str, ...]):
+    with pytest.raises(AudioError) as error: decode_audio(data, "a.wav", 3.0)
+    assert [word for word in ("a.wav", *words) if word not in str(error.value)] == []
+
+
+@pytest.mark.parametrize("cut", range(0, 400, 7))
+def test_truncated_flac(cut: int):
+    """What is left is read, or refused in words."""
+    made = io.BytesIO()
+    soundfile.write(made, np.sin(np.arange(4000) / 9), 16000, format="FLAC")
+    found: list[str] = []
+    try: found.append(decode_audio(made.getvalue()[:cut], "a.flac").dtype.name)
+    except AudioError as error: found.append(error.found[:6])
+    assert found[0] in ("float32", "a.flac")
+
+
+def test_a_length_beyond_all_bounds_is_refused_before_it_is_read():
+    """A header that says two billion frames."""
+    data = bytearray(wav(10, 8000))
+    data[40:44] = (0xfffffff0).to_bytes(4, "little")
+    assert len(decode_audio(bytes(data), "a.wav")) == 20
+    assert MOST_S * 16000 * 4 < 6e9
+
+
+def test_numbers_that_are_none():
+    made = io.BytesIO()
+    soundfile.write(made, np.array([0.0, np.nan, 1.0]), 16000, format="WAV", subtype="FLOAT")
+    with pytest.raises(AudioError, match="NaN or infinite"): decode_audio(made.getvalue(), "a.wav")
+
+
+def test_a_path_that_is_not_there(tmp_path: Path):
+    with pytest.raises(AudioError) as error: read_audio(tmp_path / "nothing.wav")
+    assert "No such file or directory" in str(error.value)
+    assert "check the path" in str(error.value)
+
+
+def test_without_soundfile(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    assert len(decode_audio(wav(), "a.wav")) == 100
+    with pytest.raises(AudioError) as error: decode_audio(b"fLaC", "a.flac")
+    assert "soundfile is not installed" in str(error.value)
+    assert "pip install '.[audio]'" in str(error.value)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    transformers.WhisperConfig(**FIELDS, architectures=["WhisperForConditionalGeneration"]
+                               ).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(GENERATION))
+    return tmp_path
+
+
+def read(directory: Path) -> SpeechTokens:
+    config = read_whisper_config(directory)
+    assert config is not None
+    return SpeechTokens.read(directory, config)
+
+
+def changed(directory: Path, name: str, **fields: Any) -> None:
+    data = json.loads((directory / name).read_text())
+    (directory / name).write_text(json.dumps({**data, **fields}))
+
+
+@pytest.mark.parametrize(("name", "fields", "words"), [
+    ("config.json", {"d_model": 65}, ("d_model 65 with encoder_attention_heads 4", "a multiple")),
+    ("config.json", {"d_model": 0}, ("d_model is 0", "a positive integer")),
+    ("config.json", {"activation_function": "mish"}, ("'mish' is not supported", "gelu")),
+    ("config.json", {"decoder_start_token_id": 300},
+     ("decoder_start_token_id is 300", "below vocab_size, 300")),
+    ("config.json", {"architectures": ["WhisperForAudioClassification"]},
+     ("WhisperForAudioClassification", "WhisperForConditionalGeneration")),
+    ("generation_config.json", {"suppress_tokens": [5, 300]}, ("suppress_tokens is 300", "below vocab_size")),
+    ("generation_config.json", {"lang_to_id": [259]}, ("lang_to_id is [259]", "an object")),
+    ("generation_config.json", {"task_to_id": {"transcribe": "x"}}, ("task_to_id is 'x'", "token ids"))])
+def test_configurations(directory: Path, name: str, fields: dict[str, Any], words: tuple[str, ...]):
+    changed(directory, name, **fields)
+    with pytest.raises(ModelError) as error: read(directory)
+    assert [word for word in words if word not in str(error.value)] == []
+
+
+ASKED: dict[str, tuple[Callable[[SpeechTokens], Any], tuple[str, ...]]] = {
+    "language": (lambda t: t.language("klingon"), ("the language is 'klingon'", "de, en", "it is detected")),
+    "task": (lambda t: t.prompt(None, "sing", False), ("the task is 'sing'", "transcribe, translate")),
+    "translate": (lambda t: t.prompt(None, "translate", False), ("the model has one language",
+                                                                 "multilingual"))}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_prompts(directory: Path, name: str):
+    tokens, (ask, words) = read(directory), ASKED[name]
+    with pytest.raises(RequestError) as error: ask(tokens)
+    assert [word for word in words if word not in str(error.value)] == []
+
+
+def test_a_model_without_timestamps_and_languages(directory: Path):
+    changed(directory, "generation_config.json", no_timestamps_token_id=None, lang_to_id=None)
+    tokens = read(directory)
+    with pytest.raises(RequestError, match="no_timestamps_token_id"): tokens.prompt(None, "transcribe", True)
+    with pytest.raises(RequestError, match="the model has one language"): tokens.language("de")
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    ({"temperatures": ()}, "temperature is missing"), ({"temperatures": (0.0, 3.0)}, "temperature is 3.0"),
+    ({"max_new_tokens": 0}, "max_new_tokens is 0")])
+def test_params(given: dict[str, Any], words: str):
+    with pytest.raises(RequestError, match=words): TranscriptionParams(**given)
+
+
+@pytest.mark.parametrize(("samples", "given", "words"), [
+    (np.zeros(0), {}, "samples of shape"), (np.zeros((2, 9)), {}, "one channel"),
+    (np.array([0, np.inf]), {}, "NaN or infinite"), (np.zeros(9), {"prompt": "Ada"}, "no prev_sot_token_id"),
+    (np.zeros(9), {"language": "xx"}, "'xx', which the model does not have")],
+    ids=["empty", "stereo", "infinite", "prompt", "language"])
+def test_recordings(directory: Path, samples: np.ndarray, given: dict[str, Any], words: str):
+    config = read_whisper_config(directory)
+    assert config is not None
+    model = SpeechModel(config, read(directory), Tokenizer(tokenizers.Tokenizer(BPE()), {}, None))
+    with pytest.raises(RequestError, match=words): Recording(model, samples, TranscriptionParams(**given))
+
+
+def test_another_model(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(NVError) as error: Transcriber(tmp_path)
+    assert "is no model for transcription" in str(error.value)
+    assert "WhisperForConditionalGeneration" in str(error.value)

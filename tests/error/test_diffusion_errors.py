@@ -1,0 +1,154 @@
+"""Messages about directories of Stable Diffusion, requests for images, and images that cannot be written."""
+from __future__ import annotations
+
+import builtins
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import diffusion_case as case
+import numpy as np
+import pytest
+from tinygrad import Tensor
+from tinygrad_nv.models.diffusion import png
+from tinygrad_nv.models.diffusion.config import read_text, read_unet, read_vae
+from tinygrad_nv.models.diffusion.pipeline import ImageParams, StableDiffusion
+from tinygrad_nv.models.diffusion.schedulers import SchedulerConfig, plan, read_scheduler
+
+from tinygrad_nv.errors import (
+    ModelError,
+    NVError,
+    RequestError,
+    SpecError,
+    TokenizerError,
+    ToolchainError,
+    WeightError,
+)
+from tinygrad_nv.functional import convolution, group_norm
+from tinygrad_nv.server.errors import APIError
+from tinygrad_nv.server.images import parsed
+
+
+def told(kind: type[NVError], *words: str) -> Any:
+    """An error of a kind, with these words in this order."""
+    return pytest.raises(kind, match="(?s)" + ".*".join(words))
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A directory that may be changed."""
+    return Path(shutil.copytree(case.directory(), tmp_path / "model"))
+
+
+def changed(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_directories(copy, tmp_path):
+    with told(ModelError, "has no model_index.json", "a diffusers directory", "check the path"):
+        StableDiffusion(tmp_path)
+    changed(copy / "model_index.json", _class_name="FluxPipeline")
+    with told(ModelError, "a FluxPipeline", "StableDiffusionPipeline or StableDiffusionXLPipeline"):
+        StableDiffusion(copy)
+    changed(copy / "model_index.json", _class_name="StableDiffusionXLPipeline")
+    with told(ModelError, "text_encoder_2 has no config.json"): StableDiffusion(copy)
+
+
+def test_parts_that_do_not_fit_each_other(copy):
+    changed(copy / "unet" / "config.json", cross_attention_dim=48)
+    with told(ModelError, "text encoders of 32 elements together", "the 48 of the UNet's"):
+        StableDiffusion(copy)
+
+
+@pytest.mark.parametrize(("part", "fields", "words"), [
+    ("unet", {"class_embed_type": "timestep"}, ("class_embed_type is 'timestep'", "not implemented")),
+    ("unet", {"addition_embed_type": "image"}, ("addition_embed_type is 'image'", "'text_time'")),
+    ("unet", {"down_block_types": ["AttnDownBlock2D", "DownBlock2D"]}, ("a block of AttnDownBlock2D",)),
+    ("unet", {"up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"]}, ("the same ones in reverse",)),
+    ("unet", {"layers_per_block": [1, 0]}, (r"layers_per_block is \[1, 0\]", "2 of them")),
+    ("vae", {"shift_factor": 0.5}, ("shift_factor is 0.5",)),
+    ("vae", {"down_block_types": ["X"]}, (r"down_block_types \['X'\]", "DownEncoderBlock2D")),
+    ("text_encoder", {"hidden_act": "relu"}, ("hidden_act 'relu'", "quick_gelu or gelu")),
+    ("text_encoder", {"architectures": ["T5"]}, ("architecture 'T5'", "CLIPTextModel"))])
+def test_configurations(copy, part, fields, words):
+    changed(copy / part / "config.json", **fields)
+    with told(ModelError, *words): {"unet": read_unet, "vae": read_vae, "text_encoder": read_text}[part](
+        copy / part)
+
+
+def test_schedulers(copy, tmp_path):
+    with told(ModelError, "has no scheduler_config.json"): read_scheduler(tmp_path)
+    path = copy / "scheduler" / "scheduler_config.json"
+    changed(path, thresholding=True)
+    with told(ModelError, "thresholding is True", "False"): read_scheduler(path.parent)
+    with told(RequestError, "the scheduler is 'heun'", "ddim, euler"): plan(SchedulerConfig(), 10, "heun")
+    with told(RequestError, "1001 steps", "1 to 1000"): plan(SchedulerConfig(), 1001)
+    for fields, words in (({"prediction": "sample"}, "prediction_type is 'sample'"),
+                          ({"beta_schedule": "x"}, "beta_schedule is 'x'"),
+                          ({"spacing": "x"}, "timestep_spacing is 'x'")):
+        with told(ModelError, words): plan(SchedulerConfig(**fields), 10)
+
+
+def test_weights_and_tokenizers(copy):
+    (copy / "unet" / "diffusion_pytorch_model.safetensors").unlink()
+    with told(WeightError, "unet holds no weights", "diffusion_pytorch_model.safetensors"):
+        StableDiffusion(copy)
+    (copy / "tokenizer" / "tokenizer.json").write_text("{}")
+    with told(TokenizerError, "cannot be read", "download"): StableDiffusion(copy)
+    (copy / "tokenizer" / "tokenizer.json").unlink()
+    with told(TokenizerError, "holds no tokenizer", "vocab.json and merges.txt"): StableDiffusion(copy)
+
+
+def test_requests():
+    model = StableDiffusion(case.directory())
+    for params, words in ((ImageParams(height=33), "images of 16x33.*multiples of 2"),
+                          (ImageParams(width=8192), "up to 4096"), (ImageParams(n=0), "n is 0.*1 or more"),
+                          (ImageParams(guidance_scale=-1), "guidance_scale is -1.*0 to 100"),
+                          (ImageParams(seed=-1), "the seed is -1.*0 to 2")):
+        with told(RequestError, words): model.generate("a cat", params)
+    with told(RequestError, "no prompts", "at least one"): model.generate([])
+    with told(RequestError, "tiles of 3 latents", "4 or more"): StableDiffusion(case.directory(), tile=3)
+    with told(RequestError, r"latents of shape \(1, 4, 4, 4\)", r"\(1, 4, 8, 8\)"):
+        model.generate("a cat", latents=np.zeros((1, 4, 4, 4), np.float32))
+
+
+def test_functions():
+    x, w = Tensor.zeros(1, 4, 5, 3), Tensor.zeros(2, 3, 3, 3)
+    for given, options, words in (
+            ((x, w[..., :2]), {}, "images.*filters"), ((x.half(), w), {}, "of half, filters of float"),
+            ((x, w), {"activation": "x"}, "activation='x'"), ((x, w), {"stride": (0, 1)}, "strides ≥ 1"),
+            ((x[:, :2], w), {}, "filters 3x3 over images 2x5"), ((x, w, Tensor.zeros(3)), {}, r"bias \(3,\)"),
+            ((x, w), {"residual": x}, "residual")):
+        with told(SpecError, words): convolution(*given, **options)
+    one = Tensor.ones(3)
+    for given, words in (((x, 2, one, one), "2 groups of x"), ((x, 3, one[:2], one), "weight"),
+                         ((x.int(), 3, one, one), "x of int"),
+                         ((x, 3, one, one, 1e-5, "x"), "activation='x'"),
+                         ((x, 3, one, one, 1e-5, "", one), r"shift \(3,\)")):
+        with told(SpecError, words): group_norm(*given)
+
+
+@pytest.mark.parametrize(("body", "words"), [
+    ({}, "prompt is missing"), ({"prompt": "x" * 40000}, "40000 characters"),
+    ({"prompt": "x", "size": "big"}, "size is 'big'"),
+    ({"prompt": "x", "response_format": "url"}, "'url' is not served"),
+    ({"prompt": "x", "output_format": "webp"}, "output_format is not png"),
+    ({"prompt": "x", "stream": True}, "stream is not served"), ({"prompt": "x", "n": 11}, "n"),
+    ({"prompt": "x", "scheduler": "heun"}, "scheduler"), ({"prompt": "x", "seed": -1}, "seed"),
+    ({"prompt": "x", "what": 1}, "unknown field 'what'")])
+def test_server_requests(body, words):
+    with pytest.raises(APIError, match=words): parsed(body)
+
+
+def test_no_pillow(monkeypatch):
+    imported = builtins.__import__
+
+    def without(name: str, *given: Any, **more: Any) -> Any:
+        if name.startswith("PIL"): raise ModelError("not this way")
+        return imported(name, *given, **more)
+    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with told(ToolchainError, "pillow is not installed", r"\.\[image\]"):
+        png.png(np.zeros((2, 2, 3), np.uint8))

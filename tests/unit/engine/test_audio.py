@@ -1,0 +1,110 @@
+"""Audio files to samples: formats against soundfile, resampling against closed forms, and subtitles."""
+from __future__ import annotations
+
+import io
+import wave
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from tinygrad_nv.engine.speech import subtitles
+from tinygrad_nv.engine.speech.audio import decode_audio, resampled
+from tinygrad_nv.engine.speech.outputs import Segment, Transcription
+from tinygrad_nv.engine.speech.segments import Span, spans_of
+
+RNG = np.random.default_rng(0)
+
+
+def written(samples: np.ndarray, rate: int, kind: str, subtype: str) -> bytes:
+    made = io.BytesIO()
+    soundfile.write(made, samples, rate, format=kind, subtype=subtype)
+    return made.getvalue()
+
+
+@pytest.mark.parametrize(("kind", "subtype", "bits"), [
+    ("WAV", "PCM_U8", 8), ("WAV", "PCM_16", 16), ("WAV", "PCM_24", 24), ("WAV", "PCM_32", 32),
+    ("WAV", "FLOAT", 32), ("WAVEX", "PCM_16", 16), ("FLAC", "PCM_16", 16), ("AIFF", "PCM_24", 24)])
+@pytest.mark.parametrize("channels", [1, 2])
+def test_formats(kind: str, subtype: str, bits: int, channels: int):
+    """The mean of channels, to the last bit that the format has."""
+    samples = RNG.uniform(-0.9, 0.9, (1001, channels))
+    made = decode_audio(written(samples, 16000, kind, subtype), "a file")
+    assert made.dtype == np.float32
+    assert made.shape == (1001,)
+    assert np.abs(made - samples.mean(1)).max() <= 2.0 ** (1 - min(bits, 23))
+
+
+def test_wav_is_read_as_soundfile_reads_it():
+    samples = RNG.uniform(-1, 1, 500)
+    for subtype in ("PCM_U8", "PCM_16", "PCM_24", "PCM_32"):
+        data = written(samples, 16000, "WAV", subtype)
+        theirs = soundfile.read(io.BytesIO(data), dtype="float32")[0]
+        assert np.array_equal(decode_audio(data, "a file"), theirs)
+
+
+def test_a_recorder_that_was_cut_off():
+    """The header says more than there is: what is there is read."""
+    made = io.BytesIO()
+    with wave.open(made, "wb") as file:
+        file.setnchannels(2)
+        file.setsampwidth(2)
+        file.setframerate(16000)
+        file.writeframes(np.arange(2000, dtype="<i2").tobytes())
+    assert len(decode_audio(made.getvalue()[:-1001], "a file")) == 749
+
+
+@pytest.mark.parametrize("rate", [8000, 11025, 22050, 32000, 44100, 48000, 44101])
+def test_resampled_tones(rate: int):
+    """A tone that both rates have stays what it is; one above 8 kHz is 80 dB down."""
+    seconds = 1.0
+    t, wanted_t = np.arange(int(rate * seconds)) / rate, np.arange(int(16000 * seconds)) / 16000
+    inside = slice(2000, 14000)     # away from the ends, where the signal begins
+    made = resampled(np.sin(2 * np.pi * 1234.5 * t).astype(np.float32), rate)
+    assert len(made) == -(-len(t) * 16000 // rate)
+    wanted = np.sin(2 * np.pi * 1234.5 * wanted_t)
+    assert np.abs(made[:len(wanted)] - wanted)[inside].max() < 2e-4
+    if rate > 20000:
+        made = resampled(np.sin(2 * np.pi * 9500 * t).astype(np.float32), rate)
+        assert np.abs(made[inside]).max() < 1e-4
+
+
+def test_resampling_is_linear_and_keeps_constants():
+    made = resampled(np.ones(5000, np.float32), 22050)
+    assert np.abs(made[200:-200] - 1).max() < 1e-5
+
+
+def test_half_the_rate_against_a_filter_of_torch():
+    """48 kHz to 16 kHz is every third output of one filter."""
+    samples = RNG.normal(size=6000).astype(np.float32)
+    impulse = np.zeros(601, np.float32)
+    impulse[300] = 1
+    taps = np.stack([resampled(np.roll(impulse, shift), 48000)[100] for shift in range(-150, 151)])
+    wanted = torch.nn.functional.conv1d(torch.tensor(samples)[None, None], torch.tensor(taps)[None, None],
+                                        padding=150)[0, 0].numpy()[::3]
+    assert np.abs(resampled(samples, 48000)[100:-100] - wanted[100:-100]).max() < 1e-5
+
+
+def test_spans():
+    """Windows of 200 frames from frame 100 on; timestamps begin at 1000."""
+    def spans(*tokens: int) -> tuple[list[Span], int]: return spans_of(tokens, 1000, 100, 200)
+    assert spans(5, 6) == ([Span(1.0, 3.0, 0, 2)], 200)
+    assert spans(1000, 5, 6) == ([Span(1.0, 3.0, 0, 3)], 200)
+    assert spans(1000, 5, 1020) == ([Span(1.0, 1.4, 0, 3)], 200)
+    assert spans(1000, 5, 1010, 1010, 6, 1030) == ([Span(1.0, 1.2, 0, 3), Span(1.2, 1.6, 3, 6)], 200)
+    assert spans(1000, 5, 1010, 1010, 6) == ([Span(1.0, 1.2, 0, 4)], 20)
+    assert spans(1000, 5, 1010, 1012, 6, 1030, 1030) == ([Span(1.0, 1.2, 0, 3), Span(1.24, 1.6, 3, 7)], 60)
+    assert spans_of([5, 1001], None, 0, 200) == ([Span(0.0, 2.0, 0, 2)], 200)
+    # without the rules of timestamps: a pair that takes no time is not decoded for ever
+    assert spans(1000, 1000, 5)[1] == 200
+
+
+def test_subtitles():
+    segments = tuple(Segment(start, end, text, (), 0, 0, 1, 0) for start, end, text in (
+        (0.0, 1.5, " Hello."), (1.5, 1.5, " "), (3725.25, 3725.0, " a --> b\n\n c ")))
+    made = Transcription("Hello.", "en", 4000, segments)
+    assert subtitles.srt(made) == ("1\n00:00:00,000 --> 00:00:01,500\nHello.\n\n"
+                                   "2\n01:02:05,250 --> 01:02:05,250\na → b\nc\n")
+    assert subtitles.vtt(made).startswith("WEBVTT\n\n00:00:00.000 --> 00:00:01.500\nHello.\n\n01:02:05.250")
+    assert subtitles.lines(made).splitlines()[1] == "[01:02:05.250 → 01:02:05.000] a → b c"

@@ -1,0 +1,105 @@
+"""`ImageEngine`: images for many callers, one request after the other, in a thread of its own.
+
+Protocol: `submit(prompt, params)` queues a request and returns its future. A request whose future is
+cancelled before it runs is left out; one that runs ends after its step once `cancel` is called for it. An
+exception fails its request only. The thread is the only one that uses tinygrad after the model is loaded.
+"""
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from tinygrad_nv.engine.core import EngineStats
+from tinygrad_nv.errors import EngineError, QueueFull
+from tinygrad_nv.models.diffusion.pipeline import Generated, ImageParams, StableDiffusion
+
+
+class Cancelled(Exception):
+    """No caller waits for an image any more."""
+
+
+@dataclass(eq=False)
+class ImageRequest:
+    """A request: its future, and whether it is to end."""
+    prompt: str
+    params: ImageParams
+    future: Future[Generated] = field(default_factory=Future)
+    ends: threading.Event = field(default_factory=threading.Event)
+
+    def cancel(self) -> None:
+        """Leaves it out, or ends it after the step that runs."""
+        self.ends.set()
+        self.future.cancel()
+
+
+class ImageEngine:
+    """Requests to `model`; up to `queue_limit` may wait when one more is submitted."""
+
+    def __init__(self, model: StableDiffusion, queue_limit: int = 64) -> None:
+        self.model, self.queue_limit = model, queue_limit
+        self._waiting = deque[ImageRequest]()
+        self._arrived = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._running: ImageRequest | None = None
+        self._steps = self._failed = 0
+        self._closed = False
+
+    def submit(self, prompt: str, params: ImageParams) -> ImageRequest:
+        """Queues a request. Raises `QueueFull`, or `EngineError` after `close`."""
+        request = ImageRequest(prompt, params)
+        with self._arrived:
+            if self._closed:
+                raise EngineError("the engine is stopping", "an engine that takes requests", "retry later")
+            if len(self._waiting) >= self.queue_limit:
+                raise QueueFull(f"{len(self._waiting)} requests wait", f"less than {self.queue_limit}",
+                                "retry later, or raise --max-queue")
+            self._waiting.append(request)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="nv-images", daemon=True)
+                self._thread.start()
+            self._arrived.notify()
+        return request
+
+    def stats(self) -> EngineStats:
+        """Current statistics."""
+        return EngineStats(int(self._running is not None), len(self._waiting), 0.0, 0, 0, 0, 0, 0, 0,
+                           self._steps, self._failed, 0, 0)
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Refuses new requests, waits up to `drain_s` seconds for the others, and cancels the rest."""
+        ends = time.monotonic() + drain_s
+        while (self._waiting or self._running) and time.monotonic() < ends: await asyncio.sleep(0.01)
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """Cancels requests, and ends the thread."""
+        with self._arrived:
+            self._closed = True
+            while self._waiting: self._waiting.popleft().cancel()
+            if (running := self._running) is not None: running.ends.set()
+            self._arrived.notify()
+        if self._thread is not None: self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._arrived:
+                self._arrived.wait_for(lambda: self._waiting or self._closed)
+                if self._closed: return
+                request = self._waiting.popleft()
+                if not request.future.set_running_or_notify_cancel(): continue
+                self._running = request
+            self._made(request)
+            self._running = None
+
+    def _made(self, request: ImageRequest) -> None:
+        def step(done: int, total: int) -> None:
+            self._steps += done > 0
+            if request.ends.is_set(): raise Cancelled
+        try: request.future.set_result(self.model.generate(request.prompt, request.params, step=step))
+        except Exception as error:  # of the request, the device, or a driver
+            self._failed += not isinstance(error, Cancelled)
+            request.future.set_exception(error)

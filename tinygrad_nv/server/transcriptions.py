@@ -1,0 +1,111 @@
+"""POST /v1/audio/transcriptions and /v1/audio/translations.
+
+Protocol: the form is read whole (transcription_request.py), its file decoded in a thread, and the recording
+joins the engine's batch. The answer is JSON, text or subtitles; with `stream` an event for each segment,
+transcript.text.delta, and transcript.text.done at the end, as OpenAI's API has them. A client that
+disconnects ends its recording.
+"""
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from tinygrad_nv.engine.speech.audio import decode_audio
+from tinygrad_nv.engine.speech.batching import Cancelled
+from tinygrad_nv.engine.speech.outputs import Segment, Transcription, segment_fields
+from tinygrad_nv.engine.speech.subtitles import srt, vtt
+from tinygrad_nv.errors import NVError
+from tinygrad_nv.models.whisper.languages import LANGUAGES
+from tinygrad_nv.server.errors import APIError, api_error
+from tinygrad_nv.server.limits import read_body
+from tinygrad_nv.server.record import Record
+from tinygrad_nv.server.service import Service, SpeechClient
+from tinygrad_nv.server.sse import streamed, until_disconnect
+from tinygrad_nv.server.transcription_request import TranscriptionRequest, parsed, read_form
+
+if TYPE_CHECKING:
+    import numpy as np
+
+PATHS = {"/v1/audio/transcriptions": "transcribe", "/v1/audio/translations": "translate"}
+LEAST_BODY = 25 << 20   # bytes that a body may have at least: OpenAI's limit of a file
+MOST_S = 2 * 3600.0     # seconds of a recording: 460 MB of samples
+
+
+def endpoint(service: Service, task: str) -> Callable[[Request], Awaitable[Response]]:
+    """The endpoint of a task."""
+    limits = replace(service.limits, body_bytes=max(service.limits.body_bytes, LEAST_BODY))
+
+    async def answer(request: Request) -> Response:
+        record: Record = request.scope["record"]
+        record.id = "transcript-" + record.id
+        client = service.require_speech()
+        body = await read_body(request, limits)
+        asked = parsed(await read_form(request.headers.get("content-type", ""), body), task)
+        service.require_name(asked.model)
+        try: samples = await asyncio.to_thread(decode_audio, asked.data, asked.name, MOST_S)
+        except NVError as error: raise api_error(error, "file") from error
+        record.stream = asked.stream
+        if asked.stream:
+            events = _events(client, samples, asked, record, limits.request_s)
+            return await streamed(request, events, record)
+        made = await until_disconnect(request, _transcribed(client, samples, asked, limits.request_s))
+        record.output_tokens = len(made.token_ids)
+        return shown(made, asked)
+    return answer
+
+
+def shown(made: Transcription, asked: TranscriptionRequest) -> Response:
+    """The transcription in the format that is asked for."""
+    if asked.format == "srt": return PlainTextResponse(srt(made), media_type="application/x-subrip")
+    if asked.format == "vtt": return PlainTextResponse(vtt(made), media_type="text/vtt")
+    if asked.format == "text": return PlainTextResponse(f"{made.text}\n")
+    usage = {"type": "duration", "seconds": math.ceil(made.duration)}
+    if asked.format == "json": return JSONResponse({"text": made.text, "usage": usage})
+    language = "english" if made.language is None else LANGUAGES.get(made.language, made.language)
+    segments = [{"seek": 0, **segment_fields(number, each)} for number, each in enumerate(made.segments)]
+    return JSONResponse({"task": asked.params.task, "language": language, "duration": made.duration,
+                         "text": made.text, "segments": segments, "usage": usage})
+
+
+async def _transcribed(client: SpeechClient, samples: np.ndarray, asked: TranscriptionRequest, most_s: float,
+                       told: Callable[[Segment], None] = lambda segment: None) -> Transcription:
+    """The transcription. What has not run when the request ends is cancelled."""
+    cancelled = Cancelled()
+    try:
+        recording = client.recording(samples, asked.params, told)
+        future = asyncio.wrap_future(client.engine.submit([recording], cancelled)[0])
+    except NVError as error: raise api_error(error) from error
+    try:
+        async with asyncio.timeout(most_s): return await future
+    except TimeoutError as error:
+        raise APIError(504, f"the answer was not complete within {most_s:g} s", "request_timeout") from error
+    except NVError as error: raise api_error(error) from error
+    finally: cancelled.asked = True
+
+
+async def _events(client: SpeechClient, samples: np.ndarray, asked: TranscriptionRequest, record: Record,
+                  most_s: float) -> AsyncGenerator[dict[str, Any], None]:
+    """An event for each segment as it is decoded, and one at the end."""
+    loop, queue = asyncio.get_running_loop(), asyncio.Queue[Segment | None]()
+
+    def told(segment: Segment | None) -> None: loop.call_soon_threadsafe(queue.put_nowait, segment)
+    task = asyncio.ensure_future(_transcribed(client, samples, asked, most_s, told))
+    task.add_done_callback(lambda _: queue.put_nowait(None))
+    try:
+        first = True
+        while (segment := await queue.get()) is not None:
+            text = segment.text.lstrip() if first else segment.text
+            if not text: continue
+            first = False
+            yield {"type": "transcript.text.delta", "delta": text}
+        made = await task
+        record.output_tokens = len(made.token_ids)
+        yield {"type": "transcript.text.done", "text": made.text,
+               "usage": {"type": "duration", "seconds": math.ceil(made.duration)}}
+    finally: task.cancel()

@@ -1,0 +1,1 @@
+from models.qwen_vl.layout import *

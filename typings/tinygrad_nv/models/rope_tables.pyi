@@ -1,0 +1,1 @@
+from models.rope_tables import *
