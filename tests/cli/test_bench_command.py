@@ -149,6 +149,7 @@ def test_latency_and_its_json(tmp_path: Path, capsys) -> None:
     assert record["weights"]["quantization"] is None
 
 
+@pytest.mark.slow
 def test_throughput_counts_what_was_asked_for(capsys) -> None:
     assert main(["bench", "throughput", "--num-prompts", "3", "--input-len", "7", "--output-len", "4"]) == 0
     out = capsys.readouterr().out
@@ -158,6 +159,7 @@ def test_throughput_counts_what_was_asked_for(capsys) -> None:
 
 # **** prefill and decode ****
 
+@pytest.mark.slow
 def test_speed_says_scheme_bytes_and_rates(tmp_path: Path, capsys) -> None:
     saved = tmp_path / "speed.json"
     assert main(["bench", "--quantization", "int8", "-p", "20", "-n", "6", "-r", "2", "--output-json",

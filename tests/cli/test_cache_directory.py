@@ -27,6 +27,7 @@ def said(done: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in done.stderr.splitlines() if line.startswith("tinygrad-nv: ")]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", ["XDG_CACHE_HOME", "HOME"])
 def test_a_directory_that_cannot_be_made(where: str, tmp_path: Path):
     """Below a file: root may write everywhere else."""
@@ -50,6 +51,7 @@ print(b.tolist(), c.tolist())
 """)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("hooked", ["0", "1"])
 def test_processes_that_compile_find_the_directory(hooked: str, tmp_path: Path):
     """tinygrad compiles two kernels in workers, which have a cache of their own."""

@@ -49,6 +49,7 @@ def test_an_answer_is_tried_again(command, tiny: Path, tmp_path: Path):
     assert len(json.loads(file.read_text())["messages"]) == 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("line", "words"), [
     ("/temp", "/temp is no command\n  expected: a command of /help, or // for a question with a slash\n"
               "  to fix:   did you mean /temperature?"),

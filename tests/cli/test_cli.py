@@ -206,6 +206,7 @@ def test_characters_latin_1_lacks_are_escaped(tiny: Path):
     assert b"Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_characters_ascii_lacks_are_escaped_in_messages(tmp_path: Path):
     done = subprocess.run([*MODULE, "generate", f"{tmp_path}/é→", "hello"], capture_output=True,
                           env=environment(PYTHONIOENCODING="ascii"), check=False)
@@ -214,7 +215,7 @@ def test_characters_ascii_lacks_are_escaped_in_messages(tmp_path: Path):
     assert b"/\\xe9\\u2192\n" in done.stderr
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("redirection", "code", "said"), [
     ("| head -c 1", 0, b"h"), ("<&- >&-", 0, b""), ("--json | true", 0, b""), (">/dev/full", 2, b"")])
 def test_an_output_that_goes_away_ends_quietly(tiny: Path, redirection: str, code: int, said: bytes):
@@ -227,6 +228,7 @@ def test_an_output_that_goes_away_ends_quietly(tiny: Path, redirection: str, cod
     assert (b"the system refused: [Errno 28]" in done.stderr) == (code == 2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("arguments", [["generate", "/nowhere", "hello"], ["chat", "/nowhere"]])
 def test_an_error_in_a_process_is_its_message_and_code(arguments: list[str]):
     done = subprocess.run([*MODULE, *arguments], capture_output=True, text=True, stdin=subprocess.DEVNULL,
@@ -282,6 +284,7 @@ def chat(directory: Path, *options: str) -> Iterator[Chat]:
         os.close(ours)
 
 
+@pytest.mark.slow
 def test_interrupt_at_the_prompt_ends_the_chat(tiny: Path):
     with chat(tiny, "--max-tokens", "2") as talk:
         talk.read_until(lambda seen: seen.endswith(b"> "))
@@ -303,6 +306,7 @@ def test_interrupt_while_it_answers_ends_the_chat(make_model: Callable[..., Path
         assert b"Traceback" not in talk.seen
 
 
+@pytest.mark.slow
 def test_chat_survives_bytes_that_are_no_text(tiny: Path):
     done = subprocess.run([*MODULE, "chat", str(tiny), "--max-tokens", "2"], input=b"\xff\xfe hi\n",
                           capture_output=True, env=environment(PYTHONUTF8="1"), check=False)

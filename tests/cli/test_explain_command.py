@@ -148,6 +148,7 @@ def test_words_that_are_refused_by_the_parser(command, words: list[str], said: s
 
 # **** models ****
 
+@pytest.mark.slow
 def test_a_model_without_kernels_of_ours(command, tiny: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("NV_CPU", "0")
     assert command("explain", tiny, "--level", "tile", "--device", "CPU").succeeded().out == (

@@ -24,6 +24,7 @@ signal.signal = first
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_signal_while_it_starts(name: str, tmp_path: Path):
     """Five moments, from the first lines of the package on; after 1.5 s an answer can be whole."""
@@ -41,6 +42,7 @@ def test_a_signal_while_it_starts(name: str, tmp_path: Path):
         assert b"Traceback" not in errors, (seconds, errors)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_signal_while_a_text_is_executed(name: str, tmp_path: Path):
     """Dataclasses run texts by `exec`: CPython ended by the signal itself, -2, where one was interrupted."""

@@ -67,6 +67,7 @@ def test_transformers_reads_it(command, source: Path, tmp_path: Path, case: tupl
     assert np.abs(found - wanted).max() < close * np.abs(wanted).max()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [("awq",), ("gptq",), ("gptq", "--act-order", "group"),
                                   ("gptq", "--act-order", "none", "--asymmetric")], ids=" ".join)
@@ -92,6 +93,7 @@ def calibrate_names() -> list[str]:
     return [name for names in calibrate.TOGETHER for name in names]
 
 
+@pytest.mark.slow
 def test_what_is_ignored_stays(command, source: Path, tmp_path: Path):
     """With the norms before it."""
     command("quantize", source, "--out", tmp_path / "made", "--scheme", "awq", "--group-size", "32", *FEW,
@@ -104,6 +106,7 @@ def test_what_is_ignored_stays(command, source: Path, tmp_path: Path):
     assert np.isfinite(logits(tmp_path / "made")).all()
 
 
+@pytest.mark.slow
 def test_gptqs_config_names_what_is_ignored(command, source: Path, tmp_path: Path):
     said = command("quantize", source, "--out", tmp_path / "made", "--scheme", "gptq", *GROUPS, *FEW,
                    "--ignore", "re:.*1.mlp.up_proj", "--ignore", "lm_head", "--ignore",
@@ -118,6 +121,7 @@ def files(directory: Path) -> dict[str, bytes]:
     return {each.name: each.read_bytes() for each in directory.iterdir()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheme", ["awq", "gptq"])
 def test_it_goes_on_after_the_last_whole_layer(command, source: Path, tmp_path: Path, scheme: str,
                                                monkeypatch: pytest.MonkeyPatch):

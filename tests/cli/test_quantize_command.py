@@ -36,7 +36,7 @@ CASES = [("w4a16",), ("w4a16", "--asymmetric", "--group-size", "64"), ("w4a16", 
          ("w8a16",), ("w8a8",), ("fp8",), ("fp8-block",), ("mxfp4",)]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_compressed_tensors(command, source: Path, tmp_path: Path, case: tuple[str, ...]):
     """Its own decompressor gives the bits that we read, whose error is as small as the bits allow."""
@@ -100,6 +100,7 @@ def test_e4m3_is_torchs():
     np.testing.assert_array_equal(from_e4m3(every), theirs)
 
 
+@pytest.mark.slow
 def test_what_is_ignored_stays(command, source: Path, tmp_path: Path):
     out = tmp_path / "made"
     command("quantize", source, "--scheme", "w8a8", "--out", out, "--ignore", "re:.*o_proj", "--ignore",
@@ -112,6 +113,7 @@ def test_what_is_ignored_stays(command, source: Path, tmp_path: Path):
     assert np.isfinite(logits(out)).all()
 
 
+@pytest.mark.slow
 def test_a_head_that_is_the_embedding_is_ignored(command, make_model, tmp_path: Path):
     """Else transformers takes it for a quantised layer, and loads nothing."""
     plain, out = make_model(tie_word_embeddings=True), tmp_path / "made"

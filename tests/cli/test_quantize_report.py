@@ -105,6 +105,7 @@ def change(command, out: Path, *words: str) -> float:
     return found["after"] / found["before"] - 1
 
 
+@pytest.mark.slow
 def test_what_the_model_in_the_box_loses(command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """int8 at most 0.5 %, int4 3 %; GPTQ less than rounding to the nearest."""
     monkeypatch.setattr(quality, "MOST", 6000)      # tokens

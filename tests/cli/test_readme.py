@@ -23,6 +23,7 @@ def test_the_readme_has_what_is_tested_here():
     assert "BENCH" not in TEXT
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_run(command: str):
     line = command.replace("tinygrad-nv", f'"{sys.executable}" -m tinygrad_nv', 1)
@@ -31,7 +32,9 @@ def test_commands_run(command: str):
     assert done.stdout.strip()
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=["llm", "explain", "dlpack", "emu"])
+@pytest.mark.parametrize("script", [pytest.param(SCRIPTS[0], id="llm", marks=pytest.mark.slow), *(
+    pytest.param(script, id=name) for script, name in zip(SCRIPTS[1:], ("explain", "dlpack", "emu"),
+                                                          strict=True))])
 def test_scripts_run(script: str):
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)

@@ -284,6 +284,7 @@ def test_no_page_is_left_behind_by_clients_that_leave(server: Process):
     until(lambda: figure(HTTP.get(server.url + "/metrics").text, "kv_cache_usage_perc") == 0)
 
 
+@pytest.mark.slow
 def test_a_load_of_clients_of_which_some_leave(server: Process):
     """bench/serve_load.py, for a few seconds."""
     command = [sys.executable, "bench/serve_load.py", "--url", server.url, "--pid", str(server.popen.pid),
@@ -311,6 +312,7 @@ def test_a_signal_drains():
     assert process.lines[-1].endswith(" stopped")
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once():
     """Also when a signal to its group has killed the idle compile worker, which held the pool's lock."""
     kill = "import time; time.sleep(0.2); active_children()[0].kill()"

@@ -52,6 +52,7 @@ def test_the_winner_is_first_and_kept(file: Path, command):
     assert command(*WORDS).out == done.out
 
 
+@pytest.mark.slow
 def test_columns_end_below_each_other(command):
     rows = command(*WORDS).out.splitlines()[:4]
     ends = {line.index("us", line.index("predicted")) + 2 for line in rows[:1]}
@@ -80,6 +81,7 @@ def test_a_symbolic_product_of_two_parts(command):
     assert "≤64x64x256 bf16 NT → bf16, gate on sm_90a" in done.succeeded().out
 
 
+@pytest.mark.slow
 def test_candidates_that_are_out_say_why(command, monkeypatch):
     from tinygrad_nv.ptx.assemble import Assembly, Resources
     monkeypatch.setattr(tune, "assemble", lambda text, arch, flags: Assembly(
@@ -96,6 +98,7 @@ def test_candidates_that_are_out_say_why(command, monkeypatch):
 HOPPER = ["--beam", "1", "--json"]
 
 
+@pytest.mark.slow
 def test_what_is_modelled_is_told_as_that_and_for_which_gpu(file: Path, command):
     words = ["tune", "256", "512", "256", "--beam", "1"]
     done = command(*words).succeeded()
@@ -156,7 +159,8 @@ def test_list(file: Path, command):
     assert command("tune", "--list").succeeded().out == f"no schedules in {file}\n"
     database.store([entry(), entry(dense(64, 64, 64, epilogue="bias+gelu"))])
     lines = command("tune", "--list").succeeded().out.splitlines()
-    assert lines[0].split() == ["spec", "arch", "toolchain", "schedule", "us", "bound", "how"]
+    assert lines[0].split() == ["spec", "arch", "toolchain", "schedule", "us", "bound", "how",
+                                "origin"]
     assert lines[1].startswith("96x80x512 bf16 NT → bf16 ")
     assert "mma 64x64x32, 2x2 warps, 3 stages" in lines[1]
     assert "…" in lines[2]

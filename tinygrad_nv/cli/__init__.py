@@ -1,5 +1,5 @@
 """`tinygrad-nv`: generate, chat, serve, run-batch, train, bench, doctor, explain, ptx, tune, plan, quantize,
-launch, completion.
+shapes, replay, launch, compile, bundle, transcribe, image, onnx, completion.
 
 Protocol: only generated text goes to stdout, as it is generated; progress, notes and errors go to stderr. An
 `NVError` prints its message and exits with 2, Ctrl-C exits with 130, a closed pipe exits quietly.
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tinygrad_nv import interrupt, models
+from tinygrad_nv import collection, config, interrupt, models
 from tinygrad_nv.cli import vllm_options
 from tinygrad_nv.cli.lora_options import add_lora_option
 from tinygrad_nv.cli.model_path import found
@@ -26,7 +26,8 @@ from tinygrad_nv.runtime.memory_pool import UTILIZATION
 
 DEFAULT_MODEL = Path(models.__file__).parent / "tales"
 COMMANDS = ("generate", "chat", "serve", "run-batch", "train", "bench", "doctor", "explain", "ptx", "tune",
-            "plan", "quantize", "launch", "completion")
+            "plan", "quantize", "shapes", "replay", "launch", "compile", "bundle", "transcribe", "image",
+            "onnx", "completion")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +41,9 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         interrupt.ready()
         try:
-            arguments = _parse(argv)
+            arguments = parsed(argv)
+            # these load a model first
+            if arguments.argv[:1] not in (["generate"], ["chat"]): collection.as_usual()
             return int(arguments.run(arguments))
         finally: sys.stdout.flush()  # inside the try, so that its errors are reported
     except NVError as error: return _say_error(error)
@@ -63,9 +66,10 @@ def _main(argv: Sequence[str] | None) -> int:
                                   "lower --max-model-len or --swap-space, or use --dtype bfloat16"))
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """argparse takes all positional arguments from one place; here PROMPT may also follow options that
-    follow MODEL."""
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of a command line, and the line itself as `argv`; settings that it asks for are this
+    process's from now on. argparse takes all positional arguments from one place; here PROMPT may also follow
+    options that follow MODEL."""
     words = list(sys.argv[1:] if argv is None else argv)
     top = parser(words[0] if words and words[0] in COMMANDS else None)
     if words[:1] == ["bench"]: words = _module("bench").named(words)
@@ -75,6 +79,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         top.error(f"unrecognized arguments: {' '.join(rest)}"
                   + vllm_options.nearest(arguments.command, rest))
     if rest: arguments.words += rest[:options_end] + rest[options_end + 1:]
+    arguments.argv = words
+    if getattr(arguments, "deterministic", False): config.keep("NV_DETERMINISTIC", 1)
     return arguments
 
 
@@ -119,6 +125,7 @@ def _add(name: str, commands: argparse._SubParsersAction[argparse.ArgumentParser
         case "serve" | "run-batch":
             module = _module(name.replace("-", "_"))
             module.add_command(commands, directory, _add_model_options, _model, _size)
+        case "compile": _module(name).add_command(commands, directory, _model, _size)
         case "bench" | "explain":
             _module(name).add_command(commands, directory, _add_model_options, _model)
         case "doctor":
@@ -128,8 +135,10 @@ def _add(name: str, commands: argparse._SubParsersAction[argparse.ArgumentParser
             from tinygrad_nv.host import command as host
             from tinygrad_nv.ptx import command as ptx
             host.add_command(ptx.add_commands(commands))
-        case "tune" | "plan" | "launch": _module(name).add_command(commands)
-        case "quantize" | "train": _module(name).add_command(commands, "a model directory")
+        case "tune" | "plan" | "launch" | "shapes" | "bundle" | "transcribe" | "image":
+            _module(name).add_command(commands)
+        case "replay": _module(name).add_command(commands, parsed)
+        case "quantize" | "train" | "onnx": _module(name).add_command(commands, "a model directory")
         case "completion":
             completion = commands.add_parser(name, help="a script that completes commands and options")
             completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="such as: source "
@@ -151,6 +160,8 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser],
     generate.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     generate.add_argument("--trace", type=Path, metavar="FILE", help="time every kernel on its own: a Chrome "
                           "trace to FILE, a table to stderr (slower)")
+    generate.add_argument("--record", type=Path, metavar="LOG", help="write what each kernel reads and "
+                          "writes, by hashes, for `tinygrad-nv replay LOG` (slower)")
     add_lora_option(_add_model_options(generate))
     add_sampling_options(generate, answers=True)
     generate.set_defaults(run=_generate)
@@ -178,6 +189,13 @@ def _add_model_options(command: argparse.ArgumentParser) -> argparse._ArgumentGr
     group.add_argument("--gpu-memory-utilization", type=float, metavar="X",
                        help="fraction of a GPU's memory for weights, cache and all else "
                        f"(default {UTILIZATION}; no effect on a CPU)")
+    group.add_argument("--deterministic", action="store_true",
+                       help="the same tokens and log probabilities for a request alone and among others, to "
+                       "the last bit (NV_DETERMINISTIC=1; slower)")
+    group.add_argument("--require-signed", type=Path, metavar="PEM",
+                       help="of a bundle: the public key that has to have signed it")
+    group.add_argument("--weights", type=Path, metavar="DIR",
+                       help="of a bundle that refers to weights: where their files are")
     group.add_argument("--device", help="tinygrad's device (default: its choice, or DEV)")
     group.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N",
                        help="ranks that have the model together, each a part of every layer (default 1)")
@@ -222,8 +240,9 @@ def _split_words(words: list[str], with_ids: bool) -> tuple[Path, str]:
         raise RequestError(f"{len(words)} positional arguments",
                            "[MODEL] with --prompt-ids, else [MODEL] PROMPT",
                            "put the prompt in quotes")
-    if not with_ids and len(words) == 1 and (os.path.isfile(os.path.join(words[0], "config.json")) or
-                                             (words[0].endswith(".gguf") and os.path.isfile(words[0]))):
+    if not with_ids and len(words) == 1 and (
+            os.path.isfile(os.path.join(words[0], "config.json"))
+            or (words[0].endswith((".gguf", ".tnv")) and os.path.isfile(words[0]))):
         raise RequestError(f"{words[0]} is a model, and no prompt follows it", "[MODEL] PROMPT",
                            "add the text to continue, in quotes")
     model = words[0] if len(words) == most else None
@@ -241,9 +260,11 @@ def _model(name: str | None) -> Path:
 def _generate(arguments: argparse.Namespace) -> int:
     from tinygrad_nv.cli import console
     from tinygrad_nv.cli.adapter import adapter
+    from tinygrad_nv.cli.replay import Region
     directory, prompt = _split_words(arguments.words, arguments.prompt_ids is not None)
     request = prompt if arguments.prompt_ids is None else arguments.prompt_ids
-    with console.tracing(arguments.trace) as recorded:
+    region = Region(arguments)
+    with console.tracing(arguments.trace) as recorded, region.whole():
         llm = console.load(directory, arguments)
         params, lora = console.sampling(arguments, llm), adapter(arguments)
         if (params.logprobs, params.prompt_logprobs) != (None, None) and not arguments.json:
@@ -252,17 +273,17 @@ def _generate(arguments: argparse.Namespace) -> int:
         ids = llm.tokenize(request)  # raises for a bad prompt before anything is compiled
         console.compile_steps(llm, params, len(ids))
         if arguments.json:
-            with recorded(): done = llm.complete(ids, params, lora_request=lora)
+            with recorded(), region(): done = region.answer(llm.complete(ids, params, lora_request=lora))
             print(json.dumps(console.report(done, llm)))
             return 0
-        with recorded():
+        with recorded(), region():
             if params.n == 1:
                 console.say(prompt, end="")
-                done = llm.complete(ids, params, lambda piece: console.say(piece.text, end=""),
-                                    lora_request=lora)
+                done = region.answer(llm.complete(ids, params, lambda piece: console.say(piece.text, end=""),
+                                                  lora_request=lora))
                 console.say("")
             else:
-                done = llm.complete(ids, params, lora_request=lora)
+                done = region.answer(llm.complete(ids, params, lora_request=lora))
                 for each in done.outputs: console.say(prompt + each.text)
         print(console.summary(done, llm), file=sys.stderr)
         return 0

@@ -20,6 +20,7 @@ from rich.text import Text
 from tinygrad import Device
 from tinygrad.helpers import DEV
 
+from tinygrad_nv import collection
 from tinygrad_nv.cli.adapter import adapter, room_for
 from tinygrad_nv.cli.sampling_options import given
 from tinygrad_nv.engine.llm import LLM
@@ -62,20 +63,24 @@ def load(directory: Path, arguments: argparse.Namespace, **more: Any) -> LLM:
                                "run `tinygrad-nv doctor` to see what this machine has") from error
     with _bar(BarColumn(), DownloadColumn()) as progress:
         task = progress.add_task(f"loading {directory.name}", total=None)
-        return LLM(directory, arguments.dtype, arguments.max_model_len, None,
-                   lambda done, total: progress.update(task, completed=done, total=total),
-                   UTILIZATION if (fraction := arguments.gpu_memory_utilization) is None else fraction,
-                   **{"max_num_seqs": max(getattr(arguments, "n", None) or 1, 1),
-                      "quantization": arguments.quantization, "task": "generate",
-                      "tensor_parallel_size": arguments.tensor_parallel_size,
-                      "pipeline_parallel_size": arguments.pipeline_parallel_size,
-                      "data_parallel_size": arguments.data_parallel_size,
-                      "enable_expert_parallel": arguments.enable_expert_parallel,
-                      **room_for(adapter(arguments)), **more})
+        llm = LLM(directory, arguments.dtype, arguments.max_model_len, None,
+                  lambda done, total: progress.update(task, completed=done, total=total),
+                  UTILIZATION if (fraction := arguments.gpu_memory_utilization) is None else fraction,
+                  **{"max_num_seqs": max(getattr(arguments, "n", None) or 1, 1),
+                     "quantization": arguments.quantization, "task": "generate",
+                     "required_key": arguments.require_signed, "weights": arguments.weights,
+                     "tensor_parallel_size": arguments.tensor_parallel_size,
+                     "pipeline_parallel_size": arguments.pipeline_parallel_size,
+                     "data_parallel_size": arguments.data_parallel_size,
+                     "enable_expert_parallel": arguments.enable_expert_parallel,
+                     **room_for(adapter(arguments)), **more})
+    collection.as_usual()
+    return llm
 
 
 def compile_steps(llm: LLM, params: SamplingParams, prompt_tokens: int) -> None:
-    """Compiles what an answer to a prompt of this length needs."""
+    """Compiles what an answer to a prompt of this length needs; a bundle has it compiled."""
+    if llm.bundle is not None: return
     with _bar(BarColumn(), _Kernels()) as progress:
         progress.add_task("preparing", total=None)
         llm.warm_up(params, prompt_tokens)

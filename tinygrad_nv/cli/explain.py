@@ -32,6 +32,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     explain.add_argument("model", nargs="?", metavar="MODEL", help=directory)
     explain.add_argument("--level", choices=LEVELS, help="print each kernel of ours at this level")
     explain.add_argument("--kernel", metavar="N|NAME", help="only this kernel")
+    explain.add_argument("--hash", action="store_true",
+                         help="hashes of each kernel's graph and schedule, and of the step; of a bundle "
+                         "those of all its steps")
     explain.add_argument("--prefill", type=int, metavar="N",
                          help="of a step that takes N tokens of a prompt (default: a decode step)")
     add_model_options(explain)
@@ -76,6 +79,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise RequestError(f"{words} with --gemm", "options of one matmul", "leave it out")
     if (words := _given(arguments, OF_MATMULS)) and not arguments.gemm:
         raise RequestError(f"{words} without --gemm", "one matmul", "add --gemm 4096x4096x4096")
+    if arguments.hash and (arguments.gemm or arguments.level is not None):
+        raise RequestError("--hash with --gemm or --level", "--hash of a model", "leave one out")
     if arguments.kernel is not None and arguments.level is None:
         raise RequestError("--kernel without --level", f"--level {'|'.join(LEVELS)}",
                            "choose a level to show")
@@ -129,13 +134,16 @@ def _on_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> str:
 
 
 def _model(arguments: argparse.Namespace, find: Find) -> str:
+    from tinygrad_nv.bundle.container import is_bundle
+    if is_bundle(path := find(arguments.model)): return _bundle(path, arguments)
     from tinygrad import Tensor, dtypes
 
     from tinygrad_nv import explain
     from tinygrad_nv.cli import console
     from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
+    from tinygrad_nv.explain.hashes import hash_table
     from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
-    llm = console.load(find(arguments.model), arguments)
+    llm = console.load(path, arguments)
     taken = 1 if arguments.prefill is None else arguments.prefill
     if not 1 <= taken <= llm.length:
         raise RequestError(f"--prefill {taken}", f"1 to {llm.length} tokens", "take fewer")
@@ -145,4 +153,15 @@ def _model(arguments: argparse.Namespace, find: Find) -> str:
     batch = [PagedBatch((group,), llm.model.rope_tables)] * len(llm.runner.groups.windows)
     wanted = None if arguments.prefill is None else made(1)
     lowering = explain(llm.model.step_paged(made(group.num_tokens), batch, llm.runner.store.cache, wanted))
+    if arguments.hash: return hash_table(lowering.kernels)
     return str(lowering) if arguments.level is None else lowering.show(arguments.level, arguments.kernel)
+
+
+def _bundle(path: Path, arguments: argparse.Namespace) -> str:
+    """The steps of a bundle, which has no graphs to be explained: their hashes."""
+    from tinygrad_nv.bundle.container import open_bundle
+    from tinygrad_nv.bundle.report import inspected
+    if not arguments.hash:
+        raise RequestError(f"{path} is a bundle: its kernels are compiled", "a model directory, or --hash",
+                           "look at the bundle: tinygrad-nv bundle inspect")
+    return inspected(open_bundle(path, arguments.require_signed, arguments.weights), steps=True)

@@ -47,7 +47,8 @@ def _snapshot(repo: str, revision: str) -> Path:
         known = sorted(each.name for each in (folder / "refs").glob("*"))
         raise ModelError(f"{repo} is in the Hugging Face cache, {cache}, without revision {revision}",
                          f"one of {', '.join(known)}" if known else "a downloaded revision", download)
-    if not any((snapshot / name).is_file() for name in ("config.json", "adapter_config.json")) \
+    names = ("config.json", "adapter_config.json", "model_index.json")
+    if not any((snapshot / name).is_file() for name in names) \
             and not any(snapshot.glob("*.gguf")):
         raise ModelError(f"{repo} is in the Hugging Face cache without its config.json: {snapshot}",
                          "a download that is complete", download)

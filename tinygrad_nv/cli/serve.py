@@ -196,13 +196,16 @@ def _positive(text: str) -> float:
 def run(arguments: argparse.Namespace, directory: Path) -> NoReturn:
     """Runs the server. Ends the process when the server was told to stop."""
     try:
-        from tinygrad_nv.server import serving, startup
+        from tinygrad_nv.models.whisper.config import is_whisper
+        from tinygrad_nv.server import image_startup, serving, speech_startup, startup
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("tinygrad_nv"): raise
         raise NVError(f"the Python package {error.name} is not installed",
                       "starlette, uvicorn, prometheus_client and llguidance, which serving needs",
                       "pip install starlette uvicorn prometheus_client llguidance") from error
-    startup.run(arguments, directory)
+    images = (directory / "model_index.json").is_file()
+    module = image_startup if images else speech_startup if is_whisper(directory) else startup
+    module.run(arguments, directory)
     sys.stdout.flush()
     sys.stderr.flush()
     serving.leave(0)

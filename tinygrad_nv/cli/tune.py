@@ -89,6 +89,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     kept.add_argument("--list", action="store_true", help="print what is stored")
     kept.add_argument("--export", metavar="FILE", help="write what is stored to a file")
     kept.add_argument("--import", metavar="FILE", dest="import_", help="add what a file has")
+    kept.add_argument("--merge", metavar="FILE",
+                      help="add what a file has and the database has not, or has slower")
     kept.add_argument("--clear", action="store_true", help="forget what is stored")
     tune.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     tune.set_defaults(run=run)
@@ -111,7 +113,7 @@ def _heads(text: str) -> tuple[int, ...]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
-    about = arguments.list or arguments.export or arguments.import_ or arguments.clear
+    about = any((arguments.list, arguments.export, arguments.import_, arguments.merge, arguments.clear))
     heads = bool(arguments.attention) + bool(arguments.decode)
     if heads > 1: raise RequestError("--attention and --decode", "one of them", "leave one out")
     if len(arguments.extents) != (0 if about or heads else 3):
@@ -125,6 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.list: _list(arguments)
         elif arguments.export: _export(Path(arguments.export))
         elif arguments.import_: _import(Path(arguments.import_))
+        elif arguments.merge: _merge(Path(arguments.merge))
         elif arguments.clear: print(f"{database.clear()} schedules forgotten")
         else: _tune(arguments)
     return 0
@@ -292,10 +295,11 @@ def _list(arguments: argparse.Namespace) -> None:
     if not entries:
         print(f"no schedules in {database.path()}")
         return
-    rows = [("spec", "arch", "toolchain", "schedule", "us", "bound", "how")]
+    rows = [("spec", "arch", "toolchain", "schedule", "us", "bound", "how", "origin")]
     for entry in entries:
         rows.append((shortened(str(entry.spec), 60), entry.arch, entry.toolchain,
-                     str(entry.schedule), f"{entry.seconds * 1e6:.2f}", _bound(entry), entry.known_by))
+                     str(entry.schedule), f"{entry.seconds * 1e6:.2f}", _bound(entry), entry.known_by,
+                     entry.origin or "-"))
     print("\n".join(aligned(rows, (4,))))
 
 
@@ -317,10 +321,24 @@ def _wrong(entry: database.Entry) -> list[str]:
     from tinygrad_nv.cpu.target import CPU as Processor
     s = entry.schedule
     target = Processor(s.isa, 1) if isinstance(s, CPUSchedule) else GPU(entry.arch)
-    return [*TABLE.problems(entry.spec, s, target)]
+    return [*database.problems(entry.spec, s, target)]
 
 
 def _import(file: Path) -> None:
+    legal = _legal(file)
+    database.store(legal)
+    print(f"{len(legal)} schedules added to {database.path()}")
+
+
+def _merge(file: Path) -> None:
+    legal = _legal(file)
+    added, faster = database.merge(legal)
+    print(f"{added} schedules added to {database.path()}, {faster} replaced by faster ones, "
+          f"{len(legal) - added - faster} left out")
+
+
+def _legal(file: Path) -> list[database.Entry]:
+    """The entries of a file whose schedules are legal; others are noted."""
     try: text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{file} cannot be read: {error}", "a file that --export wrote") from error
@@ -329,5 +347,4 @@ def _import(file: Path) -> None:
         if wrong := _wrong(entry):
             database.note(f"{entry.schedule} is ignored for {entry.spec}: {'; '.join(wrong)}")
         else: legal.append(entry)
-    database.store(legal)
-    print(f"{len(legal)} schedules added to {database.path()}")
+    return legal

@@ -4,6 +4,8 @@
   async_engine.py    `AsyncEngine`: the same engine for many callers of one asyncio loop
   sampling.py        `SamplingParams`
   embedding/         embedding models: `LLM.embed`
+  speech/            Whisper: `Transcriber`
+  vision/            images in prompts
   prompts.py         prompts: a text or token ids
   outputs.py         tokens and text of a request while it runs
 

@@ -20,6 +20,8 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from tinygrad_nv import config
+from tinygrad_nv.bundle.container import is_bundle
 from tinygrad_nv.engine.core import EngineStats
 from tinygrad_nv.engine.embedding.embedder import open_embedder
 from tinygrad_nv.engine.engine_plan import EnginePlan
@@ -52,6 +54,7 @@ from tinygrad_nv.engine.sleep import Sleeper, SleepingModel
 from tinygrad_nv.engine.speculation.draft_model import DraftModelFiles
 from tinygrad_nv.engine.speculation.ngram import parse_speculative
 from tinygrad_nv.engine.thread import Engine, EngineThread
+from tinygrad_nv.engine.vision.encoder import VisionEncoder
 from tinygrad_nv.engine.vllm_arguments import flag, from_vllm, gib, whole
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.errors import ConfigError
@@ -63,6 +66,7 @@ from tinygrad_nv.models.quantised_experts import idle_bytes
 from tinygrad_nv.runtime.memory import sweep
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
 from tinygrad_nv.runtime.programs import Compilations
+from tinygrad_nv.tile.order import SETTING
 
 if TYPE_CHECKING:   # loaded where several ranks have a model
     from tinygrad_nv.engine.executor.ranks import ParallelRanks
@@ -90,7 +94,9 @@ class LLM(GenerationMethods, PoolingMethods):
     each layer together, in `pipeline_parallel_size` stages (engine/executor/), with `enable_expert_parallel`
     whole experts each. `data_parallel_size` replicas of the model, each on ranks of its own, share requests;
     limits of sequences, tokens and pages are those of each replica. `stage(name)` is called at the end of
-    each stage of loading. Other arguments of vLLM's `LLM` are taken, or refused (vllm_arguments.py)."""
+    each stage of loading. `model` may be a bundle (engine/bundled/), whose limits are those it was compiled
+    for; `required_key` is a file with the public key that has to have signed it, `weights` the directory of
+    files that it refers to. Other arguments of vLLM's `LLM` are taken, or refused (vllm_arguments.py)."""
 
     def __init__(self, model: str | Path, dtype: str = "auto", max_model_len: int | None = None,
                  device: str | None = None, progress: Callable[[int, int], None] | None = None,
@@ -104,7 +110,12 @@ class LLM(GenerationMethods, PoolingMethods):
                  max_loras: int = 4, max_lora_rank: int = 16, max_cpu_loras: int | None = None,
                  lora_dtype: str = "auto", tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1,
                  enable_expert_parallel: bool = False, data_parallel_size: int = 1,
+                 required_key: Path | None = None, weights: Path | None = None,
                  stage: Callable[[str], None] = lambda name: None, **vllm: Any) -> None:
+        if config.overridden(SETTING):
+            raise ConfigError("LLM inside `with deterministic():`, which holds for this thread alone",
+                              f"{SETTING}=1: steps run in a thread of their own",
+                              f'set os.environ["{SETTING}"] = "1" before the model is loaded')
         own = from_vllm(vllm, frozenset(signature(LLM).parameters))
         if not isinstance(max_model_len, int | None): whole("max_model_len", max_model_len, 0)
         options = LoadOptions(
@@ -127,9 +138,18 @@ class LLM(GenerationMethods, PoolingMethods):
         self._request_numbers, self.latencies = itertools.count(), Latencies()
         self.compilations = Compilations()
         self.directory, self.device = Path(model), open_device(device)
+        self.bundle = None
+        if is_bundle(self.directory):
+            from tinygrad_nv.engine.bundled.opened import BundledModel
+            self.bundle = BundledModel.open(self.directory, self.device, required_key, weights)
+            self.directory = self.bundle.directory
+        elif required_key is not None:
+            raise ConfigError(f"a signature is required, and {model} is no bundle", "a signed bundle",
+                              "compile one: tinygrad-nv compile MODEL -o model.tnv --sign-key KEY")
         stage("open device")
         self.ranks: ParallelRanks | None = None
         self.adapters: ServedAdapters | None = None
+        self.vision: VisionEncoder | None = None
         self.embedder = open_embedder(self.directory, self.device, own.get("task", task or "auto"), options)
         if self.embedder is None:
             try: self._open_generator(options)
@@ -145,7 +165,7 @@ class LLM(GenerationMethods, PoolingMethods):
 
     def _open_generator(self, options: LoadOptions) -> None:
         """Loads a model that generates, with its pages."""
-        o = options
+        o = options if self.bundle is None else self.bundle.options(options)
         self.config = with_quantization(o.quantization, read_config(self.directory), self.directory)
         self.dtype = resolve_dtype(o.dtype, self.config, self.directory, self.device)
         self.length = context_length(self.config, self.dtype, o.max_model_len)
@@ -174,18 +194,24 @@ class LLM(GenerationMethods, PoolingMethods):
         page_bytes = o.page_size * token_bytes_of(0, plan, draft)
         asked = o.num_pages
         if asked is None and o.kv_cache_bytes is not None: asked = o.kv_cache_bytes // page_bytes
-        self._weight_bytes = weight_bytes_of(0, plan)
+        self._weight_bytes = weight_bytes_of(0, plan) if self.bundle is None else self.bundle.weight_bytes
         self._adapter_bytes = 0 if lora is None else lora.nbytes(Llama(self.config, self.dtype, self.device))
-        budget, held = PageBudget(asked, o.gpu_memory_utilization), self._weight_bytes + self._adapter_bytes
+        if self.ranks is None and self.bundle is None:
+            self.vision = VisionEncoder.of(self.directory, self.dtype, self.device)
+        held = self._weight_bytes + self._adapter_bytes + (0 if self.vision is None else self.vision.nbytes)
+        budget = PageBudget(asked, o.gpu_memory_utilization)
         own = partial(pages_of, 0, plan, budget, held, draft)
         pages = own() if self.ranks is None else self.ranks.pages(own, plan, budget, how)
         plan = replace(plan, num_pages=pages, host_pages=o.swap_bytes // page_bytes)
         if self.ranks is not None: self.runner = self.ranks.load(plan, how, o.progress, o.stage)
+        elif self.bundle is not None: self.runner = self.bundle.runner(plan, o.progress, o.stage)
         else:
             model = load_weights(plan, self.config, None, o.progress, o.stage)
             self.adapters = None if lora is None else open_adapters(model, lora)
+            if self.vision is not None: self.vision.load(self.directory)
             self.runner = make_runner(plan, model, directory=self.directory,
-                                      adapters=self.adapters.model if self.adapters else None)
+                                      adapters=self.adapters.model if self.adapters else None,
+                                      vision=None if self.vision is None else self.vision.config)
         self.model = self.runner.model
         opened = how.open(plan, self.runner)
         self.core, self.draft_model = opened.core, opened.draft_model
@@ -213,7 +239,8 @@ class LLM(GenerationMethods, PoolingMethods):
     def get_metrics(self) -> list[Metric]:
         """Statistics, as vLLM's metric objects (metrics.py)."""
         stats = self._stats_now() if self.embedder is None else self.embedder.engine.stats()
-        return metrics(stats, self.latencies, str(self.directory))
+        return metrics(stats, self.latencies, str(self.directory if self.bundle is None
+                                                  else self.bundle.bundle.path))
 
     def _stats_now(self) -> EngineStats:
         if self.ranks is not None: self.ranks.refresh_stats()
@@ -312,7 +339,8 @@ class LLM(GenerationMethods, PoolingMethods):
         """Bytes of weights that a decode step of so many sequences reads: every parameter, but no more than a
         few rows of an embedding that is not the head, and of experts only those that a token has, as many as
         are expected (`MoEConfig.distinct`)."""
-        held = self._weight_bytes - sparse_savings(self.model)
+        held = self._weight_bytes - (sparse_savings(self.model) if self.bundle is None
+                                     else self.bundle.sparse_bytes)
         held -= idle_bytes(self.model, sequences)
         if self.config.tied: return held
         table, dense = self.model.quantised_embedding, self.config.vocab_size * self.config.hidden_size

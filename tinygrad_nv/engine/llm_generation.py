@@ -86,7 +86,7 @@ class GenerationMethods(PromptMethods):
                  "add_generation_prompt": add_generation_prompt,
                  "continue_final_message": continue_final_message, **(chat_template_kwargs or {})}
         tools = extra.pop("tools") or ()
-        prompts = [self.conversation(each, tools, **extra)
+        prompts = [self.rendered(each, tools, extra, local=True)
                    for each in cast(Sequence[Sequence[Message]], messages if several else [messages])]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 

@@ -5,9 +5,9 @@ ids.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,13 @@ from tinygrad_nv.engine.scheduling.request import Matcher, Request, check_reques
 from tinygrad_nv.engine.structured_output.matchers import Matchers
 from tinygrad_nv.engine.text.tokenizer import Message, Tokenizer, Tools
 from tinygrad_nv.engine.text.user_tokenizer import UserTokenizer
+from tinygrad_nv.engine.vision.encoder import VisionEncoder
+from tinygrad_nv.engine.vision.parts import with_placeholders
+from tinygrad_nv.engine.vision.prompt import expanded, require_placeholders
+from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.errors import NVError, RequestError, TokenizerError
 from tinygrad_nv.models.config import ModelConfig
+from tinygrad_nv.models.qwen_vl.images import grid_of
 
 
 class PromptMethods:
@@ -37,6 +42,8 @@ class PromptMethods:
     defaults: SamplingParams
     core: EngineCore
     adapters: ServedAdapters | None
+    vision: VisionEncoder | None
+    runner: ModelRunner
     _seeds: Callable[[], int]
 
     def tokenize(self, prompt: Prompt, truncate_prompt_tokens: int | None = None) -> list[int]:
@@ -86,10 +93,39 @@ class PromptMethods:
         return self.tokenize(made)
 
     def conversation(self, messages: Sequence[Message], tools: Tools = (), /, **extra: Any) -> ParsedPrompt:
-        """A conversation as a prompt: its text and token ids. Parts of a content are joined by new lines."""
+        """A conversation as a prompt: its text and token ids. Parts of a content are joined by new lines;
+        images among them stay where they are, and no files are read for their URLs."""
+        return self.rendered(messages, tools, extra, local=False)
+
+    def rendered(self, messages: Sequence[Message], tools: Tools, extra: Mapping[str, Any],
+                 local: bool) -> ParsedPrompt:
+        """`conversation`; `local`: URLs of images may be those of files. Raises `RequestError`."""
         self._require_generator()
-        text = self.require_tokenizer().render([*map(flattened, messages)], tools, **extra)
-        return ParsedPrompt(text, self.require_tokenizer().encode(text, special=False))
+        found = [(flattened(each), []) if self.vision is None else with_placeholders(each, local)
+                 for each in messages]
+        text = self.require_tokenizer().render([message for message, _ in found], tools, **extra)
+        images = tuple(each for _, own in found for each in own)
+        return ParsedPrompt(text, self.require_tokenizer().encode(text, special=False), images=images)
+
+    def with_images(self, parsed: ParsedPrompt, truncate_prompt_tokens: int | None = None) -> ParsedPrompt:
+        """A prompt as token ids, its images as rows of the embedding: each placeholder becomes a token for
+        each row. Computes what an image was not computed for before. Raises `RequestError`."""
+        if parsed.inserted is not None: return parsed
+        ids, encoder = self.tokenize(parsed, truncate_prompt_tokens), self.vision
+        if not parsed.images: return replace(parsed, ids=ids)
+        if encoder is None:
+            raise RequestError(f"a prompt with {len(parsed.images)} images", "a prompt of text",
+                               "load a model that reads images (Qwen2.5-VL), on one rank and not as a bundle")
+        config = encoder.config
+        require_placeholders(ids, config.image_token, len(parsed.images))
+        rows = sum(grid_of(each.shape, config).rows for each in parsed.images)
+        if (total := len(ids) + rows - len(parsed.images)) >= self.length:
+            raise RequestError(f"the prompt has {total} tokens, {rows} of them for images, the context holds "
+                               f"{self.length}", f"at most {self.length - 1}, so that one can be added",
+                               "send smaller images, or raise --max-model-len")
+        found = [self.runner.run_now(partial(encoder.run, each)) for each in parsed.images]
+        ids, inserted = expanded(ids, found, config.image_token, self.runner.model.dtype)
+        return replace(parsed, ids=ids, inserted=inserted, images=())
 
     def _require_generator(self) -> None:
         if self.embedder is None: return
@@ -128,8 +164,11 @@ class PromptMethods:
         params = replace(params, seed=self._seeds() if params.seed is None else params.seed)
         parsed = parse(prompt)
         if parsed.messages is not None: parsed = replace(self.conversation(parsed.messages), salt=parsed.salt)
-        made = Request(name, self.tokenize(parsed, params.truncate_prompt_tokens), params, priority,
-                       salt=parsed.salt.encode(errors="surrogatepass"), text=parsed.text)
+        parsed = self.with_images(parsed, params.truncate_prompt_tokens)
+        salt, images = parsed.salt.encode(errors="surrogatepass"), parsed.inserted
+        assert parsed.ids is not None
+        made = Request(name, parsed.ids, params, priority, salt=(images.salt if images else b"") + salt,
+                       text=parsed.text, images=images)
         check_request(made, self.core.config, self.length, self.config.vocab_size)
         made = with_adapter(self.adapters, made, lora_request)
         return replace(made, matchers=self.matchers(params)) if matched else made

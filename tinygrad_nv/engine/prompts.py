@@ -12,6 +12,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from tinygrad_nv.engine.vision.images import as_images
+from tinygrad_nv.engine.vision.prompt import PromptImages
 from tinygrad_nv.errors import RequestError
 
 TextOrTokens = str | Sequence[int]
@@ -20,11 +22,14 @@ KINDS = ("prompt", "prompt_token_ids", "messages")
 
 @dataclass(frozen=True)
 class ParsedPrompt:
-    """See above. A conversation that was rendered has both ids and their text."""
+    """See above. A conversation that was rendered has both ids and their text. `images`, RGB bytes, belong in
+    the places of placeholders; once they are `inserted`, the ids have a token for each of their rows."""
     text: str | None = None
     ids: list[int] | None = None
     messages: list[Mapping[str, Any]] | None = None
     salt: str = ""
+    images: tuple[np.ndarray, ...] = ()
+    inserted: PromptImages | None = None
 
 
 Prompt = TextOrTokens | Mapping[str, Any] | ParsedPrompt
@@ -45,20 +50,30 @@ def parse(prompt: Prompt) -> ParsedPrompt:
     if isinstance(prompt, str): return ParsedPrompt(prompt)
     if not isinstance(prompt, Mapping): return ParsedPrompt(ids=as_token_ids(prompt))
     given = {name: value for name, value in prompt.items() if value is not None}
-    salt, text = given.pop("cache_salt", ""), None
+    salt, text, media = given.pop("cache_salt", ""), None, given.pop("multi_modal_data", None)
     if "prompt_token_ids" in given: text = given.pop("prompt", None)   # the text of these tokens
     found = [name for name in KINDS if name in given]
     if len(found) != 1 or len(given) != 1 or not isinstance(salt, str):
         raise RequestError(f"a prompt with {', '.join(map(repr, prompt)) or 'nothing'}",
-                           f"one of {', '.join(KINDS)}, and perhaps cache_salt, a text",
-                           "pass a text, token ids or messages; images and sounds are not read")
-    value = given[found[0]]
-    if found[0] == "prompt" and isinstance(value, str): return ParsedPrompt(value, salt=salt)
+                           f"one of {', '.join(KINDS)}, and perhaps cache_salt, a text, or multi_modal_data",
+                           "pass a text, token ids or messages; sounds are not read")
+    value, images = given[found[0]], _images(media)
+    if found[0] == "prompt" and isinstance(value, str): return ParsedPrompt(value, salt=salt, images=images)
     if found[0] == "prompt_token_ids" and not isinstance(value, str | Mapping):
-        return ParsedPrompt(text if isinstance(text, str) else None, as_token_ids(value), salt=salt)
-    if found[0] == "messages" and isinstance(value, list | tuple):
+        text = text if isinstance(text, str) else None
+        return ParsedPrompt(text, as_token_ids(value), salt=salt, images=images)
+    if found[0] == "messages" and isinstance(value, list | tuple) and not images:
         return ParsedPrompt(messages=[*value], salt=salt)
     raise _not_a_prompt(value)
+
+
+def _images(data: Any) -> tuple[np.ndarray, ...]:
+    """Those of vLLM's multi_modal_data. Raises `RequestError`."""
+    if data is None: return ()
+    if not isinstance(data, Mapping) or {*data} - {"image"}:
+        raise RequestError(f"multi_modal_data of {str(data)[:60]}", '{"image": an image, or a list of them}',
+                           "leave sounds and videos out")
+    return as_images(data["image"]) if data.get("image") is not None else ()
 
 
 def text_or_tokens(prompt: Prompt) -> TextOrTokens:

@@ -60,6 +60,11 @@ class Sleeper:
                               "repacked when they were loaded", "level 1, which keeps weights",
                               "use level 1, or close() the model and load it again later")
 
+        if level == 2 and any(each.runner.bundled is not None for each in self.models):
+            raise ConfigError("sleep(level=2), and the weights are those of a bundle, in one memory",
+                              "level 1, which keeps weights",
+                              "use level 1, or close() the model and load it again later")
+
     def sleep(self, level: int, mode: str) -> None:
         """Ends requests, and gives memory back. Raises `ConfigError`, and `EngineError` where the model was
         woken up before that."""

@@ -51,6 +51,7 @@ from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.runtime.note import Communicates, Note, note_of
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.table import aligned
+from tinygrad_nv.tile import order
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.grouped_gemm.imbalance import imbalance
@@ -69,7 +70,8 @@ class KernelRecord:
     """One kernel or copy. `template` is None where the kernel is not ours, and `reason` says why. Of ours
     there is `source`, the text, and on a GPU of ours `launch`, `arch`, how many multiprocessors it has and
     for how many `clusters` it has room; on a CPU `cpu`, in how many `parts` it runs, and how long that
-    takes at best. `layer` is known while layers are tracked (runtime/observe/ranges.py)."""
+    takes at best. Of others `graph` is a hash of what they compute. `layer` is known while layers are
+    tracked (runtime/observe/ranges.py)."""
     name: str
     template: str | None
     reason: str
@@ -87,6 +89,7 @@ class KernelRecord:
     predicted_s: float | None = field(default=None, compare=False)
     clusters: Clusters = field(default=(), repr=False, compare=False)
     launch: LaunchConfig | None = field(default=None, repr=False, compare=False)
+    graph: str = field(default="", repr=False, compare=False)
 
     @property
     def matmul(self) -> ScheduledGemm | CPUMatmul | None:
@@ -98,6 +101,11 @@ class KernelRecord:
             return CPUMatmul(self.spec, self.schedule, self.cpu)
         if not isinstance(self.schedule, GemmSchedule) or not self.arch: return None
         return ScheduledGemm(self.spec, self.schedule, self.arch, self.sm_count, self.clusters)
+
+    @property
+    def schedule_class(self) -> str:
+        """The class of schedules that it was restricted to (tile/order.py); "" where to none."""
+        return "".join(self.reason.partition(order.CLASS)[1:]).rstrip("; ")
 
     @property
     def isa(self) -> str:
@@ -141,6 +149,12 @@ class Lowering:
     def predicted_s(self) -> float:
         """How long those kernels take at best of which that is known: ours on a CPU, and collectives."""
         return sum(kernel.predicted_s or 0.0 for kernel in self.kernels)
+
+    @property
+    def hash(self) -> str:
+        """A hash of graph and schedules (hashes.py), 64 hexadecimal digits."""
+        from tinygrad_nv.explain.hashes import step_hash
+        return step_hash(self.kernels)
 
     @property
     def distinct(self) -> list[tuple[KernelRecord, int]]:
@@ -198,7 +212,8 @@ class Lowering:
                 rows.append((f"{len(block)} kernels × {times}:", *[""] * (len(head) - 1)))
             for k in block:
                 same, why = _identity(k), k.reason
-                if k.matmul is not None: why = f"matmul {numbers[same]}"
+                if k.matmul is not None: why = "; ".join(filter(None, (f"matmul {numbers[same]}",
+                                                                       k.schedule_class)))
                 elif k.template is not None and same in repeated:  # said once
                     reason = repeated[same]
                     why, repeated[same] = f"kernel {numbers[same]}{reason and ': '}{reason}", ""
@@ -294,7 +309,8 @@ def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[progr
                       "bind it: Variable('n', 1, 8).bind(5)") from error
     layer = ranges.origin(call).layer
     if note is None:
-        return KernelRecord(name, template, reason, device, None, None, flops, bytes, layer=layer)
+        return KernelRecord(name, template, reason, device, None, None, flops, bytes, layer=layer,
+                            graph=call.src[0].key.hex())
     driver = getattr(Device[device], "driver", None)
     gpu = driver.properties if isinstance(driver, Driver) else None
     arch, sm_count = ("", 0) if gpu is None else (gpu.arch, gpu.sm_count)
@@ -348,9 +364,10 @@ def _unlowered(call: UOp, misses: list[program.Miss]) -> tuple[str | None, str]:
         return name.partition(":")[0], why or "custom function"
     if not hooks.enabled(): return None, "tinygrad_nv is disabled"
     near = next((m for m in misses if _computes(call, m)), None)
-    if near is None: return None, target.why_no_cpu(call.src[1].device) or "no pattern matched"
+    kept = f"; {order.WRITTEN}" if order.wanted() and body.arg.opts_to_apply == () else ""
+    if near is None: return None, (target.why_no_cpu(call.src[1].device) or "no pattern matched") + kept
     misses.remove(near)
-    return None, f"{near.template}: {near.reason}"
+    return None, f"{near.template}: {near.reason}{kept}"
 
 
 def _computes(call: UOp, miss: program.Miss) -> bool:

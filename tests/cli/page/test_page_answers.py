@@ -1,6 +1,7 @@
 """The page, in a headless Chromium: answers, and what is done with them: stop, retry, edit, copy."""
 from __future__ import annotations
 
+import pytest
 from browser_case import Browser
 from page_case import ANSWERS, ESCAPE, UP, field, prompts, say, until
 from serve_case import NAME, FakeEngine, Live
@@ -59,6 +60,7 @@ def test_stop_keeps_what_there_is_and_retry_replaces_it(window: Browser, page: L
     assert field(window) == ""
 
 
+@pytest.mark.slow
 def test_an_edited_message_is_sent_again_from_there(window: Browser, page: Live, engine: FakeEngine):
     engine.text = "so"
     for words in ("first", "second"): say(window, words)

@@ -5,6 +5,7 @@ import json
 from argparse import Namespace
 from typing import Any
 
+import pytest
 from browser_case import Browser
 from page_case import ANSWERS, ENTER, SHIFT, ended, field, open_page, prompts, say, until
 from serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live
@@ -14,6 +15,7 @@ from tinygrad_nv.server.adapters import AdapterNames
 BIG = {"id": "big", "title": "big", "named": True, "updated": 1, "messages": [{"role": "user"}]}
 
 
+@pytest.mark.slow
 def test_a_reload_keeps_conversations_settings_and_what_is_written(
         window: Browser, page: Live, engine: FakeEngine):
     engine.text, engine.pause_s = "a **fox**", 0
@@ -162,7 +164,7 @@ def test_a_key_is_asked_for_then_models_adapters_and_reasoning_are_offered(windo
         # reasoning is folded, and is no part of the answer
         assert engine.loras[-1].lora_name == "french"
         assert window.text(f"{ANSWERS} .tools + *, {ANSWERS} > .text") == "It is."
-        assert window.text(".thinking summary").startswith("Thought for ")
+        until(lambda: window.text(".thinking summary").startswith("Thought for "))
         assert not window.has(".thinking[open]")
         window.click(".thinking summary")
         assert window.text(".thinking strong") == "fox"

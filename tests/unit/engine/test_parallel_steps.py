@@ -58,6 +58,7 @@ def inner(call: UOp) -> list[UOp]:
     return list(graph.src[0].src) if graph.arg == "graph" else [call]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("filters", "found"), [
     (GREEDY, [PAIRS]), pytest.param(DRAWN, [PAIRS], marks=pytest.mark.slow),
     (APART, [PAIRS // 2, PAIRS])], ids=["greedy", "drawn", "apart"])
@@ -66,6 +67,7 @@ def test_what_a_sampler_gathers(runner: ModelRunner, filters: Filters, found: li
     assert collectives(runner, (SAMPLES, filters)) == [("all_gather", each) for each in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filters", [ORDERED, pytest.param(ALL, marks=pytest.mark.slow)],
                          ids=["ordered", "all"])
 def test_rows_are_shared_out_where_order_is_needed(runner: ModelRunner, filters: Filters) -> None:

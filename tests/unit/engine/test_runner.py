@@ -14,7 +14,8 @@ from tinygrad_nv.models.llama import Llama
 from tinygrad_nv import Tensor, dtypes
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, Sample, ScheduledSeq, SchedulerOutput
 from tinygrad_nv.engine.worker.input_buffer import STEP_GROUPS, BatchShape
-from tinygrad_nv.engine.worker.model_runner import CAPTURE_AFTER, ModelRunner
+from tinygrad_nv.engine.worker.model_runner import ModelRunner
+from tinygrad_nv.engine.worker.shape_choice import CAPTURE_AFTER
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.kvcache.groups import cache_groups
 from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
@@ -150,6 +151,7 @@ def test_logits_that_are_not_numbers_choose_no_token(plain):
     driver.check(model)
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_too_large_is_refused_and_the_next_one_runs(plain):
     model, runner = plain
     poison(runner)
@@ -192,6 +194,7 @@ def test_shapes_hold_what_they_are_for_and_are_few():
     assert len(found) < 64
 
 
+@pytest.mark.slow
 def test_a_rare_shape_is_served_by_one_with_room_for_it_and_a_usual_one_is_captured():
     model = network()
     runner = ModelRunner(model, pages=PAGES, page_size=SIZE, max_seqs=4, max_len=LENGTH)

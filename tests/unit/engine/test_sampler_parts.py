@@ -41,6 +41,7 @@ def test_tokens_are_those_of_whole_rows(ranks: int) -> None:
     assert [each.sent for each in case.parts] == [{"most": 12 * len(xs)}] * ranks
 
 
+@pytest.mark.slow
 @every
 @pytest.mark.parametrize("count", [8, pytest.param(7, marks=pytest.mark.slow)], ids=["shares", "all"])
 def test_a_row_that_needs_the_order_of_all(ranks: int, count: int) -> None:
@@ -61,6 +62,7 @@ def test_a_row_that_needs_the_order_of_all(ranks: int, count: int) -> None:
         [found[i] for i in own]
 
 
+@pytest.mark.sampled(1)
 @every
 @pytest.mark.parametrize("params", [
     SamplingParams(temperature=0), SamplingParams(seed=4),

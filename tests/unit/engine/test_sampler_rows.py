@@ -27,6 +27,7 @@ def alone(params: SamplingParams, logits: np.ndarray, position: int) -> int:
     return Case([params], len(logits), SEEN, SAID).tokens(logits[None], position)[0]
 
 
+@pytest.mark.slow
 def test_a_rows_token_is_the_same_whatever_its_neighbours():
     """Each kind by itself, with no filters but its own, then beside all others, in two orders."""
     xs = np.stack([logits_of(i, 2) for i in range(len(KINDS))])
@@ -71,6 +72,7 @@ def test_masks_are_packed_from_the_lowest_bit(size: int, data: st.DataObject):
     assert {i for i in range(size) if not mask[i // 32] >> (i % 32) & 1} == forbidden
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("params", [KINDS[0], KINDS[2], KINDS[7]], ids=["greedy", "top_k", "bias"])
 def test_a_masked_token_is_not_chosen(params: SamplingParams):
     """A bias does not override it; a row with a full mask is as without a mask."""

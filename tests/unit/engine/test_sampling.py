@@ -30,7 +30,7 @@ def test_ordered_bits_keep_the_order_of_floats(pair: list[float]):
     assert (a < b) == (pair[0] < pair[1]) or pair[0] == pair[1]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("k", [1, 2, 50, V])
 def test_threshold_keeps_exactly_the_k_largest(k: int):
     x = np.stack([logits_of(1), logits_of(2)])
@@ -40,7 +40,7 @@ def test_threshold_keeps_exactly_the_k_largest(k: int):
         assert set(np.flatnonzero(row)) == set(np.argsort(-logits)[:count])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("low", [0, 1 << 31, (1 << 32) - 300])
 def test_threshold_resolves_the_last_bit(low: int):
     keys = low + np.random.default_rng(0).permutation(300).astype(np.uint32)
@@ -49,6 +49,7 @@ def test_threshold_resolves_the_last_bit(low: int):
         assert found.item() == low + 300 - k
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("p", [0.01, 0.3, 0.9, 0.999])
 def test_threshold_keeps_the_smallest_nucleus(p: float):
     x = logits_of(2)
@@ -81,7 +82,7 @@ def filters_of(params: SamplingParams) -> str:
     return "-".join(name for name, used in vars(params.filters).items() if used)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[filters_of(each) for each in CASES])
 def test_rows_have_the_tokens_that_they_had_alone(number: int):
     xs = [logits_of(s) for s in range(12)]
@@ -97,7 +98,7 @@ def test_rows_have_the_tokens_that_they_had_alone(number: int):
     assert made.tolist() == BEFORE[number]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("params", CASES + MORE, ids=filters_of)
 def test_the_filtered_logits_are_those_of_transformers(params: SamplingParams):
     """18 random rows of 3 sizes: the same tokens are left, with the same values. No sum of probabilities
@@ -110,7 +111,7 @@ def test_the_filtered_logits_are_those_of_transformers(params: SamplingParams):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("params", CASES + MORE[:2], ids=filters_of)
 def test_draws_have_the_distribution_of_the_filtered_logits(params: SamplingParams):
     """3,000 positions: every token within 5 standard errors, and none that is filtered out."""
@@ -156,6 +157,7 @@ def test_ties_at_the_threshold_are_all_kept():
     assert kept.tolist() == [[False, True, True, True, False]]
 
 
+@pytest.mark.slow
 def test_a_threshold_is_found_where_the_keys_are():
     keys = Tensor(np.arange(40, dtype=np.uint32)[None], device="PYTHON")
     found = threshold(keys, Tensor.ones_like(keys).cast(dtypes.float32), Tensor([[3.0]], device="PYTHON"))

@@ -148,6 +148,7 @@ def warmed(runner: ModelRunner) -> tuple[list[tuple[int, int]], int]:
     return seen, steps
 
 
+@pytest.mark.slow
 @linux
 def test_a_warm_up_in_two_processes_serves_like_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("NV_CACHE_DIR", str(tmp_path))
@@ -276,6 +277,7 @@ def test_a_step_with_a_kernel_that_did_not_build_is_not_kept(tmp_path: Path, mon
 
 # **** with adapters ****
 
+@pytest.mark.slow
 def test_steps_with_adapters_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """They read an adapter from memory: another one in the same slot gives its own tokens."""
     monkeypatch.setenv("NV_CACHE_DIR", str(tmp_path))

@@ -208,4 +208,4 @@ def make_runner(plan: RunnerPlan, model: Llama, followers: Followers | None = No
     return ModelRunner(model, pages=p.num_pages, page_size=p.page_size, max_seqs=p.max_seqs, max_len=p.length,
                        max_batched_tokens=p.max_batched_tokens, kv_dtype=p.kv_dtype, host_pages=p.host_pages,
                        groups=p.groups, verifies=p.verifies, followers=followers,
-                       identity=weights_identity(p.directory), **more)
+                       identity="" if "bundled" in more else weights_identity(p.directory), **more)

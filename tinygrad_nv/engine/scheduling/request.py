@@ -22,6 +22,7 @@ import numpy as np
 from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, Logprobs
+from tinygrad_nv.engine.vision.prompt import PromptImages
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.kvcache.hybrid_table import SequenceTable
 from tinygrad_nv.models.peft import Adapter
@@ -67,7 +68,8 @@ class Proposer(Protocol):
 class Request:
     """`params.n` answers to `prompt`. A smaller `priority` runs first, as in vLLM. `matchers`: one for each
     answer if not every token may follow. Prefixes are shared only between requests of equal `salt`. `text`:
-    the prompt's, if it has one. `adapter` changes the model for it; its digest is in the salt."""
+    the prompt's, if it has one. `adapter` changes the model for it; its digest is in the salt, as that of
+    `images` is, whose rows stand for tokens of the prompt."""
     id: str
     prompt: list[int]
     params: SamplingParams
@@ -77,6 +79,7 @@ class Request:
     salt: bytes = b""
     text: str | None = None
     adapter: Adapter | None = None
+    images: PromptImages | None = None
 
 
 @dataclass(eq=False, slots=True)

@@ -323,7 +323,7 @@ class Scheduler:
                 if seq.forking: forked.append(seq)
             if seq.prompt_logprobs is not None: samples = self._prompt_samples(seq, start, end) + samples
             seqs.append(make(ScheduledSeq, (seq.slot, start, part, seq.block_table, samples,
-                                            seq.adapter_slot)))
+                                            seq.adapter_slot, seq.request.images)))
         started, self._started = self._started, []
         number = self.pool.batch
         batch = SchedulerOutput(tuple(seqs), self.pool.take_copies())

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tinygrad_nv.engine.vision.prompt import PromptImages
 from tinygrad_nv.kvcache.page_allocator import PageCopy
 
 GROUP = 8       # query tokens of one sequence that paged attention computes together
@@ -60,14 +61,15 @@ class ScheduledSeq(NamedTuple):
     """The new tokens of a sequence in a step: `tokens` (empty: one, the slot's last sampled token) at
     positions start, start + 1, … `block_table` is the same object as long as the table does not change; with
     several groups of layers it has their entries one group after the other, equally many of each. `adapter`:
-    the slot of its adapter, −1 without one. (A tuple, as `Sample` is: a step creates one for each sequence,
-    in half the time of a frozen dataclass.)"""
+    the slot of its adapter, −1 without one. `images` of its prompt, if it has some. (A tuple, as `Sample` is:
+    a step creates one for each sequence, in half the time of a frozen dataclass.)"""
     slot: int
     start: int
     tokens: Sequence[int]
     block_table: Sequence[int]
     samples: tuple[Sample, ...] = ()
     adapter: int = -1
+    images: PromptImages | None = None
 
     @property
     def num_tokens(self) -> int:

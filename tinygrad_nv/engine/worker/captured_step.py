@@ -58,7 +58,8 @@ class CapturedStep:
         if len(linear.src) == 1 and not graph_obstacle(linear, self.device): linear = linear.replace(src=(
             UOp(Ops.CUSTOM_FUNCTION, src=(linear,), arg="graph").call(),))
         if all(call.src[0].op is Ops.CUSTOM_FUNCTION and call.src[0].arg == "graph" for call in linear.src):
-            self.graphs = [realize.get_graph_runtime(call.src[0], ()) for call in linear.src]
+            with contextlib.nullcontext() if self.store is None else self.store.loading(self.name):
+                self.graphs = [realize.get_graph_runtime(call.src[0], ()) for call in linear.src]
 
     def _captured(self) -> UOp:
         """The schedule of the step. (TinyJit's own capture also runs it, after an eager first call, for

@@ -110,11 +110,13 @@ class InputField:
 @dataclass(frozen=True)
 class InputLayout:
     """Offsets of the inputs of a shape, with block tables of `entries` pages for each of `groups` groups of
-    layers. A token without an adapter has number `adapters`, that of the adapter slots."""
+    layers. A token without an adapter has number `adapters`, that of the adapter slots. With `images` there
+    are the rows that stand for tokens, and three positions a token (image_inputs.py)."""
     shape: BatchShape
     entries: int
     groups: int = 1
     adapters: int = 0
+    images: bool = False
 
     @cached_property
     def fields(self) -> tuple[InputField, ...]:
@@ -122,6 +124,7 @@ class InputLayout:
         s, n, g = self.shape, self.entries, self.groups
         extents: dict[str, tuple[int, ...]] = dict.fromkeys(SAMPLER, (s.samples,))
         extents |= {"tokens": (s.num_tokens,)}
+        if self.images: extents |= {"image_rows": (s.num_tokens,), "rope_positions": (3, s.num_tokens)}
         if s.adapted: extents["adapters"] = (s.num_tokens,)
         if not s.direct: extents["logits_indices"] = (s.samples,)
         for kind, rows in (("decode", s.decode), ("group", s.groups)):

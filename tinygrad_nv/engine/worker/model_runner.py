@@ -14,7 +14,6 @@ arrives often. After an exception the runner stays usable; what the failed step 
 """
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -30,6 +29,7 @@ from tinygrad_nv.engine.memory_planning import ACTIVATIONS, WEIGHTS
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, SamplerOutput, SchedulerOutput, max_samples
 from tinygrad_nv.engine.worker.captured_step import CapturedStep
+from tinygrad_nv.engine.worker.image_inputs import ImageInputs
 from tinygrad_nv.engine.worker.input_buffer import (
     SAMPLER,
     STEP_GROUPS,
@@ -41,12 +41,14 @@ from tinygrad_nv.engine.worker.input_buffer import (
     table_names,
     write_batch,
 )
+from tinygrad_nv.engine.worker.kept_model import KeptModel
 from tinygrad_nv.engine.worker.kv_cache_dtype import cache_scales, require_scales, resolve_kv_cache_dtype
 from tinygrad_nv.engine.worker.logit_rows import LogitRows, Rows
 from tinygrad_nv.engine.worker.mask_buffer import MaskBuffer
 from tinygrad_nv.engine.worker.output_buffer import NO_SAMPLES, OutputBuffer
 from tinygrad_nv.engine.worker.sampler import SamplerState
 from tinygrad_nv.engine.worker.sampler_steps import SamplerSteps
+from tinygrad_nv.engine.worker.shape_choice import ShapeChoice
 from tinygrad_nv.engine.worker.slot_filters import SlotFilters
 from tinygrad_nv.engine.worker.step_store import StepStore, named_buffers
 from tinygrad_nv.engine.worker.warm_up import Job, Progress, WarmUp, default_jobs, with_samplers
@@ -57,6 +59,7 @@ from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.lora import ModelAdapters
 from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
 from tinygrad_nv.models.peft import Adapter
+from tinygrad_nv.models.qwen_vl.config import VisionConfig
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.memory_pool import labelled
 from tinygrad_nv.runtime.observe.ranges import layer, span
@@ -65,8 +68,6 @@ from tinygrad_nv.tile.decode.spec import BYTES
 if TYPE_CHECKING:   # loaded where several ranks have a model
     from tinygrad_nv.engine.executor.followers import Followers
 
-CAPTURE_AFTER = 8   # uses of a shape before it is captured, if a larger captured shape serves it
-MAX_PADDING = 4     # a larger shape serves a batch if it has at most so many times its tokens
 T = TypeVar("T")
 
 
@@ -77,15 +78,17 @@ class ModelRunner:
     steps are kept on disk (step_store.py) where `identity` says which weights these are; `directory` may have
     some that came with them. `verifies`: a sequence may sample several tokens in a step, to verify a draft.
     `adapters` are those of the model, if it is served with some. `followers` are runners of other ranks, that
-    have other parts of the model: they are told what this one is called for."""
+    have other parts of the model: they are told what this one is called for. A `bundled` model has its steps
+    and weights, and `model` none: nothing is captured. A model that reads images has `vision`."""
 
     def __init__(self, model: Llama, *, pages: int, page_size: int = 16, max_seqs: int = 64,
                  max_len: int | None = None, max_batched_tokens: int = 512, kv_dtype: str = "auto",
                  host_pages: int = 0, groups: CacheGroups | None = None,
                  thread: ThreadPoolExecutor | None = None, identity: str = "", verifies: bool = False,
                  directory: Path | None = None, adapters: ModelAdapters | None = None,
-                 followers: Followers | None = None) -> None:
-        self.adapters, self.followers = adapters, followers
+                 followers: Followers | None = None, bundled: KeptModel | None = None,
+                 vision: VisionConfig | None = None) -> None:
+        self.adapters, self.followers, self.bundled = adapters, followers, bundled
         self.model, self.page_size, self.max_seqs = model, page_size, max_seqs
         self.device = Device.canonicalize(model.device)
         self.max_len = model.config.max_positions if max_len is None else max_len
@@ -100,16 +103,24 @@ class ModelRunner:
             raise RequestError(f"a KV cache of {pages} pages of {page_size} tokens",
                                f"{least} at least: a context of {self.max_len} tokens",
                                "give the cache more memory, or lower --max-model-len")
-        # computed here: inside a captured step every replay would compute them
-        with labelled(WEIGHTS): _ = model.rope_tables
-        dtype = resolve_kv_cache_dtype(kv_dtype, model.dtype, model.config.quantization)
+        if bundled is None:
+            # computed here: inside a captured step every replay would compute them
+            with labelled(WEIGHTS): _ = model.rope_tables
+        self.kv_dtype = dtype = resolve_kv_cache_dtype(kv_dtype, model.dtype, model.config.quantization)
         if dtype in BYTES: require_scales(model.config)
         self.store = PageStore(model.config, self.device, dtype, pages, page_size, host_pages, self.groups)
-        if dtype in BYTES: self.store.scale(cache_scales(model, dtype, self.device, page_size))
+        if dtype in BYTES:
+            self.store.scale(cache_scales(model, dtype, self.device, page_size) if bundled is None
+                             else bundled.cache_scales)
         self.tables = HostBlockTables(max_seqs, self.entries, len(self.groups.windows))
         self.max_batched_tokens, self.verifies = max_batched_tokens, verifies
         self.max_shape = self._max_shape(max_batched_tokens)
-        self.input_buffer = InputBuffer(self.device, self._layout(self.max_shape).num_words)
+        self.images: ImageInputs | None = None
+        if vision is not None:
+            with labelled(ACTIVATIONS):
+                self.images = ImageInputs(self.device, self.max_shape.num_tokens, model.config.hidden_size,
+                                          model.dtype, vision.sections)
+        self.input_buffer = InputBuffer(self.device, self.layout(self.max_shape).num_words)
         with labelled(ACTIVATIONS):
             # where ranks have parts of the vocabulary
             self.parts = None if model.parallel is None else model.parallel.parts
@@ -131,16 +142,20 @@ class ModelRunner:
         # what the slots of adapters hold is no fact: steps read it from memory
         room = () if adapters is None else (adapters.slots, adapters.rank, adapters.dtype)
         rank = () if model.parallel is None else model.parallel.facts
-        self.facts: tuple[object, ...] = *facts, *room, *rank
-        self.step_store = None
-        if identity: self.step_store = StepStore.open(self.facts, self.device, self._buffers, directory)
+        self.facts: tuple[object, ...] = *facts, *room, *rank, *(() if vision is None else vision.sections)
+        self.step_store: StepStore | None = None
+        if bundled is not None: self.step_store = bundled.steps(self._buffers)
+        elif identity: self.step_store = StepStore.open(self.facts, self.device, self._buffers, directory)
         self.steps: dict[BatchShape, tuple[InputLayout, CapturedStep]] = {}
         self.sampler_steps = SamplerSteps(
             self.sampler_state, self.masks, self.output_buffer, model.parallel, self._sampler_inputs,
             lambda job, sample: self._capture(self.job_name(job), sample))
         self.samplers = self.sampler_steps.steps
-        self.uncaptured: Counter[BatchShape] = Counter()   # uses of shapes that are not captured
-        self.warm = False       # after `warm_up` only captured shapes and samplers run
+        # what a bundle has is read when it is used
+        kept = frozenset() if bundled is None else frozenset(bundled.jobs(self))
+        self.sampler_steps.kept = kept
+        self.shapes = ShapeChoice(self.steps, [each for each in kept if isinstance(each, BatchShape)])
+        self.warm = bundled is not None     # after `warm_up` only captured shapes and samplers run
         self.ahead: WarmUp | None = None
         # a GPU's driver does not run in a fork, and ranks have the same steps at any time
         self.forks = self.device == "CPU" and model.parallel is None
@@ -284,7 +299,7 @@ class ModelRunner:
     def _run(self, batch: SchedulerOutput, filters: Filters) -> tuple[int, Buffer | None]:
         """Queues a step. Returns the number of samples of its shape, and rows of logits that were
         gathered."""
-        shape = self._choose_shape(BatchShape.of(batch))
+        shape = self.shapes.of(BatchShape.of(batch), self.warm)
         if self.warm: filters = self.sampler_steps.serving(filters, shape.samples)
         gathered = None
         layout, step = self._step(shape)
@@ -298,20 +313,17 @@ class ModelRunner:
         return shape.samples, gathered
 
     def _send(self, batch: SchedulerOutput, layout: InputLayout) -> None:
-        write_batch(self.input_buffer.open(), layout, batch, self.tables, self.output_buffer.last_token)
+        words = self.input_buffer.open()
+        write_batch(words, layout, batch, self.tables, self.output_buffer.last_token)
+        if self.images is not None: self.images.write(words, layout, batch)
         self.input_buffer.send(layout.num_words)
 
     # **** graphs ****
 
-    def _choose_shape(self, shape: BatchShape) -> BatchShape:
-        """The shape itself, or a larger captured one: always after a warm-up, else while it is rare. A
-        capture takes as long as hundreds of small steps (0.3 s against 1 ms with the bundled model)."""
-        if shape in self.steps: return shape
-        if not self.warm and (shape.direct or self.uncaptured[shape] >= CAPTURE_AFTER): return shape
-        self.uncaptured[shape] += 1
-        larger = [each for each in self.steps if each.has_room_for(shape)
-                  and (self.warm or each.num_tokens <= MAX_PADDING * shape.num_tokens)]
-        return min(larger, key=lambda each: (each.num_tokens, each.samples), default=shape)
+    def capture(self, job: BatchShape | tuple[int, Filters]) -> None:
+        """Captures a step or a sampler, and runs it on no device."""
+        made = self.sampler_steps.step(*job) if isinstance(job, tuple) else self._step(job)[1]
+        made.prepare()
 
     def prepare(self, job: Job) -> None:
         """Captures a step or a sampler, or reads it, and loads its kernels. A GPU also runs it, as its driver
@@ -355,7 +367,7 @@ class ModelRunner:
 
     def _step(self, shape: BatchShape) -> tuple[InputLayout, CapturedStep]:
         if shape not in self.steps:
-            layout = self._layout(shape)
+            layout = self.layout(shape)
             if shape.num_tokens > self.max_shape.num_tokens or layout.num_words > self.input_buffer.limit:
                 raise RequestError(f"a batch of {shape}", f"at most {self.max_shape}",
                                    "lower the token budget")
@@ -366,12 +378,13 @@ class ModelRunner:
                                                       lambda: self._compute(shape, inputs))
         return self.steps[shape]
 
-    def _layout(self, shape: BatchShape) -> InputLayout:
+    def layout(self, shape: BatchShape) -> InputLayout:
+        """Where the inputs of a step lie."""
         return InputLayout(shape, self.entries, len(self.groups.windows),
-                           0 if self.adapters is None else self.adapters.slots)
+                           0 if self.adapters is None else self.adapters.slots, self.images is not None)
 
     def _sampler_inputs(self, samples: int) -> dict[str, Tensor]:
-        fields = self._layout(BatchShape(samples, 0, samples, True)).fields[:len(SAMPLER)]
+        fields = self.layout(BatchShape(samples, 0, samples, True)).fields[:len(SAMPLER)]
         return self.input_buffer.tensors(fields)
 
     def _compute(self, shape: BatchShape, inputs: dict[str, Tensor]) -> None:
@@ -382,8 +395,9 @@ class ModelRunner:
                 tokens = (tokens < 0).where(chosen[(-1 - tokens).maximum(0)], tokens).contiguous()
         batches = [self._batch(shape, inputs, group) for group in range(len(self.groups.windows))]
         indices, adapters = inputs.get("logits_indices"), self.adapters
+        images = None if self.images is None else self.images.rows(inputs)
         with nullcontext() if adapters is None or not shape.adapted else adapters.of_rows(inputs["adapters"]):
-            made = self.model.step_paged(tokens, batches, self.store.cache, indices)
+            made = self.model.step_paged(tokens, batches, self.store.cache, indices, images)
         if (stage := self.model.parallel) is not None and not stage.last:
             made.realize()
             return
@@ -395,7 +409,9 @@ class ModelRunner:
         def table(kind: str) -> Tensor: return inputs[table_names(kind, count)[group]]
         if shape.decode: made.append(SequenceGroup(1, table("decode"), inputs["decode_lengths"]))
         if shape.groups: made.append(SequenceGroup(GROUP, table("group"), inputs["group_lengths"]))
-        return PagedBatch(tuple(made), self.model.rope_tables)
+        ropes = self.model.rope_tables
+        if self.images is None: return PagedBatch(tuple(made), ropes)
+        return PagedBatch(tuple(made), ropes, self.images.ropes(inputs, ropes))
 
     def _capture(self, name: str, step: Callable[[], None]) -> CapturedStep:
         return CapturedStep(step, lambda: self.sampler_state.written, self.device, self.step_store, name)
@@ -404,6 +420,7 @@ class ModelRunner:
         """The memory that outlives steps, by name."""
         masks = {} if self.masks.buffer is None else {"masks": self.masks.buffer.region}
         rows = {} if self.logit_rows is None else self.logit_rows.memory()
+        if self.images is not None: rows |= named_buffers(images=self.images.table)
         found = {**self._weights_and_pages, **named_buffers(state=self.sampler_state, **masks, **rows,
                                                             **self.output_buffer.memory())}
         if (parallel := self.model.parallel) is None: return found
@@ -413,8 +430,9 @@ class ModelRunner:
     @cached_property
     def _weights_and_pages(self) -> dict[str, Buffer]:
         """Those that stay the same, of which a model has many."""
-        return named_buffers(model=self.model, rope=self.model.rope_tables, cache=self.store.cache,
-                             inputs=self.input_buffer.region)
+        own = named_buffers(cache=self.store.cache, inputs=self.input_buffer.region)
+        if self.bundled is not None: return {**self.bundled.weights, **own}
+        return {**named_buffers(model=self.model, rope=self.model.rope_tables), **own}
 
 
 def _for_samplers(params: SamplingParams) -> SamplingParams:

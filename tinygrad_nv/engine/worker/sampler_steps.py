@@ -33,11 +33,12 @@ class SamplerSteps:
         self.parts = None if parallel is None else parallel.parts
         self.inputs, self.capture = inputs, capture
         self.steps: dict[tuple[int, Filters], CapturedStep] = {}
+        self.kept: frozenset[object] = frozenset()      # that are read when they are used
 
     def serving(self, filters: Filters, samples: int) -> Filters:
         """The first that has all of these and is captured; these themselves if there is none."""
         sets = FILTER_SETS if self.parts is None else PART_FILTER_SETS
-        captured = (each for each in sets if (samples, each) in self.steps)
+        captured = (each for each in sets if (samples, each) in self.steps or (samples, each) in self.kept)
         return next((each for each in captured if each | filters == each), filters)
 
     def serve_all(self, samples: int) -> bool:

@@ -41,7 +41,7 @@ def _files(root: str) -> Iterator[tuple[str, str]]:
         inner[:] = sorted(each for each in inner if each not in OTHER)
         for file in sorted(files):
             path = f"{folder}/{file}"
-            if file.endswith((".py", ".h", ".c")): yield path[len(root) + 1:], path
+            if file.endswith((".py", ".h", ".c")) or file == "shipped.json": yield path[len(root) + 1:], path
 
 
 def loads(data: bytes) -> dict[str, UOp]:

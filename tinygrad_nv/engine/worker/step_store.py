@@ -17,33 +17,24 @@ import os
 import platform
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from tinygrad import Tensor, dtypes
 from tinygrad.codegen import to_program_context
 from tinygrad.device import Buffer
-from tinygrad.dtype import AddrSpace, DType
+from tinygrad.dtype import AddrSpace
 from tinygrad.engine import realize
 from tinygrad.helpers import BEAM, CCACHE, JIT, VIZ
 from tinygrad.nn.state import get_state_dict
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import cache, config, hooks
+from tinygrad_nv.bundle.plan import Place, is_graph, launches
 from tinygrad_nv.cpu.isa import flags
 from tinygrad_nv.engine.worker import prebuilt_steps
 from tinygrad_nv.engine.worker.step_file import FASTEST, NEUTRAL, dumps, loads, sources
 from tinygrad_nv.runtime.renderers import renderer_of
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Memory of a step: a part of a tensor by name, or of an intermediate of `whole` bytes by number."""
-    owner: str | int
-    size: int
-    dtype: DType
-    offset: int = 0
-    whole: int = 0
 
 
 class StepStore:
@@ -81,12 +72,12 @@ class StepStore:
         named, own = self.tensors(), dict[int, Buffer]()
 
         def memory(u: UOp) -> UOp:
-            at: _Place = u.tag
+            at: Place = u.tag
             if isinstance(at.owner, str): owner = named[at.owner]
             elif at.owner in own: owner = own[at.owner]
             else: owner = own[at.owner] = Buffer(self.device, at.whole, dtypes.uint8)
             return UOp.from_buffer(owner.base.view(at.size, at.dtype, owner.offset + at.offset))
-        marks = dict.fromkeys(u for call in _calls(kept) for u in call.src[1:] if isinstance(u.tag, _Place))
+        marks = dict.fromkeys(u for call in launches(kept) for u in call.src[1:] if isinstance(u.tag, Place))
         if any(isinstance(u.tag.owner, str) and u.tag.owner not in named for u in marks): return None
         return _over(kept, {u: memory(u) for u in marks}, {})
 
@@ -94,7 +85,7 @@ class StepStore:
         """Keeps a schedule that was captured when the buffers `existing` were there, if it can be."""
         places = _places(linear, existing, self.device, self.tensors())
         if places is None: return
-        programs = {call.src[0]: _slim(call.src[0]) for call in _calls(linear)}
+        programs = {call.src[0]: _slim(call.src[0]) for call in launches(linear)}
         if any(made is None for made in programs.values()): return
         marks = {u: UOp(Ops.NOOP, u.dtype, tag=at) for u, at in places.items()}
         self.add(name, _over(linear, marks, programs))
@@ -103,6 +94,10 @@ class StepStore:
         """Keeps a step that `put` has made, here or in another process."""
         self.steps[name] = step
         self.changed = True
+
+    def loading(self, name: str) -> AbstractContextManager[None]:
+        """Around the loading of a step's kernels."""
+        return contextlib.nullcontext()
 
     def save(self) -> None:
         """Writes the file, if a step was put since it was read."""
@@ -153,15 +148,15 @@ def _realized(name: str, tensor: Tensor) -> dict[str, Buffer]:
 # **** memory ****
 
 def _places(linear: UOp, existing: frozenset[UOp], device: str,
-            named: Mapping[str, Buffer]) -> dict[UOp, _Place] | None:
+            named: Mapping[str, Buffer]) -> dict[UOp, Place] | None:
     """The memory of every argument of a schedule; None where one is neither named nor in an intermediate,
     which is written before it is read."""
     owners: dict[int, list[tuple[str, Buffer]]] = {}
     for name, at in named.items(): owners.setdefault(id(at.base), []).append((name, at))
-    found: dict[UOp, _Place] = {}
+    found: dict[UOp, Place] = {}
     numbers: dict[UOp, int] = {}
     written = set[UOp]()
-    for call in _calls(linear):
+    for call in launches(linear):
         arguments = realize.get_call_arg_uops(call)
         outs, ins = realize.get_call_outs_ins(call)
         for number, argument in enumerate(arguments):
@@ -179,18 +174,10 @@ def _places(linear: UOp, existing: frozenset[UOp], device: str,
 def _leaves(argument: UOp) -> list[UOp]: return [u for u in argument.toposort() if u.op is Ops.BUFFER]
 
 
-def _calls(linear: UOp) -> list[UOp]:
-    """The launches of a schedule, those of its graphs among them."""
-    return [call for each in linear.src for call in (each.src[0].src[0].src if _is_graph(each) else (each,))]
-
-
-def _is_graph(call: UOp) -> bool: return call.src[0].op is Ops.CUSTOM_FUNCTION and call.src[0].arg == "graph"
-
-
 def _over(linear: UOp, memory: Mapping[UOp, UOp], programs: Mapping[UOp, UOp]) -> UOp:
     """A schedule with other memory and programs. (`UOp.substitute` leaves graphs as they are.)"""
     def call(one: UOp) -> UOp:
-        if not _is_graph(one):
+        if not is_graph(one):
             arguments = [memory.get(u, u) for u in one.src[1:]]
             return one.replace(src=(programs.get(one.src[0], one.src[0]), *arguments))
         graph, inner = one.src[0], one.src[0].src[0]
@@ -200,15 +187,15 @@ def _over(linear: UOp, memory: Mapping[UOp, UOp], programs: Mapping[UOp, UOp]) -
 
 
 def _place(argument: UOp, u: UOp, owners: Mapping[int, list[tuple[str, Buffer]]],
-           numbers: dict[UOp, int]) -> _Place | None:
+           numbers: dict[UOp, int]) -> Place | None:
     """Where an argument is in the buffer `u`, whose memory is of one of `owners` or an intermediate."""
     at = argument.buffer
     if not isinstance(at, Buffer): return None
     for name, owner in owners.get(id(at.base), ()):
         offset = at.offset - owner.offset
-        if offset >= 0 and offset + at.nbytes <= owner.nbytes: return _Place(name, at.size, at.dtype, offset)
+        if offset >= 0 and offset + at.nbytes <= owner.nbytes: return Place(name, at.size, at.dtype, offset)
     number = numbers.setdefault(u, len(numbers))
-    return _Place(number, at.size, at.dtype, at.offset, at.base.nbytes)
+    return Place(number, at.size, at.dtype, at.offset, at.base.nbytes)
 
 
 def _slim(program: UOp) -> UOp | None:

@@ -1,0 +1,10 @@
+"""Bundles: a model, or a function of Tensors, in one file that runs without a compiler (docs/bundles.md).
+
+  container.py   the file: header, manifest, parts, hashes; read and written
+  manifest.py    the manifest, and what is checked of one
+  hashing.py     the hash of a part
+  signing.py     Ed25519 signatures
+  plan.py        steps and programs as JSON and machine code
+
+engine/bundled/ makes bundles of models and functions, and runs them.
+"""

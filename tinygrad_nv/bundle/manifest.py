@@ -1,0 +1,135 @@
+"""The manifest of a bundle: JSON that names its parts and says what they are.
+
+Protocol: `Manifest.encoded()` is canonical JSON (keys sorted, no spaces), so that equal bundles have equal
+bytes; `decoded(data, file)` checks every field it reads before anything else is done, and raises
+`BundleError`. A part lies in the file, at `offset` behind the manifest, or, of weights that are kept by
+reference, in `ranges` of other files of one directory. `about` is what the kind of bundle has to say
+(engine/bundled/), JSON as well.
+"""
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from tinygrad_nv.errors import BundleError
+
+ALIGNMENT = 256             # bytes, of a part in the file: what tinygrad's buffers have
+MOST_PARTS = 1 << 20
+MOST_BYTES = 64 << 20       # of a manifest
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+,= -]*(?:/[A-Za-z0-9_][A-Za-z0-9_.+,= -]*)*")
+FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+KINDS = ("model", "function")
+FIX = "build the bundle again, or copy it again"
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """Bytes [offset, offset + nbytes) of a file of the directory that weights are referred to in."""
+    file: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part: its name, its bytes, their hash (hashing.py), and where they are."""
+    name: str
+    nbytes: int
+    sha256: str
+    offset: int = 0
+    ranges: tuple[FileRange, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Where the part ends in the file, with the zeros behind it."""
+        return self.offset + -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a bundle has. `kind` is one of KINDS; parts are in the order in which they lie in the file."""
+    kind: str
+    about: dict[str, Any]
+    parts: tuple[Part, ...]
+
+    def encoded(self) -> bytes:
+        """The manifest's bytes."""
+        parts = [{"name": each.name, "bytes": each.nbytes, "sha256": each.sha256,
+                  **({"ranges": [[p.file, p.offset, p.nbytes] for p in each.ranges]} if each.ranges
+                     else {"offset": each.offset})} for each in self.parts]
+        return canonical({"kind": self.kind, "about": self.about, "parts": parts})
+
+
+def canonical(data: Any) -> bytes:
+    """JSON in one spelling."""
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True,
+                      allow_nan=False).encode()
+
+
+def parsed(data: bytes, what: str) -> Any:
+    """JSON of a bundle. Raises `BundleError`."""
+    try: return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{what} is no JSON: {error}", "what tinygrad-nv compile wrote", FIX) from error
+
+
+def decoded(data: bytes, file: str) -> Manifest:
+    """A manifest, checked. Raises `BundleError`."""
+    what = f"{file}: the manifest"
+    found = parsed(data, what)
+    kind, about, parts = (field(found, name, of, what) for name, of in
+                          (("kind", str), ("about", dict), ("parts", list)))
+    if kind not in KINDS: raise BundleError(f"{what} is of a {kind!r}", f"one of {', '.join(KINDS)}")
+    if len(parts) > MOST_PARTS: raise BundleError(f"{what} has {len(parts)} parts", f"{MOST_PARTS} at most")
+    made = tuple(_part(each, what) for each in parts)
+    if len({each.name for each in made}) < len(made): raise BundleError(f"{what} names a part twice")
+    end = 0
+    for each in made:
+        if each.ranges: continue
+        if each.offset != end:
+            raise BundleError(f"{what} has {each.name} at {each.offset}", f"{end}, behind the part before")
+        end = each.end
+    return Manifest(kind, about, made)
+
+
+def field(found: Any, name: str, of: type, what: str) -> Any:
+    """A field of JSON, of this type. Raises `BundleError`."""
+    value = found.get(name) if isinstance(found, dict) else None
+    if type(value) is of: return value
+    raise BundleError(f"{what} has {name} = {str(value)[:60]!r}", f"{name}: {of.__name__}", FIX)
+
+
+def entries(found: Any, name: str, of: type, what: str) -> dict[str, Any]:
+    """A field of JSON that is a table whose values have this type. Raises `BundleError`."""
+    made: dict[str, Any] = field(found, name, dict, what)
+    for key in made: field(made, key, of, f"{what}: {name}")
+    return made
+
+
+def _part(found: Any, what: str) -> Part:
+    name, nbytes, sha256 = (field(found, name, of, what) for name, of in
+                            (("name", str), ("bytes", int), ("sha256", str)))
+    if not NAME.fullmatch(name) or len(name) > 400:
+        raise BundleError(f"{what} names a part {name[:80]!r}", "letters, digits and ._- between slashes",
+                          FIX)
+    if nbytes < 0 or not re.fullmatch("[0-9a-f]{64}", sha256):
+        raise BundleError(f"{what} has {nbytes} bytes of {name}, hash {sha256[:70]!r}",
+                          "a number from 0, and 64 hexadecimal digits", FIX)
+    if "ranges" not in found:
+        offset = field(found, "offset", int, what)
+        return Part(name, nbytes, sha256, offset)
+    ranges = tuple(_range(each, what) for each in field(found, "ranges", list, what))
+    if not ranges or sum(each.nbytes for each in ranges) != nbytes:
+        raise BundleError(f"{what} has ranges of {name} of {sum(each.nbytes for each in ranges)} bytes",
+                          f"{nbytes}, as the part has", FIX)
+    return Part(name, nbytes, sha256, 0, ranges)
+
+
+def _range(found: Any, what: str) -> FileRange:
+    if not isinstance(found, list) or [type(each) for each in found] != [str, int, int] \
+            or not FILE.fullmatch(found[0]) or min(found[1:]) < 0:
+        raise BundleError(f"{what} has a one {str(found)[:80]}",
+                          "the name of a file without a folder, an offset, a number of bytes", FIX)
+    return FileRange(*found)

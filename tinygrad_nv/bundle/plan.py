@@ -1,0 +1,282 @@
+"""Steps and programs of a bundle: which kernels are launched on which memory, and their machine code.
+
+Protocol: a step is the schedule that a StepStore keeps (engine/worker/step_store.py): calls of programs whose
+arguments are `Place`s. `ProgramTable.add(program)` numbers programs, each once, and `encoded()` gives JSON
+and code; `programs(…)` reads them back. `encoded_step(linear, table)` is the JSON of a step, and
+`decoded_step(…)` the schedule again. What is read is checked as it is made, and raises `BundleError`: a
+program that names no code, a place outside of its memory. `launch` is what a launch needs besides
+(tile/launch.py); a kernel that calls a library or runs on several devices together is no part of a bundle.
+
+JSON of a step:     {"places": [[owner, elements, dtype, offset, bytes of an intermediate], …],
+                     "batches": [{"graph": 1, "launches": [[program, place, …], …]}, …]}
+JSON of a program:  name, code [offset, bytes], of PTX cubin [offset, bytes],
+                    parameters [[slot, dtype, elements], …], grid, block, variables, globals, outs, ins,
+                    work [operations, bytes of loads, bytes of memory], note, launch
+"""
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tinygrad import dtypes
+from tinygrad.dtype import AddrSpace, DType
+from tinygrad.helpers import Target
+from tinygrad.renderer import Estimates
+from tinygrad.uop.ops import KernelInfo, Ops, ParamArg, ProgramInfo, UOp
+
+from tinygrad_nv.bundle.manifest import FIX, canonical, field
+from tinygrad_nv.errors import BundleError, NVError
+from tinygrad_nv.runtime.note import Note, ProgramKernel
+from tinygrad_nv.tile.expression import short
+from tinygrad_nv.tile.launch import Integer, LaunchConfig, MapArgument, Zeroed
+
+DTYPES = {short(each): each for each in (
+    dtypes.bool, dtypes.int8, dtypes.uint8, dtypes.int16, dtypes.uint16, dtypes.int32, dtypes.uint32,
+    dtypes.int64, dtypes.uint64, dtypes.float16, dtypes.bfloat16, dtypes.float32, dtypes.float64,
+    dtypes.fp8e4m3, dtypes.fp8e5m2)}
+MOST_BYTES = 1 << 48        # of an address
+GRAPH, ELF = "graph", b"\x7fELF"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Memory of a step: a part of a tensor by name, or of an intermediate of `whole` bytes by number. `size`
+    is in elements, `offset` in bytes."""
+    owner: str | int
+    size: int
+    dtype: DType
+    offset: int = 0
+    whole: int = 0
+
+
+def is_graph(call: UOp) -> bool:
+    """Whether a call of a schedule is a graph of launches."""
+    return call.src[0].op is Ops.CUSTOM_FUNCTION and call.src[0].arg == GRAPH
+
+
+def launches(linear: UOp) -> list[UOp]:
+    """The launches of a schedule, those of its graphs among them."""
+    return [call for each in linear.src for call in (each.src[0].src[0].src if is_graph(each) else (each,))]
+
+
+# **** programs ****
+
+class ProgramTable:
+    """Programs of a set of steps, numbered as they come; code that several have is kept once. `assemble`
+    makes a cubin of PTX, which is kept beside it."""
+
+    def __init__(self, assemble: Callable[[str], bytes] | None = None) -> None:
+        self.numbers: dict[UOp, int] = {}
+        self.rows: list[dict[str, Any]] = []
+        self.code, self.assemble = bytearray(), assemble
+        self._at: dict[bytes, int] = {}
+        self._cubins: dict[bytes, bytes] = {}
+
+    def add(self, program: UOp) -> int:
+        """The number of a program."""
+        if program not in self.numbers:
+            self.numbers[program] = len(self.rows)
+            self.rows.append(self._row(program))
+        return self.numbers[program]
+
+    def _row(self, program: UOp) -> dict[str, Any]:
+        sink, linear, _, binary = program.src
+        info, kernel, code = program.arg, sink.arg, bytes(binary.arg)
+        row = {"name": info.name, "code": self._placed(code),
+               "parameters": [[u.arg.slot, short(u.dtype), u.max_numel()] for u in linear.src],
+               "grid": list(info.global_size), "block": None if info.local_size is None else
+               list(info.local_size), "variables": [_variable(u) for u in info.vars],
+               "globals": list(info.globals), "outs": list(info.outs), "ins": list(info.ins),
+               "work": _work(kernel.estimates)}
+        if self.assemble is not None and code[:4] != ELF:
+            if code not in self._cubins: self._cubins[code] = self.assemble(code.rstrip(b"\0").decode())
+            row["cubin"] = self._placed(self._cubins[code])
+        if isinstance(kernel, ProgramKernel):
+            row["launch"] = _launch(kernel.aux, info.name)
+            if (note := kernel.note) is not None:
+                schedule = "" if note.schedule is None else str(note.schedule)
+                row["note"] = [note.template, note.reason, schedule]
+        return row
+
+    def _placed(self, code: bytes) -> list[int]:
+        """Where code is, from now on at the latest."""
+        if code not in self._at:
+            self._at[code] = len(self.code)
+            self.code += code + bytes(-len(code) % 16)
+        return [self._at[code], len(code)]
+
+    def digest(self, number: int) -> str:
+        """A hash of a program: what is launched, and the code that a compiler made of it; of a GPU the PTX,
+        whatever ptxas makes of that."""
+        row = self.rows[number]
+        start, size = row["code"]
+        what = {key: value for key, value in row.items() if key != "cubin"}
+        what["code"] = hashlib.sha256(self.code[start:start + size]).hexdigest()
+        return hashlib.sha256(canonical(what)).hexdigest()
+
+
+def _variable(u: UOp) -> list[Any]:
+    arg = u.arg
+    return [arg.slot, short(arg.dtype), *map(int, arg.vmin_vmax), arg.multiple_of or 1, arg.name]
+
+
+def _work(estimates: Estimates | None) -> list[int]:
+    if estimates is None: return [0, 0, 0]
+    numbers = (estimates.ops, estimates.lds, estimates.mem)
+    return [each if isinstance(each, int) else 0 for each in numbers]
+
+
+def _launch(launch: LaunchConfig, name: str) -> dict[str, Any]:
+    if launch.call is not None or launch.peers is not None:
+        raise BundleError(f"kernel {name} runs on several devices", "kernels of one device",
+                          "compile a model of one rank")
+    return {key: value for key, value in asdict(launch).items() if key not in ("call", "peers")}
+
+
+def programs(rows: Any, code: bytes, target: Target, file: str, cubins: bool = False) -> list[UOp]:
+    """The programs of a bundle for a device of this target, which takes `cubins` or not. Raises
+    `BundleError`."""
+    if not isinstance(rows, list): raise BundleError(f"{file}: no list of programs", "a list", FIX)
+    made = []
+    for number, row in enumerate(rows):
+        try: made.append(_program(row, code, target, "cubin" if cubins and "cubin" in row else "code"))
+        except (NVError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+            raise BundleError(f"{file}: program {number} is none: {error}", "the fields of docs/bundles.md",
+                              FIX) from error
+    return made
+
+
+def _program(row: dict[str, Any], code: bytes, target: Target, which: str) -> UOp:
+    start, size = _integers(row[which], 2)
+    if not size or start + size > len(code): raise BundleError("its code ends behind the part", "code inside")
+    parameters = tuple(UOp.placeholder((_whole(numel),), DTYPES[dtype], _whole(slot))
+                       for slot, dtype, numel in row["parameters"])
+    variables = tuple(_read_variable(*each) for each in row["variables"])
+    block = row["block"]
+    name = _text(row["name"])
+    info = ProgramInfo(name, _integers(row["grid"]), None if block is None else _integers(block), variables,
+                       *(_integers(row[each]) for each in ("globals", "outs", "ins")), target)
+    if max((*info.globals, *info.outs, *info.ins), default=-1) >= len(parameters):
+        raise BundleError("it names an argument that it lacks", "arguments from 0")
+    work = Estimates(*_integers(row["work"], 3))
+    kernel = KernelInfo(name=name, estimates=work)
+    if "launch" in row:
+        note = row.get("note")
+        kernel = ProgramKernel(name=name, estimates=work, aux=_read_launch(row["launch"], len(parameters)),
+                               note=None if note is None else Note(_text(note[0]), _text(note[1])))
+    return UOp(Ops.PROGRAM, src=(UOp.sink(arg=kernel), UOp(Ops.LINEAR, src=parameters),
+                                 UOp(Ops.SOURCE, arg=""), UOp(Ops.BINARY, arg=code[start:start + size])),
+               arg=info)
+
+
+def _read_variable(slot: int, dtype: str, low: int, high: int, multiple: int, name: str) -> UOp:
+    arg = ParamArg(int(slot), DTYPES[dtype], (int(low), int(high)), int(multiple), _text(name),
+                   addrspace=AddrSpace.ALU)
+    return UOp(Ops.PARAM, src=(UOp(Ops.STACK),), arg=arg)
+
+
+def _read_launch(found: Mapping[str, Any], pointers: int) -> LaunchConfig:
+    cluster = _integers(found["cluster"], 3)
+    maps = tuple(_read_map(each) for each in found["maps"])
+    zeroed = tuple(Zeroed(_whole(each["pointer"]), _whole(each["nbytes"])) for each in found["zeroed"])
+    if max((*(each.pointer for each in maps), *(each.pointer for each in zeroed)), default=-1) >= pointers:
+        raise BundleError("its launch names an argument that it lacks", "arguments from 0")
+    integers = tuple(Integer(int(each["offset"]), tuple(map(int, each["factors"])))
+                     for each in found["integers"])
+    return LaunchConfig(_whole(found["dynamic_smem"]), (cluster[0], cluster[1], cluster[2]),
+                        found["pdl"] is True, zeroed, maps, integers)
+
+
+def _read_map(found: Mapping[str, Any]) -> MapArgument:
+    dims, strides, box = (_integers(found[each]) for each in ("dims", "strides", "box"))
+    return MapArgument(_whole(found["pointer"]), _text(found["dtype"]), dims, strides, box,
+                       _text(found["swizzle"]), _whole(found["offset_bytes"]), int(found["dynamic"]),
+                       int(found["integer"]))
+
+
+# **** steps ****
+
+def encoded_step(linear: UOp, table: ProgramTable) -> dict[str, Any]:
+    """A step as JSON; its programs are added to the table."""
+    numbers: dict[Place, int] = {}
+
+    def launch(call: UOp) -> list[int]:
+        return [table.add(call.src[0]), *(numbers.setdefault(u.tag, len(numbers)) for u in call.src[1:])]
+    batches = [{"graph": int(is_graph(each)), "launches": [launch(call) for call in launches(
+        linear.replace(src=(each,)))]} for each in linear.src]
+    places = [[at.owner, at.size, short(at.dtype), at.offset, at.whole] for at in numbers]
+    return {"places": places, "batches": batches}
+
+
+def plan_parts(steps: Iterable[Mapping[str, Any]], table: ProgramTable) -> dict[str, bytes]:
+    """Parts of a set by name: programs, their code, and steps in order."""
+    made = {f"steps/{number}.json": canonical(step) for number, step in enumerate(steps)}
+    return {"programs.json": canonical(table.rows), "code": bytes(table.code), **made}
+
+
+def step_digest(step: Mapping[str, Any], table: ProgramTable) -> str:
+    """A hash of a step: its launches in order, each with the hash of its program and its memory."""
+    made = hashlib.sha256(canonical(step["places"]))
+    for batch in step["batches"]:
+        for program, *arguments in batch["launches"]:
+            made.update(table.digest(program).encode() + canonical(arguments))
+    return made.hexdigest()
+
+
+def decoded_step(found: Any, table: Sequence[UOp], owners: Callable[[str], int | None], file: str) -> UOp:
+    """The schedule of a step over `Place`s. `owners(name)` is the size of named memory, None where there is
+    none. Raises `BundleError`."""
+    try:
+        places = [_place(each, owners) for each in field(found, "places", list, file)]
+        marks = [UOp(Ops.NOOP, at.dtype, tag=at) for at in places]
+        calls = []
+        for batch in field(found, "batches", list, file):
+            made = tuple(_launched(each, table, marks) for each in batch["launches"])
+            if batch["graph"]:
+                body = UOp(Ops.CUSTOM_FUNCTION, src=(UOp(Ops.LINEAR, src=made),), arg=GRAPH)
+                calls.append(body.call())
+            else: calls += made
+        return UOp(Ops.LINEAR, src=tuple(calls))
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+        raise BundleError(f"{file} is no step: {error!r}", "the fields of docs/bundles.md", FIX) from error
+
+
+def _launched(found: list[int], table: Sequence[UOp], marks: Sequence[UOp]) -> UOp:
+    number, *arguments = _integers(found)
+    program = table[number]
+    pointers = len(program.src[1].src)
+    if len(arguments) != pointers: raise ValueError(f"{len(arguments)} arguments of {pointers}")
+    for at, parameter in zip(arguments, program.src[1].src, strict=True):
+        place: Place = marks[at].tag
+        if place.size * place.dtype.itemsize < parameter.max_numel() * parameter.dtype.itemsize:
+            raise ValueError(f"{place.size} elements where {program.arg.name} has {parameter.max_numel()}")
+    return program.call(*(marks[at] for at in arguments))
+
+
+def _place(found: list[Any], owners: Callable[[str], int | None]) -> Place:
+    owner, size, dtype, offset, whole = found
+    made = Place(owner if isinstance(owner, str) else _whole(owner), _whole(size), DTYPES[dtype],
+                 _whole(offset), _whole(whole))
+    room = owners(owner) if isinstance(owner, str) else whole
+    if room is None: raise ValueError(f"no memory has the name {owner!r}")
+    if made.offset + made.size * made.dtype.itemsize > room:
+        raise ValueError(f"{made} ends behind its memory of {room} bytes")
+    return made
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str: raise TypeError(f"{value!r} is no text")
+    return value
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < MOST_BYTES: raise ValueError(f"{value!r} is no size")
+    return value
+
+
+def _integers(values: Iterable[Any], count: int | None = None) -> tuple[int, ...]:
+    made = tuple(map(_whole, values))
+    if count is not None and len(made) != count: raise ValueError(f"{len(made)} numbers where {count} are")
+    return made

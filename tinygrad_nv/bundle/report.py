@@ -1,0 +1,91 @@
+"""What a bundle has, as text, and what differs between two.
+
+Protocol: `inspected(bundle)` and `differences(a, b)` are lines for a terminal. Differences are found by
+hashes: of files and weights by part; of steps by what they launch, with the kernels that differ by name.
+"""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from tinygrad_nv.bundle.container import Bundle
+from tinygrad_nv.runtime.observe.memory_report import human
+from tinygrad_nv.table import aligned
+
+KERNELS_SHOWN = 6
+
+
+def inspected(bundle: Bundle, steps: bool = False) -> str:
+    """A bundle's contents; with `steps` a line for each step, with its hash."""
+    about, parts = bundle.manifest.about, bundle.manifest.parts
+    made = about.get("made_by", {})
+    lines = [("file", str(bundle.path)), ("kind", bundle.manifest.kind), ("hash", bundle.hash),
+             ("signed by", bundle.signed_by or "-"),
+             ("made by", " ".join(f"{name} {made[name]}" for name in ("tinygrad_nv", "tinygrad")
+                                  if name in made)),
+             *((name.replace("_", "-"), str(value)) for name, value in sorted(
+                 about.get("options", {}).items()) if value is not None)]
+    sizes = Counter[str]()
+    for each in parts: sizes[each.name.partition("/")[0]] += each.nbytes
+    lines += [(f"{name}/" if any(each.name.startswith(f"{name}/") for each in parts) else name, human(size))
+              for name, size in sizes.items()]
+    if referred := [each for each in parts if each.ranges]:
+        lines.append(("referred to", f"{human(sum(each.nbytes for each in referred))} in {bundle.weights}"))
+    text = aligned(lines)
+    for name in about.get("sets", ()): text.append(_of_set(bundle, name, steps))
+    return "\n".join(text)
+
+
+def _of_set(bundle: Bundle, name: str, steps: bool) -> str:
+    found, rows = bundle.json(f"{name}/set.json"), bundle.json(f"{name}/programs.json")
+    templates = Counter(row["note"][0] if "note" in row else "tinygrad" for row in rows)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in templates.most_common())
+    lines = [f"{name}: {len(found['steps'])} steps, {len(rows)} kernels ({kinds})"]
+    if steps: lines += aligned([(f"  {step}", digest[:16]) for step, (_, digest) in found["steps"].items()])
+    return "\n".join(lines)
+
+
+def differences(a: Bundle, b: Bundle) -> list[str]:
+    """What differs, a line each; none between equal bundles."""
+    lines = [*_fields("", a.manifest.about, b.manifest.about)]
+    sets = set(a.manifest.about.get("sets", ())) & set(b.manifest.about.get("sets", ()))
+    ours, theirs = ({name: each.sha256 for name, each in one.parts.items()} for one in (a, b))
+    plain = [name for name in dict.fromkeys([*ours, *theirs]) if name.partition("/")[0] not in sets]
+    lines += _named("", {name: ours.get(name) for name in plain}, {name: theirs.get(name) for name in plain})
+    for name in sorted(sets): lines += _of_sets(a, b, name)
+    return lines
+
+
+def _of_sets(a: Bundle, b: Bundle, name: str) -> Iterator[str]:
+    one, other = (each.json(f"{name}/set.json") for each in (a, b))
+    yield from _fields(f"{name}: ", *({key: value for key, value in each.items() if key != "steps"}
+                                      for each in (one, other)))
+    yield from _named(f"{name}: ", *({step: digest for step, (_, digest) in each["steps"].items()}
+                                     for each in (one, other)))
+    kernels = [Counter(_kernel(row) for row in each.json(f"{name}/programs.json")) for each in (a, b)]
+    for sign, found in (("-", kernels[0] - kernels[1]), ("+", kernels[1] - kernels[0])):
+        listed = sorted(found)
+        for each in listed[:KERNELS_SHOWN]: yield f"{name}: {sign} kernel {each}"
+        if len(listed) > KERNELS_SHOWN: yield f"{name}: {sign} {len(listed) - KERNELS_SHOWN} other kernels"
+
+
+def _kernel(row: Mapping[str, Any]) -> str:
+    return f"{row['name']} {row['note'][2] if 'note' in row else ''}".strip()
+
+
+def _fields(where: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    """Fields that differ; of tables, each entry."""
+    for name in dict.fromkeys([*one, *other]):
+        a, b = one.get(name), other.get(name)
+        if a == b: continue
+        if isinstance(a, dict) and isinstance(b, dict): yield from _fields(f"{where}{name}.", a, b)
+        else: yield f"{where}{name}: {a} | {b}"
+
+
+def _named(where: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterable[str]:
+    for name in dict.fromkeys([*one, *other]):
+        a, b = one.get(name), other.get(name)
+        if a == b: continue
+        what = "only in the first" if b is None else "only in the second" if a is None else "differs"
+        yield f"{where}{name} {what}"

@@ -1,0 +1,137 @@
+"""`python -m tinygrad_nv.engine.bundled.capture FOLDER`: one set of a bundle, made in a process of its own.
+
+Protocol: FOLDER/order.json says what is to be made: arguments of `LLM`, whether weights that lie in the
+checkpoint's files are to be referred to. The process has the variables of the set (sets.py), and captures
+every job of a server's warm-up without running it. It leaves, for compile.py to put together:
+
+  set.json       name, threads, steps by job, memory and weights by name, layouts of inputs, limits
+  programs.json, code, steps/N.json (bundle/plan.py), pool (the threads of a CPU)
+  ../weights/    bytes of tensors, each in a file named by its hash: sets share them
+"""
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tinygrad.device import Buffer
+
+from tinygrad_nv import config
+from tinygrad_nv.bundle.hashing import digest
+from tinygrad_nv.bundle.manifest import canonical
+from tinygrad_nv.bundle.plan import ProgramTable, encoded_step, plan_parts, step_digest
+from tinygrad_nv.engine.bundled import references
+from tinygrad_nv.engine.bundled.memory import bytes_of, layout_of
+from tinygrad_nv.engine.bundled.sets import assembler, host_threads, name_of
+from tinygrad_nv.engine.llm import LLM
+from tinygrad_nv.engine.worker.input_buffer import BatchShape
+from tinygrad_nv.engine.worker.kv_cache_dtype import cache_scales
+from tinygrad_nv.engine.worker.model_runner import ModelRunner
+from tinygrad_nv.engine.worker.step_file import NEUTRAL
+from tinygrad_nv.engine.worker.step_store import StepStore
+from tinygrad_nv.errors import BundleError, NVError
+from tinygrad_nv.models.quantised import sparse_savings
+from tinygrad_nv.tile.decode.spec import BYTES
+
+WEIGHTS = ("model.", "rope")    # names of memory whose content a bundle has
+
+
+def main() -> int:
+    """The command."""
+    folder = Path(sys.argv[1])
+    order = json.loads((folder / "order.json").read_text())
+    try: made = _made(folder, order)
+    except NVError as error:
+        (folder / "error.json").write_text(json.dumps(
+            {"type": type(error).__name__, "words": [error.found, error.expected, error.fix]}))
+        return error.exit_code
+    (folder / "set.json").write_bytes(canonical(made))
+    return 0
+
+
+def _made(folder: Path, order: dict[str, Any]) -> dict[str, Any]:
+    def told(done: int, total: int) -> None: print(f"{done} {total}", flush=True)
+    with LLM(order["model"], **order["options"]) as llm:
+        if llm.embedder is not None:
+            raise BundleError(f"{order['model']} makes embeddings", "a model that generates",
+                              "serve the model from its directory")
+        runner = llm.runner
+        if runner.images is not None:
+            raise BundleError(f"{order['model']} reads images",
+                              "a model of texts: a bundle has no vision tower",
+                              "serve the model from its directory")
+        store = runner.step_store = StepStore(folder / "none", runner.device, runner._buffers)
+        # of one rank there are no gathers
+        jobs = [job for each in runner.jobs for job in each if isinstance(job, BatchShape | tuple)]
+        told(0, len(jobs))
+        for number, job in enumerate(jobs):
+            runner.run_now(lambda job=job: runner.capture(job))  # type: ignore[misc]
+            told(number + 1, len(jobs))
+        names = [runner.job_name(job) for job in jobs]
+        if missing := [name for name in names if name not in store.steps]:
+            raise BundleError(f"{missing[0]} uses memory that outlives steps without a name",
+                              "steps whose memory is that of the model, its cache, inputs and outputs",
+                              "serve the model from its directory")
+        table = ProgramTable(assembler(name_of(runner.device)))
+        steps = {name: encoded_step(store.steps[name], table) for name in names}
+        (folder / "steps").mkdir()
+        for name, data in plan_parts(steps.values(), table).items(): (folder / name).write_bytes(data)
+        layouts = {runner.job_name(job): layout_of(runner.layout(job)) for job in jobs
+                   if isinstance(job, BatchShape)}
+        buffers = runner._buffers()
+        return {"name": name_of(runner.device), "device": runner.device.partition(":")[0],
+                "threads": host_threads(runner.device), "layouts": layouts,
+                "steps": {name: [f"steps/{i}.json", step_digest(steps[name], table)]
+                          for i, name in enumerate(names)},
+                "memory": {name: at.nbytes for name, at in buffers.items()},
+                "weights": _weights(folder, llm, buffers, order["refer"]),
+                "weight_bytes": llm._weight_bytes, "sparse_bytes": sparse_savings(llm.model),
+                "cache_scales": _scales(runner), "pages": runner.capacity, "length": llm.length,
+                "pool": _pool(folder, runner.device), "settings": _settings()}
+
+
+def _weights(folder: Path, llm: LLM, buffers: dict[str, Buffer], refer: bool) -> dict[str, dict[str, Any]]:
+    """Memory with content: its hash, and where it lies in the checkpoint's files, if it does."""
+    place, made = folder.parent / "weights", dict[str, dict[str, Any]]()
+    seen: dict[tuple[int, int, int], str] = {}
+    place.mkdir(exist_ok=True)
+    found = references.ranges(llm.model, llm.directory) if refer else {}
+    for name, at in buffers.items():
+        if not name.startswith(WEIGHTS): continue
+        key = id(at.base), at.offset, at.nbytes
+        if key in seen:     # an embedding that is the head, too
+            made[name] = made[seen[key]]
+            continue
+        seen[key] = name
+        content = bytes_of(at)
+        made[name] = {"sha256": digest(content).hex(), "bytes": at.nbytes}
+        if ranges := references.confirmed(found.get(key), llm.directory, content):
+            made[name]["ranges"] = ranges
+        elif not (file := place / made[name]["sha256"]).exists(): file.write_bytes(content)
+    return made
+
+
+def _scales(runner: ModelRunner) -> list[list[list[float]]]:
+    """Scales of 8-bit keys and values by layer: of keys, of values, by head."""
+    if runner.kv_dtype not in BYTES: return []
+    found = cache_scales(runner.model, runner.kv_dtype, runner.device, runner.page_size)
+    return [[np.ravel(each).astype(float).tolist() for each in layer] for layer in found]
+
+
+def _pool(folder: Path, device: str) -> bool:
+    """Writes the code of a CPU's threads."""
+    if device != "CPU": return False
+    from tinygrad_nv.runtime.cpu.pool import compiled
+    (folder / "pool").write_bytes(compiled())
+    return True
+
+
+def _settings() -> dict[str, int | str]:
+    """Settings that are not at their defaults and change kernels."""
+    return {each.name: value for each in config.SETTINGS
+            if each.name not in NEUTRAL and (value := config.get(each.name)) != each.default}
+
+
+if __name__ == "__main__": sys.exit(main())

@@ -1,0 +1,285 @@
+"""A function of Tensors as a bundle.
+
+Protocol: `compile(fn, *examples)` runs `fn` once on the examples, so that what it creates on first use is
+there, then captures it for arguments of these shapes and dtypes on this device. A `CompiledFunction` is
+called with Tensors or arrays like the examples, and returns Tensors of its own, in the structure that `fn`
+returned; it schedules nothing. `save(path)` writes a bundle, with the Tensors that the function closes over
+as they are then, and `load(path)` reads it on a device of the same kind, without a compiler. What a function
+writes besides its results, such as the counter of Tensor.rand, begins anew with each load.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tinygrad import Device, Tensor, UOp
+from tinygrad.device import Buffer
+from tinygrad.dtype import DType
+from tinygrad.engine import realize
+from tinygrad.uop.ops import Ops
+
+from tinygrad_nv import hooks
+from tinygrad_nv.bundle import manifest
+from tinygrad_nv.bundle.container import Source, open_bundle, write_bundle
+from tinygrad_nv.bundle.manifest import Manifest, canonical
+from tinygrad_nv.bundle.plan import DTYPES, ProgramTable, encoded_step, launches, plan_parts, step_digest
+from tinygrad_nv.engine.bundled.kept_steps import KeptSteps, SetParts
+from tinygrad_nv.engine.bundled.memory import bytes_of
+from tinygrad_nv.engine.bundled.sets import chosen, host_threads, name_of, native, require
+from tinygrad_nv.engine.worker.captured_step import CapturedStep
+from tinygrad_nv.engine.worker.step_store import StepStore
+from tinygrad_nv.errors import BundleError
+from tinygrad_nv.runtime.memory import allocate, host_bytes, write
+from tinygrad_nv.tile.expression import short
+
+CALL = "call"       # the name of a function's step
+MOST_DIMENSIONS = 64
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """Shape and dtype of an argument or a result."""
+    shape: tuple[int, ...]
+    dtype: DType
+
+    def __str__(self) -> str: return f"{short(self.dtype)}{list(self.shape)}"
+
+    def encoded(self) -> list[Any]:
+        """As JSON."""
+        return [list(self.shape), short(self.dtype)]
+
+    def empty(self, device: str) -> Tensor:
+        """Memory for one."""
+        made = Tensor.empty(*self.shape, dtype=self.dtype, device=device)
+        allocate(made)
+        return made
+
+
+class _Store(StepStore):
+    """Keeps the step of a function; memory that was there before and has no name is a constant."""
+
+    def __init__(self, device: str, named: dict[str, Buffer]) -> None:
+        self.device, self.named, self.steps, self.changed, self.note = device, named, {}, False, ""
+
+    def tensors(self) -> Mapping[str, Buffer]: return self.named
+
+    def put(self, name: str, linear: UOp, existing: frozenset[UOp]) -> None:
+        known = {id(each.base) for each in self.named.values()}
+        for call in launches(linear):
+            for argument in realize.get_call_arg_uops(call):
+                for u in (each for each in argument.toposort() if each.op is Ops.BUFFER and each in existing):
+                    if not isinstance(at := u.buffer, Buffer) or id(at.base) in known: continue
+                    known.add(id(at.base))
+                    self.named[f"constant.{len(self.named)}"] = at.base
+        super().put(name, linear, existing)
+
+
+@dataclass
+class CompiledFunction:
+    """A captured function. `inputs` and `outputs` are its memory, `tree` the structure of what it returns,
+    with numbers of outputs in the place of Tensors."""
+    device: str
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    tree: Any
+    step: CapturedStep
+    named: dict[str, Buffer] = field(repr=False)
+    kept: UOp | None = field(default=None, repr=False)
+
+    def __call__(self, *arguments: Tensor | np.ndarray) -> Any:
+        """Runs the function. Raises `BundleError` for arguments unlike the examples."""
+        if len(arguments) != len(self.inputs):
+            raise BundleError(f"{len(arguments)} arguments", f"{len(self.inputs)}, as the function has")
+        for number, (given, place) in enumerate(zip(arguments, self.inputs, strict=True)):
+            self._put(number, given, place)
+        self.step()
+        made = [self._copy(each) for each in self.outputs]
+        return _rebuilt(self.tree, made)
+
+    def _put(self, number: int, given: Tensor | np.ndarray, place: Tensor) -> None:
+        wanted = shaped(place)
+        if isinstance(given, np.ndarray):
+            if given.shape != wanted.shape or given.dtype.itemsize != wanted.dtype.itemsize \
+                    or short_of(given.dtype) != short(wanted.dtype):
+                raise _unlike(number, f"an array {given.dtype}{list(given.shape)}", wanted)
+            return write(place, 0, np.ascontiguousarray(given).reshape(-1).view(np.uint8).data)
+        if not isinstance(given, Tensor) or shaped(given) != wanted or given.device != self.device:
+            what = f"{shaped(given)} on {given.device}" if isinstance(given, Tensor) else repr(given)[:60]
+            raise _unlike(number, what, wanted, self.device)
+        if not given.uop.has_buffer_identity() or not given.uop.is_realized:
+            given = given.contiguous().realize()
+        source = given.uop.buffer
+        assert isinstance(source, Buffer)
+        allocate(place).copy_from(source.ensure_allocated())
+
+    def _copy(self, output: Tensor) -> Tensor:
+        made = Buffer(self.device, output.uop.buffer.size, output.dtype).allocate()
+        made.copy_from(allocate(output))
+        return Tensor(UOp.from_buffer(made).reshape(output.shape))
+
+    def save(self, path: str | Path, sign_key: Path | None = None) -> Manifest:
+        """Writes a bundle. Raises `BundleError` for a function that was loaded from one."""
+        if self.kept is None:
+            raise BundleError("save() of a function that was loaded", "one that was compiled here",
+                              "copy its bundle")
+        table, own = ProgramTable(), name_of(self.device)
+        step = encoded_step(self.kept, table)
+        weights = {name: at for name, at in self.named.items() if name.startswith("constant.")}
+        on_cpu = self.device == "CPU"
+        about = {"name": own, "steps": {CALL: ["steps/0.json", step_digest(step, table)]},
+                 "memory": {name: at.nbytes for name, at in self.named.items()}, "pool": on_cpu,
+                 "native": native(self.device), "threads": host_threads(self.device),
+                 "parts": {name: f"weights/{name}" for name in weights},
+                 "inputs": [shaped(each).encoded() for each in self.inputs],
+                 "outputs": [shaped(each).encoded() for each in self.outputs], "tree": self.tree}
+        parts = plan_parts([step], table)
+        if on_cpu:
+            from tinygrad_nv.runtime.cpu.pool import compiled
+            parts["pool"] = compiled()
+        sources = [Source(f"{own}/set.json", canonical(about)),
+                   *(Source(f"{own}/{name}", data) for name, data in parts.items()),
+                   *(Source(f"weights/{name}", bytes(bytes_of(at))) for name, at in weights.items())]
+        made_by = {"tinygrad": hooks.TINYGRAD_VERSION}
+        return write_bundle(Path(path), "function", {"sets": [own], "made_by": made_by}, sources, sign_key)
+
+
+def compile(fn: Callable[..., Any], *examples: Tensor) -> CompiledFunction:
+    """Captures a function of Tensors for arguments like the examples, all on one device; it returns a Tensor,
+    or a tuple, a list or a dict of results. Raises `BundleError` for others."""
+    if not examples or not all(isinstance(each, Tensor) for each in examples):
+        raise BundleError(f"examples {[type(each).__name__ for each in examples]}", "Tensors, at least one",
+                          "close over other values")
+    device = str(examples[0].device)
+    if elsewhere := [each.device for each in examples if each.device != device]:
+        raise BundleError(f"examples on {device} and on {elsewhere[0]}", "one device", f".to({device!r})")
+    Tensor.realize(*_flattened(fn(*examples))[0])     # what it creates on first use is there from now on
+    inputs = [shaped(each).empty(device) for each in examples]
+    named = {f"input.{i}": allocate(each) for i, each in enumerate(inputs)}
+    outputs: list[Tensor] = []
+    tree: Any = None
+
+    def run() -> None:
+        nonlocal tree
+        made, tree = _flattened(fn(*inputs))
+        outputs[:] = [shaped(each).empty(device) for each in made]
+        named.update((f"output.{i}", allocate(each)) for i, each in enumerate(outputs))
+        Tensor.realize(*(place.assign(each) for place, each in zip(outputs, made, strict=True)))
+    store = _Store(device, named)
+    step = CapturedStep(run, list, device, store, CALL)
+    step.prepare()
+    if (kept := store.steps.get(CALL)) is None:
+        raise BundleError("the function uses memory of another device, or keeps some between calls",
+                          "Tensors of one device, created before or in each call")
+    return CompiledFunction(device, inputs, outputs, tree, step, named, kept)
+
+
+def load(path: str | Path, device: str | None = None, required_key: Path | None = None) -> CompiledFunction:
+    """A function from a bundle that `save` wrote, on a device its kernels were made for. Raises
+    `BundleError`."""
+    file, name = Path(path), Device.canonicalize(device)
+    bundle = open_bundle(file, required_key)
+    if bundle.manifest.kind != "function":
+        raise BundleError(f"{file} is the bundle of a {bundle.manifest.kind}", "one of a function",
+                          "load a model with tinygrad_nv.LLM")
+    there = manifest.field(bundle.manifest.about, "sets", list, str(file))
+    own, what = chosen(name, map(str, there), str(file)), f"{file}: set.json"
+    about = bundle.json(f"{own}/set.json")
+    for key, kind in (("steps", dict), ("inputs", list), ("outputs", list), ("native", list), ("pool", bool)):
+        manifest.field(about, key, kind, what)
+    manifest.entries(about, "memory", int, what)
+    manifest.entries(about, "parts", str, what)
+    require(map(str, about["native"]), str(file))
+    if about["pool"]:
+        from tinygrad_nv.runtime.cpu import pool
+        pool.give(bundle.read(f"{own}/pool"))
+    inputs, outputs = ([_read_shaped(each, what).empty(name) for each in about[key]]
+                       for key in ("inputs", "outputs"))
+    named = {f"{kind}.{i}": allocate(each) for kind, tensors in (("input", inputs), ("output", outputs))
+             for i, each in enumerate(tensors)}
+    for each, part in about["parts"].items():
+        data = bundle.read(part)
+        named[str(each)] = _filled(data, name)
+    store = KeptSteps(SetParts(bundle, own, about), name, lambda: named)
+    step = CapturedStep(lambda: None, list, name, store, CALL)
+    step.prepare()
+    tree = _checked_tree(about["tree"], len(outputs), what)
+    return CompiledFunction(name, inputs, outputs, tree, step, named)
+
+
+def _filled(data: bytes, device: str) -> Buffer:
+    tensor = Tensor.empty(len(data), dtype=DTYPES["u8"], device=device)
+    buffer = allocate(tensor)
+    if (view := host_bytes(tensor)) is not None: view[:] = data
+    else: write(tensor, 0, memoryview(data))
+    return buffer
+
+
+def shaped(tensor: Tensor) -> Shaped:
+    """Shape and dtype of a Tensor. Raises `BundleError` for a symbolic shape."""
+    if not all(isinstance(each, int) for each in tensor.shape):
+        raise BundleError(f"a Tensor of shape {tensor.shape}", "integers", "give it a shape of integers")
+    return Shaped(tuple(int(each) for each in tensor.shape), tensor.dtype)
+
+
+def short_of(dtype: np.dtype) -> str:
+    """The name of NumPy's dtype as `short` has it."""
+    if dtype == np.bool_: return "bool"
+    return {"f": "f", "i": "s", "u": "u"}.get(dtype.kind, "?") + str(8 * dtype.itemsize)
+
+
+def _unlike(number: int, found: str, wanted: Shaped, device: str = "") -> BundleError:
+    return BundleError(f"argument {number} is {found}", f"{wanted}{f' on {device}' if device else ''}",
+                       "compile the function for such arguments, or convert them")
+
+
+def _read_shaped(found: Any, what: str) -> Shaped:
+    try:
+        shape, dtype = found
+        if len(shape) > MOST_DIMENSIONS or any(type(each) is not int or each < 0 for each in shape):
+            raise ValueError(shape)
+        return Shaped(tuple(shape), DTYPES[dtype])
+    except (TypeError, ValueError, KeyError) as error:
+        raise BundleError(f"{what} has an argument {str(found)[:80]}", "a shape and a dtype",
+                          manifest.FIX) from error
+
+
+# **** structures ****
+
+def _flattened(made: Any) -> tuple[list[Tensor], Any]:
+    """Tensors of what a function returns, and its structure with their numbers in their places."""
+    found: list[Tensor] = []
+
+    def visit(each: Any) -> Any:
+        if isinstance(each, Tensor):
+            found.append(each)
+            return len(found) - 1
+        if isinstance(each, dict) and all(isinstance(key, str) for key in each):
+            return {"dict": [[key, visit(value)] for key, value in each.items()]}
+        if type(each) in (tuple, list): return {type(each).__name__: [visit(value) for value in each]}
+        raise BundleError(f"the function returns a {type(each).__name__}",
+                          "a Tensor, or a tuple, a list or a dict (by text) of results",
+                          "return one of these")
+    tree = visit(made)
+    if not found: raise BundleError("the function returns no Tensor", "one at least")
+    return found, tree
+
+
+def _rebuilt(tree: Any, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(tree, int): return tensors[tree]
+    (kind, inner), = tree.items()
+    if kind == "dict": return {key: _rebuilt(value, tensors) for key, value in inner}
+    made: Iterable[Any] = (_rebuilt(each, tensors) for each in inner)
+    return tuple(made) if kind == "tuple" else list(made)
+
+
+def _checked_tree(tree: Any, count: int, what: str) -> Any:
+    """A structure of a file, which names outputs that are there."""
+    try:
+        _rebuilt(tree, [Tensor.empty(1)] * count)
+        return tree
+    except (TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+        raise BundleError(f"{what} has a structure {str(tree)[:80]}",
+                          "numbers of results, in tuple, list, dict", manifest.FIX) from error
