@@ -9,7 +9,7 @@ Reading order: `registration` (what an import does), `hooks/` (the plugin points
 end: `patterns/gemm`, `tile/gemm`, `ptx/builder`, `runtime/device`. docs/glossary.md has the terms.
 """
 # ruff: noqa: E402  (Ctrl-C is the command's before anything takes time)
-from tinygrad_nv import interrupt
+from tinygrad_nv import collection, interrupt
 
 interrupt.starting()
 
@@ -21,10 +21,11 @@ from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
 
-__all__ = ["LLM", "BeamSearchParams", "Context", "Device", "GlobalCounters", "KernelRecord", "LoRARequest",
-           "Lowering", "PoolingParams", "RequestOutput", "SamplingParams", "StructuredOutputsParams",
-           "Tensor", "TinyJit", "UOp", "Variable", "__version__", "disable", "disabled", "dtypes", "enable",
-           "enabled", "explain", "function", "layer", "memory_report", "nn", "timeline"]
+__all__ = ["LLM", "BeamSearchParams", "CompiledFunction", "Context", "Device", "GlobalCounters",
+           "KernelRecord", "LoRARequest", "Lowering", "PoolingParams", "RequestOutput", "SamplingParams",
+           "StructuredOutputsParams", "Tensor", "TinyJit", "Transcriber", "TranscriptionParams", "UOp",
+           "Variable", "__version__", "compile", "disable", "disabled", "dtypes", "enable", "enabled",
+           "explain", "function", "kernel", "layer", "load", "memory_report", "nn", "timeline"]
 
 
 LATER = {"LLM": "tinygrad_nv.engine.llm", "BeamSearchParams": "tinygrad_nv.engine.beam_search",
@@ -33,7 +34,15 @@ LATER = {"LLM": "tinygrad_nv.engine.llm", "BeamSearchParams": "tinygrad_nv.engin
          "RequestOutput": "tinygrad_nv.engine.request_output",
          "LoRARequest": "tinygrad_nv.engine.lora.request",
          "StructuredOutputsParams": "tinygrad_nv.engine.structured_output.params",
+         "Transcriber": "tinygrad_nv.engine.speech.transcriber",
+         "TranscriptionParams": "tinygrad_nv.engine.speech.params",
+         "CompiledFunction": "tinygrad_nv.engine.bundled.function",
+         "compile": "tinygrad_nv.engine.bundled.function", "load": "tinygrad_nv.engine.bundled.function",
+         "kernel": "tinygrad_nv.language.decorator",
          "timeline": "tinygrad_nv.runtime.observe.timeline"}
+
+
+if interrupt.is_command(): collection.seldom()
 
 
 class _ModelsFinder(MetaPathFinder):

@@ -1,12 +1,16 @@
 """Every environment variable tinygrad_nv reads: one row each, with its default and what it means.
 
 Protocol: `get(name)` reads the environment each time, so a test or a shell decides, and nothing is cached
-here. A value that the row does not allow is a `ConfigError` with the allowed ones; a name that has no row is
-a mistake of ours. tinygrad's own variables (DEV, BEAM, JIT, CC, ...) stay tinygrad's.
+here. Inside `with override(name, value):` the value is that, in this thread. A value that the row does not
+allow is a `ConfigError` with the allowed ones; a name that has no row is a mistake of ours. tinygrad's own
+variables (DEV, BEAM, JIT, CC, ...) stay tinygrad's.
 """
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from tinygrad_nv.errors import ConfigError
@@ -35,7 +39,9 @@ SETTINGS = (
     Setting("NV_NORM", 1, (0, 1),
             "0: norms, softmax and argmax are left to tinygrad's own kernels; 1: templates take them"),
     Setting("NV_DETERMINISTIC", 0, (0, 1),
-            "1: gradients of attention have the same bits in every run; 0: dq is summed as it comes, faster"),
+            "1: a row has the same bits in every run and in every batch: schedules are of one class, in "
+            "which the order of sums does not depend on the batch; 0: the fastest, and dq is summed as it "
+            "comes"),
     Setting("NV_STRICT", 0, (0, 1),
             "1: a kernel of ours that does not build is an error (on in CI); 0: tinygrad's own runs in its "
             "place, and a warning says why"),
@@ -72,7 +78,8 @@ SETTINGS = (
             "GB of the cache directory for quantised weights in the order of kernels, which a second load "
             "reads. 0: every load repacks", number=True),
     Setting("NV_SCHEDULES", "", ("",),
-            "the file of tuned schedules; unset: tinygrad_nv/schedules.json in the cache directory",
+            "the file of tuned schedules; unset: tinygrad_nv/schedules.json in the cache directory, and "
+            "those that come with the package",
             path=True),
     Setting("NV_TIMING_GPU", "", ("",),
             "the GPU that BEAM and `tinygrad-nv tune` model where there is none, such as h200; unset: "
@@ -91,10 +98,13 @@ SETTINGS = (
             path=True),
 )
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
+_NONE: Mapping[str, int | str] = {}
+_overridden: ContextVar[Mapping[str, int | str]] = ContextVar("nv_settings", default=_NONE)
 
 
 def get(name: str) -> int | str:
     """The value of a setting now, of its default's type. Raises `ConfigError` for one that is not allowed."""
+    if (overridden := _overridden.get()) and name in overridden: return overridden[name]
     setting = _BY_NAME[name]
     text = os.environ.get(name, "").strip()
     if not text: return setting.default
@@ -107,3 +117,23 @@ def get(name: str) -> int | str:
         raise ConfigError(f"{name}={text}", f"one of {', '.join(allowed)} ({setting.meaning})",
                           f"unset {name} for its default, {setting.default}")
     return type(setting.default)(text)
+
+
+def keep(name: str, value: int | str) -> None:
+    """Sets a setting for this process: all its threads, and the processes that it starts."""
+    assert value in _BY_NAME[name].allowed
+    os.environ[name] = str(value)
+
+
+@contextlib.contextmanager
+def override(name: str, value: int | str) -> Iterator[None]:
+    """A setting's value inside the block, in this thread, whatever the environment says."""
+    assert value in _BY_NAME[name].allowed
+    token = _overridden.set({**_overridden.get(), name: value})
+    try: yield
+    finally: _overridden.reset(token)
+
+
+def overridden(name: str) -> bool:
+    """Whether a setting has its value from a block of this thread."""
+    return name in _overridden.get()

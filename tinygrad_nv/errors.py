@@ -64,12 +64,20 @@ class CheckpointError(NVError):
     """A checkpoint of a training run, or a trained model, that cannot be written, or that is not whole."""
 
 
+class BundleError(NVError):
+    """A bundle that is damaged, of another format or machine, or not signed as asked for."""
+
+
 class TokenizerError(NVError):
     """The tokenizer or the chat template cannot be used."""
 
 
 class RequestError(NVError):
     """A prompt or a sampling parameter is out of range."""
+
+
+class AudioError(RequestError):
+    """A recording that cannot be read."""
 
 
 class QueueFull(RequestError):
@@ -90,6 +98,10 @@ class PTXError(NVError):
 
 class DLPackError(NVError, BufferError):
     """Memory that cannot be shared with another library. A BufferError, as the array API asks."""
+
+
+class TorchError(NVError):
+    """A function of Tensors, or what it is given, that PyTorch or JAX cannot call."""
 
 
 class DriverError(NVError):
@@ -118,12 +130,34 @@ class SpecError(NVError):
     """A computation that no spec can state."""
 
 
+class ShapeError(NVError):
+    """A dimension, a shape or a dtype that does not fit what a function's annotations say, or tensors inside
+    it that do not fit each other."""
+
+
+class TransformError(NVError):
+    """A function that a transform (grad, vmap, scan, …) cannot take, or arguments that do not fit it."""
+
+
 class PageError(NVError):
     """A block table or a length that does not fit the pages of keys and values (NV_DEBUG=1)."""
 
 
 class ScheduleError(NVError):
     """A schedule that a kernel cannot have, with the arithmetic."""
+
+
+class OnnxError(NVError):
+    """An ONNX model that cannot be read or run, or a function that cannot be exported as one."""
+
+
+class LanguageError(NVError):
+    """A kernel in the tile language that cannot be: `found` begins with the user's file and line."""
+
+
+class EffectError(NVError):
+    """A placement, or a movement of tensors, that cannot be kept; or a state that an operation has
+    replaced."""
 
 
 class GraphError(NVError):
@@ -153,3 +187,12 @@ class DistTimeout(DistError):
 
 class TrainingError(NVError):
     """A run of training that cannot go on: its loss is NaN."""
+
+
+class ReplayError(NVError):
+    """A recorded run that cannot be read or repeated, or a run that cannot be recorded."""
+
+
+class NumericsError(NVError):
+    """A policy that a dtype cannot have, policies that contradict each other, a value out of the range it
+    was promised to have, or one that is NaN or infinite."""

@@ -16,7 +16,8 @@ matrix, `scaled_matmul` for one whose codes are multiplied with codes of activat
 `grouped_matmul` and `grouped_outer`, `quant_grouped_matmul` for quantised experts, `scaled_grouped_matmul`
 where codes are multiplied with codes, `lora_added` for low-rank adapters, `cross_entropy` and `distillation`
 for losses of logits, `linear_cross_entropy` and `linear_distillation` for those of an output layer without
-all logits at once, `gated` for gated activations, `rotated_heads` for rotary positions, `dropout` for
+all logits at once, `gated` for gated activations, `convolution` and
+`group_norm` for images whose channels lie side by side, `rotated_heads` for rotary positions, `dropout` for
 elements dropped by a counter: the modules of patterns/ with these names (decode/paged.py, decode/latent.py,
 attention/varlen.py, attention/documents.py, attention/fp8.py, norm/gated.py, scaled_gemm/named.py,
 router/rows.py, cross_entropy/functions.py, grouped_gemm/, and named.py of the others) define them.
@@ -53,6 +54,8 @@ from tinygrad_nv.patterns.attention.named import (
 )
 from tinygrad_nv.patterns.attention.operands import Operands, arranged, check
 from tinygrad_nv.patterns.attention.varlen import varlen_attention
+from tinygrad_nv.patterns.conv import named as conv
+from tinygrad_nv.patterns.conv.named import convolution
 from tinygrad_nv.patterns.cross_entropy.functions import (
     cross_entropy,
     distillation,
@@ -72,6 +75,7 @@ from tinygrad_nv.patterns.kv_append.named import kv_append
 from tinygrad_nv.patterns.lora.named import lora_added
 from tinygrad_nv.patterns.named import check_devices
 from tinygrad_nv.patterns.norm.gated import gated
+from tinygrad_nv.patterns.norm.group import group_norm
 from tinygrad_nv.patterns.quant_gemm.named import prepared, prepared_for, quant_matmul
 from tinygrad_nv.patterns.quant_grouped.named import prepared_type, quant_grouped_matmul
 from tinygrad_nv.patterns.rope.named import rotated_heads
@@ -100,6 +104,7 @@ __all__ = [
     "Fp8Linear",
     "Policy",
     "Routing",
+    "convolution",
     "cross_entropy",
     "dispatch",
     "distillation",
@@ -109,6 +114,7 @@ __all__ = [
     "fp8_attention",
     "fp8_linear",
     "gated",
+    "group_norm",
     "group_rows",
     "grouped_matmul",
     "grouped_outer",
@@ -143,6 +149,7 @@ def register() -> None:
     """Lets attention known by name become kernels, and the Tensor method be `method` while enabled."""
     attention_lower.register()
     attention_lower_backward.register()
+    conv.register()
     hooks.add_method("scaled_dot_product_attention", method)
 
 

@@ -18,7 +18,7 @@ _own = False  # whether this process is the command
 def starting() -> None:
     """From now on Ctrl-C ends the process, if it is `tinygrad-nv` or `python -m tinygrad_nv`."""
     global _own
-    _own = _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    _own = is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     ending()
 
 
@@ -50,8 +50,8 @@ def leave() -> None:
     os._exit(130)
 
 
-def _is_command() -> bool:
-    """`-m` names a module in a word of its own, or in the same one."""
+def is_command() -> bool:
+    """Whether this process is the command: `-m` names a module in a word of its own, or in the same one."""
     words = sys.orig_argv
     following = zip(words, [*words[1:], ""], strict=True)
     modules = [after if word == "-m" else word[2:] for word, after in following if word.startswith("-m")]

@@ -28,6 +28,7 @@ from tinygrad_nv.runtime.device import EMUDevice
 from tinygrad_nv.runtime.memory_pool import memory_report
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.runtime.observe.ranges import layer
+from tinygrad_nv.shapes import types
 
 __all__ = ["Context", "Device", "GlobalCounters", "KernelRecord", "Lowering", "Tensor", "TinyJit", "UOp",
            "Variable", "disable", "disabled", "dtypes", "enable", "enabled", "explain", "function", "layer",
@@ -41,6 +42,7 @@ def _reductions() -> Callable[[UOp], UOp]:
 
 functional.register()
 dlpack.register()
+types.register()
 registered.register()
 several_devices.lowered_by(_reductions)
 hooks.add_check("building", building.checked)

@@ -62,18 +62,19 @@ def _vector(dtype: DType) -> str: return "vf" if dtypes.is_float(dtype) else "vi
 def _value(node: Expression, names: dict[Expression, str], place: LanePlace) -> str:
     if isinstance(node, Load): return _load(node, place)
     if isinstance(node, Position): return _position(node, place)
-    if isinstance(node, Constant): return _constant(node)
+    if isinstance(node, Constant): return constant_text(node)
     assert isinstance(node, Apply)
     args = [names[arg] for arg in node.args]
     source, op = node.args[-1].dtype, OPERATIONS[node.op]
-    if node.op == "cast": return _cast(args[0], source, node.dtype)
+    if node.op == "cast": return cast_text(args[0], source, node.dtype)
     assert op.c(source), f"problems() names {node.op} of {short(source)}"
     text = op.c(source).format(*args)
     exact = op.exact or op.compares or source == dtypes.bool or node.dtype == dtypes.float32
     return text if exact else f"round_{short(node.dtype)}({text})"
 
 
-def _cast(value: str, source: DType, to: DType) -> str:
+def cast_text(value: str, source: DType, to: DType) -> str:
+    """C of a vector's value converted to another dtype."""
     if to == dtypes.bool: return f"{value} != 0"
     if source == dtypes.bool: value, source = f"({value} & 1)", dtypes.int32
     if dtypes.is_float(source) and dtypes.is_float(to):
@@ -88,7 +89,8 @@ def _cast(value: str, source: DType, to: DType) -> str:
     return f"round_{short(to)}({value})"
 
 
-def _constant(node: Constant) -> str:
+def constant_text(node: Constant) -> str:
+    """C of a vector of one number."""
     if node.dtype == dtypes.bool: return f"(vi){-1 if node.value else 0}"
     if not dtypes.is_float(node.dtype):
         value = int(node.value) & 0xFFFFFFFF

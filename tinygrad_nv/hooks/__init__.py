@@ -11,8 +11,8 @@ Protocol. Hooks are registered by name and removed by name:
     add_compile(name, fn)                 fn(linear, inner) -> linear, around tinygrad's compile_linear
     add_execute(name, fn)                 fn(call, ctx, run) -> seconds, around the execution of each call
     add_custom_function(name, execute, outs_ins)  runs CUSTOM_FUNCTION nodes called `name` or `name:anything`
-    add_method(name, fn)                  fn(theirs, self, …) replaces Tensor's method
-    add_attribute(name, value)            gives Tensor an attribute that it does not have
+    add_method(name, fn, always)          fn(theirs, self, …) replaces Tensor's method
+    add_attribute(name, value, always)    gives Tensor an attribute that it does not have
     add_creation(name, fn)                fn(data, device) makes what Tensor(data, device) does not know
     add_device(name, cls, preferred)      Device[name] opens cls(name); it is the default if `preferred()`
                                           (free_intermediates of a TinyJit frees views, too, and programs
@@ -21,12 +21,13 @@ Protocol. Hooks are registered by name and removed by name:
     install_threads()                     each thread has its own cache on disk, its own capture and the right
                                           to a device; one thread at a time lowers programs
 
-`enable()` and `disable()` switch rewrites, compile hooks and methods, which decide how a program is lowered.
-If none of a kind is registered, or while disabled, tinygrad runs its own functions and its own caches. The
-other hooks stay until removed: an `add_execute` only observes, and the rest are called by name. So a captured
-TinyJit keeps its kernels and custom functions, and replays them while disabled. A TinyJit that was captured
-before a rewrite was registered goes on without it; `.reset()` captures again. The compiler stays with NV=0
-too, because it changes no schedule and a machine without clang has no other.
+`enable()` and `disable()` switch rewrites, compile hooks and methods, which decide how a program is lowered,
+and attributes that are not for `always`. If none of a kind is registered, or while disabled, tinygrad runs
+its own functions and its own caches. The other hooks stay until removed: an `add_execute` only observes, and
+the rest are called by name. So a captured TinyJit keeps its kernels and custom functions, and replays them
+while disabled. A TinyJit that was captured before a rewrite was registered goes on without it; `.reset()`
+captures again. The compiler stays with NV=0 too, because it changes no schedule and a machine without clang
+has no other.
 
 A sink reaches the rewrites with shards resolved and functions inlined, except those kept. A rewrite is
 called only if the ops it `needs` are in the graph; if none is called, the sink is tinygrad's alone and is
@@ -189,18 +190,19 @@ def remove_custom_function(name: str) -> None:
     _apply()
 
 
-def add_method(name: str, fn: Callable[..., Any]) -> None:
-    """Registers `fn(theirs, self, …)` for Tensor's method `name`; `theirs(self, …)` is tinygrad's own."""
-    methods.add_method(name, fn)
+def add_method(name: str, fn: Callable[..., Any], always: bool = False) -> None:
+    """Registers `fn(theirs, self, …)` for Tensor's method `name`; `theirs(self, …)` is tinygrad's own.
+    `always`: while disabled, too."""
+    methods.add_method(name, fn, always)
     _apply()
 
 
 def remove_method(name: str) -> None: methods.remove_method(name)
 
 
-def add_attribute(name: str, value: Any) -> None:
-    """Registers an attribute that tinygrad's Tensor does not have."""
-    methods.add_attribute(name, value)
+def add_attribute(name: str, value: Any, always: bool = False) -> None:
+    """Registers an attribute that tinygrad's Tensor does not have; `always`: while disabled, too."""
+    methods.add_attribute(name, value, always)
     _apply()
 
 

@@ -20,13 +20,14 @@ from tinygrad.uop.ops import Ops, UOp
 from tinygrad_nv.errors import HookError
 from tinygrad_nv.hooks.replaced import add, put_back, remove, replace, theirs
 
-_methods: dict[str, tuple[Any, Any]] = {}  # the class that has it, and ours
-_attributes: dict[str, Any] = {}
+_methods: dict[str, tuple[Any, Any, bool]] = {}  # the class that has it, ours, whether also while disabled
+_attributes: dict[str, tuple[Any, bool]] = {}  # the value, and whether it stays while disabled
 _creations: dict[str, Callable[[Any, Any], tuple[UOp, Any] | None]] = {}
 
 
-def add_method(name: str, fn: Callable[..., Any]) -> None:
-    """Registers `fn(theirs, self, …)` for Tensor's method `name`; `theirs(self, …)` is tinygrad's own."""
+def add_method(name: str, fn: Callable[..., Any], always: bool = False) -> None:
+    """Registers `fn(theirs, self, …)` for Tensor's method `name`; `theirs(self, …)` is tinygrad's own.
+    `always`: while disabled, too."""
     owner = next(cls for cls in Tensor.__mro__ if name in vars(cls))
     theirs = vars(owner)[name]
 
@@ -37,20 +38,20 @@ def add_method(name: str, fn: Callable[..., Any]) -> None:
         return fn(theirs, self, *args, **kwargs)
 
     ours = functools.wraps(theirs)(tensors._metadata_wrapper(method)) if TRACEMETA >= 1 else method
-    add(_methods, "method", name, (owner, ours))
+    add(_methods, "method", name, (owner, ours, always))
 
 
 def remove_method(name: str) -> None:
     """Undoes `add_method`."""
-    owner, _ = remove(_methods, "method", name)
+    owner, *_ = remove(_methods, "method", name)
     put_back(owner, name)
 
 
-def add_attribute(name: str, value: Any) -> None:
-    """Registers an attribute that tinygrad's Tensor does not have."""
+def add_attribute(name: str, value: Any, always: bool = False) -> None:
+    """Registers an attribute that tinygrad's Tensor does not have; `always`: while disabled, too."""
     if hasattr(Tensor, name) and name not in _attributes:
         raise HookError(f"Tensor has a {name} of tinygrad's", "a name that it does not have", "add_method")
-    add(_attributes, "attribute", name, value)
+    add(_attributes, "attribute", name, (value, always))
 
 
 def remove_attribute(name: str) -> None:
@@ -81,15 +82,16 @@ def _init(self: Tensor, data: Any, device: Any = None, dtype: Any = None) -> Non
 
 def apply(on: bool) -> None:
     """Puts methods in the place of tinygrad's, or those back."""
-    for name, value in _attributes.items():
-        if on: setattr(Tensor, name, value)
+    for name, (value, always) in _attributes.items():
+        if on or always: setattr(Tensor, name, value)
         elif name in vars(Tensor): delattr(Tensor, name)
     if on and _creations: replace(Tensor, "__init__", functools.wraps(Tensor.__init__)(_init))
     else: put_back(Tensor, "__init__")
-    if on and _methods: replace(gradient, "_compact_params", _compact_params)
+    changed = any(not always for *_, always in _methods.values())
+    if on and changed: replace(gradient, "_compact_params", _compact_params)
     else: put_back(gradient, "_compact_params")
-    for name, (owner, ours) in _methods.items():
-        if on: replace(owner, name, ours)
+    for name, (owner, ours, always) in _methods.items():
+        if on or always: replace(owner, name, ours)
         else: put_back(owner, name)
 
 

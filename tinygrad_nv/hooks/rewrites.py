@@ -12,12 +12,14 @@ import itertools
 import threading
 import types
 from collections.abc import Callable, Collection, Hashable, Iterable, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tinygrad.schedule as schedule
+from tinygrad.dtype import dtypes
+from tinygrad.helpers import Context
 from tinygrad.schedule import rangeify
-from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat, graph_rewrite
+from tinygrad.uop.ops import KernelInfo, Ops, PatternMatcher, UOp, UPat, graph_rewrite
 from tinygrad.uop.spec import spec_tensor, type_verify
 
 from tinygrad_nv import config
@@ -166,8 +168,9 @@ def configuration() -> Hashable:
 
 
 def _registered() -> Hashable:
-    """The registered rewrites."""
-    return (*layouts.shard_rules, *[rewrite.serial for rewrite in rewrites.values()])
+    """The registered rewrites, and whether sums have one order."""
+    return (config.get("NV_DETERMINISTIC"), *layouts.shard_rules,
+            *[rewrite.serial for rewrite in rewrites.values()])
 
 
 class _ConfiguredCache(dict[Any, UOp]):
@@ -189,7 +192,26 @@ configured_cache = _ConfiguredCache()
 def _kernel_graph(sink: UOp) -> UOp:
     with threads.LOWERING:
         sink, _own.called = _rewritten(sink)
-        return rangeify.get_kernel_graph(sink)
+        return in_order(sink) if config.get("NV_DETERMINISTIC") else rangeify.get_kernel_graph(sink)
+
+
+def in_order(sink: UOp) -> UOp:
+    """The kernels of a prepared body, each float sum of tinygrad's own in one kernel and in the order of its
+    loops. Hand-coded optimisations, BEAM and split reductions depend on the sizes of other dimensions."""
+    with Context(SPLIT_REDUCEOP=0): made = rangeify.get_kernel_graph(sink)
+    return graph_rewrite(made, _as_written, name="nv: loops as written")
+
+
+def _unoptimised(call: UOp) -> UOp | None:
+    body = call.src[0]
+    if not isinstance(body.arg, KernelInfo) or body.arg.opts_to_apply is not None: return None
+    if not any(node.op is Ops.REDUCE and node.arg[0] is Ops.ADD and dtypes.is_float(node.dtype)
+               for node in body.toposort()): return None
+    return call.replace(src=(body.replace(arg=replace(body.arg, opts_to_apply=())), *call.src[1:]))
+
+
+_as_written = PatternMatcher([(UPat(Ops.CALL, src=(UPat(Ops.SINK),), allow_any_len=True, name="call"),
+                              _unoptimised)])
 
 
 @functools.cache

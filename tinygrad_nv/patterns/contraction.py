@@ -25,6 +25,7 @@ from tinygrad.uop.ops import GroupOp, Ops, UOp, sint
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm.spec import FLOAT16S, FP8, INT8S, MOST_BATCH_DIMENSIONS
+from tinygrad_nv.tile.order import wanted as in_one_order
 
 COPY_REUSED = 16  # an operand whose elements are used so often may be copied first
 Order = Sequence[int]
@@ -279,7 +280,9 @@ def _kinds(space: Space, a: Side, b: Side, out: Affine) -> dict[int, str]:
         else: made[r] = "k" if in_a and in_b else ""
     symbols = [r for r in made if isinstance(space.extents[r], UOp)]
     present = set(made.values())
-    if "k" not in present or not {"m", "n"} & present: raise NotOurs("", final=True)
+    # in one order a sum of products has the bits of a matmul's: of one row alone the two look alike
+    if "k" not in present or not ({"m", "n"} & present or in_one_order()):
+        raise NotOurs("", final=True)
     if "" in present: raise NotOurs("a dimension is in neither operand, or summed of one alone")
     if any(made[r] == "k" for r in symbols): raise NotOurs("symbolic K")
     if any(made[r] == "batch" for r in symbols): raise NotOurs("a symbolic batch")
@@ -295,7 +298,7 @@ def _turns(space: Space, kinds: dict[int, str], out: Affine) -> bool:
     symbols = [kind for r, kind in kinds.items() if isinstance(space.extents[r], UOp)]
     if symbols: return symbols[0] == "n"
     sides = [r for r, kind in kinds.items() if kind in ("m", "n")]
-    return kinds[min(sides, key=out.strides.__getitem__)] == "m"
+    return bool(sides) and kinds[min(sides, key=out.strides.__getitem__)] == "m"
 
 
 def _with_copies(space: Space, a: Side, b: Side, kinds: dict[int, str],

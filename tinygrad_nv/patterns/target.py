@@ -25,7 +25,7 @@ from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.runtime.renderers import renderer_of
-from tinygrad_nv.tile import database
+from tinygrad_nv.tile import database, order
 from tinygrad_nv.tile.clock import figures_of
 from tinygrad_nv.tile.launch import Integer
 from tinygrad_nv.tile.schedule import Schedule
@@ -130,7 +130,9 @@ class Chosen:
         shows, `words` are for its reader."""
         assert device is not None
         text = f"{self.spec}: {self.schedule}" if self.schedule.words() else str(self.spec)
-        if tuned := self.tuned: text += f", {tuned}"
+        if order.wanted() and (made := TABLE.ordered(self.spec, self.target)):
+            text += f"; {order.CLASS}{made.words}"
+        elif tuned := self.tuned: text += f", {tuned}"
         note = Note(name or self.schedule.template, text + words, self.spec, self.schedule)
         return program.called(self.built(), device, outputs, inputs, note=note, **counted)
 

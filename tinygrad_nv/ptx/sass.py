@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
@@ -158,7 +158,25 @@ def _instructions(lines: Iterable[str]) -> list[SASSInstruction]:
             labels |= dict.fromkeys(waiting, address)
             waiting.clear()
             matched.append((found, address))
-    return [_instruction(found, address, labels) for found, address in matched]
+    return _with_jumps([_instruction(found, address, labels) for found, address in matched])
+
+
+def _with_jumps(code: list[SASSInstruction]) -> list[SASSInstruction]:
+    """Calls of what never returns are branches: ptxas leaves loops of large kernels for sm_80 so."""
+    if not any(each.opcode == "CALL" for each in code): return code
+    made, follow = blocks(code)
+    number = {block[0].address: i for i, block in enumerate(made)}
+
+    def returns(target: int | None) -> bool:
+        if target not in number: return True
+        reached, open_ = {number[target]}, [number[target]]
+        while open_:
+            fresh = set(follow[open_.pop()]) - reached
+            reached |= fresh
+            open_ += fresh
+        return any(each.opcode == "RET" for i in reached for each in made[i])
+    return [replace(each, opcode="BRA", modifiers="") if each.opcode == "CALL" and not returns(each.target)
+            else each for each in code]
 
 
 def _instruction(found: re.Match[str], address: int, labels: Mapping[str, int]) -> SASSInstruction:

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+def _stored(x: Tensor) -> Tensor:
+    """A Tensor in memory of its own. tinygrad leaves a permutation of extents of 1 as it is, which then is no
+    buffer by itself: captured steps could not name it."""
+    made = x.contiguous().realize()
+    return made if made.uop.has_buffer_identity() else made.clone().realize()
+
+
 @dataclass(frozen=True)
 class QTensor:
     """A matrix of `shape` [N, K] and its buffers, by name (types.py). Raises `SpecError` where one is
@@ -92,7 +99,7 @@ class QTensor:
         type = replace(self.type, layout=layout)
         given = {name: one if name == "order" else laid(type, name, one, self.shape[1])
                  for name, one in self.buffers.items()}
-        return QTensor(type, self.shape, {name: one.contiguous().realize() for name, one in given.items()})
+        return QTensor(type, self.shape, {name: _stored(one) for name, one in given.items()})
 
     def dequantize(self, dtype: DType = dtypes.float32) -> Tensor:
         """The matrix [N, K], with columns in the order of inputs."""

@@ -43,6 +43,13 @@ def programs_known() -> int:
     return len(to_program_cache)
 
 
+def programs_hash() -> str:
+    """A hash of the programs that this process has, by name and text, whatever their order: of what ran."""
+    found = {hashlib.sha256(f"{each.arg.name}\0{each.src[2].arg}".encode()).hexdigest()
+             for each in to_program_cache.values() if isinstance(each, UOp) and len(each.src) > 2}
+    return hashlib.sha256("".join(sorted(found)).encode()).hexdigest()
+
+
 def programs_compiled() -> int:
     """How many of them it compiled, and those that were compiled for it."""
     return programs_known() - _read + _elsewhere

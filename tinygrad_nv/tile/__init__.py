@@ -16,7 +16,7 @@ template. What families share is here. Read in this order:
   pipeline.py        the stages between a TMA producer and its consumers, with full and empty barriers
   tile_scheduler.py  which work tile a CTA computes
   epilogue.py        expressions in instructions; lanes.py: one element or two; access.py: in memory
-  store.py           from sums to the result in memory; staging.py: through shared memory
+  result_store.py    from sums to the result in memory; staging.py: through shared memory
   gpu.py             figures of GPUs, for the cost model
   arguments.py       memory and integers of a call that no graph makes; emulated.py: on the emulator
   choose.py          the schedule of a spec: database.py has tuned ones (spec_json.py writes specs), tune.py
@@ -25,3 +25,18 @@ template. What families share is here. Read in this order:
 Then gemm/, whose spec.py, legality.py and cost.py the others follow. Nothing here knows
 of tinygrad's graphs. A template's kernel is the same on the emulator and on a GPU.
 """
+from __future__ import annotations
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """The tile language's functions: tile.load, tile.dot (language/names.py)."""
+    from importlib import import_module
+
+    from tinygrad_nv.tile.language.names import NAMES
+    if name not in NAMES:
+        from tinygrad_nv.tile.language.trace import no_attribute
+        raise no_attribute("tile", NAMES, "", name)
+    module, function = NAMES[name]
+    return getattr(import_module(f"tinygrad_nv.tile.language.{module}"), function)

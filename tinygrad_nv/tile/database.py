@@ -2,7 +2,8 @@
 
 Protocol: an `Entry` is keyed by spec, architecture and toolchain version (`toolchain()`): another ptxas makes
 other code; and by how its time is known: measured, modelled for a GPU, or counted (clock.py). `known` takes
-the first of these that there is, and nothing that was modelled for another GPU. The architecture of a CPU is
+the first of these that there is, and nothing that was modelled for another GPU; then, where NV_SCHEDULES
+names no file, what comes with the package (shipped.json), modelled for the GPU. The architecture of a CPU is
 its instruction set and threads, its toolchain what identifies the C compiler. The file is JSON (`FORMAT`), at
 NV_SCHEDULES, or schedules.json in the cache directory. It is read again whenever it changed, and replaced as
 a whole under a lock, merged with what others wrote since, so that several processes may tune. A file that
@@ -13,13 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import json
 import os
 import re
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from tinygrad_nv import cache, config
 from tinygrad_nv.errors import NVError, ScheduleError
 from tinygrad_nv.ptx.assemble import find_program
 from tinygrad_nv.tile.clock import HOWS, How
+from tinygrad_nv.tile.language.searched import KernelSpec
 from tinygrad_nv.tile.limits import SMEM_BYTES
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.spec_json import TUNED, spec_from_json, spec_to_json
@@ -36,6 +39,8 @@ from tinygrad_nv.tile.templates import TABLE
 from tinygrad_nv.toolchain import find_compiler
 
 FORMAT = "tinygrad_nv schedules 1"
+SHIPPED = Path(__file__).parent / "shipped.json"
+ORIGIN_CHARACTERS = 200
 CPU_NAMES = re.compile(r"cpu \S+, [1-9]\d{0,4} threads")
 Key = tuple[str, str, str, How, str]     # a spec's JSON, architecture, toolchain; of what is modelled the GPU
 
@@ -53,7 +58,7 @@ def _kind(arch: str) -> str | None:
 @dataclass(frozen=True)
 class Entry:
     """A winner. `seconds` are known as `how` says: "measured" on a device, "modelled" for the GPU of that
-    name (ptx/timing/gpus), or "counted" by the emulator."""
+    name (ptx/timing/gpus), or "counted" by the emulator. `origin` says what found it."""
     spec: Any
     arch: str
     toolchain: str
@@ -61,6 +66,7 @@ class Entry:
     seconds: float
     how: How = "counted"
     gpu: str = ""
+    origin: str = ""
 
     @property
     def key(self) -> Key: return _text(self.spec), self.arch, self.toolchain, self.how, self.gpu
@@ -74,7 +80,8 @@ class Entry:
         """As plain data."""
         return {"spec": spec_to_json(self.spec), "arch": self.arch, "toolchain": self.toolchain,
                 "schedule": self.schedule.to_json(), "seconds": self.seconds, "how": self.how,
-                **({"gpu": self.gpu} if self.gpu else {})}
+                **({"gpu": self.gpu} if self.gpu else {}),
+                **({"origin": self.origin} if self.origin else {})}
 
     @staticmethod
     def from_json(data: Any) -> Entry:
@@ -84,16 +91,20 @@ class Entry:
             raise ScheduleError(f"{str(data)[:200]} is no entry: {error} is missing",
                                 "an entry that --export wrote") from error
         kind, gpu = _kind(arch) if type(arch) is str else None, data.get("gpu", "")
+        origin = data.get("origin", "")
         if kind is None or type(toolchain) is not str \
                 or type(seconds) not in (int, float) \
                 or not 0 < seconds < 1e9 or how not in HOWS or type(gpu) is not str \
+                or type(origin) is not str or len(origin) > ORIGIN_CHARACTERS \
                 or (how == "modelled") == (not gpu):
             raise ScheduleError(f"an entry of {arch!r}, {toolchain!r}, {seconds!r}, {how!r}, {gpu!r}",
                                 f"one of {', '.join(SMEM_BYTES)}, a version, seconds, measured or counted, "
                                 "or modelled and a GPU")
-        schedule = TABLE.read(kind, data.get("schedule"))
+        spec = spec_from_json(data.get("spec"))
+        schedule = (spec.schedule_of(data.get("schedule")) if isinstance(spec, KernelSpec)
+                    else TABLE.read(kind, data.get("schedule")))
         if not schedule.on(arch): raise ScheduleError(f"{schedule} in an entry of {arch!r}")
-        return Entry(spec_from_json(data.get("spec")), arch, toolchain, schedule, float(seconds), how, gpu)
+        return Entry(spec, arch, toolchain, schedule, float(seconds), how, gpu, origin)
 
 
 def toolchain(kind: str = "gpu") -> str:
@@ -151,28 +162,57 @@ def _text(spec: Any) -> str: return json.dumps(spec_to_json(spec), separators=("
 
 # **** reading ****
 
+def problems(spec: Any, schedule: Schedule, target: Any) -> Sequence[str]:
+    """Why a schedule cannot be. Whether a user's kernel can have one shows when it is written."""
+    return () if isinstance(spec, KernelSpec) else TABLE.problems(spec, schedule, target)
+
+
 def lookup(spec: Any, arch: str, target: Any = None) -> Any:
     """The schedule of the entry that is `known`, on a GPU of the architecture where no target is given."""
     entry = known(spec, arch, target or GPU(arch))
     return None if entry is None else entry.schedule
 
 
-def known(spec: Any, arch: str, target: Any) -> Entry | None:
+def known(spec: Any, arch: str, target: Any, file: Path | None = None) -> Entry | None:
     """The winner for a spec on a target; None where there is no legal one. One that is not legal is noted.
-    What compiles is asked for where there is a file."""
-    if not isinstance(spec, TUNED) or not (found := _read(path())): return None
+    What compiles is asked for where there is a file. `file`: another than the database's, without those that
+    come with the package."""
+    if not isinstance(spec, TUNED): return None
+    if (own := _own(spec, arch, target, file or path())) is not None: return own
+    return shipped(spec, arch, target) if file is None and not config.get("NV_SCHEDULES") else None
+
+
+def shipped(spec: Any, arch: str, target: Any) -> Entry | None:
+    """What comes with the package for a spec on a GPU: modelled for it, with some version of ptxas."""
+    gpu = getattr(target, "figures", "")
+    found = _shipped().get((_text(kept_as(spec)), arch, gpu)) if gpu and arch in _shipped_archs() else None
+    return None if found is None or problems(spec, found.schedule, target) else found
+
+
+@functools.cache
+def _shipped() -> dict[tuple[str, str, str], Entry]:
+    return {(_text(each.spec), each.arch, each.gpu): each for each in parse(SHIPPED.read_text(), SHIPPED)}
+
+
+@functools.cache
+def _shipped_archs() -> frozenset[str]: return frozenset(arch for _, arch, _ in _shipped())
+
+
+def _own(spec: Any, arch: str, target: Any, file: Path) -> Entry | None:
+    """What the database has."""
+    if not (found := _read(file)): return None
     text, compiler = _text(kept_as(spec)), toolchain(_kind(arch) or "gpu")
     for how in reversed(HOWS):
         gpu = getattr(target, "figures", "") if how == "modelled" else ""
         if (entry := found.get((text, arch, compiler, how, gpu))) is None: continue
-        if not (wrong := TABLE.problems(spec, entry.schedule, target)): return entry
-        note(f"{entry.schedule} of {path()} is ignored for {spec}: {'; '.join(wrong)}")
+        if not (wrong := problems(spec, entry.schedule, target)): return entry
+        note(f"{entry.schedule} of {file} is ignored for {spec}: {'; '.join(wrong)}")
     return None
 
 
-def entries() -> list[Entry]:
+def entries(file: Path | None = None) -> list[Entry]:
     """All there are, in the order of the file."""
-    return list(_read(path()).values())
+    return list(_read(file or path()).values())
 
 
 _known: dict[Path, tuple[tuple[int, ...], dict[Key, Entry]]] = {}
@@ -240,12 +280,30 @@ def _set_aside(file: Path, mark: tuple[int, ...], why: str, locked: bool) -> Non
 
 # **** writing ****
 
-def store(new: Iterable[Entry]) -> None:
+def store(new: Iterable[Entry], file: Path | None = None) -> None:
     """Adds entries, in place of those with the same key. Raises OSError where the file cannot be written."""
-    file = path()
+    file = file or path()
     file.parent.mkdir(parents=True, exist_ok=True)
     with _locked(file):
         _write(file, {**_read(file, locked=True), **{entry.key: entry for entry in new}}.values())
+
+
+def merge(new: Iterable[Entry], file: Path | None = None) -> tuple[int, int]:
+    """Adds entries whose key there is not, and puts those that are faster in place of others. How many were
+    added, and replaced."""
+    before = {entry.key: entry for entry in entries(file)}
+    added, faster = [], []
+    for each in new:
+        if (old := before.get(each.key)) is None: added.append(each)
+        elif each.seconds < old.seconds: faster.append(each)
+    store([*added, *faster], file)
+    return len(added), len(faster)
+
+
+def origin(on: str = "") -> str:
+    """What an entry that is found now says of that: the version, and what it was measured on."""
+    made = f"tinygrad_nv {importlib.metadata.version('tinygrad_nv')}" + (f" on {on}" if on else "")
+    return made[:ORIGIN_CHARACTERS]
 
 
 def clear() -> int:

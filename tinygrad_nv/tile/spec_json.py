@@ -20,6 +20,7 @@ from tinygrad_nv.tile.attention.spec import AttentionSpec
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, short, walk
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
+from tinygrad_nv.tile.language.searched import KernelSpec
 from tinygrad_nv.tile.scaled_gemm.spec import ScaledGemmSpec
 
 DTYPES = {short(dtype): dtype for dtype in (
@@ -28,7 +29,7 @@ DTYPES = {short(dtype): dtype for dtype in (
     dtypes.float32, dtypes.float64)}
 EXTENTS = ("m", "n", "k", "parts", "part")
 KINDS: dict[str, type] = {each.__name__: each for each in (
-    AttentionSpec, BackwardSpec, DecodeSpec, ScaledGemmSpec)}
+    AttentionSpec, BackwardSpec, DecodeSpec, ScaledGemmSpec, KernelSpec)}
 TUNED = (GemmSpec, *KINDS.values())
 
 

@@ -21,8 +21,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.quant.types import Layout
+from tinygrad_nv.tile import order
 from tinygrad_nv.tile.clock import Clock, figures_of
 from tinygrad_nv.tile.launch import Integer
+from tinygrad_nv.tile.order import Ordered
 from tinygrad_nv.tile.reference import Argument, Given, Results
 from tinygrad_nv.tile.schedule import Schedule
 
@@ -85,7 +87,8 @@ class Family:
     its type. `chooses` stands in for what `choose` does by itself, `defaults` for `first_legal`: what is
     chosen where nothing was tried. `says` does so for `why_not`; where it says "", the templates are asked.
     `tries` are so many schedules worth trying, instead of the templates' candidates and what is `near` them,
-    and `counts` the seconds of one with so many registers, by counters of the emulator."""
+    and `counts` the seconds of one with so many registers, by counters of the emulator. `orders` is the class
+    of schedules of a spec (order.py): words where all of its defaults are one, else a function."""
     name: str
     templates: tuple[AnyTemplate, ...]
     chooses: Callable[[Any, Any], Schedule | None] | None = None
@@ -93,6 +96,7 @@ class Family:
     defaults: Callable[[Any, Any], Schedule | None] | None = None
     tries: Callable[[Any, Any, int], Sequence[Schedule]] | None = None
     counts: Callable[[Any, Any, Any, int], float] | None = None
+    orders: str | Callable[[Any, Any], Ordered | None] = ""
 
     def of(self, spec: type) -> tuple[AnyTemplate, ...]:
         """The templates of a type of spec."""
@@ -106,6 +110,13 @@ class Family:
     def default(self, spec: Any, target: Any) -> Schedule | None:
         """The schedule of a spec where none was tried."""
         return (self.defaults or self.first_legal)(spec, target)
+
+    def ordered(self, spec: Any, target: Any) -> Ordered | None:
+        """The schedule and its class, by which a row's bits do not depend on other rows; None where there is
+        none."""
+        if callable(self.orders): return self.orders(spec, target)
+        found = self.default(spec, target) if self.orders else None
+        return None if found is None else Ordered(found, self.orders)
 
     def first_legal(self, spec: Any, target: Any) -> Schedule | None:
         """The first candidate without problems, in the order of the templates; None where there is none."""
@@ -194,19 +205,32 @@ class Table:
     # **** what a family says ****
 
     def choose(self, spec: Any, target: Any) -> Any:
-        """The schedule of a spec on a target; None where no template takes it."""
+        """The schedule of a spec on a target; None where no template takes it. Of one class where that is
+        wanted (order.py)."""
+        if order.wanted():
+            return None if (made := self.ordered(spec, target)) is None else made.schedule
         found = self.family(target.kind, type(spec))
         return None if found is None else found.choose(spec, target)
+
+    def ordered(self, spec: Any, target: Any) -> Ordered | None:
+        """The schedule and its class (order.py); None where there is none."""
+        found = self.family(target.kind, type(spec))
+        return None if found is None else found.ordered(spec, target)
 
     def why_not(self, spec: Any, target: Any) -> str:
         """Why there is no schedule of a spec on a target."""
         found = self.family(target.kind, type(spec))
-        return f"no template for {spec}" if found is None else found.why_not(spec, target)
+        if found is None: return f"no template for {spec}"
+        if order.wanted() and found.default(spec, target) is not None:
+            return f"deterministic: no class of {found.name} schedules keeps a row's sums in one order" \
+                if not found.orders else f"deterministic: no {found.name} schedule of its class takes it"
+        return found.why_not(spec, target)
 
     # **** what a spec computes ****
 
     def arguments(self, spec: Any) -> tuple[Argument, ...]:
         """The pointers of a spec's kernels, and what lies there (reference.py)."""
+        if isinstance(own := getattr(spec, "arguments", None), tuple): return own
         found: tuple[Argument, ...] = self._reference(spec).arguments(spec)
         return found
 

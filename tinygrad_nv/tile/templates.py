@@ -2,10 +2,10 @@
 from tinygrad_nv.tile.template import Table
 
 BOTH = ("gemm", "attention", "decode", "norm", "column_sum", "kv_append", "embedding", "sampling",
-        "quant_gemm", "lora", "cross_entropy", "optimizer", "rope")
+        "quant_gemm", "lora", "cross_entropy", "optimizer", "rope", "conv")
 FAMILIES = {"gpu": (*BOTH, "scaled_gemm", "sparse_gemm", "router", "grouped_gemm", "quant_grouped",
                     "all_reduce"),
-            "cpu": (*BOTH, "router", "grouped_gemm", "quant_grouped")}
+            "cpu": (*BOTH, "router", "grouped_gemm", "quant_grouped", "group_norm")}
 FOLDERS = {"gpu": "tile", "cpu": "cpu"}
 TABLE = Table({(kind, family): f"tinygrad_nv.{FOLDERS[kind]}.{family}.templates"
                for kind, families in FAMILIES.items() for family in families})

@@ -80,7 +80,8 @@ def tune(spec: Any, gpu: GPU, beam: int = 1,
     found = _ranked([replace(each.candidate, how=how) for each in tried], TIE if how == "modelled" else 1.0)
     if found and (best := found[0]).seconds is not None:
         database.store([database.Entry(database.kept_as(spec), gpu.arch, database.toolchain(), best.schedule,
-                                       best.seconds, how, gpu.figures if how == "modelled" else "")])
+                                       best.seconds, how, gpu.figures if how == "modelled" else "",
+                                       database.origin())])
     return found
 
 

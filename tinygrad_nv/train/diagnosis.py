@@ -1,8 +1,9 @@
 """Which layer made a NaN: the forward pass again, layer by layer.
 
 Protocol: `first_bad(model, inputs, documents)` computes the batch that is in `inputs` with what a step
-computes, realizes each layer's output, and names the first that has a NaN or an infinity; and the first
-parameter of it that has one, where the weights are the cause.
+computes, realizes each layer's output, scans it as sentinels do (numerics/verify/scan.py), and names the
+first that has a NaN or an infinity; and the first parameter of it that has one, where the weights are the
+cause.
 """
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from tinygrad.helpers import Context
 
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.weights import slots
+from tinygrad_nv.numerics.verify.scan import finite
 from tinygrad_nv.train.objectives import Inputs
 
 LOSS = "the loss"
@@ -37,11 +39,6 @@ def first_bad_layer(model: Llama, inputs: Inputs, documents: bool, x: Tensor | N
         x = seen(block(x, batch, None), f"model.layers.{first + i}", f"model.layers.{i}")
     if ends: seen(model.logits(seen(model.ended(x), "model.norm")), "lm_head")
     return (bad or [LOSS])[0], x
-
-
-def finite(x: Tensor) -> bool:
-    """Whether all elements are."""
-    return bool(x.isfinite().all().item())
 
 
 def _told(model: Llama, layer: str, own: str) -> str:

@@ -27,8 +27,9 @@ from tinygrad.helpers import Context
 from tinygrad_nv.dist.collectives.functions import recv, send
 from tinygrad_nv.dist.train.pipeline import Pipeline
 from tinygrad_nv.dist.train.schedules import Schedule
+from tinygrad_nv.numerics.verify.scan import finite
 from tinygrad_nv.train.data import Batch
-from tinygrad_nv.train.diagnosis import LOSS, finite, first_bad_layer
+from tinygrad_nv.train.diagnosis import LOSS, first_bad_layer
 from tinygrad_nv.train.network import parameters
 from tinygrad_nv.train.objectives import Inputs, LossOptions, Supervised, cross_entropy
 from tinygrad_nv.train.optimizers import Optimizer

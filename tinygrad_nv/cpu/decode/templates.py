@@ -8,4 +8,4 @@ from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.template import Family
 
 DECODE = template(DecodeSpec, CPUDecode, kernel.default, kernel.problems, kernel.__name__)
-FAMILY = Family("decode", (DECODE,))
+FAMILY = Family("decode", (DECODE,), orders=f"splits of {kernel.SPLIT_KEYS} keys of the request's own")

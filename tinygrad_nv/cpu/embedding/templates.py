@@ -4,9 +4,10 @@ from __future__ import annotations
 from tinygrad_nv.cpu.embedding import kernel
 from tinygrad_nv.cpu.template import template
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec
+from tinygrad_nv.tile.order import OVER_ROWS
 from tinygrad_nv.tile.template import Family
 
 EMBEDDING = template(EmbeddingSpec, kernel.CPUEmbedding, kernel.default, None, kernel.__name__)
 GRADIENT = template(EmbeddingGradientSpec, kernel.CPUEmbeddingGradient, kernel.gradient_default, None,
                     kernel.__name__, "gradient")
-FAMILY = Family("embedding", (EMBEDDING, GRADIENT))
+FAMILY = Family("embedding", (EMBEDDING, GRADIENT), orders=OVER_ROWS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 from tinygrad_nv.cpu.gemm import amx, choose
 from tinygrad_nv.cpu.gemm.blocked import kernel as blocked
 from tinygrad_nv.cpu.gemm.gemv import kernel as gemv
+from tinygrad_nv.cpu.gemm.ordered import ordered
 from tinygrad_nv.cpu.gemm.schedules import Amx, CPUGemm, CPUGemmSchedule, CPUGemv
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.cpu.template import template
@@ -20,4 +21,5 @@ def _chosen(spec: GemmSpec, target: CPU) -> CPUGemmSchedule | None:
     return None if choose.too_short(spec) else choose.choose(spec, target)
 
 
-FAMILY = Family("gemm", (GEMV, AMX, GEMM), _chosen, lambda spec, _: choose.too_short(spec))
+FAMILY = Family("gemm", (GEMV, AMX, GEMM), _chosen, lambda spec, _: choose.too_short(spec),
+                orders=ordered)

@@ -74,7 +74,7 @@ def tune(spec: GemmSpec, target: CPU, beam: int = 1,
     ranked = _ranked({s: tried[s] for s in last}) + [c for c in _ranked(tried) if c.schedule not in last]
     if ranked and ranked[0].seconds is not None:
         database.store([database.Entry(spec, target.arch, database.toolchain("cpu"), ranked[0].schedule,
-                                       ranked[0].seconds, "measured")])
+                                       ranked[0].seconds, "measured", origin=database.origin())])
     return ranked
 
 

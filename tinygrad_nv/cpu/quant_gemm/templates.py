@@ -2,6 +2,7 @@
 tiles), codes_amx.py and codes.py (of codes), gemv.py (few rows), blocked.py."""
 from __future__ import annotations
 
+from tinygrad_nv.cpu.gemm.ordered import in_blocks, words
 from tinygrad_nv.cpu.quant_gemm import amx, blocked, codes, codes_amx, dots, gemv, panels
 from tinygrad_nv.cpu.quant_gemm.schedules import (
     CodesAmx,
@@ -12,7 +13,9 @@ from tinygrad_nv.cpu.quant_gemm.schedules import (
     QuantGemv,
     QuantPanels,
 )
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.cpu.template import template
+from tinygrad_nv.tile.order import Ordered
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 from tinygrad_nv.tile.template import Family
 
@@ -23,4 +26,13 @@ AMX = template(QuantGemmSpec, QuantAmx, amx.default, amx.problems, amx.__name__)
 PANELS = template(QuantGemmSpec, QuantPanels, panels.default, panels.problems, panels.__name__)
 CODES_AMX = template(QuantGemmSpec, CodesAmx, codes_amx.default, codes_amx.problems, codes_amx.__name__)
 CODES_DOTS = template(QuantGemmSpec, CodesDots, codes.default, codes.problems, codes.__name__)
-FAMILY = Family("quant_gemm", (CODES_AMX, CODES_DOTS, AMX, PANELS, DOTS, GEMV, GEMM))
+
+
+def _ordered(spec: QuantGemmSpec, target: CPU) -> Ordered | None:
+    """The blocked kernel, which takes every number of rows (cpu/gemm/ordered.py)."""
+    if spec.int8: return None
+    made = in_blocks(blocked.default(spec, target), spec.gemm, target)
+    return None if GEMM.problems(spec, made, target) else Ordered(made, words(made))
+
+
+FAMILY = Family("quant_gemm", (CODES_AMX, CODES_DOTS, AMX, PANELS, DOTS, GEMV, GEMM), orders=_ordered)

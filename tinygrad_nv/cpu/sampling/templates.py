@@ -3,10 +3,11 @@ from __future__ import annotations
 
 from tinygrad_nv.cpu.sampling import choice, count, threshold
 from tinygrad_nv.cpu.template import template
+from tinygrad_nv.tile.order import BY_ROW
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec
 from tinygrad_nv.tile.template import Family
 
 THRESHOLD = template(FilterSpec, threshold.CPUThreshold, threshold.default, None, threshold.__name__)
 CHOICE = template(ChoiceSpec, choice.CPUChoice, choice.default, None, choice.__name__, "whole")
 COUNT = template(CountSpec, count.CPUCount, count.default, None, count.__name__)
-FAMILY = Family("sampling", (THRESHOLD, CHOICE, COUNT))
+FAMILY = Family("sampling", (THRESHOLD, CHOICE, COUNT), orders=BY_ROW)

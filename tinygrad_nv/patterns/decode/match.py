@@ -15,6 +15,7 @@ from tinygrad_nv.patterns.attention.spec import Found, integer, most
 from tinygrad_nv.patterns.contraction import NotOurs
 from tinygrad_nv.patterns.positions import AffineForm, summed
 from tinygrad_nv.patterns.target import Chosen, Target, choose
+from tinygrad_nv.tile import order
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Band, Rows
 from tinygrad_nv.tile.decode.spec import MOST_ROWS, DecodeSpec, Pages
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, walk
@@ -51,7 +52,8 @@ BETTER = {"gpu": is_decode, "cpu": is_decode_on_cpu}
 
 
 def decoded(made: Found, target: Target) -> Chosen | None:
-    """The decode attention that an attention is, where that is better."""
+    """The decode attention that an attention is, where that is better: never where sums have one order."""
+    if order.wanted(): return None
     spec = _turned(made.spec)
     if spec.lse or spec.ragged or spec.kept < EVERY or "s_q" in spec.symbolic: return None
     if spec.sinks is not None and spec is not made.spec: return None  # of heads that are rows now

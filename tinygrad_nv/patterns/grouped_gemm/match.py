@@ -258,6 +258,8 @@ def _arranged(found: MatmulReduce, space: Space, read: _Read, out: Affine, end: 
     rows = prod(extents[r] for r in slots)
     if any(x.get(r) for r in columns) or any(experts.get(r) for r in (*columns, *summed)) or x.get(read.e):
         raise NotOurs("an expert for each column")
+    if any(stride and r not in out.strides and not w.get(r) for r, stride in (*x.items(), *experts.items())):
+        raise NotOurs("a sum over slots")
     ways = {r: stride for r, stride in w.items() if r != read.e}
     if not _dense([*sorted(summed, key=ways.__getitem__), *columns], ways, extents, 1) or w[read.e] != n * k \
             or read.w.lies.offset:

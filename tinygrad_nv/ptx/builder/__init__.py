@@ -66,15 +66,18 @@ class Kernel(Hopper):
         return out + [f".shared .align {t.align} .b8 {t.name}[{t.nbytes}];" for t in self.tiles]
 
     def _lines(self, block: CodeBlock, depth: int) -> Iterator[str]:
+        indent = "    " * depth
         for line in block.lines:
-            if isinstance(line, CodeBlock): yield from self._lines(line, depth + 1)
-            elif isinstance(line, str): yield "    " * depth + line
-            else:
-                listed = ", ".join(self._text(each, line[0]) for each in line[1])
-                yield "    " * depth + f"{line[0]} {listed}".rstrip() + ";"
+            if isinstance(line, tuple):
+                opcode, operands = line
+                listed = ", ".join([self._text(each, opcode) for each in operands])
+                yield f"{indent}{opcode} {listed};" if listed else f"{indent}{opcode};"
+            elif isinstance(line, str): yield indent + line
+            else: yield from self._lines(line, depth + 1)
 
     def _text(self, value: Any, opcode: str) -> str:
         """An operand in PTX; floats by their bits."""
+        if type(value) is Value: return f"!{value.name}" if value.negated else value.name
         if isinstance(value, float):
             if "f64" in opcode: return f"0d{struct.unpack('>Q', struct.pack('>d', value))[0]:016X}"
             return f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}"

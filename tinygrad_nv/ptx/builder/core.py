@@ -69,6 +69,7 @@ class Core:
         self.head, self.body = CodeBlock(), CodeBlock()
         self.current = self.body
         self.labels = 0
+        self.checked = CHECKED.setdefault((arch, version), {})
         self.open_if: tuple[CodeBlock, int, Label] | None = None
         self.loops: list[Label] = []
         self._check_head()
@@ -155,9 +156,10 @@ class Core:
             while name in self.named or name in PREFIXES.values(): name += "_"
             self.named[name] = kind
         else:
-            number = self.registers.setdefault(kind, 0)
-            self.registers[kind] += 1
-        made = Value(self, f"%{name}" if name else f"%{PREFIXES[kind]}{number}", kind)
+            number = self.registers.get(kind, 0)
+            self.registers[kind] = number + 1
+            name = f"{PREFIXES[kind]}{number}"
+        made = Value(self, f"%{name}", kind)
         return made if value is None else made.set(value)
 
     def regs(self, kind: str, count: int, value: Number | None = None) -> list[Value]:
@@ -237,10 +239,14 @@ class Core:
         self._append(self.current, opcode, operands, guard)
 
     def _append(self, block: CodeBlock, opcode: str, operands: tuple[Any, ...], guard: Value | None) -> None:
-        kinds = (opcode, self.arch, self.version, _kind(guard), *map(_kind, operands))
-        if kinds not in CHECKED: CHECKED[kinds] = self._checked(opcode, operands, guard)
+        kinds = (opcode, _kind(guard), *map(_kind, operands))
+        places = self.checked.get(kinds)
+        if places is None: places = self.checked[kinds] = self._checked(opcode, operands, guard)
         if self.current is not self.head:
-            for place in CHECKED[kinds]: _written(operands[place])
+            for place in places:
+                written = operands[place]
+                if type(written) is not Value: _written(written)
+                elif written.fixed: written.writable()
         self.open_if = None
         block.lines.append((f"@{guard} {opcode}" if guard is not None else opcode, operands))
 
@@ -251,7 +257,7 @@ class Core:
         by = None if guard is None else syntax.Register(guard.name, guard.kind)
         instruction = syntax.Instruction(mnemonic, tuple(modifiers), by, False, tuple(made),
                                          self._writer()[1])
-        try: form = isa.check(instruction, self.arch, self.version)
+        try: form, slots = isa.checked(instruction, self.arch, self.version)
         except PTXError as error:
             raise self._located(error) from None
         if opcode.startswith(("cp.async.ca.", "cp.async.cg.")) and "L2::cache_hint" in modifiers:
@@ -259,8 +265,6 @@ class Core:
                 f"{opcode}: a copy with a cache policy, of which ptxas 12.9 and 13.0 make an illegal LDGSTS "
                 "where the shared address is the sum of a register and a uniform register", instruction.line,
                 "cp.async without .L2::cache_hint", "leave the policy out, or copy with cp.async.bulk"))
-        slots = isa.operands_of(form, instruction.modifiers, instruction.operands)
-        assert not isinstance(slots, str)
         use = form.use(instruction.modifiers)
         for slot, operand in zip(slots, instruction.operands, strict=True):
             if wrong := isa.cut(slot, operand, use):
@@ -311,12 +315,13 @@ class Core:
 
 # **** what was checked before ****
 
-CHECKED: dict[tuple[Any, ...], tuple[int, ...]] = {}  # instructions by `_kind`: a check takes 80 µs, this 4
+# instructions by `_kind`, for each architecture and version: a check takes 80 µs, this 2
+CHECKED: dict[tuple[str, tuple[int, int]], dict[tuple[Any, ...], tuple[int, ...]]] = {}
 
 
 def _kind(value: Any) -> Any:
     """What of an operand the instruction table looks at: types, not names; the values of integers alone."""
-    if isinstance(value, Value): return (value.kind, value.negated)
+    if type(value) is Value: return value.typed
     if isinstance(value, int): return int(value)
     if isinstance(value, list | tuple): return tuple(map(_kind, value))
     if isinstance(value, MemoryOperand): return (MemoryOperand, _kind(value.base), *map(_kind,

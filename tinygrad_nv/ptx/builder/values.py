@@ -39,6 +39,16 @@ class Value:
     negated: bool = False
     fixed: bool = False
 
+    def __init__(self, kernel: Emitter, name: str, kind: str, negated: bool = False,
+                 fixed: bool = False) -> None:
+        # kernels have thousands of registers: a frozen class's own __init__ takes three times as long
+        self.__dict__.update(kernel=kernel, name=name, kind=kind, negated=negated, fixed=fixed)
+
+    @property
+    def typed(self) -> tuple[str, bool]:
+        """What the instruction table looks at."""
+        return self.kind, self.negated
+
     # **** arithmetic: integers wrap, floats round to nearest ****
 
     def __add__(self, other: Number) -> Value: return self._binary("add", other)

@@ -17,8 +17,8 @@ from tinygrad_nv.ptx.isa.forms import ARCH_VERSIONS, FORMS, Form
 from tinygrad_nv.ptx.isa.operands import REGISTERS, OperandSlot, cut, problem, sample
 from tinygrad_nv.ptx.syntax import Instruction, Operand
 
-__all__ = ["ARCH_VERSIONS", "FORMS", "REGISTERS", "Form", "check", "cut", "example", "find", "key_of",
-           "operands_of", "slots_of"]
+__all__ = ["ARCH_VERSIONS", "FORMS", "REGISTERS", "Form", "check", "checked", "cut", "example", "find",
+           "key_of", "operands_of", "slots_of"]
 
 MNEMONICS: dict[str, list[Form]] = {}
 for _row in FORMS: MNEMONICS.setdefault(_row.mnemonic, []).append(_row)
@@ -86,6 +86,12 @@ def operands_of(form: Form, modifiers: tuple[str, ...],
 def check(instruction: Instruction, arch: str, version: tuple[int, int]) -> Form:
     """The form of an instruction that an architecture and a .version have. Raises `PTXError` where an
     operand, the architecture or the version is wrong."""
+    return checked(instruction, arch, version)[0]
+
+
+def checked(instruction: Instruction, arch: str,
+            version: tuple[int, int]) -> tuple[Form, tuple[OperandSlot, ...]]:
+    """The same, and the slots that its operands fill."""
     line, opcode = instruction.line, instruction.opcode
     form = find(instruction.mnemonic, instruction.modifiers, line)
     if arch not in ARCH_VERSIONS:
@@ -99,7 +105,7 @@ def check(instruction: Instruction, arch: str, version: tuple[int, int]) -> Form
     if isinstance(filled, str):
         raise PTXError(f"line {line}: {opcode}: {filled}", line, form_text(form), "correct the operand")
     _targeted(form, instruction, filled, arch, version)
-    return form
+    return form, filled
 
 
 def _targeted(form: Form, instruction: Instruction, slots: tuple[OperandSlot, ...], arch: str,

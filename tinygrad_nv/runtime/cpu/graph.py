@@ -28,6 +28,7 @@ class CPUGraph(GraphRunner):
         width = HEAD + max(len(ast.arg.globals) + len(ast.arg.vars) for _, ast, _, _ in self.calls)
         self.table = np.zeros((len(self.calls), width), np.uint64)
         self.inputs: list[tuple[int, int, int]] = []  # row, word, input
+        self.words: dict[int, list[tuple[int, int]]] = {}   # the same, by input
         for j, (_, ast, buffers, fixed) in enumerate(self.calls):
             program, words = self.runtimes[j], ast.arg.globals
             arguments = [buffers[i].get_buf(self.device).va_addr for i in words]
@@ -38,6 +39,7 @@ class CPUGraph(GraphRunner):
             self.table[j, :HEAD + len(arguments)] = np.array(head + arguments, np.uint64)
             self.inputs += [(j, HEAD + k, slot) for position, slot in self.uop_replace[j]
                             for k, i in enumerate(words) if i == position]
+        for row, word, slot in self.inputs: self.words.setdefault(slot, []).append((row, word))
         self.parallel = bool((self.table[:, 1] > 1).any())
         # word of each variable, found once: a replay only stores
         places = [(j, HEAD + len(self.calls[j][1].arg.globals) + i, v)
@@ -55,8 +57,16 @@ class CPUGraph(GraphRunner):
             values = np.array([var_vals[name] for name in self.vars], np.int64).astype(np.uint64)
             self.table[self.places[0], self.places[1]] = values[self.places[2]]
         begun = time.perf_counter()
-        pool(self.threads).run(self.table, self.parallel)
+        self.replay()
         return time.perf_counter() - begun if wait else None
+
+    def bind(self, slot: int, address: int) -> None:
+        """Places an input at an address, for replays from now on: a call places all of them anew."""
+        for row, word in self.words.get(slot, ()): self.table[row, word] = address
+
+    def replay(self) -> None:
+        """Runs the launches with inputs and variables as they are."""
+        pool(self.threads).run(self.table, self.parallel)
 
     @staticmethod
     def supports_uop(batch_devs: list[Any], new_call: UOp) -> bool:

@@ -123,16 +123,29 @@ void pool(u *c, u *table, u rows, u stride, u parallel) {{
 """
 
 
+_given: list[bytes] = []     # the C as machine code, of a process without a compiler
+
+
+def give(code: bytes) -> None:
+    """Has pools made of what `compiled` returned in another process."""
+    _given[:] = [code]
+
+
+def compiled() -> bytes:
+    """The C as machine code of this device."""
+    if _given: return _given[0]
+    clang = ops_cpu.ClangRenderer(replace(Device["CPU"].renderer.target, renderer="CLANG"))
+    try: return bytes(clang.compiler.compile_cached(_source()))
+    # the disk cache serves the thread that opened it alone
+    except sqlite3.ProgrammingError: return bytes(clang.compiler.compile(_source()))
+
+
 class ThreadPool:
     """The compiled walker, its control block and its threads. What they use lives as long as the process."""
 
     def __init__(self, threads: int) -> None:
         device = Device["CPU"]
-        clang = ops_cpu.ClangRenderer(replace(device.renderer.target, renderer="CLANG"))
-        try: binary = clang.compiler.compile_cached(_source())
-        # the disk cache serves the thread that opened it alone
-        except sqlite3.ProgrammingError: binary = clang.compiler.compile(_source())
-        program = device.runtime(TinyELF(binary, "pool", clang.target, ()))
+        program = device.runtime(TinyELF(compiled(), "pool", device.renderer.target, ()))
         memory = np.zeros(WORDS + 8, np.uint64)
         self.control = memory[-memory.ctypes.data % 64 // 8:]
         # a thread may be awake while the interpreter ends

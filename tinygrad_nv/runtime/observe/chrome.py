@@ -28,7 +28,8 @@ COUNTERS = {"sm_mhz": ("SM clock", "MHz", 1.0), "memory_mhz": ("memory clock", "
 @dataclass(frozen=True)
 class KernelEvent:
     """One launch, or one copy. `begin_s` is from the begin of the recording. `op` is the Tensor method that
-    asked for it, `layer` where in the model that was; "" where that is not known."""
+    asked for it, `layer` where in the model that was, `reason` what explain() says of it; "" where that is
+    not known."""
     name: str
     device: str
     begin_s: float
@@ -42,6 +43,7 @@ class KernelEvent:
     op: str = ""
     forecast: Forecast | None = None
     is_copy: bool = False
+    reason: str = ""
 
     @property
     def ratio(self) -> float | None:
@@ -83,7 +85,7 @@ def _complete(name: str, kind: str, pid: int, tid: int, begin_s: float, seconds:
 def _kernel(k: KernelEvent, pid: int) -> Event:
     args: Event = {"layer": k.layer, "op": k.op, "template": k.template or "tinygrad", "grid": list(k.grid),
                    "block": list(k.block), "bytes": k.nbytes, "flops": k.flops,
-                   "measured_us": k.seconds * 1e6}
+                   "measured_us": k.seconds * 1e6, **({"reason": k.reason} if k.reason else {})}
     if k.forecast is not None:
         args |= {"predicted_us": k.forecast.seconds * 1e6, "ratio": k.ratio, "bound": k.forecast.bound,
                  "predicted_by": k.forecast.model}

@@ -166,7 +166,8 @@ class _RunningCall:
         gpu, origin = _properties(device), ranges.origin(self.uop)
         return KernelEvent(ansistrip(body.arg.name), device, begin_s, seconds, flops, nbytes, _triple(grid),
                       _triple(block), note.template if note else "", origin.layer, origin.op,
-                      None if gpu is None else forecast(body, flops, nbytes, gpu))
+                      None if gpu is None else forecast(body, flops, nbytes, gpu),
+                      reason=note.reason if note else "")
 
 
 def _properties(device: str) -> Any:

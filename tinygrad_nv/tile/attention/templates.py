@@ -7,15 +7,22 @@ from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.backward_wgmma import legality as backward_wgmma_legality
 from tinygrad_nv.tile.attention.fma import legality as fma_legality
 from tinygrad_nv.tile.attention.mma import legality as mma_legality
+from tinygrad_nv.tile.attention.ordered import ordered
 from tinygrad_nv.tile.attention.schedules import BackwardMma, BackwardWgmma, FlashFma, FlashMma, FlashWgmma
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 from tinygrad_nv.tile.attention.wgmma import legality as wgmma_legality
 from tinygrad_nv.tile.attention.why_not import why_not
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.legality import legality
-from tinygrad_nv.tile.template import Family, Template, later
+from tinygrad_nv.tile.order import Ordered
+from tinygrad_nv.tile.template import GPU, Family, Template, later
 
 FOLDER = "tinygrad_nv.tile.attention"
+
+
+def _ordered(spec: AttentionSpec | BackwardSpec, gpu: GPU) -> Ordered | None:
+    return ordered(FAMILY.templates, spec, gpu)
+
 
 FAMILY = Family("attention", (
     Template("flash_fma", AttentionSpec, FlashFma, legality(fma_legality.problems), defaults.fma,
@@ -28,4 +35,4 @@ FAMILY = Family("attention", (
              backward_defaults.wgmma, later(f"{FOLDER}.backward_wgmma.kernel", "flash_backward_wgmma")),
     Template("flash_backward_mma", BackwardSpec, BackwardMma, legality(backward_mma_legality.problems),
              backward_defaults.mma, later(f"{FOLDER}.backward_mma.kernel", "flash_backward_mma"))),
-    chooses=choose, says=why_not)
+    chooses=choose, says=why_not, orders=_ordered)

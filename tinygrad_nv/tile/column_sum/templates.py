@@ -13,6 +13,7 @@ from typing import ClassVar
 from tinygrad_nv.tile.column_sum.spec import ColumnSumSpec
 from tinygrad_nv.tile.epilogue import problems as refused
 from tinygrad_nv.tile.expression import loads
+from tinygrad_nv.tile.order import OVER_ROWS
 from tinygrad_nv.tile.schedule import Schedule, counted
 from tinygrad_nv.tile.template import GPU, Family, Template, later
 
@@ -60,4 +61,4 @@ def problems(spec: ColumnSumSpec, schedule: ColumnSum, gpu: GPU) -> list[str]:
 COLUMN_SUM = Template("column_sum", ColumnSumSpec, ColumnSum, problems,
                       lambda spec, gpu: (ColumnSum.of(spec),),
                       later("tinygrad_nv.tile.column_sum.kernel", "column_sum"))
-FAMILY = Family("column_sum", (COLUMN_SUM,))
+FAMILY = Family("column_sum", (COLUMN_SUM,), orders=OVER_ROWS)

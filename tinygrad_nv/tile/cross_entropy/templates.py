@@ -10,6 +10,7 @@ from math import gcd
 from typing import ClassVar
 
 from tinygrad_nv.tile.cross_entropy.spec import CrossEntropySpec, DistillationSpec, RowsSpec
+from tinygrad_nv.tile.order import OVER_ROWS
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU, Family, Template, later
 
@@ -76,4 +77,4 @@ def problems(spec: RowsSpec, schedule: Rows, gpu: GPU) -> list[str]:
 ROWS = Template("cross_entropy", CrossEntropySpec, Rows, problems, candidates, later(FOLDER, "cross_entropy"))
 DISTILLATION = Template("distillation", DistillationSpec, DistilledRows, problems, candidates_distilled,
                         later(FOLDER, "distillation"))
-FAMILY = Family("cross_entropy", (ROWS, DISTILLATION))
+FAMILY = Family("cross_entropy", (ROWS, DISTILLATION), orders=OVER_ROWS)

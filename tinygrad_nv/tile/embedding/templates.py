@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from tinygrad_nv.tile.embedding import plan
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec
+from tinygrad_nv.tile.order import OVER_ROWS
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import Family, fixed
 
@@ -30,4 +31,4 @@ def problems(spec: EmbeddingSpec, arch: str) -> list[str]:
 EMBEDDING = fixed(EmbeddingSpec, Embedding, problems, "tinygrad_nv.tile.embedding.kernel", "embedding")
 GRADIENT = fixed(EmbeddingGradientSpec, EmbeddingGradient, plan.problems,
                  "tinygrad_nv.tile.embedding.gradient", "gradient")
-FAMILY = Family("embedding", (EMBEDDING, GRADIENT))
+FAMILY = Family("embedding", (EMBEDDING, GRADIENT), orders=OVER_ROWS)

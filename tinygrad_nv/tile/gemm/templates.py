@@ -16,11 +16,13 @@ from tinygrad_nv.tile.gemm.legality import whole
 from tinygrad_nv.tile.gemm.mma import defaults as mma_defaults
 from tinygrad_nv.tile.gemm.mma import legality as mma_legality
 from tinygrad_nv.tile.gemm.mma.cost import MmaCost
+from tinygrad_nv.tile.gemm.ordered import ordered
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Gemv, Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gemm.wgmma import defaults as wgmma_defaults
 from tinygrad_nv.tile.gemm.wgmma import legality as wgmma_legality
 from tinygrad_nv.tile.gemm.wgmma.cost import WgmmaCost
+from tinygrad_nv.tile.order import Ordered
 from tinygrad_nv.tile.template import GPU, Family, Template, later
 
 GEMV = Template("gemv", GemmSpec, Gemv, whole(gemv_legality.problems), gemv_defaults.candidates,
@@ -40,6 +42,9 @@ def _why_not(spec: GemmSpec, gpu: GPU) -> str:
 def _default(spec: GemmSpec, gpu: GPU) -> GemmSchedule | None: return analytic(spec, gpu.arch, gpu.sm_count)
 
 
+def _ordered(spec: GemmSpec, gpu: GPU) -> Ordered | None: return ordered((WGMMA, MMA), spec, gpu, spec)
+
+
 def _tries(spec: GemmSpec, gpu: GPU, count: int) -> list[GemmSchedule]:
     from tinygrad_nv.tile.gemm.tune import candidates  # the emulator is loaded only for tuning
     return candidates(spec, gpu, count)
@@ -50,4 +55,5 @@ def _counts(spec: GemmSpec, s: GemmSchedule, gpu: GPU, registers: int) -> float:
     return counted(spec, s, gpu, registers)
 
 
-FAMILY = Family("gemm", (GEMV, WGMMA, MMA), choose.choose, _why_not, _default, _tries, _counts)
+FAMILY = Family("gemm", (GEMV, WGMMA, MMA), choose.choose, _why_not, _default, _tries, _counts,
+                _ordered)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tinygrad_nv.tile.kv_append.spec import AppendSpec, problems
+from tinygrad_nv.tile.order import BY_ELEMENT
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import Family, fixed
 
@@ -16,4 +17,4 @@ class Append(Schedule):
 
 
 KV_APPEND = fixed(AppendSpec, Append, problems, "tinygrad_nv.tile.kv_append.kernel", "kv_append")
-FAMILY = Family("kv_append", (KV_APPEND,))
+FAMILY = Family("kv_append", (KV_APPEND,), orders=BY_ELEMENT)

@@ -4,8 +4,9 @@ from __future__ import annotations
 from tinygrad_nv.tile.norm.legality import problems
 from tinygrad_nv.tile.norm.schedules import Norm
 from tinygrad_nv.tile.norm.spec import NormSpec
+from tinygrad_nv.tile.order import BY_ROW
 from tinygrad_nv.tile.template import Family, Template, later
 
 NORM = Template("norm", NormSpec, Norm, problems, lambda spec, gpu: (Norm.of(spec, gpu.arch),),
                 later("tinygrad_nv.tile.norm.kernel", "norm"))
-FAMILY = Family("norm", (NORM,))
+FAMILY = Family("norm", (NORM,), orders=BY_ROW)

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from tinygrad_nv.tile.limits import MOST
 from tinygrad_nv.tile.optimizer.spec import CHUNK, AdamWSpec, SquaresSpec
+from tinygrad_nv.tile.order import OVER_ROWS
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU, Family, fixed
 
@@ -33,4 +34,4 @@ def problems(spec: AdamWSpec | SquaresSpec, arch: str) -> list[str]:
 
 MODULE = "tinygrad_nv.tile.optimizer.kernel"
 FAMILY = Family("optimizer", (fixed(AdamWSpec, AdamW, problems, MODULE, "adamw"),
-                              fixed(SquaresSpec, Squares, problems, MODULE, "squares")))
+                              fixed(SquaresSpec, Squares, problems, MODULE, "squares")), orders=OVER_ROWS)

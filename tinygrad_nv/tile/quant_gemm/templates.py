@@ -6,8 +6,10 @@ from functools import lru_cache
 from typing import TypeVar
 
 from tinygrad_nv.tile import choose, epilogue
+from tinygrad_nv.tile.gemm.ordered import ordered
 from tinygrad_nv.tile.gemm.spec import FLOAT16S
 from tinygrad_nv.tile.legality import legality
+from tinygrad_nv.tile.order import Ordered
 from tinygrad_nv.tile.quant_gemm import fragments
 from tinygrad_nv.tile.quant_gemm.gemv import defaults as gemv_defaults
 from tinygrad_nv.tile.quant_gemm.gemv import legality as gemv_legality
@@ -50,10 +52,15 @@ def _default(spec: QuantGemmSpec, gpu: GPU) -> Schedule | None:
     return _first(order, spec, gpu)
 
 
+def _ordered(spec: QuantGemmSpec, gpu: GPU) -> Ordered | None:
+    return ordered((WGMMA, MMA), spec, gpu, spec.gemm)
+
+
 @lru_cache(4096)
 def _first(order: tuple[AnyTemplate, ...], spec: QuantGemmSpec, gpu: GPU) -> Schedule | None:
     return next((s for each in order for s in each.candidates(spec, gpu) if not each.problems(spec, s, gpu)),
                 None)
 
 
-FAMILY = Family("quant_gemm", (GEMV, WGMMA, MMA), choose.choose, defaults=_default)
+FAMILY = Family("quant_gemm", (GEMV, WGMMA, MMA), choose.choose, defaults=_default,
+                orders=_ordered)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tinygrad_nv.tile.limits import MOST_GRID
+from tinygrad_nv.tile.order import BY_ELEMENT
 from tinygrad_nv.tile.rope.spec import RopeGradientSpec, RopeSpec
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import Family, fixed
@@ -32,4 +33,4 @@ def problems(spec: RopeSpec, arch: str) -> list[str]:
 
 MODULE = "tinygrad_nv.tile.rope.kernel"
 FAMILY = Family("rope", (fixed(RopeSpec, Rope, problems, MODULE, "rope"),
-                         fixed(RopeGradientSpec, RopeGradient, problems, MODULE, "rope")))
+                         fixed(RopeGradientSpec, RopeGradient, problems, MODULE, "rope")), orders=BY_ELEMENT)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tinygrad_nv.tile.gpu import gpu_model_for
+from tinygrad_nv.tile.order import BY_ROW
 from tinygrad_nv.tile.router import plan
 from tinygrad_nv.tile.router.spec import RouterSpec
 from tinygrad_nv.tile.schedule import Schedule
@@ -29,4 +30,4 @@ def _problems(spec: RouterSpec, schedule: Router, gpu: GPU) -> Sequence[str]:
 
 ROUTER = Template("router", RouterSpec, Router, _problems, lambda spec, gpu: (Router(),),
                   later("tinygrad_nv.tile.router.kernel", "router"))
-FAMILY = Family("router", (ROUTER,))
+FAMILY = Family("router", (ROUTER,), orders=BY_ROW)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tinygrad_nv.tile.limits import MOST_GRID
+from tinygrad_nv.tile.order import BY_ROW
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import Family, fixed
@@ -38,4 +39,4 @@ def problems(spec: FilterSpec | ChoiceSpec | CountSpec, arch: str) -> list[str]:
 THRESHOLD = fixed(FilterSpec, Threshold, problems, f"{FOLDER}.threshold", "threshold")
 CHOICE = fixed(ChoiceSpec, Choice, problems, f"{FOLDER}.choice", "choice")
 COUNT = fixed(CountSpec, Count, problems, f"{FOLDER}.count", "count")
-FAMILY = Family("sampling", (THRESHOLD, CHOICE, COUNT))
+FAMILY = Family("sampling", (THRESHOLD, CHOICE, COUNT), orders=BY_ROW)

@@ -4,8 +4,10 @@ from __future__ import annotations
 from tinygrad_nv.tile import choose
 from tinygrad_nv.tile.gemm.analytic import analytic
 from tinygrad_nv.tile.gemm.legality import whole
+from tinygrad_nv.tile.gemm.ordered import ordered
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.wgmma.cost import WgmmaCost
+from tinygrad_nv.tile.order import Ordered
 from tinygrad_nv.tile.scaled_gemm import legality, schedules
 from tinygrad_nv.tile.scaled_gemm.mma import defaults as mma_defaults
 from tinygrad_nv.tile.scaled_gemm.mma import legality as mma_legality
@@ -25,6 +27,10 @@ def _default(spec: ScaledGemmSpec, gpu: GPU) -> GemmSchedule | None:
     return analytic(spec, gpu.arch, gpu.sm_count)
 
 
+def _ordered(spec: ScaledGemmSpec, gpu: GPU) -> Ordered | None:
+    return ordered((WGMMA, MMA), spec, gpu, spec)
+
+
 def _tries(spec: ScaledGemmSpec, gpu: GPU, count: int) -> list[GemmSchedule]:
     from tinygrad_nv.tile.gemm.tune import candidates  # the emulator is loaded only for tuning
     return candidates(spec, gpu, count)
@@ -35,4 +41,5 @@ def _counts(spec: ScaledGemmSpec, s: GemmSchedule, gpu: GPU, registers: int) -> 
     return counted(spec, s, gpu, registers)
 
 
-FAMILY = Family("scaled_gemm", (WGMMA, MMA), choose.choose, None, _default, _tries, _counts)
+FAMILY = Family("scaled_gemm", (WGMMA, MMA), choose.choose, None, _default, _tries, _counts,
+                _ordered)

@@ -35,13 +35,18 @@ def registers(m: int, n: int, isa: ISA) -> tuple[int, int]:
     return min((-(-m // number) for number in strips), key=cost), vectors * isa.lanes
 
 
+def deepest(spec: GemmSpec, target: CPU, columns: int, per: int) -> int:
+    """Units along k of a panel of b that fits the first cache, at most."""
+    lanes = target.isa.lanes
+    most = max(lanes, min(512, target.l1_bytes // (4 * columns) // lanes * lanes))
+    return min(most, MOST_BYTES_K) if spec.a.dtype in INT8S and per == 1 else most
+
+
 def blocks(spec: GemmSpec, target: CPU, per: int) -> CPUGemm:
     """The schedule in one part of a product of units of `per` elements."""
     lanes, units = target.isa.lanes, -(-spec.k // per)
     rows, columns = registers(spec.m, spec.n, target.isa)
-    deepest = max(lanes, min(512, target.l1_bytes // (4 * columns) // lanes * lanes))
-    if spec.a.dtype in INT8S and per == 1: deepest = min(deepest, MOST_BYTES_K)
-    block_k = up(-(-units // -(-units // deepest)), lanes)
+    block_k = up(-(-units // -(-units // deepest(spec, target, columns, per))), lanes)
     fourth = min(target.l2_bytes, STACK_BYTES) // 4
     tallest = max(rows, fourth // (4 * max(block_k, columns * spec.parts)) // rows * rows)
     block_m = up(-(-spec.m // -(-spec.m // tallest)), rows)

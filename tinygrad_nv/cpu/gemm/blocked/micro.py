@@ -19,8 +19,9 @@ from tinygrad_nv.cpu.gemm.schedules import CPUGemm
 
 
 def micro(schedule: CPUGemm, kind: str, pitch: int, whole: bool, free: bool, shifted: bool,
-          line: int) -> str:
-    """`whole`: c is int32. `free`: a's bytes are the ones without a sign. `shifted`: their highest bits are
+          line: int, suffix: str = "") -> str:
+    """`suffix` ends the function's name. `whole`: c is int32. `free`: a's bytes are the ones without a sign.
+    `shifted`: their highest bits are
     turned. `line`: bytes of 16 units, where they are fetched ahead of 16 rows of b, `apart` from each other;
     0: nothing is."""
     rows, columns, row = schedule.rows, schedule.columns, schedule.block_n
@@ -44,11 +45,11 @@ def micro(schedule: CPUGemm, kind: str, pitch: int, whole: bool, free: bool, shi
     ahead = ", const u8 *ahead, u64 apart" if line else ""
     result = "s32" if whole else "float"
     made = f"""
-NOINLINE void micro(const u32 *restrict a, const u32 *restrict b, {result} *restrict c, u64 units,
+NOINLINE void micro{suffix}(const u32 *restrict a, const u32 *restrict b, {result} *restrict c, u64 units,
                     int first{shift}{ahead}) {{
   {text}
 }}"""
-    return made + (_shifts(columns, free) if shifted else "")
+    return made + (_shifts(columns, free, suffix) if shifted else "")
 
 
 def _dot(kind: str, c: str, a: str, b: str, free: bool) -> str:
@@ -56,10 +57,10 @@ def _dot(kind: str, c: str, a: str, b: str, free: bool) -> str:
     return f"dot_{kind}({c}, {a}, {b})"
 
 
-def _shifts(columns: int, free: bool) -> str:
+def _shifts(columns: int, free: bool, suffix: str) -> str:
     step = _dot("quad", "s", "(vi)(s32)0x80808080", f"*(const vi_u *)(b + k * {columns} + v)", free)
     return f"""
-NOINLINE void shifts(const u32 *restrict b, s32 *restrict to, s64 units) {{
+NOINLINE void shifts{suffix}(const u32 *restrict b, s32 *restrict to, s64 units) {{
   for (int v = 0; v < {columns}; v += W) {{
     vi s = (vi)0;
     for (s64 k = 0; k < units; k++) s = {step};

@@ -11,17 +11,35 @@ in registers. What is left over at the edges goes one unit at a time.
 """
 from __future__ import annotations
 
+from typing import Protocol
+
+from tinygrad.dtype import DType
+
 from tinygrad_nv.cpu.gemm.layout import PER
 from tinygrad_nv.cpu.kernel import c_type
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.gemm.spec import INT8S, Operand
+from tinygrad_nv.tile.gemm.spec import INT8S
+
+
+class Packed(Protocol):
+    """An operand in memory: elements from one row of a, or column of b, to the next, and along k."""
+    @property
+    def dtype(self) -> DType: ...
+    @property
+    def mn(self) -> int: ...
+    @property
+    def k(self) -> int: ...
+    @property
+    def major(self) -> str: ...
+
 
 AHEAD = 8  # units along k that are fetched ahead
 
 
-def packing(side: str, operand: Operand, kind: str, pitch: int, deep: int = 0, flip: bool = False) -> str:
+def packing(side: str, operand: Packed, kind: str, pitch: int, deep: int = 0, flip: bool = False,
+            suffix: str = "") -> str:
     """The function that packs side "a" or "b", whose panels are `deep` units. `flip` turns the highest bit of
-    bytes, so that their sign is taken for a number's or the other way round."""
+    bytes, so that their sign is taken for a number's or the other way round. `suffix` ends its name."""
     per, along, element = PER[kind], "k" if operand.major != "MN" else "mn", c_type(operand.dtype)
     straight = (side == "a") == (along == "k")
     high, wide = ("W", "W") if not straight else ("1", "W") if side == "a" else ("W", "1")  # of a tile
@@ -49,13 +67,14 @@ def packing(side: str, operand: Operand, kind: str, pitch: int, deep: int = 0, f
     for (int i = 0; i < W; i++) *(vi_u *)({target}) = x[i];"""
     loops = [f"for (s64 r = 0; r < most; r += {high})", f"for (s64 u = 0; u < units; u += {wide})"]
     if along == "mn": loops.reverse()
-    return f"""{_unit(side, operand, kind, flip)}
-NOINLINE void pack_{side}(const {element} *restrict p, u32 *restrict to, s64 rows, s64 most, s64 count) {{
+    return f"""{_unit(side + suffix, operand, kind, flip)}
+NOINLINE void pack_{side}{suffix}(const {element} *restrict p, u32 *restrict to, s64 rows, s64 most, s64
+count) {{
   const s64 units = (count + {per - 1}) / {per};
   {loops[0]} {loops[1]} {{
     if (r + {high} <= rows && (u + {wide}) * {per} <= count) {{ {fast} continue; }}
     for (s64 i = r; i < r + {high} && i < most; i++) for (s64 j = u; j < u + {wide} && j < units; j++)
-      *({to('i', 'j')}) = i < rows ? unit_{side}({at('i', 'j')}, count - j * {per}) : 0;
+      *({to('i', 'j')}) = i < rows ? unit_{side}{suffix}({at('i', 'j')}, count - j * {per}) : 0;
   }}
 }}"""
 
@@ -63,7 +82,7 @@ NOINLINE void pack_{side}(const {element} *restrict p, u32 *restrict to, s64 row
 def _flipped(flip: bool) -> str: return " ^ (s32)0x80808080" if flip else ""
 
 
-def _vector(operand: Operand, kind: str, along: str, flip: bool) -> str:
+def _vector(operand: Packed, kind: str, along: str, flip: bool) -> str:
     """C of W units from q on, along k or along mn."""
     name, k = short(operand.dtype), operand.k
     if kind == "fma":
@@ -77,7 +96,7 @@ def _vector(operand: Operand, kind: str, along: str, flip: bool) -> str:
     return f"({' | '.join(f'{x} << {i * 32 // per}' for i, x in enumerate(one))}){_flipped(flip)}"
 
 
-def _unit(side: str, operand: Operand, kind: str, flip: bool) -> str:
+def _unit(side: str, operand: Packed, kind: str, flip: bool) -> str:
     """The function of a single unit, of which `left` elements are there."""
     name, per = short(operand.dtype), PER[kind]
     if kind == "fma":

@@ -5,7 +5,8 @@
  *
  * Floating point, after MMA-Sim (arXiv 2511.10909). A step takes C and the products of up to `step`
  * elements; a product's exponent is the sum of its factors' (not renormalised; subnormals have the least
- * exponent of their type, zeros -126). All terms are aligned to the largest exponent and truncated toward
+ * exponent of their type, C's zero -126, and a product of zero none). All terms are aligned to the largest
+ * exponent and truncated toward
  * zero after `bits` fractional bits, summed exactly, and the sum is rounded: to f32 toward zero (8-bit
  * floats on Hopper's wgmma and on Ada: to 13 bits of mantissa), to f16 to nearest even. NaN and infinity
  * follow from the sum in the ordinary way; NaN is 0x7fffffff. With Launch.exact the products, which are
@@ -18,7 +19,7 @@
 enum { F16, BF16, TF32, E4M3, E5M2, S8, U8, S4, U4, B1 };  /* elements; ptx/emulator/lower_tensor.py has the same order */
 enum { RESULT_F32, RESULT_F16, RESULT_S32 };
 enum { DOT_ROWS = 16, DOT_K = 128, DOT_N = 256, DOT_LD = DOT_N + 16 };
-enum { ZERO_EXPONENT = -126, ABSENT = -1000, LEAST = -100 };
+enum { ZERO_EXPONENT = -400, ABSENT = -1000, LEAST = -100, LEAST_F32 = -126 };
 
 static const u8 element_bits[] = {16, 16, 32, 8, 8, 8, 8, 4, 4, 1};
 
@@ -112,6 +113,9 @@ static inline VI larger_of(VI a, VI b) {
     return (a & m) | (b & ~m);
 }
 
+/* The exponent of subnormal sums. */
+static inline i32 least_of(const Dot *d) { return d->result == RESULT_F16 ? -14 : LEAST_F32; }
+
 /* One step for 16 columns of a row, where all factors' exponents allow f32: products are exact (22 bits at
  * most), aligned ones fit 28 bits, so two sums of half the products each fit an i32. Below 2^-100 there is
  * only C, which then is the result. */
@@ -119,7 +123,8 @@ static inline void step_fast(const Dot *d, const f32 *a, const i32 *ea, const f3
                              int k, f32 *c) {
     VF cv = *(const VF *)c, scale;
     VI top = (VI)((((VI)cv) >> 23) & 0xff) - 127, sum[2] = {{0}, {0}};
-    top = larger_of(top, top * 0 - 126);
+    VI some = (VI)cv << 1 != 0;
+    top = larger_of(top, (some & least_of(d)) | (~some & LEAST_F32));
     for (int i = 0; i < k; i++) top = larger_of(top, *(const VI *)(eb + i * ld) + ea[i]);
     VI tiny = top < LEAST;
     top = larger_of(top, top * 0 + LEAST);
@@ -139,7 +144,7 @@ static inline void step_fast(const Dot *d, const f32 *a, const i32 *ea, const f3
     memcpy(out, &x, sizeof out), memcpy(exponent, &top, sizeof exponent), memcpy(small, &tiny, sizeof small);
     for (int i = 0; i < 16; i++) {
         f64 value = out[i] * as_f64((u64)(exponent[i] - d->bits + 1023) << 52);
-        out[i] = small[i] ? (f64)c[i] : value;
+        out[i] = small[i] ? (f64)c[i] + 0.0 : value;  /* a zero has no sign */
     }
     finish(d, out, c);
 }
@@ -151,8 +156,8 @@ static void step_wide(const Dot *d, const f32 *a, const i32 *ea, const f32 *b, c
     i64 sum[16];
     f64 scale[16], out[16];
     for (int j = 0; j < 16; j++) {
-        i32 e = (i32)(as_u32(c[j]) >> 23 & 0xff) - 127;
-        top[j] = e < -126 ? -126 : e;
+        i32 e = (i32)(as_u32(c[j]) >> 23 & 0xff) - 127, least = as_u32(c[j]) << 1 ? least_of(d) : LEAST_F32;
+        top[j] = e < least ? least : e;
     }
     for (int i = 0; i < k; i++)
         for (int j = 0; j < 16; j++) {
@@ -176,25 +181,35 @@ static inline void plain_sums(const f32 *a, const f32 *b, int ld, int k, const f
         for (int j = 0; j < 16; j++) out[j] += (f64)b[i * ld + j] * (f64)a[i];
 }
 
+/* What sums in the ordinary way make NaN or infinite. */
+static inline void not_finite(const f64 *plain, f32 *c) {
+    for (int j = 0; j < 16; j++) {
+        if (plain[j] != plain[j]) c[j] = as_f32(NAN_F32);
+        else if (plain[j] - plain[j] != 0) c[j] = (f32)plain[j];
+    }
+}
+
 /* A row's result in 16 columns. `special`: NaN or infinity may be among the operands, and decide where the
- * sum is not finite. */
+ * sum of a step is not finite. */
 static void float_block(const Dot *d, const f32 *a, const i32 *ea, const f32 *b, const i32 *eb, int ld,
                         bool fast,
                         bool special, f32 *c) {
     f64 plain[16];
-    if (d->exact || special) plain_sums(a, b, ld, d->k, c, plain);
-    if (d->exact) finish(d, plain, c);
-    else for (int k = 0; k < d->k; k += d->step) {
+    if (d->exact) {
+        plain_sums(a, b, ld, d->k, c, plain);
+        finish(d, plain, c);
+        if (special) not_finite(plain, c);
+        return;
+    }
+    for (int k = 0; k < d->k; k += d->step) {
         f32 before[16];
         memcpy(before, c, sizeof before);
+        if (special) plain_sums(a + k, b + k * ld, ld, d->step, c, plain);
         if (fast) step_fast(d, a + k, ea + k, b + k * ld, eb + k * ld, ld, d->step, c);
         else step_wide(d, a + k, ea + k, b + k * ld, eb + k * ld, ld, d->step, c);
         /* once a step has overflowed, infinity it stays */
         if (k) for (int j = 0; j < 16; j++) c[j] = before[j] - before[j] == 0 ? c[j] : before[j];
-    }
-    if (special) for (int j = 0; j < 16; j++) {
-        if (plain[j] != plain[j]) c[j] = as_f32(NAN_F32);
-        else if (plain[j] - plain[j] != 0) c[j] = (f32)plain[j];
+        if (special) not_finite(plain, c);
     }
 }
 

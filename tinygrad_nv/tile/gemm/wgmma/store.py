@@ -1,4 +1,4 @@
-"""What consumers do with the sums of a tile: hand them to store.py as cells of 16 × 8.
+"""What consumers do with the sums of a tile: hand them to result_store.py as cells of 16 × 8.
 
 Protocol: registers 4j … 4j + 3 of a wgmma's sums are columns 8j … 8j + 7 of its 64 rows, of which warp p of
 the warpgroup has 16 from 16p. Columns of several parts follow one another: a thread holds all parts of its
@@ -11,8 +11,8 @@ from tinygrad_nv.tile.gemm.wgmma.main_loop import Sums
 from tinygrad_nv.tile.gemm.wgmma.plan import WARPGROUP, WgmmaPlan
 from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import Corner
 from tinygrad_nv.tile.launch import MapArgument
+from tinygrad_nv.tile.result_store import Store
 from tinygrad_nv.tile.share import Cell
-from tinygrad_nv.tile.store import Store
 
 
 class WgmmaEpilogue:
