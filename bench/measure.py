@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tinygrad_nv.runtime.programs import programs_hash
+
 RESULTS = Path(__file__).parent / "results"
 SOURCES = (".py", ".c", ".h")
 T = TypeVar("T")
@@ -80,10 +82,12 @@ def sources() -> str:
 
 
 def save(name: str, record: dict[str, Any]) -> Path:
-    """Writes a result with the machine and the commit it was measured on."""
+    """Writes a result with the machine and the commit it was measured on, and a hash of the kernels that ran
+    in this process."""
     head = git("rev-parse", "--short", "HEAD")
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"machine": processor(), "commit": head, **record}, indent=1) + "\n")
+    path.write_text(json.dumps({"machine": processor(), "commit": head, "kernels": programs_hash()[:16],
+                                **record}, indent=1) + "\n")
     print(f"written to {path.relative_to(RESULTS.parent.parent)}")
     return path

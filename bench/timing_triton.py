@@ -1,10 +1,10 @@
 # mypy: disallow-untyped-defs=False
 """Predicts launches of kernels that Triton compiles here, without a GPU.
 
-Protocol: `predicted(fn, arguments, grid, constants)` compiles a `triton.jit` function for sm_90a, specialised
-as Triton's launcher does, and launches it on the emulator with what that launcher adds: descriptors with
-their shapes and strides, and pointers to scratch. Arguments are numbers and `Array`s, which hold zeros
-where they do not say.
+Protocol: `predicted(fn, arguments, grid, constants)` compiles a `triton.jit` function for a GPU of the timing
+model, specialised as Triton's launcher does, and launches it on the emulator with what that launcher adds:
+descriptors with their shapes and strides, and pointers to scratch. Arguments are numbers and `Array`s, which
+hold zeros where they do not say.
 """
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from typing import Any
 
 import numpy as np
 import triton
+from gemm_peers import ARCHS
 from timing_gate_cases import GPU_NAME
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tinygrad_nv.ptx.emulator import Emulator, TensorMap
+from tinygrad_nv.ptx.timing.gpu import figures
 from tinygrad_nv.ptx.timing.model import Timing
 
 BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "fp8e4nv": 1, "fp8e5": 1, "i64": 8, "i32": 4, "i8": 1,
@@ -58,24 +60,25 @@ Given = Array | int | float
 
 
 def predicted(fn: Any, arguments: Mapping[str, Given], grid: Sequence[int], constants: Mapping[str, Any],
-              **options: Any) -> Timing:
-    """A launch. `arguments` by the function's names; `options` are Triton's (num_warps, num_stages, …)."""
+              gpu: str = GPU_NAME, **options: Any) -> Timing:
+    """A launch on a GPU. `arguments` by the function's names; `options` are Triton's (num_warps, …)."""
+    arch = figures(gpu).arch
     given = [(name, arguments[name]) for name in fn.arg_names if name in arguments]
     signature = {name: _kind(arguments[name]) if name in arguments else "constexpr" for name in fn.arg_names}
     divisible = {(fn.arg_names.index(name),): [["tt.divisibility", 16]] for name, one in given
                  if isinstance(one, Array) or (isinstance(one, int) and one % 16 == 0)}
     made = triton.compile(ASTSource(fn, signature, dict(constants), divisible),
-                          target=GPUTarget("cuda", 90, 32), options=options)
+                          target=GPUTarget("cuda", ARCHS[arch], 32), options=options)
     meta, text = made.metadata, made.asm["ptx"]
     required = re.search(r"\.reqntid\s+(\d+)", text)
     whole = tuple((*grid, 1, 1)[:3])
-    emu = Emulator("sm_90a", check=False)
+    emu = Emulator(arch, check=False)
     scratch = meta.global_scratch_size * prod(whole) * meta.num_ctas
     flat = [*_flat(emu, [one for _, one in given], meta.tensordesc_meta or ()),
             emu.zeros(scratch) if scratch else 0, 0]
     found = emu.launch(text, (whole[0] * meta.num_ctas, *whole[1:]),
                        int(required[1]) if required else 32 * meta.num_warps, flat, meta.name,
-                       meta.num_ctas, meta.shared, timing=GPU_NAME, keep=False).timing
+                       meta.num_ctas, meta.shared, timing=gpu, keep=False).timing
     assert found is not None
     return found
 

@@ -7,7 +7,7 @@ of 131072 (its loss alone is what fills memory). torch is transformers' model wi
 loss in float32, clip_grad_norm_, fused AdamW, and for bfloat16 weights of bfloat16. Ours is what
 `tinygrad-nv train` runs, with float32 master weights. Each side is a process of its own that is loaded and
 warm before the first round; they take turns, `--steps` steps a round. Peak memory is ru_maxrss above what the
-process had before the model. Writes bench/results/train_step.json.
+process had before the model. Writes bench/results/train_step.json, in which cases that were not run stay.
 """
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import end_with_parent, processor, save, spread, table
+from measure import RESULTS, end_with_parent, processor, save, spread, table
 
 SHAPES: dict[str, dict[str, int]] = {
     "tales": {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--case", nargs="+", default=list(CASES), choices=CASES, metavar="CASE")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--warm", type=int, default=4, help="steps before the first round")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -60,7 +61,11 @@ def main() -> None:
         lines.append((row["case"], *(median(row, each) for each in SIDES), f"{row['ratio']:.2f}",
                       spread(row["ratios"]), *peaks, f"{row['memory_ratio']:.2f}"))
     print(table(header, lines))
-    save("train_step", {"machine": processor(), "rounds": arguments.rounds, "rows": rows})
+    found = RESULTS / "train_step.json"
+    kept = json.loads(found.read_text())["rows"] if found.is_file() else []
+    rows += [row for row in kept if row["case"] not in arguments.case]
+    save("train_step", {"machine": processor(), "rounds": arguments.rounds,
+                        "rows": sorted(rows, key=lambda row: CASES.index(row["case"]))})
 
 
 def compared(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -73,8 +78,9 @@ def compared(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
         config = transformers.LlamaConfig(**fields, max_position_embeddings=512, tie_word_embeddings=True)
         transformers.LlamaForCausalLM(config).save_pretrained(place)
         sides = {name: subprocess.Popen([sys.executable, __file__, "--case", case, "--side", name, "--steps",
-                                         str(arguments.steps), "--directory", place], text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE) for name in SIDES}
+                                         str(arguments.steps), "--warm", str(arguments.warm), "--directory",
+                                         place], text=True, stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE) for name in SIDES}
         for each in sides.values(): asked(each)     # loaded, and warm
         for _ in range(arguments.rounds):
             for name, each in sides.items():
@@ -102,7 +108,7 @@ def side(arguments: argparse.Namespace) -> None:
     case = arguments.case[0]
     shape, _, dtype = case.partition("-")
     size = SHAPES[shape]["rows"], SHAPES[shape]["width"]
-    random, warm = np.random.default_rng(0), 4
+    random, warm = np.random.default_rng(0), arguments.warm
     made = {"tinygrad_nv": ours, "torch": theirs}[arguments.side](arguments.directory, dtype, size)
     for _ in sys.stdin:
         if _.strip() == "end": return

@@ -97,9 +97,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     gc.unfreeze()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def frozen() -> None:
-    """What tests before have left stays until the end, too: for modules that ask for many collections."""
+    """What modules before have left stays until the end, too: collections, which tests and captured steps
+    ask for, take seconds where they look at all that thousands of tests have left in caches."""
     gc.collect()
     gc.freeze()
 

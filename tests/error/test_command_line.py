@@ -39,6 +39,7 @@ def test_an_error_of_the_system_is_told_in_its_words(command, tiny: Path, monkey
         "to fix:   check permissions and free space")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", [["-m", "tinygrad_nv"], [str(Path(sys.executable).parent / "tinygrad-nv")]],
                          ids=["module", "script"])
 def test_a_setting_that_is_none(how: list[str]):

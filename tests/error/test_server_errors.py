@@ -372,6 +372,7 @@ def test_a_drain_that_lasts_too_long_ends_what_runs():
         assert rest[-1] == "data: [DONE]"
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_nothing_is_left():
     engine = FakeEngine(FakeModel())
     with live(fake_service(engine, LIMITS)) as server:

@@ -64,6 +64,7 @@ def grammars() -> GrammarCompiler:
 LEAVE = "to fix:   leave it out, and check the answer for it afterwards"
 
 
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize(("form", "words"), [
     ({"regex": "(a"}, "the regex of the structured output cannot be compiled: unclosed group\n  expected: a "
                       "regex of bounded size that some text matches, without look-around or back-references"),

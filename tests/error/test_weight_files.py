@@ -155,6 +155,7 @@ def test_the_head_of_an_untied_model_is_missing(command, copy: Path):
     command("generate", copy, "hello").refused("missing (1): lm_head.weight")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["safetensors", "pickle"])
 def test_a_tied_model_with_a_head_of_its_own(command, spoil, kind: str):
     """transformers uses the stored head then. One that is the embedding again is no error."""

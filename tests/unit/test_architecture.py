@@ -22,10 +22,12 @@ KINDS = ("eager", "lazy", "typing")
 # from the bottom up; of one row, none imports another. tile and cpu make kernels and runtime runs them, so it
 # knows what a kernel is; the CPU's schedules are found by running, so cpu knows runtime. hooks is how all
 # above reach into tinygrad.
-LAYERS = ("errors table interrupt progress", "config", "cache", "toolchain", "ptx", "quant", "tile", "hooks",
-          "runtime", "cpu", "host patterns", "dist", "functional dlpack", "kvcache graphs numerics", "models",
-          "engine", "server benchmarks quantize plan", "train", "explain", "registration", "tinygrad_nv",
-          "cli")
+LAYERS = ("errors table interrupt collection progress", "config", "cache",
+          "toolchain", "ptx", "quant", "tile", "hooks",
+          "runtime", "cpu", "host patterns", "dist", "functional dlpack shapes",
+          "kvcache graphs numerics bundle",
+          "models", "engine", "server benchmarks quantize plan", "train", "transforms", "torch jax",
+          "language onnx", "stdlib", "explain", "registration", "tinygrad_nv", "cli")
 RANKS = {group: rank for rank, row in enumerate(LAYERS) for group in row.split()}
 # files that make a group without a folder of their own, and a folder in another that is one
 GROUPS = {"__main__": "cli", "dist.plan*": "plan"}
@@ -33,16 +35,21 @@ GROUPS = {"__main__": "cli", "dist.plan*": "plan"}
 # what a group may import of tinygrad; the others nothing
 EVERYTHING, NUMBERS = ("*",), ("tinygrad.dtype", "tinygrad.helpers")
 USERS = ("tinygrad", *NUMBERS, "tinygrad.nn", "tinygrad.nn.*")
-TINYGRAD = {**dict.fromkeys(("hooks", "runtime", "patterns", "dist", "dlpack"), EVERYTHING),
+TINYGRAD = {**dict.fromkeys(("hooks", "runtime", "patterns", "dist", "dlpack", "transforms", "language",
+                             "bundle", "torch", "onnx"), EVERYTHING),
             **dict.fromkeys(("tile", "cpu"), NUMBERS),
-            **dict.fromkeys(("functional", "kvcache", "numerics", "quant", "models", "engine", "train",
-                             "server", "explain", "registration", "cli", "plan"), USERS)}
+            **dict.fromkeys(("functional", "shapes", "kvcache", "numerics", "quant", "models", "engine",
+                             "train", "server", "explain", "registration", "cli", "plan", "stdlib", "jax"),
+                            USERS)}
 # files that see more of it, and why
 INSIDE = {"tinygrad_nv/tile/*reference.py": "what a spec computes is said in plain tinygrad",
           "tinygrad_nv/graphs/*": "a step is captured as TinyJit does it, with its schedule and buffers",
+          "tinygrad_nv/engine/bundled/*": "steps are programs and memory",
           "tinygrad_nv/engine/worker/*": "steps are replayed, and inputs written, without a Tensor a step",
           "tinygrad_nv/train/regions/*": "a region is a function node whose gradient is put over other nodes",
           "tinygrad_nv/train/plan/*": "a step is scheduled as TinyJit captures it, without running",
+          "tinygrad_nv/numerics/replay/recorder.py": "what kernels read and wrote is hashed",
+          "tinygrad_nv/numerics/verify/*": "what kernels wrote is looked at, and graphs, without running",
           "tinygrad_nv/explain/*": "explain() schedules as realize would, without running"}
 # modules that `from tinygrad import` can name
 MODULES = ("codegen", "device", "engine", "helpers", "renderer", "runtime", "schedule", "tensor", "uop")

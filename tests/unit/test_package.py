@@ -31,7 +31,7 @@ def test_import_loads_no_device_and_no_numpy():
     assert (done.stdout, done.stderr) == ("tinygrad.runtime.ops_emu tinygrad.runtime.ops_cuda\n", "")
     done = run("import sys, tinygrad_nv\n"
                "print(*[m for m in sys.modules if m.startswith((\n"
-               "    'tinygrad_nv.ptx.emulator', 'tinygrad_nv.dist', 'cuda', 'mpi4py'))])")
+               "    'tinygrad_nv.ptx.emulator', 'tinygrad_nv.dist', 'cuda', 'mpi4py', 'torch', 'jax'))])")
     assert (done.stdout, done.stderr) == ("\n", "")
 
 

@@ -28,6 +28,7 @@ def test_attention(workload: gpu_attention.Forward, options: Namespace):
     assert row["schedule"].startswith("flash_")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options.arch)
 def test_paged(options: Namespace):
     row = gpu_paged.counted(gpu_paged.Paged(4, 150), options)
@@ -35,7 +36,7 @@ def test_paged(options: Namespace):
     assert row["schedule"].startswith("decode")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options.arch)
 @pytest.mark.parametrize("workload", [
     gpu_backward.Backward(gpu_attention.Forward(2, 4, 512, 64, True, 2)),

@@ -24,6 +24,7 @@ def test_a_step_on_the_emulated_device_gives_the_logits_of_torch(batch: int):
     assert ours != theirs  # two networks, not one
 
 
+@pytest.mark.slow
 def test_sides_answer_with_seconds_of_a_step_and_give_the_same_work_each_time():
     side = StepProcess("torch", TINY, 1, 5, "cpu")
     assert list(side.answer(100)["logits"]) == ["torch"]

@@ -37,7 +37,7 @@ OPTIONS = Namespace(arch="sm_90a", seed=1)
 EVERY = {**TYPES, **gpu_quant.OTHERS}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", EVERY)
 def test_matrices_are_what_the_package_has(name: str):
     """24 rows and 256 columns: in fragments, and dequantised."""
@@ -56,6 +56,7 @@ def test_matrices_are_what_the_package_has(name: str):
     assert torch.equal(dequantised(type, {f"rows {key}": data for key, data in rows.items()}, k), exact)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ["int4 8B gate_up M=16", "Q4_K 8B gate_up M=1", "W8A8 8B down M=64",
                                   "FP8 8B down M=16", "FP8 blocks 8B down M=16", "2:4 bf16 8B gate_up M=64",
                                   "2:4 FP8 8B gate_up M=1", "2:4 INT8 8B gate_up M=1"])

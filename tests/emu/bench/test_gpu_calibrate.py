@@ -100,6 +100,7 @@ def test_figures_that_nothing_tells_stay():
 
 # **** the microbenchmarks ****
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_microbenchmarks_have_no_findings(arch: str):

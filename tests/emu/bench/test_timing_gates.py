@@ -18,7 +18,7 @@ KNOWN = gates.read()
 MATMUL, ATTENTION = CASES["wgmma: bf16"], CASES["flash_wgmma: causal d 128"]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case.quick else pytest.mark.slow, id=name)
                                   for name, case in CASES.items()])
 def test_no_kernel_is_slower_than_the_baseline(case: GateCase):

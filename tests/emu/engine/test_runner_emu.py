@@ -102,6 +102,7 @@ def test_a_chunk_beside_decode_rows_pages_moved_and_steps_ahead(gpu: NVDevice):
     finally: runner.close()
 
 
+@pytest.mark.slow
 def test_a_first_step_of_single_tokens_reads_nothing_that_was_never_written(gpu: NVDevice):
     """Each token is looked for among those sampled last, too, and none was sampled yet."""
     model = network(gpu.device)

@@ -79,6 +79,7 @@ def test_padding_stays_in_padding(emulated: NVDevice):
         np.testing.assert_array_equal(pages(dirty)[:SCRAP], pages(clean)[:SCRAP])
 
 
+@pytest.mark.slow
 def test_padding_that_is_not_masked_shows(hopper: NVDevice):
     """The check above can fail: with a pad that is a live page, padding writes there."""
     inputs = {**INPUTS, "tables": Input((2,), dtypes.int32, 3)}
@@ -88,6 +89,7 @@ def test_padding_that_is_not_masked_shows(hopper: NVDevice):
     assert (pages(step)[3] != before[3]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 def test_nothing_is_carried_over_in_the_arena(emulated: NVDevice):
     plain, pooled = Paged(emulated.device), Paged(emulated.device)
@@ -254,7 +256,7 @@ def test_results_of_every_kind(hopper: NVDevice):
     with pytest.raises(AssertionError): np.testing.assert_array_equal(found[0], x + 5)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dtype", "pad"), [(dtypes.bfloat16, 1.5), (dtypes.float16, float("nan")),
                                             (dtypes.bool, 1), (dtypes.int64, -1), (dtypes.uint8, 255)])
 def test_pads_of_every_type(hopper: NVDevice, dtype, pad: float):

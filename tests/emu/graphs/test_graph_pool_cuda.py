@@ -21,6 +21,7 @@ def fake() -> Iterator[Fake]:
     with cuda("PTX") as made: yield made
 
 
+@pytest.mark.slow
 def test_rows_variables_and_eviction(fake: Fake):
     plain, pooled = Paged("CUDA"), Paged("CUDA")
     pool = pool_of(pooled, device="CUDA")

@@ -256,7 +256,7 @@ def check_total(pool: GraphPool, total: int, given: np.ndarray = GIVEN) -> None:
     np.testing.assert_array_equal(times.numpy(), given * [1, 2, 3, 4])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("times", "outcomes"), [(1, {"graph", "refused"}), (1 << 30, {"graph", "refused"}),
                                                  (4, {"graph", "refused", "eager"})])
 def test_memory_that_is_refused_at_every_allocation(trapped: NVDevice, times: int, outcomes: set[str]):

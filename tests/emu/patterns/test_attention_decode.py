@@ -71,7 +71,7 @@ def divided(y: Tensor) -> DecodeSpec:
 
 # **** steps ****
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @BOTH
 @pytest.mark.parametrize(("rows", "heads", "window"), [(1, 8, None), (1, 4, 200), (3, 4, None), (8, 2, 300)])
 def test_a_captured_step_serves_every_length(gpu: str, rows: int, heads: int, window: int | None):
@@ -92,6 +92,7 @@ def test_a_captured_step_serves_every_length(gpu: str, rows: int, heads: int, wi
               sees, BF16)
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_the_batch(gpu: str):
     """Each of three requests alone, the room for keys another, the length a number."""
     _, _, cache = filled(gpu, batch=3)
@@ -140,7 +141,7 @@ def scores(q: Tensor, k: Tensor) -> Tensor: return q.matmul(k.transpose(-1, -2),
 def attended(x: Tensor, v: Tensor) -> Tensor: return x.softmax(-1).cast(v.dtype) @ v
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @BOTH
 @pytest.mark.parametrize("rows", [1, 4])
 def test_soft_caps_and_biases(gpu: str, rows: int):
@@ -162,7 +163,7 @@ def test_soft_caps_and_biases(gpu: str, rows: int):
     assert (spec.rows, spec.length, len(spec.parameters)) == (rows, "most", 3)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("heads", "kv", "dtype"), [(48, 1, BF16), (6, 6, F16), (12, 4, F16)])
 def test_heads(heads: int, kv: int, dtype: DType):
     operands = made(b=2, heads=heads, kv=kv, rows=1, keys=1040, dtype=dtype)

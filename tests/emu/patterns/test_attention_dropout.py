@@ -87,6 +87,7 @@ def test_one_row_and_few_heads():
     trained(made(1, 4, 1, 1, 90), 128, False)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @BOTH
 def test_the_tensor_method_in_training():

@@ -49,7 +49,7 @@ def test_the_library_s_attention(seed: int):
     assert spec.q.dtype == F32
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @BOTH
 @pytest.mark.parametrize(("rows", "keys"), [(150, 150), (1, 33), (33, 129)])
 def test_causal(rows: int, keys: int):
@@ -58,6 +58,7 @@ def test_causal(rows: int, keys: int):
     near(q.scaled_dot_product_attention(k, v, is_causal=True), operands, causal(rows, keys))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("d", [5, 20, 72, 256])
 def test_heads_of_any_width(d: int):
     operands = made(rows=17, keys=100, d=d, dtype=F32)
@@ -95,6 +96,7 @@ def test_tensor_cores_are_not_asked():
 
 # **** by hand ****
 
+@pytest.mark.sampled(1)
 @BOTH
 def test_a_score_with_everything():
     """ALiBi, a soft-cap, a bias in memory, a causal mask."""
@@ -113,6 +115,7 @@ def test_a_score_with_everything():
     near(by_hand(*of(operands), ours), operands, theirs)
 
 
+@pytest.mark.slow
 def test_rows_that_see_nothing():
     operands = made(dtype=F32)
     rows, columns = Tensor.arange(20).reshape(20, 1), Tensor.arange(150).reshape(1, 150)
@@ -137,7 +140,7 @@ def test_results_of_16_bits():
 
 # **** symbolic ****
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @BOTH
 @pytest.mark.parametrize("rows", [1, 6])
 def test_a_captured_step_serves_every_start(rows: int):
@@ -159,6 +162,7 @@ def test_a_captured_step_serves_every_start(rows: int):
               seen(rows, end, lambda r, c, start=start: c <= r + start), F32)
 
 
+@pytest.mark.slow
 def test_a_language_model_in_float32(tiny: Path):
     """One attention a layer in prefill and in decode steps; test_device_jit.py has its tokens."""
     ours = LLM(tiny, device="EMU", max_num_seqs=1)

@@ -110,7 +110,7 @@ CONDITIONS: dict[str, Callable] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @BOTH
 @pytest.mark.parametrize("name", CONDITIONS)
 def test_conditions_of_positions(name: str):
@@ -216,7 +216,7 @@ def step(q: Tensor, cache: Tensor, start: object, window: int | None = None) -> 
     return mask.where(x, -float("inf")).softmax(-1) @ v.unsqueeze(2)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @BOTH
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("rows", [1, 6])
@@ -237,6 +237,7 @@ def test_a_captured_step_serves_every_start(rows: int, window: int | None):
               (q, k[:, :, :end], v[:, :, :end]), bounds, BF16)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @BOTH
 def test_rows_and_start_that_vary():
@@ -256,6 +257,7 @@ def test_rows_and_start_that_vary():
 
 # **** what shares ****
 
+@pytest.mark.slow
 def test_training_is_as_without_attention():
     """Gradients use what is between the products: nothing is matched, and nothing is wrong."""
     operands = made(rows=16, keys=24)

@@ -58,7 +58,7 @@ def both() -> set[str]: return {FORWARD[ARCH], BACKWARD[ARCH]}
 
 # **** modes ****
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @BOTH
 @WRAPS
 def test_in_functions(wrap: Callable[[Fn], Fn]):
@@ -70,6 +70,7 @@ def test_in_functions(wrap: Callable[[Fn], Fn]):
     near(wanted, operands, causal(20, 70), grad)
 
 
+@pytest.mark.sampled(1)
 @BOTH
 def test_under_jit():
     shapes = {"heads": 2, "kv": 1, "rows": 20, "keys": 70}
@@ -83,6 +84,7 @@ def test_under_jit():
         near(jitted(*of(operands), stored(grad, DEVICES[ARCH])), operands, causal(20, 70), grad)
 
 
+@pytest.mark.slow
 def test_what_is_made_while_enabled_runs_while_disabled():
     operands, grad = made(rows=20, keys=24), normal(1, 2, 20, 32, seed=9)
     q, k, v = of(operands)
@@ -93,6 +95,7 @@ def test_what_is_made_while_enabled_runs_while_disabled():
         near(wanted, operands, causal(20, 24), grad, c=4)
 
 
+@pytest.mark.slow
 def test_left_to_tinygrad(monkeypatch: pytest.MonkeyPatch):
     q, k, v = of(made(rows=20, keys=24))
     wanted = attention(q, k, v).gradient(q, gradient=q)
@@ -101,6 +104,7 @@ def test_left_to_tinygrad(monkeypatch: pytest.MonkeyPatch):
         assert not both() & set(templates(*one))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_each_shard_has_an_attention(axis: int):
@@ -113,6 +117,7 @@ def test_each_shard_has_an_attention(axis: int):
     near(wanted, operands, causal(20, 70), grad)
 
 
+@pytest.mark.slow
 def test_sequences_in_shards_are_the_library_s():
     operands = made(rows=20, keys=70)
     q, k, v = (x.shard(("EMU:80", "EMU:81"), axis=None) for x in of(operands))
@@ -148,6 +153,7 @@ def test_float32_is_the_library_s_in_training():
     assert y.uop.key == right.uop.key
 
 
+@pytest.mark.slow
 def test_a_refusal_is_told():
     operands, grad = made(heads=1, kv=1, rows=20, keys=24, d=20), normal(1, 1, 20, 20, seed=9)
     q, k, v = of(operands)

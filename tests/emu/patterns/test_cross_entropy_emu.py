@@ -11,6 +11,7 @@ from tinygrad_nv.explain import explain
 from tinygrad_nv.functional import linear_cross_entropy
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [dtypes.bfloat16, dtypes.float16], ids=str)
 def test_chunks(dtype: DType):
     random = np.random.default_rng(0)

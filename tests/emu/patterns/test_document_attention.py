@@ -49,7 +49,7 @@ def checked(case: Documents, device: str, templates: set[str], **how: Any) -> No
         if case.lengths[2:3] == [[]]: assert not got.float().numpy()[2].any()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("how", CASES.values(), ids=CASES)
 def test_hopper(how: dict[str, Any], sinks: bool) -> None:
@@ -82,6 +82,7 @@ def test_float32() -> None:
     assert (torch.from_numpy(made.numpy()).double() - exact).abs().max() < 1e-5
 
 
+@pytest.mark.slow
 def test_blocks_of_other_documents_are_skipped() -> None:
     """NaN in a document that shares no block with another is not multiplied by 0: no bit of that differs."""
     case = Documents.of([[256, 128, 128]], 512, 1, 1, 64, dtypes.bfloat16)

@@ -29,6 +29,7 @@ def derived(how: Fp8Linear, delayed: bool) -> list[Tensor]:
     return [y, *(y * g).sum().gradient(x, w)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("how", "template", "kinds"), CASES, ids=str)
 def test_each_matmul_is_fp8(how: Fp8Linear, template: str, kinds: tuple[str, ...]):
     made = derived(how, delayed=not how.blocks)
@@ -42,6 +43,7 @@ def test_each_matmul_is_fp8(how: Fp8Linear, template: str, kinds: tuple[str, ...
         assert np.prod(each.shape) == np.prod(extents)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("how", "template", "kinds"), CASES[::2], ids=str)
 def test_the_reference_is_near(how: Fp8Linear, template: str, kinds: tuple[str, ...]):
     """Of the same codes: to two roundings of bfloat16, and what fp8 sums of 14 bits lose of magnitudes that

@@ -67,6 +67,7 @@ def test_gradients_of_a_layer_are_as_near_as_torchs(seed: int):
         if name.startswith(("gate", "down")): assert (values[3] == 0).all()
 
 
+@pytest.mark.slow
 def test_a_captured_step_follows_the_offsets():
     """No extent depends on them; integers to the bit, groups without rows zeros."""
     random = np.random.default_rng(0)
@@ -109,6 +110,7 @@ def layer(given: dict[str, np.ndarray], partial: bool) -> list[Tensor]:
     return out.sum().gradient(x, weights, gate_up, down)
 
 
+@pytest.mark.slow
 def test_rows_of_no_group_are_not_read():
     given = arrays(7)
     found = [each.float().numpy() for each in layer(given, True)]

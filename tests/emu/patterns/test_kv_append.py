@@ -84,6 +84,7 @@ def test_what_is_too_large_is_the_largest_number(hopper: NVDevice, kv: dtypes):
     checked(infinite(kv), hopper)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_generated(hopper: NVDevice, data: st.DataObject):
@@ -129,6 +130,7 @@ def test_rows_are_read_in_a_projection(hopper: NVDevice):
          wanted(case))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("axis", [1, 2, 3])
 def test_rows_that_lie_backwards_are_copied(hopper: NVDevice, axis: int):
     case = append([3, 24], rows=2, **ALL)
@@ -153,7 +155,7 @@ def test_rows_of_one_element_are_copied(hopper: NVDevice):
 
 # **** what a kernel of ours does not take ****
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("arch", "more", "words"), [
     ("sm_90a", {"d": 6}, "heads of 6 and 6 elements: no vectors of 4 that are aligned"),
     ("sm_90a", {"half": 3}, "6 of them rotated: no vectors"),
@@ -265,6 +267,7 @@ def stepped(case: Append, lengths: list[int]) -> Append:
 STEPS = ([1, 8, 16], [2, 9, 17], [3, 10, 18], [4, 0, 19])
 
 
+@pytest.mark.sampled(1)
 def test_a_captured_step(gpu: NVDevice):
     case = stepped(append([24, 24, 24], **ALL), STEPS[0])
     x = case.tensors(gpu.device)
@@ -282,6 +285,7 @@ def test_a_captured_step(gpu: NVDevice):
     gpu.synchronize()
 
 
+@pytest.mark.slow
 def test_a_graph_pool_with_padding(hopper: NVDevice):
     """Padding rows have length 0 and write nothing, whatever their tables are."""
     case = stepped(append([24, 24, 24], **ALL), STEPS[0])

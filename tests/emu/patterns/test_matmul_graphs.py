@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matmul_case import stored, taken, whole
@@ -46,6 +47,7 @@ def made(steps: list[tuple[str, int, int]], outputs: tuple[int, int]) -> list[Te
     return [values[-1], *(values[i % len(values)] * 1 for i in outputs)]
 
 
+@pytest.mark.slow
 @settings(max_examples=16, deadline=None)
 @given(STEPS, st.tuples(st.integers(0, 9), st.integers(0, 9)))
 def test_random_graphs(steps: list[tuple[str, int, int]], outputs: tuple[int, int]):

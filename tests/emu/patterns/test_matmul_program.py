@@ -228,6 +228,7 @@ def test_kernels_are_made_for_the_device(device: str, arch: str, monkeypatch: py
     np.testing.assert_array_equal(y.float().numpy(), rounded(a @ b))
 
 
+@pytest.mark.slow
 def test_other_devices_are_left_alone(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("NV_CPU", "0")
     x = Tensor(whole(8, 16).astype(np.float32), device="CPU").cast(BF16)

@@ -62,7 +62,7 @@ CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def templates(*tensors: Tensor) -> list[str | None]: return [k.template for k in explain(*tensors).kernels]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_rows_are_one_kernel_that_gives_what_tinygrad_gives(name: str, gpu: NVDevice):
     for dtype in (F32, BF16):
@@ -173,7 +173,7 @@ def paged(name: str, dtype: DType) -> list[str]:
     return kinds(net.step_paged(empty(4), place, cache))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_layer_is_eight_kernels(gpu: NVDevice, batch: int):
     assert step(gpu.device, BF16, batch) == ["embedding", *STEP, *STEP, "norm", "product"]

@@ -88,6 +88,7 @@ def test_splits(gpu: NVDevice):
     checked(case([0, 700, 1536], heads=4, kv_heads=1, **LONG), gpu, kernels=2)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(st.data())
 def test_generated(ampere: NVDevice, data: st.DataObject):
@@ -100,7 +101,7 @@ def test_generated(ampere: NVDevice, data: st.DataObject):
                  window=data.draw(st.none() | st.integers(1, 40))), ampere)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rows", [9, 16, 37])
 def test_many_rows_are_blocks_of_requests(ampere: NVDevice, rows: int):
     made = case([0, 5, 33, 64], rows=rows, heads=4, kv_heads=2, size=16, dtype=F16)
@@ -203,7 +204,7 @@ def test_a_graph_pool_serves_any_length(ampere: NVDevice):
 
 # **** what is left to the body ****
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("more", "words"), [
     ({"size": 12}, "pages of 12 tokens, not one of 8, 16"), ({"d": 20}, "d=20 is not a multiple of 16"),
     ({"dtype": dtypes.float32}, "q of f32, a result of f32")], ids=str)

@@ -33,7 +33,7 @@ def rows(m: int, k: int = K) -> Tensor:
 def templates(x: Tensor) -> list[str | None]: return [each.template for each in explain(x).kernels]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "m", "template"), [
     ("awq", 1, "quant_gemv"), ("Q4_0", 40, "quant_wgmma"), ("e4m3 blocks", 3, "quant_gemv"),
     ("uint8 tensor", 3, "quant_gemv"), ("NVFP4", 2, "quant_gemv"), ("Q4_K", 20, "quant_wgmma"),
@@ -73,6 +73,7 @@ def test_act_order_gathers_activations():
     assert np.abs(made.float().numpy() - wanted).max() <= 2 ** -7 * np.abs(wanted).max()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", [(K,), (2, 3, K)])
 def test_rows_of_any_shape(shape: tuple[int, ...]):
     w, count = matrix(TYPES["Q4_0"]), int(np.prod(shape))
@@ -84,6 +85,7 @@ def test_rows_of_any_shape(shape: tuple[int, ...]):
     assert np.abs(made.float().numpy() - wanted).max() <= 2 ** -7 * np.abs(wanted).max()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["int8 g24", "int8 columns"])
 def test_what_has_no_kernel_stays_as_it_is(name: str):
     w, x = matrix(TYPES[name]), rows(2)

@@ -53,7 +53,7 @@ def same(x: Tensor, element: str, block: Scale, kernels: int = 1, scale: float |
     for found, each in zip(outs, wanted, strict=False): equal(found, each)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("element", ["int8", "e4m3"])
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("dtype", [BF16, F32, dtypes.float16], ids=["bf16", "f32", "f16"])
@@ -80,7 +80,7 @@ def gated(x: Tensor) -> Tensor:
     return (gate.silu() * up).contiguous()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("element", ["int8", "e4m3"])
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("way", [normed, residual, gated])

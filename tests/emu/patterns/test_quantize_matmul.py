@@ -82,7 +82,7 @@ def chains(n: int, device: str | None = None) -> dict[str, Callable[[Tensor], Te
             "heads": lambda x: x.reshape(5, 1, n).silu().reshape(1, 5, n)}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("chain", ["nothing", "bias, relu²", "gelu", "residual", "gate", "gate, other order",
                                    "heads"])
 @pytest.mark.parametrize(("name", "element"), [("e4m3", "e4m3"), pytest.param("int8", "int8", marks=SLOW),
@@ -102,6 +102,7 @@ def test_any_number_of_rows(m: int, element: str):
         assert same(lambda make=make: make().silu(), element) == ["gemv" if m == 1 else "wgmma"]
 
 
+@pytest.mark.slow
 @E4M3_FIRST
 def test_of_blocks(element: str):
     """Scales of groups, which have no parts: silu(gate) · up is a kernel of its own."""
@@ -159,6 +160,7 @@ def test_architectures(arch: str, name: str, element: str, monkeypatch: pytest.M
         assert same(lambda make=make: make().silu(), element) == ["gemv" if m == 5 else "mma"]
 
 
+@pytest.mark.slow
 def test_what_a_template_cannot_store(monkeypatch: pytest.MonkeyPatch):
     """e4m3 begins with sm_89: before it matmuls store floats, and the reference makes codes."""
     monkeypatch.setenv("EMU_ARCH", "sm_80")
@@ -201,6 +203,7 @@ def test_scales_of_rows_need_all_of_a_row():
     assert templates(codes, scales) == ["gemv", "quantize"]
 
 
+@pytest.mark.slow
 def test_parts_of_a_result_are_stored():
     """Half of the columns, rows in another order: not the matmul's elements in their order."""
     make = of_codes("int8", 6)
@@ -261,6 +264,7 @@ def test_a_matmul_of_a_larger_match_is_left_to_it():
 
 # **** CPUs ****
 
+@pytest.mark.slow
 @INT8_FIRST
 def test_on_a_cpu(element: str):
     """As the kernel that makes the same of a stored result."""

@@ -82,6 +82,7 @@ def test_a_sampler_is_few_kernels(gpu: NVDevice):
     assert len(kernels(everything, gpu, count=True)) <= 11
 
 
+@pytest.mark.slow
 def test_steps_of_a_captured_sampler(hopper: NVDevice):
     """Tokens are counted in place, step by step, as on the CPU; long rows in pieces."""
     params = SamplingParams(seed=3, frequency_penalty=1.0, presence_penalty=0.5, temperature=0.5)

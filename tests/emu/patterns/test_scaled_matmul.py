@@ -43,6 +43,7 @@ def test_integers_are_exact(name: str, m: int):
     np.testing.assert_array_equal(made.numpy(), given.answer + bias)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TYPES)
 def test_the_reference_is_the_same_function(name: str):
     given, bias = Codes.of(TYPES[name], 5, 24, 256), np.arange(24.0)
@@ -50,7 +51,7 @@ def test_the_reference_is_the_same_function(name: str):
     np.testing.assert_array_equal(made, given.answer + bias)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", TYPES)
 def test_on_a_cpu(name: str):
     given, bias = Codes.of(TYPES[name], 5, 24, 256), np.arange(24.0)

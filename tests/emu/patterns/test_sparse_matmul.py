@@ -67,7 +67,7 @@ def test_integers_are_exact(dtype: DType, m: int, where: str):
     np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("arch", "dtype"), [("sm_80", BF16), ("sm_80", INT8), ("sm_89", E4M3)], ids=str)
 def test_architectures(arch: str, dtype: DType, monkeypatch: pytest.MonkeyPatch):
     """A device of an architecture has a number of its own."""

@@ -62,6 +62,7 @@ def near(out: Tensor, wanted: torch.Tensor) -> None:
     assert (torch.from_numpy(out.numpy()).double() - wanted).abs().max() < 2e-3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("causal", [True, False])
 def test_one_kernel(causal: bool):
     given = operands(LENGTHS)
@@ -72,6 +73,7 @@ def test_one_kernel(causal: bool):
     near(out, exact(*given, LENGTHS, causal))
 
 
+@pytest.mark.sampled(1)
 def test_distances():
     """Biases by how far a key is from its row."""
     lengths = [(n, n) for n, _ in LENGTHS]

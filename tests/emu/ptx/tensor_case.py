@@ -77,8 +77,8 @@ def numbers(raw: np.ndarray, kind: str) -> np.ndarray:
 # **** references ****
 
 def terms(codes: np.ndarray, kind: str) -> list[tuple[float, int]]:
-    """Values and the exponents that alignment goes by."""
-    return [(float(x), max(math.frexp(x)[1] - 1, LEAST_EXPONENT[kind]) if x else -126)
+    """Values and the exponents that alignment goes by: a product of zero has none."""
+    return [(float(x), max(math.frexp(x)[1] - 1, LEAST_EXPONENT[kind]) if x else -400)
             for x in decode(codes, kind)]
 
 

@@ -49,6 +49,7 @@ def body(opcode: str, bits: int, space: str) -> str:
         DONE: st.global.b{bits} [%d2], {seen};"""
 
 
+@pytest.mark.sampled(22)
 @pytest.mark.parametrize("space", [".global", ".shared", "", ".shared::cluster"])
 @pytest.mark.parametrize(("operation", "kind"), CASES)
 def test_integers_in_every_space(operation: str, kind: str, space: str) -> None:

@@ -29,6 +29,7 @@ def exchange(barrier: str, block: int = 128, seed: int = 0) -> tuple[list[str], 
 
 # **** named barriers ****
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("barrier", [
     "bar.sync 0;", "bar.cta.sync 3;", "barrier.sync 0;", "barrier.cta.sync.aligned 15;", "bar.sync 1, 128;",

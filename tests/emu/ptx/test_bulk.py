@@ -137,6 +137,7 @@ REDUCTIONS = [("add.u32", np.uint32, np.add), ("add.s32", np.int32, np.add), ("a
               ("dec.u32", np.uint32, lambda x, y: np.where((x == 0) | (x > y), y, x - 1))]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(("name", "dtype", "how"), REDUCTIONS)
 def test_bulk_reductions(seed: int, name: str, dtype: type, how) -> None:

@@ -192,6 +192,7 @@ def to_word(code: int, shift: int) -> int:
     return 0x7fffe000 if code == TF32.nan else code << shift
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("mode", ROUNDINGS)
 @pytest.mark.parametrize(("to", "kind"), [("f16", "f32"), ("bf16", "f32"), ("f16", "f64"), ("bf16", "f64"),
                                           ("f32", "f64"),

@@ -110,6 +110,7 @@ def test_tf32_ignores_low_bits() -> None:
 INF, NAN = math.inf, math.nan
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("case", [HOPPER, AMPERE, EXACT, FLOAT16, Mma(16, 8, 16, "f32", "e5m2", "e5m2")],
                          ids=lambda case: f"{case.arch}-{case.name[18:]}{'-exact' * case.exact}")
 @pytest.mark.parametrize(("pairs", "c", "want"), [

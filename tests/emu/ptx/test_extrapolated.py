@@ -47,6 +47,7 @@ def whole(listing, entry, shape, tapes, gpu, memory, begins, log=0):
     return run(job, gpu, shape.busy_sms(gpu)).cycles
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_some_clusters_say_what_all_take(name: str, monkeypatch: pytest.MonkeyPatch):

@@ -161,6 +161,7 @@ def canonical(major: Major, span: int, per: int, size: int, leading: int, stride
         yield i, j, int(x + y) * size
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("major", ["k", "mn"])
 @pytest.mark.parametrize("span", [0, 32, 64, 128])
 @pytest.mark.parametrize("size", [1, 2, 4])

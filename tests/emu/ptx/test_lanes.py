@@ -42,6 +42,7 @@ def shuffled(mode: str, lane: int, by: int, control: int) -> tuple[int, bool]:
     return (at if valid else lane), valid
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("control", [31, 0, 0x1800 | 31, 0x1800 | 7, 0x1000, 0x1e1f, 5])
 @pytest.mark.parametrize("mode", ["up", "down", "bfly", "idx"])
 def test_shuffles(mode: str, control: int) -> None:
@@ -115,6 +116,7 @@ REDUCTIONS: dict[str, Callable[[list[int]], int]] = {
     "xor.b32": lambda x: functools.reduce(operator.xor, x)}
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("name", REDUCTIONS)
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_reductions(partition: str, name: str) -> None:

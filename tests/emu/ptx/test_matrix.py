@@ -152,6 +152,7 @@ def packed(codes: np.ndarray, kind: str) -> np.ndarray:
     return codes.astype({1: np.uint8, 2: np.uint16, 4: np.uint32}[BYTES[kind]]).reshape(-1).view(np.uint8)
 
 
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize(("shape", "d", "a", "b"), WMMA, ids=lambda x: "x".join(map(str, x))
                          if isinstance(x, tuple) else x)
 @pytest.mark.parametrize(("left", "right", "out"), [("row", "col", "row"), ("col", "row", "col"),

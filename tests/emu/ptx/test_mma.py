@@ -65,6 +65,7 @@ def start(case: Mma, seed: int = 1) -> tuple[np.random.Generator, np.ndarray]:
     return rng, rng.integers(low, high, (case.m, case.n))
 
 
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("case", [*DENSE, *ON_AMPERE], ids=name_of)
 def test_dense_products_of_integers_are_exact(case: Mma) -> None:
     rng, c = start(case)
@@ -75,6 +76,7 @@ def test_dense_products_of_integers_are_exact(case: Mma) -> None:
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("case", SPARSE, ids=name_of)
 def test_sparse_products_of_integers_are_exact(case: Mma) -> None:
     rng, c = start(case)
@@ -98,6 +100,7 @@ def bound(a: np.ndarray, b: np.ndarray, c: np.ndarray, case: Mma) -> np.ndarray:
     return size * steps * ((case.k + 1) * aligned + rounded) + (2.0 ** -24 if case.d == "f16" else 0)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("case", [c for c in (*DENSE, *ON_AMPERE) if c.a in FLOATS], ids=name_of)
 def test_random_products_are_near_float64(case: Mma) -> None:
     rng = np.random.default_rng(2)

@@ -112,6 +112,7 @@ def test_fewer_stages_are_slower():
     assert cycles[2] > 1.1 * cycles[0]
 
 
+@pytest.mark.slow
 def test_waits_at_an_mbarrier_are_told_by_its_line():
     found = predicted(matmul(128 * 66, 256 * 2, 4096), TILE.stages(2))
     most = max(found.waits, key=lambda each: each.share)
@@ -140,6 +141,7 @@ def test_one_row_is_bound_by_memory():
     assert found.limiter in ("HBM", "L2", "latency")
 
 
+@pytest.mark.slow
 def test_without_overlap_of_softmax_and_products_attention_is_slower():
     spec = attention(132 * 128, 4096, 64, BF16, batch=1, heads=1)  # as long for softmax as for products
     drained = ("wait_group.sync.aligned 1", "wait_group.sync.aligned 0")
@@ -198,6 +200,7 @@ def test_errors():
         Emulator("sm_90a").launch(made.ptx, made.grid, made.threads, buffers, timing="h900")
 
 
+@pytest.mark.slow
 def test_operands_are_given_where_branches_depend_on_them():
     """A filter of 40 logits that stand out takes lists of them; of equal ones it goes through all."""
     spec = FilterSpec(2, 16384, Number.top_k, counted=True)
@@ -229,7 +232,7 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path, capsys: pytest.Capt
     assert slowest["name"].startswith(("FADD", "FMUL"))     # what waits for the load
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("spec", "nbytes"), [
     (rms(4096, 4096), 2 * 2 * 4096**2), (matmul(1, 4096, 256), 2 * 4096 * 256),
     (matmul(1, 14336, 4096), 2 * 14336 * 4096)])

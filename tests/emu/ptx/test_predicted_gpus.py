@@ -30,6 +30,7 @@ def read(name: str, nbytes: int) -> Timing:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("megabytes", "terabytes_per_s"), [
     (80, 3.49), pytest.param(285, 4.23, marks=pytest.mark.slow)])
 def test_reads_on_an_h200_take_what_was_published(megabytes: int, terabytes_per_s: float):
@@ -71,6 +72,7 @@ def test_large_matmuls_reach_what_cublas_does_on_an_a100():
     assert found.clock_hz < figures("a100").clock_hz
 
 
+@pytest.mark.slow
 def test_an_l40s_sums_in_32_bits_at_full_rate_and_is_limited_by_power():
     found = matmul("l40s", 2048, 2048, 2048)
     assert 181 < found.tflops < 362

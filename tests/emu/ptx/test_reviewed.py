@@ -117,6 +117,7 @@ def test_declarations_that_cannot_be(body: str, parameters: str) -> None:
 
 # **** loops that never wait ****
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("body", [
     "cp.async.ca.shared.global [s], [%d0], 16; cp.async.commit_group;",
@@ -179,6 +180,7 @@ def test_elected_lane_invalidates_what_all_used(collective: str, found: set[str]
 
 # **** large numbers ****
 
+@pytest.mark.slow
 def test_more_clusters_than_the_checker_tells_apart() -> None:
     """A thread knows its own write also in CTA 2^20 and beyond."""
     emu = Emulator()

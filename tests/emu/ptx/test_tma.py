@@ -120,6 +120,7 @@ def test_subnormals_are_flushed_for_ftz() -> None:
 
 # **** stores and reductions ****
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("mode", PERIODS)
 @pytest.mark.parametrize("at", [(0, 0), (24, 16), (5, 4)])

@@ -97,6 +97,7 @@ def test_store_mistakes(old: str, kind: str | None) -> None:
     else: assert kind in kinds(dirty) if kind else kinds(dirty)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("mistake", ["", "slot", "parity"])

@@ -37,7 +37,7 @@ def test_names_are_unique() -> None:
     assert len(BY_NAME) == len(CASES)
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernel(case: Case) -> None:
     """Right numbers and no finding."""

@@ -42,6 +42,7 @@ def check_exact(case: Wgmma, seed: int = 0) -> None:
     np.testing.assert_array_equal(numbers(got, case.d), want)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("types", TYPES, ids="-".join)
 @pytest.mark.parametrize("a_major", ["k", None])
 def test_products_of_integers_are_exact(types: tuple[str, str, str], a_major: str | None) -> None:
@@ -65,6 +66,7 @@ def test_swizzles_of_other_sizes(kind: str, span: int) -> None:
     check_exact(dense("s32" if kind == "s8" else "f32", kind, kind, a_span=span, b_span=span))
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("n", [*range(8, 257, 8)])
 def test_every_width(n: int) -> None:
     check_exact(dense("f32", "bf16", "bf16", n=n))
@@ -78,6 +80,7 @@ def test_widths_of_integers(n: int) -> None: check_exact(dense("s32", "u8", "s8"
 def test_widths_of_halves(n: int) -> None: check_exact(dense("f16", "f16", "f16", n=n))
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("types", [t for t in TYPES if t[1] in FLOATS], ids="-".join)
 @pytest.mark.parametrize("negate", [(True, False), (False, True), (True, True)])
 def test_negation(types: tuple[str, str, str], negate: tuple[bool, bool]) -> None:

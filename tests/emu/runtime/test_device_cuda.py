@@ -42,7 +42,7 @@ def rounded(x: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     return torch.tensor(x).to(dtype).float().numpy()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("dtype", "theirs"), [(dtypes.half, torch.float16),
                                                (dtypes.bfloat16, torch.bfloat16)])
 def test_narrow_floats_round_as_they_must(fake: Fake, dtype, theirs: torch.dtype):
@@ -121,6 +121,7 @@ def test_fp8_in_cuda_c():
             equal(Tensor(X).cast(dtype).float(), rounded(X, theirs))
 
 
+@pytest.mark.sampled(1)
 def test_float32_products_keep_their_digits(fake: Fake, monkeypatch: pytest.MonkeyPatch):
     # a tf32 product would be off by 2^-11
     monkeypatch.setenv("NV_GEMM", "0")
@@ -128,6 +129,7 @@ def test_float32_products_keep_their_digits(fake: Fake, monkeypatch: pytest.Monk
     near(Tensor(x) @ Tensor(x), x.astype(np.float64) @ x, 5e-6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("renderer", ["CUDA", "PTX"])
 @pytest.mark.parametrize(("arch", "early"), [("sm_90a", True), ("sm_80", False)])
 def test_kernels_begin_early_where_the_gpu_can(renderer: str, arch: str, early: bool,
@@ -239,6 +241,7 @@ def test_copies_between_devices_of_other_kinds():
 
 # **** a language model ****
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 def test_a_language_model_says_what_it_says_on_the_cpu(fake: Fake, tiny: Path):
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)

@@ -65,6 +65,7 @@ def test_nan_goes_through():
     equal(Tensor(x) != Tensor(x), x != x)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int32], ids=lambda d: d.__name__)
 def test_two_operands_and_comparisons(dtype: type):
     a, b = (rng().integers(-4, 5, (2, *SHAPE)) / (2 if dtype is not np.int32 else 1)).astype(dtype)
@@ -92,7 +93,7 @@ def test_double_keeps_its_digits(name: str):
     assert np.abs(found / wanted - 1).max() < 1e-14
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", INTEGERS, ids=lambda d: d.__name__)
 def test_integers_wrap_as_numpys(dtype: type):
     info = np.iinfo(dtype)
@@ -123,7 +124,7 @@ def torch_of(dtype) -> torch.dtype:
     return getattr(torch, names.get(dtype) or f"{signed}{8 * dtype.itemsize}")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("source", ALL, ids=lambda d: torch_of(d).__str__().removeprefix("torch."))
 def test_casts_from(source):
     # what every type can hold, so that no cast is undefined; halves and bf16 round it
@@ -162,6 +163,7 @@ def test_constants_round_to_nearest_even(bits: str, wanted: str):
     assert bf16_constant(f"mov.b32 %cast_f32_0, 0f{bits};") == f"mov.b32 %cast_f32_0, 0f{bits};"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [dtypes.half, dtypes.bfloat16], ids=["half", "bfloat16"])
 def test_arithmetic_of_sixteen_bits(dtype):
     a, b = (torch.tensor(floats(2, 500))).to(torch_of(dtype))

@@ -118,7 +118,7 @@ DRAWS: dict[str, tuple[Callable[[], Tensor], float]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", DRAWS)
 def test_random_numbers_are_those_of_the_cpu(name: str):
     draw, error = DRAWS[name]

@@ -39,6 +39,7 @@ def test_gradients(name: str):
          torch.autograd.grad(theirs(y), y)[0].numpy(), 2e-5)
 
 
+@pytest.mark.slow
 def test_gradients_of_a_convolution():
     x, w = floats(2, 3, 6, 6), floats(4, 3, 3, 3)
     a, b = Tensor(x), Tensor(w)
@@ -48,7 +49,7 @@ def test_gradients_of_a_convolution():
     for one, other in zip(found, wanted, strict=True): near(one, other.numpy(), 1e-5)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("dtype", "error"),
                          [(dtypes.float, 1e-5), (dtypes.half, 1e-2), (dtypes.bfloat16, 8e-2)],
                          ids=lambda d: getattr(d, "name", ""))
@@ -71,7 +72,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[list[Tensor]], nn.optim.Optimizer],
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_network_learns_as_in_pytorch(name: str, jit: bool):

@@ -61,12 +61,14 @@ def pooled() -> np.ndarray:
     finally: pool.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("program", "least"),
                          [(eager, 6), (captured, 9), (split_product, 7), (trained, 4)])
 def test_every_allocation_of_a_program(program, least: int):
     assert every_allocation(program) >= least
 
 
+@pytest.mark.slow
 def test_every_allocation_of_a_graph_pool():
     """On the device, and of page-locked memory."""
     assert every_allocation(pooled, again=False) >= 7

@@ -37,6 +37,7 @@ def test_attention(arch: str, extents: dict[str, int]):
     with pytest.raises(AssertionError): attention_case.near(spec, given, (got[0] * 1.1, got[1]), **extents)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_backward(arch: str, deterministic: bool):
     spec = backward_case.backward(70, 100, heads=2, group=2, band=Band(last=60), deterministic=deterministic)

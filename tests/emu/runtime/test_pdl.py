@@ -224,7 +224,7 @@ def opcodes(text: str) -> list[str]:
     return [each.opcode for each in code if each.opcode in GLOBAL or each.opcode in ("ACQBULK", "PREEXIT")]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_moved_to_before_the_wait(name: str):
     found = opcodes(text_of(CASES[name]))

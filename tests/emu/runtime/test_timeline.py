@@ -110,6 +110,7 @@ def test_a_step_captured_inside_replays_afterwards():
     np.testing.assert_array_equal(step(integers(16, 32, seed=9)).numpy(), wanted)
 
 
+@pytest.mark.slow
 def test_a_pool_runs_kernel_by_kernel(launched):
     opened = device()
     plain, pooled = Paged(opened.device), Paged(opened.device)
@@ -179,7 +180,7 @@ def test_an_error_in_the_block_passes_and_what_there_was_is_written(tmp_path):
 def test_records_have_launch_layer_and_prediction():
     x = integers(16, 32, seed=9)
     with timeline() as t: model(x).realize()
-    first = t.kernels[0]
+    first = next(kernel for kernel in t.kernels if not kernel.is_copy)    # weights may be copied first
     assert (first.layer, first.op, first.template) == ("layers.0.up", "__matmul__", "gemv")
     assert first.block[0] > 1
     assert first.flops == 2 * 16 * 32 * 32
@@ -256,7 +257,7 @@ def test_the_trace_is_valid(tmp_path):
         assert following["ts"] == pytest.approx(one["ts"] + one["dur"], abs=2e-3)
     args = next(event for event in spans if event["cat"] == "kernel")["args"]
     assert set(args) == {"layer", "op", "template", "grid", "block", "bytes", "flops", "measured_us",
-                         "predicted_us", "ratio", "bound", "predicted_by"}
+                         "predicted_us", "ratio", "bound", "predicted_by", "reason"}
     named = {(event["pid"], event.get("tid")) for event in events if event["ph"] == "M"}
     assert {(event["pid"], event["tid"]) for event in spans} <= named
 

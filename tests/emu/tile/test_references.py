@@ -133,7 +133,7 @@ def integers(spec: Any) -> list[int]:
     return [spec.m] if spec.symbolic is True else [getattr(spec, name) for name in spec.symbolic]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "target", "schedule"), CASES)
 def test_numbers(name: str, target: GPU | CPU, schedule: Schedule):
     spec = SPECS[name]
@@ -147,7 +147,7 @@ def test_numbers(name: str, target: GPU | CPU, schedule: Schedule):
     right(spec, given, got, cut=cut)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "target", "schedule"), [
     each for each in CASES if str(each.id).startswith("gemm") and SPECS[str(each.values[0])].plain])
 def test_whole_numbers_are_exact(name: str, target: GPU | CPU, schedule: Schedule):

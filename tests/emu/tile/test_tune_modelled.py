@@ -107,6 +107,7 @@ def test_what_is_modelled_for_one_gpu_is_not_taken_for_another(monkeypatch: pyte
         TABLE.choose(spec, HOPPER)
 
 
+@pytest.mark.slow
 def test_beam_tries_every_family_once(monkeypatch: pytest.MonkeyPatch):
     asked = by_the_model(monkeypatch, lambda n: 1e-5 / (1 + n))
     for count, spec in enumerate(SPECS.values(), 1):
@@ -188,6 +189,7 @@ def test_the_best_by_the_model_are_measured(monkeypatch: pytest.MonkeyPatch):
     assert told == [*((n, 7) for n in range(1, 8))]
 
 
+@pytest.mark.slow
 def test_what_the_model_refuses_may_be_measured(monkeypatch: pytest.MonkeyPatch):
     def refused(n: int) -> float: raise PTXError("the timing model does not go on")
     by_the_model(monkeypatch, refused)

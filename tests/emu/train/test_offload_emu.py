@@ -59,6 +59,7 @@ def test_offload(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [names.count(name) for name in ("offload", "prefetch", "prefetched")] == [4, 4, 4]
 
 
+@pytest.mark.slow
 def test_prefetch_is_ahead() -> None:
     """An input is on its way back while kernels of the layer behind it run, and layers that are more take no
     more memory but tokens."""

@@ -18,6 +18,7 @@ def test_one_launch():
     assert [kernel.template for kernel in shown.kernels].count("optimizer") == 2    # the norm, the update
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("paged", [False, True])
 def test_as_on_the_cpu(paged: bool):
     options = StateOptions(max_grad_norm=1.0, paged=paged)
@@ -29,6 +30,7 @@ def test_as_on_the_cpu(paged: bool):
     assert {x.device for x in states} == {"CPU" if paged else "EMU"}
 
 
+@pytest.mark.slow
 def test_paged_lion():
     found, _ = ran(lambda held: lion(held, 1e-2, options=StateOptions(paged=True)), 3, device="EMU")
     wanted, _ = ran(lambda held: lion(held, 1e-2), 3)

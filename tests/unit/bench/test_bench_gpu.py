@@ -95,6 +95,7 @@ def test_every_end_of_a_row_is_reported_and_the_rest_goes_on(toy: Toy):
     assert "what a library prints" not in done.stdout
 
 
+@pytest.mark.slow
 def test_good_rows_alone_exit_with_0_and_say_where_they_are_from(toy: Toy):
     assert toy.run("good 1").returncode == 0
     record = json.loads(toy.out.read_text())
@@ -105,6 +106,7 @@ def test_good_rows_alone_exit_with_0_and_say_where_they_are_from(toy: Toy):
     assert row["took_s"] >= 0
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_where_it_was(toy: Toy):
     process = subprocess.Popen(toy.script("good 1", "good 2", "block", "good 3"))
     until(lambda: toy.log.exists() and "block" in toy.log.read_text())
@@ -117,6 +119,7 @@ def test_a_run_that_was_killed_goes_on_where_it_was(toy: Toy):
     assert list(toy.statuses()) == ["good 1", "good 2", "block", "good 3"]
 
 
+@pytest.mark.slow
 def test_a_worker_ends_with_its_parent(toy: Toy):
     process = subprocess.Popen(toy.script("block"))
     until(lambda: toy.log.exists() and "block" in toy.log.read_text())
@@ -181,6 +184,7 @@ def test_the_digest_is_of_files_there_are():
     assert measure.sources() == measure.sources()
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_fit_are_left_out(toy: Toy):
     done = toy.run("good 1", "good 2", expected=40.0, options=("--minutes", "1"))
     assert done.returncode == 0
@@ -189,6 +193,7 @@ def test_rows_that_do_not_fit_are_left_out(toy: Toy):
     assert not toy.log.exists()
 
 
+@pytest.mark.slow
 def test_the_minutes_are_kept_whatever_a_row_does(toy: Toy):
     begun = time.monotonic()
     done = toy.run("block", "good 1", options=("--minutes", "0.05"))

@@ -314,6 +314,7 @@ def test_the_command_counts_launches_and_finds_the_one_that_disagrees(recorder: 
     assert command(tmp_path / "cases.sqlite", "--only", good.name).returncode == 0
 
 
+@pytest.mark.slow
 def test_without_recorded_launches_the_part_says_how_to_make_them(tmp_path: Path):
     done = command(tmp_path / "none.sqlite")
     assert "bench/gpu_record.py makes them" in done.stdout

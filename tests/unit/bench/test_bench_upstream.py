@@ -92,6 +92,7 @@ def test_known_differences_are_no_failure_when_they_fail_in_the_known_words(
     assert (done.returncode, done.stdout.splitlines()[2].split()[-2:]) == (1, ["1", "2"]), done.stderr
 
 
+@pytest.mark.slow
 def test_quick_runs_plain_what_did_not_pass(checkout: Path, tmp_path: Path):
     done = called(checkout, tmp_path, "--only", "test_good", "--quick")
     assert done.returncode == 0, done.stderr

@@ -27,6 +27,7 @@ def test_a_row_is_whole(row: Row):
     assert row.launched is not None or TABLE.choose(row.spec, HOPPER) is not None
 
 
+@pytest.mark.slow
 def test_steps_are_what_the_model_lowers_to():
     """Of each layer of LLaMA 3.2 1B eight calls; around them an embedding, a norm, the head and a token."""
     found = timing_rows_step.kernels_of("Llama-3.2-1B", 1, 1024)

@@ -48,6 +48,7 @@ def sums(spec: QuantGemmSpec, level: ISA, x: np.ndarray, w: np.ndarray, order: l
     return run(built(spec, level, **changes), spec, x, {"codes": stored["codes"]}, order)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 def test_sums_are_exact_on_every_level(level: ISA):
     """One row and several, outputs that are no whole tiles, parts in any order."""
@@ -65,6 +66,7 @@ def test_sums_of_amx_tiles_are_exact(k: int):
     np.testing.assert_array_equal(got, x @ w.T)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("level", [*LEVELS, AMX_EMULATED], ids=str)
 def test_the_ends_of_int8(level: ISA):
     """−128 has no opposite in a byte, and two products of such do not fit 16 bits."""
@@ -109,7 +111,7 @@ def layer(n: int, k: int, static: float | None = None) -> tuple[QWeight, QWeight
     return QWeight(prepared(matrix, codes=True), how, static, codes=True), QWeight(matrix, how, static)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("static", [None, .02])
 @pytest.mark.parametrize("m", [1, 40])
 def test_a_layer_is_that_of_rounded_inputs(m: int, static: float | None):

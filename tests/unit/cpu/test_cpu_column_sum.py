@@ -32,7 +32,7 @@ def on_the_cpu():
     with Context(DEV="CPU"): yield
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize("dtype", [F32, BF16, dtypes.float16], ids=str)
 def test_against_float64_by_any_parts(dtype: DType, level: isa.ISA):
@@ -47,6 +47,7 @@ def test_against_float64_by_any_parts(dtype: DType, level: isa.ISA):
         right(spec, given, found[0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 def test_whole_numbers_are_exact(level: isa.ISA):
     target = replace(host(), isa=level)
@@ -95,6 +96,7 @@ def special(rows: np.ndarray) -> np.ndarray:
     return rows
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("ours", "theirs"), [(layer, torch_layer), (rms, torch_rms)], ids=["layer", "rms"])
 def test_gradients_of_norms_are_those_of_torch(ours: Callable[..., Tensor],
                                                theirs: Callable[..., torch.Tensor]):

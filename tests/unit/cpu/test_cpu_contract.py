@@ -95,7 +95,7 @@ PARTS: dict[str, tuple[Callable[[Any], Runs], Any, type[CPUSchedule], ISA, list[
                        [{"parts": parts, "block_m": 48, "block_n": 64} for parts in (3, 1, 2, 6, 7, 50)])}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", PARTS)
 def test_bits_depend_on_neither_parts_nor_their_order(name: str):
     runs, spec, schedule, isa, changes = PARTS[name]
@@ -129,7 +129,7 @@ COMPILED: dict[str, tuple[Any, type[CPUSchedule], dict[str, bool]]] = {
        for words, divided in (("decode", False), ("decode, divided", True))}}
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("isa", [PORTABLE, AVX2, AVX512, AVX512_BF16, AMX], ids=str)
 @pytest.mark.parametrize("name", COMPILED)
 def test_every_level_compiles_without_libraries(name: str, isa: ISA):

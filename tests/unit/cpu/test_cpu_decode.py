@@ -36,7 +36,7 @@ def checked(spec: DecodeSpec, lengths: list[int], isa: ISA | None = None, seed: 
 
 # **** what is computed ****
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("dtype", "kv"), [(F32, None), (BF16, None), (F16, S8), (F32, E4M3),
                                            (BF16, E5M2)], ids=str)
 @pytest.mark.parametrize("isa", ISAS, ids=str)
@@ -46,7 +46,7 @@ def test_levels(isa: ISA, dtype: dtypes, kv: dtypes):
             LENGTHS, isa)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_rows(rows: int):
     """Rows before a request's first token see nothing."""
@@ -54,7 +54,7 @@ def test_rows(rows: int):
     assert not got[1, :, :, :max(0, rows - 3)].any()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [8, 64, 256])
 def test_edges_of_pages_and_splits(size: int):
     spec = decode(batch=6, d=32, page_size=size, pages=1024 // size, dtype=F32)
@@ -73,6 +73,7 @@ def test_contiguous_caches_and_integers():
     assert "const int length = 3 + 2 * v1 < 0 ? 0 : 3 + 2 * v1;" in kernel.source
 
 
+@pytest.mark.slow
 def test_scores():
     """A soft-cap, positions, a parameter of rows and keys, a first split that no query sees; rows at one
     place."""
@@ -163,6 +164,7 @@ def specs(draw: st.DrawFn) -> tuple[DecodeSpec, list[int]]:
                   draw(st.sampled_from(["ths", "hts"])), draw(st.sampled_from(["brh", "bhr"]))), lengths
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(case=specs(), isa=st.sampled_from(ISAS), seed=st.integers(0, 7))
 def test_generated(case: tuple[DecodeSpec, list[int]], isa: ISA, seed: int):

@@ -41,7 +41,7 @@ def values(tensors: list[Tensor]) -> list[np.ndarray]:
     return [x.float().numpy() for x in tensors]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("how", CASES.values(), ids=CASES)
 def test_gradients(how: dict[str, Any], sinks: bool) -> None:
@@ -59,6 +59,8 @@ def test_gradients(how: dict[str, Any], sinks: bool) -> None:
         assert np.abs(got - exact.numpy()).max() <= most
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [dtypes.bfloat16, dtypes.float16], ids=str)
 def test_halves(dtype: DType) -> None:
     """Within a unit of the largest, to which results are rounded, and what rounding p costs."""
@@ -68,6 +70,8 @@ def test_halves(dtype: DType) -> None:
         assert np.abs(got - exact.numpy()).max() <= 2 * unit * exact.abs().max()
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("heads", [(4, 2), (1, 1)], ids=["many heads", "one head"])
 def test_a_document_is_as_if_it_were_alone(heads: tuple[int, int]) -> None:
     """To the bit; and all one document is the dense kernel."""
@@ -82,6 +86,8 @@ def test_a_document_is_as_if_it_were_alone(heads: tuple[int, int]) -> None:
     for got in made: assert not got[:, :, 385:].any()
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("heads", [(4, 2), (1, 1)], ids=["many heads", "one head"])
 def test_garbage_stays_where_it_is(heads: tuple[int, int]) -> None:
     """NaN in padding and in another document reaches nothing: no bit differs."""
@@ -115,6 +121,7 @@ def specs(case: Documents) -> tuple[AttentionSpec, BackwardSpec]:
     return found[0], found[1]
 
 
+@pytest.mark.slow
 def test_no_bit_depends_on_the_parts() -> None:
     """Several numbers of them, in any order: key heads, and blocks."""
     case = Documents.of([[100, 1, 29, 1, 70], [150]], 210)

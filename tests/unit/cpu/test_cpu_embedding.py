@@ -38,7 +38,7 @@ def templates(*tensors: Tensor) -> list[str | None]:
     return [each.template for each in explain(*tensors).kernels]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("dtype", "of"), [(F32, dtypes.int32), (BF16, dtypes.int64), (F16, dtypes.int32)],
                          ids=str)
 def test_bits_are_those_of_the_body(dtype: DType, of: DType):

@@ -122,7 +122,7 @@ def exact_expressions(count: int, seed: int) -> list[Expression]:
     return [made(source, source.choice([*FLOATS, *INTEGERS, BOOL]), 3) for _ in range(count)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @levels
 def test_random_expressions_of_integers(level: ISA):
     """Exact in every dtype."""
@@ -138,7 +138,7 @@ def test_random_expressions_have_all_operations():
     assert {node.dtype for root in roots for node in walk(root)} == {*FLOATS, *INTEGERS, BOOL}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @levels
 def test_every_node_is_rounded(level: ISA):
     """Chains of 16-bit operations of any numbers have the bits of the definition."""
@@ -157,7 +157,7 @@ def test_every_node_is_rounded(level: ISA):
         else: assert torch.equal(got.double(), want), expression.show(root)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @levels
 def test_functions(level: ISA):
     """Exponentials, logarithms, roots and activations, near the definition in each dtype."""

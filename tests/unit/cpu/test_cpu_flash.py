@@ -25,7 +25,7 @@ F32, BF16, F16 = dtypes.float32, dtypes.bfloat16, dtypes.float16
 CAUSAL = Band(last=0)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 def test_levels(level: isa.ISA, dtype: DType):
@@ -112,6 +112,7 @@ def test_what_is_no_number_stays_none():
     assert l.isnan().nonzero()[:, -1].tolist() == [7]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kept", [1, 100, 255])
 def test_what_is_dropped(kept: int):
     """Element for element: of equal scores, with a one in the row of each value. l is what it is without."""

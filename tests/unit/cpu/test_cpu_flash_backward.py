@@ -37,7 +37,7 @@ HEADS = st.one_of(st.sampled_from([32, 64, 96, 128]), st.integers(1, 100))
 Case = tuple[BackwardSpec, dict[str, int]]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 def test_levels(level: ISA, dtype: DType):
@@ -47,7 +47,7 @@ def test_levels(level: ISA, dtype: DType):
     close(spec, scheduled(spec, level, block_m=48, block_n=64))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SCORES)
 def test_scores(name: str):
     """Rows may see nothing."""
@@ -187,6 +187,7 @@ def test_what_is_dropped(level: ISA):
     assert (got[:, 128:] == 0).all()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("parts", [2, 9])
 def test_dropout(parts: int):
     spec = backward(150, 200, 32, F32, heads=2, group=2, kept=150, band=Band(-70, 30), start=20,
@@ -200,6 +201,7 @@ ANY = given(specs((F32, F32, BF16, F16), HEADS), st.sampled_from(LEVELS), st.int
             st.sampled_from([64, 128]))
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @ANY
 def test_generated(case: Case, level: ISA, parts: int, block_n: int):

@@ -49,6 +49,7 @@ def check(case: Case, level: ISA, block_n: int, parts: int, seed: int) -> None:
 LEVEL, BLOCK_N = st.sampled_from(LEVELS), st.sampled_from([64, 64, 32, 128])
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(specs(), LEVEL, BLOCK_N, st.integers(0, 3))
 def test_generated(case: Case, level: ISA, block_n: int, seed: int): check(case, level, block_n, 0, seed)

@@ -35,7 +35,7 @@ def whole(dtype: DType) -> DType:
     return dtypes.int32 if dtypes.is_int(dtype) else F32
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("majors", ["KK", "KM", "MK"])
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 def test_levels(level: isa.ISA, majors: str):
@@ -45,7 +45,7 @@ def test_levels(level: isa.ISA, majors: str):
         exact(spec, scheduled(spec, level, parts=3, block_n=40))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes(dtype: DType):
     for level, majors in ((LEVELS[0], "KK"), (BEST, "KK"), (BEST, "KM")):
@@ -123,7 +123,7 @@ def close(spec: GemmSpec, level: isa.ISA = BEST, roundings: int = 2) -> None:
     assert ((got - answer).abs() <= bound).all(), float(((got - answer).abs() / bound).max())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("major", "KM")
 def test_close_to_the_answer(major: str, dtype: DType):
@@ -157,6 +157,7 @@ FORMS = (st.sampled_from(["KK", "KM", "MK", "MM"]), st.sampled_from(DTYPES), st.
          st.sampled_from([(), (3,), (2, 2)]), st.integers(0, 5), st.sampled_from("NM"), st.integers(1, 9))
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @forall(st.integers(1, 16), st.integers(1, 80), st.integers(1, 150), *FORMS)
 def test_any_product(m, n, k, majors, dtype, level, batch, gap, out_major, parts):

@@ -47,7 +47,7 @@ def full(dtype: dtypes, **changes: object) -> GroupedGemmSpec:
     return replace(spec, **changes)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("level", "dtype"), KINDS, ids=str)
 def test_whole_numbers_are_exact(level: isa.ISA, dtype: dtypes):
     for spec in (full(dtype, activation="", weighted=False, n=51),
@@ -96,7 +96,7 @@ def test_float32_rows_and_matrices_of_16_bits(level: isa.ISA, half: dtypes):
             assert difference.max() <= (2.0**-20 * wanted[inside].abs().max() if activation else 0)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("level", "dtype"), KINDS, ids=str)
 def test_numbers(level: isa.ISA, dtype: dtypes):
     spec = full(dtype)
@@ -104,7 +104,7 @@ def test_numbers(level: isa.ISA, dtype: dtypes):
     for counts, before in ROUTINGS.values(): right(spec, kernel, counts, before)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
 def test_activations(activation: str):
     spec = full(F32, activation=activation, scatter=False, weighted=False, k=32)
@@ -123,6 +123,7 @@ def right(spec: GroupedGemmSpec, kernel: LoadedKernel, counts: list[int], before
     assert ((got - exact).abs() <= bound).all(), ((got - exact).abs() - bound).max()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("level", [LEVELS[-1], AMX], ids=str)
 def test_the_same_bits_in_any_parts(level: isa.ISA):
@@ -133,6 +134,7 @@ def test_the_same_bits_in_any_parts(level: isa.ISA):
     for other in found[1:]: assert torch.equal(found[0], other)
 
 
+@pytest.mark.slow
 def test_blocks_of_rows_and_of_k():
     spec = GroupedGemmSpec(2, 100, 40, 1300, BF16)
     for level in (LEVELS[-1], AMX, isa.AVX2):
@@ -145,7 +147,7 @@ def test_blocks_of_rows_and_of_k():
     assert "multiple of 16" in problem
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("level", [isa.PORTABLE, isa.AVX2, isa.AVX512, isa.AVX512_BF16, isa.AMX], ids=str)
 def test_all_compile(level: isa.ISA):
     made(full(BF16), level)

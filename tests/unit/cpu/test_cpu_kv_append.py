@@ -40,6 +40,7 @@ def checked(case: Append) -> None:
 
 # **** pages ****
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("more", [
     {}, {"half": 16}, {**ALL, "interleaved": True}, {"d": 24, "d_v": 40}, {"d": 6, "half": 3},
     {**ALL, "d": 50, "half": 11, "heads": 3, "angles": F16, "interleaved": True}], ids=str)
@@ -48,6 +49,7 @@ def test_one_row(more: dict[str, Any]):
     checked(append([0, 1, 7, 8, 9, 24, 40], **more))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dtype", "kv"), [(F32, F32), (BF16, BF16), (F32, F16), (F16, S8), (BF16, E4M3),
                                            (F32, E5M2)], ids=str)
 def test_kinds(dtype: DType, kv: DType):
@@ -59,6 +61,7 @@ def test_what_is_too_large_is_the_largest_number(kv: DType):
     checked(infinite(kv))
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @given(st.data())
 def test_generated(data: st.DataObject):
@@ -106,6 +109,7 @@ def test_pages_that_are_not_stored_are_not_written():
 
 # **** contiguous caches ****
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("device", ["CPU", "EMU"])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 def test_a_contiguous_cache(device: str, dtype: DType):
@@ -137,6 +141,7 @@ def test_a_contiguous_cache(device: str, dtype: DType):
     same({name: fetched(x) for name, x in zip(("k", "v", "q"), made, strict=True)}, expected)
 
 
+@pytest.mark.slow
 def test_the_body_of_a_contiguous_cache(monkeypatch: pytest.MonkeyPatch):
     def written() -> list[torch.Tensor]:
         random = torch.Generator().manual_seed(0)
@@ -166,7 +171,7 @@ def network(dtype: DType) -> tuple[Llama, DenseKVCache]:
     return model, DenseKVCache.create(config, 64, dtype, device="CPU")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("rows", [1, 16])
 def test_eight_kernels_a_layer(dtype: DType, rows: int):

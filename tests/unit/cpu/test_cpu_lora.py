@@ -102,7 +102,7 @@ def specs(dtype: DType, matrix: DType) -> list[LoraSpec]:
             LoraExpandSpec(ADAPTERS, ROWS, RANK, dtype, matrix, SEGMENTS)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("level", "kind"), [(level, kind) for kind in KINDS for level in LEVELS[::-1]],
                          ids=str)
 def test_numbers(level: ISA, kind: tuple[DType, DType]):

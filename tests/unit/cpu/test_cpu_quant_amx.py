@@ -32,7 +32,7 @@ def given(type: QType, m: int, n: int, k: int) -> tuple[np.ndarray, Arrays]:
     return x, tiles(type, n, k, stored(type, n, k, 1))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_bits_are_those_of_vectors(name: str):
     """Rows and outputs that are no whole tiles; several blocks of rows."""

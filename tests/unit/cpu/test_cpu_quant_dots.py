@@ -85,14 +85,14 @@ def test_types(name: str):
     check(type, 3, 37, k)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q6_K", "Q3_K", "Q5_1", "NVFP4"])
 @pytest.mark.parametrize("level", LEVELS[:-1], ids=str)
 def test_levels(level: isa.ISA, name: str):
     check(TYPES[name].of_rows(), 5, 21, 512, level)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q6_K", "Q4_K", "Q5_1", "awq", "MXFP4", "gptq 2 bits"])
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 def test_many_rows(level: isa.ISA, name: str):
@@ -106,6 +106,7 @@ def test_many_rows(level: isa.ISA, name: str):
     for i in range(m): assert got[i].tobytes() == run(one, alone, x[i:i + 1], given)[0].tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 def test_activations_that_are_not_quantised(level: isa.ISA):
@@ -220,7 +221,7 @@ def test_what_has_no_tiles_stays_as_it_is():
         assert prepared(w) is w
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize(("asked", "allowed", "dtype", "int8"), [
     ("auto", True, BF16, True), ("auto", False, BF16, False), ("auto", True, F32, True),
@@ -252,7 +253,7 @@ def test_the_reference_is_what_kernels_compute(int8: bool):
         np.testing.assert_allclose(got, made.numpy(), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("m", [1, 2, 8, 9, 33])
 def test_rows(m: int):
     check(types.Q4_0, m, 40, 96, dtype=F16)

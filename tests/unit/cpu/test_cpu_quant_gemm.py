@@ -62,7 +62,7 @@ def test_types(name: str, m: int):
     check(TYPES[name], m, 21, width(TYPES[name]))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["Q5_1", "Q6_K", "nf4", "gptq 2 bits", "e4m3 blocks", "int8 g24"])
 @pytest.mark.parametrize("level", LEVELS[:-1], ids=str)
 def test_levels(level: isa.ISA, name: str):
@@ -75,6 +75,7 @@ def test_rows(m: int):
     check(types.Q4_0, m, 37, 96)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("m", [2, 20])
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_activations_of_16_bits(dtype: object, m: int):
@@ -85,6 +86,7 @@ def test_activations_of_16_bits(dtype: object, m: int):
         np.testing.assert_array_equal(run(built(spec), spec, x, given), x @ elements(type, 40, k, given).T)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("m", [2, 40])
 def test_parts_change_no_bit(m: int):
     spec, given = matmul(types.Q4_K, m, 150, 512), stored(types.Q4_K, 150, 512)

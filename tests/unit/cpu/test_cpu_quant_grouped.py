@@ -85,7 +85,7 @@ def right(spec: QuantGroupedSpec, kernel: LoadedKernel, routing: str) -> None:
     assert ((got - exact).abs() <= bound).all(), ((got - exact).abs() - bound).max()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("name", ["Q4_0", "awq", "int8 channel"])
 @pytest.mark.parametrize("level", LEVELS, ids=str)
@@ -99,7 +99,7 @@ def test_whole_numbers_are_exact(level: isa.ISA, name: str, int8: bool):
         assert torch.equal(got[inside], wanted[inside])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_numbers(name: str):
     spec = spec_of(name)
@@ -107,6 +107,7 @@ def test_numbers(name: str):
     for routing in ROUTINGS: right(spec, kernel, routing)
 
 
+@pytest.mark.slow
 def test_the_last_scale_of_fewer_columns():
     """K of 192 and of 64, with scales of 128 columns."""
     for k in (192, 64):
@@ -115,7 +116,7 @@ def test_the_last_scale_of_fewer_columns():
             right(spec, made(spec, LEVELS[-1]), "ragged")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "level"), [("Q6_K", LEVELS[-1]), ("Q4_K", isa.PORTABLE),
                                              ("Q8_0", LEVELS[-1])], ids=str)
 def test_rows_of_bytes(name: str, level: isa.ISA):
@@ -124,6 +125,7 @@ def test_rows_of_bytes(name: str, level: isa.ISA):
     for routing in ROUTINGS: right(spec, kernel, routing)
 
 
+@pytest.mark.slow
 def test_rows_of_bytes_have_the_bits_of_one_alone():
     """Of panels, and of dot products where a block has one row."""
     spec = spec_of("Q4_K", int8=True, k=768)
@@ -132,6 +134,7 @@ def test_rows_of_bytes_have_the_bits_of_one_alone():
     assert torch.equal(many.nan_to_num(), alone.nan_to_num())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("level", [LEVELS[-1], AMX], ids=str)
 def test_rows_of_bfloat16(level: isa.ISA):
@@ -139,6 +142,7 @@ def test_rows_of_bfloat16(level: isa.ISA):
     right(spec, made(spec, level), "ragged")
 
 
+@pytest.mark.slow
 def test_the_same_bits_in_any_parts():
     spec = spec_of("Q4_0", int8=True, n=200)
     there = arguments(spec, "ragged")[0]
@@ -156,7 +160,7 @@ def test_what_a_schedule_must_be():
         ["a matrix that is not in tiles"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("level", [isa.PORTABLE, isa.AVX2, isa.AVX512, isa.AVX512_BF16, isa.AMX], ids=str)
 def test_all_compile(level: isa.ISA):
     for name, int8 in (("awq", False), ("Q4_K", True)): made(spec_of(name, BF16, int8), level)

@@ -37,12 +37,14 @@ def exact(name: str, level: isa.ISA, dtype: DType, m: int = 130, symbolic: bool 
                                   x @ elements(type, n, k, given).T)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("level", [*LEVELS, PLAIN], ids=str)
 def test_levels(level: isa.ISA):
     exact("Q4_K", level, BF16)
     exact("e4m3 blocks", level, F32)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["Q6_K", "Q5_1", "awq", "gptq 2 bits", "NVFP4", "int8 channel"])
 def test_types(name: str):
     exact(name, LEVELS[-1], BF16)

@@ -41,7 +41,7 @@ POLICIES = [Policy(8), Policy(1, "sigmoid"), Policy(3, "chosen"), Policy(4, "cho
             Policy(5, renormalize=True, groups=7, top_groups=2, group_score="max")]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.score)
 def test_experts_and_weights(level: isa.ISA, policy: Policy):

@@ -33,7 +33,7 @@ def on_the_cpu() -> Iterator[None]:
     with Context(DEV="CPU"): yield
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize(("size", "floor"), [(5, False), (300, False), (300, True)])
 def test_a_filter_is_exact_where_a_sum_is_nearly_the_target(level: isa.ISA, size: int, floor: bool,
@@ -77,6 +77,7 @@ def numbers_of(params: list[SamplingParams]) -> Tensor:
     return Tensor(np.stack([each.numbers(each.seed or 0) for each in params])).realize()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "alike"), [
     (129, False), *(pytest.param(n, alike, marks=pytest.mark.slow) for n in (1, 129, 2048, 32000)
                     for alike in (False, True) if (n, alike) != (129, False))])
@@ -99,7 +100,7 @@ def test_kernels_have_the_bits_of_their_bodies(size: int, alike: bool):
     for a, b in zip(ours, theirs, strict=True): np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize(("rows", "size"), [(5, 1001), (1, 30000)])
 def test_choices_do_not_depend_on_parts(level: isa.ISA, rows: int, size: int):
@@ -123,6 +124,7 @@ def test_choices_do_not_depend_on_parts(level: isa.ISA, rows: int, size: int):
     assert made[1] == made[2] == made[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cut", [1, 2])
 @pytest.mark.parametrize("draw", [False, True])
 def test_what_is_no_number_is_told(cut: int, draw: bool):
@@ -175,6 +177,7 @@ def test_parts_of_a_row_choose_as_the_whole_does(level: isa.ISA, draw: bool, cut
     assert tokens.tolist() == chosen_by(x, None).tolist()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("draw", [False, True])
 def test_the_key_of_a_part_has_the_bits_of_its_body(draw: bool):
     size, first = 300, 148

@@ -67,7 +67,7 @@ def in_order(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q.scaled_dot_product_attention(k, v, is_causal=True, enable_gqa=True)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @DTYPES
 def test_causal_with_heads_that_share_keys(dtype: DType):
     forward, _ = trained(made(b=2, heads=4, rows=150, dtype=dtype), in_order, causal(150, 150), dtype)
@@ -93,7 +93,7 @@ def test_soft_cap_scale_and_window():
     assert (forward.band.first, forward.band.last) == (-19, 0)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @DTYPES
 def test_masks_in_memory(dtype: DType):
     """Some rows see nothing."""
@@ -119,6 +119,7 @@ def test_a_mask_of_floats_and_its_gradient():
     assert (torch.tensor(of_bias.numpy()).double() - right).abs().max() <= 2.0**-18 * right.abs().max()
 
 
+@pytest.mark.slow
 def test_gradients_that_repeat_or_lie_otherwise():
     """As those of `(out * scale).sum()`; and where a head's elements are not side by side."""
     operands = made(dtype=F32)
@@ -150,6 +151,7 @@ def test_under_jit():
         near(step(*map(held, operands), held(grad)), operands, causal(20, 70), grad)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_gradient():
     """It is made of the function's body."""
     operands, grad = made(rows=20, keys=24, d=16, dtype=F32), normal(1, 2, 20, 16, seed=9, dtype=F32)
@@ -178,7 +180,7 @@ def test_attention_of_ours_can_be_switched_off(monkeypatch: pytest.MonkeyPatch):
 
 # **** dropout ****
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_dropout(causal: bool, dtype: DType):
@@ -204,6 +206,7 @@ def test_dropout(causal: bool, dtype: DType):
         assert wrong < (1e-6 if dtype == F32 else 0.02) * exact.abs().max()
 
 
+@pytest.mark.slow
 def test_dropout_of_the_tensor_method():
     """Forward and backward drop the same: the result is linear in v, so ⟨dv, v⟩ = ⟨grad, out⟩."""
     q, k, v = map(held, made(1, 2, 2, 70, 70, dtype=F32))

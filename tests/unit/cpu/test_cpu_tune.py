@@ -71,7 +71,7 @@ def test_what_is_near_is_legal_and_different(kind: ISA, spec: GemmSpec):
         assert {one.template for one in near} == {start.template}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "spec"), [
     (isa.of_level(isa.best()), product(5, 70, 90, dtypes.float32)),
     (isa.of_level(isa.best()), product(50, 70, 90, dtypes.float32, majors="KM")),

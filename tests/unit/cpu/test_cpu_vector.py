@@ -38,7 +38,7 @@ def same(got: np.ndarray, want: np.ndarray) -> None:
     np.testing.assert_array_equal(np.signbit(got[real]), np.signbit(want[real]))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @levels
 @pytest.mark.parametrize("kind", SMALL)
 def test_every_pattern_of_a_float_is_read(kind: str, level: isa.ISA):
@@ -112,6 +112,7 @@ def test_integers_wrap(level: isa.ISA):
 
 # **** a part of a vector ****
 
+@pytest.mark.sampled(12)
 @levels
 @pytest.mark.parametrize("kind", C_TYPES)
 def test_only_the_first_elements_are_touched(kind: str, level: isa.ISA):

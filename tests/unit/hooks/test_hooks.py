@@ -79,6 +79,7 @@ def test_rewrite_with_variable(data):
         close(out, want[:rows].sum(0))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("silu")
 @pytest.mark.parametrize("wrap", [lambda fn: fn, function, lambda fn: function(fn, precompile=True)])
 def test_rewrite_with_variable_under_jit(data, wrap):

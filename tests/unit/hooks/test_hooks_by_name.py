@@ -63,6 +63,7 @@ def test_device_by_name_opens_runs_and_goes():
     with pytest.raises(ModuleNotFoundError, match="ops_toy"): Device["TOY"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("wrap", [lambda fn: fn, function, lambda fn: function(fn, precompile=True)])
 def test_device_by_name_in_functions_under_jit_and_with_variables(wrap):
     hooks.add_device("toy", toy())

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).with_name("threads_script.py")
 ROOT = SCRIPT.parents[3]
 
@@ -19,6 +21,7 @@ def ran(*arguments: object, **env: object) -> None:
     assert (done.returncode, done.stderr.strip()) == (0, ""), done.stderr[-4000:]
 
 
+@pytest.mark.slow
 def test_eight_programs_from_an_empty_cache_and_then_a_full_one(tmp_path):
     for _ in range(2): ran("programs", DEV="CPU", CACHEDB=tmp_path / "cache.db")
 
@@ -27,5 +30,6 @@ def test_programs_gradients_captures_and_an_engine_side_by_side(tiny, tmp_path):
     ran("mixed", tiny, DEV="CPU", CACHEDB=tmp_path / "cache.db")
 
 
+@pytest.mark.slow
 def test_programs_gradients_and_captures_side_by_side_on_the_emulator(tmp_path):
     ran("mixed", DEV="EMU", CACHEDB=tmp_path / "cache.db")

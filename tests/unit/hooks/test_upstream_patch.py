@@ -65,7 +65,7 @@ assert len(realize.pre_compile) == 1 and list(realize.custom_functions) == ["f"]
 always = {{"_select_device", "db_connection", "_recreate_cm", "_Device__get_canonicalized_item", "capturing",
           "free_intermediates", "get_worker_pool"}}
 assert {{attribute for _, attribute in replaced._replaced}} == {{
-    *always, "scaled_dot_product_attention", "_compact_params", "__init__"}}
+    *always, "scaled_dot_product_attention", "conv2d", "_compact_params", "__init__"}}
 hooks.disable(); hooks.remove_custom_function("f")
 assert {{attribute for _, attribute in replaced._replaced}} == always
 assert (schedule.pre_schedule, realize.pre_compile, realize.custom_functions) == ([], [], {{}})

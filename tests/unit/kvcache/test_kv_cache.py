@@ -55,6 +55,7 @@ def test_a_window():
     loop.append([a], [[3]])
 
 
+@pytest.mark.slow
 def test_pages_of_others_that_were_evicted_and_come_back():
     loop = Loop(cache(pages=6, host_pages=6, B=2, layers=1))
     for first in (1, 100):

@@ -64,7 +64,7 @@ Machine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, d
 TestMachine = Machine.TestCase
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", POOLS)
 def test_a_random_drive_loses_nothing(name: str):
     drive = driven(name, 6000, every=20)

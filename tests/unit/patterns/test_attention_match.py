@@ -277,6 +277,7 @@ def test_what_is_refused_is_as_without_us(monkeypatch: pytest.MonkeyPatch):
     assert [k.name for k in ours] == [k.name for k in theirs]
 
 
+@pytest.mark.slow
 def test_devices_that_are_not_ours_are_left(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("NV_CPU", "0")
     q, k, v = (of(1, 2, 16, D, device="CPU") for _ in range(3))

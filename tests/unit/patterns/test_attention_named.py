@@ -72,7 +72,7 @@ def test_scale_and_mask(seed: int):
     close(scaled_dot_product_attention(q, k, v, mask, scale=0.2, enable_gqa=True), right)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [1, 3, 50])
 def test_windows(window: int, causal: bool):
@@ -89,7 +89,7 @@ def test_soft_cap():
     close(scaled_dot_product_attention(q, k, v, softcap=2.0), torch.softmax(s, -1) @ wide(v))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("lead_q", "lead_k", "mask"), [
     ((), (), None), ((3,), (3,), None), ((3,), (), (9,)), ((), (3,), None), ((2, 3, 4), (3, 1), None),
     ((2, 3, 4), (2, 3, 4), (3, 1, 5, 9)), ((2, 3, 4), (4,), (2, 1, 4, 5, 1)), ((2, 4), (2, 4), (1, 1, 1, 9))])
@@ -145,7 +145,7 @@ WHATS = [FlashAttention(), FlashAttention(causal=True), FlashAttention(softcap=1
          FlashAttention(window=5), FlashAttention(causal=True, window=3)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", WHATS, ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 def test_gradients_by_formulas(what: FlashAttention, masked: bool):
@@ -158,6 +158,7 @@ def test_gradients_by_formulas(what: FlashAttention, masked: bool):
     for one, right in zip(got, gradients(what, q, k, v, mask, grad), strict=True): close(one, right, 5e-5)
 
 
+@pytest.mark.slow
 def test_gradients_of_gradients():
     q, k, v = (x[:1].contiguous().realize() for x in made(heads=1, kv=1, rows=2, keys=4, d=4))
     leaves = [wide(x).requires_grad_() for x in (q, k, v)]
@@ -172,6 +173,7 @@ def test_gradients_of_gradients():
     close(got, right, 1e-3)
 
 
+@pytest.mark.slow
 def test_rows_that_see_nothing_have_no_part_in_gradients():
     q, k, v = made(kv=4)
     hidden = np.zeros((1, 1, 5, 9), dtype=bool)

@@ -71,6 +71,7 @@ def warnings_in(capsys) -> list[str]:
 
 # **** what a compiler refuses ****
 
+@pytest.mark.sampled(1)
 def test_the_answer_is_tinygrads_and_one_warning_says_why(device, spoiled, capsys):
     spoiled(GemmSpec)
     for _ in range(2):
@@ -116,6 +117,7 @@ def test_a_gradient(device, spoiled, capsys):
     np.testing.assert_array_equal(grad.numpy(), np.repeat(values(16, 32).sum(0)[:, None], 24, 1))
 
 
+@pytest.mark.sampled(1)
 def test_a_captured_step_and_its_replays(device, spoiled, capsys):
     spoiled(GemmSpec)
     w = pair(device)[1].realize()
@@ -151,6 +153,7 @@ def test_other_kernels_of_the_graph_stay_ours(spoiled, capsys):
     assert "norm" in [kernel.template for kernel in explain((a @ b).softmax()).kernels]
 
 
+@pytest.mark.sampled(1)
 def test_bound_variables_and_writes_in_place(device, spoiled):
     spoiled(GemmSpec)
     rows = Variable("rows", 1, 16).bind(5)
@@ -164,6 +167,7 @@ def test_bound_variables_and_writes_in_place(device, spoiled):
     np.testing.assert_array_equal(got, (values(16, 32)[:5] @ values(32, 24, seed=1)).sum(0))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 def test_a_function_known_by_name_is_computed_by_its_body(device, spoiled, capsys):
     spoiled(AttentionSpec)
@@ -198,6 +202,7 @@ def test_a_template_that_raises(device, error, monkeypatch, capsys):
     with pytest.raises(type(error)): (a @ b).realize()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("module", "call"), [(norm, "_called"), (attention, "called")])
 def test_rows_and_attention_that_raise(module, call: str, monkeypatch, capsys):
     def raises(*_): raise KeyError("a bug")

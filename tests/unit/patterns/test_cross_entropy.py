@@ -40,6 +40,7 @@ def numbers(*tensors: Tensor) -> list[np.ndarray]:
     return [each.float().numpy() for each in tensors]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("rows", "size", "scale"), [(3, 1, 1.0), (9, 130, 5.0), (33, 1001, 1e4)])
 def test_logits(name: str, rows: int, size: int, scale: float):
@@ -51,6 +52,7 @@ def test_logits(name: str, rows: int, size: int, scale: float):
     close(got, exact, plain)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_16_bit_logits(dtype: DType):
     labels, x, case = labels_of(9, 200), rounded((9, 200), dtype, 5.0), CASES["all"]
@@ -61,7 +63,7 @@ def test_16_bit_logits(dtype: DType):
     close(got[1:], exact[1:], plain[1:], UNIT[dtype])
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize(("name", "dtype", "biased"), [("plain", F32, False), ("all", F32, True),
                                                        ("plain", BF16, True), ("all", F16, False)])
@@ -84,6 +86,7 @@ def test_output_layer(name: str, dtype: DType, biased: bool, reduction: str):
     close(got[1:], exact[1:], plain[1:], 2 * UNIT[dtype])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("linear", [False, True])
 def test_distillation(linear: bool, temperature: float):
@@ -150,6 +153,7 @@ def test_label_that_is_no_class():
         assert np.isnan(loss[1])
 
 
+@pytest.mark.slow
 def test_micro_batches_add_up():
     """With the number of items of the whole batch, losses and gradients of parts are those of the batch."""
     hidden, weight, labels = rounded((20, 32), F32), rounded((90, 32), F32, seed=1), labels_of(20, 90)
@@ -164,6 +168,7 @@ def test_micro_batches_add_up():
 
 # **** graphs ****
 
+@pytest.mark.slow
 def test_everywhere_the_same():
     """Eager, captured, inside @function, and without kernels."""
     given = rounded((12, 32), F32), rounded((90, 32), F32, seed=1)
@@ -207,6 +212,7 @@ def test_what_is_not_used_is_not_computed():
     assert "12x32x90" not in shown
 
 
+@pytest.mark.slow
 def test_logits_are_not_kept():
     """The most that a captured step has beside its arguments: chunks, not logits."""
     hidden, weight = rounded((512, 16), F32), rounded((4096, 16), F32, seed=1)

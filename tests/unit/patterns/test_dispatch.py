@@ -81,6 +81,7 @@ def stack(x: np.ndarray) -> QStack:
     return QStack(INT8 @ per_channel_scale(), x.shape, {"codes": tensor(codes), "scales": tensor(scales)})
 
 
+@pytest.mark.slow
 def test_quantised_matrices():
     """Results and gradients of tokens, router and biases are those of the dequantised matrices."""
     given = arrays("router", "gate_up", "down", "gate_up_bias", "down_bias")

@@ -35,7 +35,7 @@ def on_the_cpu():
     with Context(DEV="CPU"): yield
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize("activation", specs.ACTIVATIONS)
 def test_every_instruction_set(activation: str, level: isa.ISA):
@@ -50,6 +50,7 @@ def test_every_instruction_set(activation: str, level: isa.ISA):
             right(spec, given, found[0], cut=2.0**-20)      # exponentials are polynomials
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [F32, BF16, dtypes.float16], ids=str)
 @pytest.mark.parametrize("activation", specs.ACTIVATIONS)
 def test_gradients_are_those_of_torch(activation: str, dtype: DType):

@@ -43,13 +43,14 @@ def right(made: Tensor, x: Tensor, w: Tensor, sel: Tensor, count: int = 1) -> No
     np.testing.assert_array_equal(made.float().numpy().reshape(wanted.shape), wanted)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.float16, dtypes.bfloat16], ids=str)
 def test_tokens_that_share_a_row(dtype: DType):
     x, w, sel = whole(2, 3, 1, K, dtype=dtype), whole(E, N, K, dtype=dtype), chosen(2, 3, 4)
     right(experts(x, w, sel), x.expand(2, 3, 4, K).reshape(24, K), w, sel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [dtypes.float16, pytest.param(dtypes.bfloat16, marks=pytest.mark.slow)],
                          ids=str)
 def test_matrices_of_16_bits(dtype: DType):
@@ -72,6 +73,7 @@ def test_a_row_for_each_slot_and_one_for_all():
     right(Tensor.einsum("tk,tnk->tn", x, w[sel[:, 0].contiguous()]).contiguous(), x, w, sel[:, 0])
 
 
+@pytest.mark.slow
 def test_numbers_of_no_expert_are_those_of_tinygrad():
     """Those below 0 count from the last; others are rows of zeros."""
     x, w, sel = whole(4, 1, K), whole(E, N, K), Tensor([[0, -1], [E, 2], [-E, 77], [-E - 1, 4]]).realize()
@@ -142,3 +144,14 @@ def test_what_is_left_to_tinygrad(words: str, make: Callable[[Tensor, Tensor, Te
     made = make(whole(7, 1, K), whole(N, N, K), chosen(7, 2))
     with hear_misses() as heard: made.schedule_linear()
     assert any(words in miss.reason for miss in heard if miss.template == "grouped_gemm"), heard
+
+
+def test_a_sum_over_slots_is_not_one_matmul():
+    """Weights of classes, added up over tokens: an element of `w[sel]` is no row of inputs times a matrix."""
+    x, w, sel = whole(3, K), whole(K), Tensor(RNG.integers(0, K, 3).astype(np.int32)).realize()
+
+    def made() -> Tensor: return ((x + 1).gather(1, sel.unsqueeze(1)).squeeze(1) * w[sel]).sum()
+    wanted = ((x.numpy() + 1)[np.arange(3), sel.numpy()] * w.numpy()[sel.numpy()]).sum()
+    assert made().item() == wanted
+    assert (-x.gather(1, sel.unsqueeze(1)).squeeze(1) * w[sel]).sum().item() == \
+        -(x.numpy()[np.arange(3), sel.numpy()] * w.numpy()[sel.numpy()]).sum()

@@ -54,6 +54,7 @@ def test_window_and_soft_cap():
     assert got[1, 3].abs().min() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("rows", [9, 13, 17])
 def test_blocks_of_rows_in_a_window(rows: int):
@@ -106,6 +107,7 @@ def test_sinks():
     assert not got[:, :, [0, 3]].any()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 def test_chunks():
     """Rows see the keys of their own chunk; pages of the chunks before are 2³⁰."""

@@ -29,7 +29,7 @@ def on_the_cpu():
     with Context(DEV="CPU"): yield
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 def test_every_instruction_set(dtype: DType, level: isa.ISA):
@@ -63,6 +63,7 @@ def theirs(x: torch.Tensor, cos: np.ndarray, sin: np.ndarray) -> tuple[torch.Ten
     return *apply_rotary_pos_emb(q, k, *both), v
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", [(T, D // 2), (B, T, D // 2)], ids=["positions", "documents"])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 def test_gradients_are_those_of_torch(dtype: DType, shape: tuple[int, ...]):
@@ -97,6 +98,7 @@ def test_gradients_are_those_of_torch(dtype: DType, shape: tuple[int, ...]):
         assert (off <= error * (np.abs(other) + 1e-2 * np.abs(other).max())).all()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2)], ids=str)
 def test_some_results_are_derived(used: tuple[int, ...]):
     """tinygrad does not say of which results the gradients are."""

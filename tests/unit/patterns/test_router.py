@@ -37,7 +37,7 @@ def expected(policy: Policy, logits: torch.Tensor, bias: torch.Tensor | None = N
     return experts, weights * policy.scale
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("biased", [False, True])
 def test_experts_weights_and_order(name: str, biased: bool):

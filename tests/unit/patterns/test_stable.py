@@ -56,6 +56,7 @@ def test_derivatives_are_exact_wherever_they_are_finite(name: str, dtype: DType,
     assert (off <= bound).all(), f"x = {wide[~(off <= bound)]}: {made.numpy()[~(off <= bound)]}"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["sigmoid", "tanh", "1 / (1 + exp)"])
 def test_values_that_are_kept_for_the_backward_pass(name: str):
     """1 / (1 + e) is in memory, e is not; the same in a kernel of tinygrad's own, of 9 elements."""
@@ -85,6 +86,7 @@ def test_behind_a_matmul():
         assert all(np.isfinite(each.numpy()).all() for each in made)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("behind", [False, True], ids=["alone", "behind a matmul"])
 def test_numbers_come_last(behind: bool):
     """The derivative of mish has 2 x among its factors: float16 does not reach it at x = 6e4, beside a 0."""

@@ -231,6 +231,7 @@ def test_named_barriers_loops_and_else(arch: str):
     assert text.index("bra $endelse") < text.index("$endif_1:") < text.index("$endelse_3:")
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_not_unrolled():
     """Twenty rounds: ptxas writes all of them out, unless it is told not to."""
     def multiplies(marked: bool) -> int:

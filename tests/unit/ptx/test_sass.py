@@ -52,6 +52,18 @@ def test_branches_to_addresses_are_those_to_labels():
     assert [each.opcode for each in loop.instructions] == ["HMMA", "BRA"]
 
 
+def test_a_call_of_what_never_returns_is_a_branch():
+    """So ptxas leaves a loop of a large kernel: what follows is no part of an iteration."""
+    code = listing(".L_x_0:", "HMMA.16816.F32 R8, R4, R6, R8", "@P3 CALL.REL.NOINC `(.L_x_1)",
+                   "BRA `(.L_x_0)", ".L_x_1:", "STG.E [R2], R8", "EXIT")
+    assert [each.opcode for each in code] == ["HMMA", "BRA", "BRA", "STG", "EXIT"]
+    loop = main_loop(code)
+    assert loop is not None
+    assert [each.opcode for each in loop.instructions] == ["HMMA", "BRA", "BRA"]
+    kept = listing("CALL.REL.NOINC `(.L_x_1)", "EXIT", ".L_x_1:", "MUFU.RCP R8, R8", "RET.REL.NODEC R4 0x0")
+    assert kept[0].opcode == "CALL"
+
+
 def test_a_function_is_named_by_its_section():
     text = '\t.section\t.text.first,"ax",@progbits\n /*0000*/ EXIT ;\n' \
            '\t.section\t.text.second,"ax",@progbits\n /*0000*/ NOP ;\n /*0010*/ EXIT ;\n'

@@ -55,6 +55,7 @@ def test_scales_are_those_of_transformer_engine(to: Format, power_of_two: bool):
     np.testing.assert_array_equal(found, scale(amax, to.most, power_of_two))
 
 
+@pytest.mark.sampled(1)
 @FORMATS
 def test_a_tensor(to: Format):
     x = (np.random.default_rng(2).standard_normal((7, 33)) * 3).astype(np.float32)
@@ -65,6 +66,7 @@ def test_a_tensor(to: Format):
     assert made.lost.numpy()[:2].tolist() == [np.abs(x).max(), 0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rows", [1, 128])
 def test_blocks(rows: int):
     """Of 1 x 128 and 128 x 128, cut off at both ends."""

@@ -48,6 +48,7 @@ def their_tokens(path: Path) -> tuple[list[int], list[int]]:
     return ids, found[0, len(ids):].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kinds", [*KINDS, "tied"])
 def test_greedy_tokens_are_those_of_transformers(source: Path, tmp_path: Path, make_model, kinds: str):

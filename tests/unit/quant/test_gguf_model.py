@@ -123,7 +123,7 @@ def test_hyper_parameters_are_those_of_transformers(directories: Directories, tm
     assert replace(read_config(path), dtype=None) == replace(parse_config(data), dtype=None)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_floats_are_those_of_the_directory(directories: Directories, tmp_path: Path, family: str):
     path = tmp_path / "model.gguf"

@@ -38,7 +38,7 @@ def case(n: int, k: int, group: int, dtype: torch.dtype = torch.float16,
     return {"qweight": packed(codes), "qzeros": packed(zeros), "scales": scales}, matrix
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("n", "k", "group"), [(8, 32, 32), (24, 96, 32), (136, 160, 32), (40, 4096, 128)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_groups(n: int, k: int, group: int, dtype: torch.dtype):

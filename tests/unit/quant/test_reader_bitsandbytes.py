@@ -46,7 +46,7 @@ def case(n: int, k: int, kind: str = "nf4", size: int = 64,
     return stored, matrix.reshape(n, k)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("n", "k", "size"), [(8, 64, 64), (5, 192, 64), (3, 256, 128), (2, 4096, 4096)])
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -58,6 +58,7 @@ def test_blocks(n: int, k: int, size: int, kind: str, dtype: torch.dtype):
     assert activations is None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("n", "k", "group"), [(8, 72, 8), (3, 96, 32), (5, 50, 2)])
 def test_blocks_that_go_on_into_the_next_row(n: int, k: int, group: int):
     tensors, matrix = case(n, k)
@@ -66,6 +67,7 @@ def test_blocks_that_go_on_into_the_next_row(n: int, k: int, group: int):
     assert found.type.scale == per_group_scale(group)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("n", "k", "nested"), [(16, 64, 256), (40, 512, 256), (8, 128, 4)])
 def test_double_quantisation(n: int, k: int, nested: int):
     tensors, matrix = case(n, k, nested=nested)

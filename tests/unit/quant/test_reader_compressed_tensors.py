@@ -61,7 +61,7 @@ def agrees(scheme: QuantizationScheme, n: int, k: int, dtype: torch.dtype = torc
     return same(read(config_of(scheme), layer_of(state), (n, k))[0], matrix)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("bits", ALL_BITS)
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_packed_groups(bits: int, symmetric: bool):
@@ -90,6 +90,7 @@ def spaced(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.from_numpy(np.array(rows, np.uint32).view(np.int32))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("bits", [3, 5, 6, 7])
 def test_packed_as_older_versions_do(bits: int):
     make, half = torch.Generator().manual_seed(bits), 1 << (bits - 1)
@@ -105,7 +106,7 @@ def test_packed_as_older_versions_do(bits: int):
     assert same(found, (codes - zeros[:, of]).to(torch.float16) * scales[:, of])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_order_of_activations(bits: int, symmetric: bool):
@@ -133,6 +134,7 @@ def test_groups_without_an_order():
         assert same(read(config_of(scheme), tensors, (16, 64))[0], matrix)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", ["tensor", "channel"])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_int8(strategy: str, symmetric: bool):
@@ -145,7 +147,7 @@ def test_int8(strategy: str, symmetric: bool):
     if symmetric: assert found.type.element == INT8
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("strategy", "more"), [
     ("tensor", {}), ("channel", {}), ("group", {"group_size": 32}), ("block", {"block_structure": [16, 32]})])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -194,6 +196,7 @@ MICROSCALED = {"mxfp4-pack-quantized": (4, "weight_packed", 2),
                "mxfp6-pack-quantized": (6, "weight_packed", 4 / 3), "mxfp8-quantized": (8, "weight", 1)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("format", list(MICROSCALED))
 def test_microscaled(format: str):
     bits, name, each = MICROSCALED[format]

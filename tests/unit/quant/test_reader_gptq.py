@@ -73,7 +73,7 @@ def test_symmetric(bits: int, wanted: QType):
     assert found.type == wanted
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_order_of_activations(bits: int, symmetric: bool):

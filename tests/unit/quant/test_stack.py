@@ -37,6 +37,7 @@ def test_layouts(layout: types.Layout):
     assert np.array_equal(stack.laid(layout).dequantize().numpy(), wanted)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("type", [DIVIDED, LAST], ids=["divided", "last"])
 def test_outer_scales_that_multiply(type: QType):
     """Within a unit of float32's last place for the reciprocal, and one for each multiplication."""

@@ -185,12 +185,14 @@ def run(script, **env):
                           capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_spawned_compile_workers_use_it():
     done = run(WORKERS, PARALLEL="2", CCACHE="0", CACHELEVEL="0")
     assert done.returncode == 0, done.stderr
     assert [round(v, 2) for v in json.loads(done.stdout)] == [21.72, 27.72]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("env", [{}, {"NV": "0"}, {"DEV": "CPU"}])
 def test_a_missing_compiler_is_our_error_however_the_device_is_chosen(tmp_path, env):
     """tinygrad's own device choice would say `no usable devices`, or list what each renderer lacks."""
@@ -201,6 +203,7 @@ def test_a_missing_compiler_is_our_error_however_the_device_is_chosen(tmp_path, 
     assert "pip install ziglang" in last[2]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("first", ["", "import tinygrad.runtime.ops_cpu;"])
 def test_it_does_not_matter_when_the_cpu_device_is_imported(first):
     done = run(f"""{first}

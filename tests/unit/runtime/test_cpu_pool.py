@@ -259,6 +259,7 @@ print(out.numpy()[3, 5])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("threads", ["2", "8"])
 def test_one_core_and_any_number_of_threads(threads: str):
@@ -269,6 +270,7 @@ def test_one_core_and_any_number_of_threads(threads: str):
     assert time.monotonic() - begun < 40
 
 
+@pytest.mark.slow
 def test_programs_of_queues_are_made_when_a_queue_is_used():
     """Opening the device generates and compiles nothing; tinygrad's queues work all the same."""
     script = """

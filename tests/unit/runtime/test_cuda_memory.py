@@ -146,6 +146,7 @@ def test_page_locked_memory_goes_both_ways(fake: Fake, gpu: CUDADriver):
     assert fake.calls["cuMemFreeHost"] == 1
 
 
+@pytest.mark.slow
 def test_page_locked_memory_that_is_let_go_of(fake: Fake, gpu: CUDADriver):
     stream, host, address = gpu.stream(), gpu.host(64), gpu.alloc(64)
     host.view[:] = bytes(64)

@@ -29,6 +29,7 @@ def run(script: str, **env: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("nv", ["0", "1"])
 def test_the_switch_of_this_package_is_no_device(nv: str):
     assert run("from tinygrad_nv import Device; print(Device.DEFAULT)", NV=nv) == "CPU"
@@ -49,6 +50,7 @@ with installed(version=(99, 0)) as fake:
 """) == "[3.0, 6.0] CUDA CUDA"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("why", ["cuda_device.has_bindings = lambda: False",
                                  "fake = installed(gpus=0)", "fake = installed(version=(11, 0))"])
 def test_without_what_it_needs_tinygrad_chooses(why: str):
@@ -60,6 +62,7 @@ with fake: print(Device.DEFAULT)
 """) == "CPU"
 
 
+@pytest.mark.slow
 def test_a_gpu_that_does_not_open_is_left_alone():
     assert run(FAKE + """
 cuda_device.has_library = lambda: True

@@ -43,7 +43,7 @@ def test_a_second_process_makes_no_program(run):
     assert second[1] == 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("change", [{"NOOPT": "1"}, {"NV_PROGRAM_CACHE": "0"}, {"CCACHE": "0"}, {"NV": "0"}],
                          ids=lambda c: "-".join(c))
 def test_what_changes_programs_or_forbids_the_cache_makes_them_anew(run, change):
@@ -79,6 +79,7 @@ print(b.numpy().sum() + c.numpy().sum(), len(asked))
 """
 
 
+@pytest.mark.slow
 def test_kernels_of_ours_start_no_workers_once_they_are_compiled(tmp_path: Path):
     """Two kernels given as text; tinygrad would ask its workers for any two it does not know."""
     answers = []
@@ -103,6 +104,7 @@ thread.join()
 """
 
 
+@pytest.mark.slow
 def test_a_thread_that_the_disk_cache_does_not_serve_compiles(tmp_path: Path):
     """SQLite serves the thread that opened it alone; tinygrad's workers compile for others."""
     own = {"CACHEDB": str(tmp_path / "cache.db"), "PARALLEL": "1", "DEV": "CPU"}
@@ -121,6 +123,7 @@ print("traced:", [name for name in names if name.startswith("E_")])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", [{"DEBUG": "4"}, {"VIZ": "-1"}], ids=lambda how: "-".join(how))
 def test_what_DEBUG_and_VIZ_show_is_shown_in_every_process(tmp_path: Path, how: dict[str, str]):

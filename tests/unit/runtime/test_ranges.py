@@ -140,6 +140,7 @@ def test_an_eager_model(on, executed):
     np.testing.assert_array_equal(found.numpy(), wanted)
 
 
+@pytest.mark.sampled(1)
 def test_a_captured_model_says_so_forever(on, executed):
     x, w = normal(16, 64), weights()
     wanted, step = model(x, w).numpy(), TinyJit(lambda x: model(x, w).realize())
@@ -186,6 +187,7 @@ def test_a_pickle_of_what_was_tracked_needs_no_package_but_tinygrad():
     assert (pickle.loads(pickled) + 0).tolist() == [3.0, 6.0]
 
 
+@pytest.mark.sampled(1)
 def test_gradients_belong_to_the_layer_of_what_they_are_of(on, executed):
     x, w = normal(16, 64), weights()[:2]
     with tracked():
@@ -208,6 +210,7 @@ def test_a_program_of_the_user(executed):
     assert executed[0] == Origin("mine", "__add__")
 
 
+@pytest.mark.sampled(1)
 def test_explain_has_a_column_while_layers_are_tracked(on):
     x, w = normal(16, 64), weights()
     with tracked(): lowering = explain(model(x, w))
@@ -221,6 +224,7 @@ def test_explain_has_a_column_while_layers_are_tracked(on):
 
 # **** what must not change ****
 
+@pytest.mark.sampled(1)
 def test_equal_layers_share_kernels_with_and_without_tracking(on):
     x, w = normal(16, 64), weights()
     model(x, w).realize()

@@ -150,6 +150,7 @@ def test_effort_and_verbosity_are_variables_of_the_template():
         assert prompt(engine).endswith("assistant:")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("template", "efforts"), [
     ("{{ messages }}", []), ("{% if enable_thinking %}", ["none", "medium"]),
     ("{{ reasoning_effort }}", ["minimal", "low", "medium", "high", "xhigh", "max"]),

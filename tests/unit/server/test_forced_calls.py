@@ -108,6 +108,7 @@ def test_an_answer_that_is_cut_is_still_calls():
     assert forced_calls('{"x": "ha', ToolChoice("named", "a"))[0].arguments == '{"x": "ha'
 
 
+@pytest.mark.slow
 def test_what_lists_no_properties_or_says_more_stays_open():
     for parameters in ({"type": "object"}, {**PARAMETERS["flat"], "additionalProperties": True},
                        {**PARAMETERS["flat"], "patternProperties": {"^x": {"type": "integer"}}}):

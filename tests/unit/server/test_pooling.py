@@ -148,6 +148,7 @@ def test_what_is_refused(served: Served, labels: int, path: str, fields: dict[st
     assert words in answer.json()["error"]["message"], answer.text
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("path", "fields"), [
     ("/score", {"text_1": "a", "text_2": "b"}), ("/rerank", {"query": "a", "documents": ["b"]}),
     ("/classify", {"input": "a"}), ("/pooling", {"input": "a"})])

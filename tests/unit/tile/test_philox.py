@@ -54,7 +54,7 @@ def test_probabilities_are_multiples_of_a_256th():
     assert [kept_of(p) for p in (0.0, 0.1, 0.5, 0.9, 1 / 256, 1.0)] == [256, 230, 128, 26, 255, 0]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("shape", "kept"), [((2, 3, 5, 70), 100), ((1, 2, 3, 64), 200), ((1, 1, 2, 7), 1)])
 def test_weights_of_tinygrad_are_those_of_kernels(shape: tuple[int, ...], kept: int):
     seed = np.array([0xdeadbeef, 7], np.uint32)
@@ -74,6 +74,7 @@ def test_seeds_are_drawn():
     assert np.array_equal(drawn(None).numpy(), seeds[0])
 
 
+@pytest.mark.slow
 def test_an_attention_of_tinygrad_drops_them_too():
     """The body of the named function, and its gradients by formulas, against float64."""
     random, words = torch.Generator().manual_seed(0), np.array([3, 4], np.uint32)

@@ -83,6 +83,7 @@ def test_residual_and_norm(kind: type[AllReduceSchedule], dtype: DType) -> None:
             Case.drawn(spec, schedule, whole=whole).correct(2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [pytest.param(BF16, marks=pytest.mark.slow), F32, S32])
 def test_the_reference_of_the_family(dtype: DType) -> None:
     """What the kernels are compared with here is what tile/reference.py computes."""

@@ -40,6 +40,7 @@ def test_nothing_spills(kind: type[AllReduceSchedule], dtype: DType, world: int)
         assert found.registers <= 128
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(disassembler() is None, reason="no disassembler")
 @pytest.mark.parametrize("columns", [0, 8192])
 def test_loads_of_all_peers_are_under_way_together(columns: int) -> None:

@@ -56,7 +56,7 @@ def counted(spec: BackwardSpec, schedule: BackwardSchedule) -> Stats:
 
 # **** spills ****
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("d", "schedule"), TILES, ids=str)
 def test_default_schedules_keep_to_their_resources(d: int, schedule: BackwardMma):
     """The causal kernel has all code, in the full one the loop is a single block of instructions. The newer
@@ -67,7 +67,7 @@ def test_default_schedules_keep_to_their_resources(d: int, schedule: BackwardMma
         if not TABLE.problems(spec, schedule, GPU(arch)): fitting(built(spec, schedule, arch), arch)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("d", LOOPS)
 def test_windows_and_turns_do_not_spill(d: int):
     """Each alone; both and extents of a launch."""
@@ -77,7 +77,7 @@ def test_windows_and_turns_do_not_spill(d: int):
         fitting(built(spec, chosen(spec, "sm_80")), "sm_80")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["mask", "bias", "soft-cap", "soft-cap and bias", "ALiBi by head"])
 def test_scores_do_not_spill(name: str):
     for d in (64, 128, 256):
@@ -85,7 +85,7 @@ def test_scores_do_not_spill(name: str):
         fitting(built(spec, chosen(spec, "sm_80")), "sm_80")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("d", "score"), [
     *((d, None) for d in LOOPS), *((128, score) for score in ("ALiBi", "bias of heads", "mask")),
     (96, "soft-cap"), (64, "soft-cap and bias"), (128, "soft-cap and bias"), (256, "bias of heads")])
@@ -97,7 +97,7 @@ def test_no_default_of_wgmma_spills(d: int, score: str | None):
     assert_overlapped(code_of(built(spec, chosen(plain, "sm_90a")), "sm_90a"), 1)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("schedule", "d", "d_v", "score"), [
     (WIDE, 64, 96, None), (LOW, 144, 96, None), (SMALL, 112, 96, None), (WIDE, 64, 64, "soft-cap"),
     (LOW, 96, 128, "soft-cap")], ids=str)
@@ -116,7 +116,7 @@ def test_registers_are_within_the_pool():
 
 # **** memory ****
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("d", "schedule"), [
     *TILES, (80, mma(*defaults.FEW[0])), (40, mma(*defaults.FEW[1]))], ids=str)
 def test_loops_lose_no_pass(d: int, schedule: BackwardMma):
@@ -155,7 +155,7 @@ def test_there_is_a_default(arch: str, d: int):
 
 # **** loops ****
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("d", LOOPS)
 def test_main_loops_of_wgmma_are_short(d: int):
     spec = backward(LONG, LONG, d)
@@ -176,6 +176,7 @@ def triton_work(kernel: Any, names: tuple[str, ...], d: int, warps: int) -> floa
     return around(made.ptx, made.entry)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("d", [64, 128])
 def test_loops_are_no_longer_than_those_of_triton(d: int):

@@ -59,7 +59,7 @@ def scores(n: int) -> dict[str, Expression]:
         "in f16": ((Sum() * 0.1).cast(F16) * Load(0, F16, 0, 1)).cast(F32)}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @EACH
 @pytest.mark.parametrize("name", scores(1))
 def test_scores(kind: Kind, name: str):
@@ -88,6 +88,7 @@ def test_scores_by_default_schedules(name: str):
         if isinstance(schedule, BackwardMma): close(spec, schedule, arch, seed=1)
 
 
+@pytest.mark.sampled(1)
 @EACH
 def test_large_scores(kind: Kind):
     """Weights are as good as 0 and 1; nothing overflows."""

@@ -27,13 +27,14 @@ BLOCKS = {"of all": (-1, -1, -1), "of heads": (0, 0, 0), "of blocks": (64, 64, 6
 
 # **** heads, bands, scales ****
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("d", [16, 32, 48, 64, 96, 128, 192, 256])
 def test_heads(d: int):
     """The band is a window that begins and ends within blocks; 200 keys are 7 blocks."""
     close8(attention8(40, 200, d, (16, 32, 64), band=Band(-90, 3), start=100, lse=True), NARROW, d % 4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("d", "d_v"), [(64, 128), (128, 64), (32, 256), (256, 160), (16, 48)])
 def test_values_of_another_width_than_keys(d: int, d_v: int):
     close8(attention8(50, 150, d, d_v=d_v, band=CAUSAL, start=90, heads=2, lse=True), NARROW)
@@ -44,7 +45,7 @@ def test_results(out: DType):
     close8(attention8(70, 130, 64, out=out, heads=2, group=2, lse=True))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("start", [0, 150])
 @pytest.mark.parametrize("band", [CAUSAL, Band(-40, 0), Band(None, 20), Band(-10, None), Band(5, 60),
                                   Band(-70, -33)], ids=str)
@@ -53,7 +54,7 @@ def test_bands(band: Band, start: int):
     close8(attention8(140, 230, 32, (32, 32, 32), band=band, start=start, lse=True), NARROW, start % 4)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "seed"), [*(("of blocks", seed) for seed in range(4)), ("of all", 0),
                                             ("of heads", 1), ("of keys", 2), ("of values", 3)])
 def test_blocks_of_scales(name: str, seed: int):
@@ -99,7 +100,7 @@ SCORES = {"soft-cap": tanh(SCALED * 0.05) * 20.0,
           "mask": where(Load(0, dtypes.bool, 200, 1), SCALED, Constant(-math.inf))}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["of heads", "of blocks"])
 @pytest.mark.parametrize("score", SCORES)
 def test_scores(score: str, name: str):
@@ -108,6 +109,7 @@ def test_scores(score: str, name: str):
     close8(spec, seed=len(name) % 4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("scale", "name"), [(0.1, "of heads"), (8.0, "of blocks"), (1e8, "of heads"),
                                              (1000.0, "of blocks")])
 def test_small_and_large_scores(scale: float, name: str):
@@ -154,6 +156,7 @@ def test_a_rows_bits_do_not_depend_on_other_rows():
     assert torch.equal(few[0], many[0][..., :5, :])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_columns_that_no_row_sees_do_not_count(seed: int):
     """Keys and values beyond the band are NaN, within the last block too, in every tile of CTAs."""
@@ -166,6 +169,7 @@ def test_columns_that_no_row_sees_do_not_count(seed: int):
 
 # **** schedules ****
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", [
     NARROW, NARROW.stages(3).pingpong(), W.block(64, 128).warps(8), W.block(192, 96).warps(16).pingpong(),
     *(pytest.param(W.block(128, n), marks=pytest.mark.slow) for n in (128, 160, 192, 224))], ids=str)
@@ -177,7 +181,7 @@ def test_schedules(schedule: FlashWgmma):
         close8(spec, schedule)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("band", "seed"), [*((CAUSAL, seed) for seed in range(4)), (FULL, 1),
                                             (Band(-50, 0), 2), (Band(None, -100), 3)], ids=str)
 def test_persistent(band: Band, seed: int):
@@ -210,6 +214,7 @@ def specs(draw: st.DrawFn) -> AttentionSpec:
                       order=draw(st.sampled_from(["bhr", "brh"])))
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, phases=QUICK)
 @drawn(specs(), st.sampled_from([32, 64, 96]), st.integers(1, 3), st.integers(2, 3), st.integers(0, 3))
 def test_generated(spec: AttentionSpec, columns: int, consumers: int, stages: int, seed: int):

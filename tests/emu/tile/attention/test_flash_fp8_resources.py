@@ -47,7 +47,7 @@ def test_main_loops_are_short_and_nothing_spills(d: int):
     assert_overlapped(code, 1)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("d", "name"), [
     (64, "window"), (96, "window"), (128, "window"), (128, "causal"), (192, "window"), (256, "window"),
     (64, "soft-cap"), (128, "soft-cap"), (256, "soft-cap")])
@@ -59,7 +59,7 @@ def test_no_default_spills(d: int, name: str):
     assert_overlapped(code, 2 if name == "causal" else 3)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("d", [32, 64, 96, 192])
 def test_no_bank_conflicts(d: int):
     """Of values turned by ldmatrix and stmatrix, and of the result."""

@@ -90,7 +90,7 @@ def schedules(draw: st.DrawFn, template: str) -> FlashSchedule:
     return made.pingpong() if consumers > 1 and draw(st.booleans()) else made
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("template", SIDES)
 def test_generated(template: str):
     @settings(max_examples=EXAMPLES[template], deadline=None)

@@ -60,7 +60,7 @@ def counted(spec: AttentionSpec, schedule: FlashSchedule) -> Stats:
 
 # **** spills ****
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("d", "schedule"), TILES, ids=str)
 def test_default_schedules_keep_to_their_resources(d: int, schedule: FlashMma | FlashFma):
     """The causal kernel has all code; in the full one of mma the loop is a single block of instructions,
@@ -77,7 +77,7 @@ def test_default_schedules_keep_to_their_resources(d: int, schedule: FlashMma | 
         if not TABLE.problems(spec, schedule, GPU(arch)): fitting(built(spec, schedule, arch), arch)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["mma", "fma"])
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_do_not_spill(name: str, dtype):
@@ -86,7 +86,7 @@ def test_scores_do_not_spill(name: str, dtype):
         fitting(built(spec, chosen(spec, "sm_80")), "sm_80")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("d", "score", "few"), [
     *((d, None, False) for d in (64, 96, 128, 192, 256)), *((128, score, False) for score in SCORES),
     (64, "ALiBi", False), *((d, "soft-cap and bias", False) for d in (64, 192, 256)),
@@ -100,6 +100,7 @@ def test_no_default_of_wgmma_spills(d: int, score: str | None, few: bool):
     assert_overlapped(code_of(built(spec, chosen(plain, "sm_90a")), "sm_90a"), 3)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("schedule", "d"), [(W.block(64, 256).warps(8), 64), (W.block(128, 240), 64),
                                              (W.block(128, 192), 128), (W.block(192, 128).warps(16), 64),
@@ -118,7 +119,7 @@ def test_registers_are_within_the_pool():
 
 # **** memory ****
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("d", "schedule"), TILES, ids=str)
 def test_loops_lose_no_pass_and_fill_sectors(d: int, schedule: FlashMma | FlashFma):
     """Two blocks of columns more: what they cost. Heads of an odd number of 8 elements straddle sectors."""
@@ -144,6 +145,7 @@ def test_heads_of_other_widths_lose_no_pass(d: int):
         assert sum(stats.bank_conflicts.values()) == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("d", [64, 80, 96, 128, 192, 256])
 def test_no_bank_conflicts_and_all_of_memory_by_tma(d: int):
     """But for l: a sector for the eight rows of each request."""
@@ -197,6 +199,7 @@ def triton_loop(d: int, schedule: FlashMma, causal: bool) -> float:
     return around(made.ptx, made.entry)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("band", [FULL, CAUSAL], ids=str)
 @pytest.mark.parametrize("d", [64, 128])
@@ -213,6 +216,7 @@ def test_only_tensor_cores_multiply():
     assert {each.opcode for each in code} & set(TENSOR) == {"HMMA"}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("d", [64, 96])
 def test_loops_of_fma_multiply_and_add(d: int):

@@ -51,7 +51,7 @@ SCORES: dict[str, Expression] = {
     "two parameters": where(Load(1, dtypes.bool, 0, 1), SCALED + Load(0, F32, 200, 1), NOTHING)}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @HALF_PRECISION
 @pytest.mark.parametrize("name", SCORES)
 def test_scores(name: str, schedule: FlashSchedule):
@@ -169,6 +169,7 @@ def test_rows_of_a_result_that_tma_cannot_have():
         close(replace(spec, out=out), WGMMA)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", [WGMMA.pingpong(), W.block(192, 64).warps(16).pingpong()], ids=str)
 def test_turns_where_ctas_have_one_block_or_none(schedule: FlashWgmma):
     close(attention(400, 64, 64, band=Band(-30, -10), start=60, lse=True), schedule)

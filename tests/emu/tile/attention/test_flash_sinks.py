@@ -74,6 +74,7 @@ def test_sinks_of_8_bits_are_refused():
         replace(scaled(attention_of(70, 130, 64), 32), sinks=(0, 1, 1))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("d", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_default_schedules_do_not_spill(d: int, arch: str):

@@ -32,7 +32,7 @@ SPECS: dict[str, tuple[AttentionSpec | BackwardSpec, int]] = {
     "backward, causal": (backward(LONG, LONG, 128, band=CAUSAL), 1),
     "backward, dropout": (backward(LONG, LONG, 64, kept=200), 1)}
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SPECS)
 def test_softmax_lies_under_the_products(name: str):
     spec, loops = SPECS[name]

@@ -44,7 +44,7 @@ def same(spec: AttentionSpec, schedule: FlashWgmma, sm_count: int, seed: int = 0
         if one is not None and other is not None: assert torch.equal(one, other)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("band", "seed"), [*((band, seed) for band in BANDS[:3] for seed in range(4)),
                                             *((band, i % 4) for i, band in enumerate(BANDS[3:]))], ids=str)
 def test_bands(band: Band, seed: int):
@@ -54,6 +54,7 @@ def test_bands(band: Band, seed: int):
     same(spec, NARROW.pingpong() if seed % 2 else NARROW, (5, 2, 7, 3)[seed], seed)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules(name: str):
     out = None if "stages" in name else F32
@@ -61,7 +62,7 @@ def test_schedules(name: str):
     same(spec, SCHEDULES[name], 2, len(name) % 4)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("band", "seed"), [*((CAUSAL, seed) for seed in range(4)), (Band(None, -100), 1)],
                          ids=str)
 def test_results_where_the_queries_were(band: Band, seed: int):

@@ -42,6 +42,7 @@ def test_rows_and_layouts(seed: int, causal: bool):
     checked(spec, [length] * 2, seed=seed, arch=["sm_90a", "sm_80"][causal])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("window", [1, 7, 150, 1000])
 def test_windows(window: int):
     for s_q in (1, 3):

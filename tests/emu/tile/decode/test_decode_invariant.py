@@ -56,7 +56,7 @@ def test_pages_may_lie_anywhere(kv, window):
     for seed in range(3): assert torch.equal(run(spec, moved(spec, given, seed), seed=seed), got)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kv", KINDS)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_a_request_alone(kv, arch: str):
@@ -95,7 +95,7 @@ def test_padding_rows():
     assert not got[[0, 2, 3]].any()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("splits", [1, 2, 3, 5, 8, 16, 32])
 def test_numbers_of_splits(splits: int):
     """All within the bound of the error: a request has so many parts at most, of one tile of keys at least.
@@ -138,6 +138,7 @@ def specs(draw: st.DrawFn) -> tuple[DecodeSpec, list[int]]:
                   draw(st.sampled_from(["ths", "hts"])), draw(st.sampled_from(["brh", "bhr"]))), lengths
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, derandomize=True)
 @drawn(case=specs(), arch=st.sampled_from(["sm_80", "sm_90a"]), seed=st.integers(0, 7), small=st.booleans())
 def test_generated(case: tuple[DecodeSpec, list[int]], arch: str, seed: int, small: bool):

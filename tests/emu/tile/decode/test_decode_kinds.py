@@ -25,7 +25,7 @@ def test_bytes_with_scales(kv: DType, dtype: DType, seed: int):
             SMALL.stages(2 + seed % 2), ["sm_80", "sm_90a"][seed // 2], seed)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kv", [*BYTES[:2], pytest.param(BYTES[2], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("page_size", [8, 32, 256])
 @pytest.mark.parametrize(("d", "d_v", "order", "warps"), [(32, 64, "hts", 1), (64, 32, "ths", 2),

@@ -28,7 +28,7 @@ SHAPES = [{"d": 128, "group": 4}, {"d": 64, "group": 8}, {"d": 96, "group": 1}, 
 LATENTS = [(16, 1), (128, 1), (128, 8)]     # query heads, rows
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 @pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -37,7 +37,7 @@ def test_defaults_do_not_spill(arch: str, kv: DType | None, shape: dict):
     do_not_spill(decode(batch=4, heads=8, pages=8192, kv=kv, **shape), arch)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize(("heads", "rows"), LATENTS)
 def test_latents_do_not_spill(arch: str, heads: int, rows: int):

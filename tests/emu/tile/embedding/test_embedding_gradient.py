@@ -121,6 +121,7 @@ def drawn(count: int, rows: int, seed: int = 0, beside: int = 3) -> np.ndarray:
     return np.where(random.random(count) < 0.6, random.choice([1, rows // 2, rows - 1], count), made)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 def test_every_bit(arch: str, dtype: DType):

@@ -19,8 +19,8 @@ from tinygrad_nv.tile.gemm.schedules import Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gemm.wgmma.plan import WgmmaPlan
 from tinygrad_nv.tile.kernel import GemmKernel
+from tinygrad_nv.tile.result_store import Store
 from tinygrad_nv.tile.share import Cell
-from tinygrad_nv.tile.store import Store
 from tinygrad_nv.tile.store_plan import StorePlan
 
 SMALL = Mma().block(32, 32).warps(2, 2)

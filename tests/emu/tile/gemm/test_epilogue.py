@@ -139,7 +139,7 @@ def test_functions_of_one_number(dtype: DType, arch: str):
             if op in ("reciprocal", "sqrt") and dtype == dtypes.float32: same(got, want)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("source", [*FLOATS, *FP8, *INTEGERS, dtypes.bool])
 def test_casts(source: DType):
     table = numbers(source)

@@ -262,6 +262,7 @@ def test_more_matrices_than_a_grid_is_high(matrices: int, monkeypatch: pytest.Mo
     exactly(spec, schedule)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("clusters", [1, 2, 3])
 def test_fewer_clusters_have_more_tiles_each(clusters: int):
     """8 tiles of a cluster, of which the GPU holds so many at once."""

@@ -195,7 +195,7 @@ def traffic(stats: Stats) -> tuple[int, int]:
             stats.asynchronous_bytes + stats.global_read_bytes - 4 * sum(site.threads for site in flags))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", turns(), ids=str)
 def test_default_schedules_keep_to_their_resources(case: Case):
     gated(case)
@@ -225,6 +225,7 @@ def test_what_is_chosen_for_a_large_product_is_a_default_tile(arch: str, majors:
     assert schedule.key in [tile.key for tile in starts(spec, GPU(arch))]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("b_major", ["K", "MN"])
 @pytest.mark.parametrize(("arch", "warps"), [("sm_80", 4), ("sm_80", 8), ("sm_90a", 0)])

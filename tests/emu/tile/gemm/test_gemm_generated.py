@@ -219,13 +219,13 @@ def generated(template: str, count: int, holds: Callable[..., None], steps: tupl
 EXACT = tuple(sorted(EPILOGUES))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("template", sorted(ARCHS))
 def test_integers_come_out_exactly_whatever_the_product(template: str):
     generated(template, EXAMPLES[template], exactly, EXACT, True)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("template", sorted(ARCHS))
 def test_random_values_come_out_closely_with_activations(template: str):
     generated(template, 6, close, tuple(ACTIVATIONS), True)

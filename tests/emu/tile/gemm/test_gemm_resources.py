@@ -40,7 +40,7 @@ def unspilt(made: GemmKernel, arch: str) -> int:
 
 # **** mma ****
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("dtype", "arch", "schedule"), [
     *[(BF16, arch, Mma()) for arch in ("sm_80", "sm_89", "sm_90a")], (F32, "sm_80", Mma().k(16)),
     (S8, "sm_80", Mma().k(64)), (E4M3, "sm_89", Mma().k(64))])
@@ -102,7 +102,7 @@ DEFAULTS = {
     "tf32": (W.block(128, 256).k(32), F32, "KK", 12)}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_main_loops_are_short_and_nothing_spills(name: str):
     schedule, dtype, majors, most = DEFAULTS[name]
@@ -115,7 +115,7 @@ def test_main_loops_are_short_and_nothing_spills(name: str):
     assert dtype == E4M3 or not {"FFMA", "FMUL", "FADD", "LDL", "STL"} & set(loop.counts)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_no_bank_conflicts_and_all_of_memory_by_tma(name: str):
     """No request of a warp to global memory at all: TMA moves whole sectors. Sums of stream-K go by 16 whole
@@ -134,7 +134,7 @@ WIDEST = {"one consumer": W.block(128, 192).warps(8), "two": W.block(256, 200).s
           "8 splits": W.block(128, 256).split(8), "stream-K": W.block(256, 160).stages(3).streamed()}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", WIDEST)
 def test_the_most_sums_fit_beside_a_long_epilogue(name: str):
     """A bias along rows, silu in the result's dtype, a residual."""

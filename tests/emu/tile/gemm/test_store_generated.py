@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 from gemm_case import arguments, operand, product, reference, result, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,6 +41,7 @@ def test_every_result(m: int, n: int, batch: tuple[int, ...], major: str, gap: i
     exact(spec_of(out, m, n, batch=batch, out_major=major, gap=gap), schedule, arch, seed)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(EXTENTS, EXTENTS, st.sampled_from([(), (2,)]), st.sampled_from("NM"), st.sampled_from([0, 1, 8]),
        st.sampled_from([HALF, dtypes.float16, SINGLE]), SCHEDULES, st.integers(0, 3),
@@ -67,6 +69,7 @@ STEPS = ["row bias", "column bias", "residual", "row scale", "column scale", "sc
          "activation"]
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(EXTENTS, st.sampled_from([8, 48, 72, 128, 33]), st.sampled_from([HALF, dtypes.float16, SINGLE]),
        SCHEDULES, st.lists(st.sampled_from(STEPS), max_size=4), st.sampled_from(ACTIVATIONS), st.booleans(),

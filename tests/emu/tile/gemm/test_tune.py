@@ -131,6 +131,7 @@ def assembly(spilled: int, registers: int = 100):
     return lambda text, arch, flags: Assembly(arch, b"", used, ())
 
 
+@pytest.mark.slow
 def test_what_spills_is_out(monkeypatch):
     monkeypatch.setattr(tune, "assemble", assembly(24))
     tried = tune.tune(SMALL, A100)
@@ -150,6 +151,7 @@ def test_what_ptxas_changes_or_the_emulator_refuses_is_out(monkeypatch):
     assert {c.why for c in tune.tune(SMALL, A100)} == {"deadlock: line 3"}
 
 
+@pytest.mark.slow
 def test_without_ptxas_nothing_is_assembled(monkeypatch):
     monkeypatch.setattr(tune, "find_program", lambda name: None)
     tried = tune.tune(SMALL, A100)
@@ -157,6 +159,7 @@ def test_without_ptxas_nothing_is_assembled(monkeypatch):
     assert all(c.seconds for c in tried)
 
 
+@pytest.mark.slow
 def test_bank_conflicts_lose(monkeypatch):
     real = trial.emulated
     favourite = tune.tune(SMALL, A100)[0].schedule

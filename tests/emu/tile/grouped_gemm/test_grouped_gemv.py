@@ -133,7 +133,7 @@ def layers(name: str, tokens: int) -> tuple[GroupedGemmSpec, GroupedGemmSpec]:
             GroupedGemmSpec(experts, tokens * k, hidden, width, BF16, scatter=True, weighted=True))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(find_program("ptxas") is None, reason="needs ptxas")
 @pytest.mark.parametrize("name", MODELS)
 def test_of_a_token_it_is_the_default_and_it_spills_nothing(name: str):

@@ -31,7 +31,7 @@ LEGAL = [(name, schedule) for name, spec in SPECS.items() for template in TABLE.
 CHOSEN = [(name, schedule) for name, schedule in LEGAL if schedule == TABLE.choose(SPECS[name], HOPPER)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "schedule"), [
     pytest.param(*each, marks=[] if each in CHOSEN else pytest.mark.slow, id=f"{each[0]}, {each[1]}")
     for each in LEGAL])
@@ -69,6 +69,7 @@ def test_no_bank_conflict_in_the_loop(schedule: GroupedWgmma):
 
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("spec", [
     GroupedGemmSpec(256, 32768, 4096, 7168, BF16, 4096, gather=8, activation="silu"),
     ScaledGroupedGemmSpec(256, 32768, 7168, 2048, scatter=True, weighted=True)], ids=["bf16", "e4m3"])

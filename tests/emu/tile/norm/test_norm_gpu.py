@@ -150,6 +150,7 @@ def test_what_is_wrong_in_a_cluster_is_found(spoilt: tuple[str, str]):
     with pytest.raises(AssertionError): checked(argmax(2, 60000), "sm_90a", exact=True, spoilt=spoilt)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", ["rms", "layer", "softmax"])
 def test_a_row_has_the_same_bits_beside_any_others(form: str):
     """Alone, among few and among many, and wherever it stands."""

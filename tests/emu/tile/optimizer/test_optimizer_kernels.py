@@ -14,7 +14,7 @@ from tinygrad_nv.tile.templates import TABLE
 H100, A100 = GPU("sm_90a", 132), GPU("sm_80", 108)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("gpu", [H100, A100], ids=lambda gpu: gpu.arch)
 def test_numbers(name: str, gpu: GPU):
@@ -31,6 +31,7 @@ def test_a_step_that_is_not_taken_writes_nothing():
     for key, x in got.items(): assert torch.equal(x, given[key].double()), key
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("gpu", [H100, A100], ids=lambda gpu: gpu.arch)
 def test_registers(gpu: GPU):
     """As many as eight CTAs of an SM may have: 32 each of 2048 threads."""

@@ -85,7 +85,7 @@ def per_weight(type: QType, dtype: DType, m: int, schedule: QuantGemv | QuantWgm
     return (loop.around - loop.tensor) / weights
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "dtype", "m", "schedule", "weights", "most"), [
     ("int4 g128", BF16, 2048, WIDE, 32, 3.5), ("int4 g128", F16, 2048, WIDE, 32, 3.25),
     ("int8 channel", BF16, 2048, WIDE, 32, 3.1), ("int4 g128", BF16, 1, QuantGemv().of(1, 2), 64, 2.0),

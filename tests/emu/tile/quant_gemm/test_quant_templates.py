@@ -43,7 +43,7 @@ def held(spec: QuantGemmSpec, schedule: Schedule, gpu: GPU, seed: int = 0, whole
     else: right(spec, given, got, cut=CUT)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "dtype"), [
     *(pytest.param(name, BF16, marks=[pytest.mark.slow] * (name in LONG)) for name in TYPES),
     *((name, F16) for name in ("int4 g32", "awq g32", "uint8 zeros", "e4m3 channel", "e5m2", "MXFP4",
@@ -67,7 +67,7 @@ def test_older_gpus(name: str, gpu: GPU):
     held(matmul(TYPES[name], 20, 24, 512), MMA, gpu)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("m", [1, 7, 8, 9, 16])
 @pytest.mark.parametrize("schedule", [
     GEMV, GEMV.of(2, 2), GEMV.of(1, 1).warps(3), GEMV.of(3, 1).warps(2).split(3),
@@ -77,7 +77,7 @@ def test_gemv_extents(m: int, schedule: QuantGemv):
     held(matmul(TYPES["awq g32"], m, 90, 1100 // 8 * 8, bias=True), schedule, HOPPER, seed=m)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("k", [8, 64, 200, 832])
 @pytest.mark.parametrize("gap", [0, 1, 8])
 def test_gemv_rows_anywhere(k: int, gap: int):
@@ -85,18 +85,21 @@ def test_gemv_rows_anywhere(k: int, gap: int):
     held(matmul(TYPES["Q8_0" if k % 32 == 0 else "int8 channel"], 2, 33, k, F16, gap=gap), GEMV, HOPPER)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("rows", [1, 5, 9])
 def test_gemv_rows_known_at_launch(rows: int):
     held(matmul(TYPES["int4 g32"], 9, 40, 320, symbolic=True), GEMV.of(1, 2), HOPPER, rows=rows)
 
 
+@pytest.mark.slow
 def test_gemv_parts():
     """silu(gate) · up of one matrix."""
     gated = (silu(Sum()) * Sum(part=1)).cast(BF16)
     held(matmul(TYPES["int4 g128"], 3, 48, 512, parts=2, epilogue=gated), GEMV.of(1, 2), HOPPER)
 
 
+@pytest.mark.slow
 def test_the_ends_of_e8m0():
     """0 is 2^-127, a subnormal number, and 255 NaN."""
     spec = matmul(TYPES["MXFP4"], 1, 16, 64, BF16, F32)
@@ -132,24 +135,26 @@ def test_wgmma_block_of_128():
         held(matmul(TYPES[name], 40, 72, k), SMALL.k(128), HOPPER)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", [GEMV, SMALL, MMA], ids=str)
 def test_less_than_a_tile(schedule: Schedule):
     held(matmul(TYPES["Q4_K"], 5, 7, 512, F16), schedule, HOPPER)
 
 
+@pytest.mark.slow
 def test_wgmma_of_columns():
     """Activations that lie along rows, and a result that does."""
     gemm = GemmSpec(24, 72, 256, Operand(BF16, 1, 24), Operand(BF16, 256, 1), Result(F32, 1, 24))
     held(QuantGemmSpec(gemm, TYPES["int4 g32"]), SMALL, HOPPER)
 
 
+@pytest.mark.slow
 def test_wgmma_residual():
     added = (Sum() + Load(0, BF16, 72, 1).cast(F32)).cast(BF16)
     held(matmul(TYPES["awq"], 24, 72, 512, epilogue=added), SMALL, HOPPER)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", [
     MMA.block(128, 64).warps(2, 2).stages(4), MMA.block(64, 128).warps(1, 4), MMA.block(32, 32).k(128),
     MMA.block(16, 64).warps(1, 4).split(3), MMA.block(16, 16).warps(1, 1).stages(2)], ids=str)
@@ -159,6 +164,7 @@ def test_mma_extents(schedule: QuantMma, name: str):
     held(matmul(TYPES[name], 70, 152, 1024, bias=True), schedule, AMPERE)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "k", "schedule"), [
     ("int4 g32", 352, MMA), ("int8 channel", 328, MMA.k(32)), ("codebook", 456, MMA.block(32, 32).k(128)),
@@ -176,12 +182,13 @@ def test_mma_last_columns(name: str, k: int, schedule: QuantMma):
         held(QuantGemmSpec(gemm, TYPES[name]), schedule, AMPERE)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rows", [1, 16, 40])
 def test_mma_rows_known_at_launch(rows: int):
     held(matmul(TYPES["int4 g128"], 40, 40, 512, symbolic=True), MMA, AMPERE, rows=rows)
 
 
+@pytest.mark.slow
 def test_mma_parts():
     """silu(gate) · up of one matrix."""
     gated = (silu(Sum()) * Sum(part=1)).cast(BF16)

@@ -58,6 +58,7 @@ def test_types(kind: str):
             if kind not in ROUNDED: exact(spec_of(kind, one), schedule, gpu, RAGGED, 2)
 
 
+@pytest.mark.slow
 @each_activation
 def test_activations(activation: str):
     one = replace(GATED, activation=activation)

@@ -31,6 +31,7 @@ SCHEDULES = {"8 rows": S.block(128, 8).stages(4), "24 rows": S.block(128, 24).st
              "ping-pong": S.block(128, 16).pingpong().stages(4)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "routing", "kind", "one"), [
     ("64 rows", "ragged 7", "MXFP4", GATHERED), ("8 rows", "every other", "awq g32", SCATTERED)])
 def test_whole_numbers_are_exact(name: str, routing: str, kind: str, one: GroupedGemmSpec):
@@ -59,6 +60,7 @@ def test_types(kind: str):
             if kind not in ROUNDED: exact(spec_of(kind, one), SCHEDULES[name], HOPPER, RAGGED, 2)
 
 
+@pytest.mark.slow
 @each_activation
 def test_activations(activation: str):
     """Of three consumers, each with columns of gate and of up."""

@@ -28,7 +28,7 @@ KINDS = {"weighted": lambda size, arch: threshold(FilterSpec(64, size, Number.to
          "count": lambda size, arch: TABLE.build(CountSpec(64, 64, size), Count(), GPU(arch))}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_spills(kind: str, arch: str):

@@ -169,6 +169,7 @@ def test_refused_specs():
 TILES = TABLE.named("gpu", "scaled_mma").candidates(scaled(4096, 4096, 4096), ADA)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", [
     pytest.param(s, id=str(s), marks=[] if i in (0, 6) else pytest.mark.slow) for i, s in enumerate(TILES)])
 def test_sums_of_groups_are_added_behind_mmas(schedule: ScaledMma):

@@ -38,6 +38,7 @@ def held(spec: SparseGemmSpec, schedule: Schedule, gpu: GPU, seed: int = 0, whol
     else: right(spec, given, got, cut=2.0**-16)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [BF16, F16, E4M3, INT8], ids=str)
 @pytest.mark.parametrize("whole", [True, False])
@@ -92,12 +93,14 @@ def test_extents(m: int, n: int, k: int):
     held(matmul(m, n, k), MMA, AMPERE)
 
 
+@pytest.mark.slow
 def test_columns_within_a_unit():
     """K that is no multiple of 64 is for wgmma, whose copies bring zeros beyond it."""
     held(matmul(9, 40, 80), SMALL, HOPPER)
     assert "not a multiple of block_k" in "; ".join(TABLE.problems(matmul(9, 40, 80), MMA, AMPERE))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("schedule", "gpu"), [(SMALL, HOPPER), (MMA, AMPERE)], ids=str)
 def test_activations_along_rows(schedule: Schedule, gpu: GPU):
@@ -108,6 +111,7 @@ def test_activations_along_rows(schedule: Schedule, gpu: GPU):
     held(SparseGemmSpec(gemm), schedule, gpu)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("schedule", "gpu"), [(SMALL, HOPPER), (MMA, AMPERE)], ids=str)
 def test_an_epilogue(schedule: Schedule, gpu: GPU):

@@ -35,7 +35,7 @@ def lined(text: str, opcode: str) -> list[int]:
     return [each.ptx_line for each in only(text) if each.opcode == opcode]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", KERNELS)
 def test_lines_leave_the_instructions_as_they_are(name: str):
     """All 128 bits of each."""
@@ -46,7 +46,7 @@ def test_lines_leave_the_instructions_as_they_are(name: str):
     assert code(with_lines) == code(without)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", KERNELS)
 def test_instructions_that_stay_have_the_line_of_their_own(name: str):
     text = ptx(name)
@@ -59,7 +59,7 @@ def test_instructions_that_stay_have_the_line_of_their_own(name: str):
             assert Counter(each.ptx_line for each in code if each.opcode == opcode) == wanted
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", KERNELS)
 def test_nearly_all_instructions_have_lines(name: str):
     """Without: what ptxas begins a function with, and the trap and padding at its end."""
@@ -71,7 +71,7 @@ def test_nearly_all_instructions_have_lines(name: str):
 
 # **** control bits ****
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OURS)
 def test_loads_set_scoreboards_and_others_wait_for_them(name: str):
     """Loads of one kind complete in order: one without a scoreboard is followed by one with."""
@@ -88,7 +88,7 @@ def test_loads_set_scoreboards_and_others_wait_for_them(name: str):
         assert any(each.reuse for each in code)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_consumer_waits_for_its_load_and_a_chain_stalls(arch: str):
     chain = "\n".join("  fma.rn.f32 %f1, %f1, %f1, %f2;" for _ in range(8))
@@ -148,6 +148,7 @@ def test_a_line_is_that_of_the_opcode():
 
 # **** errors and the cache ****
 
+@pytest.mark.slow
 def test_one_entry_of_several():
     both = ptx("nvcc hopper")
     assert set(listing(both).kernels) == {"gemm", "bulk", "neighbour"}
@@ -194,6 +195,7 @@ def test_several_instructions_of_a_line_are_told_apart():
     assert all(each.strip() in lines[origins[i] - 1] for i, each in enumerate(one.splitlines(), 1))
 
 
+@pytest.mark.slow
 def test_a_newer_version_is_assembled_as_one_that_ptxas_knows():
     text = module("  ret;")
     assert listing(text.replace(".version 8.7", ".version 99.9")).kernels == listing(text).kernels

@@ -37,7 +37,7 @@ def opcodes(copy: Copy) -> list[str]: return [each.opcode for each in copy.instr
 
 # **** our kernels ****
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", KERNELS)
 def test_what_a_block_does_is_among_its_instructions(name: str):
     """As many of each as the PTX block has, with those that are within it."""
@@ -52,6 +52,7 @@ def test_what_a_block_does_is_among_its_instructions(name: str):
             assert got == wanted
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", OURS)
 def test_instructions_are_in_the_block_of_their_line_or_in_one_that_is_executed_as_often(name: str):
     """ptxas moves some to where they are executed as often, and few to where it is not."""

@@ -52,7 +52,7 @@ def test_a_group_with_a_learning_rate_of_its_own():
 
 # **** state ****
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [None, BF16], ids=str)
 def test_a_resumed_run_has_the_same_bits(name: str, dtype: Any):
@@ -97,6 +97,7 @@ def test_a_state_that_does_not_fit():
 
 # **** numbers that are not finite ****
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("wrong", [np.inf, np.nan])
 def test_a_poisoned_gradient_changes_nothing(wrong: float):
     held = parameters()
@@ -137,6 +138,7 @@ def test_a_loss_scale_is_taken_out():
 
 # **** 16 bits ****
 
+@pytest.mark.slow
 def test_master_weights_move_where_bfloat16_would_not():
     found, optimizer = ran(lambda held: sgd(held, 1e-4), 20, dtype=BF16)
     master = {name: optimizer.state.parameters[name].master for name in found}
@@ -171,6 +173,7 @@ def test_rounding_keeps_what_is_no_number():
     np.testing.assert_array_equal(rounded(x, seed, step, 0).float().numpy(), x.numpy())
 
 
+@pytest.mark.slow
 def test_bfloat16_without_master_weights_moves_on_average():
     """By steps below half an ulp."""
     x = Tensor.full((1 << 14,), 1.0, dtype=BF16).contiguous().realize()
@@ -182,6 +185,7 @@ def test_bfloat16_without_master_weights_moves_on_average():
 
 # **** sums and averages ****
 
+@pytest.mark.slow
 def test_sums_over_micro_batches():
     """Two micro-batches are one step with their mean, twice."""
     held = parameters()

@@ -22,6 +22,7 @@ def test_the_map():
     assert positive[0] == pytest.approx(0.55e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_nearest_code(signed: bool):
     random = np.random.default_rng(0)
@@ -67,6 +68,7 @@ def test_steps():
     assert 0 < off < 0.05, off
 
 
+@pytest.mark.slow
 def test_a_poisoned_gradient_changes_nothing():
     held = {"w.weight": Tensor.ones(64, 80).contiguous().realize()}
     optimizer = adamw(held, 1e-2, options=StateOptions(bits=8))

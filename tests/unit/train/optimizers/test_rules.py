@@ -90,6 +90,7 @@ def torch_muon(adjust: str) -> Callable[[Any], Iterable[torch.optim.Optimizer]]:
     return made
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
 def test_muon_in_float32(adjust: Any, monkeypatch: pytest.MonkeyPatch):
     """Torch's own iteration, whose only rounding to bfloat16 is left out."""
@@ -99,6 +100,7 @@ def test_muon_in_float32(adjust: Any, monkeypatch: pytest.MonkeyPatch):
     near(found, usual, exact)
 
 
+@pytest.mark.slow
 def test_muon_in_bfloat16(monkeypatch: pytest.MonkeyPatch):
     """Of the matrices no further from float64, by the root of the mean square, than 1.5 times what torch
     is: the largest of so many errors is a matter of chance."""
@@ -111,6 +113,7 @@ def test_muon_in_bfloat16(monkeypatch: pytest.MonkeyPatch):
     assert np.sqrt(ours) <= 1.5 * np.sqrt(theirs)
 
 
+@pytest.mark.slow
 def test_projections_are_orthogonalised_each_by_itself():
     """A stacked matrix moves as its projections would alone."""
     random = np.random.default_rng(3)

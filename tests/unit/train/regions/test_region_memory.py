@@ -13,6 +13,7 @@ ROWS, WIDTH, LAYERS = 512, 16, 8
 INPUT, INNER = ROWS * WIDTH * 4, ROWS * 4 * WIDTH * 4     # bytes of a layer's input, and of its wide values
 
 
+@pytest.mark.slow
 def test_what_a_step_keeps():
     """In bytes of a layer's input: without regions a layer keeps its input and norm, 1 each, and two wide
     values, 4 each: 80 of 8 layers, and a wide gradient. "full" keeps 8 inputs, and of one layer the rest (9)

@@ -40,6 +40,7 @@ def test_layers_have_the_same_gradients(tmp_path: Path, name: str):
             else: assert np.array_equal(want, found.numpy()), (policy, parameter)
 
 
+@pytest.mark.slow
 def test_a_function_with_what_it_closes_over():
     """Regions within a region, an input that is read by others, a value that a weight is made of, and a
     gradient that depends on nothing."""
