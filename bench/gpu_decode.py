@@ -77,9 +77,9 @@ def decodes() -> Iterator[DecodeWorkload]:
 class StepProcess:
     """A process that makes steps."""
 
-    def __init__(self, who: str, config: dict[str, Any], batch: int, context: int, device: str,
+    def __init__(self, who: str, model: str, batch: int, context: int, device: str, script: Path = SIDE,
                  **environment: str) -> None:
-        line = [sys.executable, str(SIDE), who, json.dumps(config), str(batch), str(context), device]
+        line = [sys.executable, str(script), who, model, str(batch), str(context), device]
         self.process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                         stderr=subprocess.PIPE, env={**os.environ, **environment})
         self.lines: queue.Queue[str] = queue.Queue()
@@ -149,7 +149,7 @@ def opened_sides(sides: dict[str, StepProcess], notes: dict[str, str],
 
 def compared(decode: DecodeWorkload, options: Options, budget_s: float) -> Row:
     """All sides on one step, in turns."""
-    config, notes = MODELS[decode.model], dict[str, str]()
+    config, notes = json.dumps(MODELS[decode.model]), dict[str, str]()
     sides = {"ours": StepProcess("tinygrad", config, decode.batch, decode.context, "CUDA", DEV="CUDA")}
     if not options.without_tinygrad:
         sides["tinygrad"] = StepProcess("tinygrad", config, decode.batch, decode.context, "CUDA", DEV="CUDA",
@@ -196,9 +196,9 @@ def per_joule(rows: Mapping[str, Row]) -> str:
 
 def emulated(decode: DecodeWorkload, options: Options) -> Row:
     """The tiny model on the emulated device: its logits beside torch's."""
-    batch, context, notes = min(decode.batch, 2), 5, dict[str, str]()
-    sides = {"ours": StepProcess("tinygrad", TINY, batch, context, "EMU", DEV="EMU", EMU_ARCH=options.arch),
-             "torch": StepProcess("torch", TINY, batch, context, "cpu")}
+    batch, context, notes, tiny = min(decode.batch, 2), 5, dict[str, str](), json.dumps(TINY)
+    sides = {"ours": StepProcess("tinygrad", tiny, batch, context, "EMU", DEV="EMU", EMU_ARCH=options.arch),
+             "torch": StepProcess("torch", tiny, batch, context, "cpu")}
     try:
         logits = opened_sides(sides, notes, START_S)
         if notes: raise NotMeasured("; ".join(f"{who}: {why}" for who, why in notes.items()))

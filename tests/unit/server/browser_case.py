@@ -4,10 +4,12 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,36 @@ ELEMENT = "element-6066-11e4-a52e-4f735466cecf"     # the standard's name of a r
 
 @dataclass
 class Browser:
-    """One window."""
-    http: httpx.Client
-    session: str
+    """One window. Each start has a profile of its own below a folder."""
+    profiles: Path
+    flags: Sequence[str] = ()
+    starts: int = 0
+
+    def start(self) -> None:
+        """Chromedriver, Chromium, and a session of theirs."""
+        driver, chromium = shutil.which("chromedriver"), shutil.which("chromium")
+        assert driver, "no chromedriver: apt-get install chromium chromium-driver"
+        assert chromium, "no chromium: apt-get install chromium chromium-driver"
+        self.starts += 1
+        self.process = subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True,
+                                        start_new_session=True)
+        assert self.process.stdout is not None
+        port = next(found[1] for line in self.process.stdout
+                    if (found := re.search(r"successfully on port (\d+)", line)))
+        profile = f"--user-data-dir={self.profiles / str(self.starts)}"
+        options = {"binary": chromium, "args": [*FLAGS, *self.flags, profile]}
+        asked = {"capabilities": {"alwaysMatch": {"goog:chromeOptions": options,
+                                                  "goog:loggingPrefs": {"browser": "ALL"}}}}
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False)
+        self.session = self.http.post("/session", json=asked).json()["value"]["sessionId"]
+
+    def end(self) -> None:
+        """Of all its processes, also of those that do not answer."""
+        self.http.close()
+        with contextlib.suppress(ProcessLookupError): os.killpg(self.process.pid, signal.SIGTERM)
+        try: self.process.wait(20)
+        finally:
+            with contextlib.suppress(ProcessLookupError): os.killpg(self.process.pid, signal.SIGKILL)
 
     def call(self, path: str, **body: Any) -> Any:
         """A command of the session."""
@@ -90,24 +119,9 @@ class Browser:
 
 
 @contextlib.contextmanager
-def browser(profile: Path, *flags: str) -> Iterator[Browser]:
+def browser(profiles: Path, *flags: str) -> Iterator[Browser]:
     """A browser with a fresh profile."""
-    driver, chromium = shutil.which("chromedriver"), shutil.which("chromium")
-    assert driver, "no chromedriver: apt-get install chromium chromium-driver"
-    assert chromium, "no chromium: apt-get install chromium chromium-driver"
-    process = subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        port = next(found[1] for line in process.stdout
-                    if (found := re.search(r"successfully on port (\d+)", line)))
-        options = {"binary": chromium, "args": [*FLAGS, *flags, f"--user-data-dir={profile}"]}
-        asked = {"capabilities": {"alwaysMatch": {"goog:chromeOptions": options,
-                                                  "goog:loggingPrefs": {"browser": "ALL"}}}}
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as http:
-            made = http.post("/session", json=asked).json()["value"]
-            window = Browser(http, made["sessionId"])
-            try: yield window
-            finally: http.delete(f"/session/{window.session}")
-    finally:
-        process.terminate()
-        process.wait(20)
+    window = Browser(profiles, flags)
+    window.start()
+    try: yield window
+    finally: window.end()

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import httpx
 from browser_case import Browser
 from serve_case import FakeEngine, Live
 from serve_case import until as soon
@@ -17,8 +18,13 @@ def until(holds: Callable[[], object]) -> None:
 
 
 def open_page(window: Browser, server: Live) -> None:
-    """Opens the page, or opens it again."""
-    window.open(server.url + "/")
+    """Opens the page, or opens it again. A Chromium that hangs as it loads the first page of a test, as one
+    did for 60 s beside a full test run, is replaced, once."""
+    try: window.open(server.url + "/")
+    except httpx.TimeoutException:
+        window.end()
+        window.start()
+        window.open(server.url + "/")
     until(lambda: window.text("#health") == "ready")
 
 
