@@ -159,8 +159,12 @@ class ElementwiseWorkload:
         off = (one["out"].double() - exact).abs()
         # three roundings to bfloat16 on the way, some of them before a bias was added
         size = exact.abs() + one["b"].abs().double() if "b" in one else exact.abs()
-        if bool((off <= 3 * 2.0**-8 * size + 2.0**-8).all()): return ""
-        return f"off by {off.max().item():g}"
+        bound = 3 * 2.0**-8 * size + 2.0**-8
+        if bool((off <= bound).all()): return ""
+        at = (off / bound).nan_to_num(float("inf")).argmax().item()
+        row, column = divmod(at, self.n)
+        return (f"{one['out'][row, column].item():g} in row {row}, column {column}, exactly "
+                f"{exact[row, column].item():g}; {int((~(off <= bound)).sum())} elements are off")
 
 
 def theirs(form: str, x: dict[str, Any]) -> Any:
