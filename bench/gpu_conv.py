@@ -38,9 +38,9 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.tile.choose import choose
-from tinygrad_nv.tile.conv.schedules import ConvMma, candidates
 from tinygrad_nv.tile.conv.spec import ConvSpec
 from tinygrad_nv.tile.expression import Load, Sum
+from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -178,14 +178,15 @@ def shapes() -> Iterator[ConvWorkload]:
 
 # **** ours ****
 
-def default(workload: ConvWorkload, gpu: GPU) -> ConvMma:
+def default(workload: ConvWorkload, gpu: GPU) -> Schedule:
     """The schedule that a graph would get."""
-    schedule: ConvMma | None = choose(workload.spec, gpu)
+    schedule: Schedule | None = choose(workload.spec, gpu)
     if schedule is None: raise NotMeasured(TABLE.why_not(workload.spec, gpu))
     return schedule
 
 
-def binds(driver: Driver, workload: ConvWorkload, schedule: ConvMma) -> Callable[[Mapping[str, int]], Submit]:
+def binds(driver: Driver, workload: ConvWorkload,
+          schedule: Schedule) -> Callable[[Mapping[str, int]], Submit]:
     """Makes launches of ours on memory by name."""
     kernels = [TABLE.build(workload.spec, schedule, target(driver))]
     functions, names = loaded(driver, kernels), ("out", *workload.operands)
@@ -197,7 +198,7 @@ def target(driver: Driver) -> GPU:
     return GPU(driver.properties.arch, driver.properties.sm_count)
 
 
-def launched(workload: ConvWorkload, schedule: ConvMma, given: Sets) -> Run:
+def launched(workload: ConvWorkload, schedule: Schedule, given: Sets) -> Run:
     """Our kernel with a schedule."""
     import torch
     from gemm_contenders import device
@@ -278,7 +279,10 @@ def compiled(workload: ConvWorkload, given: Sets, options: Options) -> Run:
 def tuned(workload: ConvWorkload, given: Sets, options: Options) -> Run:
     """Our kernel, by the quickest of the schedules that the cost model likes best."""
     from gemm_contenders import device
-    trials = {s: launched(workload, s, given) for s in candidates(workload.spec, target(device()))[:TRIED]}
+    gpu = target(device())
+    trials = {s: launched(workload, s, given) for each in TABLE.templates(gpu.kind, workload.spec)
+              for s in [*each.candidates(workload.spec, gpu)][:TRIED]
+              if not TABLE.problems(workload.spec, s, gpu)}
     took = {s: min(Bursts(run, len(given)).eager(5) for _ in range(3)) for s, run in trials.items()}
     best = min(took, key=lambda s: took[s])
     TUNED[workload.name] = str(best)
