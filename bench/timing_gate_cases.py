@@ -42,6 +42,7 @@ from tinygrad_nv.tile.cross_entropy.spec import CrossEntropySpec, DistillationSp
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec, Tokens
 from tinygrad_nv.tile.gemm.analytic import analytic
 from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.group_norm.spec import GroupNormSpec
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec, TransposedGroupedSpec
 from tinygrad_nv.tile.lora.spec import LoraExpandSpec, LoraShrinkSpec
@@ -172,6 +173,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "rope_gradient": {
         "q|k|v": RopeGradientSpec(4, 1024, 32, 8, 128, 64, BF16, Angles(BF16, 64)),
         "q of float32": RopeGradientSpec(4, 1024, 32, 8, 128, 64, BF16, Angles(BF16, 64), wide_q=True)},
+    "group_norm": {"64x64x320": GroupNormSpec(2, 4096, 320, 32, 1e-5, True, BF16, BF16)},
     "conv_wgmma": {"32x32x320": ConvSpec(2, 32, 32, 320, 320, (3, 3), (1, 1), (1, 1, 1, 1), BF16)},
     "conv_mma": {"32x32x320": ConvSpec(2, 32, 32, 320, 320, (3, 3), (1, 1), (1, 1, 1, 1), BF16)},
     "adamw_update": {"float32": AdamWSpec((1 << 20,), (0,), 0.9, 0.95, 1e-8)},

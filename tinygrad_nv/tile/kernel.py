@@ -179,6 +179,19 @@ class DecodeKernel:
 
 
 @dataclass(frozen=True)
+class KernelsInTurn:
+    """Kernels that are launched one after the other, all with the same parameters: out; workspace,
+    `workspace_bytes` of float32, never initialised; then the arguments."""
+    kernels: tuple[TileKernel, ...]
+    workspace_bytes: int
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        """The workspace."""
+        return Scratch.floats(self.workspace_bytes)
+
+
+@dataclass(frozen=True)
 class RouterKernel:
     """The kernels of a router of many tokens, launched one after the other, all with the same parameters:
     experts; weights; order; offsets; workspace, so many u32, never initialised; logits; bias, where the spec
