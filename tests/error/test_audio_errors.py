@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from tinygrad_nv.models.whisper.config import read_whisper_config
 from tinygrad_nv.models.whisper.tokens import SpeechTokens
 from tokenizers.models import BPE
 
-from tinygrad_nv.engine.speech.audio import MOST_S, decode_audio, read_audio
+from tinygrad_nv.engine.speech.audio import MOST_S, decode_audio, read_audio, resampled
 from tinygrad_nv.engine.speech.params import TranscriptionParams
 from tinygrad_nv.engine.speech.recording import Recording, SpeechModel
 from tinygrad_nv.engine.speech.transcriber import Transcriber
@@ -45,6 +46,52 @@ def wav(samples: int = 100, rate: int = 16000) -> bytes:
 def test_files(data: bytes, words: tuple[str, ...]):
     with pytest.raises(AudioError) as error: decode_audio(data, "a.wav", 3.0)
     assert [word for word in ("a.wav", *words) if word not in str(error.value)] == []
+
+
+@pytest.mark.parametrize("form", ["WAV", "WAVEX"])
+@pytest.mark.parametrize(("kind", "away"), [("PCM_U8", 2 ** -7), ("PCM_16", 2 ** -15), ("PCM_24", 2 ** -23),
+                                            ("PCM_32", 1e-7), ("FLOAT", 1e-7), ("DOUBLE", 1e-7)])
+def test_wav(monkeypatch: pytest.MonkeyPatch, form: str, kind: str, away: float):
+    """Every width, floats, two channels, and the extensible header, without soundfile."""
+    samples, made = np.sin(np.arange(300) / 9).reshape(150, 2) * 0.9, io.BytesIO()
+    soundfile.write(made, samples, 16000, format=form, subtype=kind)
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    assert np.abs(decode_audio(made.getvalue(), "a.wav") - samples.mean(1)).max() <= away
+    cut = decode_audio(made.getvalue()[:-1], "a.wav")      # in the middle of a frame
+    assert 0 < 150 - len(cut) < 20
+
+
+@pytest.mark.parametrize("rate", [1000, 11025, 15999, 22050, 44100, 48000, 96000])
+def test_rates(rate: int):
+    """A sine of each rate is that of 16 kHz, within 5e-5 away from the ends."""
+    given = np.sin(2 * np.pi * 120 * np.arange(rate // 2) / rate).astype(np.float32)
+    made = resampled(given, rate)
+    assert len(made) == -(-len(given) * 16000 // rate)
+    wanted = np.sin(2 * np.pi * 120 * np.arange(len(made)) / 16000)
+    assert np.abs(made - wanted)[1000:-1000].max() < 5e-5
+    assert len(resampled(given[:1], rate)) == -(-16000 // rate)
+
+
+def riff(kind: int, channels: int, bits: int, align: int) -> bytes:
+    head = struct.pack("<HHIIHH", kind, channels, 16000, 16000 * align, align, bits)
+    return b"RIFF\0\0\0\0WAVEfmt " + struct.pack("<I", 16) + head + b"data" + struct.pack("<I", 80) + bytes(80)
+
+
+@pytest.mark.parametrize(("data", "words"), [
+    (riff(1, 0, 16, 0), "0 channels of 16 bits in 0 bytes"), (riff(1, 2, 16, 2), "2 channels of 16 bits in 2"),
+    (riff(1, 1, 40, 5), "is no audio file"), (riff(3, 1, 16, 2), "is no audio file"),
+    (riff(1, 1, 0, 0), "is no audio file")])
+def test_formats_that_are_none(data: bytes, words: str):
+    with pytest.raises(AudioError, match=words): decode_audio(data, "a.wav")
+
+
+def test_samples_are_bounded_as_seconds_are():
+    """A FLAC file of 20 kB that would be gigabytes of samples."""
+    made = io.BytesIO()
+    soundfile.write(made, np.zeros(60000), 192000, format="FLAC")
+    assert len(decode_audio(made.getvalue(), "a.flac", 2.0)) == 5000
+    with pytest.raises(AudioError, match="60000 samples, 192000 a second\n  expected: at most 48000"):
+        decode_audio(made.getvalue(), "a.flac", 1.0)
 
 
 @pytest.mark.parametrize("cut", range(0, 400, 7))
