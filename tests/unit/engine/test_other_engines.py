@@ -72,7 +72,7 @@ def images(limit: int = 8) -> tuple[Any, FakeModel]:
     return ImageEngine(model, limit), model      # type: ignore[arg-type]
 
 
-def test_speech_is_closed_while_recordings_run():
+def test_speech_is_closed_while_recordings_run() -> None:
     """Those that run and those that wait get the error of an engine that stops; there are no others."""
     engine, runner = speech(2)
     futures = engine.submit([FakeRecording(10 ** 6) for _ in range(4)])
@@ -86,7 +86,7 @@ def test_speech_is_closed_while_recordings_run():
     engine.close()
 
 
-def test_speech_is_closed_as_a_recording_gets_its_slot():
+def test_speech_is_closed_as_a_recording_gets_its_slot() -> None:
     """Between leaving the queue and its first token a recording is in neither, for one who looks."""
     engine, runner = speech()
     runner.go.set()
@@ -100,7 +100,7 @@ def test_speech_is_closed_as_a_recording_gets_its_slot():
     assert not closer.is_alive()
 
 
-def test_a_recording_closes_its_engine():
+def test_a_recording_closes_its_engine() -> None:
     """From a callback, which runs in the engine's thread."""
     engine, runner = speech()
     runner.go.set()
@@ -108,7 +108,7 @@ def test_a_recording_closes_its_engine():
     with pytest.raises(EngineError, match="is stopping"): future.result(WAIT_S)
 
 
-def test_speech_drains():
+def test_speech_drains() -> None:
     """Recordings that run are finished; new ones are refused meanwhile."""
     engine, runner = speech()
     [future] = engine.submit([FakeRecording()])
@@ -124,7 +124,7 @@ def test_speech_drains():
     assert future.result(0) == "done"
 
 
-def test_recordings_that_no_caller_waits_for_leave_the_queue():
+def test_recordings_that_no_caller_waits_for_leave_the_queue() -> None:
     engine, runner = speech(limit=1)
     first = engine.submit([FakeRecording()])[0]
     assert runner.began.wait(WAIT_S)
@@ -139,7 +139,7 @@ def test_recordings_that_no_caller_waits_for_leave_the_queue():
     engine.close()
 
 
-def test_an_exception_of_a_step_of_speech():
+def test_an_exception_of_a_step_of_speech() -> None:
     engine, runner = speech()
     runner.error = ValueError("no such thing")
     runner.go.set()
@@ -150,7 +150,7 @@ def test_an_exception_of_a_step_of_speech():
     engine.close()
 
 
-def test_images_are_closed_while_requests_run():
+def test_images_are_closed_while_requests_run() -> None:
     engine, model = images()
     requests = [engine.submit(each, None) for each in "abc"]
     assert model.began.wait(WAIT_S)
@@ -166,7 +166,7 @@ def test_images_are_closed_while_requests_run():
     with pytest.raises(EngineError, match="is stopping"): engine.submit("d", None)
 
 
-def test_images_drain():
+def test_images_drain() -> None:
     engine, model = images()
     requests = [engine.submit(each, None) for each in "ab"]
 
@@ -180,7 +180,7 @@ def test_images_drain():
     assert [each.future.result(0) for each in requests] == ["a", "b"]
 
 
-def test_requests_that_no_caller_waits_for_leave_the_queue():
+def test_requests_that_no_caller_waits_for_leave_the_queue() -> None:
     engine, model = images(1)
     first = engine.submit("a", None)
     assert model.began.wait(WAIT_S)
@@ -196,7 +196,7 @@ def test_requests_that_no_caller_waits_for_leave_the_queue():
     engine.close()
 
 
-def test_an_exception_of_an_image():
+def test_an_exception_of_an_image() -> None:
     engine, model = images()
     model.go.set()
     with pytest.raises(EngineError, match="RuntimeError: no memory"):
