@@ -75,7 +75,7 @@ class Attention:
         self.q_norm = self.k_norm = None
         if config.qk_norm in ("head", "all"):
             widths = (config.head_dim,) * 2 if config.qk_norm == "head" else (q, kv)
-            self.q_norm, self.k_norm = (RMSNorm(width, config, dtype, device) for width in widths)
+            self.q_norm, self.k_norm = (RMSNorm.of(width, config, dtype, device) for width in widths)
 
     @property
     def linears(self) -> list[StoredLinear]:

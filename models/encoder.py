@@ -18,7 +18,7 @@ from tinygrad_nv.runtime.observe.ranges import layer
 
 from .attention import rotate
 from .encoder_config import EncoderConfig
-from .layers import Linear
+from .layers import LayerNorm, Linear, activated
 from .packed import PackedBatch
 from .paged import AttentionKind, RopeTables
 from .rope_tables import rope_tables
@@ -26,19 +26,9 @@ from .rope_tables import rope_tables
 FARTHEST = 128      # of the buckets of distances: from there on all have the last
 
 
-class LayerNorm:
-    """(x − mean) / √(variance + eps) · w + b, in float32 (arXiv 1607.06450); some have no b."""
-
-    def __init__(self, config: EncoderConfig, dtype: DType, device: str | None) -> None:
-        def empty() -> Tensor: return Tensor.empty(config.hidden_size, dtype=dtype, device=device)
-        self.eps, self.weight = config.norm_eps, empty()
-        self.bias = empty() if "norm" in config.biases else None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        f = x.float()
-        f = f - f.mean(-1, keepdim=True)
-        f = f * (f.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight.float()
-        return (f if self.bias is None else f + self.bias.float()).cast(x.dtype).contiguous()
+def norm(config: EncoderConfig, dtype: DType, device: str | None) -> LayerNorm:
+    """A norm of hidden states; some have no bias."""
+    return LayerNorm(config.hidden_size, config.norm_eps, dtype, device, "norm" in config.biases)
 
 
 class EncoderBlock:
@@ -54,9 +44,9 @@ class EncoderBlock:
         self.qkv, self.output = linear(hidden, 3 * heads, "qkv"), linear(heads, hidden, "output")
         self.up = linear(hidden, config.up_width, "up")
         self.down = linear(config.intermediate_size, hidden, "down")
-        self.norm = LayerNorm(config, dtype, device)
+        self.norm = norm(config, dtype, device)
         self.attention_norm: LayerNorm | None = None    # the first layer's input is normalised already
-        if index or not config.pre_norm: self.attention_norm = LayerNorm(config, dtype, device)
+        if index or not config.pre_norm: self.attention_norm = norm(config, dtype, device)
 
     def __call__(self, x: Tensor, batch: PackedBatch) -> Tensor:
         before = self.config.pre_norm
@@ -81,16 +71,11 @@ class EncoderBlock:
     def fed(self, x: Tensor) -> Tensor:
         """The feed-forward half."""
         c, made = self.config, self.up(x)
-        if not c.gated: return self.down(self.act(made).contiguous())
+        if not c.gated: return self.down(activated(made, c.activation).contiguous())
         # split: in one kernel each would be computed for all columns of both, as in feed_forward.py
         halves = [half.contiguous() for half in made.contiguous().split([c.intermediate_size] * 2, dim=-1)]
         gate, up = halves[::-1] if c.gate_last else halves
-        return self.down((self.act(gate) * up).contiguous())
-
-    def act(self, x: Tensor) -> Tensor:
-        """The activation."""
-        if self.config.activation == "gelu": return 0.5 * x * (1 + (x * 0.5 ** 0.5).erf())
-        return {"gelu_tanh": Tensor.gelu, "silu": Tensor.silu, "relu": Tensor.relu}[self.config.activation](x)
+        return self.down((activated(gate, c.activation) * up).contiguous())
 
 
 class Encoder:
@@ -105,9 +90,9 @@ class Encoder:
         self.length = config.max_positions if length is None else length
         self.words = Tensor.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.positions, self.types = table(config.position_rows), table(config.token_types)
-        self.norm = LayerNorm(config, dtype, device)
+        self.norm = norm(config, dtype, device)
         self.blocks = [EncoderBlock(config, i, dtype, device) for i in range(config.num_layers)]
-        self.final_norm = LayerNorm(config, dtype, device) if config.pre_norm else None
+        self.final_norm = norm(config, dtype, device) if config.pre_norm else None
         self.distances = table(config.distance_buckets, config.num_heads)
 
     @cached_property

@@ -15,9 +15,9 @@ from tinygrad_nv.runtime.memory import allocate_arena
 from tinygrad_nv.runtime.memory_pool import labelled
 
 from .checkpoint import TensorEntry, open_checkpoint
-from .encoder import Encoder, LayerNorm
+from .encoder import Encoder
 from .encoder_config import EncoderConfig
-from .layers import Linear
+from .layers import LayerNorm, Linear
 from .weights import WeightSlice, check, fill_slots
 
 OLD = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}

@@ -48,7 +48,7 @@ class LatentAttention:
             return Linear(inputs, outputs, bias, dtype, device)
 
         def norm(width: int) -> RMSNorm:
-            return RMSNorm(width, replace(config, norm_eps=NORM_EPS), dtype, device)
+            return RMSNorm.of(width, replace(config, norm_eps=NORM_EPS), dtype, device)
         rope, scale = config.rope_indices[index], config.attention_scale
         assert rope is not None
         assert scale is not None

@@ -1,6 +1,7 @@
-"""Layers that networks share: linear layers, quantised or not, and RMSNorm."""
+"""Layers that networks share: linear layers, quantised or not, norms and activations."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 from tinygrad import Tensor
@@ -77,12 +78,33 @@ def normalised(x: Tensor, eps: float, squares: Tensor | None = None) -> Tensor:
     return f * ((f.square().mean(-1, keepdim=True) if squares is None else squares) + eps).rsqrt()
 
 
-class RMSNorm:
-    """x / rms(x) · (w + offset): statistics in float32 (arXiv 1910.07467)."""
+class LayerNorm:
+    """(x − mean) / √(variance + eps) · w + b, in float32 (arXiv 1607.06450); without `bias` there is no b."""
 
-    def __init__(self, size: int, config: ModelConfig, dtype: DType, device: str | None) -> None:
+    def __init__(self, size: int, eps: float, dtype: DType, device: str | None, bias: bool = True) -> None:
+        self.eps, self.weight = eps, Tensor.empty(size, dtype=dtype, device=device)
+        self.bias = Tensor.empty(size, dtype=dtype, device=device) if bias else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        f = x.float()
+        f = f - f.mean(-1, keepdim=True)
+        f = f * (f.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight.float()
+        return (f if self.bias is None else f + self.bias.float()).cast(x.dtype).contiguous()
+
+
+class RMSNorm:
+    """x / rms(x) · (w + offset): statistics in float32 (arXiv 1910.07467). It is rounded to the dtype of x
+    before the weights, or with `rounds_last` after them; an offset needs that."""
+
+    def __init__(self, size: int, eps: float, dtype: DType, device: str | None, offset: float = 0.0,
+                 rounds_last: bool = False) -> None:
         self.weight = Tensor.empty(size, dtype=dtype, device=device)
-        self.eps, self.offset, self.rounds_last = config.norm_eps, config.norm_offset, config.norm_rounds_last
+        self.eps, self.offset, self.rounds_last = eps, offset, rounds_last
+
+    @staticmethod
+    def of(size: int, config: ModelConfig, dtype: DType, device: str | None) -> RMSNorm:
+        """That of a config."""
+        return RMSNorm(size, config.norm_eps, dtype, device, config.norm_offset, config.norm_rounds_last)
 
     def __call__(self, x: Tensor, squares: Tensor | None = None) -> Tensor:
         f = normalised(x, self.eps, squares)
@@ -90,3 +112,16 @@ class RMSNorm:
             weight = self.weight.float() + self.offset if self.offset else self.weight.float()
             return (f * weight).cast(x.dtype).contiguous()
         return (f.cast(x.dtype) * self.weight).contiguous()
+
+
+# by their names in config.json, and by those of configs here
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": lambda x: 0.5 * x * (1 + (x * 0.5 ** 0.5).erf()), "gelu_tanh": Tensor.gelu,
+    "gelu_new": Tensor.gelu, "gelu_pytorch_tanh": Tensor.gelu,
+    "quick_gelu": lambda x: x * (1.702 * x).sigmoid(), "relu": Tensor.relu, "silu": Tensor.silu,
+    "swish": Tensor.silu}
+
+
+def activated(x: Tensor, name: str) -> Tensor:
+    """The activation of a name, one of `ACTIVATIONS`, of x."""
+    return ACTIVATIONS[name](x)

@@ -53,7 +53,7 @@ class Block:
     def __init__(self, config: ModelConfig, index: int, dtype: DType, device: str | None,
                  parallel: Parallel | None = None) -> None:
         def norm(name: str) -> RMSNorm | None:
-            return RMSNorm(config.hidden_size, config, dtype, device) if name else None
+            return RMSNorm.of(config.hidden_size, config, dtype, device) if name else None
         self.config, self.parallel, self.index, names = config, parallel, index, config.names
         self.attention: Attention | LatentAttention
         if config.latent is None: self.attention = Attention(config, index, dtype, device, parallel)
@@ -126,7 +126,7 @@ class Llama:
         embeds = parallel is None or parallel.first or (config.tied and parallel.last)
         self.embedding = Tensor.empty(rows if embeds else 0, config.hidden_size, dtype=dtype, device=device)
         self.blocks = [Block(config, i, dtype, device, parallel) for i in range(config.num_layers)]
-        self.norm = RMSNorm(config.hidden_size, config, dtype, device)
+        self.norm = RMSNorm.of(config.hidden_size, config, dtype, device)
         self.head = self.embedding
         if not config.tied:
             ends = parallel is None or parallel.last

@@ -14,8 +14,9 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.functional import embedding, scaled_dot_product_attention
 
+from ..layers import LayerNorm, activated
 from .config import TextConfig
-from .layers import LayerNorm, Linear
+from .layers import Linear
 
 OLD_EOS = 2     # of configurations that name no real one: the end is the largest id of a text
 
@@ -54,10 +55,7 @@ class TextMLP:
         self.fc2 = Linear(config.intermediate_size, config.hidden_size, dtype, device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        h = self.fc1(x)
-        if self.activation == "quick_gelu": h = h * (1.702 * h).sigmoid()
-        else: h = 0.5 * h * (1 + (h * 0.5 ** 0.5).erf())
-        return self.fc2(h.contiguous())
+        return self.fc2(activated(self.fc1(x), self.activation).contiguous())
 
 
 class TextLayer:

@@ -103,17 +103,20 @@ def read_text(directory: Path) -> TextConfig:
                           "num_hidden_layers": 12, "num_attention_heads": 8, "max_position_embeddings": 77,
                           "layer_norm_eps": 1e-5, "hidden_act": "quick_gelu", "eos_token_id": 49407,
                           "projection_dim": 512}, {})
-    architecture = next(iter(f.get("architectures") or ["CLIPTextModel"]))
+    listed = f.get("architectures") or ["CLIPTextModel"]
+    architecture = listed[0] if isinstance(listed, list) else listed
     if architecture not in ("CLIPTextModel", "CLIPTextModelWithProjection"):
         raise ModelError(f"{f.name}: architecture {architecture!r}",
                          "CLIPTextModel or CLIPTextModelWithProjection", "choose another model")
     if (act := f.get("hidden_act")) not in ("quick_gelu", "gelu"):
         raise ModelError(f"{f.name}: hidden_act {act!r} is not supported", "quick_gelu or gelu")
-    projected = architecture.endswith("WithProjection")
-    return TextConfig(f.positive("vocab_size"), f.positive("hidden_size"), f.positive("intermediate_size"),
-                      f.positive("num_hidden_layers"), f.positive("num_attention_heads"),
-                      f.positive("max_position_embeddings"), f.number("layer_norm_eps"), act,
-                      int(f.get("eos_token_id")), f.positive("projection_dim") if projected else 0)
+    projected, hidden, heads = architecture.endswith("WithProjection"), f.positive("hidden_size"), \
+        f.positive("num_attention_heads")
+    if hidden % heads: raise _uneven(f, f"hidden_size {hidden}", f"num_attention_heads, {heads}")
+    return TextConfig(f.positive("vocab_size"), hidden, f.positive("intermediate_size"),
+                      f.positive("num_hidden_layers"), heads, f.positive("max_position_embeddings"),
+                      f.number("layer_norm_eps"), act, f.positive("eos_token_id"),
+                      f.positive("projection_dim") if projected else 0)
 
 
 def read_unet(directory: Path) -> UNetConfig:
@@ -125,21 +128,23 @@ def read_unet(directory: Path) -> UNetConfig:
         "block_out_channels": [320, 640, 1280, 1280], "transformer_layers_per_block": 1,
         "attention_head_dim": 8, "cross_attention_dim": 1280, "flip_sin_to_cos": True, "freq_shift": 0,
         "downsample_padding": 1}, UNET_NEUTRAL)
-    channels = tuple(f.get("block_out_channels"))
-    down, up = f.get("down_block_types"), f.get("up_block_types")
+    channels = _channels(f)
+    down, up = _texts(f, "down_block_types"), _texts(f, "up_block_types")
     for kind in (*down, *up):
         if kind not in CROSS: raise ModelError(f"{f.name}: a block of {kind}", ", ".join(CROSS))
     cross = tuple(CROSS[kind] for kind in down)
     if [CROSS[kind] for kind in reversed(up)] != [*cross] or len(cross) != len(channels):
         raise ModelError(f"{f.name}: blocks {down}, then {up}",
                          f"{len(channels)} each, the same ones in reverse", CORRECT)
-    added = f.get("addition_embed_type") is not None
+    added, heads = f.get("addition_embed_type") is not None, _each(f, "attention_head_dim", len(channels))
+    for width, count in zip(channels, heads, strict=True):
+        if width % count: raise _uneven(f, f"block_out_channels {width}", f"attention_head_dim, {count}")
     return UNetConfig(f.positive("in_channels"), f.positive("out_channels"), f.positive("sample_size"),
                       channels, _each(f, "layers_per_block", len(channels)), cross,
                       _each(f, "transformer_layers_per_block", len(channels)),
-                      _each(f, "attention_head_dim", len(channels)), f.positive("cross_attention_dim"),
+                      heads, f.positive("cross_attention_dim"),
                       f.positive("norm_num_groups"), f.number("norm_eps"), f.flag("flip_sin_to_cos"),
-                      float(f.get("freq_shift")), int(f.get("downsample_padding")),
+                      f.number("freq_shift", -1.0), int(f.number("downsample_padding", -1.0)),
                       f.positive("addition_time_embed_dim") if added else 0,
                       f.positive("projection_class_embeddings_input_dim") if added else 0)
 
@@ -152,9 +157,10 @@ def read_vae(directory: Path) -> VAEConfig:
         "force_upcast": True, "use_quant_conv": True, "use_post_quant_conv": True,
         "mid_block_add_attention": True}, VAE_NEUTRAL)
     for name, kind in (("down_block_types", "DownEncoderBlock2D"), ("up_block_types", "UpDecoderBlock2D")):
-        if set(f.get(name, [kind])) != {kind}: raise ModelError(f"{f.name}: {name} {f.get(name)}", kind)
+        if f.get(name) is not None and set(_texts(f, name)) != {kind}:
+            raise ModelError(f"{f.name}: {name} {f.get(name)}", kind)
     return VAEConfig(f.positive("in_channels"), f.positive("out_channels"), f.positive("latent_channels"),
-                     tuple(f.get("block_out_channels")), f.positive("layers_per_block"),
+                     _channels(f), f.positive("layers_per_block"),
                      f.positive("norm_num_groups"), f.number("scaling_factor"), f.positive("sample_size"),
                      f.flag("force_upcast"), f.flag("use_quant_conv"), f.flag("use_post_quant_conv"),
                      f.flag("mid_block_add_attention"))
@@ -174,6 +180,27 @@ def _read(directory: Path, defaults: Mapping[str, Any], neutral: Mapping[str, tu
             raise ModelError(f"{path}: {name} is {value!r}, which is not implemented", accepted,
                              "choose another model")
     return Fields({**defaults, **{k: v for k, v in data.items() if v is not None}}, str(path))
+
+
+def _channels(f: Fields) -> tuple[int, ...]:
+    """Channels of each block, which norm_num_groups divide. Raises `ModelError`."""
+    value, groups = f.get("block_out_channels"), f.positive("norm_num_groups")
+    if not isinstance(value, list) or not value:
+        raise ModelError(f"{f.name}: block_out_channels is {value!r}", "a list of positive integers", CORRECT)
+    made = _each(f, "block_out_channels", len(value))
+    for each in made:
+        if each % groups: raise _uneven(f, f"block_out_channels {each}", f"norm_num_groups, {groups}")
+    return made
+
+
+def _texts(f: Fields, key: str) -> list[str]:
+    value = f.get(key)
+    if isinstance(value, list) and all(isinstance(each, str) for each in value): return value
+    raise ModelError(f"{f.name}: {key} is {value!r}", "a list of names of blocks", CORRECT)
+
+
+def _uneven(f: Fields, found: str, divisor: str) -> ModelError:
+    return ModelError(f"{f.name}: {found}", f"a multiple of {divisor}", CORRECT)
 
 
 def _each(f: Fields, key: str, count: int) -> tuple[int, ...]:

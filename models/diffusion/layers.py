@@ -43,21 +43,6 @@ class GroupNorm:
         return group_norm(x, self.groups, self.weight, self.bias, self.eps, self.activation, shift)
 
 
-class LayerNorm:
-    """(x − mean) / √(variance + eps) · w + b, in float32 (arXiv 1607.06450)."""
-
-    def __init__(self, size: int, eps: float, dtype: DType, device: str | None) -> None:
-        self.weight = Tensor.empty(size, dtype=dtype, device=device)
-        self.bias = Tensor.empty(size, dtype=dtype, device=device)
-        self.eps = eps
-
-    def __call__(self, x: Tensor) -> Tensor:
-        f = x.float()
-        f = f - f.mean(-1, keepdim=True)
-        f = f * (f.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        return (f * self.weight.float() + self.bias.float()).cast(x.dtype).contiguous()
-
-
 class Linear:
     """y = x Wᵀ + b; W may be several matrices, one below the other."""
 

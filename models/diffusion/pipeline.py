@@ -38,6 +38,7 @@ from .vae import VAE, blended_tiles
 
 PIPELINES = {"StableDiffusionPipeline": False, "StableDiffusionXLPipeline": True}
 GUIDANCE = {False: 7.5, True: 5.0}      # of 1.5 and 2, and of XL, where none is asked for
+DTYPES = (dtypes.float32, dtypes.float16, dtypes.bfloat16)
 MOST_SIDE = 4096
 SMALLEST_TILE = 4   # latents along a side
 NUMBERS = 9     # timestep, scale of the input, six coefficients, guidance
@@ -79,7 +80,7 @@ class StableDiffusion:
     """The model in `directory`, as diffusers writes it: Stable Diffusion 1.x, 2.x or XL. `tf32` lets matmuls
     of float32 have inputs of 19 bits on GPUs. `tile`: images of more latents along a side are decoded in
     tiles of so many. `progress(done, total)` is called with bytes that were read. Raises `ModelError`, and
-    `RequestError` for tiles that are too small."""
+    `RequestError` for tiles that are too small and for other dtypes than float32, float16 and bfloat16."""
 
     def __init__(self, directory: Path | str, *, dtype: DType = dtypes.float32, device: str | None = None,
                  graphs: bool = True, tf32: bool = False, tile: int | None = None, encodes: bool = False,
@@ -88,6 +89,8 @@ class StableDiffusion:
         self.graphs, self.tf32, self.tile = graphs, tf32, tile
         if tile is not None and tile < SMALLEST_TILE:
             raise RequestError(f"tiles of {tile} latents", f"{SMALLEST_TILE} or more along a side")
+        if dtype not in DTYPES:
+            raise RequestError(f"dtype {dtype!r}", ", ".join(f"dtypes.{each.name}" for each in DTYPES))
         self.xl, self.zero_negative = _read_index(self.directory)
         self.scheduler = read_scheduler(self.directory / "scheduler")
         folders = ("text_encoder", "text_encoder_2") if self.xl else ("text_encoder",)
@@ -133,6 +136,8 @@ class StableDiffusion:
         """`n` images of each prompt. `latents` (N, C, H / 8, W / 8), float32: initial ones instead of the
         seeds'. `step(done, total)` is called before the first step and after each. Raises `RequestError`."""
         params = params or ImageParams()
+        if not isinstance(prompts, Sequence):
+            raise RequestError(f"prompts of type {type(prompts).__name__}", "a text, or a list of texts")
         given = [prompts] if isinstance(prompts, str) else list(prompts)
         made, seeds, dropped = self.latents(given, params, latents=latents, step=step)
         return Generated(self.decode(made), seeds, dropped)
@@ -148,6 +153,7 @@ class StableDiffusion:
         seeds = self._seeds(params.seed, count)
         c, factor = self.unet.config.in_channels, self.vae.config.factor
         shape = (c, height // factor, width // factor)
+        if latents is not None: latents = np.asarray(latents, np.float32)
         if latents is None: latents = np.stack([noise.normal(seed, (1, *shape))[0] for seed in seeds])
         elif latents.shape != (count, *shape):
             raise RequestError(f"latents of shape {latents.shape}", f"{(count, *shape)}")
@@ -159,14 +165,21 @@ class StableDiffusion:
     def _sizes(self, prompts: Sequence[str], params: ImageParams) -> tuple[int, int, float]:
         """Height, width and guidance. Raises `RequestError`."""
         if not prompts: raise RequestError("no prompts", "at least one")
-        if params.n < 1: raise RequestError(f"n is {params.n}", "1 or more")
-        height, width = params.height or self.size, params.width or self.size
+        texts = [*prompts, params.negative_prompt or ""]
+        if bad := [each for each in texts if not isinstance(each, str) or not _is_unicode(each)]:
+            raise RequestError(f"a prompt {bad[0]!r}", "text in Unicode")
+        if type(params.n) is not int or params.n < 1: raise RequestError(f"n is {params.n!r}", "1 or more")
+        height, width = (self.size if side is None else side for side in (params.height, params.width))
         factor = self.vae.config.factor
-        if any(side % factor or not factor <= side <= MOST_SIDE for side in (height, width)):
+        if any(type(side) is not int or side % factor or not factor <= side <= MOST_SIDE
+               for side in (height, width)):
             raise RequestError(f"images of {width}x{height}",
                                f"sides that are multiples of {factor}, up to {MOST_SIDE}")
         guidance = GUIDANCE[self.xl] if params.guidance_scale is None else params.guidance_scale
-        if not 0 <= guidance <= 100: raise RequestError(f"guidance_scale is {guidance}", "0 to 100")
+        if not isinstance(guidance, int | float) or not 0 <= guidance <= 100:
+            raise RequestError(f"guidance_scale is {guidance!r}", "0 to 100")
+        if params.seed is not None and type(params.seed) is not int:
+            raise RequestError(f"the seed is {params.seed!r}", "0 to 2^64 − 1")
         return height, width, guidance
 
     @staticmethod
@@ -302,6 +315,13 @@ class StableDiffusion:
                            for name, x in given.items()})
             return tuple(x.realize() for x in made) if isinstance(made, tuple) else made.realize()
         return called
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text has no lone surrogates, as arguments that are not UTF-8 have."""
+    try: text.encode()
+    except UnicodeEncodeError: return False
+    return True
 
 
 def _read_index(directory: Path) -> tuple[bool, bool]:

@@ -30,10 +30,15 @@ import numpy as np
 from tinygrad_nv.errors import ModelError, RequestError
 
 from ..config import read_json
+from ..fields import CORRECT, Fields
 
 NAMES = ("ddim", "euler", "dpm++", "euler-karras", "dpm++-karras")
-CLASSES = {"DDIMScheduler": "ddim", "PNDMScheduler": "ddim", "EulerDiscreteScheduler": "euler",
-           "DPMSolverMultistepScheduler": "dpm++"}
+CLASSES = {"DDIMScheduler": "ddim", "EulerDiscreteScheduler": "euler", "DPMSolverMultistepScheduler": "dpm++"}
+# of networks that were trained as DDPM's: DDIM runs them
+ALIKE = ("DDPMScheduler", "PNDMScheduler", "LMSDiscreteScheduler", "HeunDiscreteScheduler",
+         "EulerAncestralDiscreteScheduler", "KDPM2DiscreteScheduler", "KDPM2AncestralDiscreteScheduler",
+         "DPMSolverSinglestepScheduler", "DPMSolverSDEScheduler", "DEISMultistepScheduler",
+         "UniPCMultistepScheduler")
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "trained_betas": (), "thresholding": (False,), "use_exponential_sigmas": (False,),
     "use_beta_sigmas": (False,), "use_lu_lambdas": (False,), "use_flow_sigmas": (False,),
@@ -41,6 +46,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "algorithm_type": ("dpmsolver++",), "solver_type": ("midpoint",), "variance_type": (),
     "sigma_min": (), "sigma_max": ()}
 # what diffusers' classes have where a file says nothing
+DEFAULTS = {"num_train_timesteps": 1000, "beta_start": 0.0001, "beta_end": 0.02, "beta_schedule": "linear",
+            "prediction_type": "epsilon", "steps_offset": 0, "set_alpha_to_one": True,
+            "clip_sample_range": 1.0, "final_sigmas_type": "zero", "lower_order_final": True}
 SPACINGS = {"ddim": "leading", "euler": "linspace", "dpm++": "linspace"}
 FEW_STEPS = 15      # fewer end with a step of first order
 RHO = 7.0           # of Karras' sigmas
@@ -91,18 +99,23 @@ def read_scheduler(directory: Path) -> SchedulerConfig:
         if data.get(key) is not None and data[key] not in values:
             raise ModelError(f"{path}: {key} is {data[key]!r}, which is not implemented",
                              " or ".join(map(repr, values)) or "no such field", "choose another scheduler")
-    # a class that is not known, PNDM's or others, has the betas that its training had: DDIM runs them
-    name = CLASSES.get(str(data.get("_class_name")), "ddim")
-    clips = data.get("clip_sample", data.get("_class_name") == "DDIMScheduler") and name == "ddim"
+    kind = str(data.get("_class_name") or "DDPMScheduler")
+    if kind not in CLASSES and kind not in ALIKE:
+        raise ModelError(f"{path}: a {kind}", f"one of: {', '.join((*CLASSES, *ALIKE))}",
+                         "choose another model: this one's network is not trained for these")
+    name = CLASSES.get(kind, "ddim")
+    f = Fields({**DEFAULTS, "clip_sample": kind == "DDIMScheduler",
+                **{key: value for key, value in data.items() if value is not None}}, str(path))
+    first, last = f.number("beta_start"), f.number("beta_end")
+    if max(first, last) >= 1:
+        raise ModelError(f"{path}: beta_start is {first:g}, beta_end {last:g}", "numbers below 1", CORRECT)
     return SchedulerConfig(
-        name, int(data.get("num_train_timesteps", 1000)), float(data.get("beta_start", 0.0001)),
-        float(data.get("beta_end", 0.02)), str(data.get("beta_schedule", "linear")),
-        str(data.get("prediction_type", "epsilon")), data.get("timestep_spacing"),
-        int(data.get("steps_offset", 0)), bool(data.get("set_alpha_to_one", True)),
-        float(data.get("clip_sample_range", 1.0)) if clips else 0.0,
-        bool(data.get("rescale_betas_zero_snr", False)), bool(data.get("use_karras_sigmas", False)),
-        str(data.get("final_sigmas_type", "zero")), bool(data.get("lower_order_final", True)),
-        bool(data.get("euler_at_final", False)))
+        name, f.positive("num_train_timesteps"), first, last, str(f.get("beta_schedule")),
+        str(f.get("prediction_type")), data.get("timestep_spacing"), int(f.number("steps_offset", -1.0)),
+        f.flag("set_alpha_to_one"),
+        f.number("clip_sample_range") if f.flag("clip_sample") and name == "ddim" else 0.0,
+        f.flag("rescale_betas_zero_snr"), f.flag("use_karras_sigmas"), str(f.get("final_sigmas_type")),
+        f.flag("lower_order_final"), f.flag("euler_at_final"))
 
 
 def plan(config: SchedulerConfig, steps: int, name: str | None = None) -> Plan:
@@ -110,13 +123,16 @@ def plan(config: SchedulerConfig, steps: int, name: str | None = None) -> Plan:
     or a number of steps below 1 or beyond those of the training, `ModelError` for a config's field."""
     if name is not None and name not in NAMES:
         raise RequestError(f"the scheduler is {name!r}", f"one of: {', '.join(NAMES)}")
-    if not 1 <= steps <= config.train_steps:
-        raise RequestError(f"{steps} steps", f"1 to {config.train_steps}, those of the training")
+    if not isinstance(steps, int) or not 1 <= steps <= config.train_steps:
+        raise RequestError(f"{steps!r} steps", f"1 to {config.train_steps}, those of the training")
     if name is not None:
         config = replace(config, name=name.removesuffix("-karras"), karras=name.endswith("-karras"))
     if config.prediction not in ("epsilon", "v_prediction"):
         raise ModelError(f"prediction_type is {config.prediction!r}", "epsilon or v_prediction")
-    return PLANS[config.name](config, steps)
+    made = PLANS[config.name](config, steps)
+    if np.isfinite(made.coefficients).all(): return made
+    raise RequestError(f"{steps} steps of {config.name}: two of them have one timestep",
+                       f"fewer, such as {config.train_steps // 2}", "lower the number of steps")
 
 
 # **** noise levels ****
@@ -147,8 +163,10 @@ def timesteps(config: SchedulerConfig, steps: int, linspace: Callable[[], np.nda
     the training's are divided."""
     n, spacing = config.train_steps, config.spacing or SPACINGS[config.name]
     if spacing == "linspace": return linspace()
-    if spacing == "leading": return (np.arange(leading) * (n // leading))[::-1][:steps] + config.offset
-    if spacing == "trailing": return np.round(np.arange(n, 0, -n / steps)) - 1
+    if spacing == "leading":
+        return np.minimum((np.arange(leading) * (n // leading))[::-1][:steps] + config.offset, n - 1)
+    # a step that rounding has arange add is left out
+    if spacing == "trailing": return np.round(np.arange(n, 0, -n / steps)[:steps]) - 1
     raise ModelError(f"timestep_spacing is {spacing!r}", "linspace, leading or trailing")
 
 
@@ -221,6 +239,8 @@ def _dpm(config: SchedulerConfig, steps: int) -> Plan:
     if config.prediction == "epsilon": p, q = 1 / a, -s / a
     else: p, q = a, -s
     with np.errstate(divide="ignore"): h = np.log(sigma) - np.log(then)
+    # two steps of one timestep: `plan` refuses what is not finite
+    if (h == 0).any(): return Plan(times, np.ones(steps), np.full((steps, 6), np.nan), 1.0)
     # 1 − e^−h is 1 of a last sigma of 0
     step = -b * np.expm1(-h)
     ratio = np.zeros(steps)     # h of this step by that of the step before, 0 in steps of first order

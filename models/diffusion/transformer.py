@@ -13,7 +13,8 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv.functional import gated, scaled_dot_product_attention
 
-from .layers import GatedLinear, GroupNorm, LayerNorm, Linear
+from ..layers import LayerNorm
+from .layers import GatedLinear, GroupNorm, Linear
 
 NORM_EPS = 1e-5             # of a block's norms
 GROUP_NORM_EPS = 1e-6       # of the norm before the blocks

@@ -20,6 +20,7 @@ from tinygrad_nv.runtime.memory import allocate_arena
 from tinygrad_nv.runtime.memory_pool import labelled
 
 from ..checkpoint import ITEM_BYTES, Checkpoint, TensorEntry, open_checkpoint
+from ..layers import LayerNorm
 from ..weights import WeightSlice, check, fill_slots
 from .layers import Conv2d, GatedLinear
 
@@ -45,7 +46,8 @@ def _walk(module: Any, prefix: str) -> Iterator[tuple[str, WeightSlice, Any]]:
             for i, each in enumerate(value): yield from _walk(each, f"{names[0]}.{i}")
         elif isinstance(value, GatedLinear): yield from _gated(value, names[0])
         elif len(names) > 1: yield from _stacked(value, names)
-        elif type(value).__module__.startswith(__package__ or "."): yield from _walk(value, names[0])
+        elif isinstance(value, LayerNorm) or type(value).__module__.startswith(__package__ or "."):
+            yield from _walk(value, names[0])
 
 
 def _stacked(layer: Any, names: list[str]) -> Iterator[tuple[str, WeightSlice, Any]]:

@@ -48,11 +48,14 @@ def patches(image: np.ndarray, config: VisionConfig) -> tuple[np.ndarray, Grid]:
     from PIL import Image
     grid, row = grid_of(image.shape, config), config.patch * config.merge
     size = grid.width * row, grid.height * row
-    pixels = np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BICUBIC), np.float32)
-    mean, std = (np.array(each, np.float32) for each in (config.images.mean, config.images.std))
-    pixels = (pixels * np.float32(1 / 255) - mean) / std
+    pixels = np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BICUBIC))
+    # the 256 values of each channel: normalised as bytes, images are a fourth as large
+    mean, std = (np.array(each, np.float32)[:, None] for each in (config.images.mean, config.images.std))
+    values = (np.arange(256, dtype=np.float32) * np.float32(1 / 255) - mean) / std
     m, p = config.merge, config.patch
     blocks = pixels.reshape(grid.height, m, p, grid.width, m, p, config.channels)
-    blocks = blocks.transpose(0, 3, 1, 4, 6, 2, 5)      # rows, columns, merge², channels, patch²
-    shape = (*blocks.shape[:5], config.frames, *blocks.shape[5:])
-    return np.broadcast_to(blocks[:, :, :, :, :, None], shape).reshape(-1, config.patch_width), grid
+    blocks = blocks.transpose(6, 0, 3, 1, 4, 2, 5)      # channels, rows, columns, merge², patch²
+    out = np.empty((grid.rows * m * m, config.channels, config.frames, p * p), np.float32)
+    for channel, (table, own) in enumerate(zip(values, blocks, strict=True)):
+        out[:, channel] = table[own.reshape(-1, 1, p * p)]
+    return out.reshape(-1, config.patch_width), grid

@@ -17,7 +17,7 @@ from tinygrad_nv.functional import varlen_attention
 from tinygrad_nv.runtime.observe.ranges import layer
 
 from ..attention import rotate
-from ..layers import Linear, normalised
+from ..layers import Linear, RMSNorm, activated
 from .config import VisionConfig
 
 EPS = 1e-6      # of the tower's norms
@@ -33,16 +33,6 @@ class PatchBatch:
     windows: Tensor
 
 
-class Norm:
-    """x / rms(x) · w."""
-
-    def __init__(self, size: int, dtype: DType, device: str | None) -> None:
-        self.weight = Tensor.empty(size, dtype=dtype, device=device)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return (normalised(x, EPS).cast(x.dtype) * self.weight).contiguous()
-
-
 class VisionBlock:
     """x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
@@ -50,7 +40,7 @@ class VisionBlock:
         def linear(inputs: int, outputs: int) -> Linear: return Linear(inputs, outputs, True, dtype, device)
         self.config, self.whole = config, index in config.full
         hidden, width = config.hidden, config.intermediate
-        self.attention_norm, self.feed_forward_norm = (Norm(hidden, dtype, device) for _ in range(2))
+        self.attention_norm, self.feed_forward_norm = (RMSNorm(hidden, EPS, dtype, device) for _ in range(2))
         self.qkv, self.output = linear(hidden, 3 * hidden), linear(hidden, hidden)
         self.gate_up, self.down = linear(hidden, 2 * width), linear(width, hidden)
 
@@ -87,7 +77,7 @@ class VisionTower:
         self.config, self.dtype, self.device = config, dtype, device
         self.patches = Linear(config.patch_width, config.hidden, False, dtype, device)
         self.blocks = [VisionBlock(config, i, dtype, device) for i in range(config.layers)]
-        self.norm = Norm(config.hidden, dtype, device)
+        self.norm = RMSNorm(config.hidden, EPS, dtype, device)
         width = config.hidden * config.unit
         self.merge = Linear(width, width, True, dtype, device)
         self.output = Linear(width, config.out, True, dtype, device)
@@ -99,5 +89,4 @@ class VisionTower:
             with layer(f"layers.{i}"): x = block(x, batch)
         with layer("merge"):
             x = self.merge(self.norm(x).reshape(-1, self.config.hidden * self.config.unit)).contiguous()
-            x = 0.5 * x * (1 + (x * 0.5 ** 0.5).erf())
-            return self.output(x.contiguous())
+            return self.output(activated(x, "gelu").contiguous())

@@ -12,17 +12,17 @@ from tinygrad_nv.runtime.memory_pool import labelled
 
 from ..checkpoint import open_checkpoint
 from ..encoder_weights import whole
-from ..layers import Linear
+from ..layers import Linear, RMSNorm
 from ..multimodal import VISUAL
 from ..weights import WeightSlice, check, fill_slots
-from .tower import Norm, VisionTower
+from .tower import VisionTower
 
 
 def slots(tower: VisionTower) -> dict[str, WeightSlice]:
     """Every tensor that the checkpoint must hold, by its name without the prefix."""
     c, out = tower.config, dict[str, WeightSlice]()
 
-    def add(one: Linear | Norm, *names: str) -> None:
+    def add(one: Linear | RMSNorm, *names: str) -> None:
         for kind, tensor in (("weight", one.weight), ("bias", getattr(one, "bias", None))):
             if tensor is None: continue
             rows, *rest = map(int, tensor.shape)

@@ -1,7 +1,7 @@
 """Languages that Whisper knows: codes and English names, as its token <|code|> and as people write them.
 
-Protocol: `language_code(text)` is the code of a code or a name, None of anything else. Which languages a
-model has its generation_config.json says; English-only models have none.
+Protocol: `language_code(text)` is the code of a code, a token or a name, None of anything else. Which
+languages a model has its generation_config.json says; English-only models have none.
 """
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ CODES |= dict(each.split(":") for each in _OTHER_NAMES.split())
 
 
 def language_code(text: str) -> str | None:
-    """The code of a language that is written as code or English name, in any case."""
-    found = text.strip().lower()
+    """The code of a language that is written as code, token or English name, in any case."""
+    found = text.strip().lower().removeprefix("<|").removesuffix("|>")
     return found if found in LANGUAGES else CODES.get(found)

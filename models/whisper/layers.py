@@ -11,25 +11,16 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv.functional import scaled_dot_product_attention
 
-from ..layers import Linear
+from ..layers import LayerNorm, Linear, activated
 from .config import StackConfig, WhisperConfig
 
 EPS = 1e-5
 FLOAT16_MOST = 64504.0     # transformers' bound: 1000 below the largest
 
 
-class LayerNorm:
-    """(x − mean) / √(variance + 1e-5) · w + b, in float32 (arXiv 1607.06450)."""
-
-    def __init__(self, size: int, dtype: DType, device: str | None) -> None:
-        self.weight = Tensor.empty(size, dtype=dtype, device=device)
-        self.bias = Tensor.empty(size, dtype=dtype, device=device)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        f = x.float()
-        f = f - f.mean(-1, keepdim=True)
-        f = f * (f.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.weight.float() + self.bias.float()
-        return f.cast(x.dtype).contiguous()
+def norm(hidden: int, dtype: DType, device: str | None) -> LayerNorm:
+    """A norm of hidden states."""
+    return LayerNorm(hidden, EPS, dtype, device)
 
 
 class FeedForward:
@@ -44,13 +35,6 @@ class FeedForward:
         return self.down(activated(self.up(x), self.activation).contiguous())
 
 
-def activated(x: Tensor, name: str) -> Tensor:
-    """The activation of a name in config.json."""
-    if name == "gelu": return 0.5 * x * (1 + (x * 0.5 ** 0.5).erf())
-    if name == "relu": return x.relu()
-    return x.silu() if name in ("silu", "swish") else x.gelu()
-
-
 class EncoderLayer:
     """x + attention(norm(x)), then x + feed_forward(norm(x)); every position attends to all."""
 
@@ -58,7 +42,7 @@ class EncoderLayer:
         hidden, self.heads = config.hidden_size, config.encoder.heads
         self.qkv = Linear(hidden, 3 * hidden, True, dtype, device)
         self.output = Linear(hidden, hidden, True, dtype, device)
-        self.attention_norm, self.norm = (LayerNorm(hidden, dtype, device) for _ in range(2))
+        self.attention_norm, self.norm = (norm(hidden, dtype, device) for _ in range(2))
         self.feed_forward = FeedForward(config, config.encoder, dtype, device)
 
     def __call__(self, x: Tensor) -> Tensor:

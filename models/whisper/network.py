@@ -21,9 +21,9 @@ from tinygrad_nv.functional import embedding, kv_append, paged_attention
 from tinygrad_nv.kvcache.store import LayerPages, PagedCache
 from tinygrad_nv.runtime.observe.ranges import layer
 
-from ..layers import Linear, multiply
+from ..layers import Linear, activated, multiply
 from .config import WhisperConfig
-from .layers import EncoderLayer, FeedForward, LayerNorm, activated
+from .layers import EncoderLayer, FeedForward, norm
 
 KERNEL = 3      # rows that a convolution reads
 
@@ -54,7 +54,7 @@ class SpeechEncoder:
         self.conv2 = Convolution(hidden, hidden, 2, dtype, device)
         self.positions = Tensor.empty(config.positions, hidden, dtype=dtype, device=device)
         self.layers = [EncoderLayer(config, dtype, device) for _ in range(config.encoder.layers)]
-        self.norm = LayerNorm(hidden, dtype, device)
+        self.norm = norm(hidden, dtype, device)
 
     def __call__(self, features: Tensor) -> Tensor:
         """(B, positions, hidden) of spectrograms (B, frames, mels) in the parameters' dtype."""
@@ -88,8 +88,7 @@ class DecoderLayer:
         def linear(outputs: int) -> Linear: return Linear(hidden, outputs, True, dtype, device)
         self.qkv, self.output = linear(3 * hidden), linear(hidden)
         self.cross_q, self.cross_kv, self.cross_output = linear(hidden), linear(2 * hidden), linear(hidden)
-        self.attention_norm, self.cross_norm, self.norm = (LayerNorm(hidden, dtype, device)
-                                                           for _ in range(3))
+        self.attention_norm, self.cross_norm, self.norm = (norm(hidden, dtype, device) for _ in range(3))
         self.feed_forward = FeedForward(config, config.decoder, dtype, device)
 
     def __call__(self, x: Tensor, batch: SpeechBatch, own: LayerPages, cross: LayerPages) -> Tensor:
@@ -135,7 +134,7 @@ class SpeechDecoder:
         self.words, self.positions = table(config.vocab_size), table(config.max_tokens)
         self.head = self.words if config.tied else table(config.vocab_size)
         self.layers = [DecoderLayer(config, dtype, device) for _ in range(config.decoder.layers)]
-        self.norm = LayerNorm(config.hidden_size, dtype, device)
+        self.norm = norm(config.hidden_size, dtype, device)
 
     def cross(self, encoded: Tensor, table: Tensor, lengths: Tensor, pages: PagedCache) -> list[Tensor]:
         """Keys and values of windows (B, positions, hidden) into the pages of `table`, int32 [B, pages], for

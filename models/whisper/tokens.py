@@ -24,6 +24,7 @@ from .config import WhisperConfig
 from .languages import language_code
 
 TASKS = ("transcribe", "translate")
+OWN = "use the generation_config.json that belongs to these weights"
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,14 @@ class SpeechTokens:
         suppressed, previous = several("suppress_tokens"), single("prev_sot_token_id")
         # as transformers has it for files without the field: lists end with it and one more
         if previous is None and len(suppressed) > 1: previous = suppressed[-2]
+        stamps = single("no_timestamps_token_id")
+        if stamps is not None and not 0 < stamps < config.vocab_size - 1:
+            raise ModelError(f"{path}: no_timestamps_token_id is {stamps}",
+                             f"a token before those of times, below {config.vocab_size - 1}", OWN)
+        if isinstance(initial, int) and initial < 0:
+            raise ModelError(f"{path}: max_initial_timestamp_index is {initial}", "0 or more", OWN)
         return SpeechTokens(
-            config.start_token if start is None else start, ends[0], single("no_timestamps_token_id"),
+            config.start_token if start is None else start, ends[0], stamps,
             _named(get("lang_to_id"), config, f"{path}: lang_to_id") if multilingual else {},
             _named(get("task_to_id"), config, f"{path}: task_to_id") if multilingual else {},
             suppressed, several("begin_suppress_tokens"), initial if isinstance(initial, int) else None,
@@ -123,7 +130,7 @@ class SpeechTokens:
 def _token(found: object, config: WhisperConfig, name: str) -> int:
     if isinstance(found, int) and not isinstance(found, bool) and 0 <= found < config.vocab_size: return found
     raise ModelError(f"{name} is {found!r}", f"token ids below vocab_size, {config.vocab_size}",
-                     "use the generation_config.json that belongs to these weights")
+                     OWN)
 
 
 def _named(found: object, config: WhisperConfig, name: str) -> dict[str, int]:

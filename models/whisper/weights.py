@@ -17,9 +17,9 @@ from tinygrad_nv.runtime.memory_pool import labelled
 
 from ..checkpoint import open_checkpoint
 from ..encoder_weights import whole
-from ..layers import Linear
+from ..layers import LayerNorm, Linear
 from ..weights import WeightSlice, check, fill_slots
-from .layers import EncoderLayer, LayerNorm
+from .layers import EncoderLayer
 from .network import Convolution, DecoderLayer, SpeechDecoder, SpeechEncoder, Whisper
 
 # prefix, names of what is stacked, and what holds it

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,42 @@ def wav(samples: int = 100, rate: int = 16000) -> bytes:
 def test_files(data: bytes, words: tuple[str, ...]):
     with pytest.raises(AudioError) as error: decode_audio(data, "a.wav", 3.0)
     assert [word for word in ("a.wav", *words) if word not in str(error.value)] == []
+
+
+@pytest.mark.parametrize("form", ["WAV", "WAVEX"])
+@pytest.mark.parametrize(("kind", "away"), [("PCM_U8", 2 ** -7), ("PCM_16", 2 ** -15), ("PCM_24", 2 ** -23),
+                                            ("PCM_32", 1e-7), ("FLOAT", 1e-7), ("DOUBLE", 1e-7)])
+def test_wav(monkeypatch: pytest.MonkeyPatch, form: str, kind: str, away: float):
+    """Every width, floats, two channels, and the extensible header, without soundfile."""
+    samples, made = np.sin(np.arange(300) / 9).reshape(150, 2) * 0.9, io.BytesIO()
+    soundfile.write(made, samples, 16000, format=form, subtype=kind)
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    assert np.abs(decode_audio(made.getvalue(), "a.wav") - samples.mean(1)).max() <= away
+    cut = decode_audio(made.getvalue()[:-1], "a.wav")      # in the middle of a frame
+    assert 0 < 150 - len(cut) < 20
+
+
+def riff(kind: int, channels: int, bits: int, align: int) -> bytes:
+    head = struct.pack("<HHIIHH", kind, channels, 16000, 16000 * align, align, bits)
+    return b"RIFF\0\0\0\0WAVEfmt \x10\0\0\0" + head + b"data\x50\0\0\0" + bytes(80)
+
+
+@pytest.mark.parametrize(("data", "words"), [
+    (riff(1, 0, 16, 0), "0 channels of 16 bits in 0 bytes"),
+    (riff(1, 2, 16, 2), "2 channels of 16 bits in 2 bytes"), (riff(1, 1, 40, 5), "is no audio file"),
+    (riff(3, 1, 16, 2), "is no audio file"),
+    (riff(1, 1, 0, 0), "is no audio file")])
+def test_formats_that_are_none(data: bytes, words: str):
+    with pytest.raises(AudioError, match=words): decode_audio(data, "a.wav")
+
+
+def test_samples_are_bounded_as_seconds_are():
+    """A FLAC file of 20 kB that would be gigabytes of samples."""
+    made = io.BytesIO()
+    soundfile.write(made, np.zeros(60000), 192000, format="FLAC")
+    assert len(decode_audio(made.getvalue(), "a.flac", 2.0)) == 5000
+    with pytest.raises(AudioError, match="60000 samples, 192000 a second\n  expected: at most 48000"):
+        decode_audio(made.getvalue(), "a.flac", 1.0)
 
 
 @pytest.mark.parametrize("cut", range(0, 400, 7))
@@ -115,7 +152,9 @@ def changed(directory: Path, name: str, **fields: Any) -> None:
      ("WhisperForAudioClassification", "WhisperForConditionalGeneration")),
     ("generation_config.json", {"suppress_tokens": [5, 300]}, ("suppress_tokens is 300", "below vocab_size")),
     ("generation_config.json", {"lang_to_id": [259]}, ("lang_to_id is [259]", "an object")),
-    ("generation_config.json", {"task_to_id": {"transcribe": "x"}}, ("task_to_id is 'x'", "token ids"))])
+    ("generation_config.json", {"task_to_id": {"transcribe": "x"}}, ("task_to_id is 'x'", "token ids")),
+    ("generation_config.json", {"no_timestamps_token_id": 299}, ("timestamps_token_id is 299", "below 299")),
+    ("generation_config.json", {"max_initial_timestamp_index": -1}, ("timestamp_index is -1", "0 or more"))])
 def test_configurations(directory: Path, name: str, fields: dict[str, Any], words: tuple[str, ...]):
     changed(directory, name, **fields)
     with pytest.raises(ModelError) as error: read(directory)
@@ -145,7 +184,10 @@ def test_a_model_without_timestamps_and_languages(directory: Path):
 
 @pytest.mark.parametrize(("given", "words"), [
     ({"temperatures": ()}, "temperature is missing"), ({"temperatures": (0.0, 3.0)}, "temperature is 3.0"),
-    ({"max_new_tokens": 0}, "max_new_tokens is 0")])
+    ({"max_new_tokens": 0}, "max_new_tokens is 0"), ({"max_new_tokens": 1.5}, "max_new_tokens is 1.5"),
+    ({"temperatures": 0.0}, "temperatures is 0.0"), ({"temperatures": ("a",)}, "temperature is a"),
+    ({"seed": -1}, "seed is -1"), ({"language": 5}, "language is 5"), ({"prompt": b"A"}, "prompt is b'A'"),
+    ({"logprob_threshold": "low"}, "logprob_threshold is 'low'")])
 def test_params(given: dict[str, Any], words: str):
     with pytest.raises(RequestError, match=words): TranscriptionParams(**given)
 
@@ -153,13 +195,30 @@ def test_params(given: dict[str, Any], words: str):
 @pytest.mark.parametrize(("samples", "given", "words"), [
     (np.zeros(0), {}, "samples of shape"), (np.zeros((2, 9)), {}, "one channel"),
     (np.array([0, np.inf]), {}, "NaN or infinite"), (np.zeros(9), {"prompt": "Ada"}, "no prev_sot_token_id"),
-    (np.zeros(9), {"language": "xx"}, "'xx', which the model does not have")],
-    ids=["empty", "stereo", "infinite", "prompt", "language"])
+    (np.zeros(9), {"language": "xx"}, "'xx', which the model does not have"),
+    (np.zeros(9, np.int16), {}, "samples of dtype int16")],
+    ids=["empty", "stereo", "infinite", "prompt", "language", "int16"])
 def test_recordings(directory: Path, samples: np.ndarray, given: dict[str, Any], words: str):
     config = read_whisper_config(directory)
     assert config is not None
     model = SpeechModel(config, read(directory), Tokenizer(tokenizers.Tokenizer(BPE()), {}, None))
     with pytest.raises(RequestError, match=words): Recording(model, samples, TranscriptionParams(**given))
+
+
+def test_special_tokens_in_a_prompt(directory: Path):
+    changed(directory, "generation_config.json", prev_sot_token_id=258)
+    config = read_whisper_config(directory)
+    assert config is not None
+    words = tokenizers.Tokenizer(BPE({f"t{i}": i for i in range(257)}, []))
+    words.add_special_tokens(["<|endoftext|>"])
+    model = SpeechModel(config, read(directory), Tokenizer(words, {}, None))
+    with pytest.raises(RequestError, match=r"a special token \(257\)"):
+        Recording(model, np.zeros(9), TranscriptionParams(prompt="Ada <|endoftext|>"))
+
+
+def test_bounds(directory: Path):
+    with pytest.raises(RequestError, match="max_num_seqs is 0"): Transcriber(directory, max_num_seqs=0)
+    with pytest.raises(RequestError, match="max_queue is 0"): Transcriber(directory, max_queue=0)
 
 
 def test_another_model(tmp_path: Path):

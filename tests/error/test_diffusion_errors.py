@@ -11,11 +11,11 @@ from typing import Any
 import diffusion_case as case
 import numpy as np
 import pytest
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
 from tinygrad_nv.models.diffusion import png
 from tinygrad_nv.models.diffusion.config import read_text, read_unet, read_vae
 from tinygrad_nv.models.diffusion.pipeline import ImageParams, StableDiffusion
-from tinygrad_nv.models.diffusion.schedulers import SchedulerConfig, plan, read_scheduler
+from tinygrad_nv.models.diffusion.schedulers import DEFAULTS, SchedulerConfig, plan, read_scheduler
 
 from tinygrad_nv.errors import (
     ModelError,
@@ -68,6 +68,14 @@ def test_parts_that_do_not_fit_each_other(copy):
     ("unet", {"down_block_types": ["AttnDownBlock2D", "DownBlock2D"]}, ("a block of AttnDownBlock2D",)),
     ("unet", {"up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"]}, ("the same ones in reverse",)),
     ("unet", {"layers_per_block": [1, 0]}, (r"layers_per_block is \[1, 0\]", "2 of them")),
+    ("unet", {"block_out_channels": [32, "x"]}, ("block_out_channels is", "positive integer")),
+    ("unet", {"norm_num_groups": 7}, ("block_out_channels 32", "a multiple of norm_num_groups, 7")),
+    ("unet", {"attention_head_dim": 5}, ("a multiple of attention_head_dim, 5",)),
+    ("unet", {"freq_shift": "x"}, ("freq_shift is 'x'",)),
+    ("unet", {"down_block_types": 3}, ("down_block_types is 3",)),
+    ("vae", {"block_out_channels": []}, (r"block_out_channels is \[\]",)),
+    ("text_encoder", {"eos_token_id": [1]}, (r"eos_token_id is \[1\]",)),
+    ("text_encoder", {"num_attention_heads": 5}, ("a multiple of num_attention_heads, 5",)),
     ("vae", {"shift_factor": 0.5}, ("shift_factor is 0.5",)),
     ("vae", {"down_block_types": ["X"]}, (r"down_block_types \['X'\]", "DownEncoderBlock2D")),
     ("text_encoder", {"hidden_act": "relu"}, ("hidden_act 'relu'", "quick_gelu or gelu")),
@@ -83,6 +91,16 @@ def test_schedulers(copy, tmp_path):
     path = copy / "scheduler" / "scheduler_config.json"
     changed(path, thresholding=True)
     with told(ModelError, "thresholding is True", "False"): read_scheduler(path.parent)
+    for fields, words in (({"_class_name": "LCMScheduler"}, ("a LCMScheduler", "DDIMScheduler")),
+                          ({"num_train_timesteps": "x"}, ("num_train_timesteps is 'x'",)),
+                          ({"beta_end": 2.0}, ("beta_end 2", "below 1"))):
+        (tmp_path / "scheduler_config.json").write_text(json.dumps(fields))
+        with told(ModelError, *words): read_scheduler(tmp_path)
+    (tmp_path / "scheduler_config.json").write_text(json.dumps(dict.fromkeys(DEFAULTS)))
+    assert read_scheduler(tmp_path) == SchedulerConfig()
+    with told(RequestError, "1000 steps of dpm.*have one timestep", "fewer, such as 500"):
+        plan(SchedulerConfig(), 1000, "dpm++")
+    with told(RequestError, "2.5 steps"): plan(SchedulerConfig(), 2.5)      # type: ignore[arg-type]
     with told(RequestError, "the scheduler is 'heun'", "ddim, euler"): plan(SchedulerConfig(), 10, "heun")
     with told(RequestError, "1001 steps", "1 to 1000"): plan(SchedulerConfig(), 1001)
     for fields, words in (({"prediction": "sample"}, "prediction_type is 'sample'"),
@@ -106,8 +124,16 @@ def test_requests():
     for params, words in ((ImageParams(height=33), "images of 16x33.*multiples of 2"),
                           (ImageParams(width=8192), "up to 4096"), (ImageParams(n=0), "n is 0.*1 or more"),
                           (ImageParams(guidance_scale=-1), "guidance_scale is -1.*0 to 100"),
-                          (ImageParams(seed=-1), "the seed is -1.*0 to 2")):
+                          (ImageParams(seed=-1), "the seed is -1.*0 to 2"),
+                          (ImageParams(width=0), "images of 0x16"), (ImageParams(height=16.0), "16x16.0"),
+                          (ImageParams(seed="x"), "the seed is 'x'"), (ImageParams(n=1.5), "n is 1.5"),
+                          (ImageParams(negative_prompt="\ud800"), "a prompt .*text in Unicode"),
+                          (ImageParams(guidance_scale="x"), "guidance_scale is 'x'")):
         with told(RequestError, words): model.generate("a cat", params)
+    with told(RequestError, "prompts of type int", "a list of texts"): model.generate(5)
+    with told(RequestError, "a prompt 5", "text"): model.generate(["a", 5])
+    with told(RequestError, "dtype dtypes.int", "dtypes.float"):
+        StableDiffusion(case.directory(), dtype=dtypes.int32)
     with told(RequestError, "no prompts", "at least one"): model.generate([])
     with told(RequestError, "tiles of 3 latents", "4 or more"): StableDiffusion(case.directory(), tile=3)
     with told(RequestError, r"latents of shape \(1, 4, 4, 4\)", r"\(1, 4, 8, 8\)"):

@@ -1,19 +1,21 @@
 """Prompts with images that cannot be answered, and vision configs that cannot be read, say what to change."""
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from tinygrad_nv.models.qwen_vl.config import ImageConfig, image_config, parse_vision
 from tinygrad_nv.models.qwen_vl.images import resized
 
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.prompts import parse
-from tinygrad_nv.engine.vision.images import MAX_PIXELS, as_image, from_url
+from tinygrad_nv.engine.vision.images import MAX_PIXELS, as_image, decoded, from_url
 from tinygrad_nv.engine.vision.parts import with_placeholders
 from tinygrad_nv.engine.vision.prompt import require_placeholders
 from tinygrad_nv.errors import ModelError, RequestError
@@ -52,9 +54,19 @@ def test_sizes():
 
 @pytest.mark.parametrize(("url", "words"), [
     ("https://a.org/b.png", "not downloaded"), ("data:image/png,a", "data:image/png;base64"),
-    ("file:///none.png", "cannot be read"), ("data:;base64,AA==", "cannot be decoded")])
+    ("file:///none.png", "cannot be read"), ("data:;base64,AA==", "its format is not known"),
+    ("data:;base64,\xe9", "no base64"), ("data:;base64,\ud800", "no base64"), ("http://[", "not downloaded"),
+    ("file:///a%00b", "null byte"), ("file://[", "cannot be read"), ("", "a data URL")])
 def test_urls(url: str, words: str):
     with pytest.raises(RequestError, match=words): from_url(url, local=True)
+
+
+def test_files_that_other_programs_would_read():
+    """pillow gives EPS to Ghostscript."""
+    made = io.BytesIO()
+    Image.fromarray(IMAGE).save(made, "EPS")
+    with pytest.raises(RequestError, match="format is not known"): decoded(made.getvalue())
+    with pytest.raises(RequestError, match="at least one pixel"): as_image(Image.new("RGB", (0, 5)))
 
 
 def test_parts():

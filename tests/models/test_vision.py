@@ -29,6 +29,7 @@ COUNT = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
 TEXT = [5, 6, 7, 8, 9]
 ONE = [5, 6, START, IMAGE, END, 7, 8, 9]
+TURNS = [*ONE, 10, 11, 12, 13, 14, 15, 16, 17, START, IMAGE, END, 7, 8]
 TWO = [5, START, IMAGE, END, 6, 7, START, IMAGE, END, 11]
 
 
@@ -81,6 +82,17 @@ def test_prefix_cache(reference: tuple[Path, Any], llm: LLM):
     assert hits == [0, 0, 16, 16]
     pil = {"prompt_token_ids": ONE, "multi_modal_data": {"image": Image.fromarray(first)}}
     assert answers(llm, [pil]) == [expected[0]]
+
+
+def test_prefix_cache_over_turns(reference: tuple[Path, Any], llm: LLM):
+    """A second image leaves the pages before it as they are; another second image shares the first's."""
+    images = [picture(seed, 120, 120) for seed in (30, 31, 32)]
+    hits = []
+    for ids, given in ((ONE, images[:1]), (TURNS, images[:2]), (TURNS, [images[0], images[2]])):
+        before = llm.core.stats().prefix_hits
+        assert answers(llm, [prompt(ids, *given)], 3) == [greedy(reference[1], ids, given, 3)]
+        hits.append(llm.core.stats().prefix_hits - before)
+    assert hits == [0, 16, 32]
 
 
 def test_preemption(reference: tuple[Path, Any], llm: LLM):

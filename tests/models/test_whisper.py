@@ -21,6 +21,7 @@ from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from tinygrad_nv.engine.speech.params import TranscriptionParams
 from tinygrad_nv.engine.speech.transcriber import Transcriber
+from tinygrad_nv.errors import RequestError
 
 SHORT = [case.sound(n, i) for i, n in enumerate((15000, 32000, 8000))]
 LONG = [case.sound(n, i) for i, n in enumerate((70000, 100003))]
@@ -110,6 +111,19 @@ def test_a_prompt(saved: tuple[Path, Any], whisper: Transcriber, conditioned: bo
     params = case.greedy(language="en", prompt="Ada ", condition_on_previous=conditioned)
     # transformers lists the prompt in front of the first segment, too
     assert whisper.transcribe(LONG[0], params).token_ids == tokens
+
+
+def test_what_is_no_recording(whisper: Transcriber):
+    for given in ([0.0] * 100, b"RIFF", None):
+        with pytest.raises(RequestError, match="a recording of type"):
+            whisper.transcribe(given)       # type: ignore[arg-type]
+
+
+def test_a_temperature_near_to_0_is_0(whisper: Transcriber):
+    """scores / temperature would be infinite."""
+    how: dict[str, Any] = {"language": "en", "max_new_tokens": 4}
+    cold = whisper.transcribe(SHORT[0], case.greedy(**how, temperatures=(1e-40,)))
+    assert cold.token_ids == whisper.transcribe(SHORT[0], case.greedy(**how)).token_ids
 
 
 def test_alone_as_among_others(whisper: Transcriber):
@@ -246,5 +260,5 @@ def test_a_cancelled_recording(whisper: Transcriber):
 def test_languages():
     """Codes and names are transformers'."""
     assert CODES == TO_LANGUAGE_CODE
-    assert [language_code(text) for text in ("EN", " German ", "Haitian Creole", "xx")] == ["en", "de", "ht",
-                                                                                          None]
+    given = ("EN", " German ", "Haitian Creole", "<|yue|>", "xx")
+    assert [language_code(text) for text in given] == ["en", "de", "ht", "yue", None]

@@ -1,10 +1,12 @@
 """/v1/audio of a Whisper model, driven by the openai client, and `tinygrad-nv serve` of one."""
 from __future__ import annotations
 
+import asyncio
 import io
 import re
 import subprocess
 import sys
+import threading
 import wave
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ import openai
 import pytest
 import whisper_case as case
 from serve_case import Live, live
+from tinygrad_nv.models.whisper.features import log_mel
 
 from tinygrad_nv.engine.speech.audio import decode_audio
 from tinygrad_nv.engine.speech.params import TranscriptionParams
@@ -108,10 +111,42 @@ def test_a_stream(audio: Any):
         events[-1].text.replace("�", "")
 
 
+def test_requests_at_once(whisper: Transcriber, server: Live, monkeypatch: pytest.MonkeyPatch):
+    """More than run at a time, each as alone. No spectrogram, which takes seconds of an hour, is computed in
+    the engine's thread. Those whose clients disconnect leave the engine."""
+    threads = set[str]()
+
+    def told(*given: Any) -> np.ndarray:
+        threads.add(threading.current_thread().name)
+        return log_mel(*given)
+    monkeypatch.setattr("tinygrad_nv.engine.speech.recording.log_mel", told)
+    counts, idle = (9000, 20000, 12345), whisper.engine.stats
+
+    async def post(http: httpx.AsyncClient, samples: int) -> str:
+        made = await http.post(f"{server.url}/v1/audio/transcriptions", data={"language": "en"},
+                               files={"file": ("a.wav", recording(samples))})
+        return str(made.json()["text"])
+
+    async def answers() -> list[str]:
+        async with httpx.AsyncClient(timeout=60) as http:
+            gone = [asyncio.ensure_future(post(http, 70000)) for _ in range(4)]
+            made = await asyncio.gather(*(post(http, each) for each in counts))
+            for each in gone: each.cancel()
+            await asyncio.gather(*gone, return_exceptions=True)
+            async with asyncio.timeout(20):
+                while idle().running or idle().waiting: await asyncio.sleep(0.01)
+            return made
+    made = asyncio.run(answers())
+    assert threads
+    assert "nv-speech" not in threads
+    assert made == [whisper.transcribe(decoded(each), TranscriptionParams("en")).text for each in counts]
+
+
 @pytest.mark.parametrize(("given", "param", "words"), [
     ({"file": ("a.wav", b"RIFF1234WAVEjunk")}, "file", "damaged WAV file"),
     ({"file": ("a.mp3", b"no audio")}, "file", "a.mp3 is no audio file"),
     ({"file": ("a.wav", b"")}, "file", "a.wav is empty"),
+    ({"prompt": "a <|endoftext|>"}, None, "special token"),
     ({"language": "klingon"}, None, "'klingon', which the model does not have"),
     ({"temperature": 3}, "temperature", "expected 0 to 2"),
     ({"response_format": "xml"}, "response_format", "verbose_json"),

@@ -19,13 +19,14 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tinygrad_nv.engine.failures import stopping
 from tinygrad_nv.engine.lora.serving import with_adapter
 from tinygrad_nv.engine.outputs import Delta, EngineCoreOutput
 from tinygrad_nv.engine.prompts import Prompt
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Request
 from tinygrad_nv.engine.text.output_processor import OutputProcessor
-from tinygrad_nv.errors import EngineError, NVError, QueueFull, RequestError
+from tinygrad_nv.errors import NVError, QueueFull, RequestError
 
 if TYPE_CHECKING:
     from tinygrad_nv.engine.core import EngineStats
@@ -109,7 +110,7 @@ class AsyncEngine:
         `queue_limit` requests wait for their first token, `EngineError` when the engine has stopped."""
         if (error := self.failure or self.llm.engine.refusal) is not None: raise error
         if self._stopping:
-            raise EngineError("the engine is stopping", "an engine that takes requests", "retry later")
+            raise stopping()
         limit = self.llm.queue_limit
         if self._waiting >= limit:
             raise QueueFull(f"{self._waiting} requests wait for their first token", f"less than {limit}",

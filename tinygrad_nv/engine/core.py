@@ -15,17 +15,16 @@ positions that all were to write count as not computed, and the other sequences 
 """
 from __future__ import annotations
 
-import traceback
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from tinygrad_nv import config as settings
 from tinygrad_nv.engine.engine_config import EngineConfig
+from tinygrad_nv.engine.failures import step_error
 from tinygrad_nv.engine.lora.slots import AdapterUse
 from tinygrad_nv.engine.outputs import EngineCoreOutput
 from tinygrad_nv.engine.sampling import SamplingParams
@@ -43,7 +42,6 @@ from tinygrad_nv.engine.structured_output.token_masks import TokenMasks
 from tinygrad_nv.errors import (
     ConfigError,
     DistError,
-    EngineError,
     ModelError,
     NVError,
     QueueFull,
@@ -342,7 +340,7 @@ class EngineCore:
         self._num_failed_steps += 1
         for later in self._in_flight: later.sampled.exception()
         self._in_flight.clear()
-        words = error if isinstance(error, NVError) else _step_error(error)
+        words = error if isinstance(error, NVError) else step_error(error)
         for seq in step.seqs:
             if seq.finished: continue
             for each in (seq, *seq.branches): self._fail_seq(each, words)
@@ -352,18 +350,6 @@ class EngineCore:
 
     def _block_tables(self) -> list[SequenceTable]:
         return [seq.table for group in self._requests.values() for seq in group if seq.table is not None]
-
-
-def _step_error(error: Exception) -> EngineError:
-    """What requests are told of an exception that is none of ours. It names the innermost place, since most
-    callers show no traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f", {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    made = EngineError(f"a step of the engine failed: {type(error).__name__}: {error}{place}", "",
-                       "retry; if it happens again, lower --max-num-seqs or --max-num-batched-tokens"
-                       if isinstance(error, MemoryError) else "retry; if it happens again, report it")
-    made.__cause__ = error
-    return made
 
 
 def max_context_length(pool: PagePool, config: EngineConfig) -> int:

@@ -2,7 +2,8 @@
 
 Protocol: `submit(prompt, params)` queues a request and returns its future. A request whose future is
 cancelled before it runs is left out; one that runs ends after its step once `cancel` is called for it. An
-exception fails its request only. The thread is the only one that uses tinygrad after the model is loaded.
+exception fails its request only, as an `NVError`. The thread is the only one that uses tinygrad after the
+model is loaded.
 """
 from __future__ import annotations
 
@@ -14,12 +15,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from tinygrad_nv.engine.core import EngineStats
-from tinygrad_nv.errors import EngineError, QueueFull
+from tinygrad_nv.engine.failures import step_error, stopping
+from tinygrad_nv.errors import EngineError, NVError, QueueFull
 from tinygrad_nv.models.diffusion.pipeline import Generated, ImageParams, StableDiffusion
-
-
-class Cancelled(Exception):
-    """No caller waits for an image any more."""
 
 
 @dataclass(eq=False)
@@ -53,9 +51,9 @@ class ImageEngine:
         request = ImageRequest(prompt, params)
         with self._arrived:
             if self._closed:
-                raise EngineError("the engine is stopping", "an engine that takes requests", "retry later")
-            if len(self._waiting) >= self.queue_limit:
-                raise QueueFull(f"{len(self._waiting)} requests wait", f"less than {self.queue_limit}",
+                raise stopping()
+            if (waiting := sum(not each.ends.is_set() for each in self._waiting)) >= self.queue_limit:
+                raise QueueFull(f"{waiting} requests wait", f"less than {self.queue_limit}",
                                 "retry later, or raise --max-queue")
             self._waiting.append(request)
             if self._thread is None:
@@ -72,34 +70,44 @@ class ImageEngine:
     async def stop(self, drain_s: float = 0.0) -> None:
         """Refuses new requests, waits up to `drain_s` seconds for the others, and cancels the rest."""
         ends = time.monotonic() + drain_s
-        while (self._waiting or self._running) and time.monotonic() < ends: await asyncio.sleep(0.01)
+        with self._arrived: self._closed = True
+        while self._busy() and time.monotonic() < ends: await asyncio.sleep(0.01)
         await asyncio.to_thread(self.close)
+
+    def _busy(self) -> bool:
+        with self._arrived: return bool(self._waiting or self._running)
 
     def close(self) -> None:
         """Cancels requests, and ends the thread."""
         with self._arrived:
             self._closed = True
-            while self._waiting: self._waiting.popleft().cancel()
+            waiting = [*self._waiting]
+            self._waiting.clear()
             if (running := self._running) is not None: running.ends.set()
             self._arrived.notify()
+        for each in waiting:
+            # not cancelled: a caller that awaits it would take that for its own end
+            if each.future.set_running_or_notify_cancel(): each.future.set_exception(stopping())
         if self._thread is not None: self._thread.join()
 
     def _run(self) -> None:
         while True:
             with self._arrived:
                 self._arrived.wait_for(lambda: self._waiting or self._closed)
-                if self._closed: return
+                if not self._waiting: return
                 request = self._waiting.popleft()
                 if not request.future.set_running_or_notify_cancel(): continue
                 self._running = request
             self._made(request)
-            self._running = None
+            with self._arrived: self._running = None
 
     def _made(self, request: ImageRequest) -> None:
         def step(done: int, total: int) -> None:
             self._steps += done > 0
-            if request.ends.is_set(): raise Cancelled
+            if request.ends.is_set():
+                raise stopping() if self._closed else EngineError("the request was cancelled",
+                                                                  "a caller that waits")
         try: request.future.set_result(self.model.generate(request.prompt, request.params, step=step))
         except Exception as error:  # of the request, the device, or a driver
-            self._failed += not isinstance(error, Cancelled)
-            request.future.set_exception(error)
+            self._failed += not request.ends.is_set()
+            request.future.set_exception(error if isinstance(error, NVError) else step_error(error))

@@ -123,7 +123,7 @@ class PromptMethods:
             raise RequestError(f"the prompt has {total} tokens, {rows} of them for images, the context holds "
                                f"{self.length}", f"at most {self.length - 1}, so that one can be added",
                                "send smaller images, or raise --max-model-len")
-        found = [self.runner.run_now(partial(encoder.run, each)) for each in parsed.images]
+        found = [self.runner.run_now(partial(encoder.run, encoder.prepared(each))) for each in parsed.images]
         ids, inserted = expanded(ids, found, config.image_token, self.runner.model.dtype)
         return replace(parsed, ids=ids, inserted=inserted, images=())
 
@@ -167,8 +167,7 @@ class PromptMethods:
         parsed = self.with_images(parsed, params.truncate_prompt_tokens)
         salt, images = parsed.salt.encode(errors="surrogatepass"), parsed.inserted
         assert parsed.ids is not None
-        made = Request(name, parsed.ids, params, priority, salt=(images.salt if images else b"") + salt,
-                       text=parsed.text, images=images)
+        made = Request(name, parsed.ids, params, priority, salt=salt, text=parsed.text, images=images)
         check_request(made, self.core.config, self.length, self.config.vocab_size)
         made = with_adapter(self.adapters, made, lora_request)
         return replace(made, matchers=self.matchers(params)) if matched else made

@@ -30,7 +30,7 @@ from tinygrad_nv.kvcache.block_table import BlockTable
 from tinygrad_nv.kvcache.hybrid_table import HybridTable, SequenceTable
 from tinygrad_nv.kvcache.offload import TieredPages
 from tinygrad_nv.kvcache.page_allocator import CopyKind, PageAllocator, PageCopy
-from tinygrad_nv.kvcache.prefix_hashes import PrefixHashes, root
+from tinygrad_nv.kvcache.prefix_hashes import Extra, PrefixHashes, root
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,11 @@ class PagePool(TieredPages):
         super().__init__(pages, page_size, host_pages, sharing, windows)
         self._secret = os.urandom(16)
 
-    def open(self, tokens: Sequence[int], salt: bytes = b"") -> SequenceTable:
+    def open(self, tokens: Sequence[int], salt: bytes = b"", extra: Extra | None = None) -> SequenceTable:
         """A block table that shares the longest cached prefix of `tokens`, without the last token, which must
-        be computed for its logits. Only pages written with the same `salt` are shared."""
-        prefix = PrefixHashes(root(self._secret, salt), self.page_size)
+        be computed for its logits. Only pages written with the same `salt` are shared, and of these with the
+        same `extra` (prefix_hashes.py)."""
+        prefix = PrefixHashes(root(self._secret, salt), self.page_size, extra)
         table: SequenceTable = (BlockTable if len(self.windows) == 1 else HybridTable)(self, prefix)
         if self.sharing: table.share(tokens)
         return table

@@ -1,9 +1,9 @@
 """POST /v1/audio/transcriptions and /v1/audio/translations.
 
-Protocol: the form is read whole (transcription_request.py), its file decoded in a thread, and the recording
-joins the engine's batch. The answer is JSON, text or subtitles; with `stream` an event for each segment,
-transcript.text.delta, and transcript.text.done at the end, as OpenAI's API has them. A client that
-disconnects ends its recording.
+Protocol: the form is read whole (transcription_request.py), its file decoded and its spectrogram computed in
+a thread, and the recording joins the engine's batch. The answer is JSON, text or subtitles; with `stream` an
+event for each segment, transcript.text.delta, and transcript.text.done at the end, as OpenAI's API has them.
+A client that disconnects ends its recording.
 """
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from tinygrad_nv.engine.speech.audio import decode_audio
 from tinygrad_nv.engine.speech.batching import Cancelled
 from tinygrad_nv.engine.speech.outputs import Segment, Transcription, segment_fields
+from tinygrad_nv.engine.speech.recording import Recording
 from tinygrad_nv.engine.speech.subtitles import srt, vtt
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.models.whisper.languages import LANGUAGES
@@ -77,8 +78,14 @@ async def _transcribed(client: SpeechClient, samples: np.ndarray, asked: Transcr
                        told: Callable[[Segment], None] = lambda segment: None) -> Transcription:
     """The transcription. What has not run when the request ends is cancelled."""
     cancelled = Cancelled()
+
+    def prepared() -> Recording:
+        """The recording, with its spectrogram: other recordings' steps do not wait for it."""
+        made = client.recording(samples, asked.params, told)
+        assert made.features is not None
+        return made
     try:
-        recording = client.recording(samples, asked.params, told)
+        recording = await asyncio.to_thread(prepared)
         future = asyncio.wrap_future(client.engine.submit([recording], cancelled)[0])
     except NVError as error: raise api_error(error) from error
     try:

@@ -102,7 +102,7 @@ def test_spans():
 
 def test_subtitles():
     segments = tuple(Segment(start, end, text, (), 0, 0, 1, 0) for start, end, text in (
-        (0.0, 1.5, " Hello."), (1.5, 1.5, " "), (3725.25, 3725.0, " a --> b\n\n c ")))
+        (0.0, 1.5, " Hello."), (1.5, 1.5, " "), (1.5, 1.6, "\x1d"), (3725.25, 3725.0, " a --> b\n\n c ")))
     made = Transcription("Hello.", "en", 4000, segments)
     assert subtitles.srt(made) == ("1\n00:00:00,000 --> 00:00:01,500\nHello.\n\n"
                                    "2\n01:02:05,250 --> 01:02:05,250\na → b\nc\n")

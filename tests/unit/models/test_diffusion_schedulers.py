@@ -96,3 +96,19 @@ def test_noise_is_that_of_torch(seed):
     theirs, mine = torch.Generator().manual_seed(seed), noise.Generator(seed)
     for shape in ((1, 4, 8, 8), (3, 17), (4, 5)):       # whole blocks of 16, and others
         assert np.abs(torch.randn(shape, generator=theirs).numpy() - mine.normal(shape)).max() < 1e-6
+    # fewer than 16 are drawn in another way
+    for shape in ((1,), (4, 1, 1), (1, 5, 3)):
+        theirs = torch.Generator().manual_seed(seed)
+        assert np.abs(torch.randn(shape, generator=theirs).numpy() - noise.normal(seed, shape)).max() < 1e-6
+
+
+@pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
+def test_plans_of_any_number_of_steps(spacing):
+    """Up to those of the training; where rounding adds one, or an offset goes beyond the last."""
+    config = SchedulerConfig(spacing=spacing, offset=1)
+    for name in ("ddim", "euler", "dpm++"):
+        for steps in (1, 2, 499, 500, 998 - 400 * (name == "dpm++"), 1000 - 400 * (name == "dpm++")):
+            made = plan(config, steps, name)
+            assert len(made) == len(made.coefficients) == steps
+            assert made.timesteps.max() < 1000
+            assert np.isfinite(made.coefficients).all()

@@ -20,7 +20,8 @@ from typing import Protocol
 import numpy as np
 
 from tinygrad_nv.engine.core import EngineStats
-from tinygrad_nv.errors import EngineError, NVError, QueueFull
+from tinygrad_nv.engine.failures import stopping
+from tinygrad_nv.errors import NVError, QueueFull
 
 
 class Runner(Protocol):
@@ -63,7 +64,7 @@ class EmbeddingEngine:
         futures = [Future[np.ndarray]() for _ in texts]
         with self._arrived:
             if self._closed:
-                raise EngineError("the engine is stopping", "an engine that takes requests", "retry later")
+                raise stopping()
             if len(self._waiting) >= self.queue_limit:
                 raise QueueFull(f"{len(self._waiting)} texts wait", f"less than {self.queue_limit}",
                                 "retry later, or raise --max-queue")
@@ -90,8 +91,12 @@ class EmbeddingEngine:
         """Cancels texts that wait, and ends the thread."""
         with self._arrived:
             self._closed = True
-            while self._waiting: self._waiting.popleft().future.cancel()
+            waiting = [*self._waiting]
+            self._waiting.clear()
             self._arrived.notify()
+        for each in waiting:
+            # not cancelled: a caller that awaits it would take that for its own end
+            if each.future.set_running_or_notify_cancel(): each.future.set_exception(stopping())
         if self._thread is not None: self._thread.join()
 
     def _run(self) -> None:

@@ -68,8 +68,8 @@ class Proposer(Protocol):
 class Request:
     """`params.n` answers to `prompt`. A smaller `priority` runs first, as in vLLM. `matchers`: one for each
     answer if not every token may follow. Prefixes are shared only between requests of equal `salt`. `text`:
-    the prompt's, if it has one. `adapter` changes the model for it; its digest is in the salt, as that of
-    `images` is, whose rows stand for tokens of the prompt."""
+    the prompt's, if it has one. `adapter` changes the model for it; its digest is in the salt. Rows of
+    `images` stand for tokens of the prompt; their digests are in the hashes of pages."""
     id: str
     prompt: list[int]
     params: SamplingParams

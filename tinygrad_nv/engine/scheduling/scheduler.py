@@ -256,7 +256,9 @@ class Scheduler:
             if self.pool.available < lacking[1]: return False
         pool, spare = self.pool, self.num_spare_pages + len(seq.branches) if self.running else 0
         if (table := seq.table) is None:
-            table = seq.table = pool.open(seq.shareable_tokens, seq.request.salt)
+            images = seq.request.images
+            table = seq.table = pool.open(seq.shareable_tokens, seq.request.salt,
+                                          None if images is None else images.digests_of)
         # after a failed step, pages pruned by the window may be cached
         elif not (table.offloaded or table.pages): table.share(seq.shareable_tokens)
         start, left = table.computed, len(seq.tokens) - table.computed

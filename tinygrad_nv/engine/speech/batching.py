@@ -2,9 +2,10 @@
 
 Protocol: `submit(recordings)` queues recordings and returns a future for each, of its `Transcription`. The
 thread gives each a slot of the runner, in order, and runs one token of all of them in a step; a slot that
-becomes free takes the next recording at once. A future that is cancelled leaves its slot after its current
-step. An exception fails the recordings that it concerns. The thread is the only one that uses tinygrad after
-the model is loaded.
+becomes free takes the next recording at once. A recording that is cancelled leaves its slot after its
+current step. An exception fails the recordings that it concerns, as an `NVError`. The thread is the only one
+that uses tinygrad after the model is loaded. What waits and what runs changes under the lock: `close` misses
+none.
 """
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from tinygrad_nv.engine.core import EngineStats
+from tinygrad_nv.engine.failures import step_error, stopping
 from tinygrad_nv.engine.speech.outputs import Transcription
 from tinygrad_nv.engine.speech.recording import Recording, Steps
 from tinygrad_nv.errors import EngineError, NVError, QueueFull
@@ -66,6 +68,11 @@ class _Entry:
     steps: Steps | None = None
     next: tuple[int, int] = (0, 0)
 
+    @property
+    def abandoned(self) -> bool:
+        """Whether no caller waits for it."""
+        return self.cancelled.asked or self.future.cancelled()
+
 
 class SpeechEngine:
     """Batches of `runner`. `queue_limit`: recordings that may wait when more are submitted."""
@@ -77,7 +84,7 @@ class SpeechEngine:
         self._arrived = threading.Condition()
         self._thread: threading.Thread | None = None
         self._tokens = self._steps = self._failed = 0
-        self._closed = False
+        self._closed = self._cancelling = False
 
     @property
     def failure(self) -> NVError | None:
@@ -91,9 +98,9 @@ class SpeechEngine:
         entries = [_Entry(each, Future(), cancelled or Cancelled()) for each in recordings]
         with self._arrived:
             if self._closed:
-                raise EngineError("the engine is stopping", "an engine that takes requests", "retry later")
-            if len(self._waiting) >= self.queue_limit:
-                raise QueueFull(f"{len(self._waiting)} recordings wait", f"less than {self.queue_limit}",
+                raise stopping()
+            if (waiting := sum(not each.abandoned for each in self._waiting)) >= self.queue_limit:
+                raise QueueFull(f"{waiting} recordings wait", f"less than {self.queue_limit}",
                                 "retry later, or raise --max-queue")
             self._waiting.extend(entries)
             if self._thread is None:
@@ -110,16 +117,20 @@ class SpeechEngine:
     async def stop(self, drain_s: float = 0.0) -> None:
         """Refuses new recordings, waits up to `drain_s` seconds for the others, and cancels the rest."""
         ends = time.monotonic() + drain_s
-        while (self._waiting or self._running) and time.monotonic() < ends: await asyncio.sleep(0.01)
+        with self._arrived: self._closed = True
+        while self._busy() and time.monotonic() < ends: await asyncio.sleep(0.01)
         await asyncio.to_thread(self.close)
+
+    def _busy(self) -> bool:
+        with self._arrived: return bool(self._waiting or self._running)
 
     def close(self) -> None:
         """Cancels recordings, and ends the thread."""
         with self._arrived:
-            self._closed = True
-            for each in [*self._waiting, *self._running.values()]: each.cancelled.asked = True
+            self._closed = self._cancelling = True
             self._arrived.notify()
-        if self._thread is not None: self._thread.join()
+        # a recording's callbacks run in the thread
+        if self._thread not in (None, threading.current_thread()): self._thread.join()
 
     # **** the thread ****
 
@@ -134,9 +145,11 @@ class SpeechEngine:
     def _fill(self) -> None:
         """Gives free slots to recordings that wait."""
         for slot in range(self.runner.max_seqs):
-            while slot not in self._running and self._waiting:
-                entry = self._running[slot] = self._waiting.popleft()
-                if not entry.future.set_running_or_notify_cancel(): entry.cancelled.asked = True
+            while slot not in self._running:
+                with self._arrived:
+                    if not self._waiting: return
+                    entry = self._running[slot] = self._waiting.popleft()
+                entry.future.set_running_or_notify_cancel()
                 entry.steps = entry.recording.steps(RunnerSlot(self.runner, slot))
                 self._advance(slot, None)
 
@@ -147,6 +160,7 @@ class SpeechEngine:
         try: logits = self.runner.step(slots, tokens, lengths)
         except Exception as error:     # of the device, or a driver
             for slot in slots: self._ended(slot, error)
+            self._failed += len(slots)
             return
         self._steps, self._tokens = self._steps + 1, self._tokens + len(slots)
         for slot, row in zip(slots, logits, strict=True): self._advance(slot, row)
@@ -155,17 +169,23 @@ class SpeechEngine:
         """Sends a recording the logits that it has asked for: it asks for the next, or is done."""
         entry = self._running[slot]
         assert entry.steps is not None
-        if entry.cancelled.asked:
-            self._ended(slot, EngineError("the transcription was cancelled", "a caller that waits"))
+        if entry.abandoned or self._cancelling:
+            self._ended(slot, stopping() if self._cancelling else
+                        EngineError("the transcription was cancelled", "a caller that waits"))
             return
         try: entry.next = next(entry.steps) if logits is None else entry.steps.send(logits)
         except StopIteration as done:
-            del self._running[slot]
+            self._leave(slot)
             if not entry.future.cancelled(): entry.future.set_result(done.value)
-        except Exception as error: self._ended(slot, error)
+        except Exception as error:
+            self._failed += 1
+            self._ended(slot, error)
 
     def _ended(self, slot: int, error: Exception) -> None:
-        entry = self._running.pop(slot)
+        entry = self._leave(slot)
         if entry.steps is not None: entry.steps.close()
-        self._failed += 1
-        if not entry.future.cancelled(): entry.future.set_exception(error)
+        if entry.future.cancelled(): return
+        entry.future.set_exception(error if isinstance(error, NVError) else step_error(error))
+
+    def _leave(self, slot: int) -> _Entry:
+        with self._arrived: return self._running.pop(slot)

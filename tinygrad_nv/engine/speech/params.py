@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite
+from typing import Any
 
 from tinygrad_nv.errors import RequestError
 
@@ -35,8 +36,22 @@ class TranscriptionParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        bad = [t for t in self.temperatures if not (isfinite(t) and 0 <= t <= 2)]
+        if not isinstance(self.temperatures, tuple | list):
+            raise RequestError(f"temperatures is {self.temperatures!r}", "a tuple of numbers from 0 to 2")
+        bad = [t for t in self.temperatures if not (_is_number(t) and isfinite(t) and 0 <= t <= 2)]
         if bad or not self.temperatures:
             raise RequestError(f"temperature is {bad[0] if bad else 'missing'}", "numbers from 0 to 2")
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise RequestError(f"max_new_tokens is {self.max_new_tokens}", "at least 1")
+        new, texts = self.max_new_tokens, {"language": self.language, "prompt": self.prompt}
+        if new is not None and (type(new) is not int or new < 1):
+            raise RequestError(f"max_new_tokens is {new!r}", "a whole number of at least 1")
+        if type(self.seed) is not int or self.seed < 0:
+            raise RequestError(f"seed is {self.seed!r}", "a whole number of at least 0")
+        for name, text in texts.items():
+            if not isinstance(text, str | None): raise RequestError(f"{name} is {text!r}", "a text, or None")
+        for name in ("compression_ratio_threshold", "logprob_threshold", "no_speech_threshold"):
+            value = getattr(self, name)
+            if value is not None and not _is_number(value):
+                raise RequestError(f"{name} is {value!r}", "a number, or None for no such test")
+
+
+def _is_number(value: Any) -> bool: return isinstance(value, int | float) and value == value

@@ -12,6 +12,7 @@ import math
 import zlib
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -27,6 +28,7 @@ from tinygrad_nv.models.whisper.tokens import SpeechTokens, TokenRules, lse_of
 
 Steps: TypeAlias = Generator[tuple[int, int], np.ndarray, Transcription]
 WindowSteps: TypeAlias = Generator[tuple[int, int], np.ndarray, "Decoded"]
+COLD = 1e-5     # no other token is drawn at less, and scores / temperature may be infinite
 WARM = 0.5      # a text chosen at such a temperature is no context for the next window
 Progress: TypeAlias = Callable[[float, float], None]
 
@@ -69,6 +71,10 @@ class Recording:
         if samples.ndim != 1 or not len(samples):
             raise RequestError(f"samples of shape {samples.shape}", "one channel with at least one sample",
                                "pass a recording that is not empty")
+        if not np.issubdtype(samples.dtype, np.floating):
+            raise RequestError(f"samples of dtype {samples.dtype}", "floats from -1 to 1 at 16 kHz",
+                               "divide samples of int16 by 32768")
+        samples = samples.astype(np.float32, copy=False)
         if not np.isfinite(samples).all():
             raise RequestError("samples that are NaN or infinite", "numbers", "look at what made them")
         self.samples = samples
@@ -79,6 +85,13 @@ class Recording:
         self.rules = TokenRules(tokens, self.timestamps)
         self.segments: list[Segment] = []
 
+    @cached_property
+    def features(self) -> np.ndarray:
+        """The spectrogram, float32 [frames, mels]. An hour takes 9 s on a core: a caller with others beside
+        it computes it before the recording is submitted, so that the engine's thread does not."""
+        config = self.model.config
+        return log_mel(self.samples, config.mels, config.frames * HOP)
+
     def _context(self, text: str | None) -> list[int]:
         """Tokens of a text before the recording, as many of the last as there is room for."""
         if not text or not text.strip(): return []
@@ -86,6 +99,9 @@ class Recording:
             raise RequestError("a prompt, and generation_config.json has no prev_sot_token_id",
                                "a model with <|startofprev|>", "leave the prompt out")
         ids = self.model.tokenizer.encode(f" {text.strip()}", special=False)
+        if special := [each for each in ids if each >= self.model.tokens.end]:
+            raise RequestError(f"the prompt {text[:60]!r} has a special token ({special[0]})", "text",
+                               "leave <|…|> out of the prompt")
         return ids[-self.most_context:]
 
     @property
@@ -95,8 +111,7 @@ class Recording:
 
     def steps(self, slot: Slot) -> Steps:
         """The transcription."""
-        frames, samples = self.model.config.frames, self.samples
-        features = log_mel(samples, self.model.config.mels, frames * HOP)
+        frames, samples, features = self.model.config.frames, self.samples, self.features
         seek, conditioned, text = 0, self.params.condition_on_previous, list(self.context)
         duration, total = len(samples) / RATE, len(features)
         while seek < total:
@@ -201,7 +216,7 @@ class Recording:
 def chosen(scores: np.ndarray, temperature: float, chooser: np.random.Generator) -> int:
     """The likeliest token, or with a temperature one drawn by softmax(scores / temperature): the largest of
     scores with Gumbel noise."""
-    if temperature == 0: return int(scores.argmax())
+    if temperature < COLD: return int(scores.argmax())
     return int((scores / temperature + chooser.gumbel(size=len(scores))).argmax())
 
 

@@ -34,7 +34,7 @@ def clock(seconds: float, point: str) -> str:
 
 
 def _cues(made: Transcription) -> Iterator[Segment]:
-    return (each for each in made.segments if each.text.strip())
+    return (each for each in made.segments if _text(each))
 
 
 def _times(segment: Segment, point: str) -> str:

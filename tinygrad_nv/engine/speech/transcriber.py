@@ -28,7 +28,7 @@ from tinygrad_nv.engine.speech.params import TranscriptionParams
 from tinygrad_nv.engine.speech.recording import Recording, SpeechModel
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.engine.worker.speech_runner import SpeechRunner
-from tinygrad_nv.errors import ModelError
+from tinygrad_nv.errors import ModelError, RequestError
 from tinygrad_nv.models.config import DTYPES
 from tinygrad_nv.models.weights import stored_dtype
 from tinygrad_nv.models.whisper import weights
@@ -47,13 +47,15 @@ class Transcriber:
     `dtype` is "auto" (the checkpoint's), "float32", "float16" or "bfloat16". At most `max_num_seqs`
     recordings run at a time, and `max_queue` more wait. Unless `capture` is set, steps run eagerly.
     `progress(done, total)` is called with bytes that are read, `stage(name)` at the end of each stage of
-    loading. Raises `ModelError`, `TokenizerError`."""
+    loading. Raises `ModelError`, `TokenizerError`, and `RequestError` for a bound below 1."""
 
     def __init__(self, directory: str | Path, *, device: str | None = None, dtype: str = "auto",
                  max_num_seqs: int = 8, max_queue: int = 1024, capture: bool = True,
                  gpu_memory_utilization: float = UTILIZATION,
                  progress: Callable[[int, int], None] | None = None,
                  stage: Callable[[str], None] = lambda name: None) -> None:
+        for bound, value in (("max_num_seqs", max_num_seqs), ("max_queue", max_queue)):
+            if value < 1: raise RequestError(f"{bound} is {value}", "at least 1", f"raise {bound}")
         self.directory = Path(directory)
         config = read_whisper_config(self.directory)
         if config is None:
@@ -99,9 +101,11 @@ class Transcriber:
                   told: Callable[[Segment], None] = lambda segment: None,
                   progress: Callable[[float, float], None] = lambda done, total: None) -> Recording:
         """A recording, to be submitted to the engine."""
+        if not isinstance(audio, str | Path | np.ndarray):
+            raise RequestError(f"a recording of type {type(audio).__name__}",
+                               "a path, or a NumPy array of floats at 16 kHz", "convert it: np.asarray(…)")
         samples = audio if isinstance(audio, np.ndarray) else read_audio(Path(audio))
-        return Recording(self.model, np.asarray(samples, np.float32), params or TranscriptionParams(), told,
-                         progress)
+        return Recording(self.model, samples, params or TranscriptionParams(), told, progress)
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compiles and captures steps."""

@@ -1,15 +1,17 @@
 """Images to rows of the language model's embedding.
 
-Protocol: `run(image)` returns the `EncodedImage` of RGB bytes [height, width, 3]. A step is captured for each
-of `step_sizes` that an image needs: it serves every image of at most so many rows, as where windows begin and
-how patches rotate are inputs. The host orders patches by windows, and rows back (models/qwen_vl/layout.py).
-The last images are kept, so that the next turn of a conversation does not compute them again. One thread at a
-time: that which runs the model's steps.
+Protocol: `run(image)` returns the `EncodedImage` of RGB bytes [height, width, 3], or of what
+`prepared(image)` made of them: that resizes the image, in any thread, so that steps of others do not wait for
+it. A step is captured for each of `step_sizes` that an image needs: it serves every image of at most so many
+rows, as where windows begin and how patches rotate are inputs. The host orders patches by windows, and rows
+back (models/qwen_vl/layout.py). The last images are kept, so that the next turn of a conversation does not
+compute them again. All but `prepared` is for one thread at a time: that which runs the model's steps.
 """
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +38,14 @@ def image_digest(image: np.ndarray) -> bytes:
     return hashlib.sha256(repr(image.shape).encode() + np.ascontiguousarray(image).tobytes()).digest()
 
 
+@dataclass(frozen=True)
+class PreparedImage:
+    """An image with its digest, and its patches and their grid; None of one whose rows were kept then."""
+    image: np.ndarray
+    digest: bytes
+    patches: tuple[np.ndarray, Grid] | None
+
+
 class VisionEncoder:
     """The tower of a model, with its captured steps."""
 
@@ -60,13 +70,19 @@ class VisionEncoder:
         """Of the tower's weights."""
         return nbytes(self.tower)
 
-    def run(self, image: np.ndarray) -> EncodedImage:
+    def prepared(self, image: np.ndarray) -> PreparedImage:
         """See above. Raises `RequestError` for an image of an extreme shape."""
         digest = image_digest(image)
+        return PreparedImage(image, digest, None if digest in self.kept else patches(image, self.config))
+
+    def run(self, image: np.ndarray | PreparedImage) -> EncodedImage:
+        """See above. Raises `RequestError` for an image of an extreme shape."""
+        if not isinstance(image, PreparedImage): image = self.prepared(image)
+        digest = image.digest
         if (found := self.kept.get(digest)) is not None:
             self.kept.move_to_end(digest)
             return found
-        given, grid = patches(image, self.config)
+        given, grid = image.patches or patches(image.image, self.config)
         made = self.kept[digest] = EncodedImage(self._step(grid.rows)(given, grid), grid, digest)
         while len(self.kept) > 1 and sum(each.grid.rows for each in self.kept.values()) > KEPT_ROWS:
             self.kept.popitem(last=False)

@@ -7,9 +7,9 @@ prompt go on after the largest position (models/qwen_vl/layout.py).
 """
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from tinygrad.dtype import DType
@@ -31,18 +31,21 @@ class EncodedImage:
 @dataclass(frozen=True, eq=False)
 class PromptImages:
     """`rows` [rows, hidden] of the embedding, in the model's dtype (bfloat16 as its bits); `numbers` int32
-    [tokens]: the row that stands for a prompt token, −1 for none; `positions` int32 [3, tokens]. `digest` is
-    of all images, 32 bytes."""
+    [tokens]: the row that stands for a prompt token, −1 for none; `positions` int32 [3, tokens]. `digests`:
+    32 bytes of each image, and `starts` its first row, with the number of rows at the end."""
     rows: np.ndarray
     numbers: np.ndarray
     positions: np.ndarray
-    digest: bytes
+    digests: tuple[bytes, ...]
+    starts: tuple[int, ...]
 
-    @property
-    def salt(self) -> bytes:
-        """Keeps pages of other images apart in the prefix cache. Salts of requests are UTF-8, which has no
-        byte 255."""
-        return b"\xff" + self.digest
+    def digests_of(self, first: int, end: int) -> bytes:
+        """Of the images that have rows among the tokens first … end − 1: keeps pages of other images apart in
+        the prefix cache."""
+        found = self.numbers[first:end]
+        if not len(found := found[found >= 0]): return b""
+        images = np.searchsorted(self.starts, found[[0, -1]], side="right")
+        return b"".join(self.digests[images[0] - 1:images[1]])
 
     def numbers_of(self, start: int, count: int) -> np.ndarray:
         """The rows of tokens start … start + count − 1, int32 [count]."""
@@ -75,6 +78,6 @@ def expanded(ids: Sequence[int], images: Sequence[EncodedImage], token: int,
     is_image = np.array(tokens) == token
     numbers = np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32)
     rows = rounded(np.concatenate([each.rows for each in images]), dtype)
-    digest = hashlib.sha256(b"".join(each.digest for each in images)).digest()
+    starts = tuple(accumulate((each.grid.rows for each in images), initial=0))
     positions = prompt_positions(is_image, [each.grid for each in images])
-    return tokens, PromptImages(rows, numbers, positions, digest)
+    return tokens, PromptImages(rows, numbers, positions, tuple(each.digest for each in images), starts)
