@@ -63,6 +63,11 @@ def at_most(x: Tensor, y: Tensor | float) -> Tensor:
     return (x < y) | (x == y) if dtypes.is_float(x.dtype) else x <= y
 
 
+def at_least(x: Tensor, y: Tensor | float) -> Tensor:
+    """x ≥ y, which is false of NaN."""
+    return (x > y) | (x == y) if dtypes.is_float(x.dtype) else x >= y
+
+
 # **** exponentials and logarithms ****
 
 @_wide
@@ -200,3 +205,9 @@ def erf(x: Tensor) -> Tensor:
     made = small * (-square).exp() * (2 / math.sqrt(math.pi)) * series
     far = (x < 0).where(-1.0, x.isnan().where(x, 1.0)) if double else x.erf()
     return near.where(made, far)
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """x Φ(x), or its approximation by tanh. tinygrad's erf is one of float32."""
+    if approximate != "none" or x.dtype != dtypes.float64: return x.gelu(approximate)
+    return 0.5 * x * (1 + erf(x * math.sqrt(0.5)))

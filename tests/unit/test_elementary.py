@@ -1,6 +1,7 @@
 """Elementary functions against numpy in more digits: near 0, far from it, at infinity and NaN."""
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -46,15 +47,14 @@ def test_digits(dtype: type[np.floating[Any]]):
 
 
 def test_erf():
-    import math
-    x = points(np.float64)
+    x = points(np.float32)
     x = x[~np.isnan(x)]
-    wanted = np.array([math.erf(each) for each in x])
-    with Context(DEV="CPU"):
-        double = elementary.erf(Tensor(x, dtype=dtypes.float64)).numpy()
-        single = elementary.erf(Tensor(x.astype(np.float32))).numpy()
-    np.testing.assert_allclose(double, wanted, rtol=12 * 2.0 ** -52)
-    np.testing.assert_allclose(single, wanted, rtol=5 * 2.0 ** -23)
+    with Context(DEV="CPU"): single = elementary.erf(Tensor(x)).numpy()
+    np.testing.assert_allclose(single, list(map(math.erf, x)), rtol=5 * 2.0 ** -23)
+    # the series of float64 is long: compiling it takes longer than a few numbers without a compiler
+    few = [-6.5, -3.3, -0.7, 1e-9, 0.2, 2.1, 5.5]
+    with Context(DEV="PYTHON"): double = elementary.erf(Tensor(few, dtype=dtypes.float64)).tolist()
+    np.testing.assert_allclose(double, list(map(math.erf, few)), rtol=12 * 2.0 ** -52)
 
 
 def test_nan_of_two_operands():

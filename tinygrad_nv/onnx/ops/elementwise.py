@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import functools
 
-from tinygrad import Tensor, dtypes
+from tinygrad import Tensor
 
 from tinygrad_nv import elementary
 from tinygrad_nv.onnx.table import op
@@ -40,9 +40,8 @@ def mish(x: Tensor) -> Tensor:
 
 @op("Gelu")
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """x Φ(x), or its approximation by tanh. tinygrad's erf has no digits for float64."""
-    if approximate != "none" or x.dtype != dtypes.float64: return x.gelu(approximate)
-    return 0.5 * x * (1 + elementary.erf(x / 2 ** 0.5))
+    """x Φ(x), or its approximation by tanh."""
+    return elementary.gelu(x, approximate)
 
 
 @op("HardSwish")
@@ -68,7 +67,7 @@ def at_most(x: Tensor, y: Tensor) -> Tensor: return elementary.at_most(x, y)
 
 
 @op("GreaterOrEqual")
-def at_least(x: Tensor, y: Tensor) -> Tensor: return elementary.at_most(y, x)
+def at_least(x: Tensor, y: Tensor) -> Tensor: return elementary.at_least(x, y)
 
 
 @op("Max")
