@@ -46,7 +46,7 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A graph, or the body of a node. `types` are those of its inputs and defaults. `defaults` are constants
+    """A graph, or the body of a node. `types` are those of its inputs and outputs. `defaults` are constants
     that a call may replace: initializers that are inputs, too (since IR version 4)."""
     nodes: tuple[Node, ...]
     inputs: tuple[str, ...]
@@ -104,6 +104,7 @@ def graph_of(proto: onnx.GraphProto, versions: dict[str, int], directory: str,
     inputs = tuple(name for name in types if name not in constants)
     defaults = {name: constants.pop(name) for name in types if name in constants} if replaceable else {}
     nodes = tuple(node_of(each, versions, directory) for each in proto.node)
+    types |= {each.name: each.type for each in proto.output}
     return Graph(nodes, inputs, tuple(each.name for each in proto.output), constants, types, defaults)
 
 

@@ -182,3 +182,15 @@ def test_infinity_and_nan(op: str):
     x = np.array([np.nan, np.inf, -1e-20, 1e-20], np.float32)
     with np.errstate(all="ignore"): wanted = reference.ReferenceEvaluator(made).run(None, {"x": x})[0]
     np.testing.assert_allclose(OnnxRunner(made)({"x": x})["y"].numpy(), wanted, rtol=1e-6)
+
+
+def test_a_loop_of_no_iteration():
+    text = """g (int64 n, float[2] x) => (float[2] y, float[k, 2] s) {
+        c = Constant<value: tensor = bool {1}>()
+        y, s = Loop(n, c, x) <body = b (int64 i, bool c0, float[2] v) => (bool c1, float[2] w, float[2] o) {
+            c1 = Identity(c0) w = Add(v, v) o = Identity(w) }> }"""
+    runner, x = OnnxRunner(model(text)), np.array([1, 2], np.float32)
+    assert runner({"n": np.array(2), "x": x})["s"].tolist() == [[2, 4], [4, 8]]
+    none = runner({"n": np.array(0), "x": x})
+    assert none["y"].tolist() == [1, 2]
+    assert none["s"].shape == (0, 2)

@@ -2,7 +2,6 @@
 torch computes. Each is held against torch itself, results and arguments, with strides."""
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -250,15 +249,12 @@ def test_a_step_of_training():
     assert losses[1][-1] < losses[1][0]
 
 
-def test_gradients_of_a_network_for_images():
-    layers = [torch.nn.BatchNorm2d(2), torch.nn.ReLU6(), torch.nn.MaxPool2d(2), torch.nn.AvgPool2d(2)]
-    models = [torch.nn.Sequential(*layers), copy.deepcopy(torch.nn.Sequential(*layers))]
-    compiled, x = torch.compile(models[0], backend="tinygrad_nv"), torch.randn(2, 2, 8, 8)
-    for called in (compiled, models[1]): called(x).square().sum().backward()
-    for ours, theirs in zip(*(each.named_parameters() for each in models), strict=True):
-        torch.testing.assert_close(ours[1].grad, theirs[1].grad, rtol=1e-4, atol=1e-4)
-    for ours, theirs in zip(*(each.buffers() for each in models), strict=True):
-        torch.testing.assert_close(ours, theirs)
+def test_gradients_of_pooling():
+    x = torch.randn(1, 2, 4, 4, requires_grad=True)
+    def pooled(x: torch.Tensor) -> torch.Tensor: return F.max_pool2d(x, 3, 2, 1) * F.avg_pool2d(x, 2)
+    compiled = torch.compile(pooled, backend="tinygrad_nv")
+    made = [torch.autograd.grad(fn(x).sum(), x)[0] for fn in (compiled, pooled)]
+    torch.testing.assert_close(*made, rtol=1e-5, atol=1e-6)
     assert tinygrad_nv.torch.explain(compiled, x).whole
 
 

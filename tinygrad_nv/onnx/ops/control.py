@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import onnx
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import OnnxError
-from tinygrad_nv.onnx.elements import Narrow, Value, dtype_of, from_numpy, like, name_of, plain
+from tinygrad_nv.onnx.elements import Narrow, Value, dtype_of, from_numpy, held, like, name_of, plain
 from tinygrad_nv.onnx.model import Graph
 from tinygrad_nv.onnx.table import Call, op
 
@@ -46,11 +47,20 @@ def loop(call: Call, most: Value, condition: Value, *state: Value, body: Graph) 
         going, carried = bool(number(keep)), made[:len(state)]
         for row, each in zip(rows, made[len(state):], strict=True): row.append(each)
         i += 1
-    return (*carried, *(_stacked(row, 0) for row in rows))
+    names = body.outputs[1 + len(state):]
+    return (*carried, *(_stacked(row, 0, body.types.get(name))
+                        for name, row in zip(names, rows, strict=True)))
 
 
-def _stacked(rows: list[Value], axis: int) -> Value:
-    """What iterations made, one after the other along a new dimension."""
+def _stacked(rows: list[Value], axis: int, kind: onnx.TypeProto | None = None) -> Value:
+    """What iterations made, one after the other along a new dimension. Of none it is empty, if the type says
+    how each would be."""
+    if not rows and kind is not None and kind.tensor_type.HasField("shape"):
+        dims = [each.dim_value if each.HasField("dim_value") else None for each in kind.tensor_type.shape.dim]
+        if None not in dims:
+            dims.insert(axis, 0)
+            number = kind.tensor_type.elem_type
+            return held(Tensor.zeros(*dims, dtype=dtype_of(number)), number)
     if not rows: raise OnnxError("no iteration, so that the shape of what it makes is unknown",
                                  "at least one iteration of a graph with scan outputs")
     return like(Tensor.stack(*map(plain, rows), dim=axis), rows[0])
