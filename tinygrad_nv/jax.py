@@ -27,7 +27,8 @@ from tinygrad.dtype import DType, strong_dtype
 
 from tinygrad_nv.dlpack import exporting, from_dlpack
 from tinygrad_nv.errors import TorchError, TransformError
-from tinygrad_nv.transforms import jit, vjp, vmap
+from tinygrad_nv.transforms import jit, vmap
+from tinygrad_nv.transforms.foreign import Constants, pulled, shapes_of
 
 DTYPES: dict[DType, Any] = {
     dtypes.bool: jnp.bool_, dtypes.int8: jnp.int8, dtypes.int16: jnp.int16, dtypes.int32: jnp.int32,
@@ -50,22 +51,15 @@ def function(fn: Callable[..., Any]) -> Callable[..., Any]:
         leaves, tree = jax.tree.flatten((args, kwargs))
         arrays = [jnp.asarray(each) for each in leaves if _is_array(each)]
         for each in arrays: _ours(each)
-        constants = tuple(_ARRAY if _is_array(each) else each for each in leaves)
+        constants = Constants.of(leaves, _is_array)
         try: found = flat.get((tree, constants))
         except TypeError as error:
             raise TorchError(f"an argument that is no array and has no hash: {error}",
                              "arrays, and values that stay as they are", "give it as an array") from error
         if found is None: found = flat[tree, constants] = _Flat(_filled(fn, tree, constants))
         made = found.call(*arrays)
-        return jax.tree.unflatten(found.tree, made)
+        return jax.tree.unflatten(found.tree_of(arrays), made)
     return called
-
-
-class _Mark:
-    """The place of an array among constants."""
-
-
-_ARRAY = _Mark()
 
 
 class _Flat:
@@ -73,7 +67,8 @@ class _Flat:
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.fn = fn
-        self.tree: Any = None
+        self.tree: Any = None       # of the last capture
+        self.trees: dict[Hashable, Any] = {}
         self.step = jit(self._leaves)
         self.known: dict[Hashable, list[jax.ShapeDtypeStruct]] = {}
         self.backwards: dict[Hashable, _Flat] = {}
@@ -83,11 +78,16 @@ class _Flat:
 
     def _leaves(self, *given: Tensor) -> list[Tensor]:
         leaves, self.tree = jax.tree.flatten(self.fn(*given), is_leaf=lambda each: isinstance(each, Tensor))
+        self.trees[shapes_of(given)] = self.tree
         for each in leaves:
             if not isinstance(each, Tensor):
                 raise TorchError(f"a function that returns a {type(each).__name__}",
                                  "Tensors, or a tree of them")
         return [each.cast(OURS[_theirs(each)]) for each in leaves]
+
+    def tree_of(self, arrays: Sequence[jax.Array]) -> Any:
+        """The structure of the results for arguments; examples of jax.vmap have the last one."""
+        return self.trees.get(tuple((tuple(each.shape), _ours(each)) for each in arrays), self.tree)
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The captured function. Results are Tensors of their own."""
@@ -120,7 +120,7 @@ class _Flat:
     def backward(self, derived: tuple[bool, ...], given: tuple[bool, ...]) -> _Flat:
         """J^T: of arguments and the gradients of float results, to gradients of float arguments."""
         if (derived, given) not in self.backwards:
-            self.backwards[derived, given] = _Flat(_pulled(self._leaves, derived, given))
+            self.backwards[derived, given] = _Flat(pulled(self._leaves, derived, given))
         return self.backwards[derived, given]
 
     def batch(self, axes: tuple[bool, ...]) -> _Flat:
@@ -176,26 +176,10 @@ def _one_by_one(flat: _Flat, axes: Sequence[bool], arrays: Sequence[jax.Array]) 
     return list(jax.lax.map(one, [x for x, each in zip(arrays, axes, strict=True) if each]))
 
 
-def _pulled(fn: Callable[..., list[Tensor]], derived: Sequence[bool],
-            given: Sequence[bool]) -> Callable[..., list[Tensor]]:
-    """(arguments, gradients of float results) → gradients of float arguments."""
-    def pull(*values: Tensor) -> list[Tensor]:
-        inputs, grads = values[:len(derived)], iter(values[len(derived):])
-
-        def of_floats(*floats: Tensor) -> list[Tensor]:
-            rest = iter(floats)
-            return fn(*(next(rest) if real else x for x, real in zip(inputs, derived, strict=True)))
-        results, back = vjp(of_floats, *(x for x, real in zip(inputs, derived, strict=True) if real))
-        return list(back([next(grads) if real else each for each, real in zip(results, given, strict=True)]))
-    return pull
-
-
-def _filled(fn: Callable[..., Any], tree: Any, constants: Sequence[Any]) -> Callable[..., Any]:
+def _filled(fn: Callable[..., Any], tree: Any, constants: Constants) -> Callable[..., Any]:
     """fn of its arrays alone."""
     def of_arrays(*given: Tensor) -> Any:
-        rest = iter(given)
-        leaves = [next(rest) if each is _ARRAY else each for each in constants]
-        args, kwargs = jax.tree.unflatten(tree, leaves)
+        args, kwargs = jax.tree.unflatten(tree, constants.filled(given))
         return fn(*args, **kwargs)
     return of_arrays
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from onnx import TensorProto, helper
 from tinygrad import Tensor, dtypes
-from tinygrad.dtype import DType
+from tinygrad.dtype import DType, strong_dtype
 
 from tinygrad_nv.errors import OnnxError
 
@@ -24,6 +24,10 @@ PLAIN: dict[int, DType] = {
     TensorProto.INT64: dtypes.int64, TensorProto.UINT8: dtypes.uint8, TensorProto.UINT16: dtypes.uint16,
     TensorProto.UINT32: dtypes.uint32, TensorProto.UINT64: dtypes.uint64, TensorProto.BOOL: dtypes.bool}
 TYPES = {dtype: kind for kind, dtype in PLAIN.items()}
+# those of float8 that tinygrad has: accepted, and computed as the wider Tensors below
+FLOAT8: dict[DType, int] = {
+    dtypes.fp8e4m3: TensorProto.FLOAT8E4M3FN, dtypes.fp8e4m3fnuz: TensorProto.FLOAT8E4M3FNUZ,
+    dtypes.fp8e5m2: TensorProto.FLOAT8E5M2, dtypes.fp8e5m2fnuz: TensorProto.FLOAT8E5M2FNUZ}
 
 
 @dataclass(frozen=True)
@@ -77,10 +81,30 @@ def dtype_of(kind: int) -> DType:
 def kind_of(x: Value) -> int:
     """ONNX's type of the elements of a value."""
     if isinstance(x, Narrow): return x.kind
-    if isinstance(x, Tensor): return TYPES[x.dtype]
+    if isinstance(x, Tensor): return TYPES[strong_dtype(x.dtype)]
     if isinstance(x, np.ndarray):
         return TensorProto.STRING if x.dtype.kind in "OU" else int(helper.np_dtype_to_tensor_dtype(x.dtype))
     raise OnnxError(f"a {'sequence' if isinstance(x, list) else 'missing value'}", "a tensor")
+
+
+def numeric(x: np.ndarray | np.generic) -> bool:
+    """Whether an array's elements are numbers that numpy itself has; ml_dtypes gives some of its types the
+    kind of floats."""
+    return x.dtype.kind in "biuf" and x.dtype.isbuiltin == 1
+
+
+def plain(x: Value) -> Tensor:
+    """The Tensor of a value, of narrow elements too. Raises `OnnxError` for sequences and strings."""
+    made = from_numpy(x) if isinstance(x, np.ndarray) else x
+    if isinstance(made, Narrow): return made.tensor
+    if not isinstance(made, Tensor): raise OnnxError(f"a {type(made).__name__}", "a tensor")
+    return made
+
+
+def like(x: Tensor, other: Value) -> Tensor | Narrow:
+    """A Tensor of elements that were moved, in the narrow type of another value, if it has one."""
+    if isinstance(other, np.ndarray): other = from_numpy(other)
+    return Narrow(x, other.kind) if isinstance(other, Narrow) else x
 
 
 def held(x: Tensor, kind: int) -> Tensor | Narrow:

@@ -13,7 +13,7 @@ import numpy as np
 from onnx import helper
 from tinygrad import Tensor
 
-from tinygrad_nv.onnx.elements import Narrow, Value
+from tinygrad_nv.onnx.elements import Narrow, Value, numeric
 from tinygrad_nv.onnx.model import HOST_SIZE, Node
 
 
@@ -39,8 +39,7 @@ def _shape(x: Value) -> tuple[int, ...] | None:
 
 def _small(x: Any) -> bool:
     """Whether an array is like extents: a few numbers in a row."""
-    return isinstance(x, np.ndarray | np.generic) and x.ndim <= 1 and x.size <= HOST_SIZE \
-        and x.dtype.kind in "biuf"
+    return isinstance(x, np.ndarray | np.generic) and x.ndim <= 1 and x.size <= HOST_SIZE and numeric(x)
 
 
 def _small_constant(node: Node) -> np.ndarray | None:

@@ -18,7 +18,7 @@ from onnx import AttributeProto, checker, helper, inliner, numpy_helper
 from tinygrad import Tensor
 
 from tinygrad_nv.errors import OnnxError
-from tinygrad_nv.onnx.elements import Value, from_numpy
+from tinygrad_nv.onnx.elements import Value, from_numpy, numeric
 
 HOST_SIZE = 64      # elements of a constant that the host keeps: extents, axes, pads
 UNSHAPED = "Field 'shape' of 'type' is required but missing"
@@ -46,12 +46,14 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A graph, or the body of a node. `types` are those of its inputs."""
+    """A graph, or the body of a node. `types` are those of its inputs and outputs. `defaults` are constants
+    that a call may replace: initializers that are inputs, too (since IR version 4)."""
     nodes: tuple[Node, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     constants: dict[str, Value]
     types: dict[str, onnx.TypeProto]
+    defaults: dict[str, Value] = field(default_factory=dict)
 
 
 def read(model: str | Path | bytes | onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
@@ -92,13 +94,18 @@ def opsets(proto: onnx.ModelProto) -> dict[str, int]:
     return {_domain(each.domain): each.version for each in proto.opset_import}
 
 
-def graph_of(proto: onnx.GraphProto, versions: dict[str, int], directory: str) -> Graph:
-    """A graph. Raises `OnnxError` for external data that is missing."""
+def graph_of(proto: onnx.GraphProto, versions: dict[str, int], directory: str,
+             replaceable: bool = False) -> Graph:
+    """A graph; `replaceable`: whether initializers that are inputs are defaults. Raises `OnnxError` for
+    external data that is missing."""
     constants = {each.name: _constant(each, directory) for each in proto.initializer}
     constants |= {each.values.name: _dense(each) for each in proto.sparse_initializer}
-    inputs = {each.name: each.type for each in proto.input if each.name not in constants}
+    types = {each.name: each.type for each in proto.input}
+    inputs = tuple(name for name in types if name not in constants)
+    defaults = {name: constants.pop(name) for name in types if name in constants} if replaceable else {}
     nodes = tuple(node_of(each, versions, directory) for each in proto.node)
-    return Graph(nodes, tuple(inputs), tuple(each.name for each in proto.output), constants, inputs)
+    types |= {each.name: each.type for each in proto.output}
+    return Graph(nodes, inputs, tuple(each.name for each in proto.output), constants, types, defaults)
 
 
 def node_of(proto: onnx.NodeProto, versions: dict[str, int], directory: str = "") -> Node:
@@ -136,7 +143,7 @@ def _constant(proto: onnx.TensorProto, directory: str) -> Value:
     """A small constant as an array, another one on the device."""
     array = _array(proto, directory)
     most = FACTORS if array.dtype.kind == "f" else HOST_SIZE
-    if array.ndim <= 1 and array.size <= most and array.dtype.kind in "biuf": return array
+    if array.ndim <= 1 and array.size <= most and numeric(array): return array
     made = from_numpy(array)
     return made.realize() if isinstance(made, Tensor) else made
 

@@ -18,7 +18,7 @@ import onnx
 from tinygrad import Tensor
 
 from tinygrad_nv.errors import OnnxError
-from tinygrad_nv.onnx.elements import Narrow, Value, dtype_of, from_numpy, name_of
+from tinygrad_nv.onnx.elements import FLOAT8, Narrow, Value, dtype_of, from_numpy, held, name_of
 from tinygrad_nv.onnx.fusion import fused
 from tinygrad_nv.onnx.matrices import dequantized
 from tinygrad_nv.onnx.model import graph_of, opsets, read
@@ -36,11 +36,12 @@ class OnnxRunner:
         proto, directory = read(model)
         _load_operators()
         self.opsets = opsets(proto)
-        self.graph = dequantized(fused(graph_of(proto.graph, self.opsets, directory)))
+        self.graph = dequantized(fused(graph_of(proto.graph, self.opsets, directory, proto.ir_version >= 4)))
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the inputs that a call must have."""
+        """Names of the inputs that a call must have. It may have those with defaults besides: initializers
+        that are inputs, too."""
         return self.graph.inputs
 
     @property
@@ -57,12 +58,15 @@ class OnnxRunner:
 
     def values(self, inputs: Mapping[str, Any]) -> dict[str, Value]:
         """As `__call__`, with narrow types as they are (`elements.Narrow`)."""
-        unknown = sorted(inputs.keys() - set(self.inputs) - self.graph.constants.keys())
-        if unknown:
-            raise OnnxError(f"the model has no input {unknown[0]!r}", f"inputs {', '.join(self.inputs)}")
+        names = (*self.inputs, *self.graph.defaults)
+        unknown = sorted(inputs.keys() - set(names))
+        if unknown: raise OnnxError(f"the model has no input {unknown[0]!r}", f"inputs {', '.join(names)}")
         extents: dict[str, int] = {}
-        given = [_input(name, inputs, self.graph.types[name], extents) for name in self.inputs]
-        return dict(zip(self.outputs, Scope(self.graph).run(given), strict=True))
+        given = {name: _input(name, inputs, self.graph.types[name], extents) for name in names
+                 if name in inputs or name not in self.graph.defaults}
+        scope = Scope(self.graph)
+        scope.values.update(self.graph.defaults | given)
+        return dict(zip(self.outputs, scope.run([given[name] for name in self.inputs]), strict=True))
 
 
 def _load_operators() -> None:
@@ -103,10 +107,10 @@ def _tensor(name: str, given: Any, kind: int) -> Value:
         if array.dtype != onnx.helper.tensor_dtype_to_np_dtype(kind):
             raise OnnxError(f"input {name!r} of {array.dtype}", name_of(kind).lower(), "cast it first")
         return from_numpy(array, folds=False)
-    if given.dtype != dtype_of(kind):
+    if given.dtype != dtype_of(kind) and FLOAT8.get(given.dtype) != kind:
         raise OnnxError(f"input {name!r} of {given.dtype}", f"{dtype_of(kind)} for {name_of(kind)}",
                         "cast it first")
-    return Narrow(given, kind) if dtype_of(kind) != given.dtype else given
+    return held(given, kind)
 
 
 def _check_shape(name: str, x: Value, kind: onnx.TypeProto.Tensor, extents: dict[str, int]) -> None:

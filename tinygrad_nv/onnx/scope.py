@@ -3,8 +3,8 @@
 Protocol. A `Scope` has the values of one graph's names; a name that it lacks is looked up in the scope
 around it (a graph of If, Loop and Scan sees the names of its node's graph). Nodes are computed in order:
 on the host where they are shape arithmetic (host.py), by a function of the table, by tinygrad's, or by the
-graph that defines the op (bodies.py). Tensors are lazy: a node adds to the graph of UOps and runs nothing,
-unless a value decides a shape or which graph runs.
+graph that defines the op (definitions.py). Tensors are lazy: a node adds to the graph of UOps and runs
+nothing, unless a value decides a shape or which graph runs.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 from tinygrad import Tensor
 
 from tinygrad_nv.errors import NVError, OnnxError
-from tinygrad_nv.onnx.bodies import body_of
+from tinygrad_nv.onnx.definitions import definition_of
 from tinygrad_nv.onnx.elements import Narrow, Value, from_numpy, kind_of, to_numpy
 from tinygrad_nv.onnx.host import on_host
 from tinygrad_nv.onnx.model import Graph, Node
@@ -43,6 +43,11 @@ class Scope:
             raise OnnxError(f"the graph reads {name!r}, which no node writes",
                             "nodes in the order of their use", "export the model again")
         return self.around[name]
+
+    def constant(self, name: str) -> bool:
+        """Whether a name is a constant of this graph, or of one around it."""
+        if name in self.values or self.around is None: return name in self.graph.constants
+        return self.around.constant(name)
 
     def tensor(self, name: str) -> Value:
         """A value for a function on Tensors: an array that the host knows as a Tensor."""
@@ -97,7 +102,7 @@ class Scope:
 
     def _by_definition(self, node: Node, given: Sequence[Value]) -> list[Value]:
         """The outputs of the graph that defines the op."""
-        graph = body_of(node, [_type(each) for each in given])
+        graph = definition_of(node, [_type(each) for each in given])
         if graph is None:
             raise OnnxError("no function computes this op", "an op of ai.onnx, or one of com.microsoft that "
                             "docs/onnx.md lists", "export with another opset, or write it by other ops")
@@ -117,7 +122,7 @@ class NodeCall:
     def constant(self, *inputs: int) -> bool:
         """Whether inputs, those that there are, are constants of the model."""
         names = [self.node.inputs[i] for i in inputs if i < len(self.node.inputs)]
-        return all(not name or name in self.scope.graph.constants for name in names)
+        return all(not name or self.scope.constant(name) for name in names)
 
 
 def _for(node: Node) -> dict[str, Any]:

@@ -148,6 +148,7 @@ class Space:
             while not same(inner, outer):
                 if isinstance(inner, UOp) or isinstance(outer, UOp):
                     raise NotAffine("a reshape of symbolic extents")
+                if not inner or not outer: raise NotAffine("a reshape without elements")
                 if inner < outer: inner *= source[i := i - 1]
                 else: outer *= result[j := j - 1]
             whole = _combined(result[j:last + 1], indices[j:last + 1])

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._decomp import core_aten_decompositions
+from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.registry import register_backend
 from torch._guards import TracingContext
@@ -24,6 +24,11 @@ from tinygrad_nv.torch.compiler import compiled
 from tinygrad_nv.torch.lowering import TABLE
 
 NAME = "tinygrad_nv"
+# operators of torch's core that are made of others which the table has
+CORE = [getattr(torch.ops.aten, name) for name in (
+    "_adaptive_avg_pool2d", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit_no_training", "addmv", "batch_norm_backward", "clamp", "hardtanh",
+    "linalg_vector_norm", "native_batch_norm", "native_group_norm")]
 _numbers = itertools.count()
 
 
@@ -41,9 +46,10 @@ def backend(module: GraphModule, example_inputs: list[Any], **options: Any) -> C
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """torch's decompositions of operators that the table does not have. What torch decomposes itself, in
-    every graph, needs none."""
-    return {operator: made for operator, made in core_aten_decompositions().items()
+    """torch's decompositions of operators that the table does not have: of those that are not in its core,
+    and of `CORE`. What torch decomposes itself, in every graph, needs none."""
+    every = {**core_aten_decompositions(), **get_decompositions(CORE)}
+    return {operator: made for operator, made in every.items()
             if operator not in TABLE and not _composite(operator)}
 
 

@@ -16,13 +16,15 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from tinygrad import Tensor, dtypes
+from tinygrad import Tensor
+from tinygrad.dtype import strong_dtype
 from torch.utils import _pytree as trees
 
 from tinygrad_nv.errors import TorchError
 from tinygrad_nv.torch.captured import Captured, Plan
 from tinygrad_nv.torch.lowering import Unsupported, dtype_of
-from tinygrad_nv.transforms import vjp
+from tinygrad_nv.transforms import vmap
+from tinygrad_nv.transforms.foreign import Constants, pulled, shapes_of
 
 _lock = threading.RLock()   # tinygrad records one function at a time
 
@@ -40,22 +42,15 @@ def function(fn: Callable[..., Any]) -> Callable[..., Any]:
         leaves, spec = trees.tree_flatten((args, kwargs))
         tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
         for each in tensors: _check(each)
-        constants = tuple(_TENSOR if isinstance(each, torch.Tensor) else each for each in leaves)
+        constants = Constants.of(leaves, lambda each: isinstance(each, torch.Tensor))
         try: found = flat.get((spec, constants))
         except TypeError as error:
             raise TorchError(f"an argument that is no tensor and has no hash: {error}",
                              "tensors, and values that stay as they are", "give arrays as tensors") from error
         if found is None: found = flat[spec, constants] = _Flat(_filled(fn, spec, constants))
-        return found.tree_of(_Call.apply(found, *tensors))
+        return found.tree_of(tensors, _Call.apply(found, *tensors))
     made: Callable[..., Any] = torch.compiler.disable(called)
     return made
-
-
-class _Mark:
-    """The place of a tensor among constants."""
-
-
-_TENSOR = _Mark()
 
 
 class _Flat:
@@ -63,17 +58,22 @@ class _Flat:
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.fn = fn
-        self.tree: Any = None
+        self.tree: Any = None       # of the last capture
+        self.trees: dict[Hashable, Any] = {}
         self.plan = Plan(self._lower)
         self.captures: dict[Hashable, Captured] = {}
         self.backwards: dict[tuple[bool, ...], _Flat] = {}
+        self.batches: dict[tuple[bool, ...], _Flat] = {}
 
-    def _lower(self, given: Sequence[Any]) -> list[Tensor]:
+    def _lower(self, given: Sequence[Any]) -> list[Tensor]: return self._leaves(*given)
+
+    def _leaves(self, *given: Tensor) -> list[Tensor]:
         leaves, self.tree = trees.tree_flatten(self.fn(*given))
+        self.trees[shapes_of(given)] = self.tree
         for each in leaves:
             if isinstance(each, Tensor): continue
             raise TorchError(f"a function that returns a {type(each).__name__}", "Tensors, or a tree of them")
-        return leaves
+        return [each.cast(strong_dtype(each.dtype)) for each in leaves]
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         key = self.plan.key(tensors)
@@ -83,29 +83,47 @@ class _Flat:
                 except Unsupported as error: raise TorchError(str(error), "a dtype that both have") from error
             return found(tensors)
 
-    def tree_of(self, leaves: Sequence[torch.Tensor]) -> Any:
-        return trees.tree_unflatten(list(leaves), self.tree)
+    def tree_of(self, tensors: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> Any:
+        """The results for arguments as a tree; examples of torch.vmap have the last one."""
+        key = tuple((tuple(each.shape), dtype_of(each.dtype)) for each in tensors)
+        return trees.tree_unflatten(list(leaves), self.trees.get(key, self.tree))
 
     def backward(self, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor | None]) -> _Flat:
         """J^T of the function: of its arguments, and of the gradients of those results that have one."""
         derived = tuple(x.dtype.is_floating_point for x in inputs)
         given = tuple(each is not None for each in results)
         if (found := self.backwards.get((*derived, *given))) is None:
-            found = self.backwards[(*derived, *given)] = _Flat(_pulled(self.fn, derived, given))
+            found = self.backwards[(*derived, *given)] = _Flat(pulled(self._leaves, derived, given))
         return found
+
+    def batch(self, axes: tuple[bool, ...]) -> _Flat:
+        """The function of many examples of the arguments in `axes`."""
+        if axes not in self.batches:
+            fn = vmap(self._leaves, in_axes=tuple(0 if each else None for each in axes))
+            self.batches[axes] = _Flat(fn)
+        return self.batches[axes]
 
 
 class _Call(torch.autograd.Function):
     """One call, as torch's autograd sees it."""
 
     @staticmethod
-    def forward(ctx: Any, flat: _Flat, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        made = flat(tensors)
-        ctx.flat = flat
+    def forward(flat: _Flat, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]: return tuple(flat(tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.flat, *tensors = inputs
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(each for each in made if not each.dtype.is_floating_point))
+        ctx.mark_non_differentiable(*(each for each in output if not each.dtype.is_floating_point))
         ctx.save_for_backward(*tensors)
-        return tuple(made)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], flat: _Flat, *tensors: torch.Tensor
+             ) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+        dims = in_dims[1:]
+        given = [x if d is None else x.movedim(d, 0) for x, d in zip(tensors, dims, strict=True)]
+        made = _Call.apply(flat.batch(tuple(d is not None for d in dims)), *given)
+        return made, (0,) * len(made)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
@@ -116,30 +134,12 @@ class _Call(torch.autograd.Function):
         return (None, *(next(found) if x.dtype.is_floating_point else None for x in inputs))
 
 
-def _filled(fn: Callable[..., Any], spec: Any, constants: Sequence[Any]) -> Callable[..., Any]:
+def _filled(fn: Callable[..., Any], spec: Any, constants: Constants) -> Callable[..., Any]:
     """fn of its tensors alone."""
     def of_tensors(*given: Tensor) -> Any:
-        rest = iter(given)
-        leaves = [next(rest) if each is _TENSOR else each for each in constants]
-        args, kwargs = trees.tree_unflatten(leaves, spec)
+        args, kwargs = trees.tree_unflatten(constants.filled(given), spec)
         return fn(*args, **kwargs)
     return of_tensors
-
-
-def _pulled(fn: Callable[..., Any], derived: Sequence[bool], given: Sequence[bool]) -> Callable[..., Any]:
-    """(arguments, gradients of results) → gradients of those arguments that are floats."""
-    def pull(*values: Tensor) -> list[Tensor]:
-        inputs, grads = list(values[:len(derived)]), iter(values[len(derived):])
-        floats = [x for x, wanted in zip(inputs, derived, strict=True) if wanted]
-
-        def of_floats(*floats: Tensor) -> list[Tensor]:
-            rest = iter(floats)
-            full = [next(rest) if wanted else x for x, wanted in zip(inputs, derived, strict=True)]
-            return list(trees.tree_flatten(fn(*full))[0])
-        results, back = vjp(of_floats, *floats)
-        return list(back([next(grads) if has else each.zeros_like() if dtypes.is_float(each.dtype) else each
-                          for each, has in zip(results, given, strict=True)]))
-    return pull
 
 
 def _check(x: torch.Tensor) -> None:

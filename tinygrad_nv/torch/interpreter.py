@@ -68,6 +68,8 @@ def _has_tensor(val: Any) -> bool:
 def _computed(target: Any, args: Any, kwargs: Any) -> Value:
     """What is no operator of tensors: extents, and results of an operator that has several."""
     if (known := TABLE.get(target)) is not None: return known(None, *args, **kwargs)
+    if isinstance(target, torch._ops.OpOverload) and any(isinstance(each, Tensor) for each in args):
+        raise Unsupported("no function of tinygrad_nv computes it")
     return target(*args, **kwargs)
 
 

@@ -3,7 +3,8 @@
 Protocol. `Slot.of(x)` is a Tensor over x's memory by DLPack, with x's strides. The address of its buffer is
 set anew before a replay, so that another tensor of the same layout takes x's place without a copy.
 `shareable(x)` is x, or a copy of it where its memory cannot be shared: an address that vector loads cannot
-take, strides of overlapping elements.
+take, strides of overlapping elements. Whether an address is such a one may be otherwise in the next call, so
+the copy has x's strides unless no tensor of them could be shared.
 """
 from __future__ import annotations
 
@@ -75,8 +76,12 @@ def rebind(storage: UOp, address: int) -> None:
 
 def shareable(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy where its memory cannot be shared."""
-    fits = x.data_ptr() % (VECTOR * x.dtype.itemsize) == 0 and _nested(x) and not x.is_neg()
-    return x if fits else x.resolve_neg().clone(memory_format=torch.contiguous_format)
+    if not _nested(x): return x.resolve_neg().clone(memory_format=torch.contiguous_format)
+    if x.data_ptr() % (VECTOR * x.dtype.itemsize) == 0 and not x.is_neg(): return x
+    # repeated dimensions are stored once, as in x
+    once = tuple(slice(None) if step else slice(1) for step in x.stride())
+    made = torch.empty_strided(x[once].shape, x.stride(), dtype=x.dtype)
+    return made.copy_(x[once]).expand(x.shape)
 
 
 def _nested(x: torch.Tensor) -> bool:

@@ -96,3 +96,13 @@ def test_a_step_only_replays_what_was_captured():
     step = jax.jit(function(counted))
     for _ in range(3): step(X).block_until_ready()
     assert calls == [(3, 4)] * 2, "once as it is, once to be captured, both while JAX traces"
+
+
+def test_constants_that_are_equal_and_differ():
+    fn, x = function(lambda x, by: x * by), jnp.ones(2, jnp.int32)
+    assert [fn(x, by).dtype for by in (1, 1.0, True)] == [jnp.int32, jnp.float32, jnp.int32]
+
+
+def test_results_whose_number_depends_on_a_shape():
+    fn = function(lambda x: [x[i] for i in range(x.shape[0])])
+    assert [len(fn(jnp.ones((n, 2)))) for n in (2, 3, 2)] == [2, 3, 2]

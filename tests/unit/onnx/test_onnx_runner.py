@@ -9,13 +9,22 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, reference
 from tinygrad import Tensor, TinyJit
 from tinygrad.helpers import Context
 
 from tinygrad_nv import GlobalCounters, explain
+from tinygrad_nv.errors import OnnxError
 from tinygrad_nv.onnx import OnnxRunner
-from tinygrad_nv.onnx.elements import MINIFLOATS, rounded
+from tinygrad_nv.onnx.elements import (
+    MINIFLOATS,
+    NARROW,
+    dtype_of,
+    kind_of,
+    name_of,
+    rounded,
+    to_numpy,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -105,3 +114,83 @@ def test_sequences_and_strings():
     text = "g (float[2] x, float[2] y) => (seq(float[2]) s) { s = SequenceConstruct(x, y) }"
     given: dict[str, Any] = {"x": np.zeros(2, np.float32), "y": np.ones(2, np.float32)}
     assert [each.tolist() for each in OnnxRunner(model(text))(given)["s"]] == [[0, 0], [1, 1]]
+
+
+@pytest.mark.parametrize(("kind", "first", "last", "step"), [
+    ("double", 0.1, 2.0, 0.3), ("double", 1e9, 1e9 + 2, 0.25), ("float", 0, 1, 0.1), ("float", 1, 1, 1),
+    ("int64", 2**53, 2**53 + 3, 1), ("int64", -(2**62), -(2**62) + 5, 3)])
+def test_a_range_has_the_digits_of_its_type(kind: str, first: float, last: float, step: float):
+    dtype = {"double": np.float64, "float": np.float32, "int64": np.int64}[kind]
+    text = f"g ({kind} a, {kind} b, {kind} c) => ({kind}[n] y) {{ y = Range(a, b, c) }}"
+    given = {name: np.array(each, dtype) for name, each in zip("abc", (first, last, step), strict=True)}
+    made = OnnxRunner(model(text))(given)["y"].numpy()
+    # as one addition and one multiplication in float64 have them
+    wanted = given["a"].item() + np.arange(int(np.ceil((last - first) / step))) * given["c"].item()
+    assert made.dtype == dtype
+    np.testing.assert_array_equal(made, wanted.astype(dtype))
+
+
+@pytest.mark.parametrize("kind", NARROW, ids=name_of)
+def test_narrow_inputs_as_tensors(kind: int):
+    """They are the numbers of the type in a wider Tensor, as results are."""
+    dtype = helper.tensor_dtype_to_np_dtype(kind)
+    if kind == TensorProto.FLOAT8E8M0: numbers = [0.5, 2.0, 1.0]
+    else: numbers = [0.5, 1.5, 3.0] if kind in MINIFLOATS else [0, 1, 1]
+    nodes = [helper.make_node("Cast", ["x"], ["f"], to=TensorProto.FLOAT),
+             helper.make_node("SplitToSequence", ["x"], ["s"], axis=0),
+             helper.make_node("ConcatFromSequence", ["s"], ["y"], axis=0)]
+    info = helper.make_tensor_value_info
+    graph = helper.make_graph(nodes, "g", [info("x", kind, [3])],
+                              [info("f", TensorProto.FLOAT, [3]), info("y", kind, [3])])
+    runner = OnnxRunner(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 25)], ir_version=13))
+    array = np.array(numbers).astype(dtype)
+    for given in (array, Tensor(numbers).cast(dtype_of(kind))):
+        made = runner.values({"x": given})
+        assert kind_of(made["y"]) == kind
+        assert made["f"].tolist() == numbers        # type: ignore[union-attr]
+        assert runner({"x": given})["y"].tolist() == numbers
+        assert to_numpy(made["y"]).dtype == dtype
+
+
+def test_a_float8_of_tinygrad_and_a_zero_point_of_one():
+    kind = TensorProto.FLOAT8E5M2
+    nodes = [helper.make_node("DequantizeLinear", ["x", "s", "z"], ["y"])]
+    zero = np.zeros((), helper.tensor_dtype_to_np_dtype(kind))
+    graph = helper.make_graph(nodes, "g", [helper.make_tensor_value_info("x", kind, [2])],
+                              [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2])],
+                              [onnx.numpy_helper.from_array(np.array(0.5, np.float32), "s"),
+                               onnx.numpy_helper.from_array(zero, "z")])
+    runner = OnnxRunner(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10))
+    assert runner({"x": Tensor([0.5, 1.25]).cast("fp8e5m2")})["y"].tolist() == [0.25, 0.625]
+    assert runner({"x": Tensor([0.5, 1.25])})["y"].tolist() == [0.25, 0.625]
+
+
+def test_an_initializer_that_is_an_input_is_a_default():
+    made = model("g (float[2] x, float[2] w) => (float[2] y) { y = Mul(x, w) }", w=np.full(2, 3, np.float32))
+    runner, x = OnnxRunner(made), np.array([1, 2], np.float32)
+    assert runner.inputs == ("x",)
+    assert runner({"x": x})["y"].tolist() == [3, 6]
+    assert runner({"x": x, "w": np.array([5, 7], np.float32)})["y"].tolist() == [5, 14]
+    assert runner({"x": x})["y"].tolist() == [3, 6]
+    made.ir_version = 3     # where every initializer had to be an input, and was a constant
+    with pytest.raises(OnnxError, match="the model has no input 'w'"): OnnxRunner(made)({"x": x, "w": x})
+
+
+@pytest.mark.parametrize("op", ["Relu", "Atan", "Softplus", "Elu", "Mish", "HardSwish", "Shrink"])
+def test_infinity_and_nan(op: str):
+    made = model(f"g (float[n] x) => (float[n] y) {{ y = {op}(x) }}")
+    x = np.array([np.nan, np.inf, -1e-20, 1e-20], np.float32)
+    with np.errstate(all="ignore"): wanted = reference.ReferenceEvaluator(made).run(None, {"x": x})[0]
+    np.testing.assert_allclose(OnnxRunner(made)({"x": x})["y"].numpy(), wanted, rtol=1e-6)
+
+
+def test_a_loop_of_no_iteration():
+    text = """g (int64 n, float[2] x) => (float[2] y, float[k, 2] s) {
+        c = Constant<value: tensor = bool {1}>()
+        y, s = Loop(n, c, x) <body = b (int64 i, bool c0, float[2] v) => (bool c1, float[2] w, float[2] o) {
+            c1 = Identity(c0) w = Add(v, v) o = Identity(w) }> }"""
+    runner, x = OnnxRunner(model(text)), np.array([1, 2], np.float32)
+    assert runner({"n": np.array(2), "x": x})["s"].tolist() == [[2, 4], [4, 8]]
+    none = runner({"n": np.array(0), "x": x})
+    assert none["y"].tolist() == [1, 2]
+    assert none["s"].shape == (0, 2)

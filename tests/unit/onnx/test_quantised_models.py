@@ -141,3 +141,27 @@ def test_matmul_n_bits(bits: int, zeros: bool, tmp_path: Path):
         opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)], ir_version=10)
     onnx.save(made, tmp_path / "m.onnx")
     checked(tmp_path / "m.onnx", 1, 1e-3)
+
+
+@pytest.mark.parametrize(("bits", "zero"), [(4, np.uint8), (8, None), (4, np.float32), (2, np.uint8)])
+def test_weights_that_are_inputs(bits: int, zero: type[np.generic] | None):
+    """Each call multiplies by its own matrix."""
+    blocks, size = K // 32, 32 * bits // 8
+    shapes: dict[str, list[Any]] = {"x": ["n", K], "w": [N, blocks, size], "s": [N, blocks]}
+    kinds = {"x": TensorProto.FLOAT, "w": TensorProto.UINT8, "s": TensorProto.FLOAT}
+    if zero is not None:
+        shapes["z"] = [N, blocks if zero is np.float32 else -(-blocks * bits // 8)]
+        kinds["z"] = helper.np_dtype_to_tensor_dtype(np.dtype(zero))
+    attributes: dict[str, Any] = {"K": K, "N": N, "bits": bits, "block_size": 32}
+    made = helper.make_model(helper.make_graph(
+        [helper.make_node("MatMulNBits", list(shapes), ["y"], domain="com.microsoft", **attributes)], "g",
+        [helper.make_tensor_value_info(name, kinds[name], shape) for name, shape in shapes.items()],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", N])]),
+        opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)], ir_version=10)
+    session = onnxruntime.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
+    runner = OnnxRunner(made)
+    for _ in range(2):
+        inputs = {"x": rows(), "w": RNG.integers(0, 256, shapes["w"]).astype(np.uint8),
+                  "s": RNG.random(shapes["s"], dtype=np.float32)}
+        if zero is not None: inputs["z"] = RNG.integers(0, 4, shapes["z"]).astype(zero)
+        np.testing.assert_allclose(runner(inputs)["y"].numpy(), session.run(None, inputs)[0], atol=2e-3)

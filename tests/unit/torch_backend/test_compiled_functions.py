@@ -37,7 +37,8 @@ def run(fn: Callable[..., Any], *args: Any, tolerance: float = 1e-5) -> tinygrad
         assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
     for a, b in zip(ours, theirs, strict=True):
-        if isinstance(a, torch.Tensor): torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+        if isinstance(a, torch.Tensor):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
     return tinygrad_nv.torch.explain(compiled, *copies(args))
 
 
@@ -106,6 +107,16 @@ def test_arguments_that_cannot_be_shared_are_copied():
     assert run(lambda x: x + 1, wide).whole
 
 
+def test_tensors_of_one_layout_with_and_without_a_copy():
+    """A column of pairs can be shared where it begins at the storage's first element, the next one cannot."""
+    pairs = torch.randn(4, 6, 2)
+    compiled = torch.compile(lambda x: x + 1, backend="tinygrad_nv")
+    # a repeated dimension is stored once, in the copy too
+    wide = torch.randn(8, 2).t()[:, :, None].expand(2, 8, 3)
+    for x in (pairs[..., 1], pairs[..., 0], pairs[..., 1], wide[1:], wide[:1]):
+        torch.testing.assert_close(compiled(x), x + 1)
+
+
 @pytest.mark.parametrize(("fn", "args"), [
     (lambda i: (i // 2, i % 3, i / 2, -i, i * 1.5, i + True), (torch.arange(-5, 6),)),
     (lambda x, i: (x + i[:, None], (i > 1) + i, x * torch.tensor(2.0, dtype=torch.float64)),
@@ -126,10 +137,25 @@ def test_arguments_that_cannot_be_shared_are_copied():
      (torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8))),
     (lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), (torch.randn(1, 2, 5, 8),)),
     (lambda x, i: F.cross_entropy(x, i), (torch.randn(3, 8), torch.tensor([1, 0, 7]))),
+    (lambda x, y: (torch.maximum(x, y), torch.minimum(x, y), x <= y, x >= y, x.relu(), x.sign(), x % y,
+                   F.elu(x), F.leaky_relu(x), F.hardtanh(x), x.clamp(min=y)),
+     (torch.tensor([float("nan"), 1, -1, 0, 5]), torch.tensor([1, float("nan"), float("inf"), 2, -3]))),
+    (lambda x: (x.norm(dim=1), x.logsumexp((0, 1)), 1 - x.sum(), x[:0].softmax(1)), (torch.randn(4, 8),)),
+    (lambda x: (F.max_pool2d(x, 3, 2, 1), F.avg_pool2d(x, 2), F.adaptive_avg_pool2d(x, (3, 3)),
+                F.batch_norm(x, torch.zeros(4), torch.ones(4)), F.group_norm(x, 2)),
+     (torch.randn(2, 4, 6, 6),)),
 ], ids=["integers", "promotion", "comparison", "double", "softmax", "reductions", "activations",
-        "convolution", "indices", "masks", "shared heads", "causal", "loss"])
+        "convolution", "indices", "masks", "shared heads", "causal", "loss", "NaN", "norms", "images"])
 def test_operators(fn: Callable[..., Any], args: tuple[Any, ...]):
     assert run(fn, *args, tolerance=2e-5).whole
+
+
+@pytest.mark.parametrize("fn", [torch.log1p, torch.expm1, torch.tanh, torch.erf, torch.atan, F.softplus],
+                         ids=["log1p", "expm1", "tanh", "erf", "atan", "softplus"])
+def test_digits_near_zero(fn: Callable[..., Any]):
+    x = torch.tensor([1e-30, -1e-9, 3e-5, -0.3, 0.1, 0.5])
+    made = torch.compile(fn, backend="tinygrad_nv")(x)
+    torch.testing.assert_close(made.double(), fn(x.double()), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -221,6 +247,15 @@ def test_a_step_of_training():
             losses[-1].append(loss.detach())
     torch.testing.assert_close(torch.stack(losses[1]), torch.stack(losses[0]), rtol=1e-5, atol=1e-5)
     assert losses[1][-1] < losses[1][0]
+
+
+def test_gradients_of_pooling():
+    x = torch.randn(1, 2, 4, 4, requires_grad=True)
+    def pooled(x: torch.Tensor) -> torch.Tensor: return F.max_pool2d(x, 3, 2, 1) * F.avg_pool2d(x, 2)
+    compiled = torch.compile(pooled, backend="tinygrad_nv")
+    made = [torch.autograd.grad(fn(x).sum(), x)[0] for fn in (compiled, pooled)]
+    torch.testing.assert_close(*made, rtol=1e-5, atol=1e-6)
+    assert tinygrad_nv.torch.explain(compiled, x).whole
 
 
 def test_the_backend_is_found_by_its_name():

@@ -82,3 +82,38 @@ def test_inside_of_torch_compile():
     x, w = torch.randn(2, 3), torch.randn(3, 2)
     made = torch.compile(lambda x, w: fn(x * 2, w) + 1, backend="tinygrad_nv")(x, w)
     torch.testing.assert_close(made, reference(x * 2, w) + 1)
+
+
+def test_tensors_of_one_layout_with_and_without_a_copy():
+    """What was captured with a copy, since it did not begin where vectors may, is replayed without one."""
+    fn, pairs = tinygrad_nv.torch.function(lambda x: x * 2), torch.randn(4, 6, 2)
+    for i in (1, 0, 1): torch.testing.assert_close(fn(pairs[..., i]), pairs[..., i] * 2)
+
+
+def test_constants_that_are_equal_and_differ():
+    fn, x = tinygrad_nv.torch.function(lambda x, by: x * by), torch.ones(2, dtype=torch.int32)
+    assert [fn(x, by).dtype for by in (1, 1.0, True)] == [torch.int32, torch.float32, torch.int32]
+
+
+def test_results_without_a_dtype_of_their_own():
+    """A bool and a number of Python make an integer of no width."""
+    made = tinygrad_nv.torch.function(lambda x: (x + 1, x * 0.5))(torch.tensor([True, False]))
+    assert [each.dtype for each in made] == [torch.int32, torch.float32]
+    assert tinygrad_nv.torch.function(lambda x: x + 1)(torch.ones(2, dtype=torch.uint16)).tolist() == [2, 2]
+
+
+def test_results_whose_number_depends_on_a_shape():
+    fn = tinygrad_nv.torch.function(lambda x: [x[i] for i in range(x.shape[0])])
+    assert [len(fn(torch.ones(n, 2))) for n in (2, 3, 2)] == [2, 3, 2]
+
+
+def test_transforms_of_torch():
+    def theirs(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor: return torch.tanh(x @ w)
+    fn = tinygrad_nv.torch.function(lambda x, w: {"made": (x @ w).tanh()})
+    def ours(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor: return fn(x, w)["made"]
+    x, w = torch.randn(5, 2, 3), torch.randn(3, 4)
+    made = [(torch.vmap(each, (0, None))(x, w),
+             torch.func.grad(lambda w, each=each: each(x[0], w).sum())(w),
+             torch.vmap(torch.func.grad(lambda x, each=each: each(x, w).sum()))(x))
+            for each in (ours, theirs)]
+    for a, b in zip(*made, strict=True): torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -44,17 +45,48 @@ def quantised_matmul(call: Call, x: Value, codes: Value, scale: Value, zero: Val
 def matmul_n_bits(call: Call, x: Value, data: Value, scales: Value, zeros: Value = None, order: Value = None,
                   bias: Value = None, K: int = 0, N: int = 0, bits: int = 4, block_size: int = 32,
                   accuracy_level: int = 0) -> Tensor:
-    """x times a matrix of blocks of codes."""
-    if order is not None: raise OnnxError("g_idx of MatMulNBits", "groups of inputs in their order")
+    """x times a matrix of blocks of codes. One that is no constant, or of no type of quant/types.py, is
+    dequantised in the graph."""
+    given, more = tensor(x), None if bias is None else tensor(bias)
     if call.node not in _matrices:
-        arrays = [None if each is None else np.asarray(to_numpy(each)) for each in (data, scales, zeros)]
+        constant = order is None and call.constant(1, 2, 3)
+        arrays = [np.asarray(to_numpy(each)) if constant and each is not None else None
+                  for each in (data, scales, zeros)]
         _matrices[call.node] = matrix_of_blocks(arrays[0], arrays[1], arrays[2], bits, N, K,    # type: ignore[arg-type]
-                                                block_size)
-    matrix = _matrices[call.node]
-    if matrix is None:
-        raise OnnxError(f"MatMulNBits of {bits} bits",
-                        "4 or 8 bits, scales of float32 or float16, zero points of uint8")
-    return quant_matmul(tensor(x), matrix, None if bias is None else tensor(bias))
+                                                block_size) if constant else None
+    if (matrix := _matrices[call.node]) is not None: return quant_matmul(given, matrix, more)
+    blocks = Blocks(N, K, bits, block_size)
+    made = given @ blocks.matrix(tensor(data), tensor(scales), None if zeros is None else tensor(zeros),
+                                 None if order is None else tensor(order)).cast(given.dtype).T
+    return made if more is None else made + more
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The format of MatMulNBits: a matrix [n, k] of codes of 2, 4 or 8 bits, the lower first in a byte, with
+    a scale for each block of `size` inputs."""
+    n: int
+    k: int
+    bits: int
+    size: int
+
+    def matrix(self, data: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None) -> Tensor:
+        """The numbers [n, k] in the scales' dtype; `order` has the block of each input. Zero points are
+        codes, or of the scales' dtype. Raises `OnnxError` for other numbers of bits."""
+        if self.bits not in (2, 4, 8): raise OnnxError(f"MatMulNBits of {self.bits} bits", "2, 4 or 8")
+        codes, blocks = self.codes(data)[:, :self.k], -(-self.k // self.size)
+        if zeros is None: points = scales.full_like(1 << (self.bits - 1)).reshape(self.n, blocks)
+        elif zeros.dtype == dtypes.uint8: points = self.codes(zeros)[:, :blocks]
+        else: points = zeros.reshape(self.n, blocks)
+        of_input = Tensor.arange(self.k) // self.size if order is None else order
+        scale, zero = (each[:, of_input] for each in (scales.reshape(self.n, blocks), points))
+        return (codes.cast(scales.dtype) - zero.cast(scales.dtype)) * scale
+
+    def codes(self, data: Tensor) -> Tensor:
+        """Codes of bytes, a row for each output."""
+        rows = data.reshape(self.n, -1)
+        parts = [(rows >> shift) & ((1 << self.bits) - 1) for shift in range(0, 8, self.bits)]
+        return Tensor.stack(*parts, dim=-1).flatten(1)
 
 
 # **** norms ****

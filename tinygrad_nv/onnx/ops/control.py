@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import onnx
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import OnnxError
-from tinygrad_nv.onnx.elements import Narrow, Value, dtype_of, from_numpy
+from tinygrad_nv.onnx.elements import Narrow, Value, dtype_of, from_numpy, held, like, name_of, plain
 from tinygrad_nv.onnx.model import Graph
 from tinygrad_nv.onnx.table import Call, op
 
 
 def tensor(x: Value) -> Tensor:
-    """A value that must be a Tensor."""
-    made = from_numpy(x) if isinstance(x, np.ndarray) else x
-    if not isinstance(made, Tensor): raise OnnxError(f"a {type(made).__name__}", "a tensor")
-    return made
+    """A value that must be a Tensor of a type that tinygrad has. Raises `OnnxError`."""
+    if isinstance(x, Narrow): raise OnnxError(f"elements of type {name_of(x.kind)}", "a Cast before it")
+    return plain(x)
 
 
 def number(x: Value) -> Any:
@@ -47,14 +47,23 @@ def loop(call: Call, most: Value, condition: Value, *state: Value, body: Graph) 
         going, carried = bool(number(keep)), made[:len(state)]
         for row, each in zip(rows, made[len(state):], strict=True): row.append(each)
         i += 1
-    return (*carried, *(_stacked(row, 0) for row in rows))
+    names = body.outputs[1 + len(state):]
+    return (*carried, *(_stacked(row, 0, body.types.get(name))
+                        for name, row in zip(names, rows, strict=True)))
 
 
-def _stacked(rows: list[Value], axis: int) -> Value:
-    """What iterations made, one after the other along a new dimension."""
+def _stacked(rows: list[Value], axis: int, kind: onnx.TypeProto | None = None) -> Value:
+    """What iterations made, one after the other along a new dimension. Of none it is empty, if the type says
+    how each would be."""
+    if not rows and kind is not None and kind.tensor_type.HasField("shape"):
+        dims = [each.dim_value if each.HasField("dim_value") else None for each in kind.tensor_type.shape.dim]
+        if None not in dims:
+            dims.insert(axis, 0)
+            number = kind.tensor_type.elem_type
+            return held(Tensor.zeros(*dims, dtype=dtype_of(number)), number)
     if not rows: raise OnnxError("no iteration, so that the shape of what it makes is unknown",
                                  "at least one iteration of a graph with scan outputs")
-    return Tensor.stack(*map(tensor, rows), dim=axis)
+    return like(Tensor.stack(*map(plain, rows), dim=axis), rows[0])
 
 
 @op("Scan", since=9, raw=True, call=True)
@@ -63,14 +72,15 @@ def scan(call: Call, *inputs: Value, body: Graph, num_scan_inputs: int, scan_inp
          scan_output_directions: Sequence[int] = ()) -> tuple[Value, ...]:
     """A graph that is evaluated for each element along a dimension of its inputs."""
     states = list(inputs[:len(inputs) - num_scan_inputs])
-    given = [tensor(each) for each in inputs[len(states):]]
+    whole = inputs[len(states):]
+    given = [plain(each) for each in whole]
     axes = [scan_input_axes[i] if scan_input_axes else 0 for i in range(len(given))]
     if scan_input_directions:
         given = [each.flip(axes[i]) if scan_input_directions[i] else each for i, each in enumerate(given)]
     rows: list[list[Value]] = [[] for _ in body.outputs[len(states):]]
     for i in range(int(given[0].shape[axes[0]])):
-        slices = [each[(slice(None),) * (axis % each.ndim) + (i,)]
-                  for axis, each in zip(axes, given, strict=True)]
+        slices = [like(each[(slice(None),) * (axis % each.ndim) + (i,)], its)
+                  for axis, each, its in zip(axes, given, whole, strict=True)]
         made = call.evaluate(body, [*states, *slices])
         states = made[:len(states)]
         for row, each in zip(rows, made[len(states):], strict=True): row.append(each)
@@ -86,9 +96,9 @@ def scan_8(call: Call, lengths: Value, *inputs: Value, body: Graph, num_scan_inp
            directions: Sequence[int] = ()) -> tuple[Value, ...]:
     """The first version: a scan for each element of a batch."""
     if lengths is not None: raise OnnxError("sequence_lens of Scan", "whole sequences", "export with opset 9")
-    batch = int(tensor(inputs[0]).shape[0])
-    made = [scan(call, *(tensor(each)[i] for each in inputs), body=body, num_scan_inputs=num_scan_inputs,
-                 scan_input_directions=directions) for i in range(batch)]
+    batch = int(plain(inputs[0]).shape[0])
+    made = [scan(call, *(like(plain(each)[i], each) for each in inputs), body=body,
+                 num_scan_inputs=num_scan_inputs, scan_input_directions=directions) for i in range(batch)]
     return tuple(_stacked(list(each), 0) for each in zip(*made, strict=True))
 
 
@@ -127,20 +137,22 @@ def insert(sequence: list[Value], value: Value, position: Value = None) -> list[
 
 
 @op("ConcatFromSequence", raw=True)
-def joined(sequence: list[Value], axis: int, new_axis: int = 0) -> Tensor:
-    given = list(map(tensor, sequence))
-    return Tensor.stack(*given, dim=axis) if new_axis else Tensor.cat(*given, dim=axis)
+def joined(sequence: list[Value], axis: int, new_axis: int = 0) -> Value:
+    if not sequence: raise OnnxError("an empty sequence", "at least one tensor")
+    given = list(map(plain, sequence))
+    return like((Tensor.stack if new_axis else Tensor.cat)(*given, dim=axis), sequence[0])
 
 
 @op("SplitToSequence", raw=True)
 def split(x: Value, lengths: Value = None, axis: int = 0, keepdims: int = 1) -> list[Value]:
     """Parts of given lengths, or of length 1, which may be without the dimension."""
-    whole = tensor(x)
+    whole = plain(x)
     if lengths is None:
-        parts = whole.split(1, axis)
-        return list(parts) if keepdims else [each.squeeze(axis) for each in parts]
-    known = lengths if isinstance(lengths, np.ndarray) else tensor(lengths).numpy()
-    return list(whole.split(int(known) if known.ndim == 0 else known.tolist(), axis))
+        parts = [each if keepdims else each.squeeze(axis) for each in whole.split(1, axis)]
+    else:
+        known = lengths if isinstance(lengths, np.ndarray) else tensor(lengths).numpy()
+        parts = list(whole.split(int(known) if known.ndim == 0 else known.tolist(), axis))
+    return [like(each, x) for each in parts]
 
 
 # **** optionals ****
@@ -178,8 +190,7 @@ def constant(value: np.ndarray | None = None, sparse_value: np.ndarray | None = 
 
 
 @op("ConstantOfShape", host=(0,))
-def constant_of_shape(shape: np.ndarray, value: Tensor | Narrow | None = None) -> Tensor:
+def constant_of_shape(shape: np.ndarray, value: Tensor | Narrow | None = None) -> Value:
     """A Tensor of equal elements."""
-    if isinstance(value, Narrow): raise OnnxError("a constant of narrow elements", "a type of tinygrad's")
-    made = Tensor(0.0, dtype=dtypes.float32) if value is None else value.reshape(())
-    return made.expand(tuple(map(int, shape))) if shape.size else made
+    made = Tensor(0.0, dtype=dtypes.float32) if value is None else plain(value).reshape(())
+    return like(made.expand(tuple(map(int, shape))) if shape.size else made, value)

@@ -1,10 +1,12 @@
 """Ranges, dimensions of extent 1, and blocks of points."""
 from __future__ import annotations
 
-import numpy as np
-from tinygrad import Tensor, dtypes
+import math
 
-from tinygrad_nv.onnx.elements import PLAIN, kind_of
+import numpy as np
+from tinygrad import Tensor
+
+from tinygrad_nv.onnx.elements import PLAIN, from_numpy, kind_of, plain
 from tinygrad_nv.onnx.table import op
 
 
@@ -36,10 +38,10 @@ def space_to_depth(x: Tensor, blocksize: int, mode: str = "DCR") -> Tensor:
 
 @op("Range", host=(0, 1, 2))
 def range_(start: np.ndarray, limit: np.ndarray, delta: np.ndarray) -> Tensor:
-    """start, start + delta, … below limit, in their type."""
-    whole = start.dtype.kind in "iu"
-    first, last, step = (int(each.item()) if whole else float(each.item()) for each in (start, limit, delta))
-    number = max(int(np.ceil((last - first) / step)), 0)
-    dtype = PLAIN[kind_of(start)]
-    wide = dtype if whole else dtypes.float32
-    return (Tensor.arange(number).cast(wide) * step + first).cast(dtype)
+    """start, start + delta, … below limit, in their type: their number, and floats, computed in float64."""
+    if start.dtype.kind in "iu":
+        whole = range(int(start.item()), int(limit.item()), int(delta.item()))
+        return Tensor.arange(len(whole)).cast(PLAIN[kind_of(start)]) * whole.step + whole.start
+    first, last, step = (float(each.item()) for each in (start, limit, delta))
+    number = max(math.ceil((last - first) / step), 0)
+    return plain(from_numpy((first + np.arange(number) * step).astype(start.dtype)))

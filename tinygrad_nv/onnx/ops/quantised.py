@@ -20,17 +20,13 @@ from tinygrad_nv.onnx.elements import (
     held,
     kind_of,
     name_of,
+    plain,
     rounded,
 )
 from tinygrad_nv.onnx.ops.control import tensor
 from tinygrad_nv.onnx.table import find, op
 
 WHOLE = (TensorProto.UINT8, TensorProto.INT8, TensorProto.UINT16, TensorProto.INT16, TensorProto.INT32)
-
-
-def plain(x: Value) -> Tensor:
-    """The Tensor of a value, of narrow elements too."""
-    return x.tensor if isinstance(x, Narrow) else tensor(x)
 
 
 def along(x: Tensor, value: Tensor, axis: int, block: int) -> Tensor:

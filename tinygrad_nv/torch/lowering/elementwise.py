@@ -7,6 +7,7 @@ from typing import Any
 
 from tinygrad import Tensor, dtypes
 
+from tinygrad_nv import elementary
 from tinygrad_nv.torch.lowering.table import (
     Number,
     Out,
@@ -19,14 +20,16 @@ from tinygrad_nv.torch.lowering.table import (
 
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "neg": Tensor.neg, "abs": Tensor.abs, "exp": Tensor.exp, "exp2": Tensor.exp2, "log": Tensor.log,
-    "log2": Tensor.log2, "sqrt": Tensor.sqrt, "rsqrt": Tensor.rsqrt, "sin": Tensor.sin, "cos": Tensor.cos,
-    "tan": Tensor.tan, "tanh": Tensor.tanh, "sigmoid": Tensor.sigmoid, "relu": Tensor.relu,
-    "silu": Tensor.silu, "erf": Tensor.erf, "reciprocal": Tensor.reciprocal, "floor": Tensor.floor,
-    "ceil": Tensor.ceil, "round": Tensor.round, "trunc": Tensor.trunc, "sign": Tensor.sign,
-    "log1p": lambda x: (1 + x).log(), "square": lambda x: x * x}
+    "log2": Tensor.log2, "log10": Tensor.log10, "sqrt": Tensor.sqrt, "rsqrt": Tensor.rsqrt, "sin": Tensor.sin,
+    "cos": Tensor.cos, "tan": Tensor.tan, "sigmoid": Tensor.sigmoid, "silu": Tensor.silu,
+    "reciprocal": Tensor.reciprocal, "floor": Tensor.floor, "ceil": Tensor.ceil, "round": Tensor.round,
+    "trunc": Tensor.trunc, "square": lambda x: x * x,
+    **{name: getattr(elementary, name) for name in (
+        "acos", "acosh", "asin", "asinh", "atan", "atanh", "cosh", "erf", "expm1", "log1p", "relu", "sinh",
+        "tanh")}}
 COMPARISONS: dict[str, Callable[[Any, Any], Tensor]] = {
     "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b}
+    "le": elementary.at_most, "gt": lambda a, b: a > b, "ge": elementary.at_least}
 BITS: dict[str, Callable[[Any, Any], Tensor]] = {
     "bitwise_and": lambda a, b: a & b, "bitwise_or": lambda a, b: a | b, "bitwise_xor": lambda a, b: a ^ b}
 
@@ -58,9 +61,9 @@ def _add(out: Out, x: Tensor | Number, other: Tensor | Number, alpha: Number = 1
 
 
 @lowers("sub.Tensor", "sub.Scalar")
-def _sub(out: Out, x: Tensor, other: Tensor | Number, alpha: Number = 1) -> Any:
+def _sub(out: Out, x: Tensor | Number, other: Tensor | Number, alpha: Number = 1) -> Any:
     scaled = cast(other, out.dtype)
-    return x.cast(out.dtype) - (scaled if alpha == 1 else scaled * alpha)
+    return cast(x, out.dtype) - (scaled if alpha == 1 else scaled * alpha)
 
 
 @lowers("rsub.Scalar")
@@ -74,8 +77,8 @@ def _mul(out: Out, x: Tensor | Number, other: Tensor | Number) -> Any:
 
 
 @lowers("div.Tensor", "div.Scalar")
-def _div(out: Out, x: Tensor, other: Tensor | Number) -> Any:
-    return x.cast(out.dtype) / cast(other, out.dtype)
+def _div(out: Out, x: Tensor | Number, other: Tensor | Number) -> Any:
+    return cast(x, out.dtype) / cast(other, out.dtype)
 
 
 @lowers("div.Tensor_mode", "div.Scalar_mode")
@@ -91,7 +94,13 @@ def _floor_divide(out: Out, x: Tensor, other: Tensor | Number) -> Tensor:
 
 @lowers("remainder.Tensor", "remainder.Scalar")
 def _remainder(out: Out, x: Tensor, other: Tensor | Number) -> Tensor:
-    return x.cast(out.dtype).mod(cast(other, out.dtype))
+    x, by = x.cast(out.dtype), cast(other, out.dtype)
+    made = x.mod(by)
+    if not dtypes.is_float(out.dtype): return made
+    # tinygrad's has ∞ · 0
+    by = by if isinstance(by, Tensor) else x.const_like(by)
+    whole = (x == 0) | ((x < 0) == (by < 0))
+    return (by.isinf() & (x.abs() < math.inf)).where(whole.where(x, by), made)
 
 
 @lowers("pow.Tensor_Scalar")
@@ -112,12 +121,12 @@ def _pow_scalar(out: Out, x: Number, exponent: Tensor) -> Tensor:
 
 @lowers("maximum.default")
 def _maximum(out: Out, x: Tensor, other: Tensor) -> Tensor:
-    return x.cast(out.dtype).maximum(other.cast(out.dtype))
+    return elementary.maximum(x.cast(out.dtype), other.cast(out.dtype))
 
 
 @lowers("minimum.default")
 def _minimum(out: Out, x: Tensor, other: Tensor) -> Tensor:
-    return x.cast(out.dtype).minimum(other.cast(out.dtype))
+    return elementary.minimum(x.cast(out.dtype), other.cast(out.dtype))
 
 
 @lowers("clamp.default")
@@ -161,13 +170,26 @@ def _isnan(out: Out, x: Tensor) -> Tensor: return x.isnan()
 def _isinf(out: Out, x: Tensor) -> Tensor: return x.isinf()
 
 
+@lowers("sign.default")
+def _sign(out: Out, x: Tensor) -> Tensor: return (x > 0).cast(out.dtype) - (x < 0).cast(out.dtype)
+
+
+@lowers("elu.default")
+def _elu(out: Out, x: Tensor, alpha: Number = 1, scale: Number = 1, input_scale: Number = 1) -> Tensor:
+    return elementary.elu(x, alpha, scale, input_scale)
+
+
+@lowers("leaky_relu.default")
+def _leaky_relu(out: Out, x: Tensor, slope: Number = 0.01) -> Tensor: return (x > 0).where(x, x * slope)
+
+
 @lowers("gelu.default")
-def _gelu(out: Out, x: Tensor, approximate: str = "none") -> Tensor: return x.gelu(approximate)
+def _gelu(out: Out, x: Tensor, approximate: str = "none") -> Tensor: return elementary.gelu(x, approximate)
 
 
 @lowers("gelu_backward.default")
 def _gelu_backward(out: Out, grad: Tensor, x: Tensor, approximate: str = "none") -> Tensor:
-    wide = x.float()
+    wide = x if x.dtype == dtypes.float64 else x.float()
     if approximate == "tanh":
         inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide * wide * wide)
         t = inner.tanh()
@@ -175,15 +197,15 @@ def _gelu_backward(out: Out, grad: Tensor, x: Tensor, approximate: str = "none")
         slope = 0.5 * (1 + t) + 0.5 * wide * (1 - t * t) * grown
     else:
         density = (-0.5 * wide * wide).exp() / math.sqrt(2 * math.pi)
-        slope = 0.5 * (1 + (wide / math.sqrt(2)).erf()) + wide * density
-    return grad.float() * slope
+        slope = 0.5 * (1 + elementary.erf(wide / math.sqrt(2))) + wide * density
+    return grad.cast(wide.dtype) * slope
 
 
 @lowers("silu_backward.default")
 def _silu_backward(out: Out, grad: Tensor, x: Tensor) -> Tensor:
-    wide = x.float()
+    wide = x if x.dtype == dtypes.float64 else x.float()
     s = wide.sigmoid()
-    return grad.float() * s * (1 + wide * (1 - s))
+    return grad.cast(wide.dtype) * s * (1 + wide * (1 - s))
 
 
 @lowers("where.self")

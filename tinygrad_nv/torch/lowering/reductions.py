@@ -1,6 +1,7 @@
 """Reductions: sums of what torch sums, in its dtypes."""
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,7 +106,14 @@ def _cumsum(out: Out, x: Tensor, dim: int, **kwargs: Any) -> Tensor:
 
 @lowers("logsumexp.default")
 def _logsumexp(out: Out, x: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
-    return x.cast(out.dtype).logsumexp(dims_of(dim), keepdim=keepdim)
+    axes = dims_of(dim)
+    if isinstance(axes, tuple) and len(axes) > 1:
+        x = x.cast(out.dtype)
+        m = x.max(axes, keepdim=True)
+        m = (m.abs() < math.inf).where(m, 0)
+        made = (x - m).exp().sum(axes, keepdim=True).log() + m
+        return made if keepdim else made.sum(axes)
+    return x.cast(out.dtype).logsumexp(axes[0] if isinstance(axes, tuple) else axes, keepdim=keepdim)
 
 
 @lowers("_softmax.default")

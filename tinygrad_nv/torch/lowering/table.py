@@ -22,7 +22,8 @@ Number = bool | int | float
 DTYPES: dict[torch.dtype, DType] = {
     torch.bool: dtypes.bool, torch.uint8: dtypes.uint8, torch.int8: dtypes.int8, torch.int16: dtypes.int16,
     torch.int32: dtypes.int32, torch.int64: dtypes.int64, torch.float16: dtypes.float16,
-    torch.bfloat16: dtypes.bfloat16, torch.float32: dtypes.float32, torch.float64: dtypes.float64}
+    torch.bfloat16: dtypes.bfloat16, torch.float32: dtypes.float32, torch.float64: dtypes.float64,
+    torch.uint16: dtypes.uint16, torch.uint32: dtypes.uint32, torch.uint64: dtypes.uint64}
 
 TORCH_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
 

@@ -1,7 +1,8 @@
 """Ops that ONNX itself defines by other ops.
 
-Protocol: `body_of(node, types)` is the graph of such an op for inputs of these types, or None. An op that no
-function computes runs as its graph does; onnx's schemas have it, for some ops made for the types of inputs.
+Protocol: `definition_of(node, types)` is the graph of such an op for inputs of these types, or None. An op
+that no function computes runs as its graph does; onnx's schemas have it, for some ops made for the types of
+inputs.
 Names of the graph's inputs and outputs are those of the definition, in the node's order.
 """
 from __future__ import annotations
@@ -15,7 +16,7 @@ from onnx import defs
 from tinygrad_nv.onnx.model import Graph, Node, node_of, opsets
 
 
-def body_of(node: Node, types: Sequence[onnx.TypeProto]) -> Graph | None:
+def definition_of(node: Node, types: Sequence[onnx.TypeProto]) -> Graph | None:
     """The graph that defines an op, with the node's attributes put in."""
     if not defs.has(node.op, node.version, node.domain): return None
     schema: Any = defs.get_schema(node.op, node.version, node.domain)
