@@ -50,6 +50,7 @@ def tensor_map(order: Sequence[Buffer], argument: MapArgument, values: Sequence[
     dims = tuple(rows if i == argument.dynamic else extent for i, extent in enumerate(argument.dims))
     at, rest = order[argument.pointer].ptr + argument.offset_bytes, (dims[::-1], argument.strides[::-1])
     if argument.lower:
-        return TensorMap.im2col(at, argument.lower[::-1], argument.upper[::-1], *argument.box,
+        channels, pixels = argument.box
+        return TensorMap.im2col(at, argument.lower[::-1], argument.upper[::-1], channels, pixels,
                                 argument.swizzle, *rest, argument.dtype, argument.steps[::-1])
     return TensorMap.tiled(at, argument.box[::-1], argument.swizzle, *rest, argument.dtype)

@@ -47,9 +47,9 @@ def encoded(gpu: CUDAContext, encode: Callable[[str], Any], spec: TensorMapSpec)
     memory = ctypes.create_string_buffer(TENSOR_MAP_BYTES + HOST_ALIGN)
     place = ctypes.addressof(memory) + -ctypes.addressof(memory) % HOST_ALIGN
     longs, words, offsets = (kind * MOST_RANK for kind in (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int32))
-    name, box = "cuTensorMapEncodeTiled", (words(*spec.box),)
+    name, box = "cuTensorMapEncodeTiled", list[Any]([words(*spec.box)])
     if spec.lower:
-        name, box = "cuTensorMapEncodeIm2col", (offsets(*spec.lower), offsets(*spec.upper), *spec.box)
+        name, box = "cuTensorMapEncodeIm2col", [offsets(*spec.lower), offsets(*spec.upper), *spec.box]
     status = gpu.cu.CUresult(encode(name)(
         place, _code(gpu, "DataType", "DATA_TYPE", TYPES[spec.dtype]), rank, spec.address, longs(*spec.dims),
         longs(*spec.strides), *box, words(*steps),
@@ -99,7 +99,8 @@ def _explain(spec: TensorMapSpec, steps: tuple[int, ...]) -> None:
     """Raises the limit that a map breaks, where it is one that the emulator knows."""
     from tinygrad_nv.ptx.emulator import TensorMap
     if spec.lower:
-        TensorMap.im2col(spec.address, spec.lower[::-1], spec.upper[::-1], *spec.box, spec.swizzle,
+        channels, pixels = spec.box
+        TensorMap.im2col(spec.address, spec.lower[::-1], spec.upper[::-1], channels, pixels, spec.swizzle,
                          spec.dims[::-1], spec.strides[::-1], spec.dtype, steps[::-1], spec.interleave,
                          spec.l2_promotion, spec.fill)
         return

@@ -60,8 +60,8 @@ class ConvLoads(GemmLoads):
             return super().map_of(name, operand, tile, pointer, extent, k, rows, part_offset, symbolic)
         return image_map(self.conv, tile, pointer, rows)
 
-    def place(self, side: OperandLoads, mn: Value, start: Value | int) -> None:
-        if side is not self.a: return super().place(side, mn, start)
+    def start_at(self, side: OperandLoads, mn: Value, start: Value | int) -> None:
+        if side is not self.a: return super().start_at(side, mn, start)
         kb, c = self.kb, self.conv
         first = mn if side.number is None else mn + side.number * side.rows
         i, j = first // c.out_width % c.out_height, first % c.out_width
@@ -86,9 +86,9 @@ class ConvLoads(GemmLoads):
         self.s.set(kb.select(below, 0, self.s))
         self.r.set(kb.select(below, self.r + 1, self.r))
 
-    def boxes(self, side: OperandLoads, part: int, tensor_map: Value, target: Value,
-              full: MemoryOperand) -> None:
-        if side is not self.a: return super().boxes(side, part, tensor_map, target, full)
+    def copy_boxes(self, side: OperandLoads, part: int, tensor_map: Value, target: Value,
+                   full: MemoryOperand) -> None:
+        if side is not self.a: return super().copy_boxes(side, part, tensor_map, target, full)
         tap = [self.kb.reg("b16"), self.kb.reg("b16")]
         for into, value in zip(tap, (self.s, self.r), strict=True): self.kb.emit("cvt.u16.u32", into, value)
         for column in range(side.tile.columns):

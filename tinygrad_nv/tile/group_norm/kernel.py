@@ -81,8 +81,10 @@ class _Slice:
         if kb.hopper:
             kb.wait_for_previous_grid()
             kb.launch_dependents()
-        self.shifts = [] if self.shift is None else self.channels(
-            advanced(kb, self.shift, self.image, spec.channels * spec.shift.itemsize), spec.shift)
+        self.shifts: list[Value] = []
+        if self.shift is not None and spec.shift is not None:
+            own = advanced(kb, self.shift, self.image, spec.channels * spec.shift.itemsize)
+            self.shifts = self.channels(own, spec.shift)
 
     # **** what a thread reads ****
 

@@ -96,11 +96,11 @@ class GemmLoads:
         """The next stages are of the tile at `corner`, from the K of its stage number `first` on."""
         starts = {k: first * k for k in dict.fromkeys((self.a.tile.k, self.b.tile.k))}
         for side, mn in ((self.a, corner.m), (self.b, corner.n)):
-            self.place(side, mn, starts[side.tile.k])
+            self.start_at(side, mn, starts[side.tile.k])
             side.batch = [signed(self.kb, corner.batch[i])
                           for i in walked(side.operand, self.plan.spec.batch)]
 
-    def place(self, side: OperandLoads, mn: Value, start: Value | int) -> None:
+    def start_at(self, side: OperandLoads, mn: Value, start: Value | int) -> None:
         """The next boxes of an operand are of rows from `mn` on, and of K from `start` on."""
         side.mn.set(signed(self.kb, mn))
         side.at_k.set(start if isinstance(start, int) else signed(self.kb, start))
@@ -112,15 +112,15 @@ class GemmLoads:
         """Copies of one stage, which arrive at the barrier `full`; K moves on."""
         for side in (self.a, self.b):
             target = side.target + stage * side.tile.nbytes
-            for part, each in enumerate(side.maps): self.boxes(side, part, each, target, full)
+            for part, each in enumerate(side.maps): self.copy_boxes(side, part, each, target, full)
             self.advance(side)
 
     def advance(self, side: OperandLoads) -> None:
         """To the operand's next stage."""
         side.at_k += side.tile.k
 
-    def boxes(self, side: OperandLoads, part: int, tensor_map: Value, target: Value,
-              full: MemoryOperand) -> None:
+    def copy_boxes(self, side: OperandLoads, part: int, tensor_map: Value, target: Value,
+                   full: MemoryOperand) -> None:
         """The columns of a part of a tile."""
         tile, k_major = side.tile, side.tile.major == "K"
         columns = tile.columns if k_major else tile.columns // tile.parts

@@ -47,7 +47,7 @@ class QuantLoads(GemmLoads):
         for box, tensor_map in self.boxes:
             first = first_of(box, self.k, plan.schedule.block_k)
             kb.tma_load(place.at(box.start), tensor_map, [first, self.tile], full)
-        self._boxes(self.b, 0, self.b.maps[0], self.b.target + stage * plan.b.nbytes, full)
+        self.copy_boxes(self.b, 0, self.b.maps[0], self.b.target + stage * plan.b.nbytes, full)
         for each in (self.k, self.b.at_k): each += plan.schedule.block_k
 
 
