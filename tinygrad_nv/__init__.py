@@ -28,7 +28,8 @@ __all__ = ["LLM", "BeamSearchParams", "CompiledFunction", "Context", "Device", "
            "explain", "function", "kernel", "layer", "load", "memory_report", "nn", "timeline"]
 
 
-LATER = {"LLM": "tinygrad_nv.engine.llm", "BeamSearchParams": "tinygrad_nv.engine.beam_search",
+LATER = {"KernelRecord": "tinygrad_nv.explain.lowering", "Lowering": "tinygrad_nv.explain.lowering",
+         "LLM": "tinygrad_nv.engine.llm", "BeamSearchParams": "tinygrad_nv.engine.beam_search",
          "PoolingParams": "tinygrad_nv.engine.embedding.params",
          "SamplingParams": "tinygrad_nv.engine.sampling",
          "RequestOutput": "tinygrad_nv.engine.request_output",
@@ -81,8 +82,6 @@ if not _compiles_alone():
         Context,
         Device,
         GlobalCounters,
-        KernelRecord,
-        Lowering,
         Tensor,
         TinyJit,
         UOp,
