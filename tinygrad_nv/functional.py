@@ -18,9 +18,7 @@ where codes are multiplied with codes, `lora_added` for low-rank adapters, `cros
 for losses of logits, `linear_cross_entropy` and `linear_distillation` for those of an output layer without
 all logits at once, `gated` for gated activations, `convolution` and
 `group_norm` for images whose channels lie side by side, `rotated_heads` for rotary positions, `dropout` for
-elements dropped by a counter: the modules of patterns/ with these names (decode/paged.py, decode/latent.py,
-attention/functions.py, attention/varlen.py, attention/documents.py, attention/fp8.py, norm/gated.py, scaled_gemm/named.py,
-router/rows.py, cross_entropy/functions.py, grouped_gemm/, and named.py of the others) define them.
+elements dropped by a counter: the modules of patterns/ with these names define them (`LATER`).
 """
 from __future__ import annotations
 

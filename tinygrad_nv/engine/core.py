@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tinygrad_nv import config as settings
 from tinygrad_nv.engine.engine_config import EngineConfig
@@ -52,7 +52,9 @@ from tinygrad_nv.errors import (
 from tinygrad_nv.kvcache.groups import num_pages
 from tinygrad_nv.kvcache.hybrid_table import SequenceTable
 from tinygrad_nv.kvcache.pool import PagePool
-from tinygrad_nv.models.peft import Adapter
+
+if TYPE_CHECKING:
+    from tinygrad_nv.models.peft import Adapter
 
 
 class Executor(Protocol):

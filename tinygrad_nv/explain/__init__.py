@@ -15,8 +15,8 @@ Kernels of this package have text; matmuls (their note holds a spec and a schedu
 levels: `Lowering.show("tile")`, see levels.py and levels_cpu.py. On a CPU, kernels of this package have a
 predicted time, from the measured rates of the machine (cpu/measure.py).
 
-Reading order: `scheduled.py` (the kernels), `lowering.py` (their records), the levels. They are loaded with the
-first call: what a program needs that explains nothing is this file.
+Reading order: `scheduled.py` (the kernels), `lowering.py` (their records), the levels. They are loaded with
+the first call.
 """
 from __future__ import annotations
 

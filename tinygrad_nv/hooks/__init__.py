@@ -4,8 +4,7 @@ only ones that change anything inside tinygrad; replaced.py undoes all of it.
 Protocol. Hooks are registered by name and removed by name:
 
     add_rewrite(name, fn, *keys, needs)   fn(sink) -> sink, on each call body before kernels are split
-    add_later(register)                   register() adds rewrites and checks before the first graph is lowered:
-                                          programs that lower nothing do not load them
+    add_later(register)                   register() adds rewrites and checks, before a graph is lowered first
     add_check(name, fn)                   fn(before, after) -> bool, on the result of the rewrites: if False,
                                           they run again
     keep_functions(kind)                  FUNCTIONs with an aux of this type reach the rewrites as they are
