@@ -41,7 +41,8 @@ from tinygrad_nv.runtime.observe import telemetry
 # GPU. What a part leaves the next one has; rows that do not fit are left to a later call
 CALLS = {"first": {"smoke": 1.0, "correctness": 4.5, "chains": 6.0, "gemm": 9.5},
          "second": {"attention": 3.5, "backward": 5.0, "paged": 6.0, "memory": 7.0, "decode": 9.5},
-         "third": {"quant": 9.5}, "fourth": {"moe": 9.5}, "fifth": {"all_reduce": 9.5}}
+         "third": {"quant": 9.5}, "fourth": {"moe": 9.5}, "fifth": {"all_reduce": 9.5},
+         "sixth": {"train": 3.0, "conv": 5.0, "language": 7.0, "step": 9.5}}
 SECONDS, CALL_SECONDS = 2.5, 1.0        # of a row of timings
 PATIENCE = 5                            # times as long may a row take when a GPU is emulated
 BAD = ("disagrees", "failed", "hung", "died")

@@ -10,9 +10,9 @@ templates made, and tinygrad's own kernels of DEV=EMU. Takes ten minutes and mor
 Of products and of matmuls with quantised matrices it is kept what they must be: the exact values, and how
 far the suite lets a kernel be from them.
 
-Left out: launches with findings, those of an emulator that sums exactly (no hardware does), im2col maps,
-modules whose variables an earlier launch changed, PTX with an address in its text, and what is beyond the
-`limits` of a test.
+Left out: launches with findings, those of an emulator that sums exactly (no hardware does), modules whose
+variables an earlier launch changed, PTX with an address in its text, and what is beyond the `limits` of a
+test.
 """
 from __future__ import annotations
 
@@ -142,12 +142,11 @@ class Recorder:
 
 
 def mapped(data: bytes) -> TensorMapSpec:
-    """A tensor map's bytes as the driver is asked for it. Raises for im2col."""
+    """A tensor map's bytes as the driver is asked for it."""
     made = TensorMap.decode(data)
-    if made.lower: raise ValueError("im2col")
     return TensorMapSpec(made.dtype, made.address, made.dims[::-1], made.strides[-2::-1], made.box[::-1],
                          made.element_strides[::-1], made.interleave, made.swizzle,  # type: ignore[arg-type]
-                         "none", made.fill)  # type: ignore[arg-type]
+                         "none", made.fill, made.lower[::-1], made.upper[::-1])  # type: ignore[arg-type]
 
 
 def judged_by(i: int, memory: Memory, text: str, dtype: str, exact: np.ndarray,

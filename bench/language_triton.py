@@ -79,6 +79,21 @@ def w4a16_turned(x, packed, scales, out, M, N, K, BM: tl.constexpr, BN: tl.const
     _added(out, acc, m, n, N, SPLIT)
 
 
+@triton.jit
+def promoted(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
+    """a bᵀ of e4m3 with descriptors, as gemm_peers.py's, whose tensor cores add up BK products alone."""
+    tile = tl.program_id(0)
+    rows, columns = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    first = tile // (GROUP * columns) * GROUP
+    height = min(rows - first, GROUP)
+    m = (first + tile % (GROUP * columns) % height) * BM
+    n = tile % (GROUP * columns) // height * BN
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for k in range(0, tl.cdiv(K, BK)):
+        acc = tl.dot(a.load([m, k * BK]), b.load([n, k * BK]).T, acc, max_num_imprecise_acc=BK)
+    c.store([m, n], acc.to(c.dtype))
+
+
 QUANTISED = {"words of columns": w4a16, "words of rows": w4a16_turned}
 
 

@@ -172,6 +172,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "rope_gradient": {
         "q|k|v": RopeGradientSpec(4, 1024, 32, 8, 128, 64, BF16, Angles(BF16, 64)),
         "q of float32": RopeGradientSpec(4, 1024, 32, 8, 128, 64, BF16, Angles(BF16, 64), wide_q=True)},
+    "conv_wgmma": {"32x32x320": ConvSpec(2, 32, 32, 320, 320, (3, 3), (1, 1), (1, 1, 1, 1), BF16)},
     "conv_mma": {"32x32x320": ConvSpec(2, 32, 32, 320, 320, (3, 3), (1, 1), (1, 1, 1, 1), BF16)},
     "adamw_update": {"float32": AdamWSpec((1 << 20,), (0,), 0.9, 0.95, 1e-8)},
     "squared_sums": {"float32": SquaresSpec((1 << 20,))}}

@@ -41,7 +41,7 @@ from tinygrad_nv.bundle.manifest import (
 )
 from tinygrad_nv.errors import BundleError
 
-MAGIC, FORMAT = b"\x89TNV\r\n\x1a\n", (1, 0)
+MAGIC, FORMAT = b"\x89TNV\r\n\x1a\n", (1, 1)     # 1.1 has im2col tensor maps
 HEAD = struct.Struct("<8sIIQQ")
 HEADER, PAGE = 64, 4096
 JSON_BYTES = 512 << 20      # of a part that is parsed

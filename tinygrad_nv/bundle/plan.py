@@ -193,7 +193,8 @@ def _read_map(found: Mapping[str, Any]) -> MapArgument:
     dims, strides, box = (_integers(found[each]) for each in ("dims", "strides", "box"))
     return MapArgument(_whole(found["pointer"]), _text(found["dtype"]), dims, strides, box,
                        _text(found["swizzle"]), _whole(found["offset_bytes"]), int(found["dynamic"]),
-                       int(found["integer"]))
+                       int(found["integer"]),
+                       *(tuple(map(int, found.get(each, ()))) for each in ("lower", "upper", "steps")))
 
 
 # **** steps ****

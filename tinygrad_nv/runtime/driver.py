@@ -157,7 +157,9 @@ Work = Launch | Copy | Fill | Upload | Download | LibraryCall
 @dataclass(frozen=True)
 class TensorMapSpec:
     """The parameters of cuTensorMapEncodeTiled, innermost dimension first. `dtype` is a PTX element type (u8,
-    u16, u32, s32, u64, s64, f16, bf16, f32, f64, tf32); `strides` are bytes, without the innermost one."""
+    u16, u32, s32, u64, s64, f16, bf16, f32, f64, tf32); `strides` are bytes, without the innermost one. With
+    `lower` and `upper`, the corners in the spatial dimensions, those of cuTensorMapEncodeIm2col: `box` is
+    channels and pixels then."""
     dtype: str
     address: int
     dims: tuple[int, ...]
@@ -168,6 +170,8 @@ class TensorMapSpec:
     swizzle: Swizzle = "none"
     l2_promotion: Literal["none", "64B", "128B", "256B"] = "none"
     fill: Literal["zero", "nan"] = "zero"
+    lower: tuple[int, ...] = ()
+    upper: tuple[int, ...] = ()
 
 
 def map_spec(argument: MapArgument, address: int, rows: int = 0) -> TensorMapSpec:
@@ -179,7 +183,8 @@ def map_spec(argument: MapArgument, address: int, rows: int = 0) -> TensorMapSpe
     """
     dims = tuple(rows if i == argument.dynamic else extent for i, extent in enumerate(argument.dims))
     return TensorMapSpec(argument.dtype, address + argument.offset_bytes, dims, argument.strides,
-                         argument.box, swizzle=cast(Swizzle, argument.swizzle or "none"), l2_promotion="128B")
+                         argument.box, argument.steps, swizzle=cast(Swizzle, argument.swizzle or "none"),
+                         l2_promotion="128B", lower=argument.lower, upper=argument.upper)
 
 
 # **** arguments ****

@@ -48,5 +48,8 @@ def tensor_map(order: Sequence[Buffer], argument: MapArgument, values: Sequence[
     """A kernel's tensor map over its pointers, with the integers of its launch."""
     rows = values[argument.integer] if argument.dynamic >= 0 else 0
     dims = tuple(rows if i == argument.dynamic else extent for i, extent in enumerate(argument.dims))
-    return TensorMap.tiled(order[argument.pointer].ptr + argument.offset_bytes, argument.box[::-1],
-                           argument.swizzle, dims[::-1], argument.strides[::-1], argument.dtype)
+    at, rest = order[argument.pointer].ptr + argument.offset_bytes, (dims[::-1], argument.strides[::-1])
+    if argument.lower:
+        return TensorMap.im2col(at, argument.lower[::-1], argument.upper[::-1], *argument.box,
+                                argument.swizzle, *rest, argument.dtype, argument.steps[::-1])
+    return TensorMap.tiled(at, argument.box[::-1], argument.swizzle, *rest, argument.dtype)

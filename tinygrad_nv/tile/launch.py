@@ -20,7 +20,10 @@ class MapArgument:
     """A tensor map over the buffer of pointer parameter `pointer`, innermost dimension first, to be made for
     each launch: `dims` in elements, `strides` in bytes (without the innermost), `box` in elements. `dynamic`
     is the dimension, -1 for none, whose extent is an integer argument of the launch: that number `integer`,
-    -1 for the last, which is a matmul's `m`. Raises `DriverError` for numbers that name nothing."""
+    -1 for the last, which is a matmul's `m`. With `lower` and `upper` it is an im2col map over images (C, W,
+    H, N): these are the corners of the box of base pixels, as offsets from the first and from the last pixel
+    of W and of H; `box` is channels and pixels, `steps` how far apart the base pixels are along each
+    dimension. Raises `DriverError` for numbers that name nothing."""
     pointer: int
     dtype: str
     dims: tuple[int, ...]
@@ -30,6 +33,9 @@ class MapArgument:
     offset_bytes: int = 0
     dynamic: int = -1
     integer: int = -1
+    lower: tuple[int, ...] = ()
+    upper: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.pointer, self.offset_bytes) < 0 or self.integer < -1 \
@@ -87,11 +93,17 @@ class LaunchConfig:
         if self.peers is not None: lines.append(f"// together: {self.peers}")
         lines += [f"// tensormap: pointer={m.pointer} dtype={m.dtype} dims={_listed(m.dims)} "
                   f"strides={_listed(m.strides)} box={_listed(m.box)} swizzle={m.swizzle} "
-                  f"offset={m.offset_bytes} dynamic={m.dynamic} integer={m.integer}" for m in self.maps]
+                  f"offset={m.offset_bytes} dynamic={m.dynamic} integer={m.integer}{_columns(m)}"
+                  for m in self.maps]
         return "\n".join(lines) + "\n"
 
 
 PLAIN = LaunchConfig()  # of a kernel that needs nothing of this
+
+
+def _columns(m: MapArgument) -> str:
+    if not m.lower: return ""
+    return f" im2col={_listed(m.lower)}..{_listed(m.upper)} steps={_listed(m.steps)}"
 
 
 def _listed(numbers: tuple[int, ...]) -> str: return ",".join(map(str, numbers))

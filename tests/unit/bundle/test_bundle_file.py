@@ -15,7 +15,7 @@ import pytest
 from bundle_case import check_all, flips
 
 from tinygrad_nv.bundle import container
-from tinygrad_nv.bundle.container import HEAD, HEADER, PAGE, Bundle, Source, open_bundle, write_bundle
+from tinygrad_nv.bundle.container import FORMAT, HEAD, HEADER, PAGE, Bundle, Source, open_bundle, write_bundle
 from tinygrad_nv.bundle.hashing import CHUNK, digest
 from tinygrad_nv.bundle.manifest import ALIGNMENT, FileRange, canonical
 from tinygrad_nv.errors import BundleError
@@ -129,7 +129,7 @@ def test_a_manifest_that_is_deep_or_large(file: Path) -> None:
 
 
 def test_versions(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for version in ((1, 1), (2, 0), (0, 9)):
+    for version in ((1, FORMAT[1] + 1), (2, 0), (0, 9)):
         with pytest.raises(BundleError, match=f"has format {version[0]}.{version[1]}"):
             open_bundle(rewritten(file, lambda found: None, version))
     monkeypatch.setattr(container, "FORMAT", (1, 3))

@@ -19,6 +19,7 @@ from tinygrad_nv.bundle.container import Source, open_bundle, write_bundle
 from tinygrad_nv.bundle.manifest import canonical
 from tinygrad_nv.engine.bundled.function import CompiledFunction
 from tinygrad_nv.errors import BundleError, NVError
+from tinygrad_nv.functional import convolution
 
 # another process: no compiler, no process that it could run, nothing scheduled
 PROGRAM = """
@@ -133,6 +134,22 @@ def test_on_an_emulated_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert any("note" in row for row in rows)
     with pytest.raises(BundleError, match="has kernels for sm_90a; CPU is cpu-"):
         tinygrad_nv.load(tmp_path / "f.tnv", "CPU")
+
+
+def test_im2col_maps_of_an_emulated_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A convolution by wgmma: its launch has corners and steps of base pixels."""
+    monkeypatch.setenv("EMU_CHECK", "0")
+    with Context(DEV="EMU"):
+        x, w = drawn(1, 6, 5, 32), drawn(16, 3, 3, 32, seed=1)
+        how: dict[str, Any] = {"stride": (1, 2), "padding": (1, 1, 1, 1)}
+        made = tinygrad_nv.compile(lambda x: convolution(x.half(), w.half(), **how), x)
+        made.save(tmp_path / "f.tnv")
+        wanted = made(x).numpy()
+        found = tinygrad_nv.load(tmp_path / "f.tnv")(x).numpy()
+    np.testing.assert_array_equal(found, wanted)
+    rows = open_bundle(tmp_path / "f.tnv").json("sm_90a/programs.json")
+    maps = [each for row in rows for each in row.get("launch", {}).get("maps", ())]
+    assert [each["steps"] for each in maps if each["lower"]] == [[1, 2, 1, 1]]
 
 
 @pytest.mark.parametrize(("arguments", "words"), [

@@ -64,6 +64,7 @@ class Fake:
         self.numbers = itertools.count(0x7000_0000, 16)
         self.calls: Counter[str] = Counter()
         self.complaints: list[str] = []
+        self.encoders: dict[str, Any] = {}
         self.findings: list[str] = []
         self.failures: defaultdict[str, list[tuple[Any, bytes]]] = defaultdict(list)
         self.absent: set[str] = set()

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import cuda.bindings.driver as cu
@@ -111,25 +112,43 @@ def occupancy_max_active_clusters(fake: Fake, function: Any, config: Any) -> Any
 
 
 def get_proc_address(fake: Fake, symbol: bytes, version: int, flags: int) -> Any:
-    assert (symbol, version, flags) == (b"cuTensorMapEncodeTiled", 12000, 0)
-    fake.encode = cuda_map.SIGNATURE(functools.partial(_encode, fake))
-    address = ctypes.cast(fake.encode, ctypes.c_void_p).value
+    encode = {"cuTensorMapEncodeTiled": _tiled, "cuTensorMapEncodeIm2col": _im2col}[name := symbol.decode()]
+    assert (version, flags) == (12000, 0)
+    fake.encoders[name] = cuda_map.SIGNATURES[name](functools.partial(encode, fake))
+    address = ctypes.cast(fake.encoders[name], ctypes.c_void_p).value
     return (*OK, address, cu.CUdriverProcAddressQueryResult.CU_GET_PROC_ADDRESS_SUCCESS)
 
 
-def _encode(fake: Fake, place: int, dtype: int, rank: int, address: int, dims: Any, strides: Any, box: Any,
-            steps: Any, interleave: int, swizzle: int, promotion: int, fill: int) -> int:
+def _tiled(fake: Fake, place: int, dtype: int, rank: int, address: int, dims: Any, strides: Any, box: Any,
+           steps: Any, *kinds: int) -> int:
     """cuTensorMapEncodeTiled, called as C."""
-    fake.calls["cuTensorMapEncodeTiled"] += 1
+    return _encoded(fake, "cuTensorMapEncodeTiled", place, rank, lambda: TensorMap.tiled(
+        address or 0, box[:rank][::-1], *_map(dtype, rank, dims, strides, steps, *kinds)))
+
+
+def _im2col(fake: Fake, place: int, dtype: int, rank: int, address: int, dims: Any, strides: Any, lower: Any,
+            upper: Any, channels: int, pixels: int, steps: Any, *kinds: int) -> int:
+    """cuTensorMapEncodeIm2col, called as C."""
+    corners = lower[:rank - 2][::-1], upper[:rank - 2][::-1]
+    return _encoded(fake, "cuTensorMapEncodeIm2col", place, rank, lambda: TensorMap.im2col(
+        address or 0, *corners, channels, pixels, *_map(dtype, rank, dims, strides, steps, *kinds)))
+
+
+def _map(dtype: int, rank: int, dims: Any, strides: Any, steps: Any, interleave: int, swizzle: int,
+         promotion: int, fill: int) -> tuple[Any, ...]:
+    """Swizzle, dims, strides, dtype, element strides, interleave, promotion, fill."""
+    return (("none", "32B", "64B", "128B")[swizzle], dims[:rank][::-1], strides[:rank - 1][::-1],
+            TYPES[dtype], steps[:rank][::-1], ("none", "16B", "32B")[interleave],
+            ("none", "64B", "128B", "256B")[promotion], ("zero", "nan")[fill])
+
+
+def _encoded(fake: Fake, name: str, place: int, rank: int, make: Callable[[], TensorMap]) -> int:
+    """A status, with the map at `place`."""
+    fake.calls[name] += 1
     if place % 128 or not 1 <= rank <= 5:
-        fake.complaints.append(f"cuTensorMapEncodeTiled at {place:#x}, rank {rank}")
+        fake.complaints.append(f"{name} at {place:#x}, rank {rank}")
         return int(S.CUDA_ERROR_INVALID_VALUE)
-    try:
-        made = TensorMap.tiled(
-            address or 0, box[:rank][::-1], ("none", "32B", "64B", "128B")[swizzle], dims[:rank][::-1],
-            strides[:rank - 1][::-1], TYPES[dtype], steps[:rank][::-1],
-            ("none", "16B", "32B")[interleave], ("none", "64B", "128B", "256B")[promotion],
-            ("zero", "nan")[fill])
+    try: made = make()
     except NVError: return int(S.CUDA_ERROR_INVALID_VALUE)
     ctypes.memmove(place, made.encode(), 128)
     fake.maps = made

@@ -235,7 +235,10 @@ KINDS: list[dict[str, Any]] = [
     {**CUBE, "box": (8, 2, 2), "interleave": "16B"},
     {**CUBE, "box": (8, 2, 2), "interleave": "32B", "swizzle": "32B"},
     {"dims": (4, 4, 4, 4, 4), "strides": (16, 64, 256, 1024), "box": (8, 1, 1, 1, 1)},
-    {"dims": (64,), "strides": (), "box": (16,)}]
+    {"dims": (64,), "strides": (), "box": (16,)},
+    {**CUBE, "box": (16, 32), "lower": (-2,), "upper": (1,), "element_strides": (1, 2, 1)},
+    {"dims": (64, 9, 7, 3), "strides": (128, 1152, 8064), "box": (64, 128), "lower": (-1, -2),
+     "upper": (-1, 0), "element_strides": (1, 2, 3, 1), "swizzle": "128B"}]
 BOXES = {"u8": (16, 8), "u64": (2, 8), "s64": (2, 8), "f64": (2, 8)}
 
 
@@ -262,7 +265,10 @@ def test_tensor_maps(fake: Fake, gpu: CUDADriver, change: dict[str, Any]):
     ({"dims": (2**65, 1)}, "a dimension of"), ({"box": (128, 8), "swizzle": "128B"}, "with swizzle='128B'"),
     ({"element_strides": (1, 9)}, "stride of 9"),
     ({"dtype": "u16", "fill": "nan"}, "NaN for elements out of bounds"),
-    ({"interleave": "16B"}, "interleave='16B' for rank 2")])
+    ({"interleave": "16B"}, "interleave='16B' for rank 2"),
+    ({"lower": (0,), "upper": (0,)}, "for an im2col map of rank 2"),
+    ({**CUBE, "box": (16, 32), "lower": (-2,), "upper": ()}, "for an im2col map of rank 3"),
+    ({**CUBE, "box": (16, 2000), "lower": (0,), "upper": (0,)}, "pixels=2000")])
 def test_tensor_maps_beyond_the_limits(gpu: CUDADriver, change: dict[str, Any], words: str):
     with pytest.raises(NVError, match=words): gpu.tensor_map(spec_of(change))
 

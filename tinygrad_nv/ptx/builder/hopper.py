@@ -8,6 +8,7 @@ instruction has them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tinygrad_nv.ptx.builder.flow import Flow
 from tinygrad_nv.ptx.builder.values import SINK, MemoryOperand, Number, PairOperand, Shared, Value
@@ -158,13 +159,15 @@ class Hopper(Flow):
 
     def tma_load(self, tile: MemoryOperand, tensor_map: Value, coordinates: Sequence[Number],
                  barrier: MemoryOperand,
-                 multicast: Number | None = None, policy: Value | None = None) -> None:
+                 multicast: Number | None = None, policy: Value | None = None,
+                 offsets: Sequence[Number] = ()) -> None:
         """Loads the box at `coordinates` (s32, innermost first) and counts its bytes at the barrier.
-        `multicast` is a b16 mask of cluster ranks, `policy` a cache policy."""
+        `multicast` is a b16 mask of cluster ranks, `policy` a cache policy. With `offsets` (b16) the map is
+        one of im2col, and pixels are so far from the base pixels."""
         opcode = f"cp.async.bulk.tensor.{len(coordinates)}d.shared::cluster.global"
-        opcode += ".mbarrier::complete_tx::bytes"
-        rest: list[Number] = []
-        if multicast is not None: opcode, rest = f"{opcode}.multicast::cluster", [multicast]
+        opcode += (".im2col" if offsets else "") + ".mbarrier::complete_tx::bytes"
+        rest: list[Any] = [list(offsets)] if offsets else []
+        if multicast is not None: opcode, rest = f"{opcode}.multicast::cluster", [*rest, multicast]
         if policy is not None: opcode, rest = f"{opcode}.L2::cache_hint", [*rest, policy]
         self._aligned(tile)
         self.emit(opcode, tile, tensor_map.at(coordinates=coordinates), barrier, *rest)

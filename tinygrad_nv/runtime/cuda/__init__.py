@@ -8,6 +8,6 @@
   streams.py     streams and events
   graph.py       graphs
   memory.py      a pool, page-locked memory, and copies from pageable memory
-  tensor_map.py  tensor maps by cuTensorMapEncodeTiled
+  tensor_map.py  tensor maps by cuTensorMapEncodeTiled and …Im2col
   nvrtc.py       tinygrad's CUDA C renderer, compiled by NVRTC
 """

@@ -53,7 +53,7 @@ class CUDADriver(CUDAContext):
         self._shared: dict[int, int] = {}
         self._staging: Staging | None = None
         self._clusters: dict[int, int] = {}
-        self._encode_tiled: Any = None
+        self._encoders: dict[str, Any] = {}
         self._lock = threading.Lock()
         try: self._open()
         except BaseException:
@@ -301,13 +301,13 @@ class CUDADriver(CUDAContext):
 
     # tensor maps
 
-    def tensor_map(self, spec: TensorMapSpec) -> bytes: return cuda_map.encoded(self, self.encode_tiled, spec)
+    def tensor_map(self, spec: TensorMapSpec) -> bytes: return cuda_map.encoded(self, self.encoder, spec)
 
-    def encode_tiled(self) -> Any:
-        """cuTensorMapEncodeTiled, looked up when a map is first made."""
+    def encoder(self, name: str) -> Any:
+        """A function that makes tensor maps, looked up when it is first needed."""
         with self._lock:
-            if self._encode_tiled is None: self._encode_tiled = cuda_map.encoder(self)
-            return self._encode_tiled
+            if name not in self._encoders: self._encoders[name] = cuda_map.encoder(self, name)
+            return self._encoders[name]
 
 
 def _properties(gpu: CUDADriver) -> Properties:

@@ -388,6 +388,10 @@ class EmulatedDriver(Moves, Sharing, driver.Driver):
     def tensor_map(self, spec: TensorMapSpec) -> bytes:
         dims, strides, box = spec.dims[::-1], spec.strides[::-1], spec.box[::-1]
         steps = spec.element_strides[::-1] or (1,) * len(dims)
+        if spec.lower:
+            return TensorMap.im2col(spec.address, spec.lower[::-1], spec.upper[::-1], *spec.box, spec.swizzle,
+                                    dims, strides, spec.dtype, steps, spec.interleave, spec.l2_promotion,
+                                    spec.fill).encode()
         return TensorMap.tiled(spec.address, box, spec.swizzle, dims, strides, spec.dtype, steps,
                                spec.interleave, spec.l2_promotion, spec.fill).encode()
 

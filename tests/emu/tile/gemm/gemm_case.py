@@ -15,6 +15,7 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.emulator import Buffer, Emulator, TensorMap
 from tinygrad_nv.ptx.emulator.report import Report
+from tinygrad_nv.tile import emulated
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, loads
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import FP8, GemmSpec, Operand, Result
@@ -220,10 +221,7 @@ def forget_rows(spec: GemmSpec, pointers: dict[str, Buffer], rows: int) -> None:
 
 def tensor_map(order: list, argument: MapArgument, rows: int) -> TensorMap:
     """A kernel's tensor map over the emulator's buffers."""
-    dims = tuple(rows if i == argument.dynamic else extent for i, extent in enumerate(argument.dims))
-    return TensorMap.tiled(order[argument.pointer].ptr + argument.offset_bytes, argument.box[::-1],
-                           argument.swizzle,
-                           dims[::-1], argument.strides[::-1], argument.dtype)
+    return emulated.tensor_map(order, replace(argument, integer=0), [rows])
 
 
 def run(made: GemmKernel, spec: GemmSpec, given: dict[str, torch.Tensor], arch: str = "sm_80", seed: int = 0,

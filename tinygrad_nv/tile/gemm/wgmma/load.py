@@ -62,14 +62,20 @@ class GemmLoads:
         kb, spec = self.kb, self.plan.spec
         maps = []
         for part in range(tile.parts):
-            self.maps.append(map_argument(operand, tile, pointer, extent, k or spec.k, spec.batch, rows,
-                                          part * spec.part, symbolic))
+            self.maps.append(self.map_of(name, operand, tile, pointer, extent, k or spec.k, rows,
+                                         part * spec.part, symbolic))
             maps.append(kb.tensor_map(f"map_{name}{part or ''}"))
         ring = self.ring.address(start)
         number, mask = self._among(name) if peers > 1 else (None, None)
         target = ring if number is None else ring + number * (rows * tile.span)
         return OperandLoads(operand, tile, ring, target, maps, rows, number, mask, kb.reg("s32"),
                             kb.reg("s32"))
+
+    def map_of(self, name: str, operand: Operand, tile: OperandTile, pointer: int, extent: int, k: int,
+               rows: int, part_offset: int, symbolic: bool) -> MapArgument:
+        """The map of a part of an operand."""
+        return map_argument(operand, tile, pointer, extent, k, self.plan.spec.batch, rows, part_offset,
+                            symbolic)
 
     def _among(self, name: str) -> tuple[Value, Value]:
         """This CTA's number among those of its cluster that share the operand, and their mask: A is shared
@@ -90,24 +96,31 @@ class GemmLoads:
         """The next stages are of the tile at `corner`, from the K of its stage number `first` on."""
         starts = {k: first * k for k in dict.fromkeys((self.a.tile.k, self.b.tile.k))}
         for side, mn in ((self.a, corner.m), (self.b, corner.n)):
-            start = starts[side.tile.k]
-            side.mn.set(_signed(self.kb, mn))
-            side.at_k.set(start if isinstance(start, int) else _signed(self.kb, start))
-            if side.number is not None:  # this CTA's rows of the boxes
-                along = side.mn if side.tile.major == "K" else side.at_k
-                along += _signed(self.kb, side.number * side.rows)
-            side.batch = [_signed(self.kb, corner.batch[i])
+            self.place(side, mn, starts[side.tile.k])
+            side.batch = [signed(self.kb, corner.batch[i])
                           for i in walked(side.operand, self.plan.spec.batch)]
+
+    def place(self, side: OperandLoads, mn: Value, start: Value | int) -> None:
+        """The next boxes of an operand are of rows from `mn` on, and of K from `start` on."""
+        side.mn.set(signed(self.kb, mn))
+        side.at_k.set(start if isinstance(start, int) else signed(self.kb, start))
+        if side.number is not None:  # this CTA's rows of the boxes
+            along = side.mn if side.tile.major == "K" else side.at_k
+            along += signed(self.kb, side.number * side.rows)
 
     def issue(self, stage: Value, full: MemoryOperand) -> None:
         """Copies of one stage, which arrive at the barrier `full`; K moves on."""
         for side in (self.a, self.b):
             target = side.target + stage * side.tile.nbytes
-            for part, each in enumerate(side.maps): self._boxes(side, part, each, target, full)
-            side.at_k += side.tile.k
+            for part, each in enumerate(side.maps): self.boxes(side, part, each, target, full)
+            self.advance(side)
 
-    def _boxes(self, side: OperandLoads, part: int, tensor_map: Value, target: Value,
-               full: MemoryOperand) -> None:
+    def advance(self, side: OperandLoads) -> None:
+        """To the operand's next stage."""
+        side.at_k += side.tile.k
+
+    def boxes(self, side: OperandLoads, part: int, tensor_map: Value, target: Value,
+              full: MemoryOperand) -> None:
         """The columns of a part of a tile."""
         tile, k_major = side.tile, side.tile.major == "K"
         columns = tile.columns if k_major else tile.columns // tile.parts
@@ -119,7 +132,8 @@ class GemmLoads:
                             multicast=side.mask)
 
 
-def _signed(kb: Kernel, value: Value) -> Value:
+def signed(kb: Kernel, value: Value) -> Value:
+    """The same bits as an s32, which coordinates are."""
     made = kb.reg("s32")
     kb.emit("mov.b32", made, value)
     return made

@@ -46,7 +46,7 @@ class OuterLoads(GemmLoads):
         """Copies of one whole stage; rows move on."""
         for side, gather in zip((self.a, self.b), self.plan.gathered, strict=True):
             if gather: continue
-            self._boxes(side, 0, side.maps[0], side.target + stage * side.tile.nbytes, full)
+            self.boxes(side, 0, side.maps[0], side.target + stage * side.tile.nbytes, full)
             side.at_k += side.tile.k
 
 
