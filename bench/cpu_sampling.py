@@ -22,7 +22,8 @@ from tinygrad import Tensor
 
 from tinygrad_nv.cpu.target import host
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.worker.sampler import SamplerState, apply_filters, next_tokens
+from tinygrad_nv.engine.worker.sampler import apply_filters, next_tokens
+from tinygrad_nv.engine.worker.sampler_state import SamplerState
 from tinygrad_nv.patterns.embedding.named import embedding
 
 SIZES, ROWS = (2048, 32000, 128256), (1, 16, 64)

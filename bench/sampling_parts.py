@@ -25,7 +25,8 @@ from tinygrad_nv.models.parallel import ALIGNED, VocabularyPart
 
 from tinygrad_nv.dist.group import Group, close, init
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.worker.sampler import SamplerState, next_tokens
+from tinygrad_nv.engine.worker.sampler import next_tokens
+from tinygrad_nv.engine.worker.sampler_state import SamplerState
 
 RESULTS = Path(__file__).parent / "results" / "sampling_parts.json"
 SIZE = 128256       # Llama 3

@@ -17,14 +17,11 @@ from typing import Any
 
 from tinygrad_nv.errors import ModelError
 from tinygrad_nv.kvcache.shape import KVShape
-from tinygrad_nv.quant.gguf.split import open_gguf
-from tinygrad_nv.quant.readers.reader import require_known
 
-from . import gguf
 from .families import FAMILIES
-from .families.encoders import ENCODERS
 from .families.family import Family
 from .fields import Fields, activation
+from .gguf_path import find
 from .latent_config import LatentConfig
 from .moe_config import MoEConfig
 from .multimodal import language_config
@@ -179,8 +176,11 @@ def read_config(directory: Path, embeds: bool = False) -> ModelConfig:
         raise ModelError(f"no such directory: {directory}",
                          "a Hugging Face model directory (config.json, weights), or a GGUF file",
                          "check the path; models are not downloaded")
-    if (file := gguf.find(directory)) is not None:
-        return parse_config(gguf.config_of(open_gguf(file)), str(file), embeds=embeds)
+    if (file := find(directory)) is not None:
+        from tinygrad_nv.quant.gguf.split import open_gguf
+
+        from .gguf import config_of
+        return parse_config(config_of(open_gguf(file)), str(file), embeds=embeds)
     _require_no_adapter(directory)
     path = directory / "config.json"
     if not path.is_file():
@@ -270,6 +270,7 @@ def _quantization(raw: Mapping[str, Any], name: str) -> Mapping[str, Any] | None
     if not isinstance(given, dict):
         raise ModelError(f"{name}: quantization_config is {given!r}", "an object with a quant_method",
                          "correct the file, or download it again")
+    from tinygrad_nv.quant.readers.reader import require_known
     require_known(given, name)
     return given
 
@@ -283,14 +284,14 @@ def token_ids(value: Any, name: str) -> tuple[int, ...]:
 
 
 def _architecture(data: Mapping[str, Any], name: str) -> str:
-    have = ", ".join(FAMILIES)
     listed = data.get("architectures")
     if not isinstance(listed, list) or not listed:
-        raise ModelError(f"{name} names no architectures", f"a list with one of: {have}",
+        raise ModelError(f"{name} names no architectures", f"a list with one of: {', '.join(FAMILIES)}",
                          "use a causal language model saved by transformers")
     if (known := next((a for a in listed if isinstance(a, str) and a in FAMILIES), None)) is None:
+        from .families.encoders import ENCODERS
         raise ModelError(f"{name}: architecture {', '.join(map(str, listed))} is not supported",
-                         f"one of: {have}; of embedding models: {', '.join(ENCODERS)}",
+                         f"one of: {', '.join(FAMILIES)}; of embedding models: {', '.join(ENCODERS)}",
                          "use `tinygrad-nv transcribe`" if data.get("model_type") == "whisper" else
                          "convert the model to one of these, or add it (see CONTRIBUTING.md)")
     return known

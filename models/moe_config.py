@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinygrad_nv.errors import ModelError, SpecError
-from tinygrad_nv.functional import Policy
-from tinygrad_nv.tile.router.spec import Score
+from tinygrad_nv.tile.router.spec import Policy, Score
 
 from .fields import Fields
 

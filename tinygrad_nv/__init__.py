@@ -28,7 +28,8 @@ __all__ = ["LLM", "BeamSearchParams", "CompiledFunction", "Context", "Device", "
            "explain", "function", "kernel", "layer", "load", "memory_report", "nn", "timeline"]
 
 
-LATER = {"LLM": "tinygrad_nv.engine.llm", "BeamSearchParams": "tinygrad_nv.engine.beam_search",
+LATER = {"KernelRecord": "tinygrad_nv.explain.lowering", "Lowering": "tinygrad_nv.explain.lowering",
+         "LLM": "tinygrad_nv.engine.llm", "BeamSearchParams": "tinygrad_nv.engine.beam_search",
          "PoolingParams": "tinygrad_nv.engine.embedding.params",
          "SamplingParams": "tinygrad_nv.engine.sampling",
          "RequestOutput": "tinygrad_nv.engine.request_output",
@@ -47,7 +48,7 @@ if interrupt.is_command(): collection.seldom()
 
 class _ModelsFinder(MetaPathFinder):
     """Finds tinygrad_nv.models in a checkout, where models/ stands beside the package. Installed, it is
-    inside, and found before this finder is asked."""
+    inside, where others find it."""
 
     def __init__(self, package: Path) -> None: self.package = package
 
@@ -66,7 +67,8 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-sys.meta_path.append(_ModelsFinder(Path(__file__).resolve().parent))
+# before that of an editable install, which may be another checkout's
+sys.meta_path.insert(0, _ModelsFinder(Path(__file__).resolve().parent))
 
 
 def _compiles_alone() -> bool:
@@ -81,8 +83,6 @@ if not _compiles_alone():
         Context,
         Device,
         GlobalCounters,
-        KernelRecord,
-        Lowering,
         Tensor,
         TinyJit,
         UOp,

@@ -18,9 +18,8 @@ from tinygrad import (
 
 from tinygrad_nv import config, dlpack, functional, hooks
 from tinygrad_nv.errors import NVError
-from tinygrad_nv.explain import KernelRecord, Lowering, explain
+from tinygrad_nv.explain import explain
 from tinygrad_nv.hooks import disable, disabled, enable, enabled
-from tinygrad_nv.patterns import building, finalize, registered, several_devices
 from tinygrad_nv.runtime import programs
 from tinygrad_nv.runtime.cpu import device as cpu_device
 from tinygrad_nv.runtime.cuda import device as cuda_device
@@ -30,9 +29,8 @@ from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.runtime.observe.ranges import layer
 from tinygrad_nv.shapes import types
 
-__all__ = ["Context", "Device", "GlobalCounters", "KernelRecord", "Lowering", "Tensor", "TinyJit", "UOp",
-           "Variable", "disable", "disabled", "dtypes", "enable", "enabled", "explain", "function", "layer",
-           "memory_report", "nn"]
+__all__ = ["Context", "Device", "GlobalCounters", "Tensor", "TinyJit", "UOp", "Variable", "disable",
+           "disabled", "dtypes", "enable", "enabled", "explain", "function", "layer", "memory_report", "nn"]
 
 
 def _reductions() -> Callable[[UOp], UOp]:
@@ -40,14 +38,26 @@ def _reductions() -> Callable[[UOp], UOp]:
     return sharded.rewrite
 
 
+def _lowerings() -> None:
+    """The rewrites: with the families and their specs most of what there is to import, so a program that
+    lowers nothing, as one of a bundle, does without."""
+    from tinygrad_nv.patterns import building, registered, several_devices
+    registered.register()
+    several_devices.lowered_by(_reductions)
+    hooks.add_check("building", building.checked)
+
+
+def _finalized(linear: UOp, inner: hooks.Compile) -> UOp:
+    from tinygrad_nv.patterns.finalize import finalize
+    return finalize(linear, inner)
+
+
 functional.register()
 dlpack.register()
 types.register()
-registered.register()
-several_devices.lowered_by(_reductions)
-hooks.add_check("building", building.checked)
+hooks.add_later(_lowerings)
 hooks.add_compile("programs", programs.cached)
-hooks.add_compile("program", finalize.finalize)
+hooks.add_compile("program", _finalized)
 cpu_device.install()
 hooks.install_threads()
 hooks.add_device("EMU", EMUDevice)

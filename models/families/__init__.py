@@ -1,38 +1,50 @@
 """The families of models, one small file each: what of `ModelConfig` differs from LLaMA's.
 
 `FAMILIES` has them by the architecture of config.json, `EMBEDDERS` those of embedding models (encoders.py has
-encoders). family.py has the record, layers.py what several use.
+encoders). family.py has the record, layers.py what several use. A family is loaded when it is asked for.
 """
-from . import (
-    deepseek,
-    eurobert,
-    gemma,
-    gpt_oss,
-    granite,
-    llama,
-    llama4,
-    mistral,
-    mixtral,
-    olmo,
-    olmoe,
-    phi3,
-    qwen,
-    qwen_moe,
-    smollm3,
-)
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+
 from .family import Family
 
-FAMILIES: dict[str, Family] = {each.architecture: each for each in (
-    llama.FAMILY, mistral.FAMILY, qwen.QWEN2, qwen.QWEN3, gemma.GEMMA, gemma.GEMMA2, gemma.GEMMA3,
-    phi3.FAMILY, olmo.OLMO2, olmo.OLMO3, smollm3.FAMILY, granite.FAMILY,
-    gpt_oss.FAMILY, llama4.FAMILY,
-    mixtral.FAMILY, qwen_moe.QWEN2, qwen_moe.QWEN3, olmoe.FAMILY,
-    deepseek.V2, deepseek.V3)}
+# its file, and its name there
+PLACES = {
+    "LlamaForCausalLM": "llama.FAMILY", "MistralForCausalLM": "mistral.FAMILY",
+    "Qwen2ForCausalLM": "qwen.QWEN2", "Qwen3ForCausalLM": "qwen.QWEN3", "GemmaForCausalLM": "gemma.GEMMA",
+    "Gemma2ForCausalLM": "gemma.GEMMA2", "Gemma3ForCausalLM": "gemma.GEMMA3",
+    "Phi3ForCausalLM": "phi3.FAMILY", "Olmo2ForCausalLM": "olmo.OLMO2", "Olmo3ForCausalLM": "olmo.OLMO3",
+    "SmolLM3ForCausalLM": "smollm3.FAMILY", "GraniteForCausalLM": "granite.FAMILY",
+    "GptOssForCausalLM": "gpt_oss.FAMILY", "Llama4ForCausalLM": "llama4.FAMILY",
+    "MixtralForCausalLM": "mixtral.FAMILY", "Qwen2MoeForCausalLM": "qwen_moe.QWEN2",
+    "Qwen3MoeForCausalLM": "qwen_moe.QWEN3", "OlmoeForCausalLM": "olmoe.FAMILY",
+    "DeepseekV2ForCausalLM": "deepseek.V2", "DeepseekV3ForCausalLM": "deepseek.V3",
+}
+
+
+class Families(Mapping[str, Family]):
+    """The families at places by their architectures."""
+
+    def __init__(self, places: Mapping[str, str]) -> None: self.places = places
+
+    def __getitem__(self, architecture: str) -> Family:
+        module, _, name = self.places[architecture].partition(".")
+        found: Family = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+        return found
+
+    def __iter__(self) -> Iterator[str]: return iter(self.places)
+
+    def __len__(self) -> int: return len(self.places)
+
+
+FAMILIES = Families(PLACES)
 
 # of architectures that generate no text: decoders without their heads, or with one for classification, and
 # encoders with their layers
-EMBEDDERS: dict[str, Family] = {
-    **{name.removesuffix("ForCausalLM") + kind: family for name, family in FAMILIES.items()
+EMBEDDERS = Families({
+    **{name.removesuffix("ForCausalLM") + kind: place for name, place in PLACES.items()
        for kind in ("Model", "ForSequenceClassification")},
-    "Gemma3TextModel": gemma.GEMMA3,
-    "EuroBertModel": eurobert.FAMILY, "EuroBertForMaskedLM": eurobert.FAMILY}
+    "Gemma3TextModel": PLACES["Gemma3ForCausalLM"],
+    "EuroBertModel": "eurobert.FAMILY", "EuroBertForMaskedLM": "eurobert.FAMILY"})

@@ -11,8 +11,7 @@ from math import log
 from typing import Any
 
 from tinygrad_nv.errors import ModelError, SpecError
-from tinygrad_nv.functional import Policy
-from tinygrad_nv.tile.router.spec import check
+from tinygrad_nv.tile.router.spec import Policy, check
 
 from ..fields import Fields
 from ..latent_config import LatentConfig

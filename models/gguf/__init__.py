@@ -13,7 +13,8 @@ for `config.parse_config`; its quantization_config has the types of blocks (quan
 
 Source: docs/gguf.md of https://github.com/ggml-org/ggml, the converter and src/models of llama.cpp
 """
-from .config import config_of, find
+from ..gguf_path import find
+from .config import config_of
 from .tensors import StoredTensor, elements, hugging_face_name, stored
 
 __all__ = ["StoredTensor", "config_of", "elements", "find", "hugging_face_name", "stored"]

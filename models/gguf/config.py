@@ -1,12 +1,10 @@
 """Metadata of a GGUF file as fields of config.json."""
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from tinygrad_nv.errors import ModelError
 from tinygrad_nv.quant.gguf.file import GGUFFile
-from tinygrad_nv.quant.gguf.split import parts_of
 
 from .architecture import AGAIN, USE, Architecture, Metadata
 from .architectures import architecture_of
@@ -42,22 +40,6 @@ ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return
                   "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|eot|>"})
 HARMONY = frozenset({"<|return|>", "<|call|>"})     # where these are, <|end|> ends a message of several
 NORMAL = 1
-
-
-def find(path: Path) -> Path | None:
-    """The GGUF file that `path` is, or the only one in a directory without config.json; of a model in several
-    files one of them. Raises `ModelError` for several models."""
-    if path.is_file():
-        try:
-            with path.open("rb") as file: start = file.read(4)
-        except OSError: start = b""
-        return path if start == b"GGUF" or path.suffix.lower() == ".gguf" else None
-    if not path.is_dir() or (path / "config.json").is_file(): return None
-    found = sorted(each for each in path.glob("*") if each.suffix.lower() == ".gguf")
-    if len({parts_of(each)[0] for each in found}) > 1:
-        raise ModelError(f"{path} holds {len(found)} GGUF files ({found[0].name}, {found[1].name}, …)",
-                         "one, or the name of one", f"name the file: {found[0]}")
-    return found[0] if found else None
 
 
 def config_of(file: GGUFFile) -> dict[str, Any]:

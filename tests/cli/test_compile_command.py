@@ -21,7 +21,7 @@ from tinygrad_nv.errors import BundleError, ConfigError
 LIMITS = ("--max-num-seqs", "1", "--max-num-batched-tokens", "16", "--max-model-len", "64")
 PROMPT = ("--prompt-ids", "5,6,7,8,9,10,11,12,13", "--max-tokens", "12", "--temperature", "0", "--json",
           "--device", "CPU")
-# no process can be started, nothing is compiled, nothing is scheduled
+# no process can be started, nothing is compiled, nothing is scheduled, and what would do so is not loaded
 ALONE = """
 import subprocess, sys
 def refuse(*args, **kwargs): raise SystemExit(f"a process: {args}")
@@ -35,7 +35,13 @@ clang.ToolchainCompiler.compile = clang.ClangRenderer.compiler = compiled
 realize.compile_linear = scheduled
 tinygrad.schedule.create_linear_with_vars = tinygrad.tensor.create_linear_with_vars = scheduled
 from tinygrad_nv import cli
-sys.exit(cli.main(sys.argv[1:]))
+code = cli.main(sys.argv[1:])
+unused = ("patterns", "tile.language", "tile.templates", "quant", "models.llama", "models.weights",
+          "models.gguf.")
+loaded = [name for name in sys.modules if name.startswith(tuple(f"tinygrad_nv.{each}" for each in unused))]
+families = [name for name in sys.modules if name.startswith("tinygrad_nv.models.families.")]
+if loaded or len(families) > 2: raise SystemExit(f"loaded: {loaded} {families}")
+sys.exit(code)
 """
 
 

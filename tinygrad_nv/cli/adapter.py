@@ -6,7 +6,6 @@ from typing import Any
 
 from tinygrad_nv.engine.lora.request import LoRARequest
 from tinygrad_nv.errors import RequestError
-from tinygrad_nv.models.peft import read_config
 
 
 def adapter(arguments: argparse.Namespace) -> LoRARequest | None:
@@ -20,6 +19,7 @@ def adapter(arguments: argparse.Namespace) -> LoRARequest | None:
 def room_for(found: LoRARequest | None) -> dict[str, Any]:
     """Arguments of `LLM` for an adapter. Raises `ModelError` where there is none."""
     if found is None: return {}
+    from tinygrad_nv.models.peft import read_config
     config = read_config(found.directory)
     rank = max([config.get("r", 8), *(config.get("rank_pattern") or {}).values()])
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tinygrad_nv import config as settings
 from tinygrad_nv.engine.engine_config import EngineConfig
@@ -50,7 +50,9 @@ from tinygrad_nv.errors import (
 from tinygrad_nv.kvcache.groups import num_pages
 from tinygrad_nv.kvcache.hybrid_table import SequenceTable
 from tinygrad_nv.kvcache.pool import PagePool
-from tinygrad_nv.models.peft import Adapter
+
+if TYPE_CHECKING:
+    from tinygrad_nv.models.peft import Adapter
 
 
 class Executor(Protocol):

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.executor.plan import RunnerPlan
-from tinygrad_nv.engine.speculation.draft_model import DraftModelFiles, DraftModelProposer
 from tinygrad_nv.engine.speculation.ngram import NgramProposer
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.kvcache.pool import PagePool
+
+if TYPE_CHECKING:
+    from tinygrad_nv.engine.speculation.draft_model import DraftModelFiles, DraftModelProposer
 
 
 @dataclass(frozen=True)

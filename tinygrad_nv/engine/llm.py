@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from tinygrad_nv import config
 from tinygrad_nv.bundle.container import is_bundle
 from tinygrad_nv.engine.core import EngineStats
-from tinygrad_nv.engine.embedding.embedder import open_embedder
 from tinygrad_nv.engine.engine_plan import EnginePlan
 from tinygrad_nv.engine.executor.plan import (
     PageBudget,
@@ -51,25 +50,22 @@ from tinygrad_nv.engine.metrics import Latencies, Metric, metrics
 from tinygrad_nv.engine.sampling import SamplingParams, fresh_seed
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
 from tinygrad_nv.engine.sleep import Sleeper, SleepingModel
-from tinygrad_nv.engine.speculation.draft_model import DraftModelFiles
 from tinygrad_nv.engine.speculation.ngram import parse_speculative
 from tinygrad_nv.engine.thread import Engine, EngineThread
-from tinygrad_nv.engine.vision.encoder import VisionEncoder
 from tinygrad_nv.engine.vllm_arguments import flag, from_vllm, gib, whole
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.kvcache.groups import cache_groups
 from tinygrad_nv.models.config import read_config
-from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.quantised import sparse_savings
-from tinygrad_nv.models.quantised_experts import idle_bytes
 from tinygrad_nv.runtime.memory import sweep
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
 from tinygrad_nv.runtime.programs import Compilations
 from tinygrad_nv.tile.order import SETTING
 
 if TYPE_CHECKING:   # loaded where several ranks have a model
+    from tinygrad_nv.engine.embedding.embedder import Embedder
     from tinygrad_nv.engine.executor.ranks import ParallelRanks
+    from tinygrad_nv.engine.vision.encoder import VisionEncoder
 
 GIB = 1 << 30
 
@@ -150,7 +146,7 @@ class LLM(GenerationMethods, PoolingMethods):
         self.ranks: ParallelRanks | None = None
         self.adapters: ServedAdapters | None = None
         self.vision: VisionEncoder | None = None
-        self.embedder = open_embedder(self.directory, self.device, own.get("task", task or "auto"), options)
+        self.embedder = self._open_embedder(own.get("task", task or "auto"), options)
         if self.embedder is None:
             try: self._open_generator(options)
             except BaseException:
@@ -162,6 +158,12 @@ class LLM(GenerationMethods, PoolingMethods):
                                   "a model that generates", "leave enable_lora out")
             self.defaults, self.length = SamplingParams(), self.embedder.length
             self.tokenizer, self.tokenizer_error = self.embedder.tokenizer, self.embedder.tokenizer_error
+
+    def _open_embedder(self, task: str, options: LoadOptions) -> Embedder | None:
+        """The model, if it makes embeddings. Bundles are of models that generate."""
+        if self.bundle is not None and task in ("auto", "generate"): return None
+        from tinygrad_nv.engine.embedding.embedder import open_embedder
+        return open_embedder(self.directory, self.device, task, options)
 
     def _open_generator(self, options: LoadOptions) -> None:
         """Loads a model that generates, with its pages."""
@@ -183,6 +185,7 @@ class LLM(GenerationMethods, PoolingMethods):
         if lora is not None: engine = replace(engine, max_adapters=lora.slots)
         draft = None
         if speculation is not None and speculation.model is not None:
+            from tinygrad_nv.engine.speculation.draft_model import DraftModelFiles
             draft = DraftModelFiles.read(speculation.model, self.dtype, self.config, self.tokenizer)
         how = EnginePlan(engine, o.enable_prefix_caching, draft, o.tokenizer or self.directory)
         plan = RunnerPlan(self.directory, self.config, self.dtype.name, self.device, self.length, 0,
@@ -195,8 +198,9 @@ class LLM(GenerationMethods, PoolingMethods):
         asked = o.num_pages
         if asked is None and o.kv_cache_bytes is not None: asked = o.kv_cache_bytes // page_bytes
         self._weight_bytes = weight_bytes_of(0, plan) if self.bundle is None else self.bundle.weight_bytes
-        self._adapter_bytes = 0 if lora is None else lora.nbytes(Llama(self.config, self.dtype, self.device))
+        self._adapter_bytes = 0 if lora is None else lora.nbytes(self.config, self.dtype, self.device)
         if self.ranks is None and self.bundle is None:
+            from tinygrad_nv.engine.vision.encoder import VisionEncoder
             self.vision = VisionEncoder.of(self.directory, self.dtype, self.device)
         held = self._weight_bytes + self._adapter_bytes + (0 if self.vision is None else self.vision.nbytes)
         budget = PageBudget(asked, o.gpu_memory_utilization)
@@ -339,9 +343,11 @@ class LLM(GenerationMethods, PoolingMethods):
         """Bytes of weights that a decode step of so many sequences reads: every parameter, but no more than a
         few rows of an embedding that is not the head, and of experts only those that a token has, as many as
         are expected (`MoEConfig.distinct`)."""
-        held = self._weight_bytes - (sparse_savings(self.model) if self.bundle is None
-                                     else self.bundle.sparse_bytes)
-        held -= idle_bytes(self.model, sequences)
+        if self.bundle is not None: held = self._weight_bytes - self.bundle.sparse_bytes
+        else:
+            from tinygrad_nv.models.quantised import sparse_savings
+            from tinygrad_nv.models.quantised_experts import idle_bytes
+            held = self._weight_bytes - sparse_savings(self.model) - idle_bytes(self.model, sequences)
         if self.config.tied: return held
         table, dense = self.model.quantised_embedding, self.config.vocab_size * self.config.hidden_size
         return held - (dense * self.dtype.itemsize if table is None else table.nbytes)

@@ -8,10 +8,10 @@ and rerankers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tinygrad_nv.engine.embedding.embedder import Embedder
 from tinygrad_nv.engine.embedding.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -28,7 +28,10 @@ from tinygrad_nv.engine.llm_prompts import PromptMethods
 from tinygrad_nv.engine.prompts import Prompt, as_prompts, text_or_tokens
 from tinygrad_nv.engine.vllm_arguments import require_no_adapter
 from tinygrad_nv.errors import RequestError
-from tinygrad_nv.models.classifier import Classifier
+
+if TYPE_CHECKING:
+    from tinygrad_nv.engine.embedding.embedder import Embedder
+    from tinygrad_nv.models.classifier import Classifier
 
 POOLING_TASKS = ("embed", "classify", "token_embed", "token_classify")
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from tinygrad_nv.engine.core import EngineCore
-from tinygrad_nv.engine.embedding.embedder import Embedder
 from tinygrad_nv.engine.lora.request import LoRARequest
 from tinygrad_nv.engine.lora.serving import ServedAdapters, with_adapter
 from tinygrad_nv.engine.prompts import ParsedPrompt, Prompt, flattened, parse, text_or_tokens
@@ -21,13 +22,13 @@ from tinygrad_nv.engine.scheduling.request import Matcher, Request, check_reques
 from tinygrad_nv.engine.structured_output.matchers import Matchers
 from tinygrad_nv.engine.text.tokenizer import Message, Tokenizer, Tools
 from tinygrad_nv.engine.text.user_tokenizer import UserTokenizer
-from tinygrad_nv.engine.vision.encoder import VisionEncoder
-from tinygrad_nv.engine.vision.parts import with_placeholders
-from tinygrad_nv.engine.vision.prompt import expanded, require_placeholders
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.errors import NVError, RequestError, TokenizerError
-from tinygrad_nv.models.config import ModelConfig
-from tinygrad_nv.models.qwen_vl.images import grid_of
+
+if TYPE_CHECKING:
+    from tinygrad_nv.engine.embedding.embedder import Embedder
+    from tinygrad_nv.engine.vision.encoder import VisionEncoder
+    from tinygrad_nv.models.config import ModelConfig
 
 
 class PromptMethods:
@@ -101,10 +102,12 @@ class PromptMethods:
                  local: bool) -> ParsedPrompt:
         """`conversation`; `local`: URLs of images may be those of files. Raises `RequestError`."""
         self._require_generator()
-        found = [(flattened(each), []) if self.vision is None else with_placeholders(each, local)
-                 for each in messages]
-        text = self.require_tokenizer().render([message for message, _ in found], tools, **extra)
-        images = tuple(each for _, own in found for each in own)
+        images: tuple[np.ndarray, ...] = ()
+        if self.vision is None: messages = [flattened(each) for each in messages]
+        else:
+            from tinygrad_nv.engine.vision.parts import all_with_placeholders
+            messages, images = all_with_placeholders(messages, local)
+        text = self.require_tokenizer().render(messages, tools, **extra)
         return ParsedPrompt(text, self.require_tokenizer().encode(text, special=False), images=images)
 
     def with_images(self, parsed: ParsedPrompt, truncate_prompt_tokens: int | None = None) -> ParsedPrompt:
@@ -116,16 +119,8 @@ class PromptMethods:
         if encoder is None:
             raise RequestError(f"a prompt with {len(parsed.images)} images", "a prompt of text",
                                "load a model that reads images (Qwen2.5-VL), on one rank and not as a bundle")
-        config = encoder.config
-        require_placeholders(ids, config.image_token, len(parsed.images))
-        rows = sum(grid_of(each.shape, config).rows for each in parsed.images)
-        if (total := len(ids) + rows - len(parsed.images)) >= self.length:
-            raise RequestError(f"the prompt has {total} tokens, {rows} of them for images, the context holds "
-                               f"{self.length}", f"at most {self.length - 1}, so that one can be added",
-                               "send smaller images, or raise --max-model-len")
-        found = [self.runner.run_now(partial(encoder.run, encoder.prepared(each))) for each in parsed.images]
-        ids, inserted = expanded(ids, found, config.image_token, self.runner.model.dtype)
-        return replace(parsed, ids=ids, inserted=inserted, images=())
+        from tinygrad_nv.engine.vision.insertion import with_rows
+        return with_rows(parsed, ids, encoder, self.runner, self.length)
 
     def _require_generator(self) -> None:
         if self.embedder is None: return

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinygrad import Device, dtypes
 from tinygrad.dtype import DType
@@ -18,11 +18,11 @@ from tinygrad_nv.engine.memory_planning import CACHE_BYTES, token_bytes
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import ModelError, NVError, RequestError, TokenizerError
-from tinygrad_nv.models import gguf, weights
-from tinygrad_nv.models.config import DTYPES, ModelConfig, read_json, token_ids
-from tinygrad_nv.models.encoder_config import EncoderConfig
-from tinygrad_nv.quant.readers.online import SCHEMES
-from tinygrad_nv.quant.readers.reader import ONLINE
+from tinygrad_nv.models.config import DTYPES, read_json, token_ids
+
+if TYPE_CHECKING:
+    from tinygrad_nv.models.config import ModelConfig
+    from tinygrad_nv.models.encoder_config import EncoderConfig
 
 
 def resolve_dtype(name: str, config: ModelConfig | EncoderConfig, directory: Path,
@@ -32,7 +32,10 @@ def resolve_dtype(name: str, config: ModelConfig | EncoderConfig, directory: Pat
     float32 to int8 as fast as others and twice as exactly as bfloat16, and bfloat16 elsewhere."""
     if name == "auto" and of_blocks(config):
         name = "float32" if device.partition(":")[0] == "CPU" else "bfloat16"
-    elif name == "auto": name = config.dtype or weights.stored_dtype(directory)
+    elif name == "auto" and config.dtype: name = config.dtype
+    elif name == "auto":
+        from tinygrad_nv.models.weights import stored_dtype
+        name = stored_dtype(directory)
     full = {"fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16",
             "bf16": "bfloat16"}.get(name, name)
     if full not in DTYPES:
@@ -50,9 +53,12 @@ def with_quantization(name: str | None, config: ModelConfig, directory: Path) ->
     not, those of `SCHEMES` quantise it while it is loaded. None is what the checkpoint says, and the name of
     another kind than the checkpoint's (awq_marlin is awq, …) raises `ModelError`."""
     if name is None: return config
+    from tinygrad_nv.models.gguf_path import find
+    from tinygrad_nv.quant.readers.online import SCHEMES
+    from tinygrad_nv.quant.readers.reader import ONLINE
     found = None if config.quantization is None else str(config.quantization["quant_method"])
     if found is None and name in SCHEMES:
-        if gguf.find(directory) is not None:
+        if find(directory) is not None:
             raise ModelError(f"quantization is {name!r}, and {directory} is a GGUF file of floats",
                              "a directory of safetensors", "quantise the file with llama-quantize")
         return replace(config, quantization={"quant_method": ONLINE, "scheme": name})

@@ -9,6 +9,7 @@ of pages of the KV cache.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tinygrad import Device
 from tinygrad.dtype import DType
@@ -16,9 +17,11 @@ from tinygrad.dtype import DType
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
 from tinygrad_nv.kvcache.groups import CacheGroups
 from tinygrad_nv.kvcache.store import CACHE
-from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.runtime.memory_pool import check_utilization
 from tinygrad_nv.runtime.observe.memory_report import human
+
+if TYPE_CHECKING:
+    from tinygrad_nv.models.config import ModelConfig
 
 WEIGHTS, ACTIVATIONS = "weights", "activations"  # labels
 MIN_CONTEXT = 2   # one prompt token and one output token

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from tinygrad_nv.engine.vision.images import as_images
-from tinygrad_nv.engine.vision.prompt import PromptImages
 from tinygrad_nv.errors import RequestError
+
+if TYPE_CHECKING:
+    from tinygrad_nv.engine.vision.prompt import PromptImages
 
 TextOrTokens = str | Sequence[int]
 KINDS = ("prompt", "prompt_token_ids", "messages")
@@ -73,7 +74,9 @@ def _images(data: Any) -> tuple[np.ndarray, ...]:
     if not isinstance(data, Mapping) or {*data} - {"image"}:
         raise RequestError(f"multi_modal_data of {str(data)[:60]}", '{"image": an image, or a list of them}',
                            "leave sounds and videos out")
-    return as_images(data["image"]) if data.get("image") is not None else ()
+    if data.get("image") is None: return ()
+    from tinygrad_nv.engine.vision.images import as_images
+    return as_images(data["image"])
 
 
 def text_or_tokens(prompt: Prompt) -> TextOrTokens:

@@ -24,7 +24,6 @@ from pathlib import Path
 from tinygrad_nv.engine.thread import EngineThread
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.errors import ConfigError, EngineError
-from tinygrad_nv.models.weights import held, read_again
 from tinygrad_nv.runtime.memory import discard, discards
 
 WEIGHTS, CACHE = TAGS = ("weights", "kv_cache")
@@ -108,9 +107,12 @@ class Sleeper:
         for each in self.models:
             self.engine.call(each.forget_prefixes)
             if CACHE in self.asleep: each.runner.discard_cache()
-            if weights and WEIGHTS in self.asleep: discard(held(each.runner.model))
+            if weights and WEIGHTS in self.asleep:
+                from tinygrad_nv.models.weights import held
+                discard(held(each.runner.model))
         self._discarded |= weights and WEIGHTS in self.asleep
 
     def _read(self) -> None:
+        from tinygrad_nv.models.weights import read_again
         for each in self.models: read_again(each.runner.model, each.directory)
         self._discarded = False

@@ -4,6 +4,7 @@ only ones that change anything inside tinygrad; replaced.py undoes all of it.
 Protocol. Hooks are registered by name and removed by name:
 
     add_rewrite(name, fn, *keys, needs)   fn(sink) -> sink, on each call body before kernels are split
+    add_later(register)                   register() adds rewrites and checks, before a graph is lowered first
     add_check(name, fn)                   fn(before, after) -> bool, on the result of the rewrites: if False,
                                           they run again
     keep_functions(kind)                  FUNCTIONs with an aux of this type reach the rewrites as they are
@@ -67,10 +68,18 @@ from tinygrad_nv.hooks.replaced import (
     replace,
     theirs,
 )
-from tinygrad_nv.hooks.rewrites import configuration, flattened, inlined, keep_functions, rewriting, rewritten
+from tinygrad_nv.hooks.rewrites import (
+    configuration,
+    flattened,
+    inlined,
+    keep_functions,
+    load_later,
+    rewriting,
+    rewritten,
+)
 
 __all__ = ["TINYGRAD_VERSION", "add_device", "configuration", "flattened", "inlined", "keep_functions",
-           "official", "remove_cpu", "remove_device", "rewriting", "rewritten"]
+           "load_later", "official", "remove_cpu", "remove_device", "rewriting", "rewritten"]
 
 OutsIns = tuple[tuple[int, ...], tuple[int, ...]]
 Seconds = list[float | None]
@@ -111,12 +120,22 @@ def add_rewrite(name: str, fn: Callable[[UOp], UOp], *keys: Callable[[], Hashabl
     _apply()
 
 
+def add_later(register: Callable[[], None]) -> None:
+    """Registers a function that adds rewrites and checks: called once, before another is added or removed, a
+    graph is rewritten or `configuration` asked for, or by `load_later()`."""
+    rewrites.add_later(register)
+    _apply()
+
+
 def add_check(name: str, fn: Callable[[UOp, UOp], bool]) -> None:
     """Registers a check of what rewrites make. One that says False has changed what they will make."""
+    load_later()
     add(rewrites.checks, "check", name, fn)
 
 
-def remove_check(name: str) -> None: remove(rewrites.checks, "check", name)
+def remove_check(name: str) -> None:
+    load_later()
+    remove(rewrites.checks, "check", name)
 
 
 def remove_rewrite(name: str) -> None:
@@ -285,13 +304,13 @@ def _apply() -> None:
         if _enabled and layouts.shard_rules: replace(owner, attribute, ours)
         else: put_back(owner, attribute)
     if official():
-        _list(schedule.pre_schedule, (rewritten, configuration), _enabled and bool(rewrites.rewrites))
+        _list(schedule.pre_schedule, (rewritten, configuration), _enabled and rewrites.wanted())
         _list(realize.pre_compile, _compiled, _enabled and bool(_compiles))
         return
     # hcq2 is imported by the first device that uses it, and takes what is in realize then
     users = [realize, jit, *filter(None, [sys.modules.get("tinygrad.runtime.support.hcq2")])]
     for wanted, attributes in (
-        (_enabled and bool(rewrites.rewrites), [(schedule, "pm_schedule", rewrites.pm_schedule())]),
+        (_enabled and rewrites.wanted(), [(schedule, "pm_schedule", rewrites.pm_schedule())]),
         (_enabled and bool(_compiles), [(realize, "compile_linear", _compile_linear),
                                         (jit, "compile_linear", _compile_linear)]),
         (bool(_functions), [*((owner, "get_call_name", _call_name) for owner in users if owner is not jit),

@@ -42,16 +42,44 @@ class Rewrite:
 
 rewrites: dict[str, Rewrite] = {}
 checks: dict[str, Callable[[UOp, UOp], bool]] = {}
+_later: list[Callable[[], None]] = []
+_loading = False
+
+
+def add_later(register: Callable[[], None]) -> None:
+    """As hooks.add_later."""
+    _later.append(register)
+
+
+def load_later() -> None:
+    """Calls what `add_later` was given, once. One that raises is called again the next time."""
+    global _loading
+    if not _later: return
+    with threads.LOWERING:
+        if _loading: return  # what it registers asks, too
+        _loading = True
+        try:
+            while _later:
+                _later[0]()
+                del _later[0]
+        finally: _loading = False
+
+
+def wanted() -> bool:
+    """Whether a rewrite is registered, or may be once it is loaded."""
+    return bool(rewrites or _later)
 
 
 def add_rewrite(name: str, fn: Callable[[UOp], UOp], *keys: Callable[[], Hashable],
                 needs: Iterable[Collection[Ops]] = ()) -> None:
     """As hooks.add_rewrite."""
+    load_later()
     add(rewrites, "rewrite", name, Rewrite(name, fn, keys, tuple(map(frozenset, needs))))
 
 
 def remove_rewrite(name: str) -> None:
     """Undoes `add_rewrite`, and forgets the schedules that rewrites have made."""
+    load_later()
     remove(rewrites, "rewrite", name)
     configured_cache.clear()
 
@@ -91,6 +119,7 @@ def keep_functions(kind: type) -> None:
 
 def inlined(function: UOp) -> UOp | None:
     """The body of a FUNCTION over its arguments."""
+    load_later()  # which says what is kept
     if type(function.arg.aux) in _kept:
         function = function.replace(src=(flattened(function.src[0]), *function.src[1:]))
     return rangeify.resolve_function(function)
@@ -98,6 +127,7 @@ def inlined(function: UOp) -> UOp | None:
 
 def flattened(graph: UOp) -> UOp:
     """A graph as the rewrites see it: functions inlined, but for those kept, and nothing detached."""
+    load_later()
     return graph_rewrite(graph, _inline, bottom_up=True, name="nv: inline functions")
 
 
@@ -126,6 +156,7 @@ def rewritten(sink: UOp) -> UOp:
 
 def _rewritten(sink: UOp) -> tuple[UOp, bool]:
     """That, and whether any rewrite was called: else the schedule depends on the sink alone."""
+    load_later()
     ops = ops_of(sink)
     # what is in a function is known once it is inlined
     if Ops.FUNCTION not in ops and not any(has(ops, each.needs) for each in rewrites.values()):
@@ -163,12 +194,14 @@ def _verify(sink: UOp, name: str) -> None:
 
 def configuration() -> Hashable:
     """Everything about the registered rewrites that a schedule depends on."""
+    load_later()
     keys = dict.fromkeys(key for rewrite in rewrites.values() for key in rewrite.keys)
     return (_registered(), *(key() for key in keys))
 
 
 def _registered() -> Hashable:
     """The registered rewrites, and whether sums have one order."""
+    load_later()
     return (config.get("NV_DETERMINISTIC"), *layouts.shard_rules,
             *[rewrite.serial for rewrite in rewrites.values()])
 

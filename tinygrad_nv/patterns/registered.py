@@ -10,6 +10,7 @@ from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import hooks
 from tinygrad_nv.patterns import building, named, reductions, several_devices, stable, target
+from tinygrad_nv.patterns.attention import lower, lower_backward
 from tinygrad_nv.patterns.attention import match as attention
 from tinygrad_nv.patterns.gemm import match as gemm
 from tinygrad_nv.patterns.grouped_gemm import match as grouped_gemm
@@ -41,7 +42,10 @@ REWRITES = (_guarded("stable", stable),
 
 
 def register() -> None:
-    """Registers them all. Raises `HookError` where one is registered already."""
+    """Registers them all, and lets attention known by name become kernels. Raises `HookError` where one is
+    registered already."""
+    lower.register()
+    lower_backward.register()
     for each in REWRITES: hooks.add_rewrite(each.name, each.fn, *each.keys, needs=each.needs)
 
 

@@ -11,7 +11,8 @@ from tinygrad.helpers import Context
 
 from tinygrad_nv import Tensor, TinyJit, dtypes, explain
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
-from tinygrad_nv.engine.worker.sampler import SamplerState, count_tokens, next_tokens, packed_mask
+from tinygrad_nv.engine.worker.sampler import count_tokens, next_tokens
+from tinygrad_nv.engine.worker.sampler_state import SamplerState, packed_mask
 from tinygrad_nv.runtime.device import NVDevice
 
 V = 130

@@ -14,7 +14,8 @@ from tinygrad import Tensor
 from tinygrad_nv.models.parallel import ALIGNED
 
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
-from tinygrad_nv.engine.worker.sampler import SamplerState, count_tokens, next_tokens
+from tinygrad_nv.engine.worker.sampler import count_tokens, next_tokens
+from tinygrad_nv.engine.worker.sampler_state import SamplerState
 
 
 @dataclass

@@ -9,7 +9,8 @@ from tinygrad import Tensor
 from transformers import generation
 
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
-from tinygrad_nv.engine.worker.sampler import SamplerState, apply_filters, next_tokens
+from tinygrad_nv.engine.worker.sampler import apply_filters, next_tokens
+from tinygrad_nv.engine.worker.sampler_state import SamplerState
 from tinygrad_nv.patterns.embedding.named import embedding
 
 V = 300

@@ -12,6 +12,7 @@ from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.engine import prebuild
 from tinygrad_nv.engine.worker import prebuilt_steps, step_file
+from tinygrad_nv.tile import database
 
 FACTS, PLACES = ("weights", 16), [("model.embedding", 1024, "float", 0)]
 STEPS = {"step": UOp(Ops.LINEAR, src=(UOp(Ops.NOOP, tag="a"),))}
@@ -22,7 +23,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a file of steps, on a machine that runs them."""
     monkeypatch.setattr(prebuilt_steps, "flags", lambda: prebuilt_steps.LEVEL_3)
     monkeypatch.setattr(prebuilt_steps.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(prebuilt_steps.database, "state", lambda: ("", None))
+    monkeypatch.setattr(database, "state", lambda: ("", None))
     for name in ("CC", "NV_CPU_ISA", "NV_QUANT_ACTIVATIONS"): monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(prebuilt_steps, "BUNDLED", tmp_path.resolve())
     prebuilt_steps.write(tmp_path / prebuilt_steps.NAME, STEPS, FACTS, PLACES)

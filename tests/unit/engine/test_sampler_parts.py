@@ -10,7 +10,7 @@ from selection_case import hard_rows
 from test_sampler_rows import KINDS, SAID, SEEN
 
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
-from tinygrad_nv.engine.worker.sampler import packed_mask
+from tinygrad_nv.engine.worker.sampler_state import packed_mask
 
 SIZE = 299      # the last rank has fewer tokens than the others
 LOCAL = [each for each in KINDS if not each.filters.ordering]

@@ -12,7 +12,8 @@ from sampler_case import Case, V, logits_of, union
 from tinygrad import Tensor, TinyJit, dtypes
 
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
-from tinygrad_nv.engine.worker.sampler import SamplerState, count_tokens, next_tokens, packed_mask
+from tinygrad_nv.engine.worker.sampler import count_tokens, next_tokens
+from tinygrad_nv.engine.worker.sampler_state import SamplerState, packed_mask
 
 KINDS = [SamplingParams(temperature=0), SamplingParams(seed=3),
          SamplingParams(temperature=0.7, top_k=4, seed=4), SamplingParams(top_p=0.7, temperature=1.2, seed=5),

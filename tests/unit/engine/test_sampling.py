@@ -14,7 +14,8 @@ from tinygrad import Tensor, TinyJit, UOp, Variable, dtypes
 
 import tinygrad_nv
 from tinygrad_nv.engine.sampling import Filters, SamplingParams, fresh_seed
-from tinygrad_nv.engine.worker.sampler import SamplerState, next_tokens
+from tinygrad_nv.engine.worker.sampler import next_tokens
+from tinygrad_nv.engine.worker.sampler_state import SamplerState
 from tinygrad_nv.tile.sampling.reference import gumbel_of, noisy, ordered_bits, threshold
 from tinygrad_nv.tile.sampling.spec import NUMBERS, Number
 

@@ -18,6 +18,7 @@ ROWS = Variable("rows", 1, 16)
 @pytest.fixture(autouse=True)
 def as_found():
     """Every test starts with nothing of its own registered, and must leave it so."""
+    hooks.load_later()
     tables = hooks._compiles, hooks._functions, hook_devices._devices
     before = [dict(table) for table in tables]
     yield

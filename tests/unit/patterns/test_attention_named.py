@@ -7,8 +7,9 @@ import torch
 from tinygrad.uop.ops import Ops
 
 from tinygrad_nv import Context, Tensor, Variable, dtypes, hooks
-from tinygrad_nv.functional import method, scaled_dot_product_attention
+from tinygrad_nv.functional import scaled_dot_product_attention
 from tinygrad_nv.patterns.attention import named as attention_named
+from tinygrad_nv.patterns.attention.functions import method
 from tinygrad_nv.patterns.attention.named import FlashAttention, attend
 from tinygrad_nv.patterns.attention.operands import arranged
 

@@ -27,7 +27,7 @@ from tinygrad_nv.engine.bundled.memory import bytes_of, layout_of
 from tinygrad_nv.engine.bundled.sets import assembler, host_threads, name_of
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.worker.input_buffer import BatchShape
-from tinygrad_nv.engine.worker.kv_cache_dtype import cache_scales
+from tinygrad_nv.engine.worker.kv_cache_scales import cache_scales
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.engine.worker.step_file import NEUTRAL
 from tinygrad_nv.engine.worker.step_store import StepStore

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from tinygrad import Tensor, dtypes
@@ -36,11 +36,13 @@ from tinygrad_nv.engine.worker.kept_model import JobRunner
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.engine.worker.warm_up import Job
 from tinygrad_nv.errors import BundleError
-from tinygrad_nv.models.config import ModelConfig
-from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.runtime.memory import allocate, allocate_arena, host_bytes, write
 from tinygrad_nv.runtime.memory_pool import labelled
 from tinygrad_nv.tile.order import SETTING
+
+if TYPE_CHECKING:
+    from tinygrad_nv.models.config import ModelConfig
+    from tinygrad_nv.models.llama import Llama
 
 FILES = "model/"        # parts that are files of the model
 SMALL = 256 << 20       # bytes of such a file
@@ -133,7 +135,7 @@ class BundledModel:
         stage("read files")
         with labelled(WEIGHTS): self._load(progress)
         stage("load weights")
-        return make_runner(plan, model, bundled=self)
+        return make_runner(plan, cast("Llama", model), bundled=self)
 
     # **** what the model runner asks for ****
 
@@ -185,13 +187,13 @@ class BundledModel:
         self.weights = {name: places[part] for name, part in found.items() if part in places}
 
 
-class _Unloaded(Llama):
-    """A network without parameters, whose steps a bundle has: what else is asked of one."""
+class _Unloaded:
+    """In the place of a network whose steps a bundle has: what else is asked of one."""
 
     def __init__(self, config: ModelConfig, dtype: DType, device: str, positions: int) -> None:
         self.config, self.dtype, self.device, self.parallel = config, dtype, device, None
         self.positions = self.rope_rows = positions
-        self.blocks, self.int8_inputs = [], False
+        self.blocks, self.int8_inputs = list[Any](), False
         self.quantised_head = self.quantised_embedding = None
 
 

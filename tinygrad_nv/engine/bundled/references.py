@@ -10,14 +10,16 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinygrad.device import Buffer
 
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.checkpoint import FLOAT_BYTES, open_checkpoint
-from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.multimodal import language_entries
+
+if TYPE_CHECKING:
+    from tinygrad_nv.models.llama import Llama
 
 CHUNK = 64 << 20
 Ranges = list[tuple[str, int, int]]     # a file, an offset and bytes

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,9 +22,12 @@ from tinygrad_nv.engine.memory_planning import require_weights
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.engine.worker.embedding_runner import EmbeddingRunner, Pair
 from tinygrad_nv.errors import ModelError, RequestError, TokenizerError
-from tinygrad_nv.models.classifier import Classifier
-from tinygrad_nv.models.embedding_model import EmbeddingConfig, EmbeddingModel, read_embedding_config
+from tinygrad_nv.models.embedding_model import EmbeddingModel, read_embedding_config
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
+
+if TYPE_CHECKING:
+    from tinygrad_nv.models.classifier import Classifier
+    from tinygrad_nv.models.embedding_model import EmbeddingConfig
 
 
 class Embedder:

@@ -20,14 +20,13 @@ from tinygrad_nv.engine.scheduling.scheduler_output import max_prompt_logits
 from tinygrad_nv.engine.worker.kv_cache_dtype import resolve_kv_cache_dtype
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.kvcache.groups import CacheGroups
-from tinygrad_nv.models import weights
-from tinygrad_nv.models.config import ModelConfig
-from tinygrad_nv.models.llama import Llama
 
 if TYPE_CHECKING:
     from tinygrad_nv.dist.group import Group, World
     from tinygrad_nv.engine.executor.followers import Followers
     from tinygrad_nv.engine.speculation.draft_model import DraftModelFiles
+    from tinygrad_nv.models.config import ModelConfig
+    from tinygrad_nv.models.llama import Llama
     from tinygrad_nv.models.parallel import Parallel
 
 
@@ -129,6 +128,8 @@ def part_of(world: World, plan: RunnerPlan) -> Part:
 def weight_bytes_of(rank: int, plan: RunnerPlan) -> int:
     """Bytes of the weights that a rank has. Groups are made when all ranks load; here only rank and size are
     asked for."""
+    from tinygrad_nv.models import weights
+    from tinygrad_nv.models.llama import Llama
     if plan.ranks == 1: return weights.nbytes(plan.config, plan.tinygrad_dtype, plan.directory)
     from tinygrad_nv.models.parallel import Parallel
     stage, number = place_of(rank, plan)
@@ -192,6 +193,8 @@ def load_weights(plan: RunnerPlan, config: ModelConfig, parallel: Parallel | Non
                  progress: Callable[[int, int], None] | None = None,
                  stage: Callable[[str], None] = lambda name: None) -> Llama:
     """The network of `config`, that of this rank, with its weights."""
+    from tinygrad_nv.models import weights
+    from tinygrad_nv.models.llama import Llama
     model = Llama(config, plan.tinygrad_dtype, plan.device, positions=plan.length, parallel=parallel)
     # float32 that is asked for by name stays what it is
     model.int8_inputs |= plan.int8_inputs

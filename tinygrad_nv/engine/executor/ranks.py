@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinygrad_nv.dist import group as dist
 from tinygrad_nv.dist.launcher import LocalRanks
@@ -26,8 +26,10 @@ from tinygrad_nv.engine.load_options import LoadOptions
 from tinygrad_nv.engine.thread import EngineThread
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.errors import ConfigError, DistError
-from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.models.parallel import local_config, stage_config
+
+if TYPE_CHECKING:
+    from tinygrad_nv.models.config import ModelConfig
 
 Progress = Callable[[int, int], None]
 END_S = 10.0        # for ranks to end when they are told to

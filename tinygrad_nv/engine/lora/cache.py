@@ -10,10 +10,13 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from tinygrad_nv.engine.lora.request import LoRARequest
 from tinygrad_nv.errors import RequestError
-from tinygrad_nv.models.peft import Adapter
+
+if TYPE_CHECKING:
+    from tinygrad_nv.models.peft import Adapter
 
 
 class AdapterCache:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.engine.vllm_arguments import whole
 from tinygrad_nv.errors import ConfigError, RequestError
-from tinygrad_nv.models.config import ModelConfig
-from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.lora import slot_bytes
+
+if TYPE_CHECKING:
+    from tinygrad_nv.models.config import ModelConfig
 
 MOST_RANK = 512     # vLLM's largest max_lora_rank
 DTYPES = {"float32": dtypes.float32, "float16": dtypes.float16, "bfloat16": dtypes.bfloat16}
@@ -79,9 +79,11 @@ class LoRAConfig:
                               "a model with attention and dense layers of its own", "leave enable_lora out")
         return LoRAConfig(slots, rank, cached, dtype)
 
-    def nbytes(self, model: Llama) -> int:
-        """Bytes of the slots of a model, whose parameters need not be there."""
-        return self.slots * slot_bytes(model, self.rank, self.dtype)
+    def nbytes(self, config: ModelConfig, model: DType, device: str) -> int:
+        """Bytes of the slots, for a model of dtype `model`."""
+        from tinygrad_nv.models.llama import Llama
+        from tinygrad_nv.models.lora import slot_bytes
+        return self.slots * slot_bytes(Llama(config, model, device), self.rank, self.dtype)
 
 
 def one_for_each(given: Any, count: int) -> list[LoRARequest | None]:

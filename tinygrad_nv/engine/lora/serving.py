@@ -7,14 +7,17 @@ requests of the same adapter.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from tinygrad_nv.engine.lora.cache import AdapterCache
 from tinygrad_nv.engine.lora.request import LoRAConfig, LoRARequest
 from tinygrad_nv.engine.scheduling.request import Request
 from tinygrad_nv.errors import RequestError
-from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.lora import ModelAdapters, adapted
-from tinygrad_nv.models.peft import Adapter, read_adapter
+
+if TYPE_CHECKING:
+    from tinygrad_nv.models.llama import Llama
+    from tinygrad_nv.models.lora import ModelAdapters
+    from tinygrad_nv.models.peft import Adapter
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class ServedAdapters:
 
 def open_adapters(model: Llama, config: LoRAConfig) -> ServedAdapters:
     """Gives a model adapter slots."""
+    from tinygrad_nv.models.lora import ModelAdapters, adapted
+    from tinygrad_nv.models.peft import read_adapter
     shapes = {each.name: each.shape for each in adapted(model)}
 
     def read(request: LoRARequest) -> Adapter:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from tinygrad_nv.models.peft import Adapter
+if TYPE_CHECKING:
+    from tinygrad_nv.models.peft import Adapter
+
 
 
 @dataclass

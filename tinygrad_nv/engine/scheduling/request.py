@@ -15,17 +15,19 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, Logprobs
-from tinygrad_nv.engine.vision.prompt import PromptImages
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.kvcache.hybrid_table import SequenceTable
-from tinygrad_nv.models.peft import Adapter
+
+if TYPE_CHECKING:
+    from tinygrad_nv.engine.vision.prompt import PromptImages
+    from tinygrad_nv.models.peft import Adapter
 
 MAX_PRIORITY = 1000     # bounds how long a request may be overtaken: at most so many levels of ageing
 

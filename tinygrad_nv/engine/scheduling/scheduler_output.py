@@ -21,12 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tinygrad_nv.engine.vision.prompt import PromptImages
 from tinygrad_nv.kvcache.page_allocator import PageCopy
+
+if TYPE_CHECKING:
+    from tinygrad_nv.engine.vision.prompt import PromptImages
 
 GROUP = 8       # query tokens of one sequence that paged attention computes together
 # prompt tokens of a step whose logits are computed: 32 MiB of them with 128Ki tokens in the vocabulary

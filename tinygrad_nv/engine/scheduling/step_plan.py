@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tinygrad_nv.engine.scheduling.request import Seq, padded_tokens
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, SchedulerOutput
-from tinygrad_nv.models.peft import Adapter
+
+if TYPE_CHECKING:
+    from tinygrad_nv.models.peft import Adapter
 
 
 @dataclass

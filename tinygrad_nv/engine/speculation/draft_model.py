@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tinygrad.dtype import DType
 
@@ -36,8 +37,11 @@ from tinygrad_nv.errors import ModelError
 from tinygrad_nv.kvcache.hybrid_table import SequenceTable
 from tinygrad_nv.kvcache.pool import PagePool
 from tinygrad_nv.models import weights
-from tinygrad_nv.models.config import ModelConfig, read_config
+from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
+
+if TYPE_CHECKING:
+    from tinygrad_nv.models.config import ModelConfig
 
 
 @dataclass

@@ -13,13 +13,15 @@ after special tokens, also before a blank.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from tinygrad_nv.engine.text.gguf_patterns import DIGITS, NFC, PATTERNS, WHOLE
 from tinygrad_nv.errors import TokenizerError
-from tinygrad_nv.quant.gguf.file import GGUFFile
+
+if TYPE_CHECKING:
+    from tinygrad_nv.quant.gguf.file import GGUFFile
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4    # types of tokens
 GEMMA = ("gemma", "gemma2", "gemma3")

@@ -4,13 +4,10 @@ Protocol: `Tokenizer.load(directory)` reads tokenizer.json (with the `tokenizers
 tokens and chat template of tokenizer_config.json or chat_template.jinja, or those of a GGUF file (gguf.py).
 Of a directory without tokenizer.json it reads the older files (vocabulary_files.py): a SentencePiece model,
 vocab.json with merges.txt, or vocab.txt.
-Templates are untrusted code: they run in jinja's immutable sandbox, with only the helpers that transformers
-documents.
+Templates are untrusted code, which runs in a sandbox (chat_template.py).
 """
 from __future__ import annotations
 
-import datetime
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,22 +15,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.sandbox
 import tokenizers
 
-from tinygrad_nv.engine.text import vocabulary_files
-from tinygrad_nv.engine.text.gguf import special_tokens, tokenizer_of
 from tinygrad_nv.errors import RequestError, TokenizerError
-from tinygrad_nv.models.gguf import find as find_gguf
-from tinygrad_nv.quant.gguf.split import open_gguf
+from tinygrad_nv.models.gguf_path import find
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 MARK = "\ue000\ue001\ue002"     # of the end of a message, in no text: for private use
-GENERATION = "\ue000\ue001\ue003", "\ue000\ue001\ue004"     # around what {% generation %} marks
 # characters a token may stand for, as a multiple of the longest token: some tokenizers drop spaces
 MAX_CHARS_PER_TOKEN = 4
 
@@ -50,7 +39,7 @@ class Tokenizer:
         """Reads a Hugging Face directory. Raises `TokenizerError` when tokenizer.json is damaged, or missing
         with nothing to make it from."""
         path = directory / "tokenizer.json"
-        if not path.is_file() and (file := find_gguf(directory)) is not None: return Tokenizer.of(file)
+        if not path.is_file() and (file := find(directory)) is not None: return Tokenizer.of(file)
         config = _optional_json(directory / "tokenizer_config.json")
         older = _optional_json(directory / "special_tokens_map.json")
         special = {**_special_tokens(older), **_special_tokens(config)}
@@ -61,6 +50,7 @@ class Tokenizer:
                                      "a tokenizer.json of the tokenizers library",
                                      "download the file again") from error
         else:
+            from tinygrad_nv.engine.text import vocabulary_files
             added = _optional_json(directory / "added_tokens.json")
             if (made := vocabulary_files.read(directory, config, special, added)) is None:
                 raise TokenizerError(f"{directory} has no tokenizer.json",
@@ -75,6 +65,8 @@ class Tokenizer:
     @staticmethod
     def of(path: Path) -> Tokenizer:
         """That of a GGUF file."""
+        from tinygrad_nv.engine.text.gguf import special_tokens, tokenizer_of
+        from tinygrad_nv.quant.gguf.split import open_gguf
         file = open_gguf(path)
         template = file.metadata.get("tokenizer.chat_template")
         if not isinstance(template, str): template = None
@@ -183,21 +175,12 @@ class Tokenizer:
             raise TokenizerError("the model has no chat template", "chat_template.jinja, or chat_template in "
                                  "tokenizer_config.json", "use `generate` with a plain prompt")
         if continue_final_message: messages = _marked(messages)
-        try:
-            text = _compiled(template, generation_marks).render(
-                {**extra, **self.special, "messages": [dict(m) for m in messages],
-                 "tools": [dict(tool) for tool in tools] or None, "documents": None,
-                 "add_generation_prompt": add_generation_prompt and not continue_final_message})
-            return _continued(text) if continue_final_message else text
-        except RequestError: raise
-        except jinja2.exceptions.SecurityError as error:
-            raise TokenizerError(f"the chat template tried to leave its sandbox: {error}",
-                                 "a template that only formats messages", "do not use this model's template; "
-                                 "treat its files as hostile") from error
-        except Exception as error:  # a template is a program, and can fail in any way
-            raise TokenizerError(f"the chat template failed: {error or type(error).__name__}",
-                                 "a template for messages with role and content",
-                                 "check chat_template.jinja or tokenizer_config.json") from error
+        from tinygrad_nv.engine.text.chat_template import rendered
+        text = rendered(template, generation_marks, lambda: {
+            **extra, **self.special, "messages": [dict(m) for m in messages],
+            "tools": [dict(tool) for tool in tools] or None, "documents": None,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message})
+        return _continued(text) if continue_final_message else text
 
     def encode_chat(self, messages: Sequence[Message], tools: Tools = (), /, **extra: Any) -> list[int]:
         """Ids of a conversation, as `render` writes it. The template writes its own special tokens."""
@@ -254,35 +237,3 @@ def _template(directory: Path, config: Mapping[str, Any]) -> str | None:
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
         template = named.get("default", next(iter(named.values()), None))
     return template if isinstance(template, str) else None
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %} … {% endgeneration %} marks the assistant's text for training. Ignored, unless the
-    environment's `generation_marks` are to stand around it."""
-    tags = {"generation"}  # noqa: RUF012 (jinja2 reads a plain class attribute)
-
-    def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        inside = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        if not (marks := getattr(self.environment, "generation_marks", ())): return inside
-        begin, end = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in marks)
-        return [begin, *inside, end]
-
-
-@functools.lru_cache(16)
-def _compiled(template: str, generation_marks: bool) -> jinja2.Template:
-    environment = _environment()
-    if generation_marks: environment.extend(generation_marks=GENERATION)
-    return environment.from_string(template)
-
-
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    def raise_exception(message: str) -> None: raise jinja2.TemplateError(message)
-    def to_json(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
-    def strftime_now(pattern: str) -> str: return datetime.datetime.now().strftime(pattern)
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag])
-    environment.filters["tojson"] = to_json
-    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
-    return environment

@@ -13,6 +13,7 @@ import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tinygrad import Tensor, dtypes
@@ -24,11 +25,14 @@ from tinygrad_nv.engine.worker.captured_step import CapturedStep
 from tinygrad_nv.engine.worker.embedding_runner import step_sizes
 from tinygrad_nv.models.qwen_vl.config import read_vision
 from tinygrad_nv.models.qwen_vl.images import patches
-from tinygrad_nv.models.qwen_vl.layout import Grid, patch_rope, window_order, window_starts
+from tinygrad_nv.models.qwen_vl.layout import patch_rope, window_order, window_starts
 from tinygrad_nv.models.qwen_vl.tower import PatchBatch, VisionTower
 from tinygrad_nv.models.qwen_vl.weights import load, nbytes
 from tinygrad_nv.runtime.memory import allocate, read, write
 from tinygrad_nv.runtime.memory_pool import labelled
+
+if TYPE_CHECKING:
+    from tinygrad_nv.models.qwen_vl.layout import Grid
 
 KEPT_ROWS = 16384   # of the last images: 224 MiB at a width of 3584
 

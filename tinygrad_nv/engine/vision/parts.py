@@ -6,7 +6,7 @@ where `local` allows it) or image (an array, or an image of PIL).
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,13 @@ def with_placeholders(message: Mapping[str, Any],
                 isinstance(part.get("text"), str): made.append({"type": "text", "text": part["text"]})
         else: raise RequestError(f"a part {str(part)[:60]}", f"one of type text, {', '.join(IMAGES)}")
     return {**message, "content": made}, images
+
+
+def all_with_placeholders(messages: Sequence[Mapping[str, Any]], local: bool
+                          ) -> tuple[list[Mapping[str, Any]], tuple[np.ndarray, ...]]:
+    """The messages of a conversation, and the images of all."""
+    found = [with_placeholders(each, local) for each in messages]
+    return [message for message, _ in found], tuple(each for _, own in found for each in own)
 
 
 def image_of(part: Mapping[str, Any], local: bool) -> np.ndarray:

@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tinygrad.dtype import DType
 
 from tinygrad_nv.errors import RequestError
-from tinygrad_nv.models.qwen_vl.layout import Grid, prompt_positions
+from tinygrad_nv.models.qwen_vl.layout import prompt_positions
 from tinygrad_nv.models.rope_tables import rounded
+
+if TYPE_CHECKING:
+    from tinygrad_nv.models.qwen_vl.layout import Grid
 
 
 @dataclass(frozen=True)

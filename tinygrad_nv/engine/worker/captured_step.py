@@ -24,7 +24,6 @@ from tinygrad.uop.ops import Ops, buffers
 from tinygrad_nv import hooks
 from tinygrad_nv.engine.worker.step_store import StepStore
 from tinygrad_nv.graphs.capture import graph_obstacle
-from tinygrad_nv.patterns import program
 from tinygrad_nv.runtime.observe.ranges import span
 from tinygrad_nv.runtime.programs import count_capture
 
@@ -77,7 +76,9 @@ class CapturedStep:
                                    for u in tensor.uop.toposort() if u.op is Ops.BUFFER}
             linear = jit_lower(UOp(Ops.LINEAR, src=tuple(linears.calls)), held, [])
         # the next start tries a kernel again that did not build: the compiler may have been out of memory
-        if self.store is not None and not program.refused: self.store.put(self.name, linear, existing)
+        if self.store is not None:
+            from tinygrad_nv.patterns.program import refused
+            if not refused: self.store.put(self.name, linear, existing)
         return linear
 
     @contextlib.contextmanager

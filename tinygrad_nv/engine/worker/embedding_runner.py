@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.engine.memory_planning import ACTIVATIONS
 from tinygrad_nv.engine.worker.captured_step import CapturedStep
-from tinygrad_nv.models.embedding_model import EmbeddingModel
 from tinygrad_nv.runtime.memory import allocate, read, write
 from tinygrad_nv.runtime.memory_pool import labelled
+
+if TYPE_CHECKING:
+    from tinygrad_nv.models.embedding_model import EmbeddingModel
 
 SMALLEST = 8
 CAPTURE_AFTER = 8   # uses of a size before it is captured, if a larger captured one serves it

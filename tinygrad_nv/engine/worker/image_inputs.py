@@ -6,16 +6,20 @@ tables)` are what the network reads of them. Steps of other models have none of 
 """
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from tinygrad import Tensor
 from tinygrad.dtype import DType
 
+from tinygrad_nv import functional
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, SchedulerOutput
 from tinygrad_nv.engine.worker.input_buffer import InputLayout
-from tinygrad_nv.functional import embedding
 from tinygrad_nv.models.embedding import InsertedRows
-from tinygrad_nv.models.paged import RopeTables
 from tinygrad_nv.runtime.memory import allocate, write
+
+if TYPE_CHECKING:
+    from tinygrad_nv.models.paged import RopeTables
 
 
 class ImageInputs:
@@ -59,6 +63,6 @@ class ImageInputs:
         """Of each section of the pairs the rows at its position."""
         made, first = list[Tensor](), 0
         for at, count in zip(inputs["rope_positions"].split(1), self.sections, strict=True):
-            made.append(embedding(table, at.reshape(-1))[:, first:first + count])
+            made.append(functional.embedding(table, at.reshape(-1))[:, first:first + count])
             first += count
         return made[0].cat(*made[1:], dim=1).unsqueeze(1).contiguous()

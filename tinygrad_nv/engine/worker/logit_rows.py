@@ -13,12 +13,12 @@ from typing import Protocol
 from tinygrad import Tensor, dtypes
 from tinygrad.device import Buffer
 
+from tinygrad_nv import functional
 from tinygrad_nv.engine.scheduling.scheduler_output import SchedulerOutput
 from tinygrad_nv.engine.worker.captured_step import CapturedStep
 from tinygrad_nv.engine.worker.input_buffer import InputBuffer, InputField
 from tinygrad_nv.engine.worker.output_buffer import view
 from tinygrad_nv.graphs.inputs import region
-from tinygrad_nv.patterns.embedding.named import embedding
 
 FEW = 8     # rows of most steps that have some
 
@@ -87,7 +87,7 @@ class LogitRows:
     def _gather(self, job: Rows) -> None:
         numbers = self._opened().tensors([InputField("numbers", (job.count,), 0)])["numbers"]
         into = view(self._rows[job.count], (job.count, self.parts.size), dtypes.float32)
-        into.assign(self.parts.gathered(embedding(self.logits(job.samples), numbers))).realize()
+        into.assign(self.parts.gathered(functional.embedding(self.logits(job.samples), numbers))).realize()
 
     def memory(self) -> dict[str, Buffer]:
         """The regions on the device, by name."""

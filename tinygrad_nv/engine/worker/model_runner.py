@@ -22,6 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy as np
 from tinygrad import Device, Tensor
 from tinygrad.device import Buffer
 
@@ -29,7 +30,6 @@ from tinygrad_nv.engine.memory_planning import ACTIVATIONS, WEIGHTS
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, SamplerOutput, SchedulerOutput, max_samples
 from tinygrad_nv.engine.worker.captured_step import CapturedStep
-from tinygrad_nv.engine.worker.image_inputs import ImageInputs
 from tinygrad_nv.engine.worker.input_buffer import (
     SAMPLER,
     STEP_GROUPS,
@@ -42,11 +42,11 @@ from tinygrad_nv.engine.worker.input_buffer import (
     write_batch,
 )
 from tinygrad_nv.engine.worker.kept_model import KeptModel
-from tinygrad_nv.engine.worker.kv_cache_dtype import cache_scales, require_scales, resolve_kv_cache_dtype
+from tinygrad_nv.engine.worker.kv_cache_dtype import require_scales, resolve_kv_cache_dtype
 from tinygrad_nv.engine.worker.logit_rows import LogitRows, Rows
 from tinygrad_nv.engine.worker.mask_buffer import MaskBuffer
 from tinygrad_nv.engine.worker.output_buffer import NO_SAMPLES, OutputBuffer
-from tinygrad_nv.engine.worker.sampler import SamplerState
+from tinygrad_nv.engine.worker.sampler_state import SamplerState
 from tinygrad_nv.engine.worker.sampler_steps import SamplerSteps
 from tinygrad_nv.engine.worker.shape_choice import ShapeChoice
 from tinygrad_nv.engine.worker.slot_filters import SlotFilters
@@ -55,11 +55,6 @@ from tinygrad_nv.engine.worker.warm_up import Job, Progress, WarmUp, default_job
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.kvcache.groups import CacheGroups, one_group
 from tinygrad_nv.kvcache.store import PageStore
-from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.lora import ModelAdapters
-from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
-from tinygrad_nv.models.peft import Adapter
-from tinygrad_nv.models.qwen_vl.config import VisionConfig
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.memory_pool import labelled
 from tinygrad_nv.runtime.observe.ranges import layer, span
@@ -67,6 +62,12 @@ from tinygrad_nv.tile.decode.spec import BYTES
 
 if TYPE_CHECKING:   # loaded where several ranks have a model
     from tinygrad_nv.engine.executor.followers import Followers
+    from tinygrad_nv.engine.worker.image_inputs import ImageInputs
+    from tinygrad_nv.models.llama import Llama
+    from tinygrad_nv.models.lora import ModelAdapters
+    from tinygrad_nv.models.paged import PagedBatch
+    from tinygrad_nv.models.peft import Adapter
+    from tinygrad_nv.models.qwen_vl.config import VisionConfig
 
 T = TypeVar("T")
 
@@ -110,13 +111,13 @@ class ModelRunner:
         if dtype in BYTES: require_scales(model.config)
         self.store = PageStore(model.config, self.device, dtype, pages, page_size, host_pages, self.groups)
         if dtype in BYTES:
-            self.store.scale(cache_scales(model, dtype, self.device, page_size) if bundled is None
-                             else bundled.cache_scales)
+            self.store.scale(self._cache_scales() if bundled is None else bundled.cache_scales)
         self.tables = HostBlockTables(max_seqs, self.entries, len(self.groups.windows))
         self.max_batched_tokens, self.verifies = max_batched_tokens, verifies
         self.max_shape = self._max_shape(max_batched_tokens)
         self.images: ImageInputs | None = None
         if vision is not None:
+            from tinygrad_nv.engine.worker.image_inputs import ImageInputs
             with labelled(ACTIVATIONS):
                 self.images = ImageInputs(self.device, self.max_shape.num_tokens, model.config.hidden_size,
                                           model.dtype, vision.sections)
@@ -161,6 +162,10 @@ class ModelRunner:
         self.forks = self.device == "CPU" and model.parallel is None
         self.failed: BaseException | None = None
         self.thread, self.shares = thread or ThreadPoolExecutor(1, "nv-device"), thread is not None
+
+    def _cache_scales(self) -> Iterable[tuple[np.ndarray, np.ndarray]]:
+        from tinygrad_nv.engine.worker.kv_cache_scales import cache_scales
+        return cache_scales(self.model, self.kv_dtype, self.device, self.page_size)
 
     def _max_shape(self, tokens: int) -> BatchShape:
         """The largest shape: every prefill may pad its last group."""
@@ -405,6 +410,7 @@ class ModelRunner:
 
     def _batch(self, shape: BatchShape, inputs: dict[str, Tensor], group: int) -> PagedBatch:
         """The sequences of a step, with their block tables of a group of layers."""
+        from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
         made, count = [], len(self.groups.windows)
         def table(kind: str) -> Tensor: return inputs[table_names(kind, count)[group]]
         if shape.decode: made.append(SequenceGroup(1, table("decode"), inputs["decode_lengths"]))

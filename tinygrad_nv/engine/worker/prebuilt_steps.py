@@ -26,7 +26,6 @@ from tinygrad.uop.ops import UOp
 from tinygrad_nv import config
 from tinygrad_nv.cpu.isa import flags
 from tinygrad_nv.engine.worker import step_file
-from tinygrad_nv.tile import database
 
 NAME = "steps-x86-64-v3.xz"
 PARTS = 4
@@ -53,6 +52,7 @@ def why_not(device: str) -> str:
     changed = [each.name for each in config.SETTINGS
                if each.name not in step_file.NEUTRAL and config.get(each.name) != each.default]
     if changed: return f"{changed[0]} is set"
+    from tinygrad_nv.tile import database
     return "schedules were tuned" if database.state()[1] is not None else ""
 
 

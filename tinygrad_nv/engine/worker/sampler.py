@@ -1,11 +1,11 @@
 """The sampler as tensor code.
 
 Protocol: a row of logits belongs to a slot. A slot has sampling parameters, biases and token counts on the
-device (`SamplerState`), which `start_slot` writes for a sequence. `next_tokens(logits, filters, state, slots,
-positions, …)` runs inside a captured step. `slots` maps rows to slots, so that other requests replay the same
-graph; only the set of filters in use selects another graph. A row's token depends on its own logits and its
-slot alone, bit for bit: a filter that only other rows use does not change it, and a row without a temperature
-takes the argmax. `count_tokens` then counts the tokens, for penalties.
+device (sampler_state.py), which `start_slot` writes for a sequence. `next_tokens(logits, filters, state,
+slots, positions, …)` runs inside a captured step. `slots` maps rows to slots, so that other requests replay
+the same graph; only the set of filters in use selects another graph. A row's token depends on its own logits
+and its slot alone, bit for bit: a filter that only other rows use does not change it, and a row without a
+temperature takes the argmax. `count_tokens` then counts the tokens, for penalties.
 
 The order is vLLM's, and that of transformers where it has the filter: mask, bias, penalties (repetition,
 frequency, presence), temperature, top-k, top-p, min-p, sample. Sampling takes the Gumbel maximum of the
@@ -24,19 +24,17 @@ verifies no draft. Padding rows have slot −1: their token is undefined and not
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
 from tinygrad import Tensor, dtypes
 
-from tinygrad_nv.engine.sampling import Filters, SamplingParams
+from tinygrad_nv.engine.sampling import Filters
+from tinygrad_nv.engine.worker.sampler_state import SamplerState
 from tinygrad_nv.patterns.embedding.named import embedding
 from tinygrad_nv.patterns.sampling.named import chosen, chosen_part, largest, tallied
-from tinygrad_nv.runtime.memory import read_part, write
 from tinygrad_nv.tile.sampling.reference import token_of
-from tinygrad_nv.tile.sampling.spec import NUMBERS, Number
+from tinygrad_nv.tile.sampling.spec import Number
 
 
 class Parts(Protocol):
@@ -59,92 +57,6 @@ class Parts(Protocol):
 
     def most(self, x: Tensor) -> Tensor:
         """The largest of all ranks', elementwise."""
-
-
-class SamplerState:
-    """The device's state of `count` slots: `numbers` float32 [count, NUMBERS]; `counts` float32 [count,
-    width], how often a token is in the output, plus 0.5 if it is in the prompt; `bias` float32 [count,
-    width]. The last two are allocated with the first request that needs them. They are of `tokens`, which are
-    all of the vocabulary by default."""
-
-    def __init__(self, count: int, vocab_size: int, device: str | None = None,
-                 tokens: range | None = None) -> None:
-        self.count, self.tokens, self.device = count, tokens or range(vocab_size), device
-        self.width, self._end = len(self.tokens), max(vocab_size, self.tokens.stop)
-        self._nothing = memoryview(bytes(4 * self.width))
-        self._biased = set[int]()   # slots with biases
-        self.numbers = Tensor.empty(count, NUMBERS, device=device)
-        for slot in range(count): write(self.numbers, self._at(NUMBERS, slot), _bytes(_GREEDY))
-
-    @cached_property
-    def counts(self) -> Tensor:
-        """Token counts, for penalties."""
-        return self._zeros()
-
-    @cached_property
-    def bias(self) -> Tensor:
-        """logit_bias."""
-        return self._zeros()
-
-    def start_slot(self, slot: int, params: SamplingParams, seed: int, prompt: Sequence[int],
-                   output: Sequence[int] = ()) -> None:
-        """Assigns a slot to a sequence; `output` are the tokens it has generated already."""
-        write(self.numbers, self._at(NUMBERS, slot), _bytes(params.numbers(seed)))
-        if params.filters.penalty:
-            row = np.bincount(np.asarray(output, np.int64), minlength=self._end).astype(np.float32)
-            row[np.unique(np.asarray(prompt, np.int64))] += 0.5
-            write(self.counts, self._at(self.width, slot), self._own(row))
-        if params.filters.bias:
-            biases = np.zeros(self._end, np.float32)
-            biases[list(params.logit_bias)] = list(params.logit_bias.values())
-            write(self.bias, self._at(self.width, slot), self._own(biases))
-            self._biased.add(slot)
-        elif slot in self._biased:
-            write(self.bias, self._at(self.width, slot), self._nothing)
-            self._biased.remove(slot)
-
-    def fork(self, source: int, slot: int, params: SamplingParams, seed: int) -> None:
-        """Assigns a slot to a copy of the sequence in `source`, with another seed."""
-        self.start_slot(slot, params, seed, ())
-        if params.filters.penalty:
-            size = 4 * self.width
-            write(self.counts, slot * size, memoryview(read_part(self.counts, source * size, size)))
-
-    @property
-    def written(self) -> tuple[Tensor, ...]:
-        """The tensors that steps assign to."""
-        return (self.counts,) if "counts" in vars(self) else ()
-
-    def allocate(self, filters: Filters) -> None:
-        """Allocates what a sampler with these filters needs."""
-        if filters.penalty: _ = self.counts
-        if filters.bias: _ = self.bias
-
-    def _zeros(self) -> Tensor:
-        made = Tensor.empty(self.count, self.width, dtype=dtypes.float32, device=self.device)
-        for slot in range(self.count): write(made, self._at(self.width, slot), self._nothing)
-        return made
-
-    def _own(self, row: np.ndarray) -> memoryview:
-        """What a row of all tokens has of these."""
-        return _bytes(row[self.tokens.start:self.tokens.stop])
-
-    def _at(self, words: int, slot: int) -> int:
-        """The byte offset of a slot's row of `words` words."""
-        return 4 * words * slot
-
-
-_GREEDY = SamplingParams(temperature=0).numbers(0)
-
-
-def _bytes(x: np.ndarray) -> memoryview: return x.data.cast("B")
-
-
-def packed_mask(size: int, forbidden: Iterable[int]) -> np.ndarray:
-    """A packed token mask, uint32 [⌈size / 32⌉], that allows all tokens but the forbidden."""
-    allowed = np.ones(-(-size // 32) * 32, np.uint8)
-    allowed[list(forbidden)] = 0
-    return np.packbits(allowed, bitorder="little").view(np.uint32)
 
 
 def next_tokens(logits: Tensor, filters: Filters, state: SamplerState, slots: Tensor, positions: Tensor,

@@ -14,7 +14,7 @@ from tinygrad_nv.engine.sampling import Filters
 from tinygrad_nv.engine.worker.captured_step import CapturedStep
 from tinygrad_nv.engine.worker.mask_buffer import MaskBuffer
 from tinygrad_nv.engine.worker.output_buffer import OutputBuffer
-from tinygrad_nv.engine.worker.sampler import SamplerState, count_tokens, next_tokens
+from tinygrad_nv.engine.worker.sampler_state import SamplerState
 from tinygrad_nv.engine.worker.warm_up import FILTER_SETS, GENERAL_FILTERS, PART_FILTER_SETS
 from tinygrad_nv.runtime.observe.ranges import layer
 
@@ -62,6 +62,7 @@ class SamplerSteps:
         return self.parts is None or not filters.ordering or self.parts.rows(samples) != slice(0, samples)
 
     def _sample(self, samples: int, filters: Filters, inputs: dict[str, Tensor]) -> None:
+        from tinygrad_nv.engine.worker.sampler import count_tokens, next_tokens
         slots = inputs["slots"]
         with layer("sampler"):
             tokens = next_tokens(self.output.logits(samples), filters, self.state, slots, inputs["positions"],

@@ -18,7 +18,7 @@ from tinygrad.dtype import DType, DTypeLike
 from tinygrad.helpers import ALLOW_TF32, IMAGE, WINO, make_tuple, resolve_pool_pads
 from tinygrad.uop.ops import UOp
 
-from tinygrad_nv import config, hooks
+from tinygrad_nv import config
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import NotOurs
@@ -79,11 +79,6 @@ def _output_shape(x: tuple[int, ...], weight: tuple[int, ...], stride: tuple[int
         raise SpecError(f"filters {weight[1]}x{weight[2]} over images {x[1]}x{x[2]} with padding {padding}",
                         "filters no larger than padded images")
     return x[0], high // stride[0] + 1, wide // stride[1] + 1, weight[0]
-
-
-def register() -> None:
-    """Lets `Tensor.conv2d` be `method` while enabled."""
-    hooks.add_method("conv2d", method)
 
 
 def method(theirs: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None,

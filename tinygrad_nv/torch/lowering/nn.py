@@ -43,7 +43,7 @@ def _layer_norm(out: Out, x: Tensor, shape: Sequence[int], weight: Tensor | None
     made = x.layernorm(axes, eps)
     if weight is not None: made = made * weight
     if bias is not None: made = made + bias
-    wide = x.cast(dtypes.float32) if x.dtype in functional.FLOAT16S else x
+    wide = x.cast(dtypes.float32) if x.dtype in (dtypes.float16, dtypes.bfloat16) else x
     mean = wide.mean(axes, keepdim=True)
     return made, mean, ((wide - mean).square().mean(axes, keepdim=True) + eps).rsqrt()
 

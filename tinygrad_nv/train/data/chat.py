@@ -22,7 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tinygrad_nv.engine.text.tokenizer import GENERATION, Tokenizer
+from tinygrad_nv.engine.text.chat_template import GENERATION
+from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import DataError, RequestError, TokenizerError
 from tinygrad_nv.train.data.records import Record
 

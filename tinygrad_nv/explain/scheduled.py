@@ -1,0 +1,182 @@
+"""The kernels of tensors, found by scheduling copies of them: __init__.py states the protocol."""
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from math import prod
+
+from tinygrad.codegen import (
+    full_rewrite_to_sink,
+    line_rewrite,
+    pm_linearize_cleanups,
+    to_program_cache,
+    to_program_key,
+)
+from tinygrad.codegen.late.linearizer import linearize
+from tinygrad.device import Device
+from tinygrad.engine import realize
+from tinygrad.engine.realize import estimate_uop, get_call_arg_uops
+from tinygrad.helpers import Context, ansistrip, to_tuple
+from tinygrad.renderer import Estimates
+from tinygrad.schedule import create_linear_with_vars
+from tinygrad.tensor import Tensor, transform_to_call
+from tinygrad.uop.ops import Ops, UOp, sym_infer
+
+from tinygrad_nv import hooks
+from tinygrad_nv.cpu.target import CPU
+from tinygrad_nv.errors import NVError
+from tinygrad_nv.explain.lowering import KernelRecord, Lowering
+from tinygrad_nv.hooks import threads
+from tinygrad_nv.patterns import program, target
+from tinygrad_nv.runtime.driver import Driver
+from tinygrad_nv.runtime.note import Communicates, Note, note_of
+from tinygrad_nv.runtime.observe import ranges
+from tinygrad_nv.tile import order
+from tinygrad_nv.tile.grouped_gemm.imbalance import imbalance
+from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
+from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
+from tinygrad_nv.tile.templates import TABLE
+
+
+def lowering(*tensors: Tensor) -> Lowering:
+    """As explain()."""
+    if others := [t for t in tensors if not isinstance(t, Tensor)]:
+        raise NVError(f"explain() was given a {type(others[0]).__name__}",
+                      "tensors, each an argument of its own", "call explain(a, b)")
+    wanted = [t.uop for t in tensors if not t.uop.is_virtual and not t.uop.has_buffer_identity()]
+    if not wanted: return Lowering([])
+    quiet = Context(SCACHE=0, CAPTURING=0, DEBUG=0)
+    # SCACHE is the process's: two of these at a time would leave it off
+    with threads.LOWERING, quiet, ranges.scheduling(wanted), program.hear_misses() as misses:
+        linear, var_vals = create_linear_with_vars(transform_to_call(UOp.sink(*wanted))[0])
+        unused = list(misses)
+        kernels = [_record(call, device, var_vals, unused)
+                   for call in linear.src for device in to_tuple(call.src[1].device)]
+    kernels = _beside(kernels, linear.src) if len(kernels) == len(linear.src) else kernels
+    return Lowering(kernels, tuple(dict.fromkeys(f"{m.template}: {m.reason}" for m in unused)))
+
+
+def _beside(kernels: list[KernelRecord], calls: Sequence[UOp]) -> list[KernelRecord]:
+    """The records, those of collectives with what runs beside them where it can."""
+    if not any(isinstance(each.spec, Communicates) for each in kernels): return kernels
+    from tinygrad_nv.explain.overlap import told
+    return [replace(each, reason=f"{each.reason}; beside it: {told(calls, kernels, i)}")
+            if isinstance(each.spec, Communicates) else each for i, each in enumerate(kernels)]
+
+
+def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[program.Miss]) -> KernelRecord:
+    note = note_of(call.src[0])
+    name, estimates = counted(call, device)
+    template, reason = _unlowered(call, misses) if note is None else \
+        (note.template, note.reason + _imbalance(call, note))
+    values = {**var_vals, "_device_num": to_tuple(call.src[1].device).index(device)}
+    try: flops, bytes = (int(sym_infer(x, values)) for x in (estimates.ops, estimates.mem))
+    except TypeError as error:
+        raise NVError(f"kernel {name} depends on a variable without a value", "variables bound to values",
+                      "bind it: Variable('n', 1, 8).bind(5)") from error
+    layer = ranges.origin(call).layer
+    if note is None:
+        return KernelRecord(name, template, reason, device, None, None, flops, bytes, layer=layer,
+                            graph=call.src[0].key.hex())
+    driver = getattr(Device[device], "driver", None)
+    gpu = driver.properties if isinstance(driver, Driver) else None
+    arch, sm_count = ("", 0) if gpu is None else (gpu.arch, gpu.sm_count)
+    clusters = driver.clusters if isinstance(driver, Driver) else ()
+    cpu = target.cpu_of(device)
+    taken = _predicted(cpu, note, flops, bytes) if cpu is not None else \
+        _moving(note.spec, arch) if isinstance(note.spec, Communicates) else None
+    return KernelRecord(name, template, reason, device, note.spec, note.schedule, flops, bytes,
+                        call.src[0].src[2].arg, arch, sm_count, layer, cpu,
+                        0 if cpu is None else _parts(call.src[0]), taken, clusters,
+                        None if gpu is None else call.src[0].src[0].arg.aux)
+
+
+def _moving(spec: Communicates, arch: str) -> float | None:
+    """How long a collective takes, None of a GPU without figures."""
+    from tinygrad_nv.explain.communication import seconds
+    return seconds(*spec.moved, arch, spec.by_peers)
+
+
+def _imbalance(call: UOp, note: Note) -> str:
+    """How unevenly a grouped matmul's rows are dealt, where its offsets are known now."""
+    if not isinstance(note.spec, GroupedGemmSpec | GroupedOuterSpec): return ""
+    inputs = [each.name for each in TABLE.arguments(note.spec) if each.role == "in"]
+    offsets = call.src[-len(inputs):][inputs.index("offsets")]
+    if offsets.op is not Ops.BUFFER or not offsets.is_realized or isinstance(offsets.device, tuple): return ""
+    return f"; {imbalance(Tensor(offsets).tolist())}"
+
+
+def _predicted(cpu: CPU, note: Note, flops: int, bytes: int) -> float | None:
+    """How long a kernel on a CPU takes at best; None where that cannot be measured."""
+    from tinygrad_nv.cpu.measure import rates
+    from tinygrad_nv.explain.levels_cpu import predicted
+    try: return predicted(note.spec, note.schedule, flops, bytes, rates(cpu))
+    except NVError: return None
+
+
+def _parts(body: UOp) -> int:
+    """In how many parts a kernel for a CPU is called."""
+    cores = [u for u in body.src[0].src if u.op is Ops.PARAM and u.arg.name == "core_id"]
+    return int(cores[0].vmax) + 1 if cores else 1
+
+
+def _unlowered(call: UOp, misses: list[program.Miss]) -> tuple[str | None, str]:
+    """Template and reason of a call that no template of a rewrite made."""
+    body = call.src[0]
+    if body.op is Ops.COPY: return None, "copy"
+    if body.op is Ops.PROGRAM: return None, "a program of the user"
+    if body.op is Ops.CUSTOM_FUNCTION:
+        if hooks.custom_function(body) is None: return None, "tinygrad's own function"
+        name, _, why = body.arg.partition("#")
+        return name.partition(":")[0], why or "custom function"
+    if not hooks.enabled(): return None, "tinygrad_nv is disabled"
+    near = next((m for m in misses if _computes(call, m)), None)
+    kept = f"; {order.WRITTEN}" if order.wanted() and body.arg.opts_to_apply == () else ""
+    if near is None: return None, (target.why_no_cpu(call.src[1].device) or "no pattern matched") + kept
+    misses.remove(near)
+    return None, f"{near.template}: {near.reason}{kept}"
+
+
+def _computes(call: UOp, miss: program.Miss) -> bool:
+    """Whether a generated kernel may be where a near miss ended: same operation, as many results, each of as
+    many values."""
+    nodes = call.src[0].toposort()
+    written = {u.src[0].buf_uop.arg.slot for u in nodes if u.op is Ops.STORE}
+    sizes = [arg.max_numel() for slot, arg in enumerate(get_call_arg_uops(call)) if slot in written]
+    return miss.numel in sizes and any(u.op is miss.op and _reduced(u) == miss.reduced for u in nodes)
+
+
+def _reduced(node: UOp) -> int:
+    """How many values a REDUCE of a kernel makes one of; 1 for other operations."""
+    if node.op is not Ops.REDUCE: return 1
+    return prod(int(r.vmax) + 1 for r in node.src[1:])
+
+
+# **** names and counts ****
+
+_generated: dict[tuple[Hashable, ...], tuple[str, Estimates]] = {}
+
+
+def counted(call: UOp, device: str) -> tuple[str, Estimates]:
+    """Name and counts of a call: of a kernel of tinygrad's without rendering it."""
+    body = call.src[0]
+    if body.op is Ops.SINK: return _of_generated(body, device)
+    if body.op is Ops.PROGRAM:
+        known = program.estimates_of(body) if note_of(body) is not None else body.src[0].arg.estimates
+        return body.src[0].arg.name, known or Estimates()
+    return ansistrip(realize.get_call_name(call, get_call_arg_uops(call))), estimate_uop(call)
+
+
+def _of_generated(sink: UOp, device: str) -> tuple[str, Estimates]:
+    """Name and counts of a kernel of tinygrad's, from its program or from the code it would render."""
+    renderer = Device[device].renderer
+    key = to_program_key(sink, renderer)
+    if (made := to_program_cache.get(key)) is not None:
+        return ansistrip(made.src[0].arg.name), made.src[0].arg.estimates
+    if key not in _generated:
+        with Context(ALLOW_DEVICE_USAGE=0):
+            final = full_rewrite_to_sink(sink, renderer, optimize=sink.tag is None)
+        lines = line_rewrite(linearize(final), pm_linearize_cleanups)
+        estimates = final.arg.estimates or Estimates.from_uops(tuple(lines), ignore_indexing=True)
+        _generated[key] = ansistrip(final.arg.name), estimates
+    return _generated[key]

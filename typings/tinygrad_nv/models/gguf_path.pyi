@@ -1,0 +1,1 @@
+from models.gguf_path import *
