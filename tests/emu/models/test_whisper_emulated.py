@@ -9,6 +9,7 @@ import pytest
 import torch
 import whisper_case as case
 from tinygrad import Tensor, dtypes
+from tinygrad.helpers import Context
 from tinygrad_nv.models.whisper import weights
 from tinygrad_nv.models.whisper.config import read_whisper_config
 from tinygrad_nv.models.whisper.network import Whisper
@@ -59,18 +60,26 @@ def test_whisper_on_the_emulator(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_float32_on_the_emulator(tmp_path: Path):
-    """Without 16-bit templates tinygrad's kernels take their place: the same logits."""
+@pytest.mark.parametrize("tf32", [False, True])
+def test_float32_on_the_emulator(tmp_path: Path, tf32: bool):
+    """Without 16-bit templates tinygrad's kernels take the place of matmuls: the same logits. With tf32 they
+    are templates that cut operands to 10 bits of mantissa."""
     model = case.save(tmp_path, 1, **FIELDS)
     features = np.random.default_rng(0).normal(size=(48, 16)).astype(np.float32)
     config = read_whisper_config(tmp_path)
     assert config is not None
     network = Whisper(config, dtypes.float32, "EMU")
     weights.load(network, tmp_path)
-    made = SpeechRunner(network, 1)
-    made.encode(0, features)
     with torch.no_grad():
         wanted = model(input_features=torch.tensor(features).T[None],
                        decoder_input_ids=torch.tensor([[258, 266, 5]])).logits[0].numpy()
-    assert np.abs(made.start(0, [258, 266, 5], 0) - wanted[[0, 2]]).max() < 2e-4
-    made.close()
+    with Context(ALLOW_TF32=int(tf32)):
+        made = SpeechRunner(network, 1)
+        made.encode(0, features)
+        found = made.start(0, [258, 266, 5], 0)
+        given = Tensor(features[None], device="EMU").contiguous()
+        assert ("mma" in str(explain(made.model.encoder(given)))) == tf32
+        made.close()
+    away = np.abs(found - wanted[[0, 2]]).max()
+    assert away < (2.0**-8 * np.abs(wanted).max() if tf32 else 2e-4)
+    assert not tf32 or away > 1e-6      # something was cut
