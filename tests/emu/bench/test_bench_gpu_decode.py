@@ -1,6 +1,7 @@
 """bench/gpu.py --part decode, on DEV=EMU: the same network in models/llama.py and in torch, side by side."""
 from __future__ import annotations
 
+import json
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -26,7 +27,7 @@ def test_a_step_on_the_emulated_device_gives_the_logits_of_torch(batch: int):
 
 @pytest.mark.slow
 def test_sides_answer_with_seconds_of_a_step_and_give_the_same_work_each_time():
-    side = StepProcess("torch", TINY, 1, 5, "cpu")
+    side = StepProcess("torch", json.dumps(TINY), 1, 5, "cpu")
     assert list(side.answer(100)["logits"]) == ["torch"]
     found = [side.steps(2) for _ in range(3)]
     side.end()
@@ -55,7 +56,7 @@ def test_tokens_for_each_joule():
 
 def test_a_side_that_fails_says_its_last_words():
     notes: dict[str, str] = {}
-    sides = {"ours": StepProcess("torch", {**TINY, "hidden_size": 0}, 1, 5, "cpu")}
+    sides = {"ours": StepProcess("torch", json.dumps({**TINY, "hidden_size": 0}), 1, 5, "cpu")}
     assert gpu_decode.opened_sides(sides, notes, 100) == {}
     assert sides == {}
     assert "hidden_size" in notes["ours"]
@@ -70,7 +71,7 @@ def test_logits_that_are_not_those_of_torch():
 
 
 def test_a_side_that_does_not_answer_is_not_waited_for():
-    side = StepProcess("torch", TINY, 1, 5, "cpu")
+    side = StepProcess("torch", json.dumps(TINY), 1, 5, "cpu")
     with pytest.raises(NotMeasured, match="no answer in 0 s"): side.answer(0.001)
     side.end()
 
