@@ -38,6 +38,7 @@ from gpu_parts import (
     workloads,
 )
 from measure import RESULTS
+from train_updates import Squares, Update, gpt2, llama
 from train_workloads import (
     BETA1,
     BETA2,
@@ -53,11 +54,7 @@ from train_workloads import (
     GatedGradient,
     One,
     Rope,
-    Squares,
-    Update,
     Workload,
-    gpt2,
-    llama,
 )
 
 from tinygrad_nv.runtime.driver import Driver

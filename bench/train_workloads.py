@@ -3,10 +3,6 @@
 Protocol: a workload has a `spec`, and its `names` are those of storages in the order of the kernel's
 pointers, without scratch memory. `theirs(one)` is the same in torch's functions: results by name.
 `exact(one)` gives results in float64, and how far from them each may be, a few rows at a time.
-
-A step of AdamW changes its own operands, so results of one run say nothing after several: `Update.unlike`
-makes one more step (`one["again"]`), from whatever the tensors hold, and compares that. `one["t"]` gives the
-number of that step.
 """
 from __future__ import annotations
 
@@ -23,7 +19,6 @@ from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, Tokens
 from tinygrad_nv.tile.expression import Apply, Load
 from tinygrad_nv.tile.norm.gated import gated_gradient
 from tinygrad_nv.tile.norm.spec import NormSpec
-from tinygrad_nv.tile.optimizer.spec import AdamWSpec, SquaresSpec
 from tinygrad_nv.tile.rope.spec import Angles, RopeGradientSpec, RopeSpec
 
 BF16, F32, S32 = dtypes.bfloat16, dtypes.float32, dtypes.int32
@@ -413,148 +408,3 @@ class GatedGradient(Workload):
             double = {name: one[name][part].double() for name in ("both", "grad")}
             exact, size = self.theirs(double)["out"], double["grad"].abs().repeat(1, 2)
             yield "out", part, exact, 2 * ROUNDED * exact.abs() + 2.0**-16 * size
-
-
-# **** optimisers ****
-
-def gpt2() -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Extents of the parameters of GPT-2 124M as bench/train_gpu_model.py has it, those with decay first."""
-    layer = (2304 * 768, 768 * 768, 4096 * 768, 768 * 2048)
-    return (50304 * 768, *layer * 12), (768,) * 25
-
-
-def llama(layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of so many layers of Llama 3.1 8B."""
-    return (6144 * 4096, 4096 * 4096, 28672 * 4096, 4096 * 14336) * layers, (4096,) * 2 * layers
-
-
-@dataclass(frozen=True)
-class Update(Workload):
-    """A step of AdamW over all parameters: float32 ones, or bfloat16 ones with masters and gradients of
-    bfloat16. Matrices decay, vectors do not."""
-    model: str
-    decayed: tuple[int, ...]
-    others: tuple[int, ...]
-    dtype: DType = F32
-
-    results = ()
-
-    @property
-    def name(self) -> str:
-        """Of the row."""
-        return f"AdamW {self.model} {'f32' if self.dtype == F32 else 'bf16, masters'}"
-
-    @property
-    def spec(self) -> AdamWSpec:
-        """What is computed."""
-        groups = (0,) * len(self.decayed) + (1,) * len(self.others)
-        return AdamWSpec((*self.decayed, *self.others), groups, BETA1, BETA2, TINY, self.dtype, self.dtype)
-
-    @property
-    def names(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Of storages."""
-        return (*(f"{kind}{i}" for kind, _ in self.spec.kinds for i in range(len(self.spec.counts))),
-                "control")
-
-    @property
-    def work(self) -> float:
-        """Parameters."""
-        return float(sum(self.spec.counts))
-
-    @property
-    def nbytes(self) -> float:  # type: ignore[override]
-        """What is read and written, each once."""
-        return float(self.spec.nbytes)
-
-    def scaled(self) -> Update: return replace(self, decayed=(20000, 500, 333), others=(64, 64))
-
-    def given(self, device: str) -> list[One]:
-        """One set: it exceeds every cache."""
-        return [self.one(device)]
-
-    def one(self, device: str) -> One:
-        import torch
-        spec, made = self.spec, One()
-        for i, count in enumerate(spec.counts):
-            w, m, v, g = (torch.randn(count, device=device) for _ in range(4))
-            made |= {f"m{i}": m, f"v{i}": v.square_().add_(0.1), f"g{i}": g.to(torch_dtype(self.dtype)),
-                     f"x{i}": w.div_(50).to(torch_dtype(self.dtype))}
-            if spec.master: made[f"w{i}"] = w
-        size = RATE / (1 - BETA1**STEP)
-        control = [1.0, 1.0, (1 - BETA2**STEP)**-0.5, 1 - RATE * DECAY, size, 1.0, size]
-        return {**made, "control": torch.tensor(control, device=device)}
-
-    def unlike(self, one: One) -> str:
-        """How one more step is not what it must be."""
-        spec = self.spec
-        kinds = [kind for kind, _ in spec.kinds if kind != "g"]
-        before = {f"{kind}{i}": one[f"{kind}{i}"].clone() for kind in kinds for i in range(len(spec.counts))}
-        one["again"]()
-        t = one["t"]()
-        for i, group in enumerate(spec.groups):
-            own = f"{'w' if spec.master else 'x'}{i}"
-            g, m, v, w = (x.double() for x in (one[f"g{i}"], before[f"m{i}"], before[f"v{i}"], before[own]))
-            mean, square = BETA1 * m + (1 - BETA1) * g, BETA2 * v + (1 - BETA2) * g.square()
-            size = RATE / (1 - BETA1**t) / (square.sqrt() * (1 - BETA2**t)**-0.5 + TINY)
-            after = w * (1 - RATE * DECAY * (group == 0)) - size * mean
-            near = [(f"m{i}", mean, 2.0**-20 * (m.abs() + g.abs())), (f"v{i}", square, 2.0**-20 * square),
-                    (own, after, 2.0**-21 * w.abs() + 2.0**-17 * size * (m.abs() + g.abs()))]
-            if spec.master: near.append((f"x{i}", after, ROUNDED * after.abs() + near[-1][2]))
-            for name, exact, allowed in near:
-                off = (one[name].double() - exact).abs() - allowed
-                if not bool((off <= 0).all()): return f"{name}: {off.max().item():g} more off than allowed"
-        return ""
-
-
-@dataclass(frozen=True)
-class Squares(Workload):
-    """The norm of all gradients, bfloat16. Ours gives sums of squares of parts of tensors, which torch adds
-    up, and takes the root."""
-    model: str
-    counts: tuple[int, ...]
-
-    results = ("norm",)
-
-    @property
-    def name(self) -> str:
-        """Of the row."""
-        return f"norm of gradients {self.model} bf16"
-
-    @property
-    def spec(self) -> SquaresSpec:
-        """What is computed."""
-        return SquaresSpec(self.counts, BF16)
-
-    @property
-    def names(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Of storages."""
-        return ("sums", *(f"g{i}" for i in range(len(self.counts))))
-
-    @property
-    def work(self) -> float:
-        """Elements."""
-        return float(sum(self.counts))
-
-    @property
-    def nbytes(self) -> float:  # type: ignore[override]
-        """Gradients once."""
-        return float(self.spec.nbytes)
-
-    def scaled(self) -> Squares: return replace(self, counts=(20000, 500, 64))
-
-    def one(self, device: str) -> One:
-        import torch
-        made = {f"g{i}": torch.randn(count, device=device).bfloat16() for i, count in enumerate(self.counts)}
-        return {**made, "sums": torch.empty(sum(self.spec.chunks), device=device),
-                "norm": torch.empty(1, device=device)}
-
-    def theirs(self, one: One) -> One:
-        import torch
-        grads = [one[f"g{i}"] for i in range(len(self.counts))]
-        norms = torch._foreach_norm(grads, 2, torch.float32)
-        return {"norm": torch.linalg.vector_norm(torch.stack(norms)).view(1)}
-
-    def exact(self, one: One) -> Iterator[Near]:
-        total = sum(one[f"g{i}"].double().square().sum() for i in range(len(self.counts)))
-        assert not isinstance(total, int)
-        yield "norm", ..., total.sqrt().view(1), 2.0**-16 * total.sqrt()

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 import gpu_compare
 import gpu_train
 import torch
-from train_workloads import Update
+from train_updates import Update
 
 ROWS = {each.name: each for each in gpu_train.shapes()}
 
