@@ -76,7 +76,7 @@ def test_a_run_that_goes_on_has_the_same_bits(home: Path, precision: str) -> Non
     if precision == "float16": assert [row["loss_scale"] for row in rows] == [65536.0] * 4
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["fp8_delayed", "fp8_current", "float16"])
 def test_a_poisoned_batch_changes_nothing(home: Path, capsys: pytest.CaptureFixture[str],
                                           precision: str) -> None:
