@@ -160,12 +160,10 @@ class BackwardKernel(TileKernel):
 
 
 @dataclass(frozen=True)
-class DecodeKernel:
-    """The kernels of a decode attention, launched one after the other, all with the same parameters: out;
-    workspace, `workspace_bytes` of uninitialised float32, where that is not 0; q; pages of k and
-    of v; table; lengths, in memory; scales of k and of v; x0, x1, … of the score; u32 length, an argument:
-    those of them that the spec has. Grids are those of the most requests and tokens: z counts requests."""
-    kernels: tuple[AttentionKernel, ...]
+class KernelsInTurn:
+    """Kernels that are launched one after the other, all with the same parameters: out; workspace,
+    `workspace_bytes` of float32, never initialised, where that is not 0; then the arguments."""
+    kernels: tuple[TileKernel, ...]
     workspace_bytes: int = 0
 
     @property
@@ -173,22 +171,17 @@ class DecodeKernel:
         """The workspace, where there is one."""
         return Scratch.floats(self.workspace_bytes)
 
+
+@dataclass(frozen=True)
+class DecodeKernel(KernelsInTurn):
+    """The kernels of a decode attention, launched one after the other, all with the same parameters: out;
+    workspace, `workspace_bytes` of uninitialised float32, where that is not 0; q; pages of k and
+    of v; table; lengths, in memory; scales of k and of v; x0, x1, … of the score; u32 length, an argument:
+    those of them that the spec has. Grids are those of the most requests and tokens: z counts requests."""
+
     def with_integers(self, integers: tuple[Integer, ...]) -> DecodeKernel:
         """The kernels with these integer arguments."""
         return replace(self, kernels=tuple(each.with_integers(integers) for each in self.kernels))
-
-
-@dataclass(frozen=True)
-class KernelsInTurn:
-    """Kernels that are launched one after the other, all with the same parameters: out; workspace,
-    `workspace_bytes` of float32, never initialised; then the arguments."""
-    kernels: tuple[TileKernel, ...]
-    workspace_bytes: int
-
-    @property
-    def scratch(self) -> tuple[Scratch, ...]:
-        """The workspace."""
-        return Scratch.floats(self.workspace_bytes)
 
 
 @dataclass(frozen=True)
