@@ -87,6 +87,8 @@ def test_tokens_of_short_recordings(saved: tuple[Path, Any], whisper: Transcribe
         tokens, segments = case.reference(saved[1], samples, return_timestamps=timestamps, **how)
         assert found.token_ids == tokens
         assert len(found.segments) == len(segments)
+        if not any(token >= whisper.model.tokens.first_timestamp for token in tokens):
+            assert found.segments[-1].end == found.duration
 
 
 @pytest.mark.parametrize("conditioned", [False, True])

@@ -88,14 +88,16 @@ def test_half_the_rate_against_a_filter_of_torch():
 
 def test_spans():
     """Windows of 200 frames from frame 100 on; timestamps begin at 1000."""
-    def spans(*tokens: int) -> tuple[list[Span], int]: return spans_of(tokens, 1000, 100, 200)
+    def spans(*tokens: int) -> tuple[list[Span], int]: return spans_of(tokens, 1000, 100, 200, 9.0)
     assert spans(5, 6) == ([Span(1.0, 3.0, 0, 2)], 200)
     assert spans(1000, 5, 6) == ([Span(1.0, 3.0, 0, 3)], 200)
     assert spans(1000, 5, 1020) == ([Span(1.0, 1.4, 0, 3)], 200)
     assert spans(1000, 5, 1010, 1010, 6, 1030) == ([Span(1.0, 1.2, 0, 3), Span(1.2, 1.6, 3, 6)], 200)
     assert spans(1000, 5, 1010, 1010, 6) == ([Span(1.0, 1.2, 0, 4)], 20)
     assert spans(1000, 5, 1010, 1012, 6, 1030, 1030) == ([Span(1.0, 1.2, 0, 3), Span(1.24, 1.6, 3, 7)], 60)
-    assert spans_of([5, 1001], None, 0, 200) == ([Span(0.0, 2.0, 0, 2)], 200)
+    assert spans_of([5, 1001], None, 0, 200, 9.0) == ([Span(0.0, 2.0, 0, 2)], 200)
+    # padding is no audio
+    for tokens in ((5, 6), (1000, 5, 6)): assert spans_of(tokens, 1000, 100, 200, 1.7)[0][0].end_s == 1.7
     # without the rules of timestamps: a pair that takes no time is not decoded for ever
     assert spans(1000, 1000, 5)[1] == 200
 

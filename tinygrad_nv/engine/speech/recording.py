@@ -153,7 +153,7 @@ class Recording:
         """Adds the segments of a window of `count` frames. Returns by how many frames the next one is later,
         and the tokens that it continues."""
         first, kept = self.model.tokens.first_timestamp, []
-        spans, later = spans_of(decoded.tokens, first, seek, count)
+        spans, later = spans_of(decoded.tokens, first, seek, count, len(self.samples) / RATE)
         for span in spans:
             tokens = decoded.tokens[span.first:span.end]
             segment = Segment(span.start_s, span.end_s, self.text(tokens), tuple(tokens),

@@ -2,7 +2,8 @@
 
 Protocol: two timestamps in a row end a segment. A window that ends with one alone has said all there is: the
 next begins behind it. Otherwise what follows the last pair is cut off in the middle, and the next window
-begins there, in time. A window without a pair is one segment.
+begins there, in time. A window without a pair is one segment; where no timestamp ends it, it ends with the
+window, or with the audio if that is shorter.
 """
 from __future__ import annotations
 
@@ -22,19 +23,19 @@ class Span:
     end: int
 
 
-def spans_of(tokens: Sequence[int], first_timestamp: int | None, seek: int,
-             frames: int) -> tuple[list[Span], int]:
-    """The segments of a window of `frames` that begins at frame `seek`, and by how many frames the next one
-    is later. `tokens` are without the end token."""
+def spans_of(tokens: Sequence[int], first_timestamp: int | None, seek: int, frames: int,
+             audio_s: float) -> tuple[list[Span], int]:
+    """The segments of a window of `frames` that begins at frame `seek` of audio of `audio_s` seconds, and by
+    how many frames the next one is later. `tokens` are without the end token."""
     offset = seek * FRAME_S
     at = [first_timestamp is not None and token >= first_timestamp for token in tokens]
     pairs = [i + 1 for i in range(len(tokens) - 1) if at[i] and at[i + 1]]
     if first_timestamp is None or not pairs:
-        last = frames / FRAMES_PER_TIMESTAMP
         stamps = [token for token, is_stamp in zip(tokens, at, strict=True) if is_stamp]
         if first_timestamp is not None and stamps and stamps[-1] != first_timestamp:
-            last = stamps[-1] - first_timestamp
-        return [Span(offset, offset + int(last) * TIMESTAMP_S, 0, len(tokens))], frames
+            end_s = offset + (stamps[-1] - first_timestamp) * TIMESTAMP_S
+        else: end_s = min(offset + frames // FRAMES_PER_TIMESTAMP * TIMESTAMP_S, audio_s)
+        return [Span(offset, end_s, 0, len(tokens))], frames
     alone = at[-2:] == [False, True]
     # the last segment has both of its timestamps, so that it is known to be cut off behind them
     ends = [*pairs, len(tokens)] if alone else [*pairs[:-1], pairs[-1] + 1]
