@@ -48,7 +48,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     engine.add_argument("--speculative", metavar="HOW", help="speculative decoding, which does not change "
                         "the output: ngram:K (prompt lookup) or draft:DIR:K (a draft model)")
     engine.add_argument("--seed", type=int, metavar="N", help="for requests without one (default random)")
-    engine.add_argument("--chat-template", type=Path, metavar="FILE", help="instead of the model's own")
+    engine.add_argument("--chat-template", metavar="FILE", help="instead of the model's own, or the name of "
+                        "one of them")
+    engine.add_argument("--chat-template-content-format", choices=("auto", "string", "openai"),
+                        default="auto", help="templates get contents as texts (string) or as lists of parts "
+                        "(openai; default auto: what the template reads)")
     engine.add_argument("--warm-up", action=argparse.BooleanOptionalAction, default=True,
                         help="compile and capture before serving (default on)")
     add_lora_options(serve, _whole)

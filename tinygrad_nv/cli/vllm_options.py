@@ -17,7 +17,6 @@ from tinygrad_nv.engine import vllm_arguments as engine
 # accepted values, and what holds instead of others
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "api_server_count": ((1,), "one process answers requests"),
-    "chat_template_content_format": (("auto", "string"), "contents are texts"),
     "config": ((), "options are on the command line alone"),
     "enable_force_include_usage": ((False,), "stream_options of a request ask for its usage"),
     "enable_ssl_refresh": ((False,), "certificates are read at the start"),

@@ -80,9 +80,12 @@ class GenerationMethods(PromptMethods):
              continue_final_message: bool = False,
              chat_template_kwargs: Mapping[str, Any] | None = None) -> list[RequestOutput]:
         """Answers to a conversation, or to a list of them, as `generate` gives them. The chat template is the
-        model's or `chat_template`, with `tools` and `chat_template_kwargs`, which come before the others."""
+        model's or `chat_template` (a template, or the name of one of the model's), with `tools` and
+        `chat_template_kwargs`, which come before the others. `chat_template_content_format`: "string" or
+        "openai" where "auto" shall not find out whether the template reads texts or lists of parts."""
         several = not messages or not isinstance(messages[0], Mapping)
-        extra = {"tools": tools, "chat_template": chat_template,
+        form = None if chat_template_content_format == "auto" else chat_template_content_format
+        extra = {"tools": tools, "chat_template": chat_template, "content_format": form,
                  "add_generation_prompt": add_generation_prompt,
                  "continue_final_message": continue_final_message, **(chat_template_kwargs or {})}
         tools = extra.pop("tools") or ()

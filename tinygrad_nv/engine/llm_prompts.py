@@ -16,7 +16,7 @@ import numpy as np
 from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.lora.request import LoRARequest
 from tinygrad_nv.engine.lora.serving import ServedAdapters, with_adapter
-from tinygrad_nv.engine.prompts import ParsedPrompt, Prompt, flattened, parse, text_or_tokens
+from tinygrad_nv.engine.prompts import ParsedPrompt, Prompt, only_text, parse, text_or_tokens
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Matcher, Request, check_request
 from tinygrad_nv.engine.structured_output.matchers import Matchers
@@ -94,8 +94,9 @@ class PromptMethods:
         return self.tokenize(made)
 
     def conversation(self, messages: Sequence[Message], tools: Tools = (), /, **extra: Any) -> ParsedPrompt:
-        """A conversation as a prompt: its text and token ids. Parts of a content are joined by new lines;
-        images among them stay where they are, and no files are read for their URLs."""
+        """A conversation as a prompt: its text and token ids. Parts of a content are joined by new lines,
+        unless the template reads parts; images among them stay where they are, and no files are read for
+        their URLs."""
         return self.rendered(messages, tools, extra, local=False)
 
     def rendered(self, messages: Sequence[Message], tools: Tools, extra: Mapping[str, Any],
@@ -103,7 +104,7 @@ class PromptMethods:
         """`conversation`; `local`: URLs of images may be those of files. Raises `RequestError`."""
         self._require_generator()
         images: tuple[np.ndarray, ...] = ()
-        if self.vision is None: messages = [flattened(each) for each in messages]
+        if self.vision is None: messages = [only_text(each) for each in messages]
         else:
             from tinygrad_nv.engine.vision.parts import all_with_placeholders
             messages, images = all_with_placeholders(messages, local)

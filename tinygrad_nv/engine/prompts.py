@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from tinygrad_nv.engine.text.content_format import is_text
 from tinygrad_nv.errors import RequestError
 
 if TYPE_CHECKING:
@@ -95,14 +96,10 @@ def as_token_ids(prompt: Iterable[Any]) -> list[int]:
     return ids
 
 
-def flattened(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose content is a text: parts of text are joined by new lines, as vLLM joins them. Raises
-    `RequestError` for other parts."""
+def only_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose content is a text, or parts of text. Raises `RequestError` for other parts."""
     parts = message.get("content")
-    if not isinstance(parts, list | tuple): return message
-    if all(isinstance(each, Mapping) and isinstance(each.get("text"), str) and
-           each.get("type", "text") in ("text", "input_text", "output_text") for each in parts):
-        return {**message, "content": "\n".join(each["text"] for each in parts)}
+    if not isinstance(parts, list | tuple) or all(map(is_text, parts)): return message
     raise RequestError(f"a content of parts {str(parts)[:60]}", "parts of type text",
                        "leave images and sounds out: the model reads text")
 

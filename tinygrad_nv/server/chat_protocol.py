@@ -120,8 +120,8 @@ def _messages(fields: Fields) -> Sequence[dict[str, Any]]:
 
 
 def _message(data: dict[str, Any], at: int) -> dict[str, Any]:
-    """A message for the chat template: role, content as one string (with images, as its parts), tool calls
-    with parsed arguments."""
+    """A message for the chat template: role, content as a string or parts, tool calls with parsed arguments.
+    """
     fields = Fields(data, f"messages[{at}]")
     role = fields.text("role")
     if role not in (roles := ("system", "developer", "user", "assistant", "tool", "function")):
@@ -149,15 +149,15 @@ def _message(data: dict[str, Any], at: int) -> dict[str, Any]:
 
 
 def _content(fields: Fields, may_lack: bool, images: bool = False) -> str | list[dict[str, Any]]:
-    """A string, or parts of type text, which are joined by new lines, as `LLM.chat` joins them; parts as they
-    are where some of them are `images`, which a user may send."""
+    """A string, or parts of type text, of which the template gets what it reads; some of them may be
+    `images`, which a user may send."""
     value, path = fields.take("content"), fields.path("content")
     if value is None:
         if may_lack: return ""
         raise invalid(f"{path} is missing, expected a string or a list of parts", path, "missing_field")
     if isinstance(value, str): return unicode(value, path)
     if not isinstance(value, list): raise fields.wrong("content", value, "a string or a list of parts")
-    texts, parts = [], list[dict[str, Any]]()
+    parts = list[dict[str, Any]]()
     for i, part in enumerate(value):
         if not isinstance(part, dict): raise fields.wrong(f"content[{i}]", part, "an object")
         if images and part.get("type") == IMAGE:
@@ -168,9 +168,8 @@ def _content(fields: Fields, may_lack: bool, images: bool = False) -> str | list
         text = part.get("text")
         if not isinstance(text, str):
             raise invalid(f"{path}[{i}].text is missing, expected a string", f"{path}[{i}].text")
-        texts.append(unicode(text, f"{path}[{i}].text"))
-        parts.append({"type": "text", "text": texts[-1]})
-    return "\n".join(texts) if len(texts) == len(parts) else parts
+        parts.append({"type": "text", "text": unicode(text, f"{path}[{i}].text")})
+    return parts
 
 
 def only_text(path: str, part: dict[str, Any]) -> APIError:

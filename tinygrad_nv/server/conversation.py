@@ -16,12 +16,14 @@ from typing import Any
 
 from tinygrad_nv.engine.outputs import Delta
 from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.engine.text.content_format import text_of
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.engine.vision.prompt import PromptImages
+from tinygrad_nv.errors import NVError
 from tinygrad_nv.server.beams import beam_deltas
 from tinygrad_nv.server.chat_protocol import EFFORTS, ChatRequest
 from tinygrad_nv.server.conversation_images import has_images, with_images
-from tinygrad_nv.server.errors import invalid
+from tinygrad_nv.server.errors import api_error, invalid
 from tinygrad_nv.server.parsers.forced import CallList, NamedCall
 from tinygrad_nv.server.parsers.parser import CallDelta, Chain, Content, Event, Parser, Reasoning, joined
 from tinygrad_nv.server.parsers.table import NONE, Answer, answer_parser, markers
@@ -75,13 +77,13 @@ class Conversation:
         service.require_generator()
         images = has_images(service, request)
         model, tokenizer = service.require_name(request.model), service.require_tokenizer()
-        template = _template(service, request, tokenizer)
-        extra = {**_variables(request, template), **(request.extra or {})}
         offered = () if request.choice.mode == "none" else request.tools
+        template = _template(service, request, tokenizer, bool(offered))
+        extra = {**_variables(request, template), **(request.extra or {})}
         if request.template is not None: extra["chat_template"] = request.template
         if request.continued: extra["continue_final_message"] = True
         if not request.generation_prompt: extra["add_generation_prompt"] = False
-        size = sum(len(message["content"]) for message in request.messages)
+        size = sum(len(text_of(message["content"])) for message in request.messages)
         limit, inserted = request.params.truncate_prompt_tokens, None
         if images: prompt, inserted = await with_images(service, request, offered, extra)
         else: prompt = await service.aside(size, lambda: service.model.encode_chat(
@@ -89,7 +91,7 @@ class Conversation:
                 tokenizer.encode(tokenizer.render(request.messages, offered, **extra), special=False), limit))
         names = service.parsers.named(template)
         if request.choice.mode == "auto": service.parsers.require_auto()
-        prefix = request.messages[-1]["content"] if request.continued \
+        prefix = text_of(request.messages[-1]["content"]) if request.continued \
             else tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False)
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in offered}
         answer = Answer(prefix, request.continued, schemas)
@@ -176,8 +178,10 @@ def _reasoned(names: tuple[str, str], answer: Answer, tokenizer: Tokenizer,
     return names, replace(params, reasoning=tokens)
 
 
-def _template(service: Service, request: ChatRequest, tokenizer: Tokenizer) -> str:
-    if request.template is None: return tokenizer.template or ""
+def _template(service: Service, request: ChatRequest, tokenizer: Tokenizer, tools: bool) -> str:
+    if request.template is None:
+        try: return tokenizer.chat_template(tools)
+        except NVError as error: raise api_error(error) from error
     if service.parsers.trust_request_template: return request.template
     raise invalid("a template from a request is not run; to fix: start the server with --chat-template, or "
                   "with "

@@ -19,6 +19,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from tinygrad_nv.engine.text.content_format import text_of
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.server.chat_protocol import ChatRequest
 from tinygrad_nv.server.conversation import Conversation
@@ -111,7 +112,7 @@ async def _fitted(service: Service, request: ChatRequest) -> ChatRequest:
             else: low = middle + 1
         return low
 
-    dropped = await service.aside(sum(len(each["content"]) for each in others), search)
+    dropped = await service.aside(sum(len(text_of(each["content"])) for each in others), search)
     # a result without its call
     while dropped < len(others) - 1 and others[dropped]["role"] == "tool": dropped += 1
     return replace(request, messages=(*system, *others[dropped:])) if dropped else request

@@ -22,6 +22,8 @@ from tinygrad.helpers import DEV
 from tinygrad_nv import config
 from tinygrad_nv.engine.async_engine import AsyncEngine
 from tinygrad_nv.engine.llm import LLM
+from tinygrad_nv.engine.text.templates import DEFAULT, read_template
+from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import RequestError, TokenizerError
 from tinygrad_nv.runtime.programs import programs_compiled
 from tinygrad_nv.server.adapter_options import lora_modules, lora_options
@@ -98,10 +100,13 @@ def load(arguments: argparse.Namespace, directory: Path, waterfall: Waterfall) -
     def stage(name: str) -> None:
         waterfall.mark(name)
         LOG.info(line("startup", stage=name, seconds=waterfall.stages[name]))
-    template = None if arguments.chat_template is None else _template(arguments.chat_template)
     llm = LLM(directory, stage=stage, **model_options(arguments))
     if arguments.seed is not None: llm.defaults = replace(llm.defaults, seed=arguments.seed)
-    if template is not None: llm.tokenizer = replace(llm.require_tokenizer(), template=template)
+    if (given := arguments.chat_template) is not None:
+        tokenizer = llm.require_tokenizer()
+        llm.tokenizer = replace(tokenizer, template=template_of(given, tokenizer), named={})
+    if (form := arguments.chat_template_content_format) != "auto":
+        llm.tokenizer = replace(llm.require_tokenizer(), content_format=form)
     return llm
 
 
@@ -115,11 +120,18 @@ def open_adapters(llm: LLM, names: tuple[str, ...], arguments: argparse.Namespac
     return made
 
 
-def _template(path: Path) -> str:
-    try: return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"{path} cannot be read: {error}", "a readable UTF-8 text file",
-                             "change --chat-template") from error
+def template_of(given: str, tokenizer: Tokenizer) -> str:
+    """The template of --chat-template: a file's text, the model's of this name, or a template itself, as vLLM
+    has it. Raises `TokenizerError`."""
+    names = [*({} if tokenizer.template is None else {DEFAULT: ""}), *tokenizer.named]
+    if given in names: return tokenizer.chat_template(name=given)
+    path = Path(given)
+    if not any(sign in given for sign in "{}\n"):
+        if path.is_file(): return read_template(path)
+        raise TokenizerError(f"--chat-template {given} cannot be read: there is no such file",
+                             "a file, a template, or the name of one of the model's: "
+                             f"{', '.join(names) or 'it has none'}", "change --chat-template")
+    return given
 
 
 def warm_up(llm: LLM, waterfall: Waterfall) -> None:

@@ -80,6 +80,21 @@ def test_parsers_may_be_named_or_left_out():
         assert (done.reasoning, done.tool_calls[0].function.arguments) == ("hm", '{"at": "x"}')
 
 
+def test_the_template_for_tools_says_how_calls_are_written():
+    """A model with a default and a tool_use template; contents of parts are what the default reads."""
+    parts = "{% for m in messages %}{{ m.role }}: {% for p in m.content %}{{ p.text }};{% endfor %}{%endfor%}"
+    call = '<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>'
+    with serving(call, parts) as (client, engine):
+        engine.model.tokenizer = replace(engine.model.tokenizer, named={"tool_use": QWEN})
+        done = client.chat.completions.create(model=NAME, messages=USER, tools=[LOOK]).choices[0]
+        assert done.message.tool_calls[0].function.arguments == '{"at": "x"}'
+        assert prompt(engine).startswith("user: how?\n<tool_call>[{")
+        told = [{"role": "user", "content": [{"type": "text", "text": text} for text in ("a", "b")]}, *USER]
+        done = client.chat.completions.create(model=NAME, messages=told).choices[0]
+        assert not done.message.tool_calls
+        assert prompt(engine) == "user: a;b;user: how?;"
+
+
 def test_without_automatic_tool_choice_a_choice_is_needed():
     with serving('{"at": "a"}', parsers=Parsers(auto_tool_choice=False)) as (client, _):
         with pytest.raises(openai.BadRequestError, match="expected: 'none', 'required'"):

@@ -1,5 +1,8 @@
 """Tokens and text: tokenizer, chat templates, detokenizer, stop strings.
 
+  chat_template.py       Chat templates, in jinja's sandbox
+  content_format.py      How a template reads contents: as texts, or as lists of parts
+  templates.py           The templates of a model, by name
   detokenizer.py         Incremental detokenization, and stop strings
   gguf.py                The tokenizer of a GGUF file
   output_processor.py    `OutputProcessor`: sampled tokens of a request to text

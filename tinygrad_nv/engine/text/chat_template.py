@@ -59,8 +59,11 @@ def _compiled(template: str, generation_marks: bool) -> jinja2.Template:
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     def raise_exception(message: str) -> None: raise jinja2.TemplateError(message)
-    def to_json(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
+    # jinja's own escapes what HTML does not take
+    def to_json(value: Any, ensure_ascii: bool = False, indent: int | str | None = None,
+                separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                          sort_keys=sort_keys)
     def strftime_now(pattern: str) -> str: return datetime.datetime.now().strftime(pattern)
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag])

@@ -1,7 +1,7 @@
 """Text to ids and back, and chat templates.
 
 Protocol: `Tokenizer.load(directory)` reads tokenizer.json (with the `tokenizers` library) and the special
-tokens and chat template of tokenizer_config.json or chat_template.jinja, or those of a GGUF file (gguf.py).
+tokens of tokenizer_config.json and the chat templates (templates.py), or those of a GGUF file (gguf.py).
 Of a directory without tokenizer.json it reads the older files (vocabulary_files.py): a SentencePiece model,
 vocab.json with merges.txt, or vocab.txt.
 Templates are untrusted code, which runs in a sandbox (chat_template.py).
@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from tinygrad_nv.engine.text.content_format import formed, is_text, text_of
+from tinygrad_nv.engine.text.templates import DEFAULT, chosen, templates_in_metadata, templates_of
 from tinygrad_nv.errors import RequestError, TokenizerError
 from tinygrad_nv.models.gguf_path import find
 
@@ -29,10 +31,14 @@ MAX_CHARS_PER_TOKEN = 4
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer with its special tokens (name → text, such as "bos_token") and chat template."""
+    """A tokenizer with its special tokens (name → text, such as "bos_token") and chat template; `named` are
+    further ones, such as "tool_use". `content_format` says how templates read contents (content_format.py).
+    """
     backend: tokenizers.Tokenizer
     special: Mapping[str, str]
     template: str | None
+    named: Mapping[str, str] = field(default_factory=dict)
+    content_format: str = "auto"
 
     @staticmethod
     def load(directory: Path) -> Tokenizer:
@@ -60,7 +66,10 @@ class Tokenizer:
             backend, special = made
         backend.no_truncation()
         backend.no_padding()
-        return Tokenizer(backend, special, _template(directory, config))
+        processor = {**_optional_json(directory / "processor_config.json"),
+                     **_optional_json(directory / "chat_template.json")}
+        templates = templates_of(directory, config, processor)
+        return Tokenizer(backend, special, templates.pop(DEFAULT, None), templates)
 
     @staticmethod
     def of(path: Path) -> Tokenizer:
@@ -68,9 +77,8 @@ class Tokenizer:
         from tinygrad_nv.engine.text.gguf import special_tokens, tokenizer_of
         from tinygrad_nv.quant.gguf.split import open_gguf
         file = open_gguf(path)
-        template = file.metadata.get("tokenizer.chat_template")
-        if not isinstance(template, str): template = None
-        return Tokenizer(tokenizer_of(file), special_tokens(file), template)
+        templates = templates_in_metadata(file.metadata)
+        return Tokenizer(tokenizer_of(file), special_tokens(file), templates.pop(DEFAULT, None), templates)
 
     def require_fitting(self, text: str, length: int) -> None:
         """Raises `RequestError` for a text that is far longer than `length` tokens, before it is tokenized:
@@ -164,20 +172,26 @@ class Tokenizer:
         # a letter in front, for the space that decoders strip at the start of a text
         return self.encode("a", special=False)
 
+    def chat_template(self, tools: bool = False, name: str | None = None) -> str:
+        """The template of a conversation, with `tools` or without; `name` is one of the model's, or a
+        template that stands for them. Raises `TokenizerError` where there is none."""
+        own = {} if self.template is None else {DEFAULT: self.template}
+        return chosen({**self.named, **own}, name, tools)
+
     def render(self, messages: Sequence[Message], tools: Tools = (), /, *, chat_template: str | None = None,
                add_generation_prompt: bool = True, continue_final_message: bool = False,
-               generation_marks: bool = False, **extra: Any) -> str:
+               generation_marks: bool = False, content_format: str | None = None, **extra: Any) -> str:
         """The prompt of a conversation, up to the assistant's turn. `tools` are functions as in OpenAI's API,
         `extra` further variables of the template. `add_generation_prompt`: the assistant's next turn begins;
         `continue_final_message`: the last message goes on instead. `chat_template` stands for the model's
-        own. `generation_marks`: `GENERATION` stands around what the template marks with {% generation %}."""
-        if (template := chat_template or self.template) is None:
-            raise TokenizerError("the model has no chat template", "chat_template.jinja, or chat_template in "
-                                 "tokenizer_config.json", "use `generate` with a plain prompt")
+        own, or names one of them. `generation_marks`: `GENERATION` stands around what the template marks with
+        {% generation %}. Contents are texts or parts, given to the template as `content_format` says."""
+        template = self.chat_template(bool(tools), chat_template or None)
         if continue_final_message: messages = _marked(messages)
         from tinygrad_nv.engine.text.chat_template import rendered
+        form = content_format or self.content_format
         text = rendered(template, generation_marks, lambda: {
-            **extra, **self.special, "messages": [dict(m) for m in messages],
+            **extra, **self.special, "messages": formed(messages, form, template, self.special),
             "tools": [dict(tool) for tool in tools] or None, "documents": None,
             "add_generation_prompt": add_generation_prompt and not continue_final_message})
         return _continued(text) if continue_final_message else text
@@ -190,10 +204,15 @@ class Tokenizer:
 def _marked(messages: Sequence[Message]) -> list[Message]:
     """A conversation whose last content ends with a mark, by which its end is found in the prompt."""
     last = messages[-1] if messages else {}
-    if not isinstance(content := last.get("content"), str) or not content.strip():
+    content = last.get("content")
+    if not text_of(content).strip():
         raise RequestError("continue_final_message of a message without a text",
                            "a last message to go on with", "leave continue_final_message out")
-    return [*messages[:-1], {**last, "content": content + MARK}]
+    if isinstance(content, str): return [*messages[:-1], {**last, "content": content + MARK}]
+    parts = list(content)
+    at = max(i for i, part in enumerate(parts) if is_text(part))
+    parts[at] = {**parts[at], "text": parts[at]["text"] + MARK}
+    return [*messages[:-1], {**last, "content": parts}]
 
 
 def _continued(text: str) -> str:
@@ -224,16 +243,3 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         text = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(text, str): out[name] = text
     return out
-
-
-def _template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    if (path := directory / "chat_template.jinja").is_file():
-        try: return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TokenizerError(f"{path} cannot be read: {error}", "a readable UTF-8 text file",
-                                 "download the file again") from error
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default", next(iter(named.values()), None))
-    return template if isinstance(template, str) else None

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_nv.engine.prompts import flattened
+from tinygrad_nv.engine.prompts import only_text
+from tinygrad_nv.engine.text.content_format import is_text
 from tinygrad_nv.engine.vision.images import as_image, from_url
 from tinygrad_nv.errors import RequestError
 
-IMAGES, TEXTS = ("image_url", "image", "image_pil"), ("text", "input_text", "output_text")
+IMAGES = ("image_url", "image", "image_pil")
 
 
 def is_image(part: Any) -> bool:
@@ -27,14 +28,13 @@ def with_placeholders(message: Mapping[str, Any],
                       local: bool = False) -> tuple[Mapping[str, Any], list[np.ndarray]]:
     """See above. Raises `RequestError`."""
     parts = message.get("content")
-    if not isinstance(parts, list | tuple) or not any(map(is_image, parts)): return flattened(message), []
+    if not isinstance(parts, list | tuple) or not any(map(is_image, parts)): return only_text(message), []
     made, images = list[dict[str, Any]](), list[np.ndarray]()
     for part in parts:
         if is_image(part):
             images.append(image_of(part, local))
             made.append({"type": "image"})
-        elif isinstance(part, Mapping) and part.get("type", "text") in TEXTS and \
-                isinstance(part.get("text"), str): made.append({"type": "text", "text": part["text"]})
+        elif is_text(part): made.append({"type": "text", "text": part["text"]})
         else: raise RequestError(f"a part {str(part)[:60]}", f"one of type text, {', '.join(IMAGES)}")
     return {**message, "content": made}, images
 

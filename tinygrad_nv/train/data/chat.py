@@ -59,7 +59,9 @@ class Template:
     @property
     def has_marks(self) -> bool:
         """Whether the template says which text is the assistant's."""
-        return bool(MARKED.search(self.tokenizer.template or ""))
+        try: template = self.tokenizer.chat_template(bool(self.record.fields.get("tools")))
+        except TokenizerError: return False     # rendering says so, with the record
+        return bool(MARKED.search(template))
 
     def answers(self, messages: Sequence[Message]) -> tuple[str, Spans]:
         """A conversation, and the spans of the assistant's text. Raises `DataError` where there are none."""

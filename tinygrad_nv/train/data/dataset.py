@@ -153,7 +153,7 @@ def _tokenized(files: Sequence[Path], first: Record, tokenizer: Tokenizer, vocab
             while some := list(islice(left, TOGETHER)):
                 _add(writer, some, encoder, vocab_size)
     key = hashed(files, asdict(options.encode), options.sample_by, vocab_size, tokenizer.backend.to_str(),
-                 dict(tokenizer.special), tokenizer.template)
+                 dict(tokenizer.special), tokenizer.template, dict(tokenizer.named))
     return cached(key, vocab_size, write)
 
 
