@@ -60,6 +60,7 @@ hooks.add_compile("programs", programs.cached)
 hooks.add_compile("program", _finalized)
 cpu_device.install()
 hooks.install_threads()
+hooks.install_captures()
 hooks.add_device("EMU", EMUDevice)
 try:
     ranges.enable_nvtx()

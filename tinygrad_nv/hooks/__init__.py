@@ -19,6 +19,7 @@ Protocol. Hooks are registered by name and removed by name:
                                           (free_intermediates of a TinyJit frees views, too, and programs
                                           get the `aux` of a kernel's KernelInfo with their TinyELF)
     install_cpu(ours, graph)              replaces attributes of the CPU device's module, and gives it graphs
+    install_captures()                    TinyJit takes views for arguments, and says what of them differs
     install_threads()                     each thread has its own cache on disk, its own capture and the right
                                           to a device; one thread at a time lowers programs
 
@@ -55,7 +56,7 @@ from tinygrad.schedule import rangeify
 from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat
 
 from tinygrad_nv.errors import HookError
-from tinygrad_nv.hooks import devices, layouts, methods, rewrites, threads
+from tinygrad_nv.hooks import captures, devices, layouts, methods, rewrites, threads
 from tinygrad_nv.hooks.devices import add_device, remove_cpu, remove_device
 from tinygrad_nv.hooks.replaced import (
     TINYGRAD_VERSION,
@@ -393,6 +394,16 @@ def install_cpu(ours: Mapping[str, Callable[[Any, Callable[[], bool]], Any]],
     CPU devices opened from now on; their graphs are of the class that `graph()` gives while enabled. Each of
     `ours` is also given `enabled`."""
     devices.install_cpu(ours, graph, enabled)
+
+
+# **** captures ****
+
+def install_captures() -> None:
+    """Has TinyJit copy an argument that is a view of a larger Tensor, and say which one has another size."""
+    captures.install()
+
+
+def remove_captures() -> None: captures.remove()
 
 
 # **** threads ****

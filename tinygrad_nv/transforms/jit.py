@@ -99,10 +99,11 @@ class jit:
 
 
 def _buffers(leaves: list[Tensor]) -> list[Tensor]:
-    """Arguments in memory, each its own."""
+    """Arguments in memory, each its own: a part of a larger Tensor, which lies elsewhere in each call, as a
+    copy."""
     made, seen = list(map(concrete, leaves)), set[UOp]()
     _realized([each for each in made if not each.uop.is_realized])
     for i, each in enumerate(made):
-        if each.uop.base in seen: made[i] = each.clone().realize()
+        if each.uop.base in seen or not each.uop.has_buffer_identity(): made[i] = each.clone()
         seen.add(made[i].uop.base)
-    return made
+    return _realized(made)
