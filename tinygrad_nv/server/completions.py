@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from tinygrad_nv.engine.outputs import Delta, TokenLogprobs
 from tinygrad_nv.engine.prompts import TextOrTokens
 from tinygrad_nv.engine.request_output import of_token
+from tinygrad_nv.engine.text.detokenizer import Echo
 from tinygrad_nv.server import protocol
 from tinygrad_nv.server.beams import beam_deltas
 from tinygrad_nv.server.record import Record
@@ -43,7 +44,7 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
 
 async def _chunks(service: Service, parsed: protocol.CompletionRequest, prompts: Sequence[list[int]],
                   echoes: Sequence[str], record: Record, shared: dict[str, Any]) -> Chunks:
-    offsets: dict[int, int] = {}
+    offsets, shown = dict[int, int](), dict[int, Echo]()
     top, n = parsed.params.logprobs, parsed.params.n
     deltas = beam_deltas(service, prompts, parsed, record) if parsed.beams is not None else \
         service.run(prompts, parsed.params, parsed.priority, record, parsed.salt)
@@ -60,7 +61,11 @@ async def _chunks(service: Service, parsed: protocol.CompletionRequest, prompts:
             own, offset = completion_logprobs(delta.logprobs, offset, top)
             parts.append(own)
         offsets[at] = offset
-        choice = _choice(at, (echoes[at // n] if first else "") + delta.text, delta, _joined(parts))
+        text = delta.text
+        if parsed.echo:
+            if first: shown[at] = Echo(service.require_tokenizer().decode, echoes[at // n], prompt)
+            text = shown[at].push(text, delta.tokens, delta.finish_reason is not None)
+        choice = _choice(at, text, delta, _joined(parts))
         if first and parsed.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_dictionaries(delta.prompt_logprobs, parsed.prompt_logprobs)
         if parsed.ids:

@@ -1,11 +1,13 @@
 """Streamed text joined is the text decoded whole; stop strings are found wherever pieces are cut."""
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from tinygrad_nv.engine.text.detokenizer import Detokenizer, StopStrings, overlap
+from tinygrad_nv.engine.text.detokenizer import Detokenizer, Echo, StopStrings, overlap
+from tinygrad_nv.engine.text.token_bytes import BYTE_OF_CHARACTER
 
 SAMPLE = ["Once upon a time, Zoë met a dog 🐕 and a 猫. “Hooray!” cried the naïve élan — 3,141 times."] * 3
 
@@ -113,3 +115,59 @@ def test_overlap_is_a_proper_prefix():
     assert overlap("xxab", "abc") == 2
     assert overlap("abc", "abc") == 0
     assert overlap("", "abc") == 0
+
+
+def byte_ids(name: str, text: str) -> list[int]:
+    """Ids of a text, a byte a token."""
+    letters = {byte: letter for letter, byte in BYTE_OF_CHARACTER.items()}
+    names = (letters[byte] if name == "byte-level" else f"<0x{byte:02X}>" for byte in text.encode())
+    return [TOKENIZERS[name].token_to_id(each) for each in names]
+
+
+def words(*pieces: str) -> list[int]:
+    return [TOKENIZERS["sentencepiece"].token_to_id(piece) for piece in pieces]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("start", ["", "é", "猫猫é", "🦊", "🦊🐙猫"])
+def test_an_answer_goes_on_with_the_last_character_of_a_prompt(name: str, start: str):
+    """Wherever the prompt is cut, the text goes on while it is made, whole characters are not lost, and an
+    echoed prompt and its answer are the text decoded whole."""
+    decode, ids = TOKENIZERS[name].decode, byte_ids(name, start + "🦊")
+    after = byte_ids(name, " runs") if name == "byte-level" else words("time", "s")
+    for cut in range(len(ids)):
+        prompt, answer = ids[:cut], [*ids[cut:], *after, *byte_ids(name, "🐙"), *after]
+        echo, stops = Echo(decode, decode(prompt), prompt), StopStrings(["s"])
+        text = Detokenizer(decode, prompt)
+        pieces = [text.push(token) for token in answer]
+        wanted = decode([*prompt, *answer])
+        shown = (start + "🦊").encode()[:cut].decode(errors="ignore")
+        there, there_tokens = len(shown), len(shown.encode())
+        assert "".join(pieces) == wanted[there:], cut
+        assert "".join(echo.push(p, [t], False) for p, t in zip(pieces, answer, strict=True)) == wanted
+        assert not text.flush()
+        for piece in pieces: stops.push(piece)
+        assert stops.found == "s"
+        # another word follows
+        if not decode(prompt).endswith("\ufffd"): continue
+        text, echo = Detokenizer(decode, prompt), Echo(decode, decode(prompt), prompt)
+        pieces = [text.push(token) for token in after]
+        assert "".join(pieces) == decode([*ids, *after])[len(start) + 1:]
+        assert "".join(echo.push(p, [t], False) for p, t in zip(pieces, after, strict=True)) == \
+            decode(prompt[:there_tokens]) + decode([*prompt[there_tokens:], *after])
+
+
+def test_broken_bytes_do_not_end_a_stream():
+    """Byte fallback takes a whole run of bytes back; what was shown of it stays, and text goes on."""
+    backend = TOKENIZERS["sentencepiece"]
+    fox, after = byte_ids("sentencepiece", "🦊"), words("time", "s")
+    text = Detokenizer(backend.decode)
+    assert [text.push(token) for token in [*fox, fox[0], *after, *fox]] == \
+        ["", "", "", "🦊", "", "\ufffdtime", "s", "", "", "", "🦊"]
+
+
+def test_an_echo_without_an_answer_is_the_prompt():
+    backend = TOKENIZERS["byte-level"]
+    prompt = byte_ids("byte-level", "a🦊")[:3]
+    echo = Echo(backend.decode, backend.decode(prompt), prompt)
+    assert [echo.push("", [], False), echo.push("", [], True)] == ["a", "\ufffd"]

@@ -3,8 +3,9 @@
 Protocol: a `Detokenizer` takes one id at a time and returns the text that id completed, possibly none;
 `flush` returns the text held back at the end of the sequence. All pieces joined are exactly decode(prompt +
 ids) without decode(prompt): bytes of an incomplete character are held until the character is complete, and
-the first word keeps the space that decoders strip at the start of a text. `StopStrings` holds back text that
-may become a stop string.
+the first word keeps the space that decoders strip at the start of a text. A character that the prompt's ids
+begin and the answer completes is the answer's: its pieces have all of it, and `Echo` leaves what the prompt
+shows of it out. `StopStrings` holds back text that may become a stop string.
 
 Technique: decode a short window twice, with and without the new ids, and emit the difference (as vLLM and
 transformers' streamers do). The cost depends on the window, not on the length of the text.
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 # prompt tokens in the first window: enough for any character (4 bytes) and a word before it
 CONTEXT_TOKENS = 6
+OPEN_TOKENS = 3     # of a character that is not complete
 UNFINISHED = "\ufffd"  # what decoders put for bytes that are not (yet) a character
 
 
@@ -25,28 +27,77 @@ class Detokenizer:
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = (),
                  silent: Callable[[int], bool] = lambda _: False) -> None:
         self.decode, self.silent = decode, silent
-        self.ids = list(prompt[-CONTEXT_TOKENS:])
+        self.ids = self._window(prompt)
+        self.emitted = self.complete = decode(self.ids)
         self.start, self.end = 0, len(self.ids)  # ids[start:end] has been emitted
-        self.emitted = decode(self.ids)
+        if self.emitted.endswith(UNFINISHED):
+            self.complete, count = before_open_end(decode, self.ids)
+            self.end -= count
 
     def push(self, token: int) -> str:
         """The text that `token` completes."""
         self.ids.append(token)
         now = self.decode(self.ids[self.start:])
         if now == self.emitted and self.silent(token): self.ids.pop()
-        if now.endswith(UNFINISHED) or not now.startswith(self.emitted): return ""
-        piece = now[len(self.emitted):]
+        if now.endswith(UNFINISHED): return ""
+        piece = self._new(now)
         if piece:
             self.start, self.end = self.end, len(self.ids)
-            self.emitted = self.decode(self.ids[self.start:])
+            self.emitted = self.complete = self.decode(self.ids[self.start:])
         return piece
 
     def flush(self) -> str:
         """The text still held back; undecodable bytes become U+FFFD."""
-        now = self.decode(self.ids[self.start:])
-        piece = now[len(self.emitted):]
-        self.start, self.end, self.emitted = len(self.ids), len(self.ids), ""
+        piece = self._new(self.decode(self.ids[self.start:]))
+        self.start, self.end, self.emitted, self.complete = len(self.ids), len(self.ids), "", ""
         return piece
+
+    def _window(self, prompt: Sequence[int]) -> list[int]:
+        """The last tokens of the prompt, from the beginning of a character on: of one that begins earlier,
+        byte fallback would take the bytes behind it for broken ones, too."""
+        sizes = range(CONTEXT_TOKENS, CONTEXT_TOKENS + OPEN_TOKENS + 1)
+        windows = [list(prompt[-size:]) for size in sizes]
+        return next((ids for ids in windows if any(     # an open end breaks the run before it, too
+            not self.decode(ids[:len(ids) - size]).startswith(UNFINISHED)
+            for size in range(OPEN_TOKENS + 1))), windows[0])
+
+    def _new(self, now: str) -> str:
+        """The text after what was emitted, given that of the window."""
+        for before in (self.emitted, self.complete):
+            if now.startswith(before): return now[len(before):]
+        # byte fallback takes a whole run of bytes back where a broken one follows
+        return self.decode(self.ids[self.end:])
+
+
+def before_open_end(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> tuple[str, int]:
+    """The text before the character that ids end inside of, and how many tokens have bytes of it."""
+    whole = decode(ids).rstrip(UNFINISHED)
+    for size in range(1, min(OPEN_TOKENS, len(ids)) + 1):
+        if not (before := decode(ids[:-size])).endswith(UNFINISHED):
+            return max(before, whole, key=len), size    # a token may have text before the bytes
+    return whole, 0
+
+
+class Echo:
+    """The text of a prompt in front of its answer's, which may complete the prompt's last character."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], text: str, prompt: Sequence[int]) -> None:
+        self.decode, self.text, self.held, self.first = decode, text, "", ""
+        self.ids: list[int] = []    # from the beginning of that character
+        if not text.endswith(UNFINISHED): return
+        self.text, count = before_open_end(decode, prompt)
+        self.ids = list(prompt[len(prompt) - count:])
+        self.first = decode(self.ids)
+        self.held = self.first.lstrip() or UNFINISHED
+
+    def push(self, text: str, tokens: Sequence[int], ended: bool) -> str:
+        """The text to show for a piece of the answer."""
+        shown, self.text = self.text, ""
+        if self.held: self.ids += tokens
+        if not self.held or not (text or ended): return shown + text
+        held, self.held = self.held, ""
+        broken = self.decode(self.ids).startswith(self.first)
+        return shown + (held if broken else "") + text
 
 
 class StopStrings:
