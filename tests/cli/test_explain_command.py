@@ -100,7 +100,7 @@ def test_without_ptxas_all_but_sass_is_there(command, monkeypatch: pytest.Monkey
     assert "  -  " in gemm(command).splitlines()[1]
     assert "registers  - (no ptxas)" in gemm(command, "--level", "tile")
     command("explain", "--gemm", EXTENTS, "--level", "sass").refused(
-        "ptxas is not there", "pip install nvidia-cuda-nvcc")
+        "ptxas is not there", "pip install 'tinygrad-nv[emulator]'")
 
 
 def test_the_text_runs_on_the_emulator(command):

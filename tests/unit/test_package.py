@@ -2,7 +2,6 @@
 import os
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import tinygrad
@@ -51,22 +50,3 @@ def test_models_beside_the_package_count_only_in_a_checkout(tmp_path):
 def test_nothing_else_of_a_checkout_is_in_the_package():
     assert run("import tinygrad_nv.tests").returncode != 0
     assert run("import tinygrad_nv.models.llama").stderr == ""
-
-
-def setuptools():
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-
-
-def test_every_file_of_the_servers_page_is_in_the_wheel():
-    server, patterns = ROOT / "tinygrad_nv" / "server", setuptools()["package-data"]["tinygrad_nv.server"]
-    files = {path for path in server.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
-    assert files == {path for pattern in patterns for path in server.glob(pattern)}
-    assert server / "page" / "index.html" in files
-
-
-def test_every_folder_with_modules_is_in_the_wheel():
-    listed = setuptools()["packages"]
-    folders = [*(ROOT / "tinygrad_nv").rglob("__init__.py"), *(ROOT / "models").rglob("__init__.py")]
-    names = {".".join(folder.parent.relative_to(ROOT).parts) for folder in folders}
-    named = {name if name.startswith("tinygrad_nv") else f"tinygrad_nv.{name}" for name in names}
-    assert set(listed) == named
