@@ -1,11 +1,12 @@
 """The C compiler of the CPU device: which one, how it is called, and how its objects are keyed in caches.
 
 Protocol: tinygrad calls one executable (environment variable CC, else `clang`) as `CC -c -x c ... - -o -`:
-C on stdin, an ELF object on stdout. The search order is an explicit CC, then a clang in PATH, then the
-clang inside the `ziglang` wheel. There, `zig clang` compiles kernels: it is clang with clang's arguments, and
-takes 85 ms for a small one where `zig cc` takes 125; `zig cc` links the emulator, which needs a libc. The
-console script `tinygrad-nv-cc` is `zig clang` as an executable, for use as CC by anything else that wants the
-same compiler.
+C on stdin, an ELF object on stdout. The search order is an explicit CC, then a clang in PATH, also one with
+its version in its name, then the clang inside the `ziglang` wheel, then a `cc` that is clang. gcc does not
+serve: kernels, tinygrad's and ours, are written with vectors that it lacks (`LACKS`). In the wheel, `zig
+clang` compiles kernels: it is clang with clang's arguments, and takes 85 ms for a small one where `zig cc`
+takes 125; `zig cc` links the emulator, which needs a libc. The console script `tinygrad-nv-cc` is `zig clang`
+as an executable, for use as CC by anything else that wants the same compiler.
 
 `CCompiler.identity` names binary, size, modification time and, of an explicit CC, its version: it is part of
 the compile-cache key together with the whole command line, so objects of one compiler are never served to
@@ -31,6 +32,8 @@ from tinygrad_nv import cache
 from tinygrad_nv.errors import ToolchainError
 
 Origin = Literal["CC", "PATH", "ziglang"]
+LACKS = "does not serve, since it is no clang: kernels need clang's vectors (ext_vector_type, " \
+        "__builtin_elementwise_fma, .lo and .hi)"
 
 
 @dataclass(frozen=True)
@@ -86,8 +89,8 @@ def _identity(command: tuple[str, ...], origin: Origin) -> str:
 
 
 def find_compiler(any_c: bool = False) -> CCompiler:
-    """The compiler to use now: explicit CC, then clang in PATH, then the `ziglang` wheel; for plain C, with
-    `any_c`, then gcc, as a machine that has nvcc has it.
+    """The compiler to use now: explicit CC, then clang in PATH, then the `ziglang` wheel, then a `cc` that is
+    clang; for plain C, with `any_c`, then gcc or any cc, as a machine that has nvcc has them.
 
     Raises `ToolchainError` when CC names nothing that can be run, or when there is no compiler at all.
     """
@@ -102,12 +105,24 @@ def find_compiler(any_c: bool = False) -> CCompiler:
                                  "correct CC, or unset it to let tinygrad_nv look for clang and the ziglang "
                                  "wheel")
         return _made((found, *command[1:]), "CC")
-    if (clang := shutil.which("clang")) is not None: return _made((clang,), "PATH")
+    if (clang := _clang()) is not None: return _made((clang,), "PATH")
     if (zig := zig_binary()) is not None: return _made((str(zig), "cc"), "ziglang")
-    if any_c and (gcc := shutil.which("gcc")) is not None: return _made((gcc,), "PATH")
-    raise ToolchainError("no C compiler for the CPU device", "a clang in PATH, or the ziglang wheel",
-                         "install clang with the system's package manager, or run: "
-                         "pip install ziglang")
+    others = [path for name in ("gcc", "cc") if (path := shutil.which(name)) is not None]
+    for other in others:
+        if any_c or "clang" in _version((other,), os.stat(other).st_mtime_ns): return _made((other,), "PATH")
+    raise ToolchainError("no C compiler for the CPU device" + (f": {others[0]} {LACKS}" if others else ""),
+                         "a clang in PATH, or the ziglang wheel",
+                         "pip install 'tinygrad-nv[cpu]', which brings that wheel, or install clang with the "
+                         "system's package manager")
+
+
+def _clang() -> str | None:
+    """The clang in PATH; without one of that name, the newest of those with a version in theirs."""
+    if (found := shutil.which("clang")) is not None: return found
+    folders = [Path(folder) for folder in os.get_exec_path() if folder]
+    named = {int(path.name[6:]): str(path) for folder in reversed(folders) for path in folder.glob("clang-*")
+             if path.name[6:].isdigit() and os.access(path, os.X_OK)}
+    return named[max(named)] if named else None
 
 
 def _made(command: tuple[str, ...], origin: Origin) -> CCompiler:
@@ -178,7 +193,7 @@ def _processor() -> str:
 def main() -> int:
     """`tinygrad-nv-cc`: clang from the ziglang wheel under clang's own command line."""
     if (zig := zig_binary()) is None:
-        print("tinygrad-nv-cc: the ziglang wheel is not installed (pip install ziglang)",
+        print("tinygrad-nv-cc: the ziglang wheel is not installed (pip install 'tinygrad-nv[cpu]')",
               file=sys.stderr)
         return 1
     command = [str(zig), "clang", *sys.argv[1:]]

@@ -17,7 +17,7 @@ def require_pillow() -> None:
     try: importlib.import_module("PIL.Image")
     except ModuleNotFoundError as error:
         raise ToolchainError("the Python package pillow is not installed", "pillow, which writes PNG",
-                             "pip install '.[image]'") from error
+                             "pip install 'tinygrad-nv[image]'") from error
 
 
 def png(image: np.ndarray, told: Mapping[str, str] | None = None) -> bytes:

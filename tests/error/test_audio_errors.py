@@ -120,7 +120,7 @@ def test_without_soundfile(monkeypatch: pytest.MonkeyPatch):
     assert len(decode_audio(wav(), "a.wav")) == 100
     with pytest.raises(AudioError) as error: decode_audio(b"fLaC", "a.flac")
     assert "soundfile is not installed" in str(error.value)
-    assert "pip install '.[audio]'" in str(error.value)
+    assert "pip install 'tinygrad-nv[audio]'" in str(error.value)
 
 
 @pytest.fixture

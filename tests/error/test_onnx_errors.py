@@ -36,7 +36,7 @@ def test_the_package_is_missing():
     text = "from importlib import util; util.find_spec = lambda name: None; import tinygrad_nv.onnx"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
     assert "OnnxError: the package onnx is not installed" in done.stderr
-    assert "pip install '.[onnx]'" in done.stderr
+    assert "pip install 'tinygrad-nv[onnx]'" in done.stderr
 
 
 # **** files ****

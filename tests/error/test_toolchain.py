@@ -31,11 +31,22 @@ def script(path, text):
     return str(path)
 
 
+WAYS_OUT = [
+    "  expected: a clang in PATH, or the ziglang wheel",
+    "  to fix:   pip install 'tinygrad-nv[cpu]', which brings that wheel, or install clang with the system's "
+    "package manager"]
+
+
 def test_no_compiler_names_both_ways_out(bare):
+    assert compiled() == ["no C compiler for the CPU device", *WAYS_OUT]
+
+
+@pytest.mark.parametrize("name", ["gcc", "cc"])
+def test_gcc_alone_is_named_with_what_it_lacks(bare, name):
+    script(bare / name, 'echo "gcc (Some) 13.2"')
     assert compiled() == [
-        "no C compiler for the CPU device",
-        "  expected: a clang in PATH, or the ziglang wheel",
-        "  to fix:   install clang with the system's package manager, or run: pip install ziglang"]
+        f"no C compiler for the CPU device: {bare / name} does not serve, since it is no clang: kernels need "
+        "clang's vectors (ext_vector_type, __builtin_elementwise_fma, .lo and .hi)", *WAYS_OUT]
 
 
 def test_CC_that_is_not_there(bare, monkeypatch):

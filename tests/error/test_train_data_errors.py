@@ -159,7 +159,7 @@ def test_pyarrow_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "a.parquet").write_text("PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     refused(tmp_path / "a.parquet", f"{tmp_path / 'a.parquet'} is Parquet, and pyarrow is not installed",
-            "expected: the package pyarrow", "pip install '.[train]'")
+            "expected: the package pyarrow", "pip install 'tinygrad-nv[train]'")
 
 
 def test_a_damaged_parquet_file(tmp_path: Path):

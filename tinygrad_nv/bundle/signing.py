@@ -79,5 +79,5 @@ def _crypto() -> Any:
         from cryptography.hazmat.primitives import serialization
     except ImportError as error:
         raise ConfigError("signatures need the cryptography package, which is not installed",
-                          "the extra `sign`", "pip install '.[sign]'") from error
+                          "the extra `sign`", "pip install 'tinygrad-nv[sign]'") from error
     return serialization

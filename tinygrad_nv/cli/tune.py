@@ -199,7 +199,7 @@ def _tune(arguments: argparse.Namespace) -> None:
         raise SpecError(f"no template takes {_shown(spec, arguments)} on {gpu.arch}: {reason}")
     if arguments.gpu is not None and clock_of(gpu) is None:
         raise ToolchainError("the timing model lacks ptxas or nvdisasm", "both",
-                             "pip install nvidia-cuda-nvcc nvidia-cuda-nvdisasm")
+                             "pip install 'tinygrad-nv[emulator]'")
     with bar(f"trying schedules of {spec}") as progress: tried = tune(spec, gpu, arguments.beam, progress)
     best = tried[0]
     if arguments.json:

@@ -84,7 +84,7 @@ def predicted(program: Program, schedule: TileSchedule, name: str) -> float:
     target = GPU(found.arch, found.sms)
     if clock_of(target) is None:
         raise ScheduleError(f"no time of {program.name}: the timing model needs ptxas and nvdisasm",
-                            "these programs", "install nvidia-cuda-nvcc and nvidia-cuda-nvdisasm")
+                            "these programs", "pip install 'tinygrad-nv[emulator]'")
     try: return ModelledClock(name).seconds(build(program, schedule, target), program) * 1e6
     except KernelError as error: raise ScheduleError(f"no time of {program.name}: {error}") from error
 

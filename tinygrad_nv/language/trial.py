@@ -28,7 +28,7 @@ def seconds(program: Program, schedule: TileSchedule, target: Target) -> tuple[f
     from tinygrad_nv.tile.modelled import clock_of
     if (clock := target.clock or clock_of(target)) is None:
         raise ScheduleError(f"no time of {program.name}: the timing model needs ptxas and nvdisasm",
-                            "a GPU, or these programs", "install nvidia-cuda-nvcc and nvidia-cuda-nvdisasm")
+                            "a GPU, or these programs", "pip install 'tinygrad-nv[emulator]'")
     return clock.seconds(made, program), clock.how
 
 

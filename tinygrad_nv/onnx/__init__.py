@@ -20,7 +20,7 @@ from tinygrad_nv.errors import OnnxError
 
 if find_spec("onnx") is None:
     raise OnnxError("the package onnx is not installed", "onnx 1.23 or newer",
-                    "pip install '.[onnx]'")
+                    "pip install 'tinygrad-nv[onnx]'")
 
 from tinygrad_nv.onnx.exporting import export, export_model
 from tinygrad_nv.onnx.runner import OnnxRunner

@@ -86,7 +86,7 @@ def require_ptxas() -> Path:
     if (found := find_program("ptxas")) is None:
         raise ToolchainError("ptxas is not there",
                              "ptxas in PATH, under CUDA_HOME, or in the nvidia-cuda-nvcc wheel",
-                             "pip install nvidia-cuda-nvcc")
+                             "pip install 'tinygrad-nv[emulator]'")
     return found
 
 

@@ -120,12 +120,12 @@ def disassembled(cubin: bytes, *more: str) -> str:
     """The listing, with `more` that nvdisasm alone can print. Raises `ToolchainError` without a disassembler,
     and where it fails."""
     if (program := disassembler()) is None:
-        raise ToolchainError("no disassembler is there", "nvdisasm or cuobjdump",
-                             "pip install nvidia-cuda-nvdisasm")
+        raise ToolchainError("no disassembler is there", "nvdisasm, or the cuobjdump of a CUDA toolkit",
+                             "pip install 'tinygrad-nv[emulator]'")
     flags = ("-sass",) if program.name == "cuobjdump" else ("-c", *more)
     if more and "-c" not in flags:
         raise ToolchainError("cuobjdump prints no lines of PTX", "nvdisasm",
-                             "pip install nvidia-cuda-nvdisasm")
+                             "pip install 'tinygrad-nv[emulator]'")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -91,7 +91,7 @@ def _how(gpu: GPU, family: Family, model: Clock | None) -> How:
     if family.counts is not None: return "counted"
     raise ToolchainError(f"nothing times {family.name} kernels on {gpu.arch}",
                          "a GPU, or ptxas, nvdisasm and figures of one for the timing model",
-                         "pip install nvidia-cuda-nvcc nvidia-cuda-nvdisasm, or set NV_TIMING_GPU")
+                         "pip install 'tinygrad-nv[emulator]', or set NV_TIMING_GPU")
 
 
 def search(spec: Any, gpu: GPU, beam: int, known: database.Entry | None = None) -> Schedule | None:

@@ -348,7 +348,7 @@ def _parsed(path: Path, text: str) -> Any:
         try: yaml = import_module("yaml")
         except ImportError as error:
             raise ConfigError(f"--config {path}, without the package pyyaml", "YAML needs it",
-                              "pip install '.[train]' or write a .json file") from error
+                              "pip install 'tinygrad-nv[train]' or write a .json file") from error
         try: return yaml.safe_load(text)
         except yaml.YAMLError as error: raise ValueError(str(error)) from error
     except ValueError as error:

@@ -4,7 +4,7 @@ Protocol: `Log(output, arguments, steps)` is a context. `step(row)` takes the fi
 those of an evaluation. Each is a JSON object on a line of the log file, which is flushed at once, so that a
 killed run loses none, and of which a resumed run drops lines after its step. On a terminal a bar shows loss,
 tokens/s, norm, memory and the time that is left; elsewhere a line is printed every few seconds. `finish`
-draws curves.png, where matplotlib is installed.
+draws curves.png; without matplotlib a line says that there is none.
 """
 from __future__ import annotations
 
@@ -103,8 +103,9 @@ class Log:
         else: print(words, file=sys.stderr)
 
     def finish(self) -> None:
-        """Draws the curves."""
-        _draw(self.rows, Path(self.arguments.output_dir) / CURVES)
+        """Draws the curves, or says why there are none."""
+        try: _draw(self.rows, Path(self.arguments.output_dir) / CURVES)
+        except ImportError: self.say(f"no {CURVES}: it needs matplotlib (pip install 'tinygrad-nv[train]')")
 
     def _write(self, row: dict[str, Any]) -> None:
         # JSON has no infinity, which the norm of a skipped step may be
@@ -144,7 +145,7 @@ def _board(arguments: TrainingArguments) -> Any:
     except ImportError:
         if arguments.report_to == "auto": return None
         raise ConfigError("--report-to tensorboard", "the package tensorboard",
-                          "pip install '.[train]'") from None
+                          "pip install 'tinygrad-nv[train]'") from None
     return found.EventFileWriter(str(Path(arguments.output_dir) / "runs"))
 
 
@@ -163,11 +164,9 @@ def _bar(steps: int, first: int) -> Any:
 
 def _draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Curves of loss, norm and learning rate by step."""
-    try:
-        import matplotlib
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError: return
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
     figure, axes = pyplot.subplots(3, 1, figsize=(8, 9), sharex=True)
     for axis, names in zip(axes, (("loss", "eval_loss"), ("grad_norm",), ("learning_rate",)), strict=True):
         for name in names:

@@ -1,5 +1,5 @@
 """What messages and pages tell to install is there: every `pip install X` is a name or an extra of
-pyproject.toml. This package itself is in no index: its extras are those of a checkout."""
+pyproject.toml. `'.[extra]'` works in a checkout alone: it is for pages and scripts about one."""
 from __future__ import annotations
 
 import re
@@ -13,8 +13,9 @@ from tinygrad_nv.benchmarks.engines import PACKAGES
 ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-TOLD = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("bench/*.md"),
-        *ROOT.glob("bench/*.py"), *(ROOT / "tinygrad_nv").rglob("*.py"), *(ROOT / "models").rglob("*.py")]
+CHECKOUT = [*ROOT.glob("*.md"), *ROOT.glob("bench/*.md"), *ROOT.glob("bench/*.py")]
+INSTALLED = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "tinygrad_nv").rglob("*.py"),
+             *(ROOT / "models").rglob("*.py")]
 # text, and string literals that continue on the next line
 JOINED = re.compile(r"""["']\n\s*f?["']""")
 COMMAND = re.compile(r"pip install ([^:;)`\n\"{]+)")
@@ -26,15 +27,15 @@ def names() -> set[str]:
     return {re.split(r"[><=;\[ ]", one)[0].lower() for one in listed}
 
 
-def wrong(command: str) -> list[str]:
+def wrong(command: str, checkout: bool = False) -> list[str]:
     """The words of a command that are no package or extra of the project."""
     bad = []
     if "--no-index" in command: return bad  # a file
-    for word in command.replace("'", " ").split():
+    for word in command.replace("'", "").split():
         if word in ("or", "on", "and", "besides", "in"): break
-        if word in ("-e", "-U"): continue
-        checkout = re.fullmatch(r"\.\[([a-z,]+)\]", last := word.rstrip(",."))
-        known = set(checkout[1].split(",")) <= set(EXTRAS) if checkout \
+        if word == "-U" or (word == "-e" and checkout): continue
+        own = re.fullmatch(r"(\.|tinygrad-nv)\[([a-z,-]+)\]", last := word.rstrip(",."))
+        known = set(own[2].split(",")) <= set(EXTRAS) and (own[1] != "." or checkout) if own \
             else re.split(r"[><=]", last)[0].lower() in names()
         if not known: bad.append(word)
         if last != word: break
@@ -42,8 +43,9 @@ def wrong(command: str) -> list[str]:
 
 
 def test_what_is_to_be_installed_is_known():
-    unknown = [(path.name, found[0]) for path in TOLD
-               for found in COMMAND.finditer(JOINED.sub("", path.read_text())) if wrong(found[1])]
+    unknown = [(path.name, found[0]) for path in [*CHECKOUT, *INSTALLED]
+               for found in COMMAND.finditer(JOINED.sub("", path.read_text()).replace("pip\n", "pip "))
+               if wrong(found[1], path in CHECKOUT)]
     assert unknown == []
 
 
@@ -51,5 +53,6 @@ def test_what_is_to_be_installed_is_known():
 def test_peers_are_known(name: str): assert not wrong(PACKAGES[name])
 
 
-@pytest.mark.parametrize("command", ["'tinygrad-nv[cuda]'", "tinygrad-nv", "'.[gpu]'", "ziglang nothing"])
+@pytest.mark.parametrize("command", ["'.[cuda]'", "-e 'tinygrad-nv[cuda]'", "tinygrad-nv",
+                                     "'tinygrad-nv[gpu]'", "ziglang nothing"])
 def test_others_are_not(command: str): assert wrong(command)

@@ -97,7 +97,7 @@ def test_without_ptxas_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "find_program", lambda name: None)
     with pytest.raises(ToolchainError, match="nvidia-cuda-nvcc") as caught:
         assemble(HEAD.format("sm_80") + KERNEL)
-    assert "pip install nvidia-cuda-nvcc" in str(caught.value)
+    assert "pip install 'tinygrad-nv[emulator]'" in str(caught.value)
 
 
 def test_programs_are_found_in_path_then_under_cuda_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

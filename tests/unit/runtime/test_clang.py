@@ -59,8 +59,19 @@ def test_plain_c_is_left_to_gcc_where_there_is_nothing_else(path, monkeypatch):
     gcc = executable(path / "bin" / "gcc")
     assert find_compiler(any_c=True).command == (str(gcc),)
     with pytest.raises(ToolchainError): find_compiler()
+    gcc.rename(cc := path / "bin" / "cc")
+    assert find_compiler(any_c=True).command == (str(cc),)
     clang = executable(path / "bin" / "clang")
     assert find_compiler(any_c=True).command == (str(clang),)
+
+
+def test_clang_serves_under_its_other_names(path, monkeypatch):
+    """A cc that is clang where there is nothing else, and Debian's names, of which the newest."""
+    monkeypatch.setattr(toolchain, "zig_binary", lambda: None)
+    cc = executable(path / "bin" / "cc", 'echo "Some clang version 16.0.6"')
+    assert find_compiler().command == (str(cc),)
+    for version in ("9", "16", "cpp-17"): executable(path / "bin" / f"clang-{version}")
+    assert find_compiler().command == (str(path / "bin" / "clang-16"),)
 
 
 def test_the_renderer_uses_what_is_found_and_keeps_it(path):
@@ -200,7 +211,7 @@ def test_a_missing_compiler_is_our_error_however_the_device_is_chosen(tmp_path, 
     done = run(script, PATH=str(tmp_path), **env)
     last = done.stderr.strip().splitlines()[-3:]
     assert last[0] == "tinygrad_nv.errors.ToolchainError: no C compiler for the CPU device"
-    assert "pip install ziglang" in last[2]
+    assert "pip install 'tinygrad-nv[cpu]'" in last[2]
 
 
 @pytest.mark.sampled(1)

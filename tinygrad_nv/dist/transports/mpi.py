@@ -34,7 +34,7 @@ def load() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise DistError(f"MPI cannot be used: {error}", "mpi4py and an MPI",
-                        "pip install -e '.[dist]'; or start ranks of one machine with "
+                        "pip install 'tinygrad-nv[dist]'; or start ranks of one machine with "
                         "tinygrad-nv launch") from error
     if MPI.Is_finalized():
         raise DistError("MPI has ended in this process", "one use of it, until close()",
@@ -89,7 +89,7 @@ def _address(name: str) -> int:
         except (AttributeError, OSError): continue
         if found is not None: return found
     raise DistError(f"the MPI that mpi4py has loaded has no {name}", "MPICH or Open MPI",
-                    "pip install -e '.[dist]'")
+                    "pip install 'tinygrad-nv[dist]'")
 
 
 def _libraries() -> list[str]:

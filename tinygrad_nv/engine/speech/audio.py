@@ -116,7 +116,7 @@ def _by_soundfile(data: bytes, name: str, most_s: float) -> tuple[np.ndarray, in
     except (ImportError, OSError) as error:
         raise AudioError(f"{name} is no WAV file of PCM or floats, and the Python package soundfile is not "
                          "installed", "soundfile, which reads FLAC, MP3, OGG and others",
-                         "convert the file to WAV, or pip install '.[audio]'") from error
+                         "convert the file to WAV, or pip install 'tinygrad-nv[audio]'") from error
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             rate, blocks, read = int(file.samplerate), list[np.ndarray](), 0

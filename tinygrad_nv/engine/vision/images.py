@@ -66,7 +66,7 @@ def decoded(data: bytes) -> np.ndarray:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
         raise RequestError("an image file, and pillow is not installed", "pillow",
-                           "pip install '.[image]'") from error
+                           "pip install 'tinygrad-nv[image]'") from error
     Image.init()
     try: found = Image.open(io.BytesIO(data), formats=[each for each in FORMATS if each in Image.OPEN])
     except UnidentifiedImageError as error:

@@ -133,7 +133,7 @@ def _parquet(file: Path, read: Read) -> Iterator[Record]:
         import pyarrow.parquet
     except ImportError as error:
         raise DataError(f"{file} is Parquet, and pyarrow is not installed", "the package pyarrow",
-                        "pip install '.[train]' or pip install pyarrow") from error
+                        "pip install 'tinygrad-nv[train]' or pip install pyarrow") from error
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
             rows, size, number = table.metadata.num_rows, file.stat().st_size, 0

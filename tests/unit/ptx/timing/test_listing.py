@@ -179,7 +179,8 @@ def test_a_missing_disassembler_is_said(program: str | None, found: str, tmp_pat
     for where in (sass, module_of_listing): monkeypatch.setattr(where, "disassembler", lambda: path)
     monkeypatch.setattr(module_of_listing, "version", lambda program: "13.0")
     listing.cache_clear()
-    with pytest.raises(ToolchainError, match=found): listing(module("  ret;"))
+    with pytest.raises(ToolchainError, match=found) as error: listing(module("  ret;"))
+    assert error.value.fix == "pip install 'tinygrad-nv[emulator]'"
 
 
 def test_several_instructions_of_a_line_are_told_apart():
