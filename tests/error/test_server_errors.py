@@ -22,7 +22,7 @@ TYPES = {400: "invalid_request_error", 429: "rate_limit_error", 500: "server_err
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    with live(fake_service(limits=LIMITS)) as running: yield running
+    with live(fake_service(limits=LIMITS, strict=True)) as running: yield running
 
 
 def explained(answer: httpx.Response, status: int, *words: str, code: str | None = None,
@@ -112,7 +112,7 @@ FIELDS = [
     ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens", "leave it out, or say true"),
     ({"skip_special_tokens": 1}, "skip_special_tokens", "true or false"),
     ({"store": True}, "store", "POST /v1/responses"),
-    ({"service_tier": "flex"}, "service_tier", "auto, default"),
+    ({"service_tier": "flex"}, "service_tier", 'or say "auto" or "default"'),
     ({"user": 5}, "user", "expected a string"), ({"metadata": "a"}, "metadata", "expected an object"),
     ({"cache_salt": ""}, "cache_salt", "at least one character"),
     ({"bad_words": [""]}, "bad_words", "non-empty"),
@@ -155,8 +155,8 @@ CHATS = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "reads nothing else"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text is missing"),
     ({"messages": [{"role": "user", "content": "a", "colour": "red"}]}, "unknown field 'messages[0].colour'"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-     "no JSON object"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+     "messages[0].tool_calls[0].function.name is missing"),
     ({"top_logprobs": 3}, "needs logprobs"), ({"logprobs": 1}, "true or false"),
     ({"max_completion_tokens": 0}, "at least 1"), ({"tools": [{"type": "code"}]}, "no function"),
     ({"tools": [{"type": "function", "function": {}}]}, "name is missing"),

@@ -100,6 +100,9 @@ def _add_parser_options(serve: argparse.ArgumentParser) -> None:
     parsers.add_argument("--trust-request-chat-template", action=argparse.BooleanOptionalAction,
                          default=False,
                          help="run chat templates of requests, in the sandbox (default off)")
+    parsers.add_argument("--strict-requests", action=argparse.BooleanOptionalAction, default=False,
+                         help="refuse fields that have no effect, unknown ones too, which are else named in "
+                              "the header x-ignored-fields (default off)")
 
 
 def _add_server_options(serve: argparse.ArgumentParser) -> None:

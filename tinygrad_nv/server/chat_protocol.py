@@ -6,15 +6,16 @@ decided where it is rendered: conversation.py.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.server.errors import APIError, invalid
-from tinygrad_nv.server.fields import Fields, parse, unicode
+from tinygrad_nv.server.fields import Fields, unicode
+from tinygrad_nv.server.history import arguments_of
 from tinygrad_nv.server.limits import RequestLimits
-from tinygrad_nv.server.protocol import Common, common_fields, require_unstored
+from tinygrad_nv.server.protocol import Common, common_fields
 from tinygrad_nv.server.structured_output import call_schema
 from tinygrad_nv.server.tools import Tool, ToolChoice, allowed_tools, legacy_choice, tool_choice, tool_list
 
@@ -22,6 +23,8 @@ from tinygrad_nv.server.tools import Tool, ToolChoice, allowed_tools, legacy_cho
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt",
                  "continue_final_message", "chat_template")
 IMAGE = "image_url"     # the type of parts that are images
+# of parts: what earlier answers had, and marks for caches, which keep prompts with equal beginnings anyway
+PART_EXTRAS = ("cache_control", "annotations", "citations", "logprobs")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 VERBOSITIES = ("low", "medium", "high")
 
@@ -46,6 +49,8 @@ class ChatRequest(Common):
     show_reasoning: bool = True
     budget: int | None = None
     must_bound: bool = False
+    # how the client spells fields whose errors name them otherwise (leniency.py)
+    spelling: Mapping[str, str] = field(default_factory=dict)
 
 
 def chat(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) -> ChatRequest:
@@ -60,7 +65,7 @@ def chat(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) 
         tools = allowed_tools(fields, tools)
         choice = tool_choice(fields, tools)
     logprobs, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, limits.logprobs)
-    if top is not None and not logprobs:
+    if top and not logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     limits_given = [fields.whole("max_completion_tokens", 1), fields.whole("max_tokens", 1)]
     most = min((limit for limit in limits_given if limit is not None), default=None)
@@ -69,10 +74,10 @@ def chat(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) 
     common = common_fields(fields, defaults, limits, 1, given, call_schema(tools, choice))
     # a stop string within its arguments would truncate a tool call
     if choice.forced: common = replace(common, params=replace(common.params, stop=(), stop_token_ids=()))
-    require_unstored(fields)
     _prediction(fields)
     fields.as_usual({"modalities": ["text"], "echo": False, "add_special_tokens": False, "documents": [],
-                     "audio": {}, "web_search_options": {}})
+                     "web_search_options": {}})
+    fields.hint("audio", ({},))
     fields.finish()
     return ChatRequest(**vars(common), **turn, messages=messages, tools=tools, choice=choice, legacy=legacy)
 
@@ -130,14 +135,18 @@ def _message(data: dict[str, Any], at: int) -> dict[str, Any]:
     calls = fields.objects("tool_calls")
     if (function := fields.object("function_call")) is not None:
         calls = [*(calls or ()), {"function": function}]
-    content = _content(fields, may_lack=role == "assistant", images=role == "user")
+    # a refusal is the text of its message
+    if role == "assistant" and not fields.left.get("content"): fields.left["content"] = fields.text("refusal")
+    own: list[str] | None = [] if role == "assistant" else None
+    content = _content(fields, may_lack=role in ("assistant", "tool", "function"), images=role == "user",
+                       thoughts=own)
     out: dict[str, Any] = {"role": {"developer": "system", "function": "tool"}.get(role, role),
                            "content": content}
     if calls: out["tool_calls"] = [_call(item, f"{fields.path('tool_calls')}[{i}]")
                                    for i, item in enumerate(calls)]
     for name in ("name", "tool_call_id"):
         if (value := fields.text(name)) is not None: out[name] = value
-    thoughts = [fields.text("reasoning"), fields.text("reasoning_content")]
+    thoughts = ["\n".join(own or ()), fields.text("reasoning"), fields.text("reasoning_content")]
     if reasoning := next(filter(None, thoughts), None):
         out |= dict.fromkeys(("reasoning", "reasoning_content"), reasoning)
         # the name in the template of gpt-oss, which takes one of content and thinking before a call
@@ -148,28 +157,40 @@ def _message(data: dict[str, Any], at: int) -> dict[str, Any]:
     return out
 
 
-def _content(fields: Fields, may_lack: bool, images: bool = False) -> str | list[dict[str, Any]]:
+def _content(fields: Fields, may_lack: bool, images: bool = False,
+             thoughts: list[str] | None = None) -> str | list[dict[str, Any]]:
     """A string, or parts of type text, of which the template gets what it reads; some of them may be
-    `images`, which a user may send."""
+    `images`, which a user may send. Of an assistant's message, `thoughts` get the texts of reasoning, and
+    refusals are text."""
     value, path = fields.take("content"), fields.path("content")
     if value is None:
         if may_lack: return ""
         raise invalid(f"{path} is missing, expected a string or a list of parts", path, "missing_field")
     if isinstance(value, str): return unicode(value, path)
     if not isinstance(value, list): raise fields.wrong("content", value, "a string or a list of parts")
-    parts = list[dict[str, Any]]()
+    parts: list[dict[str, Any]] = []
     for i, part in enumerate(value):
         if not isinstance(part, dict): raise fields.wrong(f"content[{i}]", part, "an object")
-        if images and part.get("type") == IMAGE:
-            parts.append(part)
-            continue
-        if part.get("type") not in ("text", "input_text", "output_text"):
-            raise only_text(f"{path}[{i}].type", part)
-        text = part.get("text")
-        if not isinstance(text, str):
-            raise invalid(f"{path}[{i}].text is missing, expected a string", f"{path}[{i}].text")
-        parts.append({"type": "text", "text": unicode(text, f"{path}[{i}].text")})
+        if images and part.get("type") == IMAGE: parts.append(part)
+        elif thoughts is not None and (kind := part.get("type")) in ("thinking", "reasoning"):
+            thoughts.append(_part_text(part, f"{path}[{i}]", kind if kind in part else "text"))
+        else:
+            refused = thoughts is not None and part.get("type") == "refusal"
+            if not refused and part.get("type") not in ("text", "input_text", "output_text"):
+                raise only_text(f"{path}[{i}].type", part)
+            text = _part_text(part, f"{path}[{i}]", "refusal" if refused else "text")
+            parts.append({"type": "text", "text": text})
     return parts
+
+
+def _part_text(part: dict[str, Any], path: str, name: str) -> str:
+    """The text of a part, by its `name`."""
+    inner = Fields(part, path)
+    inner.ignore(("type", *PART_EXTRAS))
+    text = inner.text(name)
+    if text is None: raise invalid(f"{path}.{name} is missing, expected a string", f"{path}.{name}")
+    inner.finish()
+    return text
 
 
 def only_text(path: str, part: dict[str, Any]) -> APIError:
@@ -179,15 +200,13 @@ def only_text(path: str, part: dict[str, Any]) -> APIError:
 
 
 def _call(data: dict[str, Any], path: str) -> dict[str, Any]:
-    """A tool call of an earlier turn. Templates write arguments as JSON themselves: they get the object."""
+    """A tool call of an earlier turn. Templates write arguments as JSON themselves: they get the value."""
     fields = Fields(data, path)
     function = Fields(fields.object("function") or {}, f"{path}.function")
-    name, arguments = function.text("name"), function.take("arguments")
+    name = function.text("name")
     if not name: raise invalid(f"{path}.function.name is missing, expected a string", f"{path}.function.name")
-    if isinstance(arguments, str) and arguments:
-        try: arguments = parse(arguments.encode())
-        except (APIError, UnicodeEncodeError) as error:
-            raise invalid(f"{path}.function.arguments is no JSON object: {error}",
-                          f"{path}.function.arguments") from error
-    return {"id": fields.text("id") or "", "type": "function",
-            "function": {"name": name, "arguments": arguments or {}}}
+    given = arguments_of(function.take("arguments"))
+    fields.ignore(("type", "index"))
+    made = {"id": fields.text("id") or "", "type": "function", "function": {"name": name, "arguments": given}}
+    for each in (function, fields): each.finish()
+    return made

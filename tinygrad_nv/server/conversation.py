@@ -10,7 +10,7 @@ end (reasoning_tokens.py); else it holds from the first token on, and the answer
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,12 +24,15 @@ from tinygrad_nv.server.beams import beam_deltas
 from tinygrad_nv.server.chat_protocol import EFFORTS, ChatRequest
 from tinygrad_nv.server.conversation_images import has_images, with_images
 from tinygrad_nv.server.errors import api_error, invalid
+from tinygrad_nv.server.history import objects_only
+from tinygrad_nv.server.leniency import ignore, note, spelled
 from tinygrad_nv.server.parsers.forced import CallList, NamedCall
 from tinygrad_nv.server.parsers.parser import CallDelta, Chain, Content, Event, Parser, Reasoning, joined
 from tinygrad_nv.server.parsers.table import NONE, Answer, answer_parser, markers
-from tinygrad_nv.server.reasoning_tokens import reasoning_tokens, require_markers
+from tinygrad_nv.server.reasoning_tokens import check_budget, reasoning_tokens
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
+from tinygrad_nv.server.tools import Tool
 
 # tokens at the end of the prompt that may have the first marker of reasoning
 TAIL_TOKENS = 16
@@ -74,6 +77,10 @@ class Conversation:
     @staticmethod
     async def of(service: Service, request: ChatRequest) -> Conversation:
         """See above."""
+        with spelled(request.spelling): return await Conversation._of(service, request)
+
+    @staticmethod
+    async def _of(service: Service, request: ChatRequest) -> Conversation:
         service.require_generator()
         images = has_images(service, request)
         model, tokenizer = service.require_name(request.model), service.require_tokenizer()
@@ -83,6 +90,7 @@ class Conversation:
         if request.template is not None: extra["chat_template"] = request.template
         if request.continued: extra["continue_final_message"] = True
         if not request.generation_prompt: extra["add_generation_prompt"] = False
+        request = await with_readable_calls(service, request, offered, extra)
         size = sum(len(text_of(message["content"])) for message in request.messages)
         limit, inserted = request.params.truncate_prompt_tokens, None
         if images: prompt, inserted = await with_images(service, request, offered, extra)
@@ -95,6 +103,7 @@ class Conversation:
             else tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False)
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in offered}
         answer = Answer(prefix, request.continued, schemas)
+        if request.thinking and names[0] == NONE and "enable_thinking" not in template: note("thinking")
         names, params = _reasoned(names, answer, tokenizer, request)
         request = replace(request, params=params)
         if any(map(tokenizer.special_text, markers(*names) if schemas else markers(names[0], NONE))):
@@ -170,7 +179,7 @@ def _reasoned(names: tuple[str, str], answer: Answer, tokenizer: Tokenizer,
     """The names of the parsers, and the parameters, of an answer whose reasoning is free of the constraint,
     and bounded by its budget."""
     params, budget = request.params, request.budget
-    if request.must_bound and budget is not None: require_markers(names[0], tokenizer, budget)
+    if request.must_bound and budget is not None: check_budget(names[0], tokenizer, budget)
     constrained = params.structured_outputs is not None
     if not constrained and budget is None: return names, params
     tokens = reasoning_tokens(names[0], answer, tokenizer, budget)
@@ -188,6 +197,19 @@ def _template(service: Service, request: ChatRequest, tokenizer: Tokenizer, tool
                   "--trust-request-chat-template", "chat_template", "unsupported")
 
 
+async def with_readable_calls(service: Service, request: ChatRequest, tools: Sequence[Tool],
+                              extra: Mapping[str, Any]) -> ChatRequest:
+    """The request with arguments of earlier calls that the chat template can read (history.py)."""
+    if (other := objects_only(request.messages)) is None: return request
+    tokenizer = service.require_tokenizer()
+
+    def readable() -> bool:
+        try: tokenizer.render(request.messages, tools, **extra)
+        except NVError: return False
+        return True
+    return request if await service.aside(0, readable) else replace(request, messages=other)
+
+
 def known_efforts(template: str) -> list[str]:
     """The values of reasoning_effort that change something: a template with `enable_thinking` alone knows off
     and on."""
@@ -199,6 +221,8 @@ def known_efforts(template: str) -> list[str]:
 def _variables(request: ChatRequest, template: str) -> dict[str, Any]:
     """Variables of the template for reasoning and verbosity."""
     out: dict[str, Any] = {}
+    for name in request.extra or ():
+        if name not in template: note(f"chat_template_kwargs.{name}")
     if request.thinking is not None and "enable_thinking" in template:
         out["enable_thinking"] = request.thinking
     if (effort := request.effort) is not None:
@@ -206,14 +230,13 @@ def _variables(request: ChatRequest, template: str) -> dict[str, Any]:
         if "reasoning_effort" in switches: out["reasoning_effort"] = effort
         if "enable_thinking" in switches: out["enable_thinking"] = effort != "none"
         if not switches:
-            raise invalid(f"reasoning_effort is {effort!r}, and the chat template has neither "
-                          "reasoning_effort "
-                          "nor enable_thinking: this model's reasoning has no switch; to fix: leave it out",
-                          "reasoning_effort", "unsupported")
+            ignore(invalid(f"reasoning_effort is {effort!r}, and the chat template has neither "
+                           "reasoning_effort nor enable_thinking: this model's reasoning has no switch; to "
+                           "fix: leave it out", "reasoning_effort", "unsupported"))
     if request.verbosity is not None:
         if "verbosity" in template: out["verbosity"] = request.verbosity
         elif request.verbosity != "medium":
-            raise invalid(f"verbosity is {request.verbosity!r}, and the chat template has no such variable; "
-                          "to fix: leave it out, and ask for the length in a message", "verbosity",
-                          "unsupported")
+            ignore(invalid(f"verbosity is {request.verbosity!r}, and the chat template has no such variable; "
+                           "to fix: leave it out, and ask for the length in a message", "verbosity",
+                           "unsupported"))
     return out

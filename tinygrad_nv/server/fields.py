@@ -2,7 +2,7 @@
 
 Protocol: `parse(body)` returns the JSON object of a body, and rejects what json.loads accepts: duplicate
 names, NaN and Infinity, numbers beyond float64. Each field of a `Fields` is then read once (null counts as
-absent); `finish()` rejects fields that were not read.
+absent); those that were not read have no effect: `finish()` gives them to leniency.py.
 """
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tinygrad_nv.server.errors import APIError, invalid
+from tinygrad_nv.server.leniency import ignore, is_strict, note
 
 
 def parse(body: bytes) -> dict[str, Any]:
@@ -21,14 +22,19 @@ def parse(body: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise invalid(f"the body is not UTF-8: byte {body[error.start]:#04x} at offset {error.start}",
                       code="invalid_utf8") from error
-    try: data = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float)
+    data = parse_value(text)
+    if not isinstance(data, dict):
+        raise invalid(f"the body is {_kind(data)}, not a JSON object", code="invalid_json")
+    return data
+
+
+def parse_value(text: str) -> Any:
+    """The JSON value of `text`. Raises `APIError` 400 with what is wrong and where."""
+    try: return json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float)
     except RecursionError as error:
         raise invalid("the body is not usable JSON: it is nested too deeply", code="invalid_json") from error
     except ValueError as error:
         raise invalid(f"the body is not JSON: {error}", code="invalid_json") from error
-    if not isinstance(data, dict):
-        raise invalid(f"the body is {_kind(data)}, not a JSON object", code="invalid_json")
-    return data
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -157,8 +163,16 @@ class Fields:
         return tuple(value)
 
     def ignore(self, names: Iterable[str]) -> None:
-        """Accepts fields that have no effect."""
+        """Accepts fields without a word: what they ask for holds anyway, or is of an earlier answer."""
         for name in names: self.take(name)
+
+    def hint(self, name: str, usual: Sequence[Any] = (), why: str = "is not served") -> None:
+        """A field that has no effect, whatever its value; `usual` ones ask for what holds anyway."""
+        value = self.take(name)
+        if value is None or value in usual: return
+        hint = f", or say {' or '.join(map(json.dumps, usual))}" if usual else ""
+        ignore(invalid(f"{self.path(name)} {why}; to fix: leave it out{hint}", self.path(name),
+                       "unsupported"))
 
     def as_usual(self, usual: Mapping[str, Any]) -> None:
         """Accepts fields only with the value of the default behaviour."""
@@ -168,13 +182,17 @@ class Fields:
                               f"{json.dumps(value)}", self.path(name), "unsupported")
 
     def finish(self) -> None:
-        """Rejects unread fields: a misspelt field would otherwise be silently ignored."""
-        if not self.left: return
-        name = next(iter(self.left))
+        """Ignores unread fields, as vLLM does; where requests are strict, the first one is an error."""
+        for name in self.left:
+            if is_strict(): raise self._unknown(name)
+            note(self.path(name[:100]))
+        self.left = {}
+
+    def _unknown(self, name: str) -> APIError:
         close = difflib.get_close_matches(name[:100], self.known, 1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise invalid(f"unknown field {self.path(name)[:100]!r}{hint}", self.path(name)[:100],
-                      "unknown_field")
+        return invalid(f"unknown field {self.path(name)[:100]!r}{hint}", self.path(name)[:100],
+                       "unknown_field")
 
 
 def unicode(text: str, param: str) -> str:

@@ -1,9 +1,10 @@
 """The outermost middleware: request ids, CORS, API keys, and a response for every error.
 
 Protocol: `Gate` gives each request an id, the client's own if it sent X-Request-Id, and returns it in that
-header. It rejects what computes while the server drains (503) and without an API key (401), turns `APIError`s
-and unexpected exceptions (500) into responses, counts and logs. A client that disconnected is logged with
-status 499. Preflights of browsers need no key, and every response has the headers of CORS.
+header; another one names fields that have no effect (leniency.py). It rejects what computes while the server
+drains (503) and without an API key (401), turns `APIError`s and unexpected exceptions (500) into responses,
+counts and logs. A client that disconnected is logged with status 499. Preflights of browsers need no key, and
+every response has the headers of CORS.
 """
 from __future__ import annotations
 
@@ -15,12 +16,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinygrad_nv.server.errors import APIError
-from tinygrad_nv.server.log import LOG, request_line
+from tinygrad_nv.server.leniency import HEADER, MOST_LOGGED, Ignored, collect
+from tinygrad_nv.server.log import LOG, line, request_line
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
 
 MAX_ID = 128    # characters of a client's X-Request-Id; a longer one is replaced
-EXPOSED = ("X-Request-Id", "Retry-After")   # what scripts of other origins may read
+EXPOSED = ("X-Request-Id", "Retry-After", "X-Ignored-Fields")   # what scripts of other origins may read
 
 
 class Gate:
@@ -43,12 +45,14 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", (given or record.id).encode())]
+                message["headers"] = [*message["headers"], (b"x-request-id", (given or record.id).encode()),
+                                      *self._told(ignored)]
             await send(message)
 
         served = self._guards(scope)
         self.service.active += served
-        try: await self.inner(scope, receive, recorded_send)
+        try:
+            with collect(self.service.strict) as ignored: await self.inner(scope, receive, recorded_send)
         except Exception as error:  # `app` has responded
             LOG.exception("internal_error id=%s", record.id)
             record.error = type(error).__name__
@@ -65,6 +69,15 @@ class Gate:
             record = scope["record"]
             record.error = error.code
             await error.response(route_path(scope), record.id)(scope, receive, send)
+
+    def _told(self, ignored: Ignored) -> list[tuple[bytes, bytes]]:
+        """The header of a request's fields without effect. Logs those that are seen for the first time."""
+        logged = self.service.ignored
+        for name in ignored.names:
+            if name in logged or len(logged) >= MOST_LOGGED: continue
+            logged.add(name)
+            LOG.warning(line("ignored_field", name=name))
+        return [(HEADER.encode(), ignored.header.encode())] if ignored.names else []
 
     def _guards(self, scope: Scope) -> bool:
         """Whether the path computes, or tells of what did."""

@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     engine = ImageEngine(model, arguments.max_queue)
     metrics = Metrics(names[0], model.tokenizers[0].length, engine.stats, arguments.metrics_prefix)
     service = Service(ImageEngineClient(engine), ImageModel(model), names, limits(arguments), metrics, keys,
-                      cors=cors(arguments), images=engine)
+                      cors=cors(arguments), images=engine, strict=arguments.strict_requests)
     LOG.info(line("images", xl=model.xl, size=f"{model.size}x{model.size}"))
 
     def ready() -> None:

@@ -12,14 +12,19 @@ from typing import Any
 
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.server.chat_protocol import EFFORTS, ChatRequest, chat
-from tinygrad_nv.server.errors import invalid
+from tinygrad_nv.server.errors import APIError, invalid
 from tinygrad_nv.server.fields import Fields, unicode
+from tinygrad_nv.server.leniency import spelled
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.protocol import STOPS
+from tinygrad_nv.server.tools import leave_out, other_tool
 
 # fields that mean the same as in /v1/chat/completions
 SHARED = ("model", "stream", "top_k", "min_p", "repetition_penalty", "seed", "stop_token_ids", "ignore_eos",
           "priority", "cache_salt", "structured_outputs", "chat_template_kwargs")
+# what other fields of a conversation are called here
+SPELLING = {"stop": "stop_sequences", "reasoning_effort": "output_config.effort",
+            "response_format.json_schema": "output_config.format"}
 THINKING = ("enabled", "adaptive", "disabled")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -32,28 +37,32 @@ def message_request(data: dict[str, Any], defaults: SamplingParams, limits: Requ
     most = fields.whole("max_tokens", 1)
     if most is None and not counted:
         raise invalid("max_tokens is missing, expected a whole number ≥ 1", "max_tokens", "missing_field")
-    messages = [*_system(fields), *_messages(fields)]
+    system = _system(fields)
+    messages, spelling = _messages(fields, len(system))
+    messages = [*system, *messages]
     continued = messages[-1]["role"] == "assistant"
     asked |= {"messages": messages, "max_tokens": most, "stop": list(fields.texts("stop_sequences", STOPS))
               or None,
               "temperature": fields.number("temperature", 0, 1), "top_p": fields.number("top_p", 0, 1),
-              **_tools(fields), **_output(fields)}
+              **_tools(fields, spelling), **_output(fields)}
     if continued: asked |= {"continue_final_message": True, "add_generation_prompt": False}
-    thinking, budget = _thinking(fields, most)
+    thinking, budget = _thinking(fields)
     metadata = Fields(fields.object("metadata") or {}, "metadata")
     metadata.text("user_id")
     metadata.finish()
-    fields.one_of("service_tier", ("auto", "standard_only"))
+    fields.hint("service_tier", ("auto", "standard_only"))
+    fields.as_usual({"mcp_servers": []})
     fields.ignore(["cache_control"])        # prompts with equal prefixes share pages anyway
     fields.finish()
-    request = chat({name: value for name, value in asked.items() if value is not None}, defaults, limits)
+    with spelled(spelling):
+        request = chat({name: value for name, value in asked.items() if value is not None}, defaults, limits)
     return replace(request, thinking=thinking, show_reasoning=thinking is not False, budget=budget,
-                   must_bound=False)
+                   must_bound=False, spelling=spelling)
 
 
 # **** fields ****
 
-def _thinking(fields: Fields, most: int | None) -> tuple[bool | None, int | None]:
+def _thinking(fields: Fields) -> tuple[bool | None, int | None]:
     """Whether the model reasons, if the request says so, and tokens of reasoning at most."""
     given = fields.object("thinking")
     if given is None: return None, None
@@ -61,29 +70,29 @@ def _thinking(fields: Fields, most: int | None) -> tuple[bool | None, int | None
     kind = inner.one_of("type", THINKING)
     if kind is None: raise invalid(f"thinking.type is missing, expected one of {', '.join(THINKING)}",
                                    "thinking.type", "missing_field")
-    budget = inner.whole("budget_tokens", 1, None if most is None else max(most - 1, 1))
-    inner.one_of("display", ("summarized", "full", "omitted"))
+    budget = inner.whole("budget_tokens", 0)
+    inner.hint("display", ("full",), "is not served: reasoning is shown as it is")
     inner.finish()
     return kind != "disabled", budget
 
 
-def _tools(fields: Fields) -> dict[str, Any]:
-    made = []
+def _tools(fields: Fields, spelling: dict[str, str]) -> dict[str, Any]:
+    made: list[dict[str, Any]] = []
+    refused: list[APIError] = []
     for at, each in enumerate(fields.objects("tools") or []):
         inner = Fields(each, f"tools[{at}]")
         if (kind := inner.text("type")) not in (None, "custom"):
-            raise invalid(f"tools[{at}].type is {kind[:60]!r}, expected 'custom': the server runs no tools "
-                          "of its "
-                          "own", f"tools[{at}].type", "unsupported")
-        schema = inner.object("input_schema")
-        if schema is None: raise invalid(f"tools[{at}].input_schema is missing, expected a JSON schema",
-                                         f"tools[{at}].input_schema", "missing_field")
+            refused.append(other_tool(inner, kind, "custom"))
+            continue
         function = {"name": inner.take("name"), "description": inner.text("description"),
-                    "parameters": schema}
+                    "parameters": inner.object("input_schema")}
         inner.flag("strict")
         inner.ignore(["cache_control"])
         inner.finish()
+        spelling |= {f"tools[{len(made)}].function.parameters": f"tools[{at}].input_schema",
+                     f"tools[{len(made)}].function": f"tools[{at}]"}
         made.append({"type": "function", "function": {k: v for k, v in function.items() if v is not None}})
+    leave_out(refused, made)
     given = fields.object("tool_choice")
     if given is None: return {"tools": made or None}
     inner = Fields(given, "tool_choice")
@@ -96,17 +105,19 @@ def _tools(fields: Fields) -> dict[str, Any]:
 
 
 def _output(fields: Fields) -> dict[str, Any]:
-    """output_config: the effort, and the schema of the answer."""
+    """output_config: the effort, and the schema of the answer, also under its older name output_format."""
     inner = Fields(fields.object("output_config") or {}, "output_config")
-    effort, given = inner.one_of("effort", EFFORTS), inner.object("format")
+    effort, given, path = inner.one_of("effort", EFFORTS), inner.object("format"), "output_config.format"
     inner.finish()
+    older = fields.object("output_format")
+    if given is None: given, path = older, "output_format"
     if given is None: return {"reasoning_effort": effort}
-    about = Fields(given, "output_config.format")
+    about = Fields(given, path)
     about.one_of("type", ("json_schema",))
     schema = about.object("schema")
     about.finish()
-    if schema is None: raise invalid("output_config.format.schema is missing, expected a JSON schema",
-                                     "output_config.format.schema", "missing_field")
+    if schema is None: raise invalid(f"{path}.schema is missing, expected a JSON schema", f"{path}.schema",
+                                     "missing_field")
     return {"reasoning_effort": effort,
             "response_format": {"type": "json_schema", "json_schema": {"name": "output", "schema": schema}}}
 
@@ -121,11 +132,14 @@ def _system(fields: Fields) -> list[dict[str, Any]]:
     return [{"role": "system", "content": "\n".join(_text(each) for each in blocks)}]
 
 
-def _messages(fields: Fields) -> list[dict[str, Any]]:
+def _messages(fields: Fields, first: int) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The messages, and the spelling of their fields; the first one is message `first` of the conversation.
+    """
     given = fields.objects("messages")
     if given is None: raise invalid("messages is missing, expected a list", "messages", "missing_field")
     if not given: raise invalid("messages is empty, expected at least one message", "messages")
     out: list[dict[str, Any]] = []
+    spelling = dict(SPELLING)
     for at, each in enumerate(given):
         inner = Fields(each, f"messages[{at}]")
         role, path = inner.one_of("role", ("user", "assistant")), inner.path("content")
@@ -135,9 +149,17 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
                                        f"messages[{at}].role", "missing_field")
         blocks = [Fields({"type": "text", "text": content}, path)] if isinstance(content, str) \
             else _blocks(content, path)
-        for block in blocks: _add(block, role, out)
+        for block in blocks:
+            _add(block, role, out)
+            name = f"messages[{first + len(out) - 1}]"
+            spelling.setdefault(name, f"messages[{at}]")
+            spelling[f"{name}.content"] = block.where
+            if calls := out[-1].get("tool_calls"):
+                call = f"{name}.tool_calls[{len(calls) - 1}].function"
+                spelling.setdefault(call, block.where)
+                spelling.setdefault(f"{call}.arguments", f"{block.where}.input")
         if not blocks: raise invalid(f"{path} is empty, expected at least one block", path)
-    return out
+    return out, spelling
 
 
 def _blocks(value: Any, path: str) -> list[Fields]:
@@ -158,6 +180,8 @@ def _add(block: Fields, role: str, out: list[dict[str, Any]]) -> None:
     elif kind == "tool_use" and role == "assistant": last.setdefault("tool_calls", []).append(_use(block))
     elif kind == "thinking" and role == "assistant":
         last["reasoning"] = last.get("reasoning", "") + (block.text("thinking") or "")
+        block.ignore(["type", "signature", "cache_control"])
+        block.finish()
     elif kind != "redacted_thinking":
         expected = "text or tool_result" if role == "user" else "text, thinking or tool_use"
         raise invalid(f"{block.path('type')} is {str(kind)[:40]!r}, expected {expected}: the model reads "
@@ -180,11 +204,11 @@ def _text(block: Fields) -> str:
 def _use(block: Fields) -> dict[str, Any]:
     """A call of an earlier turn."""
     block.ignore(["type", "cache_control", "caller"])
-    name, given, call = block.text("name"), block.object("input"), block.text("id")
+    name, given, call = block.text("name"), block.take("input"), block.text("id")
     block.finish()
     if not name: raise invalid(f"{block.path('name')} is missing, expected a string", block.path("name"),
                                "missing_field")
-    return {"id": call, "type": "function", "function": {"name": name, "arguments": given or {}}}
+    return {"id": call, "type": "function", "function": {"name": name, "arguments": given}}
 
 
 def _result(block: Fields) -> dict[str, Any]:

@@ -137,9 +137,16 @@ def _documents(fields: Fields) -> tuple[str, ...]:
     if not isinstance(found, list): raise fields.wrong("documents", found, expected)
     if len(found) > MOST_INPUTS:
         raise invalid(f"documents has {len(found)} texts, expected at most {MOST_INPUTS}", "documents")
-    texts = [each["text"] if isinstance(each, dict) and set(each) == {"text"} else each for each in found]
+    texts = [_document(each, at) if isinstance(each, dict) else each for at, each in enumerate(found)]
     if not all(isinstance(each, str) for each in texts): raise fields.wrong("documents", found, expected)
     return tuple(unicode(each, "documents") for each in texts)
+
+
+def _document(found: dict[str, Any], at: int) -> str | None:
+    fields = Fields(found, f"documents[{at}]")
+    text = fields.text("text")
+    if text is not None: fields.finish()
+    return text
 
 
 async def _scores(request: Request, service: Service, record: Record, model: EmbeddingClient,

@@ -3,9 +3,9 @@
 Protocol: `completion(data, defaults, limits)` checks every field's type and range, and returns a
 `CompletionRequest` whose `params` are ready for the engine; chat_protocol.py does for conversations. Names
 are OpenAI's, and vLLM's for what OpenAI lacks (top_k, min_p, repetition_penalty, min_tokens, stop_token_ids,
-ignore_eos, structured_outputs, priority, cache_salt). Unsupported features are rejected by name. Fields that
-cannot affect an answer (user, metadata), and fields that ask for the default behaviour, are checked and have
-no effect. An unknown field is an error: it may be misspelt.
+ignore_eos, structured_outputs, priority, cache_salt). Fields that would change an answer, and are not served,
+are refused by name. Labels (user, metadata), and fields that ask for the default behaviour, are checked and
+have no effect. Hints, and fields that are unknown, have none either, and are named in a header (leniency.py).
 """
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from tinygrad_nv.server.structured_output import structured
 
 # texts that name a client or a request for its own records
 LABELS = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id")
-TIERS = ("auto", "default")
+# hints, and the values of each that ask for what holds anyway
+HINTS: dict[str, tuple[Any, ...]] = {
+    "service_tier": ("auto", "default"), "store": (False,), "spaces_between_special_tokens": (True,),
+    "kv_transfer_params": ({},), "vllm_xargs": ({},)}
+WHY = {"store": "is true, and only responses are kept (POST /v1/responses)"}
 # vLLM's fields that are accepted with their default value only
-USUAL = {"spaces_between_special_tokens": True, "detokenize": True,
-         "early_stopping": False,
-         "return_tokens_as_token_ids": False, "logits_processors": [], "kv_transfer_params": {},
-         "vllm_xargs": {}, "mm_processor_kwargs": {}, "prompt_embeds": []}
+USUAL = {"detokenize": True, "early_stopping": False, "return_tokens_as_token_ids": False,
+         "logits_processors": [], "mm_processor_kwargs": {}, "prompt_embeds": []}
 # what beam search has no use for
 NOT_OF_BEAMS = ("stop", "stop_token_ids", "min_tokens", "logprobs", "prompt_logprobs", "logit_bias",
                 "presence_penalty", "frequency_penalty", "repetition_penalty", "top_p", "top_k", "min_p",
@@ -82,7 +84,6 @@ def completion(data: dict[str, Any], defaults: SamplingParams, limits: RequestLi
     if best_of is not None and best_of != getattr(common.params, "n", 1):
         raise invalid(f"best_of is {best_of}, and is served only equal to n; to fix: ask for n choices with "
                       "logprobs and choose", "best_of", "unsupported")
-    require_unstored(fields)
     special = fields.flag("add_special_tokens", True)
     fields.finish()
     return CompletionRequest(**vars(common), prompts=texts, echo=echo, silent=most == 0, special=special)
@@ -157,14 +158,7 @@ def labels(fields: Fields) -> None:
     """Fields that say something of the client, and change no answer."""
     for name in LABELS: fields.text(name)
     fields.object("metadata")
-    fields.one_of("service_tier", TIERS)
-
-
-def require_unstored(fields: Fields) -> None:
-    """Raises `APIError` for an answer to be kept."""
-    if fields.flag("store"):
-        raise invalid("store is true, and only responses are kept; to fix: leave store out, or POST "
-                      "/v1/responses", "store", "unsupported")
+    for name, usual in HINTS.items(): fields.hint(name, usual, WHY.get(name, "is not served"))
 
 
 def _params(defaults: SamplingParams, given: dict[str, Any]) -> SamplingParams:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from tinygrad_nv.engine.structured_output.params import ReasoningTokens
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.server.errors import invalid
+from tinygrad_nv.server.leniency import ignore
 from tinygrad_nv.server.parsers.harmony import Harmony
 from tinygrad_nv.server.parsers.table import NONE, REASONING, Answer
 from tinygrad_nv.server.parsers.think import Think
@@ -31,11 +32,11 @@ def reasoning_tokens(name: str, answer: Answer, tokenizer: Tokenizer, budget: in
     return ReasoningTokens(None if inside else start, tuple(end), inside, may_end, budget)
 
 
-def require_markers(name: str, tokenizer: Tokenizer, budget: int) -> None:
-    """Raises `APIError` 400 for a budget of reasoning that no token can end."""
+def check_budget(name: str, tokenizer: Tokenizer, budget: int) -> None:
+    """Ignores a budget where there is no reasoning. Raises `APIError` 400 where no token can end it."""
     if name == NONE:
-        raise invalid(f"{BUDGET} is {budget}, and the model has no reasoning parser; to fix: leave it out, "
-                      "or start the server with --reasoning-parser", BUDGET, "unsupported")
+        return ignore(invalid(f"{BUDGET} is {budget}, and the model has no reasoning parser; to fix: leave "
+                              "it out, or start the server with --reasoning-parser", BUDGET, "unsupported"))
     if bad := [each for each in REASONING[name].end if tokenizer.backend.token_to_id(each) is None]:
         raise invalid(f"{BUDGET} is {budget}, and {bad[0]!r}, which ends the reasoning, is no token of the "
                       "vocabulary; to fix: leave it out, or bound the answer with max_completion_tokens",

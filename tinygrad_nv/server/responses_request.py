@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tinygrad_nv.engine.sampling import MAX_LOGPROBS, SamplingParams
 from tinygrad_nv.server.chat_protocol import EFFORTS, VERBOSITIES, ChatRequest, chat
-from tinygrad_nv.server.errors import invalid
+from tinygrad_nv.server.errors import APIError, invalid
 from tinygrad_nv.server.fields import Fields, unicode
+from tinygrad_nv.server.leniency import ignore, spelled
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.response_store import ResponseStore
+from tinygrad_nv.server.tools import leave_out, other_tool
 
 # fields that mean the same as in /v1/chat/completions
 SHARED = ("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
@@ -24,6 +26,10 @@ SHARED = ("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty
           "include_stop_str_in_output", "skip_special_tokens", "bad_words", "allowed_token_ids", "priority",
           "cache_salt", "structured_outputs", "chat_template_kwargs", "parallel_tool_calls", "user",
           "safety_identifier", "prompt_cache_key", "metadata", "service_tier", "stream")
+# what other fields of a conversation are called here
+SPELLING = {"max_completion_tokens": "max_output_tokens", "response_format.json_schema": "text.format",
+            "response_format": "text.format", "reasoning_effort": "reasoning.effort",
+            "verbosity": "text.verbosity"}
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 ROLES = ("user", "assistant", "system", "developer")
 # fields that are in a response as they were in its request, with their defaults
@@ -52,11 +58,12 @@ def response_request(data: dict[str, Any], store: ResponseStore, defaults: Sampl
     fields = Fields(data)
     asked: dict[str, Any] = {name: fields.take(name) for name in SHARED}
     items = _items(fields)
-    messages = [*_previous(fields, store), *messages_of(items)]
     instructions = fields.text("instructions")
     system = [] if instructions is None else [{"role": "system", "content": instructions}]
+    before, spelling = _previous(fields, store), dict(SPELLING)
+    messages = [*before, *messages_of(items, spelling, len(system) + len(before))]
     asked |= {"messages": [*system, *messages], "max_completion_tokens": fields.whole("max_output_tokens", 1),
-              **_text(fields), **_reasoning(fields), **_tools(fields), **_logprobs(fields)}
+              **_text(fields), **_reasoning(fields), **_tools(fields, spelling), **_logprobs(fields)}
     keep, background = fields.flag("store", True), fields.flag("background")
     if background and (asked["stream"] or not keep):
         raise invalid("background is true, with stream or without store, expected a response that is stored "
@@ -64,13 +71,17 @@ def response_request(data: dict[str, Any], store: ResponseStore, defaults: Sampl
                       "asked for later; to fix: leave background or stream out", "background", "unsupported")
     truncate = fields.one_of("truncation", ("auto", "disabled")) == "auto"
     _stream_options(fields)
-    for name in ("conversation", "prompt", "context_management", "max_tool_calls"):
+    # compaction of long conversations, which the client does; and a limit of tools that are not served
+    for name in ("context_management", "max_tool_calls"): fields.hint(name)
+    for name in ("conversation", "prompt"):
         if fields.take(name) is not None:
             raise invalid(f"{name} is not served; to fix: leave it out, and send input or "
                           "previous_response_id",
                           name, "unsupported")
     fields.finish()
-    request = chat({name: value for name, value in asked.items() if value is not None}, defaults, limits)
+    with spelled(spelling):
+        request = chat({name: value for name, value in asked.items() if value is not None}, defaults, limits)
+    request = replace(request, spelling=spelling)
     shown = {name: value if (given := data.get(name)) is None else given for name, value in SHOWN.items()}
     shown["temperature"], shown["top_p"] = request.params.temperature, request.params.top_p
     shown["text"] = data.get("text") or {"format": {"type": "text"}}
@@ -112,25 +123,25 @@ def _reasoning(fields: Fields) -> dict[str, Any]:
     inner = Fields(fields.object("reasoning") or {}, "reasoning")
     effort = inner.one_of("effort", EFFORTS)
     for name in ("summary", "generate_summary"):
-        if (asked := inner.text(name)) not in (None, "auto"):
-            raise invalid(f"reasoning.{name} is {asked!r}, and no summaries are written: the reasoning "
-                          "itself is "
-                          "in the response; to fix: leave it out", f"reasoning.{name}", "unsupported")
+        inner.hint(name, ("auto",), "is not served: the reasoning itself is in the response")
     inner.finish()
     return {"reasoning_effort": effort}
 
 
-def _tools(fields: Fields) -> dict[str, Any]:
+def _tools(fields: Fields, spelling: dict[str, str]) -> dict[str, Any]:
     made: list[dict[str, Any]] = []
+    refused: list[APIError] = []
     for at, each in enumerate(fields.objects("tools") or []):
         inner = Fields(each, f"tools[{at}]")
         if (kind := inner.text("type")) != "function":
-            raise invalid(f"tools[{at}].type is {str(kind)[:60]!r}, expected 'function': the server runs no "
-                          "tools of its own", f"tools[{at}].type", "unsupported")
+            refused.append(other_tool(inner, kind, "function"))
+            continue
+        spelling[f"tools[{len(made)}].function"] = f"tools[{at}]"
         made.append({"type": "function", "function": {
             name: value for name in ("name", "description", "parameters", "strict")
             if (value := inner.take(name)) is not None}})
         inner.finish()
+    leave_out(refused, made)
     choice = fields.take("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         names = [each.get("name") for each in choice.get("tools") or [] if isinstance(each, dict)]
@@ -145,7 +156,7 @@ def _logprobs(fields: Fields) -> dict[str, Any]:
     include = fields.texts("include", 16)
     for each in include:
         if each not in (LOGPROBS, ENCRYPTED):
-            raise invalid(f"include has {each[:60]!r}, expected {LOGPROBS} or {ENCRYPTED}", "include")
+            ignore(invalid(f"include has {each[:60]!r}, expected {LOGPROBS} or {ENCRYPTED}", "include"))
     top = fields.whole("top_logprobs", 0, MAX_LOGPROBS)
     asked = LOGPROBS in include or bool(top)
     return {"logprobs": asked or None, "top_logprobs": top if asked else None}
@@ -172,8 +183,10 @@ def _items(fields: Fields) -> list[dict[str, Any]]:
     return [{"type": "message", "id": f"item_{secrets.token_hex(12)}", **each} for each in value]
 
 
-def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items as messages of /v1/chat/completions."""
+def messages_of(items: Sequence[dict[str, Any]], spelling: dict[str, str] | None = None,
+                first: int = 0) -> list[dict[str, Any]]:
+    """Items as messages of /v1/chat/completions, of which the first one is message `first`. `spelling` gets
+    the names of their fields."""
     out: list[dict[str, Any]] = []
     for at, item in enumerate(items):
         fields = Fields(item, f"input[{at}]")
@@ -188,7 +201,16 @@ def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         else: raise invalid(f"input[{at}].type is {str(kind)[:60]!r}, expected message, function_call, "
                             "function_call_output or reasoning", f"input[{at}].type", "unsupported")
         fields.finish()
+        if spelling is not None: _spell(out, first, fields.where, spelling)
     return out
+
+
+def _spell(out: Sequence[dict[str, Any]], first: int, where: str, spelling: dict[str, str]) -> None:
+    """Says which item the last message and its last call are of."""
+    name = f"messages[{first + len(out) - 1}]"
+    spelling.setdefault(name, where)
+    if calls := out[-1].get("tool_calls"):
+        spelling.setdefault(f"{name}.tool_calls[{len(calls) - 1}].function", where)
 
 
 def _message(fields: Fields, out: list[dict[str, Any]]) -> None:
@@ -206,14 +228,14 @@ def _message(fields: Fields, out: list[dict[str, Any]]) -> None:
 
 def _call(fields: Fields, out: list[dict[str, Any]]) -> None:
     call = {"id": _required(fields, "call_id"), "type": "function",
-            "function": {"name": _required(fields, "name"), "arguments": fields.text("arguments") or "{}"}}
+            "function": {"name": _required(fields, "name"), "arguments": fields.take("arguments")}}
     if not out or out[-1]["role"] != "assistant": out.append({"role": "assistant", "content": ""})
     out[-1].setdefault("tool_calls", []).append(call)
 
 
 def _thought(fields: Fields, out: list[dict[str, Any]]) -> None:
     texts = [each.get("text") for name in ("content", "summary") for each in fields.objects(name) or []]
-    fields.ignore(["encrypted_content"])
+    fields.ignore(["encrypted_content"])    # of a server that keeps its reasoning to itself
     if not all(isinstance(text, str) for text in texts):
         raise invalid(f"{fields.where} has no texts, expected content of type reasoning_text", fields.where)
     out.append({"role": "assistant", "content": "", "reasoning": "".join(map(str, texts))})

@@ -163,6 +163,8 @@ class Service:
     parsers: Parsers = field(default_factory=Parsers)
     cors: CORS = field(default_factory=CORS)
     tokenizer_info: bool = False    # whether /tokenizer_info is served
+    strict: bool = False            # fields without effect are errors
+    ignored: set[str] = field(default_factory=set)      # such fields that were logged
     responses: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False

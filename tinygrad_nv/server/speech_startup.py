@@ -113,7 +113,8 @@ def service_of(transcriber: Transcriber, names: tuple[str, ...], arguments: argp
                   max_num_seqs=transcriber.runner.max_seqs))
     return Service(SpeechEngineClient(transcriber.engine), SpeechModel(transcriber), names, limits(arguments),
                    metrics, keys, cors=cors(arguments), speech=transcriber,
-                   tokenizer_info=arguments.enable_tokenizer_info_endpoint)
+                   tokenizer_info=arguments.enable_tokenizer_info_endpoint,
+                   strict=arguments.strict_requests)
 
 
 def load(arguments: argparse.Namespace, directory: Path, waterfall: Waterfall) -> Transcriber:

@@ -65,7 +65,8 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
                       adapters=adapters, cors=cors(arguments),
                       sleeping=llm if arguments.enable_sleep_mode else None,
                       vision=None if llm.vision is None else llm,
-                      tokenizer_info=arguments.enable_tokenizer_info_endpoint, tracer=tracer)
+                      tokenizer_info=arguments.enable_tokenizer_info_endpoint, tracer=tracer,
+                      strict=arguments.strict_requests)
     LOG.info(capacity_line(llm))
 
     def ready() -> None:

@@ -47,6 +47,7 @@ def structured_option(fields: Fields, limits: RequestLimits) -> tuple[str, dict[
             if (value := at.take(field)) is not None: found.append((at.path(field), {kind: value}))
     if inner.flag("json_object"): found.append((inner.path("json_object"), {"json_object": True}))
     one_line = inner.flag("disable_any_whitespace")
+    inner.as_usual({"structural_tag": ""})
     inner.finish()
     if len(found) > 1:
         raise invalid(f"{found[0][0]} and {found[1][0]} both constrain the output, expected one", found[1][0])
@@ -60,14 +61,20 @@ def structured_option(fields: Fields, limits: RequestLimits) -> tuple[str, dict[
 def _response_format(wanted: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     fields = Fields(wanted, "response_format")
     kind = fields.text("type")
-    described = fields.object("json_schema")
+    described, own = fields.object("json_schema"), fields.take("schema")
     fields.finish()
     if kind == "text": return []
+    # the schema beside the type, as llama.cpp has it
+    if own is not None and described is None and kind in ("json_object", "json_schema"):
+        return [("response_format.schema", {"json": own})]
     if kind == "json_object": return [("response_format", {"json_object": True})]
     if kind != "json_schema":
         raise invalid(f"response_format.type is {kind!r}, expected text, json_object or json_schema",
                       "response_format.type")
-    schema = (described or {}).get("schema")
+    inner = Fields(described or {}, "response_format.json_schema")
+    inner.ignore(("name", "description", "strict"))
+    schema = inner.take("schema")
+    inner.finish()
     if schema is None:
         raise invalid("response_format.json_schema.schema is missing, expected a JSON schema",
                       "response_format.json_schema.schema", "missing_field")

@@ -6,13 +6,17 @@ calls in its answer.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tinygrad_nv.server.errors import invalid
+from tinygrad_nv.server.errors import APIError, invalid
 from tinygrad_nv.server.fields import Fields, unicode
+from tinygrad_nv.server.leniency import ignore
 
 Tool = dict[str, Any]
+NO_PARAMETERS = {"type": "object", "properties": {}}
+MOST_NAME = 256     # characters; names of tools of MCP servers are long
 
 
 @dataclass(frozen=True)
@@ -30,21 +34,39 @@ class ToolChoice:
 
 
 def tool_list(fields: Fields) -> tuple[Tool, ...]:
-    """The tools of a request, each a function with a name."""
+    """The tools of a request, each a function with a name and parameters, which may be none. Other fields are
+    left for the chat template."""
     tools = fields.objects("tools") or []
+    made = []
     for at, tool in enumerate(tools):
         function = tool.get("function")
         path = f"tools[{at}]"
-        if tool.get("type") != "function" or not isinstance(function, dict):
+        if tool.get("type", "function") != "function" or not isinstance(function, dict):
             raise invalid(f"{path} is no function, expected type 'function' with a function object", path)
         name = function.get("name")
-        if not isinstance(name, str) or not 0 < len(name) <= 64:
-            raise invalid(f"{path}.function.name is missing or has more than 64 characters",
+        if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME:
+            raise invalid(f"{path}.function.name is missing or has more than {MOST_NAME} characters",
                           f"{path}.function.name")
         unicode(name, f"{path}.function.name")
-        if not isinstance(function.get("parameters", {}), dict):
+        function = {key: value for key, value in function.items() if value is not None}
+        if not isinstance(function.setdefault("parameters", dict(NO_PARAMETERS)), dict):
             raise invalid(f"{path}.function.parameters is not a JSON schema", f"{path}.function.parameters")
-    return tuple(tools)
+        made.append({**tool, "type": "function", "function": function})
+    return tuple(made)
+
+
+def other_tool(fields: Fields, kind: str | None, expected: str) -> APIError:
+    """The error for a tool of another type, which the server would have to run."""
+    return invalid(f"{fields.path('type')} is {str(kind)[:60]!r}, expected {expected!r}: the server runs no "
+                   "tools of its own", fields.path("type"), "unsupported")
+
+
+def leave_out(refused: Sequence[APIError], made: Sequence[Tool]) -> None:
+    """Leaves tools of other types out beside functions, which a model may call in their place. Raises the
+    error of the first one where there is nothing else."""
+    for error in refused:
+        if not made: raise error
+        ignore(error)
 
 
 def legacy_choice(fields: Fields, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], ToolChoice]:

@@ -52,7 +52,7 @@ class FakeEmbedder(Embedder):
 
 
 def embedding_service(embedder: FakeEmbedder) -> Service:
-    made = fake_service(FakeEngine(FakeModel()), embedder=embedder)
+    made = fake_service(FakeEngine(FakeModel()), embedder=embedder, strict=True)
     made.engine = EmbeddingEngineClient(embedder.engine)
     made.metrics = Metrics(NAME, embedder.length, made.engine.stats)
     return made

@@ -216,23 +216,23 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "u"}]}]}, "name is missing"),
     ({"system": [{"type": "image"}]}, "system[0].type is 'image'"), ({"temperature": 1.5}, "0 to 1"),
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "runs no tools of its own"),
-    ({"tools": [{"name": "f"}]}, "input_schema is missing"),
     ({"tools": [{"input_schema": {}}]}, "name is missing"),
     ({"tool_choice": {"type": "any"}}, "without tools"),
     ({"tool_choice": {"type": "some"}}, "expected one of auto"),
     ({"tools": [LOOK], "tool_choice": {"type": "tool", "name": "hear"}}, "'hear'"),
     ({"thinking": {"type": "deep"}}, "expected one of enabled"), ({"thinking": {}}, "type is missing"),
-    ({"thinking": {"type": "enabled", "budget_tokens": 5000}}, "thinking.budget_tokens is 5000"),
+    ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens is -1"),
+    ({"mcp_servers": [{"name": "a"}]}, "mcp_servers is not served"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "schema is missing"),
     ({"stop_sequences": ["a"] * 17}, "at most 16"), ({"container": "c"}, "unknown field"),
     ({"stop": "a"}, "unknown field"),
-    ({"service_tier": "fast"}, "auto, standard_only"),
+    ({"service_tier": "fast"}, 'say "auto" or "standard_only"'),
 ]
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    with live(fake_service(FakeEngine(FakeModel(TEMPLATE)))) as running: yield running
+    with live(fake_service(FakeEngine(FakeModel(TEMPLATE)), strict=True)) as running: yield running
 
 
 @pytest.mark.parametrize(("fields", "words"), REFUSED, ids=[str(each[0])[:40] for each in REFUSED])

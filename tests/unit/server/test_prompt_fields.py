@@ -22,7 +22,7 @@ def engine() -> FakeEngine: return FakeEngine(FakeModel(TEMPLATE))
 
 @pytest.fixture(scope="module")
 def server(engine: FakeEngine) -> Iterator[Live]:
-    with live(fake_service(engine)) as running: yield running
+    with live(fake_service(engine, strict=True)) as running: yield running
 
 
 def ask(server: Live, path: str = "/v1/completions", **fields: Any) -> dict[str, Any]:

@@ -265,7 +265,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "is missing"),
     ({"text": {"format": {}}}, "text.format.type", "is missing"),
     ({"reasoning": {"effort": "much"}}, "reasoning.effort", "expected one of none"),
-    ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "no summaries"),
+    ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "the reasoning itself is"),
     ({"include": ["file_search_call.results"]}, "include", "expected message.output_text.logprobs"),
     ({"background": True, "store": False}, "background", "stored"),
     ({"truncation": "most"}, "truncation", "auto, disabled"),
@@ -274,14 +274,14 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
     ({"max_tokens": 3}, "max_tokens", "unknown field"),
     ({"temperature": -1}, "temperature", "at least 0"),
-    ({"service_tier": "flex"}, "service_tier", "auto, default"),
+    ({"service_tier": "flex"}, "service_tier", 'say "auto" or'),
     ({"previous_response_id": "resp_x"}, "previous_response_id", "there is no response"),
 ]
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    with live(fake_service(FakeEngine(FakeModel(TEMPLATE)))) as running: yield running
+    with live(fake_service(FakeEngine(FakeModel(TEMPLATE)), strict=True)) as running: yield running
 
 
 @pytest.mark.parametrize(("fields", "param", "words"), REFUSED, ids=[str(each[0])[:40] for each in REFUSED])

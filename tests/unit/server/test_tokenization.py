@@ -16,7 +16,7 @@ TURNS = [{"role": "user", "content": "A fox."}, {"role": "assistant", "content":
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    with live(fake_service(FakeEngine(MODEL))) as running: yield running
+    with live(fake_service(FakeEngine(MODEL), strict=True)) as running: yield running
 
 
 def ask(server: Live, path: str = "/tokenize", **fields: Any) -> Any:
