@@ -105,7 +105,17 @@ def graph_of(proto: onnx.GraphProto, versions: dict[str, int], directory: str,
     defaults = {name: constants.pop(name) for name in types if name in constants} if replaceable else {}
     nodes = tuple(node_of(each, versions, directory) for each in proto.node)
     types |= {each.name: each.type for each in proto.output}
+    for each in nodes: _check_divisor(each, constants)
     return Graph(nodes, inputs, tuple(each.name for each in proto.output), constants, types, defaults)
+
+
+def _check_divisor(node: Node, constants: dict[str, Value]) -> None:
+    """Refuses an integer division by a constant with a 0. (Of a large one, too, which is a Tensor.)"""
+    if node.op not in ("Div", "Mod") or (given := constants.get(node.inputs[1])) is None: return
+    by = given.numpy() if isinstance(given, Tensor) and not given.is_floating_point() else given
+    if not isinstance(by, np.ndarray) or by.dtype.kind not in "iu" or by.all(): return
+    raise OnnxError(f"{node.op} of integers by {node.inputs[1]!r}, with a 0 among its {by.size} elements",
+                    "divisors other than 0", "correct the initializer")
 
 
 def node_of(proto: onnx.NodeProto, versions: dict[str, int], directory: str = "") -> Node:

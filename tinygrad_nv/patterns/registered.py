@@ -9,7 +9,7 @@ from types import ModuleType
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import hooks
-from tinygrad_nv.patterns import building, named, reductions, several_devices, stable, target
+from tinygrad_nv.patterns import building, division, named, reductions, several_devices, stable, target
 from tinygrad_nv.patterns.attention import lower, lower_backward
 from tinygrad_nv.patterns.attention import match as attention
 from tinygrad_nv.patterns.gemm import match as gemm
@@ -32,6 +32,7 @@ def _guarded(name: str, family: ModuleType, *keys: Callable[[], Hashable]) -> Re
 
 # what lowers functions by name depends on the settings of attention, too
 REWRITES = (_guarded("stable", stable),
+            Registered("division", division.rewrite, division.NEEDS),
             Registered("named", named.rewrite, named.NEEDS,
                        (building.strict, attention.configuration, target.configuration)),
             *(_guarded(name, family, family.configuration, target.configuration)
