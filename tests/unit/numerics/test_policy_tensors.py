@@ -11,10 +11,13 @@ from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv import explain
+from tinygrad_nv.cpu import isa
 from tinygrad_nv.errors import NumericsError
 from tinygrad_nv.numerics import tensors
 from tinygrad_nv.numerics.policy import accum, deterministic, loss_scale, saturate, stochastic_round
-from tinygrad_nv.numerics.semantics import FORMATS, encode
+from tinygrad_nv.numerics.semantics import FORMATS, dot, encode
+from tinygrad_nv.numerics.semantics.formats import BF16
+from tinygrad_nv.numerics.semantics.units import Chain, Pairs
 from tinygrad_nv.tile.attention.dropout import philox
 from tinygrad_nv.tile.expression import short
 
@@ -120,24 +123,20 @@ def drawn(dtype: DType, *shape: int, scale: float = 1.0) -> Tensor:
     return Tensor(values).cast(dtype).contiguous().realize()
 
 
-def sums(a: Tensor, b: Tensor) -> np.ndarray:
-    """float32 FMAs along k, one after the other: what a blocked matmul of one block of k has on a CPU.
-    Products of 16-bit numbers are exact in float32, and so an FMA is one rounded addition."""
-    x, w = a.float().numpy(), b.float().numpy()
-    total = np.zeros((x.shape[0], w.shape[1]), np.float32)
-    for k in range(x.shape[1]): total += x[:, k:k + 1] * w[k:k + 1]
-    return total
-
-
+@pytest.mark.parametrize("level", isa.there())
 @pytest.mark.parametrize("out", [bf16 @ stochastic_round(SEED), bf16 @ saturate, f16 @ saturate, f32,
                                  e4m3 @ saturate], ids=str)
-def test_matmuls_store_their_sums_as_they_are_told(out: object):
+def test_matmuls_store_their_sums_as_they_are_told(out: object, level: str, monkeypatch: pytest.MonkeyPatch):
+    """By the order of the class of one block of k: FMAs, or where there is VDPBF16PS its pairs, with AMX too."""
+    monkeypatch.setenv("NV_CPU_ISA", level)
     a, b = drawn(bf16, 6, 64, scale=40), drawn(bf16, 64, 40, scale=40)
-    made = tensors.matmul(a, b, of=bf16 @ accum(f32), out=out)
-    with deterministic():       # whose order of sums is that of k
-        found = codes(tensors.matmul(a, b, of=bf16 @ accum(f32), out=out))
+    with deterministic():
+        made = tensors.matmul(a, b, of=bf16 @ accum(f32), out=out)
         assert "gemm" in [k.template for k in explain(made).kernels]
-    total = sums(a, b).ravel()
+        found = codes(made)
+    unit = Pairs() if isa.of_level(level).bf16 else Chain(BF16, BF16)
+    left, right = (encode(x.float().numpy().astype(np.float64), BF16) for x in (a, b))
+    total = dot(unit, left, right, np.zeros((6, 40), np.uint32)).view(np.float32).ravel()
     rounding = "rs" if "stochastic" in str(out) else "rn"
     clamp = "saturate" in str(out)
     wanted = total.view(np.uint32) if out == f32 else model(total, out.dtype, rounding, clamp)

@@ -174,9 +174,9 @@ def test_weights_and_other_axes():
 # **** against the plain ones, and as kernels ****
 
 def test_plain_ones_break():
-    """What the search is for: each plain function is wrong for a row of it."""
+    """What the search is for: each plain function is wrong for a row of it, whatever the order of its sums.
+    (That of equal numbers is right where the sum happens to be rounded to that of the mean.)"""
     one = Tensor(np.full((1, 1000), 1234567.0, np.float32))
-    assert np.abs(one.layernorm().numpy()).max() > 0.5
     assert (layernorm_safe(one).numpy() == 0).all()
     huge = Tensor(np.array([[1e25, -1e25] * 4], np.float32))
     assert (huge.layernorm().numpy() == 0).all()
