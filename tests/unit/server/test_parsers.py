@@ -45,7 +45,7 @@ CALLS = [
      "<parameter=n>\n3\n</parameter>\n<parameter=o>\n{\"x\": [1]}\n</parameter>\n"
      "<parameter=e>\na\n</parameter>\n<parameter=m>\nnull\n</parameter>\n<parameter=w>\n7\n</parameter>\n"
      "<parameter=free>\n5 < 6\n</parameter>\n</function>\n</tool_call>",
-     "hm", [("f", {"s": 'Pa"r\nis\n', "n": 3, "o": {"x": [1]}, "e": "a", "m": None, "w": 7,
+     "hm", [("f", {"s": 'Pa"r\nis\n', "n": 3, "o": {"x": [1]}, "e": "a", "m": None, "w": "7",
                    "free": "5 < 6"})]),
     ("qwen3_xml", "<function=g></function><tool_call><function=f><parameter=n>many</parameter><parameter=s>"
      "</parameter></tool_call>", "", [("g", {}), ("f", {"n": "many", "s": ""})]),
