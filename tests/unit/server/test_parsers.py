@@ -76,7 +76,8 @@ def test_calls(name: str, text: str, said: str, calls: list[tuple[str, Any]]):
     ("llama3_json", '<|python_tag|> {"name": "f", '),
     ("llama3_json", "<|python"), ("mistral", "[TOOL_CALLS"), ("qwen3", "<tool_call>\nhm"),
     ("qwen3", "<function=f"),
-    ("pythonic", "[1, 2]"), ("pythonic", "[f(1), g()]"), ("pythonic", "[f(a=open('x'))]"),
+    ("pythonic", "[1, 2]"), ("pythonic", "[g(1), f()]"), ("pythonic", "[f(open('x'))]"),
+    ("pythonic", "[f(a=open('x'))]"),
     ("pythonic", "[see (this"),
     ("openai", "plain < text"), ("openai", "<"),
 ])

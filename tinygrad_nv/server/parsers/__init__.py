@@ -11,6 +11,8 @@ Read in this order:
   pythonic.py      the whole answer is [f(a=1), g(b="x")]
   harmony.py       channels of gpt-oss
   forced.py        answers that a tool choice constrains to be calls
+  literals.py      values as Python or JSON writes them
+  schema_values.py values that a tool's schema gives a type
   table.py         all of them by name; which one a chat template asks for
 
 A new parser is a file here, and a line of table.py.

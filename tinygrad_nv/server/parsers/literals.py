@@ -13,30 +13,41 @@ from typing import Any
 WORDS = {"true": True, "false": False, "null": None}
 
 
-def literal(text: str) -> Any:
-    """See above."""
+def literal(text: str, bare: bool = False) -> Any:
+    """See above. `bare`: words without quotes are texts."""
     text = text.strip()
     try: return json.loads(text, parse_constant=_no_constant, strict=False)
     except (ValueError, RecursionError): pass
-    try: return value_of(ast.parse(one_line(text), mode="eval").body)
+    try: return value_of(ast.parse(one_line(text), mode="eval").body, bare)
     except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
         raise ValueError("no literal of Python or JSON") from error
 
 
-def value_of(node: ast.expr) -> Any:
+def value_of(node: ast.expr, bare: bool = False) -> Any:
     """The value of a literal. Raises `ValueError` or `TypeError` for other expressions."""
     if isinstance(node, ast.Name):
-        if node.id not in WORDS: raise ValueError(f"the name {node.id}")
-        return WORDS[node.id]
-    if isinstance(node, ast.List | ast.Tuple): return [value_of(each) for each in node.elts]
+        if not bare and node.id not in WORDS: raise ValueError(f"the name {node.id}")
+        return WORDS.get(node.id, node.id)
+    if isinstance(node, ast.List | ast.Tuple | ast.Set): return [value_of(each, bare) for each in node.elts]
     if isinstance(node, ast.Dict):
-        keys = [None if each is None else ast.literal_eval(each) for each in node.keys]
-        if not all(isinstance(key, str) for key in keys): raise ValueError("keys that are no texts")
-        return {key: value_of(each) for key, each in zip(keys, node.values, strict=True)}
+        keys = [value_of(each, bare) for each in node.keys if each is not None]
+        if len(keys) < len(node.keys) or not all(isinstance(key, str | int | float | None) for key in keys):
+            raise ValueError("keys that no object has")
+        return {_key(key): value_of(each, bare) for key, each in zip(keys, node.values, strict=True)}
     value = ast.literal_eval(node)
     infinite = isinstance(value, float) and not math.isfinite(value)
     if infinite or not isinstance(value, str | int | float | None): raise ValueError("no value of JSON")
     return value
+
+
+def _key(key: Any) -> str: return key if isinstance(key, str) else json.dumps(key)
+
+
+def has_call(text: str) -> bool:
+    """Whether a text is an expression of Python that calls something."""
+    try: tree = ast.parse(one_line(text.strip()), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError): return False
+    return any(isinstance(each, ast.Call) for each in ast.walk(tree))
 
 
 def one_line(text: str) -> str:
@@ -46,7 +57,7 @@ def one_line(text: str) -> str:
         sign = text[at]
         if quote and sign == "\\":
             follows = text[at + 1:at + 2]
-            out += "\\\\n" if follows == "\n" else sign + follows   # no continued line, but both signs
+            out += "\\\\\\n" if follows == "\n" else sign + follows     # no continued line, but both signs
             at += 2
             continue
         if quote:

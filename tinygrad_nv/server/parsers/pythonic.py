@@ -1,120 +1,172 @@
-"""The whole answer is [f(a=1), g(b="x")] (Llama 3.2 and 4), with or without python_start and python_end.
+"""The whole answer is [f(a=1), g(b="x")] (Llama 3.2 and 4), with or without python_start and python_end, or
+has calls on lines between <function_calls> and </function_calls> (OLMo 3).
 
 Protocol: an argument is passed on when it is complete, and a call's name with its first argument or its last
-parenthesis.
+parenthesis. Names may be reserved words of Python, or have hyphens; quotes may hold raw line ends. An
+argument without a name is the tool's next parameter. What is no literal is a text: city=Paris. A call whose arguments
+have no names, and whose tool has no parameters for them, stays text: no argument is left out.
 """
 from __future__ import annotations
 
-import ast
-import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from tinygrad_nv.server.parsers.json_calls import to_json
-from tinygrad_nv.server.parsers.parser import CallDelta, CallMachine, may_begin
+from tinygrad_nv.server.parsers.literals import has_call, literal, opening
+from tinygrad_nv.server.parsers.parser import CallDelta, CallMachine, cut, may_begin
+from tinygrad_nv.server.parsers.schema_values import json_of, names_of, parameter
 
 START, END = "<|python_start|>", "<|python_end|>"
-NAME = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*\(")
-MAY_BE_NAME = re.compile(r"\s*([A-Za-z_][\w.-]*\s*)?")
+CALLS, CALLS_END = "<function_calls>", "</function_calls>"
+NAME = re.compile(r"\s*([^\W\d][\w.-]*)\s*\(")
+MAY_BE_NAME = re.compile(r"\s*([^\W\d][\w.-]*\s*)?")
+KEY = re.compile(r"""\s*(?:([^\W\d][\w.-]*)|"([^"\\]*)"|'([^'\\]*)')\s*=(?!=)""")
+# a quote opens a string behind these signs, and a prefix of Python's
+BEFORE_QUOTE = re.compile(r"""(?:^|[=(\[{,:"'])\s*[rRbBuUfF]{0,2}$""")
+MAX_PREFIX = 64     # characters in front of a quote that are looked at
 
 
 class Pythonic(CallMachine):
-    """See above. An answer that does not begin so is content."""
+    """See above. An answer that does not begin so is content. `schemas`: by the name of a tool, its
+    parameters' schema."""
 
-    def __init__(self) -> None:
+    def __init__(self, schemas: Mapping[str, Any] | None = None) -> None:
         super().__init__()
-        self.state = self._beginning
-        self.before, self.name, self.index, self.count = "", "", -1, 0
-        self.argument, self.depth, self.quote, self.escaped = "", 0, "", False
+        self.schemas, self.state = schemas or {}, self._beginning
+        self.before, self.name, self.index, self.lines = "", "", -1, False
+        self.keys: list[str] = []
+        self.bare: tuple[str, str] | None = None    # a named argument of bare words, which may go on
+        self.argument, self.depth, self.quote, self.escaped, self.tail = "", 0, "", False, ""
 
     def _beginning(self) -> bool:
         text = self.held.lstrip()
         if may_begin(text, START, self.ended): return False
         text = text.removeprefix(START).lstrip()
         if not text and not self.ended: return False
-        if text[:1] != "[": return self.next(self.rest)
+        if text[:1] != "[": return self.next(self._outside)
         self.before = self.held[:len(self.held) - len(text)] + "["
         return self.next(self._name, text[1:])
 
+    def _outside(self) -> bool:
+        text, mark, self.held = cut(self.held, (CALLS,), self.ended)
+        self.content(text)
+        if not mark: return False
+        self.lines, self.before = True, mark
+        return self.next(self._name)
+
     def _name(self) -> bool:
+        if self.lines and not self.held.strip().strip("[") and not self.ended: return False
+        if self.lines: self.held = self.held.lstrip().removeprefix("[")
         if (found := NAME.match(self.held)) is None:
             if not self.ended and MAY_BE_NAME.fullmatch(self.held): return False
             return self.next(self.rest, self.before + self.held)
         self.before += found[0]
-        self.name, self.index, self.count, self.argument = found[1], -1, 0, ""
+        self.name, self.index, self.keys, self.bare = found[1], -1, [], None
         return self.next(self._arguments, self.held[found.end():])
+
+    # **** arguments ****
 
     def _arguments(self) -> bool:
         """Up to the end of an argument: a comma or the parenthesis that no bracket or quote is around."""
-        for at, sign in enumerate(self.held):
+        at = 0
+        while at < len(self.held):
+            sign = self.held[at]
+            size = 1
             if self.quote: self._quoted(sign)
-            elif sign in "\"'": self.quote = sign
+            elif sign in "\"'" and BEFORE_QUOTE.search((self.argument + self.held[:at])[-MAX_PREFIX:]):
+                rest = self.held[at:at + 3]
+                if rest == sign * len(rest) and len(rest) < 3 and not self.ended: break  # of three, perhaps
+                self.quote = opening(self.held, at)
+                size = len(self.quote)
             elif sign in ",)" and self.depth == 0:
-                return self._argument(self.held[:at], self.held[at + 1:], sign)
+                return self._argument(self.argument + self.held[:at], self.held[at + 1:], sign)
             elif sign in "([{": self.depth += 1
             elif sign in ")]}": self.depth -= 1
-        self.argument, self.held = self.argument + self.held, ""
+            at += size
+        self.argument, self.held = self.argument + self.held[:at], self.held[at:]
         if not self.ended or self.index >= 0: return False
         return self.next(self.rest, self.before + self.argument)
 
     def _quoted(self, sign: str) -> None:
-        if self.escaped: self.escaped = False
-        elif sign == "\\": self.escaped = True
-        elif sign == self.quote: self.quote = ""
+        """A sign inside quotes; `tail` are the quotes among them that may be the end."""
+        self.tail = self.tail + sign if sign == self.quote[0] and not self.escaped else ""
+        self.escaped = sign == "\\" and not self.escaped
+        if len(self.tail) == len(self.quote): self.quote = self.tail = ""
 
     def _argument(self, text: str, rest: str, sign: str) -> bool:
-        text = self.argument + text
-        made = _pairs(text)
-        if made is None and self.index < 0:
+        if text.strip() and not self._take(text):
             return self.next(self.rest, self.before + text + sign + rest)
-        if self.index < 0:
-            self.index = self.begin()
-            self.emit(CallDelta(self.index, "{", self.name))
-        for key, value in (made or {}).items():
-            said = to_json({key: value})[1:-1]
-            self.emit(CallDelta(self.index, f"{', ' if self.count else ''}{said}"))
-            self.count += 1
-        self.before, self.argument = "", ""
+        self.argument = ""
+        self.before = self.before + text + sign if self.index < 0 else ""
         if sign == ",": return self.next(self._arguments, rest)
+        self._bare_ends()
+        self._begin()
         self.emit(CallDelta(self.index, "}"))
+        self.before = ""
         return self.next(self._between, rest)
+
+    def _take(self, text: str) -> bool:
+        """Passes an argument on. Returns False where a call has not begun, and has no parameter for it."""
+        if (found := KEY.match(text)) is not None:
+            key = next(each for each in found.groups() if each is not None)
+            self._bare_ends()
+            return self._pass(key, text[found.end():])
+        if self.bare is not None:   # city=San Francisco, CA
+            self.bare = self.bare[0], f"{self.bare[1]},{text}"
+            return True
+        if text.lstrip().startswith("**"):
+            try: more = literal(text.strip()[2:], bare=True)
+            except ValueError: more = None
+            if isinstance(more, dict):
+                for key, value in more.items(): self._emit(str(key), to_json(value))
+                return True
+        free = [name for name in names_of(self.schemas.get(self.name)) if name not in self.keys]
+        if self.index < 0 and (not free or has_call(text)): return False
+        key = free[0] if free else f"argument{len(self.keys) + 1}"
+        try: self._emit(key, to_json(literal(text, bare=True)))
+        except ValueError: self._emit_bare(key, text)
+        return True
+
+    def _pass(self, key: str, text: str) -> bool:
+        try: value = literal(text, bare=True)
+        except ValueError: pass
+        else:
+            if not isinstance(value, str) or text.rstrip()[-1] in "\"'":
+                self._emit(key, to_json(value))
+                return True
+        if self.index < 0 and has_call(text): return False
+        self.bare = key, text
+        return True
+
+    def _bare_ends(self) -> None:
+        if self.bare is not None: self._emit_bare(*self.bare)
+        self.bare = None
+
+    def _emit_bare(self, key: str, text: str) -> None:
+        self._emit(key, json_of(text.strip(), parameter(self.schemas.get(self.name), key)))
+
+    def _begin(self) -> None:
+        if self.index >= 0: return
+        self.index = self.begin()
+        self.emit(CallDelta(self.index, "{", self.name))
+
+    def _emit(self, key: str, value: str) -> None:
+        self._begin()
+        said = f"{to_json(key)}: {value}"
+        self.emit(CallDelta(self.index, f"{', ' if self.keys else ''}{said}"))
+        self.keys.append(key)
+
+    # **** behind a call ****
 
     def _between(self) -> bool:
         text = self.held.lstrip()
         if not text: return False
         if text[0] == ",": return self.next(self._name, text[1:])
+        if self.lines and text[0] not in "]<": return self.next(self._name, text)
         return self.next(self._closing, text[text[0] == "]":])
 
     def _closing(self) -> bool:
-        text = self.held.lstrip()
-        if may_begin(text, END, self.ended): return False
-        return self.next(self.rest, text.removeprefix(END))
-
-
-def _pairs(text: str) -> dict[str, Any] | None:
-    """The value of "key=value", none for an empty text; None for what is no argument."""
-    if not text.strip(): return {}
-    try: call = ast.parse(f"f({text})", mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError): return None
-    if not isinstance(call, ast.Call) or call.args: return None
-    try: return {str(each.arg): _value(each.value) for each in call.keywords if each.arg is not None}
-    except (ValueError, TypeError, RecursionError): return None
-
-
-def _value(node: ast.expr) -> Any:
-    """A literal of Python, or of JSON."""
-    if isinstance(node, ast.Name): return {"true": True, "false": False, "null": None}[_known(node.id)]
-    if isinstance(node, ast.List | ast.Tuple): return [_value(each) for each in node.elts]
-    if isinstance(node, ast.Dict):
-        keys = [None if each is None else ast.literal_eval(each) for each in node.keys]
-        if not all(isinstance(key, str) for key in keys): raise ValueError("keys that are no texts")
-        return {key: _value(each) for key, each in zip(keys, node.values, strict=True)}
-    value = ast.literal_eval(node)
-    infinite = isinstance(value, float) and not math.isfinite(value)
-    if infinite or not isinstance(value, str | int | float | None): raise ValueError("no value of JSON")
-    return value
-
-
-def _known(word: str) -> str:
-    if word not in ("true", "false", "null"): raise ValueError(f"the name {word}")
-    return word
+        text, end = self.held.lstrip(), CALLS_END if self.lines else END
+        if may_begin(text, end, self.ended): return False
+        return self.next(self.rest, text.removeprefix(end))

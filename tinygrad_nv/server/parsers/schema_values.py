@@ -48,6 +48,11 @@ def parameter(schema: Any, name: str) -> Allowed:
     return TEXT if made is None or not made.types else made
 
 
+def names_of(schema: Any) -> list[str]:
+    """The parameters of a tool, in their order."""
+    return _names(schema, schema, 0)
+
+
 def json_of(text: str, allowed: Allowed) -> str:
     """The JSON of a value that is written as `text`."""
     return to_json(_value(text, allowed))
@@ -118,6 +123,13 @@ def find(schema: Any, name: str, root: Any, depth: int = 0) -> Any:
         if (found := find(each, name, root, depth + 1)) is not None: return found
     return schema.get("additionalProperties") if isinstance(schema.get("additionalProperties"), Mapping) \
         else None
+
+
+def _names(schema: Any, root: Any, depth: int) -> list[str]:
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH: return []
+    own = schema.get("properties")
+    return [*(own if isinstance(own, Mapping) else ()),
+            *(name for each in _inner(schema, root, "allOf") for name in _names(each, root, depth + 1))]
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -16,6 +16,7 @@ from tinygrad_nv.server.parsers.hermes import Hermes
 from tinygrad_nv.server.parsers.llama import TAG, Llama
 from tinygrad_nv.server.parsers.mistral import ARGS, CALLS, ID, Mistral
 from tinygrad_nv.server.parsers.parser import Chain, Machine, Parser
+from tinygrad_nv.server.parsers.pythonic import CALLS as CALLS_BEGIN
 from tinygrad_nv.server.parsers.pythonic import END, START, Pythonic
 from tinygrad_nv.server.parsers.qwen import OPEN, Qwen
 from tinygrad_nv.server.parsers.think import Think, begins_inside
@@ -71,14 +72,14 @@ TOOLS = {
     "qwen3_coder": Kind(lambda answer: Qwen(answer.schemas), ("<function=",), (OPEN, "</tool_call>")),
     "mistral": Kind(lambda _: Mistral(), (CALLS,), (CALLS, ARGS, ID)),
     "hermes": Kind(lambda _: Hermes(), (OPEN,), (OPEN, "</tool_call>")),
-    "pythonic": Kind(lambda _: Pythonic(), (START,), (START, END)),
+    "pythonic": Kind(lambda answer: Pythonic(answer.schemas), (START, CALLS_BEGIN), (START, END)),
     "llama3_json": Kind(lambda _: Llama(), ("python_tag", "ipython"), (TAG,)),
 }
 # other names of the same
 REASONING |= {"openai": HARMONY, "deepseek_v3": REASONING["qwen3"], "glm45": REASONING["qwen3"]}
 TOOLS |= {"qwen3": TOOLS["qwen3_coder"], "qwen3_xml": TOOLS["qwen3_coder"],
           "llama4_json": TOOLS["llama3_json"],
-          "llama4_pythonic": TOOLS["pythonic"]}
+          "llama4_pythonic": TOOLS["pythonic"], "olmo3": TOOLS["pythonic"]}
 AUTO, NONE = "auto", "none"
 
 
