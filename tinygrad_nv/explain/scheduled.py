@@ -43,6 +43,8 @@ def lowering(*tensors: Tensor) -> Lowering:
     if others := [t for t in tensors if not isinstance(t, Tensor)]:
         raise NVError(f"explain() was given a {type(others[0]).__name__}",
                       "tensors, each an argument of its own", "call explain(a, b)")
+    # results of a captured call are shown as the call computes them
+    tensors = tuple(t.lazy() if hasattr(t, "lazy") else t for t in tensors)
     wanted = [t.uop for t in tensors if not t.uop.is_virtual and not t.uop.has_buffer_identity()]
     if not wanted: return Lowering([])
     quiet = Context(SCACHE=0, CAPTURING=0, DEBUG=0)

@@ -1,42 +1,69 @@
 """`OnnxRunner`: an ONNX model as a function of Tensors.
 
-Protocol: the model is read and checked once; its weights are on the default device from then on. A call
-checks its inputs against the model's, evaluates the nodes into one lazy graph, and returns Tensors that are
-not computed yet: `explain()` shows the kernels, `.numpy()` runs them, and TinyJit captures a call whose
-shapes do not change.
+Protocol: the model is read and checked once; its weights are on the default device from then on. The first
+call of a kind of inputs checks them against the model's, evaluates the nodes into one lazy graph, and
+compiles its launches; other calls of the kind replay them (captured.py). Where nothing can be captured, and
+under TinyJit and transforms, a call returns Tensors that are not computed yet.
 """
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 from tinygrad import Tensor
+from tinygrad.device import Device
+from tinygrad.dtype import strong_dtype
+from tinygrad.engine.realize import capturing
 
 from tinygrad_nv.errors import OnnxError
-from tinygrad_nv.onnx.elements import FLOAT8, Narrow, Value, dtype_of, from_numpy, held, name_of
+from tinygrad_nv.onnx.captured import NotCaptured, ValueNeeded, capture
+from tinygrad_nv.onnx.elements import (
+    FLOAT8,
+    PLAIN,
+    TYPES,
+    Narrow,
+    Value,
+    dtype_of,
+    from_numpy,
+    held,
+    name_of,
+    to_numpy,
+)
 from tinygrad_nv.onnx.fusion import fused
 from tinygrad_nv.onnx.matrices import dequantized
-from tinygrad_nv.onnx.model import graph_of, opsets, read
+from tinygrad_nv.onnx.model import HOST_SIZE, Graph, graph_of, opsets, read
+from tinygrad_nv.onnx.replayed import Kind, Replayed
 from tinygrad_nv.onnx.scope import Scope
+from tinygrad_nv.tile import order
+from tinygrad_nv.transforms.tracing import active
+
+ELEMENTS = {np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind)): kind for kind in PLAIN}
+# their numbers differ from call to call; those of Dropout do while training
+RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Multinomial", "Bernoulli"}
 
 
 class OnnxRunner:
     """An ONNX model that is called with a dict of inputs by name.
 
-    `model` is a path, the bytes of a file, or a `ModelProto`. `inputs` and `outputs` are the names. Raises
-    `OnnxError` for what is no model, and, when called, for inputs that do not fit and for ops that no
-    function computes."""
+    `model` is a path, the bytes of a file, or a `ModelProto`. `inputs` and `outputs` are the names. Calls of
+    the last `captures` kinds of inputs are captured; with 0 none is, and results are lazy Tensors, which
+    have gradients. Raises `OnnxError` for what is no model, and, when called, for inputs that do not fit and
+    for ops that no function computes."""
 
-    def __init__(self, model: str | Path | bytes | onnx.ModelProto) -> None:
+    def __init__(self, model: str | Path | bytes | onnx.ModelProto, captures: int = 8) -> None:
         proto, directory = read(model)
         _load_operators()
         self.opsets = opsets(proto)
         self.graph = dequantized(fused(graph_of(proto.graph, self.opsets, directory, proto.ir_version >= 4)))
+        self.captures = 0 if _is_random(self.graph) else captures
+        self._captured: OrderedDict[Hashable, Callable[[Mapping[str, Any]], dict[str, Any]]] = OrderedDict()
+        self._known: set[str] = set()       # inputs whose values decide what runs
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -54,19 +81,75 @@ class OnnxRunner:
 
         `inputs` are Tensors, numpy arrays, numbers, lists for sequences. Elements of float8, float4, int4 and
         int2 are returned in float32 and int8 Tensors."""
+        if self.captures and not capturing and not active() and (key := self._key(inputs)) is not None:
+            if (found := self._captured.get(key)) is None: found = self._capture(inputs)
+            else: self._captured.move_to_end(key)
+            if found is not None: return found(inputs)
         return {name: _plain(each) for name, each in self.values(inputs).items()}
 
     def values(self, inputs: Mapping[str, Any]) -> dict[str, Value]:
         """As `__call__`, with narrow types as they are (`elements.Narrow`)."""
+        return self._lowered(self._checked(inputs))
+
+    def _checked(self, inputs: Mapping[str, Any]) -> dict[str, Value]:
+        """The inputs as values. Raises `OnnxError` for those that do not fit."""
         names = (*self.inputs, *self.graph.defaults)
         unknown = sorted(inputs.keys() - set(names))
         if unknown: raise OnnxError(f"the model has no input {unknown[0]!r}", f"inputs {', '.join(names)}")
         extents: dict[str, int] = {}
-        given = {name: _input(name, inputs, self.graph.types[name], extents) for name in names
-                 if name in inputs or name not in self.graph.defaults}
+        return {name: _input(name, inputs, self.graph.types[name], extents) for name in names
+                if name in inputs or name not in self.graph.defaults}
+
+    def _lowered(self, given: Mapping[str, Value]) -> dict[str, Value]:
+        """The outputs for inputs that fit."""
         scope = Scope(self.graph)
-        scope.values.update(self.graph.defaults | given)
+        scope.values.update({**self.graph.defaults, **given})
         return dict(zip(self.outputs, scope.run([given[name] for name in self.inputs]), strict=True))
+
+    # **** captured calls ****
+
+    def _key(self, inputs: Mapping[str, Any]) -> Hashable:
+        """What a capture for inputs depends on; None for inputs that are no plain tensors."""
+        parts: list[Hashable] = [order.wanted(), Device.DEFAULT]
+        for name, x in inputs.items():
+            element: int | None
+            if isinstance(x, np.ndarray): element, shape = ELEMENTS.get(x.dtype), x.shape
+            elif isinstance(x, Replayed): element, shape = x.kind.element, x.kind.shape
+            elif isinstance(x, Tensor): element, shape = TYPES.get(strong_dtype(x.dtype)), x.shape
+            elif name in self.graph.types and not isinstance(x, list):
+                element = self.graph.types[name].tensor_type.elem_type
+                shape = np.shape(x)
+            else: return None
+            if element not in PLAIN or 0 in shape: return None
+            parts.append((name, element, shape, np.asarray(to_numpy(x)).tobytes() if name in self._known else 0))
+        return tuple(parts)
+
+    def _capture(self, inputs: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]] | None:
+        """The launches for inputs, which are kept; None where there are none to capture."""
+        given = self._checked(inputs)
+        if not all(isinstance(each, Tensor) for each in given.values()): return None
+        kinds = {name: Kind.of(each) for name, each in given.items() if isinstance(each, Tensor)}
+        while True:
+            known = {name: np.asarray(to_numpy(given[name])) for name in self._known & kinds.keys()}
+            open_ = {name: kind for name, kind in kinds.items() if name not in known}
+            try: made = capture(self._lowered, open_, known)
+            except NotCaptured: break
+            except ValueNeeded as needed:
+                if any(kinds[name].size > HOST_SIZE for name in needed.names): break
+                self._known.update(needed.names)
+                continue
+            self._captured[self._key(inputs)] = made
+            if len(self._captured) > self.captures: self._captured.popitem(last=False)
+            return made
+        self.captures = 0
+        return None
+
+
+def _is_random(graph: Graph) -> bool:
+    """Whether a graph, or one of its nodes, draws random numbers."""
+    return any(node.op in RANDOM or (node.op == "Dropout" and len(node.inputs) > 2)
+               or any(_is_random(each) for each in node.attributes.values() if isinstance(each, Graph))
+               for node in graph.nodes)
 
 
 def _load_operators() -> None:
@@ -118,7 +201,8 @@ def _check_shape(name: str, x: Value, kind: onnx.TypeProto.Tensor, extents: dict
     if not kind.HasField("shape"): return
     assert isinstance(x, Tensor | Narrow | np.ndarray)
     found = tuple((x.tensor if isinstance(x, Narrow) else x).shape)
-    wanted = [each.dim_value if each.HasField("dim_value") else
+    # exporters write -1 and 0 for extents that are free
+    wanted = [each.dim_value if each.dim_value > 0 else
               extents.get(each.dim_param, each.dim_param or "any") for each in kind.shape.dim]
     if len(found) != len(wanted) or any(isinstance(n, int) and n != m
                                         for n, m in zip(wanted, found, strict=True)):

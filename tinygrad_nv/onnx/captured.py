@@ -1,0 +1,193 @@
+"""A model's launches for inputs of one kind: shapes, types, and the values that decide what runs.
+
+Protocol. `capture(lower, kinds, known)` builds the graph of a call over placeholders and compiles its kernels;
+`known` are inputs whose values are part of the capture. A value that is needed while the graph is built (a
+condition, a number of iterations, an extent) and that depends on a placeholder raises `ValueNeeded` with the
+inputs that it depends on. A call reads inputs where they lie, writes results into new memory, which no later
+call overwrites, and is one call into C. On another device than the CPU a TinyJit replays the launches
+(transforms/jit.py).
+"""
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from tinygrad import Tensor
+from tinygrad.device import Buffer, Device
+from tinygrad.engine import realize
+from tinygrad.helpers import BEAM, getenv
+from tinygrad.schedule.memory import memory_plan_rewrite
+from tinygrad.uop.ops import Ops, UOp, buffers
+
+from tinygrad_nv.graphs.capture import graph_obstacle
+from tinygrad_nv.graphs.kept_buffers import buffers_of, live_tensors
+from tinygrad_nv.onnx.elements import PLAIN, Value, from_numpy
+from tinygrad_nv.onnx.replayed import Kind, Replayed, address_of, aligned
+from tinygrad_nv.progress import bar
+from tinygrad_nv.transforms.jit import jit
+
+CHUNK = 16      # kernels that are compiled between two steps of the progress bar
+Lower = Callable[[Mapping[str, Value]], Mapping[str, Value]]
+
+
+class ValueNeeded(Exception):
+    """The graph depends on the values of these inputs."""
+
+    def __init__(self, names: Sequence[str]) -> None: self.names = tuple(names)
+
+
+class NotCaptured(Exception):
+    """A call returns what is no Tensor: a sequence, strings."""
+
+
+def capture(lower: Lower, kinds: Mapping[str, Kind],
+            known: Mapping[str, Value]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """The launches of a call, as a function of inputs. Raises `ValueNeeded` and `NotCaptured`."""
+    return (Captured if Device.DEFAULT == "CPU" else _Jitted)(lower, kinds, known)
+
+
+@contextmanager
+def _guarded(places: Mapping[UOp, str]) -> Iterator[None]:
+    """Raises `ValueNeeded` where a Tensor that depends on a placeholder is computed."""
+    theirs = Tensor.realize
+
+    def checked(self: Tensor, *others: Tensor, **options: Any) -> Tensor:
+        needed = buffers_of(each.uop for each in (self, *others)) & places.keys()
+        if needed: raise ValueNeeded(sorted(places[each] for each in needed))
+        return theirs(self, *others, **options)
+    setattr(Tensor, "realize", checked)
+    try: yield
+    finally: setattr(Tensor, "realize", theirs)
+
+
+def _traced(lower: Lower, kinds: Mapping[str, Kind], known: Mapping[str, Value]
+            ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Placeholders, and the results of a call that is not computed."""
+    given = {name: _placeholder(kind) for name, kind in kinds.items()}
+    with _guarded({each.uop.base: name for name, each in given.items()}):
+        made = {name: from_numpy(each) if isinstance(each, np.ndarray) else each
+                for name, each in lower({**given, **known}).items()}
+    tensors = {name: each for name, each in made.items() if isinstance(each, Tensor)}
+    if len(tensors) < len(made): raise NotCaptured
+    return given, tensors
+
+
+def _placeholder(kind: Kind) -> Tensor:
+    """A Tensor of storage without values."""
+    storage = Buffer(Device.DEFAULT, kind.size, PLAIN[kind.element])
+    return Tensor(UOp.from_buffer(storage).reshape(kind.shape))
+
+
+class Captured:
+    """The launches on the CPU."""
+
+    def __init__(self, lower: Lower, kinds: Mapping[str, Kind], known: Mapping[str, Value]) -> None:
+        self.lazy = functools.cache(lambda: _traced(lower, kinds, known)[1])
+        self.kinds, self.lock = list(kinds.items()), threading.Lock()
+        given, made = _traced(lower, kinds, known)
+        self.names = tuple(made)
+        self.constants = {name: each for name, each in made.items() if each.uop.is_virtual or not each.numel()}
+        pending = {name: each.contiguous() for name, each in made.items() if name not in self.constants}
+        linear = _recorded(pending, {each.uop.base for each in given.values()})
+        self.results = [(name, Kind.of(each)) for name, each in pending.items()]
+        self.bound = tuple(each.uop.base for each in (*given.values(), *pending.values()))
+        self.addresses = [-1] * len(self.bound)
+        self._compile(linear)
+
+    def _compile(self, linear: UOp) -> None:
+        """Compiles the launches over parameters in place of inputs and results."""
+        places = {u: UOp.param(i, u.dtype, u.shape, u.device) for i, u in enumerate(self.bound)}
+        held = set(buffers) | buffers_of(tensor.uop for _, tensor in live_tensors())
+        self.linear = _compiled(memory_plan_rewrite(linear.substitute(places, walk=True), held))
+        self.graph: Any = None
+        if self.linear.src and not graph_obstacle(self.linear, "CPU"):
+            whole: Any = UOp(Ops.CUSTOM_FUNCTION, src=(self.linear,), arg="graph")
+            make: Any = Device["CPU"].graph
+            self.graph = make(whole, input_uops=self.bound)
+
+    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The results for inputs of the captured kind."""
+        read = [address_of(inputs[name], kind) for name, kind in self.kinds]    # keeps copies
+        fresh = [aligned(kind) for _, kind in self.results]
+        with self.lock:
+            for place, (address, _) in enumerate(read):
+                if address != self.addresses[place]: self._bind(place, address)
+            for place, (_, address) in enumerate(fresh, len(read)): self._bind(place, address)
+            self._run()
+        made = {name: Replayed.over(array, kind, self, name)
+                for (name, kind), (array, _) in zip(self.results, fresh, strict=True)}
+        if not self.constants: return made
+        return {name: made[name] if name in made else self.constants[name] for name in self.names}
+
+    def _bind(self, place: int, address: int) -> None:
+        """Places an input or a result at an address."""
+        self.addresses[place] = address
+        if self.graph is not None: return self.graph.bind(place, address)
+        memory: Any = self.bound[place].buffer.ensure_allocated()._buf
+        memory.va_addr = address
+
+    def _run(self) -> None:
+        if self.graph is not None: self.graph.replay()
+        elif self.linear.src: realize.run_linear(self.linear, input_uops=self.bound, jit=True)
+
+
+class _Schedules:
+    """Collects what tinygrad would run."""
+
+    def __init__(self) -> None: self.calls: list[UOp] = []
+
+    def add_linear(self, linear: UOp, var_vals: dict[str, int]) -> None: self.calls += linear.src
+
+
+def _recorded(pending: dict[str, Tensor], given: set[UOp]) -> UOp:
+    """What tinygrad would run. Each result gets storage of its own."""
+    existing = given | set(buffers) | buffers_of(each.uop for _, each in live_tensors())
+    schedules = _Schedules()
+    realize.capturing.append(schedules)
+    try:
+        if pending: Tensor.realize(*pending.values())
+        for name, each in pending.items():
+            if not each.uop.has_buffer_identity() or each.uop.base in existing:
+                pending[name] = each.clone().realize()
+            existing.add(pending[name].uop.base)
+    finally: realize.capturing.clear()
+    return UOp(Ops.LINEAR, src=tuple(schedules.calls))
+
+
+def _compiled(linear: UOp) -> UOp:
+    """The launches with their kernels compiled, under a progress bar."""
+    calls, beam = list[UOp](), getenv("JITBEAM", BEAM.value)
+    with bar("compiling kernels") as progress:
+        for first in range(0, len(linear.src), CHUNK):
+            progress(first, len(linear.src))
+            part = linear.replace(src=linear.src[first:first + CHUNK])
+            calls += realize.compile_linear(part, beam=beam).src
+    return linear.replace(src=tuple(calls))
+
+
+class _Jitted:
+    """The launches on another device."""
+
+    def __init__(self, lower: Lower, kinds: Mapping[str, Kind], known: Mapping[str, Value]) -> None:
+        self.names = tuple(kinds)
+        _traced(lower, kinds, known)    # raises what cannot be captured
+
+        def step(*given: Tensor) -> dict[str, Tensor]:
+            made = lower({**dict(zip(self.names, given, strict=True)), **known})
+            return {name: _tensor(each) for name, each in made.items()}
+        self.step = jit(step)
+
+    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        made: dict[str, Any] = self.step(*(_tensor(inputs[name]) for name in self.names))
+        return made
+
+
+def _tensor(x: Any) -> Tensor:
+    """An input or a result on the device."""
+    made = x if isinstance(x, Tensor) else from_numpy(np.asarray(x), folds=False)
+    assert isinstance(made, Tensor)
+    return made
