@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,8 +23,9 @@ from tinygrad.helpers import BEAM, getenv
 from tinygrad.schedule.memory import memory_plan_rewrite
 from tinygrad.uop.ops import Ops, UOp, buffers
 
+from tinygrad_nv.dlpack import from_dlpack
 from tinygrad_nv.graphs.capture import graph_obstacle
-from tinygrad_nv.graphs.kept_buffers import buffers_of, live_tensors
+from tinygrad_nv.graphs.kept_buffers import buffers_in, buffers_of, live_tensors, run_kept
 from tinygrad_nv.onnx.elements import PLAIN, Value, from_numpy
 from tinygrad_nv.onnx.replayed import Kind, Replayed, address_of, aligned
 from tinygrad_nv.progress import bar
@@ -82,6 +83,12 @@ def _placeholder(kind: Kind) -> Tensor:
     return Tensor(UOp.from_buffer(storage).reshape(kind.shape))
 
 
+def _elsewhere(kind: Kind) -> UOp:
+    """A buffer whose memory is not tinygrad's, to be placed at other addresses."""
+    made: UOp = from_dlpack(aligned(kind)[0].reshape(-1), copy=False).uop.base
+    return made
+
+
 class Captured:
     """The launches on the CPU."""
 
@@ -92,17 +99,24 @@ class Captured:
         self.names = tuple(made)
         self.constants = {name: each for name, each in made.items() if each.uop.is_virtual or not each.numel()}
         pending = {name: each.contiguous() for name, each in made.items() if name not in self.constants}
-        linear = _recorded(pending, {each.uop.base for each in given.values()})
+        _upload(pending.values())
+        existing = {each.uop.base for each in given.values()} | set(buffers) | buffers_of(
+            each.uop for _, each in live_tensors())
+        linear = _compiled(_recorded(pending, existing))
+        # what depends on constants alone is computed now
+        fresh = buffers_in(linear) - existing - {each.uop.base for each in pending.values()}
+        linear, _ = run_kept(linear, fresh, existing, {each.uop.base for each in given.values()})
         self.results = [(name, Kind.of(each)) for name, each in pending.items()]
-        self.bound = tuple(each.uop.base for each in (*given.values(), *pending.values()))
+        recorded = [each.uop.base for each in (*given.values(), *pending.values())]
+        self.bound = tuple(_elsewhere(kind) for kind in (*kinds.values(), *(kind for _, kind in self.results)))
         self.addresses = [-1] * len(self.bound)
-        self._compile(linear)
+        self._place(linear, recorded)
 
-    def _compile(self, linear: UOp) -> None:
-        """Compiles the launches over parameters in place of inputs and results."""
-        places = {u: UOp.param(i, u.dtype, u.shape, u.device) for i, u in enumerate(self.bound)}
+    def _place(self, linear: UOp, recorded: list[UOp]) -> None:
+        """Plans the launches' memory, with parameters in place of inputs and results."""
+        places = {u: UOp.param(i, u.dtype, u.shape, u.device) for i, u in enumerate(recorded)}
         held = set(buffers) | buffers_of(tensor.uop for _, tensor in live_tensors())
-        self.linear = _compiled(memory_plan_rewrite(linear.substitute(places, walk=True), held))
+        self.linear = memory_plan_rewrite(linear.substitute(places, walk=True), held)
         self.graph: Any = None
         if self.linear.src and not graph_obstacle(self.linear, "CPU"):
             whole: Any = UOp(Ops.CUSTOM_FUNCTION, src=(self.linear,), arg="graph")
@@ -143,9 +157,16 @@ class _Schedules:
     def add_linear(self, linear: UOp, var_vals: dict[str, int]) -> None: self.calls += linear.src
 
 
-def _recorded(pending: dict[str, Tensor], given: set[UOp]) -> UOp:
-    """What tinygrad would run. Each result gets storage of its own."""
-    existing = given | set(buffers) | buffers_of(each.uop for _, each in live_tensors())
+def _upload(pending: Iterable[Tensor]) -> None:
+    """Copies constants of the host to the device, once: a launch would do so in every call."""
+    copies = [Tensor(u) for u in UOp.sink(*(each.uop for each in pending)).toposort()
+              if u.op is Ops.COPY and u.src[0].base.op is Ops.BUFFER]
+    if copies: Tensor.realize(*copies)
+
+
+def _recorded(pending: dict[str, Tensor], existing: set[UOp]) -> UOp:
+    """What tinygrad would run. Each result gets storage that is not in `existing`, nor another's."""
+    existing = set(existing)
     schedules = _Schedules()
     realize.capturing.append(schedules)
     try:
