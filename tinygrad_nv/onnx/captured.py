@@ -10,6 +10,7 @@ call overwrites, and is one call into C. On another device than the CPU a TinyJi
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -60,9 +61,9 @@ def _guarded(places: Mapping[UOp, str]) -> Iterator[None]:
         needed = buffers_of(each.uop for each in (self, *others)) & places.keys()
         if needed: raise ValueNeeded(sorted(places[each] for each in needed))
         return theirs(self, *others, **options)
-    setattr(Tensor, "realize", checked)
+    Tensor.realize = checked
     try: yield
-    finally: setattr(Tensor, "realize", theirs)
+    finally: Tensor.realize = theirs
 
 
 def _traced(lower: Lower, kinds: Mapping[str, Kind], known: Mapping[str, Value]
@@ -191,20 +192,20 @@ def _compiled(linear: UOp) -> UOp:
 
 
 class _Jitted:
-    """The launches on another device."""
+    """The launches on another device. The first call's results are lazy, so that explain() shows them."""
 
     def __init__(self, lower: Lower, kinds: Mapping[str, Kind], known: Mapping[str, Value]) -> None:
         self.names = tuple(kinds)
+        self.steps: Iterator[Callable[..., dict[str, Any]]]
         _traced(lower, kinds, known)    # raises what cannot be captured
 
         def step(*given: Tensor) -> dict[str, Tensor]:
             made = lower({**dict(zip(self.names, given, strict=True)), **known})
             return {name: _tensor(each) for name, each in made.items()}
-        self.step = jit(step)
+        self.steps = itertools.chain([step], itertools.repeat(jit(step)))
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        made: dict[str, Any] = self.step(*(_tensor(inputs[name]) for name in self.names))
-        return made
+        return next(self.steps)(*(_tensor(inputs[name]) for name in self.names))
 
 
 def _tensor(x: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """Inputs and results of a captured call as memory.
 
-Protocol: a `Kind` is a shape and a type of elements. `aligned(kind)` is new memory for a result; `Replayed` is
-the Tensor over it, whose UOp is made when something asks for it: `.numpy()`, and a captured call that takes
+Protocol: a `Kind` is a shape and a type of elements. `aligned(kind)` is new memory for a result; `Replayed`
+is the Tensor over it, whose UOp is made when something asks for it: `.numpy()`, and a captured call that takes
 it, read the memory. `address_of(x, kind)` is where an input lies, and what keeps it there.
 """
 from __future__ import annotations
@@ -50,6 +50,9 @@ class Replayed(Tensor):
         made.array, made.kind, made.made, made.source, made.name = array, kind, None, source, name
         made.grad, made.is_param = None, True
         return made
+
+    @classmethod
+    def _wrap_uop(cls, u: UOp) -> Tensor: return Tensor(u)     # what is computed of it is an ordinary Tensor
 
     def lazy(self) -> Tensor:
         """The same output of a call that is not computed, for explain()."""
@@ -107,8 +110,7 @@ def address_of(x: Any, kind: Kind) -> tuple[int, Any]:
     x itself, or a copy."""
     if isinstance(x, Replayed) and x.array is not None: x = x.array
     if isinstance(x, Tensor):
-        if strong_dtype(x.dtype) != x.dtype: x = x.cast(kind.dtype)
-        buffer: Any = x.to("CPU")._buffer()
+        buffer: Any = x.cast(kind.dtype).to("CPU")._buffer()
         address = int(buffer.get_buf("CPU").va_addr)
         if address % kind.alignment == 0: return address, (x, buffer)
         x = x.numpy() if kind.exact else x.bitcast(dtypes.uint16).numpy()

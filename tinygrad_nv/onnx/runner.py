@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 import onnx
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
 from tinygrad.device import Device
-from tinygrad.dtype import strong_dtype
 from tinygrad.engine.realize import capturing
 
 from tinygrad_nv.errors import OnnxError
@@ -45,7 +44,8 @@ from tinygrad_nv.transforms.tracing import active
 
 ELEMENTS = {np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind)): kind for kind in PLAIN}
 # their numbers differ from call to call; those of Dropout do while training
-RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Multinomial", "Bernoulli"}
+RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Multinomial",
+          "Bernoulli"}
 
 
 class OnnxRunner:
@@ -115,13 +115,17 @@ class OnnxRunner:
             element: int | None
             if isinstance(x, np.ndarray): element, shape = ELEMENTS.get(x.dtype), x.shape
             elif isinstance(x, Replayed): element, shape = x.kind.element, x.kind.shape
-            elif isinstance(x, Tensor): element, shape = TYPES.get(strong_dtype(x.dtype)), x.shape
+            elif isinstance(x, Tensor) and x.dtype not in dtypes.weaks:
+                element, shape = TYPES.get(x.dtype), x.shape
             elif name in self.graph.types and not isinstance(x, list):
                 element = self.graph.types[name].tensor_type.elem_type
-                shape = np.shape(x)
+                shape = tuple(x.shape) if isinstance(x, Tensor) else np.shape(x)
             else: return None
             if element not in PLAIN or 0 in shape: return None
-            parts.append((name, element, shape, np.asarray(to_numpy(x)).tobytes() if name in self._known else 0))
+            value = b""
+            if name in self._known:
+                value = np.asarray(to_numpy(x), onnx.helper.tensor_dtype_to_np_dtype(element)).tobytes()
+            parts.append((name, element, shape, value))
         return tuple(parts)
 
     def _capture(self, inputs: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]] | None:
@@ -190,6 +194,8 @@ def _tensor(name: str, given: Any, kind: int) -> Value:
         if array.dtype != onnx.helper.tensor_dtype_to_np_dtype(kind):
             raise OnnxError(f"input {name!r} of {array.dtype}", name_of(kind).lower(), "cast it first")
         return from_numpy(array, folds=False)
+    if given.dtype == dtypes.weakint or (given.dtype in dtypes.weaks and dtypes.is_float(dtype_of(kind))):
+        given = given.cast(dtype_of(kind))      # a number, written without a type
     if given.dtype != dtype_of(kind) and FLOAT8.get(given.dtype) != kind:
         raise OnnxError(f"input {name!r} of {given.dtype}", f"{dtype_of(kind)} for {name_of(kind)}",
                         "cast it first")

@@ -7,6 +7,7 @@ import numpy as np
 import onnx
 import onnx_nodes
 import pytest
+from tinygrad import Tensor
 from tinygrad.helpers import Context
 
 from tinygrad_nv import explain
@@ -46,3 +47,18 @@ def test_a_sample_of_cases(part: int):
         why, listed = onnx_nodes.failure(case), case.name in onnx_nodes.known("EMU")
         if bool(why) is not listed: wrong.append(f"{case.name}: {why or 'passes, but is listed'}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_calls_of_one_kind():
+    """The first is lazy, the third is captured, others are replayed; results stay."""
+    runner = OnnxRunner(onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>
+        g (float[2, 3] x, int64 n) => (float[2, 3] y) {
+        yes = Constant<value: tensor = bool {1}>()
+        y = Loop(n, yes, x) <body = l (int64 i, bool c0, float[2, 3] v0) => (bool c1, float[2, 3] v1) {
+            c1 = Identity(c0) v1 = Add(v0, x) }> }"""))
+    made = []
+    for i in range(5):
+        x = np.full((2, 3), i, np.float32)
+        made.append(runner({"x": x if i % 2 else Tensor(x), "n": np.array(2)})["y"])
+    assert [each.tolist() for each in made] == [[[3 * i] * 3] * 2 for i in range(5)]
+    assert len(runner._captured) == 1

@@ -60,7 +60,7 @@ def test_shape_arithmetic_runs_no_kernel():
         s = Shape(x)  i = Constant<value: tensor = int64 {0}>()  n = Gather(s, i)
         axes = Constant<value_ints = [0]>()  row = Unsqueeze(n, axes)
         rest = Constant<value_ints = [-1]>()  two = Constant<value_ints = [2]>()
-        shape = Concat<axis = 0>(row, rest, two)  y = Reshape(x, shape) }"""))
+        shape = Concat<axis = 0>(row, rest, two)  y = Reshape(x, shape) }"""), captures=0)
     x = Tensor.arange(24).reshape(4, 6).float().contiguous().realize()
     before = GlobalCounters.kernel_count
     made = runner({"x": x})["y"]

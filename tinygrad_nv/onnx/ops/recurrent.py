@@ -1,7 +1,8 @@
 """RNN, GRU and LSTM.
 
-Protocol: x is [steps, batch, inputs] (layout 0). A direction is a cell with its own weights, called once a
-step; the steps are unrolled into the graph. Past a sequence's length the state stays and the output is 0.
+Protocol: x is [steps, batch, inputs] (layout 0). A direction has weights of its own: x W of all steps is one
+matmul, and a cell takes a step's part of it and the state; the steps are unrolled into the graph. Past a
+sequence's length the state stays and the output is 0.
 """
 from __future__ import annotations
 
@@ -60,12 +61,12 @@ class Settings:
     def clipped(self, x: Tensor) -> Tensor: return x if self.clip is None else x.clip(-self.clip, self.clip)
 
 
-def _unrolled(cell: Cell, x: Tensor, state: State, lengths: Tensor | None, backwards: bool
+def _unrolled(cell: Cell, given: Tensor, state: State, lengths: Tensor | None, backwards: bool
               ) -> tuple[Tensor, State]:
     """The first state after each step, and all states after the last."""
-    steps, made = range(int(x.shape[0])), list[Tensor]()
+    steps, made = range(int(given.shape[0])), list[Tensor]()
     for i in reversed(steps) if backwards else steps:
-        after, shown = cell(x[i], state), None
+        after, shown = cell(given[i], state), None
         if lengths is not None:
             inside = (lengths > i).reshape(-1, 1)
             after = tuple(inside.where(new, old) for new, old in zip(after, state, strict=True))
@@ -75,18 +76,20 @@ def _unrolled(cell: Cell, x: Tensor, state: State, lengths: Tensor | None, backw
     return Tensor.stack(*(made[::-1] if backwards else made), dim=0), state
 
 
-def _run(settings: Settings, x: Tensor, cells: Sequence[Cell], states: Sequence[Tensor | None],
-         lengths: Tensor | None) -> tuple[Tensor, ...]:
+def _run(settings: Settings, x: Tensor, w: Tensor, biases: Sequence[Tensor | float], cells: Sequence[Cell],
+         states: Sequence[Tensor | None], lengths: Tensor | None) -> tuple[Tensor, ...]:
     """Y [steps, directions, batch, hidden] and the last states [directions, batch, hidden]."""
     if settings.layout:
         x = x.transpose(0, 1)
         states = [None if each is None else each.transpose(0, 1) for each in states]
     zero = Tensor.zeros(int(x.shape[1]), settings.hidden_size, dtype=x.dtype, device=x.device)
-    outputs, lasts = [], list[State]()
+    flat, outputs, lasts = x.reshape(-1, x.shape[-1]).contiguous(), [], list[State]()
     for d, cell in enumerate(cells):
         backwards = settings.direction == "reverse" or d == 1
-        first = tuple(zero if each is None else each[d] for each in states)
-        made, last = _unrolled(cell, x, first, lengths, backwards)
+        first = tuple(zero if each is None else each[d].contiguous() for each in states)
+        # operands in memory, and one sum a kernel: else these are no matmuls of ours
+        given = (flat @ w[d].T + biases[d]).reshape(*x.shape[:2], -1).contiguous()
+        made, last = _unrolled(cell, given, first, lengths, backwards)
         outputs.append(made)
         lasts.append(last)
     y = Tensor.stack(*outputs, dim=1)
@@ -95,46 +98,49 @@ def _run(settings: Settings, x: Tensor, cells: Sequence[Cell], states: Sequence[
     return y.permute(2, 0, 1, 3), *(each.transpose(0, 1) for each in final)
 
 
-def _bias(b: Tensor | None, d: int) -> tuple[Tensor | float, Tensor | float]:
-    """The biases of the input and of the state."""
-    if b is None: return 0.0, 0.0
-    of_input, of_state = b[d].chunk(2)
-    return of_input, of_state
+def _sums(b: Tensor | None, w: Tensor) -> list[Tensor | float]:
+    """The bias of each direction: that of the input and that of the state."""
+    if b is None: return [0.0] * int(w.shape[0])
+    return [b[d][:int(w.shape[1])] + b[d][int(w.shape[1]):] for d in range(int(w.shape[0]))]
 
 
 @op("RNN")
 def rnn(x: Tensor, w: Tensor, r: Tensor, b: Tensor | None = None, lengths: Tensor | None = None,
         h: Tensor | None = None, **attributes: object) -> tuple[Tensor, ...]:
     """f(x Wᵀ + h Rᵀ + b)."""
-    settings = _settings(attributes, r)
+    settings, w, r = _settings(attributes, r), w.contiguous(), r.contiguous()
 
     def made(d: int) -> Cell:
-        (f,), (of_input, of_state) = settings.functions(["Tanh"], d), _bias(b, d)
-        return lambda x, state: (f(settings.clipped(x @ w[d].T + state[0] @ r[d].T + of_input + of_state)),)
-    return _run(settings, x, [made(d) for d in range(int(w.shape[0]))], [h], lengths)
+        f, = settings.functions(["Tanh"], d)
+        return lambda given, state: (f(settings.clipped(state[0] @ r[d].T + given)),)
+    return _run(settings, x, w, _sums(b, w), [made(d) for d in range(int(w.shape[0]))], [h], lengths)
 
 
 @op("GRU")
 def gru(x: Tensor, w: Tensor, r: Tensor, b: Tensor | None = None, lengths: Tensor | None = None,
         h: Tensor | None = None, linear_before_reset: int = 0, **attributes: object) -> tuple[Tensor, ...]:
     """Gates in the order update, reset, hidden."""
-    settings = _settings(attributes, r)
+    settings, w, r = _settings(attributes, r), w.contiguous(), r.contiguous()
     size = settings.hidden_size
 
     def made(d: int) -> Cell:
-        (f, g), (of_input, of_state) = settings.functions(["Sigmoid", "Tanh"], d), _bias(b, d)
+        f, g = settings.functions(["Sigmoid", "Tanh"], d)
+        of_state, rows = None if b is None else b[d].chunk(2)[1], r[d][2 * size:]
 
-        def cell(x: Tensor, state: State) -> State:
-            (h,), given = state, x @ w[d].T + of_input
-            gates = (given + h @ r[d].T + of_state)[:, :2 * size]
+        def cell(given: Tensor, state: State) -> State:
+            h, = state
+            before = h @ (r[d] if linear_before_reset else r[d][:2 * size]).T
+            if of_state is not None: before = before + of_state[:int(before.shape[1])]
+            gates = given[:, :2 * size] + before[:, :2 * size]
             z, reset = (f(settings.clipped(each)) for each in gates.chunk(2, dim=1))
-            rows, offset = r[d][2 * size:], of_state if isinstance(of_state, float) else of_state[2 * size:]
-            recurrent = reset * (h @ rows.T + offset) if linear_before_reset else \
-                (reset * h) @ rows.T + offset
+            if linear_before_reset: recurrent = reset * before[:, 2 * size:]
+            else: recurrent = (reset * h) @ rows.T + (0.0 if of_state is None else of_state[2 * size:])
             new = g(settings.clipped(given[:, 2 * size:] + recurrent))
             return ((1 - z) * new + z * h,)
         return cell
-    return _run(settings, x, [made(d) for d in range(int(w.shape[0]))], [h], lengths)
+    count = int(w.shape[0])
+    biases: Sequence[Tensor | float] = [0.0] * count if b is None else [b[d].chunk(2)[0] for d in range(count)]
+    return _run(settings, x, w, biases, [made(d) for d in range(count)], [h], lengths)
 
 
 @op("LSTM")
@@ -142,23 +148,22 @@ def lstm(x: Tensor, w: Tensor, r: Tensor, b: Tensor | None = None, lengths: Tens
          h: Tensor | None = None, c: Tensor | None = None, p: Tensor | None = None, input_forget: int = 0,
          **attributes: object) -> tuple[Tensor, ...]:
     """Gates in the order input, output, forget, cell; `p` are peepholes of the first three."""
-    settings = _settings(attributes, r)
+    settings, w, r = _settings(attributes, r), w.contiguous(), r.contiguous()
 
     def made(d: int) -> Cell:
         f, g, out = settings.functions(["Sigmoid", "Tanh", "Tanh"], d)
-        of_input, of_state = _bias(b, d)
         peep: Sequence[Tensor | float] = (0.0, 0.0, 0.0) if p is None else p[d].chunk(3)
 
-        def cell(x: Tensor, state: State) -> State:
+        def cell(given: Tensor, state: State) -> State:
             h, c = state
-            gates = x @ w[d].T + h @ r[d].T + of_input + of_state
+            gates = h @ r[d].T + given
             i, o, forget, new = (settings.clipped(each) for each in gates.chunk(4, dim=1))
             i = f(i + peep[0] * c)
             forget = 1 - i if input_forget else f(forget + peep[2] * c)
             c = forget * c + i * g(new)
             return f(o + peep[1] * c) * out(c), c
         return cell
-    return _run(settings, x, [made(d) for d in range(int(w.shape[0]))], [h, c], lengths)
+    return _run(settings, x, w, _sums(b, w), [made(d) for d in range(int(w.shape[0]))], [h, c], lengths)
 
 
 def _settings(attributes: dict[str, object], r: Tensor) -> Settings:
