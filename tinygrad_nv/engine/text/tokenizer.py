@@ -19,6 +19,7 @@ import tokenizers
 
 from tinygrad_nv.engine.text.content_format import formed, is_text, text_of
 from tinygrad_nv.engine.text.templates import DEFAULT, chosen, templates_in_metadata, templates_of
+from tinygrad_nv.engine.text.tokenizer_config import configure
 from tinygrad_nv.errors import RequestError, TokenizerError
 from tinygrad_nv.models.gguf_path import find
 
@@ -55,6 +56,7 @@ class Tokenizer:
                 raise TokenizerError(f"{path} cannot be read: {error}",
                                      "a tokenizer.json of the tokenizers library",
                                      "download the file again") from error
+            configure(backend, config, special, older, _optional_json(directory / "added_tokens.json"))
         else:
             from tinygrad_nv.engine.text import vocabulary_files
             added = _optional_json(directory / "added_tokens.json")

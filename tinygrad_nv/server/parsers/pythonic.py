@@ -3,8 +3,8 @@ has calls on lines between <function_calls> and </function_calls> (OLMo 3).
 
 Protocol: an argument is passed on when it is complete, and a call's name with its first argument or its last
 parenthesis. Names may be reserved words of Python, or have hyphens; quotes may hold raw line ends. An
-argument without a name is the tool's next parameter. What is no literal is a text: city=Paris. A call whose arguments
-have no names, and whose tool has no parameters for them, stays text: no argument is left out.
+argument without a name is the tool's next parameter. What is no literal is a text: city=Paris. A call whose
+arguments have no names, and whose tool has no parameters for them, stays text: no argument is left out.
 """
 from __future__ import annotations
 

@@ -1,0 +1,122 @@
+"""What tokenizer_config.json changes about a tokenizer.json.
+
+Protocol: `configure(backend, config, special, older, added)` adds the tokens that are named beside the file
+alone, and sets split_special_tokens and add_prefix_space, as transformers does. `special` are tokens by name,
+`older` is special_tokens_map.json and `added` added_tokens.json, which are read where tokenizer_config.json
+has no added_tokens_decoder. A token that the vocabulary lacks gets the next id.
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
+
+from tinygrad_nv.engine.text.added_tokens import FLAGS
+from tinygrad_nv.errors import TokenizerError
+
+Config = Mapping[str, Any]
+EXTRA = ("extra_special_tokens", "additional_special_tokens")
+BLANK = "▁"
+# classes that make a tokenizer of the vocabulary anew, and what they put in front of a text without a word
+BYTE_LEVEL = {"GPT2Tokenizer": False, "Qwen2Tokenizer": False, "RobertaTokenizer": False,
+              "GPTNeoXTokenizer": False, "CodeGenTokenizer": False, "CohereTokenizer": False}
+METASPACE = ("LlamaTokenizer", "CodeLlamaTokenizer")
+
+
+def configure(backend: Tokenizer, config: Config, special: Mapping[str, str], older: Config,
+              added: Config) -> None:
+    """See above. Raises `TokenizerError` for entries that are no tokens."""
+    backend.encode_special_tokens = bool(config.get("split_special_tokens"))
+    _set_prefix(backend, config)
+    _add_tokens(backend, config, special, older, added)
+
+
+# **** tokens ****
+
+def _add_tokens(backend: Tokenizer, config: Config, special: Mapping[str, str], older: Config,
+                added: Config) -> None:
+    known = {each.content: each for each in backend.get_added_tokens_decoder().values()}
+    names = {*special.values()}
+    extra = list(_extra(config))
+    decoder = config.get("added_tokens_decoder")
+    if isinstance(decoder, Mapping): found = [_token(each, key) for key, each in _in_order(decoder)]
+    else:
+        extra += _extra(older)
+        names |= {each.content for each in extra}
+        found = [AddedToken(text, normalized=text not in names, special=text in names)
+                 for text, _ in sorted(added.items(), key=lambda entry: str(entry[1]).zfill(9))]
+    for token in found: token.special = token.special or token.content in special.values()
+    new = {each.content: each for each in found if each.content not in known or
+           _flags(each) != _flags(known[each.content])}
+    for token in (*(AddedToken(text, special=True) for text in special.values()), *extra):
+        if token.content not in known and token.content not in new: new[token.content] = token
+    backend.add_tokens([each for each in new.values() if each.content])
+
+
+def _in_order(decoder: Config) -> list[tuple[str, Any]]:
+    for key in decoder:
+        if not str(key).isdigit(): raise _wrong("added_tokens_decoder", key)
+    return sorted(decoder.items(), key=lambda entry: int(entry[0]))
+
+
+def _extra(config: Config) -> Iterable[AddedToken]:
+    for name in EXTRA:
+        listed = config.get(name) or ()
+        if isinstance(listed, Mapping): listed = listed.values()
+        if not isinstance(listed, Iterable) or isinstance(listed, str): raise _wrong(name, listed)
+        for each in listed:
+            token = AddedToken(each, special=True) if isinstance(each, str) else _token(each, name)
+            token.special = True
+            yield token
+        if config.get(name): return     # the newer name
+
+
+def _token(entry: Any, where: str) -> AddedToken:
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("content"), str): raise _wrong(where, entry)
+    flags = {flag: bool(entry.get(flag)) for flag in FLAGS}
+    special = bool(entry.get("special"))
+    normalized = bool(entry.get("normalized", not special))
+    return AddedToken(entry["content"], normalized=normalized, special=special, **flags)
+
+
+def _flags(token: AddedToken) -> tuple[bool, ...]:
+    return token.special, token.normalized, *(getattr(token, flag) for flag in FLAGS)
+
+
+def _wrong(where: str, found: Any) -> TokenizerError:
+    return TokenizerError(f"tokenizer_config.json: {where} has {str(found)[:60]!r}",
+                          "texts, or objects with content", "download the file again")
+
+
+# **** the blank in front of a text ****
+
+def _set_prefix(backend: Tokenizer, config: Config) -> None:
+    """add_prefix_space, for the classes whose tokenizers transformers makes with it; of SentencePiece's only
+    where it is given: else tokenizer.json says it."""
+    name, prefix = str(config.get("tokenizer_class", "")).removesuffix("Fast"), config.get("add_prefix_space")
+    parts = json.loads(backend.to_str()) if name in BYTE_LEVEL or name in METASPACE else {}
+    if name in BYTE_LEVEL and parts["pre_tokenizer"] is not None:
+        made = _with_prefix(parts["pre_tokenizer"], BYTE_LEVEL[name] if prefix is None else bool(prefix))
+        if made != parts["pre_tokenizer"]: backend.pre_tokenizer = _pre_tokenizer(made)
+    elif name in METASPACE and prefix is not None and "ByteLevel" not in json.dumps(parts["decoder"]):
+        blanks, scheme = BLANK, "always" if config.get("legacy") else "first"
+        backend.normalizer = normalizers.Sequence([])
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(blanks, scheme if prefix else "never", split=False)
+        strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+        backend.decoder = decoders.Sequence([decoders.Replace(blanks, " "), decoders.ByteFallback(),
+                                             decoders.Fuse(), *strip])
+
+
+def _with_prefix(part: Any, prefix: bool) -> Any:
+    """A pre-tokenizer whose byte-level step has the blank, or has none."""
+    if part.get("type") == "Sequence":
+        return {**part, "pretokenizers": [_with_prefix(each, prefix) for each in part["pretokenizers"]]}
+    return {**part, "add_prefix_space": prefix} if part.get("type") == "ByteLevel" else part
+
+
+def _pre_tokenizer(part: Any) -> Any:
+    """A pre-tokenizer of its JSON."""
+    empty = json.loads(Tokenizer.from_str('{"model": {"type": "BPE", "vocab": {}, "merges": []}}').to_str())
+    return Tokenizer.from_str(json.dumps({**empty, "pre_tokenizer": part})).pre_tokenizer
