@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from tinygrad_nv.cpu.isa import ISA, detect
 from tinygrad_nv.quant.types import Layout
+from tinygrad_nv.runtime.cpu.arguments import MOST_ARGUMENTS
 from tinygrad_nv.runtime.cpu.threads import threads
 
 # where unknown: caches of a small core
@@ -24,13 +25,19 @@ class CPU:
     """What a kernel is compiled for. Caches in bytes: `l1` and `l2` of one core, `l3` shared."""
     kind: ClassVar[str] = "cpu"
     head_bytes: ClassVar[int] = 1
-    pointers: ClassVar[int] = 60     # runtime/cpu/pool.py: of 63 arguments
+    pointers: ClassVar[int] = 60     # of MOST_ARGUMENTS
     matrix_layout: ClassVar[Layout] = "tiles"
     isa: ISA
     threads: int
     l1_bytes: int = _L1
     l2_bytes: int = _L2
     l3_bytes: int = _L3
+
+    @staticmethod
+    def overfull(pointers: int, integers: int = 0, maps: int = 0) -> str:
+        """Why no kernel can have so many arguments; "" where one can."""
+        count = pointers + integers
+        return f"a kernel of {count} arguments, at most {MOST_ARGUMENTS}" if count > MOST_ARGUMENTS else ""
 
     @property
     def arch(self) -> str:

@@ -15,7 +15,7 @@ tensor cores make them.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tinygrad.dtype import AddrSpace, DType, dtypes
@@ -70,6 +70,15 @@ def product(total: UOp) -> MatmulReduce | None:
     known = [_lossless(s, node.dtype) for s in node.src]
     return MatmulReduce(total, tuple(chain), node, known[0] == known[1] or any(
         known[0] in kind and known[1] in kind for kind in (FP8, INT8S)))
+
+
+def operands(found: MatmulReduce) -> Iterator[UOp]:
+    """The values that a product's kernel reads and that are computed before it: these will be stored."""
+    for source in found.mul.src:
+        node, casts = _descended(source)
+        if node.op not in GroupOp.ALU or node.device is None: continue
+        for dtype in _path(node, casts, source.dtype if found.strip else None)[1:]: node = node.cast(dtype)
+        yield node
 
 
 def _lossless(node: UOp, dtype: DType) -> DType:

@@ -54,7 +54,7 @@ class NamedMatmul:
         gemm, m = self.gemm, prod(self.shape[:-1])
         counted: dict[str, Any] = {} if self.rows is None else {"rows": self.rows, "variables": [self.rows]}
         moved = self.matrix_bytes + m * (gemm.k * gemm.a.dtype.itemsize + gemm.n * dtype.itemsize)
-        return choose(self.spec, target).called(
+        return choose(self.spec, target, inputs=len(self.inputs)).called(
             self.inputs[0].device, [program.Output(self.shape, dtype)], self.inputs, words=words,
             flops=self.spec.flops // gemm.m * m, nbytes=moved, **counted)
 

@@ -39,9 +39,12 @@ from tinygrad.uop.ops import (
 
 from tinygrad_nv import hooks
 from tinygrad_nv.cpu.kernel import CPUKernel
+from tinygrad_nv.cpu.target import CPU
+from tinygrad_nv.errors import SpecError
 from tinygrad_nv.runtime.note import Note, ProgramKernel
 from tinygrad_nv.tile.kernel import Chain, RouterKernel, RowSumsKernel, Scratch, TileKernel
 from tinygrad_nv.tile.launch import PLAIN, LaunchConfig
+from tinygrad_nv.tile.template import GPU
 
 FIRST_SLOT = 1 << 20
 _slots = itertools.count(FIRST_SLOT)
@@ -68,6 +71,7 @@ def program(entry: str, text: str, device: str | tuple[str, ...], outputs: Seque
     so many times, its last integer counting them. On a GPU `launch` is what it needs besides grid and block.
     """
     tensor_level = not hooks.rewriting()
+    _check_arguments(device, len(outputs) + len(inputs), len(variables) + (parts > 1), len(launch.maps))
     stores = [storage(out, device, tensor_level) for out in outputs]
     arguments = [*stores, *(_contiguous(x if tensor_level else _in_memory(x)) for x in inputs)]
     params = [UOp.placeholder((x.max_numel(),), x.dtype, slot) for slot, x in enumerate(arguments)]
@@ -108,6 +112,14 @@ def _check(kernel: KernelSource, device: str | tuple[str, ...], inputs: Sequence
     if kernel in refused: raise Refused(refused[kernel])
     if elsewhere := [x.device for x in inputs if x.device not in (None, device)]:
         raise Refused(f"operands on {device} and on {elsewhere[0]}")
+
+
+def _check_arguments(device: str | tuple[str, ...], pointers: int, integers: int, maps: int) -> None:
+    """Raises `Refused` in a rewrite, and `SpecError` at tensor level, for more than a launch can have."""
+    kind: type[CPU | GPU] = CPU if to_tuple(device)[0].split(":")[0] == "CPU" else GPU
+    if not (words := kind.overfull(pointers, integers, maps)): return
+    if hooks.rewriting(): raise Refused(words)
+    raise SpecError(words, fix="give it fewer tensors, or one that has several side by side")
 
 
 class Built(Protocol):

@@ -33,6 +33,7 @@ from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
 GPUS = ("EMU", "CUDA")
+OTHERS = 6      # arguments besides output and inputs that kernels of a match have at most: scratch, integers
 Target = GPU | CPU
 
 
@@ -137,7 +138,9 @@ class Chosen:
         return program.called(self.built(), device, outputs, inputs, note=note, **counted)
 
 
-def choose(spec: Any, target: Target, integers: tuple[Integer, ...] = ()) -> Chosen:
-    """A spec with the schedule that its family has for it. Raises `NotOurs` where no template takes it."""
+def choose(spec: Any, target: Target, integers: tuple[Integer, ...] = (), inputs: int = 0) -> Chosen:
+    """A spec with the schedule that its family has for it. Raises `NotOurs` where no template takes it, and
+    for more `inputs` than a kernel with one output can have: a pattern may try a smaller region then."""
+    if words := target.overfull(1 + inputs, OTHERS): raise NotOurs(f"{inputs} inputs: {words}")
     if (schedule := TABLE.choose(spec, target)) is None: raise NotOurs(TABLE.why_not(spec, target))
     return Chosen(spec, schedule, target, integers)

@@ -28,6 +28,9 @@ from tinygrad_nv.tile.order import Ordered
 from tinygrad_nv.tile.reference import Argument, Given, Results
 from tinygrad_nv.tile.schedule import Schedule
 
+PARAMETER_BYTES = 32764     # of a kernel from PTX 8.1 on; 4352 before
+MAP_BYTES = 128             # a tensor map, which lies at a multiple of 64
+
 S = TypeVar("S")
 C = TypeVar("C", bound=Schedule)
 T = TypeVar("T")
@@ -40,7 +43,7 @@ class GPU:
     (left out: as ptx/gpcs.py has it). `clock` measures candidates; without one they are modelled, or counted
     (clock.py). `model`: the name of its figures in ptx/timing/gpus, "" without; None: by its architecture and
     SMs. Heads that begin at multiples of `head_bytes` are read where they lie. Quantised matrices lie in
-    `matrix_layout`. A kernel has so many `pointers` at most (32764 bytes of parameters)."""
+    `matrix_layout`. A kernel has so many `pointers` at most (of `PARAMETER_BYTES`)."""
     kind: ClassVar[str] = "gpu"
     head_bytes: ClassVar[int] = 16
     pointers: ClassVar[int] = 4000
@@ -50,6 +53,14 @@ class GPU:
     clusters: Clusters = ()
     clock: Clock | None = field(default=None, compare=False)
     model: str | None = None
+
+    @staticmethod
+    def overfull(pointers: int, integers: int = 0, maps: int = 0) -> str:
+        """Why no kernel can have so many arguments; "" where one can."""
+        nbytes = 8 * pointers + 4 * integers
+        if maps: nbytes = -(-nbytes // MAP_BYTES) * MAP_BYTES + maps * MAP_BYTES
+        if nbytes <= PARAMETER_BYTES: return ""
+        return f"a kernel of {pointers} arguments: {nbytes} B of parameters, at most {PARAMETER_BYTES}"
 
     @property
     def instructions(self) -> str:

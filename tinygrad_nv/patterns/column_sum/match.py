@@ -116,7 +116,7 @@ def _found(reduction: UOp, dtype: DType, extents: tuple[int, int], target: Targe
     if not any(load.m and load.n == 1 for load in loads): return None
     term = substituted(made.expression, known).cast(dtypes.float32)
     if not all(isinstance(node, Apply | Load | Constant) for node in walk(term)): raise Unfused("positions")
-    return _Match(choose(ColumnSumSpec(m, n, term, dtype), target), tuple(inputs))
+    return _Match(choose(ColumnSumSpec(m, n, term, dtype), target, inputs=len(inputs)), tuple(inputs))
 
 
 def _stride(space: Space, whole: Affine, lies: Affine) -> int:

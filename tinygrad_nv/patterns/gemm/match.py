@@ -33,6 +33,7 @@ from tinygrad_nv.patterns.contraction import (
     arithmetic,
     contracted,
     is_storage,
+    operands,
     product,
     side,
 )
@@ -90,6 +91,7 @@ class _MatmulMatcher:
         self.nodes = tuple(sink.toposort(enter_calls=False))
         self.ends: dict[UOp, MatmulMatch] = {}
         self.inside: set[UOp] = set()
+        self.operands: set[UOp] = set()
 
     def matches(self) -> dict[UOp, MatmulMatch]:
         """The matches, by their ends."""
@@ -102,12 +104,15 @@ class _MatmulMatcher:
             for one in dict.fromkeys(node.src):
                 if one in self.consumers: self.consumers[one].append(node)
         self.multiplied = {node for found in products for node in (found.mul, *found.chain)}
+        self.operands = {each for found in products for each in operands(found)}
         for found in products: self.match(found)
         return self.ends
 
     def is_memory(self, node: UOp) -> bool:
-        """Whether a node is storage from its beginning, or will be the result of a kernel of ours."""
-        return node in self.ends or is_storage(node)
+        """Whether a node is storage from its beginning, will be the result of a kernel of ours, or will be
+        stored as the operand of one: a norm before matmuls and a residual is computed once, not in each
+        kernel that reads it."""
+        return node in self.ends or node in self.operands or is_storage(node)
 
     def is_taken(self, node: UOp) -> bool:
         """Whether a node belongs to a match, or to a product that may become one."""
@@ -151,8 +156,9 @@ def matched(found: MatmulReduce, end: UOp, region: frozenset[UOp], target: Targe
     extras = list(dict.fromkeys(node for node, _ in entries))
     loads = [_load(dims, i, extras.index(node), node, lies) for i, (node, lies) in enumerate(entries)]
     spec = _spec(dims, out, last(_finished(tail.expression, loads, numbers)), part, len(numbers))
-    return MatmulMatch(end, region, choose(spec, target), (dims.a.storage, dims.b.storage, *extras),
-                 dims.m.extent if isinstance(dims.m.extent, UOp) else None)
+    inputs = (dims.a.storage, dims.b.storage, *extras)
+    return MatmulMatch(end, region, choose(spec, target, inputs=len(inputs)), inputs,
+                       dims.m.extent if isinstance(dims.m.extent, UOp) else None)
 
 
 def _sides(found: MatmulReduce, space: Space, at: Indices,

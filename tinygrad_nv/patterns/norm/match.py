@@ -31,6 +31,7 @@ from tinygrad_nv.patterns.attention.fitted import fitted
 from tinygrad_nv.patterns.contraction import Dim, NotOurs, is_storage, merged
 from tinygrad_nv.patterns.epilogue import ELEMENTWISE, NAMES, NODES, STORED, Epilogue, Unfused, number
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
+from tinygrad_nv.patterns.norm.shared import MOST_STATISTICS, shared
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Chosen, Target, choose, target_of
 from tinygrad_nv.runtime.observe import ranges
@@ -41,7 +42,6 @@ from tinygrad_nv.tile.operations import OPERATIONS
 
 NAME = "norm"
 MOST_NODES = 256        # between a result and memory
-MOST_STATISTICS = 4
 COSTLY = tuple(op for op, name in NAMES.items() if OPERATIONS[name].series)
 # a row's results are made of its statistic by elements
 NEEDS = (*({Ops.REDUCE, op} for op in ELEMENTWISE), *({op} for op in COSTLY))
@@ -65,6 +65,9 @@ def rewrite(sink: UOp, nodes: tuple[UOp, ...]) -> UOp:
     stored = dict.fromkeys(stored_nodes(nodes))
     # a statistic that is stored too is computed again with its row: that costs no memory traffic
     memory = frozenset(node for node in stored if node.op not in (*GroupOp.Movement, Ops.REDUCE))
+    between = shared([node for node in nodes if node in stored], memory)
+    stored |= dict.fromkeys(between)
+    memory |= frozenset(between)
     targets = {node.device: target_of(node.device) for node in stored}
     found = {node: match for node in stored if (target := targets[node.device]) is not None
              and (match := matched(node, target, memory)) is not None}
@@ -115,7 +118,7 @@ def matched(end: UOp, target: Target, memory: frozenset[UOp]) -> NormMatch | Non
     if (first := _first(end, memory)) is None and not _is_costly(end, memory): return None
     try:
         spec, inputs, rows = _spec(end, first, memory)
-        how = choose(spec, target)
+        how = choose(spec, target, inputs=len(inputs))
         if _read_once(spec) and not all(is_storage(x) or x in memory for x in inputs):
             raise Unfused("sums of values that are not in memory: tinygrad computes them as it adds")
     except (Unfused, NotAffine, NotOurs, SpecError) as no:

@@ -6,6 +6,7 @@
   threads.py  how many threads kernels are made for
   program.py  one kernel: compiled, loaded and called on arrays, for tuning and tests
   pool.py     the threads that run kernels, and the C that gives them their parts
+  arguments.py  how many arguments a launch has room for
   eager.py    launches outside graphs, on all cores
   graph.py    a captured graph: all launches of a TinyJit batch in one call into C
   memory.py   large buffers in huge pages

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
+from tinygrad_nv.runtime.cpu.arguments import check_arguments
 from tinygrad_nv.runtime.cpu.threads import threads
 
 _WORD = (1 << 64) - 1
@@ -23,13 +24,13 @@ def parallel(theirs: type, enabled: Callable[[], bool]) -> type:
     def call(self: Any, *bufs: Any, global_size: tuple[int, int, int] = (1, 1, 1),
              local_size: tuple[int, int, int] = (1, 1, 1), vals: tuple[int | None, ...] = (),
              wait: bool = False, timeout: int | None = None) -> float | None:
+        check_arguments(self.name, words := len(bufs) + len(vals))
         core, parts = self.runtimevars.get("core_id"), global_size[0]
         if core is None or parts == 1 or self.lvp or sys.platform != "linux" or not enabled():
             return original(self, *bufs, global_size=global_size, local_size=local_size, vals=vals, wait=wait,
                             timeout=timeout)
         from tinygrad_nv.runtime.cpu.pool import pool
         begun = time.perf_counter()
-        words = len(bufs) + len(vals)
         # a kernel of ours has core_id at -1, the last
         row = array("Q", [self.addr, parts, core % words, words, *(b.va_addr for b in bufs),
                           *((v or 0) & _WORD for v in vals)])

@@ -15,6 +15,7 @@ from tinygrad.device import MultiBuffer
 from tinygrad.engine.jit import GraphRunner
 from tinygrad.uop.ops import Ops, UOp
 
+from tinygrad_nv.runtime.cpu.arguments import check_arguments
 from tinygrad_nv.runtime.cpu.pool import ALONE, HEAD, pool
 from tinygrad_nv.runtime.cpu.threads import threads
 
@@ -25,7 +26,9 @@ class CPUGraph(GraphRunner):
 
     def __init__(self, linear: UOp, input_uops: tuple[UOp, ...] = ()) -> None:
         super().__init__(linear, input_uops)
-        width = HEAD + max(len(ast.arg.globals) + len(ast.arg.vars) for _, ast, _, _ in self.calls)
+        bodies = [ast.arg for _, ast, _, _ in self.calls]
+        for body in bodies: check_arguments(body.function_name, len(body.globals) + len(body.vars))
+        width = HEAD + max(len(body.globals) + len(body.vars) for body in bodies)
         self.table = np.zeros((len(self.calls), width), np.uint64)
         self.inputs: list[tuple[int, int, int]] = []  # row, word, input
         self.words: dict[int, list[tuple[int, int]]] = {}   # the same, by input

@@ -35,10 +35,11 @@ from tinygrad.device import TinyELF
 from tinygrad.runtime import ops_cpu
 from tinygrad.runtime.autogen import libc
 
+from tinygrad_nv.runtime.cpu.arguments import MOST_ARGUMENTS
 from tinygrad_nv.runtime.cpu.available import available
 
 HEAD = 4  # words before the arguments
-LENGTHS = (6, 14, 30, 63)  # 63 is tinygrad's own limit of arguments
+LENGTHS = (6, 14, 30, MOST_ARGUMENTS)
 ALONE = (1 << 64) - 1  # a row whose function takes no core_id
 # words of the control block; those that different threads write on cache lines of their own
 SYSCALL, FUTEX, YIELD, TICKET, ROW, DONE, ASLEEP, WOKEN, WORDS = 0, 1, 2, 8, 9, 16, 24, 25, 32
