@@ -42,6 +42,7 @@ CONFIG, FILES = "adapter_config.json", (("adapter_model.safetensors", Safetensor
                                         ("adapter_model.bin", PyTorchFiles))
 PREFIX = "base_model.model."
 MERGE = "merge the adapter into the weights (PEFT's merge_and_unload)"
+NAMED = re.compile(r"(.+)(\.lora_[AB])\.([^.]+)(\.weight)")
 EXPERTS = re.compile(r"\.(experts|block_sparse_moe|router)(\.|$)|\.mlp\.gate$")
 # what adapters of other kinds change; a value that is none of these is refused
 OFF: tuple[Any, ...] = (None, False, [], {}, "")
@@ -195,11 +196,24 @@ def list_tensors(directory: Path) -> dict[str, TensorEntry]:
         if not (directory / name).is_file(): continue
         checkpoint = kind()
         checkpoint.add(directory / name)
-        found = {key.removeprefix(PREFIX): entry for key, entry in checkpoint.entries.items()}
+        found = _without_names({key.removeprefix(PREFIX): entry for key, entry in checkpoint.entries.items()},
+                               directory)
         made = language_entries(found)
         return found if len(made) != len(found) else made
     raise WeightError(f"{directory} has {CONFIG}, and no weights", " or ".join(name for name, _ in FILES),
                       "download the adapter again")
+
+
+def _without_names(entries: Mapping[str, TensorEntry], directory: Path) -> dict[str, TensorEntry]:
+    """Entries without the adapter's name, which a state_dict of PEFT's model has: lora_A.default.weight.
+    Raises `WeightError` for several adapters in one file."""
+    found = {key: NAMED.fullmatch(key) for key in entries}
+    names = {match[3] for match in found.values() if match}
+    if len(names) > 1:
+        raise WeightError(f"{directory} has the adapters {', '.join(sorted(names))} in one file",
+                          "one adapter", "save one with PEFT's save_pretrained(selected_adapters=[…])")
+    return {match[1] + match[2] + match[4] if (match := found[key]) else key: entry
+            for key, entry in entries.items()}
 
 
 def paired(entries: Mapping[str, TensorEntry], directory: Path,

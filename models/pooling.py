@@ -17,8 +17,9 @@ from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import ModelError
 from tinygrad_nv.functional import embedding
+from tinygrad_nv.quant.floats import as_float32
 
-from .checkpoint import open_checkpoint, read_array
+from .checkpoint import FLOAT_BYTES, open_checkpoint, read_array
 from .config import read_json, read_json_value
 from .fields import CORRECT, Fields
 from .packed import PackedBatch
@@ -146,8 +147,10 @@ def _dense(folder: Path) -> Dense:
     if f.get("bias", True): wanted.append("linear.bias")
     for name in wanted:
         expected = list(shape[:1] if name == "linear.bias" else shape)
-        if name not in entries or list(entries[name].shape) != expected or entries[name].dtype != "float32":
+        if name not in entries or list(entries[name].shape) != expected \
+                or entries[name].dtype not in FLOAT_BYTES:
             found = f"{list(entries[name].shape)} of {entries[name].dtype}" if name in entries else "missing"
-            raise ModelError(f"{folder}: {name} is {found}", f"{expected} of float32", CORRECT)
-    arrays = [read_array(entries[name]) for name in wanted]
+            raise ModelError(f"{folder}: {name} is {found}", f"{expected} of {', '.join(FLOAT_BYTES)}",
+                             CORRECT)
+    arrays = [as_float32(read_array(entries[name])) for name in wanted]
     return Dense(arrays[0], arrays[1] if len(arrays) > 1 else None, activation)

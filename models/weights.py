@@ -24,7 +24,7 @@ from tinygrad.dtype import DType
 from tinygrad_nv.errors import WeightError
 from tinygrad_nv.quant.readers.reader import ONLINE, StoredMatrix, reader_of
 from tinygrad_nv.quant.types import nbytes as matrix_bytes
-from tinygrad_nv.runtime.memory import allocate, allocate_arena, read, write
+from tinygrad_nv.runtime.memory import allocate_arena, write
 from tinygrad_nv.runtime.memory_pool import labelled
 
 from .attention import Attention
@@ -48,13 +48,13 @@ from .multimodal import language_entries
 from .parts import layer_bytes
 from .quantised import Plan, fill, place, planned, projections, read_layer, require_zeros
 from .repacked import opened
+from .tied import EMBEDDING, HEAD, untie
 
 # A second thread doubles the rate of page faults and copies; disks are faster with a queue of a few reads.
 READERS = min(4, os.cpu_count() or 1)
 CHUNK = 16 << 20
 CONVERTED_CHUNK = 1 << 20  # NumPy makes about five temporaries of this size while it converts
 FLOATS = tuple(FLOAT_BYTES)
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def check(wanted: Mapping[str, WeightSlice], entries: Mapping[str, TensorEntry],
     for name in wanted:
         if name in entries and entries[name].dtype not in FLOATS:
             raise unsupported(entries[name].file_offset[0], name, entries[name].dtype)
-    # a tied model may still store its head; `_require_tied` checks that it equals the embedding
+    # a tied model may still store its head; `untie` compares it with the embedding
     surplus = {HEAD} if tied else set()
     missing = [n for n in wanted if n not in entries]
     unexpected = [n for n in entries if n not in wanted and n not in surplus]
@@ -195,13 +195,12 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
 
     `progress(done, total)` is called with bytes. Raises `WeightError` before anything is read if the
     checkpoint lacks tensors, and while reading if a file is shorter than its header says."""
+    if model.config.tied and not headless: untie(model, directory)
     found = opened_for(model, directory, headless)
     checkpoint, plan, wanted = found.checkpoint, found.plan, found.wanted
     for slot in found.zeros: _fill_zeros(slot)
     require_zeros(plan, checkpoint.entries)
     if model.config.quantization is not None: model.cache_scales = _own_scales(model, checkpoint)
-    if model.config.tied and not headless and HEAD in checkpoint.entries.keys() - plan.tensors:
-        _require_tied(checkpoint, directory)
     with labelled("weights"):
         allocate_arena(list({id(slot.tensor): slot.tensor for slot in wanted.values()}.values()))
     for name in wanted.keys() & {EMBEDDING, HEAD}: _fill_rest(wanted[name])
@@ -238,6 +237,7 @@ def opened_for(model: Llama, directory: Path, headless: bool = False) -> Opened:
     checkpoint, parallel = open_checkpoint(directory), model.parallel
     config, file = model.config if parallel is None else parallel.whole, str(directory / "config.json")
     entries = _without_draft_layers(config, language_entries(checkpoint.entries))
+    if config.tied and EMBEDDING not in entries and HEAD in entries: entries[EMBEDDING] = entries.pop(HEAD)
     if headless: entries = {name: each for name, each in entries.items() if not name.startswith("score.")}
     checkpoint.entries = apart(config, entries, directory)
     reader, elsewhere = None, set[str]()
@@ -307,7 +307,6 @@ def read_again(model: Llama, directory: Path) -> int:
     """Reads the weights of a model that is not quantised again, into the memory that they have; returns bytes
     read. Raises `WeightError` as `load` does."""
     found = opened_for(model, directory)
-    if model.config.tied and HEAD in found.checkpoint.entries: _require_tied(found.checkpoint, directory)
     return fill_slots(found.checkpoint, found.wanted)
 
 
@@ -334,32 +333,6 @@ def _fill(model: Llama, found: Opened, readers: ThreadPoolExecutor, sizes: list[
             kept.add(number, fill(model, layers[number], arrived))
             yield sizes[number]
 
-
-def _require_tied(checkpoint: Checkpoint, directory: Path) -> None:
-    """Raises for a stored head that differs from the embedding: transformers would use it in spite of
-    tie_word_embeddings."""
-    embedding, head = checkpoint.entries[EMBEDDING], checkpoint.entries[HEAD]
-    same = (embedding.shape, embedding.dtype) == (head.shape, head.dtype)
-    if same and embedding.file_offset != head.file_offset:
-        count = math.prod(head.shape)
-        # strided tensors are read whole, as rows of the one may not be those of the other
-        whole = head.strides is not None or embedding.strides is not None
-        step = max(count, 1) if whole else CHUNK // ITEM_BYTES[head.dtype]
-        same = all(np.array_equal(_elements(checkpoint, embedding, begin, min(begin + step, count)),
-                                  _elements(checkpoint, head, begin, min(begin + step, count)))
-                   for begin in range(0, count, step))
-    if not same:
-        raise WeightError(f"the weights in {directory} have an {HEAD} that is not {EMBEDDING}, and "
-                          "tie_word_embeddings is true", "a head equal to the embedding, or none",
-                          "set tie_word_embeddings to false in config.json, if the head was trained apart")
-
-
-def _elements(checkpoint: Checkpoint, entry: TensorEntry, begin: int, end: int) -> np.ndarray:
-    """Bits of elements [begin, end) of an entry, as unsigned integers."""
-    elements = Tensor.empty(end - begin, dtype=named(entry.dtype), device="CPU")
-    allocate(elements)
-    checkpoint.read_into(entry, begin, end, elements, 0)
-    return read(elements, np.dtype(f"u{ITEM_BYTES[entry.dtype]}")).copy()   # the memory goes with the tensor
 
 
 def fill_slots(checkpoint: Checkpoint, wanted: Mapping[str, WeightSlice],

@@ -51,6 +51,21 @@ def test_one_that_is_right(tmp_path: Path):
     assert made.digest == again.digest != other.digest
 
 
+def test_the_adapters_name_in_names_of_tensors(tmp_path: Path):
+    """As in a state_dict of PEFT's model; of several adapters in a file none is taken."""
+    def renamed(name: str) -> Spoilt:
+        def rename(config: dict[str, Any], state: dict[str, np.ndarray]) -> None:
+            for key in [*state]: state[key.replace(".weight", f".{name}.weight")] = state.pop(key)
+        return rename
+    plain, made = read(saved(tmp_path / "a")), read(saved(tmp_path / "b", renamed("default")))
+    assert made.digest == plain.digest
+    def two(config: dict[str, Any], state: dict[str, np.ndarray]) -> None:
+        renamed("other")(config, state)
+        state[A.replace(".weight", ".default.weight")] = state[A.replace(".weight", ".other.weight")]
+    with pytest.raises(WeightError, match="has the adapters default, other in one file"):
+        read(saved(tmp_path / "c", two))
+
+
 @pytest.mark.parametrize(("key", "value", "words"), [
     ("peft_type", "IA3", "peft_type is 'IA3'"), ("use_dora", True, "DoRA normalises whole weights"),
     ("bias", "all", "bias is 'all'"), ("lora_bias", True, "biases of adapters"),

@@ -17,7 +17,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad_nv.models.embedding_model import EmbeddingConfig, EmbeddingModel, read_embedding_config
 from tinygrad_nv.models.encoder import Encoder
 from tinygrad_nv.models.encoder_config import read_encoder_config
-from tinygrad_nv.models.pooling import Pooling
+from tinygrad_nv.models.pooling import Pooling, read_pooling
 
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.worker.embedding_runner import EmbeddingRunner, step_sizes
@@ -35,6 +35,16 @@ def vectors(llm: LLM, prompts: Any, **options: Any) -> np.ndarray:
 
 
 def unit(x: np.ndarray) -> np.ndarray: return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dense_layers_of_half_the_size_are_read_as_float32(tmp_path: Path, dtype: torch.dtype):
+    dense = torch.nn.Linear(64, 24).to(dtype)
+    add_modules(tmp_path, {"pooling_mode_mean_tokens": True}, False, (dense,))
+    made, x = read_pooling(tmp_path), torch.randn(3, 64)
+    assert made is not None
+    with torch.no_grad(): expected = dense.float()(x).tanh().numpy()
+    assert np.abs(made.dense[0](x.numpy()) - expected).max() < 1e-6
 
 
 @pytest.mark.sampled(1)

@@ -11,12 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tinygrad import Device, Tensor, dtypes
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.checkpoint import convert
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.tied import loaded_config
 
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.quant.floats import narrow_bfloat16, widen_bfloat16
@@ -182,3 +184,25 @@ def test_an_arena_lives_as_long_as_its_tensors():
     Device["CPU"].synchronize()
     assert host_bytes(last) is not None
     assert (last * 2).sum().item() == 6 * (1 << 20)
+
+
+@pytest.mark.parametrize("stored", ["both", "head", "embedding"])
+def test_logits_where_the_configuration_ties_the_head(tmp_path: Path, stored: str):
+    """transformers 5 keeps a head that differs from the embedding; of one of them alone it makes both."""
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2))
+    theirs.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    path, other = tmp_path / "model.safetensors", {"head": weights.EMBEDDING, "embedding": weights.HEAD}
+    save_file({name: each for name, each in load_file(path).items() if name != other.get(stored)}, path,
+              metadata={"format": "pt"})
+    ids = [5, 1, 60]
+    with torch.no_grad():
+        expected = transformers.LlamaForCausalLM.from_pretrained(tmp_path)(torch.tensor([ids])).logits.numpy()
+    for configuration in (read_config, loaded_config):
+        model = Llama(configuration(tmp_path), dtypes.float32, "CPU")
+        weights.load(model, tmp_path)
+        logits = model(Tensor([ids], dtype=dtypes.int32, device="CPU")).numpy()
+        assert np.abs(logits - expected).max() <= 2e-4 * np.abs(expected).max()
+        assert model.config.tied == (stored != "both")

@@ -25,6 +25,7 @@ from tinygrad_nv.models.feed_forward import MixtureOfExperts
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.quantised import matrices
 from tinygrad_nv.models.quantised import projections as layer_projections
+from tinygrad_nv.models.tied import loaded_config
 from tinygrad_nv.models.weights import load, slots
 from tinygrad_nv.progress import bar
 from tinygrad_nv.quant.activations import QWeight
@@ -43,7 +44,7 @@ def opened(directory: Path, dtype: DType, device: str | None = None, quantizatio
            parallel: Parallel | None = None) -> Llama:
     """The model of a directory with its weights, or a rank's part of it. Raises `ModelError`, `WeightError`.
     """
-    config = with_quantization(quantization, read_config(directory), directory)
+    config = with_quantization(quantization, loaded_config(directory), directory)
     model = _network(config, dtype, device, parallel)
     with bar("loading weights") as shown: load(model, directory, shown)
     return model

@@ -37,8 +37,8 @@ from tinygrad_nv.errors import ModelError
 from tinygrad_nv.kvcache.hybrid_table import SequenceTable
 from tinygrad_nv.kvcache.pool import PagePool
 from tinygrad_nv.models import weights
-from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.tied import loaded_config
 
 if TYPE_CHECKING:
     from tinygrad_nv.models.config import ModelConfig
@@ -180,7 +180,7 @@ class DraftModelFiles:
     def read(directory: Path, dtype: DType, config: ModelConfig,
              tokenizer: Tokenizer | None) -> DraftModelFiles:
         """Reads the config of a draft model. Raises `ModelError` if it does not match the target model."""
-        own = read_config(directory)
+        own = loaded_config(directory)
         sizes = config.vocab_size, own.vocab_size
         require_same_vocabulary(tokenizer, optional_tokenizer(directory)[0], sizes)
         return DraftModelFiles(directory, own, weights.nbytes(own, dtype, directory),
