@@ -96,10 +96,11 @@ def test_a_stop_string_ends_the_text_before_itself(command, tiny: Path):
 def test_end_tokens_of_generation_config_stop_and_can_be_ignored(command, spoil, greedy_ids: list[int]):
     end = greedy_ids[3]
     directory = spoil("generation_config.json", eos_token_id=[299, end])
-    made = report(command, directory, *IDS, "--max-tokens", 8)
+    made = report(command, directory, *IDS, *GREEDY, "--max-tokens", 8)
     assert made["token_ids"] == greedy_ids[:greedy_ids.index(end) + 1]
     assert made["finish_reason"] == "stop"
-    assert report(command, directory, *IDS, "--max-tokens", 8, "--ignore-eos")["token_ids"] == greedy_ids
+    assert report(command, directory, *IDS, *GREEDY, "--max-tokens", 8, "--ignore-eos"
+                  )["token_ids"] == greedy_ids
 
 
 def test_sampling_defaults_are_those_of_generation_config(command, tiny: Path, spoil):
@@ -121,7 +122,7 @@ def test_a_pickled_checkpoint_gives_the_same_answer(command, copy: Path, greedy_
     tensors["model.norm.weight"] = torch.nn.Parameter(tensors["model.norm.weight"])
     (copy / "model.safetensors").unlink()
     torch.save(tensors, copy / "pytorch_model.bin")
-    assert report(command, copy, *IDS, "--max-tokens", 8, "--ignore-eos")["token_ids"] == greedy_ids
+    assert report(command, copy, *IDS, *GREEDY, "--max-tokens", 8, "--ignore-eos")["token_ids"] == greedy_ids
 
 
 # **** chat, doctor, explain ****

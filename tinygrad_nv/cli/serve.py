@@ -48,6 +48,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     engine.add_argument("--speculative", metavar="HOW", help="speculative decoding, which does not change "
                         "the output: ngram:K (prompt lookup) or draft:DIR:K (a draft model)")
     engine.add_argument("--seed", type=int, metavar="N", help="for requests without one (default random)")
+    vllm_options.add_generation_options(engine)
     engine.add_argument("--chat-template", metavar="FILE", help="instead of the model's own, or the name of "
                         "one of them")
     engine.add_argument("--chat-template-content-format", choices=("auto", "string", "openai"),

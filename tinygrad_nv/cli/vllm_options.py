@@ -54,7 +54,7 @@ FLAGS = frozenset({
     "trust_remote_code", "use_tqdm_on_load", "use_v2_block_manager"}) | {
     name for name in NO_EFFECT if name.startswith(("disable_", "enable_", "log_error"))} - {
         "disable_access_log_for_endpoints"}
-OWN = ("speculative_config", "runner", "tokenizer")     # of LLM, each with a meaning
+OWN = ("speculative_config", "runner", "tokenizer", *engine.GENERATION)     # of LLM, each with a meaning
 NEAR = 0.6  # how similar an option must be to be suggested
 
 
@@ -70,6 +70,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(*options, dest=name, action=action, default=argparse.SUPPRESS,
                             help=argparse.SUPPRESS)
     parser.set_defaults(vllm={})
+
+
+def add_generation_options(group: argparse._ArgumentGroup) -> None:
+    """Adds the options that say where sampling defaults come from."""
+    for option, metavar, words in (
+            ("--generation-config", "auto|vllm|DIR", "sampling defaults: those of the model's "
+             "generation_config.json (auto, the default), none (vllm), or of a directory with another"),
+            ("--override-generation-config", "JSON", 'fields of it, such as {"temperature": 0.5}')):
+        group.add_argument(option, action=_Value, default=argparse.SUPPRESS, metavar=metavar, help=words)
 
 
 class _Value(argparse.Action):

@@ -2,7 +2,7 @@
 
   llm.py             `LLM`: a loaded model directory; loading.py and memory_planning.py run before the load
   async_engine.py    `AsyncEngine`: the same engine for many callers of one asyncio loop
-  sampling.py        `SamplingParams`
+  sampling.py        `SamplingParams`; generation_config.py has a model's defaults
   embedding/         embedding models: `LLM.embed`
   speech/            Whisper: `Transcriber`
   vision/            images in prompts

@@ -33,12 +33,12 @@ from tinygrad_nv.engine.executor.plan import (
     token_bytes_of,
     weight_bytes_of,
 )
+from tinygrad_nv.engine.generation_config import GenerationConfig
 from tinygrad_nv.engine.llm_generation import GenerationMethods
 from tinygrad_nv.engine.llm_pooling import PoolingMethods
 from tinygrad_nv.engine.load_options import LoadOptions
 from tinygrad_nv.engine.loading import (
     context_length,
-    generation_defaults,
     open_device,
     optional_tokenizer,
     resolve_dtype,
@@ -92,7 +92,9 @@ class LLM(GenerationMethods, PoolingMethods):
     limits of sequences, tokens and pages are those of each replica. `stage(name)` is called at the end of
     each stage of loading. `model` may be a bundle (engine/bundled/), whose limits are those it was compiled
     for; `required_key` is a file with the public key that has to have signed it, `weights` the directory of
-    files that it refers to. Other arguments of vLLM's `LLM` are taken, or refused (vllm_arguments.py)."""
+    files that it refers to. `generation_config` and `override_generation_config` say where sampling defaults
+    come from (generation_config.py). Other arguments of vLLM's `LLM` are taken, or refused
+    (vllm_arguments.py)."""
 
     def __init__(self, model: str | Path, dtype: str = "auto", max_model_len: int | None = None,
                  device: str | None = None, progress: Callable[[int, int], None] | None = None,
@@ -128,7 +130,8 @@ class LLM(GenerationMethods, PoolingMethods):
             whole("tensor_parallel_size", tensor_parallel_size, 1),
             whole("pipeline_parallel_size", pipeline_parallel_size, 1),
             flag("enable_expert_parallel", enable_expert_parallel, False),
-            whole("data_parallel_size", data_parallel_size, 1))
+            whole("data_parallel_size", data_parallel_size, 1),
+            (own.get("generation_config"), own.get("override_generation_config")))
         self._seeds = fresh_seed if seed is None else partial(Random(seed).getrandbits, 32)
         sweep()
         self._request_numbers, self.latencies = itertools.count(), Latencies()
@@ -171,7 +174,8 @@ class LLM(GenerationMethods, PoolingMethods):
         self.config = with_quantization(o.quantization, loaded_config(self.directory), self.directory)
         self.dtype = resolve_dtype(o.dtype, self.config, self.directory, self.device)
         self.length = context_length(self.config, self.dtype, o.max_model_len)
-        self.defaults, self.eos = generation_defaults(self.directory, self.config)
+        generation = GenerationConfig.read(self.directory, self.config, *o.generation)
+        self.defaults, self.eos, self.limit = generation.defaults, generation.eos, generation.limit
         self.tokenizer, self.tokenizer_error = optional_tokenizer(o.tokenizer or self.directory)
         speculation = None if o.speculative is None else parse_speculative(o.speculative)
         engine = o.engine_config(self.length, self.eos, speculation.tokens if speculation else 0)

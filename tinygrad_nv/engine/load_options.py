@@ -35,6 +35,7 @@ class LoadOptions:
     pipeline_parallel_size: int = 1
     enable_expert_parallel: bool = False
     data_parallel_size: int = 1
+    generation: tuple[Any, Any] = (None, None)      # source and changes of sampling defaults
 
     @property
     def ranks(self) -> int:

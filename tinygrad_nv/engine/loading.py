@@ -1,5 +1,5 @@
-"""Settings of a model directory and a device, resolved before anything is loaded: dtype, context length, end
-tokens, tokenizer.
+"""Settings of a model directory and a device, resolved before anything is loaded: dtype, context length,
+tokenizer. generation_config.py has sampling defaults.
 
 Protocol: each function resolves one setting, or raises an `NVError` that says what to change.
 """
@@ -8,17 +8,16 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tinygrad import Device, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import DEV
 
 from tinygrad_nv.engine.memory_planning import CACHE_BYTES, token_bytes
-from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import ModelError, NVError, RequestError, TokenizerError
-from tinygrad_nv.models.config import DTYPES, read_json, token_ids
+from tinygrad_nv.models.config import DTYPES
 
 if TYPE_CHECKING:
     from tinygrad_nv.models.config import ModelConfig
@@ -97,9 +96,6 @@ def weights_identity(model: Path) -> str:
     return made.hexdigest()
 
 
-ANSWER_TOKENS = 256     # of an answer at most, unless a request says otherwise
-
-
 def open_device(name: str | None) -> str:
     """Opens tinygrad's device `name` (its default when None) and returns the canonical name."""
     requested = name or repr(DEV) or "default"
@@ -123,21 +119,3 @@ def optional_tokenizer(directory: Path) -> tuple[Tokenizer | None, TokenizerErro
     """The tokenizer, or the reason why it cannot be loaded: prompts of token ids do not need it."""
     try: return Tokenizer.load(directory), None
     except TokenizerError as error: return None, error
-
-
-def generation_defaults(directory: Path, config: ModelConfig) -> tuple[SamplingParams, tuple[int, ...]]:
-    """Sampling defaults and end tokens of generation_config.json, which overrides config.json.
-
-    As in transformers, a file without do_sample asks for greedy decoding."""
-    path = directory / "generation_config.json"
-    data: dict[str, Any] = read_json(path) if path.is_file() else {}
-    eos = token_ids(data.get("eos_token_id"), f"{path}: eos_token_id") or config.eos_token_ids
-    given = {name: data[name] for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-             if data.get(name) is not None}
-    for name, value in given.items():
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ModelError(f"{path}: {name} is {value!r}", "a number", "correct the file")
-    if not data.get("do_sample"): given["temperature"] = 0.0
-    try: return SamplingParams(max_tokens=ANSWER_TOKENS, **given), eos
-    except RequestError as error:
-        raise ModelError(f"{path}: {error.found}", error.expected, "correct the file") from error

@@ -33,8 +33,8 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
                      "logits_processor_pattern"), ((None, "auto"), "no code of others runs in the engine")),
     **dict.fromkeys(("hf_config_path", "rope_scaling", "rope_theta", "override_attention_dtype"),
                     ((None, {}), "the configuration is the checkpoint's")),
-    **dict.fromkeys(("override_generation_config", "default_mm_loras", "model_loader_extra_config",
-                     "additional_config", "profiler_config"), ((None, {}), "nothing here reads it")),
+    **dict.fromkeys(("default_mm_loras", "model_loader_extra_config", "additional_config",
+                     "profiler_config"), ((None, {}), "nothing here reads it")),
     **dict.fromkeys(("disable_sliding_window", "kv_sharing_fast_prefill"),
                     ((False,), "layers attend as their checkpoint says")),
     **dict.fromkeys(("kv_offloading_size", "kv_offloading_backend"),
@@ -61,9 +61,9 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "override_pooler_config": ((None,), "a model's files say how it pools"),
     "structured_outputs_config": ((None, {}), "llguidance enforces structured output"),
     "otlp_traces_endpoint": ((None,), "the server sends traces, and LLM none"),
-    "generation_config": (("auto",), "defaults are those of generation_config.json"),
     "guided_decoding_backend": ((None, "auto", "guidance"), "llguidance enforces structured output"),
     "scheduling_policy": (("fcfs", "priority"), "requests run by priority, then in order")}
+GENERATION = ("generation_config", "override_generation_config")
 NO_EFFECT = frozenset({
     "trust_remote_code", "enforce_eager", "max_seq_len_to_capture", "disable_custom_all_reduce",
     "disable_log_stats", "compilation_config", "max_parallel_loading_workers", "allowed_local_media_path",
@@ -102,6 +102,7 @@ def from_vllm(given: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]
         elif name in FIXED: _require_fixed(name, value)
         elif name == "speculative_config": made["speculative"] = _speculative(value)
         elif name == "runner": made["task"] = _task(value)
+        elif name in GENERATION: made[name] = value
         elif name not in NO_EFFECT: raise _unknown(name, known)
     return made
 
@@ -164,7 +165,7 @@ def _speculative(config: Any) -> str | None:
 
 
 def _unknown(name: str, known: frozenset[str]) -> ConfigError:
-    names = [*known, *RENAMED, *FIXED, *NO_EFFECT, "speculative_config", "runner"]
+    names = [*known, *RENAMED, *FIXED, *NO_EFFECT, *GENERATION, "speculative_config", "runner"]
     near = get_close_matches(name, names, 1)
     return ConfigError(f"LLM has no argument {name!r}", "those of docs/vllm.md",
                        f"did you mean {near[0]}?" if near else f"leave {name} out")

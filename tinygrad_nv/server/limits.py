@@ -24,7 +24,7 @@ from tinygrad_nv.server.errors import APIError
 class RequestLimits:
     """Limits of requests. `choices`: texts of one request, prompts × n; `body_bytes`, `schema_bytes`: sizes
     of a body and of a JSON schema in it; timeouts in seconds for headers, body and answer; `drain_s`: for
-    running requests at shutdown; `logprobs`: of each token."""
+    running requests at shutdown; `logprobs`: of each token; `output_tokens`: of an answer."""
     choices: int = 128
     logprobs: int = MAX_LOGPROBS
     body_bytes: int = 4 << 20
@@ -33,6 +33,7 @@ class RequestLimits:
     body_s: float = 30.0
     request_s: float = 600.0
     drain_s: float = 30.0
+    output_tokens: int | None = None
 
 
 async def read_body(request: Request, limits: RequestLimits) -> bytes:

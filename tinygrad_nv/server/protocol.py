@@ -112,6 +112,8 @@ def common_fields(fields: Fields, defaults: SamplingParams, limits: RequestLimit
         "structured_outputs": structured(fields, limits, forced)}
     own = fields.whole("prompt_logprobs", 0, limits.logprobs)
     given["prompt_logprobs"] = max(filter(_is_given, (own, given.get("prompt_logprobs"))), default=None)
+    if limits.output_tokens is not None:
+        given["max_tokens"] = min(given["max_tokens"] or limits.output_tokens, limits.output_tokens)
     # OpenAI's seeds are signed
     if given["seed"] is not None: given["seed"] %= 1 << 64
     if (choices := prompts * (given["n"] or 1)) > limits.choices:

@@ -61,7 +61,9 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     engine = AsyncEngine(llm) if llm.embedder is None else EmbeddingEngineClient(llm.embedder.engine)
     metrics = Metrics(names[0], llm.length, engine.stats, arguments.metrics_prefix,
                       llm.compilations_after_ready)
-    service = Service(engine, llm, names, limits(arguments), metrics, keys, llm.embedder, parsers(arguments),
+    most = None if llm.embedder is not None else llm.limit
+    service = Service(engine, llm, names, replace(limits(arguments), output_tokens=most), metrics, keys,
+                      llm.embedder, parsers(arguments),
                       adapters=adapters, cors=cors(arguments),
                       sleeping=llm if arguments.enable_sleep_mode else None,
                       vision=None if llm.vision is None else llm,
