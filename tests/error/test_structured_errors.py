@@ -49,6 +49,8 @@ def named(count: int) -> dict[str, Any]: return {"properties": {f"p{i}": {} for 
     ({"json": nested(60)}, "is more than 100 levels deep\n  expected: at most 100"),
     ({"json": {"items": {"multipleOf": 99999989}}}, "has multipleOf 99999989\n  expected: multiples "
      "of at most 10000, or of so much shifted by digits"),
+    ({"json": {"$defs": {"a": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}},
+                               "required": ["a"]}}, "$ref": "#/$defs/a"}}, "has no finite value: it needs"),
     ({"json": {"x-guidance": {"lenient": True}}}, "has x-guidance\n  expected: keywords of JSON "),
 ])
 def test_an_invalid_constraint(form: dict[str, Any], words: str) -> None:
@@ -76,12 +78,12 @@ LEAVE = "to fix:   leave it out, and check the answer for it afterwards"
      f"sampled\n  expected: keywords that docs/structured.md names\n  {LEAVE}"),
     ({"json": False}, "the JSON schema uses"),
     ({"json": {"type": "array", "uniqueItems": True, "contains": {}}}, "uniqueItems"),
-    ({"json": {"if": {"type": "string"}}}, 'the JSON schema uses "if"'),
-    ({"json": {"type": "object", "propertyNames": {}}}, 'the JSON schema uses "propertyNames"'),
+    ({"json": {"if": {"type": "string"}, "then": {"maxLength": 1}}}, 'the JSON schema uses "if"'),
+    ({"json": {"type": "object", "propertyNames": {"pattern": "b"}}}, 'the JSON schema uses "propertyNames"'),
     ({"json": {"type": "object", "unevaluatedProperties": False}}, '"unevaluatedProperties"'),
     ({"json": {"$dynamicRef": "#a"}}, 'the JSON schema uses "$dynamicRef"'),
     ({"json": {"$ref": "http://example.com/a"}}, "the JSON schema of the structured output cannot "),
-    ({"json": {"type": "string", "format": "zip"}}, "the JSON schema has format 'zip', which is not "
+    ({"json": {"type": "string", "format": "iri"}}, "the JSON schema has format 'iri', which is not "
      "known\n  expected: date-time, time, date, duration, email, hostname, ipv4, ipv6, uuid or uri"),
     ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum (5) is greater than maximum"),
     ({"json": {"type": "object", "minProperties": 2}}, None),

@@ -12,6 +12,7 @@ from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.server.errors import api_error, invalid
 from tinygrad_nv.server.fields import Fields
+from tinygrad_nv.server.leniency import ignore
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.tools import Tool, ToolChoice
 
@@ -33,8 +34,12 @@ def structured(fields: Fields, limits: RequestLimits, forced: dict[str, Any] | N
     if forced is not None: option = "tools", {"json": forced, "disable_any_whitespace": True}
     if option is None: return None
     path, arguments = option
-    try: return StructuredOutputsParams(**arguments)
+    try: made = StructuredOutputsParams(**arguments)
     except RequestError as error: raise api_error(error, path) from error
+    for name in sorted(made.annotations):
+        ignore(invalid(f"{path} has format {name[:60]!r}, which is not known, and constrains nothing; to "
+                       "fix: leave it out, or write a pattern", f"{path}.format", "unsupported"))
+    return made
 
 
 def structured_option(fields: Fields, limits: RequestLimits) -> tuple[str, dict[str, Any]] | None:

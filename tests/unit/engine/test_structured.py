@@ -11,8 +11,8 @@ from structured_case import KINDS, PERSON, SCHEMAS, allowed, grammars, holds, sc
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from tinygrad_nv.engine.structured_output.grammar_check import GrammarChecker
-from tinygrad_nv.engine.structured_output.matcher import GrammarCompiler, pack_mask
+from tinygrad_nv.engine.structured_output.grammar_check import GrammarChecker, compile_grammar
+from tinygrad_nv.engine.structured_output.matcher import GrammarCompiler, GrammarMatcher, pack_mask
 from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams as Structured
 from tinygrad_nv.engine.text.token_bytes import token_bytes
 from tinygrad_nv.errors import EngineError, RequestError
@@ -258,7 +258,12 @@ def test_a_process_that_died_is_started_again() -> None:
 
 
 def test_a_grammar_that_explodes_later_ends_its_answer_alone() -> None:
-    matcher = grammars("tales").matcher(Structured(regex="b(a{900}){900}"))
+    compiler, late = grammars("tales"), Structured(regex="b(a{900}){900}")
+    with pytest.raises(RequestError, match="the regex of the structured output cannot be compiled: lexer"):
+        compiler.matcher(late)
+    # as one that explodes after the texts that are tried
+    matcher = GrammarMatcher(compile_grammar(compiler._tokenizer, late.grammar_text),
+                             compiler._tokenizer_info.stop_ids, compiler.vocab)
     other = grammars("tales").matcher(Structured(regex="b+"))
     token = tokenizer("tales")[0].encode("b", special=False)[0]
     def go_on() -> None:

@@ -1,5 +1,6 @@
 """Structured output: JSON schemas, regular expressions and grammars, and the token masks they allow.
 
+  schema.py         JSON schemas, simplified to keywords that constrain something
   grammar_check.py  Compiles a grammar in a subprocess with time and memory limits
   token_masks.py    Token masks that exclude end tokens until min_tokens
   matcher.py        Compiled grammars, and the token masks of a sequence

@@ -13,6 +13,7 @@ tokens. Where the grammar forces a text, the mask has the one token that the tok
 """
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections import OrderedDict
@@ -28,6 +29,7 @@ from tinygrad_nv.engine.structured_output.grammar_check import (
     compile_grammar,
 )
 from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams
+from tinygrad_nv.engine.structured_output.schema import closed_patterns
 from tinygrad_nv.engine.text.token_bytes import token_bytes
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import EngineError, RequestError
@@ -143,7 +145,9 @@ class GrammarCompiler:
     def _compile(self, structured: StructuredOutputsParams) -> GrammarMatcher:
         text = structured.grammar_text
         if not structured.trusted:
-            try: error = self._checker.check(text)
+            try:
+                text = self._without_dead_patterns(text)
+                error = self._checker.check(text)
             except TimeoutError as late:
                 raise RequestError(f"the {structured.kind} takes more than {self._checker.seconds:g} s to "
                                    "compile", "a grammar that compiles in that time",
@@ -156,6 +160,29 @@ class GrammarCompiler:
         except RequestError as error: raise compile_error(structured.kind, error.found) from error
         if made.finished: raise compile_error(structured.kind, "no text matches it, or only the empty one")
         return made
+
+
+    def _without_dead_patterns(self, text: str) -> str:
+        """The grammar without patterns of names that allow no name but those that its schema lists: after a
+        comma nothing could follow."""
+        if "patternProperties" not in text: return text
+        grammar = json.loads(text)
+        found = [(each, pattern) for each in closed_patterns(grammar["grammars"][0].get("json_schema"))
+                 for pattern in each["patternProperties"]]
+        dead = self._checker.are_dead([_probe(*each) for each in found])
+        for (each, pattern), is_dead in zip(found, dead, strict=True):
+            if is_dead: del each["patternProperties"][pattern]
+        return json.dumps(grammar) if any(dead) else text
+
+
+def _probe(schema: dict[str, Any], pattern: str) -> tuple[str, str]:
+    """A grammar with the names of an object and one of its patterns, and the text of all these names."""
+    names = [*(schema.get("properties") or ())]
+    probed = {"type": "object", "properties": {name: {"const": 0} for name in names}, "required": names,
+              "patternProperties": {pattern: {"const": 0}}, "additionalProperties": False,
+              "x-guidance": {"whitespace_flexible": False}}
+    members = [f"{json.dumps(name, ensure_ascii=False)}:0," for name in names]
+    return json.dumps({"grammars": [{"json_schema": probed}]}), "{" + "".join(members)
 
 
 def compile_error(kind: str, error: str) -> RequestError:

@@ -2,7 +2,8 @@
 
 Protocol: `StructuredOutputsParams` is checked when created, without a tokenizer: exactly one constraint, of
 bounded size. `grammar_text` is what matcher.py compiles: llguidance's JSON, in which every kind is a grammar
-or a schema. Schema keywords that cannot be enforced raise an error; none is silently ignored.
+or a schema. Schema keywords that cannot be enforced raise an error; `annotations` are formats that constrain
+nothing.
 """
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from tinygrad_nv.engine.structured_output.schema import simplified
 from tinygrad_nv.errors import RequestError
 
 # bytes of a constraint's text, and nesting depth of a schema: llguidance reads 128 levels at most, of which
@@ -69,10 +71,21 @@ class StructuredOutputsParams:
         if self.regex is not None: return _lark_grammar(f"start: /{_lark_regex(_text('regex', self.regex))}/")
         if self.choice is not None: return _lark_grammar(_choice_grammar(self.choice))
         if self.grammar is not None: return _lark_grammar(_to_lark(_text("grammar", self.grammar)))
-        schema = {"type": "object"} if self.json_object else _checked_schema(self.json)
+        schema = {"type": "object"} if self.json_object else self._schema[0]
         space = COMPACT if self.disable_any_whitespace else {"whitespace_pattern": WHITESPACE}
         schema = {**schema, "x-guidance": space}
         return json.dumps({"grammars": [{"json_schema": schema}]})
+
+    @cached_property
+    def _schema(self) -> tuple[dict[str, Any], frozenset[str]]:
+        made, formats = simplified(_checked_schema(self.json))
+        if isinstance(made, dict): return made, formats
+        raise _invalid("JSON schema", "has no finite value: it needs itself", "one that some value matches")
+
+    @property
+    def annotations(self) -> frozenset[str]:
+        """Formats of the schema that say how a string is meant, and constrain nothing."""
+        return frozenset() if self.json is None else self._schema[1]
 
     def __hash__(self) -> int: return hash(self.grammar_text)
 

@@ -1,0 +1,127 @@
+"""Keywords of JSON schemas that constrain nothing, and schemas in which a text could get stuck. Keywords mean
+what draft 2020-12 of JSON Schema says."""
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from structured_case import grammars, holds, text, tokenizer, written
+
+from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams as Structured
+from tinygrad_nv.engine.structured_output.schema import simplified
+from tinygrad_nv.errors import RequestError
+
+KIND = "byte-level BPE"
+TEXT, WHOLE = {"type": "string"}, {"type": "integer", "minimum": 0, "maximum": 99}
+BASE: dict[str, Any] = {"type": "object", "properties": {"a": TEXT}, "required": ["a"],
+                        "additionalProperties": False}
+IDLE: list[dict[str, Any]] = [
+    {"uniqueItems": False}, {"propertyNames": {"type": "string"}}, {"propertyNames": {}},
+    {"propertyNames": True},
+    {"propertyNames": {"type": ["string", "null"], "title": "t"}}, {"propertyNames": {"minLength": 0}},
+    {"minProperties": 0}, {"minProperties": 1}, {"maxProperties": 1}, {"maxProperties": 7}, {"not": False},
+    {"additionalItems": False}, {"unevaluatedProperties": True}, {"unevaluatedItems": {}}, {"minContains": 2},
+    {"contains": {"type": "null"}, "minContains": 0}, {"dependentRequired": {}},
+    {"dependentRequired": {"a": []}},
+    {"dependencies": {"a": []}}, {"dependentSchemas": {"a": {"title": "t"}}}, {"if": {"type": "null"}},
+    {"then": False}, {"if": TEXT, "then": True, "else": {}}, {"$dynamicAnchor": "a"}]
+KEPT: list[dict[str, Any]] = [
+    {"uniqueItems": True}, {"propertyNames": {"type": "string", "pattern": "b"}},
+    {"propertyNames": {"type": "null"}},
+    {"not": {}}, {"unevaluatedProperties": False}, {"contains": TEXT}, {"dependentRequired": {"a": ["b"]}},
+    {"if": {}, "then": False}, {"contains": {}, "minContains": 0, "maxContains": 1}]
+NOTED = ("password", "binary", "byte", "int32", "zip", "phone", "")
+ANNOTATED = {"title": "t", "description": "d", "default": {"a": 1}, "examples": [1], "$comment": "c",
+             "deprecated": True, "readOnly": True, "writeOnly": True, "contentEncoding": "base64",
+             "contentMediaType": "text/plain", "$schema": "https://json-schema.org/draft/2020-12/schema",
+             "x-order": 1, "nullable": False}
+
+
+def test_keywords_that_constrain_nothing():
+    for words in IDLE:
+        assert simplified({**BASE, **words}) == (BASE, frozenset()), words
+        for outer in (lambda x: {"items": x}, lambda x: {"$defs": {"x": x}}, lambda x: {"anyOf": [x]},
+                      lambda x: {"additionalProperties": x}):
+            assert simplified(outer({**BASE, **words}))[0] == outer(BASE)
+    grammars(KIND).matcher(Structured(json={**BASE, **ANNOTATED}))
+
+
+def test_keywords_that_constrain_something_stay():
+    for words in KEPT:
+        assert simplified({**BASE, **words})[0] == {**BASE, **words}
+        with pytest.raises(RequestError): grammars(KIND).matcher(Structured(json={**BASE, **words}))
+
+
+def test_data_is_no_schema():
+    data = {"uniqueItems": False, "format": "zip", "propertyNames": {}}
+    schema = {"enum": [data], "default": data, "properties": {"format": TEXT, "uniqueItems": {"const": data}}}
+    assert simplified(schema) == (schema, frozenset())
+
+
+def test_formats_that_say_how_a_text_is_meant():
+    for name in NOTED:
+        made = Structured(json={"properties": {"a": {**TEXT, "format": name}}})
+        assert made.annotations == {name}
+        assert made.grammar_text == Structured(json={"properties": {"a": TEXT}}).grammar_text
+        # of a number it says nothing here
+        assert Structured(json={"type": "integer", "format": name}).annotations == frozenset()
+    assert Structured(json={**TEXT, "format": "date"}).annotations == frozenset()
+
+
+# in all of them a text could get stuck, or never end
+CLOSED = {"type": "object", "additionalProperties": False}
+STUCK: list[dict[str, Any]] = [
+    {**CLOSED, "properties": {"a": WHOLE}, "patternProperties": {"^a$": WHOLE}},
+    {**CLOSED, "properties": {"a": WHOLE}, "patternProperties": {"^a$": WHOLE}, "required": ["a"]},
+    {**CLOSED, "properties": {"a": WHOLE, "b": WHOLE},
+     "patternProperties": {"^[ab]$": WHOLE, "^c{2}$": WHOLE}},
+    {"type": "array", "minItems": 1, "maxItems": 2, "items": {
+        **CLOSED, "properties": {"ä b": WHOLE, '"': WHOLE}, "patternProperties": {'^(ä b|")$': WHOLE}}},
+    {"allOf": [{"type": "object", "properties": {"a": WHOLE}, "patternProperties": {"^a$": WHOLE}},
+               {"additionalProperties": False}]},
+    {"$defs": {"n": {**CLOSED, "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}}, **CLOSED,
+     "properties": {"x": {"$ref": "#/$defs/n"}, "y": WHOLE}},
+    {"$defs": {"a": {**CLOSED, "properties": {"b": {"$ref": "#/$defs/b"}}, "required": ["b"]},
+               "b": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/a"}}},
+     "anyOf": [{"$ref": "#/$defs/a"}, WHOLE]}]
+ENDLESS: list[dict[str, Any]] = [
+    {**CLOSED, "properties": {"n": {"$ref": "#"}}, "required": ["n"]},
+    {"$defs": {"n": {"type": "array", "minItems": 1, "items": {"anyOf": [{"$ref": "#/$defs/n"}, False]}}},
+     "$ref": "#/$defs/n"},
+    {"allOf": [{"$ref": "#"}]}]
+FINITE: list[dict[str, Any]] = [
+    {"type": "object", "properties": {"n": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["n"]},
+    {"type": "object", "properties": {"kids": {"type": "array", "items": {"$ref": "#"}}},
+     "required": ["kids"]},
+    {"type": "object", "properties": {"n": {"$ref": "#"}}}]
+
+
+def test_texts_that_could_get_stuck_come_to_an_end():
+    _, _, eos = tokenizer(KIND)
+    for schema in STUCK:
+        constraint = Structured(json=schema, disable_any_whitespace=True)
+        also = {"additionalProperties": WHOLE} if "c{2}" in str(schema) else {}
+        for seed in range(12):
+            ids = written(grammars(KIND).matcher(constraint), eos, np.random.default_rng(seed), 40)
+            assert holds(json.loads(text(KIND, ids)), {**schema, **also}), (schema, seed)
+
+
+def test_schemas_that_need_themselves():
+    for schema in ENDLESS:
+        with pytest.raises(RequestError, match="has no finite value"): Structured(json=schema)
+    for schema in FINITE: assert simplified(schema)[0] == schema
+
+
+def test_what_is_found_before_the_first_token():
+    """By texts written at random: they are not known by their schemas."""
+    for made in (Structured(grammar='start: "x" END\nEND: /a/ & /b/'), Structured(regex="b(a{900}){900}"),
+                 Structured(grammar='start: "x"+ ("y" | "," END)\nEND: /a+/ & /b+/')):
+        with pytest.raises(RequestError, match="cannot be compiled"): grammars(KIND).matcher(made)
+
+
+def test_a_thousand_optional_properties():
+    named = {"type": "object", "properties": {f"p{i}": WHOLE for i in range(1000)}}
+    matcher = grammars(KIND).matcher(Structured(json=named, disable_any_whitespace=True))
+    for token in tokenizer(KIND)[0].encode('{"p7":5,"p9":1', special=False): matcher.accept(token)

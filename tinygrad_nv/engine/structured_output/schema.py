@@ -1,0 +1,202 @@
+"""JSON schemas, simplified to the keywords that constrain something.
+
+Protocol: `simplified(schema)` returns an equal schema without keywords that constrain nothing, which
+llguidance would refuse, and the formats that it took out. A format that is not among `FORMATS` (enforced) or
+`UNENFORCED` (refused) says how a string is meant, as JSON Schema has it since draft 2019-09. Where a schema
+has no finite value, because it needs itself, it becomes `false`: a model could never complete one.
+
+`closed_patterns(schema)` finds objects whose names must match patterns, for matcher.py.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
+
+FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid",
+                     "uri", "unknown"})
+UNENFORCED = frozenset({"uri-reference", "uri-template", "iri", "iri-reference", "idn-email", "idn-hostname",
+                        "json-pointer", "relative-json-pointer", "regex"})
+# where schemas have others: by name, in a list, alone
+NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains",
+          "propertyNames", "unevaluatedItems", "unevaluatedProperties")
+ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$comment", "deprecated", "readOnly",
+                         "writeOnly", "$schema", "$id", "$anchor", "$dynamicAnchor", "contentEncoding",
+                         "contentMediaType"})
+
+
+def simplified(schema: dict[str, Any]) -> tuple[dict[str, Any] | bool, frozenset[str]]:
+    """See above."""
+    formats: set[str] = set()
+    made = _simple(schema, formats)
+    values = _References(made)
+    if values.known: made = _without_endless(made, values)
+    return made, frozenset(formats)
+
+
+def closed_patterns(schema: Any) -> Iterator[dict[str, Any]]:
+    """The object schemas in a schema that allow only names that are listed, or match a pattern."""
+    if not isinstance(schema, dict): return
+    if schema.get("patternProperties") and schema.get("additionalProperties") is False: yield schema
+    for _, _, inner in _inner(schema): yield from closed_patterns(inner)
+
+
+def _inner(schema: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """The schemas in a schema: keyword, key (None where it is alone), schema."""
+    for word in NAMED:
+        if isinstance(named := schema.get(word), dict):
+            for name, each in named.items(): yield word, name, each
+    for word in LISTED:
+        if isinstance(listed := schema.get(word), list):
+            for at, each in enumerate(listed): yield word, at, each
+    for word in SINGLE:
+        if isinstance(each := schema.get(word), dict | bool): yield word, None, each
+
+
+def _with(schema: dict[str, Any], changed: dict[tuple[str, Any], Any]) -> dict[str, Any]:
+    """A copy with other inner schemas."""
+    out = dict(schema)
+    for word in {word for word, _ in changed}:
+        if isinstance(out[word], dict | list): out[word] = out[word].copy()
+    for (word, key), each in changed.items():
+        if key is None: out[word] = each
+        else: out[word][key] = each
+    return out
+
+
+# **** keywords that constrain nothing ****
+
+def _simple(schema: Any, formats: set[str]) -> Any:
+    if not isinstance(schema, dict): return schema
+    out = _with(schema, {(word, key): _simple(each, formats) for word, key, each in _inner(schema)})
+    for word in [word for word in out if _idle(out, word)]: del out[word]
+    if "if" not in out or not {"then", "else"} & out.keys():
+        for word in ("if", "then", "else"): out.pop(word, None)
+    if "contains" not in out:
+        for word in ("minContains", "maxContains"): out.pop(word, None)
+    if isinstance(name := out.get("format"), str) and name not in FORMATS | UNENFORCED:
+        if "string" in _types(out): formats.add(name)
+        del out["format"]
+    return out
+
+
+def _idle(schema: dict[str, Any], word: str) -> bool:
+    """Whether a keyword constrains nothing, beside the others."""
+    value = schema[word]
+    if word == "uniqueItems": return value is False or schema.get("maxItems") in (0, 1)
+    if word == "propertyNames": return _allows_all(value, "string")
+    if word in ("unevaluatedItems", "unevaluatedProperties", "then", "else"): return _allows_all(value)
+    if word == "additionalItems": return not isinstance(schema.get("items"), list)
+    if word in ("dependentRequired", "dependentSchemas", "dependencies"):
+        return isinstance(value, dict) and all(each == [] or _allows_all(each) for each in value.values())
+    if word == "contains": return schema.get("minContains") == 0 and "maxContains" not in schema
+    if word == "not": return value is False
+    if word == "$dynamicAnchor": return True
+    if word == "minProperties": return value == 0 or _is_at_most(value, _required(schema))
+    if word == "maxProperties":
+        return schema.get("additionalProperties") is False and not schema.get("patternProperties") and \
+            isinstance(value, int) and value >= len(schema.get("properties") or ())
+    return False
+
+
+def _allows_all(schema: Any, kind: str | None = None) -> bool:
+    """Whether a schema allows every value, or every one of a type."""
+    if not isinstance(schema, dict): return schema is True
+    types = kind is None or "type" not in schema or kind in _types(schema)
+    words = {"type"} if kind is not None else set[str]()
+    idle = {word for word in ("minLength",) if schema.get(word) == 0}
+    return types and not schema.keys() - ANNOTATIONS - words - idle
+
+
+def _types(schema: dict[str, Any]) -> list[Any]:
+    kind = schema.get("type", "string")
+    return kind if isinstance(kind, list) else [kind]
+
+
+def _required(schema: dict[str, Any]) -> int:
+    names = schema.get("required")
+    return len({each for each in names if isinstance(each, str)}) if isinstance(names, list) else 0
+
+
+def _is_at_most(value: Any, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value <= most
+
+
+# **** schemas that need themselves ****
+
+class _References:
+    """The references of a schema, and which of them have a finite value: the least fixed point."""
+
+    def __init__(self, root: Any) -> None:
+        self.root, self.known = root, dict[str, bool]()
+        users: dict[str, set[str]] = {}
+        for ref in _references(root): self._find(ref, users)
+        queue = list(self.known)
+        while queue:
+            ref = queue.pop()
+            if self.known[ref] or not self.satisfiable(self._target(ref)): continue
+            self.known[ref] = True
+            queue += users.get(ref, ())
+
+    def _find(self, ref: str, users: dict[str, set[str]]) -> None:
+        """Adds a reference and those of its target."""
+        queue = [ref]
+        while queue:
+            if (each := queue.pop()) in self.known: continue
+            self.known[each] = False
+            for other in _references(self._target(each)):
+                users.setdefault(other, set()).add(each)
+                queue.append(other)
+
+    def _target(self, ref: str) -> Any:
+        """What a reference names; True where it is not understood, which llguidance then says."""
+        if not ref.startswith("#") or (ref[1:] and not ref.startswith("#/")): return True
+        at = self.root
+        for part in ref[2:].split("/") if ref[2:] else ():
+            name = unquote(part).replace("~1", "/").replace("~0", "~")
+            if isinstance(at, dict) and name in at: at = at[name]
+            elif isinstance(at, list) and name.isdigit() and int(name) < len(at): at = at[int(name)]
+            else: return True
+        return at
+
+    def satisfiable(self, schema: Any) -> bool:
+        """Whether a schema may have a finite value, as far as its references say."""
+        if not isinstance(schema, dict): return schema is not False
+        if isinstance(ref := schema.get("$ref"), str) and not self.known.get(ref, True): return False
+        for word, holds in (("allOf", all), ("anyOf", any), ("oneOf", any)):
+            if isinstance(listed := schema.get(word), list) and not holds(map(self.satisfiable, listed)):
+                return False
+        kind = _types(schema) if "type" in schema else []
+        if kind == ["object"]: return self._object(schema)
+        return self._array(schema) if kind == ["array"] else True
+
+    def _object(self, schema: dict[str, Any]) -> bool:
+        properties, required = schema.get("properties"), schema.get("required")
+        if not isinstance(properties, dict) or not isinstance(required, list): return True
+        return all(self.satisfiable(properties[name]) for name in required
+                   if isinstance(name, str) and name in properties)
+
+    def _array(self, schema: dict[str, Any]) -> bool:
+        least, first = schema.get("minItems", 0), schema.get("prefixItems") or []
+        rest = schema.get("items", True)
+        if isinstance(rest, list): first, rest = rest, schema.get("additionalItems", True)
+        if not isinstance(least, int) or not isinstance(first, list): return True
+        return all(map(self.satisfiable, first[:least])) and (least <= len(first) or self.satisfiable(rest))
+
+
+def _references(schema: Any) -> Iterator[str]:
+    """The references in a schema, but for those in definitions, which count where they are used."""
+    if not isinstance(schema, dict): return
+    if isinstance(ref := schema.get("$ref"), str): yield ref
+    for word, _, inner in _inner(schema):
+        if word not in ("$defs", "definitions"): yield from _references(inner)
+
+
+def _without_endless(schema: Any, values: _References) -> Any:
+    """`schema` with false for what has no finite value."""
+    if not isinstance(schema, dict): return schema
+    if not values.satisfiable(schema): return False
+    return _with(schema, {(word, key): each if word in ("not", "if") else _without_endless(each, values)
+                          for word, key, each in _inner(schema)})
