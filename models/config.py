@@ -23,6 +23,7 @@ from .families.family import Family
 from .fields import Fields, activation
 from .gguf_path import find
 from .latent_config import LatentConfig
+from .model_types import architectures_of
 from .moe_config import MoEConfig
 from .multimodal import language_config
 from .names import LLAMA_NAMES, Names
@@ -284,8 +285,7 @@ def token_ids(value: Any, name: str) -> tuple[int, ...]:
 
 
 def _architecture(data: Mapping[str, Any], name: str) -> str:
-    listed = data.get("architectures")
-    if not isinstance(listed, list) or not listed:
+    if not (listed := architectures_of(data)):
         raise ModelError(f"{name} names no architectures", f"a list with one of: {', '.join(FAMILIES)}",
                          "use a causal language model saved by transformers")
     if (known := next((a for a in listed if isinstance(a, str) and a in FAMILIES), None)) is None:

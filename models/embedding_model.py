@@ -28,6 +28,7 @@ from .families import EMBEDDERS
 from .families.encoder import DECODER_HEAD
 from .families.encoders import ENCODERS
 from .llama import Llama
+from .model_types import architectures_of
 from .packed import PackedBatch
 from .pooling import Pooling, default_pooling, pooled, read_pooling
 
@@ -116,8 +117,7 @@ def _headless(directory: Path) -> tuple[ModelConfig | None, bool]:
     path = directory / "config.json"
     if not os.path.isfile(path): return None, False
     data = read_json(path)
-    listed = data.get("architectures")
-    for each in listed if isinstance(listed, list) else []:
+    for each in architectures_of(data):
         if each in EMBEDDERS:
             return parse_config(data, str(path), EMBEDDERS[each], embeds=True), each.endswith(CLASSIFIES)
     return None, False

@@ -16,6 +16,7 @@ from .config import config_dtype, read_json
 from .families.encoder import EncoderNames
 from .families.encoders import ENCODERS
 from .fields import ACTIVATIONS, Fields
+from .model_types import architectures_of
 from .rope import RopeConfig, distinct
 
 # and the values that change nothing
@@ -91,8 +92,7 @@ def read_encoder_config(directory: Path) -> EncoderConfig | None:
     path = directory / "config.json"
     if not os.path.isfile(path): return None
     data = read_json(path)
-    listed = data.get("architectures")
-    known = [each for each in listed if str(each) in ENCODERS] if isinstance(listed, list) else []
+    known = [each for each in architectures_of(data) if str(each) in ENCODERS]
     return parse_encoder_config(data, known[0], str(path)) if known else None
 
 

@@ -10,11 +10,19 @@ from typing import Any, TypeVar
 
 from tinygrad_nv.errors import ModelError
 
+from .model_types import SIZES, architectures_of
+
 T = TypeVar("T")
 QWEN_VL = "Qwen2_5_VLForConditionalGeneration"
-# architectures whose text_config is that of a causal language model, by its model_type
-ARCHITECTURES = ("Gemma3ForConditionalGeneration", "Llama4ForConditionalGeneration",
-                 "LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration", QWEN_VL)
+LLAVA, MISTRAL3 = "LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration"
+# architectures whose text_config is that of a causal language model, and its model_type where it says none
+ARCHITECTURES = {"Gemma3ForConditionalGeneration": "gemma3_text",
+                 "Llama4ForConditionalGeneration": "llama4_text", LLAVA: "llama",
+                 MISTRAL3: "mistral", QWEN_VL: "qwen2_5_vl_text"}
+TIES = ("Gemma3ForConditionalGeneration", MISTRAL3)     # unless they say otherwise
+# of a Mistral 3 without a text_config
+MISTRAL3_TEXT = {"hidden_size": 5120, "head_dim": 128, "num_hidden_layers": 40, "intermediate_size": 32_768,
+                 "vocab_size": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 1e9, "sliding_window": None}
 KINDS = {"gemma3_text": "Gemma3ForCausalLM", "llama": "LlamaForCausalLM",
          "llama4_text": "Llama4ForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
          "qwen2_5_vl_text": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -25,31 +33,33 @@ TIED = "tie_word_embeddings"    # the head is outside the language model, so the
 PREFIXES = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
             "model.language_model.": "model.", "lm_head.": "lm_head."}
 VISUAL = ("visual.", "model.visual.")       # tensors of Qwen2.5-VL's vision tower
-# transformers' defaults of Qwen2.5-VL's text_config that differ from Qwen2's
-QWEN_VL_TEXT = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8}
 
 
 def language_config(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """The config.json of the language model; that of a model without other parts as it is. Raises
     `ModelError`."""
-    listed = data.get("architectures")
-    if not isinstance(listed, list) or not any(each in ARCHITECTURES for each in listed): return data
+    found = next((each for each in architectures_of(data) if str(each) in ARCHITECTURES), None)
+    if found is None: return data
     text = data.get("text_config")
-    if QWEN_VL in listed: text = _of_qwen_vl(data if text is None else text)
-    kind = text.get("model_type") if isinstance(text, dict) else None
+    if found == QWEN_VL: text = _of_qwen_vl(data if text is None else text)
+    if text is None: text = MISTRAL3_TEXT if found == MISTRAL3 else {}
+    kind = (text.get("model_type") or ARCHITECTURES[found]) if isinstance(text, dict) else None
     if not isinstance(text, dict) or kind not in KINDS:
         raise ModelError(f"{name}: text_config is of model_type {kind!r}", f"one of: {', '.join(KINDS)}",
                          "use a model of a supported family as it was published")
     shared = {key: data[key] for key in SHARED if data.get(key) is not None and text.get(key) is None}
-    if data.get(TIED) is not None: shared[TIED] = data[TIED]
-    return {**text, **shared, "architectures": [KINDS[kind]]}
+    tied = data.get(TIED)
+    if tied is None and found in TIES: tied = True
+    # LLaVA's text_config may tie them, too
+    if tied is not None and not (found == LLAVA and text.get(TIED)): shared[TIED] = tied
+    return {**SIZES.get(kind, {}), **text, **shared, "architectures": [KINDS[kind]]}
 
 
 def _of_qwen_vl(text: Any) -> Any:
     """The text_config of Qwen2.5-VL, whose three positions are equal for text: a plain rope. Published files
     have its fields beside vision_config."""
     if not isinstance(text, dict): return text
-    made = {**QWEN_VL_TEXT, **text, "model_type": "qwen2_5_vl_text"}
+    made = {**text, "model_type": "qwen2_5_vl_text"}
     made.pop("vision_config", None)
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(given := text.get(key), dict) and "mrope_section" in given:

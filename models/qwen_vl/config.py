@@ -17,6 +17,7 @@ from tinygrad_nv.errors import ModelError
 from .. import gguf
 from ..config import read_json
 from ..fields import Fields
+from ..model_types import architectures_of
 from ..multimodal import QWEN_VL
 
 # means and standard deviations of CLIP's training images, by channel
@@ -82,7 +83,7 @@ def read_vision(directory: Path) -> VisionConfig | None:
     path = directory / "config.json"
     if not path.is_file() or gguf.find(directory) is not None: return None
     data = read_json(path)
-    if QWEN_VL not in (data.get("architectures") or ()): return None
+    if QWEN_VL not in architectures_of(data): return None
     return parse_vision(data, str(path), image_config(directory))
 
 

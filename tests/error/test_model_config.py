@@ -17,9 +17,16 @@ def rope(**fields):
 
 @pytest.mark.parametrize("listed", [..., None, [], "LlamaForCausalLM"])
 def test_no_architectures(command, spoil, listed):
-    command("generate", spoil(architectures=listed), "hello").refused(
+    directory = spoil(architectures=listed, **({"model_type": "x"} if listed is ... or not listed else {}))
+    command("generate", directory, "hello").refused(
         "config.json names no architectures", f"expected: a list with one of: {HAVE}",
         "to fix:   use a causal language model saved by transformers")
+
+
+@pytest.mark.parametrize("listed", [..., None, []])
+def test_a_model_type_names_the_architecture(command, spoil, listed):
+    directory = spoil(architectures=listed)
+    command("generate", directory, "hello", "--max-tokens", 1).succeeded()
 
 
 @pytest.mark.parametrize("listed", [["T5ForConditionalGeneration"], [["LlamaForCausalLM"]], [None]])

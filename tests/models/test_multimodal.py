@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.multimodal import ARCHITECTURES
 
 from tinygrad_nv.errors import ModelError
 
@@ -63,3 +65,39 @@ def test_another_language_model_is_refused(tmp_path: Path):
     config = {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": "opt"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="text_config is of model_type 'opt'"): read_config(tmp_path)
+
+
+PIXTRAL = {"model_type": "mistral", "hidden_size": 5120, "head_dim": 128, "num_hidden_layers": 40,
+           "intermediate_size": 14336, "rms_norm_eps": 1e-5, "rope_theta": 1e9, "sliding_window": None,
+           "max_position_embeddings": 1024000, "vocab_size": 131072}
+VICUNA = {"model_type": "llama", "vocab_size": 32064, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(("kind", "data"), [
+    ("llava", {"text_config": VICUNA}), ("llava", {"text_config": PIXTRAL}), ("llava", {}),
+    ("llava", {"text_config": {"model_type": "qwen2", "tie_word_embeddings": True, "hidden_size": 2048}}),
+    ("llava", {"text_config": {"model_type": "qwen3"}, "tie_word_embeddings": True}),
+    ("mistral3", {}), ("mistral3", {"text_config": {**PIXTRAL, "num_attention_heads": 16}}),
+    ("gemma3", {"text_config": {"num_hidden_layers": 7}}), ("llama4", {}),
+    ("qwen2_5_vl", {"text_config": {"hidden_size": 4096}})], ids=str)
+@pytest.mark.parametrize("named", [True, False])
+def test_a_part_says_only_what_differs_from_its_class(tmp_path: Path, kind: str, data: dict[str, Any],
+                                                      named: bool):
+    """The values are transformers'; with architectures and without, which its model_type gives."""
+    whole = transformers.CONFIG_MAPPING[kind]
+    name = next(each for each in ARCHITECTURES if ARCHITECTURES[each].replace("_text", "") == kind
+                or each.startswith(whole.__name__.removesuffix("Config")))
+    (tmp_path / "config.json").write_text(json.dumps(
+        {**data, "model_type": kind, "architectures": [name] if named else None}))
+    given = transformers.AutoConfig.from_pretrained(tmp_path)
+    text, made = given.get_text_config(), read_config(tmp_path)
+    heads = text.num_attention_heads
+    assert (made.vocab_size, made.hidden_size, made.intermediate_size, made.num_layers, made.num_heads,
+            made.num_kv_heads, made.max_positions, made.norm_eps) == (
+        text.vocab_size, text.hidden_size, text.intermediate_size if kind != "llama4" else
+        text.intermediate_size_mlp, text.num_hidden_layers, heads, text.num_key_value_heads,
+        text.max_position_embeddings, text.rms_norm_eps)
+    assert made.head_dim == (getattr(text, "head_dim", None) or text.hidden_size // heads)
+    if kind != "qwen2_5_vl": assert made.tied == given.tie_word_embeddings
+    theta = text.rope_parameters
+    assert max(each.theta for each in made.distinct_ropes) == theta.get("full_attention", theta)["rope_theta"]
