@@ -4,13 +4,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from serve_case import fake_service, live
+from serve_case import FakeEngine, FakeModel, fake_service, live
 
 from tinygrad_nv.benchmarks import client, figures
 from tinygrad_nv.benchmarks.engines import require_whole
@@ -49,8 +50,8 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "ab"}\n\n{"prompt": "c"}\n')
     found = requests_from_file(path, 3, 5, lambda text: list(text.encode()))
-    assert found == [BenchRequest((97, 98), 5), BenchRequest((99,), 5),
-                     BenchRequest((97, 98), 5)]
+    assert found == [BenchRequest((97, 98), 5, "ab"), BenchRequest((99,), 5, "c"),
+                     BenchRequest((97, 98), 5, "ab")]
     for bad in ("", "{", '{"text": "a"}', '{"prompt": ""}', "[1]"):
         path.write_text(bad)
         with pytest.raises(RequestError): requests_from_file(path, 1, 5, list)
@@ -107,7 +108,7 @@ def test_a_server_under_load(address, tmp_path: Path, capsys) -> None:
     saved = tmp_path / "result.json"
     assert main(["bench", "serve", "--base-url", f"{address}/v1", "--num-prompts", "12", "--input-len", "5",
                  "--output-len", "6", "--request-rate", "500", "--max-concurrency", "4",
-                 "--metric-percentiles", "50,99", "--save-result", str(saved)]) == 0
+                 "--metric-percentiles", "50,99", "--output-json", str(saved)]) == 0
     out = capsys.readouterr().out
     assert "Successful requests:                            12" in out
     record = json.loads(saved.read_text())
@@ -118,6 +119,54 @@ def test_a_server_under_load(address, tmp_path: Path, capsys) -> None:
     assert all(0 < ttft < 10 for ttft in record["ttfts"])
     assert record["p50_ttft_ms"] == pytest.approx(1e3 * statistics.median(record["ttfts"]))
     assert record["request_rate"] == 500
+
+
+def test_vllms_options_drive_a_server_and_write_its_file(address, tmp_path: Path, capsys) -> None:
+    """The names and the file of `vllm bench serve`: details only where they are asked for, ms, and goodput in
+    requests a second."""
+    port, out = address.rpartition(":")[2], tmp_path / "results"
+    words = ["bench", "serve", "--backend", "vllm", "--host", "127.0.0.1", "--port", port, "--endpoint",
+             "/v1/completions", "--dataset-name", "random", "--random_input_len", "5", "--random-output-len",
+             "4", "--num-prompts", "6", "--ignore-eos", "--percentile-metrics", "ttft,e2el",
+             "--metric-percentiles", "90", "--seed", "3", "--save-result", "--result-dir", str(out)]
+    assert main([*words, "--goodput", "ttft:60000", "e2el:90000"]) == 0
+    text = capsys.readouterr().out
+    assert "P90 TTFT (ms):" in text
+    assert "P90 E2EL (ms):" in text
+    assert "TPOT" not in text
+    (file,) = out.iterdir()
+    assert re.fullmatch(r"vllm-infqps-tales-\d{8}-\d{6}\.json", file.name)
+    record = json.loads(file.read_text())
+    assert record["request_goodput"] == record["request_throughput"] > 0
+    assert (record["backend"], record["model_id"], record["num_prompts"]) == ("vllm", "tales", 6)
+    assert "ttfts" not in record
+    assert main([*words, "--goodput", "ttft:0", "--save-detailed", "--result-filename", "x.json",
+                 "--metadata", "gpu=none", "--max-concurrency", "2", "--append-result"]) == 0
+    record = json.loads((out / "x.json").read_text())
+    assert (record["request_goodput"], record["gpu"], len(record["ttfts"])) == (0, "none", 6)
+    assert "Request goodput (req/s):                      0.00" in capsys.readouterr().out
+
+
+def test_conversations_of_sharegpt(tmp_path: Path, capsys) -> None:
+    """vLLM leaves out conversations of one turn and of too few tokens; the lengths are those of answers."""
+    question, answer = "Once upon a time there was a fox.", "The fox was happy and went home."
+    file, engine = tmp_path / "s.json", FakeEngine(FakeModel())
+    file.write_text(json.dumps([{"conversations": [{"value": question}, {"value": answer}]},
+                                {"conversations": [{"value": question}]},
+                                {"conversations": [{"value": "a"}, {"value": answer}]}]))
+    with live(fake_service(engine)) as server:
+        assert main(["bench", "serve", "--base-url", server.url, "--backend", "openai-chat", "--dataset-name",
+                     "sharegpt", "--dataset-path", str(file), "--num-prompts", "2", "--temperature", "0.5",
+                     "--against", server.url, "--output-json", str(tmp_path / "o.json"),
+                     "--extra-body", '{"top_k": 7}']) == 0
+    tokens = engine.model.tokenizer
+    parsed, params = engine.asked[-1]
+    assert question in tokens.decode(parsed.ids or [])
+    assert params.max_tokens == len(tokens.encode(answer))
+    assert (params.temperature, params.top_k) == (0.5, 7)
+    assert len(engine.asked) == 6       # for each of two servers a warm-up and two requests
+    assert "times that of the second" in capsys.readouterr().out
+    assert json.loads((tmp_path / "o.json").read_text())["completed"] == 2
 
 
 def test_failed_requests_are_counted(address) -> None:
@@ -145,7 +194,8 @@ def test_latency_and_its_json(tmp_path: Path, capsys) -> None:
     assert list(record["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
     out = capsys.readouterr().out
     assert out.startswith(f"Avg latency: {record['avg_latency']:.4f} seconds\n")
-    assert out.endswith("\nWeights: float32, 4.2 MB read for each token\n")
+    assert "\nWeights: float32, 4.2 MB read for each token\nPeak memory: " in out
+    assert record["peak_host_bytes"] > 4_200_000
     assert record["weights"]["quantization"] is None
 
 
@@ -164,9 +214,10 @@ def test_speed_says_scheme_bytes_and_rates(tmp_path: Path, capsys) -> None:
     saved = tmp_path / "speed.json"
     assert main(["bench", "--quantization", "int8", "-p", "20", "-n", "6", "-r", "2", "--output-json",
                  str(saved)]) == 0
-    model, weights, blank, header, prefill, decode = capsys.readouterr().out.splitlines()
+    model, weights, memory, blank, header, prefill, decode = capsys.readouterr().out.splitlines()
     record = json.loads(saved.read_text())
     assert model.startswith("Model: ")
+    assert memory.startswith("Peak memory: ")
     # 16 matrices of 4 layers: 128 x (256 + 128 + 768 + 384) codes and 1536 float32 scales each
     matrices = 4 * (128 * 1536 + 4 * (256 + 128 + 768 + 128))
     assert record["weights"]["kinds"] == [{"type": "int8 channel", "matrices": 16, "bytes": matrices}]
@@ -212,14 +263,25 @@ def test_types_in_words(type: types.QType, words: str) -> None:
     (["throughput", "--dataset-name", "custom"], "--dataset-name custom, and no file"),
     (["throughput", "--random-range-ratio", "1.5"], "--random-range-ratio 1.5"),
     (["serve", "--request-rate", "0"], "--request-rate 0.0"),
-    (["serve", "--against", "transformers"], "bench serve loads one server"),
+    (["serve", "--backend", "openai-chat", "--endpoint", "/v1/completions"], "an endpoint such as /v1/chat"),
+    (["serve", "--dataset-name", "sharegpt"], "--dataset-path with ShareGPT's JSON"),
+    (["serve", "--against", "transformers"], "bench serve loads servers"),
     (["throughput", "--speculative", "magic"], "--speculative magic\n  expected: ngram:K"),
     (["throughput", "--model", "/nowhere"], "/nowhere"),
-    (["latency", "one", "--model", "two"], "the models one and two\n  expected: one model"),
+    (["latency", "one", "--model", "two"], "MODEL is one, and --model is two\n  expected: one of them"),
 ])
 def test_what_is_refused(words: list[str], said: str, capsys) -> None:
     assert main(["bench", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["serve", "throughput", "latency", "speed"])
+def test_help_has_each_default_once(kind: str, capsys) -> None:
+    with pytest.raises(SystemExit): main(["bench", kind, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert not re.search(r"default[^)]*\) \(default", shown)
+    assert "None" not in shown
+    assert "(default 64)" in shown or kind == "speed"
 
 
 @pytest.mark.parametrize(("name", "module", "package"), [

@@ -90,3 +90,9 @@ def test_markdown_is_rendered_as_it_comes():
     assert "\x1b[1mbold\x1b[0m text" in shown
     assert "• " in shown.replace("\x1b[1;33m", "")
     assert "code" in shown.splitlines()[-1]
+
+
+def test_names_that_others_use_for_commands(command, tiny: Path):
+    done = talk(command, tiny, "/clear", "/?", "/quit", "unheard")
+    assert done.err.startswith("a new conversation\n/help")
+    assert done.out == ""

@@ -1,6 +1,7 @@
 """What the commands do when all is well, and how they end when a terminal, a pipe or a person interferes."""
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -10,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +29,7 @@ from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.sampling import SamplingParams
 
 REPORT = {"prompt_token_ids", "token_ids", "text", "finish_reason", "seed", "ttft_s", "tokens_per_s",
-          "weight_gb_per_s", "device"}
+          "weight_gb_per_s", "peak_host_bytes", "device"}
 IDS = ("--prompt-ids", "5,6,7")
 GREEDY = ("--temperature", 0)
 MODULE = (sys.executable, "-m", "tinygrad_nv")
@@ -59,6 +61,7 @@ def test_json_is_one_object_with_the_answer_and_its_figures(command, tiny: Path)
     assert made["seed"] == 7
     assert made["device"].startswith("CPU")
     assert min(made["ttft_s"], made["tokens_per_s"], made["weight_gb_per_s"]) > 0
+    assert made["peak_host_bytes"] > 10 << 20
 
 
 def test_text_is_the_prompt_and_its_continuation_and_figures_go_to_stderr(command, tiny: Path):
@@ -276,7 +279,8 @@ class Chat:
 def chat(directory: Path, *options: str) -> Iterator[Chat]:
     ours, theirs = pty.openpty()
     process = subprocess.Popen([*MODULE, "chat", str(directory), *options], stdin=theirs, stdout=theirs,
-                               stderr=theirs, start_new_session=True, env=environment(TERM="dumb"))
+                               stderr=theirs, start_new_session=True, env=environment(TERM="dumb"),
+                               preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
     os.close(theirs)
     try: yield Chat(process, ours)
     finally:
@@ -294,17 +298,34 @@ def test_interrupt_at_the_prompt_ends_the_chat(tiny: Path):
         assert b"Traceback" not in talk.seen
 
 
-def test_interrupt_while_it_answers_ends_the_chat(make_model: Callable[..., Path]):
+def test_interrupt_stops_an_answer_and_keeps_the_conversation(make_model: Callable[..., Path],
+                                                              tmp_path: Path):
     """The answer is far from its end: some 4,000 tokens, of which the first few have come. (Markdown comes in
-    blocks, perhaps all with the last.)"""
-    with chat(make_model(max_position_embeddings=4096), "--max-tokens", "4000", "--ignore-eos",
-              "--no-markdown") as talk:
+    blocks, perhaps all with the last.) What came stays in the conversation, which goes on."""
+    directory, file = make_model(max_position_embeddings=4096), tmp_path / "talk.json"
+    with chat(directory, "--max-tokens", "4000", "--ignore-eos", "--no-markdown") as talk:
+        def after(typed: bytes, words: bytes) -> bytes:
+            begun = len(talk.seen)
+            talk.write(typed)
+            talk.read_until(lambda seen: words in seen[begun:])
+            return talk.seen[begun:]
         talk.read_until(lambda seen: seen.endswith(b"> "))
+        assert f"{directory.name} on CPU" in talk.seen.decode()
+        assert "/help lists commands, /bye ends" in talk.seen.decode()
         begun = len(talk.seen)
         talk.write(b"hello\n")
         talk.read_until(lambda seen: len(seen) > begun + 12)
-        assert talk.interrupt() == 130
+        assert b"[stopped; the text so far stays" in after(b"\x03", b"conversation]\r\n> ")
+        after(b"\x03", b"ends the chat]\r\n> ")       # one that was meant for the answer
+        shown = after(b"/max-tokens 3\nagain\n", b" ms]\r\n> ").decode(errors="replace")
+        assert re.search(r"\[3 tokens · [\d.]+ tokens/s · first after \d+ ms\]", shown)
+        after(f"/save {file}\n".encode(), b"4 messages in")
+        talk.write(b"/bye\n")
+        assert talk.process.wait(60) == 0
         assert b"Traceback" not in talk.seen
+    question, partial, *_ = json.loads(file.read_text())["messages"]
+    assert question == {"role": "user", "content": "hello"}
+    assert len(partial["content"]) > 0
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from tinygrad_nv.cli import console
     ([], "the following arguments are required: COMMAND"),
     (["serve-coffee"], "argument COMMAND: invalid choice: 'serve-coffee' (choose from"),
     (["generate", "--no-such-option", "hello"], "unrecognized arguments: --no-such-option"),
-    (["generate", "model", "--json", "hello", "--no"], "unrecognized arguments: hello --no"),
+    (["generate", "model", "--json", "hello", "--nosuch"], "unrecognized arguments: hello --nosuch"),
     (["generate", "hello", "--seed"], "argument --seed: expected one argument"),
     (["chat", "model", "surplus"], "unrecognized arguments: surplus"),
     (["doctor", "surplus"], "unrecognized arguments: surplus"),

@@ -1,9 +1,13 @@
 """MODEL of a command line: hub names from the local cache. test_model_directory.py is about paths."""
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import pytest
+from huggingface_hub.errors import OfflineModeIsEnabled
 
 from tinygrad_nv.cli.model_path import found
 from tinygrad_nv.errors import ModelError
@@ -69,3 +73,42 @@ def test_a_download_that_is_not_complete(hub: Path):
 def test_a_path_is_left_as_it_is(tmp_path: Path):
     for name in (tmp_path, tmp_path / "no" / "such", "./no/such", "nowhere", "x" * 300):
         assert found(str(name)) == Path(name)
+
+
+# **** --download ****
+
+def test_a_hub_name_is_downloaded_where_that_is_asked_for(hub: Path, monkeypatch: pytest.MonkeyPatch):
+    """By huggingface_hub's own code, which gets what a model is of: no second copy of the weights."""
+    asked: list[Any] = []
+
+    def snapshot(repo: str, **more: Any) -> None:
+        asked.append((repo, more["revision"], more["cache_dir"], more["allow_patterns"]))
+        download(hub)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_, **__: [
+        "config.json", "model.safetensors", "pytorch_model.bin", "x-Q4_K.gguf"])
+    refused("org/model", "add --download, or run: hf download org/model")
+    made = found("org/model", download=True)
+    assert made.name == "a1b2"
+    (repo, revision, cache, patterns), = asked
+    assert (repo, revision, cache) == ("org/model", "main", hub)
+    assert "*.safetensors" in patterns
+    assert not any(fnmatch(name, each) for each in patterns for name in ("pytorch_model.bin", "x-Q4_K.gguf"))
+    assert found("org/model", download=True) == made
+    assert len(asked) == 1, "what is here is not asked for again"
+
+
+def test_a_download_that_fails_says_why(hub: Path, monkeypatch: pytest.MonkeyPatch):
+    def failed(*words: str) -> None:
+        with pytest.raises(ModelError) as caught: found("org/model", download=True)
+        assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
+
+    def offline(*_: Any, **__: Any) -> None: raise OfflineModeIsEnabled("offline")
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", offline)
+    failed("HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE")
+
+    def gone(*_: Any, **__: Any) -> None: raise ConnectionError("no route to host\nmore")
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", gone)
+    failed("org/model at main could not be downloaded: no route to host\n", "a connection")
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_, **__: ["a.gguf", "b.gguf"])
+    failed("it has 2 GGUF files, such as a.gguf", "hf download")

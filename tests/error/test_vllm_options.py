@@ -89,7 +89,8 @@ def test_what_llm_is_given():
         "page_size": 32, "task": "embed", "speculative": "ngram:3", "kv_cache_bytes": 1000}
     assert parsed("--api-key", "a", "b", "--api_key", "c").api_key == ["a", "b", "c"]
     assert vllm_options.normal(["serve", "--", "--a_b"]) == ["serve", "--", "--a_b"]
-    assert vllm_options.normal(["generate", "--a_b"]) == ["generate", "--a_b"]
+    assert vllm_options.normal(["generate", "--a_b"]) == ["generate", "--a-b"]
+    assert vllm_options.normal(["doctor", "--a_b"]) == ["doctor", "--a_b"]
 
 
 def test_the_model_has_an_option(command):

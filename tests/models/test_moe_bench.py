@@ -63,7 +63,7 @@ def test_commands(hf_model: Callable[[str], Path], tmp_path: Path, capsys: pytes
     assert main(["bench", "throughput", model, *lengths, "--num-prompts", "3", "--num-iters", "1"]) == 0
     assert main(["bench", "serve", model, "--random-input-len", "6", "--random-output-len", "4",
                  "--num-prompts", "2", "--device", "CPU", "--max-model-len", "32",
-                 "--save-result", str(path)]) == 0
+                 "--output-json", str(path)]) == 0
     assert json.loads(path.read_text())["completed"] == 2
     said = capsys.readouterr().out
     assert "Experts: 8 of 12 for each token, in 2 layers" in said

@@ -11,8 +11,8 @@ import contextlib
 import json
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,11 +23,24 @@ from tinygrad_nv.errors import NVError
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server: its URL without /v1, the model's name, and an API key."""
+    """A server: its URL without /v1, the model's name, an API key, the path that requests go to, and more
+    fields and headers of them."""
     url: str
     model: str
     key: str | None = None
     timeout_s: float = 600.0
+    path: str = "/v1/completions"
+    body: Mapping[str, Any] = field(default_factory=dict)
+    headers: tuple[tuple[str, str], ...] = ()
+
+    def of(self, model: str) -> Endpoint:
+        """Returns the same server for a model."""
+        return replace(self, model=model)
+
+    @property
+    def chats(self) -> bool:
+        """Whether requests are conversations."""
+        return self.path.rstrip("/").endswith("chat/completions")
 
 
 @contextlib.asynccontextmanager
@@ -43,6 +56,7 @@ async def request(target: Endpoint, method: str, path: str, body: object | None 
         data = b"" if body is None else json.dumps(body).encode()
         head = [f"{method} {parts.path.rstrip('/')}{path} HTTP/1.1", f"Host: {parts.netloc}",
                 "Connection: close", "Content-Type: application/json", f"Content-Length: {len(data)}"]
+        head += [f"{name}: {value}" for name, value in target.headers]
         if target.key: head.append(f"Authorization: Bearer {target.key}")
         writer.write("\r\n".join([*head, "", ""]).encode() + data)
         await writer.drain()
@@ -70,13 +84,15 @@ async def fetch(target: Endpoint, path: str) -> Any:
 
 
 async def complete(target: Endpoint, one: BenchRequest) -> RequestResult:
-    """One streamed completion, to its full length."""
+    """One streamed answer."""
     result, started = RequestResult(len(one.prompt)), time.perf_counter()
-    body = {"model": target.model, "prompt": list(one.prompt), "max_tokens": one.output, "temperature": 0.0,
-            "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+    asked = {"messages": [{"role": "user", "content": one.text}], "max_completion_tokens": one.output} \
+        if target.chats else {"prompt": list(one.prompt), "max_tokens": one.output}
+    body = {"model": target.model, **asked, "stream": True, "stream_options": {"include_usage": True},
+            **target.body}
     try:
         async with asyncio.timeout(target.timeout_s), \
-                request(target, "POST", "/v1/completions", body) as (status, pieces):
+                request(target, "POST", target.path, body) as (status, pieces):
             if status != 200:
                 text = b"".join([piece async for piece in pieces]).decode(errors="replace")
                 result.error = f"{status}: {text[:500]}"
@@ -98,9 +114,12 @@ async def _stream(pieces: AsyncIterator[bytes], result: RequestResult, started: 
                 continue
             event, now = json.loads(data), time.perf_counter()
             if "error" in event: result.error = str(event["error"])[:500]
-            if usage := event.get("usage"): result.output_tokens = usage["completion_tokens"]
+            if usage := event.get("usage"):
+                result.output_tokens = usage["completion_tokens"]
+                result.prompt_tokens = usage.get("prompt_tokens", result.prompt_tokens)
             if not event.get("choices"): continue
-            result.text += event["choices"][0].get("text") or ""
+            choice = event["choices"][0]
+            result.text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
             count += 1
             if count == 1: result.ttft = now - started
             else: result.gaps.append(now - last)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, median, pstdev
 from typing import Any
@@ -45,9 +45,19 @@ def raw(answers: Sequence[RequestResult]) -> dict[str, list[float]]:
             "itl": [gap for each in good for gap in each.gaps], "e2el": [each.latency for each in good]}
 
 
-def served(answers: Sequence[RequestResult], seconds: float,
-           percentiles: Sequence[float] = (99,)) -> dict[str, Any]:
-    """The figures of a served workload, with the names of vLLM's JSON."""
+def within(answers: Sequence[RequestResult], limits: Mapping[str, float]) -> int:
+    """Returns how many successful requests are within limits of ttft, tpot and e2el, in ms. A single token
+    has a tpot of 0, as in vLLM."""
+    def fits(one: RequestResult) -> bool:
+        tpot = (one.latency - one.ttft) / (one.output_tokens - 1) if one.output_tokens > 1 else 0.0
+        seconds = {"ttft": one.ttft, "tpot": tpot, "e2el": one.latency}
+        return all(1e3 * seconds[name] <= limit for name, limit in limits.items())
+    return sum(not each.error and fits(each) for each in answers)
+
+
+def served(answers: Sequence[RequestResult], seconds: float, percentiles: Sequence[float] = (99,),
+           limits: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """The figures of a served workload, with the names of vLLM's JSON. `limits` are those of goodput."""
     good = [each for each in answers if not each.error]
     inputs, outputs = sum(each.prompt_tokens for each in good), sum(each.output_tokens for each in good)
     made: dict[str, Any] = {
@@ -55,6 +65,7 @@ def served(answers: Sequence[RequestResult], seconds: float,
         "total_input_tokens": inputs, "total_output_tokens": outputs,
         "request_throughput": len(good) / seconds, "output_throughput": outputs / seconds,
         "total_token_throughput": (inputs + outputs) / seconds}
+    made["request_goodput"] = within(answers, limits) / seconds if limits else None
     for name, values in raw(answers).items():
         if not values: continue
         thousand = [1e3 * value for value in values]
@@ -64,7 +75,8 @@ def served(answers: Sequence[RequestResult], seconds: float,
     return made
 
 
-def served_text(figures: dict[str, Any], percentiles: Sequence[float] = (99,)) -> str:
+def served_text(figures: dict[str, Any], percentiles: Sequence[float] = (99,),
+                metrics: Sequence[str] = tuple(METRICS)) -> str:
     """The same, as aligned text."""
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
 
@@ -78,14 +90,22 @@ def served_text(figures: dict[str, Any], percentiles: Sequence[float] = (99,)) -
     row("Total input tokens:", figures["total_input_tokens"])
     row("Total generated tokens:", figures["total_output_tokens"])
     row("Request throughput (req/s):", figures["request_throughput"])
+    if figures["request_goodput"] is not None: row("Request goodput (req/s):", figures["request_goodput"])
     row("Output token throughput (tok/s):", figures["output_throughput"])
     row("Total token throughput (tok/s):", figures["total_token_throughput"])
     for name, title in METRICS.items():
-        if f"mean_{name}_ms" not in figures: continue
+        if name not in metrics or f"mean_{name}_ms" not in figures: continue
         lines.append(f"{title:-^{WIDTH}}")
         for kind in ("mean", "median", "std", *(f"p{part:g}" for part in percentiles)):
             row(f"{kind.capitalize()} {name.upper()} (ms):", figures[f"{kind}_{name}_ms"])
     return "\n".join([*lines, "=" * WIDTH])
+
+
+def served_ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """Returns how many times the second's tokens a second the first has."""
+    if not theirs["output_throughput"]: return "the second server answered nothing: no ratio"
+    return (f"output token throughput: {ours['output_throughput'] / theirs['output_throughput']:.2f} times "
+            "that of the second")
 
 
 def latency(seconds: Sequence[float]) -> dict[str, Any]:

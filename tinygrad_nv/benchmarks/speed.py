@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import mean, stdev
 from typing import Any
 
+from tinygrad_nv.benchmarks.engines import BenchEngine
 from tinygrad_nv.benchmarks.workload import DECODED, PROMPT, random_requests
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.models.quantised import matrices
@@ -132,18 +133,24 @@ def lengths(prompt: int | None, decoded: int | None, context: int) -> tuple[int,
 
 
 def measured(llm: Any, prompt: int, decoded: int, repeat: int, seed: int = 0,
-             step: Callable[[], None] = lambda: None) -> dict[str, list[float]]:
-    """Tokens a second, after one run of each that compiles."""
+             step: Callable[[], None] = lambda: None, peer: BenchEngine | None = None
+             ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Tokens a second, and those of a peer, after one run of each that compiles. A peer's decoding is of all
+    its tokens, the first of which takes a prompt of one."""
     from tinygrad_nv.engine.sampling import SamplingParams
     made: dict[str, list[float]] = {f"pp{prompt}": [], f"tg{decoded}": []}
+    theirs: dict[str, list[float]] = {name: [] for name in made} if peer else {}
     for number in range(repeat + 1):
         for name, tokens, output in ((f"pp{prompt}", prompt, 1), (f"tg{decoded}", 1, decoded + 1)):
             (one,) = random_requests(1, tokens, output, llm.config.vocab_size, seed + number)
             done = llm.complete(list(one.prompt), SamplingParams(temperature=0.0, max_tokens=output,
                                                                  ignore_eos=True))
             if number: made[name].append(tokens / done.ttft_s if output == 1 else done.tokens_per_s)
+            if peer is not None:
+                seconds = peer.run([one])
+                if number: theirs[name].append((tokens if output == 1 else output) / seconds)
             step()
-    return made
+    return made, theirs
 
 
 def table(rates: Mapping[str, Sequence[float]], streamed: int) -> str:

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tinygrad_nv.errors import RequestError
@@ -14,9 +14,10 @@ PROMPT, DECODED = 512, 128      # tokens of llama-bench's tests
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """A prompt, and the number of output tokens."""
+    """A prompt, and the number of output tokens; `text` of one that is sent as a conversation."""
     prompt: tuple[int, ...]
     output: int
+    text: str = ""
 
 
 def random_requests(count: int, input_len: int, output_len: int, vocab: int, seed: int = 0,
@@ -37,7 +38,8 @@ def random_requests(count: int, input_len: int, output_len: int, vocab: int, see
     return [BenchRequest(prefix + words(about(input_len)), about(output_len)) for _ in range(count)]
 
 
-def requests_from_file(path: Path, count: int, output_len: int, tokens: object) -> list[BenchRequest]:
+def requests_from_file(path: Path, count: int, output_len: int,
+                       tokens: Callable[[str], list[int]]) -> list[BenchRequest]:
     """The first prompts of a file of JSON lines, each with a "prompt". `tokens` encodes a text."""
     try: lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
@@ -47,8 +49,44 @@ def requests_from_file(path: Path, count: int, output_len: int, tokens: object) 
                             for each in lines):
         raise RequestError(f"{path} has lines without a prompt", 'JSON lines such as {"prompt": "Once"}',
                            "change --dataset-path")
-    assert callable(tokens)
-    return [BenchRequest(tuple(tokens(lines[i % len(lines)]["prompt"])), output_len) for i in range(count)]
+    texts = [lines[i % len(lines)]["prompt"] for i in range(count)]
+    return [BenchRequest(tuple(tokens(text)), output_len, text) for text in texts]
+
+
+def requests_of_sharegpt(path: Path, count: int, output_len: int | None, tokens: Callable[[str], list[int]],
+                         seed: int = 0) -> list[BenchRequest]:
+    """Returns the first turns of conversations, shuffled, whose answers are as long as theirs unless
+    `output_len` says so. Those that vLLM leaves out are left out: fewer than 4 tokens, a prompt of more than
+    1024, or more than 2048 in all."""
+    wanted = '[{"conversations": [{"value": "…"}, {"value": "…"}]}, …]'
+    try: found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{path} cannot be read: {error}", wanted, "change --dataset-path") from error
+    try:
+        pairs = [(each["conversations"][0]["value"], each["conversations"][1]["value"]) for each in found
+                 if len(each["conversations"]) > 1]
+        if not all(isinstance(text, str) for pair in pairs for text in pair): raise TypeError("no text")
+    except (KeyError, TypeError, IndexError) as error:
+        raise RequestError(f"{path} is not ShareGPT's JSON", wanted, "change --dataset-path") from error
+    random.Random(seed).shuffle(pairs)
+    made: list[BenchRequest] = []
+    for question, answer in pairs:
+        if len(made) == count: break
+        ids = tokens(question)
+        length = output_len or len(tokens(answer))
+        if not (4 <= len(ids) <= 1024 and len(ids) + length <= 2048 and (output_len or length >= 4)): continue
+        made.append(BenchRequest(tuple(ids), length, question))
+    if not made:
+        raise RequestError(f"{path} has no conversation of two turns and a usable length", wanted,
+                           "change --dataset-path")
+    return [made[at % len(made)] for at in range(count)]
+
+
+def with_texts(workload: Sequence[BenchRequest], directory: Path) -> list[BenchRequest]:
+    """Returns requests with the texts of their prompts, for conversations."""
+    from tinygrad_nv.engine.text.tokenizer import Tokenizer
+    tokenizer = Tokenizer.load(directory)
+    return [replace(one, text=one.text or tokenizer.decode(list(one.prompt))) for one in workload]
 
 
 def arrivals(count: int, rate: float, seed: int = 0, burstiness: float = 1.0) -> list[float]:

@@ -18,11 +18,12 @@ from typing import Any
 
 from tinygrad_nv import collection, config, interrupt, models
 from tinygrad_nv.cli import vllm_options
+from tinygrad_nv.cli.engine_options import add_engine_options, chosen_model, size
 from tinygrad_nv.cli.lora_options import add_lora_option
 from tinygrad_nv.cli.model_path import found
+from tinygrad_nv.cli.option_file import with_file
 from tinygrad_nv.cli.sampling_options import add_sampling_options, token_ids
 from tinygrad_nv.errors import ModelError, NVError, RequestError
-from tinygrad_nv.runtime.memory_pool import UTILIZATION
 
 DEFAULT_MODEL = Path(models.__file__).parent / "tales"
 COMMANDS = ("generate", "chat", "serve", "run-batch", "train", "bench", "doctor", "explain", "ptx", "tune",
@@ -73,11 +74,15 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     words = list(sys.argv[1:] if argv is None else argv)
     top = parser(words[0] if words and words[0] in COMMANDS else None)
     if words[:1] == ["bench"]: words = _module("bench").named(words)
-    arguments, rest = top.parse_known_args(vllm_options.normal(words))
+    words, model = vllm_options.normal(words), None
+    if (command := _command(top, words)) is not None: words, model = with_file(command, words)
+    arguments, rest = top.parse_known_args(words)
+    if model is not None and arguments.named is None and getattr(arguments, "model", None) is None:
+        arguments.named = model
     options_end = rest.index("--") if "--" in rest else len(rest)
     if rest and (not hasattr(arguments, "words") or any(word.startswith("-") for word in rest[:options_end])):
-        top.error(f"unrecognized arguments: {' '.join(rest)}"
-                  + vllm_options.nearest(arguments.command, rest))
+        arguments.command.error(f"unrecognized arguments: {' '.join(rest)}"
+                                + vllm_options.nearest(arguments.command, rest))
     if rest: arguments.words += rest[:options_end] + rest[options_end + 1:]
     arguments.argv = words
     if getattr(arguments, "deterministic", False): config.keep("NV_DETERMINISTIC", 1)
@@ -113,8 +118,23 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
     top.add_argument("--version", action=_Version, nargs=0, help="show versions and exit")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     for name in COMMANDS if only is None else [only]: _add(name, commands, directory)
-    for each in commands.choices.values(): each.set_defaults(command=each)
+    _know_themselves(commands)
     return top
+
+
+def _command(top: argparse.ArgumentParser, words: list[str]) -> argparse.ArgumentParser | None:
+    """The parser of the command that the words begin with."""
+    for action in top._actions:
+        if isinstance(action, argparse._SubParsersAction): return action.choices.get((words or [""])[0])
+    return None
+
+
+def _know_themselves(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Has each command say which it is, the innermost one last: an error shows its usage."""
+    for each in commands.choices.values():
+        each.set_defaults(command=each)
+        for action in each._actions:
+            if isinstance(action, argparse._SubParsersAction): _know_themselves(action)
 
 
 def _add(name: str, commands: argparse._SubParsersAction[argparse.ArgumentParser], directory: str) -> None:
@@ -124,10 +144,10 @@ def _add(name: str, commands: argparse._SubParsersAction[argparse.ArgumentParser
         case "chat": _add_chat(commands, directory)
         case "serve" | "run-batch":
             module = _module(name.replace("-", "_"))
-            module.add_command(commands, directory, _add_model_options, _model, _size)
-        case "compile": _module(name).add_command(commands, directory, _model, _size)
+            module.add_command(commands, directory, _model)
+        case "compile": _module(name).add_command(commands, directory, _model, size)
         case "bench" | "explain":
-            _module(name).add_command(commands, directory, _add_model_options, _model)
+            _module(name).add_command(commands, directory, _model)
         case "doctor":
             commands.add_parser("doctor", help="check this machine: what is found, used and missing"
                                 ).set_defaults(run=_doctor)
@@ -162,8 +182,9 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser],
                           "trace to FILE, a table to stderr (slower)")
     generate.add_argument("--record", type=Path, metavar="LOG", help="write what each kernel reads and "
                           "writes, by hashes, for `tinygrad-nv replay LOG` (slower)")
-    add_lora_option(_add_model_options(generate))
+    add_lora_option(add_engine_options(generate, None))
     add_sampling_options(generate, answers=True)
+    vllm_options.add_options(generate)
     generate.set_defaults(run=_generate)
 
 
@@ -171,52 +192,12 @@ def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser], dir
     chat = commands.add_parser("chat", help="talk to a model", usage="%(prog)s [options] [MODEL]")
     chat.add_argument("model", nargs="?", metavar="MODEL", help=directory)
     chat.add_argument("--system", metavar="TEXT", help="a system message")
-    add_lora_option(_add_model_options(chat))
+    add_lora_option(add_engine_options(chat, None))
     add_sampling_options(chat, answers=False)
+    vllm_options.add_options(chat)
     chat.add_argument("--markdown", action=argparse.BooleanOptionalAction,
                       help="render Markdown (default: on a terminal)")
     chat.set_defaults(run=_chat)
-
-
-def _add_model_options(command: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    group = command.add_argument_group("model")
-    group.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, float16, bfloat16")
-    group.add_argument("--quantization", "-q", metavar="METHOD",
-                       help="check that the weights are quantised so, or quantise those that are not while "
-                       "loading: fp8, int8 (default: what the checkpoint says)")
-    group.add_argument("--max-model-len", type=_size, metavar="N",
-                       help="context in tokens, such as 4096 or 32k")
-    group.add_argument("--gpu-memory-utilization", type=float, metavar="X",
-                       help="fraction of a GPU's memory for weights, cache and all else "
-                       f"(default {UTILIZATION}; no effect on a CPU)")
-    group.add_argument("--deterministic", action="store_true",
-                       help="the same tokens and log probabilities for a request alone and among others, to "
-                       "the last bit (NV_DETERMINISTIC=1; slower)")
-    group.add_argument("--require-signed", type=Path, metavar="PEM",
-                       help="of a bundle: the public key that has to have signed it")
-    group.add_argument("--weights", type=Path, metavar="DIR",
-                       help="of a bundle that refers to weights: where their files are")
-    group.add_argument("--device", help="tinygrad's device (default: its choice, or DEV)")
-    group.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N",
-                       help="ranks that have the model together, each a part of every layer (default 1)")
-    group.add_argument("--enable-expert-parallel", "-ep", action="store_true",
-                       help="of a mixture of experts, each rank has some experts whole")
-    group.add_argument("--pipeline-parallel-size", "-pp", type=int, default=1, metavar="N",
-                       help="stages of layers, each on ranks of its own (default 1)")
-    group.add_argument("--data-parallel-size", "-dp", type=int, default=1, metavar="N",
-                       help="replicas of the model, each on ranks of its own, that share requests "
-                       "(default 1)")
-    return group
-
-
-def _size(text: str) -> int:
-    """A number of tokens; k and m count in thousands as vLLM's do: 32k is 32000, 32K is 32768."""
-    units = {"k": 1000, "K": 1024, "m": 1000 ** 2, "M": 1024 ** 2}
-    factor = units.get(text[-1:], 1)
-    try: return int(float(text[:-1]) * factor) if factor != 1 else int(text)
-    except (ValueError, OverflowError) as error:
-        message = f"{text!r} is not a number of tokens; write 4096, 32k or 32K"
-        raise argparse.ArgumentTypeError(message) from error
 
 
 class _Version(argparse.Action):
@@ -233,9 +214,10 @@ def versions() -> str:
     return " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("tinygrad_nv", "tinygrad"))
 
 
-def _split_words(words: list[str], with_ids: bool) -> tuple[Path, str]:
-    """MODEL and PROMPT from the positional arguments."""
-    most = 1 if with_ids else 2
+def _split_words(arguments: argparse.Namespace) -> tuple[Path, str]:
+    """MODEL, or --model, and PROMPT from the positional arguments."""
+    words, with_ids = arguments.words, arguments.prompt_ids is not None
+    most = (1 if with_ids else 2) - (arguments.named is not None)
     if len(words) > most or (not words and not with_ids):
         raise RequestError(f"{len(words)} positional arguments",
                            "[MODEL] with --prompt-ids, else [MODEL] PROMPT",
@@ -245,23 +227,23 @@ def _split_words(words: list[str], with_ids: bool) -> tuple[Path, str]:
             or (words[0].endswith((".gguf", ".tnv")) and os.path.isfile(words[0]))):
         raise RequestError(f"{words[0]} is a model, and no prompt follows it", "[MODEL] PROMPT",
                            "add the text to continue, in quotes")
-    model = words[0] if len(words) == most else None
-    return _model(model), "" if with_ids else words[-1]
+    model = words[0] if arguments.named is None and len(words) == most else arguments.named
+    return _model(model, arguments.download), "" if with_ids else words[-1]
 
 
-def _model(name: str | None) -> Path:
+def _model(name: str | None, download: bool = False) -> Path:
     if name is None and not (DEFAULT_MODEL / "config.json").is_file():
         raise ModelError(f"the bundled model is not at {DEFAULT_MODEL}",
                          "an installation with its model files",
                          "reinstall tinygrad-nv, or name a model directory")
-    return DEFAULT_MODEL if name is None else found(name)
+    return DEFAULT_MODEL if name is None else found(name, download)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
     from tinygrad_nv.cli import console
     from tinygrad_nv.cli.adapter import adapter
     from tinygrad_nv.cli.replay import Region
-    directory, prompt = _split_words(arguments.words, arguments.prompt_ids is not None)
+    directory, prompt = _split_words(arguments)
     request = prompt if arguments.prompt_ids is None else arguments.prompt_ids
     region = Region(arguments)
     with console.tracing(arguments.trace) as recorded, region.whole():
@@ -291,7 +273,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 def _chat(arguments: argparse.Namespace) -> int:
     from tinygrad_nv.cli import chat
-    return chat.run(arguments, _model(arguments.model))
+    return chat.run(arguments, _model(chosen_model(arguments), arguments.download))
 
 
 def _completion(arguments: argparse.Namespace) -> int:

@@ -2,8 +2,9 @@
 
 Protocol: a line that begins with `/` is a command of `COMMANDS`, `//` begins a question with a slash. Answers
 go to stdout as they are generated; on a terminal as Markdown, a block at a time, with the current block's
-text as it comes. What commands say goes to stderr. On a terminal, lines are edited with readline, and its
-history is kept in the cache directory. Ctrl-D, Ctrl-C or /exit end the chat.
+text as it comes. What commands say, and the speed of an answer, goes to stderr. On a terminal, lines are
+edited with readline, and its history is kept in the cache directory; Ctrl-C stops an answer, whose text so
+far stays in the conversation. Ctrl-D, /bye or Ctrl-C at the prompt end the chat.
 """
 from __future__ import annotations
 
@@ -11,22 +12,26 @@ import argparse
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from tinygrad_nv import cache
+from tinygrad_nv import cache, interrupt
 from tinygrad_nv.cli import console
 from tinygrad_nv.cli.adapter import adapter
 from tinygrad_nv.cli.markdown import MarkdownStream
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.lora.request import LoRARequest
+from tinygrad_nv.engine.outputs import Delta
+from tinygrad_nv.engine.request_output import RequestOutput
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.errors import NVError, RequestError
 
 HISTORY_LINES = 1000
+LATE_S = 1.0    # after an answer, in which Ctrl-C is not for the prompt
 Messages = list[dict[str, str]]
 
 
@@ -39,6 +44,7 @@ class Conversation:
     messages: Messages = field(default_factory=list)
     lora: LoRARequest | None = None
     ended: bool = False
+    answered_s: float = 0.0     # when the last answer ended
 
     def line(self, text: str) -> None:
         """A line that was typed: a command or a question."""
@@ -48,25 +54,44 @@ class Conversation:
     def ask(self, question: str) -> None:
         """Answers a question. One that does not fit is left out of the conversation."""
         asked, ids = console.fit(self.llm, [*self.messages, {"role": "user", "content": question}])
-        with self._written() as write:
-            answer = self.llm.complete(ids, self.params, lambda piece: write(piece.text),
-                                       lora_request=self.lora)
-        self.messages = [*asked, {"role": "assistant", "content": answer.text}]
+        text, done = self._answered(ids)
+        if text: self.messages = [*asked, {"role": "assistant", "content": text}]
+        self.answered_s = time.monotonic()
+        if done is not None:
+            if sys.stdin.isatty(): tell(f"[{len(done.token_ids)} tokens · {done.tokens_per_s:.1f} tokens/s · "
+                                        f"first after {done.ttft_s * 1e3:.0f} ms]")
+        elif text: tell("[stopped; the text so far stays in the conversation]")
+        else: tell("[stopped before there was any text; the question is left out]")
+
+    def _answered(self, ids: list[int]) -> tuple[str, RequestOutput | None]:
+        """Writes an answer. Returns its text, and its figures unless Ctrl-C stopped it."""
+        pieces: list[str] = []
+        try:
+            with self._written() as write:
+                def push(piece: Delta) -> None:
+                    pieces.append(piece.text)
+                    write(piece.text)
+                done = self.llm.complete(ids, self.params, push, lora_request=self.lora)
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty(): raise
+            interrupt.caught()
+            return "".join(pieces), None
+        return done.text, done
 
     @contextlib.contextmanager
     def _written(self) -> Iterator[Callable[[str], None]]:
-        if self.markdown:
-            with MarkdownStream() as stream: yield stream.push
-            console.say("")
-        else:
-            yield lambda text: console.say(text, end="")
-            console.say("\n")
+        try:
+            if self.markdown:
+                with MarkdownStream() as stream: yield stream.push
+            else: yield lambda text: console.say(text, end="")
+        finally: console.say("" if self.markdown else "\n")
 
     # commands
 
     def command(self, text: str) -> None:
         """Runs a command. Raises `RequestError` for one that is not there, or a value it does not take."""
         name, _, value = text.partition(" ")
+        name = ALIASES.get(name, name)
         if name not in COMMANDS:
             near = [each for each in COMMANDS if each.startswith(name)] or get_close_matches(name, COMMANDS,
                                                                                              1)
@@ -150,7 +175,7 @@ class Command:
 
 COMMANDS = {
     "/help": Command("", "this list", Conversation.help),
-    "/reset": Command("", "a new conversation with the same system message", Conversation.reset),
+    "/reset": Command("", "a new conversation with the same system message; also /clear", Conversation.reset),
     "/system": Command("[TEXT]", 'set or show the system message; "" removes it', Conversation.system),
     "/retry": Command("", "answer the last question again", Conversation.retry),
     "/save": Command("FILE", "write the conversation to a file", Conversation.save),
@@ -160,7 +185,8 @@ COMMANDS = {
     "/top-k": Command("[K]", "set or show it", _number("top_k", int)),
     "/seed": Command("[N]", "set or show it", _number("seed", int)),
     "/max-tokens": Command("[N]", "set or show it", _number("max_tokens", int)),
-    "/exit": Command("", "end; also Ctrl-D", Conversation.exit)}
+    "/bye": Command("", "end; also /exit, /quit or Ctrl-D", Conversation.exit)}
+ALIASES = {"/exit": "/bye", "/quit": "/bye", "/clear": "/reset", "/?": "/help"}
 
 
 def tell(text: str) -> None:
@@ -182,11 +208,30 @@ def run(arguments: argparse.Namespace, directory: Path) -> int:
     markdown = sys.stdout.isatty() if arguments.markdown is None else arguments.markdown
     system: Messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
     conversation = Conversation(llm, params, markdown, system, adapter(arguments))
+    if sys.stdin.isatty(): tell(f"{directory.resolve().name} on {console.device_name(llm)} · /help lists "
+                                "commands, /bye ends · Ctrl-C stops an answer")
     with editing():
-        while not conversation.ended and (line := console.ask()) is not None:
+        while not conversation.ended and (line := _ask(conversation)) is not None:
             try: conversation.line(line)
             except (NVError, OSError) as error: tell(f"tinygrad-nv: {error}")
+            except KeyboardInterrupt:   # around an answer: while its prompt is made, or once it is whole
+                if not sys.stdin.isatty(): raise
+                interrupt.caught()
     return 0
+
+
+def _ask(conversation: Conversation) -> str | None:
+    """A line of input, or None at its end and after Ctrl-C, unless that comes so soon after an answer that it
+    was meant for it."""
+    while True:
+        try: return console.ask()
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty(): raise
+            interrupt.caught()
+            tell("")
+            if time.monotonic() > conversation.answered_s + LATE_S: return None
+            tell("[the answer has ended; Ctrl-C again or /bye ends the chat]")
+            conversation.answered_s = 0.0
 
 
 @contextlib.contextmanager
@@ -212,4 +257,5 @@ def editing() -> Iterator[None]:
 
 def completed(text: str, state: int) -> str | None:
     """The commands that begin with a text, one a state."""
-    return dict(enumerate(name for name in COMMANDS if text and name.startswith(text))).get(state)
+    names = [name for name in (*COMMANDS, *ALIASES) if text and name.startswith(text)]
+    return dict(enumerate(names)).get(state)

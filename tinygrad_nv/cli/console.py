@@ -23,11 +23,12 @@ from tinygrad.helpers import DEV
 from tinygrad_nv import collection
 from tinygrad_nv.cli.adapter import adapter, room_for
 from tinygrad_nv.cli.sampling_options import given
+from tinygrad_nv.engine.command_line import llm_arguments
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.request_output import CompletionOutput, Logprob, RequestOutput
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.errors import RequestError
-from tinygrad_nv.runtime.memory_pool import UTILIZATION
+from tinygrad_nv.runtime.observe.peak import memory_words, peak_memory
 from tinygrad_nv.runtime.programs import programs_compiled, programs_known
 
 
@@ -63,17 +64,9 @@ def load(directory: Path, arguments: argparse.Namespace, **more: Any) -> LLM:
                                "run `tinygrad-nv doctor` to see what this machine has") from error
     with _bar(BarColumn(), DownloadColumn()) as progress:
         task = progress.add_task(f"loading {directory.name}", total=None)
-        llm = LLM(directory, arguments.dtype, arguments.max_model_len, None,
-                  lambda done, total: progress.update(task, completed=done, total=total),
-                  UTILIZATION if (fraction := arguments.gpu_memory_utilization) is None else fraction,
-                  **{"max_num_seqs": max(getattr(arguments, "n", None) or 1, 1),
-                     "quantization": arguments.quantization, "task": "generate",
-                     "required_key": arguments.require_signed, "weights": arguments.weights,
-                     "tensor_parallel_size": arguments.tensor_parallel_size,
-                     "pipeline_parallel_size": arguments.pipeline_parallel_size,
-                     "data_parallel_size": arguments.data_parallel_size,
-                     "enable_expert_parallel": arguments.enable_expert_parallel,
-                     **room_for(adapter(arguments)), **more})
+        llm = LLM(directory, progress=lambda done, total: progress.update(task, completed=done, total=total),
+                  **{"max_num_seqs": max(getattr(arguments, "n", None) or 1, 1), "task": "generate",
+                     **llm_arguments(arguments), **room_for(adapter(arguments)), **more})
     collection.as_usual()
     return llm
 
@@ -116,9 +109,9 @@ def say(text: str, end: str = "\n") -> None:
 
 
 def ask() -> str | None:
-    """A line of input, or None at its end. Ctrl-C at the prompt ends the chat, too."""
+    """A line of input, or None at its end."""
     try: return input("> " if sys.stdin.isatty() else "").strip()
-    except (EOFError, KeyboardInterrupt):
+    except EOFError:
         if sys.stdin.isatty(): say("")
         return None
 
@@ -157,7 +150,7 @@ def report(done: RequestOutput, llm: LLM) -> dict[str, Any]:
             "text": done.text, "finish_reason": done.finish_reason, "seed": done.seed,
             "ttft_s": round(done.ttft_s, 6),
             "tokens_per_s": round(done.tokens_per_s, 3), "weight_gb_per_s": round(weight_rate(done, llm), 4),
-            "device": device_name(llm)}
+            **peak_memory(llm.device), "device": device_name(llm)}
 
 
 def _answer(output: CompletionOutput) -> dict[str, Any]:
@@ -173,7 +166,8 @@ def _logprobs(tokens: Sequence[dict[int, Logprob] | None]) -> list[Any]:
 
 
 def summary(done: RequestOutput, llm: LLM) -> str:
-    """One line: time to first token, tokens/s, GB/s of weights."""
+    """One line: time to first token, tokens/s, GB/s of weights, peak memory."""
     return (f"[{len(done.token_ids)} tokens · first after {done.ttft_s * 1e3:.0f} ms"
             f" · {done.tokens_per_s:.1f} tokens/s"
-            f" · {weight_rate(done, llm):.2f} GB/s of weights · {device_name(llm)}]")
+            f" · {weight_rate(done, llm):.2f} GB/s of weights"
+            f" · {memory_words(peak_memory(llm.device))} at most · {device_name(llm)}]")

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from tinygrad_nv.cli.engine_options import add_model_options
 from tinygrad_nv.errors import RequestError, ScheduleError
 from tinygrad_nv.explain.levels import LEVELS
 from tinygrad_nv.ptx.assemble import ARCHITECTURES
@@ -22,11 +23,11 @@ OF_MODELS = ("kernel", "prefill", "max_model_len", "gpu_memory_utilization", "de
 OF_MATMULS = {"majors": "NT", "epilogue": "", "out": "", "arch": "sm_90a", "sm_count": 0}
 CPU = "cpu"
 SHORT = {"auto": "bf16", "bfloat16": "bf16", "float16": "f16", "float32": "f32"}
-Find = Callable[[str | None], Path]
+Find = Callable[[str | None, bool], Path]
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], directory: str,
-                add_model_options: Callable[[argparse.ArgumentParser], None], find: Find) -> None:
+                find: Find) -> None:
     """Adds `explain`. `find` gives the directory of a model's name."""
     explain = commands.add_parser("explain", help="the kernels of a model's step, or of a matmul")
     explain.add_argument("model", nargs="?", metavar="MODEL", help=directory)
@@ -135,7 +136,7 @@ def _on_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> str:
 
 def _model(arguments: argparse.Namespace, find: Find) -> str:
     from tinygrad_nv.bundle.container import is_bundle
-    if is_bundle(path := find(arguments.model)): return _bundle(path, arguments)
+    if is_bundle(path := find(arguments.model, arguments.download)): return _bundle(path, arguments)
     from tinygrad import Tensor, dtypes
 
     from tinygrad_nv import explain

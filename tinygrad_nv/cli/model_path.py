@@ -2,8 +2,8 @@
 
 Protocol: `found(name)` is a path as it is, or the snapshot that a hub name (`org/model`,
 `org/model@revision`) has in the Hugging Face cache: $HF_HUB_CACHE, else $HF_HOME/hub, else
-~/.cache/huggingface/hub. Nothing is downloaded. A path that is no model, or neither exists nor is a hub name,
-is left to the loader, which says what it is.
+~/.cache/huggingface/hub. Nothing is downloaded unless that is asked for. A path that is no model, or neither
+exists nor is a hub name, is left to the loader, which says what it is.
 """
 from __future__ import annotations
 
@@ -14,13 +14,50 @@ from pathlib import Path
 from tinygrad_nv.errors import ModelError
 
 HUB_NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w.-]+))?")
+TEXTS = ("*.json", "*.jinja", "*.txt", "*.model")     # configurations, tokenizers and templates
 MODEL = "a model directory (with config.json), a GGUF file, or a hub name such as Qwen/Qwen3-0.6B"
 
 
-def found(name: str) -> Path:
-    """The directory or GGUF file that a name means."""
+def found(name: str, download: bool = False) -> Path:
+    """The directory or GGUF file that a name means; with `download`, a hub name is fetched if it is not
+    here."""
     if os.path.exists(name) or (match := HUB_NAME.fullmatch(name)) is None: return Path(name)
-    return _snapshot(match["repo"], match["revision"] or "main")
+    repo, revision = match["repo"], match["revision"] or "main"
+    try: return _snapshot(repo, revision)
+    except ModelError:
+        if not download: raise
+    _download(repo, revision)
+    return _snapshot(repo, revision)
+
+
+def _download(repo: str, revision: str) -> None:
+    """Fetches what a model is of, by `hf`'s own code. Raises `ModelError`."""
+    try:
+        import huggingface_hub as hub
+        from huggingface_hub.errors import OfflineModeIsEnabled
+    except ImportError as error:
+        raise ModelError(f"--download {repo}, without the package huggingface_hub", "it",
+                         "pip install huggingface_hub") from error
+    try:
+        files = hub.HfApi().list_repo_files(repo, revision=revision)
+        hub.snapshot_download(repo, revision=revision, cache_dir=hub_cache(), allow_patterns=_wanted(files))
+    except OfflineModeIsEnabled as error:
+        raise ModelError(f"--download {repo}, and HF_HUB_OFFLINE is set", "a connection",
+                         "unset HF_HUB_OFFLINE, or name a directory") from error
+    except Exception as error:  # of the HTTP library, which is another in each version
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(f"{repo} at {revision} could not be downloaded: {reason or type(error).__name__}",
+                         "a repository that exists and that you may read, and a connection",
+                         "correct the name, or log in with `hf auth login`") from error
+
+
+def _wanted(files: list[str]) -> list[str]:
+    """Patterns of the files that are read: safetensors where there are any, else a GGUF file."""
+    if any(name.endswith(".safetensors") for name in files): return [*TEXTS, "*.safetensors"]
+    made = [name for name in files if name.endswith(".gguf")]
+    if len(made) > 1:
+        raise ValueError(f"it has {len(made)} GGUF files, such as {made[0]}; name one: hf download REPO FILE")
+    return [*TEXTS, *made]
 
 
 def hub_cache() -> Path:
@@ -36,7 +73,7 @@ def _snapshot(repo: str, revision: str) -> Path:
     cache = hub_cache()
     folder = cache / f"models--{repo.replace('/', '--')}"
     at = "" if revision == "main" else f" --revision {revision}"
-    download = f"hf download {repo}{at}"
+    download = f"add --download, or run: hf download {repo}{at}"
     if not folder.is_dir():
         raise ModelError(f"{repo} is neither a directory here nor a model in the Hugging Face cache, {cache}",
                          MODEL, download)

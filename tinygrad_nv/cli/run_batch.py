@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from tinygrad_nv.cli import vllm_options
+from tinygrad_nv.cli.engine_options import add_engine_options, chosen_model
 from tinygrad_nv.errors import NVError, RequestError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings",
@@ -30,27 +32,22 @@ BODY_BYTES, REQUEST_S = 64 << 20, 30 * 86400.0
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], directory: str,
-                add_model_options: Callable[[argparse.ArgumentParser], None],
-                model: Callable[[str | None], Path], size: Callable[[str], int]) -> None:
+                model: Callable[[str | None, bool], Path]) -> None:
     """Adds `run-batch`."""
-    command = commands.add_parser("run-batch", help="answer a file of requests, as vLLM's run-batch")
+    command = commands.add_parser("run-batch", help="answer a file of requests, as vLLM's run-batch",
+                                  usage="%(prog)s [options] -i FILE -o FILE [MODEL]")
     command.add_argument("model", nargs="?", metavar="MODEL", help=directory)
-    command.add_argument("--model", dest="named", metavar="MODEL", help="the same, as vLLM has it")
     command.add_argument("-i", "--input-file", required=True, metavar="FILE",
                          help="JSON lines of custom_id, method, url, body; - is stdin")
     command.add_argument("-o", "--output-file", required=True, metavar="FILE", help="- is stdout")
-    add_model_options(command)
-    engine = command.add_argument_group("engine")
+    engine = add_engine_options(command)
     engine.add_argument("--task", default="auto", metavar="T",
-                        help="generate or embed (default auto: what the "
-                        "model's files say)")
-    engine.add_argument("--max-num-seqs", type=size, default=64, metavar="N",
-                        help="sequences that run at a time (default 64)")
-    engine.add_argument("--max-num-batched-tokens", type=size, default=512, metavar="N",
-                        help="tokens that a step computes (default 512)")
+                        help="generate or embed (default auto: what the model's files say)")
     engine.add_argument("--served-model-name", nargs="+", metavar="NAME",
                         help="names that requests may use (default: the directory's name, and MODEL)")
-    command.set_defaults(run=lambda arguments: run(arguments, model(arguments.named or arguments.model)))
+    vllm_options.add_options(command)
+    command.set_defaults(run=lambda arguments: run(arguments, model(chosen_model(arguments),
+                                                                    arguments.download)))
 
 
 def run(arguments: argparse.Namespace, directory: Path) -> int:
@@ -63,9 +60,8 @@ def run(arguments: argparse.Namespace, directory: Path) -> int:
     from tinygrad_nv.cli import console
     lines = _lines(arguments.input_file)
     with _opened(arguments.output_file) as out:
-        llm = console.load(directory, arguments, task=arguments.task, max_num_seqs=arguments.max_num_seqs,
-                           max_num_batched_tokens=arguments.max_num_batched_tokens)
-        given = [arguments.named or arguments.model] if arguments.named or arguments.model else []
+        llm = console.load(directory, arguments)
+        given = [name] if (name := chosen_model(arguments)) else []
         names = tuple(arguments.served_model_name or dict.fromkeys([directory.resolve().name, *given]))
         try: failed = asyncio.run(answered(llm, names, lines, out))
         finally: llm.close()

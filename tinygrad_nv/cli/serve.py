@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tinygrad_nv.cli import vllm_options
+from tinygrad_nv.cli.engine_options import add_engine_options, chosen_model, positive, whole
 from tinygrad_nv.cli.lora_options import add_lora_options
 from tinygrad_nv.errors import NVError, RequestError
 
@@ -23,30 +24,14 @@ LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], directory: str,
-                add_model_options: Callable[[argparse.ArgumentParser], None],
-                model: Callable[[str | None], Path], size: Callable[[str], int]) -> None:
-    """Adds `serve`. Options of models are defined in __init__.py."""
+                model: Callable[[str | None, bool], Path]) -> None:
+    """Adds `serve`."""
     serve = commands.add_parser("serve", help="serve a model over OpenAI's HTTP API, with a page to chat",
                                 usage="%(prog)s [options] [MODEL]")
     serve.add_argument("model", nargs="?", metavar="MODEL", help=directory)
-    serve.add_argument("--model", dest="named", metavar="MODEL", help="the same, as vLLM has it")
-    add_model_options(serve)
-    engine = serve.add_argument_group("engine")
+    engine = add_engine_options(serve)
     engine.add_argument("--task", default="auto", metavar="T", help="generate, or embed for /v1/embeddings "
                         "(default auto: what the model's files say)")
-    engine.add_argument("--max-num-seqs", type=_whole, default=64, metavar="N",
-                        help="sequences that run at a time (default 64)")
-    engine.add_argument("--max-num-batched-tokens", type=size, default=512, metavar="N",
-                        help="tokens that a step computes (default 512)")
-    engine.add_argument("--kv-cache-dtype", default="auto", metavar="D", help="of keys and values: float32, "
-                        "float16, bfloat16, fp8, fp8_e5m2, int8 (default auto: the checkpoint's, else the "
-                        "model's)")
-    engine.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True,
-                        help="prompts with a common prefix share its KV cache (default on)")
-    engine.add_argument("--swap-space", type=_positive, default=0.0, metavar="GIB",
-                        help="host memory for offloaded KV cache pages (default 0)")
-    engine.add_argument("--speculative", metavar="HOW", help="speculative decoding, which does not change "
-                        "the output: ngram:K (prompt lookup) or draft:DIR:K (a draft model)")
     engine.add_argument("--seed", type=int, metavar="N", help="for requests without one (default random)")
     vllm_options.add_generation_options(engine)
     engine.add_argument("--chat-template", metavar="FILE", help="instead of the model's own, or the name of "
@@ -56,25 +41,17 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
                         "(openai; default auto: what the template reads)")
     engine.add_argument("--warm-up", action=argparse.BooleanOptionalAction, default=True,
                         help="compile and capture before serving (default on)")
-    add_lora_options(serve, _whole)
+    add_lora_options(serve, whole)
     _add_parser_options(serve)
     _add_server_options(serve)
     _add_http_options(serve)
-    vllm_options.add_options(serve)
+    vllm_options.add_options(serve, server=True)
+
     def start(arguments: argparse.Namespace) -> NoReturn:
-        arguments.model = _chosen_model(arguments)
+        arguments.model = chosen_model(arguments)
         _require_own_model(arguments)
-        run(arguments, model(arguments.model))
+        run(arguments, model(arguments.model, arguments.download))
     serve.set_defaults(run=start)
-
-
-def _chosen_model(arguments: argparse.Namespace) -> str | None:
-    """MODEL, or --model."""
-    given: str | None = arguments.model
-    named: str | None = arguments.named
-    if given is not None and named is not None and given != named:
-        raise RequestError(f"MODEL is {given}, and --model is {named}", "one of them", "leave one out")
-    return named if given is None else given
 
 
 def _require_own_model(arguments: argparse.Namespace) -> None:
@@ -119,14 +96,14 @@ def _add_server_options(serve: argparse.ArgumentParser) -> None:
     server.add_argument("--max-logprobs", type=_logprobs, default=MAX_LOGPROBS, metavar="N",
                         help="log probabilities that a request may ask for "
                              f"(default {MAX_LOGPROBS}, the most)")
-    server.add_argument("--max-queue", type=_whole, default=1024, metavar="N",
+    server.add_argument("--max-queue", type=whole, default=1024, metavar="N",
                         help="requests that may wait; more get 429 (default 1024)")
-    server.add_argument("--max-body-bytes", type=_whole, default=4 << 20, metavar="N",
+    server.add_argument("--max-body-bytes", type=whole, default=4 << 20, metavar="N",
                         help="of a request; a larger one gets 413 (default 4 MiB)")
     for name, default, what in (("header", 10, "headers to arrive"), ("body", 30, "a body to arrive"),
                                 ("request", 600, "an answer to be complete"),
                                 ("drain", 30, "what runs when the server is told to stop")):
-        server.add_argument(f"--{name}-timeout", type=_positive, default=float(default), metavar="S",
+        server.add_argument(f"--{name}-timeout", type=positive, default=float(default), metavar="S",
                             help=f"seconds for {what} (default {default})")
     server.add_argument("--enable-sleep-mode", action="store_true",
                         help="clients may have the model sleep: POST /sleep, /wake_up, GET /is_sleeping")
@@ -134,7 +111,7 @@ def _add_server_options(serve: argparse.ArgumentParser) -> None:
                         help="of names in /metrics (default tinygrad_nv)")
     server.add_argument("--otlp-traces-endpoint", metavar="URL", help="send a trace of each request to an "
                         "OpenTelemetry collector, such as http://localhost:4318/v1/traces")
-    server.add_argument("--log-interval", type=_positive, default=10.0, metavar="S",
+    server.add_argument("--log-interval", type=positive, default=10.0, metavar="S",
                         help="seconds between lines about the engine (default 10)")
 
 
@@ -179,11 +156,6 @@ def _parser_name(kind: str) -> Callable[[str], str]:
     return name
 
 
-def _whole(text: str) -> int:
-    if text.isascii() and text.isdigit() and 0 < int(text) < 1 << 40: return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number ≥ 1")
-
-
 def _logprobs(text: str) -> int:
     if text.isascii() and text.isdigit() and int(text) <= MAX_LOGPROBS: return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {MAX_LOGPROBS}")
@@ -192,13 +164,6 @@ def _logprobs(text: str) -> int:
 def _port(text: str) -> int:
     if text.isascii() and text.isdigit() and int(text) < 1 << 16: return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a port, 0 to 65535")
-
-
-def _positive(text: str) -> float:
-    try: value = float(text)
-    except ValueError: value = -1.0
-    if 0 <= value < 1e9: return value
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number ≥ 0")
 
 
 def run(arguments: argparse.Namespace, directory: Path) -> NoReturn:

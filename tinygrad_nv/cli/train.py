@@ -22,6 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tinygrad_nv import option_file
 from tinygrad_nv.cli.model_path import found
 from tinygrad_nv.dist.ranks import Ranks
 from tinygrad_nv.errors import ConfigError, NVError
@@ -81,7 +82,7 @@ def _add(group: Any, each: dataclasses.Field[Any]) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Trains. Raises `NVError`."""
-    options = {} if given.config is None else arguments_.read(given.config)
+    options = {} if given.config is None else option_file.read(given.config)
     model, data = _named(given, options, needs_data=not given.plan)
     known = {each.name for each in dataclasses.fields(TrainingArguments)}
     options |= {name: value for name, value in vars(given).items() if name in known}

@@ -1,4 +1,4 @@
-"""Options of `vllm serve` that `tinygrad-nv serve` has no use of its own for.
+"""Options of vLLM's command line that a command here has no use of its own for.
 
 Protocol: `add_options(parser)` makes all of them known. Those that are arguments of vLLM's `LLM` are passed
 to this package's, which takes or refuses their values (engine/vllm_arguments.py); `FIXED` and `NO_EFFECT`
@@ -17,7 +17,6 @@ from tinygrad_nv.engine import vllm_arguments as engine
 # accepted values, and what holds instead of others
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "api_server_count": ((1,), "one process answers requests"),
-    "config": ((), "options are on the command line alone"),
     "enable_force_include_usage": ((False,), "stream_options of a request ask for its usage"),
     "enable_ssl_refresh": ((False,), "certificates are read at the start"),
     "exclude_tools_when_tool_choice_none": ((True,), "templates get no tools then"),
@@ -55,13 +54,15 @@ FLAGS = frozenset({
     name for name in NO_EFFECT if name.startswith(("disable_", "enable_", "log_error"))} - {
         "disable_access_log_for_endpoints"}
 OWN = ("speculative_config", "runner", "tokenizer", *engine.GENERATION)     # of LLM, each with a meaning
+SPELLED = ("serve", "run-batch", "generate", "chat", "bench", "train")  # with names of vLLM or TRL
 NEAR = 0.6  # how similar an option must be to be suggested
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds each option that `parser` does not have."""
-    fixed = FIXED | engine.FIXED
-    for name in sorted({*fixed, *NO_EFFECT, *engine.NO_EFFECT, *engine.RENAMED, *OWN}):
+def add_options(parser: argparse.ArgumentParser, server: bool = False) -> None:
+    """Adds each option of the engine, and with `server` of the server, that `parser` does not have."""
+    fixed = engine.FIXED | (FIXED if server else {})
+    names = {*fixed, *(NO_EFFECT if server else ()), *engine.NO_EFFECT, *engine.RENAMED, *OWN}
+    for name in sorted(names):
         option = "--" + name.replace("_", "-")
         if option in parser._option_string_actions: continue
         flag = name in FLAGS or any(isinstance(each, bool) for each in fixed.get(name, ((),))[0])
@@ -114,9 +115,9 @@ def _take(parser: argparse.ArgumentParser, namespace: argparse.Namespace, name: 
 
 
 def normal(argv: Sequence[str]) -> list[str]:
-    """Command-line words of `serve` with options spelled as they are declared: vLLM takes `_` for `-`."""
+    """Command-line words with options spelled as they are declared: vLLM and TRL take `_` for `-`."""
     made = list(argv)
-    if made[:1] != ["serve"]: return made
+    if not {*made[:1]} & {*SPELLED}: return made
     for at, word in enumerate(made):
         if word == "--": break
         name, equals, value = word.partition("=")

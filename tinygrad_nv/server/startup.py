@@ -21,6 +21,7 @@ from tinygrad.helpers import DEV
 
 from tinygrad_nv import config
 from tinygrad_nv.engine.async_engine import AsyncEngine
+from tinygrad_nv.engine.command_line import llm_arguments
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.text.templates import DEFAULT, read_template
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
@@ -186,20 +187,7 @@ def _later() -> Callable[[int, int], None]:
 
 def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `LLM` for a command line."""
-    fraction = arguments.gpu_memory_utilization
-    return {"dtype": arguments.dtype, "max_model_len": arguments.max_model_len,
-            "max_num_seqs": arguments.max_num_seqs,
-            "max_num_batched_tokens": arguments.max_num_batched_tokens,
-            "kv_cache_dtype": arguments.kv_cache_dtype, "swap_space": arguments.swap_space,
-            "speculative": arguments.speculative, "quantization": arguments.quantization,
-            "tensor_parallel_size": arguments.tensor_parallel_size,
-            "pipeline_parallel_size": arguments.pipeline_parallel_size,
-            "data_parallel_size": arguments.data_parallel_size,
-            "enable_expert_parallel": arguments.enable_expert_parallel,
-            "required_key": arguments.require_signed, "weights": arguments.weights,
-            "task": arguments.task, "enable_prefix_caching": arguments.enable_prefix_caching,
-            "max_queue": arguments.max_queue, **lora_options(arguments),
-            **({} if fraction is None else {"gpu_memory_utilization": fraction}), **arguments.vllm}
+    return {**llm_arguments(arguments), "max_queue": arguments.max_queue, **lora_options(arguments)}
 
 
 def api_keys(arguments: argparse.Namespace) -> frozenset[str]:

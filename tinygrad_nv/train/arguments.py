@@ -6,11 +6,8 @@ command line wins. Defaults are TRL's where it has one, for `sft`.
 """
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from tinygrad import dtypes
@@ -325,35 +322,6 @@ class TrainingArguments:
     def warmup(self, steps: int) -> int:
         """Steps of warm-up, of so many."""
         return self.warmup_steps or int(self.warmup_ratio * steps + 0.999999)
-
-
-# **** files ****
-
-def read(path: Path) -> dict[str, Any]:
-    """The options of a --config file, with `model` and `data` among them. Raises `ConfigError`."""
-    try: text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}", "a file that can be read",
-                          "correct its name") from error
-    found = _parsed(path, text)
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"--config {path} is a {type(found).__name__}", "options and their values",
-                          "write one `option: value` a line")
-    return {str(key).replace("-", "_"): value for key, value in found.items()}
-
-
-def _parsed(path: Path, text: str) -> Any:
-    try:
-        if path.suffix == ".json": return json.loads(text)
-        try: yaml = import_module("yaml")
-        except ImportError as error:
-            raise ConfigError(f"--config {path}, without the package pyyaml", "YAML needs it",
-                              "pip install 'tinygrad-nv[train]' or write a .json file") from error
-        try: return yaml.safe_load(text)
-        except yaml.YAMLError as error: raise ValueError(str(error)) from error
-    except ValueError as error:
-        raise ConfigError(f"--config {path}: {error}", "YAML, or JSON in a .json file",
-                          "correct it") from error
 
 
 def made(options: Mapping[str, Any]) -> TrainingArguments:

@@ -6,5 +6,6 @@
   forecast.py       the predicted time of a kernel
   ranges.py         the layer and the operation of a kernel, and NVTX ranges
   telemetry.py      clocks, power, memory and temperature of a GPU, through NVML
+  peak.py           the most memory that the process has had
   memory_report.py  the memory report, and the text of the out-of-memory error
 """
