@@ -59,6 +59,8 @@ def chat(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) 
     fields = Fields(data)
     messages = tuple(_message(item, at) for at, item in enumerate(_messages(fields)))
     tools = tool_list(fields)
+    if tools and not fields.left.get("functions"):
+        for name in ("functions", "function_call"): fields.hint(name, ([], "auto", "none"))
     legacy = "functions" in fields.left or "function_call" in fields.left
     if legacy: tools, choice = legacy_choice(fields, tools)
     else:

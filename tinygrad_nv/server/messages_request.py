@@ -190,6 +190,8 @@ def _add(block: Fields, role: str, out: list[dict[str, Any]]) -> None:
 
 
 def _text(block: Fields) -> str:
+    # of a tool that was found; all tools are offered anyway
+    if block.left.get("type") == "tool_reference": return block.text("tool_name") or ""
     kind, text = block.take("type"), block.text("text")
     if kind != "text": raise invalid(f"{block.path('type')} is {str(kind)[:40]!r}, expected 'text': the "
                                      "model "

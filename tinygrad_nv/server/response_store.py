@@ -52,6 +52,12 @@ class ResponseStore:
                        "newer ones are kept; to fix: send the conversation's items as input",
                        "not_found", param)
 
+    def item(self, name: str) -> dict[str, Any] | None:
+        """An input or output item of a response that is kept."""
+        every = (each for stored in reversed(self.kept.values())
+                 for each in (*stored.response["output"], *stored.items))
+        return next((each for each in every if each["id"] == name), None)
+
     def drop(self, name: str) -> None:
         """Forgets a response, and ends it if it is generated in the background."""
         dropped = self.kept.pop(name)

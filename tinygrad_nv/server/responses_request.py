@@ -57,7 +57,7 @@ def response_request(data: dict[str, Any], store: ResponseStore, defaults: Sampl
     """A request of /v1/responses."""
     fields = Fields(data)
     asked: dict[str, Any] = {name: fields.take(name) for name in SHARED}
-    items = _items(fields)
+    items = _items(fields, store)
     instructions = fields.text("instructions")
     system = [] if instructions is None else [{"role": "system", "content": instructions}]
     before, spelling = _previous(fields, store), dict(SPELLING)
@@ -170,8 +170,8 @@ def _stream_options(fields: Fields) -> None:
 
 # **** items ****
 
-def _items(fields: Fields) -> list[dict[str, Any]]:
-    """Input items, each with a type and an id."""
+def _items(fields: Fields, store: ResponseStore) -> list[dict[str, Any]]:
+    """Input items, each with a type and an id; those of earlier responses, where they are referred to."""
     value = fields.take("input")
     if value is None: raise invalid("input is missing, expected a string or a list of items", "input",
                                     "missing_field")
@@ -180,7 +180,19 @@ def _items(fields: Fields) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise fields.wrong("input", value, "a string or a list of items")
     if not value: raise invalid("input is empty, expected at least one item", "input")
-    return [{"type": "message", "id": f"item_{secrets.token_hex(12)}", **each} for each in value]
+    return [_item(each, f"input[{at}]", store) for at, each in enumerate(value)]
+
+
+def _item(given: dict[str, Any], path: str, store: ResponseStore) -> dict[str, Any]:
+    if given.get("type") != "item_reference":
+        return {"type": "message", "id": f"item_{secrets.token_hex(12)}", **given}
+    fields = Fields(given, path)
+    fields.ignore(["type"])
+    name = _required(fields, "id")
+    fields.finish()
+    if (found := store.item(name)) is not None: return found
+    raise APIError(404, f"{path}.id is {name[:100]!r}, an item of no response that is kept; to fix: send the "
+                   "item itself", "not_found", f"{path}.id")
 
 
 def messages_of(items: Sequence[dict[str, Any]], spelling: dict[str, str] | None = None,

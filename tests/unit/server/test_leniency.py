@@ -71,7 +71,13 @@ SILENT: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": said("assistant", content=None, refusal="no")}),
     (CHAT, {"messages": said("tool", content=None, tool_call_id="c")}),
     (CHAT, {"response_format": {"type": "json_object", "schema": {"type": "object"}}}),
+    (CHAT, {"tools": [LOOK], "functions": [], "function_call": "auto"}),
     (MESSAGES, {"tools": [{"name": "f", "input_schema": None}]}),
+    (MESSAGES, {"messages": [*USER, {"role": "assistant", "content": [
+        {"type": "thinking", "thinking": "t", "signature": "s"},
+        {"type": "tool_use", "id": "t", "name": "find", "input": {}, "caller": {"type": "direct"}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [
+            {"type": "tool_reference", "tool_name": "look"}]}]}]}),
     (MESSAGES, {"mcp_servers": [], "service_tier": "auto", "metadata": {"user_id": "u"},
                 "output_format": {"type": "json_schema", "schema": {"type": "object"}}}),
     (RESPONSES, {"reasoning": None, "service_tier": "auto", "top_logprobs": 0,
@@ -88,7 +94,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (MESSAGES, {"mcp_servers": [{"name": "a"}]}, "mcp_servers is not served"),
     (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "runs no tools of its"),
     (RESPONSES, {"tools": [SEARCH]}, "runs no tools of its own"),
-    (RESPONSES, {"conversation": "c"}, "conversation is not served"), (TEXT, {"suffix": "b"}, "suffix"),
+    (RESPONSES, {"conversation": "c"}, "conversation is not served"),
+    (TEXT, {"suffix": "b"}, "suffix"),
     (TEXT, {"prompt_embeds": "AA=="}, "prompt_embeds is not served")]
 
 
@@ -163,3 +170,14 @@ def test_embeddings():
                              ("/pooling", {"input": "a", "task": "embed", "x": 1})):
             answer = server.post(fields, path)
             assert (answer.status_code, HEADER in answer.headers) == (200, True), answer.text
+
+
+def test_items_of_earlier_responses(servers: dict[bool, Live]):
+    first = servers[True].post({"input": "first", "max_output_tokens": 2}, RESPONSES).json()
+    asked = {"input": [{"type": "item_reference", "id": first["output"][0]["id"]}, *USER]}
+    assert servers[True].post({**asked, "max_output_tokens": 1}, RESPONSES).status_code == 200
+    engine: Any = servers[True].service.engine
+    prompt = servers[True].service.require_tokenizer().decode(engine.asked[-1][0].ids)
+    assert prompt == first["output"][0]["content"][0]["text"] + "a"
+    missing = servers[True].post({"input": [{"type": "item_reference", "id": "msg_x"}]}, RESPONSES)
+    assert (missing.status_code, missing.json()["error"]["param"]) == (404, "input[0].id")
