@@ -15,6 +15,7 @@ from tinygrad_nv.errors import RequestError
 
 KIND = "byte-level BPE"
 TEXT, WHOLE = {"type": "string"}, {"type": "integer", "minimum": 0, "maximum": 99}
+CLOSED = {"type": "object", "additionalProperties": False}
 BASE: dict[str, Any] = {"type": "object", "properties": {"a": TEXT}, "required": ["a"],
                         "additionalProperties": False}
 IDLE: list[dict[str, Any]] = [
@@ -30,7 +31,7 @@ IDLE: list[dict[str, Any]] = [
 KEPT: list[dict[str, Any]] = [
     {"uniqueItems": True}, {"propertyNames": {"type": "string", "pattern": "b"}},
     {"propertyNames": {"type": "null"}},
-    {"not": {}}, {"unevaluatedProperties": False}, {"contains": TEXT}, {"dependentRequired": {"a": ["b"]}},
+    {"not": TEXT}, {"unevaluatedProperties": False}, {"contains": TEXT}, {"dependentRequired": {"a": ["b"]}},
     {"if": {}, "then": False}, {"contains": {}, "minContains": 0, "maxContains": 1}]
 NOTED = ("password", "binary", "byte", "int32", "zip", "phone", "")
 ANNOTATED = {"title": "t", "description": "d", "default": {"a": 1}, "examples": [1], "$comment": "c",
@@ -54,6 +55,33 @@ def test_keywords_that_constrain_something_stay():
         with pytest.raises(RequestError): grammars(KIND).matcher(Structured(json={**BASE, **words}))
 
 
+def test_keywords_that_are_null_are_none():
+    nulls = dict.fromkeys(("description", "enum", "required", "format", "items", "minLength"))
+    assert simplified({"properties": {"a": {**TEXT, **nulls}}, "additionalProperties": None})[0] == {
+        "properties": {"a": TEXT}}
+    assert simplified({"const": None, "enum": [None]})[0] == {"const": None, "enum": [None]}
+
+
+def test_names_by_property_names():
+    colours = {"$defs": {"C": {"enum": ["red", "blue"], "type": "string", "title": "C"}}}
+    for words in ({"enum": ["red", "blue"]}, {"$ref": "#/$defs/C"}):
+        made, _ = simplified({**colours, "type": "object", "propertyNames": words,
+                              "additionalProperties": WHOLE})
+        assert made == {**colours, **CLOSED, "properties": {"red": WHOLE, "blue": WHOLE}}
+    assert simplified({"propertyNames": {"type": "string", "pattern": "^x"}})[0] == {
+        "patternProperties": {"^x": True}, "additionalProperties": False}
+    assert simplified({"propertyNames": {"const": "a"}})[0] == {
+        "properties": {"a": True}, "additionalProperties": False}
+
+
+def test_schemas_that_nothing_matches():
+    for never in (False, {"not": {}}, {"not": True}, {"enum": []}, {"anyOf": []},
+                  {"title": "t", "not": {"title": "t"}}):
+        made, _ = simplified({"properties": {"a": never, "b": TEXT}, "additionalProperties": never})
+        assert made == {"properties": {"a": False, "b": TEXT}, "additionalProperties": False}
+        with pytest.raises(RequestError, match="matches no value"): Structured(json=never)
+
+
 def test_data_is_no_schema():
     data = {"uniqueItems": False, "format": "zip", "propertyNames": {}}
     schema = {"enum": [data], "default": data, "properties": {"format": TEXT, "uniqueItems": {"const": data}}}
@@ -71,7 +99,6 @@ def test_formats_that_say_how_a_text_is_meant():
 
 
 # in all of them a text could get stuck, or never end
-CLOSED = {"type": "object", "additionalProperties": False}
 STUCK: list[dict[str, Any]] = [
     {**CLOSED, "properties": {"a": WHOLE}, "patternProperties": {"^a$": WHOLE}},
     {**CLOSED, "properties": {"a": WHOLE}, "patternProperties": {"^a$": WHOLE}, "required": ["a"]},
@@ -110,7 +137,7 @@ def test_texts_that_could_get_stuck_come_to_an_end():
 
 def test_schemas_that_need_themselves():
     for schema in ENDLESS:
-        with pytest.raises(RequestError, match="has no finite value"): Structured(json=schema)
+        with pytest.raises(RequestError, match="matches no value, or none that ends"): Structured(json=schema)
     for schema in FINITE: assert simplified(schema)[0] == schema
 
 

@@ -80,7 +80,7 @@ class StructuredOutputsParams:
     def _schema(self) -> tuple[dict[str, Any], frozenset[str]]:
         made, formats = simplified(_checked_schema(self.json))
         if isinstance(made, dict): return made, formats
-        raise _invalid("JSON schema", "has no finite value: it needs itself", "one that some value matches")
+        raise _invalid("JSON schema", "matches no value, or none that ends", "one that some value matches")
 
     @property
     def annotations(self) -> frozenset[str]:

@@ -1,9 +1,11 @@
 """JSON schemas, simplified to the keywords that constrain something.
 
 Protocol: `simplified(schema)` returns an equal schema without keywords that constrain nothing, which
-llguidance would refuse, and the formats that it took out. A format that is not among `FORMATS` (enforced) or
-`UNENFORCED` (refused) says how a string is meant, as JSON Schema has it since draft 2019-09. Where a schema
-has no finite value, because it needs itself, it becomes `false`: a model could never complete one.
+llguidance would refuse, and the formats that it took out. Keywords that are null are none. `propertyNames`
+with an enum or a pattern becomes `properties` or `patternProperties` where there are no others. A format that
+is not among `FORMATS` (enforced) or `UNENFORCED` (refused) says how a string is meant, as JSON Schema has it
+since draft 2019-09. A schema that nothing matches, or nothing that ends, because it needs itself, becomes
+`false`: a model could never complete one.
 
 `closed_patterns(schema)` finds objects whose names must match patterns, for matcher.py.
 """
@@ -30,7 +32,7 @@ ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$commen
 def simplified(schema: dict[str, Any]) -> tuple[dict[str, Any] | bool, frozenset[str]]:
     """See above."""
     formats: set[str] = set()
-    made = _simple(schema, formats)
+    made = _simple(schema, schema, formats)
     values = _References(made)
     if values.known: made = _without_endless(made, values)
     return made, frozenset(formats)
@@ -68,9 +70,11 @@ def _with(schema: dict[str, Any], changed: dict[tuple[str, Any], Any]) -> dict[s
 
 # **** keywords that constrain nothing ****
 
-def _simple(schema: Any, formats: set[str]) -> Any:
+def _simple(schema: Any, root: Any, formats: set[str]) -> Any:
     if not isinstance(schema, dict): return schema
-    out = _with(schema, {(word, key): _simple(each, formats) for word, key, each in _inner(schema)})
+    out = {word: value for word, value in schema.items() if value is not None or word == "const"}
+    out = _with(out, {(word, key): _simple(each, root, formats) for word, key, each in _inner(out)})
+    if _allows_all(out.get("not")) or [] in map(out.get, ("enum", "anyOf", "oneOf")): return False
     for word in [word for word in out if _idle(out, word)]: del out[word]
     if "if" not in out or not {"then", "else"} & out.keys():
         for word in ("if", "then", "else"): out.pop(word, None)
@@ -79,7 +83,23 @@ def _simple(schema: Any, formats: set[str]) -> Any:
     if isinstance(name := out.get("format"), str) and name not in FORMATS | UNENFORCED:
         if "string" in _types(out): formats.add(name)
         del out["format"]
-    return out
+    return _by_names(out, root)
+
+
+def _by_names(schema: dict[str, Any], root: Any) -> dict[str, Any]:
+    """A schema with names of properties for `propertyNames`, where that is alone."""
+    words = schema.get("propertyNames")
+    if isinstance(words, dict) and isinstance(ref := words.get("$ref"), str): words = _target(root, ref)
+    if not isinstance(words, dict) or schema.keys() & {"properties", "patternProperties"} or \
+            "string" not in _types(words): return schema
+    out, rest = {**schema, "additionalProperties": False}, schema.get("additionalProperties", True)
+    del out["propertyNames"]
+    names, only = words.get("enum"), words.keys() - ANNOTATIONS - {"type"}
+    if only == {"const"}: names = [words["const"]]
+    if only in ({"enum"}, {"const"}) and isinstance(names, list):
+        return {**out, "properties": {name: rest for name in names if isinstance(name, str)}}
+    if only == {"pattern"}: return {**out, "patternProperties": {words["pattern"]: rest}}
+    return schema
 
 
 def _idle(schema: dict[str, Any], word: str) -> bool:
@@ -136,7 +156,7 @@ class _References:
         queue = list(self.known)
         while queue:
             ref = queue.pop()
-            if self.known[ref] or not self.satisfiable(self._target(ref)): continue
+            if self.known[ref] or not self.satisfiable(_target(root, ref)): continue
             self.known[ref] = True
             queue += users.get(ref, ())
 
@@ -146,20 +166,9 @@ class _References:
         while queue:
             if (each := queue.pop()) in self.known: continue
             self.known[each] = False
-            for other in _references(self._target(each)):
+            for other in _references(_target(self.root, each)):
                 users.setdefault(other, set()).add(each)
                 queue.append(other)
-
-    def _target(self, ref: str) -> Any:
-        """What a reference names; True where it is not understood, which llguidance then says."""
-        if not ref.startswith("#") or (ref[1:] and not ref.startswith("#/")): return True
-        at = self.root
-        for part in ref[2:].split("/") if ref[2:] else ():
-            name = unquote(part).replace("~1", "/").replace("~0", "~")
-            if isinstance(at, dict) and name in at: at = at[name]
-            elif isinstance(at, list) and name.isdigit() and int(name) < len(at): at = at[int(name)]
-            else: return True
-        return at
 
     def satisfiable(self, schema: Any) -> bool:
         """Whether a schema may have a finite value, as far as its references say."""
@@ -184,6 +193,18 @@ class _References:
         if isinstance(rest, list): first, rest = rest, schema.get("additionalItems", True)
         if not isinstance(least, int) or not isinstance(first, list): return True
         return all(map(self.satisfiable, first[:least])) and (least <= len(first) or self.satisfiable(rest))
+
+
+def _target(root: Any, ref: str) -> Any:
+    """What a reference names; True where it is not understood, which llguidance then says."""
+    if not ref.startswith("#") or (ref[1:] and not ref.startswith("#/")): return True
+    at = root
+    for part in ref[2:].split("/") if ref[2:] else ():
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(at, dict) and name in at: at = at[name]
+        elif isinstance(at, list) and name.isdigit() and int(name) < len(at): at = at[int(name)]
+        else: return True
+    return at
 
 
 def _references(schema: Any) -> Iterator[str]:
