@@ -16,7 +16,7 @@ from tinygrad import (
     nn,
 )
 
-from tinygrad_nv import config, dlpack, functional, hooks
+from tinygrad_nv import config, corrected, dlpack, functional, hooks
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.explain import explain
 from tinygrad_nv.hooks import disable, disabled, enable, enabled
@@ -53,6 +53,7 @@ def _finalized(linear: UOp, inner: hooks.Compile) -> UOp:
 
 
 functional.register()
+corrected.register()
 dlpack.register()
 types.register()
 hooks.add_later(_lowerings)

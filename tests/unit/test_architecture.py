@@ -24,7 +24,7 @@ KINDS = ("eager", "lazy", "typing")
 # above reach into tinygrad.
 LAYERS = ("errors table interrupt collection progress", "config option_file", "cache",
           "toolchain", "ptx", "quant", "tile", "hooks",
-          "runtime", "cpu", "host patterns", "dist", "functional elementary dlpack shapes",
+          "runtime", "cpu", "host patterns", "dist", "functional corrected elementary dlpack shapes",
           "kvcache graphs numerics bundle",
           "models", "engine", "server benchmarks quantize plan", "train", "transforms", "torch jax",
           "language onnx", "stdlib", "explain", "registration", "tinygrad_nv", "cli")
@@ -38,9 +38,9 @@ USERS = ("tinygrad", *NUMBERS, "tinygrad.nn", "tinygrad.nn.*")
 TINYGRAD = {**dict.fromkeys(("hooks", "runtime", "patterns", "dist", "dlpack", "transforms", "language",
                              "bundle", "torch", "onnx"), EVERYTHING),
             **dict.fromkeys(("tile", "cpu"), NUMBERS),
-            **dict.fromkeys(("functional", "elementary", "shapes", "kvcache", "numerics", "quant", "models",
-                             "engine", "train", "server", "explain", "registration", "cli", "plan", "stdlib",
-                             "jax"), USERS)}
+            **dict.fromkeys(("functional", "corrected", "elementary", "shapes", "kvcache", "numerics",
+                             "quant", "models", "engine", "train", "server", "explain", "registration",
+                             "cli", "plan", "stdlib", "jax"), USERS)}
 # files that see more of it, and why
 INSIDE = {"tinygrad_nv/tile/*reference.py": "what a spec computes is said in plain tinygrad",
           "tinygrad_nv/graphs/*": "a step is captured as TinyJit does it, with its schedule and buffers",

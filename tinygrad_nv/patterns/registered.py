@@ -9,7 +9,17 @@ from types import ModuleType
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import hooks
-from tinygrad_nv.patterns import building, division, named, reductions, several_devices, stable, target
+from tinygrad_nv.patterns import (
+    building,
+    division,
+    eight_bits,
+    named,
+    reductions,
+    several_devices,
+    stable,
+    statistics,
+    target,
+)
 from tinygrad_nv.patterns.attention import lower, lower_backward
 from tinygrad_nv.patterns.attention import match as attention
 from tinygrad_nv.patterns.gemm import match as gemm
@@ -31,7 +41,7 @@ def _guarded(name: str, family: ModuleType, *keys: Callable[[], Hashable]) -> Re
 
 
 # what lowers functions by name depends on the settings of attention, too
-REWRITES = (_guarded("stable", stable),
+REWRITES = (_guarded("stable", stable), _guarded("statistics", statistics),
             Registered("division", division.rewrite, division.NEEDS),
             Registered("named", named.rewrite, named.NEEDS,
                        (building.strict, attention.configuration, target.configuration)),
@@ -39,7 +49,8 @@ REWRITES = (_guarded("stable", stable),
               for name, family in (("attention", attention), ("grouped_gemm", grouped_gemm),
                                    ("gemm", gemm), ("norm", reductions))),
             Registered("several devices", several_devices.rewrite, several_devices.NEEDS,
-                       (target.configuration,)))
+                       (target.configuration,)),
+            _guarded("eight bits", eight_bits))
 
 
 def register() -> None:

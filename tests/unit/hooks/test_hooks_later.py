@@ -33,14 +33,15 @@ def test_the_first_graph_loads_them():
     assert said("import sys\nfrom tinygrad_nv import Tensor, hooks\n"
                 "Tensor([1.0]).add(1).realize()\n"
                 f"print({PATTERNS} > 20, *hooks.rewrites.rewrites, sep=', ')"
-                ) == "True, stable, division, named, attention, grouped_gemm, gemm, norm, several devices\n"
+                ) == ("True, stable, statistics, division, named, attention, grouped_gemm, gemm, norm, "
+                      "several devices, eight bits\n")
 
 
 @pytest.mark.parametrize("first", ["hooks.add_rewrite('mine', lambda sink: sink)",
                                    "hooks.remove_check('building')", "explain(Tensor([1.0]).sum())"])
 def test_what_asks_for_them_loads_them(first: str):
     text = said(f"from tinygrad_nv import Tensor, explain, hooks\n{first}\nprint(*hooks.rewrites.rewrites)")
-    assert text.startswith("stable division named"), text
+    assert text.startswith("stable statistics division named"), text
     assert "mine" not in text or text.endswith("mine\n"), "ours come first"
 
 

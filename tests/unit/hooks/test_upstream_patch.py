@@ -55,7 +55,7 @@ def test_nothing_of_a_patched_tinygrad_is_replaced(patched):
 import sys; sys.path.insert(0, {str(ROOT / "tests" / "unit" / "patterns")!r})
 from tinygrad import schedule
 from tinygrad.engine import realize
-from tinygrad_nv import hooks
+from tinygrad_nv import corrected, hooks
 from tinygrad_nv.hooks import replaced
 import silu_mul
 hooks.add_rewrite("silu_mul", silu_mul.rewrite)
@@ -65,7 +65,7 @@ assert len(realize.pre_compile) == 1 and list(realize.custom_functions) == ["f"]
 always = {{"_select_device", "db_connection", "_recreate_cm", "_Device__get_canonicalized_item", "capturing",
           "free_intermediates", "get_worker_pool", "_prepare_jit_inputs", "__call__"}}
 assert {{attribute for _, attribute in replaced._replaced}} == {{
-    *always, "scaled_dot_product_attention", "conv2d", "_compact_params", "__init__"}}
+    *always, "scaled_dot_product_attention", "conv2d", "_compact_params", "__init__", *corrected.METHODS}}
 hooks.disable(); hooks.remove_custom_function("f")
 assert {{attribute for _, attribute in replaced._replaced}} == always
 assert (schedule.pre_schedule, realize.pre_compile, realize.custom_functions) == ([], [], {{}})

@@ -10,8 +10,6 @@ tile/attention/spec.py). Blocks begin at multiples of 64 columns, as dropout dra
 """
 from __future__ import annotations
 
-import math
-
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.cpu import expression
@@ -111,22 +109,23 @@ def scored(spec: AttentionSpec) -> Expression:
 
 
 def _score(spec: AttentionSpec, count: str) -> str:
-    """x becomes its score in base 2, where that is more than a multiple."""
+    """x becomes its score, where that is more than a multiple. The least float32 in base 2 would be -inf,
+    which is what is not seen."""
     score = scored(spec)
     if multiple(score) is not None: return ""
     place = LanePlace(["x"], "m", "(c0 + v * W)", ["b0", "b1", "(first_head + head)"],
                   count if any(load.n for load in loads(score)) else "", "starts")
     made, value = statements(score, place)
-    return f"{{ {' '.join(made)} x = {value} * {c_float(LOG2E)}; }} store_f32(line + v * W, x);"
+    return f"{{ {' '.join(made)} x = {value}; }} store_f32(line + v * W, x);"
 
 
 def _weights(spec: AttentionSpec, blocks: AttentionBlocks) -> str:
     """Weights of a row, the sum of its weights, and by what the result so far is multiplied."""
     scale, n = multiple(scored(spec)), blocks.block_n
-    factor = math.nan if scale is None else scale * LOG2E
-    top = "shift" if scale is None else f"shift * {_f32(factor)}"
-    exponent = f"x - {top}" if scale is None else f"fma_(x, (vf){_f32(factor)}, -(vf)({top}))"
-    before = "tops_[index + i] - shift" if scale is None else f"(tops_[index + i] - shift) * {_f32(factor)}"
+    factor = base(spec)
+    exponent = f"fma_(x, (vf){factor}, -(vf)(shift * {factor}))"
+    if scale is None: exponent = f"(x - shift) * {factor}"
+    before = f"(tops_[index + i] - shift) * {factor}"
     kind = short(spec.v.dtype)
     if blocks.pairs: store = f"*(vh_u *)(weights + i * {n} + v * W) = weights_(p);"
     elif spec.v.dtype == SCALED: store = f"store_f32(line + v * W, round_e4m3(p * {c_float(LIFT)}));"
@@ -156,4 +155,4 @@ def _f32(value: float) -> str:
 def base(spec: AttentionSpec) -> str:
     """By what `tops_` are to be multiplied to be scores in base 2, as a literal."""
     scale = multiple(scored(spec))
-    return "1.f" if scale is None else _f32(scale * LOG2E)
+    return _f32(LOG2E if scale is None else scale * LOG2E)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.decode.schedules import CPUDecode
-from tinygrad_nv.cpu.decode.split import SplitText, functions, place_of_row
+from tinygrad_nv.cpu.decode.split import LARGEST, SplitText, functions, place_of_row
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, computed, kernel, up
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.decode.spec import DecodeSpec
@@ -35,7 +35,6 @@ from tinygrad_nv.tile.launch import Integer
 # keys are read, then values: of 64 keys at a time that took 1.3 times as long
 SPLIT_KEYS = 256
 STACK_BYTES = 1 << 20   # what a kernel may keep on a thread's stack
-LARGEST = "0x1.fffffep127f"
 LATENT = 256            # elements of a head beyond which rows are divided into blocks of …
 BLOCK_ROWS = 32         # … at most so many, which stay in a nearby cache with their sums
 UNITS = 4               # parts of a thread, which even out requests of different lengths

@@ -24,9 +24,12 @@ from tinygrad_nv.cpu.decode.schedules import CPUDecode
 from tinygrad_nv.cpu.expression import LanePlace, statements
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import c_type
+from tinygrad_nv.tile.attention.score import multiple
 from tinygrad_nv.tile.attention.spec import Rows
 from tinygrad_nv.tile.decode.spec import DecodeSpec, Pages, Scales
 from tinygrad_nv.tile.expression import short
+
+LARGEST = "0x1.fffffep127f"
 
 BLOCK, MANY_ROWS = 4, 16     # of many rows so many are multiplied with values at a time
 NEAR_KEYS = 16  # whose values stay in the nearest cache while columns are taken block by block
@@ -145,6 +148,9 @@ class SplitText:
         seen = "(key <= (vi)(s32)t) & (key < (vi)(s32)(c + count))"
         if spec.chunked: seen += f" & (key >= (vi)(s32)(t - t % {spec.window}))"
         elif spec.window is not None: seen += f" & (key > (vi)(s32)(t - {spec.window}))"
+        logits = f"{score} * {math.log2(math.e).hex()}f"
+        if multiple(spec.score) is None:    # the least float32 is one that is seen, if nothing else is
+            logits, seen = f"max_({logits}, -(vf){LARGEST})", f"{seen} & ({score} > -__builtin_inff())"
         scaled = " * load_f32(k_by + j)" if spec.quantised else ""
         valued = " * load_f32(v_by + j)" if spec.quantised else ""
         return f"""const s64 i = (r0 + r) / {spec.group}, g = (r0 + r) % {spec.group}, t = {at}; (void)g;
@@ -153,7 +159,7 @@ class SplitText:
             const vf x = load_f32(s[r] + j){scaled};
             {' '.join(made)}
             const vi key = (vi)(s32)(c + j) + iota_(), seen = {seen};
-            const vf y = pick(seen, {score} * {math.log2(math.e).hex()}f, (vf)-__builtin_inff());
+            const vf y = pick(seen, {logits}, (vf)-__builtin_inff());
             store_f32(s[r] + j, y);
             most = max_(most, y);
           }}

@@ -1,0 +1,110 @@
+"""Methods of Tensor that are wrong for some numbers in tinygrad 0.14.0: ours while enabled, in values and in
+derivatives as torch has them.
+
+* layernorm, var, std of float16 and bfloat16: in float32, forward and backward. gelu, quick_gelu and
+  hardswish of float16, too, where x³ and 6 x are infinite.
+* logsumexp, logcumsumexp, logaddexp: rows with infinities were NaN.
+* elu, celu, selu: the derivative was NaN where exp x is infinite, from 89 up.
+* sparse_categorical_crossentropy and nll_loss with nothing but ignored targets: the mean is NaN, as in
+  torch, and so was its gradient, which is 0.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from tinygrad import Tensor, dtypes
+
+from tinygrad_nv import hooks
+
+NARROW = (dtypes.float16, dtypes.bfloat16)
+
+
+def _wide(narrow: tuple[Any, ...], theirs: Callable[..., Tensor], x: Tensor, *args: Any,
+          **kwargs: Any) -> Tensor:
+    if x.dtype not in narrow: return theirs(x, *args, **kwargs)
+    return theirs(x.float(), *args, **kwargs).cast(x.dtype)
+
+
+# **** sums of exponentials ****
+
+def _finite(x: Tensor) -> Tensor:
+    """x, 0 where it is infinite: what exponents are counted from."""
+    return x.isinf().where(0, x)
+
+
+def _logsumexp(_: Any, x: Tensor, axis: Any = None, keepdim: bool = False) -> Tensor:
+    most = _finite(x.max(axis=axis, keepdim=True).detach())
+    return (x - most).exp().sum(axis=axis, keepdim=keepdim).log() + (most if keepdim else most.squeeze(axis))
+
+
+def _logaddexp(theirs: Callable[..., Tensor], x: Tensor, other: Any) -> Tensor:
+    if not isinstance(other, Tensor): return theirs(x, other)    # softplus: finite
+    x, y = x._broadcasted(other)
+    most = _finite(x.maximum(y))
+    return ((x - most).exp() + (y - most).exp()).log() + most
+
+
+def _logcumsumexp(_: Any, x: Tensor, axis: int = 0) -> Tensor:
+    if x.ndim == 0: return x
+    along = x.transpose(axis, -1)
+    most = _finite(along.cummax(-1)[0].detach()).unsqueeze(-1)
+    seen = Tensor.ones(along.shape[-1], along.shape[-1], dtype=dtypes.bool, device=x.device).tril()
+    terms = seen.where((along.unsqueeze(-2) - most), -float("inf")).exp()
+    return (terms.sum(-1).log() + most.squeeze(-1)).transpose(-1, axis)
+
+
+# **** activations ****
+
+def _exponential(x: Tensor, below: Tensor, alpha: float, by: float = 1.0) -> Tensor:
+    """x, and alpha · (exp(x / by) - 1) where `below`: of 0 elsewhere, whose slope is finite."""
+    return below.where(alpha * ((below.where(x, 0) / by).exp() - 1), x)
+
+
+def _elu(_: Any, x: Tensor, alpha: float = 1.0) -> Tensor:
+    return _exponential(x, x < 0 if alpha == 1 else x <= 0, alpha)
+
+
+def _celu(_: Any, x: Tensor, alpha: float = 1.0) -> Tensor: return _exponential(x, x < 0, alpha, alpha)
+
+
+def _selu(_: Any, x: Tensor, alpha: float = 1.67326, gamma: float = 1.0507) -> Tensor:
+    return gamma * _exponential(x, x <= 0, alpha)
+
+
+# **** losses ****
+
+def _mean_over(total: Tensor, count: Tensor) -> Tensor:
+    """The mean of `count` terms; of none NaN, as a number beside a sum with slope 0."""
+    none = count == 0
+    return total / none.where(1, count) + none.where(float("nan"), 0).cast(total.dtype)
+
+
+def _sparse_categorical_crossentropy(theirs: Callable[..., Tensor], x: Tensor, Y: Tensor,
+                                     ignore_index: int = -1, label_smoothing: float = 0.0,
+                                     reduction: str = "mean") -> Tensor:
+    if reduction != "mean" or ignore_index == -1:
+        return theirs(x, Y, ignore_index, label_smoothing, reduction)
+    return _mean_over(theirs(x, Y, ignore_index, label_smoothing, "sum"), Y.ne(ignore_index).sum())
+
+
+def _nll_loss(theirs: Callable[..., Tensor], x: Tensor, Y: Tensor, weight: Tensor | None = None,
+              ignore_index: int | None = None, reduction: str = "mean") -> Tensor:
+    if reduction != "mean" or ignore_index is None: return theirs(x, Y, weight, ignore_index, reduction)
+    counted = Y.ne(ignore_index)
+    each = Y.const_like(1) if weight is None else weight.gather(0, counted.where(Y, 0).flatten())
+    return _mean_over(theirs(x, Y, weight, ignore_index, "sum"), (each.reshape(Y.shape) * counted).sum())
+
+
+METHODS: dict[str, Callable[..., Tensor]] = {
+    **dict.fromkeys(("layernorm", "var", "std"), functools.partial(_wide, NARROW)),
+    **dict.fromkeys(("gelu", "quick_gelu", "hardswish"), functools.partial(_wide, NARROW[:1])),
+    "logsumexp": _logsumexp, "logcumsumexp": _logcumsumexp, "logaddexp": _logaddexp,
+    "elu": _elu, "celu": _celu, "selu": _selu,
+    "nll_loss": _nll_loss, "sparse_categorical_crossentropy": _sparse_categorical_crossentropy}
+
+
+def register() -> None:
+    """Registers the methods."""
+    for name, method in METHODS.items(): hooks.add_method(name, method)
