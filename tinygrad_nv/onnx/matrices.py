@@ -1,43 +1,55 @@
 """Quantised matrices of ONNX models as this package's.
 
 Protocol: `dequantized(graph)` puts a node `tinygrad_nv.QuantMatMul` in the place of each MatMul and Gemm
-whose second operand a DequantizeLinear makes of constants (QDQ). `matrix_of` makes the QTensor of such
-constants, `matrix_of_blocks` that of com.microsoft.MatMulNBits; both in the order in which kernels read it
-fastest. A matrix that is of no type of quant/types.py is None, and is dequantised in the graph.
+whose second operand is made of constants by a DequantizeLinear (QDQ), or as Cast(codes) · scale; with the
+Add of a bias behind it. `matrix_of` makes the QTensor of such constants, `matrix_of_blocks` that of
+com.microsoft.MatMulNBits; both in the order in which kernels read it fastest. A matrix that is of no type of
+quant/types.py is None, and is dequantised in the graph.
 """
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
+from onnx import TensorProto
 from tinygrad import dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.functional import prepared
+from tinygrad_nv.onnx.elements import kind_of, plain, to_numpy
 from tinygrad_nv.onnx.fusion import DOMAIN, names_read
 from tinygrad_nv.onnx.model import Graph, Node
 from tinygrad_nv.quant.packing import packed
 from tinygrad_nv.quant.tensor import QTensor
 from tinygrad_nv.quant.types import INT8, UINT4, UINT8, QType, Scale
 
+CODES = {TensorProto.INT8: (-128, 127), TensorProto.UINT8: (0, 255), TensorProto.INT4: (-8, 7),
+         TensorProto.UINT4: (0, 15)}
+WIDER = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.INT16, TensorProto.INT32,
+         TensorProto.INT64)     # types that hold all codes, and differences of them
 SCALES: dict[np.dtype, DType] = {np.dtype("float32"): dtypes.float32, np.dtype("float16"): dtypes.float16}
 
 
 def dequantized(graph: Graph) -> Graph:
     """The graph with matmuls of quantised constants as one node each, in the graphs of nodes too."""
     writers = {name: node for node in graph.nodes for name in node.outputs}
-    readers = Counter((*names_read(graph), *graph.outputs))
     nodes = []
     for node in graph.nodes:
         inner = {name: dequantized(each) if isinstance(each, Graph) else each
                  for name, each in node.attributes.items()}
-        made = _quantised(replace(node, attributes=inner), graph, writers)
-        nodes.append(made)
-        if made.op == "QuantMatMul": readers[node.inputs[1]] -= 1
-    unread = {name for name, number in readers.items() if number == 0}
-    return replace(graph, nodes=tuple(each for each in nodes if not unread.issuperset(each.outputs)))
+        nodes.append(_quantised(replace(node, attributes=inner), graph, writers))
+    before = Counter((*names_read(graph), *graph.outputs))
+    nodes = _with_biases(nodes, graph, before)
+    read = Counter((*names_read(replace(graph, nodes=tuple(nodes))), *graph.outputs))
+    live = []
+    for node in reversed(nodes):
+        # what is read no more; what never was stays, for what it may refuse
+        if any(read[name] or not before[name] for name in node.outputs): live.append(node)
+        else: read.subtract(names_read(replace(graph, nodes=(node,))))
+    return replace(graph, nodes=tuple(live[::-1]))
 
 
 def _quantised(node: Node, graph: Graph, writers: dict[str, Node]) -> Node:
@@ -45,14 +57,93 @@ def _quantised(node: Node, graph: Graph, writers: dict[str, Node]) -> Node:
     a = node.attributes
     if node.domain or node.op not in ("MatMul", "Gemm") or a.get("transA", 0) or a.get("alpha", 1.0) != 1 \
             or a.get("beta", 1.0) != 1: return node
-    source = writers.get(node.inputs[1])
-    if source is None or source.op != "DequantizeLinear" or source.domain: return node
-    if not all(name in graph.constants for name in source.inputs if name): return node
-    constants = (*source.inputs, "")[:3]
-    options = {"axis": source.attributes.get("axis", 1), "block_size": source.attributes.get("block_size", 0),
-               "transposed": a.get("transB", 0)}
-    return Node("QuantMatMul", DOMAIN, 1, node.name, (node.inputs[0], *constants, *node.inputs[2:]),
+    name, transposed = node.inputs[1], bool(a.get("transB", 0))
+    while (source := writers.get(name)) is not None and source.op in ("Transpose", "Identity"):
+        if source.op == "Transpose":
+            if source.attributes.get("perm", [1, 0]) != [1, 0]: return node
+            transposed = not transposed
+        name = source.inputs[0]
+    if (found := _codes(source, graph, writers)) is None: return node
+    options = {"axis": found.axis, "block_size": found.block, "transposed": int(transposed)}
+    return Node("QuantMatMul", DOMAIN, 1, node.name, (node.inputs[0], *found.names, *node.inputs[2:]),
                 node.outputs, options, node.proto)
+
+
+def _with_biases(nodes: list[Node], graph: Graph, read: Counter[str]) -> list[Node]:
+    """Nodes with the Add of a constant to each row of a quantised matmul as part of the matmul."""
+    made = {node.outputs[0]: node for node in nodes if node.op == "QuantMatMul" and len(node.inputs) == 4}
+    out = []
+    for node in nodes:
+        for name, bias in (node.inputs, node.inputs[::-1]) if node.op == "Add" and not node.domain else ():
+            matmul = made.get(name)
+            if matmul is not None and read[name] == 1 and bias in graph.constants \
+                    and len(plain(graph.constants[bias]).shape) == 1:
+                node = replace(matmul, inputs=(*matmul.inputs, bias), outputs=node.outputs)
+                break
+        out.append(node)
+    return out
+
+
+@dataclass(frozen=True)
+class _Codes:
+    """Names of the constants codes, scale and zero point ("": 0), along which axis the latter two are, and in
+    blocks of how many elements (0: of none)."""
+    names: tuple[str, str, str]
+    axis: int
+    block: int = 0
+
+
+def _codes(source: Node | None, graph: Graph, writers: dict[str, Node]) -> _Codes | None:
+    """The constants that a node dequantises: DequantizeLinear, or Cast(codes) · scale, less a zero point."""
+    if source is None or source.domain: return None
+    if source.op == "DequantizeLinear":
+        codes, scale, zero = (*source.inputs, "")[:3]
+        made = _Codes((codes, scale, zero), source.attributes.get("axis", 1),
+                      source.attributes.get("block_size", 0))
+        return made if all(each in graph.constants for each in made.names if each) else None
+    if source.op != "Mul": return None
+    for scale, name in (source.inputs, source.inputs[::-1]):
+        if scale in graph.constants and (given := _read(name, graph, writers)) is not None:
+            return _along(*given, scale, graph)
+    return None
+
+
+def _read(name: str, graph: Graph, writers: dict[str, Node]) -> tuple[str, str] | None:
+    """Codes and zero point of Cast(codes), or of Cast(codes) less a zero point."""
+    zero, widened = "", False
+    while (node := writers.get(name)) is not None and not node.domain:
+        if node.op == "Sub" and not zero and (point := _widened(node.inputs[1], graph, writers)):
+            zero, widened = point, False
+        elif node.op == "Cast" and node.attributes["to"] in WIDER: widened = True
+        elif node.op != "Identity": return None
+        name = node.inputs[0]
+    codes = graph.constants.get(name)
+    # int8 less int8 would wrap around
+    return (name, zero) if widened and codes is not None and kind_of(codes) in CODES else None
+
+
+def _widened(name: str, graph: Graph, writers: dict[str, Node]) -> str:
+    """The constant that a name is, or is cast from to a wider type; "" of another."""
+    while name not in graph.constants:
+        node = writers.get(name)
+        if node is None or node.op != "Cast" or node.domain or node.attributes["to"] not in WIDER: return ""
+        name = node.inputs[0]
+    return name
+
+
+def _along(codes: str, zero: str, scale: str, graph: Graph) -> _Codes | None:
+    """These constants, if scale and zero point are numbers or lie along one axis, and the zero point is one
+    of the codes."""
+    shapes = set[tuple[int, ...]]()
+    for each in filter(None, (scale, zero)):
+        shape = plain(graph.constants[each]).shape
+        if prod(shape) != 1: shapes.add((1,) * (2 - len(shape)) + shape)
+    if len(plain(graph.constants[codes]).shape) != 2 or len(shapes) > 1: return None
+    if any(len(shape) != 2 or 1 not in shape for shape in shapes): return None
+    if zero:
+        points, (least, most) = to_numpy(graph.constants[zero]), CODES[kind_of(graph.constants[codes])]
+        if not np.all((points >= least) & (points <= most) & (points == np.trunc(points))): return None
+    return _Codes((codes, scale, zero), 1 if not shapes or shapes.pop()[0] == 1 else 0)
 
 
 # **** matrices ****
@@ -65,6 +156,7 @@ def matrix_of(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, axi
     bits = {"int8": 8, "uint8": 8, "int4": 4, "uint4": 4}.get(codes.dtype.name)
     if bits is None: return None
     signed = codes.dtype.name.startswith("int")
+    if zero is not None: scale, zero = np.broadcast_arrays(scale, zero)
     numbers = codes.astype(np.int16)
     zeros = np.zeros(scale.shape, np.int16) if zero is None else zero.astype(np.int16)
     of_inputs = axis % 2 == (1 if transposed else 0)

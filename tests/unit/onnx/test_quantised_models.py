@@ -2,6 +2,7 @@
 matrices."""
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 from onnxruntime import quantization
 from tinygrad.helpers import Context
 
-from tinygrad_nv import explain
+from tinygrad_nv import Tensor, explain
 from tinygrad_nv.onnx import OnnxRunner
 
 RNG = np.random.default_rng(8)
@@ -165,3 +167,51 @@ def test_weights_that_are_inputs(bits: int, zero: type[np.generic] | None):
                   "s": RNG.random(shapes["s"], dtype=np.float32)}
         if zero is not None: inputs["z"] = RNG.integers(0, 4, shapes["z"]).astype(zero)
         np.testing.assert_allclose(runner(inputs)["y"].numpy(), session.run(None, inputs)[0], atol=2e-3)
+
+
+FORMS = {   # name: (weights w of constants q, s, z; dtype of q; shapes of q, s, z; whether kernels take it)
+    "number": ("f = Cast<to = 1>(q)  w = Mul(f, s)", "int8", ((64, 64), (), ()), True),
+    "columns": ("f = Cast<to = 1>(q)  w = Mul(s, f)", "int8", ((64, 64), (1, 64), ()), True),
+    "vector": ("f = Cast<to = 1>(q)  w = Mul(f, s)", "uint8", ((64, 64), (64,), ()), True),
+    "transposed": ("f = Cast<to = 1>(q)  v = Mul(f, s)  w = Transpose<perm = [1, 0]>(v)", "int8",
+                   ((64, 64), (64, 1), ()), True),
+    "zero point": ("f = Cast<to = 1>(q)  d = Sub(f, z)  w = Mul(d, s)", "uint8",
+                   ((64, 64), (1, 64), (1, 64)), True),
+    "whole zero point": ("i = Cast<to = 6>(q)  k = Cast<to = 6>(y)  d = Sub(i, k)  f = Cast<to = 1>(d)"
+                         "  w = Mul(f, s)", "int8", ((64, 64), (), ()), True),
+    "may wrap around": ("d = Sub(q, y)  f = Cast<to = 1>(d)  w = Mul(f, s)", "int8",
+                        ((64, 64), (), ()), False),
+    "rows": ("f = Cast<to = 1>(q)  w = Mul(f, s)", "int8", ((64, 64), (64, 1), ()), False),
+    "QDQ of one": ("w = DequantizeLinear<axis = 1>(q, s, y)", "uint8", ((64, 64), (64,), (64,)), True),
+    "QDQ transposed": ("v = DequantizeLinear<axis = 0>(q, s)  w = Transpose<perm = [1, 0]>(v)", "int8",
+                       ((64, 64), (64,), ()), True),
+    "half a zero": ("f = Cast<to = 1>(q)  d = Sub(f, z)  w = Mul(d, s)", "half", ((64, 64), (), ()), False)}
+
+
+def test_weights_that_are_cast_and_scaled_are_quantised_matrices():
+    """All forms in one model, each with a bias, and what only looks like one."""
+    lines, constants = [], list[onnx.TensorProto]()
+    for i, (text, kind, shapes, _) in enumerate(FORMS.values()):
+        dtype = np.uint8 if kind == "uint8" else np.int8
+        q, half = RNG.integers(-50 * (dtype == np.int8), 120, shapes[0]), 0.5 if kind == "half" else 0
+        given = {"q": q.astype(dtype), "b": RNG.standard_normal(64, np.float32),
+                 "s": np.asarray(RNG.uniform(0.001, 0.003, shapes[1]), np.float32),
+                 "z": np.asarray(RNG.integers(50, 70, shapes[2]) + half, np.float32)}
+        given["y"] = np.asarray(given["z"], dtype)
+        constants += [numpy_helper.from_array(np.asarray(x), f"{name}{i}") for name, x in given.items()]
+        text = re.sub(r"\b([qszywfdvik])\b", rf"\g<1>{i}", text)
+        lines.append(f"{text}  m{i} = MatMul(x, w{i})  y{i}y = Add(b{i}, m{i})")
+    outputs, graph = [f"y{i}y" for i in range(len(FORMS))], "\n".join(lines)
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 21]> g (float[n, 64] x) => '
+        f'({", ".join(f"float[n, 64] {each}" for each in outputs)}) {{ {graph} }}')
+    model.graph.initializer.extend(constants)
+    x = RNG.standard_normal((5, 64), np.float32)
+    wanted = ReferenceEvaluator(model).run(None, {"x": x})
+    made = OnnxRunner(model)({"x": x})
+    for name, each, (*_, taken) in zip(FORMS, made.values(), FORMS.values(), strict=True):
+        templates = [kernel.template or "" for kernel in explain(each).kernels]
+        assert taken == any("quant" in template for template in templates), name
+    Tensor.realize(*made.values())
+    for name, each, exact in zip(FORMS, made.values(), wanted, strict=True):
+        np.testing.assert_allclose(each.numpy(), exact, atol=2e-5, err_msg=name)

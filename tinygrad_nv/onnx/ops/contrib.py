@@ -34,7 +34,10 @@ def quantised_matmul(call: Call, x: Value, codes: Value, scale: Value, zero: Val
         arrays = [None if each is None else np.asarray(to_numpy(each)) for each in (codes, scale, zero)]
         _matrices[call.node] = matrix_of(arrays[0], arrays[1], arrays[2], axis, block_size,     # type: ignore[arg-type]
                                          bool(transposed))
-    if (matrix := _matrices[call.node]) is not None: made = quant_matmul(given, matrix)
+    if (matrix := _matrices[call.node]) is not None:
+        if more is not None and (more.shape, more.dtype) == (matrix.shape[:1], given.dtype):
+            return quant_matmul(given, matrix, more)
+        made = quant_matmul(given, matrix)
     else:
         plain = dequantize(codes, scale, zero, axis, block_size)
         made = given @ (plain.T if transposed else plain)
