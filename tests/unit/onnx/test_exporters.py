@@ -25,5 +25,5 @@ def test_a_transformer_is_that_of_torch(name: str):
     np.testing.assert_allclose(found[shown], case.wanted[shown], atol=2e-5)
     attention = [each for each in templates if each in ("flash", "decode", "attention")]
     assert len(attention) == LAYERS, templates
-    assert templates.count("norm") >= 2 * LAYERS + 1
+    assert templates.count("norm") == 2 * LAYERS + 1, templates
     assert templates.count("gemm") + templates.count("gemv") >= 4 * LAYERS
