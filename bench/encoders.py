@@ -41,8 +41,12 @@ def exported(model: Any) -> bytes:
     import torch
 
     class First(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
         def forward(self, input_ids: Any, attention_mask: Any) -> Any:
-            return model(input_ids, attention_mask)[0]
+            return self.model(input_ids, attention_mask)[0]
     names, file = ["input_ids", "attention_mask"], io.BytesIO()
     ones = torch.ones(2, 8, dtype=torch.int64)
     with warnings.catch_warnings(), torch.no_grad():
