@@ -22,3 +22,11 @@ def test_it_tells_a_story(installed: Installed) -> None:
     where = installed.run("python", "-c", "import tinygrad_nv, tinygrad_nv.models as m;"
                                           "print(tinygrad_nv.__file__, m.__file__, sep='\\n')")
     assert all(line.startswith(str(installed.folder)) for line in where.stdout.splitlines()), where
+
+
+def test_torch_finds_its_backend(installed: Installed) -> None:
+    """By the entry point, with no import of this package."""
+    done = installed.run("python", "-c", "import torch; x = torch.ones(1, 3); m = torch.nn.Linear(3, 3);"
+                                         "y = torch.compile(m, backend='tinygrad_nv')(x);"
+                                         "assert torch.allclose(y, m(x), atol=1e-6)")
+    assert done.returncode == 0, done.stderr

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._dynamo.backends import registry
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.backends.registry import register_backend
 from torch._guards import TracingContext
 from torch.fx import GraphModule
 
@@ -74,5 +74,6 @@ def _compiler(name: str) -> Callable[..., Any]:
 
 
 def register() -> None:
-    """Gives torch.compile the backend by its name."""
-    register_backend(compiler_fn=backend, name=NAME)
+    """Gives torch.compile the backend by its name, unless torch has found it as an entry point: it registers
+    that itself once this module is loaded, and takes no name twice."""
+    if NAME not in registry._BACKENDS: registry.register_backend(compiler_fn=backend, name=NAME)
