@@ -24,8 +24,8 @@ TEXTS = [
     "<|im_start |> < |im_end|>",
     "\r\n line \r end\r\n\r\n",
     "AaBbCc XMLHttpRequest snake_case kebab-case", "\x00\x01\x7f�", "a" * 50, " " * 33 + "x", "é" * 20,
-    "Once upon a time, in a land far, far away, there lived a princess named 'Aurora' who was 17 years old.\n",
-]
+    "Once upon a time, in a land far, far away, there lived a princess named 'Aurora' who was 17 years "
+    "old.\n"]
 
 
 def main() -> None:
