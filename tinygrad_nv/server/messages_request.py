@@ -23,8 +23,7 @@ from tinygrad_nv.server.tools import leave_out, other_tool
 SHARED = ("model", "stream", "top_k", "min_p", "repetition_penalty", "seed", "stop_token_ids", "ignore_eos",
           "priority", "cache_salt", "structured_outputs", "chat_template_kwargs")
 # what other fields of a conversation are called here
-SPELLING = {"stop": "stop_sequences", "reasoning_effort": "output_config.effort",
-            "response_format.json_schema": "output_config.format"}
+SPELLING = {"stop": "stop_sequences", "reasoning_effort": "output_config.effort"}
 THINKING = ("enabled", "adaptive", "disabled")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -44,7 +43,7 @@ def message_request(data: dict[str, Any], defaults: SamplingParams, limits: Requ
     asked |= {"messages": messages, "max_tokens": most, "stop": list(fields.texts("stop_sequences", STOPS))
               or None,
               "temperature": fields.number("temperature", 0, 1), "top_p": fields.number("top_p", 0, 1),
-              **_tools(fields, spelling), **_output(fields)}
+              **_tools(fields, spelling), **_output(fields, spelling)}
     if continued: asked |= {"continue_final_message": True, "add_generation_prompt": False}
     thinking, budget = _thinking(fields)
     metadata = Fields(fields.object("metadata") or {}, "metadata")
@@ -104,7 +103,7 @@ def _tools(fields: Fields, spelling: dict[str, str]) -> dict[str, Any]:
             "parallel_tool_calls": several}
 
 
-def _output(fields: Fields) -> dict[str, Any]:
+def _output(fields: Fields, spelling: dict[str, str]) -> dict[str, Any]:
     """output_config: the effort, and the schema of the answer, also under its older name output_format."""
     inner = Fields(fields.object("output_config") or {}, "output_config")
     effort, given, path = inner.one_of("effort", EFFORTS), inner.object("format"), "output_config.format"
@@ -112,6 +111,7 @@ def _output(fields: Fields) -> dict[str, Any]:
     older = fields.object("output_format")
     if given is None: given, path = older, "output_format"
     if given is None: return {"reasoning_effort": effort}
+    spelling["response_format.json_schema"] = path
     about = Fields(given, path)
     about.one_of("type", ("json_schema",))
     schema = about.object("schema")

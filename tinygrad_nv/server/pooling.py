@@ -137,9 +137,10 @@ def _documents(fields: Fields) -> tuple[str, ...]:
     if not isinstance(found, list): raise fields.wrong("documents", found, expected)
     if len(found) > MOST_INPUTS:
         raise invalid(f"documents has {len(found)} texts, expected at most {MOST_INPUTS}", "documents")
-    texts = [_document(each, at) if isinstance(each, dict) else each for at, each in enumerate(found)]
-    if not all(isinstance(each, str) for each in texts): raise fields.wrong("documents", found, expected)
-    return tuple(unicode(each, "documents") for each in texts)
+    given = [_document(each, at) if isinstance(each, dict) else each for at, each in enumerate(found)]
+    texts = [unicode(each, "documents") for each in given if isinstance(each, str)]
+    if len(texts) < len(given): raise fields.wrong("documents", found, expected)
+    return tuple(texts)
 
 
 def _document(found: dict[str, Any], at: int) -> str | None:

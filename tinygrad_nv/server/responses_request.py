@@ -208,7 +208,7 @@ def messages_of(items: Sequence[dict[str, Any]], spelling: dict[str, str] | None
         elif kind == "function_call": _call(fields, out)
         elif kind == "function_call_output":
             out.append({"role": "tool", "tool_call_id": _required(fields, "call_id"),
-                        "content": _content(fields, "output")})
+                        "content": _content(fields, "output", may_lack=True)})
         elif kind == "reasoning": _thought(fields, out)
         else: raise invalid(f"input[{at}].type is {str(kind)[:60]!r}, expected message, function_call, "
                             "function_call_output or reasoning", f"input[{at}].type", "unsupported")
@@ -258,9 +258,10 @@ def _required(fields: Fields, name: str) -> str:
     raise invalid(f"{fields.path(name)} is missing, expected a string", fields.path(name), "missing_field")
 
 
-def _content(fields: Fields, name: str) -> str:
+def _content(fields: Fields, name: str, may_lack: bool = False) -> str:
     """A text, or the texts of parts."""
     value, path = fields.take(name), fields.path(name)
+    if value is None and may_lack: return ""
     if value is None: raise invalid(f"{path} is missing, expected a string or a list of parts", path,
                                     "missing_field")
     if isinstance(value, str): return unicode(value, path)

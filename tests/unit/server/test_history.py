@@ -96,6 +96,8 @@ def test_arguments_that_are_no_text(servers: dict[str, Live], path: str):
     (MESSAGES, {"tools": [{"name": "f", "input_schema": 5}]}, "tools[0].input_schema"),
     (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": {"x-guidance": 5}}}},
      "output_config.format.schema"),
+    (MESSAGES, {"output_format": {"type": "json_schema", "schema": {"x-guidance": 5}}},
+     "output_format.schema"),
     (MESSAGES, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text", "text": "\ud800"}]}]},
      "input[0].content[0].text")])

@@ -80,6 +80,8 @@ SILENT: list[tuple[str, dict[str, Any]]] = [
             {"type": "tool_reference", "tool_name": "look"}]}]}]}),
     (MESSAGES, {"mcp_servers": [], "service_tier": "auto", "metadata": {"user_id": "u"},
                 "output_format": {"type": "json_schema", "schema": {"type": "object"}}}),
+    (RESPONSES, {"input": [*USER, {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                           {"type": "function_call_output", "call_id": "c", "output": None}]}),
     (RESPONSES, {"reasoning": None, "service_tier": "auto", "top_logprobs": 0,
                  "text": {"verbosity": "medium"}})]
 # they would change the answer

@@ -38,7 +38,7 @@ def engine() -> FakeEngine: return FakeEngine(FakeModel(), "a word")
 def served(engine: FakeEngine) -> Iterator[Live]:
     adapters = AdapterNames(Loader(), (NAME, "alias"), changes=True)
     adapters.add("french", "/adapters/french")
-    with live(fake_service(engine, adapters=adapters)) as made: yield made
+    with live(fake_service(engine, adapters=adapters, strict=True)) as made: yield made
 
 
 def test_a_model_name_chooses_the_adapter(served: Live, engine: FakeEngine):
