@@ -5,6 +5,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -13,7 +14,9 @@ from serve_case import NAME, FakeEngine, FakeModel, fake_service, live
 
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
+from tinygrad_nv.errors import TokenizerError
 from tinygrad_nv.server.service import Parsers
+from tinygrad_nv.server.startup import template_of
 
 QWEN = ("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.reasoning_content }}\n{% endfor %}{% if "
         "tools %}"
@@ -93,6 +96,18 @@ def test_the_template_for_tools_says_how_calls_are_written():
         done = client.chat.completions.create(model=NAME, messages=told).choices[0]
         assert not done.message.tool_calls
         assert prompt(engine) == "user: a;b;user: how?;"
+
+
+def test_the_template_of_the_command_line(tmp_path: Path):
+    """A file, a template, or the name of one of the model's."""
+    tokenizer = replace(FakeModel(QWEN).tokenizer, named={"rag": "{{ documents }}"})
+    (tmp_path / "own.jinja").write_text("own")
+    for given, wanted in (("rag", "{{ documents }}"), ("default", QWEN), ("{{ messages }}", "{{ messages }}"),
+                          (str(tmp_path / "own.jinja"), "own")):
+        assert template_of(given, tokenizer) == wanted
+    with pytest.raises(TokenizerError, match="--chat-template tool_use cannot be read") as error:
+        template_of("tool_use", tokenizer)
+    assert "default, rag" in error.value.expected
 
 
 def test_without_automatic_tool_choice_a_choice_is_needed():

@@ -211,7 +211,7 @@ def _marked(messages: Sequence[Message]) -> list[Message]:
         raise RequestError("continue_final_message of a message without a text",
                            "a last message to go on with", "leave continue_final_message out")
     if isinstance(content, str): return [*messages[:-1], {**last, "content": content + MARK}]
-    parts = list(content)
+    parts = list(content or ())
     at = max(i for i, part in enumerate(parts) if is_text(part))
     parts[at] = {**parts[at], "text": parts[at]["text"] + MARK}
     return [*messages[:-1], {**last, "content": parts}]

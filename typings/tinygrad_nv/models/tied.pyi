@@ -1,0 +1,1 @@
+from models.tied import *
