@@ -1,11 +1,11 @@
 """A model's launches for inputs of one kind: shapes, types, and the values that decide what runs.
 
-Protocol. `capture(lower, kinds, known)` builds the graph of a call over placeholders and compiles its kernels;
-`known` are inputs whose values are part of the capture. A value that is needed while the graph is built (a
-condition, a number of iterations, an extent) and that depends on a placeholder raises `ValueNeeded` with the
-inputs that it depends on. A call reads inputs where they lie, writes results into new memory, which no later
-call overwrites, and is one call into C. On another device than the CPU a TinyJit replays the launches
-(transforms/jit.py).
+Protocol. `capture(lower, kinds, known)` builds the graph of a call over placeholders and compiles its
+kernels; `known` are inputs whose values are part of the capture. A value that is needed while the graph is
+built (a condition, a number of iterations, an extent) and that depends on a placeholder raises `ValueNeeded`
+with the inputs that it depends on. A call reads inputs where they lie, writes results into new memory, which
+no later call overwrites, and is one call into C. On another device than the CPU a TinyJit replays the
+launches (transforms/jit.py).
 """
 from __future__ import annotations
 
@@ -98,7 +98,8 @@ class Captured:
         self.kinds, self.lock = list(kinds.items()), threading.Lock()
         given, made = _traced(lower, kinds, known)
         self.names = tuple(made)
-        self.constants = {name: each for name, each in made.items() if each.uop.is_virtual or not each.numel()}
+        self.constants = {name: each for name, each in made.items()
+                          if each.uop.is_virtual or not each.numel()}
         pending = {name: each.contiguous() for name, each in made.items() if name not in self.constants}
         _upload(pending.values())
         existing = {each.uop.base for each in given.values()} | set(buffers) | buffers_of(
@@ -109,7 +110,8 @@ class Captured:
         linear, _ = run_kept(linear, fresh, existing, {each.uop.base for each in given.values()})
         self.results = [(name, Kind.of(each)) for name, each in pending.items()]
         recorded = [each.uop.base for each in (*given.values(), *pending.values())]
-        self.bound = tuple(_elsewhere(kind) for kind in (*kinds.values(), *(kind for _, kind in self.results)))
+        placed = (*kinds.values(), *(kind for _, kind in self.results))
+        self.bound = tuple(map(_elsewhere, placed))
         self.addresses = [-1] * len(self.bound)
         self._place(linear, recorded)
 

@@ -38,8 +38,8 @@ def _shape(x: Value) -> tuple[int, ...] | None:
 
 
 def _small(x: Any) -> bool:
-    """Whether an array is like extents: a few numbers in a row."""
-    return isinstance(x, np.ndarray | np.generic) and x.ndim <= 1 and x.size <= HOST_SIZE and numeric(x)
+    """Whether an array is like extents: a few numbers."""
+    return isinstance(x, np.ndarray | np.generic) and x.size <= HOST_SIZE and numeric(x)
 
 
 def _small_constant(node: Node) -> np.ndarray | None:
@@ -57,6 +57,11 @@ def _divided(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.asarray(np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b)), dtype=a.dtype)
 
 
+def _remainder(a: np.ndarray, b: np.ndarray, fmod: int = 0) -> np.ndarray | None:
+    """The remainder with b's sign, or a's."""
+    return None if (b == 0).any() else np.asarray(np.fmod(a, b) if fmod else np.mod(a, b))
+
+
 def _cast(x: np.ndarray, to: int, **_: Any) -> np.ndarray | None:
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(to))
     return x.astype(dtype) if dtype.kind in "biuf" else None
@@ -66,35 +71,68 @@ def _gather(x: np.ndarray, indices: np.ndarray, axis: int = 0) -> np.ndarray:
     return np.asarray(np.take(x, np.asarray(indices, dtype=np.int64), axis=axis))
 
 
-def _slice(x: np.ndarray, *given: np.ndarray, **old: Any) -> np.ndarray:
-    """Slice of one dimension, by inputs or, before opset 10, by attributes."""
-    starts, ends = (given[0], given[1]) if given else (old["starts"], old["ends"])
-    steps = given[3] if len(given) > 3 and given[3] is not None else [1]
-    return x[slice(int(starts[0]), int(ends[0]), int(steps[0]))] if len(starts) == 1 else x
+def _axes(x: np.ndarray, given: Any) -> tuple[int, ...]:
+    """Places of dimensions; all if none are given."""
+    if given is None: return tuple(range(x.ndim))
+    return tuple(int(each) % max(x.ndim, 1) for each in np.ravel(given))
 
 
-def _squeezed(x: np.ndarray, *_: Any, **__: Any) -> np.ndarray: return x.reshape(()) if x.size == 1 else x
+def _slice(x: np.ndarray, *given: np.ndarray | None, **old: Any) -> np.ndarray:
+    """Slice by inputs or, before opset 10, by attributes."""
+    starts, ends, axes, steps = (*given, *[None] * 4)[:4] if given else (
+        old["starts"], old["ends"], old.get("axes"), None)
+    assert starts is not None
+    assert ends is not None
+    cut: list[slice] = [slice(None)] * x.ndim
+    for i, axis in enumerate(range(len(starts)) if axes is None else _axes(x, axes)):
+        step, first, last = 1 if steps is None else int(steps[i]), int(starts[i]), int(ends[i])
+        # an end before the first element, which -1 does not say
+        cut[axis] = slice(first, None if step < 0 and last < -x.shape[axis] else last, step)
+    return np.ascontiguousarray(x[tuple(cut)])
 
 
-def _unsqueezed(x: np.ndarray, *axes: np.ndarray, **old: Any) -> np.ndarray | None:
-    number = np.size(axes[0] if axes else old["axes"])
-    return x.reshape(1) if x.ndim == 0 and number == 1 else None
+def _squeezed(x: np.ndarray, *given: np.ndarray | None, axes: Any = None) -> np.ndarray:
+    places = axes if not given or given[0] is None else given[0]
+    return np.squeeze(x, None if places is None else _axes(x, places))
 
 
-def _reshaped(x: np.ndarray, shape: np.ndarray, **_: Any) -> np.ndarray | None:
-    return x.reshape(tuple(map(int, shape))) if 0 not in shape else None
+def _unsqueezed(x: np.ndarray, *given: np.ndarray, axes: Any = None) -> np.ndarray:
+    return np.expand_dims(x, tuple(int(each) for each in np.ravel(given[0] if given else axes)))
+
+
+def _reshaped(x: np.ndarray, *given: np.ndarray, shape: Any = None, allowzero: int = 0) -> np.ndarray:
+    extents = [int(n) for n in np.ravel(given[0] if given else shape)]
+    if not allowzero: extents = [n or x.shape[i] for i, n in enumerate(extents)]
+    return x.reshape(extents)
 
 
 def _filled(shape: np.ndarray, value: np.ndarray | None = None) -> np.ndarray | None:
-    """A row of a few equal numbers, as expand's extents begin."""
-    if shape.ndim != 1 or shape.size != 1 or shape[0] > 16: return None
+    """A few equal numbers, as expand's extents begin."""
+    if int(np.prod(shape)) > 16: return None
     return np.full(tuple(map(int, shape)), 0.0 if value is None else value.reshape(-1)[0],
                    dtype=np.float32 if value is None else value.dtype)
 
 
-def _reduced(function: Callable[..., Any]) -> Callable[..., np.ndarray | None]:
-    def called(x: np.ndarray, *axes: np.ndarray, keepdims: int = 1, **_: Any) -> np.ndarray | None:
-        return np.asarray(function(x, keepdims=bool(keepdims)), dtype=x.dtype) if x.ndim == 1 else None
+def _expanded(x: np.ndarray, shape: np.ndarray) -> np.ndarray | None:
+    """x broadcast, if that is small."""
+    extents = np.broadcast_shapes(x.shape, tuple(map(int, shape)))
+    return np.broadcast_to(x, extents).copy() if int(np.prod(extents)) <= HOST_SIZE else None
+
+
+def _ranged(*given: np.ndarray) -> np.ndarray | None:
+    """Integers from the first on, if they are few."""
+    if any(each.dtype.kind != "i" for each in given): return None
+    whole = range(*(int(each.item()) for each in given))
+    return np.array(whole, dtype=given[0].dtype) if len(whole) <= HOST_SIZE else None
+
+
+def _reduced(function: Callable[..., Any]) -> Callable[..., np.ndarray]:
+    def called(x: np.ndarray, *given: np.ndarray | None, axes: Any = None, keepdims: int = 1,
+               noop_with_empty_axes: int = 0) -> np.ndarray:
+        places = axes if not given or given[0] is None else given[0]
+        if places is not None and not np.size(places): places = None
+        if places is None and noop_with_empty_axes: return x
+        return np.asarray(function(x, axis=_axes(x, places), keepdims=bool(keepdims)), dtype=x.dtype)
     return called
 
 
@@ -108,7 +146,10 @@ def _every(function: Callable[..., Any]) -> Callable[..., np.ndarray]:
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Identity": lambda x: x, "Cast": _cast, "Gather": _gather, "Slice": _slice, "Squeeze": _squeezed,
-    "Unsqueeze": _unsqueezed, "Reshape": _reshaped, "ConstantOfShape": _filled,
+    "Unsqueeze": _unsqueezed, "Reshape": _reshaped, "ConstantOfShape": _filled, "Expand": _expanded,
+    "Range": _ranged, "Transpose": lambda x, perm=None: np.ascontiguousarray(np.transpose(x, perm)),
+    "Tile": lambda x, repeats: np.tile(x, repeats) if x.size * np.prod(repeats) <= HOST_SIZE else None,
+    "Flatten": lambda x, axis=1: x.reshape(int(np.prod(x.shape[:axis])), -1), "Mod": _remainder,
     "Concat": lambda *inputs, axis: np.concatenate(inputs, axis=axis),
     "Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": _divided, "Neg": np.negative, "Abs": np.abs,
     "Sqrt": np.sqrt, "Floor": np.floor, "Ceil": np.ceil, "Not": np.logical_not, "And": np.logical_and,

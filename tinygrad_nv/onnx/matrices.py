@@ -198,7 +198,11 @@ def _numbers(data: np.ndarray, bits: int) -> np.ndarray:
 
 def _made(numbers: np.ndarray, scales: np.ndarray, zeros: np.ndarray, grid: Scale,
           bits: int) -> QTensor | None:
-    """The matrix of unsigned codes; zero points that all are the middle make it symmetric."""
+    """The matrix of unsigned codes; zero points that all are the middle make it symmetric. A row of half a
+    byte is kept as codes of 8 bits."""
+    if numbers.shape[1] % 2:
+        if bits == 4 and (zeros == 8).all(): numbers, zeros = numbers + 120, zeros + 120
+        bits = 8
     half = 1 << (bits - 1)
     arrays = {"scales": np.ascontiguousarray(scales)}
     if symmetric := bool((zeros == half).all()):
@@ -207,4 +211,4 @@ def _made(numbers: np.ndarray, scales: np.ndarray, zeros: np.ndarray, grid: Scal
     if bits == 8: arrays["codes"] = (numbers ^ 128).view(np.int8) if symmetric else numbers
     else: arrays["codes"] = packed(numbers, 4)
     try: return prepared(QTensor.of(kind, (numbers.shape[0], numbers.shape[1]), arrays))
-    except SpecError: return None   # a row of half a byte
+    except SpecError: return None

@@ -1,8 +1,8 @@
 """Inputs and results of a captured call as memory.
 
 Protocol: a `Kind` is a shape and a type of elements. `aligned(kind)` is new memory for a result; `Replayed`
-is the Tensor over it, whose UOp is made when something asks for it: `.numpy()`, and a captured call that takes
-it, read the memory. `address_of(x, kind)` is where an input lies, and what keeps it there.
+is the Tensor over it, whose UOp is made when something asks for it: `.numpy()`, and a captured call that
+takes it, read the memory. `address_of(x, kind)` is where an input lies, and what keeps it there.
 """
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ def cpu() -> Iterator[None]:
 def model(text: str, **constants: np.ndarray) -> onnx.ModelProto:
     """A model from ONNX's text form."""
     made = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> {text}')
-    made.graph.initializer.extend(onnx.numpy_helper.from_array(each, name) for name, each in constants.items())
+    weights = [onnx.numpy_helper.from_array(each, name) for name, each in constants.items()]
+    made.graph.initializer.extend(weights)
     return made
 
 
@@ -54,7 +55,8 @@ def test_inputs_of_every_kind_and_results_that_stay(monkeypatch: pytest.MonkeyPa
                       (whole[::-4, ::3], whole[::-4, ::3]), (Tensor(whole[:2, 1:4]), whole[:2, 1:4]),
                       (tensor[3:5, :3], whole[3:5, :3]),
                       (tensor.reshape(-1)[5:11].reshape(2, 3), whole.reshape(-1)[5:11]),
-                      (tensor[:2, :3] * 2 + 1, whole[:2, :3] * 2 + 1), (Tensor.zeros(2, 3), np.zeros((2, 3)))]:
+                      (tensor[:2, :3] * 2 + 1, whole[:2, :3] * 2 + 1),
+                      (Tensor.zeros(2, 3), np.zeros((2, 3)))]:
         made = runner({"x": x, "b": b})
         kept.append((made, wanted.reshape(2, 3) @ W + b))
     for made, wanted in kept:       # later calls wrote other memory
@@ -136,7 +138,8 @@ def test_under_a_jit_and_explained():
 
 def test_results_without_kernels_and_random_ones():
     runner = OnnxRunner(model("""g (float[2, 3] x) => (float[2, 3] y, float[6] z, int64[2] s, float[3, 4] r) {
-        y = Identity(x) six = Constant<value_ints = [6]>() z = Reshape(x, six) s = Shape(x) r = Identity(w) }""",
+        y = Identity(x) six = Constant<value_ints = [6]>() z = Reshape(x, six)
+        s = Shape(x) r = Identity(w) }""",
                         w=W))
     for _ in range(2):
         x = floats(2, 3)

@@ -26,8 +26,9 @@ from tinygrad_nv.onnx.table import op
 
 
 @op("Cast", raw=True)
-def cast(x: Value, to: int, saturate: int = 1, round_mode: str = "up") -> Value:
-    """Elements of another type."""
+def cast(x: Value, to: int | str, saturate: int = 1, round_mode: str = "up") -> Value:
+    """Elements of another type, named by text before opset 6."""
+    if isinstance(to, str): to = int(TensorProto.DataType.Value(to.upper()))
     if TensorProto.STRING in (to, kind_of(x)): return _text(x, to)
     source = x.tensor if isinstance(x, Narrow) else tensor(x)
     if to in MINIFLOATS: return Narrow(rounded(source.cast(dtypes.float32), to, bool(saturate)), to)

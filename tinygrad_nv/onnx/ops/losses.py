@@ -1,7 +1,6 @@
 """Losses, norms, remainders and steps of training that tinygrad computes otherwise than ONNX says."""
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -53,21 +52,6 @@ def mod(x: Tensor, y: Tensor, fmod: int = 0) -> Tensor:
     if fmod: return rest
     differs = (rest != 0) & ((rest < 0) != (y < 0))
     return differs.where(rest + y, rest)
-
-
-@op("MaxUnpool", host=(2,))
-def max_unpool(x: Tensor, indices: Tensor, output_shape: np.ndarray | None = None,
-               kernel_shape: Sequence[int] = (), pads: Sequence[int] = (), strides: Sequence[int] = ()
-               ) -> Tensor:
-    """Maxima where MaxPool found them, zeros elsewhere. Indices count in the image of the pooling."""
-    k = len(kernel_shape)
-    pad, stride = pads or [0] * 2 * k, strides or [1] * k
-    image = [(int(n) - 1) * stride[d] + kernel_shape[d] - pad[d] - pad[d + k]
-             for d, n in enumerate(x.shape[2:])]
-    flat = Tensor.zeros(*x.shape[:2], int(np.prod(image)), dtype=x.dtype).contiguous()
-    made = flat.scatter(2, indices.flatten(2).cast(dtypes.int32), x.flatten(2)).reshape(*x.shape[:2], *image)
-    if output_shape is None: return made
-    return made.pad((None, None, *((0, int(n) - m) for n, m in zip(output_shape[2:], image, strict=True))))
 
 
 def _training(name: str) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import OnnxError
+from tinygrad_nv.onnx.ops.quantised import dequantize, dynamic
 from tinygrad_nv.onnx.table import op
 
 Activation = Callable[[Tensor], Tensor]
@@ -139,15 +141,16 @@ def gru(x: Tensor, w: Tensor, r: Tensor, b: Tensor | None = None, lengths: Tenso
             return ((1 - z) * new + z * h,)
         return cell
     count = int(w.shape[0])
-    biases: Sequence[Tensor | float] = [0.0] * count if b is None else [b[d].chunk(2)[0] for d in range(count)]
+    biases: list[Tensor | float] = [0.0 if b is None else b[d].chunk(2)[0] for d in range(count)]
     return _run(settings, x, w, biases, [made(d) for d in range(count)], [h], lengths)
 
 
 @op("LSTM")
 def lstm(x: Tensor, w: Tensor, r: Tensor, b: Tensor | None = None, lengths: Tensor | None = None,
          h: Tensor | None = None, c: Tensor | None = None, p: Tensor | None = None, input_forget: int = 0,
-         **attributes: object) -> tuple[Tensor, ...]:
-    """Gates in the order input, output, forget, cell; `p` are peepholes of the first three."""
+         multiplied: Activation = lambda x: x, **attributes: object) -> tuple[Tensor, ...]:
+    """Gates in the order input, output, forget, cell; `p` are peepholes of the first three. `multiplied`:
+    what becomes of x and h before they are multiplied."""
     settings, w, r = _settings(attributes, r), w.contiguous(), r.contiguous()
 
     def made(d: int) -> Cell:
@@ -156,14 +159,31 @@ def lstm(x: Tensor, w: Tensor, r: Tensor, b: Tensor | None = None, lengths: Tens
 
         def cell(given: Tensor, state: State) -> State:
             h, c = state
-            gates = h @ r[d].T + given
+            gates = multiplied(h) @ r[d].T + given
             i, o, forget, new = (settings.clipped(each) for each in gates.chunk(4, dim=1))
             i = f(i + peep[0] * c)
             forget = 1 - i if input_forget else f(forget + peep[2] * c)
             c = forget * c + i * g(new)
             return f(o + peep[1] * c) * out(c), c
         return cell
-    return _run(settings, x, w, _sums(b, w), [made(d) for d in range(int(w.shape[0]))], [h, c], lengths)
+    cells = [made(d) for d in range(int(w.shape[0]))]
+    return _run(settings, multiplied(x), w, _sums(b, w), cells, [h, c], lengths)
+
+
+@op("DynamicQuantizeLSTM", domain="com.microsoft")
+def dynamic_quantize_lstm(x: Tensor, w: Tensor, r: Tensor, b: Tensor | None, lengths: Tensor | None,
+                          h: Tensor | None, c: Tensor | None, p: Tensor | None, w_scale: Tensor,
+                          w_zero: Tensor, r_scale: Tensor, r_zero: Tensor, **attributes: Any
+                          ) -> tuple[Tensor, ...]:
+    """LSTM of 8-bit weights [directions, inputs, 4 · hidden], with a scale and a zero point for each
+    direction or each of its columns; x and h are rounded to 8 bits by their range."""
+    def numbers(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        s, z = (each.reshape(int(codes.shape[0]), 1, -1) for each in (scale, zero))
+        return ((codes.cast(dtypes.int32) - z.cast(dtypes.int32)).cast(s.dtype) * s).transpose(1, 2)
+
+    def rounded(x: Tensor) -> Tensor: return dequantize(*dynamic(x))
+    return lstm(x, numbers(w, w_scale, w_zero), numbers(r, r_scale, r_zero), b, lengths, h, c, p,
+                multiplied=rounded, **attributes)
 
 
 def _settings(attributes: dict[str, object], r: Tensor) -> Settings:

@@ -30,7 +30,9 @@ class Sampling:
 
     def places(self, old: int, new: int, scale: float, region: tuple[float, float]) -> np.ndarray:
         """Where in the old dimension each point of the new one lies."""
-        i = np.arange(new, dtype=np.float64)
+        # in float32, as runtimes have it: it decides which of two points is the nearest
+        i = np.arange(new, dtype=np.float32)
+        scale = np.float32(scale)   # type: ignore[assignment]
         match self.coordinate_transformation_mode:
             case "half_pixel": return (i + 0.5) / scale - 0.5
             case "asymmetric": return i / scale
@@ -55,7 +57,7 @@ class Sampling:
         rounding: dict[str, Callable[[np.ndarray], np.ndarray]] = {
             "round_prefer_floor": lambda x: np.ceil(x - 0.5),
             "round_prefer_ceil": lambda x: np.floor(x + 0.5),
-            "floor": np.floor, "ceil": np.ceil}
+            "floor": np.floor, "ceil": np.ceil, "before 11": np.ceil if len(places) < old else np.floor}
         return rounding[self.nearest_mode](places).clip(0, old - 1).astype(np.int64)
 
     def kernel(self, x: np.ndarray) -> np.ndarray:
@@ -79,7 +81,7 @@ class Sampling:
         return made
 
 
-@op("Resize", host=(1, 2, 3))
+@op("Resize", since=11, host=(1, 2, 3))
 def resize(x: Tensor, roi: np.ndarray | None = None, scales: np.ndarray | None = None,
            sizes: np.ndarray | None = None, axes: Sequence[int] | None = None,
            **attributes: object) -> Tensor:
@@ -93,7 +95,8 @@ def resize(x: Tensor, roi: np.ndarray | None = None, scales: np.ndarray | None =
     made, outside = x, None
     for i, d in enumerate(dims):
         old = int(x.shape[d])
-        new = math.floor(old * factors[i]) if extents is None else extents[i]
+        # the product that runtimes compute, in float32
+        new = math.floor(np.float32(old) * np.float32(factors[i])) if extents is None else extents[i]
         region = (float(roi[i]), float(roi[i + len(dims)])) if roi is not None and roi.size else (0.0, 1.0)
         places = sampling.places(old, new, factors[i], region)
         if not (new == old and factors[i] == 1 and region == (0.0, 1.0)):
@@ -124,10 +127,11 @@ def _dimension(x: Tensor, d: int, places: np.ndarray, scale: float, sampling: Sa
     return (x.transpose(d, -1) @ weights.T).transpose(d, -1)
 
 
+@op("Resize", since=10, host=(1,))
 @op("Upsample", since=9, host=(1,))
 def upsample(x: Tensor, scales: np.ndarray, mode: str = "nearest") -> Tensor:
     """Resize of old opsets: the place of a point is its number / scale."""
-    return resize(x, None, scales, mode=mode, nearest_mode="floor",
+    return resize(x, None, scales, mode=mode.removeprefix("bi"), nearest_mode="before 11",
                   coordinate_transformation_mode="asymmetric")
 
 
@@ -135,3 +139,9 @@ def upsample(x: Tensor, scales: np.ndarray, mode: str = "nearest") -> Tensor:
 def upsample_7(x: Tensor, scales: Sequence[float], mode: str = "nearest") -> Tensor:
     """As `upsample`, its scales an attribute."""
     return upsample(x, np.asarray(scales), mode)
+
+
+@op("Upsample")
+def upsample_1(x: Tensor, height_scale: float, width_scale: float, mode: str = "nearest") -> Tensor:
+    """As `upsample`, of images, its scales an attribute each."""
+    return upsample(x, np.asarray([1.0, 1.0, height_scale, width_scale]), mode)

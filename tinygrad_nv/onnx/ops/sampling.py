@@ -1,4 +1,4 @@
-"""Images at places between their points: GridSample, RoiAlign, DeformConv; and Col2Im, LpPool.
+"""Images at places between their points: GridSample, RoiAlign, DeformConv; and Col2Im.
 
 Protocol: a place is coordinates in points of the image. Its value is a weighted sum of the points around it,
 which are gathered from the flattened image; padding decides what lies outside. Averages over a region's
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from tinygrad import Tensor, dtypes
 
-from tinygrad_nv.onnx.table import find, op
+from tinygrad_nv.onnx.table import op
 
 
 def _keys(t: Tensor) -> list[Tensor]:
@@ -46,7 +46,8 @@ def grid_sample(x: Tensor, grid: Tensor, align_corners: int = 0, mode: str = "li
         low, high = (0.0, n - 1.0) if align_corners else (-0.5, n - 0.5)
         place = (g + 1) / 2 * (n - 1) if align_corners else ((g + 1) * n - 1) / 2
         if mode == "nearest": place = place.round()
-        if padding_mode == "border": place = place.clip(0, n - 1)
+        # of a cubic each point is clipped, not the place between them
+        if padding_mode == "border" and "cubic" not in mode: place = place.clip(0, n - 1)
         if padding_mode == "reflection": place = _reflected(place, low, high)
         places.append(place)
         borders.append((low, high))
@@ -187,12 +188,3 @@ def _spread(x: Tensor, d: int, stride: int, first: int, extent: int) -> Tensor:
     made = made.shrink((*[None] * d, (0, (n - 1) * stride + 1), *[None] * (x.ndim - d - 1)))
     after = extent - first - int(made.shape[d])
     return made.pad((*[None] * d, (first, after), *[None] * (x.ndim - d - 1)))
-
-
-@op("LpPool")
-def lp_pool(x: Tensor, kernel_shape: Sequence[int], p: int = 2, **attributes: Any) -> Tensor:
-    """(Σ |x|ᵖ)^(1/p) of windows."""
-    average = find("", "AveragePool", 22)
-    assert average is not None
-    made = average.function(x.abs().pow(p), kernel_shape=kernel_shape, count_include_pad=1, **attributes)
-    return (made * math.prod(kernel_shape)).pow(1 / p).cast(x.dtype)
