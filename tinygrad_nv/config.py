@@ -42,6 +42,8 @@ SETTINGS = (
             "1: a row has the same bits in every run and in every batch: schedules are of one class, in "
             "which the order of sums does not depend on the batch; 0: the fastest, and dq is summed as it "
             "comes"),
+    Setting("NV_TORCH_CHECK", 1, (0, 1),
+            "1: indices out of range of a graph of torch.compile are an IndexError; 0: they are not checked"),
     Setting("NV_STRICT", 0, (0, 1),
             "1: a kernel of ours that does not build is an error (on in CI); 0: tinygrad's own runs in its "
             "place, and a warning says why"),

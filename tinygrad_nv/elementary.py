@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tinygrad import Tensor, dtypes
 
@@ -56,6 +57,49 @@ def maximum(x: Tensor, y: Tensor) -> Tensor:
 def minimum(x: Tensor, y: Tensor) -> Tensor:
     """The smaller one, NaN where one of them is."""
     return (x.isnan() | (x < y)).where(x, y) if dtypes.is_float(x.dtype) else x.minimum(y)
+
+
+def order_key(x: Tensor, nan_last: bool = True) -> Tensor:
+    """Integers in the order of x: -0 and 0 are one number, NaN comes after infinity, or before -infinity."""
+    if x.dtype == dtypes.bool: return x.cast(dtypes.uint8)
+    if not dtypes.is_float(x.dtype): return x
+    double = x.dtype == dtypes.float64
+    wide, whole = (dtypes.float64, dtypes.int64) if double else (dtypes.float32, dtypes.int32)
+    bits = (x == 0).where(0, x.cast(wide)).bitcast(whole)
+    most = int(whole.max)
+    return x.isnan().where(most if nan_last else -most, (bits < 0).where(bits ^ most, bits))
+
+
+def amax(x: Tensor, axis: Any = None, keepdim: bool = False) -> Tensor:
+    """The largest element, NaN where there is one."""
+    return _with_nan(x, x.max(axis, keepdim=keepdim), axis, keepdim)
+
+
+def amin(x: Tensor, axis: Any = None, keepdim: bool = False) -> Tensor:
+    """The smallest element, NaN where there is one."""
+    return _with_nan(x, x.min(axis, keepdim=keepdim), axis, keepdim)
+
+
+def _with_nan(x: Tensor, made: Tensor, axis: Any, keepdim: bool) -> Tensor:
+    if not dtypes.is_float(x.dtype): return made
+    return x.isnan().any(axis, keepdim=keepdim).where(math.nan, made)
+
+
+def argmax(x: Tensor, axis: int | None = None, keepdim: bool = False) -> Tensor:
+    """The first place of the largest element, or of NaN."""
+    return order_key(x).argmax(axis, keepdim=keepdim)
+
+
+def argmin(x: Tensor, axis: int | None = None, keepdim: bool = False) -> Tensor:
+    """The first place of the smallest element, or of NaN."""
+    return order_key(x, nan_last=False).argmin(axis, keepdim=keepdim)
+
+
+def sort(x: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
+    """The elements in order, NaN as the largest, and where each was: equal ones in the order they had."""
+    if not x.ndim: return x, x.const_like(0, dtypes.int32)
+    places = order_key(x).sort(dim, descending)[1]
+    return x.gather(dim, places), places
 
 
 def at_most(x: Tensor, y: Tensor | float) -> Tensor:

@@ -3,7 +3,8 @@
 Protocol. `Captured(plan, args)` lowers the plan's graph, with tinygrad collecting what it would run, plans
 the memory of intermediates and compiles. Arguments and results are parameters of the launches. A call sets
 the addresses that changed since the last one and runs all launches in one call into C: no scheduling, and no
-copies. Arguments are read, and results written, where torch has them, in the strides that torch expects.
+copies. Arguments are read, and results written, where torch has them, in the strides that torch expects. One
+more result says whether an index was out of range (lowering/checks.py), which raises once all has run.
 
 An argument whose memory tinygrad cannot address (memory.py) is copied first, and back if it is written.
 """
@@ -20,10 +21,11 @@ from tinygrad.engine import realize
 from tinygrad.schedule.memory import memory_plan_rewrite
 from tinygrad.uop.ops import Ops, UOp, buffers
 
+from tinygrad_nv import config
 from tinygrad_nv.graphs.capture import graph_obstacle
 from tinygrad_nv.graphs.kept_buffers import buffers_of, live_tensors
 from tinygrad_nv.runtime.cpu.graph import CPUGraph
-from tinygrad_nv.torch.lowering import dtype_of, torch_dtype
+from tinygrad_nv.torch.lowering import checks, dtype_of, torch_dtype
 from tinygrad_nv.torch.memory import DEVICE, Layout, Slot, rebind, shareable
 
 Value = Any     # a Tensor, a number, or None
@@ -87,10 +89,12 @@ class Captured:
         schedules = _Schedules()
         realize.capturing.append(schedules)
         try:
-            made = list(plan.lower(given))
+            with checks.recording() as noted: made = list(plan.lower(given))
+            made.append(noted.found() if config.get("NV_TORCH_CHECK") else None)
+            self.words = noted.names
             for k, each in enumerate(made):
                 if not isinstance(each, Tensor) or k in plan.in_place: continue
-                self.layouts[k] = _layout(plan, k, each)
+                self.layouts[k] = _layout(plan if k < len(made) - 1 else None, k, each)
                 made[k] = _laid(each, self.layouts[k])
             _realized(each for each in made if isinstance(each, Tensor))
             for k in self.layouts:
@@ -143,6 +147,7 @@ class Captured:
         for i, x in copies:
             if i in self.written: args[i].copy_(x)
         for i in self.written: torch.autograd.graph.increment_version(args[i])
+        if (failed := made.pop()) is not None and failed: raise checks.refused(self.words[int(failed) - 1])
         return made
 
     def _bind(self, place: int, x: torch.Tensor) -> None:
@@ -158,9 +163,9 @@ class Captured:
             Device[DEVICE].synchronize()
 
 
-def _layout(plan: Plan, k: int, made: Tensor) -> Layout:
-    """Where torch wants a result."""
-    if plan.layout is not None: return plan.layout(k, tuple(made.shape))
+def _layout(plan: Plan | None, k: int, made: Tensor) -> Layout:
+    """Where torch wants a result of a plan, or a number of ours lies."""
+    if plan is not None and plan.layout is not None: return plan.layout(k, tuple(made.shape))
     return Layout.rows(tuple(made.shape), torch_dtype(made.dtype))
 
 

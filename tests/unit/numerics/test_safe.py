@@ -14,7 +14,7 @@ from safe_case import TORCH, rows
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
-from tinygrad_nv import explain
+from tinygrad_nv import disabled, explain
 from tinygrad_nv.numerics.safe import layernorm_safe, logsumexp_safe, rmsnorm_safe, softmax_safe
 
 U = 2.0 ** -24
@@ -184,7 +184,7 @@ def test_plain_ones_break():
         np.testing.assert_allclose(safe(huge).numpy(), [[1, -1] * 4], rtol=16 * U)
     masked = Tensor(SPECIAL[:1])
     assert np.isnan(masked.softmax().numpy()).all()
-    assert np.isnan(masked.logsumexp(-1).numpy()).all()
+    with disabled(): assert np.isnan(masked.logsumexp(-1).numpy()).all()
 
 
 @pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.bfloat16])

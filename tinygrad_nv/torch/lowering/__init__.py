@@ -5,6 +5,7 @@ Read in this order:
   elementwise.py   arithmetic, comparisons, activations, constants
   movement.py      views and concatenations
   reductions.py    sums and what is like them
+  checks.py        indices out of range
   indexing.py      gathers and scatters
   nn.py            matmuls, norms, embeddings, convolutions
   pooling.py       maxima and means of windows of images
@@ -14,6 +15,7 @@ Read in this order:
 from tinygrad_nv.torch.lowering import (
     attention,
     cache,
+    checks,
     elementwise,
     indexing,
     movement,
@@ -23,5 +25,5 @@ from tinygrad_nv.torch.lowering import (
 )
 from tinygrad_nv.torch.lowering.table import TABLE, Out, Unsupported, dtype_of, torch_dtype
 
-__all__ = ["TABLE", "Out", "Unsupported", "attention", "cache", "dtype_of", "elementwise", "indexing",
-           "movement", "nn", "pooling", "reductions", "torch_dtype"]
+__all__ = ["TABLE", "Out", "Unsupported", "attention", "cache", "checks", "dtype_of", "elementwise",
+           "indexing", "movement", "nn", "pooling", "reductions", "torch_dtype"]

@@ -1,15 +1,25 @@
-"""Elements by number: gathers and scatters."""
+"""Elements by number: gathers and scatters. Their indices are checked (checks.py), but for those of operators
+that torch itself calls unsafe."""
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from tinygrad import Tensor, dtypes
 
+from tinygrad_nv import elementary
+from tinygrad_nv.torch.lowering.checks import checked
 from tinygrad_nv.torch.lowering.movement import axis
 from tinygrad_nv.torch.lowering.table import Number, Out, Unsupported, lowers
 
 
-@lowers("index.Tensor", "_unsafe_index.Tensor")
+@lowers("index.Tensor")
+def _checked_index(out: Out, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+    for i, each in enumerate(indices):
+        if each is not None and each.dtype != dtypes.bool: checked("index", each, x.shape[i], negative=True)
+    return _index(out, x, indices)
+
+
+@lowers("_unsafe_index.Tensor")
 def _index(out: Out, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     if any(each is not None and each.dtype == dtypes.bool for each in indices):
         raise Unsupported("an index of booleans, whose result has no shape before it is computed")
@@ -18,22 +28,31 @@ def _index(out: Out, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
 
 @lowers("gather.default")
 def _gather(out: Out, x: Tensor, dim: int, index: Tensor, sparse_grad: bool = False) -> Tensor:
-    return x.gather(dim, index)
+    return x.gather(dim, checked("gather", index, _extent(x, dim)))
 
 
 @lowers("index_select.default")
 def _index_select(out: Out, x: Tensor, dim: int, index: Tensor) -> Tensor:
-    return x[(slice(None),) * axis(dim, x.ndim) + (index,)]
+    return x[(slice(None),) * axis(dim, x.ndim) + (checked("index_select", index, _extent(x, dim)),)]
 
 
 @lowers("index_copy.default")
 def _index_copy(out: Out, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     dim = axis(dim, x.ndim)
+    checked("index_copy", index, x.shape[dim])
     places = index.reshape(tuple(-1 if i == dim else 1 for i in range(x.ndim))).expand(source.shape)
     return x.scatter(dim, places, source)
 
 
-@lowers("index_put.default", "_unsafe_index_put.default")
+@lowers("index_put.default")
+def _checked_index_put(out: Out, x: Tensor, indices: Sequence[Tensor | None], values: Tensor,
+                       accumulate: bool = False) -> Tensor:
+    if (index := indices[0]) is not None and index.dtype != dtypes.bool:
+        checked("index_put", index, x.shape[0], negative=True)
+    return _index_put(out, x, indices, values, accumulate)
+
+
+@lowers("_unsafe_index_put.default")
 def _index_put(out: Out, x: Tensor, indices: Sequence[Tensor | None], values: Tensor,
                accumulate: bool = False) -> Tensor:
     index = indices[0]
@@ -47,25 +66,37 @@ def _index_put(out: Out, x: Tensor, indices: Sequence[Tensor | None], values: Te
 
 @lowers("scatter.src")
 def _scatter(out: Out, x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
-    return x.scatter(dim, index, src)
+    return x.scatter(dim, checked("scatter", index, _extent(x, dim)), src)
 
 
 @lowers("scatter.value")
 def _scatter_value(out: Out, x: Tensor, dim: int, index: Tensor, value: Number) -> Tensor:
-    return x.scatter(dim, index, value)
+    return x.scatter(dim, checked("scatter", index, _extent(x, dim)), value)
 
 
 @lowers("scatter_add.default")
 def _scatter_add(out: Out, x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
-    return x.scatter_reduce(dim, index, src, "sum")
+    return x.scatter_reduce(dim, checked("scatter_add", index, _extent(x, dim)), src, "sum")
 
 
 @lowers("topk.default")
 def _topk(out: Out, x: Tensor, k: int, dim: int = -1, largest: bool = True,
           sorted: bool = True) -> tuple[Tensor, Tensor]:
-    return x.topk(k, dim, largest, sorted)
+    values, places = elementary.sort(x, dim, largest)
+    if not x.ndim: return values, places
+    kept = (slice(None),) * axis(dim, x.ndim) + (slice(k),)
+    return values[kept], places[kept]
 
 
 @lowers("sort.default")
 def _sort(out: Out, x: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
-    return x.sort(dim, descending)
+    return elementary.sort(x, dim, descending)
+
+
+@lowers("sort.stable")
+def _stable_sort(out: Out, x: Tensor, *, stable: bool | None = None, dim: int = -1,
+                 descending: bool = False) -> tuple[Tensor, Tensor]:
+    return elementary.sort(x, dim, descending)
+
+
+def _extent(x: Tensor, dim: int) -> int: return x.shape[axis(dim, x.ndim)] if x.ndim else 1

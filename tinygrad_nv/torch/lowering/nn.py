@@ -12,6 +12,7 @@ from typing import Any
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv import functional
+from tinygrad_nv.torch.lowering.checks import checked
 from tinygrad_nv.torch.lowering.table import Number, Out, Unsupported, lowers
 
 
@@ -51,7 +52,7 @@ def _layer_norm(out: Out, x: Tensor, shape: Sequence[int], weight: Tensor | None
 @lowers("embedding.default")
 def _embedding(out: Out, weight: Tensor, indices: Tensor, padding_idx: int = -1,
                scale_grad_by_freq: bool = False, sparse: bool = False) -> Tensor:
-    return functional.embedding(weight, indices)
+    return functional.embedding(weight, checked("embedding", indices, weight.shape[0]))
 
 
 @lowers("embedding_dense_backward.default")

@@ -1,12 +1,12 @@
 """Reductions: sums of what torch sums, in its dtypes."""
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from tinygrad import Tensor, dtypes
 
+from tinygrad_nv import elementary
 from tinygrad_nv.torch.lowering.table import Number, Out, Unsupported, lowers
 
 Dims = int | Sequence[int] | None
@@ -30,40 +30,40 @@ def _mean(out: Out, x: Tensor, dim: Dims = None, keepdim: bool = False, **kwargs
 
 @lowers("amax.default")
 def _amax(out: Out, x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    return x.max(dims_of(dim), keepdim=keepdim)
+    return elementary.amax(x, dims_of(dim), keepdim)
 
 
 @lowers("amin.default")
 def _amin(out: Out, x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    return x.min(dims_of(dim), keepdim=keepdim)
+    return elementary.amin(x, dims_of(dim), keepdim)
 
 
 @lowers("max.default")
-def _max(out: Out, x: Tensor) -> Tensor: return x.max()
+def _max(out: Out, x: Tensor) -> Tensor: return elementary.amax(x)
 
 
 @lowers("min.default")
-def _min(out: Out, x: Tensor) -> Tensor: return x.min()
+def _min(out: Out, x: Tensor) -> Tensor: return elementary.amin(x)
 
 
 @lowers("max.dim")
 def _max_dim(out: Out, x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    return x.max(dim, keepdim=keepdim), x.argmax(dim, keepdim=keepdim)
+    return elementary.amax(x, dim, keepdim), elementary.argmax(x, dim, keepdim)
 
 
 @lowers("min.dim")
 def _min_dim(out: Out, x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    return x.min(dim, keepdim=keepdim), x.argmin(dim, keepdim=keepdim)
+    return elementary.amin(x, dim, keepdim), elementary.argmin(x, dim, keepdim)
 
 
 @lowers("argmax.default")
 def _argmax(out: Out, x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    return x.argmax(dim, keepdim=keepdim)
+    return elementary.argmax(x, dim, keepdim)
 
 
 @lowers("argmin.default")
 def _argmin(out: Out, x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    return x.argmin(dim, keepdim=keepdim)
+    return elementary.argmin(x, dim, keepdim)
 
 
 @lowers("any.default", "any.dim", "any.dims")
@@ -108,10 +108,7 @@ def _cumsum(out: Out, x: Tensor, dim: int, **kwargs: Any) -> Tensor:
 def _logsumexp(out: Out, x: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
     axes = dims_of(dim)
     if isinstance(axes, tuple) and len(axes) > 1:
-        x = x.cast(out.dtype)
-        m = x.max(axes, keepdim=True)
-        m = (m.abs() < math.inf).where(m, 0)
-        made = (x - m).exp().sum(axes, keepdim=True).log() + m
+        made = x.cast(out.dtype).logsumexp(axes, keepdim=True)
         return made if keepdim else made.sum(axes)
     return x.cast(out.dtype).logsumexp(axes[0] if isinstance(axes, tuple) else axes, keepdim=keepdim)
 
